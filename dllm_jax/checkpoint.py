@@ -1,0 +1,250 @@
+"""Checkpoints on disk: a folder with `config.json`, the parameters in Orbax's format, and the tokenizer's files.
+
+    folder/config.json        the ModelConfig
+    folder/source.json        where it was converted from, and what the original config said
+    folder/params/            Orbax: {"layers.0.attn.q_proj.kernel": array, ...}
+    folder/tokenizer*.json    and whatever else the family's tokenizer reads
+
+A folder is written beside its final place and renamed at the end, so it is there whole or not at all.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from dllm_jax.config import ModelConfig
+from dllm_jax.errors import DllmError
+from dllm_jax.params import abstract_params
+
+CONFIG_FILE, SOURCE_FILE, PARAMS_FOLDER = "config.json", "source.json", "params"
+GROUP_BYTES = 256 * 2**20  # written at a time: bounds the writer's memory, whatever the checkpoint's size
+
+
+def home() -> Path:
+    """Where checkpoints are looked up by name: $DLLM_JAX_HOME, by default ~/.cache/dllm_jax."""
+    return Path(os.environ.get("DLLM_JAX_HOME", Path.home() / ".cache" / "dllm_jax"))
+
+
+def find(path_or_name: str | Path) -> Path:
+    """The folder of a converted checkpoint, given as a path or as a name under `home()`.
+
+    Raises:
+        DllmError: when there is none, or it was not converted.
+    """
+    candidates = [Path(path_or_name).expanduser(), home() / str(path_or_name)]
+    folder = next((path for path in candidates if path.is_dir()), None)
+    if folder is None:
+        raise DllmError(
+            f"no checkpoint at {path_or_name!s} and none of that name in {home()}; make one with python -m convert"
+        )
+    if not (folder / PARAMS_FOLDER).is_dir():
+        hint = "convert it first: python -m convert FAMILY --source DIR --out DIR"
+        raise DllmError(f"{folder} is not a converted checkpoint (it has no {PARAMS_FOLDER} folder); {hint}")
+    return folder
+
+
+def load_config(folder: str | Path) -> ModelConfig:
+    """The ModelConfig of a converted checkpoint.
+
+    Raises:
+        DllmError: when the file is missing or not one of ours.
+    """
+    path = Path(folder) / CONFIG_FILE
+    if not path.is_file():
+        raise DllmError(f"{path} is missing; convert the checkpoint again")
+    return ModelConfig.from_json(path.read_text(), str(path))
+
+
+def load_source(folder: str | Path) -> dict[str, Any]:
+    """What the converter noted about the source: `{}` for a checkpoint that was trained here."""
+    path = Path(folder) / SOURCE_FILE
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def load_params(
+    folder: str | Path,
+    *,
+    dtype: str | None = None,
+    shardings: Mapping[str, Sharding] | None = None,
+) -> dict[str, jax.Array]:
+    """Restores the parameters straight into their shardings (default: the first device), cast to `dtype`.
+
+    Raises:
+        DllmError: when the stored names or shapes are not those of the config, or the files cannot be read.
+    """
+    from orbax.checkpoint import v1 as ocp  # here, because it takes two seconds to import
+
+    config, path = load_config(folder), (Path(folder) / PARAMS_FOLDER).resolve()
+    stored = stored_params(folder)
+    dtypes = {str(dtype) if dtype else str(entry.dtype) for entry in stored.values()}
+    if len(dtypes) != 1:
+        raise DllmError(f"{path} mixes the dtypes {sorted(dtypes)}; say which one to load with dtype=")
+    wanted = abstract_params(config, dtypes.pop(), shardings)
+    check_names_and_shapes({name: tuple(entry.shape) for name, entry in stored.items()}, config, str(path))
+    if shardings is None:
+        device = SingleDeviceSharding(jax.local_devices()[0])
+        wanted = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device) for name, x in wanted.items()}
+    try:
+        return dict(ocp.load(path, wanted))
+    except Exception as error:  # Orbax raises whatever its storage layer does
+        raise DllmError(f"{path} could not be read ({_first_line(error)}); convert the checkpoint again") from error
+
+
+def stored_params(folder: str | Path) -> dict[str, Any]:
+    """Name -> entry with `.shape` and `.dtype` of what is stored, without reading any tensor.
+
+    Raises:
+        DllmError: when the folder's metadata cannot be read.
+    """
+    from orbax.checkpoint import v1 as ocp
+
+    path = (Path(folder) / PARAMS_FOLDER).resolve()
+    try:
+        return dict(ocp.metadata(path).metadata)
+    except Exception as error:
+        raise DllmError(f"{path} could not be read ({_first_line(error)}); convert the checkpoint again") from error
+
+
+def iter_params(folder: str | Path, names: Iterable[str] | None = None) -> Iterator[tuple[str, np.ndarray]]:
+    """The stored tensors one at a time as host arrays, in the stored dtype: memory stays at one tensor."""
+    from orbax.checkpoint import v1 as ocp
+
+    path, stored = (Path(folder) / PARAMS_FOLDER).resolve(), stored_params(folder)
+    placeholder = {name: ocp.PLACEHOLDER for name in stored}
+    for name in stored if names is None else names:
+        entry = stored[name]
+        wanted = {**placeholder, name: np.empty(entry.shape, entry.dtype)}
+        yield name, np.asarray(ocp.load(path, wanted)[name])
+
+
+def check_names_and_shapes(found: Mapping[str, tuple[int, ...]], config: ModelConfig, where: str) -> None:
+    """Compares flat names and shapes with the config's.
+
+    Raises:
+        DllmError: naming the first missing, unexpected and misshapen parameters together.
+    """
+    wanted = {name: spec.shape for name, spec in abstract_params(config).items()}
+    faults = [f"missing {name}" for name in sorted(wanted.keys() - found.keys())]
+    faults += [f"unexpected {name}" for name in sorted(found.keys() - wanted.keys())]
+    faults += [
+        f"{name} has shape {list(found[name])}, not {list(wanted[name])}"
+        for name in sorted(wanted.keys() & found.keys())
+        if tuple(found[name]) != tuple(wanted[name])
+    ]
+    if faults:
+        more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
+        raise DllmError(f"{where} does not hold the config's parameters: {'; '.join(faults[:3])}{more}")
+
+
+@contextlib.contextmanager
+def atomic_folder(out: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """A scratch folder beside `out` that becomes `out` when the block ends well, and vanishes when it does not.
+
+    Left-overs of an interrupted run with the same `out` are removed first.
+
+    Raises:
+        DllmError: when `out` exists and is not to be overwritten, or its parent is not a folder.
+    """
+    out = Path(out).expanduser().resolve()
+    if out.exists() and not overwrite:
+        raise DllmError(f"{out} exists already; choose another --out, or pass --overwrite to replace it")
+    if out.exists() and not out.is_dir():
+        raise DllmError(f"{out} is a file; choose a folder that does not exist yet")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise DllmError(f"{out.parent} is not a folder; choose another --out") from None
+    except OSError as error:
+        raise DllmError(f"{out.parent} cannot be written to ({error.strerror}); choose another --out") from None
+    scratch, retired = out.parent / f".{out.name}.partial", out.parent / f".{out.name}.retired"
+    shutil.rmtree(retired, ignore_errors=True)
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
+    try:
+        yield scratch
+        if out.exists():
+            out.rename(retired)
+        scratch.rename(out)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        shutil.rmtree(retired, ignore_errors=True)
+
+
+def save(
+    out: str | Path,
+    config: ModelConfig,
+    tensors: Iterable[tuple[str, Any]],
+    *,
+    files: Mapping[str, bytes] | None = None,
+    source: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Writes a checkpoint folder from a stream of (flat name, array); at most `GROUP_BYTES` plus one tensor is held.
+
+    Args:
+        out: the folder, which appears whole at the end.
+        tensors: exactly the config's parameters, in any order; jax or numpy arrays.
+        files: more files to put beside them, such as the tokenizer's.
+        source: JSON-able notes about the origin, read back by `load_source`.
+
+    Raises:
+        DllmError: when the stream's names or shapes are not the config's, `out` exists, or the disk is full.
+    """
+    from orbax.checkpoint import v1 as ocp
+
+    seen: dict[str, tuple[int, ...]] = {}
+
+    def checked() -> Iterator[tuple[str, Any]]:
+        for name, array in tensors:
+            seen[name] = tuple(array.shape)
+            yield name, array
+
+    with atomic_folder(out, overwrite=overwrite) as scratch:
+        try:
+            for group in _grouped(checked(), GROUP_BYTES):
+                ocp.partial.save(scratch / PARAMS_FOLDER, group)
+            check_names_and_shapes(seen, config, "the stream of tensors")
+            ocp.partial.finalize(scratch / PARAMS_FOLDER)
+            (scratch / CONFIG_FILE).write_text(config.to_json() + "\n")
+            if source:
+                (scratch / SOURCE_FILE).write_text(json.dumps(source, indent=2) + "\n")
+            for name, content in (files or {}).items():
+                (scratch / name).write_bytes(content)
+        except DllmError:
+            raise
+        except Exception as error:
+            raise _write_error(out, error) from error
+
+
+def _grouped(tensors: Iterable[tuple[str, Any]], limit: int) -> Iterator[dict[str, Any]]:
+    group: dict[str, Any] = {}
+    size = 0
+    for name, array in tensors:
+        if group and size + array.nbytes > limit:
+            yield group
+            group, size = {}, 0
+        group[name] = array
+        size += array.nbytes
+    if group:
+        yield group
+
+
+def _write_error(out: str | Path, error: Exception) -> Exception:
+    text = " ".join(str(part) for part in (error, error.__cause__, error.__context__))
+    if "No space left" in text or "RESOURCE_EXHAUSTED" in text or "ENOSPC" in text or "Disk quota" in text:
+        return DllmError(f"the disk of {out} is full; free space or choose another --out (nothing was left behind)")
+    if isinstance(error, OSError):
+        return DllmError(f"{out} could not be written ({_first_line(error)})")
+    return error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,94 @@
+"""Sharding as one table: logical axis names of the parameters -> mesh axes. The model code never mentions a device."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from dllm_jax.config import ModelConfig
+from dllm_jax.errors import DllmError
+from dllm_jax.transformer import param_specs
+
+MeshAxes = str | tuple[str, ...] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardingRules:
+    """Which mesh axis splits each logical axis; None replicates it. Axes that a mesh does not have count as None.
+
+    The defaults serve one device, tensor-parallel sampling and FSDP training alike: on a mesh without "fsdp" only the
+    tensor axis splits, and the other way round.
+    """
+
+    embed: MeshAxes = "fsdp"
+    heads: MeshAxes = "tensor"
+    kv_heads: MeshAxes = "tensor"
+    mlp: MeshAxes = "tensor"
+    vocab: MeshAxes = "tensor"
+    head_dim: MeshAxes = None
+    batch: MeshAxes = ("data", "fsdp")
+
+    def spec(self, axes: tuple[str, ...], mesh: Mesh) -> PartitionSpec:
+        """The PartitionSpec of an array with these logical axes on this mesh.
+
+        Raises:
+            DllmError: when one mesh axis would split two dimensions of the array.
+        """
+        entries = [_present(getattr(self, axis), mesh) for axis in axes]
+        used = [name for entry in entries for name in entry]
+        if len(used) != len(set(used)):
+            raise DllmError(
+                f"sharding rules split two of the axes {axes} over one mesh axis {used}; map one of them to None"
+            )
+        return PartitionSpec(*(entry if len(entry) > 1 else (entry[0] if entry else None) for entry in entries))
+
+
+def _present(entry: MeshAxes, mesh: Mesh) -> tuple[str, ...]:
+    names = () if entry is None else (entry,) if isinstance(entry, str) else entry
+    return tuple(name for name in names if name in mesh.axis_names)
+
+
+def make_mesh(**axes: int) -> Mesh:
+    """A mesh of the visible devices with Auto axes, e.g. ``make_mesh(data=2, tensor=4)``.
+
+    Raises:
+        DllmError: when the product of the axis sizes exceeds the number of devices.
+    """
+    size = 1
+    for count in axes.values():
+        size *= count
+    if size > jax.device_count():
+        raise DllmError(
+            f"a mesh {axes} needs {size} devices and this process sees {jax.device_count()}; make the axes smaller"
+        )
+    return jax.make_mesh(
+        tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes), devices=jax.devices()[:size]
+    )
+
+
+def param_shardings(config: ModelConfig, mesh: Mesh, rules: ShardingRules | None = None) -> Mapping[str, NamedSharding]:
+    """The sharding of every parameter by flat name.
+
+    Raises:
+        DllmError: when a dimension is not a multiple of the devices it is split over.
+    """
+    rules = rules or ShardingRules()
+    shardings = {}
+    for name, spec in param_specs(config).items():
+        partition = rules.spec(spec.axes, mesh)
+        for size, axis, entry in zip(spec.shape, spec.axes, partition, strict=True):
+            parts = 1
+            for mesh_axis in (entry,) if isinstance(entry, str) else entry or ():
+                parts *= mesh.shape[mesh_axis]
+            if size % parts:
+                raise DllmError(
+                    f"{name}: axis {axis} of {size} does not split over {parts} devices; use fewer or map {axis} to None"
+                )
+        shardings[name] = NamedSharding(mesh, partition)
+    return shardings
+
+
+def batch_sharding(mesh: Mesh, rules: ShardingRules | None = None) -> NamedSharding:
+    """The sharding of arrays whose first axis is the batch (prompts, results)."""
+    return NamedSharding(mesh, (rules or ShardingRules()).spec(("batch",), mesh))

@@ -1,0 +1,268 @@
+"""The one backbone: RMSNorm, RoPE, grouped-query attention, SwiGLU; LLaDA, Dream and Qwen2 are configs of it.
+
+Modules are Flax NNX, used as plain pytrees: built without arrays (`nnx.Param` holds a `jax.ShapeDtypeStruct`), filled
+from a flat dict by `bind`, and only ever read. No mutable state, no `nnx.jit`, so they work inside `lax` loops, `vmap`
+and other people's jit. Shape letters are those of `ModelConfig`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dllm_jax.config import ModelConfig
+from dllm_jax.errors import DllmError
+from dllm_jax.kv_cache import KVCache, LayerKV, slice_rows, write_rows
+
+Params = Mapping[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamSpec:
+    """Shape, logical axis name per dimension, and initialiser ("normal" or "ones" or "zeros") of one parameter."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    init: str
+
+
+def _param(shape: tuple[int, ...], axes: tuple[str, ...], init: str = "normal") -> nnx.Param:
+    return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), axes=axes, init=init)
+
+
+class Linear(nnx.Module):
+    """y = x W + b with W [in, out]; computes in the dtype of x."""
+
+    def __init__(self, in_dim: int, out_dim: int, axes: tuple[str, str], *, bias: bool = False):
+        self.kernel = _param((in_dim, out_dim), axes)
+        self.bias = _param((out_dim,), axes[1:], "zeros") if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = x @ self.kernel[...].astype(x.dtype)
+        return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) in float32, cast back to the dtype of x, *then* scaled: the order of all published families."""
+
+    def __init__(self, dim: int, eps: float, axis: str = "embed"):
+        self.scale = _param((dim,), (axis,), "ones")
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        unit = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return unit.astype(x.dtype) * self.scale[...].astype(x.dtype)
+
+
+def rope_angles(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
+    """cos and sin of the rotary angles in float32: [B, T] -> two [B, T, 1, H/2] arrays."""
+    frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    angle = positions.astype(jnp.float32)[..., None, None] * frequency  # a product, not a matmul: exact positions
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotary embedding in the half-split convention, in float32, cast back: [B, T, N, H] -> [B, T, N, H]."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """Where a forward over [B, T] inputs sits in the key/value buffers.
+
+    Attributes:
+        start: buffer position of the first input that is written, [B] int32.
+        skip: number of leading inputs that read the buffers but leave their own entry as it was.
+        fresh: [B, T - skip] bool, which of the others are written; None for all.
+    """
+
+    start: jax.Array
+    skip: int = 0
+    fresh: jax.Array | None = None
+
+
+class SelfAttention(nnx.Module):
+    """Grouped-query attention; queries of the inputs against the inputs' keys or against static buffers."""
+
+    def __init__(self, config: ModelConfig):
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj = Linear(config.embed_dim, queries, ("embed", "heads"), bias=config.qkv_bias)
+        self.k_proj = Linear(config.embed_dim, keys, ("embed", "kv_heads"), bias=config.qkv_bias)
+        self.v_proj = Linear(config.embed_dim, keys, ("embed", "kv_heads"), bias=config.qkv_bias)
+        self.o_proj = Linear(queries, config.embed_dim, ("heads", "embed"))
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps, "head_dim") if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps, "head_dim") if config.qk_norm else None
+        self.head_dim = config.head_dim
+
+    def heads(self, x: jax.Array, norm: RMSNorm | None) -> jax.Array:
+        x = x.reshape(*x.shape[:-1], -1, self.head_dim)
+        return x if norm is None else norm(x)
+
+    def keys_values(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> LayerKV:
+        key = rotate(self.heads(self.k_proj(x), self.k_norm), cos, sin)
+        return LayerKV(key, self.heads(self.v_proj(x), None))  # [B, T, K, H] each
+
+    def attend(self, x: jax.Array, cos: jax.Array, sin: jax.Array, kv: LayerKV, mask: jax.Array) -> jax.Array:
+        query = rotate(self.heads(self.q_proj(x), self.q_norm), cos, sin)  # [B, T, N, H]
+        out = jax.nn.dot_product_attention(query, kv.key, kv.value, mask=mask)
+        return self.o_proj(out.reshape(*x.shape[:-1], -1))
+
+
+class MLP(nnx.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig):
+        self.gate_proj = Linear(config.embed_dim, config.mlp_dim, ("embed", "mlp"))
+        self.up_proj = Linear(config.embed_dim, config.mlp_dim, ("embed", "mlp"))
+        self.down_proj = Linear(config.mlp_dim, config.embed_dim, ("mlp", "embed"))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nnx.Module):
+    """Pre-norm attention and feed-forward, each with a residual connection."""
+
+    def __init__(self, config: ModelConfig):
+        self.attn_norm = RMSNorm(config.embed_dim, config.norm_eps)
+        self.attn = SelfAttention(config)
+        self.mlp_norm = RMSNorm(config.embed_dim, config.norm_eps)
+        self.mlp = MLP(config)
+
+
+class Embedding(nnx.Module):
+    """The input embedding table [V, D]."""
+
+    def __init__(self, config: ModelConfig):
+        self.embedding = _param((config.vocab_size, config.embed_dim), ("vocab", "embed"))
+
+
+class Transformer(nnx.Module):
+    """The backbone. `forward` gives hidden states before the final norm, `logits` scores those that are needed."""
+
+    def __init__(self, config: ModelConfig):
+        self.config = config
+        self.embed = Embedding(config)
+        self.layers = nnx.List([Layer(config) for _ in range(config.num_layers)])
+        self.final_norm = RMSNorm(config.embed_dim, config.norm_eps)
+        self.lm_head = (
+            None if config.tied_embeddings else Linear(config.embed_dim, config.vocab_size, ("embed", "vocab"))
+        )
+
+    def embed_tokens(self, tokens: jax.Array) -> jax.Array:
+        """[B, T] int32 -> [B, T, D] in the parameters' dtype."""
+        return self.embed.embedding[...][tokens]
+
+    def attention_mask(self, positions: jax.Array, lengths: jax.Array, num_keys: int) -> jax.Array:
+        """Which key each query may see, [B, 1, T or 1, S]: valid ones, and for causal models none behind it."""
+        key_position = jnp.arange(num_keys, dtype=jnp.int32)
+        mask = (key_position < lengths[:, None])[:, None, None, :]
+        if self.config.attention == "causal":
+            mask = mask & (key_position <= positions[..., None])[:, None]
+        return mask
+
+    def forward(
+        self,
+        x: jax.Array,
+        positions: jax.Array,
+        lengths: jax.Array,
+        *,
+        cache: KVCache | None = None,
+        window: Window | None = None,
+        keep: tuple[jax.Array, int] | None = None,
+    ) -> tuple[jax.Array, KVCache]:
+        """Runs all layers over embedded inputs.
+
+        Args:
+            x: inputs [B, T, D].
+            positions: absolute positions of the inputs [B, T] int32.
+            lengths: number of valid key positions per row [B] int32; later ones are never attended to.
+            cache: key/value buffers of S positions to attend to; None makes the inputs the whole sequence (S = T).
+            window: where the inputs sit in `cache`; given exactly when `cache` is.
+            keep: (first [B], width): return only the hidden states of inputs first[b] .. first[b] + width - 1. The
+                last layer then computes no query and no feed-forward for the others.
+
+        Returns:
+            Hidden states before the final norm [B, T or width, D], and the keys and values: the updated buffers, or
+            without a cache those of the inputs.
+        """
+        cos, sin = rope_angles(positions, self.config.head_dim, self.config.rope_theta)
+        mask = self.attention_mask(positions, lengths, x.shape[1] if cache is None else cache[0].key.shape[1])
+        kept: list[LayerKV] = []
+        for index, layer in enumerate(self.layers):
+            y = layer.attn_norm(x)
+            kv = layer.attn.keys_values(y, cos, sin)
+            if cache is not None and window is not None:
+                kv = LayerKV(*(_write(buffer, new, window) for buffer, new in zip(cache[index], kv, strict=True)))
+            kept.append(kv)
+            if keep is not None and index == self.config.num_layers - 1:
+                x, y, cos, sin = (slice_rows(part, *keep) for part in (x, y, cos, sin))
+                if mask.shape[2] > 1:
+                    mask = slice_rows(mask[:, 0], *keep)[:, None]
+            x = x + layer.attn.attend(y, cos, sin, kv, mask)
+            x = x + layer.mlp(layer.mlp_norm(x))
+        return x, tuple(kept)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Final norm and vocabulary head: [B, T, D] -> [B, T, V] float32."""
+        hidden = self.final_norm(hidden)
+        if self.lm_head is None:
+            table = self.embed.embedding[...].astype(hidden.dtype)
+            return jnp.einsum("btd,vd->btv", hidden, table, preferred_element_type=jnp.float32)
+        kernel = self.lm_head.kernel[...].astype(hidden.dtype)
+        return jnp.einsum("btd,dv->btv", hidden, kernel, preferred_element_type=jnp.float32)
+
+
+def _write(buffer: jax.Array, new: jax.Array, window: Window) -> jax.Array:
+    return write_rows(buffer, new[:, window.skip :].astype(buffer.dtype), window.start, window.fresh)
+
+
+@functools.lru_cache(maxsize=64)
+def _skeleton(config: ModelConfig) -> tuple[nnx.GraphDef, dict[tuple, nnx.Param]]:
+    graphdef, state = nnx.split(Transformer(config))
+    return graphdef, dict(nnx.to_flat_state(state))
+
+
+def _name(path: tuple) -> str:
+    return ".".join(map(str, path))
+
+
+def param_specs(config: ModelConfig) -> dict[str, ParamSpec]:
+    """Every parameter of the backbone by its flat name, e.g. ``layers.0.attn.q_proj.kernel``: the single list that
+    initialisation, checkpoints, conversion and sharding work from."""
+    _, params = _skeleton(config)
+    return {
+        _name(path): ParamSpec(param.get_value().shape, param.get_metadata("axes"), param.get_metadata("init"))
+        for path, param in params.items()
+    }
+
+
+def bind(config: ModelConfig, params: Params) -> Transformer:
+    """The module with the flat dict's arrays in it; free inside a trace, microseconds outside.
+
+    Raises:
+        DllmError: when names do not match the config.
+    """
+    graphdef, skeleton = _skeleton(config)
+    names = {_name(path): path for path in skeleton}
+    if names.keys() != params.keys():
+        difference = sorted(names.keys() ^ params.keys())[:3]
+        raise DllmError(f"parameters do not fit the {config.family} config: they differ in {difference} ...")
+    state = [(path, skeleton[path].replace(params[name])) for name, path in names.items()]
+    return nnx.merge(graphdef, nnx.from_flat_state(state))
+
+
+def num_params(config: ModelConfig) -> int:
+    """Number of parameters, e.g. 8_015_581_184 for LLaDA-8B."""
+    total = 0
+    for spec in param_specs(config).values():
+        size = 1
+        for dim in spec.shape:
+            size *= dim
+        total += size
+    return total
