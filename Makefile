@@ -1,0 +1,74 @@
+# `make test` and `make demo` set a fresh machine up by themselves: they need Python >= 3.11 and pip's package index.
+#   make test       lint, types and tests               make format     rewrite the code in ruff's style
+#   make demo       convert a tiny model and sample     make parity     compare with transformers (fetches PyTorch)
+#   make clean      remove everything that make made    make PYTHON=... the Python to build .venv with
+
+VENV := .venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/.installed
+PYTHON ?= python3.12 python3.13 python3.11 python3
+USABLE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
+
+# The folders that hold Python of ours: mypy refuses the name of one that is empty or missing.
+PACKAGES := $(patsubst %/,%,$(sort $(dir $(wildcard $(addsuffix /*.py,dllm_jax convert samplers train evals benchmarks)))))
+
+# PyTorch lies beside the environment, not in it: the tests must show that the library works without. On Linux x86-64
+# the index's own wheels bring several GB of CUDA; where pip knows a place with a +cpu build, this version takes it.
+TORCH ?= torch==2.13.0
+PARITY := .parity
+
+.PHONY: test lint format typecheck pytest parity demo clean
+
+test: lint typecheck pytest
+
+lint: $(READY)
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+
+format: $(READY)
+	$(PY) -m ruff check --fix
+	$(PY) -m ruff format
+
+typecheck: $(READY)
+	$(PY) -m mypy $(PACKAGES)
+
+pytest: $(READY)
+	$(PY) -m pytest -q --durations=10
+
+parity: $(READY) $(PARITY)/.installed
+	PYTHONPATH=$(PARITY) $(PY) -c 'import torch'
+	PYTHONPATH=$(PARITY) $(PY) -m pytest -q tests/test_parity_transformers.py
+
+demo: $(READY)
+	$(PY) -m convert llada --source tests/goldens/checkpoints/llada-tiny --out .demo/llada-tiny --overwrite
+	$(PY) -m samplers "$$(printf 'Q: Tom has 12 books. Tom buys 23.\nA: ')" \
+		--model .demo/llada-tiny --rule threshold --cache dual
+
+clean:
+	rm -rf $(VENV) $(PARITY) .demo .jax_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+
+# An environment that does not run (its Python is gone) is made anew, one that runs is kept.
+ifneq ($(shell $(PY) -c '$(USABLE)' 2>/dev/null && echo runs),runs)
+.PHONY: $(READY)
+endif
+
+# A name in PYTHON may exist and not run (a pyenv shim without a version), so each is tried by running it.
+$(READY): pyproject.toml
+	@if ! $(PY) -c '$(USABLE)' 2>/dev/null; then \
+		found=; \
+		for python in $(PYTHON); do \
+			if $$python -c '$(USABLE)' 2>/dev/null; then found=$$python; break; fi; \
+		done; \
+		if [ -z "$$found" ]; then \
+			echo "none of '$(PYTHON)' is a Python >= 3.11 with venv; name one: make test PYTHON=..." >&2; exit 1; \
+		fi; \
+		echo "making $(VENV) with $$found"; \
+		$$found -m venv --clear $(VENV) || exit 1; \
+	fi
+	$(PY) -m pip install -q -e '.[test]'
+	touch $@
+
+$(PARITY)/.installed: | $(READY)
+	rm -rf $(PARITY)
+	$(PY) -m pip install -q --target $(PARITY) '$(TORCH)'
+	touch $@
