@@ -60,7 +60,8 @@ def load_config(folder: str | Path) -> ModelConfig:
     path = Path(folder) / CONFIG_FILE
     if not path.is_file():
         raise DllmError(f"{path} is missing; convert the checkpoint again")
-    return ModelConfig.from_json(path.read_text(), str(path))
+    # Bytes that are no text must end in from_json's sentence, not in a UnicodeDecodeError.
+    return ModelConfig.from_json(path.read_text(encoding="utf-8", errors="replace"), str(path))
 
 
 def load_source(folder: str | Path) -> dict[str, Any]:

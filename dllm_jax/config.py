@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import types
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -97,7 +98,8 @@ class ModelConfig:
         """Reads what `to_json` wrote.
 
         Raises:
-            DllmError: for text that is not JSON, and for unknown or missing fields; the sentence starts with `where`.
+            DllmError: for text that is not JSON, and for unknown, missing or mistyped fields; the sentence starts with
+                `where`.
         """
         try:
             values = json.loads(text)
@@ -113,7 +115,21 @@ class ModelConfig:
             raise DllmError(f"{where} lacks the fields {missing}; convert the checkpoint again")
         if not isinstance(values["end_ids"], list):
             raise DllmError(f"{where}: end_ids must be a list of token ids; convert the checkpoint again")
+        for name, value in values.items():
+            if not _has_type(value, fields[name].type):
+                raise DllmError(f"{where}: {name} cannot be {value!r}; convert the checkpoint again")
         return cls(**{**values, "end_ids": tuple(values["end_ids"])})
+
+
+def _has_type(value: Any, kind: Any) -> bool:
+    """Whether a JSON value may be that of a field; bool is no number here, and other fields check themselves."""
+    if kind == tuple[int, ...]:
+        return isinstance(value, list) and all(type(item) is int for item in value)
+    if kind is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    if kind in (int, str, bool):
+        return type(value) is kind
+    return kind != int | None or value is None or type(value) is int
 
 
 _LLADA_8B = ModelConfig(
