@@ -1,0 +1,36 @@
+"""Diffusion language models in JAX: LLaDA and Dream, from a checkpoint folder to a denoiser that samplers take.
+
+    import dllm_jax
+
+    model = dllm_jax.load("llada-8b-instruct")          # a folder, or a name under ~/.cache/dllm_jax
+    ids = model.require_tokenizer().encode_chat([{"role": "user", "content": "Hello"}])
+    logits = model.denoiser(jax.numpy.array([ids]))     # what token belongs at position i
+
+Every mistake in the input is a `DllmError` with one sentence. Importing starts no backend and creates no array.
+"""
+
+from dllm_jax.config import PUBLISHED, ModelConfig, published
+from dllm_jax.denoiser import Denoiser
+from dllm_jax.errors import DllmError
+from dllm_jax.loading import Model, load, random_model
+from dllm_jax.sharding import ShardingRules, batch_sharding, make_mesh, param_shardings
+from dllm_jax.tokenizer import Tokenizer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "PUBLISHED",
+    "Denoiser",
+    "DllmError",
+    "Model",
+    "ModelConfig",
+    "ShardingRules",
+    "Tokenizer",
+    "__version__",
+    "batch_sharding",
+    "load",
+    "make_mesh",
+    "param_shardings",
+    "published",
+    "random_model",
+]

@@ -1,0 +1,130 @@
+"""From a name or a folder to a model that is ready to sample: config, parameters on their devices, tokenizer."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, Sharding
+from jax.typing import DTypeLike
+
+from dllm_jax import checkpoint
+from dllm_jax.config import ModelConfig, published
+from dllm_jax.denoiser import Denoiser
+from dllm_jax.errors import DllmError
+from dllm_jax.params import init_params
+from dllm_jax.sharding import ShardingRules, param_shardings
+from dllm_jax.tokenizer import Tokenizer, has_tokenizer
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Model:
+    """A loaded model.
+
+    Attributes:
+        params: flat name -> array, on the devices where it was loaded to.
+        tokenizer: None for a checkpoint without a tokenizer's files, and for random weights.
+        name: for people: the folder's or the published size's name.
+        folder: where it was loaded from, None for random weights.
+    """
+
+    config: ModelConfig
+    params: dict[str, jax.Array] = dataclasses.field(repr=False)
+    tokenizer: Tokenizer | None
+    name: str
+    folder: Path | None = None
+
+    @property
+    def denoiser(self) -> Denoiser:
+        """The model as samplers take it."""
+        return Denoiser(self.config, self.params)
+
+    def require_tokenizer(self) -> Tokenizer:
+        """The tokenizer, for callers that were given text.
+
+        Raises:
+            DllmError: when there is none.
+        """
+        if self.tokenizer is not None:
+            return self.tokenizer
+        if self.folder is None:
+            raise DllmError(f"the random model {self.name} has no tokenizer; give it token ids, or load a checkpoint")
+        raise DllmError(
+            f"{self.folder} has no tokenizer, so text cannot be used; "
+            "put the tokenizer.json (or vocab.json and merges.txt) of the original checkpoint into it"
+        )
+
+
+def load(
+    path_or_name: str | Path,
+    *,
+    dtype: DTypeLike | None = None,
+    mesh: Mesh | None = None,
+    rules: ShardingRules | None = None,
+) -> Model:
+    """Loads a converted checkpoint.
+
+    Args:
+        path_or_name: its folder, or its name under `dllm_jax.checkpoint.home()`.
+        dtype: cast the parameters to bfloat16, float16 or float32; the stored dtype by default.
+        mesh: restore every parameter straight into its shards on this mesh; the first device by default.
+        rules: how the mesh's axes split the parameters, see `ShardingRules`.
+
+    Raises:
+        DllmError: when there is no such checkpoint, a part of it is damaged or does not fit the others, the dtype is
+            not one of the three, or a parameter does not split over the mesh.
+    """
+    folder = checkpoint.find(path_or_name)
+    config = checkpoint.load_config(folder)
+    dtype_name, shardings = _dtype_name(dtype), _shardings(config, mesh, rules)
+    tokenizer = Tokenizer.from_folder(folder, config) if has_tokenizer(folder) else None
+    params = checkpoint.load_params(folder, dtype=dtype_name, shardings=shardings)
+    return Model(config, params, tokenizer, name=folder.resolve().name, folder=folder)
+
+
+def random_model(
+    name_or_config: str | ModelConfig,
+    *,
+    key: jax.Array | int = 0,
+    dtype: DTypeLike | None = None,
+    mesh: Mesh | None = None,
+    rules: ShardingRules | None = None,
+) -> Model:
+    """A model with random weights, for benchmarks and tests: made on the device, without tokenizer.
+
+    Args:
+        name_or_config: a published size by name (see `PUBLISHED`), or any config.
+        key: a typed `jax.random.key`, or a seed.
+        dtype: dtype of the parameters; the config's by default.
+        mesh, rules: as in `load`.
+
+    Raises:
+        DllmError: for an unknown name or dtype, or a parameter that does not split over the mesh.
+    """
+    name, config = "random", name_or_config
+    if isinstance(config, str):
+        name, config = config, published(config)
+    key = jax.random.key(key) if isinstance(key, int) else key
+    shardings = _shardings(config, mesh, rules)
+    params = init_params(config, key, dtype=_dtype_name(dtype), shardings=shardings)
+    return Model(config, params, None, name=name)
+
+
+def _dtype_name(dtype: DTypeLike | None) -> str | None:
+    if dtype is None:
+        return None
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = str(dtype)
+    if name not in DTYPES:
+        raise DllmError(f"dtype {name} is not supported; use one of {', '.join(DTYPES)}")
+    return name
+
+
+def _shardings(config: ModelConfig, mesh: Mesh | None, rules: ShardingRules | None) -> dict[str, Sharding] | None:
+    if mesh is None and rules is not None:
+        raise DllmError("sharding rules were given without a mesh; pass mesh= too, see make_mesh")
+    return None if mesh is None else dict(param_shardings(config, mesh, rules))

@@ -1,0 +1,258 @@
+"""`dllm_jax.load`: what a checkpoint folder becomes, where its arrays land, and the sentence for every mistake."""
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import dllm_jax
+from dllm_jax import checkpoint
+from dllm_jax.params import init_params
+from dllm_jax.tokenizer import ASCII_VOCAB
+
+CONFIG = dllm_jax.ModelConfig(
+    family="llada",
+    vocab_size=136,
+    embed_dim=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=8,
+    mlp_dim=64,
+    rope_theta=1e4,
+    norm_eps=1e-5,
+    max_length=64,
+    eos_id=128,
+    pad_id=128,
+    mask_id=129,
+    end_ids=(128, 131),
+    dtype="float32",
+)
+META = {"vocab": ASCII_VOCAB, "eos_id": 128, "mask_id": 129, "eot_id": 131}
+
+
+@pytest.fixture(scope="module")
+def params():
+    return init_params(CONFIG, jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def saved(params, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("home") / "tiny"
+    checkpoint.save(folder, CONFIG, params.items(), files={"meta.json": json.dumps(META).encode()})
+    return folder
+
+
+@pytest.fixture
+def broken(saved, tmp_path):
+    """A copy of the checkpoint that a test may damage."""
+    import shutil
+
+    return Path(shutil.copytree(saved, tmp_path / "broken"))
+
+
+def write_config(folder, **changes):
+    values = {**json.loads(CONFIG.to_json()), **changes}
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in values.items() if v != "gone"}))
+
+
+def test_a_checkpoint_loads_whole(saved, params):
+    model = dllm_jax.load(saved)
+    assert (model.config, model.name, model.folder) == (CONFIG, "tiny", saved)
+    assert model.params.keys() == params.keys()
+    for name, array in params.items():
+        np.testing.assert_array_equal(model.params[name], array)
+        assert model.params[name].dtype == jnp.float32
+    assert model.require_tokenizer().encode("Hi<|mask|>") == [72, 105, 129]
+    assert "embed.embedding" not in repr(model)  # eight billion numbers would not help anybody
+
+
+def test_its_denoiser_predicts(saved):
+    model = dllm_jax.load(saved)
+    tokens = jnp.array([model.require_tokenizer().encode_chat([{"role": "user", "content": "Hi"}])])
+    assert model.denoiser(tokens).shape == (*tokens.shape, 136)
+
+
+def test_a_name_is_looked_up_at_home(saved, monkeypatch):
+    monkeypatch.setenv("DLLM_JAX_HOME", str(saved.parent))
+    assert dllm_jax.load("tiny").folder == saved
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", jnp.bfloat16, np.dtype("bfloat16")])
+def test_dtypes_are_cast(saved, params, dtype):
+    model = dllm_jax.load(saved, dtype=dtype)
+    assert {array.dtype for array in model.params.values()} == {jnp.dtype("bfloat16")}
+    np.testing.assert_array_equal(model.params["embed.embedding"], params["embed.embedding"].astype(jnp.bfloat16))
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+def test_a_mesh_gets_its_shards(saved, params):
+    mesh = dllm_jax.make_mesh(fsdp=2, tensor=4)
+    model = dllm_jax.load(saved, mesh=mesh)
+    wanted = dllm_jax.param_shardings(CONFIG, mesh)
+    for name, array in model.params.items():
+        assert array.sharding == wanted[name], name
+        np.testing.assert_array_equal(array, params[name])
+    kernel = model.params["layers.0.attn.q_proj.kernel"]
+    assert len(kernel.addressable_shards) == 8
+    assert kernel.addressable_shards[0].data.size == kernel.size // 8  # heads over tensor, width over fsdp
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+def test_rules_change_the_shards(saved):
+    mesh = dllm_jax.make_mesh(tensor=2)
+    model = dllm_jax.load(saved, mesh=mesh, rules=dllm_jax.ShardingRules(vocab=None))
+    assert model.params["embed.embedding"].sharding.spec == P(None, None)
+    assert model.params["layers.0.attn.q_proj.kernel"].sharding.spec == P(None, "tensor")
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+def test_a_mesh_that_does_not_divide_is_refused(saved):
+    with pytest.raises(dllm_jax.DllmError, match="does not split over 3 devices"):
+        dllm_jax.load(saved, mesh=dllm_jax.make_mesh(tensor=3))
+
+
+def test_rules_without_a_mesh_are_refused(saved):
+    with pytest.raises(dllm_jax.DllmError, match="without a mesh; pass mesh="):
+        dllm_jax.load(saved, rules=dllm_jax.ShardingRules())
+
+
+def test_a_checkpoint_without_tokenizer(broken):
+    (broken / "meta.json").unlink()
+    model = dllm_jax.load(broken)
+    assert model.tokenizer is None
+    with pytest.raises(dllm_jax.DllmError, match=r"broken has no tokenizer.*put the tokenizer.json \(or vocab.json"):
+        model.require_tokenizer()
+
+
+def test_a_damaged_tokenizer_is_not_passed_over(broken):
+    (broken / "tokenizer.json").write_text("{")
+    with pytest.raises(dllm_jax.DllmError, match="tokenizer.json could not be read"):
+        dllm_jax.load(broken)
+
+
+def test_a_missing_folder(tmp_path):
+    with pytest.raises(dllm_jax.DllmError, match="no checkpoint at .*nowhere.*python -m convert"):
+        dllm_jax.load(tmp_path / "nowhere")
+
+
+def test_a_folder_from_the_hub_must_be_converted(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llada"}')
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(dllm_jax.DllmError, match="is not a converted checkpoint .*convert it first: python -m convert"):
+        dllm_jax.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"{", "config.json is not valid JSON"),
+        (b"\xff\xfe\x00", "config.json is not valid JSON"),
+        (b"[]", "config.json holds no JSON object"),
+        (b'{"model_type": "llada"}', r"config.json has unknown fields \['model_type'\]"),
+        (None, "config.json is missing; convert the checkpoint again"),
+    ],
+)
+def test_a_broken_config(broken, content, sentence):
+    (broken / "config.json").unlink()
+    if content is not None:
+        (broken / "config.json").write_bytes(content)
+    with pytest.raises(dllm_jax.DllmError, match=sentence):
+        dllm_jax.load(broken)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"mlp_dim": "gone", "rope_theta": "gone"}, r"config.json lacks the fields \['mlp_dim', 'rope_theta'\]"),
+        ({"experts": 4}, r"config.json has unknown fields \['experts'\]"),
+        ({"num_layers": "two"}, "config.json: num_layers cannot be 'two'"),
+        ({"shift": "false"}, "config.json: shift cannot be 'false'"),
+        ({"rope_theta": float("nan")}, "config.json: rope_theta cannot be nan"),
+        ({"mask_id": True}, "config.json: mask_id cannot be True"),
+        ({"end_ids": [1.5]}, r"config.json: end_ids cannot be \[1.5\]"),
+        ({"vocab_size": 0}, "vocab_size is 0; it must be a positive integer"),
+        ({"dtype": "int8"}, "dtype 'int8' is not supported"),
+        ({"num_layers": 3}, "does not hold the config's parameters: missing layers.2"),
+        ({"num_layers": 1}, "does not hold the config's parameters: unexpected layers.1"),
+        ({"mlp_dim": 128}, r"has shape \[.*64.*\], not \[.*128.*\]"),
+    ],
+)
+def test_a_config_that_does_not_fit(broken, changes, sentence):
+    write_config(broken, **changes)
+    with pytest.raises(dllm_jax.DllmError, match=sentence):
+        dllm_jax.load(broken)
+
+
+@pytest.mark.parametrize("name", ["_CHECKPOINT_METADATA", "state/_METADATA", "state/manifest.ocdbt"])
+def test_params_without_one_of_their_files(broken, name):
+    (broken / "params" / name).unlink()
+    with pytest.raises(dllm_jax.DllmError, match="params could not be read .*convert the checkpoint again"):
+        dllm_jax.load(broken)
+
+
+def test_params_with_cut_data(broken):
+    largest = max((path for path in (broken / "params").rglob("*") if path.is_file()), key=lambda p: p.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:100])
+    with pytest.raises(dllm_jax.DllmError, match="params could not be read .*convert the checkpoint again"):
+        dllm_jax.load(broken)
+
+
+@pytest.mark.parametrize("dtype", ["float8", "float64", "int8", "bf16"])
+def test_unknown_dtypes(saved, dtype):
+    with pytest.raises(
+        dllm_jax.DllmError, match=f"dtype {dtype} is not supported; use one of bfloat16, float16, float32"
+    ):
+        dllm_jax.load(saved, dtype=dtype)
+    with pytest.raises(dllm_jax.DllmError, match=f"dtype {dtype} is not supported"):
+        dllm_jax.random_model(CONFIG, dtype=dtype)
+
+
+def test_random_models_follow_their_key(params):
+    model = dllm_jax.random_model(CONFIG, dtype="float32")
+    assert (model.config, model.name, model.folder, model.tokenizer) == (CONFIG, "random", None, None)
+    np.testing.assert_array_equal(model.params["embed.embedding"], params["embed.embedding"])
+    other = dllm_jax.random_model(CONFIG, key=jax.random.key(1), dtype="bfloat16")
+    assert other.params["embed.embedding"].dtype == jnp.bfloat16
+    assert not np.array_equal(other.params["embed.embedding"], params["embed.embedding"])
+    with pytest.raises(dllm_jax.DllmError, match="the random model random has no tokenizer; give it token ids"):
+        model.require_tokenizer()
+
+
+def test_random_models_by_published_name(monkeypatch):
+    monkeypatch.setattr("dllm_jax.config.PUBLISHED", {"llada-tiny": CONFIG})
+    assert dllm_jax.random_model("llada-tiny").name == "llada-tiny"
+    with pytest.raises(dllm_jax.DllmError, match="no published model is called 'llada'; choose one of llada-tiny"):
+        dllm_jax.random_model("llada")
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+def test_random_models_on_a_mesh(params):
+    mesh = dllm_jax.make_mesh(tensor=4)
+    model = dllm_jax.random_model(CONFIG, mesh=mesh)
+    for name, sharding in dllm_jax.param_shardings(CONFIG, mesh).items():
+        assert model.params[name].sharding == sharding
+        np.testing.assert_array_equal(model.params[name], params[name])
+
+
+def test_importing_is_light():
+    """No backend is started, no array made, and the slow packages wait until a checkpoint is read."""
+    code = (
+        "import sys, dllm_jax; from jax._src import xla_bridge; assert not xla_bridge._backends;"
+        "heavy = {'orbax', 'orbax.checkpoint', 'transformers', 'torch', 'tensorstore'} & set(sys.modules);"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(dllm_jax.__file__).parents[1])
+
+
+def test_the_public_names_exist():
+    assert all(hasattr(dllm_jax, name) for name in dllm_jax.__all__)
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert dllm_jax.__version__ == project["version"]
