@@ -293,8 +293,8 @@ def _added_tokens(folder: Path, settings: Mapping[str, Any], special: set[str]) 
     path = folder / "added_tokens.json"
     added: dict[str, tuple[int, AddedToken]] = {}
     for token, i in _read_json(path).items():
-        if not _is_id(i):
-            raise DllmError(f"{path}: the id of {token!r} is {i!r}; correct it to an integer")
+        if not _is_id(i) or not _is_text(token):
+            raise DllmError(f"{path} gives the token {token!r} the id {i!r}; correct that entry")
         added[token] = (i, AddedToken(token, special=token in special, normalized=False))
     entries = settings.get("added_tokens_decoder") or {}
     if not isinstance(entries, dict):
@@ -328,7 +328,12 @@ def _extra_special(settings: Mapping[str, Any]) -> list[str]:
 def _content(entry: Any) -> str | None:
     """The text of a token that a file gives as a string or as an object with flags."""
     text = entry.get("content") if isinstance(entry, dict) else entry
-    return text if isinstance(text, str) else None
+    return text if isinstance(text, str) and _is_text(text) else None
+
+
+def _is_text(text: str) -> bool:
+    """False for half a surrogate pair, which JSON can write and no tokenizer can hold."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:
@@ -337,8 +342,8 @@ def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:
         return _read_text(path)
     template = settings.get("chat_template")
     if isinstance(template, list):  # several named templates, of which "default" is for plain chats
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default", named)
+        named = (entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default")
+        template = next((entry.get("template") for entry in named), template)
     if template is not None and not isinstance(template, str):
         raise DllmError(
             f"{folder / 'tokenizer_config.json'}: chat_template is neither a string nor a list with a default; "

@@ -233,6 +233,13 @@ def test_ascii_vocabulary(tiny):
         tiny.encode("caf\u00e9")
 
 
+@pytest.mark.parametrize("name", ["llada-tiny", "dream-tiny", "qwen2-tiny", "lladamoe-tiny"])
+def test_tiny_checkpoints_of_this_repository(goldens, name):
+    tokenizer = Tokenizer.from_folder(goldens / "checkpoints" / name, ascii_config())
+    assert tokenizer.encode("Hi<|eot_id|>") == [72, 105, 131]
+    assert tokenizer.special_tokens == {"<|endoftext|>": 128, "<|mask|>": 129, "<|eot_id|>": 131}
+
+
 def test_ids_may_be_arrays(tiny):
     import jax.numpy as jnp
     import numpy as np
@@ -430,7 +437,10 @@ DECODER = "added_tokens_decoder"
         ({"tokenizer_config": {DECODER: {"400": {"content": "<a>"}, "500": {"content": "<b>"}}}}, "ids up to 500"),
         ({"tokenizer_config": dream_settings(mask_token="<|bos|>")}, "mask token is 410 but the model's is 411"),
         ({"tokenizer_config": dream_settings(chat_template=3)}, "chat_template is neither"),
-        ({"added_tokens": {"<a>": "1"}}, "the id of '<a>' is '1'"),
+        ({"added_tokens": {"<a>": "1"}}, "gives the token '<a>' the id '1'"),
+        ({"added_tokens": '{"\\ud800": 412}'}, "gives the token .* the id 412; correct that entry"),
+        ({"tokenizer_config": {DECODER: {"412": {"content": "\ud800"}}}}, "no token id and text at '412'"),
+        ({"tokenizer_config": dream_settings(chat_template=[{"name": ["x"]}])}, "chat_template is neither"),
         ({"special_tokens_map": "nonsense"}, "special_tokens_map.json is not valid JSON"),
         ({"vocab": {"a": "b"}}, "does not give every token an id of its own"),
         ({"vocab": {"a": 1, "b": 1}}, "does not give every token an id of its own"),
