@@ -96,7 +96,7 @@ def load_params(
     try:
         return dict(ocp.load(path, wanted))
     except Exception as error:  # Orbax raises whatever its storage layer does
-        raise DllmError(f"{path} could not be read ({_first_line(error)}); convert the checkpoint again") from error
+        raise _read_error(path, error) from error
 
 
 def stored_params(folder: str | Path) -> dict[str, Any]:
@@ -111,11 +111,15 @@ def stored_params(folder: str | Path) -> dict[str, Any]:
     try:
         return dict(ocp.metadata(path).metadata)
     except Exception as error:
-        raise DllmError(f"{path} could not be read ({_first_line(error)}); convert the checkpoint again") from error
+        raise _read_error(path, error) from error
 
 
 def iter_params(folder: str | Path, names: Iterable[str] | None = None) -> Iterator[tuple[str, np.ndarray]]:
-    """The stored tensors one at a time as host arrays, in the stored dtype: memory stays at one tensor."""
+    """The stored tensors one at a time as host arrays, in the stored dtype: memory stays at one tensor.
+
+    Raises:
+        DllmError: when the files cannot be read.
+    """
     from orbax.checkpoint import v1 as ocp
 
     path, stored = (Path(folder) / PARAMS_FOLDER).resolve(), stored_params(folder)
@@ -123,7 +127,11 @@ def iter_params(folder: str | Path, names: Iterable[str] | None = None) -> Itera
     for name in stored if names is None else names:
         entry = stored[name]
         wanted = {**placeholder, name: np.empty(entry.shape, entry.dtype)}
-        yield name, np.asarray(ocp.load(path, wanted)[name])
+        try:
+            array = np.asarray(ocp.load(path, wanted)[name])
+        except Exception as error:  # Orbax raises whatever its storage layer does
+            raise _read_error(path, error) from error
+        yield name, array
 
 
 def check_names_and_shapes(found: Mapping[str, tuple[int, ...]], config: ModelConfig, where: str) -> None:
@@ -145,6 +153,22 @@ def check_names_and_shapes(found: Mapping[str, tuple[int, ...]], config: ModelCo
         raise DllmError(f"{where} does not hold the config's parameters: {'; '.join(faults[:3])}{more}")
 
 
+def check_out(out: str | Path, *, overwrite: bool = False) -> None:
+    """Refuses an output folder that `atomic_folder` would refuse, without touching the disk: for long work, beforehand.
+
+    Raises:
+        DllmError: when `out` exists and is not to be overwritten, is a file, or lies below one.
+    """
+    out = Path(out).expanduser().resolve()
+    if out.exists() and not overwrite:
+        raise DllmError(f"{out} exists already; choose another --out, or pass --overwrite to replace it")
+    if out.exists() and not out.is_dir():
+        raise DllmError(f"{out} is a file; choose a folder that does not exist yet")
+    existing = next(parent for parent in out.parents if parent.exists())
+    if not existing.is_dir():
+        raise DllmError(f"{existing} is not a folder; choose another --out")
+
+
 @contextlib.contextmanager
 def atomic_folder(out: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
     """A scratch folder beside `out` that becomes `out` when the block ends well, and vanishes when it does not.
@@ -154,21 +178,15 @@ def atomic_folder(out: str | Path, *, overwrite: bool = False) -> Iterator[Path]
     Raises:
         DllmError: when `out` exists and is not to be overwritten, or its parent is not a folder.
     """
+    check_out(out, overwrite=overwrite)
     out = Path(out).expanduser().resolve()
-    if out.exists() and not overwrite:
-        raise DllmError(f"{out} exists already; choose another --out, or pass --overwrite to replace it")
-    if out.exists() and not out.is_dir():
-        raise DllmError(f"{out} is a file; choose a folder that does not exist yet")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise DllmError(f"{out.parent} is not a folder; choose another --out") from None
-    except OSError as error:
-        raise DllmError(f"{out.parent} cannot be written to ({error.strerror}); choose another --out") from None
     scratch, retired = out.parent / f".{out.name}.partial", out.parent / f".{out.name}.retired"
     shutil.rmtree(retired, ignore_errors=True)
     shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir()
+    try:
+        scratch.mkdir(parents=True)
+    except OSError as error:
+        raise DllmError(f"{out.parent} cannot be written to ({error.strerror}); choose another --out") from None
     try:
         yield scratch
         if out.exists():
@@ -222,7 +240,7 @@ def save(
         except DllmError:
             raise
         except Exception as error:
-            raise _write_error(out, error) from error
+            raise write_error(out, error) from error
 
 
 def _grouped(tensors: Iterable[tuple[str, Any]], limit: int) -> Iterator[dict[str, Any]]:
@@ -238,13 +256,18 @@ def _grouped(tensors: Iterable[tuple[str, Any]], limit: int) -> Iterator[dict[st
         yield group
 
 
-def _write_error(out: str | Path, error: Exception) -> Exception:
+def write_error(out: str | Path, error: Exception) -> Exception:
+    """The sentence for a failed write, by a full disk or otherwise; an error of another kind is given back as it is."""
     text = " ".join(str(part) for part in (error, error.__cause__, error.__context__))
     if "No space left" in text or "RESOURCE_EXHAUSTED" in text or "ENOSPC" in text or "Disk quota" in text:
         return DllmError(f"the disk of {out} is full; free space or choose another --out (nothing was left behind)")
     if isinstance(error, OSError):
         return DllmError(f"{out} could not be written ({_first_line(error)})")
     return error
+
+
+def _read_error(path: Path, error: Exception) -> DllmError:
+    return DllmError(f"{path} could not be read ({_first_line(error)}); convert the checkpoint again")
 
 
 def _first_line(error: Exception) -> str:
