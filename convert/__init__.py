@@ -1,0 +1,7 @@
+"""Converts checkpoints between the hub's safetensors format and ours: `python -m convert llada --source A --out B`."""
+
+from convert.check import verify
+from convert.to_hub import export
+from convert.to_jax import convert
+
+__all__ = ["convert", "export", "verify"]

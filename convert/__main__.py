@@ -1,0 +1,114 @@
+"""The command line: `python -m convert FAMILY | verify | export`."""
+
+import argparse
+import logging
+import re
+import sys
+import time
+from collections.abc import Sequence
+from typing import NoReturn
+
+import jax
+
+from convert import convert, export, verify
+from convert.families import FAMILIES
+from dllm_jax.errors import DllmError
+from dllm_jax.transformer import num_params
+
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "B": 1, "": 1}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise DllmError(f"{message}; see {self.prog} --help")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; 0 when it worked, 2 after a mistake, which is printed as one sentence."""
+    jax.config.update(
+        "jax_platforms", "cpu"
+    )  # converting needs no accelerator, and must not take one from somebody else
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports on itself
+    try:
+        options = _parser().parse_args(arguments)
+        options.run(options)
+    except DllmError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; nothing was left behind", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="python -m convert", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for family in FAMILIES:
+        command = commands.add_parser(family, help=f"convert a {family} checkpoint from the hub's format")
+        command.set_defaults(run=_convert, family=family)
+        command.add_argument("--source", required=True, metavar="DIR_OR_ID", help="folder, or repository id on the hub")
+        command.add_argument("--revision", help="branch, tag or commit of the repository")
+        _add_output(command)
+    command = commands.add_parser("verify", help="compare a converted checkpoint with its source, bit by bit")
+    command.set_defaults(run=_verify)
+    command.add_argument("--source", required=True, metavar="DIR_OR_ID", help="what was converted")
+    command.add_argument("--revision", help="branch, tag or commit of the repository")
+    command.add_argument("--checkpoint", required=True, metavar="DIR", help="what it was converted to")
+    command.add_argument("--no-progress", action="store_true", help="no progress bar")
+    command = commands.add_parser("export", help="write a checkpoint in the hub's format")
+    command.set_defaults(run=_export)
+    command.add_argument("--checkpoint", required=True, metavar="DIR", help="a converted or trained checkpoint")
+    command.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="such as 5GB (default) or 500MiB")
+    _add_output(command)
+    return parser
+
+
+def _add_output(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--out", required=True, metavar="DIR", help="folder that does not exist yet")
+    command.add_argument("--dtype", metavar="DTYPE", help="bfloat16, float16 or float32; as stored by default")
+    command.add_argument("--overwrite", action="store_true", help="replace --out if it holds a checkpoint")
+    command.add_argument("--no-progress", action="store_true", help="no progress bar")
+
+
+def _convert(options: argparse.Namespace) -> None:
+    start = time.perf_counter()
+    config = convert(
+        options.family,
+        options.source,
+        options.out,
+        dtype=options.dtype,
+        revision=options.revision,
+        overwrite=options.overwrite,
+        progress=not options.no_progress,
+    )
+    seconds = time.perf_counter() - start
+    print(f"{options.out}: {num_params(config):,} parameters in {config.dtype}, {seconds:.1f} s")
+
+
+def _verify(options: argparse.Namespace) -> None:
+    count = verify(options.source, options.checkpoint, revision=options.revision, progress=not options.no_progress)
+    print(f"{options.checkpoint}: all {count} tensors are those of {options.source}")
+
+
+def _export(options: argparse.Namespace) -> None:
+    export(
+        options.checkpoint,
+        options.out,
+        dtype=options.dtype,
+        max_shard_bytes=_parse_size(options.max_shard_size),
+        overwrite=options.overwrite,
+        progress=not options.no_progress,
+    )
+    print(f"{options.out}: written in the hub's format")
+
+
+def _parse_size(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?I?B|)", text.strip().upper())
+    if not match or match[2] not in _UNITS:
+        raise DllmError(f"--max-shard-size {text!r} is not a size; write it like 5GB or 500MiB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""Compares a converted checkpoint with its source, tensor by tensor and bit by bit."""
+
+import dataclasses
+from pathlib import Path
+
+from convert import families
+from convert.output import byte_bar
+from convert.source import open_source
+from convert.tensors import count_differences
+from dllm_jax import checkpoint
+from dllm_jax.errors import DllmError
+
+
+def verify(source: str | Path, folder: str | Path, *, revision: str | None = None, progress: bool = False) -> int:
+    """Reads both sides again and compares every tensor: exact bits, after the cast where the dtypes differ.
+
+    Args:
+        source: the folder or repository id that was converted.
+        folder: the converted checkpoint.
+        revision, progress: as for `convert.convert`.
+
+    Returns:
+        The number of tensors that were compared.
+
+    Raises:
+        DllmError: when the configs differ, when any tensor differs (the first few are named), or when either side
+            cannot be read.
+    """
+    folder = checkpoint.find(folder)
+    config = checkpoint.load_config(folder)
+    spec = families.get(config.family)
+    opened = open_source(source, spec, revision)
+    expected = dataclasses.asdict(spec.read_config(opened.hub).replace(dtype=config.dtype))
+    if changed := [name for name, value in dataclasses.asdict(config).items() if value != expected[name]]:
+        raise DllmError(f"the config of {folder} differs from that of {opened.folder} in {', '.join(changed)}")
+    moves = families.plan(spec, config, opened.entries, str(opened.folder))
+    by_target = {move.target: move for move in moves}
+    shapes = {name: tuple(entry.shape) for name, entry in checkpoint.stored_params(folder).items()}
+    checkpoint.check_names_and_shapes(shapes, config, str(folder))
+    faults = []
+    with byte_bar(sum(move.entry.nbytes for move in moves), progress) as bar:
+        for name, stored in checkpoint.iter_params(folder):
+            move = by_target[name]
+            if wrong := count_differences(move.entry, stored, transpose=move.transpose):
+                faults.append(f"{name} ({wrong} of {stored.size} values)")
+            bar.update(move.entry.nbytes)
+    if faults:
+        more = f" and {len(faults) - 3} more tensors" if len(faults) > 3 else ""
+        raise DllmError(
+            f"{folder} differs from {opened.folder} in {', '.join(faults[:3])}{more}; convert the checkpoint again"
+        )
+    return len(moves)

@@ -1,0 +1,51 @@
+"""The families that can be converted: one module each, and one line of this table."""
+
+from convert.families import dream, llada, qwen2
+from convert.families.base import Family, Move, Rule, plan
+from convert.hub_config import HubConfig
+from dllm_jax.errors import DllmError
+
+__all__ = ["FAMILIES", "Family", "Move", "Rule", "check_family", "get", "plan"]
+
+FAMILIES: dict[str, Family] = {
+    "llada": llada.FAMILY,
+    "llada-1.5": llada.FAMILY,
+    "dream": dream.FAMILY,
+    "qwen2": qwen2.FAMILY,
+}
+
+
+def get(name: str) -> Family:
+    """The family of that name.
+
+    Raises:
+        DllmError: for any other name; the sentence lists those there are.
+    """
+    if name not in FAMILIES:
+        raise DllmError(f"no family is called {name!r}; choose one of {', '.join(FAMILIES)}")
+    return FAMILIES[name]
+
+
+def check_family(family: Family, hub: HubConfig) -> None:
+    """Compares what a config.json calls itself with the family that was asked for.
+
+    Raises:
+        DllmError: when it is another family's, or none that is supported.
+    """
+    found = _identify(hub)
+    if found is not family:
+        raise DllmError(
+            f"{hub.where} belongs to a {found.name} checkpoint, not {family.name}; use {found.name} instead"
+        )
+
+
+def _identify(hub: HubConfig) -> Family:
+    """By `architectures`, because LLaDA and LLaDA-MoE share a model_type; by that only where there are none."""
+    names, model_type = hub.values.get("architectures"), hub.values.get("model_type")
+    names = names if isinstance(names, list) else []
+    for family in FAMILIES.values():
+        if set(family.architectures) & set(map(str, names)) or (not names and model_type in family.model_types):
+            return family
+    supported = ", ".join(dict.fromkeys(name for family in FAMILIES.values() for name in family.architectures))
+    what = f"architecture {names[0]!r}" if names else f"model_type {model_type!r}"
+    raise DllmError(f"{hub.where}: {what} is not supported; supported are {supported}")

@@ -1,0 +1,118 @@
+"""LLaDA-8B-Base, LLaDA-8B-Instruct and LLaDA-1.5: one architecture and one set of names."""
+
+from typing import Any
+
+from convert.families.base import Family, Rule
+from convert.hub_config import HubConfig
+from dllm_jax.config import ModelConfig, published
+from dllm_jax.errors import DllmError
+
+# What the backbone implements of the OLMo-like switches; each decides results, so each must be there.
+_SWITCHES: dict[str, Any] = {
+    "activation_type": "silu",
+    "alibi": False,
+    "attention_layer_norm": False,
+    "bias_for_layer_norm": False,
+    "block_type": "llama",
+    "include_bias": False,
+    "include_qkv_bias": False,
+    "input_emb_norm": False,
+    "layer_norm_type": "rms",
+    "layer_norm_with_affine": True,
+    "rope": True,
+    "rope_full_precision": True,
+    "scale_logits": False,
+}
+
+_BLOCK = "model.transformer.blocks.{layer}."
+_RULES = (
+    Rule("model.transformer.wte.weight", "embed.embedding"),
+    Rule(_BLOCK + "attn_norm.weight", "layers.{layer}.attn_norm.scale"),
+    Rule(_BLOCK + "q_proj.weight", "layers.{layer}.attn.q_proj.kernel", transpose=True),
+    Rule(_BLOCK + "k_proj.weight", "layers.{layer}.attn.k_proj.kernel", transpose=True),
+    Rule(_BLOCK + "v_proj.weight", "layers.{layer}.attn.v_proj.kernel", transpose=True),
+    Rule(_BLOCK + "attn_out.weight", "layers.{layer}.attn.o_proj.kernel", transpose=True),
+    Rule(_BLOCK + "ff_norm.weight", "layers.{layer}.mlp_norm.scale"),
+    Rule(_BLOCK + "ff_proj.weight", "layers.{layer}.mlp.gate_proj.kernel", transpose=True),
+    Rule(_BLOCK + "up_proj.weight", "layers.{layer}.mlp.up_proj.kernel", transpose=True),
+    Rule(_BLOCK + "ff_out.weight", "layers.{layer}.mlp.down_proj.kernel", transpose=True),
+    Rule("model.transformer.ln_f.weight", "final_norm.scale"),
+    Rule("model.transformer.ff_out.weight", "lm_head.kernel", transpose=True),  # not a layer's ff_out
+)
+
+
+def read_config(hub: HubConfig) -> ModelConfig:
+    """The ModelConfig of a LLaDA config.json.
+
+    Raises:
+        DllmError: naming the field that is missing, or whose value the backbone does not implement.
+    """
+    hub.require(**_SWITCHES)
+    hub.allow("multi_query_attention", None, False)
+    hub.allow("rope_scaling", None)
+    hub.allow("clip_qkv", None)
+    vocab_size = hub.integer("vocab_size")
+    hub.allow("embedding_size", None, vocab_size)  # rows of the table; more of them than tokens would be logits too
+    num_heads, head_dim = hub.heads("d_model", "n_heads")
+    mask_id = hub.integer("mask_token_id", least=0)
+    original = published("llada-8b-instruct")
+    known = (vocab_size, mask_id) == (original.vocab_size, original.mask_id)
+    return ModelConfig(
+        family="llada",
+        vocab_size=vocab_size,
+        embed_dim=hub.integer("d_model"),
+        num_layers=hub.integer("n_layers"),
+        num_heads=num_heads,
+        num_kv_heads=hub.integer_or_null("n_kv_heads") or num_heads,
+        head_dim=head_dim,
+        mlp_dim=hub.integer("mlp_hidden_size"),
+        rope_theta=hub.number("rope_theta"),
+        norm_eps=hub.number("rms_norm_eps"),
+        max_length=hub.integer("max_sequence_length"),
+        eos_id=hub.eos_ids()[0],
+        pad_id=hub.pad_id(),
+        mask_id=mask_id,
+        bos_id=hub.bos_id("<|startoftext|>", vocab_size, original.bos_id if known else None),
+        end_ids=hub.end_ids("<|eot_id|>", vocab_size, original.end_ids[1] if known else None),
+        tied_embeddings=hub.boolean("weight_tying"),
+    )
+
+
+def write_config(config: ModelConfig) -> dict[str, Any]:
+    """A LLaDA config.json from a ModelConfig.
+
+    Raises:
+        DllmError: when heads do not fill the model width, which this format cannot say.
+    """
+    if config.num_heads * config.head_dim != config.embed_dim:
+        raise DllmError(f"head_dim {config.head_dim} is not embed_dim / num_heads, which LLaDA's config.json assumes")
+    fields = {
+        "architectures": ["LLaDAModelLM"],
+        "model_type": "llada",
+        **_SWITCHES,
+        "d_model": config.embed_dim,
+        "embedding_size": config.vocab_size,
+        "eos_token_id": config.eos_id,
+        "mask_token_id": config.mask_id,
+        "max_sequence_length": config.max_length,
+        "mlp_hidden_size": config.mlp_dim,
+        "n_heads": config.num_heads,
+        "n_kv_heads": config.num_kv_heads,
+        "n_layers": config.num_layers,
+        "pad_token_id": config.pad_id,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "vocab_size": config.vocab_size,
+        "weight_tying": config.tied_embeddings,
+    }
+    return fields if config.bos_id is None else {**fields, "bos_token_id": config.bos_id}
+
+
+FAMILY = Family(
+    name="llada",
+    architectures=("LLaDAModelLM",),
+    model_types=("llada",),
+    rules=_RULES,
+    read_config=read_config,
+    write_config=write_config,
+)

@@ -1,0 +1,121 @@
+"""Qwen2.5, the autoregressive verifiers: causal attention, biases on q, k and v, often a tied head."""
+
+from typing import Any
+
+from convert.families.base import Family, Rule
+from convert.hub_config import HubConfig
+from dllm_jax.config import ModelConfig, published
+from dllm_jax.errors import DllmError
+
+END_OF_TURN = "<|im_end|>"
+
+_LAYER = "model.layers.{layer}."
+RULES = (
+    Rule("model.embed_tokens.weight", "embed.embedding"),
+    Rule(_LAYER + "input_layernorm.weight", "layers.{layer}.attn_norm.scale"),
+    Rule(_LAYER + "self_attn.q_proj.weight", "layers.{layer}.attn.q_proj.kernel", transpose=True),
+    Rule(_LAYER + "self_attn.k_proj.weight", "layers.{layer}.attn.k_proj.kernel", transpose=True),
+    Rule(_LAYER + "self_attn.v_proj.weight", "layers.{layer}.attn.v_proj.kernel", transpose=True),
+    Rule(_LAYER + "self_attn.q_proj.bias", "layers.{layer}.attn.q_proj.bias"),
+    Rule(_LAYER + "self_attn.k_proj.bias", "layers.{layer}.attn.k_proj.bias"),
+    Rule(_LAYER + "self_attn.v_proj.bias", "layers.{layer}.attn.v_proj.bias"),
+    Rule(_LAYER + "self_attn.o_proj.weight", "layers.{layer}.attn.o_proj.kernel", transpose=True),
+    Rule(_LAYER + "post_attention_layernorm.weight", "layers.{layer}.mlp_norm.scale"),
+    Rule(_LAYER + "mlp.gate_proj.weight", "layers.{layer}.mlp.gate_proj.kernel", transpose=True),
+    Rule(_LAYER + "mlp.up_proj.weight", "layers.{layer}.mlp.up_proj.kernel", transpose=True),
+    Rule(_LAYER + "mlp.down_proj.weight", "layers.{layer}.mlp.down_proj.kernel", transpose=True),
+    Rule("model.norm.weight", "final_norm.scale"),
+    Rule("lm_head.weight", "lm_head.kernel", transpose=True),
+)
+# Old versions of transformers stored the rotary frequencies, which follow from rope_theta.
+IGNORED = (r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",)
+
+
+def read_config(hub: HubConfig) -> ModelConfig:
+    """The ModelConfig of a Qwen2 config.json.
+
+    Raises:
+        DllmError: naming the field that is missing, or whose value the backbone does not implement.
+    """
+    hub.require(hidden_act="silu")
+    hub.allow("use_sliding_window", False)
+    if "use_sliding_window" not in hub.values:
+        hub.allow("sliding_window", None)
+    num_layers = hub.integer("num_hidden_layers")
+    if hub.values.get("layer_types") not in (None, ["full_attention"] * num_layers):
+        raise DllmError(f"{hub.where}: layer_types is implemented only as full_attention for all {num_layers} layers")
+    vocab_size, num_heads = hub.integer("vocab_size"), hub.integer("num_attention_heads")
+    given_head_dim = hub.values.get("head_dim") is not None
+    return ModelConfig(
+        family="qwen2",
+        vocab_size=vocab_size,
+        embed_dim=hub.integer("hidden_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=hub.integer("num_key_value_heads"),
+        head_dim=hub.integer("head_dim") if given_head_dim else hub.heads("hidden_size", "num_attention_heads")[1],
+        mlp_dim=hub.integer("intermediate_size"),
+        rope_theta=_rope_theta(hub),
+        norm_eps=hub.number("rms_norm_eps"),
+        max_length=hub.integer("max_position_embeddings"),
+        eos_id=hub.eos_ids()[0],
+        pad_id=hub.pad_id(),
+        mask_id=None,
+        end_ids=hub.end_ids(END_OF_TURN, vocab_size, published_end_of_turn(vocab_size)),
+        attention="causal",
+        shift=True,
+        qkv_bias=True,
+        tied_embeddings=hub.boolean("tie_word_embeddings"),
+    )
+
+
+def write_config(config: ModelConfig) -> dict[str, Any]:
+    """A Qwen2 config.json from a ModelConfig."""
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "eos_token_id": config.eos_id,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": config.embed_dim,
+        "intermediate_size": config.mlp_dim,
+        "max_position_embeddings": config.max_length,
+        "num_attention_heads": config.num_heads,
+        "num_hidden_layers": config.num_layers,
+        "num_key_value_heads": config.num_kv_heads,
+        "pad_token_id": config.pad_id,
+        "rms_norm_eps": config.norm_eps,
+        "rope_scaling": None,
+        "rope_theta": config.rope_theta,
+        "sliding_window": None,
+        "tie_word_embeddings": config.tied_embeddings,
+        "use_sliding_window": False,
+        "vocab_size": config.vocab_size,
+    }
+
+
+def published_end_of_turn(vocab_size: int) -> int | None:
+    """The id of `<|im_end|>` when the vocabulary is Qwen2.5's, which the bigger models pad to another size."""
+    sizes = {published(name).vocab_size for name in ("qwen2.5-0.5b", "qwen2.5-7b")}
+    return published("qwen2.5-7b").end_ids[1] if vocab_size in sizes else None
+
+
+def _rope_theta(hub: HubConfig) -> float:
+    if "rope_parameters" not in hub.values:
+        hub.allow("rope_scaling", None)
+        return hub.number("rope_theta")
+    values = hub.values["rope_parameters"]  # where transformers 5 keeps both
+    nested = HubConfig(values if isinstance(values, dict) else {}, f"{hub.where}: rope_parameters")
+    nested.require(rope_type="default")
+    return nested.number("rope_theta")
+
+
+FAMILY = Family(
+    name="qwen2",
+    architectures=("Qwen2ForCausalLM",),
+    model_types=("qwen2",),
+    rules=RULES,
+    read_config=read_config,
+    write_config=write_config,
+    ignored=IGNORED,
+)

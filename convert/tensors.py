@@ -1,0 +1,104 @@
+"""Values of tensors, block by block: finiteness, casts, transposes and comparisons without full-size temporaries."""
+
+import functools
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import ml_dtypes
+import numpy as np
+
+from convert.safetensors_reader import TensorEntry, blocks, read_block
+from dllm_jax.errors import DllmError
+
+# All exponent bits set means NaN or infinity: a test on integers, ten times as fast as isfinite on bfloat16.
+_EXPONENT = {"bfloat16": (np.uint16, 0x7F80), "float16": (np.uint16, 0x7C00), "float32": (np.uint32, 0x7F800000)}
+FLOAT_DTYPES = tuple(_EXPONENT)
+
+R = TypeVar("R")
+
+
+def as_dtype(name: str) -> np.dtype:
+    """The numpy dtype of "bfloat16", "float16" or "float32".
+
+    Raises:
+        DllmError: for any other name.
+    """
+    if name not in FLOAT_DTYPES:
+        raise DllmError(f"dtype {name!r} is not supported; use bfloat16, float16 or float32")
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+def checked_cast(block: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+    """`block` in `dtype`; the block itself when it has that dtype already.
+
+    Raises:
+        DllmError: naming the tensor, when a value is NaN or infinite, or becomes infinite by the cast.
+    """
+    if not _all_finite(block):
+        kind = "NaN" if np.isnan(block.astype(np.float32)).any() else "infinity"
+        raise DllmError(f"tensor {name} contains {kind}; the checkpoint is damaged, download or train it again")
+    if block.dtype == dtype:
+        return block
+    with np.errstate(over="ignore"):
+        cast = block.astype(dtype)
+    if not _all_finite(cast):
+        raise DllmError(f"tensor {name} has values too large for {dtype}; choose --dtype {block.dtype} or float32")
+    return cast
+
+
+def load(entry: TensorEntry, dtype: np.dtype, *, transpose: bool) -> np.ndarray:
+    """The tensor as a new host array in `dtype`, checked for NaN and infinity, transposed on the way if asked to.
+
+    Raises:
+        DllmError: as `checked_cast`, and when the file cannot be read.
+    """
+    out = np.empty(entry.shape[::-1] if transpose else entry.shape, dtype)
+    rows_of = _bits(out.T if transpose else out)
+
+    def copy(rows: slice) -> None:
+        rows_of[rows] = _bits(checked_cast(read_block(entry, rows), dtype, entry.name))
+
+    _each_block(copy, blocks(entry))
+    return out
+
+
+def count_differences(entry: TensorEntry, stored: np.ndarray, *, transpose: bool) -> int:
+    """How many values of `stored` are not, bit by bit, those of the entry cast to its dtype.
+
+    Raises:
+        DllmError: as `checked_cast`, and when the file cannot be read.
+    """
+    rows_of = _bits(stored.T if transpose else stored)
+
+    def count(rows: slice) -> int:
+        expected = _bits(checked_cast(read_block(entry, rows), stored.dtype, entry.name))
+        return int(np.count_nonzero(rows_of[rows] != expected))
+
+    return sum(_each_block(count, blocks(entry)))
+
+
+def same_bits(first: TensorEntry, second: TensorEntry) -> bool:
+    """Whether two tensors have the same dtype, shape and bytes."""
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    return all(np.array_equal(_bits(read_block(first, s)), _bits(read_block(second, s))) for s in blocks(first))
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    return array.view(_EXPONENT[array.dtype.name][0])  # numpy copies integers faster than bfloat16
+
+
+def _all_finite(block: np.ndarray) -> bool:
+    unsigned, exponent = _EXPONENT[block.dtype.name]
+    return not ((block.view(unsigned) & unsigned(exponent)) == exponent).any()
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(8, os.cpu_count() or 1))
+
+
+def _each_block(work: Callable[[slice], R], slices: Iterable[slice]) -> list[R]:
+    return list(_pool().map(work, slices))  # numpy lets go of the GIL while it copies

@@ -1,0 +1,165 @@
+"""From our format back to the hub's: safetensors shards with an index, config.json and the tokenizer's files."""
+
+import dataclasses
+import json
+import math
+import struct
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from convert import families
+from convert.families import Family
+from convert.hub_config import CONFIG_FILE, GENERATION_FILE, copied_files, with_tokenizer
+from convert.output import byte_bar, check_out, check_space
+from convert.safetensors_reader import BLOCK_BYTES, DTYPES, INDEX_FILE, SINGLE_FILE
+from convert.tensors import as_dtype, checked_cast
+from dllm_jax import checkpoint
+from dllm_jax.config import ModelConfig
+from dllm_jax.errors import DllmError
+from dllm_jax.params import abstract_params
+from dllm_jax.transformer import num_params
+
+MAX_SHARD_BYTES = 5 * 10**9
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+def export(
+    folder: str | Path,
+    out: str | Path,
+    *,
+    dtype: str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    overwrite: bool = False,
+    progress: bool = False,
+) -> None:
+    """Writes a converted or trained checkpoint in the hub's format, for PyTorch and for publishing.
+
+    config.json is the original one as long as it still describes the model; else it is written from the ModelConfig.
+
+    Args:
+        folder: a checkpoint folder of ours.
+        out: the new folder; it appears whole at the end or not at all.
+        dtype: "bfloat16", "float16" or "float32"; the stored one by default.
+        max_shard_bytes: size above which the weights are split into several files; a tensor is never split.
+        overwrite: replace `out` if it holds safetensors files already.
+        progress: show a bar on stderr when that is a terminal.
+
+    Raises:
+        DllmError: when the checkpoint cannot be read or has no place in its family's format, when a value is not finite
+            or does not fit into `dtype`, and for a full disk.
+    """
+    folder = checkpoint.find(folder)
+    config = checkpoint.load_config(folder)
+    config = config.replace(dtype=dtype or _stored_dtype(folder, config))
+    if max_shard_bytes < 1:
+        raise DllmError(f"the shard size is {max_shard_bytes} bytes, but must be positive")
+    spec = families.get(config.family)
+    check_out(out, source=folder, overwrite=overwrite, kind="*.safetensors")
+    files = _config_files(folder, spec, config) | copied_files(folder)
+    shards = _shards(spec, config, max_shard_bytes)
+    check_space(out, num_params(config) * as_dtype(config.dtype).itemsize)
+    with checkpoint.atomic_folder(out, overwrite=overwrite) as scratch:
+        try:
+            _write_weights(scratch, folder, shards, as_dtype(config.dtype), progress)
+            for name, content in files.items():
+                (scratch / name).write_bytes(content)
+        except OSError as error:
+            raise checkpoint.write_error(out, error) from error
+
+
+@dataclasses.dataclass(frozen=True)
+class _Slot:
+    """A tensor's place in the output: our name, the hub's name, the hub's shape."""
+
+    ours: str
+    hub: str
+    shape: tuple[int, ...]
+    transpose: bool
+
+
+def _stored_dtype(folder: Path, config: ModelConfig) -> str:
+    stored = checkpoint.stored_params(folder)
+    checkpoint.check_names_and_shapes({name: tuple(x.shape) for name, x in stored.items()}, config, str(folder))
+    found = sorted({np.dtype(entry.dtype).name for entry in stored.values()})
+    if len(found) != 1:
+        raise DllmError(f"{folder} mixes the dtypes {', '.join(found)}; say which one to write with --dtype")
+    return found[0]
+
+
+def _config_files(folder: Path, spec: Family, config: ModelConfig) -> dict[str, bytes]:
+    notes = checkpoint.load_source(folder)
+    original = notes.get("config")
+    if original and _describes(original, folder, spec, config):
+        key = "dtype" if "dtype" in original else "torch_dtype"
+        return {CONFIG_FILE: _json(original if notes["dtypes"] == [config.dtype] else {**original, key: config.dtype})}
+    return {
+        CONFIG_FILE: _json({**spec.write_config(config), "torch_dtype": config.dtype}),
+        GENERATION_FILE: _json({"eos_token_id": list(config.end_ids), "pad_token_id": config.pad_id}),
+    }
+
+
+def _describes(original: dict[str, Any], folder: Path, spec: Family, config: ModelConfig) -> bool:
+    """Whether the config.json of the conversion is still true: training may have changed the model since."""
+    try:
+        read = spec.read_config(with_tokenizer(original, folder, CONFIG_FILE))
+    except DllmError:
+        return False
+    # Not in config.json: the dtype is the tensors', and these ids are the tokenizer's.
+    return read.replace(dtype=config.dtype, bos_id=config.bos_id, end_ids=config.end_ids) == config
+
+
+def _json(values: dict[str, Any]) -> bytes:
+    return (json.dumps(values, indent=2) + "\n").encode()
+
+
+def _shards(spec: Family, config: ModelConfig, limit: int) -> list[list[_Slot]]:
+    """The tensors in the backbone's order, a new shard whenever the next one would make it larger than `limit`."""
+    shards: list[list[_Slot]] = [[]]
+    size = 0
+    for name, array in abstract_params(config).items():
+        hub, transpose = spec.hub_name(name)
+        num_bytes = math.prod(array.shape) * array.dtype.itemsize
+        if shards[-1] and size + num_bytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(_Slot(name, hub, array.shape[::-1] if transpose else array.shape, transpose))
+        size += num_bytes
+    return shards
+
+
+def _write_weights(out: Path, folder: Path, shards: list[list[_Slot]], dtype: np.dtype, progress: bool) -> None:
+    total = sum(math.prod(slot.shape) for shard in shards for slot in shard) * dtype.itemsize
+    weight_map: dict[str, str] = {}
+    with byte_bar(total, progress) as bar:
+        for index, shard in enumerate(shards, 1):
+            name = SINGLE_FILE if len(shards) == 1 else f"model-{index:05d}-of-{len(shards):05d}.safetensors"
+            weight_map |= {slot.hub: name for slot in shard}
+            arrays = checkpoint.iter_params(folder, [slot.ours for slot in shard])
+            with (out / name).open("wb") as file:
+                file.write(_header(shard, dtype))
+                for slot, (_, array) in zip(shard, arrays, strict=True):
+                    _write_tensor(file, array, slot, dtype)
+                    bar.update(math.prod(slot.shape) * dtype.itemsize)
+    if len(shards) > 1:
+        (out / INDEX_FILE).write_bytes(_json({"metadata": {"total_size": total}, "weight_map": weight_map}))
+
+
+def _header(shard: list[_Slot], dtype: np.dtype) -> bytes:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses files that do not say so
+    end = 0
+    for slot in shard:
+        start, end = end, end + math.prod(slot.shape) * dtype.itemsize
+        header[slot.hub] = {"dtype": _CODES[dtype], "shape": list(slot.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the data is aligned
+    return struct.pack("<Q", len(text)) + text
+
+
+def _write_tensor(file: BinaryIO, array: np.ndarray, slot: _Slot, dtype: np.dtype) -> None:
+    rows_of = array.T if slot.transpose else array
+    step = max(1, BLOCK_BYTES * len(rows_of) // array.nbytes)
+    for start in range(0, len(rows_of), step):
+        block = checked_cast(np.ascontiguousarray(rows_of[start : start + step]), dtype, slot.ours)
+        file.write(block.view(np.uint8).data)

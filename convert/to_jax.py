@@ -1,0 +1,98 @@
+"""From the hub's format to ours: one tensor at a time, so that memory stays far below the checkpoint's size."""
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from convert import families
+from convert.families import Move
+from convert.hub_config import copied_files
+from convert.output import byte_bar, check_out, check_space
+from convert.source import open_source, sha256
+from convert.tensors import as_dtype, load
+from dllm_jax import checkpoint
+from dllm_jax.config import ModelConfig
+from dllm_jax.errors import DllmError
+from dllm_jax.transformer import num_params
+
+
+def convert(
+    family: str,
+    source: str | Path,
+    out: str | Path,
+    *,
+    dtype: str | None = None,
+    revision: str | None = None,
+    overwrite: bool = False,
+    progress: bool = False,
+) -> ModelConfig:
+    """Converts a checkpoint in the hub's format into a folder that `dllm_jax.checkpoint` loads.
+
+    Args:
+        family: a key of `convert.families.FAMILIES`, such as "llada".
+        source: a folder with config.json and safetensors files, or a repository id, which is downloaded.
+        out: the new folder; it appears whole at the end or not at all.
+        dtype: "bfloat16", "float16" or "float32"; the source's own by default.
+        revision: branch, tag or commit of a repository.
+        overwrite: replace `out` if it is a checkpoint already.
+        progress: show a bar on stderr when that is a terminal.
+
+    Returns:
+        The config of the converted model.
+
+    Raises:
+        DllmError: for every source that is damaged, incomplete or not implemented, and for a full disk.
+    """
+    spec = families.get(family)
+    if dtype is not None:
+        as_dtype(dtype)
+    check_out(out, source=source, overwrite=overwrite, kind=checkpoint.PARAMS_FOLDER)
+    opened = open_source(source, spec, revision)
+    config = spec.read_config(opened.hub)
+    moves = families.plan(spec, config, opened.entries, str(opened.folder))
+    config = config.replace(dtype=dtype or _common_dtype(moves, str(opened.folder)))
+    check_space(out, num_params(config) * as_dtype(config.dtype).itemsize)
+    notes: dict[str, Any] = {
+        "family": family,
+        "source": opened.name,
+        "revision": opened.revision,
+        "dtypes": _dtypes(moves),
+        "config": dict(opened.hub.values),
+    }
+    tensors = _stream(moves, config, notes, progress)
+    checkpoint.save(out, config, tensors, files=copied_files(opened.folder), source=notes, overwrite=overwrite)
+    return config
+
+
+def _stream(
+    moves: list[Move], config: ModelConfig, notes: dict[str, Any], progress: bool
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The converted tensors; files are hashed beside, and their hashes noted before the stream ends.
+
+    `checkpoint.save` writes the notes after the last tensor, so that a file is read from disk only once.
+    """
+    dtype, hashes = as_dtype(config.dtype), dict[Path, Future[str]]()
+    with ThreadPoolExecutor(1) as pool, byte_bar(sum(move.entry.nbytes for move in moves), progress) as bar:
+        for move in moves:
+            path = move.entry.path
+            if path not in hashes:
+                hashes[path] = pool.submit(sha256, path)
+            yield move.target, load(move.entry, dtype, transpose=move.transpose)
+            bar.update(move.entry.nbytes)
+        notes["files"] = {
+            path.name: {"bytes": path.stat().st_size, "sha256": digest.result()} for path, digest in hashes.items()
+        }
+
+
+def _dtypes(moves: list[Move]) -> list[str]:
+    return sorted({move.entry.dtype.name for move in moves})
+
+
+def _common_dtype(moves: list[Move], where: str) -> str:
+    found = _dtypes(moves)
+    if len(found) != 1:
+        raise DllmError(f"{where} mixes the dtypes {', '.join(found)}; say which one to write with --dtype")
+    return found[0]
