@@ -1,7 +1,11 @@
 """CPU with eight virtual devices, full float32 matmuls, kept compilations, and the tiny checkpoints as fixtures."""
 
+import gc
+import logging
 import os
+import warnings
 from pathlib import Path
+from unittest import mock
 
 import hypothesis
 import jax
@@ -32,6 +36,13 @@ def pytest_addoption(parser):
     parser.addoption(
         "--goldens", type=Path, default=GOLDENS, metavar="DIR", help="golden files to run, written --goldens=DIR"
     )
+
+
+def pytest_sessionfinish():
+    """Buries in silence the tasks that Orbax abandons when a read fails, lest they print pages after the result."""
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    with mock.patch("sys.unraisablehook"), warnings.catch_warnings(action="ignore"):
+        gc.collect()
 
 
 @pytest.fixture(scope="session")
