@@ -1,0 +1,51 @@
+"""Sampling from diffusion language models: unmasking rules x cache policies in one compiled loop.
+
+sampler = BlockSampler(Threshold(0.9), gen_length=256, block_length=32, cache=DualCache())
+result = sample_jit(sampler, model.denoiser, prompt)            # or `sample` inside your own jit
+"""
+
+from samplers.block import BlockSampler, BlockState
+from samplers.caches import CACHES, CachePolicy, DenoiserLike, DualCache, NoCache, PrefixCache, make_cache
+from samplers.engine import Result, Sampler, sample, sample_jit, stream
+from samplers.generate import Generation, generate, make_sampler
+from samplers.noise import KeyNoise, Noise, TableNoise
+from samplers.predictions import Predictions, Sampling
+from samplers.rules import EB, RULES, Dream, Factor, FastDllmDream, LLaDA, Rule, Threshold, TopK, make_rule
+from samplers.stopping import Stop, stop_on
+
+__all__ = [
+    "CACHES",
+    "EB",
+    "RULES",
+    "BlockSampler",
+    "BlockState",
+    "CachePolicy",
+    "DenoiserLike",
+    "Dream",
+    "DualCache",
+    "Factor",
+    "FastDllmDream",
+    "Generation",
+    "KeyNoise",
+    "LLaDA",
+    "NoCache",
+    "Noise",
+    "Predictions",
+    "PrefixCache",
+    "Result",
+    "Rule",
+    "Sampler",
+    "Sampling",
+    "Stop",
+    "TableNoise",
+    "Threshold",
+    "TopK",
+    "generate",
+    "make_cache",
+    "make_rule",
+    "make_sampler",
+    "sample",
+    "sample_jit",
+    "stop_on",
+    "stream",
+]

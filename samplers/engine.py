@@ -1,0 +1,105 @@
+"""The protocol of all samplers (`init`, `step`, `is_done`, `result`) and the one loop over it."""
+
+from collections.abc import Iterator
+from typing import Any, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from dllm_jax.pytree import pytree, vary_like
+from samplers.caches.base import DenoiserLike
+
+State = TypeVar("State")
+
+
+@pytree()
+class Result:
+    """What every sampler returns. G is the length of the generation.
+
+    Attributes:
+        tokens: [B, G] int32. Positions that a stop condition left unwritten hold the end-of-sequence id.
+        lengths: [B] int32, tokens before the first end-of-sequence or stop pattern.
+        decoded_at: [B, G] int32, the row's forward (from 0) that committed the position; -1 where none did: given
+            tokens, and positions a stop condition left unwritten.
+        nfe: [B] int32, forwards of the denoiser this row needed; a guided forward counts once.
+        full_forwards: [B] int32, those among them that covered the whole sequence.
+    """
+
+    tokens: jax.Array
+    lengths: jax.Array
+    decoded_at: jax.Array
+    nfe: jax.Array
+    full_forwards: jax.Array
+
+
+class Sampler(Protocol[State]):
+    """A sampler: a pytree whose numbers are traced leaves, with four pure functions."""
+
+    def init(
+        self,
+        denoiser: DenoiserLike,
+        prompt: jax.Array,
+        prompt_lengths: jax.Array | None = None,
+        *,
+        key: jax.Array | None = None,
+        **options: Any,
+    ) -> State: ...
+
+    def step(self, denoiser: DenoiserLike, state: State) -> State: ...
+
+    def is_done(self, state: State) -> jax.Array: ...
+
+    def result(self, denoiser: DenoiserLike, state: State) -> Result: ...
+
+
+def sample(
+    sampler: Sampler[State],
+    denoiser: DenoiserLike,
+    prompt: jax.Array,
+    prompt_lengths: jax.Array | None = None,
+    *,
+    key: jax.Array | None = None,
+    **options: Any,
+) -> Result:
+    """A whole generation as one `lax.while_loop`, for use inside your own `jit`, `vmap`, `scan` or `shard_map`.
+
+    Args:
+        sampler: what to do, e.g. a `BlockSampler`.
+        denoiser: the model.
+        prompt: [B, P] int32, left-aligned; what follows a row's prompt length is not looked at.
+        prompt_lengths: [B] int32; None means that all rows are P long.
+        key: one typed key, or one per row [B]; needed by whatever draws random numbers.
+        options: further arguments of the sampler's `init`.
+    """
+    state = vary_like(prompt, sampler.init(denoiser, prompt, prompt_lengths, key=key, **options))
+    state = lax.while_loop(
+        lambda s: ~jnp.all(sampler.is_done(s)), lambda s: vary_like(prompt, sampler.step(denoiser, s)), state
+    )
+    return sampler.result(denoiser, state)
+
+
+sample_jit = jax.jit(sample)
+"""`sample`, compiled once per combination of shapes and static choices."""
+
+_step_jit = jax.jit(lambda sampler, denoiser, state: sampler.step(denoiser, state))
+
+
+def stream(
+    sampler: Sampler[State],
+    denoiser: DenoiserLike,
+    prompt: jax.Array,
+    prompt_lengths: jax.Array | None = None,
+    *,
+    key: jax.Array | None = None,
+    **options: Any,
+) -> Iterator[State]:
+    """The same generation from a Python loop: yields the state before the first step and after each one.
+
+    For watching and for custom loops; each step is a compiled call of its own, so `sample` is faster.
+    """
+    state = sampler.init(denoiser, prompt, prompt_lengths, key=key, **options)
+    yield state
+    while not bool(jnp.all(sampler.is_done(state))):
+        state = _step_jit(sampler, denoiser, state)
+        yield state

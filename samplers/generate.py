@@ -1,0 +1,301 @@
+"""Text in, text out: prompts are encoded, padded to a bucket, sampled in one compiled call and decoded."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from dllm_jax import DllmError, Model
+from samplers.block import BlockSampler
+from samplers.caches import CachePolicy, make_cache
+from samplers.engine import Result, sample_jit
+from samplers.noise import row_keys
+from samplers.predictions import Sampling
+from samplers.rules import RULES, Rule, make_rule
+from samplers.stopping import Stop, stop_on
+
+Message = Mapping[str, str]
+Prompt = str | Sequence[int] | Sequence[Message]
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """One prompt's answer.
+
+    Attributes:
+        text: the answer up to the first end token or stop string, special tokens left out.
+        tokens: its token ids, without the end token.
+        prompt_tokens: number of tokens of the prompt.
+        nfe: forwards of the denoiser.
+        full_forwards: those of them that covered the whole sequence.
+        decoded_at: per canvas position the forward that committed it, -1 where none did.
+        canvas: all tokens of the canvas.
+    """
+
+    text: str
+    tokens: list[int]
+    prompt_tokens: int
+    nfe: int
+    full_forwards: int
+    decoded_at: list[int] = dataclasses.field(repr=False)
+    canvas: list[int] = dataclasses.field(repr=False)
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Answer tokens per forward (TPF)."""
+        return len(self.tokens) / max(self.nfe, 1)
+
+
+def make_sampler(
+    model: Model,
+    *,
+    rule: str | Rule = "threshold",
+    cache: str | CachePolicy = "dual",
+    gen_length: int = 256,
+    block_length: int | None = 32,
+    temperature: float = 0.0,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    guidance: float | None = None,
+    stop: Sequence[str | int] = (),
+    ignore_eos: bool = False,
+    suppress: Sequence[int] = (),
+    defer: Sequence[int] = (),
+    canvas_length: int | None = None,
+    fill_after_eos: bool = False,
+    **rule_options: Any,
+) -> BlockSampler:
+    """A `BlockSampler` for a model, from plain values.
+
+    Args:
+        rule: name of a rule with its numbers in `rule_options` (``rule="eb", gamma=0.1``), or a rule. A rule with a
+            fixed number of steps takes one per token when none is said.
+        cache: name of a cache policy, or a policy.
+        block_length: block of the semi-autoregressive order; capped at gen_length, None is one block.
+        temperature, top_p, top_k: how tokens are drawn; 0 is greedy.
+        guidance: scale of classifier-free guidance.
+        stop: strings or token ids that end an answer, in addition to the model's own end tokens.
+        ignore_eos: do not end at the model's end tokens.
+        suppress, defer: token ids that are never written, or written last. See `Sampling`.
+        canvas_length, fill_after_eos: see `BlockSampler`.
+
+    Raises:
+        DllmError: for unknown names, options the rule does not have, or numbers out of range.
+    """
+    if isinstance(rule, str):
+        rule = _named_rule(rule, gen_length, rule_options)
+    elif rule_options:
+        raise DllmError(
+            f"options {', '.join(sorted(rule_options))} have no effect on a rule object; set them in the rule"
+        )
+    return BlockSampler(
+        rule,
+        gen_length=gen_length,
+        block_length=None if block_length is None else min(block_length, gen_length),
+        cache=make_cache(cache) if isinstance(cache, str) else cache,
+        sampling=Sampling(
+            temperature=temperature or None,
+            top_p=None if top_p == 1.0 else top_p,
+            top_k=top_k,
+            suppress=_token_array(model, "suppress", suppress),
+            defer=_token_array(model, "defer", defer),
+        ),
+        stop=_make_stop(model, stop, ignore_eos),
+        guidance=guidance or None,
+        canvas_length=canvas_length,
+        fill_after_eos=fill_after_eos,
+    )
+
+
+def _named_rule(name: str, gen_length: int, options: Mapping[str, Any]) -> Rule:
+    takes_steps = {"steps"} & {
+        field.name
+        for field in (dataclasses.fields(RULES[name]) if name in RULES else ())  # type: ignore[arg-type]
+        if field.default is dataclasses.MISSING
+    }
+    return make_rule(name, **({"steps": gen_length} if takes_steps else {}) | dict(options))
+
+
+def _token_array(model: Model, what: str, ids: Sequence[int]) -> jax.Array | None:
+    for token in ids:
+        if not 0 <= token < model.config.vocab_size:
+            raise DllmError(f"{what} token {token} lies outside the vocabulary of {model.config.vocab_size} tokens")
+    return jnp.asarray(sorted(ids), jnp.int32) if ids else None
+
+
+def _make_stop(model: Model, stop: Sequence[str | int], ignore_eos: bool) -> Stop | None:
+    if isinstance(stop, str):
+        raise DllmError(f"stop is the string {stop!r}; give a list of strings or token ids")
+    strings = [item for item in stop if isinstance(item, str)]
+    tokens = [item for item in stop if not isinstance(item, str)]
+    tokens += [] if ignore_eos else [token for token in model.config.end_ids if token not in tokens]
+    pieces = model.require_tokenizer().token_bytes() if strings else None
+    return stop_on(tokens, strings=strings, vocab_size=model.config.vocab_size, token_bytes=pieces)
+
+
+def bucket_length(length: int) -> int:
+    """The padded prompt length: the next of 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024 ..., so that few lengths
+    are ever compiled and at most half of a prompt is padding."""
+    if length <= 64:
+        return 32 if length <= 32 else 64
+    power = 1 << (length - 1).bit_length()
+    return power * 3 // 4 if length <= power * 3 // 4 else power
+
+
+def pad_prompts(rows: Sequence[Sequence[int]], width: int | None = None) -> tuple[jax.Array, jax.Array]:
+    """Prompts as one left-aligned array.
+
+    Returns:
+        tokens [B, width] int32 (width: the bucket of the longest by default), and lengths [B] int32.
+    """
+    lengths = [len(row) for row in rows]
+    width = bucket_length(max(lengths)) if width is None else width
+    tokens = np.zeros((len(rows), width), np.int32)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = row
+    return jnp.asarray(tokens), jnp.asarray(lengths, jnp.int32)
+
+
+def encode_prompt(model: Model, prompt: Prompt, *, chat: bool = False, system: str | None = None) -> list[int]:
+    """Token ids of a prompt: raw text, a user's chat message (`chat`), a list of messages, or ids as they are.
+
+    Raises:
+        DllmError: for an empty prompt, ids outside the vocabulary, or a mask token in the prompt.
+    """
+    if isinstance(prompt, str) and (chat or system is not None):
+        prompt = [{"role": "user", "content": prompt}]
+    messages = not isinstance(prompt, str) and any(not isinstance(item, (int, np.integer)) for item in prompt)
+    if isinstance(prompt, str):
+        ids = model.require_tokenizer().encode(prompt)
+    elif messages:
+        head = [] if system is None else [{"role": "system", "content": system}]
+        ids = model.require_tokenizer().encode_chat([*head, *prompt])  # type: ignore[list-item]
+    else:
+        ids = [int(token) for token in prompt]  # type: ignore[call-overload]
+    return _checked_ids(model, ids)
+
+
+def _checked_ids(model: Model, ids: list[int]) -> list[int]:
+    config = model.config
+    if len(ids) < max(model.denoiser.min_prompt_length, 1):
+        raise DllmError("the prompt is empty; give at least one token")
+    for token in ids:
+        if not 0 <= token < config.vocab_size:
+            raise DllmError(f"prompt token {token} lies outside the vocabulary of {config.vocab_size} tokens")
+    if config.mask_id in ids:
+        raise DllmError("the prompt contains the mask token; to fill gaps give BlockSampler.init a `given` canvas")
+    return ids
+
+
+def check_lengths(model: Model, sampler: BlockSampler, rows: Sequence[Sequence[int]]) -> None:
+    """Refuses prompts that do not fit the trained context.
+
+    Raises:
+        DllmError: when prompt and canvas together are longer than the model was trained for.
+    """
+    limit = model.config.max_length
+    longest = max(len(row) for row in rows)
+    total = max(longest + sampler.gen_length, sampler.canvas_length or 0)
+    if total > limit:
+        parts = f"a prompt of {longest} tokens and a canvas up to position {total}"
+        raise DllmError(f"{parts} exceed the {limit} tokens {model.name} was trained for; shorten one of them")
+
+
+@overload
+def generate(model: Model, prompts: str, **options: Any) -> Generation: ...
+
+
+@overload
+def generate(model: Model, prompts: Sequence[Prompt], **options: Any) -> list[Generation]: ...
+
+
+def generate(
+    model: Model,
+    prompts: str | Sequence[Prompt],
+    *,
+    sampler: BlockSampler | None = None,
+    chat: bool = False,
+    system: str | None = None,
+    seed: int = 0,
+    batch_size: int | None = None,
+    progress: bool | None = None,
+    **options: Any,
+) -> Generation | list[Generation]:
+    """Answers prompts.
+
+    A row's answer depends on its prompt, its number in the list and the seed; not on its neighbours or batch_size.
+
+    Args:
+        prompts: one string, or a list whose items are strings, token ids or lists of chat messages.
+        sampler: what to do; by default made by `make_sampler` from `options`.
+        chat: take strings as a user's message in the model's chat format; system: with this system message.
+        seed: of the random numbers, where any are drawn.
+        batch_size: rows that are sampled together; all by default.
+        progress: a progress bar over batches; by default where there are several and someone is watching.
+        options: see `make_sampler`.
+
+    Returns:
+        A `Generation` for a single string, else a list of them.
+
+    Raises:
+        DllmError: for bad prompts or options; before anything is compiled.
+    """
+    if sampler is not None and options:
+        raise DllmError(f"options {', '.join(sorted(options))} have no effect beside a sampler; set them in it")
+    sampler = make_sampler(model, **options) if sampler is None else sampler
+    listed: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else prompts
+    rows = [encode_prompt(model, prompt, chat=chat, system=system) for prompt in listed]
+    if not rows:
+        return []
+    check_lengths(model, sampler, rows)
+    keys = row_keys(jax.random.key(seed), len(rows))
+    found = list(_in_batches(model, sampler, rows, keys, batch_size, progress))
+    texts = options.get("stop", ())
+    answers = [_answer(model, row, *pair, texts) for row, pair in zip(rows, found, strict=True)]
+    return answers[0] if isinstance(prompts, str) else answers
+
+
+def _in_batches(
+    model: Model,
+    sampler: BlockSampler,
+    rows: list[list[int]],
+    keys: jax.Array,
+    batch_size: int | None,
+    progress: bool | None,
+) -> Iterator[tuple[Result, int]]:
+    """(result, row in it) for every prompt; all batches have one shape, so they share one program."""
+    if batch_size is not None and batch_size < 1:
+        raise DllmError(f"batch_size is {batch_size}; it must be at least 1")
+    size = min(batch_size or len(rows), len(rows))
+    starts = range(0, len(rows), size)
+    width = bucket_length(max(len(row) for row in rows))
+    hide = len(starts) == 1 if progress is None else not progress
+    for start in tqdm(starts, desc="generating", unit="batch", disable=hide or None):
+        index = np.minimum(np.arange(start, start + size), len(rows) - 1)  # the last batch is filled up
+        prompt, lengths = pad_prompts([rows[i] for i in index], width)
+        result = sample_jit(sampler, model.denoiser, prompt, lengths, key=keys[index])
+        result = jax.device_get(result)
+        for i in range(min(size, len(rows) - start)):
+            yield result, i
+
+
+def _answer(model: Model, prompt: list[int], result: Result, row: int, stop: Sequence[str | int]) -> Generation:
+    tokens = result.tokens[row, : int(result.lengths[row])].tolist()
+    text = ""
+    if model.tokenizer is not None:
+        text = model.tokenizer.decode(tokens)
+        cuts = [text.find(item) for item in stop if isinstance(item, str) and item in text]
+        text = text[: min(cuts)] if cuts else text
+    return Generation(
+        text=text,
+        tokens=tokens,
+        prompt_tokens=len(prompt),
+        nfe=int(result.nfe[row]),
+        full_forwards=int(result.full_forwards[row]),
+        decoded_at=result.decoded_at[row].tolist(),
+        canvas=result.tokens[row].tolist(),
+    )

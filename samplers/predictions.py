@@ -1,0 +1,139 @@
+"""From logits to predictions: the token each position would get, and how sure the model is, in one pass in float32."""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from dllm_jax.pytree import pytree
+from samplers.noise import gumbel
+
+ScoreFrom = Literal["raw", "sampling"]
+
+
+@pytree()
+class Sampling:
+    """How a token is drawn at a position; every rule combines with every setting.
+
+    Order of operations (Dream's): divide by the temperature, cut to top_p, cut to top_k, draw.
+
+    Attributes:
+        temperature: 0 or None is greedy; None also leaves the random numbers out of the program. Scalar or [B].
+        top_p: keep the smallest set of tokens whose probability exceeds top_p; None keeps all.
+        top_k: keep the k most probable tokens (ties with the k-th stay); None keeps all.
+        suppress: [n] int32 ids that are never written, as if their logits were -inf (LLaDA's `logits_eos_inf`).
+        defer: [n] int32 ids whose positions are committed last: after the token is chosen their logits count as -inf
+            in every score, so that such a position has confidence 0 (LLaDA's `confidence_eos_eot_inf`).
+    """
+
+    temperature: float | jax.Array | None = None
+    top_p: float | jax.Array | None = None
+    top_k: int | jax.Array | None = None
+    suppress: jax.Array | None = None
+    defer: jax.Array | None = None
+
+
+@pytree()
+class Predictions:
+    """What a rule may look at, each [B, W]; what it does not use is never computed.
+
+    Attributes:
+        token: int32, the token that would be written; never the mask token.
+        confidence: probability of that token.
+        max_probability: largest probability over the vocabulary.
+        margin: difference of the two largest probabilities.
+        entropy: of the distribution over the whole vocabulary, in nats, not below 0.
+    """
+
+    token: jax.Array
+    confidence: jax.Array
+    max_probability: jax.Array
+    margin: jax.Array
+    entropy: jax.Array
+
+
+def predict(
+    logits: jax.Array,
+    sampling: Sampling,
+    *,
+    mask_id: int,
+    score_from: ScoreFrom,
+    uniform: jax.Array | None,
+) -> Predictions:
+    """Chooses tokens and scores them.
+
+    Args:
+        logits: [B, W, V] float32.
+        mask_id: this id is never chosen; its probability still counts in every score.
+        score_from: "raw" scores the model's own distribution, "sampling" the tempered and truncated one (Dream's).
+        uniform: [B, W, V] draws in (0, 1), needed when `sampling.temperature` is not None.
+    """
+    if sampling.suppress is not None:
+        logits = logits.at[..., sampling.suppress].set(-jnp.inf)
+    tempered = _temper(logits, sampling)
+    keep = _kept(tempered, sampling)
+    token = _choose(tempered, keep, sampling, mask_id, uniform)
+    score = logits
+    if score_from == "sampling":
+        score = tempered if keep is None else jnp.where(keep, tempered, -jnp.inf)
+    if sampling.defer is not None:
+        score = score.at[..., sampling.defer].set(-jnp.inf)
+    return _score(score, token)
+
+
+def _column(value: float | jax.Array) -> jax.Array:
+    """A scalar or [B] number as something that broadcasts against [B, W, V]."""
+    return jnp.asarray(value)[..., None, None]
+
+
+def _temper(logits: jax.Array, sampling: Sampling) -> jax.Array:
+    if sampling.temperature is None:
+        return logits
+    temperature = _column(sampling.temperature)
+    return logits / jnp.where(temperature > 0, temperature, 1.0)
+
+
+def _kept(z: jax.Array, sampling: Sampling) -> jax.Array | None:
+    """Which vocabulary entries survive top_p and top_k, [B, W, V]; None when neither is set."""
+    if sampling.top_p is None and sampling.top_k is None:
+        return None
+    ordered = jnp.sort(z, axis=-1, descending=True)
+    count = jnp.full(z.shape[:-1], z.shape[-1], jnp.int32)
+    if sampling.top_p is not None:
+        total = jnp.cumsum(jax.nn.softmax(ordered, axis=-1), axis=-1)
+        count = 1 + jnp.sum(total[..., :-1] <= _column(sampling.top_p), axis=-1)  # those before it decide
+    if sampling.top_k is not None:
+        count = jnp.minimum(count, _column(sampling.top_k)[..., 0])
+    last = jnp.take_along_axis(ordered, jnp.maximum(count, 1)[..., None] - 1, axis=-1)
+    return z >= last
+
+
+def _choose(
+    z: jax.Array, keep: jax.Array | None, sampling: Sampling, mask_id: int, uniform: jax.Array | None
+) -> jax.Array:
+    z = jnp.where(jnp.arange(z.shape[-1]) == mask_id, -jnp.inf, z)
+    if keep is not None:  # the best token stays even when only the mask token had survived
+        z = jnp.where(keep | (z == z.max(axis=-1, keepdims=True)), z, -jnp.inf)
+    if sampling.temperature is not None:
+        if uniform is None:
+            raise ValueError("a temperature needs uniform draws")
+        z = z + jnp.where(_column(sampling.temperature) > 0, gumbel(uniform), 0.0)
+    return jnp.argmax(z, axis=-1).astype(jnp.int32)
+
+
+def _score(score: jax.Array, token: jax.Array) -> Predictions:
+    peak = score.max(axis=-1, keepdims=True)
+    centred = score - peak
+    weight = jnp.exp(centred)
+    total = weight.sum(axis=-1)
+    mean = jnp.where(weight > 0, weight * centred, 0.0).sum(axis=-1) / total  # 0 * -inf counts as 0
+    top = jnp.argmax(score, axis=-1, keepdims=True)
+    second = jnp.where(jnp.arange(score.shape[-1]) == top, -jnp.inf, centred).max(axis=-1)
+    chosen = jnp.take_along_axis(centred, token[..., None], axis=-1)[..., 0]
+    return Predictions(
+        token=token,
+        confidence=jnp.exp(chosen) / total,
+        max_probability=1.0 / total,
+        margin=(1.0 - jnp.exp(second)) / total,
+        entropy=jnp.maximum(jnp.log(total) - mean, 0.0),
+    )

@@ -1,0 +1,85 @@
+"""Dream's own sampler: a time schedule decides how many positions, a score or chance decides which."""
+
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from dllm_jax.errors import DllmError
+from dllm_jax.pytree import pytree
+from samplers.predictions import Predictions, ScoreFrom
+from samplers.rules.base import BlockView, Rule, check_choice, check_number, check_steps, rank
+
+Algorithm = Literal["origin", "maskgit_plus", "topk_margin", "entropy"]
+
+
+@pytree(static=("alg", "compat"))
+class Dream(Rule):
+    """`diffusion_generate` of Dream (arXiv 2508.15487).
+
+    Times fall linearly from 1 to eps over the steps; from t to s a share q = 1 - s/t of the masks left is committed,
+    in the last step all. "origin" commits each position with probability q; the others commit the trunc(q * masks)
+    positions with the largest probability of the chosen token (maskgit_plus), margin (topk_margin) or negative
+    entropy (entropy). All scores are of the tempered and truncated distribution, as published: at low temperature
+    many positions tie at certainty and decoding becomes nearly left to right, which serves the Instruct model well.
+
+    With blocks, each takes steps / number of blocks of them (Dream itself uses one block).
+
+    Attributes:
+        steps: steps of the schedule; those that would commit nothing are not run (except with `compat`).
+        eps: last time of the schedule.
+        alg_temp: draw the positions with probability softmax(score / alg_temp) instead of taking the best.
+        compat: run every step, also those that commit nothing, as the official code does.
+    """
+
+    score_from: ClassVar[ScoreFrom] = "sampling"
+
+    steps: int | jax.Array
+    alg: Algorithm = "entropy"
+    eps: float | jax.Array = 1e-3
+    alg_temp: float | jax.Array | None = None
+    compat: bool = False
+
+    def check(self, gen_length: int, num_blocks: int) -> None:
+        check_steps(self.steps, num_blocks)
+        check_choice("alg", self.alg, ("origin", "maskgit_plus", "topk_margin", "entropy"))
+        check_number("eps", self.eps, 0.0, 1.0)
+        if isinstance(self.alg_temp, (int, float)) and self.alg_temp <= 0:
+            raise DllmError(f"alg_temp is {self.alg_temp:g}; it must be above 0, or None to take the best positions")
+
+    def init(self, batch: int) -> Any:
+        return jnp.zeros((batch,), jnp.int32)  # the next step of the schedule
+
+    def _block_steps(self, view: BlockView) -> jax.Array:
+        return jnp.maximum(jnp.asarray(self.steps) // view.num_blocks, 1)
+
+    def _share(self, index: jax.Array, steps: jax.Array) -> jax.Array:
+        """1 - s/t of step `index`, without the cancellation: (1 - eps) / (steps - (1 - eps) index); 1 in the last."""
+        span = 1.0 - jnp.asarray(self.eps, jnp.float32)
+        return jnp.where(index >= steps - 1, 1.0, span / jnp.maximum(steps - span * index, span))
+
+    def decide(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
+        steps = self._block_steps(view)
+        index = jnp.where(view.step == 0, 0, state)
+        if self.alg == "origin":
+            return view.masked & (view.uniform() < self._share(index, steps)[:, None]), index + 1
+        masks = view.masked.sum(axis=-1, dtype=jnp.int32)
+        quota = lambda at: jnp.floor(masks * self._share(at, steps)).astype(jnp.int32)
+        if not self.compat:
+            empty = lambda at: (quota(at) == 0) & (masks > 0)
+            index = lax.while_loop(lambda at: empty(at).any(), lambda at: at + empty(at), index)
+        return view.masked & (rank(self._score(predictions, view), view.masked) < quota(index)[:, None]), index + 1
+
+    def _score(self, predictions: Predictions, view: BlockView) -> jax.Array:
+        score = {
+            "maskgit_plus": predictions.confidence,
+            "topk_margin": predictions.margin,
+            "entropy": -predictions.entropy,
+        }[self.alg]
+        if self.alg_temp is None:
+            return score
+        return score / jnp.asarray(self.alg_temp)[..., None] + view.gumbel()  # Gumbel top-k: without replacement
+
+    def block_done(self, view: BlockView, masks_left: jax.Array) -> jax.Array:
+        return view.step + 1 >= self._block_steps(view) if self.compat else ~masks_left

@@ -1,0 +1,44 @@
+"""LLaDA's own sampler: a fixed number of steps per block, the surest (or random) positions first."""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from dllm_jax.pytree import pytree
+from samplers.predictions import Predictions
+from samplers.rules.base import BlockView, Rule, check_choice, check_steps, rank
+
+
+@pytree(static=("remasking", "compat"))
+class LLaDA(Rule):
+    """Low-confidence or random remasking (arXiv 2502.09992, algorithms 4 and 5; Fast-dLLM's fixed quota is the same).
+
+    A block of n masks gets S = steps / number of blocks forwards; forward i commits n div S positions, one more in
+    the first n mod S. With more steps than masks the empty forwards are not run.
+
+    Attributes:
+        steps: forwards of the whole generation, a multiple of the number of blocks.
+        remasking: "low_confidence" commits the surest positions, "random" random ones.
+        compat: run all S forwards of every block, as the official code does, empty ones too.
+    """
+
+    steps: int | jax.Array
+    remasking: Literal["low_confidence", "random"] = "low_confidence"
+    compat: bool = False
+
+    def check(self, gen_length: int, num_blocks: int) -> None:
+        check_steps(self.steps, num_blocks)
+        check_choice("remasking", self.remasking, ("low_confidence", "random"))
+
+    def _block_steps(self, view: BlockView) -> jax.Array:
+        return jnp.maximum(jnp.asarray(self.steps) // view.num_blocks, 1)
+
+    def decide(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
+        steps = self._block_steps(view)
+        quota = view.block_masks // steps + (view.step < view.block_masks % steps)
+        score = predictions.confidence if self.remasking == "low_confidence" else view.uniform()
+        return view.masked & (rank(score, view.masked) < jnp.maximum(quota, 1)[:, None]), state
+
+    def block_done(self, view: BlockView, masks_left: jax.Array) -> jax.Array:
+        return view.step + 1 >= self._block_steps(view) if self.compat else ~masks_left

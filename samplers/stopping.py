@@ -1,0 +1,157 @@
+"""Stop conditions as one automaton over tokens, stepped inside the compiled loop.
+
+A row stops when a stop pattern is complete and no mask is left before its end; text up to the pattern is then final,
+because tokens written later never change earlier ones (`generate_until` of arXiv 2505.24857). A pattern is a sequence
+of token ids, or a string that is matched byte by byte across token borders, whatever the tokenisation.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from dllm_jax.errors import DllmError
+from dllm_jax.pytree import pytree
+
+
+@pytree()
+class Stop:
+    """Patterns, compiled to one table. N patterns have Q states in all.
+
+    Attributes:
+        table: [Q, V] int32, the state after reading a token.
+        start: [N] int32, each pattern's first state.
+        accept: [Q] bool, states in which a pattern is complete.
+        drop: [N] int32, tokens that the pattern itself takes at the end of a match (0 for strings, whose text is cut
+            by the caller).
+    """
+
+    table: jax.Array
+    start: jax.Array
+    accept: jax.Array
+    drop: jax.Array
+
+
+@pytree()
+class StopState:
+    """Per row: how far the unbroken beginning of the generation was read [B], the patterns' states [B, N], and the
+    number of tokens before the match [B] (a large number while there is none)."""
+
+    read: jax.Array
+    states: jax.Array
+    length: jax.Array
+
+
+NEVER = np.iinfo(np.int32).max
+
+
+def stop_on(
+    tokens: Sequence[int] = (),
+    sequences: Sequence[Sequence[int]] = (),
+    strings: Sequence[str] = (),
+    *,
+    vocab_size: int,
+    token_bytes: Sequence[bytes] | None = None,
+) -> Stop | None:
+    """Compiles stop patterns; None when there are none.
+
+    Args:
+        tokens: single ids that stop, such as the end-of-sequence token.
+        sequences: sequences of ids.
+        strings: texts; `token_bytes[id]` gives the bytes each id stands for.
+        vocab_size: V.
+
+    Raises:
+        DllmError: for an empty pattern, an id outside the vocabulary, or strings without `token_bytes`.
+    """
+    parts = [_sequence_table(tuple(ids), vocab_size) for ids in [*((token,) for token in tokens), *sequences]]
+    drops = [1] * len(tokens) + [len(ids) for ids in sequences] + [0] * len(strings)
+    if strings and token_bytes is None:
+        raise DllmError("a stop string needs a tokenizer to be matched against; give stop token ids instead")
+    parts += [_string_table(text, token_bytes or (), vocab_size) for text in strings]
+    if not parts:
+        return None
+    offsets = np.cumsum([0, *(len(part) for part in parts)])
+    table = np.concatenate([part + offset for part, offset in zip(parts, offsets, strict=False)])
+    accept = np.zeros(len(table), bool)
+    accept[offsets[1:] - 1] = True
+    return Stop(
+        table=jnp.asarray(table, jnp.int32),
+        start=jnp.asarray(offsets[:-1], jnp.int32),
+        accept=jnp.asarray(accept),
+        drop=jnp.asarray(drops, jnp.int32),
+    )
+
+
+def _failures(pattern: Sequence[int]) -> list[int]:
+    """Knuth-Morris-Pratt: for each prefix length the longest proper prefix that is also its suffix."""
+    failure, k = [0, 0], 0
+    for symbol in pattern[1:]:
+        while k and pattern[k] != symbol:
+            k = failure[k]
+        k += pattern[k] == symbol
+        failure.append(k)
+    return failure
+
+
+def _sequence_table(ids: tuple[int, ...], vocab_size: int) -> np.ndarray:
+    """[len + 1, V] transitions of one id sequence; the last state stays."""
+    if not ids:
+        raise DllmError("a stop sequence is empty; leave it out")
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise DllmError(f"stop token {token} lies outside the vocabulary of {vocab_size} tokens")
+    failure = _failures(ids)
+    table = np.zeros((len(ids) + 1, vocab_size), np.int32)
+    for state in range(len(ids)):
+        if state:
+            table[state] = table[failure[state]]
+        table[state, ids[state]] = state + 1
+    table[-1] = len(ids)
+    return table
+
+
+def _string_table(text: str, token_bytes: Sequence[bytes], vocab_size: int) -> np.ndarray:
+    """[bytes + 1, V] transitions of a text: each token runs the text's byte automaton over its own bytes."""
+    if not text:
+        raise DllmError("a stop string is empty; leave it out")
+    machine = _sequence_table(tuple(text.encode()), 256)
+    longest = max((len(piece) for piece in token_bytes), default=0)
+    symbols = np.full((vocab_size, longest), -1, np.int16)
+    for token, piece in enumerate(token_bytes[:vocab_size]):
+        symbols[token, : len(piece)] = np.frombuffer(piece, np.uint8)
+    state = np.repeat(np.arange(len(machine), dtype=np.int32)[:, None], vocab_size, axis=1)
+    for column in symbols.T:  # all states and all tokens at once, byte by byte
+        state = np.where(column >= 0, machine[state, np.maximum(column, 0)], state)
+    return state
+
+
+def begin(stop: Stop, batch: int) -> StopState:
+    """The state before anything was read."""
+    states = jnp.broadcast_to(stop.start, (batch, stop.start.shape[0]))
+    return StopState(jnp.zeros((batch,), jnp.int32), states, jnp.full((batch,), NEVER, jnp.int32))
+
+
+def advance(stop: Stop, state: StopState, generated: jax.Array, mask_id: int) -> StopState:
+    """Reads on over the tokens [B, G] up to each row's first mask; over a whole generation every token once."""
+    width = generated.shape[1]
+    is_mask = generated == mask_id
+    frontier = jnp.where(is_mask.any(axis=1), jnp.argmax(is_mask, axis=1), width).astype(jnp.int32)
+
+    def unread(s: StopState) -> jax.Array:
+        return (s.read < frontier) & (s.length == NEVER)
+
+    def read(s: StopState) -> StopState:
+        go = unread(s)
+        token = jnp.take_along_axis(generated, jnp.minimum(s.read, width - 1)[:, None], axis=1)
+        states = stop.table[s.states, token]  # [B, N]
+        match = jnp.where(stop.accept[states], s.read[:, None] + 1 - stop.drop, NEVER).min(axis=1)
+        return StopState(
+            read=s.read + go,
+            states=jnp.where(go[:, None], states, s.states),
+            length=jnp.where(go, jnp.minimum(s.length, match), s.length),
+        )
+
+    return lax.while_loop(lambda s: unread(s).any(), read, state)

@@ -1,0 +1,359 @@
+"""How the cases of each golden file are run; a new family is one entry in `FAMILIES`."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+import convert
+import dllm_jax
+from dllm_jax import kv_cache
+from dllm_jax.transformer import bind
+from samplers import (
+    EB,
+    BlockSampler,
+    Dream,
+    Factor,
+    FastDllmDream,
+    LLaDA,
+    Result,
+    Sampling,
+    TableNoise,
+    Threshold,
+    TopK,
+    make_cache,
+    sample_jit,
+    stop_on,
+)
+from samplers.generate import pad_prompts
+from samplers.likelihood import is_greedy, mask_counts, masked_loss
+from samplers.trajectory import forwards_until, first_match, steps_of
+
+Case = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Assets:
+    """Files a case refers to: beside its JSON, else in the project's own copy; models are converted once."""
+
+    folder: Path
+    own: Path
+    converted: dict
+
+    def path(self, name: str) -> Path:
+        beside = self.folder / name
+        return beside if beside.exists() else self.own / name
+
+    def model(self, checkpoint: str) -> dllm_jax.Model:
+        source = self.path(f"checkpoints/{checkpoint}")
+        if source not in self.converted:
+            out = self.converted["folder"] / f"{checkpoint}-{len(self.converted)}"
+            convert.convert(checkpoint.split("-")[0], source, out)
+            self.converted[source] = dllm_jax.load(out)
+        return self.converted[source]
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """The cases in a file's content, and how one of them is run."""
+
+    cases: Callable[[dict], list[Case]]
+    run: Callable[[Case, Assets], None]
+
+
+def _cases(content: dict) -> list[Case]:
+    """All lists of cases a file may have."""
+    return [case for key in ("cases", "unit_cases", "relations") for case in content.get(key) or []]
+
+
+def _generate(case: Case, assets: Assets, sampler: BlockSampler, noise: TableNoise | None = None) -> Result:
+    """Samples the case's prompt, padded to a bucket as `generate` does: cases of one shape share a program."""
+    denoiser = assets.model(case["checkpoint"]).denoiser
+    return sample_jit(sampler, denoiser, *pad_prompts([case["prompt"]], max(128, len(case["prompt"]))), noise=noise)
+
+
+def _assert_row(result: Result, row: int, tokens: list[int], steps: list[list[int]], nfe: int, mask_id: int) -> None:
+    written = np.asarray(result.decoded_at[row]) >= 0
+    assert np.where(written, result.tokens[row], mask_id).tolist() == tokens
+    assert int(result.nfe[row]) == nfe
+    assert steps_of(result, row) == steps
+
+
+def _check(result: Result, case: Case) -> None:
+    expected, mask_id = case["expected"], case["args"]["mask_id"]
+    _assert_row(result, 0, expected["tokens"], expected["steps"], expected["nfe"], mask_id)
+
+
+# LLaDA's own sampler and likelihood ----------------------------------------------------------------------------------
+
+
+def _llada_cases(content: dict) -> list[Case]:
+    counts = [{"name": f"mask_counts-{i}", "counts": case} for i, case in enumerate(content.get("mask_counts", []))]
+    return _cases(content) + counts
+
+
+def _llada_noise(case: Case, assets: Assets) -> TableNoise | None:
+    inputs = case.get("inputs", {})
+    if "uniform_confidence" in inputs:
+        return TableNoise(order=jnp.asarray(inputs["uniform_confidence"], jnp.float32))
+    if "noise_key" in inputs:
+        return TableNoise(tokens=jnp.asarray(np.load(assets.path(inputs["noise_file"]))[inputs["noise_key"]]))
+    return None
+
+
+def _run_llada(case: Case, assets: Assets) -> None:
+    if "counts" in case:
+        counts = case["counts"]
+        found = mask_counts(jnp.asarray(counts["k"]), counts["batch_size"], counts["target_len"])
+        assert np.asarray(found).tolist() == counts["counts"]
+        return
+    args = case["args"]
+    run = {"log_likelihood": _run_likelihood, "suffix_greedy": _run_greedy}.get(args.get("task"), _run_llada_sampler)
+    run(case, assets)
+
+
+def _run_llada_sampler(case: Case, assets: Assets) -> None:
+    args = case["args"]
+    sampler = BlockSampler(
+        LLaDA(args["steps"], remasking=args["remasking"], compat=True),
+        gen_length=args["gen_length"],
+        block_length=args["block_length"],
+        guidance=args["cfg_scale"] or None,
+        sampling=Sampling(
+            temperature=args["temperature"] or None,
+            suppress=jnp.asarray([args["eos_id"]]) if args["logits_eos_inf"] else None,
+            defer=jnp.asarray([args["eos_id"], args["eot_id"]]) if args["confidence_eos_eot_inf"] else None,
+        ),
+    )
+    if args.get("padding") == "left":
+        _run_left_padded(case, assets, sampler)
+        return
+    _check(_generate(case, assets, sampler, _llada_noise(case, assets)), case)
+
+
+def _stripped(case: Case) -> list[list[int]]:
+    """The prompts of a left-padded batch without their padding."""
+    if "attention_mask" in case:
+        pairs = zip(case["prompt"], case["attention_mask"], strict=True)
+        return [[token for token, valid in zip(row, mask, strict=True) if valid] for row, mask in pairs]
+    longest = max(len(row) for row in case["prompt"])
+    pad = case["args"]["pad_id"]
+    rows = []
+    for row in case["prompt"]:
+        assert len(row) <= longest
+        start = next(i for i, token in enumerate(row) if token != pad)
+        rows.append(row[start:])
+    return rows
+
+
+def _run_left_padded(case: Case, assets: Assets, sampler: BlockSampler) -> None:
+    """Our rows are left-aligned: the reference's padding is dropped and every row must still give its tokens."""
+    rows, expected, mask_id = _stripped(case), case["expected"], case["args"]["mask_id"]
+    result = sample_jit(sampler, assets.model(case["checkpoint"]).denoiser, *pad_prompts(rows))
+    for i in range(len(rows)):
+        nfe = expected["nfe"][i] if isinstance(expected["nfe"], list) else expected["nfe"]
+        _assert_row(result, i, expected["tokens"][i], expected["steps"][i], nfe, mask_id)
+
+
+def _run_likelihood(case: Case, assets: Assets) -> None:
+    args, expected, inputs = case["args"], case["expected"], case["inputs"]
+    denoiser = assets.model(case["checkpoint"]).denoiser
+    prompt, answer = jnp.asarray(case["prompt"], jnp.int32), jnp.asarray(case["answer"], jnp.int32)
+    losses = [
+        float(
+            masked_loss(
+                denoiser, prompt, answer, jnp.asarray(perturbed), jnp.asarray(ratio), guidance=args["cfg_scale"] or None
+            )
+        )
+        for perturbed, ratio in zip(inputs["perturbed_answer"], inputs["mask_ratio"], strict=True)
+    ]
+    np.testing.assert_allclose(losses, expected["batch_losses"], atol=expected["tolerance"])
+    assert abs(-float(np.mean(losses)) - expected["log_likelihood"]) <= expected["tolerance"]
+
+
+def _run_greedy(case: Case, assets: Assets) -> None:
+    denoiser = assets.model(case["checkpoint"]).denoiser
+    prompt, answer = jnp.asarray([case["prompt"]]), jnp.asarray([case["answer"]])
+    found = is_greedy(denoiser, prompt, answer, guidance=case["args"]["cfg_scale"] or None)
+    assert bool(found[0]) is case["expected"]["is_greedy"]
+
+
+# Forward passes ------------------------------------------------------------------------------------------------------
+
+
+def _run_forward(case: Case, assets: Assets) -> None:
+    """`llada-tiny-forward.npz`: full, hidden, prefix cache, dual cache, padded batch."""
+    data = np.load(assets.path("llada-tiny-forward.npz"))
+    denoiser = assets.model("llada-tiny").denoiser
+    close = lambda found, wanted: np.testing.assert_allclose(found, wanted, atol=1e-4)
+    close(denoiser(jnp.asarray(data["ids"])), data["logits"])
+    close(denoiser(jnp.asarray(data["long_ids"])), data["long_logits"])
+
+    model = bind(denoiser.config, denoiser.params)
+    ids = jnp.asarray(data["ids"][:1])
+    positions, lengths = jnp.arange(ids.shape[1])[None], jnp.asarray([ids.shape[1]])
+    hidden = model.embed_tokens(ids)
+    close(hidden[0], data["hidden_row0"][0])
+    close(model.final_norm(model.forward(hidden, positions, lengths)[0])[0], data["hidden_row0"][-1])
+
+    mask = data["padded_mask"].astype(bool)
+    lengths = mask.sum(axis=1)
+    aligned = np.zeros_like(data["padded_ids"])
+    for row, length in enumerate(lengths):
+        aligned[row, :length] = data["padded_ids"][row][mask[row]]
+    logits = denoiser(jnp.asarray(aligned), jnp.asarray(lengths, jnp.int32))
+    for row, length in enumerate(lengths):
+        close(logits[row, :length], data["padded_logits"][row][mask[row]])
+    _run_cached_forward(denoiser, data, close)
+
+
+def _run_cached_forward(denoiser: dllm_jax.Denoiser, data: Any, close: Callable[..., None]) -> None:
+    ids = jnp.asarray(data["cache_ids"])
+    total = ids.shape[1]
+    start, end = int(data["block_start"]), int(data["block_end"])
+    at, lengths = jnp.asarray([start]), jnp.asarray([total])
+    hidden, cache = denoiser.full(ids, lengths, jnp.asarray([0]), total)
+    close(denoiser.logits(hidden), data["cache_logits"])
+    close(np.moveaxis(np.asarray(cache[0].value), 1, 2), data["cache_v_layer0"])
+    for number in ("1", "2"):
+        block = ids.at[:, start:end].set(jnp.asarray(data[f"block_ids_{number}"]))
+        hidden, _ = denoiser.window(block, lengths, cache, (at, end - start))
+        close(denoiser.logits(hidden), data[f"block_logits_{number}"])
+    suffix = ids.at[:, start:].set(jnp.asarray(data["suffix_ids"]))
+    hidden, _ = denoiser.window(suffix, lengths, cache, (at, total - start))
+    close(denoiser.logits(hidden), data["suffix_logits"])
+    fresh = kv_cache.slice_rows(suffix, at, end - start)
+    assert fresh.shape == (1, end - start)
+
+
+# Fast-dLLM -----------------------------------------------------------------------------------------------------------
+
+
+def _run_fast_dllm(case: Case, assets: Assets) -> None:
+    args = case["args"]
+    build = {"fast-dllm": _fast_dllm_llada, "fast-dllm-dream": _fast_dllm_dream}[args["sampler"]]
+    result = _generate(case, assets, build(args))
+    _check(result, case)
+    assert int(result.full_forwards[0]) == case["expected"]["forward_kinds"].count("full")
+
+
+def _fast_dllm_llada(args: dict) -> BlockSampler:
+    if args["threshold"] is not None:
+        rule: Any = Threshold(args["threshold"])
+    elif args["factor"] is not None:
+        rule = Factor(args["factor"], compat=True)
+    else:
+        rule = LLaDA(args["steps"], remasking=args["remasking"])
+    cached = args["cache"] != "none"
+    return BlockSampler(
+        rule,
+        gen_length=args["gen_length"],
+        block_length=args["block_length"],
+        cache=make_cache(args["cache"]),
+        fill_after_eos=args["early_stop"],
+        compat=("eos-fill-after-window",) if cached else (),
+    )
+
+
+def _fast_dllm_dream(args: dict) -> BlockSampler:
+    sampling = Sampling(temperature=args["temperature"] or None, top_p=args["top_p"], top_k=args["top_k"])
+    if args["cache"] == "none":
+        rule: Any = Threshold(args["threshold"], steps=args["steps"])
+        return BlockSampler(rule, gen_length=args["gen_length"], sampling=sampling)
+    if args["alg"] == "confidence_threshold":
+        rule = Threshold(args["threshold"])
+    else:  # the official block sampler scores by entropy whatever other name it is given
+        rule = Dream(args["steps"], alg="entropy", eps=args["eps"], alg_temp=args["alg_temp"] or None, compat=True)
+    return BlockSampler(
+        FastDllmDream(rule),
+        gen_length=args["gen_length"],
+        block_length=args["block_length"],
+        cache=make_cache(args["cache"]),
+        sampling=sampling,
+    )
+
+
+# Dream ---------------------------------------------------------------------------------------------------------------
+
+
+def _run_dream(case: Case, assets: Assets) -> None:
+    {"forward": _run_dream_forward, "generate": _run_dream_sampler, "generate_batch": _run_dream_sampler}[case["kind"]](
+        case, assets
+    )
+
+
+def _run_dream_forward(case: Case, assets: Assets) -> None:
+    """The golden's logits are raw: its position i is our aligned position i + 1."""
+    denoiser, expected = assets.model(case["checkpoint"]).denoiser, case["expected"]
+    batch = isinstance(case["prompt"][0], list)
+    rows = _stripped(case) if batch else [case["prompt"]]
+    offsets = [len(case["prompt"][0]) - len(row) if batch else 0 for row in rows]
+    for number, (row, offset) in enumerate(zip(rows, offsets, strict=True)):
+        raw = np.asarray(denoiser(jnp.asarray([[*row, 0]]), jnp.asarray([len(row)])))[0, 1:]
+        logits = expected["logits"][number] if batch else expected["logits"]
+        found = raw[np.asarray(expected["positions"]) - offset]
+        np.testing.assert_allclose(found, logits, atol=expected["atol"])
+        argmax = expected["argmax_valid"][number] if batch else expected["argmax"]
+        assert raw.argmax(axis=-1).tolist() == argmax[-len(row) :]
+
+
+def _run_dream_sampler(case: Case, assets: Assets) -> None:
+    args = case["args"]
+    sampler = BlockSampler(
+        Dream(args["steps"], alg=args["alg"], eps=args["eps"], alg_temp=args["alg_temp"] or None, compat=True),
+        gen_length=args["gen_length"],
+        sampling=Sampling(temperature=args["temperature"] or None, top_p=args["top_p"], top_k=args["top_k"]),
+    )
+    if case["kind"] == "generate_batch":
+        _run_left_padded(case, assets, sampler)
+        return
+    uniforms = case.get("uniforms")
+    noise = None if uniforms is None else TableNoise(order=jnp.asarray(uniforms, jnp.float32))
+    _check(_generate(case, assets, sampler, noise), case)
+
+
+# EB-Sampler ----------------------------------------------------------------------------------------------------------
+
+
+def _run_eb(case: Case, assets: Assets) -> None:
+    args, expected = case["args"], case["expected"]
+    if args["sampler"] == "topk":
+        rule: Any = TopK(args["k"], proxy=args["error_proxy"])
+    else:
+        gamma = float("inf") if args["gamma"] is None else args["gamma"]
+        rule = EB(gamma, proxy=args["error_proxy"])
+    denoiser = assets.model(case["checkpoint"]).denoiser
+    stop = stop_on(sequences=args["until"], vocab_size=denoiser.vocab_size) if args["stop_in_sampler"] else None
+    sampler = BlockSampler(
+        rule,
+        gen_length=args["gen_length"],
+        block_length=args["block_length"],
+        canvas_length=args["canvas_length"],
+        stop=stop,
+    )
+    result = _generate(case, assets, sampler)
+    _check(result, case)
+    if args["until"]:
+        assert forwards_until(result, 0, args["until"]) == expected["nfe_until"]
+        assert first_match(result, 0, args["until"]) == expected["answer_len"]
+
+
+FAMILIES: dict[str, Family] = {
+    "llada-base": Family(_llada_cases, _run_llada),
+    "llada-tiny-forward": Family(_cases, _run_forward),
+    "fast-dllm": Family(_cases, _run_fast_dllm),
+    "dream": Family(_cases, _run_dream),
+    "eb": Family(_cases, _run_eb),
+}
+
+PENDING = {
+    "dinfer": "dInfer's rules and caches",
+    "lladamoe": "LLaDA-MoE",
+    "d2f": "D2F",
+    "ni-sampling": "NI-Sampling",
+    "apd": "APD",
+}
+"""File stems of families that are not implemented yet, and what each waits for."""
