@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     jax.config.update(
         "jax_platforms", "cpu"
     )  # converting needs no accelerator, and must not take one from somebody else
-    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports on itself
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs what it raises as well
     try:
         options = _parser().parse_args(arguments)
         options.run(options)

@@ -30,7 +30,7 @@ from samplers import (
 )
 from samplers.generate import pad_prompts
 from samplers.likelihood import is_greedy, mask_counts, masked_loss
-from samplers.trajectory import forwards_until, first_match, steps_of
+from samplers.trajectory import first_match, forwards_until, steps_of
 
 Case = dict[str, Any]
 
