@@ -15,7 +15,7 @@ from samplers.engine import Result
 from samplers.guidance import Guided
 from samplers.noise import KeyNoise, Noise, Purpose, row_keys
 from samplers.predictions import Predictions, Sampling, predict
-from samplers.rules.base import BlockView, Rule, check_number
+from samplers.rules.base import BlockView, Rule, check_number, check_whole
 from samplers.stopping import Stop, StopState
 
 COMPAT = ("eos-fill-after-window",)
@@ -84,7 +84,8 @@ class BlockSampler:
     compat: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_number("gen_length", self.gen_length, 1)
+        for name in ("gen_length", "block_length", "canvas_length"):
+            check_whole(name, getattr(self, name), 1)
         if self.block_length is not None and not 1 <= self.block_length <= self.gen_length:
             raise DllmError(f"block_length {self.block_length} must be between 1 and gen_length {self.gen_length}")
         if self.canvas_length is not None and self.canvas_length < self.gen_length:
@@ -97,7 +98,8 @@ class BlockSampler:
         if isinstance(self.sampling, Sampling):
             check_number("temperature", self.sampling.temperature, 0.0)
             check_number("top_p", self.sampling.top_p, 0.0, 1.0)
-            check_number("top_k", self.sampling.top_k, 1)
+            check_whole("top_k", self.sampling.top_k, 1)
+        check_number("guidance", self.guidance, 0.0)
 
     @property
     def width(self) -> int:

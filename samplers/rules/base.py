@@ -5,6 +5,7 @@ from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dllm_jax.errors import DllmError
 from samplers.noise import Noise, Purpose, gumbel
@@ -119,14 +120,23 @@ def check_choice(what: str, value: str, allowed: tuple[str, ...]) -> None:
 
 
 def check_number(what: str, value: Any, low: float, high: float = float("inf")) -> None:
-    """Raises DllmError for a concrete number outside [low, high]; traced and array values are let through."""
-    if isinstance(value, (int, float)) and not low <= value <= high:
+    """Raises DllmError for a string, and for a concrete number outside [low, high] or NaN; arrays are let through."""
+    if isinstance(value, str):
+        raise DllmError(f"{what} is the string {value!r}; give a number")
+    if isinstance(value, (int, float, np.number)) and not low <= value <= high:
         bound = f"between {low:g} and {high:g}" if high != float("inf") else f"at least {low:g}"
         raise DllmError(f"{what} is {value:g}; it must be {bound}")
 
 
+def check_whole(what: str, value: Any, low: float, high: float = float("inf")) -> None:
+    """`check_number` for what only makes sense as a whole number."""
+    check_number(what, value, low, high)
+    if isinstance(value, (float, np.floating)):
+        raise DllmError(f"{what} is {value}; it must be a whole number")
+
+
 def check_steps(steps: Any, num_blocks: int) -> None:
     """Raises DllmError for a concrete number of steps that the blocks cannot share evenly."""
-    check_number("steps", steps, 1)
-    if isinstance(steps, int) and steps % num_blocks:
+    check_whole("steps", steps, 1)
+    if isinstance(steps, (int, np.integer)) and steps % num_blocks:
         raise DllmError(f"steps {steps} is not a multiple of the {num_blocks} blocks; choose a multiple")

@@ -45,8 +45,9 @@ class Dream(Rule):
         check_steps(self.steps, num_blocks)
         check_choice("alg", self.alg, ("origin", "maskgit_plus", "topk_margin", "entropy"))
         check_number("eps", self.eps, 0.0, 1.0)
-        if isinstance(self.alg_temp, (int, float)) and self.alg_temp <= 0:
-            raise DllmError(f"alg_temp is {self.alg_temp:g}; it must be above 0, or None to take the best positions")
+        check_number("alg_temp", self.alg_temp, 0.0)
+        if isinstance(self.alg_temp, (int, float)) and self.alg_temp == 0:
+            raise DllmError("alg_temp is 0; it must be above 0, or None to take the best positions")
 
     def init(self, batch: int) -> Any:
         return jnp.zeros((batch,), jnp.int32)  # the next step of the schedule

@@ -6,7 +6,7 @@ import jax
 
 from dllm_jax.pytree import pytree
 from samplers.predictions import Predictions
-from samplers.rules.base import PROXIES, BlockView, Proxy, Rule, check_choice, check_number, error_of, per_row, rank
+from samplers.rules.base import PROXIES, BlockView, Proxy, Rule, check_choice, check_whole, error_of, per_row, rank
 
 
 @pytree(static=("proxy",))
@@ -17,7 +17,7 @@ class TopK(Rule):
     proxy: Proxy = "confidence"
 
     def check(self, gen_length: int, num_blocks: int) -> None:
-        check_number("k", self.k, 1)
+        check_whole("k", self.k, 1)
         check_choice("proxy", self.proxy, PROXIES)
 
     def decide(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
