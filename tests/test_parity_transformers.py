@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import convert
+import dllm_jax
 from dllm_jax.config import ModelConfig
 from dllm_jax.denoiser import Denoiser
 
@@ -55,6 +57,8 @@ def reference(architecture, *, kv_heads, tied):
         rms_norm_eps=1e-5,
         rope_parameters={"rope_type": "default", "rope_theta": 500.0},  # turns visibly within a few positions
         tie_word_embeddings=tied,
+        eos_token_id=0,
+        pad_token_id=0,
         attn_implementation="eager",
     )
     model = model_class(config).eval()
@@ -198,3 +202,20 @@ def test_causal_windows_one_after_the_other(model):
         hidden, cache = ours.window(tokens, lengths, cache, (at, end - begin))
         logits.append(ours.logits(hidden))
     assert_close(jnp.concatenate(logits, axis=1), reference_logits(model, tokens, "causal"))
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_saved_by_transformers_and_back(tied, tmp_path):
+    """What transformers saves is converted and gives its logits; what we write back, transformers loads."""
+    theirs = reference(QWEN2, kv_heads=2, tied=tied)
+    theirs.save_pretrained(tmp_path / "saved")
+    convert.convert("qwen2", tmp_path / "saved", tmp_path / "ours")
+    tokens = random_tokens(6)
+    want = reference_logits(theirs, tokens, "causal")
+    assert_close(dllm_jax.load(tmp_path / "ours").denoiser(tokens)[:, 1:], want[:, :-1])
+
+    convert.export(tmp_path / "ours", tmp_path / "back")
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "back", attn_implementation="eager", local_files_only=True
+    )
+    assert_close(reference_logits(again.eval(), tokens, "causal"), want)
