@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dllm_jax.errors import DllmError
 from dllm_jax.kv_cache import slice_rows, write_rows
@@ -13,7 +14,7 @@ from samplers import stopping
 from samplers.caches import CachePolicy, DenoiserLike, NoCache, Request
 from samplers.engine import Result
 from samplers.guidance import Guided
-from samplers.noise import KeyNoise, Noise, Purpose, row_keys
+from samplers.noise import KeyNoise, Noise, Purpose, check_key, row_keys
 from samplers.predictions import Predictions, Sampling, predict
 from samplers.rules.base import BlockView, Rule, check_number, check_whole
 from samplers.stopping import Stop, StopState
@@ -130,9 +131,11 @@ class BlockSampler:
             noise: source of random numbers instead of `key`, such as a `TableNoise`.
 
         Raises:
-            DllmError: for wrong shapes or dtypes, a prompt shorter than the family needs, or a missing key.
+            DllmError: for wrong shapes or dtypes, a prompt shorter than the family needs, prompt lengths that do not
+                fit (where they are concrete), or a missing key.
         """
         prompt, prompt_lengths, given = self._checked(denoiser, prompt, prompt_lengths, given)
+        check_key(key, prompt.shape[0])
         batch, width = prompt.shape
         length = max(width + self.gen_length, self.canvas_length or 0)
         tokens = jnp.pad(prompt, ((0, 0), (0, length - width)))
@@ -225,17 +228,19 @@ class BlockSampler:
             raise DllmError("this model cannot predict its very first position; give a prompt of at least one token")
         if prompt_lengths is None:
             prompt_lengths = jnp.full((batch,), width, jnp.int32)
+        prompt_lengths = jnp.asarray(prompt_lengths)
         if jnp.shape(prompt_lengths) != (batch,):
             raise DllmError(
                 f"prompt_lengths has shape {list(jnp.shape(prompt_lengths))}; it must be [{batch}], one per row"
             )
+        _check_prompt_lengths(prompt_lengths, denoiser.min_prompt_length, width)
         if given is not None and jnp.shape(given) != (batch, self.gen_length):
             wanted = [batch, self.gen_length]
             raise DllmError(
                 f"given has shape {list(jnp.shape(given))}; it must be {wanted}, the generation of every row"
             )
         given = None if given is None else jnp.asarray(given, jnp.int32)
-        return prompt.astype(jnp.int32), jnp.asarray(prompt_lengths, jnp.int32), given
+        return prompt.astype(jnp.int32), prompt_lengths.astype(jnp.int32), given
 
     def _lengths(self, prompt_lengths: jax.Array) -> jax.Array:
         """Valid positions of every row, [B]."""
@@ -331,3 +336,14 @@ class BlockSampler:
 
 def _like(rows: jax.Array, leaf: jax.Array) -> jax.Array:
     return rows.reshape(rows.shape + (1,) * (leaf.ndim - 1))
+
+
+def _check_prompt_lengths(lengths: jax.Array, low: int, high: int) -> None:
+    """Raises DllmError for lengths that cannot be; inside jit the numbers are not known and only the dtype is."""
+    if not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise DllmError(f"prompt_lengths is {lengths.dtype}; it must hold integers")
+    if isinstance(lengths, jax.core.Tracer) or not lengths.is_fully_addressable:
+        return
+    for row, length in enumerate(np.asarray(lengths).tolist()):
+        if not low <= length <= high:
+            raise DllmError(f"prompt length {length} of row {row} is impossible; it must be between {low} and {high}")

@@ -9,6 +9,7 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
+from dllm_jax.errors import DllmError
 from dllm_jax.pytree import pytree
 
 
@@ -61,6 +62,13 @@ class TableNoise:
         if table is None:
             raise ValueError(f"this TableNoise has no draws for {purpose.name.lower()}")
         return table[step[:, None], positions]
+
+
+def check_key(key: jax.Array | None, batch: int) -> None:
+    """Raises DllmError for anything but None, a typed key, or a typed key per row."""
+    typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if key is not None and not (typed and key.shape in ((), (batch,))):
+        raise DllmError(f"key is no typed key, nor [{batch}] of them; make one by jax.random.key(seed)")
 
 
 def row_keys(key: jax.Array, batch: int) -> jax.Array:
