@@ -1,7 +1,7 @@
 """Text in, text out: prompts are encoded, padded to a bucket, sampled in one compiled call and decoded."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 import jax
@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from dllm_jax import DllmError, Model
+from dllm_jax import DllmError, Model, ModelConfig
 from samplers.block import BlockSampler
 from samplers.caches import CachePolicy, make_cache
 from samplers.engine import Result, sample_jit
 from samplers.noise import row_keys
 from samplers.predictions import Sampling
 from samplers.rules import RULES, Rule, make_rule
+from samplers.rules.base import check_whole
 from samplers.stopping import Stop, stop_on
 
 Message = Mapping[str, str]
@@ -86,14 +87,12 @@ def make_sampler(
     Raises:
         DllmError: for unknown names, options the rule does not have, or numbers out of range.
     """
-    if isinstance(rule, str):
-        rule = _named_rule(rule, gen_length, rule_options)
-    elif rule_options:
-        raise DllmError(
-            f"options {', '.join(sorted(rule_options))} have no effect on a rule object; set them in the rule"
-        )
+    if not isinstance(cache, str) and not hasattr(cache, "predict"):
+        raise DllmError(f"cache is {cache!r}; give a policy's name, such as 'none', or a policy object")
+    check_whole("gen_length", gen_length, 1)
+    check_whole("block_length", block_length, 1)
     return BlockSampler(
-        rule,
+        _make_rule(rule, gen_length, rule_options),
         gen_length=gen_length,
         block_length=None if block_length is None else min(block_length, gen_length),
         cache=make_cache(cache) if isinstance(cache, str) else cache,
@@ -111,6 +110,16 @@ def make_sampler(
     )
 
 
+def _make_rule(rule: str | Rule, gen_length: int, options: Mapping[str, Any]) -> Rule:
+    if isinstance(rule, str):
+        return _named_rule(rule, gen_length, options)
+    if not isinstance(rule, Rule):
+        raise DllmError(f"rule is {rule!r}; give a rule's name or a rule object")
+    if options:
+        raise DllmError(f"options {', '.join(sorted(options))} have no effect on a rule object; set them in the rule")
+    return rule
+
+
 def _named_rule(name: str, gen_length: int, options: Mapping[str, Any]) -> Rule:
     takes_steps = {"steps"} & {
         field.name
@@ -122,16 +131,24 @@ def _named_rule(name: str, gen_length: int, options: Mapping[str, Any]) -> Rule:
 
 def _token_array(model: Model, what: str, ids: Sequence[int]) -> jax.Array | None:
     for token in ids:
-        if not 0 <= token < model.config.vocab_size:
-            raise DllmError(f"{what} token {token} lies outside the vocabulary of {model.config.vocab_size} tokens")
+        _check_token(what, token, model.config)
     return jnp.asarray(sorted(ids), jnp.int32) if ids else None
 
 
+def _check_token(what: str, token: Any, config: ModelConfig) -> None:
+    if not isinstance(token, (int, np.integer)):
+        raise DllmError(f"{what} token {token!r} is no token id; give whole numbers")
+    if not 0 <= token < config.vocab_size:
+        raise DllmError(f"{what} token {token} lies outside the vocabulary of {config.vocab_size} tokens")
+
+
 def _make_stop(model: Model, stop: Sequence[str | int], ignore_eos: bool) -> Stop | None:
-    if isinstance(stop, str):
-        raise DllmError(f"stop is the string {stop!r}; give a list of strings or token ids")
+    if isinstance(stop, str) or not isinstance(stop, Sequence):
+        raise DllmError(f"stop is {stop!r}; give a list of strings or token ids")
     strings = [item for item in stop if isinstance(item, str)]
     tokens = [item for item in stop if not isinstance(item, str)]
+    for token in tokens:
+        _check_token("stop", token, model.config)
     tokens += [] if ignore_eos else [token for token in model.config.end_ids if token not in tokens]
     pieces = model.require_tokenizer().token_bytes() if strings else None
     return stop_on(tokens, strings=strings, vocab_size=model.config.vocab_size, token_bytes=pieces)
@@ -168,27 +185,24 @@ def encode_prompt(model: Model, prompt: Prompt, *, chat: bool = False, system: s
     """
     if isinstance(prompt, str) and (chat or system is not None):
         prompt = [{"role": "user", "content": prompt}]
-    messages = not isinstance(prompt, str) and any(not isinstance(item, (int, np.integer)) for item in prompt)
     if isinstance(prompt, str):
-        ids = model.require_tokenizer().encode(prompt)
-    elif messages:
-        head = [] if system is None else [{"role": "system", "content": system}]
-        ids = model.require_tokenizer().encode_chat([*head, *prompt])  # type: ignore[list-item]
-    else:
-        ids = [int(token) for token in prompt]  # type: ignore[call-overload]
-    return _checked_ids(model, ids)
+        return _checked_ids(model, model.require_tokenizer().encode(prompt))
+    if isinstance(prompt, Mapping) or not isinstance(prompt, (Sequence, np.ndarray, jax.Array)):
+        raise DllmError(f"a prompt is a string, a list of token ids or a list of messages, not {prompt!r}")
+    if any(isinstance(item, Mapping) for item in prompt):
+        head: list[Any] = [] if system is None else [{"role": "system", "content": system}]
+        return _checked_ids(model, model.require_tokenizer().encode_chat([*head, *prompt]))
+    return _checked_ids(model, prompt.tolist() if isinstance(prompt, (np.ndarray, jax.Array)) else prompt)
 
 
-def _checked_ids(model: Model, ids: list[int]) -> list[int]:
-    config = model.config
+def _checked_ids(model: Model, ids: Sequence[Any]) -> list[int]:
     if len(ids) < max(model.denoiser.min_prompt_length, 1):
         raise DllmError("the prompt is empty; give at least one token")
     for token in ids:
-        if not 0 <= token < config.vocab_size:
-            raise DllmError(f"prompt token {token} lies outside the vocabulary of {config.vocab_size} tokens")
-    if config.mask_id in ids:
+        _check_token("prompt", token, model.config)
+    if model.denoiser.mask_id in ids:
         raise DllmError("the prompt contains the mask token; to fill gaps give BlockSampler.init a `given` canvas")
-    return ids
+    return [int(token) for token in ids]
 
 
 def check_lengths(model: Model, sampler: BlockSampler, rows: Sequence[Sequence[int]]) -> None:
@@ -198,7 +212,7 @@ def check_lengths(model: Model, sampler: BlockSampler, rows: Sequence[Sequence[i
         DllmError: when prompt and canvas together are longer than the model was trained for.
     """
     limit = model.config.max_length
-    longest = max(len(row) for row in rows)
+    longest = max((len(row) for row in rows), default=0)
     total = max(longest + sampler.gen_length, sampler.canvas_length or 0)
     if total > limit:
         parts = f"a prompt of {longest} tokens and a canvas up to position {total}"
@@ -223,6 +237,7 @@ def generate(
     seed: int = 0,
     batch_size: int | None = None,
     progress: bool | None = None,
+    run: Callable[..., Result] = sample_jit,
     **options: Any,
 ) -> Generation | list[Generation]:
     """Answers prompts.
@@ -236,6 +251,7 @@ def generate(
         seed: of the random numbers, where any are drawn.
         batch_size: rows that are sampled together; all by default.
         progress: a progress bar over batches; by default where there are several and someone is watching.
+        run: what samples a batch, called like `sample_jit`; for timing it, or sampling elsewhere.
         options: see `make_sampler`.
 
     Returns:
@@ -244,19 +260,39 @@ def generate(
     Raises:
         DllmError: for bad prompts or options; before anything is compiled.
     """
-    if sampler is not None and options:
-        raise DllmError(f"options {', '.join(sorted(options))} have no effect beside a sampler; set them in it")
-    sampler = make_sampler(model, **options) if sampler is None else sampler
     listed: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else prompts
-    rows = [encode_prompt(model, prompt, chat=chat, system=system) for prompt in listed]
+    if batch_size is not None:
+        check_whole("batch_size", batch_size, 1)
+    sampler, rows, keys = prepare(model, listed, sampler=sampler, chat=chat, system=system, seed=seed, **options)
     if not rows:
         return []
-    check_lengths(model, sampler, rows)
-    keys = row_keys(jax.random.key(seed), len(rows))
-    found = list(_in_batches(model, sampler, rows, keys, batch_size, progress))
+    found = list(_in_batches(model, sampler, rows, keys, batch_size, progress, run))
     texts = options.get("stop", ())
-    answers = [_answer(model, row, *pair, texts) for row, pair in zip(rows, found, strict=True)]
+    answers = [answer(model, row, *pair, texts) for row, pair in zip(rows, found, strict=True)]
     return answers[0] if isinstance(prompts, str) else answers
+
+
+def prepare(
+    model: Model,
+    prompts: Sequence[Prompt],
+    *,
+    sampler: BlockSampler | None = None,
+    chat: bool = False,
+    system: str | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> tuple[BlockSampler, list[list[int]], jax.Array]:
+    """Everything `generate` does before the first forward: the sampler, the prompts' token ids and a key per prompt.
+
+    Arguments and errors are those of `generate`; the model's parameters are not looked at.
+    """
+    if sampler is not None and options:
+        raise DllmError(f"options {', '.join(sorted(options))} have no effect beside a sampler; set them in it")
+    check_whole("seed", seed, 0, 2**32 - 1)  # JAX drops the bits above, so that other seeds would give equal numbers
+    sampler = make_sampler(model, **options) if sampler is None else sampler
+    rows = [encode_prompt(model, prompt, chat=chat, system=system) for prompt in prompts]
+    check_lengths(model, sampler, rows)
+    return sampler, rows, row_keys(jax.random.key(seed), len(rows))
 
 
 def _in_batches(
@@ -266,10 +302,9 @@ def _in_batches(
     keys: jax.Array,
     batch_size: int | None,
     progress: bool | None,
+    run: Callable[..., Result],
 ) -> Iterator[tuple[Result, int]]:
     """(result, row in it) for every prompt; all batches have one shape, so they share one program."""
-    if batch_size is not None and batch_size < 1:
-        raise DllmError(f"batch_size is {batch_size}; it must be at least 1")
     size = min(batch_size or len(rows), len(rows))
     starts = range(0, len(rows), size)
     width = bucket_length(max(len(row) for row in rows))
@@ -277,13 +312,14 @@ def _in_batches(
     for start in tqdm(starts, desc="generating", unit="batch", disable=hide or None):
         index = np.minimum(np.arange(start, start + size), len(rows) - 1)  # the last batch is filled up
         prompt, lengths = pad_prompts([rows[i] for i in index], width)
-        result = sample_jit(sampler, model.denoiser, prompt, lengths, key=keys[index])
+        result = run(sampler, model.denoiser, prompt, lengths, key=keys[index])
         result = jax.device_get(result)
         for i in range(min(size, len(rows) - start)):
             yield result, i
 
 
-def _answer(model: Model, prompt: list[int], result: Result, row: int, stop: Sequence[str | int]) -> Generation:
+def answer(model: Model, prompt: list[int], result: Result, row: int, stop: Sequence[str | int] = ()) -> Generation:
+    """One row of a result on the host as a `Generation`, its text cut at the stop strings."""
     tokens = result.tokens[row, : int(result.lengths[row])].tolist()
     text = ""
     if model.tokenizer is not None:

@@ -124,8 +124,8 @@ def check_number(what: str, value: Any, low: float, high: float = float("inf")) 
     if isinstance(value, str):
         raise DllmError(f"{what} is the string {value!r}; give a number")
     if isinstance(value, (int, float, np.number)) and not low <= value <= high:
-        bound = f"between {low:g} and {high:g}" if high != float("inf") else f"at least {low:g}"
-        raise DllmError(f"{what} is {value:g}; it must be {bound}")
+        bound = f"between {low:.12g} and {high:.12g}" if high != float("inf") else f"at least {low:.12g}"
+        raise DllmError(f"{what} is {value:.12g}; it must be {bound}")
 
 
 def check_whole(what: str, value: Any, low: float, high: float = float("inf")) -> None:
