@@ -1,0 +1,170 @@
+"""The benchmarks run and count right; what they time is looked at by people, never by a test."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dllm_jax
+from benchmarks import roofline
+from benchmarks import sample as bench
+from dllm_jax.kv_cache import slice_rows, write_rows
+
+ROOT = Path(__file__).parents[1]
+CONFIG = dllm_jax.published("llada-8b-instruct").replace(
+    vocab_size=160,
+    embed_dim=32,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=16,
+    mlp_dim=64,
+    eos_id=150,
+    pad_id=150,
+    mask_id=151,
+    bos_id=152,
+    end_ids=(150,),
+    shift=True,  # the more general case
+    dtype="float32",
+)
+
+
+@pytest.fixture(scope="module")
+def job():
+    return bench.Job(dllm_jax.random_model(CONFIG), gen_length=16, block_length=8, ignore_eos=True)
+
+
+def finite_and_positive(row, names):
+    return all(math.isfinite(row[name]) and row[name] > 0 for name in names)
+
+
+@pytest.fixture(scope="module")
+def programs():
+    return bench.Programs()
+
+
+@pytest.fixture(scope="module")
+def prompts(job):
+    prompt, lengths = bench.make_prompts(job.model, 2, 5)
+    return prompt, lengths - jnp.array([0, 2])
+
+
+def test_rows_have_numbers_and_baselines(job, programs, prompts):
+    group = bench.Group("threshold", 2, ["none", "dual"], bench.BASELINES, repeats=2)
+    *_, rows = bench.measure_group(job, group, *prompts, programs)
+    rows = bench.with_ratios(rows)
+    assert [(row["engine"], row["cache"]) for row in rows] == group.entries()
+    for row in rows:
+        assert finite_and_positive(row, ["seconds", "tokens_per_second", "forwards_per_second", "nfe", "vs_ar"])
+        assert row["tokens"] == 16 and row["repeats"] == len(row["seconds_all"]) == 2
+        assert row["full_forwards"] + row["window_forwards"] == row["nfe"]
+        assert row["engine"] == "ar" or finite_and_positive(row, ["vs_python_loop", "vs_none"])
+    loop = rows[2]
+    assert loop["engine"] == "python-loop" and loop["same_tokens"] == 1.0 and loop["vs_python_loop"] == 1.0
+
+
+def test_python_loop_writes_the_tokens_of_the_compiled_generation(job, programs, prompts):
+    sampler, denoiser = job.sampler("topk:k=3", "dual"), job.model.denoiser
+    compiled = programs.contender("sample", bench.sample, sampler, denoiser, *prompts).run()
+    looped = bench.python_loop(sampler, denoiser, *prompts).run()
+    np.testing.assert_array_equal(compiled.tokens, looped.tokens)
+    np.testing.assert_array_equal(compiled.nfe, [6, 6])
+
+
+def test_other_tokens_from_the_python_loop_are_refused(job):
+    with pytest.raises(dllm_jax.DllmError, match="other tokens"):
+        bench._check_same_tokens(job, {"rule": "threshold", "same_tokens": 0.9})
+
+
+def test_autoregressive_baseline_is_greedy_decoding(job, programs, prompts):
+    (prompt, lengths), denoiser = prompts, job.model.denoiser
+    contender = bench._contender(job, "ar", "", "causal", prompt, lengths, programs)
+    result = contender.run()
+    whole = write_rows(jnp.pad(prompt, ((0, 0), (0, 16))), result.tokens, lengths)
+    causal = dllm_jax.Denoiser(denoiser.config.replace(attention="causal", shift=False), denoiser.params)
+    greedy = jnp.argmax(jax.jit(lambda model, tokens: model(tokens))(causal, whole), axis=-1)
+    np.testing.assert_array_equal(slice_rows(greedy, lengths - 1, 16), result.tokens)
+
+
+def test_one_program_serves_all_numbers_of_a_rule(job, programs, prompts):
+    make = lambda rule: programs.contender(
+        "sample", bench.sample, job.sampler(rule, "dual"), job.model.denoiser, *prompts
+    )
+    contenders = [make("topk:k=2"), make("topk:k=4")]
+    assert [int(contender.run().nfe[0]) for contender in contenders] == [8, 4]
+    assert contenders[0].compile_seconds == contenders[1].compile_seconds
+
+
+def test_forwards_against_ceilings():
+    ceilings = roofline.measure_ceilings("float32", quick=True, repeats=2)
+    assert ceilings.copy > 0 and ceilings.matmul > 0
+    denoiser = dllm_jax.random_model(CONFIG.replace(num_layers=1)).denoiser
+    setting = roofline.Setting(denoiser, 1, 8, 16, 8)
+    rows, split = roofline.measure_forwards(setting, ceilings, split=True, repeats=2, target_seconds=0.01)
+    assert [row["forward"] for row in rows] == ["full", "window"]
+    for row in rows:
+        assert finite_and_positive(row, ["seconds", "flops_per_second", "fraction_of_matmul", "fraction_of_floor"])
+    assert finite_and_positive(split, ["window_seconds", "step_seconds"])
+    parts = [split[f"{part}_seconds"] for part in ("window", "head", "scores", "bookkeeping")]
+    assert math.isclose(sum(parts), split["step_seconds"])
+
+
+def test_counted_operations_and_bytes_are_those_of_the_program(job):
+    config, denoiser = job.model.config, job.model.denoiser
+    start = jnp.zeros((2,), jnp.int32) + 8
+    tokens = jnp.zeros((2, 24), jnp.int32)
+    forward = lambda denoiser: denoiser.logits(denoiser.full(tokens, start + 16, start, 8)[0])
+    dots = jax.jit(forward).lower(denoiser).cost_analysis()["flops"]
+    # XLA also counts what is not a matrix product: norms, rotations, softmax.
+    assert 1.0 < dots / roofline.forward_flops(config, 2, 24, 24, 8) < 1.35
+    sizes = {name: array.nbytes for name, array in job.model.params.items()}
+    assert roofline.weight_bytes(config, "float32") == sum(sizes.values()) - sizes["embed.embedding"]
+    cache = sum(x.nbytes for x in jax.tree.leaves(denoiser.empty_cache(2, 24)))
+    assert roofline.cache_bytes(config, "float32", 2, 24) == cache
+
+
+def test_plan_of_a_gpu_and_what_time_does_not_allow(job, tmp_path):
+    options = bench.parser().parse_args(["--suite", "gpu"])
+    plan = bench.make_plan(options)
+    assert plan[0] == bench.Forwards(1) and {part.batch for part in plan} == {1, 8, 32}
+    report = bench.Report({}, tmp_path / "out.json")
+    bench.run(plan, job, report, None, limit=-1.0)
+    assert len(json.loads((tmp_path / "out.json").read_text())["skipped"]) == len(plan)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rules", "thresold"], "no unmasking rule is called 'thresold'"),
+        (["--rules", "threshold", "--caches", "dul"], "no cache is called 'dul'"),
+        (["--rules", "eb", "--baselines", "x"], "no baseline is called 'x'"),
+        ([], "nothing to measure"),
+        (["--rules", "eb", "--model", "tiny", "--layers", "1"], "--layers cuts published sizes"),
+    ],
+)
+def test_mistakes_are_sentences(arguments, message, capsys):
+    assert bench.main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_values_of_rule_options():
+    assert bench.parse_rule("eb:gamma=0.2:proxy=margin") == ("eb", {"gamma": 0.2, "proxy": "margin"})
+
+
+def test_command_line_writes_json_and_csv(tmp_path):
+    """As a file, beside benchmarks/convert.py, it still finds the converter."""
+    lengths = ["--gen-length", "16", "--block-length", "8", "--repeats", "1"]
+    files = ["--json", str(tmp_path / "out.json"), "--csv", str(tmp_path / "out.csv")]
+    choice = ["--rules", "topk:k=8", "--caches", "none,dual", "--baselines", ""]
+    command = [sys.executable, "benchmarks/sample.py", *choice, *lengths, *files]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["model"] == "llada-tiny" and found["weights"] == "checkpoint" and found["notes"]
+    assert len(found["rows"]) == 2 == len((tmp_path / "out.csv").read_text().splitlines()) - 1
