@@ -30,12 +30,12 @@ def pytree(*, static: tuple[str, ...] = ()) -> Callable[[type[T]], type[T]]:
 def vary_like(reference: jax.Array, tree: T) -> T:
     """Inside `jax.shard_map`, marks every leaf as varying over the mesh axes that the reference varies over, so that
     loop carries that start as constants keep their type; outside it does nothing."""
-    axes = getattr(jax.typeof(reference), "vma", frozenset())
+    axes = jax.typeof(reference).manual_axis_type.varying
     if not axes:
         return tree
 
     def vary(x: jax.Array) -> jax.Array:
-        missing = tuple(sorted(axes - jax.typeof(x).vma))
+        missing = tuple(sorted(axes - jax.typeof(x).manual_axis_type.varying))
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(vary, tree)

@@ -5,15 +5,15 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from dllm_jax.errors import DllmError
 from dllm_jax.kv_cache import slice_rows, write_rows
-from dllm_jax.pytree import pytree
+from dllm_jax.pytree import pytree, vary_like
 from samplers import stopping
 from samplers.caches import CachePolicy, DenoiserLike, NoCache, Request
 from samplers.engine import Result
 from samplers.guidance import Guided
+from samplers.inputs import checked
 from samplers.noise import KeyNoise, Noise, Purpose, check_key, row_keys
 from samplers.predictions import Predictions, Sampling, predict
 from samplers.rules.base import BlockView, Rule, check_number, check_whole
@@ -29,6 +29,7 @@ class BlockState:
     Attributes:
         tokens: [B, S] int32: each row its prompt, at once followed by its canvas, then padding.
         canvas_start: [B], the row's prompt length.
+        gen_lengths: [B], positions the row generates, at most G.
         decoded_at: [B, G], as in `Result`.
         block, block_step, block_masks: [B], the active block, forwards spent on it, masks it had when entered.
         nfe, full_forwards: [B], as in `Result`.
@@ -39,6 +40,7 @@ class BlockState:
 
     tokens: jax.Array
     canvas_start: jax.Array
+    gen_lengths: jax.Array
     decoded_at: jax.Array
     block: jax.Array
     block_step: jax.Array
@@ -119,6 +121,7 @@ class BlockSampler:
         prompt_lengths: jax.Array | None = None,
         *,
         key: jax.Array | None = None,
+        gen_lengths: jax.Array | None = None,
         given: jax.Array | None = None,
         noise: Noise | None = None,
     ) -> BlockState:
@@ -126,6 +129,8 @@ class BlockSampler:
 
         Args:
             prompt, prompt_lengths, key: as in `samplers.sample`.
+            gen_lengths: [B] int32, positions each row generates, at most `gen_length`, which is the default. A row's
+                canvas ends there; what lies behind is padding. Changing them recompiles nothing.
             given: [B, G] int32, tokens the canvas comes with, the mask id where a token is to be generated; for
                 infilling. None generates all.
             noise: source of random numbers instead of `key`, such as a `TableNoise`.
@@ -134,22 +139,26 @@ class BlockSampler:
             DllmError: for wrong shapes or dtypes, a prompt shorter than the family needs, prompt lengths that do not
                 fit (where they are concrete), or a missing key.
         """
-        prompt, prompt_lengths, given = self._checked(denoiser, prompt, prompt_lengths, given)
+        prompt, prompt_lengths, gen_lengths, given = checked(
+            denoiser, prompt, prompt_lengths, gen_lengths, given, self.gen_length
+        )
         check_key(key, prompt.shape[0])
         batch, width = prompt.shape
         length = max(width + self.gen_length, self.canvas_length or 0)
         tokens = jnp.pad(prompt, ((0, 0), (0, length - width)))
         position = jnp.arange(length)
         tokens = jnp.where(position >= prompt_lengths[:, None], denoiser.mask_id, tokens)
-        tokens = jnp.where(position >= self._lengths(prompt_lengths)[:, None], denoiser.eos_id, tokens)
         if given is not None:
             tokens = write_rows(tokens, given, prompt_lengths)
+        end = self._lengths(prompt_lengths, gen_lengths)
+        tokens = jnp.where(position >= end[:, None], denoiser.eos_id, tokens)
         zeros = jnp.zeros((batch,), jnp.int32)
         if noise is None and key is not None:
             noise = KeyNoise(row_keys(key, batch))
         state = BlockState(
             tokens=tokens,
             canvas_start=prompt_lengths,
+            gen_lengths=gen_lengths,
             decoded_at=jnp.full((batch, self.gen_length), -1, jnp.int32),
             block=zeros,
             block_step=zeros,
@@ -163,7 +172,8 @@ class BlockSampler:
             noise=noise,
         )
         cache = self.cache.init(self._guided(denoiser, state), batch, length)
-        return self._move_on(denoiser, dataclasses.replace(state, cache=cache), jnp.ones((batch,), bool))
+        state = vary_like(prompt, dataclasses.replace(state, cache=cache))
+        return self._move_on(denoiser, state, jnp.ones((batch,), bool))
 
     def step(self, denoiser: DenoiserLike, state: BlockState) -> BlockState:
         """One forward, one decision and one commit for every row that is not finished (and need not wait)."""
@@ -203,7 +213,7 @@ class BlockSampler:
 
     def result(self, denoiser: DenoiserLike, state: BlockState) -> Result:
         """The generation so far."""
-        generated = self._generated(state)
+        generated = self._generated(denoiser, state)
         generated = jnp.where(generated == denoiser.mask_id, denoiser.eos_id, generated)
         ends = generated == denoiser.eos_id
         lengths = jnp.where(ends.any(axis=1), jnp.argmax(ends, axis=1), self.gen_length).astype(jnp.int32)
@@ -211,44 +221,14 @@ class BlockSampler:
             lengths = jnp.minimum(lengths, state.stop.length)
         return Result(generated, lengths, state.decoded_at, state.nfe, state.full_forwards)
 
-    def _checked(
-        self,
-        denoiser: DenoiserLike,
-        prompt: jax.Array,
-        prompt_lengths: jax.Array | None,
-        given: jax.Array | None,
-    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        prompt = jnp.asarray(prompt)
-        if prompt.ndim != 2 or not jnp.issubdtype(prompt.dtype, jnp.integer):
-            raise DllmError(
-                f"prompt is {prompt.dtype}{list(prompt.shape)}; it must be integer token ids [batch, length]"
-            )
-        batch, width = prompt.shape
-        if width < denoiser.min_prompt_length:
-            raise DllmError("this model cannot predict its very first position; give a prompt of at least one token")
-        if prompt_lengths is None:
-            prompt_lengths = jnp.full((batch,), width, jnp.int32)
-        prompt_lengths = jnp.asarray(prompt_lengths)
-        if jnp.shape(prompt_lengths) != (batch,):
-            raise DllmError(
-                f"prompt_lengths has shape {list(jnp.shape(prompt_lengths))}; it must be [{batch}], one per row"
-            )
-        _check_prompt_lengths(prompt_lengths, denoiser.min_prompt_length, width)
-        if given is not None and jnp.shape(given) != (batch, self.gen_length):
-            wanted = [batch, self.gen_length]
-            raise DllmError(
-                f"given has shape {list(jnp.shape(given))}; it must be {wanted}, the generation of every row"
-            )
-        given = None if given is None else jnp.asarray(given, jnp.int32)
-        return prompt.astype(jnp.int32), prompt_lengths.astype(jnp.int32), given
-
-    def _lengths(self, prompt_lengths: jax.Array) -> jax.Array:
+    def _lengths(self, prompt_lengths: jax.Array, gen_lengths: jax.Array) -> jax.Array:
         """Valid positions of every row, [B]."""
-        return jnp.maximum(prompt_lengths + self.gen_length, self.canvas_length or 0)
+        return jnp.maximum(prompt_lengths + gen_lengths, self.canvas_length or 0)
 
-    def _generated(self, state: BlockState) -> jax.Array:
-        """The generation's tokens, [B, G]."""
-        return slice_rows(state.tokens, state.canvas_start, self.gen_length)
+    def _generated(self, denoiser: DenoiserLike, state: BlockState) -> jax.Array:
+        """The generation's tokens, [B, G]; what lies behind a row's own length reads as the end of the sequence."""
+        tokens = slice_rows(state.tokens, state.canvas_start, self.gen_length)
+        return jnp.where(jnp.arange(self.gen_length) < state.gen_lengths[:, None], tokens, denoiser.eos_id)
 
     def _guided(self, denoiser: DenoiserLike, state: BlockState) -> DenoiserLike:
         if self.guidance is None:
@@ -259,7 +239,7 @@ class BlockSampler:
     def _block_masks(self, denoiser: DenoiserLike, state: BlockState) -> jax.Array:
         """[B, G] bool, masked positions of each row's active block."""
         position = jnp.arange(self.gen_length)
-        return (self._generated(state) == denoiser.mask_id) & (position // self.width == state.block[:, None])
+        return (self._generated(denoiser, state) == denoiser.mask_id) & (position // self.width == state.block[:, None])
 
     def _look(self, denoiser: DenoiserLike, state: BlockState) -> tuple[BlockView, Request]:
         first = state.block * self.width
@@ -272,17 +252,17 @@ class BlockSampler:
             first=first,
             step=state.block_step,
             block_masks=state.block_masks,
-            num_blocks=self.num_blocks,
+            num_blocks=-(-state.gen_lengths // self.width),
             noise=state.noise,
             nfe=state.nfe,
         )
         request = Request(
             inputs=state.tokens,
-            lengths=self._lengths(state.canvas_start),
+            lengths=self._lengths(state.canvas_start, state.gen_lengths),
             longest_suffix=self.gen_length if self.canvas_length is None else state.tokens.shape[1],
             block=state.block,
             block_start=state.canvas_start + first,
-            block_end=state.canvas_start + jnp.minimum(first + self.width, self.gen_length),
+            block_end=state.canvas_start + jnp.minimum(first + self.width, state.gen_lengths),
             start=state.canvas_start + start,
             width=self.width,
             ragged=self.gen_length % self.width != 0,
@@ -303,12 +283,14 @@ class BlockSampler:
         )
 
     def _fill_after_eos(self, denoiser: DenoiserLike, state: BlockState, rows: jax.Array) -> BlockState:
-        generated = self._generated(state)
+        generated = self._generated(denoiser, state)
         ends = generated == denoiser.eos_id
+        position = jnp.arange(self.gen_length)
         first = jnp.where(ends.any(axis=1) & rows, jnp.argmax(ends, axis=1), self.gen_length)
-        behind = jnp.arange(self.gen_length) > first[:, None]
+        behind = (position > first[:, None]) & (position < state.gen_lengths[:, None])
         newly = behind & (generated == denoiser.mask_id)
-        filled = jnp.where(behind, denoiser.eos_id, generated)
+        kept = slice_rows(state.tokens, state.canvas_start, self.gen_length)
+        filled = jnp.where(behind, denoiser.eos_id, kept)
         return dataclasses.replace(
             state,
             tokens=write_rows(state.tokens, filled, state.canvas_start),
@@ -317,11 +299,13 @@ class BlockSampler:
 
     def _move_on(self, denoiser: DenoiserLike, state: BlockState, leaving: jax.Array) -> BlockState:
         """Checks the stop condition, and takes rows that leave their block to the next one that has masks."""
-        masked = self._generated(state) == denoiser.mask_id
+        masked = self._generated(denoiser, state) == denoiser.mask_id
         done = state.done | (leaving & ~masked.any(axis=1))
         stop = state.stop
         if self.stop is not None and stop is not None:
-            stop = stopping.advance(self.stop, stop, self._generated(state), denoiser.mask_id)
+            stop = stopping.advance(
+                self.stop, stop, self._generated(denoiser, state), state.gen_lengths, denoiser.mask_id
+            )
             done |= stop.length != stopping.NEVER
         entering = leaving & ~done
         block = jnp.where(entering, jnp.argmax(masked, axis=1).astype(jnp.int32) // self.width, state.block)
@@ -336,14 +320,3 @@ class BlockSampler:
 
 def _like(rows: jax.Array, leaf: jax.Array) -> jax.Array:
     return rows.reshape(rows.shape + (1,) * (leaf.ndim - 1))
-
-
-def _check_prompt_lengths(lengths: jax.Array, low: int, high: int) -> None:
-    """Raises DllmError for lengths that cannot be; inside jit the numbers are not known and only the dtype is."""
-    if not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise DllmError(f"prompt_lengths is {lengths.dtype}; it must hold integers")
-    if isinstance(lengths, jax.core.Tracer) or not lengths.is_fully_addressable:
-        return
-    for row, length in enumerate(np.asarray(lengths).tolist()):
-        if not low <= length <= high:
-            raise DllmError(f"prompt length {length} of row {row} is impossible; it must be between {low} and {high}")

@@ -1,13 +1,14 @@
 """The protocol of all samplers (`init`, `step`, `is_done`, `result`) and the one loop over it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
-from dllm_jax.pytree import pytree, vary_like
+from dllm_jax.pytree import pytree
 from samplers.caches.base import DenoiserLike
 
 State = TypeVar("State")
@@ -72,16 +73,28 @@ def sample(
         key: one typed key, or one per row [B]; needed by whatever draws random numbers.
         options: further arguments of the sampler's `init`.
     """
-    state = vary_like(prompt, sampler.init(denoiser, prompt, prompt_lengths, key=key, **options))
-    state = lax.while_loop(
-        lambda s: ~jnp.all(sampler.is_done(s)), lambda s: vary_like(prompt, sampler.step(denoiser, s)), state
-    )
-    return sampler.result(denoiser, state)
+
+    def run(sampler: Sampler[State], denoiser: DenoiserLike, prompt: jax.Array, lengths: Any, options: Any) -> Result:
+        state = sampler.init(denoiser, prompt, lengths, **options)
+        state = lax.while_loop(lambda s: ~jnp.all(sampler.is_done(s)), lambda s: sampler.step(denoiser, s), state)
+        return sampler.result(denoiser, state)
+
+    return _without_explicit_axes(run, prompt)(sampler, denoiser, prompt, prompt_lengths, {"key": key, **options})
+
+
+def _without_explicit_axes(run: Callable[..., Result], prompt: jax.Array) -> Callable[..., Result]:
+    """In a mesh with Explicit axes every operation must say its sharding; ours leave that to the compiler."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or not mesh.explicit_axes:
+        return run
+    batch = jax.typeof(prompt).sharding.spec[:1]
+    return jax.sharding.auto_axes(run, out_sharding=PartitionSpec(*batch))
 
 
 sample_jit = jax.jit(sample)
 """`sample`, compiled once per combination of shapes and static choices."""
 
+_init_jit = jax.jit(lambda sampler, *args, **options: sampler.init(*args, **options))
 _step_jit = jax.jit(lambda sampler, denoiser, state: sampler.step(denoiser, state))
 
 
@@ -98,7 +111,7 @@ def stream(
 
     For watching and for custom loops; each step is a compiled call of its own, so `sample` is faster.
     """
-    state = sampler.init(denoiser, prompt, prompt_lengths, key=key, **options)
+    state = _init_jit(sampler, denoiser, prompt, prompt_lengths, key=key, **options)
     yield state
     while not bool(jnp.all(sampler.is_done(state))):
         state = _step_jit(sampler, denoiser, state)

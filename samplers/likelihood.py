@@ -142,17 +142,20 @@ def is_greedy(
     prompt: jax.Array,
     answer: jax.Array,
     prompt_lengths: jax.Array | None = None,
+    answer_lengths: jax.Array | None = None,
     *,
     guidance: float | jax.Array | None = None,
 ) -> jax.Array:
     """Whether decoding the surest position first, one per forward, reproduces the answer.
 
     Args:
-        prompt: [B, P] int32, left-aligned; answer: [B, A] int32; prompt_lengths: [B] int32.
+        prompt: [B, P] int32 and answer: [B, A] int32, left-aligned.
+        prompt_lengths, answer_lengths: [B] int32, how much of them counts; all by default.
 
     Returns:
         [B] bool.
     """
     sampler = BlockSampler(TopK(1, proxy="confidence"), gen_length=answer.shape[1], guidance=guidance)
-    result = sample(sampler, denoiser, prompt, prompt_lengths)
-    return jnp.all(result.tokens == answer, axis=1)
+    result = sample(sampler, denoiser, prompt, prompt_lengths, gen_lengths=answer_lengths)
+    length = answer.shape[1] if answer_lengths is None else answer_lengths[:, None]
+    return jnp.all((result.tokens == answer) | (jnp.arange(answer.shape[1]) >= length), axis=1)

@@ -1,5 +1,6 @@
 """From logits to predictions: the token each position would get, and how sure the model is, in one pass in float32."""
 
+import dataclasses
 from typing import Literal
 
 import jax
@@ -23,7 +24,8 @@ class Sampling:
         top_k: keep the k most probable tokens (ties with the k-th stay); None keeps all.
         suppress: [n] int32 ids that are never written, as if their logits were -inf (LLaDA's `logits_eos_inf`).
         defer: [n] int32 ids whose positions are committed last: after the token is chosen their logits count as -inf
-            in every score, so that such a position has confidence 0 (LLaDA's `confidence_eos_eot_inf`).
+            in every score, so that such a position has confidence 0 (LLaDA's `confidence_eos_eot_inf`), and the worst
+            of every other score.
     """
 
     temperature: float | jax.Array | None = None
@@ -76,9 +78,10 @@ def predict(
     score = logits
     if score_from == "sampling":
         score = tempered if keep is None else jnp.where(keep, tempered, -jnp.inf)
-    if sampling.defer is not None:
-        score = score.at[..., sampling.defer].set(-jnp.inf)
-    return _score(score, token)
+    if sampling.defer is None:
+        return _score(score, token)
+    late = jnp.isin(token, sampling.defer)
+    return _last(_score(score.at[..., sampling.defer].set(-jnp.inf), token), late, logits.shape[-1])
 
 
 def _column(value: float | jax.Array) -> jax.Array:
@@ -136,4 +139,13 @@ def _score(score: jax.Array, token: jax.Array) -> Predictions:
         max_probability=1.0 / total,
         margin=(1.0 - jnp.exp(second)) / total,
         entropy=jnp.maximum(jnp.log(total) - mean, 0.0),
+    )
+
+
+def _last(scores: Predictions, late: jax.Array, vocab_size: int) -> Predictions:
+    return dataclasses.replace(
+        scores,
+        max_probability=jnp.where(late, 0.0, scores.max_probability),
+        margin=jnp.where(late, -1.0, scores.margin),
+        entropy=jnp.where(late, jnp.log(float(vocab_size)), scores.entropy),
     )

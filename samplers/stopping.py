@@ -134,11 +134,12 @@ def begin(stop: Stop, batch: int) -> StopState:
     return StopState(jnp.zeros((batch,), jnp.int32), states, jnp.full((batch,), NEVER, jnp.int32))
 
 
-def advance(stop: Stop, state: StopState, generated: jax.Array, mask_id: int) -> StopState:
-    """Reads on over the tokens [B, G] up to each row's first mask; over a whole generation every token once."""
+def advance(stop: Stop, state: StopState, generated: jax.Array, gen_lengths: jax.Array, mask_id: int) -> StopState:
+    """Reads on over the tokens [B, G] up to each row's first mask or its length [B]; over a whole generation every
+    token once."""
     width = generated.shape[1]
     is_mask = generated == mask_id
-    frontier = jnp.where(is_mask.any(axis=1), jnp.argmax(is_mask, axis=1), width).astype(jnp.int32)
+    frontier = jnp.where(is_mask.any(axis=1), jnp.argmax(is_mask, axis=1), gen_lengths).astype(jnp.int32)
 
     def unread(s: StopState) -> jax.Array:
         return (s.read < frontier) & (s.length == NEVER)

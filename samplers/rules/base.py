@@ -26,7 +26,7 @@ class BlockView:
         first: [B] int32, position of the block's first token.
         step: [B] int32, forwards this row has spent on this block before this one.
         block_masks: [B] int32, masks the block had when the row entered it.
-        num_blocks: blocks of the whole generation.
+        num_blocks: [B] int32, blocks of the row's generation.
         noise: source of random numbers, None where the caller gave none.
         nfe: [B] int32, forwards of the row before this one.
     """
@@ -36,7 +36,7 @@ class BlockView:
     first: jax.Array
     step: jax.Array
     block_masks: jax.Array
-    num_blocks: int
+    num_blocks: jax.Array
     noise: Noise | None
     nfe: jax.Array
 
