@@ -1,0 +1,440 @@
+"""Samples from a converted checkpoint: `python -m samplers "prompt" --model DIR_OR_NAME --rule RULE --cache CACHE`.
+
+On a terminal the canvas is shown while it is being unmasked; through a pipe the text alone is written, and the
+statistics go to the standard error. A prompt is taken as it is: write line breaks as the shell does, $'like\\nthis'.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import inspect
+import io
+import json
+import logging
+import math
+import os
+import platform
+import re
+import shutil
+import sys
+import textwrap
+import time
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jax
+from rich.console import Console
+
+import dllm_jax
+from dllm_jax import DllmError, Model, checkpoint
+from dllm_jax.tokenizer import Tokenizer, has_tokenizer
+from samplers.block import BlockSampler
+from samplers.caches import CACHES
+from samplers.engine import Result, sample_jit
+from samplers.generate import Generation, Prompt, generate, prepare
+from samplers.live import cache_name, printable, rule_settings, title, watch
+from samplers.rules import RULES, Rule
+from samplers.rules.base import check_number
+
+JSON_LINES = (".jsonl", ".ndjson")
+SHORT_RUN = 2.0  # seconds
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise DllmError(f"{message}; see {self.prog} --help")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Answers the prompts; 0 when it worked, 2 after a mistake, which is printed as one sentence."""
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs what it raises as well
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # an answer may hold what the terminal's encoding cannot
+    try:
+        _run(_parser().parse_intermixed_args(arguments))
+        sys.stdout.flush()
+    except DllmError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m samplers",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("prompt", nargs="*", help="one or more prompts; without any, the standard input is one")
+    add("--prompts", metavar="FILE", help='one prompt per line, or JSON lines with "prompt" or "messages"; - is stdin')
+    add("--model", metavar="DIR_OR_NAME", help="converted checkpoint: a folder, or a name in ~/.cache/dllm_jax")
+    add("--dtype", help="bfloat16, float16 or float32; as stored by default")
+    add("--list", action="store_true", help="print the rules with their options and the cache policies")
+    _add_sampling(parser.add_argument_group("sampling"))
+    _add_rule_options(parser.add_argument_group("options of the rules", "see --list for what they mean"))
+    _add_output(parser.add_argument_group("output"))
+    return parser
+
+
+def _add_sampling(group: Any) -> None:
+    add = group.add_argument
+    add("--rule", default="threshold", metavar="RULE", help=f"{', '.join(RULES)} (default: threshold)")
+    add("--cache", default="dual", metavar="CACHE", help=f"{', '.join(CACHES)} (default: dual)")
+    add("--gen-length", type=int, default=256, metavar="N", help="positions to generate (default: 256)")
+    add("--block-length", type=int, default=32, metavar="N", help="length of a block, 0 is one block (default: 32)")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 takes the most probable token (default)")
+    add("--top-p", type=float, metavar="P", help="draw from the smallest set of tokens above this probability")
+    add("--top-k", type=int, metavar="N", help="draw from so many most probable tokens")
+    add("--cfg", type=float, default=0.0, metavar="SCALE", help="classifier-free guidance (default: 0, none)")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end an answer before this text; repeatable")
+    add("--stop-id", action="append", default=[], type=int, metavar="ID", help="the same for a token id")
+    add("--ignore-eos", action="store_true", help="go on behind the model's end tokens")
+    add("--fill-after-eos", action="store_true", help="write nothing more behind an end-of-sequence token")
+    add("--canvas-length", type=int, metavar="N", help="pad prompt and canvas with masks to this length")
+    add("--chat", action="store_true", help="take a prompt as a user's message in the model's chat format")
+    add("--system", metavar="TEXT", help="system message; implies --chat")
+    add("--seed", type=int, default=0, metavar="N", help="of the random numbers, where any are drawn (default: 0)")
+    add("--batch-size", type=int, metavar="N", help="prompts sampled together (default: all)")
+
+
+def _add_rule_options(group: Any) -> None:
+    for option, takers in _rule_options().items():
+        rules = ", ".join(f"{rule} (default: {_default(field)})" for rule, field in takers.items())
+        choices = sorted({choice for rule in takers for choice in _choices(RULES[rule], option)})
+        about = f"of {rules}" + (f": {', '.join(choices)}" if choices else "")
+        group.add_argument(_flag(option), dest=f"rule_{option}", metavar="VALUE", help=about.replace("%", "%%"))
+
+
+def _add_output(group: Any) -> None:
+    add = group.add_argument
+    add("--json", action="store_true", help="one JSON object per prompt: text, tokens, trajectory, speed, settings")
+    add("--no-live", action="store_true", help="do not show the canvas while it is being unmasked")
+    add("--delay", type=float, metavar="SECONDS", help="of the live view, after each forward")
+
+
+def _rule_options() -> dict[str, dict[str, dataclasses.Field]]:
+    """Option -> rule -> field, of everything that rules can be told."""
+    options: dict[str, dict[str, dataclasses.Field]] = {}
+    for name, rule in RULES.items():
+        for field in _fields(rule):
+            options.setdefault(field.name, {})[name] = field
+    return options
+
+
+def _fields(rule: type[Rule]) -> list[dataclasses.Field]:
+    return [field for field in dataclasses.fields(rule) if field.name != "compat"]  # type: ignore[arg-type]
+
+
+def _flag(option: str) -> str:
+    return "--" + option.replace("_", "-")
+
+
+def _default(field: dataclasses.Field) -> str:
+    if field.default is dataclasses.MISSING:
+        return "one per token" if field.name == "steps" else "required"
+    return "none" if field.default is None else str(field.default)
+
+
+def _run(options: argparse.Namespace) -> None:
+    if options.list:
+        print(_listing())
+        return
+    if options.model is None:
+        raise DllmError("no model was named; pass --model DIR_OR_NAME")
+    check_number("delay", options.delay, 0.0)
+    check_number("batch_size", options.batch_size, 1)
+    prompts, settings = _prompts(options), _settings(options)
+    sampler = prepare(_outline(options.model), prompts, **settings)[0]  # mistakes come before gigabytes are read
+    with Console(stderr=True).status(f"loading {options.model}", spinner="line"):
+        model = dllm_jax.load(options.model, dtype=options.dtype)
+    if sys.stdout.isatty() and len(prompts) == 1 and not (options.json or options.no_live):
+        _show_live(model, prompts[0], sampler, settings, options.delay)
+        return
+    stopwatch = _Stopwatch()
+    answers = generate(model, prompts, batch_size=options.batch_size, run=stopwatch, **settings)
+    size = min(options.batch_size or len(prompts), len(prompts))
+    if options.json:
+        told = _told(options, model, sampler)
+        for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            print(json.dumps(_json(prompt, answer, stopwatch.seconds[i // size], stopwatch.compile_seconds, told)))
+        return
+    for i, answer in enumerate(answers):
+        if len(answers) > 1:
+            print(f"--- {i + 1} of {len(answers)}")
+        print(_for_terminal(answer.text) if sys.stdout.isatty() else answer.text)
+    speed = f"{sum(stopwatch.seconds):.3f} s, compiled before in {stopwatch.compile_seconds:.1f} s"
+    _print_statistics(_statistics(answers, sum(stopwatch.seconds), speed, model, sampler))
+
+
+def _show_live(
+    model: Model, prompt: Prompt, sampler: BlockSampler, settings: dict[str, Any], delay: float | None
+) -> None:
+    watched = watch(model, prompt, delay=delay, keep=False, **settings)
+    print(_for_terminal(watched.generation.text))
+    speed = (
+        f"{watched.seconds:.3f} s of single steps for the live view, compiled before in "
+        f"{watched.compile_seconds:.1f} s; --no-live runs them as one program"
+    )
+    _print_statistics(_statistics([watched.generation], watched.seconds, speed, model, sampler))
+
+
+class _Stopwatch:
+    """Runs batches like `sample_jit`, all by one program that is compiled ahead of the first, and times each."""
+
+    def __init__(self) -> None:
+        self.compile_seconds, self.seconds = 0.0, list[float]()
+        self._program: Any = None
+
+    def __call__(self, *arguments: Any, **options: Any) -> Result:
+        first = self._program is None
+        if first:
+            start = time.perf_counter()
+            self._program = sample_jit.lower(*arguments, **options).compile()
+            self.compile_seconds = time.perf_counter() - start
+        result, took = self._timed(*arguments, **options)
+        if first and took < SHORT_RUN:  # a program's first call also loads it, which shows where it is short
+            self.compile_seconds += took
+            result, took = self._timed(*arguments, **options)
+        self.seconds.append(took)
+        return result
+
+    def _timed(self, *arguments: Any, **options: Any) -> tuple[Result, float]:
+        start = time.perf_counter()
+        result = jax.block_until_ready(self._program(*arguments, **options))
+        return result, time.perf_counter() - start
+
+
+def _outline(path_or_name: str) -> Model:
+    """The model without its parameters."""
+    folder = checkpoint.find(path_or_name)
+    config = checkpoint.load_config(folder)
+    tokenizer = Tokenizer.from_folder(folder, config) if has_tokenizer(folder) else None
+    return Model(config, {}, tokenizer, folder.resolve().name, folder)
+
+
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    """The options as `generate` takes them."""
+    given = {name.removeprefix("rule_"): v for name, v in vars(options).items() if name.startswith("rule_")}
+    numbers = {name: _value(options.rule, name, text) for name, text in given.items() if text is not None}
+    return {
+        "rule": options.rule,
+        **numbers,
+        "cache": options.cache,
+        "gen_length": options.gen_length,
+        "block_length": options.block_length or None,
+        "temperature": options.temperature,
+        "top_p": options.top_p,
+        "top_k": options.top_k,
+        "guidance": options.cfg,
+        "stop": [*options.stop, *options.stop_id],
+        "ignore_eos": options.ignore_eos,
+        "fill_after_eos": options.fill_after_eos,
+        "canvas_length": options.canvas_length,
+        "chat": options.chat,
+        "system": options.system,
+        "seed": options.seed,
+    }
+
+
+def _value(rule: str, option: str, text: str) -> Any:
+    """What was written for a rule's option, as the type its field wants; as text where the rule has no such option."""
+    kinds = _kinds(typing.get_type_hints(RULES[rule]).get(option)) if rule in RULES else set()
+    try:
+        if float in kinds:
+            return float(text)
+        if int in kinds:
+            return int(text)
+        return {"true": True, "false": False}[text] if bool in kinds else text
+    except (ValueError, KeyError):
+        wanted = "number" if float in kinds else "whole number" if int in kinds else "true or false"
+        raise DllmError(f"{_flag(option)} {text!r} is no {wanted}") from None
+
+
+def _kinds(hint: Any) -> set[Any]:
+    """The types that a field's annotation allows."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return {kind for part in typing.get_args(hint) for kind in _kinds(part)}
+    return {str} if typing.get_origin(hint) is typing.Literal else {hint}
+
+
+def _choices(rule: type[Rule], option: str) -> tuple[Any, ...]:
+    hint = typing.get_type_hints(rule)[option]
+    return typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
+
+
+def _prompts(options: argparse.Namespace) -> list[Any]:
+    if options.prompt and options.prompts is not None:
+        raise DllmError("prompts were given both on the command line and by --prompts; choose one")
+    if options.prompt:
+        return options.prompt
+    if options.prompts is not None:
+        return _prompts_of_file(options.prompts)
+    if sys.stdin is None or sys.stdin.isatty():
+        raise DllmError("no prompt was given; write one behind the command, or name a file by --prompts")
+    return [_read("-").removesuffix("\n")]
+
+
+def _prompts_of_file(name: str) -> list[Any]:
+    """The prompts in a file, one per line that is not blank."""
+    where = "line" if name == "-" else f"{name} line"
+    lines = [line.removesuffix("\r") for line in _read(name).split("\n")]
+    numbered = [(f"{where} {number}", line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not numbered:
+        raise DllmError(f"{'the standard input' if name == '-' else name} has no prompts; write one per line")
+    if name.endswith(JSON_LINES) or _is_entry(numbered[0][1]):
+        return [_entry(line, where) for where, line in numbered]
+    return [line for _, line in numbered]
+
+
+def _read(name: str) -> str:
+    try:
+        return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DllmError(f"{'the standard input' if name == '-' else name} could not be read ({error})") from None
+
+
+def _is_entry(line: str) -> bool:
+    """Whether the first line of a file without a telling name is a JSON line."""
+    with contextlib.suppress(json.JSONDecodeError, RecursionError):
+        entry = json.loads(line)
+        return isinstance(entry, dict) and not {"prompt", "messages"}.isdisjoint(entry)
+    return False
+
+
+def _entry(line: str, where: str) -> Any:
+    try:
+        entry = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise DllmError(f"{where} is not valid JSON ({error})") from None
+    if not isinstance(entry, dict) or ("prompt" in entry) == ("messages" in entry):
+        raise DllmError(f'{where} must be an object with either "prompt" or "messages"')
+    prompt = entry.get("prompt", entry.get("messages"))
+    if not isinstance(prompt, list if "messages" in entry else (str, list)):
+        raise DllmError(f"{where}: {prompt!r} is no prompt; a text, token ids or messages are")
+    return prompt
+
+
+def _statistics(answers: Sequence[Generation], seconds: float, speed: str, model: Model, sampler: BlockSampler) -> str:
+    """One line of numbers; of several prompts the sums."""
+    nfe, full = sum(answer.nfe for answer in answers), sum(answer.full_forwards for answer in answers)
+    tokens = sum(len(answer.tokens) for answer in answers)
+    parts = [
+        *([f"{len(answers)} prompts"] if len(answers) > 1 else []),
+        f"NFE {nfe} ({full} full + {nfe - full} window)",
+        f"{tokens} tokens, {tokens / max(nfe, 1):.2f} per forward",
+        f"{tokens / seconds:.1f} tokens/s ({speed})",
+        title(sampler),
+        f"{model.name}, {_dtype(model)} on {_device(model)}",
+    ]
+    return " | ".join(parts)
+
+
+def _print_statistics(line: str) -> None:
+    """Below the text on a terminal, else apart from it."""
+    stream = sys.stdout if sys.stdout.isatty() else sys.stderr
+    ascii_only = not (stream.encoding or "").lower().startswith("utf")
+    print(printable(line.replace("×", "x") if ascii_only else line, ascii_only), file=stream)
+
+
+def _dtype(model: Model) -> str:
+    return next(iter(model.params.values())).dtype.name
+
+
+def _device(model: Model) -> str:
+    devices = sorted(next(iter(model.params.values())).devices(), key=lambda device: device.id)
+    return f"{len(devices)} x {devices[0].device_kind}" if len(devices) > 1 else devices[0].device_kind
+
+
+def _for_terminal(text: str) -> str:
+    """An answer as it is, but for characters that would steer the terminal."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: printable(match[0]), text)
+
+
+def _told(options: argparse.Namespace, model: Model, sampler: BlockSampler) -> dict[str, Any]:
+    """The settings of a run, for its JSON."""
+    asked = {**_settings(options), "batch_size": options.batch_size}
+    versions = {"dllm_jax": dllm_jax.__version__, "jax": jax.__version__, "python": platform.python_version()}
+    return {
+        "model": model.name,
+        **{name: _finite(asked[name]) for name in asked if f"rule_{name}" not in options},
+        "rule": {name: _finite(value) for name, value in rule_settings(sampler.rule).items()},
+        "cache": cache_name(sampler),
+        "block_length": sampler.width,
+        "device": _device(model),
+        "dtype": _dtype(model),
+        "versions": versions,
+    }
+
+
+def _finite(value: Any) -> Any:
+    """Infinity as text, since JSON has no number for it."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _json(
+    prompt: Any, answer: Generation, seconds: float, compile_seconds: float, settings: dict[str, Any]
+) -> dict[str, Any]:
+    """One prompt's line; `seconds` is the time of its whole batch."""
+    return {
+        "prompt": prompt,
+        "text": answer.text,
+        "tokens": answer.tokens,
+        "prompt_tokens": answer.prompt_tokens,
+        "nfe": answer.nfe,
+        "full_forwards": answer.full_forwards,
+        "tokens_per_forward": answer.tokens_per_forward,
+        "seconds": seconds,
+        "compile_seconds": compile_seconds,
+        "tokens_per_second": len(answer.tokens) / seconds,
+        "trajectory": answer.decoded_at,
+        "canvas": answer.canvas,
+        "settings": settings,
+    }
+
+
+def _listing() -> str:
+    """All rules with their options, and all cache policies."""
+    width = min(shutil.get_terminal_size().columns, 110)
+    lines = ["rules, by --rule:"]
+    for name, rule in RULES.items():
+        lines += ["", *_wrapped(f"{name}: {_summary(rule)}", width, "  ")]
+        about = _attribute_docs(rule)
+        for field in _fields(rule):
+            choices = ", ".join(_choices(rule, field.name))
+            values = f"(default: {_default(field)}{choices and f'; one of {choices}'})"
+            lines += _wrapped(f"    {_flag(field.name)} {values} {about.get(field.name, '')}", width, "        ")
+    lines += ["", "cache policies, by --cache:", ""]
+    for name, policy in CACHES.items():
+        lines += _wrapped(f"{name}: {_summary(policy)}", width, "  ")
+    return "\n".join(lines)
+
+
+def _wrapped(text: str, width: int, indent: str) -> Iterator[str]:
+    yield from textwrap.wrap(text, width, subsequent_indent=indent)
+
+
+def _summary(kind: type) -> str:
+    """The first paragraph of a class's documentation on one line."""
+    return " ".join((inspect.getdoc(kind) or "").partition("\n\n")[0].split())
+
+
+def _attribute_docs(kind: type) -> dict[str, str]:
+    """Attribute -> its sentence in the class's documentation."""
+    section = (inspect.getdoc(kind) or "").partition("Attributes:\n")[2]
+    found = re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", section, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in found}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

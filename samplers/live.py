@@ -1,0 +1,253 @@
+"""The canvas on a terminal while it is being unmasked, one forward after another.
+
+watched = watch(model, "Question", rule="eb", gamma=0.2)      # or watch(model, "Question", sampler)
+print(watched.generation.text)
+"""
+
+import codecs
+import dataclasses
+import functools
+import itertools
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from rich.cells import cell_len, chop_cells
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.text import Text
+
+from dllm_jax import DllmError, Model
+from samplers.block import BlockSampler
+from samplers.caches import CACHES
+from samplers.engine import Result, stream
+from samplers.generate import Generation, Prompt, answer, pad_prompts, prepare
+from samplers.rules import RULES, Rule
+from samplers.rules.base import check_number
+
+END = "\x03"  # stands for any end token until a frame is drawn
+SHORTEST_FRAME, LONGEST_SHOW = 0.1, 8.0  # seconds that an automatic delay aims at
+
+MASK, FRESH, END_STYLE, BORDER = "dim", "bold reverse green", "dim", "dim"
+
+
+class Watched(NamedTuple):
+    """What `watch` saw.
+
+    Attributes:
+        generation: the same as `generate` gives.
+        seconds: time of the forwards, each a call of its own; drawing and delays are not in it.
+        compile_seconds: time before, for compiling a step.
+    """
+
+    generation: Generation
+    seconds: float
+    compile_seconds: float
+
+
+class Glyphs(NamedTuple):
+    """Characters a frame is drawn with."""
+
+    mask: str
+    border: str
+    dot: str
+    times: str
+    marks: dict[str, str]
+
+
+UNICODE = Glyphs("░", "│", "·", "×", {"\n": "↵", "\t": "⇥", END: "∎"})
+ASCII = Glyphs("_", "|", "-", "x", {"\n": "\\n", "\t": "\\t", END: "$"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Canvas:
+    """One moment of a generation; print it with rich.
+
+    Attributes:
+        header: facts for the line above.
+        texts: what stands at each position, None where it is masked.
+        fresh: positions that the last forward committed.
+        block_length: positions between two borders.
+    """
+
+    header: Sequence[str]
+    texts: Sequence[str | None]
+    fresh: Collection[int]
+    block_length: int
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        glyphs = ASCII if options.ascii_only else UNICODE
+        header = printable(f" {glyphs.dot} ".join(self.header).replace("×", glyphs.times), options.ascii_only)
+        yield Text(header, style="bold", no_wrap=True, overflow="crop")
+        lines, focus = self._lines(glyphs, options)
+        rows = max(options.max_height - 2, 1)  # the header, and a line that stays free for the cursor
+        if console.is_terminal and len(lines) > rows:
+            start = min(max(focus - rows // 3, 0), len(lines) - rows)
+            lines = lines[start : start + rows]
+        yield from lines
+
+    def _lines(self, glyphs: Glyphs, options: ConsoleOptions) -> tuple[list[Text], int]:
+        """The canvas, broken between tokens, and the number of the line with the first mask."""
+        line = functools.partial(Text, no_wrap=True, overflow="crop")
+        lines, used, focus, width = [line()], 0, None, max(options.max_width, 1)
+        for piece, style, masked in self._pieces(glyphs, options.ascii_only):
+            for part in chop_cells(piece, width) if cell_len(piece) > width else [piece]:
+                if used + cell_len(part) > width:
+                    lines, used = [*lines, line()], 0
+                lines[-1].append(part, style)
+                used += cell_len(part)
+            focus = len(lines) - 1 if masked and focus is None else focus
+        return lines, len(lines) - 1 if focus is None else focus
+
+    def _pieces(self, glyphs: Glyphs, ascii_only: bool) -> Iterator[tuple[str, str, bool]]:
+        """(text, style, whether it is a mask) of everything in the canvas."""
+        for position, text in enumerate(self.texts):
+            if position and position % self.block_length == 0:
+                yield glyphs.border, BORDER, False
+            if text is None:
+                yield glyphs.mask, MASK, True
+                continue
+            style = FRESH if position in self.fresh else END_STYLE if text == END else ""
+            yield printable(text, ascii_only, glyphs.marks), style, False
+
+
+def printable(text: str, ascii_only: bool = False, marks: dict[str, str] | None = None) -> str:
+    """A text that moves no cursor and that every terminal can take: marks for some characters, escapes for others."""
+    marks = marks or {}
+    shown = (marks.get(c) or (c if c.isprintable() else c.encode("unicode_escape").decode()) for c in text)
+    return "".join(shown).encode("ascii" if ascii_only else "utf-8", "backslashreplace").decode()
+
+
+class Speller:
+    """What committed tokens look like: a character appears at the token that completes it, parts of one as \\xNN."""
+
+    def __init__(self, model: Model) -> None:
+        self._piece, self._names = _piece_of(model), dict[int, str]()
+        if model.tokenizer is not None:
+            self._names |= {token: name for name, token in model.tokenizer.special_tokens.items()}
+        self._names |= dict.fromkeys((model.config.eos_id, *model.config.end_ids), END)
+
+    def __call__(self, tokens: Sequence[int], written: Sequence[bool]) -> list[str | None]:
+        """One text per position, None where nothing is written."""
+        texts: list[str | None] = [None] * len(tokens)
+        plain = [shown and token not in self._names for token, shown in zip(tokens, written, strict=True)]
+        decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+        for i, token in enumerate(tokens):
+            if plain[i]:
+                ends = not any(plain[i + 1 : i + 2])  # nothing follows that could complete a character
+                texts[i] = decoder.decode(self._piece(token) or f"<{token}>".encode(), final=ends)
+            elif written[i]:
+                texts[i] = self._names[token]
+        return texts
+
+
+def _piece_of(model: Model) -> Callable[[int], bytes]:
+    """The bytes of a token; ids as numbers where there is no tokenizer."""
+    tokenizer = model.tokenizer
+    if tokenizer is None:
+        return lambda token: f"{token} ".encode()
+    try:
+        return tokenizer.token_bytes().__getitem__
+    except DllmError:  # not byte-level: neighbours cannot complete each other's characters
+        return functools.cache(lambda token: tokenizer.decode([token], skip_special=False).encode())
+
+
+def rule_settings(rule: Rule) -> dict[str, Any]:
+    """A rule as plain values: {"name": ..., its numbers and choices}."""
+    name = next((name for name, kind in RULES.items() if type(rule) is kind), type(rule).__name__)
+    fields = [field.name for field in dataclasses.fields(rule) if field.name != "compat"]  # type: ignore[arg-type]
+    return {"name": name, **{field: getattr(rule, field) for field in fields}}
+
+
+def cache_name(sampler: BlockSampler) -> str:
+    """The name of a sampler's cache policy."""
+    kind = type(sampler.cache)
+    return next((name for name, known in CACHES.items() if kind is known), kind.__name__)
+
+
+def title(sampler: BlockSampler) -> str:
+    """A sampler in a few words: `eb gamma=0.1 proxy=entropy × dual`, or `threshold=0.9 × dual`."""
+    settings = rule_settings(sampler.rule)
+    name = settings.pop("name")
+    numbers = [f"{option}={value}" for option, value in settings.items() if value is not None]
+    head = [] if name in settings else [name]
+    return f"{' '.join(head + numbers)} × {cache_name(sampler)}"
+
+
+_result_jit = jax.jit(lambda sampler, denoiser, state: sampler.result(denoiser, state))
+
+
+def watch(
+    model: Model,
+    prompt: Prompt,
+    sampler: BlockSampler | None = None,
+    *,
+    chat: bool = False,
+    system: str | None = None,
+    seed: int = 0,
+    delay: float | None = None,
+    console: Console | None = None,
+    keep: bool = True,
+    **options: Any,
+) -> Watched:
+    """Answers one prompt and draws the canvas after every forward.
+
+    Args:
+        prompt, sampler, chat, system, seed, options: as in `samplers.generate`, for a single prompt.
+        delay: seconds to wait after a frame; by default just long enough that a small model can be followed.
+        console: where to draw; the standard output by default.
+        keep: leave the last frame on the screen.
+
+    Raises:
+        DllmError: for bad prompts or options; before anything is compiled.
+    """
+    check_number("delay", delay, 0.0)
+    sampler, rows, keys = prepare(model, [prompt], sampler=sampler, chat=chat, system=system, seed=seed, **options)
+    states = functools.partial(stream, sampler, model.denoiser, *pad_prompts(rows), key=keys)
+    look = functools.partial(_result_jit, sampler, model.denoiser)
+    draw = functools.partial(_canvas, sampler, Speller(model))
+    blank = Canvas(["compiling", title(sampler)], [None] * sampler.gen_length, (), sampler.width)
+    with Live(blank, console=console, auto_refresh=False, transient=not keep) as live:
+        live.refresh()
+        start = time.perf_counter()
+        for state in itertools.islice(states(), 3):
+            jax.block_until_ready(look(state))
+        compile_seconds = time.perf_counter() - start
+        seconds = 0.0
+        for state, took in _timed(states()):
+            seconds += took
+            result = jax.device_get(look(state))
+            live.update(draw(result), refresh=True)
+            time.sleep(_automatic(sampler.gen_length, took) if delay is None else delay)
+        live.update(draw(result, last=True), refresh=True)
+    return Watched(answer(model, rows[0], result, 0, options.get("stop", ())), seconds, compile_seconds)
+
+
+def _timed(states: Iterator[Any]) -> Iterator[tuple[Any, float]]:
+    """(state, seconds it took to come about)."""
+    while True:
+        start = time.perf_counter()
+        state = jax.block_until_ready(next(states, None))
+        if state is None:
+            return
+        yield state, time.perf_counter() - start
+
+
+def _automatic(gen_length: int, took: float) -> float:
+    """Delay after a forward: a frame stays for a tenth of a second, less where very many may come."""
+    return max(min(SHORTEST_FRAME, LONGEST_SHOW / gen_length) - took, 0.0)
+
+
+def _canvas(sampler: BlockSampler, spell: Speller, result: Result, last: bool = False) -> Canvas:
+    """A frame of the only row of a result."""
+    decoded_at, nfe, full = result.decoded_at[0].tolist(), int(result.nfe[0]), int(result.full_forwards[0])
+    written = [at >= 0 for at in decoded_at]
+    fresh = () if last else {i for i, at in enumerate(decoded_at) if at == nfe - 1 and at >= 0}
+    header = [
+        f"forward {nfe}",
+        f"NFE {full} full + {nfe - full} window",
+        f"{written.count(False)} masks left",
+        title(sampler),
+    ]
+    return Canvas(header, spell(result.tokens[0].tolist(), written), fresh, sampler.width)
