@@ -2,7 +2,7 @@
 
 import functools
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ def init_params(
 
 
 @functools.lru_cache(maxsize=256)
-def _init_tensor(spec: ParamSpec, dtype: jnp.dtype, sharding: Sharding | None):
+def _init_tensor(spec: ParamSpec, dtype: jnp.dtype, sharding: Sharding | None) -> Callable[[jax.Array], jax.Array]:
     def init(key: jax.Array) -> jax.Array:
         if spec.init == "ones":
             return jnp.ones(spec.shape, dtype)

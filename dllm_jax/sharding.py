@@ -83,7 +83,7 @@ def param_shardings(config: ModelConfig, mesh: Mesh, rules: ShardingRules | None
                 parts *= mesh.shape[mesh_axis]
             if size % parts:
                 raise DllmError(
-                    f"{name}: axis {axis} of {size} does not split over {parts} devices; use fewer or map {axis} to None"
+                    f"{name}: axis {axis} of {size} does not split over {parts} devices; map {axis} to None"
                 )
         shardings[name] = NamedSharding(mesh, partition)
     return shardings

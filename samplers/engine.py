@@ -37,15 +37,10 @@ class Result:
 class Sampler(Protocol[State]):
     """A sampler: a pytree whose numbers are traced leaves, with four pure functions."""
 
-    def init(
-        self,
-        denoiser: DenoiserLike,
-        prompt: jax.Array,
-        prompt_lengths: jax.Array | None = None,
-        *,
-        key: jax.Array | None = None,
-        **options: Any,
-    ) -> State: ...
+    @property
+    def init(self) -> Callable[..., State]:
+        """(denoiser, prompt [B, P], prompt_lengths [B] or None, *, key, ...) -> the state before the first step."""
+        ...
 
     def step(self, denoiser: DenoiserLike, state: State) -> State: ...
 

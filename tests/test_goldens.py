@@ -1,8 +1,8 @@
 """Every case of every golden file in `--goldens DIR`, through the public API, on checkpoints made by `convert`.
 
-Ids read `<file stem>/<case name>`: `-k fast-dllm` selects one file. A family is a file stem in `golden_families.FAMILIES`;
-a file of a family that is not implemented yet is skipped by name. Assets and checkpoints are looked up beside the JSON
-first, then in the project's own copy.
+Ids read `<file stem>/<case name>`: `-k fast-dllm` selects one file. A family is a file stem in
+`golden_families.FAMILIES`; a file of a family that is not implemented yet is skipped by name. Assets and checkpoints
+are looked up beside the JSON first, then in the project's own copy.
 """
 
 import json

@@ -1,6 +1,7 @@
 """What a cache policy is: how one step's hidden states come about, and which keys and values are kept for the next."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -15,10 +16,17 @@ from dllm_jax.pytree import pytree, vary_like
 class DenoiserLike(Protocol):
     """What samplers need of a model: `dllm_jax.Denoiser`, or anything else with these methods that is a pytree."""
 
-    mask_id: int
-    eos_id: int
-    vocab_size: int
-    min_prompt_length: int
+    @property
+    def mask_id(self) -> int: ...
+
+    @property
+    def eos_id(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def min_prompt_length(self) -> int: ...
 
     def empty_cache(self, batch: int, length: int) -> KVCache: ...
 
@@ -142,10 +150,11 @@ def switch_in_place(index: jax.Array, branches: Sequence[Forward], kv: KVCache) 
     shape = jax.eval_shape(branches[0], kv)[0]
     hidden = vary_like(index, jnp.zeros(shape.shape, shape.dtype))
     for number, branch in enumerate(branches):
-        pending = index == number
-        _, hidden, kv = lax.while_loop(
-            lambda carry: carry[0],
-            lambda carry, branch=branch: (carry[0] & False, *branch(carry[2])),
-            (pending, hidden, kv),
-        )
+        carry = (index == number, hidden, kv)
+        _, hidden, kv = lax.while_loop(lambda carry: carry[0], functools.partial(_once, branch), carry)
     return hidden, kv
+
+
+def _once(branch: Forward, carry: tuple[jax.Array, jax.Array, KVCache]) -> tuple[jax.Array, jax.Array, KVCache]:
+    pending, _, kv = carry
+    return (pending & False, *branch(kv))
