@@ -62,6 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        print("error: the device ran out of memory; use a smaller --batch-size or --gen-length", file=sys.stderr)
+        return 2
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
@@ -133,7 +138,9 @@ def _rule_options() -> dict[str, dict[str, dataclasses.Field]]:
 
 
 def _fields(rule: type[Rule]) -> list[dataclasses.Field]:
-    return [field for field in dataclasses.fields(rule) if field.name != "compat"]  # type: ignore[arg-type]
+    """Fields that can be written on a command line, without the quirks of official code."""
+    fields = [field for field in dataclasses.fields(rule) if field.name != "compat"]  # type: ignore[arg-type]
+    return [field for field in fields if _kinds(rule, field.name) & {int, float, bool, str}]
 
 
 def _flag(option: str) -> str:
@@ -163,30 +170,26 @@ def _run(options: argparse.Namespace) -> None:
         return
     stopwatch = _Stopwatch()
     answers = generate(model, prompts, batch_size=options.batch_size, run=stopwatch, **settings)
-    size = min(options.batch_size or len(prompts), len(prompts))
     if options.json:
         told = _told(options, model, sampler)
         for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-            print(json.dumps(_json(prompt, answer, stopwatch.seconds[i // size], stopwatch.compile_seconds, told)))
+            seconds = stopwatch.seconds[i // (options.batch_size or len(prompts))]
+            print(json.dumps(_json(prompt, answer, seconds, stopwatch.compile_seconds, told)))
         return
-    for i, answer in enumerate(answers):
-        if len(answers) > 1:
-            print(f"--- {i + 1} of {len(answers)}")
-        print(_for_terminal(answer.text) if sys.stdout.isatty() else answer.text)
-    speed = f"{sum(stopwatch.seconds):.3f} s, compiled before in {stopwatch.compile_seconds:.1f} s"
-    _print_statistics(_statistics(answers, sum(stopwatch.seconds), speed, model, sampler))
+    _print_texts(answers)
+    seconds = sum(stopwatch.seconds)
+    speed = f"{seconds:.3f} s, compiled before in {stopwatch.compile_seconds:.1f} s"
+    _print_statistics(answers, seconds, speed, model, sampler)
 
 
 def _show_live(
     model: Model, prompt: Prompt, sampler: BlockSampler, settings: dict[str, Any], delay: float | None
 ) -> None:
     watched = watch(model, prompt, delay=delay, keep=False, **settings)
-    print(_for_terminal(watched.generation.text))
-    speed = (
-        f"{watched.seconds:.3f} s of single steps for the live view, compiled before in "
-        f"{watched.compile_seconds:.1f} s; --no-live runs them as one program"
-    )
-    _print_statistics(_statistics([watched.generation], watched.seconds, speed, model, sampler))
+    _print_texts([watched.generation])
+    steps = f"{watched.seconds:.3f} s of single steps for the live view"
+    speed = f"{steps}, compiled before in {watched.compile_seconds:.1f} s; --no-live runs them as one program"
+    _print_statistics([watched.generation], watched.seconds, speed, model, sampler)
 
 
 class _Stopwatch:
@@ -249,7 +252,7 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
 
 def _value(rule: str, option: str, text: str) -> Any:
     """What was written for a rule's option, as the type its field wants; as text where the rule has no such option."""
-    kinds = _kinds(typing.get_type_hints(RULES[rule]).get(option)) if rule in RULES else set()
+    kinds = _kinds(RULES[rule], option) if rule in RULES else set()
     try:
         if float in kinds:
             return float(text)
@@ -261,11 +264,12 @@ def _value(rule: str, option: str, text: str) -> Any:
         raise DllmError(f"{_flag(option)} {text!r} is no {wanted}") from None
 
 
-def _kinds(hint: Any) -> set[Any]:
-    """The types that a field's annotation allows."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return {kind for part in typing.get_args(hint) for kind in _kinds(part)}
-    return {str} if typing.get_origin(hint) is typing.Literal else {hint}
+def _kinds(rule: type[Rule], option: str) -> set[Any]:
+    """The types that an option may have; a choice between words is a string."""
+    hint = typing.get_type_hints(rule).get(option)
+    united = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    parts = typing.get_args(hint) if united else (hint,)
+    return {str if typing.get_origin(part) is typing.Literal else part for part in parts}
 
 
 def _choices(rule: type[Rule], option: str) -> tuple[Any, ...]:
@@ -325,8 +329,17 @@ def _entry(line: str, where: str) -> Any:
     return prompt
 
 
-def _statistics(answers: Sequence[Generation], seconds: float, speed: str, model: Model, sampler: BlockSampler) -> str:
-    """One line of numbers; of several prompts the sums."""
+def _print_texts(answers: Sequence[Generation]) -> None:
+    for number, answer in enumerate(answers, start=1):
+        if len(answers) > 1:
+            print(f"--- {number} of {len(answers)}")
+        print(_for_terminal(answer.text) if sys.stdout.isatty() else answer.text)
+
+
+def _print_statistics(
+    answers: Sequence[Generation], seconds: float, speed: str, model: Model, sampler: BlockSampler
+) -> None:
+    """One line, below the text on a terminal, else apart from it; of several prompts the sums."""
     nfe, full = sum(answer.nfe for answer in answers), sum(answer.full_forwards for answer in answers)
     tokens = sum(len(answer.tokens) for answer in answers)
     parts = [
@@ -337,12 +350,7 @@ def _statistics(answers: Sequence[Generation], seconds: float, speed: str, model
         title(sampler),
         f"{model.name}, {_dtype(model)} on {_device(model)}",
     ]
-    return " | ".join(parts)
-
-
-def _print_statistics(line: str) -> None:
-    """Below the text on a terminal, else apart from it."""
-    stream = sys.stdout if sys.stdout.isatty() else sys.stderr
+    line, stream = " | ".join(parts), sys.stdout if sys.stdout.isatty() else sys.stderr
     ascii_only = not (stream.encoding or "").lower().startswith("utf")
     print(printable(line.replace("×", "x") if ascii_only else line, ascii_only), file=stream)
 
