@@ -1,0 +1,86 @@
+"""The likelihood estimate against exact sums on a tiny answer, and the greedy check against the sampler."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dllm_jax import DllmError
+from samplers import BlockSampler, TopK, sample_jit
+from samplers.likelihood import is_greedy, log_likelihood, mask_counts, masked_loss, perturb
+
+PROMPT = jnp.asarray([ord(char) for char in "Q: Tom has 12 books. Tom buys 23.\nA: "])
+estimate = jax.jit(log_likelihood, static_argnames=("num_samples", "batch_size"))
+
+
+def test_counts_cover_every_number_evenly() -> None:
+    """With as many rows as answer tokens each number of masks occurs once, whatever was drawn first."""
+    for first in (1, 3, 7):
+        assert sorted(np.asarray(mask_counts(jnp.asarray(first), 7, 7)).tolist()) == list(range(1, 8))
+
+
+def test_perturb_masks_what_it_says() -> None:
+    answer = jnp.arange(10, 16)
+    copies, ratio = perturb(jax.random.key(1), answer, jnp.asarray(5), 10, 99)
+    masked = np.asarray(copies == 99)
+    np.testing.assert_allclose(masked.sum(axis=1) / 5, ratio)
+    assert not masked[:, 5:].any(), "what lies behind the answer's length is never masked"
+    np.testing.assert_array_equal(np.asarray(copies)[~masked], np.tile(answer, (10, 1))[~masked])
+
+
+@pytest.mark.parametrize("fixture", ["llada_tiny", "dream_tiny"])
+def test_estimate_is_unbiased(request, fixture: str) -> None:
+    """The mean of many draws is the exact bound: the mean over counts and subsets of loss times length / count."""
+    denoiser = request.getfixturevalue(fixture).denoiser
+    answer = jnp.asarray([49, 50, 43])
+    subsets = [list(s) for n in (1, 2, 3) for s in itertools.combinations(range(3), n)]
+    copies = jnp.stack([answer.at[jnp.asarray(s)].set(denoiser.mask_id) for s in subsets])
+    loss = jax.jit(masked_loss)
+    each = {len(s): [] for s in subsets}
+    for subset, copy in zip(subsets, copies, strict=True):
+        ratio = jnp.asarray([len(subset) / 3])
+        each[len(subset)].append(float(loss(denoiser, PROMPT, answer, copy[None], ratio)))
+    exact = -np.mean([np.mean(losses) for losses in each.values()])
+    found = float(estimate(denoiser, PROMPT, answer, key=jax.random.key(0), num_samples=1536, batch_size=6))
+    assert abs(found - exact) < 0.05 * abs(exact)
+
+
+def test_padding_changes_nothing(llada_tiny) -> None:
+    """Prompts and answers padded to a bucket, with their lengths as data, give the same likelihood."""
+    answer = jnp.asarray([49, 50, 43, 50])
+    options = {"num_samples": 1, "batch_size": 1, "key": jax.random.key(0)}
+    single = estimate(llada_tiny.denoiser, PROMPT, answer[:1], **options)
+    padded = estimate(
+        llada_tiny.denoiser,
+        jnp.pad(PROMPT, (0, 9)),
+        jnp.pad(answer[:1], (0, 3)),
+        prompt_length=len(PROMPT),
+        answer_length=1,
+        **options,
+    )
+    np.testing.assert_allclose(single, padded, atol=1e-4)
+
+
+def test_greedy_check_agrees_with_the_sampler(llada_tiny) -> None:
+    sampler = BlockSampler(TopK(1), gen_length=6)
+    answer = sample_jit(sampler, llada_tiny.denoiser, PROMPT[None]).tokens
+    wrong = answer.at[0, 2].set(65)
+    both = jnp.pad(jnp.concatenate([answer, wrong]), ((0, 0), (0, 2)))
+    prompts, lengths = jnp.tile(PROMPT, (2, 1)), jnp.asarray([6, 6])
+    assert jax.jit(is_greedy)(llada_tiny.denoiser, prompts, both, None, lengths).tolist() == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"num_samples": 5, "batch_size": 2}, "num_samples 5 is not a multiple of batch_size 2"),
+        ({"answer": jnp.zeros((0,), jnp.int32)}, "the answer is empty"),
+        ({"prompt": PROMPT[None]}, "must be vectors of token ids"),
+    ],
+)
+def test_bad_requests(llada_tiny, options: dict, sentence: str) -> None:
+    arguments = {"prompt": PROMPT, "answer": PROMPT[:2], "key": jax.random.key(0), **options}
+    with pytest.raises(DllmError, match=sentence):
+        log_likelihood(llada_tiny.denoiser, **arguments)

@@ -1,0 +1,295 @@
+"""Unmasking rules and scores against brute force, without a model."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from samplers import EB, Dream, Factor, LLaDA, Predictions, Sampling, Threshold, TopK
+from samplers.noise import KeyNoise, Purpose
+from samplers.predictions import predict
+from samplers.rules import BlockView, Rule
+from samplers.rules.base import rank
+from samplers.rules.eb import select
+
+WIDTH = 8  # one width, so that every example reuses the compiled operations
+
+scores = st.lists(st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.5, 0.9, 1.0]), min_size=WIDTH, max_size=WIDTH)
+masks = st.lists(st.booleans(), min_size=WIDTH, max_size=WIDTH)
+
+
+def predictions_of(confidence, entropy=None) -> Predictions:
+    confidence = jnp.asarray(confidence, jnp.float32)[None]
+    entropy = 1.0 - confidence if entropy is None else jnp.asarray(entropy, jnp.float32)[None]
+    return Predictions(
+        token=jnp.zeros(confidence.shape, jnp.int32),
+        confidence=confidence,
+        max_probability=confidence,
+        margin=confidence,
+        entropy=entropy,
+    )
+
+
+def view_of(masked, step: int = 0, block_masks: int | None = None, num_blocks: int = 1) -> BlockView:
+    masked = jnp.asarray(masked)[None]
+    count = int(masked.sum()) if block_masks is None else block_masks
+    return BlockView(
+        masked=masked,
+        positions=jnp.arange(masked.shape[1])[None],
+        first=jnp.zeros((1,), jnp.int32),
+        step=jnp.asarray([step]),
+        block_masks=jnp.asarray([count]),
+        num_blocks=jnp.asarray([num_blocks]),
+        noise=KeyNoise(jax.random.key(3)[None]),
+        nfe=jnp.asarray([step]),
+    )
+
+
+def decide(rule: Rule, confidence, masked, **view) -> list[int]:
+    chosen, _ = rule.decide(predictions_of(confidence), view_of(masked, **view), rule.init(1))
+    return np.flatnonzero(np.asarray(chosen[0])).tolist()
+
+
+def order_of(confidence, masked) -> list[int]:
+    """Masked positions by descending confidence, lower position first."""
+    return sorted((i for i in range(len(masked)) if masked[i]), key=lambda i: (-confidence[i], i))
+
+
+@settings(max_examples=60)
+@given(scores, masks)
+def test_rank_is_a_stable_sort(confidence, masked) -> None:
+    order = order_of(confidence, masked)
+    found = np.asarray(rank(jnp.asarray(confidence)[None], jnp.asarray(masked)[None]))[0]
+    assert [int(found[i]) for i in order] == list(range(len(order)))
+    assert all(found[i] >= len(order) for i in range(WIDTH) if not masked[i])
+
+
+@settings(max_examples=60)
+@given(scores, masks, st.integers(1, WIDTH))
+def test_topk(confidence, masked, k) -> None:
+    assert decide(TopK(k, proxy="confidence"), confidence, masked) == sorted(order_of(confidence, masked)[:k])
+
+
+@settings(max_examples=60)
+@given(scores, masks, st.sampled_from([0.0, 0.3, 0.5, 0.95, 1.5]))
+def test_threshold(confidence, masked, threshold) -> None:
+    order = order_of(confidence, masked)
+    wanted = {i for i in order if confidence[i] >= threshold} | set(order[:1])
+    assert decide(Threshold(threshold), confidence, masked) == sorted(wanted)
+
+
+@settings(max_examples=60)
+@given(scores, masks, st.sampled_from([0.0, 0.5, 1.0, 1.9, 3.0]), st.booleans())
+def test_factor_walks_the_list(confidence, masked, factor, compat) -> None:
+    """The walk of the published code: stop at the first n whose confidence is below 1 - factor / (n + 1)."""
+    order, taken = order_of(confidence, masked), 0
+    count = len(order)
+    for n in range(1, count + 1):
+        last_untested = compat and n == count
+        if n > 1 and not last_untested and np.float32(confidence[order[n - 1]]) < np.float32(1 - factor / (n + 1)):
+            break
+        taken = n
+    assert decide(Factor(factor, compat=compat), confidence, masked) == sorted(order[:taken])
+
+
+def eb_brute_force(error, entropy, candidates, gamma) -> list[int]:
+    order = sorted((i for i in range(len(error)) if candidates[i]), key=lambda i: (error[i], i))
+    best = 1 if order else 0
+    for j in range(1, len(order) + 1):
+        taken = [entropy[i] for i in order[:j]]
+        if sum(taken) - max(taken) <= gamma + 1e-9:
+            best = max(best, j)
+    return sorted(order[:best])
+
+
+@settings(max_examples=150)
+@given(scores, scores, masks, st.sampled_from([0.0, 0.1, 0.35, 0.5, 1.0, 2.0, math.inf]))
+def test_eb_select_equals_brute_force(error, entropy, candidates, gamma) -> None:
+    """Ties, zeros, one candidate and none, gamma 0 and infinity; values are multiples of 1/20, so sums are exact."""
+    found = select(*(jnp.asarray(x)[None] for x in (error, entropy, candidates)), gamma + 1e-6)
+    assert np.flatnonzero(np.asarray(found[0])).tolist() == eb_brute_force(error, entropy, candidates, gamma)
+
+
+def test_eb_gamma_zero_takes_one_and_infinity_all() -> None:
+    entropy = jnp.linspace(0.1, 0.8, WIDTH)[None]
+    everything = jnp.ones((1, WIDTH), bool)
+    assert int(select(entropy, entropy, everything, 0.0).sum()) == 1
+    assert int(select(entropy, entropy, everything, jnp.inf).sum()) == WIDTH
+    gammas = jnp.asarray([0.0, jnp.inf])
+    by_row = select(jnp.tile(entropy, (2, 1)), jnp.tile(entropy, (2, 1)), jnp.tile(everything, (2, 1)), gammas)
+    assert by_row.sum(axis=1).tolist() == [1, WIDTH]
+
+
+def counts_per_step(rule: Rule, masks: int) -> list[int]:
+    """How many positions each forward commits when the rule runs a block of this many masks to its end."""
+    score = jax.random.uniform(jax.random.key(0), (1, masks))
+    predictions = Predictions(jnp.zeros((1, masks), jnp.int32), score, score, score, 1.0 - score)
+
+    @jax.jit
+    def step(masked, index, state):
+        view = view_of(jnp.zeros((masks,), bool), block_masks=masks)
+        view = BlockView(**{**view.__dict__, "masked": masked, "step": index[None], "nfe": index[None]})
+        chosen, state = rule.decide(predictions, view, state)
+        done = rule.block_done(view, jnp.any(masked & ~chosen, axis=1))
+        return chosen, state, done[0]
+
+    masked, state, counts, done = jnp.ones((1, masks), bool), rule.init(1), [], False
+    while not done:
+        chosen, state, done = step(masked, jnp.int32(len(counts)), state)
+        assert not bool((chosen & ~masked).any())
+        counts.append(int(chosen.sum()))
+        masked &= ~chosen
+    assert not bool(masked.any())
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("masks", "steps", "expected"),
+    [(8, 8, [1] * 8), (16, 3, [6, 5, 5]), (8, 1, [8]), (5, 20, [1] * 5), (7, 4, [2, 2, 2, 1])],
+)
+def test_llada_quota(masks: int, steps: int, expected: list[int]) -> None:
+    assert counts_per_step(LLaDA(steps), masks) == expected
+    assert counts_per_step(LLaDA(steps, remasking="random"), masks) == expected
+    assert counts_per_step(LLaDA(steps, compat=True), masks) == expected + [0] * (steps - len(expected))
+
+
+@pytest.mark.parametrize(
+    ("masks", "steps", "expected"),
+    [
+        (32, 32, [0] + [1] * 30 + [2]),
+        (32, 16, [1] + [2] * 14 + [3]),
+        (32, 8, [3] + [4] * 6 + [5]),
+        (24, 7, [3, 3, 3, 3, 3, 4, 5]),
+        (40, 12, [3] * 9 + [4, 4, 5]),
+        (256, 256, [0] + [1] * 254 + [2]),
+        (24, 48, [0] * 25 + [1] * 22 + [2]),
+    ],
+)
+def test_dream_schedule(masks: int, steps: int, expected: list[int]) -> None:
+    """The published counts; by default the forwards that would commit nothing are not run."""
+    assert counts_per_step(Dream(steps, compat=True), masks) == expected
+    assert counts_per_step(Dream(steps), masks) == [count for count in expected if count]
+
+
+def test_dream_origin_commits_each_with_its_chance() -> None:
+    counts = counts_per_step(Dream(10, alg="origin"), 2000)
+    assert sum(counts) == 2000 and len(counts) <= 10
+    assert all(140 < count < 260 for count in counts), counts  # 200 expected each, five standard deviations
+
+
+def test_alg_temp_draws_without_replacement_by_weight() -> None:
+    """Over many draws the position with the largest score is taken most often, and any can be."""
+    confidence = jnp.asarray([[0.9, 0.5, 0.1, 0.1]])
+    predictions = Predictions(jnp.zeros((1, 4), jnp.int32), confidence, confidence, confidence, 1 - confidence)
+    rule = Dream(2, alg="maskgit_plus", alg_temp=0.5, eps=0.5)
+
+    def draw(key):
+        view = view_of([True] * 4, block_masks=4)
+        view = BlockView(**{**view.__dict__, "noise": KeyNoise(key[None])})
+        return rule.decide(predictions, view, rule.init(1))[0][0]
+
+    taken = np.asarray(jax.jit(jax.vmap(draw))(jax.random.split(jax.random.key(0), 4000)))
+    assert (taken.sum(axis=1) == 1).all()
+    share = taken.mean(axis=0)
+    weights = np.exp(np.asarray(confidence[0]) / 0.5)
+    np.testing.assert_allclose(share, weights / weights.sum(), atol=0.03)
+
+
+def test_threshold_capped_by_steps() -> None:
+    """After forward i at most (i + 1) / steps of the block is committed, whatever the threshold."""
+    assert counts_per_step(Threshold(0.0, steps=4), 16) == [4] * 4
+    assert counts_per_step(Threshold(0.0), 16) == [16]
+    assert counts_per_step(Threshold(2.0), 5) == [1] * 5
+
+
+# Scores and token choice ---------------------------------------------------------------------------------------------
+
+LOGITS = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 12)) * 3, jnp.float32)
+MASK = 5
+
+
+def test_scores_equal_their_definitions() -> None:
+    found = predict(LOGITS, Sampling(), mask_id=MASK, score_from="raw", uniform=None)
+    p = np.asarray(jax.nn.softmax(LOGITS), np.float64)
+    ordered = np.sort(p, axis=-1)[..., ::-1]
+    writable = np.where(np.arange(12) == MASK, -1, p)
+    np.testing.assert_array_equal(found.token, writable.argmax(axis=-1))
+    np.testing.assert_allclose(found.confidence, writable.max(axis=-1), rtol=1e-5)
+    np.testing.assert_allclose(found.max_probability, ordered[..., 0], rtol=1e-5)
+    np.testing.assert_allclose(found.margin, ordered[..., 0] - ordered[..., 1], atol=1e-6)
+    np.testing.assert_allclose(found.entropy, -(p * np.log(p)).sum(axis=-1), atol=1e-5)
+
+
+def test_saturated_scores_are_exact() -> None:
+    """One certain token: entropy exactly 0, confidence exactly 1; nothing is NaN with -inf logits."""
+    logits = jnp.full((1, 1, 12), -jnp.inf).at[0, 0, 3].set(7.0)
+    found = predict(logits, Sampling(), mask_id=MASK, score_from="raw", uniform=None)
+    assert [float(x[0, 0]) for x in (found.confidence, found.margin, found.entropy)] == [1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("score_from", ["raw", "sampling"])
+def test_truncation_keeps_what_it_should(score_from: str) -> None:
+    """top_p drops tokens whose preceding cumulative probability exceeds it; top_k keeps k; scores follow on request."""
+    logits = jnp.log(jnp.asarray([[[0.5, 0.3, 0.15, 0.05]]]))
+    at = lambda **options: predict(logits, Sampling(**options), mask_id=9, score_from=score_from, uniform=None)
+    raw = score_from == "raw"
+    for options, kept in [
+        ({"top_p": 0.4}, 1),
+        ({"top_p": 0.55}, 2),
+        ({"top_p": 0.9}, 3),
+        ({"top_k": 2}, 2),
+        ({"top_k": 3, "top_p": 0.55}, 2),
+    ]:
+        total = 1.0 if raw else float(jnp.exp(logits)[0, 0, :kept].sum())
+        np.testing.assert_allclose(at(**options).confidence, [[0.5 / total]], rtol=1e-5)
+
+
+def test_draws_follow_the_tempered_truncated_distribution() -> None:
+    logits = jnp.log(jnp.asarray([0.5, 0.3, 0.15, 0.05]))
+    rows = 20_000
+    uniform = jax.random.uniform(jax.random.key(0), (rows, 1, 4), minval=1e-7)
+    sampling = Sampling(temperature=2.0, top_k=3)
+    found = predict(jnp.tile(logits, (rows, 1, 1)), sampling, mask_id=9, score_from="raw", uniform=uniform)
+    share = np.bincount(np.asarray(found.token[:, 0]), minlength=4) / rows
+    weights = np.sqrt([0.5, 0.3, 0.15, 0.0])
+    np.testing.assert_allclose(share, weights / weights.sum(), atol=0.012)
+    raw = np.asarray([0.5, 0.3, 0.15, 0.05])[np.asarray(found.token[:, 0])]
+    np.testing.assert_allclose(found.confidence[:, 0], raw, rtol=1e-5)
+
+
+def test_the_mask_token_is_never_chosen() -> None:
+    """Not even when it is all that truncation leaves, or when it is drawn."""
+    logits = jnp.zeros((1, 1, 4)).at[0, 0, 1].set(9.0).at[0, 0, 2].set(1.0)
+    for sampling in (Sampling(), Sampling(top_k=1), Sampling(top_p=0.1), Sampling(temperature=1.0, top_k=1)):
+        uniform = jnp.full((1, 1, 4), 0.5)
+        found = predict(logits, sampling, mask_id=1, score_from="raw", uniform=uniform)
+        assert int(found.token[0, 0]) == 2
+
+
+def test_deferred_tokens_come_last_under_every_score() -> None:
+    logits = jnp.asarray([[[9.0, 0.0, 0.0], [0.1, 0.0, 0.0], [0.0, 0.2, 0.0]]])  # sure of 0, of little, of 1
+    found = predict(logits, Sampling(defer=jnp.asarray([0])), mask_id=9, score_from="raw", uniform=None)
+    assert found.token[0].tolist() == [0, 0, 1]
+    assert float(found.confidence[0, 0]) == 0.0 and float(found.confidence[0, 2]) > 0.5
+    view = view_of([True, True, True])
+    for rule in (TopK(1), TopK(1, proxy="entropy"), TopK(1, proxy="margin"), EB(0.0), Threshold(0.9), LLaDA(3)):
+        chosen, _ = rule.decide(found, view, rule.init(1))
+        assert np.flatnonzero(np.asarray(chosen[0])).tolist() == [2], rule
+
+
+def test_noise_depends_on_key_step_and_purpose_only() -> None:
+    noise = KeyNoise(jax.random.split(jax.random.key(0), 2))
+    positions = jnp.zeros((2, 5), jnp.int32)
+    at = lambda source, step, purpose, place=positions: np.asarray(
+        source.uniform(purpose, jnp.asarray(step), place, None)
+    )
+    first = at(noise, [0, 0], Purpose.ORDER)
+    alone = at(KeyNoise(noise.keys[1:]), [0], Purpose.ORDER, positions[:1])
+    np.testing.assert_array_equal(first[1], alone[0])
+    assert (first[0] != first[1]).all()
+    assert (at(noise, [1, 1], Purpose.ORDER) != first).all()
+    assert (at(noise, [0, 0], Purpose.TOKENS) != first).all()
