@@ -1,0 +1,338 @@
+"""`python -m samplers` and its live view: what a user sees on a terminal, through a pipe and as JSON."""
+
+import dataclasses
+import io
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Literal
+
+import jax
+import pytest
+from rich.console import Console
+
+import samplers
+from samplers import CACHES, RULES, Generation, Rule, live
+from samplers import __main__ as cli
+from samplers.live import END, Speller, printable, watch
+
+PROMPT = "Q: Tom has 12 books. Tom buys 23.\nA: "
+OTHER = "Q: Ann has 40 pens. Ann buys 17.\nA: "
+SHORT = ("--gen-length", "16", "--block-length", "8")
+SHAPE = {"gen_length": 16, "block_length": 8}
+
+
+@pytest.fixture
+def run(capsys, llada_tiny):
+    """Runs the command line on the tiny LLaDA: (status, standard output, standard error)."""
+
+    def call(*arguments):
+        status = cli.main([*arguments, "--model", str(llada_tiny.folder)])
+        return status, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Replaces sampling by a record of what it was asked for: {"prompts": ..., and all options}."""
+    seen = {}
+
+    def generate(model, prompts, *, run, **options):
+        seen.update(options, prompts=prompts)
+        run.seconds = [1.0] * len(prompts)
+        return [Generation(f"answer {i}", [65], 1, 1, 1, [0], [65]) for i in range(len(prompts))]
+
+    monkeypatch.setattr(cli, "generate", generate)
+    return seen
+
+
+@pytest.fixture
+def stdin(monkeypatch):
+    """Sets the standard input to a text, or to a terminal by None."""
+
+    def put(text):
+        stream = io.StringIO(text or "")
+        stream.isatty = lambda: text is None
+        monkeypatch.setattr(sys, "stdin", stream)
+
+    return put
+
+
+@pytest.fixture(scope="module")
+def answer(llada_tiny):
+    return samplers.generate(llada_tiny, PROMPT, **SHAPE)
+
+
+def test_through_a_pipe_the_text_is_alone_and_plain(run, answer):
+    status, out, err = run(PROMPT, *SHORT)
+    assert (status, out) == (0, answer.text + "\n")
+    assert "\x1b" not in out + err
+    (line,) = err.splitlines()
+    assert f"NFE {answer.nfe} ({answer.full_forwards} full + {answer.nfe - answer.full_forwards} window)" in line
+    assert f"{len(answer.tokens)} tokens, {answer.tokens_per_forward:.2f} per forward" in line
+    assert "tokens/s" in line and "compiled before in" in line
+    assert "threshold=0.9" in line and "dual" in line and "float32 on " in line
+
+
+def test_json_has_the_trajectory_the_speed_and_the_settings(run, answer):
+    status, out, err = run(PROMPT, *SHORT, "--json")
+    assert (status, err) == (0, "")
+    (line,) = map(json.loads, out.splitlines())
+    told = (line["text"], line["tokens"], line["prompt_tokens"], line["nfe"], line["full_forwards"])
+    assert told == (answer.text, answer.tokens, answer.prompt_tokens, answer.nfe, answer.full_forwards)
+    assert (line["trajectory"], line["canvas"]) == (answer.decoded_at, answer.canvas)
+    assert line["tokens_per_second"] == pytest.approx(len(answer.tokens) / line["seconds"])
+    assert line["tokens_per_forward"] == answer.tokens_per_forward and line["compile_seconds"] > 0
+    settings = line["settings"]
+    assert settings["rule"] == {"name": "threshold", "threshold": 0.9, "steps": None}
+    assert (settings["cache"], settings["gen_length"], settings["block_length"]) == ("dual", 16, 8)
+    assert (settings["model"], settings["dtype"], settings["seed"]) == ("llada-tiny", "float32", 0)
+    assert settings["versions"]["jax"] == jax.__version__
+
+
+def test_a_batch_answers_like_its_prompts_alone(run, llada_tiny, answer):
+    status, out, err = run(PROMPT, OTHER, PROMPT, *SHORT, "--batch-size", "2", "--json")
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert status == 0 and [line["prompt"] for line in lines] == [PROMPT, OTHER, PROMPT]
+    other = samplers.generate(llada_tiny, OTHER, **SHAPE)
+    assert [line["trajectory"] for line in lines] == [answer.decoded_at, other.decoded_at, answer.decoded_at]
+    assert [line["tokens"] for line in lines] == [answer.tokens, other.tokens, answer.tokens]
+    assert lines[0]["seconds"] == lines[1]["seconds"] != lines[2]["seconds"]  # that of the batch
+    assert lines[0]["compile_seconds"] == lines[2]["compile_seconds"]  # all batches share one program
+
+
+@pytest.mark.parametrize("number, rule", list(enumerate(RULES)))
+def test_every_rule_runs(run, number, rule):
+    cache = list(CACHES)[number % len(CACHES)]
+    status, out, err = run(PROMPT, "--rule", rule, "--cache", cache, "--json", *SHORT)
+    line = json.loads(out)
+    assert (status, line["settings"]["rule"]["name"], line["settings"]["cache"]) == (0, rule, cache)
+    assert sorted(set(line["trajectory"])) == list(range(line["nfe"]))
+    assert (line["full_forwards"] == line["nfe"]) == (cache == "none")
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_is_accepted_with_every_cache(run, asked, rule, cache):
+    status, out, err = run(PROMPT, "--rule", rule, "--cache", cache, *SHORT)
+    assert (status, out, asked["rule"], asked["cache"]) == (0, "answer 0\n", rule, cache)
+
+
+def test_options_arrive_with_their_types(run, asked):
+    run("a", "--rule", "dream", "--steps", "8", "--alg", "origin", "--eps", "1e-2", "--alg-temp", "0.5", *SHORT)
+    names = ("prompts", "rule", "steps", "alg", "eps", "alg_temp", "gen_length", "block_length")
+    assert [asked[name] for name in names] == [["a"], "dream", 8, "origin", 0.01, 0.5, 16, 8]
+    run("a", "b", "--rule=eb", "--gamma=inf", "--cfg=1.5", "--top-p=0.9", "--top-k=3", "--seed=7", "--block-length=0")
+    names = ("gamma", "guidance", "top_p", "top_k", "seed", "block_length", "temperature")
+    assert [asked[name] for name in names] == [float("inf"), 1.5, 0.9, 3, 7, None, 0.0]
+    run("a", "--stop", "\n\n", "--stop", "Q:", "--stop-id", "65", "--ignore-eos", "--fill-after-eos", "--chat")
+    names = ("stop", "ignore_eos", "fill_after_eos", "chat")
+    assert [asked[name] for name in names] == [["\n\n", "Q:", 65], True, True, True]
+
+
+def test_infinity_is_valid_json(run, asked):
+    status, out, err = run("a", "--rule", "eb", "--gamma", "inf", "--json")
+    line = json.loads(out, parse_constant=pytest.fail)
+    assert line["settings"]["rule"] == {"name": "eb", "gamma": "inf", "proxy": "entropy"}
+
+
+def test_prompts_stand_before_and_after_options(capsys, asked, llada_tiny):
+    assert cli.main(["a", "--model", str(llada_tiny.folder), "b", "--json", "c"]) == 0
+    assert asked["prompts"] == ["a", "b", "c"]
+
+
+CHAT = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.mark.parametrize(
+    "name, text, prompts",
+    [
+        ("lines.txt", "one\r\n\n  two\n", ["one", "  two"]),
+        ("lines.txt", '{"not": "a prompt"}\n{', ['{"not": "a prompt"}', "{"]),
+        ("lines.jsonl", '{"prompt": "a\\nb"}\n\n' + json.dumps({"messages": CHAT}), ["a\nb", CHAT]),
+        ("no-telling-name", '\ufeff{"prompt": [81, 58], "id": 1}\n', [[81, 58]]),
+    ],
+)
+def test_prompts_of_a_file(run, asked, tmp_path, name, text, prompts):
+    (tmp_path / name).write_text(text, encoding="utf-8", newline="")
+    status, out, err = run("--prompts", str(tmp_path / name))
+    assert (status, asked["prompts"]) == (0, prompts)
+    assert out.count("answer") == len(prompts)
+
+
+def test_prompts_of_the_standard_input(run, asked, stdin):
+    stdin("Q: one\nA: two\n")
+    assert run()[:2] == (0, "answer 0\n")
+    assert asked["prompts"] == ["Q: one\nA: two"]
+    stdin("one\ntwo\n")
+    assert run("--prompts", "-")[:2] == (0, "--- 1 of 2\nanswer 0\n--- 2 of 2\nanswer 1\n")
+    assert asked["prompts"] == ["one", "two"]
+    stdin(None)
+    status, out, err = run()
+    assert status == 2 and err.startswith("error: no prompt was given")
+
+
+def test_the_list_needs_no_model(capsys, monkeypatch):
+    monkeypatch.setattr(cli.dllm_jax, "load", pytest.fail)
+    monkeypatch.setenv("COLUMNS", "100")
+    assert cli.main(["--list"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"{name}: " in out for name in (*RULES, *CACHES))
+    assert "--gamma (default: 0.1) bound on the sum" in out and "--steps (default: one per token)" in out
+    assert "one of low_confidence, random" in out and "--compat" not in out
+    assert all(len(line) <= 100 for line in out.splitlines())
+
+
+def test_help_names_every_option_of_every_rule(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--help"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert stop.value.code == 0 and "--compat" not in out
+    assert "of topk (default: confidence), eb (default: entropy): confidence, entropy, margin" in out
+    assert "of llada (default: one per token), dream (default: one per token), threshold (default: none)" in out
+
+
+def test_a_rule_that_is_added_is_offered(monkeypatch, capsys):
+    @dataclasses.dataclass(frozen=True)
+    class New(Rule):
+        """Something new.
+
+        Attributes:
+            weight: how much
+                of it.
+        """
+
+        weight: float | jax.Array = 0.5
+        count: int | None = None
+        fast: bool = False
+        kind: Literal["a", "b"] = "a"
+        inner: Rule | None = None
+        compat: bool = False
+
+    monkeypatch.setattr(cli, "RULES", {**RULES, "new": New})
+    line = ["a", "--rule=new", "--weight=0.25", "--count=3", "--fast=true", "--kind=b", "--threshold=high"]
+    settings = cli._settings(cli._parser().parse_intermixed_args(line))
+    wanted = {"weight": 0.25, "count": 3, "fast": True, "kind": "b", "threshold": "high"}  # refused by name, not type
+    assert {name: settings[name] for name in wanted} == wanted and not {"inner", "compat"} & set(settings)
+    assert cli.main(["--list"]) == 0
+    out = capsys.readouterr().out
+    assert "--weight (default: 0.5) how much of it." in out and "--kind (default: a; one of a, b)" in out
+
+
+def test_mistakes_come_before_the_parameters_are_read(run, monkeypatch):
+    monkeypatch.setattr(cli.dllm_jax, "load", pytest.fail)
+    status, out, err = run(PROMPT, "--gen-length", "1000")
+    assert (status, out) == (2, "") and err.startswith("error: a prompt of 37 tokens")
+
+
+def test_on_a_terminal_the_text_and_the_statistics_follow_the_live_view(run, monkeypatch, answer):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    status, out, err = run(PROMPT, *SHORT, "--delay", "0")
+    assert (status, err) == (0, "")
+    view, _, after = out.rpartition("\x1b[2K")  # the last frame is erased
+    assert "masks left" in view and "\x1b[?25h" in view  # and the cursor is back
+    text, statistics = after.splitlines()
+    assert text == answer.text
+    assert f"NFE {answer.nfe} " in statistics and "single steps for the live view" in statistics
+
+
+@pytest.mark.parametrize("arguments", [("--no-live",), ("b",), ("--json",)])
+def test_the_live_view_stays_away(run, asked, monkeypatch, arguments):
+    monkeypatch.setattr(cli, "watch", pytest.fail)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    status, out, err = run("a", *arguments)
+    assert (status, err) == (0, "") and "answer 0" in out and "live view" not in out
+    assert ("tokens/s" in out.splitlines()[-1]) == (arguments != ("--json",))
+
+
+def test_an_answer_cannot_steer_the_terminal():
+    assert cli._for_terminal("a\x1b[2Jb\r\n\tc\x9b　é") == "a\\x1b[2Jb\\r\n\tc\\x9b　é"
+
+
+@pytest.fixture(scope="module")
+def frames(llada_tiny):
+    """The live view as a terminal would get it: frames(**what the console is like) -> (what was watched, text)."""
+
+    def draw(file=None, **options):
+        file = io.StringIO() if file is None else file
+        console = Console(file=file, force_terminal=True, **options)
+        watched = watch(llada_tiny, PROMPT, console=console, delay=0, **SHAPE)
+        return watched, file
+
+    return draw
+
+
+def test_the_live_view_shows_every_forward(frames, answer):
+    watched, file = frames(width=100, height=20, color_system="standard")
+    out = file.getvalue()
+    assert watched.generation == answer
+    assert watched.seconds > 0 and watched.compile_seconds > 0
+    assert "compiling" in out and all(f"forward {number} " in out for number in range(answer.nfe + 1))
+    assert "16 masks left" in out and "0 masks left" in out and "threshold=0.9 × dual" in out
+    assert "\x1b[2m░" in out and "\x1b[2m│" in out and "\x1b[1;7;32m" in out
+    last = out.rpartition("forward")[2]
+    assert "░" not in last and "\x1b[1;7;32m" not in last and answer.text[:8] in last
+
+
+@pytest.mark.parametrize("width, height", [(1, 1), (7, 3), (30, 2)])
+def test_the_live_view_fits_any_terminal(frames, answer, width, height):
+    watched, file = frames(width=width, height=height)
+    assert watched.generation == answer
+
+
+def test_the_live_view_needs_neither_unicode_nor_colour(frames, answer):
+    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    watched, file = frames(file, width=80, no_color=True)
+    file.flush()
+    out = file.buffer.getvalue().decode("ascii")
+    assert watched.generation == answer
+    assert "_" in out and "threshold=0.9 x dual" in out and "\x1b[1;7m" in out and "32m" not in out
+
+
+def test_a_long_canvas_scrolls_to_the_first_mask():
+    texts = ["x"] * 100 + [None] * 100
+    canvas = live.Canvas(["head"], texts, (), 200)
+    console = Console(file=io.StringIO(), force_terminal=True, width=10, height=8, no_color=True)
+    console.print(canvas)
+    lines = console.file.getvalue().replace("\x1b[2m", "").replace("\x1b[0m", "").splitlines()
+    assert len(lines) == 7 and lines[1:4] == ["x" * 10, "x" * 10, "░" * 10]
+
+
+def speller(pieces):
+    tokenizer = SimpleNamespace(token_bytes=lambda: pieces, special_tokens={"<|mask|>": 8, "<|eos|>": 9})
+    config = SimpleNamespace(eos_id=9, end_ids=(9,))
+    return Speller(SimpleNamespace(tokenizer=tokenizer, config=config))
+
+
+def test_characters_of_several_tokens_are_put_together():
+    spell = speller([b"\xe2\x96", b"\x88", b"a\n", b"", b"\xff"])
+    assert spell([0, 1, 2], [True] * 3) == ["", "█", "a\n"]
+    assert spell([0, 1, 2], [True, False, True]) == ["\\xe2\\x96", None, "a\n"]
+    assert spell([0, 9, 8, 1], [True] * 4) == ["\\xe2\\x96", END, "<|mask|>", "\\x88"]
+    assert spell([3, 4, 0], [True] * 3) == ["<3>", "\\xff", "\\xe2\\x96"]
+
+
+def test_without_a_tokenizer_ids_are_shown():
+    spell = Speller(SimpleNamespace(tokenizer=None, config=SimpleNamespace(eos_id=9, end_ids=(9,))))
+    assert spell([5, 9, 7], [True, True, False]) == ["5 ", END, None]
+
+
+def test_control_characters_are_shown_not_sent():
+    assert printable("a\x1b[2J\n\u202eé", marks={"\n": "↵"}) == "a\\x1b[2J↵\\u202eé"
+    assert printable("é\ud800", ascii_only=True) == "\\xe9\\ud800"
+
+
+def test_as_a_user_would_call_it(llada_tiny, answer):
+    command = [sys.executable, "-m", "samplers", "--model", str(llada_tiny.folder), *SHORT]
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    done = subprocess.run([*command, PROMPT], cwd=root, capture_output=True, text=True, encoding="utf-8")
+    assert (done.returncode, done.stdout) == (0, answer.text + "\n"), done.stderr
+    assert "tokens/s" in done.stderr and "\x1b" not in done.stderr
+    done = subprocess.run([*command, "--steps", "7"], cwd=root, capture_output=True, text=True, input=PROMPT)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: steps 7 is not a multiple of the 2 blocks; choose a multiple\n"
