@@ -289,9 +289,11 @@ def _fast_dllm_llada(args: dict) -> BlockSampler:
 
 def _fast_dllm_dream(args: dict) -> BlockSampler:
     sampling = Sampling(temperature=args["temperature"] or None, top_p=args["top_p"], top_k=args["top_k"])
-    if args["cache"] == "none":
+    if args["cache"] == "none" and args["alg"] == "confidence_threshold":
         rule: Any = Threshold(args["threshold"], steps=_steps(args))
         return BlockSampler(rule, **_lengths(args), sampling=sampling)
+    if args["cache"] == "none":  # every other name is Dream's own sampler
+        return BlockSampler(_dream_rule(args), **_lengths(args), sampling=sampling)
     if args["alg"] == "confidence_threshold":
         rule = Threshold(args["threshold"])
     else:  # the official block sampler scores by entropy whatever other name it is given
@@ -328,10 +330,14 @@ def _run_dream_forward(case: Case, assets: Assets) -> None:
         assert raw.argmax(axis=-1).tolist() == argmax[-len(row) :]
 
 
+def _dream_rule(args: dict) -> Dream:
+    return Dream(_steps(args), alg=args["alg"], eps=args["eps"], alg_temp=args["alg_temp"] or None, compat=True)
+
+
 def _run_dream_sampler(case: Case, assets: Assets) -> None:
     args = case["args"]
     sampler = BlockSampler(
-        Dream(_steps(args), alg=args["alg"], eps=args["eps"], alg_temp=args["alg_temp"] or None, compat=True),
+        _dream_rule(args),
         **_lengths(args),
         sampling=Sampling(temperature=args["temperature"] or None, top_p=args["top_p"], top_k=args["top_k"]),
     )

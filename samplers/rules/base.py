@@ -1,7 +1,7 @@
 """What an unmasking rule is: a pure function from predictions and masks to the positions that are committed."""
 
 import dataclasses
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +65,7 @@ class Rule:
     Numbers are scalars, or [B] arrays for a value per row. State is a pytree of arrays with a leading batch axis.
     """
 
-    score_from: ClassVar[ScoreFrom] = "raw"
+    score_from: ScoreFrom = "raw"
 
     def check(self, gen_length: int, num_blocks: int) -> None:
         """Raises DllmError when the rule's numbers make no sense with these lengths."""

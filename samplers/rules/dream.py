@@ -1,6 +1,6 @@
 """Dream's own sampler: a time schedule decides how many positions, a score or chance decides which."""
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +14,14 @@ from samplers.rules.base import BlockView, Rule, check_choice, check_number, che
 Algorithm = Literal["origin", "maskgit_plus", "topk_margin", "entropy"]
 
 
-@pytree(static=("alg", "compat"))
+@pytree(static=("alg", "score_from", "compat"))
 class Dream(Rule):
     """`diffusion_generate` of Dream (arXiv 2508.15487).
 
     Times fall linearly from 1 to eps over the steps; from t to s a share q = 1 - s/t of the masks left is committed,
     in the last step all. "origin" commits each position with probability q; the others commit the trunc(q * masks)
     positions with the largest probability of the chosen token (maskgit_plus), margin (topk_margin) or negative
-    entropy (entropy). All scores are of the tempered and truncated distribution, as published: at low temperature
-    many positions tie at certainty and decoding becomes nearly left to right, which serves the Instruct model well.
+    entropy (entropy); of equal ones the lower position.
 
     With blocks, each takes steps / number of blocks of them (Dream itself uses one block).
 
@@ -30,20 +29,23 @@ class Dream(Rule):
         steps: steps of the schedule; those that would commit nothing are not run (except with `compat`).
         eps: last time of the schedule.
         alg_temp: draw the positions with probability softmax(score / alg_temp) instead of taking the best.
+        score_from: "sampling" scores the tempered and truncated distribution, as published: at low temperature many
+            positions tie at certainty and decoding becomes nearly left to right, which serves the Instruct model
+            well. "raw" scores the model's own distribution.
         compat: run every step, also those that commit nothing, as the official code does.
     """
-
-    score_from: ClassVar[ScoreFrom] = "sampling"
 
     steps: int | jax.Array
     alg: Algorithm = "entropy"
     eps: float | jax.Array = 1e-3
     alg_temp: float | jax.Array | None = None
+    score_from: ScoreFrom = "sampling"
     compat: bool = False
 
     def check(self, gen_length: int, num_blocks: int) -> None:
         check_steps(self.steps, num_blocks)
         check_choice("alg", self.alg, ("origin", "maskgit_plus", "topk_margin", "entropy"))
+        check_choice("score_from", self.score_from, ("raw", "sampling"))
         check_number("eps", self.eps, 0.0, 1.0)
         check_number("alg_temp", self.alg_temp, 0.0)
         if isinstance(self.alg_temp, (int, float)) and self.alg_temp == 0:

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from dllm_jax.pytree import pytree
-from samplers.predictions import Predictions
+from samplers.predictions import Predictions, ScoreFrom
 from samplers.rules.base import BlockView, Rule
 
 
@@ -20,7 +20,7 @@ class FastDllmDream(Rule):
     rule: Rule
 
     @property
-    def score_from(self) -> Any:  # type: ignore[override]
+    def score_from(self) -> ScoreFrom:  # type: ignore[override]
         return self.rule.score_from
 
     def check(self, gen_length: int, num_blocks: int) -> None:
