@@ -89,7 +89,8 @@ def _without_explicit_axes(run: Callable[..., Result], prompt: jax.Array) -> Cal
 sample_jit = jax.jit(sample)
 """`sample`, compiled once per combination of shapes and static choices."""
 
-_init_jit = jax.jit(lambda sampler, *args, **options: sampler.init(*args, **options))
+# The parameters are kept as inputs so that the first state lies on their devices: else step is compiled twice.
+_init_jit = jax.jit(lambda sampler, *args, **options: sampler.init(*args, **options), keep_unused=True)
 _step_jit = jax.jit(lambda sampler, denoiser, state: sampler.step(denoiser, state))
 
 

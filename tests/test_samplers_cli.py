@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 import samplers
-from samplers import CACHES, RULES, Generation, Rule, live
+from samplers import CACHES, RULES, Generation, Rule, engine, live
 from samplers import __main__ as cli
 from samplers.live import END, Speller, printable, watch
 
@@ -232,8 +232,10 @@ def test_on_a_terminal_the_text_and_the_statistics_follow_the_live_view(run, mon
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    programs = engine._step_jit._cache_size()
     status, out, err = run(PROMPT, *SHORT, "--delay", "0")
     assert (status, err) == (0, "")
+    assert engine._step_jit._cache_size() <= programs + 1  # one for the first step and all others
     view, _, after = out.rpartition("\x1b[2K")  # the last frame is erased
     assert "masks left" in view and "\x1b[?25h" in view  # and the cursor is back
     text, statistics = after.splitlines()
