@@ -1,8 +1,5 @@
 """The aligned denoiser: "what token belongs at position i", for every family, with or without key/value buffers."""
 
-import dataclasses
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -10,11 +7,11 @@ from dllm_jax import kv_cache
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.kv_cache import KVCache, slice_rows
+from dllm_jax.pytree import pytree
 from dllm_jax.transformer import Params, Transformer, Window, bind
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["params"], meta_fields=["config"])
-@dataclasses.dataclass(frozen=True)
+@pytree(static=("config",))
 class Denoiser:
     """A model as samplers see it: a pytree (the flat parameter dict is its only data) with five methods.
 

@@ -1,8 +1,8 @@
 """Frozen dataclasses as JAX pytrees: numbers are traced leaves, `static` fields are part of the program."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import TypeVar, dataclass_transform
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, dataclass_transform
 
 import jax
 from jax import lax
@@ -21,10 +21,31 @@ def pytree(*, static: tuple[str, ...] = ()) -> Callable[[type[T]], type[T]]:
     def register(cls: type[T]) -> type[T]:
         frozen = dataclasses.dataclass(frozen=True)(cls)
         names = [field.name for field in dataclasses.fields(frozen)]  # type: ignore[arg-type]
-        data = [name for name in names if name not in static]
-        return jax.tree_util.register_dataclass(frozen, data_fields=data, meta_fields=list(static))
+        _register(frozen, tuple(name for name in names if name not in static), static)
+        return frozen
 
     return register
+
+
+def _register(cls: type, data: tuple[str, ...], static: tuple[str, ...]) -> None:
+    """Not by `jax.tree_util.register_dataclass`: tree structures made by that compare equal whatever the class when
+    their fields do (jax 0.10 to 0.12), and a jit cache may then take one rule or cache policy for another."""
+    keys = [jax.tree_util.GetAttrKey(name) for name in data]
+
+    def flatten(node: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        return tuple(getattr(node, name) for name in data), tuple(getattr(node, name) for name in static)
+
+    def flatten_with_keys(node: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        children, aux = flatten(node)
+        return tuple(zip(keys, children, strict=True)), aux
+
+    def unflatten(aux: tuple[Any, ...], children: Iterable[Any]) -> Any:
+        node = object.__new__(cls)  # past __post_init__: leaves may be tracers or placeholders
+        for name, value in zip((*data, *static), (*children, *aux), strict=True):
+            object.__setattr__(node, name, value)
+        return node
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
 
 
 def vary_like(reference: jax.Array, tree: T) -> T:

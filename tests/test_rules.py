@@ -9,7 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samplers import EB, Dream, Factor, LLaDA, Predictions, Sampling, Threshold, TopK
+from samplers import (
+    EB,
+    Dream,
+    DualCache,
+    Factor,
+    LLaDA,
+    NoCache,
+    Predictions,
+    PrefixCache,
+    Sampling,
+    Threshold,
+    TopK,
+)
 from samplers.noise import KeyNoise, Purpose
 from samplers.predictions import predict
 from samplers.rules import BlockView, Rule
@@ -293,3 +305,13 @@ def test_noise_depends_on_key_step_and_purpose_only() -> None:
     assert (first[0] != first[1]).all()
     assert (at(noise, [1, 1], Purpose.ORDER) != first).all()
     assert (at(noise, [0, 0], Purpose.TOKENS) != first).all()
+
+
+def test_structures_of_different_classes_differ() -> None:
+    """Two rules or policies with the same fields must never share a program."""
+    structure = jax.tree.structure
+    assert structure(NoCache()) != structure(DualCache()) != structure(PrefixCache())
+    assert structure(TopK(1, proxy="entropy")) != structure(EB(1, proxy="entropy"))
+    assert structure(Threshold(0.5)) == structure(Threshold(0.7)) != structure(Threshold(0.5, steps=4))
+    leaves, tree = jax.tree.flatten_with_path(EB(0.3))
+    assert jax.tree_util.keystr(leaves[0][0]) == ".gamma" and jax.tree.unflatten(tree, [0.3]) == EB(0.3)
