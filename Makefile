@@ -33,7 +33,7 @@ typecheck: $(READY)
 	$(PY) -m mypy $(PACKAGES)
 
 pytest: $(READY)
-	$(PY) -m pytest -q --durations=10
+	$(PY) -m pytest -q --durations=10 -n auto --dist worksteal
 
 parity: $(READY) $(PARITY)/.installed
 	PYTHONPATH=$(PARITY) $(PY) -c 'import torch'

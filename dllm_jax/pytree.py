@@ -40,7 +40,7 @@ def _register(cls: type, data: tuple[str, ...], static: tuple[str, ...]) -> None
         return tuple(zip(keys, children, strict=True)), aux
 
     def unflatten(aux: tuple[Any, ...], children: Iterable[Any]) -> Any:
-        node = object.__new__(cls)  # past __post_init__: leaves may be tracers or placeholders
+        node: Any = object.__new__(cls)  # past __post_init__: leaves may be tracers or placeholders
         for name, value in zip((*data, *static), (*children, *aux), strict=True):
             object.__setattr__(node, name, value)
         return node
