@@ -40,7 +40,10 @@ def find(path_or_name: str | Path) -> Path:
         DllmError: when there is none, or it was not converted.
     """
     candidates = [Path(path_or_name).expanduser(), home() / str(path_or_name)]
-    folder = next((path for path in candidates if path.is_dir()), None)
+    try:
+        folder = next((path for path in candidates if path.is_dir()), None)
+    except OSError:  # a name too long for any file
+        folder = None
     if folder is None:
         raise DllmError(
             f"no checkpoint at {path_or_name!s} and none of that name in {home()}; make one with python -m convert"

@@ -16,7 +16,7 @@ from samplers.guidance import Guided
 from samplers.inputs import checked
 from samplers.noise import KeyNoise, Noise, Purpose, check_key, row_keys
 from samplers.predictions import Predictions, Sampling, predict
-from samplers.rules.base import BlockView, Rule, check_number, check_whole
+from samplers.rules.base import BlockView, Rule, check_length, check_number, check_whole
 from samplers.stopping import Stop, StopState
 
 COMPAT = ("eos-fill-after-window",)
@@ -87,8 +87,9 @@ class BlockSampler:
     compat: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("gen_length", "block_length", "canvas_length"):
-            check_whole(name, getattr(self, name), 1)
+        check_length("gen_length", self.gen_length)
+        check_length("block_length", self.block_length, optional=True)
+        check_length("canvas_length", self.canvas_length, optional=True)
         if self.block_length is not None and not 1 <= self.block_length <= self.gen_length:
             raise DllmError(f"block_length {self.block_length} must be between 1 and gen_length {self.gen_length}")
         if self.canvas_length is not None and self.canvas_length < self.gen_length:
@@ -139,6 +140,7 @@ class BlockSampler:
             DllmError: for wrong shapes or dtypes, a prompt shorter than the family needs, prompt lengths that do not
                 fit (where they are concrete), or a missing key.
         """
+        self._check_parts()
         prompt, prompt_lengths, gen_lengths, given = checked(
             denoiser, prompt, prompt_lengths, gen_lengths, given, self.gen_length
         )
@@ -220,6 +222,15 @@ class BlockSampler:
         if state.stop is not None:
             lengths = jnp.minimum(lengths, state.stop.length)
         return Result(generated, lengths, state.decoded_at, state.nfe, state.full_forwards)
+
+    def _check_parts(self) -> None:
+        """Raises DllmError for parts of the wrong kind: here, because JAX builds samplers of other things as well."""
+        if not isinstance(self.rule, Rule):
+            raise DllmError(f"rule is {self.rule!r}; give a rule object, such as make_rule('threshold')")
+        if isinstance(self.cache, type) or not hasattr(self.cache, "predict"):
+            raise DllmError(f"cache is {self.cache!r}; give a policy object, such as make_cache('dual')")
+        if not isinstance(self.sampling, Sampling):
+            raise DllmError(f"sampling is {self.sampling!r}; give a Sampling")
 
     def _lengths(self, prompt_lengths: jax.Array, gen_lengths: jax.Array) -> jax.Array:
         """Valid positions of every row, [B]."""

@@ -1,6 +1,7 @@
 """Text in, text out: prompts are encoded, padded to a bucket, sampled in one compiled call and decoded."""
 
 import dataclasses
+import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
@@ -16,7 +17,7 @@ from samplers.engine import Result, sample_jit
 from samplers.noise import row_keys
 from samplers.predictions import Sampling
 from samplers.rules import RULES, Rule, make_rule
-from samplers.rules.base import check_whole
+from samplers.rules.base import check_length, check_whole
 from samplers.stopping import Stop, stop_on
 
 Message = Mapping[str, str]
@@ -87,10 +88,10 @@ def make_sampler(
     Raises:
         DllmError: for unknown names, options the rule does not have, or numbers out of range.
     """
-    if not isinstance(cache, str) and not hasattr(cache, "predict"):
+    if isinstance(cache, type) or not (isinstance(cache, str) or hasattr(cache, "predict")):
         raise DllmError(f"cache is {cache!r}; give a policy's name, such as 'none', or a policy object")
-    check_whole("gen_length", gen_length, 1)
-    check_whole("block_length", block_length, 1)
+    check_length("gen_length", gen_length)
+    check_length("block_length", block_length, optional=True)
     return BlockSampler(
         _make_rule(rule, gen_length, rule_options),
         gen_length=gen_length,
@@ -130,6 +131,8 @@ def _named_rule(name: str, gen_length: int, options: Mapping[str, Any]) -> Rule:
 
 
 def _token_array(model: Model, what: str, ids: Sequence[int]) -> jax.Array | None:
+    if isinstance(ids, str) or not isinstance(ids, Sequence):
+        raise DllmError(f"{what} is {ids!r}; give a list of token ids")
     for token in ids:
         _check_token(what, token, model.config)
     return jnp.asarray(sorted(ids), jnp.int32) if ids else None
@@ -187,8 +190,8 @@ def encode_prompt(model: Model, prompt: Prompt, *, chat: bool = False, system: s
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(prompt, str):
         return _checked_ids(model, model.require_tokenizer().encode(prompt))
-    if isinstance(prompt, Mapping) or not isinstance(prompt, (Sequence, np.ndarray, jax.Array)):
-        raise DllmError(f"a prompt is a string, a list of token ids or a list of messages, not {prompt!r}")
+    if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, (Sequence, np.ndarray, jax.Array)):
+        raise DllmError(f"a prompt is a string, a list of token ids or a list of messages, not {reprlib.repr(prompt)}")
     if any(isinstance(item, Mapping) for item in prompt):
         head: list[Any] = [] if system is None else [{"role": "system", "content": system}]
         return _checked_ids(model, model.require_tokenizer().encode_chat([*head, *prompt]))
@@ -261,8 +264,7 @@ def generate(
         DllmError: for bad prompts or options; before anything is compiled.
     """
     listed: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else prompts
-    if batch_size is not None:
-        check_whole("batch_size", batch_size, 1)
+    check_length("batch_size", batch_size, optional=True)
     sampler, rows, keys = prepare(model, listed, sampler=sampler, chat=chat, system=system, seed=seed, **options)
     if not rows:
         return []
@@ -288,6 +290,12 @@ def prepare(
     """
     if sampler is not None and options:
         raise DllmError(f"options {', '.join(sorted(options))} have no effect beside a sampler; set them in it")
+    if not isinstance(model, Model):
+        raise DllmError(f"model is a {type(model).__name__}; load one by dllm_jax.load")
+    if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, (Sequence, np.ndarray, jax.Array)):
+        raise DllmError(f"prompts is {reprlib.repr(prompts)}; give a string or a list of prompts")
+    if not isinstance(seed, (int, np.integer)):
+        raise DllmError(f"seed is {seed!r}; it must be a whole number")
     check_whole("seed", seed, 0, 2**32 - 1)  # JAX drops the bits above, so that other seeds would give equal numbers
     sampler = make_sampler(model, **options) if sampler is None else sampler
     rows = [encode_prompt(model, prompt, chat=chat, system=system) for prompt in prompts]

@@ -43,6 +43,10 @@ def checked(
     if given is not None and jnp.shape(given) != (batch, gen_length):
         wanted = f"{[batch, gen_length]}, the generation of every row"
         raise DllmError(f"given has shape {list(jnp.shape(given))}; it must be {wanted}")
+    if given is not None and not jnp.issubdtype(jnp.asarray(given).dtype, jnp.integer):
+        raise DllmError(
+            f"given is {jnp.asarray(given).dtype}; it must be integer token ids, the mask id where one is missing"
+        )
     return Inputs(
         prompt.astype(jnp.int32),
         _lengths("prompt", prompt_lengths, batch, low, width),

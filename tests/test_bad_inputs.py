@@ -21,6 +21,7 @@ from samplers import (
     Dream,
     Factor,
     LLaDA,
+    NoCache,
     Sampling,
     Threshold,
     TopK,
@@ -84,6 +85,7 @@ LOAD = {
         "no checkpoint at no/such/model and none of that name",
     ),
     "a file": (lambda m: dllm_jax.load(__file__), "no checkpoint at "),
+    "name too long": (lambda m: dllm_jax.load("x" * 5000), "none of that name"),
     "unconverted folder": (lambda m: dllm_jax.load(m.unconverted), "is not a converted checkpoint"),
     "integer dtype": (lambda m: dllm_jax.load(m.llada.folder, dtype="int8"), "dtype int8 is not supported; use one of"),
     "dtype of no kind": (lambda m: dllm_jax.load(m.llada.folder, dtype="half-ish"), "dtype half-ish is not supported"),
@@ -109,6 +111,7 @@ NAMES = {
     "unknown cache by hand": (lambda m: make_cache("huge"), "choose one of none, prefix, dual"),
     "no rule": (lambda m: make_sampler(m.llada, rule=None), "rule is None; give a rule's name or a rule object"),
     "a rule's class": (lambda m: make_sampler(m.llada, rule=Threshold), "give a rule's name or a rule object"),
+    "a cache's class": (lambda m: make_sampler(m.llada, cache=NoCache), "give a policy's name, such as 'none', or a"),
     "no cache": (lambda m: make_sampler(m.llada, cache=None), "cache is None; give a policy's name, such as 'none'"),
     "options beside a rule": (
         lambda m: make_sampler(m.llada, rule=EB(), gamma=1.0),
@@ -153,6 +156,7 @@ SAMPLER_NUMBERS = {
     "negative gen_length": (dict(gen_length=-8), "gen_length is -8; it must be at least 1"),
     "gen_length of 16.5": (dict(gen_length=16.5), "gen_length is 16.5; it must be a whole number"),
     "gen_length as text": (dict(gen_length="16"), "gen_length is the string '16'; give a number"),
+    "no gen_length": (dict(gen_length=None), "gen_length is None; it must be a whole number"),
     "gen_length NaN": (dict(gen_length=NAN), "gen_length is nan"),
     "block above gen_length": (dict(block_length=17), "block_length 17 must be between 1 and gen_length 16"),
     "block_length of 0": (dict(block_length=0), "block_length is 0; it must be at least 1"),
@@ -175,6 +179,7 @@ SAMPLER_NUMBERS = {
 OPTIONS = {
     "gen_length": (dict(gen_length=0), "gen_length is 0; it must be at least 1"),
     "block_length": (dict(block_length="8"), "block_length is the string '8'; give a number"),
+    "list of lengths": (dict(block_length=[8]), "block_length is [8]; it must be a whole number"),
     "negative block_length": (dict(block_length=-8), "block_length is -8; it must be at least 1"),
     "temperature": (dict(temperature=NAN), "temperature is nan"),
     "top_p": (dict(top_p=-0.1), "top_p is -0.1; it must be between 0 and 1"),
@@ -185,10 +190,12 @@ OPTIONS = {
     "stop id out of range": (dict(stop=[136]), "stop token 136 lies outside the vocabulary of 136 tokens"),
     "stop that is no id": (dict(stop=[1.5]), "stop token 1.5 is no token id; give whole numbers"),
     "suppressed id out of range": (dict(suppress=[-1]), "suppress token -1 lies outside the vocabulary"),
+    "suppressed ids as text": (dict(suppress="abc"), "suppress is 'abc'; give a list of token ids"),
     "deferred id out of range": (dict(defer=[500]), "defer token 500 lies outside the vocabulary"),
     "batch_size": (dict(batch_size=0), "batch_size is 0; it must be at least 1"),
     "batch_size of 1.5": (dict(batch_size=1.5), "batch_size is 1.5; it must be a whole number"),
     "negative seed": (dict(seed=-1), "seed is -1; it must be between 0 and 4294967295"),
+    "no seed": (dict(seed=None), "seed is None; it must be a whole number"),
     "huge seed": (dict(seed=2**64), "it must be between 0 and 4294967295"),
     "too long for the context": (
         dict(gen_length=512),
@@ -216,13 +223,17 @@ PROMPTS = {
     ),
     "array of floats": (lambda m: generate(m.llada, [np.ones(3)]), "prompt token 1.0 is no token id"),
     "array of rank 2": (lambda m: generate(m.llada, [np.ones((1, 3), int)]), "prompt token [1, 1, 1] is no token id"),
+    "bytes": (lambda m: generate(m.llada, [b"abc"]), "a prompt is a string, a list of token ids or a list of messages"),
+    "no prompts": (lambda m: generate(m.llada, None), "prompts is None; give a string or a list of prompts"),
+    "a dictionary of prompts": (lambda m: generate(m.llada, {"a": 1}), "prompts is {'a': 1}; give a string or a list"),
+    "a path for a model": (lambda m: generate("llada-tiny", "a"), "model is a str; load one by dllm_jax.load"),
     "tokens without their list": (
         lambda m: generate(m.llada, [65, 66]),
         "a prompt is a string, a list of token ids or",
     ),
     "a message without its list": (
         lambda m: generate(m.llada, [{"role": "user", "content": "a"}]),
-        "a prompt is a string, a list of token ids or a list of messages, not {'role'",
+        "a prompt is a string, a list of token ids or a list of messages, not {'content'",
     ),
     "unknown role": (
         lambda m: generate(m.llada, [[{"role": "boss", "content": "a"}]]),
@@ -278,6 +289,19 @@ BY_HAND = {
     "given of another shape": (
         lambda m: start(m.llada, given=jnp.zeros((1, 8), jnp.int32)),
         "given has shape [1, 8]; it must be [1, 16], the generation of every row",
+    ),
+    "given of floats": (
+        lambda m: start(m.llada, given=jnp.zeros((1, 16))),
+        "given is float32; it must be integer token ids",
+    ),
+    "name for a rule": (lambda m: start(m.llada, BlockSampler("eb", 16)), "rule is 'eb'; give a rule object, such as"),
+    "name for a cache": (
+        lambda m: start(m.llada, BlockSampler(EB(), 16, cache="dual")),
+        "cache is 'dual'; give a policy object, such as make_cache('dual')",
+    ),
+    "no sampling": (
+        lambda m: start(m.llada, BlockSampler(EB(), 16, sampling=None)),
+        "sampling is None; give a Sampling",
     ),
     "key that is a seed": (lambda m: start(m.llada, key=0), "make one by jax.random.key(seed)"),
     "key of the old kind": (

@@ -135,6 +135,13 @@ def check_whole(what: str, value: Any, low: float, high: float = float("inf")) -
         raise DllmError(f"{what} is {value}; it must be a whole number")
 
 
+def check_length(what: str, value: Any, optional: bool = False) -> None:
+    """Raises DllmError unless a length, which must be known when the program is built, is a whole number above 0."""
+    if not isinstance(value, (int, float, str, np.number)) and not (optional and value is None):
+        raise DllmError(f"{what} is {value!r}; it must be a whole number")
+    check_whole(what, value, 1)
+
+
 def check_steps(steps: Any, num_blocks: int) -> None:
     """Raises DllmError for a concrete number of steps that the blocks cannot share evenly."""
     check_whole("steps", steps, 1)
