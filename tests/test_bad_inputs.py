@@ -108,6 +108,7 @@ NAMES = {
     ),
     "unknown option": (lambda m: make_rule("eb", size=1), "rule eb has no option 'size'; it has gamma, proxy"),
     "missing option": (lambda m: make_rule("llada"), "rule llada needs steps; pass steps=..."),
+    "no threshold": (lambda m: make_rule("threshold", threshold=None), "threshold of rule threshold is None; leave it"),
     "unknown cache by hand": (lambda m: make_cache("huge"), "choose one of none, prefix, dual"),
     "no rule": (lambda m: make_sampler(m.llada, rule=None), "rule is None; give a rule's name or a rule object"),
     "a rule's class": (lambda m: make_sampler(m.llada, rule=Threshold), "give a rule's name or a rule object"),

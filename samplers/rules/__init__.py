@@ -48,4 +48,6 @@ def make_rule(name: str, **options: Any) -> Rule:
     for option, field in fields.items():
         if option not in options and field.default is dataclasses.MISSING:
             raise DllmError(f"rule {name} needs {option}; pass {option}=...")
+        if options.get(option, field) is None and field.default is not None:
+            raise DllmError(f"{option} of rule {name} is None; leave it out or give a value")
     return RULES[name](**options)
