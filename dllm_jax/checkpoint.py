@@ -222,6 +222,8 @@ def save(
     """
     from orbax.checkpoint import v1 as ocp
 
+    context = ocp.Context()
+    context.array.saving.use_compression = False  # random mantissas: a third of the bytes for 4x the time to write
     seen: dict[str, tuple[int, ...]] = {}
 
     def checked() -> Iterator[tuple[str, Any]]:
@@ -229,7 +231,7 @@ def save(
             seen[name] = tuple(array.shape)
             yield name, array
 
-    with atomic_folder(out, overwrite=overwrite) as scratch:
+    with atomic_folder(out, overwrite=overwrite) as scratch, context:
         try:
             for group in _grouped(checked(), GROUP_BYTES):
                 ocp.partial.save(scratch / PARAMS_FOLDER, group)
