@@ -167,10 +167,14 @@ def cache_name(sampler: BlockSampler) -> str:
 
 
 def title(sampler: BlockSampler) -> str:
-    """A sampler in a few words: `eb gamma=0.1 proxy=entropy × dual`, or `threshold=0.9 × dual`."""
+    """A sampler in a few words, `eb gamma=0.1 × dual` or `threshold=0.9 × dual`: the rule's first option, and the
+    others that are not as usual."""
     settings = rule_settings(sampler.rule)
     name = settings.pop("name")
-    numbers = [f"{option}={value}" for option, value in settings.items() if value is not None]
+    usual = {field.name: field.default for field in dataclasses.fields(sampler.rule)[1:]}  # type: ignore[arg-type]
+    numbers = [
+        f"{option}={value}" for option, value in settings.items() if option not in usual or value != usual[option]
+    ]
     head = [] if name in settings else [name]
     return f"{' '.join(head + numbers)} × {cache_name(sampler)}"
 

@@ -296,6 +296,12 @@ def test_the_live_view_needs_neither_unicode_nor_colour(frames, answer):
     assert "_" in out and "threshold=0.9 x dual" in out and "\x1b[1;7m" in out and "32m" not in out
 
 
+def test_a_title_is_short():
+    title = lambda rule, **options: live.title(samplers.BlockSampler(rule, 16, **options))
+    assert title(samplers.Threshold(0.8), cache=samplers.DualCache()) == "threshold=0.8 × dual"
+    assert title(samplers.Dream(8, alg="origin")) == "dream steps=8 alg=origin × none"
+
+
 def test_a_long_canvas_scrolls_to_the_first_mask():
     texts = ["x"] * 100 + [None] * 100
     canvas = live.Canvas(["head"], texts, (), 200)
