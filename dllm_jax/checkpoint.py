@@ -184,6 +184,9 @@ def atomic_folder(out: str | Path, *, overwrite: bool = False) -> Iterator[Path]
     check_out(out, overwrite=overwrite)
     out = Path(out).expanduser().resolve()
     scratch, retired = out.parent / f".{out.name}.partial", out.parent / f".{out.name}.retired"
+    if retired.exists() and not out.exists():  # a run was killed between its two renames
+        retired.rename(out)
+        check_out(out, overwrite=overwrite)
     shutil.rmtree(retired, ignore_errors=True)
     shutil.rmtree(scratch, ignore_errors=True)
     try:
@@ -196,6 +199,8 @@ def atomic_folder(out: str | Path, *, overwrite: bool = False) -> Iterator[Path]
             out.rename(retired)
         scratch.rename(out)
     finally:
+        if retired.exists() and not out.exists():
+            retired.rename(out)
         shutil.rmtree(scratch, ignore_errors=True)
         shutil.rmtree(retired, ignore_errors=True)
 
