@@ -36,8 +36,8 @@ class HubConfig:
     def integer(self, name: str, *, least: int = 1) -> int:
         """A field that must be an integer of at least `least`."""
         value = self._required(name)
-        if type(value) is not int or value < least:
-            raise DllmError(f"{self.where}: {name} is {value!r}, but must be an integer of at least {least}")
+        if type(value) is not int or not least <= value < 2**31:
+            raise DllmError(f"{self.where}: {name} is {value!r}, but must be an integer from {least} to {2**31 - 1}")
         return value
 
     def integer_or_null(self, name: str) -> int | None:

@@ -41,16 +41,16 @@ def read_config(hub: HubConfig) -> ModelConfig:
     hub.allow("use_sliding_window", False)
     if "use_sliding_window" not in hub.values:
         hub.allow("sliding_window", None)
-    num_layers = hub.integer("num_hidden_layers")
-    if hub.values.get("layer_types") not in (None, ["full_attention"] * num_layers):
-        raise DllmError(f"{hub.where}: layer_types is implemented only as full_attention for all {num_layers} layers")
+    kinds = hub.values.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
+        raise DllmError(f"{hub.where}: layer_types is implemented only as full_attention for every layer")
     vocab_size, num_heads = hub.integer("vocab_size"), hub.integer("num_attention_heads")
     given_head_dim = hub.values.get("head_dim") is not None
     return ModelConfig(
         family="qwen2",
         vocab_size=vocab_size,
         embed_dim=hub.integer("hidden_size"),
-        num_layers=num_layers,
+        num_layers=hub.integer("num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=hub.integer("num_key_value_heads"),
         head_dim=hub.integer("head_dim") if given_head_dim else hub.heads("hidden_size", "num_attention_heads")[1],
