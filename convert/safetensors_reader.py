@@ -72,10 +72,10 @@ def read_folder(folder: Path) -> dict[str, TensorEntry]:
     shards = sorted(set(weight_map.values()))
     if single.exists() and SINGLE_FILE not in shards:
         raise DllmError(f"{folder} holds both {SINGLE_FILE} and {INDEX_FILE}; remove the one that is out of date")
+    if absent := [shard for shard in shards if not (folder / shard).is_file()]:
+        raise DllmError(f"{index} names {absent[0]!r}, which is missing from the folder; download the checkpoint again")
     entries: dict[str, TensorEntry] = {}
     for shard in shards:
-        if not (folder / shard).is_file():
-            raise DllmError(f"{index} names {shard!r}, which is missing from the folder; download the checkpoint again")
         for name, entry in read_header(folder / shard).items():
             if name in entries:
                 raise DllmError(f"tensor {name} is in two files of {folder}: {entries[name].path.name} and {shard}")
