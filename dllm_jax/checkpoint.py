@@ -11,7 +11,9 @@ A folder is written beside its final place and renamed at the end, so it is ther
 import contextlib
 import json
 import os
+import re
 import shutil
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -201,8 +203,18 @@ def atomic_folder(out: str | Path, *, overwrite: bool = False) -> Iterator[Path]
     finally:
         if retired.exists() and not out.exists():
             retired.rename(out)
-        shutil.rmtree(scratch, ignore_errors=True)
+        if scratch.exists():
+            _remove(scratch)
         shutil.rmtree(retired, ignore_errors=True)
+
+
+def _remove(folder: Path) -> None:
+    """Removes a folder that is still being written to: after one failed write Orbax leaves the others on their way."""
+    for _ in range(50):
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(0.1)  # a late write would make the folder again
+        if not folder.exists():
+            return
 
 
 def save(
@@ -271,8 +283,10 @@ def write_error(out: str | Path, error: Exception) -> Exception:
     text = " ".join(str(part) for part in (error, error.__cause__, error.__context__))
     if "No space left" in text or "RESOURCE_EXHAUSTED" in text or "ENOSPC" in text or "Disk quota" in text:
         return DllmError(f"the disk of {out} is full; free space or choose another --out (nothing was left behind)")
+    if reason := re.search(r"([^:]+) \[os_error_code=", text):  # tensorstore's, which raises ValueError for everything
+        return DllmError(f"{out} could not be written ({reason[1].strip()}); choose another --out")
     if isinstance(error, OSError):
-        return DllmError(f"{out} could not be written ({_first_line(error)})")
+        return DllmError(f"{out} could not be written ({_first_line(error)}); choose another --out")
     return error
 
 
