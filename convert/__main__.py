@@ -4,9 +4,10 @@ import argparse
 import logging
 import re
 import sys
+import threading
 import time
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 
@@ -28,7 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     jax.config.update(
         "jax_platforms", "cpu"
     )  # converting needs no accelerator, and must not take one from somebody else
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs what it raises as well
+    for logger in ("absl", "asyncio"):  # Orbax raises what goes wrong, and logs it as well
+        logging.getLogger(logger).setLevel(logging.CRITICAL)
     try:
         options = _parser().parse_args(arguments)
         options.run(options)
@@ -110,5 +112,12 @@ def _parse_size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
+def _of_main_thread(failure: Any) -> None:
+    """An unraisablehook that keeps one sentence one: on a full disk, tensorstore's threads print a trace per tensor."""
+    if threading.current_thread() is threading.main_thread():
+        sys.__unraisablehook__(failure)
+
+
 if __name__ == "__main__":
+    sys.unraisablehook = _of_main_thread
     sys.exit(main())

@@ -2,8 +2,11 @@
 
 import errno
 import json
+import resource
 import shutil
 import struct
+import subprocess
+import sys
 from collections import namedtuple
 
 import hub_files
@@ -437,6 +440,22 @@ def test_a_disk_that_fills_up(tmp_path, capsys, monkeypatch):
     arguments = ["export", "--checkpoint", str(tmp_path / "done"), "--out", str(tmp_path / "hub")]
     assert "is full; free space or choose another --out" in refused(arguments, capsys)
     assert [path.name for path in tmp_path.iterdir()] == ["done"]
+
+
+def test_a_write_that_really_fails(tmp_path):
+    """The kernel refuses files above half a megabyte: what a full disk looks like from within Orbax."""
+    command = [sys.executable, "-m", "convert", "llada", "--source", LLADA, "--out", str(tmp_path / "out")]
+    run = subprocess.run(
+        command,
+        cwd=hub_files.CHECKPOINTS.parents[2],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 2
+    assert run.stderr == f"error: {tmp_path / 'out'} could not be written (File too large); choose another --out\n"
+    assert not list(tmp_path.iterdir())
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
