@@ -83,7 +83,7 @@ def read_folder(folder: Path) -> dict[str, TensorEntry]:
                 raise DllmError(f"{shard} holds {name}, but {index} does not say so; download the checkpoint again")
             entries[name] = entry
     if absent := sorted(weight_map.keys() - entries.keys()):
-        raise DllmError(f"{index} promises {absent[0]} in {weight_map[absent[0]]}, which does not hold it")
+        raise DllmError(f"{index} promises {absent[0]!r} in {weight_map[absent[0]]}, which does not hold it")
     return entries
 
 
@@ -181,6 +181,8 @@ def _parse_header(path: Path, text: bytes) -> dict[str, Any]:
 
 
 def _entry(path: Path, name: str, value: Any, data_start: int) -> TensorEntry:
+    if not name.isprintable():  # it would end up in messages, and on terminals
+        raise _damaged(path, f"its header names a tensor {name!r}")
     if not isinstance(value, dict) or not {"dtype", "shape", "data_offsets"} <= value.keys():
         raise _damaged(path, f"its header describes {name} without dtype, shape and data_offsets")
     shape, offsets = value["shape"], value["data_offsets"]

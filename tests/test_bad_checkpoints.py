@@ -203,6 +203,7 @@ BREAKAGES = [
     ("absurd shape", entry(shape=[1 << 60, 1 << 60]), "but its shape and dtype need"),
     ("unknown dtype", entry(dtype="F33"), "the dtype 'F33' of model.transformer.blocks.1.q_proj.weight is unknown"),
     ("entry without offsets", header(lambda v: v[Q_PROJ].pop("data_offsets")), "without dtype, shape and data_offsets"),
+    ("line break in a name", header(lambda v: v.update({"a\nb": v.pop(Q_PROJ)})), "names a tensor 'a\\nb'"),
     ("tensor twice in the header", duplicate_key, "its header names a tensor twice"),
     # the index
     ("index with a file outside", index_entry(HEAD, "../outside.safetensors"), "'../outside.safe"),
@@ -211,7 +212,7 @@ BREAKAGES = [
     ("index with a missing file", index_entry(HEAD, "model-9.safetensors"), "missing from the folder"),
     ("tensor in two shards", sharded(doubled_tensor), "is in two files of"),
     ("tensor in the other shard", sharded(moved_tensor), "does not say so"),
-    ("tensor in no shard", index_entry("model.ghost", "model-00001-of-00002.safetensors"), "promises model.ghost"),
+    ("tensor in no shard", index_entry("model.ghost", "model-00001-of-00002.safetensors"), "promises 'model.ghost'"),
     ("tensor not in the index", sharded(lambda f, m: m.pop(Q_PROJ)), "does not say so"),
     ("index that is not JSON", content(hub_files.INDEX, b"?"), "is not a readable index"),
     ("index without a map", content(hub_files.INDEX, b"{}"), "is not a readable index"),
