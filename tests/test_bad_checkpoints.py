@@ -2,7 +2,6 @@
 
 import errno
 import json
-import resource
 import shutil
 import struct
 import subprocess
@@ -445,15 +444,13 @@ def test_a_disk_that_fills_up(tmp_path, capsys, monkeypatch):
 
 def test_a_write_that_really_fails(tmp_path):
     """The kernel refuses files above half a megabyte: what a full disk looks like from within Orbax."""
-    command = [sys.executable, "-m", "convert", "llada", "--source", LLADA, "--out", str(tmp_path / "out")]
-    run = subprocess.run(
-        command,
-        cwd=hub_files.CHECKPOINTS.parents[2],
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000)),
-        capture_output=True,
-        text=True,
-        check=False,
+    limited = (
+        "import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000)); "
+        "runpy.run_module('convert', run_name='__main__', alter_sys=True)"
     )
+    command = [sys.executable, "-c", limited, "llada", "--source", LLADA, "--out", str(tmp_path / "out")]
+    root = hub_files.CHECKPOINTS.parents[2]
+    run = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert run.returncode == 2
     assert run.stderr == f"error: {tmp_path / 'out'} could not be written (File too large); choose another --out\n"
     assert not list(tmp_path.iterdir())

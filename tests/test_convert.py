@@ -224,8 +224,16 @@ def test_data_that_is_not_aligned(done, tmp_path):
     assert_same_params(done / "llada", tmp_path / "out")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("stored", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(
+    ("stored", "dtype"),
+    [
+        ("float32", "bfloat16"),
+        ("float32", "float16"),
+        ("bfloat16", "bfloat16"),
+        ("bfloat16", "float32"),
+        ("float16", "float16"),
+    ],
+)
 def test_dtypes(tmp_path, stored, dtype):
     source = hub_files.copy("qwen2-tiny", tmp_path / "source")
     arrays = {name: array.astype(stored) for name, array in hub_files.tensors(source).items()}
