@@ -9,9 +9,11 @@ this; nothing here knows about command lines or files.
 import dataclasses
 import functools
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,6 +28,7 @@ from samplers.predictions import predict
 
 Row = dict[str, Any]
 STAGES = ("window", "head", "scores", "step")
+QUIET_CORES = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +52,45 @@ def seconds_of(call: Callable[[], Any]) -> float:
     start = time.perf_counter()
     jax.block_until_ready(call())
     return time.perf_counter() - start
+
+
+def timed(call: Callable[[], Any], patience: float = 0.0) -> tuple[float, float | None]:
+    """Wall time of one call, and how many cores other processes kept busy meanwhile (None where that is unknown).
+
+    Args:
+        patience: for this many seconds, wait for the rest of the machine to come to rest before the call, and repeat
+            a call that was disturbed.
+    """
+    deadline = time.perf_counter() + patience
+    while True:
+        while time.perf_counter() < deadline and _is_disturbed(*_others_busy(lambda: time.sleep(0.5))):
+            pass
+        timing = _others_busy(lambda: jax.block_until_ready(call()))
+        if time.perf_counter() >= deadline or not _is_disturbed(*timing):
+            return timing
+
+
+def _is_disturbed(seconds: float, others: float | None) -> bool:
+    return (others or 0.0) * seconds > QUIET_CORES * seconds + 0.02  # the system counts in hundredths of a second
+
+
+def _others_busy(call: Callable[[], Any]) -> tuple[float, float | None]:
+    start, before = time.perf_counter(), _cpu_seconds()
+    call()
+    seconds, after = time.perf_counter() - start, _cpu_seconds()
+    if before is None or after is None:
+        return seconds, None
+    return seconds, max(0.0, (after - before) / seconds)
+
+
+def _cpu_seconds() -> float | None:
+    """CPU time of everything on this machine but this process, time taken by its host included."""
+    path = Path("/proc/stat")
+    if not path.is_file():
+        return None
+    user, nice, system, _, _, *rest = map(int, path.read_text().split("\n", 1)[0].split()[1:9])
+    own = os.times()
+    return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK") - own.user - own.system
 
 
 def measure_ceilings(dtype: str, *, quick: bool = False, repeats: int = 5) -> Ceilings:

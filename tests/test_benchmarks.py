@@ -133,8 +133,7 @@ def test_plan_of_a_gpu_and_what_time_does_not_allow(job, tmp_path):
     options = bench.parser().parse_args(["--suite", "gpu"])
     plan = bench.make_plan(options)
     assert plan[0] == bench.Forwards(1) and {part.batch for part in plan} == {1, 8, 32}
-    report = bench.Report({}, tmp_path / "out.json")
-    bench.run(plan, job, report, None, limit=-1.0)
+    bench.run(plan, job, bench.Report({}, tmp_path / "out.json", time_limit=-1.0), None)
     assert len(json.loads((tmp_path / "out.json").read_text())["skipped"]) == len(plan)
 
 
