@@ -17,6 +17,7 @@ import pytest
 from safetensors import safe_open
 
 import convert
+from benchmarks import convert as benchmark
 from convert import to_jax
 from convert.__main__ import main
 from convert.families import FAMILIES
@@ -408,6 +409,17 @@ def test_every_parameter_has_a_name_in_both_formats(name):
         assert [(rule.to_ours(hub), rule.transpose) for rule in family.rules if rule.to_ours(hub)] == [
             (ours, transpose)
         ]
+
+
+def test_the_benchmark_converts_the_real_thing():
+    config = PUBLISHED["llada-8b-instruct"]
+    family = FAMILIES["llada"]
+    assert family.read_config(HubConfig(benchmark.CONFIG | {"n_layers": 32}, "config.json")) == config
+    wanted = {}
+    for name, array in abstract_params(config).items():
+        hub, transpose = family.hub_name(name)
+        wanted[hub] = array.shape[::-1] if transpose else array.shape
+    assert benchmark.shapes(32) == wanted
 
 
 # --- verification -----------------------------------------------------------------------------------------------------
