@@ -47,13 +47,6 @@ class Ceilings:
     matmul_size: int
 
 
-def seconds_of(call: Callable[[], Any]) -> float:
-    """Wall time of one call, until everything it returns is there."""
-    start = time.perf_counter()
-    jax.block_until_ready(call())
-    return time.perf_counter() - start
-
-
 def timed(call: Callable[[], Any], patience: float = 0.0) -> tuple[float, float | None]:
     """Wall time of one call, and how many cores other processes kept busy meanwhile (None where that is unknown).
 
@@ -93,15 +86,16 @@ def _cpu_seconds() -> float | None:
     return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK") - own.user - own.system
 
 
-def measure_ceilings(dtype: str, *, quick: bool = False, repeats: int = 5) -> Ceilings:
+def measure_ceilings(dtype: str, *, quick: bool = False, repeats: int = 5, patience: float = 0.0) -> Ceilings:
     """Both ceilings, each the best of the repeats: a ceiling is what the device can do, not what it mostly did."""
+    best = lambda call: min(timed(call, patience)[0] for _ in range(repeats))
     gpu = jax.default_backend() != "cpu"
     copy_bytes = 2**22 if quick else 2**32 if gpu else 2**28
     size = 256 if quick else 8192 if gpu else 2048
-    return Ceilings(_copy_rate(copy_bytes, repeats), _matmul_rate(dtype, size, repeats), copy_bytes, size)
+    return Ceilings(_copy_rate(copy_bytes, best), _matmul_rate(dtype, size, best), copy_bytes, size)
 
 
-def _copy_rate(num_bytes: int, repeats: int, calls: int = 8) -> float:
+def _copy_rate(num_bytes: int, best: Callable[[Callable[[], Any]], float], calls: int = 8) -> float:
     # Into memory that exists already (a donated buffer): fresh pages would be timed otherwise.
     copy = jax.jit(lambda source, target: source + 1, donate_argnums=1, keep_unused=True)
     source = jnp.arange(num_bytes // 4, dtype=jnp.int32)
@@ -114,16 +108,16 @@ def _copy_rate(num_bytes: int, repeats: int, calls: int = 8) -> float:
         return target
 
     run()
-    return calls * 2 * num_bytes / min(seconds_of(run) for _ in range(repeats))
+    return calls * 2 * num_bytes / best(run)
 
 
-def _matmul_rate(dtype: str, size: int, repeats: int, count: int = 8) -> float:
+def _matmul_rate(dtype: str, size: int, best: Callable[[Callable[[], Any]], float], count: int = 8) -> float:
     # Random values (zeros can run faster), scaled so that the product of products stays in range.
     x, w = (jax.random.normal(jax.random.key(seed), (size, size), dtype) for seed in (0, 1))
     w = w / math.sqrt(size)
     chain = jax.jit(lambda x, w: lax.fori_loop(0, count, lambda _, x: x @ w, x))
     jax.block_until_ready(chain(x, w))
-    return count * 2 * size**3 / min(seconds_of(lambda: chain(x, w)) for _ in range(repeats))
+    return count * 2 * size**3 / best(lambda: chain(x, w))
 
 
 def forward_flops(config: ModelConfig, batch: int, fed: int, keys: int, kept: int) -> int:
@@ -183,16 +177,18 @@ class Setting:
 
     @property
     def most_steps(self) -> int:
-        """Steps that a block has left after the one that filled the cache, less one: the last would leave it."""
-        return max(self.block_length - 2, 1)
+        """Steps of a block, less the last, which would leave it."""
+        return max(self.block_length - 1, 1)
 
 
 def start_state(setting: Setting) -> BlockState:
-    """The state in the first block after the forward that filled the buffers: from here, steps run windows."""
+    """The state in the first block with its buffers filled, by random numbers: from here, steps run windows."""
 
     def begin(sampler: BlockSampler, denoiser: Denoiser) -> BlockState:
         prompt = jnp.arange(setting.batch * setting.prompt_length).reshape(setting.batch, -1) % 97
-        return sampler.step(denoiser, sampler.init(denoiser, prompt))
+        state = sampler.init(denoiser, prompt)
+        kv = jax.tree.map(lambda x: jax.random.normal(jax.random.key(0), x.shape, x.dtype), state.cache.kv)
+        return dataclasses.replace(state, cache=dataclasses.replace(state.cache, kv=kv, built_for=state.block))
 
     return jax.jit(begin)(setting.sampler, setting.denoiser)
 
@@ -247,24 +243,32 @@ class Loop:
         self.seconds()  # the first call also loads the program
         self._count = max(1, min(self._most, round(target_seconds / self.seconds())))
 
-    def seconds(self) -> float:
+    def seconds(self, patience: float = 0.0) -> float:
         """Seconds per iteration of one call."""
-        return seconds_of(lambda: self._program(*self._arguments, self._count)) / self._count
+        return timed(lambda: self._program(*self._arguments, self._count), patience)[0] / self._count
 
 
-def in_turns(loops: Mapping[str, Loop], repeats: int, target_seconds: float) -> dict[str, list[float]]:
+def in_turns(
+    loops: Mapping[str, Loop], repeats: int, target_seconds: float, patience: float = 0.0
+) -> dict[str, list[float]]:
     """Seconds per iteration of every loop, measured in turns: what else the machine does then hits all alike."""
     for loop in loops.values():
         loop.calibrate(target_seconds)
     times: dict[str, list[float]] = {name: [] for name in loops}
     for _ in range(repeats):
         for name, loop in loops.items():
-            times[name].append(loop.seconds())
+            times[name].append(loop.seconds(patience))
     return times
 
 
 def measure_forwards(
-    setting: Setting, ceilings: Ceilings, *, split: bool, repeats: int = 5, target_seconds: float = 0.5
+    setting: Setting,
+    ceilings: Ceilings,
+    *,
+    split: bool,
+    repeats: int = 5,
+    target_seconds: float = 0.5,
+    patience: float = 0.0,
 ) -> tuple[list[Row], Row | None]:
     """Times a full forward and a block's windowed one, both with the vocabulary head on the block.
 
@@ -279,7 +283,7 @@ def measure_forwards(
     bodies = {"full": functools.partial(_full, setting)}
     bodies |= {stage: functools.partial(_upto, stage, setting) for stage in stages}
     loops = {name: Loop(body, setting.denoiser, state, setting.most_steps) for name, body in bodies.items()}
-    times = in_turns(loops, repeats, target_seconds)
+    times = in_turns(loops, repeats, target_seconds, patience)
     rows = [_forward_row(setting, ceilings, name, times[key]) for name, key in (("full", "full"), ("window", "head"))]
     return rows, _split_row(setting, times) if split else None
 

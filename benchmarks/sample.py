@@ -599,12 +599,14 @@ def run_forwards(part: Forwards, job: Job, report: Report, prompt_length: int | 
     denoiser = job.model.denoiser
     dtype = jnp.dtype(job.model.params["embed.embedding"].dtype).name
     if report.data["ceilings"] is None:
-        report.data["ceilings"] = dataclasses.asdict(roofline.measure_ceilings(dtype))
+        report.data["ceilings"] = dataclasses.asdict(roofline.measure_ceilings(dtype, patience=job.patience))
         report.save()
     ceilings = roofline.Ceilings(**report.data["ceilings"])
     width = int(make_prompts(job.model, part.batch, prompt_length)[0].shape[1])
     setting = roofline.Setting(denoiser, part.batch, width, job.gen_length, job.block_length)
-    rows, split = roofline.measure_forwards(setting, ceilings, split=part.split, repeats=part.repeats)
+    rows, split = roofline.measure_forwards(
+        setting, ceilings, split=part.split, repeats=part.repeats, patience=job.patience
+    )
     report.data["forwards"] += rows
     report.data["splits"] += [split] if split else []
     report.save()
