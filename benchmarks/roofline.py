@@ -28,7 +28,9 @@ from samplers.predictions import predict
 
 Row = dict[str, Any]
 STAGES = ("window", "head", "scores", "step")
+PARTS = ("window", "head", "scores", "bookkeeping")  # what each stage adds to the one before
 QUIET_CORES = 0.1
+MOST_REPEATS = 50
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,10 +240,12 @@ class Loop:
         self._program = jax.jit(run).lower(denoiser, state, 1).compile()
         self.compile_seconds = time.perf_counter() - start
 
-    def calibrate(self, target_seconds: float) -> None:
-        """Chooses the number of iterations so that a call takes about the target."""
+    def calibrate(self, target_seconds: float) -> float:
+        """Chooses the number of iterations so that a call takes about the target; returns what it will take."""
         self.seconds()  # the first call also loads the program
-        self._count = max(1, min(self._most, round(target_seconds / self.seconds())))
+        seconds = self.seconds()
+        self._count = max(1, min(self._most, round(target_seconds / seconds)))
+        return seconds * self._count
 
     def seconds(self, patience: float = 0.0) -> float:
         """Seconds per iteration of one call."""
@@ -251,11 +255,13 @@ class Loop:
 def in_turns(
     loops: Mapping[str, Loop], repeats: int, target_seconds: float, patience: float = 0.0
 ) -> dict[str, list[float]]:
-    """Seconds per iteration of every loop, measured in turns: what else the machine does then hits all alike."""
-    for loop in loops.values():
-        loop.calibrate(target_seconds)
+    """Seconds per iteration of every loop, measured in turns: what else the machine does then hits all alike.
+
+    Loops that cannot run for the target time in one call are called more often than `repeats`.
+    """
+    longest = max(loop.calibrate(target_seconds) for loop in loops.values())
     times: dict[str, list[float]] = {name: [] for name in loops}
-    for _ in range(repeats):
+    for _ in range(max(repeats, min(MOST_REPEATS, round(target_seconds / longest)))):
         for name, loop in loops.items():
             times[name].append(loop.seconds(patience))
     return times
@@ -321,11 +327,6 @@ def _split_row(setting: Setting, times: Mapping[str, list[float]]) -> Row:
     the noise may still come out negative.
     """
     upto = {stage: min(times[stage]) for stage in STAGES}
-    return {
-        "batch": setting.batch,
-        "window_seconds": upto["window"],
-        "head_seconds": upto["head"] - upto["window"],
-        "scores_seconds": upto["scores"] - upto["head"],
-        "bookkeeping_seconds": upto["step"] - upto["scores"],
-        "step_seconds": upto["step"],
-    }
+    before = [0.0, *upto.values()]
+    parts = {f"{part}_seconds": upto[stage] - past for part, stage, past in zip(PARTS, STAGES, before, strict=False)}
+    return {"batch": setting.batch, **parts, "step_seconds": upto["step"]}

@@ -544,21 +544,18 @@ def format_rows(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def format_forwards(data: Row) -> str:
+def format_forwards(rows: Sequence[Row], split: Row | None) -> str:
     """Forwards against the measured ceilings, and what an engine step is made of."""
-    ceilings = data["ceilings"]
-    lines = [f"copy {ceilings['copy'] / 1e9:.1f} GB/s, matmul {ceilings['matmul'] / 1e12:.3f} TFLOP/s"]
-    for row in data["forwards"]:
-        lines.append(
-            f"{row['forward']:<7} batch {row['batch']:>3}  {1e3 * row['seconds']:9.3f} ms  "
-            f"{row['bytes_per_second'] / 1e9:8.1f} GB/s = {row['fraction_of_copy']:.0%} of copy  "
-            f"{row['flops_per_second'] / 1e12:8.3f} TFLOP/s = {row['fraction_of_matmul']:.0%} of matmul  "
-            f"{row['fraction_of_floor']:.0%} of the floor ({row['bound']})"
-        )
-    for row in data["splits"]:
-        parts = ("window", "head", "scores", "bookkeeping")
-        text = ", ".join(f"{part} {1e3 * row[f'{part}_seconds']:.3f}" for part in parts)
-        lines.append(f"step    batch {row['batch']:>3}  {1e3 * row['step_seconds']:9.3f} ms = {text}")
+    lines = [
+        f"{row['forward']:<7} batch {row['batch']:>3}  {1e3 * row['seconds']:9.3f} ms  "
+        f"{row['bytes_per_second'] / 1e9:8.1f} GB/s = {row['fraction_of_copy']:.0%} of copy  "
+        f"{row['flops_per_second'] / 1e12:8.3f} TFLOP/s = {row['fraction_of_matmul']:.0%} of matmul  "
+        f"{row['fraction_of_floor']:.0%} of the floor ({row['bound']})"
+        for row in rows
+    ]
+    if split:
+        parts = [f"{part} {1e3 * split[f'{part}_seconds']:.3f}" for part in roofline.PARTS]
+        lines.append(f"step    batch {split['batch']:>3}  {1e3 * split['step_seconds']:9.3f} ms = {', '.join(parts)}")
     return "\n".join(lines)
 
 
@@ -599,8 +596,10 @@ def run_forwards(part: Forwards, job: Job, report: Report, prompt_length: int | 
     denoiser = job.model.denoiser
     dtype = jnp.dtype(job.model.params["embed.embedding"].dtype).name
     if report.data["ceilings"] is None:
-        report.data["ceilings"] = dataclasses.asdict(roofline.measure_ceilings(dtype, patience=job.patience))
+        found = roofline.measure_ceilings(dtype, patience=job.patience)
+        report.data["ceilings"] = dataclasses.asdict(found)
         report.save()
+        print(f"copy {found.copy / 1e9:.1f} GB/s, matmul {found.matmul / 1e12:.3f} TFLOP/s", flush=True)
     ceilings = roofline.Ceilings(**report.data["ceilings"])
     width = int(make_prompts(job.model, part.batch, prompt_length)[0].shape[1])
     setting = roofline.Setting(denoiser, part.batch, width, job.gen_length, job.block_length)
@@ -610,7 +609,7 @@ def run_forwards(part: Forwards, job: Job, report: Report, prompt_length: int | 
     report.data["forwards"] += rows
     report.data["splits"] += [split] if split else []
     report.save()
-    print(format_forwards(report.data), flush=True)
+    print(format_forwards(rows, split), flush=True)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -111,7 +111,7 @@ def test_forwards_against_ceilings():
     for row in rows:
         assert finite_and_positive(row, ["seconds", "flops_per_second", "fraction_of_matmul", "fraction_of_floor"])
     assert finite_and_positive(split, ["window_seconds", "step_seconds"])
-    parts = [split[f"{part}_seconds"] for part in ("window", "head", "scores", "bookkeeping")]
+    parts = [split[f"{part}_seconds"] for part in roofline.PARTS]
     assert math.isclose(sum(parts), split["step_seconds"])
 
 
