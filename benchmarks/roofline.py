@@ -30,7 +30,7 @@ Row = dict[str, Any]
 STAGES = ("window", "head", "scores", "step")
 PARTS = ("window", "head", "scores", "bookkeeping")  # what each stage adds to the one before
 QUIET_CORES = 0.1
-MOST_REPEATS = 50
+MOST_REPEATS, LEAST_COUNT = 50, 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,7 +244,7 @@ class Loop:
         """Chooses the number of iterations so that a call takes about the target; returns what it will take."""
         self.seconds()  # the first call also loads the program
         seconds = self.seconds()
-        self._count = max(1, min(self._most, round(target_seconds / seconds)))
+        self._count = min(self._most, max(LEAST_COUNT, round(target_seconds / seconds)))
         return seconds * self._count
 
     def seconds(self, patience: float = 0.0) -> float:

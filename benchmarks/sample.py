@@ -399,7 +399,7 @@ def _gpu_plan(parallelism: Sequence[int]) -> list[Group | Forwards]:
     return [
         Forwards(1),
         Group(first, 1, ["dual", "none"], BASELINES, repeats=3),
-        *(Group(rule, 1, ["dual"], repeats=3) for rule in others),  # the same program: only k differs
+        *(Group(rule, 1, ["dual", "none"], repeats=3) for rule in others),  # the same programs: only k differs
         Forwards(32),
         Group(first, 32, ["dual", "none"], repeats=2),
         Forwards(8, split=False),
