@@ -1,0 +1,1 @@
+"""Verifiable tasks, scoring and Pareto reports for diffusion language models."""

@@ -1,0 +1,100 @@
+"""What people write on the command line, `name:option=value,option=value`, read in one place."""
+
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from dllm_jax.errors import DllmError
+
+
+class Spec(NamedTuple):
+    """A name and its options as they were written."""
+
+    name: str
+    options: dict[str, str]
+
+
+def parse(text: str, what: str) -> Spec:
+    """Reads ``"eb:gamma=0.1,proxy=entropy"``.
+
+    Args:
+        what: named in the errors, such as "sampler".
+
+    Raises:
+        DllmError: for an empty name, an option without a value, or one given twice.
+    """
+    name, _, rest = text.partition(":")
+    if not name:
+        raise DllmError(f"{what} {text!r} has no name; write it as name:option=value,option=value")
+    options: dict[str, str] = {}
+    for item in rest.split(",") if rest else ():
+        option, equals, value = item.partition("=")
+        if not option or not equals or not value:
+            raise DllmError(f"{what} {text!r}: {item!r} is no option; write it as option=value")
+        if option in options:
+            raise DllmError(f"{what} {text!r} gives {option} twice; leave one out")
+        options[option] = value
+    return Spec(name, options)
+
+
+def converted(options: Mapping[str, str], kinds: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """Every option as the type that it should have.
+
+    Args:
+        options: option -> what was written.
+        kinds: option -> type: int, float, bool, str, a choice of words, a range of two integers (written ``1-3``), or
+            a union of these; "none" is read as None where None is allowed.
+        what: named in the errors, such as "task maze".
+
+    Raises:
+        DllmError: for an option that is not there, or a value that is not of its type.
+    """
+    for option in options:
+        if option not in kinds:
+            raise DllmError(f"{what} has no option {option!r}; it has {', '.join(kinds)}")
+    return {option: _convert(text, kinds[option], f"{what}: {option}") for option, text in options.items()}
+
+
+def members(kind: Any) -> tuple[Any, ...]:
+    """The types that a union allows, and a type itself."""
+    united = typing.get_origin(kind) in (typing.Union, types.UnionType)
+    return typing.get_args(kind) if united else (kind,)
+
+
+def _convert(text: str, kind: Any, what: str) -> Any:
+    allowed = members(kind)
+    if text.lower() == "none" and type(None) in allowed:
+        return None
+    for one in allowed:
+        if typing.get_origin(one) is typing.Literal:
+            return _one_of(text, typing.get_args(one), what)
+    if tuple[int, int] in allowed:
+        return _range(text, what)
+    if bool in allowed:
+        return _one_of(text.lower(), ("true", "false"), what) == "true"
+    if float in allowed:
+        return _number(float, text, f"{what} {text!r} is no number")
+    if int in allowed:
+        return _number(int, text, f"{what} {text!r} is no whole number")
+    return text
+
+
+def _number(kind: type, text: str, complaint: str) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        raise DllmError(complaint) from None
+
+
+def _one_of(text: str, choices: tuple[str, ...], what: str) -> str:
+    if text not in choices:
+        raise DllmError(f"{what} {text!r} is unknown; choose one of {', '.join(choices)}")
+    return text
+
+
+def _range(text: str, what: str) -> tuple[int, int]:
+    low, dash, high = text.partition("-")
+    complaint = f"{what} {text!r} is no range; write it as 1-3"
+    low_number = _number(int, low, complaint)
+    return low_number, _number(int, high, complaint) if dash else low_number

@@ -1,0 +1,225 @@
+"""What a task is: examples that are pure functions of (options, split, seed, index), and a verifier for answers.
+
+Splits. Every problem belongs to one split, which a hash of its content decides (`split_of`): neither seed, index nor
+options play a part. A generator draws problems until one of the wanted split appears, so no problem can ever be in two
+splits, whatever was generated when. 18 of 20 problems are for training, one for validation and one for tests.
+
+Random numbers. Raw 64-bit words of Philox, seeded by `SeedSequence`, are all that is taken from NumPy: both streams are
+fixed by NumPy's compatibility policy, whereas the distributions built on them may change with its versions.
+"""
+
+import abc
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from typing import Any, ClassVar, Self, TypeVar
+
+import numpy as np
+
+from dllm_jax import Model
+from dllm_jax.errors import DllmError
+from evals.tokens import Vocabulary
+
+T = TypeVar("T")
+
+SPLITS = ("train", "validation", "test")
+_SLOTS = 20  # slot 0 is test, slot 1 validation, the others train
+_MOST_TRIES = 20_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """One problem as token ids.
+
+    Attributes:
+        prompt_ids: [P] int32, never masked; may be empty.
+        answer_ids: [A] int32, the canvas as it should become, with an end token where the task has one.
+        given: [A] bool, positions of the answer that the model is told (a Sudoku's clues); None where none is.
+        problem: the canonical problem, which decides the split and is all that a verifier needs.
+    """
+
+    prompt_ids: np.ndarray
+    answer_ids: np.ndarray
+    given: np.ndarray | None = None
+    problem: Any = None
+
+    @property
+    def targets(self) -> np.ndarray:
+        """[A] bool, the positions that are to be generated, and trained on."""
+        return np.ones(len(self.answer_ids), bool) if self.given is None else ~self.given
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What a verifier says of an answer.
+
+    Attributes:
+        correct: the final answer is right; this is what accuracy counts.
+        strict: every step that leads to it is right too. For tasks without steps the same as `correct`.
+        exact: the tokens are those of the reference.
+    """
+
+    correct: bool
+    strict: bool
+    exact: bool
+
+
+class Task(abc.ABC):
+    """Base of all tasks: frozen dataclasses whose fields are the options, `seed` among them.
+
+    Attributes:
+        name: in the registry, on the command line and in hashes.
+        stops: whether an end token ends an answer; False where the canvas has a fixed length.
+    """
+
+    name: ClassVar[str]
+    stops: ClassVar[bool] = False
+    seed: int
+
+    @abc.abstractmethod
+    def example(self, split: str, index: int) -> Example:
+        """Example `index` (from 0) of a split.
+
+        Raises:
+            DllmError: for an unknown split, a negative index, or options that leave a split without problems.
+        """
+
+    @abc.abstractmethod
+    def verify(self, example: Example, ids: Sequence[int]) -> Verdict:
+        """Judges an answer, given up to and without its end token; never raises, whatever the ids."""
+
+    @abc.abstractmethod
+    def show(self, ids: Sequence[int]) -> str:
+        """Token ids as text for people."""
+
+    @property
+    @abc.abstractmethod
+    def vocabulary(self) -> Vocabulary:
+        """The task's own tokens."""
+
+    @property
+    @abc.abstractmethod
+    def prompt_width(self) -> int:
+        """No prompt is longer than this, in the task's own tokens."""
+
+    @property
+    @abc.abstractmethod
+    def answer_width(self) -> int:
+        """Length of the canvas: no answer is longer, end token included."""
+
+    @abc.abstractmethod
+    def write_tokenizer(self, folder: Any) -> None:
+        """Writes tokenizer.json and tokenizer_config.json, for a checkpoint of a model trained on this task."""
+
+    def bind(self, model: Model) -> Self:
+        """The task in the tokens of a model.
+
+        Raises:
+            DllmError: when the model was made for other tokens.
+        """
+        own, config = self.vocabulary, model.config
+        theirs = (config.mask_id, config.eos_id)
+        if config.vocab_size < own.size or theirs != (own.mask_id, own.eos_id):
+            raise DllmError(
+                f"{model.name} has {config.vocab_size} tokens, mask {theirs[0]} and end {theirs[1]}, but {self.name} "
+                f"needs {own.size}, {own.mask_id} and {own.eos_id}; evaluate a model that was trained on this task"
+            )
+        return self
+
+    def source(self, split: str = "train") -> "Source":
+        """The examples of a split for training.
+
+        Raises:
+            DllmError: for the test split, on which accuracy is measured.
+        """
+        return Source(self, split)
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """What a trainer takes: `example(index)` of one split, an unlimited supply.
+
+    Raises:
+        DllmError: for the test split, which must not be trained on.
+    """
+
+    task: Task
+    split: str = "train"
+
+    def __post_init__(self) -> None:
+        check_split(self.split)
+        if self.split == "test":
+            raise DllmError("the test split is what accuracy is measured on; train on 'train', look at 'validation'")
+
+    def example(self, index: int) -> Example:
+        """Example `index` from 0 on."""
+        return self.task.example(self.split, index)
+
+
+class Draws:
+    """Random numbers of one example: the same on every platform and with every version of NumPy."""
+
+    def __init__(self, *entropy: int) -> None:
+        self._bits = np.random.Philox(np.random.SeedSequence(entropy))
+        self._words: Iterator[int] = iter(())
+
+    def below(self, bound: int) -> int:
+        """A whole number in [0, bound)."""
+        for word in self._words:
+            return (word * bound) >> 64  # the bias, bound / 2^64, is beyond notice
+        self._words = iter(self._bits.random_raw(64).tolist())
+        return self.below(bound)
+
+    def between(self, low: int, high: int) -> int:
+        """A whole number in [low, high]."""
+        return low + self.below(high - low + 1)
+
+    def choice(self, items: Sequence[T]) -> T:
+        """One of the items."""
+        return items[self.below(len(items))]
+
+    def shuffle(self, items: MutableSequence[Any]) -> None:
+        """Puts a list into a random order, in place."""
+        for i in range(len(items) - 1, 0, -1):
+            j = self.below(i + 1)
+            items[i], items[j] = items[j], items[i]
+
+
+def check_split(split: str) -> None:
+    """Raises DllmError for a word that is none of `SPLITS`."""
+    if split not in SPLITS:
+        raise DllmError(f"no split is called {split!r}; choose one of {', '.join(SPLITS)}")
+
+
+def split_of(task: str, problem: str) -> str:
+    """The split a problem belongs to, by a hash of its canonical text."""
+    digest = hashlib.blake2b(f"{task}:{problem}".encode(), digest_size=8).digest()
+    slot = int.from_bytes(digest, "big") % _SLOTS
+    return "test" if slot == 0 else "validation" if slot == 1 else "train"
+
+
+def draws_for(task: str, seed: int, split: str, index: int) -> Draws:
+    """The random numbers of one example.
+
+    Raises:
+        DllmError: for an unknown split or a negative seed or index.
+    """
+    check_split(split)
+    for what, value in (("seed", seed), ("index", index)):
+        if not isinstance(value, (int, np.integer)) or value < 0:
+            raise DllmError(f"{what} is {value!r}; it must be a whole number from 0 on")
+    tag = int.from_bytes(hashlib.blake2b(task.encode(), digest_size=4).digest(), "big")
+    return Draws(tag, int(seed), SPLITS.index(split), int(index))
+
+
+def draw_of_split(task: str, split: str, draw: Callable[[], T], canonical: Callable[[T], str]) -> T:
+    """Draws problems until one belongs to the split.
+
+    Raises:
+        DllmError: when none does after many tries: the options allow too few problems.
+    """
+    for _ in range(_MOST_TRIES):
+        problem = draw()
+        if split_of(task, canonical(problem)) == split:
+            return problem
+    raise DllmError(f"no {split} problem of {task} was found; its options allow too few different problems")

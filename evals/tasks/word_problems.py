@@ -1,0 +1,304 @@
+"""Arithmetic word problems with worked steps: `Tom has 12 books. Tom buys 23.` -> `12+23=35. #### 35`.
+
+Every sentence after the first is one step, every step one equation that goes on from the last result. A model must copy
+numbers, compute, and carry results on: written one token at a time that is easy, written in parallel the equations
+contradict each other, which is what unmasking rules are compared by.
+"""
+
+import dataclasses
+import functools
+import re
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
+
+import numpy as np
+import tokenizers
+
+from dllm_jax import Model
+from dllm_jax.errors import DllmError
+from evals import tokens
+from evals.tasks.base import Draws, Example, Task, Verdict, draw_of_split, draws_for
+from evals.tokens import Vocabulary
+
+Difficulty = Literal["easy", "medium", "hard"]
+
+TOKENIZER = Path(__file__).parents[1] / "tokenizers" / "word-problems"
+
+NAMES = ("Tom Ann Eve Sam Ben Mia Leo Max Zoe Amy Kim Jay Liz Ian Ada Eli").split()
+OBJECTS = ("books pens cups coins eggs cards balls apples stamps shells beads keys nuts pears stones toys").split()
+PHRASES: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
+    {
+        "+": ("buys {}", "finds {}", "gets {} more"),
+        "-": ("gives away {}", "loses {}", "sells {}"),
+        "*": ("gets {} times as many", "makes it {} times as many"),
+        "/": ("keeps one of {} equal parts", "shares equally among {}"),
+    }
+)
+
+
+class Limits(NamedTuple):
+    """What a difficulty allows: numbers of steps, largest number anywhere, operations, factors of * and /."""
+
+    steps: tuple[int, int]
+    max_total: int
+    operations: str
+    factors: tuple[int, int]
+    phrases: int
+
+
+DIFFICULTIES: Mapping[str, Limits] = types.MappingProxyType(
+    {
+        "easy": Limits(steps=(1, 2), max_total=50, operations="+-", factors=(2, 2), phrases=1),
+        "medium": Limits(steps=(1, 3), max_total=99, operations="+-*/", factors=(2, 4), phrases=3),
+        "hard": Limits(steps=(2, 4), max_total=999, operations="+-*/", factors=(2, 9), phrases=3),
+    }
+)
+
+
+class Problem(NamedTuple):
+    """The canonical problem: who and what it is about is no part of it."""
+
+    start: int
+    steps: tuple[tuple[str, int], ...]
+
+    def equations(self) -> list[tuple[int, str, int, int]]:
+        """The worked steps, (left, operation, right, result)."""
+        found, total = [], self.start
+        for operation, number in self.steps:
+            result = _apply(total, operation, number)
+            found.append((total, operation, number, result))
+            total = result
+        return found
+
+    @property
+    def answer(self) -> int:
+        """The last result."""
+        return self.equations()[-1][-1]
+
+
+class Codec(Protocol):
+    """Text to token ids and back, as `dllm_jax.Tokenizer` does."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class WordProblems(Task):
+    """Arithmetic word problems as text.
+
+    Attributes:
+        difficulty: "easy": 1 or 2 steps of + and - with numbers up to 50 and one phrase each; "medium": 1 to 3 steps
+            of + - * / up to 99; "hard": 2 to 4 steps up to 999.
+        steps: fewest and most steps; None as the difficulty says.
+        max_total: largest number that occurs; None as the difficulty says.
+        operations: which of "+-*/" occur; None as the difficulty says.
+        seed: another seed gives other examples of the same splits.
+        codec, eos_id: the tokenizer and its end id; the task's own by default. `bind` sets a model's.
+    """
+
+    name: ClassVar[str] = "word-problems"
+    stops: ClassVar[bool] = True
+
+    difficulty: Difficulty = "medium"
+    steps: tuple[int, int] | None = None
+    max_total: int | None = None
+    operations: str | None = None
+    seed: int = 0
+    codec: Codec | None = dataclasses.field(default=None, repr=False, compare=False)
+    eos_id: int | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.difficulty not in DIFFICULTIES:
+            raise DllmError(f"no difficulty is called {self.difficulty!r}; choose one of {', '.join(DIFFICULTIES)}")
+        (low, high), limits = self.limits.steps, self.limits
+        if not 1 <= low <= high <= 9:
+            raise DllmError(f"steps {low}-{high} is no range; give the fewest and the most between 1 and 9, as 1-3")
+        if not 8 <= limits.max_total <= 99_999:
+            raise DllmError(f"max_total is {limits.max_total}; it must be between 8 and 99999")
+        if not limits.operations or set(limits.operations) - set(PHRASES):
+            raise DllmError(f"operations is {limits.operations!r}; give some of the characters {''.join(PHRASES)}")
+        if set(limits.operations) <= set("*/") and high > 1:
+            raise DllmError(f"operations {limits.operations} run out of numbers after a step or two; add + or -")
+
+    @functools.cached_property
+    def limits(self) -> Limits:
+        """The difficulty's limits with this task's own changes."""
+        own: dict[str, Any] = {"steps": self.steps, "max_total": self.max_total, "operations": self.operations}
+        return DIFFICULTIES[self.difficulty]._replace(**{name: value for name, value in own.items() if value})
+
+    def example(self, split: str, index: int) -> Example:
+        problem, question = self._drawn(split, index)
+        codec, eos_id = self._coding
+        return Example(
+            prompt_ids=np.array(codec.encode(question), np.int32),
+            answer_ids=np.array([*codec.encode(worked(problem)), eos_id], np.int32),
+            problem=problem,
+        )
+
+    def texts(self, split: str, index: int) -> tuple[str, str]:
+        """The same example as text: prompt and answer."""
+        problem, question = self._drawn(split, index)
+        return question, worked(problem)
+
+    def verify(self, example: Example, ids: Sequence[int]) -> Verdict:
+        problem: Problem = example.problem
+        text, reference = self.show(ids), example.answer_ids[:-1]
+        correct = final_answer(text) == problem.answer
+        return Verdict(
+            correct=correct,
+            strict=correct and worked_steps(text) == problem.equations(),
+            exact=len(ids) == len(reference) and bool(np.array_equal(ids, reference)),
+        )
+
+    def show(self, ids: Sequence[int]) -> str:
+        return self._coding[0].decode([int(i) for i in ids])
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return tokens.vocabulary_of(TOKENIZER)
+
+    @functools.cached_property
+    def prompt_width(self) -> int:
+        longest = max((p for phrases in PHRASES.values() for p in phrases), key=len)
+        digits = "8" * len(str(self.limits.max_total))
+        sentences = [f"Tom {longest.format(digits)}."] * self.limits.steps[1]
+        text = _prompt([f"Tom has {digits} {max(OBJECTS, key=len)}.", *sentences])
+        return -(-len(self._coding[0].encode(text)) // 8) * 8
+
+    @functools.cached_property
+    def answer_width(self) -> int:
+        digits = "8" * len(str(self.limits.max_total))
+        text = f"{digits}+{digits}={digits}. " * self.limits.steps[1] + f"#### {digits}"
+        return -(-(len(self._coding[0].encode(text)) + 1) // 8) * 8
+
+    def write_tokenizer(self, folder: str | Path) -> None:
+        tokens.copy(TOKENIZER, folder)
+
+    def bind(self, model: Model) -> Self:
+        return dataclasses.replace(self, codec=model.require_tokenizer(), eos_id=model.config.eos_id)
+
+    @functools.cached_property
+    def _coding(self) -> tuple[Codec, int]:
+        if self.codec is not None and self.eos_id is not None:
+            return self.codec, self.eos_id
+        return _own_codec(), self.vocabulary.eos_id
+
+    def _drawn(self, split: str, index: int) -> tuple[Problem, str]:
+        draws = draws_for(self.name, self.seed, split, index)
+        problem = draw_of_split(self.name, split, lambda: self._problem(draws), canonical)
+        return problem, self._question(problem, draws)
+
+    def _problem(self, draws: Draws) -> Problem:
+        limits = self.limits
+        wanted = draws.between(*limits.steps)
+        while True:
+            total = start = draws.between(2, limits.max_total)
+            steps: list[tuple[str, int]] = []
+            while len(steps) < wanted and (step := _step(total, limits, draws)):
+                steps.append(step)
+                total = _apply(total, *step)
+            if len(steps) == wanted:
+                return Problem(start, tuple(steps))
+
+    def _question(self, problem: Problem, draws: Draws) -> str:
+        name, thing = draws.choice(NAMES), draws.choice(OBJECTS)
+        sentences = [f"{name} has {problem.start} {thing}."]
+        for operation, number in problem.steps:
+            phrase = draws.choice(PHRASES[operation][: self.limits.phrases])
+            sentences.append(f"{name} {phrase.format(number)}.")
+        return _prompt(sentences)
+
+
+def _prompt(sentences: Sequence[str]) -> str:
+    return f"Q: {' '.join(sentences)}\nA: "
+
+
+def _step(total: int, limits: Limits, draws: Draws) -> tuple[str, int] | None:
+    """A step that keeps the number between 1 and the limit, None where there is none."""
+    low, high = limits.factors
+    numbers = {
+        "+": range(2, limits.max_total - total + 1),
+        "-": range(2, total),
+        "*": range(low, min(high, limits.max_total // total) + 1),
+        "/": [factor for factor in range(low, high + 1) if total % factor == 0],
+    }
+    possible = [operation for operation in limits.operations if numbers[operation]]
+    if not possible:
+        return None
+    operation = draws.choice(possible)
+    return operation, draws.choice(numbers[operation])
+
+
+def _apply(total: int, operation: str, number: int) -> int:
+    if operation == "+":
+        return total + number
+    if operation == "-":
+        return total - number
+    return total * number if operation == "*" else total // number
+
+
+def canonical(problem: Problem) -> str:
+    """The text whose hash decides the split: numbers and operations."""
+    return f"{problem.start} " + " ".join(f"{operation}{number}" for operation, number in problem.steps)
+
+
+def worked(problem: Problem) -> str:
+    """The reference answer: `12+23=35. 35-5=30. #### 30`."""
+    steps = "".join(f"{left}{operation}{right}={result}. " for left, operation, right, result in problem.equations())
+    return f"{steps}#### {problem.answer}"
+
+
+_ANSWER = re.compile(r"####\s*([0-9]{1,9})(?![0-9]|[.,][0-9])")
+_EQUATION = re.compile(r"([0-9]{1,9})\s*([-+*/])\s*([0-9]{1,9})\s*=\s*([0-9]{1,9})(?![0-9])")
+
+
+def final_answer(text: str) -> int | None:
+    """The number behind the first ####, whatever follows it; None where there is none."""
+    match = _ANSWER.search(text)
+    return None if match is None else int(match[1])
+
+
+def worked_steps(text: str) -> list[tuple[int, str, int, int]] | None:
+    """All equations before the ####, or None when anything else stands there."""
+    head = text.partition("####")[0]
+    if _EQUATION.sub("", head).strip(" .\n"):
+        return None
+    return [(int(a), operation, int(b), int(c)) for a, operation, b, c in _EQUATION.findall(head)]
+
+
+def corpus(count: int) -> Iterator[str]:
+    """Training texts of all difficulties in turn, for the tokenizer."""
+    tasks = [WordProblems(difficulty=name) for name in ("easy", "medium", "hard")]
+    return ("".join(tasks[i % len(tasks)].texts("train", i)) for i in range(count))
+
+
+def train_tokenizer(folder: str | Path, *, vocab_size: int = 512, texts: int = 20_000) -> Vocabulary:
+    """Trains the byte-level BPE on generated training problems and writes it in Hugging Face's files.
+
+    Args:
+        vocab_size: tokens at most; fewer when the texts have no more pairs to merge.
+        texts: number of training texts.
+    """
+    return tokens.train_bpe(corpus(texts), folder, vocab_size=vocab_size)
+
+
+class _Own:
+    """The task's own tokenizer, without a model around it."""
+
+    def __init__(self, core: tokenizers.Tokenizer) -> None:
+        self._core, self._size = core, core.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str) -> list[int]:
+        return self._core.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._core.decode([i for i in ids if 0 <= i < self._size], skip_special_tokens=True)
+
+
+@functools.cache
+def _own_codec() -> Codec:
+    return _Own(tokens.load(TOKENIZER))
