@@ -61,6 +61,9 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("export", help="write a checkpoint in the hub's format")
     command.set_defaults(run=_export)
     command.add_argument("--checkpoint", required=True, metavar="DIR", help="a converted or trained checkpoint")
+    layouts = {family.name: [layout.name for layout in family.layouts] for family in FAMILIES.values()}
+    several = [f"{name}: {' or '.join(names)}" for name, names in layouts.items() if len(names) > 1]
+    command.add_argument("--layout", metavar="NAME", help=f"how tensors are stacked; {'; '.join(several)}")
     command.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="such as 5GB (default) or 500MiB")
     _add_output(command)
     return parser
@@ -98,6 +101,7 @@ def _export(options: argparse.Namespace) -> None:
         options.checkpoint,
         options.out,
         dtype=options.dtype,
+        layout=options.layout,
         max_shard_bytes=_parse_size(options.max_shard_size),
         overwrite=options.overwrite,
         progress=not options.no_progress,

@@ -20,7 +20,7 @@ def verify(source: str | Path, folder: str | Path, *, revision: str | None = Non
         revision, progress: as for `convert.convert`.
 
     Returns:
-        The number of tensors that were compared.
+        The number of the source's tensors that were compared.
 
     Raises:
         DllmError: when the configs differ, when any tensor differs (the first few are named), or when either side
@@ -38,15 +38,15 @@ def verify(source: str | Path, folder: str | Path, *, revision: str | None = Non
     shapes = {name: tuple(entry.shape) for name, entry in checkpoint.stored_params(folder).items()}
     checkpoint.check_names_and_shapes(shapes, config, str(folder))
     faults = []
-    with byte_bar(sum(move.entry.nbytes for move in moves), progress) as bar:
+    with byte_bar(sum(move.nbytes for move in moves), progress) as bar:
         for name, stored in checkpoint.iter_params(folder):
             move = by_target[name]
-            if wrong := count_differences(move.entry, stored, transpose=move.transpose):
+            if wrong := count_differences(move.pieces, stored):
                 faults.append(f"{name} ({wrong} of {stored.size} values)")
-            bar.update(move.entry.nbytes)
+            bar.update(move.nbytes)
     if faults:
         more = f" and {len(faults) - 3} more tensors" if len(faults) > 3 else ""
         raise DllmError(
             f"{folder} differs from {opened.folder} in {', '.join(faults[:3])}{more}; convert the checkpoint again"
         )
-    return len(moves)
+    return len({piece.entry.name for move in moves for piece in move.pieces})

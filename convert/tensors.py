@@ -1,8 +1,9 @@
 """Values of tensors, block by block: finiteness, casts, transposes and comparisons without full-size temporaries."""
 
+import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -16,7 +17,28 @@ from dllm_jax.errors import DllmError
 _EXPONENT = {"bfloat16": (np.uint16, 0x7F80), "float16": (np.uint16, 0x7C00), "float32": (np.uint32, 0x7F800000)}
 FLOAT_DTYPES = tuple(_EXPONENT)
 
+Index = tuple[int | slice, ...]
 R = TypeVar("R")
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A stored tensor, or a run of bytes of one, and the part of our array that it is.
+
+    Attributes:
+        entry: where it lies.
+        index: array[index] is the part, a view.
+        transpose: it is stored transposed.
+    """
+
+    entry: TensorEntry
+    index: Index = ()
+    transpose: bool = False
+
+    def rows_of(self, array: np.ndarray) -> np.ndarray:
+        """The view of our array whose rows are those of the entry."""
+        part = array[self.index]
+        return part.T if self.transpose else part
 
 
 def as_dtype(name: str) -> np.dtype:
@@ -48,39 +70,40 @@ def checked_cast(block: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
     return cast
 
 
-def load(entry: TensorEntry, dtype: np.dtype, *, transpose: bool) -> np.ndarray:
-    """The tensor as a new host array in `dtype`, checked for NaN and infinity, transposed on the way if asked to.
+def load(pieces: Sequence[Piece], shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """A new host array in `dtype` put together from its pieces, checked for NaN and infinity on the way.
 
     Raises:
         DllmError: as `checked_cast`, and when the file cannot be read.
     """
-    out = np.empty(entry.shape[::-1] if transpose else entry.shape, dtype)
+    out = np.empty(shape, dtype)
     bits = _bits(out)
 
-    def copy(rows: slice) -> None:
-        block = _bits(checked_cast(read_block(entry, rows), dtype, entry.name))
-        if transpose:
-            _transpose(block, bits[:, rows])
+    def copy(piece: Piece, rows: slice) -> None:
+        block = _bits(checked_cast(read_block(piece.entry, rows), dtype, piece.entry.name))
+        target = piece.rows_of(bits)[rows]
+        if piece.transpose:
+            _transpose(block, target.T)
         else:
-            bits[rows] = block
+            target[...] = block
 
-    _each_block(copy, blocks(entry))
+    _each_block(copy, pieces)
     return out
 
 
-def count_differences(entry: TensorEntry, stored: np.ndarray, *, transpose: bool) -> int:
-    """How many values of `stored` are not, bit by bit, those of the entry cast to its dtype.
+def count_differences(pieces: Sequence[Piece], stored: np.ndarray) -> int:
+    """How many values of `stored` are not, bit by bit, those of its pieces cast to its dtype.
 
     Raises:
         DllmError: as `checked_cast`, and when the file cannot be read.
     """
-    rows_of = _bits(stored.T if transpose else stored)
+    bits = _bits(stored)
 
-    def count(rows: slice) -> int:
-        expected = _bits(checked_cast(read_block(entry, rows), stored.dtype, entry.name))
-        return int(np.count_nonzero(rows_of[rows] != expected))
+    def count(piece: Piece, rows: slice) -> int:
+        expected = _bits(checked_cast(read_block(piece.entry, rows), stored.dtype, piece.entry.name))
+        return int(np.count_nonzero(piece.rows_of(bits)[rows] != expected))
 
-    return sum(_each_block(count, blocks(entry)))
+    return sum(_each_block(count, pieces))
 
 
 def same_bits(first: TensorEntry, second: TensorEntry) -> bool:
@@ -116,5 +139,6 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(8, os.cpu_count() or 1))
 
 
-def _each_block(work: Callable[[slice], R], slices: Iterable[slice]) -> list[R]:
-    return list(_pool().map(work, slices))  # numpy lets go of the GIL while it copies
+def _each_block(work: Callable[[Piece, slice], R], pieces: Iterable[Piece]) -> list[R]:
+    parts = [(piece, rows) for piece in pieces for rows in blocks(piece.entry)]
+    return list(_pool().map(lambda part: work(*part), parts))  # numpy lets go of the GIL while it copies

@@ -1,16 +1,17 @@
 """From our format back to the hub's: safetensors shards with an index, config.json and the tokenizer's files."""
 
-import dataclasses
+import itertools
 import json
 import math
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from convert import families
-from convert.families import Family
+from convert.families import Family, Layout, Slot
 from convert.hub_config import CONFIG_FILE, GENERATION_FILE, copied_files, with_tokenizer
 from convert.output import byte_bar, check_out, check_space
 from convert.safetensors_reader import BLOCK_BYTES, DTYPES, INDEX_FILE, SINGLE_FILE
@@ -18,7 +19,6 @@ from convert.tensors import as_dtype, checked_cast
 from dllm_jax import checkpoint
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
-from dllm_jax.params import abstract_params
 from dllm_jax.transformer import num_params
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -30,6 +30,7 @@ def export(
     out: str | Path,
     *,
     dtype: str | None = None,
+    layout: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     overwrite: bool = False,
     progress: bool = False,
@@ -42,6 +43,7 @@ def export(
         folder: a checkpoint folder of ours.
         out: the new folder; it appears whole at the end or not at all.
         dtype: "bfloat16", "float16" or "float32"; the stored one by default.
+        layout: for a family that has several, such as "fused" for llada-moe; the usual one by default.
         max_shard_bytes: size above which the weights are split into several files; a tensor is never split.
         overwrite: replace `out` if it holds safetensors files already.
         progress: show a bar on stderr when that is a terminal.
@@ -56,9 +58,10 @@ def export(
     if max_shard_bytes < 1:
         raise DllmError(f"the shard size is {max_shard_bytes} bytes, but must be positive")
     spec = families.get(config.family)
+    chosen = spec.layout(layout)
     check_out(out, source=folder, overwrite=overwrite, kind="*.safetensors")
-    files = _config_files(folder, spec, config) | copied_files(folder)
-    shards = _shards(spec, config, max_shard_bytes)
+    files = _config_files(folder, spec, chosen, config) | copied_files(folder)
+    shards = _shards(chosen, config, max_shard_bytes)
     check_space(out, num_params(config) * as_dtype(config.dtype).itemsize)
     with checkpoint.atomic_folder(out, overwrite=overwrite) as scratch:
         try:
@@ -67,16 +70,6 @@ def export(
                 (scratch / name).write_bytes(content)
         except OSError as error:
             raise checkpoint.write_error(out, error) from error
-
-
-@dataclasses.dataclass(frozen=True)
-class _Slot:
-    """A tensor's place in the output: our name, the hub's name, the hub's shape."""
-
-    ours: str
-    hub: str
-    shape: tuple[int, ...]
-    transpose: bool
 
 
 def _stored_dtype(folder: Path, config: ModelConfig) -> str:
@@ -88,14 +81,16 @@ def _stored_dtype(folder: Path, config: ModelConfig) -> str:
     return found[0]
 
 
-def _config_files(folder: Path, spec: Family, config: ModelConfig) -> dict[str, bytes]:
+def _config_files(folder: Path, spec: Family, layout: Layout, config: ModelConfig) -> dict[str, bytes]:
     notes = checkpoint.load_source(folder)
     original = notes.get("config")
+    architectures = {"architectures": [layout.architecture]}
     if original and _describes(original, folder, spec, config):
+        original = original | (architectures if len(spec.layouts) > 1 else {})
         key = "dtype" if "dtype" in original else "torch_dtype"
         return {CONFIG_FILE: _json(original if notes["dtypes"] == [config.dtype] else {**original, key: config.dtype})}
     return {
-        CONFIG_FILE: _json({**spec.write_config(config), "torch_dtype": config.dtype}),
+        CONFIG_FILE: _json({**architectures, **spec.write_config(config), "torch_dtype": config.dtype}),
         GENERATION_FILE: _json({"eos_token_id": list(config.end_ids), "pad_token_id": config.pad_id}),
     }
 
@@ -114,39 +109,46 @@ def _json(values: dict[str, Any]) -> bytes:
     return (json.dumps(values, indent=2) + "\n").encode()
 
 
-def _shards(spec: Family, config: ModelConfig, limit: int) -> list[list[_Slot]]:
+def _shards(layout: Layout, config: ModelConfig, limit: int) -> list[list[Slot]]:
     """The tensors in the backbone's order, a new shard whenever the next one would make it larger than `limit`."""
-    shards: list[list[_Slot]] = [[]]
-    size = 0
-    for name, array in abstract_params(config).items():
-        hub, transpose = spec.hub_name(name)
-        num_bytes = math.prod(array.shape) * array.dtype.itemsize
+    shards: list[list[Slot]] = [[]]
+    size, itemsize = 0, as_dtype(config.dtype).itemsize
+    for slot in layout.slots(config):
+        num_bytes = math.prod(slot.shape) * itemsize
         if shards[-1] and size + num_bytes > limit:
             shards.append([])
             size = 0
-        shards[-1].append(_Slot(name, hub, array.shape[::-1] if transpose else array.shape, transpose))
+        shards[-1].append(slot)
         size += num_bytes
     return shards
 
 
-def _write_weights(out: Path, folder: Path, shards: list[list[_Slot]], dtype: np.dtype, progress: bool) -> None:
+def _write_weights(out: Path, folder: Path, shards: list[list[Slot]], dtype: np.dtype, progress: bool) -> None:
     total = sum(math.prod(slot.shape) for shard in shards for slot in shard) * dtype.itemsize
     weight_map: dict[str, str] = {}
     with byte_bar(total, progress) as bar:
         for index, shard in enumerate(shards, 1):
             name = SINGLE_FILE if len(shards) == 1 else f"model-{index:05d}-of-{len(shards):05d}.safetensors"
             weight_map |= {slot.hub: name for slot in shard}
-            arrays = checkpoint.iter_params(folder, [slot.ours for slot in shard])
             with (out / name).open("wb") as file:
                 file.write(_header(shard, dtype))
-                for slot, (_, array) in zip(shard, arrays, strict=True):
+                for slot, array in _with_arrays(shard, folder):
                     _write_tensor(file, array, slot, dtype)
                     bar.update(math.prod(slot.shape) * dtype.itemsize)
     if len(shards) > 1:
         (out / INDEX_FILE).write_bytes(_json({"metadata": {"total_size": total}, "weight_map": weight_map}))
 
 
-def _header(shard: list[_Slot], dtype: np.dtype) -> bytes:
+def _with_arrays(shard: list[Slot], folder: Path) -> Iterator[tuple[Slot, np.ndarray]]:
+    """Each slot with the parameter it is cut from, which is read once for neighbours."""
+    groups = [(ours, list(slots)) for ours, slots in itertools.groupby(shard, key=lambda slot: slot.ours)]
+    arrays = checkpoint.iter_params(folder, [ours for ours, _ in groups])
+    for (_, slots), (_, array) in zip(groups, arrays, strict=True):
+        for slot in slots:
+            yield slot, array
+
+
+def _header(shard: list[Slot], dtype: np.dtype) -> bytes:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses files that do not say so
     end = 0
     for slot in shard:
@@ -157,9 +159,10 @@ def _header(shard: list[_Slot], dtype: np.dtype) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _write_tensor(file: BinaryIO, array: np.ndarray, slot: _Slot, dtype: np.dtype) -> None:
-    rows_of = array.T if slot.transpose else array
-    step = max(1, BLOCK_BYTES * len(rows_of) // array.nbytes)
-    for start in range(0, len(rows_of), step):
-        block = checked_cast(np.ascontiguousarray(rows_of[start : start + step]), dtype, slot.ours)
-        file.write(block.view(np.uint8).data)
+def _write_tensor(file: BinaryIO, array: np.ndarray, slot: Slot, dtype: np.dtype) -> None:
+    for index in slot.pieces:
+        part = array[index].T if slot.transpose else array[index]
+        step = max(1, BLOCK_BYTES * len(part) // part.nbytes)
+        for start in range(0, len(part), step):
+            block = checked_cast(np.ascontiguousarray(part[start : start + step]), dtype, slot.ours)
+            file.write(block.view(np.uint8).data)

@@ -1,4 +1,4 @@
-"""From the hub's format to ours: one tensor at a time, so that memory stays far below the checkpoint's size."""
+"""From the hub's format to ours: one parameter at a time, so that memory stays far below the checkpoint's size."""
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -75,20 +75,20 @@ def _stream(
     `checkpoint.save` writes the notes after the last tensor, so that a file is read from disk only once.
     """
     dtype, hashes = as_dtype(config.dtype), dict[Path, Future[str]]()
-    with ThreadPoolExecutor(1) as pool, byte_bar(sum(move.entry.nbytes for move in moves), progress) as bar:
+    with ThreadPoolExecutor(1) as pool, byte_bar(sum(move.nbytes for move in moves), progress) as bar:
         for move in moves:
-            path = move.entry.path
-            if path not in hashes:
-                hashes[path] = pool.submit(sha256, path)
-            yield move.target, load(move.entry, dtype, transpose=move.transpose)
-            bar.update(move.entry.nbytes)
+            for path in dict.fromkeys(piece.entry.path for piece in move.pieces):
+                if path not in hashes:
+                    hashes[path] = pool.submit(sha256, path)
+            yield move.target, load(move.pieces, move.shape, dtype)
+            bar.update(move.nbytes)
         notes["files"] = {
             path.name: {"bytes": path.stat().st_size, "sha256": digest.result()} for path, digest in hashes.items()
         }
 
 
 def _dtypes(moves: list[Move]) -> list[str]:
-    return sorted({move.entry.dtype.name for move in moves})
+    return sorted({piece.entry.dtype.name for move in moves for piece in move.pieces})
 
 
 def _common_dtype(moves: list[Move], where: str) -> str:

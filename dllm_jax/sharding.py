@@ -18,24 +18,26 @@ class ShardingRules:
     """Which mesh axis splits each logical axis; None replicates it. Axes that a mesh does not have count as None.
 
     The defaults serve one device, tensor-parallel sampling and FSDP training alike: on a mesh without "fsdp" only the
-    tensor axis splits, and the other way round.
+    tensor axis splits, and the other way round. With an "expert" axis every device keeps its own experts (and beside a
+    "tensor" axis its share of their hidden width) and runs the tokens routed to them.
     """
 
     embed: MeshAxes = "fsdp"
     heads: MeshAxes = "tensor"
     kv_heads: MeshAxes = "tensor"
     mlp: MeshAxes = "tensor"
+    expert: MeshAxes = "expert"
     vocab: MeshAxes = "tensor"
     head_dim: MeshAxes = None
     batch: MeshAxes = ("data", "fsdp")
 
-    def spec(self, axes: tuple[str, ...], mesh: Mesh) -> PartitionSpec:
-        """The PartitionSpec of an array with these logical axes on this mesh.
+    def spec(self, axes: tuple[str | None, ...], mesh: Mesh) -> PartitionSpec:
+        """The PartitionSpec of an array with these logical axes on this mesh; None is an axis that is never split.
 
         Raises:
             DllmError: when one mesh axis would split two dimensions of the array.
         """
-        entries = [_present(getattr(self, axis), mesh) for axis in axes]
+        entries = [_present(axis and getattr(self, axis), mesh) for axis in axes]
         used = [name for entry in entries for name in entry]
         if len(used) != len(set(used)):
             raise DllmError(

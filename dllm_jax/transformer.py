@@ -1,4 +1,4 @@
-"""The one backbone: RMSNorm, RoPE, grouped-query attention, SwiGLU; LLaDA, Dream and Qwen2 are configs of it.
+"""The one backbone: RMSNorm, RoPE, grouped-query attention, SwiGLU or a mixture of experts; every family is a config.
 
 Modules are Flax NNX, used as plain pytrees: built without arrays (`nnx.Param` holds a `jax.ShapeDtypeStruct`), filled
 from a flat dict by `bind`, and only ever read. No mutable state, no `nnx.jit`, so they work inside `lax` loops, `vmap`
@@ -13,23 +13,24 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dllm_jax.config import ModelConfig
+from dllm_jax.config import Experts, ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.kv_cache import KVCache, LayerKV, slice_rows, write_rows
+from dllm_jax.moe import apply_experts
 
 Params = Mapping[str, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:
-    """Shape, logical axis name per dimension, and initialiser ("normal" or "ones" or "zeros") of one parameter."""
+    """Shape, logical axis name per dimension (None: never split), and initialiser ("normal", "ones" or "zeros")."""
 
     shape: tuple[int, ...]
-    axes: tuple[str, ...]
+    axes: tuple[str | None, ...]
     init: str
 
 
-def _param(shape: tuple[int, ...], axes: tuple[str, ...], init: str = "normal") -> nnx.Param:
+def _param(shape: tuple[int, ...], axes: tuple[str | None, ...], init: str = "normal") -> nnx.Param:
     return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), axes=axes, init=init)
 
 
@@ -97,11 +98,12 @@ class SelfAttention(nnx.Module):
         self.o_proj = Linear(queries, config.embed_dim, ("heads", "embed"))
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps, "head_dim") if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps, "head_dim") if config.qk_norm else None
-        self.head_dim = config.head_dim
+        self.head_dim, self.clip = config.head_dim, config.clip_qkv
 
     def heads(self, x: jax.Array, norm: RMSNorm | None) -> jax.Array:
         x = x.reshape(*x.shape[:-1], -1, self.head_dim)
-        return x if norm is None else norm(x)
+        x = x if norm is None else norm(x)
+        return x if self.clip is None else jnp.clip(x, -self.clip, self.clip)
 
     def keys_values(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> LayerKV:
         key = rotate(self.heads(self.k_proj(x), self.k_norm), cos, sin)
@@ -116,23 +118,64 @@ class SelfAttention(nnx.Module):
 class MLP(nnx.Module):
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, config: ModelConfig):
-        self.gate_proj = Linear(config.embed_dim, config.mlp_dim, ("embed", "mlp"))
-        self.up_proj = Linear(config.embed_dim, config.mlp_dim, ("embed", "mlp"))
-        self.down_proj = Linear(config.mlp_dim, config.embed_dim, ("mlp", "embed"))
+    def __init__(self, dim: int, width: int):
+        self.gate_proj = Linear(dim, width, ("embed", "mlp"))
+        self.up_proj = Linear(dim, width, ("embed", "mlp"))
+        self.down_proj = Linear(width, dim, ("mlp", "embed"))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class Layer(nnx.Module):
-    """Pre-norm attention and feed-forward, each with a residual connection."""
+class MoE(nnx.Module):
+    """Mixture of SwiGLU experts: every token through its best `per_token` experts, none dropped (LLaDA-MoE).
 
-    def __init__(self, config: ModelConfig):
+    `w_in` [E, D, 2, F] holds each expert's gate and up projections side by side, `w_out` [E, F, D] the way back. The
+    axis of two is of its own so that a split of F leaves both halves of a hidden unit on one device.
+    """
+
+    def __init__(self, config: ModelConfig, experts: Experts):
+        count, dim, width = experts.num_experts, config.embed_dim, experts.dim
+        # Not split over the experts' axis: every device ranks all experts.
+        self.router = _param((dim, count), ("embed", None))
+        self.bias = _param((count,), (None,), "zeros") if experts.expert_bias else None
+        self.w_in = _param((count, dim, 2, width), ("expert", "embed", None, "mlp"))
+        self.w_out = _param((count, width, dim), ("expert", "mlp", "embed"))
+        self.shared = MLP(dim, experts.shared_dim) if experts.shared_dim else None
+        self.per_token = experts.per_token
+
+    def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Each token's experts, best first: [B, T, D] -> weights [B, T, per_token] float32, and their ids.
+
+        In float32 throughout, whatever the parameters' dtype: rounded scores swap experts that nearly tie.
+        """
+        router = self.router[...].astype(jnp.float32)
+        scores = jnp.einsum("btd,de->bte", x.astype(jnp.float32), router, precision=jax.lax.Precision.HIGHEST)
+        scores = jax.nn.softmax(scores, axis=-1)
+        if self.bias is not None:
+            scores = scores + self.bias[...].astype(jnp.float32)
+        return jax.lax.top_k(scores, self.per_token)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        weights, ids = self.route(x)
+        y = apply_experts(
+            x, ids, weights.astype(x.dtype), self.w_in[...].astype(x.dtype), self.w_out[...].astype(x.dtype)
+        )
+        return y if self.shared is None else y + self.shared(x)
+
+
+class Layer(nnx.Module):
+    """Pre-norm attention and feed-forward (or mixture of experts), each with a residual connection."""
+
+    def __init__(self, config: ModelConfig, index: int):
         self.attn_norm = RMSNorm(config.embed_dim, config.norm_eps)
         self.attn = SelfAttention(config)
         self.mlp_norm = RMSNorm(config.embed_dim, config.norm_eps)
-        self.mlp = MLP(config)
+        self.mlp: MLP | MoE
+        if config.experts is None or index in config.experts.dense_layers:
+            self.mlp = MLP(config.embed_dim, config.mlp_dim)
+        else:
+            self.mlp = MoE(config, config.experts)
 
 
 class Embedding(nnx.Module):
@@ -148,7 +191,7 @@ class Transformer(nnx.Module):
     def __init__(self, config: ModelConfig):
         self.config = config
         self.embed = Embedding(config)
-        self.layers = nnx.List([Layer(config) for _ in range(config.num_layers)])
+        self.layers = nnx.List([Layer(config, index) for index in range(config.num_layers)])
         self.final_norm = RMSNorm(config.embed_dim, config.norm_eps)
         self.lm_head = (
             None if config.tied_embeddings else Linear(config.embed_dim, config.vocab_size, ("embed", "vocab"))

@@ -8,10 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from safetensors import safe_open
 
 import convert
 import dllm_jax
-from dllm_jax.transformer import bind
+from dllm_jax.transformer import bind, rope_angles
 from samplers import (
     EB,
     BlockSampler,
@@ -32,61 +33,10 @@ from samplers.generate import bucket_length, pad_prompts
 from samplers.likelihood import is_greedy, mask_counts, masked_loss
 from samplers.trajectory import first_match, forwards_until, steps_of
 
-Case = dict[str, Any]
-
 _loss = jax.jit(masked_loss)
 _is_greedy = jax.jit(is_greedy)
 _logits = jax.jit(lambda denoiser, tokens, lengths=None: denoiser(tokens, lengths))
 _full = jax.jit(lambda denoiser, *args: denoiser.full(*args), static_argnums=4)
-
-
-@dataclasses.dataclass(frozen=True)
-class Assets:
-    """Files a case refers to: beside its JSON, else in the project's own copy; models are converted once."""
-
-    folder: Path
-    own: Path
-    converted: dict
-
-    def path(self, name: str) -> Path:
-        beside = self.folder / name
-        return beside if beside.exists() else self.own / name
-
-    def model(self, checkpoint: str) -> dllm_jax.Model:
-        source = self.path(f"checkpoints/{checkpoint}")
-        if source not in self.converted:
-            out = self.converted["folder"] / f"{checkpoint}-{len(self.converted)}"
-            convert.convert(checkpoint.split("-")[0], source, out)
-            self.converted[source] = dllm_jax.load(out)
-        return self.converted[source]
-
-
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """The cases in a file's content, and how one of them is run."""
-
-    cases: Callable[[dict], list[Case]]
-    run: Callable[[Case, Assets], None]
-
-
-def _cases(content: dict) -> list[Case]:
-    """All lists of cases a file may have."""
-    return [case for key in ("cases", "unit_cases", "relations") for case in content.get(key) or []]
-
-
-def _generate(case: Case, assets: Assets, sampler: BlockSampler, noise: TableNoise | None = None) -> Result:
-    """Samples the case's prompt. Prompts are padded and canvases end early, so that most cases share programs."""
-    denoiser = assets.model(case["checkpoint"]).denoiser
-    prompt, lengths = pad_prompts([case["prompt"]], max(128, bucket_length(len(case["prompt"]))))
-    gen_lengths = jnp.asarray([case["args"]["gen_length"]])
-    return sample_jit(sampler, denoiser, prompt, lengths, gen_lengths=gen_lengths, noise=noise)
-
-
-def _lengths(args: dict) -> dict[str, int | None]:
-    """Room for the generation and its block: one block is as long as the room."""
-    room = max(64, bucket_length(args["gen_length"]))
-    block = args.get("block_length")
-    return {"gen_length": room, "block_length": None if block in (None, args["gen_length"]) else block}
 
 
 def _steps(args: dict) -> jax.Array:
@@ -94,25 +44,12 @@ def _steps(args: dict) -> jax.Array:
     return jnp.asarray(args["steps"])
 
 
-def _assert_row(result: Result, row: int, tokens: list[int], steps: list[list[int]], nfe: int, mask_id: int) -> None:
-    written = np.asarray(result.decoded_at[row]) >= 0
-    assert np.where(written, result.tokens[row], mask_id).tolist()[: len(tokens)] == tokens
-    assert not written[len(tokens) :].any()
-    assert int(result.nfe[row]) == nfe
-    assert steps_of(result, row) == steps
-
-
-def _check(result: Result, case: Case) -> None:
-    expected, mask_id = case["expected"], case["args"]["mask_id"]
-    _assert_row(result, 0, expected["tokens"], expected["steps"], expected["nfe"], mask_id)
-
-
 # LLaDA's own sampler and likelihood ----------------------------------------------------------------------------------
 
 
 def _llada_cases(content: dict) -> list[Case]:
     counts = [{"name": f"mask_counts-{i}", "counts": case} for i, case in enumerate(content.get("mask_counts", []))]
-    return _cases(content) + counts
+    return cases_of(content) + counts
 
 
 def _llada_noise(case: Case, assets: Assets) -> TableNoise | None:
@@ -139,7 +76,7 @@ def _run_llada_sampler(case: Case, assets: Assets) -> None:
     args = case["args"]
     sampler = BlockSampler(
         LLaDA(_steps(args), remasking=args["remasking"], compat=True),
-        **_lengths(args),
+        **lengths_of(args),
         guidance=args["cfg_scale"] or None,
         sampling=Sampling(
             temperature=args["temperature"] or None,
@@ -150,7 +87,7 @@ def _run_llada_sampler(case: Case, assets: Assets) -> None:
     if args.get("padding") == "left":
         _run_left_padded(case, assets, sampler)
         return
-    _check(_generate(case, assets, sampler, _llada_noise(case, assets)), case)
+    check(generate(case, assets, sampler, _llada_noise(case, assets)), case)
 
 
 def _stripped(case: Case) -> list[list[int]]:
@@ -176,7 +113,7 @@ def _run_left_padded(case: Case, assets: Assets, sampler: BlockSampler) -> None:
     result = sample_jit(sampler, denoiser, *pad_prompts(rows), gen_lengths=gen_lengths)
     for i in range(len(rows)):
         nfe = expected["nfe"][i] if isinstance(expected["nfe"], list) else expected["nfe"]
-        _assert_row(result, i, expected["tokens"][i], expected["steps"][i], nfe, mask_id)
+        assert_row(result, i, expected["tokens"][i], expected["steps"][i], nfe, mask_id)
 
 
 def _run_likelihood(case: Case, assets: Assets) -> None:
@@ -265,8 +202,8 @@ def _run_cached_forward(denoiser: dllm_jax.Denoiser, data: Any, close: Callable[
 def _run_fast_dllm(case: Case, assets: Assets) -> None:
     args = case["args"]
     build = {"fast-dllm": _fast_dllm_llada, "fast-dllm-dream": _fast_dllm_dream}[args["sampler"]]
-    result = _generate(case, assets, build(args))
-    _check(result, case)
+    result = generate(case, assets, build(args))
+    check(result, case)
     assert int(result.full_forwards[0]) == case["expected"]["forward_kinds"].count("full")
 
 
@@ -280,7 +217,7 @@ def _fast_dllm_llada(args: dict) -> BlockSampler:
     cached = args["cache"] != "none"
     return BlockSampler(
         rule,
-        **_lengths(args),
+        **lengths_of(args),
         cache=make_cache(args["cache"]),
         fill_after_eos=args["early_stop"],
         compat=("eos-fill-after-window",) if cached else (),
@@ -291,16 +228,16 @@ def _fast_dllm_dream(args: dict) -> BlockSampler:
     sampling = Sampling(temperature=args["temperature"] or None, top_p=args["top_p"], top_k=args["top_k"])
     if args["cache"] == "none" and args["alg"] == "confidence_threshold":
         rule: Any = Threshold(args["threshold"], steps=_steps(args))
-        return BlockSampler(rule, **_lengths(args), sampling=sampling)
+        return BlockSampler(rule, **lengths_of(args), sampling=sampling)
     if args["cache"] == "none":  # every other name is Dream's own sampler
-        return BlockSampler(_dream_rule(args), **_lengths(args), sampling=sampling)
+        return BlockSampler(_dream_rule(args), **lengths_of(args), sampling=sampling)
     if args["alg"] == "confidence_threshold":
         rule = Threshold(args["threshold"])
     else:  # the official block sampler scores by entropy whatever other name it is given
         rule = Dream(_steps(args), alg="entropy", eps=args["eps"], alg_temp=args["alg_temp"] or None, compat=True)
     return BlockSampler(
         FastDllmDream(rule),
-        **_lengths(args),
+        **lengths_of(args),
         cache=make_cache(args["cache"]),
         sampling=sampling,
     )
@@ -338,7 +275,7 @@ def _run_dream_sampler(case: Case, assets: Assets) -> None:
     args = case["args"]
     sampler = BlockSampler(
         _dream_rule(args),
-        **_lengths(args),
+        **lengths_of(args),
         sampling=Sampling(temperature=args["temperature"] or None, top_p=args["top_p"], top_k=args["top_k"]),
     )
     if case["kind"] == "generate_batch":
@@ -346,7 +283,7 @@ def _run_dream_sampler(case: Case, assets: Assets) -> None:
         return
     uniforms = case.get("uniforms")
     noise = None if uniforms is None else TableNoise(order=jnp.asarray(uniforms, jnp.float32))
-    _check(_generate(case, assets, sampler, noise), case)
+    check(generate(case, assets, sampler, noise), case)
 
 
 # EB-Sampler ----------------------------------------------------------------------------------------------------------
@@ -363,28 +300,80 @@ def _run_eb(case: Case, assets: Assets) -> None:
     stop = stop_on(sequences=args["until"], vocab_size=denoiser.vocab_size) if args["stop_in_sampler"] else None
     sampler = BlockSampler(
         rule,
-        **_lengths(args),
+        **lengths_of(args),
         canvas_length=args["canvas_length"],
         stop=stop,
     )
-    result = _generate(case, assets, sampler)
-    _check(result, case)
+    result = generate(case, assets, sampler)
+    check(result, case)
     if args["until"]:
         assert forwards_until(result, 0, args["until"]) == expected["nfe_until"]
         assert first_match(result, 0, args["until"]) == expected["answer_len"]
 
 
+# LLaDA-MoE -----------------------------------------------------------------------------------------------------------
+
+
+def _run_llada_moe(case: Case, assets: Assets) -> None:
+    {"forward": _run_moe_forward, "fused_layout": _run_fused_layout}[case["kind"]](case, assets)
+
+
+def _run_moe_forward(case: Case, assets: Assets) -> None:
+    """Logits, and layer by layer the norms of the hidden states and the experts that the router chooses."""
+    denoiser, expected = assets.model(case["checkpoint"]).denoiser, case["expected"]
+    tokens = jnp.asarray([case["input_ids"]])
+    np.testing.assert_allclose(_logits(denoiser, tokens)[0], expected["logits"], atol=1e-3)
+    norms, routes = _moe_trace(denoiser, tokens)
+    np.testing.assert_allclose(norms, expected["hidden_norms"], atol=1e-3)
+    for (weights, experts), wanted in zip(routes, expected["router"], strict=True):
+        assert experts[0].tolist() == wanted["experts"]
+        np.testing.assert_allclose(weights[0], wanted["weights"], atol=1e-4)
+
+
+@jax.jit
+def _moe_trace(denoiser: dllm_jax.Denoiser, tokens: jax.Array) -> tuple[list[jax.Array], list]:
+    model = bind(denoiser.config, denoiser.params)
+    positions, lengths = jnp.arange(tokens.shape[1])[None], jnp.asarray([tokens.shape[1]])
+    mask = model.attention_mask(positions, lengths, tokens.shape[1])
+    cos, sin = rope_angles(positions, denoiser.config.head_dim, denoiser.config.rope_theta)
+    x = model.embed_tokens(tokens)
+    hidden, routes = [x], []
+    for layer in model.layers:
+        y = layer.attn_norm(x)
+        x = x + layer.attn.attend(y, cos, sin, layer.attn.keys_values(y, cos, sin), mask)
+        routes.append(layer.mlp.route(layer.mlp_norm(x)))
+        x = x + layer.mlp(layer.mlp_norm(x))
+        hidden.append(x)
+    hidden[-1] = model.final_norm(x)  # as the reference records it
+    return [jnp.linalg.norm(x[0], axis=-1) for x in hidden], routes
+
+
+def _run_fused_layout(case: Case, assets: Assets) -> None:
+    """Our fused export of the checkpoint, read by the format's own library."""
+    expected, expert = case["expected"], case["expert"]
+    out = assets.converted["folder"] / f"fused-{len(assets.converted)}"
+    convert.export(assets.model(case["checkpoint"]).folder, out, layout="fused")
+    with safe_open(out / "model.safetensors", framework="np") as file:
+        w1, w2 = (file.get_tensor(case["names"][name]) for name in ("w1", "w2"))
+    assert (list(w1.shape), list(w2.shape)) == (expected["w1_shape"], expected["w2_shape"])
+    rows = {"w1_gate": w1[expert, 0], "w1_up": w1[expert, w1.shape[1] // 2], "w2": w2[expert, 0]}
+    for name, row in rows.items():
+        np.testing.assert_allclose(row[:4], expected[f"{name}_row0_first4"], atol=1e-6)
+    np.testing.assert_allclose(w1.sum(dtype=np.float64), expected["w1_sum"], atol=1e-2)
+    np.testing.assert_allclose(w2.sum(dtype=np.float64), expected["w2_sum"], atol=1e-2)
+
+
 FAMILIES: dict[str, Family] = {
     "llada-base": Family(_llada_cases, _run_llada),
-    "llada-tiny-forward": Family(_cases, _run_forward),
-    "fast-dllm": Family(_cases, _run_fast_dllm),
-    "dream": Family(_cases, _run_dream),
-    "eb": Family(_cases, _run_eb),
+    "llada-tiny-forward": Family(cases_of, _run_forward),
+    "fast-dllm": Family(cases_of, _run_fast_dllm),
+    "dream": Family(cases_of, _run_dream),
+    "eb": Family(cases_of, _run_eb),
+    "lladamoe": Family(cases_of, _run_llada_moe),
 }
 
 PENDING = {
     "dinfer": "dInfer's rules and caches",
-    "lladamoe": "LLaDA-MoE",
     "d2f": "D2F",
     "ni-sampling": "NI-Sampling",
     "apd": "APD",

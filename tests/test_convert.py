@@ -28,7 +28,7 @@ from dllm_jax.denoiser import Denoiser
 from dllm_jax.errors import DllmError
 from dllm_jax.params import abstract_params, init_params
 
-TINY = ("llada", "dream", "qwen2")
+TINY = ("llada", "dream", "qwen2")  # LLaDA-MoE has its own tests in test_moe.py
 ROOT = Path(__file__).parents[1]
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -73,9 +73,9 @@ def test_every_tensor_arrives(done, family):
     arrived = params_of(done / family)
     original = hub_files.tensors(source_of(family))
     assert len(arrived) == len(original)
-    for name, array in arrived.items():
-        hub_name, transpose = FAMILIES[family].hub_name(name)
-        np.testing.assert_array_equal(array.T if transpose else array, original[hub_name], err_msg=name)
+    for slot in FAMILIES[family].layouts[0].slots(checkpoint.load_config(done / family)):
+        array = arrived[slot.ours]
+        np.testing.assert_array_equal(array.T if slot.transpose else array, original[slot.hub], err_msg=slot.ours)
     assert convert.verify(source_of(family), done / family) == len(original)
 
 
@@ -242,10 +242,11 @@ def test_dtypes(tmp_path, stored, dtype):
     config = convert.convert("qwen2", source, tmp_path / "out", dtype=None if stored == dtype else dtype)
     assert config.dtype == dtype
     arrived = params_of(tmp_path / "out")
-    for name, array in arrived.items():
-        hub_name, transpose = FAMILIES["qwen2"].hub_name(name)
+    for slot in FAMILIES["qwen2"].layouts[0].slots(config):
+        array = arrived[slot.ours]
         assert array.dtype.name == dtype
-        np.testing.assert_array_equal(array.T if transpose else array, arrays[hub_name].astype(dtype), err_msg=name)
+        expected = arrays[slot.hub].astype(dtype)
+        np.testing.assert_array_equal(array.T if slot.transpose else array, expected, err_msg=slot.ours)
     assert convert.verify(source, tmp_path / "out") == len(arrays)
 
 
@@ -267,7 +268,8 @@ def test_transposes_of_any_shape(tmp_path, rows, columns):
     hub_files.write(tmp_path / "one.safetensors", {"w": array})
     entry = safetensors_reader.read_header(tmp_path / "one.safetensors")["w"]
     for dtype in (BF16, np.dtype(np.float32)):
-        np.testing.assert_array_equal(tensors.load(entry, dtype, transpose=True), array.T.astype(dtype))
+        found = tensors.load([tensors.Piece(entry, transpose=True)], (columns, rows), dtype)
+        np.testing.assert_array_equal(found, array.T.astype(dtype))
 
 
 def test_blocks_cover_a_tensor(tmp_path, monkeypatch):
@@ -278,8 +280,9 @@ def test_blocks_cover_a_tensor(tmp_path, monkeypatch):
     entries = safetensors_reader.read_header(tmp_path / "one.safetensors")
     for max_bytes in (1, 24, 50, 100, 1000):
         monkeypatch.setattr(tensors, "blocks", lambda entry, n=max_bytes: safetensors_reader.blocks(entry, n))
-        np.testing.assert_array_equal(tensors.load(entries["w"], array.dtype, transpose=True), array.T)
-        np.testing.assert_array_equal(tensors.load(entries["v"], array.dtype, transpose=False), array[0])
+        found = tensors.load([tensors.Piece(entries["w"], transpose=True)], (6, 7), array.dtype)
+        np.testing.assert_array_equal(found, array.T)
+        np.testing.assert_array_equal(tensors.load([tensors.Piece(entries["v"])], (6,), array.dtype), array[0])
 
 
 def test_a_stored_copy_of_a_tied_head_and_frequencies_are_harmless(done, tmp_path):
@@ -401,14 +404,26 @@ def test_an_original_config_that_is_no_longer_true_is_not_exported(done, tmp_pat
     assert json.loads((tmp_path / "hub" / "config.json").read_text())["max_sequence_length"] == 1024
 
 
-@pytest.mark.parametrize("name", ["llada-8b-base", "dream-7b-base", "qwen2.5-0.5b"])
-def test_every_parameter_has_a_name_in_both_formats(name):
-    family = FAMILIES[PUBLISHED[name].family]
-    for ours in abstract_params(PUBLISHED[name].replace(num_layers=11)):
-        hub, transpose = family.hub_name(ours)
-        assert [(rule.to_ours(hub), rule.transpose) for rule in family.rules if rule.to_ours(hub)] == [
-            (ours, transpose)
-        ]
+@pytest.mark.parametrize("name", ["llada-8b-base", "llada-moe-7b-a1b-base", "dream-7b-base", "qwen2.5-0.5b"])
+def test_every_parameter_has_one_place_in_every_layout(name):
+    """The slots' pieces cover each parameter exactly once, and no two tensors share a name."""
+    config = PUBLISHED[name].replace(num_layers=11)
+    shapes = {ours: array.shape for ours, array in abstract_params(config).items()}
+    for layout in FAMILIES[config.family].layouts:
+        slots = list(layout.slots(config))
+        assert len({slot.hub for slot in slots}) == len(slots)
+        covered = {
+            ours: np.zeros(shape[:1] + tuple(min(size, 2) for size in shape[1:])) for ours, shape in shapes.items()
+        }
+        for slot in slots:
+            for index in slot.pieces:
+                covered[slot.ours][index] += 1
+            assert np.prod(slot.shape) * len(slots_of(slots, slot.ours)) == np.prod(shapes[slot.ours])
+        assert all((counts == 1).all() for counts in covered.values())
+
+
+def slots_of(slots, ours):
+    return [slot for slot in slots if slot.ours == ours]
 
 
 def test_the_benchmark_converts_the_real_thing():
@@ -416,9 +431,8 @@ def test_the_benchmark_converts_the_real_thing():
     family = FAMILIES["llada"]
     assert family.read_config(HubConfig(benchmark.CONFIG | {"n_layers": 32}, "config.json")) == config
     wanted = {}
-    for name, array in abstract_params(config).items():
-        hub, transpose = family.hub_name(name)
-        wanted[hub] = array.shape[::-1] if transpose else array.shape
+    for slot in family.layouts[0].slots(config):
+        wanted[slot.hub] = slot.shape
     assert benchmark.shapes(32) == wanted
 
 

@@ -172,7 +172,10 @@ def test_a_broken_config(broken, content, sentence):
     ("changes", "sentence"),
     [
         ({"mlp_dim": "gone", "rope_theta": "gone"}, r"config.json lacks the fields \['mlp_dim', 'rope_theta'\]"),
-        ({"experts": 4}, r"config.json has unknown fields \['experts'\]"),
+        ({"depth": 4}, r"config.json has unknown fields \['depth'\]"),
+        ({"experts": 4}, "config.json: experts cannot be 4"),
+        ({"experts": {"num_experts": 4}}, r"config.json: experts lacks the fields \['dim', 'per_token'\]"),
+        ({"clip_qkv": "8"}, "config.json: clip_qkv cannot be '8'"),
         ({"num_layers": "two"}, "config.json: num_layers cannot be 'two'"),
         ({"shift": "false"}, "config.json: shift cannot be 'false'"),
         ({"rope_theta": float("nan")}, "config.json: rope_theta cannot be nan"),

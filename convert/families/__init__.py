@@ -1,15 +1,16 @@
 """The families that can be converted: one module each, and one line of this table."""
 
-from convert.families import dream, llada, qwen2
-from convert.families.base import Family, Move, Rule, plan
+from convert.families import dream, llada, llada_moe, qwen2
+from convert.families.base import Family, Layout, Move, Rule, Slot, plan
 from convert.hub_config import HubConfig
 from dllm_jax.errors import DllmError
 
-__all__ = ["FAMILIES", "Family", "Move", "Rule", "check_family", "get", "plan"]
+__all__ = ["FAMILIES", "Family", "Layout", "Move", "Rule", "Slot", "check_family", "get", "plan"]
 
 FAMILIES: dict[str, Family] = {
     "llada": llada.FAMILY,
     "llada-1.5": llada.FAMILY,
+    "llada-moe": llada_moe.FAMILY,
     "dream": dream.FAMILY,
     "qwen2": qwen2.FAMILY,
 }
@@ -40,11 +41,13 @@ def check_family(family: Family, hub: HubConfig) -> None:
 
 
 def _identify(hub: HubConfig) -> Family:
-    """By `architectures`, because LLaDA and LLaDA-MoE share a model_type; by that only where there are none."""
+    """By `architectures`, because LLaDA and LLaDA-MoE share a model_type; where there are none, by that and by the
+    field that only one of them has."""
     names, model_type = hub.values.get("architectures"), hub.values.get("model_type")
     names = names if isinstance(names, list) else []
-    for family in FAMILIES.values():
-        if set(family.architectures) & set(map(str, names)) or (not names and model_type in family.model_types):
+    for family in sorted(FAMILIES.values(), key=lambda family: family.marker is None):
+        told = model_type in family.model_types and (family.marker is None or family.marker in hub.values)
+        if set(family.architectures) & set(map(str, names)) or (not names and told):
             return family
     supported = ", ".join(dict.fromkeys(name for family in FAMILIES.values() for name in family.architectures))
     what = f"architecture {names[0]!r}" if names else f"model_type {model_type!r}"

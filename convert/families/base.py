@@ -2,13 +2,15 @@
 
 import dataclasses
 import functools
+import itertools
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from convert.hub_config import HubConfig
 from convert.safetensors_reader import TensorEntry
-from convert.tensors import FLOAT_DTYPES, same_bits
+from convert.tensors import FLOAT_DTYPES, Index, Piece, same_bits
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.params import abstract_params
@@ -18,26 +20,101 @@ EMBEDDING = "embed.embedding"
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
-    """One line of a family's table, read in both directions; `{layer}` and the like stand for a number.
+class Slot:
+    """One tensor of the hub's format and its place in one of ours.
 
     Attributes:
-        hub: the tensor's name in the hub's format.
+        hub: its name there.
+        shape: its shape there.
+        ours: the flat name of the parameter it belongs to.
+        pieces: the parts of our array it holds, in its own order; equal slices of it, each a matrix where the tensor
+            has three axes.
+        transpose: each piece is stored transposed.
+    """
+
+    hub: str
+    shape: tuple[int, ...]
+    ours: str
+    pieces: tuple[Index, ...]
+    transpose: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """One line of a family's table, read in both directions.
+
+    Attributes:
+        hub: the tensor's name in the hub's format; `{layer}` stands for the number in our name, and a name in `place`
+            for the position along that axis.
         ours: its flat name here.
         transpose: True for matrices, which the hub stores [out, in] and we [in, out].
+        place: where the tensor lies in our array, for one that is put together from several or holds several: an entry
+            per leading axis. None: the tensor has this axis itself; a number: it lies there; a name: one tensor for
+            each position, with its number in the hub's name; "*": all positions one after the other in one tensor.
     """
 
     hub: str
     ours: str
     transpose: bool = False
+    place: tuple[int | str | None, ...] = ()
 
-    def to_ours(self, name: str) -> str | None:
-        """Our name of the hub's `name`, or None when the rule is not about it."""
-        return _rename(name, self.hub, self.ours)
+    def slots(self, ours: str, shape: tuple[int, ...]) -> Iterator[Slot]:
+        """The hub's tensors that this rule makes of our parameter `ours` of that shape; none if it is not about it."""
+        number = _number(ours, self.ours)
+        if number is None:
+            return
+        named = [axis for axis, entry in enumerate(self.place) if isinstance(entry, str) and entry != "*"]
+        for at in itertools.product(*(range(shape[axis]) for axis in named)):
+            fixed = dict(zip(named, at, strict=True))
+            numbers = {self.place[axis]: position for axis, position in fixed.items()}
+            hub = self.hub.format(layer=number, **{str(name): position for name, position in numbers.items()})
+            yield Slot(hub, self._hub_shape(shape), ours, self._pieces(shape, fixed), self.transpose)
 
-    def to_hub(self, name: str) -> str | None:
-        """The hub's name of our `name`, or None when the rule is not about it."""
-        return _rename(name, self.ours, self.hub)
+    def _hub_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        entries = self.place + (None,) * (len(shape) - len(self.place))
+        kept = tuple(size for size, entry in zip(shape, entries, strict=True) if entry is None)
+        kept = kept[::-1] if self.transpose else kept
+        stacked = [size for size, entry in zip(shape, entries, strict=True) if entry == "*"]
+        if not stacked:
+            return kept
+        return (stacked[0], math.prod(stacked[1:]) * kept[0], *kept[1:])  # one axis for the first, rows for the others
+
+    def _pieces(self, shape: tuple[int, ...], fixed: Mapping[int, int]) -> tuple[Index, ...]:
+        def positions(axis: int, entry: int | str | None) -> list[int | slice]:
+            if entry is None:
+                return [slice(None)]
+            if entry == "*":
+                return list(range(shape[axis]))
+            return [entry if isinstance(entry, int) else fixed[axis]]
+
+        return tuple(itertools.product(*(positions(axis, entry) for axis, entry in enumerate(self.place))))
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """One way to name and stack a family's tensors.
+
+    Attributes:
+        name: what `--layout` calls it.
+        architecture: the entry of `architectures` in config.json.
+        rules: one or more for every parameter of ours, none of them for the same part of it.
+    """
+
+    name: str
+    architecture: str
+    rules: tuple[Rule, ...]
+
+    def slots(self, config: ModelConfig) -> Iterator[Slot]:
+        """Every tensor of a checkpoint of this layout, in the backbone's order.
+
+        Raises:
+            DllmError: when the format has no place for one of our parameters.
+        """
+        for name, array in abstract_params(config).items():
+            slots = [slot for rule in self.rules for slot in rule.slots(name, array.shape)]
+            if not slots:
+                raise DllmError(f"parameter {name} has no place in a {config.family} checkpoint of the hub's format")
+            yield from slots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,87 +123,133 @@ class Family:
 
     Attributes:
         name: `ModelConfig.family`.
-        architectures: entries of `architectures` in config.json that are this family.
+        layouts: how its tensors may be named and stacked; the first is the usual one.
         model_types: `model_type` values that decide when config.json has no `architectures`.
-        rules: every tensor of the hub's format hits exactly one.
         read_config: from the hub's config; raises DllmError for everything that the backbone does not implement.
         write_config: the hub's config.json for a checkpoint that never had one.
         ignored: regular expressions of tensors that hold no parameters.
+        marker: a field of config.json that only this family has among those of its model_types; None if it needs none.
     """
 
     name: str
-    architectures: tuple[str, ...]
+    layouts: tuple[Layout, ...]
     model_types: tuple[str, ...]
-    rules: tuple[Rule, ...]
     read_config: Callable[[HubConfig], ModelConfig]
     write_config: Callable[[ModelConfig], dict[str, Any]]
     ignored: tuple[str, ...] = ()
+    marker: str | None = None
 
-    def hub_name(self, ours: str) -> tuple[str, bool]:
-        """(the hub's name, whether it is transposed) of one of our parameters.
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """Entries of `architectures` in config.json that are this family."""
+        return tuple(layout.architecture for layout in self.layouts)
+
+    def layout(self, name: str | None) -> Layout:
+        """The layout of that name, or the usual one.
 
         Raises:
-            DllmError: when the family's format has no place for it.
+            DllmError: when the family has none of that name; the sentence lists those it has.
         """
-        for rule in self.rules:
-            if name := rule.to_hub(ours):
-                return name, rule.transpose
-        raise DllmError(f"parameter {ours} has no place in a {self.name} checkpoint of the hub's format")
+        if name is None:
+            return self.layouts[0]
+        if len(self.layouts) == 1:
+            raise DllmError(f"there is only one layout of {self.name} checkpoints; leave --layout out")
+        for layout in self.layouts:
+            if layout.name == name:
+                return layout
+        names = " or ".join(layout.name for layout in self.layouts)
+        raise DllmError(f"no layout of {self.name} checkpoints is called {name!r}; choose {names}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """One tensor to be carried over: where it lies and what it is called here."""
+    """One parameter to be carried over: what it is called here, its shape, and the stored pieces that make it up."""
 
     target: str
-    entry: TensorEntry
-    transpose: bool
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the stored pieces."""
+        return sum(piece.entry.nbytes for piece in self.pieces)
 
 
 def plan(family: Family, config: ModelConfig, entries: Mapping[str, TensorEntry], where: str) -> list[Move]:
-    """Pairs every source tensor with its target, in the order of `entries`; reads no values but a tied head's.
+    """Finds the pieces of every parameter, in the backbone's order; reads no values but a tied head's.
 
     Raises:
-        DllmError: naming the first missing, unexpected, misshapen, doubled or integer tensors together.
+        DllmError: naming the first missing, unexpected, misshapen or integer tensors together, and for tensors of two
+            layouts.
     """
-    if config.num_layers > len(entries):
-        raise DllmError(f"{where} has {len(entries)} tensors, too few for the {config.num_layers} layers of its config")
-    shapes = {name: tuple(spec.shape) for name, spec in abstract_params(config).items()}
-    moves: dict[str, Move] = {}
+    _check_counts(config, entries, where)
+    stored = {name: entry for name, entry in entries.items() if not _is_ignored(family, name)}
+    slots = _stored_layout(family, config, stored, where)
+    tied = _hub_name(family, config.replace(tied_embeddings=False), HEAD) if config.tied_embeddings else None
     faults: list[str] = []
-    for name, entry in entries.items():
-        if any(re.fullmatch(pattern, name) for pattern in family.ignored):
-            continue
-        hits = [(rule, target) for rule in family.rules if (target := rule.to_ours(name))]
-        if len(hits) != 1:
-            faults.append(f"unexpected {name}" if not hits else f"{name} fits {len(hits)} rules")
-            continue
-        ((rule, target),) = hits
-        shape = entry.shape[::-1] if rule.transpose else entry.shape
-        if target == HEAD and config.tied_embeddings:
-            _check_tied_head(family, entry, entries, where)
-        elif target not in shapes:
+    for name, entry in stored.items():
+        if name == tied:
+            _check_tied_head(entry, entries.get(_hub_name(family, config, EMBEDDING)), where)
+        elif name not in slots:
             faults.append(f"unexpected {name}")
-        elif target in moves:
-            faults.append(f"{name} and {moves[target].entry.name} are both {target}")
-        elif shape != shapes[target]:
-            wanted = shapes[target][::-1] if rule.transpose else shapes[target]
-            faults.append(f"{name} has shape {list(entry.shape)}, not {list(wanted)}")
+        elif entry.shape != slots[name].shape:
+            faults.append(f"{name} has shape {list(entry.shape)}, not {list(slots[name].shape)}")
         elif entry.dtype.name not in FLOAT_DTYPES:
             faults.append(f"{name} is stored as {entry.dtype.name}, not as one of {', '.join(FLOAT_DTYPES)}")
-        else:
-            moves[target] = Move(target, entry, rule.transpose)
-    hub_names = {family.hub_name(target)[0] for target in shapes}
-    faults += [f"missing {name}" for name in sorted(hub_names - entries.keys())]
+    faults += [f"missing {name}" for name in sorted(slots.keys() - stored.keys())]
     if faults:
         more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
         raise DllmError(f"{where} does not hold the {family.name} tensors of its config: {'; '.join(faults[:3])}{more}")
-    return list(moves.values())
+    pieces: dict[str, list[Piece]] = {}
+    for name, slot in slots.items():
+        pieces.setdefault(slot.ours, []).extend(_pieces(slot, entries[name]))
+    shapes = abstract_params(config)
+    return [Move(target, tuple(shapes[target].shape), tuple(parts)) for target, parts in pieces.items()]
 
 
-def _check_tied_head(family: Family, head: TensorEntry, entries: Mapping[str, TensorEntry], where: str) -> None:
+def _is_ignored(family: Family, name: str) -> bool:
+    return any(re.fullmatch(pattern, name) for pattern in family.ignored)
+
+
+def _check_counts(config: ModelConfig, entries: Mapping[str, TensorEntry], where: str) -> None:
+    """Before tables are made: numbers that a checkpoint of this size cannot have."""
+    if config.num_layers > len(entries):
+        raise DllmError(f"{where} has {len(entries)} tensors, too few for the {config.num_layers} layers of its config")
+    most = max([len(entries), *(entry.shape[0] for entry in entries.values() if len(entry.shape) == 3)])
+    if config.experts and config.experts.num_experts > most:
+        raise DllmError(f"{where} has too few tensors for the {config.experts.num_experts} experts of its config")
+
+
+def _stored_layout(
+    family: Family, config: ModelConfig, stored: Mapping[str, TensorEntry], where: str
+) -> dict[str, Slot]:
+    """The slots by the hub's names of the layout that the tensors are in, told by the names that no other one has."""
+    tables = [{slot.hub: slot for slot in layout.slots(config)} for layout in family.layouts]
+    common = set(tables[0]).intersection(*tables)
+    found = {index: name for index, table in enumerate(tables) for name in stored if name in table.keys() - common}
+    if len(found) > 1:
+        raise DllmError(f"{where} mixes two layouts ({' and '.join(found.values())}); download the checkpoint again")
+    return tables[next(iter(found), 0)]
+
+
+def _pieces(slot: Slot, entry: TensorEntry) -> Iterator[Piece]:
+    """A tensor that holds several pieces lies one after the other in the file."""
+    if len(entry.shape) < 3:
+        yield Piece(entry, slot.pieces[0], slot.transpose)
+        return
+    count = len(slot.pieces)
+    shape = (entry.shape[0] * entry.shape[1] // count, entry.shape[2])
+    for number, index in enumerate(slot.pieces):
+        part = dataclasses.replace(entry, shape=shape, offset=entry.offset + number * (entry.nbytes // count))
+        yield Piece(part, index, slot.transpose)
+
+
+def _hub_name(family: Family, config: ModelConfig, ours: str) -> str:
+    return next(slot.hub for slot in family.layouts[0].slots(config) if slot.ours == ours)
+
+
+def _check_tied_head(head: TensorEntry, embedding: TensorEntry | None, where: str) -> None:
     """Some writers store a tied head as well: that is harmless exactly when it is the embedding."""
-    embedding = entries.get(family.hub_name(EMBEDDING)[0])
     if embedding is not None and not same_bits(head, embedding):
         raise DllmError(
             f"{where}: {head.name} differs from {embedding.name} although the config ties them; "
@@ -136,10 +259,10 @@ def _check_tied_head(family: Family, head: TensorEntry, entries: Mapping[str, Te
 
 @functools.cache
 def _pattern(template: str) -> re.Pattern[str]:
-    placeholder = r"\\{(\w+)\\}"  # as re.escape leaves it
-    return re.compile(re.sub(placeholder, r"(?P<\1>0|[1-9][0-9]*)", re.escape(template)))
+    return re.compile(re.escape(template).replace(r"\{layer\}", r"(\d+)"))
 
 
-def _rename(name: str, template: str, other: str) -> str | None:
+def _number(name: str, template: str) -> str | None:
+    """The layer's number in a name of that template, "" for a template without one; None for another name."""
     match = _pattern(template).fullmatch(name)
-    return other.format(**match.groupdict()) if match else None
+    return match and (match.groups() or ("",))[0]

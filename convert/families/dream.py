@@ -3,7 +3,7 @@
 from typing import Any
 
 from convert.families import qwen2
-from convert.families.base import Family
+from convert.families.base import Family, Layout
 from convert.hub_config import HubConfig
 from dllm_jax.config import ModelConfig, published
 
@@ -32,7 +32,6 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     """A Dream config.json from a ModelConfig."""
     fields = {
         **qwen2.write_config(config),
-        "architectures": ["DreamModel"],
         "model_type": "Dream",
         "mask_token_id": config.mask_id,
     }
@@ -41,9 +40,8 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
 
 FAMILY = Family(
     name="dream",
-    architectures=("DreamModel",),
+    layouts=(Layout("hub", "DreamModel", qwen2.RULES),),
     model_types=("Dream",),
-    rules=qwen2.RULES,
     read_config=read_config,
     write_config=write_config,
     ignored=qwen2.IGNORED,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from convert.families.base import Family, Rule
+from convert.families.base import Family, Layout, Rule
 from convert.hub_config import HubConfig
 from dllm_jax.config import ModelConfig, published
 from dllm_jax.errors import DllmError
@@ -87,7 +87,6 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     if config.num_heads * config.head_dim != config.embed_dim:
         raise DllmError(f"head_dim {config.head_dim} is not embed_dim / num_heads, which LLaDA's config.json assumes")
     fields = {
-        "architectures": ["LLaDAModelLM"],
         "model_type": "llada",
         **_SWITCHES,
         "d_model": config.embed_dim,
@@ -110,9 +109,8 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
 
 FAMILY = Family(
     name="llada",
-    architectures=("LLaDAModelLM",),
+    layouts=(Layout("hub", "LLaDAModelLM", _RULES),),
     model_types=("llada",),
-    rules=_RULES,
     read_config=read_config,
     write_config=write_config,
 )

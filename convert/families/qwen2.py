@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from convert.families.base import Family, Rule
+from convert.families.base import Family, Layout, Rule
 from convert.hub_config import HubConfig
 from dllm_jax.config import ModelConfig, published
 from dllm_jax.errors import DllmError
@@ -72,7 +72,6 @@ def read_config(hub: HubConfig) -> ModelConfig:
 def write_config(config: ModelConfig) -> dict[str, Any]:
     """A Qwen2 config.json from a ModelConfig."""
     return {
-        "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
         "eos_token_id": config.eos_id,
         "head_dim": config.head_dim,
@@ -112,9 +111,8 @@ def _rope_theta(hub: HubConfig) -> float:
 
 FAMILY = Family(
     name="qwen2",
-    architectures=("Qwen2ForCausalLM",),
+    layouts=(Layout("hub", "Qwen2ForCausalLM", RULES),),
     model_types=("qwen2",),
-    rules=RULES,
     read_config=read_config,
     write_config=write_config,
     ignored=IGNORED,
