@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import tokenizers
@@ -95,6 +95,18 @@ def load(folder: str | Path) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_file(str(Path(folder) / FILES[0]))
     except Exception as error:  # the library raises plain Exception
         raise DllmError(f"{Path(folder) / FILES[0]} could not be read ({error}); write it anew") from None
+
+
+def vocabulary_of_symbols(symbols: Mapping[str, int]) -> Vocabulary:
+    """Size and special ids of a table of symbols."""
+    size = max(symbols.values()) + 1
+    return Vocabulary(size, symbols[MASK], symbols[EOS], symbols[EOS], symbols[BOS], symbols.get(EOT))
+
+
+def join(symbols: Mapping[str, int], ids: Sequence[int]) -> str:
+    """Token ids as text, special tokens and unknown ids left out, as `dllm_jax.Tokenizer.decode` does."""
+    names = {i: symbol for symbol, i in symbols.items() if symbol not in (EOS, MASK, EOT, BOS)}
+    return "".join(names.get(int(i), "") for i in ids)
 
 
 @functools.cache

@@ -8,10 +8,13 @@ from hypothesis import strategies as st
 from dllm_jax import DllmError, ModelConfig, Tokenizer
 from evals.tasks import SPLITS, TASKS, make_task, split_of
 from evals.tasks.base import Draws
-from evals.tasks.word_problems import NAMES, canonical, final_answer, train_tokenizer, worked_steps
+from evals.tasks.maze import FIRST_CELL, _canonical
+from evals.tasks.sudoku import _renamed
+from evals.tasks.word_problems import NAMES, TOKENIZER, canonical, final_answer, train_tokenizer, worked_steps
 
 WORDS = ["word-problems:difficulty=easy", "word-problems", "word-problems:difficulty=hard"]
-SMALL = [*WORDS]
+GRIDS = ["sudoku:box_rows=2,box_columns=2", "sudoku:box_rows=2", "sudoku"]
+SMALL = [*WORDS, *GRIDS[:2], "maze:size=4", "maze"]
 
 
 def config_for(task, **changes):
@@ -125,6 +128,11 @@ def test_the_tokenizer_loads_from_a_checkpoint_folder(name, tmp_path):
         ("word-problems:max_total=2", "max_total is 2; it must be between"),
         ("word-problems:operations=%", "operations is '%'"),
         ("word-problems:operations=/", "run out of numbers"),
+        ("sudoku:box_rows=1", "a box of 1 x 3 cells makes no grid"),
+        ("sudoku:blanks=50-40", "blanks 50-40 is no range"),
+        ("sudoku:blanks=81", "blanks 81-81 is no range"),
+        ("maze:size=3", "size is 3; a maze has between 4 and 30 rows"),
+        ("maze:size=3.5", "size '3.5' is no whole number"),
         ("word-problems:difficulty=odd", "difficulty 'odd' is unknown; choose one of easy, medium, hard"),
     ],
 )
@@ -233,7 +241,6 @@ def test_a_changed_answer_is_not_exact(data):
 
 
 def test_the_committed_tokenizer_is_what_its_command_writes(tmp_path):
-    from evals.tasks.word_problems import TOKENIZER
 
     vocabulary = train_tokenizer(tmp_path)
     assert vocabulary == make_task("word-problems").vocabulary and 384 <= vocabulary.size <= 512
@@ -252,3 +259,157 @@ def test_digits_stay_single_and_examples_are_short():
     lengths = [len(e.prompt_ids) + len(e.answer_ids) for e in (task.example("train", i) for i in range(300))]
     assert 40 <= np.mean(lengths) <= 60
     assert [task.show([i]) for i in task._coding[0].encode("A: 1234+5=1239. #### 1239")][1:6] == [": ", *"1234"]
+
+
+# Sudoku
+
+
+def solutions(cells, box_rows, box_columns, most=2):
+    """All solutions up to `most`, by plain backtracking: slow, and nothing like the generator."""
+    size = box_rows * box_columns
+    cells = list(cells)
+    rows, columns, boxes = ([set() for _ in range(size)] for _ in range(3))
+
+    def sets(cell):
+        row, column = divmod(cell, size)
+        return rows[row], columns[column], boxes[row // box_rows * box_rows + column // box_columns]
+
+    for cell, digit in enumerate(cells):
+        if digit:
+            assert not any(digit in group for group in sets(cell))
+            for group in sets(cell):
+                group.add(digit)
+    found = []
+
+    def search():
+        blanks = [cell for cell, digit in enumerate(cells) if not digit]
+        if not blanks:
+            found.append(tuple(cells))
+            return
+        free = {cell: set(range(1, size + 1)) - set.union(*sets(cell)) for cell in blanks}
+        cell = min(blanks, key=lambda cell: len(free[cell]))
+        for digit in free[cell]:
+            cells[cell] = digit
+            for group in sets(cell):
+                group.add(digit)
+            search()
+            cells[cell] = 0
+            for group in sets(cell):
+                group.discard(digit)
+            if len(found) >= most:
+                return
+
+    search()
+    return found
+
+
+@pytest.mark.parametrize("name", GRIDS)
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_sudokus_have_exactly_one_solution(name, split):
+    task = make_task(name)
+    for index in range(3):
+        board = task.example(split, index).problem
+        assert solutions(board.clues, task.box_rows, task.box_columns) == [board.solution]
+
+
+def test_a_sudoku_is_89_tokens_with_line_ends_and_clues_given():
+    task = make_task("sudoku")
+    example = task.example("train", 1)
+    ids, given = example.answer_ids, example.given
+    assert len(ids) == task.answer_width == 89 and not len(example.prompt_ids) and task.prompt_width == 0
+    assert np.flatnonzero(ids == 10).tolist() == list(range(9, 89, 10)) and given[9::10].all()
+    cells = np.delete(ids, np.arange(9, 89, 10))
+    assert tuple(cells) == example.problem.solution
+    assert 30 <= example.targets.sum() <= 55 and example.targets.sum() == example.problem.clues.count(0)
+    assert task.show(ids).count("\n") == 8 and len(task.show(ids)) == 89
+
+
+def test_blanks_are_as_many_as_asked_for_where_clues_can_go():
+    task = make_task("sudoku:box_rows=2,box_columns=2,blanks=6-8")
+    assert {int(task.example("train", i).targets.sum()) for i in range(60)} == {6, 7, 8}
+
+
+def test_renaming_digits_makes_no_other_sudoku():
+    assert _renamed([3, 1, 0, 3, 2]) == _renamed([7, 2, 0, 7, 4]) != _renamed([3, 1, 0, 1, 2])
+
+
+@pytest.mark.parametrize("name", GRIDS[:2])
+def test_a_changed_board_is_wrong(name):
+    task = make_task(name)
+    example = task.example("test", 0)
+    for place in range(len(example.answer_ids)):
+        ids = example.answer_ids.copy()
+        ids[place] = ids[place] % task.size + 1
+        assert task.verify(example, ids) == task.verify(example, ids[:-1])
+        assert not task.verify(example, ids).correct
+
+
+# Mazes
+
+
+def test_a_maze_is_a_shuffled_tree_with_one_path():
+    task = make_task("maze")
+    example = task.example("train", 0)
+    ids = example.prompt_ids.tolist()
+    names = {i: name for name, i in {";": 9, "A": 1, "a": 2, "O": 3, "o": 4, "T": 5, "t": 6, "P": 7, "p": 8}.items()}
+    text = "".join(names.get(i, "c") for i in ids)
+    assert len(ids) == 306 and text == "A" + "cc;" * 99 + "a" + "Oco" + "Tct" + "P"
+    cells = [i - FIRST_CELL for i in ids if i >= FIRST_CELL]
+    edges, (origin, target) = list(zip(cells[0:198:2], cells[1:198:2], strict=True)), cells[198:]
+    assert {tuple(sorted(edge)) for edge in edges} == {tuple(sorted(edge)) for edge in example.problem.edges}
+    assert edges != sorted(edges) and {one < other for one, other in edges} == {True, False}
+    assert all(abs(one - other) in (1, 10) for one, other in edges)
+    assert path_between(edges, origin, target) == [i - FIRST_CELL for i in example.answer_ids[:-1]]
+    assert names[example.answer_ids[-1]] == "p" and len(set(edges)) == 99
+
+
+def path_between(edges, origin, target):
+    """The path in a tree, by walking every branch."""
+    near = {}
+    for one, other in edges:
+        near.setdefault(one, []).append(other)
+        near.setdefault(other, []).append(one)
+    paths, reached = [[origin]], {}
+    while paths:
+        path = paths.pop()
+        assert path[-1] not in reached, "a loop"
+        reached[path[-1]] = path
+        paths += [[*path, other] for other in near[path[-1]] if other not in path[-2:-1]]
+    assert len(reached) == len(edges) + 1, "not connected"
+    return reached[target]
+
+
+@pytest.mark.parametrize("name", ["maze:size=4", "maze"])
+def test_paths_are_those_of_the_tree(name):
+    task = make_task(name)
+    for index in range(20):
+        edges, path = task.example("test", index).problem
+        assert path_between(edges, path[0], path[-1]) == list(path)
+
+
+def test_only_the_whole_path_up_to_its_end_is_right():
+    task = make_task("maze:size=4")
+    example = next(e for e in (task.example("test", i) for i in range(50)) if len(e.answer_ids) > 4)
+    ids = example.answer_ids.tolist()
+    assert task.verify(example, [*ids, 12, 13]).correct and not task.verify(example, [*ids, 12]).exact
+    for wrong in (ids[:-1], ids[:-2] + ids[-1:], ids[1:], [ids[0], *ids], ids[::-1]):
+        assert not task.verify(example, wrong).correct
+
+
+def test_mazes_of_one_tree_are_in_one_split():
+    assert _canonical([0, 0, 1, 0]) == _canonical([1, 2, 2, 0])  # the same edges, another root
+    task = make_task("maze:size=4")
+
+    def tree(split, index):
+        return tuple(sorted(tuple(sorted(edge)) for edge in task.example(split, index).problem.edges))
+
+    trees = {split: {tree(split, index) for index in range(150)} for split in SPLITS}
+    assert not trees["train"] & trees["test"] and not trees["train"] & trees["validation"]
+
+
+def test_words_after_which_a_text_ends_are_special():
+    for name in TASKS:
+        vocabulary = make_task(name).vocabulary
+        assert len({vocabulary.mask_id, vocabulary.eos_id, vocabulary.bos_id}) == 3
+        assert vocabulary.pad_id == vocabulary.eos_id
+        assert set(vocabulary.end_ids) <= set(range(vocabulary.size))

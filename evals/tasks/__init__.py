@@ -9,11 +9,26 @@ from typing import Any
 from dllm_jax.errors import DllmError
 from evals import spec
 from evals.tasks.base import SPLITS, Draws, Example, Source, Task, Verdict, split_of
+from evals.tasks.maze import Mazes
+from evals.tasks.sudoku import Sudoku
 from evals.tasks.word_problems import WordProblems
 
-TASKS: Mapping[str, type[Task]] = types.MappingProxyType({task.name: task for task in (WordProblems,)})
+TASKS: Mapping[str, type[Task]] = types.MappingProxyType({task.name: task for task in (WordProblems, Sudoku, Mazes)})
 
-__all__ = ["SPLITS", "TASKS", "Draws", "Example", "Source", "Task", "Verdict", "WordProblems", "make_task", "split_of"]
+__all__ = [
+    "SPLITS",
+    "TASKS",
+    "Draws",
+    "Example",
+    "Mazes",
+    "Source",
+    "Sudoku",
+    "Task",
+    "Verdict",
+    "WordProblems",
+    "make_task",
+    "split_of",
+]
 
 
 def make_task(text: str, **options: Any) -> Task:
