@@ -1,1 +1,35 @@
-"""Verifiable tasks, scoring and Pareto reports for diffusion language models."""
+"""Verifiable tasks, scoring and Pareto reports for diffusion language models.
+
+    import dllm_jax, evals
+
+    report = evals.run(dllm_jax.load(folder), "word-problems", "eb:gamma=0.1,cache=dual,block_length=16", n=500)
+    report.accuracy, report.nfe, report.tokens_per_forward
+
+Tasks generate their examples (`evals.make_task("maze:size=5").example("train", 0)`) and verify answers; a problem
+belongs to one split by its content, so that what accuracy is measured on was never trained on.
+"""
+
+from evals.area import aup
+from evals.runner import Programs, Report, run
+from evals.sampler import SamplerSpec, parse_sampler, parse_samplers
+from evals.sweeps import Sweep, sweep
+from evals.tasks import SPLITS, TASKS, Example, Source, Task, Verdict, make_task
+
+__all__ = [
+    "SPLITS",
+    "TASKS",
+    "Example",
+    "Programs",
+    "Report",
+    "SamplerSpec",
+    "Source",
+    "Sweep",
+    "Task",
+    "Verdict",
+    "aup",
+    "make_task",
+    "parse_sampler",
+    "parse_samplers",
+    "run",
+    "sweep",
+]

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import json
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import tokenizers
@@ -103,7 +103,7 @@ def vocabulary_of_symbols(symbols: Mapping[str, int]) -> Vocabulary:
     return Vocabulary(size, symbols[MASK], symbols[EOS], symbols[EOS], symbols[BOS], symbols.get(EOT))
 
 
-def join(symbols: Mapping[str, int], ids: Sequence[int]) -> str:
+def join(symbols: Mapping[str, int], ids: Iterable[int]) -> str:
     """Token ids as text, special tokens and unknown ids left out, as `dllm_jax.Tokenizer.decode` does."""
     names = {i: symbol for symbol, i in symbols.items() if symbol not in (EOS, MASK, EOT, BOS)}
     return "".join(names.get(int(i), "") for i in ids)

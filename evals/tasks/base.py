@@ -21,6 +21,7 @@ from dllm_jax.errors import DllmError
 from evals.tokens import Vocabulary
 
 T = TypeVar("T")
+Ids = Sequence[int] | np.ndarray
 
 SPLITS = ("train", "validation", "test")
 _SLOTS = 20  # slot 0 is test, slot 1 validation, the others train
@@ -85,11 +86,11 @@ class Task(abc.ABC):
         """
 
     @abc.abstractmethod
-    def verify(self, example: Example, ids: Sequence[int]) -> Verdict:
+    def verify(self, example: Example, ids: Ids) -> Verdict:
         """Judges an answer, given up to and without its end token; never raises, whatever the ids."""
 
     @abc.abstractmethod
-    def show(self, ids: Sequence[int]) -> str:
+    def show(self, ids: Ids) -> str:
         """Token ids as text for people."""
 
     @property
@@ -110,6 +111,16 @@ class Task(abc.ABC):
     @abc.abstractmethod
     def write_tokenizer(self, folder: Any) -> None:
         """Writes tokenizer.json and tokenizer_config.json, for a checkpoint of a model trained on this task."""
+
+    def __str__(self) -> str:
+        """The task as it is written on the command line, with what is not as usual."""
+        fields = [field for field in dataclasses.fields(self) if field.repr]  # type: ignore[arg-type]
+        changed = [field.name for field in fields if getattr(self, field.name) != field.default]
+        return f"{self.name}:{','.join(map(self._option, changed))}".removesuffix(":")
+
+    def _option(self, name: str) -> str:
+        value = getattr(self, name)
+        return f"{name}={'-'.join(map(str, value)) if isinstance(value, tuple) else value}"
 
     def bind(self, model: Model) -> Self:
         """The task in the tokens of a model.

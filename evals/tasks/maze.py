@@ -21,7 +21,7 @@ import numpy as np
 
 from dllm_jax.errors import DllmError
 from evals import tokens
-from evals.tasks.base import Draws, Example, Task, Verdict, draw_of_split, draws_for
+from evals.tasks.base import Draws, Example, Ids, Task, Verdict, draw_of_split, draws_for
 from evals.tokens import Vocabulary
 
 MARKERS = (
@@ -79,7 +79,7 @@ class Mazes(Task):
             problem=Maze(tuple(edges), tuple(path)),
         )
 
-    def verify(self, example: Example, ids: Sequence[int]) -> Verdict:
+    def verify(self, example: Example, ids: Ids) -> Verdict:
         # A tree has one path without detours between two cells; what follows its end does not count.
         maze: Maze = example.problem
         written = [int(i) for i in ids]
@@ -87,7 +87,7 @@ class Mazes(Task):
         correct = path == [FIRST_CELL + cell for cell in maze.path]
         return Verdict(correct=correct, strict=correct, exact=bool(np.array_equal(ids, example.answer_ids)))
 
-    def show(self, ids: Sequence[int]) -> str:
+    def show(self, ids: Ids) -> str:
         return tokens.join(_symbols(self.size), ids)
 
     @property

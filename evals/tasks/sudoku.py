@@ -19,7 +19,7 @@ import numpy as np
 
 from dllm_jax.errors import DllmError
 from evals import tokens
-from evals.tasks.base import Draws, Example, Task, Verdict, draw_of_split, draws_for
+from evals.tasks.base import Draws, Example, Ids, Task, Verdict, draw_of_split, draws_for
 from evals.tokens import Vocabulary
 
 LINE_END = 10
@@ -99,12 +99,12 @@ class Sudoku(Task):
             problem=Board(tuple(clues), tuple(solution)),
         )
 
-    def verify(self, example: Example, ids: Sequence[int]) -> Verdict:
+    def verify(self, example: Example, ids: Ids) -> Verdict:
         # There is one solution only: whatever keeps the clues and satisfies all constraints is the reference.
         exact = bool(np.array_equal(ids, example.answer_ids))
         return Verdict(correct=exact, strict=exact, exact=exact)
 
-    def show(self, ids: Sequence[int]) -> str:
+    def show(self, ids: Ids) -> str:
         return tokens.join(SYMBOLS, ids)
 
     @property

@@ -19,7 +19,7 @@ import tokenizers
 from dllm_jax import Model
 from dllm_jax.errors import DllmError
 from evals import tokens
-from evals.tasks.base import Draws, Example, Task, Verdict, draw_of_split, draws_for
+from evals.tasks.base import Draws, Example, Ids, Task, Verdict, draw_of_split, draws_for
 from evals.tokens import Vocabulary
 
 Difficulty = Literal["easy", "medium", "hard"]
@@ -144,7 +144,7 @@ class WordProblems(Task):
         problem, question = self._drawn(split, index)
         return question, worked(problem)
 
-    def verify(self, example: Example, ids: Sequence[int]) -> Verdict:
+    def verify(self, example: Example, ids: Ids) -> Verdict:
         problem: Problem = example.problem
         text, reference = self.show(ids), example.answer_ids[:-1]
         correct = final_answer(text) == problem.answer
@@ -154,7 +154,7 @@ class WordProblems(Task):
             exact=len(ids) == len(reference) and bool(np.array_equal(ids, reference)),
         )
 
-    def show(self, ids: Sequence[int]) -> str:
+    def show(self, ids: Ids) -> str:
         return self._coding[0].decode([int(i) for i in ids])
 
     @property

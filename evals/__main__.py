@@ -1,0 +1,231 @@
+"""Scores samplers on verifiable tasks.
+
+    python -m evals run --model DIR --task word-problems --sampler threshold:threshold=0.9,cache=dual,block_length=16
+    python -m evals sweep --model DIR --task sudoku --sampler 'eb:gamma=0.01|0.1|1' --sampler 'topk:k=1|2|4' --out DIR
+    python -m evals figure eb-maze --model DIR --out DIR
+    python -m evals show --task maze:size=5 --split train
+    python -m evals tokenizer --task sudoku --out DIR
+
+Examples come from the test split, whose problems no generator gives out for training.
+"""
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jax
+from rich.console import Console
+
+import dllm_jax
+from dllm_jax import DllmError, Model
+from evals import figures, files, plots
+from evals.runner import Report, run
+from evals.sampler import SamplerSpec, all_samplers, parse_sampler
+from evals.sweeps import Sweep, pareto_plot, sweep, write_tables
+from evals.tasks import SPLITS, TASKS, WordProblems, make_task
+from evals.tasks.base import check_split
+from evals.tasks.word_problems import train_tokenizer
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise DllmError(f"{message}; see {self.prog} --help")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command; 0 when it worked, 2 after a mistake, which is printed as one sentence."""
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs what it raises as well
+    try:
+        options = _parser().parse_args(arguments)
+        options.command(options)
+        sys.stdout.flush()
+    except DllmError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        print("error: the device ran out of memory; use a smaller --batch-size", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m evals",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+    _add_run(commands)
+    _add_sweep(commands)
+    _add_figure(commands)
+    _add_show(commands)
+    _add_tokenizer(commands)
+    return parser
+
+
+def _command(commands: Any, name: str, command: Any, about: str) -> Any:
+    parser = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
+    parser.set_defaults(command=command)
+    return parser.add_argument
+
+
+def _add_run(commands: Any) -> None:
+    add = _command(commands, "run", _run, "score one sampler")
+    _add_measuring(add)
+    _add_task(add)
+    add("--sampler", required=True, metavar="SPEC", help="RULE or RULE:OPTION=VALUE,...; see python -m samplers --list")
+    add("--json", action="store_true", help="print the whole report as JSON")
+    add("--results", metavar="FILE", help="write one JSON line per example")
+
+
+def _add_sweep(commands: Any) -> None:
+    add = _command(commands, "sweep", _sweep, "score many samplers; write results.json, results.csv and pareto.png")
+    _add_measuring(add)
+    _add_task(add)
+    add("--sampler", action="append", default=[], metavar="SPEC", help="as in run, with lists: eb:gamma=0.1|1")
+    add("--grid", metavar="FILE", help="TOML with [[sampler]] tables: rule, and options as values or lists")
+    add("--out", required=True, metavar="DIR", help="folder of the results")
+
+
+def _add_figure(commands: Any) -> None:
+    add = _command(commands, "figure", _figure, "EB-Sampler's Figures 6 and 7: results.json, results.csv and the plot")
+    add("figure", metavar="FIGURE", help=", ".join(figures.FIGURES))
+    _add_measuring(add, n=2000)
+    add("--task", metavar="TASK", help="the figure's task with other options, such as sudoku:box_rows=2")
+    add("--out", required=True, metavar="DIR", help="folder of the results")
+
+
+def _add_show(commands: Any) -> None:
+    add = _command(commands, "show", _show, "print an example")
+    _add_task(add)
+    add("--split", default="train", metavar="SPLIT", help=f"{', '.join(SPLITS)} (default: train)")
+    add("--index", type=int, default=0, metavar="N", help="number of the example (default: 0)")
+
+
+def _add_tokenizer(commands: Any) -> None:
+    add = _command(commands, "tokenizer", _tokenizer, "write a task's tokenizer, for the folder of a checkpoint")
+    _add_task(add)
+    add("--out", required=True, metavar="DIR", help="folder of tokenizer.json and tokenizer_config.json")
+    add("--vocab-size", type=int, metavar="N", help="train the word problems' anew, with at most so many tokens")
+
+
+def _add_measuring(add: Any, n: int = 256) -> None:
+    add("--model", required=True, metavar="DIR_OR_NAME", help="converted checkpoint")
+    add("--dtype", help="bfloat16, float16 or float32; as stored by default")
+    add("--split", default="test", metavar="SPLIT", help=f"{', '.join(SPLITS)} (default: test)")
+    add("--n", type=int, default=n, metavar="N", help=f"examples (default: {n})")
+    add("--batch-size", type=int, default=64, metavar="N", help="examples sampled together (default: 64)")
+    add("--seed", type=int, default=0, metavar="N", help="of the sampler's random numbers (default: 0)")
+
+
+def _add_task(add: Any) -> None:
+    about = f"{', '.join(TASKS)}, with options as in maze:size=5"
+    add("--task", required=True, metavar="TASK", help=about)
+
+
+def _run(options: argparse.Namespace) -> None:
+    task, sampler = make_task(options.task), parse_sampler(options.sampler)
+    check_split(options.split)
+    if options.results:
+        files.make_folder(Path(options.results).parent)
+    report = run(_load(options), task, sampler, **_measuring(options))
+    if options.results:
+        files.write(options.results, files.as_json_lines([vars(row) for row in report.rows]))
+    if options.json:
+        print(files.as_json(report.summary()), end="")
+        return
+    print(f"{report.model} on {report.task}, {report.n} {report.split} examples, {report.sampler}")
+    print(describe(report))
+
+
+def _sweep(options: argparse.Namespace) -> None:
+    samplers = all_samplers(options.sampler, options.grid)
+    found, folder = _run_all(options, options.task, samplers)
+    files.write(folder / "pareto.png", pareto_plot(found))
+    for name, area in found.areas().items():
+        print(f"AUP {area:8.1f}  {name}")
+    print(
+        f"{len(found.reports)} samplers, {found.programs} programs; results.json, results.csv, pareto.png in {folder}"
+    )
+
+
+def _figure(options: argparse.Namespace) -> None:
+    usual = figures.task_of(options.figure)
+    text = options.task or usual
+    if make_task(text).name != usual:
+        raise DllmError(f"figure {options.figure} is about {usual}, not {text}; leave --task out, or give its options")
+    found, folder = _run_all(options, text, figures.samplers())
+    files.write(folder / f"{options.figure}.png", figures.plot(found))
+    print(f"{len(found.reports)} points; results.json, results.csv, {options.figure}.png in {folder}")
+
+
+def _run_all(options: argparse.Namespace, task_text: str, samplers: Sequence[SamplerSpec]) -> tuple[Sweep, Path]:
+    """Runs the samplers; the tables are on the disk after every one, so that a run that is cut short loses nothing."""
+    task = make_task(task_text)
+    check_split(options.split)
+    plots.require_matplotlib()
+    folder = files.make_folder(options.out)
+    found = Sweep()
+    for found in sweep(_load(options), task, samplers, **_measuring(options)):
+        write_tables(folder, found)
+        print(f"{describe(found.reports[-1])}  {found.samplers[-1]}", flush=True)
+    return found, folder
+
+
+def _show(options: argparse.Namespace) -> None:
+    task = make_task(options.task)
+    example = task.example(options.split, options.index)
+    if example.given is not None:
+        pairs = zip(example.answer_ids, example.given, strict=True)
+        print("".join(task.show([i]) if given else "." for i, given in pairs), end="\n\n")
+    print(task.show(example.prompt_ids) + task.show(example.answer_ids))
+
+
+def _tokenizer(options: argparse.Namespace) -> None:
+    task = make_task(options.task)
+    if options.vocab_size is not None and not isinstance(task, WordProblems):
+        raise DllmError(f"--vocab-size is for word-problems; the tokens of {task.name} are what they are")
+    if options.vocab_size is None:
+        task.write_tokenizer(options.out)
+        print(f"{task.vocabulary.size} tokens in {options.out}")
+        return
+    print(f"{train_tokenizer(options.out, vocab_size=options.vocab_size).size} tokens in {options.out}")
+
+
+def _load(options: argparse.Namespace) -> Model:
+    with Console(stderr=True).status(f"loading {options.model}", spinner="line"):
+        return dllm_jax.load(options.model, dtype=options.dtype)
+
+
+def _measuring(options: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in ("n", "batch_size", "seed", "split")}
+
+
+def describe(report: Report) -> str:
+    """A report in one line."""
+    parts = [
+        f"accuracy {100 * report.accuracy:5.1f} +- {100 * report.accuracy_stderr:.1f} %",
+        f"strict {100 * report.strict_accuracy:5.1f} %",
+        f"NFE {report.nfe:6.2f}",
+        f"{report.tokens_per_forward:5.2f} tokens per forward",
+        f"{report.tokens_per_second:8.1f} tokens/s",
+        f"{report.seconds:.1f} s, compiled in {report.compile_seconds:.1f} s",
+    ]
+    return " | ".join(parts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,330 @@
+"""Scoring a model on a task: accuracy and speed of one sampler, in batches that all run one compiled program."""
+
+import dataclasses
+import math
+import os
+import platform
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from dllm_jax import DllmError, Model, __version__
+from evals.sampler import SamplerSpec, parse_sampler
+from evals.tasks import Example, Task, Verdict, make_task
+from samplers import BlockSampler, Result
+from samplers.engine import sample_jit
+from samplers.generate import check_lengths, pad_prompts
+from samplers.noise import row_keys
+
+SHORT_RUN = 2.0  # seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One example's outcome.
+
+    Attributes:
+        index: number of the example in its split.
+        tokens: generated tokens before the first end, without what was given.
+        nfe: forwards of the denoiser.
+        full_forwards: those of them that covered the whole sequence.
+        ids: the answer, up to and without its end.
+    """
+
+    index: int
+    correct: bool
+    strict: bool
+    exact: bool
+    tokens: int
+    nfe: int
+    full_forwards: int
+    ids: list[int] = dataclasses.field(repr=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What one sampler achieved.
+
+    Attributes:
+        model, task, sampler: what was run; the sampler as its spec, `settings` as everything it was built with.
+        split, seed, n, batch_size: on what; `seed` is that of the sampler's random numbers, the task has its own.
+        accuracy: share of examples whose final answer is right, with its standard error sqrt(p (1 - p) / n).
+        strict_accuracy: share whose steps are all right, too.
+        exact_match: share whose tokens are those of the reference.
+        nfe: mean forwards per example, with the standard error of the mean; `full_forwards` those of the whole
+            sequence.
+        tokens: mean generated tokens per example up to and without the first end.
+        tokens_per_forward: all tokens over all forwards (TPF).
+        tokens_per_second: of whole batches, without compilation.
+        seconds: of all batches together; `compile_seconds` apart, 0 where the program was there already.
+        hardware, versions, dtype, parameters: on what and with what.
+        rows: every example.
+    """
+
+    model: str
+    task: str
+    sampler: str
+    settings: dict[str, Any]
+    split: str
+    seed: int
+    n: int
+    batch_size: int
+    accuracy: float
+    accuracy_stderr: float
+    strict_accuracy: float
+    exact_match: float
+    nfe: float
+    nfe_stderr: float
+    full_forwards: float
+    tokens: float
+    tokens_per_forward: float
+    tokens_per_second: float
+    seconds: float
+    compile_seconds: float
+    dtype: str
+    parameters: int
+    hardware: dict[str, Any]
+    versions: dict[str, str]
+    rows: tuple[Row, ...] = dataclasses.field(default=(), repr=False)
+
+    def summary(self) -> dict[str, Any]:
+        """Everything but the rows, as JSON takes it."""
+        return {name: value for name, value in vars(self).items() if name != "rows"}
+
+
+class Programs:
+    """Generations compiled ahead of time, one per sampler structure and shape, so that compiling is timed apart.
+
+    Attributes:
+        compiled: how many there are.
+        compile_seconds: what they took, together.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[Any, Any] = {}
+        self.compile_seconds = 0.0
+
+    @property
+    def compiled(self) -> int:
+        return len(self._made)
+
+    def run(self, *arguments: Any, **options: Any) -> tuple[Result, float]:
+        """Calls `sample_jit`, and says how many seconds it took."""
+        leaves, structure = jax.tree.flatten((arguments, options))
+        key = (structure, tuple(str(jax.typeof(leaf)) for leaf in leaves))
+        first = key not in self._made
+        if first:
+            start = time.perf_counter()
+            self._made[key] = sample_jit.lower(*arguments, **options).compile()
+            self.compile_seconds += time.perf_counter() - start
+        result, took = _timed(self._made[key], arguments, options)
+        if first and took < SHORT_RUN:  # a program's first call also loads it, which shows where it is short
+            self.compile_seconds += took
+            result, took = _timed(self._made[key], arguments, options)
+        return result, took
+
+
+def run(
+    model: Model,
+    task: str | Task,
+    sampler: str | SamplerSpec,
+    *,
+    n: int = 256,
+    batch_size: int = 64,
+    seed: int = 0,
+    split: str = "test",
+    examples: Sequence[Example] | None = None,
+    programs: Programs | None = None,
+    progress: bool | None = None,
+) -> Report:
+    """Scores a sampler on examples 0 to n - 1 of a task's split.
+
+    Every row depends on its example, its index and the seed, not on the batch around it. All batches have one shape and
+    run one compiled program; another sampler that differs in numbers only runs the same.
+
+    Args:
+        task, sampler: objects, or specs as on the command line.
+        examples: the examples themselves, if they were made before (for this model's tokens, see `Task.bind`).
+        programs: what was compiled before, to be shared by several runs.
+        progress: a progress bar; by default where someone is watching.
+
+    Raises:
+        DllmError: for bad specs and numbers, a model of other tokens, or sequences longer than its context; before
+            anything is compiled.
+    """
+    task = (make_task(task) if isinstance(task, str) else task).bind(model)
+    spec = parse_sampler(sampler) if isinstance(sampler, str) else sampler
+    built, programs = spec.build(model, task), programs or Programs()
+    check_count("n", n)
+    check_count("batch_size", batch_size)
+    if not isinstance(seed, int) or not 0 <= seed < 2**32:
+        raise DllmError(f"seed is {seed!r}; it must be a whole number from 0 to {2**32 - 1}")
+    examples = draw(task, split, n, progress) if examples is None else examples[:n]
+    before = programs.compile_seconds
+    batches = _Batches(model, task, built, examples, min(batch_size, len(examples)), seed)
+    rows, seconds, tokens = batches.run(programs, progress, str(spec))
+    return _report(
+        model, task, spec, built, split, seed, batches.size, rows, seconds, tokens, programs.compile_seconds - before
+    )
+
+
+def draw(task: Task, split: str, n: int, progress: bool | None = None) -> list[Example]:
+    """The first n examples of a split, with a progress bar where that takes long."""
+    hide = None if progress is None else not progress
+    return [task.example(split, i) for i in tqdm(range(n), desc="drawing", unit="example", disable=hide, delay=2.0)]
+
+
+def check_count(what: str, value: Any) -> None:
+    """Raises DllmError for anything but a whole number above 0."""
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
+        raise DllmError(f"{what} is {value!r}; it must be a whole number of at least 1")
+
+
+class _Batches:
+    """The examples as arrays of one shape."""
+
+    def __init__(
+        self, model: Model, task: Task, sampler: BlockSampler, examples: Sequence[Example], size: int, seed: int
+    ) -> None:
+        self.model, self.task, self.sampler, self.size, self.examples = model, task, sampler, size, examples
+        self._prompts = [self._prompt(example) for example in examples]
+        check_lengths(model, sampler, self._prompts)
+        self._width = max(task.prompt_width, *map(len, self._prompts))
+        self._keys = row_keys(jax.random.key(seed), len(examples))
+
+    def run(self, programs: Programs, progress: bool | None, name: str) -> tuple[list[Row], float, int]:
+        """All rows, the seconds that they took, and the tokens that came out in these: of filled up batches, too."""
+        rows: list[Row] = []
+        seconds, tokens = 0.0, 0
+        starts = range(0, len(self.examples), self.size)
+        hide = None if progress is None else not progress
+        for start in tqdm(starts, desc=name, unit="batch", disable=hide):
+            index = np.minimum(np.arange(start, start + self.size), len(self.examples) - 1)
+            result, took = programs.run(self.sampler, self.model.denoiser, **self._arguments(index))
+            result = jax.device_get(result)
+            found = [self._row(result, row, int(i)) for row, i in enumerate(index)]
+            seconds, tokens = seconds + took, tokens + sum(row.tokens for row in found)
+            rows += found[: len(self.examples) - start]
+        return rows, seconds, tokens
+
+    def _prompt(self, example: Example) -> list[int]:
+        """The prompt, led by a start token where the model needs one and the task has none."""
+        missing = self.model.denoiser.min_prompt_length - len(example.prompt_ids)
+        return [self.task.vocabulary.bos_id] * missing + example.prompt_ids.tolist()
+
+    def _length(self, example: Example) -> int:
+        """Positions to generate: the length of an answer is given away only where the task has a fixed canvas."""
+        return self.sampler.gen_length if self.task.stops else len(example.answer_ids)
+
+    def _arguments(self, index: np.ndarray) -> dict[str, Any]:
+        examples = [self.examples[i] for i in index]
+        prompt, lengths = pad_prompts([self._prompts[i] for i in index], self._width)
+        return {
+            "prompt": prompt,
+            "prompt_lengths": lengths,
+            "key": self._keys[index],
+            "gen_lengths": jnp.asarray([self._length(example) for example in examples], jnp.int32),
+            "given": self._given(examples),
+        }
+
+    def _given(self, examples: Sequence[Example]) -> jax.Array | None:
+        """What the canvas comes with, None for tasks that give nothing."""
+        if all(example.given is None for example in examples):
+            return None
+        mask_id = self.model.denoiser.mask_id
+        canvas = np.full((len(examples), self.sampler.gen_length), mask_id, np.int32)
+        for row, example in enumerate(examples):
+            canvas[row, : len(example.answer_ids)] = np.where(example.targets, mask_id, example.answer_ids)
+        return jnp.asarray(canvas)
+
+    def _row(self, result: Result, row: int, index: int) -> Row:
+        example = self.examples[index]
+        end = int(result.lengths[row]) if self.task.stops else self._length(example)
+        ids = result.tokens[row, :end].tolist()
+        verdict: Verdict = self.task.verify(example, ids)
+        return Row(
+            index=index,
+            correct=verdict.correct,
+            strict=verdict.strict,
+            exact=verdict.exact,
+            tokens=int((result.decoded_at[row, :end] >= 0).sum()),
+            nfe=int(result.nfe[row]),
+            full_forwards=int(result.full_forwards[row]),
+            ids=ids,
+        )
+
+
+def _timed(program: Any, arguments: Any, options: Any) -> tuple[Result, float]:
+    start = time.perf_counter()
+    result = jax.block_until_ready(program(*arguments, **options))
+    return result, time.perf_counter() - start
+
+
+def _report(
+    model: Model,
+    task: Task,
+    spec: SamplerSpec,
+    sampler: BlockSampler,
+    split: str,
+    seed: int,
+    batch_size: int,
+    rows: Sequence[Row],
+    seconds: float,
+    tokens: int,
+    compile_seconds: float,
+) -> Report:
+    accuracy, nfe = _mean([row.correct for row in rows]), [row.nfe for row in rows]
+    kept = {"gen_length": sampler.gen_length, "block_length": sampler.width, "cache": spec.options.get("cache", "none")}
+    return Report(
+        model=model.name,
+        task=str(task),
+        sampler=str(spec),
+        settings={"rule": spec.rule, **spec.options, **kept},
+        split=split,
+        seed=seed,
+        n=len(rows),
+        batch_size=batch_size,
+        accuracy=accuracy,
+        accuracy_stderr=math.sqrt(accuracy * (1 - accuracy) / len(rows)),
+        strict_accuracy=_mean([row.strict for row in rows]),
+        exact_match=_mean([row.exact for row in rows]),
+        nfe=_mean(nfe),
+        nfe_stderr=float(np.std(nfe) / math.sqrt(len(rows))),
+        full_forwards=_mean([row.full_forwards for row in rows]),
+        tokens=_mean([row.tokens for row in rows]),
+        tokens_per_forward=sum(row.tokens for row in rows) / max(sum(nfe), 1),
+        tokens_per_second=tokens / seconds,
+        seconds=seconds,
+        compile_seconds=compile_seconds,
+        dtype=next(iter(model.params.values())).dtype.name,
+        parameters=sum(int(np.prod(value.shape)) for value in model.params.values()),
+        hardware=_hardware(),
+        versions=_versions(),
+        rows=tuple(rows),
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values))
+
+
+def _hardware() -> dict[str, Any]:
+    devices = jax.local_devices()
+    return {
+        "backend": jax.default_backend(),
+        "device": devices[0].device_kind,
+        "devices": len(devices),
+        "machine": platform.machine(),
+        "cpu_cores": os.cpu_count(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {name: version(name) for name in ("jax", "jaxlib", "numpy")}
+    return {"dllm_jax": __version__, **found, "python": platform.python_version()}

@@ -1,0 +1,171 @@
+"""Samplers as they are written on the command line: `threshold:threshold=0.9,cache=dual,block_length=32`.
+
+The name is an unmasking rule's, or a preset's where `samplers` has some; the options are the rule's own and those of
+`samplers.make_sampler`. A value may be a list, `eb:gamma=0.01|0.1|1`, which stands for one sampler per value.
+"""
+
+import dataclasses
+import inspect
+import itertools
+import math
+import tomllib
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dllm_jax import Model
+from dllm_jax.errors import DllmError
+from evals import spec
+from evals.tasks import Task
+from samplers import CACHES, RULES, BlockSampler, make_sampler
+
+DEFAULTS: Mapping[str, Any] = {"cache": "none", "block_length": None}  # the plain sampler: one block, no approximation
+_WRITABLE = {int, float, bool, str}
+_OF_TASK = ("gen_length", "ignore_eos")
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplerSpec:
+    """A sampler before it meets a model.
+
+    Attributes:
+        rule: the unmasking rule's name.
+        options: everything else, as `make_sampler` takes it; without what is as usual.
+    """
+
+    rule: str
+    options: Mapping[str, Any]
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """The rule's own numbers, which may change without another compilation."""
+        kinds = rule_kinds(self.rule)
+        return {
+            name: value
+            for name, value in self.options.items()
+            if name in kinds and type(value) in (int, float) and {int, float} & set(spec.members(kinds[name]))
+        }
+
+    @property
+    def series(self) -> str:
+        """The spec without its numbers: samplers of one series differ in numbers only and make one curve."""
+        return str(SamplerSpec(self.rule, {k: v for k, v in self.options.items() if k not in self.numbers}))
+
+    def __str__(self) -> str:
+        options = ",".join(f"{name}={_written(value)}" for name, value in self.options.items())
+        return f"{self.rule}:{options}" if options else self.rule
+
+    def build(self, model: Model, task: Task) -> BlockSampler:
+        """The sampler of a model for the canvas of a task.
+
+        Raises:
+            DllmError: for numbers out of range, and combinations that make no sense.
+        """
+        options = {**DEFAULTS, **self.options}
+        if not task.stops and (fixed := sorted(set(_OF_TASK) & set(self.options))):
+            raise DllmError(f"sampler {self}: {fixed[0]} cannot be chosen, the canvas of {task.name} is what it is")
+        options.setdefault("gen_length", task.answer_width)
+        return make_sampler(model, rule=self.rule, ignore_eos=not task.stops, **options)
+
+
+def parse_samplers(text: str) -> list[SamplerSpec]:
+    """All samplers that a spec stands for, in the order of its values.
+
+    Raises:
+        DllmError: for unknown names and options, and values of another type; numbers are checked by `build`.
+    """
+    rule, written = spec.parse(text, "sampler")
+    choices = [value.split("|") for value in written.values()]
+    return [_typed(rule, dict(zip(written, values, strict=True))) for values in itertools.product(*choices)]
+
+
+def parse_sampler(text: str) -> SamplerSpec:
+    """One sampler, see `parse_samplers`.
+
+    Raises:
+        DllmError: as there, and for a list of values.
+    """
+    found = parse_samplers(text)
+    if len(found) != 1:
+        raise DllmError(f"sampler {text!r} stands for {len(found)} samplers; choose one, or sweep over them")
+    return found[0]
+
+
+def read_grid(path: str | Path) -> list[SamplerSpec]:
+    """The samplers of a TOML file: tables `[[sampler]]` with a `rule` and options, each a value or a list of values.
+
+    Raises:
+        DllmError: for a file that cannot be read, is not like that, or names no sampler.
+    """
+    try:
+        tables = tomllib.loads(Path(path).read_text(encoding="utf-8")).get("sampler")
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise DllmError(f"the grid {path} could not be read ({error})") from None
+    if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
+        raise DllmError(f"the grid {path} has no [[sampler]] tables; write one per rule, with lists of values")
+    return list(itertools.chain.from_iterable(_of_table(table, path) for table in tables))
+
+
+def unique(samplers: Iterable[SamplerSpec]) -> list[SamplerSpec]:
+    """The samplers without repetitions, those of one series together."""
+    by_series: dict[str, dict[str, SamplerSpec]] = {}
+    for sampler in samplers:
+        by_series.setdefault(sampler.series, {})[str(sampler)] = sampler
+    return [sampler for group in by_series.values() for sampler in group.values()]
+
+
+def rule_kinds(rule: str) -> dict[str, Any]:
+    """Option -> type of a rule, of what can be written."""
+    hints = typing.get_type_hints(RULES[rule])
+    fields = dataclasses.fields(RULES[rule])  # type: ignore[arg-type]
+    return {field.name: hints[field.name] for field in fields if _writable(hints[field.name])}
+
+
+def _of_table(table: Mapping[str, Any], path: str | Path) -> list[SamplerSpec]:
+    rule = table.get("rule")
+    if not isinstance(rule, str):
+        raise DllmError(f'the grid {path} has a [[sampler]] without a rule; write rule = "eb", or another\'s name')
+    lists = {k: v if isinstance(v, list) else [v] for k, v in table.items() if k != "rule"}
+    products = itertools.product(*lists.values())
+    return [_typed(rule, {k: _written(v) for k, v in zip(lists, values, strict=True)}) for values in products]
+
+
+def _typed(rule: str, written: Mapping[str, str]) -> SamplerSpec:
+    if rule not in RULES:
+        raise DllmError(f"no unmasking rule is called {rule!r}; choose one of {', '.join(RULES)}")
+    options = spec.converted(written, {**rule_kinds(rule), **_sampler_kinds()}, f"sampler {rule}")
+    if options.get("cache", "none") not in CACHES:
+        raise DllmError(f"no cache policy is called {options['cache']!r}; choose one of {', '.join(CACHES)}")
+    return SamplerSpec(rule, options)
+
+
+def _sampler_kinds() -> dict[str, Any]:
+    """Option -> type of `make_sampler`, of what can be written."""
+    hints, own = typing.get_type_hints(make_sampler), ("rule", "return")
+    named = [name for name, p in inspect.signature(make_sampler).parameters.items() if p.kind is p.KEYWORD_ONLY]
+    return {name: hints[name] for name in named if name not in own and _writable(hints[name])}
+
+
+def _writable(kind: Any) -> bool:
+    members = spec.members(kind)
+    return any(member in _WRITABLE or typing.get_origin(member) is typing.Literal for member in members)
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, float):
+        return "inf" if math.isinf(value) else f"{value:.12g}"
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
+
+
+def all_samplers(texts: Sequence[str], grid: str | Path | None = None) -> list[SamplerSpec]:
+    """The samplers of several specs and of a grid's file.
+
+    Raises:
+        DllmError: as `parse_samplers` and `read_grid`, and when there are none.
+    """
+    found = [sampler for text in texts for sampler in parse_samplers(text)]
+    found += read_grid(grid) if grid is not None else []
+    if not found:
+        raise DllmError("no sampler was given; pass --sampler RULE:OPTION=VALUE, or a file by --grid")
+    return unique(found)

@@ -1,0 +1,142 @@
+"""Many samplers on the same examples: a table, Pareto plots, and the area under each curve."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from dllm_jax import Model
+from evals import files, plots
+from evals.area import ALPHA, DROP, aup
+from evals.runner import Programs, Report, check_count, draw, run
+from evals.sampler import SamplerSpec
+from evals.tasks import Task
+
+COLUMNS = (
+    "sampler series accuracy accuracy_stderr strict_accuracy exact_match nfe nfe_stderr full_forwards tokens "
+    "tokens_per_forward tokens_per_second seconds compile_seconds n batch_size"
+).split()
+
+
+@dataclasses.dataclass
+class Sweep:
+    """The reports of a sweep so far.
+
+    Attributes:
+        samplers, reports: what was run, in order.
+        programs: how many were compiled; samplers that differ in numbers only share one.
+    """
+
+    samplers: list[SamplerSpec] = dataclasses.field(default_factory=list)
+    reports: list[Report] = dataclasses.field(default_factory=list)
+    programs: int = 0
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One flat row per sampler, with its series and its rule's numbers."""
+        pairs = zip(self.samplers, self.reports, strict=True)
+        told = ({**report.summary(), "series": sampler.series} for sampler, report in pairs)
+        return [{name: row[name] for name in COLUMNS} for row in told]
+
+    def series(self) -> dict[str, list[Report]]:
+        """Series -> its reports, most forwards first."""
+        found: dict[str, list[Report]] = {}
+        for sampler, report in zip(self.samplers, self.reports, strict=True):
+            found.setdefault(sampler.series, []).append(report)
+        return {name: sorted(reports, key=lambda report: -report.nfe) for name, reports in found.items()}
+
+    def areas(self) -> dict[str, float]:
+        """Series -> AUP; the best accuracy is that of the whole sweep."""
+        best = 100 * max(report.accuracy for report in self.reports)
+        return {
+            name: aup([r.tokens_per_forward for r in usable], [100 * r.accuracy for r in usable], best)
+            for name, reports in self.series().items()
+            if (usable := [report for report in reports if report.tokens_per_forward > 0])
+        }
+
+    def summary(self) -> dict[str, Any]:
+        """Everything, as JSON takes it."""
+        return {
+            "aup": self.areas(),
+            "aup_definition": f"arXiv 2601.07568: tokens per forward, percent, alpha {ALPHA:g}, drop {DROP:g}",
+            "programs_compiled": self.programs,
+            "reports": [report.summary() for report in self.reports],
+        }
+
+
+def sweep(
+    model: Model,
+    task: Task,
+    samplers: Sequence[SamplerSpec],
+    *,
+    n: int = 256,
+    batch_size: int = 64,
+    seed: int = 0,
+    split: str = "test",
+    progress: bool | None = None,
+) -> Iterator[Sweep]:
+    """Runs the samplers on the same examples and yields what is known after each.
+
+    Arguments and errors are those of `evals.run`; all samplers are built, and so checked, before the first one runs.
+    """
+    task = task.bind(model)
+    check_count("n", n)
+    check_count("batch_size", batch_size)
+    for sampler in samplers:
+        sampler.build(model, task)
+    examples, programs, found = draw(task, split, n, progress), Programs(), Sweep()
+    for sampler in samplers:
+        report = run(
+            model,
+            task,
+            sampler,
+            n=n,
+            batch_size=batch_size,
+            seed=seed,
+            split=split,
+            examples=examples,
+            programs=programs,
+            progress=progress,
+        )
+        found.samplers.append(sampler)
+        found.reports.append(report)
+        found.programs = programs.compiled
+        yield found
+
+
+def write_tables(folder: Path, found: Sweep) -> None:
+    """Writes results.json and results.csv."""
+    files.write(folder / "results.json", files.as_json(found.summary()))
+    files.write(folder / "results.csv", files.as_csv(found.rows()))
+
+
+def pareto_plot(found: Sweep) -> bytes:
+    """Accuracy against forwards and against tokens per second, with each series' AUP, as a PNG."""
+    areas = found.areas()
+    labels = {name: f"{name}  (AUP {areas[name]:.0f})" if name in areas else name for name in found.series()}
+    by_nfe = curves(found, "nfe", labels)
+    by_speed = curves(found, "tokens_per_second", labels)
+    panels = [
+        plots.Panel("forwards per example (NFE)", by_nfe, smaller_is_better=True),
+        plots.Panel("tokens per second", by_speed, smaller_is_better=False),
+    ]
+    return plots.draw(panels, title(found))
+
+
+def curves(found: Sweep, x: str, labels: dict[str, str] | None = None) -> list[plots.Curve]:
+    """The series as curves over a field of the reports."""
+    return [
+        plots.Curve(
+            label=(labels or {}).get(name, name),
+            x=[getattr(report, x) for report in reports],
+            y=[100 * report.accuracy for report in reports],
+            y_error=[100 * report.accuracy_stderr for report in reports],
+        )
+        for name, reports in found.series().items()
+    ]
+
+
+def title(found: Sweep) -> str:
+    """What was measured, in one line."""
+    first = found.reports[0]
+    where = f"{first.hardware['devices']} x {first.hardware['device']}"
+    return f"{first.model} on {first.task}: {first.n} {first.split} examples, {first.dtype}, {where}"
