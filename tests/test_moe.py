@@ -1,0 +1,602 @@
+"""LLaDA-MoE: the experts against a plain loop, on meshes against one device, and both layouts there and back."""
+
+import dataclasses
+import json
+import re
+
+import hub_files
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from test_bad_checkpoints import check_refused, refused, truncated, weights
+from test_bad_checkpoints import config as changed
+
+import convert
+import dllm_jax
+from convert.__main__ import main
+from convert.families import FAMILIES
+from convert.hub_config import HubConfig
+from dllm_jax import checkpoint, moe
+from dllm_jax.config import PUBLISHED, Experts, ModelConfig
+from dllm_jax.denoiser import Denoiser
+from dllm_jax.errors import DllmError
+from dllm_jax.params import init_params
+from dllm_jax.transformer import bind, num_params
+from samplers import BlockSampler, Threshold, make_cache, sample_jit
+
+SOURCE = hub_files.CHECKPOINTS / "lladamoe-tiny"
+GATE = "model.layers.1.mlp.experts.5.gate_proj.weight"
+SMALL = ModelConfig(
+    family="llada-moe",
+    vocab_size=32,
+    embed_dim=16,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    mlp_dim=24,
+    rope_theta=100.0,
+    norm_eps=1e-5,
+    max_length=64,
+    eos_id=1,
+    pad_id=1,
+    mask_id=2,
+    end_ids=(1,),
+    qk_norm=True,
+    experts=Experts(num_experts=6, per_token=2, dim=12),
+    dtype="float32",
+)
+
+
+def small(**changes):
+    """SMALL with some fields changed; those of `Experts` by their names."""
+    own = {name: changes.pop(name) for name in list(changes) if name in {f.name for f in dataclasses.fields(Experts)}}
+    return SMALL.replace(experts=dataclasses.replace(SMALL.experts, **own), **changes)
+
+
+def random_params(config, seed=0):
+    """Weights of order one, norms and biases included."""
+    rng = np.random.default_rng(seed)
+    shapes = {name: array.shape for name, array in init_params(config, jax.random.key(0)).items()}
+    return {
+        name: (rng.normal(size=shape) / (4 if len(shape) > 1 else 1)).astype(np.float32)
+        + (1 if name.endswith("scale") else 0)
+        for name, shape in shapes.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """The tiny checkpoint, converted and loaded."""
+    out = tmp_path_factory.mktemp("moe") / "tiny"
+    convert.convert("llada-moe", SOURCE, out)
+    return dllm_jax.load(out)
+
+
+# --- a reference in numpy, written from the equations, one token and one expert at a time -----------------------------
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def softmax(x):
+    e = np.exp(x - x.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+def rms(x, scale, eps):
+    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * scale
+
+
+def plain_experts(config, part, x):
+    """[T, D] -> [T, D]; `part` gives the layer's parameters by their names below `mlp.`."""
+    out = np.zeros_like(x)
+    for token, m in enumerate(x):
+        scores = softmax(m @ part("router"))
+        if config.experts.expert_bias:
+            scores = scores + part("bias")
+        for e in np.argsort(-scores, kind="stable")[: config.experts.per_token]:
+            gate, up = m @ part("w_in")[e, :, 0], m @ part("w_in")[e, :, 1]
+            out[token] += scores[e] * ((silu(gate) * up) @ part("w_out")[e])
+    return out + (plain_mlp(lambda name: part("shared." + name), x) if config.experts.shared_dim else 0)
+
+
+def plain_mlp(part, x):
+    return (silu(x @ part("gate_proj.kernel")) * (x @ part("up_proj.kernel"))) @ part("down_proj.kernel")
+
+
+def plain_forward(config, params, tokens):
+    """Logits [T, V] of one row, in float64."""
+    params = {name: np.asarray(array, np.float64) for name, array in params.items()}
+    angle = np.arange(len(tokens))[:, None] * config.rope_theta ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
+
+    def heads(x, scale=None):
+        x = x.reshape(len(x), -1, config.head_dim)
+        x = x if scale is None else rms(x, scale, config.norm_eps)
+        return x if config.clip_qkv is None else np.clip(x, -config.clip_qkv, config.clip_qkv)
+
+    def rope(x):
+        first, second = np.split(x, 2, axis=-1)
+        cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
+        return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+    h = params["embed.embedding"][tokens]
+    for layer in range(config.num_layers):
+        part = lambda name, layer=layer: params[f"layers.{layer}.{name}"]
+        a = rms(h, part("attn_norm.scale"), config.norm_eps)
+        q = rope(heads(a @ part("attn.q_proj.kernel"), part("attn.q_norm.scale") if config.qk_norm else None))
+        k = rope(heads(a @ part("attn.k_proj.kernel"), part("attn.k_norm.scale") if config.qk_norm else None))
+        v = heads(a @ part("attn.v_proj.kernel"))
+        k, v = (np.repeat(x, config.num_heads // config.num_kv_heads, axis=1) for x in (k, v))
+        attention = softmax(np.einsum("tnh,snh->nts", q, k) / np.sqrt(config.head_dim))
+        h = h + np.einsum("nts,snh->tnh", attention, v).reshape(len(h), -1) @ part("attn.o_proj.kernel")
+        m = rms(h, part("mlp_norm.scale"), config.norm_eps)
+        mlp = lambda name, layer=layer: params[f"layers.{layer}.mlp.{name}"]
+        h = h + (plain_mlp(mlp, m) if layer in config.experts.dense_layers else plain_experts(config, mlp, m))
+    return rms(h, params["final_norm.scale"], config.norm_eps) @ params["lm_head.kernel"]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(SMALL, id="published switches"),
+        pytest.param(small(shared_dim=20, expert_bias=True, per_token=3), id="shared expert and expert bias"),
+        pytest.param(small(dense_layers=(0,), clip_qkv=0.7, qk_norm=False), id="dense layer, clipped, no norms"),
+        pytest.param(small(num_experts=5, per_token=5, dim=7, clip_qkv=0.5), id="all experts"),
+        pytest.param(small(num_experts=1, per_token=1), id="one expert"),
+    ],
+)
+def test_logits_are_those_of_a_plain_loop(config, monkeypatch):
+    monkeypatch.setattr(moe, "TILE_ROWS", 8)  # so that several rounds are needed
+    params = random_params(config)
+    tokens = np.random.default_rng(1).integers(0, config.vocab_size, (2, 13))
+    found = Denoiser(config, {name: jnp.asarray(array) for name, array in params.items()})(jnp.asarray(tokens))
+    for row in range(2):
+        np.testing.assert_allclose(found[row], plain_forward(config, params, tokens[row]), atol=2e-4, rtol=1e-4)
+
+
+# --- the grouped product ----------------------------------------------------------------------------------------------
+
+
+def dense(x, ids, weights, w_in, w_out):
+    """Every expert for every token, then the chosen ones' weighted sum."""
+    hidden = jnp.einsum("btd,edgf->betgf", x, w_in)
+    every = jnp.einsum("betf,efd->betd", jax.nn.silu(hidden[..., 0, :]) * hidden[..., 1, :], w_out)
+    share = jnp.sum(jax.nn.one_hot(ids, len(w_in), axis=1, dtype=x.dtype) * weights[:, None], axis=-1)
+    return jnp.einsum("betd,bet->btd", every, share)
+
+
+def operands(batch=3, length=20, experts=8, per_token=2, dtype=jnp.float32, skew=False):
+    keys = jax.random.split(jax.random.key(7), 5)
+    scores = jax.random.normal(keys[0], (batch, length, experts))
+    scores = scores.at[..., 3].add(9.0 if skew else 0.0)  # one expert is everybody's first choice
+    weights, ids = jax.lax.top_k(jax.nn.softmax(scores), per_token)
+    x = jax.random.normal(keys[1], (batch, length, 16), dtype)
+    w_in = jax.random.normal(keys[2], (experts, 16, 2, 12), dtype) / 4
+    w_out = jax.random.normal(keys[3], (experts, 12, 16), dtype) / 4
+    return x, ids, weights.astype(dtype), w_in, w_out
+
+
+@pytest.mark.parametrize("skew", [False, True], ids=["balanced", "one favourite"])
+@pytest.mark.parametrize("tile_rows", [1, 24, 1000])
+def test_nothing_is_dropped(monkeypatch, tile_rows, skew):
+    monkeypatch.setattr(moe, "TILE_ROWS", tile_rows)
+    args = operands(skew=skew)
+    np.testing.assert_allclose(jax.jit(moe.apply_experts)(*args), dense(*args), atol=1e-5)
+
+
+def test_bfloat16():
+    args = operands(dtype=jnp.bfloat16)
+    exact = dense(*(arg if arg.dtype == jnp.int32 else arg.astype(jnp.float32) for arg in args))
+    found = moe.apply_experts(*args)
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(found.astype(jnp.float32), exact, atol=0.06, rtol=0.03)
+
+
+@pytest.mark.parametrize("tile_rows", [8, 1000], ids=["rounds", "one round"])
+def test_gradients_are_those_of_the_dense_product(monkeypatch, tile_rows):
+    monkeypatch.setattr(moe, "TILE_ROWS", tile_rows)
+    x, ids, *rest = operands(skew=True)
+    loss = lambda apply: lambda x, *rest: jnp.sum(jnp.sin(3 * apply(x, ids, *rest)))
+    found = jax.jit(jax.grad(loss(moe.apply_experts), argnums=(0, 1, 2, 3)))(x, *rest)
+    wanted = jax.grad(loss(dense), argnums=(0, 1, 2, 3))(x, *rest)
+    for ours, theirs in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+
+
+def test_gradients_of_the_router_reach_its_weights():
+    config = small(shared_dim=8, expert_bias=True)
+    params = {name: jnp.asarray(array) for name, array in random_params(config).items()}
+    tokens = jnp.arange(20).reshape(2, 10)
+    gradients = jax.grad(lambda params: jnp.mean(Denoiser(config, params)(tokens) ** 2))(params)
+    assert all(bool(jnp.isfinite(g).all()) for g in gradients.values())
+    for name in ("router", "bias", "w_in", "w_out", "shared.up_proj.kernel"):
+        assert float(jnp.abs(gradients[f"layers.0.mlp.{name}"]).max()) > 1e-6, name
+
+
+@pytest.mark.parametrize("tile_rows", [8, 1000], ids=["rounds", "one round"])
+def test_rows_are_strangers(monkeypatch, tile_rows):
+    """Other rows of the batch, even broken ones, change no bit; other tokens of the row, nothing but rounding."""
+    monkeypatch.setattr(moe, "TILE_ROWS", tile_rows)
+    x, ids, weights, w_in, w_out = operands()
+    apply = jax.jit(moe.apply_experts)
+    wanted = apply(x, ids, weights, w_in, w_out)
+    others = apply(x.at[1:].set(jnp.nan), ids.at[1:].set(jnp.array([3, 5])), weights, w_in, w_out)
+    np.testing.assert_array_equal(others[0], wanted[0])
+    shuffled = apply(x.at[0, 5:].set(jnp.nan), ids.at[0, 5:].set(jnp.array([3, 5])), weights, w_in, w_out)
+    np.testing.assert_allclose(shuffled[0, :5], wanted[0, :5], atol=1e-6)
+
+
+@pytest.mark.parametrize("tile_rows", [8, 1000], ids=["rounds", "one round"])
+def test_inside_loops_vmap_and_shard_map(monkeypatch, tile_rows):
+    monkeypatch.setattr(moe, "TILE_ROWS", tile_rows)
+    x, ids, weights, w_in, w_out = operands(batch=2)
+    apply = lambda x, ids, weights: moe.apply_experts(x, ids, weights, w_in, w_out)
+    wanted = dense(x, ids, weights, w_in, w_out)
+    one = jax.vmap(lambda *row: apply(*(part[None] for part in row))[0])
+    np.testing.assert_allclose(jax.jit(one)(x, ids, weights), wanted, atol=1e-5)
+    body = lambda state: (state[0] + 1, apply(x + 0 * state[1], ids, weights))
+    looped = jax.jit(lambda x: jax.lax.while_loop(lambda state: state[0] < 3, body, (0, x))[1])
+    np.testing.assert_allclose(looped(x), wanted, atol=1e-5)
+    mesh = dllm_jax.make_mesh(data=2)
+    spec = PartitionSpec("data")
+    mapped = jax.jit(jax.shard_map(apply, mesh=mesh, in_specs=spec, out_specs=spec))
+    np.testing.assert_allclose(mapped(x, ids, weights), wanted, atol=1e-5)
+
+
+# --- meshes -----------------------------------------------------------------------------------------------------------
+
+MESHES = [dict(expert=8), dict(expert=4, tensor=2), dict(data=2, expert=4), dict(fsdp=2, expert=4), dict(tensor=4)]
+PROMPT = np.frombuffer(b"Q: Tom has 12 books. Tom buys 23Q: 7 and 8 make how much in all?", np.uint8).reshape(2, 32)
+
+
+def sampler():
+    return BlockSampler(Threshold(0.3), gen_length=32, block_length=16, cache=make_cache("dual"))
+
+
+@pytest.fixture(scope="module")
+def wanted(tiny):
+    """What one device samples."""
+    return np.asarray(sample_jit(sampler(), tiny.denoiser, jnp.asarray(PROMPT, jnp.int32)).tokens)
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=lambda axes: "-".join(f"{name}{size}" for name, size in axes.items()))
+def test_meshes_give_the_same_tokens_and_experts_stay_where_they_are(tiny, wanted, axes):
+    mesh = dllm_jax.make_mesh(**axes)
+    model = dllm_jax.load(tiny.folder, mesh=mesh)
+    shards = mesh.shape.get("expert", 1)
+    for name in ("w_in", "w_out"):
+        array = model.params[f"layers.0.mlp.{name}"]
+        assert array.addressable_shards[0].data.shape[0] == 8 // shards
+    prompt = jax.device_put(jnp.asarray(PROMPT, jnp.int32), dllm_jax.batch_sharding(mesh))
+    program = sample_jit.lower(sampler(), model.denoiser, prompt).compile()
+    np.testing.assert_array_equal(program(sampler(), model.denoiser, prompt).tokens, wanted)
+    if shards > 1:
+        assert gathered(program.as_text()) < 8 * 128 * 128 // mesh.size  # not even one device's part of w_out
+
+
+def gathered(program):
+    """Elements of the largest result of any all-gather in an optimised program."""
+    shapes = re.findall(r"\w+\[([\d,]*)\]\S* all-gather(?:-start)?\(", program)
+    assert "while(" in program and shapes
+    return max(int(np.prod([int(size) for size in shape.split(",") if size])) for shape in shapes)
+
+
+def test_a_mesh_with_explicit_axes(tiny, wanted):
+    mesh = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        params = jax.device_put(tiny.params, dict(dllm_jax.param_shardings(tiny.config, mesh)))
+        prompt = jax.device_put(jnp.asarray(PROMPT, jnp.int32), NamedSharding(mesh, PartitionSpec("data")))
+        result = sample_jit(sampler(), Denoiser(tiny.config, params), prompt)
+    np.testing.assert_array_equal(result.tokens, wanted)
+
+
+def test_experts_that_do_not_split(tiny):
+    with pytest.raises(DllmError, match="axis expert of 8 does not split over 3 devices; map expert to None"):
+        dllm_jax.load(tiny.folder, mesh=dllm_jax.make_mesh(expert=3))
+
+
+# --- configs ----------------------------------------------------------------------------------------------------------
+
+MOE_7B = {
+    **{"architectures": ["LLaDAMoEModelLM"], "model_type": "llada", "vocab_size": 157184, "hidden_size": 2048},
+    **{"num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 16, "attention_bias": False},
+    **{"qk_layernorm": True, "clip_qkv": None, "rope_theta": 50000, "rope_scaling": None, "partial_rotary_factor": 1},
+    **{"max_position_embeddings": 8192, "rms_norm_eps": 1e-05, "hidden_act": "silu", "num_experts": 64},
+    **{"num_experts_per_tok": 8, "expert_intermediate_size": 1024, "dense_intermediate_size": 8192},
+    **{"shared_expert_intermediate_size": None, "moe_layer_freq": [1] * 16, "moe_router_score_function": "softmax"},
+    **{"moe_router_enable_expert_bias": False, "norm_topk_prob": None, "routed_scaling_factor": 1},
+    **{"router_num_group": None, "router_topk_group": None, "router_aux_loss_coef": 0.01, "attention_dropout": 0.0},
+    **{"pad_token_id": 156892, "eos_token_id": 156892, "torch_dtype": "bfloat16"},
+}
+
+
+def read(values, **beside):
+    return FAMILIES["llada-moe"].read_config(HubConfig(values, "config.json", **beside))
+
+
+def test_the_published_model():
+    config = PUBLISHED["llada-moe-7b-a1b-instruct"]
+    assert num_params(config) == 7_356_880_896
+    assert read(MOE_7B) == read(MOE_7B | {"mask_token_id": 156895}) == config == PUBLISHED["llada-moe-7b-a1b-base"]
+    assert read(MOE_7B, tokens={"<|role_end|>": 156900}).end_ids == (156892, 156900)
+    with pytest.raises(DllmError, match="lacks the field mask_token_id"):
+        read(MOE_7B | {"vocab_size": 157185})
+
+
+def test_configs_there_and_back():
+    for config in (SMALL, small(shared_dim=4, expert_bias=True, dense_layers=(1,), clip_qkv=3.0)):
+        assert ModelConfig.from_json(config.to_json()) == config
+        assert hash(ModelConfig.from_json(config.to_json())) == hash(config)
+        assert read(FAMILIES["llada-moe"].write_config(config)).replace(dtype="float32") == config
+    old = json.loads(PUBLISHED["llada-8b-base"].to_json())
+    del old["experts"], old["clip_qkv"]
+    assert ModelConfig.from_json(json.dumps(old)) == PUBLISHED["llada-8b-base"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (dict(per_token=7), "experts.per_token 7 exceeds experts.num_experts 6"),
+        (dict(num_experts=0), "experts.num_experts is 0; it must be a positive integer"),
+        (dict(shared_dim=-1), "experts.shared_dim is -1; it must be a positive integer"),
+        (dict(dense_layers=(1, 0)), r"experts.dense_layers \[1, 0\] must be increasing layer numbers"),
+        (dict(dense_layers=(2,)), "experts.dense_layers names layer 2 of 2"),
+        (dict(dense_layers=(-1,)), "experts.dense_layers names layer -1; layers start at 0"),
+        (dict(clip_qkv=0.0), "clip_qkv is 0.0; it must be a positive number, or None"),
+    ],
+)
+def test_configs_that_make_no_sense(changes, sentence):
+    with pytest.raises(DllmError, match=sentence):
+        small(**changes)
+
+
+def test_junk_in_any_field_gives_a_config_or_a_sentence():
+    junk = (None, True, -1, 0, 3, 1.5, float("nan"), 10**30, "x", [], [1], [0] * 16, [2] * 16, {})
+    for name in [*MOE_7B, "tie_word_embeddings", "mask_token_id", "sliding_window"]:
+        for value in junk:
+            try:
+                read(MOE_7B | {name: value})
+            except DllmError as error:
+                assert "\n" not in str(error)
+
+
+def test_model_of_random_weights():
+    model = dllm_jax.random_model(SMALL)
+    assert model.params["layers.1.mlp.w_in"].shape == (6, 16, 2, 12)
+    assert bind(SMALL, model.params).layers[0].mlp.route(jnp.ones((1, 3, 16)))[1].shape == (1, 3, 2)
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def assert_same_params(first, second):
+    first, second = checkpoint.load_params(first), checkpoint.load_params(second)
+    assert first.keys() == second.keys()
+    for name in first:
+        np.testing.assert_array_equal(first[name], second[name], err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def fused(tiny, tmp_path_factory):
+    """The tiny checkpoint in the fused layout, made here with numpy alone."""
+    folder = tmp_path_factory.mktemp("fused") / "source"
+    hub_files.copy("lladamoe-tiny", folder)
+    arrays = dict(hub_files.tensors(folder))
+    for layer in range(3):
+        parts = [
+            {part: arrays.pop(f"model.layers.{layer}.mlp.experts.{e}.{part}_proj.weight") for part in KINDS}
+            for e in range(8)
+        ]
+        both = [np.concatenate([part["gate"], part["up"]]) for part in parts]
+        arrays[f"model.layers.{layer}.mlp.w1"] = np.stack(both)
+        arrays[f"model.layers.{layer}.mlp.w2"] = np.stack([part["down"] for part in parts])
+    hub_files.write(folder / hub_files.SINGLE, arrays)
+    hub_files.edit_json(folder / "config.json", architectures=["FusedLLaDAMoEModelLM"])
+    return folder
+
+
+KINDS = ("gate", "up", "down")
+
+
+def test_every_tensor_arrives(tiny):
+    original = hub_files.tensors(SOURCE)
+    assert convert.verify(SOURCE, tiny.folder) == len(original) == 3 + 3 * (9 + 8 * 3)
+    w_in, w_out = tiny.params["layers.1.mlp.w_in"], tiny.params["layers.1.mlp.w_out"]
+    np.testing.assert_array_equal(w_in[5, :, 0], original[GATE].T)
+    np.testing.assert_array_equal(w_in[5, :, 1], original[GATE.replace("gate", "up")].T)
+    np.testing.assert_array_equal(w_out[5], original[GATE.replace("gate", "down")].T)
+    np.testing.assert_array_equal(tiny.params["layers.1.mlp.router"], original["model.layers.1.mlp.gate.weight"].T)
+    assert (tiny.config.family, tiny.config.mask_id, tiny.config.end_ids) == ("llada-moe", 129, (128, 131))
+    assert tiny.config.experts == Experts(num_experts=8, per_token=2, dim=128)
+
+
+def test_the_fused_layout_is_the_same_model(tiny, fused, tmp_path):
+    convert.convert("llada-moe", fused, tmp_path / "ours")
+    assert convert.verify(fused, tmp_path / "ours") == 3 + 3 * (9 + 2)
+    assert_same_params(tmp_path / "ours", tiny.folder)
+    # Which of the two a model came from is not remembered: both sources verify.
+    assert convert.verify(SOURCE, tmp_path / "ours") == convert.verify(SOURCE, tiny.folder)
+
+
+@pytest.mark.parametrize("layout", ["unfused", "fused"])
+@pytest.mark.parametrize("origin", ["unfused", "fused"])
+def test_there_and_back(fused, tmp_path, origin, layout):
+    sources = {"unfused": SOURCE, "fused": fused}
+    convert.convert("llada-moe", sources[origin], tmp_path / "ours")
+    convert.export(tmp_path / "ours", tmp_path / "hub", layout=layout, max_shard_bytes=400_000)
+    assert len(list((tmp_path / "hub").glob("*.safetensors"))) > 3
+    found, wanted = hub_files.tensors(tmp_path / "hub"), hub_files.tensors(sources[layout])
+    assert found.keys() == wanted.keys()
+    for name, array in wanted.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+    assert json.loads((tmp_path / "hub" / "config.json").read_text()) == json.loads(
+        (sources[layout] / "config.json").read_text()
+    )
+    convert.convert("llada-moe", tmp_path / "hub", tmp_path / "again")
+    assert_same_params(tmp_path / "again", tmp_path / "ours")
+
+
+@pytest.mark.parametrize("layout", [None, "fused"])
+def test_a_checkpoint_that_was_trained_here(tmp_path, layout):
+    config = small(
+        num_heads=2, shared_dim=20, expert_bias=True, dense_layers=(1,), clip_qkv=2.0, tied_embeddings=layout is None
+    )
+    checkpoint.save(tmp_path / "trained", config, random_params(config).items())
+    convert.export(tmp_path / "trained", tmp_path / "hub", layout=layout)
+    convert.convert("llada-moe", tmp_path / "hub", tmp_path / "again")
+    assert checkpoint.load_config(tmp_path / "again") == config
+    assert_same_params(tmp_path / "again", tmp_path / "trained")
+
+
+def test_one_expert_is_a_matrix_all_the_same(tmp_path):
+    config = small(num_experts=1, per_token=1, dim=1)
+    checkpoint.save(tmp_path / "trained", config, random_params(config).items())
+    convert.export(tmp_path / "trained", tmp_path / "hub", layout="fused")
+    convert.convert("llada-moe", tmp_path / "hub", tmp_path / "again")
+    assert_same_params(tmp_path / "again", tmp_path / "trained")
+
+
+def test_bfloat16_checkpoints(tmp_path):
+    source = hub_files.copy("lladamoe-tiny", tmp_path / "source")
+    arrays = {name: array.astype(ml_dtypes.bfloat16) for name, array in hub_files.tensors(source).items()}
+    hub_files.write(source / hub_files.SINGLE, arrays)
+    assert convert.convert("llada-moe", source, tmp_path / "ours").dtype == "bfloat16"
+    w_out = dict(checkpoint.iter_params(tmp_path / "ours", ["layers.1.mlp.w_out"]))["layers.1.mlp.w_out"]
+    np.testing.assert_array_equal(w_out[5].T, arrays[GATE.replace("gate", "down")])
+
+
+def test_verify_finds_one_flipped_bit(tmp_path, fused):
+    for number, source in enumerate((SOURCE, fused)):
+        folder = tmp_path / str(number)
+        convert.convert("llada-moe", source, folder)
+        params = {name: np.asarray(array).copy() for name, array in checkpoint.load_params(folder).items()}
+        params["layers.1.mlp.w_in"].view(np.uint32)[5, 3, 1, 7] ^= 1
+        notes = checkpoint.load_source(folder)
+        checkpoint.save(folder, checkpoint.load_config(folder), params.items(), source=notes, overwrite=True)
+        with pytest.raises(DllmError, match=r"differs from .* in layers.1.mlp.w_in \(1 of 262144 values\)"):
+            convert.verify(source, folder)
+
+
+@pytest.mark.parametrize("changes", [{"architectures": ...}, {"architectures": None}])
+def test_without_architectures_the_experts_tell(tmp_path, changes):
+    source = hub_files.copy("lladamoe-tiny", tmp_path / "source")
+    hub_files.edit_json(source / "config.json", **changes)
+    assert convert.convert("llada-moe", source, tmp_path / "out").experts
+    with pytest.raises(DllmError, match="belongs to a llada-moe checkpoint, not llada; use llada-moe instead"):
+        convert.convert("llada", source, tmp_path / "again")
+
+
+def bad_value(arrays):
+    arrays[GATE][-1, -1] = np.nan
+
+
+def one_layer_fused(arrays):
+    for kind in KINDS:
+        for e in range(8):
+            del arrays[f"model.layers.1.mlp.experts.{e}.{kind}_proj.weight"]
+    arrays["model.layers.1.mlp.w1"] = np.zeros((8, 256, 128), np.float32)
+    arrays["model.layers.1.mlp.w2"] = np.zeros((8, 128, 128), np.float32)
+
+
+def shared_expert_inside_mlp(arrays):
+    arrays["model.layers.0.mlp.shared_expert.up_proj.weight"] = arrays[GATE]
+
+
+BREAKAGES = {
+    "missing expert": (weights(lambda a: a.pop(GATE)), f"missing {GATE}"),
+    "missing router": (weights(lambda a: a.pop("model.layers.2.mlp.gate.weight")), "missing model.layers.2.mlp.gate."),
+    "no experts": (weights(lambda a: [a.pop(name) for name in list(a) if "experts" in name]), "and 69 more"),
+    "an expert too many": (
+        weights(lambda a: a.update({GATE.replace(".5.", ".8."): a[GATE]})),
+        "unexpected model.layers.1.mlp.experts.8.gate_proj.weight",
+    ),
+    "two layouts": (weights(one_layer_fused), "mixes two layouts (model.layers."),
+    "both layouts of one layer": (
+        weights(lambda a: a.update({"model.layers.0.mlp.w1": np.zeros((8, 256, 128), np.float32)})),
+        "mixes two layouts (model.layers.",
+    ),
+    "misshapen expert": (weights(lambda a: a.update({GATE: a[GATE][:-1]})), "has shape [127, 128], not [128, 128]"),
+    "leading zero": (weights(lambda a: a.update({GATE.replace(".5.", ".05."): a[GATE]})), "unexpected model.layers.1."),
+    "integer expert": (weights(lambda a: a.update({GATE: a[GATE].astype("int32")})), "is stored as int32"),
+    "NaN": (weights(bad_value), f"tensor {GATE} contains NaN"),
+    "shared expert in the wrong place": (weights(shared_expert_inside_mlp), "unexpected model.layers.0.mlp.shared_"),
+    "unannounced bias": (
+        weights(lambda a: a.update({"model.layers.0.mlp.expert_bias": np.zeros(8, np.float32)})),
+        "unexpected model.layers.0.mlp.expert_bias",
+    ),
+    "announced bias": (changed(moe_router_enable_expert_bias=True), "missing model.layers.0.mlp.expert_bias"),
+    "announced shared expert": (
+        config(shared_expert_intermediate_size=64),
+        "missing model.layers.0.shared_expert.down",
+    ),
+    "announced dense layer": (changed(moe_layer_freq=[0, 1, 1]), "unexpected model.layers.0.mlp.experts.0."),
+    "more experts than there are": (changed(num_experts=9), "mlp.gate.weight has shape [8, 128], not [9, 128]"),
+    "absurdly many experts": (changed(num_experts=2_000_000_000), "too few tensors for the 2000000000 experts"),
+    "absurdly many layers": (changed(num_hidden_layers=2_000_000_000), "must be a list of 2000000000 numbers"),
+    "truncated file": (truncated, "is damaged: it is truncated"),
+    "group-limited routing": (changed(router_num_group=4), "router_num_group = 4 is not implemented, only null"),
+    "group choice": (changed(router_topk_group=2), "router_topk_group = 2 is not implemented, only null"),
+    "sigmoid router": (changed(moe_router_score_function="sigmoid"), 'moe_router_score_function = "sigmoid" is not'),
+    "renormalised": (changed(norm_topk_prob=True), "norm_topk_prob = true is not implemented, only null or false"),
+    "scaled": (changed(routed_scaling_factor=2.5), "routed_scaling_factor = 2.5 is not implemented"),
+    "attention biases": (changed(attention_bias=True), "attention_bias = true is not implemented, only false"),
+    "partial rotation": (changed(partial_rotary_factor=0.5), "partial_rotary_factor is implemented only as 1"),
+    "rope scaling": (changed(rope_scaling={"type": "yarn"}), 'rope_scaling = {"type": "yarn"} is not implemented'),
+    "another activation": (changed(hidden_act="gelu"), 'hidden_act = "gelu" is not implemented, only "silu"'),
+    "default of the config class": (changed(rope_theta=-1), "rope_theta is -1, but must be a positive number"),
+    "missing theta": (changed(rope_theta=...), "lacks the field rope_theta, which decides results"),
+    "missing number of experts": (changed(num_experts=...), "lacks the field num_experts"),
+    "missing mask token": (changed(mask_token_id=...), "lacks the field mask_token_id"),
+    "too few layer kinds": (changed(moe_layer_freq=[1, 1]), "moe_layer_freq must be a list of 3 numbers"),
+    "no layer of experts": (changed(moe_layer_freq=[0, 0, 0]), "moe_layer_freq has experts in no layer"),
+    "more chosen than there are": (changed(num_experts_per_tok=9), "experts.per_token 9 exceeds experts.num_experts 8"),
+    "another family": (changed(architectures=["LLaDAModelLM"]), "llada checkpoint, not llada-moe; use llada instead"),
+}
+
+
+@pytest.mark.parametrize(("breaker", "sentence"), BREAKAGES.values(), ids=BREAKAGES)
+def test_broken_checkpoints(breaker, sentence, tmp_path, capsys):
+    check_refused("llada-moe", "lladamoe-tiny", breaker, sentence, tmp_path, capsys)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda a: a.pop("model.layers.1.mlp.w2"), "missing model.layers.1.mlp.w2"),
+        (
+            lambda a: a.update({"model.layers.1.mlp.w1": a["model.layers.1.mlp.w1"][:7]}),
+            "model.layers.1.mlp.w1 has shape [7, 256, 128], not [8, 256, 128]",
+        ),
+        (
+            lambda a: a.update({"model.layers.1.mlp.w2": a["model.layers.1.mlp.w2"] * np.inf}),
+            "tensor model.layers.1.mlp.w2 contains",
+        ),
+    ],
+    ids=["missing", "misshapen", "infinite"],
+)
+def test_broken_fused_checkpoints(fused, tmp_path, capsys, change, sentence):
+    arrays = dict(hub_files.tensors(fused))
+    change(arrays)
+
+    def breaker(folder):
+        hub_files.write(folder / hub_files.SINGLE, arrays)
+
+    check_refused("llada-moe", "lladamoe-tiny", breaker, sentence, tmp_path, capsys)
+
+
+def test_command_line(tiny, tmp_path, capsys):
+    out, hub = str(tmp_path / "ours"), str(tmp_path / "hub")
+    assert main(["llada-moe", "--source", str(SOURCE), "--out", out, "--no-progress"]) == 0
+    assert main(["export", "--checkpoint", out, "--out", hub, "--layout", "fused"]) == 0
+    assert main(["verify", "--source", hub, "--checkpoint", out]) == 0
+    assert "all 36 tensors" in capsys.readouterr().out
+    arguments = ["export", "--checkpoint", out, "--out", str(tmp_path / "more"), "--layout"]
+    assert "called 'stacked'; choose unfused or fused" in refused([*arguments, "stacked"], capsys)
+    convert.convert("llada", hub_files.CHECKPOINTS / "llada-tiny", tmp_path / "llada")
+    arguments[2] = str(tmp_path / "llada")
+    assert "there is only one layout of llada checkpoints; leave --layout out" in refused([*arguments, "fused"], capsys)
