@@ -531,7 +531,7 @@ BREAKAGES = {
     ),
     "announced bias": (changed(moe_router_enable_expert_bias=True), "missing model.layers.0.mlp.expert_bias"),
     "announced shared expert": (
-        config(shared_expert_intermediate_size=64),
+        changed(shared_expert_intermediate_size=64),
         "missing model.layers.0.shared_expert.down",
     ),
     "announced dense layer": (changed(moe_layer_freq=[0, 1, 1]), "unexpected model.layers.0.mlp.experts.0."),
