@@ -12,7 +12,6 @@ from evals.area import front
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 MARKERS = "osD^vPX*"
 DASHES = ("-", "--", ":")
-_MOST_INSIDE = 4  # a longer legend stands beside the plot
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,16 +67,13 @@ def draw(panels: Sequence[Panel], title: str) -> bytes:
     Raises:
         DllmError: when matplotlib is not installed.
     """
-    figure = require_matplotlib()(figsize=(5.6 * len(panels), 4.4), layout="constrained")
+    figure = require_matplotlib()(figsize=(max(5.6 * len(panels), 6.4), 5.0), layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     labels = list(dict.fromkeys(curve.label for panel in panels for curve in panel.curves))
     for ax, panel in zip(axes, panels, strict=True):
         _draw_panel(ax, panel, labels)
     handles, names = axes[0].get_legend_handles_labels()
-    if len(labels) > _MOST_INSIDE or len(panels) > 1:
-        figure.legend(handles, names, loc="outside right upper", fontsize=8, frameon=False)
-    else:
-        axes[0].legend(handles, names, loc="lower right", fontsize=8)
+    figure.legend(handles, names, loc="outside lower center", ncols=min(len(labels), 3), fontsize=8, frameon=False)
     figure.suptitle(title, fontsize=10)
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=160)
@@ -106,6 +102,8 @@ def _draw_panel(ax: Any, panel: Panel, labels: Sequence[str]) -> None:
     ax.set_xlabel(panel.x_label)
     ax.set_ylabel("accuracy, %")
     ax.set_xlim(left=0)
+    low, high = ax.get_ylim()
+    ax.set_ylim(max(low, -2), min(max(high, low + 5), 102))  # error bars may go beyond what accuracies can
     ax.grid(alpha=0.25, linewidth=0.6)
     ax.spines[["top", "right"]].set_visible(False)
 
@@ -115,6 +113,5 @@ def _draw_front(ax: Any, panel: Panel) -> None:
     x = [value for curve in panel.curves for value in curve.x]
     y = [value for curve in panel.curves for value in curve.y]
     best = front(x if panel.smaller_is_better else [-value for value in x], y)
-    where = "post" if panel.smaller_is_better else "pre"
     steps = [(x[i], y[i]) for i in best]
-    ax.step(*zip(*steps, strict=True), where=where, color="0.75", linewidth=5, alpha=0.5, zorder=0)
+    ax.step(*zip(*steps, strict=True), where="post", color="0.75", linewidth=5, alpha=0.5, zorder=0)

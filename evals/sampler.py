@@ -7,7 +7,6 @@ The name is an unmasking rule's, or a preset's where `samplers` has some; the op
 import dataclasses
 import inspect
 import itertools
-import math
 import tomllib
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -53,7 +52,7 @@ class SamplerSpec:
         return str(SamplerSpec(self.rule, {k: v for k, v in self.options.items() if k not in self.numbers}))
 
     def __str__(self) -> str:
-        options = ",".join(f"{name}={_written(value)}" for name, value in self.options.items())
+        options = ",".join(f"{name}={spec.written(value)}" for name, value in self.options.items())
         return f"{self.rule}:{options}" if options else self.rule
 
     def build(self, model: Model, task: Task) -> BlockSampler:
@@ -128,7 +127,7 @@ def _of_table(table: Mapping[str, Any], path: str | Path) -> list[SamplerSpec]:
         raise DllmError(f'the grid {path} has a [[sampler]] without a rule; write rule = "eb", or another\'s name')
     lists = {k: v if isinstance(v, list) else [v] for k, v in table.items() if k != "rule"}
     products = itertools.product(*lists.values())
-    return [_typed(rule, {k: _written(v) for k, v in zip(lists, values, strict=True)}) for values in products]
+    return [_typed(rule, {k: spec.written(v) for k, v in zip(lists, values, strict=True)}) for values in products]
 
 
 def _typed(rule: str, written: Mapping[str, str]) -> SamplerSpec:
@@ -150,12 +149,6 @@ def _sampler_kinds() -> dict[str, Any]:
 def _writable(kind: Any) -> bool:
     members = spec.members(kind)
     return any(member in _WRITABLE or typing.get_origin(member) is typing.Literal for member in members)
-
-
-def _written(value: Any) -> str:
-    if isinstance(value, float):
-        return "inf" if math.isinf(value) else f"{value:.12g}"
-    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
 def all_samplers(texts: Sequence[str], grid: str | Path | None = None) -> list[SamplerSpec]:

@@ -1,5 +1,6 @@
 """What people write on the command line, `name:option=value,option=value`, read in one place."""
 
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -54,6 +55,15 @@ def converted(options: Mapping[str, str], kinds: Mapping[str, Any], what: str) -
         if option not in kinds:
             raise DllmError(f"{what} has no option {option!r}; it has {', '.join(kinds)}")
     return {option: _convert(text, kinds[option], f"{what}: {option}") for option, text in options.items()}
+
+
+def written(value: Any) -> str:
+    """A value as it is written in a spec; what `converted` reads."""
+    if isinstance(value, (list, tuple)):
+        return "-".join(map(written, value))
+    if isinstance(value, float):
+        return "inf" if math.isinf(value) else f"{value:.12g}"
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
 def members(kind: Any) -> tuple[Any, ...]:

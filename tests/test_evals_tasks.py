@@ -13,7 +13,7 @@ from evals.tasks.sudoku import _renamed
 from evals.tasks.word_problems import NAMES, TOKENIZER, canonical, final_answer, train_tokenizer, worked_steps
 
 WORDS = ["word-problems:difficulty=easy", "word-problems", "word-problems:difficulty=hard"]
-GRIDS = ["sudoku:box_rows=2,box_columns=2", "sudoku:box_rows=2", "sudoku"]
+GRIDS = ["sudoku:box_rows=2,box_columns=2", "sudoku:box_rows=2,pool=2", "sudoku", "sudoku:pool=1"]
 SMALL = [*WORDS, *GRIDS[:2], "maze:size=4", "maze"]
 
 
@@ -131,6 +131,7 @@ def test_the_tokenizer_loads_from_a_checkpoint_folder(name, tmp_path):
         ("sudoku:box_rows=1", "a box of 1 x 3 cells makes no grid"),
         ("sudoku:blanks=50-40", "blanks 50-40 is no range"),
         ("sudoku:blanks=81", "blanks 81-81 is no range"),
+        ("sudoku:pool=-1", "pool is -1"),
         ("maze:size=3", "size is 3; a maze has between 4 and 30 rows"),
         ("maze:size=3.5", "size '3.5' is no whole number"),
         ("word-problems:difficulty=odd", "difficulty 'odd' is unknown; choose one of easy, medium, hard"),
@@ -327,6 +328,14 @@ def test_a_sudoku_is_89_tokens_with_line_ends_and_clues_given():
 def test_blanks_are_as_many_as_asked_for_where_clues_can_go():
     task = make_task("sudoku:box_rows=2,box_columns=2,blanks=6-8")
     assert {int(task.example("train", i).targets.sum()) for i in range(60)} == {6, 7, 8}
+
+
+def test_a_pool_gives_ever_new_boards_in_the_split_of_their_solution():
+    task = make_task("sudoku:box_rows=2,pool=3")
+    for split in SPLITS:
+        boards = [task.example(split, index).problem for index in range(60)]
+        assert len(set(boards)) == 60 and len({board.clues.count(0) for board in boards}) <= 3
+        assert all(split_of("sudoku", _renamed(board.solution)) == split for board in boards)
 
 
 def test_renaming_digits_makes_no_other_sudoku():

@@ -31,19 +31,22 @@ __all__ = [
 ]
 
 
-def make_task(text: str, **options: Any) -> Task:
-    """A task from its name and options, ``make_task("maze:size=5")`` or ``make_task("maze", size=5)``.
+def make_task(task: str, **options: Any) -> Task:
+    """A task from its name and options: ``make_task("maze:size=5")``, ``make_task("maze", size=5)``.
+
+    Also what the data part of a training config names: ``source = "evals.tasks:make_task"`` with
+    ``options = {task = "word-problems", steps = [1, 2]}``.
 
     Raises:
-        DllmError: for an unknown task or option, or a value out of range.
+        DllmError: for an unknown task or option, or a value of another type or out of range.
     """
-    name, written = spec.parse(text, "task")
+    name, written = spec.parse(task, "task")
     if name not in TASKS:
         raise DllmError(f"no task is called {name!r}; choose one of {', '.join(TASKS)}")
-    kinds = option_kinds(name)
-    if unknown := sorted(set(options) - set(kinds)):
-        raise DllmError(f"task {name} has no option {unknown[0]!r}; it has {', '.join(kinds)}")
-    return TASKS[name](**spec.converted(written, kinds, f"task {name}"), **options)
+    if twice := sorted(set(written) & set(options)):
+        raise DllmError(f"task {task!r} and the options both give {twice[0]}; leave one out")
+    every = {**written, **{option: spec.written(value) for option, value in options.items()}}
+    return TASKS[name](**spec.converted(every, option_kinds(name), f"task {name}"))
 
 
 def option_kinds(name: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import numpy as np
 
 from dllm_jax import Model
 from dllm_jax.errors import DllmError
+from evals import spec
 from evals.tokens import Vocabulary
 
 T = TypeVar("T")
@@ -116,11 +117,8 @@ class Task(abc.ABC):
         """The task as it is written on the command line, with what is not as usual."""
         fields = [field for field in dataclasses.fields(self) if field.repr]  # type: ignore[arg-type]
         changed = [field.name for field in fields if getattr(self, field.name) != field.default]
-        return f"{self.name}:{','.join(map(self._option, changed))}".removesuffix(":")
-
-    def _option(self, name: str) -> str:
-        value = getattr(self, name)
-        return f"{name}={'-'.join(map(str, value)) if isinstance(value, tuple) else value}"
+        options = ",".join(f"{name}={spec.written(getattr(self, name))}" for name in changed)
+        return f"{self.name}:{options}" if options else self.name
 
     def bind(self, model: Model) -> Self:
         """The task in the tokens of a model.

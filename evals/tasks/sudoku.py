@@ -50,6 +50,8 @@ class Sudoku(Task):
             is the usual Sudoku, 2 and 2 is 4x4, 2 and 3 is 6x6.
         blanks: fewest and most blanks; None is 37 to 68 % of the cells, 30 to 55 for 9x9. A puzzle has fewer than
             drawn when no clue can go any more.
+        pool: dig only so many puzzles, a few milliseconds each, and make every example from one of them by exchanging
+            digits, rows and columns, which takes microseconds; for training on accelerators. 0 digs each anew.
         seed: another seed gives other examples of the same splits.
 
     Solutions are split up to renaming of digits, not up to swaps of rows, columns and boxes.
@@ -60,6 +62,7 @@ class Sudoku(Task):
     box_rows: int = 3
     box_columns: int = 3
     blanks: tuple[int, int] | None = None
+    pool: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -71,6 +74,8 @@ class Sudoku(Task):
         low, high = self.blank_range
         if not 1 <= low <= high < self.size**2:
             raise DllmError(f"blanks {low}-{high} is no range within a grid of {self.size**2} cells")
+        if self.pool < 0:
+            raise DllmError(f"pool is {self.pool}; give a number of puzzles, or 0 for none")
 
     @property
     def size(self) -> int:
@@ -84,19 +89,12 @@ class Sudoku(Task):
         return self.blanks or (round(0.37 * cells), round(0.68 * cells))
 
     def example(self, split: str, index: int) -> Example:
-        draws, grid = draws_for(self.name, self.seed, split, index), _grid(self.box_rows, self.box_columns)
-        if self.size**2 >= _FEWEST_CELLS_BY_SOLUTION:
-            solution = draw_of_split(self.name, split, lambda: grid.solution(draws), _renamed)
-            clues = self._dug(grid, solution, draws)
-        else:
-            solution, clues = draw_of_split(
-                self.name, split, lambda: self._drawn(grid, draws), lambda drawn: _renamed(drawn[1])
-            )
+        board = self._exchanged(split, index) if self.pool else self._dug(split, index)
         return Example(
             prompt_ids=np.zeros(0, np.int32),
-            answer_ids=self._serialised(solution),
-            given=self._serialised(clues) != 0,
-            problem=Board(tuple(clues), tuple(solution)),
+            answer_ids=self._serialised(board.solution),
+            given=self._serialised(board.clues) != 0,
+            problem=board,
         )
 
     def verify(self, example: Example, ids: Ids) -> Verdict:
@@ -122,12 +120,18 @@ class Sudoku(Task):
     def write_tokenizer(self, folder: str | Path) -> None:
         tokens.write_symbols(SYMBOLS, _PATTERN, folder)
 
-    def _drawn(self, grid: "Grid", draws: Draws) -> tuple[list[int], list[int]]:
-        solution = grid.solution(draws)
-        return solution, self._dug(grid, solution, draws)
+    def _dug(self, split: str, index: int) -> Board:
+        """Example `index` of the puzzles that are dug."""
+        draws, grid = draws_for(self.name, self.seed, split, index), _grid(self.box_rows, self.box_columns)
+        if self.size**2 < _FEWEST_CELLS_BY_SOLUTION:
+            return draw_of_split(
+                self.name, split, lambda: self._dig(grid, grid.solution(draws), draws), self._canonical
+            )
+        solution = draw_of_split(self.name, split, lambda: grid.solution(draws), _renamed)
+        return self._dig(grid, solution, draws)
 
-    def _dug(self, grid: "Grid", solution: Sequence[int], draws: Draws) -> list[int]:
-        """The clues that are left after blanks were dug in random order while the solution stayed the only one."""
+    def _dig(self, grid: "Grid", solution: Sequence[int], draws: Draws) -> Board:
+        """Digs blanks in random order, each of which leaves the solution the only one."""
         wanted, clues = draws.between(*self.blank_range), list(solution)
         order = list(range(len(clues)))
         draws.shuffle(order)
@@ -137,7 +141,44 @@ class Sudoku(Task):
             if grid.can_go(clues, cell):
                 clues[cell] = 0
                 wanted -= 1
-        return clues
+        return Board(tuple(clues), tuple(solution))
+
+    def _exchanged(self, split: str, index: int) -> Board:
+        """One of the pool with digits, rows and columns exchanged so that it stays in the split."""
+        base = self._pooled(split, index % self.pool)
+        draws = draws_for(f"{self.name} exchanged", self.seed, split, index)
+        return draw_of_split(self.name, split, lambda: self._exchange(base, draws), self._canonical)
+
+    def _exchange(self, base: Board, draws: Draws) -> Board:
+        rows, columns = self._lines(self.box_rows, draws), self._lines(self.box_columns, draws)
+        cells = [row * self.size + column for row in rows for column in columns]
+        names = list(range(1, self.size + 1))
+        draws.shuffle(names)
+        renamed = [0, *names]
+        return Board(*(tuple([renamed[board[cell]] for cell in cells]) for board in base))
+
+    def _lines(self, band: int, draws: Draws) -> list[int]:
+        """The rows, or columns, in an order that keeps boxes together: bands of so many lines change places whole."""
+        bands = [list(range(first, first + band)) for first in range(0, self.size, band)]
+        for lines in bands:
+            draws.shuffle(lines)
+        draws.shuffle(bands)
+        return [line for lines in bands for line in lines]
+
+    def _pooled(self, split: str, number: int) -> Board:
+        known = self._pools.setdefault(split, {})
+        if number not in known:
+            known[number] = tuple(map(bytes, self._dug(split, number)))
+        return Board(*map(tuple, known[number]))
+
+    @functools.cached_property
+    def _pools(self) -> dict[str, dict[int, tuple[bytes, ...]]]:
+        """Split -> number -> clues and solution of what was dug so far."""
+        return {}
+
+    def _canonical(self, board: Board) -> str:
+        by_solution = self.size**2 >= _FEWEST_CELLS_BY_SOLUTION
+        return _renamed(board.solution if by_solution else board.clues)
 
     def _serialised(self, cells: Sequence[int]) -> np.ndarray:
         rows = np.array(cells, np.int32).reshape(self.size, self.size)
