@@ -1,0 +1,448 @@
+"""Scoring, sweeps and the command line: an oracle gets everything right, a random model nothing, numbers add up."""
+
+import dataclasses
+import json
+import math
+import os
+import sys
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_evals_tasks import config_for
+
+import evals
+from dllm_jax import Denoiser, DllmError, checkpoint, random_model
+from dllm_jax.pytree import pytree
+from evals import __main__ as cli
+from evals import area, figures, files, plots
+from evals.sampler import all_samplers, parse_sampler, parse_samplers, read_grid
+from evals.tasks import make_task
+
+SUDOKU = "sudoku:box_rows=2,box_columns=2"
+N = 10
+
+
+@pytree(static=("vocab_size", "mask_id", "eos_id"))
+class Oracle:
+    """A denoiser that finds its input among known sequences [N, S] and predicts what is missing; positions of `wrong`
+    sequences [N] it predicts as the end token."""
+
+    known: jax.Array
+    wrong: jax.Array
+    vocab_size: int
+    mask_id: int
+    eos_id: int
+    min_prompt_length = 0
+
+    def empty_cache(self, batch, length):
+        return ()
+
+    def full(self, inputs, lengths, start, width):
+        fits = (inputs[:, None] == self.known[:, : inputs.shape[1]]) | (inputs[:, None] == self.mask_id)
+        fits |= jnp.arange(inputs.shape[1]) >= lengths[:, None, None]
+        row = jnp.argmax(fits.all(axis=-1), axis=-1)
+        positions = start[:, None] + jnp.arange(width)
+        tokens = jnp.take_along_axis(self.known[row], positions, axis=1)
+        return jnp.where(self.wrong[row, None], self.eos_id, tokens)[..., None], ()
+
+    def logits(self, hidden):
+        return 50.0 * jax.nn.one_hot(hidden[..., 0], self.vocab_size)
+
+
+def oracle(task, n=N, wrong=()):
+    """A model that knows the first n test examples by heart, but for those that it gets wrong."""
+    config = config_for(task)
+    known = np.full((n, task.prompt_width + 2 * task.answer_width), config.eos_id, np.int32)
+    for row in range(n):
+        example = task.example("test", row)
+        ids = np.concatenate([example.prompt_ids, example.answer_ids])
+        known[row, : len(ids)] = ids
+    denoiser = Oracle(
+        jnp.asarray(known),
+        jnp.isin(jnp.arange(n), jnp.asarray(wrong, int)),
+        config.vocab_size,
+        config.mask_id,
+        config.eos_id,
+    )
+    text = SimpleNamespace(encode=lambda text: task._coding[0].encode(text), decode=task.show)
+    params = {"known": denoiser.known}
+    return SimpleNamespace(
+        config=config, denoiser=denoiser, params=params, name="oracle", folder=None, require_tokenizer=lambda: text
+    )
+
+
+@pytest.fixture(scope="module")
+def random_sudoku(tmp_path_factory):
+    """A random model of 4x4 Sudoku as a checkpoint's folder."""
+    model = random_model(config_for(make_task(SUDOKU)), key=3)
+    folder = tmp_path_factory.mktemp("models") / "random-sudoku"
+    checkpoint.save(folder, model.config, model.params.items())
+    return folder
+
+
+@pytest.fixture
+def command(capsys):
+    """Runs the command line: (status, standard output, standard error)."""
+
+    def call(*arguments):
+        status = cli.main(list(map(str, arguments)))
+        return status, *capsys.readouterr()
+
+    return call
+
+
+# Scoring
+
+
+@pytest.mark.parametrize("name", ["word-problems", SUDOKU, "maze:size=4"])
+def test_whoever_knows_the_answers_gets_everything_right(name):
+    task = make_task(name)
+    report = evals.run(oracle(task), task, "topk:k=3", n=N, batch_size=4, progress=False)
+    assert (report.accuracy, report.strict_accuracy, report.exact_match, report.accuracy_stderr) == (1, 1, 1, 0)
+    examples = [task.example("test", i) for i in range(N)]
+    if name == "word-problems":
+        targets = [task.answer_width] * N  # nothing tells where the answer ends, and the surest tokens come first
+        tokens = [len(e.answer_ids) - 1 for e in examples]
+        assert all(row.nfe <= math.ceil(width / 3) for row, width in zip(report.rows, targets, strict=True))
+    else:
+        tokens = [int(e.targets.sum()) for e in examples]
+        assert [row.nfe for row in report.rows] == [math.ceil(count / 3) for count in tokens]
+    assert [row.tokens for row in report.rows] == tokens
+    assert report.tokens == pytest.approx(np.mean(tokens))
+    assert report.nfe == pytest.approx(np.mean([row.nfe for row in report.rows]))
+    assert report.tokens_per_forward == pytest.approx(sum(tokens) / sum(row.nfe for row in report.rows))
+    assert report.full_forwards == report.nfe and report.seconds > 0 and report.tokens_per_second > 0
+
+
+def test_accuracy_counts_what_is_right_and_does_not_depend_on_the_batch_size():
+    task = make_task(SUDOKU)
+    model, programs = oracle(task, wrong=(0, 4, 7)), evals.Programs()
+    one, other, all_at_once = (
+        evals.run(model, task, "topk:k=2", n=N, batch_size=size, programs=programs, progress=False)
+        for size in (4, 3, 64)
+    )
+    assert [row.correct for row in one.rows] == [i not in (0, 4, 7) for i in range(N)]
+    assert one.accuracy == 0.7 and one.accuracy_stderr == pytest.approx(math.sqrt(0.7 * 0.3 / N))
+    assert one.rows == other.rows == all_at_once.rows and programs.compiled == 3
+    assert (one.batch_size, all_at_once.batch_size) == (4, N)
+
+
+def test_a_random_model_gets_nothing_right(random_sudoku):
+    import dllm_jax
+
+    model = dllm_jax.load(random_sudoku)
+    programs = evals.Programs()
+    one = evals.run(model, SUDOKU, "topk:k=2", n=N, batch_size=5, programs=programs, progress=False)
+    again = evals.run(model, SUDOKU, "topk:k=2", n=N, batch_size=5, programs=programs, progress=False)
+    assert one.accuracy == 0.0 and one.compile_seconds > 0 and again.compile_seconds == 0
+    assert again.rows == one.rows and isinstance(model.denoiser, Denoiser)
+    assert json.loads(files.as_json(one.summary()))["settings"]["k"] == 2
+
+
+def test_a_shifted_model_gets_a_start_token_where_there_is_no_prompt():
+    task = make_task(SUDOKU)
+    model = random_model(config_for(task, shift=True, family="dream"))
+    report = evals.run(model, task, "topk:k=16", n=2, batch_size=2, progress=False)
+    assert all(len(row.ids) == task.answer_width for row in report.rows)
+
+
+def test_text_is_encoded_in_the_model_s_own_tokens(llada_tiny):
+    task = make_task("word-problems:difficulty=easy").bind(llada_tiny)
+    example = task.example("test", 0)
+    prompt, answer = task.texts("test", 0)
+    assert (
+        bytes(example.prompt_ids.tolist()).decode() == prompt
+        and bytes(example.answer_ids[:-1].tolist()).decode() == answer
+    )
+    assert example.answer_ids[-1] == llada_tiny.config.eos_id and task.verify(example, example.answer_ids[:-1]).exact
+    assert len(example.answer_ids) <= task.answer_width < 40
+
+
+@pytest.mark.parametrize(
+    "changes, complaint",
+    [
+        ({"n": 0}, "n is 0; it must be a whole number of at least 1"),
+        ({"batch_size": 1.5}, "batch_size is 1.5"),
+        ({"seed": -1}, "seed is -1"),
+        ({"split": "dev"}, "no split is called 'dev'"),
+        ({"sampler": "topk:k=0"}, "k is 0"),
+        ({"sampler": "topk:block_length=99,k=0"}, "k is 0"),
+        ({"sampler": "topk:gen_length=4"}, "gen_length cannot be chosen"),
+        ({"task": "maze:size=4"}, "evaluate a model that was trained on this task"),
+        ({"task": "word-problems"}, "has no tokenizer"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_compiled(changes, complaint):
+    model, programs = random_model(config_for(make_task(SUDOKU))), evals.Programs()
+    arguments = {"task": SUDOKU, "sampler": "topk", "programs": programs, **changes}
+    with pytest.raises(DllmError) as caught:
+        evals.run(model, **arguments)
+    assert complaint in str(caught.value) and "\n" not in str(caught.value) and not programs.compiled
+
+
+# Samplers as text
+
+
+def test_a_sampler_is_read_with_its_types():
+    sampler = parse_sampler("eb:gamma=0.1,proxy=margin,cache=dual,block_length=8,temperature=0,fill_after_eos=true")
+    assert sampler.rule == "eb" and sampler.options == {
+        "gamma": 0.1,
+        "proxy": "margin",
+        "cache": "dual",
+        "block_length": 8,
+        "temperature": 0.0,
+        "fill_after_eos": True,
+    }
+    assert sampler.numbers == {"gamma": 0.1} and "gamma" not in sampler.series
+    assert parse_sampler(str(sampler)) == sampler and str(parse_sampler("topk")) == "topk"
+    assert parse_sampler("eb:gamma=inf,block_length=none").options == {"gamma": math.inf, "block_length": None}
+
+
+def test_lists_make_one_sampler_per_value():
+    found = parse_samplers("eb:gamma=0.01|0.1|1,proxy=entropy|margin")
+    assert [str(sampler) for sampler in found][:2] == ["eb:gamma=0.01,proxy=entropy", "eb:gamma=0.01,proxy=margin"]
+    assert len(found) == 6 and len({sampler.series for sampler in found}) == 2
+    together = all_samplers(["eb:gamma=0.01|0.1,proxy=entropy|margin", "eb:gamma=0.1|1,proxy=entropy"])
+    assert [str(sampler) for sampler in together] == [
+        "eb:gamma=0.01,proxy=entropy",
+        "eb:gamma=0.1,proxy=entropy",
+        "eb:gamma=1,proxy=entropy",
+        "eb:gamma=0.01,proxy=margin",
+        "eb:gamma=0.1,proxy=margin",
+    ]
+
+
+def test_a_grid_is_read_from_toml(tmp_path):
+    path = tmp_path / "grid.toml"
+    path.write_text('[[sampler]]\nrule = "eb"\ngamma = [0.1, inf]\n[[sampler]]\nrule = "topk"\nk = 2\ncache = "dual"\n')
+    assert [str(sampler) for sampler in read_grid(path)] == ["eb:gamma=0.1", "eb:gamma=inf", "topk:k=2,cache=dual"]
+
+
+@pytest.mark.parametrize(
+    "text, complaint",
+    [
+        ("best", "no unmasking rule is called 'best'; choose one of"),
+        ("eb:gama=1", "sampler eb has no option 'gama'; it has gamma"),
+        ("eb:gamma=x", "gamma 'x' is no number"),
+        ("topk:k=1.5", "k '1.5' is no whole number"),
+        ("eb:proxy=luck", "proxy 'luck' is unknown; choose one of confidence"),
+        ("eb:cache=huge", "no cache policy is called 'huge'"),
+        ("eb:fill_after_eos=1", "fill_after_eos '1' is unknown; choose one of true, false"),
+        ("eb:gamma", "'gamma' is no option"),
+        ("eb:gamma=0.1|1", "stands for 2 samplers"),
+        (":gamma=1", "has no name"),
+    ],
+)
+def test_bad_samplers_are_one_sentence(text, complaint):
+    with pytest.raises(DllmError) as caught:
+        parse_sampler(text)
+    assert complaint in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[[sampler]]\n", "sampler = 3\n", "[[sampler]]\nrule = 3\n", "=", "[[sampler]]\nrule='no'\n"]
+)
+def test_bad_grids_are_one_sentence(tmp_path, text):
+    (tmp_path / "grid.toml").write_text(text)
+    with pytest.raises(DllmError) as caught:
+        read_grid(tmp_path / "grid.toml")
+    assert "\n" not in str(caught.value)
+
+
+def test_no_sampler_and_no_file_are_refused(tmp_path):
+    with pytest.raises(DllmError, match="no sampler was given"):
+        all_samplers([])
+    with pytest.raises(DllmError, match="could not be read"):
+        read_grid(tmp_path / "nothing.toml")
+
+
+# Sweeps
+
+
+def test_numbers_are_swept_by_one_program():
+    task = make_task(SUDOKU)
+    samplers = all_samplers(["topk:k=1|2|4|16", "topk:k=2,proxy=entropy"])
+    *_, found = evals.sweep(oracle(task, wrong=(1,)), task, samplers, n=N, batch_size=N, progress=False)
+    assert found.programs == 2 and len(found.reports) == 5
+    assert [report.compile_seconds > 0 for report in found.reports] == [True, False, False, False, True]
+    assert [report.nfe for report in found.reports[:4]] == sorted((r.nfe for r in found.reports[:4]), reverse=True)
+    assert found.reports[3].nfe == 1 and {report.accuracy for report in found.reports} == {0.9}
+    series = found.series()
+    assert list(map(len, series.values())) == [4, 1]
+    assert found.areas()["topk"] == pytest.approx(90 * found.reports[3].tokens_per_forward)  # nothing is lost
+    assert [row["series"] for row in found.rows()] == ["topk"] * 4 + ["topk:proxy=entropy"]
+
+
+def test_a_sweep_checks_all_samplers_first():
+    task = make_task(SUDOKU)
+    sweep = evals.sweep(oracle(task), task, all_samplers(["topk:k=1", "eb:gamma=-1"]), n=2, progress=False)
+    with pytest.raises(DllmError, match="gamma is -1"):
+        next(sweep)
+
+
+def test_plots_are_png_files():
+    pytest.importorskip("matplotlib")
+    curve = plots.Curve("a", [1, 2], [50, 100], [5, 0])
+    many = [dataclasses.replace(curve, label=str(i)) for i in range(30)]
+    for panels in ([plots.Panel("x", [curve])], [plots.Panel("x", many, True), plots.Panel("y", many, False)]):
+        assert plots.draw(panels, "title").startswith(b"\x89PNG")
+
+
+def test_plots_without_matplotlib_are_refused_in_one_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(DllmError, match=r"plots need matplotlib; install it by pip install 'dllm_jax\[evals\]'"):
+        plots.require_matplotlib()
+
+
+# Areas
+
+
+def test_a_sampler_that_loses_nothing_scores_its_parallelism():
+    assert evals.aup([2.0], [80.0], 80.0) == pytest.approx(160)
+    assert evals.aup([1.0, 2.0, 5.0], [80.0, 80.0, 80.0], 80.0) == pytest.approx(5 * 80)
+
+
+def test_lost_accuracy_weighs_less():
+    weight = lambda y, best: math.exp(-3 * (1 - y / best))
+    hand = 1 * 90 + (3 - 1) * (90 * weight(90, 90) + 86 * weight(86, 90)) / 2
+    assert evals.aup([1.0, 3.0], [90.0, 86.0], 90.0) == pytest.approx(hand)
+    assert evals.aup([3.0, 1.0], [86.0, 90.0], 90.0) == pytest.approx(hand)
+    against_a_better_one = 1 * 90 + (3 - 1) * (90 * weight(90, 100) + 86 * weight(86, 100)) / 2
+    assert evals.aup([1.0, 3.0], [90.0, 86.0], 100.0) == pytest.approx(against_a_better_one)
+
+
+def test_points_far_below_the_first_do_not_count():
+    assert evals.aup([1.0, 3.0, 9.0], [90.0, 90.0, 84.9], 90.0) == evals.aup([1.0, 3.0], [90.0, 90.0], 90.0)
+    assert evals.aup([1.0, 9.0], [90.0, 85.0], 90.0) > 90
+    assert evals.aup([1.0, 2.0], [0.0, 0.0], 0.0) == 0
+
+
+@pytest.mark.parametrize("points", [([], []), ([1.0], []), ([0.0], [50.0]), ([1.0], [101.0])])
+def test_impossible_curves_are_refused(points):
+    with pytest.raises(DllmError):
+        evals.aup(*points, 50.0)
+
+
+def test_the_front_holds_what_nothing_beats():
+    assert area.front([3, 1, 2, 2, 4], [90, 50, 60, 70, 90]) == [1, 3, 0]
+
+
+# Files
+
+
+def test_files_appear_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "results.json"
+    files.write(path, "old")
+
+    def fail(*_):
+        raise OSError("no space")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(DllmError, match=r"results.json could not be written \(no space\)"):
+        files.write(path, "new")
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["results.json"]
+
+
+def test_json_has_no_infinities():
+    assert json.loads(files.as_json({"a": [math.inf, (1.0, math.nan)]})) == {"a": ["inf", [1.0, "nan"]]}
+
+
+# Command line
+
+
+def test_run_prints_a_line_or_json_and_writes_the_examples(command, random_sudoku, tmp_path):
+    run = ("run", "--model", random_sudoku, "--task", SUDOKU, "--sampler", "topk:k=3", "--n", 6, "--batch-size", 4)
+    status, out, err = command(*run, "--results", tmp_path / "new" / "rows.jsonl")
+    assert status == 0 and "accuracy   0.0 +- 0.0 %" in out and "tokens per forward" in out
+    rows = [json.loads(line) for line in (tmp_path / "new" / "rows.jsonl").read_text().splitlines()]
+    assert [row["index"] for row in rows] == list(range(6)) and all(len(row["ids"]) == 19 for row in rows)
+    status, out, err = command(*run, "--json")
+    report = json.loads(out)
+    assert report["nfe"] == pytest.approx(np.mean([row["nfe"] for row in rows])) and report["n"] == 6
+    assert report["task"] == SUDOKU and report["sampler"] == "topk:k=3" and report["versions"]["jax"] == jax.__version__
+
+
+def test_sweep_writes_tables_and_a_plot(command, random_sudoku, tmp_path):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "sweep"
+    small = ("--model", random_sudoku, "--task", SUDOKU, "--n", 4, "--batch-size", 4)
+    status, text, err = command("sweep", *small, "--sampler", "topk:k=1|3|16", "--out", out)
+    assert status == 0 and "3 samplers, 1 programs" in text and "AUP" in text
+    results = json.loads((out / "results.json").read_text())
+    assert [report["sampler"] for report in results["reports"]] == ["topk:k=1", "topk:k=3", "topk:k=16"]
+    assert results["programs_compiled"] == 1 and set(results["aup"]) == {"topk"}
+    assert len((out / "results.csv").read_text().splitlines()) == 4
+    assert (out / "pareto.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(os.listdir(out)) == ["pareto.png", "results.csv", "results.json"]
+
+
+def test_a_figure_is_one_command(command, random_sudoku, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    assert len(figures.samplers()) == 66 and len({sampler.series for sampler in figures.samplers()}) == 6
+    for name, values in {"GAMMAS": (0, math.inf), "KS": (1, 16), "PROXIES": ("entropy",)}.items():
+        monkeypatch.setattr(figures, name, values)
+    small = ("--model", random_sudoku, "--task", SUDOKU, "--n", 4, "--batch-size", 4)
+    status, text, err = command("figure", "eb-sudoku", *small, "--out", tmp_path)
+    assert status == 0 and sorted(os.listdir(tmp_path)) == ["eb-sudoku.png", "results.csv", "results.json"]
+    last = json.loads((tmp_path / "results.json").read_text())["reports"]
+    assert [report["nfe"] for report in last][1::2] == [1, 1]
+
+
+def test_show_prints_an_example(command):
+    status, out, err = command("show", "--task", SUDOKU)
+    board, solution = (text.split() for text in out.strip().split("\n\n"))
+    assert status == 0 and len(board) == len(solution) == 4 and "." in "".join(board)
+    assert all(a in (".", b) for a, b in zip("".join(board), "".join(solution), strict=True))
+    assert command("show", "--task", "word-problems", "--index", 1)[1].startswith("Q: ")
+
+
+def test_tokenizer_writes_the_files_of_a_checkpoint(command, tmp_path):
+    assert command("tokenizer", "--task", "maze:size=4", "--out", tmp_path)[:2] == (0, f"28 tokens in {tmp_path}\n")
+    assert sorted(os.listdir(tmp_path)) == ["tokenizer.json", "tokenizer_config.json"]
+
+
+@pytest.mark.parametrize(
+    "arguments, complaint",
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["run"], "the following arguments are required: --model"),
+        (["run", "--model", "/nowhere", "--task", "maze", "--sampler", "topk"], "no checkpoint at /nowhere"),
+        (["run", "--model", "x", "--task", "chess", "--sampler", "topk"], "no task is called 'chess'"),
+        (["run", "--model", "x", "--task", "maze", "--sampler", "luck"], "no unmasking rule is called 'luck'"),
+        (["run", "--model", "x", "--task", "maze", "--sampler", "eb", "--split", "dev"], "no split is called 'dev'"),
+        (["run", "--model", "x", "--task", "maze", "--sampler", "eb", "--n", "many"], "argument --n: invalid int"),
+        (["sweep", "--model", "x", "--task", "maze", "--out", "o"], "no sampler was given"),
+        (["sweep", "--model", "x", "--task", "maze", "--out", "o", "--grid", "/none.toml"], "could not be read"),
+        (["figure", "eb-chess", "--model", "x", "--out", "o"], "no figure is called 'eb-chess'"),
+        (["figure", "eb-maze", "--model", "x", "--out", "o", "--task", "sudoku"], "figure eb-maze is about maze"),
+        (["show", "--task", "maze", "--index", "-1"], "index is -1"),
+        (["tokenizer", "--task", "maze", "--out", "o", "--vocab-size", "300"], "--vocab-size is for word-problems"),
+        (["tokenizer", "--task", "word-problems", "--out", "o", "--vocab-size", "9"], "vocab_size is 9"),
+    ],
+)
+def test_mistakes_are_one_sentence_and_status_2(command, tmp_path, monkeypatch, arguments, complaint):
+    monkeypatch.chdir(tmp_path)
+    status, out, err = command(*arguments)
+    assert (status, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1 and complaint in err
+    assert not os.listdir(tmp_path)
+
+
+def test_a_crowded_device_is_one_sentence(command, monkeypatch):
+    def full(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr(cli, "make_task", full)
+    status, out, err = command("show", "--task", "maze")
+    assert status == 2 and err == "error: the device ran out of memory; use a smaller --batch-size\n"
+
+
+def test_reports_say_on_what_and_with_what():
+    task = make_task(SUDOKU)
+    report = evals.run(oracle(task), task, "topk:k=16,proxy=entropy", n=3, batch_size=2, progress=False)
+    assert report.hardware["backend"] == jax.default_backend() and set(report.versions) >= {"jax", "dllm_jax", "numpy"}
+    assert report.settings["rule"] == "topk" and report.settings["proxy"] == "entropy" and report.dtype == "int32"
+    assert "rows" not in report.summary() and len(report.rows) == 3
+    assert report.settings["cache"] == "none"
