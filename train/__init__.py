@@ -1,0 +1,31 @@
+"""Training of masked diffusion models: `python -m train masked-diffusion --config FILE.toml key=value ...`.
+
+    from train import read_config, train
+
+    outcome = train(read_config("run.toml", ["steps=100"]))
+    model = dllm_jax.load(outcome.folder)
+
+See `train.config` for the settings, `train.objective` for the loss, `train.data` for the data, `train.lora` for
+adapters and `train.folder` for what a run leaves behind.
+"""
+
+from train.config import TrainConfig, read_config
+from train.lora import load_adapters, merge, with_adapters
+from train.objective import Batch, Noised, corrupt, diffusion_loss
+from train.trainer import Interrupted, Outcome, train, write_weights
+
+__all__ = [
+    "Batch",
+    "Interrupted",
+    "Noised",
+    "Outcome",
+    "TrainConfig",
+    "corrupt",
+    "diffusion_loss",
+    "load_adapters",
+    "merge",
+    "read_config",
+    "train",
+    "with_adapters",
+    "write_weights",
+]

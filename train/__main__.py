@@ -1,0 +1,127 @@
+"""The command line: `python -m train masked-diffusion | write-model | merge-lora`."""
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import jax
+
+from dllm_jax.errors import DllmError
+from train.config import TrainConfig, build, read_config
+from train.folder import RUN_FILE
+from train.lora import merge
+from train.trainer import Interrupted, train, write_weights
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise DllmError(f"{message}; see {self.prog} --help")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; 0 when it worked, 2 after a mistake, which is printed as one sentence."""
+    for logger in ("absl", "asyncio"):  # Orbax raises what goes wrong, and logs it as well
+        logging.getLogger(logger).setLevel(logging.CRITICAL)
+    try:
+        options = _parser().parse_args(arguments)
+        options.run(options)
+    except DllmError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except Interrupted as reason:
+        print(reason, file=sys.stderr)
+        return 130
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from the last state", file=sys.stderr)
+        return 130
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        hint = "raise optimizer.accumulate, set compute.remat or objective.chunk, or use more devices"
+        print(f"error: the device ran out of memory; {hint}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="python -m train", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    command = commands.add_parser("masked-diffusion", help="train a model, or go on with a run")
+    command.set_defaults(run=_train)
+    command.add_argument("--config", required=True, metavar="FILE", help="settings in TOML, see train/configs")
+    command.add_argument("settings", nargs="*", metavar="key=value", help="changes, such as optimizer.lr=3e-4")
+    command.add_argument("--no-progress", action="store_true", help="no progress bar")
+    cluster = command.add_argument_group("several processes, each started with the same command but its --process")
+    cluster.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
+    cluster.add_argument("--processes", type=int, metavar="N", help="how many there are")
+    cluster.add_argument("--process", type=int, metavar="I", help="which one this is, from 0")
+    command = commands.add_parser("write-model", help="write the weights of a run's latest state as a checkpoint")
+    command.set_defaults(run=_write_model)
+    command.add_argument("--run", required=True, metavar="DIR", dest="folder", help="output folder of a run")
+    _add_output(command)
+    command = commands.add_parser("merge-lora", help="add trained adapters to their base model")
+    command.set_defaults(run=_merge)
+    command.add_argument("--base", required=True, metavar="DIR_OR_NAME", help="the model they were trained on")
+    command.add_argument("--adapters", required=True, metavar="DIR", help="the folder adapters/ of a run")
+    _add_output(command)
+    return parser
+
+
+def _add_output(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--out", required=True, metavar="DIR", help="folder that does not exist yet")
+    command.add_argument("--overwrite", action="store_true", help="replace --out")
+
+
+def _train(options: argparse.Namespace) -> None:
+    config = read_config(options.config, options.settings)
+    _join(options)
+    outcome = train(config, progress=not options.no_progress)
+    if jax.process_index():
+        return
+    shown = " ".join(f"{name} {value:.6g}" for name, value in outcome.metrics.items())
+    before = f" ({outcome.started} before)" if outcome.started else ""
+    print(f"{config.out}: {outcome.step} steps{before}, {shown or 'nothing was left to do'}")
+    if outcome.folder is None:
+        print(f"write the model by: python -m train write-model --run {config.out} --out DIR")
+    else:
+        print(f"written to {outcome.folder}")
+
+
+def _join(options: argparse.Namespace) -> None:
+    given = [options.coordinator, options.processes, options.process]
+    if given == [None] * 3:
+        return
+    if None in given:
+        raise DllmError("--coordinator, --processes and --process belong together; give all three or none")
+    if not 0 <= options.process < options.processes:
+        raise DllmError(f"--process {options.process} is not one of {options.processes} processes from 0 on")
+    try:
+        jax.distributed.initialize(options.coordinator, options.processes, options.process)
+    except (RuntimeError, ValueError) as error:
+        first = str(error).splitlines()[0]
+        raise DllmError(f"the processes could not be joined at {options.coordinator} ({first})") from None
+
+
+def _write_model(options: argparse.Namespace) -> None:
+    path = Path(options.folder) / RUN_FILE
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise DllmError(f"{options.folder} is no training run: {path} could not be read ({error})") from None
+    values |= {"out": options.folder}
+    values["compute"] |= {"mesh": {}}
+    step = write_weights(build(TrainConfig, values), options.out, overwrite=options.overwrite)
+    print(f"{options.out}: the weights after step {step}")
+
+
+def _merge(options: argparse.Namespace) -> None:
+    merge(options.base, options.adapters, options.out, overwrite=options.overwrite)
+    print(f"{options.out}: {options.base} with {options.adapters} added")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,31 @@
+"""Training data: sources of examples by number, and rows of fixed shape made from them.
+
+text        plain text files, packed into full rows (pre-training)
+jsonl       JSON lines with prompt and answer, messages, text or ids
+datasets    folders saved by Hugging Face's `datasets`
+module:name whatever that callable makes: a `Source`, or a task with `source("train")`
+"""
+
+import types
+from collections.abc import Callable, Mapping
+
+from train.data.files import datasets, jsonl, text
+from train.data.rows import Ahead, Row, Rows
+from train.data.source import Example, ExampleLike, Setup, Source, from_reference, size
+
+SOURCES: Mapping[str, Callable[..., Source]] = types.MappingProxyType(
+    {"text": text, "jsonl": jsonl, "datasets": datasets}
+)
+
+__all__ = [
+    "SOURCES",
+    "Ahead",
+    "Example",
+    "ExampleLike",
+    "Row",
+    "Rows",
+    "Setup",
+    "Source",
+    "from_reference",
+    "size",
+]

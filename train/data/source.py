@@ -1,0 +1,119 @@
+"""What training data is: a source answers "example number index", so that a position in the data is one integer."""
+
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sized
+from typing import Any, Protocol
+
+import numpy as np
+
+from dllm_jax.config import ModelConfig
+from dllm_jax.errors import DllmError
+from dllm_jax.tokenizer import Tokenizer
+
+
+class ExampleLike(Protocol):
+    """One example; `evals.tasks` has its own class of this form.
+
+    Attributes:
+        prompt_ids: [P] integers, never masked in SFT; may be empty.
+        answer_ids: [A] integers, to be learned; a document without prompt is all answer.
+        given: [A] bool, positions of the answer that the model is told and that are never masked; None where none is.
+    """
+
+    @property
+    def prompt_ids(self) -> np.ndarray: ...
+    @property
+    def answer_ids(self) -> np.ndarray: ...
+    @property
+    def given(self) -> np.ndarray | None: ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Example:
+    """An `ExampleLike` for sources that have no class of their own."""
+
+    prompt_ids: np.ndarray
+    answer_ids: np.ndarray
+    given: np.ndarray | None = None
+
+
+class Source(Protocol):
+    """Examples by number.
+
+    `example` must be a pure function: the same index gives the same example in every process, for ever. A finite source
+    also has `__len__`; one without is an endless generator. A source that knows held-out splits gives training's here.
+    """
+
+    def example(self, index: int) -> ExampleLike:
+        """Example `index`, from 0 on."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What a built-in source may need to know.
+
+    Attributes:
+        config: of the model; its special ids.
+        tokenizer: None where there is none.
+        length: positions per row.
+    """
+
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+    length: int
+
+    def require_tokenizer(self) -> Tokenizer:
+        """The tokenizer.
+
+        Raises:
+            DllmError: when there is none.
+        """
+        if self.tokenizer is None:
+            raise DllmError("the data is text but there is no tokenizer; set model.tokenizer to a folder that has one")
+        return self.tokenizer
+
+
+def size(source: Source) -> int | None:
+    """Number of examples, None for an endless source.
+
+    Raises:
+        DllmError: for a source without examples.
+    """
+    if not isinstance(source, Sized):
+        return None
+    count = len(source)
+    if not count:
+        raise DllmError("the data source has no examples; give it at least one")
+    return count
+
+
+def from_reference(reference: str, options: Mapping[str, Any]) -> tuple[Source, Any]:
+    """The source that a callable named "module:name" makes, and the task behind it if there is one.
+
+    The callable is called with the options. It returns a source, or a task: an object whose `source("train")` is one.
+
+    Raises:
+        DllmError: when it cannot be imported, refuses the options, or returns something else.
+    """
+    module, _, name = reference.partition(":")
+    try:
+        target = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise DllmError(f"data.source {reference!r} cannot be imported ({error}); write it like module:name") from None
+    made = _called(target, reference, options)
+    source = made.source("train") if hasattr(made, "source") else made
+    if not hasattr(source, "example"):
+        raise DllmError(f"data.source {reference!r} made a {type(made).__name__}, which has no example(index)")
+    return source, made
+
+
+def _called(target: Callable[..., Any], reference: str, options: Mapping[str, Any]) -> Any:
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+    try:
+        inspect.signature(target).bind(**given)
+    except TypeError as error:
+        raise DllmError(f"data.options do not fit {reference}: {error}") from None
+    return target(**given)

@@ -1,0 +1,179 @@
+"""LoRA (arXiv 2106.09685): W + (alpha / rank) A B, with A and B in a second small flat dict.
+
+    {"layers.0.attn.q_proj.lora_a": [in, rank], "layers.0.attn.q_proj.lora_b": [rank, out]}
+
+The product is added to the weights before the forward pass, so any kernel of the backbone can have one without the
+model knowing, and training sees exactly what a merged checkpoint computes.
+"""
+
+import dataclasses
+import fnmatch
+import json
+import math
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from dllm_jax import checkpoint
+from dllm_jax.config import ModelConfig
+from dllm_jax.errors import DllmError
+from dllm_jax.tokenizer import TOKENIZER_FILES
+from dllm_jax.transformer import param_specs
+from train.config import LoraPart, build
+
+SETTINGS_FILE, WEIGHTS_FOLDER = "adapters.json", "adapters"
+_KERNEL, _A, _B = ".kernel", ".lora_a", ".lora_b"
+
+
+def target_names(config: ModelConfig, part: LoraPart) -> list[str]:
+    """The kernels that get adapters.
+
+    Raises:
+        DllmError: for a pattern that matches no parameter, or one that is no matrix.
+    """
+    specs = param_specs(config)
+    names: dict[str, None] = {}
+    for pattern in part.targets:
+        found = fnmatch.filter(specs, pattern)
+        if not found:
+            raise DllmError(f"lora.targets: {pattern!r} matches no parameter; names look like {list(specs)[1]!r}")
+        for name in found:
+            if len(specs[name].shape) != 2 or not name.endswith(_KERNEL):
+                raise DllmError(f"lora.targets: {pattern!r} matches {name}, which is no projection; match kernels only")
+        names |= dict.fromkeys(found)
+    return list(names)
+
+
+def adapter_shapes(config: ModelConfig, part: LoraPart) -> dict[str, tuple[int, int]]:
+    """Shape of every adapter by flat name."""
+    specs, shapes = param_specs(config), {}
+    for name in target_names(config, part):
+        rows, columns = specs[name].shape
+        shapes[name.removesuffix(_KERNEL) + _A] = (rows, part.rank)
+        shapes[name.removesuffix(_KERNEL) + _B] = (part.rank, columns)
+    return shapes
+
+
+def adapter_shardings(config: ModelConfig, part: LoraPart, base: Mapping[str, Sharding]) -> dict[str, NamedSharding]:
+    """A is split as the kernel's rows are, B as its columns, the rank never."""
+    shardings = {}
+    for name in target_names(config, part):
+        kernel = base[name]
+        assert isinstance(kernel, NamedSharding)
+        rows, columns = kernel.spec
+        shardings[name.removesuffix(_KERNEL) + _A] = NamedSharding(kernel.mesh, PartitionSpec(rows, None))
+        shardings[name.removesuffix(_KERNEL) + _B] = NamedSharding(kernel.mesh, PartitionSpec(None, columns))
+    return shardings
+
+
+def init_adapters(
+    config: ModelConfig, part: LoraPart, key: jax.Array, shardings: Mapping[str, Sharding] | None = None
+) -> dict[str, jax.Array]:
+    """A normal with standard deviation 1 / sqrt(in), B zero, float32: the model is unchanged at the start."""
+    adapters = {}
+    for name, shape in adapter_shapes(config, part).items():
+        own = jax.random.fold_in(key, zlib.crc32(name.encode()))
+        std = 1.0 / math.sqrt(shape[0]) if name.endswith(_A) else 0.0
+        value = jax.random.normal(own, shape, jnp.float32) * std
+        adapters[name] = jax.device_put(value, shardings[name]) if shardings else value
+    return adapters
+
+
+def with_adapters(
+    params: Mapping[str, jax.Array], adapters: Mapping[str, jax.Array], scale: float
+) -> dict[str, jax.Array]:
+    """The parameters with scale * A B added to their kernels in float32, in the kernels' dtypes."""
+    merged = dict(params)
+    for name, a in adapters.items():
+        if name.endswith(_A):
+            kernel = name.removesuffix(_A) + _KERNEL
+            merged[kernel] = added(params[kernel], a, adapters[name.removesuffix(_A) + _B], scale)
+    return merged
+
+
+def added(kernel: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
+    """kernel + scale a b, computed in float32, in the kernel's dtype."""
+    return (kernel.astype(jnp.float32) + scale * (a @ b)).astype(kernel.dtype)
+
+
+def save_adapters(
+    out: Path, config: ModelConfig, part: LoraPart, adapters: Mapping[str, Any], *, base: str, overwrite: bool = False
+) -> None:
+    """Writes a folder with the adapters, their settings and the model's config; it appears whole at the end."""
+    from orbax.checkpoint import v1 as ocp  # here, because it takes a second to import
+
+    with checkpoint.atomic_folder(out, overwrite=overwrite) as scratch:
+        try:
+            ocp.save(scratch / WEIGHTS_FOLDER, dict(adapters))
+            settings = {"base": base, **dataclasses.asdict(part)}
+            (scratch / SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n")
+            (scratch / checkpoint.CONFIG_FILE).write_text(config.to_json() + "\n")
+        except Exception as error:
+            raise checkpoint.write_error(out, error) from error
+
+
+def load_adapters(folder: str | Path) -> tuple[ModelConfig, LoraPart, dict[str, np.ndarray], str]:
+    """What `save_adapters` wrote: the model's config, the settings, the adapters on the host, and the base's name.
+
+    Raises:
+        DllmError: for a folder that is none of ours, or is damaged.
+    """
+    from orbax.checkpoint import v1 as ocp
+
+    folder = Path(folder)
+    if not (folder / SETTINGS_FILE).is_file():
+        raise DllmError(f"{folder} holds no adapters (it has no {SETTINGS_FILE}); name the adapters folder of a run")
+    config = checkpoint.load_config(folder)
+    try:
+        settings = json.loads((folder / SETTINGS_FILE).read_text())
+        base = str(settings.pop("base"))
+        part = build(LoraPart, settings)
+        shapes = adapter_shapes(config, part)
+        wanted = {name: np.empty(shape, np.float32) for name, shape in shapes.items()}
+        adapters = dict(ocp.load((folder / WEIGHTS_FOLDER).resolve(), wanted))
+    except Exception as error:  # Orbax raises whatever its storage layer does
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        raise DllmError(f"{folder} could not be read ({first}); train the adapters again") from error
+    return config, part, {name: np.asarray(x) for name, x in adapters.items()}, base
+
+
+def merge(base: str | Path, adapters: str | Path, out: str | Path, *, overwrite: bool = False) -> None:
+    """Writes the plain checkpoint base + (alpha / rank) A B, tensor by tensor, in the base's dtype.
+
+    Raises:
+        DllmError: when the adapters were trained on a model of another config, or a folder is missing or damaged.
+    """
+    checkpoint.check_out(out, overwrite=overwrite)
+    folder = checkpoint.find(base)
+    config = checkpoint.load_config(folder)
+    trained, part, values, _ = load_adapters(adapters)
+    if config != trained:
+        raise DllmError(f"the adapters in {adapters} were trained on a model of another config than {folder}'s")
+    files = tokenizer_files(folder)
+    source = {**checkpoint.load_source(folder), "merged_adapters": str(adapters)}
+    tensors = _merged_tensors(folder, values, part.alpha / part.rank)
+    checkpoint.save(out, config, tensors, files=files, source=source, overwrite=overwrite)
+
+
+def _merged_tensors(
+    folder: Path, adapters: Mapping[str, np.ndarray], scale: float
+) -> Iterator[tuple[str, jax.Array | np.ndarray]]:
+    for name, array in checkpoint.iter_params(folder):
+        stem = name.removesuffix(_KERNEL)
+        if stem + _A not in adapters:
+            yield name, array
+        else:
+            a, b = (jnp.asarray(adapters[stem + end]) for end in (_A, _B))
+            yield name, added(jnp.asarray(array), a, b, scale)
+
+
+def tokenizer_files(folder: str | Path) -> dict[str, bytes]:
+    """Name -> content of the tokenizer's files in a folder."""
+    paths = [Path(folder) / name for name in TOKENIZER_FILES]
+    return {path.name: path.read_bytes() for path in paths if path.is_file()}

@@ -1,0 +1,153 @@
+"""The masked-diffusion objective of LLaDA (arXiv 2502.09992, equations 3 and 5, algorithms 1 and 2).
+
+Per row t ~ U(eps, 1), every target position is masked with probability t, and the row's loss is the sum of the masked
+positions' cross entropies over t and over the number of targets; the loss is the mean over rows. Pre-training targets
+every position, SFT the answer (its end-token padding included). Dream (arXiv 2508.15487) differs by the shift alone,
+which the `Denoiser` undoes: the first position of a shifted family has no predictor, is never masked and carries no
+loss.
+
+A row's loss times its number of targets is the estimate that `samplers.likelihood.masked_loss` gives of -log p, with t
+in the place of the share of masked tokens.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from dllm_jax.denoiser import Denoiser
+
+
+class Batch(NamedTuple):
+    """Rows to learn from.
+
+    Attributes:
+        tokens: [..., T] int32, without masks.
+        targets: [..., T] bool, positions that may be masked and are learned.
+        lengths: [...] int32, positions that count; later ones are never attended to.
+    """
+
+    tokens: jax.Array
+    targets: jax.Array
+    lengths: jax.Array
+
+
+class Noised(NamedTuple):
+    """A batch after the forward process.
+
+    Attributes:
+        inputs: [..., T] int32, tokens with masks.
+        tokens: [..., T] int32, as they were.
+        weights: [..., T] float32: of each position's cross entropy, 1 / (t targets) where masked, else 0.
+        lengths: [...] int32.
+    """
+
+    inputs: jax.Array
+    tokens: jax.Array
+    weights: jax.Array
+    lengths: jax.Array
+
+
+def mask_probabilities(key: jax.Array, rows: int, eps: float, *, stratified: bool = False) -> jax.Array:
+    """t ~ U(eps, 1) for each row, [rows] float32: (1 - eps) u + eps with u ~ U(0, 1).
+
+    Args:
+        stratified: u_i = (u + i / rows) mod 1 of a single u, in random order: each is uniform by itself, together they
+            cover the interval (Kingma et al., arXiv 2107.00630, appendix I.1).
+    """
+    if stratified:
+        first, order = jax.random.split(key)
+        u = (jax.random.uniform(first) + jnp.arange(rows, dtype=jnp.float32) / rows) % 1.0
+        u = jax.random.permutation(order, u)
+    else:
+        u = jax.random.uniform(key, (rows,))
+    return (1.0 - eps) * u + eps
+
+
+def corrupt(key: jax.Array, batch: Batch, denoiser: Denoiser, *, eps: float = 1e-3, stratified: bool = False) -> Noised:
+    """The forward process: masks each row's targets independently with the row's probability.
+
+    The draw of a row depends on the key and on its number in the batch, not on how the batch is divided into leading
+    axes or devices.
+
+    Args:
+        batch: with any leading axes.
+        denoiser: for the mask token and the positions that have no predictor; its parameters are not read.
+    """
+    length = batch.tokens.shape[-1]
+    shape, rows = batch.lengths.shape, batch.lengths.size
+    row_key, token_key = jax.random.split(key)
+    probability = mask_probabilities(row_key, rows, eps, stratified=stratified).reshape(shape)[..., None]
+    draws = jax.random.uniform(token_key, (rows, length)).reshape(batch.tokens.shape)
+    targets = batch.targets & (jnp.arange(length) >= denoiser.min_prompt_length)
+    masked = targets & (draws < probability)
+    count = jnp.maximum(jnp.sum(targets, axis=-1, keepdims=True), 1)
+    weights = jnp.where(masked, 1.0 / (probability * count), 0.0)
+    return Noised(jnp.where(masked, denoiser.mask_id, batch.tokens), batch.tokens, weights, batch.lengths)
+
+
+class Losses(NamedTuple):
+    """Attributes:
+    loss: scalar float32, the mean over rows of the objective.
+    cross_entropy: scalar float32, the plain mean over masked positions, in nats: steadier, for people.
+    """
+
+    loss: jax.Array
+    cross_entropy: jax.Array
+
+
+def diffusion_loss(denoiser: Denoiser, noised: Noised, *, chunk: int = 0, groups: int = 1) -> Losses:
+    """The objective on a noised batch [B, T].
+
+    Args:
+        chunk: positions whose logits exist at a time, forward and backward; 0 computes all B T at once.
+        groups: with `chunk`, number of equal parts of the batch whose masked positions are gathered apart: the number
+            of devices that the batch is split over, so that no position leaves its device.
+    """
+    batch, length = noised.tokens.shape
+    first = denoiser.min_prompt_length
+    start = jnp.full((batch,), first, jnp.int32)
+    hidden, _ = denoiser.full(noised.inputs, noised.lengths, start, length - first)
+    tokens, weights = noised.tokens[:, first:], noised.weights[:, first:]
+    if chunk:
+        total, plain = _chunked_sums(denoiser, hidden, tokens, weights, chunk, groups)
+    else:
+        total, plain = _sums(denoiser, hidden, tokens, weights)
+    return Losses(total / batch, plain / jnp.maximum(jnp.sum(weights > 0), 1))
+
+
+def _sums(denoiser: Denoiser, hidden: jax.Array, tokens: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Weighted and plain sum of the cross entropies where the weight is not zero; [G, C, D], [G, C], [G, C]."""
+    entropy = optax.softmax_cross_entropy_with_integer_labels(denoiser.logits(hidden), tokens)
+    return jnp.sum(weights * entropy), jnp.sum(jnp.where(weights > 0, entropy, 0.0))
+
+
+def _chunked_sums(
+    denoiser: Denoiser, hidden: jax.Array, tokens: jax.Array, weights: jax.Array, chunk: int, groups: int
+) -> tuple[jax.Array, jax.Array]:
+    """`_sums` with the masked positions gathered to the front and taken `chunk` at a time; chunks without any are not
+    computed, and the logits of each are computed again in the backward pass instead of being kept."""
+    size = max(1, chunk // groups)
+    hidden = hidden.reshape(groups, -1, hidden.shape[-1])
+    tokens, weights = tokens.reshape(groups, -1), weights.reshape(groups, -1)
+    order = jnp.argsort(weights == 0, axis=1, stable=True)
+    order = jnp.pad(order, ((0, 0), (0, -order.shape[1] % size)), constant_values=order.shape[1])  # out of range
+
+    def chunks(x: jax.Array) -> jax.Array:  # [G, P, ...] -> [P / size, G, size, ...]
+        index = order if x.ndim == 2 else order[..., None]
+        x = jnp.take_along_axis(x, index, axis=1, mode="fill", fill_value=0)
+        return jnp.moveaxis(x.reshape(groups, -1, size, *x.shape[2:]), 1, 0)
+
+    def one(hidden: jax.Array, tokens: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+        zero = jnp.zeros((), jnp.float32)
+        compute = lambda: _sums(denoiser, hidden, tokens, weights)
+        return lax.cond(jnp.any(weights > 0), compute, lambda: (zero, zero))
+
+    def add(sums: tuple[jax.Array, jax.Array], part: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, jax.Array], None]:
+        total, plain = jax.checkpoint(one, prevent_cse=False)(*part)
+        return (sums[0] + total, sums[1] + plain), None
+
+    start = (jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
+    return lax.scan(add, start, (chunks(hidden), chunks(tokens), chunks(weights)))[0]

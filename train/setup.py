@@ -1,0 +1,125 @@
+"""From settings to the parts of a run: model config, tokenizer, rows of data."""
+
+import dataclasses
+import tempfile
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dllm_jax import checkpoint
+from dllm_jax.config import ModelConfig, published
+from dllm_jax.errors import DllmError
+from dllm_jax.tokenizer import Tokenizer, has_tokenizer
+from train.config import DataPart, ModelPart, TrainConfig, converted, unknown_key
+from train.data import SOURCES, Rows, Setup, Source, from_reference, size
+from train.lora import tokenizer_files
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """Attributes:
+    model: config of the backbone.
+    rows: training rows by position.
+    files: the tokenizer's files for the trained checkpoint, empty where there is none.
+    """
+
+    model: ModelConfig
+    rows: Rows
+    files: Mapping[str, bytes]
+
+
+def prepare(config: TrainConfig) -> Parts:
+    """Reads and checks everything that the settings name but weights.
+
+    Raises:
+        DllmError: for missing checkpoints or data, and for parts that do not fit each other.
+    """
+    source, task = None, None
+    if config.data.source not in SOURCES:
+        source, task = _referenced(config.data)
+    model = model_config(config.model, getattr(task, "vocabulary", None))
+    if model.mask_id is None:
+        raise DllmError(f"a {model.family} model has no mask token and cannot be trained; set model.config.mask_id")
+    if config.data.length > model.max_length:
+        raise DllmError(
+            f"data.length {config.data.length} exceeds the model's longest context of {model.max_length} tokens; lower "
+            "it, or set model.config.max_length"
+        )
+    files = _tokenizer_files(config.model, task)
+    if source is None:
+        setup = Setup(model, _tokenizer(files, model), config.data.length)
+        source = _builtin(config.data, setup)
+    size(source)
+    if config.data.random_length and config.objective.kind == "sft":
+        raise DllmError('data.random_length is for objective.kind "pretrain"; set it to 0')
+    return Parts(model, Rows(source, config.data, config.objective.kind, model, config.seed), files)
+
+
+def model_config(part: ModelPart, vocabulary: Any = None) -> ModelConfig:
+    """The backbone's config.
+
+    Args:
+        vocabulary: of the task that is trained on: its size and special ids, taken where `part.config` is silent.
+
+    Raises:
+        DllmError: for unknown fields, values of another type, or both a checkpoint and fields.
+    """
+    if part.init:
+        if part.config:
+            raise DllmError(f"model.init {part.init} has its own config; remove model.config")
+        config = checkpoint.load_config(checkpoint.find(part.init))
+        if vocabulary is not None and (config.mask_id, config.eos_id) != (vocabulary.mask_id, vocabulary.eos_id):
+            raise DllmError(f"model.init {part.init} has other special tokens than the task in data.source; train anew")
+        return config
+    values: dict[str, Any] = {}
+    if vocabulary is not None:
+        names = ("eos_id", "pad_id", "mask_id", "bos_id", "end_ids")
+        values = {name: getattr(vocabulary, name) for name in names} | {"vocab_size": vocabulary.size}
+    hints = typing.get_type_hints(ModelConfig)
+    for name, value in part.config.items():
+        if name not in hints:
+            raise DllmError(unknown_key(f"model.config.{name}", [f"model.config.{known}" for known in hints]))
+        values[name] = converted(value, hints[name], f"model.config.{name}")
+    return published(part.published).replace(**values)
+
+
+def _referenced(part: DataPart) -> tuple[Source, Any]:
+    if not part.source:
+        raise DllmError(f"data.source is not set; use {', '.join(SOURCES)} or module:name")
+    if ":" not in part.source:
+        raise DllmError(f"no data source is called {part.source!r}; use {', '.join(SOURCES)} or module:name")
+    return from_reference(part.source, part.options)
+
+
+def _builtin(part: DataPart, setup: Setup) -> Source:
+    make = SOURCES[part.source]
+    hints = typing.get_type_hints(make)
+    known = [name for name in hints if name not in ("setup", "return")]
+    for name in part.options:
+        if name not in known:
+            raise DllmError(unknown_key(f"data.options.{name}", [f"data.options.{option}" for option in known]))
+    options = {name: converted(value, hints[name], f"data.options.{name}") for name, value in part.options.items()}
+    if "path" not in options:
+        raise DllmError(f"data.options.path is not set; name the file or folder that {part.source} reads")
+    return make(setup, **options)
+
+
+def _tokenizer_files(part: ModelPart, task: Any) -> Mapping[str, bytes]:
+    if part.tokenizer:
+        folder = Path(part.tokenizer).expanduser()
+        if not folder.is_dir() or not has_tokenizer(folder):
+            raise DllmError(f"model.tokenizer {folder} is no folder with a tokenizer's files; name one that has them")
+        return tokenizer_files(folder)
+    if hasattr(task, "write_tokenizer"):
+        with tempfile.TemporaryDirectory() as folder_name:
+            task.write_tokenizer(Path(folder_name))
+            return tokenizer_files(folder_name)
+    return tokenizer_files(checkpoint.find(part.init)) if part.init else {}
+
+
+def _tokenizer(files: Mapping[str, bytes], model: ModelConfig) -> Tokenizer | None:
+    with tempfile.TemporaryDirectory() as name:
+        for file, content in files.items():
+            (Path(name) / file).write_bytes(content)
+        return Tokenizer.from_folder(name, model) if has_tokenizer(name) else None

@@ -1,0 +1,217 @@
+"""One optimiser step as one program: noise, forward, backward, accumulation, update, moving average."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dllm_jax.config import ModelConfig
+from dllm_jax.denoiser import Denoiser
+from dllm_jax.errors import DllmError
+from dllm_jax.pytree import pytree
+from dllm_jax.sharding import ShardingRules, make_mesh
+from train.config import TrainConfig
+from train.lora import with_adapters
+from train.objective import Batch, Noised, corrupt, diffusion_loss
+from train.optimizer import make_optimizer, update_average
+
+Params = Mapping[str, jax.Array]
+Metrics = dict[str, jax.Array]
+
+
+@pytree()
+class TrainState:
+    """Everything that a step changes.
+
+    Attributes:
+        step: scalar int32, steps done.
+        trained: flat name -> float32 master weights that the optimiser changes: the model's, or the adapters.
+        optimizer: optax's state.
+        average: moving average of `trained`, or None.
+    """
+
+    step: jax.Array
+    trained: dict[str, jax.Array]
+    optimizer: Any
+    average: dict[str, jax.Array] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where things are.
+
+    Attributes:
+        mesh: the devices.
+        trained: sharding of every trained array by flat name.
+    """
+
+    mesh: Mesh
+    trained: Mapping[str, NamedSharding]
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """On every device."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def batch(self) -> NamedSharding:
+        """Of arrays [accumulate, rows, ...]: rows are split."""
+        return NamedSharding(self.mesh, PartitionSpec(None, *ShardingRules().spec(("batch",), self.mesh)))
+
+    @property
+    def batch_parts(self) -> int:
+        """Number of devices that rows are split over."""
+        return batch_parts(self.mesh)
+
+
+def batch_parts(mesh: Mesh) -> int:
+    """Number of parts that a mesh splits a batch into."""
+    (entry,) = ShardingRules().spec(("batch",), mesh)
+    names = (entry,) if isinstance(entry, str) else entry or ()
+    parts = 1
+    for name in names:
+        parts *= mesh.shape[name]
+    return parts
+
+
+def training_mesh(config: TrainConfig) -> Mesh:
+    """The mesh of `compute.mesh`, one device if that is empty.
+
+    Raises:
+        DllmError: for an unknown axis, more devices than there are, devices of other processes left over, or a batch
+            that does not split.
+    """
+    axes = config.compute.mesh or {"data": 1}
+    known = sorted({name for field in dataclasses.asdict(ShardingRules()).values() for name in _names(field)})
+    for name, count in axes.items():
+        if name not in known:
+            raise DllmError(f"compute.mesh has no axis {name!r}; use {', '.join(known)}")
+        if count < 1:
+            raise DllmError(f"compute.mesh.{name} is {count}; it must be at least 1")
+    mesh = make_mesh(**axes)
+    if jax.process_count() > 1 and mesh.size != jax.device_count():
+        raise DllmError(
+            f"compute.mesh {axes} has {mesh.size} devices and the {jax.process_count()} processes have "
+            f"{jax.device_count()}; use them all"
+        )
+    rows, parts = config.optimizer.batch // config.optimizer.accumulate, batch_parts(mesh)
+    if rows % parts:
+        raise DllmError(
+            f"{rows} rows (optimizer.batch over optimizer.accumulate) do not split over the {parts} devices of the "
+            "mesh's batch axes; choose a multiple"
+        )
+    return mesh
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+class Stepper:
+    """Makes states and advances them; holds no arrays itself.
+
+    Attributes:
+        optimizer: optax's transformation.
+        placement: where states and batches are.
+    """
+
+    def __init__(self, config: TrainConfig, model: ModelConfig, placement: Placement) -> None:
+        self._config, self._model, self.placement = config, model, placement
+        self.optimizer = make_optimizer(config.optimizer, config.steps)
+
+    def start(self, trained: Mapping[str, jax.Array]) -> TrainState:
+        """The state before the first step, from float32 arrays in their shardings."""
+        shardings = self.shardings(jax.eval_shape(self._fresh, dict(trained)))
+        return jax.jit(self._fresh, out_shardings=shardings)(dict(trained))
+
+    def abstract(self, trained: Mapping[str, jax.ShapeDtypeStruct]) -> TrainState:
+        """Shapes, dtypes and shardings of a state without any memory."""
+        state = jax.eval_shape(self._fresh, dict(trained))
+        place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        return jax.tree.map(place, state, self.shardings(state))
+
+    def shardings(self, state: TrainState) -> Any:
+        """The sharding of every leaf: moments and average lie where their weights do."""
+        trained, everywhere = dict(self.placement.trained), self.placement.replicated
+        moments = optax.tree_utils.tree_map_params(
+            self.optimizer,
+            lambda _, sharding: sharding,
+            state.optimizer,
+            trained,
+            transform_non_params=lambda _: everywhere,
+        )
+        tree: Any = TrainState  # of shardings instead of arrays
+        return tree(everywhere, trained, moments, None if state.average is None else trained)
+
+    def _fresh(self, trained: dict[str, jax.Array]) -> TrainState:
+        average = trained if self._config.optimizer.ema else None
+        return TrainState(jnp.zeros((), jnp.int32), trained, self.optimizer.init(trained), average)
+
+    def __call__(self, state: TrainState, frozen: Params, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
+        """One optimiser step.
+
+        Args:
+            frozen: the base model's parameters under adapters, else empty.
+            batch: [accumulate, rows, ...].
+            key: of the run; the noise of a step depends on it and on the step's number alone.
+
+        Returns:
+            The next state, and scalars: loss, cross_entropy, grad_norm (before clipping).
+        """
+        settings = self._config.objective
+        noised = corrupt(
+            jax.random.fold_in(key, state.step),
+            batch,
+            Denoiser(self._model, {}),
+            eps=settings.eps,
+            stratified=settings.stratified,
+        )
+        gradient, metrics = self._gradient(state.trained, frozen, noised)
+        updates, optimizer = self.optimizer.update(gradient, state.optimizer, state.trained)
+        trained = dict(optax.apply_updates(state.trained, updates))
+        average = state.average
+        if average is not None:
+            average = update_average(average, trained, state.step, self._config.optimizer.ema)
+        metrics["grad_norm"] = optax.global_norm(gradient)
+        return TrainState(state.step + 1, trained, optimizer, average), metrics
+
+    def jitted(self, state: TrainState) -> Any:
+        """The step under `jax.jit`; the state's buffers are reused for the next state."""
+        return jax.jit(
+            self.__call__,
+            donate_argnums=0,
+            out_shardings=(self.shardings(state), self.placement.replicated),
+        )
+
+    def _gradient(self, trained: dict[str, jax.Array], frozen: Params, noised: Noised) -> tuple[Params, Metrics]:
+        """Mean gradient and metrics of the parts of a batch, in float32."""
+        differentiate = jax.value_and_grad(self.loss, has_aux=True)
+
+        def part(noised: Noised) -> tuple[Params, Metrics]:
+            (_, metrics), gradient = differentiate(trained, frozen, noised)
+            return gradient, metrics
+
+        count = noised.lengths.shape[0]
+        if count == 1:
+            return part(jax.tree.map(lambda x: x[0], noised))
+
+        def add(total: tuple[Params, Metrics], noised: Noised) -> tuple[tuple[Params, Metrics], None]:
+            return jax.tree.map(jnp.add, total, part(noised)), None
+
+        one = jax.eval_shape(part, jax.tree.map(lambda x: x[0], noised))
+        zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), one)
+        return jax.tree.map(lambda x: x / count, lax.scan(add, zero, noised)[0])
+
+    def loss(self, trained: Params, frozen: Params, noised: Noised) -> tuple[jax.Array, Metrics]:
+        """The objective on [rows, T], and what is reported of it."""
+        lora = self._config.lora
+        params = with_adapters(frozen, trained, lora.alpha / lora.rank) if lora.rank else trained
+        dtype = jnp.dtype(self._config.compute.dtype)
+        denoiser = Denoiser(self._model, {name: x.astype(dtype) for name, x in params.items()})
+        losses = diffusion_loss(denoiser, noised, chunk=self._config.objective.chunk, groups=self.placement.batch_parts)
+        return losses.loss, losses._asdict()

@@ -1,0 +1,261 @@
+"""A training run: the loop, and what makes it continue bit-exactly after a kill at any moment.
+
+A state is everything that a step reads: weights, moments, average and the step's number. Noise is drawn by a key that
+depends on the run's seed and the step's number, and row i of step n is row n * batch + i of the data; so a run that
+starts again from a state repeats what the killed one did.
+"""
+
+import math
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from dllm_jax import checkpoint
+from dllm_jax.config import ModelConfig
+from dllm_jax.errors import DllmError
+from dllm_jax.params import abstract_params, init_params
+from dllm_jax.sharding import param_shardings
+from train.config import TrainConfig
+from train.data import Ahead, Rows
+from train.folder import ADAPTERS_FOLDER, METRICS_FILE, MODEL_FOLDER, RunFolder, States
+from train.lora import adapter_shapes, adapter_shardings, init_adapters, save_adapters
+from train.objective import Batch
+from train.optimizer import learning_rate
+from train.report import Reporter, means
+from train.setup import Parts, prepare
+from train.step import Placement, Stepper, TrainState, training_mesh
+
+
+class Outcome(NamedTuple):
+    """Attributes:
+    step: steps done in all.
+    started: steps that were done before this call.
+    metrics: the last line of metrics, empty if no step was run.
+    folder: where the trained weights are, None where they are still to be written (see `write_weights`).
+    """
+
+    step: int
+    started: int
+    metrics: Mapping[str, float]
+    folder: Path | None
+
+
+class Interrupted(Exception):
+    """A signal asked the run to end; its state was written."""
+
+
+def train(config: TrainConfig, *, progress: bool = False) -> Outcome:
+    """Trains a model, or goes on with the run in `config.out`.
+
+    Everything is checked before anything is compiled or written. In a run of several processes, started by
+    `jax.distributed.initialize`, every process calls this with the same config.
+
+    Raises:
+        DllmError: for mistakes in the settings or the data, and when the loss is no longer a finite number; the last
+            good state is kept.
+        Interrupted: after SIGINT or SIGTERM.
+    """
+    parts, mesh = prepare(config), training_mesh(config)
+    parts.rows(0)  # the first mistakes in the data
+    folder = RunFolder(config)
+    run = _Run(config, parts, _placement(config, parts.model, mesh))
+    folder.begin()
+    with folder.states() as states:
+        started = states.latest or 0
+        state = run.restored(states, started) if started else run.fresh()
+        metrics: Mapping[str, float] = {}
+        if started < config.steps:
+            folder.cut_metrics(started)
+            state, metrics = run.advance(state, started, states, folder.path / METRICS_FILE, progress=progress)
+    out = folder.path / (ADAPTERS_FOLDER if config.lora.rank else MODEL_FOLDER)
+    if metrics or not out.is_dir():
+        written = _write(config, parts, state, out)
+    else:
+        written = True
+    return Outcome(config.steps, started, metrics, out if written else None)
+
+
+def write_weights(config: TrainConfig, out: str | Path, *, overwrite: bool = False) -> int:
+    """Writes the weights of a run's latest state as a checkpoint (or adapters), for a run that has not ended, or one of
+    several processes; returns the state's step.
+
+    Raises:
+        DllmError: when there is no state.
+    """
+    checkpoint.check_out(out, overwrite=overwrite)
+    parts, mesh = prepare(config), training_mesh(config)
+    run = _Run(config, parts, _placement(config, parts.model, mesh))
+    with RunFolder(config).states() as states:
+        step = states.latest
+        if step is None:
+            raise DllmError(f"the run in {config.out} has no state yet; train at least checkpoint.every steps")
+        state = run.restored(states, step)
+    _write(config, parts, state, Path(out), overwrite=overwrite)
+    return step
+
+
+def _placement(config: TrainConfig, model: ModelConfig, mesh: Any) -> Placement:
+    shardings = param_shardings(model, mesh)
+    return Placement(mesh, adapter_shardings(model, config.lora, shardings) if config.lora.rank else shardings)
+
+
+def _write(config: TrainConfig, parts: Parts, state: TrainState, out: Path, *, overwrite: bool = True) -> bool:
+    """Writes the trained weights; False in a run of several processes, where no one has them all."""
+    if jax.process_count() > 1:
+        return False
+    weights = state.trained if config.checkpoint.weights == "raw" else state.average
+    assert weights is not None
+    if config.lora.rank:
+        base = str(checkpoint.find(config.model.init))
+        save_adapters(out, parts.model, config.lora, weights, base=base, overwrite=overwrite)
+        return True
+    dtype = jnp.dtype(parts.model.dtype)
+    tensors = ((name, value.astype(dtype)) for name, value in weights.items())
+    source = {"trained": {"steps": int(state.step), "weights": config.checkpoint.weights, "init": config.model.init}}
+    checkpoint.save(out, parts.model, tensors, files=parts.files, source=source, overwrite=overwrite)
+    return True
+
+
+class _Run:
+    """The parts of a run that hold no state."""
+
+    def __init__(self, config: TrainConfig, parts: Parts, placement: Placement) -> None:
+        if config.lora.rank and not config.model.init:
+            raise DllmError("adapters need a model to be added to; set model.init to a converted checkpoint")
+        self.config, self.parts, self.placement = config, parts, placement
+        self.stepper = Stepper(config, parts.model, placement)
+        self.frozen = self._frozen() if config.lora.rank else {}
+
+    def fresh(self) -> TrainState:
+        """The state before the first step."""
+        config, model, shardings = self.config, self.parts.model, self.placement.trained
+        key = jax.random.key(config.seed)
+        if config.lora.rank:
+            return self.stepper.start(init_adapters(model, config.lora, key, shardings))
+        if config.model.init:
+            folder = checkpoint.find(config.model.init)
+            return self.stepper.start(checkpoint.load_params(folder, dtype="float32", shardings=shardings))
+        return self.stepper.start(init_params(model, key, dtype="float32", shardings=shardings))
+
+    def restored(self, states: States, step: int) -> TrainState:
+        """A state that was written."""
+        return states.load(step, self.stepper.abstract(self._abstract()))
+
+    def _abstract(self) -> Mapping[str, jax.ShapeDtypeStruct]:
+        shardings = self.placement.trained
+        if not self.config.lora.rank:
+            return abstract_params(self.parts.model, "float32", shardings)
+        shapes = adapter_shapes(self.parts.model, self.config.lora)
+        return {
+            name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=shardings[name]) for name, shape in shapes.items()
+        }
+
+    def _frozen(self) -> dict[str, jax.Array]:
+        """The base model, in the dtype it is computed in."""
+        folder, mesh = checkpoint.find(self.config.model.init), self.placement.mesh
+        shardings = param_shardings(self.parts.model, mesh)
+        return checkpoint.load_params(folder, dtype=self.config.compute.dtype, shardings=shardings)
+
+    def advance(
+        self, state: TrainState, done: int, states: States, path: Path, *, progress: bool
+    ) -> tuple[TrainState, Mapping[str, float]]:
+        """Runs the steps that are left, writing metrics and states."""
+        config = self.config
+        key = jax.device_put(jax.random.key(config.seed), self.placement.replicated)
+        schedule = learning_rate(config.optimizer, config.steps)
+        batch = lambda step: device_batch(self.parts.rows, step, config, self.placement.batch)
+        pending: list[dict[str, jax.Array]] = []
+        line: Mapping[str, float] = {}
+        with (
+            Ahead(batch, done, config.steps) as batches,
+            Reporter(config, self.parts.model, path, done, progress=progress) as reporter,
+            _stop_requests() as stop,
+        ):
+            program: Callable[..., tuple[TrainState, dict[str, jax.Array]]] | None = None
+            for step, rows in enumerate(batches, start=done + 1):
+                if program is None:
+                    program = self.stepper.jitted(state).lower(state, self.frozen, rows, key).compile()
+                    reporter.restart_clock()
+                state, metrics = program(state, self.frozen, rows, key)
+                pending.append(metrics)
+                last = step == config.steps or stop.is_set()
+                keep = last or step % config.checkpoint.every == 0
+                if keep or step % config.log.every == 0:
+                    values = _finite(means(pending), step, states)
+                    line = reporter.report(step, {**values, "lr": float(schedule(step - 1))})
+                    pending = []
+                if keep:
+                    states.save(step, state, {"position": step * config.optimizer.batch})
+                    reporter.restart_clock()
+                if stop.is_set() and step < config.steps:
+                    raise Interrupted(f"interrupted after step {step}; the same command goes on from there")
+        return state, line
+
+
+def _finite(metrics: list[dict[str, float]], step: int, states: States) -> dict[str, float]:
+    """The means of the steps' metrics.
+
+    Raises:
+        DllmError: when one of them is no finite number.
+    """
+    for number, values in enumerate(metrics, start=step - len(metrics) + 1):
+        for name, value in values.items():
+            if not math.isfinite(value):
+                kept = "no state was written before" if states.latest is None else f"state {states.latest} is kept"
+                raise DllmError(
+                    f"the {name.replace('_', ' ')} of step {number} is {value}; {kept}: lower optimizer.lr or set "
+                    "optimizer.clip, and start in another out"
+                )
+    return {name: sum(values[name] for values in metrics) / len(metrics) for name in metrics[0]}
+
+
+def device_batch(rows: Rows, step: int, config: TrainConfig, sharding: NamedSharding) -> Batch:
+    """The batch of step `step` (from 0), [accumulate, rows, ...]; a process computes the rows of its own devices."""
+    parts, length = config.optimizer.accumulate, config.data.length
+    count = config.optimizer.batch // parts
+    needed = np.zeros((parts, count), bool)
+    for index in sharding.addressable_devices_indices_map((parts, count)).values():
+        needed[index] = True
+    tokens, targets = np.zeros((parts, count, length), np.int32), np.zeros((parts, count, length), bool)
+    lengths = np.zeros((parts, count), np.int32)
+    for part, row in zip(*np.nonzero(needed), strict=True):
+        position = step * config.optimizer.batch + int(part) * count + int(row)
+        tokens[part, row], targets[part, row], lengths[part, row] = rows(position)
+    place = lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+    return Batch(place(tokens), place(targets), place(lengths))
+
+
+@contextmanager
+def _stop_requests() -> Iterator[threading.Event]:
+    """An event that SIGINT and SIGTERM set, so that a run ends between two steps; a second signal acts as usual.
+
+    Only where a single process runs in its main thread: several processes would not stop at the same step.
+    """
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread() or jax.process_count() > 1:
+        yield stop
+        return
+    old = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def restore() -> None:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+    def ask(*_: Any) -> None:
+        stop.set()
+        restore()
+
+    for number in old:
+        signal.signal(number, ask)
+    try:
+        yield stop
+    finally:
+        restore()
