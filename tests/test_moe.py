@@ -1,6 +1,7 @@
 """LLaDA-MoE: the experts against a plain loop, on meshes against one device, and both layouts there and back."""
 
 import dataclasses
+import functools
 import json
 import re
 
@@ -151,7 +152,7 @@ def plain_forward(config, params, tokens):
     ],
 )
 def test_logits_are_those_of_a_plain_loop(config, monkeypatch):
-    monkeypatch.setattr(moe, "TILE_ROWS", 8)  # so that several rounds are needed
+    monkeypatch.setattr(moe, "TILE_ROWS", {"default": 8})  # so that several rounds are needed
     params = random_params(config)
     tokens = np.random.default_rng(1).integers(0, config.vocab_size, (2, 13))
     found = Denoiser(config, {name: jnp.asarray(array) for name, array in params.items()})(jnp.asarray(tokens))
@@ -182,11 +183,12 @@ def operands(batch=3, length=20, experts=8, per_token=2, dtype=jnp.float32, skew
 
 
 @pytest.mark.parametrize("skew", [False, True], ids=["balanced", "one favourite"])
-@pytest.mark.parametrize("tile_rows", [1, 24, 1000])
-def test_nothing_is_dropped(monkeypatch, tile_rows, skew):
-    monkeypatch.setattr(moe, "TILE_ROWS", tile_rows)
+@pytest.mark.parametrize("tile_rows", [1, 42, 1000])
+def test_nothing_is_dropped(tile_rows, skew):
     args = operands(skew=skew)
-    np.testing.assert_allclose(jax.jit(moe.apply_experts)(*args), dense(*args), atol=1e-5)
+    found = jax.jit(functools.partial(moe.in_rounds, tile_rows))(*args)
+    np.testing.assert_allclose(found, dense(*args), atol=1e-5)
+    np.testing.assert_allclose(found, moe.apply_experts(*args), atol=1e-5)
 
 
 def test_bfloat16():
@@ -198,32 +200,31 @@ def test_bfloat16():
 
 
 @pytest.mark.parametrize("tile_rows", [8, 1000], ids=["rounds", "one round"])
-def test_gradients_are_those_of_the_dense_product(monkeypatch, tile_rows):
-    monkeypatch.setattr(moe, "TILE_ROWS", tile_rows)
+def test_gradients_are_those_of_the_dense_product(tile_rows):
     x, ids, *rest = operands(skew=True)
     loss = lambda apply: lambda x, *rest: jnp.sum(jnp.sin(3 * apply(x, ids, *rest)))
-    found = jax.jit(jax.grad(loss(moe.apply_experts), argnums=(0, 1, 2, 3)))(x, *rest)
+    found = jax.jit(jax.grad(loss(functools.partial(moe.in_rounds, tile_rows)), argnums=(0, 1, 2, 3)))(x, *rest)
     wanted = jax.grad(loss(dense), argnums=(0, 1, 2, 3))(x, *rest)
     for ours, theirs in zip(found, wanted, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
-def test_gradients_of_the_router_reach_its_weights():
+def test_gradients_of_the_router_reach_its_weights(monkeypatch):
+    monkeypatch.setattr(moe, "TILE_ROWS", {"default": 16})  # rounds of 8 rows
     config = small(shared_dim=8, expert_bias=True)
     params = {name: jnp.asarray(array) for name, array in random_params(config).items()}
     tokens = jnp.arange(20).reshape(2, 10)
-    gradients = jax.grad(lambda params: jnp.mean(Denoiser(config, params)(tokens) ** 2))(params)
+    gradients = jax.jit(jax.grad(lambda params: jnp.mean(Denoiser(config, params)(tokens) ** 2)))(params)
     assert all(bool(jnp.isfinite(g).all()) for g in gradients.values())
     for name in ("router", "bias", "w_in", "w_out", "shared.up_proj.kernel"):
         assert float(jnp.abs(gradients[f"layers.0.mlp.{name}"]).max()) > 1e-6, name
 
 
 @pytest.mark.parametrize("tile_rows", [8, 1000], ids=["rounds", "one round"])
-def test_rows_are_strangers(monkeypatch, tile_rows):
+def test_rows_are_strangers(tile_rows):
     """Other rows of the batch, even broken ones, change no bit; other tokens of the row, nothing but rounding."""
-    monkeypatch.setattr(moe, "TILE_ROWS", tile_rows)
     x, ids, weights, w_in, w_out = operands()
-    apply = jax.jit(moe.apply_experts)
+    apply = jax.jit(functools.partial(moe.in_rounds, tile_rows))
     wanted = apply(x, ids, weights, w_in, w_out)
     others = apply(x.at[1:].set(jnp.nan), ids.at[1:].set(jnp.array([3, 5])), weights, w_in, w_out)
     np.testing.assert_array_equal(others[0], wanted[0])
@@ -233,7 +234,7 @@ def test_rows_are_strangers(monkeypatch, tile_rows):
 
 @pytest.mark.parametrize("tile_rows", [8, 1000], ids=["rounds", "one round"])
 def test_inside_loops_vmap_and_shard_map(monkeypatch, tile_rows):
-    monkeypatch.setattr(moe, "TILE_ROWS", tile_rows)
+    monkeypatch.setattr(moe, "TILE_ROWS", {"default": tile_rows})
     x, ids, weights, w_in, w_out = operands(batch=2)
     apply = lambda x, ids, weights: moe.apply_experts(x, ids, weights, w_in, w_out)
     wanted = dense(x, ids, weights, w_in, w_out)
@@ -256,6 +257,14 @@ PROMPT = np.frombuffer(b"Q: Tom has 12 books. Tom buys 23Q: 7 and 8 make how muc
 
 def sampler():
     return BlockSampler(Threshold(0.3), gen_length=32, block_length=16, cache=make_cache("dual"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def several_rounds():
+    """Everything in this module that samples runs experts in rounds of 8 tokens; one round is the easier case."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moe, "TILE_ROWS", {"default": 16})
+        yield
 
 
 @pytest.fixture(scope="module")
