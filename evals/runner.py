@@ -166,12 +166,10 @@ def run(
     if not isinstance(seed, int) or not 0 <= seed < 2**32:
         raise DllmError(f"seed is {seed!r}; it must be a whole number from 0 to {2**32 - 1}")
     examples = draw(task, split, n, progress) if examples is None else examples[:n]
-    before = programs.compile_seconds
     batches = _Batches(model, task, built, examples, min(batch_size, len(examples)), seed)
-    rows, seconds, tokens = batches.run(programs, progress, str(spec))
-    return _report(
-        model, task, spec, built, split, seed, batches.size, rows, seconds, tokens, programs.compile_seconds - before
-    )
+    outcome = batches.run(programs, progress, str(spec))
+    about: dict[str, Any] = {"split": split, "seed": seed, "n": len(examples), "batch_size": batches.size}
+    return Report(**_names(model, task, spec, built), **about, **outcome.scores(), **_surroundings(model))
 
 
 def draw(task: Task, split: str, n: int, progress: bool | None = None) -> list[Example]:
@@ -186,6 +184,36 @@ def check_count(what: str, value: Any) -> None:
         raise DllmError(f"{what} is {value!r}; it must be a whole number of at least 1")
 
 
+@dataclasses.dataclass(frozen=True)
+class _Outcome:
+    """What came out of all batches; tokens are those of filled up batches, too, since these took the seconds."""
+
+    rows: Sequence[Row]
+    tokens: int
+    seconds: float
+    compile_seconds: float
+
+    def scores(self) -> dict[str, Any]:
+        """The part of a report that was measured."""
+        rows, nfe = self.rows, [row.nfe for row in self.rows]
+        accuracy = _mean([row.correct for row in rows])
+        return {
+            "accuracy": accuracy,
+            "accuracy_stderr": math.sqrt(accuracy * (1 - accuracy) / len(rows)),
+            "strict_accuracy": _mean([row.strict for row in rows]),
+            "exact_match": _mean([row.exact for row in rows]),
+            "nfe": _mean(nfe),
+            "nfe_stderr": float(np.std(nfe) / math.sqrt(len(rows))),
+            "full_forwards": _mean([row.full_forwards for row in rows]),
+            "tokens": _mean([row.tokens for row in rows]),
+            "tokens_per_forward": sum(row.tokens for row in rows) / max(sum(nfe), 1),
+            "tokens_per_second": self.tokens / self.seconds,
+            "seconds": self.seconds,
+            "compile_seconds": self.compile_seconds,
+            "rows": tuple(rows),
+        }
+
+
 class _Batches:
     """The examples as arrays of one shape."""
 
@@ -198,10 +226,10 @@ class _Batches:
         self._width = max(task.prompt_width, *map(len, self._prompts))
         self._keys = row_keys(jax.random.key(seed), len(examples))
 
-    def run(self, programs: Programs, progress: bool | None, name: str) -> tuple[list[Row], float, int]:
-        """All rows, the seconds that they took, and the tokens that came out in these: of filled up batches, too."""
+    def run(self, programs: Programs, progress: bool | None, name: str) -> _Outcome:
+        """Samples and judges everything."""
         rows: list[Row] = []
-        seconds, tokens = 0.0, 0
+        seconds, tokens, compiled_before = 0.0, 0, programs.compile_seconds
         starts = range(0, len(self.examples), self.size)
         hide = None if progress is None else not progress
         for start in tqdm(starts, desc=name, unit="batch", disable=hide):
@@ -211,7 +239,7 @@ class _Batches:
             found = [self._row(result, row, int(i)) for row, i in enumerate(index)]
             seconds, tokens = seconds + took, tokens + sum(row.tokens for row in found)
             rows += found[: len(self.examples) - start]
-        return rows, seconds, tokens
+        return _Outcome(rows, tokens, seconds, programs.compile_seconds - compiled_before)
 
     def _prompt(self, example: Example) -> list[int]:
         """The prompt, led by a start token where the model needs one and the task has none."""
@@ -266,65 +294,29 @@ def _timed(program: Any, arguments: Any, options: Any) -> tuple[Result, float]:
     return result, time.perf_counter() - start
 
 
-def _report(
-    model: Model,
-    task: Task,
-    spec: SamplerSpec,
-    sampler: BlockSampler,
-    split: str,
-    seed: int,
-    batch_size: int,
-    rows: Sequence[Row],
-    seconds: float,
-    tokens: int,
-    compile_seconds: float,
-) -> Report:
-    accuracy, nfe = _mean([row.correct for row in rows]), [row.nfe for row in rows]
+def _names(model: Model, task: Task, spec: SamplerSpec, sampler: BlockSampler) -> dict[str, Any]:
+    """The part of a report that says what was run."""
     kept = {"gen_length": sampler.gen_length, "block_length": sampler.width, "cache": spec.options.get("cache", "none")}
-    return Report(
-        model=model.name,
-        task=str(task),
-        sampler=str(spec),
-        settings={"rule": spec.rule, **spec.options, **kept},
-        split=split,
-        seed=seed,
-        n=len(rows),
-        batch_size=batch_size,
-        accuracy=accuracy,
-        accuracy_stderr=math.sqrt(accuracy * (1 - accuracy) / len(rows)),
-        strict_accuracy=_mean([row.strict for row in rows]),
-        exact_match=_mean([row.exact for row in rows]),
-        nfe=_mean(nfe),
-        nfe_stderr=float(np.std(nfe) / math.sqrt(len(rows))),
-        full_forwards=_mean([row.full_forwards for row in rows]),
-        tokens=_mean([row.tokens for row in rows]),
-        tokens_per_forward=sum(row.tokens for row in rows) / max(sum(nfe), 1),
-        tokens_per_second=tokens / seconds,
-        seconds=seconds,
-        compile_seconds=compile_seconds,
-        dtype=next(iter(model.params.values())).dtype.name,
-        parameters=sum(int(np.prod(value.shape)) for value in model.params.values()),
-        hardware=_hardware(),
-        versions=_versions(),
-        rows=tuple(rows),
-    )
+    settings = {"rule": spec.rule, **spec.options, **kept}
+    return {"model": model.name, "task": str(task), "sampler": str(spec), "settings": settings}
+
+
+def _surroundings(model: Model) -> dict[str, Any]:
+    """The part of a report that says on what and with what."""
+    devices, versions = jax.local_devices(), {name: version(name) for name in ("jax", "jaxlib", "numpy")}
+    return {
+        "dtype": next(iter(model.params.values())).dtype.name,
+        "parameters": sum(int(np.prod(value.shape)) for value in model.params.values()),
+        "hardware": {
+            "backend": jax.default_backend(),
+            "device": devices[0].device_kind,
+            "devices": len(devices),
+            "machine": platform.machine(),
+            "cpu_cores": os.cpu_count(),
+        },
+        "versions": {"dllm_jax": __version__, **versions, "python": platform.python_version()},
+    }
 
 
 def _mean(values: Sequence[float]) -> float:
     return float(np.mean(values))
-
-
-def _hardware() -> dict[str, Any]:
-    devices = jax.local_devices()
-    return {
-        "backend": jax.default_backend(),
-        "device": devices[0].device_kind,
-        "devices": len(devices),
-        "machine": platform.machine(),
-        "cpu_cores": os.cpu_count(),
-    }
-
-
-def _versions() -> dict[str, str]:
-    found = {name: version(name) for name in ("jax", "jaxlib", "numpy")}
-    return {"dllm_jax": __version__, **found, "python": platform.python_version()}

@@ -1,7 +1,7 @@
 """Samplers as they are written on the command line: `threshold:threshold=0.9,cache=dual,block_length=32`.
 
-The name is an unmasking rule's, or a preset's where `samplers` has some; the options are the rule's own and those of
-`samplers.make_sampler`. A value may be a list, `eb:gamma=0.01|0.1|1`, which stands for one sampler per value.
+The name is an unmasking rule's; the options are the rule's own and those of `samplers.make_sampler`. A value may be a
+list, `eb:gamma=0.01|0.1|1`, which stands for one sampler per value.
 """
 
 import dataclasses
@@ -115,10 +115,10 @@ def unique(samplers: Iterable[SamplerSpec]) -> list[SamplerSpec]:
 
 
 def rule_kinds(rule: str) -> dict[str, Any]:
-    """Option -> type of a rule, of what can be written."""
+    """Option -> type of a rule, of what can be written; without the quirks of official code."""
     hints = typing.get_type_hints(RULES[rule])
-    fields = dataclasses.fields(RULES[rule])  # type: ignore[arg-type]
-    return {field.name: hints[field.name] for field in fields if _writable(hints[field.name])}
+    names = [field.name for field in dataclasses.fields(RULES[rule]) if field.name != "compat"]  # type: ignore[arg-type]
+    return {name: hints[name] for name in names if _writable(hints[name])}
 
 
 def _of_table(table: Mapping[str, Any], path: str | Path) -> list[SamplerSpec]:

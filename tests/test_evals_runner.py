@@ -446,3 +446,11 @@ def test_reports_say_on_what_and_with_what():
     assert report.settings["rule"] == "topk" and report.settings["proxy"] == "entropy" and report.dtype == "int32"
     assert "rows" not in report.summary() and len(report.rows) == 3
     assert report.settings["cache"] == "none"
+
+
+def test_the_shipped_grid_is_valid():
+    task = make_task("word-problems")
+    samplers = read_grid(os.path.join(os.path.dirname(evals.__file__), "grids", "rules.toml"))
+    assert len({sampler.series for sampler in samplers}) == 7
+    for sampler in samplers:
+        sampler.build(oracle(task, n=1), task)
