@@ -8,7 +8,7 @@ from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.kv_cache import KVCache, slice_rows
 from dllm_jax.pytree import pytree
-from dllm_jax.transformer import Params, Transformer, Window, bind
+from dllm_jax.transformer import Params, RematPolicy, Transformer, Window, bind
 
 
 @pytree(static=("config",))
@@ -62,13 +62,22 @@ class Denoiser:
         """Input embeddings, [B, S] int32 -> [B, S, D]."""
         return self._model.embed_tokens(tokens)
 
-    def full(self, inputs: jax.Array, lengths: jax.Array, start: jax.Array, width: int) -> tuple[jax.Array, KVCache]:
+    def full(
+        self,
+        inputs: jax.Array,
+        lengths: jax.Array,
+        start: jax.Array,
+        width: int,
+        *,
+        remat: RematPolicy | None = None,
+    ) -> tuple[jax.Array, KVCache]:
         """One forward over the whole sequence.
 
         Args:
             inputs: tokens [B, S] int32, or input embeddings [B, S, D].
             lengths: valid positions per row [B] int32.
             start, width: target span; row b gets the hidden states of start[b] .. start[b] + width - 1.
+            remat: as in `Transformer.forward`, for training.
 
         Returns:
             Hidden states [B, width, D] for `logits`, and the keys and values of all S positions (free if unused).
@@ -76,7 +85,8 @@ class Denoiser:
         model = self._model
         x = _embedded(model, inputs)
         positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
-        return model.forward(x, positions, lengths, keep=(start - self.config.shift, width))
+        keep = None if width == x.shape[1] else (start - self.config.shift, width)  # of all, start can only be 0
+        return model.forward(x, positions, lengths, keep=keep, remat=remat)
 
     def window(
         self,

@@ -7,7 +7,7 @@ and other people's jit. Shape letters are those of `ModelConfig`.
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from dllm_jax.kv_cache import KVCache, LayerKV, slice_rows, write_rows
 from dllm_jax.moe import apply_experts
 
 Params = Mapping[str, jax.Array]
+RematPolicy = Callable[..., bool]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,6 +219,7 @@ class Transformer(nnx.Module):
         cache: KVCache | None = None,
         window: Window | None = None,
         keep: tuple[jax.Array, int] | None = None,
+        remat: RematPolicy | None = None,
     ) -> tuple[jax.Array, KVCache]:
         """Runs all layers over embedded inputs.
 
@@ -229,6 +231,8 @@ class Transformer(nnx.Module):
             window: where the inputs sit in `cache`; given exactly when `cache` is.
             keep: (first [B], width): return only the hidden states of inputs first[b] .. first[b] + width - 1. The
                 last layer then computes no query and no feed-forward for the others.
+            remat: for training, what of each layer is kept for the backward pass besides its input, the rest being
+                computed again (see `jax.checkpoint_policies`); None keeps everything.
 
         Returns:
             Hidden states before the final norm [B, T or width, D], and the keys and values: the updated buffers, or
@@ -238,17 +242,16 @@ class Transformer(nnx.Module):
         mask = self.attention_mask(positions, lengths, x.shape[1] if cache is None else cache[0].key.shape[1])
         kept: list[LayerKV] = []
         for index, layer in enumerate(self.layers):
-            y = layer.attn_norm(x)
-            kv = layer.attn.keys_values(y, cos, sin)
-            if cache is not None and window is not None:
-                kv = LayerKV(*(_write(buffer, new, window) for buffer, new in zip(cache[index], kv, strict=True)))
+            run = functools.partial(
+                _run_layer,
+                rope=(cos, sin),
+                mask=mask,
+                buffers=None if cache is None else cache[index],
+                window=window,
+                keep=keep if index == self.config.num_layers - 1 else None,
+            )
+            x, kv = (run if remat is None else jax.checkpoint(run, policy=remat))(layer, x)
             kept.append(kv)
-            if keep is not None and index == self.config.num_layers - 1:
-                x, y, cos, sin = (slice_rows(part, *keep) for part in (x, y, cos, sin))
-                if mask.shape[2] > 1:
-                    mask = slice_rows(mask[:, 0], *keep)[:, None]
-            x = x + layer.attn.attend(y, cos, sin, kv, mask)
-            x = x + layer.mlp(layer.mlp_norm(x))
         return x, tuple(kept)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
@@ -259,6 +262,30 @@ class Transformer(nnx.Module):
             return jnp.einsum("btd,vd->btv", hidden, table, preferred_element_type=jnp.float32)
         kernel = self.lm_head.kernel[...].astype(hidden.dtype)
         return jnp.einsum("btd,dv->btv", hidden, kernel, preferred_element_type=jnp.float32)
+
+
+def _run_layer(
+    layer: Layer,
+    x: jax.Array,
+    *,
+    rope: tuple[jax.Array, jax.Array],
+    mask: jax.Array,
+    buffers: LayerKV | None,
+    window: Window | None,
+    keep: tuple[jax.Array, int] | None,
+) -> tuple[jax.Array, LayerKV]:
+    """One layer, with the arguments of `Transformer.forward`: its output, and its keys and values."""
+    cos, sin = rope
+    y = layer.attn_norm(x)
+    kv = layer.attn.keys_values(y, cos, sin)
+    if buffers is not None and window is not None:
+        kv = LayerKV(*(_write(buffer, new, window) for buffer, new in zip(buffers, kv, strict=True)))
+    if keep is not None:
+        x, y, cos, sin = (slice_rows(part, *keep) for part in (x, y, cos, sin))
+        if mask.shape[2] > 1:
+            mask = slice_rows(mask[:, 0], *keep)[:, None]
+    x = x + layer.attn.attend(y, cos, sin, kv, mask)
+    return x + layer.mlp(layer.mlp_norm(x)), kv
 
 
 def _write(buffer: jax.Array, new: jax.Array, window: Window) -> jax.Array:

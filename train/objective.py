@@ -18,6 +18,7 @@ import optax
 from jax import lax
 
 from dllm_jax.denoiser import Denoiser
+from dllm_jax.transformer import RematPolicy
 
 
 class Batch(NamedTuple):
@@ -98,18 +99,21 @@ class Losses(NamedTuple):
     cross_entropy: jax.Array
 
 
-def diffusion_loss(denoiser: Denoiser, noised: Noised, *, chunk: int = 0, groups: int = 1) -> Losses:
+def diffusion_loss(
+    denoiser: Denoiser, noised: Noised, *, chunk: int = 0, groups: int = 1, remat: RematPolicy | None = None
+) -> Losses:
     """The objective on a noised batch [B, T].
 
     Args:
         chunk: positions whose logits exist at a time, forward and backward; 0 computes all B T at once.
         groups: with `chunk`, number of equal parts of the batch whose masked positions are gathered apart: the number
             of devices that the batch is split over, so that no position leaves its device.
+        remat: what of each layer is kept for the backward pass, see `Transformer.forward`.
     """
     batch, length = noised.tokens.shape
     first = denoiser.min_prompt_length
     start = jnp.full((batch,), first, jnp.int32)
-    hidden, _ = denoiser.full(noised.inputs, noised.lengths, start, length - first)
+    hidden, _ = denoiser.full(noised.inputs, noised.lengths, start, length - first, remat=remat)
     tokens, weights = noised.tokens[:, first:], noised.weights[:, first:]
     if chunk:
         total, plain = _chunked_sums(denoiser, hidden, tokens, weights, chunk, groups)

@@ -1,6 +1,7 @@
 """One optimiser step as one program: noise, forward, backward, accumulation, update, moving average."""
 
 import dataclasses
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from dllm_jax.denoiser import Denoiser
 from dllm_jax.errors import DllmError
 from dllm_jax.pytree import pytree
 from dllm_jax.sharding import ShardingRules, make_mesh
+from dllm_jax.transformer import RematPolicy
 from train.config import TrainConfig
 from train.lora import with_adapters
 from train.objective import Batch, Noised, corrupt, diffusion_loss
@@ -22,6 +24,14 @@ from train.optimizer import make_optimizer, update_average
 
 Params = Mapping[str, jax.Array]
 Metrics = dict[str, jax.Array]
+
+REMAT: Mapping[str, RematPolicy | None] = types.MappingProxyType(
+    {
+        "none": None,
+        "layers": jax.checkpoint_policies.nothing_saveable,
+        "matmuls": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    }
+)
 
 
 @pytree()
@@ -213,5 +223,11 @@ class Stepper:
         params = with_adapters(frozen, trained, lora.alpha / lora.rank) if lora.rank else trained
         dtype = jnp.dtype(self._config.compute.dtype)
         denoiser = Denoiser(self._model, {name: x.astype(dtype) for name, x in params.items()})
-        losses = diffusion_loss(denoiser, noised, chunk=self._config.objective.chunk, groups=self.placement.batch_parts)
+        losses = diffusion_loss(
+            denoiser,
+            noised,
+            chunk=self._config.objective.chunk,
+            groups=self.placement.batch_parts,
+            remat=REMAT[self._config.compute.remat],
+        )
         return losses.loss, losses._asdict()
