@@ -62,6 +62,15 @@ class Denoiser:
         """Input embeddings, [B, S] int32 -> [B, S, D]."""
         return self._model.embed_tokens(tokens)
 
+    def expected_embedding(self, logits: jax.Array) -> jax.Array:
+        """sum over v of softmax(logits)_v embedding(v): [B, W, V] float32 -> [B, W, D] in the parameters' dtype.
+
+        The softmax is over the whole vocabulary, the mask token included (iteration smoothing, arXiv 2510.08666).
+        """
+        table = self.params["embed.embedding"]
+        probability = jax.nn.softmax(logits, axis=-1).astype(table.dtype)
+        return jnp.einsum("bwv,vd->bwd", probability, table)
+
     def full(
         self,
         inputs: jax.Array,

@@ -5,12 +5,35 @@ result = sample_jit(sampler, model.denoiser, prompt)            # or `sample` in
 """
 
 from samplers.block import BlockSampler, BlockState
-from samplers.caches import CACHES, CachePolicy, DenoiserLike, DualCache, NoCache, PrefixCache, make_cache
+from samplers.caches import (
+    CACHES,
+    CachePolicy,
+    DenoiserLike,
+    DualCache,
+    NoCache,
+    PrefixCache,
+    VicinityCache,
+    make_cache,
+)
 from samplers.engine import Result, Sampler, sample, sample_jit, stream
 from samplers.generate import Generation, generate, make_sampler
 from samplers.noise import KeyNoise, Noise, TableNoise
 from samplers.predictions import Predictions, Sampling
-from samplers.rules import EB, RULES, Dream, Factor, FastDllmDream, LLaDA, Rule, Threshold, TopK, make_rule
+from samplers.rules import (
+    EB,
+    RULES,
+    Credit,
+    Dream,
+    Factor,
+    FastDllmDream,
+    Hierarchical,
+    LLaDA,
+    Rule,
+    Threshold,
+    TopK,
+    make_rule,
+)
+from samplers.smoothing import Smoothing
 from samplers.stopping import Stop, stop_on
 
 __all__ = [
@@ -20,12 +43,14 @@ __all__ = [
     "BlockSampler",
     "BlockState",
     "CachePolicy",
+    "Credit",
     "DenoiserLike",
     "Dream",
     "DualCache",
     "Factor",
     "FastDllmDream",
     "Generation",
+    "Hierarchical",
     "KeyNoise",
     "LLaDA",
     "NoCache",
@@ -36,10 +61,12 @@ __all__ = [
     "Rule",
     "Sampler",
     "Sampling",
+    "Smoothing",
     "Stop",
     "TableNoise",
     "Threshold",
     "TopK",
+    "VicinityCache",
     "generate",
     "make_cache",
     "make_rule",

@@ -33,11 +33,11 @@ from dllm_jax import DllmError, Model, checkpoint
 from dllm_jax.tokenizer import Tokenizer, has_tokenizer
 from samplers.block import BlockSampler
 from samplers.caches import CACHES
+from samplers.checks import check_number
 from samplers.engine import Result, sample_jit
 from samplers.generate import Generation, Prompt, generate, prepare
 from samplers.live import cache_name, printable, rule_settings, title, watch
 from samplers.rules import RULES, Rule
-from samplers.rules.base import check_number
 
 JSON_LINES = (".jsonl", ".ndjson")
 SHORT_RUN = 2.0  # seconds

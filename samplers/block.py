@@ -5,21 +5,24 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from dllm_jax.errors import DllmError
 from dllm_jax.kv_cache import slice_rows, write_rows
 from dllm_jax.pytree import pytree, vary_like
 from samplers import stopping
-from samplers.caches import CachePolicy, DenoiserLike, NoCache, Request
+from samplers.caches import CachePolicy, DenoiserLike, NoCache, Outcome, Request
+from samplers.checks import check_length, check_number, check_whole
 from samplers.engine import Result
 from samplers.guidance import Guided
 from samplers.inputs import checked
 from samplers.noise import KeyNoise, Noise, Purpose, check_key, row_keys
 from samplers.predictions import Predictions, Sampling, predict
-from samplers.rules.base import BlockView, Rule, check_length, check_number, check_whole
+from samplers.rules.base import BlockView, Rule
+from samplers.smoothing import Smoothing
 from samplers.stopping import Stop, StopState
 
-COMPAT = ("eos-fill-after-window",)
+COMPAT = ("eos-fill-after-window", "lockstep", "stop-after-block")
 
 
 @pytree()
@@ -32,10 +35,12 @@ class BlockState:
         gen_lengths: [B], positions the row generates, at most G.
         decoded_at: [B, G], as in `Result`.
         block, block_step, block_masks: [B], the active block, forwards spent on it, masks it had when entered.
-        nfe, full_forwards: [B], as in `Result`.
+        nfe, full_forwards, cache_updates: [B], as in `Result`.
         done: [B] bool.
         rule, cache, stop: state of the rule, the cache policy and the stop condition.
         noise: source of random numbers, None where nothing is drawn.
+        soft: [B, S, D], what smoothing adds to the embedding of a position while it is masked; None without.
+        repeats: [B], iterations until the row may leave its block; None without `unroll`.
     """
 
     tokens: jax.Array
@@ -47,14 +52,17 @@ class BlockState:
     block_masks: jax.Array
     nfe: jax.Array
     full_forwards: jax.Array
+    cache_updates: jax.Array
     done: jax.Array
     rule: Any
     cache: Any
     stop: StopState | None
     noise: Noise | None
+    soft: jax.Array | None
+    repeats: jax.Array | None
 
 
-@pytree(static=("gen_length", "block_length", "canvas_length", "fill_after_eos", "compat"))
+@pytree(static=("gen_length", "block_length", "align_blocks", "canvas_length", "fill_after_eos", "unroll", "compat"))
 class BlockSampler:
     """Unmasks a canvas block by block; the rule decides inside the active block, the policy how it is predicted.
 
@@ -63,6 +71,9 @@ class BlockSampler:
         gen_length: G, positions to generate.
         block_length: length of a block; the last may be shorter. None is one block.
         cache: which keys and values are reused.
+        smoothing: carry what each forward expects at masked positions over to the next; None does not.
+        align_blocks: blocks begin at multiples of block_length counted from the prompt's start, so that a row's first
+            may begin within its prompt and be shorter (dInfer's `start_block_align`).
         sampling: how tokens are drawn; greedy by default.
         stop: when a row ends before its canvas is full; None runs to the end. See `stopping.stop_on`.
         guidance: scale of classifier-free guidance; None runs without.
@@ -71,19 +82,26 @@ class BlockSampler:
             and generation are longer gets none.
         fill_after_eos: as soon as an end-of-sequence token is committed, all positions behind it become it, committed
             or not, and count as context from then on (Fast-dLLM's early stop). Fewer forwards, slightly other tokens.
+        unroll: None looks after every forward whether a block is complete. (most, n) is dInfer's loop, for comparing
+            with it: only after masks // n iterations, at least one and at most so many; its forwards on complete
+            blocks change nothing there, but count. A forward that rebuilt a cache is one iteration with the next.
         compat: quirks of official code, for comparing with it: "eos-fill-after-window" skips that filling after a
-            forward that rebuilt a cache.
+            forward that rebuilt a cache; "stop-after-block" completes the block in which a stop condition holds;
+            "lockstep" keeps rows of equal lengths in a block until all have completed it, still counting forwards.
     """
 
     rule: Rule
     gen_length: int
     block_length: int | None = None
     cache: CachePolicy = NoCache()
+    smoothing: Smoothing | None = None
+    align_blocks: bool = False
     sampling: Sampling = Sampling()
     stop: Stop | None = None
     guidance: float | jax.Array | None = None
     canvas_length: int | None = None
     fill_after_eos: bool = False
+    unroll: tuple[int | jax.Array, int | jax.Array] | None = None
     compat: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -97,8 +115,15 @@ class BlockSampler:
             raise DllmError(f"canvas_length {self.canvas_length} is below gen_length {self.gen_length}; {total}")
         if unknown := sorted(set(self.compat) - set(COMPAT)):
             raise DllmError(f"compat option {unknown[0]!r} is unknown; choose from {', '.join(COMPAT)}")
+        if self.unroll is not None:
+            for what, number in zip(("the most", "the masks per iteration"), self.unroll, strict=True):
+                check_whole(f"{what} of unroll", number, 1)
+        parts: tuple[Any, ...] = (self.cache, self.smoothing)
+        for part in parts:
+            if hasattr(part, "check") and not isinstance(part, type):
+                part.check()
         if isinstance(self.rule, Rule):
-            self.rule.check(self.gen_length, self.num_blocks)
+            self.rule.check(self.gen_length, None if self.align_blocks else -(-self.gen_length // self.width))
         if isinstance(self.sampling, Sampling):
             check_number("temperature", self.sampling.temperature, 0.0)
             check_number("top_p", self.sampling.top_p, 0.0, 1.0)
@@ -110,10 +135,16 @@ class BlockSampler:
         """Length of a block."""
         return self.block_length or self.gen_length
 
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of a generation, the last one possibly shorter."""
-        return -(-self.gen_length // self.width)
+    def blocks(self, prompt_length: int, gen_length: int | None = None) -> list[tuple[int, int]]:
+        """The blocks of a row as absolute positions (start, end), the prompt's first token being 0.
+
+        Args:
+            prompt_length: of the row.
+            gen_length: positions that the row generates; the sampler's by default.
+        """
+        end = prompt_length + (self.gen_length if gen_length is None else gen_length)
+        first = prompt_length - (prompt_length % self.width if self.align_blocks else 0)
+        return [(start, min(start + self.width, end)) for start in range(first, end, self.width)]
 
     def init(
         self,
@@ -167,11 +198,14 @@ class BlockSampler:
             block_masks=zeros,
             nfe=zeros,
             full_forwards=zeros,
+            cache_updates=zeros,
             done=jnp.zeros((batch,), bool),
-            rule=self.rule.init(batch),
+            rule=self.rule.init(batch, self.width, denoiser.vocab_size),
             cache=None,
             stop=None if self.stop is None else stopping.begin(self.stop, batch),
             noise=noise,
+            soft=None if self.smoothing is None else jnp.zeros_like(denoiser.embed(tokens)),
+            repeats=None if self.unroll is None else zeros,
         )
         cache = self.cache.init(self._guided(denoiser, state), batch, length)
         state = vary_like(prompt, dataclasses.replace(state, cache=cache))
@@ -180,32 +214,40 @@ class BlockSampler:
     def step(self, denoiser: DenoiserLike, state: BlockState) -> BlockState:
         """One forward, one decision and one commit for every row that is not finished (and need not wait)."""
         guided = self._guided(denoiser, state)
-        view, request = self._look(denoiser, state)
-        hidden, cache, ran, full = self.cache.predict(guided, request, state.cache)
-        predictions = self._predict(guided, hidden, view)
-        select, rule = self.rule.decide(predictions, view, state.rule)
+        view, request = self._look(guided, state)
+        outcome = self.cache.predict(guided, request, state.cache)
+        ran = outcome.ran
+        hidden = slice_rows(outcome.hidden, request.start, self.width) if request.wide else outcome.hidden
+        logits = guided.logits(hidden)
+        adjusted, rule = self.rule.adjust(logits, view, state.rule)
+        predictions = self._predict(guided, adjusted, view)
+        select, rule = self.rule.decide(predictions, view, rule)
         select &= ran[:, None]
-        rule = jax.tree.map(lambda new, old: jnp.where(_like(ran, new), new, old), rule, state.rule)
 
-        first = request.start - state.canvas_start
         tokens = jnp.where(select, predictions.token, slice_rows(state.tokens, request.start, self.width))
-        decoded_at = jnp.where(select, state.nfe[:, None], slice_rows(state.decoded_at, first, self.width))
+        newly = _on_canvas(select, view.positions, self.gen_length)
+        soft = state.soft
+        if self.smoothing is not None and soft is not None:
+            soft = self._soften(guided, request, outcome, logits, self.smoothing.alpha(state.nfe), soft)
         state = dataclasses.replace(
             state,
             tokens=write_rows(state.tokens, tokens, request.start),
-            decoded_at=write_rows(state.decoded_at, decoded_at, first),
-            rule=rule,
-            cache=cache,
+            decoded_at=jnp.where(newly, state.nfe[:, None], state.decoded_at),
+            rule=jax.tree.map(lambda new, old: jnp.where(_like(ran, new), new, old), rule, state.rule),
+            cache=outcome.state,
+            soft=soft,
         )
         if self.fill_after_eos:
-            state = self._fill_after_eos(denoiser, state, ran & ~full if self.compat else ran)
-        masks_left = jnp.any(self._block_masks(denoiser, state), axis=1)
-        leaving = ran & self.rule.block_done(view, masks_left)
+            skipped = outcome.full if "eos-fill-after-window" in self.compat else ran & False
+            state = self._fill_after_eos(denoiser, state, ran & ~skipped)
+        leaving, repeats = self._leaving(denoiser, state, view, outcome)
         state = dataclasses.replace(
             state,
             block_step=state.block_step + ran,
             nfe=state.nfe + ran,
-            full_forwards=state.full_forwards + full,
+            full_forwards=state.full_forwards + outcome.full,
+            cache_updates=state.cache_updates + outcome.updated,
+            repeats=repeats,
         )
         return self._move_on(denoiser, state, leaving)
 
@@ -221,7 +263,7 @@ class BlockSampler:
         lengths = jnp.where(ends.any(axis=1), jnp.argmax(ends, axis=1), self.gen_length).astype(jnp.int32)
         if state.stop is not None:
             lengths = jnp.minimum(lengths, state.stop.length)
-        return Result(generated, lengths, state.decoded_at, state.nfe, state.full_forwards)
+        return Result(generated, lengths, state.decoded_at, state.nfe, state.full_forwards, state.cache_updates)
 
     def _check_parts(self) -> None:
         """Raises DllmError for parts of the wrong kind: here, because JAX builds samplers of other things as well."""
@@ -231,6 +273,8 @@ class BlockSampler:
             raise DllmError(f"cache is {self.cache!r}; give a policy object, such as make_cache('dual')")
         if not isinstance(self.sampling, Sampling):
             raise DllmError(f"sampling is {self.sampling!r}; give a Sampling")
+        if not (self.smoothing is None or isinstance(self.smoothing, Smoothing)):
+            raise DllmError(f"smoothing is {self.smoothing!r}; give a Smoothing or None")
 
     def _lengths(self, prompt_lengths: jax.Array, gen_lengths: jax.Array) -> jax.Array:
         """Valid positions of every row, [B]."""
@@ -247,46 +291,116 @@ class BlockSampler:
         ours = write_rows(jnp.zeros_like(state.tokens, bool), state.decoded_at >= 0, state.canvas_start)
         return cast(DenoiserLike, Guided(denoiser, (state.tokens != denoiser.mask_id) & ~ours, self.guidance))
 
+    def _prompt_part(self, state: BlockState) -> jax.Array:
+        """[B], positions of the prompt that belong to a row's first block."""
+        return state.canvas_start % self.width if self.align_blocks else jnp.zeros_like(state.canvas_start)
+
     def _block_masks(self, denoiser: DenoiserLike, state: BlockState) -> jax.Array:
         """[B, G] bool, masked positions of each row's active block."""
-        position = jnp.arange(self.gen_length)
-        return (self._generated(denoiser, state) == denoiser.mask_id) & (position // self.width == state.block[:, None])
+        block = (self._prompt_part(state)[:, None] + jnp.arange(self.gen_length)) // self.width
+        return (self._generated(denoiser, state) == denoiser.mask_id) & (block == state.block[:, None])
+
+    def _inputs(self, denoiser: DenoiserLike, state: BlockState) -> jax.Array:
+        """What the model is fed: tokens [B, S], or embeddings [B, S, D] that are soft at the masks."""
+        if state.soft is None:
+            return state.tokens
+        soft = jnp.where((state.tokens == denoiser.mask_id)[..., None], state.soft, 0)
+        return denoiser.embed(state.tokens) + soft
 
     def _look(self, denoiser: DenoiserLike, state: BlockState) -> tuple[BlockView, Request]:
-        first = state.block * self.width
-        start = jnp.minimum(first, self.gen_length - self.width)
-        positions = start[:, None] + jnp.arange(self.width, dtype=jnp.int32)
-        masked = jnp.take_along_axis(self._block_masks(denoiser, state), positions, axis=1)
+        prompt_part, least = self._prompt_part(state), denoiser.min_prompt_length
+        first = state.block * self.width - prompt_part
+        start = jnp.maximum(state.canvas_start + jnp.minimum(first, self.gen_length - self.width), least)
+        positions = (start - state.canvas_start)[:, None] + jnp.arange(self.width, dtype=jnp.int32)
+        masks = self._block_masks(denoiser, state)
+        masked = (positions >= 0) & jnp.take_along_axis(masks, jnp.maximum(positions, 0), axis=1)
         view = BlockView(
             masked=masked,
             positions=positions,
             first=first,
             step=state.block_step,
             block_masks=state.block_masks,
-            num_blocks=-(-state.gen_lengths // self.width),
+            num_blocks=-(-(prompt_part + state.gen_lengths) // self.width),
             noise=state.noise,
             nfe=state.nfe,
+            caution=None if self.smoothing is None else self.smoothing.caution(state.nfe),
         )
+        canvas = self.gen_length + (self.width - 1 if self.align_blocks else 0)
         request = Request(
-            inputs=state.tokens,
+            inputs=self._inputs(denoiser, state),
             lengths=self._lengths(state.canvas_start, state.gen_lengths),
-            longest_suffix=self.gen_length if self.canvas_length is None else state.tokens.shape[1],
+            longest_suffix=canvas if self.canvas_length is None else state.tokens.shape[1],
             block=state.block,
-            block_start=state.canvas_start + first,
+            block_start=jnp.maximum(state.canvas_start + first, least),
             block_end=state.canvas_start + jnp.minimum(first + self.width, state.gen_lengths),
-            start=state.canvas_start + start,
+            start=start,
             width=self.width,
-            ragged=self.gen_length % self.width != 0,
+            ragged=self.align_blocks or self.gen_length % self.width != 0,
             active=~state.done,
+            nfe=state.nfe,
+            iteration=state.nfe if self.smoothing is not None else state.nfe - state.cache_updates,
+            wide=self.smoothing is not None,
         )
         return view, request
 
-    def _predict(self, denoiser: DenoiserLike, hidden: jax.Array, view: BlockView) -> Predictions:
+    def _soften(
+        self,
+        denoiser: DenoiserLike,
+        request: Request,
+        outcome: Outcome,
+        logits: jax.Array,
+        alpha: jax.Array,
+        soft: jax.Array,
+    ) -> jax.Array:
+        """The soft inputs after a forward, new at what it ran: the block from its logits, what lies behind it in pieces
+        of a block's length, so that no more logits are held at once."""
+
+        def write(soft: jax.Array, logits: jax.Array, start: jax.Array, first: jax.Array) -> jax.Array:
+            positions = start[:, None] + jnp.arange(self.width)
+            low, high = jnp.maximum(outcome.low, first)[:, None], outcome.high[:, None]
+            fresh = outcome.ran[:, None] & (positions >= low) & (positions < high)
+            mean = denoiser.expected_embedding(logits) * alpha[:, None, None]
+            return write_rows(soft, mean.astype(soft.dtype), start, fresh)
+
+        def piece(number: jax.Array, soft: jax.Array) -> jax.Array:
+            first = request.start + (number + 1) * self.width
+            start = jnp.minimum(first, soft.shape[1] - self.width)
+            return write(soft, denoiser.logits(slice_rows(outcome.hidden, start, self.width)), start, first)
+
+        behind = jnp.where(outcome.ran, outcome.high - request.start - self.width, 0)
+        pieces = -(-jnp.max(jnp.maximum(behind, 0)) // self.width)
+        return lax.fori_loop(0, pieces, piece, write(soft, logits, request.start, request.start))
+
+    def _leaving(
+        self, denoiser: DenoiserLike, state: BlockState, view: BlockView, outcome: Outcome
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """[B] bool, the rows that leave their block after this forward, and the new `repeats`."""
+        masks = self._count(self._block_masks(denoiser, state), state)
+        leaving = outcome.ran & self.rule.block_done(view, masks > 0)
+        if state.repeats is None:
+            return leaving, None
+        repeats = state.repeats - (outcome.ran & ~outcome.updated)
+        leaving &= repeats == 0
+        return leaving, jnp.where(repeats == 0, self._iterations(masks), repeats)
+
+    def _count(self, masks: jax.Array, state: BlockState) -> jax.Array:
+        """[B], how many masks there are; with "lockstep" those of all rows together."""
+        count = masks.sum(axis=1, dtype=jnp.int32)
+        if "lockstep" in self.compat:
+            return jnp.broadcast_to(jnp.where(state.done, 0, count).sum(dtype=jnp.int32), count.shape)
+        return count
+
+    def _iterations(self, masks: jax.Array) -> jax.Array:
+        """[B], iterations until the next look at a block with so many masks."""
+        most, per_iteration = self.unroll or (1, 1)
+        return jnp.clip(masks // per_iteration, 1, most)
+
+    def _predict(self, denoiser: DenoiserLike, logits: jax.Array, view: BlockView) -> Predictions:
         uniform = None
         if self.sampling.temperature is not None:
             uniform = view.draw(Purpose.TOKENS, denoiser.vocab_size)
         return predict(
-            denoiser.logits(hidden),
+            logits,
             self.sampling,
             mask_id=denoiser.mask_id,
             score_from=self.rule.score_from,
@@ -317,16 +431,29 @@ class BlockSampler:
             stop = stopping.advance(
                 self.stop, stop, self._generated(denoiser, state), state.gen_lengths, denoiser.mask_id
             )
-            done |= stop.length != stopping.NEVER
+            ended = stop.length != stopping.NEVER
+            done |= ended & leaving if "stop-after-block" in self.compat else ended
         entering = leaving & ~done
-        block = jnp.where(entering, jnp.argmax(masked, axis=1).astype(jnp.int32) // self.width, state.block)
+        next_mask = self._prompt_part(state) + jnp.argmax(masked, axis=1).astype(jnp.int32)
+        block = jnp.where(entering, next_mask // self.width, state.block)
         state = dataclasses.replace(state, block=block, done=done, stop=stop)
-        masks = self._block_masks(denoiser, state).sum(axis=1, dtype=jnp.int32)
+        masks = self._block_masks(denoiser, state)
+        repeats = state.repeats
+        if repeats is not None:
+            repeats = jnp.where(entering, self._iterations(self._count(masks, state)), repeats)
         return dataclasses.replace(
             state,
             block_step=jnp.where(entering, 0, state.block_step),
-            block_masks=jnp.where(entering, masks, state.block_masks),
+            block_masks=jnp.where(entering, masks.sum(axis=1, dtype=jnp.int32), state.block_masks),
+            repeats=repeats,
         )
+
+
+def _on_canvas(select: jax.Array, positions: jax.Array, gen_length: int) -> jax.Array:
+    """A choice [B, W] among consecutive positions, which may begin in the prompt, as one among the canvas, [B, G]."""
+    place = jnp.arange(gen_length) - positions[:, :1]
+    inside = (place >= 0) & (place < select.shape[1])
+    return inside & jnp.take_along_axis(select, jnp.clip(place, 0, select.shape[1] - 1), axis=1)
 
 
 def _like(rows: jax.Array, leaf: jax.Array) -> jax.Array:

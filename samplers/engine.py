@@ -25,6 +25,7 @@ class Result:
             tokens, and positions a stop condition left unwritten.
         nfe: [B] int32, forwards of the denoiser this row needed; a guided forward counts once.
         full_forwards: [B] int32, those among them that covered the whole sequence.
+        cache_updates: [B] int32, those among them whose keys and values were all stored for later ones.
     """
 
     tokens: jax.Array
@@ -32,6 +33,7 @@ class Result:
     decoded_at: jax.Array
     nfe: jax.Array
     full_forwards: jax.Array
+    cache_updates: jax.Array
 
 
 class Sampler(Protocol[State]):

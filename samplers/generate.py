@@ -13,11 +13,11 @@ from tqdm import tqdm
 from dllm_jax import DllmError, Model, ModelConfig
 from samplers.block import BlockSampler
 from samplers.caches import CachePolicy, make_cache
+from samplers.checks import check_length, check_whole
 from samplers.engine import Result, sample_jit
 from samplers.noise import row_keys
 from samplers.predictions import Sampling
 from samplers.rules import RULES, Rule, make_rule
-from samplers.rules.base import check_length, check_whole
 from samplers.stopping import Stop, stop_on
 
 Message = Mapping[str, str]

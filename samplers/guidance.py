@@ -13,7 +13,8 @@ from samplers.caches.base import DenoiserLike
 class Guided:
     """logits = U + (scale + 1) (L - U), U with every given position masked (LLaDA, arXiv 2502.09992, equation 16).
 
-    One call runs both on a doubled batch, so that a guided forward counts as one and combines with every cache.
+    One call runs both on a doubled batch, so that a guided forward counts as one and combines with every cache. Hidden
+    states of the two lie side by side, [B, W, 2 D].
 
     Attributes:
         denoiser: the model.
@@ -44,11 +45,21 @@ class Guided:
     def empty_cache(self, batch: int, length: int) -> KVCache:
         return self.denoiser.empty_cache(2 * batch, length)
 
-    def _both(self, tokens: jax.Array) -> jax.Array:
-        return jnp.concatenate([tokens, jnp.where(self.given, self.mask_id, tokens)])
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        return self.denoiser.embed(tokens)
+
+    def expected_embedding(self, logits: jax.Array) -> jax.Array:
+        return self.denoiser.expected_embedding(logits)
+
+    def _both(self, inputs: jax.Array) -> jax.Array:
+        if jnp.issubdtype(inputs.dtype, jnp.integer):
+            return jnp.concatenate([inputs, jnp.where(self.given, self.mask_id, inputs)])
+        mask = self.embed(jnp.full((1, 1), self.mask_id))
+        return jnp.concatenate([inputs, jnp.where(self.given[..., None], mask, inputs)])
 
     def full(self, inputs: jax.Array, lengths: jax.Array, start: jax.Array, width: int) -> tuple[jax.Array, KVCache]:
-        return self.denoiser.full(self._both(inputs), _twice(lengths), _twice(start), width)
+        hidden, kv = self.denoiser.full(self._both(inputs), _twice(lengths), _twice(start), width)
+        return _beside(hidden), kv
 
     def window(
         self,
@@ -59,7 +70,7 @@ class Guided:
         target: tuple[jax.Array, int] | None = None,
         fresh: jax.Array | None = None,
     ) -> tuple[jax.Array, KVCache]:
-        return self.denoiser.window(
+        hidden, kv = self.denoiser.window(
             self._both(inputs),
             _twice(lengths),
             cache,
@@ -67,12 +78,18 @@ class Guided:
             None if target is None else (_twice(target[0]), target[1]),
             None if fresh is None else _twice(fresh),
         )
+        return _beside(hidden), kv
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        conditional, unconditional = jnp.split(self.denoiser.logits(hidden), 2)
+        both = jnp.concatenate(jnp.split(hidden, 2, axis=-1))
+        conditional, unconditional = jnp.split(self.denoiser.logits(both), 2)
         scale = jnp.asarray(self.scale)[..., None, None]
         return unconditional + (scale + 1.0) * (conditional - unconditional)
 
 
 def _twice(x: jax.Array) -> jax.Array:
     return jnp.concatenate([x, x])
+
+
+def _beside(hidden: jax.Array) -> jax.Array:
+    return jnp.concatenate(jnp.split(hidden, 2), axis=-1)

@@ -21,10 +21,10 @@ from rich.text import Text
 from dllm_jax import DllmError, Model
 from samplers.block import BlockSampler
 from samplers.caches import CACHES
+from samplers.checks import check_number
 from samplers.engine import Result, stream
 from samplers.generate import Generation, Prompt, answer, pad_prompts, prepare
 from samplers.rules import RULES, Rule
-from samplers.rules.base import check_number
 
 END = "\x03"  # stands for any end token until a frame is drawn
 SHORTEST_FRAME, LONGEST_SHOW = 0.1, 8.0  # seconds that an automatic delay aims at

@@ -45,6 +45,7 @@ class Predictions:
         max_probability: largest probability over the vocabulary.
         margin: difference of the two largest probabilities.
         entropy: of the distribution over the whole vocabulary, in nats, not below 0.
+        mask_wins: bool, whether the mask token itself has the largest logit.
     """
 
     token: jax.Array
@@ -52,6 +53,7 @@ class Predictions:
     max_probability: jax.Array
     margin: jax.Array
     entropy: jax.Array
+    mask_wins: jax.Array
 
 
 def predict(
@@ -78,10 +80,11 @@ def predict(
     score = logits
     if score_from == "sampling":
         score = tempered if keep is None else jnp.where(keep, tempered, -jnp.inf)
+    mask_wins = jnp.argmax(logits, axis=-1) == mask_id
     if sampling.defer is None:
-        return _score(score, token)
+        return _score(score, token, mask_wins)
     late = jnp.isin(token, sampling.defer)
-    return _last(_score(score.at[..., sampling.defer].set(-jnp.inf), token), late, logits.shape[-1])
+    return _last(_score(score.at[..., sampling.defer].set(-jnp.inf), token, mask_wins), late, logits.shape[-1])
 
 
 def _column(value: float | jax.Array) -> jax.Array:
@@ -124,7 +127,7 @@ def _choose(
     return jnp.argmax(z, axis=-1).astype(jnp.int32)
 
 
-def _score(score: jax.Array, token: jax.Array) -> Predictions:
+def _score(score: jax.Array, token: jax.Array, mask_wins: jax.Array) -> Predictions:
     peak = score.max(axis=-1, keepdims=True)
     centred = score - peak
     weight = jnp.exp(centred)
@@ -139,6 +142,7 @@ def _score(score: jax.Array, token: jax.Array) -> Predictions:
         max_probability=1.0 / total,
         margin=(1.0 - jnp.exp(second)) / total,
         entropy=jnp.maximum(jnp.log(total) - mean, 0.0),
+        mask_wins=mask_wins,
     )
 
 

@@ -1,13 +1,13 @@
 """How the cases of each golden file are run; a new family is one entry in `FAMILIES`."""
 
-import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import golden_dinfer
 import jax
 import jax.numpy as jnp
 import numpy as np
+from golden_base import Assets, Case, Family, assert_row, cases_of, check, generate, lengths_of
 from safetensors import safe_open
 
 import convert
@@ -20,7 +20,6 @@ from samplers import (
     Factor,
     FastDllmDream,
     LLaDA,
-    Result,
     Sampling,
     TableNoise,
     Threshold,
@@ -31,7 +30,7 @@ from samplers import (
 )
 from samplers.generate import bucket_length, pad_prompts
 from samplers.likelihood import is_greedy, mask_counts, masked_loss
-from samplers.trajectory import first_match, forwards_until, steps_of
+from samplers.trajectory import first_match, forwards_until
 
 _loss = jax.jit(masked_loss)
 _is_greedy = jax.jit(is_greedy)
@@ -369,11 +368,11 @@ FAMILIES: dict[str, Family] = {
     "fast-dllm": Family(cases_of, _run_fast_dllm),
     "dream": Family(cases_of, _run_dream),
     "eb": Family(cases_of, _run_eb),
+    "dinfer": Family(golden_dinfer.cases, golden_dinfer.run),
     "lladamoe": Family(cases_of, _run_llada_moe),
 }
 
 PENDING = {
-    "dinfer": "dInfer's rules and caches",
     "d2f": "D2F",
     "ni-sampling": "NI-Sampling",
     "apd": "APD",

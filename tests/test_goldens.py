@@ -9,7 +9,8 @@ import json
 from pathlib import Path
 
 import pytest
-from golden_families import FAMILIES, PENDING, Assets
+from golden_base import Assets
+from golden_families import FAMILIES, PENDING
 
 OWN = Path(__file__).parent / "goldens"
 

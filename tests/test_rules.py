@@ -34,7 +34,7 @@ scores = st.lists(st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.5, 0.9, 1.0]), min_siz
 masks = st.lists(st.booleans(), min_size=WIDTH, max_size=WIDTH)
 
 
-def predictions_of(confidence, entropy=None) -> Predictions:
+def predictions_of(confidence, entropy=None, mask_wins=None) -> Predictions:
     confidence = jnp.asarray(confidence, jnp.float32)[None]
     entropy = 1.0 - confidence if entropy is None else jnp.asarray(entropy, jnp.float32)[None]
     return Predictions(
@@ -43,6 +43,7 @@ def predictions_of(confidence, entropy=None) -> Predictions:
         max_probability=confidence,
         margin=confidence,
         entropy=entropy,
+        mask_wins=jnp.zeros(confidence.shape, bool) if mask_wins is None else jnp.asarray(mask_wins)[None],
     )
 
 
@@ -61,8 +62,9 @@ def view_of(masked, step: int = 0, block_masks: int | None = None, num_blocks: i
     )
 
 
-def decide(rule: Rule, confidence, masked, **view) -> list[int]:
-    chosen, _ = rule.decide(predictions_of(confidence), view_of(masked, **view), rule.init(1))
+def decide(rule: Rule, confidence, masked, mask_wins=None, **view) -> list[int]:
+    predictions = predictions_of(confidence, mask_wins=mask_wins)
+    chosen, _ = rule.decide(predictions, view_of(masked, **view), rule.init(1, WIDTH, 2))
     return np.flatnonzero(np.asarray(chosen[0])).tolist()
 
 
@@ -139,7 +141,7 @@ def test_eb_gamma_zero_takes_one_and_infinity_all() -> None:
 def counts_per_step(rule: Rule, masks: int) -> list[int]:
     """How many positions each forward commits when the rule runs a block of this many masks to its end."""
     score = jax.random.uniform(jax.random.key(0), (1, masks))
-    predictions = Predictions(jnp.zeros((1, masks), jnp.int32), score, score, score, 1.0 - score)
+    predictions = predictions_of(score[0])
 
     @jax.jit
     def step(masked, index, state):
@@ -149,7 +151,7 @@ def counts_per_step(rule: Rule, masks: int) -> list[int]:
         done = rule.block_done(view, jnp.any(masked & ~chosen, axis=1))
         return chosen, state, done[0]
 
-    masked, state, counts, done = jnp.ones((1, masks), bool), rule.init(1), [], False
+    masked, state, counts, done = jnp.ones((1, masks), bool), rule.init(1, WIDTH, 2), [], False
     while not done:
         chosen, state, done = step(masked, jnp.int32(len(counts)), state)
         assert not bool((chosen & ~masked).any())
@@ -196,13 +198,13 @@ def test_dream_origin_commits_each_with_its_chance() -> None:
 def test_alg_temp_draws_without_replacement_by_weight() -> None:
     """Over many draws the position with the largest score is taken most often, and any can be."""
     confidence = jnp.asarray([[0.9, 0.5, 0.1, 0.1]])
-    predictions = Predictions(jnp.zeros((1, 4), jnp.int32), confidence, confidence, confidence, 1 - confidence)
+    predictions = predictions_of(confidence[0])
     rule = Dream(2, alg="maskgit_plus", alg_temp=0.5, eps=0.5)
 
     def draw(key):
         view = view_of([True] * 4, block_masks=4)
         view = BlockView(**{**view.__dict__, "noise": KeyNoise(key[None])})
-        return rule.decide(predictions, view, rule.init(1))[0][0]
+        return rule.decide(predictions, view, rule.init(1, WIDTH, 2))[0][0]
 
     taken = np.asarray(jax.jit(jax.vmap(draw))(jax.random.split(jax.random.key(0), 4000)))
     assert (taken.sum(axis=1) == 1).all()
@@ -289,7 +291,7 @@ def test_deferred_tokens_come_last_under_every_score() -> None:
     assert float(found.confidence[0, 0]) == 0.0 and float(found.confidence[0, 2]) > 0.5
     view = view_of([True, True, True])
     for rule in (TopK(1), TopK(1, proxy="entropy"), TopK(1, proxy="margin"), EB(0.0), Threshold(0.9), LLaDA(3)):
-        chosen, _ = rule.decide(found, view, rule.init(1))
+        chosen, _ = rule.decide(found, view, rule.init(1, WIDTH, 2))
         assert np.flatnonzero(np.asarray(chosen[0])).tolist() == [2], rule
 
 

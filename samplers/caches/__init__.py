@@ -2,14 +2,18 @@
 
 import types
 from collections.abc import Mapping
+from typing import Any
 
-from dllm_jax.errors import DllmError
 from samplers.caches.base import CachePolicy, DenoiserLike, Outcome, Request
 from samplers.caches.dual import DualCache
 from samplers.caches.none import NoCache
 from samplers.caches.prefix import PrefixCache
+from samplers.caches.vicinity import VicinityCache
+from samplers.checks import make
 
-CACHES: Mapping[str, type] = types.MappingProxyType({"none": NoCache, "prefix": PrefixCache, "dual": DualCache})
+CACHES: Mapping[str, type] = types.MappingProxyType(
+    {"none": NoCache, "prefix": PrefixCache, "dual": DualCache, "vicinity": VicinityCache}
+)
 
 __all__ = [
     "CACHES",
@@ -20,16 +24,15 @@ __all__ = [
     "Outcome",
     "PrefixCache",
     "Request",
+    "VicinityCache",
     "make_cache",
 ]
 
 
-def make_cache(name: str) -> CachePolicy:
-    """A cache policy by its name.
+def make_cache(name: str, **options: Any) -> CachePolicy:
+    """A cache policy by its name and options, e.g. ``make_cache("vicinity", warmup=2)``.
 
     Raises:
-        DllmError: for a name that is not in `CACHES`.
+        DllmError: for a name that is not in `CACHES`, or an option that the policy does not have.
     """
-    if name not in CACHES:
-        raise DllmError(f"no cache policy is called {name!r}; choose one of {', '.join(CACHES)}")
-    return CACHES[name]()
+    return make("cache policy", CACHES, name, options)

@@ -3,16 +3,20 @@
 from typing import Any
 
 from dllm_jax.pytree import pytree
-from samplers.caches.base import DenoiserLike, Outcome, Request
+from samplers.caches.base import DenoiserLike, Outcome, Request, full_forward
 
 
 @pytree()
 class NoCache:
     """Exact, and the slowest. Rows move through their blocks independently."""
 
+    def check(self) -> None:
+        """There is nothing to check."""
+
     def init(self, denoiser: DenoiserLike, batch: int, length: int) -> Any:
         return ()
 
     def predict(self, denoiser: DenoiserLike, request: Request, state: Any) -> Outcome:
-        hidden, _ = denoiser.full(request.inputs, request.lengths, request.start, request.width)
-        return Outcome(hidden, state, request.active, request.active)
+        hidden, _ = full_forward(denoiser, request)
+        active, none = request.active, request.active & False
+        return Outcome(hidden, state, active, active, none, request.block_start, request.lengths)

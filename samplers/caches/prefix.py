@@ -1,14 +1,13 @@
 """Prefix cache: everything before the active block is read from the buffers; the block and what follows is run."""
 
 import functools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
 from dllm_jax.kv_cache import KVCache
 from dllm_jax.pytree import pytree
-from samplers.caches.base import BlockCache, DenoiserLike, Forward, Request
+from samplers.caches.base import BlockCache, DenoiserLike, Request, Windows, window_forward
 
 
 @pytree()
@@ -19,20 +18,20 @@ class PrefixCache(BlockCache):
     canvas and runs the smallest that covers every row's suffix, at most twice the work needed.
     """
 
-    def windows(self, denoiser: DenoiserLike, request: Request) -> tuple[Sequence[Forward], jax.Array | int]:
+    def windows(self, denoiser: DenoiserLike, request: Request) -> Windows:
         first = denoiser.min_prompt_length
-        needed = jnp.max(jnp.where(request.active, request.lengths - request.start, 0))
+        end = jnp.maximum(request.lengths, request.start + request.width)  # a row's last block may be cut off
+        needed = jnp.max(jnp.where(request.active, end - request.start, 0))
 
         def run(width: int, kv: KVCache) -> tuple[jax.Array, KVCache]:
-            start = jnp.maximum(request.lengths - width, first)
+            start = jnp.maximum(end - width, first)
             fresh = start[:, None] + jnp.arange(width) >= request.block_start[:, None]
-            # rows that are finished may lie before the window: their hidden states are not looked at
-            target = (jnp.maximum(request.start, start), request.width)
-            return denoiser.window(request.inputs, request.lengths, kv, (start, width), target, fresh)
+            return window_forward(denoiser, request, kv, (start, width), fresh)
 
         widths = window_widths(min(request.longest_suffix, request.inputs.shape[1] - first), request.width)
         choice = sum((needed > width).astype(jnp.int32) for width in widths[:-1]) if len(widths) > 1 else 0
-        return [functools.partial(run, width) for width in widths], choice
+        forwards = [functools.partial(run, width) for width in widths]
+        return Windows(forwards, choice, request.block_start, request.lengths)
 
 
 def window_widths(longest: int, block_length: int) -> list[int]:

@@ -5,7 +5,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from dllm_jax.errors import DllmError
 from samplers.noise import Noise, Purpose, gumbel
@@ -29,6 +28,8 @@ class BlockView:
         num_blocks: [B] int32, blocks of the row's generation.
         noise: source of random numbers, None where the caller gave none.
         nfe: [B] int32, forwards of the row before this one.
+        caution: [B] float32, thresholds on the confidence count as at least this (see `Smoothing`); None for no such
+            bound.
     """
 
     masked: jax.Array
@@ -39,6 +40,12 @@ class BlockView:
     num_blocks: jax.Array
     noise: Noise | None
     nfe: jax.Array
+    caution: jax.Array | None = None
+
+    def at_least(self, threshold: "Number") -> jax.Array:
+        """A rule's threshold on the confidence as it counts now, against [B, W]."""
+        wanted = per_row(threshold)
+        return wanted if self.caution is None else jnp.maximum(wanted, self.caution[:, None])
 
     def draw(self, purpose: Purpose, columns: int | None = None) -> jax.Array:
         """Fresh draws in (0, 1) for the block's positions: [B, W], or [B, W, columns].
@@ -67,12 +74,17 @@ class Rule:
 
     score_from: ScoreFrom = "raw"
 
-    def check(self, gen_length: int, num_blocks: int) -> None:
-        """Raises DllmError when the rule's numbers make no sense with these lengths."""
+    def check(self, gen_length: int, num_blocks: int | None) -> None:
+        """Raises DllmError when the rule's numbers make no sense with these lengths; the number of blocks is None
+        where it differs by row."""
 
-    def init(self, batch: int) -> Any:
-        """State for `batch` rows at the start of a generation."""
+    def init(self, batch: int, width: int, vocab_size: int) -> Any:
+        """State for `batch` rows of blocks of `width` at the start of a generation."""
         return ()
+
+    def adjust(self, logits: jax.Array, view: "BlockView", state: Any) -> tuple[jax.Array, Any]:
+        """The logits [B, W, V] float32 that tokens and scores are taken from, and the new state."""
+        return logits, state
 
     def decide(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
         """Which positions are committed, [B, W] bool (a subset of `view.masked`), and the new state."""
@@ -111,39 +123,3 @@ def error_of(predictions: Predictions, proxy: Proxy) -> jax.Array:
             return predictions.entropy
         case "margin":
             return -predictions.margin
-
-
-def check_choice(what: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Raises DllmError unless the value is one of those allowed."""
-    if value not in allowed:
-        raise DllmError(f"{what} {value!r} is unknown; choose one of {', '.join(allowed)}")
-
-
-def check_number(what: str, value: Any, low: float, high: float = float("inf")) -> None:
-    """Raises DllmError for a string, and for a concrete number outside [low, high] or NaN; arrays are let through."""
-    if isinstance(value, str):
-        raise DllmError(f"{what} is the string {value!r}; give a number")
-    if isinstance(value, (int, float, np.number)) and not low <= value <= high:
-        bound = f"between {low:.12g} and {high:.12g}" if high != float("inf") else f"at least {low:.12g}"
-        raise DllmError(f"{what} is {value:.12g}; it must be {bound}")
-
-
-def check_whole(what: str, value: Any, low: float, high: float = float("inf")) -> None:
-    """`check_number` for what only makes sense as a whole number."""
-    check_number(what, value, low, high)
-    if isinstance(value, (float, np.floating)):
-        raise DllmError(f"{what} is {value}; it must be a whole number")
-
-
-def check_length(what: str, value: Any, optional: bool = False) -> None:
-    """Raises DllmError unless a length, which must be known when the program is built, is a whole number above 0."""
-    if not isinstance(value, (int, float, str, np.number)) and not (optional and value is None):
-        raise DllmError(f"{what} is {value!r}; it must be a whole number")
-    check_whole(what, value, 1)
-
-
-def check_steps(steps: Any, num_blocks: int) -> None:
-    """Raises DllmError for a concrete number of steps that the blocks cannot share evenly."""
-    check_whole("steps", steps, 1)
-    if isinstance(steps, (int, np.integer)) and steps % num_blocks:
-        raise DllmError(f"steps {steps} is not a multiple of the {num_blocks} blocks; choose a multiple")

@@ -8,8 +8,9 @@ from jax import lax
 
 from dllm_jax.errors import DllmError
 from dllm_jax.pytree import pytree
+from samplers.checks import check_choice, check_number, check_steps
 from samplers.predictions import Predictions, ScoreFrom
-from samplers.rules.base import BlockView, Rule, check_choice, check_number, check_steps, rank
+from samplers.rules.base import BlockView, Rule, rank
 
 Algorithm = Literal["origin", "maskgit_plus", "topk_margin", "entropy"]
 
@@ -42,7 +43,7 @@ class Dream(Rule):
     score_from: ScoreFrom = "sampling"
     compat: bool = False
 
-    def check(self, gen_length: int, num_blocks: int) -> None:
+    def check(self, gen_length: int, num_blocks: int | None) -> None:
         check_steps(self.steps, num_blocks)
         check_choice("alg", self.alg, ("origin", "maskgit_plus", "topk_margin", "entropy"))
         check_choice("score_from", self.score_from, ("raw", "sampling"))
@@ -51,7 +52,7 @@ class Dream(Rule):
         if isinstance(self.alg_temp, (int, float)) and self.alg_temp == 0:
             raise DllmError("alg_temp is 0; it must be above 0, or None to take the best positions")
 
-    def init(self, batch: int) -> Any:
+    def init(self, batch: int, width: int, vocab_size: int) -> Any:
         return jnp.zeros((batch,), jnp.int32)  # the next step of the schedule
 
     def _block_steps(self, view: BlockView) -> jax.Array:

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from dllm_jax.pytree import pytree
+from samplers.checks import check_choice, check_number
 from samplers.predictions import Predictions
-from samplers.rules.base import PROXIES, BlockView, Number, Proxy, Rule, check_choice, check_number, error_of
+from samplers.rules.base import PROXIES, BlockView, Number, Proxy, Rule, error_of
 
 
 @pytree(static=("proxy",))
@@ -24,7 +25,7 @@ class EB(Rule):
     gamma: Number = 0.1
     proxy: Proxy = "entropy"
 
-    def check(self, gen_length: int, num_blocks: int) -> None:
+    def check(self, gen_length: int, num_blocks: int | None) -> None:
         check_number("gamma", self.gamma, 0.0)
         check_choice("proxy", self.proxy, PROXIES)
 

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from dllm_jax.pytree import pytree
+from samplers.checks import check_number
 from samplers.predictions import Predictions
-from samplers.rules.base import BlockView, Number, Rule, check_number, per_row, rank
+from samplers.rules.base import BlockView, Number, Rule, per_row, rank
 
 
 @pytree(static=("compat",))
@@ -24,7 +25,7 @@ class Factor(Rule):
     factor: Number = 1.0
     compat: bool = False
 
-    def check(self, gen_length: int, num_blocks: int) -> None:
+    def check(self, gen_length: int, num_blocks: int | None) -> None:
         check_number("factor", self.factor, 0.0)
 
     def decide(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[jax.Array, Any]:

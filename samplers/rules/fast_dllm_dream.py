@@ -23,11 +23,14 @@ class FastDllmDream(Rule):
     def score_from(self) -> ScoreFrom:  # type: ignore[override]
         return self.rule.score_from
 
-    def check(self, gen_length: int, num_blocks: int) -> None:
+    def check(self, gen_length: int, num_blocks: int | None) -> None:
         self.rule.check(gen_length, num_blocks)
 
-    def init(self, batch: int) -> Any:
-        return self.rule.init(batch)
+    def init(self, batch: int, width: int, vocab_size: int) -> Any:
+        return self.rule.init(batch, width, vocab_size)
+
+    def adjust(self, logits: jax.Array, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
+        return self.rule.adjust(logits, view, state)
 
     def decide(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
         select, state = self.rule.decide(predictions, view, state)

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from dllm_jax.pytree import pytree
+from samplers.checks import check_choice, check_steps
 from samplers.predictions import Predictions
-from samplers.rules.base import BlockView, Rule, check_choice, check_steps, rank
+from samplers.rules.base import BlockView, Rule, rank
 
 
 @pytree(static=("remasking", "compat"))
@@ -27,7 +28,7 @@ class LLaDA(Rule):
     remasking: Literal["low_confidence", "random"] = "low_confidence"
     compat: bool = False
 
-    def check(self, gen_length: int, num_blocks: int) -> None:
+    def check(self, gen_length: int, num_blocks: int | None) -> None:
         check_steps(self.steps, num_blocks)
         check_choice("remasking", self.remasking, ("low_confidence", "random"))
 

@@ -1,4 +1,4 @@
-"""Confidence-threshold decoding: every position that is sure enough, at least one."""
+"""Confidence threshold: commit everything the model is sure enough of."""
 
 from typing import Any
 
@@ -6,34 +6,65 @@ import jax
 import jax.numpy as jnp
 
 from dllm_jax.pytree import pytree
+from samplers.checks import check_number, check_steps
 from samplers.predictions import Predictions
-from samplers.rules.base import BlockView, Number, Rule, check_number, check_steps, per_row, rank
+from samplers.rules.base import BlockView, Number, Rule, per_row, rank
 
 
-@pytree()
+@pytree(static=("skip_masks",))
 class Threshold(Rule):
     """Commits every position whose confidence reaches the threshold, and always the surest (Fast-dLLM, 2505.22618).
+
+    dInfer's definition (arXiv 2510.08666) is ``Threshold(0.8, tolerance=1e-5, skip_masks=True)``.
 
     Attributes:
         threshold: in [0, 1]; above 1 it commits one position per step.
         steps: None, or a brake on parallelism: after forward i (from 0) of a block at most (i + 1) / S of its masks
             are committed, S = steps / number of blocks (Fast-dLLM's block-free sampler for Dream).
+        tolerance: what is this close to the surest position is committed with it.
+        skip_masks: where the mask token itself is the most probable, a position waits as long as there are others. Else
+            its best other token takes part.
     """
 
     threshold: Number = 0.9
     steps: int | jax.Array | None = None
+    tolerance: Number | None = None
+    skip_masks: bool = False
 
-    def check(self, gen_length: int, num_blocks: int) -> None:
+    def check(self, gen_length: int, num_blocks: int | None) -> None:
         check_number("threshold", self.threshold, 0.0)
+        check_number("tolerance", self.tolerance, 0.0)
         if self.steps is not None:
             check_steps(self.steps, num_blocks)
 
     def decide(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
-        place = rank(predictions.confidence, view.masked)
-        accepted = (predictions.confidence >= per_row(self.threshold)) | (place == 0)
+        candidates = view.masked & ~predictions.mask_wins if self.skip_masks else view.masked
+        accepted = reaching(predictions.confidence, view, candidates, self.threshold, self.tolerance)
         if self.steps is not None:
+            place = rank(predictions.confidence, accepted)
             steps = jnp.maximum(jnp.asarray(self.steps) // view.num_blocks, 1)
             committed = view.block_masks - view.masked.sum(axis=-1)
             allowed = jnp.minimum(view.step + 1, steps) * view.block_masks // steps - committed
             accepted &= place < jnp.maximum(allowed, 1)[:, None]
-        return view.masked & accepted, state
+        return accepted, state
+
+
+def reaching(
+    confidence: jax.Array, view: BlockView, candidates: jax.Array, threshold: Number, tolerance: Number | None
+) -> jax.Array:
+    """The candidates whose confidence reaches the threshold, and always the surest of them.
+
+    Where no masked position is a candidate, the surest masked position alone, so that every step commits something.
+
+    Args:
+        confidence: [B, W] float32.
+        candidates: [B, W] bool, among `view.masked`.
+        threshold, tolerance: scalars or [B]; None is no tolerance.
+    """
+    surest = rank(confidence, candidates) == 0
+    accepted = candidates & ((confidence >= view.at_least(threshold)) | surest)
+    if tolerance is not None:
+        peak = jnp.where(candidates, confidence, -jnp.inf).max(axis=-1, keepdims=True)
+        accepted |= candidates & (confidence >= peak - per_row(tolerance))
+    stuck = ~jnp.any(candidates, axis=-1, keepdims=True)
+    return accepted | (stuck & view.masked & (rank(confidence, view.masked) == 0))

@@ -5,8 +5,9 @@ from typing import Any
 import jax
 
 from dllm_jax.pytree import pytree
+from samplers.checks import check_choice, check_whole
 from samplers.predictions import Predictions
-from samplers.rules.base import PROXIES, BlockView, Proxy, Rule, check_choice, check_whole, error_of, per_row, rank
+from samplers.rules.base import PROXIES, BlockView, Proxy, Rule, error_of, per_row, rank
 
 
 @pytree(static=("proxy",))
@@ -16,7 +17,7 @@ class TopK(Rule):
     k: int | jax.Array = 1
     proxy: Proxy = "confidence"
 
-    def check(self, gen_length: int, num_blocks: int) -> None:
+    def check(self, gen_length: int, num_blocks: int | None) -> None:
         check_whole("k", self.k, 1)
         check_choice("proxy", self.proxy, PROXIES)
 

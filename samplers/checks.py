@@ -1,0 +1,67 @@
+"""Refusals that rules, cache policies and samplers share: one sentence for a value that makes no sense."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+
+from dllm_jax.errors import DllmError
+
+T = TypeVar("T")
+
+
+def check_choice(what: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Raises DllmError unless the value is one of those allowed."""
+    if value not in allowed:
+        raise DllmError(f"{what} {value!r} is unknown; choose one of {', '.join(allowed)}")
+
+
+def check_number(what: str, value: Any, low: float, high: float = float("inf")) -> None:
+    """Raises DllmError for a string, and for a concrete number outside [low, high] or NaN; arrays are let through."""
+    if isinstance(value, str):
+        raise DllmError(f"{what} is the string {value!r}; give a number")
+    if isinstance(value, (int, float, np.number)) and not low <= value <= high:
+        bound = f"between {low:.12g} and {high:.12g}" if high != float("inf") else f"at least {low:.12g}"
+        raise DllmError(f"{what} is {value:.12g}; it must be {bound}")
+
+
+def check_whole(what: str, value: Any, low: float, high: float = float("inf")) -> None:
+    """`check_number` for what only makes sense as a whole number."""
+    check_number(what, value, low, high)
+    if isinstance(value, (float, np.floating)):
+        raise DllmError(f"{what} is {value}; it must be a whole number")
+
+
+def check_length(what: str, value: Any, optional: bool = False) -> None:
+    """Raises DllmError unless a length, which must be known when the program is built, is a whole number above 0."""
+    if not isinstance(value, (int, float, str, np.number)) and not (optional and value is None):
+        raise DllmError(f"{what} is {value!r}; it must be a whole number")
+    check_whole(what, value, 1)
+
+
+def check_steps(steps: Any, num_blocks: int | None) -> None:
+    """Raises DllmError for a concrete number of steps that the blocks cannot share evenly."""
+    check_whole("steps", steps, 1)
+    if num_blocks is not None and isinstance(steps, (int, np.integer)) and steps % num_blocks:
+        raise DllmError(f"steps {steps} is not a multiple of the {num_blocks} blocks; choose a multiple")
+
+
+def make(kind: str, table: Mapping[str, type[T]], name: str, options: Mapping[str, Any]) -> T:
+    """The part called `name` in a table of dataclasses, with these options.
+
+    Raises:
+        DllmError: for an unknown name, an option it does not have, or a required one that is missing.
+    """
+    if name not in table:
+        raise DllmError(f"no {kind} is called {name!r}; choose one of {', '.join(table)}")
+    fields = {field.name: field for field in dataclasses.fields(table[name])}  # type: ignore[arg-type]
+    short = kind.split()[-1]
+    if unknown := sorted(set(options) - set(fields)):
+        raise DllmError(f"{short} {name} has no option {unknown[0]!r}; it has {', '.join(fields) or 'none'}")
+    for option, field in fields.items():
+        if option not in options and field.default is dataclasses.MISSING:
+            raise DllmError(f"{short} {name} needs {option}; pass {option}=...")
+        if options.get(option, field) is None and field.default is not None:
+            raise DllmError(f"{option} of {short} {name} is None; leave it out or give a value")
+    return table[name](**options)

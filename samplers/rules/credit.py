@@ -1,0 +1,57 @@
+"""Credit decoding: predictions that stay the same over forwards are trusted earlier."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dllm_jax.pytree import pytree
+from samplers.checks import check_number
+from samplers.predictions import Predictions
+from samplers.rules.base import BlockView, Number, Rule, per_row
+from samplers.rules.threshold import reaching
+
+
+@pytree()
+class Credit(Rule):
+    """Threshold decoding on logits that remember (arXiv 2510.06133; dInfer, arXiv 2510.08666).
+
+    Each position and token of the active block has a credit C, zero when a row enters the block. In every forward
+    C decays by `decay`, then the best token of each masked position gains its probability to the power `boost`, and
+    ``logits + weight * ln(1 + C)`` replace the logits.
+
+    Attributes:
+        threshold, tolerance: as of the rule `threshold`, in dInfer's definition: a position where the mask token itself
+            is most probable is no candidate while there are others.
+        weight: of the credit (alpha).
+        boost: exponent of the gain (gamma); below 1 it favours unsure but stable predictions.
+        decay: what is left of the credit from forward to forward (beta).
+    """
+
+    threshold: Number = 0.8
+    tolerance: Number = 1e-5
+    weight: Number = 0.7
+    boost: Number = 0.2
+    decay: Number = 0.8
+
+    def check(self, gen_length: int, num_blocks: int | None) -> None:
+        for name in ("threshold", "tolerance", "weight", "boost"):
+            check_number(name, getattr(self, name), 0.0)
+        check_number("decay", self.decay, 0.0, 1.0)
+
+    def init(self, batch: int, width: int, vocab_size: int) -> Any:
+        return jnp.zeros((batch, width, vocab_size), jnp.float32)
+
+    def adjust(self, logits: jax.Array, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
+        column = lambda value: per_row(value)[..., None]
+        kept = jnp.where(view.step == 0, 0.0, jnp.asarray(self.decay))[:, None, None] * state
+        best = jnp.argmax(logits, axis=-1, keepdims=True)
+        peak = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), best, axis=-1)
+        gain = jnp.exp(peak * column(self.boost))
+        here = (jnp.arange(logits.shape[-1]) == best) & view.masked[..., None]
+        credit = kept + jnp.where(here, gain, 0.0)
+        return logits + column(self.weight) * jnp.log1p(credit), credit
+
+    def decide(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
+        candidates = view.masked & ~predictions.mask_wins
+        return reaching(predictions.confidence, view, candidates, self.threshold, self.tolerance), state

@@ -1,0 +1,62 @@
+"""Hierarchical decoding: every run of masks gets its surest position, which cuts the run in two."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dllm_jax.pytree import pytree
+from samplers.checks import check_number
+from samplers.predictions import Predictions
+from samplers.rules.base import BlockView, Number, Rule, per_row, rank
+
+
+@pytree(static=("compat",))
+class Hierarchical(Rule):
+    """dInfer's hierarchical decoding (arXiv 2510.08666).
+
+    The masks of a block fall into segments, runs between decoded positions. Committed are the surest position of each
+    segment (ties together) if its confidence is above `low_threshold`, every position above `threshold`, and always
+    the surest of the block. As each commit splits its segment, 1, 2, 4, ... positions can be committed per forward.
+
+    A position where the mask token itself is the most probable is no candidate while its segment has others.
+
+    Attributes:
+        threshold: None commits nothing besides the segments' and the block's surest.
+        low_threshold: None commits every segment's surest, however unsure.
+        compat: let the mask token win its segment, which then commits nothing, as the official code does. Such a step
+            may commit nothing at all.
+    """
+
+    threshold: Number | None = None
+    low_threshold: Number | None = 0.4
+    compat: bool = False
+
+    def check(self, gen_length: int, num_blocks: int | None) -> None:
+        check_number("threshold", self.threshold, 0.0)
+        check_number("low_threshold", self.low_threshold, 0.0)
+
+    def decide(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
+        if self.compat:
+            accepted = self._accepted(predictions.max_probability, view, view.masked)
+            return accepted & ~predictions.mask_wins, state
+        candidates = view.masked & ~predictions.mask_wins
+        stuck = view.masked & ~jnp.any(candidates, axis=-1, keepdims=True)
+        alone = stuck & (rank(predictions.confidence, stuck) == 0)
+        return self._accepted(predictions.confidence, view, candidates) | alone, state
+
+    def _accepted(self, confidence: jax.Array, view: BlockView, candidates: jax.Array) -> jax.Array:
+        confidence = jnp.where(candidates, confidence, -jnp.inf)
+        accepted = confidence == segment_max(confidence, view.masked)
+        if self.low_threshold is not None:
+            accepted &= confidence > per_row(self.low_threshold)
+        if self.threshold is not None:
+            accepted |= confidence > view.at_least(self.threshold)
+        return candidates & (accepted | (rank(confidence, candidates) == 0))
+
+
+def segment_max(score: jax.Array, masked: jax.Array) -> jax.Array:
+    """The largest score of each position's run of masked positions, [B, W]; -inf where nothing is masked."""
+    segment = jnp.cumsum(~masked, axis=-1)
+    together = (segment[..., :, None] == segment[..., None, :]) & masked[..., :, None] & masked[..., None, :]
+    return jnp.where(together, score[..., None, :], -jnp.inf).max(axis=-1)

@@ -1,0 +1,80 @@
+"""What the golden families share: finding a case's files, sampling its prompt, comparing a row."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+import convert
+import dllm_jax
+from samplers import BlockSampler, Result, TableNoise, sample_jit
+from samplers.generate import bucket_length, pad_prompts
+from samplers.trajectory import steps_of
+
+Case = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Assets:
+    """Files a case refers to: beside its JSON, else in the project's own copy; models are converted once."""
+
+    folder: Path
+    own: Path
+    converted: dict
+
+    def path(self, name: str) -> Path:
+        beside = self.folder / name
+        return beside if beside.exists() else self.own / name
+
+    def model(self, checkpoint: str) -> dllm_jax.Model:
+        source = self.path(f"checkpoints/{checkpoint}")
+        if source not in self.converted:
+            out = self.converted["folder"] / f"{checkpoint}-{len(self.converted)}"
+            family = {"lladamoe": "llada-moe"}.get(name := checkpoint.split("-")[0], name)
+            convert.convert(family, source, out)
+            self.converted[source] = dllm_jax.load(out)
+        return self.converted[source]
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """The cases in a file's content, and how one of them is run."""
+
+    cases: Callable[[dict], list[Case]]
+    run: Callable[[Case, Assets], None]
+
+
+def cases_of(content: dict) -> list[Case]:
+    """All lists of cases a file may have."""
+    return [case for key in ("cases", "unit_cases", "relations") for case in content.get(key) or []]
+
+
+def generate(case: Case, assets: Assets, sampler: BlockSampler, noise: TableNoise | None = None) -> Result:
+    """Samples the case's prompt. Prompts are padded and canvases end early, so that most cases share programs."""
+    denoiser = assets.model(case["checkpoint"]).denoiser
+    prompt, lengths = pad_prompts([case["prompt"]], max(128, bucket_length(len(case["prompt"]))))
+    gen_lengths = jnp.asarray([case["args"]["gen_length"]])
+    return sample_jit(sampler, denoiser, prompt, lengths, gen_lengths=gen_lengths, noise=noise)
+
+
+def lengths_of(args: dict) -> dict[str, int | None]:
+    """Room for the generation and its block: one block is as long as the room."""
+    room = max(64, bucket_length(args["gen_length"]))
+    block = args.get("block_length")
+    return {"gen_length": room, "block_length": None if block in (None, args["gen_length"]) else block}
+
+
+def assert_row(result: Result, row: int, tokens: list[int], steps: list[list[int]], nfe: int, mask_id: int) -> None:
+    written = np.asarray(result.decoded_at[row]) >= 0
+    assert np.where(written, result.tokens[row], mask_id).tolist()[: len(tokens)] == tokens
+    assert not written[len(tokens) :].any()
+    assert int(result.nfe[row]) == nfe
+    assert steps_of(result, row) == steps
+
+
+def check(result: Result, case: Case) -> None:
+    expected, mask_id = case["expected"], case["args"]["mask_id"]
+    assert_row(result, 0, expected["tokens"], expected["steps"], expected["nfe"], mask_id)
