@@ -9,7 +9,7 @@ import pytest
 
 import convert
 import dllm_jax
-from dllm_jax.config import ModelConfig
+from dllm_jax.config import Experts, ModelConfig
 from dllm_jax.denoiser import Denoiser
 
 torch = pytest.importorskip("torch")
@@ -20,8 +20,10 @@ LENGTHS = np.array([13, 9], np.int32)  # of a right-padded batch
 
 LLAMA = (transformers.LlamaConfig, transformers.LlamaForCausalLM)
 QWEN2 = (transformers.Qwen2Config, transformers.Qwen2ForCausalLM)
+QWEN3_MOE = (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM)
+MOE = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=False, head_dim=16)
 
-# A LLaDA checkpoint is Llama without its causal mask, a Dream one is Qwen2 without it.
+# A LLaDA checkpoint is Llama without its causal mask, a Dream one is Qwen2 and a LLaDA-MoE one Qwen3-MoE without it.
 MODELS = {
     "llama": (LLAMA, dict(kv_heads=4, tied=False)),
     "llama-gqa": (LLAMA, dict(kv_heads=2, tied=False)),
@@ -29,6 +31,8 @@ MODELS = {
     "qwen2": (QWEN2, dict(kv_heads=4, tied=False)),
     "qwen2-gqa": (QWEN2, dict(kv_heads=2, tied=False)),
     "qwen2-gqa-tied": (QWEN2, dict(kv_heads=2, tied=True)),
+    "moe": (QWEN3_MOE, dict(kv_heads=4, tied=False, **MOE)),
+    "moe-gqa-dense-layer": (QWEN3_MOE, dict(kv_heads=2, tied=False, mlp_only_layers=[1], **MOE)),
 }
 
 NAMES = {
@@ -37,13 +41,17 @@ NAMES = {
     r"lm_head\.weight": r"lm_head.kernel",
     r"model\.layers\.(\d+)\.input_layernorm\.weight": r"layers.\1.attn_norm.scale",
     r"model\.layers\.(\d+)\.post_attention_layernorm\.weight": r"layers.\1.mlp_norm.scale",
+    r"model\.layers\.(\d+)\.self_attn\.(\w+_norm)\.weight": r"layers.\1.attn.\2.scale",
     r"model\.layers\.(\d+)\.self_attn\.(\w+)\.weight": r"layers.\1.attn.\2.kernel",
     r"model\.layers\.(\d+)\.self_attn\.(\w+)\.bias": r"layers.\1.attn.\2.bias",
+    r"model\.layers\.(\d+)\.mlp\.gate\.weight": r"layers.\1.mlp.router",
+    r"model\.layers\.(\d+)\.mlp\.experts\.gate_up_proj": r"layers.\1.mlp.w_in",
+    r"model\.layers\.(\d+)\.mlp\.experts\.down_proj": r"layers.\1.mlp.w_out",
     r"model\.layers\.(\d+)\.mlp\.(\w+)\.weight": r"layers.\1.mlp.\2.kernel",
 }
 
 
-def reference(architecture, *, kv_heads, tied):
+def reference(architecture, *, kv_heads, tied, **more):
     """A transformers model whose every weight is random: its own initialiser leaves biases zero and norms one."""
     config_class, model_class = architecture
     config = config_class(
@@ -60,6 +68,7 @@ def reference(architecture, *, kv_heads, tied):
         eos_token_id=0,
         pad_token_id=0,
         attn_implementation="eager",
+        **more,
     )
     model = model_class(config).eval()
     generator = torch.Generator().manual_seed(7)
@@ -74,6 +83,7 @@ def denoiser(model, attention, shift):
     """The same weights in our backbone."""
     theirs = model.config
     is_qwen2 = isinstance(theirs, transformers.Qwen2Config)
+    is_moe = isinstance(theirs, transformers.Qwen3MoeConfig)
     config = ModelConfig(
         family="dream" if is_qwen2 else "llada",
         vocab_size=theirs.vocab_size,
@@ -93,6 +103,8 @@ def denoiser(model, attention, shift):
         attention=attention,
         shift=shift,
         qkv_bias=is_qwen2,
+        qk_norm=is_moe,
+        experts=experts_of(theirs) if is_moe else None,
         tied_embeddings=theirs.tie_word_embeddings,
         dtype="float32",
     )
@@ -102,9 +114,25 @@ def denoiser(model, attention, shift):
             continue
         pattern = next(pattern for pattern in NAMES if re.fullmatch(pattern, name))
         ours = re.sub(pattern, NAMES[pattern], name)
-        array = weight.numpy()
-        params[ours] = jnp.asarray(array.T if ours.endswith("kernel") else array)
+        params[ours] = jnp.asarray(in_our_layout(ours, weight.numpy()))
     return Denoiser(config, params)
+
+
+def experts_of(theirs):
+    return Experts(
+        num_experts=theirs.num_experts,
+        per_token=theirs.num_experts_per_tok,
+        dim=theirs.moe_intermediate_size,
+        dense_layers=tuple(theirs.mlp_only_layers),
+    )
+
+
+def in_our_layout(name, array):
+    if name.endswith("w_in"):  # [E, 2F, D]
+        return array.reshape(len(array), 2, -1, array.shape[-1]).transpose(0, 3, 1, 2)
+    if name.endswith("w_out"):
+        return array.transpose(0, 2, 1)
+    return array.T if name.endswith(("kernel", "router")) else array
 
 
 def reference_logits(model, tokens, attention, lengths=None):
