@@ -62,7 +62,7 @@ class Report:
         tokens: mean generated tokens per example up to and without the first end.
         tokens_per_forward: all tokens over all forwards (TPF).
         tokens_per_second: of whole batches, without compilation.
-        seconds: of all batches together; `compile_seconds` apart, 0 where the program was there already.
+        seconds: wall time of sampling all batches; `compile_seconds` apart, 0 where the program was there already.
         hardware, versions, dtype, parameters: on what and with what.
         rows: every example.
     """

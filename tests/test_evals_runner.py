@@ -67,7 +67,9 @@ def oracle(task, n=N, wrong=()):
         config.mask_id,
         config.eos_id,
     )
-    text = SimpleNamespace(encode=lambda text: task._coding[0].encode(text), decode=task.show)
+    text = SimpleNamespace(
+        encode=lambda text: task._coding[0].encode(text), decode=task.show, vocab_size=config.vocab_size
+    )
     params = {"known": denoiser.known}
     return SimpleNamespace(
         config=config, denoiser=denoiser, params=params, name="oracle", folder=None, require_tokenizer=lambda: text
@@ -159,6 +161,7 @@ def test_text_is_encoded_in_the_model_s_own_tokens(llada_tiny):
     )
     assert example.answer_ids[-1] == llada_tiny.config.eos_id and task.verify(example, example.answer_ids[:-1]).exact
     assert len(example.answer_ids) <= task.answer_width < 40
+    assert not task.verify(example, [10**9, -1, 3]).correct
 
 
 @pytest.mark.parametrize(

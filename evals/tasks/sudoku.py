@@ -244,7 +244,7 @@ class Grid:
 
     def solve(self, candidates: list[int], draws: Draws | None = None) -> list[int] | None:
         """A solution within the candidates, which are changed, or None; `draws` tries digits in random order."""
-        choices = self._propagate(candidates)
+        choices = self._propagate(candidates, hidden=draws is None)  # a full grid is found sooner without
         if choices is None:
             return None
         two, more = choices
@@ -263,8 +263,11 @@ class Grid:
                 return solved
         return None
 
-    def _propagate(self, candidates: list[int]) -> tuple[int, int] | None:
+    def _propagate(self, candidates: list[int], hidden: bool) -> tuple[int, int] | None:
         """Strikes what single candidates rule out, until nothing changes.
+
+        Args:
+            hidden: also look for digits that have one place in a unit.
 
         Returns:
             the cells with two candidates and those with more, or None when a cell or a unit has none.
@@ -283,12 +286,10 @@ class Grid:
                 done |= fresh
                 self._strike(candidates, fresh)
                 continue
-            if not twice:
-                return 0, 0
-            hidden = self._hidden(candidates, twice)
-            if hidden is None:
+            found = self._hidden(candidates, twice) if hidden and twice else False
+            if found is None:
                 return None
-            if not hidden:
+            if not found:
                 return twice & ~thrice, thrice
 
     def _strike(self, candidates: list[int], cells: int) -> None:

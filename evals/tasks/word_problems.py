@@ -81,6 +81,9 @@ class Problem(NamedTuple):
 class Codec(Protocol):
     """Text to token ids and back, as `dllm_jax.Tokenizer` does."""
 
+    @property
+    def vocab_size(self) -> int: ...
+
     def encode(self, text: str) -> list[int]: ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
@@ -155,7 +158,8 @@ class WordProblems(Task):
         )
 
     def show(self, ids: Ids) -> str:
-        return self._coding[0].decode([int(i) for i in ids])
+        codec = self._coding[0]
+        return codec.decode([int(i) for i in ids if 0 <= i < codec.vocab_size])
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -290,13 +294,17 @@ class _Own:
     """The task's own tokenizer, without a model around it."""
 
     def __init__(self, core: tokenizers.Tokenizer) -> None:
-        self._core, self._size = core, core.get_vocab_size(with_added_tokens=True)
+        self._core = core
+
+    @property
+    def vocab_size(self) -> int:
+        return self._core.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str) -> list[int]:
         return self._core.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._core.decode([i for i in ids if 0 <= i < self._size], skip_special_tokens=True)
+        return self._core.decode(list(ids), skip_special_tokens=True)
 
 
 @functools.cache
