@@ -34,7 +34,7 @@ class Row:
         tokens: generated tokens before the first end, without what was given.
         nfe: forwards of the denoiser.
         full_forwards: those of them that covered the whole sequence.
-        ids: the answer, up to and without its end.
+        ids, text: the answer, up to and without its end.
     """
 
     index: int
@@ -45,6 +45,7 @@ class Row:
     nfe: int
     full_forwards: int
     ids: list[int] = dataclasses.field(repr=False)
+    text: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +167,7 @@ def run(
     if not isinstance(seed, int) or not 0 <= seed < 2**32:
         raise DllmError(f"seed is {seed!r}; it must be a whole number from 0 to {2**32 - 1}")
     examples = draw(task, split, n, progress) if examples is None else examples[:n]
+    check_count("the number of examples", len(examples))
     batches = _Batches(model, task, built, examples, min(batch_size, len(examples)), seed)
     outcome = batches.run(programs, progress, str(spec))
     about: dict[str, Any] = {"split": split, "seed": seed, "n": len(examples), "batch_size": batches.size}
@@ -285,6 +287,7 @@ class _Batches:
             nfe=int(result.nfe[row]),
             full_forwards=int(result.full_forwards[row]),
             ids=ids,
+            text=self.task.show(ids),
         )
 
 

@@ -167,6 +167,7 @@ def test_text_is_encoded_in_the_model_s_own_tokens(llada_tiny):
 @pytest.mark.parametrize(
     "changes, complaint",
     [
+        ({"examples": []}, "the number of examples is 0"),
         ({"n": 0}, "n is 0; it must be a whole number of at least 1"),
         ({"batch_size": 1.5}, "batch_size is 1.5"),
         ({"seed": -1}, "seed is -1"),
@@ -361,7 +362,11 @@ def test_run_prints_a_line_or_json_and_writes_the_examples(command, random_sudok
     status, out, err = command(*run, "--results", tmp_path / "new" / "rows.jsonl")
     assert status == 0 and "accuracy   0.0 +- 0.0 %" in out and "tokens per forward" in out
     rows = [json.loads(line) for line in (tmp_path / "new" / "rows.jsonl").read_text().splitlines()]
-    assert [row["index"] for row in rows] == list(range(6)) and all(len(row["ids"]) == 19 for row in rows)
+    assert (
+        [row["index"] for row in rows] == list(range(6))
+        and all(len(row["ids"]) == 19 for row in rows)
+        and all(row["text"] for row in rows)
+    )
     status, out, err = command(*run, "--json")
     report = json.loads(out)
     assert report["nfe"] == pytest.approx(np.mean([row["nfe"] for row in rows])) and report["n"] == 6
