@@ -92,9 +92,11 @@ def _round(
     taken = _rows(dispatch.order, jnp.minimum(slots.reshape(batch, -1), dispatch.order.shape[1] - 1))
     per_token = dispatch.order.shape[1] // x.shape[1]
     inputs = _rows(x, taken // per_token).reshape(batch, num_experts, capacity, -1)
-    hidden = jnp.einsum("becd,edgf->becgf", inputs, w_in)
+    inputs = jnp.moveaxis(inputs, 1, 0)  # experts first, as in the weights: else XLA transposes those
+    hidden = jnp.einsum("ebcd,edgf->ebcgf", inputs, w_in)
     hidden = jax.nn.silu(hidden[..., 0, :]) * hidden[..., 1, :]
-    outputs = jnp.einsum("becf,efd->becd", hidden, w_out).reshape(batch, num_experts * capacity, -1)
+    outputs = jnp.moveaxis(jnp.einsum("ebcf,efd->ebcd", hidden, w_out), 0, 1)
+    outputs = outputs.reshape(batch, num_experts * capacity, -1)
     slot = jnp.clip(dispatch.rank - first, 0, capacity - 1)
     here = dispatch.rank // capacity == number
     return jnp.where(here[..., None], _rows(outputs, dispatch.expert * capacity + slot), 0)
