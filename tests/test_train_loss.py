@@ -1,0 +1,163 @@
+"""The objective against its formula, and every way of computing it against the plain one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from train_toys import DREAM, LLADA
+
+import dllm_jax
+from dllm_jax import Denoiser
+from dllm_jax.params import init_params
+from samplers.likelihood import masked_loss
+from train.objective import Batch, Noised, corrupt, diffusion_loss, mask_probabilities
+from train.step import REMAT
+
+B, T = 4, 12
+PROMPTS, LENGTHS = np.array([3, 0, 5, 2]), np.array([12, 12, 10, 7])
+
+
+def make_batch(kind):
+    rng = np.random.default_rng(0)
+    position = np.arange(T)
+    prompts = PROMPTS if kind == "sft" else np.zeros(B, int)
+    lengths = LENGTHS if kind == "sft" else np.full(B, T)
+    targets = (position >= prompts[:, None]) & (position < lengths[:, None])
+    if kind == "sft":
+        targets[0, 6:8] = False  # given inside the answer
+    return Batch(jnp.asarray(rng.integers(0, 20, (B, T))), jnp.asarray(targets), jnp.asarray(lengths))
+
+
+def denoiser_of(config):
+    params = init_params(config, jax.random.key(1), dtype="float32")
+    return Denoiser(config, {name: x * 8 if x.ndim > 1 else x for name, x in params.items()})  # far from uniform
+
+
+def reference(denoiser, batch, noised, eps):
+    """Sum over masked of CE / p / number of targets, mean over rows; float64 on the host, one row after another."""
+    total = 0.0
+    logits = np.asarray(jax.jit(Denoiser.__call__)(denoiser, noised.inputs, noised.lengths), np.float64)
+    for b in range(B):
+        first = 1 if denoiser.config.shift else 0
+        targets = [i for i in range(T) if bool(batch.targets[b, i]) and i >= first]
+        masked = [i for i in range(T) if int(noised.inputs[b, i]) == denoiser.mask_id]
+        assert set(masked) <= set(targets)
+        row = 0.0
+        for i in masked:
+            z = logits[b, i]
+            row += np.log(np.sum(np.exp(z - z.max()))) + z.max() - z[int(batch.tokens[b, i])]
+            p = 1.0 / (float(noised.weights[b, i]) * len(targets))
+            assert eps - 1e-6 <= p <= 1.0 + 1e-6
+        total += row / p / len(targets) if masked else 0.0
+    return total / B
+
+
+@pytest.mark.parametrize("kind", ["sft", "pretrain"])
+@pytest.mark.parametrize("config", [LLADA, DREAM], ids=["llada", "dream"])
+def test_loss_is_the_formula(config, kind):
+    denoiser, batch = denoiser_of(config), make_batch(kind)
+    noised = corrupt(jax.random.key(2), batch, denoiser, eps=0.1)
+    wanted = reference(denoiser, batch, noised, 0.1)
+    loss = jax.jit(diffusion_loss)(denoiser, noised)
+    np.testing.assert_allclose(loss.loss, wanted, rtol=1e-5)
+    assert wanted > 1.0
+
+
+def test_row_loss_is_that_of_the_likelihood():
+    """`samplers.likelihood.masked_loss` of the same masks, over the number of answer tokens."""
+    for config in (LLADA, DREAM):
+        denoiser = denoiser_of(config)
+        tokens = jax.random.randint(jax.random.key(0), (1, T), 0, 20)
+        targets = (jnp.arange(T) >= 4)[None]
+        noised = corrupt(jax.random.key(3), Batch(tokens, targets, jnp.array([T])), denoiser, eps=0.3)
+        probability = 1.0 / (jnp.max(noised.weights) * 8)
+        wanted = jax.jit(masked_loss)(denoiser, tokens[0, :4], tokens[0, 4:], noised.inputs[:, 4:], probability[None])
+        np.testing.assert_allclose(jax.jit(diffusion_loss)(denoiser, noised).loss, wanted / 8, rtol=1e-5)
+
+
+@pytest.mark.parametrize("config", [LLADA, DREAM], ids=["llada", "dream"])
+def test_chunks_and_remat_change_nothing(config):
+    denoiser = denoiser_of(config)
+    noised = corrupt(jax.random.key(5), make_batch("sft"), denoiser)
+
+    def gradient(**options):
+        loss = lambda params: diffusion_loss(Denoiser(config, params), noised, **options)
+        return jax.jit(jax.value_and_grad(lambda params: (loss(params).loss, loss(params)), has_aux=True))(
+            denoiser.params
+        )
+
+    (_, plain), wanted = gradient()
+    for options in (
+        {"chunk": 5},
+        {"chunk": 8, "groups": 2, "remat": REMAT["layers"]},
+        {"chunk": 1000, "remat": REMAT["matmuls"]},
+    ):
+        (_, losses), found = gradient(**options)
+        np.testing.assert_allclose(losses, plain, rtol=2e-6)
+        for name in wanted:
+            np.testing.assert_allclose(found[name], wanted[name], rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def test_chunks_keep_no_logits_for_the_backward_pass():
+    """With 16 rows of 32 positions and 5000 tokens, all float32 logits would take 10 MB."""
+    config = LLADA.replace(vocab_size=5000, num_layers=1)
+    params = jax.eval_shape(lambda: init_params(config, jax.random.key(0), dtype="float32"))
+    row = lambda *shape, dtype=jnp.int32: jax.ShapeDtypeStruct((16, *shape), dtype)
+    noised = Noised(row(32), row(32), row(32, dtype=jnp.float32), row())
+
+    def temporaries(chunk):
+        loss = lambda params, noised: diffusion_loss(Denoiser(config, params), noised, chunk=chunk).loss
+        return jax.jit(jax.grad(loss)).lower(params, noised).compile().memory_analysis().temp_size_in_bytes
+
+    logits = 16 * 32 * 5000 * 4
+    assert temporaries(0) > logits
+    assert temporaries(8) < logits / 4
+
+
+def test_noise():
+    batch = Batch(jnp.zeros((2000, T), jnp.int32), jnp.arange(T)[None] >= jnp.full((2000, 1), 2), jnp.full(2000, T))
+    shifted, plain = denoiser_of(DREAM), denoiser_of(LLADA)
+    noised = corrupt(jax.random.key(0), batch, plain, eps=0.01)
+    masked = noised.inputs == plain.mask_id
+    assert not masked[:, :2].any()
+    np.testing.assert_allclose(masked[:, 2:].mean(), 0.505, atol=0.02)  # E[t] with t ~ U(0.01, 1)
+    np.testing.assert_allclose(jnp.sum(noised.weights, axis=1).mean(), 1.0, atol=0.05)  # E[1 / t of the masked] = 1
+    everything = batch._replace(targets=jnp.ones_like(batch.targets))
+    inputs = corrupt(jax.random.key(0), everything, shifted).inputs
+    assert not (inputs[:, 0] == shifted.mask_id).any() and (inputs[:, 1] == shifted.mask_id).any()
+
+
+def test_noise_does_not_depend_on_how_a_batch_is_divided():
+    denoiser, batch = denoiser_of(LLADA), make_batch("sft")
+    whole = corrupt(jax.random.key(0), batch, denoiser, stratified=True)
+    divided = jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), batch)
+    parts = corrupt(jax.random.key(0), divided, denoiser, stratified=True)
+    for a, b in zip(whole, parts, strict=True):
+        np.testing.assert_array_equal(a, b.reshape(a.shape))
+
+
+def test_stratified_probabilities_are_uniform_and_spread():
+    spread = mask_probabilities(jax.random.key(0), 64, 1e-3, stratified=True)
+    np.testing.assert_allclose(np.sort(spread), 1e-3 + 0.999 * (np.arange(64) + 0.5) / 64, atol=0.5 / 64 + 1e-6)
+    first = jax.vmap(lambda key: mask_probabilities(key, 8, 1e-3, stratified=True)[0])(
+        jax.random.split(jax.random.key(1), 2000)
+    )
+    np.testing.assert_allclose(np.quantile(first, [0.25, 0.5, 0.75]), [0.25, 0.5, 0.75], atol=0.04)
+
+
+@pytest.mark.parametrize("name", ["llada-moe", "qwen2-tied"])
+def test_other_configs_have_a_gradient_everywhere(name):
+    if name == "llada-moe":
+        from dllm_jax.config import Experts
+
+        config = LLADA.replace(family="llada-moe", qk_norm=True, experts=Experts(num_experts=4, per_token=2, dim=8))
+    else:
+        config = DREAM.replace(tied_embeddings=True)
+    denoiser, batch = denoiser_of(config), make_batch("pretrain")
+    noised = corrupt(jax.random.key(0), batch, denoiser)
+    gradient = jax.jit(jax.grad(lambda params: diffusion_loss(Denoiser(config, params), noised, chunk=16).loss))(
+        denoiser.params
+    )
+    assert dllm_jax.transformer.param_specs(config).keys() == gradient.keys()
+    for name, x in gradient.items():
+        assert np.isfinite(x).all() and (np.any(x != 0) or name.endswith("k_proj.bias")), name

@@ -1,0 +1,94 @@
+"""Tiny models and data for the tests of training."""
+
+import dataclasses
+import json
+
+import numpy as np
+
+import dllm_jax
+from train.config import TrainConfig, build
+
+LLADA = dllm_jax.published("llada-8b-base").replace(
+    vocab_size=24,
+    embed_dim=16,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=8,
+    mlp_dim=32,
+    max_length=32,
+    rope_theta=1e4,
+    eos_id=20,
+    pad_id=20,
+    mask_id=21,
+    bos_id=22,
+    end_ids=(20,),
+    dtype="float32",
+)
+DREAM = LLADA.replace(family="dream", shift=True, qkv_bias=True, num_kv_heads=1)
+SPECIAL = ("eos_id", "pad_id", "mask_id", "bos_id", "end_ids")
+
+
+@dataclasses.dataclass(frozen=True)
+class Reverse:
+    """An endless source: a prompt of digits, and the same backwards."""
+
+    digits: int = 5
+    seed: int = 0
+
+    def example(self, index):
+        digits = np.random.default_rng([self.seed, index]).integers(0, 10, self.digits)
+        return dllm_jax_example(digits, digits[::-1])
+
+
+def dllm_jax_example(prompt, answer, given=None):
+    from train.data import Example
+
+    return Example(np.asarray(prompt), np.asarray(answer), given)
+
+
+def model_fields(model=LLADA):
+    fields = dataclasses.asdict(model)
+    base = dataclasses.asdict(dllm_jax.published("llada-8b-base"))
+    changed = {name: value for name, value in fields.items() if value != base[name]}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in changed.items()}
+
+
+def settings(out, **changes):
+    """A complete small run as a nested table; changes are written like ``optimizer__lr=0.1``."""
+    values = {
+        "out": str(out),
+        "steps": 6,
+        "model": {"config": model_fields()},
+        "data": {"source": "train_toys:Reverse", "length": 12},
+        "optimizer": {"batch": 8, "warmup": 2, "lr": 1e-2},
+        "checkpoint": {"every": 3},
+        "log": {"every": 2, "mfu": False},
+    }
+    for name, value in changes.items():
+        *tables, last = name.split("__")
+        table = values
+        for part in tables:
+            table = table.setdefault(part, {})
+        table[last] = value
+    return values
+
+
+def run_config(out, **changes) -> TrainConfig:
+    return build(TrainConfig, settings(out, **changes))
+
+
+def write_toml(path, values):
+    """TOML of a nested table: dotted keys with JSON values, which both languages write alike here."""
+    lines = []
+
+    def walk(prefix, table):
+        for name, value in table.items():
+            if isinstance(value, dict) and value:
+                walk(f"{prefix}{name}.", value)
+            else:
+                lines.append(f"{prefix}{name} = {json.dumps(value)}")
+
+    walk("", values)
+    path.write_text("\n".join(lines) + "\n")
+    return path
