@@ -32,7 +32,24 @@ _CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-BUILT_IN: Mapping[str, str] = types.MappingProxyType({"llada": _LLADA, "dream": _CHATML, "qwen2": _CHATML})
+# "detailed thinking off" is what the public evaluations send. A system message of one's own comes before it in the same
+# turn, on a line of its own, so that the switch is always there and there is one system turn.
+_LLADA_MOE = (
+    "{% set roles = {'system': 'SYSTEM', 'user': 'HUMAN', 'assistant': 'ASSISTANT'} %}"
+    "{{ '<role>SYSTEM</role>' }}"
+    "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] + '\n' }}{% endif %}"
+    "{{ 'detailed thinking off<|role_end|>' }}"
+    "{% for message in messages %}"
+    "{% if not (loop.first and message['role'] == 'system') %}"
+    "{{ '<role>' + roles[message['role']] + '</role>' + message['content'] + '<|role_end|>' }}"
+    "{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<role>ASSISTANT</role>' }}{% endif %}"
+)
+
+BUILT_IN: Mapping[str, str] = types.MappingProxyType(
+    {"llada": _LLADA, "llada-moe": _LLADA_MOE, "dream": _CHATML, "qwen2": _CHATML}
+)
 """Jinja templates by family, for checkpoints that bring none of their own."""
 
 

@@ -17,10 +17,11 @@ from test_bad_checkpoints import config as changed
 
 import convert
 import dllm_jax
+from benchmarks import moe as benchmark
 from convert.__main__ import main
 from convert.families import FAMILIES
 from convert.hub_config import HubConfig
-from dllm_jax import checkpoint, moe
+from dllm_jax import chat, checkpoint, moe
 from dllm_jax.config import PUBLISHED, Experts, ModelConfig
 from dllm_jax.denoiser import Denoiser
 from dllm_jax.errors import DllmError
@@ -378,6 +379,30 @@ def test_model_of_random_weights():
     model = dllm_jax.random_model(SMALL)
     assert model.params["layers.1.mlp.w_in"].shape == (6, 16, 2, 12)
     assert bind(SMALL, model.params).layers[0].mlp.route(jnp.ones((1, 3, 16)))[1].shape == (1, 3, 2)
+
+
+def test_the_benchmark_measures_the_same_layer_four_times(tmp_path):
+    file = tmp_path / "moe.json"
+    options = ["--size", "tiny", "--tokens", "16", "--dtypes", "float32", "--routings", "same", "--repeats", "1"]
+    benchmark.main([*options, "--json", str(file)])
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["variant"] for row in rows] == ["rounds", "loop", "einsum", "ragged_dot"]
+    assert all(row["seconds"] > 0 and row["difference"] < 1e-5 for row in rows)
+
+
+def test_chat_template():
+    render = lambda *messages, **options: chat.render(
+        chat.BUILT_IN["llada-moe"], [dict(role=role, content=text) for role, text in messages], tokens={}, **options
+    )
+    assert render(("user", "Hi {{ 1 }}")) == (
+        "<role>SYSTEM</role>detailed thinking off<|role_end|><role>HUMAN</role>Hi {{ 1 }}<|role_end|>"
+        "<role>ASSISTANT</role>"
+    )
+    talk = (("system", "Be kind."), ("user", "a"), ("assistant", "b"), ("user", "c"))
+    assert render(*talk, add_generation_prompt=False) == (
+        "<role>SYSTEM</role>Be kind.\ndetailed thinking off<|role_end|><role>HUMAN</role>a<|role_end|>"
+        "<role>ASSISTANT</role>b<|role_end|><role>HUMAN</role>c<|role_end|>"
+    )
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
