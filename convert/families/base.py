@@ -60,15 +60,14 @@ class Rule:
 
     def slots(self, ours: str, shape: tuple[int, ...]) -> Iterator[Slot]:
         """The hub's tensors that this rule makes of our parameter `ours` of that shape; none if it is not about it."""
-        number = _number(ours, self.ours)
-        if number is None:
+        layer = _number(ours, self.ours)
+        if layer is None:
             return
-        named = [axis for axis, entry in enumerate(self.place) if isinstance(entry, str) and entry != "*"]
-        for at in itertools.product(*(range(shape[axis]) for axis in named)):
-            fixed = dict(zip(named, at, strict=True))
-            numbers = {self.place[axis]: position for axis, position in fixed.items()}
-            hub = self.hub.format(layer=number, **{str(name): position for name, position in numbers.items()})
-            yield Slot(hub, self._hub_shape(shape), ours, self._pieces(shape, fixed), self.transpose)
+        named = {axis: name for axis, name in enumerate(self.place) if isinstance(name, str) and name != "*"}
+        for numbers in itertools.product(*(range(shape[axis]) for axis in named)):
+            hub = self.hub.format(layer=layer, **dict(zip(named.values(), numbers, strict=True)))
+            pieces = self._pieces(shape, dict(zip(named, numbers, strict=True)))
+            yield Slot(hub, self._hub_shape(shape), ours, pieces, self.transpose)
 
     def _hub_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         entries = self.place + (None,) * (len(shape) - len(self.place))
@@ -176,7 +175,7 @@ class Move:
 
 
 def plan(family: Family, config: ModelConfig, entries: Mapping[str, TensorEntry], where: str) -> list[Move]:
-    """Finds the pieces of every parameter, in the backbone's order; reads no values but a tied head's.
+    """Finds the pieces of every parameter, in the order of `entries`; reads no values but a tied head's.
 
     Raises:
         DllmError: naming the first missing, unexpected, misshapen or integer tensors together, and for tensors of two
@@ -203,8 +202,9 @@ def plan(family: Family, config: ModelConfig, entries: Mapping[str, TensorEntry]
     pieces: dict[str, list[Piece]] = {}
     for name, slot in slots.items():
         pieces.setdefault(slot.ours, []).extend(_pieces(slot, entries[name]))
-    shapes = abstract_params(config)
-    return [Move(target, tuple(shapes[target].shape), tuple(parts)) for target, parts in pieces.items()]
+    shapes, place = abstract_params(config), {name: number for number, name in enumerate(entries)}
+    moves = [Move(target, tuple(shapes[target].shape), tuple(parts)) for target, parts in pieces.items()]
+    return sorted(moves, key=lambda move: place[move.pieces[0].entry.name])  # files are read from front to back
 
 
 def _is_ignored(family: Family, name: str) -> bool:
