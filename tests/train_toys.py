@@ -92,3 +92,17 @@ def write_toml(path, values):
     walk("", values)
     path.write_text("\n".join(lines) + "\n")
     return path
+
+
+class Finite:
+    """Twenty examples of `Reverse`."""
+
+    def __len__(self):
+        return 20
+
+    def example(self, index):
+        return Reverse().example(index)
+
+
+def finite():
+    return Finite()

@@ -76,13 +76,17 @@ def init_adapters(
     config: ModelConfig, part: LoraPart, key: jax.Array, shardings: Mapping[str, Sharding] | None = None
 ) -> dict[str, jax.Array]:
     """A normal with standard deviation 1 / sqrt(in), B zero, float32: the model is unchanged at the start."""
-    adapters = {}
-    for name, shape in adapter_shapes(config, part).items():
-        own = jax.random.fold_in(key, zlib.crc32(name.encode()))
-        std = 1.0 / math.sqrt(shape[0]) if name.endswith(_A) else 0.0
-        value = jax.random.normal(own, shape, jnp.float32) * std
-        adapters[name] = jax.device_put(value, shardings[name]) if shardings else value
-    return adapters
+
+    def init() -> dict[str, jax.Array]:
+        return {name: _init_adapter(name, shape, key) for name, shape in adapter_shapes(config, part).items()}
+
+    return jax.jit(init, out_shardings=dict(shardings) if shardings else None)()
+
+
+def _init_adapter(name: str, shape: tuple[int, int], key: jax.Array) -> jax.Array:
+    if name.endswith(_B):
+        return jnp.zeros(shape, jnp.float32)
+    return jax.random.normal(jax.random.fold_in(key, zlib.crc32(name.encode())), shape) / math.sqrt(shape[0])
 
 
 def with_adapters(

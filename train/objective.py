@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.sharding import Sharding
 
 from dllm_jax.denoiser import Denoiser
 from dllm_jax.transformer import RematPolicy
@@ -100,7 +101,13 @@ class Losses(NamedTuple):
 
 
 def diffusion_loss(
-    denoiser: Denoiser, noised: Noised, *, chunk: int = 0, groups: int = 1, remat: RematPolicy | None = None
+    denoiser: Denoiser,
+    noised: Noised,
+    *,
+    chunk: int = 0,
+    groups: int = 1,
+    remat: RematPolicy | None = None,
+    sharding: Sharding | None = None,
 ) -> Losses:
     """The objective on a noised batch [B, T].
 
@@ -109,11 +116,15 @@ def diffusion_loss(
         groups: with `chunk`, number of equal parts of the batch whose masked positions are gathered apart: the number
             of devices that the batch is split over, so that no position leaves its device.
         remat: what of each layer is kept for the backward pass, see `Transformer.forward`.
+        sharding: of arrays whose first axis is the batch; keeps the activations split by it alone.
     """
+    place = lambda x: x if sharding is None else lax.with_sharding_constraint(x, sharding)
     batch, length = noised.tokens.shape
     first = denoiser.min_prompt_length
     start = jnp.full((batch,), first, jnp.int32)
-    hidden, _ = denoiser.full(noised.inputs, noised.lengths, start, length - first, remat=remat)
+    inputs = place(denoiser.embed(noised.inputs))
+    hidden, _ = denoiser.full(inputs, noised.lengths, start, length - first, remat=remat)
+    hidden = place(hidden)
     tokens, weights = noised.tokens[:, first:], noised.weights[:, first:]
     if chunk:
         total, plain = _chunked_sums(denoiser, hidden, tokens, weights, chunk, groups)

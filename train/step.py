@@ -15,7 +15,7 @@ from dllm_jax.config import ModelConfig
 from dllm_jax.denoiser import Denoiser
 from dllm_jax.errors import DllmError
 from dllm_jax.pytree import pytree
-from dllm_jax.sharding import ShardingRules, make_mesh
+from dllm_jax.sharding import ShardingRules, batch_sharding, make_mesh, param_shardings
 from dllm_jax.transformer import RematPolicy
 from train.config import TrainConfig
 from train.lora import with_adapters
@@ -24,6 +24,7 @@ from train.optimizer import make_optimizer, update_average
 
 Params = Mapping[str, jax.Array]
 Metrics = dict[str, jax.Array]
+_TABLE = "embed.embedding"
 
 REMAT: Mapping[str, RematPolicy | None] = types.MappingProxyType(
     {
@@ -133,6 +134,7 @@ class Stepper:
     def __init__(self, config: TrainConfig, model: ModelConfig, placement: Placement) -> None:
         self._config, self._model, self.placement = config, model, placement
         self.optimizer = make_optimizer(config.optimizer, config.steps)
+        self._table_sharding = param_shardings(model, placement.mesh, ShardingRules(embed=None))[_TABLE]
 
     def start(self, trained: Mapping[str, jax.Array]) -> TrainState:
         """The state before the first step, from float32 arrays in their shardings."""
@@ -187,7 +189,7 @@ class Stepper:
         average = state.average
         if average is not None:
             average = update_average(average, trained, state.step, self._config.optimizer.ema)
-        metrics["grad_norm"] = optax.global_norm(gradient)
+        metrics["grad_norm"] = optax.tree.norm(gradient)
         return TrainState(state.step + 1, trained, optimizer, average), metrics
 
     def jitted(self, state: TrainState) -> Any:
@@ -222,12 +224,16 @@ class Stepper:
         lora = self._config.lora
         params = with_adapters(frozen, trained, lora.alpha / lora.rank) if lora.rank else trained
         dtype = jnp.dtype(self._config.compute.dtype)
-        denoiser = Denoiser(self._model, {name: x.astype(dtype) for name, x in params.items()})
+        params = {name: x.astype(dtype) for name, x in params.items()}
+        # Gathered for the lookup: rows of a table that is split by columns would be split so as well, not by batch.
+        params[_TABLE] = lax.with_sharding_constraint(params[_TABLE], self._table_sharding)
+        denoiser = Denoiser(self._model, params)
         losses = diffusion_loss(
             denoiser,
             noised,
             chunk=self._config.objective.chunk,
             groups=self.placement.batch_parts,
             remat=REMAT[self._config.compute.remat],
+            sharding=batch_sharding(self.placement.mesh),
         )
         return losses.loss, losses._asdict()

@@ -169,7 +169,7 @@ class _Run:
     ) -> tuple[TrainState, Mapping[str, float]]:
         """Runs the steps that are left, writing metrics and states."""
         config = self.config
-        key = jax.device_put(jax.random.key(config.seed), self.placement.replicated)
+        key = jax.jit(lambda: jax.random.key(config.seed), out_shardings=self.placement.replicated)()
         schedule = learning_rate(config.optimizer, config.steps)
         batch = lambda step: device_batch(self.parts.rows, step, config, self.placement.batch)
         pending: list[dict[str, jax.Array]] = []

@@ -1,0 +1,275 @@
+"""Whole runs of tiny models: learning, continuing after kills, shardings, adapters, command line."""
+
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from train_toys import LLADA, Reverse, model_fields, run_config, settings, write_toml
+
+import convert
+import dllm_jax
+import train
+from dllm_jax.sharding import param_shardings
+from samplers import generate
+from train.__main__ import main
+from train.folder import States, flat
+from train.optimizer import decayed, learning_rate, make_optimizer, update_average
+from train.setup import prepare
+from train.step import Placement, Stepper, training_mesh
+from train.trainer import device_batch, init_params
+
+ROOT = Path(__file__).parents[1]
+ENVIRONMENT = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+
+
+def lines(out):
+    return [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+
+
+def latest_state(out):
+    """Every leaf of the latest state by name, on the host."""
+    from orbax.checkpoint import v1 as ocp
+
+    with States(Path(out) / "state", 2) as states:
+        step = states.latest
+    return {name: np.asarray(x) for name, x in ocp.load(Path(out) / "state" / str(step)).items()}
+
+
+def assert_same(left, right):
+    assert left.keys() == right.keys()
+    for name in left:
+        np.testing.assert_array_equal(left[name], right[name], err_msg=name)
+
+
+def one_step(config, steps=1):
+    """State and metrics after some steps, without a folder."""
+    parts, mesh = prepare(config), training_mesh(config)
+    placement = Placement(mesh, param_shardings(parts.model, mesh))
+    stepper = Stepper(config, parts.model, placement)
+    state = stepper.start(init_params(parts.model, jax.random.key(0), dtype="float32", shardings=placement.trained))
+    program, metrics = stepper.jitted(state), []
+    for step in range(steps):
+        batch = device_batch(parts.rows, step, config, placement.batch)
+        state, metric = program(state, {}, batch, jax.random.key(0))
+        metrics.append(metric)
+    return state, jax.device_get(metrics)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return one_step(run_config(tmp_path_factory.mktemp("plain") / "out"), steps=2)
+
+
+def assert_close(found, wanted, tolerance=2e-4):
+    np.testing.assert_allclose(found[1][1]["loss"], wanted[1][1]["loss"], rtol=1e-4)
+    np.testing.assert_allclose(found[1][1]["grad_norm"], wanted[1][1]["grad_norm"], rtol=1e-3)
+    for name, x in wanted[0].trained.items():
+        np.testing.assert_allclose(found[0].trained[name], x, atol=tolerance, err_msg=name)
+
+
+def test_accumulation_is_one_large_batch(plain, tmp_path):
+    assert_close(one_step(run_config(tmp_path, optimizer__accumulate=4), steps=2), plain)
+
+
+@pytest.mark.parametrize("chunk", [0, 16])
+def test_a_mesh_changes_nothing(plain, chunk, tmp_path):
+    mesh = {"data": 2, "fsdp": 2, "tensor": 2}
+    found = one_step(run_config(tmp_path, compute__mesh=mesh, objective__chunk=chunk), steps=2)
+    assert_close(found, plain)
+    kernel = found[0].trained["layers.0.attn.q_proj.kernel"]
+    assert len({str(shard.index) for shard in kernel.addressable_shards}) == 4  # fsdp x tensor
+    moments = [x for name, x in flat(found[0].optimizer).items() if name.endswith("layers.0.attn.q_proj.kernel")]
+    assert len(moments) == 2 and all(x.sharding == kernel.sharding for x in moments)
+
+
+def test_bfloat16_keeps_float32_masters_and_a_float32_average(plain, tmp_path):
+    state, metrics = one_step(run_config(tmp_path, compute__dtype="bfloat16", optimizer__ema=0.9), steps=2)
+    assert {x.dtype.name for x in state.trained.values()} == {"float32"}
+    assert {x.dtype.name for x in jax.tree.leaves((state.optimizer, state.average))} <= {"float32", "int32"}
+    np.testing.assert_allclose(metrics[1]["loss"], plain[1][1]["loss"], rtol=0.03)
+    assert metrics[1]["loss"] != plain[1][1]["loss"]
+    kernel = np.asarray(state.trained["lm_head.kernel"])
+    assert np.any(kernel != kernel.astype(jnp.bfloat16).astype(np.float32))
+
+
+def test_average_schedule_and_decay_mask():
+    average, params = {"w": jnp.array([1.0])}, {"w": jnp.array([2.0])}
+    for step, decay in ((0, 0.1), (2, 0.25), (10_000, 0.9)):  # min(0.9, (1 + step) / (10 + step))
+        found = update_average(average, params, jnp.int32(step), 0.9)["w"]
+        np.testing.assert_allclose(found, decay * 1.0 + (1 - decay) * 2.0, rtol=1e-6)
+    part = run_config("x", optimizer__lr=1.0, optimizer__warmup=4, optimizer__final_ratio=0.1).optimizer
+    rate = learning_rate(part, 20)
+    np.testing.assert_allclose([rate(0), rate(2), rate(4), rate(12), rate(20)], [0, 0.5, 1, 0.55, 0.1], atol=1e-6)
+    params = {"a.kernel": jnp.ones((2, 2)), "a.bias": jnp.ones(2), "norm.scale": jnp.ones(2)}
+    assert decayed(params) == {"a.kernel": True, "a.bias": False, "norm.scale": False}
+    part = dataclasses.replace(part, lr=0.1, warmup=0, weight_decay=0.5)
+    optimizer = make_optimizer(part, 20)
+    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    np.testing.assert_allclose([x.mean() for x in updates.values()], [0.0, -0.05, 0.0], atol=1e-7)
+    gradient = {name: jnp.full_like(x, 100.0) for name, x in params.items()}
+    clip = optax.clip_by_global_norm(1.0)
+    assert abs(float(optax.tree.norm(clip.update(gradient, clip.init(params))[0])) - 1.0) < 1e-5
+
+
+def test_learns_a_toy_task_and_the_result_samples_and_exports(tmp_path):
+    out = tmp_path / "run"
+    config = run_config(
+        out,
+        steps=400,
+        model__config=model_fields(LLADA.replace(embed_dim=32, head_dim=16, mlp_dim=64)),
+        data__options={"digits": 3},
+        data__length=8,
+        optimizer__batch=32,
+        optimizer__ema=0.9,
+        checkpoint__weights="ema",
+        checkpoint__every=400,
+        log__every=100,
+        log__mfu=True,
+    )
+    outcome = train.train(config)
+    told = lines(out)
+    assert [line["step"] for line in told] == [100, 200, 300, 400]
+    assert told[0]["loss"] > told[-1]["loss"] and told[-1]["loss"] < 0.35
+    assert told[-1]["tokens_per_second"] > 0 and 0 < told[-1]["mfu"]
+    model = dllm_jax.load(outcome.folder)
+    assert model.config.dtype == "float32"
+    prompts = [Reverse(3).example(10_000 + i).prompt_ids.tolist() for i in range(20)]
+    answers = generate(model, prompts, rule="topk", cache="none", gen_length=5, block_length=5)
+    right = [answer.tokens[:3] == prompt[::-1] for prompt, answer in zip(prompts, answers, strict=True)]
+    assert sum(right) >= 16
+    convert.export(outcome.folder, tmp_path / "hub", progress=False)
+    assert (tmp_path / "hub" / "config.json").is_file()
+    again = train.train(config)
+    assert (again.started, again.metrics) == (400, {})
+
+
+def command(tmp_path, out, **changes):
+    toml = write_toml(tmp_path / f"{Path(out).name}.toml", settings(out, **changes))
+    return [sys.executable, "-m", "train", "masked-diffusion", "--config", str(toml), "--no-progress"]
+
+
+def test_killed_runs_continue_bit_exactly(tmp_path):
+    """SIGKILL at random moments, saves among them: the final state is that of a run that was left alone."""
+    changes = {"steps": 24, "optimizer__ema": 0.9, "checkpoint__every": 2, "data__source": "train_toys:finite"}
+    train.train(run_config(tmp_path / "whole", **changes))
+    out, rng = tmp_path / "killed", np.random.default_rng(0)
+    run = command(tmp_path, out, **changes)
+    for _ in range(2):
+        seen = len(lines(out)) if (out / "metrics.jsonl").is_file() else 0
+        process = subprocess.Popen(run, env=os.environ | ENVIRONMENT, stderr=subprocess.DEVNULL)
+        while process.poll() is None and (not (out / "metrics.jsonl").is_file() or len(safe_lines(out)) <= seen):
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0.0, 0.3))
+        assert process.poll() is None, "the run ended before it was killed; give it more steps"
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    subprocess.run(run, env=os.environ | ENVIRONMENT, check=True, capture_output=True)
+    assert_same(latest_state(out), latest_state(tmp_path / "whole"))
+    one, two = dllm_jax.load(out / "model").params, dllm_jax.load(tmp_path / "whole" / "model").params
+    assert_same(*({name: np.asarray(x) for name, x in params.items()} for params in (one, two)))
+    same = lambda told: [{name: line[name] for name in ("step", "loss", "lr")} for line in told]
+    assert same(lines(out)) == same(lines(tmp_path / "whole"))
+
+
+def safe_lines(out):
+    return (out / "metrics.jsonl").read_text().splitlines()
+
+
+def test_two_processes_train_like_one(tmp_path):
+    changes = {"steps": 4, "checkpoint__every": 4}
+    train.train(run_config(tmp_path / "one", **changes))
+    out = tmp_path / "two"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    run = command(tmp_path, out, compute__mesh={"data": 2, "fsdp": 2}, **changes)
+    environment = os.environ | ENVIRONMENT | {"JAX_NUM_CPU_DEVICES": "2"}
+    joined = [
+        subprocess.Popen(
+            [*run, "--coordinator", address, "--processes", "2", "--process", str(i)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    told = [process.communicate(timeout=120)[0] for process in joined]
+    assert [process.returncode for process in joined] == [0, 0], told
+    assert "write-model" in told[0]
+    np.testing.assert_allclose(
+        [line["loss"] for line in lines(out)], [line["loss"] for line in lines(tmp_path / "one")], rtol=1e-4
+    )
+    assert main(["write-model", "--run", str(out), "--out", str(tmp_path / "model")]) == 0
+    wanted = dllm_jax.load(tmp_path / "one" / "model").params
+    for name, x in dllm_jax.load(tmp_path / "model").params.items():
+        np.testing.assert_allclose(x, wanted[name], atol=2e-4, err_msg=name)
+
+
+def test_interrupted_run_keeps_its_step(tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    config = run_config(out, steps=7, checkpoint__every=100)
+    monkeypatch.setattr("train_toys.Reverse.example", interrupting(Reverse.example, index=8 * 5))
+    with pytest.raises(train.Interrupted, match="interrupted after step"):
+        train.train(config)
+    monkeypatch.undo()
+    outcome = train.train(config)
+    assert outcome.started > 0
+    train.train(run_config(tmp_path / "whole", steps=7))
+    assert_same(latest_state(out), latest_state(tmp_path / "whole"))
+
+
+def interrupting(example, index):
+    def wrapped(self, number):
+        if number == index:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return example(self, number)
+
+    return wrapped
+
+
+def test_lora_trains_adapters_only_and_merges(tmp_path):
+    train.train(run_config(tmp_path / "base", steps=2, checkpoint__every=2))
+    base = tmp_path / "base" / "model"
+    changes = {"model": {"init": str(base)}, "lora": {"rank": 2, "alpha": 8.0}}
+    outcome = train.train(run_config(tmp_path / "lora", **changes))
+    config, part, adapters, named = train.load_adapters(outcome.folder)
+    assert (config, part.rank, part.alpha, named) == (dllm_jax.load(base).config, 2, 8.0, str(base))
+    assert len(adapters) == 2 * 4 * config.num_layers
+    assert adapters["layers.1.attn.o_proj.lora_a"].shape == (16, 2)
+    assert all(np.any(adapters[name]) for name in adapters)
+    state = latest_state(tmp_path / "lora")
+    assert not any("mlp" in name or "kernel" in name for name in state)
+
+    arguments = ["merge-lora", "--base", str(base), "--adapters", str(outcome.folder), "--out", str(tmp_path / "m")]
+    assert main(arguments) == 0
+    plain, merged = dllm_jax.load(base), dllm_jax.load(tmp_path / "m")
+    a, b = adapters["layers.0.attn.q_proj.lora_a"], adapters["layers.0.attn.q_proj.lora_b"]
+    name = "layers.0.attn.q_proj.kernel"
+    np.testing.assert_allclose(merged.params[name], plain.params[name] + 4.0 * a @ b, atol=1e-6)
+    np.testing.assert_array_equal(merged.params["lm_head.kernel"], plain.params["lm_head.kernel"])
+    tokens = jnp.arange(12)[None]
+    seen = train.with_adapters(plain.params, {n: jnp.asarray(x) for n, x in adapters.items()}, 4.0)
+    np.testing.assert_allclose(merged.denoiser(tokens), dllm_jax.Denoiser(plain.config, seen)(tokens), atol=1e-5)
+
+
+def test_lora_on_a_mesh_is_lora(tmp_path):
+    train.train(run_config(tmp_path / "base", steps=2, checkpoint__every=2))
+    changes = {"model": {"init": str(tmp_path / "base" / "model")}, "lora": {"rank": 2, "targets": ["*.mlp.*.kernel"]}}
+    losses = []
+    for mesh in ({}, {"fsdp": 2, "tensor": 2}):
+        out = tmp_path / f"lora{len(mesh)}"
+        train.train(run_config(out, compute__mesh=mesh, **changes))
+        losses.append([line["loss"] for line in lines(out)])
+    np.testing.assert_allclose(*losses, rtol=1e-4)
