@@ -116,4 +116,6 @@ def _called(target: Callable[..., Any], reference: str, options: Mapping[str, An
         inspect.signature(target).bind(**given)
     except TypeError as error:
         raise DllmError(f"data.options do not fit {reference}: {error}") from None
+    except ValueError:
+        pass  # written in C, without a signature
     return target(**given)

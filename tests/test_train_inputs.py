@@ -1,0 +1,294 @@
+"""Data that is read and rows that are made of it; and every mistake is one sentence before anything is written."""
+
+import json
+import sys
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from train_toys import LLADA, Reverse, dllm_jax_example, model_fields, run_config, settings, write_toml
+
+import dllm_jax
+import train
+from dllm_jax import DllmError
+from train.__main__ import main
+from train.config import DataPart, read_config
+from train.data import Ahead, Rows, Setup, from_reference
+from train.data.files import Listed, datasets, jsonl, text
+
+
+def rows_of(examples, kind="sft", **part):
+    part = {"length": 10, "shuffle": False} | part
+    return Rows(Listed(examples), DataPart(**part), kind, LLADA, seed=0)
+
+
+def test_rows_are_padded_with_end_tokens_that_are_learned():
+    example = dllm_jax_example([1, 2], [3, 4, 5], np.array([False, True, False]))
+    row = rows_of([example])(0)
+    assert row.tokens.tolist() == [1, 2, 3, 4, 5, 20, 20, 20, 20, 20]
+    assert row.targets.tolist() == [False, False, True, False] + [True] * 6 and row.length == 10
+    row = rows_of([example], answer_length=4)(0)
+    assert row.targets.sum() == 3 and row.length == 6
+    row = rows_of([example], pad=False)(0)
+    assert row.targets.sum() == 2 and row.length == 5
+    row = rows_of([example], kind="pretrain", pad=False)(0)
+    assert row.targets.sum() == 5
+
+
+def test_rows_of_random_length():
+    rows = rows_of([dllm_jax_example([], np.arange(10))], kind="pretrain", random_length=0.5)
+    made = [rows(i) for i in range(400)]
+    lengths = np.array([row.length for row in made])
+    assert all(row.targets.sum() == row.length for row in made)
+    assert 0.35 < np.mean(lengths < 10) < 0.6 and lengths.min() == 1
+
+
+def test_every_epoch_is_another_order_of_all_examples():
+    rows = rows_of([dllm_jax_example([i], [i]) for i in range(9)], shuffle=True)
+    epochs = [[rows.index(9 * epoch + i) for i in range(9)] for epoch in range(3)]
+    assert all(sorted(epoch) == list(range(9)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert epochs[1] == [rows.index(9 + i) for i in range(9)]
+    endless = Rows(Reverse(), DataPart(length=12), "sft", LLADA, seed=0)
+    assert [endless.index(i) for i in (0, 7, 10**12)] == [0, 7, 10**12]
+
+
+def test_work_ahead_is_in_order_and_its_errors_arrive():
+    with Ahead(lambda i: i * i, 3, 50) as values:
+        assert list(values) == [i * i for i in range(3, 50)]
+    with Ahead(lambda i: 1 // (5 - i), 0, 50) as values, pytest.raises(ZeroDivisionError):
+        list(values)
+    with Ahead(lambda i: i, 0, 10**9) as values:
+        assert next(values) == 0  # and leaving does not wait for the rest
+
+
+def test_text_is_packed_and_json_lines_are_encoded(tmp_path, llada_tiny):
+    setup = Setup(llada_tiny.config, llada_tiny.tokenizer, 16)
+    eos, encode = llada_tiny.config.eos_id, llada_tiny.tokenizer.encode
+    (tmp_path / "b.txt").write_text("second document, rather long")
+    (tmp_path / "a.txt").write_text("one\n\ntwo")
+    stream = [*encode("one"), eos, *encode("two"), eos, *encode("second document, rather long"), eos]
+    source = text(setup, path=str(tmp_path), separator="\n\n")
+    assert len(source) == len(stream) // 16
+    assert source.example(1).answer_ids.tolist() == stream[16:32]
+
+    file = tmp_path / "data.jsonl"
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": " Yes "}]
+    entries = [
+        {"prompt": "Q", "answer": "A"},
+        {"prompt": [1, 2], "answer": [3]},
+        {"messages": messages},
+        {"text": "abc"},
+        {"ids": [7] * 40},
+    ]
+    file.write_text("\n\n".join(map(json.dumps, entries)))
+    made = [jsonl(setup, path=str(file)).example(i) for i in range(5)]
+    assert (made[0].prompt_ids.tolist(), made[0].answer_ids.tolist()) == (encode("Q"), [*encode("A"), eos])
+    assert made[1].answer_ids.tolist() == [3]
+    assert made[2].prompt_ids.tolist() == llada_tiny.tokenizer.encode_chat(messages[:1])
+    assert made[2].answer_ids.tolist() == [*encode("Yes"), llada_tiny.config.end_ids[-1]]
+    assert made[3].answer_ids.tolist() == encode("abc") and not len(made[3].prompt_ids)
+    assert len(jsonl(setup, path=str(file), drop_long=True)) < 5
+    assert len(jsonl(setup, path=str(file), pack=True).example(0).answer_ids) == 16
+
+
+def test_saved_data_sets(tmp_path, monkeypatch):
+    class Dataset(list):
+        pass
+
+    setup = Setup(LLADA, None, 16)
+    library = types.SimpleNamespace(Dataset=Dataset, load_from_disk=lambda path: Dataset([{"ids": [1, 2]}]))
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    assert datasets(setup, path="x").example(0).answer_ids.tolist() == [1, 2]
+    library.load_from_disk = lambda path: {"train": 1, "test": 2}
+    with pytest.raises(DllmError, match="several splits"):
+        datasets(setup, path="x")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DllmError, match="pip install datasets"):
+        datasets(setup, path="x")
+
+
+@pytest.mark.parametrize("name", ["llada-tiny-text", "llada-sft"])
+def test_example_configs_run_in_miniature(name, tmp_path, llada_tiny):
+    config = train.read_config(f"{train.__path__[0]}/configs/{name}.toml")
+    assert config.out == f"runs/{name}"
+    if name == "llada-tiny-text":
+        (tmp_path / "texts").mkdir()
+        (tmp_path / "texts" / "a.txt").write_text("Tom has 12 books. Tom buys 23. " * 20)
+        changes = {
+            "model.config.embed_dim": 16,
+            "model.config.num_layers": 1,
+            "model.config.mlp_dim": 16,
+            "data.options.path": str(tmp_path / "texts"),
+            "data.length": 32,
+            "model.tokenizer": f"{train.__path__[0]}/../evals/tokenizers/word-problems",
+        }
+    else:
+        (tmp_path / "answers.jsonl").write_text('{"prompt": "Q", "answer": "A"}\n' * 9)
+        changes = {
+            "model.init": str(llada_tiny.folder),
+            "data.options.path": str(tmp_path / "answers.jsonl"),
+            "data.length": 32,
+            "compute.mesh.fsdp": 2,
+            "compute.mesh.tensor": 1,
+            "lora.rank": 2,
+            "objective.chunk": 16,
+            "optimizer.accumulate": 2,
+        }
+    changes |= {"out": str(tmp_path / "run"), "steps": 2, "optimizer.batch": 8, "optimizer.warmup": 1}
+    arguments = [f"{key}={value}" for key, value in changes.items()]
+    path = f"{train.__path__[0]}/configs/{name}.toml"
+    assert main(["masked-diffusion", "--config", path, "--no-progress", "log.mfu=false", *arguments]) == 0
+    if name == "llada-tiny-text":
+        assert dllm_jax.load(tmp_path / "run" / "model").tokenizer.encode("Tom")
+    else:
+        assert train.load_adapters(tmp_path / "run" / "adapters")[1].rank == 2
+
+
+FIVE = LLADA.replace(vocab_size=5, eos_id=4, pad_id=4, mask_id=3, bos_id=2, end_ids=(4,))
+MISTAKES = {
+    "unknown key": ({"optimizer__lrr": 1.0}, "no setting 'optimizer.lrr'; did you mean 'optimizer.lr'"),
+    "unknown part": ({"optimiser": {}}, "did you mean 'optimizer'"),
+    "wrong type": ({"optimizer__batch": 1.5}, "optimizer.batch is 1.5; it must be a whole number"),
+    "bool": ({"data__pad": "no"}, "data.pad is 'no'; it must be true or false"),
+    "choice": ({"objective__kind": "sfd"}, "objective.kind is 'sfd'; choose one of sft, pretrain"),
+    "range": ({"optimizer__b1": 2.0}, "optimizer.b1 is 2.0; it must be between"),
+    "no steps": ({"steps": 0}, "steps is 0; it must be at least 1"),
+    "accumulate": ({"optimizer__accumulate": 3}, "does not split into optimizer.accumulate 3"),
+    "warm-up": ({"optimizer__warmup": 7}, "longer than the 6 steps"),
+    "ema": ({"checkpoint__weights": "ema"}, "optimizer.ema is 0"),
+    "model field": ({"model__config": {"embed_dims": 8}}, "did you mean 'model.config.embed_dim'"),
+    "model type": ({"model__config": {"embed_dim": "8"}}, "model.config.embed_dim is '8'"),
+    "published": ({"model__published": "llada-9b"}, "no published model is called 'llada-9b'"),
+    "verifier": ({"model__published": "qwen2.5-0.5b", "model__config": {}}, "no mask token and cannot be trained"),
+    "init and config": ({"model__init": "x"}, "has its own config"),
+    "no init": ({"model__init": "nowhere", "model__config": {}}, "no checkpoint at nowhere"),
+    "tokenizer": ({"model__tokenizer": "nowhere"}, "is no folder with a tokenizer's files"),
+    "mesh axis": ({"compute__mesh": {"pipe": 2}}, "no axis 'pipe'; use data, expert, fsdp, tensor"),
+    "mesh size": ({"compute__mesh": {"data": 16}}, "needs 16 devices and this process sees 8"),
+    "mesh zero": ({"compute__mesh": {"data": 0}}, "must be at least 1"),
+    "mesh rows": ({"compute__mesh": {"data": 8}, "optimizer__batch": 4}, "do not split over the 8 devices"),
+    "mesh split": ({"compute__mesh": {"tensor": 5}}, "does not split over 5 devices"),
+    "no source": ({"data__source": ""}, "data.source is not set"),
+    "unknown source": ({"data__source": "textt"}, "no data source is called 'textt'"),
+    "no module": ({"data__source": "nowhere:x"}, "cannot be imported"),
+    "no source made": ({"data__source": "builtins:dict"}, "has no example"),
+    "source options": ({"data__options": {"digit": 3}}, "data.options do not fit train_toys:Reverse"),
+    "no file": ({"data__source": "jsonl", "data__options": {"path": "nowhere.jsonl"}}, "no file is at nowhere.jsonl"),
+    "no path": ({"data__source": "jsonl"}, "data.options.path is not set"),
+    "file option": ({"data__source": "jsonl", "data__options": {"paht": "x"}}, "did you mean 'data.options.path'"),
+    "too long": ({"data__length": 9}, "example 0 has 10 tokens and data.length is 9"),
+    "long prompt": ({"data__length": 5}, "example 0 has a prompt of 5 tokens and data.length is 5"),
+    "canvas": ({"data__answer_length": 4}, "which do not fit data.length 12 with data.answer_length 4"),
+    "context": ({"data__length": 64}, "exceeds the model's longest context of 32"),
+    "vocabulary": ({"model__config": model_fields(FIVE)}, "outside the vocabulary of 5"),
+    "mask learned": ({"model__config": model_fields(LLADA.replace(mask_id=3))}, "has the mask token 3 in its answer"),
+    "random length": ({"data__random_length": 0.5}, 'is for objective.kind "pretrain"'),
+    "lora without base": ({"lora__rank": 2}, "adapters need a model to be added to"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_in_settings_are_one_sentence(name, tmp_path, capsys):
+    changes, sentence = MISTAKES[name]
+    path = write_toml(tmp_path / "run.toml", settings(tmp_path / "out", **changes))
+    assert main(["masked-diffusion", "--config", str(path), "--no-progress"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and sentence in error
+    assert not (tmp_path / "out").exists()
+
+
+BAD_LINES = {
+    "not json": ("{", "line 2 is not valid JSON"),
+    "no object": ("[1]", "line 2 is no object"),
+    "nothing in it": ('{"x": 1}', "line 2 has ['x']; it needs"),
+    "ids": ('{"ids": [99]}', "line 2 has token ids outside the vocabulary of 24"),
+    "kind": ('{"ids": [1.5]}', "is neither a text nor a list of token ids"),
+    "messages": ('{"messages": [{"role": "user", "content": "x"}]}', "must end with one of the assistant"),
+    "text without tokenizer": ('{"text": "x"}', "there is no tokenizer; set model.tokenizer"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LINES)
+def test_mistakes_in_files_name_the_line(name, tmp_path):
+    line, sentence = BAD_LINES[name]
+    (tmp_path / "data.jsonl").write_text('{"ids": [1]}\n' + line)
+    with pytest.raises(DllmError) as error:
+        jsonl(Setup(LLADA, None, 8), path=str(tmp_path))
+    assert sentence in str(error.value)
+
+
+def test_other_mistakes(tmp_path, capsys):
+    (tmp_path / "empty.jsonl").write_text("")
+    source = {"data__source": "jsonl", "data__options": {"path": str(tmp_path / "empty.jsonl")}}
+    with pytest.raises(DllmError, match="has no examples"):
+        train.train(run_config(tmp_path / "out", **source))
+    with pytest.raises(DllmError, match="empty; give every example"):
+        rows_of([dllm_jax_example([], [])])(0)
+    with pytest.raises(DllmError, match="less than one row"):
+        jsonl(Setup(LLADA, None, 8), path=str(tmp_path / "empty.jsonl"), pack=True)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").write_text("x")
+    with pytest.raises(DllmError, match="holds something that is no training run"):
+        train.train(run_config(tmp_path / "other"))
+    with pytest.raises(DllmError, match="is a file"):
+        train.train(run_config(tmp_path / "empty.jsonl"))
+    (tmp_path / "bad.toml").write_text("steps = = 3")
+    for path, sentence in (("bad.toml", "not valid TOML"), ("none.toml", "could not be read")):
+        with pytest.raises(DllmError, match=sentence):
+            read_config(tmp_path / path)
+    (tmp_path / "short.toml").write_text("steps = 3")
+    for overrides, sentence in (
+        ([], "out is not set"),
+        (["out"], "'out' is no setting"),
+        (["steps.x=1"], "is a value"),
+    ):
+        with pytest.raises(DllmError, match=sentence):
+            read_config(tmp_path / "short.toml", overrides)
+    config = read_config(
+        tmp_path / "short.toml", ["out=runs/x", "optimizer.warmup=0", "optimizer.lr=3", "model.config={num_layers = 2}"]
+    )
+    assert (config.out, config.optimizer.lr, config.model.config) == ("runs/x", 3.0, {"num_layers": 2})
+    for arguments, sentence in (
+        (["write-model", "--run", str(tmp_path), "--out", str(tmp_path / "m")], "is no training run"),
+        (["merge-lora", "--base", str(tmp_path), "--adapters", "x", "--out", str(tmp_path / "m")], "no params folder"),
+        (["masked-diffusion", "--config", "x", "--processes", "2"], "could not be read"),
+        (["masked-diffusion", "--config", str(tmp_path / "short.toml"), "out=x", "--process", "2"], "belong together"),
+        ([], "arguments are required"),
+    ):
+        assert main(arguments) == 2
+        assert sentence in capsys.readouterr().err
+    with pytest.raises(DllmError, match="holds no adapters"):
+        train.load_adapters(tmp_path)
+    with pytest.raises(DllmError, match="write it like module:name"):
+        from_reference("train_toys:nothing", {})
+
+
+def test_a_diverged_run_stops_and_keeps_its_last_state(tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    config = run_config(out, steps=9, optimizer__clip=0.0, checkpoint__every=2, log__every=3)
+    poison = lambda self, step_state, *rest: spoiled(original(self, step_state, *rest))
+    original = train.trainer.Stepper.__call__
+
+    def spoiled(result):
+        state, metrics = result
+        return state, metrics | {"loss": jnp.where(state.step >= 5, jnp.nan, metrics["loss"])}
+
+    monkeypatch.setattr(train.trainer.Stepper, "__call__", poison)
+    with pytest.raises(DllmError, match="the loss of step 5 is nan; state 4 is kept"):
+        train.train(config)
+    monkeypatch.undo()
+    outcome = train.train(config)
+    assert (outcome.started, outcome.step) == (4, 9)
+    with pytest.raises(DllmError, match=r"was started with optimizer.clip = 0.0, not 1.0"):
+        train.train(run_config(out, steps=9, checkpoint__every=2))
+    monkeypatch.setattr(train.trainer.States, "load", lambda *_: (_ for _ in ()).throw(DllmError("unused")))
+    with pytest.raises(DllmError, match="exists already"):
+        train.write_weights(config, outcome.folder)
+    other = run_config(tmp_path / "lora", model={"init": str(outcome.folder)}, lora={"rank": 2, "targets": ["*.attn"]})
+    with pytest.raises(DllmError, match="matches no parameter"):
+        train.train(other)
+    norms = run_config(tmp_path / "lora", model={"init": str(outcome.folder)}, lora={"rank": 2, "targets": ["*norm*"]})
+    with pytest.raises(DllmError, match="is no projection"):
+        train.train(norms)
