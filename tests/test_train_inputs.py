@@ -238,7 +238,7 @@ def test_other_mistakes(tmp_path, capsys):
     for path, sentence in (("bad.toml", "not valid TOML"), ("none.toml", "could not be read")):
         with pytest.raises(DllmError, match=sentence):
             read_config(tmp_path / path)
-    (tmp_path / "short.toml").write_text("steps = 3")
+    (tmp_path / "short.toml").write_text("steps = 300")
     for overrides, sentence in (
         ([], "out is not set"),
         (["out"], "'out' is no setting"),
@@ -246,9 +246,8 @@ def test_other_mistakes(tmp_path, capsys):
     ):
         with pytest.raises(DllmError, match=sentence):
             read_config(tmp_path / "short.toml", overrides)
-    config = read_config(
-        tmp_path / "short.toml", ["out=runs/x", "optimizer.warmup=0", "optimizer.lr=3", "model.config={num_layers = 2}"]
-    )
+    changes = ["out=runs/x", "optimizer.lr=3", "model.config={num_layers = 2}"]
+    config = read_config(tmp_path / "short.toml", changes)
     assert (config.out, config.optimizer.lr, config.model.config) == ("runs/x", 3.0, {"num_layers": 2})
     for arguments, sentence in (
         (["write-model", "--run", str(tmp_path), "--out", str(tmp_path / "m")], "is no training run"),
