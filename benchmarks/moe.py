@@ -40,7 +40,7 @@ from dllm_jax.moe import apply_experts
 
 Apply = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 MOST_FLOPS = 1.5e12  # of what is run: more takes a CPU longer than anybody waits; its memory is still reported
-PATIENCE = 15.0  # seconds of repeats after which a variant is not repeated any more
+PATIENCE = 10.0  # seconds of repeats after which a variant is not repeated any more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,15 +123,17 @@ def flops(variant: str, size: Size, tokens: int) -> float:
     return 6.0 * rows * tokens * size.dim * size.width
 
 
-def measure(size: Size, tokens: int, dtype: str, routing: str, ceilings: Ceilings, repeats: int) -> list[Row]:
-    """One row per variant, timed in turns, with the largest difference from the library's result."""
+def measure(
+    size: Size, tokens: int, dtype: str, routing: str, ceilings: Ceilings, repeats: int, variants: list[str]
+) -> list[Row]:
+    """One row per variant, timed in turns; `rounds`, which the others are compared with, comes first."""
     operands = make_operands(size, tokens, dtype, routing)
     floor, bound = floor_seconds(size, operands[1], dtype, ceilings)
     programs: dict[str, Callable[..., jax.Array]] = {}
     rows: list[Row] = []
-    for name, apply in VARIANTS.items():
+    for name in variants:
         start = time.perf_counter()
-        programs[name] = compiled = jax.jit(apply).lower(*operands).compile()
+        programs[name] = compiled = jax.jit(VARIANTS[name]).lower(*operands).compile()
         compile_seconds = time.perf_counter() - start
         memory = compiled.memory_analysis()
         rows.append(
@@ -181,30 +183,31 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tokens", default="32,96,1200", help="tokens of a forward (default 32,96,1200)")
     parser.add_argument("--dtypes", default="float32,bfloat16", help="default float32,bfloat16")
     parser.add_argument("--routings", default="even,same", help="default even,same")
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="rounds first; default all")
     parser.add_argument("--repeats", type=int, default=3, help="default 3")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args(arguments)
-    size, rows, ceilings = SIZES[options.size], [], {}
-    load_average = os.getloadavg()[0]
+    size, variants = SIZES[options.size], options.variants.split(",")
+    about = {
+        "command": " ".join(["python -m benchmarks.moe", *(arguments or sys.argv[1:])]),
+        "layer": dataclasses.asdict(size),
+        "hardware": {"device": jax.devices()[0].device_kind, "cpu_cores": os.cpu_count()}
+        | {"load_average_at_start": round(os.getloadavg()[0], 1)},
+        "versions": {name: version(name) for name in ("jax", "jaxlib", "numpy")}
+        | {"python": platform.python_version()},
+    }
+    rows: list[Row] = []
+    ceilings: dict[str, Ceilings] = {}
     for dtype in options.dtypes.split(","):
         ceilings[dtype] = measure_ceilings(dtype, quick=options.size == "tiny")
         for tokens in map(int, options.tokens.split(",")):
             for routing in options.routings.split(","):
-                new = measure(size, tokens, dtype, routing, ceilings[dtype], options.repeats)
+                new = measure(size, tokens, dtype, routing, ceilings[dtype], options.repeats, variants)
                 print_rows(new)
                 rows += new
-    if options.json:
-        about = {
-            "command": " ".join(["python -m benchmarks.moe", *(arguments or sys.argv[1:])]),
-            "layer": dataclasses.asdict(size),
-            "hardware": {"device": jax.devices()[0].device_kind, "cpu_cores": os.cpu_count()}
-            | {"load_average_at_start": round(load_average, 1)},
-            "versions": {name: version(name) for name in ("jax", "jaxlib", "numpy")}
-            | {"python": platform.python_version()},
-            "ceilings": {dtype: dataclasses.asdict(found) for dtype, found in ceilings.items()},
-            "rows": rows,
-        }
-        options.json.write_text(json.dumps(about, indent=1) + "\n")
+                if options.json:  # after every group: an interrupted run has measured something too
+                    measured = {"ceilings": {name: dataclasses.asdict(x) for name, x in ceilings.items()}, "rows": rows}
+                    options.json.write_text(json.dumps(about | measured, indent=1) + "\n")
 
 
 if __name__ == "__main__":
