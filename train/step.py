@@ -137,9 +137,9 @@ class Stepper:
         self._table_sharding = param_shardings(model, placement.mesh, ShardingRules(embed=None))[_TABLE]
 
     def start(self, trained: Mapping[str, jax.Array]) -> TrainState:
-        """The state before the first step, from float32 arrays in their shardings."""
+        """The state before the first step, from float32 arrays in their shardings, whose buffers it takes over."""
         shardings = self.shardings(jax.eval_shape(self._fresh, dict(trained)))
-        return jax.jit(self._fresh, out_shardings=shardings)(dict(trained))
+        return jax.jit(self._fresh, out_shardings=shardings, donate_argnums=0)(dict(trained))
 
     def abstract(self, trained: Mapping[str, jax.ShapeDtypeStruct]) -> TrainState:
         """Shapes, dtypes and shardings of a state without any memory."""

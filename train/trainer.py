@@ -66,7 +66,7 @@ def train(config: TrainConfig, *, progress: bool = False) -> Outcome:
     parts, mesh = prepare(config), training_mesh(config)
     parts.rows(0)  # the first mistakes in the data
     folder = RunFolder(config)
-    run = _Run(config, parts, _placement(config, parts.model, mesh))
+    run = Run(config, parts, placement_of(config, parts.model, mesh))
     folder.begin()
     with folder.states() as states:
         started = states.latest or 0
@@ -92,7 +92,7 @@ def write_weights(config: TrainConfig, out: str | Path, *, overwrite: bool = Fal
     """
     checkpoint.check_out(out, overwrite=overwrite)
     parts, mesh = prepare(config), training_mesh(config)
-    run = _Run(config, parts, _placement(config, parts.model, mesh))
+    run = Run(config, parts, placement_of(config, parts.model, mesh))
     with RunFolder(config).states() as states:
         step = states.latest
         if step is None:
@@ -102,7 +102,7 @@ def write_weights(config: TrainConfig, out: str | Path, *, overwrite: bool = Fal
     return step
 
 
-def _placement(config: TrainConfig, model: ModelConfig, mesh: Any) -> Placement:
+def placement_of(config: TrainConfig, model: ModelConfig, mesh: Any) -> Placement:
     shardings = param_shardings(model, mesh)
     return Placement(mesh, adapter_shardings(model, config.lora, shardings) if config.lora.rank else shardings)
 
@@ -124,7 +124,7 @@ def _write(config: TrainConfig, parts: Parts, state: TrainState, out: Path, *, o
     return True
 
 
-class _Run:
+class Run:
     """The parts of a run that hold no state."""
 
     def __init__(self, config: TrainConfig, parts: Parts, placement: Placement) -> None:
