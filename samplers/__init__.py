@@ -19,6 +19,7 @@ from samplers.engine import Result, Sampler, sample, sample_jit, stream
 from samplers.generate import Generation, generate, make_sampler
 from samplers.noise import KeyNoise, Noise, TableNoise
 from samplers.predictions import Predictions, Sampling
+from samplers.presets import PRESETS, preset
 from samplers.rules import (
     EB,
     RULES,
@@ -39,6 +40,7 @@ from samplers.stopping import Stop, stop_on
 __all__ = [
     "CACHES",
     "EB",
+    "PRESETS",
     "RULES",
     "BlockSampler",
     "BlockState",
@@ -71,6 +73,7 @@ __all__ = [
     "make_cache",
     "make_rule",
     "make_sampler",
+    "preset",
     "sample",
     "sample_jit",
     "stop_on",

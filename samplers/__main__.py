@@ -21,7 +21,7 @@ import textwrap
 import time
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,11 +36,14 @@ from samplers.caches import CACHES
 from samplers.checks import check_number
 from samplers.engine import Result, sample_jit
 from samplers.generate import Generation, Prompt, generate, prepare
-from samplers.live import cache_name, printable, rule_settings, title, watch
-from samplers.rules import RULES, Rule
+from samplers.live import printable, settings_of, title, watch
+from samplers.presets import PRESETS, preset
+from samplers.rules import RULES
+from samplers.smoothing import Smoothing
 
 JSON_LINES = (".jsonl", ".ndjson")
 SHORT_RUN = 2.0  # seconds
+_USUAL = {"rule": "threshold", "cache": "dual"}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -54,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # an answer may hold what the terminal's encoding cannot
     try:
-        _run(_parser().parse_intermixed_args(arguments))
+        _run(_parse(arguments))
         sys.stdout.flush()
     except DllmError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -73,6 +76,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options; a preset's values, or the usual rule and cache policy, stand in for those that were not written."""
+    parser = _parser()
+    options = parser.parse_intermixed_args(arguments)
+    written = {name: vars(options)[name] for name in _USUAL if vars(options)[name] is not None}
+    values = _USUAL if options.preset is None else preset(options.preset, **written)
+    for name, value in values.items():
+        names = {f"rule_{name}", f"cache_{name}"} & vars(options).keys() or {name}
+        parser.set_defaults(**dict.fromkeys(names, value))
+    return parser.parse_intermixed_args(arguments)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m samplers",
@@ -87,17 +102,21 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", help="bfloat16, float16 or float32; as stored by default")
     add("--list", action="store_true", help="print the rules with their options and the cache policies")
     _add_sampling(parser.add_argument_group("sampling"))
-    _add_rule_options(parser.add_argument_group("options of the rules", "see --list for what they mean"))
+    _add_part_options(parser.add_argument_group("options of the rules", "see --list for what they mean"), "rule", RULES)
+    _add_part_options(parser.add_argument_group("options of the cache policies", "likewise"), "cache", CACHES)
     _add_output(parser.add_argument_group("output"))
     return parser
 
 
 def _add_sampling(group: Any) -> None:
     add = group.add_argument
-    add("--rule", default="threshold", metavar="RULE", help=f"{', '.join(RULES)} (default: threshold)")
-    add("--cache", default="dual", metavar="CACHE", help=f"{', '.join(CACHES)} (default: dual)")
+    add("--preset", metavar="NAME", help=f"published settings, changed by other options: {', '.join(PRESETS)}")
+    add("--rule", metavar="RULE", help=f"{', '.join(RULES)} (default: threshold)")
+    add("--cache", metavar="CACHE", help=f"{', '.join(CACHES)} (default: dual)")
     add("--gen-length", type=int, default=256, metavar="N", help="positions to generate (default: 256)")
     add("--block-length", type=int, default=32, metavar="N", help="length of a block, 0 is one block (default: 32)")
+    add("--align-blocks", action="store_true", help="blocks begin at multiples of their length, prompt included")
+    add("--smoothing", nargs="?", const="", metavar="NAME=VALUE,...", help=_SMOOTHING_HELP)
     add("--temperature", type=float, default=0.0, metavar="T", help="0 takes the most probable token (default)")
     add("--top-p", type=float, metavar="P", help="draw from the smallest set of tokens above this probability")
     add("--top-k", type=int, metavar="N", help="draw from so many most probable tokens")
@@ -113,12 +132,32 @@ def _add_sampling(group: Any) -> None:
     add("--batch-size", type=int, metavar="N", help="prompts sampled together (default: all)")
 
 
-def _add_rule_options(group: Any) -> None:
-    for option, takers in _rule_options().items():
-        rules = ", ".join(f"{rule} (default: {_default(field)})" for rule, field in takers.items())
-        choices = sorted({choice for rule in takers for choice in _choices(RULES[rule], option)})
-        about = f"of {rules}" + (f": {', '.join(choices)}" if choices else "")
-        group.add_argument(_flag(option), dest=f"rule_{option}", metavar="VALUE", help=about.replace("%", "%%"))
+def _add_part_options(group: Any, part: str, table: Mapping[str, type]) -> None:
+    for option, takers in _part_options(table).items():
+        names = ", ".join(f"{name} (default: {_default(field)})" for name, field in takers.items())
+        choices = sorted({choice for name in takers for choice in _choices(table[name], option)})
+        about = f"of {names}" + (f": {', '.join(choices)}" if choices else "")
+        group.add_argument(_flag(option), dest=f"{part}_{option}", metavar="VALUE", help=about.replace("%", "%%"))
+
+
+_SMOOTHING_HELP = "iteration smoothing; its numbers are " + ", ".join(
+    f"{field.name} ({field.default})" for field in dataclasses.fields(Smoothing)
+)
+
+
+def _smoothing(text: Any) -> Smoothing | None:
+    """What was written behind --smoothing: nothing, or some of its numbers; a preset's as it is."""
+    if not isinstance(text, str):
+        return text
+    pairs = [part.partition("=") for part in text.split(",") if part]
+    names = [field.name for field in dataclasses.fields(Smoothing)]
+    for name, _, _ in pairs:
+        if name not in names:
+            raise DllmError(f"--smoothing has no number {name!r}; it has {', '.join(names)}")
+    try:
+        return Smoothing(**{name: float(value) for name, _, value in pairs})
+    except ValueError:
+        raise DllmError(f"--smoothing {text!r} is not understood; write it like weight=0.3,growth=0.02") from None
 
 
 def _add_output(group: Any) -> None:
@@ -128,19 +167,19 @@ def _add_output(group: Any) -> None:
     add("--delay", type=float, metavar="SECONDS", help="of the live view, after each forward")
 
 
-def _rule_options() -> dict[str, dict[str, dataclasses.Field]]:
-    """Option -> rule -> field, of everything that rules can be told."""
+def _part_options(table: Mapping[str, type]) -> dict[str, dict[str, dataclasses.Field]]:
+    """Option -> name -> field, of everything that the rules or the cache policies can be told."""
     options: dict[str, dict[str, dataclasses.Field]] = {}
-    for name, rule in RULES.items():
-        for field in _fields(rule):
+    for name, kind in table.items():
+        for field in _fields(kind):
             options.setdefault(field.name, {})[name] = field
     return options
 
 
-def _fields(rule: type[Rule]) -> list[dataclasses.Field]:
+def _fields(kind: type) -> list[dataclasses.Field]:
     """Fields that can be written on a command line, without the quirks of official code."""
-    fields = [field for field in dataclasses.fields(rule) if field.name != "compat"]  # type: ignore[arg-type]
-    return [field for field in fields if _kinds(rule, field.name) & {int, float, bool, str}]
+    fields = [field for field in dataclasses.fields(kind) if field.name != "compat"]
+    return [field for field in fields if _kinds(kind, field.name) & {int, float, bool, str}]
 
 
 def _flag(option: str) -> str:
@@ -228,12 +267,13 @@ def _outline(path_or_name: str) -> Model:
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
     """The options as `generate` takes them."""
-    given = {name.removeprefix("rule_"): v for name, v in vars(options).items() if name.startswith("rule_")}
-    numbers = {name: _value(options.rule, name, text) for name, text in given.items() if text is not None}
     return {
         "rule": options.rule,
-        **numbers,
+        **_numbers(options, "rule", RULES),
         "cache": options.cache,
+        **_numbers(options, "cache", CACHES),
+        "smoothing": _smoothing(options.smoothing),
+        "align_blocks": options.align_blocks,
         "gen_length": options.gen_length,
         "block_length": options.block_length or None,
         "temperature": options.temperature,
@@ -250,9 +290,26 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _value(rule: str, option: str, text: str) -> Any:
-    """What was written for a rule's option, as the type its field wants; as text where the rule has no such option."""
-    kinds = _kinds(RULES[rule], option) if rule in RULES else set()
+def _numbers(options: argparse.Namespace, part: str, table: Mapping[str, type]) -> dict[str, Any]:
+    """The options of the chosen rule or cache policy.
+
+    Raises:
+        DllmError: for one that only others have.
+    """
+    chosen = getattr(options, part)
+    given = {name.removeprefix(f"{part}_"): v for name, v in vars(options).items() if name.startswith(f"{part}_")}
+    given = {name: text for name, text in given.items() if text is not None}
+    own = [field.name for field in _fields(table[chosen])] if chosen in table else list(given)
+    if foreign := sorted(given.keys() - own):
+        raise DllmError(f"{part} {chosen} has no option {foreign[0]!r}; it has {', '.join(own) or 'none'}")
+    return {name: _value(table.get(chosen), name, text) for name, text in given.items()}
+
+
+def _value(kind: type | None, option: str, text: Any) -> Any:
+    """What was written for an option, as the type its field wants; a preset's value as it is."""
+    if kind is None or not isinstance(text, str):
+        return text
+    kinds = _kinds(kind, option)
     try:
         if float in kinds:
             return float(text)
@@ -264,16 +321,16 @@ def _value(rule: str, option: str, text: str) -> Any:
         raise DllmError(f"{_flag(option)} {text!r} is no {wanted}") from None
 
 
-def _kinds(rule: type[Rule], option: str) -> set[Any]:
+def _kinds(kind: type, option: str) -> set[Any]:
     """The types that an option may have; a choice between words is a string."""
-    hint = typing.get_type_hints(rule).get(option)
+    hint = typing.get_type_hints(kind).get(option)
     united = typing.get_origin(hint) in (typing.Union, types.UnionType)
     parts = typing.get_args(hint) if united else (hint,)
     return {str if typing.get_origin(part) is typing.Literal else part for part in parts}
 
 
-def _choices(rule: type[Rule], option: str) -> tuple[Any, ...]:
-    hint = typing.get_type_hints(rule)[option]
+def _choices(kind: type, option: str) -> tuple[Any, ...]:
+    hint = typing.get_type_hints(kind)[option]
     return typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
 
 
@@ -372,12 +429,16 @@ def _for_terminal(text: str) -> str:
 def _told(options: argparse.Namespace, model: Model, sampler: BlockSampler) -> dict[str, Any]:
     """The settings of a run, for its JSON."""
     asked = {**_settings(options), "batch_size": options.batch_size}
+    smoothing = None if sampler.smoothing is None else dataclasses.asdict(sampler.smoothing)
     versions = {"dllm_jax": dllm_jax.__version__, "jax": jax.__version__, "python": platform.python_version()}
+    of_parts = {name for name in asked if {f"rule_{name}", f"cache_{name}"} & vars(options).keys()}
     return {
         "model": model.name,
-        **{name: _finite(asked[name]) for name in asked if f"rule_{name}" not in options},
-        "rule": {name: _finite(value) for name, value in rule_settings(sampler.rule).items()},
-        "cache": cache_name(sampler),
+        **{name: _finite(value) for name, value in asked.items() if name not in of_parts},
+        "preset": options.preset,
+        "rule": {name: _finite(value) for name, value in settings_of(sampler.rule).items()},
+        "cache": settings_of(sampler.cache),
+        "smoothing": smoothing,
         "block_length": sampler.width,
         "device": _device(model),
         "dtype": _dtype(model),
@@ -401,6 +462,7 @@ def _json(
         "prompt_tokens": answer.prompt_tokens,
         "nfe": answer.nfe,
         "full_forwards": answer.full_forwards,
+        "cache_updates": answer.cache_updates,
         "tokens_per_forward": answer.tokens_per_forward,
         "seconds": seconds,
         "compile_seconds": compile_seconds,
@@ -412,20 +474,27 @@ def _json(
 
 
 def _listing() -> str:
-    """All rules with their options, and all cache policies."""
+    """All rules and all cache policies with their options, smoothing, and the presets."""
     width = min(shutil.get_terminal_size().columns, 110)
-    lines = ["rules, by --rule:"]
-    for name, rule in RULES.items():
-        lines += ["", *_wrapped(f"{name}: {_summary(rule)}", width, "  ")]
-        about = _attribute_docs(rule)
-        for field in _fields(rule):
-            choices = ", ".join(_choices(rule, field.name))
-            values = f"(default: {_default(field)}{choices and f'; one of {choices}'})"
-            lines += _wrapped(f"    {_flag(field.name)} {values} {about.get(field.name, '')}", width, "        ")
-    lines += ["", "cache policies, by --cache:", ""]
-    for name, policy in CACHES.items():
-        lines += _wrapped(f"{name}: {_summary(policy)}", width, "  ")
+    lines = ["rules, by --rule:", *_listed(RULES, width)]
+    lines += ["", "cache policies, by --cache:", *_listed(CACHES, width)]
+    lines += ["", *_wrapped(f"--smoothing: {_summary(Smoothing)}", width, "  "), "", "presets, by --preset:", ""]
+    for name, options in PRESETS.items():
+        told = ", ".join(f"{option} {value}" for option, value in options.items() if option != "smoothing")
+        smooth = ", smoothing" if "smoothing" in options else ""
+        lines += _wrapped(f"{name}: {told}{smooth}", width, "  ")
     return "\n".join(lines)
+
+
+def _listed(table: Mapping[str, type], width: int) -> Iterator[str]:
+    for name, kind in table.items():
+        yield ""
+        yield from _wrapped(f"{name}: {_summary(kind)}", width, "  ")
+        about = _attribute_docs(kind)
+        for field in _fields(kind):
+            choices = ", ".join(_choices(kind, field.name))
+            values = f"(default: {_default(field)}{choices and f'; one of {choices}'})"
+            yield from _wrapped(f"    {_flag(field.name)} {values} {about.get(field.name, '')}", width, "        ")
 
 
 def _wrapped(text: str, width: int, indent: str) -> Iterator[str]:
@@ -438,9 +507,9 @@ def _summary(kind: type) -> str:
 
 
 def _attribute_docs(kind: type) -> dict[str, str]:
-    """Attribute -> its sentence in the class's documentation."""
-    section = (inspect.getdoc(kind) or "").partition("Attributes:\n")[2]
-    found = re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", section, re.MULTILINE)
+    """Attribute -> its sentence in the documentation of the class, or of the class that it comes from."""
+    sections = [(inspect.getdoc(base) or "").partition("Attributes:\n")[2] for base in reversed(kind.__mro__)]
+    found = re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", "\n".join(sections), re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in found}
 
 

@@ -12,12 +12,13 @@ from tqdm import tqdm
 
 from dllm_jax import DllmError, Model, ModelConfig
 from samplers.block import BlockSampler
-from samplers.caches import CachePolicy, make_cache
+from samplers.caches import CACHES, CachePolicy, make_cache
 from samplers.checks import check_length, check_whole
 from samplers.engine import Result, sample_jit
 from samplers.noise import row_keys
 from samplers.predictions import Sampling
 from samplers.rules import RULES, Rule, make_rule
+from samplers.smoothing import Smoothing
 from samplers.stopping import Stop, stop_on
 
 Message = Mapping[str, str]
@@ -34,6 +35,7 @@ class Generation:
         prompt_tokens: number of tokens of the prompt.
         nfe: forwards of the denoiser.
         full_forwards: those of them that covered the whole sequence.
+        cache_updates: those of them whose keys and values were all stored for later ones.
         decoded_at: per canvas position the forward that committed it, -1 where none did.
         canvas: all tokens of the canvas.
     """
@@ -43,6 +45,7 @@ class Generation:
     prompt_tokens: int
     nfe: int
     full_forwards: int
+    cache_updates: int
     decoded_at: list[int] = dataclasses.field(repr=False)
     canvas: list[int] = dataclasses.field(repr=False)
 
@@ -69,34 +72,40 @@ def make_sampler(
     defer: Sequence[int] = (),
     canvas_length: int | None = None,
     fill_after_eos: bool = False,
-    **rule_options: Any,
+    smoothing: Smoothing | bool | None = None,
+    align_blocks: bool = False,
+    **part_options: Any,
 ) -> BlockSampler:
     """A `BlockSampler` for a model, from plain values.
 
     Args:
-        rule: name of a rule with its numbers in `rule_options` (``rule="eb", gamma=0.1``), or a rule. A rule with a
+        rule: name of a rule with its numbers in `part_options` (``rule="eb", gamma=0.1``), or a rule. A rule with a
             fixed number of steps takes one per token when none is said.
-        cache: name of a cache policy, or a policy.
+        cache: name of a cache policy, likewise (``cache="vicinity", warmup=2``), or a policy.
         block_length: block of the semi-autoregressive order; capped at gen_length, None is one block.
         temperature, top_p, top_k: how tokens are drawn; 0 is greedy.
         guidance: scale of classifier-free guidance.
         stop: strings or token ids that end an answer, in addition to the model's own end tokens.
         ignore_eos: do not end at the model's end tokens.
         suppress, defer: token ids that are never written, or written last. See `Sampling`.
-        canvas_length, fill_after_eos: see `BlockSampler`.
+        canvas_length, fill_after_eos, align_blocks: see `BlockSampler`.
+        smoothing: iteration smoothing with these numbers; True takes dInfer's.
 
     Raises:
-        DllmError: for unknown names, options the rule does not have, or numbers out of range.
+        DllmError: for unknown names, options that neither the rule nor the cache policy has, or numbers out of range.
     """
     if isinstance(cache, type) or not (isinstance(cache, str) or hasattr(cache, "predict")):
         raise DllmError(f"cache is {cache!r}; give a policy's name, such as 'none', or a policy object")
     check_length("gen_length", gen_length)
     check_length("block_length", block_length, optional=True)
+    cache_options = {name: part_options.pop(name) for name in _own_options(cache) & part_options.keys()}
     return BlockSampler(
-        _make_rule(rule, gen_length, rule_options),
+        _make_rule(rule, gen_length, part_options),
         gen_length=gen_length,
         block_length=None if block_length is None else min(block_length, gen_length),
-        cache=make_cache(cache) if isinstance(cache, str) else cache,
+        cache=make_cache(cache, **cache_options) if isinstance(cache, str) else cache,
+        smoothing=_make_smoothing(smoothing),
+        align_blocks=align_blocks,
         sampling=Sampling(
             temperature=temperature or None,
             top_p=None if top_p == 1.0 else top_p,
@@ -109,6 +118,20 @@ def make_sampler(
         canvas_length=canvas_length,
         fill_after_eos=fill_after_eos,
     )
+
+
+def _own_options(cache: str | CachePolicy) -> set[str]:
+    """Options that a named cache policy has; `make_cache` refuses the name itself."""
+    kind: Any = CACHES.get(cache) if isinstance(cache, str) else None
+    return {field.name for field in dataclasses.fields(kind)} if kind else set()
+
+
+def _make_smoothing(smoothing: Any) -> Smoothing | None:
+    if isinstance(smoothing, bool):
+        return Smoothing() if smoothing else None
+    if smoothing is None or isinstance(smoothing, Smoothing):
+        return smoothing
+    raise DllmError(f"smoothing is {smoothing!r}; give True, a Smoothing, or None")
 
 
 def _make_rule(rule: str | Rule, gen_length: int, options: Mapping[str, Any]) -> Rule:
@@ -340,6 +363,7 @@ def answer(model: Model, prompt: list[int], result: Result, row: int, stop: Sequ
         prompt_tokens=len(prompt),
         nfe=int(result.nfe[row]),
         full_forwards=int(result.full_forwards[row]),
+        cache_updates=int(result.cache_updates[row]),
         decoded_at=result.decoded_at[row].tolist(),
         canvas=result.tokens[row].tolist(),
     )

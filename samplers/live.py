@@ -24,7 +24,7 @@ from samplers.caches import CACHES
 from samplers.checks import check_number
 from samplers.engine import Result, stream
 from samplers.generate import Generation, Prompt, answer, pad_prompts, prepare
-from samplers.rules import RULES, Rule
+from samplers.rules import RULES
 
 END = "\x03"  # stands for any end token until a frame is drawn
 SHORTEST_FRAME, LONGEST_SHOW = 0.1, 8.0  # seconds that an automatic delay aims at
@@ -153,30 +153,30 @@ def _piece_of(model: Model) -> Callable[[int], bytes]:
         return functools.cache(lambda token: tokenizer.decode([token], skip_special=False).encode())
 
 
-def rule_settings(rule: Rule) -> dict[str, Any]:
-    """A rule as plain values: {"name": ..., its numbers and choices}."""
-    name = next((name for name, kind in RULES.items() if type(rule) is kind), type(rule).__name__)
-    fields = [field.name for field in dataclasses.fields(rule) if field.name != "compat"]  # type: ignore[arg-type]
-    return {"name": name, **{field: getattr(rule, field) for field in fields}}
-
-
-def cache_name(sampler: BlockSampler) -> str:
-    """The name of a sampler's cache policy."""
-    kind = type(sampler.cache)
-    return next((name for name, known in CACHES.items() if kind is known), kind.__name__)
+def settings_of(part: Any) -> dict[str, Any]:
+    """A rule or a cache policy as plain values: {"name": ..., its numbers and choices}."""
+    named: dict[str, type] = {**RULES, **CACHES}
+    name = next((name for name, kind in named.items() if type(part) is kind), type(part).__name__)
+    fields = [field.name for field in dataclasses.fields(part) if field.name != "compat"]
+    return {"name": name, **{field: getattr(part, field) for field in fields}}
 
 
 def title(sampler: BlockSampler) -> str:
-    """A sampler in a few words, `eb gamma=0.1 × dual` or `threshold=0.9 × dual`: the rule's first option, and the
-    others that are not as usual."""
-    settings = rule_settings(sampler.rule)
+    """A sampler in a few words, `eb gamma=0.1 × dual` or `threshold=0.9 × vicinity warmup=2 × smoothing`: the rule's
+    first option, and the others that are not as usual."""
+    first = dataclasses.fields(sampler.rule)[0].name  # type: ignore[arg-type]
+    parts = [_described(sampler.rule, {first}), _described(sampler.cache, set())]
+    if sampler.smoothing is not None:
+        parts.append(f"smoothing{_described(sampler.smoothing, set()).removeprefix('Smoothing')}")
+    return " × ".join(parts)
+
+
+def _described(part: Any, always: set[str]) -> str:
+    settings = settings_of(part)
     name = settings.pop("name")
-    usual = {field.name: field.default for field in dataclasses.fields(sampler.rule)[1:]}  # type: ignore[arg-type]
-    numbers = [
-        f"{option}={value}" for option, value in settings.items() if option not in usual or value != usual[option]
-    ]
-    head = [] if name in settings else [name]
-    return f"{' '.join(head + numbers)} × {cache_name(sampler)}"
+    usual = {field.name: field.default for field in dataclasses.fields(part) if field.name not in always}
+    numbers = [f"{option}={value}" for option, value in settings.items() if option in always or value != usual[option]]
+    return " ".join(numbers if name in settings else [name, *numbers])
 
 
 _result_jit = jax.jit(lambda sampler, denoiser, state: sampler.result(denoiser, state))

@@ -55,8 +55,9 @@ def converted(family, tmp_path_factory):
     import convert  # here, because option parsing must not wait for Flax and Orbax
     import dllm_jax
 
-    out = tmp_path_factory.mktemp("checkpoints") / f"{family}-tiny"
-    convert.convert(family, GOLDENS / "checkpoints" / f"{family}-tiny", out)
+    name = f"{family.replace('-', '')}-tiny"
+    out = tmp_path_factory.mktemp("checkpoints") / name
+    convert.convert(family, GOLDENS / "checkpoints" / name, out)
     return dllm_jax.load(out)
 
 
@@ -64,6 +65,12 @@ def converted(family, tmp_path_factory):
 def llada_tiny(tmp_path_factory):
     """The project's own tiny LLaDA, converted and loaded: a Model with .config .params .denoiser .tokenizer."""
     return converted("llada", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def lladamoe_tiny(tmp_path_factory):
+    """The tiny LLaDA-MoE, likewise."""
+    return converted("llada-moe", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """Unmasking rules and scores against brute force, without a model."""
 
+import dataclasses
 import math
 
 import jax
@@ -11,9 +12,11 @@ from hypothesis import strategies as st
 
 from samplers import (
     EB,
+    Credit,
     Dream,
     DualCache,
     Factor,
+    Hierarchical,
     LLaDA,
     NoCache,
     Predictions,
@@ -94,6 +97,86 @@ def test_threshold(confidence, masked, threshold) -> None:
     order = order_of(confidence, masked)
     wanted = {i for i in order if confidence[i] >= threshold} | set(order[:1])
     assert decide(Threshold(threshold), confidence, masked) == sorted(wanted)
+
+
+@settings(max_examples=60)
+@given(scores, masks, masks, st.sampled_from([0.3, 0.9, 1.0]), st.sampled_from([1e-5, 0.2]))
+def test_threshold_as_dinfer_defines_it(confidence, masked, mask_wins, threshold, tolerance) -> None:
+    """limit = min(threshold, best - tolerance) over positions whose best token is not the mask token; where there are
+    none, one position all the same."""
+    order = order_of(confidence, masked)
+    candidates = [i for i in order if not mask_wins[i]]
+    limit = min(threshold, max((np.float32(confidence[i]) - np.float32(tolerance) for i in candidates), default=0.0))
+    wanted = [i for i in candidates if confidence[i] >= limit] or order[:1]
+    rule = Threshold(threshold, tolerance=tolerance, skip_masks=True)
+    assert decide(rule, confidence, masked, mask_wins=mask_wins) == sorted(wanted)
+
+
+def hierarchical_brute_force(confidence, masked, candidates, threshold, low_threshold) -> list[int]:
+    taken, run = set(), []
+    for i in range(len(masked) + 1):
+        if i < len(masked) and masked[i]:
+            run.append(i)
+            continue
+        members = [j for j in run if candidates[j]]
+        best = max((confidence[j] for j in members), default=None)
+        taken |= {j for j in members if confidence[j] == best and (low_threshold is None or best > low_threshold)}
+        run = []
+    everyone = [i for i in range(len(masked)) if masked[i] and candidates[i]]
+    taken |= {i for i in everyone if threshold is not None and confidence[i] > threshold}
+    taken |= set(sorted(everyone, key=lambda i: (-confidence[i], i))[:1])
+    return sorted(taken or order_of(confidence, masked)[:1])
+
+
+numbers = st.sampled_from([None, 0.0, 0.25, 0.5, 0.9])
+
+
+@settings(max_examples=150)
+@given(scores, masks, masks, numbers, numbers)
+def test_hierarchical_equals_brute_force(confidence, masked, mask_wins, threshold, low_threshold) -> None:
+    """Ties, segments without candidates, no segment at all; always progress."""
+    candidates = [not wins for wins in mask_wins]
+    wanted = hierarchical_brute_force(confidence, masked, candidates, threshold, low_threshold)
+    assert decide(Hierarchical(threshold, low_threshold), confidence, masked, mask_wins=mask_wins) == wanted
+
+
+def test_hierarchical_halves_recursively() -> None:
+    """Where confidence peaks in the middle of every run, 1, 2, 4, 8 positions are committed."""
+    width = 15
+    confidence = [0.3 + 0.1 * ((i + 1) & -(i + 1)).bit_length() for i in range(width)]
+    masked, counts = [True] * width, []
+    while any(masked):
+        predictions, view = predictions_of(confidence), view_of(masked)
+        chosen = np.asarray(Hierarchical(None, 0.2).decide(predictions, view, ())[0][0])
+        counts.append(int(chosen.sum()))
+        masked = [one and not now for one, now in zip(masked, chosen, strict=True)]
+    assert counts == [1, 2, 4, 8]
+
+
+def test_credit_grows_decays_and_is_reset() -> None:
+    """C' = decay C + p^boost at the best token of masked positions, from nothing in a block's first forward."""
+    rule = Credit(weight=0.7, boost=0.5, decay=0.8)
+    logits = jax.random.normal(jax.random.key(0), (1, WIDTH, 3))
+    probability = np.asarray(jax.nn.softmax(logits))[0]
+    best, masked = probability.argmax(axis=-1), np.arange(WIDTH) % 3 != 0
+    expected = np.zeros((WIDTH, 3))
+    state = jnp.full((1, WIDTH, 3), 9.0)  # of another block
+    for step in range(3):
+        adjusted, state = rule.adjust(logits, view_of(masked, step=step), state)
+        expected *= 0.8
+        expected[masked, best[masked]] += np.sqrt(probability[masked, best[masked]])
+        np.testing.assert_allclose(state[0], expected, rtol=1e-5)
+        np.testing.assert_allclose(adjusted[0], logits[0] + 0.7 * np.log1p(expected), rtol=1e-5)
+
+
+def test_caution_raises_thresholds_only() -> None:
+    """Iteration smoothing's bound counts for `threshold`, never for `low_threshold`."""
+    confidence, masked = [0.95, 0.7, 0.1, 0.6, 0.1, 0.2, 0.65, 0.2], [True, True, False, True, False, True, True, True]
+    view = dataclasses.replace(view_of(masked), caution=jnp.asarray([0.9]))
+    taken = lambda rule: np.flatnonzero(rule.decide(predictions_of(confidence), view, ())[0][0]).tolist()
+    assert taken(Threshold(0.5)) == [0]
+    assert taken(Threshold(0.97)) == [0]
+    assert taken(Hierarchical(0.5, 0.55)) == [0, 3, 6]
 
 
 @settings(max_examples=60)

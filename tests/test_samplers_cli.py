@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 import samplers
-from samplers import CACHES, RULES, Generation, Rule, engine, live
+from samplers import CACHES, RULES, Generation, Rule, Smoothing, engine, live
 from samplers import __main__ as cli
 from samplers.live import END, Speller, printable, watch
 
@@ -43,7 +43,7 @@ def asked(monkeypatch):
     def generate(model, prompts, *, run, **options):
         seen.update(options, prompts=prompts)
         run.seconds = [1.0] * len(prompts)
-        return [Generation(f"answer {i}", [65], 1, 1, 1, [0], [65]) for i in range(len(prompts))]
+        return [Generation(f"answer {i}", [65], 1, 1, 1, 0, [0], [65]) for i in range(len(prompts))]
 
     monkeypatch.setattr(cli, "generate", generate)
     return seen
@@ -87,8 +87,10 @@ def test_json_has_the_trajectory_the_speed_and_the_settings(run, answer):
     assert line["tokens_per_second"] == pytest.approx(len(answer.tokens) / line["seconds"])
     assert line["tokens_per_forward"] == answer.tokens_per_forward and line["compile_seconds"] > 0
     settings = line["settings"]
-    assert settings["rule"] == {"name": "threshold", "threshold": 0.9, "steps": None}
-    assert (settings["cache"], settings["gen_length"], settings["block_length"]) == ("dual", 16, 8)
+    plain = {"steps": None, "tolerance": None, "skip_masks": False}
+    assert settings["rule"] == {"name": "threshold", "threshold": 0.9, **plain}
+    assert settings["cache"] == {"name": "dual", "refresh_every": None}
+    assert (settings["gen_length"], settings["block_length"]) == (16, 8)
     assert (settings["model"], settings["dtype"], settings["seed"]) == ("llada-tiny", "float32", 0)
     assert settings["versions"]["jax"] == jax.__version__
 
@@ -109,7 +111,7 @@ def test_every_rule_runs(run, number, rule):
     cache = list(CACHES)[number % len(CACHES)]
     status, out, err = run(PROMPT, "--rule", rule, "--cache", cache, "--json", *SHORT)
     line = json.loads(out)
-    assert (status, line["settings"]["rule"]["name"], line["settings"]["cache"]) == (0, rule, cache)
+    assert (status, line["settings"]["rule"]["name"], line["settings"]["cache"]["name"]) == (0, rule, cache)
     assert sorted(set(line["trajectory"])) == list(range(line["nfe"]))
     assert (line["full_forwards"] == line["nfe"]) == (cache == "none")
 
@@ -131,6 +133,44 @@ def test_options_arrive_with_their_types(run, asked):
     run("a", "--stop", "\n\n", "--stop", "Q:", "--stop-id", "65", "--ignore-eos", "--fill-after-eos", "--chat")
     names = ("stop", "ignore_eos", "fill_after_eos", "chat")
     assert [asked[name] for name in names] == [["\n\n", "Q:", 65], True, True, True]
+
+
+def test_cache_policies_and_smoothing_have_options(run, asked):
+    run("a", "--cache", "vicinity", "--prefix-look", "4", "--warmup=0", "--smoothing", "weight=0.2", "--align-blocks")
+    names = ("cache", "prefix_look", "warmup", "smoothing", "align_blocks")
+    assert [asked[name] for name in names] == ["vicinity", 4, 0, Smoothing(weight=0.2), True]
+    run("a", "--cache", "dual", "--refresh-every", "4", "--smoothing", "--json")
+    assert (asked["refresh_every"], asked["smoothing"]) == (4, Smoothing())
+
+
+def test_a_preset_is_changed_by_what_is_written(run, asked):
+    run("a", "--preset", "llada-moe-td", "--gen-length", "16", "--block-length=8", "--threshold=0.7")
+    names = ("rule", "threshold", "low_threshold", "cache", "warmup", "gen_length", "align_blocks", "smoothing")
+    wanted = ["hierarchical", 0.7, 0.62, "vicinity", 4, 16, True, Smoothing(weight=0.3)]
+    assert [asked[name] for name in names] == wanted
+    asked.clear()
+    run("a", "--preset", "llada-moe-cache", "--rule", "eb", "--cache=dual", *SHORT)
+    assert [asked[name] for name in ("rule", "cache", "align_blocks")] == ["eb", "dual", True]
+    assert not {"threshold", "warmup", "skip_masks"} & set(asked)
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        (["--rule=eb", "--threshold=0.9"], "rule eb has no option 'threshold'; it has gamma, proxy"),
+        (["--cache=none", "--warmup=2"], "cache none has no option 'warmup'; it has none"),
+        (["--cache=vicinity", "--warmup=few"], "--warmup 'few' is no whole number"),
+        (["--cache=vicinity", "--prefix-look=-1"], "prefix_look is -1; it must be at least 0"),
+        (["--cache=dual", "--refresh-every=0"], "refresh_every is 0; it must be at least 1"),
+        (["--smoothing=alpha=1"], "--smoothing has no number 'alpha'; it has weight, initial, growth, threshold_decay"),
+        (["--smoothing=weight=much"], "--smoothing 'weight=much' is not understood"),
+        (["--smoothing=weight=-1"], "weight of the smoothing is -1; it must be at least 0"),
+        (["--preset=fastest"], "no preset is called 'fastest'; choose one of llada-moe-no-cache"),
+    ],
+)
+def test_mistakes_in_parts_are_one_sentence(run, options, sentence):
+    status, out, err = run("a", *options)
+    assert (status, out) == (2, "") and err.startswith(f"error: {sentence}") and err.count("\n") == 1
 
 
 def test_infinity_is_valid_json(run, asked):
@@ -213,9 +253,9 @@ def test_a_rule_that_is_added_is_offered(monkeypatch, capsys):
         compat: bool = False
 
     monkeypatch.setattr(cli, "RULES", {**RULES, "new": New})
-    line = ["a", "--rule=new", "--weight=0.25", "--count=3", "--fast=true", "--kind=b", "--threshold=high"]
+    line = ["a", "--rule=new", "--weight=0.25", "--count=3", "--fast=true", "--kind=b"]
     settings = cli._settings(cli._parser().parse_intermixed_args(line))
-    wanted = {"weight": 0.25, "count": 3, "fast": True, "kind": "b", "threshold": "high"}  # refused by name, not type
+    wanted = {"weight": 0.25, "count": 3, "fast": True, "kind": "b"}
     assert {name: settings[name] for name in wanted} == wanted and not {"inner", "compat"} & set(settings)
     assert cli.main(["--list"]) == 0
     out = capsys.readouterr().out

@@ -21,7 +21,8 @@ class VicinityCache(BlockCache):
     Attributes:
         refresh_every: also rebuild in each forward of a row whose number is a multiple of this, from its second block
             on; None does at block starts only.
-        prefix_look, after_look: neighbours that are run with the block.
+        prefix_look: positions before the block that are run with it.
+        after_look: positions behind the block that are run with it.
         warmup: forwards of a row that run everything and store nothing.
         compat: keys and values first stored in another block than the first are built once more after one window, as
             the official code does.

@@ -21,8 +21,9 @@ class Credit(Rule):
     ``logits + weight * ln(1 + C)`` replace the logits.
 
     Attributes:
-        threshold, tolerance: as of the rule `threshold`, in dInfer's definition: a position where the mask token itself
-            is most probable is no candidate while there are others.
+        threshold: every position whose confidence reaches it is committed, and always the surest. A position where the
+            mask token itself is most probable waits as long as there are others.
+        tolerance: what is this close to the surest position is committed with it.
         weight: of the credit (alpha).
         boost: exponent of the gain (gamma); below 1 it favours unsure but stable predictions.
         decay: what is left of the credit from forward to forward (beta).

@@ -1,0 +1,298 @@
+"""Every rule x cache policy x smoothing x early stop in a ragged batch, for LLaDA and LLaDA-MoE: each cell gives the
+tokens of its rows alone. And what the parts of dInfer promise one by one."""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_engine import BLOCK, EOS, GEN, MASK, RULES, assert_same_row, first_layers, run
+
+from dllm_jax import Model
+from dllm_jax.pytree import pytree
+from samplers import (
+    EB,
+    BlockSampler,
+    Credit,
+    DualCache,
+    Hierarchical,
+    NoCache,
+    PrefixCache,
+    Result,
+    Rule,
+    Sampling,
+    Smoothing,
+    Threshold,
+    TopK,
+    VicinityCache,
+    sample,
+    sample_jit,
+    stop_on,
+)
+from samplers.predictions import Predictions
+from samplers.rules import RULES as KNOWN
+from samplers.rules.base import BlockView
+
+CELLS: dict[str, Rule] = {
+    **RULES,
+    "threshold-dinfer": Threshold(0.7, tolerance=1e-5, skip_masks=True),
+    "credit": Credit(0.6),
+    "hierarchical": Hierarchical(0.8, 0.3),
+}
+CACHES: dict[str, Any] = {
+    "none": NoCache(),
+    "prefix": PrefixCache(refresh_every=3),
+    "dual": DualCache(),
+    "vicinity": VicinityCache(prefix_look=4, after_look=6, warmup=2),
+}
+GEN_LENGTHS = (24, 24, 19, 10)  # also such that end within a block
+
+
+@pytree()
+class AnyOf(Rule):
+    """All rules in one program, told apart by a number that is data: so a cell of the matrix compiles nothing."""
+
+    rules: tuple[Rule, ...]
+    number: jax.Array
+
+    def init(self, batch: int, width: int, vocab_size: int) -> Any:
+        return tuple(rule.init(batch, width, vocab_size) for rule in self.rules)
+
+    def adjust(self, logits: jax.Array, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
+        found = [rule.adjust(logits, view, part) for rule, part in zip(self.rules, state, strict=True)]
+        return self._choose([adjusted for adjusted, _ in found]), tuple(part for _, part in found)
+
+    def decide(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
+        found = [rule.decide(predictions, view, part) for rule, part in zip(self.rules, state, strict=True)]
+        return self._choose([select for select, _ in found]), tuple(part for _, part in found)
+
+    def _choose(self, options: list[jax.Array]) -> jax.Array:
+        return jax.lax.select_n(self.number, *options)
+
+
+def test_the_matrix_has_every_rule_and_policy() -> None:
+    """A new rule or policy must join it."""
+    assert {type(rule) for rule in CELLS.values()} == set(KNOWN.values())
+    from samplers.caches import CACHES as known
+
+    assert {type(policy) for policy in CACHES.values()} == set(known.values())
+
+
+@pytest.fixture(scope="module")
+def llada(llada_tiny) -> Model:
+    return first_layers(llada_tiny, 1)
+
+
+@pytest.fixture(scope="module")
+def llada_moe(lladamoe_tiny) -> Model:
+    return first_layers(lladamoe_tiny, 1)
+
+
+@pytest.fixture(scope="module")
+def dream(dream_tiny) -> Model:
+    return first_layers(dream_tiny, 1)
+
+
+def sampler_of(cache: str, smooth: bool, rule: Rule, stop: bool = True, **options: Any) -> BlockSampler:
+    token = EOS if stop else MASK  # the mask token is never written: never an end
+    return BlockSampler(
+        rule,
+        gen_length=GEN,
+        block_length=BLOCK,
+        cache=CACHES[cache],
+        smoothing=Smoothing() if smooth else None,
+        stop=stop_on([token], vocab_size=136),
+        **options,
+    )
+
+
+def numbered(number: int) -> AnyOf:
+    return AnyOf(tuple(CELLS.values()), jnp.int32(number))
+
+
+def check_ran_well(result: Result, cache: str, stop: bool) -> None:
+    """Nothing is left masked or written twice, blocks come in order, forwards and updates add up."""
+    for row, length in enumerate(GEN_LENGTHS):
+        at, nfe = result.decoded_at[row], result.nfe[row]
+        assert (result.tokens[row] != MASK).all() and at.max() < nfe
+        assert stop or (at[:length] >= 0).all()
+        assert (at[length:] == -1).all()
+        starts = [block[block >= 0] for block in np.split(at, range(BLOCK, GEN, BLOCK))]
+        starts = [block for block in starts if len(block)]
+        assert all(ahead.max() < behind.min() for ahead, behind in itertools.pairwise(starts))
+        updates, full = result.cache_updates[row], result.full_forwards[row]
+        if cache == "none":
+            assert (updates, full) == (0, nfe)
+        else:
+            assert 0 < updates <= full < nfe or nfe <= len(starts) + 2
+
+
+@pytest.mark.parametrize("smooth", [False, True], ids=["plain", "smooth"])
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("family", ["llada", "llada_moe"])
+def test_every_cell_is_its_rows_alone(request, family: str, cache: str, smooth: bool) -> None:
+    """One row per cell, each in its turn. Smooth cells also align their blocks to the prompt's start."""
+    model = request.getfixturevalue(family)
+    for (number, rule), stop in itertools.product(enumerate(CELLS), (False, True)):
+        sampler = sampler_of(cache, smooth, numbered(number), stop, align_blocks=smooth)
+        together = run(model, sampler, gen_lengths=jnp.asarray(GEN_LENGTHS))
+        if not smooth:  # whose blocks begin elsewhere
+            check_ran_well(together, cache, stop)
+        row = (number + 2 * stop) % 4
+        alone = run(model, sampler, rows=(row,), gen_lengths=jnp.asarray(GEN_LENGTHS[row : row + 1]))
+        for field in ("tokens", "decoded_at", "nfe", "cache_updates", "lengths"):
+            mine, theirs = getattr(together, field)[row], getattr(alone, field)[0]
+            np.testing.assert_array_equal(mine, theirs, err_msg=f"{rule}, stop {stop}, row {row}: {field}")
+
+
+def test_a_cell_is_the_rule_itself(llada) -> None:
+    """The matrix's way of switching rules changes nothing."""
+    number = list(CELLS).index("credit")
+    one, other = (run(llada, sampler_of("dual", False, rule)) for rule in (numbered(number), CELLS["credit"]))
+    for row in range(4):
+        assert_same_row(one, row, other, row)
+
+
+@pytest.mark.parametrize("cache", ["prefix", "vicinity"])
+def test_the_shifted_family_combines_as_well(dream, cache: str) -> None:
+    """Aligned blocks, smoothing, temperature; after a one-token prompt the first block begins where nothing can run."""
+    sampler = sampler_of(cache, True, CELLS["hierarchical"], align_blocks=True, sampling=Sampling(temperature=0.7))
+    together = run(dream, sampler)
+    for row in (0, 2):
+        assert_same_row(together, row, run(dream, sampler, rows=(row,)), 0)
+    prompt, lengths = jnp.zeros((4, 96), jnp.int32), jnp.asarray([1, 2, 8, 9])
+    short = sample_jit(sampler, dream.denoiser, prompt, lengths, key=jax.random.key(0))
+    assert (np.asarray(short.tokens) != MASK).all()
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_generation_that_ends_within_a_block(llada, cache: str) -> None:
+    """Cut off by `gen_lengths` it is what a sampler of just that length gives."""
+    rows, length = (0, 1), 2 * BLOCK + 3
+    cut = run(llada, sampler_of(cache, False, EB(0.5)), rows=rows, gen_lengths=jnp.full((2,), length))
+    exact = BlockSampler(EB(0.5), length, BLOCK, CACHES[cache], stop=stop_on([EOS], vocab_size=136))
+    whole = run(llada, exact, rows=rows)
+    for field in ("tokens", "decoded_at"):
+        np.testing.assert_array_equal(getattr(cut, field)[:, :length], getattr(whole, field))
+    np.testing.assert_array_equal(cut.nfe, whole.nfe)
+
+
+def plain(cache: Any, rule: Rule = Threshold(0.7), **options: Any) -> BlockSampler:  # noqa: B008
+    return BlockSampler(rule, gen_length=GEN, block_length=BLOCK, cache=cache, **options)
+
+
+def test_vicinity_without_neighbours_is_the_dual_cache(llada) -> None:
+    alone = run(llada, plain(VicinityCache(prefix_look=0, after_look=0, warmup=0)))
+    dual = run(llada, plain(DualCache()))
+    for row in range(4):
+        assert_same_row(alone, row, dual, row)
+
+
+def test_vicinity_that_sees_everything_is_exact(llada) -> None:
+    """Warm-up without end, or a neighbourhood that holds the whole sequence: no approximation is left."""
+    exact = run(llada, plain(NoCache()))
+    for policy in (VicinityCache(warmup=1000), VicinityCache(prefix_look=200, after_look=200)):
+        found = run(llada, plain(policy))
+        for field in ("tokens", "decoded_at", "nfe"):
+            np.testing.assert_array_equal(getattr(found, field), getattr(exact, field))
+
+
+def test_refreshing_in_time_adds_full_forwards(llada) -> None:
+    """One at each block's start and at every third iteration; windows in between."""
+    often, rarely = (run(llada, plain(DualCache(every), TopK(1))) for every in (3, None))
+    assert (rarely.cache_updates == GEN // BLOCK).all()
+    assert (often.cache_updates > rarely.cache_updates).all() and (often.nfe == rarely.nfe).all()
+    with pytest.raises(Exception, match="refresh_every is 0; it must be at least 1"):
+        plain(DualCache(0))
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_smoothing_of_no_weight_is_none(llada, cache: str) -> None:
+    """EB has no threshold that smoothing could raise, so nothing is left of it."""
+    nothing = Smoothing(weight=0.0, initial=0.0, growth=0.0)
+    policy = PrefixCache() if cache == "prefix" else CACHES[cache]  # smoothing counts refreshes as iterations
+    smooth, hard = (run(llada, plain(policy, EB(0.5), smoothing=one)) for one in (nothing, None))
+    for field in ("tokens", "decoded_at", "nfe", "full_forwards"):
+        np.testing.assert_array_equal(getattr(smooth, field), getattr(hard, field))
+
+
+def test_smoothing_is_what_it_says(llada) -> None:
+    """Against a Python loop over the model's own forwards, without a cache."""
+    smoothing, rule = Smoothing(), TopK(2)
+    found = run(llada, plain(NoCache(), rule, smoothing=smoothing), rows=(1,))
+    denoiser = llada.denoiser
+    prompt = [*map(int, np.asarray(run_tokens(1)))]
+    tokens = np.asarray([prompt + [MASK] * GEN])
+    soft = np.zeros((1, tokens.shape[1], llada.config.embed_dim), np.float32)
+    forward = jax.jit(lambda inputs: denoiser.logits(denoiser.full(inputs, length, zero, tokens.shape[1])[0]))
+    length, zero = jnp.asarray([tokens.shape[1]]), jnp.asarray([0])
+    for t in range(int(found.nfe[0])):
+        inputs = np.asarray(denoiser.embed(jnp.asarray(tokens))) + np.where((tokens == MASK)[..., None], soft, 0)
+        logits = np.asarray(forward(jnp.asarray(inputs)))
+        newly = np.flatnonzero(found.decoded_at[0] == t)
+        best = np.where(np.arange(136) == MASK, -np.inf, logits[0, len(prompt) + newly]).argmax(axis=-1)
+        assert found.tokens[0, newly].tolist() == best.tolist()
+        tokens[0, len(prompt) + newly] = best
+        soft = np.asarray(denoiser.expected_embedding(jnp.asarray(logits))) * float(smoothing.alpha(jnp.asarray(t)))
+
+
+def run_tokens(row: int) -> np.ndarray:
+    from test_engine import ROWS
+
+    return np.asarray(ROWS[row])
+
+
+def test_smoothing_holds_no_more_logits_than_a_block(llada) -> None:
+    """No array of [positions, vocabulary] beyond the active block's, in any policy."""
+    prompt, lengths = jnp.zeros((1, 40), jnp.int32), jnp.asarray([40])
+    for policy in CACHES.values():
+        jaxpr = str(jax.make_jaxpr(sample)(plain(policy, smoothing=Smoothing()), llada.denoiser, prompt, lengths))
+        widths = {shape for shape in range(1, 128) if f"f32[1,{shape},136]" in jaxpr}
+        assert widths == {BLOCK}
+
+
+@pytest.mark.parametrize("smooth", [False, True])
+def test_guidance_of_no_scale_is_none(llada, smooth: bool) -> None:
+    guided, free = (run(llada, sampler_of("vicinity", smooth, EB(0.5), guidance=g)) for g in (0.0, None))
+    for row in range(4):
+        assert_same_row(guided, row, free, row)
+
+
+def test_unrolling_wastes_forwards_and_changes_no_token(llada_tiny) -> None:
+    lazy, eager = (run(llada_tiny, plain(DualCache(), unroll=unroll)) for unroll in ((4, 2), None))
+    np.testing.assert_array_equal(lazy.tokens, eager.tokens)
+    assert (lazy.nfe >= eager.nfe).all() and (lazy.nfe > eager.nfe).any()
+
+
+def test_stopping_early_cuts_the_whole_generation(llada_tiny) -> None:
+    """Without smoothing, what is written before the end is what is written without stopping."""
+    stops = [stop_on([token], vocab_size=136) for token in (ord("."), MASK)]
+    stopped, whole = (run(llada_tiny, plain(CACHES["vicinity"], stop=stop)) for stop in stops)
+    written = stopped.decoded_at >= 0
+    assert (stopped.nfe < whole.nfe).all()
+    np.testing.assert_array_equal(stopped.tokens[written], whole.tokens[written])
+    for row, length in enumerate(stopped.lengths):
+        assert whole.tokens[row].tolist().index(ord(".")) == length and written[row, : length + 1].all()
+
+
+def test_aligned_blocks_of_an_aligned_prompt_change_nothing(llada) -> None:
+    prompt = jnp.asarray([run_tokens(0)[:16].tolist()] * 2)
+    results = [
+        sample_jit(plain(policy, align_blocks=align), llada.denoiser, prompt)
+        for policy, align in itertools.product((PrefixCache(), VicinityCache()), (True, False))
+    ]
+    for aligned, free in (results[:2], results[2:]):
+        np.testing.assert_array_equal(aligned.tokens, free.tokens)
+        np.testing.assert_array_equal(aligned.decoded_at, free.decoded_at)
+
+
+def test_a_request_leaves_nothing_behind(llada) -> None:
+    """The same request again, after another one, is the same: no credit, cache or soft input outlives a request."""
+    sampler = sampler_of("vicinity", True, CELLS["credit"])
+    first = run(llada, sampler)
+    run(llada, sampler, rows=(2, 3, 0, 1))
+    again = run(llada, sampler)
+    for row in range(4):
+        assert_same_row(first, row, again, row)
