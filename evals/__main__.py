@@ -86,7 +86,7 @@ def _add_run(commands: Any) -> None:
     add = _command(commands, "run", _run, "score one sampler")
     _add_measuring(add)
     _add_task(add)
-    add("--sampler", required=True, metavar="SPEC", help="RULE or RULE:OPTION=VALUE,...; see python -m samplers --list")
+    add("--sampler", required=True, metavar="SPEC", help="RULE or PRESET, with options as in eb:gamma=0.1")
     add("--json", action="store_true", help="print the whole report as JSON")
     add("--results", metavar="FILE", help="write one JSON line per example")
 

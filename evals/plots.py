@@ -73,7 +73,9 @@ def draw(panels: Sequence[Panel], title: str) -> bytes:
     for ax, panel in zip(axes, panels, strict=True):
         _draw_panel(ax, panel, labels)
     handles, names = axes[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=min(len(labels), 3), fontsize=8, frameon=False)
+    figure.legend(
+        handles, names, loc="outside lower center", ncols=min(len(labels), len(panels) + 1), fontsize=8, frameon=False
+    )
     figure.suptitle(title, fontsize=10)
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=160)

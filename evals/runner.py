@@ -299,8 +299,9 @@ def _timed(program: Any, arguments: Any, options: Any) -> tuple[Result, float]:
 
 def _names(model: Model, task: Task, spec: SamplerSpec, sampler: BlockSampler) -> dict[str, Any]:
     """The part of a report that says what was run."""
-    kept = {"gen_length": sampler.gen_length, "block_length": sampler.width, "cache": spec.options.get("cache", "none")}
-    settings = {"rule": spec.rule, **spec.options, **kept}
+    plain = (bool, int, float, str, type(None))
+    chosen = {name: value if isinstance(value, plain) else str(value) for name, value in spec.settings.items()}
+    settings = {**chosen, "gen_length": sampler.gen_length, "block_length": sampler.width}
     return {"model": model.name, "task": str(task), "sampler": str(spec), "settings": settings}
 
 

@@ -1,7 +1,8 @@
 """Samplers as they are written on the command line: `threshold:threshold=0.9,cache=dual,block_length=32`.
 
-The name is an unmasking rule's; the options are the rule's own and those of `samplers.make_sampler`. A value may be a
-list, `eb:gamma=0.01|0.1|1`, which stands for one sampler per value.
+The name is an unmasking rule's or a preset's; the options are those of the rule, of the cache policy and of
+`samplers.make_sampler`. A preset's canvas is replaced by that of the task. A value may be a list,
+`eb:gamma=0.01|0.1|1`, which stands for one sampler per value.
 """
 
 import dataclasses
@@ -18,6 +19,7 @@ from dllm_jax.errors import DllmError
 from evals import spec
 from evals.tasks import Task
 from samplers import CACHES, RULES, BlockSampler, make_sampler
+from samplers.presets import PRESETS, preset
 
 DEFAULTS: Mapping[str, Any] = {"cache": "none", "block_length": None}  # the plain sampler: one block, no approximation
 _WRITABLE = {int, float, bool, str}
@@ -29,17 +31,25 @@ class SamplerSpec:
     """A sampler before it meets a model.
 
     Attributes:
-        rule: the unmasking rule's name.
-        options: everything else, as `make_sampler` takes it; without what is as usual.
+        name: of an unmasking rule, or of a preset.
+        options: what was written behind it, as `make_sampler` takes it.
     """
 
-    rule: str
+    name: str
     options: Mapping[str, Any]
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """All options of `make_sampler`, the rule among them, but for what the task decides."""
+        if self.name not in PRESETS:
+            return {"rule": self.name, **DEFAULTS, **self.options}
+        chosen = preset(self.name, **self.options)
+        return {name: value for name, value in chosen.items() if name not in _OF_TASK or name in self.options}
+
+    @property
     def numbers(self) -> dict[str, Any]:
-        """The rule's own numbers, which may change without another compilation."""
-        kinds = rule_kinds(self.rule)
+        """The written numbers of the rule, which may change without another compilation."""
+        kinds = _part_kinds(RULES[self.settings["rule"]])
         return {
             name: value
             for name, value in self.options.items()
@@ -49,11 +59,11 @@ class SamplerSpec:
     @property
     def series(self) -> str:
         """The spec without its numbers: samplers of one series differ in numbers only and make one curve."""
-        return str(SamplerSpec(self.rule, {k: v for k, v in self.options.items() if k not in self.numbers}))
+        return str(SamplerSpec(self.name, {k: v for k, v in self.options.items() if k not in self.numbers}))
 
     def __str__(self) -> str:
         options = ",".join(f"{name}={spec.written(value)}" for name, value in self.options.items())
-        return f"{self.rule}:{options}" if options else self.rule
+        return f"{self.name}:{options}" if options else self.name
 
     def build(self, model: Model, task: Task) -> BlockSampler:
         """The sampler of a model for the canvas of a task.
@@ -61,11 +71,10 @@ class SamplerSpec:
         Raises:
             DllmError: for numbers out of range, and combinations that make no sense.
         """
-        options = {**DEFAULTS, **self.options}
         if not task.stops and (fixed := sorted(set(_OF_TASK) & set(self.options))):
             raise DllmError(f"sampler {self}: {fixed[0]} cannot be chosen, the canvas of {task.name} is what it is")
-        options.setdefault("gen_length", task.answer_width)
-        return make_sampler(model, rule=self.rule, ignore_eos=not task.stops, **options)
+        canvas = {"gen_length": task.answer_width, "ignore_eos": not task.stops}
+        return make_sampler(model, **{**canvas, **self.settings})
 
 
 def parse_samplers(text: str) -> list[SamplerSpec]:
@@ -74,9 +83,9 @@ def parse_samplers(text: str) -> list[SamplerSpec]:
     Raises:
         DllmError: for unknown names and options, and values of another type; numbers are checked by `build`.
     """
-    rule, written = spec.parse(text, "sampler")
+    name, written = spec.parse(text, "sampler")
     choices = [value.split("|") for value in written.values()]
-    return [_typed(rule, dict(zip(written, values, strict=True))) for values in itertools.product(*choices)]
+    return [_typed(name, dict(zip(written, values, strict=True))) for values in itertools.product(*choices)]
 
 
 def parse_sampler(text: str) -> SamplerSpec:
@@ -114,13 +123,6 @@ def unique(samplers: Iterable[SamplerSpec]) -> list[SamplerSpec]:
     return [sampler for group in by_series.values() for sampler in group.values()]
 
 
-def rule_kinds(rule: str) -> dict[str, Any]:
-    """Option -> type of a rule, of what can be written; without the quirks of official code."""
-    hints = typing.get_type_hints(RULES[rule])
-    names = [field.name for field in dataclasses.fields(RULES[rule]) if field.name != "compat"]  # type: ignore[arg-type]
-    return {name: hints[name] for name in names if _writable(hints[name])}
-
-
 def _of_table(table: Mapping[str, Any], path: str | Path) -> list[SamplerSpec]:
     rule = table.get("rule")
     if not isinstance(rule, str):
@@ -130,13 +132,24 @@ def _of_table(table: Mapping[str, Any], path: str | Path) -> list[SamplerSpec]:
     return [_typed(rule, {k: spec.written(v) for k, v in zip(lists, values, strict=True)}) for values in products]
 
 
-def _typed(rule: str, written: Mapping[str, str]) -> SamplerSpec:
-    if rule not in RULES:
-        raise DllmError(f"no unmasking rule is called {rule!r}; choose one of {', '.join(RULES)}")
-    options = spec.converted(written, {**rule_kinds(rule), **_sampler_kinds()}, f"sampler {rule}")
-    if options.get("cache", "none") not in CACHES:
-        raise DllmError(f"no cache policy is called {options['cache']!r}; choose one of {', '.join(CACHES)}")
-    return SamplerSpec(rule, options)
+def _typed(name: str, written: Mapping[str, str]) -> SamplerSpec:
+    if name not in {*RULES, *PRESETS}:
+        raise DllmError(
+            f"no unmasking rule or preset is called {name!r}; choose one of {', '.join((*RULES, *PRESETS))}"
+        )
+    usual = PRESETS.get(name, {"rule": name, **DEFAULTS})
+    cache = written.get("cache", usual["cache"])
+    if cache not in CACHES:
+        raise DllmError(f"no cache policy is called {cache!r}; choose one of {', '.join(CACHES)}")
+    kinds = {**_part_kinds(RULES[usual["rule"]]), **_part_kinds(CACHES[cache]), **_sampler_kinds()}
+    return SamplerSpec(name, spec.converted(written, kinds, f"sampler {name}"))
+
+
+def _part_kinds(part: type) -> dict[str, Any]:
+    """Option -> type of a rule or a cache policy, of what can be written; without the quirks of official code."""
+    hints = typing.get_type_hints(part)
+    names = [field.name for field in dataclasses.fields(part) if field.name != "compat"]
+    return {name: hints[name] for name in names if _writable(hints[name])}
 
 
 def _sampler_kinds() -> dict[str, Any]:

@@ -20,6 +20,7 @@ from evals import __main__ as cli
 from evals import area, figures, files, plots
 from evals.sampler import all_samplers, parse_sampler, parse_samplers, read_grid
 from evals.tasks import make_task
+from samplers.presets import PRESETS
 
 SUDOKU = "sudoku:box_rows=2,box_columns=2"
 N = 10
@@ -192,7 +193,7 @@ def test_mistakes_are_found_before_anything_is_compiled(changes, complaint):
 
 def test_a_sampler_is_read_with_its_types():
     sampler = parse_sampler("eb:gamma=0.1,proxy=margin,cache=dual,block_length=8,temperature=0,fill_after_eos=true")
-    assert sampler.rule == "eb" and sampler.options == {
+    assert sampler.name == "eb" and sampler.options == {
         "gamma": 0.1,
         "proxy": "margin",
         "cache": "dual",
@@ -203,6 +204,19 @@ def test_a_sampler_is_read_with_its_types():
     assert sampler.numbers == {"gamma": 0.1} and "gamma" not in sampler.series
     assert parse_sampler(str(sampler)) == sampler and str(parse_sampler("topk")) == "topk"
     assert parse_sampler("eb:gamma=inf,block_length=none").options == {"gamma": math.inf, "block_length": None}
+
+
+def test_options_of_cache_policies_and_presets_are_known():
+    sampler = parse_sampler("topk:cache=vicinity,warmup=2,prefix_look=4,smoothing=true")
+    assert sampler.options == {"cache": "vicinity", "warmup": 2, "prefix_look": 4, "smoothing": True}
+    sampler = parse_sampler("fast-dllm:threshold=0.7")
+    settings = {"rule": "threshold", "threshold": 0.7, "cache": "dual", "block_length": 32}
+    assert sampler.settings == settings and sampler.numbers == {"threshold": 0.7} and sampler.series == "fast-dllm"
+    task = make_task("word-problems:difficulty=hard")
+    for name in PRESETS:
+        built = parse_sampler(name).build(oracle(task, n=1), task)
+        assert built.gen_length == task.answer_width
+    assert parse_sampler("fast-dllm:gen_length=16").build(oracle(task, n=1), task).gen_length == 16
 
 
 def test_lists_make_one_sampler_per_value():
@@ -228,11 +242,12 @@ def test_a_grid_is_read_from_toml(tmp_path):
 @pytest.mark.parametrize(
     "text, complaint",
     [
-        ("best", "no unmasking rule is called 'best'; choose one of"),
+        ("best", "no unmasking rule or preset is called 'best'; choose one of"),
         ("eb:gama=1", "sampler eb has no option 'gama'; it has gamma"),
         ("eb:gamma=x", "gamma 'x' is no number"),
         ("topk:k=1.5", "k '1.5' is no whole number"),
         ("eb:proxy=luck", "proxy 'luck' is unknown; choose one of confidence"),
+        ("eb:warmup=2", "sampler eb has no option 'warmup'"),
         ("eb:cache=huge", "no cache policy is called 'huge'"),
         ("eb:fill_after_eos=1", "fill_after_eos '1' is unknown; choose one of true, false"),
         ("eb:gamma", "'gamma' is no option"),
@@ -419,7 +434,10 @@ def test_tokenizer_writes_the_files_of_a_checkpoint(command, tmp_path):
         (["run"], "the following arguments are required: --model"),
         (["run", "--model", "/nowhere", "--task", "maze", "--sampler", "topk"], "no checkpoint at /nowhere"),
         (["run", "--model", "x", "--task", "chess", "--sampler", "topk"], "no task is called 'chess'"),
-        (["run", "--model", "x", "--task", "maze", "--sampler", "luck"], "no unmasking rule is called 'luck'"),
+        (
+            ["run", "--model", "x", "--task", "maze", "--sampler", "luck"],
+            "no unmasking rule or preset is called 'luck'",
+        ),
         (["run", "--model", "x", "--task", "maze", "--sampler", "eb", "--split", "dev"], "no split is called 'dev'"),
         (["run", "--model", "x", "--task", "maze", "--sampler", "eb", "--n", "many"], "argument --n: invalid int"),
         (["sweep", "--model", "x", "--task", "maze", "--out", "o"], "no sampler was given"),
