@@ -193,9 +193,8 @@ def autoregressive(gen_length: int, denoiser: Denoiser, prompt: jax.Array, promp
     tokens, _ = lax.fori_loop(0, gen_length - 1, step, (tokens, cache))
     each = jnp.ones_like(prompt_lengths)
     decoded_at = jnp.arange(gen_length, dtype=jnp.int32) * each[:, None]
-    return Result(
-        slice_rows(tokens, prompt_lengths, gen_length), gen_length * each, decoded_at, gen_length * each, each
-    )
+    generated = slice_rows(tokens, prompt_lengths, gen_length)
+    return Result(generated, gen_length * each, decoded_at, gen_length * each, each, 0 * each)
 
 
 # Rows
