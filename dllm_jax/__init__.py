@@ -1,4 +1,4 @@
-"""Diffusion language models in JAX: LLaDA, LLaDA-MoE and Dream, from a checkpoint folder to a denoiser that samplers take.
+"""Diffusion language models in JAX: LLaDA, LLaDA-MoE and Dream, from a checkpoint to a denoiser that samplers take.
 
     import dllm_jax
 
