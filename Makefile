@@ -1,7 +1,8 @@
 # `make test` and `make demo` set a fresh machine up by themselves: they need Python >= 3.11 and pip's package index.
-#   make test       lint, types and tests               make format     rewrite the code in ruff's style
+#   make test       lint, types and tests               make goldens    every recorded case (make test runs a part)
 #   make demo       convert a tiny model and sample     make parity     compare with transformers (fetches PyTorch)
-#   make clean      remove everything that make made    make PYTHON=... the Python to build .venv with
+#   make format     rewrite the code in ruff's style    make clean      remove everything that make made
+#   make PYTHON=... the Python to build .venv with      make goldens GOLDENS=DIR    those of another folder
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -17,7 +18,9 @@ PACKAGES := $(patsubst %/,%,$(sort $(dir $(wildcard $(addsuffix /*.py,dllm_jax c
 TORCH ?= torch==2.13.0
 PARITY := .parity
 
-.PHONY: test lint format typecheck pytest parity demo clean
+GOLDENS ?= tests/goldens
+
+.PHONY: test lint format typecheck pytest goldens parity demo clean
 
 test: lint typecheck pytest
 
@@ -34,6 +37,9 @@ typecheck: $(READY)
 
 pytest: $(READY)
 	$(PY) -m pytest -q --durations=10 -n auto --dist worksteal
+
+goldens: $(READY)
+	$(PY) -m pytest -q -n auto --dist worksteal tests/test_goldens.py --goldens=$(GOLDENS)
 
 parity: $(READY) $(PARITY)/.installed
 	PYTHONPATH=$(PARITY) $(PY) -c 'import torch'

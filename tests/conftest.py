@@ -10,6 +10,7 @@ from unittest import mock
 import hypothesis
 import jax
 import pytest
+from jax._src import lru_cache
 
 ROOT = Path(__file__).parents[1]
 GOLDENS = ROOT / "tests" / "goldens"
@@ -26,15 +27,44 @@ if not os.environ.get("DLLM_JAX_NO_CACHE"):
 for name, value in JAX_SETTINGS.items():
     jax.config.update(name, value)
     os.environ[name.upper()] = str(value)  # for the processes that tests start
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "1e9"  # which read programs and keep none: some are killed
+
+
+def put_whole(cache, key, value):
+    """A program appears in the cache at once: JAX writes it bit by bit, and another worker that reads it crashes."""
+    path = cache.path / f"{key}{lru_cache._CACHE_SUFFIX}"
+    if not path.exists():
+        scratch = path.with_name(f"{path.name}.{os.getpid()}")
+        scratch.write_bytes(value)
+        scratch.replace(path)
+
+
+lru_cache.LRUCache.put = put_whole
 
 # Time limits mean nothing where an example may compile; in CI every run tries the same examples.
 hypothesis.settings.register_profile("dllm_jax", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("dllm_jax")
 
 
+MOST_MAPS = 40_000  # of the 65,530 memory maps that Linux lets a process have; a compiled program takes about 230
+
+
+@pytest.fixture(autouse=True)
+def few_programs_at_a_time():
+    """Lets go of compiled programs before there are so many that the system refuses memory and XLA crashes."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
+        jax.clear_caches()
+        gc.collect()
+
+
 def pytest_addoption(parser):
     parser.addoption(
-        "--goldens", type=Path, default=GOLDENS, metavar="DIR", help="golden files to run, written --goldens=DIR"
+        "--goldens",
+        type=Path,
+        metavar="DIR",
+        help="run every golden case of this folder, written --goldens=DIR; by default a part of our own",
     )
 
 
@@ -48,7 +78,7 @@ def pytest_sessionfinish():
 @pytest.fixture(scope="session")
 def goldens(request):
     """The folder of golden files that was asked for."""
-    return request.config.getoption("--goldens")
+    return request.config.getoption("--goldens") or GOLDENS
 
 
 def converted(family, tmp_path_factory):

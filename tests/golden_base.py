@@ -41,10 +41,23 @@ class Assets:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """The cases in a file's content, and how one of them is run."""
+    """The cases in a file's content, and how one of them is run.
+
+    Attributes:
+        alternate: generations come in pairs of two checkpoints, nearly each a program of its own: by default one of
+            each pair is run, of the one checkpoint and of the other in turn.
+    """
 
     cases: Callable[[dict], list[Case]]
     run: Callable[[Case, Assets], None]
+    alternate: bool = False
+
+    def some(self, content: dict) -> list[Case]:
+        """The cases that are run by default."""
+        found = self.cases(content)
+        if not self.alternate:
+            return found
+        return [case for number, case in enumerate(found) if "prompt" not in case or number % 2 == number // 2 % 2]
 
 
 def cases_of(content: dict) -> list[Case]:

@@ -36,8 +36,8 @@ from samplers.rules import RULES as KNOWN
 from samplers.rules.base import BlockView
 
 CELLS: dict[str, Rule] = {
-    **RULES,
-    "threshold-dinfer": Threshold(0.7, tolerance=1e-5, skip_masks=True),
+    **{name: RULES[name] for name in ("llada", "dream", "topk", "factor", "eb")},
+    "threshold": Threshold(0.7, tolerance=1e-5, skip_masks=True),
     "credit": Credit(0.6),
     "hierarchical": Hierarchical(0.8, 0.3),
 }
