@@ -131,12 +131,21 @@ def forward_flops(config: ModelConfig, batch: int, fed: int, keys: int, kept: in
     """
     width, queries, pairs = config.embed_dim, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
 
-    def layer(asking: int) -> int:
+    def layer(index: int) -> int:
+        asking = kept if index == config.num_layers - 1 else fed
         projections = fed * 2 * pairs + asking * 2 * queries
-        return 2 * (projections * width + asking * (2 * keys * queries + 3 * width * config.mlp_dim))
+        return 2 * (projections * width + asking * (2 * keys * queries + 3 * width * _hidden_width(config, index)))
 
     head = 2 * kept * width * config.vocab_size
-    return batch * ((config.num_layers - 1) * layer(fed) + layer(kept) + head)
+    return batch * (sum(layer(index) for index in range(config.num_layers)) + head)
+
+
+def _hidden_width(config: ModelConfig, index: int) -> int:
+    """Hidden units of a layer's feed-forward part that each token goes through."""
+    experts = config.experts
+    if experts is None or index in experts.dense_layers:
+        return config.mlp_dim
+    return experts.per_token * experts.dim + (experts.shared_dim or 0)
 
 
 def weight_bytes(config: ModelConfig, dtype: str) -> int:

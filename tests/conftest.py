@@ -24,6 +24,9 @@ if not os.environ.get("DLLM_JAX_NO_CACHE"):
     JAX_SETTINGS["jax_compilation_cache_dir"] = str(ROOT / ".jax_cache")
     JAX_SETTINGS["jax_persistent_cache_min_compile_time_secs"] = 0.1  # the smaller ones are not worth their files
 
+# Most of the time goes into compiling: LLVM's optimisations take longer than they save on shapes as small as these.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+
 for name, value in JAX_SETTINGS.items():
     jax.config.update(name, value)
     os.environ[name.upper()] = str(value)  # for the processes that tests start

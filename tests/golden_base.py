@@ -44,20 +44,19 @@ class Family:
     """The cases in a file's content, and how one of them is run.
 
     Attributes:
-        alternate: generations come in pairs of two checkpoints, nearly each a program of its own: by default one of
-            each pair is run, of the one checkpoint and of the other in turn.
+        one_of: of so many generations, nearly each a program of its own, one is run by default; which one moves, so
+            that cases that come in pairs of two checkpoints give both.
     """
 
     cases: Callable[[dict], list[Case]]
     run: Callable[[Case, Assets], None]
-    alternate: bool = False
+    one_of: int = 1
 
     def some(self, content: dict) -> list[Case]:
         """The cases that are run by default."""
-        found = self.cases(content)
-        if not self.alternate:
-            return found
-        return [case for number, case in enumerate(found) if "prompt" not in case or number % 2 == number // 2 % 2]
+        chosen = lambda number: number % self.one_of == number // self.one_of % self.one_of
+        found = enumerate(self.cases(content))
+        return [case for number, case in found if "prompt" not in case or chosen(number)]
 
 
 def cases_of(content: dict) -> list[Case]:

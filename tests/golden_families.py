@@ -368,7 +368,7 @@ FAMILIES: dict[str, Family] = {
     "fast-dllm": Family(cases_of, _run_fast_dllm),
     "dream": Family(cases_of, _run_dream),
     "eb": Family(cases_of, _run_eb),
-    "dinfer": Family(golden_dinfer.cases, golden_dinfer.run, alternate=True),
+    "dinfer": Family(golden_dinfer.cases, golden_dinfer.run, one_of=4),
     "lladamoe": Family(cases_of, _run_llada_moe),
 }
 

@@ -1,6 +1,7 @@
 """Every rule x cache policy x smoothing x early stop in a ragged batch, for LLaDA and LLaDA-MoE: each cell gives the
 tokens of its rows alone. And what the parts of dInfer promise one by one."""
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -8,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_engine import BLOCK, EOS, GEN, MASK, RULES, assert_same_row, first_layers, run
+from jax.sharding import PartitionSpec
+from test_engine import BLOCK, EOS, GEN, MASK, ROWS, RULES, assert_same_row, first_layers, run
 
-from dllm_jax import Model
+from dllm_jax import Model, batch_sharding, make_mesh, param_shardings
 from dllm_jax.pytree import pytree
 from samplers import (
     EB,
@@ -31,6 +33,8 @@ from samplers import (
     sample_jit,
     stop_on,
 )
+from samplers.caches import CACHES as POLICIES
+from samplers.generate import pad_prompts
 from samplers.predictions import Predictions
 from samplers.rules import RULES as KNOWN
 from samplers.rules.base import BlockView
@@ -75,9 +79,7 @@ class AnyOf(Rule):
 def test_the_matrix_has_every_rule_and_policy() -> None:
     """A new rule or policy must join it."""
     assert {type(rule) for rule in CELLS.values()} == set(KNOWN.values())
-    from samplers.caches import CACHES as known
-
-    assert {type(policy) for policy in CACHES.values()} == set(known.values())
+    assert {type(policy) for policy in CACHES.values()} == set(POLICIES.values())
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +225,7 @@ def test_smoothing_is_what_it_says(llada) -> None:
     smoothing, rule = Smoothing(), TopK(2)
     found = run(llada, plain(NoCache(), rule, smoothing=smoothing), rows=(1,))
     denoiser = llada.denoiser
-    prompt = [*map(int, np.asarray(run_tokens(1)))]
+    prompt = ROWS[1]
     tokens = np.asarray([prompt + [MASK] * GEN])
     soft = np.zeros((1, tokens.shape[1], llada.config.embed_dim), np.float32)
     forward = jax.jit(lambda inputs: denoiser.logits(denoiser.full(inputs, length, zero, tokens.shape[1])[0]))
@@ -236,12 +238,6 @@ def test_smoothing_is_what_it_says(llada) -> None:
         assert found.tokens[0, newly].tolist() == best.tolist()
         tokens[0, len(prompt) + newly] = best
         soft = np.asarray(denoiser.expected_embedding(jnp.asarray(logits))) * float(smoothing.alpha(jnp.asarray(t)))
-
-
-def run_tokens(row: int) -> np.ndarray:
-    from test_engine import ROWS
-
-    return np.asarray(ROWS[row])
 
 
 def test_smoothing_holds_no_more_logits_than_a_block(llada) -> None:
@@ -278,7 +274,7 @@ def test_stopping_early_cuts_the_whole_generation(llada_tiny) -> None:
 
 
 def test_aligned_blocks_of_an_aligned_prompt_change_nothing(llada) -> None:
-    prompt = jnp.asarray([run_tokens(0)[:16].tolist()] * 2)
+    prompt = jnp.asarray([ROWS[0][:16]] * 2)
     results = [
         sample_jit(plain(policy, align_blocks=align), llada.denoiser, prompt)
         for policy, align in itertools.product((PrefixCache(), VicinityCache()), (True, False))
@@ -286,6 +282,29 @@ def test_aligned_blocks_of_an_aligned_prompt_change_nothing(llada) -> None:
     for aligned, free in (results[:2], results[2:]):
         np.testing.assert_array_equal(aligned.tokens, free.tokens)
         np.testing.assert_array_equal(aligned.decoded_at, free.decoded_at)
+
+
+def test_on_a_mesh_it_is_the_same(llada) -> None:
+    """Smoothing, vicinity and credit: batch and heads split by the compiler, the batch by hand in `shard_map`."""
+    sampler = sampler_of("vicinity", True, CELLS["credit"])
+    expected = run(llada, sampler)
+    prompt, lengths = pad_prompts(ROWS, 96)
+    mesh = make_mesh(data=2, tensor=2)
+    params = jax.device_put(dict(llada.params), param_shardings(llada.config, mesh))
+    split = dataclasses.replace(llada, params=params).denoiser
+    placed = jax.device_put((prompt, lengths), batch_sharding(mesh))
+    mapped = jax.jit(
+        jax.shard_map(
+            lambda denoiser, prompt, lengths: sample(sampler, denoiser, prompt, lengths),
+            mesh=make_mesh(data=4),
+            in_specs=(PartitionSpec(), PartitionSpec("data"), PartitionSpec("data")),
+            out_specs=PartitionSpec("data"),
+        )
+    )
+    by_hand = mapped(*jax.device_get((llada.denoiser, prompt, lengths)))
+    for found in (sample_jit(sampler, split, *placed), by_hand):
+        for row in range(4):
+            assert_same_row(jax.device_get(found), row, expected, row)
 
 
 def test_a_request_leaves_nothing_behind(llada) -> None:

@@ -1,5 +1,5 @@
 """Every case of every golden file in `--goldens DIR`, through the public API, on checkpoints made by `convert`. Without
-the option our own files, and of families that need many programs a half (`make goldens` runs all).
+the option our own files, and of families that need many programs a part (`make goldens` runs all).
 
 Ids read `<file stem>/<case name>`: `-k fast-dllm` selects one file. A family is a file stem in
 `golden_families.FAMILIES`; a file of a family that is not implemented yet is skipped by name. Assets and checkpoints
