@@ -533,12 +533,14 @@ HEADINGS = (
 def format_rows(rows: Sequence[Row]) -> str:
     """The table for people."""
     widths = [len(form.format(0 if ">" in form else "")) for form in COLUMNS.values()]
+    for i, name in enumerate(list(COLUMNS)[:3]):
+        widths[i] = max([widths[i], *(len(row[name]) for row in rows)])
     lines = [" ".join(f"{text:{'<' if i < 3 else '>'}{widths[i]}}" for i, text in enumerate(HEADINGS))]
     for row in rows:
         cells = []
         for (name, form), width in zip(COLUMNS.items(), widths, strict=True):
             value = row[name] / 2**20 if name == "program_bytes" and row[name] else row[name]
-            cells.append("-".rjust(width) if value is None else form.format(value))
+            cells.append("-".rjust(width) if value is None else form.format(value).ljust(width))
         lines.append(" ".join(cells))
     return "\n".join(lines)
 
