@@ -77,10 +77,11 @@ def _sampler(args: dict, vocab_size: int, equal_lengths: bool) -> BlockSampler:
     if "itersmooth" in args["iteration"]:
         names = ("cont_weight", "cont_weight_init", "cont_weight_growth", "threshold_decay")
         smoothing = Smoothing(*(args[name] for name in names))
+    one_block = args["block_length"] >= args["gen_length"] and not args["start_block_align"]
     return BlockSampler(
         _rule(args),
         gen_length=max(96, bucket_length(args["gen_length"])),
-        block_length=args["block_length"] if args["block_length"] < args["gen_length"] else None,
+        block_length=None if one_block else args["block_length"],
         cache=_cache(args),
         smoothing=smoothing,
         align_blocks=args["start_block_align"],
