@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -15,6 +16,8 @@ from samplers.generate import bucket_length, pad_prompts
 from samplers.trajectory import steps_of
 
 Case = dict[str, Any]
+
+full_forward = jax.jit(lambda denoiser, *args: denoiser.full(*args), static_argnums=4)
 
 
 @dataclasses.dataclass(frozen=True)

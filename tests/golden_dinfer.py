@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from golden_base import Assets, Case, cases_of
+from golden_base import Assets, Case, cases_of, full_forward
 
 from dllm_jax import Denoiser
 from samplers import (
@@ -28,8 +28,6 @@ from samplers.generate import bucket_length, pad_prompts
 from samplers.predictions import predict
 from samplers.rules.base import BlockView
 from samplers.trajectory import steps_of
-
-_full = jax.jit(lambda denoiser, *args: denoiser.full(*args), static_argnums=4)
 
 
 def cases(content: dict) -> list[Case]:
@@ -231,7 +229,7 @@ def _run_cached_forward(case: Case, assets: Assets) -> None:
     cached = jnp.asarray(case["cached_ids"]).reshape(1, -1)
     low, high = case["window"]
     lengths = jnp.asarray([cached.shape[1]])
-    _, cache = _full(denoiser, cached, lengths, jnp.asarray([0]), cached.shape[1])
+    _, cache = full_forward(denoiser, cached, lengths, jnp.asarray([0]), cached.shape[1])
     ids = cached.at[:, low:high].set(jnp.asarray(case["window_ids"]).reshape(1, -1))
     hidden, _ = denoiser.window(ids, lengths, cache, (jnp.asarray([low]), high - low))
     expected = np.asarray(case["expected"]["logits"])
@@ -259,7 +257,7 @@ def _run_soft_embedding(case: Case, assets: Assets) -> None:
     close(norms if len(wanted) == width else norms[masked], wanted)
     first = np.asarray(expected["embedding_first8"])
     close(inputs[0, :, :8] if len(first) == width else inputs[0, masked, :8], first)
-    hidden, _ = _full(denoiser, inputs, jnp.asarray([width]), jnp.asarray([0]), width)
+    hidden, _ = full_forward(denoiser, inputs, jnp.asarray([width]), jnp.asarray([0]), width)
     logits = np.asarray(denoiser.logits(hidden)[0])
     logits = logits if len(expected["next_logits_argmax"]) == width else logits[masked]
     assert logits.argmax(axis=-1).tolist() == expected["next_logits_argmax"]

@@ -7,7 +7,7 @@ import golden_dinfer
 import jax
 import jax.numpy as jnp
 import numpy as np
-from golden_base import Assets, Case, Family, assert_row, cases_of, check, generate, lengths_of
+from golden_base import Assets, Case, Family, assert_row, cases_of, check, full_forward, generate, lengths_of
 from safetensors import safe_open
 
 import convert
@@ -35,7 +35,6 @@ from samplers.trajectory import first_match, forwards_until
 _loss = jax.jit(masked_loss)
 _is_greedy = jax.jit(is_greedy)
 _logits = jax.jit(lambda denoiser, tokens, lengths=None: denoiser(tokens, lengths))
-_full = jax.jit(lambda denoiser, *args: denoiser.full(*args), static_argnums=4)
 
 
 def _steps(args: dict) -> jax.Array:
@@ -183,7 +182,7 @@ def _run_cached_forward(denoiser: dllm_jax.Denoiser, data: Any, close: Callable[
     total = ids.shape[1]
     start, end = int(data["block_start"]), int(data["block_end"])
     at, lengths = jnp.asarray([start]), jnp.asarray([total])
-    hidden, cache = _full(denoiser, ids, lengths, jnp.asarray([0]), total)
+    hidden, cache = full_forward(denoiser, ids, lengths, jnp.asarray([0]), total)
     close(denoiser.logits(hidden), data["cache_logits"])
     close(np.moveaxis(np.asarray(cache[0].value), 1, 2), data["cache_v_layer0"])
     for number in ("1", "2"):

@@ -10,9 +10,6 @@ from samplers.caches.base import DenoiserLike, Outcome, Request, full_forward
 class NoCache:
     """Exact, and the slowest. Rows move through their blocks independently."""
 
-    def check(self) -> None:
-        """There is nothing to check."""
-
     def init(self, denoiser: DenoiserLike, batch: int, length: int) -> Any:
         return ()
 

@@ -114,6 +114,14 @@ def rank(score: jax.Array, masked: jax.Array) -> jax.Array:
     return jnp.sum((other > mine) | ((other == mine) & tie_first), axis=-1, dtype=jnp.int32)
 
 
+def not_masks(predictions: Predictions, masked: jax.Array) -> jax.Array:
+    """The masked positions whose best token is not the mask token itself, [B, W] bool; where there are none, the surest
+    masked position alone, so that a step can always commit something."""
+    free = masked & ~predictions.mask_wins
+    stuck = masked & ~jnp.any(free, axis=-1, keepdims=True)
+    return free | (stuck & (rank(predictions.confidence, stuck) == 0))
+
+
 def error_of(predictions: Predictions, proxy: Proxy) -> jax.Array:
     """EB-Sampler's error proxy (section 3 of arXiv 2505.24857), [B, W]: smaller is surer."""
     match proxy:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from dllm_jax.pytree import pytree
 from samplers.checks import check_number
 from samplers.predictions import Predictions
-from samplers.rules.base import BlockView, Number, Rule, per_row
+from samplers.rules.base import BlockView, Number, Rule, not_masks, per_row
 from samplers.rules.threshold import reaching
 
 
@@ -54,5 +54,5 @@ class Credit(Rule):
         return logits + column(self.weight) * jnp.log1p(credit), credit
 
     def decide(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
-        candidates = view.masked & ~predictions.mask_wins
+        candidates = not_masks(predictions, view.masked)
         return reaching(predictions.confidence, view, candidates, self.threshold, self.tolerance), state

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from dllm_jax.pytree import pytree
 from samplers.checks import check_number
 from samplers.predictions import Predictions
-from samplers.rules.base import BlockView, Number, Rule, per_row, rank
+from samplers.rules.base import BlockView, Number, Rule, not_masks, per_row, rank
 
 
 @pytree(static=("compat",))
@@ -40,10 +40,8 @@ class Hierarchical(Rule):
         if self.compat:
             accepted = self._accepted(predictions.max_probability, view, view.masked)
             return accepted & ~predictions.mask_wins, state
-        candidates = view.masked & ~predictions.mask_wins
-        stuck = view.masked & ~jnp.any(candidates, axis=-1, keepdims=True)
-        alone = stuck & (rank(predictions.confidence, stuck) == 0)
-        return self._accepted(predictions.confidence, view, candidates) | alone, state
+        candidates = not_masks(predictions, view.masked)
+        return self._accepted(predictions.confidence, view, candidates), state
 
     def _accepted(self, confidence: jax.Array, view: BlockView, candidates: jax.Array) -> jax.Array:
         confidence = jnp.where(candidates, confidence, -jnp.inf)

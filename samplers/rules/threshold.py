@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from dllm_jax.pytree import pytree
 from samplers.checks import check_number, check_steps
 from samplers.predictions import Predictions
-from samplers.rules.base import BlockView, Number, Rule, per_row, rank
+from samplers.rules.base import BlockView, Number, Rule, not_masks, per_row, rank
 
 
 @pytree(static=("skip_masks",))
@@ -38,7 +38,7 @@ class Threshold(Rule):
             check_steps(self.steps, num_blocks)
 
     def decide(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
-        candidates = view.masked & ~predictions.mask_wins if self.skip_masks else view.masked
+        candidates = not_masks(predictions, view.masked) if self.skip_masks else view.masked
         accepted = reaching(predictions.confidence, view, candidates, self.threshold, self.tolerance)
         if self.steps is not None:
             place = rank(predictions.confidence, accepted)
@@ -54,17 +54,14 @@ def reaching(
 ) -> jax.Array:
     """The candidates whose confidence reaches the threshold, and always the surest of them.
 
-    Where no masked position is a candidate, the surest masked position alone, so that every step commits something.
-
     Args:
         confidence: [B, W] float32.
         candidates: [B, W] bool, among `view.masked`.
         threshold, tolerance: scalars or [B]; None is no tolerance.
     """
     surest = rank(confidence, candidates) == 0
-    accepted = candidates & ((confidence >= view.at_least(threshold)) | surest)
+    accepted = (confidence >= view.at_least(threshold)) | surest
     if tolerance is not None:
         peak = jnp.where(candidates, confidence, -jnp.inf).max(axis=-1, keepdims=True)
-        accepted |= candidates & (confidence >= peak - per_row(tolerance))
-    stuck = ~jnp.any(candidates, axis=-1, keepdims=True)
-    return accepted | (stuck & view.masked & (rank(confidence, view.masked) == 0))
+        accepted |= confidence >= peak - per_row(tolerance)
+    return candidates & accepted
