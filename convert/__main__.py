@@ -7,21 +7,17 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 
 from convert import convert, export, verify
 from convert.families import FAMILIES
+from dllm_jax.command import Parser
 from dllm_jax.errors import DllmError
 from dllm_jax.transformer import num_params
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "B": 1, "": 1}
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise DllmError(f"{message}; see {self.prog} --help")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m convert", description=__doc__)
+    parser = Parser(prog="python -m convert", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for family in FAMILIES:
         command = commands.add_parser(family, help=f"convert a {family} checkpoint from the hub's format")

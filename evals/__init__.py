@@ -10,10 +10,11 @@ belongs to one split by its content, so that what accuracy is measured on was ne
 """
 
 from evals.area import aup
-from evals.runner import Programs, Report, run
+from evals.runner import Report, run
 from evals.sampler import SamplerSpec, parse_sampler, parse_samplers
 from evals.sweeps import Sweep, sweep
 from evals.tasks import SPLITS, TASKS, Example, Source, Task, Verdict, make_task
+from samplers.timing import Programs
 
 __all__ = [
     "SPLITS",

@@ -11,17 +11,16 @@ Examples come from the test split, whose problems no generator gives out for tra
 
 import argparse
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jax
 from rich.console import Console
 
 import dllm_jax
 from dllm_jax import DllmError, Model
+from dllm_jax.command import Parser, run_printing
 from evals import figures, files, plots
 from evals.runner import Report, run
 from evals.sampler import SamplerSpec, all_samplers, parse_sampler
@@ -31,43 +30,25 @@ from evals.tasks.base import check_split
 from evals.tasks.word_problems import train_tokenizer
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise DllmError(f"{message}; see {self.prog} --help")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; 0 when it worked, 2 after a mistake, which is printed as one sentence."""
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs what it raises as well
-    try:
-        options = _parser().parse_args(arguments)
-        options.command(options)
-        sys.stdout.flush()
-    except DllmError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        print("error: the device ran out of memory; use a smaller --batch-size", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    return 0
+    return run_printing(lambda: _run_command(arguments), "use a smaller --batch-size")
+
+
+def _run_command(arguments: Sequence[str] | None) -> None:
+    options = _parser().parse_args(arguments)
+    options.command(options)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m evals",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
     _add_run(commands)
     _add_sweep(commands)
     _add_figure(commands)

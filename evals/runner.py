@@ -4,7 +4,6 @@ import dataclasses
 import math
 import os
 import platform
-import time
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
@@ -18,11 +17,9 @@ from dllm_jax import DllmError, Model, __version__
 from evals.sampler import SamplerSpec, parse_sampler
 from evals.tasks import Example, Task, Verdict, make_task
 from samplers import BlockSampler, Result
-from samplers.engine import sample_jit
 from samplers.generate import check_lengths, pad_prompts
 from samplers.noise import row_keys
-
-SHORT_RUN = 2.0  # seconds
+from samplers.timing import Programs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,38 +94,6 @@ class Report:
     def summary(self) -> dict[str, Any]:
         """Everything but the rows, as JSON takes it."""
         return {name: value for name, value in vars(self).items() if name != "rows"}
-
-
-class Programs:
-    """Generations compiled ahead of time, one per sampler structure and shape, so that compiling is timed apart.
-
-    Attributes:
-        compiled: how many there are.
-        compile_seconds: what they took, together.
-    """
-
-    def __init__(self) -> None:
-        self._made: dict[Any, Any] = {}
-        self.compile_seconds = 0.0
-
-    @property
-    def compiled(self) -> int:
-        return len(self._made)
-
-    def run(self, *arguments: Any, **options: Any) -> tuple[Result, float]:
-        """Calls `sample_jit`, and says how many seconds it took."""
-        leaves, structure = jax.tree.flatten((arguments, options))
-        key = (structure, tuple(str(jax.typeof(leaf)) for leaf in leaves))
-        first = key not in self._made
-        if first:
-            start = time.perf_counter()
-            self._made[key] = sample_jit.lower(*arguments, **options).compile()
-            self.compile_seconds += time.perf_counter() - start
-        result, took = _timed(self._made[key], arguments, options)
-        if first and took < SHORT_RUN:  # a program's first call also loads it, which shows where it is short
-            self.compile_seconds += took
-            result, took = _timed(self._made[key], arguments, options)
-        return result, took
 
 
 def run(
@@ -289,12 +254,6 @@ class _Batches:
             ids=ids,
             text=self.task.show(ids),
         )
-
-
-def _timed(program: Any, arguments: Any, options: Any) -> tuple[Result, float]:
-    start = time.perf_counter()
-    result = jax.block_until_ready(program(*arguments, **options))
-    return result, time.perf_counter() - start
 
 
 def _names(model: Model, task: Task, spec: SamplerSpec, sampler: BlockSampler) -> dict[str, Any]:

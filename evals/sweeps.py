@@ -8,9 +8,10 @@ from typing import Any
 from dllm_jax import Model
 from evals import files, plots
 from evals.area import ALPHA, DROP, aup
-from evals.runner import Programs, Report, check_count, draw, run
+from evals.runner import Report, check_count, draw, run
 from evals.sampler import SamplerSpec
 from evals.tasks import Task
+from samplers.timing import Programs
 
 COLUMNS = (
     "sampler series accuracy accuracy_stderr strict_accuracy exact_match nfe nfe_stderr full_forwards tokens "

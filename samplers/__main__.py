@@ -12,43 +12,37 @@ import io
 import json
 import logging
 import math
-import os
 import platform
 import re
 import shutil
 import sys
 import textwrap
-import time
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 from rich.console import Console
 
 import dllm_jax
 from dllm_jax import DllmError, Model, checkpoint
+from dllm_jax.command import Parser, run_printing
 from dllm_jax.tokenizer import Tokenizer, has_tokenizer
 from samplers.block import BlockSampler
 from samplers.caches import CACHES
 from samplers.checks import check_number
-from samplers.engine import Result, sample_jit
+from samplers.engine import Result
 from samplers.generate import Generation, Prompt, generate, prepare
 from samplers.live import printable, settings_of, title, watch
 from samplers.presets import PRESETS, preset
 from samplers.rules import RULES
 from samplers.smoothing import Smoothing
+from samplers.timing import Programs
 
 JSON_LINES = (".jsonl", ".ndjson")
-SHORT_RUN = 2.0  # seconds
 _USUAL = {"rule": "threshold", "cache": "dual"}
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise DllmError(f"{message}; see {self.prog} --help")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,24 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs what it raises as well
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # an answer may hold what the terminal's encoding cannot
-    try:
-        _run(_parse(arguments))
-        sys.stdout.flush()
-    except DllmError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        print("error: the device ran out of memory; use a smaller --batch-size or --gen-length", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    return 0
+    return run_printing(lambda: _run(_parse(arguments)), "use a smaller --batch-size or --gen-length")
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -89,7 +66,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m samplers",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -213,11 +190,11 @@ def _run(options: argparse.Namespace) -> None:
         told = _told(options, model, sampler)
         for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
             seconds = stopwatch.seconds[i // (options.batch_size or len(prompts))]
-            print(json.dumps(_json(prompt, answer, seconds, stopwatch.compile_seconds, told)))
+            print(json.dumps(_json(prompt, answer, seconds, stopwatch.programs.compile_seconds, told)))
         return
     _print_texts(answers)
     seconds = sum(stopwatch.seconds)
-    speed = f"{seconds:.3f} s, compiled before in {stopwatch.compile_seconds:.1f} s"
+    speed = f"{seconds:.3f} s, compiled before in {stopwatch.programs.compile_seconds:.1f} s"
     _print_statistics(answers, seconds, speed, model, sampler)
 
 
@@ -232,29 +209,15 @@ def _show_live(
 
 
 class _Stopwatch:
-    """Runs batches like `sample_jit`, all by one program that is compiled ahead of the first, and times each."""
+    """Runs batches like `sample_jit`, by a program that is compiled ahead of the first, and times each."""
 
     def __init__(self) -> None:
-        self.compile_seconds, self.seconds = 0.0, list[float]()
-        self._program: Any = None
+        self.programs, self.seconds = Programs(), list[float]()
 
     def __call__(self, *arguments: Any, **options: Any) -> Result:
-        first = self._program is None
-        if first:
-            start = time.perf_counter()
-            self._program = sample_jit.lower(*arguments, **options).compile()
-            self.compile_seconds = time.perf_counter() - start
-        result, took = self._timed(*arguments, **options)
-        if first and took < SHORT_RUN:  # a program's first call also loads it, which shows where it is short
-            self.compile_seconds += took
-            result, took = self._timed(*arguments, **options)
+        result, took = self.programs.run(*arguments, **options)
         self.seconds.append(took)
         return result
-
-    def _timed(self, *arguments: Any, **options: Any) -> tuple[Result, float]:
-        start = time.perf_counter()
-        result = jax.block_until_ready(self._program(*arguments, **options))
-        return result, time.perf_counter() - start
 
 
 def _outline(path_or_name: str) -> Model:

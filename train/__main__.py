@@ -6,20 +6,15 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import jax
 
+from dllm_jax.command import Parser
 from dllm_jax.errors import DllmError
 from train.config import TrainConfig, build, read_config
 from train.folder import RUN_FILE
 from train.lora import merge
 from train.trainer import Interrupted, train, write_weights
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise DllmError(f"{message}; see {self.prog} --help")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m train", description=__doc__)
+    parser = Parser(prog="python -m train", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser("masked-diffusion", help="train a model, or go on with a run")
     command.set_defaults(run=_train)

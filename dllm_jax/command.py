@@ -1,0 +1,48 @@
+"""What the command lines share: mistakes are one sentence on the standard error, and an exit status."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+import jax
+
+from dllm_jax.errors import DllmError
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises DllmError for a command line that it does not understand, instead of printing the usage and leaving."""
+
+    def error(self, message: str) -> NoReturn:
+        raise DllmError(f"{message}; see {self.prog} --help")
+
+
+def run_printing(work: Callable[[], None], when_out_of_memory: str) -> int:
+    """Runs a command that prints results, and says how it ended.
+
+    Args:
+        when_out_of_memory: what to do then, for the sentence about it.
+
+    Returns:
+        0 when it worked, 2 after a mistake or for lack of device memory, which is printed as one sentence, 130 when
+        interrupted, 141 when the reader of the output has gone.
+    """
+    try:
+        work()
+        sys.stdout.flush()
+    except DllmError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        print(f"error: the device ran out of memory; {when_out_of_memory}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return 0
