@@ -32,7 +32,7 @@ from dllm_jax.command import Parser, run_printing
 from dllm_jax.tokenizer import Tokenizer, has_tokenizer
 from samplers.block import BlockSampler
 from samplers.caches import CACHES
-from samplers.checks import check_number
+from samplers.checks import check_number, refuse_unknown
 from samplers.engine import Result
 from samplers.generate import Generation, Prompt, generate, prepare
 from samplers.live import printable, settings_of, title, watch
@@ -262,9 +262,8 @@ def _numbers(options: argparse.Namespace, part: str, table: Mapping[str, type]) 
     chosen = getattr(options, part)
     given = {name.removeprefix(f"{part}_"): v for name, v in vars(options).items() if name.startswith(f"{part}_")}
     given = {name: text for name, text in given.items() if text is not None}
-    own = [field.name for field in _fields(table[chosen])] if chosen in table else list(given)
-    if foreign := sorted(given.keys() - own):
-        raise DllmError(f"{part} {chosen} has no option {foreign[0]!r}; it has {', '.join(own) or 'none'}")
+    if chosen in table:
+        refuse_unknown(f"{part} {chosen}", given, [field.name for field in _fields(table[chosen])])
     return {name: _value(table.get(chosen), name, text) for name, text in given.items()}
 
 

@@ -1,7 +1,7 @@
 """Refusals that rules, cache policies and samplers share: one sentence for a value that makes no sense."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -47,6 +47,13 @@ def check_steps(steps: Any, num_blocks: int | None) -> None:
         raise DllmError(f"steps {steps} is not a multiple of the {num_blocks} blocks; choose a multiple")
 
 
+def refuse_unknown(what: str, options: Iterable[str], known: Iterable[str]) -> None:
+    """Raises DllmError for options that `what` does not have."""
+    known = list(known)
+    if unknown := sorted(set(options) - set(known)):
+        raise DllmError(f"{what} has no option {unknown[0]!r}; it has {', '.join(known) or 'none'}")
+
+
 def make(kind: str, table: Mapping[str, type[T]], name: str, options: Mapping[str, Any]) -> T:
     """The part called `name` in a table of dataclasses, with these options.
 
@@ -57,8 +64,7 @@ def make(kind: str, table: Mapping[str, type[T]], name: str, options: Mapping[st
         raise DllmError(f"no {kind} is called {name!r}; choose one of {', '.join(table)}")
     fields = {field.name: field for field in dataclasses.fields(table[name])}  # type: ignore[arg-type]
     short = kind.split()[-1]
-    if unknown := sorted(set(options) - set(fields)):
-        raise DllmError(f"{short} {name} has no option {unknown[0]!r}; it has {', '.join(fields) or 'none'}")
+    refuse_unknown(f"{short} {name}", options, fields)
     for option, field in fields.items():
         if option not in options and field.default is dataclasses.MISSING:
             raise DllmError(f"{short} {name} needs {option}; pass {option}=...")
