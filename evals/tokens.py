@@ -19,8 +19,9 @@ EOS, MASK, EOT, BOS = "<|endoftext|>", "<|mdm_mask|>", "<|eot_id|>", "<|startoft
 HEADERS = ("<|start_header_id|>", "<|end_header_id|>")  # of LLaDA's chat template
 FILES = ("tokenizer.json", "tokenizer_config.json")
 
-# A full stop, a colon and #### take the space behind them along, so that a digit is the same token everywhere.
-_SPLIT = r"\p{N}|[.:?]+ ?|#+ ?| ?\p{L}+|\n\p{L}+|[^\s\p{L}\p{N}.:?#]|\s"
+# A full stop, a colon, #### and a word before a number take the space behind them along, so that a number, of which two
+# digits at a time are one token, is the same token everywhere.
+_SPLIT = r"\p{N}{1,2}|[.:?]+ ?|#+ ?| ?\p{L}+(?: (?=\p{N}))?|\n\p{L}+|[^\s\p{L}\p{N}.:?#]|\s"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Vocabulary:
 
 
 def train_bpe(texts: Iterable[str], folder: str | Path, *, vocab_size: int) -> Vocabulary:
-    """Trains a byte-level BPE whose digits stay single tokens, and writes it.
+    """Trains a byte-level BPE that keeps two digits, and no more, in a token, and writes it.
 
     Raises:
         DllmError: for a vocabulary that cannot hold all bytes, or a folder that cannot be written.

@@ -22,6 +22,7 @@ Kind = Literal["sft", "pretrain"]
 Dtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "layers", "matmuls"]
 Weights = Literal["ema", "raw"]
+Optimizer = Literal["adamw", "muon"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,9 +89,10 @@ class ObjectivePart:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerPart:
-    """AdamW with warm-up and cosine decay.
+    """The optimiser, with warm-up and cosine decay.
 
     Attributes:
+        name: "adamw", or "muon" for the matrices of the layers and AdamW for the rest.
         lr: highest learning rate, reached after `warmup` steps.
         final_ratio: the learning rate at the end over the highest; 1 keeps it constant.
         weight_decay: of matrices only, never of norms and biases.
@@ -100,6 +102,7 @@ class OptimizerPart:
         batch: rows per step; accumulate: parts that a step's batch is computed in, one after another.
     """
 
+    name: Optimizer = "adamw"
     lr: float = 1e-3
     warmup: int = 100
     final_ratio: float = 0.1

@@ -1,12 +1,17 @@
-"""AdamW with warm-up, cosine decay and clipping, and the moving average of the weights; all of it optax's."""
+"""AdamW or Muon with warm-up, cosine decay and clipping, and the moving average of the weights; all of it optax's."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 
 from train.config import OptimizerPart
+
+_MUON_MOMENTUM = 0.95
+_MUON_RMS = 0.2  # root mean square of an update, in learning rates: that of AdamW's updates
 
 
 def learning_rate(part: OptimizerPart, steps: int) -> optax.Schedule:
@@ -21,21 +26,48 @@ def learning_rate(part: OptimizerPart, steps: int) -> optax.Schedule:
 
 
 def make_optimizer(part: OptimizerPart, steps: int) -> optax.GradientTransformation:
-    """Clipping by global norm, then AdamW (arXiv 1711.05101); vectors, which are norms and biases, do not decay."""
-    adamw = optax.adamw(
-        learning_rate(part, steps),
-        b1=part.b1,
-        b2=part.b2,
-        eps=part.eps,
-        weight_decay=part.weight_decay,
-        mask=decayed,
-    )
-    return optax.chain(optax.clip_by_global_norm(part.clip), adamw) if part.clip else adamw
+    """Clipping by global norm, then AdamW (arXiv 1711.05101) or Muon; vectors, which are norms and biases, do not decay.
+
+    Muon orthogonalises the momentum of the matrices between embedding and head (Jordan, 2024), with updates of AdamW's
+    size (Liu et al., arXiv 2502.16982), so that AdamW's learning rates hold; AdamW changes everything else.
+    """
+    rate = learning_rate(part, steps)
+    if part.name == "muon":
+        chosen = optax.contrib.muon(
+            rate,
+            beta=_MUON_MOMENTUM,
+            weight_decay=part.weight_decay,
+            adam_b1=part.b1,
+            adam_b2=part.b2,
+            adam_weight_decay=part.weight_decay,
+            eps=part.eps,
+            muon_weight_dimension_numbers=_muon_axes,
+            consistent_rms=_MUON_RMS,
+        )
+    else:
+        chosen = optax.adamw(
+            rate, b1=part.b1, b2=part.b2, eps=part.eps, weight_decay=part.weight_decay, mask=decayed
+        )
+    return optax.chain(optax.clip_by_global_norm(part.clip), chosen) if part.clip else chosen
+
+
+def _muon_axes(params: Mapping[str, Any]) -> dict[str, optax.contrib.MuonDimensionNumbers | None]:
+    """Input and output axes of what Muon changes, None of what AdamW does, which optax may have taken out of `params`.
+
+    Experts [E, D, F] are a batch of matrices.
+    """
+    matrix = lambda name, x: name.startswith("layers.") and not isinstance(x, optax.MaskedNode) and _decays(name, x)
+    axes = lambda x: optax.contrib.MuonDimensionNumbers(x.ndim - 2, x.ndim - 1)
+    return {name: axes(x) if matrix(name, x) else None for name, x in params.items()}
 
 
 def decayed(params: Mapping[str, jax.Array]) -> dict[str, bool]:
     """Which parameters decay: those with two axes or more. A bias per expert has two and is told by its name."""
-    return {name: x.ndim > 1 and not name.endswith((".bias", ".scale")) for name, x in params.items()}
+    return {name: _decays(name, x) for name, x in params.items()}
+
+
+def _decays(name: str, x: jax.Array) -> bool:
+    return x.ndim > 1 and not name.endswith((".bias", ".scale"))
 
 
 def update_average(

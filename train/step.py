@@ -148,15 +148,15 @@ class Stepper:
         return jax.tree.map(place, state, self.shardings(state))
 
     def shardings(self, state: TrainState) -> Any:
-        """The sharding of every leaf: moments and average lie where their weights do."""
+        """The sharding of every leaf: moments, which optax keeps by their weights' names, and average lie where their
+        weights do."""
         trained, everywhere = dict(self.placement.trained), self.placement.replicated
-        moments = optax.tree_utils.tree_map_params(
-            self.optimizer,
-            lambda _, sharding: sharding,
-            state.optimizer,
-            trained,
-            transform_non_params=lambda _: everywhere,
-        )
+
+        def place(path: tuple[Any, ...], _: Any) -> NamedSharding:
+            last = path[-1]
+            return trained.get(last.key, everywhere) if isinstance(last, jax.tree_util.DictKey) else everywhere
+
+        moments = jax.tree_util.tree_map_with_path(place, state.optimizer)
         tree: Any = TrainState  # of shardings instead of arrays
         return tree(everywhere, trained, moments, None if state.average is None else trained)
 

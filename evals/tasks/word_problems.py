@@ -51,7 +51,7 @@ class Limits(NamedTuple):
 DIFFICULTIES: Mapping[str, Limits] = types.MappingProxyType(
     {
         "easy": Limits(steps=(1, 2), max_total=50, operations="+-", factors=(2, 2), phrases=1),
-        "medium": Limits(steps=(1, 3), max_total=99, operations="+-*/", factors=(2, 4), phrases=3),
+        "medium": Limits(steps=(2, 4), max_total=50, operations="+-*/", factors=(2, 4), phrases=3),
         "hard": Limits(steps=(2, 4), max_total=999, operations="+-*/", factors=(2, 9), phrases=3),
     }
 )
@@ -94,8 +94,8 @@ class WordProblems(Task):
     """Arithmetic word problems as text.
 
     Attributes:
-        difficulty: "easy": 1 or 2 steps of + and - with numbers up to 50 and one phrase each; "medium": 1 to 3 steps
-            of + - * / up to 99; "hard": 2 to 4 steps up to 999.
+        difficulty: "easy": 1 or 2 steps of + and - with numbers up to 50 and one phrase each; "medium": 2 to 4 steps
+            of + - * / up to 50; "hard": 2 to 4 steps up to 999.
         steps: fewest and most steps; None as the difficulty says.
         max_total: largest number that occurs; None as the difficulty says.
         operations: which of "+-*/" occur; None as the difficulty says.
