@@ -1,4 +1,4 @@
-"""The command line: `python -m convert FAMILY | verify | export`."""
+"""The command line: `python -m convert FAMILY | embedded | verify | export`."""
 
 import argparse
 import logging
@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from convert import convert, export, verify
+from convert import convert, embedded, export, verify
 from convert.families import FAMILIES
 from dllm_jax.command import Parser
 from dllm_jax.errors import DllmError
@@ -48,6 +48,9 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--source", required=True, metavar="DIR_OR_ID", help="folder, or repository id on the hub")
         command.add_argument("--revision", help="branch, tag or commit of the repository")
         _add_output(command)
+    command = commands.add_parser("embedded", help="convert models that come with the library, to be found by name")
+    command.set_defaults(run=_embedded)
+    command.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(embedded.names())} (default: all)")
     command = commands.add_parser("verify", help="compare a converted checkpoint with its source, bit by bit")
     command.set_defaults(run=_verify)
     command.add_argument("--source", required=True, metavar="DIR_OR_ID", help="what was converted")
@@ -85,6 +88,11 @@ def _convert(options: argparse.Namespace) -> None:
     )
     seconds = time.perf_counter() - start
     print(f"{options.out}: {num_params(config):,} parameters in {config.dtype}, {seconds:.1f} s")
+
+
+def _embedded(options: argparse.Namespace) -> None:
+    for name in options.names or embedded.names():
+        print(embedded.install(name))
 
 
 def _verify(options: argparse.Namespace) -> None:

@@ -3,6 +3,7 @@
     python -m evals run --model DIR --task word-problems --sampler threshold:threshold=0.9,cache=dual,block_length=16
     python -m evals sweep --model DIR --task sudoku --sampler 'eb:gamma=0.01|0.1|1' --sampler 'topk:k=1|2|4' --out DIR
     python -m evals figure eb-maze --model DIR --out DIR
+    python -m evals compare --model word-problems --task word-problems --index 3
     python -m evals show --task maze:size=5 --split train
     python -m evals tokenizer --task sudoku --out DIR
 
@@ -10,13 +11,17 @@ Examples come from the test split, whose problems no generator gives out for tra
 """
 
 import argparse
+import contextlib
 import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 import dllm_jax
 from dllm_jax import DllmError, Model
@@ -25,9 +30,18 @@ from evals import figures, files, plots
 from evals.runner import Report, run
 from evals.sampler import SamplerSpec, all_samplers, parse_sampler
 from evals.sweeps import Sweep, pareto_plot, sweep, write_tables
-from evals.tasks import SPLITS, TASKS, WordProblems, make_task
+from evals.tasks import SPLITS, TASKS, Example, Task, WordProblems, make_task
 from evals.tasks.base import check_split
 from evals.tasks.word_problems import train_tokenizer
+
+COMPARED = (
+    "topk",
+    "topk:k=2",
+    "threshold:threshold=0.9",
+    "eb:gamma=0.1",
+    "factor:factor=1.0",
+    "threshold:threshold=0.9,cache=dual,block_length=8",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_run(commands)
     _add_sweep(commands)
     _add_figure(commands)
+    _add_compare(commands)
     _add_show(commands)
     _add_tokenizer(commands)
     return parser
@@ -89,6 +104,15 @@ def _add_figure(commands: Any) -> None:
     add("--out", required=True, metavar="DIR", help="folder of the results")
 
 
+def _add_compare(commands: Any) -> None:
+    add = _command(commands, "compare", _compare, "answer one example by several samplers")
+    _add_model(add)
+    _add_task(add)
+    add("--split", default="test", metavar="SPLIT", help=f"{', '.join(SPLITS)} (default: test)")
+    add("--index", type=int, default=0, metavar="N", help="number of the example (default: 0)")
+    add("--sampler", action="append", default=[], metavar="SPEC", help="as in run, with lists; by default a choice")
+
+
 def _add_show(commands: Any) -> None:
     add = _command(commands, "show", _show, "print an example")
     _add_task(add)
@@ -103,9 +127,13 @@ def _add_tokenizer(commands: Any) -> None:
     add("--vocab-size", type=int, metavar="N", help="train the word problems' anew, with at most so many tokens")
 
 
-def _add_measuring(add: Any, n: int = 256) -> None:
+def _add_model(add: Any) -> None:
     add("--model", required=True, metavar="DIR_OR_NAME", help="converted checkpoint")
     add("--dtype", help="bfloat16, float16 or float32; as stored by default")
+
+
+def _add_measuring(add: Any, n: int = 256) -> None:
+    _add_model(add)
     add("--split", default="test", metavar="SPLIT", help=f"{', '.join(SPLITS)} (default: test)")
     add("--n", type=int, default=n, metavar="N", help=f"examples (default: {n})")
     add("--batch-size", type=int, default=64, metavar="N", help="examples sampled together (default: 64)")
@@ -166,13 +194,38 @@ def _run_all(options: argparse.Namespace, task_text: str, samplers: Sequence[Sam
     return found, folder
 
 
+def _compare(options: argparse.Namespace) -> None:
+    samplers = all_samplers(options.sampler or COMPARED)
+    model = _load(options)
+    task = make_task(options.task).bind(model)
+    example = task.example(options.split, options.index)
+    for sampler in samplers:
+        sampler.build(model, task)
+    print(puzzle(task, example), end="\n\n")
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    table = Table("sampler", "forwards", "tokens per forward", "", "answer", box=box.SIMPLE)
+    with console.status("sampling", spinner="line") if console.is_terminal else contextlib.nullcontext():
+        for sampler in samplers:
+            (row,) = run(model, task, sampler, n=1, examples=[example], progress=False).rows
+            mark = "right" if row.correct else "wrong"
+            table.add_row(Text(str(sampler)), str(row.nfe), f"{row.tokens / max(row.nfe, 1):.1f}", mark, Text(row.text))
+    console.print(table)
+
+
 def _show(options: argparse.Namespace) -> None:
     task = make_task(options.task)
     example = task.example(options.split, options.index)
-    if example.given is not None:
-        pairs = zip(example.answer_ids, example.given, strict=True)
-        print("".join(task.show([i]) if given else "." for i, given in pairs), end="\n\n")
-    print(task.show(example.prompt_ids) + task.show(example.answer_ids))
+    end = "" if example.given is None else "\n\n"
+    print(puzzle(task, example) + end + task.show(example.answer_ids))
+
+
+def puzzle(task: Task, example: Example) -> str:
+    """What a model is given: the prompt, and the canvas with a full stop for every blank where it comes with clues."""
+    prompt = task.show(example.prompt_ids)
+    if example.given is None:
+        return prompt
+    pairs = zip(example.answer_ids, example.given, strict=True)
+    return prompt + "".join(task.show([i]) if given else "." for i, given in pairs)
 
 
 def _tokenizer(options: argparse.Namespace) -> None:

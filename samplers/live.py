@@ -5,6 +5,7 @@ print(watched.generation.text)
 """
 
 import codecs
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -200,7 +201,7 @@ def watch(
     Args:
         prompt, sampler, chat, system, seed, options: as in `samplers.generate`, for a single prompt.
         delay: seconds to wait after a frame; by default just long enough that a small model can be followed.
-        console: where to draw; the standard output by default.
+        console: where to draw; the standard output, or the notebook's cell, by default.
         keep: leave the last frame on the screen.
 
     Raises:
@@ -212,8 +213,8 @@ def watch(
     look = functools.partial(_result_jit, sampler, model.denoiser)
     draw = functools.partial(_canvas, sampler, Speller(model))
     blank = Canvas(["compiling", title(sampler)], [None] * sampler.gen_length, (), sampler.width)
-    with Live(blank, console=console, auto_refresh=False, transient=not keep) as live:
-        live.refresh()
+    with _screen(console or Console(), keep) as show:
+        show(blank)
         start = time.perf_counter()
         for state in itertools.islice(states(), 3):
             jax.block_until_ready(look(state))
@@ -222,10 +223,28 @@ def watch(
         for state, took in _timed(states()):
             seconds += took
             result = jax.device_get(look(state))
-            live.update(draw(result), refresh=True)
+            show(draw(result))
             time.sleep(_automatic(sampler.gen_length, took) if delay is None else delay)
-        live.update(draw(result, last=True), refresh=True)
+        show(draw(result, last=True))
     return Watched(answer(model, rows[0], result, 0, options.get("stop", ())), seconds, compile_seconds)
+
+
+@contextlib.contextmanager
+def _screen(console: Console, keep: bool) -> Iterator[Callable[[Canvas], None]]:
+    """Shows frames, each in the place of the one before: on a terminal, or in the output of a notebook's cell."""
+    if console.is_jupyter:  # rich's Live would need ipywidgets
+        from IPython.display import clear_output
+
+        def show(frame: Canvas) -> None:
+            clear_output(wait=True)
+            console.print(frame)
+
+        yield show
+        if not keep:
+            clear_output()
+        return
+    with Live(console=console, auto_refresh=False, transient=not keep) as live:
+        yield lambda frame: live.update(frame, refresh=True)
 
 
 def _timed(states: Iterator[Any]) -> Iterator[tuple[Any, float]]:
