@@ -38,8 +38,8 @@ def rows(options, **part):
 
 
 def test_word_problems_fill_the_canvas_that_is_evaluated():
-    task, row = rows(WORDS, length=56, answer_length=24)
-    assert task == make_task("word-problems:difficulty=easy,steps=1-2") and task.answer_width == 24
+    task, row = rows(WORDS, length=56, answer_length=16)
+    assert task == make_task("word-problems:difficulty=easy,steps=1-2") and task.answer_width == 16
     example, (tokens, targets, length) = task.example("train", 5), row(5)
     prompt = len(example.prompt_ids)
     assert length == prompt + task.answer_width and targets.sum() == task.answer_width and targets[prompt]

@@ -280,7 +280,7 @@ def corpus(count: int) -> Iterator[str]:
     return ("".join(tasks[i % len(tasks)].texts("train", i)) for i in range(count))
 
 
-def train_tokenizer(folder: str | Path, *, vocab_size: int = 512, texts: int = 20_000) -> Vocabulary:
+def train_tokenizer(folder: str | Path, *, vocab_size: int = 640, texts: int = 20_000) -> Vocabulary:
     """Trains the byte-level BPE on generated training problems and writes it in Hugging Face's files.
 
     Args:
