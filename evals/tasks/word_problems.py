@@ -275,8 +275,9 @@ def worked_steps(text: str) -> list[tuple[int, str, int, int]] | None:
 
 
 def corpus(count: int) -> Iterator[str]:
-    """Training texts of all difficulties in turn, for the tokenizer."""
-    tasks = [WordProblems(difficulty=name) for name in ("easy", "medium", "hard")]
+    """Training texts of all difficulties in turn, for the tokenizer, with all numbers of two digits."""
+    medium = WordProblems(difficulty="medium", steps=(1, 3), max_total=99)
+    tasks = [WordProblems(difficulty="easy"), medium, WordProblems(difficulty="hard")]
     return ("".join(tasks[i % len(tasks)].texts("train", i)) for i in range(count))
 
 
