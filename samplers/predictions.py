@@ -74,8 +74,8 @@ def predict(
     """
     if sampling.suppress is not None:
         logits = logits.at[..., sampling.suppress].set(-jnp.inf)
-    tempered = _temper(logits, sampling)
-    keep = _kept(tempered, sampling)
+    tempered = temper(logits, sampling)
+    keep = kept(tempered, sampling)
     token = _choose(tempered, keep, sampling, mask_id, uniform)
     score = logits
     if score_from == "sampling":
@@ -87,19 +87,20 @@ def predict(
     return _last(_score(score.at[..., sampling.defer].set(-jnp.inf), token, mask_wins), late, logits.shape[-1])
 
 
-def _column(value: float | jax.Array) -> jax.Array:
+def column(value: float | jax.Array) -> jax.Array:
     """A scalar or [B] number as something that broadcasts against [B, W, V]."""
     return jnp.asarray(value)[..., None, None]
 
 
-def _temper(logits: jax.Array, sampling: Sampling) -> jax.Array:
+def temper(logits: jax.Array, sampling: Sampling) -> jax.Array:
+    """Logits over the temperature, [B, W, V]; as they are where it is 0 or None."""
     if sampling.temperature is None:
         return logits
-    temperature = _column(sampling.temperature)
+    temperature = column(sampling.temperature)
     return logits / jnp.where(temperature > 0, temperature, 1.0)
 
 
-def _kept(z: jax.Array, sampling: Sampling) -> jax.Array | None:
+def kept(z: jax.Array, sampling: Sampling) -> jax.Array | None:
     """Which vocabulary entries survive top_p and top_k, [B, W, V]; None when neither is set."""
     if sampling.top_p is None and sampling.top_k is None:
         return None
@@ -107,23 +108,30 @@ def _kept(z: jax.Array, sampling: Sampling) -> jax.Array | None:
     count = jnp.full(z.shape[:-1], z.shape[-1], jnp.int32)
     if sampling.top_p is not None:
         total = jnp.cumsum(jax.nn.softmax(ordered, axis=-1), axis=-1)
-        count = 1 + jnp.sum(total[..., :-1] <= _column(sampling.top_p), axis=-1)  # those before it decide
+        count = 1 + jnp.sum(total[..., :-1] <= column(sampling.top_p), axis=-1)  # those before it decide
     if sampling.top_k is not None:
-        count = jnp.minimum(count, _column(sampling.top_k)[..., 0])
+        count = jnp.minimum(count, column(sampling.top_k)[..., 0])
     last = jnp.take_along_axis(ordered, jnp.maximum(count, 1)[..., None] - 1, axis=-1)
     return z >= last
+
+
+def truncate(z: jax.Array, keep: jax.Array | None, mask_id: int) -> jax.Array:
+    """z with -inf at what is never drawn: the mask token, and what did not survive, `keep` as `kept` gives it."""
+    z = jnp.where(jnp.arange(z.shape[-1]) == mask_id, -jnp.inf, z)
+    if keep is None:
+        return z
+    best = z == z.max(axis=-1, keepdims=True)  # stays even when only the mask token had survived
+    return jnp.where(keep | best, z, -jnp.inf)
 
 
 def _choose(
     z: jax.Array, keep: jax.Array | None, sampling: Sampling, mask_id: int, uniform: jax.Array | None
 ) -> jax.Array:
-    z = jnp.where(jnp.arange(z.shape[-1]) == mask_id, -jnp.inf, z)
-    if keep is not None:  # the best token stays even when only the mask token had survived
-        z = jnp.where(keep | (z == z.max(axis=-1, keepdims=True)), z, -jnp.inf)
+    z = truncate(z, keep, mask_id)
     if sampling.temperature is not None:
         if uniform is None:
             raise ValueError("a temperature needs uniform draws")
-        z = z + jnp.where(_column(sampling.temperature) > 0, gumbel(uniform), 0.0)
+        z = z + jnp.where(column(sampling.temperature) > 0, gumbel(uniform), 0.0)
     return jnp.argmax(z, axis=-1).astype(jnp.int32)
 
 
