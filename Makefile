@@ -1,6 +1,6 @@
 # `make test` and `make demo` set a fresh machine up by themselves: they need Python >= 3.11 and pip's package index.
 #   make test       lint, types and tests               make goldens    every recorded case (make test runs a part)
-#   make demo       convert a tiny model and sample     make parity     compare with transformers (fetches PyTorch)
+#   make demo       an embedded model at work            make parity     compare with transformers (fetches PyTorch)
 #   make format     rewrite the code in ruff's style    make clean      remove everything that make made
 #   make PYTHON=... the Python to build .venv with      make goldens GOLDENS=DIR    those of another folder
 
@@ -45,10 +45,12 @@ parity: $(READY) $(PARITY)/.installed
 	PYTHONPATH=$(PARITY) $(PY) -c 'import torch'
 	PYTHONPATH=$(PARITY) $(PY) -m pytest -q tests/test_parity_transformers.py
 
+demo: export DLLM_JAX_HOME := $(CURDIR)/.demo
 demo: $(READY)
-	$(PY) -m convert llada --source tests/goldens/checkpoints/llada-tiny --out .demo/llada-tiny --overwrite
-	$(PY) -m samplers "$$(printf 'Q: Tom has 12 books. Tom buys 23.\nA: ')" \
-		--model .demo/llada-tiny --rule threshold --cache dual
+	$(PY) -m convert embedded word-problems
+	$(PY) -m samplers "$$(printf 'Q: Eve has 12 pears. Eve finds 9. Eve shares equally among 3. Eve gets 4 times as many.\nA: ')" \
+		--model word-problems --gen-length 32 --rule eb --cache none
+	$(PY) -m evals compare --model word-problems --task word-problems --index 1
 
 clean:
 	rm -rf $(VENV) $(PARITY) .demo .jax_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

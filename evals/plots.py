@@ -46,15 +46,12 @@ class Panel:
 
 
 def require_matplotlib() -> Any:
-    """The figure class of matplotlib, with its file-only backend.
+    """The figure class of matplotlib, which draws into files without a display.
 
     Raises:
         DllmError: when matplotlib is not installed.
     """
     try:
-        import matplotlib
-
-        matplotlib.use("Agg")
         from matplotlib.figure import Figure
     except ImportError:
         raise DllmError("plots need matplotlib; install it by pip install 'dllm_jax[evals]'") from None
@@ -62,24 +59,33 @@ def require_matplotlib() -> Any:
 
 
 def draw(panels: Sequence[Panel], title: str) -> bytes:
-    """The panels side by side as a PNG; curves of the same label look the same everywhere.
+    """`figure` as a PNG.
 
     Raises:
         DllmError: when matplotlib is not installed.
     """
-    figure = require_matplotlib()(figsize=(max(5.6 * len(panels), 6.4), 5.0), layout="constrained")
-    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    file = io.BytesIO()
+    figure(panels, title).savefig(file, format="png", dpi=160)
+    return file.getvalue()
+
+
+def figure(panels: Sequence[Panel], title: str) -> Any:
+    """The panels side by side as a matplotlib figure; curves of the same label look the same everywhere.
+
+    Raises:
+        DllmError: when matplotlib is not installed.
+    """
+    drawn = require_matplotlib()(figsize=(max(5.6 * len(panels), 6.4), 5.0), layout="constrained")
+    axes = drawn.subplots(1, len(panels), squeeze=False)[0]
     labels = list(dict.fromkeys(curve.label for panel in panels for curve in panel.curves))
     for ax, panel in zip(axes, panels, strict=True):
         _draw_panel(ax, panel, labels)
     handles, names = axes[0].get_legend_handles_labels()
-    figure.legend(
+    drawn.legend(
         handles, names, loc="outside lower center", ncols=min(len(labels), len(panels) + 1), fontsize=8, frameon=False
     )
-    figure.suptitle(title, fontsize=10)
-    file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=160)
-    return file.getvalue()
+    drawn.suptitle(title, fontsize=10)
+    return drawn
 
 
 def _draw_panel(ax: Any, panel: Panel, labels: Sequence[str]) -> None:

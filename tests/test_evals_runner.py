@@ -311,7 +311,7 @@ def test_plots_are_png_files():
 
 
 def test_plots_without_matplotlib_are_refused_in_one_sentence(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(DllmError, match=r"plots need matplotlib; install it by pip install 'dllm_jax\[evals\]'"):
         plots.require_matplotlib()
 
