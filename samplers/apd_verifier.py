@@ -63,7 +63,13 @@ class Verifier:
         return tuple(LayerKV(*(jnp.pad(part, more) for part in layer)) for layer in kv)
 
     def scores(
-        self, tokens: jax.Array, lengths: jax.Array, kv: KVCache, start: jax.Array, fresh: jax.Array
+        self,
+        tokens: jax.Array,
+        lengths: jax.Array,
+        kv: KVCache,
+        start: jax.Array,
+        fresh: jax.Array,
+        vocab_size: int,
     ) -> tuple[jax.Array, KVCache]:
         """Scores the tokens at start[b] .. start[b] + W - 1, each given everything before it, in one forward.
 
@@ -73,16 +79,16 @@ class Verifier:
             kv: buffers whose entries before each row's first fresh position are valid.
             start: [B], at least 1.
             fresh: [B, W] bool, positions that are drafted.
+            vocab_size: V, of the dLLM.
 
         Returns:
             Logits [B, W, V] float32 over the dLLM's ids (0 where the verifier has none), and the updated buffers.
         """
         feed = (start, fresh.shape[1])
         hidden, kv = self.denoiser.window(self._ids(tokens), lengths, kv, feed, fresh=fresh)
-        return self.denoiser.logits(hidden), kv
+        return self._aligned(self.denoiser.logits(hidden), vocab_size), kv
 
-    def aligned(self, logits: jax.Array, vocab_size: int) -> jax.Array:
-        """The verifier's logits over the dLLM's ids: [B, W, its vocabulary] -> [B, W, V], 0 where it has none."""
+    def _aligned(self, logits: jax.Array, vocab_size: int) -> jax.Array:
         if self.token_map is not None:
             index = jnp.asarray(self.token_map)
             return jnp.where(index >= 0, logits[..., jnp.maximum(index, 0)], 0.0)
