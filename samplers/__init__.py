@@ -4,6 +4,8 @@ sampler = BlockSampler(Threshold(0.9), gen_length=256, block_length=32, cache=Du
 result = sample_jit(sampler, model.denoiser, prompt)            # or `sample` inside your own jit
 """
 
+from samplers.apd import APD, LeftRight
+from samplers.apd_verifier import Verifier, verifier_for
 from samplers.block import BlockSampler, BlockState
 from samplers.caches import (
     CACHES,
@@ -18,10 +20,13 @@ from samplers.caches import (
 from samplers.engine import Result, Sampler, sample, sample_jit, stream
 from samplers.generate import Generation, generate, make_sampler
 from samplers.noise import KeyNoise, Noise, TableNoise
+from samplers.pipeline import PipelineSampler, PipelineState
+from samplers.pipeline_denoiser import BlockCausalDenoiser, block_causal
 from samplers.predictions import Predictions, Sampling
 from samplers.presets import PRESETS, preset
 from samplers.rules import (
     EB,
+    NI,
     RULES,
     Credit,
     Dream,
@@ -38,10 +43,13 @@ from samplers.smoothing import Smoothing
 from samplers.stopping import Stop, stop_on
 
 __all__ = [
+    "APD",
     "CACHES",
     "EB",
+    "NI",
     "PRESETS",
     "RULES",
+    "BlockCausalDenoiser",
     "BlockSampler",
     "BlockState",
     "CachePolicy",
@@ -55,8 +63,11 @@ __all__ = [
     "Hierarchical",
     "KeyNoise",
     "LLaDA",
+    "LeftRight",
     "NoCache",
     "Noise",
+    "PipelineSampler",
+    "PipelineState",
     "Predictions",
     "PrefixCache",
     "Result",
@@ -68,7 +79,9 @@ __all__ = [
     "TableNoise",
     "Threshold",
     "TopK",
+    "Verifier",
     "VicinityCache",
+    "block_causal",
     "generate",
     "make_cache",
     "make_rule",
@@ -78,4 +91,5 @@ __all__ = [
     "sample_jit",
     "stop_on",
     "stream",
+    "verifier_for",
 ]

@@ -1,7 +1,7 @@
 """The block sampler: any unmasking rule, with any cache policy, over semi-autoregressive blocks."""
 
 import dataclasses
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from samplers.rules.base import BlockView, Rule
 from samplers.smoothing import Smoothing
 from samplers.stopping import Stop, StopState
 
-COMPAT = ("eos-fill-after-window", "lockstep", "stop-after-block")
+COMPAT = ("eos-fill-after-window", "every-block", "lockstep", "stop-after-block")
 
 
 @pytree()
@@ -87,6 +87,7 @@ class BlockSampler:
             blocks change nothing there, but count. A forward that rebuilt a cache is one iteration with the next.
         compat: quirks of official code, for comparing with it: "eos-fill-after-window" skips that filling after a
             forward that rebuilt a cache; "stop-after-block" completes the block in which a stop condition holds;
+            "every-block" enters blocks that are complete already, for one forward each, as NI's code does;
             "lockstep" keeps rows of equal lengths in a block until all have completed it, still counting forwards.
     """
 
@@ -124,10 +125,7 @@ class BlockSampler:
                 part.check()
         if isinstance(self.rule, Rule):
             self.rule.check(self.gen_length, None if self.align_blocks else -(-self.gen_length // self.width))
-        if isinstance(self.sampling, Sampling):
-            check_number("temperature", self.sampling.temperature, 0.0)
-            check_number("top_p", self.sampling.top_p, 0.0, 1.0)
-            check_whole("top_k", self.sampling.top_k, 1)
+        check_sampling(self.sampling)
         check_number("guidance", self.guidance, 0.0)
 
     @property
@@ -178,14 +176,10 @@ class BlockSampler:
         check_key(key, prompt.shape[0])
         batch, width = prompt.shape
         length = max(width + self.gen_length, self.canvas_length or 0)
-        tokens = jnp.pad(prompt, ((0, 0), (0, length - width)))
-        position = jnp.arange(length)
-        tokens = jnp.where(position >= prompt_lengths[:, None], denoiser.mask_id, tokens)
-        if given is not None:
-            tokens = write_rows(tokens, given, prompt_lengths)
         end = self._lengths(prompt_lengths, gen_lengths)
-        tokens = jnp.where(position >= end[:, None], denoiser.eos_id, tokens)
+        tokens = laid_out(denoiser, prompt, prompt_lengths, given, end, length)
         zeros = jnp.zeros((batch,), jnp.int32)
+        before = zeros - 1 if "every-block" in self.compat else zeros
         if noise is None and key is not None:
             noise = KeyNoise(row_keys(key, batch))
         state = BlockState(
@@ -193,7 +187,7 @@ class BlockSampler:
             canvas_start=prompt_lengths,
             gen_lengths=gen_lengths,
             decoded_at=jnp.full((batch, self.gen_length), -1, jnp.int32),
-            block=zeros,
+            block=before,
             block_step=zeros,
             block_masks=zeros,
             nfe=zeros,
@@ -220,11 +214,14 @@ class BlockSampler:
         hidden = slice_rows(outcome.hidden, request.start, self.width) if request.wide else outcome.hidden
         logits = guided.logits(hidden)
         adjusted, rule = self.rule.adjust(logits, view, state.rule)
-        predictions = self._predict(guided, adjusted, view)
+        predictions = predicted(guided, self.rule, self.sampling, adjusted, view)
         select, rule = self.rule.decide(predictions, view, rule)
         select &= ran[:, None]
 
         tokens = jnp.where(select, predictions.token, slice_rows(state.tokens, request.start, self.width))
+        if self.rule.reads_hidden:
+            sure, best = self._sure(guided, hidden, logits, view.masked & ran[:, None])
+            select, tokens = select | sure, jnp.where(sure, best, tokens)
         newly = _on_canvas(select, view.positions, self.gen_length)
         soft = state.soft
         if self.smoothing is not None and soft is not None:
@@ -237,6 +234,8 @@ class BlockSampler:
             cache=outcome.state,
             soft=soft,
         )
+        if self._looks_ahead:
+            state = self._write_ahead(guided, request, outcome, state)
         if self.fill_after_eos:
             skipped = outcome.full if "eos-fill-after-window" in self.compat else ran & False
             state = self._fill_after_eos(denoiser, state, ran & ~skipped)
@@ -257,22 +256,13 @@ class BlockSampler:
 
     def result(self, denoiser: DenoiserLike, state: BlockState) -> Result:
         """The generation so far."""
-        generated = self._generated(denoiser, state)
-        generated = jnp.where(generated == denoiser.mask_id, denoiser.eos_id, generated)
-        ends = generated == denoiser.eos_id
-        lengths = jnp.where(ends.any(axis=1), jnp.argmax(ends, axis=1), self.gen_length).astype(jnp.int32)
-        if state.stop is not None:
-            lengths = jnp.minimum(lengths, state.stop.length)
-        return Result(generated, lengths, state.decoded_at, state.nfe, state.full_forwards, state.cache_updates)
+        return result_of(denoiser, state, self._generated(denoiser, state))
 
     def _check_parts(self) -> None:
         """Raises DllmError for parts of the wrong kind: here, because JAX builds samplers of other things as well."""
-        if not isinstance(self.rule, Rule):
-            raise DllmError(f"rule is {self.rule!r}; give a rule object, such as make_rule('threshold')")
+        check_rule(self.rule, self.sampling)
         if isinstance(self.cache, type) or not hasattr(self.cache, "predict"):
             raise DllmError(f"cache is {self.cache!r}; give a policy object, such as make_cache('dual')")
-        if not isinstance(self.sampling, Sampling):
-            raise DllmError(f"sampling is {self.sampling!r}; give a Sampling")
         if not (self.smoothing is None or isinstance(self.smoothing, Smoothing)):
             raise DllmError(f"smoothing is {self.smoothing!r}; give a Smoothing or None")
 
@@ -282,8 +272,7 @@ class BlockSampler:
 
     def _generated(self, denoiser: DenoiserLike, state: BlockState) -> jax.Array:
         """The generation's tokens, [B, G]; what lies behind a row's own length reads as the end of the sequence."""
-        tokens = slice_rows(state.tokens, state.canvas_start, self.gen_length)
-        return jnp.where(jnp.arange(self.gen_length) < state.gen_lengths[:, None], tokens, denoiser.eos_id)
+        return generation(denoiser, state, self.gen_length)
 
     def _guided(self, denoiser: DenoiserLike, state: BlockState) -> DenoiserLike:
         if self.guidance is None:
@@ -294,6 +283,10 @@ class BlockSampler:
     def _prompt_part(self, state: BlockState) -> jax.Array:
         """[B], positions of the prompt that belong to a row's first block."""
         return state.canvas_start % self.width if self.align_blocks else jnp.zeros_like(state.canvas_start)
+
+    def _num_blocks(self, state: BlockState) -> jax.Array:
+        """[B], blocks of each row's generation."""
+        return -(-(self._prompt_part(state) + state.gen_lengths) // self.width)
 
     def _block_masks(self, denoiser: DenoiserLike, state: BlockState) -> jax.Array:
         """[B, G] bool, masked positions of each row's active block."""
@@ -320,7 +313,7 @@ class BlockSampler:
             first=first,
             step=state.block_step,
             block_masks=state.block_masks,
-            num_blocks=-(-(prompt_part + state.gen_lengths) // self.width),
+            num_blocks=self._num_blocks(state),
             noise=state.noise,
             nfe=state.nfe,
             caution=None if self.smoothing is None else self.smoothing.caution(state.nfe),
@@ -339,7 +332,7 @@ class BlockSampler:
             active=~state.done,
             nfe=state.nfe,
             iteration=state.nfe if self.smoothing is not None else state.nfe - state.cache_updates,
-            wide=self.smoothing is not None,
+            wide=self.smoothing is not None or self._looks_ahead,
         )
         return view, request
 
@@ -371,6 +364,43 @@ class BlockSampler:
         pieces = -(-jnp.max(jnp.maximum(behind, 0)) // self.width)
         return lax.fori_loop(0, pieces, piece, write(soft, logits, request.start, request.start))
 
+    @property
+    def _looks_ahead(self) -> bool:
+        return self.rule.reads_hidden and self.rule.looks_ahead(not isinstance(self.cache, NoCache))
+
+    def _sure(
+        self, denoiser: DenoiserLike, hidden: jax.Array, logits: jax.Array, masked: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Of some masked positions [B, W] those that the rule is sure of, and the best token everywhere."""
+        plain = Sampling(suppress=self.sampling.suppress, defer=self.sampling.defer)
+        best = predict(logits, plain, mask_id=denoiser.mask_id, score_from="raw", uniform=None)
+        sure = self.rule.sure(denoiser, hidden, logits, best) & masked & ~best.mask_wins
+        if plain.defer is not None:
+            sure &= ~jnp.isin(best.token, plain.defer)
+        return sure, best.token
+
+    def _write_ahead(self, denoiser: DenoiserLike, request: Request, outcome: Outcome, state: BlockState) -> BlockState:
+        """Commits what the rule is sure of behind the active block, as far as the forward ran, in pieces of a block's
+        length, so that no more logits are held at once."""
+        high = jnp.minimum(outcome.high, state.canvas_start + state.gen_lengths)
+
+        def piece(number: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            tokens, decoded_at = carry
+            first = request.block_end + number * self.width
+            start = jnp.minimum(first, tokens.shape[1] - self.width)
+            positions = start[:, None] + jnp.arange(self.width)
+            masked = slice_rows(tokens, start, self.width) == denoiser.mask_id
+            masked &= outcome.ran[:, None] & (positions >= first[:, None]) & (positions < high[:, None])
+            hidden = slice_rows(outcome.hidden, start, self.width)
+            sure, best = self._sure(denoiser, hidden, denoiser.logits(hidden), masked)
+            newly = _on_canvas(sure, positions - state.canvas_start[:, None], self.gen_length)
+            return write_rows(tokens, best, start, sure), jnp.where(newly, state.nfe[:, None], decoded_at)
+
+        behind = jnp.where(outcome.ran, high - request.block_end, 0)
+        pieces = -(-jnp.max(jnp.maximum(behind, 0)) // self.width)
+        tokens, decoded_at = lax.fori_loop(0, pieces, piece, (state.tokens, state.decoded_at))
+        return dataclasses.replace(state, tokens=tokens, decoded_at=decoded_at)
+
     def _leaving(
         self, denoiser: DenoiserLike, state: BlockState, view: BlockView, outcome: Outcome
     ) -> tuple[jax.Array, jax.Array | None]:
@@ -395,18 +425,6 @@ class BlockSampler:
         most, per_iteration = self.unroll or (1, 1)
         return jnp.clip(masks // per_iteration, 1, most)
 
-    def _predict(self, denoiser: DenoiserLike, logits: jax.Array, view: BlockView) -> Predictions:
-        uniform = None
-        if self.sampling.temperature is not None:
-            uniform = view.draw(Purpose.TOKENS, denoiser.vocab_size)
-        return predict(
-            logits,
-            self.sampling,
-            mask_id=denoiser.mask_id,
-            score_from=self.rule.score_from,
-            uniform=uniform,
-        )
-
     def _fill_after_eos(self, denoiser: DenoiserLike, state: BlockState, rows: jax.Array) -> BlockState:
         generated = self._generated(denoiser, state)
         ends = generated == denoiser.eos_id
@@ -425,7 +443,9 @@ class BlockSampler:
     def _move_on(self, denoiser: DenoiserLike, state: BlockState, leaving: jax.Array) -> BlockState:
         """Checks the stop condition, and takes rows that leave their block to the next one that has masks."""
         masked = self._generated(denoiser, state) == denoiser.mask_id
-        done = state.done | (leaving & ~masked.any(axis=1))
+        one_by_one = "every-block" in self.compat
+        complete = state.block + 1 >= self._num_blocks(state) if one_by_one else ~masked.any(axis=1)
+        done = state.done | (leaving & complete)
         stop = state.stop
         if self.stop is not None and stop is not None:
             stop = stopping.advance(
@@ -435,7 +455,7 @@ class BlockSampler:
             done |= ended & leaving if "stop-after-block" in self.compat else ended
         entering = leaving & ~done
         next_mask = self._prompt_part(state) + jnp.argmax(masked, axis=1).astype(jnp.int32)
-        block = jnp.where(entering, next_mask // self.width, state.block)
+        block = jnp.where(entering, state.block + 1 if one_by_one else next_mask // self.width, state.block)
         state = dataclasses.replace(state, block=block, done=done, stop=stop)
         masks = self._block_masks(denoiser, state)
         repeats = state.repeats
@@ -447,6 +467,85 @@ class BlockSampler:
             block_masks=jnp.where(entering, masks.sum(axis=1, dtype=jnp.int32), state.block_masks),
             repeats=repeats,
         )
+
+
+class Canvas(Protocol):
+    """What the states of samplers have in common; see `BlockState`."""
+
+    @property
+    def tokens(self) -> jax.Array: ...
+    @property
+    def canvas_start(self) -> jax.Array: ...
+    @property
+    def gen_lengths(self) -> jax.Array: ...
+    @property
+    def decoded_at(self) -> jax.Array: ...
+    @property
+    def nfe(self) -> jax.Array: ...
+    @property
+    def full_forwards(self) -> jax.Array: ...
+    @property
+    def cache_updates(self) -> jax.Array: ...
+    @property
+    def stop(self) -> StopState | None: ...
+
+
+def check_sampling(sampling: Any) -> None:
+    """Raises DllmError for numbers that make no sense."""
+    if isinstance(sampling, Sampling):
+        check_number("temperature", sampling.temperature, 0.0)
+        check_number("top_p", sampling.top_p, 0.0, 1.0)
+        check_whole("top_k", sampling.top_k, 1)
+
+
+def check_rule(rule: Any, sampling: Any) -> None:
+    """Raises DllmError for things that are no rule and no sampling."""
+    if not isinstance(rule, Rule):
+        raise DllmError(f"rule is {rule!r}; give a rule object, such as make_rule('threshold')")
+    if not isinstance(sampling, Sampling):
+        raise DllmError(f"sampling is {sampling!r}; give a Sampling")
+
+
+def laid_out(
+    denoiser: DenoiserLike,
+    prompt: jax.Array,
+    prompt_lengths: jax.Array,
+    given: jax.Array | None,
+    end: jax.Array,
+    length: int,
+) -> jax.Array:
+    """The tokens [B, length] of a start: each row its prompt, masks or what is `given` [B, G] up to `end` [B], and
+    end-of-sequence tokens behind."""
+    tokens = jnp.pad(prompt, ((0, 0), (0, length - prompt.shape[1])))
+    position = jnp.arange(length)
+    tokens = jnp.where(position >= prompt_lengths[:, None], denoiser.mask_id, tokens)
+    if given is not None:
+        tokens = write_rows(tokens, given, prompt_lengths)
+    return jnp.where(position >= end[:, None], denoiser.eos_id, tokens)
+
+
+def generation(denoiser: DenoiserLike, state: Canvas, gen_length: int) -> jax.Array:
+    """The generation's tokens, [B, G]; what lies behind a row's own length reads as the end of the sequence."""
+    tokens = slice_rows(state.tokens, state.canvas_start, gen_length)
+    return jnp.where(jnp.arange(gen_length) < state.gen_lengths[:, None], tokens, denoiser.eos_id)
+
+
+def predicted(
+    denoiser: DenoiserLike, rule: Rule, sampling: Sampling, logits: jax.Array, view: BlockView
+) -> Predictions:
+    """What a rule gets to see of the logits [B, W, V] of a block."""
+    uniform = None if sampling.temperature is None else view.draw(Purpose.TOKENS, denoiser.vocab_size)
+    return predict(logits, sampling, mask_id=denoiser.mask_id, score_from=rule.score_from, uniform=uniform)
+
+
+def result_of(denoiser: DenoiserLike, state: Canvas, generated: jax.Array) -> Result:
+    """The result of a state whose generation [B, G] may hold masks."""
+    generated = jnp.where(generated == denoiser.mask_id, denoiser.eos_id, generated)
+    ends = generated == denoiser.eos_id
+    lengths = jnp.where(ends.any(axis=1), jnp.argmax(ends, axis=1), generated.shape[1]).astype(jnp.int32)
+    if state.stop is not None:
+        lengths = jnp.minimum(lengths, state.stop.length)
+    return Result(generated, lengths, state.decoded_at, state.nfe, state.full_forwards, state.cache_updates)
 
 
 def _on_canvas(select: jax.Array, positions: jax.Array, gen_length: int) -> jax.Array:
