@@ -130,6 +130,10 @@ class Denoiser:
         window = Window(start=start, skip=shift, fresh=fresh)
         return model.forward(_embedded(model, span), positions, lengths, cache=cache, window=window, keep=keep)
 
+    def final_hidden(self, hidden: jax.Array) -> jax.Array:
+        """Hidden states behind the final norm, which the vocabulary head reads: [B, W, D] -> [B, W, D]."""
+        return self._model.final_norm(hidden)
+
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Vocabulary scores of hidden states, [B, W, D] -> [B, W, V] float32."""
         return self._model.logits(hidden)

@@ -80,6 +80,10 @@ class Guided:
         )
         return _beside(hidden), kv
 
+    def final_hidden(self, hidden: jax.Array) -> jax.Array:
+        """Those of the conditional half."""
+        return self.denoiser.final_hidden(jnp.split(hidden, 2, axis=-1)[0])
+
     def logits(self, hidden: jax.Array) -> jax.Array:
         both = jnp.concatenate(jnp.split(hidden, 2, axis=-1))
         conditional, unconditional = jnp.split(self.denoiser.logits(both), 2)

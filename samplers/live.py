@@ -20,6 +20,7 @@ from rich.live import Live
 from rich.text import Text
 
 from dllm_jax import DllmError, Model
+from dllm_jax.indicator import Indicator
 from samplers.block import BlockSampler
 from samplers.caches import CACHES
 from samplers.checks import check_number
@@ -159,7 +160,8 @@ def settings_of(part: Any) -> dict[str, Any]:
     named: dict[str, type] = {**RULES, **CACHES}
     name = next((name for name, kind in named.items() if type(part) is kind), type(part).__name__)
     fields = [field.name for field in dataclasses.fields(part) if field.name != "compat"]
-    return {"name": name, **{field: getattr(part, field) for field in fields}}
+    values = {field: getattr(part, field) for field in fields}
+    return {"name": name, **{k: str(v) if isinstance(v, Indicator) else v for k, v in values.items()}}
 
 
 def title(sampler: BlockSampler) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import golden_dinfer
+import golden_ni
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -369,11 +370,11 @@ FAMILIES: dict[str, Family] = {
     "eb": Family(cases_of, _run_eb),
     "dinfer": Family(golden_dinfer.cases, golden_dinfer.run, one_of=4),
     "lladamoe": Family(cases_of, _run_llada_moe),
+    "ni-sampling": Family(cases_of, golden_ni.run, one_of=3),
 }
 
 PENDING = {
     "d2f": "D2F",
-    "ni-sampling": "NI-Sampling",
     "apd": "APD",
 }
 """File stems of families that are not implemented yet, and what each waits for."""

@@ -13,6 +13,7 @@ from samplers.rules.factor import Factor
 from samplers.rules.fast_dllm_dream import FastDllmDream
 from samplers.rules.hierarchical import Hierarchical
 from samplers.rules.llada import LLaDA
+from samplers.rules.ni import NI
 from samplers.rules.threshold import Threshold
 from samplers.rules.topk import TopK
 
@@ -26,6 +27,7 @@ RULES: Mapping[str, type[Rule]] = types.MappingProxyType(
         "eb": EB,
         "credit": Credit,
         "hierarchical": Hierarchical,
+        "ni": NI,
     }
 )
 
@@ -39,6 +41,7 @@ __all__ = [
     "FastDllmDream",
     "Hierarchical",
     "LLaDA",
+    "NI",
     "Rule",
     "Threshold",
     "TopK",

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from dllm_jax.errors import DllmError
+from samplers.caches.base import DenoiserLike
 from samplers.noise import Noise, Purpose, gumbel
 from samplers.predictions import Predictions, ScoreFrom
 
@@ -73,6 +74,7 @@ class Rule:
     """
 
     score_from: ScoreFrom = "raw"
+    reads_hidden: bool = False  # whether `sure` is asked
 
     def check(self, gen_length: int, num_blocks: int | None) -> None:
         """Raises DllmError when the rule's numbers make no sense with these lengths; the number of blocks is None
@@ -89,6 +91,27 @@ class Rule:
     def decide(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
         """Which positions are committed, [B, W] bool (a subset of `view.masked`), and the new state."""
         raise NotImplementedError
+
+    def sure(self, denoiser: DenoiserLike, hidden: jax.Array, logits: jax.Array, best: Predictions) -> jax.Array:
+        """Positions that are committed besides those of `decide`, [B, W] bool, by the model's hidden states. The engine
+        asks for the active block, and for later ones if the rule `looks_ahead`; it drops what is not masked, and what
+        has the mask token or a deferred one as its best. What is committed this way is the best token, never a drawn
+        one.
+
+        Args:
+            hidden: [B, W, D], as `DenoiserLike.logits` takes them.
+            logits: [B, W, V] float32, of these.
+            best: the most probable tokens and their scores.
+        """
+        raise NotImplementedError
+
+    def looks_ahead(self, cached: bool) -> bool:
+        """Whether `sure` is asked for later blocks as well, as far as a forward runs them.
+
+        Args:
+            cached: whether a cache policy reuses keys and values, in which tokens written ahead are still masks.
+        """
+        return False
 
     def block_done(self, view: BlockView, masks_left: jax.Array) -> jax.Array:
         """[B] bool, whether a row may leave its block after this step. masks_left [B] bool: masks remain in it."""

@@ -1,0 +1,203 @@
+"""NI-Sampling's indicator: from the published file, a pickled PyTorch state dict or safetensors, to ours and back.
+
+The published checkpoint has no config: sizes are read off the tensors' shapes. A JSON file of the same name beside it
+may say the rest, and must agree.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from convert.output import check_out, check_space
+from convert.safetensors_reader import PICKLE_ENDINGS, read_block, read_header
+from convert.source import sha256
+from convert.tensors import as_dtype, checked_cast
+from convert.torch_pickle import read_state_dict
+from dllm_jax import checkpoint
+from dllm_jax.errors import DllmError
+from dllm_jax.indicator import (
+    CONFIG_FILE,
+    PARAMS_FOLDER,
+    Indicator,
+    IndicatorConfig,
+    check_indicator,
+    load_indicator,
+    save_indicator,
+)
+
+WEIGHTS_FILE, HUB_CONFIG_FILE = "indicator.safetensors", "indicator.json"
+_FIELDS = {
+    "depth": "depth",
+    "width": "width",
+    "hidden_states_dim": "hidden_dim",
+    "token_emb_dim": "embed_dim",
+    "topk": "num_values",
+    "input_topk_token": "num_tokens",
+    "topk_norm": "probabilities",
+    "concat_proj": "mix",
+}
+_MODULES = {
+    "hidden_states_proj": "hidden_proj",
+    "token_emb_proj": "token_proj",
+    "logits_proj": "values_proj",
+    "extra_token_proj": "others_proj",
+    "concat_proj": "mix",
+    "out_layer.0": "norm",
+    "out_layer.1": "head",
+}
+_OF_BLOCK = {"layer_norm": "norm", "mlp.0": "up", "mlp.3": "down", "shortcut": "shortcut"}
+
+
+def convert_indicator(
+    source: str | Path, out: str | Path, *, dtype: str | None = None, overwrite: bool = False
+) -> IndicatorConfig:
+    """Converts a published indicator into a folder that `dllm_jax.indicator.load_indicator` reads.
+
+    Args:
+        source: a .pth file of PyTorch's zip format, which is read without running what is in it, or a .safetensors
+            file; or a folder that holds one such file.
+        out: the new folder; it appears whole at the end or not at all.
+        dtype: "float32", "bfloat16" or "float16"; the source's own by default.
+
+    Raises:
+        DllmError: for a file that is damaged, is none, or holds other tensors; and for a full disk.
+    """
+    path = _file_of(Path(source).expanduser())
+    check_out(out, source=source, overwrite=overwrite, kind=PARAMS_FOLDER)
+    tensors = _read(path)
+    config = _config_of(path, {name: x.shape for name, x in tensors.items()})
+    params = {}
+    for theirs, ours in names(config).items():
+        array = tensors.pop(theirs)
+        array = checked_cast(array, as_dtype(dtype or array.dtype.name), theirs)
+        params[ours] = jnp.asarray(array.T if ours.endswith(".kernel") else array)
+    if tensors:
+        raise DllmError(f"{path} holds {min(tensors)}, which no indicator has; is it another checkpoint?")
+    check_space(out, sum(x.nbytes for x in params.values()))
+    indicator = Indicator(config, params)
+    check_indicator(indicator, str(path))
+    notes = {"family": "ni-indicator", "source": path.name, "sha256": sha256(path)}
+    save_indicator(out, indicator, source=notes, overwrite=overwrite)
+    return config
+
+
+def export_indicator(folder: str | Path, out: str | Path, *, overwrite: bool = False) -> None:
+    """Writes an indicator under the published names: a folder with indicator.safetensors and indicator.json.
+
+    Raises:
+        DllmError: when it cannot be read, and for a full disk.
+    """
+    check_out(out, source=folder, overwrite=overwrite, kind="*.safetensors")
+    indicator = load_indicator(folder)
+    tensors = {}
+    for theirs, ours in names(indicator.config).items():
+        array = np.asarray(indicator.params[ours])
+        tensors[theirs] = np.ascontiguousarray(array.T if ours.endswith(".kernel") else array)
+    values = {theirs: getattr(indicator.config, ours) for theirs, ours in _FIELDS.items()}
+    with checkpoint.atomic_folder(out, overwrite=overwrite) as scratch:
+        try:
+            (scratch / WEIGHTS_FILE).write_bytes(_safetensors(tensors))
+            told = {**values, "use_positional_embedding": False, "dropout": 0.2}
+            (scratch / HUB_CONFIG_FILE).write_text(json.dumps(told, indent=2) + "\n")
+        except OSError as error:
+            raise checkpoint.write_error(out, error) from error
+
+
+def is_indicator(folder: str | Path) -> bool:
+    """Whether a folder holds an indicator of ours."""
+    return (Path(folder).expanduser() / CONFIG_FILE).is_file()
+
+
+def names(config: IndicatorConfig) -> dict[str, str]:
+    """Published name -> ours, of all parameters; matrices are stored transposed."""
+    modules = {ours: theirs for theirs, ours in _MODULES.items()}
+    parts = {ours: theirs for theirs, ours in _OF_BLOCK.items()}
+    found = {}
+    for name in config.shapes():
+        module, _, leaf = name.rpartition(".")
+        if block := re.fullmatch(r"blocks\.(\d+)\.(\w+)", module):
+            theirs = f"backbone.{block[1]}.{parts[block[2]]}"
+        else:
+            theirs = modules[module]
+        found[f"{theirs}.{'bias' if leaf == 'bias' else 'weight'}"] = name
+    return found
+
+
+def _file_of(source: Path) -> Path:
+    if source.is_file():
+        return source
+    if not source.is_dir():
+        raise DllmError(f"there is no file {source}; give the indicator's .pth or .safetensors file")
+    found = [path for path in sorted(source.iterdir()) if path.suffix in (*PICKLE_ENDINGS, ".safetensors")]
+    if len(found) != 1:
+        raise DllmError(f"{source} holds {len(found)} files of weights; name the indicator's own")
+    return found[0]
+
+
+def _read(path: Path) -> dict[str, np.ndarray]:
+    if path.suffix != ".safetensors":
+        return read_state_dict(path)
+    entries = read_header(path)
+    return {name: np.array(read_block(entry, slice(0, entry.shape[0]))) for name, entry in entries.items()}
+
+
+def _config_of(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> IndicatorConfig:
+    """The config that the shapes speak of, and what a JSON file beside them adds.
+
+    Raises:
+        DllmError: naming the first tensor that is missing or does not fit.
+    """
+    told = _told(path)
+    wanted = ("hidden_states_proj.weight", "token_emb_proj.weight")
+    if missing := [name for name in wanted if len(shapes.get(name, ())) != 2]:
+        raise DllmError(f"{path} has no matrix {missing[0]}; is it an indicator of NI sampling?")
+    (width, hidden_dim), (_, embed_dim) = (shapes[name] for name in wanted)
+    numbers = [int(match[1]) for name in shapes if (match := re.match(r"backbone\.(\d+)\.", name))]
+    columns = lambda name: [*shapes.get(name, ()), 0, 0][1]
+    config = IndicatorConfig(
+        depth=max(numbers, default=-1) + 1,
+        width=width,
+        hidden_dim=hidden_dim,
+        embed_dim=embed_dim,
+        num_values=columns("logits_proj.weight"),
+        num_tokens=1 + columns("extra_token_proj.weight") // max(embed_dim, 1),
+        probabilities=bool(told.get("topk_norm", True)),
+        mix="concat_proj.weight" in shapes,
+    )
+    for theirs, ours in _FIELDS.items():
+        if theirs in told and (told[theirs] or 0) != getattr(config, ours):
+            raise DllmError(f"{path} has {theirs} {getattr(config, ours)}, but its JSON file says {told[theirs]}")
+    for theirs, ours in names(config).items():
+        shape = config.shapes()[ours]
+        shape = shape[::-1] if ours.endswith(".kernel") else shape
+        if shapes.get(theirs) != shape:
+            raise DllmError(f"{path}: {theirs} has shape {shapes.get(theirs)}, an indicator of its kind has {shape}")
+    return config
+
+
+def _told(path: Path) -> dict[str, Any]:
+    """What the JSON file beside the weights says, if there is one."""
+    beside = path.with_suffix(".json")
+    if not beside.is_file():
+        return {}
+    try:
+        told = json.loads(beside.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DllmError(f"{beside} could not be read ({error}); remove it or download it again") from None
+    if not isinstance(told, dict):
+        raise DllmError(f"{beside} is no JSON object; remove it or download it again")
+    if told.get("use_positional_embedding"):
+        raise DllmError(f"{beside} asks for positional embeddings, which no published indicator has or can run with")
+    return told
+
+
+def _safetensors(tensors: Mapping[str, np.ndarray]) -> bytes:
+    """A safetensors file of these arrays."""
+    from safetensors.numpy import save
+
+    return save(dict(tensors), {"format": "pt"})
