@@ -1,4 +1,4 @@
-"""The command line: `python -m convert FAMILY | embedded | verify | export`."""
+"""The command line: `python -m convert FAMILY | ni-indicator | embedded | verify | export`."""
 
 import argparse
 import logging
@@ -13,6 +13,7 @@ import jax
 
 from convert import convert, embedded, export, verify
 from convert.families import FAMILIES
+from convert.indicator import convert_indicator, export_indicator, is_indicator, verify_indicator
 from dllm_jax.command import Parser
 from dllm_jax.errors import DllmError
 from dllm_jax.transformer import num_params
@@ -51,6 +52,10 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("embedded", help="convert models that come with the library, to be found by name")
     command.set_defaults(run=_embedded)
     command.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(embedded.names())} (default: all)")
+    command = commands.add_parser("ni-indicator", help="convert an indicator of NI sampling")
+    command.set_defaults(run=_convert_indicator)
+    command.add_argument("--source", required=True, metavar="FILE", help="the published .pth file, or a .safetensors")
+    _add_output(command)
     command = commands.add_parser("verify", help="compare a converted checkpoint with its source, bit by bit")
     command.set_defaults(run=_verify)
     command.add_argument("--source", required=True, metavar="DIR_OR_ID", help="what was converted")
@@ -95,12 +100,28 @@ def _embedded(options: argparse.Namespace) -> None:
         print(embedded.install(name))
 
 
+def _convert_indicator(options: argparse.Namespace) -> None:
+    start = time.perf_counter()
+    config = convert_indicator(options.source, options.out, dtype=options.dtype, overwrite=options.overwrite)
+    print(f"{options.out}: an indicator of {config.num_params:,} parameters, {time.perf_counter() - start:.1f} s")
+
+
 def _verify(options: argparse.Namespace) -> None:
+    if is_indicator(options.checkpoint):
+        count = verify_indicator(options.source, options.checkpoint)
+        print(f"{options.checkpoint}: all {count} tensors are those of {options.source}")
+        return
     count = verify(options.source, options.checkpoint, revision=options.revision, progress=not options.no_progress)
     print(f"{options.checkpoint}: all {count} tensors are those of {options.source}")
 
 
 def _export(options: argparse.Namespace) -> None:
+    if is_indicator(options.checkpoint):
+        if options.layout is not None:
+            raise DllmError(f"--layout {options.layout} is for models, and {options.checkpoint} is an indicator")
+        export_indicator(options.checkpoint, options.out, dtype=options.dtype, overwrite=options.overwrite)
+        print(f"{options.out}: written under the published names")
+        return
     export(
         options.checkpoint,
         options.out,

@@ -86,18 +86,20 @@ def convert_indicator(
     return config
 
 
-def export_indicator(folder: str | Path, out: str | Path, *, overwrite: bool = False) -> None:
+def export_indicator(folder: str | Path, out: str | Path, *, dtype: str | None = None, overwrite: bool = False) -> None:
     """Writes an indicator under the published names: a folder with indicator.safetensors and indicator.json.
+
+    Args:
+        dtype: "float32", "bfloat16" or "float16"; the stored one by default.
 
     Raises:
         DllmError: when it cannot be read, and for a full disk.
     """
     check_out(out, source=folder, overwrite=overwrite, kind="*.safetensors")
     indicator = load_indicator(folder)
-    tensors = {}
-    for theirs, ours in names(indicator.config).items():
-        array = np.asarray(indicator.params[ours])
-        tensors[theirs] = np.ascontiguousarray(array.T if ours.endswith(".kernel") else array)
+    tensors = _published(indicator)
+    if dtype is not None:
+        tensors = {name: checked_cast(array, as_dtype(dtype), name) for name, array in tensors.items()}
     values = {theirs: getattr(indicator.config, ours) for theirs, ours in _FIELDS.items()}
     with checkpoint.atomic_folder(out, overwrite=overwrite) as scratch:
         try:
@@ -106,6 +108,30 @@ def export_indicator(folder: str | Path, out: str | Path, *, overwrite: bool = F
             (scratch / HUB_CONFIG_FILE).write_text(json.dumps(told, indent=2) + "\n")
         except OSError as error:
             raise checkpoint.write_error(out, error) from error
+
+
+def verify_indicator(source: str | Path, folder: str | Path) -> int:
+    """Compares a converted indicator with its source, value by value in the converted dtype.
+
+    Returns:
+        The number of tensors.
+
+    Raises:
+        DllmError: naming the first that differs.
+    """
+    wanted, found = _read(_file_of(Path(source).expanduser())), _published(load_indicator(folder))
+    if wanted.keys() != found.keys():
+        raise DllmError(f"{folder} and {source} differ in {min(wanted.keys() ^ found.keys())}; convert it again")
+    for name, array in found.items():
+        if not np.array_equal(wanted[name].astype(array.dtype), array):
+            raise DllmError(f"{folder} and {source} differ in {name}; convert it again")
+    return len(found)
+
+
+def _published(indicator: Indicator) -> dict[str, np.ndarray]:
+    """The parameters under their published names and in their published layout."""
+    arrays = {theirs: np.asarray(indicator.params[ours]) for theirs, ours in names(indicator.config).items()}
+    return {name: np.ascontiguousarray(x.T if x.ndim == 2 else x) for name, x in arrays.items()}
 
 
 def is_indicator(folder: str | Path) -> bool:

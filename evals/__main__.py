@@ -4,6 +4,7 @@
     python -m evals sweep --model DIR --task sudoku --sampler 'eb:gamma=0.01|0.1|1' --sampler 'topk:k=1|2|4' --out DIR
     python -m evals figure eb-maze --model DIR --out DIR
     python -m evals compare --model word-problems --task word-problems --index 3
+    python -m evals oracle --model DIR --task sudoku --sampler threshold:threshold=0.9
     python -m evals show --task maze:size=5 --split train
     python -m evals tokenizer --task sudoku --out DIR
 
@@ -27,6 +28,7 @@ import dllm_jax
 from dllm_jax import DllmError, Model
 from dllm_jax.command import Parser, run_printing
 from evals import figures, files, plots
+from evals.oracle import oracle
 from evals.runner import Report, run
 from evals.sampler import SamplerSpec, all_samplers, parse_sampler
 from evals.sweeps import Sweep, pareto_plot, sweep, write_tables
@@ -67,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_sweep(commands)
     _add_figure(commands)
     _add_compare(commands)
+    _add_oracle(commands)
     _add_show(commands)
     _add_tokenizer(commands)
     return parser
@@ -111,6 +114,15 @@ def _add_compare(commands: Any) -> None:
     add("--split", default="test", metavar="SPLIT", help=f"{', '.join(SPLITS)} (default: test)")
     add("--index", type=int, default=0, metavar="N", help="number of the example (default: 0)")
     add("--sampler", action="append", default=[], metavar="SPEC", help="as in run, with lists; by default a choice")
+
+
+def _add_oracle(commands: Any) -> None:
+    add = _command(commands, "oracle", _oracle, "how few forwards would keep a sampler's trajectories as they are")
+    _add_measuring(add)
+    _add_task(add)
+    add("--sampler", required=True, metavar="SPEC", help="as in run")
+    add("--json", action="store_true", help="print the report as JSON")
+    add("--results", metavar="FILE", help="write one JSON line per example")
 
 
 def _add_show(commands: Any) -> None:
@@ -158,6 +170,23 @@ def _run(options: argparse.Namespace) -> None:
         return
     print(f"{report.model} on {report.task}, {report.n} {report.split} examples, {report.sampler}")
     print(describe(report))
+
+
+def _oracle(options: argparse.Namespace) -> None:
+    task, sampler = make_task(options.task), parse_sampler(options.sampler)
+    check_split(options.split)
+    if options.results:
+        files.make_folder(Path(options.results).parent)
+    report = oracle(_load(options), task, sampler, **_measuring(options))
+    if options.results:
+        files.write(options.results, files.as_json_lines([vars(row) for row in report.rows]))
+    if options.json:
+        print(files.as_json(report.summary()), end="")
+        return
+    print(f"{report.model} on {report.task}, {report.n} {report.split} examples, {report.sampler}")
+    exact = "all of them lossless" if not report.forced else f"{100 * report.forced:.1f} % of these forced"
+    steps = f"NFE {report.nfe:.2f} | {report.merged_steps:.2f} steps in the lossless order, {exact}"
+    print(f"{steps} | {report.speed_up:.2f} times fewer forwards")
 
 
 def _sweep(options: argparse.Namespace) -> None:

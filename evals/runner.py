@@ -4,7 +4,7 @@ import dataclasses
 import math
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -124,19 +124,35 @@ def run(
         DllmError: for bad specs and numbers, a model of other tokens, or sequences longer than its context; before
             anything is compiled.
     """
+    spec, batches = prepare(model, task, sampler, n, batch_size, seed, split, examples, progress)
+    outcome = batches.run(programs or Programs(), progress, str(spec))
+    about: dict[str, Any] = {"split": split, "seed": seed, "n": len(batches.examples), "batch_size": batches.size}
+    names = _names(model, batches.task, spec, batches.sampler)
+    return Report(**names, **about, **outcome.scores(), **_surroundings(model))
+
+
+def prepare(
+    model: Model,
+    task: str | Task,
+    sampler: str | SamplerSpec,
+    n: int,
+    batch_size: int,
+    seed: int,
+    split: str,
+    examples: Sequence[Example] | None = None,
+    progress: bool | None = None,
+) -> tuple[SamplerSpec, "Batches"]:
+    """Everything before the first forward; arguments and errors are those of `run`."""
     task = (make_task(task) if isinstance(task, str) else task).bind(model)
     spec = parse_sampler(sampler) if isinstance(sampler, str) else sampler
-    built, programs = spec.build(model, task), programs or Programs()
+    built = spec.build(model, task)
     check_count("n", n)
     check_count("batch_size", batch_size)
     if not isinstance(seed, int) or not 0 <= seed < 2**32:
         raise DllmError(f"seed is {seed!r}; it must be a whole number from 0 to {2**32 - 1}")
     examples = draw(task, split, n, progress) if examples is None else examples[:n]
     check_count("the number of examples", len(examples))
-    batches = _Batches(model, task, built, examples, min(batch_size, len(examples)), seed)
-    outcome = batches.run(programs, progress, str(spec))
-    about: dict[str, Any] = {"split": split, "seed": seed, "n": len(examples), "batch_size": batches.size}
-    return Report(**_names(model, task, spec, built), **about, **outcome.scores(), **_surroundings(model))
+    return spec, Batches(model, task, built, examples, min(batch_size, len(examples)), seed)
 
 
 def draw(task: Task, split: str, n: int, progress: bool | None = None) -> list[Example]:
@@ -181,8 +197,12 @@ class _Outcome:
         }
 
 
-class _Batches:
-    """The examples as arrays of one shape."""
+class Batches:
+    """A task's examples as arrays of one shape.
+
+    Attributes:
+        size: examples per batch; the last batch is filled up with the last example.
+    """
 
     def __init__(
         self, model: Model, task: Task, sampler: BlockSampler, examples: Sequence[Example], size: int, seed: int
@@ -197,16 +217,20 @@ class _Batches:
         """Samples and judges everything."""
         rows: list[Row] = []
         seconds, tokens, compiled_before = 0.0, 0, programs.compile_seconds
-        starts = range(0, len(self.examples), self.size)
-        hide = None if progress is None else not progress
-        for start in tqdm(starts, desc=name, unit="batch", disable=hide):
-            index = np.minimum(np.arange(start, start + self.size), len(self.examples) - 1)
-            result, took = programs.run(self.sampler, self.model.denoiser, **self._arguments(index))
+        for index, arguments in self.arguments(progress, name):
+            result, took = programs.run(self.sampler, self.model.denoiser, **arguments)
             result = jax.device_get(result)
             found = [self._row(result, row, int(i)) for row, i in enumerate(index)]
             seconds, tokens = seconds + took, tokens + sum(row.tokens for row in found)
-            rows += found[: len(self.examples) - start]
+            rows += found[: len(self.examples) - len(rows)]
         return _Outcome(rows, tokens, seconds, programs.compile_seconds - compiled_before)
+
+    def arguments(self, progress: bool | None, name: str) -> Iterator[tuple[np.ndarray, dict[str, Any]]]:
+        """Numbers of the examples of each batch [size], and what a sampler is called with, with a progress bar."""
+        hide = None if progress is None else not progress
+        for start in tqdm(range(0, len(self.examples), self.size), desc=name, unit="batch", disable=hide):
+            index = np.minimum(np.arange(start, start + self.size), len(self.examples) - 1)
+            yield index, self._arguments(index)
 
     def _prompt(self, example: Example) -> list[int]:
         """The prompt, led by a start token where the model needs one and the task has none."""

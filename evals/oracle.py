@@ -1,0 +1,130 @@
+"""How few forwards a sampler's own trajectories would need: the lossless order of NI sampling (arXiv 2604.18471).
+
+Every example is sampled; then, from its first state on, all following steps are done at once that the model predicts
+rightly there. Tokens and the order of states stay the same, so the number of steps is what an indicator that is never
+wrong would reach.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from dllm_jax import Model
+from evals.runner import prepare
+from evals.sampler import SamplerSpec
+from evals.tasks import Task
+from samplers import sample_jit
+from samplers.trajectory import Merged, Trajectory, merged, trajectory_of
+
+_merged = jax.jit(merged)
+
+
+@dataclasses.dataclass(frozen=True)
+class OracleRow:
+    """One example.
+
+    Attributes:
+        index: number of the example in its split.
+        nfe: forwards of the sampler.
+        steps: those of them that committed something.
+        merged_steps: steps of the lossless order.
+        forced: those of them whose own forward would have given another token.
+        merged_step: per position of the canvas the step of the lossless order, -1 where none was generated.
+    """
+
+    index: int
+    nfe: int
+    steps: int
+    merged_steps: int
+    forced: int
+    merged_step: list[int] = dataclasses.field(repr=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class OracleReport:
+    """What the lossless order could save.
+
+    Attributes:
+        model, task, sampler, split, seed, n: what was run.
+        nfe, steps, merged_steps: means over the examples, of what `OracleRow` has.
+        speed_up: forwards of all examples over steps of their lossless orders.
+        forced: share of these steps whose own forward would have given another token. It is 0 for a sampler that writes
+            the most probable tokens of exact forwards; above, the lossless order is one for the trajectories as they
+            are and not for the sampler that made them.
+        rows: every example.
+    """
+
+    model: str
+    task: str
+    sampler: str
+    split: str
+    seed: int
+    n: int
+    nfe: float
+    steps: float
+    merged_steps: float
+    speed_up: float
+    forced: float
+    rows: tuple[OracleRow, ...] = dataclasses.field(default=(), repr=False)
+
+    def summary(self) -> dict[str, Any]:
+        """Everything but the rows."""
+        return {name: value for name, value in vars(self).items() if name != "rows"}
+
+
+def oracle(
+    model: Model,
+    task: str | Task,
+    sampler: str | SamplerSpec,
+    *,
+    n: int = 256,
+    batch_size: int = 64,
+    seed: int = 0,
+    split: str = "test",
+    progress: bool | None = None,
+) -> OracleReport:
+    """Samples examples 0 to n - 1 of a split and merges the steps of their trajectories.
+
+    Raises:
+        DllmError: as `evals.run`.
+    """
+    spec, batches = prepare(model, task, sampler, n, batch_size, seed, split, progress=progress)
+    rows: list[OracleRow] = []
+    for index, arguments in batches.arguments(progress, f"oracle of {spec}"):
+        result = sample_jit(batches.sampler, model.denoiser, **arguments)
+        names = ("prompt", "prompt_lengths", "gen_lengths", "given")
+        known = {name: arguments[name] for name in names}
+        trajectory = trajectory_of(result, **known, mask_id=model.denoiser.mask_id)
+        order = _merged(model.denoiser, trajectory)
+        found = _rows(index, *jax.device_get((result.nfe, trajectory, order)))
+        rows += found[: len(batches.examples) - len(rows)]
+    total = {name: np.asarray([getattr(row, name) for row in rows]) for name in ("nfe", "steps", "merged_steps")}
+    return OracleReport(
+        model.name,
+        str(batches.task),
+        str(spec),
+        split,
+        seed,
+        len(rows),
+        **{name: float(values.mean()) for name, values in total.items()},
+        speed_up=float(total["nfe"].sum() / max(total["merged_steps"].sum(), 1)),
+        forced=sum(row.forced for row in rows) / max(int(total["merged_steps"].sum()), 1),
+        rows=tuple(rows),
+    )
+
+
+def _rows(index: np.ndarray, nfe: np.ndarray, trajectory: Trajectory, order: Merged) -> list[OracleRow]:
+    steps = np.asarray(trajectory.step).max(axis=1) + 1
+    return [
+        OracleRow(
+            index=int(number),
+            nfe=int(nfe[row]),
+            steps=int(steps[row]),
+            merged_steps=int(order.steps[row]),
+            forced=int(order.forced[row]),
+            merged_step=np.asarray(order.step[row]).tolist(),
+        )
+        for row, number in enumerate(index)
+    ]
