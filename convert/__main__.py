@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from convert import convert, embedded, export, verify
+from convert import convert, convert_adapters, embedded, export, verify
 from convert.families import FAMILIES
 from convert.indicator import convert_indicator, export_indicator, is_indicator, verify_indicator
 from dllm_jax.command import Parser
@@ -52,6 +52,15 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("embedded", help="convert models that come with the library, to be found by name")
     command.set_defaults(run=_embedded)
     command.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(embedded.names())} (default: all)")
+    command = commands.add_parser("d2f-lora", help="add published low-rank adapters (peft) to a converted model")
+    command.set_defaults(run=_add_adapters)
+    command.add_argument("--source", required=True, metavar="DIR_OR_ID", help="the adapters: folder or repository id")
+    command.add_argument("--revision", help="branch, tag or commit of the repository")
+    command.add_argument("--base", required=True, metavar="DIR_OR_NAME", help="the converted model they belong to")
+    command.add_argument("--apart", action="store_true", help="keep them apart, for python -m train merge-lora")
+    command.add_argument("--any-base", action="store_true", help="do not compare the base's name with theirs")
+    command.add_argument("--out", required=True, metavar="DIR", help="folder that does not exist yet")
+    command.add_argument("--overwrite", action="store_true", help="replace --out if it holds what this writes")
     command = commands.add_parser("ni-indicator", help="convert an indicator of NI sampling")
     command.set_defaults(run=_convert_indicator)
     command.add_argument("--source", required=True, metavar="FILE", help="the published .pth file, or a .safetensors")
@@ -98,6 +107,20 @@ def _convert(options: argparse.Namespace) -> None:
 def _embedded(options: argparse.Namespace) -> None:
     for name in options.names or embedded.names():
         print(embedded.install(name))
+
+
+def _add_adapters(options: argparse.Namespace) -> None:
+    found = convert_adapters(
+        options.source,
+        options.base,
+        options.out,
+        apart=options.apart,
+        any_base=options.any_base,
+        revision=options.revision,
+        overwrite=options.overwrite,
+    )
+    what = "kept apart" if options.apart else f"merged into {options.base}"
+    print(f"{options.out}: adapters of rank {found.rank} for {len(found.kernels)} matrices, {what}")
 
 
 def _convert_indicator(options: argparse.Namespace) -> None:

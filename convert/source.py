@@ -43,7 +43,7 @@ def open_source(source: str | Path, family: Family, revision: str | None = None)
     Raises:
         DllmError: when it is not there, belongs to another family, or its files are damaged.
     """
-    folder, name, commit = _locate(source, revision)
+    folder, name, commit = locate(source, revision)
     hub = read_hub_config(folder)
     families.check_family(family, hub)
     return Source(folder, name, commit, hub, read_folder(folder))
@@ -62,7 +62,12 @@ def sha256(path: Path) -> str:
         raise DllmError(f"{path} cannot be read ({error.strerror}); check the file") from None
 
 
-def _locate(source: str | Path, revision: str | None) -> tuple[Path, str, str | None]:
+def locate(source: str | Path, revision: str | None) -> tuple[Path, str, str | None]:
+    """The folder of a source, its name, and the commit of a repository, which is downloaded.
+
+    Raises:
+        DllmError: when there is no such folder or repository.
+    """
     folder = Path(source).expanduser()
     if folder.is_dir():
         if revision is not None:

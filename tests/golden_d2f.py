@@ -4,6 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 from golden_base import Assets, Case, assert_row
 
+import convert
+import dllm_jax
 from samplers import PipelineSampler, stream
 from samplers.generate import bucket_length, pad_prompts
 
@@ -26,9 +28,22 @@ def sampler_of(args: dict) -> PipelineSampler:
     )
 
 
+def model_of(case: Case, assets: Assets) -> dllm_jax.Model:
+    """The case's checkpoint, with its adapters merged where it has some."""
+    model = assets.model(case["checkpoint"])
+    if not case.get("lora"):
+        return model
+    source = assets.path(case["lora"])
+    if source not in assets.converted:
+        out = assets.converted["folder"] / f"{case['lora']}-{len(assets.converted)}"
+        convert.convert_adapters(source, model.folder, out)
+        assets.converted[source] = dllm_jax.load(out)
+    return assets.converted[source]
+
+
 def _run_decode(case: Case, assets: Assets) -> None:
     args, expected = case["args"], case["expected"]
-    denoiser = assets.model(case["checkpoint"]).denoiser
+    denoiser = model_of(case, assets).denoiser
     prompt, lengths = pad_prompts([case["prompt"]], max(128, bucket_length(len(case["prompt"]))))
     whole = args["gen_length"] // args["block_length"] * args["block_length"]
     sampler = sampler_of(args)

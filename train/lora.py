@@ -6,12 +6,10 @@ The product is added to the weights before the forward pass, so any kernel of th
 model knowing, and training sees exactly what a merged checkpoint computes.
 """
 
-import dataclasses
 import fnmatch
-import json
 import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from convert import adapters as hub
+from convert.adapters import KERNEL, A, B, added
 from dllm_jax import checkpoint
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.tokenizer import TOKENIZER_FILES
 from dllm_jax.transformer import param_specs
-from train.config import LoraPart, build
-
-SETTINGS_FILE, WEIGHTS_FOLDER = "adapters.json", "adapters"
-_KERNEL, _A, _B = ".kernel", ".lora_a", ".lora_b"
+from train.config import LoraPart
 
 
 def target_names(config: ModelConfig, part: LoraPart) -> list[str]:
@@ -44,7 +41,7 @@ def target_names(config: ModelConfig, part: LoraPart) -> list[str]:
         if not found:
             raise DllmError(f"lora.targets: {pattern!r} matches no parameter; names look like {list(specs)[1]!r}")
         for name in found:
-            if len(specs[name].shape) != 2 or not name.endswith(_KERNEL):
+            if len(specs[name].shape) != 2 or not name.endswith(KERNEL):
                 raise DllmError(f"lora.targets: {pattern!r} matches {name}, which is no projection; match kernels only")
         names |= dict.fromkeys(found)
     return list(names)
@@ -55,8 +52,8 @@ def adapter_shapes(config: ModelConfig, part: LoraPart) -> dict[str, tuple[int, 
     specs, shapes = param_specs(config), {}
     for name in target_names(config, part):
         rows, columns = specs[name].shape
-        shapes[name.removesuffix(_KERNEL) + _A] = (rows, part.rank)
-        shapes[name.removesuffix(_KERNEL) + _B] = (part.rank, columns)
+        shapes[name.removesuffix(KERNEL) + A] = (rows, part.rank)
+        shapes[name.removesuffix(KERNEL) + B] = (part.rank, columns)
     return shapes
 
 
@@ -67,8 +64,8 @@ def adapter_shardings(config: ModelConfig, part: LoraPart, base: Mapping[str, Sh
         kernel = base[name]
         assert isinstance(kernel, NamedSharding)
         rows, columns = kernel.spec
-        shardings[name.removesuffix(_KERNEL) + _A] = NamedSharding(kernel.mesh, PartitionSpec(rows, None))
-        shardings[name.removesuffix(_KERNEL) + _B] = NamedSharding(kernel.mesh, PartitionSpec(None, columns))
+        shardings[name.removesuffix(KERNEL) + A] = NamedSharding(kernel.mesh, PartitionSpec(rows, None))
+        shardings[name.removesuffix(KERNEL) + B] = NamedSharding(kernel.mesh, PartitionSpec(None, columns))
     return shardings
 
 
@@ -84,7 +81,7 @@ def init_adapters(
 
 
 def _init_adapter(name: str, shape: tuple[int, int], key: jax.Array) -> jax.Array:
-    if name.endswith(_B):
+    if name.endswith(B):
         return jnp.zeros(shape, jnp.float32)
     return jax.random.normal(jax.random.fold_in(key, zlib.crc32(name.encode())), shape) / math.sqrt(shape[0])
 
@@ -95,31 +92,18 @@ def with_adapters(
     """The parameters with scale * A B added to their kernels in float32, in the kernels' dtypes."""
     merged = dict(params)
     for name, a in adapters.items():
-        if name.endswith(_A):
-            kernel = name.removesuffix(_A) + _KERNEL
-            merged[kernel] = added(params[kernel], a, adapters[name.removesuffix(_A) + _B], scale)
+        if name.endswith(A):
+            kernel = name.removesuffix(A) + KERNEL
+            merged[kernel] = added(params[kernel], a, adapters[name.removesuffix(A) + B], scale)
     return merged
-
-
-def added(kernel: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
-    """kernel + scale a b, computed in float32, in the kernel's dtype."""
-    return (kernel.astype(jnp.float32) + scale * (a @ b)).astype(kernel.dtype)
 
 
 def save_adapters(
     out: Path, config: ModelConfig, part: LoraPart, adapters: Mapping[str, Any], *, base: str, overwrite: bool = False
 ) -> None:
-    """Writes a folder with the adapters, their settings and the model's config; it appears whole at the end."""
-    from orbax.checkpoint import v1 as ocp  # here, because it takes a second to import
-
-    with checkpoint.atomic_folder(out, overwrite=overwrite) as scratch:
-        try:
-            ocp.save(scratch / WEIGHTS_FOLDER, dict(adapters))
-            settings = {"base": base, **dataclasses.asdict(part)}
-            (scratch / SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n")
-            (scratch / checkpoint.CONFIG_FILE).write_text(config.to_json() + "\n")
-        except Exception as error:
-            raise checkpoint.write_error(out, error) from error
+    """Writes a folder with the adapters in the hub's format and the model's config; it appears whole at the end."""
+    values = {name: np.asarray(value, np.float32) for name, value in adapters.items()}
+    hub.save_adapters(out, config, hub.Adapters(values, part.rank, part.alpha, base), overwrite=overwrite)
 
 
 def load_adapters(folder: str | Path) -> tuple[ModelConfig, LoraPart, dict[str, np.ndarray], str]:
@@ -128,23 +112,13 @@ def load_adapters(folder: str | Path) -> tuple[ModelConfig, LoraPart, dict[str, 
     Raises:
         DllmError: for a folder that is none of ours, or is damaged.
     """
-    from orbax.checkpoint import v1 as ocp
-
     folder = Path(folder)
-    if not (folder / SETTINGS_FILE).is_file():
-        raise DllmError(f"{folder} holds no adapters (it has no {SETTINGS_FILE}); name the adapters folder of a run")
+    if not (folder / hub.SETTINGS_FILE).is_file():
+        missing = f"it has no {hub.SETTINGS_FILE}"
+        raise DllmError(f"{folder} holds no adapters ({missing}); name the adapters folder of a run")
     config = checkpoint.load_config(folder)
-    try:
-        settings = json.loads((folder / SETTINGS_FILE).read_text())
-        base = str(settings.pop("base"))
-        part = build(LoraPart, settings)
-        shapes = adapter_shapes(config, part)
-        wanted = {name: np.empty(shape, np.float32) for name, shape in shapes.items()}
-        adapters = dict(ocp.load((folder / WEIGHTS_FOLDER).resolve(), wanted))
-    except Exception as error:  # Orbax raises whatever its storage layer does
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise DllmError(f"{folder} could not be read ({first}); train the adapters again") from error
-    return config, part, {name: np.asarray(x) for name, x in adapters.items()}, base
+    found = hub.read_adapters(folder, config)
+    return config, LoraPart(found.rank, found.alpha, found.kernels), dict(found.values), found.base
 
 
 def merge(base: str | Path, adapters: str | Path, out: str | Path, *, overwrite: bool = False) -> None:
@@ -156,25 +130,11 @@ def merge(base: str | Path, adapters: str | Path, out: str | Path, *, overwrite:
     checkpoint.check_out(out, overwrite=overwrite)
     folder = checkpoint.find(base)
     config = checkpoint.load_config(folder)
-    trained, part, values, _ = load_adapters(adapters)
+    trained, part, values, named = load_adapters(adapters)
     if config != trained:
         raise DllmError(f"the adapters in {adapters} were trained on a model of another config than {folder}'s")
-    files = tokenizer_files(folder)
-    source = {**checkpoint.load_source(folder), "merged_adapters": str(adapters)}
-    tensors = _merged_tensors(folder, values, part.alpha / part.rank)
-    checkpoint.save(out, config, tensors, files=files, source=source, overwrite=overwrite)
-
-
-def _merged_tensors(
-    folder: Path, adapters: Mapping[str, np.ndarray], scale: float
-) -> Iterator[tuple[str, jax.Array | np.ndarray]]:
-    for name, array in checkpoint.iter_params(folder):
-        stem = name.removesuffix(_KERNEL)
-        if stem + _A not in adapters:
-            yield name, array
-        else:
-            a, b = (jnp.asarray(adapters[stem + end]) for end in (_A, _B))
-            yield name, added(jnp.asarray(array), a, b, scale)
+    found = hub.Adapters(values, part.rank, part.alpha, named)
+    hub.save_merged(folder, config, found, str(adapters), out, overwrite=overwrite)
 
 
 def tokenizer_files(folder: str | Path) -> dict[str, bytes]:

@@ -1,0 +1,228 @@
+"""Low-rank adapters in the hub's format (peft): `adapter_model.safetensors` and `adapter_config.json`.
+
+    base_model.model.<module>.lora_A.weight [rank, in], lora_B.weight [out, rank];  W + (alpha / rank) B A
+
+Here a kernel [in, out] has "<kernel>.lora_a" [in, rank] and "<kernel>.lora_b" [rank, out] in a flat dict of its own.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from convert import families
+from convert.families import Slot
+from convert.hub_config import copied_files, read_json
+from convert.output import check_out
+from convert.safetensors_reader import read_header
+from convert.source import locate
+from convert.tensors import Piece, load
+from dllm_jax import checkpoint
+from dllm_jax.config import ModelConfig
+from dllm_jax.errors import DllmError
+
+KERNEL, A, B = ".kernel", ".lora_a", ".lora_b"
+WEIGHTS_FILE, SETTINGS_FILE = "adapter_model.safetensors", "adapter_config.json"
+_PREFIX = "base_model.model."
+_KEY = re.compile(re.escape(_PREFIX) + r"(.+)\.lora_([AB])\.weight")
+# What would change results and is not implemented; each may be missing or "off".
+_OFF = ("use_rslora", "use_dora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias")
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapters:
+    """Adapters on the host.
+
+    Attributes:
+        values: flat name -> float32 array, an A and a B for each adapted kernel.
+        rank: r, of all.
+        alpha: the product counts alpha / rank times.
+        base: name or folder of the model they were trained on.
+    """
+
+    values: Mapping[str, np.ndarray]
+    rank: int
+    alpha: float
+    base: str
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """The adapted kernels."""
+        return tuple(name.removesuffix(A) + KERNEL for name in self.values if name.endswith(A))
+
+
+def read_adapters(folder: str | Path, config: ModelConfig) -> Adapters:
+    """The adapters in a folder of the hub's format, for a model of this config.
+
+    Raises:
+        DllmError: when files are missing or damaged, settings are not implemented, or tensors are not the config's.
+    """
+    folder = Path(folder)
+    for name in (SETTINGS_FILE, WEIGHTS_FILE):
+        if not (folder / name).is_file():
+            raise DllmError(f"{folder} holds no adapters (it has no {name}); name a folder that has them")
+    settings = read_json(folder / SETTINGS_FILE)
+    rank, alpha = _checked_settings(settings, folder / SETTINGS_FILE)
+    entries = read_header(folder / WEIGHTS_FILE)
+    slots = {slot.hub.removesuffix(".weight"): slot for slot in _matrices(config)}
+    values: dict[str, np.ndarray] = {}
+    for key, entry in entries.items():
+        match = _KEY.fullmatch(key)
+        if match is None or match[1] not in slots:
+            raise DllmError(f"{entry.path}: {key} belongs to no matrix of a {config.family} model; choose its own base")
+        rows, columns = slots[match[1]].shape  # of the hub: [out, in]
+        wanted = (rank, columns) if match[2] == "A" else (rows, rank)
+        if entry.shape != wanted or entry.dtype.name not in ("float32", "bfloat16", "float16"):
+            found = f"{entry.dtype.name}{list(entry.shape)}"
+            raise DllmError(f"{entry.path}: {key} is {found}, and the model and r = {rank} need floats {list(wanted)}")
+        ours = slots[match[1]].ours.removesuffix(KERNEL) + (A if match[2] == "A" else B)
+        values[ours] = load([Piece(entry, (), True)], wanted[::-1], np.dtype(np.float32))
+    stems = {name[: -len(A)] for name in values}
+    if not stems or len(values) != 2 * len(stems):
+        raise DllmError(f"{folder / WEIGHTS_FILE} does not hold an A and a B for every matrix; download it again")
+    return Adapters(values, rank, alpha, str(settings.get("base_model_name_or_path") or ""))
+
+
+def write_adapters(folder: Path, config: ModelConfig, adapters: Adapters) -> None:
+    """Writes both files into a folder, with the base's name as it is."""
+    from safetensors.numpy import save_file
+
+    slots = {slot.ours: slot.hub.removesuffix(".weight") for slot in _matrices(config)}
+    modules = [slots[name] for name in adapters.kernels]
+    tensors = {}
+    for name, value in adapters.values.items():
+        stem, end = (name.removesuffix(A), "A") if name.endswith(A) else (name.removesuffix(B), "B")
+        tensors[f"{_PREFIX}{slots[stem + KERNEL]}.lora_{end}.weight"] = np.ascontiguousarray(np.asarray(value).T)
+    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    settings: dict[str, Any] = {
+        "peft_type": "LORA",
+        "r": adapters.rank,
+        "lora_alpha": adapters.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": _targets(modules, list(slots.values())),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "task_type": None,
+        "inference_mode": True,
+        "base_model_name_or_path": adapters.base,
+    }
+    (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def save_adapters(out: str | Path, config: ModelConfig, adapters: Adapters, *, overwrite: bool = False) -> None:
+    """Writes a folder with the adapters and the model's config; it appears whole at the end.
+
+    Raises:
+        DllmError: when `out` exists, or cannot be written.
+    """
+    with checkpoint.atomic_folder(out, overwrite=overwrite) as scratch:
+        try:
+            write_adapters(scratch, config, adapters)
+            (scratch / checkpoint.CONFIG_FILE).write_text(config.to_json() + "\n")
+        except Exception as error:
+            raise checkpoint.write_error(out, error) from error
+
+
+def convert_adapters(
+    source: str | Path,
+    base: str | Path,
+    out: str | Path,
+    *,
+    apart: bool = False,
+    any_base: bool = False,
+    revision: str | None = None,
+    overwrite: bool = False,
+) -> Adapters:
+    """Published adapters merged into their base, a plain checkpoint; or kept apart, for `python -m train merge-lora`.
+
+    Args:
+        source: folder or repository id with adapters in the hub's format.
+        base: the converted model they belong to.
+        out: the new folder.
+        apart: write the adapters with the base's config instead of a merged checkpoint.
+        any_base: do not compare the names of the base and of the model that the adapters were trained on. The wrong
+            one of two models of a shape gives text that is merely bad (an Instruct model's adapters on its Base).
+        revision: branch, tag or commit of a repository.
+        overwrite: replace `out` if it holds what this writes.
+
+    Raises:
+        DllmError: when either is missing or damaged, or they do not belong together.
+    """
+    kind = SETTINGS_FILE if apart else checkpoint.PARAMS_FOLDER
+    check_out(out, source=source, overwrite=overwrite, kind=kind)
+    folder, (where, name, _) = checkpoint.find(base), locate(source, revision)
+    config = checkpoint.load_config(folder)
+    adapters = read_adapters(where, config)
+    made_from = str(checkpoint.load_source(folder).get("source") or "")
+    if not any_base and made_from and adapters.base and _last(made_from) != _last(adapters.base):
+        raise DllmError(
+            f"the adapters in {name} were trained on {adapters.base}, and {folder} was made from {made_from}; "
+            "give that base, or pass --any-base if it is the same model by another name"
+        )
+    if apart:
+        save_adapters(out, config, adapters, overwrite=overwrite)
+    else:
+        save_merged(folder, config, adapters, name, out, overwrite=overwrite)
+    return adapters
+
+
+def save_merged(
+    base: Path, config: ModelConfig, adapters: Adapters, name: str, out: str | Path, *, overwrite: bool = False
+) -> None:
+    """Writes the plain checkpoint base + (alpha / rank) A B, tensor by tensor, in the base's dtype; `name` is noted."""
+    source = {**checkpoint.load_source(base), "merged_adapters": name}
+    tensors = _merged_tensors(base, adapters)
+    checkpoint.save(out, config, tensors, files=copied_files(base), source=source, overwrite=overwrite)
+
+
+def added(kernel: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
+    """kernel + scale a b, computed in float32, in the kernel's dtype."""
+    return (kernel.astype(jnp.float32) + scale * (a @ b)).astype(kernel.dtype)
+
+
+def _merged_tensors(folder: Path, adapters: Adapters) -> Iterator[tuple[str, jax.Array | np.ndarray]]:
+    for name, array in checkpoint.iter_params(folder):
+        stem = name.removesuffix(KERNEL)
+        if stem + A not in adapters.values:
+            yield name, array
+        else:
+            a, b = (jnp.asarray(adapters.values[stem + end]) for end in (A, B))
+            yield name, added(jnp.asarray(array), a, b, adapters.alpha / adapters.rank)
+
+
+def _matrices(config: ModelConfig) -> Iterator[Slot]:
+    """The hub's tensors that are one of our kernels each."""
+    for slot in families.get(config.family).layout(None).slots(config):
+        if slot.ours.endswith(KERNEL) and slot.pieces == ((),) and slot.transpose:
+            yield slot
+
+
+def _checked_settings(settings: Mapping[str, Any], where: Path) -> tuple[int, float]:
+    if settings.get("peft_type") != "LORA":
+        raise DllmError(f"{where}: peft_type {settings.get('peft_type')!r} is not implemented, only LORA")
+    for name in _OFF:
+        if settings.get(name):
+            raise DllmError(f"{where}: {name} = {json.dumps(settings[name])} is not implemented")
+    if settings.get("bias", "none") != "none":
+        raise DllmError(f"{where}: bias = {settings['bias']!r} is not implemented, only 'none'")
+    rank: Any = settings.get("r")
+    alpha: Any = settings.get("lora_alpha")
+    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not 0 < alpha < float("inf"):
+        raise DllmError(f"{where}: r is {rank!r} and lora_alpha {alpha!r}; they must be positive numbers")
+    return rank, float(alpha)
+
+
+def _targets(modules: list[str], every: list[str]) -> list[str]:
+    """Last names of the adapted modules, or whole names where another module has the last name too."""
+    untouched = {_last(name, ".") for name in set(every) - set(modules)}
+    return sorted({name if _last(name, ".") in untouched else _last(name, ".") for name in modules})
+
+
+def _last(name: str, separator: str = "/") -> str:
+    return name.rstrip(separator).rpartition(separator)[2]
