@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import golden_apd
 import golden_dinfer
 import golden_ni
 import jax
@@ -371,10 +372,10 @@ FAMILIES: dict[str, Family] = {
     "dinfer": Family(golden_dinfer.cases, golden_dinfer.run, one_of=4),
     "lladamoe": Family(cases_of, _run_llada_moe),
     "ni-sampling": Family(cases_of, golden_ni.run, one_of=3),
+    "apd": Family(cases_of, golden_apd.run, one_of=3),
 }
 
 PENDING = {
     "d2f": "D2F",
-    "apd": "APD",
 }
 """File stems of families that are not implemented yet, and what each waits for."""
