@@ -116,3 +116,13 @@ def dream_tiny(tmp_path_factory):
 def qwen2_tiny(tmp_path_factory):
     """The tiny autoregressive Qwen2, likewise."""
     return converted("qwen2", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def ni_indicator(tmp_path_factory):
+    """The tiny indicator of NI sampling for the tiny LLaDA, converted: its folder."""
+    from convert.indicator import convert_indicator
+
+    out = tmp_path_factory.mktemp("indicators") / "llada-tiny"
+    convert_indicator(GOLDENS / "ni-indicator-llada-tiny.safetensors", out)
+    return out

@@ -106,10 +106,16 @@ def test_a_batch_answers_like_its_prompts_alone(run, llada_tiny, answer):
     assert lines[0]["compile_seconds"] == lines[2]["compile_seconds"]  # all batches share one program
 
 
+@pytest.fixture
+def needed(ni_indicator):
+    """Rule -> the options that it cannot do without."""
+    return {"ni": ("--indicator", str(ni_indicator))}
+
+
 @pytest.mark.parametrize("number, rule", list(enumerate(RULES)))
-def test_every_rule_runs(run, number, rule):
+def test_every_rule_runs(run, needed, number, rule):
     cache = list(CACHES)[number % len(CACHES)]
-    status, out, err = run(PROMPT, "--rule", rule, "--cache", cache, "--json", *SHORT)
+    status, out, err = run(PROMPT, "--rule", rule, "--cache", cache, "--json", *SHORT, *needed.get(rule, ()))
     line = json.loads(out)
     assert (status, line["settings"]["rule"]["name"], line["settings"]["cache"]["name"]) == (0, rule, cache)
     assert sorted(set(line["trajectory"])) == list(range(line["nfe"]))
@@ -118,8 +124,8 @@ def test_every_rule_runs(run, number, rule):
 
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("rule", RULES)
-def test_every_rule_is_accepted_with_every_cache(run, asked, rule, cache):
-    status, out, err = run(PROMPT, "--rule", rule, "--cache", cache, *SHORT)
+def test_every_rule_is_accepted_with_every_cache(run, asked, needed, rule, cache):
+    status, out, err = run(PROMPT, "--rule", rule, "--cache", cache, *SHORT, *needed.get(rule, ()))
     assert (status, out, asked["rule"], asked["cache"]) == (0, "answer 0\n", rule, cache)
 
 

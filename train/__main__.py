@@ -1,4 +1,4 @@
-"""The command line: `python -m train masked-diffusion | write-model | merge-lora`."""
+"""The command line: `python -m train masked-diffusion | write-model | merge-lora | trajectories`."""
 
 import argparse
 import json
@@ -15,6 +15,7 @@ from train.config import TrainConfig, build, read_config
 from train.folder import RUN_FILE
 from train.lora import merge
 from train.trainer import Interrupted, train, write_weights
+from train.trajectories import add_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--base", required=True, metavar="DIR_OR_NAME", help="the model they were trained on")
     command.add_argument("--adapters", required=True, metavar="DIR", help="the folder adapters/ of a run")
     _add_output(command)
+    add_command(commands)
     return parser
 
 

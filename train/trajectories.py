@@ -1,0 +1,292 @@
+"""Trajectories as data: any sampler over many prompts, and for each generation the step that wrote each token.
+
+    out/trajectories.json                      what was run; the same command goes on where it was cut off
+    out/trajectories-00000000-00001024.npz     the prompts of these numbers, the last not included
+
+A shard appears whole under its final name or not at all, and says by its name which prompts it holds: after a kill none
+is lost but those of the shard that was being made, and none is there twice. A generation depends on its prompt, its
+number and the seed alone, so that the result is the same however often it was cut off.
+"""
+
+import argparse
+import dataclasses
+import importlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+import dllm_jax
+from dllm_jax import Model
+from dllm_jax.checkpoint import write_error
+from dllm_jax.errors import DllmError
+from samplers import BlockSampler, make_sampler
+from samplers.generate import bucket_length, check_lengths, pad_prompts
+from samplers.timing import Programs
+from samplers.trajectory import Trajectory, trajectory_of
+from train.data import ExampleLike, Setup, Source, from_reference, jsonl, size
+from train.folder import replace_file
+
+ABOUT_FILE = "trajectories.json"
+_SHARD = re.compile(r"trajectories-(\d{8,})-(\d{8,})\.npz")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """Some of a folder's trajectories.
+
+    Attributes:
+        path: the file.
+        first, end: numbers of its prompts, the last not included.
+    """
+
+    path: Path
+    first: int
+    end: int
+
+    def load(self) -> dict[str, np.ndarray]:
+        """Its arrays, for N prompts: `prompts`, all prompts one behind the other, `prompt_lengths` [N], `gen_lengths`
+        [N], `tokens` [N, G] (the mask id where none was written), `step` [N, G] (see `samplers.trajectory.Trajectory`)
+        and `nfe` [N].
+
+        Raises:
+            DllmError: when it cannot be read.
+        """
+        try:
+            with np.load(self.path, allow_pickle=False) as file:
+                return dict(file)
+        except (OSError, ValueError, KeyError) as error:
+            raise DllmError(f"{self.path} could not be read ({error}); remove it and run the command again") from None
+
+    def trajectories(self, rows: Sequence[int] | None = None) -> Trajectory:
+        """Its trajectories, or some rows of it, as one batch on the host, as wide as the longest prompt's bucket."""
+        data = self.load()
+        ends = np.cumsum(data["prompt_lengths"])
+        chosen = np.arange(self.end - self.first) if rows is None else np.asarray(rows)
+        width = bucket_length(int(data["prompt_lengths"].max()))
+        prompt = np.zeros((len(chosen), width), np.int32)
+        for row, number in enumerate(chosen):
+            length = data["prompt_lengths"][number]
+            prompt[row, :length] = data["prompts"][ends[number] - length : ends[number]]
+        whole = lambda name: data[name][chosen].astype(np.int32)
+        names = ("prompt_lengths", "gen_lengths", "tokens", "step")
+        return Trajectory(prompt, *map(whole, names))  # type: ignore[arg-type]
+
+
+def shards(folder: str | Path) -> list[Shard]:
+    """The shards of a folder in order.
+
+    Raises:
+        DllmError: when they do not follow one another from prompt 0 on.
+    """
+    matches = [(path, _SHARD.fullmatch(path.name)) for path in sorted(Path(folder).glob("trajectories-*.npz"))]
+    found = sorted((Shard(path, int(m[1]), int(m[2])) for path, m in matches if m), key=lambda shard: shard.first)
+    end = 0
+    for shard in found:
+        if shard.first != end or shard.end <= shard.first:
+            raise DllmError(f"{shard.path} does not begin at prompt {end}; a file beside it is missing or too many")
+        end = shard.end
+    return found
+
+
+def collect(
+    model: Model,
+    sampler: BlockSampler,
+    source: Source,
+    out: str | Path,
+    *,
+    about: Mapping[str, Any],
+    n: int | None = None,
+    batch_size: int = 64,
+    shard_size: int = 1024,
+    seed: int = 0,
+    stops: bool = True,
+    progress: bool = True,
+) -> int:
+    """Samples prompts 0 to n - 1 of a source, those that `out` does not hold yet.
+
+    Args:
+        source: examples; of these the prompt and what is given of the answer are used.
+        about: what was run, for the folder; a run with other settings is refused there.
+        n: prompts; all of a finite source by default.
+        batch_size: prompts sampled together.
+        shard_size: prompts per file, which is also what a kill costs at most.
+        seed: of the sampler's random numbers.
+        stops: whether an end token ends an answer; else a canvas is as long as the example's answer.
+        progress: show a bar on stderr.
+
+    Returns:
+        How many prompts were sampled.
+
+    Raises:
+        DllmError: for bad numbers, a folder with something else, prompts that do not fit, and for a full disk.
+    """
+    count = size(source)
+    for name, value in (("n", n), ("batch_size", batch_size), ("shard_size", shard_size)):
+        if value is not None and value < 1:
+            raise DllmError(f"{name} is {value}; it must be at least 1")
+    if n is None and count is None:
+        raise DllmError("the data has no end; say how many prompts are wanted by --n")
+    total = min(n or count or 0, count or n or 0)
+    folder = _begin(Path(out).expanduser(), {**about, "seed": seed, "gen_length": sampler.gen_length})
+    done = max((shard.end for shard in shards(folder)), default=0)
+    make = _Sampled(model, sampler, source, batch_size, seed, stops)
+    with tqdm(total=total, initial=min(done, total), unit="prompt", disable=None if progress else True) as bar:
+        for first in range(done, total, shard_size):
+            last = min(first + shard_size, total)
+            _write(folder / f"trajectories-{first:08d}-{last:08d}.npz", make.shard(range(first, last), bar))
+    return max(total - done, 0)
+
+
+def _begin(folder: Path, about: dict[str, Any]) -> Path:
+    """Makes the folder, or compares what it was made with.
+
+    Raises:
+        DllmError: when it holds something else.
+    """
+    path = folder / ABOUT_FILE
+    try:
+        if path.is_file():
+            old = json.loads(path.read_text(encoding="utf-8"))
+            if other := sorted(name for name in old.keys() | about.keys() if old.get(name) != about.get(name)):
+                was, now = old.get(other[0]), about.get(other[0])
+                raise DllmError(f"{folder} was made with {other[0]} {was!r}, not {now!r}; choose another --out")
+            return folder
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise DllmError(f"{folder} holds something else than trajectories; choose another --out")
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(path, json.dumps(about, indent=2) + "\n")
+    except (OSError, ValueError) as error:
+        raise DllmError(f"{folder} cannot be used ({error}); choose another --out") from None
+    return folder
+
+
+def _write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    partial = path.parent / f".{path.name}.partial"
+    try:
+        with partial.open("wb") as file:
+            np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise write_error(path, error) from None
+
+
+@dataclasses.dataclass
+class _Sampled:
+    """Samples prompts by number, in batches of one shape per bucket of prompt lengths."""
+
+    model: Model
+    sampler: BlockSampler
+    source: Source
+    batch_size: int
+    seed: int
+    stops: bool
+    programs: Programs = dataclasses.field(default_factory=Programs)
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def shard(self, numbers: range, bar: "tqdm[Any]") -> dict[str, np.ndarray]:
+        """The arrays of one file, see `Shard.load`."""
+        batches = []
+        for first in range(numbers.start, numbers.stop, self.batch_size):
+            batches.append(self._sample(np.arange(first, first + self.batch_size), numbers.stop))
+            self.tokens += int((batches[-1]["step"] >= 0).sum())
+            nfe = batches[-1]["nfe"].mean()
+            bar.set_postfix_str(f"{self.tokens / self.seconds:.0f} tokens/s, NFE {nfe:.1f}", refresh=False)
+            bar.update(len(batches[-1]["nfe"]))
+        return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
+
+    def _sample(self, numbers: np.ndarray, stop: int) -> dict[str, np.ndarray]:
+        """One batch, filled up with the last prompt; only those before `stop` are kept."""
+        examples = [self.source.example(int(min(number, stop - 1))) for number in numbers]
+        rows = [self._prompt(example) for example in examples]
+        check_lengths(self.model, self.sampler, rows)
+        prompt, lengths = pad_prompts(rows)
+        length = self.sampler.gen_length
+        gen_lengths = jnp.asarray([length if self.stops else len(example.answer_ids) for example in examples])
+        given = self._given(examples)
+        keys = jax.vmap(lambda number: jax.random.fold_in(jax.random.key(self.seed), number))(jnp.asarray(numbers))
+        known = {"gen_lengths": gen_lengths, "given": given}
+        result, took = self.programs.run(self.sampler, self.model.denoiser, prompt, lengths, key=keys, **known)
+        self.seconds += took
+        found = trajectory_of(result, prompt, lengths, mask_id=self.model.denoiser.mask_id, **known)
+        tokens, step, nfe = jax.device_get((found.tokens, found.step, result.nfe))
+        kept = int((numbers < stop).sum())
+        small = np.uint16 if self.model.config.vocab_size <= 1 << 16 else np.int32
+        return {
+            "prompts": np.concatenate(rows[:kept]).astype(small),
+            "prompt_lengths": np.asarray(lengths)[:kept],
+            "gen_lengths": np.asarray(gen_lengths, np.int32)[:kept],
+            "tokens": tokens[:kept].astype(small),
+            "step": step[:kept].astype(np.int16),
+            "nfe": nfe[:kept],
+        }
+
+    def _prompt(self, example: ExampleLike) -> list[int]:
+        """The prompt, led by a start token where the model needs one and the data has none."""
+        missing = max(self.model.denoiser.min_prompt_length - len(example.prompt_ids), 0)
+        if missing and self.model.config.bos_id is None:
+            raise DllmError(f"a prompt is empty and {self.model.name} has no start token; give at least one token")
+        return [int(self.model.config.bos_id or 0)] * missing + np.asarray(example.prompt_ids).tolist()
+
+    def _given(self, examples: Sequence[ExampleLike]) -> jax.Array | None:
+        """What the canvas comes with, None for data that gives nothing."""
+        if all(example.given is None for example in examples):
+            return None
+        mask_id = self.model.denoiser.mask_id
+        canvas = np.full((len(examples), self.sampler.gen_length), mask_id, np.int32)
+        for row, example in enumerate(examples):
+            if example.given is not None:
+                canvas[row, : len(example.answer_ids)] = np.where(example.given, example.answer_ids, mask_id)
+        return jnp.asarray(canvas)
+
+
+def add_command(commands: Any) -> None:
+    """The command `python -m train trajectories`."""
+    command = commands.add_parser("trajectories", help="sample prompts, and keep when each token was written")
+    command.set_defaults(run=_run)
+    add = command.add_argument
+    add("--model", required=True, metavar="DIR_OR_NAME", help="converted checkpoint")
+    add("--dtype", help="bfloat16, float16 or float32; as stored by default")
+    data = command.add_mutually_exclusive_group(required=True)
+    data.add_argument("--task", metavar="TASK", help="a task of evals, such as maze:size=5; its training split")
+    data.add_argument("--data", metavar="FILE", help="JSON lines as for training: prompt and answer, or messages")
+    add("--sampler", required=True, metavar="SPEC", help="as in evals, such as threshold:threshold=0.8,block_length=32")
+    add("--out", required=True, metavar="DIR", help="folder of the trajectories; the same command goes on there")
+    add("--n", type=int, metavar="N", help="prompts; by default all of --data")
+    add("--batch-size", type=int, default=64, metavar="N", help="prompts sampled together (default: 64)")
+    add("--shard-size", type=int, default=1024, metavar="N", help="prompts per file (default: 1024)")
+    add("--seed", type=int, default=0, metavar="N", help="of the sampler's random numbers (default: 0)")
+    add("--no-progress", action="store_true", help="no progress bar")
+
+
+def _run(options: argparse.Namespace) -> None:
+    # Tasks and the language of samplers belong to evals, which stands above this room: by name, as in a config.
+    spec = importlib.import_module("evals.sampler").parse_sampler(options.sampler)
+    source, task = None, None
+    if options.task:
+        source, task = from_reference("evals.tasks:make_task", {"task": options.task})
+    model = dllm_jax.load(options.model, dtype=options.dtype)
+    if task is not None:
+        sampler = spec.build(model, task.bind(model))
+    else:
+        sampler = make_sampler(model, **spec.settings)
+        source = jsonl(Setup(model.config, model.tokenizer, model.config.max_length), path=options.data)
+    about = {"model": model.name, "data": options.task or options.data, "sampler": str(spec)}
+    chosen = {name: getattr(options, name) for name in ("n", "batch_size", "shard_size", "seed")}
+    stops = task is None or task.stops
+    assert source is not None
+    count = collect(
+        model, sampler, source, options.out, about=about, stops=stops, progress=not options.no_progress, **chosen
+    )
+    print(f"{options.out}: {count} prompts sampled, {shards(options.out)[-1].end} there")
