@@ -16,7 +16,7 @@ from tqdm import tqdm
 from dllm_jax import DllmError, Model, __version__
 from evals.sampler import SamplerSpec, parse_sampler
 from evals.tasks import Example, Task, Verdict, make_task
-from samplers import BlockSampler, Result
+from samplers import BlockSampler, LeftToRight, Result
 from samplers.generate import check_lengths, pad_prompts
 from samplers.noise import row_keys
 from samplers.timing import Programs
@@ -205,7 +205,13 @@ class Batches:
     """
 
     def __init__(
-        self, model: Model, task: Task, sampler: BlockSampler, examples: Sequence[Example], size: int, seed: int
+        self,
+        model: Model,
+        task: Task,
+        sampler: BlockSampler | LeftToRight,
+        examples: Sequence[Example],
+        size: int,
+        seed: int,
     ) -> None:
         self.model, self.task, self.sampler, self.size, self.examples = model, task, sampler, size, examples
         self._prompts = [self._prompt(example) for example in examples]
@@ -280,7 +286,7 @@ class Batches:
         )
 
 
-def _names(model: Model, task: Task, spec: SamplerSpec, sampler: BlockSampler) -> dict[str, Any]:
+def _names(model: Model, task: Task, spec: SamplerSpec, sampler: BlockSampler | LeftToRight) -> dict[str, Any]:
     """The part of a report that says what was run."""
     plain = (bool, int, float, str, type(None))
     chosen = {name: value if isinstance(value, plain) else str(value) for name, value in spec.settings.items()}

@@ -1,11 +1,13 @@
 """Samplers as they are written on the command line: `threshold:threshold=0.9,cache=dual,block_length=32`.
 
 The name is an unmasking rule's or a preset's; the options are those of the rule, of the cache policy and of
-`samplers.make_sampler`. A preset's canvas is replaced by that of the task. A value may be a list,
-`eb:gamma=0.01|0.1|1`, which stands for one sampler per value.
+`samplers.make_sampler`. A preset's canvas is replaced by that of the task. Or the name is that of a sampler that writes
+from left to right, as in `apd:verifier=DIR,weight=0.7` (`samplers.make_apd`) and `leftright:tokens_per_step=2`. A value
+may be a list, `eb:gamma=0.01|0.1|1`, which stands for one sampler per value.
 """
 
 import dataclasses
+import functools
 import inspect
 import itertools
 import tomllib
@@ -14,16 +16,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import dllm_jax
 from dllm_jax import Model
 from dllm_jax.errors import DllmError
 from evals import spec
 from evals.tasks import Task
-from samplers import CACHES, RULES, BlockSampler, make_sampler
+from samplers import CACHES, LEFT_TO_RIGHT, RULES, BlockSampler, LeftToRight, make_sampler
 from samplers.presets import PRESETS, preset
 
 DEFAULTS: Mapping[str, Any] = {"cache": "none", "block_length": None}  # the plain sampler: one block, no approximation
 _WRITABLE = {int, float, bool, str}
 _OF_TASK = ("gen_length", "ignore_eos")
+_CURVES = {"apd": ("weight",), "leftright": ("tokens_per_step",)}  # the numbers of a curve
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +35,7 @@ class SamplerSpec:
     """A sampler before it meets a model.
 
     Attributes:
-        name: of an unmasking rule, or of a preset.
+        name: of an unmasking rule, of a preset, or of a sampler that writes from left to right.
         options: what was written behind it, as `make_sampler` takes it.
     """
 
@@ -41,6 +45,8 @@ class SamplerSpec:
     @property
     def settings(self) -> dict[str, Any]:
         """All options of `make_sampler`, the rule among them, but for what the task decides."""
+        if self.name in LEFT_TO_RIGHT:
+            return dict(self.options)
         if self.name not in PRESETS:
             return {"rule": self.name, **DEFAULTS, **self.options}
         chosen = preset(self.name, **self.options)
@@ -49,6 +55,8 @@ class SamplerSpec:
     @property
     def numbers(self) -> dict[str, Any]:
         """The written numbers of the rule, which may change without another compilation."""
+        if self.name in LEFT_TO_RIGHT:
+            return {name: value for name, value in self.options.items() if name in _CURVES[self.name]}
         kinds = _part_kinds(RULES[self.settings["rule"]])
         return {
             name: value
@@ -65,7 +73,7 @@ class SamplerSpec:
         options = ",".join(f"{name}={spec.written(value)}" for name, value in self.options.items())
         return f"{self.name}:{options}" if options else self.name
 
-    def build(self, model: Model, task: Task) -> BlockSampler:
+    def build(self, model: Model, task: Task) -> BlockSampler | LeftToRight:
         """The sampler of a model for the canvas of a task.
 
         Raises:
@@ -74,7 +82,14 @@ class SamplerSpec:
         if not task.stops and (fixed := sorted(set(_OF_TASK) & set(self.options))):
             raise DllmError(f"sampler {self}: {fixed[0]} cannot be chosen, the canvas of {task.name} is what it is")
         canvas = {"gen_length": task.answer_width, "ignore_eos": not task.stops}
-        return make_sampler(model, **{**canvas, **self.settings})
+        if self.name not in LEFT_TO_RIGHT:
+            return make_sampler(model, **{**canvas, **self.settings})
+        settings = {**canvas, **self.settings}
+        if "verifier" in settings:
+            settings["verifier"] = _load(settings["verifier"])
+        elif self.name == "apd":
+            raise DllmError(f"sampler {self} has no verifier; write apd:verifier=DIR_OR_NAME")
+        return LEFT_TO_RIGHT[self.name](model, **settings)
 
 
 def parse_samplers(text: str) -> list[SamplerSpec]:
@@ -132,16 +147,24 @@ def _of_table(table: Mapping[str, Any], path: str | Path) -> list[SamplerSpec]:
     return [_typed(rule, {k: spec.written(v) for k, v in zip(lists, values, strict=True)}) for values in products]
 
 
+@functools.lru_cache(maxsize=1)
+def _load(verifier: str) -> Model:
+    """The verifier, once for all samplers of a sweep."""
+    return dllm_jax.load(verifier)
+
+
 def _typed(name: str, written: Mapping[str, str]) -> SamplerSpec:
-    if name not in {*RULES, *PRESETS}:
-        raise DllmError(
-            f"no unmasking rule or preset is called {name!r}; choose one of {', '.join((*RULES, *PRESETS))}"
-        )
+    if name in LEFT_TO_RIGHT:
+        kinds = _keyword_kinds(LEFT_TO_RIGHT[name])
+        return SamplerSpec(name, spec.converted(written, kinds, f"sampler {name}"))
+    names = (*RULES, *PRESETS, *LEFT_TO_RIGHT)
+    if name not in names:
+        raise DllmError(f"no unmasking rule or preset is called {name!r}; choose one of {', '.join(names)}")
     usual = PRESETS.get(name, {"rule": name, **DEFAULTS})
     cache = written.get("cache", usual["cache"])
     if cache not in CACHES:
         raise DllmError(f"no cache policy is called {cache!r}; choose one of {', '.join(CACHES)}")
-    kinds = {**_part_kinds(RULES[usual["rule"]]), **_part_kinds(CACHES[cache]), **_sampler_kinds()}
+    kinds = {**_part_kinds(RULES[usual["rule"]]), **_part_kinds(CACHES[cache]), **_keyword_kinds(make_sampler)}
     return SamplerSpec(name, spec.converted(written, kinds, f"sampler {name}"))
 
 
@@ -152,10 +175,10 @@ def _part_kinds(part: type) -> dict[str, Any]:
     return {name: hints[name] for name in names if _writable(hints[name])}
 
 
-def _sampler_kinds() -> dict[str, Any]:
-    """Option -> type of `make_sampler`, of what can be written."""
-    hints, own = typing.get_type_hints(make_sampler), ("rule", "return")
-    named = [name for name, p in inspect.signature(make_sampler).parameters.items() if p.kind is p.KEYWORD_ONLY]
+def _keyword_kinds(make: Any) -> dict[str, Any]:
+    """Option -> type of what makes a sampler, of what can be written."""
+    hints, own = typing.get_type_hints(make), ("rule", "return")
+    named = [name for name, p in inspect.signature(make).parameters.items() if p.kind is p.KEYWORD_ONLY]
     return {name: hints[name] for name in named if name not in own and _writable(hints[name])}
 
 

@@ -5,6 +5,8 @@ result = sample_jit(sampler, model.denoiser, prompt)            # or `sample` in
 """
 
 from samplers.apd import APD, LeftRight
+from samplers.apd_loop import DraftResult, LeftToRight
+from samplers.apd_make import LEFT_TO_RIGHT, make_apd, make_left_right
 from samplers.apd_verifier import Verifier, verifier_for
 from samplers.block import BlockSampler, BlockState
 from samplers.caches import (
@@ -46,6 +48,7 @@ __all__ = [
     "APD",
     "CACHES",
     "EB",
+    "LEFT_TO_RIGHT",
     "NI",
     "PRESETS",
     "RULES",
@@ -55,6 +58,7 @@ __all__ = [
     "CachePolicy",
     "Credit",
     "DenoiserLike",
+    "DraftResult",
     "Dream",
     "DualCache",
     "Factor",
@@ -64,6 +68,7 @@ __all__ = [
     "KeyNoise",
     "LLaDA",
     "LeftRight",
+    "LeftToRight",
     "NoCache",
     "Noise",
     "PipelineSampler",
@@ -83,7 +88,9 @@ __all__ = [
     "VicinityCache",
     "block_causal",
     "generate",
+    "make_apd",
     "make_cache",
+    "make_left_right",
     "make_rule",
     "make_sampler",
     "preset",

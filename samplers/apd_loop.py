@@ -133,6 +133,11 @@ class LeftToRight:
 
     canvas_length = None  # nothing lies behind the generation
 
+    @property
+    def width(self) -> int:
+        """Length of a block: there is one."""
+        return self.gen_length
+
     def __post_init__(self) -> None:
         check_length("gen_length", self.gen_length)
         check_whole("lookahead", self.lookahead, 1)

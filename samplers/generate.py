@@ -11,6 +11,7 @@ import numpy as np
 from tqdm import tqdm
 
 from dllm_jax import DllmError, Model, ModelConfig
+from samplers.apd_loop import LeftToRight
 from samplers.block import BlockSampler
 from samplers.caches import CACHES, CachePolicy, make_cache
 from samplers.checks import check_length, check_whole
@@ -110,10 +111,10 @@ def make_sampler(
             temperature=temperature or None,
             top_p=None if top_p == 1.0 else top_p,
             top_k=top_k,
-            suppress=_token_array(model, "suppress", suppress),
-            defer=_token_array(model, "defer", defer),
+            suppress=token_array(model, "suppress", suppress),
+            defer=token_array(model, "defer", defer),
         ),
-        stop=_make_stop(model, stop, ignore_eos),
+        stop=make_stop(model, stop, ignore_eos),
         guidance=guidance or None,
         canvas_length=canvas_length,
         fill_after_eos=fill_after_eos,
@@ -153,7 +154,8 @@ def _named_rule(name: str, gen_length: int, options: Mapping[str, Any]) -> Rule:
     return make_rule(name, **({"steps": gen_length} if takes_steps else {}) | dict(options))
 
 
-def _token_array(model: Model, what: str, ids: Sequence[int]) -> jax.Array | None:
+def token_array(model: Model, what: str, ids: Sequence[int]) -> jax.Array | None:
+    """Token ids as `Sampling` takes them, None for none; raises DllmError for what is no id of the model."""
     if isinstance(ids, str) or not isinstance(ids, Sequence):
         raise DllmError(f"{what} is {ids!r}; give a list of token ids")
     for token in ids:
@@ -168,7 +170,8 @@ def _check_token(what: str, token: Any, config: ModelConfig) -> None:
         raise DllmError(f"{what} token {token} lies outside the vocabulary of {config.vocab_size} tokens")
 
 
-def _make_stop(model: Model, stop: Sequence[str | int], ignore_eos: bool) -> Stop | None:
+def make_stop(model: Model, stop: Sequence[str | int], ignore_eos: bool) -> Stop | None:
+    """Strings and token ids that end an answer, and the model's own end tokens unless they are ignored."""
     if isinstance(stop, str) or not isinstance(stop, Sequence):
         raise DllmError(f"stop is {stop!r}; give a list of strings or token ids")
     strings = [item for item in stop if isinstance(item, str)]
@@ -231,7 +234,7 @@ def _checked_ids(model: Model, ids: Sequence[Any]) -> list[int]:
     return [int(token) for token in ids]
 
 
-def check_lengths(model: Model, sampler: BlockSampler, rows: Sequence[Sequence[int]]) -> None:
+def check_lengths(model: Model, sampler: BlockSampler | LeftToRight, rows: Sequence[Sequence[int]]) -> None:
     """Refuses prompts that do not fit the trained context.
 
     Raises:

@@ -1,0 +1,99 @@
+"""`APD` and `LeftRight` for a loaded model, from plain values."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import dllm_jax
+from dllm_jax import Model
+from samplers.apd import APD, LeftRight, Target
+from samplers.apd_verifier import verifier_for
+from samplers.generate import make_stop, token_array
+from samplers.predictions import Sampling
+
+
+def make_apd(
+    model: Model,
+    *,
+    verifier: str | Path | Model,
+    gen_length: int = 256,
+    weight: float = 0.7,
+    window: int | None = None,
+    lookahead: int | None = None,
+    target: Target = "coupled",
+    temperature: float = 0.0,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    stop: Sequence[str | int] = (),
+    ignore_eos: bool = False,
+    suppress: Sequence[int] = (),
+) -> APD:
+    """Adaptive parallel decoding for a model.
+
+    Args:
+        verifier: a loaded causal model of the same tokenizer, or its folder or name.
+        gen_length, weight, window, lookahead, target: see `APD`. Published: 0.7, 16, 100 and 0.6, 32, 200.
+        temperature, top_p, top_k, stop, ignore_eos, suppress: as in `make_sampler`.
+
+    Raises:
+        DllmError: for a verifier that cannot be loaded, is not causal or of another tokenizer, and numbers out of
+            range.
+    """
+    beside = verifier if isinstance(verifier, Model) else dllm_jax.load(verifier)
+    return APD(
+        verifier_for(model, beside),
+        gen_length,
+        weight=weight,
+        target=target,
+        window=window,
+        lookahead=lookahead,
+        **_common(model, temperature, top_p, top_k, stop, ignore_eos, suppress),
+    )
+
+
+def make_left_right(
+    model: Model,
+    *,
+    gen_length: int = 256,
+    tokens_per_step: int = 1,
+    window: int | None = None,
+    lookahead: int | None = None,
+    temperature: float = 0.0,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    stop: Sequence[str | int] = (),
+    ignore_eos: bool = False,
+    suppress: Sequence[int] = (),
+) -> LeftRight:
+    """The left-to-right baseline for a model: `LeftRight`'s numbers, and the rest as in `make_apd`."""
+    return LeftRight(
+        gen_length,
+        tokens_per_step=tokens_per_step,
+        window=window,
+        lookahead=lookahead,
+        **_common(model, temperature, top_p, top_k, stop, ignore_eos, suppress),
+    )
+
+
+LEFT_TO_RIGHT: Mapping[str, Any] = {"apd": make_apd, "leftright": make_left_right}
+"""Name -> what makes such a sampler for a model."""
+
+
+def _common(
+    model: Model,
+    temperature: float,
+    top_p: float | None,
+    top_k: int | None,
+    stop: Sequence[str | int],
+    ignore_eos: bool,
+    suppress: Sequence[int],
+) -> dict[str, Any]:
+    return {
+        "sampling": Sampling(
+            temperature=temperature or None,
+            top_p=None if top_p == 1.0 else top_p,
+            top_k=top_k,
+            suppress=token_array(model, "suppress", suppress),
+        ),
+        "stop": make_stop(model, stop, ignore_eos),
+    }
