@@ -1,19 +1,40 @@
 """How the D2F cases are run: pipelined decoding, noise schedule, attention mask, distillation loss."""
 
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from golden_base import Assets, Case, assert_row
 
 import convert
 import dllm_jax
+from convert.adapters import read_adapters
 from samplers import PipelineSampler, stream
 from samplers.generate import bucket_length, pad_prompts
+from samplers.pipeline_denoiser import block_end
+from train.config import D2FPart
+from train.d2f import D2F, Blocks, Draws, block_ratios, corrupt
+from train.lora import with_adapters
+from train.objective import Batch
 
 _FORCED = {"default": "confidence", "neg_entropy": "entropy", "margin_confidence": "margin"}
 
 
 def run(case: Case, assets: Assets) -> None:
-    {"pipeline_decode": _run_decode}[case["type"]](case, assets)
+    """Runs a case by its type."""
+    {
+        "pipeline_decode": _run_decode,
+        "noise_schedule": _run_noise,
+        "attention_mask": _run_mask,
+        "distill_loss": _run_loss,
+    }[case["type"]](case, assets)
+
+
+# Decoding ------------------------------------------------------------------------------------------------------------
 
 
 def sampler_of(args: dict) -> PipelineSampler:
@@ -71,3 +92,96 @@ def _windows(sampler: PipelineSampler, states: list, prompt_length: int) -> list
         {"start": start, "length": end - start, "cache_after": after}
         for start, end, after in zip(cached, ends, cached[1:], strict=False)
     ]
+
+
+# Training ------------------------------------------------------------------------------------------------------------
+
+
+def _run_mask(case: Case, assets: Assets) -> None:
+    length = case["args"]["length"]
+    end = block_end(
+        jnp.arange(length)[None], jnp.asarray([case["args"]["prompt_length"]]), case["args"]["block_length"]
+    )
+    rows = ["".join("01"[key < int(last)] for key in range(length)) for last in end[0]]
+    assert rows == case["expected"]["allowed_rows"]
+
+
+def _run_noise(case: Case, assets: Assets) -> None:
+    _noised(case, assets.model("llada-tiny").denoiser)
+
+
+def _noised(case: Case, denoiser: dllm_jax.Denoiser) -> tuple[D2FPart, Blocks]:
+    """The case's batch, noised by its draws and compared. The official code takes the batch's number of blocks."""
+    expected, tokens = case["expected"], jnp.asarray(case["input_ids"])
+    settings = D2FPart(
+        block_length=case["args"]["block_length"],
+        end_padding=case["variant"] == "main",
+        target="data" if case["args"].get("target") == "data_ce" else "teacher",
+    )
+    draws = Draws(*(jnp.asarray(case["draws"][name], jnp.float32) for name in ("first", "increments", "tokens")))
+    targets = jnp.arange(tokens.shape[1]) >= jnp.asarray(case["prompt_lengths"])[:, None]
+    batch = Batch(tokens, targets, jnp.full(len(tokens), tokens.shape[1]))
+    blocks = jnp.full(len(tokens), draws.increments.shape[1] + 1)
+    ratios = np.asarray(block_ratios(draws, blocks, "monotone", settings.low, settings.high))
+    for found, wanted in zip(ratios, expected["block_mask_ratios"], strict=True):
+        np.testing.assert_allclose(found[: len(wanted)], wanted, atol=1e-6)
+    noised = corrupt(batch, draws, denoiser, settings, blocks)
+    assert noised.inputs.tolist() == expected["noisy_ids"]
+    assert [np.flatnonzero(row).tolist() for row in np.asarray(noised.weights)] == expected["masked_positions"]
+    return settings, noised
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def _loss(
+    config: dllm_jax.ModelConfig, params: dict, adapters: dict, noised: Blocks, settings: D2FPart, scale: float
+) -> Any:
+    base = dllm_jax.Denoiser(config, params)
+
+    def loss(adapters: dict) -> Any:
+        return D2F(settings).loss(dllm_jax.Denoiser(config, with_adapters(params, adapters, scale)), base, noised)
+
+    return jax.value_and_grad(loss, has_aux=True)(adapters)
+
+
+def _run_loss(case: Case, assets: Assets) -> None:
+    """The loss, its terms, and the norms of its gradient by adapter."""
+    denoiser, expected = assets.model(case["checkpoint"]).denoiser, case["expected"]
+    settings, noised = _noised(case, denoiser)
+    adapters, scale = {}, 1.0
+    if case["lora"]:
+        found = read_adapters(assets.path(case["lora"]), denoiser.config)
+        adapters, scale = dict(found.values), found.alpha / found.rank
+    run = lambda noised: _loss(denoiser.config, denoiser.params, adapters, noised, settings, scale)
+    (loss, _), gradient = run(noised)
+    np.testing.assert_allclose(loss, expected["loss"], rtol=2e-5)
+    weights = np.asarray(noised.weights)
+    assert (weights > 0).sum() == expected["num_masked"]
+    for term in expected["first_terms"]:
+        at = (term["row"], term["pos"])
+        np.testing.assert_allclose(weights[at], term["weight"], rtol=1e-5)
+        (entropy, _), _ = run(noised._replace(weights=jnp.zeros(weights.shape).at[at].set(1.0)))
+        np.testing.assert_allclose(entropy, term["ce"], rtol=1e-4, atol=1e-5)
+    if expected["kl_part"] is not None:
+        np.testing.assert_allclose(_divergence(run, noised), expected["kl_part"], rtol=1e-4)
+    if expected["grad_norms"]:
+        _check_gradient(gradient, expected)
+
+
+def _divergence(run: Callable[[Blocks], Any], noised: Blocks) -> float:
+    """The weighted mean of the divergence, from its plain means over positions of one weight."""
+    weights = np.asarray(noised.weights)
+    total = 0.0
+    for weight in set(weights[weights > 0].tolist()):
+        same = weights == weight
+        (_, metrics), _ = run(noised._replace(weights=jnp.where(same, weight, 0.0)))
+        total += weight * same.sum() * float(metrics["kl"])
+    return total / (weights > 0).sum()
+
+
+def _check_gradient(gradient: dict, expected: dict) -> None:
+    norms = {name: float(jnp.linalg.norm(value)) for name, value in gradient.items()}
+    np.testing.assert_allclose(np.linalg.norm(list(norms.values())), expected["grad_norm_total"], rtol=1e-4)
+    for name, norm in expected["grad_norms"].items():
+        layer, module, part = re.fullmatch(r".*\.(\d+)\.(?:self_attn\.)?(\w+)\.lora_([AB])\.weight", name).groups()
+        ours = f"layers.{layer}.attn.{module.replace('attn_out', 'o_proj')}.lora_{part.lower()}"
+        np.testing.assert_allclose(norms[ours], norm, rtol=2e-4)

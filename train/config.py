@@ -12,17 +12,20 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from dllm_jax.errors import DllmError
 
 T = TypeVar("T")
 
+Range = tuple[str, float, float]
 Kind = Literal["sft", "pretrain"]
 Dtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "layers", "matmuls"]
 Weights = Literal["ema", "raw"]
 Optimizer = Literal["adamw", "muon"]
+Schedule = Literal["monotone", "random"]
+Target = Literal["teacher", "data"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +88,44 @@ class ObjectivePart:
     eps: float = 1e-3
     stratified: bool = False
     chunk: int = 0
+
+    ranges: ClassVar[tuple[Range, ...]] = (("eps", 1e-6, 1.0), ("chunk", 0, math.inf))
+
+
+@dataclasses.dataclass(frozen=True)
+class D2FPart:
+    """The loss of `python -m train d2f`, see `train.d2f`.
+
+    Attributes:
+        kind: as in `ObjectivePart`; with "pretrain" there is no prompt, and all positions are blocks.
+        block_length: k, positions per block behind the prompt.
+        schedule: "monotone" masks later blocks more than earlier ones, "random" draws each block's share anew.
+        low, high: bounds of the shares of masked positions.
+        target: "teacher" learns the base model's distribution under full attention, "data" the data's tokens.
+        end_padding: mask and learn end tokens behind the answer like text, which teaches the student to end early;
+            False lays blocks only up to the last token that is none.
+        chunk: masked positions whose logits exist at a time.
+    """
+
+    kind: Kind = "sft"
+    block_length: int = 16
+    schedule: Schedule = "monotone"
+    low: float = 0.2
+    high: float = 0.7
+    target: Target = "teacher"
+    end_padding: bool = True
+    chunk: int = 256
+
+    ranges: ClassVar[tuple[Range, ...]] = (
+        ("block_length", 1, math.inf),
+        ("low", 1e-6, 1.0),
+        ("high", 1e-6, 1.0),
+        ("chunk", 1, math.inf),
+    )
+
+    def __post_init__(self) -> None:
+        if self.low > self.high:
+            raise DllmError(f"objective.low {self.low:g} is above objective.high {self.high:g}; lower it")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +228,7 @@ class TrainConfig:
     seed: int = 0
     model: ModelPart = dataclasses.field(default_factory=ModelPart)
     data: DataPart = dataclasses.field(default_factory=DataPart)
-    objective: ObjectivePart = dataclasses.field(default_factory=ObjectivePart)
+    objective: "ObjectivePart | D2FPart" = dataclasses.field(default_factory=ObjectivePart)  # this command's: the first
     optimizer: OptimizerPart = dataclasses.field(default_factory=OptimizerPart)
     compute: ComputePart = dataclasses.field(default_factory=ComputePart)
     lora: LoraPart = dataclasses.field(default_factory=LoraPart)
@@ -195,7 +236,8 @@ class TrainConfig:
     log: LogPart = dataclasses.field(default_factory=LogPart)
 
     def __post_init__(self) -> None:
-        for name, low, high in _RANGES:
+        own = tuple((f"objective.{name}", low, high) for name, low, high in self.objective.ranges)
+        for name, low, high in (*_RANGES, *own):
             value: Any = self
             for part in name.split("."):
                 value = getattr(value, part)
@@ -215,14 +257,12 @@ class TrainConfig:
             raise DllmError(f"data.answer_length exceeds data.length {self.data.length}; lower it")
 
 
-_RANGES = (
+_RANGES: tuple[Range, ...] = (
     ("steps", 1, math.inf),
     ("seed", 0, 2**31 - 1),
     ("data.length", 2, math.inf),
     ("data.answer_length", 0, math.inf),
     ("data.random_length", 0.0, 1.0),
-    ("objective.eps", 1e-6, 1.0),
-    ("objective.chunk", 0, math.inf),
     ("optimizer.lr", 0.0, math.inf),
     ("optimizer.warmup", 0, math.inf),
     ("optimizer.final_ratio", 0.0, 1.0),
@@ -241,8 +281,32 @@ _RANGES = (
 )
 
 
-def read_config(path: str | Path, overrides: Iterable[str] = ()) -> TrainConfig:
-    """The settings in a TOML file, changed by overrides such as ``optimizer.lr=3e-4``.
+@dataclasses.dataclass(frozen=True)
+class D2FConfig(TrainConfig):
+    """A run of `python -m train d2f`.
+
+    Attributes:
+        command: always "d2f"; by it the settings that a run wrote are told from those of other commands.
+    """
+
+    objective: D2FPart = dataclasses.field(default_factory=D2FPart)
+    command: Literal["d2f"] = "d2f"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.objective.target == "teacher" and not self.lora.rank:
+            raise DllmError(
+                "the teacher is the base model without adapters, and lora.rank is 0; set it to 32, or objective.target "
+                'to "data"'
+            )
+
+
+COMMANDS: Mapping[str, type[TrainConfig]] = types.MappingProxyType({"masked-diffusion": TrainConfig, "d2f": D2FConfig})
+"""The settings of each command that trains."""
+
+
+def read_config(path: str | Path, overrides: Iterable[str] = (), command: str = "masked-diffusion") -> TrainConfig:
+    """The settings in a TOML file, changed by overrides such as ``optimizer.lr=3e-4``, for one of `COMMANDS`.
 
     An override's value is written as in TOML; words need no quotation marks.
 
@@ -257,7 +321,7 @@ def read_config(path: str | Path, overrides: Iterable[str] = ()) -> TrainConfig:
         raise DllmError(f"the config {path} is not valid TOML ({error})") from None
     for override in overrides:
         _override(values, override)
-    return build(TrainConfig, values)
+    return build(COMMANDS[command], values)
 
 
 def to_json(config: TrainConfig) -> str:

@@ -10,7 +10,10 @@ A row's loss times its number of targets is the estimate that `samplers.likeliho
 in the place of the share of masked tokens.
 """
 
-from typing import NamedTuple
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +23,9 @@ from jax.sharding import Sharding
 
 from dllm_jax.denoiser import Denoiser
 from dllm_jax.transformer import RematPolicy
+from train.config import ObjectivePart
+
+Metrics = dict[str, jax.Array]
 
 
 class Batch(NamedTuple):
@@ -118,19 +124,32 @@ def diffusion_loss(
         remat: what of each layer is kept for the backward pass, see `Transformer.forward`.
         sharding: of arrays whose first axis is the batch; keeps the activations split by it alone.
     """
-    place = lambda x: x if sharding is None else lax.with_sharding_constraint(x, sharding)
     batch, length = noised.tokens.shape
     first = denoiser.min_prompt_length
-    start = jnp.full((batch,), first, jnp.int32)
-    inputs = place(denoiser.embed(noised.inputs))
-    hidden, _ = denoiser.full(inputs, noised.lengths, start, length - first, remat=remat)
-    hidden = place(hidden)
+    hidden = hidden_states(denoiser, noised.inputs, noised.lengths, remat=remat, sharding=sharding)
     tokens, weights = noised.tokens[:, first:], noised.weights[:, first:]
+    sums = functools.partial(_sums, denoiser)
     if chunk:
-        total, plain = _chunked_sums(denoiser, hidden, tokens, weights, chunk, groups)
+        total, plain = chunked_sums(sums, (hidden, tokens), weights, chunk, groups)
     else:
-        total, plain = _sums(denoiser, hidden, tokens, weights)
+        total, plain = sums(hidden, tokens, weights)
     return Losses(total / batch, plain / jnp.maximum(jnp.sum(weights > 0), 1))
+
+
+def hidden_states(
+    denoiser: Denoiser,
+    inputs: jax.Array,
+    lengths: jax.Array,
+    *,
+    remat: RematPolicy | None = None,
+    sharding: Sharding | None = None,
+) -> jax.Array:
+    """What predicts each position that has a predictor, from tokens [B, T]: [B, T - min_prompt_length, D]."""
+    place = lambda x: x if sharding is None else lax.with_sharding_constraint(x, sharding)
+    batch, length = inputs.shape
+    first = denoiser.min_prompt_length
+    start = jnp.full((batch,), first, jnp.int32)
+    return place(denoiser.full(place(denoiser.embed(inputs)), lengths, start, length - first, remat=remat)[0])
 
 
 def _sums(denoiser: Denoiser, hidden: jax.Array, tokens: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -139,14 +158,28 @@ def _sums(denoiser: Denoiser, hidden: jax.Array, tokens: jax.Array, weights: jax
     return jnp.sum(weights * entropy), jnp.sum(jnp.where(weights > 0, entropy, 0.0))
 
 
-def _chunked_sums(
-    denoiser: Denoiser, hidden: jax.Array, tokens: jax.Array, weights: jax.Array, chunk: int, groups: int
+def chunked_sums(
+    sums: Callable[..., tuple[jax.Array, jax.Array]],
+    parts: tuple[jax.Array, ...],
+    weights: jax.Array,
+    chunk: int,
+    groups: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """`_sums` with the masked positions gathered to the front and taken `chunk` at a time; chunks without any are not
-    computed, and the logits of each are computed again in the backward pass instead of being kept."""
+    """`sums(*parts, weights)` with the masked positions gathered to the front and taken `chunk` at a time.
+
+    Chunks without any are not computed, and the logits of each are computed again in the backward pass instead of being
+    kept.
+
+    Args:
+        sums: two scalars from arrays [G, C, ...] of positions and their weights [G, C]; a position of weight 0 adds
+            nothing.
+        parts: arrays [B, T, ...].
+        weights: [B, T] float32.
+        chunk, groups: as in `diffusion_loss`.
+    """
     size = max(1, chunk // groups)
-    hidden = hidden.reshape(groups, -1, hidden.shape[-1])
-    tokens, weights = tokens.reshape(groups, -1), weights.reshape(groups, -1)
+    parts = tuple(x.reshape(groups, -1, *x.shape[2:]) for x in parts)
+    weights = weights.reshape(groups, -1)
     order = jnp.argsort(weights == 0, axis=1, stable=True)
     order = jnp.pad(order, ((0, 0), (0, -order.shape[1] % size)), constant_values=order.shape[1])  # out of range
 
@@ -155,14 +188,67 @@ def _chunked_sums(
         x = jnp.take_along_axis(x, index, axis=1, mode="fill", fill_value=0)
         return jnp.moveaxis(x.reshape(groups, -1, size, *x.shape[2:]), 1, 0)
 
-    def one(hidden: jax.Array, tokens: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def one(*part: jax.Array) -> tuple[jax.Array, jax.Array]:
         zero = jnp.zeros((), jnp.float32)
-        compute = lambda: _sums(denoiser, hidden, tokens, weights)
-        return lax.cond(jnp.any(weights > 0), compute, lambda: (zero, zero))
+        return lax.cond(jnp.any(part[-1] > 0), lambda: sums(*part), lambda: (zero, zero))
 
-    def add(sums: tuple[jax.Array, jax.Array], part: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, jax.Array], None]:
-        total, plain = jax.checkpoint(one, prevent_cse=False)(*part)
-        return (sums[0] + total, sums[1] + plain), None
+    def add(
+        total: tuple[jax.Array, jax.Array], part: tuple[jax.Array, ...]
+    ) -> tuple[tuple[jax.Array, jax.Array], None]:
+        first, second = jax.checkpoint(one, prevent_cse=False)(*part)
+        return (total[0] + first, total[1] + second), None
 
     start = (jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
-    return lax.scan(add, start, (chunks(hidden), chunks(tokens), chunks(weights)))[0]
+    return lax.scan(add, start, tuple(chunks(x) for x in (*parts, weights)))[0]
+
+
+class Objective(Protocol):
+    """What a command trains for: how a batch is noised, and the loss of a noised batch."""
+
+    def corrupt(self, key: jax.Array, batch: Batch, denoiser: Denoiser) -> Any:
+        """A noised batch: a tuple of arrays with the batch's leading axes; the denoiser's parameters are not read."""
+        ...
+
+    def loss(
+        self,
+        denoiser: Denoiser,
+        base: Denoiser,
+        noised: Any,
+        *,
+        groups: int,
+        remat: RematPolicy | None,
+        sharding: Sharding,
+    ) -> tuple[jax.Array, Metrics]:
+        """The loss of a noised batch [B, ...] and what is reported, the loss among it.
+
+        Args:
+            base: the frozen model under adapters; without adapters it has no parameters.
+            groups, remat, sharding: as in `diffusion_loss`.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskedDiffusion:
+    """The objective of this module with its settings."""
+
+    settings: ObjectivePart
+
+    def corrupt(self, key: jax.Array, batch: Batch, denoiser: Denoiser) -> Noised:
+        """As `Objective`."""
+        return corrupt(key, batch, denoiser, eps=self.settings.eps, stratified=self.settings.stratified)
+
+    def loss(
+        self,
+        denoiser: Denoiser,
+        base: Denoiser,
+        noised: Noised,
+        *,
+        groups: int,
+        remat: RematPolicy | None,
+        sharding: Sharding,
+    ) -> tuple[jax.Array, Metrics]:
+        """As `Objective`."""
+        chunk = self.settings.chunk
+        losses = diffusion_loss(denoiser, noised, chunk=chunk, groups=groups, remat=remat, sharding=sharding)
+        return losses.loss, losses._asdict()

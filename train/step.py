@@ -17,13 +17,13 @@ from dllm_jax.errors import DllmError
 from dllm_jax.pytree import pytree
 from dllm_jax.sharding import ShardingRules, batch_sharding, make_mesh, param_shardings
 from dllm_jax.transformer import RematPolicy
-from train.config import TrainConfig
+from train.config import D2FPart, TrainConfig
+from train.d2f import D2F
 from train.lora import with_adapters
-from train.objective import Batch, Noised, corrupt, diffusion_loss
+from train.objective import Batch, MaskedDiffusion, Metrics, Objective
 from train.optimizer import make_optimizer, update_average
 
 Params = Mapping[str, jax.Array]
-Metrics = dict[str, jax.Array]
 _TABLE = "embed.embedding"
 
 REMAT: Mapping[str, RematPolicy | None] = types.MappingProxyType(
@@ -128,12 +128,14 @@ class Stepper:
 
     Attributes:
         optimizer: optax's transformation.
+        objective: what is trained for.
         placement: where states and batches are.
     """
 
     def __init__(self, config: TrainConfig, model: ModelConfig, placement: Placement) -> None:
         self._config, self._model, self.placement = config, model, placement
         self.optimizer = make_optimizer(config.optimizer, config.steps)
+        self.objective = objective_of(config)
         self._table_sharding = param_shardings(model, placement.mesh, ShardingRules(embed=None))[_TABLE]
 
     def start(self, trained: Mapping[str, jax.Array]) -> TrainState:
@@ -173,16 +175,9 @@ class Stepper:
             key: of the run; the noise of a step depends on it and on the step's number alone.
 
         Returns:
-            The next state, and scalars: loss, cross_entropy, grad_norm (before clipping).
+            The next state, and scalars: those of the objective and grad_norm (before clipping).
         """
-        settings = self._config.objective
-        noised = corrupt(
-            jax.random.fold_in(key, state.step),
-            batch,
-            Denoiser(self._model, {}),
-            eps=settings.eps,
-            stratified=settings.stratified,
-        )
+        noised = self.objective.corrupt(jax.random.fold_in(key, state.step), batch, Denoiser(self._model, {}))
         gradient, metrics = self._gradient(state.trained, frozen, noised)
         updates, optimizer = self.optimizer.update(gradient, state.optimizer, state.trained)
         trained = dict(optax.apply_updates(state.trained, updates))
@@ -200,40 +195,48 @@ class Stepper:
             out_shardings=(self.shardings(state), self.placement.replicated),
         )
 
-    def _gradient(self, trained: dict[str, jax.Array], frozen: Params, noised: Noised) -> tuple[Params, Metrics]:
+    def _gradient(self, trained: dict[str, jax.Array], frozen: Params, noised: Any) -> tuple[Params, Metrics]:
         """Mean gradient and metrics of the parts of a batch, in float32."""
         differentiate = jax.value_and_grad(self.loss, has_aux=True)
 
-        def part(noised: Noised) -> tuple[Params, Metrics]:
+        def part(noised: Any) -> tuple[Params, Metrics]:
             (_, metrics), gradient = differentiate(trained, frozen, noised)
             return gradient, metrics
 
-        count = noised.lengths.shape[0]
+        count = jax.tree.leaves(noised)[0].shape[0]
         if count == 1:
             return part(jax.tree.map(lambda x: x[0], noised))
 
-        def add(total: tuple[Params, Metrics], noised: Noised) -> tuple[tuple[Params, Metrics], None]:
+        def add(total: tuple[Params, Metrics], noised: Any) -> tuple[tuple[Params, Metrics], None]:
             return jax.tree.map(jnp.add, total, part(noised)), None
 
         one = jax.eval_shape(part, jax.tree.map(lambda x: x[0], noised))
         zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), one)
         return jax.tree.map(lambda x: x / count, lax.scan(add, zero, noised)[0])
 
-    def loss(self, trained: Params, frozen: Params, noised: Noised) -> tuple[jax.Array, Metrics]:
+    def loss(self, trained: Params, frozen: Params, noised: Any) -> tuple[jax.Array, Metrics]:
         """The objective on [rows, T], and what is reported of it."""
         lora = self._config.lora
         params = with_adapters(frozen, trained, lora.alpha / lora.rank) if lora.rank else trained
-        dtype = jnp.dtype(self._config.compute.dtype)
-        params = {name: x.astype(dtype) for name, x in params.items()}
-        # Gathered for the lookup: rows of a table that is split by columns would be split so as well, not by batch.
-        params[_TABLE] = lax.with_sharding_constraint(params[_TABLE], self._table_sharding)
-        denoiser = Denoiser(self._model, params)
-        losses = diffusion_loss(
-            denoiser,
+        return self.objective.loss(
+            Denoiser(self._model, self._computed(params)),
+            Denoiser(self._model, self._computed(frozen) if frozen else {}),
             noised,
-            chunk=self._config.objective.chunk,
             groups=self.placement.batch_parts,
             remat=REMAT[self._config.compute.remat],
             sharding=batch_sharding(self.placement.mesh),
         )
-        return losses.loss, losses._asdict()
+
+    def _computed(self, params: Params) -> Params:
+        """The parameters in the dtype of computation."""
+        dtype = jnp.dtype(self._config.compute.dtype)
+        params = {name: x.astype(dtype) for name, x in params.items()}
+        # Gathered for the lookup: rows of a table that is split by columns would be split so as well, not by batch.
+        params[_TABLE] = lax.with_sharding_constraint(params[_TABLE], self._table_sharding)
+        return params
+
+
+def objective_of(config: TrainConfig) -> Objective:
+    """What the settings' command trains for."""
+    settings = config.objective
+    return D2F(settings) if isinstance(settings, D2FPart) else MaskedDiffusion(settings)
