@@ -122,6 +122,40 @@ def test_average_schedule_and_decay_mask():
     assert abs(float(optax.tree.norm(clip.update(gradient, clip.init(params))[0])) - 1.0) < 1e-5
 
 
+def test_muon_orthogonalises_the_layers_matrices_and_leaves_the_rest_to_adamw():
+    key = jax.random.key(0)
+    shapes = {"embed.embedding": (6, 8), "layers.0.w.kernel": (8, 8), "layers.0.mlp.w_out": (3, 8, 8), "a.scale": (8,)}
+    gradient = {name: jax.random.normal(key, shape) for name, shape in shapes.items()}
+    params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    part = run_config("x", optimizer__lr=1.0, optimizer__warmup=0, optimizer__clip=0.0).optimizer
+    told = {}
+    for name in ("muon", "adamw"):
+        optimizer = make_optimizer(dataclasses.replace(part, name=name), 20)
+        told[name], _ = optimizer.update(gradient, optimizer.init(params), params)
+    for name in ("layers.0.w.kernel", "layers.0.mlp.w_out"):  # experts: one matrix after another
+        update = told["muon"][name].reshape(-1, 8, 8)
+        values = np.linalg.svd(update, compute_uv=False) / (0.2 * np.sqrt(8))  # an update's root mean square is 0.2
+        assert values.shape[0] in (1, 3) and values.min() > 0.5 and values.max() < 1.4
+        assert np.linalg.cond(gradient[name].reshape(-1, 8, 8)).max() > 10
+    for name in ("embed.embedding", "a.scale"):  # the first step of Adam is the gradient's sign
+        np.testing.assert_allclose(np.abs(told["adamw"][name]), 1.0, rtol=1e-3)
+        assert np.array_equal(np.sign(told["muon"][name]), np.sign(told["adamw"][name]))
+
+
+def test_muon_on_a_mesh_is_muon(tmp_path):
+    states = [
+        one_step(run_config(tmp_path, optimizer__name="muon", compute__mesh=mesh), steps=2)
+        for mesh in ({}, {"data": 2, "fsdp": 2, "tensor": 2})
+    ]
+    (alone, _), (split, metrics) = states
+    np.testing.assert_allclose(metrics[1]["loss"], states[0][1][1]["loss"], rtol=1e-5)
+    for name, value in alone.trained.items():
+        np.testing.assert_allclose(split.trained[name], value, rtol=2e-4, atol=2e-6, err_msg=name)
+    kernel = split.trained["layers.0.mlp.up_proj.kernel"]
+    moments = [x for x in jax.tree.leaves(split.optimizer) if x.shape == kernel.shape]
+    assert moments and all(x.sharding == kernel.sharding for x in moments)
+
+
 def test_learns_a_toy_task_and_the_result_samples_and_exports(tmp_path):
     out = tmp_path / "run"
     config = run_config(

@@ -26,7 +26,7 @@ def learning_rate(part: OptimizerPart, steps: int) -> optax.Schedule:
 
 
 def make_optimizer(part: OptimizerPart, steps: int) -> optax.GradientTransformation:
-    """Clipping by global norm, then AdamW (arXiv 1711.05101) or Muon; vectors, which are norms and biases, do not decay.
+    """Clipping by global norm, then AdamW (arXiv 1711.05101) or Muon; norms and biases do not decay.
 
     Muon orthogonalises the momentum of the matrices between embedding and head (Jordan, 2024), with updates of AdamW's
     size (Liu et al., arXiv 2502.16982), so that AdamW's learning rates hold; AdamW changes everything else.
@@ -45,9 +45,7 @@ def make_optimizer(part: OptimizerPart, steps: int) -> optax.GradientTransformat
             consistent_rms=_MUON_RMS,
         )
     else:
-        chosen = optax.adamw(
-            rate, b1=part.b1, b2=part.b2, eps=part.eps, weight_decay=part.weight_decay, mask=decayed
-        )
+        chosen = optax.adamw(rate, b1=part.b1, b2=part.b2, eps=part.eps, weight_decay=part.weight_decay, mask=decayed)
     return optax.chain(optax.clip_by_global_norm(part.clip), chosen) if part.clip else chosen
 
 
