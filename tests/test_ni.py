@@ -1,0 +1,427 @@
+"""NI sampling: the indicator's files, the rule with every cache policy, lossless orders, trajectories as data."""
+
+import dataclasses
+import io
+import json
+import pickle
+import sys
+import types
+import zipfile
+from collections import OrderedDict
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import GOLDENS
+from golden_ni import _mergeable, _merged
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_engine import BLOCK, EOS, GEN, MASK, ROWS, assert_same_row, first_layers, run
+from test_evals_tasks import config_for
+
+import evals.__main__ as evals_cli
+import train.__main__ as train_cli
+from convert.__main__ import main as convert_cli
+from convert.indicator import convert_indicator, export_indicator, names
+from dllm_jax import DllmError, Model, checkpoint, random_model
+from dllm_jax.indicator import Indicator, IndicatorConfig, init_indicator, load_indicator, save_indicator
+from evals.oracle import oracle
+from evals.tasks import make_task
+from samplers import (
+    NI,
+    BlockSampler,
+    DualCache,
+    NoCache,
+    PrefixCache,
+    Sampling,
+    Smoothing,
+    Threshold,
+    VicinityCache,
+    make_rule,
+    sample_jit,
+    stop_on,
+)
+from samplers.generate import pad_prompts
+from samplers.trajectory import best_tokens, step_numbers, trajectory_of
+from train import trajectories
+from train.data.files import Listed
+
+SOURCE = GOLDENS / "ni-indicator-llada-tiny.safetensors"
+SUDOKU = "sudoku:box_rows=2,box_columns=2"
+CACHES = {
+    "none": NoCache(),
+    "prefix": PrefixCache(),
+    "dual": DualCache(),
+    "vicinity": VicinityCache(prefix_look=4, after_look=6, warmup=2),
+}
+
+
+@pytest.fixture(scope="module")
+def llada(llada_tiny) -> Model:
+    return first_layers(llada_tiny, 1)
+
+
+@pytest.fixture(scope="module")
+def dream(dream_tiny) -> Model:
+    return first_layers(dream_tiny, 1)
+
+
+@pytest.fixture(scope="module")
+def indicator(ni_indicator) -> Indicator:
+    return load_indicator(ni_indicator)
+
+
+def sampler_of(rule: NI | Threshold, cache: str = "none", **options) -> BlockSampler:
+    return BlockSampler(rule, gen_length=GEN, block_length=BLOCK, cache=CACHES[cache], **options)
+
+
+# The indicator and its files -----------------------------------------------------------------------------------------
+
+
+def test_the_published_size() -> None:
+    made = jax.eval_shape(lambda key: init_indicator(IndicatorConfig(), key), jax.random.key(0))
+    assert sum(x.size for x in jax.tree.leaves(made)) == IndicatorConfig().num_params == 84_272_642
+    first = sum(x.size for name, x in made.params.items() if name.startswith("blocks.0."))
+    assert first == 12288 * 3072 + 12288 + 768 * 12288 + 768 + 2 * 3072 + 3072 * 768 + 768
+    assert names(IndicatorConfig())["backbone.0.mlp.3.weight"] == "blocks.0.down.kernel"
+
+
+def state_dict(source) -> dict[str, np.ndarray]:
+    from safetensors.numpy import load_file
+
+    return load_file(source)
+
+
+def torch_file(path, tensors: dict[str, np.ndarray], monkeypatch) -> None:
+    """What torch.save writes, made without torch: its names are put into modules of ours while pickling."""
+
+    def rebuild(*arguments):
+        raise AssertionError
+
+    class FloatStorage:
+        pass
+
+    rebuild.__module__, rebuild.__qualname__ = "torch._utils", "_rebuild_tensor_v2"
+    FloatStorage.__module__, FloatStorage.__qualname__ = "torch", "FloatStorage"
+    for name, content in (("torch", {"FloatStorage": FloatStorage}), ("torch._utils", {"_rebuild_tensor_v2": rebuild})):
+        module = types.ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+
+    class Storage:
+        def __init__(self, tensor: "Tensor") -> None:
+            self.tensor = tensor
+
+    class Tensor:
+        def __init__(self, key: str, array: np.ndarray) -> None:
+            self.key, self.array = key, array
+
+        def __reduce__(self):
+            stride = tuple(step // 4 for step in self.array.strides)
+            return rebuild, (Storage(self), 0, self.array.shape, stride, False, OrderedDict())
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, thing):
+            if not isinstance(thing, Storage):
+                return None
+            return ("storage", FloatStorage, thing.tensor.key, "cpu", thing.tensor.array.size)
+
+    arrays = {str(number): array for number, array in enumerate(tensors.values())}
+    described = OrderedDict(
+        (name, Tensor(key, array)) for (name, array), key in zip(tensors.items(), arrays, strict=True)
+    )
+    described._metadata = OrderedDict({"": {"version": 1}})
+    stream = io.BytesIO()
+    Pickler(stream, protocol=2).dump(described)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", stream.getvalue())
+        archive.writestr("archive/byteorder", b"little")
+        for key, array in arrays.items():
+            archive.writestr(f"archive/data/{key}", array.tobytes())
+
+
+def test_the_published_pickle_is_read_without_torch(tmp_path, monkeypatch, indicator, capsys) -> None:
+    path = tmp_path / "indicator_LLaDA.pth"
+    torch_file(path, state_dict(SOURCE), monkeypatch)
+    assert convert_cli(["ni-indicator", "--source", str(path), "--out", str(tmp_path / "out")]) == 0
+    assert f"an indicator of {indicator.config.num_params:,} parameters" in capsys.readouterr().out
+    found = load_indicator(tmp_path / "out")
+    assert found.config == indicator.config
+    jax.tree.map(np.testing.assert_array_equal, found.params, indicator.params)
+    assert convert_cli(["verify", "--source", str(path), "--checkpoint", str(tmp_path / "out")]) == 0
+    assert convert_cli(["export", "--checkpoint", str(tmp_path / "out"), "--out", str(tmp_path / "back")]) == 0
+    back = state_dict(tmp_path / "back" / "indicator.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, back, state_dict(SOURCE))
+    told = json.loads((tmp_path / "back" / "indicator.json").read_text())
+    assert told == json.loads(SOURCE.with_suffix(".json").read_text())
+
+
+def test_a_pickle_that_asks_for_anything_else_is_refused(tmp_path) -> None:
+    class Evil:
+        def __reduce__(self):
+            return print, ("it ran",)
+
+    with zipfile.ZipFile(tmp_path / "evil.pth", "w") as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps({"a": Evil()}))
+    with pytest.raises(DllmError, match=r"asks for builtins\.print, which is refused"):
+        convert_indicator(tmp_path / "evil.pth", tmp_path / "out")
+    (tmp_path / "old.pth").write_bytes(pickle.dumps({}))
+    with pytest.raises(DllmError, match="is not of PyTorch's zip format"):
+        convert_indicator(tmp_path / "old.pth", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_tensors_are_refused_and_nothing_is_left(tmp_path) -> None:
+    from safetensors.numpy import save_file
+
+    whole, path = state_dict(SOURCE), tmp_path / "broken.safetensors"
+
+    def complaint(tensors: dict[str, np.ndarray]) -> str:
+        save_file(tensors, path)
+        with pytest.raises(DllmError) as error:
+            convert_indicator(path, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+        return str(error.value)
+
+    assert "has no matrix hidden_states_proj.weight" in complaint({"a": whole["out_layer.1.bias"]})
+    assert "backbone.1.mlp.0.bias has shape None" in complaint({k: v for k, v in whole.items() if "1.mlp.0.b" not in k})
+    assert "holds another, which no indicator has" in complaint({**whole, "another": whole["out_layer.1.bias"]})
+    assert "contains NaN" in complaint({**whole, "out_layer.1.bias": np.full(2, np.nan, np.float32)})
+    (tmp_path / "broken.json").write_text('{"depth": 3}')
+    assert "has depth 2, but its JSON file says 3" in complaint(whole)
+
+
+def test_files_of_an_indicator(tmp_path, indicator) -> None:
+    save_indicator(tmp_path / "a", indicator)
+    again = load_indicator(tmp_path / "a", "bfloat16")
+    assert again.config == indicator.config and again.params["head.bias"].dtype == jnp.bfloat16
+    export_indicator(tmp_path / "a", tmp_path / "b", dtype="bfloat16")
+    assert convert_indicator(tmp_path / "b", tmp_path / "c") == indicator.config
+    with pytest.raises(DllmError, match="exists already"):
+        save_indicator(tmp_path / "a", indicator)
+    with pytest.raises(DllmError, match="holds no indicator"):
+        load_indicator(tmp_path)
+    (tmp_path / "a" / "indicator.json").write_text(json.dumps({**dataclasses.asdict(indicator.config), "width": 25}))
+    with pytest.raises(DllmError, match="its config wants"):
+        load_indicator(tmp_path / "a")
+    (tmp_path / "a" / "indicator.json").write_text('{"depth": -1}')
+    with pytest.raises(DllmError, match="depth of the indicator is -1"):
+        load_indicator(tmp_path / "a")
+
+
+# The rule ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_rows_are_strangers(llada, indicator, cache: str) -> None:
+    """Ragged prompts and canvases, an end token; the indicator acts as far ahead as a forward runs."""
+    rule = NI(indicator, threshold=0.9, indicator_threshold=0.4, scope="rest")
+    sampler = sampler_of(rule, cache, stop=stop_on([EOS], vocab_size=136))
+    gen_lengths = jnp.asarray([24, 24, 19, 10])
+    together = run(llada, sampler, gen_lengths=gen_lengths)
+    for row in range(4):
+        alone = run(llada, sampler, rows=(row,), gen_lengths=gen_lengths[row : row + 1])
+        assert_same_row(together, row, alone, 0)
+    # numbers and parameters are data: nothing is compiled for others
+    programs = sample_jit._cache_size()
+    other = Indicator(indicator.config, {name: 0.5 * x for name, x in indicator.params.items()})
+    run(llada, dataclasses.replace(sampler, rule=NI(other, 0.8, 0.7, scope="rest")), gen_lengths=gen_lengths)
+    assert sample_jit._cache_size() == programs
+
+
+@pytest.mark.parametrize("cache", ["none", "dual"])
+def test_an_indicator_that_never_or_always_agrees(llada, indicator, cache: str) -> None:
+    """Above its threshold never: the threshold rule. Always: a forward writes all that it runs."""
+    run_rule = lambda rule: run(llada, sampler_of(rule, cache))
+    never, plain = run_rule(NI(indicator, 0.8, 1.0, scope="rest")), run_rule(Threshold(0.8))
+    for row in range(4):
+        assert_same_row(never, row, plain, row)
+    always = run_rule(NI(indicator, 0.8, 0.0, scope="rest"))
+    assert (always.nfe == 1).all() and (always.decoded_at == 0).all()  # the first forward runs everything
+    block = run_rule(NI(indicator, 0.8, 0.0, scope="block"))
+    assert (block.nfe == GEN // BLOCK).all()
+    auto = run_rule(NI(indicator, 0.8, 0.0))
+    np.testing.assert_array_equal(auto.nfe, always.nfe if cache == "none" else block.nfe)
+
+
+def test_the_shifted_family(dream) -> None:
+    """Another shape of indicator, aligned blocks, smoothing and a short prompt; in a batch as alone."""
+    dim = dream.config.embed_dim
+    config = IndicatorConfig(1, 8, dim, dim, num_values=0, num_tokens=2, probabilities=False, mix=True)
+    rule = NI(init_indicator(config, jax.random.key(3)), 0.9, 0.5, scope="rest")
+    sampler = sampler_of(rule, "prefix", smoothing=Smoothing(), align_blocks=True)
+    together = run(dream, sampler)
+    assert (together.tokens != MASK).all() and (together.decoded_at >= 0).all()
+    for row in (0, 3):
+        assert_same_row(together, row, run(dream, sampler, rows=(row,)), 0)
+    prompt, lengths = jnp.zeros((2, 96), jnp.int32), jnp.asarray([1, 9])
+    assert (np.asarray(sample_jit(sampler, dream.denoiser, prompt, lengths).tokens) != MASK).all()
+
+
+def test_guidance_temperature_and_deferred_tokens(llada, indicator) -> None:
+    """The indicator writes best tokens, whatever is drawn, and no deferred one; guided, it reads one half."""
+    rule = NI(indicator, None, 0.3, steps=GEN)
+    drawn = Sampling(temperature=1.0, defer=jnp.asarray([EOS]))
+    result = run(llada, sampler_of(rule, "none", guidance=0.5, sampling=drawn))
+    assert (result.tokens != MASK).all() and (result.nfe < GEN).all()
+    exact = run(llada, sampler_of(dataclasses.replace(rule, indicator_threshold=1.0), guidance=0.5, sampling=drawn))
+    assert (exact.nfe == GEN).all()
+    greedy = run(llada, sampler_of(rule, guidance=0.5, sampling=dataclasses.replace(drawn, temperature=0.0)))
+    for row in range(4):  # what the first forward's indicator wrote is the best token, as without any temperature
+        ahead = (result.decoded_at[row, BLOCK:] == 0) & (greedy.decoded_at[row, BLOCK:] == 0)
+        assert (result.tokens[row, BLOCK:] == greedy.tokens[row, BLOCK:])[ahead].all()
+        assert (result.tokens[row, BLOCK:] != EOS)[result.decoded_at[row, BLOCK:] == 0].all()
+
+
+def test_mistakes_are_one_sentence(llada, indicator, tmp_path) -> None:
+    with pytest.raises(DllmError, match="rule ni needs indicator"):
+        make_rule("ni")
+    with pytest.raises(DllmError, match="holds no indicator"):
+        make_rule("ni", indicator=str(tmp_path))
+    with pytest.raises(DllmError, match=r"indicator_threshold is 1\.5; it must be between 0 and 1"):
+        sampler_of(NI(indicator, indicator_threshold=1.5))
+    with pytest.raises(DllmError, match="scope 'all' is unknown"):
+        sampler_of(NI(indicator, scope="all"))
+    small = init_indicator(IndicatorConfig(1, 4, 6, 6, 2, 2), jax.random.key(0))
+    with pytest.raises(DllmError, match="reads hidden states and embeddings of 6 and 6"):
+        run(llada, sampler_of(NI(small)))
+    wide = init_indicator(dataclasses.replace(indicator.config, num_values=500), jax.random.key(0))
+    with pytest.raises(DllmError, match="reads the 500 best tokens"):
+        run(llada, sampler_of(NI(wide)))
+
+
+# The merging criterion -----------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=30)
+@given(st.data())
+def test_the_criterion_in_words(data: st.DataObject) -> None:
+    """Whole steps from the next one on, up to the first with a wrong prediction, and the next in any case."""
+    step = np.asarray(data.draw(st.lists(st.integers(-1, 5), min_size=12, max_size=12)), np.int32)
+    right = np.asarray(data.draw(st.lists(st.booleans(), min_size=12, max_size=12)))
+    step = np.asarray(step_numbers(jnp.asarray(step)[None])[0])
+    count = step.max() + 1
+    reached = data.draw(st.integers(0, max(count - 1, 0)))
+    end = reached
+    while end < count and (end == reached or right[step == end].all()):
+        end += 1
+    if reached < count and not right[step == reached].all():
+        end = reached + 1
+    label, until = _mergeable(step[None], right[None], jnp.asarray([reached]))
+    assert int(until[0]) == end
+    assert (np.asarray(label[0]) == ((step >= reached) & (step < end))).all()
+
+
+def test_step_numbers_close_gaps() -> None:
+    decoded_at = jnp.asarray([[5, -1, 3, 3, 9], [-1, -1, -1, -1, -1], [0, 1, 2, 3, 4]])
+    assert step_numbers(decoded_at).tolist() == [[1, -1, 0, 0, 2], [-1] * 5, [0, 1, 2, 3, 4]]
+
+
+def test_the_lossless_order_reproduces_the_trajectory(llada) -> None:
+    """Replayed by hand: every step writes what its own forward predicts, every position is written once."""
+    sampler = sampler_of(Threshold(0.8), stop=stop_on([EOS], vocab_size=136))
+    prompt, lengths = pad_prompts(ROWS, 96)
+    result, gen_lengths = run(llada, sampler, gen_lengths=jnp.asarray([24, 24, 19, 10])), jnp.asarray([24, 24, 19, 10])
+    trajectory = trajectory_of(result, prompt, lengths, mask_id=MASK, gen_lengths=gen_lengths)
+    order = jax.device_get(_merged(llada.denoiser, trajectory))
+    assert (order.forced == 0).all() and (order.steps <= result.nfe).all() and (order.steps < result.nfe).any()
+    np.testing.assert_array_equal(order.step >= 0, result.decoded_at >= 0)
+    np.testing.assert_array_equal(order.step.max(axis=1) + 1, order.steps)
+    canvas = np.full((4, GEN), MASK)
+    replay = jax.jit(best_tokens)
+    for number in range(order.steps.max()):
+        best = np.asarray(replay(llada.denoiser, trajectory, jnp.asarray(canvas)))
+        canvas = np.where(order.step == number, best, canvas)
+    np.testing.assert_array_equal(canvas, trajectory.tokens)
+
+
+@pytest.fixture(scope="module")
+def sudoku(tmp_path_factory):
+    model = random_model(config_for(make_task(SUDOKU)), key=3)
+    folder = tmp_path_factory.mktemp("models") / "random-sudoku"
+    checkpoint.save(folder, model.config, model.params.items())
+    return folder, dataclasses.replace(model, name="random-sudoku")
+
+
+def test_the_oracle_of_a_task(sudoku, tmp_path, capsys) -> None:
+    folder, model = sudoku
+    what = ["--model", str(folder), "--task", SUDOKU, "--sampler", "topk:k=1", "--n", "5", "--batch-size", "3"]
+    assert evals_cli.main(["oracle", *what, "--results", str(tmp_path / "rows.jsonl"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [row["index"] for row in rows] == list(range(5))
+    assert told["nfe"] == np.mean([row["nfe"] for row in rows]) and told["forced"] == 0
+    assert told["speed_up"] == sum(row["nfe"] for row in rows) / sum(row["merged_steps"] for row in rows)
+    report = oracle(model, SUDOKU, "topk:k=1", n=5, batch_size=5)
+    assert [vars(row) for row in report.rows] == rows  # whatever the batch
+    assert evals_cli.main(["oracle", *what]) == 0
+    assert "all of them lossless" in capsys.readouterr().out
+
+
+# Trajectories as data ------------------------------------------------------------------------------------------------
+
+
+def read(folder) -> dict[str, np.ndarray]:
+    loaded = [shard.load() for shard in trajectories.shards(folder)]
+    return {name: np.concatenate([one[name] for one in loaded]) for name in loaded[0]}
+
+
+def test_trajectories_survive_kills(sudoku, tmp_path, monkeypatch, capsys) -> None:
+    """Killed before and amid writing a shard, with another batch size afterwards: the same as in one go."""
+    folder, _ = sudoku
+    what = ["trajectories", "--model", str(folder), "--task", SUDOKU, "--sampler", "topk:k=2", "--no-progress"]
+    assert train_cli.main([*what, "--out", str(tmp_path / "a"), "--n", "10", "--batch-size", "4"]) == 0
+    assert "10 prompts sampled, 10 there" in capsys.readouterr().out
+    whole = read(tmp_path / "a")
+    cut = [*what, "--out", str(tmp_path / "b"), "--batch-size", "4", "--shard-size", "3"]
+    replace, calls = trajectories.os.replace, []
+
+    def killed(*paths):
+        if str(paths[0]).endswith(".npz.partial"):
+            calls.append(paths)
+            if len(calls) in (2, 3):
+                raise KeyboardInterrupt
+        replace(*paths)
+
+    monkeypatch.setattr(trajectories.os, "replace", killed)
+    statuses = [train_cli.main([*cut, "--n", n]) for n in ("7", "7", "7", "10", "10")]
+    assert statuses == [130, 130, 0, 0, 0]
+    assert [(s.first, s.end) for s in trajectories.shards(tmp_path / "b")] == [(0, 3), (3, 6), (6, 7), (7, 10)]
+    jax.tree.map(np.testing.assert_array_equal, read(tmp_path / "b"), whole)
+
+    task = make_task(SUDOKU)
+    first = task.example("train", 0)
+    batch = trajectories.shards(tmp_path / "b")[0].trajectories([0, 2])
+    assert batch.tokens.shape == (2, task.answer_width) and batch.prompt_lengths[0] >= len(first.prompt_ids)
+    given = np.asarray(first.given)
+    assert (batch.tokens[0][given] == first.answer_ids[given]).all()
+    assert ((batch.step[0] == -1) == given).all() and batch.steps[0] == batch.step[0].max() + 1
+
+
+def test_trajectories_of_prompts_with_an_end(llada, tmp_path) -> None:
+    """What an end token left unwritten is a mask without a step."""
+    from train.data import Example
+
+    source = Listed([Example(np.asarray(row, np.int32), np.zeros(0, np.int32)) for row in ROWS])
+    sampler = sampler_of(Threshold(0.8), "dual", stop=stop_on([EOS], vocab_size=136))
+    collect = lambda **options: trajectories.collect(
+        llada, sampler, source, tmp_path, about={"model": "x"}, progress=False, batch_size=4, **options
+    )
+    assert (collect(), collect()) == (4, 0)
+    (shard,) = trajectories.shards(tmp_path)
+    found = shard.trajectories()
+    np.testing.assert_array_equal(found.tokens == MASK, found.step == -1)
+    assert [found.prompt[i, : found.prompt_lengths[i]].tolist() for i in range(4)] == ROWS
+    with pytest.raises(DllmError, match="was made with seed 0, not 1"):
+        collect(seed=1)
+    with pytest.raises(DllmError, match="n is 0; it must be at least 1"):
+        collect(n=0)
+    shard.path.rename(tmp_path / "trajectories-00000002-00000006.npz")
+    with pytest.raises(DllmError, match="does not begin at prompt 0"):
+        collect()
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "file").write_text("")
+    with pytest.raises(DllmError, match="holds something else than trajectories"):
+        trajectories.collect(llada, sampler, source, other, about={})
