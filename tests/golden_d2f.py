@@ -110,6 +110,9 @@ def _run_noise(case: Case, assets: Assets) -> None:
     _noised(case, assets.model("llada-tiny").denoiser)
 
 
+_corrupt = jax.jit(corrupt, static_argnums=3)
+
+
 def _noised(case: Case, denoiser: dllm_jax.Denoiser) -> tuple[D2FPart, Blocks]:
     """The case's batch, noised by its draws and compared. The official code takes the batch's number of blocks."""
     expected, tokens = case["expected"], jnp.asarray(case["input_ids"])
@@ -125,7 +128,8 @@ def _noised(case: Case, denoiser: dllm_jax.Denoiser) -> tuple[D2FPart, Blocks]:
     ratios = np.asarray(block_ratios(draws, blocks, "monotone", settings.low, settings.high))
     for found, wanted in zip(ratios, expected["block_mask_ratios"], strict=True):
         np.testing.assert_allclose(found[: len(wanted)], wanted, atol=1e-6)
-    noised = corrupt(batch, draws, denoiser, settings, blocks)
+    special = dllm_jax.Denoiser(denoiser.config, {})
+    noised = _corrupt(batch, draws, special, settings, blocks)
     assert noised.inputs.tolist() == expected["noisy_ids"]
     assert [np.flatnonzero(row).tolist() for row in np.asarray(noised.weights)] == expected["masked_positions"]
     return settings, noised

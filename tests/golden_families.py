@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import golden_apd
+import golden_d2f
 import golden_dinfer
 import golden_ni
 import jax
@@ -369,13 +370,12 @@ FAMILIES: dict[str, Family] = {
     "fast-dllm": Family(cases_of, _run_fast_dllm),
     "dream": Family(cases_of, _run_dream),
     "eb": Family(cases_of, _run_eb),
+    "d2f": Family(cases_of, golden_d2f.run, one_of=5),
     "dinfer": Family(golden_dinfer.cases, golden_dinfer.run, one_of=4),
     "lladamoe": Family(cases_of, _run_llada_moe),
     "ni-sampling": Family(cases_of, golden_ni.run, one_of=3),
     "apd": Family(cases_of, golden_apd.run, one_of=3),
 }
 
-PENDING = {
-    "d2f": "D2F",
-}
+PENDING: dict[str, str] = {}
 """File stems of families that are not implemented yet, and what each waits for."""

@@ -1,12 +1,12 @@
-"""Training of masked diffusion models: `python -m train masked-diffusion --config FILE.toml key=value ...`.
+"""Training of diffusion language models: `python -m train masked-diffusion | d2f --config FILE.toml key=value ...`.
 
     from train import read_config, train
 
     outcome = train(read_config("run.toml", ["steps=100"]))
     model = dllm_jax.load(outcome.folder)
 
-See `train.config` for the settings, `train.objective` for the loss, `train.data` for the data, `train.lora` for
-adapters and `train.folder` for what a run leaves behind.
+See `train.config` for the settings, `train.objective` and `train.d2f` for the losses, `train.data` for the data,
+`train.lora` for adapters and `train.folder` for what a run leaves behind.
 """
 
 from train.config import TrainConfig, read_config

@@ -1,4 +1,4 @@
-"""The command line: `python -m train masked-diffusion | write-model | merge-lora | trajectories`."""
+"""The command line: `python -m train masked-diffusion | d2f | write-model | merge-lora | trajectories`."""
 
 import argparse
 import json
@@ -6,12 +6,13 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from dllm_jax.command import Parser
 from dllm_jax.errors import DllmError
-from train.config import TrainConfig, build, read_config
+from train.config import COMMANDS, build, read_config
 from train.folder import RUN_FILE
 from train.lora import merge
 from train.trainer import Interrupted, train, write_weights
@@ -46,15 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m train", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    command = commands.add_parser("masked-diffusion", help="train a model, or go on with a run")
-    command.set_defaults(run=_train)
-    command.add_argument("--config", required=True, metavar="FILE", help="settings in TOML, see train/configs")
-    command.add_argument("settings", nargs="*", metavar="key=value", help="changes, such as optimizer.lr=3e-4")
-    command.add_argument("--no-progress", action="store_true", help="no progress bar")
-    cluster = command.add_argument_group("several processes, each started with the same command but its --process")
-    cluster.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
-    cluster.add_argument("--processes", type=int, metavar="N", help="how many there are")
-    cluster.add_argument("--process", type=int, metavar="I", help="which one this is, from 0")
+    _add_training(commands, "masked-diffusion", "train a model, or go on with a run")
+    _add_training(commands, "d2f", "train adapters for pipelined decoding (discrete diffusion forcing), or go on")
     command = commands.add_parser("write-model", help="write the weights of a run's latest state as a checkpoint")
     command.set_defaults(run=_write_model)
     command.add_argument("--run", required=True, metavar="DIR", dest="folder", help="output folder of a run")
@@ -68,13 +62,25 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_training(commands: Any, name: str, text: str) -> None:
+    command = commands.add_parser(name, help=text)
+    command.set_defaults(run=_train, command=name)
+    command.add_argument("--config", required=True, metavar="FILE", help="settings in TOML, see train/configs")
+    command.add_argument("settings", nargs="*", metavar="key=value", help="changes, such as optimizer.lr=3e-4")
+    command.add_argument("--no-progress", action="store_true", help="no progress bar")
+    cluster = command.add_argument_group("several processes, each started with the same command but its --process")
+    cluster.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
+    cluster.add_argument("--processes", type=int, metavar="N", help="how many there are")
+    cluster.add_argument("--process", type=int, metavar="I", help="which one this is, from 0")
+
+
 def _add_output(command: argparse.ArgumentParser) -> None:
     command.add_argument("--out", required=True, metavar="DIR", help="folder that does not exist yet")
     command.add_argument("--overwrite", action="store_true", help="replace --out")
 
 
 def _train(options: argparse.Namespace) -> None:
-    config = read_config(options.config, options.settings)
+    config = read_config(options.config, options.settings, options.command)
     _join(options)
     outcome = train(config, progress=not options.no_progress)
     if jax.process_index():
@@ -111,7 +117,9 @@ def _write_model(options: argparse.Namespace) -> None:
         raise DllmError(f"{options.folder} is no training run: {path} could not be read ({error})") from None
     values |= {"out": options.folder}
     values["compute"] |= {"mesh": {}}
-    step = write_weights(build(TrainConfig, values), options.out, overwrite=options.overwrite)
+    step = write_weights(
+        build(COMMANDS[values.get("command", "masked-diffusion")], values), options.out, overwrite=options.overwrite
+    )
     print(f"{options.out}: the weights after step {step}")
 
 

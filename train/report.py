@@ -22,14 +22,16 @@ def step_flops(config: TrainConfig, model: ModelConfig) -> float:
     """Floating-point operations of the matrix products that one step needs: forward, and backward with twice as many.
 
     All layers on all positions and full attention; the vocabulary head on half of them, the share that is masked on
-    average. What rematerialisation computes again does not count, nor does a gradient of frozen weights.
+    average. What rematerialisation computes again does not count, nor does a gradient of frozen weights. A teacher adds
+    its forward.
     """
     rows, length = config.optimizer.batch, config.data.length
     per_token = sum(_products(name, spec.shape, model) for name, spec in param_specs(model).items())
     head = model.embed_dim * model.vocab_size / 2
     attention = 2 * length * model.num_heads * model.head_dim * model.num_layers
     weight_gradients = 0 if config.lora.rank else 1
-    products = (2 + weight_gradients) * (per_token + head) + 3 * attention
+    teacher = int(getattr(config.objective, "target", None) == "teacher")
+    products = (2 + weight_gradients + teacher) * (per_token + head) + (3 + teacher) * attention
     return 2.0 * rows * length * products
 
 
