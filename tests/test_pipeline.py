@@ -26,9 +26,9 @@ def denoiser_of(config):
 
 
 @jax.jit
-def probabilities(denoiser, tokens, prompt_length):
+def probabilities(denoiser, tokens, prompt_length, length):
     """Of one row, every position computed anew under the block-causal mask."""
-    return jax.nn.softmax(block_causal(denoiser, prompt_length[None], LENGTH)(tokens[None])[0])
+    return jax.nn.softmax(block_causal(denoiser, prompt_length[None], LENGTH)(tokens[None], length[None])[0])
 
 
 def reference(denoiser, prompt, gen_length, tau_add, tau_act, threshold):
@@ -47,7 +47,9 @@ def reference(denoiser, prompt, gen_length, tau_add, tau_act, threshold):
         full = [ratio(b - 1) >= tau_act for b in range(appended)]
         if all(ratio(b) == 1 for b in range(appended)):
             return tokens, decoded_at, nfe
-        scores = np.array(probabilities(denoiser, jnp.asarray(tokens), jnp.asarray(start)))
+        scores = np.array(
+            probabilities(denoiser, jnp.asarray(tokens), jnp.asarray(start), jnp.asarray(start + gen_length))
+        )
         scores = scores[start : start + gen_length]
         scores[:, denoiser.mask_id] = -1
         before = canvas == denoiser.mask_id
