@@ -17,7 +17,7 @@ from conftest import GOLDENS
 from golden_ni import _mergeable, _merged
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_engine import BLOCK, EOS, GEN, MASK, ROWS, assert_same_row, first_layers, run
+from test_engine import BLOCK, EOS, GEN, MASK, ROWS, assert_same_row, first_layers, keys, run
 from test_evals_tasks import config_for
 
 import evals.__main__ as evals_cli
@@ -250,13 +250,13 @@ def test_the_shifted_family(dream) -> None:
     dim = dream.config.embed_dim
     config = IndicatorConfig(1, 8, dim, dim, num_values=0, num_tokens=2, probabilities=False, mix=True)
     rule = NI(init_indicator(config, jax.random.key(3)), 0.9, 0.5, scope="rest")
-    sampler = sampler_of(rule, "prefix", smoothing=Smoothing(), align_blocks=True)
+    sampler = sampler_of(rule, "dual", smoothing=Smoothing(), align_blocks=True)
     together = run(dream, sampler)
     assert (together.tokens != MASK).all() and (together.decoded_at >= 0).all()
     for row in (0, 3):
         assert_same_row(together, row, run(dream, sampler, rows=(row,)), 0)
-    prompt, lengths = jnp.zeros((2, 96), jnp.int32), jnp.asarray([1, 9])
-    assert (np.asarray(sample_jit(sampler, dream.denoiser, prompt, lengths).tokens) != MASK).all()
+    prompt, lengths = jnp.zeros((4, 96), jnp.int32), jnp.asarray([1, 2, 8, 9])
+    assert (np.asarray(sample_jit(sampler, dream.denoiser, prompt, lengths, key=keys(4)).tokens) != MASK).all()
 
 
 def test_guidance_temperature_and_deferred_tokens(llada, indicator) -> None:
