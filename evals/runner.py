@@ -16,8 +16,8 @@ from tqdm import tqdm
 from dllm_jax import DllmError, Model, __version__
 from evals.sampler import SamplerSpec, parse_sampler
 from evals.tasks import Example, Task, Verdict, make_task
-from samplers import BlockSampler, LeftToRight, Result
-from samplers.generate import check_lengths, pad_prompts
+from samplers import Result
+from samplers.generate import CanvasSampler, check_lengths, pad_prompts
 from samplers.noise import row_keys
 from samplers.timing import Programs
 
@@ -208,7 +208,7 @@ class Batches:
         self,
         model: Model,
         task: Task,
-        sampler: BlockSampler | LeftToRight,
+        sampler: CanvasSampler,
         examples: Sequence[Example],
         size: int,
         seed: int,
@@ -286,7 +286,7 @@ class Batches:
         )
 
 
-def _names(model: Model, task: Task, spec: SamplerSpec, sampler: BlockSampler | LeftToRight) -> dict[str, Any]:
+def _names(model: Model, task: Task, spec: SamplerSpec, sampler: CanvasSampler) -> dict[str, Any]:
     """The part of a report that says what was run."""
     plain = (bool, int, float, str, type(None))
     chosen = {name: value if isinstance(value, plain) else str(value) for name, value in spec.settings.items()}

@@ -1,9 +1,9 @@
 """Samplers as they are written on the command line: `threshold:threshold=0.9,cache=dual,block_length=32`.
 
 The name is an unmasking rule's or a preset's; the options are those of the rule, of the cache policy and of
-`samplers.make_sampler`. A preset's canvas is replaced by that of the task. Or the name is that of a sampler that writes
-from left to right, as in `apd:verifier=DIR,weight=0.7` (`samplers.make_apd`) and `leftright:tokens_per_step=2`. A value
-may be a list, `eb:gamma=0.01|0.1|1`, which stands for one sampler per value.
+`samplers.make_sampler`. A preset's canvas is replaced by that of the task. Or the name is one of `samplers.MAKERS`:
+`d2f:block_length=8,rule=eb,gamma=0.1`, `apd:verifier=DIR,weight=0.7`, `leftright:tokens_per_step=2`. A value may be a
+list, `eb:gamma=0.01|0.1|1`, which stands for one sampler per value.
 """
 
 import dataclasses
@@ -21,13 +21,17 @@ from dllm_jax import Model
 from dllm_jax.errors import DllmError
 from evals import spec
 from evals.tasks import Task
-from samplers import CACHES, LEFT_TO_RIGHT, RULES, BlockSampler, LeftToRight, make_sampler
+from samplers import CACHES, MAKERS, RULES, BlockSampler, LeftToRight, PipelineSampler, make_sampler
 from samplers.presets import PRESETS, preset
 
 DEFAULTS: Mapping[str, Any] = {"cache": "none", "block_length": None}  # the plain sampler: one block, no approximation
 _WRITABLE = {int, float, bool, str}
 _OF_TASK = ("gen_length", "ignore_eos")
-_CURVES = {"apd": ("weight",), "leftright": ("tokens_per_step",)}  # the numbers of a curve
+_CURVES = {  # the numbers of a curve
+    "d2f": ("tau_add", "tau_act", "threshold"),
+    "apd": ("weight",),
+    "leftright": ("tokens_per_step",),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +39,7 @@ class SamplerSpec:
     """A sampler before it meets a model.
 
     Attributes:
-        name: of an unmasking rule, of a preset, or of a sampler that writes from left to right.
+        name: of an unmasking rule, of a preset, or of another sampler.
         options: what was written behind it, as `make_sampler` takes it.
     """
 
@@ -45,7 +49,7 @@ class SamplerSpec:
     @property
     def settings(self) -> dict[str, Any]:
         """All options of `make_sampler`, the rule among them, but for what the task decides."""
-        if self.name in LEFT_TO_RIGHT:
+        if self.name in MAKERS:
             return dict(self.options)
         if self.name not in PRESETS:
             return {"rule": self.name, **DEFAULTS, **self.options}
@@ -55,7 +59,7 @@ class SamplerSpec:
     @property
     def numbers(self) -> dict[str, Any]:
         """The written numbers of the rule, which may change without another compilation."""
-        if self.name in LEFT_TO_RIGHT:
+        if self.name in MAKERS:
             return {name: value for name, value in self.options.items() if name in _CURVES[self.name]}
         kinds = _part_kinds(RULES[self.settings["rule"]])
         return {
@@ -73,7 +77,7 @@ class SamplerSpec:
         options = ",".join(f"{name}={spec.written(value)}" for name, value in self.options.items())
         return f"{self.name}:{options}" if options else self.name
 
-    def build(self, model: Model, task: Task) -> BlockSampler | LeftToRight:
+    def build(self, model: Model, task: Task) -> BlockSampler | LeftToRight | PipelineSampler:
         """The sampler of a model for the canvas of a task.
 
         Raises:
@@ -82,14 +86,14 @@ class SamplerSpec:
         if not task.stops and (fixed := sorted(set(_OF_TASK) & set(self.options))):
             raise DllmError(f"sampler {self}: {fixed[0]} cannot be chosen, the canvas of {task.name} is what it is")
         canvas = {"gen_length": task.answer_width, "ignore_eos": not task.stops}
-        if self.name not in LEFT_TO_RIGHT:
+        if self.name not in MAKERS:
             return make_sampler(model, **{**canvas, **self.settings})
         settings = {**canvas, **self.settings}
         if "verifier" in settings:
             settings["verifier"] = _load(settings["verifier"])
         elif self.name == "apd":
             raise DllmError(f"sampler {self} has no verifier; write apd:verifier=DIR_OR_NAME")
-        return LEFT_TO_RIGHT[self.name](model, **settings)
+        return MAKERS[self.name](model, **settings)
 
 
 def parse_samplers(text: str) -> list[SamplerSpec]:
@@ -154,10 +158,12 @@ def _load(verifier: str) -> Model:
 
 
 def _typed(name: str, written: Mapping[str, str]) -> SamplerSpec:
-    if name in LEFT_TO_RIGHT:
-        kinds = _keyword_kinds(LEFT_TO_RIGHT[name])
+    if name in MAKERS:
+        kinds = _keyword_kinds(MAKERS[name])
+        if name == "d2f" and "rule" in written:
+            kinds = {**_part_kinds(_rule(written["rule"])), **kinds, "rule": str}
         return SamplerSpec(name, spec.converted(written, kinds, f"sampler {name}"))
-    names = (*RULES, *PRESETS, *LEFT_TO_RIGHT)
+    names = (*RULES, *PRESETS, *MAKERS)
     if name not in names:
         raise DllmError(f"no unmasking rule or preset is called {name!r}; choose one of {', '.join(names)}")
     usual = PRESETS.get(name, {"rule": name, **DEFAULTS})
@@ -166,6 +172,12 @@ def _typed(name: str, written: Mapping[str, str]) -> SamplerSpec:
         raise DllmError(f"no cache policy is called {cache!r}; choose one of {', '.join(CACHES)}")
     kinds = {**_part_kinds(RULES[usual["rule"]]), **_part_kinds(CACHES[cache]), **_keyword_kinds(make_sampler)}
     return SamplerSpec(name, spec.converted(written, kinds, f"sampler {name}"))
+
+
+def _rule(name: str) -> type:
+    if name not in RULES:
+        raise DllmError(f"no unmasking rule is called {name!r}; choose one of {', '.join(RULES)}")
+    return RULES[name]
 
 
 def _part_kinds(part: type) -> dict[str, Any]:

@@ -6,7 +6,7 @@ result = sample_jit(sampler, model.denoiser, prompt)            # or `sample` in
 
 from samplers.apd import APD, LeftRight
 from samplers.apd_loop import DraftResult, LeftToRight
-from samplers.apd_make import LEFT_TO_RIGHT, make_apd, make_left_right
+from samplers.apd_make import make_apd, make_left_right
 from samplers.apd_verifier import Verifier, verifier_for
 from samplers.block import BlockSampler, BlockState
 from samplers.caches import (
@@ -21,9 +21,11 @@ from samplers.caches import (
 )
 from samplers.engine import Result, Sampler, sample, sample_jit, stream
 from samplers.generate import Generation, generate, make_sampler
+from samplers.makers import MAKERS
 from samplers.noise import KeyNoise, Noise, TableNoise
 from samplers.pipeline import PipelineSampler, PipelineState
 from samplers.pipeline_denoiser import BlockCausalDenoiser, block_causal
+from samplers.pipeline_make import make_pipeline
 from samplers.predictions import Predictions, Sampling
 from samplers.presets import PRESETS, preset
 from samplers.rules import (
@@ -48,7 +50,7 @@ __all__ = [
     "APD",
     "CACHES",
     "EB",
-    "LEFT_TO_RIGHT",
+    "MAKERS",
     "NI",
     "PRESETS",
     "RULES",
@@ -91,6 +93,7 @@ __all__ = [
     "make_apd",
     "make_cache",
     "make_left_right",
+    "make_pipeline",
     "make_rule",
     "make_sampler",
     "preset",

@@ -1,15 +1,13 @@
 """`APD` and `LeftRight` for a loaded model, from plain values."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import dllm_jax
 from dllm_jax import Model
 from samplers.apd import APD, LeftRight, Target
 from samplers.apd_verifier import verifier_for
-from samplers.generate import make_stop, token_array
-from samplers.predictions import Sampling
+from samplers.generate import make_sampling, make_stop
 
 
 def make_apd(
@@ -47,7 +45,8 @@ def make_apd(
         target=target,
         window=window,
         lookahead=lookahead,
-        **_common(model, temperature, top_p, top_k, stop, ignore_eos, suppress),
+        sampling=make_sampling(model, temperature, top_p, top_k, suppress),
+        stop=make_stop(model, stop, ignore_eos),
     )
 
 
@@ -71,29 +70,6 @@ def make_left_right(
         tokens_per_step=tokens_per_step,
         window=window,
         lookahead=lookahead,
-        **_common(model, temperature, top_p, top_k, stop, ignore_eos, suppress),
+        sampling=make_sampling(model, temperature, top_p, top_k, suppress),
+        stop=make_stop(model, stop, ignore_eos),
     )
-
-
-LEFT_TO_RIGHT: Mapping[str, Any] = {"apd": make_apd, "leftright": make_left_right}
-"""Name -> what makes such a sampler for a model."""
-
-
-def _common(
-    model: Model,
-    temperature: float,
-    top_p: float | None,
-    top_k: int | None,
-    stop: Sequence[str | int],
-    ignore_eos: bool,
-    suppress: Sequence[int],
-) -> dict[str, Any]:
-    return {
-        "sampling": Sampling(
-            temperature=temperature or None,
-            top_p=None if top_p == 1.0 else top_p,
-            top_k=top_k,
-            suppress=token_array(model, "suppress", suppress),
-        ),
-        "stop": make_stop(model, stop, ignore_eos),
-    }

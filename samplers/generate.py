@@ -3,7 +3,7 @@
 import dataclasses
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, overload
+from typing import Any, Protocol, overload
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,10 @@ import numpy as np
 from tqdm import tqdm
 
 from dllm_jax import DllmError, Model, ModelConfig
-from samplers.apd_loop import LeftToRight
 from samplers.block import BlockSampler
 from samplers.caches import CACHES, CachePolicy, make_cache
 from samplers.checks import check_length, check_whole
-from samplers.engine import Result, sample_jit
+from samplers.engine import Result, Sampler, sample_jit
 from samplers.noise import row_keys
 from samplers.predictions import Sampling
 from samplers.rules import RULES, Rule, make_rule
@@ -107,13 +106,7 @@ def make_sampler(
         cache=make_cache(cache, **cache_options) if isinstance(cache, str) else cache,
         smoothing=_make_smoothing(smoothing),
         align_blocks=align_blocks,
-        sampling=Sampling(
-            temperature=temperature or None,
-            top_p=None if top_p == 1.0 else top_p,
-            top_k=top_k,
-            suppress=token_array(model, "suppress", suppress),
-            defer=token_array(model, "defer", defer),
-        ),
+        sampling=make_sampling(model, temperature, top_p, top_k, suppress, defer),
         stop=make_stop(model, stop, ignore_eos),
         guidance=guidance or None,
         canvas_length=canvas_length,
@@ -137,7 +130,7 @@ def _make_smoothing(smoothing: Any) -> Smoothing | None:
 
 def _make_rule(rule: str | Rule, gen_length: int, options: Mapping[str, Any]) -> Rule:
     if isinstance(rule, str):
-        return _named_rule(rule, gen_length, options)
+        return make_named_rule(rule, gen_length, options)
     if not isinstance(rule, Rule):
         raise DllmError(f"rule is {rule!r}; give a rule's name or a rule object")
     if options:
@@ -145,13 +138,32 @@ def _make_rule(rule: str | Rule, gen_length: int, options: Mapping[str, Any]) ->
     return rule
 
 
-def _named_rule(name: str, gen_length: int, options: Mapping[str, Any]) -> Rule:
+def make_named_rule(name: str, gen_length: int, options: Mapping[str, Any]) -> Rule:
+    """A rule by name; one that needs a number of steps gets one per token when none is said."""
     takes_steps = {"steps"} & {
         field.name
         for field in (dataclasses.fields(RULES[name]) if name in RULES else ())  # type: ignore[arg-type]
         if field.default is dataclasses.MISSING
     }
     return make_rule(name, **({"steps": gen_length} if takes_steps else {}) | dict(options))
+
+
+def make_sampling(
+    model: Model,
+    temperature: float,
+    top_p: float | None,
+    top_k: int | None,
+    suppress: Sequence[int] = (),
+    defer: Sequence[int] = (),
+) -> Sampling:
+    """How tokens are drawn, from plain values: temperature 0 and top_p 1 leave their code out of the program."""
+    return Sampling(
+        temperature=temperature or None,
+        top_p=None if top_p == 1.0 else top_p,
+        top_k=top_k,
+        suppress=token_array(model, "suppress", suppress),
+        defer=token_array(model, "defer", defer),
+    )
 
 
 def token_array(model: Model, what: str, ids: Sequence[int]) -> jax.Array | None:
@@ -234,7 +246,26 @@ def _checked_ids(model: Model, ids: Sequence[Any]) -> list[int]:
     return [int(token) for token in ids]
 
 
-def check_lengths(model: Model, sampler: BlockSampler | LeftToRight, rows: Sequence[Sequence[int]]) -> None:
+class CanvasSampler(Sampler[Any], Protocol):
+    """A sampler that tells where it writes, as all here do.
+
+    Attributes:
+        gen_length: G, positions to generate.
+        canvas_length: positions of prompt and canvas together, where the canvas is longer than the generation.
+        width: length of a block.
+    """
+
+    @property
+    def gen_length(self) -> int: ...
+
+    @property
+    def canvas_length(self) -> int | None: ...
+
+    @property
+    def width(self) -> int: ...
+
+
+def check_lengths(model: Model, sampler: CanvasSampler, rows: Sequence[Sequence[int]]) -> None:
     """Refuses prompts that do not fit the trained context.
 
     Raises:

@@ -157,7 +157,16 @@ class PipelineSampler:
         check_choice("forced", self.forced, PROXIES)
         if isinstance(self.rule, Rule):
             self.rule.check(self.gen_length, self.num_blocks)
+            if self.rule.reads_hidden:
+                raise DllmError(f"the pipeline asks no indicator, so {type(self.rule).__name__} cannot decide in it")
         check_sampling(self.sampling)
+
+    canvas_length = None  # nothing lies behind the generation
+
+    @property
+    def width(self) -> int:
+        """Length of a block."""
+        return self.block_length
 
     @property
     def num_blocks(self) -> int:
