@@ -161,7 +161,7 @@ MISTAKES = {
     "model field": ({"model__config": {"embed_dims": 8}}, "did you mean 'model.config.embed_dim'"),
     "model type": ({"model__config": {"embed_dim": "8"}}, "model.config.embed_dim is '8'"),
     "published": ({"model__published": "llada-9b"}, "no published model is called 'llada-9b'"),
-    "verifier": ({"model__published": "qwen2.5-0.5b", "model__config": {}}, "no mask token and cannot be trained"),
+    "verifier": ({"model__published": "qwen2.5-0.5b", "model__config": {}}, "by python -m train autoregressive"),
     "init and config": ({"model__init": "x"}, "has its own config"),
     "no init": ({"model__init": "nowhere", "model__config": {}}, "no checkpoint at nowhere"),
     "tokenizer": ({"model__tokenizer": "nowhere"}, "is no folder with a tokenizer's files"),

@@ -1,4 +1,4 @@
-"""The command line: `python -m train masked-diffusion | d2f | write-model | merge-lora | trajectories`."""
+"""The command line: `python -m train COMMAND`; masked-diffusion, d2f and autoregressive train by a config."""
 
 import argparse
 import json
@@ -49,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_training(commands, "masked-diffusion", "train a model, or go on with a run")
     _add_training(commands, "d2f", "train adapters for pipelined decoding (discrete diffusion forcing), or go on")
+    _add_training(commands, "autoregressive", "train a causal model, for verifiers and baselines, or go on")
     command = commands.add_parser("write-model", help="write the weights of a run's latest state as a checkpoint")
     command.set_defaults(run=_write_model)
     command.add_argument("--run", required=True, metavar="DIR", dest="folder", help="output folder of a run")

@@ -129,6 +129,20 @@ class D2FPart:
 
 
 @dataclasses.dataclass(frozen=True)
+class AutoregressivePart:
+    """The loss of `python -m train autoregressive`, see `train.autoregressive`.
+
+    Attributes:
+        kind, chunk: as in `ObjectivePart`.
+    """
+
+    kind: Kind = "sft"
+    chunk: int = 0
+
+    ranges: ClassVar[tuple[Range, ...]] = (("chunk", 0, math.inf),)
+
+
+@dataclasses.dataclass(frozen=True)
 class OptimizerPart:
     """The optimiser, with warm-up and cosine decay.
 
@@ -228,7 +242,8 @@ class TrainConfig:
     seed: int = 0
     model: ModelPart = dataclasses.field(default_factory=ModelPart)
     data: DataPart = dataclasses.field(default_factory=DataPart)
-    objective: "ObjectivePart | D2FPart" = dataclasses.field(default_factory=ObjectivePart)  # this command's: the first
+    # This command's: the first.
+    objective: "ObjectivePart | D2FPart | AutoregressivePart" = dataclasses.field(default_factory=ObjectivePart)
     optimizer: OptimizerPart = dataclasses.field(default_factory=OptimizerPart)
     compute: ComputePart = dataclasses.field(default_factory=ComputePart)
     lora: LoraPart = dataclasses.field(default_factory=LoraPart)
@@ -301,7 +316,21 @@ class D2FConfig(TrainConfig):
             )
 
 
-COMMANDS: Mapping[str, type[TrainConfig]] = types.MappingProxyType({"masked-diffusion": TrainConfig, "d2f": D2FConfig})
+@dataclasses.dataclass(frozen=True)
+class AutoregressiveConfig(TrainConfig):
+    """A run of `python -m train autoregressive`.
+
+    Attributes:
+        command: always "autoregressive", see `D2FConfig`.
+    """
+
+    objective: AutoregressivePart = dataclasses.field(default_factory=AutoregressivePart)
+    command: Literal["autoregressive"] = "autoregressive"
+
+
+COMMANDS: Mapping[str, type[TrainConfig]] = types.MappingProxyType(
+    {"masked-diffusion": TrainConfig, "d2f": D2FConfig, "autoregressive": AutoregressiveConfig}
+)
 """The settings of each command that trains."""
 
 

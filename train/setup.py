@@ -11,7 +11,7 @@ from dllm_jax import checkpoint
 from dllm_jax.config import ModelConfig, published
 from dllm_jax.errors import DllmError
 from dllm_jax.tokenizer import Tokenizer, has_tokenizer
-from train.config import DataPart, ModelPart, TrainConfig, converted, unknown_key
+from train.config import AutoregressivePart, DataPart, ModelPart, TrainConfig, converted, unknown_key
 from train.data import SOURCES, Rows, Setup, Source, from_reference, size
 from train.lora import tokenizer_files
 
@@ -39,8 +39,7 @@ def prepare(config: TrainConfig) -> Parts:
     if config.data.source not in SOURCES:
         source, task = _referenced(config.data)
     model = model_config(config.model, getattr(task, "vocabulary", None))
-    if model.mask_id is None:
-        raise DllmError(f"a {model.family} model has no mask token and cannot be trained; set model.config.mask_id")
+    _check_attention(model, config)
     if config.data.length > model.max_length:
         raise DllmError(
             f"data.length {config.data.length} exceeds the model's longest context of {model.max_length} tokens; lower "
@@ -54,6 +53,20 @@ def prepare(config: TrainConfig) -> Parts:
     if config.data.random_length and config.objective.kind == "sft":
         raise DllmError('data.random_length is for objective.kind "pretrain"; set it to 0')
     return Parts(model, Rows(source, config.data, config.objective.kind, model, config.seed), files)
+
+
+def _check_attention(model: ModelConfig, config: TrainConfig) -> None:
+    """Raises DllmError for a model that the command cannot train."""
+    causal = isinstance(config.objective, AutoregressivePart)
+    if causal and model.attention != "causal":
+        raise DllmError(
+            f"a {model.family} model sees both ways, so it cannot be trained token by token; set model.published to a "
+            "causal one such as qwen2.5-0.5b"
+        )
+    if not causal and model.attention == "causal":
+        raise DllmError(f"a {model.family} model sees only what is before; train it by python -m train autoregressive")
+    if not causal and model.mask_id is None:
+        raise DllmError(f"a {model.family} model has no mask token and cannot be trained; set model.config.mask_id")
 
 
 def model_config(part: ModelPart, vocabulary: Any = None) -> ModelConfig:

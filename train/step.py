@@ -17,7 +17,8 @@ from dllm_jax.errors import DllmError
 from dllm_jax.pytree import pytree
 from dllm_jax.sharding import ShardingRules, batch_sharding, make_mesh, param_shardings
 from dllm_jax.transformer import RematPolicy
-from train.config import D2FPart, TrainConfig
+from train.autoregressive import Autoregressive
+from train.config import AutoregressivePart, D2FPart, TrainConfig
 from train.d2f import D2F
 from train.lora import with_adapters
 from train.objective import Batch, MaskedDiffusion, Metrics, Objective
@@ -239,4 +240,6 @@ class Stepper:
 def objective_of(config: TrainConfig) -> Objective:
     """What the settings' command trains for."""
     settings = config.objective
-    return D2F(settings) if isinstance(settings, D2FPart) else MaskedDiffusion(settings)
+    if isinstance(settings, D2FPart):
+        return D2F(settings)
+    return Autoregressive(settings) if isinstance(settings, AutoregressivePart) else MaskedDiffusion(settings)

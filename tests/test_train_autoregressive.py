@@ -1,0 +1,87 @@
+"""Training of causal models: the loss, what is refused, and that the result decodes from left to right."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from train_toys import LLADA, model_fields, settings
+
+import dllm_jax
+import train
+from dllm_jax.denoiser import Denoiser
+from dllm_jax.params import init_params
+from samplers import LeftRight, sample_jit
+from train.autoregressive import Autoregressive
+from train.config import AutoregressiveConfig, AutoregressivePart, build, read_config
+from train.objective import Batch
+from train.setup import prepare
+
+CAUSAL = LLADA.replace(family="qwen2", attention="causal", shift=True, qkv_bias=True)
+
+
+def run_config(out, **changes):
+    values = settings(out, model__published="qwen2.5-0.5b", model__config=causal_fields(), **changes)
+    values["objective"] = {name: x for name, x in values.get("objective", {}).items() if name in ("kind", "chunk")}
+    return build(AutoregressiveConfig, values)
+
+
+def causal_fields():
+    published = dataclasses.asdict(dllm_jax.published("qwen2.5-0.5b"))
+    fields = {name: x for name, x in dataclasses.asdict(CAUSAL).items() if x != published[name]}
+    return {name: list(x) if isinstance(x, tuple) else x for name, x in fields.items()}
+
+
+@pytest.mark.parametrize("chunk", [0, 4])
+def test_loss_is_the_cross_entropy_of_the_next_token(chunk):
+    denoiser = Denoiser(CAUSAL, init_params(CAUSAL, jax.random.key(0)))
+    tokens = jax.random.randint(jax.random.key(1), (3, 9), 0, 20)
+    targets = jnp.arange(9) >= jnp.array([[0], [4], [7]])
+    lengths = jnp.array([9, 9, 8])
+    targets &= jnp.arange(9) < lengths[:, None]
+    objective = Autoregressive(AutoregressivePart(chunk=chunk))
+    noised = objective.corrupt(jax.random.key(2), Batch(tokens, targets, lengths), denoiser)
+    assert np.array_equal(noised.inputs, tokens)
+    found, metrics = jax.jit(lambda noised: objective.loss(denoiser, denoiser, noised))(noised)
+    rows = []
+    for row in range(3):  # one row at a time, cut at every position: nothing behind can have been seen
+        wanted = [i for i in range(1, 9) if targets[row, i]]
+        raw = [denoiser.logits(_last(denoiser, tokens[row, :i]))[0, 0] for i in wanted]
+        rows.append(optax.softmax_cross_entropy_with_integer_labels(jnp.stack(raw), tokens[row, jnp.array(wanted)]))
+    np.testing.assert_allclose(found, np.mean([row.mean() for row in rows]), rtol=1e-5)
+    np.testing.assert_allclose(metrics["cross_entropy"], np.concatenate(rows).mean(), rtol=1e-5)
+
+
+def _last(denoiser, tokens):
+    """What predicts the token behind these, [1, 1, D]."""
+    padded = jnp.pad(tokens, (0, 9 - len(tokens)))[None]
+    return denoiser.full(padded, jnp.array([len(tokens) + 1]), jnp.array([len(tokens)]), 1)[0]
+
+
+def test_a_trained_model_decodes_with_its_cache(tmp_path):
+    toy = {"data__options": {"digits": 2}, "data__length": 6}
+    config = run_config(tmp_path / "run", steps=250, optimizer__batch=32, optimizer__lr=1e-2, **toy)
+    outcome = train.train(config)
+    assert outcome.metrics["loss"] < 0.1
+    model = dllm_jax.load(outcome.folder)
+    assert model.config.attention == "causal"
+    row = prepare(config).rows(3)
+    prompt = jnp.asarray(row.tokens[: int(np.argmax(row.targets))])[None]
+    cached = sample_jit(LeftRight(3, window=1, lookahead=1), model.denoiser, prompt)
+    plain = sample_jit(LeftRight(3), model.denoiser, prompt)
+    assert np.array_equal(cached.tokens, plain.tokens) and cached.nfe == 3
+    assert np.array_equal(cached.tokens[0, :2], prompt[0, -2:][::-1])
+
+
+def test_models_are_trained_by_their_own_command(tmp_path):
+    both = build(
+        AutoregressiveConfig, settings(tmp_path / "a", model__config=model_fields()) | {"objective": {"kind": "sft"}}
+    )
+    with pytest.raises(dllm_jax.DllmError, match="a llada model sees both ways"):
+        prepare(both)
+    config = read_config("train/configs/ar-word-problems.toml", command="autoregressive")
+    assert prepare(config).model.attention == "causal"
+    with pytest.raises(dllm_jax.DllmError, match="there is no setting 'objective.eps'"):
+        read_config("train/configs/ar-word-problems.toml", ["objective.eps=0.1"], "autoregressive")
