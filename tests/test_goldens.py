@@ -2,8 +2,7 @@
 the option our own files, and of families that need many programs a part (`make goldens` runs all).
 
 Ids read `<file stem>/<case name>`: `-k fast-dllm` selects one file. A family is a file stem in
-`golden_families.FAMILIES`; a file of a family that is not implemented yet is skipped by name. Assets and checkpoints
-are looked up beside the JSON first, then in the project's own copy.
+`golden_families.FAMILIES`. Assets and checkpoints are looked up beside the JSON first, then in the project's own copy.
 """
 
 import json
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from golden_base import Assets
-from golden_families import FAMILIES, PENDING
+from golden_families import FAMILIES
 
 OWN = Path(__file__).parent / "goldens"
 
@@ -28,9 +27,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             content = json.loads(path.read_text()) if path.suffix == ".json" else {"cases": [{"name": "logits"}]}
             cases = FAMILIES[stem].cases(content) if asked else FAMILIES[stem].some(content)
             params += [pytest.param((stem, path, case), id=f"{stem}/{case['name']}") for case in cases]
-        elif stem in PENDING:
-            reason = f"{stem}: {PENDING[stem]} is not implemented yet"
-            params.append(pytest.param(None, id=stem, marks=pytest.mark.skip(reason=reason)))
     metafunc.parametrize("golden", params)
 
 
@@ -46,7 +42,7 @@ def test_golden(golden: tuple, converted: dict) -> None:
 
 
 def test_no_golden_file_is_overlooked() -> None:
-    """Every data file of our own copy is a known family, a pending one, or an asset of one."""
+    """Every data file of our own copy is a known family or an asset of one."""
     assets = {"llada-gumbel-shared", "apd_noise", "ni-indicator-llada-tiny"}
     stems = {path.stem for path in [*OWN.glob("*.json"), *OWN.glob("*.npz")]}
-    assert stems <= FAMILIES.keys() | PENDING.keys() | assets
+    assert stems <= FAMILIES.keys() | assets
