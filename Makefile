@@ -57,12 +57,14 @@ TASK_word-problems := word-problems
 TASK_sudoku := sudoku:box_rows=2,box_columns=3
 TASK_maze := maze:size=4
 
+embedded-%: export DLLM_JAX_HOME := $(CURDIR)/.demo
 embedded-%: $(READY)
 	$(PY) -m train masked-diffusion --config train/configs/$*.toml out=runs/$*
 	$(PY) -m convert export --checkpoint runs/$*/model --out convert/embedded/$* --overwrite
 	cp train/configs/$*.toml convert/embedded/$*/recipe.toml
 	cp runs/$*/metrics.jsonl convert/embedded/$*/
-	$(PY) -m evals run --model runs/$*/model --task $(TASK_$*) --sampler topk --n 2000 --json > convert/embedded/$*/scores.json
+	$(PY) -m convert embedded $*
+	$(PY) -m evals run --model $* --task $(TASK_$*) --sampler topk --n 2000 --json > convert/embedded/$*/scores.json
 
 clean:
 	rm -rf $(VENV) $(PARITY) .demo .jax_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -9,7 +9,7 @@ from evals.sampler import SamplerSpec, parse_samplers
 from evals.sweeps import Sweep, curves, title
 
 # The paper lists neither gammas nor ks for the puzzles; these cover its curves from one token per forward to all.
-GAMMAS = (0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 0.5, 1, 2, 4, 8, float("inf"))
+GAMMAS = (0, 0.00001, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 0.5, 1, 2, 4, 8, float("inf"))
 KS = (1, 2, 3, 4, 6, 8, 12, 16, 32)
 PROXIES = ("confidence", "entropy", "margin")
 
@@ -29,7 +29,7 @@ def task_of(figure: str) -> str:
 
 
 def samplers() -> list[SamplerSpec]:
-    """Both samplers with all three proxies: 66 points, six programs."""
+    """Both samplers with all three proxies: 75 points, six programs."""
     gammas, ks, proxies = ("|".join(map(str, values)) for values in (GAMMAS, KS, PROXIES))
     specs = [f"eb:proxy={proxies},gamma={gammas}", f"topk:proxy={proxies},k={ks}"]
     return [sampler for spec in specs for sampler in parse_samplers(spec)]

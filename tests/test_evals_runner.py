@@ -404,7 +404,7 @@ def test_sweep_writes_tables_and_a_plot(command, random_sudoku, tmp_path):
 
 def test_a_figure_is_one_command(command, random_sudoku, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    assert len(figures.samplers()) == 66 and len({sampler.series for sampler in figures.samplers()}) == 6
+    assert len(figures.samplers()) == 75 and len({sampler.series for sampler in figures.samplers()}) == 6
     for name, values in {"GAMMAS": (0, math.inf), "KS": (1, 16), "PROXIES": ("entropy",)}.items():
         monkeypatch.setattr(figures, name, values)
     small = ("--model", random_sudoku, "--task", SUDOKU, "--n", 4, "--batch-size", 4)
