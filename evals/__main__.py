@@ -21,7 +21,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 import dllm_jax
@@ -231,8 +231,8 @@ def _compare(options: argparse.Namespace) -> None:
     for sampler in samplers:
         sampler.build(model, task)
     print(puzzle(task, example), end="\n\n")
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    table = Table("sampler", "forwards", "tokens per forward", "", "answer", box=box.SIMPLE)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    table = Table(Column("sampler", no_wrap=True), "forwards", "tokens/forward", "", "answer", box=box.SIMPLE)
     with console.status("sampling", spinner="line") if console.is_terminal else contextlib.nullcontext():
         for sampler in samplers:
             (row,) = run(model, task, sampler, n=1, examples=[example], progress=False).rows
