@@ -48,23 +48,23 @@ def test_loss_is_the_cross_entropy_of_the_next_token(chunk):
     rows = []
     for row in range(3):  # one row at a time, cut at every position: nothing behind can have been seen
         wanted = [i for i in range(1, 9) if targets[row, i]]
-        raw = [denoiser.logits(_last(denoiser, tokens[row, :i]))[0, 0] for i in wanted]
+        raw = [_next(denoiser, jnp.pad(tokens[row, :i], (0, 9 - i)), jnp.array([i])) for i in wanted]
         rows.append(optax.softmax_cross_entropy_with_integer_labels(jnp.stack(raw), tokens[row, jnp.array(wanted)]))
     np.testing.assert_allclose(found, np.mean([row.mean() for row in rows]), rtol=1e-5)
     np.testing.assert_allclose(metrics["cross_entropy"], np.concatenate(rows).mean(), rtol=1e-5)
 
 
-def _last(denoiser, tokens):
-    """What predicts the token behind these, [1, 1, D]."""
-    padded = jnp.pad(tokens, (0, 9 - len(tokens)))[None]
-    return denoiser.full(padded, jnp.array([len(tokens) + 1]), jnp.array([len(tokens)]), 1)[0]
+@jax.jit
+def _next(denoiser, tokens, length):
+    """Logits of what follows the first `length` of tokens [T], [V]."""
+    return denoiser.logits(denoiser.full(tokens[None], length + 1, length, 1)[0])[0, 0]
 
 
 def test_a_trained_model_decodes_with_its_cache(tmp_path):
     toy = {"data__options": {"digits": 2}, "data__length": 6}
-    config = run_config(tmp_path / "run", steps=250, optimizer__batch=32, optimizer__lr=1e-2, **toy)
+    config = run_config(tmp_path / "run", steps=150, optimizer__batch=32, optimizer__lr=1e-2, **toy)
     outcome = train.train(config)
-    assert outcome.metrics["loss"] < 0.1
+    assert outcome.metrics["loss"] < 0.2
     model = dllm_jax.load(outcome.folder)
     assert model.config.attention == "causal"
     row = prepare(config).rows(3)
