@@ -22,7 +22,7 @@ from evals import tokens
 from evals.tasks.base import Draws, Example, Ids, Task, Verdict, draw_of_split, draws_for
 from evals.tokens import Vocabulary
 
-Difficulty = Literal["easy", "medium", "hard"]
+Difficulty = Literal["easy", "medium", "hard", "long"]
 
 TOKENIZER = Path(__file__).parents[1] / "tokenizers" / "word-problems"
 
@@ -53,6 +53,7 @@ DIFFICULTIES: Mapping[str, Limits] = types.MappingProxyType(
         "easy": Limits(steps=(1, 2), max_total=50, operations="+-", factors=(2, 2), phrases=1),
         "medium": Limits(steps=(2, 4), max_total=50, operations="+-*/", factors=(2, 4), phrases=3),
         "hard": Limits(steps=(2, 4), max_total=999, operations="+-*/", factors=(2, 9), phrases=3),
+        "long": Limits(steps=(4, 8), max_total=50, operations="+-*/", factors=(2, 4), phrases=3),
     }
 )
 
@@ -95,7 +96,7 @@ class WordProblems(Task):
 
     Attributes:
         difficulty: "easy": 1 or 2 steps of + and - with numbers up to 50 and one phrase each; "medium": 2 to 4 steps
-            of + - * / up to 50; "hard": 2 to 4 steps up to 999.
+            of + - * / up to 50; "hard": 2 to 4 steps up to 999; "long": 4 to 8 steps up to 50.
         steps: fewest and most steps; None as the difficulty says.
         max_total: largest number that occurs; None as the difficulty says.
         operations: which of "+-*/" occur; None as the difficulty says.
