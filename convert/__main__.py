@@ -132,9 +132,8 @@ def _convert_indicator(options: argparse.Namespace) -> None:
 def _verify(options: argparse.Namespace) -> None:
     if is_indicator(options.checkpoint):
         count = verify_indicator(options.source, options.checkpoint)
-        print(f"{options.checkpoint}: all {count} tensors are those of {options.source}")
-        return
-    count = verify(options.source, options.checkpoint, revision=options.revision, progress=not options.no_progress)
+    else:
+        count = verify(options.source, options.checkpoint, revision=options.revision, progress=not options.no_progress)
     print(f"{options.checkpoint}: all {count} tensors are those of {options.source}")
 
 

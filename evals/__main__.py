@@ -15,7 +15,7 @@ import argparse
 import contextlib
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ import dllm_jax
 from dllm_jax import DllmError, Model
 from dllm_jax.command import Parser, run_printing
 from evals import figures, files, plots
-from evals.oracle import oracle
+from evals.oracle import OracleReport, oracle
 from evals.runner import Report, run
 from evals.sampler import SamplerSpec, all_samplers, parse_sampler
 from evals.sweeps import Sweep, pareto_plot, sweep, write_tables
@@ -82,7 +82,10 @@ def _command(commands: Any, name: str, command: Any, about: str) -> Any:
 
 
 def _add_run(commands: Any) -> None:
-    add = _command(commands, "run", _run, "score one sampler")
+    _add_scoring(_command(commands, "run", _run, "score one sampler"))
+
+
+def _add_scoring(add: Any) -> None:
     _add_measuring(add)
     _add_task(add)
     add("--sampler", required=True, metavar="SPEC", help="RULE or PRESET, with options as in eb:gamma=0.1")
@@ -110,25 +113,23 @@ def _add_figure(commands: Any) -> None:
 def _add_compare(commands: Any) -> None:
     add = _command(commands, "compare", _compare, "answer one example by several samplers")
     _add_model(add)
-    _add_task(add)
-    add("--split", default="test", metavar="SPLIT", help=f"{', '.join(SPLITS)} (default: test)")
-    add("--index", type=int, default=0, metavar="N", help="number of the example (default: 0)")
+    _add_example(add, "test")
     add("--sampler", action="append", default=[], metavar="SPEC", help="as in run, with lists; by default a choice")
 
 
 def _add_oracle(commands: Any) -> None:
-    add = _command(commands, "oracle", _oracle, "how few forwards would keep a sampler's trajectories as they are")
-    _add_measuring(add)
-    _add_task(add)
-    add("--sampler", required=True, metavar="SPEC", help="as in run")
-    add("--json", action="store_true", help="print the report as JSON")
-    add("--results", metavar="FILE", help="write one JSON line per example")
+    about = "how few forwards would keep a sampler's trajectories as they are"
+    _add_scoring(_command(commands, "oracle", _oracle, about))
 
 
 def _add_show(commands: Any) -> None:
     add = _command(commands, "show", _show, "print an example")
+    _add_example(add, "train")
+
+
+def _add_example(add: Any, split: str) -> None:
     _add_task(add)
-    add("--split", default="train", metavar="SPLIT", help=f"{', '.join(SPLITS)} (default: train)")
+    add("--split", default=split, metavar="SPLIT", help=f"{', '.join(SPLITS)} (default: {split})")
     add("--index", type=int, default=0, metavar="N", help="number of the example (default: 0)")
 
 
@@ -158,35 +159,27 @@ def _add_task(add: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> None:
-    task, sampler = make_task(options.task), parse_sampler(options.sampler)
-    check_split(options.split)
-    if options.results:
-        files.make_folder(Path(options.results).parent)
-    report = run(_load(options), task, sampler, **_measuring(options))
-    if options.results:
-        files.write(options.results, files.as_json_lines([vars(row) for row in report.rows]))
-    if options.json:
-        print(files.as_json(report.summary()), end="")
-        return
-    print(f"{report.model} on {report.task}, {report.n} {report.split} examples, {report.sampler}")
-    print(describe(report))
+    _score(options, run, describe)
 
 
 def _oracle(options: argparse.Namespace) -> None:
+    _score(options, oracle, _describe_oracle)
+
+
+def _score(options: argparse.Namespace, score: Callable[..., Any], described: Callable[[Any], str]) -> None:
+    """Runs one sampler by `run` or `oracle`, whose reports are alike, and prints and writes what was asked for."""
     task, sampler = make_task(options.task), parse_sampler(options.sampler)
     check_split(options.split)
     if options.results:
         files.make_folder(Path(options.results).parent)
-    report = oracle(_load(options), task, sampler, **_measuring(options))
+    report = score(_load(options), task, sampler, **_measuring(options))
     if options.results:
         files.write(options.results, files.as_json_lines([vars(row) for row in report.rows]))
     if options.json:
         print(files.as_json(report.summary()), end="")
         return
     print(f"{report.model} on {report.task}, {report.n} {report.split} examples, {report.sampler}")
-    exact = "all of them lossless" if not report.forced else f"{100 * report.forced:.1f} % of these forced"
-    steps = f"NFE {report.nfe:.2f} | {report.merged_steps:.2f} steps in the lossless order, {exact}"
-    print(f"{steps} | {report.speed_up:.2f} times fewer forwards")
+    print(described(report))
 
 
 def _sweep(options: argparse.Namespace) -> None:
@@ -275,6 +268,12 @@ def _load(options: argparse.Namespace) -> Model:
 
 def _measuring(options: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(options, name) for name in ("n", "batch_size", "seed", "split")}
+
+
+def _describe_oracle(report: OracleReport) -> str:
+    exact = "all of them lossless" if not report.forced else f"{100 * report.forced:.1f} % of these forced"
+    steps = f"NFE {report.nfe:.2f} | {report.merged_steps:.2f} steps in the lossless order, {exact}"
+    return f"{steps} | {report.speed_up:.2f} times fewer forwards"
 
 
 def describe(report: Report) -> str:

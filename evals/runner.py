@@ -17,7 +17,7 @@ from dllm_jax import DllmError, Model, __version__
 from evals.sampler import SamplerSpec, parse_sampler
 from evals.tasks import Example, Task, Verdict, make_task
 from samplers import Result
-from samplers.generate import CanvasSampler, check_lengths, pad_prompts
+from samplers.generate import CanvasSampler, check_lengths, given_canvas, pad_prompts
 from samplers.noise import row_keys
 from samplers.timing import Programs
 
@@ -255,18 +255,12 @@ class Batches:
             "prompt_lengths": lengths,
             "key": self._keys[index],
             "gen_lengths": jnp.asarray([self._length(example) for example in examples], jnp.int32),
-            "given": self._given(examples),
+            "given": given_canvas(
+                [(example.answer_ids, example.given) for example in examples],
+                self.sampler.gen_length,
+                self.model.denoiser.mask_id,
+            ),
         }
-
-    def _given(self, examples: Sequence[Example]) -> jax.Array | None:
-        """What the canvas comes with, None for tasks that give nothing."""
-        if all(example.given is None for example in examples):
-            return None
-        mask_id = self.model.denoiser.mask_id
-        canvas = np.full((len(examples), self.sampler.gen_length), mask_id, np.int32)
-        for row, example in enumerate(examples):
-            canvas[row, : len(example.answer_ids)] = np.where(example.targets, mask_id, example.answer_ids)
-        return jnp.asarray(canvas)
 
     def _row(self, result: Result, row: int, index: int) -> Row:
         example = self.examples[index]

@@ -11,13 +11,13 @@ from dllm_jax.errors import DllmError
 from dllm_jax.kv_cache import KVCache, LayerKV, write_rows
 from dllm_jax.pytree import pytree, vary_like
 from samplers import stopping
-from samplers.block import check_sampling, generation, laid_out, result_of
+from samplers.block import check_is_sampling, check_sampling, generation, laid_out, result_of
 from samplers.caches import DenoiserLike
 from samplers.caches.base import switch_in_place
 from samplers.checks import check_length, check_whole
 from samplers.engine import Result
 from samplers.inputs import checked
-from samplers.noise import KeyNoise, Noise, Purpose, check_key, gumbel, row_keys
+from samplers.noise import Noise, Purpose, gumbel, source_of
 from samplers.predictions import Sampling, column, kept, temper, truncate
 from samplers.stopping import Stop, StopState
 
@@ -197,8 +197,7 @@ class LeftToRight:
             DllmError: for wrong shapes or dtypes, a prompt shorter than the models need, lengths that do not fit
                 (where they are concrete), parts that do not fit the model, or a missing key.
         """
-        if not isinstance(self.sampling, Sampling):
-            raise DllmError(f"sampling is {self.sampling!r}; give a Sampling")
+        check_is_sampling(self.sampling)
         if self.sampling.defer is not None:
             raise DllmError("defer has no effect on what is written from left to right; leave it out, or use suppress")
         if given is not None:
@@ -208,9 +207,7 @@ class LeftToRight:
             denoiser, prompt, prompt_lengths, gen_lengths, None, self.gen_length
         )
         batch, length = prompt.shape[0], prompt.shape[1] + self.gen_length
-        check_key(key, batch)
-        if noise is None and key is not None:
-            noise = KeyNoise(row_keys(key, batch))
+        noise = source_of(noise, key, batch)
         if noise is None and self.sampling.temperature is not None:
             raise DllmError("a temperature draws random numbers; pass key=jax.random.key(seed)")
         zeros = jnp.zeros((batch,), jnp.int32)
@@ -344,11 +341,9 @@ class LeftToRight:
 
     def _move_on(self, denoiser: DenoiserLike, state: LeftRightState) -> LeftRightState:
         """Ends rows that are full, or whose stop condition holds."""
-        done, stop = state.done | (state.written >= state.gen_lengths), state.stop
-        if self.stop is not None and stop is not None:
-            generated = generation(denoiser, state, self.gen_length)
-            stop = stopping.advance(self.stop, stop, generated, state.gen_lengths, denoiser.mask_id)
-            done |= stop.length != stopping.NEVER
+        generated = generation(denoiser, state, self.gen_length)
+        stop, ended = stopping.ended(self.stop, state.stop, generated, state.gen_lengths, denoiser.mask_id)
+        done = state.done | (state.written >= state.gen_lengths) | ended
         return dataclasses.replace(state, done=done, stop=stop)
 
 

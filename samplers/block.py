@@ -16,7 +16,7 @@ from samplers.checks import check_length, check_number, check_whole
 from samplers.engine import Result
 from samplers.guidance import Guided
 from samplers.inputs import checked
-from samplers.noise import KeyNoise, Noise, Purpose, check_key, row_keys
+from samplers.noise import Noise, Purpose, source_of
 from samplers.predictions import Predictions, Sampling, predict
 from samplers.rules.base import BlockView, Rule
 from samplers.smoothing import Smoothing
@@ -173,15 +173,13 @@ class BlockSampler:
         prompt, prompt_lengths, gen_lengths, given = checked(
             denoiser, prompt, prompt_lengths, gen_lengths, given, self.gen_length
         )
-        check_key(key, prompt.shape[0])
         batch, width = prompt.shape
+        noise = source_of(noise, key, batch)
         length = max(width + self.gen_length, self.canvas_length or 0)
         end = self._lengths(prompt_lengths, gen_lengths)
         tokens = laid_out(denoiser, prompt, prompt_lengths, given, end, length)
         zeros = jnp.zeros((batch,), jnp.int32)
         before = zeros - 1 if "every-block" in self.compat else zeros
-        if noise is None and key is not None:
-            noise = KeyNoise(row_keys(key, batch))
         state = BlockState(
             tokens=tokens,
             canvas_start=prompt_lengths,
@@ -442,17 +440,13 @@ class BlockSampler:
 
     def _move_on(self, denoiser: DenoiserLike, state: BlockState, leaving: jax.Array) -> BlockState:
         """Checks the stop condition, and takes rows that leave their block to the next one that has masks."""
-        masked = self._generated(denoiser, state) == denoiser.mask_id
+        generated = self._generated(denoiser, state)
+        masked = generated == denoiser.mask_id
         one_by_one = "every-block" in self.compat
         complete = state.block + 1 >= self._num_blocks(state) if one_by_one else ~masked.any(axis=1)
         done = state.done | (leaving & complete)
-        stop = state.stop
-        if self.stop is not None and stop is not None:
-            stop = stopping.advance(
-                self.stop, stop, self._generated(denoiser, state), state.gen_lengths, denoiser.mask_id
-            )
-            ended = stop.length != stopping.NEVER
-            done |= ended & leaving if "stop-after-block" in self.compat else ended
+        stop, ended = stopping.ended(self.stop, state.stop, generated, state.gen_lengths, denoiser.mask_id)
+        done |= ended & leaving if "stop-after-block" in self.compat else ended
         entering = leaving & ~done
         next_mask = self._prompt_part(state) + jnp.argmax(masked, axis=1).astype(jnp.int32)
         block = jnp.where(entering, state.block + 1 if one_by_one else next_mask // self.width, state.block)
@@ -502,6 +496,11 @@ def check_rule(rule: Any, sampling: Any) -> None:
     """Raises DllmError for things that are no rule and no sampling."""
     if not isinstance(rule, Rule):
         raise DllmError(f"rule is {rule!r}; give a rule object, such as make_rule('threshold')")
+    check_is_sampling(sampling)
+
+
+def check_is_sampling(sampling: Any) -> None:
+    """Raises DllmError for something else."""
     if not isinstance(sampling, Sampling):
         raise DllmError(f"sampling is {sampling!r}; give a Sampling")
 

@@ -218,6 +218,22 @@ def pad_prompts(rows: Sequence[Sequence[int]], width: int | None = None) -> tupl
     return jnp.asarray(tokens), jnp.asarray(lengths, jnp.int32)
 
 
+def given_canvas(answers: Sequence[tuple[np.ndarray, np.ndarray | None]], width: int, mask_id: int) -> jax.Array | None:
+    """What canvases come with, [B, width] int32 with the mask id where a token is to be generated; None where nothing
+    is given.
+
+    Args:
+        answers: per row the tokens [N] and which of them are given, [N] bool or None for none.
+    """
+    if all(given is None for _, given in answers):
+        return None
+    canvas = np.full((len(answers), width), mask_id, np.int32)
+    for row, (ids, given) in enumerate(answers):
+        if given is not None:
+            canvas[row, : len(ids)] = np.where(given, ids, mask_id)
+    return jnp.asarray(canvas)
+
+
 def encode_prompt(model: Model, prompt: Prompt, *, chat: bool = False, system: str | None = None) -> list[int]:
     """Token ids of a prompt: raw text, a user's chat message (`chat`), a list of messages, or ids as they are.
 

@@ -71,6 +71,16 @@ def check_key(key: jax.Array | None, batch: int) -> None:
         raise DllmError(f"key is no typed key, nor [{batch}] of them; make one by jax.random.key(seed)")
 
 
+def source_of(noise: Noise | None, key: jax.Array | None, batch: int) -> Noise | None:
+    """What a generation draws from: `noise`, or else one key or one per row; None for neither.
+
+    Raises:
+        DllmError: for a key that is none, or of another number of rows.
+    """
+    check_key(key, batch)
+    return KeyNoise(row_keys(key, batch)) if noise is None and key is not None else noise
+
+
 def row_keys(key: jax.Array, batch: int) -> jax.Array:
     """One key per row [batch]: a [batch] array of keys as it is, a single key folded with each row's number."""
     if key.ndim == 1:

@@ -26,7 +26,7 @@ from samplers.caches.prefix import window_widths
 from samplers.checks import check_choice, check_length, check_number
 from samplers.engine import Result
 from samplers.inputs import checked
-from samplers.noise import KeyNoise, Noise, check_key, row_keys
+from samplers.noise import KeyNoise, Noise, source_of
 from samplers.pipeline_denoiser import BlockCausalDenoiser, block_causal
 from samplers.predictions import Predictions, Sampling
 from samplers.rules.base import PROXIES, BlockView, Number, Proxy, Rule, error_of, per_row, rank
@@ -200,7 +200,7 @@ class PipelineSampler:
         )
         block_causal(denoiser, prompt_lengths, self.block_length)  # is it possible?
         batch, width = prompt.shape
-        check_key(key, batch)
+        noise = source_of(noise, key, batch)
         length = width + self.num_blocks * self.block_length
         zeros = jnp.zeros((batch,), jnp.int32)
         rule = self._rule.init(batch, self.block_length, denoiser.vocab_size)
@@ -218,7 +218,7 @@ class PipelineSampler:
             rule=jax.tree.map(lambda x: jnp.repeat(x[:, None], self.num_blocks, axis=1), rule),
             kv=denoiser.empty_cache(batch, length),
             stop=None if self.stop is None else stopping.begin(self.stop, batch),
-            noise=KeyNoise(row_keys(key, batch)) if noise is None and key is not None else noise,
+            noise=noise,
         )
         return self._ended(denoiser, vary_like(prompt, state))
 
@@ -394,12 +394,9 @@ class PipelineSampler:
         """Which rows have ended."""
         blocks = self._blocks(denoiser, state)
         nothing_left = ~jnp.any(blocks.masked, axis=(1, 2))
-        done = state.done | nothing_left | (blocks.ended & (blocks.complete == blocks.appended))
-        stop = state.stop
-        if self.stop is not None and stop is not None:
-            tokens = generation(denoiser, state, self.gen_length)
-            stop = stopping.advance(self.stop, stop, tokens, state.gen_lengths, denoiser.mask_id)
-            done |= stop.length != stopping.NEVER
+        generated = generation(denoiser, state, self.gen_length)
+        stop, ended = stopping.ended(self.stop, state.stop, generated, state.gen_lengths, denoiser.mask_id)
+        done = state.done | nothing_left | (blocks.ended & (blocks.complete == blocks.appended)) | ended
         return dataclasses.replace(state, done=done, stop=stop)
 
 

@@ -134,6 +134,16 @@ def begin(stop: Stop, batch: int) -> StopState:
     return StopState(jnp.zeros((batch,), jnp.int32), states, jnp.full((batch,), NEVER, jnp.int32))
 
 
+def ended(
+    stop: Stop | None, state: StopState | None, generated: jax.Array, gen_lengths: jax.Array, mask_id: int
+) -> tuple[StopState | None, jax.Array]:
+    """`advance`, and the rows [B] bool whose condition holds by now: none without a condition."""
+    if stop is None or state is None:
+        return state, jnp.zeros_like(gen_lengths, bool)
+    state = advance(stop, state, generated, gen_lengths, mask_id)
+    return state, state.length != NEVER
+
+
 def advance(stop: Stop, state: StopState, generated: jax.Array, gen_lengths: jax.Array, mask_id: int) -> StopState:
     """Reads on over the tokens [B, G] up to each row's first mask or its length [B]; over a whole generation every
     token once."""

@@ -28,7 +28,7 @@ from dllm_jax import Model
 from dllm_jax.checkpoint import write_error
 from dllm_jax.errors import DllmError
 from samplers import BlockSampler, make_sampler
-from samplers.generate import bucket_length, check_lengths, pad_prompts
+from samplers.generate import bucket_length, check_lengths, given_canvas, pad_prompts
 from samplers.timing import Programs
 from samplers.trajectory import Trajectory, trajectory_of
 from train.data import ExampleLike, Setup, Source, from_reference, jsonl, size
@@ -214,7 +214,8 @@ class _Sampled:
         prompt, lengths = pad_prompts(rows)
         length = self.sampler.gen_length
         gen_lengths = jnp.asarray([length if self.stops else len(example.answer_ids) for example in examples])
-        given = self._given(examples)
+        answers = [(np.asarray(example.answer_ids), example.given) for example in examples]
+        given = given_canvas(answers, length, self.model.denoiser.mask_id)
         keys = jax.vmap(lambda number: jax.random.fold_in(jax.random.key(self.seed), number))(jnp.asarray(numbers))
         known = {"gen_lengths": gen_lengths, "given": given}
         result, took = self.programs.run(self.sampler, self.model.denoiser, prompt, lengths, key=keys, **known)
@@ -238,17 +239,6 @@ class _Sampled:
         if missing and self.model.config.bos_id is None:
             raise DllmError(f"a prompt is empty and {self.model.name} has no start token; give at least one token")
         return [int(self.model.config.bos_id or 0)] * missing + np.asarray(example.prompt_ids).tolist()
-
-    def _given(self, examples: Sequence[ExampleLike]) -> jax.Array | None:
-        """What the canvas comes with, None for data that gives nothing."""
-        if all(example.given is None for example in examples):
-            return None
-        mask_id = self.model.denoiser.mask_id
-        canvas = np.full((len(examples), self.sampler.gen_length), mask_id, np.int32)
-        for row, example in enumerate(examples):
-            if example.given is not None:
-                canvas[row, : len(example.answer_ids)] = np.where(example.given, example.answer_ids, mask_id)
-        return jnp.asarray(canvas)
 
 
 def add_command(commands: Any) -> None:
