@@ -11,13 +11,15 @@ from train_toys import LLADA, model_fields, settings
 
 import dllm_jax
 import train
+from dllm_jax import checkpoint
 from dllm_jax.denoiser import Denoiser
+from dllm_jax.errors import DllmError
 from dllm_jax.params import init_params
 from samplers import LeftRight, sample_jit
 from train.autoregressive import Autoregressive
 from train.config import AutoregressiveConfig, AutoregressivePart, build, read_config
 from train.objective import Batch
-from train.setup import prepare
+from train.setup import adapted, prepare
 
 CAUSAL = LLADA.replace(family="qwen2", attention="causal", shift=True, qkv_bias=True)
 
@@ -73,6 +75,25 @@ def test_a_trained_model_decodes_with_its_cache(tmp_path):
     plain = sample_jit(LeftRight(3), model.denoiser, prompt)
     assert np.array_equal(cached.tokens, plain.tokens) and cached.nfe == 3
     assert np.array_equal(cached.tokens[0, :2], prompt[0, -2:][::-1])
+
+
+def test_a_checkpoint_becomes_a_model_of_another_kind(tmp_path):
+    folder = tmp_path / "llada"
+    params = init_params(LLADA, jax.random.key(0), dtype="float32")
+    checkpoint.save(folder, LLADA, params.items())
+    values = settings(tmp_path / "ar", steps=1, optimizer__lr=0.0, optimizer__warmup=0)
+    values |= {"model": {"init": str(folder), "adapt": "qwen2.5-0.5b"}, "objective": {}}
+    causal = dllm_jax.load(train.train(build(AutoregressiveConfig, values)).folder)
+    assert (causal.config.family, causal.config.attention, causal.config.shift) == ("qwen2", "causal", True)
+    assert causal.config.embed_dim == LLADA.embed_dim
+    for name, value in causal.denoiser.params.items():
+        assert np.array_equal(value, params.get(name, jnp.zeros_like(value)))
+    back = adapted(causal.config, "dream-7b-base")
+    assert (back.family, back.attention, back.qkv_bias) == ("dream", "bidirectional", True)
+    with pytest.raises(DllmError, match="only one of them has experts"):
+        adapted(LLADA, "llada-moe-7b-a1b-base")
+    with pytest.raises(DllmError, match=r"set model\.init, or model\.published"):
+        train.train(run_config(tmp_path / "none", model__adapt="dream-7b-base"))
 
 
 def test_models_are_trained_by_their_own_command(tmp_path):

@@ -34,6 +34,9 @@ class ModelPart:
 
     Attributes:
         init: a converted or trained checkpoint to start from, by folder or name; empty starts from random weights.
+        adapt: a published config whose kind the model of `init` becomes, with its own sizes: "dream-7b-base" makes a
+            shifted diffusion model of a causal one, as Dream was made of Qwen2.5 (arXiv 2508.15487), "qwen2.5-0.5b" a
+            causal one of any. Biases that the kind has and the checkpoint lacks start at 0.
         published: the published config whose fields hold where `config` is silent (not with `init`).
         config: fields of `ModelConfig`, such as {embed_dim = 128, num_layers = 4} (not with `init`). A task that is
             the data source fills in the vocabulary's size and special ids.
@@ -42,6 +45,7 @@ class ModelPart:
     """
 
     init: str = ""
+    adapt: str = ""
     published: str = "llada-8b-base"
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
     tokenizer: str = ""

@@ -84,7 +84,9 @@ def model_config(part: ModelPart, vocabulary: Any = None) -> ModelConfig:
         config = checkpoint.load_config(checkpoint.find(part.init))
         if vocabulary is not None and (config.mask_id, config.eos_id) != (vocabulary.mask_id, vocabulary.eos_id):
             raise DllmError(f"model.init {part.init} has other special tokens than the task in data.source; train anew")
-        return config
+        return adapted(config, part.adapt) if part.adapt else config
+    if part.adapt:
+        raise DllmError(f"model.adapt {part.adapt} needs a checkpoint to adapt; set model.init, or model.published")
     values: dict[str, Any] = {}
     if vocabulary is not None:
         names = ("eos_id", "pad_id", "mask_id", "bos_id", "end_ids")
@@ -95,6 +97,20 @@ def model_config(part: ModelPart, vocabulary: Any = None) -> ModelConfig:
             raise DllmError(unknown_key(f"model.config.{name}", [f"model.config.{known}" for known in hints]))
         values[name] = converted(value, hints[name], f"model.config.{name}")
     return published(part.published).replace(**values)
+
+
+def adapted(config: ModelConfig, kind: str) -> ModelConfig:
+    """A model's config with the family, attention, shift and biases of a published one.
+
+    Raises:
+        DllmError: where the weights do not fit: experts, norms of queries and keys.
+    """
+    like = published(kind)
+    for name in ("experts", "qk_norm"):
+        if bool(getattr(config, name)) != bool(getattr(like, name)):
+            raise DllmError(f"a {config.family} model cannot become a {like.family} model: only one of them has {name}")
+    same = {name: getattr(like, name) for name in ("family", "attention", "shift")}
+    return config.replace(**same, qkv_bias=config.qkv_bias or like.qkv_bias)
 
 
 def _referenced(part: DataPart) -> tuple[Source, Any]:

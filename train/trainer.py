@@ -130,6 +130,8 @@ class Run:
     def __init__(self, config: TrainConfig, parts: Parts, placement: Placement) -> None:
         if config.lora.rank and not config.model.init:
             raise DllmError("adapters need a model to be added to; set model.init to a converted checkpoint")
+        if config.lora.rank and config.model.adapt:
+            raise DllmError("adapters go with the model as it is; leave out model.adapt, or set lora.rank to 0")
         self.config, self.parts, self.placement = config, parts, placement
         self.stepper = Stepper(config, parts.model, placement)
         self.frozen = self._frozen() if config.lora.rank else {}
@@ -141,8 +143,7 @@ class Run:
         if config.lora.rank:
             return self.stepper.start(init_adapters(model, config.lora, key, shardings))
         if config.model.init:
-            folder = checkpoint.find(config.model.init)
-            return self.stepper.start(checkpoint.load_params(folder, dtype="float32", shardings=shardings))
+            return self.stepper.start(_loaded(checkpoint.find(config.model.init), model, shardings))
         return self.stepper.start(init_params(model, key, dtype="float32", shardings=shardings))
 
     def restored(self, states: States, step: int) -> TrainState:
@@ -198,6 +199,13 @@ class Run:
                 if stop.is_set() and step < config.steps:
                     raise Interrupted(f"interrupted after step {step}; the same command goes on from there")
         return state, line
+
+
+def _loaded(folder: Path, model: ModelConfig, shardings: Mapping[str, NamedSharding]) -> dict[str, jax.Array]:
+    """A checkpoint's parameters as float32; biases that it lacks, where `model` was adapted from it, are 0."""
+    found = checkpoint.load_params(folder, dtype="float32", shardings=shardings)
+    lacking = {name: x for name, x in abstract_params(model, "float32", shardings).items() if name not in found}
+    return found | {name: jnp.zeros(x.shape, x.dtype, device=x.sharding) for name, x in lacking.items()}
 
 
 def _finite(metrics: list[dict[str, float]], step: int, states: States) -> dict[str, float]:
