@@ -218,7 +218,7 @@ class BlockSampler:
 
         tokens = jnp.where(select, predictions.token, slice_rows(state.tokens, request.start, self.width))
         if self.rule.reads_hidden:
-            sure, best = self._sure(guided, hidden, logits, view.masked & ran[:, None])
+            sure, best = sure_of(guided, self.rule, self.sampling, hidden, logits, view.masked & ran[:, None])
             select, tokens = select | sure, jnp.where(sure, best, tokens)
         newly = _on_canvas(select, view.positions, self.gen_length)
         soft = state.soft
@@ -366,17 +366,6 @@ class BlockSampler:
     def _looks_ahead(self) -> bool:
         return self.rule.reads_hidden and self.rule.looks_ahead(not isinstance(self.cache, NoCache))
 
-    def _sure(
-        self, denoiser: DenoiserLike, hidden: jax.Array, logits: jax.Array, masked: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """Of some masked positions [B, W] those that the rule is sure of, and the best token everywhere."""
-        plain = Sampling(suppress=self.sampling.suppress, defer=self.sampling.defer)
-        best = predict(logits, plain, mask_id=denoiser.mask_id, score_from="raw", uniform=None)
-        sure = self.rule.sure(denoiser, hidden, logits, best) & masked & ~best.mask_wins
-        if plain.defer is not None:
-            sure &= ~jnp.isin(best.token, plain.defer)
-        return sure, best.token
-
     def _write_ahead(self, denoiser: DenoiserLike, request: Request, outcome: Outcome, state: BlockState) -> BlockState:
         """Commits what the rule is sure of behind the active block, as far as the forward ran, in pieces of a block's
         length, so that no more logits are held at once."""
@@ -390,7 +379,7 @@ class BlockSampler:
             masked = slice_rows(tokens, start, self.width) == denoiser.mask_id
             masked &= outcome.ran[:, None] & (positions >= first[:, None]) & (positions < high[:, None])
             hidden = slice_rows(outcome.hidden, start, self.width)
-            sure, best = self._sure(denoiser, hidden, denoiser.logits(hidden), masked)
+            sure, best = sure_of(denoiser, self.rule, self.sampling, hidden, denoiser.logits(hidden), masked)
             newly = _on_canvas(sure, positions - state.canvas_start[:, None], self.gen_length)
             return write_rows(tokens, best, start, sure), jnp.where(newly, state.nfe[:, None], decoded_at)
 
@@ -535,6 +524,19 @@ def predicted(
     """What a rule gets to see of the logits [B, W, V] of a block."""
     uniform = None if sampling.temperature is None else view.draw(Purpose.TOKENS, denoiser.vocab_size)
     return predict(logits, sampling, mask_id=denoiser.mask_id, score_from=rule.score_from, uniform=uniform)
+
+
+def sure_of(
+    denoiser: DenoiserLike, rule: Rule, sampling: Sampling, hidden: jax.Array, logits: jax.Array, masked: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Of some masked positions [B, W] those that a rule is sure of by hidden states [B, W, D] and their logits
+    [B, W, V], and the best token everywhere, [B, W]."""
+    plain = Sampling(suppress=sampling.suppress, defer=sampling.defer)
+    best = predict(logits, plain, mask_id=denoiser.mask_id, score_from="raw", uniform=None)
+    sure = rule.sure(denoiser, hidden, logits, best) & masked & ~best.mask_wins
+    if plain.defer is not None:
+        sure &= ~jnp.isin(best.token, plain.defer)
+    return sure, best.token
 
 
 def result_of(denoiser: DenoiserLike, state: Canvas, generated: jax.Array) -> Result:

@@ -19,7 +19,7 @@ from dllm_jax.errors import DllmError
 from dllm_jax.kv_cache import KVCache, LayerKV, slice_rows, write_rows
 from dllm_jax.pytree import pytree, vary_like
 from samplers import stopping
-from samplers.block import check_rule, check_sampling, generation, laid_out, predicted, result_of
+from samplers.block import check_rule, check_sampling, generation, laid_out, predicted, result_of, sure_of
 from samplers.caches import DenoiserLike
 from samplers.caches.base import switch_in_place
 from samplers.caches.prefix import window_widths
@@ -109,6 +109,11 @@ class PipelineSampler:
     blocks a position must also be surer than `threshold`. The first block that has masks is always fully active, so
     every forward that sees masks commits.
 
+    A rule that reads hidden states (`NI`) is asked once per forward, for all blocks in the pipeline: what it is sure of
+    is committed in blocks that are not fully active as well, where its word counts as much as `threshold`. Keys and
+    values of unfinished blocks are not kept, so nothing written ahead is stale, and it looks ahead by default; one that
+    does not (`scope="block"`) is asked for the fully active blocks alone.
+
     A row ends when all its appended blocks are complete and none may follow. Positions of blocks that were never
     appended read as the end of the sequence.
 
@@ -157,8 +162,6 @@ class PipelineSampler:
         check_choice("forced", self.forced, PROXIES)
         if isinstance(self.rule, Rule):
             self.rule.check(self.gen_length, self.num_blocks)
-            if self.rule.reads_hidden:
-                raise DllmError(f"the pipeline asks no indicator, so {type(self.rule).__name__} cannot decide in it")
         check_sampling(self.sampling)
 
     canvas_length = None  # nothing lies behind the generation
@@ -336,25 +339,39 @@ class PipelineSampler:
         batch, length = first.shape[0], self.block_length
         count = hidden.shape[1] // length
         of_window = lambda x: slice_rows(x, first, count)
+        by_block = lambda x: x.reshape(batch, count, length, *x.shape[2:])
         live = (jnp.arange(self.num_blocks) < blocks.appended[:, None])[..., None]
         before = _after_prompt(blocks.ratio)[:, :-1]
         decoded = jnp.pad(state.decoded_at >= 0, ((0, 0), (0, self.num_blocks * length - self.gen_length)))
         entered = blocks.masked.sum(-1, dtype=jnp.int32) + decoded.reshape(batch, -1, length).sum(-1, dtype=jnp.int32)
+        masked, full = of_window(blocks.masked & live), of_window(before) >= jnp.asarray(self.tau_act)[..., None]
+        logits = denoiser.logits(hidden)
         decide = lambda *parts: self._decide_block(denoiser, state, blocks.total, *parts)
         token, new = jax.vmap(decide, in_axes=1, out_axes=1)(
-            denoiser.logits(hidden).reshape(batch, count, length, -1),
+            by_block(logits),
             first[:, None] + jnp.arange(count),
-            of_window(blocks.masked & live),
-            of_window(before) >= jnp.asarray(self.tau_act)[..., None],
+            masked,
+            full,
             of_window(state.nfe[:, None] - state.appended_at),
             of_window(entered),
             jax.tree.map(of_window, rule_state),
+            jax.tree.map(by_block, self._sure(denoiser, hidden, logits, masked, full)),
         )
         rows = of_window(live[..., 0]) & ~state.done[:, None]
         keep = lambda old, new: write_rows(old, new, first, rows)
         nothing = vary_like(token, jnp.full((batch, self.num_blocks * length), -1, jnp.int32))
         written = write_rows(nothing, token.reshape(batch, -1), first * length)
         return written, jax.tree.map(keep, rule_state, new)
+
+    def _sure(
+        self, denoiser: DenoiserLike, hidden: jax.Array, logits: jax.Array, masked: jax.Array, full: jax.Array
+    ) -> tuple[jax.Array, jax.Array] | None:
+        """Which masked positions [B, n, L] of n blocks the rule is sure of by their hidden states [B, n L, D], and the
+        best tokens, both [B, n L]; None for a rule that reads none."""
+        if not self._rule.reads_hidden:
+            return None
+        asked = masked if self._rule.looks_ahead(cached=False) else masked & full[..., None]
+        return sure_of(denoiser, self._rule, self.sampling, hidden, logits, asked.reshape(logits.shape[:2]))
 
     def _decide_block(
         self,
@@ -368,6 +385,7 @@ class PipelineSampler:
         step: jax.Array,
         entered: jax.Array,
         rule_state: Any,
+        read: tuple[jax.Array, jax.Array] | None,
     ) -> tuple[jax.Array, Any]:
         """One block of every row, block [B]: the tokens that are committed [B, L], -1 elsewhere."""
         positions = block[:, None] * self.block_length + jnp.arange(self.block_length, dtype=jnp.int32)
@@ -385,10 +403,11 @@ class PipelineSampler:
         predictions = predicted(denoiser, self._rule, self.sampling, adjusted, view)
         chosen, rule_state = self._rule.decide(predictions, view, rule_state)
         score = predictions.confidence if self.forced == "confidence" else -error_of(predictions, self.forced)
-        surest = masked & (rank(score, masked) == 0) & ~chosen.any(axis=1, keepdims=True)
+        known, best = (chosen & False, predictions.token) if read is None else read
+        surest = masked & (rank(score, masked) == 0) & ~(chosen | known).any(axis=1, keepdims=True)
         sure = chosen & (predictions.confidence > per_row(self.threshold))
         select = jnp.where(full[:, None], chosen | surest, sure)
-        return jnp.where(select, predictions.token, -1), rule_state
+        return jnp.where(known, best, jnp.where(select, predictions.token, -1)), rule_state
 
     def _ended(self, denoiser: DenoiserLike, state: PipelineState) -> PipelineState:
         """Which rows have ended."""

@@ -20,6 +20,7 @@ def make_pipeline(
     tau_act: float = 0.95,
     threshold: float = 0.9,
     rule: str | None = None,
+    rule_threshold: float | None = None,
     forced: Proxy = "confidence",
     in_flight: int | None = None,
     temperature: float = 0.0,
@@ -35,12 +36,15 @@ def make_pipeline(
     Args:
         gen_length, block_length, tau_add, tau_act, threshold, forced, in_flight: see `PipelineSampler`.
         rule: name of the rule inside fully active blocks with its numbers in `rule_options`; None is D2F's own.
+        rule_threshold: the rule's own `threshold`, as the pipeline has that name for itself; None is its default.
         temperature, top_p, top_k, stop, suppress: as in `make_sampler`.
         ignore_eos: append blocks also behind the model's end tokens.
 
     Raises:
         DllmError: for unknown names and options, and numbers out of range.
     """
+    if rule_threshold is not None:
+        rule_options["threshold"] = rule_threshold
     if rule is None and rule_options:
         raise DllmError(f"options {', '.join(sorted(rule_options))} belong to no rule; name one by rule=")
     return PipelineSampler(
