@@ -56,13 +56,13 @@ class DataPart:
     """What it is trained on.
 
     Attributes:
-        source: "text", "jsonl" or "datasets" (see `train.data`), or "module:name" of a callable that makes a source or
-            a task, such as "evals.tasks:make_task".
+        source: "text", "jsonl", "datasets" or "trajectories" (see `train.data`), or "module:name" of a callable that
+            makes a source or a task, such as "evals.tasks:make_task".
         options: arguments of the source.
         length: positions per row, prompt and answer together; every row has exactly so many.
         answer_length: positions of the canvas behind each prompt; 0 makes it reach to the end of the row.
         pad: fill the canvas behind the answer with end tokens that are masked and learned like the answer, as LLaDA's
-            SFT does. False leaves them out: not attended to, no loss.
+            SFT does. False leaves them out: not attended to, no loss. The canvas of a trajectory is never filled up.
         random_length: share of the rows that are cut to a random length (LLaDA's pre-training: 0.01).
         shuffle: go through a finite source in a new order each epoch.
     """

@@ -35,11 +35,14 @@ class Batch(NamedTuple):
         tokens: [..., T] int32, without masks.
         targets: [..., T] bool, positions that may be masked and are learned.
         lengths: [...] int32, positions that count; later ones are never attended to.
+        step: [..., T] int32, of trajectories: number of the step that wrote each position, -1 where none did; None of
+            other data.
     """
 
     tokens: jax.Array
     targets: jax.Array
     lengths: jax.Array
+    step: jax.Array | None = None
 
 
 class Noised(NamedTuple):

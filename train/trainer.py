@@ -232,13 +232,17 @@ def device_batch(rows: Rows, step: int, config: TrainConfig, sharding: NamedShar
     needed = np.zeros((parts, count), bool)
     for index in sharding.addressable_devices_indices_map((parts, count)).values():
         needed[index] = True
+    numbers = step * config.optimizer.batch + np.arange(parts * count).reshape(parts, count)
+    found = {at: rows(int(numbers[at])) for at in zip(*np.nonzero(needed), strict=True)}
     tokens, targets = np.zeros((parts, count, length), np.int32), np.zeros((parts, count, length), bool)
-    lengths = np.zeros((parts, count), np.int32)
-    for part, row in zip(*np.nonzero(needed), strict=True):
-        position = step * config.optimizer.batch + int(part) * count + int(row)
-        tokens[part, row], targets[part, row], lengths[part, row] = rows(position)
+    lengths, steps = np.zeros((parts, count), np.int32), np.full((parts, count, length), -1, np.int32)
+    for at, row in found.items():
+        tokens[at], targets[at], lengths[at] = row.tokens, row.targets, row.length
+        if row.step is not None:
+            steps[at] = row.step
+    ordered = any(row.step is not None for row in found.values())
     place = lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
-    return Batch(place(tokens), place(targets), place(lengths))
+    return Batch(place(tokens), place(targets), place(lengths), place(steps) if ordered else None)
 
 
 @contextmanager

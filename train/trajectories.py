@@ -13,8 +13,7 @@ import dataclasses
 import importlib
 import json
 import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,72 +27,14 @@ from dllm_jax import Model
 from dllm_jax.checkpoint import write_error
 from dllm_jax.errors import DllmError
 from samplers import BlockSampler, make_sampler
-from samplers.generate import bucket_length, check_lengths, given_canvas, pad_prompts
+from samplers.generate import check_lengths, given_canvas, pad_prompts
 from samplers.timing import Programs
-from samplers.trajectory import Trajectory, trajectory_of
+from samplers.trajectory import trajectory_of
 from train.data import ExampleLike, Setup, Source, from_reference, jsonl, size
+from train.data.shards import ABOUT_FILE, shards
 from train.folder import replace_file
 
-ABOUT_FILE = "trajectories.json"
-_SHARD = re.compile(r"trajectories-(\d{8,})-(\d{8,})\.npz")
-
-
-@dataclasses.dataclass(frozen=True)
-class Shard:
-    """Some of a folder's trajectories.
-
-    Attributes:
-        path: the file.
-        first, end: numbers of its prompts, the last not included.
-    """
-
-    path: Path
-    first: int
-    end: int
-
-    def load(self) -> dict[str, np.ndarray]:
-        """Its arrays, for N prompts: `prompts`, all prompts one behind the other, `prompt_lengths` [N], `gen_lengths`
-        [N], `tokens` [N, G] (the mask id where none was written), `step` [N, G] (see `samplers.trajectory.Trajectory`)
-        and `nfe` [N].
-
-        Raises:
-            DllmError: when it cannot be read.
-        """
-        try:
-            with np.load(self.path, allow_pickle=False) as file:
-                return dict(file)
-        except (OSError, ValueError, KeyError) as error:
-            raise DllmError(f"{self.path} could not be read ({error}); remove it and run the command again") from None
-
-    def trajectories(self, rows: Sequence[int] | None = None) -> Trajectory:
-        """Its trajectories, or some rows of it, as one batch on the host, as wide as the longest prompt's bucket."""
-        data = self.load()
-        ends = np.cumsum(data["prompt_lengths"])
-        chosen = np.arange(self.end - self.first) if rows is None else np.asarray(rows)
-        width = bucket_length(int(data["prompt_lengths"].max()))
-        prompt = np.zeros((len(chosen), width), np.int32)
-        for row, number in enumerate(chosen):
-            length = data["prompt_lengths"][number]
-            prompt[row, :length] = data["prompts"][ends[number] - length : ends[number]]
-        whole = lambda name: data[name][chosen].astype(np.int32)
-        names = ("prompt_lengths", "gen_lengths", "tokens", "step")
-        return Trajectory(prompt, *map(whole, names))  # type: ignore[arg-type]
-
-
-def shards(folder: str | Path) -> list[Shard]:
-    """The shards of a folder in order.
-
-    Raises:
-        DllmError: when they do not follow one another from prompt 0 on.
-    """
-    matches = [(path, _SHARD.fullmatch(path.name)) for path in sorted(Path(folder).glob("trajectories-*.npz"))]
-    found = sorted((Shard(path, int(m[1]), int(m[2])) for path, m in matches if m), key=lambda shard: shard.first)
-    end = 0
-    for shard in found:
-        if shard.first != end or shard.end <= shard.first:
-            raise DllmError(f"{shard.path} does not begin at prompt {end}; a file beside it is missing or too many")
-        end = shard.end
-    return found
+Verify = Callable[[Any, list[int]], bool]  # of an example, and the tokens that were generated for it
 
 
 def collect(
@@ -108,6 +49,7 @@ def collect(
     shard_size: int = 1024,
     seed: int = 0,
     stops: bool = True,
+    verify: Verify | None = None,
     progress: bool = True,
 ) -> int:
     """Samples prompts 0 to n - 1 of a source, those that `out` does not hold yet.
@@ -120,6 +62,7 @@ def collect(
         shard_size: prompts per file, which is also what a kill costs at most.
         seed: of the sampler's random numbers.
         stops: whether an end token ends an answer; else a canvas is as long as the example's answer.
+        verify: whether an answer is right, to be kept as `correct`.
         progress: show a bar on stderr.
 
     Returns:
@@ -137,7 +80,7 @@ def collect(
     total = min(n or count or 0, count or n or 0)
     folder = _begin(Path(out).expanduser(), {**about, "seed": seed, "gen_length": sampler.gen_length})
     done = max((shard.end for shard in shards(folder)), default=0)
-    make = _Sampled(model, sampler, source, batch_size, seed, stops)
+    make = _Sampled(model, sampler, source, batch_size, seed, stops, verify)
     with tqdm(total=total, initial=min(done, total), unit="prompt", disable=None if progress else True) as bar:
         for first in range(done, total, shard_size):
             last = min(first + shard_size, total)
@@ -191,6 +134,7 @@ class _Sampled:
     batch_size: int
     seed: int
     stops: bool
+    verify: Verify | None
     programs: Programs = dataclasses.field(default_factory=Programs)
     tokens: int = 0
     seconds: float = 0.0
@@ -221,7 +165,7 @@ class _Sampled:
         result, took = self.programs.run(self.sampler, self.model.denoiser, prompt, lengths, key=keys, **known)
         self.seconds += took
         found = trajectory_of(result, prompt, lengths, mask_id=self.model.denoiser.mask_id, **known)
-        tokens, step, nfe = jax.device_get((found.tokens, found.step, result.nfe))
+        tokens, step, nfe, ends = jax.device_get((found.tokens, found.step, result.nfe, result.lengths))
         kept = int((numbers < stop).sum())
         small = np.uint16 if self.model.config.vocab_size <= 1 << 16 else np.int32
         return {
@@ -231,7 +175,15 @@ class _Sampled:
             "tokens": tokens[:kept].astype(small),
             "step": step[:kept].astype(np.int16),
             "nfe": nfe[:kept],
-        }
+        } | self._verdicts(examples[:kept], tokens, ends)
+
+    def _verdicts(self, examples: list[ExampleLike], tokens: np.ndarray, ends: np.ndarray) -> dict[str, np.ndarray]:
+        """Which answers are right, where that can be said."""
+        if self.verify is None:
+            return {}
+        cut = [ends[row] if self.stops else len(example.answer_ids) for row, example in enumerate(examples)]
+        answers = [tokens[row, :end].tolist() for row, end in enumerate(cut)]
+        return {"correct": np.asarray([self.verify(*pair) for pair in zip(examples, answers, strict=True)], bool)}
 
     def _prompt(self, example: ExampleLike) -> list[int]:
         """The prompt, led by a start token where the model needs one and the data has none."""
@@ -249,8 +201,9 @@ def add_command(commands: Any) -> None:
     add("--model", required=True, metavar="DIR_OR_NAME", help="converted checkpoint")
     add("--dtype", help="bfloat16, float16 or float32; as stored by default")
     data = command.add_mutually_exclusive_group(required=True)
-    data.add_argument("--task", metavar="TASK", help="a task of evals, such as maze:size=5; its training split")
+    data.add_argument("--task", metavar="TASK", help="a task of evals, such as maze:size=5")
     data.add_argument("--data", metavar="FILE", help="JSON lines as for training: prompt and answer, or messages")
+    add("--split", metavar="SPLIT", help="of the task: train or validation (default: train)")
     add("--sampler", required=True, metavar="SPEC", help="as in evals, such as threshold:threshold=0.8,block_length=32")
     add("--out", required=True, metavar="DIR", help="folder of the trajectories; the same command goes on there")
     add("--n", type=int, metavar="N", help="prompts; by default all of --data")
@@ -263,20 +216,32 @@ def add_command(commands: Any) -> None:
 def _run(options: argparse.Namespace) -> None:
     # Tasks and the language of samplers belong to evals, which stands above this room: by name, as in a config.
     spec = importlib.import_module("evals.sampler").parse_sampler(options.sampler)
-    source, task = None, None
+    about: dict[str, Any] = {"data": options.task or options.data, "sampler": str(spec)}
+    source, verify, stops = None, None, True
     if options.task:
-        source, task = from_reference("evals.tasks:make_task", {"task": options.task})
+        _, task = from_reference("evals.tasks:make_task", {"task": options.task})
+        source, stops = task.source(options.split or "train"), task.stops
+        verify = lambda example, ids: task.verify(example, ids).correct
+        about["split"] = source.split
+    elif options.split:
+        raise DllmError("--split is for --task; leave it out")
     model = dllm_jax.load(options.model, dtype=options.dtype)
-    if task is not None:
+    if options.task:
         sampler = spec.build(model, task.bind(model))
     else:
         sampler = make_sampler(model, **spec.settings)
         source = jsonl(Setup(model.config, model.tokenizer, model.config.max_length), path=options.data)
-    about = {"model": model.name, "data": options.task or options.data, "sampler": str(spec)}
     chosen = {name: getattr(options, name) for name in ("n", "batch_size", "shard_size", "seed")}
-    stops = task is None or task.stops
     assert source is not None
     count = collect(
-        model, sampler, source, options.out, about=about, stops=stops, progress=not options.no_progress, **chosen
+        model,
+        sampler,
+        source,
+        options.out,
+        about={"model": model.name, **about},
+        stops=stops,
+        verify=verify,
+        progress=not options.no_progress,
+        **chosen,
     )
     print(f"{options.out}: {count} prompts sampled, {shards(options.out)[-1].end} there")

@@ -1,9 +1,10 @@
 """Training data: sources of examples by number, and rows of fixed shape made from them.
 
-text        plain text files, packed into full rows (pre-training)
-jsonl       JSON lines with prompt and answer, messages, text or ids
-datasets    folders saved by Hugging Face's `datasets`
-module:name whatever that callable makes: a `Source`, or a task with `source("train")`
+text          plain text files, packed into full rows (pre-training)
+jsonl         JSON lines with prompt and answer, messages, text or ids
+datasets      folders saved by Hugging Face's `datasets`
+trajectories  generations with the step that wrote each token, by `python -m train trajectories`
+module:name   whatever that callable makes: a `Source`, or a task with `source("train")`
 """
 
 import types
@@ -11,10 +12,11 @@ from collections.abc import Callable, Mapping
 
 from train.data.files import datasets, jsonl, text
 from train.data.rows import Ahead, Row, Rows
+from train.data.shards import trajectories
 from train.data.source import Example, ExampleLike, Setup, Source, from_reference, size
 
 SOURCES: Mapping[str, Callable[..., Source]] = types.MappingProxyType(
-    {"text": text, "jsonl": jsonl, "datasets": datasets}
+    {"text": text, "jsonl": jsonl, "datasets": datasets, "trajectories": trajectories}
 )
 
 __all__ = [

@@ -23,11 +23,13 @@ class Row(NamedTuple):
     tokens: [T] int32.
     targets: [T] bool, positions that are learned.
     length: positions that count.
+    step: [T] int32, of a trajectory: the step that wrote each position, -1 where none did; None for other data.
     """
 
     tokens: np.ndarray
     targets: np.ndarray
     length: int
+    step: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +60,8 @@ class Rows:
         if draws is None or draws.random() >= self.part.random_length:
             return row
         length = int(draws.integers(1, self.part.length + 1))
-        return Row(row.tokens, row.targets & (np.arange(self.part.length) < length), min(length, row.length))
+        targets = row.targets & (np.arange(self.part.length) < length)
+        return row._replace(targets=targets, length=min(length, row.length))
 
     def index(self, position: int) -> int:
         """The number of the example at a position: the position itself in an endless source, else a new order of all
@@ -84,7 +87,8 @@ class Rows:
             raise DllmError(f"{where} has {used} tokens and data.length is {length}; raise it")
         if not used:
             raise DllmError(f"{where} is empty; give every example at least one token")
-        end = (len(prompt) + canvas if canvas else length) if self.part.pad else used
+        order = getattr(example, "step", None)  # a trajectory's canvas is as long as it was
+        end = (len(prompt) + canvas if canvas else length) if self.part.pad and order is None else used
         tokens = np.full(length, self.config.eos_id, np.int32)
         tokens[: len(prompt)] = prompt
         tokens[len(prompt) : used] = answer
@@ -97,7 +101,11 @@ class Rows:
                 targets[len(prompt) : used] &= ~np.asarray(example.given, bool)
         if np.any(tokens[targets] == self.config.mask_id):
             raise DllmError(f"{where} has the mask token {self.config.mask_id} in its answer; it cannot be learned")
-        return Row(tokens, targets, end)
+        step = None
+        if order is not None:
+            step = np.full(length, -1, np.int32)
+            step[len(prompt) : used] = order
+        return Row(tokens, targets, end, step)
 
 
 @functools.lru_cache(maxsize=2)

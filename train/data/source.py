@@ -32,11 +32,16 @@ class ExampleLike(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Example:
-    """An `ExampleLike` for sources that have no class of their own."""
+    """An `ExampleLike` for sources that have no class of their own.
+
+    Attributes:
+        step: [A] integers, of a trajectory: number of the step that wrote each position, -1 where none did.
+    """
 
     prompt_ids: np.ndarray
     answer_ids: np.ndarray
     given: np.ndarray | None = None
+    step: np.ndarray | None = None
 
 
 class Source(Protocol):
