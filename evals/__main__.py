@@ -13,6 +13,7 @@ Examples come from the test split, whose problems no generator gives out for tra
 
 import argparse
 import contextlib
+import dataclasses
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -24,10 +25,10 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-import dllm_jax
-from dllm_jax import DllmError, Model
+from dllm_jax import DllmError
 from dllm_jax.command import Parser, run_printing
 from evals import figures, files, plots
+from evals.models import Models
 from evals.oracle import OracleReport, oracle
 from evals.runner import Report, run
 from evals.sampler import SamplerSpec, all_samplers, parse_sampler
@@ -88,7 +89,12 @@ def _add_run(commands: Any) -> None:
 def _add_scoring(add: Any) -> None:
     _add_measuring(add)
     _add_task(add)
-    add("--sampler", required=True, metavar="SPEC", help="RULE or PRESET, with options as in eb:gamma=0.1")
+    add(
+        "--sampler",
+        required=True,
+        metavar="SPEC",
+        help="RULE or PRESET, with options as in eb:gamma=0.1; @DIR is its model",
+    )
     add("--json", action="store_true", help="print the whole report as JSON")
     add("--results", metavar="FILE", help="write one JSON line per example")
 
@@ -141,7 +147,7 @@ def _add_tokenizer(commands: Any) -> None:
 
 
 def _add_model(add: Any) -> None:
-    add("--model", required=True, metavar="DIR_OR_NAME", help="converted checkpoint")
+    add("--model", metavar="DIR_OR_NAME", help="converted checkpoint, of samplers that name none by @DIR")
     add("--dtype", help="bfloat16, float16 or float32; as stored by default")
 
 
@@ -163,16 +169,21 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _oracle(options: argparse.Namespace) -> None:
-    _score(options, oracle, _describe_oracle)
+    _score(options, _oracle_of, _describe_oracle)
+
+
+def _oracle_of(models: Models, task: Task, sampler: SamplerSpec, **measuring: Any) -> OracleReport:
+    return oracle(models.of(sampler), task, dataclasses.replace(sampler, model=None), **measuring)
 
 
 def _score(options: argparse.Namespace, score: Callable[..., Any], described: Callable[[Any], str]) -> None:
     """Runs one sampler by `run` or `oracle`, whose reports are alike, and prints and writes what was asked for."""
     task, sampler = make_task(options.task), parse_sampler(options.sampler)
+    models = Models(options.model, options.dtype)
     check_split(options.split)
     if options.results:
         files.make_folder(Path(options.results).parent)
-    report = score(_load(options), task, sampler, **_measuring(options))
+    report = score(models, task, sampler, **_measuring(options))
     if options.results:
         files.write(options.results, files.as_json_lines([vars(row) for row in report.rows]))
     if options.json:
@@ -210,25 +221,23 @@ def _run_all(options: argparse.Namespace, task_text: str, samplers: Sequence[Sam
     plots.require_matplotlib()
     folder = files.make_folder(options.out)
     found = Sweep()
-    for found in sweep(_load(options), task, samplers, **_measuring(options)):
+    for found in sweep(Models(options.model, options.dtype), task, samplers, **_measuring(options)):
         write_tables(folder, found)
         print(f"{describe(found.reports[-1])}  {found.samplers[-1]}", flush=True)
     return found, folder
 
 
 def _compare(options: argparse.Namespace) -> None:
-    samplers = all_samplers(options.sampler or COMPARED)
-    model = _load(options)
-    task = make_task(options.task).bind(model)
-    example = task.example(options.split, options.index)
-    for sampler in samplers:
-        sampler.build(model, task)
-    print(puzzle(task, example), end="\n\n")
+    samplers, task = all_samplers(options.sampler or COMPARED), make_task(options.task)
+    models = Models(options.model, options.dtype)
+    bound = [models.build(sampler, task)[1] for sampler in samplers]
+    print(puzzle(bound[0], bound[0].example(options.split, options.index)), end="\n\n")
     console = Console(width=None if sys.stdout.isatty() else 160)
     table = Table(Column("sampler", no_wrap=True), "forwards", "tokens/forward", "", "answer", box=box.SIMPLE)
     with console.status("sampling", spinner="line") if console.is_terminal else contextlib.nullcontext():
-        for sampler in samplers:
-            (row,) = run(model, task, sampler, n=1, examples=[example], progress=False).rows
+        for sampler, own in zip(samplers, bound, strict=True):
+            examples = [own.example(options.split, options.index)]
+            (row,) = run(models, task, sampler, n=1, examples=examples, progress=False).rows
             mark = "right" if row.correct else "wrong"
             table.add_row(Text(str(sampler)), str(row.nfe), f"{row.tokens / max(row.nfe, 1):.1f}", mark, Text(row.text))
     console.print(table)
@@ -259,11 +268,6 @@ def _tokenizer(options: argparse.Namespace) -> None:
         print(f"{task.vocabulary.size} tokens in {options.out}")
         return
     print(f"{train_tokenizer(options.out, vocab_size=options.vocab_size).size} tokens in {options.out}")
-
-
-def _load(options: argparse.Namespace) -> Model:
-    with Console(stderr=True).status(f"loading {options.model}", spinner="line"):
-        return dllm_jax.load(options.model, dtype=options.dtype)
 
 
 def _measuring(options: argparse.Namespace) -> dict[str, Any]:

@@ -14,9 +14,10 @@ import numpy as np
 from tqdm import tqdm
 
 from dllm_jax import DllmError, Model, __version__
+from evals.models import Models
 from evals.sampler import SamplerSpec, parse_sampler
 from evals.tasks import Example, Task, Verdict, make_task
-from samplers import Result
+from samplers import DraftResult, Result
 from samplers.generate import CanvasSampler, check_lengths, given_canvas, pad_prompts
 from samplers.noise import row_keys
 from samplers.timing import Programs
@@ -31,6 +32,8 @@ class Row:
         tokens: generated tokens before the first end, without what was given.
         nfe: forwards of the denoiser.
         full_forwards: those of them that covered the whole sequence.
+        committed: tokens that the forwards wrote, those behind the end too.
+        verifier_forwards: forwards of the verifier, 0 where there is none.
         ids, text: the answer, up to and without its end.
     """
 
@@ -41,6 +44,8 @@ class Row:
     tokens: int
     nfe: int
     full_forwards: int
+    committed: int
+    verifier_forwards: int
     ids: list[int] = dataclasses.field(repr=False)
     text: str
 
@@ -59,7 +64,9 @@ class Report:
             sequence.
         tokens: mean generated tokens per example up to and without the first end.
         tokens_per_forward: all tokens over all forwards (TPF).
-        tokens_per_second: of whole batches, without compilation.
+        committed_per_forward: the same with what was written behind the end; what APD calls accepted per iteration.
+        verifier_forwards: mean forwards of the verifier per example, 0 where there is none.
+        tokens_per_second: of whole batches, without compilation and what the host does between batches.
         seconds: wall time of sampling all batches; `compile_seconds` apart, 0 where the program was there already.
         hardware, versions, dtype, parameters: on what and with what.
         rows: every example.
@@ -82,6 +89,8 @@ class Report:
     full_forwards: float
     tokens: float
     tokens_per_forward: float
+    committed_per_forward: float
+    verifier_forwards: float
     tokens_per_second: float
     seconds: float
     compile_seconds: float
@@ -97,7 +106,7 @@ class Report:
 
 
 def run(
-    model: Model,
+    model: Model | Models,
     task: str | Task,
     sampler: str | SamplerSpec,
     *,
@@ -115,6 +124,7 @@ def run(
     run one compiled program; another sampler that differs in numbers only runs the same.
 
     Args:
+        model: what runs; of several, the one that the sampler names.
         task, sampler: objects, or specs as on the command line.
         examples: the examples themselves, if they were made before (for this model's tokens, see `Task.bind`).
         programs: what was compiled before, to be shared by several runs.
@@ -124,15 +134,16 @@ def run(
         DllmError: for bad specs and numbers, a model of other tokens, or sequences longer than its context; before
             anything is compiled.
     """
-    spec, batches = prepare(model, task, sampler, n, batch_size, seed, split, examples, progress)
+    models = model if isinstance(model, Models) else Models(model)
+    spec, batches = prepare(models, task, sampler, n, batch_size, seed, split, examples, progress)
     outcome = batches.run(programs or Programs(), progress, str(spec))
     about: dict[str, Any] = {"split": split, "seed": seed, "n": len(batches.examples), "batch_size": batches.size}
-    names = _names(model, batches.task, spec, batches.sampler)
-    return Report(**names, **about, **outcome.scores(), **_surroundings(model))
+    names = _names(batches.model, batches.task, spec, batches.sampler)
+    return Report(**names, **about, **outcome.scores(), **_surroundings(batches.model))
 
 
 def prepare(
-    model: Model,
+    model: Model | Models,
     task: str | Task,
     sampler: str | SamplerSpec,
     n: int,
@@ -142,17 +153,20 @@ def prepare(
     examples: Sequence[Example] | None = None,
     progress: bool | None = None,
 ) -> tuple[SamplerSpec, "Batches"]:
-    """Everything before the first forward; arguments and errors are those of `run`."""
-    task = (make_task(task) if isinstance(task, str) else task).bind(model)
+    """Everything before the first forward; arguments and errors are those of `run`, but that a sampler must not name
+    another model than the one that is given."""
     spec = parse_sampler(sampler) if isinstance(sampler, str) else sampler
-    built = spec.build(model, task)
+    if not isinstance(model, Models) and spec.model is not None:
+        raise DllmError(f"sampler {spec} names a model of its own; load that one, and leave @{spec.model} out")
+    models = model if isinstance(model, Models) else Models(model)
+    chosen, task, built = models.build(spec, make_task(task) if isinstance(task, str) else task)
     check_count("n", n)
     check_count("batch_size", batch_size)
     if not isinstance(seed, int) or not 0 <= seed < 2**32:
         raise DllmError(f"seed is {seed!r}; it must be a whole number from 0 to {2**32 - 1}")
     examples = draw(task, split, n, progress) if examples is None else examples[:n]
     check_count("the number of examples", len(examples))
-    return spec, Batches(model, task, built, examples, min(batch_size, len(examples)), seed)
+    return spec, Batches(chosen, task, built, examples, min(batch_size, len(examples)), seed)
 
 
 def draw(task: Task, split: str, n: int, progress: bool | None = None) -> list[Example]:
@@ -190,6 +204,8 @@ class _Outcome:
             "full_forwards": _mean([row.full_forwards for row in rows]),
             "tokens": _mean([row.tokens for row in rows]),
             "tokens_per_forward": sum(row.tokens for row in rows) / max(sum(nfe), 1),
+            "committed_per_forward": sum(row.committed for row in rows) / max(sum(nfe), 1),
+            "verifier_forwards": _mean([row.verifier_forwards for row in rows]),
             "tokens_per_second": self.tokens / self.seconds,
             "seconds": self.seconds,
             "compile_seconds": self.compile_seconds,
@@ -275,6 +291,8 @@ class Batches:
             tokens=int((result.decoded_at[row, :end] >= 0).sum()),
             nfe=int(result.nfe[row]),
             full_forwards=int(result.full_forwards[row]),
+            committed=int((result.decoded_at[row] >= 0).sum()),
+            verifier_forwards=int(result.verifier_forwards[row]) if isinstance(result, DraftResult) else 0,
             ids=ids,
             text=self.task.show(ids),
         )

@@ -8,14 +8,16 @@ from typing import Any
 from dllm_jax import Model
 from evals import files, plots
 from evals.area import ALPHA, DROP, aup
+from evals.models import Models
 from evals.runner import Report, check_count, draw, run
 from evals.sampler import SamplerSpec
-from evals.tasks import Task
+from evals.tasks import Example, Task
 from samplers.timing import Programs
 
 COLUMNS = (
-    "sampler series accuracy accuracy_stderr strict_accuracy exact_match nfe nfe_stderr full_forwards tokens "
-    "tokens_per_forward tokens_per_second seconds compile_seconds n batch_size"
+    "sampler model series accuracy accuracy_stderr strict_accuracy exact_match nfe nfe_stderr full_forwards "
+    "verifier_forwards tokens tokens_per_forward committed_per_forward tokens_per_second seconds compile_seconds n "
+    "batch_size"
 ).split()
 
 
@@ -33,13 +35,16 @@ class Sweep:
     programs: int = 0
 
     def rows(self) -> list[dict[str, Any]]:
-        """One flat row per sampler, with its series and its rule's numbers."""
+        """One flat row per sampler, with its model as it was named there, and its series."""
         pairs = zip(self.samplers, self.reports, strict=True)
-        told = ({**report.summary(), "series": sampler.series} for sampler, report in pairs)
+        told = (
+            {**report.summary(), "model": sampler.model or report.model, "series": sampler.series}
+            for sampler, report in pairs
+        )
         return [{name: row[name] for name in COLUMNS} for row in told]
 
     def series(self) -> dict[str, list[Report]]:
-        """Series -> its reports, most forwards first."""
+        """Series -> its reports, most forwards first; a sampler that names its model is in a series of that."""
         found: dict[str, list[Report]] = {}
         for sampler, report in zip(self.samplers, self.reports, strict=True):
             found.setdefault(sampler.series, []).append(report)
@@ -65,7 +70,7 @@ class Sweep:
 
 
 def sweep(
-    model: Model,
+    model: Model | Models,
     task: Task,
     samplers: Sequence[SamplerSpec],
     *,
@@ -77,24 +82,27 @@ def sweep(
 ) -> Iterator[Sweep]:
     """Runs the samplers on the same examples and yields what is known after each.
 
-    Arguments and errors are those of `evals.run`; all samplers are built, and so checked, before the first one runs.
+    Arguments and errors are those of `evals.run`; all models are loaded and all samplers built, and so checked, before
+    the first one runs.
     """
-    task = task.bind(model)
+    models = model if isinstance(model, Models) else Models(model)
     check_count("n", n)
     check_count("batch_size", batch_size)
-    for sampler in samplers:
-        sampler.build(model, task)
-    examples, programs, found = draw(task, split, n, progress), Programs(), Sweep()
-    for sampler in samplers:
+    built = [models.build(sampler, task) for sampler in samplers]
+    drawn, programs, found = dict[Any, list[Example]](), Programs(), Sweep()
+    for sampler, (chosen, bound, _) in zip(samplers, built, strict=True):
+        tokens = None if bound is task else id(chosen)  # a task with tokens of its own gives every model the same
+        if tokens not in drawn:
+            drawn[tokens] = draw(bound, split, n, progress)
         report = run(
-            model,
+            models,
             task,
             sampler,
             n=n,
             batch_size=batch_size,
             seed=seed,
             split=split,
-            examples=examples,
+            examples=drawn[tokens],
             programs=programs,
             progress=progress,
         )
@@ -139,5 +147,7 @@ def curves(found: Sweep, x: str, labels: dict[str, str] | None = None) -> list[p
 def title(found: Sweep) -> str:
     """What was measured, in one line."""
     first = found.reports[0]
+    models = ", ".join(dict.fromkeys(row["model"] for row in found.rows()))
+    kinds = ", ".join(dict.fromkeys(report.dtype for report in found.reports))
     where = f"{first.hardware['devices']} x {first.hardware['device']}"
-    return f"{first.model} on {first.task}: {first.n} {first.split} examples, {first.dtype}, {where}"
+    return f"{models} on {first.task}: {first.n} {first.split} examples, {kinds}, {where}"

@@ -515,7 +515,7 @@ def test_refusals_at_the_start() -> None:
 # As samplers of the evaluations --------------------------------------------------------------------------------------
 
 
-def test_evals_know_samplers_from_left_to_right(monkeypatch) -> None:
+def test_evals_know_samplers_from_left_to_right() -> None:
     """`apd` and `leftright` are specs with options of their own; numbers make curves; verifiers are loaded."""
     task = make_task("maze:size=4")
     model = oracle(task)
@@ -524,10 +524,9 @@ def test_evals_know_samplers_from_left_to_right(monkeypatch) -> None:
     beside = dataclasses.replace(
         dllm_jax.random_model(VERIFIER.denoiser.config.replace(vocab_size=model.config.vocab_size), key=0), name="other"
     )
-    monkeypatch.setattr("evals.sampler._load", {"there": beside}.__getitem__)
     specs = parse_samplers("apd:verifier=there,weight=0.3|0.6,window=2,lookahead=9,target=greedy,temperature=0.5")
     assert {spec.series for spec in specs} == {"apd:verifier=there,window=2,lookahead=9,target=greedy,temperature=0.5"}
-    built = specs[0].build(dataclasses.replace(beside, config=model.config), task)
+    built = specs[0].build(dataclasses.replace(beside, config=model.config), task, {"there": beside}.__getitem__)
     assert isinstance(built, APD) and (built.weight, built.window, built.lookahead) == (0.3, 2, 9)
     assert built.gen_length == task.answer_width
     with pytest.raises(DllmError, match="apd:weight=0.5 has no verifier; write apd:verifier=DIR_OR_NAME"):

@@ -18,6 +18,8 @@ from dllm_jax import Denoiser, DllmError, checkpoint, random_model
 from dllm_jax.pytree import pytree
 from evals import __main__ as cli
 from evals import area, figures, files, plots
+from evals.models import Models
+from evals.runner import prepare
 from evals.sampler import all_samplers, parse_sampler, parse_samplers, read_grid
 from evals.tasks import make_task
 from samplers.presets import PRESETS
@@ -237,6 +239,20 @@ def test_a_grid_is_read_from_toml(tmp_path):
     path = tmp_path / "grid.toml"
     path.write_text('[[sampler]]\nrule = "eb"\ngamma = [0.1, inf]\n[[sampler]]\nrule = "topk"\nk = 2\ncache = "dual"\n')
     assert [str(sampler) for sampler in read_grid(path)] == ["eb:gamma=0.1", "eb:gamma=inf", "topk:k=2,cache=dual"]
+    path.write_text(
+        '[[sampler]]\nrule = "apd"\nverifier = "ar"\nweight = [0.5, 1]\nmodel = "dream"\n'
+        '[[sampler]]\nsampler = "d2f"\nrule = ["eb", "topk"]\ntau_add = 0.1\n'
+        '[[sampler]]\nsampler = "d2f"\nrule = "eb"\ngamma = [0.1]\nmodel = "student"\n'
+        '[[sampler]]\nsampler = "leftright"\nwindow = 1\nlookahead = 1\nmodel = "ar"\n'
+    )
+    assert [str(sampler) for sampler in read_grid(path)] == [
+        "apd:verifier=ar,weight=0.5@dream",
+        "apd:verifier=ar,weight=1@dream",
+        "d2f:rule=eb,tau_add=0.1",
+        "d2f:rule=topk,tau_add=0.1",
+        "d2f:rule=eb,gamma=0.1@student",
+        "leftright:window=1,lookahead=1@ar",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -262,7 +278,16 @@ def test_bad_samplers_are_one_sentence(text, complaint):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[[sampler]]\n", "sampler = 3\n", "[[sampler]]\nrule = 3\n", "=", "[[sampler]]\nrule='no'\n"]
+    "text",
+    [
+        "",
+        "[[sampler]]\n",
+        "sampler = 3\n",
+        "[[sampler]]\nrule = 3\n",
+        "[[sampler]]\nrule='eb'\nmodel=3",
+        "=",
+        "[[sampler]]\nrule='no'\n",
+    ],
 )
 def test_bad_grids_are_one_sentence(tmp_path, text):
     (tmp_path / "grid.toml").write_text(text)
@@ -279,6 +304,36 @@ def test_no_sampler_and_no_file_are_refused(tmp_path):
 
 
 # Sweeps
+
+
+def test_samplers_of_several_models_stand_side_by_side(monkeypatch, command, tmp_path):
+    """Each model is loaded once, and series of different models stay apart in tables and areas."""
+    task, seen = make_task(SUDOKU), []
+    known = {"bad": oracle(task, wrong=range(0, N, 2)), "good": oracle(task)}
+    monkeypatch.setattr(
+        "evals.models.dllm_jax.load",
+        lambda name, dtype: seen.append(name) or SimpleNamespace(**vars(known[name]) | {"name": name}),
+    )
+    specs = ["topk:k=4|16", "topk:k=4|16@good", "topk:k=16@bad"]
+    *_, found = evals.sweep(Models("bad"), task, all_samplers(specs), n=N, batch_size=N, progress=False)
+    assert sorted(seen) == ["bad", "good"] and found.programs == 1
+    assert [report.accuracy for report in found.reports] == [0.5, 0.5, 1, 1, 0.5]
+    assert list(found.series()) == list(found.areas()) == ["topk", "topk@good", "topk@bad"]
+    assert [row["model"] for row in found.rows()] == ["bad"] * 2 + ["good"] * 2 + ["bad"]
+    command("compare", "--model", "good", "--task", SUDOKU, "--sampler", "topk@bad", "--sampler", "topk:k=9")
+    assert sorted(seen) == ["bad", "bad", "good", "good"]
+    status, out, err = command("run", "--task", SUDOKU, "--sampler", "topk@good", "--n", 4, "--json")
+    assert status == 0 and json.loads(out)["accuracy"] == 1 and json.loads(out)["sampler"] == "topk@good"
+
+
+def test_a_sampler_that_names_its_model_is_read_and_written_alike():
+    sampler = parse_sampler("d2f:block_length=8,rule=eb,gamma=0.1@runs/ab/model")
+    assert sampler.model == "runs/ab/model" and parse_sampler(str(sampler)) == sampler
+    assert sampler.series == "d2f:block_length=8,rule=eb@runs/ab/model" and sampler.numbers == {"gamma": 0.1}
+    with pytest.raises(DllmError, match="has no name before the @"):
+        parse_sampler("@there")
+    with pytest.raises(DllmError, match="sampler topk@other names a model of its own; load that one"):
+        prepare(oracle(make_task(SUDOKU)), SUDOKU, "topk@other", 1, 1, 0, "test")
 
 
 def test_numbers_are_swept_by_one_program():
@@ -431,7 +486,10 @@ def test_tokenizer_writes_the_files_of_a_checkpoint(command, tmp_path):
     "arguments, complaint",
     [
         ([], "the following arguments are required: COMMAND"),
-        (["run"], "the following arguments are required: --model"),
+        (["run"], "the following arguments are required: --task"),
+        (["run", "--task", "maze", "--sampler", "eb"], "no model was named for eb; pass --model DIR_OR_NAME, or write"),
+        (["sweep", "--task", "maze", "--out", ".", "--sampler", "eb@"], "sampler 'eb@' has no model behind the @"),
+        (["compare", "--task", "maze", "--sampler", "eb@/nowhere"], "no checkpoint at /nowhere"),
         (["run", "--model", "/nowhere", "--task", "maze", "--sampler", "topk"], "no checkpoint at /nowhere"),
         (["run", "--model", "x", "--task", "chess", "--sampler", "topk"], "no task is called 'chess'"),
         (
