@@ -85,6 +85,17 @@ class IndicatorConfig:
                 found |= _dense(f"{name}.shortcut", into, width)
         return found | {"norm.scale": (width,), "norm.bias": (width,)} | _dense("head", width, 2)
 
+    def check_vocabulary(self, size: int) -> int:
+        """How many of the best tokens are looked at, of a vocabulary of `size`.
+
+        Raises:
+            DllmError: when it has fewer.
+        """
+        most = max(self.num_values, self.num_tokens)
+        if most > size:
+            raise DllmError(f"the indicator reads the {most} best tokens and the model has {size}; use its own")
+        return most
+
     @property
     def num_params(self) -> int:
         """Number of parameters: 84,272,642 for the published one."""
@@ -111,13 +122,21 @@ class Indicator:
     def __str__(self) -> str:
         return f"{self.config.num_params:,} parameters"
 
-    def logits(self, hidden: jax.Array, embeddings: jax.Array, values: jax.Array) -> jax.Array:
+    def logits(
+        self,
+        hidden: jax.Array,
+        embeddings: jax.Array,
+        values: jax.Array,
+        dropout: tuple[jax.Array, float] | None = None,
+    ) -> jax.Array:
         """The two scores, "wait" and "commit", of every position.
 
         Args:
             hidden: [..., D], last hidden states behind the final norm.
             embeddings: [..., K1, E], input embeddings of the best tokens, the one that would be written first.
             values: [..., K2], their scores in falling order, as `config.probabilities` says.
+            dropout: for training, a typed key and the share in [0, 1) of each block's hidden units, and of what the
+                block adds, that are left out; the rest is scaled up.
 
         Returns:
             [..., 2] float32.
@@ -127,8 +146,9 @@ class Indicator:
         for number in range(self.config.depth):
             name = f"blocks.{number}"
             y = jax.nn.gelu(self._linear(f"{name}.up", self._norm(f"{name}.norm", z)), approximate=False)
+            y = self._linear(f"{name}.down", _dropped(y, dropout, 2 * number))
             shortcut = self._linear(f"{name}.shortcut", z) if f"{name}.shortcut.kernel" in self.params else z
-            z = shortcut + self._linear(f"{name}.down", y)
+            z = shortcut + _dropped(y, dropout, 2 * number + 1)
         return self._linear("head", self._norm("norm", z))
 
     def scores(self, hidden: jax.Array, embeddings: jax.Array, values: jax.Array) -> jax.Array:
@@ -153,6 +173,15 @@ class Indicator:
         mean, variance = x.mean(axis=-1, keepdims=True), x.var(axis=-1, keepdims=True)
         scale, bias = (self.params[f"{name}.{part}"].astype(jnp.float32) for part in ("scale", "bias"))
         return (x - mean) * jax.lax.rsqrt(variance + NORM_EPS) * scale + bias
+
+
+def _dropped(x: jax.Array, dropout: tuple[jax.Array, float] | None, place: int) -> jax.Array:
+    """x with dropout; each place in the network has draws of its own."""
+    if dropout is None:
+        return x
+    key, rate = dropout
+    kept = jax.random.bernoulli(jax.random.fold_in(key, place), 1.0 - rate, x.shape)
+    return jnp.where(kept, x / (1.0 - rate), 0.0)
 
 
 def init_indicator(config: IndicatorConfig, key: jax.Array, dtype: str = "float32") -> Indicator:
@@ -227,7 +256,7 @@ def read_config(folder: Path) -> IndicatorConfig:
     """
     path = folder / CONFIG_FILE
     if not path.is_file():
-        hint = "make one with python -m convert ni-indicator"
+        hint = "make one with python -m convert ni-indicator or python -m train indicator"
         raise DllmError(f"{folder} holds no indicator (it has no {CONFIG_FILE}); {hint}")
     try:
         return IndicatorConfig(**json.loads(path.read_text(encoding="utf-8")))

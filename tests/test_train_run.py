@@ -20,6 +20,7 @@ from train_toys import LLADA, Reverse, model_fields, run_config, settings, write
 import convert
 import dllm_jax
 import train
+from dllm_jax.params import init_params
 from dllm_jax.sharding import param_shardings
 from samplers import generate
 from train.__main__ import main
@@ -27,7 +28,7 @@ from train.folder import States, flat
 from train.optimizer import decayed, learning_rate, make_optimizer, update_average
 from train.setup import prepare
 from train.step import Placement, Stepper, training_mesh
-from train.trainer import device_batch, init_params
+from train.trainer import device_batch
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}

@@ -1,4 +1,4 @@
-"""The command line: `python -m train COMMAND`; masked-diffusion, d2f and autoregressive train by a config."""
+"""The command line: `python -m train COMMAND`; those with --config train."""
 
 import argparse
 import json
@@ -50,6 +50,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_training(commands, "masked-diffusion", "train a model, or go on with a run")
     _add_training(commands, "d2f", "train adapters for pipelined decoding (discrete diffusion forcing), or go on")
     _add_training(commands, "autoregressive", "train a causal model, for verifiers and baselines, or go on")
+    _add_training(commands, "indicator", "train a neural indicator (NI sampling) on a model's trajectories, or go on")
+    _add_training(commands, "compression", "train a model to take its own trajectories in fewer steps, or go on")
     command = commands.add_parser("write-model", help="write the weights of a run's latest state as a checkpoint")
     command.set_defaults(run=_write_model)
     command.add_argument("--run", required=True, metavar="DIR", dest="folder", help="output folder of a run")

@@ -9,16 +9,14 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Sharding
 
 from dllm_jax.denoiser import Denoiser
-from dllm_jax.transformer import RematPolicy
 from train.config import AutoregressivePart
-from train.objective import Batch, Metrics, Noised, diffusion_loss
+from train.objective import Batch, CrossEntropy, Noised
 
 
 @dataclasses.dataclass(frozen=True)
-class Autoregressive:
+class Autoregressive(CrossEntropy):
     """The objective with its settings, see `train.objective.Objective`.
 
     A causal model's raw logits are those of the next token, which the `Denoiser` undoes, and no position sees a later
@@ -32,18 +30,3 @@ class Autoregressive:
         targets = batch.targets & (jnp.arange(batch.tokens.shape[-1]) >= denoiser.min_prompt_length)
         count = jnp.maximum(jnp.sum(targets, axis=-1, keepdims=True), 1)
         return Noised(batch.tokens, batch.tokens, jnp.where(targets, 1.0 / count, 0.0), batch.lengths)
-
-    def loss(
-        self,
-        denoiser: Denoiser,
-        base: Denoiser,
-        noised: Noised,
-        *,
-        groups: int = 1,
-        remat: RematPolicy | None = None,
-        sharding: Sharding | None = None,
-    ) -> tuple[jax.Array, Metrics]:
-        """As `Objective`."""
-        chunk = self.settings.chunk
-        losses = diffusion_loss(denoiser, noised, chunk=chunk, groups=groups, remat=remat, sharding=sharding)
-        return losses.loss, losses._asdict()

@@ -147,6 +147,57 @@ class AutoregressivePart:
 
 
 @dataclasses.dataclass(frozen=True)
+class IndicatorPart:
+    """The loss of `python -m train indicator`, see `train.indicator`.
+
+    Attributes:
+        positive_weight: of positions that may be committed; the others have 1.
+        dropout: share of activations that are dropped in training.
+        chunk: positions whose logits exist at a time, of all rows together; 0 computes the logits of all.
+    """
+
+    positive_weight: float = 1.0
+    dropout: float = 0.2
+    chunk: int = 0
+
+    kind: ClassVar[Kind] = "sft"
+    ranges: ClassVar[tuple[Range, ...]] = (
+        ("positive_weight", 1e-6, math.inf),
+        ("dropout", 0.0, 0.999),
+        ("chunk", 0, math.inf),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class IndicatorTable:
+    """The shape of the indicator, see `dllm_jax.indicator.IndicatorConfig`; the model's sizes are the model's."""
+
+    depth: int = 5
+    width: int = 768
+    num_values: int = 100
+    num_tokens: int = 4
+    probabilities: bool = True
+    mix: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class CompressionPart:
+    """The loss of `python -m train compression`, see `train.compression`.
+
+    Attributes:
+        chunk: as in `ObjectivePart`.
+    """
+
+    chunk: int = 0
+
+    kind: ClassVar[Kind] = "sft"
+    ranges: ClassVar[tuple[Range, ...]] = (("chunk", 0, math.inf),)
+
+
+ObjectiveSettings = ObjectivePart | D2FPart | AutoregressivePart | IndicatorPart | CompressionPart
+
+
+@dataclasses.dataclass(frozen=True)
 class OptimizerPart:
     """The optimiser, with warm-up and cosine decay.
 
@@ -247,7 +298,7 @@ class TrainConfig:
     model: ModelPart = dataclasses.field(default_factory=ModelPart)
     data: DataPart = dataclasses.field(default_factory=DataPart)
     # This command's: the first.
-    objective: "ObjectivePart | D2FPart | AutoregressivePart" = dataclasses.field(default_factory=ObjectivePart)
+    objective: ObjectiveSettings = dataclasses.field(default_factory=ObjectivePart)
     optimizer: OptimizerPart = dataclasses.field(default_factory=OptimizerPart)
     compute: ComputePart = dataclasses.field(default_factory=ComputePart)
     lora: LoraPart = dataclasses.field(default_factory=LoraPart)
@@ -332,8 +383,51 @@ class AutoregressiveConfig(TrainConfig):
     command: Literal["autoregressive"] = "autoregressive"
 
 
+@dataclasses.dataclass(frozen=True)
+class IndicatorRun(TrainConfig):
+    """A run of `python -m train indicator`.
+
+    Attributes:
+        indicator: its shape.
+        command: always "indicator", see `D2FConfig`.
+    """
+
+    objective: IndicatorPart = dataclasses.field(default_factory=IndicatorPart)
+    indicator: IndicatorTable = dataclasses.field(default_factory=IndicatorTable)
+    command: Literal["indicator"] = "indicator"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        others = {
+            "lora.rank": bool(self.lora.rank),
+            "optimizer.name": self.optimizer.name != "adamw",
+            "compute.remat": self.compute.remat != "none",
+        }
+        for name, changed in others.items():
+            if changed:
+                raise DllmError(f"{name} is for training a model; beside an indicator it stays as it is: leave it out")
+
+
+@dataclasses.dataclass(frozen=True)
+class CompressionConfig(TrainConfig):
+    """A run of `python -m train compression`.
+
+    Attributes:
+        command: always "compression", see `D2FConfig`.
+    """
+
+    objective: CompressionPart = dataclasses.field(default_factory=CompressionPart)
+    command: Literal["compression"] = "compression"
+
+
 COMMANDS: Mapping[str, type[TrainConfig]] = types.MappingProxyType(
-    {"masked-diffusion": TrainConfig, "d2f": D2FConfig, "autoregressive": AutoregressiveConfig}
+    {
+        "masked-diffusion": TrainConfig,
+        "d2f": D2FConfig,
+        "autoregressive": AutoregressiveConfig,
+        "indicator": IndicatorRun,
+        "compression": CompressionConfig,
+    }
 )
 """The settings of each command that trains."""
 

@@ -5,6 +5,7 @@ out/metrics.jsonl   one line of metrics every few steps
 out/state/          the latest training states (Orbax), each whole or not there
 out/model/          the trained model as a checkpoint of this library, written at the end
 out/adapters/       instead of it, the trained adapters of a LoRA run
+out/indicator/      or the trained indicator
 """
 
 import json
@@ -20,7 +21,7 @@ from dllm_jax.errors import DllmError
 from train.config import TrainConfig, differences, to_json
 
 RUN_FILE, METRICS_FILE, STATE_FOLDER = "run.json", "metrics.jsonl", "state"
-MODEL_FOLDER, ADAPTERS_FOLDER = "model", "adapters"
+MODEL_FOLDER, ADAPTERS_FOLDER, INDICATOR_FOLDER = "model", "adapters", "indicator"
 _MAY_CHANGE = ("out", "log.", "checkpoint.", "compute.mesh")  # what a continued run may do otherwise
 
 

@@ -214,9 +214,10 @@ class Objective(Protocol):
 
     def loss(
         self,
-        denoiser: Denoiser,
+        learner: Any,
         base: Denoiser,
         noised: Any,
+        /,
         *,
         groups: int,
         remat: RematPolicy | None,
@@ -225,21 +226,17 @@ class Objective(Protocol):
         """The loss of a noised batch [B, ...] and what is reported, the loss among it.
 
         Args:
-            base: the frozen model under adapters; without adapters it has no parameters.
+            learner: what is trained: a `Denoiser`, or an `Indicator`.
+            base: the frozen model under adapters or beside an indicator; without either it has no parameters.
             groups, remat, sharding: as in `diffusion_loss`.
         """
         ...
 
 
-@dataclasses.dataclass(frozen=True)
-class MaskedDiffusion:
-    """The objective of this module with its settings."""
+class CrossEntropy:
+    """An objective whose loss is `diffusion_loss` of what its `corrupt` has weighed; settings have a `chunk`."""
 
-    settings: ObjectivePart
-
-    def corrupt(self, key: jax.Array, batch: Batch, denoiser: Denoiser) -> Noised:
-        """As `Objective`."""
-        return corrupt(key, batch, denoiser, eps=self.settings.eps, stratified=self.settings.stratified)
+    settings: Any
 
     def loss(
         self,
@@ -247,11 +244,22 @@ class MaskedDiffusion:
         base: Denoiser,
         noised: Noised,
         *,
-        groups: int,
-        remat: RematPolicy | None,
-        sharding: Sharding,
+        groups: int = 1,
+        remat: RematPolicy | None = None,
+        sharding: Sharding | None = None,
     ) -> tuple[jax.Array, Metrics]:
         """As `Objective`."""
         chunk = self.settings.chunk
         losses = diffusion_loss(denoiser, noised, chunk=chunk, groups=groups, remat=remat, sharding=sharding)
         return losses.loss, losses._asdict()
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskedDiffusion(CrossEntropy):
+    """The objective of this module with its settings."""
+
+    settings: ObjectivePart
+
+    def corrupt(self, key: jax.Array, batch: Batch, denoiser: Denoiser) -> Noised:
+        """As `Objective`."""
+        return corrupt(key, batch, denoiser, eps=self.settings.eps, stratified=self.settings.stratified)

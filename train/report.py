@@ -16,22 +16,23 @@ from tqdm import tqdm
 from dllm_jax.config import ModelConfig
 from dllm_jax.transformer import param_specs
 from train.config import TrainConfig
+from train.trained import trained_of
 
 
 def step_flops(config: TrainConfig, model: ModelConfig) -> float:
     """Floating-point operations of the matrix products that one step needs: forward, and backward with twice as many.
 
     All layers on all positions and full attention; the vocabulary head on half of them, the share that is masked on
-    average. What rematerialisation computes again does not count, nor does a gradient of frozen weights. A teacher adds
-    its forward.
+    average. What rematerialisation computes again does not count, nor do gradients of frozen weights, nor an indicator.
+    A teacher adds its forward.
     """
     rows, length = config.optimizer.batch, config.data.length
     per_token = sum(_products(name, spec.shape, model) for name, spec in param_specs(model).items())
     head = model.embed_dim * model.vocab_size / 2
     attention = 2 * length * model.num_heads * model.head_dim * model.num_layers
-    weight_gradients = 0 if config.lora.rank else 1
+    passes = trained_of(config, model).passes
     teacher = int(getattr(config.objective, "target", None) == "teacher")
-    products = (2 + weight_gradients + teacher) * (per_token + head) + (3 + teacher) * attention
+    products = (passes + teacher) * (per_token + head) + ((3 if passes > 1 else 1) + teacher) * attention
     return 2.0 * rows * length * products
 
 

@@ -11,7 +11,16 @@ from dllm_jax import checkpoint
 from dllm_jax.config import ModelConfig, published
 from dllm_jax.errors import DllmError
 from dllm_jax.tokenizer import Tokenizer, has_tokenizer
-from train.config import AutoregressivePart, DataPart, ModelPart, TrainConfig, converted, unknown_key
+from train.config import (
+    AutoregressivePart,
+    CompressionPart,
+    DataPart,
+    IndicatorPart,
+    ModelPart,
+    TrainConfig,
+    converted,
+    unknown_key,
+)
 from train.data import SOURCES, Rows, Setup, Source, from_reference, size
 from train.lora import tokenizer_files
 
@@ -52,7 +61,13 @@ def prepare(config: TrainConfig) -> Parts:
     size(source)
     if config.data.random_length and config.objective.kind == "sft":
         raise DllmError('data.random_length is for objective.kind "pretrain"; set it to 0')
-    return Parts(model, Rows(source, config.data, config.objective.kind, model, config.seed), files)
+    rows = Rows(source, config.data, config.objective.kind, model, config.seed)
+    if isinstance(config.objective, IndicatorPart | CompressionPart) and rows(0).step is None:
+        raise DllmError(
+            "this command learns from trajectories; make some by python -m train trajectories, and set data.source to "
+            '"trajectories" and data.options.path to their folder'
+        )
+    return Parts(model, rows, files)
 
 
 def _check_attention(model: ModelConfig, config: TrainConfig) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -18,13 +18,14 @@ from dllm_jax.pytree import pytree
 from dllm_jax.sharding import ShardingRules, batch_sharding, make_mesh, param_shardings
 from dllm_jax.transformer import RematPolicy
 from train.autoregressive import Autoregressive
-from train.config import AutoregressivePart, D2FPart, TrainConfig
+from train.compression import Compression
+from train.config import AutoregressivePart, CompressionPart, D2FPart, IndicatorPart, ObjectivePart, TrainConfig
 from train.d2f import D2F
-from train.lora import with_adapters
+from train.indicator import FinalTokens
 from train.objective import Batch, MaskedDiffusion, Metrics, Objective
 from train.optimizer import make_optimizer, update_average
+from train.trained import Params, trained_of
 
-Params = Mapping[str, jax.Array]
 _TABLE = "embed.embedding"
 
 REMAT: Mapping[str, RematPolicy | None] = types.MappingProxyType(
@@ -42,7 +43,7 @@ class TrainState:
 
     Attributes:
         step: scalar int32, steps done.
-        trained: flat name -> float32 master weights that the optimiser changes: the model's, or the adapters.
+        trained: flat name -> float32 master weights that the optimiser changes, see `train.trained`.
         optimizer: optax's state.
         average: moving average of `trained`, or None.
     """
@@ -128,6 +129,7 @@ class Stepper:
     """Makes states and advances them; holds no arrays itself.
 
     Attributes:
+        trained: what is trained.
         optimizer: optax's transformation.
         objective: what is trained for.
         placement: where states and batches are.
@@ -135,6 +137,7 @@ class Stepper:
 
     def __init__(self, config: TrainConfig, model: ModelConfig, placement: Placement) -> None:
         self._config, self._model, self.placement = config, model, placement
+        self.trained = trained_of(config, model)
         self.optimizer = make_optimizer(config.optimizer, config.steps)
         self.objective = objective_of(config)
         self._table_sharding = param_shardings(model, placement.mesh, ShardingRules(embed=None))[_TABLE]
@@ -171,7 +174,7 @@ class Stepper:
         """One optimiser step.
 
         Args:
-            frozen: the base model's parameters under adapters, else empty.
+            frozen: the parameters that stay as they are, see `train.trained`.
             batch: [accumulate, rows, ...].
             key: of the run; the noise of a step depends on it and on the step's number alone.
 
@@ -217,29 +220,32 @@ class Stepper:
 
     def loss(self, trained: Params, frozen: Params, noised: Any) -> tuple[jax.Array, Metrics]:
         """The objective on [rows, T], and what is reported of it."""
-        lora = self._config.lora
-        params = with_adapters(frozen, trained, lora.alpha / lora.rank) if lora.rank else trained
+        learner, base = self.trained.parts(trained, frozen, self._denoiser)
         return self.objective.loss(
-            Denoiser(self._model, self._computed(params)),
-            Denoiser(self._model, self._computed(frozen) if frozen else {}),
+            learner,
+            base,
             noised,
             groups=self.placement.batch_parts,
             remat=REMAT[self._config.compute.remat],
             sharding=batch_sharding(self.placement.mesh),
         )
 
-    def _computed(self, params: Params) -> Params:
-        """The parameters in the dtype of computation."""
+    def _denoiser(self, params: Params) -> Denoiser:
+        """The model with parameters, in the dtype of computation."""
         dtype = jnp.dtype(self._config.compute.dtype)
         params = {name: x.astype(dtype) for name, x in params.items()}
         # Gathered for the lookup: rows of a table that is split by columns would be split so as well, not by batch.
         params[_TABLE] = lax.with_sharding_constraint(params[_TABLE], self._table_sharding)
-        return params
+        return Denoiser(self._model, params)
 
 
 def objective_of(config: TrainConfig) -> Objective:
     """What the settings' command trains for."""
-    settings = config.objective
-    if isinstance(settings, D2FPart):
-        return D2F(settings)
-    return Autoregressive(settings) if isinstance(settings, AutoregressivePart) else MaskedDiffusion(settings)
+    made: Mapping[type, Callable[[Any], Objective]] = {
+        ObjectivePart: MaskedDiffusion,
+        D2FPart: D2F,
+        AutoregressivePart: Autoregressive,
+        IndicatorPart: FinalTokens,
+        CompressionPart: Compression,
+    }
+    return made[type(config.objective)](config.objective)

@@ -21,17 +21,15 @@ from jax.sharding import NamedSharding
 from dllm_jax import checkpoint
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
-from dllm_jax.params import abstract_params, init_params
-from dllm_jax.sharding import param_shardings
 from train.config import TrainConfig
 from train.data import Ahead, Rows
-from train.folder import ADAPTERS_FOLDER, METRICS_FILE, MODEL_FOLDER, RunFolder, States
-from train.lora import adapter_shapes, adapter_shardings, init_adapters, save_adapters
+from train.folder import METRICS_FILE, RunFolder, States
 from train.objective import Batch
 from train.optimizer import learning_rate
 from train.report import Reporter, means
 from train.setup import Parts, prepare
 from train.step import Placement, Stepper, TrainState, training_mesh
+from train.trained import trained_of
 
 
 class Outcome(NamedTuple):
@@ -67,6 +65,7 @@ def train(config: TrainConfig, *, progress: bool = False) -> Outcome:
     parts.rows(0)  # the first mistakes in the data
     folder = RunFolder(config)
     run = Run(config, parts, placement_of(config, parts.model, mesh))
+    out = folder.path / run.trained.folder
     folder.begin()
     with folder.states() as states:
         started = states.latest or 0
@@ -75,17 +74,13 @@ def train(config: TrainConfig, *, progress: bool = False) -> Outcome:
         if started < config.steps:
             folder.cut_metrics(started)
             state, metrics = run.advance(state, started, states, folder.path / METRICS_FILE, progress=progress)
-    out = folder.path / (ADAPTERS_FOLDER if config.lora.rank else MODEL_FOLDER)
-    if metrics or not out.is_dir():
-        written = _write(config, parts, state, out)
-    else:
-        written = True
+    written = run.write(state, out, overwrite=True) if metrics or not out.is_dir() else True
     return Outcome(config.steps, started, metrics, out if written else None)
 
 
 def write_weights(config: TrainConfig, out: str | Path, *, overwrite: bool = False) -> int:
-    """Writes the weights of a run's latest state as a checkpoint (or adapters), for a run that has not ended, or one of
-    several processes; returns the state's step.
+    """Writes the weights of a run's latest state as a checkpoint (or adapters, or an indicator), for a run that has not
+    ended, or one of several processes; returns the state's step.
 
     Raises:
         DllmError: when there is no state.
@@ -98,72 +93,50 @@ def write_weights(config: TrainConfig, out: str | Path, *, overwrite: bool = Fal
         if step is None:
             raise DllmError(f"the run in {config.out} has no state yet; train at least checkpoint.every steps")
         state = run.restored(states, step)
-    _write(config, parts, state, Path(out), overwrite=overwrite)
+    run.write(state, Path(out), overwrite=overwrite)
     return step
 
 
 def placement_of(config: TrainConfig, model: ModelConfig, mesh: Any) -> Placement:
-    shardings = param_shardings(model, mesh)
-    return Placement(mesh, adapter_shardings(model, config.lora, shardings) if config.lora.rank else shardings)
-
-
-def _write(config: TrainConfig, parts: Parts, state: TrainState, out: Path, *, overwrite: bool = True) -> bool:
-    """Writes the trained weights; False in a run of several processes, where no one has them all."""
-    if jax.process_count() > 1:
-        return False
-    weights = state.trained if config.checkpoint.weights == "raw" else state.average
-    assert weights is not None
-    if config.lora.rank:
-        base = str(checkpoint.find(config.model.init))
-        save_adapters(out, parts.model, config.lora, weights, base=base, overwrite=overwrite)
-        return True
-    dtype = jnp.dtype(parts.model.dtype)
-    tensors = ((name, value.astype(dtype)) for name, value in weights.items())
-    source = {"trained": {"steps": int(state.step), "weights": config.checkpoint.weights, "init": config.model.init}}
-    checkpoint.save(out, parts.model, tensors, files=parts.files, source=source, overwrite=overwrite)
-    return True
+    """Where the arrays of a run are."""
+    return Placement(mesh, trained_of(config, model).shardings(mesh))
 
 
 class Run:
-    """The parts of a run that hold no state."""
+    """The parts of a run that hold no state.
+
+    Attributes:
+        trained: what is trained.
+        frozen: the arrays that are not.
+    """
 
     def __init__(self, config: TrainConfig, parts: Parts, placement: Placement) -> None:
-        if config.lora.rank and not config.model.init:
-            raise DllmError("adapters need a model to be added to; set model.init to a converted checkpoint")
-        if config.lora.rank and config.model.adapt:
-            raise DllmError("adapters go with the model as it is; leave out model.adapt, or set lora.rank to 0")
         self.config, self.parts, self.placement = config, parts, placement
         self.stepper = Stepper(config, parts.model, placement)
-        self.frozen = self._frozen() if config.lora.rank else {}
+        self.trained = self.stepper.trained
+        self.frozen = self.trained.frozen(placement.mesh)
 
     def fresh(self) -> TrainState:
         """The state before the first step."""
-        config, model, shardings = self.config, self.parts.model, self.placement.trained
-        key = jax.random.key(config.seed)
-        if config.lora.rank:
-            return self.stepper.start(init_adapters(model, config.lora, key, shardings))
-        if config.model.init:
-            return self.stepper.start(_loaded(checkpoint.find(config.model.init), model, shardings))
-        return self.stepper.start(init_params(model, key, dtype="float32", shardings=shardings))
+        return self.stepper.start(self.trained.fresh(jax.random.key(self.config.seed), self.placement.trained))
 
     def restored(self, states: States, step: int) -> TrainState:
         """A state that was written."""
-        return states.load(step, self.stepper.abstract(self._abstract()))
-
-    def _abstract(self) -> Mapping[str, jax.ShapeDtypeStruct]:
         shardings = self.placement.trained
-        if not self.config.lora.rank:
-            return abstract_params(self.parts.model, "float32", shardings)
-        shapes = adapter_shapes(self.parts.model, self.config.lora)
-        return {
-            name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=shardings[name]) for name, shape in shapes.items()
+        arrays = {
+            name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=shardings[name])
+            for name, shape in self.trained.shapes().items()
         }
+        return states.load(step, self.stepper.abstract(arrays))
 
-    def _frozen(self) -> dict[str, jax.Array]:
-        """The base model, in the dtype it is computed in."""
-        folder, mesh = checkpoint.find(self.config.model.init), self.placement.mesh
-        shardings = param_shardings(self.parts.model, mesh)
-        return checkpoint.load_params(folder, dtype=self.config.compute.dtype, shardings=shardings)
+    def write(self, state: TrainState, out: Path, *, overwrite: bool) -> bool:
+        """Writes the trained weights; False in a run of several processes, where no one has them all."""
+        if jax.process_count() > 1:
+            return False
+        weights = state.trained if self.config.checkpoint.weights == "raw" else state.average
+        assert weights is not None
+        self.trained.write(out, weights, steps=int(state.step), files=self.parts.files, overwrite=overwrite)
+        return True
 
     def advance(
         self, state: TrainState, done: int, states: States, path: Path, *, progress: bool
@@ -199,13 +172,6 @@ class Run:
                 if stop.is_set() and step < config.steps:
                     raise Interrupted(f"interrupted after step {step}; the same command goes on from there")
         return state, line
-
-
-def _loaded(folder: Path, model: ModelConfig, shardings: Mapping[str, NamedSharding]) -> dict[str, jax.Array]:
-    """A checkpoint's parameters as float32; biases that it lacks, where `model` was adapted from it, are 0."""
-    found = checkpoint.load_params(folder, dtype="float32", shardings=shardings)
-    lacking = {name: x for name, x in abstract_params(model, "float32", shardings).items() if name not in found}
-    return found | {name: jnp.zeros(x.shape, x.dtype, device=x.sharding) for name, x in lacking.items()}
 
 
 def _finite(metrics: list[dict[str, float]], step: int, states: States) -> dict[str, float]:

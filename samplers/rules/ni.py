@@ -87,7 +87,7 @@ def features_of(
         DllmError: when the indicator was made for a model of other sizes.
     """
     hidden = denoiser.final_hidden(hidden)
-    values, ranked = lax.top_k(logits, _checked_rank(config, logits.shape[-1]))
+    values, ranked = lax.top_k(logits, config.check_vocabulary(logits.shape[-1]))
     ranked = jnp.concatenate([token[..., None], ranked[..., 1 : config.num_tokens]], axis=-1)
     embeddings = denoiser.embed(ranked.reshape(ranked.shape[0], -1))
     embeddings = embeddings.reshape(*ranked.shape, embeddings.shape[-1])
@@ -99,10 +99,3 @@ def features_of(
     if config.probabilities:
         values = jnp.exp(values - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
     return hidden, embeddings, values
-
-
-def _checked_rank(config: IndicatorConfig, vocab_size: int) -> int:
-    most = max(config.num_values, config.num_tokens)
-    if most > vocab_size:
-        raise DllmError(f"the indicator reads the {most} best tokens and the model has {vocab_size}; use its own")
-    return most

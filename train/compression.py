@@ -1,0 +1,52 @@
+"""Trajectory compression (dInfer, arXiv 2510.08666, appendix C.1): `python -m train compression`.
+
+A second stage of fine-tuning on the model's own trajectories. A trajectory of n steps has n + 1 states, s_0 all masked
+and s_n the final one. Of each, two states i < j are drawn, every pair alike; the model sees s_i and learns the final
+tokens of the positions that are masked there and written in s_j:
+
+    loss = mean over rows of the sum over these positions of - log p(final token | s_i)
+
+So it learns to write in one step what took it j - i.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from dllm_jax.denoiser import Denoiser
+from train.config import CompressionPart
+from train.objective import Batch, CrossEntropy, Noised
+
+
+def stamps(draws: jax.Array, steps: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Two states i < j of 0 ... steps, each pair equally likely; both 0 where there is no step.
+
+    Args:
+        draws: [..., 2] uniform in [0, 1).
+        steps: [...] int32, n.
+
+    Returns:
+        i and j, [...] int32.
+    """
+    one = jnp.minimum((draws[..., 0] * (steps + 1)).astype(jnp.int32), steps)
+    other = jnp.minimum((draws[..., 1] * steps).astype(jnp.int32), jnp.maximum(steps - 1, 0))
+    other += (other >= one) & (steps > 0)  # all states but the first drawn
+    return jnp.minimum(one, other), jnp.maximum(one, other)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compression(CrossEntropy):
+    """The objective with its settings, see `train.objective.Objective`."""
+
+    settings: CompressionPart
+
+    def corrupt(self, key: jax.Array, batch: Batch, denoiser: Denoiser) -> Noised:
+        """As `Objective`; the batch is one of trajectories."""
+        assert batch.step is not None
+        draws = jax.random.uniform(key, (batch.lengths.size, 2)).reshape(*batch.lengths.shape, 2)
+        start, end = stamps(draws, jnp.max(batch.step, axis=-1) + 1)
+        masked = batch.step >= start[..., None]
+        targets = masked & (batch.step < end[..., None])
+        inputs = jnp.where(masked, denoiser.mask_id, batch.tokens)
+        return Noised(inputs, batch.tokens, targets.astype(jnp.float32), batch.lengths)

@@ -1,0 +1,207 @@
+"""Training of the neural indicator (NI sampling, arXiv 2604.18471, section 4): `python -m train indicator`.
+
+Of a trajectory of n steps a state t ~ U{0, ..., n - 1} is restored. The frozen model predicts every masked position,
+and the merging criterion (`samplers.trajectory.mergeable`) says which of them could be written now without changing the
+result: these are the positives. The indicator reads what it reads in sampling (`features_of`), and learns by
+
+    loss = mean over masked positions of the cross entropy of the two classes
+
+where positives may count more than once (`positive_weight`; the mean is then over weights). Nothing but the indicator
+has a gradient.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Sharding
+
+from dllm_jax.denoiser import Denoiser
+from dllm_jax.indicator import Indicator, IndicatorConfig
+from dllm_jax.transformer import RematPolicy
+from samplers.predictions import Sampling, predict
+from samplers.rules.ni import features_of
+from samplers.trajectory import mergeable
+from train.config import IndicatorPart
+from train.objective import Batch, Metrics, hidden_states
+
+PUBLISHED_THRESHOLD = 0.89
+
+
+class RolledBack(NamedTuple):
+    """Trajectories at one of their states.
+
+    Attributes:
+        inputs: [..., T] int32, the state.
+        tokens: [..., T] int32, the final tokens.
+        step: [..., T] int32, number of the step that wrote each position, -1 where none did.
+        lengths: [...] int32, positions that count.
+        reached: [...] int32, steps that are done in the state.
+        keys: [...] typed keys, of each row's dropout.
+    """
+
+    inputs: jax.Array
+    tokens: jax.Array
+    step: jax.Array
+    lengths: jax.Array
+    reached: jax.Array
+    keys: jax.Array
+
+
+class Evidence(NamedTuple):
+    """What the frozen model says about every position of rolled-back rows; W = T - min_prompt_length.
+
+    Attributes:
+        features: hidden states [B, W, D], embeddings [B, W, K1, E] and values [B, W, K2], for `Indicator.logits`.
+        confidence: [B, W] float32, probability of the token that would be written now.
+        masked: [B, W] bool, positions that some later step wrote.
+        label: [B, W] bool, those of them that could be written now without changing the result.
+    """
+
+    features: tuple[jax.Array, jax.Array, jax.Array]
+    confidence: jax.Array
+    masked: jax.Array
+    label: jax.Array
+
+
+def rolled_back(batch: Batch, reached: jax.Array, keys: jax.Array, mask_id: int) -> RolledBack:
+    """Trajectories after their first `reached` [...] steps."""
+    assert batch.step is not None
+    inputs = jnp.where(batch.step >= reached[..., None], mask_id, batch.tokens)
+    return RolledBack(inputs, batch.tokens, batch.step, batch.lengths, reached, keys)
+
+
+def evidence(
+    config: IndicatorConfig,
+    denoiser: Denoiser,
+    rows: RolledBack,
+    *,
+    chunk: int = 0,
+    sharding: Sharding | None = None,
+) -> Evidence:
+    """One forward of the model on rows [B, T], and what it gives away.
+
+    Args:
+        config: says what the indicator reads.
+        chunk: positions whose logits exist at a time, of all rows together; 0 computes the logits of all.
+        sharding: as in `train.objective.diffusion_loss`.
+    """
+    first = denoiser.min_prompt_length
+    hidden = hidden_states(denoiser, rows.inputs, rows.lengths, sharding=sharding)
+    step, tokens = rows.step[:, first:], rows.tokens[:, first:]
+    masked = step >= rows.reached[:, None]
+
+    def read(hidden: jax.Array) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.Array, jax.Array]:
+        logits = denoiser.logits(hidden)
+        best = predict(logits, Sampling(), mask_id=denoiser.mask_id, score_from="raw", uniform=None)
+        return features_of(config, denoiser, hidden, logits, best.token), best.token, best.confidence
+
+    batch, width = masked.shape
+    size = max(1, chunk // batch) if chunk else width
+    if size >= width:
+        features, best, confidence = read(hidden)
+    else:
+        features, best, confidence = _in_columns(read, hidden, masked, size)
+    label, _ = mergeable(step, best == tokens, rows.reached)
+    return Evidence(features, confidence, masked, label)
+
+
+Read = Callable[[jax.Array], tuple[tuple[jax.Array, jax.Array, jax.Array], jax.Array, jax.Array]]
+
+
+def _in_columns(read: Read, hidden: jax.Array, masked: jax.Array, size: int) -> Any:
+    """`read(hidden)` for `size` columns at a time; those in which nothing is masked stay zeros."""
+    batch, width = masked.shape
+    missing = -width % size
+    fold = lambda x: jnp.moveaxis(x.reshape(batch, -1, size, *x.shape[2:]), 1, 0)
+    unfold = lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, -1, *x.shape[3:])[:, :width]
+    hidden = fold(jnp.pad(hidden, ((0, 0), (0, missing), (0, 0))))
+    masked = fold(jnp.pad(masked, ((0, 0), (0, missing))))
+    shapes = jax.eval_shape(read, hidden[0])
+    nothing = lambda _: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    found = lax.map(lambda part: lax.cond(jnp.any(part[1]), read, nothing, part[0]), (hidden, masked))
+    return jax.tree.map(unfold, found)
+
+
+def auc(scores: jax.Array, label: jax.Array, masked: jax.Array) -> jax.Array:
+    """Probability that a random positive scores above a random negative, ties as one half, exactly: scalar float32,
+    0.5 where one of the classes is empty.
+
+    Args:
+        scores: [...] float32, not infinite.
+        label: [...] bool, positives, which are among `masked`.
+        masked: [...] bool, positions that count.
+    """
+    scores = jnp.where(masked, scores, jnp.inf).reshape(-1)
+    label, negative = label.reshape(-1), (masked & ~label).reshape(-1)
+    below = jnp.sort(jnp.where(negative, scores, jnp.inf))
+    wins = jnp.searchsorted(below, scores, side="left") + jnp.searchsorted(below, scores, side="right")
+    positives, negatives = jnp.sum(label), jnp.sum(negative)
+    share = jnp.where(label, wins / (2.0 * jnp.maximum(negatives, 1)), 0.0)
+    mean = jnp.sum(share) / jnp.maximum(positives, 1)
+    return jnp.where((positives > 0) & (negatives > 0), mean, 0.5)
+
+
+@dataclasses.dataclass(frozen=True)
+class FinalTokens:
+    """The objective with its settings, see `train.objective.Objective`."""
+
+    settings: IndicatorPart
+
+    def corrupt(self, key: jax.Array, batch: Batch, denoiser: Denoiser) -> RolledBack:
+        """As `Objective`; the batch is one of trajectories."""
+        assert batch.step is not None
+        state_key, dropout_key = jax.random.split(key)
+        shape, rows = batch.lengths.shape, batch.lengths.size
+        steps = jnp.maximum(jnp.max(batch.step, axis=-1) + 1, 1)
+        draws = jax.random.uniform(state_key, (rows,)).reshape(shape)
+        reached = jnp.minimum((draws * steps).astype(jnp.int32), steps - 1)
+        keys = jax.vmap(lambda row: jax.random.fold_in(dropout_key, row))(jnp.arange(rows)).reshape(shape)
+        return rolled_back(batch, reached, keys, denoiser.mask_id)
+
+    def loss(
+        self,
+        indicator: Indicator,
+        base: Denoiser,
+        noised: RolledBack,
+        *,
+        groups: int = 1,
+        remat: RematPolicy | None = None,
+        sharding: Sharding | None = None,
+    ) -> tuple[jax.Array, Metrics]:
+        """As `Objective`.
+
+        Reports the share of positives, the AUC, and precision and recall of scores above the published threshold;
+        where none is above, precision is 1.
+        """
+        settings = self.settings
+        seen = lax.stop_gradient(evidence(indicator.config, base, noised, chunk=settings.chunk, sharding=sharding))
+        logits = _dropped_out(indicator, seen, noised.keys, settings.dropout)
+        entropy = optax.softmax_cross_entropy_with_integer_labels(logits, seen.label.astype(jnp.int32))
+        weights = jnp.where(seen.label, settings.positive_weight, 1.0) * seen.masked
+        loss = jnp.sum(weights * entropy) / jnp.maximum(jnp.sum(weights), 1e-6)
+        scores = jax.nn.softmax(lax.stop_gradient(logits))[..., 1]
+        chosen = seen.masked & (scores > PUBLISHED_THRESHOLD)
+        right, positives = jnp.sum(chosen & seen.label), jnp.sum(seen.label)
+        return loss, {
+            "loss": loss,
+            "positives": positives / jnp.maximum(jnp.sum(seen.masked), 1),
+            "auc": auc(scores, seen.label, seen.masked),
+            "precision": jnp.where(jnp.any(chosen), right / jnp.maximum(jnp.sum(chosen), 1), 1.0),
+            "recall": right / jnp.maximum(positives, 1),
+        }
+
+
+def _dropped_out(indicator: Indicator, seen: Evidence, keys: jax.Array, rate: float) -> jax.Array:
+    """[B, W, 2] logits with dropout; that of a row depends on its key alone."""
+    if not rate:
+        return indicator.logits(*seen.features)
+
+    def one(key: jax.Array, hidden: jax.Array, embeddings: jax.Array, values: jax.Array) -> jax.Array:
+        return indicator.logits(hidden, embeddings, values, (key, rate))
+
+    return jax.vmap(one)(keys, *seen.features)

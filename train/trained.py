@@ -1,0 +1,241 @@
+"""What a run trains: the whole model, adapters to it, or an indicator beside it.
+
+The trainer knows one form of them (`Trained`): arrays that the optimiser changes, arrays that stay, how an objective
+reads both, and how the result is written.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dllm_jax import checkpoint
+from dllm_jax.config import ModelConfig
+from dllm_jax.denoiser import Denoiser
+from dllm_jax.errors import DllmError
+from dllm_jax.indicator import Indicator, IndicatorConfig, init_indicator, save_indicator
+from dllm_jax.params import abstract_params, init_params
+from dllm_jax.sharding import param_shardings
+from dllm_jax.transformer import param_specs
+from train.config import IndicatorRun, TrainConfig
+from train.folder import ADAPTERS_FOLDER, INDICATOR_FOLDER, MODEL_FOLDER
+from train.lora import adapter_shapes, adapter_shardings, init_adapters, save_adapters, with_adapters
+
+Params = Mapping[str, jax.Array]
+
+
+class Trained(Protocol):
+    """What is trained.
+
+    Attributes:
+        folder: name of the result in the run's folder.
+        passes: how many times a step multiplies by the model's matrices: forward, backward to the activations, and
+            for the gradients of the matrices themselves.
+    """
+
+    @property
+    def folder(self) -> str: ...
+    @property
+    def passes(self) -> int: ...
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every trained array, float32, by flat name."""
+        ...
+
+    def shardings(self, mesh: Mesh) -> Mapping[str, NamedSharding]:
+        """Sharding of every trained array."""
+        ...
+
+    def fresh(self, key: jax.Array, shardings: Mapping[str, NamedSharding]) -> dict[str, jax.Array]:
+        """The arrays before the first step."""
+        ...
+
+    def frozen(self, mesh: Mesh) -> dict[str, jax.Array]:
+        """Arrays that stay as they are, in the dtype of computation; none where everything is trained."""
+        ...
+
+    def parts(self, trained: Params, frozen: Params, denoiser: Callable[[Params], Denoiser]) -> tuple[Any, Denoiser]:
+        """What an objective's loss takes: the learner, and the frozen model, without parameters where there is none.
+
+        Args:
+            denoiser: the model with parameters, in the dtype of computation.
+        """
+        ...
+
+    def write(
+        self, out: Path, weights: Params, *, steps: int, files: Mapping[str, bytes], overwrite: bool = False
+    ) -> None:
+        """Writes the result, whole or not at all.
+
+        Args:
+            steps: that it was trained for.
+            files: the tokenizer's, by name.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeModel:
+    """All weights of the model, from a checkpoint or from random ones."""
+
+    config: TrainConfig
+    model: ModelConfig
+    folder: str = MODEL_FOLDER
+    passes: int = 3
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """As `Trained`."""
+        return {name: spec.shape for name, spec in param_specs(self.model).items()}
+
+    def shardings(self, mesh: Mesh) -> Mapping[str, NamedSharding]:
+        """As `Trained`."""
+        return param_shardings(self.model, mesh)
+
+    def fresh(self, key: jax.Array, shardings: Mapping[str, NamedSharding]) -> dict[str, jax.Array]:
+        """As `Trained`."""
+        if self.config.model.init:
+            return _loaded(checkpoint.find(self.config.model.init), self.model, shardings)
+        return init_params(self.model, key, dtype="float32", shardings=shardings)
+
+    def frozen(self, mesh: Mesh) -> dict[str, jax.Array]:
+        """As `Trained`."""
+        return {}
+
+    def parts(self, trained: Params, frozen: Params, denoiser: Callable[[Params], Denoiser]) -> tuple[Any, Denoiser]:
+        """As `Trained`."""
+        return denoiser(trained), Denoiser(self.model, {})
+
+    def write(
+        self, out: Path, weights: Params, *, steps: int, files: Mapping[str, bytes], overwrite: bool = False
+    ) -> None:
+        """As `Trained`: a checkpoint of this library."""
+        dtype = jnp.dtype(self.model.dtype)
+        tensors = ((name, value.astype(dtype)) for name, value in weights.items())
+        source = _source(self.config, steps)
+        checkpoint.save(out, self.model, tensors, files=files, source=source, overwrite=overwrite)
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapters:
+    """Low-rank adapters of a frozen model."""
+
+    config: TrainConfig
+    model: ModelConfig
+    folder: str = ADAPTERS_FOLDER
+    passes: int = 2
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """As `Trained`."""
+        return adapter_shapes(self.model, self.config.lora)
+
+    def shardings(self, mesh: Mesh) -> Mapping[str, NamedSharding]:
+        """As `Trained`."""
+        return adapter_shardings(self.model, self.config.lora, param_shardings(self.model, mesh))
+
+    def fresh(self, key: jax.Array, shardings: Mapping[str, NamedSharding]) -> dict[str, jax.Array]:
+        """As `Trained`."""
+        return init_adapters(self.model, self.config.lora, key, shardings)
+
+    def frozen(self, mesh: Mesh) -> dict[str, jax.Array]:
+        """As `Trained`."""
+        return _frozen_model(self.config, self.model, mesh)
+
+    def parts(self, trained: Params, frozen: Params, denoiser: Callable[[Params], Denoiser]) -> tuple[Any, Denoiser]:
+        """As `Trained`."""
+        lora = self.config.lora
+        return denoiser(with_adapters(frozen, trained, lora.alpha / lora.rank)), denoiser(frozen)
+
+    def write(
+        self, out: Path, weights: Params, *, steps: int, files: Mapping[str, bytes], overwrite: bool = False
+    ) -> None:
+        """As `Trained`: a folder of adapters in the hub's format."""
+        base = str(checkpoint.find(self.config.model.init))
+        save_adapters(out, self.model, self.config.lora, weights, base=base, overwrite=overwrite)
+
+
+@dataclasses.dataclass(frozen=True)
+class BesideModel:
+    """A neural indicator that reads what a frozen model computes; every device has all of it."""
+
+    config: IndicatorRun
+    model: ModelConfig
+    folder: str = INDICATOR_FOLDER
+    passes: int = 1
+
+    @property
+    def indicator(self) -> IndicatorConfig:
+        """Its shape: the settings, and the model's sizes."""
+        width = self.model.embed_dim
+        return IndicatorConfig(hidden_dim=width, embed_dim=width, **dataclasses.asdict(self.config.indicator))
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """As `Trained`."""
+        return self.indicator.shapes()
+
+    def shardings(self, mesh: Mesh) -> Mapping[str, NamedSharding]:
+        """As `Trained`."""
+        return dict.fromkeys(self.shapes(), NamedSharding(mesh, PartitionSpec()))
+
+    def fresh(self, key: jax.Array, shardings: Mapping[str, NamedSharding]) -> dict[str, jax.Array]:
+        """As `Trained`."""
+        return jax.jit(lambda key: init_indicator(self.indicator, key).params, out_shardings=dict(shardings))(key)
+
+    def frozen(self, mesh: Mesh) -> dict[str, jax.Array]:
+        """As `Trained`."""
+        return _frozen_model(self.config, self.model, mesh)
+
+    def parts(self, trained: Params, frozen: Params, denoiser: Callable[[Params], Denoiser]) -> tuple[Any, Denoiser]:
+        """As `Trained`; the indicator is computed in float32 whatever the model is."""
+        return Indicator(self.indicator, trained), denoiser(frozen)
+
+    def write(
+        self, out: Path, weights: Params, *, steps: int, files: Mapping[str, bytes], overwrite: bool = False
+    ) -> None:
+        """As `Trained`: a folder for `load_indicator`."""
+        found = Indicator(self.indicator, jax.device_get(dict(weights)))
+        save_indicator(out, found, source=_source(self.config, steps), overwrite=overwrite)
+
+
+def trained_of(config: TrainConfig, model: ModelConfig) -> Trained:
+    """What the settings train.
+
+    Raises:
+        DllmError: when there is no model where one must be frozen, or it has too few tokens for the indicator.
+    """
+    if isinstance(config, IndicatorRun):
+        _check_frozen(config, "an indicator needs a model to be trained for")
+        found = BesideModel(config, model)
+        found.indicator.check_vocabulary(model.vocab_size)
+        return found
+    if not config.lora.rank:
+        return WholeModel(config, model)
+    _check_frozen(config, "adapters need a model to be added to")
+    return Adapters(config, model)
+
+
+def _check_frozen(config: TrainConfig, need: str) -> None:
+    """Raises DllmError where there is no model that can stay as it is."""
+    if not config.model.init:
+        raise DllmError(f"{need}; set model.init to a converted checkpoint")
+    if config.model.adapt:
+        raise DllmError(f"{need} as it is; leave out model.adapt, or train all weights")
+
+
+def _loaded(folder: Path, model: ModelConfig, shardings: Mapping[str, NamedSharding]) -> dict[str, jax.Array]:
+    """A checkpoint's parameters as float32; biases that it lacks, where `model` was adapted from it, are 0."""
+    found = checkpoint.load_params(folder, dtype="float32", shardings=shardings)
+    lacking = {name: x for name, x in abstract_params(model, "float32", shardings).items() if name not in found}
+    return found | {name: jnp.zeros(x.shape, x.dtype, device=x.sharding) for name, x in lacking.items()}
+
+
+def _frozen_model(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> dict[str, jax.Array]:
+    folder = checkpoint.find(config.model.init)
+    return checkpoint.load_params(folder, dtype=config.compute.dtype, shardings=param_shardings(model, mesh))
+
+
+def _source(config: TrainConfig, steps: int) -> dict[str, Any]:
+    return {"trained": {"steps": steps, "weights": config.checkpoint.weights, "init": config.model.init}}
