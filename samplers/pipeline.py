@@ -404,7 +404,7 @@ class PipelineSampler:
         chosen, rule_state = self._rule.decide(predictions, view, rule_state)
         score = predictions.confidence if self.forced == "confidence" else -error_of(predictions, self.forced)
         known, best = (chosen & False, predictions.token) if read is None else read
-        surest = masked & (rank(score, masked) == 0) & ~(chosen | known).any(axis=1, keepdims=True)
+        surest = masked & (rank(score, masked) == 0) & ~chosen.any(axis=1, keepdims=True)
         sure = chosen & (predictions.confidence > per_row(self.threshold))
         select = jnp.where(full[:, None], chosen | surest, sure)
         return jnp.where(known, best, jnp.where(select, predictions.token, -1)), rule_state
