@@ -14,6 +14,7 @@ Examples come from the test split, whose problems no generator gives out for tra
 import argparse
 import contextlib
 import dataclasses
+import functools
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from dllm_jax import DllmError
+from dllm_jax import DllmError, Model
 from dllm_jax.command import Parser, run_printing
 from evals import figures, files, plots
 from evals.models import Models
@@ -109,11 +110,16 @@ def _add_sweep(commands: Any) -> None:
 
 
 def _add_figure(commands: Any) -> None:
-    add = _command(commands, "figure", _figure, "EB-Sampler's Figures 6 and 7: results.json, results.csv and the plot")
-    add("figure", metavar="FIGURE", help=", ".join(figures.FIGURES))
-    _add_measuring(add, n=2000)
-    add("--task", metavar="TASK", help="the figure's task with other options, such as sudoku:box_rows=2")
-    add("--out", required=True, metavar="DIR", help="folder of the results")
+    about = "a paper's figure: results.json, results.csv and the plot"
+    parser = commands.add_parser("figure", help=about, description=about, allow_abbrev=False)
+    chosen = parser.add_subparsers(required=True, metavar="FIGURE", parser_class=Parser)
+    for name, figure in figures.FIGURES.items():
+        add = _command(chosen, name, functools.partial(_figure, name), figure.about)
+        _add_measuring(add, n=figure.n)
+        add("--task", default=figure.task, metavar="TASK", help=f"{figure.task_name} (default: {figure.task})")
+        add("--out", required=True, metavar="DIR", help="folder of the results")
+        for flag, how in figure.options.items():
+            add(flag, **how)
 
 
 def _add_compare(commands: Any) -> None:
@@ -204,14 +210,20 @@ def _sweep(options: argparse.Namespace) -> None:
     )
 
 
-def _figure(options: argparse.Namespace) -> None:
-    usual = figures.task_of(options.figure)
-    text = options.task or usual
-    if make_task(text).name != usual:
-        raise DllmError(f"figure {options.figure} is about {usual}, not {text}; leave --task out, or give its options")
-    found, folder = _run_all(options, text, figures.samplers())
-    files.write(folder / f"{options.figure}.png", figures.plot(found))
-    print(f"{len(found.reports)} points; results.json, results.csv, {options.figure}.png in {folder}")
+def _figure(name: str, options: argparse.Namespace) -> None:
+    figure = figures.FIGURES[name]
+    if make_task(options.task).name != figure.task_name:
+        advice = "leave --task out, or give its options"
+        raise DllmError(f"figure {name} is about {figure.task_name}, not {options.task}; {advice}")
+    lines = figure.lines(options)
+    found, folder = _run_all(options, options.task, figures.samplers_of(lines))
+    more = figures.summary(figure, found, lines)
+    write_tables(folder, found, more)
+    files.write(folder / f"{name}.png", figures.plot(figure, found, lines))
+    for note in more["notes"]:
+        print(note)
+    made = f"results.json, results.csv, {name}.png in {folder}"
+    print(f"{len(found.reports)} points, {found.programs} programs; {made}")
 
 
 def _run_all(options: argparse.Namespace, task_text: str, samplers: Sequence[SamplerSpec]) -> tuple[Sweep, Path]:
@@ -268,6 +280,13 @@ def _tokenizer(options: argparse.Namespace) -> None:
         print(f"{task.vocabulary.size} tokens in {options.out}")
         return
     print(f"{train_tokenizer(options.out, vocab_size=options.vocab_size).size} tokens in {options.out}")
+
+
+def _load(options: argparse.Namespace) -> Model:
+    """The model of a command that runs no sampler."""
+    if options.model is None:
+        raise DllmError("no model was named; pass --model DIR_OR_NAME")
+    return Models(None, options.dtype).load(options.model)
 
 
 def _measuring(options: argparse.Namespace) -> dict[str, Any]:

@@ -14,20 +14,29 @@ MARKERS = "osD^vPX*"
 DASHES = ("-", "--", ":")
 
 
+ACCURACY = "accuracy, %"
+
+
 @dataclasses.dataclass(frozen=True)
 class Curve:
     """A series of points, in the order in which they are joined.
 
     Attributes:
         label: for the legend.
-        x, y: the points; y in percent.
-        y_error: standard errors of y, in percent.
+        x, y: the points.
+        y_error: standard errors of y; None draws none.
+        x_spread, y_spread: standard deviations over trained models, drawn as broad bars; None draws none.
+        front: join only the points that no other of the curve beats, and draw the others faintly; for settings that
+            have no order.
     """
 
     label: str
     x: Sequence[float]
     y: Sequence[float]
-    y_error: Sequence[float]
+    y_error: Sequence[float] | None = None
+    x_spread: Sequence[float] | None = None
+    y_spread: Sequence[float] | None = None
+    front: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,14 +44,17 @@ class Panel:
     """One pair of axes.
 
     Attributes:
-        x_label: what x is.
+        x_label, y_label: what x and y are; both axes begin at 0, but for accuracy's.
         curves: what is drawn.
         smaller_is_better: which way the Pareto front is drawn; None draws none.
+        ticks: names of the places 0, 1 ... on the x axis, where these are no numbers.
     """
 
     x_label: str
     curves: Sequence[Curve]
     smaller_is_better: bool | None = None
+    y_label: str = ACCURACY
+    ticks: Sequence[str] | None = None
 
 
 def require_matplotlib() -> Any:
@@ -58,31 +70,41 @@ def require_matplotlib() -> Any:
     return Figure
 
 
-def draw(panels: Sequence[Panel], title: str) -> bytes:
+def draw(panels: Sequence[Panel], title: str, columns: int | None = None) -> bytes:
     """`figure` as a PNG.
 
     Raises:
         DllmError: when matplotlib is not installed.
     """
     file = io.BytesIO()
-    figure(panels, title).savefig(file, format="png", dpi=160)
+    figure(panels, title, columns).savefig(file, format="png", dpi=160)
     return file.getvalue()
 
 
-def figure(panels: Sequence[Panel], title: str) -> Any:
-    """The panels side by side as a matplotlib figure; curves of the same label look the same everywhere.
+def figure(panels: Sequence[Panel], title: str, columns: int | None = None) -> Any:
+    """The panels as a matplotlib figure, so many side by side; curves of the same label look the same everywhere.
 
     Raises:
         DllmError: when matplotlib is not installed.
     """
-    drawn = require_matplotlib()(figsize=(max(5.6 * len(panels), 6.4), 5.0), layout="constrained")
-    axes = drawn.subplots(1, len(panels), squeeze=False)[0]
+    columns = columns or len(panels)
+    rows = -(-len(panels) // columns)
+    width, height = (5.6, 5.0) if rows == 1 else (4.2, 3.4)
+    drawn = require_matplotlib()(figsize=(max(width * columns, 6.4), height * rows), layout="constrained")
+    axes = drawn.subplots(rows, columns, squeeze=False).ravel()
     labels = list(dict.fromkeys(curve.label for panel in panels for curve in panel.curves))
-    for ax, panel in zip(axes, panels, strict=True):
+    for ax, panel in zip(axes, panels, strict=False):
         _draw_panel(ax, panel, labels)
-    handles, names = axes[0].get_legend_handles_labels()
+    for ax in axes[len(panels) :]:
+        ax.set_axis_off()
+    handles = {name: handle for ax in axes for handle, name in zip(*ax.get_legend_handles_labels(), strict=True)}
     drawn.legend(
-        handles, names, loc="outside lower center", ncols=min(len(labels), len(panels) + 1), fontsize=8, frameon=False
+        [handles[label] for label in labels],
+        labels,
+        loc="outside lower center",
+        ncols=min(len(labels), columns + 1),
+        fontsize=8,
+        frameon=False,
     )
     drawn.suptitle(title, fontsize=10)
     return drawn
@@ -90,36 +112,57 @@ def figure(panels: Sequence[Panel], title: str) -> Any:
 
 def _draw_panel(ax: Any, panel: Panel, labels: Sequence[str]) -> None:
     for curve in panel.curves:
-        number = labels.index(curve.label)
-        ax.errorbar(
-            curve.x,
-            curve.y,
-            yerr=curve.y_error,
-            label=curve.label,
-            color=COLOURS[number % len(COLOURS)],
-            marker=MARKERS[number % len(MARKERS)],
-            linestyle=DASHES[number // len(COLOURS) % len(DASHES)],
-            markersize=4,
-            linewidth=1.2,
-            elinewidth=0.8,
-            capsize=2,
-            alpha=0.9,
-        )
+        _draw_curve(ax, curve, labels.index(curve.label), panel.smaller_is_better)
     if panel.smaller_is_better is not None:
         _draw_front(ax, panel)
     ax.set_xlabel(panel.x_label)
-    ax.set_ylabel("accuracy, %")
-    ax.set_xlim(left=0)
+    ax.set_ylabel(panel.y_label)
+    if panel.ticks is None:
+        ax.set_xlim(left=0)
+    else:
+        ax.set_xticks(range(len(panel.ticks)), panel.ticks)
     low, high = ax.get_ylim()
-    ax.set_ylim(max(low, -2), min(max(high, low + 5), 102))  # error bars may go beyond what accuracies can
+    if panel.y_label == ACCURACY:
+        ax.set_ylim(max(low, -2), min(max(high, low + 5), 102))  # error bars may go beyond what accuracies can
+    else:
+        ax.set_ylim(bottom=0)
     ax.grid(alpha=0.25, linewidth=0.6)
     ax.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_curve(ax: Any, curve: Curve, number: int, smaller_is_better: bool | None) -> None:
+    colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
+    dashes = DASHES[number // len(COLOURS) % len(DASHES)]
+    ax.errorbar(
+        curve.x,
+        curve.y,
+        yerr=curve.y_error,
+        label=None if curve.front else curve.label,
+        color=colour,
+        marker=marker,
+        linestyle="none" if curve.front else dashes,
+        markersize=4,
+        linewidth=1.2,
+        elinewidth=0.8,
+        capsize=2,
+        alpha=0.25 if curve.front else 0.9,
+    )
+    if curve.x_spread is not None or curve.y_spread is not None:
+        wide = {"linestyle": "none", "color": colour, "elinewidth": 3.0, "alpha": 0.35}
+        ax.errorbar(curve.x, curve.y, xerr=curve.x_spread, yerr=curve.y_spread, **wide)
+    if curve.front:
+        x, y = zip(*_front_of(curve.x, curve.y, smaller_is_better), strict=True)
+        ax.plot(x, y, label=curve.label, color=colour, marker=marker, linestyle=dashes, markersize=5, linewidth=1.4)
 
 
 def _draw_front(ax: Any, panel: Panel) -> None:
     """Light steps along the points that no other one beats."""
     x = [value for curve in panel.curves for value in curve.x]
     y = [value for curve in panel.curves for value in curve.y]
-    best = front(x if panel.smaller_is_better else [-value for value in x], y)
-    steps = [(x[i], y[i]) for i in best]
+    steps = _front_of(x, y, panel.smaller_is_better)
     ax.step(*zip(*steps, strict=True), where="post", color="0.75", linewidth=5, alpha=0.5, zorder=0)
+
+
+def _front_of(x: Sequence[float], y: Sequence[float], smaller_is_better: bool | None) -> list[tuple[float, float]]:
+    best = front([-value for value in x] if smaller_is_better is False else x, y)
+    return [(x[i], y[i]) for i in best]

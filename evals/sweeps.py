@@ -1,7 +1,8 @@
 """Many samplers on the same examples: a table, Pareto plots, and the area under each curve."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import types
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +113,9 @@ def sweep(
         yield found
 
 
-def write_tables(folder: Path, found: Sweep) -> None:
-    """Writes results.json and results.csv."""
-    files.write(folder / "results.json", files.as_json(found.summary()))
+def write_tables(folder: Path, found: Sweep, more: Mapping[str, Any] = types.MappingProxyType({})) -> None:
+    """Writes results.json, with more facts about the whole, and results.csv."""
+    files.write(folder / "results.json", files.as_json({**found.summary(), **more}))
     files.write(folder / "results.csv", files.as_csv(found.rows()))
 
 

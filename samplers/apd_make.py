@@ -25,12 +25,15 @@ def make_apd(
     stop: Sequence[str | int] = (),
     ignore_eos: bool = False,
     suppress: Sequence[int] = (),
+    most_window: int | None = None,
+    most_lookahead: int | None = None,
 ) -> APD:
     """Adaptive parallel decoding for a model.
 
     Args:
         verifier: a loaded causal model of the same tokenizer, or its folder or name.
-        gen_length, weight, window, lookahead, target: see `APD`. Published: 0.7, 16, 100 and 0.6, 32, 200.
+        gen_length, weight, window, lookahead, target, most_window, most_lookahead: see `APD`. Published are 0.7, 16,
+            100 and 0.6, 32, 200.
         temperature, top_p, top_k, stop, ignore_eos, suppress: as in `make_sampler`.
 
     Raises:
@@ -47,6 +50,8 @@ def make_apd(
         lookahead=lookahead,
         sampling=make_sampling(model, temperature, top_p, top_k, suppress),
         stop=make_stop(model, stop, ignore_eos),
+        most_window=most_window,
+        most_lookahead=most_lookahead,
     )
 
 
@@ -63,6 +68,8 @@ def make_left_right(
     stop: Sequence[str | int] = (),
     ignore_eos: bool = False,
     suppress: Sequence[int] = (),
+    most_window: int | None = None,
+    most_lookahead: int | None = None,
 ) -> LeftRight:
     """The left-to-right baseline for a model: `LeftRight`'s numbers, and the rest as in `make_apd`."""
     return LeftRight(
@@ -72,4 +79,6 @@ def make_left_right(
         lookahead=lookahead,
         sampling=make_sampling(model, temperature, top_p, top_k, suppress),
         stop=make_stop(model, stop, ignore_eos),
+        most_window=most_window,
+        most_lookahead=most_lookahead,
     )

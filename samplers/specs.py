@@ -8,6 +8,7 @@ sampler runs, a folder or a name: `d2f:block_length=8@runs/d2f/model`.
 """
 
 import dataclasses
+import functools
 import inspect
 import itertools
 import typing
@@ -17,6 +18,7 @@ from typing import Any, ClassVar, Protocol
 import dllm_jax
 from dllm_jax import Model, spec
 from dllm_jax.errors import DllmError
+from dllm_jax.indicator import Indicator, load_indicator
 from samplers.apd_loop import LeftToRight
 from samplers.block import BlockSampler
 from samplers.caches import CACHES
@@ -86,6 +88,7 @@ class SamplerSpec:
             name: value
             for name, value in self.options.items()
             if name in own
+            or f"most_{name}" in self.options
             or (name in kinds and type(value) in (int, float) and {int, float} & set(spec.members(kinds[name])))
         }
 
@@ -118,12 +121,15 @@ class SamplerSpec:
         """
         if not canvas.stops and (fixed := sorted(set(_OF_CANVAS) & set(self.options))):
             raise DllmError(f"sampler {self}: {fixed[0]} cannot be chosen, the canvas of {canvas.name} is what it is")
+        if model.config.mask_id is None:
+            advice = "use it as a verifier, or set an unused id as mask_id in its config"
+            raise DllmError(f"sampler {self}: {model.name} has no mask token to mark open positions with; {advice}")
         settings = {"gen_length": canvas.answer_width, "ignore_eos": not canvas.stops, **self.made_by(load)}
         make = MAKERS.get(self.name, make_sampler)
         return make(model, **settings)
 
     def made_by(self, load: Callable[[str], Model]) -> dict[str, Any]:
-        """`settings` with the verifier, where there is one, as a model.
+        """`settings` with the verifier as a model and the indicator as itself, where there are such.
 
         Raises:
             DllmError: when there must be one and none was named.
@@ -131,7 +137,8 @@ class SamplerSpec:
         settings = self.settings
         if self.name == "apd" and "verifier" not in settings:
             raise DllmError(f"sampler {self} has no verifier; write apd:verifier=DIR_OR_NAME")
-        return {**settings, "verifier": load(settings["verifier"])} if "verifier" in settings else settings
+        loads: dict[str, Callable[[str], Any]] = {"verifier": load, "indicator": _indicator}
+        return {name: loads[name](value) if name in loads else value for name, value in settings.items()}
 
 
 def parse_samplers(text: str) -> list[SamplerSpec]:
@@ -168,6 +175,12 @@ def typed(name: str, written: Mapping[str, str], model: str | None = None) -> Sa
         DllmError: as `parse_samplers`.
     """
     return SamplerSpec(name, spec.converted(written, _option_kinds(name, written), f"sampler {name}"), model)
+
+
+@functools.lru_cache(maxsize=1)
+def _indicator(folder: str) -> Indicator:
+    """An indicator, once for all its numbers in a sweep."""
+    return load_indicator(folder)
 
 
 def _option_kinds(name: str, written: Mapping[str, str]) -> dict[str, Any]:

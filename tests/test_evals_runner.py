@@ -459,7 +459,8 @@ def test_sweep_writes_tables_and_a_plot(command, random_sudoku, tmp_path):
 
 def test_a_figure_is_one_command(command, random_sudoku, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    assert len(figures.samplers()) == 75 and len({sampler.series for sampler in figures.samplers()}) == 6
+    every = figures.samplers_of(figures.FIGURES["eb-maze"].lines(None))
+    assert len(every) == 75 and len({sampler.series for sampler in every}) == 6
     for name, values in {"GAMMAS": (0, math.inf), "KS": (1, 16), "PROXIES": ("entropy",)}.items():
         monkeypatch.setattr(figures, name, values)
     small = ("--model", random_sudoku, "--task", SUDOKU, "--n", 4, "--batch-size", 4)
@@ -500,7 +501,7 @@ def test_tokenizer_writes_the_files_of_a_checkpoint(command, tmp_path):
         (["run", "--model", "x", "--task", "maze", "--sampler", "eb", "--n", "many"], "argument --n: invalid int"),
         (["sweep", "--model", "x", "--task", "maze", "--out", "o"], "no sampler was given"),
         (["sweep", "--model", "x", "--task", "maze", "--out", "o", "--grid", "/none.toml"], "could not be read"),
-        (["figure", "eb-chess", "--model", "x", "--out", "o"], "no figure is called 'eb-chess'"),
+        (["figure", "eb-chess", "--model", "x", "--out", "o"], "argument FIGURE: invalid choice: 'eb-chess'"),
         (["figure", "eb-maze", "--model", "x", "--out", "o", "--task", "sudoku"], "figure eb-maze is about maze"),
         (["show", "--task", "maze", "--index", "-1"], "index is -1"),
         (["tokenizer", "--task", "maze", "--out", "o", "--vocab-size", "300"], "--vocab-size is for word-problems"),

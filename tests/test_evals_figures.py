@@ -1,0 +1,179 @@
+"""The papers' figures as commands: what each runs, how few programs that takes, what it draws and says."""
+
+import dataclasses
+import json
+import os
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from test_evals_tasks import config_for
+
+from dllm_jax import random_model
+from dllm_jax.indicator import load_indicator
+from evals import __main__ as cli
+from evals import figures, plots, sweeps
+from evals.runner import Report
+from evals.tasks import make_task
+
+WORDS = make_task("word-problems:difficulty=easy")
+CAUSAL = {"family": "qwen2", "attention": "causal", "shift": True}
+
+
+def toy(name):
+    """A model of the word problems' tokens; one whose name begins with ar is causal."""
+    config = config_for(WORDS, **(CAUSAL if name.startswith("ar") else {}))
+    size = config.vocab_size
+    encode = lambda text: WORDS._coding[0].encode(text)
+    codec = SimpleNamespace(
+        encode=encode,
+        decode=WORDS.show,
+        vocab_size=size,
+        token_strings=lambda: list(map(str, range(size))),
+    )
+    return dataclasses.replace(random_model(config, key=0), name=name, tokenizer=codec)
+
+
+@pytest.fixture
+def measured(monkeypatch, small):
+    """Replaces models by toys and scoring by a formula; what was scored: [(model, sampler)]."""
+    seen, toys = [], {}
+    monkeypatch.setattr(
+        "evals.models.dllm_jax.load", lambda name, dtype: toys.get(name) or toys.setdefault(name, toy(name))
+    )
+
+    def run(models, task, sampler, *, n, batch_size, seed, split, examples, programs, progress):
+        seen.append((models.of(sampler).name, sampler))
+        loss = sum(sampler.numbers.values()) * (0.01 if sampler.name == "ni" else 1)
+        programs._made[sampler.without("indicator").series] = None
+        seed_of_indicator = len(sampler.options.get("indicator", ""))
+        nfe, accuracy = 2.0 + 10 / (1 + loss) + seed_of_indicator, 1 / (1 + 0.1 * loss)
+        numbers = {name: 0.0 for name, kind in Report.__annotations__.items() if kind is float}
+        numbers |= {"nfe": nfe, "accuracy": accuracy, "accuracy_stderr": 0.02, "tokens": 20.0, "seconds": 1.0}
+        numbers |= {"tokens_per_forward": 20 / nfe, "tokens_per_second": 40 / nfe, "committed_per_forward": 21 / nfe}
+        about = {"model": models.of(sampler).name, "task": str(task), "sampler": str(sampler), "settings": {}}
+        machine = {"hardware": {"devices": 1, "device": "cpu"}, "versions": {}, "dtype": "float32", "parameters": 1}
+        return Report(**about, **machine, **numbers, split=split, seed=seed, n=n, batch_size=batch_size)
+
+    monkeypatch.setattr(sweeps, "run", run)
+    return seen
+
+
+@pytest.fixture
+def figure(capsys, tmp_path, measured):
+    """Runs a figure's command: (status, printed, complaints, results)."""
+    pytest.importorskip("matplotlib")
+
+    def call(name, *options):
+        task = ("--task", str(WORDS)) if name not in ("eb-sudoku", "eb-maze") else ()
+        status = cli.main(["figure", name, "--model", "model", *task, "--n", "3", "--out", str(tmp_path), *options])
+        printed = capsys.readouterr()
+        if status == 0:
+            assert sorted(os.listdir(tmp_path)) == [f"{name}.png", "results.csv", "results.json"]
+            assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        results = json.loads((tmp_path / "results.json").read_text()) if status == 0 else None
+        return status, *printed, results
+
+    return call
+
+
+def points(name, **options):
+    """All samplers of a figure."""
+    return figures.samplers_of(figures.FIGURES[name].lines(SimpleNamespace(**options)))
+
+
+def programs(samplers):
+    return len({sampler.without("indicator").series for sampler in samplers})
+
+
+def test_figures_are_of_many_points_and_few_programs():
+    apd = [points("apd", verifier="ar", few_programs=few) for few in (False, True)]
+    assert list(map(len, apd)) == [65, 65] and list(map(programs, apd)) == [23, 6]
+    d2f = [points("d2f", student="student", ar=ar) for ar in ("ar", None)]
+    assert list(map(len, d2f)) == [74, 73] and list(map(programs, d2f)) == [11, 10]
+    ni = points("ni", indicator=["a", "b"], block_length=16)
+    assert len(ni) == 2 * (9 + 3 * 9 * 2) and programs(ni) == 4
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Fewer numbers, as every sampler is built."""
+    fewer = {"WEIGHTS": (0.1, 0.9), "FIXED": (1, 4), "LOOKAHEADS": (8, 4), "WINDOWS": (8, 1), "BLOCKS": (8, 16)}
+    fewer |= {"GRID": {"weight": (0.5, 0.8), "window": (8,), "lookahead": (4, 8)}, "TAU_CONF": (0.5, 0.9)}
+    fewer |= {"FAST_DLLM": (0.5, 0.9), "EB_GAMMAS": (0.1, 1), "THRESHOLDS": (0.3, 0.9), "NI_SCORES": (0.5, 0.9)}
+    for name, values in fewer.items():
+        monkeypatch.setattr(figures, name, values)
+
+
+def test_apd_compares_the_verifier_s_weight_with_fixed_steps(figure, measured):
+    status, out, err, results = figure("apd", "--verifier", "ar")
+    assert status == 0 and "13 points, 9 programs" in out
+    curves = results["curves"]
+    assert list(map(len, curves.values())) == [2, 2, 3, 3, 4, 1] and results["notes"] == []
+    assert curves["fixed k, left to right"][0] == curves["window W, k = 1"][0] == curves["lookahead M, k = 1"][0]
+    assert curves["lookahead M, k = 1"][-1] == "leftright:tokens_per_step=1,lookahead=4"
+    assert curves["verifier alone"] == ["leftright:window=1,lookahead=1@ar"]
+    assert [model for model, _ in measured].count("ar") == 1
+
+
+def test_d2f_sets_the_student_beside_its_teacher_and_an_autoregressive_model(figure, measured):
+    status, out, err, results = figure("d2f", "--student", "student", "--ar", "ar")
+    assert status == 0 and "18 points, 8 programs" in out
+    assert list(map(len, results["curves"].values())) == [1, 4, 4, 4, 4, 1]
+    models = [model for model, _ in measured]
+    assert {name: models.count(name) for name in set(models)} == {"model": 5, "student": 12, "ar": 1}
+    single = results["curves"]["D2F, single state"][0]
+    assert single == "d2f:block_length=8,tau_add=0.95,tau_act=0.95,threshold=0.5@student"
+
+
+def test_ni_averages_over_indicators_and_compares_at_equal_accuracy(figure, monkeypatch, ni_indicator):
+    loaded = load_indicator(ni_indicator)
+    monkeypatch.setattr("samplers.specs.load_indicator", lambda path: loaded)
+    status, out, err, results = figure("ni", "--indicator", "a", "--indicator", "bcd")
+    assert status == 0 and "28 points, 4 programs" in out
+    first, second = results["notes"]
+    best = 100 / (1 + 0.03)
+    assert first.startswith(
+        f"no cache: at accuracy within one standard error of the best threshold's (at least {best - 2:.1f}"
+    )
+    assert "+- 1.41 over 2 indicators" in first and "ratio" in first and first in out and "dual" in second
+    status, out, err, _ = figure("ni", "--indicator", "a", "--indicator", "a")
+    assert (status, out) == (2, "") and "an indicator was given twice" in err
+
+
+def test_a_point_over_several_indicators_has_a_spread():
+    reports = [SimpleNamespace(accuracy=a, accuracy_stderr=0.1, nfe=n) for a, n in ((0.5, 8.0), (0.7, 10.0))]
+    point = figures.Point(["one", "two"], reports)
+    curve = figures._curve("label", [point, figures.Point(["one"], reports[:1])], "nfe", "accuracy")
+    assert curve.x == [9.0, 8.0] and np.allclose(curve.y, [60, 50]) and np.allclose(curve.y_error, 10)
+    assert np.allclose(curve.x_spread, [np.sqrt(2), 0]) and np.allclose(curve.y_spread, [10 * np.sqrt(2), 0])
+    alone = figures._curve("label", [figures.Point(["one"], reports[:1])], "nfe", "accuracy")
+    assert alone.x_spread is None and alone.y_spread is None
+
+
+@pytest.mark.parametrize(
+    "arguments, complaint",
+    [
+        (["eb-chess"], "argument FIGURE: invalid choice: 'eb-chess'"),
+        (["apd"], "the following arguments are required: --verifier"),
+        (["apd", "--verifier", "a,b"], "'a,b' cannot be written in a sampler"),
+        (["ni", "--indicator", "nowhere"], "nowhere"),
+        (["d2f", "--student", "student", "--task", "maze"], "figure d2f is about word-problems, not maze"),
+        (["eb-maze", "--few-programs"], "unrecognized arguments: --few-programs"),
+    ],
+)
+def test_mistakes_come_before_anything_is_scored(figure, measured, arguments, complaint):
+    status, out, err, _ = figure(arguments[0], *arguments[1:])
+    assert (status, out) == (2, "") and err.count("\n") == 1 and complaint in err and not measured
+
+
+def test_panels_are_laid_out_in_rows_and_share_their_legend():
+    pytest.importorskip("matplotlib")
+    scattered = plots.Curve("a", [3, 1, 2], [90, 50, 40], [5, 0, 1], [1, 1, 1], [2, 2, 2], front=True)
+    named = plots.Panel("W", [plots.Curve("b", range(2), [7.0, 8.0])], y_label="tokens per second", ticks=["none", "8"])
+    drawn = plots.figure([named, plots.Panel("NFE", [scattered], True), named], "title", columns=2)
+    assert [text.get_text() for text in drawn.legends[0].get_texts()] == ["b", "a"]
+    one, other, _, empty = drawn.axes
+    assert [label.get_text() for label in one.get_xticklabels()] == ["none", "8"] and not empty.axison
+    joined = next(line for line in other.get_lines() if line.get_label() == "a")
+    assert list(joined.get_xdata()) == [1, 3]  # the third point is beaten
