@@ -5,6 +5,7 @@
     python -m evals figure eb-maze --model DIR --out DIR
     python -m evals compare --model word-problems --task word-problems --index 3
     python -m evals oracle --model DIR --task sudoku --sampler threshold:threshold=0.9
+    python -m evals indicator --model DIR --indicator DIR --trajectories DIR --out DIR
     python -m evals show --task maze:size=5 --split train
     python -m evals tokenizer --task sudoku --out DIR
 
@@ -28,7 +29,9 @@ from rich.text import Text
 
 from dllm_jax import DllmError, Model
 from dllm_jax.command import Parser, run_printing
+from dllm_jax.indicator import load_indicator
 from evals import figures, files, plots
+from evals.indicator import score_indicator
 from evals.models import Models
 from evals.oracle import OracleReport, oracle
 from evals.runner import Report, run
@@ -72,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_figure(commands)
     _add_compare(commands)
     _add_oracle(commands)
+    _add_indicator(commands)
     _add_show(commands)
     _add_tokenizer(commands)
     return parser
@@ -132,6 +136,19 @@ def _add_compare(commands: Any) -> None:
 def _add_oracle(commands: Any) -> None:
     about = "how few forwards would keep a sampler's trajectories as they are"
     _add_scoring(_command(commands, "oracle", _oracle, about))
+
+
+def _add_indicator(commands: Any) -> None:
+    about = "how well a trained indicator tells tokens that are final: precision_recall.csv and .png"
+    add = _command(commands, "indicator", _indicator, about)
+    _add_model(add)
+    add("--indicator", required=True, metavar="DIR", help="folder that python -m train indicator wrote")
+    add("--trajectories", required=True, metavar="DIR", help="of python -m train trajectories --split validation")
+    add("--out", required=True, metavar="DIR", help="folder of the results")
+    add("--precision", type=float, default=0.98, metavar="P", help="to find a threshold for, in (0, 1] (default: 0.98)")
+    add("--n", type=int, metavar="N", help="trajectories; by default all")
+    add("--batch-size", type=int, default=64, metavar="N", help="trajectories per forward (default: 64)")
+    add("--seed", type=int, default=0, metavar="N", help="of the states (default: 0)")
 
 
 def _add_show(commands: Any) -> None:
@@ -197,6 +214,19 @@ def _score(options: argparse.Namespace, score: Callable[..., Any], described: Ca
         return
     print(f"{report.model} on {report.task}, {report.n} {report.split} examples, {report.sampler}")
     print(described(report))
+
+
+def _indicator(options: argparse.Namespace) -> None:
+    if not 0 < options.precision <= 1:
+        raise DllmError(f"--precision is {options.precision:g}; it must be above 0 and at most 1")
+    plots.require_matplotlib()
+    indicator = load_indicator(options.indicator)
+    folder = files.make_folder(options.out)
+    chosen = {name: getattr(options, name) for name in ("n", "batch_size", "seed")}
+    report = score_indicator(_load(options), indicator, options.trajectories, **chosen)
+    files.write(folder / "precision_recall.csv", files.as_csv(report.rows()))
+    files.write(folder / "precision_recall.png", report.plot())
+    print(report.told(options.precision))
 
 
 def _sweep(options: argparse.Namespace) -> None:

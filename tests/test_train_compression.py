@@ -44,7 +44,7 @@ def write_folder(folder, *, correct=True):
         arrays = {
             "prompts": rng.integers(10, 20, lengths.sum()).astype(np.uint16),
             "prompt_lengths": lengths.astype(np.int32),
-            "gen_lengths": np.asarray([8, 6, 8, 8][: end - first], np.int32),
+            "gen_lengths": np.asarray([8, 8 if first else 6, 8, 8][: end - first], np.int32),
             "tokens": tokens.astype(np.uint16),
             "step": step.astype(np.int16),
             "nfe": np.full(end - first, 4),
@@ -138,20 +138,17 @@ def compression_settings(out, base, folder, **changes):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    model, out = random_model(LLADA, key=3), tmp_path_factory.mktemp("models") / "base"
+    model, out = random_model(LLADA.replace(num_layers=1), key=3), tmp_path_factory.mktemp("models") / "base"
     checkpoint.save(out, model.config, model.params.items())
     return out
 
 
-def test_all_weights_or_adapters(tmp_path, base, folder):
+def test_training_lowers_the_loss(tmp_path, base, folder):
     values = compression_settings(tmp_path / "whole", base, folder, steps=20, optimizer__lr=3e-2)
     outcome = train.train(build(CompressionConfig, values))
     lines = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["loss"] < 0.6 * lines[0]["loss"]
     assert dllm_jax.load(outcome.folder).config == dllm_jax.load(base).config
-    values = compression_settings(tmp_path / "lora", base, folder, steps=2, lora={"rank": 2})
-    outcome = train.train(build(CompressionConfig, values))
-    assert outcome.folder.name == "adapters" and train.load_adapters(outcome.folder)[3] == str(base)
 
 
 def test_refusals(tmp_path, base, folder):
