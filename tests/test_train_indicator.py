@@ -165,8 +165,8 @@ def run_settings(out, base, folder, **changes):
 
 def test_runs_on_one_device_and_on_eight_and_goes_on_bit_exactly(tmp_path, base, folder, capsys):
     curves = []
-    short = {"steps": 4, "checkpoint__every": 2}
-    for name, mesh in (("one", {}), ("eight", {"data": 4, "fsdp": 2})):
+    for name, every, mesh in (("one", 2, {}), ("eight", 4, {"data": 4, "fsdp": 2})):
+        short = {"steps": 4, "checkpoint__every": every}
         values = run_settings(tmp_path / name, base, folder, compute__mesh=mesh, **short)
         path = write_toml(tmp_path / f"{name}.toml", values)
         assert main(["indicator", "--config", str(path), "--no-progress"]) == 0

@@ -1,12 +1,14 @@
-"""Training of diffusion language models: `python -m train masked-diffusion | d2f --config FILE.toml key=value ...`.
+"""Training of diffusion language models: `python -m train COMMAND --config FILE.toml key=value ...`, where COMMAND is
+masked-diffusion, d2f, autoregressive, compression, or indicator, which trains a network beside a model.
 
     from train import read_config, train
 
     outcome = train(read_config("run.toml", ["steps=100"]))
     model = dllm_jax.load(outcome.folder)
 
-See `train.config` for the settings, `train.objective` and `train.d2f` for the losses, `train.data` for the data,
-`train.lora` for adapters and `train.folder` for what a run leaves behind.
+See `train.config` for the settings, `train.objective`, `train.d2f`, `train.autoregressive`, `train.indicator` and
+`train.compression` for the losses, `train.data` for the data, `train.trajectories` for making such of a model's own,
+`train.trained` for what can be trained and `train.folder` for what a run leaves behind.
 """
 
 from train.config import TrainConfig, read_config

@@ -20,6 +20,8 @@ class ExampleLike(Protocol):
         prompt_ids: [P] integers, never masked in SFT; may be empty.
         answer_ids: [A] integers, to be learned; a document without prompt is all answer.
         given: [A] bool, positions of the answer that the model is told and that are never masked; None where none is.
+
+    A trajectory has a `step` as well, see `Example`.
     """
 
     @property
