@@ -1,4 +1,5 @@
-"""Samples from a converted checkpoint: `python -m samplers "prompt" --model DIR_OR_NAME --rule RULE --cache CACHE`.
+"""Samples from a converted checkpoint: `python -m samplers "prompt" --model DIR_OR_NAME --rule RULE --cache CACHE`,
+or `--sampler d2f:block_length=8,tau_add=0.1`, `--sampler apd:verifier=DIR_OR_NAME,weight=0.7,window=16`.
 
 On a terminal the canvas is shown while it is being unmasked; through a pipe the text alone is written, and the
 statistics go to the standard error. A prompt is taken as it is: write line breaks as the shell does, $'like\\nthis'.
@@ -7,6 +8,7 @@ statistics go to the standard error. A prompt is taken as it is: write line brea
 import argparse
 import contextlib
 import dataclasses
+import functools
 import inspect
 import io
 import json
@@ -19,7 +21,7 @@ import sys
 import textwrap
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +36,13 @@ from samplers.block import BlockSampler
 from samplers.caches import CACHES
 from samplers.checks import check_number, refuse_unknown
 from samplers.engine import Result
-from samplers.generate import Generation, Prompt, generate, prepare
+from samplers.generate import CanvasSampler, Generation, Prompt, generate, prepare
 from samplers.live import printable, settings_of, title, watch
+from samplers.makers import MAKERS
 from samplers.presets import PRESETS, preset
 from samplers.rules import RULES
 from samplers.smoothing import Smoothing
+from samplers.specs import SamplerSpec, option_kinds, parse_sampler
 from samplers.timing import Programs
 
 JSON_LINES = (".jsonl", ".ndjson")
@@ -57,6 +61,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options; a preset's values, or the usual rule and cache policy, stand in for those that were not written."""
     parser = _parser()
     options = parser.parse_intermixed_args(arguments)
+    if options.sampler is not None:
+        return options
     written = {name: vars(options)[name] for name in _USUAL if vars(options)[name] is not None}
     values = _USUAL if options.preset is None else preset(options.preset, **written)
     for name, value in values.items():
@@ -77,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompts", metavar="FILE", help='one prompt per line, or JSON lines with "prompt" or "messages"; - is stdin')
     add("--model", metavar="DIR_OR_NAME", help="converted checkpoint: a folder, or a name in ~/.cache/dllm_jax")
     add("--dtype", help="bfloat16, float16 or float32; as stored by default")
-    add("--list", action="store_true", help="print the rules with their options and the cache policies")
+    add("--list", action="store_true", help="print rules, cache policies and samplers with their options")
     _add_sampling(parser.add_argument_group("sampling"))
     _add_part_options(parser.add_argument_group("options of the rules", "see --list for what they mean"), "rule", RULES)
     _add_part_options(parser.add_argument_group("options of the cache policies", "likewise"), "cache", CACHES)
@@ -87,6 +93,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_sampling(group: Any) -> None:
     add = group.add_argument
+    about = f"{', '.join(MAKERS)} or a rule, with options as in d2f:block_length=8; @DIR behind it is its model"
+    add("--sampler", metavar="SPEC", help=about)
     add("--preset", metavar="NAME", help=f"published settings, changed by other options: {', '.join(PRESETS)}")
     add("--rule", metavar="RULE", help=f"{', '.join(RULES)} (default: threshold)")
     add("--cache", metavar="CACHE", help=f"{', '.join(CACHES)} (default: dual)")
@@ -173,21 +181,22 @@ def _run(options: argparse.Namespace) -> None:
     if options.list:
         print(_listing())
         return
-    if options.model is None:
-        raise DllmError("no model was named; pass --model DIR_OR_NAME")
+    named = _named_model(options)
     check_number("delay", options.delay, 0.0)
     check_number("batch_size", options.batch_size, 1)
-    prompts, settings = _prompts(options), _settings(options)
-    sampler = prepare(_outline(options.model), prompts, **settings)[0]  # mistakes come before gigabytes are read
-    with Console(stderr=True).status(f"loading {options.model}", spinner="line"):
-        model = dllm_jax.load(options.model, dtype=options.dtype)
+    prompts = _prompts(options)
+    prepare(_outline(named), prompts, **_settings(options, _outline))  # mistakes come before gigabytes are read
+    load = functools.partial(dllm_jax.load, dtype=options.dtype)
+    with Console(stderr=True).status(f"loading {named}", spinner="line"):
+        model, settings = load(named), _settings(options, load)
+    sampler = prepare(model, prompts, **settings)[0]
     if sys.stdout.isatty() and len(prompts) == 1 and not (options.json or options.no_live):
         _show_live(model, prompts[0], sampler, settings, options.delay)
         return
     stopwatch = _Stopwatch()
     answers = generate(model, prompts, batch_size=options.batch_size, run=stopwatch, **settings)
     if options.json:
-        told = _told(options, model, sampler)
+        told = _told(options, settings, model, sampler)
         for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
             seconds = stopwatch.seconds[i // (options.batch_size or len(prompts))]
             print(json.dumps(_json(prompt, answer, seconds, stopwatch.programs.compile_seconds, told)))
@@ -198,8 +207,17 @@ def _run(options: argparse.Namespace) -> None:
     _print_statistics(answers, seconds, speed, model, sampler)
 
 
+def _named_model(options: argparse.Namespace) -> str:
+    """The model of the sampler, else of the command."""
+    of_sampler = None if options.sampler is None else parse_sampler(options.sampler).model
+    found: str | None = of_sampler or options.model
+    if found is None:
+        raise DllmError("no model was named; pass --model DIR_OR_NAME")
+    return found
+
+
 def _show_live(
-    model: Model, prompt: Prompt, sampler: BlockSampler, settings: dict[str, Any], delay: float | None
+    model: Model, prompt: Prompt, sampler: CanvasSampler, settings: dict[str, Any], delay: float | None
 ) -> None:
     watched = watch(model, prompt, delay=delay, keep=False, **settings)
     _print_texts([watched.generation])
@@ -228,13 +246,18 @@ def _outline(path_or_name: str) -> Model:
     return Model(config, {}, tokenizer, folder.resolve().name, folder)
 
 
-def _settings(options: argparse.Namespace) -> dict[str, Any]:
-    """The options as `generate` takes them."""
+def _settings(options: argparse.Namespace, load: Callable[[str], Model]) -> dict[str, Any]:
+    """The options as `generate` takes them; `load` gives a verifier by its folder or name."""
+    always = {name: getattr(options, name) for name in ("chat", "system", "seed")}
+    if options.sampler is not None:
+        return {**_of_spec(options, parse_sampler(options.sampler), load), **always}
+    rule, cache = _numbers(options, "rule", RULES), _numbers(options, "cache", CACHES)
+    return {"rule": options.rule, **rule, "cache": options.cache, **cache, **_common(options), **always}
+
+
+def _common(options: argparse.Namespace) -> dict[str, Any]:
+    """What flags say whatever the rule."""
     return {
-        "rule": options.rule,
-        **_numbers(options, "rule", RULES),
-        "cache": options.cache,
-        **_numbers(options, "cache", CACHES),
         "smoothing": _smoothing(options.smoothing),
         "align_blocks": options.align_blocks,
         "gen_length": options.gen_length,
@@ -247,10 +270,28 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
         "ignore_eos": options.ignore_eos,
         "fill_after_eos": options.fill_after_eos,
         "canvas_length": options.canvas_length,
-        "chat": options.chat,
-        "system": options.system,
-        "seed": options.seed,
     }
+
+
+def _of_spec(options: argparse.Namespace, sampler: SamplerSpec, load: Callable[[str], Model]) -> dict[str, Any]:
+    """The options of --sampler, and what other flags say of it.
+
+    Raises:
+        DllmError: for flags of rules, cache policies and presets, for what the sampler does not know, and for what is
+            said twice.
+    """
+    parts = [name for name in vars(options) if name.startswith(("rule_", "cache_")) or name in (*_USUAL, "preset")]
+    if beside := [name for name in parts if getattr(options, name) is not None]:
+        flag = _flag(beside[0].removeprefix("rule_").removeprefix("cache_"))
+        raise DllmError(f"{flag} has no effect beside --sampler; write it into the sampler, as in eb:gamma=0.1")
+    usual = _common(_parser().parse_args([]))
+    said = {name: value for name, value in _common(options).items() if value != usual[name]}
+    refuse_unknown(f"sampler {sampler.name}", said, [*option_kinds(sampler.name, sampler.options), "stop"])
+    if twice := sorted(said.keys() & sampler.options.keys()):
+        raise DllmError(f"{twice[0]} is in the sampler and a flag of its own; leave one out")
+    own_loop = {"sampler": sampler.name} if sampler.name in MAKERS else {}
+    whole = preset(sampler.name) if sampler.name in PRESETS else {}
+    return {**own_loop, **whole, **sampler.loaded(load), **said}
 
 
 def _numbers(options: argparse.Namespace, part: str, table: Mapping[str, type]) -> dict[str, Any]:
@@ -356,7 +397,7 @@ def _print_texts(answers: Sequence[Generation]) -> None:
 
 
 def _print_statistics(
-    answers: Sequence[Generation], seconds: float, speed: str, model: Model, sampler: BlockSampler
+    answers: Sequence[Generation], seconds: float, speed: str, model: Model, sampler: CanvasSampler
 ) -> None:
     """One line, below the text on a terminal, else apart from it; of several prompts the sums."""
     nfe, full = sum(answer.nfe for answer in answers), sum(answer.full_forwards for answer in answers)
@@ -365,6 +406,7 @@ def _print_statistics(
         *([f"{len(answers)} prompts"] if len(answers) > 1 else []),
         f"NFE {nfe} ({full} full + {nfe - full} window)",
         f"{tokens} tokens, {tokens / max(nfe, 1):.2f} per forward",
+        *_drafts(answers, nfe),
         f"{tokens / seconds:.1f} tokens/s ({speed})",
         title(sampler),
         f"{model.name}, {_dtype(model)} on {_device(model)}",
@@ -372,6 +414,15 @@ def _print_statistics(
     line, stream = " | ".join(parts), sys.stdout if sys.stdout.isatty() else sys.stderr
     ascii_only = not (stream.encoding or "").lower().startswith("utf")
     print(printable(line.replace("×", "x") if ascii_only else line, ascii_only), file=stream)
+
+
+def _drafts(answers: Sequence[Generation], nfe: int) -> list[str]:
+    """How drafts fared, of samplers that write from left to right."""
+    verified = [answer.verifier_forwards for answer in answers if answer.verifier_forwards is not None]
+    if not verified:
+        return []
+    accepted = sum(answer.committed for answer in answers) / max(nfe, 1)
+    return [f"{accepted:.2f} accepted per forward, {sum(verified)} verifier forwards"]
 
 
 def _dtype(model: Model) -> str:
@@ -388,23 +439,31 @@ def _for_terminal(text: str) -> str:
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: printable(match[0]), text)
 
 
-def _told(options: argparse.Namespace, model: Model, sampler: BlockSampler) -> dict[str, Any]:
+def _told(
+    options: argparse.Namespace, settings: Mapping[str, Any], model: Model, sampler: CanvasSampler
+) -> dict[str, Any]:
     """The settings of a run, for its JSON."""
-    asked = {**_settings(options), "batch_size": options.batch_size}
-    smoothing = None if sampler.smoothing is None else dataclasses.asdict(sampler.smoothing)
+    always = {name: getattr(options, name) for name in ("chat", "system", "seed", "batch_size", "preset")}
     versions = {"dllm_jax": dllm_jax.__version__, "jax": jax.__version__, "python": platform.python_version()}
-    of_parts = {name for name in asked if {f"rule_{name}", f"cache_{name}"} & vars(options).keys()}
     return {
         "model": model.name,
-        **{name: _finite(value) for name, value in asked.items() if name not in of_parts},
-        "preset": options.preset,
-        "rule": {name: _finite(value) for name, value in settings_of(sampler.rule).items()},
-        "cache": settings_of(sampler.cache),
-        "smoothing": smoothing,
+        **{name: _finite(settings[name]) for name in _common(options) if name in settings},
+        **always,
+        "sampler": options.sampler,
+        **(_told_of_parts(sampler) if isinstance(sampler, BlockSampler) else settings_of(sampler)),
+        "gen_length": sampler.gen_length,
         "block_length": sampler.width,
         "device": _device(model),
         "dtype": _dtype(model),
         "versions": versions,
+    }
+
+
+def _told_of_parts(sampler: BlockSampler) -> dict[str, Any]:
+    return {
+        "rule": {name: _finite(value) for name, value in settings_of(sampler.rule).items()},
+        "cache": settings_of(sampler.cache),
+        "smoothing": None if sampler.smoothing is None else dataclasses.asdict(sampler.smoothing),
     }
 
 
@@ -425,6 +484,7 @@ def _json(
         "nfe": answer.nfe,
         "full_forwards": answer.full_forwards,
         "cache_updates": answer.cache_updates,
+        "verifier_forwards": answer.verifier_forwards,
         "tokens_per_forward": answer.tokens_per_forward,
         "seconds": seconds,
         "compile_seconds": compile_seconds,
@@ -436,10 +496,12 @@ def _json(
 
 
 def _listing() -> str:
-    """All rules and all cache policies with their options, smoothing, and the presets."""
+    """All rules, cache policies and samplers with their options, smoothing, and the presets."""
     width = min(shutil.get_terminal_size().columns, 110)
     lines = ["rules, by --rule:", *_listed(RULES, width)]
     lines += ["", "cache policies, by --cache:", *_listed(CACHES, width)]
+    lines += ["", "samplers with a loop of their own, by --sampler NAME:option=value,option=value:"]
+    lines += _listed_makers(width)
     lines += ["", *_wrapped(f"--smoothing: {_summary(Smoothing)}", width, "  "), "", "presets, by --preset:", ""]
     for name, options in PRESETS.items():
         told = ", ".join(f"{option} {value}" for option, value in options.items() if option != "smoothing")
@@ -457,6 +519,18 @@ def _listed(table: Mapping[str, type], width: int) -> Iterator[str]:
             choices = ", ".join(_choices(kind, field.name))
             values = f"(default: {_default(field)}{choices and f'; one of {choices}'})"
             yield from _wrapped(f"    {_flag(field.name)} {values} {about.get(field.name, '')}", width, "        ")
+
+
+def _listed_makers(width: int) -> Iterator[str]:
+    for name, make in MAKERS.items():
+        kind, parameters = typing.get_type_hints(make)["return"], inspect.signature(make).parameters
+        yield ""
+        yield from _wrapped(f"{name}: {_summary(kind)}", width, "  ")
+        about, own = _attribute_docs(kind), {field.name for field in dataclasses.fields(kind)}
+        for option in filter(own.__contains__, option_kinds(name, {})):
+            default = parameters[option].default
+            told = "required" if default is inspect.Parameter.empty else f"default: {str(default).lower()}"
+            yield from _wrapped(f"    {option} ({told}) {about.get(option, '')}", width, "        ")
 
 
 def _wrapped(text: str, width: int, indent: str) -> Iterator[str]:

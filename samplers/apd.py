@@ -115,8 +115,11 @@ class LeftRight(LeftToRight):
     """The baseline of APD: always writes the same number of tokens; one is exact left-to-right sampling of the dLLM.
 
     Attributes:
-        gen_length, window, lookahead, sampling, stop, most_window, most_lookahead, room: as in `APD`.
+        gen_length: G, positions to generate.
         tokens_per_step: K, tokens that a step writes, as far as the lookahead and the generation go. Scalar or [B].
+        window: W, as in `APD`.
+        lookahead: M, as in `APD`.
+        sampling, stop, most_window, most_lookahead, room: as in `APD`.
         compat: the temperature counts twice, as in the official code; see `APD.target`.
     """
 

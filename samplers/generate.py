@@ -1,6 +1,7 @@
 """Text in, text out: prompts are encoded, padded to a bucket, sampled in one compiled call and decoded."""
 
 import dataclasses
+import inspect
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, overload
@@ -11,6 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from dllm_jax import DllmError, Model, ModelConfig
+from samplers.apd_loop import DraftResult
 from samplers.block import BlockSampler
 from samplers.caches import CACHES, CachePolicy, make_cache
 from samplers.checks import check_length, check_whole
@@ -38,6 +40,8 @@ class Generation:
         cache_updates: those of them whose keys and values were all stored for later ones.
         decoded_at: per canvas position the forward that committed it, -1 where none did.
         canvas: all tokens of the canvas.
+        verifier_forwards: forwards of the verifier, 0 for a sampler that writes from left to right without one; None
+            for all other samplers.
     """
 
     text: str
@@ -48,11 +52,36 @@ class Generation:
     cache_updates: int
     decoded_at: list[int] = dataclasses.field(repr=False)
     canvas: list[int] = dataclasses.field(repr=False)
+    verifier_forwards: int | None = None
 
     @property
     def tokens_per_forward(self) -> float:
         """Answer tokens per forward (TPF)."""
         return len(self.tokens) / max(self.nfe, 1)
+
+    @property
+    def committed(self) -> int:
+        """Tokens that the forwards wrote, those behind the end too."""
+        return sum(at >= 0 for at in self.decoded_at)
+
+
+class CanvasSampler(Sampler[Any], Protocol):
+    """A sampler that tells where it writes, as all here do.
+
+    Attributes:
+        gen_length: G, positions to generate.
+        canvas_length: positions of prompt and canvas together, where the canvas is longer than the generation.
+        width: length of a block.
+    """
+
+    @property
+    def gen_length(self) -> int: ...
+
+    @property
+    def canvas_length(self) -> int | None: ...
+
+    @property
+    def width(self) -> int: ...
 
 
 def make_sampler(
@@ -262,25 +291,6 @@ def _checked_ids(model: Model, ids: Sequence[Any]) -> list[int]:
     return [int(token) for token in ids]
 
 
-class CanvasSampler(Sampler[Any], Protocol):
-    """A sampler that tells where it writes, as all here do.
-
-    Attributes:
-        gen_length: G, positions to generate.
-        canvas_length: positions of prompt and canvas together, where the canvas is longer than the generation.
-        width: length of a block.
-    """
-
-    @property
-    def gen_length(self) -> int: ...
-
-    @property
-    def canvas_length(self) -> int | None: ...
-
-    @property
-    def width(self) -> int: ...
-
-
 def check_lengths(model: Model, sampler: CanvasSampler, rows: Sequence[Sequence[int]]) -> None:
     """Refuses prompts that do not fit the trained context.
 
@@ -307,7 +317,7 @@ def generate(
     model: Model,
     prompts: str | Sequence[Prompt],
     *,
-    sampler: BlockSampler | None = None,
+    sampler: str | CanvasSampler | None = None,
     chat: bool = False,
     system: str | None = None,
     seed: int = 0,
@@ -322,13 +332,14 @@ def generate(
 
     Args:
         prompts: one string, or a list whose items are strings, token ids or lists of chat messages.
-        sampler: what to do; by default made by `make_sampler` from `options`.
+        sampler: what to do: a sampler, or a name in `samplers.MAKERS` ("d2f", "apd", "leftright"), which is made from
+            `options`; by default made from them by `make_sampler`.
         chat: take strings as a user's message in the model's chat format; system: with this system message.
         seed: of the random numbers, where any are drawn.
         batch_size: rows that are sampled together; all by default.
         progress: a progress bar over batches; by default where there are several and someone is watching.
         run: what samples a batch, called like `sample_jit`; for timing it, or sampling elsewhere.
-        options: see `make_sampler`.
+        options: see `make_sampler`, or `make_pipeline`, `make_apd`, `make_left_right`.
 
     Returns:
         A `Generation` for a single string, else a list of them.
@@ -351,18 +362,16 @@ def prepare(
     model: Model,
     prompts: Sequence[Prompt],
     *,
-    sampler: BlockSampler | None = None,
+    sampler: str | CanvasSampler | None = None,
     chat: bool = False,
     system: str | None = None,
     seed: int = 0,
     **options: Any,
-) -> tuple[BlockSampler, list[list[int]], jax.Array]:
+) -> tuple[CanvasSampler, list[list[int]], jax.Array]:
     """Everything `generate` does before the first forward: the sampler, the prompts' token ids and a key per prompt.
 
     Arguments and errors are those of `generate`; the model's parameters are not looked at.
     """
-    if sampler is not None and options:
-        raise DllmError(f"options {', '.join(sorted(options))} have no effect beside a sampler; set them in it")
     if not isinstance(model, Model):
         raise DllmError(f"model is a {type(model).__name__}; load one by dllm_jax.load")
     if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, (Sequence, np.ndarray, jax.Array)):
@@ -370,15 +379,36 @@ def prepare(
     if not isinstance(seed, (int, np.integer)):
         raise DllmError(f"seed is {seed!r}; it must be a whole number")
     check_whole("seed", seed, 0, 2**32 - 1)  # JAX drops the bits above, so that other seeds would give equal numbers
-    sampler = make_sampler(model, **options) if sampler is None else sampler
+    sampler = _made(model, sampler, options)
     rows = [encode_prompt(model, prompt, chat=chat, system=system) for prompt in prompts]
     check_lengths(model, sampler, rows)
     return sampler, rows, row_keys(jax.random.key(seed), len(rows))
 
 
+def _made(model: Model, sampler: str | CanvasSampler | None, options: dict[str, Any]) -> CanvasSampler:
+    """A sampler as it is, by its name, or by its rule."""
+    if sampler is None:
+        return make_sampler(model, **options)
+    if not isinstance(sampler, str):
+        if options:
+            raise DllmError(f"options {', '.join(sorted(options))} have no effect beside a sampler; set them in it")
+        return sampler
+    from samplers.makers import MAKERS  # which are made of what is here
+
+    if sampler not in MAKERS:
+        raise DllmError(f"no sampler is called {sampler!r}; choose one of {', '.join(MAKERS)}, or a rule by rule=")
+    make = MAKERS[sampler]
+    try:
+        inspect.signature(make).bind(model, **options)
+    except TypeError as error:
+        raise DllmError(f"sampler {sampler}: {error}; see samplers.{make.__name__}") from None
+    found: CanvasSampler = make(model, **options)
+    return found
+
+
 def _in_batches(
     model: Model,
-    sampler: BlockSampler,
+    sampler: CanvasSampler,
     rows: list[list[int]],
     keys: jax.Array,
     batch_size: int | None,
@@ -416,4 +446,5 @@ def answer(model: Model, prompt: list[int], result: Result, row: int, stop: Sequ
         cache_updates=int(result.cache_updates[row]),
         decoded_at=result.decoded_at[row].tolist(),
         canvas=result.tokens[row].tolist(),
+        verifier_forwards=int(result.verifier_forwards[row]) if isinstance(result, DraftResult) else None,
     )

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,12 +21,14 @@ from rich.text import Text
 
 from dllm_jax import DllmError, Model
 from dllm_jax.indicator import Indicator
+from samplers.apd import APD, LeftRight
 from samplers.block import BlockSampler
 from samplers.caches import CACHES
 from samplers.checks import check_number
 from samplers.engine import Result, stream
-from samplers.generate import Generation, Prompt, answer, pad_prompts, prepare
-from samplers.rules import RULES
+from samplers.generate import CanvasSampler, Generation, Prompt, answer, pad_prompts, prepare
+from samplers.pipeline import PipelineSampler
+from samplers.rules import RULES, Rule
 
 END = "\x03"  # stands for any end token until a frame is drawn
 SHORTEST_FRAME, LONGEST_SHOW = 0.1, 8.0  # seconds that an automatic delay aims at
@@ -155,30 +157,57 @@ def _piece_of(model: Model) -> Callable[[int], bytes]:
         return functools.cache(lambda token: tokenizer.decode([token], skip_special=False).encode())
 
 
+_LOOPS: Mapping[str, tuple[type, str]] = {  # name -> a sampler with a loop of its own, and its first number
+    "d2f": (PipelineSampler, "threshold"),
+    "apd": (APD, "weight"),
+    "leftright": (LeftRight, "tokens_per_step"),
+}
+
+
 def settings_of(part: Any) -> dict[str, Any]:
-    """A rule or a cache policy as plain values: {"name": ..., its numbers and choices}."""
-    named: dict[str, type] = {**RULES, **CACHES}
+    """A rule, a cache policy or a sampler as plain values: {"name": ..., its numbers and choices}."""
+    named: dict[str, type] = {**RULES, **CACHES, **{name: kind for name, (kind, _) in _LOOPS.items()}}
     name = next((name for name, kind in named.items() if type(part) is kind), type(part).__name__)
     fields = [field.name for field in dataclasses.fields(part) if field.name != "compat"]
-    values = {field: getattr(part, field) for field in fields}
-    return {"name": name, **{k: str(v) if isinstance(v, Indicator) else v for k, v in values.items()}}
+    values = {field: _plain(getattr(part, field)) for field in fields}
+    return {"name": name, **{field: value for field, value in values.items() if value is not _HIDDEN}}
 
 
-def title(sampler: BlockSampler) -> str:
-    """A sampler in a few words, `eb gamma=0.1 × dual` or `threshold=0.9 × vicinity warmup=2 × smoothing`: the rule's
-    first option, and the others that are not as usual."""
-    first = dataclasses.fields(sampler.rule)[0].name  # type: ignore[arg-type]
-    parts = [_described(sampler.rule, {first}), _described(sampler.cache, set())]
+_HIDDEN = object()
+
+
+def _plain(value: Any) -> Any:
+    """A field as JSON takes it; models, token choice and the like are told elsewhere."""
+    if isinstance(value, Rule):
+        return settings_of(value)
+    if isinstance(value, Indicator):
+        return str(value)
+    return value if value is None or isinstance(value, (bool, int, float, str)) else _HIDDEN
+
+
+def title(sampler: CanvasSampler) -> str:
+    """A sampler in a few words, `eb gamma=0.1 × dual`, `threshold=0.9 × vicinity warmup=2 × smoothing` or
+    `d2f threshold=0.9 block_length=8 × eb gamma=0.1`: the first number, and the others that are not as usual."""
+    if not isinstance(sampler, BlockSampler):
+        always = {first for kind, first in _LOOPS.values() if isinstance(sampler, kind)}
+        rule = getattr(sampler, "rule", None)
+        return " × ".join([_described(sampler, always), *([] if rule is None else [_of_rule(rule)])])
+    parts = [_of_rule(sampler.rule), _described(sampler.cache, set())]
     if sampler.smoothing is not None:
         parts.append(f"smoothing{_described(sampler.smoothing, set()).removeprefix('Smoothing')}")
     return " × ".join(parts)
+
+
+def _of_rule(rule: Rule) -> str:
+    return _described(rule, {dataclasses.fields(rule)[0].name})  # type: ignore[arg-type]
 
 
 def _described(part: Any, always: set[str]) -> str:
     settings = settings_of(part)
     name = settings.pop("name")
     usual = {field.name: field.default for field in dataclasses.fields(part) if field.name not in always}
-    numbers = [f"{option}={value}" for option, value in settings.items() if option in always or value != usual[option]]
+    changed = {option: value for option, value in settings.items() if option in always or value != usual[option]}
+    numbers = [f"{option}={value}" for option, value in changed.items() if option not in ("gen_length", "rule")]
     return " ".join(numbers if name in settings else [name, *numbers])
 
 
@@ -188,7 +217,7 @@ _result_jit = jax.jit(lambda sampler, denoiser, state: sampler.result(denoiser, 
 def watch(
     model: Model,
     prompt: Prompt,
-    sampler: BlockSampler | None = None,
+    sampler: str | CanvasSampler | None = None,
     *,
     chat: bool = False,
     system: str | None = None,
@@ -264,7 +293,7 @@ def _automatic(gen_length: int, took: float) -> float:
     return max(min(SHORTEST_FRAME, LONGEST_SHOW / gen_length) - took, 0.0)
 
 
-def _canvas(sampler: BlockSampler, spell: Speller, result: Result, last: bool = False) -> Canvas:
+def _canvas(sampler: CanvasSampler, spell: Speller, result: Result, last: bool = False) -> Canvas:
     """A frame of the only row of a result."""
     decoded_at, nfe, full = result.decoded_at[0].tolist(), int(result.nfe[0]), int(result.full_forwards[0])
     written = [at >= 0 for at in decoded_at]

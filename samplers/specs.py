@@ -124,11 +124,11 @@ class SamplerSpec:
         if model.config.mask_id is None:
             advice = "use it as a verifier, or set an unused id as mask_id in its config"
             raise DllmError(f"sampler {self}: {model.name} has no mask token to mark open positions with; {advice}")
-        settings = {"gen_length": canvas.answer_width, "ignore_eos": not canvas.stops, **self.made_by(load)}
+        settings = {"gen_length": canvas.answer_width, "ignore_eos": not canvas.stops, **self.loaded(load)}
         make = MAKERS.get(self.name, make_sampler)
         return make(model, **settings)
 
-    def made_by(self, load: Callable[[str], Model]) -> dict[str, Any]:
+    def loaded(self, load: Callable[[str], Model]) -> dict[str, Any]:
         """`settings` with the verifier as a model and the indicator as itself, where there are such.
 
         Raises:
@@ -174,7 +174,7 @@ def typed(name: str, written: Mapping[str, str], model: str | None = None) -> Sa
     Raises:
         DllmError: as `parse_samplers`.
     """
-    return SamplerSpec(name, spec.converted(written, _option_kinds(name, written), f"sampler {name}"), model)
+    return SamplerSpec(name, spec.converted(written, option_kinds(name, written), f"sampler {name}"), model)
 
 
 @functools.lru_cache(maxsize=1)
@@ -183,13 +183,21 @@ def _indicator(folder: str) -> Indicator:
     return load_indicator(folder)
 
 
-def _option_kinds(name: str, written: Mapping[str, str]) -> dict[str, Any]:
-    """Option -> type, of all that the sampler takes besides what is written."""
+def option_kinds(name: str, written: Mapping[str, Any]) -> dict[str, Any]:
+    """Option -> type, of all that a sampler takes which can be written.
+
+    Args:
+        written: its options, of which the rule of d2f and the cache policy bring options of their own.
+
+    Raises:
+        DllmError: for unknown names.
+    """
     if name in MAKERS:
         kinds = _keyword_kinds(MAKERS[name])
-        if name == "d2f" and "rule" in written:
-            return {**_part_kinds(_rule(written["rule"])), **kinds, "rule": str}
-        return kinds
+        if name != "d2f":
+            return kinds
+        inside = _part_kinds(_rule(written["rule"])) if "rule" in written else {}
+        return {**inside, **kinds, "rule": str}
     names = (*RULES, *PRESETS, *MAKERS)
     if name not in names:
         raise DllmError(f"no unmasking rule or preset is called {name!r}; choose one of {', '.join(names)}")

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -13,7 +14,9 @@ import jax
 import pytest
 from rich.console import Console
 
+import dllm_jax
 import samplers
+from dllm_jax import checkpoint
 from samplers import CACHES, RULES, Generation, Rule, Smoothing, engine, live
 from samplers import __main__ as cli
 from samplers.live import END, Speller, printable, watch
@@ -179,6 +182,85 @@ def test_mistakes_in_parts_are_one_sentence(run, options, sentence):
     assert (status, out) == (2, "") and err.startswith(f"error: {sentence}") and err.count("\n") == 1
 
 
+@pytest.fixture(scope="module")
+def written_to(llada_tiny, tmp_path_factory):
+    """A folder of a causal model beside the tiny LLaDA: a verifier of the same tokens."""
+    config = llada_tiny.config.replace(family="qwen2", attention="causal", shift=True, qkv_bias=True)
+    beside = dllm_jax.random_model(config, key=1)
+    folder = tmp_path_factory.mktemp("beside") / "verifier"
+    checkpoint.save(folder, beside.config, beside.params.items())
+    for path in llada_tiny.folder.glob("*token*"):
+        shutil.copy(path, folder)
+    return folder
+
+
+def test_the_pipeline_runs_from_the_shell(run):
+    status, out, err = run(PROMPT, "--sampler", "d2f:block_length=8,threshold=0.5", "--gen-length", "16", "--json")
+    line = json.loads(out)
+    assert (status, err, line["verifier_forwards"], len(line["canvas"])) == (0, "", None, 16)
+    assert sorted({at for at in line["trajectory"] if at >= 0}) == list(range(line["nfe"]))
+    numbers = {"name": "d2f", "threshold": 0.5, "tau_add": 0.1, "block_length": 8, "gen_length": 16, "rule": None}
+    assert {name: line["settings"][name] for name in numbers} == numbers
+
+
+def test_a_verifier_and_the_sampler_s_own_model_are_found(capsys, llada_tiny, written_to):
+    """The same answer as from Python, and how drafts fared."""
+    spec = f"apd:verifier={written_to},weight=0.8,window=8,lookahead=8,gen_length=16@{llada_tiny.folder}"
+    options = {"weight": 0.8, "window": 8, "lookahead": 8, "gen_length": 16, "stop": ["e"]}
+    wanted = samplers.generate(llada_tiny, PROMPT, sampler="apd", verifier=dllm_jax.load(written_to), **options)
+    assert cli.main([PROMPT, "--sampler", spec, "--stop", "e"]) == 0
+    out, err = capsys.readouterr()
+    assert out == wanted.text + "\n" and "apd weight=0.8 window=8 lookahead=8" in err
+    assert f"{wanted.committed / wanted.nfe:.2f} accepted per forward, {wanted.nfe} verifier forwards" in err
+
+
+def test_samplers_with_loops_of_their_own_have_a_live_view(run, monkeypatch, llada_tiny):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    spec = "leftright:tokens_per_step=4,window=8,lookahead=8"
+    status, out, err = run(PROMPT, "--sampler", spec, "--gen-length", "16", "--delay", "0")
+    assert (status, err) == (0, "") and "leftright tokens_per_step=4 window=8 lookahead=8" in out
+    assert all(f"forward {number} " in out for number in range(4)) and "accepted per forward, 0 verifier" in out
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        (["--sampler=d4f"], "no unmasking rule or preset is called 'd4f'; choose one of"),
+        (["--sampler=d2f", "--rule=eb"], "--rule has no effect beside --sampler; write it into the sampler"),
+        (["--sampler=d2f", "--gamma=1"], "--gamma has no effect beside --sampler; write it into the sampler"),
+        (["--sampler=leftright", "--block-length=8"], "sampler leftright has no option 'block_length'"),
+        (["--sampler=d2f:gen_length=8", "--gen-length=16"], "gen_length is in the sampler and a flag of its own"),
+        (["--sampler=apd:weight=0.5"], "sampler apd:weight=0.5 has no verifier; write apd:verifier=DIR_OR_NAME"),
+        (["--sampler=apd:verifier=/nowhere"], "no checkpoint at /nowhere"),
+        (["--sampler=d2f:tau_add=2"], "tau_add is 2; it must be between 0 and 1"),
+    ],
+)
+def test_mistakes_in_samplers_are_one_sentence(run, monkeypatch, options, sentence):
+    monkeypatch.setattr(cli.dllm_jax, "load", pytest.fail)
+    status, out, err = run("a", *options)
+    assert (status, out) == (2, "") and err.startswith(f"error: {sentence}") and err.count("\n") == 1
+
+
+def test_rules_are_named_as_samplers_too(run, asked):
+    run("a", "--sampler", "eb:gamma=0.2,cache=dual,block_length=8", "--gen-length=16", "--stop=Q:")
+    wanted = {"rule": "eb", "gamma": 0.2, "cache": "dual", "block_length": 8, "gen_length": 16, "stop": ["Q:"]}
+    assert {name: asked[name] for name in wanted} == wanted and "sampler" not in asked
+    run("a", "--sampler", "llada-moe-td:threshold=0.7", "--gen-length=16")
+    wanted = {"rule": "hierarchical", "threshold": 0.7, "low_threshold": 0.62, "block_length": 64, "gen_length": 16}
+    assert {name: asked[name] for name in wanted} == wanted
+
+
+def test_samplers_by_name_refuse_what_they_do_not_know(llada_tiny):
+    for options, sentence in [
+        ({"sampler": "fastest"}, "no sampler is called 'fastest'; choose one of d2f, apd, leftright, or a rule"),
+        ({"sampler": "leftright", "cache": "dual"}, "sampler leftright: got an unexpected keyword argument 'cache'"),
+        ({"sampler": "apd"}, "sampler apd: missing a required argument: 'verifier'; see samplers.make_apd"),
+    ]:
+        with pytest.raises(dllm_jax.DllmError, match=sentence):
+            samplers.generate(llada_tiny, PROMPT, **options)
+
+
 def test_infinity_is_valid_json(run, asked):
     status, out, err = run("a", "--rule", "eb", "--gamma", "inf", "--json")
     line = json.loads(out, parse_constant=pytest.fail)
@@ -228,6 +310,8 @@ def test_the_list_needs_no_model(capsys, monkeypatch):
     out = capsys.readouterr().out
     assert all(f"{name}: " in out for name in (*RULES, *CACHES))
     assert "--gamma (default: 0.1) bound on the sum" in out and "--steps (default: one per token)" in out
+    assert "apd: Writes as much of the dLLM's draft" in out and "    verifier (required) the causal model" in out
+    assert "    tau_add (default: 0.1) decoded share" in out and "temperature (" not in out
     assert "one of low_confidence, random" in out and "--compat" not in out
     assert all(len(line) <= 100 for line in out.splitlines())
 
@@ -260,7 +344,7 @@ def test_a_rule_that_is_added_is_offered(monkeypatch, capsys):
 
     monkeypatch.setattr(cli, "RULES", {**RULES, "new": New})
     line = ["a", "--rule=new", "--weight=0.25", "--count=3", "--fast=true", "--kind=b"]
-    settings = cli._settings(cli._parser().parse_intermixed_args(line))
+    settings = cli._settings(cli._parser().parse_intermixed_args(line), pytest.fail)
     wanted = {"weight": 0.25, "count": 3, "fast": True, "kind": "b"}
     assert {name: settings[name] for name in wanted} == wanted and not {"inner", "compat"} & set(settings)
     assert cli.main(["--list"]) == 0
