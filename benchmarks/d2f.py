@@ -2,10 +2,12 @@
 
 A step is the trainer's: noise, the teacher's forward, the student's forward and backward, AdamW on the adapters, with
 random weights and tokens. It is measured at two depths, from which time and memory follow for any other by a straight
-line: layers are alike, and embeddings, head and loss are there once.
+line: layers are alike, and embeddings, head and loss are there once. Seconds are the least of the repeats, which other
+work on the machine disturbs least.
 
 Each depth is measured twice: with the logits of `--chunk` masked positions at a time, as the trainer does, and with
-those of all positions at once. What the chunks save is the difference.
+those of all positions at once. What the chunks save is the difference; a layer costs the same either way, so both lines
+rise by the mean of what the two measure.
 
     python -m benchmarks.d2f --size llada-8b --depths 1,3 --batch 1 --length 1024 --json d2f.json      # one GPU
     python -m benchmarks.d2f --json benchmarks/results/d2f-cpu.json
@@ -111,8 +113,8 @@ def measure(options: argparse.Namespace, depth: int) -> list[Row]:
             rows[-1]["device_peak_gib"] = round(peak / GIB, 3)
     timings = [[timed(step, options.patience) for step in steps] for _ in range(options.repeats)]
     for row, taken in zip(rows, zip(*timings, strict=True), strict=True):
-        row["seconds"] = statistics.median(seconds for seconds, _ in taken)
-        row["fastest_seconds"] = min(seconds for seconds, _ in taken)
+        row["seconds"] = min(seconds for seconds, _ in taken)
+        row["median_seconds"] = statistics.median(seconds for seconds, _ in taken)
         row["others_busy"] = round(statistics.median(others or 0.0 for _, others in taken), 2)
     return rows
 
@@ -129,15 +131,17 @@ def with_rates(rows: Sequence[Row], options: argparse.Namespace, matmul: float) 
 
 
 def extrapolated(rows: Sequence[Row], layers: int) -> list[Row]:
-    """The rows of two depths continued to another along a straight line, for each kind of logits."""
-    found = []
-    for name in ("chunked", "whole"):
-        low, high = [row for row in rows if row["logits"] == name]
-        steps = (layers - low["layers"]) / (high["layers"] - low["layers"])
-        sizes = [size for size in low if size in ("seconds", "fastest_seconds") or size.endswith("_gib")]
-        line = {size: low[size] + steps * (high[size] - low[size]) for size in sizes if size != "device_peak_gib"}
-        found.append({"layers": layers, "logits": name, "extrapolated": True, **line})
-    return found
+    """The rows of two depths continued to another along straight lines, for each kind of logits."""
+    pairs = [[row for row in rows if row["logits"] == name] for name in ("chunked", "whole")]
+    span = pairs[0][1]["layers"] - pairs[0][0]["layers"]
+    steps = (layers - pairs[0][0]["layers"]) / span
+    sizes = [name for name in rows[0] if name == "seconds" or name.endswith("_gib") and name != "device_peak_gib"]
+    rise = {name: statistics.mean(high[name] - low[name] for low, high in pairs) for name in sizes}
+    return [
+        {"layers": layers, "logits": low["logits"], "extrapolated": True}
+        | {name: low[name] + steps * rise[name] for name in sizes}
+        for low, _ in pairs
+    ]
 
 
 def report(options: argparse.Namespace) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import dllm_jax
-from benchmarks import roofline
+from benchmarks import d2f, roofline
 from benchmarks import sample as bench
 from dllm_jax.kv_cache import slice_rows, write_rows
 
@@ -127,6 +127,19 @@ def test_counted_operations_and_bytes_are_those_of_the_program(job):
     assert roofline.weight_bytes(config, "float32") == sum(sizes.values()) - sizes["embed.embedding"]
     cache = sum(x.nbytes for x in jax.tree.leaves(denoiser.empty_cache(2, 24)))
     assert roofline.cache_bytes(config, "float32", 2, 24) == cache
+
+
+def test_a_distillation_step_and_its_line():
+    """Time and memory are there, and another depth lies on the line through two."""
+    sizes = ["--batch", "2", "--length", "16", "--rank", "2", "--chunk", "8", "--repeats", "1", "--dtype", "float32"]
+    options = d2f.parser().parse_args(["--size", "tiny", "--remat", "none", *sizes])
+    rows = d2f.measure(options, 1)
+    assert [(row["logits"], row["positions_at_a_time"]) for row in rows] == [("chunked", 8), ("whole", 32)]
+    assert all(finite_and_positive(row, ["seconds", "program_gib", "compile_seconds"]) for row in rows)
+    deeper = [row | {"layers": 3, "seconds": row["seconds"] + 2.0} for row in rows]
+    line = d2f.with_rates(d2f.extrapolated([*rows, *deeper], 5), options, 1e9)
+    assert math.isclose(line[1]["seconds"], rows[1]["seconds"] + 4.0) and finite_and_positive(line[0], ["mfu"])
+    assert line[0]["flops"] > d2f.with_rates(rows, options, 1e9)[0]["flops"]
 
 
 def test_plan_of_a_gpu_and_what_time_does_not_allow(job, tmp_path):
