@@ -2,7 +2,11 @@
 
     python -m evals run --model DIR --task word-problems --sampler threshold:threshold=0.9,cache=dual,block_length=16
     python -m evals sweep --model DIR --task sudoku --sampler 'eb:gamma=0.01|0.1|1' --sampler 'topk:k=1|2|4' --out DIR
+    python -m evals sweep --task word-problems --sampler 'd2f:threshold=0.7|0.9@STUDENT' --sampler topk@BASE --out DIR
     python -m evals figure eb-maze --model DIR --out DIR
+    python -m evals figure apd --model DREAM --verifier AR --out DIR
+    python -m evals figure d2f --model TEACHER --student STUDENT --ar AR --out DIR
+    python -m evals figure ni --model DIR --indicator DIR --indicator DIR --out DIR
     python -m evals compare --model word-problems --task word-problems --index 3
     python -m evals oracle --model DIR --task sudoku --sampler threshold:threshold=0.9
     python -m evals indicator --model DIR --indicator DIR --trajectories DIR --out DIR
@@ -14,7 +18,6 @@ Examples come from the test split, whose problems no generator gives out for tra
 
 import argparse
 import contextlib
-import dataclasses
 import functools
 import logging
 import sys
@@ -196,7 +199,7 @@ def _oracle(options: argparse.Namespace) -> None:
 
 
 def _oracle_of(models: Models, task: Task, sampler: SamplerSpec, **measuring: Any) -> OracleReport:
-    return oracle(models.of(sampler), task, dataclasses.replace(sampler, model=None), **measuring)
+    return oracle(models.of(sampler), task, sampler.anywhere(), **measuring)
 
 
 def _score(options: argparse.Namespace, score: Callable[..., Any], described: Callable[[Any], str]) -> None:

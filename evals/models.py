@@ -48,4 +48,4 @@ class Models:
         """
         model = self.of(sampler)
         bound = task.bind(model)
-        return model, bound, sampler.build(model, bound, self.load)
+        return model, bound, sampler.anywhere().build(model, bound, self.load)

@@ -240,6 +240,7 @@ class Batches:
         rows: list[Row] = []
         seconds, tokens, compiled_before = 0.0, 0, programs.compile_seconds
         for index, arguments in self.arguments(progress, name):
+            jax.block_until_ready(arguments)  # what is still on its way is not the sampler's time
             result, took = programs.run(self.sampler, self.model.denoiser, **arguments)
             result = jax.device_get(result)
             found = [self._row(result, row, int(i)) for row, i in enumerate(index)]

@@ -98,6 +98,10 @@ class SamplerSpec:
         structure = {k: v for k, v in self.options.items() if k not in self.numbers}
         return str(dataclasses.replace(self, options=structure))
 
+    def anywhere(self) -> "SamplerSpec":
+        """The same for any model."""
+        return dataclasses.replace(self, model=None)
+
     def without(self, option: str) -> "SamplerSpec":
         """The same without an option."""
         return dataclasses.replace(self, options={k: v for k, v in self.options.items() if k != option})
@@ -113,12 +117,15 @@ class SamplerSpec:
         """The sampler of a model for the canvas of a task.
 
         Args:
-            model: what it runs; `self.model` is not looked at.
+            model: what it runs.
             load: gives a verifier by its folder or name.
 
         Raises:
-            DllmError: for numbers out of range, and combinations that make no sense.
+            DllmError: for numbers out of range, combinations that make no sense, and a sampler that names its model:
+                whoever builds it loads that one, and says so by `anywhere`.
         """
+        if self.model is not None:
+            raise DllmError(f"sampler {self} names a model of its own; load that one, and leave @{self.model} out")
         if not canvas.stops and (fixed := sorted(set(_OF_CANVAS) & set(self.options))):
             raise DllmError(f"sampler {self}: {fixed[0]} cannot be chosen, the canvas of {canvas.name} is what it is")
         if model.config.mask_id is None:

@@ -332,8 +332,15 @@ def test_a_sampler_that_names_its_model_is_read_and_written_alike():
     assert sampler.series == "d2f:block_length=8,rule=eb@runs/ab/model" and sampler.numbers == {"gamma": 0.1}
     with pytest.raises(DllmError, match="has no name before the @"):
         parse_sampler("@there")
+    task = make_task(SUDOKU)
     with pytest.raises(DllmError, match="sampler topk@other names a model of its own; load that one"):
-        prepare(oracle(make_task(SUDOKU)), SUDOKU, "topk@other", 1, 1, 0, "test")
+        prepare(oracle(task), SUDOKU, "topk@other", 1, 1, 0, "test")
+    with pytest.raises(DllmError, match="sampler topk@other names a model of its own; load that one"):
+        parse_sampler("topk@other").build(oracle(task), task)
+    verifier = oracle(task)
+    verifier.config = verifier.config.replace(family="qwen2", attention="causal", mask_id=None)
+    with pytest.raises(DllmError, match="sampler leftright: oracle has no mask token to mark open positions with"):
+        parse_sampler("leftright").build(verifier, task)
 
 
 def test_numbers_are_swept_by_one_program():
