@@ -450,7 +450,7 @@ def _told(
         **{name: _finite(settings[name]) for name in _common(options) if name in settings},
         **always,
         "sampler": options.sampler,
-        **(_told_of_parts(sampler) if isinstance(sampler, BlockSampler) else settings_of(sampler)),
+        **_finite(_told_of_parts(sampler) if isinstance(sampler, BlockSampler) else settings_of(sampler)),
         "gen_length": sampler.gen_length,
         "block_length": sampler.width,
         "device": _device(model),
@@ -461,14 +461,16 @@ def _told(
 
 def _told_of_parts(sampler: BlockSampler) -> dict[str, Any]:
     return {
-        "rule": {name: _finite(value) for name, value in settings_of(sampler.rule).items()},
+        "rule": settings_of(sampler.rule),
         "cache": settings_of(sampler.cache),
         "smoothing": None if sampler.smoothing is None else dataclasses.asdict(sampler.smoothing),
     }
 
 
 def _finite(value: Any) -> Any:
-    """Infinity as text, since JSON has no number for it."""
+    """Infinities as text, since JSON has no number for them."""
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

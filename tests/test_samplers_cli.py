@@ -265,6 +265,8 @@ def test_infinity_is_valid_json(run, asked):
     status, out, err = run("a", "--rule", "eb", "--gamma", "inf", "--json")
     line = json.loads(out, parse_constant=pytest.fail)
     assert line["settings"]["rule"] == {"name": "eb", "gamma": "inf", "proxy": "entropy"}
+    status, out, err = run("a", "--sampler", "d2f:rule=eb,gamma=inf", "--json")
+    assert json.loads(out, parse_constant=pytest.fail)["settings"]["rule"] == line["settings"]["rule"]
 
 
 def test_prompts_stand_before_and_after_options(capsys, asked, llada_tiny):
