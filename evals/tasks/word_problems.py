@@ -178,7 +178,7 @@ class WordProblems(Task):
     def answer_width(self) -> int:
         digits = "8" * len(str(self.limits.max_total))
         text = f"{digits}+{digits}={digits}. " * self.limits.steps[1] + f"#### {digits}"
-        return -(-(len(self._coding[0].encode(text)) + 1) // 8) * 8
+        return -(-(len(self._coding[0].encode(text)) + 1) // 16) * 16  # whole blocks of the usual lengths
 
     def write_tokenizer(self, folder: str | Path) -> None:
         tokens.copy(TOKENIZER, folder)
