@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import re
 import types
+import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
@@ -23,6 +24,7 @@ from evals.tasks.base import Draws, Example, Ids, Task, Verdict, draw_of_split, 
 from evals.tokens import Vocabulary
 
 Difficulty = Literal["easy", "medium", "hard", "long"]
+Wording = Literal["terse", "free"]
 
 TOKENIZER = Path(__file__).parents[1] / "tokenizers" / "word-problems"
 
@@ -36,6 +38,9 @@ PHRASES: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
         "/": ("keeps one of {} equal parts", "shares equally among {}"),
     }
 )
+
+VERBS = ("has", "gets", "finds", "keeps", "makes")
+VERB_WEIGHTS = (8, 5, 3, 2, 2)  # how often each is chosen, of 20: as in language, some words are more usual
 
 
 class Limits(NamedTuple):
@@ -100,6 +105,8 @@ class WordProblems(Task):
         steps: fewest and most steps; None as the difficulty says.
         max_total: largest number that occurs; None as the difficulty says.
         operations: which of "+-*/" occur; None as the difficulty says.
+        wording: "terse" answers are equations alone; in "free" ones each stands in a sentence whose verb is anyone's
+            choice, `Tom gets 12+23=35.`: a model cannot be sure of it, however much it knows.
         seed: another seed gives other examples of the same splits.
         codec, eos_id: the tokenizer and its end id; the task's own by default. `bind` sets a model's.
     """
@@ -111,6 +118,7 @@ class WordProblems(Task):
     steps: tuple[int, int] | None = None
     max_total: int | None = None
     operations: str | None = None
+    wording: Wording = "terse"
     seed: int = 0
     codec: Codec | None = dataclasses.field(default=None, repr=False, compare=False)
     eos_id: int | None = dataclasses.field(default=None, repr=False, compare=False)
@@ -118,6 +126,10 @@ class WordProblems(Task):
     def __post_init__(self) -> None:
         if self.difficulty not in DIFFICULTIES:
             raise DllmError(f"no difficulty is called {self.difficulty!r}; choose one of {', '.join(DIFFICULTIES)}")
+        if self.wording not in typing.get_args(Wording):
+            raise DllmError(
+                f"no wording is called {self.wording!r}; choose one of {', '.join(typing.get_args(Wording))}"
+            )
         (low, high), limits = self.limits.steps, self.limits
         if not 1 <= low <= high <= 9:
             raise DllmError(f"steps {low}-{high} is no range; give the fewest and the most between 1 and 9, as 1-3")
@@ -135,18 +147,17 @@ class WordProblems(Task):
         return DIFFICULTIES[self.difficulty]._replace(**{name: value for name, value in own.items() if value})
 
     def example(self, split: str, index: int) -> Example:
-        problem, question = self._drawn(split, index)
+        problem, question, answer = self._drawn(split, index)
         codec, eos_id = self._coding
         return Example(
             prompt_ids=np.array(codec.encode(question), np.int32),
-            answer_ids=np.array([*codec.encode(worked(problem)), eos_id], np.int32),
+            answer_ids=np.array([*codec.encode(answer), eos_id], np.int32),
             problem=problem,
         )
 
     def texts(self, split: str, index: int) -> tuple[str, str]:
         """The same example as text: prompt and answer."""
-        problem, question = self._drawn(split, index)
-        return question, worked(problem)
+        return self._drawn(split, index)[1:]
 
     def verify(self, example: Example, ids: Ids) -> Verdict:
         problem: Problem = example.problem
@@ -154,7 +165,7 @@ class WordProblems(Task):
         correct = final_answer(text) == problem.answer
         return Verdict(
             correct=correct,
-            strict=correct and worked_steps(text) == problem.equations(),
+            strict=correct and worked_steps(text, words=self.wording == "free") == problem.equations(),
             exact=len(ids) == len(reference) and bool(np.array_equal(ids, reference)),
         )
 
@@ -177,7 +188,8 @@ class WordProblems(Task):
     @functools.cached_property
     def answer_width(self) -> int:
         digits = "8" * len(str(self.limits.max_total))
-        text = f"{digits}+{digits}={digits}. " * self.limits.steps[1] + f"#### {digits}"
+        subject = f"{max(NAMES, key=len)} {max(VERBS, key=len)} " if self.wording == "free" else ""
+        text = f"{subject}{digits}+{digits}={digits}. " * self.limits.steps[1] + f"#### {digits}"
         return -(-(len(self._coding[0].encode(text)) + 1) // 16) * 16  # whole blocks of the usual lengths
 
     def write_tokenizer(self, folder: str | Path) -> None:
@@ -192,10 +204,14 @@ class WordProblems(Task):
             return self.codec, self.eos_id
         return _own_codec(), self.vocabulary.eos_id
 
-    def _drawn(self, split: str, index: int) -> tuple[Problem, str]:
+    def _drawn(self, split: str, index: int) -> tuple[Problem, str, str]:
+        """The problem, its question and the reference answer."""
         draws = draws_for(self.name, self.seed, split, index)
         problem = draw_of_split(self.name, split, lambda: self._problem(draws), canonical)
-        return problem, self._question(problem, draws)
+        name = draws.choice(NAMES)
+        question = self._question(problem, name, draws)
+        subjects = [f"{name} {_verb(draws)} " for _ in problem.steps] if self.wording == "free" else None
+        return problem, question, worked(problem, subjects)
 
     def _problem(self, draws: Draws) -> Problem:
         limits = self.limits
@@ -209,8 +225,8 @@ class WordProblems(Task):
             if len(steps) == wanted:
                 return Problem(start, tuple(steps))
 
-    def _question(self, problem: Problem, draws: Draws) -> str:
-        name, thing = draws.choice(NAMES), draws.choice(OBJECTS)
+    def _question(self, problem: Problem, name: str, draws: Draws) -> str:
+        thing = draws.choice(OBJECTS)
         sentences = [f"{name} has {problem.start} {thing}."]
         for operation, number in problem.steps:
             phrase = draws.choice(PHRASES[operation][: self.limits.phrases])
@@ -251,9 +267,19 @@ def canonical(problem: Problem) -> str:
     return f"{problem.start} " + " ".join(f"{operation}{number}" for operation, number in problem.steps)
 
 
-def worked(problem: Problem) -> str:
-    """The reference answer: `12+23=35. 35-5=30. #### 30`."""
-    steps = "".join(f"{left}{operation}{right}={result}. " for left, operation, right, result in problem.equations())
+def _verb(draws: Draws) -> str:
+    return draws.choice([verb for verb, weight in zip(VERBS, VERB_WEIGHTS, strict=True) for _ in range(weight)])
+
+
+def worked(problem: Problem, subjects: Sequence[str] | None = None) -> str:
+    """The reference answer: `12+23=35. 35-5=30. #### 30`.
+
+    Args:
+        subjects: what stands before each equation.
+    """
+    before = subjects or [""] * len(problem.steps)
+    equations = (f"{left}{operation}{right}={result}. " for left, operation, right, result in problem.equations())
+    steps = "".join(subject + equation for subject, equation in zip(before, equations, strict=True))
     return f"{steps}#### {problem.answer}"
 
 
@@ -267,9 +293,14 @@ def final_answer(text: str) -> int | None:
     return None if match is None else int(match[1])
 
 
-def worked_steps(text: str) -> list[tuple[int, str, int, int]] | None:
-    """All equations before the ####, or None when anything else stands there."""
+def worked_steps(text: str, *, words: bool = False) -> list[tuple[int, str, int, int]] | None:
+    """All equations before the ####, or None when anything else stands there.
+
+    Args:
+        words: words may stand there.
+    """
     head = text.partition("####")[0]
+    head = re.sub("[A-Za-z]", "", head) if words else head
     if _EQUATION.sub("", head).strip(" .\n"):
         return None
     return [(int(a), operation, int(b), int(c)) for a, operation, b, c in _EQUATION.findall(head)]
