@@ -14,7 +14,8 @@ from evals.tasks.maze import FIRST_CELL, _canonical
 from evals.tasks.sudoku import _renamed
 from evals.tasks.word_problems import NAMES, TOKENIZER, canonical, final_answer, train_tokenizer, worked_steps
 
-WORDS = ["word-problems:difficulty=easy", "word-problems", "word-problems:difficulty=hard"]
+FREE = "word-problems:difficulty=long,steps=3-5,wording=free"
+WORDS = ["word-problems:difficulty=easy", "word-problems", "word-problems:difficulty=hard", FREE]
 GRIDS = ["sudoku:box_rows=2,box_columns=2", "sudoku:box_rows=2,pool=2", "sudoku", "sudoku:pool=1"]
 SMALL = [*WORDS, *GRIDS[:2], "maze:size=4", "maze"]
 

@@ -188,9 +188,10 @@ class WordProblems(Task):
     @functools.cached_property
     def answer_width(self) -> int:
         digits = "8" * len(str(self.limits.max_total))
-        subject = f"{max(NAMES, key=len)} {max(VERBS, key=len)} " if self.wording == "free" else ""
-        text = f"{subject}{digits}+{digits}={digits}. " * self.limits.steps[1] + f"#### {digits}"
-        return -(-(len(self._coding[0].encode(text)) + 1) // 16) * 16  # whole blocks of the usual lengths
+        subjects = [f"{name} {verb} " for name in NAMES for verb in VERBS] if self.wording == "free" else [""]
+        steps = lambda subject: f"{subject}{digits}+{digits}={digits}. " * self.limits.steps[1]
+        longest = max(len(self._coding[0].encode(f"{steps(subject)}#### {digits}")) for subject in subjects)
+        return -(-(longest + 1) // 16) * 16  # whole blocks of the usual lengths
 
     def write_tokenizer(self, folder: str | Path) -> None:
         tokens.copy(TOKENIZER, folder)
