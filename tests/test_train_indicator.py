@@ -99,7 +99,9 @@ def test_the_loss_and_what_is_reported(folder, monkeypatch):
     denoiser = denoiser_of(LLADA)
     batch, _ = partly_right(denoiser, batch_of(folder))
     indicator = init_indicator(SHAPE, jax.random.key(5))
-    plain, dropped = FinalTokens(IndicatorPart(3.0, 0.0)), FinalTokens(IndicatorPart(dropout=0.5))
+    canvas = int((batch.step >= 0).sum(axis=1).max())  # beside which nothing is looked at
+    assert canvas < batch.step.shape[1]
+    plain, dropped = FinalTokens(IndicatorPart(3.0, 0.0), canvas), FinalTokens(IndicatorPart(dropout=0.5))
     states = plain.corrupt(jax.random.key(0), batch, denoiser)
 
     @jax.jit

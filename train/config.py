@@ -60,7 +60,8 @@ class DataPart:
             makes a source or a task, such as "evals.tasks:make_task".
         options: arguments of the source.
         length: positions per row, prompt and answer together; every row has exactly so many.
-        answer_length: positions of the canvas behind each prompt; 0 makes it reach to the end of the row.
+        answer_length: positions of the canvas behind each prompt; 0 makes it reach to the end of the row. Of
+            trajectories the longest canvas, by which an indicator computes nothing beside it.
         pad: fill the canvas behind the answer with end tokens that are masked and learned like the answer, as LLaDA's
             SFT does. False leaves them out: not attended to, no loss. The canvas of a trajectory is never filled up.
         random_length: share of the rows that are cut to a random length (LLaDA's pre-training: 0.01).

@@ -53,7 +53,8 @@ class RolledBack(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """What the frozen model says about every position of rolled-back rows; W = T - min_prompt_length.
+    """What the frozen model says about positions of rolled-back rows: W = T - min_prompt_length of them, or as many as
+    the canvas has.
 
     Attributes:
         features: hidden states [B, W, D], embeddings [B, W, K1, E] and values [B, W, K2], for `Indicator.logits`.
@@ -80,6 +81,7 @@ def evidence(
     denoiser: Denoiser,
     rows: RolledBack,
     *,
+    canvas: int = 0,
     chunk: int = 0,
     sharding: Sharding | None = None,
 ) -> Evidence:
@@ -87,12 +89,17 @@ def evidence(
 
     Args:
         config: says what the indicator reads.
+        canvas: positions of a row that a step wrote, at most: the others are left out. 0 keeps all.
         chunk: positions whose logits exist at a time, of all rows together; 0 computes the logits of all.
         sharding: as in `train.objective.diffusion_loss`.
     """
     first = denoiser.min_prompt_length
     hidden = hidden_states(denoiser, rows.inputs, rows.lengths, sharding=sharding)
     step, tokens = rows.step[:, first:], rows.tokens[:, first:]
+    if 0 < canvas < step.shape[1]:
+        written = jnp.argsort(step < 0, axis=1, stable=True)[:, :canvas]
+        hidden = jnp.take_along_axis(hidden, written[..., None], axis=1)
+        step, tokens = (jnp.take_along_axis(x, written, axis=1) for x in (step, tokens))
     masked = step >= rows.reached[:, None]
 
     def read(hidden: jax.Array) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.Array, jax.Array]:
@@ -148,9 +155,14 @@ def auc(scores: jax.Array, label: jax.Array, masked: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class FinalTokens:
-    """The objective with its settings, see `train.objective.Objective`."""
+    """The objective with its settings, see `train.objective.Objective`.
+
+    Attributes:
+        canvas: as in `evidence`.
+    """
 
     settings: IndicatorPart
+    canvas: int = 0
 
     def corrupt(self, key: jax.Array, batch: Batch, denoiser: Denoiser) -> RolledBack:
         """As `Objective`; the batch is one of trajectories."""
@@ -179,7 +191,8 @@ class FinalTokens:
         where none is above, precision is 1.
         """
         settings = self.settings
-        seen = lax.stop_gradient(evidence(indicator.config, base, noised, chunk=settings.chunk, sharding=sharding))
+        seen = evidence(indicator.config, base, noised, canvas=self.canvas, chunk=settings.chunk, sharding=sharding)
+        seen = lax.stop_gradient(seen)
         logits = _dropped_out(indicator, seen, noised.keys, settings.dropout)
         entropy = optax.softmax_cross_entropy_with_integer_labels(logits, seen.label.astype(jnp.int32))
         weights = jnp.where(seen.label, settings.positive_weight, 1.0) * seen.masked

@@ -245,7 +245,7 @@ def objective_of(config: TrainConfig) -> Objective:
         ObjectivePart: MaskedDiffusion,
         D2FPart: D2F,
         AutoregressivePart: Autoregressive,
-        IndicatorPart: FinalTokens,
+        IndicatorPart: lambda settings: FinalTokens(settings, config.data.answer_length),
         CompressionPart: Compression,
     }
     return made[type(config.objective)](config.objective)

@@ -39,7 +39,7 @@ PHRASES: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
     }
 )
 
-VERBS = ("has", "gets", "finds", "keeps", "makes")
+VERBS = ("has", "gets", "finds", "buys", "loses")
 VERB_WEIGHTS = (8, 5, 3, 2, 2)  # how often each is chosen, of 20: as in language, some words are more usual
 
 
