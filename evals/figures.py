@@ -283,8 +283,8 @@ def _d2f_panels(points: Points) -> list[Panel]:
 # NI
 
 THRESHOLDS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
-NI_BASES = (0.9, 0.95, 1.1)  # no confidence reaches the last
-NI_SCORES = THRESHOLDS
+NI_BASES = (0.9, 1.1)  # no confidence reaches the last
+NI_SCORES = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
 _CACHES = {"none": "no cache", "dual": "dual cache"}
 
 
@@ -375,7 +375,7 @@ FIGURES: Mapping[str, Figure] = types.MappingProxyType(
         ),
         "ni": Figure(
             "NI-Sampling against confidence thresholds",
-            "word-problems",
+            "word-problems:difficulty=long,steps=4-6,wording=free",
             _ni_lines,
             _ni_panels,
             2,
