@@ -24,7 +24,7 @@ from dllm_jax.params import init_params
 from dllm_jax.sharding import param_shardings
 from samplers import generate
 from train.__main__ import main
-from train.folder import States, flat
+from train.folder import RunFolder, States, flat
 from train.optimizer import decayed, learning_rate, make_optimizer, update_average
 from train.setup import prepare
 from train.step import Placement, Stepper, training_mesh
@@ -42,7 +42,7 @@ def latest_state(out):
     """Every leaf of the latest state by name, on the host."""
     from orbax.checkpoint import v1 as ocp
 
-    with States(Path(out) / "state", 2) as states:
+    with States(Path(out) / "state", 2, clean=False) as states:
         step = states.latest
     return {name: np.asarray(x) for name, x in ocp.load(Path(out) / "state" / str(step)).items()}
 
@@ -250,6 +250,18 @@ def test_two_processes_train_like_one(tmp_path):
     wanted = dllm_jax.load(tmp_path / "one" / "model").params
     for name, x in dllm_jax.load(tmp_path / "model").params.items():
         np.testing.assert_allclose(x, wanted[name], atol=2e-4, err_msg=name)
+
+
+def test_a_folder_belongs_to_one_process_at_a_time(tmp_path):
+    config = run_config(tmp_path / "run", steps=3)
+    with RunFolder(config).begin(), pytest.raises(dllm_jax.DllmError, match="another process trains in"):
+        train.train(config)
+    half = tmp_path / "run" / "state" / "3.orbax-checkpoint-tmp"  # what another process is writing
+    half.mkdir(parents=True)
+    with RunFolder(config).states(training=False) as states:
+        assert states.latest is None
+    assert half.is_dir()
+    assert train.train(config).step == 3
 
 
 def test_interrupted_run_keeps_its_step(tmp_path, monkeypatch):

@@ -8,11 +8,12 @@ out/adapters/       instead of it, the trained adapters of a LoRA run
 out/indicator/      or the trained indicator
 """
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import jax
 
@@ -57,23 +58,50 @@ class RunFolder:
                     "restore the setting to continue it, or choose another out"
                 )
 
-    def begin(self) -> None:
-        """Makes the folder and writes the settings.
+    @contextlib.contextmanager
+    def begin(self) -> Iterator[None]:
+        """Makes the folder, writes the settings, and holds the folder as long as the context lasts.
 
         Raises:
-            DllmError: when it cannot be written.
+            DllmError: when it cannot be written, or another process trains in it.
         """
         if jax.process_index():
+            yield
             return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            replace_file(self.path / RUN_FILE, to_json(self._config) + "\n")
+            lock = (self.path / f".{RUN_FILE}.lock").open("w")
         except OSError as error:
-            raise DllmError(f"out {self.path} cannot be written to ({error.strerror}); choose another") from None
+            raise self._unwritable(error) from None
+        with lock:
+            self._lock(lock)
+            try:
+                replace_file(self.path / RUN_FILE, to_json(self._config) + "\n")
+            except OSError as error:
+                raise self._unwritable(error) from None
+            yield
 
-    def states(self) -> "States":
-        """Its training states."""
-        return States(self.path / STATE_FOLDER, self._config.checkpoint.keep)
+    def _unwritable(self, error: OSError) -> DllmError:
+        return DllmError(f"out {self.path} cannot be written to ({error.strerror}); choose another")
+
+    def _lock(self, file: TextIO) -> None:
+        """Two processes that train in one folder would overwrite each other's states; a killed one locks nothing."""
+        try:
+            import fcntl  # Unix alone has it
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DllmError(f"another process trains in {self.path}; wait for it, or choose another out") from None
+        except (ImportError, OSError):
+            return  # a system without locks
+
+    def states(self, *, training: bool) -> "States":
+        """Its training states.
+
+        Args:
+            training: remove what a killed run left half-written; a reader leaves what may be in the making.
+        """
+        return States(self.path / STATE_FOLDER, self._config.checkpoint.keep, clean=training)
 
     def cut_metrics(self, step: int) -> None:
         """Drops what was reported after `step`, and a line that was cut off."""
@@ -100,10 +128,10 @@ def replace_file(path: Path, text: str) -> None:
 class States:
     """Training states by step, the latest of them kept; use it by `with`."""
 
-    def __init__(self, path: Path, keep: int) -> None:
+    def __init__(self, path: Path, keep: int, *, clean: bool) -> None:
         from orbax.checkpoint import v1 as ocp  # here, because it takes a second to import
 
-        self._path, self._keep, self._ocp = path, keep, ocp
+        self._path, self._keep, self._clean, self._ocp = path, keep, clean, ocp
 
     def __enter__(self) -> "States":
         ocp = self._ocp
@@ -114,7 +142,7 @@ class States:
             context=context,
             save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
             preservation_policy=ocp.training.preservation_policies.LatestN(self._keep),
-            cleanup_tmp_directories=True,
+            cleanup_tmp_directories=self._clean,
         )
         return self
 

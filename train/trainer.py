@@ -66,8 +66,7 @@ def train(config: TrainConfig, *, progress: bool = False) -> Outcome:
     folder = RunFolder(config)
     run = Run(config, parts, placement_of(config, parts.model, mesh))
     out = folder.path / run.trained.folder
-    folder.begin()
-    with folder.states() as states:
+    with folder.begin(), folder.states(training=True) as states:
         started = states.latest or 0
         state = run.restored(states, started) if started else run.fresh()
         metrics: Mapping[str, float] = {}
@@ -88,7 +87,7 @@ def write_weights(config: TrainConfig, out: str | Path, *, overwrite: bool = Fal
     checkpoint.check_out(out, overwrite=overwrite)
     parts, mesh = prepare(config), training_mesh(config)
     run = Run(config, parts, placement_of(config, parts.model, mesh))
-    with RunFolder(config).states() as states:
+    with RunFolder(config).states(training=False) as states:
         step = states.latest
         if step is None:
             raise DllmError(f"the run in {config.out} has no state yet; train at least checkpoint.every steps")
