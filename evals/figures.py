@@ -251,7 +251,7 @@ def _swept(points: Points, field: str, label: str, swept: str) -> Panel:
 # D2F
 
 BLOCKS = (8, 16, 32)
-TAU_CONF = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
+TAU_CONF = (0.5, 0.7, 0.8, 0.9, 0.95)
 FAST_DLLM = (0.5, 0.7, 0.8, 0.9, 0.95)
 EB_GAMMAS = (0.01, 0.1, 0.25, 0.5, 1)
 

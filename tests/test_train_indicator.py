@@ -206,7 +206,7 @@ def test_refusals(tmp_path, base, folder):
         with pytest.raises(DllmError, match=sentence):
             train.train(build(IndicatorRun, values | change))
     assert not (tmp_path / "x").exists()
-    config = read_config("train/configs/ni-long-problems.toml", command="indicator")
+    config = read_config("train/configs/ni-free-problems.toml", command="indicator")
     assert (config.indicator.width, config.optimizer.final_ratio) == (64, 0.0)
     assert prepare(build(IndicatorRun, values)).rows(0).step is not None
 
