@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import dllm_jax
-from benchmarks import d2f, roofline
+from benchmarks import d2f, indicator, roofline
 from benchmarks import sample as bench
 from dllm_jax.kv_cache import slice_rows, write_rows
 
@@ -140,6 +140,12 @@ def test_a_distillation_step_and_its_line():
     line = d2f.with_rates(d2f.extrapolated([*rows, *deeper], 5), options, 1e9)
     assert math.isclose(line[1]["seconds"], rows[1]["seconds"] + 4.0) and finite_and_positive(line[0], ["mfu"])
     assert line[0]["flops"] > d2f.with_rates(rows, options, 1e9)[0]["flops"]
+
+
+def test_the_indicator_beside_a_forward(capsys):
+    assert indicator.main(["--size", "tiny", "--windows", "8", "--repeats", "1"]) == 0
+    assert "the indicator adds" in capsys.readouterr().out
+    assert indicator.main(["--size", "tiny", "--windows", "0"]) == 2
 
 
 def test_plan_of_a_gpu_and_what_time_does_not_allow(job, tmp_path):
