@@ -282,9 +282,9 @@ def _d2f_panels(points: Points) -> list[Panel]:
 
 # NI
 
-THRESHOLDS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
-NI_BASES = (0.9, 1.1)  # no confidence reaches the last
-NI_SCORES = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
+THRESHOLDS = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95)
+NI_BASES = (0.9,)
+NI_SCORES = (0.5, 0.6, 0.7, 0.8, 0.9)
 _CACHES = {"none": "no cache", "dual": "dual cache"}
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -106,7 +107,7 @@ def figure(panels: Sequence[Panel], title: str, columns: int | None = None) -> A
         fontsize=8,
         frameon=False,
     )
-    drawn.suptitle(title, fontsize=10)
+    drawn.suptitle(textwrap.fill(title, int(13 * drawn.get_figwidth())), fontsize=10)
     return drawn
 
 
