@@ -54,11 +54,13 @@ demo: $(READY)
 
 # The embedded models, made anew by the commands that made them: make embedded-word-problems; an hour each on two cores.
 TASK_word-problems := word-problems
+TASK_long-problems := word-problems:difficulty=long
 TASK_sudoku := sudoku:box_rows=2,box_columns=3
 TASK_maze := maze:size=4
 
 embedded-%: export DLLM_JAX_HOME := $(CURDIR)/.demo
 embedded-%: $(READY)
+	$(PY) -m convert embedded word-problems
 	$(PY) -m train masked-diffusion --config train/configs/$*.toml out=runs/$*
 	$(PY) -m convert export --checkpoint runs/$*/model --out convert/embedded/$* --overwrite
 	cp train/configs/$*.toml convert/embedded/$*/recipe.toml
