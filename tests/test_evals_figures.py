@@ -90,9 +90,9 @@ def test_figures_are_of_many_points_and_few_programs():
     apd = [points("apd", verifier="ar", few_programs=few) for few in (False, True)]
     assert list(map(len, apd)) == [65, 65] and list(map(programs, apd)) == [23, 6]
     d2f = [points("d2f", student="student", ar=ar) for ar in ("ar", None)]
-    assert list(map(len, d2f)) == [74, 73] and list(map(programs, d2f)) == [11, 10]
+    assert list(map(len, d2f)) == [62, 61] and list(map(programs, d2f)) == [11, 10]
     ni = points("ni", indicator=["a", "b"], block_length=16)
-    assert len(ni) == 2 * (9 + 3 * 9 * 2) and programs(ni) == 4
+    assert len(ni) == 2 * (6 + 5 * 2) and programs(ni) == 4
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_ni_averages_over_indicators_and_compares_at_equal_accuracy(figure, monk
     loaded = load_indicator(ni_indicator)
     monkeypatch.setattr("samplers.specs.load_indicator", lambda path: loaded)
     status, out, err, results = figure("ni", "--indicator", "a", "--indicator", "bcd")
-    assert status == 0 and "28 points, 4 programs" in out
+    assert status == 0 and "12 points, 4 programs" in out
     first, second = results["notes"]
     best = 100 / (1 + 0.03)
     assert first.startswith(
