@@ -83,7 +83,7 @@ def test_a_folder_with_something_else_is_left_alone(tmp_path, monkeypatch):
 
 
 def test_unknown_names_are_refused(capsys):
-    with pytest.raises(DllmError, match="no embedded model is called 'chess'; choose one of maze"):
+    with pytest.raises(DllmError, match="no embedded model is called 'chess'; choose one of long-problems, maze"):
         embedded.load("chess")
     assert convert_main(["embedded", "chess"]) == 2
     assert "choose one of" in capsys.readouterr().err
