@@ -18,7 +18,6 @@ those of `train.report.step_flops`, the rate of matrix products that of the same
 """
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -30,6 +29,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks import command
 from benchmarks.roofline import Row, measure_ceilings, timed
 from dllm_jax import DllmError, ModelConfig, published
 from dllm_jax.params import init_params
@@ -200,17 +200,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; its exit status."""
-    options = parser().parse_args(arguments)
-    options.dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    try:
-        result = report(options)
-    except DllmError as error:
-        print(f"error: {error}")
-        return 2
-    print_rows(result["rows"])
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
-    return 0
+    return command.run(parser().parse_args(arguments), report, print_rows)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ repeats, which other work on the machine disturbs least.
 import argparse
 import dataclasses
 import functools
-import json
 import os
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -22,25 +21,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks import command
+from benchmarks.d2f import SIZES
 from benchmarks.roofline import Row, measure_ceilings, timed
-from dllm_jax import Denoiser, DllmError, ModelConfig, published
+from dllm_jax import Denoiser, DllmError, ModelConfig
 from dllm_jax.indicator import Indicator, IndicatorConfig, init_indicator
 from dllm_jax.params import init_params
 from samplers.predictions import Sampling, predict
 from samplers.rules.ni import features_of
 
-LLADA = published("llada-8b-instruct")
-TINY = LLADA.replace(
-    vocab_size=160, embed_dim=32, num_heads=2, num_kv_heads=2, head_dim=16, mlp_dim=64, eos_id=150, pad_id=150,
-    mask_id=151, bos_id=152, end_ids=(150,),
-)  # fmt: skip
-SIZES = {"llada-8b": (LLADA, IndicatorConfig()), "tiny": (TINY, IndicatorConfig(2, 8, 32, 32, 16))}
+INDICATORS = {"llada-8b": IndicatorConfig(), "tiny": IndicatorConfig(2, 8, 32, 32, 16)}
+"""Those of `benchmarks.d2f.SIZES`."""
 
 
 def best(call: Callable[[], Any], repeats: int) -> float:
     """Least seconds of a warm call."""
     jax.block_until_ready(call())
-    return min(timed(lambda: jax.block_until_ready(call()))[0] for _ in range(repeats))
+    return min(timed(call)[0] for _ in range(repeats))
 
 
 def layers_seconds(config: ModelConfig, window: int, options: argparse.Namespace) -> float:
@@ -87,7 +84,7 @@ def beside_seconds(config: ModelConfig, shape: IndicatorConfig, window: int, opt
 
 def measure(options: argparse.Namespace, window: int) -> Row:
     """One window; the models are held one after another."""
-    config, shape = SIZES[options.size]
+    config, shape = SIZES[options.size], INDICATORS[options.size]
     row: Row = {"window": window, "layers_seconds": layers_seconds(config, window, options)}
     row |= beside_seconds(config, shape, window, options)
     return row | {"indicator_share": row["indicator_seconds"] / (row["layers_seconds"] + row["head_seconds"])}
@@ -95,7 +92,7 @@ def measure(options: argparse.Namespace, window: int) -> Row:
 
 def report(options: argparse.Namespace) -> dict[str, Any]:
     """Everything that is measured, as it is written to the file."""
-    config, shape = SIZES[options.size]
+    config, shape = SIZES[options.size], INDICATORS[options.size]
     try:
         windows = [int(window) for window in options.windows.split(",")]
     except ValueError:
@@ -115,10 +112,17 @@ def report(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def print_rows(rows: Sequence[Row]) -> None:
+    """A line per window."""
+    for row in rows:
+        times = ", ".join(f"{name} {1e3 * row[f'{name}_seconds']:.1f} ms" for name in ("layers", "head", "indicator"))
+        print(f"{row['window']} positions: {times}; the indicator adds {100 * row['indicator_share']:.1f} %")
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line's options."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--size", choices=SIZES, default="llada-8b")
+    made.add_argument("--size", choices=INDICATORS, default="llada-8b")
     made.add_argument("--windows", default="32,64", help="numbers of positions, such as a block's")
     made.add_argument("--dtype", choices=["float32", "bfloat16"], help="by default bfloat16 on accelerators alone")
     made.add_argument("--repeats", type=int, default=3)
@@ -128,19 +132,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; its exit status."""
-    options = parser().parse_args(arguments)
-    options.dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    try:
-        result = report(options)
-    except DllmError as error:
-        print(f"error: {error}")
-        return 2
-    for row in result["rows"]:
-        times = ", ".join(f"{name} {1e3 * row[f'{name}_seconds']:.1f} ms" for name in ("layers", "head", "indicator"))
-        print(f"{row['window']} positions: {times}; the indicator adds {100 * row['indicator_share']:.1f} %")
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
-    return 0
+    return command.run(parser().parse_args(arguments), report, print_rows)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,34 @@
+"""What the command lines of benchmarks do alike."""
+
+import argparse
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from dllm_jax import DllmError
+
+
+def run(
+    options: argparse.Namespace,
+    report: Callable[[argparse.Namespace], dict[str, Any]],
+    show: Callable[[list[dict[str, Any]]], None],
+) -> int:
+    """Measures, shows the rows and writes the file of `--json`; the exit status, 2 after a mistake.
+
+    Args:
+        options: among them `dtype`, None for the device's usual one, and `json`.
+        report: everything that is measured, its `rows` among it.
+        show: prints the rows.
+    """
+    options.dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    try:
+        result = report(options)
+    except DllmError as error:
+        print(f"error: {error}")
+        return 2
+    show(result["rows"])
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
+    return 0
