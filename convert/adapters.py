@@ -44,12 +44,14 @@ class Adapters:
         rank: r, of all.
         alpha: the product counts alpha / rank times.
         base: name or folder of the model they were trained on.
+        dropout: share of their inputs that was left out in training; for the record.
     """
 
     values: Mapping[str, np.ndarray]
     rank: int
     alpha: float
     base: str
+    dropout: float = 0.0
 
     @property
     def kernels(self) -> tuple[str, ...]:
@@ -86,7 +88,9 @@ def read_adapters(folder: str | Path, config: ModelConfig) -> Adapters:
     stems = {name[: -len(A)] for name in values}
     if not stems or len(values) != 2 * len(stems):
         raise DllmError(f"{folder / WEIGHTS_FILE} does not hold an A and a B for every matrix; download it again")
-    return Adapters(values, rank, alpha, str(settings.get("base_model_name_or_path") or ""))
+    dropout = settings.get("lora_dropout")
+    base = str(settings.get("base_model_name_or_path") or "")
+    return Adapters(values, rank, alpha, base, float(dropout) if isinstance(dropout, int | float) else 0.0)
 
 
 def write_adapters(folder: Path, config: ModelConfig, adapters: Adapters) -> None:
@@ -104,7 +108,7 @@ def write_adapters(folder: Path, config: ModelConfig, adapters: Adapters) -> Non
         "peft_type": "LORA",
         "r": adapters.rank,
         "lora_alpha": adapters.alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": adapters.dropout,
         "target_modules": _targets(modules, list(slots.values())),
         "bias": "none",
         "fan_in_fan_out": False,

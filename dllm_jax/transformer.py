@@ -16,6 +16,7 @@ from flax import nnx
 from dllm_jax.config import Experts, ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.kv_cache import KVCache, LayerKV, slice_rows, write_rows
+from dllm_jax.low_rank import product
 from dllm_jax.moe import apply_experts
 
 Params = Mapping[str, jax.Array]
@@ -36,14 +37,14 @@ def _param(shape: tuple[int, ...], axes: tuple[str | None, ...], init: str = "no
 
 
 class Linear(nnx.Module):
-    """y = x W + b with W [in, out]; computes in the dtype of x."""
+    """y = x W + b with W [in, out], or a `LowRankKernel`; computes in the dtype of x."""
 
     def __init__(self, in_dim: int, out_dim: int, axes: tuple[str, str], *, bias: bool = False):
         self.kernel = _param((in_dim, out_dim), axes)
         self.bias = _param((out_dim,), axes[1:], "zeros") if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = x @ self.kernel[...].astype(x.dtype)
+        y = product(x, self.kernel.get_value())
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
 
@@ -260,8 +261,7 @@ class Transformer(nnx.Module):
         if self.lm_head is None:
             table = self.embed.embedding[...].astype(hidden.dtype)
             return jnp.einsum("btd,vd->btv", hidden, table, preferred_element_type=jnp.float32)
-        kernel = self.lm_head.kernel[...].astype(hidden.dtype)
-        return jnp.einsum("btd,dv->btv", hidden, kernel, preferred_element_type=jnp.float32)
+        return product(hidden, self.lm_head.kernel.get_value(), jnp.dtype(jnp.float32))
 
 
 def _run_layer(

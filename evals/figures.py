@@ -1,7 +1,8 @@
 """Figures of papers, each one command: its task, its samplers, its panels and what it says in words.
 
 Figures 6 and 7 of EB-Sampler (arXiv 2505.24857), Figures 3, 4 and 6 and Table 2 of APD (arXiv 2506.00413), the tables
-of D2F (arXiv 2508.09192) and of NI-Sampling (arXiv 2604.18471) as curves. A new figure is an entry in `FIGURES`.
+of D2F (arXiv 2508.09192), of NI-Sampling (arXiv 2604.18471) and of dInfer's trajectory compression (arXiv 2510.08666)
+as curves. A new figure is an entry in `FIGURES`.
 """
 
 import argparse
@@ -315,18 +316,21 @@ def _ni_panels(points: Points) -> list[Panel]:
 
 def _ni_notes(points: Points) -> list[str]:
     """The fewest forwards of both at equal accuracy."""
-    return [_compared(points, told) for told in _CACHES.values()]
+    notes = []
+    for told in _CACHES.values():
+        helped = [p for label, line in points.items() if label.startswith("NI") and label.endswith(told) for p in line]
+        notes.append(_compared(told, points[f"threshold, {told}"], "NI", helped))
+    return notes
 
 
-def _compared(points: Points, told: str) -> str:
-    plain = points[f"threshold, {told}"]
-    helped = [p for label, line in points.items() if label.startswith("NI") and label.endswith(told) for p in line]
+def _compared(told: str, plain: Sequence[Point], name: str, helped: Sequence[Point]) -> str:
+    """A sentence: the fewest forwards within one standard error of the best plain accuracy."""
     best = max(plain, key=lambda point: (point.mean("accuracy"), -point.mean("nfe")))
     floor = best.mean("accuracy") - best.mean("accuracy_stderr")
     at = f"{told}: at accuracy within one standard error of the best threshold's (at least {100 * floor:.1f} %)"
     ours, theirs = ([p for p in some if p.mean("accuracy") >= floor] for some in (helped, plain))
     if not ours:
-        return f"{at} no NI point stands"
+        return f"{at} no {name} point stands"
     mine, other = (min(some, key=lambda p: p.mean("nfe")) for some in (ours, theirs))
     ratio = other.mean("nfe") / max(mine.mean("nfe"), 1.0)
     return f"{at}: NFE {_told(mine)} against {_told(other)}, ratio {ratio:.2f}"
@@ -340,9 +344,31 @@ def _told(point: Point) -> str:
     return f"{point.mean('nfe'):.2f}{several} ({numbers}; {100 * point.mean('accuracy'):.1f} %)"
 
 
+# Trajectory compression
+
+_BEFORE, _AFTER = "before compression", "after compression"
+
+
+def _compression_lines(options: argparse.Namespace) -> list[Line]:
+    """The same thresholds on both models, without a cache: one program."""
+    spec = f"threshold:threshold={_either(THRESHOLDS)},block_length={options.block_length}"
+    return [Line(_BEFORE, [spec]), Line(_AFTER, [f"{spec}@{named(options.compressed)}"])]
+
+
+def _compression_panels(points: Points) -> list[Panel]:
+    return [_against(points, "nfe"), _against(points, "tokens_per_forward")]
+
+
+def _compression_notes(points: Points) -> list[str]:
+    """The fewest forwards of both at equal accuracy."""
+    return [_compared("no cache", points[_BEFORE], "compressed", points[_AFTER])]
+
+
 def _flag(about: str, **more: Any) -> Mapping[str, Any]:
     return {"help": about, **more}
 
+
+_BLOCK_LENGTH = _flag("of all samplers (default: 16)", type=int, default=16, metavar="N")
 
 FIGURES: Mapping[str, Figure] = types.MappingProxyType(
     {
@@ -383,9 +409,21 @@ FIGURES: Mapping[str, Figure] = types.MappingProxyType(
                 "--indicator": _flag(
                     "trained indicator; repeatable, for several seeds", action="append", required=True, metavar="DIR"
                 ),
-                "--block-length": _flag("of all samplers (default: 16)", type=int, default=16, metavar="N"),
+                "--block-length": _BLOCK_LENGTH,
             },
             _ni_notes,
+        ),
+        "compression": Figure(
+            "a model before and after trajectory compression",
+            "word-problems:difficulty=long,steps=4-6,wording=free",
+            _compression_lines,
+            _compression_panels,
+            2,
+            {
+                "--compressed": _flag("model that it was trained to", required=True, metavar="DIR_OR_NAME"),
+                "--block-length": _BLOCK_LENGTH,
+            },
+            _compression_notes,
         ),
     }
 )

@@ -1,10 +1,12 @@
 """From logits to predictions: the token each position would get, and how sure the model is, in one pass in float32."""
 
 import dataclasses
+import math
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from dllm_jax.pytree import pytree
 from samplers.noise import gumbel
@@ -113,6 +115,34 @@ def kept(z: jax.Array, sampling: Sampling) -> jax.Array | None:
         count = jnp.minimum(count, column(sampling.top_k)[..., 0])
     last = jnp.take_along_axis(ordered, jnp.maximum(count, 1)[..., None] - 1, axis=-1)
     return z >= last
+
+
+def ranked(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """`lax.top_k(logits, count)` in two searches, which is faster over a vocabulary: the same values and tokens, in the
+    same order.
+
+    The vocabulary is cut into groups. The `count` groups with the largest peaks hold the `count` best tokens: any other
+    token has as many at least as large before it, the peaks of these. Both searches are over sqrt(V count) numbers.
+
+    Args:
+        logits: [..., V] float32.
+        count: at most V.
+
+    Returns:
+        Values in falling order, the first of equals first, and their tokens: [..., count] float32 and int32.
+    """
+    size = logits.shape[-1]
+    width = math.isqrt(size // count)
+    groups = -(-size // width)
+    if groups + count * width > size // 2:
+        return lax.top_k(logits, count)
+    rest = [(0, 0)] * (logits.ndim - 1)
+    folded = jnp.pad(logits, [*rest, (0, groups * width - size)], constant_values=-jnp.inf)
+    folded = folded.reshape(*logits.shape[:-1], groups, width)
+    best = jnp.sort(lax.top_k(folded.max(axis=-1), count)[1], axis=-1)  # in order, so that equals stay in theirs
+    found = jnp.take_along_axis(folded, best[..., None], axis=-2)
+    values, place = lax.top_k(found.reshape(*logits.shape[:-1], count * width), count)
+    return values, jnp.take_along_axis(best, place // width, axis=-1) * width + place % width
 
 
 def truncate(z: jax.Array, keep: jax.Array | None, mask_id: int) -> jax.Array:

@@ -93,6 +93,7 @@ def test_figures_are_of_many_points_and_few_programs():
     assert list(map(len, d2f)) == [62, 61] and list(map(programs, d2f)) == [11, 10]
     ni = points("ni", indicator=["a", "b"], block_length=16)
     assert len(ni) == 2 * (6 + 5 * 2) and programs(ni) == 4
+    assert len(points("compression", compressed="after", block_length=16)) == 12
 
 
 @pytest.fixture
@@ -139,6 +140,16 @@ def test_ni_averages_over_indicators_and_compares_at_equal_accuracy(figure, monk
     assert "+- 1.41 over 2 indicators" in first and "ratio" in first and first in out and "dual" in second
     status, out, err, _ = figure("ni", "--indicator", "a", "--indicator", "a")
     assert (status, out) == (2, "") and "an indicator was given twice" in err
+
+
+def test_compression_compares_both_models_at_equal_accuracy(figure, measured):
+    status, out, err, results = figure("compression", "--compressed", "after", "--block-length", "32")
+    assert status == 0 and "4 points" in out
+    before, after = results["curves"].values()
+    assert after == [f"{sampler}@after" for sampler in before] and "block_length=32" in before[0]
+    assert [model for model, _ in measured] == ["model", "model", "after", "after"]
+    (note,) = results["notes"]
+    assert note.startswith("no cache: at accuracy within one standard error") and "ratio 1.00" in note
 
 
 def test_a_point_over_several_indicators_has_a_spread():

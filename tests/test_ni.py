@@ -43,6 +43,7 @@ from samplers import (
     stop_on,
 )
 from samplers.generate import pad_prompts
+from samplers.predictions import ranked
 from samplers.trajectory import best_tokens, step_numbers, trajectory_of
 from train import trajectories
 from train.data.files import Listed
@@ -74,6 +75,21 @@ def indicator(ni_indicator) -> Indicator:
 
 def sampler_of(rule: NI | Threshold, cache: str = "none", **options) -> BlockSampler:
     return BlockSampler(rule, gen_length=GEN, block_length=BLOCK, cache=CACHES[cache], **options)
+
+
+@pytest.mark.parametrize("size, count", [(1000, 7), (997, 30), (5000, 1), (64, 64), (40, 16)])
+def test_ranking_in_two_searches_is_top_k(size, count):
+    rng = np.random.default_rng(size)
+    rows = [
+        rng.normal(size=(2, size)),
+        rng.integers(0, 3, (2, size)),  # many equals
+        np.where(rng.random((2, size)) < 0.9, -np.inf, rng.normal(size=(2, size))),  # fewer than count are finite
+        np.sort(rng.normal(size=(2, size))),  # the best are neighbours
+        np.full((2, size), -np.inf),
+    ]
+    logits = jnp.asarray(np.stack(rows), jnp.float32)
+    for found, wanted in zip(ranked(logits, count), jax.lax.top_k(logits, count), strict=True):
+        np.testing.assert_array_equal(found, wanted)
 
 
 # The indicator and its files -----------------------------------------------------------------------------------------

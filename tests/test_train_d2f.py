@@ -83,7 +83,7 @@ def test_chunks_and_groups_change_nothing(config):
 
 
 def d2f_settings(out, base, **changes):
-    values = settings(out, lora={"rank": 2, "alpha": 2.0}, objective={"block_length": 3}, **changes)
+    values = settings(out, lora={"rank": 2, "alpha": 2.0, "dropout": 0.2}, objective={"block_length": 3}, **changes)
     return values | {"model": {"init": str(base)}}
 
 
@@ -99,7 +99,8 @@ def test_runs_on_one_device_and_on_eight(tmp_path, capsys):
     np.testing.assert_allclose(*curves, rtol=1e-3, atol=1e-6)
     out = tmp_path / "one" / "adapters"
     config, part, adapters, named = train.load_adapters(out)
-    assert (part.rank, part.alpha, named, len(adapters)) == (2, 2.0, str(base), 2 * 4 * config.num_layers)
+    assert (part.rank, part.alpha, part.dropout, named) == (2, 2.0, 0.2, str(base))
+    assert len(adapters) == 2 * 4 * config.num_layers
     assert json.loads((out / "adapter_config.json").read_text())["target_modules"] == [
         "attn_out",
         "k_proj",
@@ -112,6 +113,8 @@ def test_runs_on_one_device_and_on_eight(tmp_path, capsys):
     values = d2f_settings(tmp_path / "x", base)
     with pytest.raises(DllmError, match="set it to 32"):
         build(D2FConfig, values | {"lora": {"rank": 0}})
+    with pytest.raises(DllmError, match=r"lora.dropout is 1.0; it must be"):
+        build(D2FConfig, values | {"lora": {"rank": 2, "dropout": 1.0}})
     with pytest.raises(DllmError, match=r"objective.block_length is 0; it must be at least 1"):
         build(D2FConfig, values | {"objective": {"block_length": 0}})
 

@@ -20,11 +20,15 @@ from train_toys import LLADA, Reverse, model_fields, run_config, settings, write
 import convert
 import dllm_jax
 import train
+from dllm_jax import Denoiser
+from dllm_jax.low_rank import LowRankKernel, product
 from dllm_jax.params import init_params
 from dllm_jax.sharding import param_shardings
 from samplers import generate
 from train.__main__ import main
+from train.config import LoraPart
 from train.folder import RunFolder, States, flat
+from train.lora import adapter_shapes, beside
 from train.optimizer import decayed, learning_rate, make_optimizer, update_average
 from train.setup import prepare
 from train.step import Placement, Stepper, training_mesh
@@ -309,6 +313,41 @@ def test_lora_trains_adapters_only_and_merges(tmp_path):
     tokens = jnp.arange(12)[None]
     seen = train.with_adapters(plain.params, {n: jnp.asarray(x) for n, x in adapters.items()}, 4.0)
     np.testing.assert_allclose(merged.denoiser(tokens), dllm_jax.Denoiser(plain.config, seen)(tokens), atol=1e-5)
+
+
+def test_adapters_beside_kernels_compute_what_merged_ones_do():
+    params = init_params(LLADA, jax.random.key(0), dtype="float32")
+    part = LoraPart(rank=3, alpha=6.0, dropout=0.5, targets=("*.attn.[qkvo]_proj.kernel", "*.mlp.*", "lm_head.kernel"))
+    keys = iter(jax.random.split(jax.random.key(1), 64))
+    adapters = {name: 0.3 * jax.random.normal(next(keys), shape) for name, shape in adapter_shapes(LLADA, part).items()}
+    tokens = jnp.arange(12)[None]
+
+    @jax.jit
+    def compare(adapters, key):
+        apart = lambda adapters, key=None: Denoiser(LLADA, beside(params, adapters, part, key))(tokens)
+        merged = lambda adapters: Denoiser(LLADA, train.with_adapters(params, adapters, part.scale))(tokens)
+        gradients = [jax.grad(lambda a, f=f: jnp.sum(jnp.sin(f(a))))(adapters) for f in (apart, merged)]
+        return apart(adapters), merged(adapters), gradients, apart(adapters, key)
+
+    apart, merged, gradients, dropped = compare(adapters, jax.random.key(2))
+    np.testing.assert_allclose(apart, merged, rtol=1e-4, atol=1e-4)
+    for name in adapters:
+        np.testing.assert_allclose(gradients[0][name], gradients[1][name], rtol=1e-3, atol=1e-3, err_msg=name)
+    assert np.abs(dropped - apart).max() > 0.1
+    assert (dropped == compare(adapters, jax.random.key(2))[-1]).all()
+    assert (dropped != compare(adapters, jax.random.key(3))[-1]).any()
+
+
+def test_dropout_leaves_the_adapters_mean_and_the_kernel_alone():
+    x, kernel = jnp.ones((4, 50)), jnp.zeros((50, 2))
+    a, b = jnp.eye(50)[:, :2], jnp.eye(2)
+    draws = jax.random.split(jax.random.key(0), 500)
+    found = jax.vmap(lambda key: product(x, LowRankKernel(kernel, a, b, key, 3.0, 0.25)))(draws)
+    assert set(np.unique(np.round(found, 4))) == {0.0, 4.0}  # each input of A by itself, scaled up
+    np.testing.assert_allclose(found.mean(), 3.0, atol=0.1)
+    np.testing.assert_array_equal(
+        product(x, LowRankKernel(kernel + 1, a * 0, b, draws[0], 3.0, 0.25)), x @ (kernel + 1)
+    )
 
 
 def test_lora_on_a_mesh_is_lora(tmp_path):

@@ -250,12 +250,19 @@ class LoraPart:
     Attributes:
         rank: 0 trains all weights.
         alpha: the adapters' product counts alpha / rank times.
+        dropout: share of the adapters' inputs that are left out in training, in [0, 1).
         targets: patterns of parameter names as shells write them, matched against "layers.0.attn.q_proj.kernel".
     """
 
     rank: int = 0
     alpha: float = 16.0
+    dropout: float = 0.0
     targets: tuple[str, ...] = ("*.attn.[qkvo]_proj.kernel",)
+
+    @property
+    def scale(self) -> float:
+        """How often the product counts."""
+        return self.alpha / self.rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -346,6 +353,7 @@ _RANGES: tuple[Range, ...] = (
     ("optimizer.batch", 1, math.inf),
     ("optimizer.accumulate", 1, math.inf),
     ("lora.rank", 0, math.inf),
+    ("lora.dropout", 0.0, 0.9999999),
     ("checkpoint.every", 1, math.inf),
     ("checkpoint.keep", 1, math.inf),
     ("log.every", 1, math.inf),

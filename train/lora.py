@@ -2,8 +2,8 @@
 
     {"layers.0.attn.q_proj.lora_a": [in, rank], "layers.0.attn.q_proj.lora_b": [rank, out]}
 
-The product is added to the weights before the forward pass, so any kernel of the backbone can have one without the
-model knowing, and training sees exactly what a merged checkpoint computes.
+Training keeps the product apart from the weights (`beside`), as `dllm_jax.low_rank` says why; `with_adapters` and
+`merge` add it, which computes the same.
 """
 
 import fnmatch
@@ -23,6 +23,7 @@ from convert.adapters import KERNEL, A, B, added
 from dllm_jax import checkpoint
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
+from dllm_jax.low_rank import LowRankKernel
 from dllm_jax.tokenizer import TOKENIZER_FILES
 from dllm_jax.transformer import param_specs
 from train.config import LoraPart
@@ -98,12 +99,34 @@ def with_adapters(
     return merged
 
 
+def beside(
+    params: Mapping[str, jax.Array],
+    adapters: Mapping[str, jax.Array],
+    part: LoraPart,
+    key: jax.Array | None = None,
+) -> dict[str, jax.Array | LowRankKernel]:
+    """The parameters, for a `Denoiser`, with every adapted kernel as a `LowRankKernel`.
+
+    Args:
+        key: typed key of the dropout's draws, of which each kernel has its own; None leaves nothing out.
+    """
+    adapted: dict[str, jax.Array | LowRankKernel] = dict(params)
+    for name, a in adapters.items():
+        if name.endswith(A):
+            stem = name.removesuffix(A)
+            own = None if key is None else jax.random.fold_in(key, zlib.crc32(stem.encode()))
+            kernel = LowRankKernel(params[stem + KERNEL], a, adapters[stem + B], own, part.scale, part.dropout)
+            adapted[stem + KERNEL] = kernel
+    return adapted
+
+
 def save_adapters(
     out: Path, config: ModelConfig, part: LoraPart, adapters: Mapping[str, Any], *, base: str, overwrite: bool = False
 ) -> None:
     """Writes a folder with the adapters in the hub's format and the model's config; it appears whole at the end."""
     values = {name: np.asarray(value, np.float32) for name, value in adapters.items()}
-    hub.save_adapters(out, config, hub.Adapters(values, part.rank, part.alpha, base), overwrite=overwrite)
+    found = hub.Adapters(values, part.rank, part.alpha, base, part.dropout)
+    hub.save_adapters(out, config, found, overwrite=overwrite)
 
 
 def load_adapters(folder: str | Path) -> tuple[ModelConfig, LoraPart, dict[str, np.ndarray], str]:
@@ -118,7 +141,7 @@ def load_adapters(folder: str | Path) -> tuple[ModelConfig, LoraPart, dict[str, 
         raise DllmError(f"{folder} holds no adapters ({missing}); name the adapters folder of a run")
     config = checkpoint.load_config(folder)
     found = hub.read_adapters(folder, config)
-    return config, LoraPart(found.rank, found.alpha, found.kernels), dict(found.values), found.base
+    return config, LoraPart(found.rank, found.alpha, found.dropout, found.kernels), dict(found.values), found.base
 
 
 def merge(base: str | Path, adapters: str | Path, out: str | Path, *, overwrite: bool = False) -> None:

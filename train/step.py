@@ -24,9 +24,10 @@ from train.d2f import D2F
 from train.indicator import FinalTokens
 from train.objective import Batch, MaskedDiffusion, Metrics, Objective
 from train.optimizer import make_optimizer, update_average
-from train.trained import Params, trained_of
+from train.trained import Kernels, Params, trained_of
 
 _TABLE = "embed.embedding"
+_DROPOUT = 2**31 - 1  # told from the numbers that objectives fold into the same key
 
 REMAT: Mapping[str, RematPolicy | None] = types.MappingProxyType(
     {
@@ -181,8 +182,9 @@ class Stepper:
         Returns:
             The next state, and scalars: those of the objective and grad_norm (before clipping).
         """
-        noised = self.objective.corrupt(jax.random.fold_in(key, state.step), batch, Denoiser(self._model, {}))
-        gradient, metrics = self._gradient(state.trained, frozen, noised)
+        key = jax.random.fold_in(key, state.step)
+        noised = self.objective.corrupt(key, batch, Denoiser(self._model, {}))
+        gradient, metrics = self._gradient(state.trained, frozen, noised, jax.random.fold_in(key, _DROPOUT))
         updates, optimizer = self.optimizer.update(gradient, state.optimizer, state.trained)
         trained = dict(optax.apply_updates(state.trained, updates))
         average = state.average
@@ -199,28 +201,33 @@ class Stepper:
             out_shardings=(self.shardings(state), self.placement.replicated),
         )
 
-    def _gradient(self, trained: dict[str, jax.Array], frozen: Params, noised: Any) -> tuple[Params, Metrics]:
-        """Mean gradient and metrics of the parts of a batch, in float32."""
+    def _gradient(
+        self, trained: dict[str, jax.Array], frozen: Params, noised: Any, key: jax.Array
+    ) -> tuple[Params, Metrics]:
+        """Mean gradient and metrics of the parts of a batch, in float32; each part has dropout of its own."""
         differentiate = jax.value_and_grad(self.loss, has_aux=True)
 
-        def part(noised: Any) -> tuple[Params, Metrics]:
-            (_, metrics), gradient = differentiate(trained, frozen, noised)
+        def part(noised: Any, key: jax.Array) -> tuple[Params, Metrics]:
+            (_, metrics), gradient = differentiate(trained, frozen, noised, key)
             return gradient, metrics
 
         count = jax.tree.leaves(noised)[0].shape[0]
+        keys = jax.random.split(key, count)
+        first = jax.tree.map(lambda x: x[0], (noised, keys))
         if count == 1:
-            return part(jax.tree.map(lambda x: x[0], noised))
+            return part(*first)
 
-        def add(total: tuple[Params, Metrics], noised: Any) -> tuple[tuple[Params, Metrics], None]:
-            return jax.tree.map(jnp.add, total, part(noised)), None
+        def add(total: tuple[Params, Metrics], one: tuple[Any, jax.Array]) -> tuple[tuple[Params, Metrics], None]:
+            return jax.tree.map(jnp.add, total, part(*one)), None
 
-        one = jax.eval_shape(part, jax.tree.map(lambda x: x[0], noised))
-        zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), one)
-        return jax.tree.map(lambda x: x / count, lax.scan(add, zero, noised)[0])
+        zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(part, *first))
+        return jax.tree.map(lambda x: x / count, lax.scan(add, zero, (noised, keys))[0])
 
-    def loss(self, trained: Params, frozen: Params, noised: Any) -> tuple[jax.Array, Metrics]:
-        """The objective on [rows, T], and what is reported of it."""
-        learner, base = self.trained.parts(trained, frozen, self._denoiser)
+    def loss(
+        self, trained: Params, frozen: Params, noised: Any, key: jax.Array | None = None
+    ) -> tuple[jax.Array, Metrics]:
+        """The objective on [rows, T], and what is reported of it; `key` as in `Trained.parts`."""
+        learner, base = self.trained.parts(trained, frozen, self._denoiser, key)
         return self.objective.loss(
             learner,
             base,
@@ -230,10 +237,11 @@ class Stepper:
             sharding=batch_sharding(self.placement.mesh),
         )
 
-    def _denoiser(self, params: Params) -> Denoiser:
+    def _denoiser(self, kernels: Kernels) -> Denoiser:
         """The model with parameters, in the dtype of computation."""
         dtype = jnp.dtype(self._config.compute.dtype)
-        params = {name: x.astype(dtype) for name, x in params.items()}
+        cast = lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x  # not the keys of dropout
+        params = jax.tree.map(cast, dict(kernels))
         # Gathered for the lookup: rows of a table that is split by columns would be split so as well, not by batch.
         params[_TABLE] = lax.with_sharding_constraint(params[_TABLE], self._table_sharding)
         return Denoiser(self._model, params)

@@ -18,14 +18,16 @@ from dllm_jax.config import ModelConfig
 from dllm_jax.denoiser import Denoiser
 from dllm_jax.errors import DllmError
 from dllm_jax.indicator import Indicator, IndicatorConfig, init_indicator, save_indicator
+from dllm_jax.low_rank import LowRankKernel
 from dllm_jax.params import abstract_params, init_params
 from dllm_jax.sharding import param_shardings
 from dllm_jax.transformer import param_specs
 from train.config import IndicatorRun, TrainConfig
 from train.folder import ADAPTERS_FOLDER, INDICATOR_FOLDER, MODEL_FOLDER
-from train.lora import adapter_shapes, adapter_shardings, init_adapters, save_adapters, with_adapters
+from train.lora import adapter_shapes, adapter_shardings, beside, init_adapters, save_adapters
 
 Params = Mapping[str, jax.Array]
+Kernels = Mapping[str, jax.Array | LowRankKernel]
 
 
 class Trained(Protocol):
@@ -58,11 +60,14 @@ class Trained(Protocol):
         """Arrays that stay as they are, in the dtype of computation; none where everything is trained."""
         ...
 
-    def parts(self, trained: Params, frozen: Params, denoiser: Callable[[Params], Denoiser]) -> tuple[Any, Denoiser]:
+    def parts(
+        self, trained: Params, frozen: Params, denoiser: Callable[[Kernels], Denoiser], key: jax.Array | None = None
+    ) -> tuple[Any, Denoiser]:
         """What an objective's loss takes: the learner, and the frozen model, without parameters where there is none.
 
         Args:
             denoiser: the model with parameters, in the dtype of computation.
+            key: typed key of what is left out of adapters (`lora.dropout`); None leaves nothing out.
         """
         ...
 
@@ -105,7 +110,9 @@ class WholeModel:
         """As `Trained`."""
         return {}
 
-    def parts(self, trained: Params, frozen: Params, denoiser: Callable[[Params], Denoiser]) -> tuple[Any, Denoiser]:
+    def parts(
+        self, trained: Params, frozen: Params, denoiser: Callable[[Kernels], Denoiser], key: jax.Array | None = None
+    ) -> tuple[Any, Denoiser]:
         """As `Trained`."""
         return denoiser(trained), Denoiser(self.model, {})
 
@@ -144,10 +151,11 @@ class Adapters:
         """As `Trained`."""
         return _frozen_model(self.config, self.model, mesh)
 
-    def parts(self, trained: Params, frozen: Params, denoiser: Callable[[Params], Denoiser]) -> tuple[Any, Denoiser]:
+    def parts(
+        self, trained: Params, frozen: Params, denoiser: Callable[[Kernels], Denoiser], key: jax.Array | None = None
+    ) -> tuple[Any, Denoiser]:
         """As `Trained`."""
-        lora = self.config.lora
-        return denoiser(with_adapters(frozen, trained, lora.alpha / lora.rank)), denoiser(frozen)
+        return denoiser(beside(frozen, trained, self.config.lora, key)), denoiser(frozen)
 
     def write(
         self, out: Path, weights: Params, *, steps: int, files: Mapping[str, bytes], overwrite: bool = False
@@ -188,7 +196,9 @@ class BesideModel:
         """As `Trained`."""
         return _frozen_model(self.config, self.model, mesh)
 
-    def parts(self, trained: Params, frozen: Params, denoiser: Callable[[Params], Denoiser]) -> tuple[Any, Denoiser]:
+    def parts(
+        self, trained: Params, frozen: Params, denoiser: Callable[[Kernels], Denoiser], key: jax.Array | None = None
+    ) -> tuple[Any, Denoiser]:
         """As `Trained`; the indicator is computed in float32 whatever the model is."""
         return Indicator(self.indicator, trained), denoiser(frozen)
 

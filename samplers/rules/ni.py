@@ -4,14 +4,13 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from dllm_jax.errors import DllmError
 from dllm_jax.indicator import Indicator, IndicatorConfig, load_indicator
 from dllm_jax.pytree import pytree
 from samplers.caches.base import DenoiserLike
 from samplers.checks import check_choice, check_number, check_steps
-from samplers.predictions import Predictions
+from samplers.predictions import Predictions, ranked
 from samplers.rules.base import BlockView, Number, Rule, per_row
 from samplers.rules.llada import LLaDA
 
@@ -87,10 +86,10 @@ def features_of(
         DllmError: when the indicator was made for a model of other sizes.
     """
     hidden = denoiser.final_hidden(hidden)
-    values, ranked = lax.top_k(logits, config.check_vocabulary(logits.shape[-1]))
-    ranked = jnp.concatenate([token[..., None], ranked[..., 1 : config.num_tokens]], axis=-1)
-    embeddings = denoiser.embed(ranked.reshape(ranked.shape[0], -1))
-    embeddings = embeddings.reshape(*ranked.shape, embeddings.shape[-1])
+    values, best = ranked(logits, config.check_vocabulary(logits.shape[-1]))
+    best = jnp.concatenate([token[..., None], best[..., 1 : config.num_tokens]], axis=-1)
+    embeddings = denoiser.embed(best.reshape(best.shape[0], -1))
+    embeddings = embeddings.reshape(*best.shape, embeddings.shape[-1])
     if (hidden.shape[-1], embeddings.shape[-1]) != (config.hidden_dim, config.embed_dim):
         sizes = f"{config.hidden_dim} and {config.embed_dim}, the model's have {hidden.shape[-1]}"
         raise DllmError(f"the indicator reads hidden states and embeddings of {sizes}; use the one of this model")
