@@ -1,6 +1,7 @@
 """Sharding as one table: logical axis names of the parameters -> mesh axes. The model code never mentions a device."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 import jax
@@ -47,8 +48,7 @@ class ShardingRules:
 
 
 def _present(entry: MeshAxes, mesh: Mesh) -> tuple[str, ...]:
-    names = () if entry is None else (entry,) if isinstance(entry, str) else entry
-    return tuple(name for name in names if name in mesh.axis_names)
+    return tuple(name for name in _names(entry) if name in mesh.axis_names)
 
 
 def make_mesh(**axes: int) -> Mesh:
@@ -81,7 +81,7 @@ def param_shardings(config: ModelConfig, mesh: Mesh, rules: ShardingRules | None
         partition = rules.spec(spec.axes, mesh)
         for size, axis, entry in zip(spec.shape, spec.axes, partition, strict=True):
             parts = 1
-            for mesh_axis in (entry,) if isinstance(entry, str) else entry or ():
+            for mesh_axis in _names(entry):
                 parts *= mesh.shape[mesh_axis]
             if size % parts:
                 raise DllmError(
@@ -94,3 +94,45 @@ def param_shardings(config: ModelConfig, mesh: Mesh, rules: ShardingRules | None
 def batch_sharding(mesh: Mesh, rules: ShardingRules | None = None) -> NamedSharding:
     """The sharding of arrays whose first axis is the batch (prompts, results)."""
     return NamedSharding(mesh, (rules or ShardingRules()).spec(("batch",), mesh))
+
+
+def batch_parts(mesh: Mesh) -> int:
+    """Number of parts that a mesh splits a batch into."""
+    (entry,) = ShardingRules().spec(("batch",), mesh)
+    return math.prod(mesh.shape[name] for name in _names(entry))
+
+
+def mesh_for_batch(axes: Mapping[str, int], rows: int, setting: str, unit: str) -> Mesh:
+    """The mesh of settings such as {"data": 2, "tensor": 4}, for batches of `rows` rows; one device if there are none.
+
+    Args:
+        setting: what people call the axes, for complaints.
+        unit: what people call the rows.
+
+    Raises:
+        DllmError: for an unknown axis, more devices than there are, devices of other processes left over, or a batch
+            that does not split.
+    """
+    axes = dict(axes) or {"data": 1}
+    known = sorted({name for field in dataclasses.asdict(ShardingRules()).values() for name in _names(field)})
+    for name, count in axes.items():
+        if name not in known:
+            raise DllmError(f"{setting} has no axis {name!r}; use {', '.join(known)}")
+        if count < 1:
+            raise DllmError(f"{setting}.{name} is {count}; it must be at least 1")
+    mesh = make_mesh(**axes)
+    if jax.process_count() > 1 and mesh.size != jax.device_count():
+        raise DllmError(
+            f"{setting} {axes} has {mesh.size} devices and the {jax.process_count()} processes have "
+            f"{jax.device_count()}; use them all"
+        )
+    if rows % batch_parts(mesh):
+        raise DllmError(
+            f"{rows} {unit} do not split over the {batch_parts(mesh)} devices of the mesh's batch axes; choose a "
+            "multiple"
+        )
+    return mesh
+
+
+def _names(entry: MeshAxes) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

@@ -406,6 +406,17 @@ def test_trajectories_survive_kills(sudoku, tmp_path, monkeypatch, capsys) -> No
     assert [(s.first, s.end) for s in trajectories.shards(tmp_path / "b")] == [(0, 3), (3, 6), (6, 7), (7, 10)]
     jax.tree.map(np.testing.assert_array_equal, read(tmp_path / "b"), whole)
 
+    split = [*what, "--out", str(tmp_path / "c"), "--n", "4", "--batch-size", "4", "--mesh"]
+    assert train_cli.main([*split, "data=2,fsdp=2"]) == 0
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y[: len(x)]), read(tmp_path / "c"), whole)
+    capsys.readouterr()
+    for axes, complaint in (
+        ("data=3", "4 prompts (--batch-size) do not split over the 3 devices"),
+        ("rows=2", "--mesh has no axis 'rows'; use"),
+        ("data:2", "--mesh data:2 is no list of axes; write it like data=8"),
+    ):
+        assert train_cli.main([*split, axes]) == 2 and complaint in capsys.readouterr().err
+
     task = make_task(SUDOKU)
     first = task.example("train", 0)
     batch = trajectories.shards(tmp_path / "b")[0].trajectories([0, 2])

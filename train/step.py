@@ -13,9 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dllm_jax.config import ModelConfig
 from dllm_jax.denoiser import Denoiser
-from dllm_jax.errors import DllmError
 from dllm_jax.pytree import pytree
-from dllm_jax.sharding import ShardingRules, batch_sharding, make_mesh, param_shardings
+from dllm_jax.sharding import ShardingRules, batch_parts, batch_sharding, mesh_for_batch, param_shardings
 from dllm_jax.transformer import RematPolicy
 from train.autoregressive import Autoregressive
 from train.compression import Compression
@@ -83,47 +82,15 @@ class Placement:
         return batch_parts(self.mesh)
 
 
-def batch_parts(mesh: Mesh) -> int:
-    """Number of parts that a mesh splits a batch into."""
-    (entry,) = ShardingRules().spec(("batch",), mesh)
-    names = (entry,) if isinstance(entry, str) else entry or ()
-    parts = 1
-    for name in names:
-        parts *= mesh.shape[name]
-    return parts
-
-
 def training_mesh(config: TrainConfig) -> Mesh:
-    """The mesh of `compute.mesh`, one device if that is empty.
+    """The mesh of `compute.mesh`.
 
     Raises:
-        DllmError: for an unknown axis, more devices than there are, devices of other processes left over, or a batch
-            that does not split.
+        DllmError: as `mesh_for_batch`.
     """
-    axes = config.compute.mesh or {"data": 1}
-    known = sorted({name for field in dataclasses.asdict(ShardingRules()).values() for name in _names(field)})
-    for name, count in axes.items():
-        if name not in known:
-            raise DllmError(f"compute.mesh has no axis {name!r}; use {', '.join(known)}")
-        if count < 1:
-            raise DllmError(f"compute.mesh.{name} is {count}; it must be at least 1")
-    mesh = make_mesh(**axes)
-    if jax.process_count() > 1 and mesh.size != jax.device_count():
-        raise DllmError(
-            f"compute.mesh {axes} has {mesh.size} devices and the {jax.process_count()} processes have "
-            f"{jax.device_count()}; use them all"
-        )
-    rows, parts = config.optimizer.batch // config.optimizer.accumulate, batch_parts(mesh)
-    if rows % parts:
-        raise DllmError(
-            f"{rows} rows (optimizer.batch over optimizer.accumulate) do not split over the {parts} devices of the "
-            "mesh's batch axes; choose a multiple"
-        )
-    return mesh
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+    rows = config.optimizer.batch // config.optimizer.accumulate
+    unit = "rows (optimizer.batch over optimizer.accumulate)"
+    return mesh_for_batch(config.compute.mesh, rows, "compute.mesh", unit)
 
 
 class Stepper:

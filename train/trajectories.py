@@ -13,6 +13,7 @@ import dataclasses
 import importlib
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from tqdm import tqdm
 
 import dllm_jax
 from dllm_jax import Model
 from dllm_jax.checkpoint import write_error
 from dllm_jax.errors import DllmError
+from dllm_jax.sharding import batch_parts, batch_sharding, mesh_for_batch
 from samplers import BlockSampler, make_sampler
 from samplers.generate import check_lengths, given_canvas, pad_prompts
 from samplers.timing import Programs
@@ -50,6 +53,7 @@ def collect(
     seed: int = 0,
     stops: bool = True,
     verify: Verify | None = None,
+    mesh: Mesh | None = None,
     progress: bool = True,
 ) -> int:
     """Samples prompts 0 to n - 1 of a source, those that `out` does not hold yet.
@@ -63,6 +67,8 @@ def collect(
         seed: of the sampler's random numbers.
         stops: whether an end token ends an answer; else a canvas is as long as the example's answer.
         verify: whether an answer is right, to be kept as `correct`.
+        mesh: devices that the prompts of a batch are split over; the model's parameters must lie on them. None leaves
+            everything where the model is.
         progress: show a bar on stderr.
 
     Returns:
@@ -75,12 +81,15 @@ def collect(
     for name, value in (("n", n), ("batch_size", batch_size), ("shard_size", shard_size)):
         if value is not None and value < 1:
             raise DllmError(f"{name} is {value}; it must be at least 1")
+    if mesh is not None and batch_size % batch_parts(mesh):
+        parts = batch_parts(mesh)
+        raise DllmError(f"a batch of {batch_size} prompts does not split over {parts} devices; use a multiple")
     if n is None and count is None:
         raise DllmError("the data has no end; say how many prompts are wanted by --n")
     total = min(n or count or 0, count or n or 0)
     folder = _begin(Path(out).expanduser(), {**about, "seed": seed, "gen_length": sampler.gen_length})
     done = max((shard.end for shard in shards(folder)), default=0)
-    make = _Sampled(model, sampler, source, batch_size, seed, stops, verify)
+    make = _Sampled(model, sampler, source, batch_size, seed, stops, verify, mesh)
     with tqdm(total=total, initial=min(done, total), unit="prompt", disable=None if progress else True) as bar:
         for first in range(done, total, shard_size):
             last = min(first + shard_size, total)
@@ -135,6 +144,7 @@ class _Sampled:
     seed: int
     stops: bool
     verify: Verify | None
+    mesh: Mesh | None
     programs: Programs = dataclasses.field(default_factory=Programs)
     tokens: int = 0
     seconds: float = 0.0
@@ -162,6 +172,8 @@ class _Sampled:
         given = given_canvas(answers, length, self.model.denoiser.mask_id)
         keys = jax.vmap(lambda number: jax.random.fold_in(jax.random.key(self.seed), number))(jnp.asarray(numbers))
         known = {"gen_lengths": gen_lengths, "given": given}
+        if self.mesh is not None:
+            prompt, lengths, keys, known = jax.device_put((prompt, lengths, keys, known), batch_sharding(self.mesh))
         result, took = self.programs.run(self.sampler, self.model.denoiser, prompt, lengths, key=keys, **known)
         self.seconds += took
         found = trajectory_of(result, prompt, lengths, mask_id=self.model.denoiser.mask_id, **known)
@@ -209,8 +221,22 @@ def add_command(commands: Any) -> None:
     add("--n", type=int, metavar="N", help="prompts; by default all of --data")
     add("--batch-size", type=int, default=64, metavar="N", help="prompts sampled together (default: 64)")
     add("--shard-size", type=int, default=1024, metavar="N", help="prompts per file (default: 1024)")
+    add("--mesh", metavar="AXES", help="devices to split prompts and model over, such as data=8 or data=2,tensor=4")
     add("--seed", type=int, default=0, metavar="N", help="of the sampler's random numbers (default: 0)")
     add("--no-progress", action="store_true", help="no progress bar")
+
+
+def _mesh(text: str, batch_size: int) -> Mesh:
+    """The mesh of "data=2,tensor=4".
+
+    Raises:
+        DllmError: as `mesh_for_batch`, and for words that are none.
+    """
+    found = [re.fullmatch(r"([a-z]+)=(\d{1,6})", part) for part in text.split(",")]
+    axes = {match[1]: int(match[2]) for match in found if match}
+    if len(axes) < len(found):
+        raise DllmError(f"--mesh {text} is no list of axes; write it like data=8 or data=2,tensor=4")
+    return mesh_for_batch(axes, batch_size, "--mesh", "prompts (--batch-size)")
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -225,7 +251,8 @@ def _run(options: argparse.Namespace) -> None:
         about["split"] = source.split
     elif options.split:
         raise DllmError("--split is for --task; leave it out")
-    model = dllm_jax.load(options.model, dtype=options.dtype)
+    mesh = None if options.mesh is None else _mesh(options.mesh, options.batch_size)
+    model = dllm_jax.load(options.model, dtype=options.dtype, mesh=mesh)
     if options.task:
         sampler = spec.build(model, task.bind(model))
     else:
@@ -241,6 +268,7 @@ def _run(options: argparse.Namespace) -> None:
         about={"model": model.name, **about},
         stops=stops,
         verify=verify,
+        mesh=mesh,
         progress=not options.no_progress,
         **chosen,
     )
