@@ -346,13 +346,14 @@ def _told(point: Point) -> str:
 
 # Trajectory compression
 
-_BEFORE, _AFTER = "before compression", "after compression"
+_BEFORE, _AFTER, _CONTROL = "before compression", "after compression", "control: same texts, random masks"
 
 
 def _compression_lines(options: argparse.Namespace) -> list[Line]:
-    """The same thresholds on both models, without a cache: one program."""
+    """The same thresholds on all models, without a cache: one program."""
     spec = f"threshold:threshold={_either(THRESHOLDS)},block_length={options.block_length}"
-    return [Line(_BEFORE, [spec]), Line(_AFTER, [f"{spec}@{named(options.compressed)}"])]
+    others = {_AFTER: options.compressed} | ({_CONTROL: options.control} if options.control else {})
+    return [Line(_BEFORE, [spec]), *(Line(label, [f"{spec}@{named(path)}"]) for label, path in others.items())]
 
 
 def _compression_panels(points: Points) -> list[Panel]:
@@ -360,8 +361,9 @@ def _compression_panels(points: Points) -> list[Panel]:
 
 
 def _compression_notes(points: Points) -> list[str]:
-    """The fewest forwards of both at equal accuracy."""
-    return [_compared("no cache", points[_BEFORE], "compressed", points[_AFTER])]
+    """The fewest forwards of each and of the first at equal accuracy."""
+    first, *others = points.items()
+    return [_compared(label, first[1], label, line) for label, line in others]
 
 
 def _flag(about: str, **more: Any) -> Mapping[str, Any]:
@@ -421,6 +423,7 @@ FIGURES: Mapping[str, Figure] = types.MappingProxyType(
             2,
             {
                 "--compressed": _flag("model that it was trained to", required=True, metavar="DIR_OR_NAME"),
+                "--control": _flag("model trained on the same texts by masked diffusion", metavar="DIR_OR_NAME"),
                 "--block-length": _BLOCK_LENGTH,
             },
             _compression_notes,

@@ -93,7 +93,7 @@ def test_figures_are_of_many_points_and_few_programs():
     assert list(map(len, d2f)) == [62, 61] and list(map(programs, d2f)) == [11, 10]
     ni = points("ni", indicator=["a", "b"], block_length=16)
     assert len(ni) == 2 * (6 + 5 * 2) and programs(ni) == 4
-    assert len(points("compression", compressed="after", block_length=16)) == 12
+    assert [len(points("compression", compressed="b", control=c, block_length=16)) for c in ("c", None)] == [18, 12]
 
 
 @pytest.fixture
@@ -143,13 +143,15 @@ def test_ni_averages_over_indicators_and_compares_at_equal_accuracy(figure, monk
 
 
 def test_compression_compares_both_models_at_equal_accuracy(figure, measured):
-    status, out, err, results = figure("compression", "--compressed", "after", "--block-length", "32")
-    assert status == 0 and "4 points" in out
-    before, after = results["curves"].values()
+    status, out, err, results = figure("compression", "--compressed", "after", "--control", "c", "--block-length", "32")
+    assert status == 0 and "6 points" in out
+    before, after, control = results["curves"].values()
     assert after == [f"{sampler}@after" for sampler in before] and "block_length=32" in before[0]
-    assert [model for model, _ in measured] == ["model", "model", "after", "after"]
-    (note,) = results["notes"]
-    assert note.startswith("no cache: at accuracy within one standard error") and "ratio 1.00" in note
+    assert control == [f"{sampler}@c" for sampler in before]
+    assert [model for model, _ in measured] == ["model", "model", "after", "after", "c", "c"]
+    first, second = results["notes"]
+    assert first.startswith("after compression: at accuracy within one standard error") and "ratio 1.00" in first
+    assert second.startswith("control: same texts, random masks: at")
 
 
 def test_a_point_over_several_indicators_has_a_spread():
