@@ -286,20 +286,25 @@ def _d2f_panels(points: Points) -> list[Panel]:
 THRESHOLDS = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95)
 NI_BASES = (0.9,)
 NI_SCORES = (0.5, 0.6, 0.7, 0.8, 0.9)
-_CACHES = {"none": "no cache", "dual": "dual cache"}
+_CACHES = {  # policy -> its name, and where the indicator is asked: wherever a forward runs
+    "none": ("no cache", "rest"),
+    "prefix": ("prefix cache", "rest"),
+    "dual": ("dual cache", "block"),
+}
 
 
 def _ni_lines(options: argparse.Namespace) -> list[Line]:
-    """Thresholds, and the indicator on top of some, without and with a cache: two programs each."""
+    """Thresholds, and the indicator on top of some, without a cache and with two: two programs each."""
     indicators = [named(path) for path in options.indicator]
     if len(set(indicators)) < len(indicators):
         raise DllmError("an indicator was given twice; an average over both would hide how much training varies")
     lines = []
-    for cache, told in _CACHES.items():
+    for cache, (told, scope) in _CACHES.items():
         where = f"cache={cache},block_length={options.block_length}"
         lines.append(Line(f"threshold, {told}", [f"threshold:threshold={_either(THRESHOLDS)},{where}"]))
         for base in NI_BASES:
-            ni = f"indicator={_either(indicators)},threshold={base},indicator_threshold={_either(NI_SCORES)}"
+            scores = f"indicator_threshold={_either(NI_SCORES)},scope={scope}"
+            ni = f"indicator={_either(indicators)},threshold={base},{scores}"
             above = f"threshold {base}" if base <= 1 else "no threshold"
             lines.append(Line(f"NI and {above}, {told}", [f"ni:{ni},{where}"]))
     return lines
@@ -309,7 +314,7 @@ def _ni_panels(points: Points) -> list[Panel]:
     """One row per cache."""
     return [
         _against({label: line for label, line in points.items() if label.endswith(told)}, cost)
-        for told in _CACHES.values()
+        for told, _ in _CACHES.values()
         for cost in ("nfe", "tokens_per_second")
     ]
 
@@ -317,7 +322,7 @@ def _ni_panels(points: Points) -> list[Panel]:
 def _ni_notes(points: Points) -> list[str]:
     """The fewest forwards of both at equal accuracy."""
     notes = []
-    for told in _CACHES.values():
+    for told, _ in _CACHES.values():
         helped = [p for label, line in points.items() if label.startswith("NI") and label.endswith(told) for p in line]
         notes.append(_compared(told, points[f"threshold, {told}"], "NI", helped))
     return notes

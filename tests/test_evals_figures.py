@@ -92,7 +92,7 @@ def test_figures_are_of_many_points_and_few_programs():
     d2f = [points("d2f", student="student", ar=ar) for ar in ("ar", None)]
     assert list(map(len, d2f)) == [62, 61] and list(map(programs, d2f)) == [11, 10]
     ni = points("ni", indicator=["a", "b"], block_length=16)
-    assert len(ni) == 2 * (6 + 5 * 2) and programs(ni) == 4
+    assert len(ni) == 3 * (6 + 5 * 2) and programs(ni) == 6
     assert [len(points("compression", compressed="b", control=c, block_length=16)) for c in ("c", None)] == [18, 12]
 
 
@@ -131,13 +131,14 @@ def test_ni_averages_over_indicators_and_compares_at_equal_accuracy(figure, monk
     loaded = load_indicator(ni_indicator)
     monkeypatch.setattr("samplers.specs.load_indicator", lambda path: loaded)
     status, out, err, results = figure("ni", "--indicator", "a", "--indicator", "bcd")
-    assert status == 0 and "12 points, 4 programs" in out
-    first, second = results["notes"]
+    assert status == 0 and "18 points, 6 programs" in out
+    first, second, third = results["notes"]
     best = 100 / (1 + 0.03)
     assert first.startswith(
         f"no cache: at accuracy within one standard error of the best threshold's (at least {best - 2:.1f}"
     )
-    assert "+- 1.41 over 2 indicators" in first and "ratio" in first and first in out and "dual" in second
+    assert "+- 1.41 over 2 indicators" in first and "ratio" in first and first in out
+    assert second.startswith("prefix cache") and third.startswith("dual cache")
     status, out, err, _ = figure("ni", "--indicator", "a", "--indicator", "a")
     assert (status, out) == (2, "") and "an indicator was given twice" in err
 
