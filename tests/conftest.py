@@ -25,7 +25,10 @@ if not os.environ.get("DLLM_JAX_NO_CACHE"):
     JAX_SETTINGS["jax_persistent_cache_min_compile_time_secs"] = 0.1  # the smaller ones are not worth their files
 
 # Most of the time goes into compiling: LLVM's optimisations take longer than they save on shapes as small as these.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+XLA_FLAGS = ["--xla_backend_optimization_level=0"]
+if jax.__version_info__ < (0, 11):  # later ones end the process at a flag that they do not know
+    XLA_FLAGS.append("--xla_cpu_use_fusion_emitters=false")  # which make compiling take two to three times as long
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *XLA_FLAGS])
 
 for name, value in JAX_SETTINGS.items():
     jax.config.update(name, value)

@@ -54,12 +54,19 @@ class Family:
     cases: Callable[[dict], list[Case]]
     run: Callable[[Case, Assets], None]
     one_of: int = 1
+    one_unit_of: int = 1
 
     def some(self, content: dict) -> list[Case]:
-        """The cases that are run by default."""
-        chosen = lambda number: number % self.one_of == number // self.one_of % self.one_of
-        found = enumerate(self.cases(content))
-        return [case for number, case in found if "prompt" not in case or chosen(number)]
+        """The cases that are run by default: of `one_of` generations one, of `one_unit_of` others one."""
+        generations, units = [], []
+        for case in self.cases(content):
+            (generations if "prompt" in case else units).append(case)
+        return _spread(generations, self.one_of) + _spread(units, self.one_unit_of)
+
+
+def _spread(cases: list[Case], step: int) -> list[Case]:
+    """One of `step`, each time a place further on, as what cases vary often has a period."""
+    return [case for number, case in enumerate(cases) if number % step == number // step % step]
 
 
 def cases_of(content: dict) -> list[Case]:

@@ -16,9 +16,9 @@ from convert.adapters import read_adapters
 from samplers import PipelineSampler, stream
 from samplers.generate import bucket_length, pad_prompts
 from samplers.pipeline_denoiser import block_end
-from train.config import D2FPart
+from train.config import D2FPart, LoraPart
 from train.d2f import D2F, Blocks, Draws, block_ratios, corrupt
-from train.lora import with_adapters
+from train.lora import beside
 from train.objective import Batch
 
 _FORCED = {"default": "confidence", "neg_entropy": "entropy", "margin_confidence": "margin"}
@@ -135,14 +135,14 @@ def _noised(case: Case, denoiser: dllm_jax.Denoiser) -> tuple[D2FPart, Blocks]:
     return settings, noised
 
 
-@functools.partial(jax.jit, static_argnums=(0, 4))
+@functools.partial(jax.jit, static_argnums=(0, 4, 5))
 def _loss(
-    config: dllm_jax.ModelConfig, params: dict, adapters: dict, noised: Blocks, settings: D2FPart, scale: float
+    config: dllm_jax.ModelConfig, params: dict, adapters: dict, noised: Blocks, settings: D2FPart, part: LoraPart
 ) -> Any:
     base = dllm_jax.Denoiser(config, params)
 
     def loss(adapters: dict) -> Any:
-        return D2F(settings).loss(dllm_jax.Denoiser(config, with_adapters(params, adapters, scale)), base, noised)
+        return D2F(settings).loss(dllm_jax.Denoiser(config, beside(params, adapters, part)), base, noised)
 
     return jax.value_and_grad(loss, has_aux=True)(adapters)
 
@@ -151,11 +151,11 @@ def _run_loss(case: Case, assets: Assets) -> None:
     """The loss, its terms, and the norms of its gradient by adapter."""
     denoiser, expected = assets.model(case["checkpoint"]).denoiser, case["expected"]
     settings, noised = _noised(case, denoiser)
-    adapters, scale = {}, 1.0
+    adapters, part = {}, LoraPart()
     if case["lora"]:
         found = read_adapters(assets.path(case["lora"]), denoiser.config)
-        adapters, scale = dict(found.values), found.alpha / found.rank
-    run = lambda noised: _loss(denoiser.config, denoiser.params, adapters, noised, settings, scale)
+        adapters, part = dict(found.values), LoraPart(found.rank, found.alpha)
+    run = lambda noised: _loss(denoiser.config, denoiser.params, adapters, noised, settings, part)
     (loss, _), gradient = run(noised)
     np.testing.assert_allclose(loss, expected["loss"], rtol=2e-5)
     weights = np.asarray(noised.weights)

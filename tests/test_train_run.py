@@ -316,20 +316,23 @@ def test_lora_trains_adapters_only_and_merges(tmp_path):
 
 
 def test_adapters_beside_kernels_compute_what_merged_ones_do():
-    params = init_params(LLADA, jax.random.key(0), dtype="float32")
+    config = LLADA.replace(num_layers=1)
+    params = init_params(config, jax.random.key(0), dtype="float32")
     part = LoraPart(rank=3, alpha=6.0, dropout=0.5, targets=("*.attn.[qkvo]_proj.kernel", "*.mlp.*", "lm_head.kernel"))
     keys = iter(jax.random.split(jax.random.key(1), 64))
-    adapters = {name: 0.3 * jax.random.normal(next(keys), shape) for name, shape in adapter_shapes(LLADA, part).items()}
+    shapes = adapter_shapes(config, part)
+    adapters = {name: 0.3 * jax.random.normal(next(keys), shape) for name, shape in shapes.items()}
     tokens = jnp.arange(12)[None]
 
     @jax.jit
     def compare(adapters, key):
-        apart = lambda adapters, key=None: Denoiser(LLADA, beside(params, adapters, part, key))(tokens)
-        merged = lambda adapters: Denoiser(LLADA, train.with_adapters(params, adapters, part.scale))(tokens)
-        gradients = [jax.grad(lambda a, f=f: jnp.sum(jnp.sin(f(a))))(adapters) for f in (apart, merged)]
-        return apart(adapters), merged(adapters), gradients, apart(adapters, key)
+        apart = lambda adapters: Denoiser(config, beside(params, adapters, part))(tokens)
+        merged = lambda adapters: Denoiser(config, train.with_adapters(params, adapters, part.scale))(tokens)
+        values, pull = zip(*(jax.vjp(of, adapters) for of in (apart, merged)), strict=True)
+        gradients = [back(jnp.cos(value))[0] for value, back in zip(values, pull, strict=True)]
+        return values, gradients, Denoiser(config, beside(params, adapters, part, key))(tokens)
 
-    apart, merged, gradients, dropped = compare(adapters, jax.random.key(2))
+    (apart, merged), gradients, dropped = compare(adapters, jax.random.key(2))
     np.testing.assert_allclose(apart, merged, rtol=1e-4, atol=1e-4)
     for name in adapters:
         np.testing.assert_allclose(gradients[0][name], gradients[1][name], rtol=1e-3, atol=1e-3, err_msg=name)
