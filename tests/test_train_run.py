@@ -20,7 +20,7 @@ from train_toys import LLADA, Reverse, model_fields, run_config, settings, write
 import convert
 import dllm_jax
 import train
-from dllm_jax import Denoiser
+from dllm_jax import Denoiser, DllmError
 from dllm_jax.low_rank import LowRankKernel, product
 from dllm_jax.params import init_params
 from dllm_jax.sharding import param_shardings
@@ -302,6 +302,13 @@ def test_lora_trains_adapters_only_and_merges(tmp_path):
     assert all(np.any(adapters[name]) for name in adapters)
     state = latest_state(tmp_path / "lora")
     assert not any("mlp" in name or "kernel" in name for name in state)
+
+    known = json.loads((tmp_path / "lora" / "run.json").read_text())
+    del known["lora"]["dropout"]  # as of a run that is older than the setting
+    (tmp_path / "lora" / "run.json").write_text(json.dumps(known))
+    assert train.train(run_config(tmp_path / "lora", **changes)).started == outcome.step
+    with pytest.raises(DllmError, match=r"was started with lora.dropout = 0.0, not 0.5"):
+        train.train(run_config(tmp_path / "lora", **changes | {"lora": changes["lora"] | {"dropout": 0.5}}))
 
     arguments = ["merge-lora", "--base", str(base), "--adapters", str(outcome.folder), "--out", str(tmp_path / "m")]
     assert main(arguments) == 0

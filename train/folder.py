@@ -19,7 +19,7 @@ import jax
 
 from dllm_jax.checkpoint import write_error
 from dllm_jax.errors import DllmError
-from train.config import TrainConfig, differences, to_json
+from train.config import TrainConfig, build, differences, to_json
 
 RUN_FILE, METRICS_FILE, STATE_FOLDER = "run.json", "metrics.jsonl", "state"
 MODEL_FOLDER, ADAPTERS_FOLDER, INDICATOR_FOLDER = "model", "adapters", "indicator"
@@ -51,12 +51,19 @@ class RunFolder:
             old = json.loads((self.path / RUN_FILE).read_text())
         except (OSError, ValueError) as error:
             raise DllmError(f"{self.path / RUN_FILE} could not be read ({error}); choose another out") from None
-        for name, (was, now) in differences(old, json.loads(to_json(self._config))).items():
+        for name, (was, now) in differences(self._whole(old), json.loads(to_json(self._config))).items():
             if not name.startswith(_MAY_CHANGE):
                 raise DllmError(
                     f"the run in {self.path} was started with {name} = {was!r}, not {now!r}; "
                     "restore the setting to continue it, or choose another out"
                 )
+
+    def _whole(self, old: dict[str, Any]) -> dict[str, Any]:
+        """A run's settings, those that came into being after it at their defaults."""
+        try:
+            return json.loads(to_json(build(type(self._config), old)))
+        except DllmError:  # of another command, say
+            return old
 
     @contextlib.contextmanager
     def begin(self) -> Iterator[None]:
