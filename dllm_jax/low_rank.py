@@ -29,11 +29,6 @@ class LowRankKernel:
     scale: float
     dropout: float
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """(in, out), as of the plain kernel."""
-        return self.kernel.shape
-
     def added(self, x: jax.Array) -> jax.Array:
         """scale drop(x) A B, [..., in] -> [..., out] in the dtype of x."""
         if self.key is not None and self.dropout:
@@ -48,6 +43,7 @@ def product(x: jax.Array, kernel: jax.Array | LowRankKernel, dtype: jnp.dtype | 
     Args:
         dtype: of the result and its sums; that of x by default.
     """
-    plain = kernel.kernel if isinstance(kernel, LowRankKernel) else kernel
-    y = jnp.matmul(x, plain.astype(x.dtype), preferred_element_type=dtype)
-    return y + kernel.added(x).astype(y.dtype) if isinstance(kernel, LowRankKernel) else y
+    if isinstance(kernel, LowRankKernel):
+        y = product(x, kernel.kernel, dtype)
+        return y + kernel.added(x).astype(y.dtype)
+    return jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=dtype)

@@ -126,12 +126,17 @@ def mesh_for_batch(axes: Mapping[str, int], rows: int, setting: str, unit: str) 
             f"{setting} {axes} has {mesh.size} devices and the {jax.process_count()} processes have "
             f"{jax.device_count()}; use them all"
         )
-    if rows % batch_parts(mesh):
-        raise DllmError(
-            f"{rows} {unit} do not split over the {batch_parts(mesh)} devices of the mesh's batch axes; choose a "
-            "multiple"
-        )
+    check_splits(mesh, rows, unit)
     return mesh
+
+
+def check_splits(mesh: Mesh, rows: int, unit: str) -> None:
+    """Raises DllmError unless a mesh splits a batch of `rows` rows, which people call `unit`, into equal parts."""
+    parts = batch_parts(mesh)
+    if rows % parts:
+        raise DllmError(
+            f"{rows} {unit} do not split over the {parts} devices of the mesh's batch axes; choose a multiple"
+        )
 
 
 def _names(entry: MeshAxes) -> tuple[str, ...]:

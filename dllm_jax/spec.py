@@ -23,20 +23,32 @@ def parse(text: str, what: str) -> Spec:
         what: named in the errors, such as "sampler".
 
     Raises:
-        DllmError: for an empty name, an option without a value, or one given twice.
+        DllmError: for an empty name, and as `parse_options`.
     """
     name, _, rest = text.partition(":")
     if not name:
         raise DllmError(f"{what} {text!r} has no name; write it as name:option=value,option=value")
+    return Spec(name, parse_options(rest, f"{what} {text!r}"))
+
+
+def parse_options(text: str, what: str) -> dict[str, str]:
+    """Reads ``"gamma=0.1,proxy=entropy"``, or nothing.
+
+    Args:
+        what: named in the errors.
+
+    Raises:
+        DllmError: for an option without a value, or one given twice.
+    """
     options: dict[str, str] = {}
-    for item in rest.split(",") if rest else ():
+    for item in text.split(",") if text else ():
         option, equals, value = item.partition("=")
         if not option or not equals or not value:
-            raise DllmError(f"{what} {text!r}: {item!r} is no option; write it as option=value")
+            raise DllmError(f"{what}: {item!r} is no option; write it as option=value")
         if option in options:
-            raise DllmError(f"{what} {text!r} gives {option} twice; leave one out")
+            raise DllmError(f"{what} gives {option} twice; leave one out")
         options[option] = value
-    return Spec(name, options)
+    return options
 
 
 def converted(options: Mapping[str, str], kinds: Mapping[str, Any], what: str) -> dict[str, Any]:

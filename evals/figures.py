@@ -375,6 +375,8 @@ def _flag(about: str, **more: Any) -> Mapping[str, Any]:
     return {"help": about, **more}
 
 
+_LONG_PROBLEMS = "word-problems:difficulty=long"
+_FREE_WORDS = f"{_LONG_PROBLEMS},steps=4-6,wording=free"
 _BLOCK_LENGTH = _flag("of all samplers (default: 16)", type=int, default=16, metavar="N")
 
 FIGURES: Mapping[str, Figure] = types.MappingProxyType(
@@ -383,7 +385,7 @@ FIGURES: Mapping[str, Figure] = types.MappingProxyType(
         "eb-maze": Figure("EB-Sampler's Figure 6", "maze", _eb_lines, _eb_panels, 1, n=2000),
         "apd": Figure(
             "APD's Figures 3, 4 and 6 and Table 2",
-            "word-problems:difficulty=long",
+            _LONG_PROBLEMS,
             _apd_lines,
             _apd_panels,
             4,
@@ -397,7 +399,7 @@ FIGURES: Mapping[str, Figure] = types.MappingProxyType(
         ),
         "d2f": Figure(
             "D2F against its teacher and an autoregressive model",
-            "word-problems:difficulty=long",
+            _LONG_PROBLEMS,
             _d2f_lines,
             _d2f_panels,
             2,
@@ -408,7 +410,7 @@ FIGURES: Mapping[str, Figure] = types.MappingProxyType(
         ),
         "ni": Figure(
             "NI-Sampling against confidence thresholds",
-            "word-problems:difficulty=long,steps=4-6,wording=free",
+            _FREE_WORDS,
             _ni_lines,
             _ni_panels,
             2,
@@ -422,7 +424,7 @@ FIGURES: Mapping[str, Figure] = types.MappingProxyType(
         ),
         "compression": Figure(
             "a model before and after trajectory compression",
-            "word-problems:difficulty=long,steps=4-6,wording=free",
+            _FREE_WORDS,
             _compression_lines,
             _compression_panels,
             2,

@@ -190,9 +190,7 @@ class Stepper:
         zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(part, *first))
         return jax.tree.map(lambda x: x / count, lax.scan(add, zero, (noised, keys))[0])
 
-    def loss(
-        self, trained: Params, frozen: Params, noised: Any, key: jax.Array | None = None
-    ) -> tuple[jax.Array, Metrics]:
+    def loss(self, trained: Params, frozen: Params, noised: Any, key: jax.Array) -> tuple[jax.Array, Metrics]:
         """The objective on [rows, T], and what is reported of it; `key` as in `Trained.parts`."""
         learner, base = self.trained.parts(trained, frozen, self._denoiser, key)
         return self.objective.loss(

@@ -61,13 +61,13 @@ class Trained(Protocol):
         ...
 
     def parts(
-        self, trained: Params, frozen: Params, denoiser: Callable[[Kernels], Denoiser], key: jax.Array | None = None
+        self, trained: Params, frozen: Params, denoiser: Callable[[Kernels], Denoiser], key: jax.Array
     ) -> tuple[Any, Denoiser]:
         """What an objective's loss takes: the learner, and the frozen model, without parameters where there is none.
 
         Args:
             denoiser: the model with parameters, in the dtype of computation.
-            key: typed key of what is left out of adapters (`lora.dropout`); None leaves nothing out.
+            key: typed key of what is left out of adapters (`lora.dropout`).
         """
         ...
 
@@ -111,7 +111,7 @@ class WholeModel:
         return {}
 
     def parts(
-        self, trained: Params, frozen: Params, denoiser: Callable[[Kernels], Denoiser], key: jax.Array | None = None
+        self, trained: Params, frozen: Params, denoiser: Callable[[Kernels], Denoiser], key: jax.Array
     ) -> tuple[Any, Denoiser]:
         """As `Trained`."""
         return denoiser(trained), Denoiser(self.model, {})
@@ -152,7 +152,7 @@ class Adapters:
         return _frozen_model(self.config, self.model, mesh)
 
     def parts(
-        self, trained: Params, frozen: Params, denoiser: Callable[[Kernels], Denoiser], key: jax.Array | None = None
+        self, trained: Params, frozen: Params, denoiser: Callable[[Kernels], Denoiser], key: jax.Array
     ) -> tuple[Any, Denoiser]:
         """As `Trained`."""
         return denoiser(beside(frozen, trained, self.config.lora, key)), denoiser(frozen)
@@ -197,7 +197,7 @@ class BesideModel:
         return _frozen_model(self.config, self.model, mesh)
 
     def parts(
-        self, trained: Params, frozen: Params, denoiser: Callable[[Kernels], Denoiser], key: jax.Array | None = None
+        self, trained: Params, frozen: Params, denoiser: Callable[[Kernels], Denoiser], key: jax.Array
     ) -> tuple[Any, Denoiser]:
         """As `Trained`; the indicator is computed in float32 whatever the model is."""
         return Indicator(self.indicator, trained), denoiser(frozen)

@@ -13,7 +13,6 @@ import dataclasses
 import importlib
 import json
 import os
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,8 @@ import dllm_jax
 from dllm_jax import Model
 from dllm_jax.checkpoint import write_error
 from dllm_jax.errors import DllmError
-from dllm_jax.sharding import batch_parts, batch_sharding, mesh_for_batch
+from dllm_jax.sharding import batch_sharding, check_splits, mesh_for_batch
+from dllm_jax.spec import converted, parse_options
 from samplers import BlockSampler, make_sampler
 from samplers.generate import check_lengths, given_canvas, pad_prompts
 from samplers.timing import Programs
@@ -36,6 +36,8 @@ from samplers.trajectory import trajectory_of
 from train.data import ExampleLike, Setup, Source, from_reference, jsonl, size
 from train.data.shards import ABOUT_FILE, shards
 from train.folder import replace_file
+
+_BATCH = "prompts (--batch-size)"
 
 Verify = Callable[[Any, list[int]], bool]  # of an example, and the tokens that were generated for it
 
@@ -81,9 +83,8 @@ def collect(
     for name, value in (("n", n), ("batch_size", batch_size), ("shard_size", shard_size)):
         if value is not None and value < 1:
             raise DllmError(f"{name} is {value}; it must be at least 1")
-    if mesh is not None and batch_size % batch_parts(mesh):
-        parts = batch_parts(mesh)
-        raise DllmError(f"a batch of {batch_size} prompts does not split over {parts} devices; use a multiple")
+    if mesh is not None:
+        check_splits(mesh, batch_size, _BATCH)
     if n is None and count is None:
         raise DllmError("the data has no end; say how many prompts are wanted by --n")
     total = min(n or count or 0, count or n or 0)
@@ -232,11 +233,14 @@ def _mesh(text: str, batch_size: int) -> Mesh:
     Raises:
         DllmError: as `mesh_for_batch`, and for words that are none.
     """
-    found = [re.fullmatch(r"([a-z]+)=(\d{1,6})", part) for part in text.split(",")]
-    axes = {match[1]: int(match[2]) for match in found if match}
-    if len(axes) < len(found):
+    try:
+        options = parse_options(text, "--mesh")
+        axes = converted(options, dict.fromkeys(options, int), "--mesh")
+    except DllmError:
+        axes = {}
+    if not axes:
         raise DllmError(f"--mesh {text} is no list of axes; write it like data=8 or data=2,tensor=4")
-    return mesh_for_batch(axes, batch_size, "--mesh", "prompts (--batch-size)")
+    return mesh_for_batch(axes, batch_size, "--mesh", _BATCH)
 
 
 def _run(options: argparse.Namespace) -> None:
