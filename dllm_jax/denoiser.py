@@ -1,4 +1,10 @@
-"""The aligned denoiser: "what token belongs at position i", for every family, with or without key/value buffers."""
+"""The aligned denoiser: "what token belongs at position i", for every family, in one method.
+
+`Denoiser` runs this library's own models; `FunctionDenoiser` makes one of any function from tokens to logits.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -6,22 +12,86 @@ import jax.numpy as jnp
 from dllm_jax import kv_cache
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
-from dllm_jax.kv_cache import KVCache, slice_rows
+from dllm_jax.kv_cache import KVCache, gather_rows, slice_rows
 from dllm_jax.pytree import pytree
-from dllm_jax.transformer import Params, RematPolicy, Transformer, Window, bind
+from dllm_jax.sharding import Layout
+from dllm_jax.transformer import Params, Place, RematPolicy, Transformer, bind
 
 
-@pytree(static=("config",))
+class Span(NamedTuple):
+    """Consecutive positions of every row: the first of each, [B] int32, and how many."""
+
+    start: jax.Array
+    width: int
+
+    @property
+    def positions(self) -> jax.Array:
+        """[B, width] int32."""
+        return self.start[:, None] + jnp.arange(self.width, dtype=jnp.int32)
+
+
+class DenoiserLike(Protocol):
+    """What samplers need of a model, which must be a pytree; see `Denoiser` for what each member means.
+
+    A cache policy also needs `empty_cache`, smoothing `embed` and `expected_embedding`, and a rule that reads hidden
+    states `final_hidden` and `embed`; a model without them works with everything else.
+    """
+
+    @property
+    def mask_id(self) -> int: ...
+
+    @property
+    def eos_id(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def min_prompt_length(self) -> int: ...
+
+    @property
+    def batch_parts(self) -> int: ...
+
+    def forward(
+        self,
+        inputs: jax.Array,
+        visible: jax.Array,
+        *,
+        at: Span | jax.Array | None = None,
+        kv: Any = None,
+        write: jax.Array | None = None,
+        outputs: Span | None = None,
+    ) -> tuple[jax.Array, Any]: ...
+
+    def logits(self, hidden: jax.Array) -> jax.Array: ...
+
+    def empty_cache(self, batch: int, length: int) -> Any: ...
+
+    def embed(self, tokens: jax.Array) -> jax.Array: ...
+
+    def expected_embedding(self, logits: jax.Array) -> jax.Array: ...
+
+    def final_hidden(self, hidden: jax.Array) -> jax.Array: ...
+
+
+@pytree(static=("config", "layout"))
 class Denoiser:
-    """A model as samplers see it: a pytree (the flat parameter dict is its only data) with five methods.
+    """A model as samplers see it: a pytree whose only data is the flat parameter dict.
 
     Positions always mean *target* positions: the hidden state returned for position i is the one whose logits predict
     the token at i. Families whose raw logits are shifted by one (Dream) feed position i - 1 for it; nobody outside
-    this class knows. Rows are left-aligned: row b is valid on [0, lengths[b]), its RoPE positions start at 0.
+    this class knows. Rows are left-aligned: row b's RoPE positions start at 0.
+
+    Attributes:
+        config: what the model is.
+        params: flat name -> array.
+        layout: the mesh that the parameters lie on, so that buffers and hidden states are split alike; None for one
+            device, and where the caller places everything.
     """
 
     config: ModelConfig
     params: Params
+    layout: Layout | None = None
 
     @property
     def mask_id(self) -> int:
@@ -50,13 +120,20 @@ class Denoiser:
         return int(self.config.shift)
 
     @property
+    def batch_parts(self) -> int:
+        """Equal parts of a batch that lie on different devices."""
+        return 1 if self.layout is None else self.layout.parts("batch")
+
+    @property
     def _model(self) -> Transformer:
         return bind(self.config, self.params)
 
     def empty_cache(self, batch: int, length: int) -> KVCache:
         """Zero-filled key/value buffers for `length` positions, in the parameters' dtype."""
         config, dtype = self.config, self.params["embed.embedding"].dtype
-        return kv_cache.empty(config.num_layers, batch, length, config.num_kv_heads, config.head_dim, dtype)
+        return self._placed(
+            kv_cache.empty(config.num_layers, batch, length, config.num_kv_heads, config.head_dim, dtype)
+        )
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Input embeddings, [B, S] int32 -> [B, S, D]."""
@@ -71,64 +148,77 @@ class Denoiser:
         probability = jax.nn.softmax(logits, axis=-1).astype(table.dtype)
         return jnp.einsum("bwv,vd->bwd", probability, table)
 
-    def full(
+    def forward(
         self,
         inputs: jax.Array,
-        lengths: jax.Array,
-        start: jax.Array,
-        width: int,
+        visible: jax.Array,
         *,
+        at: Span | jax.Array | None = None,
+        kv: KVCache | None = None,
+        write: jax.Array | None = None,
+        outputs: Span | None = None,
         remat: RematPolicy | None = None,
     ) -> tuple[jax.Array, KVCache]:
-        """One forward over the whole sequence.
+        """One forward: over everything, or over some positions that attend to key/value buffers for all others.
 
-        Args:
-            inputs: tokens [B, S] int32, or input embeddings [B, S, D].
-            lengths: valid positions per row [B] int32.
-            start, width: target span; row b gets the hidden states of start[b] .. start[b] + width - 1.
-            remat: as in `Transformer.forward`, for training.
-
-        Returns:
-            Hidden states [B, width, D] for `logits`, and the keys and values of all S positions (free if unused).
-        """
-        model = self._model
-        x = _embedded(model, inputs)
-        positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
-        keep = None if width == x.shape[1] else (start - self.config.shift, width)  # of all, start can only be 0
-        return model.forward(x, positions, lengths, keep=keep, remat=remat)
-
-    def window(
-        self,
-        inputs: jax.Array,
-        lengths: jax.Array,
-        cache: KVCache,
-        feed: tuple[jax.Array, int],
-        target: tuple[jax.Array, int] | None = None,
-        fresh: jax.Array | None = None,
-    ) -> tuple[jax.Array, KVCache]:
-        """One forward over the span `feed`, attending to it and to the buffers' entries for all other positions.
-
-        A shifted family also runs the position before the span, which predicts its first token; that position's own
+        A shifted family also runs the position before each that is asked for, which predicts it; that position's own
         buffer entry is read, not refreshed, so that cached and uncached spans mean the same for every family.
 
         Args:
-            inputs: as in `full`, the whole sequence; only the span is read.
-            lengths: valid positions per row [B] int32.
-            cache: buffers of S positions.
-            feed: (start [B], width): positions that are run. start[b] + width must not exceed S.
-            target: (start [B], width) within the feed: positions whose hidden states are returned; None for all.
-            fresh: [B, feed width] bool, positions whose keys and values replace the buffers' entries; None for all.
+            inputs: the whole sequence: tokens [B, S] int32, or input embeddings [B, S, D].
+            visible: how many of the first positions a query sees: [B, S] int32 by the query's position, or [B], the
+                same for all; of these a causal model's sees none behind itself.
+            at: the positions that are run: a `Span`, or any [B, T] (slower; those that are written must differ).
+                None runs all S and looks at no buffers. A span must end within the sequence, and begin at
+                `min_prompt_length` or later.
+            kv: buffers of S positions, given exactly when `at` is.
+            write: [B, T] bool, which positions' keys and values replace the buffers' entries; None for all.
+            outputs: positions whose hidden states are returned, within `at` (a `Span` then); None for all that run.
+            remat: as in `Transformer.forward`, for training.
 
         Returns:
-            Hidden states [B, target width, D] and the updated buffers.
+            Hidden states [B, T, D] for `logits`, and the keys and values: the updated buffers, or without any those of
+            all S positions (free if unused). Where everything is returned, entry 0 of a shifted family, which has no
+            predictor, repeats entry 1.
         """
-        shift, (start, width) = int(self.config.shift), feed
+        length, shift = inputs.shape[1], int(self.config.shift)
+        if at is None or kv is None:
+            positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), inputs.shape[:2])
+            outer = None if outputs is None else (outputs.start - shift, outputs.width)
+            hidden, new = self._run(inputs, positions, visible, outputs=outer, remat=remat)
+            if shift and outputs is None:
+                hidden = jnp.concatenate([hidden[:, :1], hidden[:, :-1]], axis=1)
+            return hidden, new
+        if isinstance(at, Span):
+            fed = Span(at.start - shift, at.width + shift)
+            within = lambda x: slice_rows(x, *fed)
+            inner = (at.start - at.start, at.width) if outputs is None else (outputs.start - at.start, outputs.width)
+            place = Place(at.start, shift, write)
+            return self._run(within(inputs), fed.positions, _of(visible, within), kv=kv, place=place, outputs=inner)
+        positions = jnp.concatenate([at - 1, at], axis=1) if shift else at
+        within = lambda x: gather_rows(x, positions)
+        place = Place(at, at.shape[1] * shift, write)
+        hidden, kv = self._run(within(inputs), positions, _of(visible, within), kv=kv, place=place)
+        return hidden[:, : at.shape[1]], kv
+
+    def _run(
+        self, inputs: jax.Array, positions: jax.Array, visible: jax.Array, **options: Any
+    ) -> tuple[jax.Array, KVCache]:
+        """`Transformer.forward` of what is fed, tokens or embeddings, with `visible` [B] or [B, T]."""
         model = self._model
-        span = slice_rows(inputs, start - shift, width + shift)
-        positions = (start - shift)[:, None] + jnp.arange(width + shift, dtype=jnp.int32)
-        keep = (start - start, width) if target is None else (target[0] - start, target[1])
-        window = Window(start=start, skip=shift, fresh=fresh)
-        return model.forward(_embedded(model, span), positions, lengths, cache=cache, window=window, keep=keep)
+        if visible.ndim == 1:
+            causal = self.config.attention == "causal"
+            visible = jnp.minimum(positions + 1, visible[:, None]) if causal else visible[:, None]
+        x = model.embed_tokens(inputs) if jnp.issubdtype(inputs.dtype, jnp.integer) else inputs
+        place = lambda x: x if self.layout is None else self.layout.place(x, ("batch", None, None))
+        hidden, kv = model.forward(place(x), positions, visible, **options)
+        return place(hidden), self._placed(kv)
+
+    def _placed(self, kv: KVCache) -> KVCache:
+        layout = self.layout
+        if layout is None:
+            return kv
+        return jax.tree.map(lambda x: layout.place(x, ("batch", None, "kv_heads", "head_dim")), kv)
 
     def final_hidden(self, hidden: jax.Array) -> jax.Array:
         """Hidden states behind the final norm, which the vocabulary head reads: [B, W, D] -> [B, W, D]."""
@@ -143,15 +233,104 @@ class Denoiser:
 
         For shifted families entry 0 has no predictor and repeats entry 1.
         """
-        batch, length = tokens.shape
-        lengths = jnp.full((batch,), length, jnp.int32) if lengths is None else lengths
-        model = self._model
-        positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
-        hidden, _ = model.forward(model.embed_tokens(tokens), positions, lengths)
-        if self.config.shift:
-            hidden = jnp.concatenate([hidden[:, :1], hidden[:, :-1]], axis=1)
-        return model.logits(hidden)
+        lengths = jnp.full((tokens.shape[0],), tokens.shape[1], jnp.int32) if lengths is None else lengths
+        return self.logits(self.forward(tokens, lengths)[0])
 
 
-def _embedded(model: Transformer, inputs: jax.Array) -> jax.Array:
-    return model.embed_tokens(inputs) if jnp.issubdtype(inputs.dtype, jnp.integer) else inputs
+def _of(visible: jax.Array, within: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    return visible if visible.ndim == 1 else within(visible)
+
+
+def block_causal(length: int, starts: jax.Array, block_length: int) -> jax.Array:
+    """What each position sees where a block sees itself and everything before it, and nothing behind: [B, length].
+
+    D2F (arXiv 2508.09192, section 3.2) counts blocks from the prompt's end; LLaDA2 from position 0.
+
+    Args:
+        starts: [B] int32, where the first block begins; what lies before it is a block of its own.
+        block_length: L; block b >= 0 is [start + b L, start + (b + 1) L).
+
+    Returns:
+        int32, the first position behind each position's block: `visible` of `Denoiser.forward`.
+    """
+    place = jnp.arange(length, dtype=jnp.int32) - starts[:, None]
+    return starts[:, None] + jnp.where(place < 0, 0, (place // block_length + 1) * block_length)
+
+
+@pytree(static=("fn", "mask_id", "eos_id", "vocab_size", "min_prompt_length"))
+class FunctionDenoiser:
+    """Any function from tokens to logits as a denoiser, for every rule without a cache.
+
+    The function may close over traced arrays: build the denoiser inside your own `jit`, or pass `params`.
+
+    Attributes:
+        fn: traceable (tokens [B, S] int32, lengths [B] int32) -> logits [B, S, V]: entry i scores the token at i. Row
+            b is valid on [0, lengths[b]). With `params` given it is called as fn(params, tokens, lengths).
+        mask_id, eos_id: ids of the mask token and of the end of the sequence.
+        params: any pytree, the denoiser's data; None for none.
+        vocab_size: V; found by tracing `fn` if 0.
+        min_prompt_length: tokens that a prompt must have.
+    """
+
+    fn: Callable[..., jax.Array]
+    mask_id: int
+    eos_id: int
+    params: Any = None
+    vocab_size: int = 0
+    min_prompt_length: int = 0
+
+    batch_parts = 1
+
+    def __post_init__(self) -> None:
+        if not callable(self.fn):
+            raise DllmError(f"fn is a {type(self.fn).__name__}; give a function (tokens, lengths) -> logits")
+        if not self.vocab_size:
+            tokens, lengths = jax.ShapeDtypeStruct((1, 8), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+            shape = jax.eval_shape(self._logits, tokens, lengths).shape
+            if len(shape) != 3 or shape[:2] != (1, 8):
+                raise DllmError(f"fn answers {list(shape)} for tokens [1, 8]; it must give logits [1, 8, V]")
+            object.__setattr__(self, "vocab_size", shape[2])
+        for name, token in (("mask_id", self.mask_id), ("eos_id", self.eos_id)):
+            if not 0 <= token < self.vocab_size:
+                raise DllmError(f"{name} {token} lies outside the vocabulary of {self.vocab_size} tokens")
+
+    def _logits(self, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
+        return self.fn(tokens, lengths) if self.params is None else self.fn(self.params, tokens, lengths)
+
+    def forward(
+        self,
+        inputs: jax.Array,
+        visible: jax.Array,
+        *,
+        at: Any = None,
+        kv: Any = None,
+        write: Any = None,
+        outputs: Span | None = None,
+    ) -> tuple[jax.Array, Any]:
+        """As `Denoiser.forward`, of everything: a function has no key/value buffers and one way to attend.
+
+        Raises:
+            DllmError: when more is asked of it.
+        """
+        if at is not None or kv is not None:
+            raise DllmError("a FunctionDenoiser has no key/value buffers; use NoCache()")
+        if visible.ndim != 1:
+            raise DllmError("a FunctionDenoiser has no attention mask to change; give a model's denoiser")
+        if not jnp.issubdtype(inputs.dtype, jnp.integer):
+            raise DllmError("a FunctionDenoiser reads tokens, not embeddings; leave smoothing out")
+        logits = self._logits(inputs, visible).astype(jnp.float32)
+        return logits if outputs is None else slice_rows(logits, *outputs), None
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """The hidden states of a function are its logits."""
+        return hidden
+
+    def empty_cache(self, batch: int, length: int) -> Any:
+        """Raises DllmError: there are no buffers."""
+        raise DllmError("a FunctionDenoiser has no key/value buffers; use NoCache()")
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """Raises DllmError: there are no embeddings."""
+        raise DllmError("a FunctionDenoiser has no embeddings; leave out smoothing, and rules that read hidden states")
+
+    expected_embedding = final_hidden = embed

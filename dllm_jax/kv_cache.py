@@ -36,15 +36,58 @@ def slice_rows(x: jax.Array, start: jax.Array, width: int) -> jax.Array:
     return jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, width, axis=0))(x, start)
 
 
-def write_rows(buffer: jax.Array, new: jax.Array, start: jax.Array, fresh: jax.Array | None = None) -> jax.Array:
+def write_rows(buffer: jax.Array, new: jax.Array, start: jax.Array, write: jax.Array | None = None) -> jax.Array:
     """buffer with new[b] written at start[b] of row b: [B, S, ...], [B, W, ...], [B] -> [B, S, ...].
 
-    Where `fresh` [B, W] is False the buffer keeps its old content, so that a window of static width can stand for
+    Where `write` [B, W] is False the buffer keeps its old content, so that a window of static width can stand for
     a shorter span.
     """
-    if fresh is not None:
-        mask = fresh.reshape(fresh.shape + (1,) * (new.ndim - 2))
+    if write is not None:
+        mask = write.reshape(write.shape + (1,) * (new.ndim - 2))
         new = jnp.where(mask, new, slice_rows(buffer, start, new.shape[1]))
     if buffer.shape[0] == 1:
         return lax.dynamic_update_slice_in_dim(buffer, new, start[0], axis=1)
     return jax.vmap(lambda row, value, at: lax.dynamic_update_slice_in_dim(row, value, at, axis=0))(buffer, new, start)
+
+
+def scatter_rows(buffer: jax.Array, new: jax.Array, positions: jax.Array, write: jax.Array | None = None) -> jax.Array:
+    """buffer with new[b, t] written at positions[b, t] of row b: [B, S, ...], [B, T, ...], [B, T] -> [B, S, ...].
+
+    Where `write` [B, T] is False nothing is written. Positions that are written must differ.
+    """
+    if write is not None:
+        positions = jnp.where(write, positions, buffer.shape[1])  # behind the end, which is dropped
+    return jax.vmap(lambda row, value, at: row.at[at].set(value, mode="drop"))(buffer, new, positions)
+
+
+def gather_rows(x: jax.Array, positions: jax.Array) -> jax.Array:
+    """x[b, positions[b, t]] for every row: [B, S, ...] and [B, T] -> [B, T, ...]."""
+    return jax.vmap(lambda row, at: row[at])(x, positions)
+
+
+def take_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
+    """One row of each of P equal parts of the batch: [B, ...] and [P] -> [P, ...], rows counted within their part."""
+    if rows.shape[0] == 1:
+        return lax.dynamic_index_in_dim(x, rows[0], axis=0)
+    parts = x.reshape(rows.shape[0], -1, *x.shape[1:])
+    return jax.vmap(lambda part, row: lax.dynamic_index_in_dim(part, row, axis=0, keepdims=False))(parts, rows)
+
+
+def put_rows(x: jax.Array, new: jax.Array, rows: jax.Array, write: jax.Array | None = None) -> jax.Array:
+    """x with one row of each of P equal parts of the batch replaced, where `write` [P]: what `take_rows` takes.
+
+    Args:
+        x: [n B, S, ...]: n consecutive entries belong to a row of the batch.
+        new: [n P, T, ...], of the first T <= S positions.
+    """
+    count = rows.shape[0]
+    if count > 1:
+        parts = (x.reshape(count, -1, *x.shape[1:]), new.reshape(count, -1, *new.shape[1:]), rows[:, None])
+        if write is None:
+            return jax.vmap(put_rows)(*parts).reshape(x.shape)
+        return jax.vmap(put_rows)(*parts, write[:, None]).reshape(x.shape)
+    start = (rows[0] * new.shape[0], *(0 for _ in x.shape[1:]))
+    new = new.astype(x.dtype)
+    if write is not None:
+        new = jnp.where(write[0], new, lax.dynamic_slice(x, start, new.shape))
+    return lax.dynamic_update_slice(x, new, start)

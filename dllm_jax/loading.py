@@ -5,7 +5,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from dllm_jax import checkpoint
@@ -13,7 +13,7 @@ from dllm_jax.config import ModelConfig, published
 from dllm_jax.denoiser import Denoiser
 from dllm_jax.errors import DllmError
 from dllm_jax.params import init_params
-from dllm_jax.sharding import ShardingRules, param_shardings
+from dllm_jax.sharding import Layout, ShardingRules, param_shardings
 from dllm_jax.tokenizer import Tokenizer, has_tokenizer
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -28,6 +28,7 @@ class Model:
         tokenizer: None for a checkpoint without a tokenizer's files, and for random weights.
         name: for people: the folder's or the published size's name.
         folder: where it was loaded from, None for random weights.
+        layout: the mesh that it was loaded onto, None for one device.
     """
 
     config: ModelConfig
@@ -35,11 +36,12 @@ class Model:
     tokenizer: Tokenizer | None
     name: str
     folder: Path | None = None
+    layout: Layout | None = None
 
     @property
     def denoiser(self) -> Denoiser:
         """The model as samplers take it."""
-        return Denoiser(self.config, self.params)
+        return Denoiser(self.config, self.params, self.layout)
 
     def require_tokenizer(self) -> Tokenizer:
         """The tokenizer, for callers that were given text.
@@ -78,10 +80,11 @@ def load(
     """
     folder = checkpoint.find(path_or_name)
     config = checkpoint.load_config(folder)
-    dtype_name, shardings = _dtype_name(dtype), _shardings(config, mesh, rules)
+    dtype_name, layout = _dtype_name(dtype), _layout(mesh, rules)
+    shardings = layout and dict(param_shardings(config, layout.mesh, layout.rules))
     tokenizer = Tokenizer.from_folder(folder, config) if has_tokenizer(folder) else None
     params = checkpoint.load_params(folder, dtype=dtype_name, shardings=shardings)
-    return Model(config, params, tokenizer, name=folder.resolve().name, folder=folder)
+    return Model(config, params, tokenizer, name=folder.resolve().name, folder=folder, layout=layout)
 
 
 def random_model(
@@ -107,9 +110,10 @@ def random_model(
     if isinstance(config, str):
         name, config = config, published(config)
     key = jax.random.key(key) if isinstance(key, int) else key
-    shardings = _shardings(config, mesh, rules)
+    layout = _layout(mesh, rules)
+    shardings = layout and param_shardings(config, layout.mesh, layout.rules)
     params = init_params(config, key, dtype=_dtype_name(dtype), shardings=shardings)
-    return Model(config, params, None, name=name)
+    return Model(config, params, None, name=name, layout=layout)
 
 
 def _dtype_name(dtype: DTypeLike | None) -> str | None:
@@ -124,7 +128,7 @@ def _dtype_name(dtype: DTypeLike | None) -> str | None:
     return name
 
 
-def _shardings(config: ModelConfig, mesh: Mesh | None, rules: ShardingRules | None) -> dict[str, Sharding] | None:
+def _layout(mesh: Mesh | None, rules: ShardingRules | None) -> Layout | None:
     if mesh is None and rules is not None:
         raise DllmError("sharding rules were given without a mesh; pass mesh= too, see make_mesh")
-    return None if mesh is None else dict(param_shardings(config, mesh, rules))
+    return None if mesh is None else Layout(mesh, rules or ShardingRules())

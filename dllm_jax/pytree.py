@@ -9,6 +9,8 @@ from jax import lax
 
 T = TypeVar("T")
 
+_STATIC = "__static_fields__"
+
 
 @dataclass_transform(frozen_default=True)
 def pytree(*, static: tuple[str, ...] = ()) -> Callable[[type[T]], type[T]]:
@@ -16,12 +18,16 @@ def pytree(*, static: tuple[str, ...] = ()) -> Callable[[type[T]], type[T]]:
 
     Changing a leaf (a threshold, a temperature) never recompiles and can be vmapped; a static field must be hashable,
     and changing it makes another program. A leaf that is None is absent, which makes another program as well.
+    What is static in a base class is so in its subclasses.
     """
 
     def register(cls: type[T]) -> type[T]:
         frozen = dataclasses.dataclass(frozen=True)(cls)
         names = [field.name for field in dataclasses.fields(frozen)]  # type: ignore[arg-type]
-        _register(frozen, tuple(name for name in names if name not in static), static)
+        fixed = tuple(dict.fromkeys(name for base in cls.__mro__ for name in base.__dict__.get(_STATIC, ())))
+        fixed += static
+        setattr(frozen, _STATIC, fixed)
+        _register(frozen, tuple(name for name in names if name not in fixed), fixed)
         return frozen
 
     return register

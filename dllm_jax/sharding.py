@@ -69,25 +69,54 @@ def make_mesh(**axes: int) -> Mesh:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a model lies on a mesh, for the arrays that a forward makes; hashable, part of the program.
+
+    Attributes:
+        mesh: the devices.
+        rules: how its axes split the logical axes.
+    """
+
+    mesh: Mesh
+    rules: ShardingRules = ShardingRules()
+
+    def parts(self, axis: str) -> int:
+        """Number of equal parts that a logical axis is split into."""
+        return math.prod(self.mesh.shape[name] for name in _present(getattr(self.rules, axis), self.mesh))
+
+    def place(self, x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
+        """x with its logical axes split as the rules say; an axis that does not divide stays whole.
+
+        Inside a mesh of the caller's own (`jax.set_mesh`, `jax.shard_map`) nothing is said: there it is for the caller.
+        """
+        if not jax.sharding.get_abstract_mesh().empty:
+            return x
+        fits = (axis and not size % self.parts(axis) for size, axis in zip(x.shape, axes, strict=True))
+        spec = self.rules.spec(tuple(axis if fit else None for axis, fit in zip(axes, fits, strict=True)), self.mesh)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+
+
 def param_shardings(config: ModelConfig, mesh: Mesh, rules: ShardingRules | None = None) -> Mapping[str, NamedSharding]:
     """The sharding of every parameter by flat name.
 
     Raises:
-        DllmError: when a dimension is not a multiple of the devices it is split over.
+        DllmError: when a dimension is not a multiple of the devices it is split over, or a head would be torn apart.
     """
-    rules = rules or ShardingRules()
+    layout = Layout(mesh, rules or ShardingRules())
+    for axis, heads in (("heads", config.num_heads), ("kv_heads", config.num_kv_heads)):
+        if heads % layout.parts(axis):
+            split = f"does not split over {layout.parts(axis)} devices; use fewer, or map {axis} to None"
+            raise DllmError(f"attention: axis {axis} of {heads} whole heads {split}")
     shardings = {}
     for name, spec in param_specs(config).items():
-        partition = rules.spec(spec.axes, mesh)
-        for size, axis, entry in zip(spec.shape, spec.axes, partition, strict=True):
-            parts = 1
-            for mesh_axis in _names(entry):
-                parts *= mesh.shape[mesh_axis]
-            if size % parts:
+        for size, axis in zip(spec.shape, spec.axes, strict=True):
+            if axis is not None and size % layout.parts(axis):
                 raise DllmError(
-                    f"{name}: axis {axis} of {size} does not split over {parts} devices; map {axis} to None"
+                    f"{name}: axis {axis} of {size} does not split over {layout.parts(axis)} devices; "
+                    f"map {axis} to None"
                 )
-        shardings[name] = NamedSharding(mesh, partition)
+        shardings[name] = NamedSharding(mesh, layout.rules.spec(spec.axes, mesh))
     return shardings
 
 

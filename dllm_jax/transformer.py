@@ -8,6 +8,7 @@ and other people's jit. Shape letters are those of `ModelConfig`.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from flax import nnx
 
 from dllm_jax.config import Experts, ModelConfig
 from dllm_jax.errors import DllmError
-from dllm_jax.kv_cache import KVCache, LayerKV, slice_rows, write_rows
+from dllm_jax.kv_cache import KVCache, LayerKV, scatter_rows, slice_rows, write_rows
 from dllm_jax.low_rank import product
 from dllm_jax.moe import apply_experts
 
@@ -74,19 +75,24 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-@dataclasses.dataclass(frozen=True)
-class Window:
-    """Where a forward over [B, T] inputs sits in the key/value buffers.
+class Place(NamedTuple):
+    """Where the inputs of a forward lie in the key/value buffers.
 
     Attributes:
-        start: buffer position of the first input that is written, [B] int32.
+        at: buffer position of the first input that is written, the others following it, [B] int32; or that of every
+            input that is written, [B, T - skip].
         skip: number of leading inputs that read the buffers but leave their own entry as it was.
-        fresh: [B, T - skip] bool, which of the others are written; None for all.
+        write: [B, T - skip] bool, which of the others are written; None for all.
     """
 
-    start: jax.Array
+    at: jax.Array
     skip: int = 0
-    fresh: jax.Array | None = None
+    write: jax.Array | None = None
+
+    def put(self, buffer: jax.Array, new: jax.Array) -> jax.Array:
+        """The buffer [B, S, ...] with what the inputs [B, T, ...] write."""
+        new = new[:, self.skip :].astype(buffer.dtype)
+        return (write_rows if self.at.ndim == 1 else scatter_rows)(buffer, new, self.at, self.write)
 
 
 class SelfAttention(nnx.Module):
@@ -203,23 +209,15 @@ class Transformer(nnx.Module):
         """[B, T] int32 -> [B, T, D] in the parameters' dtype."""
         return self.embed.embedding[...][tokens]
 
-    def attention_mask(self, positions: jax.Array, lengths: jax.Array, num_keys: int) -> jax.Array:
-        """Which key each query may see, [B, 1, T or 1, S]: valid ones, and for causal models none behind it."""
-        key_position = jnp.arange(num_keys, dtype=jnp.int32)
-        mask = (key_position < lengths[:, None])[:, None, None, :]
-        if self.config.attention == "causal":
-            mask = mask & (key_position <= positions[..., None])[:, None]
-        return mask
-
     def forward(
         self,
         x: jax.Array,
         positions: jax.Array,
-        lengths: jax.Array,
+        visible: jax.Array,
         *,
-        cache: KVCache | None = None,
-        window: Window | None = None,
-        keep: tuple[jax.Array, int] | None = None,
+        kv: KVCache | None = None,
+        place: Place | None = None,
+        outputs: tuple[jax.Array, int] | None = None,
         remat: RematPolicy | None = None,
     ) -> tuple[jax.Array, KVCache]:
         """Runs all layers over embedded inputs.
@@ -227,33 +225,34 @@ class Transformer(nnx.Module):
         Args:
             x: inputs [B, T, D].
             positions: absolute positions of the inputs [B, T] int32.
-            lengths: number of valid key positions per row [B] int32; later ones are never attended to.
-            cache: key/value buffers of S positions to attend to; None makes the inputs the whole sequence (S = T).
-            window: where the inputs sit in `cache`; given exactly when `cache` is.
-            keep: (first [B], width): return only the hidden states of inputs first[b] .. first[b] + width - 1. The
+            visible: [B, T] or [B, 1] int32: input t of row b sees the keys at [0, visible[b, t]).
+            kv: key/value buffers of S positions to attend to; None makes the inputs the whole sequence (S = T).
+            place: where the inputs sit in `kv`; given exactly when `kv` is.
+            outputs: (first [B], width): return only the hidden states of inputs first[b] .. first[b] + width - 1. The
                 last layer then computes no query and no feed-forward for the others.
             remat: for training, what of each layer is kept for the backward pass besides its input, the rest being
                 computed again (see `jax.checkpoint_policies`); None keeps everything.
 
         Returns:
             Hidden states before the final norm [B, T or width, D], and the keys and values: the updated buffers, or
-            without a cache those of the inputs.
+            without any those of the inputs.
         """
-        cos, sin = rope_angles(positions, self.config.head_dim, self.config.rope_theta)
-        mask = self.attention_mask(positions, lengths, x.shape[1] if cache is None else cache[0].key.shape[1])
-        kept: list[LayerKV] = []
+        rope = rope_angles(positions, self.config.head_dim, self.config.rope_theta)
+        keys = x.shape[1] if kv is None else kv[0].key.shape[1]
+        mask = (jnp.arange(keys, dtype=jnp.int32) < visible[..., None])[:, None]  # [B, 1, T or 1, S]
+        new: list[LayerKV] = []
         for index, layer in enumerate(self.layers):
             run = functools.partial(
                 _run_layer,
-                rope=(cos, sin),
+                rope=rope,
                 mask=mask,
-                buffers=None if cache is None else cache[index],
-                window=window,
-                keep=keep if index == self.config.num_layers - 1 else None,
+                buffers=None if kv is None else kv[index],
+                place=place,
+                outputs=outputs if index == self.config.num_layers - 1 else None,
             )
-            x, kv = (run if remat is None else jax.checkpoint(run, policy=remat))(layer, x)
-            kept.append(kv)
-        return x, tuple(kept)
+            x, layer_kv = (run if remat is None else jax.checkpoint(run, policy=remat))(layer, x)
+            new.append(layer_kv)
+        return x, tuple(new)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Final norm and vocabulary head: [B, T, D] -> [B, T, V] float32."""
@@ -271,25 +270,21 @@ def _run_layer(
     rope: tuple[jax.Array, jax.Array],
     mask: jax.Array,
     buffers: LayerKV | None,
-    window: Window | None,
-    keep: tuple[jax.Array, int] | None,
+    place: Place | None,
+    outputs: tuple[jax.Array, int] | None,
 ) -> tuple[jax.Array, LayerKV]:
     """One layer, with the arguments of `Transformer.forward`: its output, and its keys and values."""
     cos, sin = rope
     y = layer.attn_norm(x)
     kv = layer.attn.keys_values(y, cos, sin)
-    if buffers is not None and window is not None:
-        kv = LayerKV(*(_write(buffer, new, window) for buffer, new in zip(buffers, kv, strict=True)))
-    if keep is not None:
-        x, y, cos, sin = (slice_rows(part, *keep) for part in (x, y, cos, sin))
+    if buffers is not None and place is not None:
+        kv = LayerKV(*map(place.put, buffers, kv))
+    if outputs is not None:
+        x, y, cos, sin = (slice_rows(part, *outputs) for part in (x, y, cos, sin))
         if mask.shape[2] > 1:
-            mask = slice_rows(mask[:, 0], *keep)[:, None]
+            mask = slice_rows(mask[:, 0], *outputs)[:, None]
     x = x + layer.attn.attend(y, cos, sin, kv, mask)
     return x + layer.mlp(layer.mlp_norm(x)), kv
-
-
-def _write(buffer: jax.Array, new: jax.Array, window: Window) -> jax.Array:
-    return write_rows(buffer, new[:, window.skip :].astype(buffer.dtype), window.start, window.fresh)
 
 
 @functools.lru_cache(maxsize=64)

@@ -12,19 +12,18 @@ from samplers.block import BlockSampler, BlockState
 from samplers.caches import (
     CACHES,
     CachePolicy,
-    DenoiserLike,
     DualCache,
     NoCache,
     PrefixCache,
     VicinityCache,
     make_cache,
 )
+from samplers.canvas import Canvas
 from samplers.engine import Result, Sampler, sample, sample_jit, stream
 from samplers.generate import Generation, generate, make_sampler
 from samplers.makers import MAKERS
-from samplers.noise import KeyNoise, Noise, TableNoise
+from samplers.noise import KeyNoise, Noise
 from samplers.pipeline import PipelineSampler, PipelineState
-from samplers.pipeline_denoiser import BlockCausalDenoiser, block_causal
 from samplers.pipeline_make import make_pipeline
 from samplers.predictions import Predictions, Sampling
 from samplers.presets import PRESETS, preset
@@ -35,7 +34,6 @@ from samplers.rules import (
     Credit,
     Dream,
     Factor,
-    FastDllmDream,
     Hierarchical,
     LLaDA,
     Rule,
@@ -54,17 +52,15 @@ __all__ = [
     "NI",
     "PRESETS",
     "RULES",
-    "BlockCausalDenoiser",
     "BlockSampler",
     "BlockState",
     "CachePolicy",
+    "Canvas",
     "Credit",
-    "DenoiserLike",
     "DraftResult",
     "Dream",
     "DualCache",
     "Factor",
-    "FastDllmDream",
     "Generation",
     "Hierarchical",
     "KeyNoise",
@@ -83,12 +79,10 @@ __all__ = [
     "Sampling",
     "Smoothing",
     "Stop",
-    "TableNoise",
     "Threshold",
     "TopK",
     "Verifier",
     "VicinityCache",
-    "block_causal",
     "generate",
     "make_apd",
     "make_cache",

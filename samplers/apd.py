@@ -2,35 +2,34 @@
 decides how much of the draft is kept. And its baseline, which always keeps the same number of tokens."""
 
 import dataclasses
-from typing import Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from dllm_jax.denoiser import DenoiserLike
 from dllm_jax.errors import DllmError
-from dllm_jax.kv_cache import KVCache, write_rows
+from dllm_jax.kv_cache import write_rows
 from dllm_jax.pytree import pytree
-from samplers.apd_loop import Draft, LeftRightState, LeftToRight, Span, Whole
+from samplers.apd_loop import Draft, Frontier, LeftRightState, LeftToRight, Whole
 from samplers.apd_verifier import Verifier
-from samplers.caches import DenoiserLike
-from samplers.checks import check_choice, check_number, check_whole
-from samplers.inputs import checked
+from samplers.canvas import Canvas, checked_lengths
+from samplers.checks import check_number, check_whole
 from samplers.predictions import Sampling, column
 from samplers.stopping import Stop
 
-Target = Literal["coupled", "greedy"]
-
-_STATIC = ("gen_length", "most_window", "most_lookahead", "room")
+STATIC = ("gen_length", "most_window", "most_lookahead", "limits")
 
 
-@pytree(static=(*_STATIC, "target"))
+@pytree(static=STATIC)
 class APD(LeftToRight):
     """Writes as much of the dLLM's draft as a product of experts with an autoregressive verifier agrees with.
 
-    In each step the dLLM draws a token for every masked position; the verifier reads them in one forward; the target
-    of a position is drawn from ``p_D^weight p_A^(1 - weight)`` with the *same* Gumbel noise (the universal coupling of
-    section 3.2), and the draft is written up to the first position where the two differ. The first position is
-    always written: it is an exact sample of the dLLM. Rejected positions get nothing of the target.
+    In each step the dLLM draws a token for every open position; the verifier reads them in one forward; the target
+    of a position is drawn from ``p_D^weight p_A^(1 - weight)`` with the *same* Gumbel noise g (the universal coupling
+    of section 3.2): at temperature T argmax over what top-p and top-k leave of ``R z / T + (1 - R) v / T + g``. The
+    draft is written up to the first position where the two differ. The first position is always written: it is an exact
+    sample of the dLLM. Rejected positions get nothing of the target.
 
     Attributes:
         verifier: the causal model, see `verifier_for`; its parameters are data.
@@ -39,15 +38,12 @@ class APD(LeftToRight):
         window: W, positions before those of the step before whose keys and values are kept fresh; None recomputes
             everything. Scalar or [B], at least 1.
         lookahead: M, masked positions that exist at once; None is all. Scalar or [B].
-        target: "coupled" is the paper's, at temperature T argmax over what top-p and top-k leave of
-            ``R z / T + (1 - R) v / T + g``; "greedy" is the official code's: argmax(R z + (1 - R) v) of plain logits,
-            and a draft in which the temperature counts twice, argmax(z / T + T g). At temperature 0 they are one.
         sampling: how the draft is drawn; greedy by default. Not with `defer`.
         stop: when a row ends; only generated tokens are looked at. What the same step wrote behind the end stays in
             `Result.tokens`, as `Result.lengths` says.
         most_window, most_lookahead: the largest window and lookahead that the program has room for, so that changing
             them compiles nothing; by default the numbers themselves, which must then be plain ones.
-        room: what follows from them; not to be given.
+        limits: what follows from them; not to be given.
     """
 
     verifier: Verifier
@@ -55,21 +51,15 @@ class APD(LeftToRight):
     weight: float | jax.Array = 0.7
     window: Whole | None = None
     lookahead: Whole | None = None
-    target: Target = "coupled"
     sampling: Sampling = Sampling()
     stop: Stop | None = None
     most_window: int | None = None
     most_lookahead: int | None = None
-    room: tuple[int, int] | None = dataclasses.field(init=False, default=None)
+    limits: tuple[int, int] | None = dataclasses.field(init=False, default=None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("target", self.target, ("coupled", "greedy"))
         check_number("weight", self.weight, 0.0, 1.0)
-
-    @property
-    def squared(self) -> bool:
-        return self.target == "greedy"
 
     def start_parts(self, denoiser: DenoiserLike) -> None:
         if not isinstance(self.verifier, Verifier):
@@ -79,38 +69,49 @@ class APD(LeftToRight):
     def blocked(self, denoiser: DenoiserLike) -> jax.Array:
         return super().blocked(denoiser) | ~self.verifier.knows(denoiser.vocab_size)
 
-    def read_prompt(
-        self, prompt: jax.Array, prompt_lengths: jax.Array, gen_lengths: jax.Array, length: int
-    ) -> KVCache | None:
-        checked(self.verifier.denoiser, prompt, prompt_lengths, gen_lengths, None, self.gen_length)
-        return self.verifier.prefill(prompt, prompt_lengths, length)
+    def read_prompt(self, prompt: jax.Array, canvas: Canvas, length: int) -> Any:
+        checked_lengths(
+            "prompt", canvas.prompt_lengths, len(prompt), self.verifier.denoiser.min_prompt_length, prompt.shape[1]
+        )
+        return self.verifier.prefill(prompt, canvas.prompt_lengths, length)
 
     def write(
-        self, denoiser: DenoiserLike, state: LeftRightState, span: Span, draft: Draft
-    ) -> tuple[jax.Array, KVCache | None]:
+        self, denoiser: DenoiserLike, state: LeftRightState, front: Frontier, draft: Draft
+    ) -> tuple[jax.Array, Any]:
         assert state.verifier_kv is not None
-        tokens = write_rows(state.tokens, draft.token, span.start, span.open)
+        tokens = write_rows(state.canvas.tokens, draft.token, front.start, front.open)
         scores, kv = self.verifier.scores(
-            tokens, span.right, state.verifier_kv, span.start, span.open, denoiser.vocab_size
+            tokens, front.right, state.verifier_kv, front.span, front.open, denoiser.vocab_size
         )
-        agreed = draft.token == self._target(denoiser, draft, scores)
-        agreed |= span.positions <= span.cur[:, None]  # what is written already, and the first position
+        agreed = draft.token == self.target(denoiser, draft, scores)
+        agreed |= front.span.positions <= front.next[:, None]  # what is written already, and the first position
         return jnp.cumprod(agreed, axis=1).astype(bool), kv
 
-    def _target(self, denoiser: DenoiserLike, draft: Draft, scores: jax.Array) -> jax.Array:
-        """The token that the product of experts draws at each position, [B, L]."""
-        weight = column(self.weight).astype(jnp.float32)
-        mixed = weight * draft.logits + (1.0 - weight) * scores
-        allowed = ~self.blocked(denoiser) & (jnp.arange(denoiser.vocab_size) != denoiser.mask_id)
-        if self.target == "greedy" or self.sampling.temperature is None or draft.noise is None:
+    def target(self, denoiser: DenoiserLike, draft: Draft, scores: jax.Array) -> jax.Array:
+        """The token that the product of experts draws at each position, [B, L].
+
+        Args:
+            scores: the verifier's logits [B, L, V].
+        """
+        mixed, allowed = self.mixed(draft, scores), self.allowed(denoiser)
+        if self.sampling.temperature is None or draft.noise is None:
             return jnp.argmax(jnp.where(allowed, mixed, -jnp.inf), axis=-1)
         temperature = column(self.sampling.temperature)
         mixed = mixed / jnp.where(temperature > 0, temperature, 1.0) + draft.noise
         left = jnp.where(temperature > 0, draft.candidates, allowed)
         return jnp.argmax(jnp.where(left, mixed, -jnp.inf), axis=-1)
 
+    def mixed(self, draft: Draft, scores: jax.Array) -> jax.Array:
+        """R z + (1 - R) v, [B, L, V]."""
+        weight = column(self.weight).astype(jnp.float32)
+        return weight * draft.logits + (1.0 - weight) * scores
 
-@pytree(static=(*_STATIC, "compat"))
+    def allowed(self, denoiser: DenoiserLike) -> jax.Array:
+        """[V] bool, ids that may be written."""
+        return ~self.blocked(denoiser) & (jnp.arange(denoiser.vocab_size) != denoiser.mask_id)
+
+
+@pytree(static=STATIC)
 class LeftRight(LeftToRight):
     """The baseline of APD: always writes the same number of tokens; one is exact left-to-right sampling of the dLLM.
 
@@ -119,8 +120,7 @@ class LeftRight(LeftToRight):
         tokens_per_step: K, tokens that a step writes, as far as the lookahead and the generation go. Scalar or [B].
         window: W, as in `APD`.
         lookahead: M, as in `APD`.
-        sampling, stop, most_window, most_lookahead, room: as in `APD`.
-        compat: the temperature counts twice, as in the official code; see `APD.target`.
+        sampling, stop, most_window, most_lookahead, limits: as in `APD`.
     """
 
     gen_length: int
@@ -129,21 +129,16 @@ class LeftRight(LeftToRight):
     lookahead: Whole | None = None
     sampling: Sampling = Sampling()
     stop: Stop | None = None
-    compat: bool = False
     most_window: int | None = None
     most_lookahead: int | None = None
-    room: tuple[int, int] | None = dataclasses.field(init=False, default=None)
+    limits: tuple[int, int] | None = dataclasses.field(init=False, default=None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_whole("tokens_per_step", self.tokens_per_step, 1)
 
-    @property
-    def squared(self) -> bool:
-        return self.compat
-
     def write(
-        self, denoiser: DenoiserLike, state: LeftRightState, span: Span, draft: Draft
-    ) -> tuple[jax.Array, KVCache | None]:
-        end = span.cur + jnp.maximum(jnp.asarray(self.tokens_per_step), 1)
-        return span.positions < end[:, None], None
+        self, denoiser: DenoiserLike, state: LeftRightState, front: Frontier, draft: Draft
+    ) -> tuple[jax.Array, Any]:
+        end = front.next + jnp.maximum(jnp.asarray(self.tokens_per_step), 1)
+        return front.span.positions < end[:, None], None

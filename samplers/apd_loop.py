@@ -7,19 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dllm_jax.denoiser import DenoiserLike, Span
 from dllm_jax.errors import DllmError
-from dllm_jax.kv_cache import KVCache, LayerKV, write_rows
+from dllm_jax.kv_cache import slice_rows
 from dllm_jax.pytree import pytree, vary_like
-from samplers import stopping
-from samplers.block import check_is_sampling, check_sampling, generation, laid_out, result_of
-from samplers.caches import DenoiserLike
-from samplers.caches.base import switch_in_place
+from samplers import canvas as canvases
+from samplers.block import check_is_sampling, check_sampling
+from samplers.caches.base import each_row, run_if
+from samplers.canvas import Canvas
 from samplers.checks import check_length, check_whole
 from samplers.engine import Result
-from samplers.inputs import checked
-from samplers.noise import Noise, Purpose, gumbel, source_of
+from samplers.noise import Noise, Purpose, gumbel
 from samplers.predictions import Sampling, column, kept, temper, truncate
-from samplers.stopping import Stop, StopState
+from samplers.stopping import Stop
 
 Whole = int | jax.Array
 
@@ -29,36 +29,20 @@ class LeftRightState:
     """Everything a step reads and writes; all leaves but the buffers' start with the batch axis.
 
     Attributes:
-        tokens: [B, S] int32: each row its prompt, at once followed by its canvas, then padding.
-        canvas_start: [B], the row's prompt length.
-        gen_lengths: [B], positions the row generates, at most G.
-        written: [B], how many of them hold a token.
+        canvas: tokens, what is open (all behind what was written), counters.
+        written: [B], how many positions hold a token.
         accepted: [B], how many the row's last step wrote.
         most_accepted: [B], the most that one of its steps wrote.
-        decoded_at: [B, G], as in `Result`.
-        nfe, full_forwards, cache_updates: [B], as in `Result`.
-        done: [B] bool.
         kv: the dLLM's keys and values; None without a window.
         verifier_kv: the verifier's; None without one.
-        stop: state of the stop condition.
-        noise: source of random numbers, None where nothing is drawn.
     """
 
-    tokens: jax.Array
-    canvas_start: jax.Array
-    gen_lengths: jax.Array
+    canvas: Canvas
     written: jax.Array
     accepted: jax.Array
     most_accepted: jax.Array
-    decoded_at: jax.Array
-    nfe: jax.Array
-    full_forwards: jax.Array
-    cache_updates: jax.Array
-    done: jax.Array
-    kv: KVCache | None
-    verifier_kv: KVCache | None
-    stop: StopState | None
-    noise: Noise | None
+    kv: Any
+    verifier_kv: Any
 
 
 @pytree()
@@ -79,23 +63,35 @@ class DraftResult(Result):
         return (self.decoded_at >= 0).sum(axis=-1) / jnp.maximum(self.nfe, 1)
 
 
-class Span(NamedTuple):
-    """Where a row stands; all positions are absolute.
+@pytree(static=("reach",))
+class Frontier:
+    """Where a row stands; all positions are absolute, all leaves begin with the batch axis.
 
     Attributes:
-        cur: [B], the first that is not written.
+        tokens: [B, S'], as much of the sequence as a full forward may read.
+        next: [B], the first position that is not written.
         left, right: [B], the dLLM runs [left, right); behind it nothing exists.
-        start: [B], L positions from here on cover [cur, right); the same for a row whatever its neighbours.
-        positions: [B, L].
-        open: [B, L] bool, which of them are to be drafted.
+        start: [B], L positions from here on cover [next, right); the same for a row whatever its neighbours.
+        reach: L.
     """
 
-    cur: jax.Array
+    tokens: jax.Array
+    next: jax.Array
     left: jax.Array
     right: jax.Array
     start: jax.Array
-    positions: jax.Array
-    open: jax.Array
+    reach: int
+
+    @property
+    def span(self) -> Span:
+        """What may be drafted."""
+        return Span(self.start, self.reach)
+
+    @property
+    def open(self) -> jax.Array:
+        """[B, L] bool, which of these are to be drafted."""
+        positions = self.span.positions
+        return (positions >= self.next[:, None]) & (positions < self.right[:, None])
 
 
 class Draft(NamedTuple):
@@ -129,7 +125,7 @@ class LeftToRight:
     stop: Stop | None
     most_window: int | None
     most_lookahead: int | None
-    room: tuple[int, int] | None
+    limits: tuple[int, int] | None
 
     canvas_length = None  # nothing lies behind the generation
 
@@ -146,26 +142,21 @@ class LeftToRight:
             raise DllmError(f"window is {self.window:.12g}; it must be at least 1: {why}")
         check_whole("window", self.window, 1)
         check_sampling(self.sampling)
-        room = (
-            _room("window", self.window, self.most_window, 1),
-            _room("lookahead", self.lookahead, self.most_lookahead, self.gen_length),
+        limits = (
+            _limit("window", self.window, self.most_window, 1),
+            _limit("lookahead", self.lookahead, self.most_lookahead, self.gen_length),
         )
-        object.__setattr__(self, "room", room)
+        object.__setattr__(self, "limits", limits)
 
     def start_parts(self, denoiser: DenoiserLike) -> None:
         """Raises DllmError for parts that do not fit the model; before the first forward."""
 
     def write(
-        self, denoiser: DenoiserLike, state: LeftRightState, span: Span, draft: Draft
-    ) -> tuple[jax.Array, KVCache | None]:
-        """Which drafted positions are written, [B, L] bool: a run from `span.cur` on, at least that one; and the
+        self, denoiser: DenoiserLike, state: LeftRightState, front: Frontier, draft: Draft
+    ) -> tuple[jax.Array, Any]:
+        """Which drafted positions are written, [B, L] bool: a run from `front.next` on, at least that one; and the
         verifier's buffers after it."""
         raise NotImplementedError
-
-    @property
-    def squared(self) -> bool:
-        """Whether the noise is scaled by the temperature once more, as in the official code."""
-        return False
 
     def blocked(self, denoiser: DenoiserLike) -> jax.Array:
         """[V] bool, ids that are never drafted."""
@@ -203,58 +194,55 @@ class LeftToRight:
         if given is not None:
             raise DllmError("given tokens cannot be kept by a sampler that writes from left to right; use BlockSampler")
         self.start_parts(denoiser)
-        prompt, prompt_lengths, gen_lengths, _ = checked(
-            denoiser, prompt, prompt_lengths, gen_lengths, None, self.gen_length
+        canvas = canvases.begin(
+            denoiser,
+            prompt,
+            prompt_lengths,
+            gen_length=self.gen_length,
+            length=self.gen_length,
+            key=key,
+            gen_lengths=gen_lengths,
+            noise=noise,
+            stop=self.stop,
         )
-        batch, length = prompt.shape[0], prompt.shape[1] + self.gen_length
-        noise = source_of(noise, key, batch)
-        if noise is None and self.sampling.temperature is not None:
+        if canvas.noise is None and self.sampling.temperature is not None:
             raise DllmError("a temperature draws random numbers; pass key=jax.random.key(seed)")
+        batch, length = canvas.tokens.shape
         zeros = jnp.zeros((batch,), jnp.int32)
         state = LeftRightState(
-            tokens=laid_out(denoiser, prompt, prompt_lengths, None, prompt_lengths + gen_lengths, length),
-            canvas_start=prompt_lengths,
-            gen_lengths=gen_lengths,
+            canvas=canvas,
             written=zeros,
             accepted=zeros,
             most_accepted=zeros,
-            decoded_at=jnp.full((batch, self.gen_length), -1, jnp.int32),
-            nfe=zeros,
-            full_forwards=zeros,
-            cache_updates=zeros,
-            done=jnp.zeros((batch,), bool),
             kv=None if self.window is None else denoiser.empty_cache(batch, length),
-            verifier_kv=self.read_prompt(prompt, prompt_lengths, gen_lengths, length),
-            stop=None if self.stop is None else stopping.begin(self.stop, batch),
-            noise=noise,
+            verifier_kv=self.read_prompt(prompt, canvas, length),
         )
         return vary_like(prompt, state)
 
-    def read_prompt(
-        self, prompt: jax.Array, prompt_lengths: jax.Array, gen_lengths: jax.Array, length: int
-    ) -> KVCache | None:
+    def read_prompt(self, prompt: jax.Array, canvas: Canvas, length: int) -> Any:
         """A verifier's buffers of `length` positions after the prompt."""
         return None
 
     def step(self, denoiser: DenoiserLike, state: LeftRightState) -> LeftRightState:
         """One forward of the dLLM for every row that is not finished, and what it writes of its draft."""
-        span = self._span(state)
-        hidden, kv, whole = self._forward(denoiser, state, span)
-        draft = self._draft(denoiser, state, span, denoiser.logits(hidden))
-        select, verifier_kv = self.write(denoiser, state, span, draft)
-        select &= span.open & ~state.done[:, None]
-        at = jnp.broadcast_to(state.nfe[:, None], select.shape)
-        accepted, ran = select.sum(axis=1, dtype=jnp.int32), ~state.done
+        canvas, front = state.canvas, self._frontier(denoiser, state)
+        ran = ~canvas.done
+        hidden, kv, whole = self._forward(denoiser, state, front)
+        draft = self._draft(denoiser, state, front, denoiser.logits(hidden))
+        select, verifier_kv = self.write(denoiser, state, front, draft)
+        select &= front.open & ran[:, None]
+        accepted = select.sum(axis=1, dtype=jnp.int32)
+        tokens = jnp.where(select, draft.token, slice_rows(canvas.tokens, *front.span))
+        open = canvas.of_window(canvas.open, *front.span) & ~select
+        finite = jnp.all(jnp.isfinite(draft.logits.max(axis=-1)) | ~front.open, axis=1)
         state = dataclasses.replace(
             state,
-            tokens=write_rows(state.tokens, draft.token, span.start, select),
+            canvas=canvas.write(front.start, tokens, open, ran).counted(
+                ran, whole, whole & (self.window is not None), finite
+            ),
             written=state.written + accepted,
             accepted=jnp.where(ran, accepted, state.accepted),
             most_accepted=jnp.maximum(state.most_accepted, accepted),
-            decoded_at=write_rows(state.decoded_at, at, span.start - state.canvas_start, select),
-            nfe=state.nfe + ran,
-            full_forwards=state.full_forwards + whole,
-            cache_updates=state.cache_updates + (whole & (self.window is not None)),
             kv=kv,
             verifier_kv=verifier_kv,
         )
@@ -262,99 +250,102 @@ class LeftToRight:
 
     def is_done(self, state: LeftRightState) -> jax.Array:
         """[B] bool: rows whose generation has ended."""
-        return state.done
+        return state.canvas.done
 
     def result(self, denoiser: DenoiserLike, state: LeftRightState) -> DraftResult:
         """The generation so far."""
-        found = result_of(denoiser, state, generation(denoiser, state, self.gen_length))
-        forwards = jnp.zeros_like(state.nfe) if state.verifier_kv is None else state.nfe
+        found, nfe = state.canvas.result(denoiser.eos_id), state.canvas.nfe
+        forwards = jnp.zeros_like(nfe) if state.verifier_kv is None else nfe
         return DraftResult(**vars(found), verifier_forwards=forwards, most_accepted=state.most_accepted)
 
     @property
     def reach(self) -> int:
         """L, the most positions that are drafted at once."""
-        return min(self._room[1], self.gen_length)
+        return min(self._limits[1], self.gen_length)
 
     @property
-    def _room(self) -> tuple[int, int]:
-        assert self.room is not None
-        return self.room
+    def _limits(self) -> tuple[int, int]:
+        assert self.limits is not None
+        return self.limits
 
     def _window_width(self, length: int, least: int) -> int:
         """Positions that a window forward runs: the window, what the step before wrote, and the lookahead."""
-        return min(self._room[0] - 1 + min(2 * self.reach, self.gen_length), length - least)
+        return min(self._limits[0] - 1 + min(2 * self.reach, self.gen_length), length - least)
 
-    def _span(self, state: LeftRightState) -> Span:
-        cur = state.canvas_start + state.written
-        right = state.canvas_start + state.gen_lengths
+    def _frontier(self, denoiser: DenoiserLike, state: LeftRightState) -> Frontier:
+        canvas, least = state.canvas, denoiser.min_prompt_length
+        first = canvas.prompt_lengths + state.written
+        right = canvas.prompt_lengths + canvas.gen_lengths
         if self.lookahead is not None:
-            right = jnp.minimum(cur + jnp.clip(jnp.asarray(self.lookahead), 1, self.reach), right)
-        left = jnp.zeros_like(cur)
+            right = jnp.minimum(first + jnp.clip(jnp.asarray(self.lookahead), 1, self.reach), right)
+        left, length = jnp.zeros_like(first), canvas.tokens.shape[1]
         if self.window is not None:
-            window = jnp.clip(jnp.asarray(self.window), 1, self._room[0])
-            left = jnp.where(state.nfe > 0, jnp.maximum(cur - state.accepted - window + 1, 0), 0)
-        start = state.canvas_start + jnp.minimum(state.written, self.gen_length - self.reach)
-        positions = start[:, None] + jnp.arange(self.reach, dtype=jnp.int32)
-        return Span(cur, left, right, start, positions, (positions >= cur[:, None]) & (positions < right[:, None]))
+            window = jnp.clip(jnp.asarray(self.window), 1, self._limits[0])
+            left = jnp.where(canvas.nfe > 0, jnp.maximum(first - state.accepted - window + 1, 0), 0)
+            # full forwards are a row's first, and the few whose window reaches the sequence's beginning
+            needed = max(length - self.gen_length + self.reach, self._window_width(length, least) + least)
+            length = min(needed, length)
+        start = canvas.prompt_lengths + jnp.minimum(state.written, self.gen_length - self.reach)
+        return Frontier(canvas.tokens[:, :length], first, left, right, start, self.reach)
 
     def _forward(
-        self, denoiser: DenoiserLike, state: LeftRightState, span: Span
-    ) -> tuple[jax.Array, KVCache | None, jax.Array]:
-        """Hidden states [B, L, D] from `span.start` on, the buffers, and the rows whose forward ran everything."""
-        active, length, least = ~state.done, state.tokens.shape[1], denoiser.min_prompt_length
+        self, denoiser: DenoiserLike, state: LeftRightState, front: Frontier
+    ) -> tuple[jax.Array, Any, jax.Array]:
+        """Hidden states [B, L, D] from `front.start` on, the buffers, and the rows whose forward ran everything."""
+        tokens, active, least = state.canvas.tokens, ~state.canvas.done, denoiser.min_prompt_length
         if state.kv is None:
-            hidden, _ = denoiser.full(state.tokens, span.right, span.start, self.reach)
-            return hidden, None, active
+            return denoiser.forward(tokens, front.right, outputs=front.span)[0], None, active
         # The first position of a shifted family is never in a window: windows that begin there run everything.
-        whole = active & ((state.nfe == 0) | (span.left < least))
-        width = self._window_width(length, least)
-        longest = min(max(length - self.gen_length + self.reach, width + least), length)
+        whole = active & ((state.canvas.nfe == 0) | (front.left < least))
+        width = self._window_width(tokens.shape[1], least)
+        alone = lambda part: denoiser.forward(part.tokens, part.right, outputs=part.span)
 
-        def everything(kv: KVCache) -> tuple[jax.Array, KVCache]:
-            hidden, new = denoiser.full(state.tokens[:, :longest], span.right, span.start, self.reach)
-            return hidden, _stored(kv, new, whole)
-
-        def windowed(kv: KVCache) -> tuple[jax.Array, KVCache]:
-            start = jnp.maximum(jnp.minimum(jnp.minimum(span.left, span.start), length - width), least)
-            positions = start[:, None] + jnp.arange(width, dtype=jnp.int32)
-            fresh = (positions >= span.left[:, None]) & (positions < span.right[:, None]) & ~whole[:, None]
+        def windowed(hidden: jax.Array, kv: Any) -> tuple[jax.Array, Any]:
+            start = jnp.maximum(jnp.minimum(jnp.minimum(front.left, front.start), tokens.shape[1] - width), least)
+            span = Span(start, width)
+            write = (span.positions >= front.left[:, None]) & (span.positions < front.right[:, None])
             # rows that run everything may reach beyond the window: their hidden states are not looked at
-            target = jnp.clip(span.start, start, start + width - self.reach)
-            return denoiser.window(state.tokens, span.right, kv, (start, width), (target, self.reach), fresh)
+            outputs = Span(jnp.clip(front.start, start, start + width - self.reach), self.reach)
+            write &= ~whole[:, None]
+            found, kv = denoiser.forward(tokens, front.right, at=span, kv=kv, write=write, outputs=outputs)
+            return jnp.where(whole[:, None, None], hidden, found), kv
 
-        kv = state.kv
-        in_full, kv = switch_in_place(jnp.where(whole.any(), 0, 1), [everything], kv)
-        in_window, kv = switch_in_place(jnp.where((active & ~whole).any(), 0, 1), [windowed], kv)
-        return jnp.where(whole[:, None, None], in_full, in_window), kv, whole
+        shape = jax.eval_shape(lambda: alone(front)[0])
+        hidden = vary_like(whole, jnp.zeros(shape.shape, shape.dtype))
+        hidden, kv = each_row(whole, denoiser.batch_parts, alone, front, hidden, state.kv)
+        hidden, kv = run_if((active & ~whole).any(), windowed, hidden, kv)
+        return hidden, kv, whole
 
-    def _draft(self, denoiser: DenoiserLike, state: LeftRightState, span: Span, logits: jax.Array) -> Draft:
+    def _draft(self, denoiser: DenoiserLike, state: LeftRightState, front: Frontier, logits: jax.Array) -> Draft:
         """Draws a token for each position from the dLLM's own distribution there."""
         sampling, noise = self.sampling, None
         z = jnp.where(self.blocked(denoiser), -jnp.inf, temper(logits, sampling))
         z = truncate(z, kept(z, sampling), denoiser.mask_id)
-        drawn = z
         if sampling.temperature is not None:
-            temperature = column(sampling.temperature)
-            noise = jnp.where(temperature > 0, gumbel(_uniform(denoiser, state, span)), 0.0)
-            drawn = z + (temperature * noise if self.squared else noise)
+            noise = gumbel(_uniform(denoiser, state, front))
+            noise = jnp.where(column(sampling.temperature) > 0, noise, 0.0)
+        drawn = z if noise is None else self.perturbed(z, noise)
         return Draft(jnp.argmax(drawn, axis=-1).astype(jnp.int32), logits, z > -jnp.inf, noise)
+
+    def perturbed(self, z: jax.Array, noise: jax.Array) -> jax.Array:
+        """The tempered logits [B, L, V] with Gumbel noise, whose largest is the draw."""
+        return z + noise
 
     def _move_on(self, denoiser: DenoiserLike, state: LeftRightState) -> LeftRightState:
         """Ends rows that are full, or whose stop condition holds."""
-        generated = generation(denoiser, state, self.gen_length)
-        stop, ended = stopping.ended(self.stop, state.stop, generated, state.gen_lengths, denoiser.mask_id)
-        done = state.done | (state.written >= state.gen_lengths) | ended
-        return dataclasses.replace(state, done=done, stop=stop)
+        canvas, stopped = state.canvas.stopped(self.stop, denoiser.eos_id, state.canvas.open)
+        done = canvas.done | (state.written >= canvas.gen_lengths) | stopped
+        return dataclasses.replace(state, canvas=dataclasses.replace(canvas, done=done))
 
 
-def _uniform(denoiser: DenoiserLike, state: LeftRightState, span: Span) -> jax.Array:
-    if state.noise is None:
+def _uniform(denoiser: DenoiserLike, state: LeftRightState, front: Frontier) -> jax.Array:
+    if state.canvas.noise is None:
         raise ValueError("a temperature needs a source of random numbers")
-    ahead = jnp.maximum(span.positions - span.cur[:, None], 0)
-    return state.noise.uniform(Purpose.TOKENS, state.nfe, ahead, denoiser.vocab_size)
+    ahead = jnp.maximum(front.span.positions - front.next[:, None], 0)
+    return state.canvas.noise.uniform(Purpose.TOKENS, state.canvas.nfe, ahead, denoiser.vocab_size)
 
 
-def _room(what: str, value: Any, most: int | None, otherwise: int) -> int:
+def _limit(what: str, value: Any, most: int | None, otherwise: int) -> int:
     """The largest value that the program has room for."""
     check_length(f"most_{what}", most, optional=True)
     if value is None:
@@ -365,13 +356,3 @@ def _room(what: str, value: Any, most: int | None, otherwise: int) -> int:
     if most is not None and known and value > most:
         raise DllmError(f"{what} {value} exceeds most_{what} {most}; raise that, or leave it out")
     return int(value) if most is None else most
-
-
-def _stored(kv: KVCache, new: KVCache, rows: jax.Array) -> KVCache:
-    """The buffers with the keys and values of some rows [B] replaced, from the first position on."""
-    fresh = jnp.broadcast_to(rows[:, None], (rows.shape[0], new[0].key.shape[1]))
-    zero = jnp.zeros_like(rows, jnp.int32)
-    write = lambda old, value: write_rows(old, value.astype(old.dtype), zero, fresh)
-    return tuple(
-        LayerKV(*(write(old, value) for old, value in zip(*pair, strict=True))) for pair in zip(kv, new, strict=True)
-    )

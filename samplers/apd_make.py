@@ -5,7 +5,7 @@ from pathlib import Path
 
 import dllm_jax
 from dllm_jax import Model
-from samplers.apd import APD, LeftRight, Target
+from samplers.apd import APD, LeftRight
 from samplers.apd_verifier import verifier_for
 from samplers.generate import make_sampling, make_stop
 
@@ -18,7 +18,6 @@ def make_apd(
     weight: float = 0.7,
     window: int | None = None,
     lookahead: int | None = None,
-    target: Target = "coupled",
     temperature: float = 0.0,
     top_p: float | None = None,
     top_k: int | None = None,
@@ -32,7 +31,7 @@ def make_apd(
 
     Args:
         verifier: a loaded causal model of the same tokenizer, or its folder or name.
-        gen_length, weight, window, lookahead, target, most_window, most_lookahead: see `APD`. Published are 0.7, 16,
+        gen_length, weight, window, lookahead, most_window, most_lookahead: see `APD`. Published are 0.7, 16,
             100 and 0.6, 32, 200.
         temperature, top_p, top_k, stop, ignore_eos, suppress: as in `make_sampler`.
 
@@ -45,7 +44,6 @@ def make_apd(
         verifier_for(model, beside),
         gen_length,
         weight=weight,
-        target=target,
         window=window,
         lookahead=lookahead,
         sampling=make_sampling(model, temperature, top_p, top_k, suppress),

@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from dllm_jax import Model
+from dllm_jax.denoiser import DenoiserLike, Span
 from dllm_jax.errors import DllmError
-from dllm_jax.kv_cache import KVCache, LayerKV
 from dllm_jax.pytree import pytree
-from samplers.caches import DenoiserLike
 
 
 @pytree()
@@ -29,7 +28,7 @@ class Verifier:
     token_map: jax.Array | None = None
 
     def __post_init__(self) -> None:
-        if not hasattr(self.denoiser, "window"):
+        if not hasattr(self.denoiser, "forward"):
             kind = type(self.denoiser).__name__
             raise DllmError(f"the verifier's model is a {kind}; give a denoiser, such as Model.denoiser")
         config = getattr(self.denoiser, "config", None)
@@ -55,37 +54,36 @@ class Verifier:
             return jnp.arange(vocab_size) < self.denoiser.vocab_size
         return jnp.asarray(self.token_map) >= 0
 
-    def prefill(self, tokens: jax.Array, lengths: jax.Array, length: int) -> KVCache:
+    def prefill(self, tokens: jax.Array, lengths: jax.Array, length: int) -> Any:
         """Buffers of `length` positions that hold the keys and values of prompts [B, P] with lengths [B]."""
-        first = jnp.ones_like(lengths)  # which hidden state comes back does not matter
-        _, kv = self.denoiser.full(self._ids(tokens), lengths, first, 1)
+        last = Span(jnp.ones_like(lengths), 1)  # which hidden state comes back does not matter
+        _, kv = self.denoiser.forward(self._ids(tokens), lengths, outputs=last)
         more = [(0, 0), (0, length - tokens.shape[1]), (0, 0), (0, 0)]
-        return tuple(LayerKV(*(jnp.pad(part, more) for part in layer)) for layer in kv)
+        return jax.tree.map(lambda x: jnp.pad(x, more), kv)
 
     def scores(
         self,
         tokens: jax.Array,
         lengths: jax.Array,
-        kv: KVCache,
-        start: jax.Array,
-        fresh: jax.Array,
+        kv: Any,
+        at: Span,
+        write: jax.Array,
         vocab_size: int,
-    ) -> tuple[jax.Array, KVCache]:
-        """Scores the tokens at start[b] .. start[b] + W - 1, each given everything before it, in one forward.
+    ) -> tuple[jax.Array, Any]:
+        """Scores the tokens at W positions, each given everything before it, in one forward.
 
         Args:
             tokens: [B, S] int32 in the dLLM's ids, what was drafted among them.
             lengths: [B], where each row's draft ends.
-            kv: buffers whose entries before each row's first fresh position are valid.
-            start: [B], at least 1.
-            fresh: [B, W] bool, positions that are drafted.
+            kv: buffers whose entries before each row's first drafted position are valid.
+            at: the positions, from 1 on.
+            write: [B, W] bool, which of them are drafted.
             vocab_size: V, of the dLLM.
 
         Returns:
             Logits [B, W, V] float32 over the dLLM's ids (0 where the verifier has none), and the updated buffers.
         """
-        feed = (start, fresh.shape[1])
-        hidden, kv = self.denoiser.window(self._ids(tokens), lengths, kv, feed, fresh=fresh)
+        hidden, kv = self.denoiser.forward(self._ids(tokens), lengths, at=at, kv=kv, write=write)
         return self._aligned(self.denoiser.logits(hidden), vocab_size), kv
 
     def _aligned(self, logits: jax.Array, vocab_size: int) -> jax.Array:

@@ -1,28 +1,27 @@
 """The block sampler: any unmasking rule, with any cache policy, over semi-autoregressive blocks."""
 
 import dataclasses
-from typing import Any, Protocol, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dllm_jax.denoiser import DenoiserLike
 from dllm_jax.errors import DllmError
 from dllm_jax.kv_cache import slice_rows, write_rows
 from dllm_jax.pytree import pytree, vary_like
-from samplers import stopping
-from samplers.caches import CachePolicy, DenoiserLike, NoCache, Outcome, Request
+from samplers import canvas as canvases
+from samplers.caches import CachePolicy, NoCache, Outcome, Request
+from samplers.canvas import Canvas
 from samplers.checks import check_length, check_number, check_whole
 from samplers.engine import Result
-from samplers.guidance import Guided
-from samplers.inputs import checked
-from samplers.noise import Noise, Purpose, source_of
+from samplers.guidance import Guided, paired
+from samplers.noise import Noise, Purpose
 from samplers.predictions import Predictions, Sampling, predict
-from samplers.rules.base import BlockView, Rule
+from samplers.rules.base import BlockView, Rule, progressing
 from samplers.smoothing import Smoothing
-from samplers.stopping import Stop, StopState
-
-COMPAT = ("eos-fill-after-window", "every-block", "lockstep", "stop-after-block")
+from samplers.stopping import Stop
 
 
 @pytree()
@@ -30,48 +29,34 @@ class BlockState:
     """Everything a step reads and writes; every leaf but the cache's starts with the batch axis.
 
     Attributes:
-        tokens: [B, S] int32: each row its prompt, at once followed by its canvas, then padding.
-        canvas_start: [B], the row's prompt length.
-        gen_lengths: [B], positions the row generates, at most G.
-        decoded_at: [B, G], as in `Result`.
-        block, block_step, block_masks: [B], the active block, forwards spent on it, masks it had when entered.
-        nfe, full_forwards, cache_updates: [B], as in `Result`.
-        done: [B] bool.
-        rule, cache, stop: state of the rule, the cache policy and the stop condition.
-        noise: source of random numbers, None where nothing is drawn.
-        soft: [B, S, D], what smoothing adds to the embedding of a position while it is masked; None without.
-        repeats: [B], iterations until the row may leave its block; None without `unroll`.
+        canvas: tokens, what is open, counters.
+        block, block_step, block_open: [B], the active block, forwards spent on it, open positions when it was entered.
+        rule, cache: state of the rule and the cache policy.
+        soft: [B, S, D], what smoothing adds to the embedding of a position while it is open; None without.
     """
 
-    tokens: jax.Array
-    canvas_start: jax.Array
-    gen_lengths: jax.Array
-    decoded_at: jax.Array
+    canvas: Canvas
     block: jax.Array
     block_step: jax.Array
-    block_masks: jax.Array
-    nfe: jax.Array
-    full_forwards: jax.Array
-    cache_updates: jax.Array
-    done: jax.Array
+    block_open: jax.Array
     rule: Any
     cache: Any
-    stop: StopState | None
-    noise: Noise | None
     soft: jax.Array | None
-    repeats: jax.Array | None
 
 
-@pytree(static=("gen_length", "block_length", "align_blocks", "canvas_length", "fill_after_eos", "unroll", "compat"))
+@pytree(static=("gen_length", "block_length", "align_blocks", "canvas_length", "fill_after_eos"))
 class BlockSampler:
     """Unmasks a canvas block by block; the rule decides inside the active block, the policy how it is predicted.
 
+    Every active row gets one forward per step. A subclass may override `leaves`, `next_block`, `ends` and `filled`,
+    which say when a row leaves its block, where it goes, when it has ended and what an end token fills.
+
     Attributes:
-        rule: which positions are committed.
+        rule: what is committed.
         gen_length: G, positions to generate.
         block_length: length of a block; the last may be shorter. None is one block.
         cache: which keys and values are reused.
-        smoothing: carry what each forward expects at masked positions over to the next; None does not.
+        smoothing: carry what each forward expects at open positions over to the next; None does not.
         align_blocks: blocks begin at multiples of block_length counted from the prompt's start, so that a row's first
             may begin within its prompt and be shorter (dInfer's `start_block_align`).
         sampling: how tokens are drawn; greedy by default.
@@ -80,15 +65,8 @@ class BlockSampler:
         canvas_length: pad every row with masks to this total length, prompt included; masks behind the generation
             are context and stay (EB-Sampler pads to the model's maximum length). None adds none; a row whose prompt
             and generation are longer gets none.
-        fill_after_eos: as soon as an end-of-sequence token is committed, all positions behind it become it, committed
+        fill_after_eos: as soon as an end-of-sequence token is final, all positions behind it become it, committed
             or not, and count as context from then on (Fast-dLLM's early stop). Fewer forwards, slightly other tokens.
-        unroll: None looks after every forward whether a block is complete. (most, n) is dInfer's loop, for comparing
-            with it: only after masks // n iterations, at least one and at most so many; its forwards on complete
-            blocks change nothing there, but count. A forward that rebuilt a cache is one iteration with the next.
-        compat: quirks of official code, for comparing with it: "eos-fill-after-window" skips that filling after a
-            forward that rebuilt a cache; "stop-after-block" completes the block in which a stop condition holds;
-            "every-block" enters blocks that are complete already, for one forward each, as NI's code does;
-            "lockstep" keeps rows of equal lengths in a block until all have completed it, still counting forwards.
     """
 
     rule: Rule
@@ -102,8 +80,6 @@ class BlockSampler:
     guidance: float | jax.Array | None = None
     canvas_length: int | None = None
     fill_after_eos: bool = False
-    unroll: tuple[int | jax.Array, int | jax.Array] | None = None
-    compat: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_length("gen_length", self.gen_length)
@@ -114,11 +90,6 @@ class BlockSampler:
         if self.canvas_length is not None and self.canvas_length < self.gen_length:
             total = "it counts the prompt and the generation"
             raise DllmError(f"canvas_length {self.canvas_length} is below gen_length {self.gen_length}; {total}")
-        if unknown := sorted(set(self.compat) - set(COMPAT)):
-            raise DllmError(f"compat option {unknown[0]!r} is unknown; choose from {', '.join(COMPAT)}")
-        if self.unroll is not None:
-            for what, number in zip(("the most", "the masks per iteration"), self.unroll, strict=True):
-                check_whole(f"{what} of unroll", number, 1)
         parts: tuple[Any, ...] = (self.cache, self.smoothing)
         for part in parts:
             if hasattr(part, "check") and not isinstance(part, type):
@@ -163,98 +134,132 @@ class BlockSampler:
                 canvas ends there; what lies behind is padding. Changing them recompiles nothing.
             given: [B, G] int32, tokens the canvas comes with, the mask id where a token is to be generated; for
                 infilling. None generates all.
-            noise: source of random numbers instead of `key`, such as a `TableNoise`.
+            noise: source of random numbers instead of `key`.
 
         Raises:
             DllmError: for wrong shapes or dtypes, a prompt shorter than the family needs, prompt lengths that do not
                 fit (where they are concrete), or a missing key.
         """
         self._check_parts()
-        prompt, prompt_lengths, gen_lengths, given = checked(
-            denoiser, prompt, prompt_lengths, gen_lengths, given, self.gen_length
-        )
-        batch, width = prompt.shape
-        noise = source_of(noise, key, batch)
-        length = max(width + self.gen_length, self.canvas_length or 0)
-        end = self._lengths(prompt_lengths, gen_lengths)
-        tokens = laid_out(denoiser, prompt, prompt_lengths, given, end, length)
-        zeros = jnp.zeros((batch,), jnp.int32)
-        before = zeros - 1 if "every-block" in self.compat else zeros
-        state = BlockState(
-            tokens=tokens,
-            canvas_start=prompt_lengths,
+        canvas = canvases.begin(
+            denoiser,
+            prompt,
+            prompt_lengths,
+            gen_length=self.gen_length,
+            length=self.gen_length,
+            context=self.canvas_length or 0,
+            key=key,
             gen_lengths=gen_lengths,
-            decoded_at=jnp.full((batch, self.gen_length), -1, jnp.int32),
-            block=before,
-            block_step=zeros,
-            block_masks=zeros,
-            nfe=zeros,
-            full_forwards=zeros,
-            cache_updates=zeros,
-            done=jnp.zeros((batch,), bool),
-            rule=self.rule.init(batch, self.width, denoiser.vocab_size),
-            cache=None,
-            stop=None if self.stop is None else stopping.begin(self.stop, batch),
+            given=given,
             noise=noise,
-            soft=None if self.smoothing is None else jnp.zeros_like(denoiser.embed(tokens)),
-            repeats=None if self.unroll is None else zeros,
+            stop=self.stop,
         )
-        cache = self.cache.init(self._guided(denoiser, state), batch, length)
-        state = vary_like(prompt, dataclasses.replace(state, cache=cache))
-        return self._move_on(denoiser, state, jnp.ones((batch,), bool))
+        batch, length = canvas.tokens.shape
+        zeros = jnp.zeros((batch,), jnp.int32)
+        state = BlockState(
+            canvas=canvas,
+            block=zeros,
+            block_step=zeros,
+            block_open=zeros,
+            rule=self.rule.init(batch, self.width, denoiser.vocab_size),
+            cache=self.cache.init(self._guided(denoiser), batch, length),
+            soft=None if self.smoothing is None else jnp.zeros_like(denoiser.embed(canvas.tokens)),
+        )
+        return self._move_on(denoiser, vary_like(prompt, state), jnp.ones((batch,), bool))
 
     def step(self, denoiser: DenoiserLike, state: BlockState) -> BlockState:
-        """One forward, one decision and one commit for every row that is not finished (and need not wait)."""
-        guided = self._guided(denoiser, state)
-        view, request = self._look(guided, state)
+        """One forward, one decision and one commit for every row that is not finished."""
+        guided, active = self._guided(denoiser), ~state.canvas.done
+        view, request = self._look(denoiser, state)
         outcome = self.cache.predict(guided, request, state.cache)
-        ran = outcome.ran
-        hidden = slice_rows(outcome.hidden, request.start, self.width) if request.wide else outcome.hidden
+        hidden = slice_rows(outcome.hidden, *request.span) if request.all_positions else outcome.hidden
         logits = guided.logits(hidden)
         adjusted, rule = self.rule.adjust(logits, view, state.rule)
         predictions = predicted(guided, self.rule, self.sampling, adjusted, view)
-        select, rule = self.rule.decide(predictions, view, rule)
-        select &= ran[:, None]
-
-        tokens = jnp.where(select, predictions.token, slice_rows(state.tokens, request.start, self.width))
+        change, rule = self.rule.change(predictions, view, rule)
+        change, last = progressing(self.rule, change, predictions, view)
         if self.rule.reads_hidden:
-            sure, best = sure_of(guided, self.rule, self.sampling, hidden, logits, view.masked & ran[:, None])
-            select, tokens = select | sure, jnp.where(sure, best, tokens)
-        newly = _on_canvas(select, view.positions, self.gen_length)
+            best = judged(guided, self.rule, self.sampling, hidden, logits, view.open & active[:, None])
+            change = type(change)(jnp.where(best >= 0, best, change.tokens), change.open & (best < 0))
+        canvas = state.canvas.write(request.start, change.tokens, change.open, active)
         soft = state.soft
         if self.smoothing is not None and soft is not None:
-            soft = self._soften(guided, request, outcome, logits, self.smoothing.alpha(state.nfe), soft)
+            soft = self._soften(guided, request, outcome, logits, self.smoothing.alpha(canvas.nfe), soft)
         state = dataclasses.replace(
             state,
-            tokens=write_rows(state.tokens, tokens, request.start),
-            decoded_at=jnp.where(newly, state.nfe[:, None], state.decoded_at),
-            rule=jax.tree.map(lambda new, old: jnp.where(_like(ran, new), new, old), rule, state.rule),
+            canvas=self._write_ahead(guided, request, outcome, canvas) if self._looks_ahead else canvas,
+            block_step=state.block_step + active,
+            rule=jax.tree.map(lambda new, old: jnp.where(_like(active, new), new, old), rule, state.rule),
             cache=outcome.state,
             soft=soft,
         )
-        if self._looks_ahead:
-            state = self._write_ahead(guided, request, outcome, state)
         if self.fill_after_eos:
-            skipped = outcome.full if "eos-fill-after-window" in self.compat else ran & False
-            state = self._fill_after_eos(denoiser, state, ran & ~skipped)
-        leaving, repeats = self._leaving(denoiser, state, view, outcome)
-        state = dataclasses.replace(
-            state,
-            block_step=state.block_step + ran,
-            nfe=state.nfe + ran,
-            full_forwards=state.full_forwards + outcome.full,
-            cache_updates=state.cache_updates + outcome.updated,
-            repeats=repeats,
-        )
-        return self._move_on(denoiser, state, leaving)
+            state = dataclasses.replace(state, canvas=self.filled(denoiser, state, active, outcome))
+        leaving, state = self.leaves(state, view, outcome, last)
+        finite = jnp.all(predictions.finite | ~view.open, axis=1)
+        canvas = state.canvas.counted(active, outcome.full, outcome.updated, finite)
+        return self._move_on(denoiser, dataclasses.replace(state, canvas=canvas), leaving)
 
     def is_done(self, state: BlockState) -> jax.Array:
         """[B] bool: rows whose generation has ended."""
-        return state.done
+        return state.canvas.done
 
     def result(self, denoiser: DenoiserLike, state: BlockState) -> Result:
         """The generation so far."""
-        return result_of(denoiser, state, self._generated(denoiser, state))
+        return state.canvas.result(denoiser.eos_id)
+
+    # What a subclass may do otherwise --------------------------------------------------------------------------------
+
+    def leaves(
+        self, state: BlockState, view: BlockView, outcome: Outcome, last: jax.Array
+    ) -> tuple[jax.Array, BlockState]:
+        """Which rows leave their block after a forward, [B] bool, and the state.
+
+        Args:
+            state: after what the forward wrote, but before it is counted.
+            view: the block before it.
+            outcome: of the forward.
+            last: [B] bool, rows that may not stay.
+        """
+        left = self.block_open(state).any(axis=1)
+        return ~state.canvas.done & (self.rule.block_done(view, left, state.rule) | last), state
+
+    def next_block(self, state: BlockState) -> tuple[jax.Array, jax.Array]:
+        """The block that a row enters when it leaves its own, and whether there is none: [B] int32 and [B] bool."""
+        open = state.canvas.open
+        first = self._prompt_part(state.canvas) + jnp.argmax(open, axis=1).astype(jnp.int32)
+        return first // self.width, ~open.any(axis=1)
+
+    def entered(self, state: BlockState, rows: jax.Array) -> BlockState:
+        """The state when some rows [B] bool have entered the block that it says."""
+        count = self.block_open(state).sum(axis=1, dtype=jnp.int32)
+        return dataclasses.replace(
+            state,
+            block_step=jnp.where(rows, 0, state.block_step),
+            block_open=jnp.where(rows, count, state.block_open),
+        )
+
+    def ends(self, stopped: jax.Array, leaving: jax.Array) -> jax.Array:
+        """Which rows end early, [B] bool, of those whose stop condition holds and those that leave their block."""
+        return stopped
+
+    def filled(self, denoiser: DenoiserLike, state: BlockState, rows: jax.Array, outcome: Outcome) -> Canvas:
+        """The canvas with everything filled that lies behind the first end token of some rows [B]."""
+        canvas = state.canvas
+        final = (canvas.generation(denoiser.eos_id) == denoiser.eos_id) & ~self._pending(state)
+        position = jnp.arange(self.gen_length)
+        first = jnp.where(final.any(axis=1), jnp.argmax(final, axis=1), self.gen_length)
+        behind = (position > first[:, None]) & (position < canvas.gen_lengths[:, None])
+        behind &= rows[:, None]
+        kept = slice_rows(canvas.tokens, canvas.prompt_lengths, self.gen_length)
+        return dataclasses.replace(
+            canvas,
+            tokens=write_rows(canvas.tokens, jnp.where(behind, denoiser.eos_id, kept), canvas.prompt_lengths),
+            open=canvas.open & ~behind,
+            decoded_at=jnp.where(behind & canvas.open, canvas.nfe[:, None], canvas.decoded_at),
+        )
+
+    # -----------------------------------------------------------------------------------------------------------------
 
     def _check_parts(self) -> None:
         """Raises DllmError for parts of the wrong kind: here, because JAX builds samplers of other things as well."""
@@ -264,73 +269,77 @@ class BlockSampler:
         if not (self.smoothing is None or isinstance(self.smoothing, Smoothing)):
             raise DllmError(f"smoothing is {self.smoothing!r}; give a Smoothing or None")
 
-    def _lengths(self, prompt_lengths: jax.Array, gen_lengths: jax.Array) -> jax.Array:
-        """Valid positions of every row, [B]."""
-        return jnp.maximum(prompt_lengths + gen_lengths, self.canvas_length or 0)
+    def _guided(self, denoiser: DenoiserLike) -> DenoiserLike:
+        return denoiser if self.guidance is None else Guided(denoiser, self.guidance)
 
-    def _generated(self, denoiser: DenoiserLike, state: BlockState) -> jax.Array:
-        """The generation's tokens, [B, G]; what lies behind a row's own length reads as the end of the sequence."""
-        return generation(denoiser, state, self.gen_length)
-
-    def _guided(self, denoiser: DenoiserLike, state: BlockState) -> DenoiserLike:
-        if self.guidance is None:
-            return denoiser
-        ours = write_rows(jnp.zeros_like(state.tokens, bool), state.decoded_at >= 0, state.canvas_start)
-        return cast(DenoiserLike, Guided(denoiser, (state.tokens != denoiser.mask_id) & ~ours, self.guidance))
-
-    def _prompt_part(self, state: BlockState) -> jax.Array:
+    def _prompt_part(self, canvas: Canvas) -> jax.Array:
         """[B], positions of the prompt that belong to a row's first block."""
-        return state.canvas_start % self.width if self.align_blocks else jnp.zeros_like(state.canvas_start)
+        return canvas.prompt_lengths % self.width if self.align_blocks else jnp.zeros_like(canvas.prompt_lengths)
 
-    def _num_blocks(self, state: BlockState) -> jax.Array:
-        """[B], blocks of each row's generation."""
-        return -(-(self._prompt_part(state) + state.gen_lengths) // self.width)
+    def num_blocks(self, canvas: Canvas) -> jax.Array:
+        """[B] int32, blocks of each row's generation."""
+        return -(-(self._prompt_part(canvas) + canvas.gen_lengths) // self.width)
 
-    def _block_masks(self, denoiser: DenoiserLike, state: BlockState) -> jax.Array:
-        """[B, G] bool, masked positions of each row's active block."""
-        block = (self._prompt_part(state)[:, None] + jnp.arange(self.gen_length)) // self.width
-        return (self._generated(denoiser, state) == denoiser.mask_id) & (block == state.block[:, None])
+    def _in_block(self, state: BlockState) -> jax.Array:
+        """[B, G] bool, positions of each row's active block."""
+        place = self._prompt_part(state.canvas)[:, None] + jnp.arange(self.gen_length)
+        return place // self.width == state.block[:, None]
+
+    def block_open(self, state: BlockState) -> jax.Array:
+        """[B, G] bool, open positions of each row's active block."""
+        return state.canvas.open & self._in_block(state)
+
+    def _pending(self, state: BlockState) -> jax.Array:
+        """[B, G] bool, positions that may still change: the open ones, and under a rule that revises those of the
+        active block."""
+        open = state.canvas.open
+        return open | (self._in_block(state) & ~state.canvas.done[:, None]) if self.rule.revises else open
 
     def _inputs(self, denoiser: DenoiserLike, state: BlockState) -> jax.Array:
-        """What the model is fed: tokens [B, S], or embeddings [B, S, D] that are soft at the masks."""
-        if state.soft is None:
-            return state.tokens
-        soft = jnp.where((state.tokens == denoiser.mask_id)[..., None], state.soft, 0)
-        return denoiser.embed(state.tokens) + soft
+        """What the model is fed: tokens [B, S], or embeddings [B, S, D] that are soft where it is open; with guidance
+        pairs of them."""
+        canvas, inputs = state.canvas, state.canvas.tokens
+        on_sequence = lambda x: canvas.of_window(x, jnp.zeros_like(canvas.prompt_lengths), inputs.shape[1])
+        given = ~on_sequence(canvas.open | (canvas.decoded_at >= 0)) & (inputs != denoiser.mask_id)
+        if state.soft is not None:
+            inputs = denoiser.embed(inputs) + jnp.where(on_sequence(canvas.open)[..., None], state.soft, 0)
+        return inputs if self.guidance is None else paired(denoiser, inputs, given)
 
     def _look(self, denoiser: DenoiserLike, state: BlockState) -> tuple[BlockView, Request]:
-        prompt_part, least = self._prompt_part(state), denoiser.min_prompt_length
+        canvas, least = state.canvas, denoiser.min_prompt_length
+        prompt_part = self._prompt_part(canvas)
         first = state.block * self.width - prompt_part
-        start = jnp.maximum(state.canvas_start + jnp.minimum(first, self.gen_length - self.width), least)
-        positions = (start - state.canvas_start)[:, None] + jnp.arange(self.width, dtype=jnp.int32)
-        masks = self._block_masks(denoiser, state)
-        masked = (positions >= 0) & jnp.take_along_axis(masks, jnp.maximum(positions, 0), axis=1)
+        start = jnp.maximum(canvas.prompt_lengths + jnp.minimum(first, self.gen_length - self.width), least)
+        of_window = lambda x: canvas.of_window(x & self._in_block(state), start, self.width)
         view = BlockView(
-            masked=masked,
-            positions=positions,
+            open=of_window(canvas.open),
+            positions=(start - canvas.prompt_lengths)[:, None] + jnp.arange(self.width, dtype=jnp.int32),
             first=first,
             step=state.block_step,
-            block_masks=state.block_masks,
-            num_blocks=self._num_blocks(state),
-            noise=state.noise,
-            nfe=state.nfe,
-            caution=None if self.smoothing is None else self.smoothing.caution(state.nfe),
+            block_open=state.block_open,
+            num_blocks=self.num_blocks(canvas),
+            noise=canvas.noise,
+            nfe=canvas.nfe,
+            tokens=slice_rows(canvas.tokens, start, self.width),
+            written=of_window(canvas.decoded_at >= 0),
+            mask_id=denoiser.mask_id,
+            caution=None if self.smoothing is None else self.smoothing.caution(canvas.nfe),
         )
-        canvas = self.gen_length + (self.width - 1 if self.align_blocks else 0)
+        longest = self.gen_length + (self.width - 1 if self.align_blocks else 0)
         request = Request(
             inputs=self._inputs(denoiser, state),
-            lengths=self._lengths(state.canvas_start, state.gen_lengths),
-            longest_suffix=canvas if self.canvas_length is None else state.tokens.shape[1],
+            lengths=jnp.maximum(canvas.prompt_lengths + canvas.gen_lengths, self.canvas_length or 0),
             block=state.block,
-            block_start=jnp.maximum(state.canvas_start + first, least),
-            block_end=state.canvas_start + jnp.minimum(first + self.width, state.gen_lengths),
+            block_start=jnp.maximum(canvas.prompt_lengths + first, least),
+            block_end=canvas.prompt_lengths + jnp.minimum(first + self.width, canvas.gen_lengths),
             start=start,
+            active=~canvas.done,
+            nfe=canvas.nfe,
+            length=canvas.tokens.shape[1],
             width=self.width,
+            longest_suffix=longest if self.canvas_length is None else canvas.tokens.shape[1],
             ragged=self.align_blocks or self.gen_length % self.width != 0,
-            active=~state.done,
-            nfe=state.nfe,
-            iteration=state.nfe if self.smoothing is not None else state.nfe - state.cache_updates,
-            wide=self.smoothing is not None or self._looks_ahead,
+            all_positions=self.smoothing is not None or self._looks_ahead,
         )
         return view, request
 
@@ -349,7 +358,7 @@ class BlockSampler:
         def write(soft: jax.Array, logits: jax.Array, start: jax.Array, first: jax.Array) -> jax.Array:
             positions = start[:, None] + jnp.arange(self.width)
             low, high = jnp.maximum(outcome.low, first)[:, None], outcome.high[:, None]
-            fresh = outcome.ran[:, None] & (positions >= low) & (positions < high)
+            fresh = request.active[:, None] & (positions >= low) & (positions < high)
             mean = denoiser.expected_embedding(logits) * alpha[:, None, None]
             return write_rows(soft, mean.astype(soft.dtype), start, fresh)
 
@@ -358,119 +367,47 @@ class BlockSampler:
             start = jnp.minimum(first, soft.shape[1] - self.width)
             return write(soft, denoiser.logits(slice_rows(outcome.hidden, start, self.width)), start, first)
 
-        behind = jnp.where(outcome.ran, outcome.high - request.start - self.width, 0)
-        pieces = -(-jnp.max(jnp.maximum(behind, 0)) // self.width)
+        pieces = self._pieces(request.active, outcome.high - request.start - self.width)
         return lax.fori_loop(0, pieces, piece, write(soft, logits, request.start, request.start))
+
+    def _pieces(self, rows: jax.Array, behind: jax.Array) -> jax.Array:
+        """How many pieces of a block's length cover `behind` [B] positions of all these rows [B]."""
+        return -(-jnp.max(jnp.where(rows, jnp.maximum(behind, 0), 0)) // self.width)
 
     @property
     def _looks_ahead(self) -> bool:
         return self.rule.reads_hidden and self.rule.looks_ahead(not isinstance(self.cache, NoCache))
 
-    def _write_ahead(self, denoiser: DenoiserLike, request: Request, outcome: Outcome, state: BlockState) -> BlockState:
-        """Commits what the rule is sure of behind the active block, as far as the forward ran, in pieces of a block's
+    def _write_ahead(self, denoiser: DenoiserLike, request: Request, outcome: Outcome, canvas: Canvas) -> Canvas:
+        """Commits what the rule judges final behind the active block, as far as the forward ran, in pieces of a block's
         length, so that no more logits are held at once."""
-        high = jnp.minimum(outcome.high, state.canvas_start + state.gen_lengths)
+        high = jnp.minimum(outcome.high, canvas.prompt_lengths + canvas.gen_lengths)
 
-        def piece(number: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            tokens, decoded_at = carry
+        def piece(number: jax.Array, canvas: Canvas) -> Canvas:
             first = request.block_end + number * self.width
-            start = jnp.minimum(first, tokens.shape[1] - self.width)
+            start = jnp.minimum(first, request.length - self.width)
             positions = start[:, None] + jnp.arange(self.width)
-            masked = slice_rows(tokens, start, self.width) == denoiser.mask_id
-            masked &= outcome.ran[:, None] & (positions >= first[:, None]) & (positions < high[:, None])
+            open = canvas.of_window(canvas.open, start, self.width)
+            asked = open & request.active[:, None] & (positions >= first[:, None]) & (positions < high[:, None])
             hidden = slice_rows(outcome.hidden, start, self.width)
-            sure, best = sure_of(denoiser, self.rule, self.sampling, hidden, denoiser.logits(hidden), masked)
-            newly = _on_canvas(sure, positions - state.canvas_start[:, None], self.gen_length)
-            return write_rows(tokens, best, start, sure), jnp.where(newly, state.nfe[:, None], decoded_at)
+            best = judged(denoiser, self.rule, self.sampling, hidden, denoiser.logits(hidden), asked)
+            tokens = jnp.where(best >= 0, best, slice_rows(canvas.tokens, start, self.width))
+            return canvas.write(start, tokens, open & (best < 0), request.active)
 
-        behind = jnp.where(outcome.ran, high - request.block_end, 0)
-        pieces = -(-jnp.max(jnp.maximum(behind, 0)) // self.width)
-        tokens, decoded_at = lax.fori_loop(0, pieces, piece, (state.tokens, state.decoded_at))
-        return dataclasses.replace(state, tokens=tokens, decoded_at=decoded_at)
-
-    def _leaving(
-        self, denoiser: DenoiserLike, state: BlockState, view: BlockView, outcome: Outcome
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """[B] bool, the rows that leave their block after this forward, and the new `repeats`."""
-        masks = self._count(self._block_masks(denoiser, state), state)
-        leaving = outcome.ran & self.rule.block_done(view, masks > 0)
-        if state.repeats is None:
-            return leaving, None
-        repeats = state.repeats - (outcome.ran & ~outcome.updated)
-        leaving &= repeats == 0
-        return leaving, jnp.where(repeats == 0, self._iterations(masks), repeats)
-
-    def _count(self, masks: jax.Array, state: BlockState) -> jax.Array:
-        """[B], how many masks there are; with "lockstep" those of all rows together."""
-        count = masks.sum(axis=1, dtype=jnp.int32)
-        if "lockstep" in self.compat:
-            return jnp.broadcast_to(jnp.where(state.done, 0, count).sum(dtype=jnp.int32), count.shape)
-        return count
-
-    def _iterations(self, masks: jax.Array) -> jax.Array:
-        """[B], iterations until the next look at a block with so many masks."""
-        most, per_iteration = self.unroll or (1, 1)
-        return jnp.clip(masks // per_iteration, 1, most)
-
-    def _fill_after_eos(self, denoiser: DenoiserLike, state: BlockState, rows: jax.Array) -> BlockState:
-        generated = self._generated(denoiser, state)
-        ends = generated == denoiser.eos_id
-        position = jnp.arange(self.gen_length)
-        first = jnp.where(ends.any(axis=1) & rows, jnp.argmax(ends, axis=1), self.gen_length)
-        behind = (position > first[:, None]) & (position < state.gen_lengths[:, None])
-        newly = behind & (generated == denoiser.mask_id)
-        kept = slice_rows(state.tokens, state.canvas_start, self.gen_length)
-        filled = jnp.where(behind, denoiser.eos_id, kept)
-        return dataclasses.replace(
-            state,
-            tokens=write_rows(state.tokens, filled, state.canvas_start),
-            decoded_at=jnp.where(newly, state.nfe[:, None], state.decoded_at),
-        )
+        pieces = self._pieces(request.active, high - request.block_end)
+        return lax.fori_loop(0, pieces, piece, canvas)
 
     def _move_on(self, denoiser: DenoiserLike, state: BlockState, leaving: jax.Array) -> BlockState:
-        """Checks the stop condition, and takes rows that leave their block to the next one that has masks."""
-        generated = self._generated(denoiser, state)
-        masked = generated == denoiser.mask_id
-        one_by_one = "every-block" in self.compat
-        complete = state.block + 1 >= self._num_blocks(state) if one_by_one else ~masked.any(axis=1)
-        done = state.done | (leaving & complete)
-        stop, ended = stopping.ended(self.stop, state.stop, generated, state.gen_lengths, denoiser.mask_id)
-        done |= ended & leaving if "stop-after-block" in self.compat else ended
+        """Takes rows that leave their block to the next one that has open positions, and reads the stop condition."""
+        block, complete = self.next_block(state)
+        done = state.canvas.done | (leaving & complete)
         entering = leaving & ~done
-        next_mask = self._prompt_part(state) + jnp.argmax(masked, axis=1).astype(jnp.int32)
-        block = jnp.where(entering, state.block + 1 if one_by_one else next_mask // self.width, state.block)
-        state = dataclasses.replace(state, block=block, done=done, stop=stop)
-        masks = self._block_masks(denoiser, state)
-        repeats = state.repeats
-        if repeats is not None:
-            repeats = jnp.where(entering, self._iterations(self._count(masks, state)), repeats)
-        return dataclasses.replace(
-            state,
-            block_step=jnp.where(entering, 0, state.block_step),
-            block_masks=jnp.where(entering, masks.sum(axis=1, dtype=jnp.int32), state.block_masks),
-            repeats=repeats,
+        state = dataclasses.replace(
+            state, block=jnp.where(entering, block, state.block), canvas=dataclasses.replace(state.canvas, done=done)
         )
-
-
-class Canvas(Protocol):
-    """What the states of samplers have in common; see `BlockState`."""
-
-    @property
-    def tokens(self) -> jax.Array: ...
-    @property
-    def canvas_start(self) -> jax.Array: ...
-    @property
-    def gen_lengths(self) -> jax.Array: ...
-    @property
-    def decoded_at(self) -> jax.Array: ...
-    @property
-    def nfe(self) -> jax.Array: ...
-    @property
-    def full_forwards(self) -> jax.Array: ...
-    @property
-    def cache_updates(self) -> jax.Array: ...
-    @property
-    def stop(self) -> StopState | None: ...
+        canvas, stopped = state.canvas.stopped(self.stop, denoiser.eos_id, self._pending(state))
+        canvas = dataclasses.replace(canvas, done=done | self.ends(stopped, leaving))
+        return self.entered(dataclasses.replace(state, canvas=canvas), entering)
 
 
 def check_sampling(sampling: Any) -> None:
@@ -494,30 +431,6 @@ def check_is_sampling(sampling: Any) -> None:
         raise DllmError(f"sampling is {sampling!r}; give a Sampling")
 
 
-def laid_out(
-    denoiser: DenoiserLike,
-    prompt: jax.Array,
-    prompt_lengths: jax.Array,
-    given: jax.Array | None,
-    end: jax.Array,
-    length: int,
-) -> jax.Array:
-    """The tokens [B, length] of a start: each row its prompt, masks or what is `given` [B, G] up to `end` [B], and
-    end-of-sequence tokens behind."""
-    tokens = jnp.pad(prompt, ((0, 0), (0, length - prompt.shape[1])))
-    position = jnp.arange(length)
-    tokens = jnp.where(position >= prompt_lengths[:, None], denoiser.mask_id, tokens)
-    if given is not None:
-        tokens = write_rows(tokens, given, prompt_lengths)
-    return jnp.where(position >= end[:, None], denoiser.eos_id, tokens)
-
-
-def generation(denoiser: DenoiserLike, state: Canvas, gen_length: int) -> jax.Array:
-    """The generation's tokens, [B, G]; what lies behind a row's own length reads as the end of the sequence."""
-    tokens = slice_rows(state.tokens, state.canvas_start, gen_length)
-    return jnp.where(jnp.arange(gen_length) < state.gen_lengths[:, None], tokens, denoiser.eos_id)
-
-
 def predicted(
     denoiser: DenoiserLike, rule: Rule, sampling: Sampling, logits: jax.Array, view: BlockView
 ) -> Predictions:
@@ -526,34 +439,17 @@ def predicted(
     return predict(logits, sampling, mask_id=denoiser.mask_id, score_from=rule.score_from, uniform=uniform)
 
 
-def sure_of(
-    denoiser: DenoiserLike, rule: Rule, sampling: Sampling, hidden: jax.Array, logits: jax.Array, masked: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Of some masked positions [B, W] those that a rule is sure of by hidden states [B, W, D] and their logits
-    [B, W, V], and the best token everywhere, [B, W]."""
+def judged(
+    denoiser: DenoiserLike, rule: Rule, sampling: Sampling, hidden: jax.Array, logits: jax.Array, open: jax.Array
+) -> jax.Array:
+    """Of some open positions [B, W] those that a rule judges final by hidden states [B, W, D] and their logits
+    [B, W, V]: the best token there, -1 elsewhere, [B, W] int32."""
     plain = Sampling(suppress=sampling.suppress, defer=sampling.defer)
     best = predict(logits, plain, mask_id=denoiser.mask_id, score_from="raw", uniform=None)
-    sure = rule.sure(denoiser, hidden, logits, best) & masked & ~best.mask_wins
+    final = rule.judge(denoiser, hidden, logits, best) & open & ~best.mask_wins
     if plain.defer is not None:
-        sure &= ~jnp.isin(best.token, plain.defer)
-    return sure, best.token
-
-
-def result_of(denoiser: DenoiserLike, state: Canvas, generated: jax.Array) -> Result:
-    """The result of a state whose generation [B, G] may hold masks."""
-    generated = jnp.where(generated == denoiser.mask_id, denoiser.eos_id, generated)
-    ends = generated == denoiser.eos_id
-    lengths = jnp.where(ends.any(axis=1), jnp.argmax(ends, axis=1), generated.shape[1]).astype(jnp.int32)
-    if state.stop is not None:
-        lengths = jnp.minimum(lengths, state.stop.length)
-    return Result(generated, lengths, state.decoded_at, state.nfe, state.full_forwards, state.cache_updates)
-
-
-def _on_canvas(select: jax.Array, positions: jax.Array, gen_length: int) -> jax.Array:
-    """A choice [B, W] among consecutive positions, which may begin in the prompt, as one among the canvas, [B, G]."""
-    place = jnp.arange(gen_length) - positions[:, :1]
-    inside = (place >= 0) & (place < select.shape[1])
-    return inside & jnp.take_along_axis(select, jnp.clip(place, 0, select.shape[1] - 1), axis=1)
+        final &= ~jnp.isin(best.token, plain.defer)
+    return jnp.where(final, best.token, -1)
 
 
 def _like(rows: jax.Array, leaf: jax.Array) -> jax.Array:

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from dllm_jax.denoiser import DenoiserLike
 from dllm_jax.pytree import pytree
-from samplers.caches.base import DenoiserLike
 
 State = TypeVar("State")
 
@@ -26,6 +26,9 @@ class Result:
         nfe: [B] int32, forwards of the denoiser this row needed; a guided forward counts once.
         full_forwards: [B] int32, those among them that covered the whole sequence.
         cache_updates: [B] int32, those among them whose keys and values were all stored for later ones.
+        edits: [B] int32, how often a token that was written was replaced by another.
+        broken_at: [B] int32, the row's first forward whose logits were not finite where it decided; -1 for none. What
+            it wrote from there on means nothing.
     """
 
     tokens: jax.Array
@@ -34,6 +37,8 @@ class Result:
     nfe: jax.Array
     full_forwards: jax.Array
     cache_updates: jax.Array
+    edits: jax.Array
+    broken_at: jax.Array
 
 
 class Sampler(Protocol[State]):
@@ -93,7 +98,7 @@ sample_jit = jax.jit(sample)
 
 # The parameters are kept as inputs so that the first state lies on their devices: else step is compiled twice.
 _init_jit = jax.jit(lambda sampler, *args, **options: sampler.init(*args, **options), keep_unused=True)
-_step_jit = jax.jit(lambda sampler, denoiser, state: sampler.step(denoiser, state))
+_step_jit = jax.jit(lambda sampler, denoiser, state: sampler.step(denoiser, state), donate_argnums=2)
 
 
 def stream(
@@ -107,9 +112,14 @@ def stream(
 ) -> Iterator[State]:
     """The same generation from a Python loop: yields the state before the first step and after each one.
 
-    For watching and for custom loops; each step is a compiled call of its own, so `sample` is faster.
+    For watching and for custom loops; each step is a compiled call of its own, so `sample` is faster. A step works in
+    place: it takes the state that was yielded before it, of which you copy what you want to keep.
     """
-    state = _init_jit(sampler, denoiser, prompt, prompt_lengths, key=key, **options)
+    arguments = (sampler, denoiser, prompt, prompt_lengths, {"key": key, **options})
+    theirs = {id(leaf) for leaf in jax.tree.leaves(arguments)}
+    state = _init_jit(*arguments[:-1], **arguments[-1])
+    # What init hands through is the caller's own array, which no step may take.
+    state = jax.tree.map(lambda leaf: leaf.copy() if id(leaf) in theirs else leaf, state)
     yield state
     while not bool(jnp.all(sampler.is_done(state))):
         state = _step_jit(sampler, denoiser, state)

@@ -1,17 +1,15 @@
 """Likelihood of an answer under a masked diffusion model, and whether greedy decoding would give it (LLaDA's)."""
 
-from typing import cast
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dllm_jax.denoiser import DenoiserLike, Span
 from dllm_jax.errors import DllmError
 from dllm_jax.kv_cache import write_rows
 from samplers.block import BlockSampler
-from samplers.caches import DenoiserLike
 from samplers.engine import sample
-from samplers.guidance import Guided
+from samplers.guidance import Guided, paired
 from samplers.rules import TopK
 
 
@@ -77,9 +75,9 @@ def masked_loss(
     tokens = jnp.pad(jnp.broadcast_to(prompt, (batch, prompt.shape[0])), ((0, 0), (0, width)))
     tokens = write_rows(tokens.astype(jnp.int32), perturbed.astype(jnp.int32), start)
     if guidance is not None:
-        given = jnp.arange(tokens.shape[1]) < start[:, None]
-        denoiser = cast(DenoiserLike, Guided(denoiser, given, guidance))
-    hidden, _ = denoiser.full(tokens, start + answer_length, start, width)
+        tokens = paired(denoiser, tokens, jnp.arange(tokens.shape[1]) < start[:, None])
+        denoiser = Guided(denoiser, guidance)
+    hidden, _ = denoiser.forward(tokens, start + answer_length, outputs=Span(start, width))
     scores = jax.nn.log_softmax(denoiser.logits(hidden), axis=-1)
     wanted = jnp.broadcast_to(answer, (batch, width))
     loss = -jnp.take_along_axis(scores, wanted[..., None], axis=-1)[..., 0]

@@ -45,25 +45,6 @@ class KeyNoise:
         return jax.vmap(draw)(self.keys, step)
 
 
-@pytree()
-class TableNoise:
-    """Replays recorded draws, the same for every row: for comparing with other implementations' random numbers.
-
-    Attributes:
-        tokens: [steps, positions, V] uniforms for drawing tokens, or None.
-        order: [steps, positions] uniforms for random orders and random unmasking, or None.
-    """
-
-    tokens: jax.Array | None = None
-    order: jax.Array | None = None
-
-    def uniform(self, purpose: Purpose, step: jax.Array, positions: jax.Array, columns: int | None) -> jax.Array:
-        table = self.tokens if purpose == Purpose.TOKENS else self.order
-        if table is None:
-            raise ValueError(f"this TableNoise has no draws for {purpose.name.lower()}")
-        return table[step[:, None], positions]
-
-
 def check_key(key: jax.Array | None, batch: int) -> None:
     """Raises DllmError for anything but None, a typed key, or a typed key per row."""
     typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)

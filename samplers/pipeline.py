@@ -8,32 +8,25 @@ blocks behind it, and never again.
 """
 
 import dataclasses
-import functools
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
+from dllm_jax.denoiser import DenoiserLike, Span, block_causal
 from dllm_jax.errors import DllmError
-from dllm_jax.kv_cache import KVCache, LayerKV, slice_rows, write_rows
+from dllm_jax.kv_cache import slice_rows, write_rows
 from dllm_jax.pytree import pytree, vary_like
-from samplers import stopping
-from samplers.block import check_rule, check_sampling, generation, laid_out, predicted, result_of, sure_of
-from samplers.caches import DenoiserLike
-from samplers.caches.base import switch_in_place
-from samplers.caches.prefix import window_widths
+from samplers import canvas as canvases
+from samplers.block import check_rule, check_sampling, judged, predicted
+from samplers.caches.base import each_row, run_if
+from samplers.canvas import Canvas
 from samplers.checks import check_choice, check_length, check_number
 from samplers.engine import Result
-from samplers.inputs import checked
-from samplers.noise import KeyNoise, Noise, source_of
-from samplers.pipeline_denoiser import BlockCausalDenoiser, block_causal
+from samplers.noise import KeyNoise, Noise
 from samplers.predictions import Predictions, Sampling
 from samplers.rules.base import PROXIES, BlockView, Number, Proxy, Rule, error_of, per_row, rank
-from samplers.stopping import Stop, StopState
-
-Carry = tuple[KVCache, Any]
-"""What a forward changes in place: the buffers, and the rule's state."""
+from samplers.stopping import Stop
 
 
 @pytree()
@@ -42,51 +35,50 @@ class PipelineState:
     blocks of the longest generation, L their length.
 
     Attributes:
-        tokens: [B, S] int32: each row its prompt, at once followed by its canvas, then padding; S = P + N L.
-        canvas_start, gen_lengths, decoded_at, nfe, full_forwards, cache_updates, done: as in `BlockState`.
+        canvas: tokens, what is open, counters; S = P + N L.
         appended_at: [B, N] int32, the row's forward before which the block joined the pipeline; -1 before that.
         cached: [B] int32, complete blocks whose keys and values are final in the buffers; those of the prompt are from
             the first forward on.
         rule: state of the rule for every block, leaves [B, N, ...].
         kv: key/value buffers of S positions.
-        stop: state of the stop condition.
-        noise: source of random numbers, None where nothing is drawn.
     """
 
-    tokens: jax.Array
-    canvas_start: jax.Array
-    gen_lengths: jax.Array
-    decoded_at: jax.Array
+    canvas: Canvas
     appended_at: jax.Array
     cached: jax.Array
-    nfe: jax.Array
-    full_forwards: jax.Array
-    cache_updates: jax.Array
-    done: jax.Array
     rule: Any
-    kv: KVCache
-    stop: StopState | None
-    noise: Noise | None
+    kv: Any
 
 
 class Blocks(NamedTuple):
     """What is read off a state about each row's blocks.
 
     Attributes:
-        masked: [B, N, L] bool.
+        open: [B, N, L] bool.
         ratio: [B, N] float32, share of the block's positions that hold tokens.
         appended: [B] int32, blocks in the pipeline, complete ones included.
-        complete: [B] int32, those before the first that has masks.
+        complete: [B] int32, those before the first that has open positions.
         total: [B] int32, blocks of the row's generation.
         ended: [B] bool, whether an end token was committed.
     """
 
-    masked: jax.Array
+    open: jax.Array
     ratio: jax.Array
     appended: jax.Array
     complete: jax.Array
     total: jax.Array
     ended: jax.Array
+
+
+@pytree(static=("length",))
+class Opening:
+    """What a row's first forward reads, leaves [B, ...]: tokens of the prompts and the first block, how many of them a
+    position sees, and where the block begins. `length` is that of the block."""
+
+    tokens: jax.Array
+    visible: jax.Array
+    start: jax.Array
+    length: int
 
 
 @pytree()
@@ -96,7 +88,7 @@ class _Sure(Rule):
     threshold: Number
 
     def decide(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
-        return view.masked & (predictions.confidence > per_row(self.threshold)), state
+        return view.open & (predictions.confidence > per_row(self.threshold)), state
 
 
 @pytree(static=("gen_length", "block_length", "in_flight", "forced"))
@@ -198,180 +190,189 @@ class PipelineSampler:
     ) -> PipelineState:
         """The state before the first forward; arguments and errors are those of `BlockSampler.init`."""
         check_rule(self._rule, self.sampling)
-        prompt, prompt_lengths, gen_lengths, given = checked(
-            denoiser, prompt, prompt_lengths, gen_lengths, given, self.gen_length
+        if self._rule.revises:
+            raise DllmError("a rule that revises what is written cannot decide in a pipeline; use BlockSampler")
+        config = getattr(denoiser, "config", None)
+        if config is not None and config.attention != "bidirectional":
+            raise DllmError(f"a {config.family} model has {config.attention} attention; give a diffusion model")
+        canvas = canvases.begin(
+            denoiser,
+            prompt,
+            prompt_lengths,
+            gen_length=self.gen_length,
+            length=self.num_blocks * self.block_length,
+            key=key,
+            gen_lengths=gen_lengths,
+            given=given,
+            noise=noise,
+            stop=self.stop,
         )
-        block_causal(denoiser, prompt_lengths, self.block_length)  # is it possible?
-        batch, width = prompt.shape
-        noise = source_of(noise, key, batch)
-        length = width + self.num_blocks * self.block_length
-        zeros = jnp.zeros((batch,), jnp.int32)
+        batch, length = canvas.tokens.shape
         rule = self._rule.init(batch, self.block_length, denoiser.vocab_size)
         state = PipelineState(
-            tokens=laid_out(denoiser, prompt, prompt_lengths, given, prompt_lengths + gen_lengths, length),
-            canvas_start=prompt_lengths,
-            gen_lengths=gen_lengths,
-            decoded_at=jnp.full((batch, self.gen_length), -1, jnp.int32),
+            canvas=canvas,
             appended_at=jnp.full((batch, self.num_blocks), -1, jnp.int32),
-            cached=zeros,
-            nfe=zeros,
-            full_forwards=zeros,
-            cache_updates=zeros,
-            done=jnp.zeros((batch,), bool),
+            cached=jnp.zeros((batch,), jnp.int32),
             rule=jax.tree.map(lambda x: jnp.repeat(x[:, None], self.num_blocks, axis=1), rule),
             kv=denoiser.empty_cache(batch, length),
-            stop=None if self.stop is None else stopping.begin(self.stop, batch),
-            noise=noise,
         )
         return self._ended(denoiser, vary_like(prompt, state))
 
     def step(self, denoiser: DenoiserLike, state: PipelineState) -> PipelineState:
         """Appends blocks, runs one forward over every row's window, and commits."""
         state = self._append(denoiser, state)
-        blocks = self._blocks(denoiser, state)
-        ran = ~state.done
-        written, (kv, rule) = self._forward(denoiser, state, blocks)
-        select = (written >= 0) & ran[:, None]
-        kept = slice_rows(state.tokens, state.canvas_start, written.shape[1])
-        tokens = write_rows(state.tokens, jnp.where(select, written, kept), state.canvas_start)
-        first = state.nfe == 0
+        canvas, blocks = state.canvas, self._blocks(denoiser, state)
+        ran, first = ~canvas.done, canvas.nfe == 0
+        found, kv = self._forward(denoiser, state, blocks)
+        tokens = jnp.where(found.token >= 0, found.token, slice_rows(canvas.tokens, canvas.prompt_lengths, self._room))
+        open = canvas.of_window(canvas.open, canvas.prompt_lengths, self._room) & (found.token < 0)
+        canvas = canvas.write(canvas.prompt_lengths, tokens, open, ran)
+        updated = first | (blocks.complete > state.cached)
         state = dataclasses.replace(
             state,
-            tokens=tokens,
-            decoded_at=jnp.where(select[:, : self.gen_length], state.nfe[:, None], state.decoded_at),
+            canvas=canvas.counted(ran, first, updated, found.finite),
             cached=jnp.where(ran, blocks.complete, state.cached),
-            nfe=state.nfe + ran,
-            full_forwards=state.full_forwards + (ran & first),
-            cache_updates=state.cache_updates + (ran & (first | (blocks.complete > state.cached))),
-            rule=rule,
+            rule=found.rule,
             kv=kv,
         )
         return self._ended(denoiser, state)
 
     def is_done(self, state: PipelineState) -> jax.Array:
         """[B] bool: rows whose generation has ended."""
-        return state.done
+        return state.canvas.done
 
     def result(self, denoiser: DenoiserLike, state: PipelineState) -> Result:
         """The generation so far."""
-        return result_of(denoiser, state, generation(denoiser, state, self.gen_length))
+        return state.canvas.result(denoiser.eos_id)
+
+    @property
+    def _room(self) -> int:
+        """Positions of all blocks, N L."""
+        return self.num_blocks * self.block_length
 
     def _blocks(self, denoiser: DenoiserLike, state: PipelineState) -> Blocks:
-        count, length = self.num_blocks, self.block_length
-        tokens = slice_rows(state.tokens, state.canvas_start, count * length)
-        masked = (tokens == denoiser.mask_id).reshape(-1, count, length)
-        left = masked.sum(axis=-1, dtype=jnp.int32)
-        size = jnp.clip(state.gen_lengths[:, None] - jnp.arange(count) * length, 0, length)
+        count, length, canvas = self.num_blocks, self.block_length, state.canvas
+        open = canvas.of_window(canvas.open, canvas.prompt_lengths, self._room).reshape(-1, count, length)
+        left = open.sum(axis=-1, dtype=jnp.int32)
+        size = jnp.clip(canvas.gen_lengths[:, None] - jnp.arange(count) * length, 0, length)
         appended = jnp.sum(state.appended_at >= 0, axis=1, dtype=jnp.int32)
         whole = (left == 0) & (jnp.arange(count) < appended[:, None])
         ends = jnp.asarray([denoiser.eos_id]) if self.end_ids is None else self.end_ids
         return Blocks(
-            masked=masked,
+            open=open,
             ratio=(size - left) / jnp.maximum(size, 1),
             appended=appended,
             complete=jnp.cumprod(whole, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32),
-            total=-(-state.gen_lengths // length),
-            ended=jnp.any((state.decoded_at >= 0) & jnp.isin(tokens[:, : self.gen_length], ends), axis=1),
+            total=-(-canvas.gen_lengths // length),
+            ended=jnp.any((canvas.decoded_at >= 0) & jnp.isin(canvas.generation(denoiser.eos_id), ends), axis=1),
         )
 
     def _append(self, denoiser: DenoiserLike, state: PipelineState) -> PipelineState:
         """Rows whose last block is decoded far enough append the next."""
         blocks = self._blocks(denoiser, state)
         last = jnp.take_along_axis(_after_prompt(blocks.ratio), blocks.appended[:, None], axis=1)[:, 0]
-        room = (blocks.appended < blocks.total) & (blocks.appended - state.cached < self.most_in_flight)
-        grows = ~state.done & ~blocks.ended & room & (last >= jnp.asarray(self.tau_add))
+        space = (blocks.appended < blocks.total) & (blocks.appended - state.cached < self.most_in_flight)
+        grows = ~state.canvas.done & ~blocks.ended & space & (last >= jnp.asarray(self.tau_add))
         new = grows[:, None] & (jnp.arange(self.num_blocks) == blocks.appended[:, None])
-        return dataclasses.replace(state, appended_at=jnp.where(new, state.nfe[:, None], state.appended_at))
+        return dataclasses.replace(state, appended_at=jnp.where(new, state.canvas.nfe[:, None], state.appended_at))
 
-    def _forward(self, denoiser: DenoiserLike, state: PipelineState, blocks: Blocks) -> tuple[jax.Array, Carry]:
-        """Runs the smallest window that holds every row's blocks in flight: tokens to write [B, N L] (-1 where none),
-        the buffers and the rule's state.
-
-        The first forward runs the prompts and the first block instead.
-        """
-        causal = block_causal(denoiser, state.canvas_start, self.block_length)
-        needed = jnp.max(jnp.where(state.done, 0, blocks.appended - state.cached))
-        widths = window_widths(self.most_in_flight, 1)
-        choice = sum((needed > width).astype(jnp.int32) for width in widths[:-1]) + 1
-        opening = jnp.any(~state.done & (state.nfe == 0))
-        opened = functools.partial(self._open, causal, state, blocks)
-        branches = [opened, *(functools.partial(self._window, causal, state, blocks, width) for width in widths)]
-        index = jnp.where(opening, 0, choice)
-        return switch_in_place(index, cast(Any, branches), cast(Any, (state.kv, state.rule)))  # type: ignore[return-value]
-
-    def _open(
-        self, causal: BlockCausalDenoiser, state: PipelineState, blocks: Blocks, carry: Carry
-    ) -> tuple[jax.Array, Carry]:
-        """A forward over the prompts and the first block."""
-        width = state.tokens.shape[1] - (self.num_blocks - 1) * self.block_length
-        lengths = state.canvas_start + jnp.minimum(state.gen_lengths, self.block_length)
-        hidden, new = causal.full(state.tokens[:, :width], lengths, state.canvas_start, self.block_length)
+    def _forward(self, denoiser: DenoiserLike, state: PipelineState, blocks: Blocks) -> tuple["Found", Any]:
+        """What every row's forward decides, and the buffers: of a row's first one over its prompt and first block, of
+        the others over the smallest window that holds every row's blocks in flight."""
+        canvas, nothing = state.canvas, self._nothing(state)
+        visible = block_causal(canvas.tokens.shape[1], canvas.prompt_lengths, self.block_length)
+        visible = jnp.minimum(visible, (canvas.prompt_lengths + canvas.gen_lengths)[:, None])
+        opening = ~canvas.done & (canvas.nfe == 0)
+        others = ~canvas.done & ~opening
+        length = canvas.tokens.shape[1] - self._room + self.block_length
+        request = Opening(canvas.tokens[:, :length], visible[:, :length], canvas.prompt_lengths, self.block_length)
+        dim = jax.eval_shape(lambda: _open(denoiser, request)[0])
+        hidden = vary_like(opening, jnp.zeros(dim.shape, dim.dtype))
+        hidden, kv = each_row(
+            opening, denoiser.batch_parts, lambda part: _open(denoiser, part), request, hidden, state.kv
+        )
         first = jnp.zeros_like(state.cached)
-        written, rule = self._decide(causal, state, blocks, hidden, first, carry[1])
-        put = lambda buffer, x: lax.dynamic_update_slice_in_dim(buffer, x.astype(buffer.dtype), 0, axis=1)
-        return written, (tuple(LayerKV(*map(put, old, layer)) for old, layer in zip(carry[0], new, strict=True)), rule)
+        decide = lambda found, kv: (self._decide(denoiser, state, blocks, opening, hidden, first, found), kv)
+        found, kv = run_if(opening.any(), decide, nothing, kv)
 
-    def _window(
-        self, causal: BlockCausalDenoiser, state: PipelineState, blocks: Blocks, count: int, carry: Carry
-    ) -> tuple[jax.Array, Carry]:
-        """A forward over `count` blocks from the first on whose keys and values are not final."""
-        first = jnp.minimum(state.cached, self.num_blocks - count)
-        width = count * self.block_length
-        place = first[:, None] * self.block_length + jnp.arange(width)
-        fresh = place >= state.cached[:, None] * self.block_length
-        feed = (state.canvas_start + first * self.block_length, width)
-        lengths = state.canvas_start + state.gen_lengths
-        hidden, kv = causal.window(state.tokens, lengths, carry[0], feed, fresh=fresh)
-        written, rule = self._decide(causal, state, blocks, hidden, first, carry[1])
-        return written, (kv, rule)
+        def window(count: int, found: "Found", kv: Any) -> tuple["Found", Any]:
+            """A forward over `count` blocks from the first on whose keys and values are not final."""
+            first = jnp.minimum(state.cached, self.num_blocks - count)
+            place = first[:, None] * self.block_length + jnp.arange(count * self.block_length)
+            write = (place >= state.cached[:, None] * self.block_length) & others[:, None]
+            span = Span(canvas.prompt_lengths + first * self.block_length, place.shape[1])
+            hidden, kv = denoiser.forward(canvas.tokens, visible, at=span, kv=kv, write=write)
+            return self._decide(denoiser, state, blocks, others, hidden, first, found), kv
+
+        needed = jnp.max(jnp.where(others, blocks.appended - state.cached, 0))
+        widths = _window_widths(self.most_in_flight)
+        choice = sum(((needed > width).astype(jnp.int32) for width in widths[:-1]), jnp.int32(0))
+        for number, count in enumerate(widths):
+            wanted = others.any() & (choice == number)
+            found, kv = run_if(wanted, lambda found, kv, count=count: window(count, found, kv), found, kv)
+        return found, kv
+
+    def _nothing(self, state: PipelineState) -> "Found":
+        """What is found before any forward."""
+        batch = state.cached.shape[0]
+        token, finite = jnp.full((batch, self._room), -1, jnp.int32), jnp.ones((batch,), bool)
+        return Found(vary_like(state.cached, token), vary_like(state.cached, finite), state.rule)
 
     def _decide(
         self,
         denoiser: DenoiserLike,
         state: PipelineState,
         blocks: Blocks,
+        rows: jax.Array,
         hidden: jax.Array,
         first: jax.Array,
-        rule_state: Any,
-    ) -> tuple[jax.Array, Any]:
-        """What the hidden states [B, n L, D] of n blocks from block `first` [B] on commit, as tokens [B, N L], -1 where
-        nothing is written, and the rule's new state."""
-        batch, length = first.shape[0], self.block_length
+        found: "Found",
+    ) -> "Found":
+        """What the hidden states [B, n L, D] of n blocks from block `first` [B] on decide in some rows [B] bool, beside
+        what was found in others."""
+        batch, length, canvas = first.shape[0], self.block_length, state.canvas
         count = hidden.shape[1] // length
         of_window = lambda x: slice_rows(x, first, count)
         by_block = lambda x: x.reshape(batch, count, length, *x.shape[2:])
+        in_blocks = lambda x: canvas.of_window(x, canvas.prompt_lengths, self._room).reshape(batch, -1, length)
         live = (jnp.arange(self.num_blocks) < blocks.appended[:, None])[..., None]
         before = _after_prompt(blocks.ratio)[:, :-1]
-        decoded = jnp.pad(state.decoded_at >= 0, ((0, 0), (0, self.num_blocks * length - self.gen_length)))
-        entered = blocks.masked.sum(-1, dtype=jnp.int32) + decoded.reshape(batch, -1, length).sum(-1, dtype=jnp.int32)
-        masked, full = of_window(blocks.masked & live), of_window(before) >= jnp.asarray(self.tau_act)[..., None]
+        written = in_blocks(canvas.decoded_at >= 0)
+        entered = blocks.open.sum(-1, dtype=jnp.int32) + written.sum(-1, dtype=jnp.int32)
+        open, full = of_window(blocks.open & live), of_window(before) >= jnp.asarray(self.tau_act)[..., None]
+        tokens = slice_rows(canvas.tokens, canvas.prompt_lengths, self._room).reshape(batch, -1, length)
         logits = denoiser.logits(hidden)
         decide = lambda *parts: self._decide_block(denoiser, state, blocks.total, *parts)
-        token, new = jax.vmap(decide, in_axes=1, out_axes=1)(
+        token, finite, new = jax.vmap(decide, in_axes=1, out_axes=1)(
             by_block(logits),
             first[:, None] + jnp.arange(count),
-            masked,
+            open,
+            of_window(written),
+            of_window(tokens),
             full,
-            of_window(state.nfe[:, None] - state.appended_at),
+            of_window(canvas.nfe[:, None] - state.appended_at),
             of_window(entered),
-            jax.tree.map(of_window, rule_state),
-            jax.tree.map(by_block, self._sure(denoiser, hidden, logits, masked, full)),
+            jax.tree.map(of_window, state.rule),
+            jax.tree.map(by_block, self._judged(denoiser, hidden, logits, open, full)),
         )
-        rows = of_window(live[..., 0]) & ~state.done[:, None]
-        keep = lambda old, new: write_rows(old, new, first, rows)
-        nothing = vary_like(token, jnp.full((batch, self.num_blocks * length), -1, jnp.int32))
-        written = write_rows(nothing, token.reshape(batch, -1), first * length)
-        return written, jax.tree.map(keep, rule_state, new)
+        mine = of_window(live[..., 0]) & rows[:, None]
+        keep = lambda old, new: write_rows(old, new, first, mine)
+        everywhere = jnp.broadcast_to(rows[:, None], (batch, count * length))
+        return Found(
+            write_rows(found.token, token.reshape(batch, -1), first * length, everywhere),
+            found.finite & (finite.all(axis=1) | ~rows),
+            jax.tree.map(keep, found.rule, new),
+        )
 
-    def _sure(
-        self, denoiser: DenoiserLike, hidden: jax.Array, logits: jax.Array, masked: jax.Array, full: jax.Array
-    ) -> tuple[jax.Array, jax.Array] | None:
-        """Which masked positions [B, n, L] of n blocks the rule is sure of by their hidden states [B, n L, D], and the
-        best tokens, both [B, n L]; None for a rule that reads none."""
+    def _judged(
+        self, denoiser: DenoiserLike, hidden: jax.Array, logits: jax.Array, open: jax.Array, full: jax.Array
+    ) -> jax.Array | None:
+        """What the rule judges final of the open positions [B, n, L] of n blocks by their hidden states [B, n L, D]:
+        the best tokens there, else -1, [B, n L]; None for a rule that reads none."""
         if not self._rule.reads_hidden:
             return None
-        asked = masked if self._rule.looks_ahead(cached=False) else masked & full[..., None]
-        return sure_of(denoiser, self._rule, self.sampling, hidden, logits, asked.reshape(logits.shape[:2]))
+        asked = open if self._rule.looks_ahead(cached=False) else open & full[..., None]
+        return judged(denoiser, self._rule, self.sampling, hidden, logits, asked.reshape(logits.shape[:2]))
 
     def _decide_block(
         self,
@@ -380,43 +381,76 @@ class PipelineSampler:
         total: jax.Array,
         logits: jax.Array,
         block: jax.Array,
-        masked: jax.Array,
+        open: jax.Array,
+        written: jax.Array,
+        tokens: jax.Array,
         full: jax.Array,
         step: jax.Array,
         entered: jax.Array,
         rule_state: Any,
-        read: tuple[jax.Array, jax.Array] | None,
-    ) -> tuple[jax.Array, Any]:
-        """One block of every row, block [B]: the tokens that are committed [B, L], -1 elsewhere."""
+        best: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        """One block of every row, block [B]: the tokens that are committed [B, L], -1 elsewhere; whether the logits
+        were finite [B]; and the rule's new state."""
         positions = block[:, None] * self.block_length + jnp.arange(self.block_length, dtype=jnp.int32)
         view = BlockView(
-            masked=masked,
+            open=open,
             positions=positions,
             first=positions[:, 0],
             step=step,
-            block_masks=entered,
+            block_open=entered,
             num_blocks=total,
-            noise=_of_block(state.noise, block),
-            nfe=state.nfe,
+            noise=_of_block(state.canvas.noise, block),
+            nfe=state.canvas.nfe,
+            tokens=tokens,
+            written=written,
+            mask_id=denoiser.mask_id,
         )
         adjusted, rule_state = self._rule.adjust(logits, view, rule_state)
         predictions = predicted(denoiser, self._rule, self.sampling, adjusted, view)
         chosen, rule_state = self._rule.decide(predictions, view, rule_state)
         score = predictions.confidence if self.forced == "confidence" else -error_of(predictions, self.forced)
-        known, best = (chosen & False, predictions.token) if read is None else read
-        surest = masked & (rank(score, masked) == 0) & ~chosen.any(axis=1, keepdims=True)
+        surest = open & (rank(score, open) == 0) & ~chosen.any(axis=1, keepdims=True)
         sure = chosen & (predictions.confidence > per_row(self.threshold))
         select = jnp.where(full[:, None], chosen | surest, sure)
-        return jnp.where(known, best, jnp.where(select, predictions.token, -1)), rule_state
+        token = jnp.where(select, predictions.token, -1)
+        finite = jnp.all(predictions.finite | ~open, axis=1)
+        return token if best is None else jnp.where(best >= 0, best, token), finite, rule_state
 
     def _ended(self, denoiser: DenoiserLike, state: PipelineState) -> PipelineState:
         """Which rows have ended."""
         blocks = self._blocks(denoiser, state)
-        nothing_left = ~jnp.any(blocks.masked, axis=(1, 2))
-        generated = generation(denoiser, state, self.gen_length)
-        stop, ended = stopping.ended(self.stop, state.stop, generated, state.gen_lengths, denoiser.mask_id)
-        done = state.done | nothing_left | (blocks.ended & (blocks.complete == blocks.appended)) | ended
-        return dataclasses.replace(state, done=done, stop=stop)
+        canvas, stopped = state.canvas.stopped(self.stop, denoiser.eos_id, state.canvas.open)
+        nothing_left = ~jnp.any(canvas.open, axis=1)
+        done = canvas.done | nothing_left | (blocks.ended & (blocks.complete == blocks.appended)) | stopped
+        return dataclasses.replace(state, canvas=dataclasses.replace(canvas, done=done))
+
+
+class Found(NamedTuple):
+    """What forwards decide.
+
+    Attributes:
+        token: [B, N L] int32, what is committed; -1 elsewhere.
+        finite: [B] bool, whether the model's logits were.
+        rule: the rule's new state.
+    """
+
+    token: jax.Array
+    finite: jax.Array
+    rule: Any
+
+
+def _open(denoiser: DenoiserLike, request: Opening) -> tuple[jax.Array, Any]:
+    """A forward over prompts and first blocks: hidden states of the blocks, and keys and values of everything."""
+    return denoiser.forward(request.tokens, request.visible, outputs=Span(request.start, request.length))
+
+
+def _window_widths(most: int) -> list[int]:
+    """Sizes of windows in blocks: the most that may be in flight, its half, ... down to one, in ascending order."""
+    widths = [most]
+    while widths[-1] > 1:
+        widths.append(-(-widths[-1] // 2))
+    return widths[::-1]
 
 
 def _after_prompt(ratio: jax.Array) -> jax.Array:

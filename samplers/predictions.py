@@ -56,6 +56,7 @@ class Predictions:
     margin: jax.Array
     entropy: jax.Array
     mask_wins: jax.Array
+    finite: jax.Array
 
 
 def predict(
@@ -181,6 +182,7 @@ def _score(score: jax.Array, token: jax.Array, mask_wins: jax.Array) -> Predicti
         margin=(1.0 - jnp.exp(second)) / total,
         entropy=jnp.maximum(jnp.log(total) - mean, 0.0),
         mask_wins=mask_wins,
+        finite=jnp.isfinite(total),
     )
 
 

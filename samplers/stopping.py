@@ -1,7 +1,7 @@
 """Stop conditions as one automaton over tokens, stepped inside the compiled loop.
 
-A row stops when a stop pattern is complete and no mask is left before its end; text up to the pattern is then final,
-because tokens written later never change earlier ones (`generate_until` of arXiv 2505.24857). A pattern is a sequence
+A row stops when a stop pattern is complete and everything up to its end is final, so that nothing written later can
+change the text up to there (`generate_until` of arXiv 2505.24857). A pattern is a sequence
 of token ids, or a string that is matched byte by byte across token borders, whatever the tokenisation.
 """
 
@@ -134,22 +134,13 @@ def begin(stop: Stop, batch: int) -> StopState:
     return StopState(jnp.zeros((batch,), jnp.int32), states, jnp.full((batch,), NEVER, jnp.int32))
 
 
-def ended(
-    stop: Stop | None, state: StopState | None, generated: jax.Array, gen_lengths: jax.Array, mask_id: int
-) -> tuple[StopState | None, jax.Array]:
-    """`advance`, and the rows [B] bool whose condition holds by now: none without a condition."""
-    if stop is None or state is None:
-        return state, jnp.zeros_like(gen_lengths, bool)
-    state = advance(stop, state, generated, gen_lengths, mask_id)
-    return state, state.length != NEVER
-
-
-def advance(stop: Stop, state: StopState, generated: jax.Array, gen_lengths: jax.Array, mask_id: int) -> StopState:
-    """Reads on over the tokens [B, G] up to each row's first mask or its length [B]; over a whole generation every
-    token once."""
+def advance(
+    stop: Stop, state: StopState, generated: jax.Array, gen_lengths: jax.Array, pending: jax.Array
+) -> StopState:
+    """Reads on over the tokens [B, G] up to each row's first position that may still change, `pending` [B, G] bool, or
+    its length [B]; over a whole generation every token once."""
     width = generated.shape[1]
-    is_mask = generated == mask_id
-    frontier = jnp.where(is_mask.any(axis=1), jnp.argmax(is_mask, axis=1), gen_lengths).astype(jnp.int32)
+    frontier = jnp.where(pending.any(axis=1), jnp.argmax(pending, axis=1), gen_lengths).astype(jnp.int32)
 
     def unread(s: StopState) -> jax.Array:
         return (s.read < frontier) & (s.length == NEVER)

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from dllm_jax.denoiser import DenoiserLike, Span
 from dllm_jax.kv_cache import write_rows
 from dllm_jax.pytree import pytree
-from samplers.caches.base import DenoiserLike
 from samplers.engine import Result
 from samplers.predictions import Sampling, predict
 
@@ -149,7 +149,7 @@ def best_tokens(denoiser: DenoiserLike, trajectory: Trajectory, canvas: jax.Arra
     tokens = jnp.pad(trajectory.prompt, ((0, 0), (0, length)))
     tokens = write_rows(tokens, canvas, trajectory.prompt_lengths)
     lengths = trajectory.prompt_lengths + trajectory.gen_lengths
-    hidden, _ = denoiser.full(tokens, lengths, trajectory.prompt_lengths, length)
+    hidden, _ = denoiser.forward(tokens, lengths, outputs=Span(trajectory.prompt_lengths, length))
     return jnp.concatenate(
         [_best(denoiser, hidden[:, start : start + _LOGITS_AT_ONCE]) for start in range(0, length, _LOGITS_AT_ONCE)],
         axis=1,

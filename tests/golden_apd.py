@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from golden_base import Assets, Case, check
 
-from samplers import APD, LeftRight, Sampling, TableNoise, Verifier, sample_jit, stop_on
+from samplers import APD, LeftRight, Sampling, Verifier, official, sample_jit, stop_on
 from samplers.generate import bucket_length, pad_prompts
 
 GEN, WINDOW, PROMPT = 64, 32, 128
@@ -45,12 +45,13 @@ def _sampler(case: Case, assets: Assets, vocab_size: int) -> APD | LeftRight:
         "stop": stop_on([args["eos_id"]], vocab_size=vocab_size),
     }
     if args["sampler"] == "leftright":
-        return LeftRight(tokens_per_step=jnp.asarray(args["tokens_per_step"]), compat=True, **options)
+        return official.LeftRight(tokens_per_step=jnp.asarray(args["tokens_per_step"]), **options)
     verifier = Verifier(assets.model(case["verifier"]).denoiser)
-    return APD(verifier, weight=args["mixture_weight"], target=args["target"], **options)
+    kind = {"coupled": APD, "greedy": official.APD}[args["target"]]
+    return kind(verifier, weight=args["mixture_weight"], **options)
 
 
-def _noise(args: dict, assets: Assets) -> TableNoise | None:
+def _noise(args: dict, assets: Assets) -> official.TableNoise | None:
     """Draws [steps, lookahead, V]: iteration i reads entry (first + i) of the recorded ones, around their end."""
     if not args["temperature"]:
         return None
@@ -59,4 +60,4 @@ def _noise(args: dict, assets: Assets) -> TableNoise | None:
     uniform = (recorded[index].astype(np.float32) + 0.5) / 65536
     room = max(GEN, bucket_length(args["gen_length"]))
     steps = np.pad(uniform, [(0, room - len(uniform)), (0, 0), (0, 0)], constant_values=0.5)
-    return TableNoise(tokens=jnp.asarray(steps))
+    return official.TableNoise(tokens=jnp.asarray(steps))

@@ -1,6 +1,7 @@
 """What the golden families share: finding a case's files, sampling its prompt, comparing a row."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,19 @@ import numpy as np
 
 import convert
 import dllm_jax
-from samplers import BlockSampler, Result, TableNoise, sample_jit
+from dllm_jax.denoiser import Span
+from samplers import BlockSampler, Result, sample_jit
 from samplers.generate import bucket_length, pad_prompts
+from samplers.noise import Noise
 from samplers.trajectory import steps_of
 
 Case = dict[str, Any]
 
-full_forward = jax.jit(lambda denoiser, *args: denoiser.full(*args), static_argnums=4)
+
+@functools.partial(jax.jit, static_argnums=4)
+def full_forward(denoiser: Any, inputs: jax.Array, lengths: jax.Array, start: jax.Array, width: int) -> Any:
+    """Hidden states of `width` positions, and all keys and values."""
+    return denoiser.forward(inputs, lengths, outputs=Span(start, width))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +81,7 @@ def cases_of(content: dict) -> list[Case]:
     return [case for key in ("cases", "unit_cases", "relations") for case in content.get(key) or []]
 
 
-def generate(case: Case, assets: Assets, sampler: BlockSampler, noise: TableNoise | None = None) -> Result:
+def generate(case: Case, assets: Assets, sampler: BlockSampler, noise: Noise | None = None) -> Result:
     """Samples the case's prompt. Prompts are padded and canvases end early, so that most cases share programs."""
     denoiser = assets.model(case["checkpoint"]).denoiser
     prompt, lengths = pad_prompts([case["prompt"]], max(128, bucket_length(len(case["prompt"]))))

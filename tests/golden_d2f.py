@@ -13,9 +13,9 @@ from golden_base import Assets, Case, assert_row
 import convert
 import dllm_jax
 from convert.adapters import read_adapters
+from dllm_jax.denoiser import block_causal
 from samplers import PipelineSampler, stream
 from samplers.generate import bucket_length, pad_prompts
-from samplers.pipeline_denoiser import block_end
 from train.config import D2FPart, LoraPart
 from train.d2f import D2F, Blocks, Draws, block_ratios, corrupt
 from train.lora import beside
@@ -68,7 +68,9 @@ def _run_decode(case: Case, assets: Assets) -> None:
     prompt, lengths = pad_prompts([case["prompt"]], max(128, bucket_length(len(case["prompt"]))))
     whole = args["gen_length"] // args["block_length"] * args["block_length"]
     sampler = sampler_of(args)
-    states = list(stream(sampler, denoiser, prompt, lengths, gen_lengths=jnp.asarray([whole])))
+    states = [
+        jax.tree.map(jnp.copy, s) for s in stream(sampler, denoiser, prompt, lengths, gen_lengths=jnp.asarray([whole]))
+    ]
     result = sampler.result(denoiser, states[-1])
     tokens = np.asarray(result.tokens[0])
     assert tokens[: args["gen_length"]].tolist() == expected["tokens"]
@@ -99,9 +101,7 @@ def _windows(sampler: PipelineSampler, states: list, prompt_length: int) -> list
 
 def _run_mask(case: Case, assets: Assets) -> None:
     length = case["args"]["length"]
-    end = block_end(
-        jnp.arange(length)[None], jnp.asarray([case["args"]["prompt_length"]]), case["args"]["block_length"]
-    )
+    end = block_causal(length, jnp.asarray([case["args"]["prompt_length"]]), case["args"]["block_length"])
     rows = ["".join("01"[key < int(last)] for key in range(length)) for last in end[0]]
     assert rows == case["expected"]["allowed_rows"]
 

@@ -9,18 +9,17 @@ import numpy as np
 from golden_base import Assets, Case, cases_of, full_forward
 
 from dllm_jax import Denoiser
+from dllm_jax.denoiser import Span
 from samplers import (
     BlockSampler,
     Credit,
-    Hierarchical,
     NoCache,
     Result,
     Rule,
     Sampling,
     Smoothing,
     Threshold,
-    VicinityCache,
-    make_cache,
+    official,
     sample_jit,
     stop_on,
 )
@@ -55,17 +54,18 @@ def _rule(args: dict) -> Rule:
                 args["threshold"], weight=args["credit_alpha"], boost=args["boost_gamma"], decay=args["decay_beta"]
             )
         case _:
-            return Hierarchical(args["threshold"], args["low_threshold"], compat=True)
+            return official.Hierarchical(args["threshold"], args["low_threshold"])
 
 
 def _cache(args: dict) -> Any:
     every = args["cache_update_freq"] or 1 << 30  # so rarely that it is never, without making another program
+    options = {"refresh_every": every, "smooth": "itersmooth" in args["iteration"]}
     if args["cache"] is None:
         return NoCache()
     if "vicinity" in args["iteration"]:
         looks = {name: args[name] for name in ("prefix_look", "after_look")}
-        return VicinityCache(every, **looks, warmup=args["warmup_steps"], compat=True)
-    return make_cache(args["cache"], refresh_every=every)
+        return official.DInferVicinity(**options, **looks, warmup=args["warmup_steps"])
+    return {"prefix": official.DInferPrefix, "dual": official.DInferDual}[args["cache"]](**options)
 
 
 def _sampler(args: dict, vocab_size: int, equal_lengths: bool) -> BlockSampler:
@@ -76,7 +76,7 @@ def _sampler(args: dict, vocab_size: int, equal_lengths: bool) -> BlockSampler:
         names = ("cont_weight", "cont_weight_init", "cont_weight_growth", "threshold_decay")
         smoothing = Smoothing(*(args[name] for name in names))
     one_block = args["block_length"] >= args["gen_length"] and not args["start_block_align"]
-    return BlockSampler(
+    return official.DInfer(
         _rule(args),
         gen_length=max(96, bucket_length(args["gen_length"])),
         block_length=None if one_block else args["block_length"],
@@ -84,8 +84,9 @@ def _sampler(args: dict, vocab_size: int, equal_lengths: bool) -> BlockSampler:
         smoothing=smoothing,
         align_blocks=args["start_block_align"],
         stop=stop_on([args["eos_id"] if args["eos_id"] >= 0 else args["mask_id"]], vocab_size=vocab_size),
-        unroll=(jnp.asarray(args["maximum_unroll"]), jnp.asarray(args["expected_tpf"])),
-        compat=("stop-after-block", "lockstep") if equal_lengths else ("stop-after-block",),
+        most=jnp.asarray(args["maximum_unroll"]),
+        per_iteration=jnp.asarray(args["expected_tpf"]),
+        lockstep=equal_lengths,
     )
 
 
@@ -198,19 +199,22 @@ def _decode_step(
 ) -> tuple[np.ndarray, Any]:
     one, width = jnp.asarray([step]), tokens.shape[1]
     view = BlockView(
-        masked=jnp.asarray(tokens == mask_id),
+        open=jnp.asarray(tokens == mask_id),
         positions=jnp.arange(width)[None],
         first=one * 0,
         step=one,
-        block_masks=one,
+        block_open=one,
         num_blocks=one * 0 + 1,
         noise=None,
         nfe=one,
+        tokens=jnp.asarray(tokens),
+        written=jnp.asarray(tokens != mask_id),
+        mask_id=mask_id,
     )
     adjusted, state = rule.adjust(jnp.asarray(logits)[None], view, state)
     predictions = predict(adjusted, Sampling(), mask_id=mask_id, score_from="raw", uniform=None)
-    select, state = rule.decide(predictions, view, state)
-    return np.where(select, predictions.token, tokens), state
+    change, state = rule.change(predictions, view, state)
+    return np.asarray(change.tokens), state
 
 
 def _run_block_layout(case: Case, assets: Assets) -> None:
@@ -231,7 +235,7 @@ def _run_cached_forward(case: Case, assets: Assets) -> None:
     lengths = jnp.asarray([cached.shape[1]])
     _, cache = full_forward(denoiser, cached, lengths, jnp.asarray([0]), cached.shape[1])
     ids = cached.at[:, low:high].set(jnp.asarray(case["window_ids"]).reshape(1, -1))
-    hidden, _ = denoiser.window(ids, lengths, cache, (jnp.asarray([low]), high - low))
+    hidden, _ = denoiser.forward(ids, lengths, at=Span(jnp.asarray([low]), high - low), kv=cache)
     expected = np.asarray(case["expected"]["logits"])
     np.testing.assert_allclose(denoiser.logits(hidden)[0], expected.reshape(high - low, -1), atol=1e-3)
 
@@ -239,7 +243,7 @@ def _run_cached_forward(case: Case, assets: Assets) -> None:
 @functools.partial(jax.jit, static_argnums=2)
 def _soften(denoiser: Denoiser, tokens: jax.Array, width: int) -> jax.Array:
     lengths = jnp.asarray([width])
-    hidden, _ = denoiser.full(tokens, lengths, jnp.asarray([0]), width)
+    hidden, _ = denoiser.forward(tokens, lengths)
     return denoiser.expected_embedding(denoiser.logits(hidden))
 
 

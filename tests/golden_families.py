@@ -15,19 +15,17 @@ from safetensors import safe_open
 
 import convert
 import dllm_jax
+from dllm_jax.denoiser import Span
 from dllm_jax.transformer import bind, rope_angles
 from samplers import (
     EB,
     BlockSampler,
-    Dream,
-    Factor,
-    FastDllmDream,
     LLaDA,
     Sampling,
-    TableNoise,
     Threshold,
     TopK,
     make_cache,
+    official,
     sample_jit,
     stop_on,
 )
@@ -53,12 +51,12 @@ def _llada_cases(content: dict) -> list[Case]:
     return cases_of(content) + counts
 
 
-def _llada_noise(case: Case, assets: Assets) -> TableNoise | None:
+def _llada_noise(case: Case, assets: Assets) -> official.TableNoise | None:
     inputs = case.get("inputs", {})
     if "uniform_confidence" in inputs:
-        return TableNoise(order=jnp.asarray(inputs["uniform_confidence"], jnp.float32))
+        return official.TableNoise(order=jnp.asarray(inputs["uniform_confidence"], jnp.float32))
     if "noise_key" in inputs:
-        return TableNoise(tokens=jnp.asarray(np.load(assets.path(inputs["noise_file"]))[inputs["noise_key"]]))
+        return official.TableNoise(tokens=jnp.asarray(np.load(assets.path(inputs["noise_file"]))[inputs["noise_key"]]))
     return None
 
 
@@ -76,7 +74,7 @@ def _run_llada(case: Case, assets: Assets) -> None:
 def _run_llada_sampler(case: Case, assets: Assets) -> None:
     args = case["args"]
     sampler = BlockSampler(
-        LLaDA(_steps(args), remasking=args["remasking"], compat=True),
+        official.LLaDA(_steps(args), remasking=args["remasking"]),
         **lengths_of(args),
         guidance=args["cfg_scale"] or None,
         sampling=Sampling(
@@ -164,10 +162,10 @@ def _run_forward(case: Case, assets: Assets) -> None:
 
     model = bind(denoiser.config, denoiser.params)
     ids = jnp.asarray(data["ids"][:1])
-    positions, lengths = jnp.arange(ids.shape[1])[None], jnp.asarray([ids.shape[1]])
+    positions, visible = jnp.arange(ids.shape[1])[None], jnp.asarray([[ids.shape[1]]])
     hidden = model.embed_tokens(ids)
     close(hidden[0], data["hidden_row0"][0])
-    close(model.final_norm(model.forward(hidden, positions, lengths)[0])[0], data["hidden_row0"][-1])
+    close(model.final_norm(model.forward(hidden, positions, visible)[0])[0], data["hidden_row0"][-1])
 
     mask = data["padded_mask"].astype(bool)
     lengths = mask.sum(axis=1)
@@ -190,10 +188,10 @@ def _run_cached_forward(denoiser: dllm_jax.Denoiser, data: Any, close: Callable[
     close(np.moveaxis(np.asarray(cache[0].value), 1, 2), data["cache_v_layer0"])
     for number in ("1", "2"):
         block = ids.at[:, start:end].set(jnp.asarray(data[f"block_ids_{number}"]))
-        hidden, _ = denoiser.window(block, lengths, cache, (at, end - start))
+        hidden, _ = denoiser.forward(block, lengths, at=Span(at, end - start), kv=cache)
         close(denoiser.logits(hidden), data[f"block_logits_{number}"])
     suffix = ids.at[:, start:].set(jnp.asarray(data["suffix_ids"]))
-    hidden, _ = denoiser.window(suffix, lengths, cache, (at, total - start))
+    hidden, _ = denoiser.forward(suffix, lengths, at=Span(at, total - start), kv=cache)
     close(denoiser.logits(hidden), data["suffix_logits"])
 
 
@@ -212,17 +210,11 @@ def _fast_dllm_llada(args: dict) -> BlockSampler:
     if args["threshold"] is not None:
         rule: Any = Threshold(args["threshold"])
     elif args["factor"] is not None:
-        rule = Factor(args["factor"], compat=True)
+        rule = official.Factor(args["factor"])
     else:
         rule = LLaDA(_steps(args), remasking=args["remasking"])
-    cached = args["cache"] != "none"
-    return BlockSampler(
-        rule,
-        **lengths_of(args),
-        cache=make_cache(args["cache"]),
-        fill_after_eos=args["early_stop"],
-        compat=("eos-fill-after-window",) if cached else (),
-    )
+    sampler = BlockSampler if args["cache"] == "none" else official.FastDllm
+    return sampler(rule, **lengths_of(args), cache=make_cache(args["cache"]), fill_after_eos=args["early_stop"])
 
 
 def _fast_dllm_dream(args: dict) -> BlockSampler:
@@ -235,9 +227,9 @@ def _fast_dllm_dream(args: dict) -> BlockSampler:
     if args["alg"] == "confidence_threshold":
         rule = Threshold(args["threshold"])
     else:  # the official block sampler scores by entropy whatever other name it is given
-        rule = Dream(_steps(args), alg="entropy", eps=args["eps"], alg_temp=args["alg_temp"] or None, compat=True)
+        rule = official.Dream(_steps(args), alg="entropy", eps=args["eps"], alg_temp=args["alg_temp"] or None)
     return BlockSampler(
-        FastDllmDream(rule),
+        official.FastDllmDream(rule),
         **lengths_of(args),
         cache=make_cache(args["cache"]),
         sampling=sampling,
@@ -268,8 +260,8 @@ def _run_dream_forward(case: Case, assets: Assets) -> None:
         assert raw.argmax(axis=-1).tolist() == argmax[-len(row) :]
 
 
-def _dream_rule(args: dict) -> Dream:
-    return Dream(_steps(args), alg=args["alg"], eps=args["eps"], alg_temp=args["alg_temp"] or None, compat=True)
+def _dream_rule(args: dict) -> official.Dream:
+    return official.Dream(_steps(args), alg=args["alg"], eps=args["eps"], alg_temp=args["alg_temp"] or None)
 
 
 def _run_dream_sampler(case: Case, assets: Assets) -> None:
@@ -283,7 +275,7 @@ def _run_dream_sampler(case: Case, assets: Assets) -> None:
         _run_left_padded(case, assets, sampler)
         return
     uniforms = case.get("uniforms")
-    noise = None if uniforms is None else TableNoise(order=jnp.asarray(uniforms, jnp.float32))
+    noise = None if uniforms is None else official.TableNoise(order=jnp.asarray(uniforms, jnp.float32))
     check(generate(case, assets, sampler, noise), case)
 
 
@@ -334,8 +326,8 @@ def _run_moe_forward(case: Case, assets: Assets) -> None:
 @jax.jit
 def _moe_trace(denoiser: dllm_jax.Denoiser, tokens: jax.Array) -> tuple[list[jax.Array], list]:
     model = bind(denoiser.config, denoiser.params)
-    positions, lengths = jnp.arange(tokens.shape[1])[None], jnp.asarray([tokens.shape[1]])
-    mask = model.attention_mask(positions, lengths, tokens.shape[1])
+    positions = jnp.arange(tokens.shape[1])[None]
+    mask = jnp.ones((1, 1, 1, tokens.shape[1]), bool)
     cos, sin = rope_angles(positions, denoiser.config.head_dim, denoiser.config.rope_theta)
     x = model.embed_tokens(tokens)
     hidden, routes = [x], []

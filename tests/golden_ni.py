@@ -10,7 +10,7 @@ from golden_base import Assets, Case, check, generate, lengths_of
 from convert.indicator import convert_indicator
 from dllm_jax import Denoiser
 from dllm_jax.indicator import Indicator, load_indicator
-from samplers import NI, BlockSampler, Threshold
+from samplers import NI, BlockSampler, Threshold, official
 from samplers.generate import bucket_length, pad_prompts
 from samplers.predictions import Sampling, predict
 from samplers.rules.ni import features_of
@@ -64,7 +64,7 @@ def _run_forward(case: Case, assets: Assets) -> None:
 @jax.jit
 def _scored(indicator: Indicator, denoiser: Denoiser, tokens: jax.Array, length: jax.Array) -> dict[str, jax.Array]:
     """Of every position [1, S] of a sequence: its score, and what it is made of."""
-    hidden, _ = denoiser.full(tokens, length, jnp.zeros_like(length), tokens.shape[1])
+    hidden, _ = denoiser.forward(tokens, length)
     logits = denoiser.logits(hidden)
     best = predict(logits, Sampling(), mask_id=denoiser.mask_id, score_from="raw", uniform=None)
     features = features_of(indicator.config, denoiser, hidden, logits, best.token)
@@ -146,7 +146,7 @@ def _run_generate(case: Case, assets: Assets) -> None:
         indicator_threshold=args["indicator_threshold"],
         steps=jnp.asarray(args["steps"]),
     )
-    check(generate(case, assets, BlockSampler(rule, **lengths_of(args), compat=("every-block",))), case)
+    check(generate(case, assets, official.NISampling(rule, **lengths_of(args))), case)
     if "variant_skip_finished_blocks" in case:
         ours = {**case, "expected": {**expected, **case["variant_skip_finished_blocks"]}}
         check(generate(ours, assets, BlockSampler(rule, **lengths_of(args))), ours)

@@ -20,9 +20,8 @@ import optax
 from jax import lax
 from jax.sharding import Sharding
 
-from dllm_jax.denoiser import Denoiser
+from dllm_jax.denoiser import Denoiser, block_causal
 from dllm_jax.transformer import RematPolicy
-from samplers.pipeline_denoiser import block_causal
 from train.config import D2FPart, Schedule
 from train.objective import Batch, Metrics, chunked_sums, hidden_states
 
@@ -152,8 +151,9 @@ class D2F:
         """As `Objective`; reports the plain mean over masked positions of KL(teacher || student), or of the data's
         cross entropy, in nats."""
         first = denoiser.min_prompt_length
-        student = block_causal(denoiser, noised.prompt_lengths, self.settings.block_length)
-        hidden = hidden_states(student, noised.inputs, noised.lengths, remat=remat, sharding=sharding)
+        visible = block_causal(noised.inputs.shape[1], noised.prompt_lengths, self.settings.block_length)
+        visible = jnp.minimum(visible, noised.lengths[:, None])
+        hidden = hidden_states(denoiser, noised.inputs, visible, remat=remat, sharding=sharding)
         weights = noised.weights[:, first:]
         count = jnp.maximum(jnp.sum(weights > 0), 1)
         if self.settings.target == "data":

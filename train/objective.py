@@ -21,7 +21,7 @@ import optax
 from jax import lax
 from jax.sharding import Sharding
 
-from dllm_jax.denoiser import Denoiser
+from dllm_jax.denoiser import Denoiser, Span
 from dllm_jax.transformer import RematPolicy
 from train.config import ObjectivePart
 
@@ -142,17 +142,19 @@ def diffusion_loss(
 def hidden_states(
     denoiser: Denoiser,
     inputs: jax.Array,
-    lengths: jax.Array,
+    visible: jax.Array,
     *,
     remat: RematPolicy | None = None,
     sharding: Sharding | None = None,
 ) -> jax.Array:
-    """What predicts each position that has a predictor, from tokens [B, T]: [B, T - min_prompt_length, D]."""
+    """What predicts each position that has a predictor, from tokens [B, T]: [B, T - min_prompt_length, D]. What a
+    position sees is said as in `Denoiser.forward`, such as by the rows' lengths [B]."""
     place = lambda x: x if sharding is None else lax.with_sharding_constraint(x, sharding)
     batch, length = inputs.shape
     first = denoiser.min_prompt_length
     start = jnp.full((batch,), first, jnp.int32)
-    return place(denoiser.full(place(denoiser.embed(inputs)), lengths, start, length - first, remat=remat)[0])
+    outputs = Span(start, length - first)
+    return place(denoiser.forward(place(denoiser.embed(inputs)), visible, outputs=outputs, remat=remat)[0])
 
 
 def _sums(denoiser: Denoiser, hidden: jax.Array, tokens: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:

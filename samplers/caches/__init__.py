@@ -4,7 +4,7 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-from samplers.caches.base import CachePolicy, DenoiserLike, Outcome, Request
+from samplers.caches.base import CachePolicy, Outcome, Request
 from samplers.caches.dual import DualCache
 from samplers.caches.none import NoCache
 from samplers.caches.prefix import PrefixCache
@@ -18,7 +18,6 @@ CACHES: Mapping[str, type] = types.MappingProxyType(
 __all__ = [
     "CACHES",
     "CachePolicy",
-    "DenoiserLike",
     "DualCache",
     "NoCache",
     "Outcome",

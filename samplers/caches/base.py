@@ -1,7 +1,6 @@
 """What a cache policy is: how one step's hidden states come about, and which keys and values are kept for the next."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -9,101 +8,65 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dllm_jax.kv_cache import KVCache, write_rows
+from dllm_jax.denoiser import DenoiserLike, Span
+from dllm_jax.kv_cache import put_rows, take_rows, write_rows
 from dllm_jax.pytree import pytree, vary_like
 from samplers.checks import check_whole
 
 
-class DenoiserLike(Protocol):
-    """What samplers need of a model: `dllm_jax.Denoiser`, or anything else with these methods that is a pytree."""
-
-    @property
-    def mask_id(self) -> int: ...
-
-    @property
-    def eos_id(self) -> int: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def min_prompt_length(self) -> int: ...
-
-    def empty_cache(self, batch: int, length: int) -> KVCache: ...
-
-    def full(
-        self, inputs: jax.Array, lengths: jax.Array, start: jax.Array, width: int
-    ) -> tuple[jax.Array, KVCache]: ...
-
-    def window(
-        self,
-        inputs: jax.Array,
-        lengths: jax.Array,
-        cache: KVCache,
-        feed: tuple[jax.Array, int],
-        target: tuple[jax.Array, int] | None = None,
-        fresh: jax.Array | None = None,
-    ) -> tuple[jax.Array, KVCache]: ...
-
-    def final_hidden(self, hidden: jax.Array) -> jax.Array: ...
-
-    def logits(self, hidden: jax.Array) -> jax.Array: ...
-
-    def embed(self, tokens: jax.Array) -> jax.Array: ...
-
-    def expected_embedding(self, logits: jax.Array) -> jax.Array: ...
-
-
-@dataclasses.dataclass(frozen=True)
+@pytree(static=("length", "width", "longest_suffix", "ragged", "all_positions"))
 class Request:
-    """What one step asks of the policy. All positions are absolute.
+    """What one step asks of the policy. All positions are absolute; every leaf begins with the batch axis.
 
     Attributes:
-        inputs: tokens [B, S] (or input embeddings [B, S, D]).
+        inputs: tokens [B, S], or input embeddings [B, S, D]; with guidance the pairs that `guidance.paired` makes.
         lengths: [B], valid positions, prompt and canvas.
-        longest_suffix: no row has more valid positions than this from its first block's start on.
         block: [B], number of the active block.
         block_start, block_end: [B], where it begins and ends.
-        start, width: span that covers the block: start [B].
-        ragged: whether a block may be shorter than `width`; its span then holds other positions too.
+        start: [B], where the span of `width` positions begins that covers the block.
         active: [B] bool, rows that are not finished.
         nfe: [B], forwards of the row so far.
-        iteration: [B], dInfer's counter of the row's iterations: its forwards so far, where without smoothing one that
-            rebuilt a cache counts together with the next.
-        wide: whether the hidden states of everything that is run are wanted, not of the span alone.
+        length: S.
+        width: W, of the block's span.
+        longest_suffix: no row has more valid positions than this from its first block's start on.
+        ragged: whether a block may be shorter than `width`; its span then holds other positions too.
+        all_positions: whether the hidden states of everything that is run are wanted, not of the span alone.
     """
 
     inputs: jax.Array
     lengths: jax.Array
-    longest_suffix: int
     block: jax.Array
     block_start: jax.Array
     block_end: jax.Array
     start: jax.Array
-    width: int
-    ragged: bool
     active: jax.Array
     nfe: jax.Array
-    iteration: jax.Array
-    wide: bool = False
+    length: int
+    width: int
+    longest_suffix: int
+    ragged: bool
+    all_positions: bool
+
+    @property
+    def span(self) -> Span:
+        """Where the active block lies."""
+        return Span(self.start, self.width)
 
 
 class Outcome(NamedTuple):
-    """What a policy answers.
+    """What a policy answers: every active row has had one forward.
 
     Attributes:
-        hidden: for `DenoiserLike.logits`: [B, width, D] of the span; of all positions, [B, S, D], when the request is
-            wide, and then meaningless outside [low, high).
+        hidden: for `DenoiserLike.logits`: [B, width, D] of the span; of all positions, [B, S, D], when the request asks
+            for them, and then meaningless outside [low, high).
         state: the policy's new state.
-        ran: [B] bool, rows that got their forward in this step; the others wait and must not commit.
-        full: [B] bool, of those, the rows whose forward covered the whole sequence.
+        full: [B] bool, the rows whose forward covered the whole sequence.
         updated: [B] bool, of those, the rows whose keys and values were all stored for later forwards.
-        low, high: [B], which positions were run, as far as they may be masked.
+        low, high: [B], which positions were run, as far as they may be open.
     """
 
     hidden: jax.Array
     state: Any
-    ran: jax.Array
     full: jax.Array
     updated: jax.Array
     low: jax.Array
@@ -118,35 +81,43 @@ class CachePolicy(Protocol):
         ...
 
     def predict(self, denoiser: DenoiserLike, request: Request, state: Any) -> Outcome:
-        """Runs one forward for every row that can have one."""
+        """Runs one forward for every active row."""
         ...
 
 
-def full_forward(denoiser: DenoiserLike, request: Request) -> tuple[jax.Array, KVCache]:
+def full_forward(denoiser: DenoiserLike, request: Request) -> tuple[jax.Array, Any]:
     """A forward over everything: hidden states as `Outcome` wants them, and the keys and values of all positions."""
-    if not request.wide:
-        return denoiser.full(request.inputs, request.lengths, request.start, request.width)
-    first, length = denoiser.min_prompt_length, request.inputs.shape[1]
-    width = min(request.longest_suffix, length - first)
-    start = jnp.minimum(request.block_start, length - width)  # what lies before the block holds no mask
-    hidden, kv = denoiser.full(request.inputs, request.lengths, start, width)
-    return spread(hidden, start, length), kv
+    if not request.all_positions:
+        return denoiser.forward(request.inputs, request.lengths, outputs=request.span)
+    width = min(request.longest_suffix, request.length - denoiser.min_prompt_length)
+    start = jnp.minimum(request.block_start, request.length - width)  # nothing is open before the block
+    hidden, kv = denoiser.forward(request.inputs, request.lengths, outputs=Span(start, width))
+    return spread(hidden, start, request.length), kv
 
 
-def window_forward(
-    denoiser: DenoiserLike,
-    request: Request,
-    kv: KVCache,
-    feed: tuple[jax.Array, int],
-    fresh: jax.Array | None = None,
-) -> tuple[jax.Array, KVCache]:
-    """A forward over the positions of `feed`, as `DenoiserLike.window`: hidden states as `Outcome` wants them."""
-    if request.wide:
-        hidden, kv = denoiser.window(request.inputs, request.lengths, kv, feed, fresh=fresh)
-        return spread(hidden, feed[0], request.inputs.shape[1]), kv
-    # rows that are finished may lie outside the window: their hidden states are not looked at
-    start = jnp.clip(request.start, feed[0], feed[0] + feed[1] - request.width)
-    return denoiser.window(request.inputs, request.lengths, kv, feed, (start, request.width), fresh)
+class Window(NamedTuple):
+    """A forward over part of the sequence.
+
+    Attributes:
+        span: positions that are run.
+        write: [B, width] bool, those whose keys and values are stored; None for all.
+    """
+
+    span: Span
+    write: jax.Array | None = None
+
+
+def window_forward(denoiser: DenoiserLike, request: Request, window: Window, kv: Any) -> tuple[jax.Array, Any]:
+    """A forward over a window: hidden states as `Outcome` wants them, and the updated buffers."""
+    span, write = window
+    run = lambda outputs: denoiser.forward(
+        request.inputs, request.lengths, at=span, kv=kv, write=write, outputs=outputs
+    )
+    if request.all_positions:
+        hidden, new = run(None)
+        return spread(hidden, span.start, request.length), new
+    # rows that are finished, or run everything, may lie outside the window: their hidden states are not looked at
+    return run(Span(jnp.clip(request.start, span.start, span.start + span.width - request.width), request.width))
 
 
 def spread(hidden: jax.Array, start: jax.Array, length: int) -> jax.Array:
@@ -155,19 +126,16 @@ def spread(hidden: jax.Array, start: jax.Array, length: int) -> jax.Array:
     return write_rows(vary_like(hidden, jnp.zeros((batch, length, dim), hidden.dtype)), hidden, start)
 
 
-Forward = Callable[[KVCache], tuple[jax.Array, KVCache]]
-
-
 class Windows(NamedTuple):
     """What a block cache can run instead of a full forward.
 
     Attributes:
-        forwards: over parts of the sequence.
+        windows: the program holds each.
         choice: number of the one to run now.
-        low, high: [B], the positions that each row runs then, as far as they may be masked.
+        low, high: [B], the positions that each row runs then, as far as they may be open.
     """
 
-    forwards: Sequence[Forward]
+    windows: Sequence[Window]
     choice: jax.Array | int
     low: jax.Array
     high: jax.Array
@@ -180,24 +148,24 @@ class BlockCacheState:
     Attributes:
         kv: the buffers.
         built_for: [B], the block the row's keys and values were built for; -1 for none.
-        just_built: [B] bool, whether the row's last forward built them: a window follows before they can be stale.
+        built_at: [B], the row's forward that built them; below -1 for none.
     """
 
-    kv: KVCache
+    kv: Any
     built_for: jax.Array
-    just_built: jax.Array
+    built_at: jax.Array
 
 
 @pytree()
 class BlockCache:
-    """Base of the policies that rebuild all keys and values by one full forward when a row enters a block.
+    """Base of the policies that rebuild a row's keys and values by one full forward when it enters a block.
 
-    The rebuilding forward also decodes. Rows that finish their block early wait for the others, so that one full
-    forward serves them all; waiting costs a row neither forwards nor tokens.
+    The rebuilding forward also decodes. Rows that need one get it one by one, as a full forward of few rows is bound
+    by arithmetic anyway, and all others their window in the same step: no row waits for another.
 
     Attributes:
-        refresh_every: rebuild also in each iteration of a row whose number is a multiple of this (dInfer's
-            `cache_update_freq`, arXiv 2510.08666); None does at block starts only.
+        refresh_every: rebuild also in every so manieth forward behind the one that built them; None does at block
+            starts only.
     """
 
     refresh_every: int | jax.Array | None = None
@@ -206,68 +174,121 @@ class BlockCache:
         """Raises DllmError for numbers that make no sense."""
         check_whole("refresh_every", self.refresh_every, 1)
 
-    def windows(self, denoiser: DenoiserLike, request: Request) -> Windows:
-        """The forwards over part of the sequence."""
+    def windows(self, first: int, request: Request) -> Windows:
+        """The forwards over part of the sequence, none of which begins before position `first`."""
         raise NotImplementedError
 
     def warming(self, request: Request) -> jax.Array:
-        """[B] bool, rows that run everything anew without storing it."""
+        """[B] bool, rows that run everything anew without relying on it later."""
         return request.active & False
 
     def stale(self, request: Request, state: BlockCacheState) -> jax.Array:
         """[B] bool, rows whose keys and values must be rebuilt before their next window."""
-        return (state.built_for != request.block) | self.due(request.iteration, state)
-
-    def due(self, iteration: jax.Array, state: BlockCacheState) -> jax.Array:
-        """[B] bool, rows for which `refresh_every` asks for it; a rebuild is always followed by a window."""
+        stale = state.built_for != request.block
         if self.refresh_every is None:
-            return iteration < 0
-        return (iteration % jnp.asarray(self.refresh_every) == 0) & ~state.just_built
+            return stale
+        return stale | (request.nfe - state.built_at >= jnp.asarray(self.refresh_every))
 
-    def built(self, request: Request, state: BlockCacheState) -> jax.Array:
-        """[B], what `built_for` becomes of rows whose keys and values are rebuilt."""
-        return request.block
+    def rebuilt(self, request: Request, state: BlockCacheState, rows: jax.Array) -> BlockCacheState:
+        """The state after a forward in which some rows [B] bool rebuilt their keys and values."""
+        return dataclasses.replace(
+            state,
+            built_for=jnp.where(rows, request.block, state.built_for),
+            built_at=jnp.where(rows, request.nfe, state.built_at),
+        )
 
     def init(self, denoiser: DenoiserLike, batch: int, length: int) -> BlockCacheState:
         none = jnp.full((batch,), -1, jnp.int32)
-        return BlockCacheState(denoiser.empty_cache(batch, length), none, none >= 0)
+        return BlockCacheState(denoiser.empty_cache(batch, length), none, none - 1)
 
     def predict(self, denoiser: DenoiserLike, request: Request, state: BlockCacheState) -> Outcome:
         warming = request.active & self.warming(request)
         stale = request.active & ~warming & self.stale(request, state)
-        everything = jnp.all(warming | stale | ~request.active)
-        windows = self.windows(denoiser, request)
-        forwards = [lambda kv: full_forward(denoiser, request), *windows.forwards]
-        hidden, kv = switch_in_place(jnp.where(everything, 0, windows.choice + 1), forwards, state.kv)
-        ran = request.active & (everything | ~(warming | stale))
-        updated = everything & stale
-        built_for = jnp.where(updated, self.built(request, state), state.built_for)
-        just_built = jnp.where(ran, updated, state.just_built)
+        full, one = warming | stale, request.active.shape[0] == 1
+        others = request.active & ~full
+        options = self.windows(denoiser.min_prompt_length, request)
+
+        def windowed(window: Window, hidden: jax.Array, kv: Any) -> tuple[jax.Array, Any]:
+            if one:  # which runs this or a full forward
+                return window_forward(denoiser, request, window, kv)
+            write = others[:, None] if window.write is None else window.write & others[:, None]
+            write = jnp.broadcast_to(write, (others.shape[0], window.span.width))
+            found, kv = window_forward(denoiser, request, window._replace(write=write), kv)
+            return jnp.where(others[:, None, None], found, hidden), kv
+
+        found = jax.eval_shape(lambda: full_forward(denoiser, request)[0])
+        hidden = vary_like(full, jnp.zeros(found.shape, found.dtype))
+        forward = lambda part: full_forward(denoiser, part)
+        hidden, kv = each_row(full, denoiser.batch_parts, forward, request, hidden, state.kv)
+        for number, window in enumerate(options.windows):
+            wanted = others.any() & (options.choice == number)
+            hidden, kv = run_if(wanted, lambda hidden, kv, window=window: windowed(window, hidden, kv), hidden, kv)
         return Outcome(
             hidden,
-            BlockCacheState(kv, built_for, just_built),
-            ran,
-            ran & everything,
-            updated,
-            jnp.where(everything, request.block_start, windows.low),
-            jnp.where(everything, request.lengths, windows.high),
+            self.rebuilt(request, dataclasses.replace(state, kv=kv), stale),
+            full,
+            stale,
+            jnp.where(full, request.block_start, options.low),
+            jnp.where(full, request.lengths, options.high),
         )
 
 
-def switch_in_place(index: jax.Array, branches: Sequence[Forward], kv: KVCache) -> tuple[jax.Array, KVCache]:
-    """`lax.switch` over forwards that update the buffers, without copying them.
+Forward = Callable[[Any, Any], tuple[Any, Any]]
 
-    XLA copies buffers that pass through a conditional, but aliases those that a while loop carries: so each branch is
-    a loop that runs once or not at all.
+
+def run_if(wanted: jax.Array, forward: Forward, hidden: Any, kv: Any) -> tuple[Any, Any]:
+    """`lax.cond` over a forward that updates the buffers, without copying them.
+
+    XLA copies buffers that pass through a conditional, but aliases those that a while loop carries: so this is a loop
+    that runs once or not at all.
+
+    Args:
+        wanted: scalar bool.
+        forward: (hidden, buffers) -> both.
     """
-    shape = jax.eval_shape(branches[0], kv)[0]
-    hidden = vary_like(index, jnp.zeros(shape.shape, shape.dtype))
-    for number, branch in enumerate(branches):
-        carry = (index == number, hidden, kv)
-        _, hidden, kv = lax.while_loop(lambda carry: carry[0], functools.partial(_once, branch), carry)
-    return hidden, kv
+    once = lambda carry: (carry[0] & False, *forward(*carry[1:]))
+    return lax.while_loop(lambda carry: carry[0], once, (wanted, hidden, kv))[1:]
 
 
-def _once(branch: Forward, carry: tuple[jax.Array, jax.Array, KVCache]) -> tuple[jax.Array, jax.Array, KVCache]:
-    pending, _, kv = carry
-    return (pending & False, *branch(kv))
+def each_row(
+    rows: jax.Array,
+    parts: int,
+    forward: Callable[[Any], tuple[Any, Any]],
+    request: Any,
+    hidden: Any,
+    kv: Any,
+) -> tuple[Any, Any]:
+    """Runs a forward for some rows alone, one after another, and puts what it gives into place.
+
+    Where the batch lies on several devices, as many rows are run at a time, one of each part.
+
+    Args:
+        rows: [B] bool.
+        parts: equal parts of the batch that lie on different devices.
+        forward: a request with as many rows as there are parts -> its hidden states, and keys and values from the
+            first position on.
+        request: a pytree whose leaves begin with the batch axis.
+        hidden: [B, ...], a pytree.
+        kv: the buffers.
+    """
+    batch = rows.shape[0]
+    parts = parts if batch % parts == 0 else 1
+    if batch == 1:
+        into = lambda old, new: lax.dynamic_update_slice(old, new.astype(old.dtype), (0,) * old.ndim)
+
+        def alone(_: Any, kv: Any) -> tuple[Any, Any]:
+            hidden, new = forward(request)
+            return hidden, jax.tree.map(into, kv, new)
+
+        return run_if(rows[0], alone, hidden, kv)
+
+    def next_row(carry: tuple[jax.Array, Any, Any]) -> tuple[jax.Array, Any, Any]:
+        pending, hidden, kv = carry
+        index = jnp.argmax(pending, axis=1)
+        write = None if parts == 1 else pending.any(axis=1)
+        found, new = forward(jax.tree.map(lambda x: take_rows(x, index), request))
+        put = lambda old, new: put_rows(old, new, index, write)
+        pending &= jnp.arange(batch // parts) != index[:, None]
+        return pending, jax.tree.map(put, hidden, found), jax.tree.map(put, kv, new)
+
+    return lax.while_loop(lambda carry: carry[0].any(), next_row, (rows.reshape(parts, -1), hidden, kv))[1:]

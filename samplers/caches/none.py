@@ -2,13 +2,14 @@
 
 from typing import Any
 
+from dllm_jax.denoiser import DenoiserLike
 from dllm_jax.pytree import pytree
-from samplers.caches.base import DenoiserLike, Outcome, Request, full_forward
+from samplers.caches.base import Outcome, Request, full_forward
 
 
 @pytree()
 class NoCache:
-    """Exact, and the slowest. Rows move through their blocks independently."""
+    """Exact, and the slowest."""
 
     def init(self, denoiser: DenoiserLike, batch: int, length: int) -> Any:
         return ()
@@ -16,4 +17,4 @@ class NoCache:
     def predict(self, denoiser: DenoiserLike, request: Request, state: Any) -> Outcome:
         hidden, _ = full_forward(denoiser, request)
         active, none = request.active, request.active & False
-        return Outcome(hidden, state, active, active, none, request.block_start, request.lengths)
+        return Outcome(hidden, state, active, none, request.block_start, request.lengths)

@@ -3,14 +3,13 @@
 import jax
 import jax.numpy as jnp
 
+from dllm_jax.denoiser import Span
 from dllm_jax.pytree import pytree
-from samplers.caches.base import BlockCache, BlockCacheState, DenoiserLike, Request, Windows, window_forward
+from samplers.caches.base import BlockCache, Request, Window, Windows
 from samplers.checks import check_whole
 
-_TWICE = -2  # of BlockCacheState.built_for: built, and to be built once more
 
-
-@pytree(static=("prefix_look", "after_look", "compat"))
+@pytree(static=("prefix_look", "after_look"))
 class VicinityCache(BlockCache):
     """dInfer's vicinity refresh (arXiv 2510.08666): KV drifts most near what was just decoded, so that is kept fresh.
 
@@ -19,19 +18,14 @@ class VicinityCache(BlockCache):
     block is decoded.
 
     Attributes:
-        refresh_every: also rebuild in each forward of a row whose number is a multiple of this, from its second block
-            on; None does at block starts only.
         prefix_look: positions before the block that are run with it.
         after_look: positions behind the block that are run with it.
         warmup: forwards of a row that run everything and store nothing.
-        compat: keys and values first stored in another block than the first are built once more after one window, as
-            the official code does.
     """
 
     prefix_look: int = 16
     after_look: int = 16
     warmup: int | jax.Array = 4
-    compat: bool = False
 
     def check(self) -> None:
         super().check()
@@ -42,23 +36,10 @@ class VicinityCache(BlockCache):
     def warming(self, request: Request) -> jax.Array:
         return request.nfe < jnp.asarray(self.warmup)
 
-    def stale(self, request: Request, state: BlockCacheState) -> jax.Array:
-        again = (state.built_for == _TWICE) & ~state.just_built
-        often = self.due(request.nfe, state) & (request.block > 0)
-        return ((state.built_for != request.block) & (state.built_for != _TWICE)) | again | often
-
-    def built(self, request: Request, state: BlockCacheState) -> jax.Array:
-        if not self.compat:
-            return request.block
-        return jnp.where((state.built_for == -1) & (request.block > 0), _TWICE, request.block)
-
-    def windows(self, denoiser: DenoiserLike, request: Request) -> Windows:
-        first, length = denoiser.min_prompt_length, request.inputs.shape[1]
-        width = min(self.prefix_look + request.width + self.after_look, length - first)
+    def windows(self, first: int, request: Request) -> Windows:
+        width = min(self.prefix_look + request.width + self.after_look, request.length - first)
         low = jnp.maximum(request.block_start - self.prefix_look, first)
         high = jnp.minimum(request.block_end + self.after_look, request.lengths)
-        start = jnp.minimum(jnp.minimum(low, request.start), length - width)
-        positions = start[:, None] + jnp.arange(width)
-        fresh = (positions >= low[:, None]) & (positions < high[:, None])
-        run = lambda kv: window_forward(denoiser, request, kv, (start, width), fresh)
-        return Windows([run], 0, low, high)
+        span = Span(jnp.minimum(jnp.minimum(low, request.start), request.length - width), width)
+        write = (span.positions >= low[:, None]) & (span.positions < high[:, None])
+        return Windows([Window(span, write)], 0, low, high)

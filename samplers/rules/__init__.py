@@ -10,7 +10,6 @@ from samplers.rules.credit import Credit
 from samplers.rules.dream import Dream
 from samplers.rules.eb import EB
 from samplers.rules.factor import Factor
-from samplers.rules.fast_dllm_dream import FastDllmDream
 from samplers.rules.hierarchical import Hierarchical
 from samplers.rules.llada import LLaDA
 from samplers.rules.ni import NI
@@ -38,7 +37,6 @@ __all__ = [
     "Dream",
     "EB",
     "Factor",
-    "FastDllmDream",
     "Hierarchical",
     "LLaDA",
     "NI",

@@ -1,13 +1,14 @@
-"""What an unmasking rule is: a pure function from predictions and masks to the positions that are committed."""
+"""What an unmasking rule is: a pure function from predictions and the block's state to what is written and what stays
+open."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from dllm_jax.denoiser import DenoiserLike
 from dllm_jax.errors import DllmError
-from samplers.caches.base import DenoiserLike
 from samplers.noise import Noise, Purpose, gumbel
 from samplers.predictions import Predictions, ScoreFrom
 
@@ -21,26 +22,32 @@ class BlockView:
     """The active block of every row as a rule sees it. W is the block length.
 
     Attributes:
-        masked: [B, W] bool, the positions that may be committed now.
+        open: [B, W] bool, the positions that may be committed now.
         positions: [B, W] int32, relative to the start of the generation.
         first: [B] int32, position of the block's first token.
         step: [B] int32, forwards this row has spent on this block before this one.
-        block_masks: [B] int32, masks the block had when the row entered it.
+        block_open: [B] int32, open positions the block had when the row entered it.
         num_blocks: [B] int32, blocks of the row's generation.
         noise: source of random numbers, None where the caller gave none.
         nfe: [B] int32, forwards of the row before this one.
+        tokens: [B, W] int32, what stands in the block now.
+        written: [B, W] bool, the block's positions that hold a token of this generation.
+        mask_id: the mask token's id.
         caution: [B] float32, thresholds on the confidence count as at least this (see `Smoothing`); None for no such
             bound.
     """
 
-    masked: jax.Array
+    open: jax.Array
     positions: jax.Array
     first: jax.Array
     step: jax.Array
-    block_masks: jax.Array
+    block_open: jax.Array
     num_blocks: jax.Array
     noise: Noise | None
     nfe: jax.Array
+    tokens: jax.Array
+    written: jax.Array
+    mask_id: int
     caution: jax.Array | None = None
 
     def at_least(self, threshold: "Number") -> jax.Array:
@@ -67,14 +74,38 @@ class BlockView:
         return gumbel(self.uniform())
 
 
+class Change(NamedTuple):
+    """What a rule answers: the block after the forward.
+
+    Attributes:
+        tokens: [B, W] int32.
+        open: [B, W] bool, what is open then.
+    """
+
+    tokens: jax.Array
+    open: jax.Array
+
+
+def committed(select: jax.Array, predictions: Predictions, view: BlockView) -> Change:
+    """The common case: some open positions [B, W] get their predicted tokens, nothing else changes."""
+    return Change(jnp.where(select, predictions.token, view.tokens), view.open & ~select)
+
+
 class Rule:
     """Base of all unmasking rules; subclasses are pytrees (`dllm_jax.pytree`) whose numbers are traced leaves.
 
     Numbers are scalars, or [B] arrays for a value per row. State is a pytree of arrays with a leading batch axis.
+
+    Most rules say in `decide` which open positions are committed. One that `revises`, changing what is written or
+    opening it again, says in `change` how the block looks afterwards; its tokens are final once the block is complete.
+
+    The engine sees to it that a generation ends: where a rule commits nothing, the surest open position is committed.
+    A rule whose forwards may commit nothing, or that revises, bounds its forwards by `most_steps` instead.
     """
 
     score_from: ScoreFrom = "raw"
-    reads_hidden: bool = False  # whether `sure` is asked
+    reads_hidden: bool = False  # whether `judge` is asked
+    revises: bool = False
 
     def check(self, gen_length: int, num_blocks: int | None) -> None:
         """Raises DllmError when the rule's numbers make no sense with these lengths; the number of blocks is None
@@ -84,17 +115,37 @@ class Rule:
         """State for `batch` rows of blocks of `width` at the start of a generation."""
         return ()
 
-    def adjust(self, logits: jax.Array, view: "BlockView", state: Any) -> tuple[jax.Array, Any]:
+    def adjust(self, logits: jax.Array, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
         """The logits [B, W, V] float32 that tokens and scores are taken from, and the new state."""
         return logits, state
 
     def decide(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
-        """Which positions are committed, [B, W] bool (a subset of `view.masked`), and the new state."""
+        """Which positions are committed, [B, W] bool (a subset of `view.open`), and the new state."""
         raise NotImplementedError
 
-    def sure(self, denoiser: DenoiserLike, hidden: jax.Array, logits: jax.Array, best: Predictions) -> jax.Array:
+    def change(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[Change, Any]:
+        """The block after this forward, and the new state. Only `view.open` and `view.written` positions may change."""
+        select, state = self.decide(predictions, view, state)
+        return committed(select, predictions, view), state
+
+    def most_steps(self, view: BlockView) -> jax.Array | None:
+        """[B] int32, after so many forwards on a block all that is open is committed and the row leaves it. None where
+        every forward is to commit something."""
+        return None
+
+    def block_done(self, view: BlockView, left: jax.Array, state: Any) -> jax.Array:
+        """[B] bool, whether a row may leave its block after this forward.
+
+        Args:
+            view: the block before it.
+            left: [B] bool, whether positions are open after it.
+            state: the new state.
+        """
+        return ~left
+
+    def judge(self, denoiser: DenoiserLike, hidden: jax.Array, logits: jax.Array, best: Predictions) -> jax.Array:
         """Positions that are committed besides those of `decide`, [B, W] bool, by the model's hidden states. The engine
-        asks for the active block, and for later ones if the rule `looks_ahead`; it drops what is not masked, and what
+        asks for the active block, and for later ones if the rule `looks_ahead`; it drops what is not open, and what
         has the mask token or a deferred one as its best. What is committed this way is the best token, never a drawn
         one.
 
@@ -106,16 +157,26 @@ class Rule:
         raise NotImplementedError
 
     def looks_ahead(self, cached: bool) -> bool:
-        """Whether `sure` is asked for later blocks as well, as far as a forward runs them.
+        """Whether `judge` is asked for later blocks as well, as far as a forward runs them.
 
         Args:
             cached: whether a cache policy reuses keys and values, in which tokens written ahead are still masks.
         """
         return False
 
-    def block_done(self, view: BlockView, masks_left: jax.Array) -> jax.Array:
-        """[B] bool, whether a row may leave its block after this step. masks_left [B] bool: masks remain in it."""
-        return ~masks_left
+
+def progressing(rule: Rule, change: Change, predictions: Predictions, view: BlockView) -> tuple[Change, jax.Array]:
+    """The change with what makes every generation end, and the rows [B] bool whose block ends with it: see `Rule`."""
+    most = rule.most_steps(view)
+    if most is None:
+        idle = ~jnp.any(view.open & ~change.open, axis=1, keepdims=True)
+        surest = jnp.argmax(jnp.where(view.open, predictions.confidence, -1.0), axis=1)[:, None]
+        forced = idle & view.open & (jnp.arange(view.open.shape[1]) == surest)
+        return Change(jnp.where(forced, predictions.token, change.tokens), change.open & ~forced), idle[:, 0] & False
+    last = view.step + 1 >= most
+    forced = last[:, None] & change.open
+    tokens = jnp.where(forced, jnp.where(view.open, predictions.token, view.tokens), change.tokens)
+    return Change(tokens, change.open & ~forced), last
 
 
 def per_row(value: Number) -> jax.Array:
@@ -123,25 +184,25 @@ def per_row(value: Number) -> jax.Array:
     return jnp.asarray(value)[..., None]
 
 
-def rank(score: jax.Array, masked: jax.Array) -> jax.Array:
-    """0 for the largest score among the masked positions, 1 for the next ...; ties go to the lower position.
+def rank(score: jax.Array, candidates: jax.Array) -> jax.Array:
+    """0 for the largest score among the candidates, 1 for the next ...; ties go to the lower position.
 
-    [B, W] -> [B, W] int32; positions that are not masked rank behind all that are. Counting comparisons costs W^2
+    [B, W] -> [B, W] int32; all other positions rank behind them. Counting comparisons costs W^2
     cheap operations and no sort.
     """
-    score = jnp.where(masked, score, -jnp.inf)
+    score = jnp.where(candidates, score, -jnp.inf)
     index = jnp.arange(score.shape[-1])
     mine, other = score[..., :, None], score[..., None, :]
     earlier = index[None, :] < index[:, None]
-    tie_first = jnp.where(masked[..., :, None] == masked[..., None, :], earlier, masked[..., None, :])
+    tie_first = jnp.where(candidates[..., :, None] == candidates[..., None, :], earlier, candidates[..., None, :])
     return jnp.sum((other > mine) | ((other == mine) & tie_first), axis=-1, dtype=jnp.int32)
 
 
-def not_masks(predictions: Predictions, masked: jax.Array) -> jax.Array:
-    """The masked positions whose best token is not the mask token itself, [B, W] bool; where there are none, the surest
-    masked position alone, so that a step can always commit something."""
-    free = masked & ~predictions.mask_wins
-    stuck = masked & ~jnp.any(free, axis=-1, keepdims=True)
+def not_masks(predictions: Predictions, open: jax.Array) -> jax.Array:
+    """The open positions whose best token is not the mask token itself, [B, W] bool; where there are none, the surest
+    open position alone, so that a step can always commit something."""
+    free = open & ~predictions.mask_wins
+    stuck = open & ~jnp.any(free, axis=-1, keepdims=True)
     return free | (stuck & (rank(predictions.confidence, stuck) == 0))
 
 

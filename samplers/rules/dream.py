@@ -1,5 +1,6 @@
 """Dream's own sampler: a time schedule decides how many positions, a score or chance decides which."""
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -15,7 +16,7 @@ from samplers.rules.base import BlockView, Rule, rank
 Algorithm = Literal["origin", "maskgit_plus", "topk_margin", "entropy"]
 
 
-@pytree(static=("alg", "score_from", "compat"))
+@pytree(static=("alg", "score_from"))
 class Dream(Rule):
     """`diffusion_generate` of Dream (arXiv 2508.15487).
 
@@ -27,13 +28,12 @@ class Dream(Rule):
     With blocks, each takes steps / number of blocks of them (Dream itself uses one block).
 
     Attributes:
-        steps: steps of the schedule; those that would commit nothing are not run (except with `compat`).
+        steps: steps of the schedule; those that would commit nothing are not run.
         eps: last time of the schedule.
         alg_temp: draw the positions with probability softmax(score / alg_temp) instead of taking the best.
         score_from: "sampling" scores the tempered and truncated distribution, as published: at low temperature many
             positions tie at certainty and decoding becomes nearly left to right, which serves the Instruct model
             well. "raw" scores the model's own distribution.
-        compat: run every step, also those that commit nothing, as the official code does.
     """
 
     steps: int | jax.Array
@@ -41,7 +41,6 @@ class Dream(Rule):
     eps: float | jax.Array = 1e-3
     alg_temp: float | jax.Array | None = None
     score_from: ScoreFrom = "sampling"
-    compat: bool = False
 
     def check(self, gen_length: int, num_blocks: int | None) -> None:
         check_steps(self.steps, num_blocks)
@@ -55,7 +54,8 @@ class Dream(Rule):
     def init(self, batch: int, width: int, vocab_size: int) -> Any:
         return jnp.zeros((batch,), jnp.int32)  # the next step of the schedule
 
-    def _block_steps(self, view: BlockView) -> jax.Array:
+    def block_steps(self, view: BlockView) -> jax.Array:
+        """Steps of a block's schedule, [B] int32."""
         return jnp.maximum(jnp.asarray(self.steps) // view.num_blocks, 1)
 
     def _share(self, index: jax.Array, steps: jax.Array) -> jax.Array:
@@ -64,16 +64,14 @@ class Dream(Rule):
         return jnp.where(index >= steps - 1, 1.0, span / jnp.maximum(steps - span * index, span))
 
     def decide(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
-        steps = self._block_steps(view)
+        steps = self.block_steps(view)
         index = jnp.where(view.step == 0, 0, state)
         if self.alg == "origin":
-            return view.masked & (view.uniform() < self._share(index, steps)[:, None]), index + 1
-        masks = view.masked.sum(axis=-1, dtype=jnp.int32)
+            return view.open & (view.uniform() < self._share(index, steps)[:, None]), index + 1
+        masks = view.open.sum(axis=-1, dtype=jnp.int32)
         quota = lambda at: jnp.floor(masks * self._share(at, steps)).astype(jnp.int32)
-        if not self.compat:
-            empty = lambda at: (quota(at) == 0) & (masks > 0)
-            index = lax.while_loop(lambda at: empty(at).any(), lambda at: at + empty(at), index)
-        return view.masked & (rank(self._score(predictions, view), view.masked) < quota(index)[:, None]), index + 1
+        index = self.next_step(index, lambda at: (quota(at) == 0) & (masks > 0))
+        return view.open & (rank(self._score(predictions, view), view.open) < quota(index)[:, None]), index + 1
 
     def _score(self, predictions: Predictions, view: BlockView) -> jax.Array:
         score = {
@@ -85,5 +83,9 @@ class Dream(Rule):
             return score
         return score / jnp.asarray(self.alg_temp)[..., None] + view.gumbel()  # Gumbel top-k: without replacement
 
-    def block_done(self, view: BlockView, masks_left: jax.Array) -> jax.Array:
-        return view.step + 1 >= self._block_steps(view) if self.compat else ~masks_left
+    def next_step(self, index: jax.Array, empty: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """The step of the schedule that is run, [B], from `index` on: the first that commits something."""
+        return lax.while_loop(lambda at: empty(at).any(), lambda at: at + empty(at), index)
+
+    def most_steps(self, view: BlockView) -> jax.Array | None:
+        return self.block_steps(view) if self.alg == "origin" else None  # where chance may commit nothing

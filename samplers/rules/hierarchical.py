@@ -11,7 +11,7 @@ from samplers.predictions import Predictions
 from samplers.rules.base import BlockView, Number, Rule, not_masks, per_row, rank
 
 
-@pytree(static=("compat",))
+@pytree()
 class Hierarchical(Rule):
     """dInfer's hierarchical decoding (arXiv 2510.08666).
 
@@ -24,28 +24,23 @@ class Hierarchical(Rule):
     Attributes:
         threshold: None commits nothing besides the segments' and the block's surest.
         low_threshold: None commits every segment's surest, however unsure.
-        compat: let the mask token win its segment, which then commits nothing, as the official code does. Such a step
-            may commit nothing at all.
     """
 
     threshold: Number | None = None
     low_threshold: Number | None = 0.4
-    compat: bool = False
 
     def check(self, gen_length: int, num_blocks: int | None) -> None:
         check_number("threshold", self.threshold, 0.0)
         check_number("low_threshold", self.low_threshold, 0.0)
 
     def decide(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
-        if self.compat:
-            accepted = self._accepted(predictions.max_probability, view, view.masked)
-            return accepted & ~predictions.mask_wins, state
-        candidates = not_masks(predictions, view.masked)
-        return self._accepted(predictions.confidence, view, candidates), state
+        candidates = not_masks(predictions, view.open)
+        return self.accepted(predictions.confidence, view, candidates), state
 
-    def _accepted(self, confidence: jax.Array, view: BlockView, candidates: jax.Array) -> jax.Array:
+    def accepted(self, confidence: jax.Array, view: BlockView, candidates: jax.Array) -> jax.Array:
+        """Which candidates [B, W] bool are committed by their confidence [B, W]."""
         confidence = jnp.where(candidates, confidence, -jnp.inf)
-        accepted = confidence == segment_max(confidence, view.masked)
+        accepted = confidence == segment_max(confidence, view.open)
         if self.low_threshold is not None:
             accepted &= confidence > per_row(self.low_threshold)
         if self.threshold is not None:

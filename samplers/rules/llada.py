@@ -11,7 +11,7 @@ from samplers.predictions import Predictions
 from samplers.rules.base import BlockView, Rule, rank
 
 
-@pytree(static=("remasking", "compat"))
+@pytree(static=("remasking",))
 class LLaDA(Rule):
     """Low-confidence or random remasking (arXiv 2502.09992, algorithms 4 and 5; Fast-dLLM's fixed quota is the same).
 
@@ -21,25 +21,21 @@ class LLaDA(Rule):
     Attributes:
         steps: forwards of the whole generation, a multiple of the number of blocks.
         remasking: "low_confidence" commits the surest positions, "random" random ones.
-        compat: run all S forwards of every block, as the official code does, empty ones too.
     """
 
     steps: int | jax.Array
     remasking: Literal["low_confidence", "random"] = "low_confidence"
-    compat: bool = False
 
     def check(self, gen_length: int, num_blocks: int | None) -> None:
         check_steps(self.steps, num_blocks)
         check_choice("remasking", self.remasking, ("low_confidence", "random"))
 
-    def _block_steps(self, view: BlockView) -> jax.Array:
+    def block_steps(self, view: BlockView) -> jax.Array:
+        """S, [B] int32."""
         return jnp.maximum(jnp.asarray(self.steps) // view.num_blocks, 1)
 
     def decide(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
-        steps = self._block_steps(view)
-        quota = view.block_masks // steps + (view.step < view.block_masks % steps)
+        steps = self.block_steps(view)
+        quota = view.block_open // steps + (view.step < view.block_open % steps)
         score = predictions.confidence if self.remasking == "low_confidence" else view.uniform()
-        return view.masked & (rank(score, view.masked) < jnp.maximum(quota, 1)[:, None]), state
-
-    def block_done(self, view: BlockView, masks_left: jax.Array) -> jax.Array:
-        return view.step + 1 >= self._block_steps(view) if self.compat else ~masks_left
+        return view.open & (rank(score, view.open) < jnp.maximum(quota, 1)[:, None]), state

@@ -5,10 +5,10 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from dllm_jax.denoiser import DenoiserLike
 from dllm_jax.errors import DllmError
 from dllm_jax.indicator import Indicator, IndicatorConfig, load_indicator
 from dllm_jax.pytree import pytree
-from samplers.caches.base import DenoiserLike
 from samplers.checks import check_choice, check_number, check_steps
 from samplers.predictions import Predictions, ranked
 from samplers.rules.base import BlockView, Number, Rule, per_row
@@ -58,13 +58,13 @@ class NI(Rule):
         return self.scope == "rest" or (self.scope == "auto" and not cached)
 
     def decide(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
-        steps = view.block_masks * view.num_blocks if self.steps is None else jnp.asarray(self.steps)
+        steps = view.block_open * view.num_blocks if self.steps is None else jnp.asarray(self.steps)
         chosen, state = LLaDA(steps).decide(predictions, view, state)
         if self.threshold is not None:
-            chosen |= view.masked & (predictions.confidence >= view.at_least(self.threshold))
+            chosen |= view.open & (predictions.confidence >= view.at_least(self.threshold))
         return chosen, state
 
-    def sure(self, denoiser: DenoiserLike, hidden: jax.Array, logits: jax.Array, best: Predictions) -> jax.Array:
+    def judge(self, denoiser: DenoiserLike, hidden: jax.Array, logits: jax.Array, best: Predictions) -> jax.Array:
         assert isinstance(self.indicator, Indicator)
         features = features_of(self.indicator.config, denoiser, hidden, logits, best.token)
         return self.indicator.scores(*features) > per_row(self.indicator_threshold)

@@ -22,4 +22,4 @@ class TopK(Rule):
         check_choice("proxy", self.proxy, PROXIES)
 
     def decide(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
-        return view.masked & (rank(-error_of(predictions, self.proxy), view.masked) < per_row(self.k)), state
+        return view.open & (rank(-error_of(predictions, self.proxy), view.open) < per_row(self.k)), state

@@ -1,0 +1,232 @@
+"""The canvas: what every sampler reads and writes, whatever its loop. Which positions are undecided is a set, not a
+token, and a position that was written may be written again or opened again.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dllm_jax.denoiser import DenoiserLike
+from dllm_jax.errors import DllmError
+from dllm_jax.kv_cache import slice_rows, write_rows
+from dllm_jax.pytree import pytree
+from samplers import stopping
+from samplers.engine import Result
+from samplers.noise import Noise, source_of
+from samplers.stopping import Stop, StopState
+
+
+@pytree()
+class Canvas:
+    """The state that all samplers share; every leaf starts with the batch axis. G is the length of the generation.
+
+    Attributes:
+        tokens: [B, S] int32: each row its prompt, at once followed by its canvas, then padding.
+        open: [B, G] bool, positions that are to be decided.
+        prompt_lengths: [B] int32, where each row's canvas begins.
+        gen_lengths: [B] int32, positions the row generates, at most G.
+        decoded_at: [B, G] int32, the row's forward (from 0) that wrote the position last; -1 where none did.
+        edits: [B] int32, how often a written token was replaced by another.
+        nfe, full_forwards, cache_updates, broken_at: [B] int32, as in `Result`.
+        done: [B] bool.
+        stop: state of the stop condition, None without one.
+        noise: source of random numbers, None where nothing is drawn.
+    """
+
+    tokens: jax.Array
+    open: jax.Array
+    prompt_lengths: jax.Array
+    gen_lengths: jax.Array
+    decoded_at: jax.Array
+    edits: jax.Array
+    nfe: jax.Array
+    full_forwards: jax.Array
+    cache_updates: jax.Array
+    broken_at: jax.Array
+    done: jax.Array
+    stop: StopState | None
+    noise: Noise | None
+
+    @property
+    def gen_length(self) -> int:
+        """G."""
+        return self.open.shape[1]
+
+    def generation(self, eos_id: int) -> jax.Array:
+        """The generation's tokens, [B, G]; what lies behind a row's own length reads as the end of the sequence."""
+        tokens = slice_rows(self.tokens, self.prompt_lengths, self.gen_length)
+        return jnp.where(jnp.arange(self.gen_length) < self.gen_lengths[:, None], tokens, eos_id)
+
+    def of_window(self, x: jax.Array, start: jax.Array, width: int) -> jax.Array:
+        """What x [B, G] bool says of the sequence's positions start[b] ... , [B, W]; False outside the canvas."""
+        return _shifted(x, start - self.prompt_lengths, width)
+
+    def of_canvas(self, x: jax.Array, start: jax.Array) -> jax.Array:
+        """What x [B, W] bool about the sequence's positions start[b] ... says of the canvas, [B, G]; else False."""
+        return _shifted(x, self.prompt_lengths - start, self.gen_length)
+
+    def write(self, start: jax.Array, tokens: jax.Array, open: jax.Array, rows: jax.Array) -> "Canvas":
+        """The canvas after a forward's decisions.
+
+        Args:
+            start: [B] int32, the sequence's position of the first token.
+            tokens, open: [B, W], new tokens and what is open after them. What lies outside the canvas stays.
+            rows: [B] bool, rows that are written.
+        """
+        width = tokens.shape[1]
+        old, was_open = slice_rows(self.tokens, start, width), self.of_window(self.open, start, width)
+        inside = rows[:, None] & self.of_window(jnp.arange(self.gen_length) < self.gen_lengths[:, None], start, width)
+        edited = inside & ~was_open & ~open & (tokens != old)
+        written = self.of_canvas(edited | (inside & was_open & ~open), start)
+        reopened = self.of_canvas(inside & ~was_open & open, start)
+        return dataclasses.replace(
+            self,
+            tokens=write_rows(self.tokens, jnp.where(inside, tokens, old), start),
+            open=(self.open & ~written) | reopened,
+            decoded_at=jnp.where(written, self.nfe[:, None], jnp.where(reopened, -1, self.decoded_at)),
+            edits=self.edits + edited.sum(axis=1, dtype=jnp.int32),
+        )
+
+    def counted(self, ran: jax.Array, full: jax.Array, updated: jax.Array, finite: jax.Array) -> "Canvas":
+        """The canvas after a forward of rows `ran` [B].
+
+        Args:
+            full, updated: [B] bool, which of them count as full forwards and as cache updates.
+            finite: [B] bool, whether the model's logits were.
+        """
+        broke = ran & ~finite & (self.broken_at < 0)
+        return dataclasses.replace(
+            self,
+            nfe=self.nfe + ran,
+            full_forwards=self.full_forwards + (ran & full),
+            cache_updates=self.cache_updates + (ran & updated),
+            broken_at=jnp.where(broke, self.nfe, self.broken_at),
+        )
+
+    def stopped(self, stop: Stop | None, eos_id: int, pending: jax.Array) -> tuple["Canvas", jax.Array]:
+        """Reads on with the stop condition, and tells the rows [B] bool in which it holds by now.
+
+        Args:
+            pending: [B, G] bool, positions that may still change, the open ones among them.
+        """
+        if stop is None or self.stop is None:
+            return self, self.done & False
+        read = stopping.advance(stop, self.stop, self.generation(eos_id), self.gen_lengths, pending)
+        return dataclasses.replace(self, stop=read), read.length != stopping.NEVER
+
+    def result(self, eos_id: int) -> Result:
+        """The generation so far."""
+        tokens = jnp.where(self.open, eos_id, self.generation(eos_id))
+        ends = tokens == eos_id
+        lengths = jnp.where(ends.any(axis=1), jnp.argmax(ends, axis=1), tokens.shape[1]).astype(jnp.int32)
+        if self.stop is not None:
+            lengths = jnp.minimum(lengths, self.stop.length)
+        names = ("decoded_at", "nfe", "full_forwards", "cache_updates", "edits", "broken_at")
+        return Result(tokens, lengths, **{name: getattr(self, name) for name in names})
+
+
+def _shifted(x: jax.Array, shift: jax.Array, width: int) -> jax.Array:
+    """x[b, shift[b] : shift[b] + width] of bools [B, N], False outside: [B, width]."""
+    place = shift[:, None] + jnp.arange(width)
+    inside = (place >= 0) & (place < x.shape[1])
+    return inside & jnp.take_along_axis(x, jnp.clip(place, 0, x.shape[1] - 1), axis=1)
+
+
+def begin(
+    denoiser: DenoiserLike,
+    prompt: jax.Array,
+    prompt_lengths: jax.Array | None,
+    *,
+    gen_length: int,
+    length: int,
+    context: int = 0,
+    key: jax.Array | None = None,
+    gen_lengths: jax.Array | None = None,
+    given: jax.Array | None = None,
+    noise: Noise | None = None,
+    stop: Stop | None = None,
+) -> Canvas:
+    """The canvas before the first forward, of checked inputs; for the arguments of `BlockSampler.init`.
+
+    Args:
+        length: S is the prompt's width and this, or `context` if that is longer.
+        context: masks fill each row up to this length.
+
+    Raises:
+        DllmError: for wrong shapes or dtypes, and for lengths that cannot be (where they are concrete: inside jit only
+            shapes and dtypes are known).
+    """
+    prompt, low = _checked_prompt(prompt), denoiser.min_prompt_length
+    batch, width = prompt.shape
+    if width < low:
+        raise DllmError("this model cannot predict its very first position; give a prompt of at least one token")
+    _check_given(given, batch, gen_length)
+    prompt_lengths = checked_lengths("prompt", prompt_lengths, batch, low, width)
+    gen_lengths = checked_lengths("gen", gen_lengths, batch, 1, gen_length)
+    noise = source_of(noise, key, batch)
+    position = jnp.arange(max(width + length, context))
+    tokens = jnp.pad(prompt, ((0, 0), (0, len(position) - width)))
+    tokens = jnp.where(position >= prompt_lengths[:, None], denoiser.mask_id, tokens)
+    open = jnp.arange(gen_length) < gen_lengths[:, None]
+    if given is not None:
+        given = jnp.asarray(given, jnp.int32)
+        tokens, open = write_rows(tokens, given, prompt_lengths), open & (given == denoiser.mask_id)
+    end = jnp.maximum(prompt_lengths + gen_lengths, context)
+    zeros = jnp.zeros((batch,), jnp.int32)
+    return Canvas(
+        tokens=jnp.where(position >= end[:, None], denoiser.eos_id, tokens),
+        open=open,
+        prompt_lengths=prompt_lengths,
+        gen_lengths=gen_lengths,
+        decoded_at=jnp.full((batch, gen_length), -1, jnp.int32),
+        edits=zeros,
+        nfe=zeros,
+        full_forwards=zeros,
+        cache_updates=zeros,
+        broken_at=zeros - 1,
+        done=jnp.zeros((batch,), bool),
+        stop=None if stop is None else stopping.begin(stop, batch),
+        noise=noise,
+    )
+
+
+def _checked_prompt(prompt: Any) -> jax.Array:
+    prompt = jnp.asarray(prompt)
+    if prompt.ndim != 2 or not jnp.issubdtype(prompt.dtype, jnp.integer):
+        raise DllmError(f"prompt is {prompt.dtype}{list(prompt.shape)}; it must be integer token ids [batch, length]")
+    return prompt.astype(jnp.int32)
+
+
+def _check_given(given: Any, batch: int, gen_length: int) -> None:
+    if given is None:
+        return
+    if jnp.shape(given) != (batch, gen_length):
+        wanted = f"{[batch, gen_length]}, the generation of every row"
+        raise DllmError(f"given has shape {list(jnp.shape(given))}; it must be {wanted}")
+    if not jnp.issubdtype(jnp.asarray(given).dtype, jnp.integer):
+        kind = jnp.asarray(given).dtype
+        raise DllmError(f"given is {kind}; it must be integer token ids, the mask id where one is missing")
+
+
+def checked_lengths(what: str, lengths: jax.Array | None, batch: int, low: int, high: int) -> jax.Array:
+    """Lengths of rows [B] int32, all `high` by default.
+
+    Raises:
+        DllmError: for another shape or dtype, and where they are known and not within [low, high].
+    """
+    if lengths is None:
+        return jnp.full((batch,), high, jnp.int32)
+    lengths = jnp.asarray(lengths)
+    if lengths.shape != (batch,):
+        raise DllmError(f"{what}_lengths has shape {list(lengths.shape)}; it must be [{batch}], one per row")
+    if not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise DllmError(f"{what}_lengths is {lengths.dtype}; it must hold integers")
+    if not isinstance(lengths, jax.core.Tracer) and lengths.is_fully_addressable:
+        for row, length in enumerate(np.asarray(lengths).tolist()):
+            if not low <= length <= high:
+                bounds = f"between {low} and {high}"
+                raise DllmError(f"{what} length {length} of row {row} is impossible; it must be {bounds}")
+    return lengths.astype(jnp.int32)

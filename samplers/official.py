@@ -1,0 +1,304 @@
+"""Runs that equal official code token for token, where ours does otherwise on purpose: for comparing with it.
+
+Each class here is one of ours with a quirk of the code that it reproduces; `docs/design.md` lists them. The recorded
+cases are run with these, and a paper's settings can be: `BlockSampler(official.LLaDA(steps=256), 256)`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dllm_jax.denoiser import DenoiserLike
+from dllm_jax.pytree import pytree
+from samplers import apd, rules
+from samplers.apd_loop import Draft
+from samplers.block import BlockSampler, BlockState
+from samplers.caches import DualCache, Outcome, PrefixCache, Request, VicinityCache
+from samplers.caches.base import BlockCache, BlockCacheState
+from samplers.canvas import Canvas
+from samplers.checks import check_whole
+from samplers.noise import Purpose
+from samplers.predictions import Predictions, ScoreFrom, column
+from samplers.rules.base import BlockView, Rule, rank
+
+# Rules ---------------------------------------------------------------------------------------------------------------
+
+
+@pytree()
+class LLaDA(rules.LLaDA):
+    """Runs all S forwards of every block, empty ones too."""
+
+    def block_done(self, view: BlockView, left: jax.Array, state: Any) -> jax.Array:
+        return left & False
+
+    def most_steps(self, view: BlockView) -> jax.Array:
+        return self.block_steps(view)
+
+
+@pytree()
+class Dream(rules.Dream):
+    """Runs every step of the schedule, also those that commit nothing."""
+
+    def next_step(self, index: jax.Array, empty: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        return index
+
+    def block_done(self, view: BlockView, left: jax.Array, state: Any) -> jax.Array:
+        return left & False
+
+    def most_steps(self, view: BlockView) -> jax.Array:
+        return self.block_steps(view)
+
+
+@pytree()
+class Factor(rules.Factor):
+    """When all but the last candidate pass, the last is taken untested (Fast-dLLM)."""
+
+    def decide(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
+        accepted, state = super().decide(predictions, view, state)
+        before_last = rank(predictions.confidence, view.open) < view.open.sum(axis=-1, keepdims=True) - 1
+        return accepted | (view.open & jnp.all(accepted | ~before_last | ~view.open, axis=-1, keepdims=True)), state
+
+
+@pytree()
+class Hierarchical(rules.Hierarchical):
+    """The mask token can win its segment, which then commits nothing (dInfer); so can a whole forward."""
+
+    def decide(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
+        accepted = self.accepted(predictions.max_probability, view, view.open)
+        return accepted & ~predictions.mask_wins, state
+
+    def most_steps(self, view: BlockView) -> jax.Array:
+        return jnp.full_like(view.step, jnp.iinfo(jnp.int32).max)
+
+
+@pytree()
+class FastDllmDream(Rule):
+    """Fast-dLLM's block sampler for Dream: a block's first forward commits its first position and nothing else.
+
+    The official window cannot predict its first position (its left neighbour is outside), so the cache-building pass
+    must fill it; our `Denoiser` has no such gap and needs no such rule.
+    """
+
+    rule: Rule
+
+    @property
+    def score_from(self) -> ScoreFrom:  # type: ignore[override]
+        return self.rule.score_from
+
+    def check(self, gen_length: int, num_blocks: int | None) -> None:
+        self.rule.check(gen_length, num_blocks)
+
+    def init(self, batch: int, width: int, vocab_size: int) -> Any:
+        return self.rule.init(batch, width, vocab_size)
+
+    def adjust(self, logits: jax.Array, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
+        return self.rule.adjust(logits, view, state)
+
+    def decide(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
+        select, state = self.rule.decide(predictions, view, state)
+        opening = (view.step == 0)[:, None]
+        first = view.open & (view.positions == view.first[:, None])
+        return (opening & first) | (~opening & select), state
+
+    def most_steps(self, view: BlockView) -> jax.Array | None:
+        return self.rule.most_steps(view)
+
+    def block_done(self, view: BlockView, left: jax.Array, state: Any) -> jax.Array:
+        return self.rule.block_done(view, left, state) & (view.step > 0)
+
+
+# Cache policies of dInfer --------------------------------------------------------------------------------------------
+
+
+@pytree()
+class DInferCacheState(BlockCacheState):
+    """`BlockCacheState`, and how often each row's keys and values were rebuilt, [B]."""
+
+    builds: jax.Array
+
+
+@pytree(static=("smooth",))
+class DInferCache(BlockCache):
+    """Rebuilds in each iteration whose number is a multiple of `refresh_every`; a rebuild is always followed by a
+    window. Without smoothing a forward that rebuilds is one iteration with the next.
+
+    Attributes:
+        smooth: whether the sampler smooths.
+    """
+
+    smooth: bool = False
+
+    def init(self, denoiser: DenoiserLike, batch: int, length: int) -> DInferCacheState:
+        return DInferCacheState(**vars(super().init(denoiser, batch, length)), builds=jnp.zeros((batch,), jnp.int32))
+
+    def stale(self, request: Request, state: BlockCacheState) -> jax.Array:
+        assert isinstance(state, DInferCacheState)
+        iteration = request.nfe if self.smooth else request.nfe - state.builds
+        return (state.built_for != request.block) | self.due(iteration, request, state)
+
+    def due(self, iteration: jax.Array, request: Request, state: BlockCacheState) -> jax.Array:
+        """[B] bool, rows for which `refresh_every` asks for a rebuild."""
+        if self.refresh_every is None:
+            return iteration < 0
+        return (iteration % jnp.asarray(self.refresh_every) == 0) & (state.built_at != request.nfe - 1)
+
+    def rebuilt(self, request: Request, state: BlockCacheState, rows: jax.Array) -> BlockCacheState:
+        assert isinstance(state, DInferCacheState)
+        return dataclasses.replace(super().rebuilt(request, state, rows), builds=state.builds + rows)
+
+
+@pytree()
+class DInferPrefix(DInferCache, PrefixCache):
+    """`PrefixCache` with dInfer's iterations."""
+
+
+@pytree()
+class DInferDual(DInferCache, DualCache):
+    """`DualCache` with dInfer's iterations."""
+
+
+_TWICE = -2  # of `built_for`: built, and to be built once more
+
+
+@pytree()
+class DInferVicinity(DInferCache, VicinityCache):
+    """`VicinityCache` that counts forwards, refreshes in time from a row's second block on, and builds keys and values
+    once more after one window when they were first stored in another block than the first."""
+
+    def stale(self, request: Request, state: BlockCacheState) -> jax.Array:
+        again = (state.built_for == _TWICE) & (state.built_at != request.nfe - 1)
+        often = self.due(request.nfe, request, state) & (request.block > 0)
+        return ((state.built_for != request.block) & (state.built_for != _TWICE)) | again | often
+
+    def rebuilt(self, request: Request, state: BlockCacheState, rows: jax.Array) -> BlockCacheState:
+        late = rows & (state.built_for == -1) & (request.block > 0)
+        state = super().rebuilt(request, state, rows)
+        return dataclasses.replace(state, built_for=jnp.where(late, _TWICE, state.built_for))
+
+
+# Samplers ------------------------------------------------------------------------------------------------------------
+
+
+@pytree()
+class FastDllm(BlockSampler):
+    """`fill_after_eos` does not fill after a forward that rebuilt a cache."""
+
+    def filled(self, denoiser: DenoiserLike, state: BlockState, rows: jax.Array, outcome: Outcome) -> Canvas:
+        return super().filled(denoiser, state, rows & ~outcome.full, outcome)
+
+
+@pytree()
+class NISampling(BlockSampler):
+    """Enters blocks that the indicator has completed, for one forward each."""
+
+    def next_block(self, state: BlockState) -> tuple[jax.Array, jax.Array]:
+        block = jnp.where(state.canvas.nfe == 0, 0, state.block + 1)
+        return block, block >= self.num_blocks(state.canvas)
+
+
+@pytree()
+class DInferState(BlockState):
+    """`BlockState`, and the iterations until each row looks at its block again, [B]."""
+
+    repeats: jax.Array
+
+
+@pytree(static=("lockstep",))
+class DInfer(BlockSampler):
+    """dInfer's loop: looks whether a block is complete only after masks // `per_iteration` iterations, at least one and
+    at most `most`; forwards on complete blocks change nothing, but count. A forward that rebuilt a cache is one
+    iteration with the next. A stop condition ends a row when its block is complete.
+
+    Attributes:
+        most, per_iteration: of the unrolling.
+        lockstep: rows of equal lengths stay in a block until all have completed it, still counting forwards.
+    """
+
+    most: int | jax.Array = 1
+    per_iteration: int | jax.Array = 1
+    lockstep: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole("most", self.most, 1)
+        check_whole("per_iteration", self.per_iteration, 1)
+
+    def init(self, denoiser: DenoiserLike, prompt: jax.Array, *arguments: Any, **options: Any) -> DInferState:
+        state = super().init(denoiser, prompt, *arguments, **options)
+        return DInferState(**vars(state), repeats=self._iterations(state))
+
+    def leaves(
+        self, state: BlockState, view: BlockView, outcome: Outcome, last: jax.Array
+    ) -> tuple[jax.Array, BlockState]:
+        assert isinstance(state, DInferState)
+        active = ~state.canvas.done
+        repeats = state.repeats - (active & ~outcome.updated)
+        done = self.rule.block_done(view, self._count(state) > 0, state.rule)
+        again = jnp.where(repeats == 0, self._iterations(state), repeats)
+        return active & done & (repeats == 0), dataclasses.replace(state, repeats=again)
+
+    def entered(self, state: BlockState, rows: jax.Array) -> BlockState:
+        state = super().entered(state, rows)
+        if not isinstance(state, DInferState):  # before the first forward
+            return state
+        return dataclasses.replace(state, repeats=jnp.where(rows, self._iterations(state), state.repeats))
+
+    def ends(self, stopped: jax.Array, leaving: jax.Array) -> jax.Array:
+        return stopped & leaving
+
+    def _count(self, state: BlockState) -> jax.Array:
+        """[B], open positions of the active block; in lockstep those of all rows together."""
+        count = self.block_open(state).sum(axis=1, dtype=jnp.int32)
+        if not self.lockstep:
+            return count
+        return jnp.broadcast_to(jnp.where(state.canvas.done, 0, count).sum(dtype=jnp.int32), count.shape)
+
+    def _iterations(self, state: BlockState) -> jax.Array:
+        """[B], iterations until the next look at the block."""
+        return jnp.clip(self._count(state) // self.per_iteration, 1, self.most)
+
+
+@pytree()
+class APD(apd.APD):
+    """The official code's target has neither noise nor temperature nor top-p, argmax(R z + (1 - R) v), and its draft's
+    temperature counts twice, argmax(z / T + T g)."""
+
+    def perturbed(self, z: jax.Array, noise: jax.Array) -> jax.Array:
+        return z + column(self.sampling.temperature) * noise
+
+    def target(self, denoiser: DenoiserLike, draft: Draft, scores: jax.Array) -> jax.Array:
+        return jnp.argmax(jnp.where(self.allowed(denoiser), self.mixed(draft, scores), -jnp.inf), axis=-1)
+
+
+@pytree()
+class LeftRight(apd.LeftRight):
+    """The temperature counts twice, as in `APD`."""
+
+    def perturbed(self, z: jax.Array, noise: jax.Array) -> jax.Array:
+        return z + column(self.sampling.temperature) * noise
+
+
+# Random numbers ------------------------------------------------------------------------------------------------------
+
+
+@pytree()
+class TableNoise:
+    """Replays recorded draws, the same for every row.
+
+    Attributes:
+        tokens: [steps, positions, V] uniforms for drawing tokens, or None.
+        order: [steps, positions] uniforms for random orders and random unmasking, or None.
+    """
+
+    tokens: jax.Array | None = None
+    order: jax.Array | None = None
+
+    def uniform(self, purpose: Purpose, step: jax.Array, positions: jax.Array, columns: int | None) -> jax.Array:
+        """As `Noise.uniform`."""
+        table = self.tokens if purpose == Purpose.TOKENS else self.order
+        if table is None:
+            raise ValueError(f"this TableNoise has no draws for {purpose.name.lower()}")
+        return table[step[:, None], positions]
