@@ -50,7 +50,7 @@ def _depth_seconds(model: ModelConfig, window: int, options: argparse.Namespace)
     denoiser = Denoiser(model, init_params(model, jax.random.key(0), dtype=options.dtype))
     tokens = jax.random.randint(jax.random.key(1), (1, window), 4, model.vocab_size - 16, jnp.int32)
     zero = jnp.zeros((1,), jnp.int32)
-    run = jax.jit(lambda denoiser, tokens: denoiser.full(tokens, zero + window, zero, window)[0])
+    run = jax.jit(lambda denoiser, tokens: denoiser.forward(tokens, zero + window)[0])
     return best(functools.partial(run, denoiser, tokens), options.repeats)
 
 

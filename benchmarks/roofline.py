@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dllm_jax import Denoiser, ModelConfig
+from dllm_jax.denoiser import Span
 from dllm_jax.kv_cache import write_rows
 from dllm_jax.transformer import param_specs
 from samplers import BlockSampler, BlockState, DualCache, TopK
@@ -205,7 +206,8 @@ def start_state(setting: Setting) -> BlockState:
 
 
 def _full(setting: Setting, denoiser: Denoiser, state: BlockState) -> BlockState:
-    hidden, _ = denoiser.full(state.tokens, *_span(setting, state))
+    lengths, span = _span(setting, state)
+    hidden, _ = denoiser.forward(state.canvas.tokens, lengths, outputs=span)
     return _feed_back(denoiser, state, denoiser.logits(hidden)[..., 0])
 
 
@@ -213,8 +215,8 @@ def _upto(stage: str, setting: Setting, denoiser: Denoiser, state: BlockState) -
     """An engine step's work up to a stage. What comes out is fed back in, so that no part of it can be left out."""
     if stage == "step":
         return setting.sampler.step(denoiser, state)
-    lengths, start, width = _span(setting, state)
-    hidden, kv = denoiser.window(state.tokens, lengths, state.cache.kv, (start, width))
+    lengths, span = _span(setting, state)
+    hidden, kv = denoiser.forward(state.canvas.tokens, lengths, at=span, kv=state.cache.kv)
     state = dataclasses.replace(state, cache=dataclasses.replace(state.cache, kv=kv))
     if stage == "window":
         return _feed_back(denoiser, state, hidden[..., 0])
@@ -226,15 +228,18 @@ def _upto(stage: str, setting: Setting, denoiser: Denoiser, state: BlockState) -
     return _feed_back(denoiser, state, found.confidence + found.token)
 
 
-def _span(setting: Setting, state: BlockState) -> tuple[jax.Array, jax.Array, int]:
-    return state.canvas_start + setting.gen_length, state.canvas_start, setting.block_length
+def _span(setting: Setting, state: BlockState) -> tuple[jax.Array, Span]:
+    start = state.canvas.prompt_lengths
+    return start + setting.gen_length, Span(start, setting.block_length)
 
 
 def _feed_back(denoiser: Denoiser, state: BlockState, values: jax.Array) -> BlockState:
     """Writes tokens made from values [B, W] into the block. Behind a barrier: XLA might compute only what is used."""
     values = lax.optimization_barrier(values)
     tokens = (jnp.abs(values.astype(jnp.float32)) * 1000).astype(jnp.int32) % denoiser.vocab_size
-    return dataclasses.replace(state, tokens=write_rows(state.tokens, tokens, state.canvas_start))
+    canvas = state.canvas
+    tokens = write_rows(canvas.tokens, tokens, canvas.prompt_lengths)
+    return dataclasses.replace(state, canvas=dataclasses.replace(canvas, tokens=tokens))
 
 
 class Loop:

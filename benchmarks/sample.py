@@ -40,6 +40,7 @@ from jax import lax
 from benchmarks import roofline
 from benchmarks.roofline import Row
 from dllm_jax import PUBLISHED, Denoiser, DllmError, Model, load, published, random_model
+from dllm_jax.denoiser import Span
 from dllm_jax.kv_cache import slice_rows, write_rows
 from samplers import CACHES, RULES, BlockSampler, Result, make_sampler, sample, stream
 from samplers.generate import check_lengths, encode_prompt, pad_prompts
@@ -184,17 +185,17 @@ def autoregressive(gen_length: int, denoiser: Denoiser, prompt: jax.Array, promp
 
     def step(index: jax.Array, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         (tokens, cache), at = carry, prompt_lengths + index
-        hidden, cache = denoiser.window(tokens, at + 1, cache, (at, 1))
+        hidden, cache = denoiser.forward(tokens, at + 1, at=Span(at, 1), kv=cache)
         return write_rows(tokens, best(hidden), at + 1), cache
 
-    hidden, cache = denoiser.full(prompt, prompt_lengths, prompt_lengths - 1, 1)
+    hidden, cache = denoiser.forward(prompt, prompt_lengths, outputs=Span(prompt_lengths - 1, 1))
     cache = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, gen_length), (0, 0), (0, 0))), cache)
     tokens = write_rows(jnp.pad(prompt, ((0, 0), (0, gen_length))), best(hidden), prompt_lengths)
     tokens, _ = lax.fori_loop(0, gen_length - 1, step, (tokens, cache))
     each = jnp.ones_like(prompt_lengths)
     decoded_at = jnp.arange(gen_length, dtype=jnp.int32) * each[:, None]
     generated = slice_rows(tokens, prompt_lengths, gen_length)
-    return Result(generated, gen_length * each, decoded_at, gen_length * each, each, 0 * each)
+    return Result(generated, gen_length * each, decoded_at, gen_length * each, each, 0 * each, 0 * each, 0 * each - 1)
 
 
 # Rows

@@ -15,10 +15,11 @@ import dllm_jax
 import evals
 from dllm_jax import Denoiser, DllmError, make_mesh
 from dllm_jax.config import published
+from dllm_jax.kv_cache import slice_rows
 from dllm_jax.pytree import pytree
 from evals.sampler import parse_samplers
 from evals.tasks import make_task
-from samplers import APD, KeyNoise, LeftRight, Sampling, Verifier, sample, sample_jit, stop_on, stream, verifier_for
+from samplers import APD, KeyNoise, LeftRight, Sampling, Verifier, official, sample, sample_jit, stop_on, stream, verifier_for
 from samplers.generate import generate, pad_prompts
 from samplers.noise import Purpose, gumbel
 
@@ -116,13 +117,12 @@ def test_equals_a_reference_without_caches(model: str, target: str) -> None:
     """Weights and temperatures differ by row; one program for all."""
     weight, temperature = [0.8, 0.5, 0.3, 0.6], [1.0, 0.7, 0.0, 0.4]
     lookahead, top_k = [16, 6, 16, 9], [V, 5, 3, V]
-    sampler = APD(
+    sampler = {"coupled": APD, "greedy": official.APD}[target](
         VERIFIER,
         GEN,
         weight=jnp.asarray(weight),
         lookahead=jnp.asarray(lookahead),
         most_lookahead=GEN,
-        target=target,
         sampling=Sampling(temperature=jnp.asarray(temperature), top_k=jnp.asarray(top_k)),
     )
     result, total = run(sampler, model), []
@@ -229,8 +229,8 @@ class Opinion(Verifier):
 
     sign: float = 1.0
 
-    def scores(self, tokens, lengths, kv, start, fresh, vocab_size):
-        drafted = jax.vmap(lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, fresh.shape[1]))(tokens, start)
+    def scores(self, tokens, lengths, kv, at, write, vocab_size):
+        drafted = slice_rows(tokens, *at)
         return self.sign * 1e6 * jax.nn.one_hot(drafted, vocab_size), kv
 
 
@@ -293,9 +293,10 @@ def test_forwards_run_a_window() -> None:
         def __getattr__(self, name):
             return getattr(object.__getattribute__(self, "inner"), name)
 
-        def window(self, inputs, lengths, cache, feed, target=None, fresh=None):
-            widths.append((feed[1], target[1]))
-            return self.inner.window(inputs, lengths, cache, feed, target, fresh)
+        def forward(self, inputs, visible, *, at=None, outputs, **options):
+            if at is not None:
+                widths.append((at.width, outputs.width))
+            return self.inner.forward(inputs, visible, at=at, outputs=outputs, **options)
 
     sampler = APD(VERIFIER, GEN, window=3, lookahead=4)
     prompt, lengths = pad_prompts(PROMPTS, 12)
@@ -308,13 +309,13 @@ def test_verifier_buffers_hold_what_was_accepted() -> None:
     sampler = WINDOWED
     prompt, lengths = pad_prompts(PROMPTS, 12)
     forward = jax.jit(lambda tokens: VERIFIER.prefill(tokens, jnp.full((4,), 12 + GEN), 12 + GEN))
-    states = list(stream(sampler, DREAM, prompt, lengths, key=keys(4)))
+    states = [jax.tree.map(jnp.copy, state) for state in stream(sampler, DREAM, prompt, lengths, key=keys(4))]
     found, expected = jax.device_get(sampler.result(DREAM, states[-1])), run(sampler)
     for row in range(4):
         assert_same_row(found, row, expected, row)
     for state in (states[1], states[len(states) // 2], states[-1]):
-        wanted = forward(state.tokens)
-        for row, end in enumerate(np.asarray(state.canvas_start + state.written)):
+        wanted = forward(state.canvas.tokens)
+        for row, end in enumerate(np.asarray(state.canvas.prompt_lengths + state.written)):
             for found, exact in zip(jax.tree.leaves(state.verifier_kv), jax.tree.leaves(wanted), strict=True):
                 np.testing.assert_allclose(found[row, :end], exact[row, :end], rtol=2e-4, atol=2e-4)
 
@@ -477,7 +478,6 @@ def test_verifiers_of_models(dream_tiny, qwen2_tiny, llada_tiny) -> None:
         ({"window": 9, "most_window": 8}, "window 9 exceeds most_window 8; raise that"),
         ({"most_lookahead": 0}, "most_lookahead is 0"),
         ({"weight": 1.5}, "weight is 1.5; it must be between 0 and 1"),
-        ({"target": "sampled"}, "target 'sampled' is unknown; choose one of coupled, greedy"),
         ({"gen_length": 0}, "gen_length is 0"),
         ({"sampling": Sampling(top_p=2.0)}, "top_p is 2"),
     ],
@@ -524,8 +524,8 @@ def test_evals_know_samplers_from_left_to_right() -> None:
     beside = dataclasses.replace(
         dllm_jax.random_model(VERIFIER.denoiser.config.replace(vocab_size=model.config.vocab_size), key=0), name="other"
     )
-    specs = parse_samplers("apd:verifier=there,weight=0.3|0.6,window=2,lookahead=9,target=greedy,temperature=0.5")
-    assert {spec.series for spec in specs} == {"apd:verifier=there,window=2,lookahead=9,target=greedy,temperature=0.5"}
+    specs = parse_samplers("apd:verifier=there,weight=0.3|0.6,window=2,lookahead=9,temperature=0.5")
+    assert {spec.series for spec in specs} == {"apd:verifier=there,window=2,lookahead=9,temperature=0.5"}
     built = specs[0].build(dataclasses.replace(beside, config=model.config), task, {"there": beside}.__getitem__)
     assert isinstance(built, APD) and (built.weight, built.window, built.lookahead) == (0.3, 2, 9)
     assert built.gen_length == task.answer_width

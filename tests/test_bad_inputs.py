@@ -174,7 +174,6 @@ SAMPLER_NUMBERS = {
     "top_k of 0": (dict(sampling=Sampling(1.0, top_k=0)), "top_k is 0; it must be at least 1"),
     "top_k of 2.5": (dict(sampling=Sampling(1.0, top_k=2.5)), "top_k is 2.5; it must be a whole number"),
     "guidance NaN": (dict(guidance=NAN), "guidance is nan; it must be at least 0"),
-    "unknown compat": (dict(compat=("odd",)), "compat option 'odd' is unknown; choose from"),
 }
 
 OPTIONS = {

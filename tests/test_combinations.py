@@ -30,6 +30,7 @@ from samplers import (
     Threshold,
     TopK,
     VicinityCache,
+    official,
     sample,
     sample_jit,
     stop_on,
@@ -232,8 +233,8 @@ def test_smoothing_is_what_it_says(llada) -> None:
     prompt = ROWS[1]
     tokens = np.asarray([prompt + [MASK] * GEN])
     soft = np.zeros((1, tokens.shape[1], llada.config.embed_dim), np.float32)
-    forward = jax.jit(lambda inputs: denoiser.logits(denoiser.full(inputs, length, zero, tokens.shape[1])[0]))
-    length, zero = jnp.asarray([tokens.shape[1]]), jnp.asarray([0])
+    forward = jax.jit(lambda inputs: denoiser.logits(denoiser.forward(inputs, length)[0]))
+    length = jnp.asarray([tokens.shape[1]])
     for t in range(int(found.nfe[0])):
         inputs = np.asarray(denoiser.embed(jnp.asarray(tokens))) + np.where((tokens == MASK)[..., None], soft, 0)
         logits = np.asarray(forward(jnp.asarray(inputs)))
@@ -261,7 +262,11 @@ def test_guidance_of_no_scale_is_none(llada, smooth: bool) -> None:
 
 
 def test_unrolling_wastes_forwards_and_changes_no_token(llada_tiny) -> None:
-    lazy, eager = (run(llada_tiny, plain(DualCache(), unroll=unroll)) for unroll in ((4, 2), None))
+    shape = {"gen_length": GEN, "block_length": BLOCK}
+    lazy = run(
+        llada_tiny, official.DInfer(Threshold(0.7), **shape, cache=official.DInferDual(), most=4, per_iteration=2)
+    )
+    eager = run(llada_tiny, plain(DualCache()))
     np.testing.assert_array_equal(lazy.tokens, eager.tokens)
     assert (lazy.nfe >= eager.nfe).all() and (lazy.nfe > eager.nfe).any()
 

@@ -10,7 +10,7 @@ import pytest
 import convert
 import dllm_jax
 from dllm_jax.config import Experts, ModelConfig
-from dllm_jax.denoiser import Denoiser
+from dllm_jax.denoiser import Denoiser, Span
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -206,18 +206,24 @@ def test_window_against_the_cache(model, attention, shift):
     want = reference_logits(model, tokens, attention, LENGTHS)
     want = np.stack([want[row, at - shift : at - shift + width] for row, at in enumerate(start)])
 
-    hidden, cache = ours.full(tokens, LENGTHS, start, width)
+    hidden, cache = ours.forward(tokens, LENGTHS, outputs=Span(start, width))
     assert_close(ours.logits(hidden), want)
 
     inside = (jnp.arange(tokens.shape[1]) >= start[:, None]) & (jnp.arange(tokens.shape[1]) < start[:, None] + width)
     stale = jax.tree.map(lambda x: jnp.where(inside[..., None, None], 9.0, x), cache)
-    hidden, updated = ours.window(tokens, LENGTHS, stale, (start, width))
+    hidden, updated = ours.forward(tokens, LENGTHS, at=Span(start, width), kv=stale)
     assert_close(ours.logits(hidden), want)
     for mended, filled in zip(jax.tree.leaves(updated), jax.tree.leaves(cache), strict=True):
         assert_close(mended, filled)
 
-    hidden, _ = ours.window(tokens, LENGTHS, stale, (start, width), target=(start + 1, 2))
+    hidden, _ = ours.forward(tokens, LENGTHS, at=Span(start, width), kv=stale, outputs=Span(start + 1, 2))
     assert_close(ours.logits(hidden), want[:, 1:3])
+
+    anywhere = start[:, None] + jnp.array([3, 0, 2, 1])
+    hidden, updated = ours.forward(tokens, LENGTHS, at=anywhere, kv=stale)
+    assert_close(ours.logits(hidden), want[:, [3, 0, 2, 1]])
+    for mended, filled in zip(jax.tree.leaves(updated), jax.tree.leaves(cache), strict=True):
+        assert_close(mended, filled)
 
 
 def test_causal_windows_one_after_the_other(model):
@@ -227,7 +233,7 @@ def test_causal_windows_one_after_the_other(model):
     logits, edges = [], [0, 5, 6, 10, 13]
     for begin, end in zip(edges, edges[1:], strict=False):
         at = jnp.full(len(tokens), begin, jnp.int32)
-        hidden, cache = ours.window(tokens, lengths, cache, (at, end - begin))
+        hidden, cache = ours.forward(tokens, lengths, at=Span(at, end - begin), kv=cache)
         logits.append(ours.logits(hidden))
     assert_close(jnp.concatenate(logits, axis=1), reference_logits(model, tokens, "causal"))
 

@@ -11,10 +11,11 @@ from test_combinations import AnyOf
 from train_toys import DREAM, LLADA
 
 from dllm_jax import Denoiser, DllmError, make_mesh
+from dllm_jax.denoiser import Span, block_causal
 from dllm_jax.indicator import IndicatorConfig, init_indicator
 from dllm_jax.params import init_params
 from dllm_jax.pytree import pytree
-from samplers import EB, NI, PipelineSampler, Sampling, block_causal, sample, sample_jit, stop_on, stream
+from samplers import EB, NI, PipelineSampler, Sampling, sample, sample_jit, stop_on, stream
 from samplers.rules.ni import features_of
 
 LENGTH, GEN, WIDTH = 4, 12, 6
@@ -40,11 +41,13 @@ def denoiser_of(config):
 def looked_at(denoiser, tokens, prompt_length, length):
     """Of one row, every position computed anew under the block-causal mask: probabilities [T, V], the best tokens and
     an indicator's scores [T]."""
-    causal, first = block_causal(denoiser, prompt_length[None], LENGTH), denoiser.min_prompt_length
-    hidden, _ = causal.full(tokens[None], length[None], jnp.asarray([first]), len(tokens) - first)
-    logits = causal.logits(hidden)
+    first = denoiser.min_prompt_length
+    visible = jnp.minimum(block_causal(len(tokens), prompt_length[None], LENGTH), length)
+    outputs = Span(jnp.asarray([first]), len(tokens) - first)
+    hidden, _ = denoiser.forward(tokens[None], visible, outputs=outputs)
+    logits = denoiser.logits(hidden)
     best = jnp.argmax(logits.at[..., denoiser.mask_id].set(-jnp.inf), axis=-1)
-    scores = INDICATOR.scores(*features_of(INDICATOR.config, causal, hidden, logits, best))
+    scores = INDICATOR.scores(*features_of(INDICATOR.config, denoiser, hidden, logits, best))
     return [jnp.pad(x[0], [(first, 0)] + [(0, 0)] * (x.ndim - 2)) for x in (jax.nn.softmax(logits), best, scores)]
 
 
@@ -146,7 +149,7 @@ class NIOrEB(AnyOf):
     reads_hidden = True
 
     def sure(self, *arguments) -> jax.Array:
-        return self.rules[0].sure(*arguments)
+        return self.rules[0].judge(*arguments)
 
     def looks_ahead(self, cached: bool) -> bool:
         return self.rules[0].looks_ahead(cached)

@@ -12,7 +12,7 @@ from samplers import stop_on
 from samplers.stopping import NEVER, advance, begin
 
 MASK, WIDTH, VOCAB = 9, 12, 10
-read = jax.jit(lambda stop, state, tokens, lengths: advance(stop, state, tokens, lengths, MASK))
+read = jax.jit(lambda stop, state, tokens, lengths: advance(stop, state, tokens, lengths, tokens == MASK))
 
 
 def lengths_of(stop, *canvases: list[int], limit: int = WIDTH) -> list[int]:

@@ -12,7 +12,7 @@ from train_toys import LLADA, model_fields, settings
 import dllm_jax
 import train
 from dllm_jax import checkpoint
-from dllm_jax.denoiser import Denoiser
+from dllm_jax.denoiser import Denoiser, Span
 from dllm_jax.errors import DllmError
 from dllm_jax.params import init_params
 from samplers import LeftRight, sample_jit
@@ -59,7 +59,7 @@ def test_loss_is_the_cross_entropy_of_the_next_token(chunk):
 @jax.jit
 def _next(denoiser, tokens, length):
     """Logits of what follows the first `length` of tokens [T], [V]."""
-    return denoiser.logits(denoiser.full(tokens[None], length + 1, length, 1)[0])[0, 0]
+    return denoiser.logits(denoiser.forward(tokens[None], length + 1, outputs=Span(length, 1))[0])[0, 0]
 
 
 def test_a_trained_model_decodes_with_its_cache(tmp_path):
