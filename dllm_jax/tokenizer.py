@@ -11,10 +11,11 @@ Three kinds of files are understood, the first one found is used:
 over the family's built-in one.
 """
 
+import contextlib
 import functools
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +57,8 @@ def load_tokenizer(folder: str | Path, config: ModelConfig | None = None) -> "Pr
     """
     folder = Path(folder)
     try:
-        tokenizer = _from_files(folder)
+        with _quiet():
+            tokenizer = _from_files(folder)
         _check_ids(tokenizer, _added_tokens(folder))
     except DllmError:
         raise
@@ -169,6 +171,8 @@ def token_strings(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> list
 
 
 def _from_files(folder: Path) -> "PreTrainedTokenizerBase":
+    import transformers  # takes a second, so not before it is needed
+
     parts: dict[str, Any] = {}
     if (folder / "tokenizer.json").is_file():
         pass
@@ -178,25 +182,26 @@ def _from_files(folder: Path) -> "PreTrainedTokenizerBase":
         parts = {"tokenizer_object": _ascii(meta, folder / "meta.json")}
     else:
         raise DllmError(f"{folder} has no tokenizer; put tokenizer.json, or vocab.json and merges.txt, into it")
-    # Without the last option large vocabularies are warned about as if they were one of Mistral's old ones.
-    return _transformers().PreTrainedTokenizerFast.from_pretrained(
-        str(folder), local_files_only=True, trust_remote_code=False, fix_mistral_regex=False, **parts
+    return transformers.PreTrainedTokenizerFast.from_pretrained(
+        str(folder), local_files_only=True, trust_remote_code=False, **parts
     )
 
 
-@functools.cache
-def _transformers() -> Any:
-    """The library, imported when it is first needed: that takes a second, and it writes a line where PyTorch is not."""
-    log = logging.getLogger("transformers")
-    log.disabled = True
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps transformers' remarks off the standard error: that PyTorch is missing when it is imported, and that large
+    vocabularies might be one of Mistral's old ones."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
-        import transformers
+        yield
     finally:
-        log.disabled = False
-    return transformers
+        logging.disable(before)
 
 
 def _qwen2(folder: Path) -> tokenizers.Tokenizer:
+    from transformers import Qwen2Tokenizer
+
     if not (folder / "merges.txt").is_file():
         raise DllmError(f"{folder} has a vocab.json but no merges.txt; copy that file too")
     vocab, merges = models.BPE.read_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
@@ -204,8 +209,7 @@ def _qwen2(folder: Path) -> tokenizers.Tokenizer:
     vocab = {**_added_tokens(folder), **vocab}
     if len(set(vocab.values())) < len(vocab):
         raise ValueError("one id belongs to two tokens")
-    unnamed = {"unk_token": None, "eos_token": None, "pad_token": None}
-    return _transformers().Qwen2Tokenizer(vocab=vocab, merges=merges, **unnamed).backend_tokenizer
+    return Qwen2Tokenizer(vocab, merges, unk_token=None, eos_token=None, pad_token=None).backend_tokenizer
 
 
 def _ascii(meta: Mapping[str, Any], path: Path) -> tokenizers.Tokenizer:
