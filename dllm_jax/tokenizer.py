@@ -17,7 +17,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
@@ -166,7 +166,8 @@ def token_strings(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> list
     """
     strings = [piece.decode("utf-8", "backslashreplace") for piece in token_bytes(tokenizer, vocab_size)]
     for token, i in special_tokens(tokenizer).items():
-        strings[i] = token
+        if i < vocab_size:
+            strings[i] = token
     return strings
 
 
@@ -209,7 +210,8 @@ def _qwen2(folder: Path) -> tokenizers.Tokenizer:
     vocab = {**_added_tokens(folder), **vocab}
     if len(set(vocab.values())) < len(vocab):
         raise ValueError("one id belongs to two tokens")
-    return Qwen2Tokenizer(vocab, merges, unk_token=None, eos_token=None, pad_token=None).backend_tokenizer
+    unnamed: dict[str, Any] = {"unk_token": None, "eos_token": None, "pad_token": None}
+    return Qwen2Tokenizer(vocab=vocab, merges=cast(Any, merges), **unnamed).backend_tokenizer
 
 
 def _ascii(meta: Mapping[str, Any], path: Path) -> tokenizers.Tokenizer:
