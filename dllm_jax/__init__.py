@@ -3,7 +3,8 @@
     import dllm_jax
 
     model = dllm_jax.load("llada-8b-instruct")          # a folder, or a name under ~/.cache/dllm_jax
-    ids = model.require_tokenizer().encode_chat([{"role": "user", "content": "Hello"}])
+    chat = [{"role": "user", "content": "Hello"}]
+    ids = model.tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]  # transformers' tokenizer
     logits = model.denoiser(jax.numpy.array([ids]))     # what token belongs at position i
 
 Every mistake in the input is a `DllmError` with one sentence. Importing starts no backend and creates no array.
@@ -14,7 +15,6 @@ from dllm_jax.denoiser import Denoiser
 from dllm_jax.errors import DllmError
 from dllm_jax.loading import Model, load, random_model
 from dllm_jax.sharding import ShardingRules, batch_sharding, make_mesh, param_shardings
-from dllm_jax.tokenizer import Tokenizer
 
 __version__ = "0.1.0"
 
@@ -25,7 +25,6 @@ __all__ = [
     "Model",
     "ModelConfig",
     "ShardingRules",
-    "Tokenizer",
     "__version__",
     "batch_sharding",
     "load",

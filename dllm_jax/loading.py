@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,10 @@ from dllm_jax.denoiser import Denoiser
 from dllm_jax.errors import DllmError
 from dllm_jax.params import init_params
 from dllm_jax.sharding import Layout, ShardingRules, param_shardings
-from dllm_jax.tokenizer import Tokenizer, has_tokenizer
+from dllm_jax.tokenizer import has_tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -25,7 +29,7 @@ class Model:
 
     Attributes:
         params: flat name -> array, on the devices where it was loaded to.
-        tokenizer: None for a checkpoint without a tokenizer's files, and for random weights.
+        tokenizer: one of transformers'; None for a checkpoint without a tokenizer's files, and for random weights.
         name: for people: the folder's or the published size's name.
         folder: where it was loaded from, None for random weights.
         layout: the mesh that it was loaded onto, None for one device.
@@ -33,7 +37,7 @@ class Model:
 
     config: ModelConfig
     params: dict[str, jax.Array] = dataclasses.field(repr=False)
-    tokenizer: Tokenizer | None
+    tokenizer: "PreTrainedTokenizerBase | None"
     name: str
     folder: Path | None = None
     layout: Layout | None = None
@@ -43,7 +47,7 @@ class Model:
         """The model as samplers take it."""
         return Denoiser(self.config, self.params, self.layout)
 
-    def require_tokenizer(self) -> Tokenizer:
+    def require_tokenizer(self) -> "PreTrainedTokenizerBase":
         """The tokenizer, for callers that were given text.
 
         Raises:
@@ -82,7 +86,7 @@ def load(
     config = checkpoint.load_config(folder)
     dtype_name, layout = _dtype_name(dtype), _layout(mesh, rules)
     shardings = layout and dict(param_shardings(config, layout.mesh, layout.rules))
-    tokenizer = Tokenizer.from_folder(folder, config) if has_tokenizer(folder) else None
+    tokenizer = load_tokenizer(folder, config) if has_tokenizer(folder) else None
     params = checkpoint.load_params(folder, dtype=dtype_name, shardings=shardings)
     return Model(config, params, tokenizer, name=folder.resolve().name, folder=folder, layout=layout)
 

@@ -1,4 +1,4 @@
-"""Tokenizers of the tasks, as the files that `dllm_jax.Tokenizer` reads from a checkpoint folder.
+"""Tokenizers of the tasks, as the files that `dllm_jax.tokenizer` reads from a checkpoint folder.
 
 Special tokens have LLaDA's names. Text gets a byte-level BPE, boards and mazes one token per symbol.
 """
@@ -105,7 +105,7 @@ def vocabulary_of_symbols(symbols: Mapping[str, int]) -> Vocabulary:
 
 
 def join(symbols: Mapping[str, int], ids: Iterable[int]) -> str:
-    """Token ids as text, special tokens and unknown ids left out, as `dllm_jax.Tokenizer.decode` does."""
+    """Token ids as text, special tokens and unknown ids left out, as a tokenizer's `decode` does."""
     names = {i: symbol for symbol, i in symbols.items() if symbol not in (EOS, MASK, EOT, BOS)}
     return "".join(names.get(int(i), "") for i in ids)
 

@@ -31,7 +31,7 @@ from rich.console import Console
 import dllm_jax
 from dllm_jax import DllmError, Model, checkpoint
 from dllm_jax.command import Parser, run_printing
-from dllm_jax.tokenizer import Tokenizer, has_tokenizer
+from dllm_jax.tokenizer import has_tokenizer, load_tokenizer
 from samplers.block import BlockSampler
 from samplers.caches import CACHES
 from samplers.checks import check_number, refuse_unknown
@@ -242,7 +242,7 @@ def _outline(path_or_name: str) -> Model:
     """The model without its parameters."""
     folder = checkpoint.find(path_or_name)
     config = checkpoint.load_config(folder)
-    tokenizer = Tokenizer.from_folder(folder, config) if has_tokenizer(folder) else None
+    tokenizer = load_tokenizer(folder, config) if has_tokenizer(folder) else None
     return Model(config, {}, tokenizer, folder.resolve().name, folder)
 
 

@@ -9,6 +9,7 @@ from dllm_jax import Model
 from dllm_jax.denoiser import DenoiserLike, Span
 from dllm_jax.errors import DllmError
 from dllm_jax.pytree import pytree
+from dllm_jax.tokenizer import token_strings
 
 
 @pytree()
@@ -126,7 +127,8 @@ def verifier_for(model: Model, verifier: Model, token_map: Any = None) -> Verifi
                 f"to compare; {advice}"
             )
         return found
-    pairs = zip(model.tokenizer.token_strings(), verifier.tokenizer.token_strings(), strict=False)
+    own = token_strings(model.tokenizer, model.config.vocab_size)
+    pairs = zip(own, token_strings(verifier.tokenizer, verifier.config.vocab_size), strict=False)
     for token, (ours, theirs) in enumerate(pairs):
         if ours != theirs and ours and theirs:
             raise DllmError(f"token {token} is {ours!r} to {model.name} and {theirs!r} to {verifier.name}; {advice}")

@@ -12,6 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from dllm_jax import DllmError, Model, ModelConfig
+from dllm_jax.tokenizer import encode_chat, encode_text, token_bytes
 from samplers.apd_loop import DraftResult
 from samplers.block import BlockSampler
 from samplers.caches import CACHES, CachePolicy, make_cache
@@ -220,7 +221,7 @@ def make_stop(model: Model, stop: Sequence[str | int], ignore_eos: bool) -> Stop
     for token in tokens:
         _check_token("stop", token, model.config)
     tokens += [] if ignore_eos else [token for token in model.config.end_ids if token not in tokens]
-    pieces = model.require_tokenizer().token_bytes() if strings else None
+    pieces = token_bytes(model.require_tokenizer(), model.config.vocab_size) if strings else None
     return stop_on(tokens, strings=strings, vocab_size=model.config.vocab_size, token_bytes=pieces)
 
 
@@ -272,12 +273,12 @@ def encode_prompt(model: Model, prompt: Prompt, *, chat: bool = False, system: s
     if isinstance(prompt, str) and (chat or system is not None):
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(prompt, str):
-        return _checked_ids(model, model.require_tokenizer().encode(prompt))
+        return _checked_ids(model, encode_text(model.require_tokenizer(), prompt))
     if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, (Sequence, np.ndarray, jax.Array)):
         raise DllmError(f"a prompt is a string, a list of token ids or a list of messages, not {reprlib.repr(prompt)}")
     if any(isinstance(item, Mapping) for item in prompt):
         head: list[Any] = [] if system is None else [{"role": "system", "content": system}]
-        return _checked_ids(model, model.require_tokenizer().encode_chat([*head, *prompt]))
+        return _checked_ids(model, encode_chat(model.require_tokenizer(), [*head, *prompt]))
     return _checked_ids(model, prompt.tolist() if isinstance(prompt, (np.ndarray, jax.Array)) else prompt)
 
 
@@ -434,7 +435,7 @@ def answer(model: Model, prompt: list[int], result: Result, row: int, stop: Sequ
     tokens = result.tokens[row, : int(result.lengths[row])].tolist()
     text = ""
     if model.tokenizer is not None:
-        text = model.tokenizer.decode(tokens)
+        text = str(model.tokenizer.decode(tokens, skip_special_tokens=True))
         cuts = [text.find(item) for item in stop if isinstance(item, str) and item in text]
         text = text[: min(cuts)] if cuts else text
     return Generation(

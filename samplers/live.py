@@ -21,6 +21,7 @@ from rich.text import Text
 
 from dllm_jax import DllmError, Model
 from dllm_jax.indicator import Indicator
+from dllm_jax.tokenizer import special_tokens, token_bytes
 from samplers.apd import APD, LeftRight
 from samplers.block import BlockSampler
 from samplers.caches import CACHES
@@ -129,7 +130,7 @@ class Speller:
     def __init__(self, model: Model) -> None:
         self._piece, self._names = _piece_of(model), dict[int, str]()
         if model.tokenizer is not None:
-            self._names |= {token: name for name, token in model.tokenizer.special_tokens.items()}
+            self._names |= {token: name for name, token in special_tokens(model.tokenizer).items()}
         self._names |= dict.fromkeys((model.config.eos_id, *model.config.end_ids), END)
 
     def __call__(self, tokens: Sequence[int], written: Sequence[bool]) -> list[str | None]:
@@ -152,9 +153,9 @@ def _piece_of(model: Model) -> Callable[[int], bytes]:
     if tokenizer is None:
         return lambda token: f"{token} ".encode()
     try:
-        return tokenizer.token_bytes().__getitem__
+        return token_bytes(tokenizer, model.config.vocab_size).__getitem__
     except DllmError:  # not byte-level: neighbours cannot complete each other's characters
-        return functools.cache(lambda token: tokenizer.decode([token], skip_special=False).encode())
+        return functools.cache(lambda token: str(tokenizer.decode([token])).encode())
 
 
 _LOOPS: Mapping[str, tuple[type, str]] = {  # name -> a sampler with a loop of its own, and its first number

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
+import transformers
 from test_evals_runner import oracle
 
 import dllm_jax
@@ -460,12 +462,11 @@ def test_verifiers_of_models(dream_tiny, qwen2_tiny, llada_tiny) -> None:
     with pytest.raises(DllmError, match="outside the verifier's 136 tokens"):
         verifier_for(dream_tiny, qwen2_tiny, np.full(136, 136))
 
-    class Other:
-        def token_strings(self):
-            return ["?"] * 136
-
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 65}))
+    core.decoder = tokenizers.decoders.Fuse()
+    other = transformers.PreTrainedTokenizerFast(tokenizer_object=core)
     with pytest.raises(DllmError, match="is '.*' to .* and .*; give a verifier of the same tokenizer, or a token_map"):
-        verifier_for(dream_tiny, dataclasses.replace(qwen2_tiny, tokenizer=Other()))
+        verifier_for(dream_tiny, dataclasses.replace(qwen2_tiny, tokenizer=other))
 
 
 @pytest.mark.parametrize(

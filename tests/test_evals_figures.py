@@ -23,15 +23,7 @@ CAUSAL = {"family": "qwen2", "attention": "causal", "shift": True}
 def toy(name):
     """A model of the word problems' tokens; one whose name begins with ar is causal."""
     config = config_for(WORDS, **(CAUSAL if name.startswith("ar") else {}))
-    size = config.vocab_size
-    encode = lambda text: WORDS._coding[0].encode(text)
-    codec = SimpleNamespace(
-        encode=encode,
-        decode=WORDS.show,
-        vocab_size=size,
-        token_strings=lambda: list(map(str, range(size))),
-    )
-    return dataclasses.replace(random_model(config, key=0), name=name, tokenizer=codec)
+    return dataclasses.replace(random_model(config, key=0), name=name, tokenizer=WORDS._coding[0])
 
 
 @pytest.fixture

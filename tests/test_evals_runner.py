@@ -70,12 +70,14 @@ def oracle(task, n=N, wrong=()):
         config.mask_id,
         config.eos_id,
     )
-    text = SimpleNamespace(
-        encode=lambda text: task._coding[0].encode(text), decode=task.show, vocab_size=config.vocab_size
-    )
     params = {"known": denoiser.known}
     return SimpleNamespace(
-        config=config, denoiser=denoiser, params=params, name="oracle", folder=None, require_tokenizer=lambda: text
+        config=config,
+        denoiser=denoiser,
+        params=params,
+        name="oracle",
+        folder=None,
+        require_tokenizer=lambda: task._coding[0],
     )
 
 

@@ -70,13 +70,14 @@ def test_a_checkpoint_loads_whole(saved, params):
     for name, array in params.items():
         np.testing.assert_array_equal(model.params[name], array)
         assert model.params[name].dtype == jnp.float32
-    assert model.require_tokenizer().encode("Hi<|mask|>") == [72, 105, 129]
+    assert model.tokenizer.encode("Hi<|mask|>") == [72, 105, 129]
     assert "embed.embedding" not in repr(model)  # eight billion numbers would not help anybody
 
 
 def test_its_denoiser_predicts(saved):
     model = dllm_jax.load(saved)
-    tokens = jnp.array([model.require_tokenizer().encode_chat([{"role": "user", "content": "Hi"}])])
+    chat = [{"role": "user", "content": "Hi"}]
+    tokens = jnp.array([model.tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]])
     assert model.denoiser(tokens).shape == (*tokens.shape, 136)
 
 
@@ -134,7 +135,9 @@ def test_a_checkpoint_without_tokenizer(broken):
 
 def test_a_damaged_tokenizer_is_not_passed_over(broken):
     (broken / "tokenizer.json").write_text("{")
-    with pytest.raises(dllm_jax.DllmError, match="tokenizer.json could not be read"):
+    with pytest.raises(
+        dllm_jax.DllmError, match="the tokenizer of .*broken could not be read .*; copy its files again"
+    ):
         dllm_jax.load(broken)
 
 

@@ -21,7 +21,7 @@ from benchmarks import moe as benchmark
 from convert.__main__ import main
 from convert.families import FAMILIES
 from convert.hub_config import HubConfig
-from dllm_jax import chat, checkpoint, moe
+from dllm_jax import checkpoint, moe
 from dllm_jax.config import PUBLISHED, Experts, ModelConfig
 from dllm_jax.denoiser import Denoiser
 from dllm_jax.errors import DllmError
@@ -390,16 +390,17 @@ def test_the_benchmark_measures_the_same_layer_four_times(tmp_path):
     assert all(row["seconds"] > 0 and row["difference"] < 1e-5 for row in rows)
 
 
-def test_chat_template():
-    render = lambda *messages, **options: chat.render(
-        chat.BUILT_IN["llada-moe"], [dict(role=role, content=text) for role, text in messages], tokens={}, **options
-    )
-    assert render(("user", "Hi {{ 1 }}")) == (
+def test_chat_template(tiny):
+    def render(*turns, **options):
+        messages = [{"role": role, "content": text} for role, text in turns]
+        return tiny.tokenizer.apply_chat_template(messages, tokenize=False, **options)
+
+    assert render(("user", "Hi {{ 1 }}"), add_generation_prompt=True) == (
         "<role>SYSTEM</role>detailed thinking off<|role_end|><role>HUMAN</role>Hi {{ 1 }}<|role_end|>"
         "<role>ASSISTANT</role>"
     )
     talk = (("system", "Be kind."), ("user", "a"), ("assistant", "b"), ("user", "c"))
-    assert render(*talk, add_generation_prompt=False) == (
+    assert render(*talk) == (
         "<role>SYSTEM</role>Be kind.\ndetailed thinking off<|role_end|><role>HUMAN</role>a<|role_end|>"
         "<role>ASSISTANT</role>b<|role_end|><role>HUMAN</role>c<|role_end|>"
     )

@@ -1,16 +1,30 @@
-"""Tokenizers from real file formats, chat texts as published, and the bytes of single tokens."""
+"""Tokenizers of real file formats as transformers' own, chat texts as published, and the bytes of single tokens."""
 
 import json
 import random
+import subprocess
+import sys
+import unicodedata
 
+import numpy as np
 import pytest
 import tokenizers
+import transformers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from dllm_jax import chat
+from dllm_jax.chat import TEMPLATES
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
-from dllm_jax.tokenizer import ASCII_VOCAB, Tokenizer, has_tokenizer
+from dllm_jax.tokenizer import (
+    ASCII_VOCAB,
+    encode_chat,
+    encode_text,
+    has_tokenizer,
+    load_tokenizer,
+    special_tokens,
+    token_bytes,
+    token_strings,
+)
 
 SENTENCES = [
     "Diffusion language models write all words at once, not one after the other.",
@@ -79,7 +93,7 @@ def dream_settings(**changes):
         "auto_map": {"AutoTokenizer": ["tokenization_remote.RemoteTokenizer", None]},
         "tokenizer_class": "DreamTokenizer",
         "bos_token": "<|bos|>",
-        "eos_token": {"content": "<|endoftext|>", "lstrip": False},
+        "eos_token": "<|endoftext|>",
         "mask_token": "<|mask|>",
         "unk_token": None,
         "model_max_length": 131072,
@@ -102,7 +116,7 @@ def fast_folder(tmp_path_factory):
     state["model"]["vocab"] |= ADDED
     core = tokenizers.Tokenizer.from_str(json.dumps(state))
     core.enable_truncation(5)
-    core.enable_padding(length=7)
+    core.enable_padding(length=7, pad_id=400, pad_token="<|endoftext|>")
     core.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 410)])
     core.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<|bos|>", "mask_token": "<|mask|>"}))
@@ -121,19 +135,19 @@ def slow_folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def fast(fast_folder):
-    return Tokenizer.from_folder(fast_folder, config())
+    return load_tokenizer(fast_folder, config())
 
 
 @pytest.fixture(scope="module")
 def slow(slow_folder):
-    return Tokenizer.from_folder(slow_folder, config())
+    return load_tokenizer(slow_folder, config())
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
     write_meta(folder)
-    return Tokenizer.from_folder(folder, ascii_config())
+    return load_tokenizer(folder, ascii_config())
 
 
 def write_meta(folder, **changes):
@@ -150,157 +164,157 @@ def copy(folder, to, **replaced):
 
 
 @pytest.mark.parametrize("text", [*TEXTS, "<|im_start|>user\nHi<|im_end|><|mask|><tool_call>x"])
-def test_both_file_formats_encode_alike(fast, slow, text):
-    assert slow.encode(text) == fast.encode(text)
+def test_both_file_formats_encode_alike(fast, slow, fast_folder, text):
+    plain = tokenizers.Tokenizer.from_file(str(fast_folder / "tokenizer.json"))
+    plain.no_truncation()
+    plain.no_padding()
+    assert encode_text(slow, text) == encode_text(fast, text) == plain.encode(text, add_special_tokens=False).ids
 
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_text_survives_a_round_trip(slow, text):
-    import unicodedata
-
-    assert slow.decode(slow.encode(text)) == unicodedata.normalize("NFC", text)
+    assert slow.decode(encode_text(slow, text)) == unicodedata.normalize("NFC", text)
 
 
-def test_digits_are_split_one_by_one(slow):
-    assert [slow.decode([i]) for i in slow.encode("a1234 56")] == ["a", "1", "2", "3", "4", " ", "5", "6"]
-
-
-def test_words_are_merged(slow):
-    assert len(slow.encode("Diffusion language models write all words at once")) < 25
+@pytest.mark.parametrize("which", ["fast", "slow", "tiny"])
+def test_they_are_transformers_own(which, request):
+    tokenizer = request.getfixturevalue(which)
+    assert isinstance(tokenizer, transformers.PreTrainedTokenizerBase)
+    assert tokenizer("Hi", add_special_tokens=False)["input_ids"] == encode_text(tokenizer, "Hi")
+    assert tokenizer.convert_ids_to_tokens(tokenizer.mask_token_id) == tokenizer.mask_token == "<|mask|>"
+    rows = tokenizer(["a", "abc"], add_special_tokens=False, padding=True, return_tensors="np")["input_ids"]
+    assert len(rows) == 2 and rows[0, -1] == tokenizer.pad_token_id == tokenizer.eos_token_id
+    assert tokenizer.decode(np.array(encode_text(tokenizer, "Hi"))) == "Hi"
 
 
 def test_special_tokens_are_found_in_text_and_skipped_when_decoding(slow):
-    ids = slow.encode("Hi<|im_end|><tool_call>")
+    ids = encode_text(slow, "Hi<|im_end|><tool_call>")
     assert ids[-2:] == [402, 403]
-    assert slow.decode(ids) == "Hi<tool_call>"
-    assert slow.decode(ids, skip_special=False) == "Hi<|im_end|><tool_call>"
-    assert slow.special_tokens == {token: i for token, i in ADDED.items() if token != PLAIN}
+    assert slow.decode(ids, skip_special_tokens=True) == "Hi<tool_call>"
+    assert slow.decode(ids) == "Hi<|im_end|><tool_call>"
+    assert special_tokens(slow) == {token: i for token, i in ADDED.items() if token != PLAIN}
 
 
-def test_bos_is_added_only_when_asked(fast, slow, tiny):
-    for tokenizer in (fast, slow):
-        assert tokenizer.bos_id == 410
-        assert tokenizer.encode("Hi", add_special=True) == [410, *tokenizer.encode("Hi")]
-        assert 410 not in tokenizer.encode("Hi")
-    assert tiny.bos_id is None
-    assert tiny.encode("Hi", add_special=True) == [72, 105]
-
-
-def test_truncation_and_padding_of_the_file_are_ignored(fast):
-    assert len(fast.encode("one two three four five six seven eight")) > 7
-    assert len(fast.encode("a")) == 1
+def test_bos_truncation_and_padding_of_the_file_leave_prompts_alone(fast):
+    assert fast.encode("Hi")[0] == 410 and 410 not in encode_text(fast, "Hi")
+    assert len(encode_text(fast, "one two three four five six seven eight")) > 7
+    assert len(encode_text(fast, "a")) == 1
 
 
 def test_remote_code_is_not_run(slow, slow_folder):
     assert not (slow_folder / "remote_code_ran").exists()
 
 
-def test_bos_falls_back_to_the_config(slow_folder, tmp_path):
-    settings = dream_settings()
-    del settings["bos_token"]
+def test_nothing_is_downloaded_or_said(slow_folder, tmp_path):
+    """Above 100,000 tokens transformers looks for Mistral's tokenizers; and it misses PyTorch when imported."""
+    folder = copy(slow_folder, tmp_path)
+    (folder / "config.json").write_text(config().to_json())
+    vocab = json.loads((folder / "vocab.json").read_text())
+    vocab |= {f"unused{i}": i for i in range(412, 100_500)}
+    (folder / "vocab.json").write_text(json.dumps(vocab))
+    program = (
+        "import socket, sys\n"
+        "def refuse(*_): raise SystemExit('the network was asked')\n"
+        "socket.socket.connect = socket.getaddrinfo = refuse\n"
+        "import dllm_jax\n"
+        "from dllm_jax.tokenizer import encode_text, load_tokenizer\n"
+        "assert 'transformers' not in sys.modules\n"
+        "print(encode_text(load_tokenizer(sys.argv[1]), '<|mask|>' * 3))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(folder)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[411, 411, 411]\n", "")
+
+
+def test_special_tokens_that_the_files_do_not_name_are_the_config_s(slow_folder, tmp_path):
+    settings = {name: value for name, value in dream_settings().items() if name not in ("bos_token", "mask_token")}
     folder = copy(slow_folder, tmp_path, tokenizer_config=settings)
-    assert Tokenizer.from_folder(folder, config()).bos_id == 410
-    assert Tokenizer.from_folder(folder, config(bos_id=None)).bos_id is None
+    tokenizer = load_tokenizer(folder, config())
+    assert (tokenizer.bos_token, tokenizer.mask_token_id, tokenizer.pad_token_id) == ("<|bos|>", 411, 400)
+    assert load_tokenizer(folder, config(bos_id=None)).bos_token is None
 
 
 def test_added_tokens_of_older_files(slow, slow_folder, tmp_path):
     settings = {"bos_token": "<|bos|>", "eos_token": "<|endoftext|>"}
-    extra = ["<|im_start|>", {"content": "<|im_end|>"}]
-    named = {"mask_token": {"content": "<|mask|>"}, "additional_special_tokens": extra}
+    named = {"mask_token": {"content": "<|mask|>"}, "cls_token": "<|im_start|>", "sep_token": "<|im_end|>"}
     folder = copy(slow_folder, tmp_path, tokenizer_config=settings, added_tokens=ADDED, special_tokens_map=named)
-    older = Tokenizer.from_folder(folder, config())
+    older = load_tokenizer(folder, config())
     text = "Hi<|im_start|><|mask|><tool_call> 12"
-    assert older.encode(text) == slow.encode(text)
-    assert older.special_tokens == slow.special_tokens
+    assert encode_text(older, text) == encode_text(slow, text)
+    assert special_tokens(older) == special_tokens(slow)
 
 
 def test_added_tokens_missing_from_tokenizer_json_are_taken_from_its_config(fast_folder, tmp_path):
     entry = {"content": "<|new|>", "special": True}
     folder = copy(fast_folder, tmp_path, tokenizer_config={"added_tokens_decoder": {"412": entry}})
-    assert Tokenizer.from_folder(folder, config()).encode("<|new|>") == [412]
+    assert encode_text(load_tokenizer(folder, config()), "<|new|>") == [412]
     folder = copy(fast_folder, tmp_path, tokenizer_config={"added_tokens_decoder": {"406": entry}})
-    with pytest.raises(DllmError, match="disagree on the id of '<|new|>' .412 and 406.; copy all from one checkpoint"):
-        Tokenizer.from_folder(folder, config())
+    with pytest.raises(DllmError, match="disagree on the id of '<|new|>', 412 and 406"):
+        load_tokenizer(folder, config())
 
 
 def test_ascii_vocabulary(tiny):
     text = "".join(map(chr, range(128)))
-    assert tiny.encode(text) == list(range(128))
-    assert tiny.decode(range(128)) == text
-    assert tiny.encode("a<|mask|><|eot_id|><|endoftext|>") == [97, 129, 131, 128]
-    assert tiny.decode([97, 129, 130, 135, 98]) == "ab"  # 130 and 135 are defined by nobody
+    assert encode_text(tiny, text) == list(range(128))
+    assert tiny.decode(list(range(128))) == text
+    assert encode_text(tiny, "a<|mask|><|eot_id|><|endoftext|>") == [97, 129, 131, 128]
+    assert tiny.decode([97, 129, 130, 135, 98], skip_special_tokens=True) == "ab"  # nobody defines 130 and 135
     with pytest.raises(DllmError, match="'caf\u00e9' cannot be expressed in this vocabulary"):
-        tiny.encode("caf\u00e9")
+        encode_text(tiny, "caf\u00e9")
 
 
 @pytest.mark.parametrize("name", ["llada-tiny", "dream-tiny", "qwen2-tiny", "lladamoe-tiny"])
 def test_tiny_checkpoints_of_this_repository(goldens, name):
-    tokenizer = Tokenizer.from_folder(goldens / "checkpoints" / name, ascii_config())
-    assert tokenizer.encode("Hi<|eot_id|>") == [72, 105, 131]
-    assert tokenizer.special_tokens == {"<|endoftext|>": 128, "<|mask|>": 129, "<|eot_id|>": 131}
-
-
-def test_ids_may_be_arrays(tiny):
-    import jax.numpy as jnp
-    import numpy as np
-
-    assert tiny.decode(np.array([72, 105])) == tiny.decode(jnp.array([72, 105])) == tiny.decode((72, 105)) == "Hi"
-
-
-@pytest.mark.parametrize("ids", [[-1], [136], [97, 10**12]])
-def test_ids_outside_the_vocabulary_are_refused(tiny, ids):
-    with pytest.raises(DllmError, match="is no token id of this vocabulary"):
-        tiny.decode(ids)
-
-
-def test_several_rows_are_refused(tiny):
-    import numpy as np
-
-    with pytest.raises(DllmError, match="decode one row of ids"):
-        tiny.decode(np.zeros((2, 3), int))
+    tokenizer = load_tokenizer(goldens / "checkpoints" / name, ascii_config())
+    assert encode_text(tokenizer, "Hi<|eot_id|>") == [72, 105, 131]
+    assert special_tokens(tokenizer) == {"<|endoftext|>": 128, "<|mask|>": 129, "<|eot_id|>": 131}
 
 
 @pytest.mark.parametrize("text", [None, ["a"], b"a"])
 def test_only_strings_are_encoded(tiny, text):
     with pytest.raises(DllmError, match="only strings can be encoded"):
-        tiny.encode(text)
+        encode_text(tiny, text)
+
+
+def test_half_a_surrogate_pair_is_refused(slow):
+    with pytest.raises(DllmError, match="cannot be expressed in this vocabulary"):
+        encode_text(slow, "\ud800")
 
 
 @pytest.mark.parametrize("which", ["fast", "slow", "tiny"])
 def test_token_bytes_join_to_the_decoded_text(which, request):
-    tokenizer = request.getfixturevalue(which)
-    pieces = tokenizer.token_bytes()
-    assert len(pieces) == tokenizer.vocab_size
+    tokenizer, size = request.getfixturevalue(which), 136 if which == "tiny" else 416
+    pieces = token_bytes(tokenizer, size)
+    assert len(pieces) == size
     for seed in range(300):  # random ids break characters in every possible way
-        ids = random.Random(seed).choices(range(tokenizer.vocab_size), k=12)
-        assert b"".join(pieces[i] for i in ids).decode("utf-8", "replace") == tokenizer.decode(ids)
+        ids = random.Random(seed).choices(range(size), k=12)
+        joined = b"".join(pieces[i] for i in ids).decode("utf-8", "replace")
+        assert joined == tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def test_characters_that_are_split_across_tokens(slow):
-    ids, pieces = slow.encode("🧪é"), slow.token_bytes()
+    ids, pieces = encode_text(slow, "🧪é"), token_bytes(slow, 416)
     assert len(ids) > 2  # neither was seen in training
     assert b"".join(pieces[i] for i in ids) == "🧪é".encode()
     assert slow.decode(ids[:1]) == "\ufffd"
 
 
 def test_token_bytes_of_special_and_undefined_ids_are_empty(slow):
-    pieces = slow.token_bytes()
+    pieces = token_bytes(slow, 416)
     assert [pieces[i] for i in (400, 403, 405, 411, 415)] == [b"", b"<tool_call>", b"", b"", b""]
 
 
 def test_token_strings_are_readable(slow):
-    strings = slow.token_strings()
+    strings = token_strings(slow, 416)
     assert strings[411] == "<|mask|>"
-    assert strings[slow.encode(" 1")[0]] == " "
-    assert strings[slow.encode("🧪")[0]] == "\\xf0\\x9f"
+    assert strings[encode_text(slow, " 1")[0]] == " "
+    assert strings[encode_text(slow, "🧪")[0]] == "\\xf0\\x9f"
 
 
-def test_bytes_of_other_decoders_are_refused(tmp_path):
+def test_bytes_of_other_decoders_are_refused():
     core = tokenizers.Tokenizer(models.WordLevel({"a": 0}))
     core.decoder = decoders.Metaspace()
-    tokenizer = Tokenizer(core, config())
     with pytest.raises(DllmError, match=r"not for \['Metaspace'\]"):
-        tokenizer.token_bytes()
+        token_bytes(transformers.PreTrainedTokenizerFast(tokenizer_object=core), 1)
 
 
 USER = {"role": "user", "content": "What is 2+2?"}
@@ -308,25 +322,22 @@ TURNS = [{"role": "system", "content": "Be brief."}, USER, {"role": "assistant",
 AGAIN = {"role": "user", "content": "Why?"}
 
 
-def llada_core():
-    core = tokenizers.Tokenizer(models.WordLevel({chr(i): i for i in range(128)}, unk_token="?"))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    core.decoder = decoders.Fuse()
-    tokens = [
-        "<|endoftext|>",
-        "<|mdm_mask|>",
-        "<|startoftext|>",
-        "<|eot_id|>",
-        "<|start_header_id|>",
-        "<|end_header_id|>",
-    ]
-    core.add_special_tokens([AddedToken(token, normalized=False) for token in tokens])
-    return core
+def spoken(tokenizer, messages):
+    return tokenizer.decode(encode_chat(tokenizer, messages))
 
 
 @pytest.fixture(scope="module")
-def llada():
-    return Tokenizer(llada_core(), ascii_config(bos_id=130))
+def llada(tmp_path_factory):
+    """LLaDA's special tokens behind ASCII, and no chat template."""
+    folder = tmp_path_factory.mktemp("llada")
+    core = tokenizers.Tokenizer(models.WordLevel({chr(i): i for i in range(128)}, unk_token="?"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    core.decoder = decoders.Fuse()
+    names = ["<|endoftext|>", "<|mdm_mask|>", "<|startoftext|>", "<|eot_id|>"]
+    names += ["<|start_header_id|>", "<|end_header_id|>"]
+    core.add_special_tokens([AddedToken(token, normalized=False) for token in names])
+    core.save(str(folder / "tokenizer.json"))
+    return load_tokenizer(folder, ascii_config(bos_id=130))
 
 
 def test_llada_single_turn(llada):
@@ -334,16 +345,15 @@ def test_llada_single_turn(llada):
         "<|startoftext|><|start_header_id|>user<|end_header_id|>\n\nWhat is 2+2?<|eot_id|>"
         "<|start_header_id|>assistant<|end_header_id|>\n\n"
     )
-    assert llada.apply_chat([USER]) == text
-    assert llada.apply_chat([USER], add_generation_prompt=False) == text  # the published template never asks
-    assert llada.apply_chat([{"role": "user", "content": "  What is 2+2?\n"}]) == text
-    ids = llada.encode_chat([USER])
-    assert ids == llada.encode(text)
+    assert spoken(llada, [USER]) == text
+    assert llada.apply_chat_template([USER], tokenize=False) == text  # the published template never asks
+    assert spoken(llada, [{"role": "user", "content": "  What is 2+2?\n"}]) == text
+    ids = encode_chat(llada, [USER])
     assert ids[:2] == [130, 132] and ids.count(130) == 1 and ids[-3:] == [133, 10, 10]
 
 
 def test_llada_several_turns(llada):
-    assert llada.apply_chat([*TURNS, AGAIN]) == (
+    assert spoken(llada, [*TURNS, AGAIN]) == (
         "<|startoftext|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
         "<|start_header_id|>user<|end_header_id|>\n\nWhat is 2+2?<|eot_id|>"
         "<|start_header_id|>assistant<|end_header_id|>\n\n4<|eot_id|>"
@@ -352,49 +362,61 @@ def test_llada_several_turns(llada):
     )
 
 
+def test_llada_without_a_bos_token(tiny):
+    assert spoken(tiny, [USER]).startswith("<|start_header_id|>user<|end_header_id|>")
+
+
 def test_dream_single_turn(slow):
     text = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nWhat is 2+2?<|im_end|>\n"
-    assert slow.apply_chat([USER]) == text + "<|im_start|>assistant\n"
-    assert slow.apply_chat([USER], add_generation_prompt=False) == text
-    assert slow.encode_chat([USER])[0] == 401  # no BOS before a chat
+    assert spoken(slow, [USER]) == text + "<|im_start|>assistant\n"
+    assert slow.apply_chat_template([USER], tokenize=False) == text
+    assert encode_chat(slow, [USER])[0] == 401  # no BOS before a chat
+    assert slow.apply_chat_template([USER], add_generation_prompt=True, return_dict=False) == encode_chat(slow, [USER])
 
 
 def test_dream_several_turns(slow):
-    assert slow.apply_chat([*TURNS, AGAIN]) == (
+    assert spoken(slow, [*TURNS, AGAIN]) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is 2+2?<|im_end|>\n"
         "<|im_start|>assistant\n4<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
     )
 
 
 def test_qwen2_speaks_the_same_format_as_dream():
-    assert chat.BUILT_IN["qwen2"] == chat.BUILT_IN["dream"]
+    assert TEMPLATES["qwen2"] == TEMPLATES["dream"]
 
 
 def test_templates_of_the_folder_come_first(slow_folder, tmp_path):
     named = [{"name": "rag", "template": "no"}, {"name": "default", "template": "{{ bos_token }}{{ messages|length }}"}]
     folder = copy(slow_folder, tmp_path, tokenizer_config=dream_settings(chat_template=named))
-    assert Tokenizer.from_folder(folder, config()).apply_chat(TURNS) == "<|bos|>3"
+    assert spoken(load_tokenizer(folder, config()), TURNS) == "<|bos|>3"
     settings = dream_settings(chat_template="{{ messages[0]['content'] | tojson }}{{ eos_token }}")
     folder = copy(slow_folder, tmp_path, tokenizer_config=settings)
-    assert Tokenizer.from_folder(folder, config()).apply_chat(TURNS) == '"Be brief."<|endoftext|>'
+    assert spoken(load_tokenizer(folder, config()), TURNS) == '"Be brief."<|endoftext|>'
     (folder / "chat_template.jinja").write_text("{% if add_generation_prompt %}\nGo{% endif %}\n")
-    assert Tokenizer.from_folder(folder, config()).apply_chat(TURNS) == "Go"
+    assert spoken(load_tokenizer(folder, config()), TURNS) == "Go"
 
 
 @pytest.mark.parametrize(
-    ("template", "sentence"),
+    "template",
     [
-        ("{% for %}", "the chat template failed .*Expected"),
-        ("{{ raise_exception('Roles must alternate') }}", "failed \\(Roles must alternate\\)"),
-        ("{{ messages[7]['role'] }}", "the chat template failed"),
-        ("{{ 1 / 0 }}", "division by zero"),
-        ("{{ ''.__class__.__mro__ }}", "the chat template failed .*unsafe"),
-        ("{{ messages.append(1) }}", "the chat template failed"),
+        "{% for %}",
+        "{{ raise_exception('Roles must alternate') }}",
+        "{{ messages[7]['role'] }}",
+        "{{ 1 / 0 }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        3,
+        [{"name": "rag", "template": "no"}],
     ],
 )
-def test_failing_templates_give_a_sentence(template, sentence):
-    with pytest.raises(DllmError, match=sentence):
-        chat.render(template, [USER], tokens={})
+def test_failing_templates_give_a_sentence(slow_folder, tmp_path, template):
+    settings = dream_settings(chat_template=template)
+    tokenizer = load_tokenizer(copy(slow_folder, tmp_path, tokenizer_config=settings), config())
+    with pytest.raises(
+        DllmError, match=r"the chat template failed \(.+\); check the messages or the template"
+    ) as caught:
+        encode_chat(tokenizer, [USER])
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -413,15 +435,16 @@ def test_failing_templates_give_a_sentence(template, sentence):
 )
 def test_bad_messages_are_refused(slow, messages, sentence):
     with pytest.raises(DllmError, match=sentence):
-        slow.apply_chat(messages)
+        encode_chat(slow, messages)
 
 
 def test_a_family_without_template_is_refused(fast_folder):
-    with pytest.raises(DllmError, match="no chat template is known for other models"):
-        Tokenizer.from_folder(fast_folder, config("other")).apply_chat([USER])
+    with pytest.raises(DllmError, match="the tokenizer has no chat template; put a chat_template.jinja"):
+        encode_chat(load_tokenizer(fast_folder, config("other")), [USER])
 
 
 DECODER = "added_tokens_decoder"
+UNREADABLE = "the tokenizer of .* could not be read .*; copy its files again"
 
 
 @pytest.mark.parametrize(
@@ -429,60 +452,57 @@ DECODER = "added_tokens_decoder"
     [
         ({"tokenizer_config": "{"}, "tokenizer_config.json is not valid JSON"),
         ({"tokenizer_config": "[1]"}, "tokenizer_config.json holds no JSON object"),
-        ({"tokenizer_config": {DECODER: [1]}}, "added_tokens_decoder is no JSON object"),
-        ({"tokenizer_config": {DECODER: {"x": {"content": "<a>"}}}}, "no token id and text at 'x'"),
-        ({"tokenizer_config": {DECODER: {"400": {"special": True}}}}, "no token id and text at '400'"),
-        ({"tokenizer_config": {DECODER: {"5": {"content": "<a>"}}}}, "one id to two tokens"),
+        ({"tokenizer_config": {DECODER: [1]}}, UNREADABLE),
+        ({"tokenizer_config": {DECODER: {"x": {"content": "<a>"}}}}, UNREADABLE),
+        ({"tokenizer_config": {DECODER: {"400": {"special": True}}}}, UNREADABLE),
+        ({"tokenizer_config": {DECODER: {"5": {"content": "<a>"}}}}, "one id belongs to two tokens"),
         ({"tokenizer_config": {DECODER: {"405": {"content": "a"}}}}, "disagree on the id of 'a'"),
         ({"tokenizer_config": {DECODER: {"400": {"content": "<a>"}, "500": {"content": "<b>"}}}}, "ids up to 500"),
         ({"tokenizer_config": dream_settings(mask_token="<|bos|>")}, "mask token is 410 but the model's is 411"),
-        ({"tokenizer_config": dream_settings(chat_template=3)}, "chat_template is neither"),
-        ({"added_tokens": {"<a>": "1"}}, "gives the token '<a>' the id '1'"),
-        ({"added_tokens": '{"\\ud800": 412}'}, "gives the token .* the id 412; correct that entry"),
-        ({"tokenizer_config": {DECODER: {"412": {"content": "\ud800"}}}}, "no token id and text at '412'"),
-        ({"tokenizer_config": dream_settings(chat_template=[{"name": ["x"]}])}, "chat_template is neither"),
-        ({"special_tokens_map": "nonsense"}, "special_tokens_map.json is not valid JSON"),
-        ({"vocab": {"a": "b"}}, "does not give every token an id of its own"),
-        ({"vocab": {"a": 1, "b": 1}}, "does not give every token an id of its own"),
-        ({"vocab": {}}, "does not give every token an id of its own"),
-        ({"vocab": {"a": 1}}, "do not fit"),
-        ({"vocab": "{"}, "vocab.json is not valid JSON"),
+        ({"added_tokens": {"<a>": "1"}}, UNREADABLE),
+        ({"added_tokens": '{"\\ud800": 412}'}, UNREADABLE),
+        ({"tokenizer_config": {DECODER: {"412": {"content": "\ud800"}}}}, UNREADABLE),
+        ({"special_tokens_map": "nonsense", "tokenizer_config": {}}, UNREADABLE),
+        ({"vocab": {"a": "b"}}, UNREADABLE),
+        ({"vocab": {"a": 1, "b": 1}}, UNREADABLE),
+        ({"vocab": {}}, UNREADABLE),
+        ({"vocab": {"a": 1}}, UNREADABLE),
+        ({"vocab": "{"}, UNREADABLE),
     ],
 )
 def test_damaged_slow_files(slow_folder, tmp_path, replaced, sentence):
-    with pytest.raises(DllmError, match=sentence):
-        Tokenizer.from_folder(copy(slow_folder, tmp_path, **replaced), config())
+    with pytest.raises(DllmError, match=sentence) as caught:
+        load_tokenizer(copy(slow_folder, tmp_path, **replaced), config())
+    assert "\n" not in str(caught.value)
 
 
 def test_damaged_merges(slow_folder, tmp_path):
     folder = copy(slow_folder, tmp_path)
-    (folder / "merges.txt").write_text("#version: 0.2\nĠ a b\n")
-    with pytest.raises(DllmError, match="merges.txt line 2 is not a pair of tokens"):
-        Tokenizer.from_folder(folder, config())
-    (folder / "merges.txt").write_bytes(b"\xff\xfe")
-    with pytest.raises(DllmError, match="merges.txt could not be read"):
-        Tokenizer.from_folder(folder, config())
+    for content in (b"#version: 0.2\n\xc4\xa0 a b\n", b"\xff\xfe"):
+        (folder / "merges.txt").write_bytes(content)
+        with pytest.raises(DllmError, match=UNREADABLE):
+            load_tokenizer(folder, config())
     (folder / "merges.txt").unlink()
     with pytest.raises(DllmError, match="a vocab.json but no merges.txt"):
-        Tokenizer.from_folder(folder, config())
+        load_tokenizer(folder, config())
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"model": {"type": "Other"}}', "\x00"])
 def test_damaged_tokenizer_json(fast_folder, tmp_path, text):
-    with pytest.raises(DllmError, match="tokenizer.json could not be read .*copy the file again"):
-        Tokenizer.from_folder(copy(fast_folder, tmp_path, tokenizer=text), config())
+    with pytest.raises(DllmError, match=UNREADABLE):
+        load_tokenizer(copy(fast_folder, tmp_path, tokenizer=text), config())
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(fast_folder):
     with pytest.raises(DllmError, match="knows ids up to 411 but the model has 408"):
-        Tokenizer.from_folder(fast_folder, config(vocab_size=408, mask_id=None, bos_id=None))
+        load_tokenizer(fast_folder, config(vocab_size=408, mask_id=None, bos_id=None))
 
 
 @pytest.mark.parametrize("changes", [{"eos_id": 3}, {"mask_id": "129"}, {"eot_id": 128}, {"eos_id": True}])
 def test_meta_with_wrong_ids(tmp_path, changes):
     write_meta(tmp_path, **changes)
     with pytest.raises(DllmError, match="must be different integers from 128 on"):
-        Tokenizer.from_folder(tmp_path, ascii_config())
+        load_tokenizer(tmp_path, ascii_config())
 
 
 def test_folders_without_tokenizer(tmp_path):
@@ -490,6 +510,6 @@ def test_folders_without_tokenizer(tmp_path):
     (tmp_path / "meta.json").write_text('{"vocab": "something else"}')
     assert not has_tokenizer(tmp_path)
     with pytest.raises(DllmError, match="has no tokenizer; put tokenizer.json"):
-        Tokenizer.from_folder(tmp_path, config())
+        load_tokenizer(tmp_path, config())
     write_meta(tmp_path)
     assert has_tokenizer(tmp_path)

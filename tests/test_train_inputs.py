@@ -12,6 +12,7 @@ from train_toys import LLADA, Reverse, dllm_jax_example, model_fields, run_confi
 import dllm_jax
 import train
 from dllm_jax import DllmError
+from dllm_jax.tokenizer import encode_chat
 from train.__main__ import main
 from train.config import DataPart, read_config
 from train.data import Ahead, Rows, Setup, from_reference
@@ -86,7 +87,7 @@ def test_text_is_packed_and_json_lines_are_encoded(tmp_path, llada_tiny):
     made = [jsonl(setup, path=str(file)).example(i) for i in range(5)]
     assert (made[0].prompt_ids.tolist(), made[0].answer_ids.tolist()) == (encode("Q"), [*encode("A"), eos])
     assert made[1].answer_ids.tolist() == [3]
-    assert made[2].prompt_ids.tolist() == llada_tiny.tokenizer.encode_chat(messages[:1])
+    assert made[2].prompt_ids.tolist() == encode_chat(llada_tiny.tokenizer, messages[:1])
     assert made[2].answer_ids.tolist() == [*encode("Yes"), llada_tiny.config.end_ids[-1]]
     assert made[3].answer_ids.tolist() == encode("abc") and not len(made[3].prompt_ids)
     assert len(jsonl(setup, path=str(file), drop_long=True)) < 5

@@ -5,12 +5,12 @@ import tempfile
 import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dllm_jax import checkpoint
 from dllm_jax.config import ModelConfig, published
 from dllm_jax.errors import DllmError
-from dllm_jax.tokenizer import Tokenizer, has_tokenizer
+from dllm_jax.tokenizer import has_tokenizer, load_tokenizer
 from train.config import (
     AutoregressivePart,
     CompressionPart,
@@ -23,6 +23,9 @@ from train.config import (
 )
 from train.data import SOURCES, Rows, Setup, Source, from_reference, size
 from train.lora import tokenizer_files
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,8 +165,8 @@ def _tokenizer_files(part: ModelPart, task: Any) -> Mapping[str, bytes]:
     return tokenizer_files(checkpoint.find(part.init)) if part.init else {}
 
 
-def _tokenizer(files: Mapping[str, bytes], model: ModelConfig) -> Tokenizer | None:
+def _tokenizer(files: Mapping[str, bytes], model: ModelConfig) -> "PreTrainedTokenizerBase | None":
     with tempfile.TemporaryDirectory() as name:
         for file, content in files.items():
             (Path(name) / file).write_bytes(content)
-        return Tokenizer.from_folder(name, model) if has_tokenizer(name) else None
+        return load_tokenizer(name, model) if has_tokenizer(name) else None

@@ -12,16 +12,19 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
-import tokenizers
 
 from dllm_jax import Model
 from dllm_jax.errors import DllmError
+from dllm_jax.tokenizer import encode_text, load_tokenizer
 from evals import tokens
 from evals.tasks.base import Draws, Example, Ids, Task, Verdict, draw_of_split, draws_for
 from evals.tokens import Vocabulary
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Difficulty = Literal["easy", "medium", "hard", "long"]
 Wording = Literal["terse", "free"]
@@ -84,17 +87,6 @@ class Problem(NamedTuple):
         return self.equations()[-1][-1]
 
 
-class Codec(Protocol):
-    """Text to token ids and back, as `dllm_jax.Tokenizer` does."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, ids: Sequence[int]) -> str: ...
-
-
 @dataclasses.dataclass(frozen=True)
 class WordProblems(Task):
     """Arithmetic word problems as text.
@@ -108,7 +100,7 @@ class WordProblems(Task):
         wording: "terse" answers are equations alone; in "free" ones each stands in a sentence whose verb is anyone's
             choice, `Tom gets 12+23=35.`: a model cannot be sure of it, however much it knows.
         seed: another seed gives other examples of the same splits.
-        codec, eos_id: the tokenizer and its end id; the task's own by default. `bind` sets a model's.
+        codec, eos_id: the transformers tokenizer and its end id; the task's own by default. `bind` sets a model's.
     """
 
     name: ClassVar[str] = "word-problems"
@@ -120,7 +112,7 @@ class WordProblems(Task):
     operations: str | None = None
     wording: Wording = "terse"
     seed: int = 0
-    codec: Codec | None = dataclasses.field(default=None, repr=False, compare=False)
+    codec: Any = dataclasses.field(default=None, repr=False, compare=False)
     eos_id: int | None = dataclasses.field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -150,8 +142,8 @@ class WordProblems(Task):
         problem, question, answer = self._drawn(split, index)
         codec, eos_id = self._coding
         return Example(
-            prompt_ids=np.array(codec.encode(question), np.int32),
-            answer_ids=np.array([*codec.encode(answer), eos_id], np.int32),
+            prompt_ids=np.array(encode_text(codec, question), np.int32),
+            answer_ids=np.array([*encode_text(codec, answer), eos_id], np.int32),
             problem=problem,
         )
 
@@ -171,7 +163,7 @@ class WordProblems(Task):
 
     def show(self, ids: Ids) -> str:
         codec = self._coding[0]
-        return codec.decode([int(i) for i in ids if 0 <= i < codec.vocab_size])
+        return str(codec.decode([int(i) for i in ids if i >= 0], skip_special_tokens=True))
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -183,14 +175,14 @@ class WordProblems(Task):
         digits = "8" * len(str(self.limits.max_total))
         sentences = [f"Tom {longest.format(digits)}."] * self.limits.steps[1]
         text = _prompt([f"Tom has {digits} {max(OBJECTS, key=len)}.", *sentences])
-        return -(-len(self._coding[0].encode(text)) // 8) * 8
+        return -(-len(encode_text(self._coding[0], text)) // 8) * 8
 
     @functools.cached_property
     def answer_width(self) -> int:
         digits = "8" * len(str(self.limits.max_total))
         subjects = [f"{name} {verb} " for name in NAMES for verb in VERBS] if self.wording == "free" else [""]
         steps = lambda subject: f"{subject}{digits}+{digits}={digits}. " * self.limits.steps[1]
-        longest = max(len(self._coding[0].encode(f"{steps(subject)}#### {digits}")) for subject in subjects)
+        longest = max(len(encode_text(self._coding[0], f"{steps(subject)}#### {digits}")) for subject in subjects)
         return -(-(longest + 1) // 16) * 16  # whole blocks of the usual lengths
 
     def write_tokenizer(self, folder: str | Path) -> None:
@@ -200,7 +192,7 @@ class WordProblems(Task):
         return dataclasses.replace(self, codec=model.require_tokenizer(), eos_id=model.config.eos_id)
 
     @functools.cached_property
-    def _coding(self) -> tuple[Codec, int]:
+    def _coding(self) -> tuple["PreTrainedTokenizerBase", int]:
         if self.codec is not None and self.eos_id is not None:
             return self.codec, self.eos_id
         return _own_codec(), self.vocabulary.eos_id
@@ -324,23 +316,7 @@ def train_tokenizer(folder: str | Path, *, vocab_size: int = 640, texts: int = 2
     return tokens.train_bpe(corpus(texts), folder, vocab_size=vocab_size)
 
 
-class _Own:
-    """The task's own tokenizer, without a model around it."""
-
-    def __init__(self, core: tokenizers.Tokenizer) -> None:
-        self._core = core
-
-    @property
-    def vocab_size(self) -> int:
-        return self._core.get_vocab_size(with_added_tokens=True)
-
-    def encode(self, text: str) -> list[int]:
-        return self._core.encode(text, add_special_tokens=False).ids
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._core.decode(list(ids), skip_special_tokens=True)
-
-
 @functools.cache
-def _own_codec() -> Codec:
-    return _Own(tokens.load(TOKENIZER))
+def _own_codec() -> "PreTrainedTokenizerBase":
+    """The task's own tokenizer, without a model around it."""
+    return load_tokenizer(TOKENIZER)

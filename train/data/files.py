@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from dllm_jax.errors import DllmError
+from dllm_jax.tokenizer import encode_chat, encode_text
 from train.data.source import Example, Setup
 
 
@@ -57,7 +58,7 @@ def text(setup: Setup, *, path: str, separator: str = "") -> Packed:
     tokenizer = setup.require_tokenizer()
     files = (read_text(file) for file in _files(path, "*.txt"))
     documents = (part for file in files for part in (file.split(separator) if separator else [file]) if part.strip())
-    return Packed(map(tokenizer.encode, documents), setup.length, setup.config.eos_id)
+    return Packed((encode_text(tokenizer, part) for part in documents), setup.length, setup.config.eos_id)
 
 
 def jsonl(setup: Setup, *, path: str, pack: bool = False, drop_long: bool = False) -> Listed | Packed:
@@ -115,7 +116,7 @@ def entry_to_example(setup: Setup, entry: Any, where: str) -> Example:
         last = messages[-1] if isinstance(messages, list) else None
         if not isinstance(last, Mapping) or last.get("role") != "assistant" or not isinstance(last.get("content"), str):
             raise DllmError(f"{where}: messages must end with one of the assistant")
-        prompt = setup.require_tokenizer().encode_chat(messages[:-1])
+        prompt = encode_chat(setup.require_tokenizer(), messages[:-1])
         answer = _ids(setup, last["content"].strip(), where, (config.end_ids[-1],))
         return Example(np.asarray(prompt, np.int32), answer)
     for name in ("text", "ids"):
@@ -148,7 +149,7 @@ def _listed(setup: Setup, entries: list[tuple[str, Any]], pack: bool, drop_long:
 
 def _ids(setup: Setup, value: Any, where: str, end: tuple[int, ...]) -> np.ndarray:
     if isinstance(value, str):
-        return np.asarray([*setup.require_tokenizer().encode(value), *end], np.int32)
+        return np.asarray([*encode_text(setup.require_tokenizer(), value), *end], np.int32)
     if isinstance(value, list) and all(type(item) is int for item in value):
         if all(0 <= item < setup.config.vocab_size for item in value):
             return np.asarray(value, np.int32)

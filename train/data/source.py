@@ -4,13 +4,15 @@ import dataclasses
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sized
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
-from dllm_jax.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class ExampleLike(Protocol):
@@ -69,10 +71,10 @@ class Setup:
     """
 
     config: ModelConfig
-    tokenizer: Tokenizer | None
+    tokenizer: "PreTrainedTokenizerBase | None"
     length: int
 
-    def require_tokenizer(self) -> Tokenizer:
+    def require_tokenizer(self) -> "PreTrainedTokenizerBase":
         """The tokenizer.
 
         Raises:
