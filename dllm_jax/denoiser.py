@@ -8,7 +8,7 @@ from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.kv_cache import KVCache, slice_rows
 from dllm_jax.pytree import pytree
-from dllm_jax.transformer import Params, RematPolicy, Transformer, Window, bind
+from dllm_jax.transformer import Params, RematPolicy, Tile, Transformer, Window, bind
 
 
 @pytree(static=("config",))
@@ -43,6 +43,12 @@ class Denoiser:
     def vocab_size(self) -> int:
         """Number of columns of the logits."""
         return self.config.vocab_size
+
+    @property
+    def vocab_parts(self) -> int:
+        """Equal parts of the vocabulary that a `Tile` takes the same entries of: one for each device that it is split
+        over."""
+        return 1
 
     @property
     def min_prompt_length(self) -> int:
@@ -134,9 +140,10 @@ class Denoiser:
         """Hidden states behind the final norm, which the vocabulary head reads: [B, W, D] -> [B, W, D]."""
         return self._model.final_norm(hidden)
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """Vocabulary scores of hidden states, [B, W, D] -> [B, W, V] float32."""
-        return self._model.logits(hidden)
+    def logits(self, hidden: jax.Array, tile: Tile | None = None) -> jax.Array:
+        """Vocabulary scores of hidden states, [B, W, D] -> [B, W, V] float32; of a tile's ids alone where one is given,
+        [B, W, vocab_parts * width]."""
+        return self._model.logits(hidden, tile, self.vocab_parts)
 
     def __call__(self, tokens: jax.Array, lengths: jax.Array | None = None) -> jax.Array:
         """Aligned logits of every position, [B, S] int32 -> [B, S, V] float32: entry i scores the token at i.

@@ -351,7 +351,7 @@ def _uniform(denoiser: DenoiserLike, state: LeftRightState, span: Span) -> jax.A
     if state.noise is None:
         raise ValueError("a temperature needs a source of random numbers")
     ahead = jnp.maximum(span.positions - span.cur[:, None], 0)
-    return state.noise.uniform(Purpose.TOKENS, state.nfe, ahead, denoiser.vocab_size)
+    return state.noise.uniform(Purpose.TOKENS, state.nfe, ahead, jnp.arange(denoiser.vocab_size, dtype=jnp.int32))
 
 
 def _room(what: str, value: Any, most: int | None, otherwise: int) -> int:

@@ -16,8 +16,8 @@ from samplers.checks import check_length, check_number, check_whole
 from samplers.engine import Result
 from samplers.guidance import Guided
 from samplers.inputs import checked
-from samplers.noise import Noise, Purpose, source_of
-from samplers.predictions import Predictions, Sampling, predict
+from samplers.noise import Noise, source_of
+from samplers.predictions import Sampling, given, predict, predicted
 from samplers.rules.base import BlockView, Rule
 from samplers.smoothing import Smoothing
 from samplers.stopping import Stop, StopState
@@ -210,19 +210,19 @@ class BlockSampler:
         outcome = self.cache.predict(guided, request, state.cache)
         ran = outcome.ran
         hidden = slice_rows(outcome.hidden, request.start, self.width) if request.wide else outcome.hidden
-        logits = guided.logits(hidden)
-        adjusted, rule = self.rule.adjust(logits, view, state.rule)
-        predictions = predicted(guided, self.rule, self.sampling, adjusted, view)
+        whole = self.rule.reads_hidden or self.smoothing is not None  # these need the block's logits as well
+        logits = guided.logits(hidden) if whole else None
+        predictions, rule = predicted(guided, self.rule, self.sampling, hidden, view, state.rule, logits=logits)
         select, rule = self.rule.decide(predictions, view, rule)
         select &= ran[:, None]
 
         tokens = jnp.where(select, predictions.token, slice_rows(state.tokens, request.start, self.width))
-        if self.rule.reads_hidden:
+        if self.rule.reads_hidden and logits is not None:
             sure, best = sure_of(guided, self.rule, self.sampling, hidden, logits, view.masked & ran[:, None])
             select, tokens = select | sure, jnp.where(sure, best, tokens)
         newly = _on_canvas(select, view.positions, self.gen_length)
         soft = state.soft
-        if self.smoothing is not None and soft is not None:
+        if self.smoothing is not None and soft is not None and logits is not None:
             soft = self._soften(guided, request, outcome, logits, self.smoothing.alpha(state.nfe), soft)
         state = dataclasses.replace(
             state,
@@ -518,22 +518,14 @@ def generation(denoiser: DenoiserLike, state: Canvas, gen_length: int) -> jax.Ar
     return jnp.where(jnp.arange(gen_length) < state.gen_lengths[:, None], tokens, denoiser.eos_id)
 
 
-def predicted(
-    denoiser: DenoiserLike, rule: Rule, sampling: Sampling, logits: jax.Array, view: BlockView
-) -> Predictions:
-    """What a rule gets to see of the logits [B, W, V] of a block."""
-    uniform = None if sampling.temperature is None else view.draw(Purpose.TOKENS, denoiser.vocab_size)
-    return predict(logits, sampling, mask_id=denoiser.mask_id, score_from=rule.score_from, uniform=uniform)
-
-
 def sure_of(
     denoiser: DenoiserLike, rule: Rule, sampling: Sampling, hidden: jax.Array, logits: jax.Array, masked: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Of some masked positions [B, W] those that a rule is sure of by hidden states [B, W, D] and their logits
     [B, W, V], and the best token everywhere, [B, W]."""
     plain = Sampling(suppress=sampling.suppress, defer=sampling.defer)
-    best = predict(logits, plain, mask_id=denoiser.mask_id, score_from="raw", uniform=None)
-    sure = rule.sure(denoiser, hidden, logits, best) & masked & ~best.mask_wins
+    best = predict(given(logits), plain, mask_id=denoiser.mask_id, score_from="raw", draw=None)
+    sure = rule.sure(denoiser, hidden, logits, best) & masked & ~best.mask_wins & best.finite
     if plain.defer is not None:
         sure &= ~jnp.isin(best.token, plain.defer)
     return sure, best.token

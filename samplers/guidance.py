@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from dllm_jax.denoiser import Tile
 from dllm_jax.kv_cache import KVCache
 from samplers.caches.base import DenoiserLike
 
@@ -37,6 +38,10 @@ class Guided:
     @property
     def vocab_size(self) -> int:
         return self.denoiser.vocab_size
+
+    @property
+    def vocab_parts(self) -> int:
+        return self.denoiser.vocab_parts
 
     @property
     def min_prompt_length(self) -> int:
@@ -84,9 +89,9 @@ class Guided:
         """Those of the conditional half."""
         return self.denoiser.final_hidden(jnp.split(hidden, 2, axis=-1)[0])
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
+    def logits(self, hidden: jax.Array, tile: Tile | None = None) -> jax.Array:
         both = jnp.concatenate(jnp.split(hidden, 2, axis=-1))
-        conditional, unconditional = jnp.split(self.denoiser.logits(both), 2)
+        conditional, unconditional = jnp.split(self.denoiser.logits(both, tile), 2)
         scale = jnp.asarray(self.scale)[..., None, None]
         return unconditional + (scale + 1.0) * (conditional - unconditional)
 

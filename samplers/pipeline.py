@@ -19,16 +19,16 @@ from dllm_jax.errors import DllmError
 from dllm_jax.kv_cache import KVCache, LayerKV, slice_rows, write_rows
 from dllm_jax.pytree import pytree, vary_like
 from samplers import stopping
-from samplers.block import check_rule, check_sampling, generation, laid_out, predicted, result_of, sure_of
+from samplers.block import check_rule, check_sampling, generation, laid_out, result_of, sure_of
 from samplers.caches import DenoiserLike
 from samplers.caches.base import switch_in_place
 from samplers.caches.prefix import window_widths
 from samplers.checks import check_choice, check_length, check_number
 from samplers.engine import Result
 from samplers.inputs import checked
-from samplers.noise import KeyNoise, Noise, source_of
+from samplers.noise import Noise, source_of
 from samplers.pipeline_denoiser import BlockCausalDenoiser, block_causal
-from samplers.predictions import Predictions, Sampling
+from samplers.predictions import Predictions, Sampling, predicted
 from samplers.rules.base import PROXIES, BlockView, Number, Proxy, Rule, error_of, per_row, rank
 from samplers.stopping import Stop, StopState
 
@@ -345,10 +345,11 @@ class PipelineSampler:
         decoded = jnp.pad(state.decoded_at >= 0, ((0, 0), (0, self.num_blocks * length - self.gen_length)))
         entered = blocks.masked.sum(-1, dtype=jnp.int32) + decoded.reshape(batch, -1, length).sum(-1, dtype=jnp.int32)
         masked, full = of_window(blocks.masked & live), of_window(before) >= jnp.asarray(self.tau_act)[..., None]
-        logits = denoiser.logits(hidden)
-        decide = lambda *parts: self._decide_block(denoiser, state, blocks.total, *parts)
+        logits = denoiser.logits(hidden) if self._rule.reads_hidden else None
+        decide = lambda *parts: self._decide_block(denoiser, state, blocks.total, count, *parts)
         token, new = jax.vmap(decide, in_axes=1, out_axes=1)(
-            by_block(logits),
+            by_block(hidden),
+            jax.tree.map(by_block, logits),
             first[:, None] + jnp.arange(count),
             masked,
             full,
@@ -364,11 +365,11 @@ class PipelineSampler:
         return written, jax.tree.map(keep, rule_state, new)
 
     def _sure(
-        self, denoiser: DenoiserLike, hidden: jax.Array, logits: jax.Array, masked: jax.Array, full: jax.Array
+        self, denoiser: DenoiserLike, hidden: jax.Array, logits: jax.Array | None, masked: jax.Array, full: jax.Array
     ) -> tuple[jax.Array, jax.Array] | None:
         """Which masked positions [B, n, L] of n blocks the rule is sure of by their hidden states [B, n L, D], and the
         best tokens, both [B, n L]; None for a rule that reads none."""
-        if not self._rule.reads_hidden:
+        if logits is None:
             return None
         asked = masked if self._rule.looks_ahead(cached=False) else masked & full[..., None]
         return sure_of(denoiser, self._rule, self.sampling, hidden, logits, asked.reshape(logits.shape[:2]))
@@ -378,7 +379,9 @@ class PipelineSampler:
         denoiser: DenoiserLike,
         state: PipelineState,
         total: jax.Array,
-        logits: jax.Array,
+        count: int,
+        hidden: jax.Array,
+        logits: jax.Array | None,
         block: jax.Array,
         masked: jax.Array,
         full: jax.Array,
@@ -387,7 +390,8 @@ class PipelineSampler:
         rule_state: Any,
         read: tuple[jax.Array, jax.Array] | None,
     ) -> tuple[jax.Array, Any]:
-        """One block of every row, block [B]: the tokens that are committed [B, L], -1 elsewhere."""
+        """One block of every row, block [B], of `count` beside each other: the tokens that are committed [B, L], -1
+        elsewhere."""
         positions = block[:, None] * self.block_length + jnp.arange(self.block_length, dtype=jnp.int32)
         view = BlockView(
             masked=masked,
@@ -396,11 +400,12 @@ class PipelineSampler:
             step=step,
             block_masks=entered,
             num_blocks=total,
-            noise=_of_block(state.noise, block),
+            noise=state.noise,
             nfe=state.nfe,
         )
-        adjusted, rule_state = self._rule.adjust(logits, view, rule_state)
-        predictions = predicted(denoiser, self._rule, self.sampling, adjusted, view)
+        predictions, rule_state = predicted(
+            denoiser, self._rule, self.sampling, hidden, view, rule_state, logits=logits, beside=count
+        )
         chosen, rule_state = self._rule.decide(predictions, view, rule_state)
         score = predictions.confidence if self.forced == "confidence" else -error_of(predictions, self.forced)
         known, best = (chosen & False, predictions.token) if read is None else read
@@ -422,8 +427,3 @@ class PipelineSampler:
 def _after_prompt(ratio: jax.Array) -> jax.Array:
     """Shares of the prompt, which is complete, and of the blocks behind it: [B, N] -> [B, N + 1]."""
     return jnp.concatenate([jnp.ones_like(ratio[:, :1]), ratio], axis=1)
-
-
-def _of_block(noise: Noise | None, block: jax.Array) -> Noise | None:
-    """The source of one block [B] of every row: a row's blocks are drawn in one forward, and may not share numbers."""
-    return KeyNoise(jax.vmap(jax.random.fold_in)(noise.keys, block)) if isinstance(noise, KeyNoise) else noise

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dllm_jax.denoiser import Tile
 from dllm_jax.kv_cache import KVCache, write_rows
 from dllm_jax.pytree import pytree, vary_like
 from samplers.checks import check_whole
@@ -25,6 +26,9 @@ class DenoiserLike(Protocol):
 
     @property
     def vocab_size(self) -> int: ...
+
+    @property
+    def vocab_parts(self) -> int: ...
 
     @property
     def min_prompt_length(self) -> int: ...
@@ -47,7 +51,7 @@ class DenoiserLike(Protocol):
 
     def final_hidden(self, hidden: jax.Array) -> jax.Array: ...
 
-    def logits(self, hidden: jax.Array) -> jax.Array: ...
+    def logits(self, hidden: jax.Array, tile: Tile | None = None) -> jax.Array: ...
 
     def embed(self, tokens: jax.Array) -> jax.Array: ...
 
