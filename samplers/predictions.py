@@ -288,10 +288,10 @@ class _Mass(NamedTuple):
 
 def _mass(score: jax.Array) -> _Mass:
     peak, top = score.max(axis=-1), jnp.argmax(score, axis=-1, keepdims=True)
+    second = jnp.where(jnp.arange(score.shape[-1]) == top, -jnp.inf, score).max(axis=-1)
     centred = score - _centre(peak)[..., None]
     weight = jnp.exp(centred)
     moment = jnp.where(weight > 0, weight * centred, 0.0).sum(axis=-1)  # 0 * -inf counts as 0
-    second = jnp.where(jnp.arange(score.shape[-1]) == top, -jnp.inf, score).max(axis=-1)
     return _Mass(peak, second, weight.sum(axis=-1), moment)
 
 
@@ -422,7 +422,7 @@ class _Tally(NamedTuple):
 
     Attributes:
         peak: the largest of the model's logits; NaN if one is.
-        top: the best logit, the mask token's included; nothing is scored there.
+        top: the best logit, the mask token's included.
         choice: the token that is written, chosen among what may be.
         mass: of what is scored.
     """
