@@ -89,8 +89,8 @@ def reference(denoiser: Denoiser, prompt: list[int], key: jax.Array, weight, tem
     while len(out) < GEN:
         cur = len(prompt) + len(out)
         right = min(cur + lookahead, len(prompt) + GEN)
-        uniform = noise.uniform(Purpose.TOKENS, jnp.asarray([len(counts)]), jnp.arange(GEN)[None], V)
-        g = np.asarray(gumbel(uniform))[0, len(out) : len(out) + right - cur] if temperature else 0.0
+        uniform = noise.uniform(Purpose.TOKENS, jnp.asarray([len(counts)]), jnp.arange(GEN)[None], jnp.arange(V))
+        g = np.asarray(gumbel(uniform))[0, : right - cur] if temperature else 0.0
         z = np.asarray(_logits(denoiser, jnp.asarray(x), jnp.asarray(right)))[cur:right]
         scale = temperature or 1.0
         cut = z < np.sort(z, axis=-1)[:, -top_k, None]

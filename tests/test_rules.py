@@ -367,8 +367,8 @@ def test_draws_follow_the_tempered_truncated_distribution() -> None:
 def test_the_mask_token_is_never_chosen() -> None:
     """Not even when it is all that truncation leaves, or when it is drawn."""
     logits = jnp.zeros((1, 1, 4)).at[0, 0, 1].set(9.0).at[0, 0, 2].set(1.0)
+    uniform = jnp.full((1, 1, 4), 0.5)
     for sampling in (Sampling(), Sampling(top_k=1), Sampling(top_p=0.1), Sampling(temperature=1.0, top_k=1)):
-        uniform = jnp.full((1, 1, 4), 0.5)
         found = predict(given_logits(logits), sampling, mask_id=1, score_from="raw", draw=lambda ids: uniform)
         assert int(found.token[0, 0]) == 2
 

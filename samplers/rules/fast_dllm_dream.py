@@ -23,6 +23,10 @@ class FastDllmDream(Rule):
     def score_from(self) -> ScoreFrom:  # type: ignore[override]
         return self.rule.score_from
 
+    @property
+    def reads_logits(self) -> bool:  # type: ignore[override]
+        return self.rule.reads_logits
+
     def check(self, gen_length: int, num_blocks: int | None) -> None:
         self.rule.check(gen_length, num_blocks)
 
