@@ -27,7 +27,7 @@ from benchmarks.roofline import Row, measure_ceilings, timed
 from dllm_jax import Denoiser, DllmError, ModelConfig
 from dllm_jax.indicator import Indicator, IndicatorConfig, init_indicator
 from dllm_jax.params import init_params
-from samplers.predictions import Sampling, predict
+from samplers.predictions import Sampling, given, predict
 from samplers.rules.ni import features_of
 
 INDICATORS = {"llada-8b": IndicatorConfig(), "tiny": IndicatorConfig(2, 8, 32, 32, 16)}
@@ -57,7 +57,7 @@ def _depth_seconds(model: ModelConfig, window: int, options: argparse.Namespace)
 @jax.jit
 def _head(denoiser: Denoiser, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
     logits = denoiser.logits(hidden)
-    found = predict(logits, Sampling(), mask_id=denoiser.mask_id, score_from="raw", uniform=None)
+    found = predict(given(logits), Sampling(), mask_id=denoiser.mask_id, score_from="raw", draw=None)
     return logits, found.token
 
 

@@ -25,7 +25,7 @@ from dllm_jax.denoiser import Span
 from dllm_jax.kv_cache import write_rows
 from dllm_jax.transformer import param_specs
 from samplers import BlockSampler, BlockState, DualCache, TopK
-from samplers.predictions import predict
+from samplers.predictions import predict, readout
 
 Row = dict[str, Any]
 STAGES = ("window", "head", "scores", "step")
@@ -220,11 +220,11 @@ def _upto(stage: str, setting: Setting, denoiser: Denoiser, state: BlockState) -
     state = dataclasses.replace(state, cache=dataclasses.replace(state.cache, kv=kv))
     if stage == "window":
         return _feed_back(denoiser, state, hidden[..., 0])
-    logits = denoiser.logits(hidden)
     if stage == "head":
-        return _feed_back(denoiser, state, logits[..., 0])
+        return _feed_back(denoiser, state, denoiser.logits(hidden)[..., 0])
     sampler = setting.sampler
-    found = predict(logits, sampling=sampler.sampling, mask_id=denoiser.mask_id, score_from="raw", uniform=None)
+    scores = readout(denoiser, hidden)
+    found = predict(scores, sampler.sampling, mask_id=denoiser.mask_id, score_from="raw", draw=None)
     return _feed_back(denoiser, state, found.confidence + found.token)
 
 

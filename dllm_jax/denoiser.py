@@ -15,7 +15,7 @@ from dllm_jax.errors import DllmError
 from dllm_jax.kv_cache import KVCache, gather_rows, slice_rows
 from dllm_jax.pytree import pytree
 from dllm_jax.sharding import Layout
-from dllm_jax.transformer import Params, Place, RematPolicy, Transformer, bind
+from dllm_jax.transformer import Params, Place, RematPolicy, Tile, Transformer, bind, tile_of
 
 
 class Span(NamedTuple):
@@ -52,6 +52,9 @@ class DenoiserLike(Protocol):
     @property
     def batch_parts(self) -> int: ...
 
+    @property
+    def vocab_parts(self) -> int: ...
+
     def forward(
         self,
         inputs: jax.Array,
@@ -63,7 +66,7 @@ class DenoiserLike(Protocol):
         outputs: Span | None = None,
     ) -> tuple[jax.Array, Any]: ...
 
-    def logits(self, hidden: jax.Array) -> jax.Array: ...
+    def logits(self, hidden: jax.Array, tile: Tile | None = None) -> jax.Array: ...
 
     def empty_cache(self, batch: int, length: int) -> Any: ...
 
@@ -123,6 +126,12 @@ class Denoiser:
     def batch_parts(self) -> int:
         """Equal parts of a batch that lie on different devices."""
         return 1 if self.layout is None else self.layout.parts("batch")
+
+    @property
+    def vocab_parts(self) -> int:
+        """Equal parts of the vocabulary that a `Tile` takes the same entries of: one for each device that it is split
+        over, so that no column of the head leaves its device."""
+        return 1 if self.layout is None else self.layout.parts("vocab")
 
     @property
     def _model(self) -> Transformer:
@@ -224,9 +233,10 @@ class Denoiser:
         """Hidden states behind the final norm, which the vocabulary head reads: [B, W, D] -> [B, W, D]."""
         return self._model.final_norm(hidden)
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """Vocabulary scores of hidden states, [B, W, D] -> [B, W, V] float32."""
-        return self._model.logits(hidden)
+    def logits(self, hidden: jax.Array, tile: Tile | None = None) -> jax.Array:
+        """Vocabulary scores of hidden states, [B, W, D] -> [B, W, V] float32; of a tile of the vocabulary,
+        [B, W, vocab_parts * width]."""
+        return self._model.logits(hidden, tile, self.vocab_parts)
 
     def __call__(self, tokens: jax.Array, lengths: jax.Array | None = None) -> jax.Array:
         """Aligned logits of every position, [B, S] int32 -> [B, S, V] float32: entry i scores the token at i.
@@ -279,7 +289,7 @@ class FunctionDenoiser:
     vocab_size: int = 0
     min_prompt_length: int = 0
 
-    batch_parts = 1
+    batch_parts = vocab_parts = 1
 
     def __post_init__(self) -> None:
         if not callable(self.fn):
@@ -321,9 +331,9 @@ class FunctionDenoiser:
         logits = self._logits(inputs, visible).astype(jnp.float32)
         return logits if outputs is None else slice_rows(logits, *outputs), None
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
+    def logits(self, hidden: jax.Array, tile: Tile | None = None) -> jax.Array:
         """The hidden states of a function are its logits."""
-        return hidden
+        return tile_of(hidden, 2, tile, self.vocab_parts)
 
     def empty_cache(self, batch: int, length: int) -> Any:
         """Raises DllmError: there are no buffers."""

@@ -17,7 +17,7 @@ from flax import nnx
 from dllm_jax.config import Experts, ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.kv_cache import KVCache, LayerKV, scatter_rows, slice_rows, write_rows
-from dllm_jax.low_rank import product
+from dllm_jax.low_rank import LowRankKernel, product
 from dllm_jax.moe import apply_experts
 
 Params = Mapping[str, jax.Array]
@@ -93,6 +93,19 @@ class Place(NamedTuple):
         """The buffer [B, S, ...] with what the inputs [B, T, ...] write."""
         new = new[:, self.skip :].astype(buffer.dtype)
         return (write_rows if self.at.ndim == 1 else scatter_rows)(buffer, new, self.at, self.write)
+
+
+class Tile(NamedTuple):
+    """A piece of the vocabulary, seen as [parts, V / parts]: entries [start, start + width) of every part, which must
+    lie within it. Its ids are `part * (V // parts) + start + j`, in rising order.
+
+    Attributes:
+        start: first entry, a number or a traced scalar int32.
+        width: how many of every part.
+    """
+
+    start: int | jax.Array
+    width: int
 
 
 class SelfAttention(nnx.Module):
@@ -254,13 +267,35 @@ class Transformer(nnx.Module):
             new.append(layer_kv)
         return x, tuple(new)
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """Final norm and vocabulary head: [B, T, D] -> [B, T, V] float32."""
+    def logits(self, hidden: jax.Array, tile: Tile | None = None, parts: int = 1) -> jax.Array:
+        """Final norm and vocabulary head: [B, T, D] -> [B, T, V] float32.
+
+        Args:
+            tile: compute these entries of the vocabulary alone, [B, T, parts * width]; None computes all.
+            parts: how many parts the tile sees the vocabulary as; must divide V.
+        """
         hidden = self.final_norm(hidden)
         if self.lm_head is None:
-            table = self.embed.embedding[...].astype(hidden.dtype)
+            table = tile_of(self.embed.embedding[...], 0, tile, parts).astype(hidden.dtype)
             return jnp.einsum("btd,vd->btv", hidden, table, preferred_element_type=jnp.float32)
-        return product(hidden, self.lm_head.kernel.get_value(), jnp.dtype(jnp.float32))
+        kernel = self.lm_head.kernel.get_value()
+        if isinstance(kernel, LowRankKernel):
+            columns, b = tile_of(kernel.kernel, 1, tile, parts), tile_of(kernel.b, 1, tile, parts)
+            kernel = dataclasses.replace(kernel, kernel=columns, b=b)
+        else:
+            kernel = tile_of(kernel, 1, tile, parts)
+        return product(hidden, kernel, jnp.dtype(jnp.float32))
+
+
+def tile_of(table: jax.Array, axis: int, tile: Tile | None, parts: int) -> jax.Array:
+    """The tile's entries of an array whose `axis` is the vocabulary in `parts`; all where `tile` is None or whole."""
+    size = table.shape[axis] // parts
+    if tile is None or tile.width == size:
+        return table
+    before, behind = table.shape[:axis], table.shape[axis + 1 :]
+    split = table.reshape(*before, parts, size, *behind)
+    cut = jax.lax.dynamic_slice_in_dim(split, tile.start, tile.width, axis + 1)
+    return cut.reshape(*before, parts * tile.width, *behind)
 
 
 def _run_layer(

@@ -342,7 +342,7 @@ def _uniform(denoiser: DenoiserLike, state: LeftRightState, front: Frontier) -> 
     if state.canvas.noise is None:
         raise ValueError("a temperature needs a source of random numbers")
     ahead = jnp.maximum(front.span.positions - front.next[:, None], 0)
-    return state.canvas.noise.uniform(Purpose.TOKENS, state.canvas.nfe, ahead, denoiser.vocab_size)
+    return state.canvas.noise.uniform(Purpose.TOKENS, state.canvas.nfe, ahead, jnp.arange(denoiser.vocab_size))
 
 
 def _limit(what: str, value: Any, most: int | None, otherwise: int) -> int:

@@ -17,8 +17,8 @@ from samplers.canvas import Canvas
 from samplers.checks import check_length, check_number, check_whole
 from samplers.engine import Result
 from samplers.guidance import Guided, paired
-from samplers.noise import Noise, Purpose
-from samplers.predictions import Predictions, Sampling, predict
+from samplers.noise import Noise
+from samplers.predictions import Sampling, given, predict, predicted
 from samplers.rules.base import BlockView, Rule, progressing
 from samplers.smoothing import Smoothing
 from samplers.stopping import Stop
@@ -173,17 +173,17 @@ class BlockSampler:
         view, request = self._look(denoiser, state)
         outcome = self.cache.predict(guided, request, state.cache)
         hidden = slice_rows(outcome.hidden, *request.span) if request.all_positions else outcome.hidden
-        logits = guided.logits(hidden)
-        adjusted, rule = self.rule.adjust(logits, view, state.rule)
-        predictions = predicted(guided, self.rule, self.sampling, adjusted, view)
+        whole = self.rule.reads_hidden or self.smoothing is not None  # these need the block's logits as well
+        logits = guided.logits(hidden) if whole else None
+        predictions, rule = predicted(guided, self.rule, self.sampling, hidden, view, state.rule, logits=logits)
         change, rule = self.rule.change(predictions, view, rule)
         change, last = progressing(self.rule, change, predictions, view)
-        if self.rule.reads_hidden:
+        if self.rule.reads_hidden and logits is not None:
             best = judged(guided, self.rule, self.sampling, hidden, logits, view.open & active[:, None])
             change = type(change)(jnp.where(best >= 0, best, change.tokens), change.open & (best < 0))
         canvas = state.canvas.write(request.start, change.tokens, change.open, active)
         soft = state.soft
-        if self.smoothing is not None and soft is not None:
+        if self.smoothing is not None and soft is not None and logits is not None:
             soft = self._soften(guided, request, outcome, logits, self.smoothing.alpha(canvas.nfe), soft)
         state = dataclasses.replace(
             state,
@@ -431,22 +431,14 @@ def check_is_sampling(sampling: Any) -> None:
         raise DllmError(f"sampling is {sampling!r}; give a Sampling")
 
 
-def predicted(
-    denoiser: DenoiserLike, rule: Rule, sampling: Sampling, logits: jax.Array, view: BlockView
-) -> Predictions:
-    """What a rule gets to see of the logits [B, W, V] of a block."""
-    uniform = None if sampling.temperature is None else view.draw(Purpose.TOKENS, denoiser.vocab_size)
-    return predict(logits, sampling, mask_id=denoiser.mask_id, score_from=rule.score_from, uniform=uniform)
-
-
 def judged(
     denoiser: DenoiserLike, rule: Rule, sampling: Sampling, hidden: jax.Array, logits: jax.Array, open: jax.Array
 ) -> jax.Array:
     """Of some open positions [B, W] those that a rule judges final by hidden states [B, W, D] and their logits
     [B, W, V]: the best token there, -1 elsewhere, [B, W] int32."""
     plain = Sampling(suppress=sampling.suppress, defer=sampling.defer)
-    best = predict(logits, plain, mask_id=denoiser.mask_id, score_from="raw", uniform=None)
-    final = rule.judge(denoiser, hidden, logits, best) & open & ~best.mask_wins
+    best = predict(given(logits), plain, mask_id=denoiser.mask_id, score_from="raw", draw=None)
+    final = rule.judge(denoiser, hidden, logits, best) & open & ~best.mask_wins & best.finite
     if plain.defer is not None:
         final &= ~jnp.isin(best.token, plain.defer)
     return jnp.where(final, best.token, -1)

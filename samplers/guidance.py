@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from dllm_jax.denoiser import DenoiserLike, Span
 from dllm_jax.pytree import pytree
+from dllm_jax.transformer import Tile
 
 
 @pytree()
@@ -45,6 +46,10 @@ class Guided:
     def batch_parts(self) -> int:
         return self.denoiser.batch_parts
 
+    @property
+    def vocab_parts(self) -> int:
+        return self.denoiser.vocab_parts
+
     def empty_cache(self, batch: int, length: int) -> Any:
         return self.denoiser.empty_cache(2 * batch, length)
 
@@ -79,9 +84,9 @@ class Guided:
         """Those of the conditional half."""
         return self.denoiser.final_hidden(jnp.split(hidden, 2, axis=-1)[0])
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
+    def logits(self, hidden: jax.Array, tile: Tile | None = None) -> jax.Array:
         both = jnp.concatenate(jnp.split(hidden, 2, axis=-1), axis=1)  # the head is read once
-        conditional, unconditional = jnp.split(self.denoiser.logits(both), 2, axis=1)
+        conditional, unconditional = jnp.split(self.denoiser.logits(both, tile), 2, axis=1)
         scale = jnp.asarray(self.scale)[..., None, None]
         return unconditional + (scale + 1.0) * (conditional - unconditional)
 

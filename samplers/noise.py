@@ -1,6 +1,7 @@
 """Where random numbers come from: keys split per row and per step, or a recorded table.
 
-A row's draws depend on its own key and its own count of forwards, never on the batch it runs in.
+A row's draws depend on its own key, its own count of forwards, the position and the token id: never on the batch it
+runs in, nor on the order in which the vocabulary is read.
 """
 
 import enum
@@ -8,9 +9,10 @@ from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.extend.random import threefry2x32_p
 
 from dllm_jax.errors import DllmError
-from dllm_jax.pytree import pytree
+from dllm_jax.pytree import pytree, vary_like
 
 
 class Purpose(enum.IntEnum):
@@ -23,26 +25,51 @@ class Purpose(enum.IntEnum):
 class Noise(Protocol):
     """A source of uniform draws for the positions of one step."""
 
-    def uniform(self, purpose: Purpose, step: jax.Array, positions: jax.Array, columns: int | None) -> jax.Array:
+    def uniform(
+        self, purpose: Purpose, step: jax.Array, positions: jax.Array, ids: jax.Array | None = None
+    ) -> jax.Array:
         """Draws in (0, 1) for `positions` [B, W] (relative to the generation's start) at each row's `step` [B]:
-        [B, W] float32, or [B, W, columns] where columns are given."""
+        [B, W] float32, or [B, W, n] for each of some ids [n] int32. One does not depend on which others are asked for.
+        """
         ...
 
 
 @pytree()
 class KeyNoise:
-    """Draws from one typed `jax.random.key` per row, keys [B]."""
+    """Draws from one typed `jax.random.key` per row, keys [B]: a hash of the row's key, its step, the purpose, the
+    position and the id (Threefry-2x32; Salmon et al., SC 2011)."""
 
     keys: jax.Array
 
-    def uniform(self, purpose: Purpose, step: jax.Array, positions: jax.Array, columns: int | None) -> jax.Array:
-        shape = positions.shape[1:] if columns is None else (*positions.shape[1:], columns)
+    def uniform(
+        self, purpose: Purpose, step: jax.Array, positions: jax.Array, ids: jax.Array | None = None
+    ) -> jax.Array:
+        """As `Noise`."""
 
-        def draw(key: jax.Array, at: jax.Array) -> jax.Array:
-            key = jax.random.fold_in(jax.random.fold_in(key, at), int(purpose))
-            return jax.random.uniform(key, shape, minval=jnp.finfo(jnp.float32).tiny)
+        def words(key: jax.Array, at: jax.Array) -> jax.Array:
+            return jax.random.bits(jax.random.fold_in(jax.random.fold_in(key, at), int(purpose)), (2,), jnp.uint32)
 
-        return jax.vmap(draw)(self.keys, step)
+        key = jax.vmap(words)(self.keys, step)
+        place = positions.astype(jnp.uint32)
+        if ids is None:
+            return _hashed(key[:, None], place, jnp.full_like(place, _NO_ID))
+        shape = (*place.shape, ids.size)  # of the counter alone: the hash is a loop on CPU that carries all four words
+        place, of = jnp.broadcast_to(place[..., None], shape), jnp.broadcast_to(ids.astype(jnp.uint32), shape)
+        return _hashed(key[:, None, None], place, of)
+
+
+_NO_ID = 2**32 - 1  # no token has it
+
+
+def _hashed(key: jax.Array, place: jax.Array, of: jax.Array) -> jax.Array:
+    """Uniforms strictly within (0, 1) from two words of key [..., 2], which may broadcast, and two of counter, [...]
+    uint32 each.
+
+    The primitive itself, not `threefry_2x32`: that one takes both words of the counter in one array of twice the size.
+    """
+    bits, _ = threefry2x32_p.bind(key[..., 0], key[..., 1], place, of)
+    bits = vary_like(key, bits)  # which the primitive forgets
+    return ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-23  # of 24 bits, so exact
 
 
 def check_key(key: jax.Array | None, batch: int) -> None:

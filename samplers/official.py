@@ -88,6 +88,10 @@ class FastDllmDream(Rule):
     def score_from(self) -> ScoreFrom:  # type: ignore[override]
         return self.rule.score_from
 
+    @property
+    def reads_logits(self) -> bool:  # type: ignore[override]
+        return self.rule.reads_logits
+
     def check(self, gen_length: int, num_blocks: int | None) -> None:
         self.rule.check(gen_length, num_blocks)
 
@@ -286,7 +290,7 @@ class LeftRight(apd.LeftRight):
 
 @pytree()
 class TableNoise:
-    """Replays recorded draws, the same for every row.
+    """Replays recorded draws, the same for every row: for comparing with other implementations' random numbers.
 
     Attributes:
         tokens: [steps, positions, V] uniforms for drawing tokens, or None.
@@ -296,9 +300,13 @@ class TableNoise:
     tokens: jax.Array | None = None
     order: jax.Array | None = None
 
-    def uniform(self, purpose: Purpose, step: jax.Array, positions: jax.Array, columns: int | None) -> jax.Array:
-        """As `Noise.uniform`."""
+    def uniform(
+        self, purpose: Purpose, step: jax.Array, positions: jax.Array, ids: jax.Array | None = None
+    ) -> jax.Array:
+        """As `Noise`."""
         table = self.tokens if purpose == Purpose.TOKENS else self.order
         if table is None:
             raise ValueError(f"this TableNoise has no draws for {purpose.name.lower()}")
-        return table[step[:, None], positions]
+        if ids is None:
+            return table[step[:, None], positions]
+        return table[step[:, None, None], positions[..., None], ids]

@@ -18,13 +18,13 @@ from dllm_jax.errors import DllmError
 from dllm_jax.kv_cache import slice_rows, write_rows
 from dllm_jax.pytree import pytree, vary_like
 from samplers import canvas as canvases
-from samplers.block import check_rule, check_sampling, judged, predicted
+from samplers.block import check_rule, check_sampling, judged
 from samplers.caches.base import each_row, run_if
 from samplers.canvas import Canvas
 from samplers.checks import check_choice, check_length, check_number
 from samplers.engine import Result
-from samplers.noise import KeyNoise, Noise
-from samplers.predictions import Predictions, Sampling
+from samplers.noise import Noise
+from samplers.predictions import Predictions, Sampling, predicted
 from samplers.rules.base import PROXIES, BlockView, Number, Proxy, Rule, error_of, per_row, rank
 from samplers.stopping import Stop
 
@@ -341,10 +341,11 @@ class PipelineSampler:
         entered = blocks.open.sum(-1, dtype=jnp.int32) + written.sum(-1, dtype=jnp.int32)
         open, full = of_window(blocks.open & live), of_window(before) >= jnp.asarray(self.tau_act)[..., None]
         tokens = slice_rows(canvas.tokens, canvas.prompt_lengths, self._room).reshape(batch, -1, length)
-        logits = denoiser.logits(hidden)
-        decide = lambda *parts: self._decide_block(denoiser, state, blocks.total, *parts)
+        logits = denoiser.logits(hidden) if self._rule.reads_hidden else None
+        decide = lambda *parts: self._decide_block(denoiser, state, blocks.total, count, *parts)
         token, finite, new = jax.vmap(decide, in_axes=1, out_axes=1)(
-            by_block(logits),
+            by_block(hidden),
+            jax.tree.map(by_block, logits),
             first[:, None] + jnp.arange(count),
             open,
             of_window(written),
@@ -365,11 +366,11 @@ class PipelineSampler:
         )
 
     def _judged(
-        self, denoiser: DenoiserLike, hidden: jax.Array, logits: jax.Array, open: jax.Array, full: jax.Array
+        self, denoiser: DenoiserLike, hidden: jax.Array, logits: jax.Array | None, open: jax.Array, full: jax.Array
     ) -> jax.Array | None:
         """What the rule judges final of the open positions [B, n, L] of n blocks by their hidden states [B, n L, D]:
         the best tokens there, else -1, [B, n L]; None for a rule that reads none."""
-        if not self._rule.reads_hidden:
+        if logits is None:
             return None
         asked = open if self._rule.looks_ahead(cached=False) else open & full[..., None]
         return judged(denoiser, self._rule, self.sampling, hidden, logits, asked.reshape(logits.shape[:2]))
@@ -379,7 +380,9 @@ class PipelineSampler:
         denoiser: DenoiserLike,
         state: PipelineState,
         total: jax.Array,
-        logits: jax.Array,
+        count: int,
+        hidden: jax.Array,
+        logits: jax.Array | None,
         block: jax.Array,
         open: jax.Array,
         written: jax.Array,
@@ -390,8 +393,8 @@ class PipelineSampler:
         rule_state: Any,
         best: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array, Any]:
-        """One block of every row, block [B]: the tokens that are committed [B, L], -1 elsewhere; whether the logits
-        were finite [B]; and the rule's new state."""
+        """One block of every row, block [B], of `count` beside each other: the tokens that are committed [B, L], -1
+        elsewhere; whether the logits were finite [B]; and the rule's new state."""
         positions = block[:, None] * self.block_length + jnp.arange(self.block_length, dtype=jnp.int32)
         view = BlockView(
             open=open,
@@ -400,14 +403,15 @@ class PipelineSampler:
             step=step,
             block_open=entered,
             num_blocks=total,
-            noise=_of_block(state.canvas.noise, block),
+            noise=state.canvas.noise,
             nfe=state.canvas.nfe,
             tokens=tokens,
             written=written,
             mask_id=denoiser.mask_id,
         )
-        adjusted, rule_state = self._rule.adjust(logits, view, rule_state)
-        predictions = predicted(denoiser, self._rule, self.sampling, adjusted, view)
+        predictions, rule_state = predicted(
+            denoiser, self._rule, self.sampling, hidden, view, rule_state, logits=logits, beside=count
+        )
         chosen, rule_state = self._rule.decide(predictions, view, rule_state)
         score = predictions.confidence if self.forced == "confidence" else -error_of(predictions, self.forced)
         surest = open & (rank(score, open) == 0) & ~chosen.any(axis=1, keepdims=True)
@@ -456,8 +460,3 @@ def _window_widths(most: int) -> list[int]:
 def _after_prompt(ratio: jax.Array) -> jax.Array:
     """Shares of the prompt, which is complete, and of the blocks behind it: [B, N] -> [B, N + 1]."""
     return jnp.concatenate([jnp.ones_like(ratio[:, :1]), ratio], axis=1)
-
-
-def _of_block(noise: Noise | None, block: jax.Array) -> Noise | None:
-    """The source of one block [B] of every row: a row's blocks are drawn in one forward, and may not share numbers."""
-    return KeyNoise(jax.vmap(jax.random.fold_in)(noise.keys, block)) if isinstance(noise, KeyNoise) else noise

@@ -1,17 +1,38 @@
-"""From logits to predictions: the token each position would get, and how sure the model is, in one pass in float32."""
+"""From hidden states to predictions: the token each position would get, and how sure the model is, in float32.
+
+The vocabulary is read in tiles, of which one exists at a time: running statistics (Milakov and Gimelshein, arXiv
+1805.02867) give maximum, sum of exponentials, entropy and margin, and Gumbel noise draws, all in one pass. What top-p
+and top-k leave is found by searching for the least score that stays, not by sorting.
+"""
 
 import dataclasses
+import functools
 import math
-from typing import Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dllm_jax.denoiser import DenoiserLike
 from dllm_jax.pytree import pytree
-from samplers.noise import gumbel
+from dllm_jax.transformer import Tile, tile_of
+from samplers.noise import Purpose, gumbel
+
+if TYPE_CHECKING:  # which imports this module
+    from samplers.rules.base import BlockView, Rule
 
 ScoreFrom = Literal["raw", "sampling"]
+Draw = Callable[[jax.Array], jax.Array]
+"""Uniforms in (0, 1), [B, W, n], for ids [n] int32."""
+
+T = TypeVar("T")
+
+TILE_ELEMENTS = 2**23  # float32 numbers of a tile, 32 MiB
+LANES = 128  # a tile's width is a multiple, and
+LEAST_LANES = 8  # at least so many of them, lest the head's product be too narrow for its weights
+DIGIT_BITS = 4  # of the threshold, that are found by one pass over several tiles
 
 
 @pytree()
@@ -48,6 +69,8 @@ class Predictions:
         margin: difference of the two largest probabilities.
         entropy: of the distribution over the whole vocabulary, in nats, not below 0.
         mask_wins: bool, whether the mask token itself has the largest logit.
+        finite: bool, whether the model's logits are numbers: none is NaN, and the largest is not infinite (single ones
+            may be -inf). Where they are not, the token is any but the mask token and every score is its worst.
     """
 
     token: jax.Array
@@ -59,35 +82,109 @@ class Predictions:
     finite: jax.Array
 
 
+@dataclasses.dataclass(frozen=True)
+class Readout:
+    """The scores of positions [B, W] over the vocabulary, a tile at a time.
+
+    Attributes:
+        of: a tile's scores, [B, W, parts * width] float32.
+        positions: (B, W).
+        vocab_size: V.
+        parts: how many parts a `Tile` sees the vocabulary as; divides V.
+        beside: readouts that `jax.vmap` runs beside each other; they share the room for tiles.
+    """
+
+    of: Callable[[Tile], jax.Array]
+    positions: tuple[int, ...]
+    vocab_size: int
+    parts: int = 1
+    beside: int = 1
+
+    @property
+    def part(self) -> int:
+        """Entries of a part of the vocabulary."""
+        return self.vocab_size // self.parts
+
+    @property
+    def width(self) -> int:
+        """Entries of every part that a tile has; the last tile may be narrower."""
+        fitting = TILE_ELEMENTS // (math.prod(self.positions) * self.parts * self.beside)
+        return min(self.part, max(fitting // LANES, LEAST_LANES) * LANES)
+
+    def ids(self, tile: Tile) -> jax.Array:
+        """The tokens of a tile's scores, [parts * width] int32."""
+        first = jnp.arange(self.parts, dtype=jnp.int32)[:, None] * self.part + tile.start
+        return (first + jnp.arange(tile.width, dtype=jnp.int32)).reshape(-1)
+
+
+def readout(denoiser: DenoiserLike, hidden: jax.Array) -> Readout:
+    """The model's scores of hidden states [B, W, D], computed tile by tile."""
+    of = functools.partial(denoiser.logits, hidden)
+    return Readout(of, hidden.shape[:2], denoiser.vocab_size, denoiser.vocab_parts)
+
+
+def given(logits: jax.Array, parts: int = 1) -> Readout:
+    """Scores that exist already, [B, W, V] float32."""
+    return Readout(lambda tile: tile_of(logits, 2, tile, parts), logits.shape[:2], logits.shape[2], parts)
+
+
+def predicted(
+    denoiser: DenoiserLike,
+    rule: "Rule",
+    sampling: Sampling,
+    hidden: jax.Array,
+    view: "BlockView",
+    state: Any,
+    *,
+    logits: jax.Array | None = None,
+    beside: int = 1,
+) -> tuple[Predictions, Any]:
+    """What a rule gets to see of a block's hidden states [B, W, D], and its new state. Logits of the whole block exist
+    only for rules that read them.
+
+    Args:
+        logits: [B, W, V] float32, of the hidden states, where the caller has them already.
+        beside: as in `Readout`.
+    """
+    if rule.reads_logits:
+        logits, state = rule.adjust(denoiser.logits(hidden) if logits is None else logits, view, state)
+    scores = readout(denoiser, hidden) if logits is None else given(logits)
+    scores = dataclasses.replace(scores, beside=beside)
+    draw = None if sampling.temperature is None else functools.partial(view.draw, Purpose.TOKENS)
+    return predict(scores, sampling, mask_id=denoiser.mask_id, score_from=rule.score_from, draw=draw), state
+
+
 def predict(
-    logits: jax.Array,
+    scores: Readout,
     sampling: Sampling,
     *,
     mask_id: int,
     score_from: ScoreFrom,
-    uniform: jax.Array | None,
+    draw: Draw | None,
 ) -> Predictions:
-    """Chooses tokens and scores them.
+    """Chooses tokens and scores them. Of equals the lowest id wins.
+
+    One pass over the vocabulary; where top_p or top_k counts, that is with a temperature or for scores "sampling", two
+    passes and those of the search. If there is more than one tile, each pass computes the head's product anew: the
+    price of not keeping the logits.
 
     Args:
-        logits: [B, W, V] float32.
+        scores: the model's logits.
         mask_id: this id is never chosen; its probability still counts in every score.
         score_from: "raw" scores the model's own distribution, "sampling" the tempered and truncated one (Dream's).
-        uniform: [B, W, V] draws in (0, 1), needed when `sampling.temperature` is not None.
+        draw: needed when `sampling.temperature` is not None.
     """
-    if sampling.suppress is not None:
-        logits = logits.at[..., sampling.suppress].set(-jnp.inf)
-    tempered = temper(logits, sampling)
-    keep = kept(tempered, sampling)
-    token = _choose(tempered, keep, sampling, mask_id, uniform)
-    score = logits
-    if score_from == "sampling":
-        score = tempered if keep is None else jnp.where(keep, tempered, -jnp.inf)
-    mask_wins = jnp.argmax(logits, axis=-1) == mask_id
-    if sampling.defer is None:
-        return _score(score, token, mask_wins)
-    late = jnp.isin(token, sampling.defer)
-    return _last(_score(score.at[..., sampling.defer].set(-jnp.inf), token, mask_wins), late, logits.shape[-1])
+    logits = _once(scores, scores.of)
+    plan = _Plan(sampling, mask_id, score_from, draw)
+
+    def tempered(tile: Tile) -> jax.Array:
+        return temper(_without(logits(tile), scores.ids(tile), sampling.suppress), sampling)
+
+    cuts = sampling.top_p is not None or sampling.top_k is not None
+    counts = sampling.temperature is not None or score_from == "sampling"  # the best token survives anyway
+    cut = _cut(scores, tempered, sampling, mask_id) if cuts and counts else None
+    found = _reduce(scores, lambda tile: _tally(logits(tile), scores.ids(tile), plan, cut), _tallied)
+    return _concluded(found, plan, cut, scores.vocab_size)
 
 
 def column(value: float | jax.Array) -> jax.Array:
@@ -107,15 +204,9 @@ def kept(z: jax.Array, sampling: Sampling) -> jax.Array | None:
     """Which vocabulary entries survive top_p and top_k, [B, W, V]; None when neither is set."""
     if sampling.top_p is None and sampling.top_k is None:
         return None
-    ordered = jnp.sort(z, axis=-1, descending=True)
-    count = jnp.full(z.shape[:-1], z.shape[-1], jnp.int32)
-    if sampling.top_p is not None:
-        total = jnp.cumsum(jax.nn.softmax(ordered, axis=-1), axis=-1)
-        count = 1 + jnp.sum(total[..., :-1] <= column(sampling.top_p), axis=-1)  # those before it decide
-    if sampling.top_k is not None:
-        count = jnp.minimum(count, column(sampling.top_k)[..., 0])
-    last = jnp.take_along_axis(ordered, jnp.maximum(count, 1)[..., None] - 1, axis=-1)
-    return z >= last
+    scores = given(z)
+    mass = _reduce(scores, lambda tile: _mass(scores.of(tile)), _together)
+    return _code(z) >= _last_kept(scores, scores.of, sampling, mass)[..., None]
 
 
 def ranked(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
@@ -155,41 +246,238 @@ def truncate(z: jax.Array, keep: jax.Array | None, mask_id: int) -> jax.Array:
     return jnp.where(keep | best, z, -jnp.inf)
 
 
-def _choose(
-    z: jax.Array, keep: jax.Array | None, sampling: Sampling, mask_id: int, uniform: jax.Array | None
-) -> jax.Array:
-    z = truncate(z, keep, mask_id)
-    if sampling.temperature is not None:
-        if uniform is None:
-            raise ValueError("a temperature needs uniform draws")
-        z = z + jnp.where(column(sampling.temperature) > 0, gumbel(uniform), 0.0)
-    return jnp.argmax(z, axis=-1).astype(jnp.int32)
+def _reduce(scores: Readout, read: Callable[[Tile], T], merge: Callable[[T, T], T]) -> T:
+    """What `merge` makes of `read` of all tiles; only one of them exists at a time.
+
+    The last tile has what the full ones leave, so that no slice reaches beyond its part and is moved back. It is read
+    first and outside the loop: its result has the type that the loop carries, also within `jax.shard_map`.
+    """
+    width = scores.width
+    full = (scores.part - 1) // width
+    found = read(Tile(full * width, scores.part - full * width))
+    if not full:
+        return found
+    return lax.fori_loop(0, full, lambda number, found: merge(found, read(Tile(number * width, width))), found)
 
 
-def _score(score: jax.Array, token: jax.Array, mask_wins: jax.Array) -> Predictions:
-    peak = score.max(axis=-1, keepdims=True)
-    centred = score - peak
+def _once(scores: Readout, read: Callable[[Tile], T]) -> Callable[[Tile], T]:
+    """`read`, but where all is one tile it is done here and now, and not again in every pass."""
+    if scores.width < scores.part:
+        return read
+    found = read(Tile(0, scores.part))
+    return lambda tile: found
+
+
+def _without(scores: jax.Array, ids: jax.Array, unwanted: jax.Array | None) -> jax.Array:
+    """Scores [..., n] of ids [n] with -inf at some."""
+    return scores if unwanted is None else jnp.where(jnp.isin(ids, unwanted), -jnp.inf, scores)
+
+
+# Running statistics, all [B, W] --------------------------------------------------------------------------------------
+
+
+class _Mass(NamedTuple):
+    """Of scores: the two largest, the sum of weights e^(score - peak), and the sum of weight * (score - peak)."""
+
+    peak: jax.Array
+    second: jax.Array
+    total: jax.Array
+    moment: jax.Array
+
+
+def _mass(score: jax.Array) -> _Mass:
+    peak, top = score.max(axis=-1), jnp.argmax(score, axis=-1, keepdims=True)
+    second = jnp.where(jnp.arange(score.shape[-1]) == top, -jnp.inf, score).max(axis=-1)
+    centred = score - _centre(peak)[..., None]
     weight = jnp.exp(centred)
-    total = weight.sum(axis=-1)
-    mean = jnp.where(weight > 0, weight * centred, 0.0).sum(axis=-1) / total  # 0 * -inf counts as 0
-    top = jnp.argmax(score, axis=-1, keepdims=True)
-    second = jnp.where(jnp.arange(score.shape[-1]) == top, -jnp.inf, centred).max(axis=-1)
-    chosen = jnp.take_along_axis(centred, token[..., None], axis=-1)[..., 0]
-    return Predictions(
-        token=token,
-        confidence=jnp.exp(chosen) / total,
-        max_probability=1.0 / total,
-        margin=(1.0 - jnp.exp(second)) / total,
-        entropy=jnp.maximum(jnp.log(total) - mean, 0.0),
-        mask_wins=mask_wins,
-        finite=jnp.isfinite(total),
+    moment = jnp.where(weight > 0, weight * centred, 0.0).sum(axis=-1)  # 0 * -inf counts as 0
+    return _Mass(peak, second, weight.sum(axis=-1), moment)
+
+
+def _centre(peak: jax.Array) -> jax.Array:
+    """What is subtracted from scores: their peak, but 0 where nothing is above -inf."""
+    return jnp.where(peak > -jnp.inf, peak, 0.0)
+
+
+def _together(one: _Mass, other: _Mass) -> _Mass:
+    peak = jnp.maximum(one.peak, other.peak)
+    second = jnp.maximum(jnp.minimum(one.peak, other.peak), jnp.maximum(one.second, other.second))
+    total, moment = jnp.zeros_like(peak), jnp.zeros_like(peak)
+    for mass in (one, other):
+        shift = jnp.maximum(mass.peak - _centre(peak), -200.0)  # below e^-200 = 0 nothing is left of a weight
+        total += jnp.exp(shift) * mass.total
+        moment += jnp.exp(shift) * (mass.moment + shift * mass.total)
+    return _Mass(peak, second, total, moment)
+
+
+class _Best(NamedTuple):
+    """The largest of some values: the value, its id, and what is scored there."""
+
+    value: jax.Array
+    token: jax.Array
+    score: jax.Array
+
+
+def _best(value: jax.Array, ids: jax.Array, score: jax.Array) -> _Best:
+    at = jnp.argmax(value, axis=-1, keepdims=True)
+    take = lambda x: jnp.take_along_axis(x, at, axis=-1)[..., 0]
+    return _Best(take(value), ids[at[..., 0]], take(score))
+
+
+def _better(one: _Best, other: _Best) -> _Best:
+    wins = (other.value > one.value) | ((other.value == one.value) & (other.token < one.token))
+    return jax.tree.map(lambda mine, theirs: jnp.where(wins, theirs, mine), one, other)
+
+
+# The search for what top_p and top_k leave ---------------------------------------------------------------------------
+
+
+class _Cut(NamedTuple):
+    """What truncation leaves, each [B, W].
+
+    Attributes:
+        kept: codes from here on survive.
+        drawn: so do these for drawing: the best token stays even when only the mask token had survived.
+        best: the most probable token but the mask token.
+    """
+
+    kept: jax.Array
+    drawn: jax.Array
+    best: _Best
+
+
+def _cut(scores: Readout, tempered: Callable[[Tile], jax.Array], sampling: Sampling, mask_id: int) -> _Cut:
+    def read(tile: Tile) -> tuple[_Mass, _Best]:
+        z, ids = tempered(tile), scores.ids(tile)
+        return _mass(z), _best(jnp.where(ids == mask_id, -jnp.inf, z), ids, z)
+
+    mass, best = _reduce(scores, read, lambda one, two: (_together(one[0], two[0]), _better(one[1], two[1])))
+    last = _last_kept(scores, tempered, sampling, mass)
+    return _Cut(last, jnp.minimum(last, _code(best.value)), best)
+
+
+def _code(z: jax.Array) -> jax.Array:
+    """uint32 in the order of the floats z, equal where they are (0.0 and -0.0)."""
+    bits = lax.bitcast_convert_type(z, jnp.uint32)
+    half = jnp.uint32(2**31)
+    return jnp.where(bits < half, bits + half, 0 - bits)
+
+
+def _last_kept(scores: Readout, z: Callable[[Tile], jax.Array], sampling: Sampling, mass: _Mass) -> jax.Array:
+    """The largest code at and above which the probability exceeds top_p, or top_k entries lie: that of the last entry
+    that stays, ties with it included; 0 where all stay. [B, W] uint32.
+
+    Its digits are found one after another, the first the highest. In several tiles a digit has `DIGIT_BITS`, so that
+    the vocabulary is read 32 / DIGIT_BITS times; one tile lies in memory, where single bits cost fewer comparisons.
+
+    Args:
+        z: a tile's scores.
+        mass: of all scores.
+    """
+    bits = DIGIT_BITS if scores.width < scores.part else 1
+    peak, row = _centre(mass.peak)[..., None], lambda value: jnp.asarray(value)[..., None]
+
+    def weighed(tile: Tile) -> tuple[jax.Array, jax.Array]:
+        return _code(z(tile)), jnp.exp(z(tile) - peak)
+
+    entries = _once(scores, weighed)
+
+    def above(tile: Tile, limits: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
+        code, weight = entries(tile)
+        share = lambda limit: jnp.where(code >= limit[..., None], weight, 0.0).sum(axis=-1)
+        count = lambda limit: jnp.sum(code >= limit[..., None], axis=-1, dtype=jnp.int32)
+        wanted = (share, sampling.top_p), (count, sampling.top_k)
+        return tuple(None if value is None else lax.map(of, limits) for of, value in wanted)  # type: ignore[return-value]
+
+    def narrowed(number: int | jax.Array, low: jax.Array) -> jax.Array:
+        shift = jnp.asarray(32 - bits * (number + 1), jnp.uint32)
+        limits = low + (jnp.arange(1, 2**bits, dtype=jnp.uint32) << shift)[:, None, None]
+        share, count = _reduce(scores, lambda tile: above(tile, limits), functools.partial(jax.tree.map, jnp.add))
+        enough = jnp.zeros(limits.shape, bool)
+        if share is not None:
+            enough |= share > row(sampling.top_p) * mass.total
+        if count is not None:
+            enough |= count >= jnp.maximum(row(sampling.top_k), 1)
+        return low + (jnp.sum(enough, axis=0, dtype=jnp.uint32) << shift)
+
+    first = narrowed(0, jnp.zeros(scores.positions, jnp.uint32))  # outside the loop, as in `_reduce`
+    return lax.fori_loop(1, 32 // bits, narrowed, first)
+
+
+# The pass that chooses and scores ------------------------------------------------------------------------------------
+
+
+class _Plan(NamedTuple):
+    """The arguments of `predict`."""
+
+    sampling: Sampling
+    mask_id: int
+    score_from: ScoreFrom
+    draw: Draw | None
+
+
+class _Tally(NamedTuple):
+    """What is known of the vocabulary so far.
+
+    Attributes:
+        peak: the largest of the model's logits; NaN if one is.
+        top: the best logit, the mask token's included.
+        choice: the token that is written, chosen among what may be.
+        mass: of what is scored.
+    """
+
+    peak: jax.Array
+    top: _Best
+    choice: _Best
+    mass: _Mass
+
+
+def _tally(raw: jax.Array, ids: jax.Array, plan: _Plan, cut: _Cut | None) -> _Tally:
+    sampling = plan.sampling
+    logits = _without(raw, ids, sampling.suppress)
+    z = temper(logits, sampling)
+    score = logits if plan.score_from == "raw" else z
+    value = jnp.where(ids == plan.mask_id, -jnp.inf, z)
+    if cut is not None:
+        value = jnp.where(_code(z) >= cut.drawn[..., None], value, -jnp.inf)
+    if cut is not None and plan.score_from == "sampling":
+        score = jnp.where(_code(z) >= cut.kept[..., None], z, -jnp.inf)
+    if sampling.temperature is not None:
+        if plan.draw is None:
+            raise ValueError("a temperature needs uniform draws")
+        value = value + jnp.where(column(sampling.temperature) > 0, gumbel(plan.draw(ids)), 0.0)
+    score = _without(score, ids, sampling.defer)
+    return _Tally(raw.max(axis=-1), _best(logits, ids, logits), _best(value, ids, score), _mass(score))
+
+
+def _tallied(one: _Tally, other: _Tally) -> _Tally:
+    return _Tally(
+        jnp.maximum(one.peak, other.peak),
+        _better(one.top, other.top),
+        _better(one.choice, other.choice),
+        _together(one.mass, other.mass),
     )
 
 
-def _last(scores: Predictions, late: jax.Array, vocab_size: int) -> Predictions:
-    return dataclasses.replace(
-        scores,
-        max_probability=jnp.where(late, 0.0, scores.max_probability),
-        margin=jnp.where(late, -1.0, scores.margin),
-        entropy=jnp.where(late, jnp.log(float(vocab_size)), scores.entropy),
+def _concluded(found: _Tally, plan: _Plan, cut: _Cut | None, vocab_size: int) -> Predictions:
+    mass, choice, defer = found.mass, found.choice, plan.sampling.defer
+    finite = jnp.isfinite(found.peak)
+    token = jnp.full_like(choice.token, int(plan.mask_id == 0))
+    if cut is not None:  # nothing survived a second look only if the product's last bits came out otherwise
+        token = jnp.where(finite & (cut.best.value > -jnp.inf), cut.best.token, token)
+    token = jnp.where(finite & (choice.value > -jnp.inf), choice.token, token)
+    scored = finite & (mass.total > 0)  # something is left after `suppress` and `defer`
+    worst = ~scored if defer is None else ~scored | jnp.isin(choice.token, defer)
+    return Predictions(
+        token=token,
+        confidence=jnp.where(scored, jnp.exp(choice.score - _centre(mass.peak)) / mass.total, 0.0),
+        max_probability=jnp.where(worst, 0.0, 1.0 / mass.total),
+        margin=jnp.where(worst, -1.0, (1.0 - jnp.exp(mass.second - _centre(mass.peak))) / mass.total),
+        entropy=jnp.where(
+            worst,
+            jnp.log(float(vocab_size)),
+            jnp.maximum(jnp.log(mass.total) - mass.moment / mass.total, 0.0),
+        ),
+        mask_wins=finite & (found.top.token == plan.mask_id),
+        finite=finite,
     )

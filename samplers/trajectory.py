@@ -12,9 +12,7 @@ from dllm_jax.denoiser import DenoiserLike, Span
 from dllm_jax.kv_cache import write_rows
 from dllm_jax.pytree import pytree
 from samplers.engine import Result
-from samplers.predictions import Sampling, predict
-
-_LOGITS_AT_ONCE = 64  # positions; of a long canvas not all are held
+from samplers.predictions import Sampling, predict, readout
 
 
 def steps_of(result: Result, row: int) -> list[list[int]]:
@@ -150,15 +148,8 @@ def best_tokens(denoiser: DenoiserLike, trajectory: Trajectory, canvas: jax.Arra
     tokens = write_rows(tokens, canvas, trajectory.prompt_lengths)
     lengths = trajectory.prompt_lengths + trajectory.gen_lengths
     hidden, _ = denoiser.forward(tokens, lengths, outputs=Span(trajectory.prompt_lengths, length))
-    return jnp.concatenate(
-        [_best(denoiser, hidden[:, start : start + _LOGITS_AT_ONCE]) for start in range(0, length, _LOGITS_AT_ONCE)],
-        axis=1,
-    )
-
-
-def _best(denoiser: DenoiserLike, hidden: jax.Array) -> jax.Array:
-    logits = denoiser.logits(hidden)
-    return predict(logits, Sampling(), mask_id=denoiser.mask_id, score_from="raw", uniform=None).token
+    scores = readout(denoiser, hidden)
+    return predict(scores, Sampling(), mask_id=denoiser.mask_id, score_from="raw", draw=None).token
 
 
 def merged(denoiser: DenoiserLike, trajectory: Trajectory) -> Merged:

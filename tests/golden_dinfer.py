@@ -24,7 +24,7 @@ from samplers import (
     stop_on,
 )
 from samplers.generate import bucket_length, pad_prompts
-from samplers.predictions import predict
+from samplers.predictions import given, predict
 from samplers.rules.base import BlockView
 from samplers.trajectory import steps_of
 
@@ -212,7 +212,7 @@ def _decode_step(
         mask_id=mask_id,
     )
     adjusted, state = rule.adjust(jnp.asarray(logits)[None], view, state)
-    predictions = predict(adjusted, Sampling(), mask_id=mask_id, score_from="raw", uniform=None)
+    predictions = predict(given(adjusted), Sampling(), mask_id=mask_id, score_from="raw", draw=None)
     change, state = rule.change(predictions, view, state)
     return np.asarray(change.tokens), state
 

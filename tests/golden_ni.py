@@ -12,7 +12,7 @@ from dllm_jax import Denoiser
 from dllm_jax.indicator import Indicator, load_indicator
 from samplers import NI, BlockSampler, Threshold, official
 from samplers.generate import bucket_length, pad_prompts
-from samplers.predictions import Sampling, predict
+from samplers.predictions import Sampling, given, predict
 from samplers.rules.ni import features_of
 from samplers.trajectory import best_tokens, mergeable, merged, rolled_back, trajectory_of
 
@@ -66,7 +66,7 @@ def _scored(indicator: Indicator, denoiser: Denoiser, tokens: jax.Array, length:
     """Of every position [1, S] of a sequence: its score, and what it is made of."""
     hidden, _ = denoiser.forward(tokens, length)
     logits = denoiser.logits(hidden)
-    best = predict(logits, Sampling(), mask_id=denoiser.mask_id, score_from="raw", uniform=None)
+    best = predict(given(logits), Sampling(), mask_id=denoiser.mask_id, score_from="raw", draw=None)
     features = features_of(indicator.config, denoiser, hidden, logits, best.token)
     top_values, top_tokens = jax.lax.top_k(jax.nn.softmax(logits), 4)
     return {

@@ -21,7 +21,19 @@ from dllm_jax.kv_cache import slice_rows
 from dllm_jax.pytree import pytree
 from evals.sampler import parse_samplers
 from evals.tasks import make_task
-from samplers import APD, KeyNoise, LeftRight, Sampling, Verifier, official, sample, sample_jit, stop_on, stream, verifier_for
+from samplers import (
+    APD,
+    KeyNoise,
+    LeftRight,
+    Sampling,
+    Verifier,
+    official,
+    sample,
+    sample_jit,
+    stop_on,
+    stream,
+    verifier_for,
+)
 from samplers.generate import generate, pad_prompts
 from samplers.noise import Purpose, gumbel
 
@@ -92,8 +104,8 @@ def reference(denoiser: Denoiser, prompt: list[int], key: jax.Array, weight, tem
     while len(out) < GEN:
         cur = len(prompt) + len(out)
         right = min(cur + lookahead, len(prompt) + GEN)
-        uniform = noise.uniform(Purpose.TOKENS, jnp.asarray([len(counts)]), jnp.arange(GEN)[None], V)
-        g = np.asarray(gumbel(uniform))[0, len(out) : len(out) + right - cur] if temperature else 0.0
+        uniform = noise.uniform(Purpose.TOKENS, jnp.asarray([len(counts)]), jnp.arange(GEN)[None], jnp.arange(V))
+        g = np.asarray(gumbel(uniform))[0, : right - cur] if temperature else 0.0
         z = np.asarray(_logits(denoiser, jnp.asarray(x), jnp.asarray(right)))[cur:right]
         scale = temperature or 1.0
         cut = z < np.sort(z, axis=-1)[:, -top_k, None]

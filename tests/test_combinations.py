@@ -63,6 +63,8 @@ class AnyOf(Rule):
     rules: tuple[Rule, ...]
     number: jax.Array
 
+    reads_logits = True
+
     def init(self, batch: int, width: int, vocab_size: int) -> Any:
         return tuple(rule.init(batch, width, vocab_size) for rule in self.rules)
 

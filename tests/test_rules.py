@@ -26,6 +26,7 @@ from samplers import (
     TopK,
 )
 from samplers.noise import KeyNoise, Purpose
+from samplers.predictions import given as given_logits
 from samplers.predictions import predict
 from samplers.rules import BlockView, Rule
 from samplers.rules.base import rank
@@ -47,6 +48,7 @@ def predictions_of(confidence, entropy=None, mask_wins=None) -> Predictions:
         margin=confidence,
         entropy=entropy,
         mask_wins=jnp.zeros(confidence.shape, bool) if mask_wins is None else jnp.asarray(mask_wins)[None],
+        finite=jnp.ones(confidence.shape, bool),
     )
 
 
@@ -310,7 +312,7 @@ MASK = 5
 
 
 def test_scores_equal_their_definitions() -> None:
-    found = predict(LOGITS, Sampling(), mask_id=MASK, score_from="raw", uniform=None)
+    found = predict(given_logits(LOGITS), Sampling(), mask_id=MASK, score_from="raw", draw=None)
     p = np.asarray(jax.nn.softmax(LOGITS), np.float64)
     ordered = np.sort(p, axis=-1)[..., ::-1]
     writable = np.where(np.arange(12) == MASK, -1, p)
@@ -324,7 +326,7 @@ def test_scores_equal_their_definitions() -> None:
 def test_saturated_scores_are_exact() -> None:
     """One certain token: entropy exactly 0, confidence exactly 1; nothing is NaN with -inf logits."""
     logits = jnp.full((1, 1, 12), -jnp.inf).at[0, 0, 3].set(7.0)
-    found = predict(logits, Sampling(), mask_id=MASK, score_from="raw", uniform=None)
+    found = predict(given_logits(logits), Sampling(), mask_id=MASK, score_from="raw", draw=None)
     assert [float(x[0, 0]) for x in (found.confidence, found.margin, found.entropy)] == [1.0, 1.0, 0.0]
 
 
@@ -332,7 +334,9 @@ def test_saturated_scores_are_exact() -> None:
 def test_truncation_keeps_what_it_should(score_from: str) -> None:
     """top_p drops tokens whose preceding cumulative probability exceeds it; top_k keeps k; scores follow on request."""
     logits = jnp.log(jnp.asarray([[[0.5, 0.3, 0.15, 0.05]]]))
-    at = lambda **options: predict(logits, Sampling(**options), mask_id=9, score_from=score_from, uniform=None)
+    at = lambda **options: predict(
+        given_logits(logits), Sampling(**options), mask_id=9, score_from=score_from, draw=None
+    )
     raw = score_from == "raw"
     for options, kept in [
         ({"top_p": 0.4}, 1),
@@ -350,7 +354,9 @@ def test_draws_follow_the_tempered_truncated_distribution() -> None:
     rows = 20_000
     uniform = jax.random.uniform(jax.random.key(0), (rows, 1, 4), minval=1e-7)
     sampling = Sampling(temperature=2.0, top_k=3)
-    found = predict(jnp.tile(logits, (rows, 1, 1)), sampling, mask_id=9, score_from="raw", uniform=uniform)
+    found = predict(
+        given_logits(jnp.tile(logits, (rows, 1, 1))), sampling, mask_id=9, score_from="raw", draw=lambda ids: uniform
+    )
     share = np.bincount(np.asarray(found.token[:, 0]), minlength=4) / rows
     weights = np.sqrt([0.5, 0.3, 0.15, 0.0])
     np.testing.assert_allclose(share, weights / weights.sum(), atol=0.012)
@@ -361,15 +367,15 @@ def test_draws_follow_the_tempered_truncated_distribution() -> None:
 def test_the_mask_token_is_never_chosen() -> None:
     """Not even when it is all that truncation leaves, or when it is drawn."""
     logits = jnp.zeros((1, 1, 4)).at[0, 0, 1].set(9.0).at[0, 0, 2].set(1.0)
+    uniform = jnp.full((1, 1, 4), 0.5)
     for sampling in (Sampling(), Sampling(top_k=1), Sampling(top_p=0.1), Sampling(temperature=1.0, top_k=1)):
-        uniform = jnp.full((1, 1, 4), 0.5)
-        found = predict(logits, sampling, mask_id=1, score_from="raw", uniform=uniform)
+        found = predict(given_logits(logits), sampling, mask_id=1, score_from="raw", draw=lambda ids: uniform)
         assert int(found.token[0, 0]) == 2
 
 
 def test_deferred_tokens_come_last_under_every_score() -> None:
     logits = jnp.asarray([[[9.0, 0.0, 0.0], [0.1, 0.0, 0.0], [0.0, 0.2, 0.0]]])  # sure of 0, of little, of 1
-    found = predict(logits, Sampling(defer=jnp.asarray([0])), mask_id=9, score_from="raw", uniform=None)
+    found = predict(given_logits(logits), Sampling(defer=jnp.asarray([0])), mask_id=9, score_from="raw", draw=None)
     assert found.token[0].tolist() == [0, 0, 1]
     assert float(found.confidence[0, 0]) == 0.0 and float(found.confidence[0, 2]) > 0.5
     view = view_of([True, True, True])

@@ -23,7 +23,7 @@ from jax.sharding import Sharding
 from dllm_jax.denoiser import Denoiser
 from dllm_jax.indicator import Indicator, IndicatorConfig
 from dllm_jax.transformer import RematPolicy
-from samplers.predictions import Sampling, predict
+from samplers.predictions import Sampling, given, predict
 from samplers.rules.ni import features_of
 from samplers.trajectory import mergeable
 from train.config import IndicatorPart
@@ -104,7 +104,7 @@ def evidence(
 
     def read(hidden: jax.Array) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.Array, jax.Array]:
         logits = denoiser.logits(hidden)
-        best = predict(logits, Sampling(), mask_id=denoiser.mask_id, score_from="raw", uniform=None)
+        best = predict(given(logits), Sampling(), mask_id=denoiser.mask_id, score_from="raw", draw=None)
         return features_of(config, denoiser, hidden, logits, best.token), best.token, best.confidence
 
     batch, width = masked.shape

@@ -55,15 +55,15 @@ class BlockView:
         wanted = per_row(threshold)
         return wanted if self.caution is None else jnp.maximum(wanted, self.caution[:, None])
 
-    def draw(self, purpose: Purpose, columns: int | None = None) -> jax.Array:
-        """Fresh draws in (0, 1) for the block's positions: [B, W], or [B, W, columns].
+    def draw(self, purpose: Purpose, ids: jax.Array | None = None) -> jax.Array:
+        """Fresh draws in (0, 1) for the block's positions: [B, W], or [B, W, n] for each of some ids [n].
 
         Raises:
             DllmError: when the generation was started without a key.
         """
         if self.noise is None:
             raise DllmError("this sampler draws random numbers and was given none; pass key=jax.random.key(seed)")
-        return self.noise.uniform(purpose, self.nfe, self.positions, columns)
+        return self.noise.uniform(purpose, self.nfe, self.positions, ids)
 
     def uniform(self) -> jax.Array:
         """Fresh draws in (0, 1) that order or select the block's positions, [B, W]."""
@@ -105,6 +105,7 @@ class Rule:
 
     score_from: ScoreFrom = "raw"
     reads_hidden: bool = False  # whether `judge` is asked
+    reads_logits: bool = False  # whether `adjust` is asked; only then do logits of a whole block exist
     revises: bool = False
 
     def check(self, gen_length: int, num_blocks: int | None) -> None:
@@ -116,7 +117,8 @@ class Rule:
         return ()
 
     def adjust(self, logits: jax.Array, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
-        """The logits [B, W, V] float32 that tokens and scores are taken from, and the new state."""
+        """The logits [B, W, V] float32 that tokens and scores are taken from, and the new state. The engine asks rules
+        that set `reads_logits`."""
         return logits, state
 
     def decide(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[jax.Array, Any]:

@@ -35,6 +35,8 @@ class Credit(Rule):
     boost: Number = 0.2
     decay: Number = 0.8
 
+    reads_logits = True
+
     def check(self, gen_length: int, num_blocks: int | None) -> None:
         for name in ("threshold", "tolerance", "weight", "boost"):
             check_number(name, getattr(self, name), 0.0)
