@@ -200,7 +200,7 @@ def test_a_heads_tiles_are_columns_of_its_logits(request, family: str, parts: in
         size = made.vocab_size // parts
         assert ids.tolist() == [part * size + 5 + j for part in range(parts) for j in range(9)]
         np.testing.assert_allclose(made.logits(hidden, tile), made.logits(hidden)[..., ids], atol=1e-5)
-        guided = Guided(made, jnp.zeros((ROWS, WIDTH), bool), 0.5)
+        guided = Guided(made, 0.5)
         both = jnp.concatenate([hidden, hidden[:, ::-1]], axis=-1)
         np.testing.assert_allclose(guided.logits(both, tile), guided.logits(both)[..., ids], atol=1e-5)
 

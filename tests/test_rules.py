@@ -24,12 +24,13 @@ from samplers import (
     Sampling,
     Threshold,
     TopK,
+    official,
 )
 from samplers.noise import KeyNoise, Purpose
 from samplers.predictions import given as given_logits
 from samplers.predictions import predict
 from samplers.rules import BlockView, Rule
-from samplers.rules.base import rank
+from samplers.rules.base import progressing, rank
 from samplers.rules.eb import select
 
 WIDTH = 8  # one width, so that every example reuses the compiled operations
@@ -52,18 +53,21 @@ def predictions_of(confidence, entropy=None, mask_wins=None) -> Predictions:
     )
 
 
-def view_of(masked, step: int = 0, block_masks: int | None = None, num_blocks: int = 1) -> BlockView:
-    masked = jnp.asarray(masked)[None]
-    count = int(masked.sum()) if block_masks is None else block_masks
+def view_of(open, step: int = 0, block_open: int | None = None, num_blocks: int = 1) -> BlockView:
+    open = jnp.asarray(open)[None]
+    count = int(open.sum()) if block_open is None else block_open
     return BlockView(
-        masked=masked,
-        positions=jnp.arange(masked.shape[1])[None],
+        open=open,
+        positions=jnp.arange(open.shape[1])[None],
         first=jnp.zeros((1,), jnp.int32),
         step=jnp.asarray([step]),
-        block_masks=jnp.asarray([count]),
+        block_open=jnp.asarray([count]),
         num_blocks=jnp.asarray([num_blocks]),
         noise=KeyNoise(jax.random.key(3)[None]),
         nfe=jnp.asarray([step]),
+        tokens=jnp.zeros(open.shape, jnp.int32),
+        written=~open,
+        mask_id=1,
     )
 
 
@@ -182,17 +186,17 @@ def test_caution_raises_thresholds_only() -> None:
 
 
 @settings(max_examples=60)
-@given(scores, masks, st.sampled_from([0.0, 0.5, 1.0, 1.9, 3.0]), st.booleans())
-def test_factor_walks_the_list(confidence, masked, factor, compat) -> None:
+@given(scores, masks, st.sampled_from([0.0, 0.5, 1.0, 1.9, 3.0]), st.sampled_from([Factor, official.Factor]))
+def test_factor_walks_the_list(confidence, masked, factor, kind) -> None:
     """The walk of the published code: stop at the first n whose confidence is below 1 - factor / (n + 1)."""
     order, taken = order_of(confidence, masked), 0
     count = len(order)
     for n in range(1, count + 1):
-        last_untested = compat and n == count
+        last_untested = kind is official.Factor and n == count
         if n > 1 and not last_untested and np.float32(confidence[order[n - 1]]) < np.float32(1 - factor / (n + 1)):
             break
         taken = n
-    assert decide(Factor(factor, compat=compat), confidence, masked) == sorted(order[:taken])
+    assert decide(kind(factor), confidence, masked) == sorted(order[:taken])
 
 
 def eb_brute_force(error, entropy, candidates, gamma) -> list[int]:
@@ -230,11 +234,12 @@ def counts_per_step(rule: Rule, masks: int) -> list[int]:
 
     @jax.jit
     def step(masked, index, state):
-        view = view_of(jnp.zeros((masks,), bool), block_masks=masks)
-        view = BlockView(**{**view.__dict__, "masked": masked, "step": index[None], "nfe": index[None]})
-        chosen, state = rule.decide(predictions, view, state)
-        done = rule.block_done(view, jnp.any(masked & ~chosen, axis=1))
-        return chosen, state, done[0]
+        view = view_of(jnp.zeros((masks,), bool), block_open=masks)
+        view = dataclasses.replace(view, open=masked, step=index[None], nfe=index[None])
+        change, state = rule.change(predictions, view, state)
+        change, last = progressing(rule, change, predictions, view)
+        done = last | rule.block_done(view, change.open.any(axis=1), state)
+        return masked & ~change.open, state, done[0]
 
     masked, state, counts, done = jnp.ones((1, masks), bool), rule.init(1, WIDTH, 2), [], False
     while not done:
@@ -253,7 +258,7 @@ def counts_per_step(rule: Rule, masks: int) -> list[int]:
 def test_llada_quota(masks: int, steps: int, expected: list[int]) -> None:
     assert counts_per_step(LLaDA(steps), masks) == expected
     assert counts_per_step(LLaDA(steps, remasking="random"), masks) == expected
-    assert counts_per_step(LLaDA(steps, compat=True), masks) == expected + [0] * (steps - len(expected))
+    assert counts_per_step(official.LLaDA(steps), masks) == expected + [0] * (steps - len(expected))
 
 
 @pytest.mark.parametrize(
@@ -270,7 +275,7 @@ def test_llada_quota(masks: int, steps: int, expected: list[int]) -> None:
 )
 def test_dream_schedule(masks: int, steps: int, expected: list[int]) -> None:
     """The published counts; by default the forwards that would commit nothing are not run."""
-    assert counts_per_step(Dream(steps, compat=True), masks) == expected
+    assert counts_per_step(official.Dream(steps), masks) == expected
     assert counts_per_step(Dream(steps), masks) == [count for count in expected if count]
 
 
@@ -287,7 +292,7 @@ def test_alg_temp_draws_without_replacement_by_weight() -> None:
     rule = Dream(2, alg="maskgit_plus", alg_temp=0.5, eps=0.5)
 
     def draw(key):
-        view = view_of([True] * 4, block_masks=4)
+        view = view_of([True] * 4, block_open=4)
         view = BlockView(**{**view.__dict__, "noise": KeyNoise(key[None])})
         return rule.decide(predictions, view, rule.init(1, WIDTH, 2))[0][0]
 
