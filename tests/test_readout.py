@@ -177,6 +177,10 @@ def test_draws_do_not_depend_on_batch_tile_or_slot() -> None:
     np.testing.assert_array_equal(at(noise, STEP, POSITIONS[:, ::-1], ids), whole[:, ::-1])
     np.testing.assert_array_equal(at(KeyNoise(KEYS[1:]), STEP[1:], POSITIONS[1:, 1:], ids), whole[1:, 1:])
     assert not (at(noise, STEP, POSITIONS, None)[..., None] == whole).any()
+    for some in (ids, None):  # as blocks beside each other are drawn
+        one = lambda place, some=some: noise.uniform(Purpose.TOKENS, STEP, place[:, None], some)
+        mapped = jax.vmap(one, in_axes=1, out_axes=1)(POSITIONS)
+        np.testing.assert_array_equal(mapped[:, :, 0], at(noise, STEP, POSITIONS, some))
 
 
 def test_draws_are_uniform_and_unrelated() -> None:
