@@ -52,22 +52,23 @@ class KeyNoise:
         key = jax.vmap(words)(self.keys, step)
         place = positions.astype(jnp.uint32)
         if ids is None:
-            return _hashed(key[:, None], place, jnp.full_like(place, _NO_ID))
-        shape = (*place.shape, ids.size)  # of the counter alone: the hash is a loop on CPU that carries all four words
-        place, of = jnp.broadcast_to(place[..., None], shape), jnp.broadcast_to(ids.astype(jnp.uint32), shape)
-        return _hashed(key[:, None, None], place, of)
+            return _hashed(key[:, None], place, jnp.uint32(_NO_ID))
+        return _hashed(key[:, None, None], place[..., None], ids.astype(jnp.uint32))
 
 
 _NO_ID = 2**32 - 1  # no token has it
 
 
 def _hashed(key: jax.Array, place: jax.Array, of: jax.Array) -> jax.Array:
-    """Uniforms strictly within (0, 1) from two words of key [..., 2], which may broadcast, and two of counter, [...]
-    uint32 each.
+    """Uniforms strictly within (0, 1) from two words of key [..., 2] and two of counter, place [...] and of [...]; all
+    uint32, and broadcast.
 
     The primitive itself, not `threefry_2x32`: that one takes both words of the counter in one array of twice the size.
+    On CPU it is a loop that carries all four words: the counter's must have one shape, also when `jax.vmap` maps over
+    positions alone, and the key's are better left small.
     """
-    bits, _ = threefry2x32_p.bind(key[..., 0], key[..., 1], place, of)
+    of = of | (place & 0)
+    bits, _ = threefry2x32_p.bind(key[..., 0], key[..., 1], jnp.broadcast_to(place, of.shape), of)
     bits = vary_like(key, bits)  # which the primitive forgets
     return ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-23  # of 24 bits, so exact
 

@@ -378,7 +378,8 @@ def _last_kept(scores: Readout, z: Callable[[Tile], jax.Array], sampling: Sampli
     peak, row = _centre(mass.peak)[..., None], lambda value: jnp.asarray(value)[..., None]
 
     def weighed(tile: Tile) -> tuple[jax.Array, jax.Array]:
-        return _code(z(tile)), jnp.exp(z(tile) - peak)
+        score = z(tile)
+        return _code(score), jnp.exp(score - peak)
 
     entries = _once(scores, weighed)
 
@@ -462,15 +463,16 @@ def _tallied(one: _Tally, other: _Tally) -> _Tally:
 def _concluded(found: _Tally, plan: _Plan, cut: _Cut | None, vocab_size: int) -> Predictions:
     mass, choice, defer = found.mass, found.choice, plan.sampling.defer
     finite = jnp.isfinite(found.peak)
+    chosen = finite & (choice.value > -jnp.inf)
     token = jnp.full_like(choice.token, int(plan.mask_id == 0))
-    if cut is not None:  # nothing survived a second look only if the product's last bits came out otherwise
+    if cut is not None:  # nothing survives a second look only if the product's last bits came out otherwise
         token = jnp.where(finite & (cut.best.value > -jnp.inf), cut.best.token, token)
-    token = jnp.where(finite & (choice.value > -jnp.inf), choice.token, token)
+    token = jnp.where(chosen, choice.token, token)
     scored = finite & (mass.total > 0)  # something is left after `suppress` and `defer`
-    worst = ~scored if defer is None else ~scored | jnp.isin(choice.token, defer)
+    worst = ~scored if defer is None else ~scored | jnp.isin(token, defer)
     return Predictions(
         token=token,
-        confidence=jnp.where(scored, jnp.exp(choice.score - _centre(mass.peak)) / mass.total, 0.0),
+        confidence=jnp.where(scored & chosen, jnp.exp(choice.score - _centre(mass.peak)) / mass.total, 0.0),
         max_probability=jnp.where(worst, 0.0, 1.0 / mass.total),
         margin=jnp.where(worst, -1.0, (1.0 - jnp.exp(mass.second - _centre(mass.peak))) / mass.total),
         entropy=jnp.where(

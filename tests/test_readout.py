@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.extend.core import jaxprs_in_params
 
-from dllm_jax import Denoiser
+from dllm_jax import Denoiser, make_mesh
 from dllm_jax.low_rank import LowRankKernel
 from dllm_jax.transformer import Tile
 from samplers import EB, BlockSampler, KeyNoise, Sampling, Threshold, TopK, predictions, sample
@@ -95,6 +95,20 @@ def test_tiled_equals_untiled(monkeypatch, score_from: str, mask_id: int, parts:
     same()
 
 
+def test_tiles_within_shard_map(small_tiles) -> None:
+    """Rows and their keys on two devices, the sampling's numbers on both."""
+    logits, sampling = some_logits(3, False), Sampling(temperature=0.9, top_p=0.8, top_k=20)
+
+    def run(logits: jax.Array, keys: jax.Array) -> Predictions:
+        noise = lambda ids: KeyNoise(keys).uniform(Purpose.TOKENS, STEP[:1], POSITIONS[:1], ids)
+        return predict(scores_of(logits), sampling, mask_id=9, score_from="sampling", draw=noise)
+
+    split = jax.sharding.PartitionSpec("data")
+    mapped = jax.jit(jax.shard_map(run, mesh=make_mesh(data=2), in_specs=(split, split), out_specs=split))
+    rows = [jax.jit(run)(logits[row : row + 1], KEYS[row : row + 1]) for row in range(ROWS)]
+    assert_same(mapped(logits, KEYS), jax.tree.map(lambda *parts: jnp.concatenate(parts), *rows))
+
+
 def by_sorting(z: np.ndarray, top_p: float | None, top_k: int | None) -> np.ndarray | None:
     """What survives by the definition; None where rounding could decide."""
     ordered = np.sort(z.astype(np.float64), axis=-1)[..., ::-1]
@@ -163,6 +177,10 @@ def test_draws_do_not_depend_on_batch_tile_or_slot() -> None:
     np.testing.assert_array_equal(at(noise, STEP, POSITIONS[:, ::-1], ids), whole[:, ::-1])
     np.testing.assert_array_equal(at(KeyNoise(KEYS[1:]), STEP[1:], POSITIONS[1:, 1:], ids), whole[1:, 1:])
     assert not (at(noise, STEP, POSITIONS, None)[..., None] == whole).any()
+    for some in (ids, None):  # as blocks beside each other are drawn
+        one = lambda place, some=some: noise.uniform(Purpose.TOKENS, STEP, place[:, None], some)
+        mapped = jax.vmap(one, in_axes=1, out_axes=1)(POSITIONS)
+        np.testing.assert_array_equal(mapped[:, :, 0], at(noise, STEP, POSITIONS, some))
 
 
 def test_draws_are_uniform_and_unrelated() -> None:
