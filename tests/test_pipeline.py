@@ -148,7 +148,7 @@ class NIOrEB(AnyOf):
 
     reads_hidden = True
 
-    def sure(self, *arguments) -> jax.Array:
+    def judge(self, *arguments) -> jax.Array:
         return self.rules[0].judge(*arguments)
 
     def looks_ahead(self, cached: bool) -> bool:
@@ -247,8 +247,9 @@ def test_rows_are_strangers_at_a_temperature():
         other = run(denoiser, sampler, **moved, given=GIVEN[rows], key=keys_of()[rows])
         for slot, row in enumerate(order):
             same_rows(together, row, other, slot)
-    others = run(denoiser, sampler_of(temperature=0.8), given=GIVEN, key=keys_of(8))
-    assert (others.tokens != together.tokens).any(axis=1).sum() >= ROWS - 2
+    others = [run(denoiser, sampler_of(temperature=0.8), given=GIVEN, key=keys_of(seed)) for seed in (8, 9, 10)]
+    differ = [(other.tokens != together.tokens).any(axis=1) for other in others]
+    assert np.any(differ, axis=0).sum() >= ROWS - 2
 
 
 def test_a_stop_sequence_ends_a_row_early():
@@ -295,18 +296,19 @@ def test_progress_and_frozen_blocks(options):
     """Every forward commits or caches, nothing is committed twice, the bound holds, keys of cached blocks stay."""
     denoiser = denoiser_of(LLADA)
     sampler = PipelineSampler(GEN, LENGTH, end_ids=jnp.asarray([denoiser.vocab_size]), **options)
-    states = list(stream(sampler, denoiser, PROMPTS, PROMPT_LENGTHS))
+    # a step takes the state before it
+    states = [jax.tree.map(np.array, state) for state in stream(sampler, denoiser, PROMPTS, PROMPT_LENGTHS)]
     for before, after in zip(states, states[1:], strict=False):
-        wrote = (after.decoded_at >= 0).sum(1) > (before.decoded_at >= 0).sum(1)
-        assert (np.asarray(wrote) | np.asarray(after.cached > before.cached) | np.asarray(before.done)).all()
-        same = np.where(before.decoded_at >= 0, after.decoded_at == before.decoded_at, True)
-        assert same.all()
+        old, new = before.canvas, after.canvas
+        wrote = (new.decoded_at >= 0).sum(1) > (old.decoded_at >= 0).sum(1)
+        assert (wrote | (after.cached > before.cached) | old.done).all()
+        assert np.where(old.decoded_at >= 0, new.decoded_at == old.decoded_at, True).all()
         flight = (after.appended_at >= 0).sum(1) - before.cached
         assert int(flight.max()) <= sampler.most_in_flight
         for row in range(3):
-            final = int(before.cached[row]) * LENGTH + int(PROMPT_LENGTHS[row]) if int(before.nfe[row]) else 0
-            old, new = (np.asarray(state.kv[1].key)[row, :final] for state in (before, after))
-            assert (old == new).all()
+            final = int(before.cached[row]) * LENGTH + int(PROMPT_LENGTHS[row]) if int(old.nfe[row]) else 0
+            earlier, later = (state.kv[1].key[row, :final] for state in (before, after))
+            assert (earlier == later).all()
     result = sampler.result(denoiser, states[-1])
     assert (np.asarray(result.decoded_at) >= 0).all()
     assert not (np.asarray(result.tokens) == denoiser.mask_id).any()
