@@ -13,7 +13,7 @@ from dllm_jax.kv_cache import write_rows
 from dllm_jax.pytree import pytree
 from samplers.apd_loop import Draft, Frontier, LeftRightState, LeftToRight, Whole
 from samplers.apd_verifier import Verifier
-from samplers.canvas import Canvas, checked_lengths
+from samplers.canvas import Canvas, checked_prompt
 from samplers.checks import check_number, check_whole
 from samplers.predictions import Sampling, column
 from samplers.stopping import Stop
@@ -70,9 +70,7 @@ class APD(LeftToRight):
         return super().blocked(denoiser) | ~self.verifier.knows(denoiser.vocab_size)
 
     def read_prompt(self, prompt: jax.Array, canvas: Canvas, length: int) -> Any:
-        checked_lengths(
-            "prompt", canvas.prompt_lengths, len(prompt), self.verifier.denoiser.min_prompt_length, prompt.shape[1]
-        )
+        checked_prompt(self.verifier.denoiser, prompt, canvas.prompt_lengths)
         return self.verifier.prefill(prompt, canvas.prompt_lengths, length)
 
     def write(

@@ -159,13 +159,10 @@ def begin(
         DllmError: for wrong shapes or dtypes, and for lengths that cannot be (where they are concrete: inside jit only
             shapes and dtypes are known).
     """
-    prompt, low = _checked_prompt(prompt), denoiser.min_prompt_length
+    prompt, prompt_lengths = checked_prompt(denoiser, prompt, prompt_lengths)
     batch, width = prompt.shape
-    if width < low:
-        raise DllmError("this model cannot predict its very first position; give a prompt of at least one token")
     _check_given(given, batch, gen_length)
-    prompt_lengths = checked_lengths("prompt", prompt_lengths, batch, low, width)
-    gen_lengths = checked_lengths("gen", gen_lengths, batch, 1, gen_length)
+    gen_lengths = _checked_lengths("gen", gen_lengths, batch, 1, gen_length)
     noise = source_of(noise, key, batch)
     position = jnp.arange(max(width + length, context))
     tokens = jnp.pad(prompt, ((0, 0), (0, len(position) - width)))
@@ -193,11 +190,21 @@ def begin(
     )
 
 
-def _checked_prompt(prompt: Any) -> jax.Array:
-    prompt = jnp.asarray(prompt)
+def checked_prompt(
+    denoiser: DenoiserLike, prompt: Any, prompt_lengths: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Prompts [B, P] and their lengths [B], all P by default, as int32.
+
+    Raises:
+        DllmError: for another shape or dtype, and prompts that are too short for the model.
+    """
+    prompt, low = jnp.asarray(prompt), denoiser.min_prompt_length
     if prompt.ndim != 2 or not jnp.issubdtype(prompt.dtype, jnp.integer):
         raise DllmError(f"prompt is {prompt.dtype}{list(prompt.shape)}; it must be integer token ids [batch, length]")
-    return prompt.astype(jnp.int32)
+    batch, width = prompt.shape
+    if width < low:
+        raise DllmError("this model cannot predict its very first position; give a prompt of at least one token")
+    return prompt.astype(jnp.int32), _checked_lengths("prompt", prompt_lengths, batch, low, width)
 
 
 def _check_given(given: Any, batch: int, gen_length: int) -> None:
@@ -211,12 +218,7 @@ def _check_given(given: Any, batch: int, gen_length: int) -> None:
         raise DllmError(f"given is {kind}; it must be integer token ids, the mask id where one is missing")
 
 
-def checked_lengths(what: str, lengths: jax.Array | None, batch: int, low: int, high: int) -> jax.Array:
-    """Lengths of rows [B] int32, all `high` by default.
-
-    Raises:
-        DllmError: for another shape or dtype, and where they are known and not within [low, high].
-    """
+def _checked_lengths(what: str, lengths: jax.Array | None, batch: int, low: int, high: int) -> jax.Array:
     if lengths is None:
         return jnp.full((batch,), high, jnp.int32)
     lengths = jnp.asarray(lengths)
