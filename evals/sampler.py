@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dllm_jax import spec
 from dllm_jax.errors import DllmError
+from dllm_jax.tools import spec
 from samplers.specs import SamplerSpec, parse_sampler, parse_samplers, typed
 
 __all__ = ["SamplerSpec", "all_samplers", "parse_sampler", "parse_samplers", "read_grid", "unique"]

@@ -30,8 +30,8 @@ from rich.console import Console
 
 import dllm_jax
 from dllm_jax import DllmError, Model, checkpoint
-from dllm_jax.command import Parser, run_printing
 from dllm_jax.tokenizer import Tokenizer, has_tokenizer
+from dllm_jax.tools.command import Parser, run_printing
 from samplers.block import BlockSampler
 from samplers.caches import CACHES
 from samplers.checks import check_number, refuse_unknown

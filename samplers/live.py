@@ -20,13 +20,13 @@ from rich.live import Live
 from rich.text import Text
 
 from dllm_jax import DllmError, Model
-from dllm_jax.indicator import Indicator
 from samplers.apd import APD, LeftRight
 from samplers.block import BlockSampler
 from samplers.caches import CACHES
 from samplers.checks import check_number
 from samplers.engine import Result, stream
 from samplers.generate import CanvasSampler, Generation, Prompt, answer, pad_prompts, prepare
+from samplers.indicator import Indicator
 from samplers.pipeline import PipelineSampler
 from samplers.rules import RULES, Rule
 

@@ -16,13 +16,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Protocol
 
 import dllm_jax
-from dllm_jax import Model, spec
+from dllm_jax import Model
 from dllm_jax.errors import DllmError
-from dllm_jax.indicator import Indicator, load_indicator
+from dllm_jax.tools import spec
 from samplers.apd_loop import LeftToRight
 from samplers.block import BlockSampler
 from samplers.caches import CACHES
 from samplers.generate import make_sampler
+from samplers.indicator import Indicator, load_indicator
 from samplers.makers import MAKERS
 from samplers.pipeline import PipelineSampler
 from samplers.presets import PRESETS, preset

@@ -10,11 +10,11 @@ import pytest
 from test_evals_tasks import config_for
 
 from dllm_jax import random_model
-from dllm_jax.indicator import load_indicator
 from evals import __main__ as cli
 from evals import figures, plots, sweeps
 from evals.runner import Report
 from evals.tasks import make_task
+from samplers.indicator import load_indicator
 
 WORDS = make_task("word-problems:difficulty=easy")
 CAUSAL = {"family": "qwen2", "attention": "causal", "shift": True}

@@ -25,7 +25,6 @@ import train.__main__ as train_cli
 from convert.__main__ import main as convert_cli
 from convert.indicator import convert_indicator, export_indicator, names
 from dllm_jax import DllmError, Model, checkpoint, random_model
-from dllm_jax.indicator import Indicator, IndicatorConfig, init_indicator, load_indicator, save_indicator
 from evals.oracle import oracle
 from evals.tasks import make_task
 from samplers import (
@@ -43,6 +42,7 @@ from samplers import (
     stop_on,
 )
 from samplers.generate import pad_prompts
+from samplers.indicator import Indicator, IndicatorConfig, init_indicator, load_indicator, save_indicator
 from samplers.predictions import ranked
 from samplers.trajectory import best_tokens, step_numbers, trajectory_of
 from train import trajectories

@@ -11,10 +11,10 @@ from test_combinations import AnyOf
 from train_toys import DREAM, LLADA
 
 from dllm_jax import Denoiser, DllmError, make_mesh
-from dllm_jax.indicator import IndicatorConfig, init_indicator
 from dllm_jax.params import init_params
 from dllm_jax.pytree import pytree
 from samplers import EB, NI, PipelineSampler, Sampling, block_causal, sample, sample_jit, stop_on, stream
+from samplers.indicator import IndicatorConfig, init_indicator
 from samplers.rules.ni import features_of
 
 LENGTH, GEN, WIDTH = 4, 12, 6

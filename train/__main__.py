@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
-from dllm_jax.command import Parser
 from dllm_jax.errors import DllmError
+from dllm_jax.tools.command import Parser
 from train.config import COMMANDS, build, read_config
 from train.folder import RUN_FILE
 from train.lora import merge

@@ -28,7 +28,7 @@ from dllm_jax import Model
 from dllm_jax.checkpoint import write_error
 from dllm_jax.errors import DllmError
 from dllm_jax.sharding import batch_sharding, check_splits, mesh_for_batch
-from dllm_jax.spec import converted, parse_options
+from dllm_jax.tools.spec import converted, parse_options
 from samplers import BlockSampler, make_sampler
 from samplers.generate import check_lengths, given_canvas, pad_prompts
 from samplers.timing import Programs
