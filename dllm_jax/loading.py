@@ -1,7 +1,9 @@
 """From a name or a folder to a model that is ready to sample: config, parameters on their devices, tokenizer."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +30,8 @@ class Model:
         tokenizer: None for a checkpoint without a tokenizer's files, and for random weights.
         name: for people: the folder's or the published size's name.
         folder: where it was loaded from, None for random weights.
+        generation: options of `samplers.make_sampler` that it came with, in `generation.json`, and that stand in for
+            what is not said; "sampler" among them may name a sampler.
     """
 
     config: ModelConfig
@@ -35,6 +39,7 @@ class Model:
     tokenizer: Tokenizer | None
     name: str
     folder: Path | None = None
+    generation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def denoiser(self) -> Denoiser:
@@ -76,12 +81,23 @@ def load(
         DllmError: when there is no such checkpoint, a part of it is damaged or does not fit the others, the dtype is
             not one of the three, or a parameter does not split over the mesh.
     """
+    found = outline(path_or_name)
+    assert found.folder is not None
+    dtype_name, shardings = _dtype_name(dtype), _shardings(found.config, mesh, rules)
+    params = checkpoint.load_params(found.folder, dtype=dtype_name, shardings=shardings)
+    return dataclasses.replace(found, params=params)
+
+
+def outline(path_or_name: str | Path) -> Model:
+    """A converted checkpoint without its parameters, for checks that come before gigabytes are read.
+
+    Raises:
+        DllmError: as `load`.
+    """
     folder = checkpoint.find(path_or_name)
     config = checkpoint.load_config(folder)
-    dtype_name, shardings = _dtype_name(dtype), _shardings(config, mesh, rules)
     tokenizer = Tokenizer.from_folder(folder, config) if has_tokenizer(folder) else None
-    params = checkpoint.load_params(folder, dtype=dtype_name, shardings=shardings)
-    return Model(config, params, tokenizer, name=folder.resolve().name, folder=folder)
+    return Model(config, {}, tokenizer, folder.resolve().name, folder, checkpoint.load_generation(folder))
 
 
 def random_model(

@@ -1,4 +1,4 @@
-"""The samplers of a sweep: specs (`samplers.specs`) and grids."""
+"""The samplers of a sweep: specs (`samplers.build`) and grids."""
 
 import itertools
 import tomllib
@@ -8,7 +8,7 @@ from typing import Any
 
 from dllm_jax.errors import DllmError
 from dllm_jax.tools import spec
-from samplers.specs import SamplerSpec, parse_sampler, parse_samplers, typed
+from samplers.build import SamplerSpec, parse_sampler, parse_samplers, typed
 
 __all__ = ["SamplerSpec", "all_samplers", "parse_sampler", "parse_samplers", "read_grid", "unique"]
 

@@ -10,6 +10,7 @@ from golden_base import Assets, Case, cases_of, full_forward
 
 from dllm_jax import Denoiser
 from samplers import (
+    CACHES,
     BlockSampler,
     Credit,
     Hierarchical,
@@ -20,7 +21,6 @@ from samplers import (
     Smoothing,
     Threshold,
     VicinityCache,
-    make_cache,
     sample_jit,
     stop_on,
 )
@@ -65,7 +65,7 @@ def _cache(args: dict) -> Any:
     if "vicinity" in args["iteration"]:
         looks = {name: args[name] for name in ("prefix_look", "after_look")}
         return VicinityCache(every, **looks, warmup=args["warmup_steps"], compat=True)
-    return make_cache(args["cache"], refresh_every=every)
+    return CACHES[args["cache"]](refresh_every=every)
 
 
 def _sampler(args: dict, vocab_size: int, equal_lengths: bool) -> BlockSampler:

@@ -17,6 +17,7 @@ import convert
 import dllm_jax
 from dllm_jax.transformer import bind, rope_angles
 from samplers import (
+    CACHES,
     EB,
     BlockSampler,
     Dream,
@@ -27,7 +28,6 @@ from samplers import (
     TableNoise,
     Threshold,
     TopK,
-    make_cache,
     sample_jit,
     stop_on,
 )
@@ -219,7 +219,7 @@ def _fast_dllm_llada(args: dict) -> BlockSampler:
     return BlockSampler(
         rule,
         **lengths_of(args),
-        cache=make_cache(args["cache"]),
+        cache=CACHES[args["cache"]](),
         fill_after_eos=args["early_stop"],
         compat=("eos-fill-after-window",) if cached else (),
     )
@@ -239,7 +239,7 @@ def _fast_dllm_dream(args: dict) -> BlockSampler:
     return BlockSampler(
         FastDllmDream(rule),
         **lengths_of(args),
-        cache=make_cache(args["cache"]),
+        cache=CACHES[args["cache"]](),
         sampling=sampling,
     )
 

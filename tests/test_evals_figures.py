@@ -129,7 +129,7 @@ def test_d2f_sets_the_student_beside_its_teacher_and_an_autoregressive_model(fig
 
 def test_ni_averages_over_indicators_and_compares_at_equal_accuracy(figure, monkeypatch, ni_indicator):
     loaded = load_indicator(ni_indicator)
-    monkeypatch.setattr("samplers.specs.load_indicator", lambda path: loaded)
+    monkeypatch.setattr("samplers.build.load_indicator", lambda path: loaded)
     status, out, err, results = figure("ni", "--indicator", "a", "--indicator", "bcd")
     assert status == 0 and "18 points, 6 programs" in out
     first, second, third = results["notes"]

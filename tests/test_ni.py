@@ -37,7 +37,7 @@ from samplers import (
     Smoothing,
     Threshold,
     VicinityCache,
-    make_rule,
+    make_sampler,
     sample_jit,
     stop_on,
 )
@@ -292,9 +292,9 @@ def test_guidance_temperature_and_deferred_tokens(llada, indicator) -> None:
 
 def test_mistakes_are_one_sentence(llada, indicator, tmp_path) -> None:
     with pytest.raises(DllmError, match="rule ni needs indicator"):
-        make_rule("ni")
+        make_sampler(llada, "ni")
     with pytest.raises(DllmError, match="holds no indicator"):
-        make_rule("ni", indicator=str(tmp_path))
+        make_sampler(llada, "ni", indicator=str(tmp_path))
     with pytest.raises(DllmError, match=r"indicator_threshold is 1\.5; it must be between 0 and 1"):
         sampler_of(NI(indicator, indicator_threshold=1.5))
     with pytest.raises(DllmError, match="scope 'all' is unknown"):
