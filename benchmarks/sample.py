@@ -44,6 +44,7 @@ from dllm_jax.kv_cache import slice_rows, write_rows
 from samplers import CACHES, Result, make_sampler, parse_sampler, sample, stream
 from samplers.build import CanvasSampler
 from samplers.generate import check_lengths, encode_prompt, pad_prompts
+from samplers.registry import named
 
 GOLDENS = Path(__file__).parents[1] / "tests" / "goldens"
 BASELINES = ("python-loop", "ar")
@@ -323,6 +324,7 @@ def _ratio(row: Row, rows: Sequence[Row], engine: str, cache: str, same_rule: bo
 def parse_rule(text: str) -> tuple[str, Mapping[str, Any]]:
     """``"eb:gamma=0.2"`` -> ``("eb", {"gamma": 0.2})``."""
     name, colon, rest = text.partition(":")
+    named("rule", name)
     return name, parse_sampler(name + colon + rest.replace(":", ",")).options
 
 

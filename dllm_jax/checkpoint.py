@@ -95,6 +95,11 @@ def load_generation(folder: str | Path) -> dict[str, Any]:
     return values
 
 
+def generation_file(options: Mapping[str, Any]) -> dict[str, bytes]:
+    """The file that `load_generation` reads, by name, as `save` takes it; none for no options."""
+    return {GENERATION_FILE: (json.dumps(dict(options), indent=2) + "\n").encode()} if options else {}
+
+
 def load_params(
     folder: str | Path,
     *,

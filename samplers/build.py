@@ -120,8 +120,8 @@ def defaults_of(model: Model) -> Settings:
     if not model.generation:
         return USUAL
     with _of_checkpoint(model):
-        options = {option: spec.written(value) for option, value in model.generation.items() if option != "sampler"}
-        said = typed(model.generation.get("sampler"), options, under=USUAL)
+        texts = {o: str(v) if isinstance(v, list | dict) else spec.written(v) for o, v in model.generation.items()}
+        said = typed(texts.pop("sampler", None), texts, under=USUAL)
         return settle(said.name, said.options, USUAL)
 
 

@@ -22,14 +22,14 @@ class Hierarchical(Rule):
     A position where the mask token itself is the most probable is no candidate while its segment has others.
 
     Attributes:
-        threshold: None commits nothing besides the segments' and the block's surest.
+        threshold: None commits nothing besides the segments' and the block's surest. 0.92 and 0.62 are published.
         low_threshold: None commits every segment's surest, however unsure.
         compat: let the mask token win its segment, which then commits nothing, as the official code does. Such a step
             may commit nothing at all.
     """
 
-    threshold: Number | None = None
-    low_threshold: Number | None = 0.4
+    threshold: Number | None = 0.92
+    low_threshold: Number | None = 0.62
     compat: bool = False
 
     def check(self, gen_length: int, num_blocks: int | None) -> None:
