@@ -106,8 +106,9 @@ def make_sampler(model: Model, name: str | Rule | None = None, **options: Any) -
     try:
         return build(model, settings)
     except DllmError:
-        with _of_checkpoint(model):  # which may be at fault
-            build(model, under)
+        if model.generation:  # which may be at fault
+            with _of_checkpoint(model):
+                build(model, under)
         raise
 
 
@@ -157,8 +158,8 @@ def build(model: Model, settings: Settings) -> CanvasSampler:
         "cache": lambda: _cache(said["cache"], dealt),
         "smoothing": lambda: _smoothing(said["smoothing"], dealt.get(Smoothing, {})),
         "sampling": lambda: _sampling(model, dealt.get(Sampling, {})),
-        "guidance": lambda: said["guidance"] or None,
-        "stop": lambda: _stop(model, said["stop"] or (), ignore_eos or appends),
+        "guidance": lambda: _unless(0, said["guidance"]),
+        "stop": lambda: _stop(model, said["stop"], ignore_eos or appends),
         "end_ids": lambda: jnp.asarray([] if ignore_eos else model.config.end_ids, jnp.int32),
     }
     values = own | {name: make() for name, make in made.items() if name in said}
@@ -216,14 +217,19 @@ def _smoothing(smoothing: Any, numbers: Mapping[str, Any]) -> Smoothing | None:
 
 def _sampling(model: Model, values: Mapping[str, Any]) -> Sampling:
     """How tokens are drawn; temperature 0 and top_p 1 leave their code out of the program."""
-    top_p = values.get("top_p")
-    ids = {name: _token_array(model, name, values.get(name) or ()) for name in ("suppress", "defer")}
-    plain = {"temperature": values.get("temperature") or None, "top_p": None if top_p == 1.0 else top_p}
+    ids = {name: _token_array(model, name, values.get(name)) for name in ("suppress", "defer")}
+    plain = {"temperature": _unless(0, values.get("temperature")), "top_p": _unless(1, values.get("top_p"))}
     return Sampling(**{**values, **plain, **ids})
 
 
-def _token_array(model: Model, what: str, ids: Sequence[int]) -> jax.Array | None:
+def _unless(idle: int, value: Any) -> Any:
+    """A number, or None for the one that changes nothing."""
+    return None if isinstance(value, int | float) and value == idle else value
+
+
+def _token_array(model: Model, what: str, ids: Sequence[int] | None) -> jax.Array | None:
     """Token ids as `Sampling` takes them, None for none; raises DllmError for what is no id of the model."""
+    ids = () if ids is None else ids
     if isinstance(ids, str) or not isinstance(ids, Sequence):
         raise DllmError(f"{what} is {ids!r}; give a list of token ids")
     for token in ids:
@@ -239,8 +245,9 @@ def check_token(what: str, token: Any, config: ModelConfig) -> None:
         raise DllmError(f"{what} token {token} lies outside the vocabulary of {config.vocab_size} tokens")
 
 
-def _stop(model: Model, stop: Sequence[str | int], ignore_eos: bool) -> Stop | None:
+def _stop(model: Model, stop: Sequence[str | int] | None, ignore_eos: bool) -> Stop | None:
     """Strings and token ids that end an answer, and the model's own end tokens unless they are ignored."""
+    stop = () if stop is None else stop
     if isinstance(stop, str) or not isinstance(stop, Sequence):
         raise DllmError(f"stop is {stop!r}; give a list of strings or token ids")
     strings = [item for item in stop if isinstance(item, str)]
