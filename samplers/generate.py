@@ -188,7 +188,7 @@ def generate(
     if not rows:
         return []
     found = list(_in_batches(model, sampler, rows, keys, batch_size, progress, run))
-    texts = options.get("stop", ())
+    texts = options.get("stop") or ()
     answers = [answer(model, row, *pair, texts) for row, pair in zip(rows, found, strict=True)]
     return answers[0] if isinstance(prompts, str) else answers
 

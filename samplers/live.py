@@ -200,7 +200,7 @@ def watch(
             show(draw(result))
             time.sleep(_automatic(sampler.gen_length, took) if delay is None else delay)
         show(draw(result, last=True))
-    return Watched(answer(model, rows[0], result, 0, options.get("stop", ())), seconds, compile_seconds)
+    return Watched(answer(model, rows[0], result, 0, options.get("stop") or ()), seconds, compile_seconds)
 
 
 @contextlib.contextmanager
