@@ -49,7 +49,7 @@ demo: export DLLM_JAX_HOME := $(CURDIR)/.demo
 demo: $(READY)
 	$(PY) -m convert embedded word-problems
 	$(PY) -m samplers "$$(printf 'Q: Eve has 12 pears. Eve finds 9. Eve shares equally among 3. Eve gets 4 times as many. Eve loses 11.\nA: ')" \
-		--model word-problems --gen-length 32 --rule topk --cache none
+		--model word-problems --rule topk
 	$(PY) -m evals compare --model word-problems --task word-problems --index 0
 
 # The embedded models, made anew by the commands that made them: make embedded-word-problems; an hour each on two cores.

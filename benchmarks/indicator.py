@@ -25,8 +25,8 @@ from benchmarks import command
 from benchmarks.d2f import SIZES
 from benchmarks.roofline import Row, measure_ceilings, timed
 from dllm_jax import Denoiser, DllmError, ModelConfig
-from dllm_jax.indicator import Indicator, IndicatorConfig, init_indicator
 from dllm_jax.params import init_params
+from samplers.indicator import Indicator, IndicatorConfig, init_indicator
 from samplers.predictions import Sampling, given, predict
 from samplers.rules.ni import features_of
 

@@ -24,7 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,10 @@ from benchmarks.roofline import Row
 from dllm_jax import PUBLISHED, Denoiser, DllmError, Model, load, published, random_model
 from dllm_jax.denoiser import Span
 from dllm_jax.kv_cache import slice_rows, write_rows
-from samplers import CACHES, RULES, BlockSampler, Result, make_sampler, sample, stream
+from samplers import CACHES, Result, make_sampler, parse_sampler, sample, stream
+from samplers.build import CanvasSampler
 from samplers.generate import check_lengths, encode_prompt, pad_prompts
+from samplers.registry import named
 
 GOLDENS = Path(__file__).parents[1] / "tests" / "goldens"
 BASELINES = ("python-loop", "ar")
@@ -82,7 +84,7 @@ class Job:
     ignore_eos: bool = False
     patience: float = 0.0
 
-    def sampler(self, rule: str, cache: str) -> BlockSampler:
+    def sampler(self, rule: str, cache: str) -> CanvasSampler:
         """The sampler of a rule written ``name`` or ``name:option=value:...``."""
         name, options = parse_rule(rule)
         return make_sampler(
@@ -161,7 +163,7 @@ def _program_bytes(program: Any) -> int | None:
     return total - memory.alias_size_in_bytes
 
 
-def python_loop(sampler: BlockSampler, denoiser: Denoiser, prompt: jax.Array, lengths: jax.Array) -> Contender:
+def python_loop(sampler: CanvasSampler, denoiser: Denoiser, prompt: jax.Array, lengths: jax.Array) -> Contender:
     """The same generation with a jitted call per step. Its compile time includes running the first step."""
     start = time.perf_counter()
     states = stream(sampler, denoiser, prompt, lengths)
@@ -320,19 +322,11 @@ def _ratio(row: Row, rows: Sequence[Row], engine: str, cache: str, same_rule: bo
 # What is asked for
 
 
-def parse_rule(text: str) -> tuple[str, dict[str, Any]]:
+def parse_rule(text: str) -> tuple[str, Mapping[str, Any]]:
     """``"eb:gamma=0.2"`` -> ``("eb", {"gamma": 0.2})``."""
-    name, *pairs = text.split(":")
-    if name not in RULES:
-        raise DllmError(f"no unmasking rule is called {name!r}; choose from {', '.join(RULES)}")
-    return name, {option: _value(value) for option, _, value in (pair.partition("=") for pair in pairs)}
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
+    name, colon, rest = text.partition(":")
+    named("rule", name)
+    return name, parse_sampler(name + colon + rest.replace(":", ",")).options
 
 
 def make_model(name: str, layers: int | None = None, dtype: str | None = None) -> Model:

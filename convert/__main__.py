@@ -14,8 +14,8 @@ import jax
 from convert import convert, convert_adapters, embedded, export, verify
 from convert.families import FAMILIES
 from convert.indicator import convert_indicator, export_indicator, is_indicator, verify_indicator
-from dllm_jax.command import Parser
 from dllm_jax.errors import DllmError
+from dllm_jax.tools.command import Parser
 from dllm_jax.transformer import num_params
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "B": 1, "": 1}

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dllm_jax import checkpoint
 from dllm_jax.errors import DllmError
 from dllm_jax.tokenizer import TOKENIZER_FILES
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 # Copied beside converted weights. Names, not endings: nothing that could be code or a pickle slips in.
-COPIED_FILES = (*TOKENIZER_FILES, GENERATION_FILE)
+COPIED_FILES = (*TOKENIZER_FILES, GENERATION_FILE, checkpoint.GENERATION_FILE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +174,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def copied_files(folder: Path) -> dict[str, bytes]:
-    """Names and contents of the tokenizer's files and the generation config; never code, never pickles.
+    """Names and contents of the tokenizer's files and both generation configs, the hub's and ours; no code, no pickles.
 
     Raises:
         DllmError: when one cannot be read.

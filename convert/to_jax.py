@@ -51,7 +51,7 @@ def convert(
         as_dtype(dtype)
     check_out(out, source=source, overwrite=overwrite, kind=checkpoint.PARAMS_FOLDER)
     opened = open_source(source, spec, revision)
-    config = spec.read_config(opened.hub)
+    config, usual = spec.read_config(opened.hub), checkpoint.load_generation(opened.folder) or spec.generation
     moves = families.plan(spec, config, opened.entries, str(opened.folder))
     config = config.replace(dtype=dtype or _common_dtype(moves, str(opened.folder)))
     check_space(out, num_params(config) * as_dtype(config.dtype).itemsize)
@@ -63,7 +63,8 @@ def convert(
         "config": dict(opened.hub.values),
     }
     tensors = _stream(moves, config, notes, progress)
-    checkpoint.save(out, config, tensors, files=copied_files(opened.folder), source=notes, overwrite=overwrite)
+    files = copied_files(opened.folder) | checkpoint.generation_file(usual)
+    checkpoint.save(out, config, tensors, files=files, source=notes, overwrite=overwrite)
     return config
 
 

@@ -1,6 +1,7 @@
 """Checkpoints on disk: a folder with `config.json`, the parameters in Orbax's format, and the tokenizer's files.
 
     folder/config.json        the ModelConfig
+    folder/generation.json    how it is usually sampled, where that was said
     folder/source.json        where it was converted from, and what the original config said
     folder/params/            Orbax: {"layers.0.attn.q_proj.kernel": array, ...}
     folder/tokenizer*.json    and whatever else the family's tokenizer reads
@@ -27,6 +28,7 @@ from dllm_jax.errors import DllmError
 from dllm_jax.params import abstract_params
 
 CONFIG_FILE, SOURCE_FILE, PARAMS_FOLDER = "config.json", "source.json", "params"
+GENERATION_FILE = "generation.json"
 GROUP_BYTES = 256 * 2**20  # written at a time: bounds the writer's memory, whatever the checkpoint's size
 
 
@@ -73,6 +75,29 @@ def load_source(folder: str | Path) -> dict[str, Any]:
     """What the converter noted about the source: `{}` for a checkpoint that was trained here."""
     path = Path(folder) / SOURCE_FILE
     return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def load_generation(folder: str | Path) -> dict[str, Any]:
+    """Options of samplers that a checkpoint came with; `{}` where there is no such file.
+
+    Raises:
+        DllmError: when the file is damaged.
+    """
+    path = Path(folder) / GENERATION_FILE
+    if not path.is_file():
+        return {}
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DllmError(f"{path} could not be read ({error}); correct or remove it") from None
+    if not isinstance(values, dict):
+        raise DllmError(f'{path} holds no options; write it like {{"gen_length": 64}}, or remove it')
+    return values
+
+
+def generation_file(options: Mapping[str, Any]) -> dict[str, bytes]:
+    """The file that `load_generation` reads, by name, as `save` takes it; none for no options."""
+    return {GENERATION_FILE: (json.dumps(dict(options), indent=2) + "\n").encode()} if options else {}
 
 
 def load_params(

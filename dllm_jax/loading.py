@@ -1,8 +1,9 @@
 """From a name or a folder to a model that is ready to sample: config, parameters on their devices, tokenizer."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,8 @@ class Model:
         tokenizer: one of transformers'; None for a checkpoint without a tokenizer's files, and for random weights.
         name: for people: the folder's or the published size's name.
         folder: where it was loaded from, None for random weights.
+        generation: options of `samplers.make_sampler` that it came with, in `generation.json`, and that stand in for
+            what is not said; "sampler" among them may name a sampler.
         layout: the mesh that it was loaded onto, None for one device.
     """
 
@@ -40,6 +43,7 @@ class Model:
     tokenizer: "PreTrainedTokenizerBase | None"
     name: str
     folder: Path | None = None
+    generation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     layout: Layout | None = None
 
     @property
@@ -82,13 +86,23 @@ def load(
         DllmError: when there is no such checkpoint, a part of it is damaged or does not fit the others, the dtype is
             not one of the three, or a parameter does not split over the mesh.
     """
+    found, dtype_name, layout = outline(path_or_name), _dtype_name(dtype), _layout(mesh, rules)
+    assert found.folder is not None
+    shardings = layout and dict(param_shardings(found.config, layout.mesh, layout.rules))
+    params = checkpoint.load_params(found.folder, dtype=dtype_name, shardings=shardings)
+    return dataclasses.replace(found, params=params, layout=layout)
+
+
+def outline(path_or_name: str | Path) -> Model:
+    """A converted checkpoint without its parameters, for checks that come before gigabytes are read.
+
+    Raises:
+        DllmError: as `load`.
+    """
     folder = checkpoint.find(path_or_name)
     config = checkpoint.load_config(folder)
-    dtype_name, layout = _dtype_name(dtype), _layout(mesh, rules)
-    shardings = layout and dict(param_shardings(config, layout.mesh, layout.rules))
     tokenizer = load_tokenizer(folder, config) if has_tokenizer(folder) else None
-    params = checkpoint.load_params(folder, dtype=dtype_name, shardings=shardings)
-    return Model(config, params, tokenizer, name=folder.resolve().name, folder=folder, layout=layout)
+    return Model(config, {}, tokenizer, folder.resolve().name, folder, checkpoint.load_generation(folder))
 
 
 def random_model(

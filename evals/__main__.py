@@ -31,8 +31,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from dllm_jax import DllmError, Model
-from dllm_jax.command import Parser, run_printing
-from dllm_jax.indicator import load_indicator
+from dllm_jax.tools.command import Parser, run_printing
 from evals import figures, files, plots
 from evals.indicator import score_indicator
 from evals.models import Models
@@ -43,6 +42,7 @@ from evals.sweeps import Sweep, pareto_plot, sweep, write_tables
 from evals.tasks import SPLITS, TASKS, Example, Task, WordProblems, make_task
 from evals.tasks.base import check_split
 from evals.tasks.word_problems import train_tokenizer
+from samplers.indicator import load_indicator
 
 COMPARED = (
     "topk",

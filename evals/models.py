@@ -7,7 +7,7 @@ from rich.console import Console
 import dllm_jax
 from dllm_jax import DllmError, Model
 from evals.tasks import Task
-from samplers.specs import SamplerSpec
+from samplers.build import SamplerSpec
 
 
 class Models:

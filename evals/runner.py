@@ -18,7 +18,8 @@ from evals.models import Models
 from evals.sampler import SamplerSpec, parse_sampler
 from evals.tasks import Example, Task, Verdict, make_task
 from samplers import DraftResult, Result
-from samplers.generate import CanvasSampler, check_lengths, given_canvas, pad_prompts
+from samplers.build import CanvasSampler
+from samplers.generate import check_lengths, given_canvas, pad_prompts
 from samplers.noise import row_keys
 from samplers.timing import Programs
 
@@ -156,8 +157,8 @@ def prepare(
     """Everything before the first forward; arguments and errors are those of `run`, but that a sampler must not name
     another model than the one that is given."""
     spec = parse_sampler(sampler) if isinstance(sampler, str) else sampler
-    if not isinstance(model, Models) and spec.model is not None:
-        raise DllmError(f"sampler {spec} names a model of its own; load that one, and leave @{spec.model} out")
+    if not isinstance(model, Models):
+        spec.check_unbound()
     models = model if isinstance(model, Models) else Models(model)
     chosen, task, built = models.build(spec, make_task(task) if isinstance(task, str) else task)
     check_count("n", n)

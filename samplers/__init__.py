@@ -6,9 +6,9 @@ result = sample_jit(sampler, model.denoiser, prompt)            # or `sample` in
 
 from samplers.apd import APD, LeftRight
 from samplers.apd_loop import DraftResult, LeftToRight
-from samplers.apd_make import make_apd, make_left_right
 from samplers.apd_verifier import Verifier, verifier_for
 from samplers.block import BlockSampler, BlockState
+from samplers.build import SamplerSpec, make_sampler, parse_sampler, parse_samplers
 from samplers.caches import (
     CACHES,
     CachePolicy,
@@ -16,17 +16,15 @@ from samplers.caches import (
     NoCache,
     PrefixCache,
     VicinityCache,
-    make_cache,
 )
 from samplers.canvas import Canvas
 from samplers.engine import Result, Sampler, sample, sample_jit, stream
-from samplers.generate import Generation, generate, make_sampler
-from samplers.makers import MAKERS
+from samplers.generate import Generation, generate
 from samplers.noise import KeyNoise, Noise
 from samplers.pipeline import PipelineSampler, PipelineState
-from samplers.pipeline_make import make_pipeline
 from samplers.predictions import Predictions, Sampling
-from samplers.presets import PRESETS, preset
+from samplers.presets import PRESETS
+from samplers.registry import LOOPS
 from samplers.rules import (
     EB,
     NI,
@@ -39,7 +37,6 @@ from samplers.rules import (
     Rule,
     Threshold,
     TopK,
-    make_rule,
 )
 from samplers.smoothing import Smoothing
 from samplers.stopping import Stop, stop_on
@@ -48,7 +45,6 @@ __all__ = [
     "APD",
     "CACHES",
     "EB",
-    "MAKERS",
     "NI",
     "PRESETS",
     "RULES",
@@ -65,6 +61,7 @@ __all__ = [
     "Hierarchical",
     "KeyNoise",
     "LLaDA",
+    "LOOPS",
     "LeftRight",
     "LeftToRight",
     "NoCache",
@@ -76,6 +73,7 @@ __all__ = [
     "Result",
     "Rule",
     "Sampler",
+    "SamplerSpec",
     "Sampling",
     "Smoothing",
     "Stop",
@@ -84,13 +82,9 @@ __all__ = [
     "Verifier",
     "VicinityCache",
     "generate",
-    "make_apd",
-    "make_cache",
-    "make_left_right",
-    "make_pipeline",
-    "make_rule",
     "make_sampler",
-    "preset",
+    "parse_sampler",
+    "parse_samplers",
     "sample",
     "sample_jit",
     "stop_on",

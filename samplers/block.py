@@ -265,7 +265,7 @@ class BlockSampler:
         """Raises DllmError for parts of the wrong kind: here, because JAX builds samplers of other things as well."""
         check_rule(self.rule, self.sampling)
         if isinstance(self.cache, type) or not hasattr(self.cache, "predict"):
-            raise DllmError(f"cache is {self.cache!r}; give a policy object, such as make_cache('dual')")
+            raise DllmError(f"cache is {self.cache!r}; give a policy object, such as DualCache()")
         if not (self.smoothing is None or isinstance(self.smoothing, Smoothing)):
             raise DllmError(f"smoothing is {self.smoothing!r}; give a Smoothing or None")
 
@@ -421,7 +421,7 @@ def check_sampling(sampling: Any) -> None:
 def check_rule(rule: Any, sampling: Any) -> None:
     """Raises DllmError for things that are no rule and no sampling."""
     if not isinstance(rule, Rule):
-        raise DllmError(f"rule is {rule!r}; give a rule object, such as make_rule('threshold')")
+        raise DllmError(f"rule is {rule!r}; give a rule object, such as Threshold()")
     check_is_sampling(sampling)
 
 

@@ -54,20 +54,19 @@ def refuse_unknown(what: str, options: Iterable[str], known: Iterable[str]) -> N
         raise DllmError(f"{what} has no option {unknown[0]!r}; it has {', '.join(known) or 'none'}")
 
 
-def make(kind: str, table: Mapping[str, type[T]], name: str, options: Mapping[str, Any]) -> T:
-    """The part called `name` in a table of dataclasses, with these options.
+def assemble(what: str, kind: type[T], values: Mapping[str, Any]) -> T:
+    """A dataclass of these values of its fields.
+
+    Args:
+        what: named in the errors, such as "rule eb".
 
     Raises:
-        DllmError: for an unknown name, an option it does not have, or a required one that is missing.
+        DllmError: for a required value that is missing, or None where a value must be; and as the dataclass itself.
     """
-    if name not in table:
-        raise DllmError(f"no {kind} is called {name!r}; choose one of {', '.join(table)}")
-    fields = {field.name: field for field in dataclasses.fields(table[name])}  # type: ignore[arg-type]
-    short = kind.split()[-1]
-    refuse_unknown(f"{short} {name}", options, fields)
-    for option, field in fields.items():
-        if option not in options and field.default is dataclasses.MISSING:
-            raise DllmError(f"{short} {name} needs {option}; pass {option}=...")
-        if options.get(option, field) is None and field.default is not None:
-            raise DllmError(f"{option} of {short} {name} is None; leave it out or give a value")
-    return table[name](**options)
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        required = field.default is dataclasses.MISSING
+        if field.init and required and field.name not in values:
+            raise DllmError(f"{what} needs {field.name}; pass {field.name}=...")
+        if values.get(field.name, field) is None and field.default is not None:
+            raise DllmError(f"{field.name} of {what} is None; leave it out or give a value")
+    return kind(**values)

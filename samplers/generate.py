@@ -1,28 +1,23 @@
 """Text in, text out: prompts are encoded, padded to a bucket, sampled in one compiled call and decoded."""
 
 import dataclasses
-import inspect
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, overload
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from dllm_jax import DllmError, Model, ModelConfig
-from dllm_jax.tokenizer import encode_chat, encode_text, token_bytes
+from dllm_jax import DllmError, Model
+from dllm_jax.tokenizer import encode_chat, encode_text
 from samplers.apd_loop import DraftResult
-from samplers.block import BlockSampler
-from samplers.caches import CACHES, CachePolicy, make_cache
+from samplers.build import CanvasSampler, check_token, make_sampler
 from samplers.checks import check_length, check_whole
-from samplers.engine import Result, Sampler, sample_jit
+from samplers.engine import Result, sample_jit
 from samplers.noise import row_keys
-from samplers.predictions import Sampling
-from samplers.rules import RULES, Rule, make_rule
-from samplers.smoothing import Smoothing
-from samplers.stopping import Stop, stop_on
+from samplers.rules import Rule
 
 Message = Mapping[str, str]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -64,165 +59,6 @@ class Generation:
     def committed(self) -> int:
         """Tokens that the forwards wrote, those behind the end too."""
         return sum(at >= 0 for at in self.decoded_at)
-
-
-class CanvasSampler(Sampler[Any], Protocol):
-    """A sampler that tells where it writes, as all here do.
-
-    Attributes:
-        gen_length: G, positions to generate.
-        canvas_length: positions of prompt and canvas together, where the canvas is longer than the generation.
-        width: length of a block.
-    """
-
-    @property
-    def gen_length(self) -> int: ...
-
-    @property
-    def canvas_length(self) -> int | None: ...
-
-    @property
-    def width(self) -> int: ...
-
-
-def make_sampler(
-    model: Model,
-    *,
-    rule: str | Rule = "threshold",
-    cache: str | CachePolicy = "dual",
-    gen_length: int = 256,
-    block_length: int | None = 32,
-    temperature: float = 0.0,
-    top_p: float | None = None,
-    top_k: int | None = None,
-    guidance: float | None = None,
-    stop: Sequence[str | int] = (),
-    ignore_eos: bool = False,
-    suppress: Sequence[int] = (),
-    defer: Sequence[int] = (),
-    canvas_length: int | None = None,
-    fill_after_eos: bool = False,
-    smoothing: Smoothing | bool | None = None,
-    align_blocks: bool = False,
-    **part_options: Any,
-) -> BlockSampler:
-    """A `BlockSampler` for a model, from plain values.
-
-    Args:
-        rule: name of a rule with its numbers in `part_options` (``rule="eb", gamma=0.1``), or a rule. A rule with a
-            fixed number of steps takes one per token when none is said.
-        cache: name of a cache policy, likewise (``cache="vicinity", warmup=2``), or a policy.
-        block_length: block of the semi-autoregressive order; capped at gen_length, None is one block.
-        temperature, top_p, top_k: how tokens are drawn; 0 is greedy.
-        guidance: scale of classifier-free guidance.
-        stop: strings or token ids that end an answer, in addition to the model's own end tokens.
-        ignore_eos: do not end at the model's end tokens.
-        suppress, defer: token ids that are never written, or written last. See `Sampling`.
-        canvas_length, fill_after_eos, align_blocks: see `BlockSampler`.
-        smoothing: iteration smoothing with these numbers; True takes dInfer's.
-
-    Raises:
-        DllmError: for unknown names, options that neither the rule nor the cache policy has, or numbers out of range.
-    """
-    if isinstance(cache, type) or not (isinstance(cache, str) or hasattr(cache, "predict")):
-        raise DllmError(f"cache is {cache!r}; give a policy's name, such as 'none', or a policy object")
-    check_length("gen_length", gen_length)
-    check_length("block_length", block_length, optional=True)
-    cache_options = {name: part_options.pop(name) for name in _own_options(cache) & part_options.keys()}
-    return BlockSampler(
-        _make_rule(rule, gen_length, part_options),
-        gen_length=gen_length,
-        block_length=None if block_length is None else min(block_length, gen_length),
-        cache=make_cache(cache, **cache_options) if isinstance(cache, str) else cache,
-        smoothing=_make_smoothing(smoothing),
-        align_blocks=align_blocks,
-        sampling=make_sampling(model, temperature, top_p, top_k, suppress, defer),
-        stop=make_stop(model, stop, ignore_eos),
-        guidance=guidance or None,
-        canvas_length=canvas_length,
-        fill_after_eos=fill_after_eos,
-    )
-
-
-def _own_options(cache: str | CachePolicy) -> set[str]:
-    """Options that a named cache policy has; `make_cache` refuses the name itself."""
-    kind: Any = CACHES.get(cache) if isinstance(cache, str) else None
-    return {field.name for field in dataclasses.fields(kind)} if kind else set()
-
-
-def _make_smoothing(smoothing: Any) -> Smoothing | None:
-    if isinstance(smoothing, bool):
-        return Smoothing() if smoothing else None
-    if smoothing is None or isinstance(smoothing, Smoothing):
-        return smoothing
-    raise DllmError(f"smoothing is {smoothing!r}; give True, a Smoothing, or None")
-
-
-def _make_rule(rule: str | Rule, gen_length: int, options: Mapping[str, Any]) -> Rule:
-    if isinstance(rule, str):
-        return make_named_rule(rule, gen_length, options)
-    if not isinstance(rule, Rule):
-        raise DllmError(f"rule is {rule!r}; give a rule's name or a rule object")
-    if options:
-        raise DllmError(f"options {', '.join(sorted(options))} have no effect on a rule object; set them in the rule")
-    return rule
-
-
-def make_named_rule(name: str, gen_length: int, options: Mapping[str, Any]) -> Rule:
-    """A rule by name; one that needs a number of steps gets one per token when none is said."""
-    takes_steps = {"steps"} & {
-        field.name
-        for field in (dataclasses.fields(RULES[name]) if name in RULES else ())  # type: ignore[arg-type]
-        if field.default is dataclasses.MISSING
-    }
-    return make_rule(name, **({"steps": gen_length} if takes_steps else {}) | dict(options))
-
-
-def make_sampling(
-    model: Model,
-    temperature: float,
-    top_p: float | None,
-    top_k: int | None,
-    suppress: Sequence[int] = (),
-    defer: Sequence[int] = (),
-) -> Sampling:
-    """How tokens are drawn, from plain values: temperature 0 and top_p 1 leave their code out of the program."""
-    return Sampling(
-        temperature=temperature or None,
-        top_p=None if top_p == 1.0 else top_p,
-        top_k=top_k,
-        suppress=token_array(model, "suppress", suppress),
-        defer=token_array(model, "defer", defer),
-    )
-
-
-def token_array(model: Model, what: str, ids: Sequence[int]) -> jax.Array | None:
-    """Token ids as `Sampling` takes them, None for none; raises DllmError for what is no id of the model."""
-    if isinstance(ids, str) or not isinstance(ids, Sequence):
-        raise DllmError(f"{what} is {ids!r}; give a list of token ids")
-    for token in ids:
-        _check_token(what, token, model.config)
-    return jnp.asarray(sorted(ids), jnp.int32) if ids else None
-
-
-def _check_token(what: str, token: Any, config: ModelConfig) -> None:
-    if not isinstance(token, (int, np.integer)):
-        raise DllmError(f"{what} token {token!r} is no token id; give whole numbers")
-    if not 0 <= token < config.vocab_size:
-        raise DllmError(f"{what} token {token} lies outside the vocabulary of {config.vocab_size} tokens")
-
-
-def make_stop(model: Model, stop: Sequence[str | int], ignore_eos: bool) -> Stop | None:
-    """Strings and token ids that end an answer, and the model's own end tokens unless they are ignored."""
-    if isinstance(stop, str) or not isinstance(stop, Sequence):
-        raise DllmError(f"stop is {stop!r}; give a list of strings or token ids")
-    strings = [item for item in stop if isinstance(item, str)]
-    tokens = [item for item in stop if not isinstance(item, str)]
-    for token in tokens:
-        _check_token("stop", token, model.config)
-    tokens += [] if ignore_eos else [token for token in model.config.end_ids if token not in tokens]
-    pieces = token_bytes(model.require_tokenizer(), model.config.vocab_size) if strings else None
-    return stop_on(tokens, strings=strings, vocab_size=model.config.vocab_size, token_bytes=pieces)
 
 
 def bucket_length(length: int) -> int:
@@ -286,7 +122,7 @@ def _checked_ids(model: Model, ids: Sequence[Any]) -> list[int]:
     if len(ids) < max(model.denoiser.min_prompt_length, 1):
         raise DllmError("the prompt is empty; give at least one token")
     for token in ids:
-        _check_token("prompt", token, model.config)
+        check_token("prompt", token, model.config)
     if model.denoiser.mask_id in ids:
         raise DllmError("the prompt contains the mask token; to fill gaps give BlockSampler.init a `given` canvas")
     return [int(token) for token in ids]
@@ -318,7 +154,7 @@ def generate(
     model: Model,
     prompts: str | Sequence[Prompt],
     *,
-    sampler: str | CanvasSampler | None = None,
+    sampler: str | Rule | CanvasSampler | None = None,
     chat: bool = False,
     system: str | None = None,
     seed: int = 0,
@@ -333,14 +169,13 @@ def generate(
 
     Args:
         prompts: one string, or a list whose items are strings, token ids or lists of chat messages.
-        sampler: what to do: a sampler, or a name in `samplers.MAKERS` ("d2f", "apd", "leftright"), which is made from
-            `options`; by default made from them by `make_sampler`.
+        sampler: what to do: a sampler, or a name or spec that `make_sampler` makes one of, with `options`.
         chat: take strings as a user's message in the model's chat format; system: with this system message.
         seed: of the random numbers, where any are drawn.
         batch_size: rows that are sampled together; all by default.
         progress: a progress bar over batches; by default where there are several and someone is watching.
         run: what samples a batch, called like `sample_jit`; for timing it, or sampling elsewhere.
-        options: see `make_sampler`, or `make_pipeline`, `make_apd`, `make_left_right`.
+        options: see `make_sampler`.
 
     Returns:
         A `Generation` for a single string, else a list of them.
@@ -354,7 +189,7 @@ def generate(
     if not rows:
         return []
     found = list(_in_batches(model, sampler, rows, keys, batch_size, progress, run))
-    texts = options.get("stop", ())
+    texts = options.get("stop") or ()
     answers = [answer(model, row, *pair, texts) for row, pair in zip(rows, found, strict=True)]
     return answers[0] if isinstance(prompts, str) else answers
 
@@ -363,7 +198,7 @@ def prepare(
     model: Model,
     prompts: Sequence[Prompt],
     *,
-    sampler: str | CanvasSampler | None = None,
+    sampler: str | Rule | CanvasSampler | None = None,
     chat: bool = False,
     system: str | None = None,
     seed: int = 0,
@@ -380,31 +215,13 @@ def prepare(
     if not isinstance(seed, (int, np.integer)):
         raise DllmError(f"seed is {seed!r}; it must be a whole number")
     check_whole("seed", seed, 0, 2**32 - 1)  # JAX drops the bits above, so that other seeds would give equal numbers
-    sampler = _made(model, sampler, options)
+    if sampler is None or isinstance(sampler, str | Rule):
+        sampler = make_sampler(model, sampler, **options)
+    elif options:
+        raise DllmError(f"options {', '.join(sorted(options))} have no effect beside a sampler; set them in it")
     rows = [encode_prompt(model, prompt, chat=chat, system=system) for prompt in prompts]
     check_lengths(model, sampler, rows)
     return sampler, rows, row_keys(jax.random.key(seed), len(rows))
-
-
-def _made(model: Model, sampler: str | CanvasSampler | None, options: dict[str, Any]) -> CanvasSampler:
-    """A sampler as it is, by its name, or by its rule."""
-    if sampler is None:
-        return make_sampler(model, **options)
-    if not isinstance(sampler, str):
-        if options:
-            raise DllmError(f"options {', '.join(sorted(options))} have no effect beside a sampler; set them in it")
-        return sampler
-    from samplers.makers import MAKERS  # which are made of what is here
-
-    if sampler not in MAKERS:
-        raise DllmError(f"no sampler is called {sampler!r}; choose one of {', '.join(MAKERS)}, or a rule by rule=")
-    make = MAKERS[sampler]
-    try:
-        inspect.signature(make).bind(model, **options)
-    except TypeError as error:
-        raise DllmError(f"sampler {sampler}: {error}; see samplers.{make.__name__}") from None
-    found: CanvasSampler = make(model, **options)
-    return found
 
 
 def _in_batches(

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,16 +20,13 @@ from rich.live import Live
 from rich.text import Text
 
 from dllm_jax import DllmError, Model
-from dllm_jax.indicator import Indicator
 from dllm_jax.tokenizer import special_tokens, token_bytes
-from samplers.apd import APD, LeftRight
-from samplers.block import BlockSampler
-from samplers.caches import CACHES
+from samplers.build import CanvasSampler
 from samplers.checks import check_number
 from samplers.engine import Result, stream
-from samplers.generate import CanvasSampler, Generation, Prompt, answer, pad_prompts, prepare
-from samplers.pipeline import PipelineSampler
-from samplers.rules import RULES, Rule
+from samplers.generate import Generation, Prompt, answer, pad_prompts, prepare
+from samplers.registry import title
+from samplers.rules import Rule
 
 END = "\x03"  # stands for any end token until a frame is drawn
 SHORTEST_FRAME, LONGEST_SHOW = 0.1, 8.0  # seconds that an automatic delay aims at
@@ -158,67 +155,13 @@ def _piece_of(model: Model) -> Callable[[int], bytes]:
         return functools.cache(lambda token: str(tokenizer.decode([token])).encode())
 
 
-_LOOPS: Mapping[str, tuple[type, str]] = {  # name -> a sampler with a loop of its own, and its first number
-    "d2f": (PipelineSampler, "threshold"),
-    "apd": (APD, "weight"),
-    "leftright": (LeftRight, "tokens_per_step"),
-}
-
-
-def settings_of(part: Any) -> dict[str, Any]:
-    """A rule, a cache policy or a sampler as plain values: {"name": ..., its numbers and choices}."""
-    named: dict[str, type] = {**RULES, **CACHES, **{name: kind for name, (kind, _) in _LOOPS.items()}}
-    name = next((name for name, kind in named.items() if type(part) is kind), type(part).__name__)
-    fields = [field.name for field in dataclasses.fields(part) if field.name != "compat"]
-    values = {field: _plain(getattr(part, field)) for field in fields}
-    return {"name": name, **{field: value for field, value in values.items() if value is not _HIDDEN}}
-
-
-_HIDDEN = object()
-
-
-def _plain(value: Any) -> Any:
-    """A field as JSON takes it; models, token choice and the like are told elsewhere."""
-    if isinstance(value, Rule):
-        return settings_of(value)
-    if isinstance(value, Indicator):
-        return str(value)
-    return value if value is None or isinstance(value, (bool, int, float, str)) else _HIDDEN
-
-
-def title(sampler: CanvasSampler) -> str:
-    """A sampler in a few words, `eb gamma=0.1 × dual`, `threshold=0.9 × vicinity warmup=2 × smoothing` or
-    `d2f threshold=0.9 block_length=8 × eb gamma=0.1`: the first number, and the others that are not as usual."""
-    if not isinstance(sampler, BlockSampler):
-        always = {first for kind, first in _LOOPS.values() if isinstance(sampler, kind)}
-        rule = getattr(sampler, "rule", None)
-        return " × ".join([_described(sampler, always), *([] if rule is None else [_of_rule(rule)])])
-    parts = [_of_rule(sampler.rule), _described(sampler.cache, set())]
-    if sampler.smoothing is not None:
-        parts.append(f"smoothing{_described(sampler.smoothing, set()).removeprefix('Smoothing')}")
-    return " × ".join(parts)
-
-
-def _of_rule(rule: Rule) -> str:
-    return _described(rule, {dataclasses.fields(rule)[0].name})  # type: ignore[arg-type]
-
-
-def _described(part: Any, always: set[str]) -> str:
-    settings = settings_of(part)
-    name = settings.pop("name")
-    usual = {field.name: field.default for field in dataclasses.fields(part) if field.name not in always}
-    changed = {option: value for option, value in settings.items() if option in always or value != usual[option]}
-    numbers = [f"{option}={value}" for option, value in changed.items() if option not in ("gen_length", "rule")]
-    return " ".join(numbers if name in settings else [name, *numbers])
-
-
 _result_jit = jax.jit(lambda sampler, denoiser, state: sampler.result(denoiser, state))
 
 
 def watch(
     model: Model,
     prompt: Prompt,
-    sampler: str | CanvasSampler | None = None,
+    sampler: str | Rule | CanvasSampler | None = None,
     *,
     chat: bool = False,
     system: str | None = None,
@@ -258,7 +201,7 @@ def watch(
             show(draw(result))
             time.sleep(_automatic(sampler.gen_length, took) if delay is None else delay)
         show(draw(result, last=True))
-    return Watched(answer(model, rows[0], result, 0, options.get("stop", ())), seconds, compile_seconds)
+    return Watched(answer(model, rows[0], result, 0, options.get("stop") or ()), seconds, compile_seconds)
 
 
 @contextlib.contextmanager

@@ -18,13 +18,13 @@ import dllm_jax
 from dllm_jax.denoiser import Span
 from dllm_jax.transformer import bind, rope_angles
 from samplers import (
+    CACHES,
     EB,
     BlockSampler,
     LLaDA,
     Sampling,
     Threshold,
     TopK,
-    make_cache,
     official,
     sample_jit,
     stop_on,
@@ -214,7 +214,7 @@ def _fast_dllm_llada(args: dict) -> BlockSampler:
     else:
         rule = LLaDA(_steps(args), remasking=args["remasking"])
     sampler = BlockSampler if args["cache"] == "none" else official.FastDllm
-    return sampler(rule, **lengths_of(args), cache=make_cache(args["cache"]), fill_after_eos=args["early_stop"])
+    return sampler(rule, **lengths_of(args), cache=CACHES[args["cache"]](), fill_after_eos=args["early_stop"])
 
 
 def _fast_dllm_dream(args: dict) -> BlockSampler:
@@ -231,7 +231,7 @@ def _fast_dllm_dream(args: dict) -> BlockSampler:
     return BlockSampler(
         official.FastDllmDream(rule),
         **lengths_of(args),
-        cache=make_cache(args["cache"]),
+        cache=CACHES[args["cache"]](),
         sampling=sampling,
     )
 

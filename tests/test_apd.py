@@ -542,7 +542,7 @@ def test_evals_know_samplers_from_left_to_right() -> None:
     built = specs[0].build(dataclasses.replace(beside, config=model.config), task, {"there": beside}.__getitem__)
     assert isinstance(built, APD) and (built.weight, built.window, built.lookahead) == (0.3, 2, 9)
     assert built.gen_length == task.answer_width
-    with pytest.raises(DllmError, match="apd:weight=0.5 has no verifier; write apd:verifier=DIR_OR_NAME"):
+    with pytest.raises(DllmError, match="sampler apd needs verifier; pass verifier="):
         parse_samplers("apd:weight=0.5")[0].build(model, task)
     with pytest.raises(DllmError, match="sampler leftright has no option 'cache'; it has gen_length, tokens_per_step"):
         parse_samplers("leftright:cache=dual")

@@ -26,8 +26,6 @@ from samplers import (
     Threshold,
     TopK,
     generate,
-    make_cache,
-    make_rule,
     make_sampler,
     sample,
     sample_jit,
@@ -104,19 +102,21 @@ NAMES = {
     "unknown cache": (lambda m: generate(m.llada, "a", cache="big"), "no cache policy is called 'big'; choose one of"),
     "option of another rule": (
         lambda m: generate(m.llada, "a", gamma=1),
-        "rule threshold has no option 'gamma'; it has",
+        "sampler threshold has no option 'gamma'; it has threshold, steps",
     ),
-    "unknown option": (lambda m: make_rule("eb", size=1), "rule eb has no option 'size'; it has gamma, proxy"),
-    "missing option": (lambda m: make_rule("llada"), "rule llada needs steps; pass steps=..."),
-    "no threshold": (lambda m: make_rule("threshold", threshold=None), "threshold of rule threshold is None; leave it"),
-    "unknown cache by hand": (lambda m: make_cache("huge"), "choose one of none, prefix, dual"),
+    "unknown option": (
+        lambda m: make_sampler(m.llada, "eb", size=1),
+        "sampler eb has no option 'size'; it has gamma",
+    ),
+    "missing option": (lambda m: make_sampler(m.llada, "ni"), "rule ni needs indicator; pass indicator=..."),
+    "no threshold": (lambda m: make_sampler(m.llada, threshold=None), "threshold of rule threshold is None; leave it"),
     "no rule": (lambda m: make_sampler(m.llada, rule=None), "rule is None; give a rule's name or a rule object"),
     "a rule's class": (lambda m: make_sampler(m.llada, rule=Threshold), "give a rule's name or a rule object"),
     "a cache's class": (lambda m: make_sampler(m.llada, cache=NoCache), "give a policy's name, such as 'none', or a"),
     "no cache": (lambda m: make_sampler(m.llada, cache=None), "cache is None; give a policy's name, such as 'none'"),
     "options beside a rule": (
         lambda m: make_sampler(m.llada, rule=EB(), gamma=1.0),
-        "options gamma have no effect on a rule object",
+        "sampler EB has no option 'gamma'; it has refresh_every",
     ),
     "options beside a sampler": (
         lambda m: generate(m.llada, "a", sampler=make_sampler(m.llada), top_k=1, cache="none"),
@@ -297,7 +297,7 @@ BY_HAND = {
     "name for a rule": (lambda m: start(m.llada, BlockSampler("eb", 16)), "rule is 'eb'; give a rule object, such as"),
     "name for a cache": (
         lambda m: start(m.llada, BlockSampler(EB(), 16, cache="dual")),
-        "cache is 'dual'; give a policy object, such as make_cache('dual')",
+        "cache is 'dual'; give a policy object, such as DualCache()",
     ),
     "no sampling": (
         lambda m: start(m.llada, BlockSampler(EB(), 16, sampling=None)),
@@ -377,7 +377,7 @@ COMMANDS = {
     "unknown cache": (["a", "--model", "LLADA", "--cache", "big"], "no cache policy is called 'big'; choose one of"),
     "option of another rule": (
         ["a", "--model", "LLADA", "--rule", "eb", "--k", "2"],
-        "rule eb has no option 'k'; it has",
+        "sampler eb has no option 'k'; it has",
     ),
     "unknown option": (["a", "--model", "LLADA", "--speed", "9"], "unrecognized arguments: --speed 9; see python -m"),
     "abbreviated option": (["a", "--model", "LLADA", "--thresh", "1"], "unrecognized arguments: --thresh 1"),
@@ -385,15 +385,24 @@ COMMANDS = {
         ["a", "--model", "LLADA", "--threshold"],
         "argument --threshold: expected one argument",
     ),
-    "text for a number": (["a", "--model", "LLADA", "--threshold", "high"], "--threshold 'high' is no number"),
-    "fraction for a whole number": (["a", "--model", "LLADA", "--steps", "7.5"], "--steps '7.5' is no whole number"),
+    "text for a number": (
+        ["a", "--model", "LLADA", "--threshold", "high"],
+        "threshold 'high' is no number",
+    ),
+    "fraction for a whole number": (
+        ["a", "--model", "LLADA", "--steps", "7.5"],
+        "steps '7.5' is no whole number",
+    ),
     "text for a length": (
         ["a", "--model", "LLADA", "--gen-length", "many"],
-        "argument --gen-length: invalid int value",
+        "sampler threshold: gen_length 'many' is no whole number",
     ),
     "NaN": (["a", "--model", "LLADA", "--threshold", "nan"], "threshold is nan; it must be at least 0"),
     "negative threshold": (["a", "--model", "LLADA", "--threshold", "-1"], "threshold is -1; it must be at least 0"),
-    "unknown alg": (["a", "--model", "LLADA", "--rule", "dream", "--alg", "x"], "alg 'x' is unknown; choose one of"),
+    "unknown alg": (
+        ["a", "--model", "LLADA", "--rule", "dream", "--alg", "x"],
+        "alg 'x' is unknown; choose one of",
+    ),
     "negative block_length": (
         ["a", "--model", "LLADA", "--block-length", "-4"],
         "block_length is -4; it must be at least 1",

@@ -319,7 +319,7 @@ def test_tokenizer_files_come_along_and_code_does_not(tmp_path):
     convert.convert("llada", source, tmp_path / "out")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         *plain,
-        *("config.json", "source.json", "params", "meta.json"),
+        *("config.json", "generation.json", "source.json", "params", "meta.json"),
     }
     assert (tmp_path / "out" / "merges.txt").read_text() == "#version"
 

@@ -70,6 +70,8 @@ def test_a_trained_model_is_evaluated_with_its_own_tokenizer(tmp_path):
     (tmp_path / "run.toml").write_text(f'out = "{tmp_path / "run"}"\n{SETTINGS}')
     model = dllm_jax.load(train(read_config(tmp_path / "run.toml")).folder)
     assert model.config.vocab_size == make_task("word-problems").vocabulary.size
+    width = make_task("word-problems:difficulty=easy,steps=1-2").answer_width  # of what it was trained for
+    assert model.generation == {"gen_length": width, "block_length": width, "cache": "none"}
     report = evals.run(model, "word-problems:difficulty=easy", "topk:k=24", n=2, batch_size=2, progress=False)
     assert report.n == 2 and report.nfe == 1
     bound = make_task("word-problems:difficulty=easy").bind(model)

@@ -27,7 +27,7 @@ from dllm_jax.denoiser import Denoiser
 from dllm_jax.errors import DllmError
 from dllm_jax.params import init_params
 from dllm_jax.transformer import bind, num_params
-from samplers import BlockSampler, Threshold, make_cache, sample_jit
+from samplers import BlockSampler, DualCache, Threshold, sample_jit
 
 SOURCE = hub_files.CHECKPOINTS / "lladamoe-tiny"
 GATE = "model.layers.1.mlp.experts.5.gate_proj.weight"
@@ -257,7 +257,7 @@ PROMPT = np.frombuffer(b"Q: Tom has 12 books. Tom buys 23Q: 7 and 8 make how muc
 
 
 def sampler():
-    return BlockSampler(Threshold(0.3), gen_length=32, block_length=16, cache=make_cache("dual"))
+    return BlockSampler(Threshold(0.3), gen_length=32, block_length=16, cache=DualCache())
 
 
 @pytest.fixture(scope="module", autouse=True)

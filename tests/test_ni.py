@@ -25,7 +25,6 @@ import train.__main__ as train_cli
 from convert.__main__ import main as convert_cli
 from convert.indicator import convert_indicator, export_indicator, names
 from dllm_jax import DllmError, Model, checkpoint, random_model
-from dllm_jax.indicator import Indicator, IndicatorConfig, init_indicator, load_indicator, save_indicator
 from evals.oracle import oracle
 from evals.tasks import make_task
 from samplers import (
@@ -38,11 +37,12 @@ from samplers import (
     Smoothing,
     Threshold,
     VicinityCache,
-    make_rule,
+    make_sampler,
     sample_jit,
     stop_on,
 )
 from samplers.generate import pad_prompts
+from samplers.indicator import Indicator, IndicatorConfig, init_indicator, load_indicator, save_indicator
 from samplers.predictions import ranked
 from samplers.trajectory import best_tokens, step_numbers, trajectory_of
 from train import trajectories
@@ -292,9 +292,9 @@ def test_guidance_temperature_and_deferred_tokens(llada, indicator) -> None:
 
 def test_mistakes_are_one_sentence(llada, indicator, tmp_path) -> None:
     with pytest.raises(DllmError, match="rule ni needs indicator"):
-        make_rule("ni")
+        make_sampler(llada, "ni")
     with pytest.raises(DllmError, match="holds no indicator"):
-        make_rule("ni", indicator=str(tmp_path))
+        make_sampler(llada, "ni", indicator=str(tmp_path))
     with pytest.raises(DllmError, match=r"indicator_threshold is 1\.5; it must be between 0 and 1"):
         sampler_of(NI(indicator, indicator_threshold=1.5))
     with pytest.raises(DllmError, match="scope 'all' is unknown"):

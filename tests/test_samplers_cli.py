@@ -19,8 +19,9 @@ from rich.console import Console
 import dllm_jax
 import samplers
 from dllm_jax import checkpoint
-from samplers import CACHES, RULES, Generation, Rule, Smoothing, engine, live
+from samplers import CACHES, RULES, Generation, Rule, Smoothing, engine, live, registry
 from samplers import __main__ as cli
+from samplers.build import typed
 from samplers.live import END, Speller, printable, watch
 
 PROMPT = "Q: Tom has 12 books. Tom buys 23.\nA: "
@@ -139,8 +140,8 @@ def test_options_arrive_with_their_types(run, asked):
     names = ("prompts", "rule", "steps", "alg", "eps", "alg_temp", "gen_length", "block_length")
     assert [asked[name] for name in names] == [["a"], "dream", 8, "origin", 0.01, 0.5, 16, 8]
     run("a", "b", "--rule=eb", "--gamma=inf", "--cfg=1.5", "--top-p=0.9", "--top-k=3", "--seed=7", "--block-length=0")
-    names = ("gamma", "guidance", "top_p", "top_k", "seed", "block_length", "temperature")
-    assert [asked[name] for name in names] == [float("inf"), 1.5, 0.9, 3, 7, None, 0.0]
+    names = ("gamma", "guidance", "top_p", "top_k", "seed", "block_length")
+    assert [asked[name] for name in names] == [float("inf"), 1.5, 0.9, 3, 7, 0]
     run("a", "--stop", "\n\n", "--stop", "Q:", "--stop-id", "65", "--ignore-eos", "--fill-after-eos", "--chat")
     names = ("stop", "ignore_eos", "fill_after_eos", "chat")
     assert [asked[name] for name in names] == [["\n\n", "Q:", 65], True, True, True]
@@ -148,33 +149,35 @@ def test_options_arrive_with_their_types(run, asked):
 
 def test_cache_policies_and_smoothing_have_options(run, asked):
     run("a", "--cache", "vicinity", "--prefix-look", "4", "--warmup=0", "--smoothing", "weight=0.2", "--align-blocks")
-    names = ("cache", "prefix_look", "warmup", "smoothing", "align_blocks")
-    assert [asked[name] for name in names] == ["vicinity", 4, 0, Smoothing(weight=0.2), True]
+    names = ("cache", "prefix_look", "warmup", "smoothing", "smoothing_weight", "align_blocks")
+    assert [asked[name] for name in names] == ["vicinity", 4, 0, True, 0.2, True]
     run("a", "--cache", "dual", "--refresh-every", "4", "--smoothing", "--json")
-    assert (asked["refresh_every"], asked["smoothing"]) == (4, Smoothing())
+    assert (asked["refresh_every"], asked["smoothing"]) == (4, True)
 
 
 def test_a_preset_is_changed_by_what_is_written(run, asked):
-    run("a", "--preset", "llada-moe-td", "--gen-length", "16", "--block-length=8", "--threshold=0.7")
-    names = ("rule", "threshold", "low_threshold", "cache", "warmup", "gen_length", "align_blocks", "smoothing")
-    wanted = ["hierarchical", 0.7, 0.62, "vicinity", 4, 16, True, Smoothing(weight=0.3)]
-    assert [asked[name] for name in names] == wanted
-    asked.clear()
-    run("a", "--preset", "llada-moe-cache", "--rule", "eb", "--cache=dual", *SHORT)
-    assert [asked[name] for name in ("rule", "cache", "align_blocks")] == ["eb", "dual", True]
-    assert not {"threshold", "warmup", "skip_masks"} & set(asked)
+    def settings(*arguments):
+        return json.loads(run("a", *arguments, "--json")[1])["settings"]
+
+    found = settings("--preset", "llada-moe-td", "--gen-length", "16", "--block-length=8", "--threshold=0.7")
+    assert found["rule"] == {"name": "hierarchical", "threshold": 0.7, "low_threshold": 0.62}
+    assert (found["cache"]["name"], found["cache"]["warmup"], found["gen_length"]) == ("vicinity", 4, 16)
+    assert found["align_blocks"] and found["smoothing"] == dataclasses.asdict(Smoothing(weight=0.3))
+    found = settings("--preset", "llada-moe-cache", "--rule", "eb", "--cache=dual", *SHORT)
+    assert found["rule"] == {"name": "eb", "gamma": 0.1, "proxy": "entropy"}
+    assert found["cache"] == {"name": "dual", "refresh_every": None} and found["align_blocks"]
 
 
 @pytest.mark.parametrize(
     "options, sentence",
     [
-        (["--rule=eb", "--threshold=0.9"], "rule eb has no option 'threshold'; it has gamma, proxy"),
-        (["--cache=none", "--warmup=2"], "cache none has no option 'warmup'; it has none"),
-        (["--cache=vicinity", "--warmup=few"], "--warmup 'few' is no whole number"),
+        (["--rule=eb", "--threshold=0.9"], "sampler eb has no option 'threshold'; it has gamma, proxy"),
+        (["--cache=none", "--warmup=2"], "sampler threshold has no option 'warmup'; it has threshold"),
+        (["--cache=vicinity", "--warmup=few"], "sampler threshold: warmup 'few' is no whole number"),
         (["--cache=vicinity", "--prefix-look=-1"], "prefix_look is -1; it must be at least 0"),
         (["--cache=dual", "--refresh-every=0"], "refresh_every is 0; it must be at least 1"),
-        (["--smoothing=alpha=1"], "--smoothing has no number 'alpha'; it has weight, initial, growth, threshold_decay"),
-        (["--smoothing=weight=much"], "--smoothing 'weight=much' is not understood"),
+        (["--smoothing=alpha=1"], "smoothing has no option 'alpha'; it has weight, initial, growth, threshold_decay"),
+        (["--smoothing=weight=much"], "smoothing: weight 'much' is no number"),
         (["--smoothing=weight=-1"], "weight of the smoothing is -1; it must be at least 0"),
         (["--preset=fastest"], "no preset is called 'fastest'; choose one of llada-moe-no-cache"),
     ],
@@ -229,11 +232,12 @@ def test_samplers_with_loops_of_their_own_have_a_live_view(run, monkeypatch, lla
     "options, sentence",
     [
         (["--sampler=d4f"], "no unmasking rule or preset is called 'd4f'; choose one of"),
-        (["--sampler=d2f", "--rule=eb"], "--rule has no effect beside --sampler; write it into the sampler"),
-        (["--sampler=d2f", "--gamma=1"], "--gamma has no effect beside --sampler; write it into the sampler"),
+        (["--sampler=threshold", "--rule=eb"], "sampler threshold has no option 'rule'; it has threshold"),
+        (["--sampler=d2f", "--gamma=1"], "sampler d2f has no option 'gamma'; it has gen_length, block_length"),
+        (["--sampler=d2f", "--preset=fast-dllm"], "--preset has no effect beside --sampler; leave one out"),
         (["--sampler=leftright", "--block-length=8"], "sampler leftright has no option 'block_length'"),
-        (["--sampler=d2f:gen_length=8", "--gen-length=16"], "gen_length is in the sampler and a flag of its own"),
-        (["--sampler=apd:weight=0.5"], "sampler apd:weight=0.5 has no verifier; write apd:verifier=DIR_OR_NAME"),
+        (["--sampler=d2f:gen_length=8", "--gen-length=16"], "gen_length is in the sampler and an option of its own"),
+        (["--sampler=apd:weight=0.5"], "sampler apd needs verifier; pass verifier="),
         (["--sampler=apd:verifier=/nowhere"], "no checkpoint at /nowhere"),
         (["--sampler=d2f:tau_add=2"], "tau_add is 2; it must be between 0 and 1"),
     ],
@@ -246,18 +250,25 @@ def test_mistakes_in_samplers_are_one_sentence(run, monkeypatch, options, senten
 
 def test_rules_are_named_as_samplers_too(run, asked):
     run("a", "--sampler", "eb:gamma=0.2,cache=dual,block_length=8", "--gen-length=16", "--stop=Q:")
-    wanted = {"rule": "eb", "gamma": 0.2, "cache": "dual", "block_length": 8, "gen_length": 16, "stop": ["Q:"]}
-    assert {name: asked[name] for name in wanted} == wanted and "sampler" not in asked
-    run("a", "--sampler", "llada-moe-td:threshold=0.7", "--gen-length=16")
-    wanted = {"rule": "hierarchical", "threshold": 0.7, "low_threshold": 0.62, "block_length": 64, "gen_length": 16}
+    wanted = {"sampler": "eb", "gamma": 0.2, "cache": "dual", "block_length": 8, "gen_length": 16, "stop": ["Q:"]}
+    assert {name: asked[name] for name in wanted} == wanted
+    status, out, err = run("a", "--sampler", "llada-moe-td:threshold=0.7", "--gen-length=16", "--json")
+    settings = json.loads(out)["settings"]
+    assert settings["rule"] == {"name": "hierarchical", "threshold": 0.7, "low_threshold": 0.62}
+    assert (settings["block_length"], settings["gen_length"], settings["align_blocks"]) == (16, 16, True)
+
+
+def test_flags_may_stand_beside_a_sampler(run, asked):
+    run("a", "--sampler", "d2f:tau_add=0.2", "--rule", "eb", "--gamma", "0.2", "--tau-act", "0.5", *SHORT)
+    wanted = {"sampler": "d2f", "tau_add": 0.2, "rule": "eb", "gamma": 0.2, "tau_act": 0.5, "gen_length": 16}
     assert {name: asked[name] for name in wanted} == wanted
 
 
 def test_samplers_by_name_refuse_what_they_do_not_know(llada_tiny):
     for options, sentence in [
-        ({"sampler": "fastest"}, "no sampler is called 'fastest'; choose one of d2f, apd, leftright, or a rule"),
-        ({"sampler": "leftright", "cache": "dual"}, "sampler leftright: got an unexpected keyword argument 'cache'"),
-        ({"sampler": "apd"}, "sampler apd: missing a required argument: 'verifier'; see samplers.make_apd"),
+        ({"sampler": "fastest"}, "no unmasking rule or preset is called 'fastest'; choose one of llada"),
+        ({"sampler": "leftright", "cache": "dual"}, "sampler leftright has no option 'cache'; it has gen_length"),
+        ({"sampler": "apd"}, "sampler apd needs verifier; pass verifier="),
     ]:
         with pytest.raises(dllm_jax.DllmError, match=sentence):
             samplers.generate(llada_tiny, PROMPT, **options)
@@ -314,8 +325,8 @@ def test_the_list_needs_no_model(capsys, monkeypatch):
     out = capsys.readouterr().out
     assert all(f"{name}: " in out for name in (*RULES, *CACHES))
     assert "--gamma (default: 0.1) bound on the sum" in out and "--steps (default: one per token)" in out
-    assert "apd: Writes as much of the dLLM's draft" in out and "    verifier (required) the causal model" in out
-    assert "    tau_add (default: 0.1) decoded share" in out and "temperature (" not in out
+    assert "apd: Writes as much of the dLLM's draft" in out and "    --verifier (default: required) the" in out
+    assert "    --tau-add (default: 0.1) decoded share" in out and "temperature (" not in out
     assert "one of low_confidence, random" in out and "--compat" not in out
     assert all(len(line) <= 100 for line in out.splitlines())
 
@@ -347,10 +358,12 @@ def test_a_rule_that_is_added_is_offered(monkeypatch, capsys):
         compat: bool = False
 
     monkeypatch.setattr(cli, "RULES", {**RULES, "new": New})
+    monkeypatch.setattr(registry, "PARTS", {**registry.PARTS, "rule": cli.RULES})
     line = ["a", "--rule=new", "--weight=0.25", "--count=3", "--fast=true", "--kind=b"]
-    settings = cli._settings(cli._parser().parse_intermixed_args(line), pytest.fail)
-    wanted = {"weight": 0.25, "count": 3, "fast": True, "kind": "b"}
-    assert {name: settings[name] for name in wanted} == wanted and not {"inner", "compat"} & set(settings)
+    name, texts, model = cli._said(cli._parser().parse_intermixed_args(line))
+    wanted = {"rule": "new", "weight": 0.25, "count": 3, "fast": True, "kind": "b"}
+    assert typed(name, texts, under=registry.USUAL).options == wanted
+    assert not {"inner", "compat"} & set(registry.kinds_of(registry.Settings(registry.USUAL.kind, {"rule": "new"})))
     assert cli.main(["--list"]) == 0
     out = capsys.readouterr().out
     assert "--weight (default: 0.5) how much of it." in out and "--kind (default: a; one of a, b)" in out

@@ -20,11 +20,11 @@ from train_toys import settings, write_toml
 import dllm_jax
 import train
 from dllm_jax import Denoiser, DllmError, checkpoint, random_model
-from dllm_jax.indicator import Indicator, IndicatorConfig, init_indicator, load_indicator
 from dllm_jax.params import init_params
 from evals.__main__ import main as evals_main
 from evals.indicator import precision_recall, score_indicator
 from samplers import NI
+from samplers.indicator import Indicator, IndicatorConfig, init_indicator, load_indicator, save_indicator
 from train.__main__ import main
 from train.config import IndicatorPart, IndicatorRun, build, read_config
 from train.indicator import FinalTokens, auc, evidence
@@ -213,7 +213,7 @@ def test_refusals(tmp_path, base, folder):
 
 def test_evals_of_an_indicator(tmp_path, base, folder, capsys):
     indicator = init_indicator(SHAPE, jax.random.key(5))
-    dllm_jax.indicator.save_indicator(tmp_path / "ni", indicator)
+    save_indicator(tmp_path / "ni", indicator)
     what = ["--model", str(base), "--indicator", str(tmp_path / "ni"), "--trajectories", str(folder)]
     what += ["--out", str(tmp_path / "out"), "--precision"]
     assert evals_main(["indicator", *what, "0.1", "--batch-size", "3"]) == 0

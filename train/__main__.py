@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
-from dllm_jax.command import Parser
 from dllm_jax.errors import DllmError
+from dllm_jax.tools.command import Parser, keep_programs
 from train.config import COMMANDS, build, read_config
 from train.folder import RUN_FILE
 from train.lora import merge
@@ -25,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logging.getLogger(logger).setLevel(logging.CRITICAL)
     try:
         options = _parser().parse_args(arguments)
+        keep_programs()
         options.run(options)
     except DllmError as error:
         print(f"error: {error}", file=sys.stderr)

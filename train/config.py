@@ -171,7 +171,7 @@ class IndicatorPart:
 
 @dataclasses.dataclass(frozen=True)
 class IndicatorTable:
-    """The shape of the indicator, see `dllm_jax.indicator.IndicatorConfig`; the model's sizes are the model's."""
+    """The shape of the indicator, see `samplers.indicator.IndicatorConfig`; the model's sizes are the model's."""
 
     depth: int = 5
     width: int = 768

@@ -21,8 +21,8 @@ from jax import lax
 from jax.sharding import Sharding
 
 from dllm_jax.denoiser import Denoiser
-from dllm_jax.indicator import Indicator, IndicatorConfig
 from dllm_jax.transformer import RematPolicy
+from samplers.indicator import Indicator, IndicatorConfig
 from samplers.predictions import Sampling, given, predict
 from samplers.rules.ni import features_of
 from samplers.trajectory import mergeable

@@ -33,7 +33,7 @@ class Parts:
     """Attributes:
     model: config of the backbone.
     rows: training rows by position.
-    files: the tokenizer's files for the trained checkpoint, empty where there is none.
+    files: of the trained checkpoint: the tokenizer's, empty where there is none, and how it is sampled.
     """
 
     model: ModelConfig
@@ -70,7 +70,16 @@ def prepare(config: TrainConfig) -> Parts:
             "this command learns from trajectories; make some by python -m train trajectories, and set data.source to "
             '"trajectories" and data.options.path to their folder'
         )
-    return Parts(model, rows, files)
+    return Parts(model, rows, {**files, **checkpoint.generation_file(_generation(config, task))})
+
+
+def _generation(config: TrainConfig, task: Any) -> dict[str, Any]:
+    """How the trained model is sampled: a task's canvas in one block without a cache, else as the model before it, and
+    as long as the answers that it is trained on."""
+    before = checkpoint.load_generation(checkpoint.find(config.model.init)) if config.model.init else {}
+    if width := getattr(task, "answer_width", None):
+        return {"gen_length": width, "block_length": width, "cache": "none"}
+    return before | ({"gen_length": config.data.answer_length} if config.data.answer_length else {})
 
 
 def _check_attention(model: ModelConfig, config: TrainConfig) -> None:

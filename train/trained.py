@@ -17,11 +17,11 @@ from dllm_jax import checkpoint
 from dllm_jax.config import ModelConfig
 from dllm_jax.denoiser import Denoiser
 from dllm_jax.errors import DllmError
-from dllm_jax.indicator import Indicator, IndicatorConfig, init_indicator, save_indicator
 from dllm_jax.low_rank import LowRankKernel
 from dllm_jax.params import abstract_params, init_params
 from dllm_jax.sharding import param_shardings
 from dllm_jax.transformer import param_specs
+from samplers.indicator import Indicator, IndicatorConfig, init_indicator, save_indicator
 from train.config import IndicatorRun, TrainConfig
 from train.folder import ADAPTERS_FOLDER, INDICATOR_FOLDER, MODEL_FOLDER
 from train.lora import adapter_shapes, adapter_shardings, beside, init_adapters, save_adapters

@@ -10,7 +10,6 @@ number and the seed alone, so that the result is the same however often it was c
 
 import argparse
 import dataclasses
-import importlib
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -28,8 +27,9 @@ from dllm_jax import Model
 from dllm_jax.checkpoint import write_error
 from dllm_jax.errors import DllmError
 from dllm_jax.sharding import batch_sharding, check_splits, mesh_for_batch
-from dllm_jax.spec import converted, parse_options
-from samplers import BlockSampler, make_sampler
+from dllm_jax.tools.spec import converted, parse_options
+from samplers import parse_sampler
+from samplers.build import CanvasSampler
 from samplers.generate import check_lengths, given_canvas, pad_prompts
 from samplers.timing import Programs
 from samplers.trajectory import trajectory_of
@@ -44,7 +44,7 @@ Verify = Callable[[Any, list[int]], bool]  # of an example, and the tokens that 
 
 def collect(
     model: Model,
-    sampler: BlockSampler,
+    sampler: CanvasSampler,
     source: Source,
     out: str | Path,
     *,
@@ -139,7 +139,7 @@ class _Sampled:
     """Samples prompts by number, in batches of one shape per bucket of prompt lengths."""
 
     model: Model
-    sampler: BlockSampler
+    sampler: CanvasSampler
     source: Source
     batch_size: int
     seed: int
@@ -244,11 +244,11 @@ def _mesh(text: str, batch_size: int) -> Mesh:
 
 
 def _run(options: argparse.Namespace) -> None:
-    # Tasks and the language of samplers belong to evals, which stands above this room: by name, as in a config.
-    spec = importlib.import_module("evals.sampler").parse_sampler(options.sampler)
+    spec = parse_sampler(options.sampler)
     about: dict[str, Any] = {"data": options.task or options.data, "sampler": str(spec)}
     source, verify, stops = None, None, True
     if options.task:
+        # Tasks belong to evals, which stands above this room: by name, as in a config.
         _, task = from_reference("evals.tasks:make_task", {"task": options.task})
         source, stops = task.source(options.split or "train"), task.stops
         verify = lambda example, ids: task.verify(example, ids).correct
@@ -260,7 +260,7 @@ def _run(options: argparse.Namespace) -> None:
     if options.task:
         sampler = spec.build(model, task.bind(model))
     else:
-        sampler = make_sampler(model, **spec.settings)
+        sampler = spec.build(model)
         source = jsonl(Setup(model.config, model.tokenizer, model.config.max_length), path=options.data)
     chosen = {name: getattr(options, name) for name in ("n", "batch_size", "shard_size", "seed")}
     assert source is not None

@@ -1,7 +1,7 @@
 """Small models that come with the library, in LLaDA's format as the hub has it: `python -m convert embedded`.
 
-Each folder beside this file holds config.json, model.safetensors, the tokenizer, and how the model came about:
-recipe.toml (the training config, seed and data), metrics.jsonl (the log of the training) and scores.json.
+Each folder beside this file holds config.json, model.safetensors, the tokenizer, how to sample it, and how
+the model came about: recipe.toml (the training config, seed and data), metrics.jsonl (its log) and scores.json.
 
 model = embedded.load("word-problems")
 """
@@ -63,7 +63,9 @@ def load(name: str, **options: Any) -> Model:
 
 def _is_current(out: Path, hub: Path) -> bool:
     noted = checkpoint.load_source(out).get("files", {}).get(SINGLE_FILE, {})
-    return (out / checkpoint.PARAMS_FOLDER).is_dir() and noted.get("sha256") == sha256(hub / SINGLE_FILE)
+    same = noted.get("sha256") == sha256(hub / SINGLE_FILE)
+    same = same and checkpoint.load_generation(out) == checkpoint.load_generation(hub)
+    return same and (out / checkpoint.PARAMS_FOLDER).is_dir()
 
 
 def _is_older(out: Path, name: str) -> bool:

@@ -128,6 +128,7 @@ class Family:
         write_config: the hub's config.json for a checkpoint that never had one.
         ignored: regular expressions of tensors that hold no parameters.
         marker: a field of config.json that only this family has among those of its model_types; None if it needs none.
+        generation: options of samplers that its models are usually sampled with, for `generation.json`.
     """
 
     name: str
@@ -137,6 +138,7 @@ class Family:
     write_config: Callable[[ModelConfig], dict[str, Any]]
     ignored: tuple[str, ...] = ()
     marker: str | None = None
+    generation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def architectures(self) -> tuple[str, ...]:

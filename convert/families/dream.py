@@ -45,4 +45,5 @@ FAMILY = Family(
     read_config=read_config,
     write_config=write_config,
     ignored=qwen2.IGNORED,
+    generation={"gen_length": 256},
 )

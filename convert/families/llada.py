@@ -113,4 +113,5 @@ FAMILY = Family(
     model_types=("llada",),
     read_config=read_config,
     write_config=write_config,
+    generation={"gen_length": 256, "block_length": 32},
 )

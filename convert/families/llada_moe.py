@@ -174,4 +174,5 @@ FAMILY = Family(
     write_config=write_config,
     ignored=qwen2.IGNORED,
     marker="num_experts",
+    generation={"gen_length": 256, "block_length": 64},  # dInfer's block
 )

@@ -2,9 +2,7 @@
 
 import types
 from collections.abc import Mapping
-from typing import Any
 
-from samplers.checks import make
 from samplers.rules.base import BlockView, Rule
 from samplers.rules.credit import Credit
 from samplers.rules.dream import Dream
@@ -43,14 +41,4 @@ __all__ = [
     "Rule",
     "Threshold",
     "TopK",
-    "make_rule",
 ]
-
-
-def make_rule(name: str, **options: Any) -> Rule:
-    """A rule by its name and options, e.g. ``make_rule("threshold", threshold=0.8)``.
-
-    Raises:
-        DllmError: for an unknown rule, an option it does not have, or a required one that is missing.
-    """
-    return make("unmasking rule", RULES, name, options)

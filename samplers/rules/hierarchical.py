@@ -22,12 +22,12 @@ class Hierarchical(Rule):
     A position where the mask token itself is the most probable is no candidate while its segment has others.
 
     Attributes:
-        threshold: None commits nothing besides the segments' and the block's surest.
+        threshold: None commits nothing besides the segments' and the block's surest. 0.92 and 0.62 are published.
         low_threshold: None commits every segment's surest, however unsure.
     """
 
-    threshold: Number | None = None
-    low_threshold: Number | None = 0.4
+    threshold: Number | None = 0.92
+    low_threshold: Number | None = 0.62
 
     def check(self, gen_length: int, num_blocks: int | None) -> None:
         check_number("threshold", self.threshold, 0.0)

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 
 from dllm_jax.denoiser import DenoiserLike
 from dllm_jax.errors import DllmError
-from dllm_jax.indicator import Indicator, IndicatorConfig, load_indicator
 from dllm_jax.pytree import pytree
 from samplers.checks import check_choice, check_number, check_steps
+from samplers.indicator import Indicator, IndicatorConfig, load_indicator
 from samplers.predictions import Predictions, ranked
 from samplers.rules.base import BlockView, Number, Rule, per_row
 from samplers.rules.llada import LLaDA

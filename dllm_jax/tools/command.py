@@ -8,6 +8,7 @@ from typing import NoReturn
 
 import jax
 
+from dllm_jax import checkpoint
 from dllm_jax.errors import DllmError
 
 
@@ -18,8 +19,22 @@ class Parser(argparse.ArgumentParser):
         raise DllmError(f"{message}; see {self.prog} --help")
 
 
+def keep_programs() -> None:
+    """Compiled programs are kept under `checkpoint.home()` and read again by the next command, unless JAX's own setting
+    (JAX_COMPILATION_CACHE_DIR) says where, or nothing can be written there."""
+    if getattr(jax.config, "jax_compilation_cache_dir", None) is not None:
+        return
+    folder = checkpoint.home() / "xla"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return
+    if os.access(folder, os.W_OK):
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+
+
 def run_printing(work: Callable[[], None], when_out_of_memory: str) -> int:
-    """Runs a command that prints results, and says how it ended.
+    """Runs a command that prints results, by compiled programs that are kept, and says how it ended.
 
     Args:
         when_out_of_memory: what to do then, for the sentence about it.
@@ -29,6 +44,7 @@ def run_printing(work: Callable[[], None], when_out_of_memory: str) -> int:
         interrupted, 141 when the reader of the output has gone.
     """
     try:
+        keep_programs()
         work()
         sys.stdout.flush()
     except DllmError as error:

@@ -84,13 +84,22 @@ def members(kind: Any) -> tuple[Any, ...]:
     return typing.get_args(kind) if united else (kind,)
 
 
+def choices(kind: Any) -> tuple[str, ...]:
+    """The words that a type allows; none where it is no choice of words."""
+    return next((typing.get_args(one) for one in members(kind) if typing.get_origin(one) is typing.Literal), ())
+
+
+def is_writable(kind: Any) -> bool:
+    """Whether a value of this type can be written as a word or a number."""
+    return bool({int, float, bool, str} & set(members(kind)) or choices(kind))
+
+
 def _convert(text: str, kind: Any, what: str) -> Any:
     allowed = members(kind)
     if text.lower() == "none" and type(None) in allowed:
         return None
-    for one in allowed:
-        if typing.get_origin(one) is typing.Literal:
-            return _one_of(text, typing.get_args(one), what)
+    if words := choices(kind):
+        return _one_of(text, words, what)
     if tuple[int, int] in allowed:
         return _range(text, what)
     if bool in allowed:

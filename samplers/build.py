@@ -1,0 +1,434 @@
+"""Samplers from what people write: by names and plain values, in Python, or as a text on a command line.
+
+A spec is a name with options behind it: `threshold:threshold=0.9,cache=dual,block_length=32`. The name is that of an
+unmasking rule, of a preset, or of a sampler with a loop of its own: `d2f:block_length=8,rule=eb,gamma=0.1`,
+`apd:verifier=DIR,weight=0.7`. A value may be a list, `eb:gamma=0.01|0.1|1`, which stands for one sampler per value.
+What follows the last `@` is the model that the sampler runs, a folder or a name: `d2f:block_length=8@runs/d2f/model`.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dllm_jax
+from dllm_jax import Model, ModelConfig
+from dllm_jax.errors import DllmError
+from dllm_jax.tokenizer import token_bytes
+from dllm_jax.tools import spec
+from samplers.apd_verifier import Verifier, verifier_for
+from samplers.caches import CachePolicy
+from samplers.checks import assemble, check_length
+from samplers.engine import Sampler
+from samplers.indicator import Indicator, load_indicator
+from samplers.predictions import Sampling
+from samplers.registry import (
+    LOOPS,
+    PLAIN,
+    USUAL,
+    Owner,
+    Settings,
+    called,
+    fields_of,
+    kind_of,
+    kinds_of,
+    named,
+    options_of,
+    settle,
+    unfolded,
+)
+from samplers.rules import RULES, Rule
+from samplers.smoothing import Smoothing
+from samplers.stopping import Stop, stop_on
+
+_OF_CANVAS = ("gen_length", "ignore_eos")
+
+
+class CanvasSampler(Sampler[Any], Protocol):
+    """A sampler that tells where it writes, as all here do.
+
+    Attributes:
+        gen_length: G, positions to generate.
+        canvas_length: positions of prompt and canvas together, where the canvas is longer than the generation.
+        width: length of a block.
+    """
+
+    @property
+    def gen_length(self) -> int: ...
+
+    @property
+    def canvas_length(self) -> int | None: ...
+
+    @property
+    def width(self) -> int: ...
+
+
+def make_sampler(model: Model, name: str | Rule | None = None, **options: Any) -> CanvasSampler:
+    """A sampler for a model, from plain values.
+
+    What is not said is as the checkpoint's `generation.json` says, else as usual: the rule "threshold" with the dual
+    cache, 256 positions in blocks of 32.
+
+    Args:
+        name: of an unmasking rule, a preset, or a sampler with a loop of its own, with options behind it if you like
+            (see the module); or a rule. `rule=` says the same.
+        options: fields of the sampler, of its rule (``rule="eb", gamma=0.1``), of its cache policy
+            (``cache="vicinity", warmup=2``) and of `Sampling`. A rule and a policy may be given as objects. Besides:
+            block_length: capped at gen_length; 0 and None are one block.
+            stop: strings or token ids that end an answer, in addition to the model's own end tokens.
+            ignore_eos: do not end at the model's end tokens.
+            suppress, defer: lists of token ids.
+            smoothing: True, numbers as in "weight=0.2,growth=0.1", or a `Smoothing`.
+            verifier: a loaded causal model of the same tokens, its folder or name, or a `Verifier`.
+            indicator: a folder, or an `Indicator`.
+            steps: one per token where a rule cannot do without.
+
+    Raises:
+        DllmError: for unknown names, options that nobody owns, and numbers out of range.
+    """
+    under = defaults_of(model)
+    if isinstance(name, Rule):
+        name, options = None, {"rule": name, **options}
+    if isinstance(name, str):
+        said = parse_sampler(name, under)
+        said.check_unbound()
+        refuse_twice(said.options, options)
+        name, options = said.name, {**said.options, **options}
+    elif name is not None:
+        raise DllmError(f"sampler is {name!r}; give a name, such as 'threshold', or a rule object")
+    settings = settle(name, options, under)
+    try:
+        return build(model, settings)
+    except DllmError:
+        if model.generation:  # which may be at fault
+            with _of_checkpoint(model):
+                build(model, under)
+        raise
+
+
+def defaults_of(model: Model) -> Settings:
+    """The library's defaults and, over them, those that the checkpoint came with.
+
+    Raises:
+        DllmError: for a `generation.json` with unknown options, or values of another type.
+    """
+    if not model.generation:
+        return USUAL
+    with _of_checkpoint(model):
+        texts = {o: str(v) if isinstance(v, list | dict) else spec.written(v) for o, v in model.generation.items()}
+        said = typed(texts.pop("sampler", None), texts, under=USUAL)
+        return settle(said.name, said.options, USUAL)
+
+
+@contextlib.contextmanager
+def _of_checkpoint(model: Model) -> Iterator[None]:
+    try:
+        yield
+    except DllmError as error:
+        raise DllmError(f"generation.json of {model.name}: {error}") from None
+
+
+# From settings to samplers
+
+
+def build(model: Model, settings: Settings) -> CanvasSampler:
+    """The sampler of these settings, as `settle` gives them; what they leave out is as its class says.
+
+    Raises:
+        DllmError: for values of the wrong kind, and numbers out of range.
+    """
+    dealt: dict[type | None, dict[str, Any]] = {}  # owner -> its fields' values
+    owners = options_of(settings)
+    for option, value in settings.options.items():
+        dealt.setdefault(owners[option].kind, {})[owners[option].field] = value
+    own = dealt.get(None, {})
+    said: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(settings.kind)} | own
+    length, ignore_eos = said["gen_length"], own.pop("ignore_eos", False)
+    check_length("gen_length", length)
+    appends = "end_ids" in said  # what ends a generation is that no block follows an end token
+    made: dict[str, Callable[[], Any]] = {
+        "block_length": lambda: _block_length(said["block_length"], length),
+        "rule": lambda: _rule(said["rule"], dealt, length, optional=appends),
+        "cache": lambda: _cache(said["cache"], dealt),
+        "smoothing": lambda: _smoothing(said["smoothing"], dealt.get(Smoothing, {})),
+        "sampling": lambda: _sampling(model, dealt.get(Sampling, {})),
+        "guidance": lambda: _unless(0, said["guidance"]),
+        "stop": lambda: _stop(model, said["stop"], ignore_eos or appends),
+        "end_ids": lambda: jnp.asarray([] if ignore_eos else model.config.end_ids, jnp.int32),
+    }
+    values = own | {name: make() for name, make in made.items() if name in said}
+    if "verifier" in own:
+        values["verifier"] = _verifier(model, own["verifier"])
+    found: CanvasSampler = assemble(f"sampler {called(settings)}", settings.kind, values)
+    return found
+
+
+Dealt = Mapping[type | None, Mapping[str, Any]]
+
+
+def _block_length(length: Any, gen_length: int) -> int:
+    check_length("block_length", length or None, optional=True)
+    return min(length or gen_length, gen_length)
+
+
+def _rule(rule: Any, dealt: Dealt, gen_length: int, *, optional: bool) -> Rule | None:
+    if isinstance(rule, Rule) or (optional and rule is None):
+        return rule
+    if not isinstance(rule, str):
+        raise DllmError(f"rule is {rule!r}; give a rule's name or a rule object")
+    kind = named("rule", rule)
+    values = dict(dealt.get(kind, {}))
+    if any(field.name == "steps" and field.default is dataclasses.MISSING for field in fields_of(kind)):
+        values = {"steps": gen_length, **values}
+    if isinstance(values.get("indicator"), str | Path):
+        values["indicator"] = _indicator(str(values["indicator"]))
+    return assemble(f"rule {rule}", kind, values)
+
+
+@functools.lru_cache(maxsize=1)
+def _indicator(folder: str) -> Indicator:
+    """An indicator, once for all its numbers in a sweep."""
+    return load_indicator(folder)
+
+
+def _cache(cache: Any, dealt: Dealt) -> CachePolicy:
+    if isinstance(cache, str):
+        kind = named("cache", cache)
+        return assemble(f"cache {cache}", kind, dealt.get(kind, {}))
+    if isinstance(cache, type) or not hasattr(cache, "predict"):
+        raise DllmError(f"cache is {cache!r}; give a policy's name, such as 'none', or a policy object")
+    policy: CachePolicy = cache
+    return policy
+
+
+def _smoothing(smoothing: Any, numbers: Mapping[str, Any]) -> Smoothing | None:
+    if not (smoothing is None or isinstance(smoothing, bool | Smoothing)):
+        raise DllmError(f"smoothing is {smoothing!r}; give True, a Smoothing, or None")
+    if smoothing is False or (smoothing is None and not numbers):
+        return None
+    return dataclasses.replace(smoothing if isinstance(smoothing, Smoothing) else Smoothing(), **numbers)
+
+
+def _sampling(model: Model, values: Mapping[str, Any]) -> Sampling:
+    """How tokens are drawn; temperature 0 and top_p 1 leave their code out of the program."""
+    ids = {name: _token_array(model, name, values.get(name)) for name in ("suppress", "defer")}
+    plain = {"temperature": _unless(0, values.get("temperature")), "top_p": _unless(1, values.get("top_p"))}
+    return Sampling(**{**values, **plain, **ids})
+
+
+def _unless(idle: int, value: Any) -> Any:
+    """A number, or None for the one that changes nothing."""
+    return None if isinstance(value, int | float) and value == idle else value
+
+
+def _token_array(model: Model, what: str, ids: Sequence[int] | None) -> jax.Array | None:
+    """Token ids as `Sampling` takes them, None for none; raises DllmError for what is no id of the model."""
+    ids = () if ids is None else ids
+    if isinstance(ids, str) or not isinstance(ids, Sequence):
+        raise DllmError(f"{what} is {ids!r}; give a list of token ids")
+    for token in ids:
+        check_token(what, token, model.config)
+    return jnp.asarray(sorted(ids), jnp.int32) if ids else None
+
+
+def check_token(what: str, token: Any, config: ModelConfig) -> None:
+    """Raises DllmError for what is no token id of a model."""
+    if not isinstance(token, (int, np.integer)):
+        raise DllmError(f"{what} token {token!r} is no token id; give whole numbers")
+    if not 0 <= token < config.vocab_size:
+        raise DllmError(f"{what} token {token} lies outside the vocabulary of {config.vocab_size} tokens")
+
+
+def _stop(model: Model, stop: Sequence[str | int] | None, ignore_eos: bool) -> Stop | None:
+    """Strings and token ids that end an answer, and the model's own end tokens unless they are ignored."""
+    stop = () if stop is None else stop
+    if isinstance(stop, str) or not isinstance(stop, Sequence):
+        raise DllmError(f"stop is {stop!r}; give a list of strings or token ids")
+    strings = [item for item in stop if isinstance(item, str)]
+    tokens = [item for item in stop if not isinstance(item, str)]
+    for token in tokens:
+        check_token("stop", token, model.config)
+    tokens += [] if ignore_eos else [token for token in model.config.end_ids if token not in tokens]
+    pieces = token_bytes(model.require_tokenizer(), model.config.vocab_size) if strings else None
+    return stop_on(tokens, strings=strings, vocab_size=model.config.vocab_size, token_bytes=pieces)
+
+
+def _verifier(model: Model, verifier: Any) -> Verifier:
+    if isinstance(verifier, Verifier):
+        return verifier
+    return verifier_for(model, verifier if isinstance(verifier, Model) else dllm_jax.load(verifier))
+
+
+# Specs
+
+
+class TaskCanvas(Protocol):
+    """What a task decides about generations.
+
+    Attributes:
+        name: for people.
+        stops: whether an end token ends an answer; False where the canvas has a fixed length.
+        answer_width: length of the canvas.
+    """
+
+    name: ClassVar[str]
+    stops: ClassVar[bool]
+
+    @property
+    def answer_width(self) -> int: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplerSpec:
+    """A sampler before it meets a model.
+
+    Attributes:
+        name: of an unmasking rule, of a preset, or of a sampler with a loop of its own; None leaves that open.
+        options: what was written behind it, as `make_sampler` takes it.
+        model: folder or name of the model that it runs; None leaves that open.
+    """
+
+    name: str | None
+    options: Mapping[str, Any]
+    model: str | None = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All options, the rule among them, but for what the task decides, which is not a preset's canvas."""
+        found = settle(self.name, self.options, PLAIN).options
+        return {name: value for name, value in found.items() if name not in _OF_CANVAS or name in self.options}
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """The written numbers of the rule, or of a loop of its own, which may change without another compilation."""
+        settings = settle(self.name, self.options, PLAIN)
+        owners = options_of(settings)
+        roomy = lambda option: f"most_{option}" in self.options or f"most_{option}" not in owners
+        traced = [option for option in self.options if _is_traced(owners[option], settings.kind) and roomy(option)]
+        return {option: self.options[option] for option in traced if type(self.options[option]) in (int, float)}
+
+    @property
+    def series(self) -> str:
+        """The spec without its numbers: samplers of one series differ in numbers only and make one curve."""
+        structure = {k: v for k, v in self.options.items() if k not in self.numbers}
+        return str(dataclasses.replace(self, options=structure))
+
+    def anywhere(self) -> "SamplerSpec":
+        """The same for any model."""
+        return dataclasses.replace(self, model=None)
+
+    def without(self, option: str) -> "SamplerSpec":
+        """The same without an option."""
+        return dataclasses.replace(self, options={k: v for k, v in self.options.items() if k != option})
+
+    def __str__(self) -> str:
+        options = ",".join(f"{name}={spec.written(value)}" for name, value in self.options.items())
+        at = "" if self.model is None else f"@{self.model}"
+        return (f"{self.name}:{options}" if options else str(self.name)) + at
+
+    def check_unbound(self) -> None:
+        """Raises DllmError when it names its model: whoever builds it loads that one, and says so by `anywhere`."""
+        if self.model is not None:
+            raise DllmError(f"sampler {self} names a model of its own; load that one, and leave @{self.model} out")
+
+    def build(
+        self, model: Model, canvas: TaskCanvas | None = None, load: Callable[[str], Model] = dllm_jax.load
+    ) -> CanvasSampler:
+        """The sampler of a model, plain but for what is written: without a cache, in one block.
+
+        Args:
+            model: what it runs.
+            canvas: what a task decides; the model's usual length, and its end tokens, by default.
+            load: gives a verifier by its folder or name.
+
+        Raises:
+            DllmError: for numbers out of range, combinations that make no sense, and as `check_unbound`.
+        """
+        self.check_unbound()
+        if canvas is not None and not canvas.stops and (fixed := sorted(set(_OF_CANVAS) & set(self.options))):
+            raise DllmError(f"sampler {self}: {fixed[0]} cannot be chosen, the canvas of {canvas.name} is what it is")
+        if model.config.mask_id is None:
+            advice = "use it as a verifier, or set an unused id as mask_id in its config"
+            raise DllmError(f"sampler {self}: {model.name} has no mask token to mark open positions with; {advice}")
+        kind, options = settle(self.name, self.options, PLAIN)
+        if canvas is None:
+            options = {"gen_length": defaults_of(model).options["gen_length"], **options}
+        else:
+            options = {"gen_length": canvas.answer_width, "ignore_eos": not canvas.stops, **self.settings}
+        return build(model, Settings(kind, with_verifier(options, load)))
+
+
+def _is_traced(owner: Owner, sampler: type) -> bool:
+    kind = owner.kind or sampler
+    return kind in (*RULES.values(), *LOOPS.values()) and jax.Array in spec.members(kind_of(kind, owner.field))
+
+
+def with_verifier(options: Mapping[str, Any], load: Callable[[str], Model]) -> dict[str, Any]:
+    """The options with the verifier as a model, where there is one."""
+    verifier = options.get("verifier")
+    return {**options, "verifier": load(verifier)} if isinstance(verifier, str) else dict(options)
+
+
+def parse_samplers(text: str, under: Settings = PLAIN) -> list[SamplerSpec]:
+    """All samplers that a spec stands for, in the order of its values.
+
+    Args:
+        under: defaults, whose parts have options of their own.
+
+    Raises:
+        DllmError: for unknown names and options, and values of another type; numbers are checked when it is built.
+    """
+    name, options, model = read(text)
+    products = itertools.product(*(value.split("|") for value in options.values()))
+    return [typed(name, dict(zip(options, values, strict=True)), model, under) for values in products]
+
+
+def parse_sampler(text: str, under: Settings = PLAIN) -> SamplerSpec:
+    """One sampler, see `parse_samplers`.
+
+    Raises:
+        DllmError: as there, and for a list of values.
+    """
+    found = parse_samplers(text, under)
+    if len(found) != 1:
+        raise DllmError(f"sampler {text!r} stands for {len(found)} samplers; choose one, or sweep over them")
+    return found[0]
+
+
+def read(text: str) -> tuple[str, dict[str, str], str | None]:
+    """A spec's name, its options as texts, and its model.
+
+    Raises:
+        DllmError: for what is no spec.
+    """
+    written, at, model = text.rpartition("@")
+    if at and not (written and model):
+        raise DllmError(f"sampler {text!r} has no {'model behind' if written else 'name before'} the @; write NAME@DIR")
+    return *spec.parse(written if at else text, "sampler"), model if at else None
+
+
+def typed(
+    name: str | None, options: Mapping[str, Any], model: str | None = None, under: Settings = PLAIN
+) -> SamplerSpec:
+    """A sampler whose options, or some of them, are texts still.
+
+    Raises:
+        DllmError: as `parse_samplers`.
+    """
+    settings, options = settle(name, options, under), unfolded(options)
+    texts = {option: value for option, value in options.items() if isinstance(value, str)}
+    values = spec.converted(texts, kinds_of(settings), f"sampler {name or called(settings)}")
+    return SamplerSpec(name, {**options, **values}, model)
+
+
+def refuse_twice(spec_options: Mapping[str, Any], others: Mapping[str, Any]) -> None:
+    """Raises DllmError for an option that stands in a spec and beside it."""
+    if twice := sorted(spec_options.keys() & others.keys()):
+        raise DllmError(f"{twice[0]} is in the sampler and an option of its own; leave one out")
