@@ -18,8 +18,8 @@ from samplers.checks import check_length, check_number, check_whole
 from samplers.engine import Result
 from samplers.guidance import Guided, paired
 from samplers.noise import Noise
-from samplers.predictions import Sampling, given, predict, predicted
-from samplers.rules.base import BlockView, Rule, progressing
+from samplers.predictions import Sampling
+from samplers.rules.base import BlockView, Rule, judged, predicted, progressing
 from samplers.smoothing import Smoothing
 from samplers.stopping import Stop
 
@@ -429,19 +429,6 @@ def check_is_sampling(sampling: Any) -> None:
     """Raises DllmError for something else."""
     if not isinstance(sampling, Sampling):
         raise DllmError(f"sampling is {sampling!r}; give a Sampling")
-
-
-def judged(
-    denoiser: DenoiserLike, rule: Rule, sampling: Sampling, hidden: jax.Array, logits: jax.Array, open: jax.Array
-) -> jax.Array:
-    """Of some open positions [B, W] those that a rule judges final by hidden states [B, W, D] and their logits
-    [B, W, V]: the best token there, -1 elsewhere, [B, W] int32."""
-    plain = Sampling(suppress=sampling.suppress, defer=sampling.defer)
-    best = predict(given(logits), plain, mask_id=denoiser.mask_id, score_from="raw", draw=None)
-    final = rule.judge(denoiser, hidden, logits, best) & open & ~best.mask_wins & best.finite
-    if plain.defer is not None:
-        final &= ~jnp.isin(best.token, plain.defer)
-    return jnp.where(final, best.token, -1)
 
 
 def _like(rows: jax.Array, leaf: jax.Array) -> jax.Array:

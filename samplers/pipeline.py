@@ -18,14 +18,14 @@ from dllm_jax.errors import DllmError
 from dllm_jax.kv_cache import slice_rows, write_rows
 from dllm_jax.pytree import pytree, vary_like
 from samplers import canvas as canvases
-from samplers.block import check_rule, check_sampling, judged
+from samplers.block import check_rule, check_sampling
 from samplers.caches.base import each_row, run_if
 from samplers.canvas import Canvas
 from samplers.checks import check_choice, check_length, check_number
 from samplers.engine import Result
 from samplers.noise import Noise
-from samplers.predictions import Predictions, Sampling, predicted
-from samplers.rules.base import PROXIES, BlockView, Number, Proxy, Rule, error_of, per_row, rank
+from samplers.predictions import Predictions, Sampling
+from samplers.rules.base import PROXIES, BlockView, Number, Proxy, Rule, error_of, judged, per_row, predicted, rank
 from samplers.stopping import Stop
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,7 @@ from jax import lax
 from dllm_jax.denoiser import DenoiserLike
 from dllm_jax.pytree import pytree
 from dllm_jax.transformer import Tile, tile_of
-from samplers.noise import Purpose, gumbel
-
-if TYPE_CHECKING:  # which imports this module
-    from samplers.rules.base import BlockView, Rule
+from samplers.noise import gumbel
 
 ScoreFrom = Literal["raw", "sampling"]
 Draw = Callable[[jax.Array], jax.Array]
@@ -126,32 +123,6 @@ def readout(denoiser: DenoiserLike, hidden: jax.Array) -> Readout:
 def given(logits: jax.Array, parts: int = 1) -> Readout:
     """Scores that exist already, [B, W, V] float32."""
     return Readout(lambda tile: tile_of(logits, 2, tile, parts), logits.shape[:2], logits.shape[2], parts)
-
-
-def predicted(
-    denoiser: DenoiserLike,
-    rule: "Rule",
-    sampling: Sampling,
-    hidden: jax.Array,
-    view: "BlockView",
-    state: Any,
-    *,
-    logits: jax.Array | None = None,
-    beside: int = 1,
-) -> tuple[Predictions, Any]:
-    """What a rule gets to see of a block's hidden states [B, W, D], and its new state. Logits of the whole block exist
-    only for rules that read them.
-
-    Args:
-        logits: [B, W, V] float32, of the hidden states, where the caller has them already.
-        beside: as in `Readout`.
-    """
-    if rule.reads_logits:
-        logits, state = rule.adjust(denoiser.logits(hidden) if logits is None else logits, view, state)
-    scores = readout(denoiser, hidden) if logits is None else given(logits)
-    scores = dataclasses.replace(scores, beside=beside)
-    draw = None if sampling.temperature is None else functools.partial(view.draw, Purpose.TOKENS)
-    return predict(scores, sampling, mask_id=denoiser.mask_id, score_from=rule.score_from, draw=draw), state
 
 
 def predict(
