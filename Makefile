@@ -1,5 +1,5 @@
 # `make test` and `make demo` set a fresh machine up by themselves: they need Python >= 3.11 and pip's package index.
-#   make test       lint, types and tests               make goldens    every recorded case and combination
+#   make test       lint, types and tests               make goldens    every recorded case, compiled as users compile
 #   make demo       an embedded model at work           make parity     compare with transformers (fetches PyTorch)
 #   make format     rewrite the code in ruff's style    make clean      remove everything that make made
 #   make PYTHON=... the Python to build .venv with      make goldens GOLDENS=DIR    those of another folder
@@ -39,7 +39,7 @@ pytest: $(READY)
 	$(PY) -m pytest -q --durations=10 -n auto --dist worksteal
 
 goldens: $(READY)
-	$(PY) -m pytest -q -n auto --dist worksteal tests/test_goldens.py tests/test_combinations.py --goldens=$(GOLDENS)
+	DLLM_JAX_AS_USERS=1 $(PY) -m pytest -q -n auto --dist worksteal tests/test_goldens.py tests/test_combinations.py --goldens=$(GOLDENS)
 
 parity: $(READY) $(PARITY)/.installed
 	PYTHONPATH=$(PARITY) $(PY) -c 'import torch'

@@ -15,7 +15,7 @@ from dllm_jax.tokenizer import encode_chat, encode_text
 from samplers.apd_loop import DraftResult
 from samplers.build import CanvasSampler, check_token, make_sampler
 from samplers.checks import check_length, check_whole
-from samplers.engine import Result, sample_jit
+from samplers.engine import Result, sample_jit, warn_if_broken
 from samplers.noise import row_keys
 from samplers.rules import Rule
 
@@ -182,6 +182,9 @@ def generate(
 
     Raises:
         DllmError: for bad prompts or options; before anything is compiled.
+
+    Warns:
+        RuntimeWarning: naming the row and the forward, when the model's logits are not finite.
     """
     listed: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else prompts
     check_length("batch_size", batch_size, optional=True)
@@ -243,6 +246,7 @@ def _in_batches(
         prompt, lengths = pad_prompts([rows[i] for i in index], width)
         result = run(sampler, model.denoiser, prompt, lengths, key=keys[index])
         result = jax.device_get(result)
+        warn_if_broken(result, index[: len(rows) - start].tolist())
         for i in range(min(size, len(rows) - start)):
             yield result, i
 

@@ -201,6 +201,7 @@ def watch(
             show(draw(result))
             time.sleep(_automatic(sampler.gen_length, took) if delay is None else delay)
         show(draw(result, last=True))
+    warn_if_broken(result, [0])
     return Watched(answer(model, rows[0], result, 0, options.get("stop") or ()), seconds, compile_seconds)
 
 

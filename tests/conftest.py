@@ -10,7 +10,6 @@ from unittest import mock
 import hypothesis
 import jax
 import pytest
-from jax._src import lru_cache
 
 ROOT = Path(__file__).parents[1]
 GOLDENS = ROOT / "tests" / "goldens"
@@ -21,31 +20,24 @@ JAX_SETTINGS = {
     "jax_default_matmul_precision": "highest",  # accelerators round float32 operands otherwise, and goldens then differ
 }
 if not os.environ.get("DLLM_JAX_NO_CACHE"):
-    JAX_SETTINGS["jax_compilation_cache_dir"] = str(ROOT / ".jax_cache")
+    # One folder per worker: JAX writes a program bit by bit, and a worker that reads another's half crashes.
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "alone")
+    JAX_SETTINGS["jax_compilation_cache_dir"] = str(ROOT / ".jax_cache" / worker)
     JAX_SETTINGS["jax_persistent_cache_min_compile_time_secs"] = 0.1  # the smaller ones are not worth their files
 
 # Most of the time goes into compiling: LLVM's optimisations take longer than they save on shapes as small as these.
-XLA_FLAGS = ["--xla_backend_optimization_level=0"]
-if jax.__version_info__ < (0, 11):  # later ones end the process at a flag that they do not know
-    XLA_FLAGS.append("--xla_cpu_use_fusion_emitters=false")  # which make compiling take two to three times as long
-os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *XLA_FLAGS])
+# DLLM_JAX_AS_USERS leaves XLA as users have it; CI runs the goldens so.
+if not os.environ.get("DLLM_JAX_AS_USERS"):
+    XLA_FLAGS = ["--xla_backend_optimization_level=0"]
+    if jax.__version_info__ < (0, 11):  # later ones end the process at a flag that they do not know
+        XLA_FLAGS.append("--xla_cpu_use_fusion_emitters=false")  # which make compiling take two to three times as long
+    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *XLA_FLAGS])
 
 for name, value in JAX_SETTINGS.items():
     jax.config.update(name, value)
     os.environ[name.upper()] = str(value)  # for the processes that tests start
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "1e9"  # which read programs and keep none: some are killed
 
-
-def put_whole(cache, key, value):
-    """A program appears in the cache at once: JAX writes it bit by bit, and another worker that reads it crashes."""
-    path = cache.path / f"{key}{lru_cache._CACHE_SUFFIX}"
-    if not path.exists():
-        scratch = path.with_name(f"{path.name}.{os.getpid()}")
-        scratch.write_bytes(value)
-        scratch.replace(path)
-
-
-lru_cache.LRUCache.put = put_whole
 
 # Time limits mean nothing where an example may compile; in CI every run tries the same examples.
 hypothesis.settings.register_profile("dllm_jax", deadline=None, derandomize="CI" in os.environ)

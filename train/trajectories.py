@@ -177,6 +177,8 @@ class _Sampled:
             prompt, lengths, keys, known = jax.device_put((prompt, lengths, keys, known), batch_sharding(self.mesh))
         result, took = self.programs.run(self.sampler, self.model.denoiser, prompt, lengths, key=keys, **known)
         self.seconds += took
+        if sentence := broken(jax.device_get(result), numbers.tolist()):
+            raise DllmError(f"{sentence}; no trajectories are made of it")
         found = trajectory_of(result, prompt, lengths, mask_id=self.model.denoiser.mask_id, **known)
         tokens, step, nfe, ends = jax.device_get((found.tokens, found.step, result.nfe, result.lengths))
         kept = int((numbers < stop).sum())

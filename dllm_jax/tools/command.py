@@ -45,7 +45,9 @@ def run_printing(work: Callable[[], None], when_out_of_memory: str) -> int:
     """
     try:
         keep_programs()
-        work()
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
+            work()
         sys.stdout.flush()
     except DllmError as error:
         print(f"error: {error}", file=sys.stderr)
