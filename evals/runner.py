@@ -19,6 +19,7 @@ from evals.sampler import SamplerSpec, parse_sampler
 from evals.tasks import Example, Task, Verdict, make_task
 from samplers import DraftResult, Result
 from samplers.build import CanvasSampler
+from samplers.engine import warn_if_broken
 from samplers.generate import check_lengths, given_canvas, pad_prompts
 from samplers.noise import row_keys
 from samplers.timing import Programs

@@ -23,7 +23,7 @@ from dllm_jax import DllmError, Model
 from dllm_jax.tokenizer import special_tokens, token_bytes
 from samplers.build import CanvasSampler
 from samplers.checks import check_number
-from samplers.engine import Result, stream
+from samplers.engine import Result, stream, warn_if_broken
 from samplers.generate import Generation, Prompt, answer, pad_prompts, prepare
 from samplers.registry import title
 from samplers.rules import Rule

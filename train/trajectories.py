@@ -30,6 +30,7 @@ from dllm_jax.sharding import batch_sharding, check_splits, mesh_for_batch
 from dllm_jax.tools.spec import converted, parse_options
 from samplers import parse_sampler
 from samplers.build import CanvasSampler
+from samplers.engine import broken
 from samplers.generate import check_lengths, given_canvas, pad_prompts
 from samplers.timing import Programs
 from samplers.trajectory import trajectory_of
