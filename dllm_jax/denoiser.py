@@ -392,7 +392,7 @@ def _first_line(error: Exception) -> str:
 
 def _checked_logits(found: Any, shape: tuple[int, ...], vocab_size: int | None = None) -> Any:
     """What a function answered for tokens of this shape, if it is logits."""
-    wanted = f"logits {[*shape, vocab_size or 'V']}"
+    wanted = f"logits [{shape[0]}, {shape[1]}, {vocab_size or 'V'}]"
     if not hasattr(found, "shape") or not hasattr(found, "dtype"):
         raise DllmError(f"fn answers a {type(found).__name__}; it must give one array, {wanted}")
     fits = len(found.shape) == 3 and found.shape[:2] == shape and found.shape[2] == (vocab_size or found.shape[2])
