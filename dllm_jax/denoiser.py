@@ -127,8 +127,9 @@ class Denoiser:
 
     @property
     def batch_parts(self) -> int:
-        """Equal parts of a batch that lie on different devices."""
-        return 1 if self.layout is None else self.layout.parts("batch")
+        """Equal parts of a batch that lie on different devices; inside `jax.shard_map` a batch is a device's own."""
+        own = self.layout is None or jax.sharding.get_abstract_mesh().manual_axes
+        return 1 if own or self.layout is None else self.layout.parts("batch")
 
     @property
     def vocab_parts(self) -> int:

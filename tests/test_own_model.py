@@ -162,7 +162,7 @@ def test_every_rule_runs_a_function_inside_ones_own_jit(name):
     """Closing over traced parameters, in a ragged batch, with temperature, top-p, guidance and a stop condition: every
     row as if it were alone."""
     keys = jax.random.split(jax.random.key(1), 3)
-    more = {"sampling": Sampling(0.7, top_p=0.9), "guidance": 0.5, "stop": stop_on([EOS, 3])}
+    more = {"sampling": Sampling(0.7, top_p=0.9), "guidance": 0.5, "stop": stop_on([EOS, 3], vocab_size=VOCAB)}
     sampler = blocks(name, **more)
 
     @jax.jit
@@ -184,7 +184,7 @@ def test_a_function_is_the_model_with_buffers_that_are_not_used(name):
 
 def test_a_function_in_vmap_scan_and_stream():
     many = jax.vmap(init)(jax.random.split(jax.random.key(5), 2))
-    sampler = blocks("threshold", stop=stop_on([EOS]))
+    sampler = blocks("threshold", stop=stop_on([EOS], vocab_size=VOCAB))
     one = lambda params: sample(sampler, own_function(params), PROMPT, LENGTHS)
 
     def closed(params):
@@ -216,7 +216,7 @@ def test_new_weights_compile_nothing():
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, top_k=5)], ids=["greedy", "drawn"])
 def test_a_function_from_left_to_right(sampling):
     keys = jax.random.split(jax.random.key(3), 3)
-    sampler = LeftRight(GEN, tokens_per_step=3, lookahead=6, sampling=sampling, stop=stop_on([EOS]))
+    sampler = LeftRight(GEN, tokens_per_step=3, lookahead=6, sampling=sampling, stop=stop_on([EOS], vocab_size=VOCAB))
     result = jax.jit(lambda *args: sample(sampler, own_function(), *args, key=keys))(PROMPT, LENGTHS)
     assert_same(row(result, 2), alone(sampler, own_function(), 2, keys))
 
@@ -298,7 +298,7 @@ def test_own_buffers_pass_the_kit():
 @pytest.mark.parametrize("cache", [NoCache(), DualCache(), DualCache(2), PrefixCache()], ids=str)
 @pytest.mark.parametrize("name", ["threshold", "eb"])
 def test_rows_with_own_buffers_are_as_if_alone(name, cache):
-    sampler = blocks(name, cache=cache, stop=stop_on([EOS]))
+    sampler = blocks(name, cache=cache, stop=stop_on([EOS], vocab_size=VOCAB))
     result = sample_jit(sampler, OWN, PROMPT, LENGTHS)
     for index in range(3):
         assert_same(row(result, index), alone(sampler, OWN, index))
