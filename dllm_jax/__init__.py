@@ -11,7 +11,7 @@ Every mistake in the input is a `DllmError` with one sentence. Importing starts 
 """
 
 from dllm_jax.config import PUBLISHED, ModelConfig, published
-from dllm_jax.denoiser import Denoiser
+from dllm_jax.denoiser import Denoiser, DenoiserLike, FunctionDenoiser, Span, block_causal
 from dllm_jax.errors import DllmError
 from dllm_jax.loading import Model, load, random_model
 from dllm_jax.sharding import ShardingRules, batch_sharding, make_mesh, param_shardings
@@ -21,12 +21,16 @@ __version__ = "0.1.0"
 __all__ = [
     "PUBLISHED",
     "Denoiser",
+    "DenoiserLike",
     "DllmError",
+    "FunctionDenoiser",
     "Model",
     "ModelConfig",
     "ShardingRules",
+    "Span",
     "__version__",
     "batch_sharding",
+    "block_causal",
     "load",
     "make_mesh",
     "param_shardings",

@@ -3,6 +3,7 @@
 `Denoiser` runs this library's own models; `FunctionDenoiser` makes one of any function from tokens to logits.
 """
 
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -34,7 +35,9 @@ class DenoiserLike(Protocol):
     """What samplers need of a model, which must be a pytree; see `Denoiser` for what each member means.
 
     A cache policy also needs `empty_cache`, smoothing `embed` and `expected_embedding`, and a rule that reads hidden
-    states `final_hidden` and `embed`; a model without them works with everything else.
+    states `final_hidden` and `embed`; a model without them works with everything else. Key/value buffers may be any
+    pytree whose leaves begin with batch and position, [B, S, ...], the same from `empty_cache` and `forward`: samplers
+    exchange their rows. `dllm_jax.testing.check_denoiser` checks a model of your own.
     """
 
     @property
@@ -124,8 +127,9 @@ class Denoiser:
 
     @property
     def batch_parts(self) -> int:
-        """Equal parts of a batch that lie on different devices."""
-        return 1 if self.layout is None else self.layout.parts("batch")
+        """Equal parts of a batch that lie on different devices; inside `jax.shard_map` a batch is a device's own."""
+        own = self.layout is None or jax.sharding.get_abstract_mesh().manual_axes
+        return 1 if own or self.layout is None else self.layout.parts("batch")
 
     @property
     def vocab_parts(self) -> int:
@@ -269,17 +273,23 @@ def block_causal(length: int, starts: jax.Array, block_length: int) -> jax.Array
 
 @pytree(static=("fn", "mask_id", "eos_id", "vocab_size", "min_prompt_length"))
 class FunctionDenoiser:
-    """Any function from tokens to logits as a denoiser, for every rule without a cache.
+    """Any function from tokens to logits as a denoiser, for every rule without a cache that reads no hidden states.
 
-    The function may close over traced arrays: build the denoiser inside your own `jit`, or pass `params`.
+    The function may close over traced arrays where the denoiser is built inside your own `jit`. Where the denoiser is
+    an argument of one (`samplers.sample_jit`), pass the weights as `params`: arrays that the function closes over would
+    be constants of the program, which later changes do not reach.
 
     Attributes:
         fn: traceable (tokens [B, S] int32, lengths [B] int32) -> logits [B, S, V]: entry i scores the token at i. Row
-            b is valid on [0, lengths[b]). With `params` given it is called as fn(params, tokens, lengths).
+            b is valid on [0, lengths[b]); what lies behind must not matter. With `params` given it is called as
+            fn(params, tokens, lengths).
         mask_id, eos_id: ids of the mask token and of the end of the sequence.
-        params: any pytree, the denoiser's data; None for none.
-        vocab_size: V; found by tracing `fn` if 0.
-        min_prompt_length: tokens that a prompt must have.
+        params: any pytree of arrays, the denoiser's data; None for none.
+        vocab_size: V; found by tracing `fn` with tokens [1, 8] if 0.
+        min_prompt_length: tokens that a prompt must have: 1 if nothing predicts the first position, else 0.
+
+    Raises:
+        DllmError: for a function that cannot be traced or whose answer is not logits, and ids that it has not.
     """
 
     fn: Callable[..., jax.Array]
@@ -294,15 +304,30 @@ class FunctionDenoiser:
     def __post_init__(self) -> None:
         if not callable(self.fn):
             raise DllmError(f"fn is a {type(self.fn).__name__}; give a function (tokens, lengths) -> logits")
+        try:
+            hash(self.fn)
+        except TypeError:  # it is part of the program that jit keeps
+            raise DllmError("fn is not hashable; wrap it in a function, and pass its weights as params=") from None
+        for name in ("mask_id", "eos_id", "vocab_size", "min_prompt_length"):
+            object.__setattr__(self, name, _whole(name, getattr(self, name)))
+        if self.min_prompt_length not in (0, 1):
+            raise DllmError(f"min_prompt_length is {self.min_prompt_length}; it must be 0 or 1")
         if not self.vocab_size:
-            tokens, lengths = jax.ShapeDtypeStruct((1, 8), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
-            shape = jax.eval_shape(self._logits, tokens, lengths).shape
-            if len(shape) != 3 or shape[:2] != (1, 8):
-                raise DllmError(f"fn answers {list(shape)} for tokens [1, 8]; it must give logits [1, 8, V]")
-            object.__setattr__(self, "vocab_size", shape[2])
+            object.__setattr__(self, "vocab_size", self._traced_vocab_size())
         for name, token in (("mask_id", self.mask_id), ("eos_id", self.eos_id)):
             if not 0 <= token < self.vocab_size:
                 raise DllmError(f"{name} {token} lies outside the vocabulary of {self.vocab_size} tokens")
+
+    def _traced_vocab_size(self) -> int:
+        tokens, lengths = jax.ShapeDtypeStruct((1, 8), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+        try:
+            found = jax.eval_shape(self._logits, tokens, lengths)
+        except Exception as error:  # whatever somebody else's code raises
+            way_out = "give a function of int32 [B, S] and [B], or vocab_size= if it takes no sequence so short"
+            raise DllmError(
+                f"fn cannot be traced with tokens [1, 8] and lengths [1] ({_first_line(error)}); {way_out}"
+            ) from error
+        return _checked_logits(found, (1, 8)).shape[2]
 
     def _logits(self, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
         return self.fn(tokens, lengths) if self.params is None else self.fn(self.params, tokens, lengths)
@@ -320,16 +345,18 @@ class FunctionDenoiser:
         """As `Denoiser.forward`, of everything: a function has no key/value buffers and one way to attend.
 
         Raises:
-            DllmError: when more is asked of it.
+            DllmError: when more is asked of it, or the function answers something else than logits [B, S, V].
         """
         if at is not None or kv is not None:
-            raise DllmError("a FunctionDenoiser has no key/value buffers; use NoCache()")
+            self.empty_cache(*inputs.shape[:2])
         if visible.ndim != 1:
-            raise DllmError("a FunctionDenoiser has no attention mask to change; give a model's denoiser")
+            raise DllmError(
+                "a FunctionDenoiser attends in one way only; give a model's denoiser for block-causal attention"
+            )
         if not jnp.issubdtype(inputs.dtype, jnp.integer):
-            raise DllmError("a FunctionDenoiser reads tokens, not embeddings; leave smoothing out")
-        logits = self._logits(inputs, visible).astype(jnp.float32)
-        return logits if outputs is None else slice_rows(logits, *outputs), None
+            self.embed(inputs)
+        logits = _checked_logits(self._logits(inputs, visible), inputs.shape, self.vocab_size)
+        return (logits if outputs is None else slice_rows(logits, *outputs)).astype(jnp.float32), None
 
     def logits(self, hidden: jax.Array, tile: Tile | None = None) -> jax.Array:
         """The hidden states of a function are its logits."""
@@ -337,10 +364,39 @@ class FunctionDenoiser:
 
     def empty_cache(self, batch: int, length: int) -> Any:
         """Raises DllmError: there are no buffers."""
-        raise DllmError("a FunctionDenoiser has no key/value buffers; use NoCache()")
+        way_out = "use BlockSampler with NoCache(), or LeftRight without a window"
+        raise DllmError(f"a FunctionDenoiser has no key/value buffers; {way_out}")
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Raises DllmError: there are no embeddings."""
-        raise DllmError("a FunctionDenoiser has no embeddings; leave out smoothing, and rules that read hidden states")
+        way_out = "leave out smoothing and rules that read hidden states (NI)"
+        raise DllmError(f"a FunctionDenoiser has no embeddings and no hidden states; {way_out}")
 
     expected_embedding = final_hidden = embed
+
+    def __call__(self, tokens: jax.Array, lengths: jax.Array | None = None) -> jax.Array:
+        """Logits of every position, as `Denoiser.__call__`."""
+        lengths = jnp.full((tokens.shape[0],), tokens.shape[1], jnp.int32) if lengths is None else lengths
+        return self.forward(tokens, lengths)[0]
+
+
+def _whole(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise DllmError(f"{name} is {value!r}; it must be a whole number") from None
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+
+
+def _checked_logits(found: Any, shape: tuple[int, ...], vocab_size: int | None = None) -> Any:
+    """What a function answered for tokens of this shape, if it is logits."""
+    wanted = f"logits [{shape[0]}, {shape[1]}, {vocab_size or 'V'}]"
+    if not hasattr(found, "shape") or not hasattr(found, "dtype"):
+        raise DllmError(f"fn answers a {type(found).__name__}; it must give one array, {wanted}")
+    fits = len(found.shape) == 3 and found.shape[:2] == shape and found.shape[2] == (vocab_size or found.shape[2])
+    if not fits or not jnp.issubdtype(found.dtype, jnp.floating):
+        raise DllmError(f"fn answers {found.dtype}{list(found.shape)} for tokens {list(shape)}; it must give {wanted}")
+    return found

@@ -155,6 +155,8 @@ class BlockSampler:
             stop=self.stop,
         )
         batch, length = canvas.tokens.shape
+        if self.rule.reads_hidden:  # a model that has none says so here, before anything is compiled
+            jax.eval_shape(denoiser.embed, canvas.tokens)
         zeros = jnp.zeros((batch,), jnp.int32)
         state = BlockState(
             canvas=canvas,

@@ -120,6 +120,24 @@ def test_a_mesh_that_does_not_divide_is_refused(saved):
         dllm_jax.load(saved, mesh=dllm_jax.make_mesh(tensor=3))
 
 
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+def test_heads_are_split_whole():
+    """Eight devices divide the 3584 columns of Dream's queries and the 512 of its keys, but not its heads."""
+    config, mesh = dllm_jax.published("dream-7b-instruct"), dllm_jax.make_mesh(tensor=8)
+    for rules, heads in (
+        (dllm_jax.ShardingRules(), "heads of 28"),
+        (dllm_jax.ShardingRules(heads=None), "kv_heads of 4"),
+    ):
+        axis = heads.split()[0]
+        sentence = (
+            f"^attention: axis {heads} whole heads does not split over 8 devices; use fewer, or map {axis} to None$"
+        )
+        with pytest.raises(dllm_jax.DllmError, match=sentence):
+            dllm_jax.param_shardings(config, mesh, rules)
+    four = dllm_jax.param_shardings(config, dllm_jax.make_mesh(tensor=4))
+    assert four["layers.0.attn.k_proj.kernel"].spec == P(None, "tensor")
+
+
 def test_rules_without_a_mesh_are_refused(saved):
     with pytest.raises(dllm_jax.DllmError, match="without a mesh; pass mesh="):
         dllm_jax.load(saved, rules=dllm_jax.ShardingRules())
