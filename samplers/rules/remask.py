@@ -95,7 +95,8 @@ class Remask(Rule):
         if self.threshold is None:
             settled = jnp.asarray(self.eta) <= 0
         else:
-            settled = ~view.open.any(axis=1) | (state.reopened >= self._budget(view))
+            may_not = (jnp.asarray(self.threshold) <= 0) | (state.reopened >= self._budget(view))
+            settled = may_not | ~view.open.any(axis=1)
         return ~left & (settled | (view.step + 2 >= self.most_steps(view)))
 
     def _drawn(self, view: BlockView, state: RemaskState) -> tuple[jax.Array, jax.Array]:
