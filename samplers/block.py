@@ -195,10 +195,13 @@ class BlockSampler:
             cache=outcome.state,
             soft=soft,
         )
-        if self.fill_after_eos:
+        if self.fill_after_eos and not self.rule.revises:
             state = dataclasses.replace(state, canvas=self.filled(denoiser, state, active, outcome))
         leaving, state = self.leaves(state, view, outcome, last)
-        finite = jnp.all(predictions.finite | ~view.open, axis=1)
+        if self.fill_after_eos and self.rule.revises:  # nothing of a block is final before
+            state = dataclasses.replace(state, canvas=self.filled(denoiser, state, leaving, outcome))
+        asked = view.open | view.written if self.rule.revises else view.open
+        finite = jnp.all(predictions.finite | ~asked, axis=1)
         canvas = state.canvas.counted(active, outcome.full, outcome.updated, finite)
         return self._move_on(denoiser, dataclasses.replace(state, canvas=canvas), leaving)
 
@@ -246,9 +249,10 @@ class BlockSampler:
         return stopped
 
     def filled(self, denoiser: DenoiserLike, state: BlockState, rows: jax.Array, outcome: Outcome) -> Canvas:
-        """The canvas with everything filled that lies behind the first end token of some rows [B]."""
+        """The canvas with everything filled that lies behind the first end token of some rows [B], whose written tokens
+        are final."""
         canvas = state.canvas
-        final = (canvas.generation(denoiser.eos_id) == denoiser.eos_id) & ~self._pending(state)
+        final = (canvas.generation(denoiser.eos_id) == denoiser.eos_id) & ~canvas.open
         position = jnp.arange(self.gen_length)
         first = jnp.where(final.any(axis=1), jnp.argmax(final, axis=1), self.gen_length)
         behind = (position > first[:, None]) & (position < canvas.gen_lengths[:, None])

@@ -124,7 +124,10 @@ def test_every_rule_runs(run, needed, number, rule):
     status, out, err = run(PROMPT, "--rule", rule, "--cache", cache, "--json", *SHORT, *needed.get(rule, ()))
     line = json.loads(out)
     assert (status, line["settings"]["rule"]["name"], line["settings"]["cache"]["name"]) == (0, rule, cache)
-    assert sorted(set(line["trajectory"])) == list(range(line["nfe"]))
+    if RULES[rule].revises:  # whose forwards may write what is written again, or nothing
+        assert set(line["trajectory"]) <= set(range(line["nfe"]))
+    else:
+        assert sorted(set(line["trajectory"])) == list(range(line["nfe"]))
     assert (line["full_forwards"] == line["nfe"]) == (cache == "none")
 
 

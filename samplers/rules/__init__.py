@@ -7,10 +7,12 @@ from samplers.rules.base import BlockView, Rule
 from samplers.rules.credit import Credit
 from samplers.rules.dream import Dream
 from samplers.rules.eb import EB
+from samplers.rules.edit import Edit
 from samplers.rules.factor import Factor
 from samplers.rules.hierarchical import Hierarchical
 from samplers.rules.llada import LLaDA
 from samplers.rules.ni import NI
+from samplers.rules.remask import Remask
 from samplers.rules.threshold import Threshold
 from samplers.rules.topk import TopK
 
@@ -25,6 +27,8 @@ RULES: Mapping[str, type[Rule]] = types.MappingProxyType(
         "credit": Credit,
         "hierarchical": Hierarchical,
         "ni": NI,
+        "remask": Remask,
+        "edit": Edit,
     }
 )
 
@@ -34,10 +38,12 @@ __all__ = [
     "Credit",
     "Dream",
     "EB",
+    "Edit",
     "Factor",
     "Hierarchical",
     "LLaDA",
     "NI",
+    "Remask",
     "Rule",
     "Threshold",
     "TopK",
