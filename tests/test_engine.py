@@ -8,21 +8,27 @@ import numpy as np
 import pytest
 
 import dllm_jax
-from dllm_jax import Model, make_mesh
+import samplers
+from dllm_jax import FunctionDenoiser, Model, make_mesh
+from dllm_jax.pytree import pytree
 from dllm_jax.transformer import param_specs
 from samplers import (
     EB,
     BlockSampler,
+    Credit,
     Dream,
     DualCache,
     Factor,
+    Hierarchical,
     LLaDA,
     NoCache,
     PrefixCache,
     Result,
+    Rule,
     Sampling,
     Threshold,
     TopK,
+    VicinityCache,
     sample,
     sample_jit,
     stop_on,
@@ -410,3 +416,62 @@ def test_canvas_length_is_context(llada) -> None:
     assert (result.tokens != run(llada, sampler_of("eb", "prefix")).tokens).any()
     for row in range(4):
         assert_same_row(result, row, run(llada, padded, rows=(row,), width=64), 0)
+
+
+@pytest.mark.parametrize("cache", [PrefixCache(), DualCache(), VicinityCache(prefix_look=4, after_look=4, warmup=1)])
+def test_rows_never_wait(llada, cache) -> None:
+    """A ragged batch takes as many steps as its slowest row forwards, though rows enter blocks at different times."""
+    sampler = BlockSampler(Threshold(0.7), gen_length=GEN, block_length=BLOCK, cache=cache)
+    prompt, lengths = pad_prompts(ROWS, 96)
+    states = stream(sampler, llada.denoiser, prompt, lengths, gen_lengths=jnp.asarray([24, 24, 19, 10]))
+    for steps, state in enumerate(states):  # noqa: B007
+        last = state
+    assert steps == int(last.canvas.nfe.max()) and len(set(last.canvas.nfe.tolist())) > 1
+    for row in range(4):
+        alone = run(llada, sampler, rows=(row,), gen_lengths=jnp.asarray([[24, 24, 19, 10][row]]))
+        assert int(alone.nfe[0]) == int(last.canvas.nfe[row])
+
+
+@pytree()
+class Idle(Rule):
+    """Commits nothing, ever."""
+
+    def decide(self, predictions, view, state):
+        return view.open & False, state
+
+
+BREAKS, FINE = 7, 8
+
+
+def told(tokens: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Logits of a model that breaks, as float16 overflows do, once eight tokens stand behind a prompt of `BREAKS`."""
+    logits = jax.nn.one_hot((tokens + jnp.arange(tokens.shape[1])) % 12, 16) * 4.0
+    written = (tokens != 15).sum(axis=1) - (tokens.shape[1] - lengths) - 1
+    broken = (tokens[:, 0] == BREAKS) & (written >= 8)
+    return jnp.where(broken[:, None, None] & (jnp.arange(tokens.shape[1]) == 10)[:, None], jnp.nan, logits)
+
+
+@pytest.mark.parametrize(
+    "rule", [*RULES.values(), Credit(0.6), Hierarchical(), Idle()], ids=lambda rule: str(rule)[:18]
+)
+def test_it_ends_with_a_broken_model_and_says_so(rule: Rule) -> None:
+    """Whatever the rule: the row, the forward, and the other row is as it is alone."""
+    denoiser = FunctionDenoiser(told, mask_id=15, eos_id=14)
+    sampler = BlockSampler(rule, gen_length=GEN, block_length=BLOCK)
+    both = sample_jit(sampler, denoiser, jnp.asarray([[BREAKS], [FINE]]), key=keys(2))
+    assert (np.asarray(both.tokens) != 15).all() and (np.asarray(both.decoded_at) >= 0).all()
+    assert int(both.nfe.max()) <= GEN
+    at = int(both.broken_at[0])
+    assert at >= 0 and int((np.asarray(both.decoded_at[0]) < at).sum()) >= 8
+    assert int(both.broken_at[1]) == -1
+    alone = sample_jit(sampler, denoiser, jnp.asarray([[FINE]]), key=keys(2)[1:])
+    assert_same_row(jax.device_get(both), 1, jax.device_get(alone), 0)
+
+
+def test_a_broken_model_is_told_in_one_sentence(llada) -> None:
+    name = "layers.0.mlp.down_proj.kernel"
+    params = {**llada.params, name: llada.params[name].at[0, 0].set(jnp.nan)}
+    model = dataclasses.replace(llada, params=params)
+    sentence = r"the logits of row 0 \(and those of 1 others\) were not finite in forward 0: .*check its weights"
+    with pytest.warns(RuntimeWarning, match=sentence):
+        samplers.generate(model, [ROWS[0], ROWS[1]], rule="eb", gen_length=8, block_length=8)
