@@ -85,7 +85,7 @@ def load(
     folder = checkpoint.find(path_or_name)
     config = checkpoint.load_config(folder)
     dtype_name, layout = _dtype_name(dtype), _layout(mesh, rules)
-    shardings = layout and dict(param_shardings(config, layout.mesh, layout.rules))
+    shardings = None if layout is None else dict(param_shardings(config, layout.mesh, layout.rules))
     tokenizer = load_tokenizer(folder, config) if has_tokenizer(folder) else None
     params = checkpoint.load_params(folder, dtype=dtype_name, shardings=shardings)
     return Model(config, params, tokenizer, name=folder.resolve().name, folder=folder, layout=layout)
@@ -115,7 +115,7 @@ def random_model(
         name, config = config, published(config)
     key = jax.random.key(key) if isinstance(key, int) else key
     layout = _layout(mesh, rules)
-    shardings = layout and param_shardings(config, layout.mesh, layout.rules)
+    shardings = None if layout is None else param_shardings(config, layout.mesh, layout.rules)
     params = init_params(config, key, dtype=_dtype_name(dtype), shardings=shardings)
     return Model(config, params, None, name=name, layout=layout)
 
