@@ -86,7 +86,7 @@ def put_rows(x: jax.Array, new: jax.Array, rows: jax.Array, write: jax.Array | N
         if write is None:
             return jax.vmap(put_rows)(*parts).reshape(x.shape)
         return jax.vmap(put_rows)(*parts, write[:, None]).reshape(x.shape)
-    start = (rows[0] * new.shape[0], *(0 for _ in x.shape[1:]))
+    start = (rows[0] * new.shape[0],) + (0,) * (x.ndim - 1)
     new = new.astype(x.dtype)
     if write is not None:
         new = jnp.where(write[0], new, lax.dynamic_slice(x, start, new.shape))

@@ -88,7 +88,7 @@ def load(
     """
     found, dtype_name, layout = outline(path_or_name), _dtype_name(dtype), _layout(mesh, rules)
     assert found.folder is not None
-    shardings = layout and dict(param_shardings(found.config, layout.mesh, layout.rules))
+    shardings = None if layout is None else dict(param_shardings(found.config, layout.mesh, layout.rules))
     params = checkpoint.load_params(found.folder, dtype=dtype_name, shardings=shardings)
     return dataclasses.replace(found, params=params, layout=layout)
 
@@ -129,7 +129,7 @@ def random_model(
         name, config = config, published(config)
     key = jax.random.key(key) if isinstance(key, int) else key
     layout = _layout(mesh, rules)
-    shardings = layout and param_shardings(config, layout.mesh, layout.rules)
+    shardings = None if layout is None else param_shardings(config, layout.mesh, layout.rules)
     params = init_params(config, key, dtype=_dtype_name(dtype), shardings=shardings)
     return Model(config, params, None, name=name, layout=layout)
 

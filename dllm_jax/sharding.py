@@ -110,11 +110,11 @@ def param_shardings(config: ModelConfig, mesh: Mesh, rules: ShardingRules | None
             raise DllmError(f"attention: axis {axis} of {heads} whole heads {split}")
     shardings = {}
     for name, spec in param_specs(config).items():
-        for size, axis in zip(spec.shape, spec.axes, strict=True):
-            if axis is not None and size % layout.parts(axis):
+        for size, logical in zip(spec.shape, spec.axes, strict=True):
+            if logical is not None and size % layout.parts(logical):
                 raise DllmError(
-                    f"{name}: axis {axis} of {size} does not split over {layout.parts(axis)} devices; "
-                    f"map {axis} to None"
+                    f"{name}: axis {logical} of {size} does not split over {layout.parts(logical)} devices; "
+                    f"map {logical} to None"
                 )
         shardings[name] = NamedSharding(mesh, layout.rules.spec(spec.axes, mesh))
     return shardings

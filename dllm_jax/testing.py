@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dllm_jax.denoiser import DenoiserLike, Span, block_causal
@@ -188,7 +189,7 @@ def _stored(denoiser: DenoiserLike, kv: Any, shape: tuple[int, ...]) -> Any:
         empty = _optional(denoiser, "empty_cache", lambda: jax.eval_shape(lambda: denoiser.empty_cache(*shape)))
     except _Missing:
         return None
-    ours, theirs = jax.tree.structure(kv), jax.tree.structure(empty)
+    ours, theirs = _structure(kv), _structure(empty)
     _require(
         ours == theirs, f"a forward gives keys and values {ours}, empty_cache buffers {theirs}; they must be alike"
     )
@@ -196,6 +197,10 @@ def _stored(denoiser: DenoiserLike, kv: Any, shape: tuple[int, ...]) -> Any:
         sizes = f"keys and values of shape {list(found.shape)} do not fit buffers of shape {list(wanted.shape)}"
         _require(found.shape == wanted.shape and wanted.shape[:2] == shape, f"{sizes}; both begin with {list(shape)}")
     return jax.tree.map(lambda found, wanted: found.astype(wanted.dtype), kv, empty)
+
+
+def _structure(tree: Any) -> Any:  # jax types it as something that cannot be compared
+    return jax.tree.structure(tree)
 
 
 @functools.partial(jax.jit, static_argnames=("width", "outputs_width"))
@@ -287,9 +292,7 @@ def _same_logits(case: _Case, what: str, found: np.ndarray, at: np.ndarray, wher
 
 def _same_buffers(case: _Case, what: str, found: Any, wanted: Any, where: np.ndarray, exactly: bool = False) -> None:
     """Raises AssertionError unless buffers agree at positions [B, S] bool: bit for bit, or up to the tolerance."""
-    _require(
-        jax.tree.structure(found) == jax.tree.structure(wanted), f"{what}: the buffers come back as another pytree"
-    )
+    _require(_structure(found) == _structure(wanted), f"{what}: the buffers come back as another pytree")
     at = np.broadcast_to(np.arange(where.shape[1]), where.shape)
     strict = dataclasses.replace(case, tolerance=0.0) if exactly else case
     for number, (mine, other) in enumerate(zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)):
@@ -459,7 +462,7 @@ def _scattered(case: _Case) -> None:
 def _block_causal(case: _Case) -> None:
     """Positions see different numbers of others: a later block is not seen, and a window is as good as everything."""
     length, starts = case.tokens.shape[1], np.full(len(case.tokens), 3, np.int32)
-    blocks = np.asarray(block_causal(length, starts, WIDTH))
+    blocks = np.asarray(block_causal(length, jnp.asarray(starts), WIDTH))
     visible = np.minimum(blocks, case.lengths[:, None])
     logits, kv = _optional(case.denoiser, "forward", lambda: _run(case.denoiser, case.tokens, visible))
     at = np.broadcast_to(np.arange(length), case.tokens.shape)

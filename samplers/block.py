@@ -156,7 +156,7 @@ class BlockSampler:
         )
         batch, length = canvas.tokens.shape
         if self.rule.reads_hidden:  # a model that has none says so here, before anything is compiled
-            jax.eval_shape(denoiser.embed, canvas.tokens)
+            denoiser.embed(canvas.tokens[:1, :1])
         zeros = jnp.zeros((batch,), jnp.int32)
         state = BlockState(
             canvas=canvas,

@@ -151,7 +151,9 @@ class DInferCache(BlockCache):
 
     def rebuilt(self, request: Request, state: BlockCacheState, rows: jax.Array) -> BlockCacheState:
         assert isinstance(state, DInferCacheState)
-        return dataclasses.replace(super().rebuilt(request, state, rows), builds=state.builds + rows)
+        new = super().rebuilt(request, state, rows)
+        assert isinstance(new, DInferCacheState)
+        return dataclasses.replace(new, builds=state.builds + rows)
 
 
 @pytree()
@@ -271,6 +273,7 @@ class APD(apd.APD):
     temperature counts twice, argmax(z / T + T g)."""
 
     def perturbed(self, z: jax.Array, noise: jax.Array) -> jax.Array:
+        assert self.sampling.temperature is not None  # else nothing is drawn
         return z + column(self.sampling.temperature) * noise
 
     def target(self, denoiser: DenoiserLike, draft: Draft, scores: jax.Array) -> jax.Array:
@@ -282,6 +285,7 @@ class LeftRight(apd.LeftRight):
     """The temperature counts twice, as in `APD`."""
 
     def perturbed(self, z: jax.Array, noise: jax.Array) -> jax.Array:
+        assert self.sampling.temperature is not None  # else nothing is drawn
         return z + column(self.sampling.temperature) * noise
 
 

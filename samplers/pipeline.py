@@ -8,6 +8,7 @@ blocks behind it, and never again.
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -309,7 +310,7 @@ class PipelineSampler:
         choice = sum(((needed > width).astype(jnp.int32) for width in widths[:-1]), jnp.int32(0))
         for number, count in enumerate(widths):
             wanted = others.any() & (choice == number)
-            found, kv = run_if(wanted, lambda found, kv, count=count: window(count, found, kv), found, kv)
+            found, kv = run_if(wanted, functools.partial(window, count), found, kv)
         return found, kv
 
     def _nothing(self, state: PipelineState) -> "Found":

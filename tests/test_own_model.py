@@ -241,7 +241,7 @@ REFUSED = {
     "smoothing": (blocks("topk", smoothing=Smoothing()), "no embeddings and no hidden states; leave out smoothing and"),
     "ni": (
         BlockSampler(make_rule("ni", indicator=NI), GEN, BLOCK),
-        r"leave out .* rules that read hidden states \(NI\)",
+        r"no embeddings .* leave out .* rules that read hidden states \(NI\)",
     ),
 }
 

@@ -1,6 +1,7 @@
 """What a cache policy is: how one step's hidden states come about, and which keys and values are kept for the next."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -222,7 +223,7 @@ class BlockCache:
         hidden, kv = each_row(full, denoiser.batch_parts, forward, request, hidden, state.kv)
         for number, window in enumerate(options.windows):
             wanted = others.any() & (options.choice == number)
-            hidden, kv = run_if(wanted, lambda hidden, kv, window=window: windowed(window, hidden, kv), hidden, kv)
+            hidden, kv = run_if(wanted, functools.partial(windowed, window), hidden, kv)
         return Outcome(
             hidden,
             self.rebuilt(request, dataclasses.replace(state, kv=kv), stale),
