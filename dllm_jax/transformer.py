@@ -253,17 +253,13 @@ class Transformer(nnx.Module):
         rope = rope_angles(positions, self.config.head_dim, self.config.rope_theta)
         keys = x.shape[1] if kv is None else kv[0].key.shape[1]
         mask = (jnp.arange(keys, dtype=jnp.int32) < visible[..., None])[:, None]  # [B, 1, T or 1, S]
+        at, write = (None, None) if place is None else (place.at, place.write)
+        static = {"skip": 0 if place is None else place.skip, "policy": remat}
         new: list[LayerKV] = []
         for index, layer in enumerate(self.layers):
-            run = functools.partial(
-                _run_layer,
-                rope=rope,
-                mask=mask,
-                buffers=None if kv is None else kv[index],
-                place=place,
-                outputs=outputs if index == self.config.num_layers - 1 else None,
-            )
-            x, layer_kv = (run if remat is None else jax.checkpoint(run, policy=remat))(layer, x)
+            buffers = None if kv is None else kv[index]
+            first, width = outputs if outputs is not None and index == self.config.num_layers - 1 else (None, 0)
+            x, layer_kv = _run_layer(layer, x, rope, mask, buffers, at, write, first, width=width, **static)
             new.append(layer_kv)
         return x, tuple(new)
 
@@ -298,28 +294,39 @@ def tile_of(table: jax.Array, axis: int, tile: Tile | None, parts: int) -> jax.A
     return cut.reshape(*before, parts * tile.width, *behind)
 
 
+@functools.partial(jax.jit, static_argnames=("skip", "width", "policy"))
 def _run_layer(
     layer: Layer,
     x: jax.Array,
-    *,
     rope: tuple[jax.Array, jax.Array],
     mask: jax.Array,
     buffers: LayerKV | None,
-    place: Place | None,
-    outputs: tuple[jax.Array, int] | None,
+    at: jax.Array | None,
+    write: jax.Array | None,
+    first: jax.Array | None,
+    *,
+    skip: int,
+    width: int,
+    policy: RematPolicy | None,
 ) -> tuple[jax.Array, LayerKV]:
-    """One layer, with the arguments of `Transformer.forward`: its output, and its keys and values."""
-    cos, sin = rope
-    y = layer.attn_norm(x)
-    kv = layer.attn.keys_values(y, cos, sin)
-    if buffers is not None and place is not None:
-        kv = LayerKV(*map(place.put, buffers, kv))
-    if outputs is not None:
-        x, y, cos, sin = (slice_rows(part, *outputs) for part in (x, y, cos, sin))
-        if mask.shape[2] > 1:
-            mask = slice_rows(mask[:, 0], *outputs)[:, None]
-    x = x + layer.attn.attend(y, cos, sin, kv, mask)
-    return x + layer.mlp(layer.mlp_norm(x)), kv
+    """One layer, with the arguments of `Transformer.forward`: its output, and its keys and values.
+
+    Under `jit` so that equal layers are traced once: tracing 32 of them takes longer than compiling a small program.
+    """
+
+    def run(layer: Layer, x: jax.Array) -> tuple[jax.Array, LayerKV]:
+        (cos, sin), seen = rope, mask
+        y = layer.attn_norm(x)
+        kv = layer.attn.keys_values(y, cos, sin)
+        if buffers is not None and at is not None:
+            kv = LayerKV(*map(Place(at, skip, write).put, buffers, kv))
+        if first is not None:
+            x, y, cos, sin = (slice_rows(part, first, width) for part in (x, y, cos, sin))
+            seen = slice_rows(mask[:, 0], first, width)[:, None] if mask.shape[2] > 1 else mask
+        x = x + layer.attn.attend(y, cos, sin, kv, seen)
+        return x + layer.mlp(layer.mlp_norm(x)), kv
+
+    return (run if policy is None else jax.checkpoint(run, policy=policy))(layer, x)
 
 
 @functools.lru_cache(maxsize=64)

@@ -364,9 +364,9 @@ class BlockSampler:
         def write(soft: jax.Array, logits: jax.Array, start: jax.Array, first: jax.Array) -> jax.Array:
             positions = start[:, None] + jnp.arange(self.width)
             low, high = jnp.maximum(outcome.low, first)[:, None], outcome.high[:, None]
-            fresh = request.active[:, None] & (positions >= low) & (positions < high)
+            ran = request.active[:, None] & (positions >= low) & (positions < high)
             mean = denoiser.expected_embedding(logits) * alpha[:, None, None]
-            return write_rows(soft, mean.astype(soft.dtype), start, fresh)
+            return write_rows(soft, mean.astype(soft.dtype), start, ran)
 
         def piece(number: jax.Array, soft: jax.Array) -> jax.Array:
             first = request.start + (number + 1) * self.width

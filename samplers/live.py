@@ -63,7 +63,7 @@ ASCII = Glyphs("_", "|", "-", "x", {"\n": "\\n", "\t": "\\t", END: "$"})
 
 
 @dataclasses.dataclass(frozen=True)
-class Canvas:
+class Frame:
     """One moment of a generation; print it with rich.
 
     Attributes:
@@ -187,7 +187,7 @@ def watch(
     states = functools.partial(stream, sampler, model.denoiser, *pad_prompts(rows), key=keys)
     look = functools.partial(_result_jit, sampler, model.denoiser)
     draw = functools.partial(_canvas, sampler, Speller(model))
-    blank = Canvas(["compiling", title(sampler)], [None] * sampler.gen_length, (), sampler.width)
+    blank = Frame(["compiling", title(sampler)], [None] * sampler.gen_length, (), sampler.width)
     with _screen(console or Console(), keep) as show:
         show(blank)
         start = time.perf_counter()
@@ -206,12 +206,12 @@ def watch(
 
 
 @contextlib.contextmanager
-def _screen(console: Console, keep: bool) -> Iterator[Callable[[Canvas], None]]:
+def _screen(console: Console, keep: bool) -> Iterator[Callable[[Frame], None]]:
     """Shows frames, each in the place of the one before: on a terminal, or in the output of a notebook's cell."""
     if console.is_jupyter:  # rich's Live would need ipywidgets
         from IPython.display import clear_output
 
-        def show(frame: Canvas) -> None:
+        def show(frame: Frame) -> None:
             clear_output(wait=True)
             console.print(frame)
 
@@ -238,7 +238,7 @@ def _automatic(gen_length: int, took: float) -> float:
     return max(min(SHORTEST_FRAME, LONGEST_SHOW / gen_length) - took, 0.0)
 
 
-def _canvas(sampler: CanvasSampler, spell: Speller, result: Result, last: bool = False) -> Canvas:
+def _canvas(sampler: CanvasSampler, spell: Speller, result: Result, last: bool = False) -> Frame:
     """A frame of the only row of a result."""
     decoded_at, nfe, full = result.decoded_at[0].tolist(), int(result.nfe[0]), int(result.full_forwards[0])
     written = [at >= 0 for at in decoded_at]
@@ -249,4 +249,4 @@ def _canvas(sampler: CanvasSampler, spell: Speller, result: Result, last: bool =
         f"{written.count(False)} masks left",
         title(sampler),
     ]
-    return Canvas(header, spell(result.tokens[0].tolist(), written), fresh, sampler.width)
+    return Frame(header, spell(result.tokens[0].tolist(), written), fresh, sampler.width)

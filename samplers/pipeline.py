@@ -225,8 +225,10 @@ class PipelineSampler:
         canvas, blocks = state.canvas, self._blocks(denoiser, state)
         ran, first = ~canvas.done, canvas.nfe == 0
         found, kv = self._forward(denoiser, state, blocks)
-        tokens = jnp.where(found.token >= 0, found.token, slice_rows(canvas.tokens, canvas.prompt_lengths, self._room))
-        open = canvas.of_window(canvas.open, canvas.prompt_lengths, self._room) & (found.token < 0)
+        tokens = jnp.where(
+            found.token >= 0, found.token, slice_rows(canvas.tokens, canvas.prompt_lengths, self._length)
+        )
+        open = canvas.of_window(canvas.open, canvas.prompt_lengths, self._length) & (found.token < 0)
         canvas = canvas.write(canvas.prompt_lengths, tokens, open, ran)
         updated = first | (blocks.complete > state.cached)
         state = dataclasses.replace(
@@ -247,13 +249,13 @@ class PipelineSampler:
         return state.canvas.result(denoiser.eos_id)
 
     @property
-    def _room(self) -> int:
+    def _length(self) -> int:
         """Positions of all blocks, N L."""
         return self.num_blocks * self.block_length
 
     def _blocks(self, denoiser: DenoiserLike, state: PipelineState) -> Blocks:
         count, length, canvas = self.num_blocks, self.block_length, state.canvas
-        open = canvas.of_window(canvas.open, canvas.prompt_lengths, self._room).reshape(-1, count, length)
+        open = canvas.of_window(canvas.open, canvas.prompt_lengths, self._length).reshape(-1, count, length)
         left = open.sum(axis=-1, dtype=jnp.int32)
         size = jnp.clip(canvas.gen_lengths[:, None] - jnp.arange(count) * length, 0, length)
         appended = jnp.sum(state.appended_at >= 0, axis=1, dtype=jnp.int32)
@@ -285,7 +287,7 @@ class PipelineSampler:
         visible = jnp.minimum(visible, (canvas.prompt_lengths + canvas.gen_lengths)[:, None])
         opening = ~canvas.done & (canvas.nfe == 0)
         others = ~canvas.done & ~opening
-        length = canvas.tokens.shape[1] - self._room + self.block_length
+        length = canvas.tokens.shape[1] - self._length + self.block_length
         request = Opening(canvas.tokens[:, :length], visible[:, :length], canvas.prompt_lengths, self.block_length)
         dim = jax.eval_shape(lambda: _open(denoiser, request)[0])
         hidden = vary_like(opening, jnp.zeros(dim.shape, dim.dtype))
@@ -316,7 +318,7 @@ class PipelineSampler:
     def _nothing(self, state: PipelineState) -> "Found":
         """What is found before any forward."""
         batch = state.cached.shape[0]
-        token, finite = jnp.full((batch, self._room), -1, jnp.int32), jnp.ones((batch,), bool)
+        token, finite = jnp.full((batch, self._length), -1, jnp.int32), jnp.ones((batch,), bool)
         return Found(vary_like(state.cached, token), vary_like(state.cached, finite), state.rule)
 
     def _decide(
@@ -335,13 +337,13 @@ class PipelineSampler:
         count = hidden.shape[1] // length
         of_window = lambda x: slice_rows(x, first, count)
         by_block = lambda x: x.reshape(batch, count, length, *x.shape[2:])
-        in_blocks = lambda x: canvas.of_window(x, canvas.prompt_lengths, self._room).reshape(batch, -1, length)
+        in_blocks = lambda x: canvas.of_window(x, canvas.prompt_lengths, self._length).reshape(batch, -1, length)
         live = (jnp.arange(self.num_blocks) < blocks.appended[:, None])[..., None]
         before = _after_prompt(blocks.ratio)[:, :-1]
         written = in_blocks(canvas.decoded_at >= 0)
         entered = blocks.open.sum(-1, dtype=jnp.int32) + written.sum(-1, dtype=jnp.int32)
         open, full = of_window(blocks.open & live), of_window(before) >= jnp.asarray(self.tau_act)[..., None]
-        tokens = slice_rows(canvas.tokens, canvas.prompt_lengths, self._room).reshape(batch, -1, length)
+        tokens = slice_rows(canvas.tokens, canvas.prompt_lengths, self._length).reshape(batch, -1, length)
         logits = denoiser.logits(hidden) if self._rule.reads_hidden else None
         decide = lambda *parts: self._decide_block(denoiser, state, blocks.total, count, *parts)
         token, finite, new = jax.vmap(decide, in_axes=1, out_axes=1)(
@@ -358,12 +360,12 @@ class PipelineSampler:
             jax.tree.map(by_block, self._judged(denoiser, hidden, logits, open, full)),
         )
         mine = of_window(live[..., 0]) & rows[:, None]
-        keep = lambda old, new: write_rows(old, new, first, mine)
+        put = lambda old, new: write_rows(old, new, first, mine)
         everywhere = jnp.broadcast_to(rows[:, None], (batch, count * length))
         return Found(
             write_rows(found.token, token.reshape(batch, -1), first * length, everywhere),
             found.finite & (finite.all(axis=1) | ~rows),
-            jax.tree.map(keep, found.rule, new),
+            jax.tree.map(put, found.rule, new),
         )
 
     def _judged(
@@ -416,8 +418,8 @@ class PipelineSampler:
         chosen, rule_state = self._rule.decide(predictions, view, rule_state)
         score = predictions.confidence if self.forced == "confidence" else -error_of(predictions, self.forced)
         surest = open & (rank(score, open) == 0) & ~chosen.any(axis=1, keepdims=True)
-        sure = chosen & (predictions.confidence > per_row(self.threshold))
-        select = jnp.where(full[:, None], chosen | surest, sure)
+        above = chosen & (predictions.confidence > per_row(self.threshold))
+        select = jnp.where(full[:, None], chosen | surest, above)
         token = jnp.where(select, predictions.token, -1)
         finite = jnp.all(predictions.finite | ~open, axis=1)
         return token if best is None else jnp.where(best >= 0, best, token), finite, rule_state

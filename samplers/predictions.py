@@ -208,13 +208,13 @@ def ranked(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     return values, jnp.take_along_axis(best, place // width, axis=-1) * width + place % width
 
 
-def truncate(z: jax.Array, keep: jax.Array | None, mask_id: int) -> jax.Array:
-    """z with -inf at what is never drawn: the mask token, and what did not survive, `keep` as `kept` gives it."""
+def truncate(z: jax.Array, survives: jax.Array | None, mask_id: int) -> jax.Array:
+    """z with -inf at what is never drawn: the mask token, and what does not survive, as `kept` gives it."""
     z = jnp.where(jnp.arange(z.shape[-1]) == mask_id, -jnp.inf, z)
-    if keep is None:
+    if survives is None:
         return z
     best = z == z.max(axis=-1, keepdims=True)  # stays even when only the mask token had survived
-    return jnp.where(keep | best, z, -jnp.inf)
+    return jnp.where(survives | best, z, -jnp.inf)
 
 
 def _reduce(scores: Readout, read: Callable[[Tile], T], merge: Callable[[T, T], T]) -> T:

@@ -1,4 +1,8 @@
-"""Published settings by name: options of `make_sampler`, which any other option may change."""
+"""Published settings by name: options of `make_sampler`, which any other option may change.
+
+The settings are the papers', the loop is ours. Runs that equal the official code token for token take their parts from
+`samplers.official`: `DInfer` with `DInferVicinity` and `Hierarchical` for "llada-moe-...", `FastDllm` for "fast-dllm".
+"""
 
 import types
 from collections.abc import Mapping

@@ -454,7 +454,7 @@ def test_a_title_is_short():
 
 def test_a_long_canvas_scrolls_to_the_first_mask():
     texts = ["x"] * 100 + [None] * 100
-    canvas = live.Canvas(["head"], texts, (), 200)
+    canvas = live.Frame(["head"], texts, (), 200)
     console = Console(file=io.StringIO(), force_terminal=True, width=10, height=8, no_color=True)
     console.print(canvas)
     lines = console.file.getvalue().replace("\x1b[2m", "").replace("\x1b[0m", "").splitlines()
