@@ -3,8 +3,8 @@
     git worktree add ../old COMMIT
     python -m benchmarks.compare ../old --runs 3 --json FILE -- --model tiny --rules threshold,eb --caches none,dual
 
-What stands behind `--` goes to `python -m benchmarks.sample` in either. Runs alternate, so that a slow hour of the machine
-hits both; ratios are of medians, above 1 where this checkout is better.
+What stands behind `--` goes to `python -m benchmarks.sample` in either. Runs alternate, so that a slow hour hits both;
+ratios are of medians, above 1 where this checkout is better.
 """
 
 import argparse
