@@ -428,6 +428,9 @@ def check_rule(rule: Any, sampling: Any) -> None:
     """Raises DllmError for things that are no rule and no sampling."""
     if not isinstance(rule, Rule):
         raise DllmError(f"rule is {rule!r}; give a rule object, such as Threshold()")
+    kind = type(rule)
+    if kind.adjust is not Rule.adjust and kind.reads_logits is Rule.reads_logits:
+        raise DllmError(f"{kind.__name__}.adjust is never asked; set reads_logits = True in the class, or leave it out")
     check_is_sampling(sampling)
 
 

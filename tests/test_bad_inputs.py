@@ -71,6 +71,11 @@ def test_compiling_would_be_noticed(compiled):
     assert compiled == ["jit(<lambda>)"]
 
 
+class Adjusting(Threshold):
+    def adjust(self, logits, view, state):
+        return logits, state
+
+
 def start(model, sampler=None, prompt=PROMPT, **options):
     """The first state of a generation that was set up by hand."""
     sampler = BlockSampler(Threshold(), 16) if sampler is None else sampler
@@ -293,6 +298,10 @@ BY_HAND = {
     "given of floats": (
         lambda m: start(m.llada, given=jnp.zeros((1, 16))),
         "given is float32; it must be integer token ids",
+    ),
+    "adjust that nobody asks": (
+        lambda m: start(m.llada, BlockSampler(Adjusting(), 16)),
+        "Adjusting.adjust is never asked; set reads_logits = True in the class",
     ),
     "name for a rule": (lambda m: start(m.llada, BlockSampler("eb", 16)), "rule is 'eb'; give a rule object, such as"),
     "name for a cache": (
