@@ -86,7 +86,8 @@ class Layout:
         return math.prod(self.mesh.shape[name] for name in _present(getattr(self.rules, axis), self.mesh))
 
     def place(self, x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
-        """x with its logical axes split as the rules say; an axis that does not divide stays whole.
+        """x with its logical axes split as the rules say; an axis that does not divide stays whole, and one on the
+        devices that split the weights' embed axis as well (FSDP) is left to the compiler, lest it gather weights.
 
         Inside a mesh of the caller's own (`jax.set_mesh`, `jax.shard_map`) nothing is said: there it is for the caller.
         """
@@ -94,6 +95,8 @@ class Layout:
             return x
         fits = (axis and not size % self.parts(axis) for size, axis in zip(x.shape, axes, strict=True))
         spec = self.rules.spec(tuple(axis if fit else None for axis, fit in zip(axes, fits, strict=True)), self.mesh)
+        weights = set(_present(self.rules.embed, self.mesh))
+        spec = PartitionSpec(*(PartitionSpec.UNCONSTRAINED if weights & {*_names(entry)} else entry for entry in spec))
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
 

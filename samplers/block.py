@@ -183,7 +183,8 @@ class BlockSampler:
         if self.rule.reads_hidden and logits is not None:
             best = judged(guided, self.rule, self.sampling, hidden, logits, view.open & active[:, None])
             change = type(change)(jnp.where(best >= 0, best, change.tokens), change.open & (best < 0))
-        canvas = state.canvas.write(request.start, change.tokens, change.open, active)
+        beside = state.canvas.of_window(state.canvas.open, *request.span) & ~view.open  # of other blocks in the span
+        canvas = state.canvas.write(request.start, change.tokens, change.open | beside, active)
         soft = state.soft
         if self.smoothing is not None and soft is not None and logits is not None:
             soft = self._soften(guided, request, outcome, logits, self.smoothing.alpha(canvas.nfe), soft)

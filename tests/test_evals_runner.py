@@ -16,6 +16,7 @@ from test_evals_tasks import config_for
 import evals
 from dllm_jax import Denoiser, DllmError, checkpoint, random_model
 from dllm_jax.pytree import pytree
+from dllm_jax.transformer import tile_of
 from evals import __main__ as cli
 from evals import area, figures, files, plots
 from evals.models import Models
@@ -39,7 +40,7 @@ class Oracle:
     mask_id: int
     eos_id: int
     min_prompt_length = 0
-    batch_parts = 1
+    batch_parts = vocab_parts = 1
 
     def empty_cache(self, batch, length):
         return ()
@@ -51,8 +52,8 @@ class Oracle:
         tokens = jnp.take_along_axis(self.known[row], outputs.positions, axis=1)
         return jnp.where(self.wrong[row, None], self.eos_id, tokens)[..., None], ()
 
-    def logits(self, hidden):
-        return 50.0 * jax.nn.one_hot(hidden[..., 0], self.vocab_size)
+    def logits(self, hidden, tile=None):
+        return tile_of(50.0 * jax.nn.one_hot(hidden[..., 0], self.vocab_size), 2, tile, 1)
 
 
 def oracle(task, n=N, wrong=()):

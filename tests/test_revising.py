@@ -28,7 +28,6 @@ from samplers import (
     Rule,
     Smoothing,
     Threshold,
-    make_rule,
     sample_jit,
     stop_on,
 )
@@ -190,7 +189,7 @@ def test_remask_below_a_threshold(confidence, predicted, standing, kind, step, t
 )
 def test_numbers_that_make_no_sense(rule, options, sentence) -> None:
     with pytest.raises(DllmError, match=sentence):
-        BlockSampler(make_rule(rule, **options), gen_length=8, block_length=4)
+        BlockSampler(RULES[rule](**options), gen_length=8, block_length=4)
 
 
 # In the engine, on functions ------------------------------------------------------------------------------------------

@@ -330,7 +330,7 @@ def test_the_list_needs_no_model(capsys, monkeypatch):
     assert "--gamma (default: 0.1) bound on the sum" in out and "--steps (default: one per token)" in out
     assert "apd: Writes as much of the dLLM's draft" in out and "    --verifier (default: required) the" in out
     assert "    --tau-add (default: 0.1) decoded share" in out and "temperature (" not in out
-    assert "one of low_confidence, random" in out and "--compat" not in out
+    assert "one of low_confidence, random" in out
     assert all(len(line) <= 100 for line in out.splitlines())
 
 
@@ -338,7 +338,7 @@ def test_help_names_every_option_of_every_rule(capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(["--help"])
     out = " ".join(capsys.readouterr().out.split())
-    assert stop.value.code == 0 and "--compat" not in out
+    assert stop.value.code == 0
     assert "of topk (default: confidence), eb (default: entropy): confidence, entropy, margin" in out
     assert "of llada (default: one per token), dream (default: one per token), threshold (default: none)" in out
 
@@ -358,7 +358,6 @@ def test_a_rule_that_is_added_is_offered(monkeypatch, capsys):
         fast: bool = False
         kind: Literal["a", "b"] = "a"
         inner: Rule | None = None
-        compat: bool = False
 
     monkeypatch.setattr(cli, "RULES", {**RULES, "new": New})
     monkeypatch.setattr(registry, "PARTS", {**registry.PARTS, "rule": cli.RULES})
@@ -366,7 +365,7 @@ def test_a_rule_that_is_added_is_offered(monkeypatch, capsys):
     name, texts, model = cli._said(cli._parser().parse_intermixed_args(line))
     wanted = {"rule": "new", "weight": 0.25, "count": 3, "fast": True, "kind": "b"}
     assert typed(name, texts, under=registry.USUAL).options == wanted
-    assert not {"inner", "compat"} & set(registry.kinds_of(registry.Settings(registry.USUAL.kind, {"rule": "new"})))
+    assert "inner" not in set(registry.kinds_of(registry.Settings(registry.USUAL.kind, {"rule": "new"})))
     assert cli.main(["--list"]) == 0
     out = capsys.readouterr().out
     assert "--weight (default: 0.5) how much of it." in out and "--kind (default: a; one of a, b)" in out
