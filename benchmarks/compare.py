@@ -65,8 +65,9 @@ def main() -> int:
     parser.add_argument("old", type=Path, help="the other checkout")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("sample", nargs="*", help="options of benchmarks.sample, behind --")
+    parser.add_argument("sample", nargs=argparse.REMAINDER, help="options of benchmarks.sample, behind --")
     options = parser.parse_args()
+    options.sample = [part for part in options.sample if part != "--"]
     reports: dict[Path, list[dict[str, Any]]] = {options.old: [], HERE: []}
     for _ in range(options.runs):
         for checkout, found in reports.items():
