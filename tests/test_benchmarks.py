@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import dllm_jax
-from benchmarks import d2f, indicator, roofline
+from benchmarks import compare, d2f, indicator, roofline
 from benchmarks import sample as bench
 from dllm_jax.denoiser import Span
 from dllm_jax.kv_cache import slice_rows, write_rows
@@ -187,3 +187,18 @@ def test_command_line_writes_json_and_csv(tmp_path):
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["model"] == "llada-tiny" and found["weights"] == "checkpoint" and found["notes"]
     assert len(found["rows"]) == 2 == len((tmp_path / "out.csv").read_text().splitlines()) - 1
+
+
+def test_two_checkouts_are_compared_by_medians():
+    """Above 1 is better in every column; rows that only one has are left out."""
+    row = {"engine": "compiled", "rule": "eb", "cache": "dual", "batch": 1}
+    report = lambda speed, compiled: {
+        "rows": [
+            {**row, "tokens_per_second": speed, "nfe": 8.0, "compile_seconds": compiled},
+            {**row, "batch": int(speed), "tokens_per_second": 1.0, "nfe": 1.0, "compile_seconds": 1.0},
+            {**row, "rule": "ar", "tokens_per_second": None, "nfe": 1.0, "compile_seconds": 1.0},
+        ]
+    }
+    (found,) = compare.compared([report(10.0, 4.0), report(30.0, 6.0)], [report(40.0, 2.0), report(50.0, 3.0)])
+    ratios = [found[f"{name}_ratio"] for name in ("tokens_per_second", "nfe", "compile_seconds")]
+    assert ratios == [45.0 / 20.0, 1.0, 5.0 / 2.5] and found["tokens_per_second_old"] == 20.0
