@@ -357,14 +357,14 @@ def _run_fused_layout(case: Case, assets: Assets) -> None:
 
 
 FAMILIES: dict[str, Family] = {
-    "llada-base": Family(_llada_cases, _run_llada, one_of=3),
+    "llada-base": Family(_llada_cases, _run_llada, one_of=5),
     "llada-tiny-forward": Family(cases_of, _run_forward),
-    "fast-dllm": Family(cases_of, _run_fast_dllm, one_of=3),
-    "dream": Family(cases_of, _run_dream, one_of=3),
-    "eb": Family(cases_of, _run_eb, one_of=3),
-    "d2f": Family(cases_of, golden_d2f.run, one_of=5, one_unit_of=2),
-    "dinfer": Family(golden_dinfer.cases, golden_dinfer.run, one_of=8, one_unit_of=2),
+    "fast-dllm": Family(cases_of, _run_fast_dllm, one_of=5),
+    "dream": Family(cases_of, _run_dream, one_of=5),
+    "eb": Family(cases_of, _run_eb, one_of=5),
+    "d2f": Family(cases_of, golden_d2f.run, one_of=8, one_unit_of=2),
+    "dinfer": Family(golden_dinfer.cases, golden_dinfer.run, one_of=12, one_unit_of=2),
     "lladamoe": Family(cases_of, _run_llada_moe),
-    "ni-sampling": Family(cases_of, golden_ni.run, one_of=4),
-    "apd": Family(cases_of, golden_apd.run, one_of=4),
+    "ni-sampling": Family(cases_of, golden_ni.run, one_of=6),
+    "apd": Family(cases_of, golden_apd.run, one_of=8),
 }

@@ -247,14 +247,14 @@ def test_numbers_prompts_and_seeds_compile_nothing(llada) -> None:
     assert sample_jit._cache_size() == size
 
 
-def test_vmap_over_a_rules_numbers(llada_tiny) -> None:
+def test_vmap_over_a_rules_numbers(llada) -> None:
     """A sweep in one call equals the calls one by one; numbers may also differ by row."""
     thresholds = jnp.asarray([0.3, 0.6, 0.95])
     prompt, lengths = pad_prompts(ROWS[:2], 96)
 
     def at(threshold: jax.Array) -> Result:
         sampler = BlockSampler(Threshold(threshold), gen_length=GEN, block_length=BLOCK, cache=DualCache())
-        return sample(sampler, llada_tiny.denoiser, prompt, lengths)
+        return sample(sampler, llada.denoiser, prompt, lengths)
 
     sweep = jax.device_get(jax.jit(jax.vmap(at))(thresholds))
     single = [jax.device_get(jax.jit(at)(threshold)) for threshold in thresholds]

@@ -1,6 +1,7 @@
 """The vocabulary read in tiles: the same as read at once, and nothing larger than a tile exists."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -139,12 +140,16 @@ def test_search_equals_sorting(values, top_p, top_k, tiles) -> None:
     wanted = by_sorting(z, top_p, top_k) if np.isfinite(z).any() else None
     if wanted is None or (top_p is None and top_k is None):
         return
+    np.testing.assert_array_equal(searched(z, Sampling(top_p=top_p, top_k=top_k), tiles), wanted)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def searched(z, sampling, tiles):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(predictions, "TILE_ELEMENTS", 1)
         patch.setattr(predictions, "LEAST_LANES", 1)
         patch.setattr(predictions, "LANES", 5 if tiles else 12)
-        found = predictions.kept(jnp.asarray(z), Sampling(top_p=top_p, top_k=top_k))
-    np.testing.assert_array_equal(found, wanted)
+        return predictions.kept(z, sampling)
 
 
 @pytest.mark.parametrize("temperature", [None, 1.0])
