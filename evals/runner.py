@@ -245,7 +245,7 @@ class Batches:
             jax.block_until_ready(arguments)  # what is still on its way is not the sampler's time
             result, took = programs.run(self.sampler, self.model.denoiser, **arguments)
             result = jax.device_get(result)
-            warn_if_broken(result, index.tolist())
+            warn_if_broken(result, index[: len(self.examples) - len(rows)].tolist())
             found = [self._row(result, row, int(i)) for row, i in enumerate(index)]
             seconds, tokens = seconds + took, tokens + sum(row.tokens for row in found)
             rows += found[: len(self.examples) - len(rows)]

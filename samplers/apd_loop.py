@@ -310,9 +310,7 @@ class LeftToRight:
             found, kv = denoiser.forward(tokens, front.right, at=span, kv=kv, write=write, outputs=outputs)
             return jnp.where(whole[:, None, None], hidden, found), kv
 
-        shape = jax.eval_shape(lambda: alone(front)[0])
-        hidden = vary_like(whole, jnp.zeros(shape.shape, shape.dtype))
-        hidden, kv = each_row(whole, denoiser.batch_parts, alone, front, hidden, state.kv)
+        hidden, kv = each_row(whole, denoiser.batch_parts, alone, front, state.kv)
         hidden, kv = run_if((active & ~whole).any(), windowed, hidden, kv)
         return hidden, kv, whole
 

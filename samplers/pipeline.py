@@ -289,11 +289,7 @@ class PipelineSampler:
         others = ~canvas.done & ~opening
         length = canvas.tokens.shape[1] - self._length + self.block_length
         request = Opening(canvas.tokens[:, :length], visible[:, :length], canvas.prompt_lengths, self.block_length)
-        dim = jax.eval_shape(lambda: _open(denoiser, request)[0])
-        hidden = vary_like(opening, jnp.zeros(dim.shape, dim.dtype))
-        hidden, kv = each_row(
-            opening, denoiser.batch_parts, lambda part: _open(denoiser, part), request, hidden, state.kv
-        )
+        hidden, kv = each_row(opening, denoiser.batch_parts, lambda part: _open(denoiser, part), request, state.kv)
         first = jnp.zeros_like(state.cached)
         decide = lambda found, kv: (self._decide(denoiser, state, blocks, opening, hidden, first, found), kv)
         found, kv = run_if(opening.any(), decide, nothing, kv)

@@ -217,10 +217,8 @@ class BlockCache:
             found, kv = window_forward(denoiser, request, window._replace(write=write), kv)
             return jnp.where(others[:, None, None], found, hidden), kv
 
-        found = jax.eval_shape(lambda: full_forward(denoiser, request)[0])
-        hidden = vary_like(full, jnp.zeros(found.shape, found.dtype))
         forward = lambda part: full_forward(denoiser, part)
-        hidden, kv = each_row(full, denoiser.batch_parts, forward, request, hidden, state.kv)
+        hidden, kv = each_row(full, denoiser.batch_parts, forward, request, state.kv)
         for number, window in enumerate(options.windows):
             wanted = others.any() & (options.choice == number)
             hidden, kv = run_if(wanted, functools.partial(windowed, window), hidden, kv)
@@ -256,9 +254,8 @@ def each_row(
     parts: int,
     forward: Callable[[Any], tuple[Any, Any]],
     request: Any,
-    hidden: Any,
     kv: Any,
-) -> tuple[Any, Any]:
+) -> tuple[jax.Array, Any]:
     """Runs a forward for some rows alone, one after another, and puts what it gives into place.
 
     Where the batch lies on several devices, as many rows are run at a time, one of each part.
@@ -269,10 +266,14 @@ def each_row(
         forward: a request with as many rows as there are parts -> its hidden states, and keys and values from the
             first position on.
         request: a pytree whose leaves begin with the batch axis.
-        hidden: [B, ...], a pytree.
         kv: the buffers.
+
+    Returns:
+        Hidden states of all rows, zeros where none were computed, and the buffers.
     """
     batch = rows.shape[0]
+    shape = jax.eval_shape(lambda: forward(request)[0])
+    hidden = vary_like(rows, jnp.zeros(shape.shape, shape.dtype))
     parts = parts if batch % parts == 0 else 1
     if batch == 1:
         into = lambda old, new: lax.dynamic_update_slice(old, new.astype(old.dtype), (0,) * old.ndim)
@@ -290,6 +291,6 @@ def each_row(
         found, new = forward(jax.tree.map(lambda x: take_rows(x, index), request))
         put = lambda old, new: put_rows(old, new, index, write)
         pending &= jnp.arange(batch // parts) != index[:, None]
-        return pending, jax.tree.map(put, hidden, found), jax.tree.map(put, kv, new)
+        return pending, put(hidden, found), jax.tree.map(put, kv, new)
 
     return lax.while_loop(lambda carry: carry[0].any(), next_row, (rows.reshape(parts, -1), hidden, kv))[1:]
