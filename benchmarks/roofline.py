@@ -23,7 +23,8 @@ from jax import lax
 from dllm_jax import Denoiser, ModelConfig
 from dllm_jax.denoiser import Span
 from dllm_jax.kv_cache import write_rows
-from dllm_jax.transformer import param_specs
+from dllm_jax.params import abstract_params
+from dllm_jax.quantized import num_bytes
 from samplers import BlockSampler, BlockState, DualCache, TopK
 from samplers.predictions import predict, readout
 
@@ -151,10 +152,10 @@ def _hidden_width(config: ModelConfig, index: int) -> int:
 
 def weight_bytes(config: ModelConfig, dtype: str) -> int:
     """Bytes of the weights that one forward reads: all but the table of input embeddings, of which it reads rows."""
-    sizes = {name: math.prod(spec.shape) for name, spec in param_specs(config).items()}
+    params = abstract_params(config, dtype)
     if not config.tied_embeddings:
-        del sizes["embed.embedding"]
-    return sum(sizes.values()) * jnp.dtype(dtype).itemsize
+        del params["embed.embedding"]
+    return num_bytes(params)
 
 
 def cache_bytes(config: ModelConfig, dtype: str, batch: int, length: int) -> int:
@@ -180,7 +181,7 @@ class Setting:
     @property
     def dtype(self) -> str:
         """The parameters' dtype."""
-        return jnp.dtype(self.denoiser.params["embed.embedding"].dtype).name
+        return self.denoiser.dtype.name
 
     @property
     def sampler(self) -> BlockSampler:

@@ -281,7 +281,7 @@ def _same_tokens(group: Group, cache: str, canvases: Sequence[np.ndarray]) -> fl
 def _check_same_tokens(job: Job, row: Row) -> None:
     # In 16 bits, and where products are tuned program by program, two programs round differently and near-ties fall
     # differently: there the share is only reported.
-    exact = jax.default_backend() == "cpu" and job.model.params["embed.embedding"].dtype == jnp.float32
+    exact = jax.default_backend() == "cpu" and job.model.denoiser.dtype == jnp.float32
     if exact and row.get("same_tokens", 1.0) not in (None, 1.0):
         raise DllmError(f"the Python loop wrote other tokens than the compiled generation with rule {row['rule']}")
 
@@ -469,7 +469,7 @@ def describe_run(job: Job, arguments: Sequence[str]) -> Row:
         "command": " ".join(["python -m benchmarks.sample", *arguments]),
         "model": job.model.name,
         "weights": "random" if random else "checkpoint",
-        "dtype": jnp.dtype(job.model.params["embed.embedding"].dtype).name,
+        "dtype": job.model.denoiser.dtype.name,
         "gen_length": job.gen_length,
         "block_length": job.block_length,
         "hardware": describe_hardware(),
@@ -591,7 +591,7 @@ def run_group(part: Group, job: Job, report: Report, prompt_length: int | None, 
 def run_forwards(part: Forwards, job: Job, report: Report, prompt_length: int | None) -> None:
     """Measures the ceilings, once, and the forwards at one batch."""
     denoiser = job.model.denoiser
-    dtype = jnp.dtype(job.model.params["embed.embedding"].dtype).name
+    dtype = job.model.denoiser.dtype.name
     if report.data["ceilings"] is None:
         found = roofline.measure_ceilings(dtype, patience=job.patience)
         report.data["ceilings"] = dataclasses.asdict(found)

@@ -48,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=_convert, family=family)
         command.add_argument("--source", required=True, metavar="DIR_OR_ID", help="folder, or repository id on the hub")
         command.add_argument("--revision", help="branch, tag or commit of the repository")
+        command.add_argument("--quantize", metavar="BITS", help="int8 or int4: kernels in so many bits")
         _add_output(command)
     command = commands.add_parser("embedded", help="convert models that come with the library, to be found by name")
     command.set_defaults(run=_embedded)
@@ -96,12 +97,13 @@ def _convert(options: argparse.Namespace) -> None:
         options.source,
         options.out,
         dtype=options.dtype,
+        quantize=options.quantize,
         revision=options.revision,
         overwrite=options.overwrite,
         progress=not options.no_progress,
     )
     seconds = time.perf_counter() - start
-    print(f"{options.out}: {num_params(config):,} parameters in {config.dtype}, {seconds:.1f} s")
+    print(f"{options.out}: {num_params(config):,} parameters in {config.quantize or config.dtype}, {seconds:.1f} s")
 
 
 def _embedded(options: argparse.Namespace) -> None:

@@ -162,6 +162,7 @@ def convert_adapters(
     check_out(out, source=source, overwrite=overwrite, kind=kind)
     folder, (where, name, _) = checkpoint.find(base), locate(source, revision)
     config = checkpoint.load_config(folder)
+    checkpoint.require_plain(config, folder, "given adapters")
     adapters = read_adapters(where, config)
     made_from = str(checkpoint.load_source(folder).get("source") or "")
     if not any_base and made_from and adapters.base and _last(made_from) != _last(adapters.base):

@@ -1,18 +1,25 @@
 """Compares a converted checkpoint with its source, tensor by tensor and bit by bit."""
 
 import dataclasses
+import math
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from convert import families
+from convert.families import Move
 from convert.output import byte_bar
 from convert.source import open_source
-from convert.tensors import count_differences
+from convert.tensors import as_dtype, count_differences, load
 from dllm_jax import checkpoint
+from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
+from dllm_jax.quantized import QuantizedKernel
 
 
 def verify(source: str | Path, folder: str | Path, *, revision: str | None = None, progress: bool = False) -> int:
-    """Reads both sides again and compares every tensor: exact bits, after the cast where the dtypes differ.
+    """Reads both sides again and compares every tensor: exact bits, after the cast and the quantization that were done.
 
     Args:
         source: the folder or repository id that was converted.
@@ -30,7 +37,7 @@ def verify(source: str | Path, folder: str | Path, *, revision: str | None = Non
     config = checkpoint.load_config(folder)
     spec = families.get(config.family)
     opened = open_source(source, spec, revision)
-    expected = dataclasses.asdict(spec.read_config(opened.hub).replace(dtype=config.dtype))
+    expected = dataclasses.asdict(spec.read_config(opened.hub).replace(dtype=config.dtype, quantize=config.quantize))
     if changed := [name for name, value in dataclasses.asdict(config).items() if value != expected[name]]:
         raise DllmError(f"the config of {folder} differs from that of {opened.folder} in {', '.join(changed)}")
     moves = families.plan(spec, config, opened.entries, str(opened.folder))
@@ -41,8 +48,8 @@ def verify(source: str | Path, folder: str | Path, *, revision: str | None = Non
     with byte_bar(sum(move.nbytes for move in moves), progress) as bar:
         for name, stored in checkpoint.iter_params(folder):
             move = by_target[name]
-            if wrong := count_differences(move.pieces, stored):
-                faults.append(f"{name} ({wrong} of {stored.size} values)")
+            if wrong := _count_differences(move, stored, config):
+                faults.append(f"{name} ({wrong} of {math.prod(move.shape)} values)")
             bar.update(move.nbytes)
     if faults:
         more = f" and {len(faults) - 3} more tensors" if len(faults) > 3 else ""
@@ -50,3 +57,11 @@ def verify(source: str | Path, folder: str | Path, *, revision: str | None = Non
             f"{folder} differs from {opened.folder} in {', '.join(faults[:3])}{more}; convert the checkpoint again"
         )
     return len({piece.entry.name for move in moves for piece in move.pieces})
+
+
+def _count_differences(move: Move, stored: Any, config: ModelConfig) -> int:
+    if not isinstance(stored, QuantizedKernel):
+        return count_differences(move.pieces, stored)
+    plain = load(move.pieces, move.shape, as_dtype(config.dtype))
+    ((_, again),) = checkpoint.quantized_params([(move.target, plain)], config, move.target)
+    return int(np.sum(again.values != stored.values) + np.sum(again.scale != stored.scale))

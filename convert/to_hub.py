@@ -54,6 +54,7 @@ def export(
     """
     folder = checkpoint.find(folder)
     config = checkpoint.load_config(folder)
+    checkpoint.require_plain(config, folder, "exported")
     config = config.replace(dtype=dtype or _stored_dtype(folder, config))
     if max_shard_bytes < 1:
         raise DllmError(f"the shard size is {max_shard_bytes} bytes, but must be positive")

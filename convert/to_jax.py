@@ -14,9 +14,10 @@ from convert.output import byte_bar, check_out, check_space
 from convert.source import open_source, sha256
 from convert.tensors import as_dtype, load
 from dllm_jax import checkpoint
-from dllm_jax.config import ModelConfig
+from dllm_jax.config import ModelConfig, Quantize, check_quantize
 from dllm_jax.errors import DllmError
-from dllm_jax.transformer import num_params
+from dllm_jax.params import abstract_params
+from dllm_jax.quantized import num_bytes
 
 
 def convert(
@@ -25,6 +26,7 @@ def convert(
     out: str | Path,
     *,
     dtype: str | None = None,
+    quantize: Quantize | None = None,
     revision: str | None = None,
     overwrite: bool = False,
     progress: bool = False,
@@ -36,6 +38,7 @@ def convert(
         source: a folder with config.json and safetensors files, or a repository id, which is downloaded.
         out: the new folder; it appears whole at the end or not at all.
         dtype: "bfloat16", "float16" or "float32"; the source's own by default.
+        quantize: "int8" or "int4" stores the kernels so, quantized from `dtype`; None stores them as they are.
         revision: branch, tag or commit of a repository.
         overwrite: replace `out` if it is a checkpoint already.
         progress: show a bar on stderr when that is a terminal.
@@ -49,12 +52,13 @@ def convert(
     spec = families.get(family)
     if dtype is not None:
         as_dtype(dtype)
+    check_quantize(quantize)
     check_out(out, source=source, overwrite=overwrite, kind=checkpoint.PARAMS_FOLDER)
     opened = open_source(source, spec, revision)
     config, usual = spec.read_config(opened.hub), checkpoint.load_generation(opened.folder) or spec.generation
     moves = families.plan(spec, config, opened.entries, str(opened.folder))
-    config = config.replace(dtype=dtype or _common_dtype(moves, str(opened.folder)))
-    check_space(out, num_params(config) * as_dtype(config.dtype).itemsize)
+    config = config.replace(dtype=dtype or _common_dtype(moves, str(opened.folder)), quantize=quantize)
+    check_space(out, num_bytes(abstract_params(config)))
     notes: dict[str, Any] = {
         "family": family,
         "source": opened.name,
@@ -62,7 +66,7 @@ def convert(
         "dtypes": _dtypes(moves),
         "config": dict(opened.hub.values),
     }
-    tensors = _stream(moves, config, notes, progress)
+    tensors = checkpoint.quantized_params(_stream(moves, config, notes, progress), config, opened.name)
     files = copied_files(opened.folder) | checkpoint.generation_file(usual)
     checkpoint.save(out, config, tensors, files=files, source=notes, overwrite=overwrite)
     return config
@@ -71,7 +75,7 @@ def convert(
 def _stream(
     moves: list[Move], config: ModelConfig, notes: dict[str, Any], progress: bool
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """The converted tensors; files are hashed beside, and their hashes noted before the stream ends.
+    """The converted tensors, not quantized yet; files are hashed beside, and their hashes noted before the stream ends.
 
     `checkpoint.save` writes the notes after the last tensor, so that a file is read from disk only once.
     """

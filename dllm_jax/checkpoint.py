@@ -6,10 +6,14 @@
     folder/params/            Orbax: {"layers.0.attn.q_proj.kernel": array, ...}
     folder/tokenizer*.json    and whatever else the family's tokenizer reads
 
+Of a quantized kernel there are two arrays (`quantized.QuantizedKernel`), whose names say what they are:
+"layers.0.attn.q_proj.kernel.scale", and "layers.0.attn.q_proj.kernel.int8" or "layers.0.attn.q_proj.kernel.int4".
+
 A folder is written beside its final place and renamed at the end, so it is there whole or not at all.
 """
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -21,14 +25,16 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 
-from dllm_jax.config import ModelConfig
+from dllm_jax.config import ModelConfig, Quantize
 from dllm_jax.errors import DllmError
-from dllm_jax.params import abstract_params
+from dllm_jax.params import abstract_params, forms
+from dllm_jax.quantized import LARGEST, QuantizedKernel, quantized_on_host
 
 CONFIG_FILE, SOURCE_FILE, PARAMS_FOLDER = "config.json", "source.json", "params"
 GENERATION_FILE = "generation.json"
+SCALE = "scale"
 GROUP_BYTES = 256 * 2**20  # written at a time: bounds the writer's memory, whatever the checkpoint's size
 
 
@@ -104,29 +110,113 @@ def load_params(
     folder: str | Path,
     *,
     dtype: str | None = None,
-    shardings: Mapping[str, Sharding] | None = None,
-) -> dict[str, jax.Array]:
+    shardings: Mapping[str, Any] | None = None,
+    quantize: Quantize | None = None,
+) -> dict[str, Any]:
     """Restores the parameters straight into their shardings (default: the first device), cast to `dtype`.
 
-    Raises:
-        DllmError: when the stored names or shapes are not those of the config, or the files cannot be read.
-    """
-    from orbax.checkpoint import v1 as ocp  # here, because it takes two seconds to import
+    Those of a plain checkpoint that is to be quantized are read and quantized on the host, one by one, so that a device
+    holds no more than it keeps.
 
+    Args:
+        dtype: of what is not quantized; as stored by default.
+        shardings: of the parameters as they will be, see `dllm_jax.param_shardings`.
+        quantize: "int8" or "int4"; as stored by default.
+
+    Returns:
+        Name -> array or `QuantizedKernel`.
+
+    Raises:
+        DllmError: when the stored names or shapes are not those of the config, it is quantized otherwise, or the files
+            cannot be read.
+    """
     config, path = load_config(folder), (Path(folder) / PARAMS_FOLDER).resolve()
     stored = stored_params(folder)
-    dtypes = {str(dtype) if dtype else str(entry.dtype) for entry in stored.values()}
-    if len(dtypes) != 1:
+    plain = {name: entry for name, entry in stored.items() if not _is_quantized(name, stored)}
+    dtypes = {str(dtype) if dtype else str(entry.dtype) for entry in plain.values()}
+    if len(dtypes) > 1:
         raise DllmError(f"{path} mixes the dtypes {sorted(dtypes)}; say which one to load with dtype=")
-    wanted = abstract_params(config, dtypes.pop(), shardings)
     check_names_and_shapes({name: tuple(entry.shape) for name, entry in stored.items()}, config, str(path))
+    wanted = abstract_params(quantizing(config, quantize, str(folder)), dtypes.pop(), shardings)
     if shardings is None:
         device = SingleDeviceSharding(jax.local_devices()[0])
-        wanted = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device) for name, x in wanted.items()}
+        wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), wanted)
+    if quantize != config.quantize and quantize is not None:
+        tensors = quantized_params(iter_params(folder), config.replace(quantize=quantize), str(path))
+        return {name: _put(param, wanted[name]) for name, param in tensors}
+    return _restored(path, stored, wanted)
+
+
+def quantizing(config: ModelConfig, quantize: Quantize | None, where: str) -> ModelConfig:
+    """The config of a checkpoint after quantizing it; as it is for None.
+
+    Raises:
+        DllmError: for one that is quantized otherwise, and what is neither "int8" nor "int4".
+    """
+    wanted = config if quantize is None else config.replace(quantize=quantize)
+    if config.quantize not in (None, wanted.quantize):
+        way_out = f"load it as it is, or quantize the checkpoint that it was made from to {quantize}"
+        raise DllmError(f"{where} is quantized to {config.quantize} and cannot become {quantize}; {way_out}")
+    return wanted
+
+
+def require_plain(config: ModelConfig, where: str | Path, what: str) -> None:
+    """Raises DllmError for a quantized checkpoint, which `what` cannot be done with."""
+    if config.quantize is not None:
+        way_out = "name the checkpoint that it was made from"
+        raise DllmError(f"{where} is quantized to {config.quantize} and cannot be {what}; {way_out}")
+
+
+def quantized_params(
+    tensors: Iterable[tuple[str, np.ndarray]], config: ModelConfig, where: str
+) -> Iterator[tuple[str, np.ndarray | QuantizedKernel]]:
+    """A stream of plain host arrays as a quantized model has them, in the same order.
+
+    Raises:
+        DllmError: for weights that are no numbers.
+    """
+    for name, array in tensors:
+        if form := forms(config).get(name):
+            kernel = quantized_on_host(array, form)
+            if not np.isfinite(kernel.scale).all():
+                raise DllmError(f"{where}: {name} contains NaN or infinity and cannot be quantized; convert it again")
+            yield name, kernel
+        else:
+            yield name, array
+
+
+def _put(param: Any, wanted: Any) -> Any:
+    return jax.tree.map(lambda x, like: jax.device_put(x.astype(like.dtype), like.sharding), param, wanted)
+
+
+def _restored(path: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters as they are stored, straight into the shardings of `wanted`."""
+    from orbax.checkpoint import v1 as ocp  # here, because it takes two seconds to import
+
+    entries = {key: x for name, param in wanted.items() for key, x in _entries(name, param).items()}
+    for key, x in entries.items():
+        if _is_quantized(key, stored) and stored[key].dtype != x.dtype:
+            found = f"{stored[key].dtype}, not {x.dtype}"
+            raise DllmError(f"{path}: {key} is stored as {found}; convert the checkpoint again")
     try:
-        return dict(ocp.load(path, wanted))
+        read = dict(ocp.load(path, entries))
     except Exception as error:  # Orbax raises whatever its storage layer does
         raise _read_error(path, error) from error
+    put_together = lambda name, like: jax.tree.unflatten(jax.tree.structure(like), map(read.get, _entries(name, like)))
+    return {name: put_together(name, like) for name, like in wanted.items()}
+
+
+def _entries(name: str, param: Any) -> dict[str, Any]:
+    """What is stored of a parameter, by name, in the order of its leaves."""
+    if not isinstance(param, QuantizedKernel):
+        return {name: param}
+    return {f"{name}.{param.bits}": param.values, f"{name}.{SCALE}": param.scale}
+
+
+def _is_quantized(key: str, stored: Iterable[str]) -> bool:
+    """Whether a stored array is a part of a quantized kernel."""
+    stem, _, kind = key.rpartition(".")
+    return kind in LARGEST or (kind == SCALE and any(f"{stem}.{bits}" in stored for bits in LARGEST))
 
 
 def stored_params(folder: str | Path) -> dict[str, Any]:
@@ -144,33 +234,45 @@ def stored_params(folder: str | Path) -> dict[str, Any]:
         raise _read_error(path, error) from error
 
 
-def iter_params(folder: str | Path, names: Iterable[str] | None = None) -> Iterator[tuple[str, np.ndarray]]:
-    """The stored tensors one at a time as host arrays, in the stored dtype: memory stays at one tensor.
+def iter_params(folder: str | Path, names: Iterable[str] | None = None) -> Iterator[tuple[str, Any]]:
+    """The parameters one at a time as host arrays, in the stored dtype: memory stays at one tensor.
+
+    Yields:
+        Name, and array or `QuantizedKernel` of two.
 
     Raises:
         DllmError: when the files cannot be read.
     """
+    path, stored = (Path(folder) / PARAMS_FOLDER).resolve(), stored_params(folder)
+    read = functools.partial(_read_one, path, stored)
+    parts = {key.rpartition(".")[0] if _is_quantized(key, stored) else key: None for key in stored}
+    for name in parts if names is None else names:
+        bits = next((bits for bits in LARGEST if f"{name}.{bits}" in stored), None)
+        if bits is None:
+            yield name, read(name)
+        else:
+            yield name, QuantizedKernel(read(f"{name}.{bits}"), read(f"{name}.{SCALE}"), bits)
+
+
+def _read_one(path: Path, stored: Mapping[str, Any], key: str) -> np.ndarray:
     from orbax.checkpoint import v1 as ocp
 
-    path, stored = (Path(folder) / PARAMS_FOLDER).resolve(), stored_params(folder)
-    placeholder = {name: ocp.PLACEHOLDER for name in stored}
-    for name in stored if names is None else names:
-        entry = stored[name]
-        wanted = {**placeholder, name: np.empty(entry.shape, entry.dtype)}
-        try:
-            array = np.asarray(ocp.load(path, wanted)[name])
-        except Exception as error:  # Orbax raises whatever its storage layer does
-            raise _read_error(path, error) from error
-        yield name, array
+    placeholder = {other: ocp.PLACEHOLDER for other in stored}
+    wanted = {**placeholder, key: np.empty(stored[key].shape, stored[key].dtype)}
+    try:
+        return np.asarray(ocp.load(path, wanted)[key])
+    except Exception as error:  # Orbax raises whatever its storage layer does
+        raise _read_error(path, error) from error
 
 
 def check_names_and_shapes(found: Mapping[str, tuple[int, ...]], config: ModelConfig, where: str) -> None:
-    """Compares flat names and shapes with the config's.
+    """Compares stored names and shapes with the config's.
 
     Raises:
         DllmError: naming the first missing, unexpected and misshapen parameters together.
     """
-    wanted = {name: spec.shape for name, spec in abstract_params(config).items()}
+    entries = (_entries(name, param) for name, param in abstract_params(config).items())
+    wanted = {key: x.shape for parts in entries for key, x in parts.items()}
     faults = [f"missing {name}" for name in sorted(wanted.keys() - found.keys())]
     faults += [f"unexpected {name}" for name in sorted(found.keys() - wanted.keys())]
     faults += [
@@ -255,7 +357,7 @@ def save(
 
     Args:
         out: the folder, which appears whole at the end.
-        tensors: exactly the config's parameters, in any order; jax or numpy arrays.
+        tensors: exactly the config's parameters, in any order; jax or numpy arrays, or a `QuantizedKernel` of two.
         files: more files to put beside them, such as the tokenizer's.
         source: JSON-able notes about the origin, read back by `load_source`.
 
@@ -269,9 +371,10 @@ def save(
     seen: dict[str, tuple[int, ...]] = {}
 
     def checked() -> Iterator[tuple[str, Any]]:
-        for name, array in tensors:
-            seen[name] = tuple(array.shape)
-            yield name, array
+        for name, param in tensors:
+            for key, array in _entries(name, param).items():
+                seen[key] = tuple(array.shape)
+                yield key, array
 
     with atomic_folder(out, overwrite=overwrite) as scratch, context:
         try:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from dllm_jax.errors import DllmError
 
 Attention = Literal["bidirectional", "causal"]
+Quantize = Literal["int8", "int4"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +65,7 @@ class ModelConfig:
         clip_qkv: queries and keys (after their norm) and values are clamped to +- clip_qkv; None for no limit.
         experts: the mixture of experts that replaces the feed-forward networks; None for a dense model.
         dtype: dtype the published weights are stored in.
+        quantize: what the kernels are quantized to (`dllm_jax.params.forms` says which how); None for plain ones.
     """
 
     family: str
@@ -90,6 +92,7 @@ class ModelConfig:
     tied_embeddings: bool = False
     experts: Experts | None = None
     dtype: str = "bfloat16"
+    quantize: Quantize | None = None
 
     def __post_init__(self) -> None:
         sizes = (
@@ -119,6 +122,7 @@ class ModelConfig:
             raise DllmError(f"attention {self.attention!r} is not implemented; use 'bidirectional' or 'causal'")
         if self.dtype not in ("bfloat16", "float16", "float32"):
             raise DllmError(f"dtype {self.dtype!r} is not supported; use bfloat16, float16 or float32")
+        check_quantize(self.quantize)
         for name, value in self.special_ids().items():
             if not 0 <= value < self.vocab_size:
                 raise DllmError(f"{name} {value} lies outside the vocabulary of {self.vocab_size} tokens")
@@ -154,6 +158,12 @@ class ModelConfig:
         if isinstance(values.get("experts"), dict):
             values["experts"] = Experts(**_checked(Experts, values["experts"], f"{where}: experts"))
         return cls(**_checked(cls, values, where))
+
+
+def check_quantize(quantize: object) -> None:
+    """Raises DllmError for what is no `ModelConfig.quantize`."""
+    if quantize not in (None, "int8", "int4"):
+        raise DllmError(f"quantize {quantize!r} is not supported; use int8 or int4")
 
 
 def _checked(cls: Any, values: dict[str, Any], where: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from dllm_jax import kv_cache
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
+from dllm_jax.kernels import mixed_rows
 from dllm_jax.kv_cache import KVCache, gather_rows, slice_rows
 from dllm_jax.pytree import pytree
 from dllm_jax.sharding import Layout
@@ -90,7 +91,7 @@ class Denoiser:
 
     Attributes:
         config: what the model is.
-        params: flat name -> array.
+        params: flat name -> array, or what stands for a kernel (`dllm_jax.kernels.Kernel`).
         layout: the mesh that the parameters lie on, so that buffers and hidden states are split alike; None for one
             device, and where the caller places everything.
     """
@@ -138,14 +139,19 @@ class Denoiser:
         return 1 if self.layout is None else self.layout.parts("vocab")
 
     @property
+    def dtype(self) -> jnp.dtype:
+        """What products are computed in: that of the norms, whatever kernels are stored as."""
+        return self.params["final_norm.scale"].dtype
+
+    @property
     def _model(self) -> Transformer:
         return bind(self.config, self.params)
 
     def empty_cache(self, batch: int, length: int) -> KVCache:
-        """Zero-filled key/value buffers for `length` positions, in the parameters' dtype."""
-        config, dtype = self.config, self.params["embed.embedding"].dtype
+        """Zero-filled key/value buffers for `length` positions, in `dtype`."""
+        config = self.config
         return self._placed(
-            kv_cache.empty(config.num_layers, batch, length, config.num_kv_heads, config.head_dim, dtype)
+            kv_cache.empty(config.num_layers, batch, length, config.num_kv_heads, config.head_dim, self.dtype)
         )
 
     def embed(self, tokens: jax.Array) -> jax.Array:
@@ -153,13 +159,11 @@ class Denoiser:
         return self._model.embed_tokens(tokens)
 
     def expected_embedding(self, logits: jax.Array) -> jax.Array:
-        """sum over v of softmax(logits)_v embedding(v): [B, W, V] float32 -> [B, W, D] in the parameters' dtype.
+        """sum over v of softmax(logits)_v embedding(v): [B, W, V] float32 -> [B, W, D] in `dtype`.
 
         The softmax is over the whole vocabulary, the mask token included (iteration smoothing, arXiv 2510.08666).
         """
-        table = self.params["embed.embedding"]
-        probability = jax.nn.softmax(logits, axis=-1).astype(table.dtype)
-        return jnp.einsum("bwv,vd->bwd", probability, table)
+        return mixed_rows(jax.nn.softmax(logits, axis=-1), self.params["embed.embedding"], self.dtype)
 
     def forward(
         self,

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from dllm_jax import checkpoint
-from dllm_jax.config import ModelConfig, published
+from dllm_jax.config import ModelConfig, Quantize, published
 from dllm_jax.denoiser import Denoiser
 from dllm_jax.errors import DllmError
 from dllm_jax.params import init_params
@@ -29,7 +29,7 @@ class Model:
     """A loaded model.
 
     Attributes:
-        params: flat name -> array, on the devices where it was loaded to.
+        params: flat name -> array, or `QuantizedKernel` of two, on the devices where it was loaded to.
         tokenizer: one of transformers'; None for a checkpoint without a tokenizer's files, and for random weights.
         name: for people: the folder's or the published size's name.
         folder: where it was loaded from, None for random weights.
@@ -39,7 +39,7 @@ class Model:
     """
 
     config: ModelConfig
-    params: dict[str, jax.Array] = dataclasses.field(repr=False)
+    params: dict[str, Any] = dataclasses.field(repr=False)
     tokenizer: "PreTrainedTokenizerBase | None"
     name: str
     folder: Path | None = None
@@ -71,6 +71,7 @@ def load(
     path_or_name: str | Path,
     *,
     dtype: DTypeLike | None = None,
+    quantize: Quantize | None = None,
     mesh: Mesh | None = None,
     rules: ShardingRules | None = None,
 ) -> Model:
@@ -78,19 +79,23 @@ def load(
 
     Args:
         path_or_name: its folder, or its name under `dllm_jax.checkpoint.home()`.
-        dtype: cast the parameters to bfloat16, float16 or float32; the stored dtype by default.
+        dtype: cast the parameters to bfloat16, float16 or float32; the stored dtype by default. A quantized model
+            computes in it.
+        quantize: "int8" or "int4" quantizes the kernels on their way, which gives the same as converting with
+            `--quantize`; as stored by default.
         mesh: restore every parameter straight into its shards on this mesh; the first device by default.
         rules: how the mesh's axes split the parameters, see `ShardingRules`.
 
     Raises:
         DllmError: when there is no such checkpoint, a part of it is damaged or does not fit the others, the dtype is
-            not one of the three, or a parameter does not split over the mesh.
+            not one of the three, it cannot be quantized so, or a parameter does not split over the mesh.
     """
     found, dtype_name, layout = outline(path_or_name), _dtype_name(dtype), _layout(mesh, rules)
     assert found.folder is not None
-    shardings = None if layout is None else dict(param_shardings(found.config, layout.mesh, layout.rules))
-    params = checkpoint.load_params(found.folder, dtype=dtype_name, shardings=shardings)
-    return dataclasses.replace(found, params=params, layout=layout)
+    config = checkpoint.quantizing(found.config, quantize, str(found.folder))
+    shardings = None if layout is None else param_shardings(config, layout.mesh, layout.rules)
+    params = checkpoint.load_params(found.folder, dtype=dtype_name, shardings=shardings, quantize=quantize)
+    return dataclasses.replace(found, config=config, params=params, layout=layout)
 
 
 def outline(path_or_name: str | Path) -> Model:
@@ -110,6 +115,7 @@ def random_model(
     *,
     key: jax.Array | int = 0,
     dtype: DTypeLike | None = None,
+    quantize: Quantize | None = None,
     mesh: Mesh | None = None,
     rules: ShardingRules | None = None,
 ) -> Model:
@@ -119,14 +125,16 @@ def random_model(
         name_or_config: a published size by name (see `PUBLISHED`), or any config.
         key: a typed `jax.random.key`, or a seed.
         dtype: dtype of the parameters; the config's by default.
-        mesh, rules: as in `load`.
+        quantize, mesh, rules: as in `load`.
 
     Raises:
-        DllmError: for an unknown name or dtype, or a parameter that does not split over the mesh.
+        DllmError: for an unknown name or dtype, what cannot be quantized so, or a parameter that does not split over
+            the mesh.
     """
     name, config = "random", name_or_config
     if isinstance(config, str):
         name, config = config, published(config)
+    config = checkpoint.quantizing(config, quantize, name)
     key = jax.random.key(key) if isinstance(key, int) else key
     layout = _layout(mesh, rules)
     shardings = None if layout is None else param_shardings(config, layout.mesh, layout.rules)

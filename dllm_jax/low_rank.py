@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from dllm_jax.pytree import pytree
+from dllm_jax.quantized import QuantizedKernel
 
 
 @pytree(static=("scale", "dropout"))
@@ -22,7 +23,7 @@ class LowRankKernel:
         dropout: share of the adapter's inputs that are left out, in [0, 1); the others are scaled up.
     """
 
-    kernel: jax.Array
+    kernel: jax.Array | QuantizedKernel
     a: jax.Array
     b: jax.Array
     key: jax.Array | None
@@ -35,15 +36,3 @@ class LowRankKernel:
             keep = jax.random.bernoulli(self.key, 1.0 - self.dropout, x.shape)
             x = jnp.where(keep, x / (1.0 - self.dropout), 0.0).astype(x.dtype)
         return self.scale * (x @ self.a.astype(x.dtype) @ self.b.astype(x.dtype))
-
-
-def product(x: jax.Array, kernel: jax.Array | LowRankKernel, dtype: jnp.dtype | None = None) -> jax.Array:
-    """x times a kernel, plain or with an adapter: [..., in] -> [..., out], computed in the dtype of x.
-
-    Args:
-        dtype: of the result and its sums; that of x by default.
-    """
-    if isinstance(kernel, LowRankKernel):
-        y = product(x, kernel.kernel, dtype)
-        return y + kernel.added(x).astype(y.dtype)
-    return jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=dtype)

@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dllm_jax.kernels import Table, product, product_of_sums, sums
+
 TILE_ROWS: Mapping[str, int] = types.MappingProxyType({"cpu": 32, "default": 256})
 """Rows an expert runs in one round, about where arithmetic takes as long as reading its weights: below, rows are free,
 above, padding costs. 32 is measured (`benchmarks/moe.py`); 256 is bfloat16 FLOPs per byte of current accelerators."""
@@ -37,7 +39,7 @@ class Dispatch(NamedTuple):
     rank: jax.Array
 
 
-def apply_experts(x: jax.Array, ids: jax.Array, weights: jax.Array, w_in: jax.Array, w_out: jax.Array) -> jax.Array:
+def apply_experts(x: jax.Array, ids: jax.Array, weights: jax.Array, w_in: Table, w_out: Table) -> jax.Array:
     """sum_k weights[..., k] * expert[ids[..., k]](x), with expert(x) = (silu(x gate) * (x up)) w_out.
 
     Every assignment is computed, and (up to padding) nothing else: each round is one batched product of up to C tokens
@@ -50,21 +52,19 @@ def apply_experts(x: jax.Array, ids: jax.Array, weights: jax.Array, w_in: jax.Ar
         x: [B, T, D].
         ids: [B, T, k] int32 below E, no expert twice for one token.
         weights: [B, T, k], in the dtype of x.
-        w_in: [E, D, 2, F], gate first; w_out: [E, F, D].
+        w_in: [E, D, 2, F], gate first; w_out: [E, F, D]; either may be quantized.
 
     Returns:
-        [B, T, D] in the dtype of x.
+        [B, T, D] in the `sums` of the dtype of x.
     """
     on = {platform: functools.partial(in_rounds, rows) for platform, rows in TILE_ROWS.items()}
     return lax.platform_dependent(x, ids, weights, w_in, w_out, **on)
 
 
-def in_rounds(
-    tile_rows: int, x: jax.Array, ids: jax.Array, weights: jax.Array, w_in: jax.Array, w_out: jax.Array
-) -> jax.Array:
+def in_rounds(tile_rows: int, x: jax.Array, ids: jax.Array, weights: jax.Array, w_in: Table, w_out: Table) -> jax.Array:
     """`apply_experts` with rounds of `tile_rows` rows per expert, shared by the batch's rows, at least 8 for each."""
     batch, length, per_token = ids.shape
-    dispatch, sizes = _dispatch(ids.reshape(batch, -1), len(w_in))
+    dispatch, sizes = _dispatch(ids.reshape(batch, -1), w_in.shape[0])
     capacity = min(length, max(8, tile_rows // batch))
     if capacity == length:  # room for every token in one round
         y = _round(length, 0, dispatch, x, w_in, w_out)
@@ -83,7 +83,7 @@ def _dispatch(expert: jax.Array, num_experts: int) -> tuple[Dispatch, jax.Array]
 
 
 def _round(
-    capacity: int, number: jax.Array | int, dispatch: Dispatch, x: jax.Array, w_in: jax.Array, w_out: jax.Array
+    capacity: int, number: jax.Array | int, dispatch: Dispatch, x: jax.Array, w_in: Table, w_out: Table
 ) -> jax.Array:
     """The outputs [B, A, D] of the assignments of rank number * C .. number * C + C - 1, zero for the others."""
     batch, num_experts = dispatch.starts.shape
@@ -93,9 +93,10 @@ def _round(
     per_token = dispatch.order.shape[1] // x.shape[1]
     inputs = _rows(x, taken // per_token).reshape(batch, num_experts, capacity, -1)
     inputs = jnp.moveaxis(inputs, 1, 0)  # experts first, as in the weights: else XLA transposes those
-    hidden = jnp.einsum("ebcd,edgf->ebcgf", inputs, w_in)
+    hidden = jax.vmap(functools.partial(product, dtype=sums(x.dtype)))(inputs, w_in)
     hidden = jax.nn.silu(hidden[..., 0, :]) * hidden[..., 1, :]
-    outputs = jnp.moveaxis(jnp.einsum("ebcf,efd->ebcd", hidden, w_out), 0, 1)
+    outputs = jax.vmap(functools.partial(product_of_sums, dtype=x.dtype))(hidden, w_out)
+    outputs = jnp.moveaxis(outputs, 0, 1)
     outputs = outputs.reshape(batch, num_experts * capacity, -1)
     slot = jnp.clip(dispatch.rank - first, 0, capacity - 1)
     here = dispatch.rank // capacity == number
@@ -108,12 +109,11 @@ def _rows(array: jax.Array, index: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _rounds(
-    capacity: int, count: jax.Array, dispatch: Dispatch, x: jax.Array, w_in: jax.Array, w_out: jax.Array
-) -> jax.Array:
+def _rounds(capacity: int, count: jax.Array, dispatch: Dispatch, x: jax.Array, w_in: Table, w_out: Table) -> jax.Array:
     """The sum of all rounds. Their number is data, which reverse mode cannot go through by itself."""
     part = functools.partial(_round, capacity)
-    empty = jnp.zeros_like(_rows(x, dispatch.order // (dispatch.order.shape[1] // x.shape[1])))
+    inputs = _rows(x, dispatch.order // (dispatch.order.shape[1] // x.shape[1]))
+    empty = jnp.zeros_like(inputs, sums(x.dtype))
     return lax.fori_loop(0, count, lambda r, y: y + part(r, dispatch, x, w_in, w_out), empty)
 
 

@@ -3,12 +3,15 @@
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
+from dllm_jax.params import forms
+from dllm_jax.quantized import Form, QuantizedKernel
 from dllm_jax.transformer import param_specs
 
 MeshAxes = str | tuple[str, ...] | None
@@ -100,18 +103,20 @@ class Layout:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
 
-def param_shardings(config: ModelConfig, mesh: Mesh, rules: ShardingRules | None = None) -> Mapping[str, NamedSharding]:
-    """The sharding of every parameter by flat name.
+def param_shardings(config: ModelConfig, mesh: Mesh, rules: ShardingRules | None = None) -> dict[str, Any]:
+    """The sharding of every parameter by flat name; of a quantized one, a `QuantizedKernel` of two, for its scales lie
+    with their values.
 
     Raises:
-        DllmError: when a dimension is not a multiple of the devices it is split over, or a head would be torn apart.
+        DllmError: when a dimension is not a multiple of the devices it is split over, or a head, or a group of
+            quantized weights, would be torn apart.
     """
     layout = Layout(mesh, rules or ShardingRules())
     for axis, heads in (("heads", config.num_heads), ("kv_heads", config.num_kv_heads)):
         if heads % layout.parts(axis):
             split = f"does not split over {layout.parts(axis)} devices; use fewer, or map {axis} to None"
             raise DllmError(f"attention: axis {axis} of {heads} whole heads {split}")
-    shardings = {}
+    shardings: dict[str, Any] = {}
     for name, spec in param_specs(config).items():
         for size, logical in zip(spec.shape, spec.axes, strict=True):
             if logical is not None and size % layout.parts(logical):
@@ -120,7 +125,22 @@ def param_shardings(config: ModelConfig, mesh: Mesh, rules: ShardingRules | None
                     f"map {logical} to None"
                 )
         shardings[name] = NamedSharding(mesh, layout.rules.spec(spec.axes, mesh))
+        if form := forms(config).get(name):
+            scale = _scale_sharding(name, spec.axes, form, layout)
+            shardings[name] = QuantizedKernel(shardings[name], scale, form.bits)
     return shardings
+
+
+def _scale_sharding(name: str, axes: tuple[str | None, ...], form: Form, layout: Layout) -> NamedSharding:
+    """That of the values, but for the axis that one scale is shared along."""
+    shared = axes[form.axis]
+    parts = 1 if shared is None else layout.parts(shared)
+    if form.bits == "int4" and form.groups // 2 % parts:
+        pairs = f"the {form.groups // 2} pairs of groups that int4 has along axis {shared}"
+        way_out = f"map {shared} to None, or quantize to int8"
+        raise DllmError(f"{name}: {pairs} do not split over {parts} devices; {way_out}")
+    split = (None if axis == form.axis and form.bits == "int8" else entry for axis, entry in enumerate(axes))
+    return NamedSharding(layout.mesh, layout.rules.spec(tuple(split), layout.mesh))
 
 
 def batch_sharding(mesh: Mesh, rules: ShardingRules | None = None) -> NamedSharding:

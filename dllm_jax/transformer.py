@@ -8,7 +8,7 @@ and other people's jit. Shape letters are those of `ModelConfig`.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,41 +16,51 @@ from flax import nnx
 
 from dllm_jax.config import Experts, ModelConfig
 from dllm_jax.errors import DllmError
+from dllm_jax.kernels import of_outputs, product, product_of_sums, rows, sums
 from dllm_jax.kv_cache import KVCache, LayerKV, scatter_rows, slice_rows, write_rows
-from dllm_jax.low_rank import LowRankKernel, product
 from dllm_jax.moe import apply_experts
 
-Params = Mapping[str, jax.Array]
+Params = Mapping[str, Any]  # arrays, and what stands for a kernel (`dllm_jax.kernels.Kernel`)
 RematPolicy = Callable[..., bool]
 
 
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:
-    """Shape, logical axis name per dimension (None: never split), and initialiser ("normal", "ones" or "zeros")."""
+    """What a parameter is.
+
+    Attributes:
+        shape: of the array.
+        axes: logical axis name per dimension; None is never split.
+        init: initialiser, "normal", "ones" or "zeros".
+        shared: the axis that a quantized one's scales are shared along; None for one that is never quantized.
+    """
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     init: str
+    shared: int | None
 
 
-def _param(shape: tuple[int, ...], axes: tuple[str | None, ...], init: str = "normal") -> nnx.Param:
-    return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), axes=axes, init=init)
+def _param(
+    shape: tuple[int, ...], axes: tuple[str | None, ...], init: str = "normal", shared: int | None = None
+) -> nnx.Param:
+    return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), axes=axes, init=init, shared=shared)
 
 
 class Linear(nnx.Module):
-    """y = x W + b with W [in, out], or a `LowRankKernel`; computes in the dtype of x."""
+    """y = x W + b with W [in, out] any `Kernel`; computes in the dtype of x, y in `dtype` if that is another."""
 
     def __init__(self, in_dim: int, out_dim: int, axes: tuple[str, str], *, bias: bool = False):
-        self.kernel = _param((in_dim, out_dim), axes)
+        self.kernel = _param((in_dim, out_dim), axes, shared=0)
         self.bias = _param((out_dim,), axes[1:], "zeros") if bias else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        y = product(x, self.kernel.get_value())
-        return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+    def __call__(self, x: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
+        y = product(x, self.kernel.get_value(), dtype)
+        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) in float32, cast back to the dtype of x, *then* scaled: the order of all published families."""
+    """x / rms(x) in float32, cast to the scale's dtype, that of products, *then* scaled: the order of all families."""
 
     def __init__(self, dim: int, eps: float, axis: str = "embed"):
         self.scale = _param((dim,), (axis,), "ones")
@@ -59,7 +69,8 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
         unit = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return unit.astype(x.dtype) * self.scale[...].astype(x.dtype)
+        scale = self.scale[...]
+        return unit.astype(scale.dtype) * scale
 
 
 def rope_angles(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
@@ -73,6 +84,20 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotary embedding in the half-split convention, in float32, cast back: [B, T, N, H] -> [B, T, N, H]."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def attention(query: jax.Array, kv: LayerKV, mask: jax.Array) -> jax.Array:
+    """Attention with scores and softmax in float32: [B, T, N, H], mask [B, 1, T or 1, S] bool -> [B, T, N, H]."""
+    attend = jax.nn.dot_product_attention
+    if query.dtype != jnp.float16:
+        return attend(query, kv.key, kv.value, mask=mask)
+
+    def in_float32(*operands: jax.Array) -> jax.Array:
+        return attend(*(x.astype(jnp.float32) for x in operands), mask=mask).astype(query.dtype)
+
+    # JAX asks for float16 products with float32 sums, which compilers for CPU and TPU do not know.
+    directly = lambda *operands: attend(*operands, mask=mask)
+    return jax.lax.platform_dependent(query, *kv, cuda=directly, default=in_float32)
 
 
 class Place(NamedTuple):
@@ -132,12 +157,12 @@ class SelfAttention(nnx.Module):
 
     def attend(self, x: jax.Array, cos: jax.Array, sin: jax.Array, kv: LayerKV, mask: jax.Array) -> jax.Array:
         query = rotate(self.heads(self.q_proj(x), self.q_norm), cos, sin)  # [B, T, N, H]
-        out = jax.nn.dot_product_attention(query, kv.key, kv.value, mask=mask)
-        return self.o_proj(out.reshape(*x.shape[:-1], -1))
+        out = attention(query, kv, mask)
+        return self.o_proj(out.reshape(*x.shape[:-1], -1), sums(x.dtype))
 
 
 class MLP(nnx.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
+    """SwiGLU: down(silu(gate(x)) * up(x)), in the `sums` of the dtype of x."""
 
     def __init__(self, dim: int, width: int):
         self.gate_proj = Linear(dim, width, ("embed", "mlp"))
@@ -145,7 +170,8 @@ class MLP(nnx.Module):
         self.down_proj = Linear(width, dim, ("mlp", "embed"))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        hidden = jax.nn.silu(self.gate_proj(x, sums(x.dtype))) * self.up_proj(x, sums(x.dtype))
+        return product_of_sums(hidden, self.down_proj.kernel.get_value(), x.dtype)
 
 
 class MoE(nnx.Module):
@@ -160,8 +186,8 @@ class MoE(nnx.Module):
         # Not split over the experts' axis: every device ranks all experts.
         self.router = _param((dim, count), ("embed", None))
         self.bias = _param((count,), (None,), "zeros") if experts.expert_bias else None
-        self.w_in = _param((count, dim, 2, width), ("expert", "embed", None, "mlp"))
-        self.w_out = _param((count, width, dim), ("expert", "mlp", "embed"))
+        self.w_in = _param((count, dim, 2, width), ("expert", "embed", None, "mlp"), shared=1)
+        self.w_out = _param((count, width, dim), ("expert", "mlp", "embed"), shared=1)
         self.shared = MLP(dim, experts.shared_dim) if experts.shared_dim else None
         self.per_token = experts.per_token
 
@@ -179,9 +205,7 @@ class MoE(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         weights, ids = self.route(x)
-        y = apply_experts(
-            x, ids, weights.astype(x.dtype), self.w_in[...].astype(x.dtype), self.w_out[...].astype(x.dtype)
-        )
+        y = apply_experts(x, ids, weights.astype(x.dtype), self.w_in.get_value(), self.w_out.get_value())
         return y if self.shared is None else y + self.shared(x)
 
 
@@ -203,7 +227,7 @@ class Embedding(nnx.Module):
     """The input embedding table [V, D]."""
 
     def __init__(self, config: ModelConfig):
-        self.embedding = _param((config.vocab_size, config.embed_dim), ("vocab", "embed"))
+        self.embedding = _param((config.vocab_size, config.embed_dim), ("vocab", "embed"), shared=1)
 
 
 class Transformer(nnx.Module):
@@ -219,8 +243,8 @@ class Transformer(nnx.Module):
         )
 
     def embed_tokens(self, tokens: jax.Array) -> jax.Array:
-        """[B, T] int32 -> [B, T, D] in the parameters' dtype."""
-        return self.embed.embedding[...][tokens]
+        """[B, T] int32 -> [B, T, D] in the dtype of products."""
+        return rows(self.embed.embedding.get_value(), tokens, self.final_norm.scale[...].dtype)
 
     def forward(
         self,
@@ -247,9 +271,10 @@ class Transformer(nnx.Module):
                 computed again (see `jax.checkpoint_policies`); None keeps everything.
 
         Returns:
-            Hidden states before the final norm [B, T or width, D], and the keys and values: the updated buffers, or
-            without any those of the inputs.
+            Hidden states before the final norm [B, T or width, D], in the `sums` of the dtype of x, and the keys and
+            values: the updated buffers, or without any those of the inputs.
         """
+        x = x.astype(sums(x.dtype))
         rope = rope_angles(positions, self.config.head_dim, self.config.rope_theta)
         keys = x.shape[1] if kv is None else kv[0].key.shape[1]
         mask = (jnp.arange(keys, dtype=jnp.int32) < visible[..., None])[:, None]  # [B, 1, T or 1, S]
@@ -270,17 +295,12 @@ class Transformer(nnx.Module):
             tile: compute these entries of the vocabulary alone, [B, T, parts * width]; None computes all.
             parts: how many parts the tile sees the vocabulary as; must divide V.
         """
-        hidden = self.final_norm(hidden)
         if self.lm_head is None:
-            table = tile_of(self.embed.embedding[...], 0, tile, parts).astype(hidden.dtype)
-            return jnp.einsum("btd,vd->btv", hidden, table, preferred_element_type=jnp.float32)
-        kernel = self.lm_head.kernel.get_value()
-        if isinstance(kernel, LowRankKernel):
-            columns, b = tile_of(kernel.kernel, 1, tile, parts), tile_of(kernel.b, 1, tile, parts)
-            kernel = dataclasses.replace(kernel, kernel=columns, b=b)
+            rows_of = lambda x: tile_of(x, 0, tile, parts)
+            kernel = jax.tree.map(lambda x: rows_of(x).T, self.embed.embedding.get_value())
         else:
-            kernel = tile_of(kernel, 1, tile, parts)
-        return product(hidden, kernel, jnp.dtype(jnp.float32))
+            kernel = of_outputs(lambda x: tile_of(x, 1, tile, parts), self.lm_head.kernel.get_value())
+        return product(self.final_norm(hidden), kernel, jnp.dtype(jnp.float32))
 
 
 def tile_of(table: jax.Array, axis: int, tile: Tile | None, parts: int) -> jax.Array:
@@ -344,7 +364,9 @@ def param_specs(config: ModelConfig) -> dict[str, ParamSpec]:
     initialisation, checkpoints, conversion and sharding work from."""
     _, params = _skeleton(config)
     return {
-        _name(path): ParamSpec(param.get_value().shape, param.get_metadata("axes"), param.get_metadata("init"))
+        _name(path): ParamSpec(
+            param.get_value().shape, *(param.get_metadata(field) for field in ("axes", "init", "shared"))
+        )
         for path, param in params.items()
     }
 

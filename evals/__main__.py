@@ -175,6 +175,7 @@ def _add_tokenizer(commands: Any) -> None:
 def _add_model(add: Any) -> None:
     add("--model", metavar="DIR_OR_NAME", help="converted checkpoint, of samplers that name none by @DIR")
     add("--dtype", help="bfloat16, float16 or float32; as stored by default")
+    add("--quantize", metavar="BITS", help="int8 or int4: kernels in so many bits; as stored by default")
 
 
 def _add_measuring(add: Any, n: int = 256) -> None:
@@ -205,7 +206,7 @@ def _oracle_of(models: Models, task: Task, sampler: SamplerSpec, **measuring: An
 def _score(options: argparse.Namespace, score: Callable[..., Any], described: Callable[[Any], str]) -> None:
     """Runs one sampler by `run` or `oracle`, whose reports are alike, and prints and writes what was asked for."""
     task, sampler = make_task(options.task), parse_sampler(options.sampler)
-    models = Models(options.model, options.dtype)
+    models = Models(options.model, options.dtype, options.quantize)
     check_split(options.split)
     if options.results:
         files.make_folder(Path(options.results).parent)
@@ -266,7 +267,7 @@ def _run_all(options: argparse.Namespace, task_text: str, samplers: Sequence[Sam
     plots.require_matplotlib()
     folder = files.make_folder(options.out)
     found = Sweep()
-    for found in sweep(Models(options.model, options.dtype), task, samplers, **_measuring(options)):
+    for found in sweep(Models(options.model, options.dtype, options.quantize), task, samplers, **_measuring(options)):
         write_tables(folder, found)
         print(f"{describe(found.reports[-1])}  {found.samplers[-1]}", flush=True)
     return found, folder
@@ -274,7 +275,7 @@ def _run_all(options: argparse.Namespace, task_text: str, samplers: Sequence[Sam
 
 def _compare(options: argparse.Namespace) -> None:
     samplers, task = all_samplers(options.sampler or COMPARED), make_task(options.task)
-    models = Models(options.model, options.dtype)
+    models = Models(options.model, options.dtype, options.quantize)
     bound = [models.build(sampler, task)[1] for sampler in samplers]
     print(puzzle(bound[0], bound[0].example(options.split, options.index)), end="\n\n")
     console = Console(width=None if sys.stdout.isatty() else 160)
@@ -319,7 +320,7 @@ def _load(options: argparse.Namespace) -> Model:
     """The model of a command that runs no sampler."""
     if options.model is None:
         raise DllmError("no model was named; pass --model DIR_OR_NAME")
-    return Models(None, options.dtype).load(options.model)
+    return Models(None, options.dtype, options.quantize).load(options.model)
 
 
 def _measuring(options: argparse.Namespace) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from rich.console import Console
 
 import dllm_jax
 from dllm_jax import DllmError, Model
+from dllm_jax.config import Quantize
 from evals.tasks import Task
 from samplers.build import SamplerSpec
 
@@ -15,18 +16,20 @@ class Models:
 
     Args:
         usual: the model of samplers that name none: a model, its folder or name; None where there is no such.
-        dtype: of what is loaded, as in `dllm_jax.load`.
+        dtype, quantize: of what is loaded, as in `dllm_jax.load`.
     """
 
-    def __init__(self, usual: Model | str | None = None, dtype: str | None = None) -> None:
-        self._usual, self._dtype = usual, dtype
+    def __init__(
+        self, usual: Model | str | None = None, dtype: str | None = None, quantize: Quantize | None = None
+    ) -> None:
+        self._usual, self._how = usual, dict[str, Any](dtype=dtype, quantize=quantize)
         self._loaded: dict[str, Model] = {}
 
     def load(self, path_or_name: str) -> Model:
         """A model by its folder or name."""
         if path_or_name not in self._loaded:
             with Console(stderr=True).status(f"loading {path_or_name}", spinner="line"):
-                self._loaded[path_or_name] = dllm_jax.load(path_or_name, dtype=self._dtype)
+                self._loaded[path_or_name] = dllm_jax.load(path_or_name, **self._how)
         return self._loaded[path_or_name]
 
     def of(self, sampler: SamplerSpec) -> Model:

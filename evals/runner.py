@@ -14,6 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from dllm_jax import DllmError, Model, __version__
+from dllm_jax.quantized import told_dtype
 from evals.models import Models
 from evals.sampler import SamplerSpec, parse_sampler
 from evals.tasks import Example, Task, Verdict, make_task
@@ -314,7 +315,7 @@ def _surroundings(model: Model) -> dict[str, Any]:
     """The part of a report that says on what and with what."""
     devices, versions = jax.local_devices(), {name: version(name) for name in ("jax", "jaxlib", "numpy")}
     return {
-        "dtype": next(iter(model.params.values())).dtype.name,
+        "dtype": told_dtype(model.params),
         "parameters": sum(int(np.prod(value.shape)) for value in model.params.values()),
         "hardware": {
             "backend": jax.default_backend(),

@@ -29,6 +29,7 @@ from rich.console import Console
 import dllm_jax
 from dllm_jax import DllmError, Model
 from dllm_jax.loading import outline
+from dllm_jax.quantized import told_dtype
 from dllm_jax.tools import spec
 from dllm_jax.tools.command import Parser, run_printing
 from samplers.block import BlockSampler
@@ -70,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompts", metavar="FILE", help='one prompt per line, or JSON lines with "prompt" or "messages"; - is stdin')
     add("--model", metavar="DIR_OR_NAME", help="converted checkpoint: a folder, or a name in ~/.cache/dllm_jax")
     add("--dtype", help="bfloat16, float16 or float32; as stored by default")
+    add("--quantize", metavar="BITS", help="int8 or int4: kernels in so many bits; as stored by default")
     add("--list", action="store_true", help="print rules, cache policies and samplers with their options")
     add("--sampler", metavar="SPEC", help=f"{', '.join(LOOPS)} or a rule, as in d2f:block_length=8@MODEL_DIR")
     add("--preset", metavar="NAME", help=f"published settings, changed by other options: {', '.join(PRESETS)}")
@@ -150,7 +152,7 @@ def _run(options: argparse.Namespace) -> None:
     said = typed(name, texts, under=defaults_of(bare)).options
     always = {"sampler": name, "chat": options.chat, "system": options.system, "seed": options.seed}
     prepare(bare, prompts, **with_verifier(said, outline), **always)  # mistakes come before gigabytes are read
-    load = functools.partial(dllm_jax.load, dtype=options.dtype)
+    load = functools.partial(dllm_jax.load, dtype=options.dtype, quantize=options.quantize)
     with Console(stderr=True).status(f"loading {named}", spinner="line"):
         model, settings = load(named), {**with_verifier(said, load), **always}
     sampler = prepare(model, prompts, **settings)[0]
@@ -284,7 +286,7 @@ def _print_statistics(
         *_drafts(answers, nfe),
         f"{tokens / seconds:.1f} tokens/s ({speed})",
         title(sampler),
-        f"{model.name}, {_dtype(model)} on {_device(model)}",
+        f"{model.name}, {told_dtype(model.params)} on {_device(model)}",
     ]
     line, stream = " | ".join(parts), sys.stdout if sys.stdout.isatty() else sys.stderr
     ascii_only = not (stream.encoding or "").lower().startswith("utf")
@@ -300,12 +302,8 @@ def _drafts(answers: Sequence[Generation], nfe: int) -> list[str]:
     return [f"{accepted:.2f} accepted per forward, {sum(verified)} verifier forwards"]
 
 
-def _dtype(model: Model) -> str:
-    return next(iter(model.params.values())).dtype.name
-
-
 def _device(model: Model) -> str:
-    devices = sorted(next(iter(model.params.values())).devices(), key=lambda device: device.id)
+    devices = sorted(jax.tree.leaves(model.params)[0].devices(), key=lambda device: device.id)
     return f"{len(devices)} x {devices[0].device_kind}" if len(devices) > 1 else devices[0].device_kind
 
 
@@ -322,7 +320,7 @@ def _told(options: argparse.Namespace, said: Mapping[str, Any], model: Model, sa
     told = {"stop": [], "ignore_eos": False, **drawn, **said, **settings_of(sampler), "block_length": sampler.width}
     none = {"temperature": 0.0, "guidance": 0.0}
     told |= {name: value for name, value in none.items() if told.get(name, 0) is None}
-    about = {"device": _device(model), "dtype": _dtype(model), "versions": versions}
+    about = {"device": _device(model), "dtype": told_dtype(model.params), "versions": versions}
     return {"model": model.name, **_finite(told), **always, **about}
 
 

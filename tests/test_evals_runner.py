@@ -315,7 +315,7 @@ def test_samplers_of_several_models_stand_side_by_side(monkeypatch, command, tmp
     known = {"bad": oracle(task, wrong=range(0, N, 2)), "good": oracle(task)}
     monkeypatch.setattr(
         "evals.models.dllm_jax.load",
-        lambda name, dtype: seen.append(name) or SimpleNamespace(**vars(known[name]) | {"name": name}),
+        lambda name, **_: seen.append(name) or SimpleNamespace(**vars(known[name]) | {"name": name}),
     )
     specs = ["topk:k=4|16", "topk:k=4|16@good", "topk:k=16@bad"]
     *_, found = evals.sweep(Models("bad"), task, all_samplers(specs), n=N, batch_size=N, progress=False)

@@ -21,7 +21,8 @@ import convert
 import dllm_jax
 import train
 from dllm_jax import Denoiser, DllmError
-from dllm_jax.low_rank import LowRankKernel, product
+from dllm_jax.kernels import product
+from dllm_jax.low_rank import LowRankKernel
 from dllm_jax.params import init_params
 from dllm_jax.sharding import param_shardings
 from samplers import generate

@@ -153,6 +153,7 @@ def merge(base: str | Path, adapters: str | Path, out: str | Path, *, overwrite:
     checkpoint.check_out(out, overwrite=overwrite)
     folder = checkpoint.find(base)
     config = checkpoint.load_config(folder)
+    checkpoint.require_plain(config, folder, "given adapters")
     trained, part, values, named = load_adapters(adapters)
     if config != trained:
         raise DllmError(f"the adapters in {adapters} were trained on a model of another config than {folder}'s")

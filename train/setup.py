@@ -109,6 +109,7 @@ def model_config(part: ModelPart, vocabulary: Any = None) -> ModelConfig:
         if part.config:
             raise DllmError(f"model.init {part.init} has its own config; remove model.config")
         config = checkpoint.load_config(checkpoint.find(part.init))
+        checkpoint.require_plain(config, part.init, "trained")
         if vocabulary is not None and (config.mask_id, config.eos_id) != (vocabulary.mask_id, vocabulary.eos_id):
             raise DllmError(f"model.init {part.init} has other special tokens than the task in data.source; train anew")
         return adapted(config, part.adapt) if part.adapt else config

@@ -1,0 +1,75 @@
+"""What is done with kernels and tables, whether plain, with an adapter beside them, or quantized.
+
+float16 has no number above 65504. What can exceed that in a Transformer is the stream that layers add to, the product
+of gate and up projections, and a sum of quantized weights; the rest is normalised, or in float32 anyway (scores of
+attention, logits). So in float16 those sums are float32 (`sums`), and what is multiplied again is scaled down to fit
+(`product_of_sums`). In other dtypes this changes nothing.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from dllm_jax.low_rank import LowRankKernel
+from dllm_jax.quantized import QuantizedKernel
+
+Table = jax.Array | QuantizedKernel
+Kernel = Table | LowRankKernel
+
+FLOAT16_ROOM = 2.0**15  # half of what float16 can hold
+
+
+def product(x: jax.Array, kernel: Kernel, dtype: jnp.dtype | None = None) -> jax.Array:
+    """x times a kernel, [..., in] x [in, ...] -> [..., ...], computed in the dtype of x.
+
+    Args:
+        dtype: of the result and its sums; that of x by default.
+    """
+    if isinstance(kernel, LowRankKernel):
+        y = product(x, kernel.kernel, dtype)
+        return y + kernel.added(x).astype(y.dtype)
+    if isinstance(kernel, QuantizedKernel):
+        return kernel.product(x, dtype)
+    return jnp.tensordot(x, kernel.astype(x.dtype), 1, preferred_element_type=dtype)
+
+
+def sums(dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype of sums whose terms have this one: float32 for float16, and otherwise the same."""
+    return jnp.dtype(jnp.float32 if dtype == jnp.float16 else dtype)
+
+
+def product_of_sums(x: jax.Array, kernel: Kernel, dtype: jnp.dtype) -> jax.Array:
+    """x times a kernel, [..., in] x [in, out] -> [..., out], computed in `dtype`; x is in its `sums`, the result too.
+
+    A position of x that does not fit is divided by what makes it fit, and its product multiplied.
+    """
+    if x.dtype == dtype:
+        return product(x, kernel)
+    factor = jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True) / FLOAT16_ROOM, 1.0)
+    return product((x / factor).astype(dtype), kernel, x.dtype) * factor
+
+
+def of_outputs(change: Callable[[jax.Array], jax.Array], kernel: Kernel) -> Kernel:
+    """A kernel after a change of all its arrays that have the axis of outputs."""
+    if isinstance(kernel, LowRankKernel):
+        return dataclasses.replace(kernel, kernel=of_outputs(change, kernel.kernel), b=change(kernel.b))
+    return jax.tree.map(change, kernel)
+
+
+def rows(table: Table, index: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """table[index] in `dtype`: [V, D] and [...] int32 -> [..., D]."""
+    if isinstance(table, QuantizedKernel):
+        return jax.tree.map(lambda x: x[index], table).dequantized(dtype)
+    return table[index].astype(dtype)
+
+
+def mixed_rows(weights: jax.Array, table: Table, dtype: jnp.dtype) -> jax.Array:
+    """sum over v of weights_v table_v, computed in `dtype`: [..., V] float32 and [V, D] -> [..., D]."""
+    if not isinstance(table, QuantizedKernel):
+        return jnp.tensordot(weights.astype(dtype), table, 1)
+    largest = jnp.max(table.scale)  # relative to it the scales fit beside probabilities in float16
+    shares = weights * (table.scale[:, 0] / largest)
+    y = jnp.tensordot(shares.astype(dtype), table.values.astype(dtype), 1, preferred_element_type=jnp.float32)
+    return (y * largest).astype(dtype)
