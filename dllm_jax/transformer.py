@@ -8,7 +8,7 @@ and other people's jit. Shape letters are those of `ModelConfig`.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +22,15 @@ from dllm_jax.kv_cache import KVCache, LayerKV, scatter_rows, slice_rows, write_
 from dllm_jax.low_rank import LowRankKernel, product
 from dllm_jax.moe import apply_experts
 
-if TYPE_CHECKING:
-    from dllm_jax.sharding import Layout
-
 Params = Mapping[str, jax.Array]
 Arrays = TypeVar("Arrays")
 RematPolicy = Callable[..., bool]
+
+
+class Layout(Protocol):
+    """What is asked of a `dllm_jax.sharding.Layout` here, which is built on this module."""
+
+    def locally(self, function: Callable[[jax.Array], jax.Array], axes: tuple[str | None, ...]) -> Callable: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +135,7 @@ class SelfAttention(nnx.Module):
         x = x if norm is None else norm(x)
         return x if self.clip is None else jnp.clip(x, -self.clip, self.clip)
 
-    def keys_values(self, x: jax.Array, cos: jax.Array, sin: jax.Array, layout: "Layout | None") -> LayerKV:
+    def keys_values(self, x: jax.Array, cos: jax.Array, sin: jax.Array, layout: Layout | None) -> LayerKV:
         x = _apart(x)
         key = _in_order(self.k_proj(x), "kv_heads", layout)
         x, key = _apart((x, key))
@@ -146,7 +149,7 @@ class SelfAttention(nnx.Module):
         sin: jax.Array,
         kv: LayerKV,
         mask: jax.Array,
-        layout: "Layout | None",
+        layout: Layout | None,
     ) -> jax.Array:
         query = self.heads(_in_order(self.q_proj(x), "heads", layout), self.q_norm)
         query = rotate(query, cos, sin)  # [B, T, N, H]
@@ -160,7 +163,7 @@ def _apart(arrays: Arrays) -> Arrays:
     return jax.lax.platform_dependent(arrays, cuda=jax.lax.optimization_barrier, default=lambda arrays: arrays)
 
 
-def _in_order(x: jax.Array, axis: str, layout: "Layout | None") -> jax.Array:
+def _in_order(x: jax.Array, axis: str, layout: Layout | None) -> jax.Array:
     """x [B, T, logical axis], on TPU with its axes in memory as they are written: left to itself the compiler wants
     heads before positions, and to get them so from the product it transposes the kernel in every step of a generation.
     """
@@ -266,7 +269,7 @@ class Transformer(nnx.Module):
         place: Place | None = None,
         outputs: tuple[jax.Array, int] | None = None,
         remat: RematPolicy | None = None,
-        layout: "Layout | None" = None,
+        layout: Layout | None = None,
     ) -> tuple[jax.Array, KVCache]:
         """Runs all layers over embedded inputs.
 
@@ -344,7 +347,7 @@ def _run_layer(
     skip: int,
     width: int,
     policy: RematPolicy | None,
-    layout: "Layout | None",
+    layout: Layout | None,
 ) -> tuple[jax.Array, LayerKV]:
     """One layer, with the arguments of `Transformer.forward`: its output, and its keys and values.
 
