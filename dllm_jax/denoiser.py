@@ -228,7 +228,8 @@ class Denoiser:
             visible = jnp.minimum(positions + 1, visible[:, None]) if causal else visible[:, None]
         x = model.embed_tokens(inputs) if jnp.issubdtype(inputs.dtype, jnp.integer) else inputs
         place = lambda x: x if self.layout is None else self.layout.place(x, ("batch", None, None))
-        hidden, kv = model.forward(place(x), positions, visible, **options)
+        with jax.named_scope("window_forward" if "kv" in options else "full_forward"):  # what profiles show
+            hidden, kv = model.forward(place(x), positions, visible, layout=self.layout, **options)
         return place(hidden), self._placed(kv)
 
     def _placed(self, kv: KVCache) -> KVCache:

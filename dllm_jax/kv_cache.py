@@ -19,6 +19,8 @@ class LayerKV(NamedTuple):
 
 KVCache = tuple[LayerKV, ...]
 
+UNROLLED_ROWS = 32  # of a batch that are written one by one where that is faster; the program grows with them
+
 
 def empty(num_layers: int, batch: int, length: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype) -> KVCache:
     """Zero-filled buffers for `length` positions: num_layers pairs of [batch, length, num_kv_heads, head_dim]."""
@@ -47,7 +49,21 @@ def write_rows(buffer: jax.Array, new: jax.Array, start: jax.Array, write: jax.A
         new = jnp.where(mask, new, slice_rows(buffer, start, new.shape[1]))
     if buffer.shape[0] == 1:
         return lax.dynamic_update_slice_in_dim(buffer, new, start[0], axis=1)
+    if buffer.shape[0] > UNROLLED_ROWS:
+        return _write_together(buffer, new, start)
+    return lax.platform_dependent(buffer, new, start, tpu=_write_one_by_one, default=_write_together)
+
+
+def _write_together(buffer: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+    """All rows by one scatter: a single kernel on GPU, but a loop over the rows on TPU."""
     return jax.vmap(lambda row, value, at: lax.dynamic_update_slice_in_dim(row, value, at, axis=0))(buffer, new, start)
+
+
+def _write_one_by_one(buffer: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+    for row in range(buffer.shape[0]):
+        at = (row, start[row], *(0,) * (buffer.ndim - 2))
+        buffer = lax.dynamic_update_slice(buffer, new[row : row + 1], at)
+    return buffer
 
 
 def scatter_rows(buffer: jax.Array, new: jax.Array, positions: jax.Array, write: jax.Array | None = None) -> jax.Array:

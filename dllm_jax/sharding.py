@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -96,11 +96,26 @@ class Layout:
         """
         if not jax.sharding.get_abstract_mesh().empty:
             return x
-        fits = (axis and not size % self.parts(axis) for size, axis in zip(x.shape, axes, strict=True))
-        spec = self.rules.spec(tuple(axis if fit else None for axis, fit in zip(axes, fits, strict=True)), self.mesh)
+        spec = self._spec(x, axes)
         weights = set(_present(self.rules.embed, self.mesh))
         spec = PartitionSpec(*(PartitionSpec.UNCONSTRAINED if weights & {*_names(entry)} else entry for entry in spec))
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+
+    def locally(self, function: Callable[[jax.Array], jax.Array], axes: tuple[str | None, ...]) -> Callable:
+        """A function from arrays to arrays of the same shape, with these logical axes, that every device applies to its
+        own part; it must be one to which parts are as good as the whole."""
+
+        def applied(x: jax.Array) -> jax.Array:
+            if not jax.sharding.get_abstract_mesh().empty:
+                return x
+            spec = self._spec(x, axes)
+            return jax.shard_map(function, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)
+
+        return applied
+
+    def _spec(self, x: jax.Array, axes: tuple[str | None, ...]) -> PartitionSpec:
+        fits = (axis and not size % self.parts(axis) for size, axis in zip(x.shape, axes, strict=True))
+        return self.rules.spec(tuple(axis if fit else None for axis, fit in zip(axes, fits, strict=True)), self.mesh)
 
 
 def param_shardings(config: ModelConfig, mesh: Mesh, rules: ShardingRules | None = None) -> dict[str, Any]:

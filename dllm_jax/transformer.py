@@ -8,11 +8,13 @@ and other people's jit. Shape letters are those of `ModelConfig`.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.experimental.layout import Layout as MemoryLayout
+from jax.experimental.layout import with_layout_constraint
 
 from dllm_jax.config import Experts, ModelConfig
 from dllm_jax.errors import DllmError
@@ -21,7 +23,14 @@ from dllm_jax.kv_cache import KVCache, LayerKV, scatter_rows, slice_rows, write_
 from dllm_jax.moe import apply_experts
 
 Params = Mapping[str, Any]  # arrays, and what stands for a kernel (`dllm_jax.kernels.Kernel`)
+Arrays = TypeVar("Arrays")
 RematPolicy = Callable[..., bool]
+
+
+class Layout(Protocol):
+    """What is asked of a `dllm_jax.sharding.Layout` here, which is built on this module."""
+
+    def locally(self, function: Callable[[jax.Array], jax.Array], axes: tuple[str | None, ...]) -> Callable: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,14 +160,42 @@ class SelfAttention(nnx.Module):
         x = x if norm is None else norm(x)
         return x if self.clip is None else jnp.clip(x, -self.clip, self.clip)
 
-    def keys_values(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> LayerKV:
-        key = rotate(self.heads(self.k_proj(x), self.k_norm), cos, sin)
-        return LayerKV(key, self.heads(self.v_proj(x), None))  # [B, T, K, H] each
+    def keys_values(self, x: jax.Array, cos: jax.Array, sin: jax.Array, layout: Layout | None) -> LayerKV:
+        x = _apart(x)
+        key = _in_order(self.k_proj(x), "kv_heads", layout)
+        x, key = _apart((x, key))
+        value = _in_order(self.v_proj(x), "kv_heads", layout)
+        return LayerKV(rotate(self.heads(key, self.k_norm), cos, sin), self.heads(value, None))  # [B, T, K, H] each
 
-    def attend(self, x: jax.Array, cos: jax.Array, sin: jax.Array, kv: LayerKV, mask: jax.Array) -> jax.Array:
-        query = rotate(self.heads(self.q_proj(x), self.q_norm), cos, sin)  # [B, T, N, H]
+    def attend(
+        self,
+        x: jax.Array,
+        cos: jax.Array,
+        sin: jax.Array,
+        kv: LayerKV,
+        mask: jax.Array,
+        layout: Layout | None,
+    ) -> jax.Array:
+        query = self.heads(_in_order(self.q_proj(x), "heads", layout), self.q_norm)
+        query = rotate(query, cos, sin)  # [B, T, N, H]
         out = attention(query, kv, mask)
         return self.o_proj(out.reshape(*x.shape[:-1], -1), sums(x.dtype))
+
+
+def _apart(arrays: Arrays) -> Arrays:
+    """The same arrays, but on CUDA unlike themselves to the compiler: of products of one array with several kernels it
+    makes one with all of them side by side, and to have them so it copies the weights in every forward."""
+    return jax.lax.platform_dependent(arrays, cuda=jax.lax.optimization_barrier, default=lambda arrays: arrays)
+
+
+def _in_order(x: jax.Array, axis: str, layout: Layout | None) -> jax.Array:
+    """x [B, T, logical axis], on TPU with its axes in memory as they are written: left to itself the compiler wants
+    heads before positions, and to get them so from the product it transposes the kernel in every step of a generation.
+    """
+    pin = lambda x: with_layout_constraint(x, MemoryLayout(tuple(range(x.ndim))))
+    if layout is not None:  # the partitioner would gather what is pinned
+        pin = layout.locally(pin, ("batch", None, axis))
+    return jax.lax.platform_dependent(x, tpu=pin, default=lambda x: x)
 
 
 class MLP(nnx.Module):
@@ -256,6 +293,7 @@ class Transformer(nnx.Module):
         place: Place | None = None,
         outputs: tuple[jax.Array, int] | None = None,
         remat: RematPolicy | None = None,
+        layout: Layout | None = None,
     ) -> tuple[jax.Array, KVCache]:
         """Runs all layers over embedded inputs.
 
@@ -269,6 +307,7 @@ class Transformer(nnx.Module):
                 last layer then computes no query and no feed-forward for the others.
             remat: for training, what of each layer is kept for the backward pass besides its input, the rest being
                 computed again (see `jax.checkpoint_policies`); None keeps everything.
+            layout: how the parameters lie on a mesh; None for one device, and where the caller places everything.
 
         Returns:
             Hidden states before the final norm [B, T or width, D], in the `sums` of the dtype of x, and the keys and
@@ -279,7 +318,7 @@ class Transformer(nnx.Module):
         keys = x.shape[1] if kv is None else kv[0].key.shape[1]
         mask = (jnp.arange(keys, dtype=jnp.int32) < visible[..., None])[:, None]  # [B, 1, T or 1, S]
         at, write = (None, None) if place is None else (place.at, place.write)
-        static = {"skip": 0 if place is None else place.skip, "policy": remat}
+        static = {"skip": 0 if place is None else place.skip, "policy": remat, "layout": layout}
         new: list[LayerKV] = []
         for index, layer in enumerate(self.layers):
             buffers = None if kv is None else kv[index]
@@ -314,7 +353,7 @@ def tile_of(table: jax.Array, axis: int, tile: Tile | None, parts: int) -> jax.A
     return cut.reshape(*before, parts * tile.width, *behind)
 
 
-@functools.partial(jax.jit, static_argnames=("skip", "width", "policy"))
+@functools.partial(jax.jit, static_argnames=("skip", "width", "policy", "layout"))
 def _run_layer(
     layer: Layer,
     x: jax.Array,
@@ -328,6 +367,7 @@ def _run_layer(
     skip: int,
     width: int,
     policy: RematPolicy | None,
+    layout: Layout | None,
 ) -> tuple[jax.Array, LayerKV]:
     """One layer, with the arguments of `Transformer.forward`: its output, and its keys and values.
 
@@ -337,13 +377,13 @@ def _run_layer(
     def run(layer: Layer, x: jax.Array) -> tuple[jax.Array, LayerKV]:
         (cos, sin), seen = rope, mask
         y = layer.attn_norm(x)
-        kv = layer.attn.keys_values(y, cos, sin)
+        kv = layer.attn.keys_values(y, cos, sin, layout)
         if buffers is not None and at is not None:
             kv = LayerKV(*map(Place(at, skip, write).put, buffers, kv))
         if first is not None:
             x, y, cos, sin = (slice_rows(part, first, width) for part in (x, y, cos, sin))
             seen = slice_rows(mask[:, 0], first, width)[:, None] if mask.shape[2] > 1 else mask
-        x = x + layer.attn.attend(y, cos, sin, kv, seen)
+        x = x + layer.attn.attend(y, cos, sin, kv, seen, layout)
         return x + layer.mlp(layer.mlp_norm(x)), kv
 
     return (run if policy is None else jax.checkpoint(run, policy=policy))(layer, x)

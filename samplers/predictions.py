@@ -217,6 +217,7 @@ def truncate(z: jax.Array, survives: jax.Array | None, mask_id: int) -> jax.Arra
     return jnp.where(survives | best, z, -jnp.inf)
 
 
+@jax.named_scope("vocabulary")
 def _reduce(scores: Readout, read: Callable[[Tile], T], merge: Callable[[T, T], T]) -> T:
     """What `merge` makes of `read` of all tiles; only one of them exists at a time.
 

@@ -1,0 +1,369 @@
+"""What XLA makes of a program for a device that is not there: `python -m benchmarks.compile --help`.
+
+Compiles for a TPU or an H100 on any machine and reads the result: memory of each device, what every loop's body copies
+and sends, loops within the forward, and on TPU the compiler's own estimate of cycles (asynchronous transfers and
+collectives are not in it, so compare versions of one program by it, not programs with each other). Nothing is run.
+
+    python -m benchmarks.compile --target v5e:2x2 --mesh tensor=4 --batch 8
+    python -m benchmarks.compile --target h100 --what window --layers 2 --json window.json
+
+A TPU needs `jax[tpu]` (libtpu), an H100 `jax[cuda12-local]` and `nvidia-cuda-nvcc-cu12`, in environments of their own:
+`make compile-check` makes the first.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__" and not __package__:  # run as a file: its folder holds a convert.py that is not `convert`
+    sys.path[0] = str(Path(__file__).parents[1])
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from benchmarks import hlo
+from dllm_jax import PUBLISHED, Denoiser, DllmError, Model, ModelConfig, published
+from dllm_jax.denoiser import Span
+from dllm_jax.params import abstract_params
+from dllm_jax.sharding import Layout, ShardingRules, batch_parts, batch_sharding, param_shardings
+from samplers import make_sampler, sample
+from samplers.predictions import Sampling, predict, readout
+
+GIB = 2**30
+MEMORY = {"v5e": 15.75, "v6e": 31.25, "v5p": 95.0, "h100": 79.1}
+"""GiB that a program may use of each kind of device."""
+
+H100 = Path(__file__).parent / "targets" / "h100.txtpb"
+CUDA_FLAGS = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"  # what cannot be tried is not chosen
+ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "true"}  # or libtpu looks for its machine
+WHAT = ("sample", "full", "window")
+FORWARDS = ("full", "window")
+
+
+def devices_of(target: str) -> list[Any]:
+    """The devices of an absent machine: "h100", or a TPU's topology such as "v5e:2x2".
+
+    Raises:
+        DllmError: for an unknown target, or where the compiler for it is not installed.
+    """
+    kind = target.partition(":")[0]
+    if kind not in MEMORY:
+        raise DllmError(f"no target is called {target!r}; give h100, or a TPU such as v5e:2x2")
+    os.environ.update(ENVIRONMENT)
+    try:
+        if kind == "h100":
+            os.environ["XLA_FLAGS"] = f"{CUDA_FLAGS} {os.environ.get('XLA_FLAGS', '')}"
+            text = H100.read_text()
+            return topologies.get_topology_desc(platform="cuda", target_config=text, topology="1x1x1").devices
+        return topologies.get_topology_desc(target, "tpu").devices
+    except Exception as error:  # whatever a plug-in that is missing makes of it
+        extra = "jax[cuda12-local] and nvidia-cuda-nvcc-cu12" if kind == "h100" else "jax[tpu]"
+        first = (str(error) or type(error).__name__).splitlines()[0]
+        raise DllmError(f"nothing here compiles for {target} ({first}); install {extra}") from None
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What is compiled.
+
+    Attributes:
+        config: of the model.
+        mesh: the absent devices.
+        batch, prompt_length, gen_length, block_length: shapes of the generation.
+        dtype: of the weights.
+        sampler: a spec, such as "threshold:cache=dual".
+    """
+
+    config: ModelConfig
+    mesh: Mesh
+    batch: int
+    prompt_length: int
+    gen_length: int
+    block_length: int
+    dtype: str
+    sampler: str
+
+    @property
+    def length(self) -> int:
+        """S."""
+        return self.prompt_length + self.gen_length
+
+    def ints(self, *shape: int) -> jax.ShapeDtypeStruct:
+        """Integers that are split like a batch."""
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(self.mesh))
+
+    def denoiser(self) -> Denoiser:
+        """The model without its weights."""
+        params = abstract_params(self.config, self.dtype, param_shardings(self.config, self.mesh))
+        return Denoiser(self.config, params, Layout(self.mesh) if self.mesh.size > 1 else None)  # type: ignore[arg-type]
+
+    def kv_shape(self) -> hlo.Shape:
+        """A device's part of a layer's buffer of keys."""
+        config, parts = self.config, Layout(self.mesh).parts("kv_heads")
+        rows = self.batch // batch_parts(self.mesh)
+        return _name(self.dtype), (rows, self.length, config.num_kv_heads // parts, config.head_dim)
+
+    def weight_shapes(self) -> set[hlo.Shape]:
+        """A device's part of every matrix."""
+        params = self.denoiser().params.values()
+        return {(_name(self.dtype), param.sharding.shard_shape(param.shape)) for param in params if param.ndim > 1}
+
+
+def _name(dtype: str) -> str:
+    return {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}[dtype]
+
+
+def compiled(what: str, setting: Setting) -> Any:
+    """The compiled program: a whole generation, a forward over everything, or one over a block.
+
+    The latter two end with what is read off the block's logits, and hand on the buffers.
+    """
+    denoiser, (B, S, W) = setting.denoiser(), (setting.batch, setting.length, setting.block_length)
+    if what == "sample":
+        model = Model(setting.config, dict(denoiser.params), None, "absent")
+        options = {"gen_length": setting.gen_length, "block_length": W, "ignore_eos": True}
+        sampler = make_sampler(model, setting.sampler, **options)
+        return (
+            jax.jit(sample).lower(sampler, denoiser, setting.ints(B, setting.prompt_length), setting.ints(B)).compile()
+        )
+
+    def read(denoiser: Denoiser, hidden: jax.Array) -> jax.Array:
+        found = predict(readout(denoiser, hidden), Sampling(), mask_id=denoiser.mask_id, score_from="raw", draw=None)
+        return found.token, found.confidence
+
+    def full(denoiser: Denoiser, tokens: jax.Array, lengths: jax.Array, start: jax.Array) -> Any:
+        hidden, kv = denoiser.forward(tokens, lengths, outputs=Span(start, W))
+        return read(denoiser, hidden), kv
+
+    def window(denoiser: Denoiser, tokens: jax.Array, lengths: jax.Array, start: jax.Array, kv: Any) -> Any:
+        hidden, kv = denoiser.forward(tokens, lengths, at=Span(start, W), kv=kv)
+        return read(denoiser, hidden), kv
+
+    arguments = (denoiser, setting.ints(B, S), setting.ints(B), setting.ints(B))
+    if what == "full":
+        return jax.jit(full).lower(*arguments).compile()
+    kv = jax.eval_shape(lambda: denoiser.empty_cache(B, S))
+    split = ShardingRules().spec(("batch", None, "kv_heads", "head_dim"), setting.mesh)
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(setting.mesh, split))
+    return jax.jit(window, donate_argnums=4).lower(*arguments, jax.tree.map(place, kv)).compile()
+
+
+def label(own: Sequence[hlo.Instruction], at: hlo.Instruction | None) -> str:
+    """What a loop does: a step of the generation, a forward, a pass over the vocabulary, or what the compiler made one
+    of, a scatter or a gather."""
+    if at is None:
+        return "program"
+    path = at.scope.split("/")
+    if path[-1] != "while":
+        return path[-1]
+    if "vocabulary" in path:
+        return "vocabulary"
+    layers = {
+        name for each in own if "_run_layer" in each.scope for name in FORWARDS if f"{name}_forward" in each.scope
+    }
+    return "step" if path.count("while") == 1 else min(layers, default="loop")
+
+
+def describe(program: Any, setting: Setting) -> dict[str, Any]:
+    """What there is to know about a compiled program; sizes in bytes, of one device."""
+    memory, text = program.memory_analysis(), program.as_text()
+    found = hlo.read(text)
+    root = hlo.loops(found, label)
+    kv, weights = setting.kv_shape(), setting.weight_shapes()
+    is_weight = lambda shape: any(holds(shape, weight) for weight in weights)
+    rows = []
+    for depth, loop in root.walk():
+        kv_copies = hlo.moved(found, loop, lambda shape: len(shape[1]) > 2 and hlo.is_like(shape, kv))
+        weight_copies = hlo.moved(found, loop, is_weight)
+        rows.append(
+            {
+                "loop": loop.name,
+                "depth": depth,
+                "trips": loop.trips,
+                "kernels": loop.kernels,
+                "inner_loops": len(loop.inner),
+                "serial_writes": sum(inner.name == "scatter" for inner in loop.inner),
+                "cycles": loop.cycles,
+                "kv_copies": kv_copies[0],
+                "kv_copy_bytes": kv_copies[1],
+                "weight_copies": weight_copies[0],
+                "weight_copy_bytes": weight_copies[1],
+                "collectives": {kind: list(numbers) for kind, numbers in loop.collectives.items()},
+            }
+        )
+    peak = getattr(memory, "peak_memory_in_bytes", 0) or (
+        memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
+    )
+    return {
+        "argument_bytes": memory.argument_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "peak_bytes": peak,
+        "loops": rows,
+    }
+
+
+def holds(shape: hlo.Shape, weight: hlo.Shape) -> bool:
+    """Whether an array can be a matrix, in some order of its axes, or several side by side."""
+    if shape[0] != weight[0] or len(shape[1]) != 2:
+        return False
+    sides = [shape[1], shape[1][::-1]]
+    return any(a == c and b >= d for a, b in sides for c, d in [weight[1], weight[1][::-1]])
+
+
+COLUMNS = ("loop", "trips", "kernels", "Mcycles", "kv copies", "weight copies", "sent")
+
+
+def table(result: dict[str, Any]) -> str:
+    """A line for the memory, and one for every loop."""
+    verdict = "fits" if result["fits"] else "does not fit"
+    sizes = [f"{name} {result[f'{name}_bytes'] / GIB:.2f} GiB" for name in ("argument", "temporary", "peak")]
+    lines = [f"{result['title']}: {', '.join(sizes)}: {verdict} {result['memory_bytes'] / GIB:.2f} GiB a device"]
+    cells = [COLUMNS] + [_cells(row, result["loops"]) for row in result["loops"]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(COLUMNS))]
+    return "\n".join(
+        [*lines, *("  ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)).rstrip() for row in cells)]
+    )
+
+
+def _cells(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    copies = [f"{row[f'{kind}_copies']} ({row[f'{kind}_copy_bytes'] / 2**20:.0f} MiB)" for kind in ("kv", "weight")]
+    sent = ", ".join(f"{count} {kind} ({total / 2**20:.1f} MiB)" for kind, (count, total) in row["collectives"].items())
+    cycles = f"{row['cycles'] / 1e6:.2f}" if any(each["cycles"] for each in rows) else "-"
+    name = "  " * row["depth"] + row["loop"]
+    return name, str(row["trips"] or "-"), str(row["kernels"]), cycles, *copies, sent or "-"
+
+
+def faults(result: dict[str, Any]) -> list[str]:
+    """What a program should not do, a sentence for each."""
+    found = []
+    for row in result["loops"]:
+        for kind, what in (("kv", "key/value buffers"), ("weight", "weights")):
+            if row["depth"] and row[f"{kind}_copies"]:
+                found.append(f"the body of loop {row['loop']!r} copies {row[f'{kind}_copies']} {what}")
+        if row["serial_writes"]:
+            found.append(f"the body of loop {row['loop']!r} writes in {row['serial_writes']} loops, row by row")
+    return found
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line's options."""
+    made = argparse.ArgumentParser(
+        prog="python -m benchmarks.compile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = made.add_argument
+    add("--target", required=True, metavar="NAME", help="v5e:2x2, v6e:2x2, v5p:2x2x4, ... or h100")
+    add("--mesh", default="tensor=1", metavar="AXIS=N,...", help="devices of the target that are used (default: one)")
+    add("--model", default="llada-8b-instruct", choices=sorted(PUBLISHED), metavar="NAME")
+    add("--layers", type=int, default=4, help="of the model (default: 4, which show what all do; 0: all)")
+    add("--what", default="sample", choices=WHAT, help="a whole generation (default), or one forward")
+    add("--sampler", default="threshold:cache=dual", metavar="SPEC")
+    add("--batch", type=int, default=1)
+    add("--prompt-length", type=int, default=256)
+    add("--gen-length", type=int, default=256)
+    add("--block-length", type=int, default=32)
+    add("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    add("--check", action="store_true", help="end with 1 where a loop copies buffers or weights, or writes row by row")
+    add("--hlo", type=Path, metavar="FILE", help="write the compiled program's text")
+    add("--json", type=Path, metavar="FILE", help="add the result to this file's list")
+    return made
+
+
+def mesh_of(devices: Sequence[Any], axes: str) -> Mesh:
+    """The mesh of "tensor=4,data=2" on the first of these devices.
+
+    Raises:
+        DllmError: for something else, and for more devices than there are.
+    """
+    try:
+        sizes = {name: int(count) for name, _, count in (part.partition("=") for part in axes.split(","))}
+    except ValueError:
+        raise DllmError(f"--mesh {axes} is no mesh; write axes such as tensor=4,data=2") from None
+    count = math.prod(sizes.values())
+    if not 1 <= count <= len(devices):
+        raise DllmError(f"--mesh {axes} needs {count} devices and the target has {len(devices)}; name a larger one")
+    shape = np.array(devices[:count]).reshape(*sizes.values())
+    return Mesh(shape, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def report(options: argparse.Namespace) -> dict[str, Any]:
+    """Compiles, and describes the result.
+
+    Raises:
+        DllmError: for settings that cannot be, and a program that the compiler refuses.
+    """
+    for name in ("batch", "prompt_length", "gen_length", "block_length"):
+        if (number := getattr(options, name)) < 1:
+            raise DllmError(f"--{name.replace('_', '-')} is {number}; it must be at least 1")
+    mesh = mesh_of(devices_of(options.target), options.mesh)
+    config = published(options.model)
+    config = config.replace(num_layers=options.layers or config.num_layers)
+    shapes = (options.batch, options.prompt_length, options.gen_length, options.block_length)
+    setting = Setting(config, mesh, *shapes, options.dtype, options.sampler)
+    start = time.perf_counter()
+    try:
+        program = compiled(options.what, setting)
+    except jax.errors.JaxRuntimeError as error:
+        raise DllmError(f"{options.target} refuses the program: {str(error).splitlines()[0]}") from None
+    seconds = time.perf_counter() - start
+    if options.hlo:
+        options.hlo.write_text(program.as_text())
+    found = describe(program, setting)
+    memory = int(MEMORY[options.target.partition(":")[0]] * GIB)
+    what = f"{options.sampler} " if options.what == "sample" else ""
+    title = f"{options.target} {options.mesh} {options.model} {config.num_layers} layers {what}{options.what}"
+    keys = (
+        "target",
+        "mesh",
+        "model",
+        "what",
+        "sampler",
+        "batch",
+        "prompt_length",
+        "gen_length",
+        "block_length",
+        "dtype",
+    )
+    return {
+        "title": f"{title} batch {options.batch}",
+        **{key: getattr(options, key) for key in keys},
+        "layers": config.num_layers,
+        "jax": jax.__version__,
+        "compile_seconds": round(seconds, 1),
+        "memory_bytes": memory,
+        "fits": found["peak_bytes"] <= memory,
+        **found,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs what the command line says; 0 when it worked, 1 for faults that `--check` found, 2 after a mistake, which is
+    printed as one sentence."""
+    options = parser().parse_args(arguments)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        result = report(options)
+    except DllmError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(table(result))
+    for fault in (found := faults(result) if options.check else []):
+        print(f"fault: {fault}", file=sys.stderr)
+    if options.json:
+        before = json.loads(options.json.read_text()) if options.json.exists() else []
+        options.json.write_text(json.dumps([*before, result], indent=1) + "\n")
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

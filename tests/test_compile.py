@@ -1,0 +1,130 @@
+"""Reading compiled programs: loops, copies and what is sent; and the command's sentences."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+from train_toys import LLADA
+
+from benchmarks import compile as bench
+from benchmarks import hlo
+
+PROGRAM = """HloModule jit_f, entry_computation_layout={(bf16[8,16,4]{2,1,0})->bf16[8,16,4]{2,1,0}}
+
+%moves (p.1: bf16[8,16,4]) -> bf16[8,16,4] {
+  %p.1 = bf16[8,16,4]{2,1,0:T(8,128)(2,1)} parameter(0)
+  ROOT %copy.1 = bf16[8,16,4]{1,2,0:T(8,128)(2,1)} copy(%p.1), metadata={op_name="jit(f)/while/body/copy"}
+}
+
+%adds (p.2: bf16[8,16,4]) -> bf16[8,16,4] {
+  %p.2 = bf16[8,16,4]{2,1,0} parameter(0)
+  %copy.2 = bf16[8,16,4]{1,2,0} copy(%p.2)
+  %early.1 = f32[8,4]{1,0} all-gather(%p.2), channel_id=9, dimensions={1}
+  ROOT %add.1 = bf16[8,16,4]{1,2,0} add(%copy.2, %copy.2)
+}
+
+%inner (t: (s32[], bf16[8,16,4])) -> (s32[], bf16[8,16,4]) {
+  %t = (s32[]{:T(128)}, bf16[8,16,4]{2,1,0:T(8,128)(2,1)S(1)}) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %x = bf16[8,16,4]{2,1,0} get-tuple-element(%t), index=1
+  ROOT %out = (s32[], bf16[8,16,4]{2,1,0}) tuple(%i, %x)
+}
+
+%test (t.1: (s32[], bf16[8,16,4])) -> pred[] {
+  %t.1 = (s32[], bf16[8,16,4]{2,1,0}) parameter(0)
+  ROOT %go = pred[] constant(false)
+}
+
+%body (s: (s32[], bf16[8,16,4])) -> (s32[], bf16[8,16,4]) {
+  %s = (s32[], bf16[8,16,4]{2,1,0}) parameter(0)
+  %j = s32[] get-tuple-element(%s), index=0
+  %y = bf16[8,16,4]{2,1,0} get-tuple-element(%s), index=1
+  %moved = bf16[8,16,4]{1,2,0} fusion(%y), kind=kLoop, calls=%moves, backend_config={"estimated_cycles":"70"}
+  %added = bf16[8,16,4]{1,2,0} fusion(%moved), kind=kLoop, calls=%adds, backend_config={"estimated_cycles":"30"}
+  %early = (bf16[8,16,4]{1,2,0:S(1)}, bf16[8,16,4]{1,2,0}, u32[]{:S(2)}) copy-start(%added)
+  %late = bf16[8,16,4]{1,2,0:S(1)} copy-done(%early)
+  %sides = bf16[4,32]{1,0} concatenate(%a, %b), dimensions={1}
+  %sum = f32[8,4]{1,0} all-reduce(%c), channel_id=7, to_apply=%test
+  %pair = (s32[], bf16[8,16,4]{2,1,0}) tuple(%j, %late)
+  ROOT %loop.2 = (s32[], bf16[8,16,4]{2,1,0}) while(%pair), condition=%test, body=%inner, \
+metadata={op_name="jit(f)/while/body/vmap()/scatter"}, backend_config={"known_trip_count":{"n":"3"}}
+}
+
+ENTRY %main (x.1: bf16[8,16,4]) -> bf16[8,16,4] {
+  %x.1 = bf16[8,16,4]{2,1,0} parameter(0)
+  %first = (s32[], bf16[8,16,4]{2,1,0}) tuple(%zero, %x.1)
+  %loop.1 = (s32[], bf16[8,16,4]{2,1,0}) while(%first), condition=%test, body=%body, metadata={op_name="jit(f)/while"}
+  ROOT %result = bf16[8,16,4]{2,1,0} get-tuple-element(%loop.1), index=1
+}
+"""
+
+
+def test_loops_are_found_with_what_a_turn_costs() -> None:
+    root = hlo.loops(hlo.read(PROGRAM), bench.label)
+    assert [(depth, loop.name, loop.trips) for depth, loop in root.walk()] == [
+        (0, "program", None),
+        (1, "step", None),
+        (2, "scatter", 3),
+    ]
+    (step,) = root.inner
+    assert step.cycles == 100
+    assert step.kernels == 5  # two fusions, the start of a transfer, a concatenation, an all-reduce
+    assert step.collectives == {"all-reduce": (1, 8 * 4 * 4), "all-gather": (1, 8 * 4 * 4)}
+
+
+def test_copies_are_told_from_work_and_from_transfers() -> None:
+    program = hlo.read(PROGRAM)
+    (step,) = hlo.loops(program, bench.label).inner
+    kv, weight = ("bf16", (16, 8, 4)), ("bf16", (16, 4))
+    assert hlo.moved(program, step, lambda shape: hlo.is_like(shape, kv)) == (1, 8 * 16 * 4 * 2)
+    assert hlo.moved(program, step, lambda shape: hlo.is_like(shape, ("f32", kv[1]))) == (0, 0)
+    assert hlo.moved(program, step, lambda shape: bench.holds(shape, weight)) == (1, 4 * 32 * 2)
+
+
+@pytest.fixture(scope="module")
+def setting():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tensor",), axis_types=(AxisType.Auto,))
+    config = LLADA.replace(num_heads=4, num_kv_heads=2)
+    return bench.Setting(config, mesh, 2, 8, 16, 8, "float32", "threshold:cache=dual")
+
+
+def test_a_generation_is_one_loop_of_full_and_window_forwards(setting) -> None:
+    found = bench.describe(bench.compiled("sample", setting), setting)
+    names = [(row["depth"], row["loop"]) for row in found["loops"]]
+    assert names[:2] == [(0, "program"), (1, "step")]
+    assert {(2, "full"), (2, "window")} <= set(names)
+    forwards = [row for row in found["loops"] if row["loop"] in bench.FORWARDS]
+    # one for the embedding, two for each layer
+    assert [row["collectives"]["all-reduce"][0] for row in forwards] == [2 * setting.config.num_layers + 1] * 2
+    assert found["argument_bytes"] > 0 and found["peak_bytes"] >= found["argument_bytes"]
+
+
+@pytest.mark.parametrize("what", bench.FORWARDS)
+def test_a_forward_alone_is_compiled(setting, what: str) -> None:
+    (program, *_) = bench.describe(bench.compiled(what, setting), setting)["loops"]
+    assert program["loop"] == "program" and program["collectives"]["all-reduce"][0] > setting.config.num_layers
+
+
+def test_faults_are_named() -> None:
+    row = {"loop": "window", "depth": 2, "kv_copies": 2, "weight_copies": 0, "serial_writes": 4}
+    found = bench.faults({"loops": [row, {**row, "depth": 0, "serial_writes": 0}]})
+    assert found == [
+        "the body of loop 'window' copies 2 key/value buffers",
+        "the body of loop 'window' writes in 4 loops, row by row",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--target", "v9"], "no target is called 'v9'; give h100, or a TPU such as v5e:2x2"),
+        (["--target", "v5e:2x2", "--mesh", "tensor"], "--mesh tensor is no mesh; write axes such as tensor=4,data=2"),
+        (["--target", "v5e:2x2", "--mesh", "tensor=9"], "--mesh tensor=9 needs 9 devices and the target has 8; name"),
+        (["--target", "v5e:2x2", "--batch", "0"], "--batch is 0; it must be at least 1"),
+    ],
+)
+def test_mistakes_get_a_sentence(arguments, sentence: str, capsys, monkeypatch) -> None:
+    known = bench.devices_of
+    monkeypatch.setattr(bench, "devices_of", lambda name: known(name) if name == "v9" else jax.devices())
+    assert bench.main(arguments) == 2
+    assert sentence in capsys.readouterr().err
