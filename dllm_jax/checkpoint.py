@@ -193,17 +193,28 @@ def _restored(path: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]) 
     """The parameters as they are stored, straight into the shardings of `wanted`."""
     from orbax.checkpoint import v1 as ocp  # here, because it takes two seconds to import
 
-    entries = {key: x for name, param in wanted.items() for key, x in _entries(name, param).items()}
-    for key, x in entries.items():
+    flat = flattened(wanted)
+    for key, x in flat.items():
         if _is_quantized(key, stored) and stored[key].dtype != x.dtype:
             found = f"{stored[key].dtype}, not {x.dtype}"
             raise DllmError(f"{path}: {key} is stored as {found}; convert the checkpoint again")
     try:
-        read = dict(ocp.load(path, entries))
+        return unflattened(dict(ocp.load(path, flat)), wanted)
     except Exception as error:  # Orbax raises whatever its storage layer does
         raise _read_error(path, error) from error
-    put_together = lambda name, like: jax.tree.unflatten(jax.tree.structure(like), map(read.get, _entries(name, like)))
-    return {name: put_together(name, like) for name, like in wanted.items()}
+
+
+def flattened(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters as they are stored: of a quantized kernel two arrays, with names of their own."""
+    return {key: x for name, param in params.items() for key, x in _entries(name, param).items()}
+
+
+def unflattened(stored: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters such as `like` from what is stored of them."""
+    put_together = lambda name, like: jax.tree.unflatten(
+        jax.tree.structure(like), map(stored.get, _entries(name, like))
+    )
+    return {name: put_together(name, param) for name, param in like.items()}
 
 
 def _entries(name: str, param: Any) -> dict[str, Any]:
@@ -271,8 +282,7 @@ def check_names_and_shapes(found: Mapping[str, tuple[int, ...]], config: ModelCo
     Raises:
         DllmError: naming the first missing, unexpected and misshapen parameters together.
     """
-    entries = (_entries(name, param) for name, param in abstract_params(config).items())
-    wanted = {key: x.shape for parts in entries for key, x in parts.items()}
+    wanted = {key: x.shape for key, x in flattened(abstract_params(config)).items()}
     faults = [f"missing {name}" for name in sorted(wanted.keys() - found.keys())]
     faults += [f"unexpected {name}" for name in sorted(found.keys() - wanted.keys())]
     faults += [

@@ -19,6 +19,7 @@ from samplers.caches import (
 )
 from samplers.canvas import Canvas
 from samplers.engine import Result, Sampler, sample, sample_jit, stream
+from samplers.exported import export
 from samplers.generate import Generation, generate
 from samplers.noise import KeyNoise, Noise
 from samplers.pipeline import PipelineSampler, PipelineState
@@ -85,6 +86,7 @@ __all__ = [
     "TopK",
     "Verifier",
     "VicinityCache",
+    "export",
     "generate",
     "make_sampler",
     "parse_sampler",

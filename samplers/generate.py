@@ -134,8 +134,12 @@ def check_lengths(model: Model, sampler: CanvasSampler, rows: Sequence[Sequence[
     Raises:
         DllmError: when prompt and canvas together are longer than the model was trained for.
     """
+    check_width(model, sampler, max((len(row) for row in rows), default=0))
+
+
+def check_width(model: Model, sampler: CanvasSampler, longest: int) -> None:
+    """As `check_lengths`, for a longest prompt of so many tokens."""
     limit = model.config.max_length
-    longest = max((len(row) for row in rows), default=0)
     total = max(longest + sampler.gen_length, sampler.canvas_length or 0)
     if total > limit:
         parts = f"a prompt of {longest} tokens and a canvas up to position {total}"

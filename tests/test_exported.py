@@ -1,0 +1,85 @@
+"""A generation that was exported runs without this library, and writes the same tokens."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import pytest
+from jax import export as jax_export
+
+import dllm_jax
+from dllm_jax import DllmError
+from samplers import export, generate, make_sampler
+from samplers.generate import pad_prompts, prepare
+
+PROMPTS = ["Hello there", "Hi"]
+
+# What a machine has that got two things, the program and the checkpoint's folder of weights.
+ELSEWHERE = """
+import json, sys
+for name in ("dllm_jax", "samplers", "convert", "train", "evals"):
+    sys.modules[name] = None  # importing it now is an error
+import jax
+import jax.numpy as jnp
+from orbax.checkpoint import v1 as ocp
+
+program, params, prompt, lengths = sys.argv[1:]
+exported = jax.export.deserialize(bytearray(open(program, "rb").read()))
+integers = lambda text: jnp.asarray(json.loads(text), jnp.int32)
+result = exported.call(dict(ocp.load(params)), integers(prompt), integers(lengths), jnp.int32(3))
+print(json.dumps({name: x.tolist() for name, x in result.items()}))
+"""
+
+
+def elsewhere(program, folder, prompt, lengths):
+    arguments = [str(program), str(folder / "params"), json.dumps(prompt.tolist()), json.dumps(lengths.tolist())]
+    done = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE, *arguments], capture_output=True, text=True, cwd=program.parent
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_it_runs_where_the_library_is_not(llada_tiny, tmp_path, quantize) -> None:
+    folder = llada_tiny.folder
+    if quantize is not None:
+        model = dllm_jax.load(folder, quantize=quantize)
+        dllm_jax.checkpoint.save(tmp_path / "small", model.config, model.params.items())
+        folder = tmp_path / "small"
+    model = dllm_jax.load(folder)
+    options = {"gen_length": 16, "block_length": 8, "cache": "dual", "temperature": 0.7}
+    sampler, rows, _ = prepare(model, PROMPTS, sampler="threshold:threshold=0.6", seed=3, chat=False, **options)
+    prompt, lengths = pad_prompts(rows)
+    (tmp_path / "program").write_bytes(
+        export(sampler, model, batch=2, prompt_length=prompt.shape[1], platforms=["cpu"])
+    )
+    found = elsewhere(tmp_path / "program", folder, prompt, lengths)
+    wanted = generate(model, PROMPTS, sampler=sampler, seed=3)
+    assert found["tokens"] == [answer.canvas for answer in wanted]
+    assert found["nfe"] == [answer.nfe for answer in wanted]
+
+
+def test_other_platforms_need_not_be_here(llada_tiny) -> None:
+    sampler = make_sampler(llada_tiny, "eb", gen_length=8, block_length=8, cache="prefix")
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), llada_tiny.params)
+    absent = dllm_jax.Model(llada_tiny.config, shapes, None, "absent")
+    exported = jax_export.deserialize(export(sampler, absent, batch=2, prompt_length=32))
+    assert exported.platforms == ("cpu", "cuda", "tpu")
+    assert sorted(exported.in_tree.unflatten(range(exported.in_tree.num_leaves))[0][0]) == sorted(llada_tiny.params)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"batch": 0}, "batch is 0; it must be at least 1"),
+        ({"prompt_length": 10**6}, "a prompt of 1000000 tokens and a canvas up to position 1000008 exceed the"),
+        ({"platforms": ["cpu", "npu"]}, "^platform 'npu' is unknown; use cpu, cuda, rocm, tpu$"),
+        ({"platforms": []}, "^no platform to export for; name some of cpu"),
+    ],
+)
+def test_mistakes_get_a_sentence(llada_tiny, options, sentence) -> None:
+    sampler = make_sampler(llada_tiny, gen_length=8, block_length=8)
+    with pytest.raises(DllmError, match=sentence):
+        export(sampler, llada_tiny, **{"prompt_length": 32, **options})
