@@ -1,6 +1,7 @@
 # `make test` and `make demo` set a fresh machine up by themselves: they need Python >= 3.11 and pip's package index.
 #   make test       lint, types and tests               make goldens    every recorded case, compiled as users compile
 #   make demo       an embedded model at work           make parity     compare with transformers (fetches PyTorch)
+#   make slow       the tests that take long            make compile-check    what XLA makes of it for a TPU (fetches libtpu)
 #   make format     rewrite the code in ruff's style    make clean      remove everything that make made
 #   make PYTHON=... the Python to build .venv with      make goldens GOLDENS=DIR    those of another folder
 
@@ -20,7 +21,13 @@ PARITY := .parity
 
 GOLDENS ?= tests/goldens
 
-.PHONY: test lint format typecheck pytest goldens parity demo clean
+# The compilers for absent devices, each in an environment of its own: TARGET=h100 needs other packages than a TPU.
+TARGET ?= v5e:2x2
+MESH ?= $(if $(filter h100,$(TARGET)),tensor=1,tensor=4)
+AOT := .aot/$(firstword $(subst :, ,$(TARGET)))
+AOT_PACKAGES = $(if $(filter h100,$(TARGET)),'jax[cuda12-local]'==$$jax nvidia-cuda-nvcc-cu12,'jax[tpu]'==$$jax)
+
+.PHONY: test lint format typecheck pytest slow slow-list goldens parity compile-check demo clean
 
 test: lint typecheck pytest
 
@@ -36,7 +43,15 @@ typecheck: $(READY)
 	$(PY) -m mypy $(PACKAGES)
 
 pytest: $(READY)
-	$(PY) -m pytest -q --durations=10 -n auto --dist worksteal
+	$(PY) -m pytest -q --durations=10 -n auto --dist worksteal -m 'not slow'
+
+slow: $(READY)
+	$(PY) -m pytest -q --durations=10 -n auto --dist worksteal -m slow
+
+# Which tests those are, by running all of them; with a cold cache, and nothing else to do for the machine.
+slow-list: $(READY)
+	rm -rf .jax_cache
+	$(PY) -m pytest -q -n auto --dist worksteal --list-slow 5
 
 goldens: $(READY)
 	DLLM_JAX_AS_USERS=1 $(PY) -m pytest -q -n auto --dist worksteal tests/test_goldens.py tests/test_combinations.py --goldens=$(GOLDENS)
@@ -44,6 +59,9 @@ goldens: $(READY)
 parity: $(READY) $(PARITY)/.installed
 	PYTHONPATH=$(PARITY) $(PY) -c 'import torch'
 	PYTHONPATH=$(PARITY) $(PY) -m pytest -q tests/test_parity_transformers.py
+
+compile-check: $(READY) $(AOT)/.installed
+	$(AOT)/bin/python -m benchmarks.compile --target $(TARGET) --mesh $(MESH) --batch 8 --check
 
 demo: export DLLM_JAX_HOME := $(CURDIR)/.demo
 demo: $(READY)
@@ -69,7 +87,7 @@ embedded-%: $(READY)
 	$(PY) -m evals run --model $* --task $(TASK_$*) --sampler topk --n 2000 --json > convert/embedded/$*/scores.json
 
 clean:
-	rm -rf $(VENV) $(PARITY) .demo .jax_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) $(PARITY) .aot .demo .jax_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 
 # An environment that does not run (its Python is gone) is made anew, one that runs is kept.
 ifneq ($(shell $(PY) -c '$(USABLE)' 2>/dev/null && echo runs),runs)
@@ -95,4 +113,10 @@ $(READY): pyproject.toml
 $(PARITY)/.installed: | $(READY)
 	rm -rf $(PARITY)
 	$(PY) -m pip install -q --target $(PARITY) '$(TORCH)'
+	touch $@
+
+$(AOT)/.installed: | $(READY)
+	rm -rf $(AOT)
+	$(PY) -m venv $(AOT)
+	jax=$$($(PY) -c 'import jax; print(jax.__version__)'); $(AOT)/bin/python -m pip install -q -e . $(AOT_PACKAGES)
 	touch $@

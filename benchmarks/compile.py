@@ -137,7 +137,7 @@ def compiled(what: str, setting: Setting) -> Any:
             jax.jit(sample).lower(sampler, denoiser, setting.ints(B, setting.prompt_length), setting.ints(B)).compile()
         )
 
-    def read(denoiser: Denoiser, hidden: jax.Array) -> jax.Array:
+    def read(denoiser: Denoiser, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
         found = predict(readout(denoiser, hidden), Sampling(), mask_id=denoiser.mask_id, score_from="raw", draw=None)
         return found.token, found.confidence
 

@@ -164,16 +164,20 @@ def loops(program: Program, label: Callable[[Sequence[Instruction], Instruction 
 
     def within(instructions: Sequence[Instruction]) -> Iterator[Instruction]:
         for each in instructions:
-            yield each
             if each.opcode == "fusion":
                 for called in each.called:
+                    yield from program.computations[called]
                     yield from within(program.computations[called])
+
+    def sent(own: Sequence[Instruction]) -> list[Instruction]:
+        # Layers that are one computation share their channels; within fusions, several work on one transfer.
+        sends = lambda each: each.opcode.removesuffix("-start") in COLLECTIVES
+        return [*filter(sends, own), *{each.channel: each for each in filter(sends, within(own))}.values()]
 
     def loop(name: str, at: Instruction | None) -> Loop:
         own = list(body(name))
         inner = [loop(each.called[0], each) for each in own if each.opcode == "while"]
-        sent = {each.channel: each for each in within(own) if each.opcode.removesuffix("-start") in COLLECTIVES}
-        return Loop(label(own, at), own, inner, list(sent.values()), at.trips if at else None)
+        return Loop(label(own, at), own, inner, sent(own), at.trips if at else None)
 
     return loop(program.entry, None)
 

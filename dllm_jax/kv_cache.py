@@ -61,7 +61,7 @@ def _write_together(buffer: jax.Array, new: jax.Array, start: jax.Array) -> jax.
 
 def _write_one_by_one(buffer: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
     for row in range(buffer.shape[0]):
-        at = (row, start[row], *(0,) * (buffer.ndim - 2))
+        at = [jnp.int32(row), start[row], *[jnp.int32(0)] * (buffer.ndim - 2)]
         buffer = lax.dynamic_update_slice(buffer, new[row : row + 1], at)
     return buffer
 

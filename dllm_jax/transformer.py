@@ -160,7 +160,7 @@ class SelfAttention(nnx.Module):
         x = x if norm is None else norm(x)
         return x if self.clip is None else jnp.clip(x, -self.clip, self.clip)
 
-    def keys_values(self, x: jax.Array, cos: jax.Array, sin: jax.Array, layout: Layout | None) -> LayerKV:
+    def keys_values(self, x: jax.Array, cos: jax.Array, sin: jax.Array, layout: Layout | None = None) -> LayerKV:
         x = _apart(x)
         key = _in_order(self.k_proj(x), "kv_heads", layout)
         x, key = _apart((x, key))
@@ -174,7 +174,7 @@ class SelfAttention(nnx.Module):
         sin: jax.Array,
         kv: LayerKV,
         mask: jax.Array,
-        layout: Layout | None,
+        layout: Layout | None = None,
     ) -> jax.Array:
         query = self.heads(_in_order(self.q_proj(x), "heads", layout), self.q_norm)
         query = rotate(query, cos, sin)  # [B, T, N, H]

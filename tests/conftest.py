@@ -1,9 +1,11 @@
 """CPU with eight virtual devices, full float32 matmuls, kept compilations, and the tiny checkpoints as fixtures."""
 
 import gc
+import itertools
 import logging
 import os
 import warnings
+from collections import Counter
 from pathlib import Path
 from unittest import mock
 
@@ -28,7 +30,7 @@ if not os.environ.get("DLLM_JAX_NO_CACHE"):
 # Most of the time goes into compiling: LLVM's optimisations take longer than they save on shapes as small as these.
 # DLLM_JAX_AS_USERS leaves XLA as users have it; CI runs the goldens so.
 if not os.environ.get("DLLM_JAX_AS_USERS"):
-    XLA_FLAGS = ["--xla_backend_optimization_level=0"]
+    XLA_FLAGS = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
     if jax.__version_info__ < (0, 11):  # later ones end the process at a flag that they do not know
         XLA_FLAGS.append("--xla_cpu_use_fusion_emitters=false")  # which make compiling take two to three times as long
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *XLA_FLAGS])
@@ -45,6 +47,11 @@ hypothesis.settings.load_profile("dllm_jax")
 
 
 MOST_MAPS = 40_000  # of the 65,530 memory maps that Linux lets a process have; a compiled program takes about 230
+TESTS_RUN = itertools.count()
+SLOW = Path(__file__).with_name("slow.txt")
+SECONDS: Counter[str] = Counter()
+
+gc.set_threshold(100_000, 20, 20)  # tracing makes objects by the million, and few of them are garbage in cycles
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +59,8 @@ def few_programs_at_a_time():
     """Lets go of compiled programs before there are so many that the system refuses memory and XLA crashes."""
     yield
     maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
+    look = next(TESTS_RUN) % 8 == 0 and maps.exists()  # which takes a moment where there are many
+    if look and maps.read_bytes().count(b"\n") > MOST_MAPS:
         jax.clear_caches()
         gc.collect()
 
@@ -64,6 +72,30 @@ def pytest_addoption(parser):
         metavar="DIR",
         help="run every golden case of this folder, written --goldens=DIR; by default a part of our own",
     )
+    parser.addoption(
+        "--list-slow", type=float, metavar="SECONDS", help=f"write tests that take longer to {SLOW.name}, see Makefile"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Marks the tests that were found to take long: `make slow` runs them, `make test` the others."""
+    slow = set(SLOW.read_text().splitlines())
+    for item in items:
+        if item.nodeid in slow:
+            item.add_marker("slow")
+
+
+def pytest_runtest_logreport(report):
+    SECONDS[report.nodeid] += report.duration
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(config):
+    """Only where the reports of all workers are."""
+    if (limit := config.getoption("list_slow")) is not None:
+        slow = sorted(name for name, seconds in SECONDS.items() if seconds > limit)
+        SLOW.write_text("\n".join([*slow, ""]))
 
 
 def pytest_sessionfinish():

@@ -23,6 +23,11 @@ PROGRAM = """HloModule jit_f, entry_computation_layout={(bf16[8,16,4]{2,1,0})->b
   ROOT %add.1 = bf16[8,16,4]{1,2,0} add(%copy.2, %copy.2)
 }
 
+%layer (p.3: bf16[8,16,4]) -> bf16[8,16,4] {
+  %p.3 = bf16[8,16,4]{2,1,0} parameter(0)
+  ROOT %reduced = bf16[8,16,4]{2,1,0} all-reduce(%p.3), channel_id=8, to_apply=%test
+}
+
 %inner (t: (s32[], bf16[8,16,4])) -> (s32[], bf16[8,16,4]) {
   %t = (s32[]{:T(128)}, bf16[8,16,4]{2,1,0:T(8,128)(2,1)S(1)}) parameter(0)
   %i = s32[] get-tuple-element(%t), index=0
@@ -45,6 +50,8 @@ PROGRAM = """HloModule jit_f, entry_computation_layout={(bf16[8,16,4]{2,1,0})->b
   %late = bf16[8,16,4]{1,2,0:S(1)} copy-done(%early)
   %sides = bf16[4,32]{1,0} concatenate(%a, %b), dimensions={1}
   %sum = f32[8,4]{1,0} all-reduce(%c), channel_id=7, to_apply=%test
+  %once = bf16[8,16,4]{1,2,0} call(%late), to_apply=%layer
+  %twice = bf16[8,16,4]{1,2,0} call(%once), to_apply=%layer
   %pair = (s32[], bf16[8,16,4]{2,1,0}) tuple(%j, %late)
   ROOT %loop.2 = (s32[], bf16[8,16,4]{2,1,0}) while(%pair), condition=%test, body=%inner, \
 metadata={op_name="jit(f)/while/body/vmap()/scatter"}, backend_config={"known_trip_count":{"n":"3"}}
@@ -68,8 +75,8 @@ def test_loops_are_found_with_what_a_turn_costs() -> None:
     ]
     (step,) = root.inner
     assert step.cycles == 100
-    assert step.kernels == 5  # two fusions, the start of a transfer, a concatenation, an all-reduce
-    assert step.collectives == {"all-reduce": (1, 8 * 4 * 4), "all-gather": (1, 8 * 4 * 4)}
+    assert step.kernels == 7  # two fusions, the start of a transfer, a concatenation, three all-reduces
+    assert step.collectives == {"all-reduce": (3, 8 * 4 * 4 + 2 * 8 * 16 * 4 * 2), "all-gather": (1, 8 * 4 * 4)}
 
 
 def test_copies_are_told_from_work_and_from_transfers() -> None:
