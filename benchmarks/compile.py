@@ -105,7 +105,7 @@ class Setting:
     def denoiser(self) -> Denoiser:
         """The model without its weights."""
         params = abstract_params(self.config, self.dtype, param_shardings(self.config, self.mesh))
-        return Denoiser(self.config, params, Layout(self.mesh) if self.mesh.size > 1 else None)  # type: ignore[arg-type]
+        return Denoiser(self.config, params, Layout(self.mesh) if self.mesh.size > 1 else None)
 
     def kv_shape(self) -> hlo.Shape:
         """A device's part of a layer's buffer of keys."""

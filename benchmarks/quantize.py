@@ -97,7 +97,7 @@ def masked_examples(model: Model, task_text: str, n: int) -> tuple[jax.Array, ja
     task, rng = make_task(task_text).bind(model), np.random.default_rng(0)
     examples = [task.example("test", i) for i in range(n)]
     hidden = [example.targets & (rng.random(len(example.answer_ids)) < 0.5) for example in examples]
-    masked = [np.where(h, model.config.mask_id, e.answer_ids) for h, e in zip(hidden, examples, strict=True)]
+    masked = [np.where(h, model.denoiser.mask_id, e.answer_ids) for h, e in zip(hidden, examples, strict=True)]
     rows = [[*e.prompt_ids.tolist(), *m.tolist()] for e, m in zip(examples, masked, strict=True)]
     asked = [[0] * len(e.prompt_ids) + h.astype(int).tolist() for e, h in zip(examples, hidden, strict=True)]
     tokens, lengths = pad_prompts(rows, max(map(len, rows)))

@@ -54,7 +54,7 @@ def product_of_sums(x: jax.Array, kernel: Kernel, dtype: jnp.dtype) -> jax.Array
 def of_outputs(change: Callable[[jax.Array], jax.Array], kernel: Kernel) -> Kernel:
     """A kernel after a change of all its arrays that have the axis of outputs."""
     if isinstance(kernel, LowRankKernel):
-        return dataclasses.replace(kernel, kernel=of_outputs(change, kernel.kernel), b=change(kernel.b))
+        return dataclasses.replace(kernel, kernel=jax.tree.map(change, kernel.kernel), b=change(kernel.b))
     return jax.tree.map(change, kernel)
 
 

@@ -30,12 +30,13 @@ def forms(config: ModelConfig) -> Mapping[str, Form]:
     Raises:
         DllmError: when the inputs of a kernel do not make groups for int4.
     """
+    if config.quantize is None:
+        return MappingProxyType({})
     found = {}
-    for name, spec in param_specs(config).items() if config.quantize else ():
-        if spec.shared is None:
-            continue
-        bits: Quantize = "int8" if "vocab" in spec.axes else config.quantize
-        found[name] = form_of(name, spec, bits)
+    for name, spec in param_specs(config).items():
+        if spec.shared is not None:
+            bits: Quantize = "int8" if "vocab" in spec.axes else config.quantize
+            found[name] = form_of(name, spec, bits)
     return MappingProxyType(found)
 
 

@@ -101,11 +101,12 @@ def attention(query: jax.Array, kv: LayerKV, mask: jax.Array) -> jax.Array:
     if query.dtype != jnp.float16:
         return attend(query, kv.key, kv.value, mask=mask)
 
-    def in_float32(*operands: jax.Array) -> jax.Array:
-        return attend(*(x.astype(jnp.float32) for x in operands), mask=mask).astype(query.dtype)
+    def in_float32(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        wide = [x.astype(jnp.float32) for x in (query, key, value)]
+        return attend(wide[0], wide[1], wide[2], mask=mask).astype(query.dtype)
 
     # JAX asks for float16 products with float32 sums, which compilers for CPU and TPU do not know.
-    directly = lambda *operands: attend(*operands, mask=mask)
+    directly = lambda query, key, value: attend(query, key, value, mask=mask)
     return jax.lax.platform_dependent(query, *kv, cuda=directly, default=in_float32)
 
 

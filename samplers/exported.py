@@ -55,7 +55,7 @@ def export(
         raise DllmError(f"platform {unknown[0]!r} is unknown; use {', '.join(PLATFORMS)}")
     if not platforms:
         raise DllmError(f"no platform to export for; name some of {', '.join(PLATFORMS)}")
-    if (own := num_bytes(sampler)) > MOST_BYTES:
+    if (own := num_bytes(jax.eval_shape(lambda: sampler))) > MOST_BYTES:
         size = f"{own / 2**20:.0f} MiB of weights of its own"
         raise DllmError(f"this sampler has {size}, which would become part of the program; at most 64 MiB do")
     if importlib.util.find_spec("flatbuffers") is None:

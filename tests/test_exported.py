@@ -13,7 +13,7 @@ from dllm_jax import DllmError
 from samplers import export, generate, make_sampler
 from samplers.generate import pad_prompts, prepare
 
-PROMPTS = ["Hello there", "Hi"]
+PROMPTS = [[5, 9, 30, 22, 41], [7, 8]]
 
 # What a machine has that got two things, the program and the checkpoint's folder of weights.
 ELSEWHERE = """
@@ -50,7 +50,7 @@ def test_it_runs_where_the_library_is_not(llada_tiny, tmp_path, quantize) -> Non
         folder = tmp_path / "small"
     model = dllm_jax.load(folder)
     options = {"gen_length": 16, "block_length": 8, "cache": "dual", "temperature": 0.7}
-    sampler, rows, _ = prepare(model, PROMPTS, sampler="threshold:threshold=0.6", seed=3, chat=False, **options)
+    sampler, rows, _ = prepare(model, PROMPTS, sampler="threshold:threshold=0.6", seed=3, **options)
     prompt, lengths = pad_prompts(rows)
     (tmp_path / "program").write_bytes(
         export(sampler, model, batch=2, prompt_length=prompt.shape[1], platforms=["cpu"])
