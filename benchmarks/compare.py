@@ -1,7 +1,7 @@
 """Two checkouts of this repository, in turns: what `benchmarks.sample` measures in the one over the other.
 
     git worktree add ../old COMMIT
-    python -m benchmarks.compare ../old --runs 3 --json FILE -- --model tiny --rules threshold,eb --caches none,dual
+    python -m benchmarks.compare --runs 3 --json FILE ../old -- --model tiny --rules threshold,eb --caches none,dual
 
 What stands behind `--` goes to `python -m benchmarks.sample` in either. Runs alternate, so that a slow hour hits both;
 ratios are of medians, above 1 where this checkout is better.
