@@ -139,6 +139,11 @@ class Denoiser:
         return 1 if self.layout is None else self.layout.parts("vocab")
 
     @property
+    def head_names(self) -> tuple[str, str]:
+        """The parameters that `logits` reads."""
+        return "final_norm.scale", "embed.embedding" if self.config.tied_embeddings else "lm_head.kernel"
+
+    @property
     def dtype(self) -> jnp.dtype:
         """What products are computed in: that of the norms, whatever kernels are stored as."""
         return self.params["final_norm.scale"].dtype
@@ -243,8 +248,8 @@ class Denoiser:
         return self._model.final_norm(hidden)
 
     def logits(self, hidden: jax.Array, tile: Tile | None = None) -> jax.Array:
-        """Vocabulary scores of hidden states, [B, W, D] -> [B, W, V] float32; of a tile of the vocabulary,
-        [B, W, vocab_parts * width]."""
+        """Vocabulary scores of hidden states, [..., D] -> [..., V] float32; of a tile of the vocabulary,
+        [..., vocab_parts * width]."""
         return self._model.logits(hidden, tile, self.vocab_parts)
 
     def __call__(self, tokens: jax.Array, lengths: jax.Array | None = None) -> jax.Array:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
@@ -35,7 +35,7 @@ class ShardingRules:
     head_dim: MeshAxes = None
     batch: MeshAxes = ("data", "fsdp")
 
-    def spec(self, axes: tuple[str | None, ...], mesh: Mesh) -> PartitionSpec:
+    def spec(self, axes: tuple[str | None, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
         """The PartitionSpec of an array with these logical axes on this mesh; None is an axis that is never split.
 
         Raises:
@@ -50,7 +50,7 @@ class ShardingRules:
         return PartitionSpec(*(entry if len(entry) > 1 else (entry[0] if entry else None) for entry in entries))
 
 
-def _present(entry: MeshAxes, mesh: Mesh) -> tuple[str, ...]:
+def _present(entry: MeshAxes, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     return tuple(name for name in _names(entry) if name in mesh.axis_names)
 
 

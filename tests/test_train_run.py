@@ -20,6 +20,7 @@ from train_toys import LLADA, Reverse, model_fields, run_config, settings, write
 import convert
 import dllm_jax
 import train
+from benchmarks import hlo
 from dllm_jax import Denoiser, DllmError
 from dllm_jax.kernels import product
 from dllm_jax.low_rank import LowRankKernel
@@ -97,6 +98,25 @@ def test_a_mesh_changes_nothing(plain, chunk, tmp_path):
     assert len({str(shard.index) for shard in kernel.addressable_shards}) == 4  # fsdp x tensor
     moments = [x for name, x in flat(found[0].optimizer).items() if name.endswith("layers.0.attn.q_proj.kernel")]
     assert len(moments) == 2 and all(x.sharding == kernel.sharding for x in moments)
+
+
+def test_the_vocabulary_head_crosses_the_wire_once(tmp_path):
+    """However many chunks there are: in the compiled step no loop sends anything near the head's size."""
+    model = LLADA.replace(vocab_size=3000, num_layers=1)
+    axes = {"data": 2, "fsdp": 2, "tensor": 2}
+    changes = {"model__config": model_fields(model), "compute__mesh": axes, "objective__chunk": 8}
+    config = run_config(tmp_path, **changes)
+    parts, mesh = prepare(config), training_mesh(config)
+    placement = Placement(mesh, param_shardings(parts.model, mesh))
+    stepper = Stepper(config, parts.model, placement)
+    state = stepper.abstract(jax.eval_shape(lambda: init_params(parts.model, jax.random.key(0), dtype="float32")))
+    batch = device_batch(parts.rows, 0, config, placement.batch)
+    text = stepper.jitted(state).lower(state, {}, batch, jax.random.key(0)).compile().as_text()
+    root = hlo.loops(hlo.read(text), lambda own, at: "loop")
+    head = model.embed_dim * model.vocab_size * 4 / axes["tensor"]
+    sent = [(depth, sum(total for _, total in loop.collectives.values())) for depth, loop in root.walk()]
+    assert len(sent) > 1 and max(total for depth, total in sent if depth) < head / 10
+    assert sum(total for _, total in sent) < 8 * head
 
 
 def test_bfloat16_keeps_float32_masters_and_a_float32_average(plain, tmp_path):

@@ -16,14 +16,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding
 
 from dllm_jax.denoiser import Denoiser, block_causal
 from dllm_jax.transformer import RematPolicy
 from train.config import D2FPart, Schedule
-from train.objective import Batch, Metrics, chunked_sums, hidden_states
+from train.objective import Batch, Metrics, cross_entropies, head_sums, hidden_states
 
 
 class Draws(NamedTuple):
@@ -146,7 +145,7 @@ class D2F:
         *,
         groups: int = 1,
         remat: RematPolicy | None = None,
-        sharding: Sharding | None = None,
+        sharding: NamedSharding | None = None,
     ) -> tuple[jax.Array, Metrics]:
         """As `Objective`; reports the plain mean over masked positions of KL(teacher || student), or of the data's
         cross entropy, in nats."""
@@ -156,12 +155,14 @@ class D2F:
         hidden = hidden_states(denoiser, noised.inputs, visible, remat=remat, sharding=sharding)
         weights = noised.weights[:, first:]
         count = jnp.maximum(jnp.sum(weights > 0), 1)
+        sum_up = functools.partial(head_sums, chunk=self.settings.chunk, groups=groups, sharding=sharding)
         if self.settings.target == "data":
-            sums, other, name = functools.partial(_data_sums, denoiser), noised.tokens[:, first:], "cross_entropy"
+            name = "cross_entropy"
+            total, plain = sum_up(cross_entropies, (denoiser,), (hidden, noised.tokens[:, first:]), weights)
         else:
-            sums, name = functools.partial(_teacher_sums, denoiser, base), "kl"
-            other = lax.stop_gradient(hidden_states(base, noised.inputs, noised.lengths, sharding=sharding))
-        total, plain = chunked_sums(sums, (hidden, other), weights, self.settings.chunk, groups)
+            name = "kl"
+            teacher = lax.stop_gradient(hidden_states(base, noised.inputs, noised.lengths, sharding=sharding))
+            total, plain = sum_up(_teacher_sums, (denoiser, base), (hidden, teacher), weights)
         loss = total / count
         return loss, {"loss": loss, name: plain / count}
 
@@ -169,18 +170,10 @@ class D2F:
 def _teacher_sums(
     denoiser: Denoiser, base: Denoiser, student: jax.Array, teacher: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Weighted sum of the soft cross entropies of hidden states [G, C, D], and plain sum of the divergences."""
+    """Weighted sum of the soft cross entropies of hidden states [C, D], and plain sum of the divergences."""
     log_teacher = lax.stop_gradient(jax.nn.log_softmax(base.logits(teacher)))
     log_student = jax.nn.log_softmax(denoiser.logits(student))
     probability = jnp.exp(log_teacher)
     cross = -jnp.sum(probability * log_student, axis=-1)
     divergence = jnp.sum(probability * (log_teacher - log_student), axis=-1)  # of small differences, none cancelled
     return jnp.sum(weights * cross), jnp.sum(jnp.where(weights > 0, divergence, 0.0))
-
-
-def _data_sums(
-    denoiser: Denoiser, student: jax.Array, tokens: jax.Array, weights: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Weighted and plain sum of the cross entropies with tokens [G, C]."""
-    entropy = optax.softmax_cross_entropy_with_integer_labels(denoiser.logits(student), tokens)
-    return jnp.sum(weights * entropy), jnp.sum(jnp.where(weights > 0, entropy, 0.0))

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding
 
 from dllm_jax.denoiser import Denoiser
 from dllm_jax.transformer import RematPolicy
@@ -83,7 +83,7 @@ def evidence(
     *,
     canvas: int = 0,
     chunk: int = 0,
-    sharding: Sharding | None = None,
+    sharding: NamedSharding | None = None,
 ) -> Evidence:
     """One forward of the model on rows [B, T], and what it gives away.
 
@@ -183,7 +183,7 @@ class FinalTokens:
         *,
         groups: int = 1,
         remat: RematPolicy | None = None,
-        sharding: Sharding | None = None,
+        sharding: NamedSharding | None = None,
     ) -> tuple[jax.Array, Metrics]:
         """As `Objective`.
 

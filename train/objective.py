@@ -19,10 +19,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dllm_jax.denoiser import Denoiser, Span
-from dllm_jax.transformer import RematPolicy
+from dllm_jax.sharding import ShardingRules
+from dllm_jax.transformer import ParamSpec, RematPolicy, param_specs
 from train.config import ObjectivePart
 
 Metrics = dict[str, jax.Array]
@@ -116,7 +117,7 @@ def diffusion_loss(
     chunk: int = 0,
     groups: int = 1,
     remat: RematPolicy | None = None,
-    sharding: Sharding | None = None,
+    sharding: NamedSharding | None = None,
 ) -> Losses:
     """The objective on a noised batch [B, T].
 
@@ -131,11 +132,9 @@ def diffusion_loss(
     first = denoiser.min_prompt_length
     hidden = hidden_states(denoiser, noised.inputs, noised.lengths, remat=remat, sharding=sharding)
     tokens, weights = noised.tokens[:, first:], noised.weights[:, first:]
-    sums = functools.partial(_sums, denoiser)
-    if chunk:
-        total, plain = chunked_sums(sums, (hidden, tokens), weights, chunk, groups)
-    else:
-        total, plain = sums(hidden, tokens, weights)
+    total, plain = head_sums(
+        cross_entropies, (denoiser,), (hidden, tokens), weights, chunk=chunk, groups=groups, sharding=sharding
+    )
     return Losses(total / batch, plain / jnp.maximum(jnp.sum(weights > 0), 1))
 
 
@@ -145,7 +144,7 @@ def hidden_states(
     visible: jax.Array,
     *,
     remat: RematPolicy | None = None,
-    sharding: Sharding | None = None,
+    sharding: NamedSharding | None = None,
 ) -> jax.Array:
     """What predicts each position that has a predictor, from tokens [B, T]: [B, T - min_prompt_length, D]. What a
     position sees is said as in `Denoiser.forward`, such as by the rows' lengths [B]."""
@@ -157,41 +156,85 @@ def hidden_states(
     return place(denoiser.forward(place(denoiser.embed(inputs)), visible, outputs=outputs, remat=remat)[0])
 
 
-def _sums(denoiser: Denoiser, hidden: jax.Array, tokens: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Weighted and plain sum of the cross entropies where the weight is not zero; [G, C, D], [G, C], [G, C]."""
+def cross_entropies(
+    denoiser: Denoiser, hidden: jax.Array, tokens: jax.Array, weights: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Weighted and plain sum of the cross entropies where the weight is not zero; [C, D], [C], [C]."""
     entropy = optax.softmax_cross_entropy_with_integer_labels(denoiser.logits(hidden), tokens)
     return jnp.sum(weights * entropy), jnp.sum(jnp.where(weights > 0, entropy, 0.0))
 
 
-def chunked_sums(
+def head_sums(
     sums: Callable[..., tuple[jax.Array, jax.Array]],
+    heads: tuple[Denoiser, ...],
     parts: tuple[jax.Array, ...],
     weights: jax.Array,
+    *,
     chunk: int,
     groups: int,
+    sharding: NamedSharding | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`sums(*parts, weights)` with the masked positions gathered to the front and taken `chunk` at a time.
+    """Sums over all positions of what needs their logits.
 
+    The masked positions of each group are gathered to the front and taken `chunk` at a time, of all groups together.
     Chunks without any are not computed, and the logits of each are computed again in the backward pass instead of being
-    kept.
+    kept. Every group has the vocabulary head for itself: so it is gathered once, and so its gradient, which would cross
+    the wire once for each chunk, is summed over the devices after the last.
 
     Args:
-        sums: two scalars from arrays [G, C, ...] of positions and their weights [G, C]; a position of weight 0 adds
-            nothing.
+        sums: two scalars from the heads, arrays [C, ...] of positions and their weights [C]; a position of weight 0
+            adds nothing.
+        heads: the models whose logits are asked for.
         parts: arrays [B, T, ...].
         weights: [B, T] float32.
-        chunk, groups: as in `diffusion_loss`.
+        chunk, groups, sharding: as in `diffusion_loss`.
     """
-    size = max(1, chunk // groups)
-    parts = tuple(x.reshape(groups, -1, *x.shape[2:]) for x in parts)
-    weights = weights.reshape(groups, -1)
+    parts = tuple(x.reshape(groups, -1, *x.shape[2:]) for x in (*parts, weights))
+    own = [_head_of_each_group(head, groups, sharding) for head in heads]
+
+    def of_group(own: list[dict[str, Any]], part: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        with_own = zip(heads, own, strict=True)
+        return sums(*(dataclasses.replace(head, params={**head.params, **mine}) for head, mine in with_own), *part)
+
+    def of_all(*part: jax.Array) -> tuple[jax.Array, jax.Array]:
+        first, second = jax.vmap(of_group)(own, part)
+        return jnp.sum(first), jnp.sum(second)
+
+    return _in_chunks(of_all, parts, max(1, chunk // groups)) if chunk else of_all(*parts)
+
+
+def _head_of_each_group(denoiser: Denoiser, groups: int, sharding: NamedSharding | None) -> dict[str, Any]:
+    """The parameters of a vocabulary head with a leading axis of groups, which is split as a batch is."""
+    specs, rules = param_specs(denoiser.config), ShardingRules(embed=None)
+
+    def spread(spec: ParamSpec, x: jax.Array) -> jax.Array:
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # of an adapter's dropout
+            return jax.vmap(jax.random.fold_in, (None, 0))(x, jnp.arange(groups))
+        several = jnp.broadcast_to(x, (groups, *x.shape))
+        if sharding is None:
+            return several
+        axes = rules.spec(spec.axes, sharding.mesh) if x.shape == spec.shape else ()
+        place = NamedSharding(sharding.mesh, PartitionSpec(sharding.spec[0] if sharding.spec else None, *axes))
+        return lax.with_sharding_constraint(several, place)
+
+    return {
+        name: jax.tree.map(functools.partial(spread, specs[name]), denoiser.params[name])
+        for name in denoiser.head_names
+    }
+
+
+def _in_chunks(
+    sums: Callable[..., tuple[jax.Array, jax.Array]], parts: tuple[jax.Array, ...], size: int
+) -> tuple[jax.Array, jax.Array]:
+    """`sums(*parts)` of arrays [G, N, ...], whose last are weights, for `size` positions of each group at a time."""
+    weights = parts[-1]
     order = jnp.argsort(weights == 0, axis=1, stable=True)
     order = jnp.pad(order, ((0, 0), (0, -order.shape[1] % size)), constant_values=order.shape[1])  # out of range
 
     def chunks(x: jax.Array) -> jax.Array:  # [G, P, ...] -> [P / size, G, size, ...]
         index = order if x.ndim == 2 else order[..., None]
         x = jnp.take_along_axis(x, index, axis=1, mode="fill", fill_value=0)
-        return jnp.moveaxis(x.reshape(groups, -1, size, *x.shape[2:]), 1, 0)
+        return jnp.moveaxis(x.reshape(len(weights), -1, size, *x.shape[2:]), 1, 0)
 
     def one(*part: jax.Array) -> tuple[jax.Array, jax.Array]:
         zero = jnp.zeros((), jnp.float32)
@@ -204,7 +247,7 @@ def chunked_sums(
         return (total[0] + first, total[1] + second), None
 
     start = (jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
-    return lax.scan(add, start, tuple(chunks(x) for x in (*parts, weights)))[0]
+    return lax.scan(add, start, tuple(map(chunks, parts)))[0]
 
 
 class Objective(Protocol):
@@ -223,7 +266,7 @@ class Objective(Protocol):
         *,
         groups: int,
         remat: RematPolicy | None,
-        sharding: Sharding,
+        sharding: NamedSharding,
     ) -> tuple[jax.Array, Metrics]:
         """The loss of a noised batch [B, ...] and what is reported, the loss among it.
 
@@ -248,7 +291,7 @@ class CrossEntropy:
         *,
         groups: int = 1,
         remat: RematPolicy | None = None,
-        sharding: Sharding | None = None,
+        sharding: NamedSharding | None = None,
     ) -> tuple[jax.Array, Metrics]:
         """As `Objective`."""
         chunk = self.settings.chunk
