@@ -32,9 +32,11 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from benchmarks import hlo
+from benchmarks.training_step import RECIPES, training_step
 from dllm_jax import PUBLISHED, Denoiser, DllmError, Model, ModelConfig, published
 from dllm_jax.denoiser import Span
 from dllm_jax.params import abstract_params
+from dllm_jax.quantized import QuantizedKernel
 from dllm_jax.sharding import Layout, ShardingRules, batch_parts, batch_sharding, param_shardings
 from samplers import make_sampler, sample
 from samplers.predictions import Sampling, predict, readout
@@ -46,7 +48,7 @@ MEMORY = {"v5e": 15.75, "v6e": 31.25, "v5p": 95.0, "h100": 79.1}
 H100 = Path(__file__).parent / "targets" / "h100.txtpb"
 CUDA_FLAGS = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"  # what cannot be tried is not chosen
 ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "true"}  # or libtpu looks for its machine
-WHAT = ("sample", "full", "window")
+WHAT = ("sample", "full", "window", "train")
 FORWARDS = ("full", "window")
 
 
@@ -82,6 +84,8 @@ class Setting:
         batch, prompt_length, gen_length, block_length: shapes of the generation.
         dtype: of the weights.
         sampler: a spec, such as "threshold:cache=dual".
+        recipe: of training, one of `RECIPES`.
+        chunk: positions whose logits exist at a time in training.
     """
 
     config: ModelConfig
@@ -92,6 +96,8 @@ class Setting:
     block_length: int
     dtype: str
     sampler: str
+    recipe: str = "sft"
+    chunk: int = 512
 
     @property
     def length(self) -> int:
@@ -115,19 +121,33 @@ class Setting:
 
     def weight_shapes(self) -> set[hlo.Shape]:
         """A device's part of every matrix."""
-        params = self.denoiser().params.values()
-        return {(_name(self.dtype), param.sharding.shard_shape(param.shape)) for param in params if param.ndim > 1}
+        params = jax.tree.leaves(self.denoiser().params)
+        shapes = {(param.dtype.name, param.sharding.shard_shape(param.shape)) for param in params}
+        return {(_name(dtype), shape) for dtype, shape in shapes if min(shape) > 1 and len(shape) > 1}
+
+    def kernel_shapes(self) -> set[hlo.Shape]:
+        """A device's part of every quantized matrix as products would have it, none where nothing is quantized."""
+        kernels = [param for param in self.denoiser().params.values() if isinstance(param, QuantizedKernel)]
+        shapes = set()
+        for kernel in kernels:
+            stored = kernel.values.shape
+            sizes = zip(kernel.shape, stored, kernel.values.sharding.shard_shape(stored), strict=True)
+            shapes.add((_name(self.dtype), tuple(full * part // size for full, size, part in sizes)))
+        return shapes
 
 
 def _name(dtype: str) -> str:
-    return {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}[dtype]
+    return {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int8": "s8"}[dtype]
 
 
 def compiled(what: str, setting: Setting) -> Any:
-    """The compiled program: a whole generation, a forward over everything, or one over a block.
+    """The compiled program: a whole generation, a forward over everything, one over a block, or a step of training.
 
-    The latter two end with what is read off the block's logits, and hand on the buffers.
+    Forwards end with what is read off the block's logits, and hand on the buffers.
     """
+    if what == "train":
+        sizes: Any = {"batch": setting.batch, "length": setting.length, "chunk": setting.chunk, "dtype": setting.dtype}
+        return training_step(setting.recipe, setting.config, setting.mesh, **sizes)
     denoiser, (B, S, W) = setting.denoiser(), (setting.batch, setting.length, setting.block_length)
     if what == "sample":
         model = Model(setting.config, dict(denoiser.params), None, "absent")
@@ -166,12 +186,12 @@ def label(own: Sequence[hlo.Instruction], at: hlo.Instruction | None) -> str:
     path = at.scope.split("/")
     if path[-1] != "while":
         return path[-1]
-    if "vocabulary" in path:
+    if any("vocabulary" in part for part in path):  # "transpose(jvp(vocabulary))" of a gradient
         return "vocabulary"
     layers = {
         name for each in own if "_run_layer" in each.scope for name in FORWARDS if f"{name}_forward" in each.scope
     }
-    return "step" if path.count("while") == 1 else min(layers, default="loop")
+    return "step" if path == ["jit(sample)", "while"] else min(layers, default="loop")
 
 
 def describe(program: Any, setting: Setting) -> dict[str, Any]:
@@ -181,6 +201,7 @@ def describe(program: Any, setting: Setting) -> dict[str, Any]:
     root = hlo.loops(found, label)
     kv, weights = setting.kv_shape(), setting.weight_shapes()
     is_weight = lambda shape: any(holds(shape, weight) for weight in weights)
+    is_kernel = lambda shape: any(hlo.is_like(shape, kernel) for kernel in setting.kernel_shapes())
     rows = []
     for depth, loop in root.walk():
         kv_copies = hlo.moved(found, loop, lambda shape: len(shape[1]) > 2 and hlo.is_like(shape, kv))
@@ -198,6 +219,7 @@ def describe(program: Any, setting: Setting) -> dict[str, Any]:
                 "kv_copy_bytes": kv_copies[1],
                 "weight_copies": weight_copies[0],
                 "weight_copy_bytes": weight_copies[1],
+                "dequantized": hlo.made(loop, is_kernel)[0],
                 "collectives": {kind: list(numbers) for kind, numbers in loop.collectives.items()},
             }
         )
@@ -205,6 +227,7 @@ def describe(program: Any, setting: Setting) -> dict[str, Any]:
         memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
     )
     return {
+        "head_bytes": max(map(hlo.size, weights)),
         "argument_bytes": memory.argument_size_in_bytes,
         "temporary_bytes": memory.temp_size_in_bytes,
         "peak_bytes": peak,
@@ -220,7 +243,7 @@ def holds(shape: hlo.Shape, weight: hlo.Shape) -> bool:
     return any(a == c and b >= d for a, b in sides for c, d in [weight[1], weight[1][::-1]])
 
 
-COLUMNS = ("loop", "trips", "kernels", "Mcycles", "kv copies", "weight copies", "sent")
+COLUMNS = ("loop", "trips", "kernels", "Mcycles", "kv copies", "weight copies", "dequantized", "sent")
 
 
 def table(result: dict[str, Any]) -> str:
@@ -240,7 +263,7 @@ def _cells(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> tuple[str, ..
     sent = ", ".join(f"{count} {kind} ({total / 2**20:.1f} MiB)" for kind, (count, total) in row["collectives"].items())
     cycles = f"{row['cycles'] / 1e6:.2f}" if any(each["cycles"] for each in rows) else "-"
     name = "  " * row["depth"] + row["loop"]
-    return name, str(row["trips"] or "-"), str(row["kernels"]), cycles, *copies, sent or "-"
+    return name, str(row["trips"] or "-"), str(row["kernels"]), cycles, *copies, str(row["dequantized"]), sent or "-"
 
 
 def faults(result: dict[str, Any]) -> list[str]:
@@ -250,6 +273,11 @@ def faults(result: dict[str, Any]) -> list[str]:
         for kind, what in (("kv", "key/value buffers"), ("weight", "weights")):
             if row["depth"] and row[f"{kind}_copies"]:
                 found.append(f"the body of loop {row['loop']!r} copies {row[f'{kind}_copies']} {what}")
+        sent = sum(total for _, total in row["collectives"].values())
+        if row["loop"] == "vocabulary" and sent >= result["head_bytes"]:
+            found.append(f"the body of loop 'vocabulary' sends {sent / 2**20:.0f} MiB, the size of the head or more")
+        if row["dequantized"]:
+            found.append(f"the body of loop {row['loop']!r} writes {row['dequantized']} quantized matrices out in full")
         if row["serial_writes"]:
             found.append(f"the body of loop {row['loop']!r} writes in {row['serial_writes']} loops, row by row")
     return found
@@ -265,7 +293,10 @@ def parser() -> argparse.ArgumentParser:
     add("--mesh", default="tensor=1", metavar="AXIS=N,...", help="devices of the target that are used (default: one)")
     add("--model", default="llada-8b-instruct", choices=sorted(PUBLISHED), metavar="NAME")
     add("--layers", type=int, default=4, help="of the model (default: 4, which show what all do; 0: all)")
-    add("--what", default="sample", choices=WHAT, help="a whole generation (default), or one forward")
+    add("--what", default="sample", choices=WHAT, help="a whole generation (default), a forward, or a step of training")
+    add("--recipe", default="sft", choices=sorted(RECIPES), help="of --what train: all weights (sft), adapters, ...")
+    add("--chunk", type=int, default=512, help="of --what train: positions whose logits exist at a time")
+    add("--quantize", choices=["int8", "int4"], help="weights in so many bits")
     add("--sampler", default="threshold:cache=dual", metavar="SPEC")
     add("--batch", type=int, default=1)
     add("--prompt-length", type=int, default=256)
@@ -301,14 +332,14 @@ def report(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         DllmError: for settings that cannot be, and a program that the compiler refuses.
     """
-    for name in ("batch", "prompt_length", "gen_length", "block_length"):
+    for name in ("batch", "prompt_length", "gen_length", "block_length", "chunk"):
         if (number := getattr(options, name)) < 1:
             raise DllmError(f"--{name.replace('_', '-')} is {number}; it must be at least 1")
     mesh = mesh_of(devices_of(options.target), options.mesh)
     config = published(options.model)
-    config = config.replace(num_layers=options.layers or config.num_layers)
+    config = config.replace(num_layers=options.layers or config.num_layers, quantize=options.quantize)
     shapes = (options.batch, options.prompt_length, options.gen_length, options.block_length)
-    setting = Setting(config, mesh, *shapes, options.dtype, options.sampler)
+    setting = Setting(config, mesh, *shapes, options.dtype, options.sampler, options.recipe, options.chunk)
     start = time.perf_counter()
     try:
         program = compiled(options.what, setting)
@@ -319,7 +350,8 @@ def report(options: argparse.Namespace) -> dict[str, Any]:
         options.hlo.write_text(program.as_text())
     found = describe(program, setting)
     memory = int(MEMORY[options.target.partition(":")[0]] * GIB)
-    what = f"{options.sampler} " if options.what == "sample" else ""
+    what = {"sample": f"{options.sampler} ", "train": f"{options.recipe} "}.get(options.what, "")
+    what += f"{options.quantize} " if options.quantize else ""
     title = f"{options.target} {options.mesh} {options.model} {config.num_layers} layers {what}{options.what}"
     keys = (
         "target",
@@ -332,6 +364,9 @@ def report(options: argparse.Namespace) -> dict[str, Any]:
         "gen_length",
         "block_length",
         "dtype",
+        "quantize",
+        "recipe",
+        "chunk",
     )
     return {
         "title": f"{title} batch {options.batch}",

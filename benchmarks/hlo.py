@@ -202,6 +202,12 @@ def moved(program: Program, loop: Loop, counts: Callable[[Shape], bool]) -> tupl
     return len(found), sum(found)
 
 
+def made(loop: Loop, counts: Callable[[Shape], bool]) -> tuple[int, int]:
+    """How many arrays that count a turn writes to memory, by whatever kernel, and their bytes."""
+    found = [size(shape) for each in loop.own if each.opcode not in FREE for shape in each.shapes if counts(shape)]
+    return len(found), sum(found)
+
+
 def is_like(shape: Shape, other: Shape) -> bool:
     """Whether one array is the other with its axes in some order."""
     axes = lambda shape: sorted(size for size in shape[1] if size > 1)

@@ -60,7 +60,8 @@ metadata={op_name="jit(f)/while/body/vmap()/scatter"}, backend_config={"known_tr
 ENTRY %main (x.1: bf16[8,16,4]) -> bf16[8,16,4] {
   %x.1 = bf16[8,16,4]{2,1,0} parameter(0)
   %first = (s32[], bf16[8,16,4]{2,1,0}) tuple(%zero, %x.1)
-  %loop.1 = (s32[], bf16[8,16,4]{2,1,0}) while(%first), condition=%test, body=%body, metadata={op_name="jit(f)/while"}
+  %loop.1 = (s32[], bf16[8,16,4]{2,1,0}) while(%first), condition=%test, body=%body, \
+metadata={op_name="jit(sample)/while"}
   ROOT %result = bf16[8,16,4]{2,1,0} get-tuple-element(%loop.1), index=1
 }
 """
@@ -88,6 +89,14 @@ def test_copies_are_told_from_work_and_from_transfers() -> None:
     assert hlo.moved(program, step, lambda shape: bench.holds(shape, weight)) == (1, 4 * 32 * 2)
 
 
+@pytest.fixture(autouse=True)
+def names_count():
+    """A kept program has the names of the code that made it, and is found again by what it computes alone."""
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+    yield
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", False)
+
+
 @pytest.fixture(scope="module")
 def setting():
     mesh = Mesh(np.array(jax.devices()[:2]), ("tensor",), axis_types=(AxisType.Auto,))
@@ -112,10 +121,31 @@ def test_a_forward_alone_is_compiled(setting, what: str) -> None:
     assert program["loop"] == "program" and program["collectives"]["all-reduce"][0] > setting.config.num_layers
 
 
+@pytest.mark.parametrize("recipe", bench.RECIPES)
+def test_training_is_compiled(recipe: str) -> None:
+    """With adapters and indicators too; no loop sends the vocabulary head."""
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    config = LLADA.replace(num_heads=4, num_kv_heads=2, num_layers=1, vocab_size=3000)
+    setting = bench.Setting(config, mesh, 4, 8, 16, 8, "float32", "", recipe, 16)
+    found = bench.describe(bench.compiled("train", setting), setting)
+    assert found["head_bytes"] == config.embed_dim * 3000 * 4 // 4
+    assert "vocabulary" in [row["loop"] for row in found["loops"]]
+    assert not [fault for fault in bench.faults(found) if "sends" in fault]
+
+
 def test_faults_are_named() -> None:
-    row = {"loop": "window", "depth": 2, "kv_copies": 2, "weight_copies": 0, "serial_writes": 4}
-    found = bench.faults({"loops": [row, {**row, "depth": 0, "serial_writes": 0}]})
-    assert found == [
+    row = {"loop": "window", "depth": 2, "kv_copies": 2, "weight_copies": 0, "dequantized": 0, "serial_writes": 4}
+    head = {**row, "loop": "vocabulary", "kv_copies": 0, "serial_writes": 0}
+    row["collectives"], head["collectives"] = {"all-reduce": [9, 2**20]}, {"all-gather": [1, 2**20]}
+    unpacked = {**head, "loop": "full", "dequantized": 3}
+    rows = [row, {**row, "depth": 0, "serial_writes": 0}, head, unpacked]
+    assert bench.faults({"head_bytes": 2**20 + 1, "loops": [head]}) == []
+    found = bench.faults({"head_bytes": 2**20, "loops": rows})
+    assert found[2:] == [
+        "the body of loop 'vocabulary' sends 1 MiB, the size of the head or more",
+        "the body of loop 'full' writes 3 quantized matrices out in full",
+    ]
+    assert found[:2] == [
         "the body of loop 'window' copies 2 key/value buffers",
         "the body of loop 'window' writes in 4 loops, row by row",
     ]

@@ -109,10 +109,8 @@ def evidence(
 
     batch, width = masked.shape
     size = max(1, chunk // batch) if chunk else width
-    if size >= width:
-        features, best, confidence = read(hidden)
-    else:
-        features, best, confidence = _in_columns(read, hidden, masked, size)
+    with jax.named_scope("vocabulary"):  # what profiles show
+        features, best, confidence = read(hidden) if size >= width else _in_columns(read, hidden, masked, size)
     label, _ = mergeable(step, best == tokens, rows.reached)
     return Evidence(features, confidence, masked, label)
 

@@ -200,7 +200,8 @@ def head_sums(
         first, second = jax.vmap(of_group)(own, part)
         return jnp.sum(first), jnp.sum(second)
 
-    return _in_chunks(of_all, parts, max(1, chunk // groups)) if chunk else of_all(*parts)
+    with jax.named_scope("vocabulary"):  # what profiles show
+        return _in_chunks(of_all, parts, max(1, chunk // groups)) if chunk else of_all(*parts)
 
 
 def _head_of_each_group(denoiser: Denoiser, groups: int, sharding: NamedSharding | None) -> dict[str, Any]:
