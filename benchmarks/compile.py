@@ -220,6 +220,7 @@ def describe(program: Any, setting: Setting) -> dict[str, Any]:
                 "weight_copies": weight_copies[0],
                 "weight_copy_bytes": weight_copies[1],
                 "dequantized": hlo.made(loop, is_kernel)[0],
+                "largest_sent_bytes": max((hlo.size(shape) for each in loop.sent for shape in each.shapes), default=0),
                 "collectives": {kind: list(numbers) for kind, numbers in loop.collectives.items()},
             }
         )
@@ -273,9 +274,8 @@ def faults(result: dict[str, Any]) -> list[str]:
         for kind, what in (("kv", "key/value buffers"), ("weight", "weights")):
             if row["depth"] and row[f"{kind}_copies"]:
                 found.append(f"the body of loop {row['loop']!r} copies {row[f'{kind}_copies']} {what}")
-        sent = sum(total for _, total in row["collectives"].values())
-        if row["loop"] == "vocabulary" and sent >= result["head_bytes"]:
-            found.append(f"the body of loop 'vocabulary' sends {sent / 2**20:.0f} MiB, the size of the head or more")
+        if row["loop"] == "vocabulary" and row["largest_sent_bytes"] >= result["head_bytes"]:
+            found.append("the body of loop 'vocabulary' sends an array as large as a device's part of the head")
         if row["dequantized"]:
             found.append(f"the body of loop {row['loop']!r} writes {row['dequantized']} quantized matrices out in full")
         if row["serial_writes"]:

@@ -136,13 +136,13 @@ def test_training_is_compiled(recipe: str) -> None:
 def test_faults_are_named() -> None:
     row = {"loop": "window", "depth": 2, "kv_copies": 2, "weight_copies": 0, "dequantized": 0, "serial_writes": 4}
     head = {**row, "loop": "vocabulary", "kv_copies": 0, "serial_writes": 0}
-    row["collectives"], head["collectives"] = {"all-reduce": [9, 2**20]}, {"all-gather": [1, 2**20]}
+    row["largest_sent_bytes"] = head["largest_sent_bytes"] = 2**20
     unpacked = {**head, "loop": "full", "dequantized": 3}
     rows = [row, {**row, "depth": 0, "serial_writes": 0}, head, unpacked]
     assert bench.faults({"head_bytes": 2**20 + 1, "loops": [head]}) == []
     found = bench.faults({"head_bytes": 2**20, "loops": rows})
     assert found[2:] == [
-        "the body of loop 'vocabulary' sends 1 MiB, the size of the head or more",
+        "the body of loop 'vocabulary' sends an array as large as a device's part of the head",
         "the body of loop 'full' writes 3 quantized matrices out in full",
     ]
     assert found[:2] == [

@@ -27,7 +27,7 @@ from samplers.predictions import Sampling, given, predict
 from samplers.rules.ni import features_of
 from samplers.trajectory import mergeable
 from train.config import IndicatorPart
-from train.objective import Batch, Metrics, hidden_states
+from train.objective import Batch, Metrics, hidden_states, with_head_gathered
 
 PUBLISHED_THRESHOLD = 0.89
 
@@ -101,6 +101,8 @@ def evidence(
         hidden = jnp.take_along_axis(hidden, written[..., None], axis=1)
         step, tokens = (jnp.take_along_axis(x, written, axis=1) for x in (step, tokens))
     masked = step >= rows.reached[:, None]
+
+    denoiser = with_head_gathered(denoiser, sharding)
 
     def read(hidden: jax.Array) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.Array, jax.Array]:
         logits = denoiser.logits(hidden)

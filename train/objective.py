@@ -224,6 +224,22 @@ def _head_of_each_group(denoiser: Denoiser, groups: int, sharding: NamedSharding
     }
 
 
+def with_head_gathered(denoiser: Denoiser, sharding: NamedSharding | None) -> Denoiser:
+    """The same model, with all rows of its vocabulary head on every device: for loops, which would gather it in each
+    turn. Of no use where a gradient is asked for, see `head_sums`."""
+    if sharding is None:
+        return denoiser
+    specs, rules = param_specs(denoiser.config), ShardingRules(embed=None)
+
+    def gathered(name: str) -> Any:
+        place = NamedSharding(sharding.mesh, rules.spec(specs[name].axes, sharding.mesh))
+        fits = lambda x: x.shape == specs[name].shape
+        return jax.tree.map(lambda x: lax.with_sharding_constraint(x, place) if fits(x) else x, denoiser.params[name])
+
+    head = {name: gathered(name) for name in denoiser.head_names}
+    return dataclasses.replace(denoiser, params={**denoiser.params, **head})
+
+
 def _in_chunks(
     sums: Callable[..., tuple[jax.Array, jax.Array]], parts: tuple[jax.Array, ...], size: int
 ) -> tuple[jax.Array, jax.Array]:
