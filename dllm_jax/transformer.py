@@ -16,6 +16,7 @@ from flax import nnx
 from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
 
+from dllm_jax.attention import attention
 from dllm_jax.config import Experts, ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.kernels import of_outputs, product, product_of_sums, rows, sums
@@ -95,21 +96,6 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def attention(query: jax.Array, kv: LayerKV, mask: jax.Array) -> jax.Array:
-    """Attention with scores and softmax in float32: [B, T, N, H], mask [B, 1, T or 1, S] bool -> [B, T, N, H]."""
-    attend = jax.nn.dot_product_attention
-    if query.dtype != jnp.float16:
-        return attend(query, kv.key, kv.value, mask=mask)
-
-    def in_float32(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        wide = [x.astype(jnp.float32) for x in (query, key, value)]
-        return attend(wide[0], wide[1], wide[2], mask=mask).astype(query.dtype)
-
-    # JAX asks for float16 products with float32 sums, which compilers for CPU and TPU do not know.
-    directly = lambda query, key, value: attend(query, key, value, mask=mask)
-    return jax.lax.platform_dependent(query, *kv, cuda=directly, default=in_float32)
-
-
 class Place(NamedTuple):
     """Where the inputs of a forward lie in the key/value buffers.
 
@@ -179,7 +165,7 @@ class SelfAttention(nnx.Module):
     ) -> jax.Array:
         query = self.heads(_in_order(self.q_proj(x), "heads", layout), self.q_norm)
         query = rotate(query, cos, sin)  # [B, T, N, H]
-        out = attention(query, kv, mask)
+        out = attention(query, kv.key, kv.value, mask)
         return self.o_proj(out.reshape(*x.shape[:-1], -1), sums(x.dtype))
 
 
