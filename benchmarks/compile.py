@@ -53,12 +53,12 @@ FORWARDS = ("full", "window")
 
 
 def devices_of(target: str) -> list[Any]:
-    """The devices of an absent machine: "h100", or a TPU's topology such as "v5e:2x2".
+    """The devices of an absent machine: "h100", "h100:8", or a TPU's topology such as "v5e:2x2".
 
     Raises:
         DllmError: for an unknown target, or where the compiler for it is not installed.
     """
-    kind = target.partition(":")[0]
+    kind, _, size = target.partition(":")
     if kind not in MEMORY:
         raise DllmError(f"no target is called {target!r}; give h100, or a TPU such as v5e:2x2")
     os.environ.update(ENVIRONMENT)
@@ -66,7 +66,9 @@ def devices_of(target: str) -> list[Any]:
         if kind == "h100":
             os.environ["XLA_FLAGS"] = f"{CUDA_FLAGS} {os.environ.get('XLA_FLAGS', '')}"
             text = H100.read_text()
-            return topologies.get_topology_desc(platform="cuda", target_config=text, topology="1x1x1").devices
+            return topologies.get_topology_desc(
+                platform="cuda", target_config=text, topology=f"1x1x{size or 1}"
+            ).devices
         return topologies.get_topology_desc(target, "tpu").devices
     except Exception as error:  # whatever a plug-in that is missing makes of it
         extra = "jax[cuda12-local] and nvidia-cuda-nvcc-cu12" if kind == "h100" else "jax[tpu]"
@@ -289,7 +291,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks.compile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = made.add_argument
-    add("--target", required=True, metavar="NAME", help="v5e:2x2, v6e:2x2, v5p:2x2x4, ... or h100")
+    add("--target", required=True, metavar="NAME", help="v5e:2x2, v6e:2x2, v5p:2x2x4, ..., h100 or h100:8")
     add("--mesh", default="tensor=1", metavar="AXIS=N,...", help="devices of the target that are used (default: one)")
     add("--model", default="llada-8b-instruct", choices=sorted(PUBLISHED), metavar="NAME")
     add("--layers", type=int, default=4, help="of the model (default: 4, which show what all do; 0: all)")

@@ -12,7 +12,7 @@ in the place of the share of masked tokens.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -190,38 +190,51 @@ def head_sums(
         chunk, groups, sharding: as in `diffusion_loss`.
     """
     parts = tuple(x.reshape(groups, -1, *x.shape[2:]) for x in (*parts, weights))
-    own = [_head_of_each_group(head, groups, sharding) for head in heads]
+    own = [_place_groups(_head_of_each_group(head, groups), head, sharding) for head in heads]
 
     def of_group(own: list[dict[str, Any]], part: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         with_own = zip(heads, own, strict=True)
         return sums(*(dataclasses.replace(head, params={**head.params, **mine}) for head, mine in with_own), *part)
 
     def of_all(*part: jax.Array) -> tuple[jax.Array, jax.Array]:
-        first, second = jax.vmap(of_group)(own, part)
+        # Said again in here for the gradients, which the compiler would split otherwise.
+        placed = [_place_groups(mine, head, sharding) for mine, head in zip(own, heads, strict=True)]
+        first, second = jax.vmap(of_group)(placed, tuple(_split_groups(x, (), sharding) for x in part))
         return jnp.sum(first), jnp.sum(second)
 
     with jax.named_scope("vocabulary"):  # what profiles show
         return _in_chunks(of_all, parts, max(1, chunk // groups)) if chunk else of_all(*parts)
 
 
-def _head_of_each_group(denoiser: Denoiser, groups: int, sharding: NamedSharding | None) -> dict[str, Any]:
-    """The parameters of a vocabulary head with a leading axis of groups, which is split as a batch is."""
-    specs, rules = param_specs(denoiser.config), ShardingRules(embed=None)
+def _head_of_each_group(denoiser: Denoiser, groups: int) -> dict[str, Any]:
+    """The parameters of a vocabulary head with a leading axis of groups."""
 
-    def spread(spec: ParamSpec, x: jax.Array) -> jax.Array:
+    def spread(x: jax.Array) -> jax.Array:
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # of an adapter's dropout
             return jax.vmap(jax.random.fold_in, (None, 0))(x, jnp.arange(groups))
-        several = jnp.broadcast_to(x, (groups, *x.shape))
-        if sharding is None:
-            return several
-        axes = rules.spec(spec.axes, sharding.mesh) if x.shape == spec.shape else ()
-        place = NamedSharding(sharding.mesh, PartitionSpec(sharding.spec[0] if sharding.spec else None, *axes))
-        return lax.with_sharding_constraint(several, place)
+        return jnp.broadcast_to(x, (groups, *x.shape))
 
-    return {
-        name: jax.tree.map(functools.partial(spread, specs[name]), denoiser.params[name])
-        for name in denoiser.head_names
-    }
+    return jax.tree.map(spread, {name: denoiser.params[name] for name in denoiser.head_names})
+
+
+def _place_groups(own: dict[str, Any], denoiser: Denoiser, sharding: NamedSharding | None) -> dict[str, Any]:
+    """What `_head_of_each_group` made, where each group's device has all but other parts of the vocabulary."""
+    specs, rules = param_specs(denoiser.config), ShardingRules(embed=None)
+
+    def place(spec: ParamSpec, x: jax.Array) -> jax.Array:
+        if sharding is None or x.shape[1:] != spec.shape:
+            return _split_groups(x, (), sharding)
+        return _split_groups(x, rules.spec(spec.axes, sharding.mesh), sharding)
+
+    return {name: jax.tree.map(functools.partial(place, specs[name]), x) for name, x in own.items()}
+
+
+def _split_groups(x: jax.Array, axes: Iterable[Any], sharding: NamedSharding | None) -> jax.Array:
+    """[groups, ...] split along its groups as a batch is, and along the others by mesh axes."""
+    if sharding is None or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return x
+    batch = sharding.spec[0] if sharding.spec else None
+    return lax.with_sharding_constraint(x, NamedSharding(sharding.mesh, PartitionSpec(batch, *axes)))
 
 
 def with_head_gathered(denoiser: Denoiser, sharding: NamedSharding | None) -> Denoiser:
