@@ -31,7 +31,7 @@ def measured(monkeypatch, small):
     """Replaces models by toys and scoring by a formula; what was scored: [(model, sampler)]."""
     seen, toys = [], {}
     monkeypatch.setattr(
-        "evals.models.dllm_jax.load", lambda name, dtype: toys.get(name) or toys.setdefault(name, toy(name))
+        "evals.models.dllm_jax.load", lambda name, **_: toys.get(name) or toys.setdefault(name, toy(name))
     )
 
     def run(models, task, sampler, *, n, batch_size, seed, split, examples, programs, progress):
