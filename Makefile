@@ -46,7 +46,10 @@ pytest: $(READY)
 	$(PY) -m pytest -q --durations=10 -n auto --dist worksteal -m 'not slow'
 
 slow: $(READY)
-	$(PY) -m pytest -q --durations=10 -n auto --dist worksteal -m slow
+	$(PY) -m pytest -q --durations=10 -n auto --dist worksteal -m slow $(SLOW_BUT)
+
+# What make goldens runs anyway.
+SLOW_BUT := --ignore=tests/test_goldens.py --ignore=tests/test_combinations.py
 
 # Which tests those are, by running all of them; with a cold cache, and nothing else to do for the machine.
 slow-list: $(READY)
