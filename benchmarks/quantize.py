@@ -112,7 +112,7 @@ def scores(name: str, n: int) -> Iterator[Row]:
         exact: list[bool] = []
         for quantize in (None, "int8", "int4"):
             model = embedded.load(name, quantize=quantize)
-            report = evals.run(model, task, sampler, batch_size=64, examples=examples, programs=programs)
+            report = evals.run(model, task, sampler, n=n, batch_size=64, examples=examples, programs=programs)
             right = [row.correct for row in report.rows]
             exact = exact or right
             pairs = list(zip(exact, right, strict=True))
@@ -132,13 +132,14 @@ def report(options: argparse.Namespace) -> dict[str, Any]:
     before = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
     kept = lambda table: [row for row in before.get(table, ()) if row["model"] not in names]
     return {
-        "command": f"python -m benchmarks.quantize --n {options.n}",
+        "command": f"python -m benchmarks.quantize --n {options.n}{' --no-scores' * options.no_scores}",
         "device": jax.devices()[0].device_kind,
         "cpu_cores": os.cpu_count(),
         "versions": {"jax": version("jax")},
         "sizes": [sizes(name) for name in PUBLISHED],
         "divergence": kept("divergence") + [row for name in names for row in divergence(name, min(options.n, 256))],
-        "rows": kept("rows") + [row for name in names for row in scores(name, options.n)],
+        "rows": kept("rows")
+        + [row for name in names for row in ([] if options.no_scores else scores(name, options.n))],
     }
 
 
@@ -157,6 +158,9 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--models", default=",".join(TASKS), help="embedded models; the file keeps what it has of others")
     made.add_argument("--n", type=int, default=2000, help="problems of each (default 2000)")
+    made.add_argument(
+        "--no-scores", action="store_true", help="sizes and divergence alone; scores take hours on two cores"
+    )
     made.add_argument("--json", type=Path, help="also write the figures to this file")
     return made
 
