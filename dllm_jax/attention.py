@@ -25,8 +25,7 @@ def attention(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Arra
     length = query.shape[1]
     if length < 2 * queries:
         return _attend(query, key, value, mask)
-    rows = lambda x, axis: _parts(x, axis, queries)
-    of_parts = rows(query, 1), rows(mask, 2) if mask.shape[2] > 1 else None
+    of_parts = _parts(query, 1, queries), _parts(mask, 2, queries) if mask.shape[2] > 1 else None
 
     @jax.checkpoint
     def of_part(part: tuple[jax.Array, jax.Array | None]) -> jax.Array:

@@ -12,7 +12,7 @@ in the place of the share of masked tokens.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -190,7 +190,8 @@ def head_sums(
         chunk, groups, sharding: as in `diffusion_loss`.
     """
     parts = tuple(x.reshape(groups, -1, *x.shape[2:]) for x in (*parts, weights))
-    own = [_place_groups(_head_of_each_group(head, groups), head, sharding) for head in heads]
+    batch = sharding.spec[0] if sharding is not None and sharding.spec else None  # what groups are split over
+    own = [_place_head(_head_of_each_group(head, groups), head, sharding, batch) for head in heads]
 
     def of_group(own: list[dict[str, Any]], part: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         with_own = zip(heads, own, strict=True)
@@ -198,8 +199,8 @@ def head_sums(
 
     def of_all(*part: jax.Array) -> tuple[jax.Array, jax.Array]:
         # Said again in here for the gradients, which the compiler would split otherwise.
-        placed = [_place_groups(mine, head, sharding) for mine, head in zip(own, heads, strict=True)]
-        first, second = jax.vmap(of_group)(placed, tuple(_split_groups(x, (), sharding) for x in part))
+        placed = [_place_head(mine, head, sharding, batch) for mine, head in zip(own, heads, strict=True)]
+        first, second = jax.vmap(of_group)(placed, tuple(_split(x, sharding, batch) for x in part))
         return jnp.sum(first), jnp.sum(second)
 
     with jax.named_scope("vocabulary"):  # what profiles show
@@ -217,40 +218,36 @@ def _head_of_each_group(denoiser: Denoiser, groups: int) -> dict[str, Any]:
     return jax.tree.map(spread, {name: denoiser.params[name] for name in denoiser.head_names})
 
 
-def _place_groups(own: dict[str, Any], denoiser: Denoiser, sharding: NamedSharding | None) -> dict[str, Any]:
-    """What `_head_of_each_group` made, where each group's device has all but other parts of the vocabulary."""
-    specs, rules = param_specs(denoiser.config), ShardingRules(embed=None)
-
-    def place(spec: ParamSpec, x: jax.Array) -> jax.Array:
-        if sharding is None or x.shape[1:] != spec.shape:
-            return _split_groups(x, (), sharding)
-        return _split_groups(x, rules.spec(spec.axes, sharding.mesh), sharding)
-
-    return {name: jax.tree.map(functools.partial(place, specs[name]), x) for name, x in own.items()}
-
-
-def _split_groups(x: jax.Array, axes: Iterable[Any], sharding: NamedSharding | None) -> jax.Array:
-    """[groups, ...] split along its groups as a batch is, and along the others by mesh axes."""
-    if sharding is None or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return x
-    batch = sharding.spec[0] if sharding.spec else None
-    return lax.with_sharding_constraint(x, NamedSharding(sharding.mesh, PartitionSpec(batch, *axes)))
-
-
 def with_head_gathered(denoiser: Denoiser, sharding: NamedSharding | None) -> Denoiser:
     """The same model, with all rows of its vocabulary head on every device: for loops, which would gather it in each
     turn. Of no use where a gradient is asked for, see `head_sums`."""
-    if sharding is None:
-        return denoiser
+    head = _place_head({name: denoiser.params[name] for name in denoiser.head_names}, denoiser, sharding)
+    return dataclasses.replace(denoiser, params={**denoiser.params, **head})
+
+
+def _place_head(
+    head: dict[str, Any], denoiser: Denoiser, sharding: NamedSharding | None, *leading: Any
+) -> dict[str, Any]:
+    """Parameters of a vocabulary head where each device has all of them but other parts of the vocabulary.
+
+    Args:
+        leading: mesh axes that an array's axes before those of the parameter are split over, one entry for each.
+    """
     specs, rules = param_specs(denoiser.config), ShardingRules(embed=None)
 
-    def gathered(name: str) -> Any:
-        place = NamedSharding(sharding.mesh, rules.spec(specs[name].axes, sharding.mesh))
-        fits = lambda x: x.shape == specs[name].shape
-        return jax.tree.map(lambda x: lax.with_sharding_constraint(x, place) if fits(x) else x, denoiser.params[name])
+    def place(spec: ParamSpec, x: jax.Array) -> jax.Array:
+        if sharding is None or x.shape[len(leading) :] != spec.shape:
+            return _split(x, sharding, *leading)
+        return _split(x, sharding, *leading, *rules.spec(spec.axes, sharding.mesh))
 
-    head = {name: gathered(name) for name in denoiser.head_names}
-    return dataclasses.replace(denoiser, params={**denoiser.params, **head})
+    return {name: jax.tree.map(functools.partial(place, specs[name]), x) for name, x in head.items()}
+
+
+def _split(x: jax.Array, sharding: NamedSharding | None, *axes: Any) -> jax.Array:
+    """x split over these axes of the mesh that a batch's sharding is on; keys stay as they are."""
+    if sharding is None or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return x
+    return lax.with_sharding_constraint(x, NamedSharding(sharding.mesh, PartitionSpec(*axes)))
 
 
 def _in_chunks(
