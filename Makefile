@@ -51,7 +51,7 @@ slow: $(READY)
 # What make goldens runs anyway.
 SLOW_BUT := --ignore=tests/test_goldens.py --ignore=tests/test_combinations.py
 
-# Which tests those are, by running all of them; with a cold cache, and nothing else to do for the machine.
+# Finds out which tests take long, by running all of them; with a cold cache, and nothing else to do for the machine.
 slow-list: $(READY)
 	rm -rf .jax_cache
 	$(PY) -m pytest -q -n auto --dist worksteal --list-slow 5

@@ -8,7 +8,7 @@ collectives are not in it, so compare versions of one program by it, not program
     python -m benchmarks.compile --target h100 --what window --layers 2 --json window.json
 
 A TPU needs `jax[tpu]` (libtpu), an H100 `jax[cuda12-local]` and `nvidia-cuda-nvcc-cu12`, in environments of their own:
-`make compile-check` makes the first.
+`make compile-check` makes them.
 """
 
 import argparse
@@ -201,9 +201,9 @@ def describe(program: Any, setting: Setting) -> dict[str, Any]:
     memory, text = program.memory_analysis(), program.as_text()
     found = hlo.read(text)
     root = hlo.loops(found, label)
-    kv, weights = setting.kv_shape(), setting.weight_shapes()
+    kv, weights, kernels = setting.kv_shape(), setting.weight_shapes(), setting.kernel_shapes()
     is_weight = lambda shape: any(holds(shape, weight) for weight in weights)
-    is_kernel = lambda shape: any(hlo.is_like(shape, kernel) for kernel in setting.kernel_shapes())
+    is_kernel = lambda shape: any(hlo.is_like(shape, kernel) for kernel in kernels)
     rows = []
     for depth, loop in root.walk():
         kv_copies = hlo.moved(found, loop, lambda shape: len(shape[1]) > 2 and hlo.is_like(shape, kv))
@@ -221,7 +221,7 @@ def describe(program: Any, setting: Setting) -> dict[str, Any]:
                 "kv_copy_bytes": kv_copies[1],
                 "weight_copies": weight_copies[0],
                 "weight_copy_bytes": weight_copies[1],
-                "dequantized": hlo.made(loop, is_kernel)[0],
+                "dequantized": hlo.made(loop, is_kernel),
                 "largest_sent_bytes": max((hlo.size(shape) for each in loop.sent for shape in each.shapes), default=0),
                 "collectives": {kind: list(numbers) for kind, numbers in loop.collectives.items()},
             }

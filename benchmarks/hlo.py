@@ -202,10 +202,9 @@ def moved(program: Program, loop: Loop, counts: Callable[[Shape], bool]) -> tupl
     return len(found), sum(found)
 
 
-def made(loop: Loop, counts: Callable[[Shape], bool]) -> tuple[int, int]:
-    """How many arrays that count a turn writes to memory, by whatever kernel, and their bytes."""
-    found = [size(shape) for each in loop.own if each.opcode not in FREE for shape in each.shapes if counts(shape)]
-    return len(found), sum(found)
+def made(loop: Loop, counts: Callable[[Shape], bool]) -> int:
+    """How many arrays that count a turn writes to memory, by whatever kernel."""
+    return sum(counts(shape) for each in loop.own if each.opcode not in FREE for shape in each.shapes)
 
 
 def is_like(shape: Shape, other: Shape) -> bool:
