@@ -10,6 +10,7 @@
 Every mistake in the input is a `DllmError` with one sentence. Importing starts no backend and creates no array.
 """
 
+from dllm_jax.attention import use_kernels
 from dllm_jax.config import PUBLISHED, ModelConfig, published
 from dllm_jax.denoiser import Denoiser, DenoiserLike, FunctionDenoiser, Span, block_causal
 from dllm_jax.errors import DllmError
@@ -36,4 +37,5 @@ __all__ = [
     "param_shardings",
     "published",
     "random_model",
+    "use_kernels",
 ]

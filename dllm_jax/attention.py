@@ -1,56 +1,124 @@
-"""Attention with scores and softmax in float32, of which no more exist at a time than some queries have.
+"""Attention in which a query sees the first keys, with softmax in float32: fused on TPU and NVIDIA GPUs, else in XLA's
+own operations, which are the reference, with the scores of some queries at a time.
 
 Shape letters: B batch, T queries, S keys, N heads, K heads of keys and values, H head size.
 """
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dllm_jax.fused_attention import fits, fused
+
 QUERIES = 512
 """Queries whose scores exist at a time: of 32 heads and 4096 keys 256 MiB, instead of 2 GiB for as many queries."""
 
+FUSED_FROM = 256
+"""Queries from which kernels are used: of fewer, such as a block's, the scores are less than the keys and values."""
 
-def attention(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, queries: int = QUERIES) -> jax.Array:
-    """softmax(query key / sqrt(H)) value, over the keys that the mask leaves: [B, T, N, H].
+TRITON_FROM = 8.0
+"""CUDA compute capability that Triton needs, and all but a T4 of today's have."""
 
-    From twice `queries` positions on they are taken so many at a time, and the scores of each part are computed again
-    in the backward pass instead of being kept. A query's result is that of the whole: its softmax is its own.
+use_kernels = jax.make_user_context(default_value=True)
+"""`with use_kernels(False):` compiles what is called within to XLA's own operations alone: to compare, and because no
+kernel can be lowered for several platforms at once (`jax.export`)."""
+
+LogicalAxes = tuple[str | None, ...]
+QUERY, KEYS = ("batch", None, "heads", None), ("batch", None, "kv_heads", None)
+AXES: tuple[LogicalAxes, ...] = (QUERY, KEYS, KEYS, ("batch", None))
+"""Logical axes of queries, keys, values and of what is visible."""
+
+
+class Layout(Protocol):
+    """What is asked of a `dllm_jax.sharding.Layout` here and in the backbone, on which it is built."""
+
+    def parts(self, axis: str) -> int: ...
+
+    def locally(
+        self, function: Callable[..., jax.Array], inputs: Sequence[LogicalAxes], output: LogicalAxes
+    ) -> Callable[..., jax.Array]: ...
+
+
+def attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array, layout: Layout | None = None
+) -> jax.Array:
+    """softmax(query key / sqrt(H)) value, over the first `visible` keys of each query: [B, T, N, H].
 
     Args:
         query: [B, T, N, H].
         key, value: [B, S, K, H], K dividing N.
-        mask: [B, 1, T or 1, S] bool, True where a query sees a key.
+        visible: [B, T or 1] int32.
+        layout: how the heads lie on a mesh; None for one device, and where the caller places everything, which is done
+            without kernels where there are several.
+    """
+    if query.shape[1] < FUSED_FROM or not use_kernels.value or not _can_fuse(query, key, layout):
+        return in_parts(query, key, value, visible)
+    visible = jnp.broadcast_to(visible, query.shape[:2])
+    locally = (lambda function: function) if layout is None else lambda function: layout.locally(function, AXES, QUERY)
+    on = {backend: locally(functools.partial(fused, backend)) for backend in ("tpu", "cuda")}
+    return lax.platform_dependent(query, key, value, visible, **on, default=in_parts)
+
+
+def _can_fuse(query: jax.Array, key: jax.Array, layout: Layout | None) -> bool:
+    """Whether the kernels take these operands, and the GPU that is here, if one is, takes the kernels.
+
+    Float16 is left to XLA: it is what a T4, which is too old, has instead of bfloat16.
+    """
+    if query.dtype == jnp.float16 or not fits(query.shape[1], key.shape[1], query.shape[3]):
+        return False
+    if jax.default_backend() == "gpu" and float(jax.devices()[0].compute_capability) < TRITON_FROM:
+        return False
+    return _is_local(layout)
+
+
+def _is_local(layout: Layout | None) -> bool:
+    """Whether every device will run its own part: a compiler cannot split a kernel over devices."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty:  # the caller's
+        return all(size == 1 or name in mesh.manual_axes for name, size in mesh.shape.items())
+    return jax.device_count() == 1 if layout is None else layout.parts("heads") == layout.parts("kv_heads")
+
+
+def in_parts(
+    query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array, queries: int = QUERIES
+) -> jax.Array:
+    """`attention` in XLA's own operations.
+
+    From twice `queries` positions on they are taken so many at a time, and the scores of each part are computed again
+    in the backward pass instead of being kept. A query's result is that of the whole: its softmax is its own.
     """
     length = query.shape[1]
     if length < 2 * queries:
-        return _attend(query, key, value, mask)
-    of_parts = _parts(query, 1, queries), _parts(mask, 2, queries) if mask.shape[2] > 1 else None
+        return _attend(query, key, value, visible)
+    of_parts = _parts(query, queries), _parts(visible, queries) if visible.shape[1] > 1 else None
 
     @jax.checkpoint
     def of_part(part: tuple[jax.Array, jax.Array | None]) -> jax.Array:
-        return _attend(part[0], key, value, mask if part[1] is None else part[1])
+        return _attend(part[0], key, value, visible if part[1] is None else part[1])
 
     found = lax.map(of_part, of_parts)  # [T / queries, B, queries, N, H]
     return jnp.moveaxis(found, 0, 1).reshape(query.shape[0], -1, *query.shape[2:])[:, :length]
 
 
-def _parts(x: jax.Array, axis: int, size: int) -> jax.Array:
-    """x in parts along an axis, which lie along a new first one; the last is filled up with zeros."""
-    missing = [(0, -length % size if i == axis else 0) for i, length in enumerate(x.shape)]
-    x = jnp.pad(x, missing)
-    return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :]), axis, 0)
+def _parts(x: jax.Array, size: int) -> jax.Array:
+    """[B, T, ...] in parts [T / size, B, size, ...]; the last is filled up with zeros."""
+    x = jnp.pad(x, [(0, -length % size if axis == 1 else 0) for axis, length in enumerate(x.shape)])
+    return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
 
 
-def _attend(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) -> jax.Array:
-    attend = jax.nn.dot_product_attention
+def _attend(query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array) -> jax.Array:
+    mask = (jnp.arange(key.shape[1], dtype=jnp.int32) < visible[..., None])[:, None]  # [B, 1, T or 1, S]
+    attend = functools.partial(jax.nn.dot_product_attention, mask=mask)
     if query.dtype != jnp.float16:
-        return attend(query, key, value, mask=mask)
+        return attend(query, key, value)
 
-    def in_float32(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        wide = [x.astype(jnp.float32) for x in (query, key, value)]
-        return attend(wide[0], wide[1], wide[2], mask=mask).astype(query.dtype)
+    def in_float32(*operands: jax.Array) -> jax.Array:
+        query, key, value = (x.astype(jnp.float32) for x in operands)
+        return attend(query, key, value).astype(jnp.float16)
 
     # JAX asks for float16 products with float32 sums, which compilers for CPU and TPU do not know.
-    directly = lambda query, key, value: attend(query, key, value, mask=mask)
-    return lax.platform_dependent(query, key, value, cuda=directly, default=in_float32)
+    return lax.platform_dependent(query, key, value, cuda=attend, default=in_float32)

@@ -55,7 +55,12 @@ def write_rows(buffer: jax.Array, new: jax.Array, start: jax.Array, write: jax.A
 
 
 def _write_together(buffer: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
-    """All rows by one scatter: a single kernel on GPU, but a loop over the rows on TPU."""
+    """All rows by one scatter: a single kernel on GPU, but a loop over the rows on TPU.
+
+    On GPU what is written is made apart: where it is partly the buffer's old content, a kernel that read and wrote the
+    buffer would need a copy of it.
+    """
+    new = lax.platform_dependent(new, cuda=lax.optimization_barrier, default=lambda new: new)
     return jax.vmap(lambda row, value, at: lax.dynamic_update_slice_in_dim(row, value, at, axis=0))(buffer, new, start)
 
 

@@ -2,12 +2,13 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from dllm_jax.attention import LogicalAxes
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.params import forms
@@ -35,7 +36,7 @@ class ShardingRules:
     head_dim: MeshAxes = None
     batch: MeshAxes = ("data", "fsdp")
 
-    def spec(self, axes: tuple[str | None, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    def spec(self, axes: LogicalAxes, mesh: Mesh | AbstractMesh) -> PartitionSpec:
         """The PartitionSpec of an array with these logical axes on this mesh; None is an axis that is never split.
 
         Raises:
@@ -88,7 +89,7 @@ class Layout:
         """Number of equal parts that a logical axis is split into."""
         return math.prod(self.mesh.shape[name] for name in _present(getattr(self.rules, axis), self.mesh))
 
-    def place(self, x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
+    def place(self, x: jax.Array, axes: LogicalAxes) -> jax.Array:
         """x with its logical axes split as the rules say; an axis that does not divide stays whole, and one on the
         devices that split the weights' embed axis as well (FSDP) is left to the compiler, lest it gather weights.
 
@@ -101,19 +102,22 @@ class Layout:
         spec = PartitionSpec(*(PartitionSpec.UNCONSTRAINED if weights & {*_names(entry)} else entry for entry in spec))
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
-    def locally(self, function: Callable[[jax.Array], jax.Array], axes: tuple[str | None, ...]) -> Callable:
-        """A function from arrays to arrays of the same shape, with these logical axes, that every device applies to its
-        own part; it must be one to which parts are as good as the whole."""
+    def locally(
+        self, function: Callable[..., jax.Array], inputs: Sequence[LogicalAxes], output: LogicalAxes
+    ) -> Callable[..., jax.Array]:
+        """A function of arrays with these logical axes that every device applies to its own part; it must be one to
+        which parts are as good as the whole. An axis that does not divide stays whole."""
 
-        def applied(x: jax.Array) -> jax.Array:
+        def applied(*arrays: jax.Array) -> jax.Array:
             if not jax.sharding.get_abstract_mesh().empty:
-                return x
-            spec = self._spec(x, axes)
-            return jax.shard_map(function, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)
+                return function(*arrays)
+            specs = tuple(self._spec(x, axes) for x, axes in zip(arrays, inputs, strict=True))
+            out = self._spec(jax.eval_shape(function, *arrays), output)
+            return jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=out, check_vma=False)(*arrays)
 
         return applied
 
-    def _spec(self, x: jax.Array, axes: tuple[str | None, ...]) -> PartitionSpec:
+    def _spec(self, x: Any, axes: LogicalAxes) -> PartitionSpec:
         fits = (axis and not size % self.parts(axis) for size, axis in zip(x.shape, axes, strict=True))
         return self.rules.spec(tuple(axis if fit else None for axis, fit in zip(axes, fits, strict=True)), self.mesh)
 
@@ -146,7 +150,7 @@ def param_shardings(config: ModelConfig, mesh: Mesh, rules: ShardingRules | None
     return shardings
 
 
-def _scale_sharding(name: str, axes: tuple[str | None, ...], form: Form, layout: Layout) -> NamedSharding:
+def _scale_sharding(name: str, axes: LogicalAxes, form: Form, layout: Layout) -> NamedSharding:
     """That of the values, but for the axis that one scale is shared along."""
     shared = axes[form.axis]
     parts = 1 if shared is None else layout.parts(shared)

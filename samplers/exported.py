@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import export as jax_export
 
-from dllm_jax import Denoiser, DllmError, Model, checkpoint
+from dllm_jax import Denoiser, DllmError, Model, checkpoint, use_kernels
 from dllm_jax.quantized import num_bytes
 from samplers.build import CanvasSampler
 from samplers.checks import check_length
@@ -69,7 +69,8 @@ def export(
 
     ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
     arguments = (checkpoint.flattened(like), ints(batch, prompt_length), ints(batch), ints())
-    # The backbone pins layouts on TPU; a platform that does not know the call never meets it.
-    safe = [jax_export.DisabledSafetyCheck.custom_call("LayoutConstraint")]
-    exported = jax_export.export(jax.jit(run), platforms=tuple(platforms), disabled_checks=safe)(*arguments)
+    # The backbone pins layouts, and for one platform alone has kernels; who does not know a call never meets it.
+    safe = [jax_export.DisabledSafetyCheck.custom_call(name) for name in ("LayoutConstraint", "__gpu$xla.gpu.triton")]
+    with use_kernels(len(platforms) == 1):
+        exported = jax_export.export(jax.jit(run), platforms=tuple(platforms), disabled_checks=safe)(*arguments)
     return exported.serialize()

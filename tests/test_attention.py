@@ -1,48 +1,175 @@
-"""Attention in parts is attention, and no scores of all queries exist."""
+"""Attention: in parts it is attention, no scores of all queries exist, and the kernels are attention as well."""
+
+import functools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 
-from dllm_jax.attention import attention
+from dllm_jax import attention as module
+from dllm_jax.attention import attention, in_parts, use_kernels
+from dllm_jax.fused_attention import filled, fits, fused
+from dllm_jax.sharding import Layout, make_mesh
 
 B, N, K, H, S = 2, 4, 2, 8, 23
 
 
-def operands(length):
-    keys = jax.random.split(jax.random.key(0), 3)
-    shapes = (B, length, N, H), (B, S, K, H), (B, S, K, H)
-    return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+def operands(length, keys=S, head_dim=H):
+    shapes = (B, length, N, head_dim), (B, keys, K, head_dim), (B, keys, K, head_dim)
+    each = zip(jax.random.split(jax.random.key(0), 3), shapes, strict=True)
+    return [jax.random.normal(key, shape) for key, shape in each]
 
 
-def masks(length):
-    visible = jnp.asarray([5, S])
-    each = jnp.minimum(visible[:, None], 1 + jnp.arange(length)[None] // 4 * 4)
+def seen(length, keys=S):
+    lengths = jnp.asarray([5, keys])
     return {
-        name: (jnp.arange(S) < x[..., None])[:, None]
-        for name, x in {"lengths": visible[:, None], "blocks": each}.items()
+        "lengths": lengths[:, None],
+        "blocks": jnp.minimum(lengths[:, None], 1 + jnp.arange(length)[None] // 4 * 4),
+        "any": jax.random.randint(jax.random.key(1), (B, length), 1, keys + 9),  # some more than there are
     }
+
+
+def gradient(function, *args):
+    return jax.jit(jax.grad(lambda *x: jnp.sum(jnp.sin(function(*x))), argnums=(0, 1, 2)))(*args)
 
 
 @pytest.mark.parametrize("length", [8, 12, 19])  # whole parts, and one that is not
 @pytest.mark.parametrize("kind", ["lengths", "blocks"])
 def test_parts_change_nothing(length, kind) -> None:
     """Results and gradients."""
-    mask = masks(length)[kind]
-    of = lambda queries: jax.jit(lambda *x: attention(*x, mask, queries))
-    (in_parts, whole), args = (of(4), of(length)), operands(length)
-    np.testing.assert_allclose(in_parts(*args), whole(*args), atol=1e-6)
-    gradient = lambda f: jax.jit(jax.grad(lambda *x: jnp.sum(jnp.sin(f(*x))), argnums=(0, 1, 2)))(*args)
-    for one, other in zip(gradient(in_parts), gradient(whole), strict=True):
+    visible = seen(length)[kind]
+    of = lambda queries: jax.jit(lambda *x: in_parts(*x, visible, queries))
+    (parts, whole), args = (of(4), of(length)), operands(length)
+    np.testing.assert_allclose(parts(*args), whole(*args), atol=1e-6)
+    for one, other in zip(gradient(parts, *args), gradient(whole, *args), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
 
 
 def test_no_scores_of_all_queries() -> None:
     """Neither forward nor backward."""
-    length, mask, args = 64, masks(64)["blocks"], operands(64)
+    length, visible, args = 64, seen(64)["blocks"], operands(64)
     for queries, wanted in ((8, False), (64, True)):
-        loss = lambda *x, queries=queries: jnp.sum(attention(*x, mask, queries))
+        loss = lambda *x, queries=queries: jnp.sum(in_parts(*x, visible, queries))
         text = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(*args))
         scores = [f"f32[{B},{N},{length},{S}]", f"f32[{B},{K},{N // K},{length},{S}]", f"f32[{B},{length},{N},{S}]"]
         assert any(shape in text for shape in scores) == wanted
+
+
+@pytest.mark.parametrize("kind", ["lengths", "any"])
+def test_kernels_are_attention(kind) -> None:
+    """Results and gradients, of lengths that no tile divides, several queries' heads to one of keys."""
+    length, keys = 300, 520
+    visible = jnp.broadcast_to(seen(length, keys)[kind], (B, length))
+    args = operands(length, keys, head_dim=64)
+    kernels = jax.jit(lambda *x: fused("interpret", *x, visible))
+    plain = jax.jit(lambda *x: in_parts(*x, visible))
+    np.testing.assert_allclose(kernels(*args), plain(*args), atol=2e-6)
+    for one, other in zip(gradient(kernels, *args), gradient(plain, *args), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5, rtol=1e-5)
+
+
+def test_kernels_in_bfloat16() -> None:
+    """As far from the exact result as XLA's operations are, or less."""
+    visible = jnp.broadcast_to(seen(256, 256)["lengths"], (B, 256))
+    args = operands(256, 256, head_dim=64)
+    exact = in_parts(*args, visible)
+    narrow = [x.astype(jnp.bfloat16) for x in args]
+    apart = lambda found: float(jnp.abs(found.astype(jnp.float32) - exact).max())
+    found = fused("interpret", *narrow, visible)
+    assert found.dtype == jnp.bfloat16 and apart(found) <= 1.1 * apart(in_parts(*narrow, visible))
+
+
+def test_a_query_that_sees_nothing_harms_nobody() -> None:
+    """Its own result is some number, and the gradients of what others see are what they are without it."""
+    args = operands(256, 256, head_dim=64)
+    visible = jnp.full((B, 256), 100).at[0, 3].set(0)
+    loss = lambda attend: lambda *x: attend(*x, visible).at[0, 3].set(0)
+    for one, other in zip(
+        gradient(loss(functools.partial(fused, "interpret")), *args), gradient(loss(in_parts), *args), strict=True
+    ):
+        np.testing.assert_allclose(one, other, atol=2e-5, rtol=1e-5)
+
+
+def test_kernels_on_a_mesh(monkeypatch) -> None:
+    """Every device runs its own rows and heads, and nothing is sent."""
+    on_a_mesh = jax.jit(lambda *x: Layout(make_mesh(data=2, tensor=2)).locally(kernel, module.AXES, module.QUERY)(*x))
+    kernel = functools.partial(fused, "interpret")
+    visible = jnp.broadcast_to(seen(256, 256)["blocks"], (B, 256))
+    args = (*operands(256, 256, head_dim=64), visible)
+    np.testing.assert_allclose(on_a_mesh(*args), in_parts(*args), atol=2e-6)
+    text = on_a_mesh.lower(*args).as_text()
+    assert "all_gather" not in text and "all_reduce" not in text
+
+
+def test_kernels_within_shard_map_and_vmap() -> None:
+    """A caller's own; what varies over its axes is said to the compiler, though the interpreter cannot say it."""
+    visible = jnp.broadcast_to(seen(256, 256)["blocks"], (B, 256))
+    args = (*operands(256, 256, head_dim=64), visible)
+    kernel = functools.partial(fused, "interpret")
+    rows = PartitionSpec("rows")
+    mesh = Mesh(np.array(jax.devices()[:2]), ("rows",))
+    by_device = jax.jit(jax.shard_map(kernel, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False))
+    by_row = jax.jit(jax.vmap(lambda *row: kernel(*(x[None] for x in row))[0]))
+    wanted = in_parts(*args)
+    np.testing.assert_allclose(by_device(*args), wanted, atol=2e-6)
+    np.testing.assert_allclose(by_row(*args), wanted, atol=2e-6)
+    checked = jax.jit(jax.shard_map(attention, mesh=mesh, in_specs=rows, out_specs=rows))
+    assert has_kernel(checked.trace(*args).lower(lowering_platforms=("tpu",)).as_text())
+
+
+def lowered(length, dtype=jnp.bfloat16, layout=None, platform="tpu", head_dim=128):
+    shapes = (8, length, 8, head_dim), (8, length, 4, head_dim), (8, length, 4, head_dim)
+    args = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    function = jax.jit(lambda *x: attention(*x, layout))
+    visible = jax.ShapeDtypeStruct((8, 1), jnp.int32)
+    return function.trace(*args, visible).lower(lowering_platforms=(platform,)).as_text()
+
+
+def has_kernel(text):
+    return "tpu_custom_call" in text or "triton" in text
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda", "cpu"])
+def test_where_kernels_are_used(monkeypatch, platform) -> None:
+    """On TPU and CUDA, for many queries, in dtypes that are not a T4's, where every device has its own part."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    assert has_kernel(lowered(1024, platform=platform)) == (platform != "cpu")
+    assert not has_kernel(lowered(32, platform=platform))
+    assert not has_kernel(lowered(1024, jnp.float16, platform=platform))
+    assert not has_kernel(lowered(1024, head_dim=48, platform=platform))
+    monkeypatch.undo()
+    assert not has_kernel(lowered(1024, platform=platform)), "the arrays may lie on several of the devices"
+    mesh = make_mesh(data=2, tensor=4)
+    assert has_kernel(lowered(1024, layout=Layout(mesh), platform=platform)) == (platform != "cpu")
+    with jax.set_mesh(mesh):
+        assert not has_kernel(lowered(1024, layout=Layout(mesh), platform=platform))
+
+
+def test_without_kernels(monkeypatch) -> None:
+    """By choice, and so for several platforms at once."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    with use_kernels(False):
+        assert not has_kernel(lowered(1024))
+        exported = jax.export.export(jax.jit(attention), platforms=("cpu", "cuda", "tpu"))
+        assert exported(*operands(256, 256, head_dim=64), jnp.full((B, 256), 9)).platforms == ("cpu", "cuda", "tpu")
+    assert has_kernel(lowered(1024))
+
+
+def test_an_old_gpu_gets_no_kernels(monkeypatch) -> None:
+    """Triton's begin with compute capability 8."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for capability, wanted in (("7.5", False), ("9.0", True)):
+        device = type("Device", (), {"compute_capability": capability})()
+        monkeypatch.setattr(jax, "devices", lambda *_, device=device: [device])
+        assert has_kernel(lowered(1024, platform="cuda")) == wanted
+
+
+def test_what_fits() -> None:
+    """Lengths are filled up to whole tiles, and a head's keys and values have to fit into a TPU core."""
+    assert [filled(n) for n in (1, 256, 257)] == [256, 256, 512]
+    assert fits(4096, 4096, 128) and fits(16384, 16384, 128) and not fits(65536, 65536, 128)
+    assert not fits(1024, 1024, 100)

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dllm_jax.config import ModelConfig
 from dllm_jax.denoiser import Denoiser
 from dllm_jax.pytree import pytree
-from dllm_jax.sharding import ShardingRules, batch_parts, batch_sharding, mesh_for_batch, param_shardings
+from dllm_jax.sharding import Layout, ShardingRules, batch_parts, batch_sharding, mesh_for_batch, param_shardings
 from dllm_jax.transformer import RematPolicy
 from train.autoregressive import Autoregressive
 from train.compression import Compression
@@ -108,6 +108,7 @@ class Stepper:
         self.trained = trained_of(config, model)
         self.optimizer = make_optimizer(config.optimizer, config.steps)
         self.objective = objective_of(config)
+        self._layout = Layout(placement.mesh) if placement.mesh.size > 1 else None
         self._table_sharding = param_shardings(model, placement.mesh, ShardingRules(embed=None))[_TABLE]
 
     def start(self, trained: Mapping[str, jax.Array]) -> TrainState:
@@ -209,7 +210,7 @@ class Stepper:
         params = jax.tree.map(cast, dict(kernels))
         # Gathered for the lookup: rows of a table that is split by columns would be split so as well, not by batch.
         params[_TABLE] = lax.with_sharding_constraint(params[_TABLE], self._table_sharding)
-        return Denoiser(self._model, params)
+        return Denoiser(self._model, params, self._layout)
 
 
 def objective_of(config: TrainConfig) -> Objective:

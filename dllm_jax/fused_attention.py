@@ -1,0 +1,218 @@
+"""Attention whose scores never leave the chip: kernels for TPU and NVIDIA GPUs, forward and backward.
+
+One Pallas kernel each for the result, the gradient of queries and that of keys and values, as in FlashAttention-2
+(arXiv 2307.08691): a tile of queries meets the keys tile by tile, with a running maximum and sum, and the backward pass
+computes the scores again from what the forward pass kept, the logarithm of each query's sum. Tiles that none of its
+queries sees are left out. Scores lie as [keys, queries], so that a number for each query is a row.
+
+Libraries' kernels take lengths per row, or a mask that is known when the program is made or lies in memory; here a
+query sees the keys at [0, visible), a number per query that is data, which is every mask of every family.
+
+Shape letters: B batch, T queries, S keys, N heads, K heads of keys and values, H head size; R, C those of a tile.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as for_tpu
+from jax.experimental.pallas import triton as for_gpu
+
+Backend = Literal["tpu", "cuda", "interpret"]
+
+MULTIPLE = 256
+"""What lengths are filled up to: the width of every tile divides it."""
+
+TILES = {"tpu": (256, 256), "cuda": (128, 64), "interpret": (128, 64)}
+"""Width of a tile that stays, and of those that pass by."""
+
+UNSEEN = -1e30
+"""Score of a key that a query does not see: finite, so that one that sees none gets a mean instead of NaN."""
+
+VMEM = 64 * 2**20
+"""Bytes of a TPU core's own memory that a kernel may fill: half of it, where the compiler by itself gives an eighth."""
+
+
+def fits(length: int, keys: int, head_dim: int) -> bool:
+    """Whether the kernels take operands of these sizes: a TPU's own memory has to hold all keys and values of one head,
+    in the backward pass its queries and their gradient, and at the same time those of the next head."""
+    rows = filled(max(length, keys))
+    return head_dim % 64 == 0 and 4 * rows * head_dim * 4 <= VMEM * 3 // 4
+
+
+def filled(length: int) -> int:
+    """The next multiple of what tiles divide."""
+    return -(-length // MULTIPLE) * MULTIPLE
+
+
+def fused(backend: Backend, query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array) -> jax.Array:
+    """softmax(query key / sqrt(H)) value over the first `visible` keys of each query: [B, T, N, H], with a gradient.
+
+    Products are as exact as the platform's default, sums and softmax in float32.
+
+    Args:
+        backend: whose kernels; "interpret" runs a GPU's one operation after the other, on any platform.
+        query: [B, T, N, H].
+        key, value: [B, S, K, H], K dividing N.
+        visible: [B, T] int32.
+    """
+    visible = jnp.minimum(visible, key.shape[1])
+    fill = lambda x: jnp.pad(x, [(0, filled(n) - n if axis == 1 else 0) for axis, n in enumerate(x.shape)])
+    heads_first = (jnp.swapaxes(fill(x), 1, 2) for x in (query, key, value))
+    out = _attend(backend, *heads_first, fill(visible)[:, None, None])
+    return jnp.swapaxes(out, 1, 2)[:, : query.shape[1]]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(backend: Backend, query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array) -> jax.Array:
+    """[B, N, T, H], [B, K, S, H] twice and [B, 1, 1, T] -> [B, N, T, H], of filled lengths."""
+    return _forward(backend, query, key, value, visible)[0]
+
+
+def _forward(backend: Backend, *operands: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    query, key, value, visible = operands
+    stays, passes = TILES[backend]
+    rows = jax.ShapeDtypeStruct((*query.shape[:2], 1, query.shape[2]), jnp.float32)  # [B, N, 1, T]
+    out, sums = _kernel(_result, backend, stays, passes, [query, visible], [key, value], [query, rows])
+    return out, (*operands, out, sums)
+
+
+def _backward(backend: Backend, saved: tuple[jax.Array, ...], gradient: jax.Array) -> tuple[jax.Array | None, ...]:
+    query, key, value, visible, out, sums = saved
+    stays, passes = TILES[backend]
+    mean = jnp.sum(gradient.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)[:, :, None]  # [B, N, 1, T]
+    of_queries = [query, visible, gradient, sums, mean]
+    (to_query,) = _kernel(_query_gradient, backend, stays, passes, of_queries, [key, value], [query])
+    # One for every head of queries, whose sum is that of the head they share.
+    each = jax.ShapeDtypeStruct((*query.shape[:2], *key.shape[2:]), jnp.float32)
+    to_heads = _kernel(_key_value_gradient, backend, stays, passes, [key, value], of_queries, [each, each])
+    shared = lambda x: x.reshape(*key.shape[:2], -1, *key.shape[2:]).sum(2)
+    return to_query, *(shared(x).astype(key.dtype) for x in to_heads), None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _kernel(
+    body: Callable[..., None],
+    backend: Backend,
+    stays: int,
+    passes: int,
+    tiled: Sequence[jax.Array],
+    whole: Sequence[jax.Array],
+    outputs: Sequence[Any],
+) -> list[jax.Array]:
+    """Runs a kernel for every row of the batch, head of queries and tile.
+
+    Arrays are [B, heads, length, H], or [B, heads, 1, length] of a number each; the heads of queries share what has
+    fewer. A kernel sees a tile of width `stays` of `tiled` and of `outputs`, and all of `whole`, tile by tile.
+    """
+    batch, heads = outputs[0].shape[:2]
+    length = outputs[0].shape[2]
+
+    def spec(x: Any, tile: int | None) -> pl.BlockSpec:
+        in_rows = x.shape[2] == 1
+        head = lambda n: lax.div(n, heads // x.shape[1])  # what // becomes asks for a TPU that is there
+        width = tile or x.shape[3 if in_rows else 2]
+        at = lambda i: i if tile else 0
+        if in_rows:
+            return pl.BlockSpec((None, None, 1, width), lambda b, n, i: (b, head(n), 0, at(i)))
+        return pl.BlockSpec((None, None, width, x.shape[3]), lambda b, n, i: (b, head(n), at(i), 0))
+
+    varies = jax.typeof(tiled[0]).manual_axis_type  # in a caller's `shard_map`
+    call = pl.pallas_call(
+        functools.partial(body, passes),
+        grid=(batch, heads, length // stays),
+        in_specs=[spec(x, stays) for x in tiled] + [spec(x, None) for x in whole],
+        out_specs=[spec(x, stays) for x in outputs],
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varies) for x in outputs],
+        compiler_params=_PARAMS[backend],
+        interpret=backend == "interpret",
+        name=body.__name__.strip("_"),
+    )
+    return call(*tiled, *whole)
+
+
+_PARAMS: dict[str, Any] = {
+    "tpu": for_tpu.CompilerParams(dimension_semantics=("parallel",) * 3, vmem_limit_bytes=VMEM),
+    "cuda": for_gpu.CompilerParams(num_warps=8, num_stages=2),
+    "interpret": None,
+}
+
+
+def _dot(x: jax.Array, y: jax.Array, axis_of_x: int, axis_of_y: int) -> jax.Array:
+    """Their product over one axis of each, in float32."""
+    return lax.dot_general(x, y, (((axis_of_x,), (axis_of_y,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _scores(key: jax.Array, query: jax.Array, visible: jax.Array, first: jax.Array) -> jax.Array:
+    """[C, H] of the keys from `first` on, [R, H], [1, R] -> [C, R] float32."""
+    scores = _dot(key, query, 1, 1) / math.sqrt(query.shape[1])
+    place = first + lax.broadcasted_iota(jnp.int32, scores.shape, 0)
+    return jnp.where(place < visible, scores, UNSEEN)
+
+
+def _seen(visible: jax.Array, tile: int) -> jax.Array:
+    """Number of tiles of keys that some query sees."""
+    return lax.div(jnp.max(visible) + tile - 1, tile)
+
+
+def _result(tile: int, *refs: Any) -> None:
+    query_ref, visible_ref, key_ref, value_ref, out_ref, sums_ref = refs
+    query, visible = query_ref[...], visible_ref[...]  # [R, H], [1, R]
+
+    def add(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        most, total, result = carry  # [1, R], [1, R], [H, R]
+        at = pl.ds(pl.multiple_of(i * tile, tile), tile)
+        scores = _scores(key_ref[at, :], query, visible, i * tile)
+        new = jnp.maximum(most, jnp.max(scores, axis=0, keepdims=True))
+        weights, keep = jnp.exp(scores - new), jnp.exp(most - new)
+        value = value_ref[at, :]
+        result = result * keep + _dot(value, weights.astype(value.dtype), 0, 0)
+        return new, total * keep + jnp.sum(weights, axis=0, keepdims=True), result
+
+    rows = (1, query.shape[0])
+    start = jnp.full(rows, UNSEEN, jnp.float32), jnp.zeros(rows, jnp.float32), jnp.zeros(query.shape[::-1], jnp.float32)
+    most, total, result = lax.fori_loop(0, _seen(visible, tile), add, start)
+    total = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+    out_ref[...] = (result / total).T.astype(out_ref.dtype)
+    sums_ref[...] = most + jnp.log(total)
+
+
+def _query_gradient(tile: int, *refs: Any) -> None:
+    query_ref, visible_ref, gradient_ref, sums_ref, mean_ref, key_ref, value_ref, to_ref = refs
+    query, visible, gradient = query_ref[...], visible_ref[...], gradient_ref[...]
+    sums, mean = sums_ref[...], mean_ref[...]
+
+    def add(i: jax.Array, total: jax.Array) -> jax.Array:
+        at = pl.ds(pl.multiple_of(i * tile, tile), tile)
+        key = key_ref[at, :]
+        weights = jnp.exp(_scores(key, query, visible, i * tile) - sums)
+        to_scores = weights * (_dot(value_ref[at, :], gradient, 1, 1) - mean)
+        return total + _dot(to_scores.astype(key.dtype), key, 0, 0)
+
+    total = lax.fori_loop(0, _seen(visible, tile), add, jnp.zeros(query.shape, jnp.float32))
+    to_ref[...] = (total / math.sqrt(query.shape[1])).astype(to_ref.dtype)
+
+
+def _key_value_gradient(tile: int, *refs: Any) -> None:
+    key_ref, value_ref, query_ref, visible_ref, gradient_ref, sums_ref, mean_ref, *to_refs = refs
+    key, value = key_ref[...], value_ref[...]  # [C, H]
+    first = pl.program_id(2) * key.shape[0]
+
+    def add(i: jax.Array, totals: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        at = pl.ds(pl.multiple_of(i * tile, tile), tile)
+        query, gradient = query_ref[at, :], gradient_ref[at, :]
+        weights = jnp.exp(_scores(key, query, visible_ref[:, at], first) - sums_ref[:, at])  # [C, R]
+        to_scores = weights * (_dot(value, gradient, 1, 1) - mean_ref[:, at])
+        to_key = _dot(to_scores.astype(query.dtype), query, 1, 0)
+        return totals[0] + to_key, totals[1] + _dot(weights.astype(gradient.dtype), gradient, 1, 0)
+
+    none = jnp.zeros(key.shape, jnp.float32)
+    to_key, to_value = lax.fori_loop(0, query_ref.shape[0] // tile, add, (none, none))
+    to_refs[0][...], to_refs[1][...] = to_key / math.sqrt(key.shape[1]), to_value
