@@ -205,6 +205,7 @@ def describe(program: Any, setting: Setting) -> dict[str, Any]:
     is_weight = lambda shape: any(holds(shape, weight) for weight in weights)
     is_kernel = lambda shape: any(hlo.is_like(shape, kernel) for kernel in kernels)
     rows = []
+    on_gpu = setting.mesh.devices.flat[0].platform == "gpu"
     for depth, loop in root.walk():
         kv_copies = hlo.moved(found, loop, lambda shape: len(shape[1]) > 2 and hlo.is_like(shape, kv))
         weight_copies = hlo.moved(found, loop, is_weight)
@@ -215,6 +216,7 @@ def describe(program: Any, setting: Setting) -> dict[str, Any]:
                 "trips": loop.trips,
                 "kernels": loop.kernels,
                 "inner_loops": len(loop.inner),
+                "host_reads": host_reads(loop) if on_gpu and depth == 1 and not loop.trips else None,
                 "serial_writes": sum(inner.name == "scatter" for inner in loop.inner),
                 "cycles": loop.cycles,
                 "kv_copies": kv_copies[0],
@@ -238,6 +240,13 @@ def describe(program: Any, setting: Setting) -> dict[str, Any]:
     }
 
 
+def host_reads(loop: hlo.Loop) -> list[int]:
+    """Predicates that a GPU's host reads in a turn of a loop that is in no command buffer, least and most: its own, and
+    of each loop within whose turns are not known one, or two where that has a turn. A TPU's host reads none."""
+    asked = sum(inner.trips is None for inner in loop.inner)
+    return [1 + asked, 1 + 2 * asked]
+
+
 def holds(shape: hlo.Shape, weight: hlo.Shape) -> bool:
     """Whether an array can be a matrix, in some order of its axes, or several side by side."""
     if shape[0] != weight[0] or len(shape[1]) != 2:
@@ -246,7 +255,7 @@ def holds(shape: hlo.Shape, weight: hlo.Shape) -> bool:
     return any(a == c and b >= d for a, b in sides for c, d in [weight[1], weight[1][::-1]])
 
 
-COLUMNS = ("loop", "trips", "kernels", "Mcycles", "kv copies", "weight copies", "dequantized", "sent")
+COLUMNS = ("loop", "trips", "kernels", "Mcycles", "host reads", "kv copies", "weight copies", "dequantized", "sent")
 
 
 def table(result: dict[str, Any]) -> str:
@@ -265,8 +274,18 @@ def _cells(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> tuple[str, ..
     copies = [f"{row[f'{kind}_copies']} ({row[f'{kind}_copy_bytes'] / 2**20:.0f} MiB)" for kind in ("kv", "weight")]
     sent = ", ".join(f"{count} {kind} ({total / 2**20:.1f} MiB)" for kind, (count, total) in row["collectives"].items())
     cycles = f"{row['cycles'] / 1e6:.2f}" if any(each["cycles"] for each in rows) else "-"
+    reads = "-" if row["host_reads"] is None else "{} to {}".format(*row["host_reads"])
     name = "  " * row["depth"] + row["loop"]
-    return name, str(row["trips"] or "-"), str(row["kernels"]), cycles, *copies, str(row["dequantized"]), sent or "-"
+    return (
+        name,
+        str(row["trips"] or "-"),
+        str(row["kernels"]),
+        cycles,
+        reads,
+        *copies,
+        str(row["dequantized"]),
+        sent or "-",
+    )
 
 
 def faults(result: dict[str, Any]) -> list[str]:

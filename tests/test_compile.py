@@ -76,6 +76,9 @@ def test_loops_are_found_with_what_a_turn_costs() -> None:
     ]
     (step,) = root.inner
     assert step.cycles == 100
+    assert bench.host_reads(step) == [1, 1], "the turns of the loop within are known"
+    full, window, tiles = (hlo.Loop("", (), (), trips=trips) for trips in (None, None, 3))
+    assert bench.host_reads(hlo.Loop("step", (), (full, window, tiles))) == [3, 5]
     assert step.kernels == 7  # two fusions, the start of a transfer, a concatenation, three all-reduces
     assert step.collectives == {"all-reduce": (3, 8 * 4 * 4 + 2 * 8 * 16 * 4 * 2), "all-gather": (1, 8 * 4 * 4)}
 
