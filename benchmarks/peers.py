@@ -197,11 +197,15 @@ def measure(size: str, checkouts: dict[str, Path], options: argparse.Namespace) 
                 arguments = ["-m", "benchmarks.peer_worker", name, json.dumps(dataclasses.asdict(given))]
                 workers[name] = Worker(name, [python, *arguments])
             pairs = [(name, cache) for name in checkouts for cache in PEERS[name][2] if cache in options.caches]
-            rows = [in_turns(workers["ours"], workers[name], cache, options.repeats) for name, cache in pairs]
+            rows = []
+            for name, cache in pairs:
+                row = {"size": size, **in_turns(workers["ours"], workers[name], cache, options.repeats)}
+                print(f"{size}, {name}, {cache}: {row['cpu_ratio']:.2f}", file=sys.stderr)
+                rows.append(row)
         finally:
             for worker in workers.values():
                 worker.close()
-    return [{"size": size, **row} for row in rows], {name: worker.hello["versions"] for name, worker in workers.items()}
+    return rows, {name: worker.hello["versions"] for name, worker in workers.items()}
 
 
 def checkouts_of(options: argparse.Namespace) -> dict[str, Path]:
@@ -282,6 +286,10 @@ def print_rows(rows: list[Row]) -> None:
         print(f"{row['size']:6}{row['peer']:12}{row['cache']:8}{row['ours_forwards']:9}{seconds}{ratios}  {same}")
 
 
+def _first_core() -> int:
+    return min(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line's options."""
     names = lambda text: [name for name in text.split(",") if name]
@@ -297,7 +305,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--gen-length", type=int, default=128)
     made.add_argument("--block-length", type=int, default=32)
     made.add_argument("--repeats", type=int, default=5, help="timed generations of each (default 5)")
-    made.add_argument("--core", type=int, default=0, help="the CPU core that all run on (default 0)")
+    made.add_argument("--core", type=int, default=_first_core(), help="the CPU core that all run on")
     made.add_argument("--json", type=Path, metavar="FILE")
     made.set_defaults(dtype="float32")
     return made
