@@ -253,9 +253,8 @@ def report(options: argparse.Namespace) -> Row:
     check_options(options)
     checkouts = checkouts_of(options)
     about = {
-        "command": "python -m benchmarks.peers " + " ".join(f"--{name} DIR" for name in checkouts),
+        "command": _command(checkouts, options),
         "commits": {name: _commit(folder) for name, folder in checkouts.items()},
-        "lengths": {name: getattr(options, name) for name in ("prompt_length", "gen_length", "block_length")},
         "tokens_per_step": 2,
         "dtype": "float32",
         "hardware": describe_hardware() | {"cpu_cores_used": 1},
@@ -266,6 +265,16 @@ def report(options: argparse.Namespace) -> Row:
         found, versions = measure(size, checkouts, options)
         rows, about["versions"] = rows + found, versions
     return {**about, "rows": rows}
+
+
+def _command(checkouts: dict[str, Path], options: argparse.Namespace) -> str:
+    """The command line, without where things lie on this machine."""
+    lists = [f"--{name} {','.join(getattr(options, name))}" for name in ("sizes", "caches")]
+    numbers = [
+        f"--{name.replace('_', '-')} {getattr(options, name)}"
+        for name in ("prompt_length", "gen_length", "block_length", "repeats")
+    ]
+    return " ".join(["python -m benchmarks.peers", *(f"--{name} DIR" for name in checkouts), *lists, *numbers])
 
 
 def _commit(folder: Path) -> str:

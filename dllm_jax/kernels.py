@@ -44,8 +44,7 @@ def product(x: jax.Array, kernel: Kernel, dtype: jnp.dtype | None = None) -> jax
 def _in_few_passes(rows: int, inputs: int, outputs: int) -> bool:
     """Whether XLA's own choice of a library for a float32 product on CPU, YNNPACK, is the faster one.
 
-    It arranges the kernel anew in every product, which only many rows make up for: measured on x86 with AVX-512, see
-    `docs/performance.md`.
+    It arranges the kernel anew in every product, which only many rows make up for; `docs/performance.md` has timings.
     """
     return outputs <= inputs < 16 * rows
 
