@@ -7,10 +7,12 @@ attention, logits). So in float16 those sums are float32 (`sums`), and what is m
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from dllm_jax.low_rank import LowRankKernel
 from dllm_jax.quantized import QuantizedKernel
@@ -32,7 +34,27 @@ def product(x: jax.Array, kernel: Kernel, dtype: jnp.dtype | None = None) -> jax
         return y + kernel.added(x).astype(y.dtype)
     if isinstance(kernel, QuantizedKernel):
         return kernel.product(x, dtype)
-    return jnp.tensordot(x, kernel.astype(x.dtype), 1, preferred_element_type=dtype)
+    kernel = kernel.astype(x.dtype)
+    plain = lambda x, kernel: jnp.tensordot(x, kernel, 1, preferred_element_type=dtype)
+    if x.dtype != jnp.float32 or kernel.ndim != 2 or _in_few_passes(math.prod(x.shape[:-1]), *kernel.shape):
+        return plain(x, kernel)
+    return lax.platform_dependent(x, kernel, cpu=_product_by_eigen, default=plain)
+
+
+def _in_few_passes(rows: int, inputs: int, outputs: int) -> bool:
+    """Whether XLA's own choice of a library for a float32 product on CPU, YNNPACK, is the faster one.
+
+    It arranges the kernel anew in every product, which only many rows make up for; `docs/performance.md` has timings.
+    """
+    return outputs <= inputs < 16 * rows
+
+
+def _product_by_eigen(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """`product` in float32 by Eigen, which XLA asks for where the left side is given by columns. The barrier keeps XLA
+    from seeing that it is not."""
+    columns = lax.optimization_barrier(x.reshape(-1, x.shape[-1]).T)
+    y = lax.dot_general(columns, kernel, (((0,), (0,)), ((), ())))
+    return y.reshape(*x.shape[:-1], kernel.shape[1])
 
 
 def sums(dtype: jnp.dtype) -> jnp.dtype:

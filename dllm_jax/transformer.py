@@ -188,6 +188,18 @@ def _apart(arrays: Arrays) -> Arrays:
     return jax.lax.platform_dependent(arrays, cuda=jax.lax.optimization_barrier, default=lambda arrays: arrays)
 
 
+def _rope(positions: jax.Array, length: int, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
+    """`rope_angles` of positions within `length`, on CPU looked up: left to itself the compiler computes cosines where
+    they are used, in every layer and for every head."""
+    angles = lambda positions: rope_angles(positions, head_dim, theta)
+
+    def looked_up(positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        cos, sin = (table[0][positions] for table in angles(jnp.arange(length, dtype=jnp.int32)[None]))
+        return cos, sin
+
+    return jax.lax.platform_dependent(positions, cpu=looked_up, default=angles)
+
+
 def _in_order(x: jax.Array, axis: str, layout: Layout | None) -> jax.Array:
     """x [B, T, logical axis], on TPU with its axes in memory as they are written: left to itself the compiler wants
     heads before positions, and to get them so from the product it transposes the kernel in every step of a generation.
@@ -325,7 +337,8 @@ class Transformer(nnx.Module):
             values: the updated buffers, or without any those of the inputs.
         """
         x = x.astype(sums(x.dtype))
-        rope = rope_angles(positions, self.config.head_dim, self.config.rope_theta)
+        keys = x.shape[1] if kv is None else kv[0].key.shape[1]
+        rope = _rope(positions, keys, self.config.head_dim, self.config.rope_theta)
         at, write = (None, None) if place is None else (place.at, place.write)
         static = {"skip": 0 if place is None else place.skip, "policy": remat, "layout": layout}
         new: list[LayerKV] = []

@@ -1,0 +1,118 @@
+"""The benchmark of other implementations: its protocol and its mistakes, with workers that pretend."""
+
+import json
+import sys
+
+import pytest
+
+from benchmarks import peer_worker, peers
+from dllm_jax import DllmError, checkpoint
+
+WORKER = peers.Worker
+PRETEND = """
+import json, sys
+name, tokens, log = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
+print(json.dumps({"versions": {"number": name}}), flush=True)
+for number, line in enumerate(sys.stdin):
+    open(log, "a").write(name + " " + json.loads(line)["cache"] + "\\n")
+    scale = {"ours": 1.0, "other": 3.0}[name] * (50.0 if number in (0, 2) else 1.0)
+    answer = {"tokens": tokens, "forwards": 7, "seconds": scale, "cpu_seconds": scale / 2}
+    print(json.dumps(answer), flush=True)
+"""
+
+
+@pytest.fixture
+def pretending(tmp_path):
+    """Starts workers that pretend; they write what they are asked into a file."""
+    script, log = tmp_path / "pretend.py", tmp_path / "log"
+    script.write_text(PRETEND)
+    made = []
+
+    def start(name, tokens):
+        made.append(WORKER(name, [sys.executable, str(script), name, json.dumps(tokens), str(log)]))
+        return made[-1]
+
+    yield start, log
+    for worker in made:
+        worker.close()
+
+
+def test_processes_take_turns_and_rows_are_medians(pretending, capsys):
+    start, log = pretending
+    ours, other = start("ours", [1, 2, 3, 4]), start("other", [1, 2, 3, 5])
+    assert ours.hello == {"versions": {"number": "ours"}}
+    row = peers.in_turns(ours, other, "dual", repeats=3)
+    assert log.read_text().split("\n")[:-1] == ["ours dual", "other dual"] * 4
+    assert row["ours_first_seconds"] == 50.0 and row["ours_seconds_all"] == [1.0, 50.0, 1.0]
+    assert (row["ours_seconds"], row["peer_seconds"], row["ratio"], row["cpu_ratio"]) == (1.0, 3.0, 3.0, 3.0)
+    assert row["same_tokens"] == 0.75 and row["peer_forwards"] == 7
+    peers.print_rows([{"size": "tiny", **row}, {"size": "tiny", **row, "same_tokens": 1.0}])
+    head, first, second = capsys.readouterr().out.splitlines()
+    assert head.endswith("same tokens") and first.split()[:3] == ["tiny", "other", "dual"]
+    assert first.endswith(" 3.00   3.00  75%") and second.endswith("  yes")
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ('print(\'{"error": "ModuleNotFoundError: No module named torch"}\')', "other does not run .* named torch"),
+        ("pass", "the process of other ended without an answer"),
+    ],
+)
+def test_what_goes_wrong_in_a_process_is_said(code, message):
+    with pytest.raises(DllmError, match=message):
+        peers.Worker("other", [sys.executable, "-c", code])
+
+
+def test_mistakes_are_sentences(tmp_path, capsys):
+    checkout = tmp_path / "Fast-dLLM"
+    (checkout / "llada").mkdir(parents=True)
+    mistakes = {
+        "nobody to compare with": [],
+        "is no checkout of https://github.com/NVlabs/Fast-dLLM: it has no": ["--fast-dllm", str(checkout)],
+        "is no checkout of https://github.com/jax-ml/bonsai": ["--bonsai", str(tmp_path / "nowhere")],
+        "no size is called '8b'": ["--sizes", "8b"],
+        "no cache is called 'dul'": ["--caches", "dul"],
+        "--repeats is 0": ["--repeats", "0"],
+        "divides --gen-length": ["--block-length", "48"],
+        "there is no core 4096": ["--core", "4096"],
+    }
+    for sentence, arguments in mistakes.items():
+        assert peers.main(arguments) == 2
+        assert sentence in capsys.readouterr().out
+
+
+def test_a_peer_without_its_packages(tmp_path, capsys):
+    """The process starts, and says what it misses."""
+    (tmp_path / "llada").mkdir()
+    (tmp_path / "llada" / "generate.py").write_text("import a_package_that_nobody_has")
+    assert peers.main(["--fast-dllm", str(tmp_path), "--sizes", "tiny", "--caches", "dual"]) == 2
+    assert "fast-dllm does not run in its Python, see --python: ModuleNotFoundError" in capsys.readouterr().out
+
+
+def test_this_library_as_a_worker(tmp_path):
+    """Two tokens a step, from a checkpoint that was converted."""
+    folder, hub = peers.checkpoints("tiny", tmp_path)
+    config = checkpoint.load_config(folder)
+    prompt = peers.make_prompt(config, 6)
+    assert (hub / "config.json").is_file() and not set(prompt) & set(config.special_ids().values())
+    job = {"folder": str(folder), "prompt": prompt, "steps": 4, "gen_length": 8, "block_length": 4}
+    found = peer_worker.timed(peer_worker.ours(job), "none")
+    assert found["forwards"] == 4 and len(found["tokens"]) == 8 and found["seconds"] > 0
+
+
+def test_caches_that_a_peer_lacks_are_left_out(pretending, monkeypatch, tmp_path):
+    """Every row says its size, and every process is ended."""
+    start, log = pretending
+    started = []
+
+    def worker(name, command):
+        started.append(start("ours" if name == "ours" else "other", [1]))
+        return started[-1]
+
+    monkeypatch.setattr(peers, "Worker", worker)
+    options = peers.parser().parse_args(["--repeats", "1", "--caches", "none,dual"])
+    rows, versions = peers.measure("tiny", {"bonsai": tmp_path}, options)
+    assert [(row["size"], row["cache"]) for row in rows] == [("tiny", "none")]
+    assert set(versions) == {"ours", "bonsai"} and log.read_text().count("none") == 4
+    assert all(each._process.poll() is not None for each in started)
