@@ -81,7 +81,7 @@ class DenoiserLike(Protocol):
     def final_hidden(self, hidden: jax.Array) -> jax.Array: ...
 
 
-@pytree(static=("config", "layout"))
+@pytree(static=("config", "layout", "scan"))
 class Denoiser:
     """A model as samplers see it: a pytree whose only data is the flat parameter dict.
 
@@ -94,11 +94,13 @@ class Denoiser:
         params: flat name -> array, or what stands for a kernel (`dllm_jax.kernels.Kernel`).
         layout: the mesh that the parameters lie on, so that buffers and hidden states are split alike; None for one
             device, and where the caller places everything.
+        scan: run layers as a loop where there are no buffers, for training: see `Transformer.forward`.
     """
 
     config: ModelConfig
     params: Params
     layout: Layout | None = None
+    scan: bool = False
 
     @property
     def mask_id(self) -> int:
@@ -234,7 +236,7 @@ class Denoiser:
         x = model.embed_tokens(inputs) if jnp.issubdtype(inputs.dtype, jnp.integer) else inputs
         place = lambda x: x if self.layout is None else self.layout.place(x, ("batch", None, None))
         with jax.named_scope("window_forward" if "kv" in options else "full_forward"):  # what profiles show
-            hidden, kv = model.forward(place(x), positions, visible, layout=self.layout, **options)
+            hidden, kv = model.forward(place(x), positions, visible, layout=self.layout, scan=self.scan, **options)
         return place(hidden), self._placed(kv)
 
     def _placed(self, kv: KVCache) -> KVCache:

@@ -7,6 +7,7 @@ and other people's jit. Shape letters are those of `ModelConfig`.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -317,6 +318,7 @@ class Transformer(nnx.Module):
         outputs: tuple[jax.Array, int] | None = None,
         remat: RematPolicy | None = None,
         layout: Layout | None = None,
+        scan: bool = False,
     ) -> tuple[jax.Array, KVCache]:
         """Runs all layers over embedded inputs.
 
@@ -331,6 +333,8 @@ class Transformer(nnx.Module):
             remat: for training, what of each layer is kept for the backward pass besides its input, the rest being
                 computed again (see `jax.checkpoint_policies`); None keeps everything.
             layout: how the parameters lie on a mesh; None for one device, and where the caller places everything.
+            scan: for training, make layers that are alike one loop, which compiles as fast as one layer, and for which
+                their kernels are copied side by side. Without `kv` and `outputs` only; beside them it does nothing.
 
         Returns:
             Hidden states before the final norm [B, T or width, D], in the `sums` of the dtype of x, and the keys and
@@ -342,12 +346,25 @@ class Transformer(nnx.Module):
         at, write = (None, None) if place is None else (place.at, place.write)
         static = {"skip": 0 if place is None else place.skip, "policy": remat, "layout": layout}
         new: list[LayerKV] = []
+        if scan and kv is None and outputs is None:
+            none = (None,) * 4
+            step = lambda x, layer: _run_layer(layer, x, rope, visible, *none, width=0, **static)
+            for run in self._alike():
+                x, kvs = jax.lax.scan(step, x, jax.tree.map(lambda *each: jnp.stack(each), *run))
+                new += [LayerKV(kvs.key[index], kvs.value[index]) for index in range(len(run))]
+            return x, tuple(new)
         for index, layer in enumerate(self.layers):
             buffers = None if kv is None else kv[index]
             first, width = outputs if outputs is not None and index == self.config.num_layers - 1 else (None, 0)
             x, layer_kv = _run_layer(layer, x, rope, visible, buffers, at, write, first, width=width, **static)
             new.append(layer_kv)
         return x, tuple(new)
+
+    def _alike(self) -> list[list[Layer]]:
+        """The layers in runs of the same structure and shapes."""
+        shapes = lambda layer: [(x.shape, x.dtype) for x in jax.tree.leaves(layer)]
+        what = lambda layer: (jax.tree.structure(layer), shapes(layer))
+        return [list(run) for _, run in itertools.groupby(self.layers, what)]
 
     def logits(self, hidden: jax.Array, tile: Tile | None = None, parts: int = 1) -> jax.Array:
         """Final norm and vocabulary head: [B, T, D] -> [B, T, V] float32.

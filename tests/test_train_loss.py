@@ -8,8 +8,11 @@ from train_toys import DREAM, LLADA
 
 import dllm_jax
 from dllm_jax import Denoiser
+from dllm_jax.config import Experts
 from dllm_jax.params import init_params
 from samplers.likelihood import masked_loss
+from train.config import LoraPart
+from train.lora import adapter_shapes, beside
 from train.objective import Batch, Noised, corrupt, diffusion_loss, mask_probabilities
 from train.step import REMAT
 
@@ -80,8 +83,8 @@ def test_chunks_and_remat_change_nothing(config):
     denoiser = denoiser_of(config)
     noised = corrupt(jax.random.key(5), make_batch("sft"), denoiser)
 
-    def gradient(**options):
-        loss = lambda params: diffusion_loss(Denoiser(config, params), noised, **options)
+    def gradient(scan=False, **options):
+        loss = lambda params: diffusion_loss(Denoiser(config, params, scan=scan), noised, **options)
         return jax.jit(jax.value_and_grad(lambda params: (loss(params).loss, loss(params)), has_aux=True))(
             denoiser.params
         )
@@ -91,11 +94,27 @@ def test_chunks_and_remat_change_nothing(config):
         {"chunk": 5},
         {"chunk": 8, "groups": 2, "remat": REMAT["layers"]},
         {"chunk": 1000, "remat": REMAT["matmuls"]},
+        {"scan": True, "remat": REMAT["layers"]},
     ):
         (_, losses), found = gradient(**options)
         np.testing.assert_allclose(losses, plain, rtol=2e-6)
         for name in wanted:
             np.testing.assert_allclose(found[name], wanted[name], rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def test_layers_as_a_loop_are_the_layers():
+    """Also where they are not all alike: experts behind a dense layer, and adapters beside some kernels."""
+    experts = Experts(num_experts=4, per_token=2, dim=8, dense_layers=(0,))
+    config = LLADA.replace(num_layers=5, experts=experts)
+    params, part = denoiser_of(config).params, LoraPart(rank=2, targets=("layers.4.attn.*",))
+    ones = {name: 0.1 * jnp.ones(shape) for name, shape in adapter_shapes(config, part).items()}
+    kernels = beside(params, ones, part, jax.random.key(0))
+    tokens, lengths = make_batch("sft").tokens, jnp.asarray(LENGTHS)
+    run = jax.jit(lambda kernels, scan: Denoiser(config, kernels, scan=scan).forward(tokens, lengths), static_argnums=1)
+    for found, wanted in zip(*(jax.tree.leaves(run(kernels, scan)) for scan in (True, False)), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+    loops = [text.count("stablehlo.while") for text in (run.lower(kernels, scan).as_text() for scan in (True, False))]
+    assert loops[0] >= loops[1] + 1  # layers 1 to 3
 
 
 def test_chunks_keep_no_logits_for_the_backward_pass():

@@ -89,10 +89,11 @@ def test_accumulation_is_one_large_batch(plain, tmp_path):
     assert_close(one_step(run_config(tmp_path, optimizer__accumulate=4), steps=2), plain)
 
 
-@pytest.mark.parametrize("chunk", [0, 16])
-def test_a_mesh_changes_nothing(plain, chunk, tmp_path):
+@pytest.mark.parametrize(("chunk", "scan"), [(0, "on"), (16, "auto")])
+def test_a_mesh_changes_nothing(plain, chunk, scan, tmp_path):
     mesh = {"data": 2, "fsdp": 2, "tensor": 2}
-    found = one_step(run_config(tmp_path, compute__mesh=mesh, objective__chunk=chunk), steps=2)
+    config = run_config(tmp_path, compute__mesh=mesh, objective__chunk=chunk, compute__scan=scan)
+    found = one_step(config, steps=2)
     assert_close(found, plain)
     kernel = found[0].trained["layers.0.attn.q_proj.kernel"]
     assert len({str(shard.index) for shard in kernel.addressable_shards}) == 4  # fsdp x tensor

@@ -22,6 +22,7 @@ Range = tuple[str, float, float]
 Kind = Literal["sft", "pretrain"]
 Dtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "layers", "matmuls"]
+Scan = Literal["auto", "on", "off"]
 Weights = Literal["ema", "raw"]
 Optimizer = Literal["adamw", "muon"]
 Schedule = Literal["monotone", "random"]
@@ -235,11 +236,15 @@ class ComputePart:
         dtype: of the forward and backward pass.
         remat: "none" keeps all activations for the backward pass, "layers" only each layer's input, "matmuls" also the
             results of matrix products.
+        scan: "on" runs the layers as a loop, which is compiled once instead of once a layer, and for which the weights
+            are copied in `dtype` (as they are anyway where all are trained); "auto" does so on TPUs, whose compiler
+            takes minutes a layer; "off" never.
         mesh: sizes of the mesh axes, such as {data = 2, fsdp = 2, tensor = 2}; empty is one device.
     """
 
     dtype: Dtype = "float32"
     remat: Remat = "none"
+    scan: Scan = "auto"
     mesh: dict[str, int] = dataclasses.field(default_factory=dict)
 
 

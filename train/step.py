@@ -109,6 +109,8 @@ class Stepper:
         self.optimizer = make_optimizer(config.optimizer, config.steps)
         self.objective = objective_of(config)
         self._layout = Layout(placement.mesh) if placement.mesh.size > 1 else None
+        on_tpu = placement.mesh.devices.flat[0].platform == "tpu"
+        self._scan = config.compute.scan == "on" or (config.compute.scan == "auto" and on_tpu)
         self._table_sharding = param_shardings(model, placement.mesh, ShardingRules(embed=None))[_TABLE]
 
     def start(self, trained: Mapping[str, jax.Array]) -> TrainState:
@@ -210,7 +212,7 @@ class Stepper:
         params = jax.tree.map(cast, dict(kernels))
         # Gathered for the lookup: rows of a table that is split by columns would be split so as well, not by batch.
         params[_TABLE] = lax.with_sharding_constraint(params[_TABLE], self._table_sharding)
-        return Denoiser(self._model, params, self._layout)
+        return Denoiser(self._model, params, self._layout, self._scan)
 
 
 def objective_of(config: TrainConfig) -> Objective:
