@@ -104,11 +104,11 @@ def masked_examples(model: Model, task_text: str, n: int) -> tuple[jax.Array, ja
     return tokens, lengths, np.asarray(pad_prompts(asked, tokens.shape[1])[0]) == 1
 
 
-def scores(name: str, n: int) -> Iterator[Row]:
+def scores(name: str, n: int, samplers: Sequence[str]) -> Iterator[Row]:
     """A row for each sampler and kind of weights, with what was solved by one kind alone."""
     task, programs = make_task(TASKS[name]), Programs()
     examples = [task.bind(embedded.load(name)).example("test", i) for i in range(n)]
-    for sampler in SAMPLERS:
+    for sampler in samplers:
         exact: list[bool] = []
         for quantize in (None, "int8", "int4"):
             model = embedded.load(name, quantize=quantize)
@@ -130,7 +130,9 @@ def report(options: argparse.Namespace) -> dict[str, Any]:
         if name not in TASKS:
             raise DllmError(f"no embedded model is called {name!r}; choose from {', '.join(TASKS)}")
     before = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
-    kept = lambda table: [row for row in before.get(table, ()) if row["model"] not in names]
+    samplers = options.samplers or SAMPLERS
+    new = lambda row: row["model"] in names and row.get("sampler", samplers[0]) in samplers
+    kept = lambda table: [row for row in before.get(table, ()) if not new(row)]
     return {
         "command": f"python -m benchmarks.quantize --n {options.n}{' --no-scores' * options.no_scores}",
         "device": jax.devices()[0].device_kind,
@@ -139,7 +141,7 @@ def report(options: argparse.Namespace) -> dict[str, Any]:
         "sizes": [sizes(name) for name in PUBLISHED],
         "divergence": kept("divergence") + [row for name in names for row in divergence(name, min(options.n, 256))],
         "rows": kept("rows")
-        + [row for name in names for row in ([] if options.no_scores else scores(name, options.n))],
+        + [row for name in names for row in ([] if options.no_scores else scores(name, options.n, samplers))],
     }
 
 
@@ -157,6 +159,8 @@ def parser() -> argparse.ArgumentParser:
     """The command line's options."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--models", default=",".join(TASKS), help="embedded models; the file keeps what it has of others")
+    both = " and ".join(SAMPLERS)
+    made.add_argument("--sampler", dest="samplers", action="append", metavar="SPEC", help=f"default: {both}")
     made.add_argument("--n", type=int, default=2000, help="problems of each (default 2000)")
     made.add_argument(
         "--no-scores", action="store_true", help="sizes and divergence alone; scores take hours on two cores"
