@@ -1,13 +1,14 @@
 """What XLA makes of a program for a device that is not there: `python -m benchmarks.compile --help`.
 
-Compiles for a TPU or an H100 on any machine and reads the result: memory of each device, what every loop's body copies
-and sends, loops within the forward, and on TPU the compiler's own estimate of cycles (asynchronous transfers and
-collectives are not in it, so compare versions of one program by it, not programs with each other). Nothing is run.
+Compiles for a TPU, an H100 or a T4 on any machine and reads the result: memory of each device, what every loop's body
+copies and sends, loops within the forward, predicates that a GPU's host reads, and on TPU the compiler's own estimate
+of cycles (asynchronous transfers, collectives and kernels of our own are not in it, so compare versions of one program
+by it, not programs with each other). Nothing is run.
 
     python -m benchmarks.compile --target v5e:2x2 --mesh tensor=4 --batch 8
     python -m benchmarks.compile --target h100 --what window --layers 2 --json window.json
 
-A TPU needs `jax[tpu]` (libtpu), an H100 `jax[cuda12-local]` and `nvidia-cuda-nvcc-cu12`, in environments of their own:
+A TPU needs `jax[tpu]` (libtpu), a GPU `jax[cuda12-local]` and `nvidia-cuda-nvcc-cu12`, in environments of their own:
 `make compile-check` makes them.
 """
 
@@ -42,10 +43,10 @@ from samplers import make_sampler, sample
 from samplers.predictions import Sampling, predict, readout
 
 GIB = 2**30
-MEMORY = {"v5e": 15.75, "v6e": 31.25, "v5p": 95.0, "h100": 79.1}
+MEMORY = {"v5e": 15.75, "v6e": 31.25, "v5p": 95.0, "h100": 79.1, "t4": 14.7}
 """GiB that a program may use of each kind of device."""
 
-H100 = Path(__file__).parent / "targets" / "h100.txtpb"
+GPUS = {name: Path(__file__).parent / "targets" / f"{name}.txtpb" for name in ("h100", "t4")}
 CUDA_FLAGS = "--xla_gpu_autotune_level=0"  # nothing can be tried
 ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "true"}  # or libtpu looks for its machine
 WHAT = ("sample", "full", "window", "train")
@@ -53,25 +54,25 @@ FORWARDS = ("full", "window")
 
 
 def devices_of(target: str) -> list[Any]:
-    """The devices of an absent machine: "h100", "h100:8", or a TPU's topology such as "v5e:2x2".
+    """The devices of an absent machine: "h100", "h100:8", "t4", or a TPU's topology such as "v5e:2x2".
 
     Raises:
         DllmError: for an unknown target, or where the compiler for it is not installed.
     """
     kind, _, size = target.partition(":")
     if kind not in MEMORY:
-        raise DllmError(f"no target is called {target!r}; give h100, or a TPU such as v5e:2x2")
+        raise DllmError(f"no target is called {target!r}; give h100, t4, or a TPU such as v5e:2x2")
     os.environ.update(ENVIRONMENT)
     try:
-        if kind == "h100":
+        if kind in GPUS:
             os.environ["XLA_FLAGS"] = f"{CUDA_FLAGS} {os.environ.get('XLA_FLAGS', '')}"
-            text = H100.read_text()
+            text = GPUS[kind].read_text()
             return topologies.get_topology_desc(
                 platform="cuda", target_config=text, topology=f"1x1x{size or 1}"
             ).devices
         return topologies.get_topology_desc(target, "tpu").devices
     except Exception as error:  # whatever a plug-in that is missing makes of it
-        extra = "jax[cuda12-local] and nvidia-cuda-nvcc-cu12" if kind == "h100" else "jax[tpu]"
+        extra = "jax[cuda12-local] and nvidia-cuda-nvcc-cu12" if kind in GPUS else "jax[tpu]"
         first = (str(error) or type(error).__name__).splitlines()[0]
         raise DllmError(f"nothing here compiles for {target} ({first}); install {extra}") from None
 
@@ -310,7 +311,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks.compile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = made.add_argument
-    add("--target", required=True, metavar="NAME", help="v5e:2x2, v6e:2x2, v5p:2x2x4, ..., h100 or h100:8")
+    add("--target", required=True, metavar="NAME", help="v5e:2x2, v6e:2x2, v5p:2x2x4, ..., h100, h100:8 or t4")
     add("--mesh", default="tensor=1", metavar="AXIS=N,...", help="devices of the target that are used (default: one)")
     add("--model", default="llada-8b-instruct", choices=sorted(PUBLISHED), metavar="NAME")
     add("--layers", type=int, default=4, help="of the model (default: 4, which show what all do; 0: all)")

@@ -157,7 +157,7 @@ def test_faults_are_named() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--target", "v9"], "no target is called 'v9'; give h100, or a TPU such as v5e:2x2"),
+        (["--target", "v9"], "no target is called 'v9'; give h100, t4, or a TPU such as v5e:2x2"),
         (["--target", "v5e:2x2", "--mesh", "tensor"], "--mesh tensor is no mesh; write axes such as tensor=4,data=2"),
         (["--target", "v5e:2x2", "--mesh", "tensor=9"], "--mesh tensor=9 needs 9 devices and the target has 8; name"),
         (["--target", "v5e:2x2", "--batch", "0"], "--batch is 0; it must be at least 1"),
