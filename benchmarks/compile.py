@@ -1,8 +1,9 @@
 """What XLA makes of a program for a device that is not there: `python -m benchmarks.compile --help`.
 
 Compiles for a TPU or an H100 on any machine and reads the result: memory of each device, what every loop's body copies
-and sends, loops within the forward, and on TPU the compiler's own estimate of cycles (asynchronous transfers and
-collectives are not in it, so compare versions of one program by it, not programs with each other). Nothing is run.
+and sends, loops within the forward, and on TPU the compiler's own estimate of cycles (asynchronous transfers,
+collectives and kernels that are custom calls, such as the grouped products of experts, are not in it, so compare
+versions of one program by it, not programs with each other). Nothing is run.
 
     python -m benchmarks.compile --target v5e:2x2 --mesh tensor=4 --batch 8
     python -m benchmarks.compile --target h100 --what window --layers 2 --json window.json
@@ -122,10 +123,11 @@ class Setting:
         return _name(self.dtype), (rows, self.length, config.num_kv_heads // parts, config.head_dim)
 
     def weight_shapes(self) -> set[hlo.Shape]:
-        """A device's part of every matrix."""
-        params = jax.tree.leaves(self.denoiser().params)
-        shapes = {(param.dtype.name, param.sharding.shard_shape(param.shape)) for param in params}
-        return {(_name(dtype), shape) for dtype, shape in shapes if min(shape) > 1 and len(shape) > 1}
+        """A device's part of every matrix, but for routers, whose copies nobody would notice."""
+        named = self.denoiser().params.items()
+        params = jax.tree.leaves([param for name, param in named if not name.endswith("router")])
+        shapes = {(_name(param.dtype.name), param.sharding.shard_shape(param.shape)) for param in params}
+        return {shape for shape in shapes if len(shape[1]) > 1 and min(shape[1]) > 1}
 
     def kernel_shapes(self) -> set[hlo.Shape]:
         """A device's part of every quantized matrix as products would have it, none where nothing is quantized."""
@@ -239,7 +241,10 @@ def describe(program: Any, setting: Setting) -> dict[str, Any]:
 
 
 def holds(shape: hlo.Shape, weight: hlo.Shape) -> bool:
-    """Whether an array can be a matrix, in some order of its axes, or several side by side."""
+    """Whether an array can be a matrix, in some order of its axes, or several side by side; or all experts' matrices,
+    of which there are so many that their number tells."""
+    if len(weight[1]) > 2:
+        return shape[0] == weight[0] and hlo.elements(shape) == hlo.elements(weight)
     if shape[0] != weight[0] or len(shape[1]) != 2:
         return False
     sides = [shape[1], shape[1][::-1]]
