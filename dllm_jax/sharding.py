@@ -96,7 +96,7 @@ class Layout:
         """
         if not jax.sharding.get_abstract_mesh().empty:
             return x
-        spec = self._spec(x, axes)
+        spec = self.spec(x, axes)
         weights = set(_present(self.rules.embed, self.mesh))
         spec = PartitionSpec(*(PartitionSpec.UNCONSTRAINED if weights & {*_names(entry)} else entry for entry in spec))
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
@@ -108,12 +108,13 @@ class Layout:
         def applied(x: jax.Array) -> jax.Array:
             if not jax.sharding.get_abstract_mesh().empty:
                 return x
-            spec = self._spec(x, axes)
+            spec = self.spec(x, axes)
             return jax.shard_map(function, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)
 
         return applied
 
-    def _spec(self, x: jax.Array, axes: tuple[str | None, ...]) -> PartitionSpec:
+    def spec(self, x: jax.Array, axes: tuple[str | None, ...]) -> PartitionSpec:
+        """How x with these logical axes lies; an axis that does not divide stays whole."""
         fits = (axis and not size % self.parts(axis) for size, axis in zip(x.shape, axes, strict=True))
         return self.rules.spec(tuple(axis if fit else None for axis, fit in zip(axes, fits, strict=True)), self.mesh)
 
