@@ -123,10 +123,11 @@ class Setting:
         return _name(self.dtype), (rows, self.length, config.num_kv_heads // parts, config.head_dim)
 
     def weight_shapes(self) -> set[hlo.Shape]:
-        """A device's part of every matrix."""
-        params = jax.tree.leaves(self.denoiser().params)
-        shapes = {(param.dtype.name, param.sharding.shard_shape(param.shape)) for param in params}
-        return {(_name(dtype), shape) for dtype, shape in shapes if min(shape) > 1 and len(shape) > 1}
+        """A device's part of every matrix, but for routers, whose copies nobody would notice."""
+        named = self.denoiser().params.items()
+        params = jax.tree.leaves([param for name, param in named if not name.endswith("router")])
+        shapes = {(_name(param.dtype.name), param.sharding.shard_shape(param.shape)) for param in params}
+        return {shape for shape in shapes if len(shape[1]) > 1 and min(shape[1]) > 1}
 
     def kernel_shapes(self) -> set[hlo.Shape]:
         """A device's part of every quantized matrix as products would have it, none where nothing is quantized."""
@@ -249,7 +250,10 @@ def host_reads(loop: hlo.Loop) -> list[int]:
 
 
 def holds(shape: hlo.Shape, weight: hlo.Shape) -> bool:
-    """Whether an array can be a matrix, in some order of its axes, or several side by side."""
+    """Whether an array can be a matrix, in some order of its axes, or several side by side; or all experts' matrices,
+    of which there are so many that their number tells."""
+    if len(weight[1]) > 2:
+        return shape[0] == weight[0] and hlo.elements(shape) == hlo.elements(weight)
     if shape[0] != weight[0] or len(shape[1]) != 2:
         return False
     sides = [shape[1], shape[1][::-1]]

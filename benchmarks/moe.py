@@ -2,10 +2,10 @@
 
 Every row of the table is one implementation at one dtype, number of tokens and kind of routing:
 
-    rounds       the library's (`dllm_jax.moe`), compiled with the routing as data
+    rounds       the library's on CPU and GPU (`dllm_jax.moe`), compiled with the routing as data
+    groups       the library's on TPU, tokens sorted by expert and `jax.lax.ragged_dot`; elsewhere a dense product
     loop         every expert in turn on all tokens, weighted by the router (zero where it was not chosen)
     einsum       the same as two products over all experts at once
-    ragged_dot   tokens sorted by expert and `jax.lax.ragged_dot`
 
 Routing is `even` (random, as of a balanced router) or `same` (every token goes to the same experts, as masked positions
 tend to). Seconds are the median of repeats that take turns; compilation is apart. `floor` is what the device could do:
@@ -36,7 +36,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks.roofline import Ceilings, Row, measure_ceilings, timed
-from dllm_jax.moe import apply_experts
+from dllm_jax.moe import TILE_ROWS, in_groups, in_rounds
 
 Apply = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 MOST_FLOPS = 1.5e12  # of what is run: more takes a CPU longer than anybody waits; its memory is still reported
@@ -56,8 +56,9 @@ class Size:
 SIZES = {"llada-moe": Size(), "tiny": Size(dim=64, experts=8, width=32, per_token=2)}
 
 
-def _swiglu(hidden: jax.Array) -> jax.Array:
-    return jax.nn.silu(hidden[..., 0, :]) * hidden[..., 1, :]
+def rounds(*operands: jax.Array) -> jax.Array:
+    """The library's rounds, as many rows at a time as on this device."""
+    return in_rounds(TILE_ROWS.get(jax.default_backend(), TILE_ROWS["default"]), *operands)
 
 
 def _shares(ids: jax.Array, weights: jax.Array, experts: int) -> jax.Array:
@@ -66,35 +67,25 @@ def _shares(ids: jax.Array, weights: jax.Array, experts: int) -> jax.Array:
 
 
 def loop(x: jax.Array, ids: jax.Array, weights: jax.Array, w_in: jax.Array, w_out: jax.Array) -> jax.Array:
-    """Every expert in turn, on all tokens; arguments and result as of `apply_experts`."""
+    """Every expert in turn, on all tokens; arguments and result as of `dllm_jax.moe.apply_experts`."""
     shares = _shares(ids, weights, len(w_in))
 
     def add(number: jax.Array, total: jax.Array) -> jax.Array:
-        hidden = jnp.einsum("btd,dgf->btgf", x, w_in[number])
-        return total + _swiglu(hidden) @ w_out[number] * shares[..., number][..., None]
+        gate, up = x @ w_in[number, 0], x @ w_in[number, 1]
+        return total + (jax.nn.silu(gate) * up) @ w_out[number] * shares[..., number][..., None]
 
     return lax.fori_loop(0, len(w_in), add, jnp.zeros_like(x))
 
 
 def einsum(x: jax.Array, ids: jax.Array, weights: jax.Array, w_in: jax.Array, w_out: jax.Array) -> jax.Array:
-    """All experts on all tokens at once; arguments and result as of `apply_experts`."""
-    copies = jnp.broadcast_to(x, (len(w_in), *x.shape))  # else XLA transposes the weights
-    every = jnp.einsum("ebtf,efd->ebtd", _swiglu(jnp.einsum("ebtd,edgf->ebtgf", copies, w_in)), w_out)
+    """All experts on all tokens at once; arguments and result as of `dllm_jax.moe.apply_experts`."""
+    copies = jnp.broadcast_to(x, (len(w_in), 2, *x.shape))  # else XLA transposes the weights
+    hidden = jnp.einsum("egbtd,egdf->egbtf", copies, w_in)
+    every = jnp.einsum("ebtf,efd->ebtd", jax.nn.silu(hidden[:, 0]) * hidden[:, 1], w_out)
     return jnp.einsum("ebtd,bte->btd", every, _shares(ids, weights, len(w_in)))
 
 
-def ragged_dot(x: jax.Array, ids: jax.Array, weights: jax.Array, w_in: jax.Array, w_out: jax.Array) -> jax.Array:
-    """Tokens sorted by expert, two ragged products; arguments and result as of `apply_experts`."""
-    flat, per_token = ids.reshape(-1), ids.shape[-1]
-    order = jnp.argsort(flat, stable=True)
-    sizes = jnp.bincount(flat, length=len(w_in))
-    rows = x.reshape(-1, x.shape[-1])[order // per_token]
-    hidden = lax.ragged_dot(rows, w_in.reshape(*w_in.shape[:2], -1), sizes)
-    outputs = lax.ragged_dot(_swiglu(hidden.reshape(len(rows), 2, -1)), w_out, sizes)
-    return jnp.einsum("btkd,btk->btd", outputs[jnp.argsort(order)].reshape(*ids.shape, -1), weights)
-
-
-VARIANTS: dict[str, Apply] = {"rounds": apply_experts, "loop": loop, "einsum": einsum, "ragged_dot": ragged_dot}
+VARIANTS: dict[str, Apply] = {"rounds": rounds, "groups": in_groups, "loop": loop, "einsum": einsum}
 
 
 def make_operands(size: Size, tokens: int, dtype: str, routing: str) -> tuple[jax.Array, ...]:
@@ -104,7 +95,7 @@ def make_operands(size: Size, tokens: int, dtype: str, routing: str) -> tuple[ja
     logits = logits if routing == "even" else jnp.broadcast_to(logits[:, :1], logits.shape)
     weights, ids = lax.top_k(jax.nn.softmax(logits), size.per_token)
     scaled = lambda key, *shape: jax.random.normal(key, shape, dtype) * jnp.asarray(0.02, dtype)
-    w_in = scaled(keys[1], size.experts, size.dim, 2, size.width)
+    w_in = scaled(keys[1], size.experts, 2, size.dim, size.width)
     w_out = scaled(keys[2], size.experts, size.width, size.dim)
     return jax.random.normal(keys[3], (1, tokens, size.dim), dtype), ids, weights.astype(dtype), w_in, w_out
 
@@ -118,8 +109,9 @@ def floor_seconds(size: Size, ids: jax.Array, dtype: str, ceilings: Ceilings) ->
 
 
 def flops(variant: str, size: Size, tokens: int) -> float:
-    """What a variant multiplies at least: whether it will be run at all. On CPU ragged_dot is dense per assignment."""
-    rows = {"rounds": size.per_token, "ragged_dot": size.per_token * size.experts}.get(variant, size.experts)
+    """What a variant multiplies at least: whether it will be run at all. Groups are dense per assignment but on TPU."""
+    groups = size.per_token * (1 if jax.default_backend() == "tpu" else size.experts)
+    rows = {"rounds": size.per_token, "groups": groups}.get(variant, size.experts)
     return 6.0 * rows * tokens * size.dim * size.width
 
 

@@ -6,11 +6,12 @@ Shape letters: B batch, T queries, S keys, N heads, K heads of keys and values, 
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh, PartitionSpec
 
 from dllm_jax.fused_attention import fits, fused
 
@@ -36,7 +37,12 @@ AXES: tuple[LogicalAxes, ...] = (QUERY, KEYS, KEYS, ("batch", None))
 class Layout(Protocol):
     """What is asked of a `dllm_jax.sharding.Layout` here and in the backbone, on which it is built."""
 
+    @property
+    def mesh(self) -> Mesh: ...
+
     def parts(self, axis: str) -> int: ...
+
+    def spec(self, x: Any, axes: LogicalAxes) -> PartitionSpec: ...
 
     def locally(
         self, function: Callable[..., jax.Array], inputs: Sequence[LogicalAxes], output: LogicalAxes

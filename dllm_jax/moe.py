@@ -1,26 +1,40 @@
-"""The experts of a mixture: a grouped matrix product in rounds, good on every platform and on every mesh.
+"""The experts of a mixture: tokens sorted by expert and a grouped product where there is one, else products in rounds.
 
-`lax.ragged_dot` is the obvious way and is not used: on CPU, and on NVIDIA GPUs without experimental flags of XLA, it
-becomes one dense product of E times the work and memory. A loop over tiles of one expert each slices the weights at
-places that are data, so that a compiler has to gather split weights; it is also a long chain of small products. A
-batched product over all experts reads the weights in place, once a round, and splits over the experts, over their
-hidden width and over the batch without a word about devices in here.
+On TPU `lax.ragged_dot` is a kernel over tiles of sorted rows: it reads the weights of each expert that is chosen once,
+in place and as they are stored (int8 too), and pads rows to tiles only (`in_groups`). Elsewhere it becomes one dense
+product of E times the work and memory, on CPU as on NVIDIA GPUs. There, and for int4 and float16, which the kernel does
+not take, a batched product over all experts reads all weights in place, once a round (`in_rounds`); it splits over the
+experts, over their hidden width and over the batch without a word about devices.
+
+A loop over tiles of one expert each slices the weights at places that are data, so that a compiler has to gather split
+weights; it is also a long chain of small products. NVIDIA GPUs would want a kernel of our own, which is not here.
 """
 
 import functools
 import types
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import custom_vmap
 
+from dllm_jax.attention import Layout
 from dllm_jax.kernels import Table, product, product_of_sums, sums
+from dllm_jax.quantized import QuantizedKernel
 
 TILE_ROWS: Mapping[str, int] = types.MappingProxyType({"cpu": 32, "default": 256})
 """Rows an expert runs in one round, about where arithmetic takes as long as reading its weights: below, rows are free,
 above, padding costs. 32 is measured (`benchmarks/moe.py`); 256 is bfloat16 FLOPs per byte of current accelerators."""
+
+GROUPED: Sequence[str] = ("tpu",)
+"""Platforms whose compiler has a kernel for `lax.ragged_dot`."""
+
+MeshAxes = str | tuple[str, ...] | None
+TOKENS = ("batch", None, None)
+AXES = (("expert", None, None, "mlp"), ("expert", "mlp", None))
+"""Logical axes of tokens, and of `w_in` and `w_out` where they are used; what else splits them is gathered first."""
 
 
 class Dispatch(NamedTuple):
@@ -39,37 +53,170 @@ class Dispatch(NamedTuple):
     rank: jax.Array
 
 
-def apply_experts(x: jax.Array, ids: jax.Array, weights: jax.Array, w_in: Table, w_out: Table) -> jax.Array:
+def apply_experts(
+    x: jax.Array, ids: jax.Array, weights: jax.Array, w_in: Table, w_out: Table, layout: Layout | None = None
+) -> jax.Array:
     """sum_k weights[..., k] * expert[ids[..., k]](x), with expert(x) = (silu(x gate) * (x up)) w_out.
 
-    Every assignment is computed, and (up to padding) nothing else: each round is one batched product of up to C tokens
-    per expert and batch row against all experts' weights, read in place, and there are as many rounds as the fullest
-    expert needs. A token's result depends on no other token.
+    Every assignment is computed, and (up to padding) nothing else. A token's result depends on no other token.
 
-    Reverse mode goes through it, forward mode does not (the number of rounds is data).
+    Reverse mode goes through it, forward mode does not.
 
     Args:
         x: [B, T, D].
         ids: [B, T, k] int32 below E, no expert twice for one token.
         weights: [B, T, k], in the dtype of x.
-        w_in: [E, D, 2, F], gate first; w_out: [E, F, D]; either may be quantized.
+        w_in: [E, 2, D, F], gate first; w_out: [E, F, D]; either may be quantized.
+        layout: how tokens and experts lie on a mesh; None for one device, and where the caller places everything (on
+            TPU tokens and experts that are split without a word here are gathered, unless there is a gradient).
 
     Returns:
         [B, T, D] in the `sums` of the dtype of x.
     """
-    on = {platform: functools.partial(in_rounds, rows) for platform, rows in TILE_ROWS.items()}
+    on: dict[str, Callable[..., jax.Array]] = {
+        platform: functools.partial(in_rounds, rows) for platform, rows in TILE_ROWS.items()
+    }
+    if _groups(x, w_in, layout):
+        on |= dict.fromkeys(GROUPED, functools.partial(_on_parts, layout))
     return lax.platform_dependent(x, ids, weights, w_in, w_out, **on)
 
 
-def in_rounds(tile_rows: int, x: jax.Array, ids: jax.Array, weights: jax.Array, w_in: Table, w_out: Table) -> jax.Array:
-    """`apply_experts` with rounds of `tile_rows` rows per expert, shared by the batch's rows, at least 8 for each."""
+def _groups(x: jax.Array, w_in: Table, layout: Layout | None) -> bool:
+    """Whether `in_groups` can run this, and on a mesh knows what each device is to run."""
+    stored = not isinstance(w_in, QuantizedKernel) or w_in.bits == "int8"
+    mesh = jax.sharding.get_abstract_mesh()
+    if not (stored and x.dtype != jnp.float16 and (mesh.empty or mesh.are_all_axes_manual)):
+        return False
+    return layout is None or not {*_names(*layout.spec(x, TOKENS))} & {*_names(*_split(w_in, layout))}
+
+
+def _on_parts(layout: Layout | None, x: jax.Array, ids: jax.Array, weights: jax.Array, *tables: Table) -> jax.Array:
+    """`in_groups` of each device's tokens with its part of the experts, summed over the devices that share tokens."""
+    if layout is None or not jax.sharding.get_abstract_mesh().empty:
+        return in_groups(x, ids, weights, *tables)
+    tokens, (experts, width) = layout.spec(x, TOKENS), _split(tables[0], layout)
+
+    def part(x: jax.Array, ids: jax.Array, weights: jax.Array, w_in: Table, w_out: Table) -> jax.Array:
+        first = lax.axis_index(experts) * w_out.shape[0] if experts else None
+        return lax.psum(in_groups(x, ids, weights, w_in, w_out, first), _names(experts, width))
+
+    place = lambda table, axes: jax.tree.map(lambda x: layout.spec(x, axes), table)
+    specs = (tokens, tokens, tokens, *map(place, tables, AXES))
+    mapped = jax.shard_map(part, mesh=layout.mesh, in_specs=specs, out_specs=tokens, check_vma=False)
+    return mapped(x, ids, weights, *tables)
+
+
+def _split(w_in: Table, layout: Layout) -> tuple[MeshAxes, MeshAxes]:
+    """The mesh axes that split the experts, and their hidden width."""
+    experts, _, _, width = layout.spec(jax.tree.leaves(w_in)[0], AXES[0])
+    return experts, width
+
+
+def _names(*entries: MeshAxes) -> tuple[str, ...]:
+    """All names in the entries of a PartitionSpec."""
+    return tuple(name for entry in entries for name in ((entry,) if isinstance(entry, str) else entry or ()))
+
+
+@jax.custom_vjp
+def in_groups(
+    x: jax.Array, ids: jax.Array, weights: jax.Array, w_in: Table, w_out: Table, first: jax.Array | None = None
+) -> jax.Array:
+    """`apply_experts` by grouped products over the whole batch, in the dtype of x, which is not float16.
+
+    Where a gradient is asked for it is `in_rounds`. What `vmap` maps over becomes part of the batch, unless it has
+    experts of its own.
+
+    Args:
+        first: which expert is the first of those here, where they are a device's part; the others add zero.
+    """
+    return _one_batch(x, ids, weights, w_in, w_out, first)
+
+
+def _in_groups(
+    x: jax.Array, ids: jax.Array, weights: jax.Array, w_in: Table, w_out: Table, first: jax.Array | None
+) -> jax.Array:
+    expert = _among(ids.reshape(-1), w_out.shape[0], first)
+    order = jnp.argsort(expert, stable=True)
+    sizes = jnp.sum(expert[:, None] == jnp.arange(w_out.shape[0]), axis=0, dtype=jnp.int32)
+    rows = x.reshape(-1, x.shape[-1])[order // ids.shape[-1]]
+    # Gate and up are groups of their own, and the other's are empty: a slice of the weights would be a copy.
+    halves, none = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), w_in), jnp.zeros_like(sizes)
+    gate, up = (_grouped(rows, halves, jnp.stack(pair, 1).reshape(-1)) for pair in ((sizes, none), (none, sizes)))
+    y = _grouped(jax.nn.silu(gate) * up, w_out, sizes)[jnp.argsort(order)]
+    if first is not None:  # nobody need have written those behind all groups
+        y = jnp.where((expert < w_out.shape[0])[:, None], y, 0)
+    return jnp.einsum("btkd,btk->btd", y.reshape(*ids.shape, -1), weights)
+
+
+def _among(ids: jax.Array, num_experts: int, first: jax.Array | None) -> jax.Array:
+    """Ids counted from the `first` expert here; that of an expert elsewhere is E."""
+    if first is None:
+        return ids
+    return jnp.where((ids >= first) & (ids < first + num_experts), ids - first, num_experts)
+
+
+def _grouped(rows: jax.Array, tables: Table, sizes: jax.Array) -> jax.Array:
+    """Rows sorted by group times their groups' matrices, in their dtype: [A, in], [G, in, out], [G] -> [A, out]."""
+    if not isinstance(tables, QuantizedKernel):
+        return lax.ragged_dot(rows, tables.astype(rows.dtype), sizes)
+    y = lax.ragged_dot(rows, tables.values, sizes, preferred_element_type=jnp.dtype(jnp.float32))
+    group = jnp.repeat(jnp.arange(len(sizes)), sizes, total_repeat_length=len(rows))
+    return (y * tables.scale[group, 0]).astype(rows.dtype)
+
+
+@custom_vmap
+def _one_batch(*operands: Any) -> jax.Array:
+    return _in_groups(*operands)
+
+
+@_one_batch.def_vmap
+def _(size: int, mapped: Sequence[Any], *operands: Any) -> tuple[jax.Array, bool]:
+    """Mapped tokens are rows of a larger batch; mapped experts take turns."""
+    everywhere = lambda x, is_mapped: x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
+    if any(jax.tree.leaves(mapped[3:])):
+        return lax.map(lambda each: _one_batch(*each), jax.tree.map(everywhere, operands, tuple(mapped))), True
+    tokens = [everywhere(*pair) for pair in zip(operands[:3], mapped[:3], strict=True)]
+    y = _one_batch(*(x.reshape(-1, *x.shape[2:]) for x in tokens), *operands[3:])
+    return y.reshape(size, -1, *y.shape[1:]), True
+
+
+def _in_groups_forward(*operands: Any) -> tuple[jax.Array, tuple]:
+    """By rounds, as the gradient: XLA makes that of a `ragged_dot`'s weights by a dense product of E times the work, on
+    TPU too, and a trainer, which places everything itself, would have all tokens gathered for a kernel."""
+    return in_rounds(TILE_ROWS["default"], *operands), operands
+
+
+def _in_groups_backward(operands: tuple, gradient: jax.Array) -> tuple:
+    return _floats(operands)[1](_pull(functools.partial(in_rounds, TILE_ROWS["default"]), operands, gradient))
+
+
+in_groups.defvjp(_in_groups_forward, _in_groups_backward)
+
+
+def in_rounds(
+    tile_rows: int,
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    w_in: Table,
+    w_out: Table,
+    first: jax.Array | None = None,
+) -> jax.Array:
+    """`apply_experts` with rounds of `tile_rows` rows per expert, shared by the batch's rows, at least 8 for each.
+
+    Args:
+        first: as of `in_groups`.
+    """
     batch, length, per_token = ids.shape
-    dispatch, sizes = _dispatch(ids.reshape(batch, -1), w_in.shape[0])
+    expert = _among(ids.reshape(batch, -1), w_out.shape[0], first)
+    dispatch, sizes = _dispatch(expert, w_out.shape[0])
     capacity = min(length, max(8, tile_rows // batch))
     if capacity == length:  # room for every token in one round
         y = _round(length, 0, dispatch, x, w_in, w_out)
     else:
         y = _rounds(capacity, -(-jnp.max(sizes) // capacity), dispatch, x, w_in, w_out)
+    if first is not None:
+        y = jnp.where((expert < w_out.shape[0])[..., None], y, 0)
     return jnp.einsum("btkd,btk->btd", y.reshape(batch, length, per_token, -1), weights)
 
 
@@ -78,7 +225,7 @@ def _dispatch(expert: jax.Array, num_experts: int) -> tuple[Dispatch, jax.Array]
     order = jnp.argsort(expert, axis=1, stable=True)
     sizes = jnp.sum(expert[..., None] == jnp.arange(num_experts), axis=1, dtype=jnp.int32)
     starts = jnp.cumsum(sizes, axis=1) - sizes
-    rank = jnp.argsort(order, axis=1) - jnp.take_along_axis(starts, expert, axis=1)
+    rank = jnp.argsort(order, axis=1) - jnp.take_along_axis(starts, expert, axis=1, mode="clip")
     return Dispatch(order, starts, expert, rank), sizes
 
 
@@ -93,8 +240,9 @@ def _round(
     per_token = dispatch.order.shape[1] // x.shape[1]
     inputs = _rows(x, taken // per_token).reshape(batch, num_experts, capacity, -1)
     inputs = jnp.moveaxis(inputs, 1, 0)  # experts first, as in the weights: else XLA transposes those
-    hidden = jax.vmap(functools.partial(product, dtype=sums(x.dtype)))(inputs, w_in)
-    hidden = jax.nn.silu(hidden[..., 0, :]) * hidden[..., 1, :]
+    both = jnp.broadcast_to(inputs[:, None], (num_experts, 2, *inputs.shape[1:]))  # for the same reason
+    hidden = jax.vmap(jax.vmap(functools.partial(product, dtype=sums(x.dtype))))(both, w_in)
+    hidden = jax.nn.silu(hidden[:, 0]) * hidden[:, 1]
     outputs = jax.vmap(functools.partial(product_of_sums, dtype=x.dtype))(hidden, w_out)
     outputs = jnp.moveaxis(outputs, 0, 1)
     outputs = outputs.reshape(batch, num_experts * capacity, -1)
@@ -126,13 +274,33 @@ def _rounds_forward(
 def _rounds_backward(capacity: int, saved: tuple, gradient: jax.Array) -> tuple:
     """Round by round again: nothing but the operands is kept from the way there."""
     count, dispatch, operands = saved
+    floats, filled = _floats(operands)
 
-    def add(number: jax.Array, sums: tuple) -> tuple:
-        _, pull = jax.vjp(lambda *operands: _round(capacity, number, dispatch, *operands), *operands)
-        return jax.tree.map(jnp.add, sums, pull(gradient))
+    def add(number: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
+        part = lambda *operands: _round(capacity, number, dispatch, *operands)
+        return jax.tree.map(jnp.add, sums, _pull(part, operands, gradient))
 
-    sums = lax.fori_loop(0, count, add, jax.tree.map(jnp.zeros_like, operands))
-    return (None, None, *sums)
+    return (None, None, *filled(lax.fori_loop(0, count, add, jax.tree.map(jnp.zeros_like, floats))))
 
 
 _rounds.defvjp(_rounds_forward, _rounds_backward)
+
+
+def _pull(function: Callable[..., jax.Array], operands: tuple, gradient: jax.Array) -> list[jax.Array]:
+    """The cotangents of the floating arrays among the operands."""
+    floats, filled = _floats(operands)
+    _, pull = jax.vjp(lambda *floats: function(*filled(floats, jax.tree.leaves(operands))), *floats)
+    return list(pull(gradient))
+
+
+def _floats(operands: tuple) -> tuple[list[jax.Array], Callable[..., tuple]]:
+    """The floating arrays among the operands, and what fills their places: whole numbers have no cotangent, None."""
+    leaves, tree = jax.tree.flatten(operands)
+    floating = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
+
+    def filled(floats: Sequence[jax.Array], others: Sequence[jax.Array | None] = (None,) * len(leaves)) -> tuple:
+        following = iter(floats)
+        pairs = zip(floating, others, strict=True)
+        return jax.tree.unflatten(tree, [next(following) if is_floating else other for is_floating, other in pairs])
+
+    return [leaf for leaf, is_floating in zip(leaves, floating, strict=True) if is_floating], filled

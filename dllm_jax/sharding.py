@@ -97,7 +97,7 @@ class Layout:
         """
         if not jax.sharding.get_abstract_mesh().empty:
             return x
-        spec = self._spec(x, axes)
+        spec = self.spec(x, axes)
         weights = set(_present(self.rules.embed, self.mesh))
         spec = PartitionSpec(*(PartitionSpec.UNCONSTRAINED if weights & {*_names(entry)} else entry for entry in spec))
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
@@ -111,13 +111,14 @@ class Layout:
         def applied(*arrays: jax.Array) -> jax.Array:
             if not jax.sharding.get_abstract_mesh().empty:
                 return function(*arrays)
-            specs = tuple(self._spec(x, axes) for x, axes in zip(arrays, inputs, strict=True))
-            out = self._spec(jax.eval_shape(function, *arrays), output)
+            specs = tuple(self.spec(x, axes) for x, axes in zip(arrays, inputs, strict=True))
+            out = self.spec(jax.eval_shape(function, *arrays), output)
             return jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=out, check_vma=False)(*arrays)
 
         return applied
 
-    def _spec(self, x: Any, axes: LogicalAxes) -> PartitionSpec:
+    def spec(self, x: Any, axes: LogicalAxes) -> PartitionSpec:
+        """How x with these logical axes lies; an axis that does not divide stays whole."""
         fits = (axis and not size % self.parts(axis) for size, axis in zip(x.shape, axes, strict=True))
         return self.rules.spec(tuple(axis if fit else None for axis, fit in zip(axes, fits, strict=True)), self.mesh)
 

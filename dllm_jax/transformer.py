@@ -238,8 +238,9 @@ class MLP(nnx.Module):
 class MoE(nnx.Module):
     """Mixture of SwiGLU experts: every token through its best `per_token` experts, none dropped (LLaDA-MoE).
 
-    `w_in` [E, D, 2, F] holds each expert's gate and up projections side by side, `w_out` [E, F, D] the way back. The
-    axis of two is of its own so that a split of F leaves both halves of a hidden unit on one device.
+    `w_in` [E, 2, D, F] holds each expert's gate and up projections, `w_out` [E, F, D] the way back. The axis of two is
+    of its own so that a split of F leaves both halves of a hidden unit on one device; it is no part of a matrix, whose
+    tiles in a TPU's memory are those of its last two axes.
     """
 
     def __init__(self, config: ModelConfig, experts: Experts):
@@ -247,7 +248,7 @@ class MoE(nnx.Module):
         # Not split over the experts' axis: every device ranks all experts.
         self.router = _param((dim, count), ("embed", None))
         self.bias = _param((count,), (None,), "zeros") if experts.expert_bias else None
-        self.w_in = _param((count, dim, 2, width), ("expert", "embed", None, "mlp"), shared=1)
+        self.w_in = _param((count, 2, dim, width), ("expert", None, "embed", "mlp"), shared=2)
         self.w_out = _param((count, width, dim), ("expert", "mlp", "embed"), shared=1)
         self.shared = MLP(dim, experts.shared_dim) if experts.shared_dim else None
         self.per_token = experts.per_token
@@ -264,9 +265,9 @@ class MoE(nnx.Module):
             scores = scores + self.bias[...].astype(jnp.float32)
         return jax.lax.top_k(scores, self.per_token)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, layout: Layout | None = None) -> jax.Array:
         weights, ids = self.route(x)
-        y = apply_experts(x, ids, weights.astype(x.dtype), self.w_in.get_value(), self.w_out.get_value())
+        y = apply_experts(x, ids, weights.astype(x.dtype), self.w_in.get_value(), self.w_out.get_value(), layout)
         return y if self.shared is None else y + self.shared(x)
 
 
@@ -282,6 +283,10 @@ class Layer(nnx.Module):
             self.mlp = MLP(config.embed_dim, config.mlp_dim)
         else:
             self.mlp = MoE(config, config.experts)
+
+    def feed_forward(self, x: jax.Array, layout: Layout | None) -> jax.Array:
+        """[B, T, D] -> [B, T, D] in the `sums` of the dtype of x."""
+        return self.mlp(x, layout) if isinstance(self.mlp, MoE) else self.mlp(x)
 
 
 class Embedding(nnx.Module):
@@ -425,7 +430,7 @@ def _run_layer(
             x, y, cos, sin = (slice_rows(part, first, width) for part in (x, y, cos, sin))
             seen = slice_rows(visible, first, width) if visible.shape[1] > 1 else visible
         x = x + layer.attn.attend(y, cos, sin, kv, seen, layout)
-        return x + layer.mlp(layer.mlp_norm(x)), kv
+        return x + layer.feed_forward(layer.mlp_norm(x), layout), kv
 
     return (run if policy is None else jax.checkpoint(run, policy=policy))(layer, x)
 

@@ -5,8 +5,10 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax import export as jax_export
+from test_quantized import MOE, random_model
 
 import dllm_jax
 from dllm_jax import DllmError
@@ -68,6 +70,15 @@ def test_other_platforms_need_not_be_here(llada_tiny) -> None:
     exported = jax_export.deserialize(export(sampler, absent, batch=2, prompt_length=32))
     assert exported.platforms == ("cpu", "cuda", "tpu")
     assert sorted(exported.in_tree.unflatten(range(exported.in_tree.num_leaves))[0][0]) == sorted(llada_tiny.params)
+
+
+def test_experts_run_their_own_way_on_each_platform() -> None:
+    model = random_model(MOE)
+    sampler = make_sampler(model, "topk", gen_length=8, block_length=8)
+    exported = jax_export.deserialize(export(sampler, model, prompt_length=8))
+    assert "ragged_dot" in exported.mlir_module()  # of TPUs, in one branch; that of this platform runs
+    result = exported.call(model.params, jnp.ones((1, 8), jnp.int32), jnp.array([8]), jnp.int32(0))
+    assert int(result["nfe"][0]) > 0
 
 
 @pytest.mark.parametrize(

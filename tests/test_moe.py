@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from test_bad_checkpoints import check_refused, refused, truncated, weights
 from test_bad_checkpoints import config as changed
+from test_quantized import random_model
 
 import convert
 import dllm_jax
@@ -26,6 +27,8 @@ from dllm_jax.config import PUBLISHED, Experts, ModelConfig
 from dllm_jax.denoiser import Denoiser
 from dllm_jax.errors import DllmError
 from dllm_jax.params import init_params
+from dllm_jax.quantized import Form, quantized
+from dllm_jax.sharding import Layout, ShardingRules
 from dllm_jax.transformer import bind, num_params
 from samplers import BlockSampler, DualCache, Threshold, sample_jit
 
@@ -102,7 +105,7 @@ def plain_experts(config, part, x):
         if config.experts.expert_bias:
             scores = scores + part("bias")
         for e in np.argsort(-scores, kind="stable")[: config.experts.per_token]:
-            gate, up = m @ part("w_in")[e, :, 0], m @ part("w_in")[e, :, 1]
+            gate, up = m @ part("w_in")[e, 0], m @ part("w_in")[e, 1]
             out[token] += scores[e] * ((silu(gate) * up) @ part("w_out")[e])
     return out + (plain_mlp(lambda name: part("shared." + name), x) if config.experts.shared_dim else 0)
 
@@ -166,8 +169,8 @@ def test_logits_are_those_of_a_plain_loop(config, monkeypatch):
 
 def dense(x, ids, weights, w_in, w_out):
     """Every expert for every token, then the chosen ones' weighted sum."""
-    hidden = jnp.einsum("btd,edgf->betgf", x, w_in)
-    every = jnp.einsum("betf,efd->betd", jax.nn.silu(hidden[..., 0, :]) * hidden[..., 1, :], w_out)
+    hidden = jnp.einsum("btd,egdf->begtf", x, w_in)
+    every = jnp.einsum("betf,efd->betd", jax.nn.silu(hidden[:, :, 0]) * hidden[:, :, 1], w_out)
     share = jnp.sum(jax.nn.one_hot(ids, len(w_in), axis=1, dtype=x.dtype) * weights[:, None], axis=-1)
     return jnp.einsum("betd,bet->btd", every, share)
 
@@ -178,36 +181,100 @@ def operands(batch=3, length=20, experts=8, per_token=2, dtype=jnp.float32, skew
     scores = scores.at[..., 3].add(9.0 if skew else 0.0)  # one expert is everybody's first choice
     weights, ids = jax.lax.top_k(jax.nn.softmax(scores), per_token)
     x = jax.random.normal(keys[1], (batch, length, 16), dtype)
-    w_in = jax.random.normal(keys[2], (experts, 16, 2, 12), dtype) / 4
+    w_in = jax.random.normal(keys[2], (experts, 2, 16, 12), dtype) / 4
     w_out = jax.random.normal(keys[3], (experts, 12, 16), dtype) / 4
     return x, ids, weights.astype(dtype), w_in, w_out
 
 
-@pytest.mark.parametrize("skew", [False, True], ids=["balanced", "one favourite"])
-@pytest.mark.parametrize("tile_rows", [1, 42, 1000])
-def test_nothing_is_dropped(tile_rows, skew):
-    args = operands(skew=skew)
-    found = jax.jit(functools.partial(moe.in_rounds, tile_rows))(*args)
-    np.testing.assert_allclose(found, dense(*args), atol=1e-5)
-    np.testing.assert_allclose(found, moe.apply_experts(*args), atol=1e-5)
+ROUNDS, ONE_ROUND = (functools.partial(moe.in_rounds, tile_rows) for tile_rows in (8, 1000))
+every_way = pytest.mark.parametrize(
+    "way", [ROUNDS, ONE_ROUND, moe.in_groups], ids=["rounds", "one round", "groups"]
+)  # groups are TPU's, and run anywhere
 
 
-def test_bfloat16():
+def loss(apply, ids):
+    return lambda x, *rest: jnp.sum(jnp.sin(3 * apply(x, ids, *rest)))
+
+
+@pytest.mark.parametrize("routing", ["balanced", "one favourite", "all the same", "some have none"])
+@every_way
+def test_nothing_is_dropped(way, routing):
+    x, ids, *rest = operands(skew=routing == "one favourite")
+    if routing == "all the same":
+        ids = jnp.broadcast_to(jnp.array([6, 2]), ids.shape)
+    if routing == "some have none":
+        ids = ids % 2 + jnp.array([0, 5])
+    found = jax.jit(way)(x, ids, *rest)
+    np.testing.assert_allclose(found, dense(x, ids, *rest), atol=1e-5)
+    for row in range(len(x)):
+        alone = way(x[row : row + 1], ids[row : row + 1], rest[0][row : row + 1], *rest[1:])
+        np.testing.assert_allclose(found[row], alone[0], atol=1e-5)
+
+
+def test_a_round_may_be_a_row():
+    args = operands(skew=True)
+    np.testing.assert_allclose(jax.jit(functools.partial(moe.in_rounds, 1))(*args), dense(*args), atol=1e-5)
+
+
+@every_way
+def test_bfloat16(way):
     args = operands(dtype=jnp.bfloat16)
     exact = dense(*(arg if arg.dtype == jnp.int32 else arg.astype(jnp.float32) for arg in args))
-    found = moe.apply_experts(*args)
+    found = way(*args)
     assert found.dtype == jnp.bfloat16
     np.testing.assert_allclose(found.astype(jnp.float32), exact, atol=0.06, rtol=0.03)
 
 
-@pytest.mark.parametrize("tile_rows", [8, 1000], ids=["rounds", "one round"])
-def test_gradients_are_those_of_the_dense_product(tile_rows):
+@every_way
+def test_gradients_are_those_of_the_dense_product(way):
     x, ids, *rest = operands(skew=True)
-    loss = lambda apply: lambda x, *rest: jnp.sum(jnp.sin(3 * apply(x, ids, *rest)))
-    found = jax.jit(jax.grad(loss(functools.partial(moe.in_rounds, tile_rows)), argnums=(0, 1, 2, 3)))(x, *rest)
-    wanted = jax.grad(loss(dense), argnums=(0, 1, 2, 3))(x, *rest)
+    found = jax.jit(jax.grad(loss(way, ids), argnums=(0, 1, 2, 3)))(x, *rest)
+    wanted = jax.grad(loss(dense, ids), argnums=(0, 1, 2, 3))(x, *rest)
     for ours, theirs in zip(found, wanted, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
+
+
+@every_way
+def test_int8_and_the_gradient_through_it(way):
+    x, ids, weights, *tables = operands(skew=True)
+    small = [quantized(table, Form("int8", axis, 1)) for table, axis in zip(tables, (2, 1), strict=True)]
+    large = [table.dequantized(jnp.float32) for table in small]
+    np.testing.assert_allclose(way(x, ids, weights, *small), dense(x, ids, weights, *large), atol=1e-5)
+    found = jax.jit(jax.grad(loss(way, ids), argnums=(0, 1)))(x, weights, *small)
+    for ours, theirs in zip(found, jax.grad(loss(dense, ids), argnums=(0, 1))(x, weights, *large), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+
+
+@pytest.mark.parametrize("way", [ROUNDS, moe.in_groups], ids=["rounds", "groups"])
+def test_mapped_over_tokens_or_experts(way):
+    x, ids, weights, w_in, w_out = operands()
+    rows = jax.vmap(lambda *row: way(*(part[None] for part in row), w_in, w_out)[0])
+    np.testing.assert_allclose(jax.jit(rows)(x, ids, weights), dense(x, ids, weights, w_in, w_out), atol=1e-5)
+    whole = lambda w_in: loss(way, ids)(x, weights, w_in, w_out)
+    one = lambda w_in: jax.vmap(lambda x, ids, weights: loss(way, ids[None])(x[None], weights[None], w_in, w_out))
+    np.testing.assert_allclose(
+        jax.grad(lambda w_in: one(w_in)(x, ids, weights).sum())(w_in), jax.grad(whole)(w_in), atol=1e-4
+    )
+    models = jnp.stack([w_in, 2 * w_in])
+    found = jax.vmap(lambda w_in: way(x, ids, weights, w_in, w_out))(models)
+    np.testing.assert_allclose(found[1], dense(x, ids, weights, 2 * w_in, w_out), atol=1e-5)
+    gradients = jax.vmap(jax.grad(whole))(models)
+    np.testing.assert_allclose(gradients[0], jax.grad(whole)(w_in), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits", "grouped"),
+    [("bfloat16", None, True), ("float32", "int8", True), ("bfloat16", "int4", False), ("float16", None, False)],
+)
+def test_tpus_have_a_kernel_for_groups(dtype, bits, grouped):
+    x, ids, weights, *tables = operands(dtype=dtype)
+    if bits is not None:
+        groups = 1 if bits == "int8" else 4
+        tables = [quantized(table, Form(bits, axis, groups)) for table, axis in zip(tables, (2, 1), strict=True)]
+    traced = jax.jit(lambda *operands: moe.apply_experts(*operands)).trace(x, ids, weights, *tables)
+    for platform in ("tpu", "cuda", "cpu"):
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert ("ragged_dot" in text) == (grouped and platform == "tpu")
 
 
 def test_gradients_of_the_router_reach_its_weights(monkeypatch):
@@ -221,11 +288,11 @@ def test_gradients_of_the_router_reach_its_weights(monkeypatch):
         assert float(jnp.abs(gradients[f"layers.0.mlp.{name}"]).max()) > 1e-6, name
 
 
-@pytest.mark.parametrize("tile_rows", [8, 1000], ids=["rounds", "one round"])
-def test_rows_are_strangers(tile_rows):
+@every_way
+def test_rows_are_strangers(way):
     """Other rows of the batch, even broken ones, change no bit; other tokens of the row, nothing but rounding."""
     x, ids, weights, w_in, w_out = operands()
-    apply = jax.jit(functools.partial(moe.in_rounds, tile_rows))
+    apply = jax.jit(way)
     wanted = apply(x, ids, weights, w_in, w_out)
     others = apply(x.at[1:].set(jnp.nan), ids.at[1:].set(jnp.array([3, 5])), weights, w_in, w_out)
     np.testing.assert_array_equal(others[0], wanted[0])
@@ -294,6 +361,50 @@ def gathered(program):
     shapes = re.findall(r"\w+\[([\d,]*)\]\S* all-gather(?:-start)?\(", program)
     assert "while(" in program and shapes
     return max(int(np.prod([int(size) for size in shape.split(",") if size])) for shape in shapes)
+
+
+@pytest.fixture
+def groups_here(monkeypatch):
+    """Grouped products on this platform as on TPU."""
+    monkeypatch.setattr(moe, "GROUPED", ("cpu",))
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize(
+    ("axes", "batch"),
+    [(dict(expert=4, tensor=2), 3), (dict(data=2, expert=4), 4), (dict(data=2, tensor=2), 3), (dict(fsdp=4), 4)],
+    ids=str,
+)
+def test_groups_on_meshes(groups_here, axes, batch):
+    """Weights stay where they are, and so do tokens that split."""
+    layout = Layout(dllm_jax.make_mesh(**axes))
+    x, ids, weights, *tables = operands(batch=batch)
+    place = lambda table, axes: jax.device_put(table, NamedSharding(layout.mesh, layout.spec(table, axes)))
+    placed = [place(*pair) for pair in zip(tables, moe.AXES, strict=True)]
+    apply = functools.partial(moe.apply_experts, layout=layout)
+    program = jax.jit(apply).lower(x, ids, weights, *placed).compile()
+    assert not re.search(r" all-gather(-start)?\(", program.as_text())
+    np.testing.assert_allclose(program(x, ids, weights, *placed), dense(x, ids, weights, *tables), atol=1e-5)
+    found = jax.jit(jax.grad(loss(apply, ids), argnums=(0, 1, 2, 3)))(x, weights, *placed)
+    wanted = jax.grad(loss(dense, ids), argnums=(0, 1, 2, 3))(x, weights, *tables)
+    for ours, theirs in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("quantize", "axes", "rules"),
+    [(None, dict(data=2, expert=2, tensor=2), {}), ("int8", dict(fsdp=4), {"expert": "fsdp", "embed": None})],
+    ids=["grouped on each device", "tokens and experts along one axis, so in rounds"],
+)
+def test_a_model_in_groups(groups_here, quantize, axes, rules):
+    model = random_model(small(num_experts=8, dim=16, shared_dim=8, num_kv_heads=2, num_layers=1), quantize)
+    layout = Layout(dllm_jax.make_mesh(**axes), ShardingRules(**rules))
+    params = jax.device_put(model.params, dllm_jax.param_shardings(model.config, layout.mesh, layout.rules))
+    tokens = jnp.arange(40).reshape(4, 10) % 32
+    found = jax.jit(lambda denoiser: denoiser(tokens))(Denoiser(model.config, params, layout))
+    np.testing.assert_allclose(found, model.denoiser(tokens), atol=1e-4)
 
 
 def test_a_mesh_with_explicit_axes(tiny, wanted):
@@ -377,7 +488,7 @@ def test_junk_in_any_field_gives_a_config_or_a_sentence():
 
 def test_model_of_random_weights():
     model = dllm_jax.random_model(SMALL)
-    assert model.params["layers.1.mlp.w_in"].shape == (6, 16, 2, 12)
+    assert model.params["layers.1.mlp.w_in"].shape == (6, 2, 16, 12)
     assert bind(SMALL, model.params).layers[0].mlp.route(jnp.ones((1, 3, 16)))[1].shape == (1, 3, 2)
 
 
@@ -386,7 +497,7 @@ def test_the_benchmark_measures_the_same_layer_four_times(tmp_path):
     options = ["--size", "tiny", "--tokens", "16", "--dtypes", "float32", "--routings", "same", "--repeats", "1"]
     benchmark.main([*options, "--json", str(file)])
     rows = json.loads(file.read_text())["rows"]
-    assert [row["variant"] for row in rows] == ["rounds", "loop", "einsum", "ragged_dot"]
+    assert [row["variant"] for row in rows] == ["rounds", "groups", "loop", "einsum"]
     assert all(row["seconds"] > 0 and row["difference"] < 1e-5 for row in rows)
 
 
@@ -442,8 +553,8 @@ def test_every_tensor_arrives(tiny):
     original = hub_files.tensors(SOURCE)
     assert convert.verify(SOURCE, tiny.folder) == len(original) == 3 + 3 * (9 + 8 * 3)
     w_in, w_out = tiny.params["layers.1.mlp.w_in"], tiny.params["layers.1.mlp.w_out"]
-    np.testing.assert_array_equal(w_in[5, :, 0], original[GATE].T)
-    np.testing.assert_array_equal(w_in[5, :, 1], original[GATE.replace("gate", "up")].T)
+    np.testing.assert_array_equal(w_in[5, 0], original[GATE].T)
+    np.testing.assert_array_equal(w_in[5, 1], original[GATE.replace("gate", "up")].T)
     np.testing.assert_array_equal(w_out[5], original[GATE.replace("gate", "down")].T)
     np.testing.assert_array_equal(tiny.params["layers.1.mlp.router"], original["model.layers.1.mlp.gate.weight"].T)
     assert (tiny.config.family, tiny.config.mask_id, tiny.config.end_ids) == ("llada-moe", 129, (128, 131))
@@ -510,7 +621,7 @@ def test_verify_finds_one_flipped_bit(tmp_path, fused):
         folder = tmp_path / str(number)
         convert.convert("llada-moe", source, folder)
         params = {name: np.asarray(array).copy() for name, array in checkpoint.load_params(folder).items()}
-        params["layers.1.mlp.w_in"].view(np.uint32)[5, 3, 1, 7] ^= 1
+        params["layers.1.mlp.w_in"].view(np.uint32)[5, 1, 3, 7] ^= 1
         notes = checkpoint.load_source(folder)
         checkpoint.save(folder, checkpoint.load_config(folder), params.items(), source=notes, overwrite=True)
         with pytest.raises(DllmError, match=r"differs from .* in layers.1.mlp.w_in \(1 of 262144 values\)"):

@@ -129,7 +129,7 @@ def experts_of(theirs):
 
 def in_our_layout(name, array):
     if name.endswith("w_in"):  # [E, 2F, D]
-        return array.reshape(len(array), 2, -1, array.shape[-1]).transpose(0, 3, 1, 2)
+        return array.reshape(len(array), 2, -1, array.shape[-1]).transpose(0, 1, 3, 2)
     if name.endswith("w_out"):
         return array.transpose(0, 2, 1)
     return array.T if name.endswith(("kernel", "router")) else array

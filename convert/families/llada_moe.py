@@ -43,12 +43,12 @@ _COMMON = (
     Rule(_LAYER + "shared_expert.down_proj.weight", _OURS + "mlp.shared.down_proj.kernel", transpose=True),
 )
 _UNFUSED = (
-    Rule(_EXPERT + "gate_proj.weight", _OURS + "mlp.w_in", transpose=True, place=("expert", None, 0)),
-    Rule(_EXPERT + "up_proj.weight", _OURS + "mlp.w_in", transpose=True, place=("expert", None, 1)),
+    Rule(_EXPERT + "gate_proj.weight", _OURS + "mlp.w_in", transpose=True, place=("expert", 0)),
+    Rule(_EXPERT + "up_proj.weight", _OURS + "mlp.w_in", transpose=True, place=("expert", 1)),
     Rule(_EXPERT + "down_proj.weight", _OURS + "mlp.w_out", transpose=True, place=("expert",)),
 )
 _FUSED = (
-    Rule(_LAYER + "mlp.w1", _OURS + "mlp.w_in", transpose=True, place=("*", None, "*")),
+    Rule(_LAYER + "mlp.w1", _OURS + "mlp.w_in", transpose=True, place=("*", "*")),
     Rule(_LAYER + "mlp.w2", _OURS + "mlp.w_out", transpose=True, place=("*",)),
 )
 
