@@ -76,9 +76,9 @@ def _can_fuse(query: jax.Array, key: jax.Array, layout: Layout | None) -> bool:
     """
     if query.dtype == jnp.float16 or not fits(query.shape[1], key.shape[1], query.shape[3]):
         return False
-    if jax.default_backend() == "gpu" and float(jax.devices()[0].compute_capability) < TRITON_FROM:
-        return False
-    return _is_local(layout)
+    capability = jax.devices()[0].compute_capability if jax.default_backend() == "gpu" else ""
+    too_old = capability[:1].isdigit() and float(capability) < TRITON_FROM  # AMD's are names
+    return not too_old and _is_local(layout)
 
 
 def _is_local(layout: Layout | None) -> bool:

@@ -162,7 +162,7 @@ def test_an_old_gpu_gets_no_kernels(monkeypatch) -> None:
     """Triton's begin with compute capability 8."""
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    for capability, wanted in (("7.5", False), ("9.0", True)):
+    for capability, wanted in (("7.5", False), ("9.0", True), ("gfx942", True)):
         device = type("Device", (), {"compute_capability": capability})()
         monkeypatch.setattr(jax, "devices", lambda *_, device=device: [device])
         assert has_kernel(lowered(1024, platform="cuda")) == wanted
