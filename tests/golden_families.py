@@ -327,13 +327,13 @@ def _run_moe_forward(case: Case, assets: Assets) -> None:
 def _moe_trace(denoiser: dllm_jax.Denoiser, tokens: jax.Array) -> tuple[list[jax.Array], list]:
     model = bind(denoiser.config, denoiser.params)
     positions = jnp.arange(tokens.shape[1])[None]
-    mask = jnp.ones((1, 1, 1, tokens.shape[1]), bool)
+    visible = jnp.full((1, 1), tokens.shape[1])
     cos, sin = rope_angles(positions, denoiser.config.head_dim, denoiser.config.rope_theta)
     x = model.embed_tokens(tokens)
     hidden, routes = [x], []
     for layer in model.layers:
         y = layer.attn_norm(x)
-        x = x + layer.attn.attend(y, cos, sin, layer.attn.keys_values(y, cos, sin), mask)
+        x = x + layer.attn.attend(y, cos, sin, layer.attn.keys_values(y, cos, sin), visible)
         routes.append(layer.mlp.route(layer.mlp_norm(x)))
         x = x + layer.mlp(layer.mlp_norm(x))
         hidden.append(x)
