@@ -40,6 +40,7 @@ from jax import lax
 from benchmarks import roofline
 from benchmarks.roofline import Row
 from dllm_jax import PUBLISHED, Denoiser, DllmError, Model, load, published, random_model
+from dllm_jax.config import Quantize
 from dllm_jax.denoiser import Span
 from dllm_jax.kv_cache import slice_rows, write_rows
 from samplers import CACHES, Result, make_sampler, parse_sampler, sample, stream
@@ -330,7 +331,9 @@ def parse_rule(text: str) -> tuple[str, Mapping[str, Any]]:
     return name, parse_sampler(name + colon + rest.replace(":", ",")).options
 
 
-def make_model(name: str, layers: int | None = None, dtype: str | None = None) -> Model:
+def make_model(
+    name: str, layers: int | None = None, dtype: str | None = None, quantize: Quantize | None = None
+) -> Model:
     """The tiny golden checkpoint, a published size with random weights, or a converted folder.
 
     Raises:
@@ -340,18 +343,18 @@ def make_model(name: str, layers: int | None = None, dtype: str | None = None) -
         config = published(name)
         cut = config.replace(num_layers=layers or config.num_layers)
         label = name if cut == config else f"{name}, {layers} of {config.num_layers} layers"
-        return dataclasses.replace(random_model(cut, dtype=dtype), name=label)
+        return dataclasses.replace(random_model(cut, dtype=dtype, quantize=quantize), name=label)
     if layers is not None:
         raise DllmError("--layers cuts published sizes with random weights; leave it out for a checkpoint")
-    return _tiny(dtype) if name == "tiny" else load(name, dtype=dtype)
+    return _tiny(dtype, quantize) if name == "tiny" else load(name, dtype=dtype, quantize=quantize)
 
 
-def _tiny(dtype: str | None) -> Model:
+def _tiny(dtype: str | None, quantize: Quantize | None) -> Model:
     import convert  # here, because a benchmark of random weights needs none of it
 
     with tempfile.TemporaryDirectory() as folder:
         convert.convert("llada", GOLDENS / "checkpoints" / "llada-tiny", Path(folder) / "llada-tiny")
-        return load(Path(folder) / "llada-tiny", dtype=dtype)
+        return load(Path(folder) / "llada-tiny", dtype=dtype, quantize=quantize)
 
 
 def make_prompts(model: Model, batch: int, length: int | None = None) -> tuple[jax.Array, jax.Array]:
@@ -632,6 +635,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--ignore-eos", action="store_true", help="no stop condition; always so with random weights")
     made.add_argument("--repeats", type=int, default=5)
     made.add_argument("--roofline", action="store_true", help="time forwards alone, against measured ceilings")
+    made.add_argument("--quantize", choices=["int8", "int4"], help="weights in so many bits")
     made.add_argument("--suite", choices=["gpu"], help="a fixed plan for one GPU, done in eight minutes")
     made.add_argument("--time-limit", type=float, metavar="SECONDS", help="begin nothing after this")
     made.add_argument(
@@ -662,7 +666,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     jax.config.update("jax_enable_compilation_cache", False)  # or compile times would be those of reading a file
     try:
         check_options(options)
-        model = make_model(options.model, options.layers, options.dtype)
+        model = make_model(options.model, options.layers, options.dtype, options.quantize)
         ignore_eos = options.ignore_eos or model.folder is None
         block_length = min(options.block_length, options.gen_length)
         job = Job(model, options.gen_length, block_length, ignore_eos, options.patience)

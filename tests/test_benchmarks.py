@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import dllm_jax
-from benchmarks import compare, d2f, indicator, roofline
+from benchmarks import attention, compare, d2f, indicator, on_gpu, roofline
 from benchmarks import sample as bench
 from dllm_jax.denoiser import Span
 from dllm_jax.kv_cache import slice_rows, write_rows
@@ -202,3 +202,25 @@ def test_two_checkouts_are_compared_by_medians():
     (found,) = compare.compared([report(10.0, 4.0), report(30.0, 6.0)], [report(40.0, 2.0), report(50.0, 3.0)])
     ratios = [found[f"{name}_ratio"] for name in ("tokens_per_second", "nfe", "compile_seconds")]
     assert ratios == [45.0 / 20.0, 1.0, 5.0 / 2.5] and found["tokens_per_second_old"] == 20.0
+
+
+def test_attention_is_right_by_its_own_benchmark(tmp_path, capsys):
+    """Interpreted, which says nothing about speed; and no kernels run on this platform."""
+    options = ["--interpret", "--shapes", "1x64x80x4x2x64", "--repeats", "1", "--calls", "1"]
+    assert attention.main([*options, "--json", str(tmp_path / "out.json")]) == 0
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [row["gradient"] for row in rows] == [False, True] and all(row["kernel_error"] < 1e-5 for row in rows)
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    for arguments, sentence in (([], "no kernels run on cpu"), (["--shapes", "1x2"], "is no list of BxTxSxNxKxH")):
+        assert attention.main(arguments) == 2 and sentence in capsys.readouterr().out
+
+
+def test_a_gpu_s_steps_go_on_where_one_fails(tmp_path, monkeypatch, capsys):
+    """And without a GPU nothing is begun."""
+    assert on_gpu.main([str(tmp_path / "none")]) == 2
+    assert "this Python cannot measure a GPU" in capsys.readouterr().out and not (tmp_path / "none").exists()
+    monkeypatch.setattr(on_gpu, "CHECK", "pass")
+    steps = {"one": (60, ("json.tool", "--help")), "two": (60, ("json.tool", "nothing")), "slow": (0, ("json.tool",))}
+    monkeypatch.setattr(on_gpu, "STEPS", steps)
+    assert on_gpu.run(tmp_path, list(steps)) == ["two (2)", "slow (not done after 0 s)"]
+    assert "usage" in (tmp_path / "one.log").read_text()
