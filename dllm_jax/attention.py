@@ -74,7 +74,7 @@ def _can_fuse(query: jax.Array, key: jax.Array, layout: Layout | None) -> bool:
 
     Float16 is left to XLA: it is what a T4, which is too old, has instead of bfloat16.
     """
-    if query.dtype == jnp.float16 or not fits(query.shape[1], key.shape[1], query.shape[3]):
+    if query.dtype == jnp.float16 or not fits(query.shape[1], key.shape[1], query.shape[3], query.dtype):
         return False
     capability = jax.devices()[0].compute_capability if jax.default_backend() == "gpu" else ""
     too_old = capability[:1].isdigit() and float(capability) < TRITON_FROM  # AMD's are names

@@ -28,21 +28,30 @@ Backend = Literal["tpu", "cuda", "interpret"]
 MULTIPLE = 256
 """What lengths are filled up to: the width of every tile divides it."""
 
-TILES = {"tpu": (256, 256), "cuda": (128, 64), "interpret": (128, 64)}
-"""Width of a tile that stays, and of those that pass by."""
+HEAD_DIMS = (64, 128, 256)
+"""What a GPU's kernels take: powers of two."""
 
 UNSEEN = -1e30
 """Score of a key that a query does not see: finite, so that one that sees none gets a mean instead of NaN."""
 
-VMEM = 64 * 2**20
-"""Bytes of a TPU core's own memory that a kernel may fill: half of it, where the compiler by itself gives an eighth."""
+VMEM = 16 * 2**20
+"""Bytes of a TPU core's own memory that a kernel may fill: all that a v4 has, an eighth of a v5e's."""
 
 
-def fits(length: int, keys: int, head_dim: int) -> bool:
+def fits(length: int, keys: int, head_dim: int, dtype: jnp.dtype) -> bool:
     """Whether the kernels take operands of these sizes: a TPU's own memory has to hold all keys and values of one head,
-    in the backward pass its queries and their gradient, and at the same time those of the next head."""
-    rows = filled(max(length, keys))
-    return head_dim % 64 == 0 and 4 * rows * head_dim * 4 <= VMEM * 3 // 4
+    in the backward pass its queries and their gradient, and at the same time those of the next head; a GPU's shared
+    memory a few tiles of heads of at most 512 bytes."""
+    taken = 4 * filled(max(length, keys)) * max(head_dim, 128) * dtype.itemsize  # a TPU fills rows up to 128 lanes
+    return head_dim in HEAD_DIMS and head_dim * dtype.itemsize <= 512 and taken <= VMEM * 5 // 8
+
+
+def _tiles(backend: Backend, query: jax.Array) -> tuple[int, int]:
+    """Width of a tile that stays, and of those that pass by. A GPU's leave room in the 99 KiB of shared memory that the
+    smallest since Ampere have (compiled for compute capability 8.9)."""
+    if backend == "tpu":
+        return 256, 256
+    return (64, 64) if query.shape[3] * query.dtype.itemsize <= 256 else (32, 32)
 
 
 def filled(length: int) -> int:
@@ -76,7 +85,7 @@ def _attend(backend: Backend, query: jax.Array, key: jax.Array, value: jax.Array
 
 def _forward(backend: Backend, *operands: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     query, key, value, visible = operands
-    stays, passes = TILES[backend]
+    stays, passes = _tiles(backend, query)
     rows = jax.ShapeDtypeStruct((*query.shape[:2], 1, query.shape[2]), jnp.float32)  # [B, N, 1, T]
     out, sums = _kernel(_result, backend, stays, passes, [query, visible], [key, value], [query, rows])
     return out, (*operands, out, sums)
@@ -84,7 +93,7 @@ def _forward(backend: Backend, *operands: jax.Array) -> tuple[jax.Array, tuple[j
 
 def _backward(backend: Backend, saved: tuple[jax.Array, ...], gradient: jax.Array) -> tuple[jax.Array | None, ...]:
     query, key, value, visible, out, sums = saved
-    stays, passes = TILES[backend]
+    stays, passes = _tiles(backend, query)
     mean = jnp.sum(gradient.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)[:, :, None]  # [B, N, 1, T]
     of_queries = [query, visible, gradient, sums, mean]
     (to_query,) = _kernel(_query_gradient, backend, stays, passes, of_queries, [key, value], [query])
@@ -140,7 +149,7 @@ def _kernel(
 
 _PARAMS: dict[str, Any] = {
     "tpu": for_tpu.CompilerParams(dimension_semantics=("parallel",) * 3, vmem_limit_bytes=VMEM),
-    "cuda": for_gpu.CompilerParams(num_warps=8, num_stages=2),
+    "cuda": for_gpu.CompilerParams(num_warps=4, num_stages=2),
     "interpret": None,
 }
 

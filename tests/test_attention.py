@@ -171,5 +171,6 @@ def test_an_old_gpu_gets_no_kernels(monkeypatch) -> None:
 def test_what_fits() -> None:
     """Lengths are filled up to whole tiles, and a head's keys and values have to fit into a TPU core."""
     assert [filled(n) for n in (1, 256, 257)] == [256, 256, 512]
-    assert fits(4096, 4096, 128) and fits(16384, 16384, 128) and not fits(65536, 65536, 128)
-    assert not fits(1024, 1024, 100)
+    narrow, wide = jnp.dtype("bfloat16"), jnp.dtype("float32")
+    assert fits(10240, 10240, 128, narrow) and not fits(10241, 10240, 128, narrow) and fits(5120, 5120, 128, wide)
+    assert fits(1024, 1024, 256, narrow) and not fits(1024, 1024, 256, wide) and not fits(1024, 1024, 192, narrow)
