@@ -23,9 +23,10 @@ GOLDENS ?= tests/goldens
 
 # The compilers for absent devices, each in an environment of its own: TARGET=h100 needs other packages than a TPU.
 TARGET ?= v5e:2x2
-MESH ?= $(if $(filter h100 t4,$(TARGET)),tensor=1,tensor=4)
+GPU := $(filter h100 t4,$(TARGET))
+MESH ?= $(if $(GPU),tensor=1,tensor=4)
 AOT := .aot/$(firstword $(subst :, ,$(TARGET)))
-AOT_PACKAGES = $(if $(filter h100 t4,$(TARGET)),'jax[cuda12-local]'==$$jax nvidia-cuda-nvcc-cu12,'jax[tpu]'==$$jax)
+AOT_PACKAGES = $(if $(GPU),'jax[cuda12-local]'==$$jax nvidia-cuda-nvcc-cu12,'jax[tpu]'==$$jax)
 
 .PHONY: test lint format typecheck pytest slow slow-list goldens parity compile-check demo clean
 

@@ -10,7 +10,6 @@ entry), and the kernel's share of the measured rate of matrix products.
 
 import argparse
 import functools
-import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import command
-from benchmarks.roofline import Ceilings, Row, measure_ceilings, timed
+from benchmarks.roofline import Row, measure_ceilings, timed
+from benchmarks.sample import describe_hardware
 from dllm_jax import DllmError
 from dllm_jax.attention import in_parts
 from dllm_jax.fused_attention import Backend, fused
@@ -128,14 +128,13 @@ def report(options: argparse.Namespace) -> Row:
             f"--shapes {options.shapes} is no list of BxTxSxNxKxH with K dividing N; write 1x512x512x32x8x128"
         )
     backend = backend_of(options)
-    ceilings: Ceilings = measure_ceilings(options.dtype, quick=options.interpret)
+    rate = measure_ceilings(options.dtype, quick=options.interpret).matmul
     return {
         "command": f"python -m benchmarks.attention --dtype {options.dtype} --shapes {options.shapes}",
-        "device": jax.devices()[0].device_kind,
-        "cpu_cores": os.cpu_count(),
+        "hardware": describe_hardware(),
         "versions": {"jax": version("jax"), "jaxlib": version("jaxlib")},
-        "matmul_flops": ceilings.matmul,
-        "rows": [row for shape in shapes for row in measure(shape, backend, options, ceilings.matmul)],
+        "matmul_flops": rate,
+        "rows": [row for shape in shapes for row in measure(shape, backend, options, rate)],
     }
 
 

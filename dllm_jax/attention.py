@@ -5,15 +5,13 @@ Shape letters: B batch, T queries, S keys, N heads, K heads of keys and values, 
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
 
-from dllm_jax.fused_attention import fits, fused
+from dllm_jax.fused_attention import fill, fits, fused
+from dllm_jax.layout import Layout, LogicalAxes
 
 QUERIES = 512
 """Queries whose scores exist at a time: of 32 heads and 4096 keys 256 MiB, instead of 2 GiB for as many queries."""
@@ -28,25 +26,9 @@ use_kernels = jax.make_user_context(default_value=True)
 """`with use_kernels(False):` compiles what is called within to XLA's own operations alone: to compare, and because no
 kernel can be lowered for several platforms at once (`jax.export`)."""
 
-LogicalAxes = tuple[str | None, ...]
 QUERY, KEYS = ("batch", None, "heads", None), ("batch", None, "kv_heads", None)
 AXES: tuple[LogicalAxes, ...] = (QUERY, KEYS, KEYS, ("batch", None))
 """Logical axes of queries, keys, values and of what is visible."""
-
-
-class Layout(Protocol):
-    """What is asked of a `dllm_jax.sharding.Layout` here and in the backbone, on which it is built."""
-
-    @property
-    def mesh(self) -> Mesh: ...
-
-    def parts(self, axis: str) -> int: ...
-
-    def spec(self, x: Any, axes: LogicalAxes) -> PartitionSpec: ...
-
-    def locally(
-        self, function: Callable[..., jax.Array], inputs: Sequence[LogicalAxes], output: LogicalAxes
-    ) -> Callable[..., jax.Array]: ...
 
 
 def attention(
@@ -112,7 +94,7 @@ def in_parts(
 
 def _parts(x: jax.Array, size: int) -> jax.Array:
     """[B, T, ...] in parts [T / size, B, size, ...]; the last is filled up with zeros."""
-    x = jnp.pad(x, [(0, -length % size if axis == 1 else 0) for axis, length in enumerate(x.shape)])
+    x = fill(x, size)
     return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
 
 

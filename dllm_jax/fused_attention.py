@@ -46,17 +46,22 @@ def fits(length: int, keys: int, head_dim: int, dtype: jnp.dtype) -> bool:
     return head_dim in HEAD_DIMS and head_dim * dtype.itemsize <= 512 and taken <= VMEM * 5 // 8
 
 
-def _tiles(backend: Backend, query: jax.Array) -> tuple[int, int]:
+def _tiles(backend: Backend, x: jax.Array) -> tuple[int, int]:
     """Width of a tile that stays, and of those that pass by. A GPU's leave room in the 99 KiB of shared memory that the
     smallest since Ampere have (compiled for compute capability 8.9)."""
     if backend == "tpu":
         return 256, 256
-    return (64, 64) if query.shape[3] * query.dtype.itemsize <= 256 else (32, 32)
+    return (64, 64) if x.shape[3] * x.dtype.itemsize <= 256 else (32, 32)
 
 
 def filled(length: int) -> int:
     """The next multiple of what tiles divide."""
     return -(-length // MULTIPLE) * MULTIPLE
+
+
+def fill(x: jax.Array, multiple: int) -> jax.Array:
+    """[B, T, ...] with zeros behind, up to a T that is a multiple."""
+    return jnp.pad(x, [(0, -length % multiple if axis == 1 else 0) for axis, length in enumerate(x.shape)])
 
 
 def fused(backend: Backend, query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array) -> jax.Array:
@@ -71,9 +76,8 @@ def fused(backend: Backend, query: jax.Array, key: jax.Array, value: jax.Array, 
         visible: [B, T] int32.
     """
     visible = jnp.minimum(visible, key.shape[1])
-    fill = lambda x: jnp.pad(x, [(0, filled(n) - n if axis == 1 else 0) for axis, n in enumerate(x.shape)])
-    heads_first = (jnp.swapaxes(fill(x), 1, 2) for x in (query, key, value))
-    out = _attend(backend, *heads_first, fill(visible)[:, None, None])
+    heads_first = (jnp.swapaxes(fill(x, MULTIPLE), 1, 2) for x in (query, key, value))
+    out = _attend(backend, *heads_first, fill(visible, MULTIPLE)[:, None, None])
     return jnp.swapaxes(out, 1, 2)[:, : query.shape[1]]
 
 
@@ -85,21 +89,19 @@ def _attend(backend: Backend, query: jax.Array, key: jax.Array, value: jax.Array
 
 def _forward(backend: Backend, *operands: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     query, key, value, visible = operands
-    stays, passes = _tiles(backend, query)
     rows = jax.ShapeDtypeStruct((*query.shape[:2], 1, query.shape[2]), jnp.float32)  # [B, N, 1, T]
-    out, sums = _kernel(_result, backend, stays, passes, [query, visible], [key, value], [query, rows])
+    out, sums = _kernel(_result, backend, [query, visible], [key, value], [query, rows])
     return out, (*operands, out, sums)
 
 
 def _backward(backend: Backend, saved: tuple[jax.Array, ...], gradient: jax.Array) -> tuple[jax.Array | None, ...]:
     query, key, value, visible, out, sums = saved
-    stays, passes = _tiles(backend, query)
     mean = jnp.sum(gradient.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)[:, :, None]  # [B, N, 1, T]
     of_queries = [query, visible, gradient, sums, mean]
-    (to_query,) = _kernel(_query_gradient, backend, stays, passes, of_queries, [key, value], [query])
+    (to_query,) = _kernel(_query_gradient, backend, of_queries, [key, value], [query])
     # One for every head of queries, whose sum is that of the head they share.
     each = jax.ShapeDtypeStruct((*query.shape[:2], *key.shape[2:]), jnp.float32)
-    to_heads = _kernel(_key_value_gradient, backend, stays, passes, [key, value], of_queries, [each, each])
+    to_heads = _kernel(_key_value_gradient, backend, [key, value], of_queries, [each, each])
     shared = lambda x: x.reshape(*key.shape[:2], -1, *key.shape[2:]).sum(2)
     return to_query, *(shared(x).astype(key.dtype) for x in to_heads), None
 
@@ -110,8 +112,6 @@ _attend.defvjp(_forward, _backward)
 def _kernel(
     body: Callable[..., None],
     backend: Backend,
-    stays: int,
-    passes: int,
     tiled: Sequence[jax.Array],
     whole: Sequence[jax.Array],
     outputs: Sequence[Any],
@@ -119,8 +119,9 @@ def _kernel(
     """Runs a kernel for every row of the batch, head of queries and tile.
 
     Arrays are [B, heads, length, H], or [B, heads, 1, length] of a number each; the heads of queries share what has
-    fewer. A kernel sees a tile of width `stays` of `tiled` and of `outputs`, and all of `whole`, tile by tile.
+    fewer. A kernel sees a tile of `tiled`, the first of which has H, and of `outputs`, and all of `whole` by tiles.
     """
+    stays, passes = _tiles(backend, tiled[0])
     batch, heads = outputs[0].shape[:2]
     length = outputs[0].shape[2]
 

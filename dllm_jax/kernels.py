@@ -36,13 +36,13 @@ def product(x: jax.Array, kernel: Kernel, dtype: jnp.dtype | None = None) -> jax
         return kernel.product(x, dtype)
     kernel = kernel.astype(x.dtype)
     plain = lambda x, kernel: jnp.tensordot(x, kernel, 1, preferred_element_type=dtype)
-    if x.dtype != jnp.float32 or kernel.ndim != 2 or _in_few_passes(math.prod(x.shape[:-1]), *kernel.shape):
+    if x.dtype != jnp.float32 or kernel.ndim != 2 or _suits_ynnpack(math.prod(x.shape[:-1]), *kernel.shape):
         return plain(x, kernel)
     return lax.platform_dependent(x, kernel, cpu=_product_by_eigen, default=plain)
 
 
-def _in_few_passes(rows: int, inputs: int, outputs: int) -> bool:
-    """Whether XLA's own choice of a library for a float32 product on CPU, YNNPACK, is the faster one.
+def _suits_ynnpack(rows: int, inputs: int, outputs: int) -> bool:
+    """Whether YNNPACK, XLA's own choice of a library for float32 products on CPU, is the faster one.
 
     It arranges the kernel anew in every product, which only many rows make up for; `docs/performance.md` has timings.
     """

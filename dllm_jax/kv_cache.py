@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dllm_jax.layout import apart_on_cuda
+
 
 class LayerKV(NamedTuple):
     """Keys (after RoPE) and values of one layer, each [B, S, K, H]."""
@@ -60,7 +62,7 @@ def _write_together(buffer: jax.Array, new: jax.Array, start: jax.Array) -> jax.
     On GPU what is written is made apart: where it is partly the buffer's old content, a kernel that read and wrote the
     buffer would need a copy of it.
     """
-    new = lax.platform_dependent(new, cuda=lax.optimization_barrier, default=lambda new: new)
+    new = apart_on_cuda(new)
     return jax.vmap(lambda row, value, at: lax.dynamic_update_slice_in_dim(row, value, at, axis=0))(buffer, new, start)
 
 

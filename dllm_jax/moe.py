@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from dllm_jax.attention import Layout
 from dllm_jax.kernels import Table, product, product_of_sums, sums
+from dllm_jax.layout import Layout, MeshAxes, mesh_names
 from dllm_jax.quantized import QuantizedKernel
 
 TILE_ROWS: Mapping[str, int] = types.MappingProxyType({"cpu": 32, "default": 256})
@@ -31,7 +31,6 @@ above, padding costs. 32 is measured (`benchmarks/moe.py`); 256 is bfloat16 FLOP
 GROUPED: Sequence[str] = ("tpu",)
 """Platforms whose compiler has a kernel for `lax.ragged_dot`."""
 
-MeshAxes = str | tuple[str, ...] | None
 TOKENS = ("batch", None, None)
 AXES = (("expert", None, None, "mlp"), ("expert", "mlp", None))
 """Logical axes of tokens, and of `w_in` and `w_out` where they are used; what else splits them is gathered first."""
@@ -87,7 +86,7 @@ def _groups(x: jax.Array, w_in: Table, layout: Layout | None) -> bool:
     mesh = jax.sharding.get_abstract_mesh()
     if not (stored and x.dtype != jnp.float16 and (mesh.empty or mesh.are_all_axes_manual)):
         return False
-    return layout is None or not {*_names(*layout.spec(x, TOKENS))} & {*_names(*_split(w_in, layout))}
+    return layout is None or not {*mesh_names(*layout.spec(x, TOKENS))} & {*mesh_names(*_split(w_in, layout))}
 
 
 def _on_parts(layout: Layout | None, x: jax.Array, ids: jax.Array, weights: jax.Array, *tables: Table) -> jax.Array:
@@ -98,7 +97,7 @@ def _on_parts(layout: Layout | None, x: jax.Array, ids: jax.Array, weights: jax.
 
     def part(x: jax.Array, ids: jax.Array, weights: jax.Array, w_in: Table, w_out: Table) -> jax.Array:
         first = lax.axis_index(experts) * w_out.shape[0] if experts else None
-        return lax.psum(in_groups(x, ids, weights, w_in, w_out, first), _names(experts, width))
+        return lax.psum(in_groups(x, ids, weights, w_in, w_out, first), mesh_names(experts, width))
 
     place = lambda table, axes: jax.tree.map(lambda x: layout.spec(x, axes), table)
     specs = (tokens, tokens, tokens, *map(place, tables, AXES))
@@ -110,11 +109,6 @@ def _split(w_in: Table, layout: Layout) -> tuple[MeshAxes, MeshAxes]:
     """The mesh axes that split the experts, and their hidden width."""
     experts, _, _, width = layout.spec(jax.tree.leaves(w_in)[0], AXES[0])
     return experts, width
-
-
-def _names(*entries: MeshAxes) -> tuple[str, ...]:
-    """All names in the entries of a PartitionSpec."""
-    return tuple(name for entry in entries for name in ((entry,) if isinstance(entry, str) else entry or ()))
 
 
 @jax.custom_vjp
@@ -182,7 +176,7 @@ def _(size: int, mapped: Sequence[Any], *operands: Any) -> tuple[jax.Array, bool
 
 def _in_groups_forward(*operands: Any) -> tuple[jax.Array, tuple]:
     """By rounds, as the gradient: XLA makes that of a `ragged_dot`'s weights by a dense product of E times the work, on
-    TPU too, and a trainer, which places everything itself, would have all tokens gathered for a kernel."""
+    TPU too."""
     return in_rounds(TILE_ROWS["default"], *operands), operands
 
 

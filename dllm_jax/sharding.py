@@ -8,14 +8,12 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from dllm_jax.attention import LogicalAxes
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
+from dllm_jax.layout import LogicalAxes, MeshAxes, mesh_names
 from dllm_jax.params import forms
 from dllm_jax.quantized import Form, QuantizedKernel
 from dllm_jax.transformer import param_specs
-
-MeshAxes = str | tuple[str, ...] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +50,7 @@ class ShardingRules:
 
 
 def _present(entry: MeshAxes, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    return tuple(name for name in _names(entry) if name in mesh.axis_names)
+    return tuple(name for name in mesh_names(entry) if name in mesh.axis_names)
 
 
 def make_mesh(**axes: int) -> Mesh:
@@ -99,7 +97,9 @@ class Layout:
             return x
         spec = self.spec(x, axes)
         weights = set(_present(self.rules.embed, self.mesh))
-        spec = PartitionSpec(*(PartitionSpec.UNCONSTRAINED if weights & {*_names(entry)} else entry for entry in spec))
+        spec = PartitionSpec(
+            *(PartitionSpec.UNCONSTRAINED if weights & {*mesh_names(entry)} else entry for entry in spec)
+        )
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
     def locally(
@@ -171,7 +171,7 @@ def batch_sharding(mesh: Mesh, rules: ShardingRules | None = None) -> NamedShard
 def batch_parts(mesh: Mesh) -> int:
     """Number of parts that a mesh splits a batch into."""
     (entry,) = ShardingRules().spec(("batch",), mesh)
-    return math.prod(mesh.shape[name] for name in _names(entry))
+    return math.prod(mesh.shape[name] for name in mesh_names(entry))
 
 
 def mesh_for_batch(axes: Mapping[str, int], rows: int, setting: str, unit: str) -> Mesh:
@@ -186,7 +186,7 @@ def mesh_for_batch(axes: Mapping[str, int], rows: int, setting: str, unit: str) 
             that does not split.
     """
     axes = dict(axes) or {"data": 1}
-    known = sorted({name for field in dataclasses.asdict(ShardingRules()).values() for name in _names(field)})
+    known = sorted({name for field in dataclasses.asdict(ShardingRules()).values() for name in mesh_names(field)})
     for name, count in axes.items():
         if name not in known:
             raise DllmError(f"{setting} has no axis {name!r}; use {', '.join(known)}")
@@ -209,7 +209,3 @@ def check_splits(mesh: Mesh, rows: int, unit: str) -> None:
         raise DllmError(
             f"{rows} {unit} do not split over the {parts} devices of the mesh's batch axes; choose a multiple"
         )
-
-
-def _names(entry: MeshAxes) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +17,15 @@ from flax import nnx
 from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
 
-from dllm_jax.attention import Layout, LogicalAxes, attention
+from dllm_jax.attention import attention
 from dllm_jax.config import Experts, ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.kernels import of_outputs, product, product_of_sums, rows, sums
 from dllm_jax.kv_cache import KVCache, LayerKV, scatter_rows, slice_rows, write_rows
+from dllm_jax.layout import Layout, LogicalAxes, apart_on_cuda
 from dllm_jax.moe import apply_experts
 
 Params = Mapping[str, Any]  # arrays, and what stands for a kernel (`dllm_jax.kernels.Kernel`)
-Arrays = TypeVar("Arrays")
 RematPolicy = Callable[..., bool]
 
 PRODUCT_FROM = 256
@@ -162,9 +162,11 @@ class SelfAttention(nnx.Module):
         return x if self.clip is None else jnp.clip(x, -self.clip, self.clip)
 
     def keys_values(self, x: jax.Array, cos: jax.Array, sin: jax.Array, layout: Layout | None = None) -> LayerKV:
-        x = _apart(x)
+        # Of products of one array with several kernels CUDA's compiler makes one with all of them side by side, and to
+        # have them so it copies the weights in every forward.
+        x = apart_on_cuda(x)
         key = _in_order(self.k_proj(x), "kv_heads", layout)
-        x, key = _apart((x, key))
+        x, key = apart_on_cuda((x, key))
         value = _in_order(self.v_proj(x), "kv_heads", layout)
         return LayerKV(rotate(self.heads(key, self.k_norm), cos, sin), self.heads(value, None))  # [B, T, K, H] each
 
@@ -181,12 +183,6 @@ class SelfAttention(nnx.Module):
         query = rotate(query, cos, sin)  # [B, T, N, H]
         out = attention(query, kv.key, kv.value, visible, layout)
         return self.o_proj(out.reshape(*x.shape[:-1], -1), sums(x.dtype))
-
-
-def _apart(arrays: Arrays) -> Arrays:
-    """The same arrays, but on CUDA unlike themselves to the compiler: of products of one array with several kernels it
-    makes one with all of them side by side, and to have them so it copies the weights in every forward."""
-    return jax.lax.platform_dependent(arrays, cuda=jax.lax.optimization_barrier, default=lambda arrays: arrays)
 
 
 def _rope(positions: jax.Array, length: int, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
