@@ -41,6 +41,7 @@ from samplers.rules import (
     Threshold,
     TopK,
 )
+from samplers.requests import Engine, Request, Update
 from samplers.smoothing import Smoothing
 from samplers.stopping import Stop, stop_on
 

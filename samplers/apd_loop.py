@@ -258,6 +258,10 @@ class LeftToRight:
         forwards = jnp.zeros_like(nfe) if state.verifier_kv is None else nfe
         return DraftResult(**vars(found), verifier_forwards=forwards, most_accepted=state.most_accepted)
 
+    def pending(self, state: LeftRightState) -> jax.Array:
+        """[B, G] bool, positions that may still change: the open ones."""
+        return state.canvas.open
+
     @property
     def reach(self) -> int:
         """L, the most positions that are drafted at once."""

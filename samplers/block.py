@@ -214,6 +214,12 @@ class BlockSampler:
         """The generation so far."""
         return state.canvas.result(denoiser.eos_id)
 
+    def pending(self, state: BlockState) -> jax.Array:
+        """[B, G] bool, positions that may still change: the open ones, and under a rule that revises those of the
+        active block."""
+        open = state.canvas.open
+        return open | (self._in_block(state) & ~state.canvas.done[:, None]) if self.rule.revises else open
+
     # What a subclass may do otherwise --------------------------------------------------------------------------------
 
     def leaves(
@@ -295,12 +301,6 @@ class BlockSampler:
     def block_open(self, state: BlockState) -> jax.Array:
         """[B, G] bool, open positions of each row's active block."""
         return state.canvas.open & self._in_block(state)
-
-    def _pending(self, state: BlockState) -> jax.Array:
-        """[B, G] bool, positions that may still change: the open ones, and under a rule that revises those of the
-        active block."""
-        open = state.canvas.open
-        return open | (self._in_block(state) & ~state.canvas.done[:, None]) if self.rule.revises else open
 
     def _inputs(self, denoiser: DenoiserLike, state: BlockState) -> jax.Array:
         """What the model is fed: tokens [B, S], or embeddings [B, S, D] that are soft where it is open; with guidance
@@ -412,7 +412,7 @@ class BlockSampler:
         state = dataclasses.replace(
             state, block=jnp.where(entering, block, state.block), canvas=dataclasses.replace(state.canvas, done=done)
         )
-        canvas, stopped = state.canvas.stopped(self.stop, denoiser.eos_id, self._pending(state))
+        canvas, stopped = state.canvas.stopped(self.stop, denoiser.eos_id, self.pending(state))
         canvas = dataclasses.replace(canvas, done=done | self.ends(stopped, leaving))
         return self.entered(dataclasses.replace(state, canvas=canvas), entering)
 

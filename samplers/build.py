@@ -52,7 +52,7 @@ _OF_CANVAS = ("gen_length", "ignore_eos")
 
 
 class CanvasSampler(Sampler[Any], Protocol):
-    """A sampler that tells where it writes, as all here do.
+    """A sampler that tells where it writes, as all here do; its state has a `canvas`.
 
     Attributes:
         gen_length: G, positions to generate.
@@ -68,6 +68,10 @@ class CanvasSampler(Sampler[Any], Protocol):
 
     @property
     def width(self) -> int: ...
+
+    def pending(self, state: Any) -> jax.Array:
+        """[B, G] bool, positions that may still change."""
+        ...
 
 
 def make_sampler(model: Model, name: str | Rule | None = None, **options: Any) -> CanvasSampler:

@@ -248,6 +248,10 @@ class PipelineSampler:
         """The generation so far."""
         return state.canvas.result(denoiser.eos_id)
 
+    def pending(self, state: PipelineState) -> jax.Array:
+        """[B, G] bool, positions that may still change: the open ones."""
+        return state.canvas.open
+
     @property
     def _length(self) -> int:
         """Positions of all blocks, N L."""

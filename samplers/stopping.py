@@ -22,9 +22,9 @@ class Stop:
 
     Attributes:
         table: [Q, V] int32, the state after reading a token.
-        start: [N] int32, each pattern's first state.
+        start: [N] int32, each pattern's first state, or [B, N], of each row's own patterns.
         accept: [Q] bool, states in which a pattern is complete.
-        drop: [N] int32, tokens that the pattern itself takes at the end of a match (0 for strings, whose text is cut
+        drop: int32 of the same shape, tokens that the pattern itself takes at the end of a match (0 for strings, whose text is cut
             by the caller).
     """
 
@@ -66,11 +66,11 @@ def stop_on(
     Raises:
         DllmError: for an empty pattern, an id outside the vocabulary, or strings without `token_bytes`.
     """
-    parts = [_sequence_table(tuple(ids), vocab_size) for ids in [*((token,) for token in tokens), *sequences]]
+    parts = [sequence_table(tuple(ids), vocab_size) for ids in [*((token,) for token in tokens), *sequences]]
     drops = [1] * len(tokens) + [len(ids) for ids in sequences] + [0] * len(strings)
     if strings and token_bytes is None:
         raise DllmError("a stop string needs a tokenizer to be matched against; give stop token ids instead")
-    parts += [_string_table(text, token_bytes or (), vocab_size) for text in strings]
+    parts += [string_table(text, token_bytes or (), vocab_size) for text in strings]
     if not parts:
         return None
     offsets = np.cumsum([0, *(len(part) for part in parts)])
@@ -96,7 +96,7 @@ def _failures(pattern: Sequence[int]) -> list[int]:
     return failure
 
 
-def _sequence_table(ids: tuple[int, ...], vocab_size: int) -> np.ndarray:
+def sequence_table(ids: tuple[int, ...], vocab_size: int) -> np.ndarray:
     """[len + 1, V] transitions of one id sequence; the last state stays."""
     if not ids:
         raise DllmError("a stop sequence is empty; leave it out")
@@ -113,11 +113,11 @@ def _sequence_table(ids: tuple[int, ...], vocab_size: int) -> np.ndarray:
     return table
 
 
-def _string_table(text: str, token_bytes: Sequence[bytes], vocab_size: int) -> np.ndarray:
+def string_table(text: str, token_bytes: Sequence[bytes], vocab_size: int) -> np.ndarray:
     """[bytes + 1, V] transitions of a text: each token runs the text's byte automaton over its own bytes."""
     if not text:
         raise DllmError("a stop string is empty; leave it out")
-    machine = _sequence_table(tuple(text.encode()), 256)
+    machine = sequence_table(tuple(text.encode()), 256)
     longest = max((len(piece) for piece in token_bytes), default=0)
     symbols = np.full((vocab_size, longest), -1, np.int16)
     for token, piece in enumerate(token_bytes[:vocab_size]):
@@ -130,7 +130,7 @@ def _string_table(text: str, token_bytes: Sequence[bytes], vocab_size: int) -> n
 
 def begin(stop: Stop, batch: int) -> StopState:
     """The state before anything was read."""
-    states = jnp.broadcast_to(stop.start, (batch, stop.start.shape[0]))
+    states = jnp.broadcast_to(stop.start, (batch, stop.start.shape[-1]))
     return StopState(jnp.zeros((batch,), jnp.int32), states, jnp.full((batch,), NEVER, jnp.int32))
 
 

@@ -1,0 +1,426 @@
+"""Many prompts through a fixed number of slots: the next begins as soon as a row has ended.
+
+    engine = Engine(model, "threshold:threshold=0.9", slots=16, prompt_length=512)
+    requests = [engine.submit(prompt, seed=i) for i, prompt in enumerate(prompts)]
+    for request in engine.results():                     # as they end
+        print(request.number, request.generation.text)
+
+A request's tokens and forwards are those of the same request alone, whatever else is in the slots and whenever it was
+admitted.
+"""
+
+import collections
+import dataclasses
+import functools
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dllm_jax import DllmError, Model
+from dllm_jax.sharding import batch_sharding, check_splits
+from dllm_jax.tokenizer import token_bytes
+from samplers.apd_loop import LeftToRight
+from samplers.build import CanvasSampler, check_token, make_sampler
+from samplers.checks import check_length, check_whole
+from samplers.engine import Result, warn_if_broken
+from samplers.generate import Generation, Prompt, answer, check_width, encode_prompt
+from samplers.noise import row_keys
+from samplers.predictions import Sampling
+from samplers.rules import Rule
+from samplers.slots import Report, Rows, begin_jit, numbers_of, structure_of, turn_jit
+from samplers.stop_pool import StopPool
+
+_FOREVER = np.iinfo(np.int32).max
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """One prompt on its way.
+
+    Attributes:
+        prompt: its token ids.
+        gen_length: positions to generate.
+        key_data: [2] uint32, of its typed key.
+        given: [G] int32, tokens the canvas comes with, as in `BlockSampler.init`; None for none.
+        numbers: the sampler's for this request, in the order of `slots.numbers_of`; None for the engine's own.
+        stop: strings and token ids that end it, besides those of the engine's sampler.
+        number: by the order of submission, from 0.
+        slot: where it runs; None before and after.
+        result: on the host, with a batch of one; None until it has ended.
+        cancelled: whether it was taken back.
+    """
+
+    prompt: list[int]
+    gen_length: int
+    key_data: np.ndarray
+    given: np.ndarray | None = None
+    numbers: tuple[Any, ...] | None = None
+    stop: Sequence[str | int] = ()
+    number: int = -1
+    slot: int | None = None
+    result: Result | None = None
+    cancelled: bool = False
+    _model: Model | None = dataclasses.field(default=None, repr=False)
+
+    @functools.cached_property
+    def generation(self) -> Generation:
+        """The answer.
+
+        Raises:
+            DllmError: before it has ended.
+        """
+        if self.result is None or self._model is None:
+            raise DllmError(f"request {self.number} has not ended; run engine.results(), or engine.step() until it has")
+        return answer(self._model, self.prompt, self.result, 0, self.stop)
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """What a step did to a request.
+
+    Attributes:
+        nfe: its forwards so far.
+        tokens: [G] int32, its canvas; where nothing is written, the end of the sequence.
+        written: positions that the step wrote.
+        open: [G] bool, positions that may still change; those of them that are written are provisional.
+        final: length of the unbroken beginning that will not change.
+        done: whether it has ended.
+    """
+
+    request: Request
+    nfe: int
+    tokens: np.ndarray
+    written: list[int]
+    open: np.ndarray
+    final: int
+    done: bool
+
+
+class Engine:
+    """A model and a sampler that answer any number of requests, a fixed number at a time.
+
+    One program is compiled for the admission of requests and steps; nothing is compiled again whatever the requests
+    are. Not for use by several threads at once.
+
+    Attributes:
+        model, sampler: what runs.
+        slots: B, requests that are worked on together.
+        prompt_length: P, the longest prompt there is room for.
+        seconds: wall time of all turns but the first, empty one, which is `compile_seconds`.
+        steps: steps so far; in each every slot at work had one forward.
+        row_steps: the sum over the steps of the slots at work.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        sampler: str | Rule | CanvasSampler | None = None,
+        *,
+        slots: int = 8,
+        prompt_length: int | None = None,
+        draws: bool = False,
+        stop_states: int = 0,
+        **options: Any,
+    ) -> None:
+        """
+        Args:
+            sampler, options: as in `samplers.generate`.
+            slots: B, requests that are worked on together.
+            prompt_length: P, the longest prompt that there is room for; by default 512, or less where the model's
+                context ends.
+            draws: leave room for temperature, top_p and top_k of single requests, which costs a little even where they
+                are not used.
+            stop_states: room for stop strings of single requests: bytes of all of them together that are in use at a
+                time, each needs one more; memory of 4 bytes times the vocabulary for each.
+
+        Raises:
+            DllmError: for bad numbers and options; before anything is compiled.
+        """
+        if not isinstance(model, Model):
+            raise DllmError(f"model is a {type(model).__name__}; load one by dllm_jax.load")
+        check_length("slots", slots)
+        check_length("prompt_length", prompt_length, optional=True)
+        check_whole("stop_states", stop_states, 0)
+        self.model, self.slots = model, slots
+        self._made_of = None if sampler is not None and not isinstance(sampler, str | Rule) else (sampler, options)
+        if self._made_of is not None:
+            sampler = make_sampler(model, sampler, **options)
+        elif options:
+            raise DllmError(f"options {', '.join(sorted(options))} have no effect beside a sampler; set them in it")
+        self._draws = draws
+        self.sampler: CanvasSampler = self._roomy(sampler)
+        self._structure, self._numbers = structure_of(self.sampler), numbers_of(self.sampler)
+        room = model.config.max_length - self.sampler.gen_length
+        self.prompt_length = prompt_length or max(min(512, room), 1)
+        check_width(model, self.sampler, self.prompt_length)
+        pieces = lambda: token_bytes(model.require_tokenizer(), model.config.vocab_size)
+        self._stops = StopPool(self.sampler.stop, model.config.vocab_size, stop_states, pieces)
+        layout = model.denoiser.layout
+        if layout is not None:
+            check_splits(layout.mesh, slots, "slots")
+        self._sharding = None if layout is None else batch_sharding(layout.mesh)
+        self._waiting: collections.deque[Request] = collections.deque()
+        self._rows = self._empty_rows()
+        self._at: list[Request | None] = [None] * slots
+        self._seen = np.zeros(slots, np.int32)  # forwards that updates have told of
+        self._leaving = np.zeros(slots, bool)
+        self._ended: list[Request] = []
+        self._state: Any = None
+        self._count = 0
+        self.seconds, self.compile_seconds, self.steps, self.row_steps = 0.0, 0.0, 0, 0
+
+    # What callers do -------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: Prompt,
+        *,
+        chat: bool = False,
+        system: str | None = None,
+        seed: int = 0,
+        key: jax.Array | None = None,
+        gen_length: int | None = None,
+        given: Any = None,
+        stop: Sequence[str | int] = (),
+        **numbers: Any,
+    ) -> Request:
+        """Puts a request at the end of the queue.
+
+        Its answer is that of ``generate(model, [prompt], seed=seed, ...)`` with the same sampler.
+
+        Args:
+            prompt, chat, system: as in `samplers.generate`.
+            seed: of its random numbers; or `key`, a typed key of its own.
+            gen_length: positions to generate, at most the sampler's, which is the default.
+            given: [G] int32, tokens the canvas comes with, the mask id where one is to be generated.
+            stop: strings or token ids that end it, besides the sampler's.
+            numbers: options of the sampler that are numbers (threshold=0.8, gamma=0.1, temperature=0.7), for this
+                request alone.
+
+        Raises:
+            DllmError: for bad values, a prompt that is too long, and options that would make another program.
+        """
+        check_whole("seed", seed, 0, 2**32 - 1)
+        check_length("gen_length", gen_length, optional=True)
+        most = self.sampler.gen_length
+        if gen_length is not None and gen_length > most:
+            raise DllmError(f"gen_length {gen_length} exceeds the engine's {most}; ask for less, or build another")
+        if isinstance(stop, str) or not isinstance(stop, Sequence):
+            raise DllmError(f"stop is {stop!r}; give a list of strings or token ids")
+        for token in (item for item in stop if not isinstance(item, str)):
+            check_token("stop", token, self.model.config)
+        own = row_keys(jax.random.key(seed), 1)[0] if key is None else key
+        return self.enqueue(
+            Request(
+                prompt=encode_prompt(self.model, prompt, chat=chat, system=system),
+                gen_length=gen_length or most,
+                key_data=np.asarray(jax.random.key_data(own)),
+                given=None if given is None else np.asarray(given, np.int32),
+                numbers=self._numbers_with(numbers) if numbers else None,
+                stop=tuple(stop),
+            )
+        )
+
+    def enqueue(self, request: Request) -> Request:
+        """Puts a request that you made at the end of the queue.
+
+        Raises:
+            DllmError: for a prompt that is too long, a canvas of another length, and stop patterns without room.
+        """
+        if len(request.prompt) > self.prompt_length:
+            room = f"this engine has room for {self.prompt_length}; build it with a larger prompt_length"
+            raise DllmError(f"the prompt has {len(request.prompt)} tokens and {room}")
+        if request.given is not None and request.given.shape != (self.sampler.gen_length,):
+            wanted = f"[{self.sampler.gen_length}], the engine's generation"
+            raise DllmError(f"given has shape {list(request.given.shape)}; it must be {wanted}")
+        if request.given is not None and self._rows.given is None:
+            raise DllmError("given tokens cannot be kept by a sampler that writes from left to right; use BlockSampler")
+        self._stops.check(request.stop)
+        request.number, request._model = self._count, self.model
+        self._count += 1
+        self._waiting.append(request)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """Takes a request back; its slot is free in the next step. One that has ended stays as it is."""
+        if request.result is not None:
+            return
+        request.cancelled = True
+        if request.slot is None:
+            self._waiting = collections.deque(other for other in self._waiting if other is not request)
+            return
+        self._leaving[request.slot] = True
+        self._free(request)
+
+    @property
+    def busy(self) -> int:
+        """Slots at work."""
+        return sum(request is not None for request in self._at)
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._waiting)
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self.waiting and not self.busy
+
+    @property
+    def occupancy(self) -> float:
+        """Share of the slots that were at work, over all steps."""
+        return self.row_steps / max(self.steps * self.slots, 1)
+
+    def step(self, count: int = 1) -> list[Update]:
+        """Admits what waits, runs so many steps, fewer where a request ends, and tells what they did to each."""
+        if self.idle:
+            return []
+        report = self._turn(count, 1)
+        found = [self._update(request, report) for request in self._at if request is not None]
+        self._collect(report)
+        return found
+
+    def results(self) -> Iterator[Request]:
+        """Runs until nothing is left to do, and yields requests as they end, those that ended in `step` before first;
+        others may be submitted meanwhile."""
+        while self._ended or not self.idle:
+            yield from self._take_ended()
+            if not self.idle:
+                self._collect(self._turn(_FOREVER, 1 if self._waiting else self.slots))
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _take_ended(self) -> list[Request]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _roomy(self, sampler: Any) -> Any:
+        """The sampler with room for drawing, if that is wanted."""
+        if not self._draws:
+            return sampler
+        found = sampler.sampling
+        plain = {"temperature": 0.0, "top_p": 1.0, "top_k": self.model.config.vocab_size}
+        missing = {name: value for name, value in plain.items() if getattr(found, name) is None}
+        return dataclasses.replace(sampler, sampling=dataclasses.replace(found, **missing))
+
+    def _numbers_with(self, options: dict[str, Any]) -> tuple[Any, ...]:
+        """The sampler's numbers with some of them changed."""
+        if self._made_of is None:
+            raise DllmError(f"options {', '.join(sorted(options))} need an engine that was built by a sampler's name")
+        name, base = self._made_of
+        fixed = {"stop", "ignore_eos", "verifier", "indicator", "gen_length"} & set(options)
+        if fixed:
+            raise DllmError(f"{sorted(fixed)[0]} cannot be chosen by request; build another engine")
+        found = self._roomy(make_sampler(self.model, name, **{**base, **options}))
+        if structure_of(found) != self._structure:
+            words = ", ".join(sorted(options))
+            room = "" if self._draws else ", or draws=True for temperature, top_p and top_k"
+            raise DllmError(f"{words} would make another program; build an engine with it{room}")
+        return numbers_of(found)
+
+    def _empty_rows(self) -> Rows:
+        batch, length, low = self.slots, self.sampler.gen_length, max(self.model.denoiser.min_prompt_length, 1)
+        numbers = (np.full(batch, number, jnp.result_type(number)) for number in self._numbers)
+        takes_given = not isinstance(self.sampler, LeftToRight)
+        start, drop = self._stops.rows(batch)
+        return Rows(
+            prompt=np.zeros((batch, self.prompt_length), np.int32),
+            prompt_lengths=np.full(batch, low, np.int32),
+            gen_lengths=np.full(batch, length, np.int32),
+            given=np.full((batch, length), self.model.denoiser.mask_id, np.int32) if takes_given else None,
+            key_data=np.zeros((batch, 2), np.uint32),
+            numbers=tuple(numbers),
+            stop_start=start,
+            stop_drop=drop,
+        )
+
+    def _fill(self, slot: int, request: Request) -> None:
+        """Writes a request into the rows that the next turn reads."""
+        rows, ids = self._rows, request.prompt
+        rows.prompt[slot, : len(ids)] = ids
+        rows.prompt_lengths[slot], rows.gen_lengths[slot] = len(ids), request.gen_length
+        rows.key_data[slot] = request.key_data
+        if rows.given is not None:
+            rows.given[slot] = self.model.denoiser.mask_id if request.given is None else request.given
+        for array, number in zip(rows.numbers, request.numbers or self._numbers, strict=True):
+            array[slot] = number
+        if rows.stop_start is not None:
+            rows.stop_start[slot], rows.stop_drop[slot] = self._stops.take(request.stop)
+        request.slot, self._at[slot], self._seen[slot] = slot, request, 0
+
+    def _admit(self) -> np.ndarray:
+        """Gives free slots to what waits, [B] bool."""
+        admitted = np.zeros(self.slots, bool)
+        for slot in range(self.slots):
+            if self._at[slot] is None and self._waiting and self._stops.has_room(self._waiting[0].stop):
+                self._fill(slot, self._waiting.popleft())
+                admitted[slot] = True
+        return admitted
+
+    def _turn(self, most_steps: int, wanted: int) -> Report:
+        if self._state is None:
+            self._begin()
+        admitted, leaving = self._admit(), self._leaving & [request is None for request in self._at]
+        self._leaving = np.zeros(self.slots, bool)
+        start = time.perf_counter()
+        report = self._call(admitted, leaving, most_steps, wanted)
+        self.seconds += time.perf_counter() - start
+        self.steps += int(report.steps)
+        self.row_steps += int(report.row_steps)
+        return report
+
+    def _call(self, admitted: np.ndarray, cancelled: np.ndarray, most_steps: int, wanted: int) -> Report:
+        sampler = dataclasses.replace(self.sampler, stop=self._stops.stop)
+        rows, *masks = self._placed((self._rows, admitted, cancelled))
+        numbers = np.int32(most_steps), np.int32(wanted)
+        self._state, report = turn_jit(sampler, self.model.denoiser, self._state, rows, *masks, *numbers)
+        found: Report = jax.device_get(report)
+        return found
+
+    def _placed(self, arrays: Any) -> Any:
+        return arrays if self._sharding is None else jax.device_put(arrays, self._sharding)
+
+    def _begin(self) -> None:
+        """Makes the slots and compiles the program, by a turn that does nothing."""
+        start, none = time.perf_counter(), np.zeros(self.slots, bool)
+        sampler = dataclasses.replace(self.sampler, stop=self._stops.stop)
+        self._state = begin_jit(sampler, self.model.denoiser, self._placed(self._rows))
+        self._call(none, none, 0, 1)
+        self.compile_seconds += time.perf_counter() - start
+
+    def _update(self, request: Request, report: Report) -> Update:
+        slot = request.slot
+        assert slot is not None
+        result, done, open = report.result, bool(report.done[slot]), report.pending[slot]
+        nfe, before = int(result.nfe[slot]), int(self._seen[slot])
+        self._seen[slot] = nfe
+        final = int(np.argmax(open)) if open.any() else request.gen_length
+        return Update(
+            request=request,
+            nfe=nfe,
+            tokens=result.tokens[slot],
+            written=np.flatnonzero(result.decoded_at[slot] >= before).tolist(),
+            open=open & (not done),
+            final=int(result.lengths[slot]) if done else final,
+            done=done,
+        )
+
+    def _collect(self, report: Report) -> None:
+        """Takes out what has ended."""
+        for slot, request in enumerate(self._at):
+            if request is None or not report.done[slot]:
+                continue
+            request.result = jax.tree.map(lambda x, slot=slot: x[slot : slot + 1].copy(), report.result)
+            warn_if_broken(request.result, [request.number])
+            self._free(request)
+            self._ended.append(request)
+
+    def _free(self, request: Request) -> None:
+        assert request.slot is not None
+        self._stops.give_back(request.stop)
+        self._at[request.slot], request.slot = None, None

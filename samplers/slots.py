@@ -1,0 +1,177 @@
+"""Slots: a fixed number of rows over static buffers, each of which takes the next request as soon as it is free.
+
+A batch is as slow as its slowest row; in slots a row that has ended makes room at once. Admission and steps are one
+compiled program, `turn`, whatever the requests are: what they differ in are arrays, a row for each slot.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from dllm_jax.denoiser import DenoiserLike
+from dllm_jax.kv_cache import put_rows, take_rows
+from dllm_jax.pytree import pytree
+from samplers.apd_verifier import Verifier
+from samplers.engine import Result
+from samplers.indicator import Indicator
+from samplers.stopping import Stop
+
+_SHARED = (Verifier, Indicator, Stop)  # parts of a sampler whose arrays, scalars too, are the same for all requests
+
+
+@pytree()
+class Rows:
+    """What requests differ in, a row for each slot: leaves [B, ...].
+
+    Attributes:
+        prompt, prompt_lengths, gen_lengths, given: as in `BlockSampler.init`; `given` is None for a sampler that takes
+            none.
+        key_data: [B, 2] uint32, of each request's typed key.
+        numbers: of the sampler, in the order of `numbers_of`.
+        stop_start, stop_drop: [B, N], as in `Stop`; None for a sampler without one.
+    """
+
+    prompt: jax.Array
+    prompt_lengths: jax.Array
+    gen_lengths: jax.Array
+    given: jax.Array | None
+    key_data: jax.Array
+    numbers: tuple[jax.Array, ...]
+    stop_start: jax.Array | None
+    stop_drop: jax.Array | None
+
+
+@pytree()
+class Report:
+    """What the host sees after a turn.
+
+    Attributes:
+        result: of every slot so far.
+        done: [B] bool.
+        pending: [B, G] bool, positions that may still change.
+        steps: int32, steps that were run.
+        row_steps: int32, the sum over these of the slots that were at work.
+    """
+
+    result: Result
+    done: jax.Array
+    pending: jax.Array
+    steps: jax.Array
+    row_steps: jax.Array
+
+
+def numbers_of(sampler: Any) -> tuple[Any, ...]:
+    """A sampler's numbers, scalars all, which may differ by request."""
+    return tuple(leaf for leaf in _leaves(sampler) if _is_number(leaf))
+
+
+def structure_of(sampler: Any) -> Any:
+    """All of a sampler but its numbers and stop patterns: equal for samplers that one program runs."""
+    leaves, tree = jax.tree.flatten(sampler, is_leaf=lambda part: isinstance(part, _SHARED))
+    kept = [None if _is_number(leaf) or isinstance(leaf, Stop) else leaf for leaf in leaves]
+    return tree, tuple(id(leaf) if isinstance(leaf, Verifier | Indicator) else _plain(leaf) for leaf in kept)
+
+
+def _plain(leaf: Any) -> Any:
+    return leaf if leaf is None else tuple(jnp.ravel(leaf).tolist())
+
+
+def _leaves(sampler: Any) -> list[Any]:
+    return jax.tree.leaves(sampler, is_leaf=lambda part: isinstance(part, _SHARED))
+
+
+def _is_number(leaf: Any) -> bool:
+    return not isinstance(leaf, _SHARED) and jnp.ndim(leaf) == 0
+
+
+def for_rows(sampler: Any, rows: Rows) -> Any:
+    """The sampler with each row's own numbers and stop patterns."""
+    numbers = iter(rows.numbers)
+
+    def own(leaf: Any) -> Any:
+        if isinstance(leaf, Stop):
+            return dataclasses.replace(leaf, start=rows.stop_start, drop=rows.stop_drop)
+        return next(numbers) if _is_number(leaf) else leaf
+
+    return jax.tree.map(own, sampler, is_leaf=lambda part: isinstance(part, _SHARED))
+
+
+def begin(sampler: Any, denoiser: DenoiserLike, rows: Rows) -> Any:
+    """The state of slots that are all free."""
+    state = _begun(sampler, denoiser, rows)
+    return _ended(state, jnp.ones_like(state.canvas.done))
+
+
+def turn(
+    sampler: Any,
+    denoiser: DenoiserLike,
+    state: Any,
+    rows: Rows,
+    admitted: jax.Array,
+    cancelled: jax.Array,
+    most_steps: jax.Array,
+    wanted: jax.Array,
+) -> tuple[Any, Report]:
+    """Admits requests, and runs steps until enough rows have ended.
+
+    Args:
+        sampler: any of this library; its numbers and stop patterns are those of the rows.
+        state: of the slots, from `begin` or the turn before.
+        admitted: [B] bool, slots that begin what their row says.
+        cancelled: [B] bool, slots that are to be free.
+        most_steps: int32, steps at most.
+        wanted: int32, end as soon as so many rows have ended that ran.
+    """
+    state = _ended(state, cancelled)
+    state = _admit(sampler, denoiser, state, rows, admitted)
+    own = for_rows(sampler, rows)
+    began = ~own.is_done(state)
+
+    def goes_on(carry: tuple[Any, jax.Array, jax.Array]) -> jax.Array:
+        state, steps, _ = carry
+        done = own.is_done(state)
+        return (steps < most_steps) & ~done.all() & ((began & done).sum() < wanted)
+
+    def step(carry: tuple[Any, jax.Array, jax.Array]) -> tuple[Any, jax.Array, jax.Array]:
+        state, steps, row_steps = carry
+        busy = (~own.is_done(state)).sum(dtype=jnp.int32)
+        return own.step(denoiser, state), steps + 1, row_steps + busy
+
+    state, steps, row_steps = lax.while_loop(goes_on, step, (state, jnp.int32(0), jnp.int32(0)))
+    return state, Report(own.result(denoiser, state), own.is_done(state), own.pending(state), steps, row_steps)
+
+
+def _begun(sampler: Any, denoiser: DenoiserLike, rows: Rows) -> Any:
+    """The state before the first forward of some rows."""
+    key = jax.random.wrap_key_data(rows.key_data)
+    options = {} if rows.given is None else {"given": rows.given}
+    own = for_rows(sampler, rows)
+    return own.init(denoiser, rows.prompt, rows.prompt_lengths, key=key, gen_lengths=rows.gen_lengths, **options)
+
+
+def _ended(state: Any, rows: jax.Array) -> Any:
+    return dataclasses.replace(state, canvas=dataclasses.replace(state.canvas, done=state.canvas.done | rows))
+
+
+def _admit(sampler: Any, denoiser: DenoiserLike, state: Any, rows: Rows, admitted: jax.Array) -> Any:
+    """The state with the admitted rows begun anew, one row of each part of a batch that is split over devices at a
+    time: so nothing of what the other rows hold, their key/value buffers least of all, is read or moved."""
+    parts = denoiser.batch_parts if admitted.shape[0] % denoiser.batch_parts == 0 else 1
+
+    def next_row(carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+        waiting, state = carry
+        index = jnp.argmax(waiting, axis=1)
+        new = _begun(sampler, denoiser, jax.tree.map(lambda x: take_rows(x, index), rows))
+        write = None if parts == 1 else waiting.any(axis=1)
+        state = jax.tree.map(lambda old, new: put_rows(old, new, index, write), state, new)
+        return waiting & (jnp.arange(waiting.shape[1]) != index[:, None]), state
+
+    return lax.while_loop(lambda carry: carry[0].any(), next_row, (admitted.reshape(parts, -1), state))[1]
+
+
+# The parameters are kept as inputs so that the first state lies on their devices: else `turn` is compiled twice.
+begin_jit = jax.jit(begin, keep_unused=True)
+turn_jit = jax.jit(turn, donate_argnums=2)
