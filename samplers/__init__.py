@@ -26,6 +26,7 @@ from samplers.pipeline import PipelineSampler, PipelineState
 from samplers.predictions import Predictions, Sampling
 from samplers.presets import PRESETS
 from samplers.registry import LOOPS
+from samplers.requests import Engine, Request, Update
 from samplers.rules import (
     EB,
     NI,
@@ -41,7 +42,6 @@ from samplers.rules import (
     Threshold,
     TopK,
 )
-from samplers.requests import Engine, Request, Update
 from samplers.smoothing import Smoothing
 from samplers.stopping import Stop, stop_on
 
@@ -49,6 +49,7 @@ __all__ = [
     "APD",
     "CACHES",
     "EB",
+    "Engine",
     "NI",
     "PRESETS",
     "RULES",
@@ -76,6 +77,7 @@ __all__ = [
     "Predictions",
     "PrefixCache",
     "Remask",
+    "Request",
     "Result",
     "Rule",
     "Sampler",
@@ -86,6 +88,7 @@ __all__ = [
     "Threshold",
     "TopK",
     "Verifier",
+    "Update",
     "VicinityCache",
     "export",
     "generate",
