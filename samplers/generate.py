@@ -84,7 +84,9 @@ def pad_prompts(rows: Sequence[Sequence[int]], width: int | None = None) -> tupl
     return jnp.asarray(tokens), jnp.asarray(lengths, jnp.int32)
 
 
-def given_canvas(answers: Sequence[tuple[np.ndarray, np.ndarray | None]], width: int, mask_id: int) -> jax.Array | None:
+def given_canvas(
+    answers: Sequence[tuple[np.ndarray, np.ndarray | None]], width: int, mask_id: int
+) -> np.ndarray | None:
     """What canvases come with, [B, width] int32 with the mask id where a token is to be generated; None where nothing
     is given.
 
@@ -97,7 +99,7 @@ def given_canvas(answers: Sequence[tuple[np.ndarray, np.ndarray | None]], width:
     for row, (ids, given) in enumerate(answers):
         if given is not None:
             canvas[row, : len(ids)] = np.where(given, ids, mask_id)
-    return jnp.asarray(canvas)
+    return canvas
 
 
 def encode_prompt(model: Model, prompt: Prompt, *, chat: bool = False, system: str | None = None) -> list[int]:

@@ -26,11 +26,11 @@ from dllm_jax.tokenizer import token_bytes
 from samplers.apd_loop import LeftToRight
 from samplers.build import CanvasSampler, check_token, make_sampler, said_of
 from samplers.checks import check_length, check_whole
-from samplers.engine import Result, warn_if_broken
+from samplers.engine import Result
 from samplers.generate import Generation, Prompt, answer, check_width, encode_prompt
 from samplers.noise import row_keys
 from samplers.rules import Rule
-from samplers.slots import Report, Rows, begin_jit, numbers_of, structure_of, turn_jit, turn_on
+from samplers.slots import Report, Rows, begin_jit, numbers_of, program_of, structure_of, turn_jit, turn_on
 from samplers.stop_pool import StopPool
 
 _FOREVER = np.iinfo(np.int32).max
@@ -47,7 +47,7 @@ class Request:
         given: [G] int32, tokens the canvas comes with, as in `BlockSampler.init`; None for none.
         numbers: the sampler's for this request, in the order of `slots.numbers_of`; None for the engine's own.
         stop: strings and token ids that end it, besides those of the engine's sampler.
-        number: by the order of submission, from 0.
+        number: what it is called; by the order of submission, from 0, if nothing is said.
         slot: where it runs; None before and after.
         result: on the host, with a batch of one; None until it has ended.
         cancelled: whether it was taken back.
@@ -139,10 +139,10 @@ class Engine:
         Raises:
             DllmError: for bad numbers and options; before anything is compiled.
         """
-        if not isinstance(model, Model):
+        if not hasattr(model, "denoiser"):
             raise DllmError(f"model is a {type(model).__name__}; load one by dllm_jax.load")
         check_length("slots", slots)
-        check_length("prompt_length", prompt_length, optional=True)
+        check_whole("prompt_length", prompt_length, 0)
         check_whole("stop_states", stop_states, 0)
         self.model, self.slots = model, slots
         self._made_of: tuple[str | None, dict[str, Any]] | None = None
@@ -155,11 +155,11 @@ class Engine:
         self.sampler: Any = self._roomy(sampler)
         self._structure, self._numbers = structure_of(self.sampler), numbers_of(self.sampler)
         room = model.config.max_length - self.sampler.gen_length
-        self.prompt_length = prompt_length or max(min(512, room), 1)
+        self.prompt_length = max(min(512, room), 1) if prompt_length is None else prompt_length
         check_width(model, self.sampler, self.prompt_length)
         pieces = lambda: token_bytes(model.require_tokenizer(), model.config.vocab_size)
         self._stops = StopPool(self.sampler.stop, model.config.vocab_size, stop_states, pieces)
-        layout = model.denoiser.layout
+        layout = getattr(model.denoiser, "layout", None)
         if layout is not None:
             check_splits(layout.mesh, slots, "slots")
         self._sharding = None if layout is None else batch_sharding(layout.mesh)
@@ -241,7 +241,8 @@ class Engine:
         if request.given is not None and self._rows.given is None:
             raise DllmError("given tokens cannot be kept by a sampler that writes from left to right; use BlockSampler")
         self._stops.check(request.stop)
-        request.number, request._model = self._count, self.model
+        request.number = self._count if request.number < 0 else request.number
+        request._model = self.model
         self._count += 1
         self._waiting.append(request)
         return request
@@ -325,7 +326,7 @@ class Engine:
         return numbers_of(found)
 
     def _empty_rows(self) -> Rows:
-        batch, length, low = self.slots, self.sampler.gen_length, max(self.model.denoiser.min_prompt_length, 1)
+        batch, length, low = self.slots, self.sampler.gen_length, self.model.denoiser.min_prompt_length
         numbers = (np.full(batch, number, jnp.result_type(number)) for number in self._numbers)
         takes_given = not isinstance(self.sampler, LeftToRight)
         start, drop = self._stops.rows(batch)
@@ -426,7 +427,6 @@ class Engine:
             if request is None or not report.done[slot]:
                 continue
             request.result = jax.tree.map(lambda x, slot=slot: x[slot : slot + 1].copy(), report.result)
-            warn_if_broken(request.result, [request.number])
             self._free(request)
             self._ended.append(request)
 
@@ -434,3 +434,33 @@ class Engine:
         assert request.slot is not None
         self._stops.give_back(request.stop)
         self._at[request.slot], request.slot = None, None
+
+
+class Engines:
+    """The engine that ran last, for the next sampler that it can run: one that differs in numbers alone.
+
+    Attributes:
+        compiled: how many different programs were asked for.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[Any, Engine] | None = None
+        self._seen: set[Any] = set()
+
+    @property
+    def compiled(self) -> int:
+        return len(self._seen)
+
+    def of(self, model: Model, sampler: CanvasSampler, slots: int, prompt_length: int) -> Engine:
+        """An engine that runs requests with this sampler's numbers, see `numbers_of`; of the same arguments otherwise.
+
+        Raises:
+            DllmError: as `Engine`.
+        """
+        key = (id(model.params), program_of(sampler), slots, prompt_length)
+        if self._last is None or self._last[0] != key or not self._last[1].idle:
+            self._last = None  # before the next takes as much memory
+            self._last = key, Engine(model, sampler, slots=slots, prompt_length=prompt_length)
+        shapes = jax.tree.map(lambda x: (x.shape, x.dtype), model.denoiser)
+        self._seen.add((str(shapes), structure_of(sampler), slots, prompt_length))
+        return self._last[1]
