@@ -87,6 +87,7 @@ def test_json_has_the_trajectory_the_speed_and_the_settings(run, answer):
     status, out, err = run(PROMPT, *SHORT, "--json")
     assert (status, err) == (0, "")
     (line,) = map(json.loads, out.splitlines())
+    assert line["logprobs"] == pytest.approx(answer.logprobs, rel=1e-4) and len(line["logprobs"]) == len(line["tokens"])
     told = (line["text"], line["tokens"], line["prompt_tokens"], line["nfe"], line["full_forwards"])
     assert told == (answer.text, answer.tokens, answer.prompt_tokens, answer.nfe, answer.full_forwards)
     assert (line["trajectory"], line["canvas"]) == (answer.decoded_at, answer.canvas)
