@@ -49,7 +49,7 @@ def asked(monkeypatch):
     def generate(model, prompts, *, run, **options):
         seen.update(options, prompts=prompts)
         run.seconds = [1.0] * len(prompts)
-        return [Generation(f"answer {i}", [65], 1, 1, 1, 0, [0], [65]) for i in range(len(prompts))]
+        return [Generation(f"answer {i}", [65], 1, 1, 1, 0, [0], [65], [-0.5]) for i in range(len(prompts))]
 
     monkeypatch.setattr(cli, "generate", generate)
     return seen
@@ -87,6 +87,7 @@ def test_json_has_the_trajectory_the_speed_and_the_settings(run, answer):
     status, out, err = run(PROMPT, *SHORT, "--json")
     assert (status, err) == (0, "")
     (line,) = map(json.loads, out.splitlines())
+    assert line["logprobs"] == pytest.approx(answer.logprobs, rel=1e-4) and len(line["logprobs"]) == len(line["tokens"])
     told = (line["text"], line["tokens"], line["prompt_tokens"], line["nfe"], line["full_forwards"])
     assert told == (answer.text, answer.tokens, answer.prompt_tokens, answer.nfe, answer.full_forwards)
     assert (line["trajectory"], line["canvas"]) == (answer.decoded_at, answer.canvas)
