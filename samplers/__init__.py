@@ -43,6 +43,7 @@ from samplers.rules import (
 )
 from samplers.smoothing import Smoothing
 from samplers.stopping import Stop, stop_on
+from samplers.text import TextStream, text_of
 
 __all__ = [
     "APD",
@@ -82,6 +83,7 @@ __all__ = [
     "Sampling",
     "Smoothing",
     "Stop",
+    "TextStream",
     "Threshold",
     "TopK",
     "Verifier",
@@ -95,5 +97,6 @@ __all__ = [
     "sample_jit",
     "stop_on",
     "stream",
+    "text_of",
     "verifier_for",
 ]
