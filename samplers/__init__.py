@@ -21,6 +21,7 @@ from samplers.canvas import Canvas
 from samplers.engine import Result, Sampler, sample, sample_jit, stream
 from samplers.exported import export
 from samplers.generate import Generation, generate
+from samplers.infill import Infilling, infill
 from samplers.noise import KeyNoise, Noise
 from samplers.pipeline import PipelineSampler, PipelineState
 from samplers.predictions import Predictions, Sampling
@@ -64,6 +65,7 @@ __all__ = [
     "Factor",
     "Generation",
     "Hierarchical",
+    "Infilling",
     "KeyNoise",
     "LLaDA",
     "LOOPS",
@@ -90,6 +92,7 @@ __all__ = [
     "VicinityCache",
     "export",
     "generate",
+    "infill",
     "make_sampler",
     "parse_sampler",
     "parse_samplers",

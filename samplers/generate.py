@@ -125,7 +125,7 @@ def _checked_ids(model: Model, ids: Sequence[Any]) -> list[int]:
     for token in ids:
         check_token("prompt", token, model.config)
     if model.denoiser.mask_id in ids:
-        raise DllmError("the prompt contains the mask token; to fill gaps give BlockSampler.init a `given` canvas")
+        raise DllmError("the prompt contains the mask token; to fill gaps of a text use samplers.infill")
     return [int(token) for token in ids]
 
 
