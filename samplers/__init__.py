@@ -21,6 +21,7 @@ from samplers.canvas import Canvas
 from samplers.engine import Result, Sampler, sample, sample_jit, stream
 from samplers.exported import export
 from samplers.generate import Generation, generate
+from samplers.infill import Infilling, infill
 from samplers.noise import KeyNoise, Noise
 from samplers.pipeline import PipelineSampler, PipelineState
 from samplers.predictions import Predictions, Sampling
@@ -44,6 +45,7 @@ from samplers.rules import (
 )
 from samplers.smoothing import Smoothing
 from samplers.stopping import Stop, stop_on
+from samplers.text import TextStream, text_of
 
 __all__ = [
     "APD",
@@ -65,6 +67,7 @@ __all__ = [
     "Factor",
     "Generation",
     "Hierarchical",
+    "Infilling",
     "KeyNoise",
     "LLaDA",
     "LOOPS",
@@ -85,6 +88,7 @@ __all__ = [
     "Sampling",
     "Smoothing",
     "Stop",
+    "TextStream",
     "Threshold",
     "TopK",
     "Verifier",
@@ -92,6 +96,7 @@ __all__ = [
     "VicinityCache",
     "export",
     "generate",
+    "infill",
     "make_sampler",
     "parse_sampler",
     "parse_samplers",
@@ -99,5 +104,6 @@ __all__ = [
     "sample_jit",
     "stop_on",
     "stream",
+    "text_of",
     "verifier_for",
 ]

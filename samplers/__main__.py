@@ -3,6 +3,9 @@ or `--sampler d2f:block_length=8,tau_add=0.1`, `--sampler apd --verifier DIR_OR_
 
 On a terminal the canvas is shown while it is being unmasked; through a pipe the text alone is written, and the
 statistics go to the standard error. A prompt is taken as it is: write line breaks as the shell does, $'like\\nthis'.
+
+`python -m samplers --infill "The capital is<gap:8>, founded in<gap:4>." --model DIR_OR_NAME` fills the gaps of a
+text; with a prompt beside it, the text is the answer to that.
 """
 
 import argparse
@@ -19,9 +22,9 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from rich.console import Console
@@ -38,6 +41,7 @@ from samplers.caches import CACHES
 from samplers.checks import check_number
 from samplers.engine import Result
 from samplers.generate import Generation, Prompt, generate, prepare
+from samplers.infill import Infilling, infill, prepare_infill
 from samplers.live import printable, watch
 from samplers.predictions import Sampling
 from samplers.presets import PRESETS
@@ -69,6 +73,12 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("prompt", nargs="*", help="one or more prompts; without any, the standard input is one")
     add("--prompts", metavar="FILE", help='one prompt per line, or JSON lines with "prompt" or "messages"; - is stdin')
+    add(
+        "--infill",
+        action="append",
+        metavar="TEXT",
+        help="fill this text's gaps, <gap:8> is one of 8 tokens; repeatable",
+    )
     add("--model", metavar="DIR_OR_NAME", help="converted checkpoint: a folder, or a name in ~/.cache/dllm_jax")
     add("--dtype", help="bfloat16, float16 or float32; as stored by default")
     add("--quantize", metavar="BITS", help="int8 or int4: kernels in so many bits; as stored by default")
@@ -103,6 +113,8 @@ def _add_sampling(group: Any) -> None:
     add("--cfg", metavar="SCALE", dest="guidance", help="classifier-free guidance (default: 0, none)")
     add("--stop", action="append", metavar="TEXT", help="end an answer before this text; repeatable")
     add("--stop-id", action="append", type=int, metavar="ID", dest="stop", help="the same for a token id")
+    add("--suppress", action="append", metavar="TEXT", help="never write this text, which is one token; repeatable")
+    add("--suppress-id", action="append", type=int, metavar="ID", dest="suppress", help="the same for a token id")
     add("--ignore-eos", action="store_true", help="go on behind the model's end tokens")
     add("--fill-after-eos", action="store_true", help="write nothing more behind an end-of-sequence token")
     add("--canvas-length", metavar="N", help="pad prompt and canvas with masks to this length")
@@ -148,29 +160,62 @@ def _run(options: argparse.Namespace) -> None:
         raise DllmError("no model was named; pass --model DIR_OR_NAME")
     check_number("delay", options.delay, 0.0)
     check_number("batch_size", options.batch_size, 1)
-    prompts, bare = _prompts(options), outline(named)
+    work, bare = _work(options), outline(named)
     said = typed(name, texts, under=defaults_of(bare)).options
     always = {"sampler": name, "chat": options.chat, "system": options.system, "seed": options.seed}
-    prepare(bare, prompts, **with_verifier(said, outline), **always)  # mistakes come before gigabytes are read
+    work.prepare(bare, **with_verifier(said, outline), **always)  # mistakes come before gigabytes are read
     load = functools.partial(dllm_jax.load, dtype=options.dtype, quantize=options.quantize)
     with Console(stderr=True).status(f"loading {named}", spinner="line"):
         model, settings = load(named), {**with_verifier(said, load), **always}
-    sampler = prepare(model, prompts, **settings)[0]
-    if sys.stdout.isatty() and len(prompts) == 1 and not (options.json or options.no_live):
-        _show_live(model, prompts[0], sampler, settings, options.delay)
+    sampler = work.prepare(model, **settings)
+    shown = sys.stdout.isatty() and not (options.json or options.no_live or options.infill)
+    if shown and len(work.lines) == 1:
+        _show_live(model, work.lines[0]["prompt"], sampler, settings, options.delay)
         return
     stopwatch = _Stopwatch()
-    answers = generate(model, prompts, batch_size=options.batch_size, run=stopwatch, **settings)
+    answers = work.run(model, batch_size=options.batch_size, run=stopwatch, **settings)
     if options.json:
         told = _told(options, said, model, sampler)
-        for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-            seconds = stopwatch.seconds[i // (options.batch_size or len(prompts))]
-            print(json.dumps(_json(prompt, answer, seconds, stopwatch.programs.compile_seconds, told)))
+        for i, (line, answer) in enumerate(zip(work.lines, answers, strict=True)):
+            seconds = stopwatch.seconds[i // (options.batch_size or len(answers))]
+            print(json.dumps(line | _json(answer, seconds, stopwatch.programs.compile_seconds, told)))
         return
     _print_texts(answers)
     seconds = sum(stopwatch.seconds)
     speed = f"{seconds:.3f} s, compiled before in {stopwatch.programs.compile_seconds:.1f} s"
     _print_statistics(answers, seconds, speed, model, sampler)
+
+
+class _Work(NamedTuple):
+    """What is asked for.
+
+    Attributes:
+        lines: the question of each answer, for JSON.
+        prepare: (model, settings) -> the sampler, after all checks.
+        run: (model, settings) -> the answers.
+    """
+
+    lines: list[dict[str, Any]]
+    prepare: Callable[..., CanvasSampler]
+    run: Callable[..., Sequence[Generation]]
+
+
+def _work(options: argparse.Namespace) -> _Work:
+    if options.infill is None:
+        prompts = _prompts(options)
+        return _Work(
+            [{"prompt": prompt} for prompt in prompts],
+            lambda model, **settings: prepare(model, prompts, **settings)[0],
+            lambda model, **settings: generate(model, prompts, **settings),
+        )
+    templates = options.infill
+    given: list[Any] = _prompts(options) if options.prompt or options.prompts is not None else [None]
+    prompt, each = (given[0], given * len(templates)) if len(given) == 1 else (given, given)
+    return _Work(
+        [{"prompt": one, "template": template} for one, template in zip(each, templates, strict=False)],
+        lambda model, **settings: prepare_infill(model, templates, prompt=prompt, **settings).sampler,
+        lambda model, **settings: infill(model, templates, prompt=prompt, **settings),
+    )
 
 
 def _said(options: argparse.Namespace) -> tuple[str | None, dict[str, Any], str | None]:
@@ -331,13 +376,11 @@ def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _json(
-    prompt: Any, answer: Generation, seconds: float, compile_seconds: float, settings: dict[str, Any]
-) -> dict[str, Any]:
-    """One prompt's line; `seconds` is the time of its whole batch."""
+def _json(answer: Generation, seconds: float, compile_seconds: float, settings: dict[str, Any]) -> dict[str, Any]:
+    """One answer's part of a line; `seconds` is the time of its whole batch."""
     return {
-        "prompt": prompt,
         "text": answer.text,
+        **({"gaps": answer.gaps} if isinstance(answer, Infilling) else {}),
         "tokens": answer.tokens,
         "logprobs": answer.logprobs,
         "prompt_tokens": answer.prompt_tokens,

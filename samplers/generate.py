@@ -19,6 +19,7 @@ from samplers.checks import check_length, check_whole
 from samplers.engine import Result, sample_jit, warn_if_broken
 from samplers.noise import row_keys
 from samplers.rules import Rule
+from samplers.text import text_of
 
 Message = Mapping[str, str]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -129,7 +130,7 @@ def _checked_ids(model: Model, ids: Sequence[Any]) -> list[int]:
     for token in ids:
         check_token("prompt", token, model.config)
     if model.denoiser.mask_id in ids:
-        raise DllmError("the prompt contains the mask token; to fill gaps give BlockSampler.init a `given` canvas")
+        raise DllmError("the prompt contains the mask token; to fill gaps of a text use samplers.infill")
     return [int(token) for token in ids]
 
 
@@ -263,13 +264,8 @@ def _in_batches(
 def answer(model: Model, prompt: list[int], result: Result, row: int, stop: Sequence[str | int] = ()) -> Generation:
     """One row of a result on the host as a `Generation`, its text cut at the stop strings."""
     tokens = result.tokens[row, : int(result.lengths[row])].tolist()
-    text = ""
-    if model.tokenizer is not None:
-        text = str(model.tokenizer.decode(tokens, skip_special_tokens=True))
-        cuts = [text.find(item) for item in stop if isinstance(item, str) and item in text]
-        text = text[: min(cuts)] if cuts else text
     return Generation(
-        text=text,
+        text=text_of(model, tokens, stop),
         tokens=tokens,
         prompt_tokens=len(prompt),
         nfe=int(result.nfe[row]),

@@ -24,15 +24,17 @@ from dllm_jax import DllmError, Model
 from dllm_jax.sharding import batch_sharding, check_splits
 from dllm_jax.tokenizer import token_bytes
 from samplers.apd_loop import LeftToRight
-from samplers.build import CanvasSampler, check_token, make_sampler, said_of
-from samplers.checks import check_length, check_whole
+from samplers.build import CanvasSampler, build, check_token, make_sampler, settings_for
+from samplers.checks import check_length, check_whole, refuse_unknown
 from samplers.engine import Result
 from samplers.generate import Generation, Prompt, answer, check_width, encode_prompt
 from samplers.noise import row_keys
+from samplers.registry import Settings, called, options_of
 from samplers.rules import Rule
 from samplers.slots import Report, Rows, begin_jit, numbers_of, program_of, structure_of, turn_jit, turn_on
 from samplers.stop_pool import StopPool
 
+_FIXED = {"ignore_eos", "verifier", "indicator"}  # which are not told apart by the structure
 _FOREVER = np.iinfo(np.int32).max
 
 
@@ -145,9 +147,9 @@ class Engine:
         check_whole("prompt_length", prompt_length, 0)
         check_whole("stop_states", stop_states, 0)
         self.model, self.slots = model, slots
-        self._made_of: tuple[str | None, dict[str, Any]] | None = None
+        self._settings: Settings | None = None
         if sampler is None or isinstance(sampler, str | Rule):
-            self._made_of = said_of(model, sampler, options)
+            self._settings = settings_for(model, sampler, options)
             sampler = make_sampler(model, sampler, **options)
         elif options:
             raise DllmError(f"options {', '.join(sorted(options))} have no effect beside a sampler; set them in it")
@@ -312,13 +314,13 @@ class Engine:
 
     def _numbers_with(self, options: dict[str, Any]) -> tuple[Any, ...]:
         """The sampler's numbers with some of them changed."""
-        if self._made_of is None:
+        if self._settings is None:
             raise DllmError(f"options {', '.join(sorted(options))} need an engine that was built by a sampler's name")
-        name, base = self._made_of
-        fixed = {"stop", "ignore_eos", "verifier", "indicator", "gen_length"} & set(options)
-        if fixed:
-            raise DllmError(f"{sorted(fixed)[0]} cannot be chosen by request; build another engine")
-        found = self._roomy(make_sampler(self.model, name, **{**base, **options}))
+        refuse_unknown(f"sampler {called(self._settings)}", options, options_of(self._settings))
+        if fixed := sorted(_FIXED & set(options)):
+            raise DllmError(f"{fixed[0]} cannot be chosen by request; build another engine")
+        said = self._settings._replace(options={**self._settings.options, **options})
+        found = self._roomy(build(self.model, said))
         if structure_of(found) != self._structure:
             words = ", ".join(sorted(options))
             room = "" if self._draws else ", or draws=True for temperature, top_p and top_k"

@@ -129,8 +129,7 @@ def test_accuracy_counts_what_is_right_and_does_not_depend_on_the_batch_size():
     task = make_task(SUDOKU)
     model, engines = oracle(task, wrong=(0, 4, 7)), evals.Engines()
     one, other, all_at_once = (
-        evals.run(model, task, "topk:k=2", n=N, batch_size=size, engines=engines, progress=False)
-        for size in (4, 3, 64)
+        evals.run(model, task, "topk:k=2", n=N, batch_size=size, engines=engines, progress=False) for size in (4, 3, 64)
     )
     assert [row.correct for row in one.rows] == [i not in (0, 4, 7) for i in range(N)]
     assert one.accuracy == 0.7 and one.accuracy_stderr == pytest.approx(math.sqrt(0.7 * 0.3 / N))

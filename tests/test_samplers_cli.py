@@ -149,6 +149,8 @@ def test_options_arrive_with_their_types(run, asked):
     run("a", "--stop", "\n\n", "--stop", "Q:", "--stop-id", "65", "--ignore-eos", "--fill-after-eos", "--chat")
     names = ("stop", "ignore_eos", "fill_after_eos", "chat")
     assert [asked[name] for name in names] == [["\n\n", "Q:", 65], True, True, True]
+    run("a", "--suppress", "0", "--suppress-id", "65")
+    assert asked["suppress"] == ["0", 65]
 
 
 def test_cache_policies_and_smoothing_have_options(run, asked):
