@@ -29,8 +29,8 @@ from dllm_jax.params import abstract_params, form_of
 from dllm_jax.quantized import num_bytes, quantized_on_host
 from dllm_jax.transformer import param_specs
 from evals.tasks import make_task
-from samplers.generate import pad_prompts
-from samplers.requests import Engines
+from samplers.prompts import pad_prompts
+from samplers.running import Engines
 
 Row = dict[str, Any]
 

@@ -15,7 +15,7 @@ from dllm_jax import Model
 from evals.runner import prepare
 from evals.sampler import SamplerSpec
 from evals.tasks import Task
-from samplers.requests import Engines
+from samplers.running import Engines
 from samplers.trajectory import Merged, Trajectory, merged, trajectory_of
 
 _merged = jax.jit(merged)

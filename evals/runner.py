@@ -21,9 +21,10 @@ from evals.tasks import Example, Task, Verdict, make_task
 from samplers import DraftResult, Result
 from samplers.build import CanvasSampler
 from samplers.engine import warn_if_broken
-from samplers.generate import check_lengths, given_canvas, pad_prompts
 from samplers.noise import row_keys
-from samplers.requests import Engine, Engines, Request
+from samplers.prompts import check_lengths, given_canvas, pad_prompts
+from samplers.requests import Engine, Request
+from samplers.running import Engines
 from samplers.slots import numbers_of
 
 

@@ -13,7 +13,7 @@ from evals.models import Models
 from evals.runner import Report, check_count, draw, run
 from evals.sampler import SamplerSpec
 from evals.tasks import Example, Task
-from samplers.requests import Engines
+from samplers.running import Engines
 
 COLUMNS = (
     "sampler model series accuracy accuracy_stderr strict_accuracy exact_match nfe nfe_stderr full_forwards "

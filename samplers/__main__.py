@@ -35,20 +35,22 @@ from dllm_jax.loading import outline
 from dllm_jax.quantized import told_dtype
 from dllm_jax.tools import spec
 from dllm_jax.tools.command import Parser, run_printing
+from samplers.answers import Generation
 from samplers.block import BlockSampler
 from samplers.build import CanvasSampler, defaults_of, read, refuse_twice, typed, with_verifier
 from samplers.caches import CACHES
 from samplers.checks import check_number
-from samplers.engine import Result
-from samplers.generate import Generation, Prompt, generate, prepare
-from samplers.infill import Infilling, infill, prepare_infill
+from samplers.generate import answered, prepare
+from samplers.infill import Infilling, filled, prepare_infill, requests_for
 from samplers.live import printable, watch
 from samplers.predictions import Sampling
 from samplers.presets import PRESETS
+from samplers.prompts import Prompt
 from samplers.registry import LOOPS, USUAL, fields_of, kind_of, settings_of, title
+from samplers.requests import Request, requests_of
 from samplers.rules import RULES
+from samplers.running import run_all
 from samplers.smoothing import Smoothing
-from samplers.timing import Programs
 
 JSON_LINES = (".jsonl", ".ndjson")
 
@@ -167,23 +169,21 @@ def _run(options: argparse.Namespace) -> None:
     load = functools.partial(dllm_jax.load, dtype=options.dtype, quantize=options.quantize)
     with Console(stderr=True).status(f"loading {named}", spinner="line"):
         model, settings = load(named), {**with_verifier(said, load), **always}
-    sampler = work.prepare(model, **settings)
+    ready = work.prepare(model, **settings)
     shown = sys.stdout.isatty() and not (options.json or options.no_live or options.infill)
     if shown and len(work.lines) == 1:
-        _show_live(model, work.lines[0]["prompt"], sampler, settings, options.delay)
+        _show_live(model, work.lines[0]["prompt"], ready.sampler, settings, options.delay)
         return
-    stopwatch = _Stopwatch()
-    answers = work.run(model, batch_size=options.batch_size, run=stopwatch, **settings)
-    if options.json:
-        told = _told(options, said, model, sampler)
-        for i, (line, answer) in enumerate(zip(work.lines, answers, strict=True)):
-            seconds = stopwatch.seconds[i // (options.batch_size or len(answers))]
-            print(json.dumps(line | _json(answer, seconds, stopwatch.programs.compile_seconds, told)))
-        return
-    _print_texts(answers)
-    seconds = sum(stopwatch.seconds)
-    speed = f"{seconds:.3f} s, compiled before in {stopwatch.programs.compile_seconds:.1f} s"
-    _print_statistics(answers, seconds, speed, model, sampler)
+    runner, done = run_all(model, ready.sampler, ready.requests, options.batch_size)
+    told, answers = _told(options, said, model, ready.sampler), []
+    for line, request in zip(work.lines, done, strict=True):
+        answers.append(ready.answer_of(request))
+        if options.json:
+            print(json.dumps(line | _json(answers[-1], request.seconds, runner.compile_seconds, told)), flush=True)
+    if not options.json:
+        _print_texts(answers)
+        speed = f"{runner.seconds:.3f} s, compiled before in {runner.compile_seconds:.1f} s"
+        _print_statistics(answers, runner.seconds, speed, model, ready.sampler)
 
 
 class _Work(NamedTuple):
@@ -191,31 +191,40 @@ class _Work(NamedTuple):
 
     Attributes:
         lines: the question of each answer, for JSON.
-        prepare: (model, settings) -> the sampler, after all checks.
-        run: (model, settings) -> the answers.
+        prepare: (model, settings) -> what is to be run, after all checks.
     """
 
     lines: list[dict[str, Any]]
-    prepare: Callable[..., CanvasSampler]
-    run: Callable[..., Sequence[Generation]]
+    prepare: Callable[..., "_Ready"]
+
+
+class _Ready(NamedTuple):
+    """What is to be run, and what makes an answer of a request that has ended."""
+
+    sampler: CanvasSampler
+    requests: list[Request]
+    answer_of: Callable[[Request], Generation]
 
 
 def _work(options: argparse.Namespace) -> _Work:
     if options.infill is None:
         prompts = _prompts(options)
-        return _Work(
-            [{"prompt": prompt} for prompt in prompts],
-            lambda model, **settings: prepare(model, prompts, **settings)[0],
-            lambda model, **settings: generate(model, prompts, **settings),
-        )
+        return _Work([{"prompt": prompt} for prompt in prompts], functools.partial(_generation, prompts))
     templates = options.infill
     given: list[Any] = _prompts(options) if options.prompt or options.prompts is not None else [None]
     prompt, each = (given[0], given * len(templates)) if len(given) == 1 else (given, given)
-    return _Work(
-        [{"prompt": one, "template": template} for one, template in zip(each, templates, strict=False)],
-        lambda model, **settings: prepare_infill(model, templates, prompt=prompt, **settings).sampler,
-        lambda model, **settings: infill(model, templates, prompt=prompt, **settings),
-    )
+    lines = [{"prompt": one, "template": template} for one, template in zip(each, templates, strict=False)]
+    return _Work(lines, functools.partial(_infilling, templates, prompt))
+
+
+def _generation(prompts: list[Any], model: Model, **settings: Any) -> _Ready:
+    sampler, rows, keys = prepare(model, prompts, **settings)
+    return _Ready(sampler, requests_of(sampler, rows, keys, settings.get("stop") or ()), answered)
+
+
+def _infilling(templates: list[str], prompt: Any, model: Model, **settings: Any) -> _Ready:
+    plan = prepare_infill(model, templates, prompt=prompt, **settings)
+    return _Ready(plan.sampler, requests_for(model, plan), functools.partial(filled, model, plan))
 
 
 def _said(options: argparse.Namespace) -> tuple[str | None, dict[str, Any], str | None]:
@@ -245,18 +254,6 @@ def _show_live(
     steps = f"{watched.seconds:.3f} s of single steps for the live view"
     speed = f"{steps}, compiled before in {watched.compile_seconds:.1f} s; --no-live runs them as one program"
     _print_statistics([watched.generation], watched.seconds, speed, model, sampler)
-
-
-class _Stopwatch:
-    """Runs batches like `sample_jit`, by a program that is compiled ahead of the first, and times each."""
-
-    def __init__(self) -> None:
-        self.programs, self.seconds = Programs(), list[float]()
-
-    def __call__(self, *arguments: Any, **options: Any) -> Result:
-        result, took = self.programs.run(*arguments, **options)
-        self.seconds.append(took)
-        return result
 
 
 def _prompts(options: argparse.Namespace) -> list[Any]:
@@ -377,7 +374,7 @@ def _finite(value: Any) -> Any:
 
 
 def _json(answer: Generation, seconds: float, compile_seconds: float, settings: dict[str, Any]) -> dict[str, Any]:
-    """One answer's part of a line; `seconds` is the time of its whole batch."""
+    """One answer's part of a line; `seconds` is the time from its admission to its end, beside others."""
     return {
         "text": answer.text,
         **({"gaps": answer.gaps} if isinstance(answer, Infilling) else {}),

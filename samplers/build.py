@@ -255,9 +255,8 @@ def _token_array(model: Model, what: str, items: Sequence[int | str] | None) -> 
 def _only_token(model: Model, what: str, text: str) -> int:
     ids = encode_text(model.require_tokenizer(), text)
     if len(ids) != 1:
-        raise DllmError(
-            f"{what} text {text!r} is {len(ids)} tokens, each of which other texts need; name single tokens"
-        )
+        need = "which other texts need as well; name texts that are one token"
+        raise DllmError(f"{what} text {text!r} is {len(ids)} tokens, {need}")
     return ids[0]
 
 

@@ -17,32 +17,24 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, overload
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 from dllm_jax import DllmError, Model
 from dllm_jax.tokenizer import encode_text, special_tokens
+from samplers.answers import Generation, answer, told_logprobs
 from samplers.apd_loop import LeftToRight
 from samplers.build import CanvasSampler, make_sampler, settings_for
 from samplers.checks import check_length, check_whole
-from samplers.engine import Result, sample_jit, warn_if_broken
-from samplers.generate import (
-    Generation,
-    Prompt,
-    answer,
-    bucket_length,
-    check_width,
-    encode_prompt,
-    given_canvas,
-    pad_prompts,
-)
+from samplers.engine import Result, warn_if_broken
 from samplers.noise import row_keys
+from samplers.prompts import Prompt, bucket_length, check_width, encode_prompt, given_canvas
+from samplers.requests import Request, requests_of
 from samplers.rules import Rule
+from samplers.running import run_all
 from samplers.text import text_of
 
 _GAP = re.compile(r"(\\*)<gap(?:[:=\s]([^<>]*))?>")
@@ -115,7 +107,6 @@ def infill(
     seed: int = 0,
     batch_size: int | None = None,
     progress: bool | None = None,
-    run: Callable[..., Result] = sample_jit,
     **options: Any,
 ) -> Infilling | list[Infilling]:
     """Fills the gaps of texts.
@@ -132,7 +123,7 @@ def infill(
             `generate` takes it, for all templates, or a list of one for each.
         chat, system: of the prompt, as in `generate`.
         sampler: a name, spec or rule for `make_sampler`; one that writes from left to right cannot fill gaps.
-        seed, batch_size, progress, run: as in `generate`.
+        seed, batch_size, progress: as in `generate`.
         options: see `make_sampler`. The template says where the text ends, so there is no `gen_length` nor `stop`.
 
     Returns:
@@ -144,7 +135,9 @@ def infill(
     check_length("batch_size", batch_size, optional=True)
     listed = [templates] if isinstance(templates, str) else templates
     plan = prepare_infill(model, listed, prompt=prompt, chat=chat, system=system, sampler=sampler, seed=seed, **options)
-    found = list(_filled(model, plan, batch_size, progress, run)) if listed else []
+    requests = requests_for(model, plan)
+    done = run_all(model, plan.sampler, requests, batch_size, progress)[1]
+    found = [filled(model, plan, request) for request in done]
     return found[0] if isinstance(templates, str) else found
 
 
@@ -285,26 +278,20 @@ def _suppressed(model: Model, said: Any) -> Any:
     return [*(said or ()), *sorted(set(range(model.config.vocab_size)) - texts)]
 
 
-def _filled(
-    model: Model, plan: Plan, batch_size: int | None, progress: bool | None, run: Callable[..., Result]
-) -> Iterator[Infilling]:
-    """All rows; all batches have one shape, so they share one program."""
-    rows, width = len(plan.prompts), bucket_length(max(len(row) for row in plan.prompts))
-    size = min(batch_size or rows, rows)
-    starts = range(0, rows, size)
-    hide = len(starts) == 1 if progress is None else not progress
-    for start in tqdm(starts, desc="infilling", unit="batch", disable=hide or None):
-        index = np.minimum(np.arange(start, start + size), rows - 1)  # the last batch is filled up
-        canvases = [plan.canvases[i] for i in index]
-        prompt, lengths = pad_prompts([plan.prompts[i] for i in index], width)
-        canvas = {
-            "given": given_canvas(canvases, plan.sampler.gen_length, model.denoiser.mask_id),
-            "gen_lengths": jnp.asarray([len(tokens) for tokens, _ in canvases], jnp.int32),
-        }
-        result = jax.device_get(run(plan.sampler, model.denoiser, prompt, lengths, key=plan.keys[index], **canvas))
-        warn_if_broken(result, index[: rows - start].tolist())
-        for i in range(min(size, rows - start)):
-            yield _infilling(model, plan, start + i, result, i)
+def filled(model: Model, plan: Plan, request: Request) -> Infilling:
+    """The row of a plan that a request was, when it has ended."""
+    assert request.result is not None
+    warn_if_broken(request.result, [request.number])
+    return _infilling(model, plan, request.number, request.result, 0)
+
+
+def requests_for(model: Model, plan: Plan) -> list[Request]:
+    """The rows of a plan as requests."""
+    found = requests_of(plan.sampler, plan.prompts, plan.keys)
+    for request, (tokens, given) in zip(found, plan.canvases, strict=True):
+        canvas = given_canvas([(tokens, given)], plan.sampler.gen_length, model.denoiser.mask_id)
+        request.given, request.gen_length = None if canvas is None else canvas[0], len(tokens)
+    return found
 
 
 def _infilling(model: Model, plan: Plan, row: int, result: Result, at: int) -> Infilling:
@@ -322,6 +309,7 @@ def _infilling(model: Model, plan: Plan, row: int, result: Result, at: int) -> I
         "gaps": gaps,
         "canvas": canvas,
         "decoded_at": result.decoded_at[at, : len(given)].tolist(),
+        "logprobs": told_logprobs(result.logprobs[at, : len(given)][~given]),
     }
     return Infilling(**{**vars(answer(model, plan.prompts[row], result, at)), **own})
 

@@ -23,15 +23,16 @@ import numpy as np
 from dllm_jax import DllmError, Model
 from dllm_jax.sharding import batch_sharding, check_splits
 from dllm_jax.tokenizer import token_bytes
+from samplers.answers import Generation, answer
 from samplers.apd_loop import LeftToRight
 from samplers.build import CanvasSampler, build, check_token, make_sampler, settings_for
 from samplers.checks import check_length, check_whole, refuse_unknown
 from samplers.engine import Result
-from samplers.generate import Generation, Prompt, answer, check_width, encode_prompt
 from samplers.noise import row_keys
+from samplers.prompts import Prompt, check_width, encode_prompt
 from samplers.registry import Settings, called, options_of
 from samplers.rules import Rule
-from samplers.slots import Report, Rows, begin_jit, numbers_of, program_of, structure_of, turn_jit, turn_on
+from samplers.slots import Report, Rows, begin_jit, numbers_of, structure_of, turn_jit, turn_on
 from samplers.stop_pool import StopPool
 
 _FIXED = {"ignore_eos", "verifier", "indicator"}  # which are not told apart by the structure
@@ -49,9 +50,11 @@ class Request:
         given: [G] int32, tokens the canvas comes with, as in `BlockSampler.init`; None for none.
         numbers: the sampler's for this request, in the order of `slots.numbers_of`; None for the engine's own.
         stop: strings and token ids that end it, besides those of the engine's sampler.
+        texts: strings that the engine's sampler ends it at, where its text is cut as well.
         number: what it is called; by the order of submission, from 0, if nothing is said.
         slot: where it runs; None before and after.
         result: on the host, with a batch of one; None until it has ended.
+        seconds: from its admission to its end, beside what else was in the slots.
         cancelled: whether it was taken back.
     """
 
@@ -61,9 +64,11 @@ class Request:
     given: np.ndarray | None = None
     numbers: tuple[Any, ...] | None = None
     stop: Sequence[str | int] = ()
+    texts: Sequence[str | int] = ()
     number: int = -1
     slot: int | None = None
     result: Result | None = None
+    seconds: float = 0.0
     cancelled: bool = False
     _model: Model | None = dataclasses.field(default=None, repr=False)
 
@@ -76,7 +81,7 @@ class Request:
         """
         if self.result is None or self._model is None:
             raise DllmError(f"request {self.number} has not ended; run engine.results(), or engine.step() until it has")
-        return answer(self._model, self.prompt, self.result, 0, self.stop)
+        return answer(self._model, self.prompt, self.result, 0, [*self.stop, *self.texts])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -289,19 +294,20 @@ class Engine:
         self._collect(report)
         return found
 
+    def advance(self) -> list[Request]:
+        """Admits what waits and runs until a slot is free again, or all are where nothing waits: what has ended."""
+        if not self.idle:
+            self._collect(self._turn(_FOREVER, 1 if self._waiting else self.slots))
+        ended, self._ended = self._ended, []
+        return ended
+
     def results(self) -> Iterator[Request]:
         """Runs until nothing is left to do, and yields requests as they end, those that ended in `step` before first;
         others may be submitted meanwhile."""
         while self._ended or not self.idle:
-            yield from self._take_ended()
-            if not self.idle:
-                self._collect(self._turn(_FOREVER, 1 if self._waiting else self.slots))
+            yield from self.advance()
 
     # -----------------------------------------------------------------------------------------------------------------
-
-    def _take_ended(self) -> list[Request]:
-        ended, self._ended = self._ended, []
-        return ended
 
     def _roomy(self, sampler: Any) -> Any:
         """The sampler with room for drawing, if that is wanted."""
@@ -356,6 +362,7 @@ class Engine:
         if rows.stop_start is not None:
             rows.stop_start[slot], rows.stop_drop[slot] = self._stops.take(request.stop)
         request.slot, self._at[slot], self._seen[slot] = slot, request, 0
+        request.seconds = -self.seconds
 
     def _admit(self) -> np.ndarray:
         """Gives free slots to what waits, [B] bool."""
@@ -429,6 +436,7 @@ class Engine:
             if request is None or not report.done[slot]:
                 continue
             request.result = jax.tree.map(lambda x, slot=slot: x[slot : slot + 1].copy(), report.result)
+            request.seconds += self.seconds
             self._free(request)
             self._ended.append(request)
 
@@ -438,31 +446,16 @@ class Engine:
         self._at[request.slot], request.slot = None, None
 
 
-class Engines:
-    """The engine that ran last, for the next sampler that it can run: one that differs in numbers alone.
+def requests_of(
+    sampler: CanvasSampler, prompts: Sequence[list[int]], keys: jax.Array, stop: Sequence[str | int] = ()
+) -> list[Request]:
+    """Requests with the sampler's own numbers and stop patterns.
 
-    Attributes:
-        compiled: how many different programs were asked for.
+    Args:
+        prompts: token ids.
+        keys: typed, one for each.
+        stop: what the sampler was made with, where texts are cut.
     """
-
-    def __init__(self) -> None:
-        self._last: tuple[Any, Engine] | None = None
-        self._seen: set[Any] = set()
-
-    @property
-    def compiled(self) -> int:
-        return len(self._seen)
-
-    def of(self, model: Model, sampler: CanvasSampler, slots: int, prompt_length: int) -> Engine:
-        """An engine that runs requests with this sampler's numbers, see `numbers_of`; of the same arguments otherwise.
-
-        Raises:
-            DllmError: as `Engine`.
-        """
-        key = (id(model.params), program_of(sampler), slots, prompt_length)
-        if self._last is None or self._last[0] != key or not self._last[1].idle:
-            self._last = None  # before the next takes as much memory
-            self._last = key, Engine(model, sampler, slots=slots, prompt_length=prompt_length)
-        shapes = jax.tree.map(lambda x: (x.shape, x.dtype), model.denoiser)
-        self._seen.add((str(shapes), structure_of(sampler), slots, prompt_length))
-        return self._last[1]
+    data = np.asarray(jax.random.key_data(keys))
+    pairs = enumerate(zip(prompts, data, strict=True))
+    return [Request(prompt, sampler.gen_length, key, texts=stop, number=i) for i, (prompt, key) in pairs]

@@ -36,7 +36,7 @@ from samplers import (
     stream,
 )
 from samplers import Dream as DreamRule
-from samplers.generate import answer
+from samplers.answers import answer
 from samplers.guidance import Guided, paired
 from samplers.noise import Purpose
 from samplers.predictions import given, logprob_of, predict

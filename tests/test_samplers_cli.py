@@ -44,14 +44,22 @@ def run(capsys, llada_tiny):
 @pytest.fixture
 def asked(monkeypatch):
     """Replaces sampling by a record of what it was asked for: {"prompts": ..., and all options}."""
-    seen = {}
+    seen, really = {}, cli.prepare
 
-    def generate(model, prompts, *, run, **options):
+    def prepare(model, prompts, **options):
         seen.update(options, prompts=prompts)
-        run.seconds = [1.0] * len(prompts)
-        return [Generation(f"answer {i}", [65], 1, 1, 1, 0, [0], [65], [-0.5]) for i in range(len(prompts))]
+        return really(model, prompts, **options)
 
-    monkeypatch.setattr(cli, "generate", generate)
+    def answered(request):
+        return Generation(f"answer {request.number}", [65], 1, 1, 1, 0, [0], [65], [-0.5])
+
+    def run_all(model, sampler, requests, batch_size):
+        for request in requests:
+            request.seconds = 1.0
+        return SimpleNamespace(seconds=1.0, compile_seconds=0.0), requests
+
+    for name, stand_in in (("prepare", prepare), ("answered", answered), ("run_all", run_all)):
+        monkeypatch.setattr(cli, name, stand_in)
     return seen
 
 
@@ -109,8 +117,8 @@ def test_a_batch_answers_like_its_prompts_alone(run, llada_tiny, answer):
     other = samplers.generate(llada_tiny, OTHER, **SHAPE)
     assert [line["trajectory"] for line in lines] == [answer.decoded_at, other.decoded_at, answer.decoded_at]
     assert [line["tokens"] for line in lines] == [answer.tokens, other.tokens, answer.tokens]
-    assert lines[0]["seconds"] == lines[1]["seconds"] != lines[2]["seconds"]  # that of the batch
-    assert lines[0]["compile_seconds"] == lines[2]["compile_seconds"]  # all batches share one program
+    assert all(line["seconds"] > 0 for line in lines)
+    assert lines[0]["compile_seconds"] == lines[2]["compile_seconds"]  # all share one program
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ from test_engine import ROWS, first_layers
 from dllm_jax import DllmError, Model, load, make_mesh
 from dllm_jax.tokenizer import token_bytes
 from samplers import Engine, Request, Result, sample_jit, stop_on
-from samplers.generate import generate, pad_prompts
+from samplers.generate import generate
+from samplers.prompts import pad_prompts
 from samplers.slots import for_rows
 
 GEN, WIDTH, SLOTS = 24, 96, 3

@@ -31,8 +31,9 @@ from dllm_jax.tools.spec import converted, parse_options
 from samplers import parse_sampler
 from samplers.build import CanvasSampler
 from samplers.engine import Result, broken
-from samplers.generate import bucket_length, check_lengths, given_canvas, pad_prompts
-from samplers.requests import Engine, Engines, Request
+from samplers.prompts import bucket_length, check_lengths, given_canvas, pad_prompts
+from samplers.requests import Engine, Request
+from samplers.running import Engines
 from samplers.trajectory import trajectory_of
 from train.data import ExampleLike, Setup, Source, from_reference, jsonl, size
 from train.data.shards import ABOUT_FILE, shards
