@@ -26,6 +26,7 @@ from samplers.pipeline import PipelineSampler, PipelineState
 from samplers.predictions import Predictions, Sampling
 from samplers.presets import PRESETS
 from samplers.registry import LOOPS
+from samplers.requests import Engine, Request, Update
 from samplers.rules import (
     EB,
     NI,
@@ -41,7 +42,6 @@ from samplers.rules import (
     Threshold,
     TopK,
 )
-from samplers.requests import Engine, Request, Update
 from samplers.smoothing import Smoothing
 from samplers.stopping import Stop, stop_on
 
@@ -61,6 +61,7 @@ __all__ = [
     "Dream",
     "DualCache",
     "Edit",
+    "Engine",
     "Factor",
     "Generation",
     "Hierarchical",
@@ -76,6 +77,7 @@ __all__ = [
     "Predictions",
     "PrefixCache",
     "Remask",
+    "Request",
     "Result",
     "Rule",
     "Sampler",
@@ -85,6 +87,7 @@ __all__ = [
     "Stop",
     "Threshold",
     "TopK",
+    "Update",
     "Verifier",
     "VicinityCache",
     "export",

@@ -29,7 +29,6 @@ from samplers.checks import check_length, check_whole
 from samplers.engine import Result, warn_if_broken
 from samplers.generate import Generation, Prompt, answer, check_width, encode_prompt
 from samplers.noise import row_keys
-from samplers.predictions import Sampling
 from samplers.rules import Rule
 from samplers.slots import Report, Rows, begin_jit, numbers_of, structure_of, turn_jit
 from samplers.stop_pool import StopPool
@@ -65,6 +64,7 @@ class Request:
     result: Result | None = None
     cancelled: bool = False
     _model: Model | None = dataclasses.field(default=None, repr=False)
+    _cut_at: Sequence[str | int] = dataclasses.field(default=(), repr=False)
 
     @functools.cached_property
     def generation(self) -> Generation:
@@ -75,7 +75,7 @@ class Request:
         """
         if self.result is None or self._model is None:
             raise DllmError(f"request {self.number} has not ended; run engine.results(), or engine.step() until it has")
-        return answer(self._model, self.prompt, self.result, 0, self.stop)
+        return answer(self._model, self.prompt, self.result, 0, self._cut_at)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +86,7 @@ class Update:
         nfe: its forwards so far.
         tokens: [G] int32, its canvas; where nothing is written, the end of the sequence.
         written: positions that the step wrote.
+        masked: [G] bool, positions where nothing is written yet.
         open: [G] bool, positions that may still change; those of them that are written are provisional.
         final: length of the unbroken beginning that will not change.
         done: whether it has ended.
@@ -95,6 +96,7 @@ class Update:
     nfe: int
     tokens: np.ndarray
     written: list[int]
+    masked: np.ndarray
     open: np.ndarray
     final: int
     done: bool
@@ -151,6 +153,9 @@ class Engine:
             sampler = make_sampler(model, sampler, **options)
         elif options:
             raise DllmError(f"options {', '.join(sorted(options))} have no effect beside a sampler; set them in it")
+        self._cut_at: tuple[str | int, ...] = ()
+        if self._made_of is not None:
+            self._cut_at = tuple(self._made_of[1].get("stop") or ())
         self._draws = draws
         self.sampler: CanvasSampler = self._roomy(sampler)
         self._structure, self._numbers = structure_of(self.sampler), numbers_of(self.sampler)
@@ -175,7 +180,11 @@ class Engine:
 
     # What callers do -------------------------------------------------------------------------------------------------
 
-    def submit(
+    def submit(self, prompt: Prompt, **options: Any) -> Request:
+        """Puts a request at the end of the queue; arguments and errors are those of `request`."""
+        return self.enqueue(self.request(prompt, **options))
+
+    def request(
         self,
         prompt: Prompt,
         *,
@@ -188,7 +197,7 @@ class Engine:
         stop: Sequence[str | int] = (),
         **numbers: Any,
     ) -> Request:
-        """Puts a request at the end of the queue.
+        """A request for `enqueue`, which may be made in any thread, whatever the engine does meanwhile.
 
         Its answer is that of ``generate(model, [prompt], seed=seed, ...)`` with the same sampler.
 
@@ -214,16 +223,16 @@ class Engine:
         for token in (item for item in stop if not isinstance(item, str)):
             check_token("stop", token, self.model.config)
         own = row_keys(jax.random.key(seed), 1)[0] if key is None else key
-        return self.enqueue(
-            Request(
-                prompt=encode_prompt(self.model, prompt, chat=chat, system=system),
-                gen_length=gen_length or most,
-                key_data=np.asarray(jax.random.key_data(own)),
-                given=None if given is None else np.asarray(given, np.int32),
-                numbers=self._numbers_with(numbers) if numbers else None,
-                stop=tuple(stop),
-            )
+        made = Request(
+            prompt=encode_prompt(self.model, prompt, chat=chat, system=system),
+            gen_length=gen_length or most,
+            key_data=np.asarray(jax.random.key_data(own)),
+            given=None if given is None else np.asarray(given, np.int32),
+            numbers=self._numbers_with(numbers) if numbers else None,
+            stop=tuple(stop),
         )
+        self._check(made)
+        return made
 
     def enqueue(self, request: Request) -> Request:
         """Puts a request that you made at the end of the queue.
@@ -231,6 +240,14 @@ class Engine:
         Raises:
             DllmError: for a prompt that is too long, a canvas of another length, and stop patterns without room.
         """
+        self._check(request)
+        request.number, request._model = self._count, self.model
+        request._cut_at = (*self._cut_at, *request.stop)
+        self._count += 1
+        self._waiting.append(request)
+        return request
+
+    def _check(self, request: Request) -> None:
         if len(request.prompt) > self.prompt_length:
             room = f"this engine has room for {self.prompt_length}; build it with a larger prompt_length"
             raise DllmError(f"the prompt has {len(request.prompt)} tokens and {room}")
@@ -240,10 +257,6 @@ class Engine:
         if request.given is not None and self._rows.given is None:
             raise DllmError("given tokens cannot be kept by a sampler that writes from left to right; use BlockSampler")
         self._stops.check(request.stop)
-        request.number, request._model = self._count, self.model
-        self._count += 1
-        self._waiting.append(request)
-        return request
 
     def cancel(self, request: Request) -> None:
         """Takes a request back; its slot is free in the next step. One that has ended stays as it is."""
@@ -289,15 +302,16 @@ class Engine:
         """Runs until nothing is left to do, and yields requests as they end, those that ended in `step` before first;
         others may be submitted meanwhile."""
         while self._ended or not self.idle:
-            yield from self._take_ended()
+            yield from self.take_ended()
             if not self.idle:
                 self._collect(self._turn(_FOREVER, 1 if self._waiting else self.slots))
 
-    # -----------------------------------------------------------------------------------------------------------------
-
-    def _take_ended(self) -> list[Request]:
+    def take_ended(self) -> list[Request]:
+        """Requests that have ended since the last call; the engine knows them no more."""
         ended, self._ended = self._ended, []
         return ended
+
+    # -----------------------------------------------------------------------------------------------------------------
 
     def _roomy(self, sampler: Any) -> Any:
         """The sampler with room for drawing, if that is wanted."""
@@ -405,6 +419,7 @@ class Engine:
             nfe=nfe,
             tokens=result.tokens[slot],
             written=np.flatnonzero(result.decoded_at[slot] >= before).tolist(),
+            masked=open & (result.decoded_at[slot] < 0) & (not done),
             open=open & (not done),
             final=int(result.lengths[slot]) if done else final,
             done=done,
