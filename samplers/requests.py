@@ -289,6 +289,11 @@ class Engine:
         """Share of the slots that were at work, over all steps."""
         return self.row_steps / max(self.steps * self.slots, 1)
 
+    def compile(self) -> None:
+        """Compiles the program now, and not in the first step."""
+        if self._state is None:
+            self._begin()
+
     def step(self, count: int = 1) -> list[Update]:
         """Admits what waits, runs so many steps, fewer where a request ends, and tells what they did to each."""
         if self.idle:
@@ -377,8 +382,7 @@ class Engine:
         return admitted
 
     def _turn(self, most_steps: int, wanted: int) -> Report:
-        if self._state is None:
-            self._begin()
+        self.compile()
         admitted, leaving = self._admit(), self._leaving & [request is None for request in self._at]
         self._leaving = np.zeros(self.slots, bool)
         start = time.perf_counter()
