@@ -199,7 +199,9 @@ def autoregressive(gen_length: int, denoiser: Denoiser, prompt: jax.Array, promp
     each = jnp.ones_like(prompt_lengths)
     decoded_at = jnp.arange(gen_length, dtype=jnp.int32) * each[:, None]
     generated = slice_rows(tokens, prompt_lengths, gen_length)
-    return Result(generated, gen_length * each, decoded_at, gen_length * each, each, 0 * each, 0 * each, 0 * each - 1)
+    unknown = jnp.full(generated.shape, jnp.nan)
+    counts = (gen_length * each, each, 0 * each, 0 * each, 0 * each - 1)
+    return Result(generated, gen_length * each, decoded_at, unknown, *counts)
 
 
 # Rows

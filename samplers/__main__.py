@@ -339,6 +339,7 @@ def _json(
         "prompt": prompt,
         "text": answer.text,
         "tokens": answer.tokens,
+        "logprobs": answer.logprobs,
         "prompt_tokens": answer.prompt_tokens,
         "nfe": answer.nfe,
         "full_forwards": answer.full_forwards,

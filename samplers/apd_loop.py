@@ -18,7 +18,7 @@ from samplers.canvas import Canvas
 from samplers.checks import check_length, check_whole
 from samplers.engine import Result
 from samplers.noise import Noise, Purpose, gumbel
-from samplers.predictions import Sampling, column, kept, temper, truncate
+from samplers.predictions import Sampling, column, kept, logprob_of, temper, truncate
 from samplers.stopping import Stop
 
 Whole = int | jax.Array
@@ -234,10 +234,11 @@ class LeftToRight:
         accepted = select.sum(axis=1, dtype=jnp.int32)
         tokens = jnp.where(select, draft.token, slice_rows(canvas.tokens, *front.span))
         open = canvas.of_window(canvas.open, *front.span) & ~select
+        logprobs = logprob_of(draft.logits, draft.token)
         finite = jnp.all(jnp.isfinite(draft.logits.max(axis=-1)) | ~front.open, axis=1)
         state = dataclasses.replace(
             state,
-            canvas=canvas.write(front.start, tokens, open, ran).counted(
+            canvas=canvas.write(front.start, tokens, logprobs, open, ran).counted(
                 ran, whole, whole & (self.window is not None), finite
             ),
             written=state.written + accepted,

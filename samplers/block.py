@@ -180,11 +180,13 @@ class BlockSampler:
         predictions, rule = predicted(guided, self.rule, self.sampling, hidden, view, state.rule, logits=logits)
         change, rule = self.rule.change(predictions, view, rule)
         change, last = progressing(self.rule, change, predictions, view)
+        logprobs = jnp.where(change.tokens == predictions.token, predictions.logprob, jnp.nan)
         if self.rule.reads_hidden and logits is not None:
-            best = judged(guided, self.rule, self.sampling, hidden, logits, view.open & active[:, None])
+            best, sure = judged(guided, self.rule, self.sampling, hidden, logits, view.open & active[:, None])
             change = type(change)(jnp.where(best >= 0, best, change.tokens), change.open & (best < 0))
+            logprobs = jnp.where(best >= 0, sure, logprobs)
         beside = state.canvas.of_window(state.canvas.open, *request.span) & ~view.open  # of other blocks in the span
-        canvas = state.canvas.write(request.start, change.tokens, change.open | beside, active)
+        canvas = state.canvas.write(request.start, change.tokens, logprobs, change.open | beside, active)
         soft = state.soft
         if self.smoothing is not None and soft is not None and logits is not None:
             soft = self._soften(guided, request, outcome, logits, self.smoothing.alpha(canvas.nfe), soft)
@@ -265,11 +267,13 @@ class BlockSampler:
         behind = (position > first[:, None]) & (position < canvas.gen_lengths[:, None])
         behind &= rows[:, None]
         kept = slice_rows(canvas.tokens, canvas.prompt_lengths, self.gen_length)
+        replaced = behind & (kept != denoiser.eos_id)
         return dataclasses.replace(
             canvas,
             tokens=write_rows(canvas.tokens, jnp.where(behind, denoiser.eos_id, kept), canvas.prompt_lengths),
             open=canvas.open & ~behind,
             decoded_at=jnp.where(behind & canvas.open, canvas.nfe[:, None], canvas.decoded_at),
+            logprobs=jnp.where(replaced, jnp.nan, canvas.logprobs),
         )
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -397,9 +401,9 @@ class BlockSampler:
             open = canvas.of_window(canvas.open, start, self.width)
             asked = open & request.active[:, None] & (positions >= first[:, None]) & (positions < high[:, None])
             hidden = slice_rows(outcome.hidden, start, self.width)
-            best = judged(denoiser, self.rule, self.sampling, hidden, denoiser.logits(hidden), asked)
+            best, sure = judged(denoiser, self.rule, self.sampling, hidden, denoiser.logits(hidden), asked)
             tokens = jnp.where(best >= 0, best, slice_rows(canvas.tokens, start, self.width))
-            return canvas.write(start, tokens, open & (best < 0), request.active)
+            return canvas.write(start, tokens, sure, open & (best < 0), request.active)
 
         pieces = self._pieces(request.active, high - request.block_end)
         return lax.fori_loop(0, pieces, piece, canvas)

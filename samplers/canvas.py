@@ -29,6 +29,7 @@ class Canvas:
         prompt_lengths: [B] int32, where each row's canvas begins.
         gen_lengths: [B] int32, positions the row generates, at most G.
         decoded_at: [B, G] int32, the row's forward (from 0) that wrote the position last; -1 where none did.
+        logprobs: [B, G] float32, the token's log-probability in that forward; NaN where none chose the token.
         edits: [B] int32, how often a written token was replaced by another.
         nfe, full_forwards, cache_updates, broken_at: [B] int32, as in `Result`.
         done: [B] bool.
@@ -41,6 +42,7 @@ class Canvas:
     prompt_lengths: jax.Array
     gen_lengths: jax.Array
     decoded_at: jax.Array
+    logprobs: jax.Array
     edits: jax.Array
     nfe: jax.Array
     full_forwards: jax.Array
@@ -65,15 +67,18 @@ class Canvas:
         return _shifted(x, start - self.prompt_lengths, width)
 
     def of_canvas(self, x: jax.Array, start: jax.Array) -> jax.Array:
-        """What x [B, W] bool about the sequence's positions start[b] ... says of the canvas, [B, G]; else False."""
+        """What x [B, W] about the sequence's positions start[b] ... says of the canvas, [B, G]; else False or 0."""
         return _shifted(x, self.prompt_lengths - start, self.gen_length)
 
-    def write(self, start: jax.Array, tokens: jax.Array, open: jax.Array, rows: jax.Array) -> "Canvas":
+    def write(
+        self, start: jax.Array, tokens: jax.Array, logprobs: jax.Array, open: jax.Array, rows: jax.Array
+    ) -> "Canvas":
         """The canvas after a forward's decisions.
 
         Args:
             start: [B] int32, the sequence's position of the first token.
-            tokens, open: [B, W], new tokens and what is open after them. What lies outside the canvas stays.
+            tokens, logprobs, open: [B, W], new tokens, their log-probabilities, which count where something is
+                written, and what is open after them. What lies outside the canvas stays.
             rows: [B] bool, rows that are written.
         """
         width = tokens.shape[1]
@@ -87,6 +92,7 @@ class Canvas:
             tokens=write_rows(self.tokens, jnp.where(inside, tokens, old), start),
             open=(self.open & ~written) | reopened,
             decoded_at=jnp.where(written, self.nfe[:, None], jnp.where(reopened, -1, self.decoded_at)),
+            logprobs=jnp.where(written, self.of_canvas(logprobs, start), jnp.where(reopened, jnp.nan, self.logprobs)),
             edits=self.edits + edited.sum(axis=1, dtype=jnp.int32),
         )
 
@@ -124,15 +130,16 @@ class Canvas:
         lengths = jnp.where(ends.any(axis=1), jnp.argmax(ends, axis=1), tokens.shape[1]).astype(jnp.int32)
         if self.stop is not None:
             lengths = jnp.minimum(lengths, self.stop.length)
-        names = ("decoded_at", "nfe", "full_forwards", "cache_updates", "edits", "broken_at")
+        names = ("decoded_at", "logprobs", "nfe", "full_forwards", "cache_updates", "edits", "broken_at")
         return Result(tokens, lengths, **{name: getattr(self, name) for name in names})
 
 
 def _shifted(x: jax.Array, shift: jax.Array, width: int) -> jax.Array:
-    """x[b, shift[b] : shift[b] + width] of bools [B, N], False outside: [B, width]."""
+    """x[b, shift[b] : shift[b] + width] of x [B, N], False or 0 outside: [B, width]."""
     place = shift[:, None] + jnp.arange(width)
     inside = (place >= 0) & (place < x.shape[1])
-    return inside & jnp.take_along_axis(x, jnp.clip(place, 0, x.shape[1] - 1), axis=1)
+    found = jnp.take_along_axis(x, jnp.clip(place, 0, x.shape[1] - 1), axis=1)
+    return jnp.where(inside, found, jnp.zeros_like(found))
 
 
 def begin(
@@ -179,6 +186,7 @@ def begin(
         prompt_lengths=prompt_lengths,
         gen_lengths=gen_lengths,
         decoded_at=jnp.full((batch, gen_length), -1, jnp.int32),
+        logprobs=jnp.full((batch, gen_length), jnp.nan, jnp.float32),
         edits=zeros,
         nfe=zeros,
         full_forwards=zeros,

@@ -24,6 +24,9 @@ class Result:
         lengths: [B] int32, tokens before the first end-of-sequence or stop pattern.
         decoded_at: [B, G] int32, the row's forward (from 0) that committed the position; -1 where none did: given
             tokens, and positions a stop condition left unwritten.
+        logprobs: [B, G] float32, the token's log-probability in nats by the model's own distribution in that forward:
+            of its logits (the guided ones with guidance) at temperature 1, nothing cut off, suppressed or deferred.
+            NaN where no forward chose the token: as `decoded_at`, and what `fill_after_eos` filled.
         nfe: [B] int32, forwards of the denoiser this row needed; a guided forward counts once.
         full_forwards: [B] int32, those among them that covered the whole sequence.
         cache_updates: [B] int32, those among them whose keys and values were all stored for later ones.
@@ -35,6 +38,7 @@ class Result:
     tokens: jax.Array
     lengths: jax.Array
     decoded_at: jax.Array
+    logprobs: jax.Array
     nfe: jax.Array
     full_forwards: jax.Array
     cache_updates: jax.Array

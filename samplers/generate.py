@@ -1,6 +1,7 @@
 """Text in, text out: prompts are encoded, padded to a bucket, sampled in one compiled call and decoded."""
 
 import dataclasses
+import math
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, overload
@@ -36,6 +37,7 @@ class Generation:
         cache_updates: those of them whose keys and values were all stored for later ones.
         decoded_at: per canvas position the forward that committed it, -1 where none did.
         canvas: all tokens of the canvas.
+        logprobs: of `tokens`, as in `Result`; None where no forward chose the token.
         verifier_forwards: forwards of the verifier, 0 for a sampler that writes from left to right without one; None
             for all other samplers.
     """
@@ -48,6 +50,7 @@ class Generation:
     cache_updates: int
     decoded_at: list[int] = dataclasses.field(repr=False)
     canvas: list[int] = dataclasses.field(repr=False)
+    logprobs: list[float | None] = dataclasses.field(repr=False, compare=False)  # programs differ in the last bits
     verifier_forwards: int | None = None
 
     @property
@@ -272,5 +275,6 @@ def answer(model: Model, prompt: list[int], result: Result, row: int, stop: Sequ
         cache_updates=int(result.cache_updates[row]),
         decoded_at=result.decoded_at[row].tolist(),
         canvas=result.tokens[row].tolist(),
+        logprobs=[x if math.isfinite(x) else None for x in result.logprobs[row, : len(tokens)].tolist()],
         verifier_forwards=int(result.verifier_forwards[row]) if isinstance(result, DraftResult) else None,
     )

@@ -229,7 +229,7 @@ class PipelineSampler:
             found.token >= 0, found.token, slice_rows(canvas.tokens, canvas.prompt_lengths, self._length)
         )
         open = canvas.of_window(canvas.open, canvas.prompt_lengths, self._length) & (found.token < 0)
-        canvas = canvas.write(canvas.prompt_lengths, tokens, open, ran)
+        canvas = canvas.write(canvas.prompt_lengths, tokens, found.logprob, open, ran)
         updated = first | (blocks.complete > state.cached)
         state = dataclasses.replace(
             state,
@@ -319,7 +319,8 @@ class PipelineSampler:
         """What is found before any forward."""
         batch = state.cached.shape[0]
         token, finite = jnp.full((batch, self._length), -1, jnp.int32), jnp.ones((batch,), bool)
-        return Found(vary_like(state.cached, token), vary_like(state.cached, finite), state.rule)
+        logprob = jnp.zeros(token.shape, jnp.float32)
+        return Found(*vary_like(state.cached, (token, logprob, finite)), state.rule)
 
     def _decide(
         self,
@@ -346,7 +347,7 @@ class PipelineSampler:
         tokens = slice_rows(canvas.tokens, canvas.prompt_lengths, self._length).reshape(batch, -1, length)
         logits = denoiser.logits(hidden) if self._rule.reads_hidden else None
         decide = lambda *parts: self._decide_block(denoiser, state, blocks.total, count, *parts)
-        token, finite, new = jax.vmap(decide, in_axes=1, out_axes=1)(
+        token, logprob, finite, new = jax.vmap(decide, in_axes=1, out_axes=1)(
             by_block(hidden),
             jax.tree.map(by_block, logits),
             first[:, None] + jnp.arange(count),
@@ -364,15 +365,17 @@ class PipelineSampler:
         everywhere = jnp.broadcast_to(rows[:, None], (batch, count * length))
         return Found(
             write_rows(found.token, token.reshape(batch, -1), first * length, everywhere),
+            write_rows(found.logprob, logprob.reshape(batch, -1), first * length, everywhere),
             found.finite & (finite.all(axis=1) | ~rows),
             jax.tree.map(put, found.rule, new),
         )
 
     def _judged(
         self, denoiser: DenoiserLike, hidden: jax.Array, logits: jax.Array | None, open: jax.Array, full: jax.Array
-    ) -> jax.Array | None:
+    ) -> tuple[jax.Array, jax.Array] | None:
         """What the rule judges final of the open positions [B, n, L] of n blocks by their hidden states [B, n L, D]:
-        the best tokens there, else -1, [B, n L]; None for a rule that reads none."""
+        the best tokens there, else -1, and the best tokens' log-probabilities, [B, n L] each; None for a rule that
+        reads none."""
         if logits is None:
             return None
         asked = open if self._rule.looks_ahead(cached=False) else open & full[..., None]
@@ -394,10 +397,10 @@ class PipelineSampler:
         step: jax.Array,
         entered: jax.Array,
         rule_state: Any,
-        best: jax.Array | None,
-    ) -> tuple[jax.Array, jax.Array, Any]:
+        best: tuple[jax.Array, jax.Array] | None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
         """One block of every row, block [B], of `count` beside each other: the tokens that are committed [B, L], -1
-        elsewhere; whether the logits were finite [B]; and the rule's new state."""
+        elsewhere; their log-probabilities [B, L]; whether the logits were finite [B]; and the rule's new state."""
         positions = block[:, None] * self.block_length + jnp.arange(self.block_length, dtype=jnp.int32)
         view = BlockView(
             open=open,
@@ -420,9 +423,11 @@ class PipelineSampler:
         surest = open & (rank(score, open) == 0) & ~chosen.any(axis=1, keepdims=True)
         above = chosen & (predictions.confidence > per_row(self.threshold))
         select = jnp.where(full[:, None], chosen | surest, above)
-        token = jnp.where(select, predictions.token, -1)
-        finite = jnp.all(predictions.finite | ~open, axis=1)
-        return token if best is None else jnp.where(best >= 0, best, token), finite, rule_state
+        token, logprob = jnp.where(select, predictions.token, -1), predictions.logprob
+        if best is not None:
+            final = best[0] >= 0
+            token, logprob = jnp.where(final, best[0], token), jnp.where(final, best[1], logprob)
+        return token, logprob, jnp.all(predictions.finite | ~open, axis=1), rule_state
 
     def _ended(self, denoiser: DenoiserLike, state: PipelineState) -> PipelineState:
         """Which rows have ended."""
@@ -438,11 +443,13 @@ class Found(NamedTuple):
 
     Attributes:
         token: [B, N L] int32, what is committed; -1 elsewhere.
+        logprob: [B, N L] float32, log-probabilities of what is committed.
         finite: [B] bool, whether the model's logits were.
         rule: the rule's new state.
     """
 
     token: jax.Array
+    logprob: jax.Array
     finite: jax.Array
     rule: Any
 

@@ -62,6 +62,9 @@ class Predictions:
     Attributes:
         token: int32, the token that would be written; never the mask token.
         confidence: probability of that token.
+        logprob: log of the probability that the model itself gives that token: of its logits as they are, with
+            temperature 1, nothing cut off, suppressed or deferred, and the mask token's share counted, whatever the
+            scores are of. NaN where the logits are not finite, or leave no token to choose.
         max_probability: largest probability over the vocabulary.
         margin: difference of the two largest probabilities.
         entropy: of the distribution over the whole vocabulary, in nats, not below 0.
@@ -72,6 +75,7 @@ class Predictions:
 
     token: jax.Array
     confidence: jax.Array
+    logprob: jax.Array
     max_probability: jax.Array
     margin: jax.Array
     entropy: jax.Array
@@ -147,15 +151,17 @@ def predict(
     """
     logits = _once(scores, scores.of)
     plan = _Plan(sampling, mask_id, score_from, draw)
-
-    def tempered(tile: Tile) -> jax.Array:
-        return temper(_without(logits(tile), scores.ids(tile), sampling.suppress), sampling)
-
     cuts = sampling.top_p is not None or sampling.top_k is not None
     counts = sampling.temperature is not None or score_from == "sampling"  # the best token survives anyway
-    cut = _cut(scores, tempered, sampling, mask_id) if cuts and counts else None
+    cut = _cut(scores, logits, sampling, mask_id) if cuts and counts else None
     found = _reduce(scores, lambda tile: _tally(logits(tile), scores.ids(tile), plan, cut), _tallied)
     return _concluded(found, plan, cut, scores.vocab_size)
+
+
+def logprob_of(logits: jax.Array, token: jax.Array) -> jax.Array:
+    """Log-probabilities of tokens [B, W] int32 by logits [B, W, V] float32, as in `Predictions`: [B, W] float32."""
+    peak, own = logits.max(axis=-1), jnp.take_along_axis(logits, token[..., None], axis=-1)[..., 0]
+    return own - peak - jnp.log(jnp.exp(logits - peak[..., None]).sum(axis=-1))
 
 
 def column(value: float | jax.Array) -> jax.Array:
@@ -283,17 +289,19 @@ def _together(one: _Mass, other: _Mass) -> _Mass:
 
 
 class _Best(NamedTuple):
-    """The largest of some values: the value, its id, and what is scored there."""
+    """The largest of some values: the value, its id, what is scored there, and the model's logit; None where that is
+    the score."""
 
     value: jax.Array
     token: jax.Array
     score: jax.Array
+    raw: jax.Array | None
 
 
-def _best(value: jax.Array, ids: jax.Array, score: jax.Array) -> _Best:
+def _best(value: jax.Array, ids: jax.Array, score: jax.Array, raw: jax.Array | None = None) -> _Best:
     at = jnp.argmax(value, axis=-1, keepdims=True)
     take = lambda x: jnp.take_along_axis(x, at, axis=-1)[..., 0]
-    return _Best(take(value), ids[at[..., 0]], take(score))
+    return _Best(take(value), ids[at[..., 0]], take(score), None if raw is None else take(raw))
 
 
 def _better(one: _Best, other: _Best) -> _Best:
@@ -310,7 +318,7 @@ class _Cut(NamedTuple):
     Attributes:
         kept: codes from here on survive.
         drawn: so do these for drawing: the best token stays even when only the mask token had survived.
-        best: the most probable token but the mask token.
+        best: the most probable token but the mask token, and its logit.
     """
 
     kept: jax.Array
@@ -318,13 +326,16 @@ class _Cut(NamedTuple):
     best: _Best
 
 
-def _cut(scores: Readout, tempered: Callable[[Tile], jax.Array], sampling: Sampling, mask_id: int) -> _Cut:
+def _cut(scores: Readout, logits: Callable[[Tile], jax.Array], sampling: Sampling, mask_id: int) -> _Cut:
+    tempered = lambda raw, ids: temper(_without(raw, ids, sampling.suppress), sampling)
+
     def read(tile: Tile) -> tuple[_Mass, _Best]:
-        z, ids = tempered(tile), scores.ids(tile)
-        return _mass(z), _best(jnp.where(ids == mask_id, -jnp.inf, z), ids, z)
+        raw, ids = logits(tile), scores.ids(tile)
+        z = tempered(raw, ids)
+        return _mass(z), _best(jnp.where(ids == mask_id, -jnp.inf, z), ids, raw)
 
     mass, best = _reduce(scores, read, lambda one, two: (_together(one[0], two[0]), _better(one[1], two[1])))
-    last = _last_kept(scores, tempered, sampling, mass)
+    last = _last_kept(scores, lambda tile: tempered(logits(tile), scores.ids(tile)), sampling, mass)
     return _Cut(last, jnp.minimum(last, _code(best.value)), best)
 
 
@@ -397,12 +408,14 @@ class _Tally(NamedTuple):
         top: the best logit, the mask token's included.
         choice: the token that is written, chosen among what may be.
         mass: of what is scored.
+        total: sum of e^(logit - peak) of the model's logits; None where these are scored, so that `mass` has it.
     """
 
     peak: jax.Array
     top: _Best
     choice: _Best
     mass: _Mass
+    total: jax.Array | None
 
 
 def _tally(raw: jax.Array, ids: jax.Array, plan: _Plan, cut: _Cut | None) -> _Tally:
@@ -420,15 +433,23 @@ def _tally(raw: jax.Array, ids: jax.Array, plan: _Plan, cut: _Cut | None) -> _Ta
             raise ValueError("a temperature needs uniform draws")
         value = value + jnp.where(column(sampling.temperature) > 0, gumbel(plan.draw(ids)), 0.0)
     score = _without(score, ids, sampling.defer)
-    return _Tally(raw.max(axis=-1), _best(logits, ids, logits), _best(value, ids, score), _mass(score))
+    top, mass, peak = _best(logits, ids, logits), _mass(score), raw.max(axis=-1)
+    if score is raw:  # nothing was divided, cut or left out
+        return _Tally(peak, top, _best(value, ids, score), mass, None)
+    total = jnp.exp(raw - _centre(peak)[..., None]).sum(axis=-1)
+    return _Tally(peak, top, _best(value, ids, score, raw), mass, total)
 
 
 def _tallied(one: _Tally, other: _Tally) -> _Tally:
+    peak, total = jnp.maximum(one.peak, other.peak), None
+    if one.total is not None and other.total is not None:
+        total = jnp.exp(one.peak - _centre(peak)) * one.total + jnp.exp(other.peak - _centre(peak)) * other.total
     return _Tally(
-        jnp.maximum(one.peak, other.peak),
+        peak,
         _better(one.top, other.top),
         _better(one.choice, other.choice),
         _together(one.mass, other.mass),
+        total,
     )
 
 
@@ -436,15 +457,18 @@ def _concluded(found: _Tally, plan: _Plan, cut: _Cut | None, vocab_size: int) ->
     mass, choice, defer = found.mass, found.choice, plan.sampling.defer
     finite = jnp.isfinite(found.peak)
     chosen = finite & (choice.value > -jnp.inf)
-    token = jnp.full_like(choice.token, int(plan.mask_id == 0))
+    token, raw = jnp.full_like(choice.token, int(plan.mask_id == 0)), jnp.full_like(choice.score, jnp.nan)
     if cut is not None:  # nothing survives a second look only if the product's last bits came out otherwise
-        token = jnp.where(finite & (cut.best.value > -jnp.inf), cut.best.token, token)
+        left = finite & (cut.best.value > -jnp.inf)
+        token, raw = jnp.where(left, cut.best.token, token), jnp.where(left, cut.best.score, raw)
     token = jnp.where(chosen, choice.token, token)
+    raw = jnp.where(chosen, choice.score if choice.raw is None else choice.raw, raw)
     scored = finite & (mass.total > 0)  # something is left after `suppress` and `defer`
     worst = ~scored if defer is None else ~scored | jnp.isin(token, defer)
     return Predictions(
         token=token,
         confidence=jnp.where(scored & chosen, jnp.exp(choice.score - _centre(mass.peak)) / mass.total, 0.0),
+        logprob=raw - _centre(found.peak) - jnp.log(mass.total if found.total is None else found.total),
         max_probability=jnp.where(worst, 0.0, 1.0 / mass.total),
         margin=jnp.where(worst, -1.0, (1.0 - jnp.exp(mass.second - _centre(mass.peak))) / mass.total),
         entropy=jnp.where(

@@ -11,6 +11,7 @@ from unittest import mock
 
 import hypothesis
 import jax
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -52,6 +53,15 @@ SLOW = Path(__file__).with_name("slow.txt")
 SECONDS: Counter[str] = Counter()
 
 gc.set_threshold(100_000, 20, 20)  # tracing makes objects by the million, and few of them are garbage in cycles
+
+
+def assert_equal(mine, theirs, name: str) -> None:
+    """Whole numbers and booleans are equal; floats are up to rounding, which differs between programs."""
+    assert mine.dtype == theirs.dtype, name
+    if np.issubdtype(mine.dtype, np.floating):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5, err_msg=name)
+    else:
+        np.testing.assert_array_equal(mine, theirs, err_msg=name)
 
 
 @pytest.fixture(autouse=True)

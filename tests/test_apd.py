@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tokenizers
 import transformers
+from conftest import assert_equal
 from test_evals_runner import oracle
 
 import dllm_jax
@@ -81,8 +82,7 @@ def run(sampler, model: str = "dream", rows=(0, 1, 2, 3), width: int = 12, **opt
 
 def assert_same_row(one, i: int, other, j: int) -> None:
     for field in dataclasses.fields(one):
-        mine, theirs = getattr(one, field.name)[i], getattr(other, field.name)[j]
-        np.testing.assert_array_equal(mine, theirs, err_msg=field.name)
+        assert_equal(getattr(one, field.name)[i], getattr(other, field.name)[j], field.name)
 
 
 def accepted(result, row: int) -> list[int]:

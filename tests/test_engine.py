@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import assert_equal
 
 import dllm_jax
 import samplers
@@ -96,8 +97,7 @@ def run(model, sampler: BlockSampler, rows=tuple(range(4)), width: int = 96, **o
 
 def assert_same_row(one: Result, i: int, other: Result, j: int) -> None:
     for field in dataclasses.fields(Result):
-        mine, theirs = getattr(one, field.name)[i], getattr(other, field.name)[j]
-        np.testing.assert_array_equal(mine, theirs, err_msg=field.name)
+        assert_equal(getattr(one, field.name)[i], getattr(other, field.name)[j], field.name)
 
 
 @pytest.mark.parametrize(("rule", "cache"), GRID)

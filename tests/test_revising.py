@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import assert_equal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_combinations import CACHES, GEN_LENGTHS
@@ -64,7 +65,7 @@ def view_of(kind: list[str], standing: list[int], step: int = 1, block_open: int
 def predictions_of(confidence: list[float], predicted: list[int]) -> Predictions:
     score = jnp.asarray([confidence], jnp.float32)
     yes = jnp.ones(score.shape, bool)
-    return Predictions(jnp.asarray([predicted]), score, score, score, 1.0 - score, ~yes, yes)
+    return Predictions(jnp.asarray([predicted]), score, jnp.log(score), score, score, 1.0 - score, ~yes, yes)
 
 
 def changed(rule: Rule, confidence, predicted, view: BlockView, state: Any) -> tuple[Any, Any, Any]:
@@ -438,7 +439,7 @@ def test_rows_are_strangers_with_every_policy(llada, cache: str) -> None:
             alone = run(llada, one, rows=(row,), gen_lengths=jnp.asarray(lengths[row : row + 1]))
             for field in dataclasses.fields(Result):
                 mine, theirs = getattr(together, field.name)[row], getattr(alone, field.name)[0]
-                np.testing.assert_array_equal(mine, theirs, err_msg=f"{name}, stop {stop}: {field.name}")
+                assert_equal(mine, theirs, f"{name}, stop {stop}: {field.name}")
             assert (together.tokens != MASK).all() and (together.decoded_at < together.nfe[:, None]).all()
             assert (together.nfe <= (GEN + 3 * 16 if "edit" in name else GEN)).all()
         inside = np.arange(GEN) < lengths[:, None]  # of the runs to the end

@@ -45,6 +45,7 @@ def predictions_of(confidence, entropy=None, mask_wins=None) -> Predictions:
     return Predictions(
         token=jnp.zeros(confidence.shape, jnp.int32),
         confidence=confidence,
+        logprob=jnp.log(confidence),
         max_probability=confidence,
         margin=confidence,
         entropy=entropy,

@@ -49,7 +49,7 @@ def asked(monkeypatch):
     def generate(model, prompts, *, run, **options):
         seen.update(options, prompts=prompts)
         run.seconds = [1.0] * len(prompts)
-        return [Generation(f"answer {i}", [65], 1, 1, 1, 0, [0], [65]) for i in range(len(prompts))]
+        return [Generation(f"answer {i}", [65], 1, 1, 1, 0, [0], [65], [-0.5]) for i in range(len(prompts))]
 
     monkeypatch.setattr(cli, "generate", generate)
     return seen

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from dllm_jax.denoiser import DenoiserLike
 from dllm_jax.errors import DllmError
 from samplers.noise import Noise, Purpose, gumbel
-from samplers.predictions import Predictions, Sampling, ScoreFrom, given, predict, readout
+from samplers.predictions import Predictions, Readout, Sampling, ScoreFrom, given, logprob_of, predict, readout
 
 Number = float | jax.Array
 Proxy = Literal["confidence", "entropy", "margin"]
@@ -180,31 +180,37 @@ def predicted(
     beside: int = 1,
 ) -> tuple[Predictions, Any]:
     """What a rule gets to see of a block's hidden states [B, W, D], and its new state. Logits of the whole block exist
-    only for rules that read them.
+    only for rules that read them, and whatever such a rule makes of them, `Predictions.logprob` is the model's.
 
     Args:
         logits: [B, W, V] float32, of the hidden states, where the caller has them already.
         beside: as in `Readout`.
     """
-    if rule.reads_logits:
-        logits, state = rule.adjust(denoiser.logits(hidden) if logits is None else logits, view, state)
-    scores = readout(denoiser, hidden) if logits is None else given(logits)
-    scores = dataclasses.replace(scores, beside=beside)
     draw = None if sampling.temperature is None else functools.partial(view.draw, Purpose.TOKENS)
-    return predict(scores, sampling, mask_id=denoiser.mask_id, score_from=rule.score_from, draw=draw), state
+
+    def chosen(scores: Readout) -> Predictions:
+        scores = dataclasses.replace(scores, beside=beside)
+        return predict(scores, sampling, mask_id=denoiser.mask_id, score_from=rule.score_from, draw=draw)
+
+    if not rule.reads_logits:
+        return chosen(readout(denoiser, hidden) if logits is None else given(logits)), state
+    own = denoiser.logits(hidden) if logits is None else logits
+    adjusted, state = rule.adjust(own, view, state)
+    found = chosen(given(adjusted))
+    return dataclasses.replace(found, logprob=logprob_of(own, found.token)), state
 
 
 def judged(
     denoiser: DenoiserLike, rule: Rule, sampling: Sampling, hidden: jax.Array, logits: jax.Array, open: jax.Array
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
     """Of some open positions [B, W] those that a rule judges final by hidden states [B, W, D] and their logits
-    [B, W, V]: the best token there, -1 elsewhere, [B, W] int32."""
+    [B, W, V]: the best token there, -1 elsewhere, [B, W] int32; and the best tokens' log-probabilities, float32."""
     plain = Sampling(suppress=sampling.suppress, defer=sampling.defer)
     best = predict(given(logits), plain, mask_id=denoiser.mask_id, score_from="raw", draw=None)
     final = rule.judge(denoiser, hidden, logits, best) & open & ~best.mask_wins & best.finite
     if plain.defer is not None:
         final &= ~jnp.isin(best.token, plain.defer)
-    return jnp.where(final, best.token, -1)
+    return jnp.where(final, best.token, -1), best.logprob
 
 
 def progressing(rule: Rule, change: Change, predictions: Predictions, view: BlockView) -> tuple[Change, jax.Array]:
