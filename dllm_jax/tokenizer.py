@@ -171,6 +171,27 @@ def token_strings(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> list
     return strings
 
 
+def settles(tokenizer: "PreTrainedTokenizerBase") -> Callable[[str], bool] | None:
+    """Tells of a vocabulary entry whether a text that ends with it stays as it is, whatever tokens follow.
+
+    None where that cannot be told: decoders that rewrite the joined text, such as by a pattern that is replaced in it.
+    """
+    joined, by_name, suffixes = False, False, list[str]()
+    for part in _decoder_parts(tokenizer):
+        if part["type"] not in _TOKEN_BY_TOKEN or (joined and not _keeps_beginnings(part)):
+            return None
+        joined |= part["type"] == "Fuse"
+        by_name |= part["type"] == "ByteFallback"
+        suffixes += [part["suffix"]] if part["type"] == "BPEDecoder" else []
+
+    def settled(token: str) -> bool:
+        if by_name and token.startswith("<0x"):  # a run of bytes is a text, or if one does not fit none of them is
+            return False
+        return not any(suffix in token.removesuffix(suffix) for suffix in suffixes)  # a space, but at the text's end
+
+    return settled
+
+
 def _from_files(folder: Path) -> "PreTrainedTokenizerBase":
     import transformers  # takes a second, so not before it is needed
 
@@ -291,9 +312,7 @@ def _reason(error: Exception) -> str:
 
 def _piece_decoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[str], bytes]:
     """The function from a vocabulary entry to the bytes it stands for."""
-    decoder = getattr(tokenizer.backend_tokenizer, "decoder", None)
-    state = json.loads(decoder.__getstate__()) if decoder is not None else {"type": "none"}
-    kinds = {part["type"] for part in state.get("decoders", [state])}
+    kinds = {part["type"] for part in _decoder_parts(tokenizer)}
     if "ByteLevel" in kinds and kinds <= {"ByteLevel", "Fuse"}:
         return _byte_level
     if kinds == {"Fuse"}:
@@ -301,6 +320,26 @@ def _piece_decoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[str], byte
     raise DllmError(
         f"bytes of single tokens are known for byte-level and plain tokenizers only, not for {sorted(kinds)}"
     )
+
+
+def _decoder_parts(tokenizer: "PreTrainedTokenizerBase") -> list[dict[str, Any]]:
+    """The steps of a tokenizer's decoder, in order."""
+    decoder = getattr(tokenizer.backend_tokenizer, "decoder", None)
+    state = json.loads(decoder.__getstate__()) if decoder is not None else {"type": "none"}
+    return list(state.get("decoders", [state]))
+
+
+# What these do to a token depends on its neighbours alone, and on whether it is the first.
+_TOKEN_BY_TOKEN = ("none", "BPEDecoder", "ByteFallback", "CTC", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece")
+
+
+def _keeps_beginnings(part: Mapping[str, Any]) -> bool:
+    """Whether a step of a decoder, given a longer text, gives one that begins with what it gave before."""
+    if part["type"] == "Strip":
+        return bool(part["stop"] == 0)
+    if part["type"] == "Replace":
+        return len(part["pattern"].get("String", "")) == 1
+    return part["type"] in ("Fuse", "Metaspace")
 
 
 def _byte_level(token: str) -> bytes:

@@ -44,6 +44,7 @@ from samplers.rules import (
 )
 from samplers.smoothing import Smoothing
 from samplers.stopping import Stop, stop_on
+from samplers.text import TextStream, text_of
 
 __all__ = [
     "APD",
@@ -85,6 +86,7 @@ __all__ = [
     "Sampling",
     "Smoothing",
     "Stop",
+    "TextStream",
     "Threshold",
     "TopK",
     "Update",
@@ -99,5 +101,6 @@ __all__ = [
     "sample_jit",
     "stop_on",
     "stream",
+    "text_of",
     "verifier_for",
 ]

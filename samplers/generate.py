@@ -19,6 +19,7 @@ from samplers.checks import check_length, check_whole
 from samplers.engine import Result, sample_jit, warn_if_broken
 from samplers.noise import row_keys
 from samplers.rules import Rule
+from samplers.text import text_of
 
 Message = Mapping[str, str]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -261,13 +262,8 @@ def _in_batches(
 def answer(model: Model, prompt: list[int], result: Result, row: int, stop: Sequence[str | int] = ()) -> Generation:
     """One row of a result on the host as a `Generation`, its text cut at the stop strings."""
     tokens = result.tokens[row, : int(result.lengths[row])].tolist()
-    text = ""
-    if model.tokenizer is not None:
-        text = str(model.tokenizer.decode(tokens, skip_special_tokens=True))
-        cuts = [text.find(item) for item in stop if isinstance(item, str) and item in text]
-        text = text[: min(cuts)] if cuts else text
     return Generation(
-        text=text,
+        text=text_of(model, tokens, stop),
         tokens=tokens,
         prompt_tokens=len(prompt),
         nfe=int(result.nfe[row]),
