@@ -97,16 +97,8 @@ def make_sampler(model: Model, name: str | Rule | None = None, **options: Any) -
     Raises:
         DllmError: for unknown names, options that nobody owns, and numbers out of range.
     """
+    name, options = said_of(model, name, options)
     under = defaults_of(model)
-    if isinstance(name, Rule):
-        name, options = None, {"rule": name, **options}
-    if isinstance(name, str):
-        said = parse_sampler(name, under)
-        said.check_unbound()
-        refuse_twice(said.options, options)
-        name, options = said.name, {**said.options, **options}
-    elif name is not None:
-        raise DllmError(f"sampler is {name!r}; give a name, such as 'threshold', or a rule object")
     settings = settle(name, options, under)
     try:
         return build(model, settings)
@@ -115,6 +107,20 @@ def make_sampler(model: Model, name: str | Rule | None = None, **options: Any) -
             with _of_checkpoint(model):
                 build(model, under)
         raise
+
+
+def said_of(model: Model, name: Any, options: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
+    """A sampler's name and all options, those in its spec too; for the arguments and errors of `make_sampler`."""
+    if isinstance(name, Rule):
+        return None, {"rule": name, **options}
+    if isinstance(name, str):
+        said = parse_sampler(name, defaults_of(model))
+        said.check_unbound()
+        refuse_twice(said.options, options)
+        return said.name, {**said.options, **options}
+    if name is not None:
+        raise DllmError(f"sampler is {name!r}; give a name, such as 'threshold', or a rule object")
+    return None, dict(options)
 
 
 def defaults_of(model: Model) -> Settings:

@@ -24,13 +24,13 @@ from dllm_jax import DllmError, Model
 from dllm_jax.sharding import batch_sharding, check_splits
 from dllm_jax.tokenizer import token_bytes
 from samplers.apd_loop import LeftToRight
-from samplers.build import CanvasSampler, check_token, make_sampler
+from samplers.build import CanvasSampler, check_token, make_sampler, said_of
 from samplers.checks import check_length, check_whole
 from samplers.engine import Result, warn_if_broken
 from samplers.generate import Generation, Prompt, answer, check_width, encode_prompt
 from samplers.noise import row_keys
 from samplers.rules import Rule
-from samplers.slots import Report, Rows, begin_jit, numbers_of, structure_of, turn_jit
+from samplers.slots import Report, Rows, begin_jit, numbers_of, structure_of, turn_jit, turn_on
 from samplers.stop_pool import StopPool
 
 _FOREVER = np.iinfo(np.int32).max
@@ -148,8 +148,9 @@ class Engine:
         check_length("prompt_length", prompt_length, optional=True)
         check_whole("stop_states", stop_states, 0)
         self.model, self.slots = model, slots
-        self._made_of = None if sampler is not None and not isinstance(sampler, str | Rule) else (sampler, options)
-        if self._made_of is not None:
+        self._made_of: tuple[str | None, dict[str, Any]] | None = None
+        if sampler is None or isinstance(sampler, str | Rule):
+            self._made_of = said_of(model, sampler, options)
             sampler = make_sampler(model, sampler, **options)
         elif options:
             raise DllmError(f"options {', '.join(sorted(options))} have no effect beside a sampler; set them in it")
@@ -157,7 +158,7 @@ class Engine:
         if self._made_of is not None:
             self._cut_at = tuple(self._made_of[1].get("stop") or ())
         self._draws = draws
-        self.sampler: CanvasSampler = self._roomy(sampler)
+        self.sampler: Any = self._roomy(sampler)
         self._structure, self._numbers = structure_of(self.sampler), numbers_of(self.sampler)
         room = model.config.max_length - self.sampler.gen_length
         self.prompt_length = prompt_length or max(min(512, room), 1)
@@ -175,6 +176,7 @@ class Engine:
         self._leaving = np.zeros(slots, bool)
         self._ended: list[Request] = []
         self._state: Any = None
+        self._program: Any = turn_jit
         self._count = 0
         self.seconds, self.compile_seconds, self.steps, self.row_steps = 0.0, 0.0, 0, 0
 
@@ -393,12 +395,16 @@ class Engine:
         return report
 
     def _call(self, admitted: np.ndarray, cancelled: np.ndarray, most_steps: int, wanted: int) -> Report:
-        sampler = dataclasses.replace(self.sampler, stop=self._stops.stop)
         rows, *masks = self._placed((self._rows, admitted, cancelled))
         numbers = np.int32(most_steps), np.int32(wanted)
-        self._state, report = turn_jit(sampler, self.model.denoiser, self._state, rows, *masks, *numbers)
+        self._state, report = self._program(self._running, self.model.denoiser, self._state, rows, *masks, *numbers)
         found: Report = jax.device_get(report)
         return found
+
+    @property
+    def _running(self) -> Any:
+        """The sampler with the stop patterns that are in use."""
+        return dataclasses.replace(self.sampler, stop=self._stops.stop)
 
     def _placed(self, arrays: Any) -> Any:
         return arrays if self._sharding is None else jax.device_put(arrays, self._sharding)
@@ -406,26 +412,31 @@ class Engine:
     def _begin(self) -> None:
         """Makes the slots and compiles the program, by a turn that does nothing."""
         start, none = time.perf_counter(), np.zeros(self.slots, bool)
-        sampler = dataclasses.replace(self.sampler, stop=self._stops.stop)
-        self._state = begin_jit(sampler, self.model.denoiser, self._placed(self._rows))
+        self._state = begin_jit(self._running, self.model.denoiser, self._placed(self._rows))
+        if self._sharding is not None:
+            on_all = lambda x: jax.device_put(x, self._sharding) if x.sharding.is_fully_replicated else x
+            leaves, tree = jax.tree.flatten(jax.tree.map(on_all, self._state))
+            self._state = jax.tree.unflatten(tree, leaves)
+            self._program = turn_on(tuple(leaf.sharding for leaf in leaves), tree)
         self._call(none, none, 0, 1)
         self.compile_seconds += time.perf_counter() - start
 
     def _update(self, request: Request, report: Report) -> Update:
         slot = request.slot
         assert slot is not None
-        result, done, open = report.result, bool(report.done[slot]), report.pending[slot]
-        nfe, before = int(result.nfe[slot]), int(self._seen[slot])
+        done, open = bool(report.done[slot]), np.asarray(report.pending[slot])
+        result = jax.tree.map(lambda x: np.asarray(x[slot]), report.result)
+        nfe, before = int(result.nfe), int(self._seen[slot])
         self._seen[slot] = nfe
         final = int(np.argmax(open)) if open.any() else request.gen_length
         return Update(
             request=request,
             nfe=nfe,
-            tokens=result.tokens[slot],
-            written=np.flatnonzero(result.decoded_at[slot] >= before).tolist(),
-            masked=open & (result.decoded_at[slot] < 0) & (not done),
+            tokens=np.asarray(result.tokens),
+            written=np.flatnonzero(result.decoded_at >= before).tolist(),
+            masked=open & np.asarray(result.decoded_at < 0) & (not done),
             open=open & (not done),
-            final=int(result.lengths[slot]) if done else final,
+            final=int(result.lengths) if done else final,
             done=done,
         )
 

@@ -5,6 +5,7 @@ compiled program, `turn`, whatever the requests are: what they differ in are arr
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ _SHARED = (Verifier, Indicator, Stop)  # parts of a sampler whose arrays, scalar
 
 @pytree()
 class Rows:
-    """What requests differ in, a row for each slot: leaves [B, ...].
+    """What requests differ in, a row for each slot: leaves [B, ...], NumPy's on the host.
 
     Attributes:
         prompt, prompt_lengths, gen_lengths, given: as in `BlockSampler.init`; `given` is None for a sampler that takes
@@ -34,14 +35,14 @@ class Rows:
         stop_start, stop_drop: [B, N], as in `Stop`; None for a sampler without one.
     """
 
-    prompt: jax.Array
-    prompt_lengths: jax.Array
-    gen_lengths: jax.Array
-    given: jax.Array | None
-    key_data: jax.Array
-    numbers: tuple[jax.Array, ...]
-    stop_start: jax.Array | None
-    stop_drop: jax.Array | None
+    prompt: Any
+    prompt_lengths: Any
+    gen_lengths: Any
+    given: Any
+    key_data: Any
+    numbers: tuple[Any, ...]
+    stop_start: Any
+    stop_drop: Any
 
 
 @pytree()
@@ -175,3 +176,9 @@ def _admit(sampler: Any, denoiser: DenoiserLike, state: Any, rows: Rows, admitte
 # The parameters are kept as inputs so that the first state lies on their devices: else `turn` is compiled twice.
 begin_jit = jax.jit(begin, keep_unused=True)
 turn_jit = jax.jit(turn, donate_argnums=2)
+
+
+@functools.cache
+def turn_on(shardings: tuple[Any, ...], tree: Any) -> Any:
+    """`turn_jit` of slots that lie on a mesh: they stay as they lie, or the next turn would be another program."""
+    return jax.jit(turn, donate_argnums=2, out_shardings=(jax.tree.unflatten(tree, shardings), None))

@@ -24,8 +24,8 @@ class Stop:
         table: [Q, V] int32, the state after reading a token.
         start: [N] int32, each pattern's first state, or [B, N], of each row's own patterns.
         accept: [Q] bool, states in which a pattern is complete.
-        drop: int32 of the same shape, tokens that the pattern itself takes at the end of a match (0 for strings,
-            whose text is cut by the caller).
+        drop: int32 of the same shape, tokens that the pattern itself takes at the end of a match (0 for strings, whose
+            text is cut by the caller).
     """
 
     table: jax.Array

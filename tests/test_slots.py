@@ -1,0 +1,256 @@
+"""An engine's promise: a request's tokens and counts are those of the same request alone, whatever else is in the slots
+and whenever it was admitted."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_apd import VERIFIER
+from test_engine import ROWS, first_layers
+
+from dllm_jax import DllmError, Model, load, make_mesh
+from dllm_jax.tokenizer import token_bytes
+from samplers import Engine, Request, Result, sample_jit, stop_on
+from samplers.generate import generate, pad_prompts
+from samplers.slots import for_rows
+
+GEN, WIDTH, SLOTS = 24, 96, 3
+OPTIONS = {"gen_length": GEN, "block_length": 8}
+
+# sampler -> numbers that requests differ in
+SPECS: dict[str, list[dict[str, Any]]] = {
+    "threshold:cache=dual": [{"threshold": 0.3}, {"threshold": 0.95}, {}],
+    "eb:cache=none": [{"gamma": 0.01}, {"gamma": 1.0}, {"temperature": 0.8}, {"top_p": 0.6, "temperature": 1.0}],
+    "credit:cache=prefix,refresh_every=3": [{"threshold": 0.5}, {"refresh_every": 2}],
+    "hierarchical:cache=vicinity,smoothing=true": [
+        {"threshold": 0.8},
+        {"low_threshold": 0.2},
+        {"smoothing_weight": 0.5},
+    ],
+    "topk:k=2,guidance=0.5,cache=dual": [{"k": 1}, {"guidance": 1.5}],
+    "dream:steps=12,alg_temp=0.5,temperature=0.2": [{"steps": 24}, {"alg_temp": 1.0}],
+    "remask:steps=12": [{"steps": 24}],
+    "edit:cache=prefix": [{"threshold": 0.4}],
+    "d2f:rule=eb,gamma=0.3,in_flight=2": [{"tau_add": 0.5}, {"gamma": 0.01}, {"tau_act": 0.2}],
+    "leftright:tokens_per_step=2,window=4,most_window=6,lookahead=5": [{"tokens_per_step": 3}, {"window": 6}],
+}
+
+
+@pytest.fixture(scope="module")
+def llada(llada_tiny) -> Model:
+    return first_layers(llada_tiny, 1)
+
+
+def assert_alone(engine: Engine, request: Request) -> None:
+    """Of the same request in a batch of one, by the usual loop."""
+    model, rows = engine.model, engine._rows
+    stop = engine.sampler.stop
+    if request.stop:
+        tokens = [item for item in request.stop if not isinstance(item, str)] + list(model.config.end_ids)
+        strings = [item for item in request.stop if isinstance(item, str)]
+        pieces = token_bytes(model.tokenizer, model.config.vocab_size)
+        stop = stop_on(tokens, strings=strings, vocab_size=model.config.vocab_size, token_bytes=pieces)
+    numbers = tuple(np.asarray([number]) for number in request.numbers or engine._numbers)
+    start, drop = (None, None) if stop is None else (stop.start[None], stop.drop[None])
+    alone = dataclasses.replace(rows, numbers=numbers, stop_start=start, stop_drop=drop)
+    sampler = for_rows(dataclasses.replace(engine.sampler, stop=stop), alone)
+    key = jax.random.wrap_key_data(jnp.asarray(request.key_data)[None])
+    given = None if request.given is None else jnp.asarray(request.given)[None]
+    options = {} if rows.given is None else {"given": given}
+    lengths = jnp.asarray([request.gen_length])
+    prompt = pad_prompts([request.prompt], WIDTH)
+    result = jax.device_get(sample_jit(sampler, model.denoiser, *prompt, key=key, gen_lengths=lengths, **options))
+    assert_same(request.result, result)
+
+
+def assert_same(one: Result | None, other: Result) -> None:
+    assert one is not None
+    for field in dataclasses.fields(other):
+        np.testing.assert_array_equal(getattr(one, field.name), getattr(other, field.name), err_msg=field.name)
+
+
+def arrivals(engine: Engine, numbers: list[dict[str, Any]], rng: np.random.Generator, count: int) -> list[Request]:
+    """Requests of all kinds that arrive while others run; one is taken back."""
+    found = []
+    while len(found) < count or not engine.idle:
+        for _ in range(rng.integers(0, 3) if len(found) < count else 0):
+            options = numbers[rng.integers(len(numbers))]
+            length = int(rng.integers(1, GEN + 1)) if rng.random() < 0.5 else None
+            found.append(engine.submit(ROWS[rng.integers(4)], seed=int(rng.integers(9)), gen_length=length, **options))
+        if len(found) == count // 2:
+            engine.cancel(found[-1])
+        engine.step(int(rng.integers(1, 6)))
+    return found
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_as_alone_in_any_order_of_arrival(llada, spec: str) -> None:
+    draws = any("top_p" in numbers for numbers in SPECS[spec])
+    options = {"gen_length": GEN} if spec.startswith("leftright") else OPTIONS
+    engine = Engine(llada, spec, slots=SLOTS, prompt_length=WIDTH, draws=draws, **options)
+    found = arrivals(engine, SPECS[spec], np.random.default_rng(0), 9)
+    ended = list(engine.results())
+    assert {id(request) for request in ended} == {id(request) for request in found if not request.cancelled}
+    assert sum(request.cancelled for request in found) <= 1
+    for request in ended:
+        assert_alone(engine, request)
+    assert engine.row_steps >= sum(int(request.result.nfe[0]) for request in ended if request.result is not None)
+
+
+def test_one_program_whatever_comes(llada, caplog) -> None:
+    engine = Engine(llada, "threshold", slots=2, prompt_length=WIDTH, stop_states=64, draws=True, **OPTIONS)
+    engine.submit(ROWS[0])
+    list(engine.results())
+    kinds = [
+        {"threshold": 0.2},
+        {"temperature": 1.0, "top_k": 3},
+        {"stop": ["12", "\n"]},
+        {"stop": [7], "gen_length": 3},
+    ]
+    with jax.log_compiles():
+        for row, kind in enumerate(kinds * 2):
+            engine.submit(ROWS[row % 4], seed=row, **kind)
+            engine.step(row)
+        assert len(list(engine.results())) == 8
+    assert caplog.records and not [record for record in caplog.records if "Compiling jit(turn)" in record.message]
+
+
+def test_stop_strings_of_single_requests(llada) -> None:
+    """Also where they share the table with others and push unused ones out of it."""
+    engine = Engine(llada, "threshold:threshold=0.5", slots=2, prompt_length=WIDTH, stop_states=9, **OPTIONS)
+    stops = [["1"], ["2", "13"], ["1"], [ord("3")], ["44"], ["45", "0"], ["1", "5", "6"], ["7"]]
+    found = [engine.submit(ROWS[i % 4], seed=i, stop=stop) for i, stop in enumerate(stops)]
+    assert len(list(engine.results())) == len(stops)
+    for request in found:
+        assert_alone(engine, request)
+    assert any(int(request.result.lengths[0]) < GEN for request in found if request.result is not None)
+    with pytest.raises(DllmError, match="need 11 states and this engine has room for 9"):
+        engine.submit(ROWS[0], stop=["0123456789"])
+
+
+def test_given_canvases(llada) -> None:
+    engine = Engine(llada, "threshold", slots=SLOTS, prompt_length=WIDTH, **OPTIONS)
+    given = np.full(GEN, llada.denoiser.mask_id)
+    given[3:9], given[20] = 65, 66
+    found = [engine.submit(row, given=given if i % 2 else None) for i, row in enumerate(ROWS)]
+    list(engine.results())
+    for request in found:
+        assert_alone(engine, request)
+    everything = engine.submit(ROWS[0], given=np.full(GEN, 65))  # nothing is left to generate
+    assert [request is everything for request in engine.results()] == [True]
+    assert int(everything.result.nfe[0]) == 0
+
+
+def test_with_an_indicator_and_a_verifier(llada, dream_tiny, ni_indicator) -> None:
+    """Their parameters, scalars among them, are shared by all requests."""
+    engine = Engine(
+        llada, f"ni:indicator={ni_indicator},threshold=0.5", slots=2, prompt_length=WIDTH, cache="none", **OPTIONS
+    )
+    found = [engine.submit(row, threshold=number) for row, number in zip(ROWS, (0.2, 0.9, 0.5, 0.99), strict=True)]
+    dream = first_layers(dream_tiny, 1)
+    other = Engine(dream, "apd", slots=2, prompt_length=WIDTH, verifier=VERIFIER, gen_length=GEN, temperature=0.5)
+    found_there = [other.submit(row, weight=number) for row, number in zip(ROWS, (0.1, 0.9, 0.5, 0.7), strict=True)]
+    for one, requests in ((engine, found), (other, found_there)):
+        assert len(list(one.results())) == 4
+        for request in requests:
+            assert_alone(one, request)
+
+
+def test_generate_gives_the_same(llada) -> None:
+    engine = Engine(llada, "threshold", slots=SLOTS, prompt_length=WIDTH, **OPTIONS)
+    found = [engine.submit(row, seed=4) for row in ROWS]
+    list(engine.results())
+    for request, row in zip(found, ROWS, strict=True):
+        (answer,) = generate(llada, [row], sampler="threshold", seed=4, **OPTIONS)
+        assert request.generation == answer
+
+
+def test_updates_tell_what_happened(llada) -> None:
+    """Written positions are each told once, and what is final stays."""
+    engine = Engine(llada, "threshold", slots=SLOTS, prompt_length=WIDTH, **OPTIONS)
+    found = [engine.submit(row) for row in ROWS]
+    written: dict[int, list[int]] = {request.number: [] for request in found}
+    final: dict[int, list[int]] = {request.number: [] for request in found}
+    while not engine.idle:
+        for update in engine.step():
+            number = update.request.number
+            written[number] += update.written
+            assert update.tokens[: len(final[number])].tolist() == final[number]
+            final[number] = update.tokens[: update.final].tolist()
+            assert update.done == (update.request.result is not None)
+    for request in found:
+        assert request.result is not None
+        assert sorted(written[request.number]) == np.flatnonzero(request.result.decoded_at[0] >= 0).tolist()
+        assert final[request.number] == request.generation.tokens
+
+
+def test_what_is_taken_back_leaves_its_slot(llada) -> None:
+    engine = Engine(llada, "threshold", slots=SLOTS, prompt_length=WIDTH, **OPTIONS)
+    first, second, third = (engine.submit(row) for row in ROWS[:3])
+    engine.step()
+    engine.cancel(first)
+    engine.cancel(second)
+    assert list(engine.results()) == [third]
+    engine.cancel(third)
+    assert first.result is second.result is None and not third.cancelled
+    assert_alone(engine, third)
+    with pytest.raises(DllmError, match="request 0 has not ended"):
+        first.generation  # noqa: B018
+
+
+def test_on_a_mesh(llada_tiny, llada, caplog) -> None:
+    """Slots split over four devices, and heads over two."""
+    mesh = make_mesh(data=4, tensor=2)
+    split = first_layers(load(llada_tiny.folder, mesh=mesh), 1)
+    engine = Engine(split, "threshold:threshold=0.6", slots=8, prompt_length=WIDTH, **OPTIONS)
+    alone = Engine(llada, "threshold:threshold=0.6", slots=SLOTS, prompt_length=WIDTH, **OPTIONS)
+    pairs = [[each.submit(row, seed=i) for each in (engine, alone)] for i, row in enumerate(ROWS * 3)]
+    list(alone.results())
+    engine.step()
+    with jax.log_compiles():
+        list(engine.results())
+    assert not [record for record in caplog.records if "Compiling jit(turn)" in record.message]
+    for one, other in pairs:
+        assert_same(one.result, other.result)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"prompt": [65] * 100}, "the prompt has 100 tokens and this engine has room for 96"),
+        ({"gen_length": 25}, "gen_length 25 exceeds the engine's 24"),
+        ({"gen_length": 0}, "gen_length is 0; it must be at least 1"),
+        ({"temperature": 0.5}, "temperature would make another program; build an engine with it, or draws=True"),
+        ({"block_length": 4}, "block_length would make another program; build an engine with it"),
+        ({"gamma": 0.5}, "sampler threshold has no option 'gamma'"),
+        ({"threshold": -1.0}, "threshold is -1; it must be"),
+        ({"stop": "x"}, "stop is 'x'; give a list"),
+        ({"stop": ["x"]}, "need 2 states and this engine has room for 0"),
+        ({"stop": [700]}, "stop token 700 lies outside"),
+        ({"given": [1, 2]}, r"given has shape \[2\]; it must be \[24\]"),
+        ({"seed": -1}, "seed is -1"),
+        ({"ignore_eos": True}, "ignore_eos cannot be chosen by request"),
+    ],
+)
+def test_bad_requests(llada, options: dict[str, Any], sentence: str) -> None:
+    engine = Engine(llada, "threshold", slots=2, prompt_length=WIDTH, **OPTIONS)
+    with pytest.raises(DllmError, match=sentence):
+        engine.submit(**{"prompt": ROWS[0], **options})
+    assert engine.idle
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"slots": 0}, "slots is 0"),
+        ({"prompt_length": 5000}, "a prompt of 5000 tokens"),
+        ({"stop_states": -1}, "stop_states is -1"),
+        ({"gen_length": 5000}, "canvas up to position"),
+    ],
+)
+def test_engines_that_cannot_be(llada, options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(DllmError, match=sentence):
+        Engine(llada, "threshold", **options)
