@@ -6,11 +6,13 @@ statistics go to the standard error. A prompt is taken as it is: write line brea
 
 `python -m samplers --infill "The capital is<gap:8>, founded in<gap:4>." --model DIR_OR_NAME` fills the gaps of a
 text; with a prompt beside it, the text is the answer to that.
+
+`python -m samplers serve --model DIR_OR_NAME` is a server in the shape of OpenAI's (`... serve --help`). A first
+argument `serve` always means that; as a prompt the word goes behind an option: `--model DIR_OR_NAME serve`.
 """
 
 import argparse
 import contextlib
-import dataclasses
 import functools
 import inspect
 import io
@@ -36,17 +38,16 @@ from dllm_jax.quantized import told_dtype
 from dllm_jax.tools import spec
 from dllm_jax.tools.command import Parser, run_printing
 from samplers.answers import Generation
-from samplers.block import BlockSampler
-from samplers.build import CanvasSampler, defaults_of, read, refuse_twice, typed, with_verifier
+from samplers.build import CanvasSampler, defaults_of, typed, with_verifier
 from samplers.caches import CACHES
 from samplers.checks import check_number
+from samplers.flags import add_model, add_sampler, default_of, flag_of, said_by, written_fields
 from samplers.generate import answered, prepare
 from samplers.infill import Infilling, filled, prepare_infill, requests_for
 from samplers.live import printable, watch
-from samplers.predictions import Sampling
 from samplers.presets import PRESETS
 from samplers.prompts import Prompt
-from samplers.registry import LOOPS, USUAL, fields_of, kind_of, settings_of, title
+from samplers.registry import LOOPS, kind_of, settings_of, title
 from samplers.requests import Request, requests_of
 from samplers.rules import RULES
 from samplers.running import run_all
@@ -60,8 +61,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs what it raises as well
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # an answer may hold what the terminal's encoding cannot
-    work = lambda: _run(_parser().parse_intermixed_args(arguments))
+    said = sys.argv[1:] if arguments is None else list(arguments)
+    if said[:1] == ["serve"]:
+        return _serve(said[1:])
+    work = lambda: _run(_parser().parse_intermixed_args(said))
     return run_printing(work, "use a smaller --batch-size or --gen-length")
+
+
+def _serve(said: Sequence[str]) -> int:
+    """`python -m samplers serve`, which brings what this command does without."""
+    from samplers.serving.command import run
+
+    return run_printing(lambda: run(said), "use fewer --slots, or a smaller --gen-length or --prompt-length")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -81,18 +92,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="TEXT",
         help="fill this text's gaps, <gap:8> is one of 8 tokens; repeatable",
     )
-    add("--model", metavar="DIR_OR_NAME", help="converted checkpoint: a folder, or a name in ~/.cache/dllm_jax")
-    add("--dtype", help="bfloat16, float16 or float32; as stored by default")
-    add("--quantize", metavar="BITS", help="int8 or int4: kernels in so many bits; as stored by default")
+    add_model(parser)
     add("--list", action="store_true", help="print rules, cache policies and samplers with their options")
-    add("--sampler", metavar="SPEC", help=f"{', '.join(LOOPS)} or a rule, as in d2f:block_length=8@MODEL_DIR")
-    add("--preset", metavar="NAME", help=f"published settings, changed by other options: {', '.join(PRESETS)}")
     add("--chat", action="store_true", help="take a prompt as a user's message in the model's chat format")
     add("--system", metavar="TEXT", help="system message; implies --chat")
     add("--seed", type=int, default=0, metavar="N", help="of the random numbers, where any are drawn (default: 0)")
     add("--batch-size", type=int, metavar="N", help="prompts sampled together (default: all)")
-    _add_sampling(parser.add_argument_group("sampling", "defaults are the model's own, where it came with some"))
-    _add_part_options(parser.add_argument_group("options of rules, cache policies and samplers", "see --list"))
+    add_sampler(parser)
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="one JSON object per prompt: text, tokens, trajectory, speed, settings")
     add("--no-live", action="store_true", help="do not show the canvas while it is being unmasked")
@@ -100,64 +106,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_sampling(group: Any) -> None:
-    add = functools.partial(group.add_argument, default=argparse.SUPPRESS)
-    numbers = ", ".join(f"{field.name} ({field.default})" for field in dataclasses.fields(Smoothing))
-    add("--rule", metavar="RULE", help=f"{', '.join(RULES)} (default: threshold)")
-    add("--cache", metavar="CACHE", help=f"{', '.join(CACHES)} (default: dual)")
-    add("--gen-length", metavar="N", help="positions to generate (default: 256)")
-    add("--block-length", metavar="N", help="length of a block, 0 is one block (default: 32)")
-    add("--align-blocks", action="store_true", help="blocks begin at multiples of their length, prompt included")
-    add("--smoothing", nargs="?", const="true", metavar="NAME=VALUE,...", help=f"iteration smoothing, with {numbers}")
-    add("--temperature", metavar="T", help="0 takes the most probable token (default)")
-    add("--top-p", metavar="P", help="draw from the smallest set of tokens above this probability")
-    add("--top-k", metavar="N", help="draw from so many most probable tokens")
-    add("--cfg", metavar="SCALE", dest="guidance", help="classifier-free guidance (default: 0, none)")
-    add("--stop", action="append", metavar="TEXT", help="end an answer before this text; repeatable")
-    add("--stop-id", action="append", type=int, metavar="ID", dest="stop", help="the same for a token id")
-    add("--suppress", action="append", metavar="TEXT", help="never write this text, which is one token; repeatable")
-    add("--suppress-id", action="append", type=int, metavar="ID", dest="suppress", help="the same for a token id")
-    add("--ignore-eos", action="store_true", help="go on behind the model's end tokens")
-    add("--fill-after-eos", action="store_true", help="write nothing more behind an end-of-sequence token")
-    add("--canvas-length", metavar="N", help="pad prompt and canvas with masks to this length")
-
-
-def _add_part_options(group: Any) -> None:
-    """A flag for every field of a rule, a cache policy or a sampler that is not one of all samplers."""
-    common = {field.name for field in (*fields_of(BlockSampler), *fields_of(Sampling))}
-    takers: dict[str, dict[str, type]] = {}
-    for name, kind in {**RULES, **CACHES, **LOOPS}.items():
-        for option in _written_fields(kind):
-            takers.setdefault(option, {})[name] = kind
-    for option, kinds in takers.items():
-        names = ", ".join(f"{name} (default: {_default(kind, option)})" for name, kind in kinds.items())
-        words = sorted({word for kind in kinds.values() for word in spec.choices(kind_of(kind, option))})
-        about = f"of {names}" + (f": {', '.join(words)}" if words else "")
-        if option not in common:
-            group.add_argument(_flag(option), metavar="VALUE", default=argparse.SUPPRESS, help=about.replace("%", "%%"))
-
-
-def _written_fields(kind: type) -> list[str]:
-    """What can be written of a rule, a cache policy or a sampler."""
-    return [field.name for field in fields_of(kind) if spec.is_writable(kind_of(kind, field.name))]
-
-
-def _flag(option: str) -> str:
-    return "--" + option.replace("_", "-")
-
-
-def _default(kind: type, option: str) -> str:
-    value = next(field.default for field in fields_of(kind) if field.name == option)
-    if value is dataclasses.MISSING:
-        return {"steps": "one per token", "gen_length": str(USUAL.options["gen_length"])}.get(option, "required")
-    return spec.written(value)
-
-
 def _run(options: argparse.Namespace) -> None:
     if options.list:
         print(_listing())
         return
-    name, texts, named = _said(options)
+    name, texts, named = said_by(options, _parser().parse_args([]))
     if named is None:
         raise DllmError("no model was named; pass --model DIR_OR_NAME")
     check_number("delay", options.delay, 0.0)
@@ -225,25 +178,6 @@ def _generation(prompts: list[Any], model: Model, **settings: Any) -> _Ready:
 def _infilling(templates: list[str], prompt: Any, model: Model, **settings: Any) -> _Ready:
     plan = prepare_infill(model, templates, prompt=prompt, **settings)
     return _Ready(plan.sampler, requests_for(model, plan), functools.partial(filled, model, plan))
-
-
-def _said(options: argparse.Namespace) -> tuple[str | None, dict[str, Any], str | None]:
-    """The name of the sampler, its options as they were written, in its spec and by flags, and the model's name.
-
-    Raises:
-        DllmError: for what is said twice, and an unknown preset.
-    """
-    usual = _parser().parse_args([])
-    flags = {name: value for name, value in vars(options).items() if name not in usual}
-    if options.preset is not None and options.preset not in PRESETS:
-        raise DllmError(f"no preset is called {options.preset!r}; choose one of {', '.join(PRESETS)}")
-    if options.sampler is None:
-        return options.preset, flags, options.model
-    if options.preset is not None:
-        raise DllmError("--preset has no effect beside --sampler; leave one out")
-    name, written, model = read(options.sampler)
-    refuse_twice(written, flags)
-    return name, {**written, **flags}, model or options.model
 
 
 def _show_live(
@@ -415,10 +349,10 @@ def _listed(table: Mapping[str, type], width: int) -> Iterator[str]:
         yield ""
         yield from _wrapped(f"{name}: {_summary(kind)}", width, "  ")
         about = _attribute_docs(kind)
-        for option in _written_fields(kind):
+        for option in written_fields(kind):
             words = ", ".join(spec.choices(kind_of(kind, option)))
-            values = f"(default: {_default(kind, option)}{words and f'; one of {words}'})"
-            yield from _wrapped(f"    {_flag(option)} {values} {about.get(option, '')}", width, "        ")
+            values = f"(default: {default_of(kind, option)}{words and f'; one of {words}'})"
+            yield from _wrapped(f"    {flag_of(option)} {values} {about.get(option, '')}", width, "        ")
 
 
 def _wrapped(text: str, width: int, indent: str) -> Iterator[str]:

@@ -92,6 +92,7 @@ class Update:
         nfe: its forwards so far.
         tokens: [G] int32, its canvas; where nothing is written, the end of the sequence.
         written: positions that the step wrote.
+        masked: [G] bool, positions where nothing is written yet.
         open: [G] bool, positions that may still change; those of them that are written are provisional.
         final: length of the unbroken beginning that will not change.
         done: whether it has ended.
@@ -101,6 +102,7 @@ class Update:
     nfe: int
     tokens: np.ndarray
     written: list[int]
+    masked: np.ndarray
     open: np.ndarray
     final: int
     done: bool
@@ -183,7 +185,11 @@ class Engine:
 
     # What callers do -------------------------------------------------------------------------------------------------
 
-    def submit(
+    def submit(self, prompt: Prompt, **options: Any) -> Request:
+        """Puts a request at the end of the queue; arguments and errors are those of `request`."""
+        return self.enqueue(self.request(prompt, **options))
+
+    def request(
         self,
         prompt: Prompt,
         *,
@@ -196,7 +202,7 @@ class Engine:
         stop: Sequence[str | int] = (),
         **numbers: Any,
     ) -> Request:
-        """Puts a request at the end of the queue.
+        """A request for `enqueue`, which may be made in any thread, whatever the engine does meanwhile.
 
         Its answer is that of ``generate(model, [prompt], seed=seed, ...)`` with the same sampler.
 
@@ -222,16 +228,17 @@ class Engine:
         for token in (item for item in stop if not isinstance(item, str)):
             check_token("stop", token, self.model.config)
         own = row_keys(jax.random.key(seed), 1)[0] if key is None else key
-        return self.enqueue(
-            Request(
-                prompt=encode_prompt(self.model, prompt, chat=chat, system=system),
-                gen_length=gen_length or most,
-                key_data=np.asarray(jax.random.key_data(own)),
-                given=None if given is None else np.asarray(given, np.int32),
-                numbers=self._numbers_with(numbers) if numbers else None,
-                stop=tuple(stop),
-            )
+        made = Request(
+            prompt=encode_prompt(self.model, prompt, chat=chat, system=system),
+            gen_length=gen_length or most,
+            key_data=np.asarray(jax.random.key_data(own)),
+            given=None if given is None else np.asarray(given, np.int32),
+            numbers=self._numbers_with(numbers) if numbers else None,
+            stop=tuple(stop),
+            texts=tuple(self._settings.options.get("stop") or ()) if self._settings else (),
         )
+        self._check(made)
+        return made
 
     def enqueue(self, request: Request) -> Request:
         """Puts a request that you made at the end of the queue.
@@ -239,6 +246,14 @@ class Engine:
         Raises:
             DllmError: for a prompt that is too long, a canvas of another length, and stop patterns without room.
         """
+        self._check(request)
+        request.number = self._count if request.number < 0 else request.number
+        request._model = self.model
+        self._count += 1
+        self._waiting.append(request)
+        return request
+
+    def _check(self, request: Request) -> None:
         if len(request.prompt) > self.prompt_length:
             room = f"this engine has room for {self.prompt_length}; build it with a larger prompt_length"
             raise DllmError(f"the prompt has {len(request.prompt)} tokens and {room}")
@@ -248,11 +263,6 @@ class Engine:
         if request.given is not None and self._rows.given is None:
             raise DllmError("given tokens cannot be kept by a sampler that writes from left to right; use BlockSampler")
         self._stops.check(request.stop)
-        request.number = self._count if request.number < 0 else request.number
-        request._model = self.model
-        self._count += 1
-        self._waiting.append(request)
-        return request
 
     def cancel(self, request: Request) -> None:
         """Takes a request back; its slot is free in the next step. One that has ended stays as it is."""
@@ -285,6 +295,11 @@ class Engine:
         """Share of the slots that were at work, over all steps."""
         return self.row_steps / max(self.steps * self.slots, 1)
 
+    def compile(self) -> None:
+        """Compiles the program now, and not in the first step."""
+        if self._state is None:
+            self._begin()
+
     def step(self, count: int = 1) -> list[Update]:
         """Admits what waits, runs so many steps, fewer where a request ends, and tells what they did to each."""
         if self.idle:
@@ -298,6 +313,10 @@ class Engine:
         """Admits what waits and runs until a slot is free again, or all are where nothing waits: what has ended."""
         if not self.idle:
             self._collect(self._turn(_FOREVER, 1 if self._waiting else self.slots))
+        return self.take_ended()
+
+    def take_ended(self) -> list[Request]:
+        """Requests that have ended since the last call; the engine knows them no more."""
         ended, self._ended = self._ended, []
         return ended
 
@@ -374,8 +393,7 @@ class Engine:
         return admitted
 
     def _turn(self, most_steps: int, wanted: int) -> Report:
-        if self._state is None:
-            self._begin()
+        self.compile()
         admitted, leaving = self._admit(), self._leaving & [request is None for request in self._at]
         self._leaving = np.zeros(self.slots, bool)
         start = time.perf_counter()
@@ -425,6 +443,7 @@ class Engine:
             nfe=nfe,
             tokens=np.asarray(result.tokens),
             written=np.flatnonzero(result.decoded_at >= before).tolist(),
+            masked=open & np.asarray(result.decoded_at < 0) & (not done),
             open=open & (not done),
             final=int(result.lengths) if done else final,
             done=done,

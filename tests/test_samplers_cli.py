@@ -22,6 +22,7 @@ from dllm_jax import checkpoint
 from samplers import CACHES, RULES, Generation, Rule, Smoothing, engine, live, registry
 from samplers import __main__ as cli
 from samplers.build import typed
+from samplers.flags import said_by
 from samplers.live import END, Speller, printable, watch
 
 PROMPT = "Q: Tom has 12 books. Tom buys 23.\nA: "
@@ -373,7 +374,7 @@ def test_a_rule_that_is_added_is_offered(monkeypatch, capsys):
     monkeypatch.setattr(cli, "RULES", {**RULES, "new": New})
     monkeypatch.setattr(registry, "PARTS", {**registry.PARTS, "rule": cli.RULES})
     line = ["a", "--rule=new", "--weight=0.25", "--count=3", "--fast=true", "--kind=b"]
-    name, texts, model = cli._said(cli._parser().parse_intermixed_args(line))
+    name, texts, model = said_by(cli._parser().parse_intermixed_args(line), cli._parser().parse_args([]))
     wanted = {"rule": "new", "weight": 0.25, "count": 3, "fast": True, "kind": "b"}
     assert typed(name, texts, under=registry.USUAL).options == wanted
     assert "inner" not in set(registry.kinds_of(registry.Settings(registry.USUAL.kind, {"rule": "new"})))

@@ -1,0 +1,170 @@
+"""`python -m samplers serve`: the command line of the server."""
+
+import argparse
+import asyncio
+import functools
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+import dllm_jax
+from dllm_jax import DllmError, Model
+from dllm_jax.loading import outline
+from dllm_jax.quantized import told_dtype
+from dllm_jax.tokenizer import token_bytes
+from dllm_jax.tools.command import Parser
+from samplers.apd_verifier import verifier_for
+from samplers.build import defaults_of, make_sampler, typed, with_verifier
+from samplers.checks import check_length, check_number, check_whole
+from samplers.flags import add_model, add_sampler, said_by
+from samplers.registry import title
+from samplers.requests import Engine
+
+KEY_VARIABLE = "DLLM_API_KEY"
+
+_ABOUT = """Serves a model as OpenAI's API does: /v1/chat/completions, /v1/completions, /v1/models; besides these
+/v1/canvas, /health, /metrics, and a page at / that shows the canvas while it is written. The sampler's numbers
+(threshold, gamma ...) may stand in a request's body, in `extra_body` of OpenAI's client. Ctrl-C finishes what runs;
+see docs/serving.md."""
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Serves until it is interrupted.
+
+    Raises:
+        DllmError: for bad options, without the extra `serve`, and when the engine stops by an error.
+    """
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        from samplers.serving.server import Server, bound, serve, url_of
+        from samplers.serving.service import Limits
+    except ModuleNotFoundError as error:
+        raise DllmError(f"serving needs the package {error.name}; pip install 'dllm_jax[serve]'") from None
+    _check(options)
+    key = _key(options.api_key_file)
+    at = bound(options.host, options.port)
+    engine, said = _engine(options, parser.parse_args([]))
+    _log()
+    if key is None and not at.getsockname()[0].startswith(("127.", "::1")):
+        print(f"warning: everybody who reaches {url_of(at)} may use it; see --api-key-file", file=sys.stderr)
+
+    def began(server: Server) -> None:
+        print(f"serving {_described(engine)} at {url_of(at)}", flush=True)
+
+    limits = Limits(options.queue, options.deadline)
+    stop, ignore_eos = tuple(said.get("stop") or ()), bool(said.get("ignore_eos"))
+    about = {"key": key, "most_body": options.max_body, "grace": options.grace}
+    asyncio.run(serve(engine, at, limits, stop=stop, ignore_eos=ignore_eos, began=began, **about))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="python -m samplers serve",
+        description=_ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_model(parser)
+    add = parser.add_argument_group("server").add_argument
+    add(
+        "--host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="where to listen (default: 127.0.0.1, this machine alone)",
+    )
+    add("--port", type=int, default=8000, metavar="N", help="0 takes any that is free (default: 8000)")
+    add("--slots", type=int, default=8, metavar="N", help="requests that run together (default: 8)")
+    add("--prompt-length", type=int, metavar="N", help="tokens of the longest prompt (default: 512)")
+    add("--stop-states", type=int, default=256, metavar="N", help=_STATES)
+    add("--queue", type=int, default=64, metavar="N", help="requests that may wait; others get a 429 (default: 64)")
+    add("--deadline", type=float, metavar="SECONDS", help="of a request, waiting included (default: none)")
+    add("--grace", type=float, default=30.0, metavar="SECONDS", help="for what runs at the end (default: 30)")
+    add("--max-body", type=int, default=1 << 20, metavar="BYTES", help="of a request (default: 1048576)")
+    add("--api-key-file", metavar="FILE", help=f"holds the key that requests must bring; or set {KEY_VARIABLE}")
+    add_sampler(parser)
+    return parser
+
+
+_STATES = "room for stop strings: bytes of all that run, 4 x vocabulary bytes of memory each (default: 256)"
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.model is None and "@" not in (options.sampler or ""):
+        raise DllmError("no model was named; pass --model DIR_OR_NAME")
+    check_length("slots", options.slots)
+    check_length("prompt_length", options.prompt_length, optional=True)
+    check_length("max_body", options.max_body)
+    check_whole("queue", options.queue, 0)
+    check_whole("port", options.port, 0, 65535)
+    check_whole("stop_states", options.stop_states, 0)
+    check_number("deadline", options.deadline, 0.0)
+    check_number("grace", options.grace, 0.0)
+
+
+def _key(file: str | None) -> str | None:
+    """The key that requests must bring, None for none."""
+    if file is None:
+        return os.environ.get(KEY_VARIABLE) or None
+    try:
+        key = Path(file).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DllmError(f"the API key could not be read from {file} ({error})") from None
+    if not key or not key.isascii() or not key.isprintable():
+        raise DllmError(f"{file} must hold one key of plain characters on one line")
+    return key
+
+
+def _engine(options: argparse.Namespace, usual: argparse.Namespace) -> tuple[Engine, dict[str, Any]]:
+    """The engine that was asked for and the sampler's options."""
+    name, texts, named = said_by(options, usual)
+    assert named is not None
+    bare = outline(named)
+    bare.require_tokenizer()
+    said = typed(name, texts, under=defaults_of(bare)).options
+    make_sampler(bare, name, **with_verifier(said, outline))  # mistakes come before gigabytes are read
+    load = functools.partial(dllm_jax.load, dtype=options.dtype, quantize=options.quantize)
+    with Console(stderr=True).status(f"loading {named}", spinner="line"):
+        model = load(named)
+        settings = _one_verifier(model, with_verifier(said, load))
+    states = options.stop_states if _is_plain(model) else 0
+    room = {"slots": options.slots, "prompt_length": options.prompt_length, "stop_states": states}
+    return Engine(model, name, draws=True, **room, **settings), settings
+
+
+def _one_verifier(model: Model, said: dict[str, Any]) -> dict[str, Any]:
+    """The options with one verifier for all requests: another would be another program."""
+    found = said.get("verifier")
+    return {**said, "verifier": verifier_for(model, found)} if isinstance(found, Model) else said
+
+
+def _is_plain(model: Model) -> bool:
+    """Whether stop strings can be found in the model's tokens; reads its vocabulary, which later requests need."""
+    try:
+        token_bytes(model.require_tokenizer(), model.config.vocab_size)
+    except DllmError:
+        return False
+    return True
+
+
+def _described(engine: Engine) -> str:
+    sampler = f"{title(engine.sampler)}, {told_dtype(engine.model.params)}"
+    room = (
+        f"{engine.slots} slots, prompts up to {engine.prompt_length} tokens, answers up to {engine.sampler.gen_length}"
+    )
+    return f"{engine.model.name} ({sampler}; {room})"
+
+
+def _log() -> None:
+    """One line for each request, on the standard error."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    for name, level in (("samplers.serving", logging.INFO), ("uvicorn", logging.WARNING)):
+        logging.getLogger(name).addHandler(handler)
+        logging.getLogger(name).setLevel(level)
+        logging.getLogger(name).propagate = False  # libraries put handlers of their own above

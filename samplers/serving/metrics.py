@@ -1,0 +1,51 @@
+"""What Prometheus is told: numbers only, nothing of what anybody wrote."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from samplers.requests import Request
+from samplers.serving.worker import Turn
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_STEP = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+_ANSWER = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
+
+
+class Metrics:
+    """The numbers of one server."""
+
+    def __init__(self, slots: int) -> None:
+        self._registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            "dllm_requests", "Requests by what became of them", ["route", "outcome"], registry=registry
+        )
+        self._tokens = Counter("dllm_tokens", "Tokens of prompts and of answers", ["kind"], registry=registry)
+        self._forwards = Counter("dllm_forwards", "Forwards of single requests", registry=registry)
+        self._steps = Counter("dllm_steps", "Steps, each a forward of all slots at work", registry=registry)
+        self._busy = Gauge("dllm_slots_busy", "Slots at work", registry=registry)
+        self._waiting = Gauge("dllm_queue_length", "Requests that wait for a slot", registry=registry)
+        self._step_seconds = Histogram("dllm_step_seconds", "Time of a step", buckets=_STEP, registry=registry)
+        self._answer_seconds = Histogram(
+            "dllm_last_token_seconds", "Time from a request to its last token", buckets=_ANSWER, registry=registry
+        )
+        Gauge("dllm_slots", "Slots that there are", registry=registry).set(slots)
+
+    def turned(self, turn: Turn) -> None:
+        """After a turn of the engine."""
+        self._busy.set(turn.busy)
+        self._waiting.set(turn.waiting)
+        self._steps.inc(turn.steps)
+        for _ in range(turn.steps):
+            self._step_seconds.observe(turn.seconds / turn.steps)
+
+    def ended(self, request: Request, seconds: float) -> None:
+        """After a request of the engine."""
+        assert request.result is not None
+        self._tokens.labels("prompt").inc(len(request.prompt))
+        self._tokens.labels("completion").inc(int(request.result.lengths[0]))
+        self._forwards.inc(int(request.result.nfe[0]))
+        self._answer_seconds.observe(seconds)
+
+    def text(self) -> bytes:
+        """Everything, as Prometheus reads it."""
+        return generate_latest(self._registry)

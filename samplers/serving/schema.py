@@ -1,0 +1,213 @@
+"""What the body of a request may say. Unknown fields are refused, as OpenAI does: a misspelt number would be a silent
+change of the answer."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from samplers.serving.faults import Fault
+
+MOST_NUMBER = 1e9
+
+UNREAD = frozenset(
+    ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+)
+"""OpenAI's fields that do not say anything about the answer."""
+
+IDLE: dict[str, tuple[Any, ...]] = {
+    "audio": (None,),
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "frequency_penalty": (None, 0),
+    "function_call": (None, "none", "auto"),
+    "functions": (None, []),
+    "logit_bias": (None, {}),
+    "modalities": (None, ["text"]),
+    "parallel_tool_calls": (None, True, False),
+    "prediction": (None,),
+    "presence_penalty": (None, 0),
+    "reasoning_effort": (None, "none"),
+    "response_format": (None, {"type": "text"}),
+    "suffix": (None, ""),
+    "tool_choice": (None, "none", "auto"),
+    "tools": (None, []),
+    "verbosity": (None,),
+    "web_search_options": (None,),
+}
+"""OpenAI's fields that this server cannot do, and the values that ask for nothing."""
+
+
+class Part(BaseModel):
+    """A part of a message; only texts are understood."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """A turn of a conversation. What else an answer of this server has in its message may come back empty."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[Part] | None = None
+
+    @property
+    def turn(self) -> dict[str, str]:
+        """As chat templates take it.
+
+        Raises:
+            Fault: for what they have no place for.
+        """
+        for name, value in (self.model_extra or {}).items():
+            if value not in (None, [], {}):
+                raise Fault(400, f"messages with {name!r:.60} are not supported by this server", param="messages")
+        parts = self.content if isinstance(self.content, list) else None
+        text = "".join(part.text for part in parts) if parts is not None else self.content or ""
+        return {"role": "system" if self.role == "developer" else self.role, "content": str(text)}
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class Body(BaseModel):
+    """What all endpoints take. Beside its fields stand the numbers of the sampler, such as `threshold`."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    seed: int | None = Field(None, ge=0, lt=2**32)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    stop: str | list[str] | None = None
+
+    @property
+    def prompts(self) -> list[Any]:
+        """What is to be answered, each as `generate` takes it."""
+        raise NotImplementedError
+
+    @property
+    def length(self) -> int | None:
+        """Positions to generate."""
+        return self.max_tokens
+
+    @property
+    def with_logprobs(self) -> bool:
+        """Whether the answer tells the log-probability of its tokens."""
+        return False
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def numbers(self) -> dict[str, int | float]:
+        """The sampler's for this request.
+
+        Raises:
+            Fault: for fields that nobody knows, and OpenAI's that ask for what is not there.
+        """
+        said = {name: value for name in ("temperature", "top_p") if (value := getattr(self, name)) is not None}
+        return said | {name: _number(name, value) for name, value in self._others()}
+
+    def _others(self) -> list[tuple[str, Any]]:
+        """The further fields that mean something."""
+        found = []
+        for name, value in (self.model_extra or {}).items():
+            if name in UNREAD or (name in IDLE and any(_same(value, idle) for idle in IDLE[name])):
+                continue
+            if name in IDLE:
+                raise Fault(400, f"{name} is not supported by this server; leave it out", param=name)
+            found.append((name, value))
+        return found
+
+
+class Completing(Body):
+    """What both of OpenAI's endpoints take."""
+
+    n: int | None = Field(None, ge=1, le=128)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def with_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class ChatBody(Completing):
+    """Of /v1/chat/completions."""
+
+    messages: list[Message]
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+
+    @property
+    def length(self) -> int | None:
+        both = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(both) > 1:
+            raise Fault(400, "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens")
+        return next(iter(both), None)
+
+    @property
+    def prompts(self) -> list[Any]:
+        return [[message.turn for message in self.messages]]
+
+    @property
+    def with_logprobs(self) -> bool:
+        """Whether the answer tells the log-probability of its tokens."""
+        if self.top_logprobs:
+            raise Fault(400, "top_logprobs above 0 is not there; logprobs tells each token's own", param="top_logprobs")
+        return bool(self.logprobs)
+
+
+class TextBody(Completing):
+    """Of /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = Field(None, ge=0, le=5)
+
+    @property
+    def prompts(self) -> list[Any]:
+        """Texts, or lists of token ids."""
+        if isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return list(self.prompt)
+
+    @property
+    def with_logprobs(self) -> bool:
+        """Whether the answer tells the log-probability of its tokens."""
+        if self.logprobs:
+            raise Fault(400, "logprobs above 0 is not there; logprobs=0 tells each token's own", param="logprobs")
+        return self.logprobs is not None
+
+
+class CanvasBody(Body):
+    """Of /v1/canvas: a text as it is, or a conversation."""
+
+    prompt: str | None = None
+    messages: list[Message] | None = None
+
+    @property
+    def prompts(self) -> list[Any]:
+        if (self.prompt is None) == (self.messages is None):
+            raise Fault(400, "give either a prompt or messages", param="prompt")
+        return [self.prompt if self.messages is None else [message.turn for message in self.messages]]
+
+
+def _same(value: Any, idle: Any) -> bool:
+    """Equal, and not as 0 and False are."""
+    return bool(value == idle) and (isinstance(value, bool) == isinstance(idle, bool))
+
+
+def _number(name: str, value: Any) -> int | float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        known = "OpenAI's fields and the sampler's numbers are"
+        raise Fault(400, f"{name!r:.60} is not known; {known}", param=name[:60], code="unknown_parameter")
+    if not abs(value) <= MOST_NUMBER:
+        raise Fault(400, f"{name!r:.60} is out of range", param=name[:60])
+    return value

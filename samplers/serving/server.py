@@ -1,0 +1,130 @@
+"""Listening, and ending without losing what is being answered."""
+
+import asyncio
+import socket
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from dllm_jax import DllmError
+from samplers.requests import Engine
+from samplers.serving.app import make_app
+from samplers.serving.guard import Guard, hosts_of, where
+from samplers.serving.service import Limits, Service, stopping
+
+TOLD_SECONDS = 1.0
+"""Time in which clients and whoever asks for /health hear that the engine has stopped."""
+
+LEAVING_SECONDS = 5.0
+"""Time in which the last answers are sent."""
+
+
+class Server(uvicorn.Server):
+    """Ends at SIGINT or SIGTERM when everything that was admitted is answered; at once at the second."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, grace: float) -> None:
+        """
+        Args:
+            grace: seconds that what was admitted has then.
+        """
+        super().__init__(config)
+        self._service, self._grace = service, grace
+        self._loop = asyncio.get_running_loop()
+        self._ending: asyncio.Task[None] | None = None
+        service.ended = self.stop
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Of uvicorn, for signals."""
+        self._loop.call_soon_threadsafe(self.stop)
+
+    def stop(self) -> None:
+        """Ends; called again, ends at once. To be called in the event loop."""
+        if self._ending is None:
+            self._ending = asyncio.ensure_future(self._end())
+            return
+        self._service.break_off(stopping())
+        self.should_exit = True
+
+    async def _end(self) -> None:
+        await self._service.drain(self._grace)
+        if self._service.broken is not None:
+            await asyncio.sleep(TOLD_SECONDS)
+        self.should_exit = True
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket at an address, which nobody can connect to yet.
+
+    Raises:
+        DllmError: when there is no such address, or it is taken.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.socket(family, kind)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+    except (OSError, OverflowError) as error:
+        raise DllmError(f"cannot listen at {host} port {port} ({error}); choose another by --host and --port") from None
+    return found
+
+
+def url_of(at: socket.socket) -> str:
+    """The address of a socket as clients write it."""
+    host, port = at.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def serve(
+    engine: Engine,
+    at: socket.socket,
+    limits: Limits,
+    *,
+    stop: tuple[str | int, ...] = (),
+    ignore_eos: bool = False,
+    key: str | None = None,
+    most_body: int = 1 << 20,
+    grace: float = 30.0,
+    began: Callable[[Server], None] = lambda server: None,
+) -> None:
+    """Serves an engine until it is told to stop.
+
+    Args:
+        at: a bound socket.
+        stop, ignore_eos: as the engine's sampler has them.
+        key: that requests must bring.
+        most_body: bytes of a request's body.
+        grace: seconds that answers have when the server is to end.
+        began: called before the first request is read.
+
+    Raises:
+        DllmError: when the engine has stopped by an error.
+    """
+    engine.compile()
+    service = Service(engine, limits, stop=stop, ignore_eos=ignore_eos)
+    guard = Guard(
+        make_app(service),
+        service.metrics.requests,
+        key=key,
+        most_body=most_body,
+        hosts=hosts_of(at.getsockname()[0]),
+    )
+    connections = 2 * (engine.slots + limits.queue) + 256
+    config = uvicorn.Config(
+        guard,
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        limit_concurrency=connections,
+        timeout_graceful_shutdown=int(LEAVING_SECONDS),
+        ws="none",
+    )
+    server = Server(config, service, grace)
+    began(server)
+    try:
+        await server.serve(sockets=[at])
+    finally:
+        await service.close()
+    if service.broken is not None:
+        raise DllmError(f"the engine has stopped by an error: {where(service.broken)}") from service.broken

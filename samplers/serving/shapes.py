@@ -1,0 +1,116 @@
+"""How answers are written: chat completions and completions, whole and in parts."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from dllm_jax import Model
+from dllm_jax.errors import DllmError
+from dllm_jax.tokenizer import special_tokens, token_bytes
+from samplers.answers import Generation
+
+Json = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Told:
+    """One token of an answer and what the model thought of it.
+
+    Attributes:
+        text: as it looks alone.
+        bytes: what it adds to the text; None where that depends on its neighbours.
+        logprob: None where no forward chose it.
+        offset: characters of the text before it.
+    """
+
+    text: str
+    bytes: list[int] | None
+    logprob: float | None
+    offset: int
+
+
+def told_tokens(model: Model, answer: Generation, stops: Sequence[str | int]) -> list[Told]:
+    """The tokens of an answer's text, up to the one in which a stop string begins."""
+    tokenizer = model.require_tokenizer()
+    names = {i: name for name, i in special_tokens(tokenizer).items()}
+    try:
+        pieces = [token_bytes(tokenizer, model.config.vocab_size)[token] for token in answer.tokens]
+    except DllmError:  # its tokens do not simply follow each other
+        texts = [str(tokenizer.decode([token])) for token in answer.tokens]
+        return [Told(text, None, x, 0) for text, x in zip(texts, answer.logprobs, strict=True)]
+    whole, found, at = b"".join(pieces), [], 0
+    cuts = [whole.find(item.encode()) for item in stops if isinstance(item, str)]
+    end = min((cut for cut in cuts if cut >= 0), default=len(whole))
+    for token, piece, x in zip(answer.tokens, pieces, answer.logprobs, strict=True):
+        if at < end or (at == end == len(whole)):
+            text = names.get(token) or piece.decode("utf-8", "replace")
+            found.append(Told(text, list(piece), x, len(whole[:at].decode("utf-8", "replace"))))
+        at += len(piece)
+    return found
+
+
+def usage_of(answers: Sequence[Generation], prompts: int) -> Json:
+    """Tokens that were read and written, and forwards.
+
+    Args:
+        answers: `prompts` of them in a row are of different prompts, the others draw again.
+    """
+    read = sum(answer.prompt_tokens for answer in answers[:: len(answers) // prompts])
+    wrote = sum(len(answer.tokens) for answer in answers)
+    forwards = sum(answer.nfe for answer in answers)
+    return {"prompt_tokens": read, "completion_tokens": wrote, "total_tokens": read + wrote, "forwards": forwards}
+
+
+class Chat:
+    """Chat completions."""
+
+    prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    @staticmethod
+    def choice(text: str) -> Json:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    @staticmethod
+    def opening() -> Json | None:
+        return {"delta": {"role": "assistant", "content": "", "refusal": None}}
+
+    @staticmethod
+    def delta(text: str) -> Json:
+        return {"delta": {"content": text} if text else {}}
+
+    @staticmethod
+    def logprobs(tokens: Sequence[Told]) -> Json:
+        def entry(token: Told) -> Json:
+            return {"token": token.text, "bytes": token.bytes, "logprob": token.logprob, "top_logprobs": []}
+
+        return {"content": [entry(token) for token in tokens], "refusal": None}
+
+
+class Text:
+    """Completions."""
+
+    prefix, whole, part = "cmpl", "text_completion", "text_completion"
+
+    @staticmethod
+    def choice(text: str) -> Json:
+        return {"text": text}
+
+    @staticmethod
+    def opening() -> Json | None:
+        return None
+
+    @staticmethod
+    def delta(text: str) -> Json:
+        return {"text": text}
+
+    @staticmethod
+    def logprobs(tokens: Sequence[Told]) -> Json:
+        return {
+            "tokens": [token.text for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": None,
+            "text_offset": [token.offset for token in tokens],
+        }
+
+
+Shape = type[Chat] | type[Text]

@@ -1,0 +1,693 @@
+"""`python -m samplers serve`: what clients of OpenAI's API see, and that no fault of one reaches another."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import dataclasses
+import json
+import os
+import queue
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import httpx
+import openai
+import pytest
+from browser import CHROMIUM, Browser
+
+import dllm_jax
+from convert import embedded
+from dllm_jax import DllmError
+from dllm_jax.tokenizer import load_tokenizer
+from samplers import Engine, generate
+from samplers import __main__ as cli
+from samplers.serving import guard, server, view
+from samplers.serving.service import Limits
+
+LENGTH, BLOCK = 16, 8
+SHAPE = {"gen_length": LENGTH, "block_length": BLOCK, "cache": "none"}
+PROMPT = "Q: Tom has 12 pears. Tom buys 23.\nA: "
+SECRET = "swordfish"
+
+
+@pytest.fixture(scope="module")
+def model(llada_tiny):
+    """One layer of random weights, which write whatever there is in a byte-level vocabulary, broken characters too."""
+    source = embedded.source("word-problems")
+    ids = {"vocab_size": 517, "eos_id": 0, "pad_id": 0, "mask_id": 1, "end_ids": (0, 2), "bos_id": 3}
+    config = llada_tiny.config.replace(num_layers=1, max_length=256, **ids)
+    found = dllm_jax.random_model(config, key=1)
+    return dataclasses.replace(found, tokenizer=load_tokenizer(source, config), name="tiny")
+
+
+@pytest.fixture(scope="module")
+def start(model):
+    """Starts servers: a context of one in a thread of its own."""
+
+    @contextlib.contextmanager
+    def call(*, slots=4, queue_length=64, deadline=None, step=None, **options):
+        engine = Engine(model, "threshold", slots=slots, prompt_length=64, draws=True, stop_states=64, **SHAPE)
+        if step is not None:
+            engine.compile()
+            engine.step = step(engine, engine.step)
+        at, began = server.bound("127.0.0.1", 0), queue.Queue()
+        work = server.serve(engine, at, Limits(queue_length, deadline), began=began.put, **options)
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            ended = pool.submit(asyncio.run, work)
+            url = server.url_of(at)
+            found = SimpleNamespace(url=url, engine=engine, server=began.get(timeout=120), ended=ended)
+            _wait_until(lambda: _status(url) is not None)
+            try:
+                yield found
+            finally:
+                if not ended.done():
+                    found.server.handle_exit(signal.SIGINT, None)
+            if ended.exception(timeout=60) is not None and not getattr(found, "may_fail", False):
+                raise ended.exception()
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def served(start):
+    """A server for all tests that leave it as it was."""
+    with start() as found:
+        found.client = openai.OpenAI(base_url=found.url + "/v1", api_key="none", max_retries=0)
+        yield found
+
+
+@pytest.fixture(scope="module")
+def alone(model):
+    """The answer of `generate` to a prompt alone."""
+
+    def call(prompt, seed, **options):
+        return generate(model, [prompt], sampler="threshold", seed=seed, **{**SHAPE, **options})[0]
+
+    return call
+
+
+def _status(url):
+    try:
+        return httpx.get(url + "/health", timeout=5).status_code
+    except httpx.TransportError:
+        return None
+
+
+def _wait_until(test, seconds=60):
+    until = time.monotonic() + seconds
+    while not test():
+        assert time.monotonic() < until, "it did not happen"
+        time.sleep(0.01)
+
+
+def _metric(url, name):
+    found = re.search(rf"^{re.escape(name)} (\S+)$", httpx.get(url + "/metrics").text, re.MULTILINE)
+    return 0.0 if found is None else float(found[1])
+
+
+def _user(text):
+    return [{"role": "user", "content": text}]
+
+
+def _ask(url, prompt=PROMPT, **options):
+    return httpx.post(url + "/v1/completions", json={"prompt": prompt, **options}, timeout=60)
+
+
+# Answers --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("numbers", [{}, {"threshold": 0.004}, {"temperature": 0.7, "top_p": 0.9, "top_k": 50}])
+def test_an_answer_is_that_of_generate(served, alone, numbers):
+    own = {name: value for name, value in numbers.items() if name in ("temperature", "top_p")}
+    extra = {name: value for name, value in numbers.items() if name not in own}
+    for seed in (0, 7):
+        wanted = alone(PROMPT, seed, **numbers)
+        found = served.client.completions.create(model="tiny", prompt=PROMPT, seed=seed, extra_body=extra, **own)
+        assert found.choices[0].text == wanted.text
+        assert found.usage.completion_tokens == len(wanted.tokens) and found.usage.prompt_tokens == wanted.prompt_tokens
+        assert (found.seed, found.usage.forwards) == (seed, wanted.nfe)
+        assert found.choices[0].finish_reason == ("length" if len(wanted.tokens) == LENGTH else "stop")
+
+
+def test_a_chat_is_that_of_generate_streamed_and_not(served, alone):
+    wanted = alone(_user("How many?"), 3)
+    options = {"model": "tiny", "messages": _user("How many?"), "seed": 3}
+    whole = served.client.chat.completions.create(**options)
+    assert whole.choices[0].message.content == wanted.text and whole.choices[0].message.role == "assistant"
+    parts = list(served.client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    assert "".join(part.choices[0].delta.content or "" for part in parts[:-1]) == wanted.text
+    assert parts[0].choices[0].delta.role == "assistant" and len({part.id for part in parts}) == 1
+    assert parts[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert parts[-1].choices == [] and parts[-1].usage.completion_tokens == len(wanted.tokens)
+    assert parts[-1].system_fingerprint == whole.system_fingerprint
+    given = _user([{"type": "text", "text": "How "}, {"type": "text", "text": "many?"}])
+    assert served.client.chat.completions.create(**{**options, "messages": given}).choices == whole.choices
+
+
+def test_text_is_streamed_while_it_is_written(served, alone):
+    parts = served.client.completions.create(model="tiny", prompt=PROMPT, seed=5, stream=True)
+    texts = [part.choices[0].text for part in parts]
+    assert "".join(texts) == alone(PROMPT, 5).text
+    assert sum(map(bool, texts)) > 2  # not all at the end
+
+
+def test_several_prompts_and_copies_have_the_seeds_that_follow(served, alone):
+    prompts = [PROMPT, "Q: "]
+    found = served.client.completions.create(model="tiny", prompt=prompts, n=2, seed=4, temperature=1.0)
+    wanted = [alone(prompt, 4 + i, temperature=1.0) for i, prompt in enumerate((PROMPT, PROMPT, "Q: ", "Q: "))]
+    assert [choice.text for choice in found.choices] == [answer.text for answer in wanted]
+    assert found.usage.completion_tokens == sum(len(answer.tokens) for answer in wanted)
+    assert found.usage.prompt_tokens == wanted[0].prompt_tokens + wanted[2].prompt_tokens
+    texts = {0: "", 1: "", 2: "", 3: ""}
+    for part in served.client.completions.create(
+        model="tiny", prompt=prompts, n=2, seed=4, temperature=1.0, stream=True
+    ):
+        texts[part.choices[0].index] += part.choices[0].text
+    assert list(texts.values()) == [answer.text for answer in wanted]
+
+
+def test_token_ids_are_a_prompt(served, model, alone):
+    ids = model.tokenizer.encode(PROMPT, add_special_tokens=False)
+    for prompt in (ids, [ids]):
+        found = served.client.completions.create(model="tiny", prompt=prompt, seed=2)
+        assert found.choices[0].text == alone(PROMPT, 2).text
+
+
+def test_stop_strings_and_max_tokens_end_an_answer(served, alone):
+    text = alone(PROMPT, 1).text
+    stop = text[3:5]
+    wanted = alone(PROMPT, 1, stop=[stop])
+    ask = lambda **options: served.client.completions.create(model="tiny", prompt=PROMPT, seed=1, **options)
+    found = ask(stop=stop)
+    assert found.choices[0].text == wanted.text == text[: text.index(stop)]
+    assert found.choices[0].finish_reason == "stop"
+    assert "".join(part.choices[0].text for part in ask(stop=[stop, "\u00e9"], stream=True)) == wanted.text
+    short = ask(max_tokens=3)
+    assert short.choices[0].text == alone(PROMPT, 1, gen_length=3).text
+    assert (short.choices[0].finish_reason, short.usage.completion_tokens) == ("length", 3)
+    chat = served.client.chat.completions.create(model="tiny", messages=_user("a"), max_completion_tokens=2)
+    assert chat.usage.completion_tokens <= 2
+
+
+def test_without_a_seed_one_is_drawn_and_told(served, alone):
+    ask = lambda: served.client.completions.create(model="tiny", prompt=PROMPT, temperature=1.0)
+    first, second = ask(), ask()
+    assert first.seed != second.seed
+    assert first.choices[0].text == alone(PROMPT, first.seed, temperature=1.0).text
+
+
+def test_logprobs_are_those_of_the_written_tokens(served, alone):
+    wanted = alone(_user("a"), 1)
+    options = {"model": "tiny", "messages": _user("a"), "seed": 1, "logprobs": True}
+    found = served.client.chat.completions.create(**options).choices[0].logprobs.content
+    assert [token.logprob for token in found] == pytest.approx(wanted.logprobs, abs=1e-4)
+    assert b"".join(bytes(token.bytes) for token in found).decode("utf-8", "replace") == wanted.text
+    parts = list(served.client.chat.completions.create(**options, stream=True))
+    told = [token for part in parts if part.choices[0].logprobs for token in part.choices[0].logprobs.content]
+    assert told == found
+    text = served.client.completions.create(model="tiny", prompt=PROMPT, seed=1, logprobs=0).choices[0].logprobs
+    assert text.token_logprobs == pytest.approx(alone(PROMPT, 1).logprobs, abs=1e-4)
+    assert text.text_offset[0] == 0 and text.text_offset == sorted(text.text_offset)
+
+
+@pytest.mark.parametrize(
+    "prompt", ["caf\u00e9 \u6f22\u5b57 \U0001f600", "a\u0301\u200d\ufeff", "\x00\r\n", "\u202e" * 9]
+)
+def test_any_character_goes_in_and_out(served, alone, prompt):
+    found = served.client.completions.create(model="tiny", prompt=prompt, seed=9, stop=["\U0001f600"])
+    assert found.choices[0].text == alone(prompt, 9, stop=["\U0001f600"]).text
+
+
+def test_the_canvas_is_told_forward_by_forward(served, model, alone):
+    wanted = alone(PROMPT, 6)
+    with httpx.stream("POST", served.url + "/v1/canvas", json={"prompt": PROMPT, "seed": 6}, timeout=60) as answer:
+        events = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert events.pop() == "[DONE]"
+    head, *frames, tail = map(json.loads, events)
+    assert (head["length"], head["block"], head["seed"]) == (LENGTH, BLOCK, 6)
+    cells = [None] * LENGTH
+    for number, frame in enumerate(frames, start=1):
+        assert frame["forward"] == number and frame["busy"] <= head["slots"]
+        for at, text, _ in frame["cells"]:
+            cells[at] = text
+        assert all(cells[at] is not None for at in frame["written"])
+    assert number == wanted.nfe and None not in cells
+    assert tail["text"] == wanted.text and tail["usage"]["forwards"] == wanted.nfe
+    strings = [model.tokenizer.decode([token], skip_special_tokens=True) for token in wanted.tokens]
+    assert [a for a, b in zip(cells, strings, strict=False) if "\ufffd" not in b] == [
+        b for b in strings if "\ufffd" not in b
+    ]
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+BAD = [
+    (b"", 400, "object"),
+    (b"{", 400, "JSON"),
+    (b"\xff{}", 400, ""),
+    (b"[" * 100_000, 400, "read"),
+    (b"[]", 400, "object"),
+    (b"null", 400, "object"),
+    ({}, 422, "prompt"),
+    ({"prompt": 1}, 422, "prompt"),
+    ({"prompt": {"a": 1}}, 422, "prompt"),
+    ({"prompt": ""}, 400, "empty"),
+    ({"prompt": []}, 400, "empty"),
+    ({"prompt": [[]]}, 400, "empty"),
+    ({"prompt": [10**9]}, 400, "vocabulary"),
+    ({"prompt": [-1]}, 400, "vocabulary"),
+    ({"prompt": ["a"] * 999}, 400, "999"),
+    ({"prompt": "a " * 500}, 400, "takes 64"),
+    ({"prompt": "a\ud800"}, 400, ""),
+    ({"prompt": "<|mdm_mask|>"}, 400, "mask"),
+    ({"prompt": "a", "max_tokens": "3"}, 422, "max_tokens"),
+    ({"prompt": "a", "max_tokens": 0}, 422, "max_tokens"),
+    ({"prompt": "a", "max_tokens": LENGTH + 1}, 400, f"exceeds {LENGTH}"),
+    ({"prompt": "a", "temperature": -1}, 422, "temperature"),
+    ({"prompt": "a", "temperature": float("nan")}, 422, "temperature"),
+    ({"prompt": "a", "top_p": 0}, 422, "top_p"),
+    ({"prompt": "a", "seed": 2**32}, 422, "seed"),
+    ({"prompt": "a", "seed": 1.5}, 422, "seed"),
+    ({"prompt": "a", "n": 0}, 422, "n:"),
+    ({"prompt": "a", "n": 128}, 400, "128"),
+    ({"prompt": "a", "stream": "yes"}, 422, "stream"),
+    ({"prompt": "a", "stop": ""}, 400, "empty"),
+    ({"prompt": "a", "stop": ["a"] * 3 + list("bcdefghijk")}, 400, "patterns"),
+    ({"prompt": "a", "stop": ["x" * 99]}, 400, "states"),
+    ({"prompt": "a", "stop": [1]}, 422, "stop"),
+    ({"prompt": "a", "logprobs": 3}, 400, "logprobs=0"),
+    ({"prompt": "a", "suffix": "b"}, 400, "suffix"),
+    ({"prompt": "a", "echo": True}, 400, "echo"),
+    ({"prompt": "a", "presence_penalty": 0.5}, 400, "presence_penalty"),
+    ({"prompt": "a", "model": "other"}, 404, "other"),
+    ({"prompt": "a", "treshold": 0.5}, 400, "treshold"),
+    ({"prompt": "a", "threshold": "0.5"}, 400, "threshold"),
+    ({"prompt": "a", "threshold": True}, 400, "threshold"),
+    ({"prompt": "a", "threshold": 10**400}, 400, "range"),
+    ({"prompt": "a", "threshold": -5}, 400, "threshold"),
+    ({"prompt": "a", "block_length": 4}, 400, "another program"),
+    ({"prompt": "a", "key": 4}, 400, "key"),
+    ({"prompt": "a", "given": 4}, 400, "given"),
+    ({"prompt": "a", "verifier": "/etc/passwd"}, 400, "verifier"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(BAD)))
+def test_a_bad_body_is_told_in_openais_words(served, number):
+    body, status, words = BAD[number]
+    content = body if isinstance(body, bytes) else json.dumps(body)
+    answer = httpx.post(
+        served.url + "/v1/completions", content=content, headers={"Content-Type": "application/json"}, timeout=60
+    )
+    error = answer.json()["error"]
+    assert (answer.status_code, words in error["message"]) == (status, True), (answer.status_code, error)
+    assert set(error) == {"message", "type", "param", "code"} and "\n" not in error["message"]
+    assert served.server.service.held == 0 and not served.ended.done()
+
+
+def test_openais_client_raises_its_own_errors(served):
+    with pytest.raises(openai.NotFoundError, match="other"):
+        served.client.completions.create(model="other", prompt="a")
+    with pytest.raises(openai.BadRequestError, match="top_logprobs"):
+        served.client.chat.completions.create(model="tiny", messages=_user("a"), logprobs=True, top_logprobs=3)
+    with pytest.raises(openai.BadRequestError, match="tools"):
+        tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+        served.client.chat.completions.create(model="tiny", messages=_user("a"), tools=[tool])
+    with pytest.raises(openai.UnprocessableEntityError, match="role"):
+        served.client.chat.completions.create(model="tiny", messages=[{"role": "tool", "content": "a"}])
+    with pytest.raises(openai.NotFoundError):
+        served.client.models.retrieve("other")
+    assert [found.id for found in served.client.models.list()] == [served.client.models.retrieve("tiny").id] == ["tiny"]
+
+
+def test_other_paths_methods_and_content_types_are_refused(served):
+    assert httpx.get(served.url + "/nothing").status_code == 404
+    assert httpx.get(served.url + "/v1/completions").status_code == 405
+    plain = httpx.post(
+        served.url + "/v1/completions", content='{"prompt": "a"}', headers={"Content-Type": "text/plain"}
+    )
+    assert plain.status_code == 400 and "application/json" in plain.json()["error"]["message"]
+    rebound = httpx.get(served.url + "/v1/models", headers={"Host": "evil.example"})
+    assert rebound.status_code == 400 and rebound.json()["error"]["code"] == "unknown_host"
+
+
+def test_an_oversize_body_is_refused_however_it_comes(start):
+    with start(most_body=2000) as small:
+        body = json.dumps({"prompt": "a" * 3_000_000}).encode()
+        chunks = lambda: (body[at : at + 1000] for at in range(0, len(body), 1000))
+        for content in (body, chunks()):
+            answer = httpx.post(
+                small.url + "/v1/completions", content=content, headers={"Content-Type": "application/json"}, timeout=60
+            )
+            assert answer.status_code == 413 and answer.json()["error"]["code"] == "too_large"
+        with pytest.raises(openai.APIStatusError, match="2000 bytes") as caught:
+            client = openai.OpenAI(base_url=small.url + "/v1", api_key="none", max_retries=0)
+            client.completions.create(model="tiny", prompt="a" * 5000)
+        assert caught.value.status_code == 413
+        with contextlib.suppress(httpx.TransportError):  # it may hang up before the answer is read
+            assert httpx.get(small.url + "/health", headers={"X": "a" * 200_000}).status_code in (400, 431)
+        assert _ask(small.url).status_code == 200
+
+
+def test_a_key_is_asked_for(start):
+    with start(key=SECRET) as closed:
+        assert _status(closed.url) == 200 and httpx.get(closed.url + "/").status_code == 200
+        for path in ("/v1/models", "/metrics", "/nothing"):
+            assert httpx.get(closed.url + path).status_code == 401
+        for wrong in ("Bearer no", f"Basic {SECRET}", SECRET, "Bearer \xe9", f"Bearer {SECRET}x"):
+            said = {"Authorization": wrong.encode("latin-1")}
+            assert httpx.post(closed.url + "/v1/completions", json={}, headers=said).status_code == 401
+        client = lambda key: openai.OpenAI(base_url=closed.url + "/v1", api_key=key, max_retries=0)
+        with pytest.raises(openai.AuthenticationError):
+            client("no").models.list()
+        assert client(SECRET).completions.create(model="tiny", prompt=PROMPT).choices
+
+
+# Full, late, gone, broken, stopped ------------------------------------------------------------------------------------
+
+
+def _gated(gate):
+    """An engine whose steps wait until a gate is open."""
+
+    def step(engine, usual):
+        def call(count=1):
+            assert gate.wait(60)
+            return usual(count)
+
+        return call
+
+    return step
+
+
+def _slow(seconds):
+    """An engine whose steps take so long."""
+
+    def step(engine, usual):
+        def call(count=1):
+            time.sleep(seconds)
+            return usual(1)
+
+        return call
+
+    return step
+
+
+def _asking(pool, url, count, **options):
+    return [pool.submit(_ask, url, seed=i, **options) for i in range(count)]
+
+
+def test_beyond_the_queue_there_is_a_429_and_what_was_admitted_is_answered(start, alone):
+    gate = threading.Event()
+    with start(slots=2, queue_length=3, step=_gated(gate)) as small, concurrent.futures.ThreadPoolExecutor(8) as pool:
+        first = _asking(pool, small.url, 5)
+        _wait_until(lambda: small.server.service.held == 5)
+        full = _ask(small.url)
+        assert full.status_code == 429 and full.headers["Retry-After"]
+        assert full.json()["error"]["type"] == "rate_limit_error"
+        with pytest.raises(openai.RateLimitError):
+            openai.OpenAI(base_url=small.url + "/v1", api_key="none", max_retries=0).completions.create(
+                model="tiny", prompt="a"
+            )
+        assert _status(small.url) == 200  # the event loop waits for nothing
+        gate.set()
+        texts = [answer.result().json()["choices"][0]["text"] for answer in first]
+        assert texts == [alone(PROMPT, seed).text for seed in range(5)]
+        assert _ask(small.url).status_code == 200
+        assert _metric(small.url, 'dllm_requests_total{outcome="full",route="/v1/completions"}') == 2
+
+
+def test_what_is_late_is_taken_back(start):
+    gate = threading.Event()
+    with start(slots=1, deadline=0.3, step=_gated(gate)) as late, concurrent.futures.ThreadPoolExecutor(8) as pool:
+        asked = _asking(pool, late.url, 2) + _asking(pool, late.url, 1, stream=True)
+        whole, other, stream = (answer.result() for answer in asked)
+        assert whole.status_code == other.status_code == 503
+        assert whole.json()["error"]["code"] == "deadline_exceeded"
+        assert stream.status_code == 200 and "deadline" in stream.text and "[DONE]" not in stream.text
+        assert late.server.service.held == 0
+        gate.set()
+        _wait_until(lambda: late.engine.idle)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_frees_its_slot(start, stream):
+    with start(slots=1, step=_slow(0.05)) as slow:
+        body = json.dumps({"prompt": PROMPT, "stream": stream}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+        host, port = slow.url.removeprefix("http://").split(":")
+        clients = []
+        for count in range(1, 4):  # one in the slot, two that wait
+            clients.append(socket.create_connection((host, int(port))))
+            clients[-1].sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+            _wait_until(lambda count=count: slow.server.service.held == count)
+        _wait_until(lambda: slow.engine.busy == 1)
+        for client in reversed(clients):
+            client.close()
+        _wait_until(lambda: slow.engine.idle and slow.server.service.held == 0)
+        assert slow.engine.steps < 2 * LENGTH  # not the steps of three answers
+        gone = 'dllm_requests_total{outcome="gone",route="/v1/completions"}'
+        _wait_until(lambda: _metric(slow.url, gone) == 3)
+        assert _ask(slow.url).status_code == 200
+
+
+def test_when_the_engine_dies_everybody_hears_it(start):
+    gate = threading.Event()
+
+    def dying(engine, usual):
+        def step(count=1):
+            assert gate.wait(60)
+            raise RuntimeError(f"the device is gone, and with it {SECRET}")
+
+        return step
+
+    with start(slots=1, step=dying) as found, concurrent.futures.ThreadPoolExecutor(8) as pool:
+        found.may_fail = True
+        asked = _asking(pool, found.url, 3) + _asking(pool, found.url, 2, stream=True)
+        _wait_until(lambda: found.server.service.held == 5)
+        gate.set()
+        answers = [answer.result() for answer in asked]
+        assert [answer.status_code for answer in answers] == [500] * 3 + [200] * 2
+        assert all("stopped by an error" in answer.text and SECRET not in answer.text for answer in answers)
+        assert _status(found.url) in (503, None)
+        with pytest.raises(DllmError, match="RuntimeError"):
+            found.ended.result(timeout=30)
+
+
+def test_at_the_end_what_runs_is_finished_and_nothing_new_begun(start, alone):
+    with start(slots=1, step=_slow(0.02)) as slow, concurrent.futures.ThreadPoolExecutor(8) as pool:
+        asked = _asking(pool, slow.url, 2) + _asking(pool, slow.url, 1, stream=True)
+        _wait_until(lambda: slow.server.service.held == 3 and slow.engine.busy)
+        slow.server.handle_exit(signal.SIGINT, None)
+        _wait_until(lambda: slow.server.service.draining)
+        assert _ask(slow.url).status_code == 503 and _status(slow.url) == 503
+        *whole, stream = (answer.result() for answer in asked)
+        assert [answer.json()["choices"][0]["text"] for answer in whole] == [alone(PROMPT, i).text for i in range(2)]
+        assert stream.text.endswith("data: [DONE]\n\n")
+        assert slow.ended.result(timeout=30) is None
+
+
+def test_what_runs_longer_than_the_grace_is_broken_off_with_a_sentence(start):
+    gate = threading.Event()
+    with start(slots=1, step=_gated(gate), grace=0.1) as slow, concurrent.futures.ThreadPoolExecutor(8) as pool:
+        (asked,) = _asking(pool, slow.url, 1)
+        _wait_until(lambda: slow.server.service.held == 1)
+        slow.server.handle_exit(signal.SIGTERM, None)
+        assert asked.result().status_code == 503 and "stopping" in asked.result().text
+        gate.set()
+        assert slow.ended.result(timeout=30) is None
+
+
+@pytest.mark.parametrize("count", [24, 200])
+def test_many_streams_and_random_disconnects(start, alone, count):
+    """All at once: whoever stays gets the answer of `generate`, and nothing is left behind."""
+    rng = random.Random(0)
+    leaving = {i: rng.randrange(3) for i in range(count) if rng.random() < 0.3}
+
+    async def ask(client, i):
+        got, stream = "", await client.completions.create(model="tiny", prompt=f"Q: {i}", seed=i, stream=True)
+        async for number, part in _numbered(stream):
+            if leaving.get(i, -1) == number:
+                await stream.close()
+                return None
+            got += part.choices[0].text
+        return got
+
+    async def all_of(url):
+        limits = httpx.Limits(max_connections=count)
+        client = openai.AsyncOpenAI(
+            base_url=url + "/v1",
+            api_key="none",
+            max_retries=0,
+            http_client=httpx.AsyncClient(limits=limits, timeout=300),
+        )
+        async with client:
+            return await asyncio.gather(*(ask(client, i) for i in range(count)))
+
+    with start(slots=8, queue_length=count) as found:
+        texts = asyncio.run(all_of(found.url))
+        assert texts == [None if i in leaving else alone(f"Q: {i}", i).text for i in range(count)]
+        _wait_until(lambda: found.engine.idle and found.server.service.held == 0)
+        done = 'dllm_requests_total{outcome="done",route="/v1/completions"}'
+        _wait_until(lambda: _metric(found.url, done) >= count - len(leaving))
+
+
+async def _numbered(stream):
+    number = 0
+    async for part in stream:
+        yield number, part
+        number += 1
+
+
+# What operators see ---------------------------------------------------------------------------------------------------
+
+
+def test_metrics_count_what_was_done(served):
+    names = ('tokens_total{kind="completion"}', "forwards_total", "last_token_seconds_count", "step_seconds_count")
+    before = [_metric(served.url, f"dllm_{name}") for name in names]
+    usage = _ask(served.url).json()["usage"]
+    tokens, forwards, answers, steps = (
+        _metric(served.url, f"dllm_{name}") - at for name, at in zip(names, before, strict=True)
+    )
+    assert (tokens, forwards, answers) == (usage["completion_tokens"], usage["forwards"], 1)
+    assert steps >= usage["forwards"]
+    assert (_metric(served.url, "dllm_slots"), _metric(served.url, "dllm_queue_length")) == (4, 0)
+
+
+def test_the_log_has_no_word_of_clients(served, caplog):
+    with caplog.at_level("INFO", logger=guard.LOG.name):
+        _ask(served.url, SECRET, stop=[SECRET])
+        _ask(served.url, SECRET, user=SECRET, **{SECRET: SECRET})
+        httpx.get(f"{served.url}/{SECRET}?{SECRET}", headers={"User-Agent": SECRET})
+        httpx.request(SECRET, served.url)
+    assert SECRET not in caplog.text and "POST /v1/completions 200" in caplog.text and "GET other 404" in caplog.text
+
+
+def test_an_unforeseen_error_tells_nobody_anything(served, monkeypatch, caplog):
+    def fail(*arguments):
+        raise ValueError(SECRET)
+
+    monkeypatch.setattr(type(served.server.service), "_reason", fail)
+    whole, stream = _ask(served.url), _ask(served.url, stream=True)
+    assert whole.status_code == 500 and whole.json()["error"]["type"] == "server_error"
+    assert "made a mistake" in stream.text and "[DONE]" not in stream.text
+    assert SECRET not in whole.text + stream.text + caplog.text and "ValueError at" in caplog.text
+
+
+def test_the_command_serves_and_ends_at_an_interrupt(llada_tiny):
+    command = [sys.executable, "-m", "samplers", "serve", "--model", str(llada_tiny.folder), "--port", "0"]
+    shape = ["--gen-length", "8", "--block-length", "8", "--cache", "none", "--prompt-length", "32", "--slots", "2"]
+    settings = {**os.environ, "DLLM_API_KEY": SECRET}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*command, *shape], env=settings, **pipes) as process:
+        line = process.stdout.readline()
+        url = line.split()[-1]
+        client = openai.OpenAI(base_url=url + "/v1", api_key=SECRET, max_retries=0)
+        found = client.completions.create(model="llada-tiny", prompt="Q: swine", seed=1)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    options = {"gen_length": 8, "block_length": 8, "cache": "none"}
+    assert found.choices[0].text == generate(llada_tiny, ["Q: swine"], seed=1, **options)[0].text
+    assert (process.returncode, out) == (0, "")
+    assert line.startswith("serving llada-tiny (threshold=0.9") and "2 slots" in line
+    assert "POST /v1/completions 200" in err and "swine" not in err and SECRET not in err
+
+
+def test_mistakes_of_the_command_are_one_sentence(llada_tiny, capsys, monkeypatch, tmp_path):
+    folder = ["--model", str(llada_tiny.folder)]
+    (tmp_path / "key").write_text("")
+    taken = server.bound("127.0.0.1", 0)
+    taken.listen()
+    for said, words in [
+        ([], "--model"),
+        ([*folder, "--slots", "0"], "slots"),
+        ([*folder, "--port", "99999"], "port"),
+        ([*folder, "--port", str(taken.getsockname()[1])], "cannot listen"),
+        ([*folder, "--host", "nowhere.invalid"], "cannot listen"),
+        ([*folder, "--api-key-file", str(tmp_path / "key")], "key"),
+        ([*folder, "--rule", "no"], "no"),
+        ([*folder, "--prompt-length", "9999", "--port", "0"], "9999"),
+        (["prompt", *folder], "unrecognized"),
+    ]:
+        assert cli.main(["serve", *said]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("error: ") and err.count("\n") == 1 and words in err
+    taken.close()
+    for name in [name for name in sys.modules if name.startswith("samplers.serving.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    assert cli.main(["serve", *folder]) == 2
+    assert "pip install 'dllm_jax[serve]'" in capsys.readouterr().err
+
+
+def test_the_word_serve_can_be_a_prompt(llada_tiny, capsys):
+    options = ["--gen-length", "8", "--block-length", "8", "--cache", "none"]
+    assert cli.main(["--model", str(llada_tiny.folder), "serve", *options]) == 0
+    assert capsys.readouterr().out
+
+
+def test_the_metrics_of_a_new_server_are_there(served):
+    text = httpx.get(served.url + "/metrics").text
+    for name in ("requests", "tokens", "forwards", "slots_busy", "queue_length", "step_seconds", "last_token_seconds"):
+        assert f"# HELP dllm_{name}" in text
+
+
+# The page -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_loads_nothing_and_is_let_run_nothing_else(served):
+    page = httpx.get(served.url + "/")
+    policy = page.headers["Content-Security-Policy"]
+    assert page.text == view.PAGE and "default-src 'none'" in policy and "unsafe" not in policy
+    assert not re.search(r"https?://|innerHTML|<link|src=", view.PAGE)
+
+
+@pytest.fixture
+def browser(tmp_path):
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium on this machine")
+    found = Browser(tmp_path)
+    yield found
+    found.close()
+
+
+def test_a_browser_shows_the_canvas_being_written(served, browser, alone):
+    prompt = 'Q: <img src=x onerror="document.title=1"> \u6f22\n'
+    wanted = alone(prompt, 8, threshold=0.004)
+    browser.open(served.url + "/")
+    browser.run(f"""
+        window.seen = new Set();
+        new MutationObserver(() => {{
+          const marks = [...document.querySelectorAll("#canvas span")].map(span => span.className[0] || "-");
+          window.seen.add(marks.join("") + " " + document.getElementById("state").textContent);
+        }}).observe(document.body, {{childList: true, subtree: true, characterData: true}});
+        document.getElementById("prompt").value = {json.dumps(prompt)};
+        document.getElementById("seed").value = 8;
+        document.getElementById("numbers").value = "threshold=0.004";
+        document.getElementById("delay").value = 20;
+        document.getElementById("form").requestSubmit();
+    """)
+    state = "document.getElementById('state')"
+    _wait_until(lambda: browser.run(f"{state}.dataset.done === 'yes' || {state}.className === 'bad'"))
+    assert browser.run("document.getElementById('answer').textContent") == wanted.text
+    assert f"{len(wanted.tokens)} tokens in {wanted.nfe} forwards \u00b7 seed 8" in browser.run(f"{state}.textContent")
+    seen = browser.run("[...window.seen]")
+    assert sum("f" in frame and "m" in frame for frame in seen) >= wanted.nfe - 1  # fresh tokens beside masks
+    assert any(f"forward {wanted.nfe} " in frame and "of 4 slots busy" in frame for frame in seen)
+    assert browser.run("document.title") != "1" and browser.run("document.images.length") == 0
+    picture = browser.picture()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 5000
+
+
+def test_a_browser_tells_what_is_wrong(served, browser):
+    browser.open(served.url + "/")
+    browser.run("document.getElementById('prompt').value = 'a'; document.getElementById('numbers').value = 'bogus=1'")
+    browser.run("document.getElementById('form').requestSubmit()")
+    state = "document.getElementById('state').textContent"
+    _wait_until(lambda: "no option 'bogus'" in browser.run(state))
