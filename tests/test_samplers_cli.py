@@ -19,7 +19,7 @@ from rich.console import Console
 import dllm_jax
 import samplers
 from dllm_jax import checkpoint
-from samplers import CACHES, RULES, Generation, Rule, Smoothing, engine, live, registry
+from samplers import CACHES, RULES, Generation, Rule, Smoothing, engine, flags, live, registry
 from samplers import __main__ as cli
 from samplers.build import typed
 from samplers.flags import said_by
@@ -371,7 +371,8 @@ def test_a_rule_that_is_added_is_offered(monkeypatch, capsys):
         kind: Literal["a", "b"] = "a"
         inner: Rule | None = None
 
-    monkeypatch.setattr(cli, "RULES", {**RULES, "new": New})
+    for module in (cli, flags):
+        monkeypatch.setattr(module, "RULES", {**RULES, "new": New})
     monkeypatch.setattr(registry, "PARTS", {**registry.PARTS, "rule": cli.RULES})
     line = ["a", "--rule=new", "--weight=0.25", "--count=3", "--fast=true", "--kind=b"]
     name, texts, model = said_by(cli._parser().parse_intermixed_args(line), cli._parser().parse_args([]))
