@@ -85,7 +85,7 @@ def apply_experts(
     }
     for platform, by in GROUPED.items():
         if _groups(by, x, w_in, layout):
-            on[platform] = functools.partial(_on_parts, by, layout)
+            on[platform] = functools.partial(_on_parts if by == "ragged_dot" else _kernel_on_parts, by, layout)
     return lax.platform_dependent(x, ids, weights, w_in, w_out, **on)
 
 
@@ -218,6 +218,22 @@ def _in_groups_backward(by: By, operands: tuple, gradient: jax.Array) -> tuple:
 
 
 in_groups.defvjp(_in_groups_forward, _in_groups_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _kernel_on_parts(by: By, layout: Layout | None, *operands: Any) -> jax.Array:
+    """`_on_parts`, but with the gradient of the rounds of the whole.
+
+    Rounds on parts gather a layer's split weights once, not in every round, but XLA's GPU compiler then has those of
+    all layers at a time: 1.5 instead of 0.2 GiB a layer of LLaDA-MoE on eight H100s with FSDP.
+    """
+    return _on_parts(by, layout, *operands)
+
+
+_kernel_on_parts.defvjp(
+    lambda by, layout, *operands: _in_groups_forward(by, *operands),
+    lambda by, layout, operands, gradient: _in_groups_backward(by, operands, gradient),
+)
 
 
 def in_rounds(

@@ -377,6 +377,25 @@ def test_inside_loops_vmap_and_shard_map(monkeypatch, tile_rows):
     np.testing.assert_allclose(mapped(x, ids, weights), wanted, atol=1e-5)
 
 
+def test_the_kernel_in_a_callers_shard_map():
+    """Whose axes the result is said to vary over, though the interpreter cannot say it."""
+    *tokens, w_in, w_out = operands(batch=2)
+    spec = PartitionSpec("data")
+    mapped = lambda apply, **how: jax.jit(
+        jax.shard_map(
+            lambda *tokens: apply(*tokens, w_in, w_out),
+            mesh=dllm_jax.make_mesh(data=2),
+            in_specs=spec,
+            out_specs=spec,
+            **how,
+        )
+    )
+    found = mapped(KERNEL, check_vma=False)(*tokens)
+    np.testing.assert_allclose(found, dense(*tokens, w_in, w_out), atol=1e-5)
+    checked = mapped(moe.apply_experts).trace(*tokens).lower(lowering_platforms=("cuda",))
+    assert "triton" in checked.as_text()
+
+
 # --- meshes -----------------------------------------------------------------------------------------------------------
 
 MESHES = [dict(expert=8), dict(expert=4, tensor=2), dict(data=2, expert=4), dict(fsdp=2, expert=4), dict(tensor=4)]
