@@ -29,8 +29,8 @@ from dllm_jax.params import abstract_params, form_of
 from dllm_jax.quantized import num_bytes, quantized_on_host
 from dllm_jax.transformer import param_specs
 from evals.tasks import make_task
-from samplers.generate import pad_prompts
-from samplers.timing import Programs
+from samplers.prompts import pad_prompts
+from samplers.running import Engines
 
 Row = dict[str, Any]
 
@@ -106,13 +106,13 @@ def masked_examples(model: Model, task_text: str, n: int) -> tuple[jax.Array, ja
 
 def scores(name: str, n: int, samplers: Sequence[str]) -> Iterator[Row]:
     """A row for each sampler and kind of weights, with what was solved by one kind alone."""
-    task, programs = make_task(TASKS[name]), Programs()
+    task, engines = make_task(TASKS[name]), Engines()
     examples = [task.bind(embedded.load(name)).example("test", i) for i in range(n)]
     for sampler in samplers:
         exact: list[bool] = []
         for quantize in (None, "int8", "int4"):
             model = embedded.load(name, quantize=quantize)
-            report = evals.run(model, task, sampler, n=n, batch_size=64, examples=examples, programs=programs)
+            report = evals.run(model, task, sampler, n=n, batch_size=64, examples=examples, engines=engines)
             right = [row.correct for row in report.rows]
             exact = exact or right
             pairs = list(zip(exact, right, strict=True))

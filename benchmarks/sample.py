@@ -45,7 +45,7 @@ from dllm_jax.denoiser import Span
 from dllm_jax.kv_cache import slice_rows, write_rows
 from samplers import CACHES, Result, make_sampler, parse_sampler, sample, stream
 from samplers.build import CanvasSampler
-from samplers.generate import check_lengths, encode_prompt, pad_prompts
+from samplers.prompts import check_lengths, encode_prompt, pad_prompts
 from samplers.registry import named
 
 GOLDENS = Path(__file__).parents[1] / "tests" / "goldens"

@@ -14,13 +14,13 @@ from evals.runner import Report, run
 from evals.sampler import SamplerSpec, parse_sampler, parse_samplers
 from evals.sweeps import Sweep, sweep
 from evals.tasks import SPLITS, TASKS, Example, Source, Task, Verdict, make_task
-from samplers.timing import Programs
+from samplers.running import Engines
 
 __all__ = [
+    "Engines",
     "SPLITS",
     "TASKS",
     "Example",
-    "Programs",
     "Report",
     "SamplerSpec",
     "Source",

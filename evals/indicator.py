@@ -15,8 +15,8 @@ import numpy as np
 
 from dllm_jax import Denoiser, DllmError, Model
 from evals.plots import Curve, Panel, draw
-from samplers.generate import bucket_length
 from samplers.indicator import Indicator
+from samplers.prompts import bucket_length
 from train.config import DataPart
 from train.data import Rows
 from train.data.shards import ABOUT_FILE, Trajectories

@@ -15,7 +15,7 @@ from dllm_jax import Model
 from evals.runner import prepare
 from evals.sampler import SamplerSpec
 from evals.tasks import Task
-from samplers import sample_jit
+from samplers.running import Engines
 from samplers.trajectory import Merged, Trajectory, merged, trajectory_of
 
 _merged = jax.jit(merged)
@@ -92,10 +92,8 @@ def oracle(
     """
     spec, batches = prepare(model, task, sampler, n, batch_size, seed, split, progress=progress)
     rows: list[OracleRow] = []
-    for index, arguments in batches.arguments(progress, f"oracle of {spec}"):
-        result = sample_jit(batches.sampler, model.denoiser, **arguments)
-        names = ("prompt", "prompt_lengths", "gen_lengths", "given")
-        known = {name: arguments[name] for name in names}
+    results = dict(batches.results(batches.engine(Engines()), progress, f"oracle of {spec}"))
+    for index, result, known in batches.batch(results):
         trajectory = trajectory_of(result, **known, mask_id=model.denoiser.mask_id)
         order = _merged(model.denoiser, trajectory)
         found = _rows(index, *jax.device_get((result.nfe, trajectory, order)))
@@ -115,11 +113,11 @@ def oracle(
     )
 
 
-def _rows(index: np.ndarray, nfe: np.ndarray, trajectory: Trajectory, order: Merged) -> list[OracleRow]:
+def _rows(index: list[int], nfe: np.ndarray, trajectory: Trajectory, order: Merged) -> list[OracleRow]:
     steps = np.asarray(trajectory.step).max(axis=1) + 1
     return [
         OracleRow(
-            index=int(number),
+            index=number,
             nfe=int(nfe[row]),
             steps=int(steps[row]),
             merged_steps=int(order.steps[row]),

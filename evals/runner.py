@@ -1,10 +1,10 @@
-"""Scoring a model on a task: accuracy and speed of one sampler, in batches that all run one compiled program."""
+"""Scoring a model on a task: accuracy and speed of one sampler, whose examples pass through slots of one program."""
 
 import dataclasses
 import math
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -21,9 +21,11 @@ from evals.tasks import Example, Task, Verdict, make_task
 from samplers import DraftResult, Result
 from samplers.build import CanvasSampler
 from samplers.engine import warn_if_broken
-from samplers.generate import check_lengths, given_canvas, pad_prompts
 from samplers.noise import row_keys
-from samplers.timing import Programs
+from samplers.prompts import check_lengths, given_canvas, pad_prompts
+from samplers.requests import Engine, Request
+from samplers.running import Engines
+from samplers.slots import numbers_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +71,9 @@ class Report:
         tokens_per_forward: all tokens over all forwards (TPF).
         committed_per_forward: the same with what was written behind the end; what APD calls accepted per iteration.
         verifier_forwards: mean forwards of the verifier per example, 0 where there is none.
-        tokens_per_second: of whole batches, without compilation and what the host does between batches.
-        seconds: wall time of sampling all batches; `compile_seconds` apart, 0 where the program was there already.
+        tokens_per_second: without compilation and what the host does with answers.
+        seconds: wall time of sampling everything; `compile_seconds` apart, next to 0 where the program was there.
+        occupancy: share of the batch's rows that were at work, over all steps; what is missing is the last rows' end.
         hardware, versions, dtype, parameters: on what and with what.
         rows: every example.
     """
@@ -97,6 +100,7 @@ class Report:
     tokens_per_second: float
     seconds: float
     compile_seconds: float
+    occupancy: float
     dtype: str
     parameters: int
     hardware: dict[str, Any]
@@ -118,19 +122,19 @@ def run(
     seed: int = 0,
     split: str = "test",
     examples: Sequence[Example] | None = None,
-    programs: Programs | None = None,
+    engines: Engines | None = None,
     progress: bool | None = None,
 ) -> Report:
     """Scores a sampler on examples 0 to n - 1 of a task's split.
 
-    Every row depends on its example, its index and the seed, not on the batch around it. All batches have one shape and
-    run one compiled program; another sampler that differs in numbers only runs the same.
+    Every row depends on its example, its index and the seed, not on what runs beside it: `batch_size` examples at a
+    time, the next as soon as one has ended. Another sampler that differs in numbers only runs the same program.
 
     Args:
         model: what runs; of several, the one that the sampler names.
         task, sampler: objects, or specs as on the command line.
         examples: the examples themselves, if they were made before (for this model's tokens, see `Task.bind`).
-        programs: what was compiled before, to be shared by several runs.
+        engines: what ran before, to be shared by several runs.
         progress: a progress bar; by default where someone is watching.
 
     Raises:
@@ -139,7 +143,7 @@ def run(
     """
     models = model if isinstance(model, Models) else Models(model)
     spec, batches = prepare(models, task, sampler, n, batch_size, seed, split, examples, progress)
-    outcome = batches.run(programs or Programs(), progress, str(spec))
+    outcome = batches.score(engines or Engines(), progress, str(spec))
     about: dict[str, Any] = {"split": split, "seed": seed, "n": len(batches.examples), "batch_size": batches.size}
     names = _names(batches.model, batches.task, spec, batches.sampler)
     return Report(**names, **about, **outcome.scores(), **_surroundings(batches.model))
@@ -186,12 +190,12 @@ def check_count(what: str, value: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Outcome:
-    """What came out of all batches; tokens are those of filled up batches, too, since these took the seconds."""
+    """What came out of all examples."""
 
     rows: Sequence[Row]
-    tokens: int
     seconds: float
     compile_seconds: float
+    occupancy: float
 
     def scores(self) -> dict[str, Any]:
         """The part of a report that was measured."""
@@ -209,18 +213,19 @@ class _Outcome:
             "tokens_per_forward": sum(row.tokens for row in rows) / max(sum(nfe), 1),
             "committed_per_forward": sum(row.committed for row in rows) / max(sum(nfe), 1),
             "verifier_forwards": _mean([row.verifier_forwards for row in rows]),
-            "tokens_per_second": self.tokens / self.seconds,
+            "tokens_per_second": sum(row.tokens for row in rows) / self.seconds,
             "seconds": self.seconds,
             "compile_seconds": self.compile_seconds,
+            "occupancy": self.occupancy,
             "rows": tuple(rows),
         }
 
 
 class Batches:
-    """A task's examples as arrays of one shape.
+    """A task's examples as requests to an engine.
 
     Attributes:
-        size: examples per batch; the last batch is filled up with the last example.
+        size: examples that are worked on together.
     """
 
     def __init__(
@@ -236,28 +241,62 @@ class Batches:
         self._prompts = [self._prompt(example) for example in examples]
         check_lengths(model, sampler, self._prompts)
         self._width = max(task.prompt_width, *map(len, self._prompts))
-        self._keys = row_keys(jax.random.key(seed), len(examples))
+        self._keys = np.asarray(jax.random.key_data(row_keys(jax.random.key(seed), len(examples))))
 
-    def run(self, programs: Programs, progress: bool | None, name: str) -> _Outcome:
+    def score(self, engines: Engines, progress: bool | None, name: str) -> _Outcome:
         """Samples and judges everything."""
-        rows: list[Row] = []
-        seconds, tokens, compiled_before = 0.0, 0, programs.compile_seconds
-        for index, arguments in self.arguments(progress, name):
-            jax.block_until_ready(arguments)  # what is still on its way is not the sampler's time
-            result, took = programs.run(self.sampler, self.model.denoiser, **arguments)
-            result = jax.device_get(result)
-            warn_if_broken(result, index[: len(self.examples) - len(rows)].tolist())
-            found = [self._row(result, row, int(i)) for row, i in enumerate(index)]
-            seconds, tokens = seconds + took, tokens + sum(row.tokens for row in found)
-            rows += found[: len(self.examples) - len(rows)]
-        return _Outcome(rows, tokens, seconds, programs.compile_seconds - compiled_before)
+        engine = self.engine(engines)
+        before = engine.seconds, engine.steps, engine.row_steps
+        rows = {index: self._row(result, index) for index, result in self.results(engine, progress, name)}
+        seconds, steps, row_steps = (
+            now - then for now, then in zip((engine.seconds, engine.steps, engine.row_steps), before, strict=True)
+        )
+        compile_seconds = engine.compile_seconds if before[1] == 0 else 0.0
+        occupancy = row_steps / max(steps * engine.slots, 1)
+        return _Outcome([rows[i] for i in range(len(rows))], seconds, compile_seconds, occupancy)
 
-    def arguments(self, progress: bool | None, name: str) -> Iterator[tuple[np.ndarray, dict[str, Any]]]:
-        """Numbers of the examples of each batch [size], and what a sampler is called with, with a progress bar."""
+    def engine(self, engines: Engines) -> Engine:
+        """What runs them."""
+        return engines.of(self.model, self.sampler, self.size, self._width)
+
+    def results(self, engine: Engine, progress: bool | None, name: str) -> Iterator[tuple[int, Result]]:
+        """Numbers of the examples, as they end, and their results, with a progress bar. Long answers begin first, so
+        that few slots are at work at the end."""
+        for index in sorted(range(len(self.examples)), key=lambda i: -self._length(self.examples[i])):
+            engine.enqueue(self._request(index))
         hide = None if progress is None else not progress
-        for start in tqdm(range(0, len(self.examples), self.size), desc=name, unit="batch", disable=hide):
-            index = np.minimum(np.arange(start, start + self.size), len(self.examples) - 1)
-            yield index, self._arguments(index)
+        for request in tqdm(engine.results(), total=len(self.examples), desc=name, unit="example", disable=hide):
+            assert request.result is not None
+            warn_if_broken(request.result, [request.number])
+            yield request.number, request.result
+
+    def batch(self, results: Mapping[int, Result]) -> Iterator[tuple[list[int], Result, dict[str, Any]]]:
+        """Numbers of the examples of each batch, their results, and what they began with: prompt, prompt_lengths,
+        gen_lengths, given; the last batch is filled up with the last example."""
+        for start in range(0, len(self.examples), self.size):
+            index = [min(i, len(self.examples) - 1) for i in range(start, start + self.size)]
+            examples = [self.examples[i] for i in index]
+            prompt, lengths = pad_prompts([self._prompts[i] for i in index], self._width)
+            answers = [(example.answer_ids, example.given) for example in examples]
+            known = {
+                "prompt": prompt,
+                "prompt_lengths": lengths,
+                "gen_lengths": jnp.asarray([self._length(example) for example in examples], jnp.int32),
+                "given": given_canvas(answers, self.sampler.gen_length, self.model.denoiser.mask_id),
+            }
+            yield index, jax.tree.map(lambda *rows: np.concatenate(rows), *(results[i] for i in index)), known
+
+    def _request(self, index: int) -> Request:
+        example, mask_id = self.examples[index], self.model.denoiser.mask_id
+        given = given_canvas([(example.answer_ids, example.given)], self.sampler.gen_length, mask_id)
+        return Request(
+            prompt=self._prompts[index],
+            gen_length=self._length(example),
+            key_data=self._keys[index],
+            given=None if given is None else given[0],
+            numbers=numbers_of(self.sampler),
+            number=index,
+        )
 
     def _prompt(self, example: Example) -> list[int]:
         """The prompt, led by a start token where the model needs one and the task has none."""
@@ -268,36 +307,21 @@ class Batches:
         """Positions to generate: the length of an answer is given away only where the task has a fixed canvas."""
         return self.sampler.gen_length if self.task.stops else len(example.answer_ids)
 
-    def _arguments(self, index: np.ndarray) -> dict[str, Any]:
-        examples = [self.examples[i] for i in index]
-        prompt, lengths = pad_prompts([self._prompts[i] for i in index], self._width)
-        return {
-            "prompt": prompt,
-            "prompt_lengths": lengths,
-            "key": self._keys[index],
-            "gen_lengths": jnp.asarray([self._length(example) for example in examples], jnp.int32),
-            "given": given_canvas(
-                [(example.answer_ids, example.given) for example in examples],
-                self.sampler.gen_length,
-                self.model.denoiser.mask_id,
-            ),
-        }
-
-    def _row(self, result: Result, row: int, index: int) -> Row:
+    def _row(self, result: Result, index: int) -> Row:
         example = self.examples[index]
-        end = int(result.lengths[row]) if self.task.stops else self._length(example)
-        ids = result.tokens[row, :end].tolist()
+        end = int(result.lengths[0]) if self.task.stops else self._length(example)
+        ids = result.tokens[0, :end].tolist()
         verdict: Verdict = self.task.verify(example, ids)
         return Row(
             index=index,
             correct=verdict.correct,
             strict=verdict.strict,
             exact=verdict.exact,
-            tokens=int((result.decoded_at[row, :end] >= 0).sum()),
-            nfe=int(result.nfe[row]),
-            full_forwards=int(result.full_forwards[row]),
-            committed=int((result.decoded_at[row] >= 0).sum()),
-            verifier_forwards=int(result.verifier_forwards[row]) if isinstance(result, DraftResult) else 0,
+            tokens=int((result.decoded_at[0, :end] >= 0).sum()),
+            nfe=int(result.nfe[0]),
+            full_forwards=int(result.full_forwards[0]),
+            committed=int((result.decoded_at[0] >= 0).sum()),
+            verifier_forwards=int(result.verifier_forwards[0]) if isinstance(result, DraftResult) else 0,
             ids=ids,
             text=self.task.show(ids),
         )

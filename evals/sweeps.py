@@ -13,7 +13,7 @@ from evals.models import Models
 from evals.runner import Report, check_count, draw, run
 from evals.sampler import SamplerSpec
 from evals.tasks import Example, Task
-from samplers.timing import Programs
+from samplers.running import Engines
 
 COLUMNS = (
     "sampler model series accuracy accuracy_stderr strict_accuracy exact_match nfe nfe_stderr full_forwards "
@@ -90,7 +90,7 @@ def sweep(
     check_count("n", n)
     check_count("batch_size", batch_size)
     built = [models.build(sampler, task) for sampler in samplers]
-    drawn, programs, found = dict[Any, list[Example]](), Programs(), Sweep()
+    drawn, engines, found = dict[Any, list[Example]](), Engines(), Sweep()
     for sampler, (chosen, bound, _) in zip(samplers, built, strict=True):
         tokens = None if bound is task else id(chosen)  # a task with tokens of its own gives every model the same
         if tokens not in drawn:
@@ -104,12 +104,12 @@ def sweep(
             seed=seed,
             split=split,
             examples=drawn[tokens],
-            programs=programs,
+            engines=engines,
             progress=progress,
         )
         found.samplers.append(sampler)
         found.reports.append(report)
-        found.programs = programs.compiled
+        found.programs = engines.compiled
         yield found
 
 

@@ -4,6 +4,7 @@ sampler = BlockSampler(Threshold(0.9), gen_length=256, block_length=32, cache=Du
 result = sample_jit(sampler, model.denoiser, prompt)            # or `sample` inside your own jit
 """
 
+from samplers.answers import Generation
 from samplers.apd import APD, LeftRight
 from samplers.apd_loop import DraftResult, LeftToRight
 from samplers.apd_verifier import Verifier, verifier_for
@@ -20,7 +21,8 @@ from samplers.caches import (
 from samplers.canvas import Canvas
 from samplers.engine import Result, Sampler, sample, sample_jit, stream
 from samplers.exported import export
-from samplers.generate import Generation, generate
+from samplers.generate import generate
+from samplers.infill import Infilling, infill
 from samplers.noise import KeyNoise, Noise
 from samplers.pipeline import PipelineSampler, PipelineState
 from samplers.predictions import Predictions, Sampling
@@ -67,6 +69,7 @@ __all__ = [
     "Factor",
     "Generation",
     "Hierarchical",
+    "Infilling",
     "KeyNoise",
     "LLaDA",
     "LOOPS",
@@ -96,6 +99,7 @@ __all__ = [
     "VicinityCache",
     "export",
     "generate",
+    "infill",
     "make_sampler",
     "parse_sampler",
     "parse_samplers",

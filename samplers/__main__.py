@@ -4,6 +4,9 @@ or `--sampler d2f:block_length=8,tau_add=0.1`, `--sampler apd --verifier DIR_OR_
 On a terminal the canvas is shown while it is being unmasked; through a pipe the text alone is written, and the
 statistics go to the standard error. A prompt is taken as it is: write line breaks as the shell does, $'like\\nthis'.
 
+`python -m samplers --infill "The capital is<gap:8>, founded in<gap:4>." --model DIR_OR_NAME` fills the gaps of a
+text; with a prompt beside it, the text is the answer to that.
+
 `python -m samplers serve --model DIR_OR_NAME` is a server in the shape of OpenAI's (`... serve --help`). A first
 argument `serve` always means that; as a prompt the word goes behind an option: `--model DIR_OR_NAME serve`.
 """
@@ -21,9 +24,9 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from rich.console import Console
@@ -34,18 +37,21 @@ from dllm_jax.loading import outline
 from dllm_jax.quantized import told_dtype
 from dllm_jax.tools import spec
 from dllm_jax.tools.command import Parser, run_printing
+from samplers.answers import Generation
 from samplers.build import CanvasSampler, defaults_of, typed, with_verifier
 from samplers.caches import CACHES
 from samplers.checks import check_number
-from samplers.engine import Result
 from samplers.flags import add_model, add_sampler, default_of, flag_of, said_by, written_fields
-from samplers.generate import Generation, Prompt, generate, prepare
+from samplers.generate import answered, prepare
+from samplers.infill import Infilling, filled, prepare_infill, requests_for
 from samplers.live import printable, watch
 from samplers.presets import PRESETS
+from samplers.prompts import Prompt
 from samplers.registry import LOOPS, kind_of, settings_of, title
+from samplers.requests import Request, requests_of
 from samplers.rules import RULES
+from samplers.running import run_all
 from samplers.smoothing import Smoothing
-from samplers.timing import Programs
 
 JSON_LINES = (".jsonl", ".ndjson")
 
@@ -80,6 +86,12 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("prompt", nargs="*", help="one or more prompts; without any, the standard input is one")
     add("--prompts", metavar="FILE", help='one prompt per line, or JSON lines with "prompt" or "messages"; - is stdin')
+    add(
+        "--infill",
+        action="append",
+        metavar="TEXT",
+        help="fill this text's gaps, <gap:8> is one of 8 tokens; repeatable",
+    )
     add_model(parser)
     add("--list", action="store_true", help="print rules, cache policies and samplers with their options")
     add("--chat", action="store_true", help="take a prompt as a user's message in the model's chat format")
@@ -103,29 +115,69 @@ def _run(options: argparse.Namespace) -> None:
         raise DllmError("no model was named; pass --model DIR_OR_NAME")
     check_number("delay", options.delay, 0.0)
     check_number("batch_size", options.batch_size, 1)
-    prompts, bare = _prompts(options), outline(named)
+    work, bare = _work(options), outline(named)
     said = typed(name, texts, under=defaults_of(bare)).options
     always = {"sampler": name, "chat": options.chat, "system": options.system, "seed": options.seed}
-    prepare(bare, prompts, **with_verifier(said, outline), **always)  # mistakes come before gigabytes are read
+    work.prepare(bare, **with_verifier(said, outline), **always)  # mistakes come before gigabytes are read
     load = functools.partial(dllm_jax.load, dtype=options.dtype, quantize=options.quantize)
     with Console(stderr=True).status(f"loading {named}", spinner="line"):
         model, settings = load(named), {**with_verifier(said, load), **always}
-    sampler = prepare(model, prompts, **settings)[0]
-    if sys.stdout.isatty() and len(prompts) == 1 and not (options.json or options.no_live):
-        _show_live(model, prompts[0], sampler, settings, options.delay)
+    ready = work.prepare(model, **settings)
+    shown = sys.stdout.isatty() and not (options.json or options.no_live or options.infill)
+    if shown and len(work.lines) == 1:
+        _show_live(model, work.lines[0]["prompt"], ready.sampler, settings, options.delay)
         return
-    stopwatch = _Stopwatch()
-    answers = generate(model, prompts, batch_size=options.batch_size, run=stopwatch, **settings)
-    if options.json:
-        told = _told(options, said, model, sampler)
-        for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-            seconds = stopwatch.seconds[i // (options.batch_size or len(prompts))]
-            print(json.dumps(_json(prompt, answer, seconds, stopwatch.programs.compile_seconds, told)))
-        return
-    _print_texts(answers)
-    seconds = sum(stopwatch.seconds)
-    speed = f"{seconds:.3f} s, compiled before in {stopwatch.programs.compile_seconds:.1f} s"
-    _print_statistics(answers, seconds, speed, model, sampler)
+    runner, done = run_all(model, ready.sampler, ready.requests, options.batch_size)
+    told, answers = _told(options, said, model, ready.sampler), []
+    for line, request in zip(work.lines, done, strict=True):
+        answers.append(ready.answer_of(request))
+        if options.json:
+            print(json.dumps(line | _json(answers[-1], request.seconds, runner.compile_seconds, told)), flush=True)
+    if not options.json:
+        _print_texts(answers)
+        speed = f"{runner.seconds:.3f} s, compiled before in {runner.compile_seconds:.1f} s"
+        _print_statistics(answers, runner.seconds, speed, model, ready.sampler)
+
+
+class _Work(NamedTuple):
+    """What is asked for.
+
+    Attributes:
+        lines: the question of each answer, for JSON.
+        prepare: (model, settings) -> what is to be run, after all checks.
+    """
+
+    lines: list[dict[str, Any]]
+    prepare: Callable[..., "_Ready"]
+
+
+class _Ready(NamedTuple):
+    """What is to be run, and what makes an answer of a request that has ended."""
+
+    sampler: CanvasSampler
+    requests: list[Request]
+    answer_of: Callable[[Request], Generation]
+
+
+def _work(options: argparse.Namespace) -> _Work:
+    if options.infill is None:
+        prompts = _prompts(options)
+        return _Work([{"prompt": prompt} for prompt in prompts], functools.partial(_generation, prompts))
+    templates = options.infill
+    given: list[Any] = _prompts(options) if options.prompt or options.prompts is not None else [None]
+    prompt, each = (given[0], given * len(templates)) if len(given) == 1 else (given, given)
+    lines = [{"prompt": one, "template": template} for one, template in zip(each, templates, strict=False)]
+    return _Work(lines, functools.partial(_infilling, templates, prompt))
+
+
+def _generation(prompts: list[Any], model: Model, **settings: Any) -> _Ready:
+    sampler, rows, keys = prepare(model, prompts, **settings)
+    return _Ready(sampler, requests_of(sampler, rows, keys, settings.get("stop") or ()), answered)
+
+
+def _infilling(templates: list[str], prompt: Any, model: Model, **settings: Any) -> _Ready:
+    plan = prepare_infill(model, templates, prompt=prompt, **settings)
+    return _Ready(plan.sampler, requests_for(model, plan), functools.partial(filled, model, plan))
 
 
 def _show_live(
@@ -136,18 +188,6 @@ def _show_live(
     steps = f"{watched.seconds:.3f} s of single steps for the live view"
     speed = f"{steps}, compiled before in {watched.compile_seconds:.1f} s; --no-live runs them as one program"
     _print_statistics([watched.generation], watched.seconds, speed, model, sampler)
-
-
-class _Stopwatch:
-    """Runs batches like `sample_jit`, by a program that is compiled ahead of the first, and times each."""
-
-    def __init__(self) -> None:
-        self.programs, self.seconds = Programs(), list[float]()
-
-    def __call__(self, *arguments: Any, **options: Any) -> Result:
-        result, took = self.programs.run(*arguments, **options)
-        self.seconds.append(took)
-        return result
 
 
 def _prompts(options: argparse.Namespace) -> list[Any]:
@@ -267,13 +307,11 @@ def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _json(
-    prompt: Any, answer: Generation, seconds: float, compile_seconds: float, settings: dict[str, Any]
-) -> dict[str, Any]:
-    """One prompt's line; `seconds` is the time of its whole batch."""
+def _json(answer: Generation, seconds: float, compile_seconds: float, settings: dict[str, Any]) -> dict[str, Any]:
+    """One answer's part of a line; `seconds` is the time from its admission to its end, beside others."""
     return {
-        "prompt": prompt,
         "text": answer.text,
+        **({"gaps": answer.gaps} if isinstance(answer, Infilling) else {}),
         "tokens": answer.tokens,
         "logprobs": answer.logprobs,
         "prompt_tokens": answer.prompt_tokens,

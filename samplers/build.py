@@ -21,7 +21,7 @@ import numpy as np
 import dllm_jax
 from dllm_jax import Model, ModelConfig
 from dllm_jax.errors import DllmError
-from dllm_jax.tokenizer import token_bytes
+from dllm_jax.tokenizer import encode_text, token_bytes
 from dllm_jax.tools import spec
 from samplers.apd_verifier import Verifier, verifier_for
 from samplers.caches import CachePolicy
@@ -88,7 +88,7 @@ def make_sampler(model: Model, name: str | Rule | None = None, **options: Any) -
             block_length: capped at gen_length; 0 and None are one block.
             stop: strings or token ids that end an answer, in addition to the model's own end tokens.
             ignore_eos: do not end at the model's end tokens.
-            suppress, defer: lists of token ids.
+            suppress, defer: lists of token ids, or of texts that are one token each; "word" and " word" are two.
             smoothing: True, numbers as in "weight=0.2,growth=0.1", or a `Smoothing`.
             verifier: a loaded causal model of the same tokens, its folder or name, or a `Verifier`.
             indicator: a folder, or an `Indicator`.
@@ -97,30 +97,33 @@ def make_sampler(model: Model, name: str | Rule | None = None, **options: Any) -
     Raises:
         DllmError: for unknown names, options that nobody owns, and numbers out of range.
     """
-    name, options = said_of(model, name, options)
-    under = defaults_of(model)
-    settings = settle(name, options, under)
+    settings = settings_for(model, name, options)
     try:
         return build(model, settings)
     except DllmError:
         if model.generation:  # which may be at fault
             with _of_checkpoint(model):
-                build(model, under)
+                build(model, defaults_of(model))
         raise
 
 
-def said_of(model: Model, name: Any, options: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
-    """A sampler's name and all options, those in its spec too; for the arguments and errors of `make_sampler`."""
+def settings_for(model: Model, name: str | Rule | None, options: Mapping[str, Any]) -> Settings:
+    """What `make_sampler` makes a sampler of: its class and all that is said of it, by the model's defaults too.
+
+    Raises:
+        DllmError: for unknown names, and options that nobody owns.
+    """
+    under = defaults_of(model)
     if isinstance(name, Rule):
-        return None, {"rule": name, **options}
+        name, options = None, {"rule": name, **options}
     if isinstance(name, str):
-        said = parse_sampler(name, defaults_of(model))
+        said = parse_sampler(name, under)
         said.check_unbound()
         refuse_twice(said.options, options)
-        return said.name, {**said.options, **options}
-    if name is not None:
+        name, options = said.name, {**said.options, **options}
+    elif name is not None:
         raise DllmError(f"sampler is {name!r}; give a name, such as 'threshold', or a rule object")
-    return None, dict(options)
+    return settle(name, options, under)
 
 
 def defaults_of(model: Model) -> Settings:
@@ -238,14 +241,23 @@ def _unless(idle: int, value: Any) -> Any:
     return None if isinstance(value, int | float) and value == idle else value
 
 
-def _token_array(model: Model, what: str, ids: Sequence[int] | None) -> jax.Array | None:
-    """Token ids as `Sampling` takes them, None for none; raises DllmError for what is no id of the model."""
-    ids = () if ids is None else ids
-    if isinstance(ids, str) or not isinstance(ids, Sequence):
-        raise DllmError(f"{what} is {ids!r}; give a list of token ids")
+def _token_array(model: Model, what: str, items: Sequence[int | str] | None) -> jax.Array | None:
+    """Tokens as `Sampling` takes them, None for none; raises DllmError for what is no token of the model."""
+    items = () if items is None else items
+    if isinstance(items, str) or not isinstance(items, Sequence):
+        raise DllmError(f"{what} is {items!r}; give a list of token ids, or of texts that are one token each")
+    ids = [_only_token(model, what, item) if isinstance(item, str) else item for item in items]
     for token in ids:
         check_token(what, token, model.config)
     return jnp.asarray(sorted(ids), jnp.int32) if ids else None
+
+
+def _only_token(model: Model, what: str, text: str) -> int:
+    ids = encode_text(model.require_tokenizer(), text)
+    if len(ids) != 1:
+        need = "which other texts need as well; name texts that are one token"
+        raise DllmError(f"{what} text {text!r} is {len(ids)} tokens, {need}")
+    return ids[0]
 
 
 def check_token(what: str, token: Any, config: ModelConfig) -> None:

@@ -13,8 +13,8 @@ from dllm_jax.quantized import num_bytes
 from samplers.build import CanvasSampler
 from samplers.checks import check_length
 from samplers.engine import sample
-from samplers.generate import check_width
 from samplers.noise import row_keys
+from samplers.prompts import check_width
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 MOST_BYTES = 64 * 2**20  # of a sampler's own arrays, which become part of the program

@@ -70,6 +70,8 @@ def _add_sampling(group: Any) -> None:
     add("--cfg", metavar="SCALE", dest="guidance", help="classifier-free guidance (default: 0, none)")
     add("--stop", action="append", metavar="TEXT", help="end an answer before this text; repeatable")
     add("--stop-id", action="append", type=int, metavar="ID", dest="stop", help="the same for a token id")
+    add("--suppress", action="append", metavar="TEXT", help="never write this text, which is one token; repeatable")
+    add("--suppress-id", action="append", type=int, metavar="ID", dest="suppress", help="the same for a token id")
     add("--ignore-eos", action="store_true", help="go on behind the model's end tokens")
     add("--fill-after-eos", action="store_true", help="write nothing more behind an end-of-sequence token")
     add("--canvas-length", metavar="N", help="pad prompt and canvas with masks to this length")

@@ -21,10 +21,12 @@ from rich.text import Text
 
 from dllm_jax import DllmError, Model
 from dllm_jax.tokenizer import special_tokens, token_bytes
+from samplers.answers import Generation, answer
 from samplers.build import CanvasSampler
 from samplers.checks import check_number
 from samplers.engine import Result, stream, warn_if_broken
-from samplers.generate import Generation, Prompt, answer, pad_prompts, prepare
+from samplers.generate import prepare
+from samplers.prompts import Prompt, pad_prompts
 from samplers.registry import title
 from samplers.rules import Rule
 

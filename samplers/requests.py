@@ -23,16 +23,19 @@ import numpy as np
 from dllm_jax import DllmError, Model
 from dllm_jax.sharding import batch_sharding, check_splits
 from dllm_jax.tokenizer import token_bytes
+from samplers.answers import Generation, answer
 from samplers.apd_loop import LeftToRight
-from samplers.build import CanvasSampler, check_token, make_sampler, said_of
-from samplers.checks import check_length, check_whole
-from samplers.engine import Result, warn_if_broken
-from samplers.generate import Generation, Prompt, answer, check_width, encode_prompt
+from samplers.build import CanvasSampler, build, check_token, make_sampler, settings_for
+from samplers.checks import check_length, check_whole, refuse_unknown
+from samplers.engine import Result
 from samplers.noise import row_keys
+from samplers.prompts import Prompt, check_width, encode_prompt
+from samplers.registry import Settings, called, options_of
 from samplers.rules import Rule
 from samplers.slots import Report, Rows, begin_jit, numbers_of, structure_of, turn_jit, turn_on
 from samplers.stop_pool import StopPool
 
+_FIXED = {"ignore_eos", "verifier", "indicator"}  # which are not told apart by the structure
 _FOREVER = np.iinfo(np.int32).max
 
 
@@ -47,9 +50,11 @@ class Request:
         given: [G] int32, tokens the canvas comes with, as in `BlockSampler.init`; None for none.
         numbers: the sampler's for this request, in the order of `slots.numbers_of`; None for the engine's own.
         stop: strings and token ids that end it, besides those of the engine's sampler.
-        number: by the order of submission, from 0.
+        texts: strings that the engine's sampler ends it at, where its text is cut as well.
+        number: what it is called; by the order of submission, from 0, if nothing is said.
         slot: where it runs; None before and after.
         result: on the host, with a batch of one; None until it has ended.
+        seconds: from its admission to its end, beside what else was in the slots.
         cancelled: whether it was taken back.
     """
 
@@ -59,12 +64,13 @@ class Request:
     given: np.ndarray | None = None
     numbers: tuple[Any, ...] | None = None
     stop: Sequence[str | int] = ()
+    texts: Sequence[str | int] = ()
     number: int = -1
     slot: int | None = None
     result: Result | None = None
+    seconds: float = 0.0
     cancelled: bool = False
     _model: Model | None = dataclasses.field(default=None, repr=False)
-    _cut_at: Sequence[str | int] = dataclasses.field(default=(), repr=False)
 
     @functools.cached_property
     def generation(self) -> Generation:
@@ -75,7 +81,7 @@ class Request:
         """
         if self.result is None or self._model is None:
             raise DllmError(f"request {self.number} has not ended; run engine.results(), or engine.step() until it has")
-        return answer(self._model, self.prompt, self.result, 0, self._cut_at)
+        return answer(self._model, self.prompt, self.result, 0, [*self.stop, *self.texts])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,30 +148,27 @@ class Engine:
         Raises:
             DllmError: for bad numbers and options; before anything is compiled.
         """
-        if not isinstance(model, Model):
+        if not hasattr(model, "denoiser"):
             raise DllmError(f"model is a {type(model).__name__}; load one by dllm_jax.load")
         check_length("slots", slots)
-        check_length("prompt_length", prompt_length, optional=True)
+        check_whole("prompt_length", prompt_length, 0)
         check_whole("stop_states", stop_states, 0)
         self.model, self.slots = model, slots
-        self._made_of: tuple[str | None, dict[str, Any]] | None = None
+        self._settings: Settings | None = None
         if sampler is None or isinstance(sampler, str | Rule):
-            self._made_of = said_of(model, sampler, options)
+            self._settings = settings_for(model, sampler, options)
             sampler = make_sampler(model, sampler, **options)
         elif options:
             raise DllmError(f"options {', '.join(sorted(options))} have no effect beside a sampler; set them in it")
-        self._cut_at: tuple[str | int, ...] = ()
-        if self._made_of is not None:
-            self._cut_at = tuple(self._made_of[1].get("stop") or ())
         self._draws = draws
         self.sampler: Any = self._roomy(sampler)
         self._structure, self._numbers = structure_of(self.sampler), numbers_of(self.sampler)
         room = model.config.max_length - self.sampler.gen_length
-        self.prompt_length = prompt_length or max(min(512, room), 1)
+        self.prompt_length = max(min(512, room), 1) if prompt_length is None else prompt_length
         check_width(model, self.sampler, self.prompt_length)
         pieces = lambda: token_bytes(model.require_tokenizer(), model.config.vocab_size)
         self._stops = StopPool(self.sampler.stop, model.config.vocab_size, stop_states, pieces)
-        layout = model.denoiser.layout
+        layout = getattr(model.denoiser, "layout", None)
         if layout is not None:
             check_splits(layout.mesh, slots, "slots")
         self._sharding = None if layout is None else batch_sharding(layout.mesh)
@@ -232,6 +235,7 @@ class Engine:
             given=None if given is None else np.asarray(given, np.int32),
             numbers=self._numbers_with(numbers) if numbers else None,
             stop=tuple(stop),
+            texts=tuple(self._settings.options.get("stop") or ()) if self._settings else (),
         )
         self._check(made)
         return made
@@ -243,8 +247,8 @@ class Engine:
             DllmError: for a prompt that is too long, a canvas of another length, and stop patterns without room.
         """
         self._check(request)
-        request.number, request._model = self._count, self.model
-        request._cut_at = (*self._cut_at, *request.stop)
+        request.number = self._count if request.number < 0 else request.number
+        request._model = self.model
         self._count += 1
         self._waiting.append(request)
         return request
@@ -305,18 +309,22 @@ class Engine:
         self._collect(report)
         return found
 
-    def results(self) -> Iterator[Request]:
-        """Runs until nothing is left to do, and yields requests as they end, those that ended in `step` before first;
-        others may be submitted meanwhile."""
-        while self._ended or not self.idle:
-            yield from self.take_ended()
-            if not self.idle:
-                self._collect(self._turn(_FOREVER, 1 if self._waiting else self.slots))
+    def advance(self) -> list[Request]:
+        """Admits what waits and runs until a slot is free again, or all are where nothing waits: what has ended."""
+        if not self.idle:
+            self._collect(self._turn(_FOREVER, 1 if self._waiting else self.slots))
+        return self.take_ended()
 
     def take_ended(self) -> list[Request]:
         """Requests that have ended since the last call; the engine knows them no more."""
         ended, self._ended = self._ended, []
         return ended
+
+    def results(self) -> Iterator[Request]:
+        """Runs until nothing is left to do, and yields requests as they end, those that ended in `step` before first;
+        others may be submitted meanwhile."""
+        while self._ended or not self.idle:
+            yield from self.advance()
 
     # -----------------------------------------------------------------------------------------------------------------
 
@@ -331,13 +339,13 @@ class Engine:
 
     def _numbers_with(self, options: dict[str, Any]) -> tuple[Any, ...]:
         """The sampler's numbers with some of them changed."""
-        if self._made_of is None:
+        if self._settings is None:
             raise DllmError(f"options {', '.join(sorted(options))} need an engine that was built by a sampler's name")
-        name, base = self._made_of
-        fixed = {"stop", "ignore_eos", "verifier", "indicator", "gen_length"} & set(options)
-        if fixed:
-            raise DllmError(f"{sorted(fixed)[0]} cannot be chosen by request; build another engine")
-        found = self._roomy(make_sampler(self.model, name, **{**base, **options}))
+        refuse_unknown(f"sampler {called(self._settings)}", options, options_of(self._settings))
+        if fixed := sorted(_FIXED & set(options)):
+            raise DllmError(f"{fixed[0]} cannot be chosen by request; build another engine")
+        said = self._settings._replace(options={**self._settings.options, **options})
+        found = self._roomy(build(self.model, said))
         if structure_of(found) != self._structure:
             words = ", ".join(sorted(options))
             room = "" if self._draws else ", or draws=True for temperature, top_p and top_k"
@@ -345,7 +353,7 @@ class Engine:
         return numbers_of(found)
 
     def _empty_rows(self) -> Rows:
-        batch, length, low = self.slots, self.sampler.gen_length, max(self.model.denoiser.min_prompt_length, 1)
+        batch, length, low = self.slots, self.sampler.gen_length, self.model.denoiser.min_prompt_length
         numbers = (np.full(batch, number, jnp.result_type(number)) for number in self._numbers)
         takes_given = not isinstance(self.sampler, LeftToRight)
         start, drop = self._stops.rows(batch)
@@ -373,6 +381,7 @@ class Engine:
         if rows.stop_start is not None:
             rows.stop_start[slot], rows.stop_drop[slot] = self._stops.take(request.stop)
         request.slot, self._at[slot], self._seen[slot] = slot, request, 0
+        request.seconds = -self.seconds
 
     def _admit(self) -> np.ndarray:
         """Gives free slots to what waits, [B] bool."""
@@ -446,7 +455,7 @@ class Engine:
             if request is None or not report.done[slot]:
                 continue
             request.result = jax.tree.map(lambda x, slot=slot: x[slot : slot + 1].copy(), report.result)
-            warn_if_broken(request.result, [request.number])
+            request.seconds += self.seconds
             self._free(request)
             self._ended.append(request)
 
@@ -454,3 +463,18 @@ class Engine:
         assert request.slot is not None
         self._stops.give_back(request.stop)
         self._at[request.slot], request.slot = None, None
+
+
+def requests_of(
+    sampler: CanvasSampler, prompts: Sequence[list[int]], keys: jax.Array, stop: Sequence[str | int] = ()
+) -> list[Request]:
+    """Requests with the sampler's own numbers and stop patterns.
+
+    Args:
+        prompts: token ids.
+        keys: typed, one for each.
+        stop: what the sampler was made with, where texts are cut.
+    """
+    data = np.asarray(jax.random.key_data(keys))
+    pairs = enumerate(zip(prompts, data, strict=True))
+    return [Request(prompt, sampler.gen_length, key, texts=stop, number=i) for i, (prompt, key) in pairs]

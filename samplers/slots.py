@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from dllm_jax.denoiser import DenoiserLike
@@ -70,22 +71,32 @@ def numbers_of(sampler: Any) -> tuple[Any, ...]:
 
 
 def structure_of(sampler: Any) -> Any:
-    """All of a sampler but its numbers and stop patterns: equal for samplers that one program runs."""
-    leaves, tree = jax.tree.flatten(sampler, is_leaf=lambda part: isinstance(part, _SHARED))
-    kept = [None if _is_number(leaf) or isinstance(leaf, Stop) else leaf for leaf in leaves]
-    return tree, tuple(id(leaf) if isinstance(leaf, Verifier | Indicator) else _plain(leaf) for leaf in kept)
+    """All of a sampler but its numbers and the parts that all requests share: equal for requests of one engine."""
+    leaves, tree = jax.tree.flatten(sampler, is_leaf=_is_shared)
+    kept = (None if _is_shared(leaf) or _is_number(leaf) else tuple(jnp.ravel(leaf).tolist()) for leaf in leaves)
+    return tree, tuple(kept)
 
 
-def _plain(leaf: Any) -> Any:
-    return leaf if leaf is None else tuple(jnp.ravel(leaf).tolist())
+def program_of(sampler: Any) -> Any:
+    """The same with the shared parts: equal for samplers whose requests one engine can run."""
+    parts = [part for part in _leaves(sampler) if _is_shared(part)]
+    patterns = [
+        (np.asarray(part.table).tobytes(), np.asarray(part.drop).tobytes()) for part in parts if isinstance(part, Stop)
+    ]
+    others = [id(leaf) for part in parts if not isinstance(part, Stop) for leaf in jax.tree.leaves(part)]
+    return structure_of(sampler), tuple(patterns), tuple(others)
 
 
 def _leaves(sampler: Any) -> list[Any]:
-    return jax.tree.leaves(sampler, is_leaf=lambda part: isinstance(part, _SHARED))
+    return jax.tree.leaves(sampler, is_leaf=_is_shared)
+
+
+def _is_shared(part: Any) -> bool:
+    return isinstance(part, _SHARED)
 
 
 def _is_number(leaf: Any) -> bool:
-    return not isinstance(leaf, _SHARED) and jnp.ndim(leaf) == 0
+    return not _is_shared(leaf) and jnp.ndim(leaf) == 0
 
 
 def for_rows(sampler: Any, rows: Rows) -> Any:
@@ -97,7 +108,7 @@ def for_rows(sampler: Any, rows: Rows) -> Any:
             return dataclasses.replace(leaf, start=rows.stop_start, drop=rows.stop_drop)
         return next(numbers) if _is_number(leaf) else leaf
 
-    return jax.tree.map(own, sampler, is_leaf=lambda part: isinstance(part, _SHARED))
+    return jax.tree.map(own, sampler, is_leaf=_is_shared)
 
 
 def begin(sampler: Any, denoiser: DenoiserLike, rows: Rows) -> Any:

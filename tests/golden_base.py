@@ -14,8 +14,8 @@ import convert
 import dllm_jax
 from dllm_jax.denoiser import Span
 from samplers import BlockSampler, Result, sample_jit
-from samplers.generate import bucket_length, pad_prompts
 from samplers.noise import Noise
+from samplers.prompts import bucket_length, pad_prompts
 from samplers.trajectory import steps_of
 
 Case = dict[str, Any]

@@ -15,7 +15,7 @@ import dllm_jax
 from convert.adapters import read_adapters
 from dllm_jax.denoiser import block_causal
 from samplers import PipelineSampler, stream
-from samplers.generate import bucket_length, pad_prompts
+from samplers.prompts import bucket_length, pad_prompts
 from train.config import D2FPart, LoraPart
 from train.d2f import D2F, Blocks, Draws, block_ratios, corrupt
 from train.lora import beside

@@ -23,8 +23,8 @@ from samplers import (
     sample_jit,
     stop_on,
 )
-from samplers.generate import bucket_length, pad_prompts
 from samplers.predictions import given, predict
+from samplers.prompts import bucket_length, pad_prompts
 from samplers.rules.base import BlockView
 from samplers.trajectory import steps_of
 

@@ -29,8 +29,8 @@ from samplers import (
     sample_jit,
     stop_on,
 )
-from samplers.generate import bucket_length, pad_prompts
 from samplers.likelihood import is_greedy, mask_counts, masked_loss
+from samplers.prompts import bucket_length, pad_prompts
 from samplers.trajectory import first_match, forwards_until
 
 _loss = jax.jit(masked_loss)

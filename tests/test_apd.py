@@ -35,8 +35,9 @@ from samplers import (
     stream,
     verifier_for,
 )
-from samplers.generate import generate, pad_prompts
+from samplers.generate import generate
 from samplers.noise import Purpose, gumbel
+from samplers.prompts import pad_prompts
 
 V, EOS, MASK, GEN = 14, 12, 13, 16
 SMALL = {

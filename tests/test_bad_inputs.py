@@ -196,6 +196,11 @@ OPTIONS = {
     "stop that is no id": (dict(stop=[1.5]), "stop token 1.5 is no token id; give whole numbers"),
     "suppressed id out of range": (dict(suppress=[-1]), "suppress token -1 lies outside the vocabulary"),
     "suppressed ids as text": (dict(suppress="abc"), "suppress is 'abc'; give a list of token ids"),
+    "suppressed text of two tokens": (
+        dict(suppress=["ab"]),
+        "suppress text 'ab' is 2 tokens, which other texts need as well; name texts that are one token",
+    ),
+    "suppressed text of no token": (dict(suppress=[""]), "suppress text '' is 0 tokens"),
     "deferred id out of range": (dict(defer=[500]), "defer token 500 lies outside the vocabulary"),
     "batch_size": (dict(batch_size=0), "batch_size is 0; it must be at least 1"),
     "batch_size of 1.5": (dict(batch_size=1.5), "batch_size is 1.5; it must be a whole number"),

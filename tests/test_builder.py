@@ -106,6 +106,8 @@ def test_how_tokens_are_drawn(llada_tiny):
     drawn = make_sampler(llada_tiny, temperature=0.5, top_p=0.9, top_k=3, suppress=[7, 5], defer=[6]).sampling
     assert (drawn.temperature, drawn.top_p, drawn.top_k) == (0.5, 0.9, 3)
     assert drawn.suppress.tolist() == [5, 7] and drawn.defer.tolist() == [6]
+    named = make_sampler(llada_tiny, suppress=["b", 7, "<|eot_id|>"], defer=["a"]).sampling
+    assert named.suppress.tolist() == [7, 98, 131] and named.defer.tolist() == [97]
 
 
 def test_smoothing_in_all_its_forms(llada_tiny):

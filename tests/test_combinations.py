@@ -36,8 +36,8 @@ from samplers import (
     stop_on,
 )
 from samplers.caches import CACHES as POLICIES
-from samplers.generate import pad_prompts
 from samplers.predictions import Predictions
+from samplers.prompts import pad_prompts
 from samplers.rules import RULES as KNOWN
 from samplers.rules.base import BlockView
 

@@ -35,7 +35,7 @@ from samplers import (
     stop_on,
     stream,
 )
-from samplers.generate import pad_prompts
+from samplers.prompts import pad_prompts
 
 QUESTIONS = [
     "Q: Tom has 12 books. Tom buys 23.\nA: ",

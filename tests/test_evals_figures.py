@@ -34,10 +34,10 @@ def measured(monkeypatch, small):
         "evals.models.dllm_jax.load", lambda name, **_: toys.get(name) or toys.setdefault(name, toy(name))
     )
 
-    def run(models, task, sampler, *, n, batch_size, seed, split, examples, programs, progress):
+    def run(models, task, sampler, *, n, batch_size, seed, split, examples, engines, progress):
         seen.append((models.of(sampler).name, sampler))
         loss = sum(sampler.numbers.values()) * (0.01 if sampler.name == "ni" else 1)
-        programs._made[sampler.without("indicator").series] = None
+        engines._seen.add(sampler.without("indicator").series)
         seed_of_indicator = len(sampler.options.get("indicator", ""))
         nfe, accuracy = 2.0 + 10 / (1 + loss) + seed_of_indicator, 1 / (1 + 0.1 * loss)
         numbers = {name: 0.0 for name, kind in Report.__annotations__.items() if kind is float}

@@ -127,14 +127,13 @@ def test_whoever_knows_the_answers_gets_everything_right(name):
 
 def test_accuracy_counts_what_is_right_and_does_not_depend_on_the_batch_size():
     task = make_task(SUDOKU)
-    model, programs = oracle(task, wrong=(0, 4, 7)), evals.Programs()
+    model, engines = oracle(task, wrong=(0, 4, 7)), evals.Engines()
     one, other, all_at_once = (
-        evals.run(model, task, "topk:k=2", n=N, batch_size=size, programs=programs, progress=False)
-        for size in (4, 3, 64)
+        evals.run(model, task, "topk:k=2", n=N, batch_size=size, engines=engines, progress=False) for size in (4, 3, 64)
     )
     assert [row.correct for row in one.rows] == [i not in (0, 4, 7) for i in range(N)]
     assert one.accuracy == 0.7 and one.accuracy_stderr == pytest.approx(math.sqrt(0.7 * 0.3 / N))
-    assert one.rows == other.rows == all_at_once.rows and programs.compiled == 3
+    assert one.rows == other.rows == all_at_once.rows and engines.compiled == 3
     assert (one.batch_size, all_at_once.batch_size) == (4, N)
 
 
@@ -142,9 +141,9 @@ def test_a_random_model_gets_nothing_right(random_sudoku):
     import dllm_jax
 
     model = dllm_jax.load(random_sudoku)
-    programs = evals.Programs()
-    one = evals.run(model, SUDOKU, "topk:k=2", n=N, batch_size=5, programs=programs, progress=False)
-    again = evals.run(model, SUDOKU, "topk:k=2", n=N, batch_size=5, programs=programs, progress=False)
+    engines = evals.Engines()
+    one = evals.run(model, SUDOKU, "topk:k=2", n=N, batch_size=5, engines=engines, progress=False)
+    again = evals.run(model, SUDOKU, "topk:k=2", n=N, batch_size=5, engines=engines, progress=False)
     assert one.accuracy == 0.0 and one.compile_seconds > 0 and again.compile_seconds == 0
     assert again.rows == one.rows and isinstance(model.denoiser, Denoiser)
     assert json.loads(files.as_json(one.summary()))["settings"]["k"] == 2
@@ -186,11 +185,11 @@ def test_text_is_encoded_in_the_model_s_own_tokens(llada_tiny):
     ],
 )
 def test_mistakes_are_found_before_anything_is_compiled(changes, complaint):
-    model, programs = random_model(config_for(make_task(SUDOKU))), evals.Programs()
-    arguments = {"task": SUDOKU, "sampler": "topk", "programs": programs, **changes}
+    model, engines = random_model(config_for(make_task(SUDOKU))), evals.Engines()
+    arguments = {"task": SUDOKU, "sampler": "topk", "engines": engines, **changes}
     with pytest.raises(DllmError) as caught:
         evals.run(model, **arguments)
-    assert complaint in str(caught.value) and "\n" not in str(caught.value) and not programs.compiled
+    assert complaint in str(caught.value) and "\n" not in str(caught.value) and not engines.compiled
 
 
 # Samplers as text

@@ -13,7 +13,8 @@ from test_quantized import MOE, random_model
 import dllm_jax
 from dllm_jax import DllmError
 from samplers import export, generate, make_sampler
-from samplers.generate import pad_prompts, prepare
+from samplers.generate import prepare
+from samplers.prompts import pad_prompts
 
 PROMPTS = [[5, 9, 30, 22, 41], [7, 8]]
 

@@ -41,9 +41,9 @@ from samplers import (
     sample_jit,
     stop_on,
 )
-from samplers.generate import pad_prompts
 from samplers.indicator import Indicator, IndicatorConfig, init_indicator, load_indicator, save_indicator
 from samplers.predictions import ranked
+from samplers.prompts import pad_prompts
 from samplers.trajectory import best_tokens, step_numbers, trajectory_of
 from train import trajectories
 from train.data.files import Listed

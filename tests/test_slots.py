@@ -8,13 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import assert_equal
 from test_apd import VERIFIER
 from test_engine import ROWS, first_layers
 
 from dllm_jax import DllmError, Model, load, make_mesh
 from dllm_jax.tokenizer import token_bytes
 from samplers import Engine, Request, Result, sample_jit, stop_on
-from samplers.generate import generate, pad_prompts
+from samplers.generate import generate
+from samplers.prompts import pad_prompts
 from samplers.slots import for_rows
 
 GEN, WIDTH, SLOTS = 24, 96, 3
@@ -69,7 +71,7 @@ def assert_alone(engine: Engine, request: Request) -> None:
 def assert_same(one: Result | None, other: Result) -> None:
     assert one is not None
     for field in dataclasses.fields(other):
-        np.testing.assert_array_equal(getattr(one, field.name), getattr(other, field.name), err_msg=field.name)
+        assert_equal(getattr(one, field.name), getattr(other, field.name), field.name)
 
 
 def arrivals(engine: Engine, numbers: list[dict[str, Any]], rng: np.random.Generator, count: int) -> list[Request]:

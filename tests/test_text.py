@@ -14,7 +14,7 @@ import samplers
 from dllm_jax import DllmError
 from dllm_jax.tokenizer import load_tokenizer, settles, token_bytes
 from samplers import TextStream, text_of
-from samplers.generate import encode_prompt, pad_prompts
+from samplers.prompts import encode_prompt, pad_prompts
 
 # Every kind of trouble: parts of characters, bytes by name, spaces as marks, suffixes, repetitions, and clean-up.
 PIECES = ["a", "b", "ab", "A", "Ġ", "Ġa", "Ċ", "Ã", "©", "ð", "Ł", "Ļ", "Ĥ", "ÿ", "▁", "▁a", "▁▁b", "é", "🙂", "", " "]

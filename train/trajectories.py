@@ -12,7 +12,7 @@ import argparse
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,14 @@ import dllm_jax
 from dllm_jax import Model
 from dllm_jax.checkpoint import write_error
 from dllm_jax.errors import DllmError
-from dllm_jax.sharding import batch_sharding, check_splits, mesh_for_batch
+from dllm_jax.sharding import check_splits, mesh_for_batch
 from dllm_jax.tools.spec import converted, parse_options
 from samplers import parse_sampler
 from samplers.build import CanvasSampler
-from samplers.engine import broken
-from samplers.generate import check_lengths, given_canvas, pad_prompts
-from samplers.timing import Programs
+from samplers.engine import Result, broken
+from samplers.prompts import bucket_length, check_lengths, given_canvas, pad_prompts
+from samplers.requests import Engine, Request
+from samplers.running import Engines
 from samplers.trajectory import trajectory_of
 from train.data import ExampleLike, Setup, Source, from_reference, jsonl, size
 from train.data.shards import ABOUT_FILE, shards
@@ -56,7 +57,6 @@ def collect(
     seed: int = 0,
     stops: bool = True,
     verify: Verify | None = None,
-    mesh: Mesh | None = None,
     progress: bool = True,
 ) -> int:
     """Samples prompts 0 to n - 1 of a source, those that `out` does not hold yet.
@@ -65,13 +65,11 @@ def collect(
         source: examples; of these the prompt and what is given of the answer are used.
         about: what was run, for the folder; a run with other settings is refused there.
         n: prompts; all of a finite source by default.
-        batch_size: prompts sampled together.
+        batch_size: prompts sampled together; on a mesh, which is the model's, split over its devices.
         shard_size: prompts per file, which is also what a kill costs at most.
         seed: of the sampler's random numbers.
         stops: whether an end token ends an answer; else a canvas is as long as the example's answer.
         verify: whether an answer is right, to be kept as `correct`.
-        mesh: devices that the prompts of a batch are split over; the model's parameters must lie on them. None leaves
-            everything where the model is.
         progress: show a bar on stderr.
 
     Returns:
@@ -84,14 +82,14 @@ def collect(
     for name, value in (("n", n), ("batch_size", batch_size), ("shard_size", shard_size)):
         if value is not None and value < 1:
             raise DllmError(f"{name} is {value}; it must be at least 1")
-    if mesh is not None:
-        check_splits(mesh, batch_size, _BATCH)
+    if model.layout is not None:
+        check_splits(model.layout.mesh, batch_size, _BATCH)
     if n is None and count is None:
         raise DllmError("the data has no end; say how many prompts are wanted by --n")
     total = min(n or count or 0, count or n or 0)
     folder = _begin(Path(out).expanduser(), {**about, "seed": seed, "gen_length": sampler.gen_length})
     done = max((shard.end for shard in shards(folder)), default=0)
-    make = _Sampled(model, sampler, source, batch_size, seed, stops, verify, mesh)
+    make = _Sampled(model, sampler, source, batch_size, seed, stops, verify)
     with tqdm(total=total, initial=min(done, total), unit="prompt", disable=None if progress else True) as bar:
         for first in range(done, total, shard_size):
             last = min(first + shard_size, total)
@@ -137,7 +135,7 @@ def _write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 @dataclasses.dataclass
 class _Sampled:
-    """Samples prompts by number, in batches of one shape per bucket of prompt lengths."""
+    """Samples prompts by number, so many at a time, and makes the arrays of a file of them."""
 
     model: Model
     sampler: CanvasSampler
@@ -146,52 +144,68 @@ class _Sampled:
     seed: int
     stops: bool
     verify: Verify | None
-    mesh: Mesh | None
-    programs: Programs = dataclasses.field(default_factory=Programs)
-    tokens: int = 0
-    seconds: float = 0.0
+    engines: Engines = dataclasses.field(default_factory=Engines)
 
     def shard(self, numbers: range, bar: "tqdm[Any]") -> dict[str, np.ndarray]:
         """The arrays of one file, see `Shard.load`."""
-        batches = []
-        for first in range(numbers.start, numbers.stop, self.batch_size):
-            batches.append(self._sample(np.arange(first, first + self.batch_size), numbers.stop))
-            self.tokens += int((batches[-1]["step"] >= 0).sum())
-            nfe = batches[-1]["nfe"].mean()
-            bar.set_postfix_str(f"{self.tokens / self.seconds:.0f} tokens/s, NFE {nfe:.1f}", refresh=False)
-            bar.update(len(batches[-1]["nfe"]))
-        return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
-
-    def _sample(self, numbers: np.ndarray, stop: int) -> dict[str, np.ndarray]:
-        """One batch, filled up with the last prompt; only those before `stop` are kept."""
-        examples = [self.source.example(int(min(number, stop - 1))) for number in numbers]
+        examples = [self.source.example(number) for number in numbers]
         rows = [self._prompt(example) for example in examples]
         check_lengths(self.model, self.sampler, rows)
-        prompt, lengths = pad_prompts(rows)
-        length = self.sampler.gen_length
-        gen_lengths = jnp.asarray([length if self.stops else len(example.answer_ids) for example in examples])
-        answers = [(np.asarray(example.answer_ids), example.given) for example in examples]
-        given = given_canvas(answers, length, self.model.denoiser.mask_id)
+        width = bucket_length(max(map(len, rows)))
+        engine = self.engines.of(self.model, self.sampler, self.batch_size, width)
+        for request in self._requests(numbers, examples, rows):
+            engine.enqueue(request)
+        found: dict[int, Result] = {}
+        for request in engine.results():
+            assert request.result is not None
+            if sentence := broken(request.result, [request.number]):
+                raise DllmError(f"{sentence}; no trajectories are made of it")
+            found[request.number] = request.result
+            bar.set_postfix_str(self._speed(engine, found), refresh=False)
+            bar.update()
+        return self._arrays(examples, rows, jax.tree.map(lambda *x: np.concatenate(x), *(found[i] for i in numbers)))
+
+    def _requests(self, numbers: range, examples: list[ExampleLike], rows: list[list[int]]) -> Iterator[Request]:
+        """Long answers first, so that few rows are at work at the end of a file."""
         keys = jax.vmap(lambda number: jax.random.fold_in(jax.random.key(self.seed), number))(jnp.asarray(numbers))
-        known = {"gen_lengths": gen_lengths, "given": given}
-        if self.mesh is not None:
-            prompt, lengths, keys, known = jax.device_put((prompt, lengths, keys, known), batch_sharding(self.mesh))
-        result, took = self.programs.run(self.sampler, self.model.denoiser, prompt, lengths, key=keys, **known)
-        self.seconds += took
-        if sentence := broken(jax.device_get(result), numbers.tolist()):
-            raise DllmError(f"{sentence}; no trajectories are made of it")
+        key_data, mask_id = np.asarray(jax.random.key_data(keys)), self.model.denoiser.mask_id
+        for i in sorted(range(len(rows)), key=lambda i: -self._length(examples[i])):
+            answer = (np.asarray(examples[i].answer_ids), examples[i].given)
+            given = given_canvas([answer], self.sampler.gen_length, mask_id)
+            yield Request(
+                prompt=rows[i],
+                gen_length=self._length(examples[i]),
+                key_data=key_data[i],
+                given=None if given is None else given[0],
+                number=numbers[i],
+            )
+
+    def _length(self, example: ExampleLike) -> int:
+        return self.sampler.gen_length if self.stops else len(example.answer_ids)
+
+    def _speed(self, engine: Engine, found: Mapping[int, Result]) -> str:
+        """What the progress bar tells of this file."""
+        nfe = np.mean([result.nfe[0] for result in found.values()])
+        return f"{engine.row_steps / max(engine.seconds, 1e-9):.0f} forwards/s, NFE {nfe:.1f}"
+
+    def _arrays(self, examples: list[ExampleLike], rows: list[list[int]], result: Result) -> dict[str, np.ndarray]:
+        prompt, lengths = pad_prompts(rows)
+        answers = [(np.asarray(example.answer_ids), example.given) for example in examples]
+        known: dict[str, Any] = {
+            "gen_lengths": jnp.asarray([self._length(example) for example in examples], jnp.int32),
+            "given": given_canvas(answers, self.sampler.gen_length, self.model.denoiser.mask_id),
+        }
         found = trajectory_of(result, prompt, lengths, mask_id=self.model.denoiser.mask_id, **known)
-        tokens, step, nfe, ends = jax.device_get((found.tokens, found.step, result.nfe, result.lengths))
-        kept = int((numbers < stop).sum())
+        tokens, step = np.asarray(found.tokens), np.asarray(found.step)
         small = np.uint16 if self.model.config.vocab_size <= 1 << 16 else np.int32
         return {
-            "prompts": np.concatenate(rows[:kept]).astype(small),
-            "prompt_lengths": np.asarray(lengths)[:kept],
-            "gen_lengths": np.asarray(gen_lengths, np.int32)[:kept],
-            "tokens": tokens[:kept].astype(small),
-            "step": step[:kept].astype(np.int16),
-            "nfe": nfe[:kept],
-        } | self._verdicts(examples[:kept], tokens, ends)
+            "prompts": np.concatenate(rows).astype(small),
+            "prompt_lengths": np.asarray(lengths),
+            "gen_lengths": np.asarray(known["gen_lengths"]),
+            "tokens": tokens.astype(small),
+            "step": step.astype(np.int16),
+            "nfe": np.asarray(result.nfe),
+        } | self._verdicts(examples, tokens, np.asarray(result.lengths))
 
     def _verdicts(self, examples: list[ExampleLike], tokens: np.ndarray, ends: np.ndarray) -> dict[str, np.ndarray]:
         """Which answers are right, where that can be said."""
@@ -275,7 +289,6 @@ def _run(options: argparse.Namespace) -> None:
         about={"model": model.name, **about},
         stops=stops,
         verify=verify,
-        mesh=mesh,
         progress=not options.no_progress,
         **chosen,
     )

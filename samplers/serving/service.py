@@ -18,8 +18,9 @@ import dllm_jax
 from dllm_jax import DllmError, Model
 from dllm_jax.quantized import told_dtype
 from dllm_jax.tokenizer import token_strings
+from samplers.answers import Generation
 from samplers.engine import broken
-from samplers.generate import Generation, encode_prompt
+from samplers.prompts import encode_prompt
 from samplers.registry import settings_of, title
 from samplers.requests import Engine, Request, Update
 from samplers.serving.faults import Fault

@@ -7,7 +7,7 @@ from typing import Any
 from dllm_jax import Model
 from dllm_jax.errors import DllmError
 from dllm_jax.tokenizer import special_tokens, token_bytes
-from samplers.generate import Generation
+from samplers.answers import Generation
 
 Json = dict[str, Any]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from dllm_jax.errors import DllmError
-from samplers.generate import bucket_length
+from samplers.prompts import bucket_length
 from samplers.trajectory import Trajectory
 from train.data.source import Example, Setup
 

@@ -1,0 +1,320 @@
+"""Infilling: texts with gaps, which a diffusion model fills with an eye to what stands on both sides.
+
+found = infill(model, "The capital is<gap:8>, founded in<gap:4>.")
+print(found.text, found.gaps)
+
+A template is fixed pieces and gaps. `<gap:8>` is a gap of 8 tokens: all of them are written, no more and no fewer. Each
+fixed piece is tokenised by itself, so borders of gaps are borders of tokens; since most vocabularies have the space
+before a word in the word's token, leave it to the gap. What stands before the first gap is the prompt, the rest is the
+canvas, in which fixed pieces are given tokens. Special tokens may be written in pieces: an end token behind the last
+gap tells the model that the text ends there.
+
+A backslash takes away what a gap means: `\\<gap:8>` is that text without the backslash, and `\\\\<gap:8>` a backslash
+and a gap. No other backslash means anything.
+"""
+
+import dataclasses
+import functools
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, overload
+
+import jax
+import numpy as np
+
+from dllm_jax import DllmError, Model
+from dllm_jax.tokenizer import encode_text, special_tokens
+from samplers.answers import Generation, answer, told_logprobs
+from samplers.apd_loop import LeftToRight
+from samplers.build import CanvasSampler, make_sampler, settings_for
+from samplers.checks import check_length, check_whole
+from samplers.engine import Result, warn_if_broken
+from samplers.noise import row_keys
+from samplers.prompts import Prompt, bucket_length, check_width, encode_prompt, given_canvas
+from samplers.requests import Request, requests_of
+from samplers.rules import Rule
+from samplers.running import run_all
+from samplers.text import text_of
+
+_GAP = re.compile(r"(\\*)<gap(?:[:=\s]([^<>]*))?>")
+_DECIDED = ("gen_length", "stop", "ignore_eos", "fill_after_eos")
+_LITERAL = r"for the text itself put a backslash before it, \<gap"
+
+
+@dataclasses.dataclass(frozen=True)
+class Infilling(Generation):
+    """One template filled. The numbers are those of a `Generation`; `prompt_tokens` counts all before the first gap.
+
+    Attributes:
+        text: the whole: the fixed pieces as they were written, and what stands in the gaps.
+        tokens: token ids of the gaps, one gap after another.
+        gaps: the text of each gap.
+    """
+
+    gaps: list[str] = dataclasses.field(default_factory=list)
+
+
+class Template(NamedTuple):
+    """A text with gaps.
+
+    Attributes:
+        pieces: fixed texts, one more than there are gaps; any may be empty.
+        lengths: tokens of each gap.
+    """
+
+    pieces: tuple[str, ...]
+    lengths: tuple[int, ...]
+
+
+class Plan(NamedTuple):
+    """Everything that `infill` knows before the first forward.
+
+    Attributes:
+        sampler: whose canvas has room for every row's.
+        prompts: per row the tokens before the first gap.
+        canvases: per row the tokens behind [N] and which of them are given [N] bool.
+        templates: of each row.
+        heads, pieces: per row the tokens of the template's first piece, and of those behind each gap.
+        keys: a key per row.
+    """
+
+    sampler: CanvasSampler
+    prompts: list[list[int]]
+    canvases: list[tuple[np.ndarray, np.ndarray]]
+    templates: list[Template]
+    heads: list[list[int]]
+    pieces: list[list[list[int]]]
+    keys: jax.Array
+
+
+@overload
+def infill(model: Model, templates: str, **options: Any) -> Infilling: ...
+
+
+@overload
+def infill(model: Model, templates: Sequence[str], **options: Any) -> list[Infilling]: ...
+
+
+def infill(
+    model: Model,
+    templates: str | Sequence[str],
+    *,
+    prompt: Prompt | Sequence[Prompt] | None = None,
+    chat: bool = False,
+    system: str | None = None,
+    sampler: str | Rule | None = None,
+    seed: int = 0,
+    batch_size: int | None = None,
+    progress: bool | None = None,
+    **options: Any,
+) -> Infilling | list[Infilling]:
+    """Fills the gaps of texts.
+
+    Every position of a gap gets a token that has a text: special tokens, end tokens among them, are suppressed there,
+    so an infilling never ends early. Blocks lie over the canvas, fixed pieces included. A row depends on its template,
+    its prompt, its number in the list and the seed; with `block_length=0`, one block, on the longest canvas as well
+    where a rule counts steps.
+
+    Args:
+        templates: one text, or a list; see the module for how gaps are written. One that begins with a gap follows the
+            model's start token.
+        prompt: what the text is an answer to, which is then begun and ended by the fixed pieces: a prompt as
+            `generate` takes it, for all templates, or a list of one for each.
+        chat, system: of the prompt, as in `generate`.
+        sampler: a name, spec or rule for `make_sampler`; one that writes from left to right cannot fill gaps.
+        seed, batch_size, progress: as in `generate`.
+        options: see `make_sampler`. The template says where the text ends, so there is no `gen_length` nor `stop`.
+
+    Returns:
+        An `Infilling` for a single text, else a list of them.
+
+    Raises:
+        DllmError: for bad templates, prompts or options; before anything is compiled.
+    """
+    check_length("batch_size", batch_size, optional=True)
+    listed = [templates] if isinstance(templates, str) else templates
+    plan = prepare_infill(model, listed, prompt=prompt, chat=chat, system=system, sampler=sampler, seed=seed, **options)
+    requests = requests_for(model, plan)
+    done = run_all(model, plan.sampler, requests, batch_size, progress)[1]
+    found = [filled(model, plan, request) for request in done]
+    return found[0] if isinstance(templates, str) else found
+
+
+def prepare_infill(
+    model: Model,
+    templates: Sequence[str],
+    *,
+    prompt: Prompt | Sequence[Prompt] | None = None,
+    chat: bool = False,
+    system: str | None = None,
+    sampler: str | Rule | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> Plan:
+    """Everything `infill` does before the first forward; the model's parameters are not looked at.
+
+    Raises:
+        DllmError: as `infill`.
+    """
+    if not isinstance(model, Model):
+        raise DllmError(f"model is a {type(model).__name__}; load one by dllm_jax.load")
+    if isinstance(templates, bytes | Mapping) or not isinstance(templates, Sequence):
+        raise DllmError(f"templates is a {type(templates).__name__}; give a text with gaps or a list of them")
+    check_whole("seed", seed, 0, 2**32 - 1)
+    parsed = [parse_template(text) for text in templates]
+    pieces = [[_piece(model, text) for text in template.pieces] for template in parsed]
+    asked = _asked(model, prompt, len(parsed), chat=chat, system=system)
+    prompts = [before + ids[0] or _start(model) for before, ids in zip(asked, pieces, strict=True)]
+    longest = max((len(row) for row in prompts), default=0)
+    width = max((sum(t.lengths) + sum(map(len, ids[1:])) for ids, t in zip(pieces, parsed, strict=True)), default=1)
+    made = _sampler(model, sampler, options, longest, width)
+    check_width(model, made, longest)  # before there is a canvas, which may be said to be huge
+    canvases = [_canvas(ids[1:], template.lengths) for ids, template in zip(pieces, parsed, strict=True)]
+    keys = row_keys(jax.random.key(seed), len(parsed))
+    return Plan(made, prompts, canvases, parsed, [ids[0] for ids in pieces], [ids[1:] for ids in pieces], keys)
+
+
+def parse_template(text: str) -> Template:
+    """Reads a text with gaps.
+
+    Raises:
+        DllmError: for no string, no gap, and a gap without a length of at least 1.
+    """
+    if not isinstance(text, str):
+        raise DllmError(f"a template is a text with gaps such as <gap:8>, not a {type(text).__name__}")
+    pieces, lengths, end = [""], list[int](), 0
+    for match in _GAP.finditer(text):
+        slashes, length = len(match[1]), match[2]
+        pieces[-1] += text[end : match.start()] + "\\" * (slashes // 2)
+        end = match.end()
+        if slashes % 2:
+            pieces[-1] += match[0][slashes:]
+            continue
+        lengths.append(_length(match[0][slashes:], length))
+        pieces.append("")
+    pieces[-1] += text[end:]
+    if not lengths:
+        raise DllmError(f"{text[:40]!r} has no gap; write <gap:8> where 8 tokens are to be written")
+    return Template(tuple(pieces), tuple(lengths))
+
+
+def _length(gap: str, length: str | None) -> int:
+    """The number in a gap."""
+    if not length or not re.fullmatch(r"[0-9]{1,9}", length) or int(length) < 1 or gap[4] != ":":
+        raise DllmError(f"{gap} says no length; write <gap:8> for a gap of 8 tokens, or {_LITERAL}")
+    return int(length)
+
+
+def _piece(model: Model, text: str) -> list[int]:
+    ids = encode_text(model.require_tokenizer(), text) if text else []
+    if model.denoiser.mask_id in ids:
+        raise DllmError("a template contains the mask token; write <gap:1> in its place")
+    return ids
+
+
+def _asked(model: Model, prompt: Any, count: int, *, chat: bool, system: str | None) -> list[list[int]]:
+    """Per template the tokens of what it is an answer to."""
+    if prompt is None:
+        if chat or system is not None:
+            raise DllmError("chat and system say how a prompt is written; pass prompt= as well")
+        return [[] for _ in range(count)]
+    encode = functools.partial(encode_prompt, model, chat=chat, system=system)
+    if isinstance(prompt, str) or not isinstance(prompt, Sequence) or _is_one(prompt):
+        return [encode(prompt)] * count
+    if len(prompt) != count:
+        raise DllmError(f"there are {len(prompt)} prompts for {count} templates; give one for all, or one for each")
+    return [encode(one) for one in prompt]
+
+
+def _is_one(prompt: Sequence[Any]) -> bool:
+    """Whether a list is token ids or messages, not prompts."""
+    return any(isinstance(item, int | np.integer | Mapping) for item in prompt)
+
+
+def _start(model: Model) -> list[int]:
+    """What stands before a text that begins with a gap: the model's start token; nothing where it can do without."""
+    bos = model.config.bos_id
+    if bos is None and model.denoiser.min_prompt_length:
+        raise DllmError(f"{model.name} has no start token, so a template cannot begin with a gap; begin it with a text")
+    return [] if bos is None else [bos]
+
+
+def _canvas(pieces: Sequence[Sequence[int]], lengths: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Gaps, each with the piece behind it: tokens [N] int32 and which of them are given [N] bool."""
+    parts = [part for length, piece in zip(lengths, pieces, strict=True) for part in ([0] * length, piece)]
+    given = [np.full(len(part), number % 2 == 1) for number, part in enumerate(parts)]
+    return np.asarray([token for part in parts for token in part], np.int32), np.concatenate(given)
+
+
+def _sampler(
+    model: Model, name: str | Rule | None, options: Mapping[str, Any], prompt_length: int, longest: int
+) -> CanvasSampler:
+    """A sampler with room for the longest canvas, in whole blocks: so few lengths are ever compiled, and no row's
+    schedule depends on the longest."""
+    if said := [option for option in _DECIDED if option in options]:
+        raise DllmError(f"{said[0]} has no effect on an infilling, which ends where its template does; leave it out")
+    if not (name is None or isinstance(name, str | Rule)):
+        raise DllmError(f"sampler is a {type(name).__name__}; give a name or a rule, since the template is its canvas")
+    settings = settings_for(model, name, options)
+    if issubclass(settings.kind, LeftToRight):
+        raise DllmError("gaps cannot be filled by a sampler that writes from left to right; use an unmasking rule")
+    block = settings.options.get("block_length", getattr(settings.kind, "block_length", None))
+    check_length("block_length", block or None, optional=True)
+    room = -(-longest // block) * block if block else bucket_length(longest)
+    length = max(min(room, model.config.max_length - prompt_length), longest)
+    decided = {"gen_length": length, "ignore_eos": True, "suppress": _suppressed(model, options.get("suppress"))}
+    if settings.options.get("fill_after_eos"):  # of the checkpoint; an end token in a piece ends nothing
+        decided["fill_after_eos"] = False
+    return make_sampler(model, name, **{**options, **decided})
+
+
+def _suppressed(model: Model, said: Any) -> Any:
+    """What was said of `suppress`, and all tokens that have no text: special ones, and ids that no token has."""
+    if said is not None and (isinstance(said, str) or not isinstance(said, Sequence)):
+        return said  # which make_sampler refuses
+    tokenizer = model.require_tokenizer()
+    texts = set(tokenizer.get_vocab().values()) - set(special_tokens(tokenizer).values())
+    return [*(said or ()), *sorted(set(range(model.config.vocab_size)) - texts)]
+
+
+def filled(model: Model, plan: Plan, request: Request) -> Infilling:
+    """The row of a plan that a request was, when it has ended."""
+    assert request.result is not None
+    warn_if_broken(request.result, [request.number])
+    return _infilling(model, plan, request.number, request.result, 0)
+
+
+def requests_for(model: Model, plan: Plan) -> list[Request]:
+    """The rows of a plan as requests."""
+    found = requests_of(plan.sampler, plan.prompts, plan.keys)
+    for request, (tokens, given) in zip(found, plan.canvases, strict=True):
+        canvas = given_canvas([(tokens, given)], plan.sampler.gen_length, model.denoiser.mask_id)
+        request.given, request.gen_length = None if canvas is None else canvas[0], len(tokens)
+    return found
+
+
+def _infilling(model: Model, plan: Plan, row: int, result: Result, at: int) -> Infilling:
+    """Row `row` of a plan, which is row `at` of a result on the host."""
+    given, template = plan.canvases[row][1], plan.templates[row]
+    canvas = result.tokens[at, : len(given)].tolist()
+    head, gaps, start = plan.heads[row], list[str](), 0
+    for length, piece in zip(template.lengths, plan.pieces[row], strict=True):
+        gaps.append(_text_between(model, [*head, *canvas[:start]], canvas[start : start + length]))
+        start += length + len(piece)
+    text = "".join(itertools.chain(*zip(template.pieces, [*gaps, ""], strict=True)))
+    own = {
+        "text": text,
+        "tokens": [token for token, fixed in zip(canvas, given, strict=True) if not fixed],
+        "gaps": gaps,
+        "canvas": canvas,
+        "decoded_at": result.decoded_at[at, : len(given)].tolist(),
+        "logprobs": told_logprobs(result.logprobs[at, : len(given)][~given]),
+    }
+    return Infilling(**{**vars(answer(model, plan.prompts[row], result, at)), **own})
+
+
+def _text_between(model: Model, before: Sequence[int], tokens: Sequence[int]) -> str:
+    """The text of tokens behind others: in some vocabularies the first of a text loses its space."""
+    first, both = text_of(model, before), text_of(model, [*before, *tokens])
+    return both[len(first) :] if both.startswith(first) else text_of(model, tokens)

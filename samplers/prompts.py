@@ -1,0 +1,103 @@
+"""Prompts: what people write as token ids, and rows of them as one array."""
+
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dllm_jax import DllmError, Model
+from dllm_jax.tokenizer import encode_chat, encode_text
+from samplers.build import CanvasSampler, check_token
+
+Message = Mapping[str, str]
+Prompt = str | Sequence[int] | Sequence[Message]
+
+
+def bucket_length(length: int) -> int:
+    """The padded prompt length: the next of 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024 ..., so that few lengths
+    are ever compiled and at most half of a prompt is padding."""
+    if length <= 64:
+        return 32 if length <= 32 else 64
+    power = 1 << (length - 1).bit_length()
+    return power * 3 // 4 if length <= power * 3 // 4 else power
+
+
+def pad_prompts(rows: Sequence[Sequence[int]], width: int | None = None) -> tuple[jax.Array, jax.Array]:
+    """Prompts as one left-aligned array.
+
+    Returns:
+        tokens [B, width] int32 (width: the bucket of the longest by default), and lengths [B] int32.
+    """
+    lengths = [len(row) for row in rows]
+    width = bucket_length(max(lengths)) if width is None else width
+    tokens = np.zeros((len(rows), width), np.int32)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = row
+    return jnp.asarray(tokens), jnp.asarray(lengths, jnp.int32)
+
+
+def given_canvas(
+    answers: Sequence[tuple[np.ndarray, np.ndarray | None]], width: int, mask_id: int
+) -> np.ndarray | None:
+    """What canvases come with, [B, width] int32 with the mask id where a token is to be generated; None where nothing
+    is given.
+
+    Args:
+        answers: per row the tokens [N] and which of them are given, [N] bool or None for none.
+    """
+    if all(given is None for _, given in answers):
+        return None
+    canvas = np.full((len(answers), width), mask_id, np.int32)
+    for row, (ids, given) in enumerate(answers):
+        if given is not None:
+            canvas[row, : len(ids)] = np.where(given, ids, mask_id)
+    return canvas
+
+
+def encode_prompt(model: Model, prompt: Prompt, *, chat: bool = False, system: str | None = None) -> list[int]:
+    """Token ids of a prompt: raw text, a user's chat message (`chat`), a list of messages, or ids as they are.
+
+    Raises:
+        DllmError: for an empty prompt, ids outside the vocabulary, or a mask token in the prompt.
+    """
+    if isinstance(prompt, str) and (chat or system is not None):
+        prompt = [{"role": "user", "content": prompt}]
+    if isinstance(prompt, str):
+        return _checked_ids(model, encode_text(model.require_tokenizer(), prompt))
+    if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, (Sequence, np.ndarray, jax.Array)):
+        raise DllmError(f"a prompt is a string, a list of token ids or a list of messages, not {reprlib.repr(prompt)}")
+    if any(isinstance(item, Mapping) for item in prompt):
+        head: list[Any] = [] if system is None else [{"role": "system", "content": system}]
+        return _checked_ids(model, encode_chat(model.require_tokenizer(), [*head, *prompt]))
+    return _checked_ids(model, prompt.tolist() if isinstance(prompt, (np.ndarray, jax.Array)) else prompt)
+
+
+def _checked_ids(model: Model, ids: Sequence[Any]) -> list[int]:
+    if len(ids) < max(model.denoiser.min_prompt_length, 1):
+        raise DllmError("the prompt is empty; give at least one token")
+    for token in ids:
+        check_token("prompt", token, model.config)
+    if model.denoiser.mask_id in ids:
+        raise DllmError("the prompt contains the mask token; to fill gaps of a text use samplers.infill")
+    return [int(token) for token in ids]
+
+
+def check_lengths(model: Model, sampler: CanvasSampler, rows: Sequence[Sequence[int]]) -> None:
+    """Refuses prompts that do not fit the trained context.
+
+    Raises:
+        DllmError: when prompt and canvas together are longer than the model was trained for.
+    """
+    check_width(model, sampler, max((len(row) for row in rows), default=0))
+
+
+def check_width(model: Model, sampler: CanvasSampler, longest: int) -> None:
+    """As `check_lengths`, for a longest prompt of so many tokens."""
+    limit = model.config.max_length
+    total = max(longest + sampler.gen_length, sampler.canvas_length or 0)
+    if total > limit:
+        parts = f"a prompt of {longest} tokens and a canvas up to position {total}"
+        raise DllmError(f"{parts} exceed the {limit} tokens {model.name} was trained for; shorten one of them")
