@@ -5,7 +5,7 @@ problems, each as soon as it has its last one, in three ways of one run:
 
 * engine: `python -m samplers serve`, whose slots take the next request as soon as they are free;
 * one at a time: the same server with a single slot;
-* naive batches: what waits, up to as many as the engine has slots, in one call of `generate`'s program, which is as
+* naive batches: what waits, up to as many as the engine has slots, in one call of `sample_jit`, which is as
   slow as its slowest row; in this process, so without HTTP.
 
 Ratios are of tokens per second to one at a time. Then come the faults, see `benchmarks.serve_faults`.
@@ -37,7 +37,7 @@ from convert import embedded
 from dllm_jax import Model
 from evals.tasks import make_task
 from samplers import generate, make_sampler, sample_jit
-from samplers.generate import pad_prompts, prepare
+from samplers.prompts import encode_prompt, pad_prompts
 
 MODEL, WIDTH, LENGTH = "word-problems", 64, 32
 SAMPLER: dict[str, Any] = {"rule": "topk", "cache": "dual", "gen_length": LENGTH, "block_length": LENGTH}
@@ -137,7 +137,7 @@ async def in_batches(model: Model, size: int) -> AsyncIterator[Ask]:
 
     def run(batch: Sequence[Asked]) -> list[str]:
         rows = [batch[min(i, len(batch) - 1)] for i in range(size)]
-        ids = prepare(model, [row.prompt for row in rows], sampler=sampler)[1]
+        ids = [encode_prompt(model, row.prompt) for row in rows]
         lengths = jnp.asarray([row.length for row in rows], jnp.int32)
         result = jax.device_get(
             sample_jit(sampler, model.denoiser, *pad_prompts(ids, WIDTH), key=jax.random.key(0), gen_lengths=lengths)
