@@ -107,7 +107,7 @@ async def serve(
         service.metrics.requests,
         key=key,
         most_body=most_body,
-        hosts=hosts_of(at.getsockname()[0]),
+        hosts=hosts_of(at.getsockname()[0]) if key is None else None,
     )
     connections = 2 * (engine.slots + limits.queue) + 256
     config = uvicorn.Config(
