@@ -97,11 +97,11 @@ class Served:
 def server(folder: Path, slots: int, *options: str) -> Iterator[Served]:
     """Starts a server of the model, and ends it."""
     numbers = [text for name, value in SAMPLER.items() for text in ("--" + name.replace("_", "-"), str(value))]
-    room = ["--port", "0", "--slots", str(slots), "--prompt-length", str(WIDTH), *options]
+    room = ["--port", "0", "--slots", str(slots), "--prompt-length", str(WIDTH), "--no-draws", *options]
     line = [sys.executable, "-m", "samplers", "serve", "--model", str(folder), *numbers, *room]
     root = str(Path(__file__).resolve().parents[1])
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-    with subprocess.Popen(line, env=os.environ | {"PYTHONPATH": root}, **pipes) as process:
+    own, pipe, none = os.environ | {"PYTHONPATH": root}, subprocess.PIPE, subprocess.DEVNULL
+    with subprocess.Popen(line, env=own, stdout=pipe, stderr=none, text=True) as process:
         assert process.stdout is not None
         said = process.stdout.readline()
         try:
