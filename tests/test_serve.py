@@ -56,8 +56,8 @@ def start(model):
     """Starts servers: a context of one in a thread of its own."""
 
     @contextlib.contextmanager
-    def call(*, slots=4, queue_length=64, deadline=None, step=None, **options):
-        engine = Engine(model, "threshold", slots=slots, prompt_length=64, draws=True, stop_states=64, **SHAPE)
+    def call(*, slots=4, queue_length=64, deadline=None, step=None, draws=True, **options):
+        engine = Engine(model, "threshold", slots=slots, prompt_length=64, draws=draws, stop_states=64, **SHAPE)
         if step is not None:
             engine.compile()
             engine.step = step(engine, engine.step)
@@ -381,6 +381,13 @@ def test_a_key_is_asked_for(start):
         with pytest.raises(openai.AuthenticationError):
             client("no").models.list()
         assert client(SECRET).completions.create(model="tiny", prompt=PROMPT).choices
+
+
+def test_without_room_for_drawing_a_temperature_is_refused(start):
+    with start(draws=False) as plain:
+        assert _ask(plain.url, temperature=0, top_p=1).status_code == 200
+        refused = _ask(plain.url, temperature=0.5)
+        assert refused.status_code == 400 and "temperature" in refused.json()["error"]["message"]
 
 
 # Full, late, gone, broken, stopped ------------------------------------------------------------------------------------
