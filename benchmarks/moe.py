@@ -2,8 +2,9 @@
 
 Every row of the table is one implementation at one dtype, number of tokens and kind of routing:
 
-    rounds       the library's on CPU and GPU (`dllm_jax.moe`), compiled with the routing as data
-    groups       the library's on TPU, tokens sorted by expert and `jax.lax.ragged_dot`; elsewhere a dense product
+    rounds       the library's on CPU (`dllm_jax.moe`), compiled with the routing as data
+    groups       the library's on TPU, tokens sorted by expert and `jax.lax.ragged_dot`, and on NVIDIA GPUs, a kernel of
+                 our own; elsewhere a dense product
     loop         every expert in turn on all tokens, weighted by the router (zero where it was not chosen)
     einsum       the same as two products over all experts at once
 
@@ -36,7 +37,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks.roofline import Ceilings, Row, measure_ceilings, timed
-from dllm_jax.moe import TILE_ROWS, in_groups, in_rounds
+from dllm_jax.moe import GROUPED, TILE_ROWS, in_groups, in_rounds
 
 Apply = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 MOST_FLOPS = 1.5e12  # of what is run: more takes a CPU longer than anybody waits; its memory is still reported
@@ -59,6 +60,16 @@ SIZES = {"llada-moe": Size(), "tiny": Size(dim=64, experts=8, width=32, per_toke
 def rounds(*operands: jax.Array) -> jax.Array:
     """The library's rounds, as many rows at a time as on this device."""
     return in_rounds(TILE_ROWS.get(jax.default_backend(), TILE_ROWS["default"]), *operands)
+
+
+def groups(*operands: jax.Array) -> jax.Array:
+    """The library's grouped products, as on this device."""
+    return in_groups(GROUPED.get(_platform(), "ragged_dot"), *operands)
+
+
+def _platform() -> str:
+    """As XLA names what it lowers for."""
+    return {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
 
 
 def _shares(ids: jax.Array, weights: jax.Array, experts: int) -> jax.Array:
@@ -85,7 +96,7 @@ def einsum(x: jax.Array, ids: jax.Array, weights: jax.Array, w_in: jax.Array, w_
     return jnp.einsum("ebtd,bte->btd", every, _shares(ids, weights, len(w_in)))
 
 
-VARIANTS: dict[str, Apply] = {"rounds": rounds, "groups": in_groups, "loop": loop, "einsum": einsum}
+VARIANTS: dict[str, Apply] = {"rounds": rounds, "groups": groups, "loop": loop, "einsum": einsum}
 
 
 def make_operands(size: Size, tokens: int, dtype: str, routing: str) -> tuple[jax.Array, ...]:
@@ -109,8 +120,9 @@ def floor_seconds(size: Size, ids: jax.Array, dtype: str, ceilings: Ceilings) ->
 
 
 def flops(variant: str, size: Size, tokens: int) -> float:
-    """What a variant multiplies at least: whether it will be run at all. Groups are dense per assignment but on TPU."""
-    groups = size.per_token * (1 if jax.default_backend() == "tpu" else size.experts)
+    """What a variant multiplies at least: whether it will be run at all. Groups are dense per assignment without
+    a kernel."""
+    groups = size.per_token * (1 if _platform() in GROUPED else size.experts)
     rows = {"rounds": size.per_token, "groups": groups}.get(variant, size.experts)
     return 6.0 * rows * tokens * size.dim * size.width
 

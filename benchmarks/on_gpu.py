@@ -3,6 +3,7 @@
 Runs, one after the other, each within its time, and goes on where one fails:
 
     attention   the kernels of attention, right or not, and against XLA's operations (`benchmarks.attention`)
+    experts     the kernel of experts against rounds, in time and result (`benchmarks.moe`)
     bfloat16    LLaDA-8B with random weights: the roofline of window and full forwards, generations against their
                 baselines and the sum of their forwards (`benchmarks.sample --suite gpu`)
     int8        the roofline with weights in 8 bits, at batch 1, 8 and 32
@@ -23,10 +24,14 @@ MODEL = ("--model", "llada-8b-instruct", "--dtype", "bfloat16")
 CHECK = "import jax, flax, optax, orbax.checkpoint, transformers; assert jax.default_backend() == 'gpu', jax.devices()"
 STEPS: dict[str, tuple[int, tuple[str, ...]]] = {
     "attention": (90, ("benchmarks.attention",)),
-    "bfloat16": (320, ("benchmarks.sample", *MODEL, "--suite", "gpu", "--time-limit", "260")),
+    "experts": (
+        70,
+        ("benchmarks.moe", "--dtypes", "bfloat16", "--tokens", "32,256,4096", "--variants", "rounds,groups"),
+    ),
+    "bfloat16": (290, ("benchmarks.sample", *MODEL, "--suite", "gpu", "--time-limit", "230")),
     "int8": (
-        150,
-        ("benchmarks.sample", *MODEL, "--quantize", "int8", "--roofline", "--batch", "1,8,32", "--time-limit", "110"),
+        140,
+        ("benchmarks.sample", *MODEL, "--quantize", "int8", "--roofline", "--batch", "1,8,32", "--time-limit", "100"),
     ),
 }
 """Seconds after which a step is ended, and its module and options."""

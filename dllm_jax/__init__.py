@@ -10,11 +10,11 @@
 Every mistake in the input is a `DllmError` with one sentence. Importing starts no backend and creates no array.
 """
 
-from dllm_jax.attention import use_kernels
 from dllm_jax.config import PUBLISHED, ModelConfig, published
 from dllm_jax.denoiser import Denoiser, DenoiserLike, FunctionDenoiser, Span, block_causal
 from dllm_jax.errors import DllmError
 from dllm_jax.loading import Model, load, random_model
+from dllm_jax.own_kernels import use_kernels
 from dllm_jax.sharding import ShardingRules, batch_sharding, make_mesh, param_shardings
 
 __version__ = "0.1.0"

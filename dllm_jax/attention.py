@@ -12,19 +12,13 @@ from jax import lax
 
 from dllm_jax.fused_attention import fill, fits, fused
 from dllm_jax.layout import Layout, LogicalAxes
+from dllm_jax.own_kernels import kernels_run
 
 QUERIES = 512
 """Queries whose scores exist at a time: of 32 heads and 4096 keys 256 MiB, instead of 2 GiB for as many queries."""
 
 FUSED_FROM = 256
 """Queries from which kernels are used: of fewer, such as a block's, the scores are less than the keys and values."""
-
-TRITON_FROM = 8.0
-"""CUDA compute capability that Triton needs, and all but a T4 of today's have."""
-
-use_kernels = jax.make_user_context(default_value=True)
-"""`with use_kernels(False):` compiles what is called within to XLA's own operations alone: to compare, and because no
-kernel can be lowered for several platforms at once (`jax.export`)."""
 
 QUERY, KEYS = ("batch", None, "heads", None), ("batch", None, "kv_heads", None)
 AXES: tuple[LogicalAxes, ...] = (QUERY, KEYS, KEYS, ("batch", None))
@@ -43,7 +37,7 @@ def attention(
         layout: how the heads lie on a mesh; None for one device, and where the caller places everything, which is done
             without kernels where there are several.
     """
-    if query.shape[1] < FUSED_FROM or not use_kernels.value or not _can_fuse(query, key, layout):
+    if query.shape[1] < FUSED_FROM or not kernels_run(query.dtype, layout) or not _can_fuse(query, key, layout):
         return in_parts(query, key, value, visible)
     visible = jnp.broadcast_to(visible, query.shape[:2])
     locally = (lambda function: function) if layout is None else lambda function: layout.locally(function, AXES, QUERY)
@@ -52,23 +46,11 @@ def attention(
 
 
 def _can_fuse(query: jax.Array, key: jax.Array, layout: Layout | None) -> bool:
-    """Whether the kernels take these operands, and the GPU that is here, if one is, takes the kernels.
-
-    Float16 is left to XLA: it is what a T4, which is too old, has instead of bfloat16.
-    """
-    if query.dtype == jnp.float16 or not fits(query.shape[1], key.shape[1], query.shape[3], query.dtype):
-        return False
-    capability = jax.devices()[0].compute_capability if jax.default_backend() == "gpu" else ""
-    too_old = capability[:1].isdigit() and float(capability) < TRITON_FROM  # AMD's are names
-    return not too_old and _is_local(layout)
-
-
-def _is_local(layout: Layout | None) -> bool:
-    """Whether every device will run its own part: a compiler cannot split a kernel over devices."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.empty:  # the caller's
-        return all(size == 1 or name in mesh.manual_axes for name, size in mesh.shape.items())
-    return jax.device_count() == 1 if layout is None else layout.parts("heads") == layout.parts("kv_heads")
+    """Whether the kernels take these operands, and heads of keys lie where the queries' that share them do."""
+    if layout is not None and jax.sharding.get_abstract_mesh().empty:
+        if layout.parts("heads") != layout.parts("kv_heads"):
+            return False
+    return fits(query.shape[1], key.shape[1], query.shape[3], query.dtype)
 
 
 def in_parts(

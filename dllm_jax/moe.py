@@ -2,34 +2,41 @@
 
 On TPU `lax.ragged_dot` is a kernel over tiles of sorted rows: it reads the weights of each expert that is chosen once,
 in place and as they are stored (int8 too), and pads rows to tiles only (`in_groups`). Elsewhere it becomes one dense
-product of E times the work and memory, on CPU as on NVIDIA GPUs. There, and for int4 and float16, which the kernel does
-not take, a batched product over all experts reads all weights in place, once a round (`in_rounds`); it splits over the
-experts, over their hidden width and over the batch without a word about devices.
+product of E times the work and memory, on CPU as on NVIDIA GPUs, which therefore have a kernel of our own
+(`dllm_jax/grouped.py`).
 
-A loop over tiles of one expert each slices the weights at places that are data, so that a compiler has to gather split
-weights; it is also a long chain of small products. NVIDIA GPUs would want a kernel of our own, which is not here.
+On CPU, for int4 and float16, which neither kernel takes, and for gradients, a batched product over all experts reads
+all weights in place, once a round (`in_rounds`); it splits over the experts, over their hidden width and over the batch
+without a word about devices. A loop over tiles of one expert each, in XLA's own operations, slices the weights at
+places that are data, so that a compiler has to gather split weights; it is also a long chain of small products.
 """
 
 import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
+from jax.sharding import NamedSharding
 
+from dllm_jax import grouped
 from dllm_jax.kernels import Table, product, product_of_sums, sums
 from dllm_jax.layout import Layout, MeshAxes, mesh_names
+from dllm_jax.own_kernels import kernels_run
 from dllm_jax.quantized import QuantizedKernel
 
 TILE_ROWS: Mapping[str, int] = types.MappingProxyType({"cpu": 32, "default": 256})
 """Rows an expert runs in one round, about where arithmetic takes as long as reading its weights: below, rows are free,
 above, padding costs. 32 is measured (`benchmarks/moe.py`); 256 is bfloat16 FLOPs per byte of current accelerators."""
 
-GROUPED: Sequence[str] = ("tpu",)
-"""Platforms whose compiler has a kernel for `lax.ragged_dot`."""
+By = Literal["ragged_dot", "cuda", "interpret"]
+"""What computes grouped products: XLA's operation, or our kernel as `dllm_jax.grouped` runs it."""
+
+GROUPED: Mapping[str, By] = types.MappingProxyType({"tpu": "ragged_dot", "cuda": "cuda"})
+"""Platforms that have a kernel, and which."""
 
 TOKENS = ("batch", None, None)
 AXES = (("expert", None, None, "mlp"), ("expert", "mlp", None))
@@ -67,7 +74,8 @@ def apply_experts(
         weights: [B, T, k], in the dtype of x.
         w_in: [E, 2, D, F], gate first; w_out: [E, F, D]; either may be quantized.
         layout: how tokens and experts lie on a mesh; None for one device, and where the caller places everything (on
-            TPU tokens and experts that are split without a word here are gathered, unless there is a gradient).
+            TPU tokens and experts that are split without a word here are gathered, unless there is a gradient; on CUDA
+            they are run in rounds where there are several devices).
 
     Returns:
         [B, T, D] in the `sums` of the dtype of x.
@@ -75,29 +83,41 @@ def apply_experts(
     on: dict[str, Callable[..., jax.Array]] = {
         platform: functools.partial(in_rounds, rows) for platform, rows in TILE_ROWS.items()
     }
-    if _groups(x, w_in, layout):
-        on |= dict.fromkeys(GROUPED, functools.partial(_on_parts, layout))
+    for platform, by in GROUPED.items():
+        if _groups(by, x, w_in, layout):
+            on[platform] = functools.partial(_on_parts if by == "ragged_dot" else _kernel_on_parts, by, layout)
     return lax.platform_dependent(x, ids, weights, w_in, w_out, **on)
 
 
-def _groups(x: jax.Array, w_in: Table, layout: Layout | None) -> bool:
+def _groups(by: By, x: jax.Array, w_in: Table, layout: Layout | None) -> bool:
     """Whether `in_groups` can run this, and on a mesh knows what each device is to run."""
     stored = not isinstance(w_in, QuantizedKernel) or w_in.bits == "int8"
     mesh = jax.sharding.get_abstract_mesh()
     if not (stored and x.dtype != jnp.float16 and (mesh.empty or mesh.are_all_axes_manual)):
         return False
+    if by != "ragged_dot" and not (kernels_run(x.dtype, layout) and grouped.fits(_part(w_in, layout))):
+        return False
     return layout is None or not {*mesh_names(*layout.spec(x, TOKENS))} & {*mesh_names(*_split(w_in, layout))}
 
 
-def _on_parts(layout: Layout | None, x: jax.Array, ids: jax.Array, weights: jax.Array, *tables: Table) -> jax.Array:
+def _part(w_in: Table, layout: Layout | None) -> tuple[int, ...]:
+    """The shape of a device's part."""
+    if layout is None:
+        return w_in.shape
+    return NamedSharding(layout.mesh, layout.spec(w_in, AXES[0])).shard_shape(w_in.shape)
+
+
+def _on_parts(
+    by: By, layout: Layout | None, x: jax.Array, ids: jax.Array, weights: jax.Array, *tables: Table
+) -> jax.Array:
     """`in_groups` of each device's tokens with its part of the experts, summed over the devices that share tokens."""
     if layout is None or not jax.sharding.get_abstract_mesh().empty:
-        return in_groups(x, ids, weights, *tables)
+        return in_groups(by, x, ids, weights, *tables)
     tokens, (experts, width) = layout.spec(x, TOKENS), _split(tables[0], layout)
 
     def part(x: jax.Array, ids: jax.Array, weights: jax.Array, w_in: Table, w_out: Table) -> jax.Array:
         first = lax.axis_index(experts) * w_out.shape[0] if experts else None
-        return lax.psum(in_groups(x, ids, weights, w_in, w_out, first), mesh_names(experts, width))
+        return lax.psum(in_groups(by, x, ids, weights, w_in, w_out, first), mesh_names(experts, width))
 
     place = lambda table, axes: jax.tree.map(lambda x: layout.spec(x, axes), table)
     specs = (tokens, tokens, tokens, *map(place, tables, AXES))
@@ -111,9 +131,15 @@ def _split(w_in: Table, layout: Layout) -> tuple[MeshAxes, MeshAxes]:
     return experts, width
 
 
-@jax.custom_vjp
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def in_groups(
-    x: jax.Array, ids: jax.Array, weights: jax.Array, w_in: Table, w_out: Table, first: jax.Array | None = None
+    by: By,
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    w_in: Table,
+    w_out: Table,
+    first: jax.Array | None = None,
 ) -> jax.Array:
     """`apply_experts` by grouped products over the whole batch, in the dtype of x, which is not float16.
 
@@ -123,20 +149,17 @@ def in_groups(
     Args:
         first: which expert is the first of those here, where they are a device's part; the others add zero.
     """
-    return _one_batch(x, ids, weights, w_in, w_out, first)
+    return _one_batch(by)(x, ids, weights, w_in, w_out, first)
 
 
 def _in_groups(
-    x: jax.Array, ids: jax.Array, weights: jax.Array, w_in: Table, w_out: Table, first: jax.Array | None
+    by: By, x: jax.Array, ids: jax.Array, weights: jax.Array, w_in: Table, w_out: Table, first: jax.Array | None
 ) -> jax.Array:
     expert = _among(ids.reshape(-1), w_out.shape[0], first)
     order = jnp.argsort(expert, stable=True)
     sizes = jnp.sum(expert[:, None] == jnp.arange(w_out.shape[0]), axis=0, dtype=jnp.int32)
-    rows = x.reshape(-1, x.shape[-1])[order // ids.shape[-1]]
-    # Gate and up are groups of their own, and the other's are empty: a slice of the weights would be a copy.
-    halves, none = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), w_in), jnp.zeros_like(sizes)
-    gate, up = (_grouped(rows, halves, jnp.stack(pair, 1).reshape(-1)) for pair in ((sizes, none), (none, sizes)))
-    y = _grouped(jax.nn.silu(gate) * up, w_out, sizes)[jnp.argsort(order)]
+    run = _by_ragged_dot if by == "ragged_dot" else functools.partial(grouped.experts, by)
+    y = run(x.reshape(-1, x.shape[-1]), order, sizes, w_in, w_out)
     if first is not None:  # nobody need have written those behind all groups
         y = jnp.where((expert < w_out.shape[0])[:, None], y, 0)
     return jnp.einsum("btkd,btk->btd", y.reshape(*ids.shape, -1), weights)
@@ -149,6 +172,15 @@ def _among(ids: jax.Array, num_experts: int, first: jax.Array | None) -> jax.Arr
     return jnp.where((ids >= first) & (ids < first + num_experts), ids - first, num_experts)
 
 
+def _by_ragged_dot(x: jax.Array, order: jax.Array, sizes: jax.Array, w_in: Table, w_out: Table) -> jax.Array:
+    """As `grouped.experts`."""
+    rows = x[order // (len(order) // len(x))]
+    # Gate and up are groups of their own, and the other's are empty: a slice of the weights would be a copy.
+    halves, none = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), w_in), jnp.zeros_like(sizes)
+    gate, up = (_grouped(rows, halves, jnp.stack(pair, 1).reshape(-1)) for pair in ((sizes, none), (none, sizes)))
+    return _grouped(jax.nn.silu(gate) * up, w_out, sizes)[jnp.argsort(order)]
+
+
 def _grouped(rows: jax.Array, tables: Table, sizes: jax.Array) -> jax.Array:
     """Rows sorted by group times their groups' matrices, in their dtype: [A, in], [G, in, out], [G] -> [A, out]."""
     if not isinstance(tables, QuantizedKernel):
@@ -158,33 +190,50 @@ def _grouped(rows: jax.Array, tables: Table, sizes: jax.Array) -> jax.Array:
     return (y * tables.scale[group, 0]).astype(rows.dtype)
 
 
-@custom_vmap
-def _one_batch(*operands: Any) -> jax.Array:
-    return _in_groups(*operands)
+@functools.cache
+def _one_batch(by: By) -> Callable[..., jax.Array]:
+    """`_in_groups` with a rule for `vmap`: mapped tokens are rows of a larger batch, mapped experts take turns."""
+    apply = custom_vmap(lambda *operands: _in_groups(by, *operands))
+
+    @apply.def_vmap
+    def _(size: int, mapped: Sequence[Any], *operands: Any) -> tuple[jax.Array, bool]:
+        everywhere = lambda x, is_mapped: x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
+        if any(jax.tree.leaves(mapped[3:])):
+            return lax.map(lambda each: apply(*each), jax.tree.map(everywhere, operands, tuple(mapped))), True
+        tokens = [everywhere(*pair) for pair in zip(operands[:3], mapped[:3], strict=True)]
+        y = apply(*(x.reshape(-1, *x.shape[2:]) for x in tokens), *operands[3:])
+        return y.reshape(size, -1, *y.shape[1:]), True
+
+    return apply
 
 
-@_one_batch.def_vmap
-def _(size: int, mapped: Sequence[Any], *operands: Any) -> tuple[jax.Array, bool]:
-    """Mapped tokens are rows of a larger batch; mapped experts take turns."""
-    everywhere = lambda x, is_mapped: x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
-    if any(jax.tree.leaves(mapped[3:])):
-        return lax.map(lambda each: _one_batch(*each), jax.tree.map(everywhere, operands, tuple(mapped))), True
-    tokens = [everywhere(*pair) for pair in zip(operands[:3], mapped[:3], strict=True)]
-    y = _one_batch(*(x.reshape(-1, *x.shape[2:]) for x in tokens), *operands[3:])
-    return y.reshape(size, -1, *y.shape[1:]), True
-
-
-def _in_groups_forward(*operands: Any) -> tuple[jax.Array, tuple]:
+def _in_groups_forward(by: By, *operands: Any) -> tuple[jax.Array, tuple]:
     """By rounds, as the gradient: XLA makes that of a `ragged_dot`'s weights by a dense product of E times the work, on
-    TPU too."""
+    TPU too, and our kernel has none."""
     return in_rounds(TILE_ROWS["default"], *operands), operands
 
 
-def _in_groups_backward(operands: tuple, gradient: jax.Array) -> tuple:
+def _in_groups_backward(by: By, operands: tuple, gradient: jax.Array) -> tuple:
     return _floats(operands)[1](_pull(functools.partial(in_rounds, TILE_ROWS["default"]), operands, gradient))
 
 
 in_groups.defvjp(_in_groups_forward, _in_groups_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _kernel_on_parts(by: By, layout: Layout | None, *operands: Any) -> jax.Array:
+    """`_on_parts`, but with the gradient of the rounds of the whole.
+
+    Rounds on parts gather a layer's split weights once, not in every round, but XLA's GPU compiler then has those of
+    all layers at a time: 1.5 instead of 0.2 GiB a layer of LLaDA-MoE on eight H100s with FSDP.
+    """
+    return _on_parts(by, layout, *operands)
+
+
+_kernel_on_parts.defvjp(
+    lambda by, layout, *operands: _in_groups_forward(by, *operands),
+    lambda by, layout, operands, gradient: _in_groups_backward(by, operands, gradient),
+)
 
 
 def in_rounds(

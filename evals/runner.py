@@ -241,13 +241,13 @@ class Batches:
         self._prompts = [self._prompt(example) for example in examples]
         check_lengths(model, sampler, self._prompts)
         self._width = max(task.prompt_width, *map(len, self._prompts))
-        self._keys = np.asarray(jax.random.key_data(row_keys(jax.random.key(seed), len(examples))))
+        self.keys = np.asarray(jax.random.key_data(row_keys(jax.random.key(seed), len(examples))))
 
     def score(self, engines: Engines, progress: bool | None, name: str) -> _Outcome:
         """Samples and judges everything."""
         engine = self.engine(engines)
         before = engine.seconds, engine.steps, engine.row_steps
-        rows = {index: self._row(result, index) for index, result in self.results(engine, progress, name)}
+        rows = {index: self.row_of(result, index) for index, result in self.results(engine, progress, name)}
         seconds, steps, row_steps = (
             now - then for now, then in zip((engine.seconds, engine.steps, engine.row_steps), before, strict=True)
         )
@@ -292,7 +292,7 @@ class Batches:
         return Request(
             prompt=self._prompts[index],
             gen_length=self._length(example),
-            key_data=self._keys[index],
+            key_data=self.keys[index],
             given=None if given is None else given[0],
             numbers=numbers_of(self.sampler),
             number=index,
@@ -307,7 +307,7 @@ class Batches:
         """Positions to generate: the length of an answer is given away only where the task has a fixed canvas."""
         return self.sampler.gen_length if self.task.stops else len(example.answer_ids)
 
-    def _row(self, result: Result, index: int) -> Row:
+    def row_of(self, result: Result, index: int) -> Row:
         example = self.examples[index]
         end = int(result.lengths[0]) if self.task.stops else self._length(example)
         ids = result.tokens[0, :end].tolist()

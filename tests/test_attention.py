@@ -10,8 +10,9 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from dllm_jax import attention as module
-from dllm_jax.attention import attention, in_parts, use_kernels
+from dllm_jax.attention import attention, in_parts
 from dllm_jax.fused_attention import filled, fits, fused
+from dllm_jax.own_kernels import use_kernels
 from dllm_jax.sharding import Layout, make_mesh
 
 B, N, K, H, S = 2, 4, 2, 8, 23

@@ -168,3 +168,10 @@ def test_mistakes_get_a_sentence(arguments, sentence: str, capsys, monkeypatch) 
     monkeypatch.setattr(bench, "devices_of", lambda name: known(name) if name == "v9" else jax.devices())
     assert bench.main(arguments) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_what_our_kernels_write_is_no_matrix() -> None:
+    """Though rows may be as many as a matrix has."""
+    write = lambda scope: hlo.Instruction("custom-call", (("bf16", (8, 8)),), (), scope, 0, None, "")
+    loop = hlo.Loop("step", [write("jit(f)/experts/pallas_call"), write("jit(f)/dot_general")], [])
+    assert hlo.made(loop, lambda shape: shape[1] == (8, 8)) == 1

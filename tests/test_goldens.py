@@ -5,18 +5,33 @@ Ids read `<file stem>/<case name>`: `-k fast-dllm` selects one file. A family is
 `golden_families.FAMILIES`. Assets and checkpoints are looked up beside the JSON first, then in the project's own copy.
 """
 
+import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import golden_apd
+import golden_base
+import golden_d2f
+import golden_dinfer
+import golden_families
+import golden_ni
+import jax
+import numpy as np
 import pytest
 from golden_base import Assets
 from golden_families import FAMILIES
 
+from samplers import Engine, Request, Result
+from samplers.noise import row_keys
+
+BESIDE = 5  # of so many cases one is run beside other requests too
 OWN = Path(__file__).parent / "goldens"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "golden" not in metafunc.fixturenames:
+    if not {"golden", "golden_beside"} & set(metafunc.fixturenames):
         return
     asked = metafunc.config.getoption("--goldens")
     folder = Path(asked or OWN)
@@ -27,7 +42,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             content = json.loads(path.read_text()) if path.suffix == ".json" else {"cases": [{"name": "logits"}]}
             cases = FAMILIES[stem].cases(content) if asked else FAMILIES[stem].some(content)
             params += [pytest.param((stem, path, case), id=f"{stem}/{case['name']}") for case in cases]
-    metafunc.parametrize("golden", params)
+    if "golden" in metafunc.fixturenames:
+        metafunc.parametrize("golden", params)
+    else:
+        metafunc.parametrize("golden_beside", [param for param in params if "prompt" in param.values[0][2]][::BESIDE])
 
 
 @pytest.fixture(scope="session")
@@ -38,6 +56,35 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 def test_golden(golden: tuple, converted: dict) -> None:
     stem, path, case = golden
+    FAMILIES[stem].run(case, Assets(path.parent, OWN, converted))
+
+
+def beside_others(sampler: Any, denoiser: Any, prompt: Any, lengths: Any = None, **options: Any) -> Result:
+    """As `sample_jit`, through slots that other requests come to and leave."""
+    if options.pop("noise", None) is not None:
+        pytest.skip("its random numbers were recorded, and are not of a key")
+    batch, width = prompt.shape
+    if getattr(sampler, "lockstep", False) and batch == 1:  # which ties a row to all others, of which it has none
+        sampler = dataclasses.replace(sampler, lockstep=False)
+    model: Any = SimpleNamespace(denoiser=denoiser, config=denoiser.config, params=denoiser.params, tokenizer=None)
+    engine = Engine(model, sampler, slots=2, prompt_length=width)
+    rows = [np.asarray(row)[:length].tolist() for row, length in zip(prompt, lengths, strict=True)]
+    gen_lengths = options.get("gen_lengths")
+    wanted = [sampler.gen_length] * batch if gen_lengths is None else np.asarray(gen_lengths).tolist()
+    keys = np.asarray(jax.random.key_data(row_keys(options.get("key", jax.random.key(0)), batch)))
+    found = []
+    for row, length, key in zip(rows, wanted, keys, strict=True):
+        for prompt_ids, gen_length in ((row[::-1], max(length // 2, 1)), (row, length), (row[1:] + row[:1], length)):
+            found.append(engine.enqueue(Request(prompt_ids, gen_length, key)))
+            engine.step()
+    assert len(list(engine.results())) == 3 * batch
+    return jax.tree.map(lambda *x: np.concatenate(x), *(request.result for request in found[1::3]))
+
+
+def test_golden_beside_other_requests(golden_beside: tuple, converted: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    stem, path, case = golden_beside
+    for module in (golden_apd, golden_base, golden_d2f, golden_dinfer, golden_families, golden_ni):
+        monkeypatch.setattr(module, "sample_jit", beside_others, raising=False)
     FAMILIES[stem].run(case, Assets(path.parent, OWN, converted))
 
 

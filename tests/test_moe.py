@@ -22,7 +22,7 @@ from benchmarks import moe as benchmark
 from convert.__main__ import main
 from convert.families import FAMILIES
 from convert.hub_config import HubConfig
-from dllm_jax import checkpoint, moe
+from dllm_jax import checkpoint, grouped, moe
 from dllm_jax.config import PUBLISHED, Experts, ModelConfig
 from dllm_jax.denoiser import Denoiser
 from dllm_jax.errors import DllmError
@@ -181,15 +181,16 @@ def operands(batch=3, length=20, experts=8, per_token=2, dtype=jnp.float32, skew
     scores = scores.at[..., 3].add(9.0 if skew else 0.0)  # one expert is everybody's first choice
     weights, ids = jax.lax.top_k(jax.nn.softmax(scores), per_token)
     x = jax.random.normal(keys[1], (batch, length, 16), dtype)
-    w_in = jax.random.normal(keys[2], (experts, 2, 16, 12), dtype) / 4
-    w_out = jax.random.normal(keys[3], (experts, 12, 16), dtype) / 4
+    w_in = jax.random.normal(keys[2], (experts, 2, 16, 32), dtype) / 4
+    w_out = jax.random.normal(keys[3], (experts, 32, 16), dtype) / 6
     return x, ids, weights.astype(dtype), w_in, w_out
 
 
 ROUNDS, ONE_ROUND = (functools.partial(moe.in_rounds, tile_rows) for tile_rows in (8, 1000))
+GROUPS, KERNEL = (functools.partial(moe.in_groups, by) for by in ("ragged_dot", "interpret"))
 every_way = pytest.mark.parametrize(
-    "way", [ROUNDS, ONE_ROUND, moe.in_groups], ids=["rounds", "one round", "groups"]
-)  # groups are TPU's, and run anywhere
+    "way", [ROUNDS, ONE_ROUND, GROUPS, KERNEL], ids=["rounds", "one round", "groups", "kernel"]
+)  # groups are TPU's and CUDA's, and run anywhere
 
 
 def loss(apply, ids):
@@ -245,7 +246,7 @@ def test_int8_and_the_gradient_through_it(way):
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
-@pytest.mark.parametrize("way", [ROUNDS, moe.in_groups], ids=["rounds", "groups"])
+@pytest.mark.parametrize("way", [ROUNDS, GROUPS, KERNEL], ids=["rounds", "groups", "kernel"])
 def test_mapped_over_tokens_or_experts(way):
     x, ids, weights, w_in, w_out = operands()
     rows = jax.vmap(lambda *row: way(*(part[None] for part in row), w_in, w_out)[0])
@@ -262,19 +263,78 @@ def test_mapped_over_tokens_or_experts(way):
     np.testing.assert_allclose(gradients[0], jax.grad(whole)(w_in), atol=1e-4)
 
 
+def lowered(dtype, bits=None, platform="cuda", layout=None, **sizes):
+    """The program of `apply_experts` for a platform."""
+    x, ids, weights, *tables = operands(dtype=dtype, **sizes)
+    if bits is not None:
+        groups = 1 if bits == "int8" else 4
+        tables = [quantized(table, Form(bits, axis, groups)) for table, axis in zip(tables, (2, 1), strict=True)]
+    apply = jax.jit(lambda *operands: moe.apply_experts(*operands, layout))
+    return apply.trace(x, ids, weights, *tables).lower(lowering_platforms=(platform,)).as_text()
+
+
 @pytest.mark.parametrize(
     ("dtype", "bits", "grouped"),
     [("bfloat16", None, True), ("float32", "int8", True), ("bfloat16", "int4", False), ("float16", None, False)],
 )
-def test_tpus_have_a_kernel_for_groups(dtype, bits, grouped):
-    x, ids, weights, *tables = operands(dtype=dtype)
-    if bits is not None:
-        groups = 1 if bits == "int8" else 4
-        tables = [quantized(table, Form(bits, axis, groups)) for table, axis in zip(tables, (2, 1), strict=True)]
-    traced = jax.jit(lambda *operands: moe.apply_experts(*operands)).trace(x, ids, weights, *tables)
+def test_tpus_and_gpus_have_a_kernel_for_groups(monkeypatch, dtype, bits, grouped):
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
     for platform in ("tpu", "cuda", "cpu"):
-        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        text = lowered(dtype, bits, platform)
         assert ("ragged_dot" in text) == (grouped and platform == "tpu")
+        assert ("triton" in text) == (grouped and platform == "cuda")
+
+
+def test_where_gpus_run_rounds(monkeypatch):
+    """By choice, where an old one is, and where nobody says what lies on which device."""
+    assert "triton" not in lowered("bfloat16"), "the arrays may lie on several of the devices"
+    assert "triton" in lowered("bfloat16", layout=Layout(dllm_jax.make_mesh(expert=4, tensor=2)))
+    assert "triton" not in lowered("bfloat16", layout=Layout(dllm_jax.make_mesh(tensor=4))), "8 of 32 columns"
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    assert "triton" in lowered("bfloat16")
+    with dllm_jax.use_kernels(False):
+        assert "triton" not in lowered("bfloat16") and "ragged_dot" in lowered("bfloat16", platform="tpu")
+    device = type("Device", (), {"compute_capability": "7.5"})()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda *_: [device])
+    assert "triton" not in lowered("bfloat16")
+
+
+@pytest.mark.parametrize("bits", [None, "int8"])
+def test_the_kernel_with_some_of_the_experts(bits):
+    """Of 8 experts those from the third on, one without a token; sizes of no tile; what is elsewhere adds zero."""
+    x, ids, weights, *tables = operands(length=37, per_token=3, skew=True)
+    ids = jnp.where(ids == 5, 6, ids)
+    tables = [table[2:6] for table in tables]
+    if bits:
+        tables = [quantized(table, Form(bits, axis, 1)) for table, axis in zip(tables, (2, 1), strict=True)]
+    found = KERNEL(x, ids, weights, *tables, jnp.int32(2))
+    np.testing.assert_allclose(found, ROUNDS(x, ids, weights, *tables, jnp.int32(2)), atol=1e-5)
+    nobody = KERNEL(x, ids * 0, weights, *tables, jnp.int32(2))
+    np.testing.assert_array_equal(nobody, 0)
+
+
+def test_tiles_hold_every_assignment_once():
+    """Of one expert each, for any sizes, in no more tiles than there are."""
+    rng = np.random.default_rng(0)
+    for total, num_experts in ((1, 4), (40, 64), (256, 3), (2000, 5)):
+        for chosen in (1, 2, num_experts + 1):
+            expert = np.sort(rng.integers(0, chosen, total))  # some may be elsewhere
+            sizes = np.bincount(expert, minlength=num_experts + 1)[:num_experts].astype(np.int32)
+            order = rng.permutation(total).astype(np.int32)
+            tiles = grouped._tiles(jnp.asarray(order), jnp.asarray(sizes))
+            places, owner = np.asarray(tiles.places), np.asarray(tiles.expert)
+            taken = places < total
+            assert sorted(places[taken]) == sorted(order[: sizes.sum()])
+            of = dict(zip(order.tolist(), expert.tolist(), strict=True))
+            assert all(of[place] == who for row, who in zip(places, owner, strict=True) for place in row[row < total])
+            assert (owner[~taken.any(1)] == num_experts).all()
+
+
+def test_what_the_kernel_takes():
+    """Sizes that tiles divide, and no more weights than their numbers have bits for."""
+    assert grouped.fits((64, 2, 2048, 1024)) and grouped.fits((8, 2, 48, 16))
+    assert not grouped.fits((8, 2, 48, 24)) and not grouped.fits((512, 2, 4096, 512))
 
 
 def test_gradients_of_the_router_reach_its_weights(monkeypatch):
@@ -315,6 +375,25 @@ def test_inside_loops_vmap_and_shard_map(monkeypatch, tile_rows):
     spec = PartitionSpec("data")
     mapped = jax.jit(jax.shard_map(apply, mesh=mesh, in_specs=spec, out_specs=spec))
     np.testing.assert_allclose(mapped(x, ids, weights), wanted, atol=1e-5)
+
+
+def test_the_kernel_in_a_callers_shard_map():
+    """Whose axes the result is said to vary over, though the interpreter cannot say it."""
+    *tokens, w_in, w_out = operands(batch=2)
+    spec = PartitionSpec("data")
+    mapped = lambda apply, **how: jax.jit(
+        jax.shard_map(
+            lambda *tokens: apply(*tokens, w_in, w_out),
+            mesh=dllm_jax.make_mesh(data=2),
+            in_specs=spec,
+            out_specs=spec,
+            **how,
+        )
+    )
+    found = mapped(KERNEL, check_vma=False)(*tokens)
+    np.testing.assert_allclose(found, dense(*tokens, w_in, w_out), atol=1e-5)
+    checked = mapped(moe.apply_experts).trace(*tokens).lower(lowering_platforms=("cuda",))
+    assert "triton" in checked.as_text()
 
 
 # --- meshes -----------------------------------------------------------------------------------------------------------
@@ -363,10 +442,10 @@ def gathered(program):
     return max(int(np.prod([int(size) for size in shape.split(",") if size])) for shape in shapes)
 
 
-@pytest.fixture
-def groups_here(monkeypatch):
-    """Grouped products on this platform as on TPU."""
-    monkeypatch.setattr(moe, "GROUPED", ("cpu",))
+@pytest.fixture(params=["ragged_dot", "interpret"])
+def groups_here(monkeypatch, request):
+    """Grouped products on this platform as on TPU, and as on CUDA."""
+    monkeypatch.setattr(moe, "GROUPED", {"cpu": request.param})
     jax.clear_caches()
     yield
     jax.clear_caches()
@@ -399,7 +478,7 @@ def test_groups_on_meshes(groups_here, axes, batch):
     ids=["grouped on each device", "tokens and experts along one axis, so in rounds"],
 )
 def test_a_model_in_groups(groups_here, quantize, axes, rules):
-    model = random_model(small(num_experts=8, dim=16, shared_dim=8, num_kv_heads=2, num_layers=1), quantize)
+    model = random_model(small(num_experts=8, dim=32, shared_dim=8, num_kv_heads=2, num_layers=1), quantize)
     layout = Layout(dllm_jax.make_mesh(**axes), ShardingRules(**rules))
     params = jax.device_put(model.params, dllm_jax.param_shardings(model.config, layout.mesh, layout.rules))
     tokens = jnp.arange(40).reshape(4, 10) % 32

@@ -1,0 +1,37 @@
+"""Where kernels of our own, written in Pallas, can stand in a program."""
+
+import jax
+import jax.numpy as jnp
+
+from dllm_jax.layout import Layout
+
+TRITON_FROM = 8.0
+"""CUDA compute capability that Triton needs, and all but a T4 of today's have."""
+
+use_kernels = jax.make_user_context(default_value=True)
+"""`with use_kernels(False):` compiles what is called within to XLA's own operations alone: to compare, and because no
+kernel can be lowered for several platforms at once (`jax.export`)."""
+
+
+def kernels_run(dtype: jnp.dtype, layout: Layout | None) -> bool:
+    """Whether kernels may be used for arrays of this dtype: nobody turned them off, the GPU that is here, if one is,
+    takes them, and every device will run its own part.
+
+    Float16 is left to XLA: it is what a T4, which is too old, has instead of bfloat16.
+
+    Args:
+        layout: how arrays lie on a mesh; None for one device, and where the caller places everything.
+    """
+    if dtype == jnp.float16 or not use_kernels.value:
+        return False
+    capability = jax.devices()[0].compute_capability if jax.default_backend() == "gpu" else ""
+    too_old = capability[:1].isdigit() and float(capability) < TRITON_FROM  # AMD's are names
+    return not too_old and _is_local(layout)
+
+
+def _is_local(layout: Layout | None) -> bool:
+    """Whether it is known what each device runs: a compiler cannot split a kernel over devices."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty:  # the caller's
+        return all(size == 1 or name in mesh.manual_axes for name, size in mesh.shape.items())
+    return layout is not None or jax.device_count() == 1
