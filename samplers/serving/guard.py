@@ -26,6 +26,7 @@ ROUTES = (*OPEN, "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completi
 """What is written down by name; other paths may be a client's own words."""
 
 BODY_SECONDS = 60.0
+DISCARDED, DISCARD_SECONDS = 16, 5.0  # of a body that is too large: times its limit
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -86,6 +87,8 @@ class Guard:
             self._check(scope)
             await self._app(scope, self._bounded(receive), send)
         except Fault as fault:
+            if fault.status == 413:
+                await self._discard(receive)
             await _refuse(fault, scope, receive, send)
         except Exception as error:
             LOG.error("%s", where(error))
@@ -121,10 +124,22 @@ class Guard:
             seen += len(message.get("body", b""))
             complete = not message.get("more_body", False)
             if seen > self._most_body:
+                await self._discard(receive)
                 raise self._too_large()
             return message
 
         return bounded
+
+    async def _discard(self, receive: Receive) -> None:
+        """Reads on for a while what is not wanted: a client that is still sending would not read the answer."""
+        left = DISCARDED * self._most_body
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DISCARD_SECONDS):
+                while left > 0:
+                    message = await receive()
+                    left -= len(message.get("body", b""))
+                    if not message.get("more_body", False):
+                        return
 
     def _too_large(self) -> Fault:
         return Fault(413, f"the body is larger than {self._most_body} bytes, this server's limit", code="too_large")

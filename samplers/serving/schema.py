@@ -103,13 +103,14 @@ class Body(BaseModel):
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
+    def check(self) -> None:
+        """Raises Fault for fields that nobody knows, and OpenAI's that ask for what is not there."""
+        for name, value in self._others():
+            _number(name, value)
+
     @property
     def numbers(self) -> dict[str, int | float]:
-        """The sampler's for this request.
-
-        Raises:
-            Fault: for fields that nobody knows, and OpenAI's that ask for what is not there.
-        """
+        """The sampler's for this request; raises Fault as `check`."""
         said = {name: value for name in ("temperature", "top_p") if (value := getattr(self, name)) is not None}
         return said | {name: _number(name, value) for name, value in self._others()}
 
@@ -159,10 +160,12 @@ class ChatBody(Completing):
 
     @property
     def with_logprobs(self) -> bool:
-        """Whether the answer tells the log-probability of its tokens."""
+        return bool(self.logprobs)
+
+    def check(self) -> None:
+        super().check()
         if self.top_logprobs:
             raise Fault(400, "top_logprobs above 0 is not there; logprobs tells each token's own", param="top_logprobs")
-        return bool(self.logprobs)
 
 
 class TextBody(Completing):
@@ -180,10 +183,12 @@ class TextBody(Completing):
 
     @property
     def with_logprobs(self) -> bool:
-        """Whether the answer tells the log-probability of its tokens."""
+        return self.logprobs is not None
+
+    def check(self) -> None:
+        super().check()
         if self.logprobs:
             raise Fault(400, "logprobs above 0 is not there; logprobs=0 tells each token's own", param="logprobs")
-        return self.logprobs is not None
 
 
 class CanvasBody(Body):

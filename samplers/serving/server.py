@@ -29,7 +29,7 @@ class Server(uvicorn.Server):
             grace: seconds that what was admitted has then.
         """
         super().__init__(config)
-        self._service, self._grace = service, grace
+        self.service, self._grace = service, grace
         self._loop = asyncio.get_running_loop()
         self._ending: asyncio.Task[None] | None = None
         service.ended = self.stop
@@ -43,12 +43,12 @@ class Server(uvicorn.Server):
         if self._ending is None:
             self._ending = asyncio.ensure_future(self._end())
             return
-        self._service.break_off(stopping())
+        self.service.break_off(stopping())
         self.should_exit = True
 
     async def _end(self) -> None:
-        await self._service.drain(self._grace)
-        if self._service.broken is not None:
+        await self.service.drain(self._grace)
+        if self.service.broken is not None:
             await asyncio.sleep(TOLD_SECONDS)
         self.should_exit = True
 
@@ -107,7 +107,7 @@ async def serve(
         service.metrics.requests,
         key=key,
         most_body=most_body,
-        hosts=hosts_of(at.getsockname()[0]),
+        hosts=hosts_of(at.getsockname()[0]) if key is None else None,
     )
     connections = 2 * (engine.slots + limits.queue) + 256
     config = uvicorn.Config(

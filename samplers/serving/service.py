@@ -30,6 +30,8 @@ from samplers.serving.shapes import Chat, Json, Shape, Text, told_tokens, usage_
 from samplers.serving.worker import Job, Turn, Worker
 from samplers.text import TextStream, text_of
 
+JOIN_SECONDS = 10.0
+
 _OURS = frozenset(inspect.signature(Engine.request).parameters)  # what clients cannot say by these names
 
 
@@ -209,9 +211,10 @@ class Service:
         """
         self._check_open(body)
         prompts, copies = body.prompts, (body.n or 1) if isinstance(body, Completing) else 1
-        count, _ = len(prompts) * copies, (body.numbers, body.with_logprobs)  # which refuse what cannot be
+        count = len(prompts) * copies
         self._admit(count)
-        until = None if self.limits.deadline is None else self._loop.time() + self.limits.deadline
+        begun = self._loop.time()
+        until = None if self.limits.deadline is None else begun + self.limits.deadline
         try:
             with _deadline():
                 async with asyncio.timeout_at(until):
@@ -224,7 +227,7 @@ class Service:
         jobs = [Job(index, request, seed, watched) for index, (request, seed) in enumerate(made)]
         ticket = Ticket(jobs, len(prompts), until, self)
         self._tickets |= dict.fromkeys(jobs, ticket)
-        self._begun |= dict.fromkeys(jobs, self._loop.time())
+        self._begun |= dict.fromkeys(jobs, begun)
         self._worker.submit(jobs)
         return ticket
 
@@ -240,10 +243,10 @@ class Service:
         self.break_off(stopping())
 
     async def close(self) -> None:
-        """Ends the threads."""
+        """Ends the threads; a step that never ends is left behind."""
         self._worker.stop()
         self._encoding.shutdown(wait=False, cancel_futures=True)
-        await asyncio.to_thread(self._worker.join)
+        await asyncio.to_thread(self._worker.join, JOIN_SECONDS)
 
     @property
     def health(self) -> str:
@@ -259,6 +262,7 @@ class Service:
         if body.model not in (None, self.name):
             sentence = f"the model {body.model!r:.80} does not exist here; this server has {self.name}"
             raise Fault(404, sentence, param="model", code="model_not_found")
+        body.check()
         most = self.engine.sampler.gen_length
         if body.length is not None and body.length > most:
             raise Fault(400, f"max_tokens {body.length} exceeds {most}, this server's limit", param="max_tokens")
