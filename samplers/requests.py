@@ -12,6 +12,7 @@ admitted.
 import collections
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -32,7 +33,7 @@ from samplers.noise import row_keys
 from samplers.prompts import Prompt, check_width, encode_prompt
 from samplers.registry import Settings, called, options_of
 from samplers.rules import Rule
-from samplers.slots import Report, Rows, begin_jit, numbers_of, structure_of, turn_jit, turn_on
+from samplers.slots import Report, Rows, begin_jit, number_names, numbers_of, structure_of, turn_jit, turn_on
 from samplers.stop_pool import StopPool
 
 _FIXED = {"ignore_eos", "verifier", "indicator"}  # which are not told apart by the structure
@@ -111,8 +112,8 @@ class Update:
 class Engine:
     """A model and a sampler that answer any number of requests, a fixed number at a time.
 
-    One program is compiled for the admission of requests and steps; nothing is compiled again whatever the requests
-    are. Not for use by several threads at once.
+    One program is compiled for the admission of requests and steps, two with `draws`; nothing is compiled again
+    whatever the requests are. Not for use by several threads at once.
 
     Attributes:
         model, sampler: what runs.
@@ -140,8 +141,8 @@ class Engine:
             slots: B, requests that are worked on together.
             prompt_length: P, the longest prompt that there is room for; by default 512, or less where the model's
                 context ends.
-            draws: leave room for temperature, top_p and top_k of single requests, which costs a little even where they
-                are not used.
+            draws: leave room for temperature, top_p and top_k of single requests. A second program, which is compiled
+                as well, runs while nobody uses them.
             stop_states: room for stop strings of single requests: bytes of all of them together that are in use at a
                 time, each needs one more; memory of 4 bytes times the vocabulary for each.
 
@@ -161,7 +162,10 @@ class Engine:
         elif options:
             raise DllmError(f"options {', '.join(sorted(options))} have no effect beside a sampler; set them in it")
         self._draws = draws
+        self._plain: Any = sampler
         self.sampler: Any = self._roomy(sampler)
+        plain_names = set(number_names(sampler))
+        self._of_plain = [name in plain_names for name in number_names(self.sampler)]
         self._structure, self._numbers = structure_of(self.sampler), numbers_of(self.sampler)
         room = model.config.max_length - self.sampler.gen_length
         self.prompt_length = max(min(512, room), 1) if prompt_length is None else prompt_length
@@ -403,17 +407,29 @@ class Engine:
         self.row_steps += int(report.row_steps)
         return report
 
-    def _call(self, admitted: np.ndarray, cancelled: np.ndarray, most_steps: int, wanted: int) -> Report:
-        rows, *masks = self._placed((self._rows, admitted, cancelled))
+    def _call(
+        self, admitted: np.ndarray, cancelled: np.ndarray, most_steps: int, wanted: int, plain: bool | None = None
+    ) -> Report:
+        plain = self._none_draws() if plain is None else plain
+        sampler, rows = self._sampler(plain), self._rows
+        if plain:
+            rows = dataclasses.replace(rows, numbers=tuple(itertools.compress(rows.numbers, self._of_plain)))
+        rows, *masks = self._placed((rows, admitted, cancelled))
         numbers = np.int32(most_steps), np.int32(wanted)
-        self._state, report = self._program(self._running, self.model.denoiser, self._state, rows, *masks, *numbers)
+        self._state, report = self._program(sampler, self.model.denoiser, self._state, rows, *masks, *numbers)
         found: Report = jax.device_get(report)
         return found
 
-    @property
-    def _running(self) -> Any:
-        """The sampler with the stop patterns that are in use."""
-        return dataclasses.replace(self.sampler, stop=self._stops.stop)
+    def _none_draws(self) -> bool:
+        """Whether no request uses the room for drawing, so that the program without it gives the same, and sooner."""
+        busy = [request is not None for request in self._at]
+        pairs = zip(self._rows.numbers, self._numbers, strict=True)
+        added = itertools.compress(pairs, [not own for own in self._of_plain])
+        return self._draws and all((array[busy] == idle).all() for array, idle in added)
+
+    def _sampler(self, plain: bool = False) -> Any:
+        """The sampler, with room for drawing or without, and with the stop patterns that are in use."""
+        return dataclasses.replace(self._plain if plain else self.sampler, stop=self._stops.stop)
 
     def _placed(self, arrays: Any) -> Any:
         return arrays if self._sharding is None else jax.device_put(arrays, self._sharding)
@@ -421,13 +437,14 @@ class Engine:
     def _begin(self) -> None:
         """Makes the slots and compiles the program, by a turn that does nothing."""
         start, none = time.perf_counter(), np.zeros(self.slots, bool)
-        self._state = begin_jit(self._running, self.model.denoiser, self._placed(self._rows))
+        self._state = begin_jit(self._sampler(), self.model.denoiser, self._placed(self._rows))
         if self._sharding is not None:
             on_all = lambda x: jax.device_put(x, self._sharding) if x.sharding.is_fully_replicated else x
             leaves, tree = jax.tree.flatten(jax.tree.map(on_all, self._state))
             self._state = jax.tree.unflatten(tree, leaves)
             self._program = turn_on(tuple(leaf.sharding for leaf in leaves), tree)
-        self._call(none, none, 0, 1)
+        for plain in (False, True) if self._draws else (False,):
+            self._call(none, none, 0, 1, plain)
         self.compile_seconds += time.perf_counter() - start
 
     def _update(self, request: Request, report: Report) -> Update:

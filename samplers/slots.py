@@ -70,6 +70,12 @@ def numbers_of(sampler: Any) -> tuple[Any, ...]:
     return tuple(leaf for leaf in _leaves(sampler) if _is_number(leaf))
 
 
+def number_names(sampler: Any) -> tuple[str, ...]:
+    """Where in a sampler its numbers are, in the order of `numbers_of`."""
+    leaves = jax.tree_util.tree_flatten_with_path(sampler, is_leaf=_is_shared)[0]
+    return tuple(jax.tree_util.keystr(path) for path, leaf in leaves if _is_number(leaf))
+
+
 def structure_of(sampler: Any) -> Any:
     """All of a sampler but its numbers and the parts that all requests share: equal for requests of one engine."""
     leaves, tree = jax.tree.flatten(sampler, is_leaf=_is_shared)
