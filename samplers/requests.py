@@ -254,6 +254,7 @@ class Engine:
         return request
 
     def _check(self, request: Request) -> None:
+        check_width(self.model, self.sampler, len(request.prompt))
         if len(request.prompt) > self.prompt_length:
             room = f"this engine has room for {self.prompt_length}; build it with a larger prompt_length"
             raise DllmError(f"the prompt has {len(request.prompt)} tokens and {room}")

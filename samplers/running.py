@@ -50,7 +50,7 @@ class Runner:
 
     Requests are taken when slots are about to be free, so a source may be a file of any size. Where a prompt is longer
     than all before it, those that run end first, and then there is room for it: a few times at most, as lengths are
-    rounded up to buckets.
+    rounded up to buckets. A request that was cancelled is handed out in its place, and not run.
 
     Attributes:
         slots: requests that are worked on together.
@@ -66,6 +66,7 @@ class Runner:
             options: further ones of `Engine`.
         """
         self.slots = slots
+        self._most = model.config.max_length - sampler.gen_length
         self._make = lambda longest: Engine(model, sampler, slots=slots, prompt_length=longest, **options)
         self._engine: Engine | None = None
         self._before = dict.fromkeys(("seconds", "compile_seconds", "steps", "row_steps"), 0.0)
@@ -89,7 +90,7 @@ class Runner:
         source, order = _Source(requests), collections.deque[Request]()
         while source.peek() is not None or order:
             self._take(source, order, longest)
-            while order and order[0].result is not None:
+            while order and (order[0].result is not None or order[0].cancelled):
                 yield order.popleft()
             if self._engine is not None and not self._engine.idle:
                 self._engine.advance()
@@ -98,21 +99,24 @@ class Runner:
 
     def _take(self, source: "_Source", order: collections.deque[Request], longest: int) -> None:
         """Puts requests into the queue, as many as there may be."""
-        while (request := source.peek()) is not None:
+        while (request := source.peek()) is not None and len(order) < self.AHEAD * self.slots:
+            if request.cancelled:
+                order.append(source.pop())
+                continue
             if self._engine is None or len(request.prompt) > self._engine.prompt_length:
                 if self._engine is not None and not self._engine.idle:
                     return
                 self._grow(max(longest, len(request.prompt)))
             assert self._engine is not None
-            if self._engine.waiting >= self.slots or len(order) >= self.AHEAD * self.slots:
+            if self._engine.waiting >= self.slots:
                 return
             order.append(self._engine.enqueue(source.pop()))
 
     def _grow(self, longest: int) -> None:
-        """Makes an engine with room for such a prompt."""
+        """Makes an engine with room for such a prompt, and as much more as a bucket has and the model's context."""
         self._before = {name: getattr(self, name) for name in self._before}
         self._engine = None  # before the next takes as much memory
-        self._engine = self._make(bucket_length(longest))
+        self._engine = self._make(max(min(bucket_length(longest), self._most), longest))
 
 
 def run_all(
