@@ -113,10 +113,14 @@ class Runner:
             order.append(self._engine.enqueue(source.pop()))
 
     def _grow(self, longest: int) -> None:
-        """Makes an engine with room for such a prompt, and as much more as a bucket has and the model's context."""
+        """Makes an engine with room for such a prompt."""
         self._before = {name: getattr(self, name) for name in self._before}
         self._engine = None  # before the next takes as much memory
-        self._engine = self._make(max(min(bucket_length(longest), self._most), longest))
+        self._engine = self._make(self.room_for(longest))
+
+    def room_for(self, longest: int) -> int:
+        """Positions kept for prompts, of which the longest has so many tokens: a bucket, within the model's context."""
+        return max(min(bucket_length(longest), self._most), longest)
 
 
 def run_all(
