@@ -7,6 +7,9 @@ statistics go to the standard error. A prompt is taken as it is: write line brea
 `python -m samplers --infill "The capital is<gap:8>, founded in<gap:4>." --model DIR_OR_NAME` fills the gaps of a
 text; with a prompt beside it, the text is the answer to that.
 
+`python -m samplers --prompts in.jsonl --out out.jsonl --model DIR_OR_NAME` answers a file of any size, a line of
+JSON for each line; a run that was killed goes on where it was when the same command is given again (docs/files.md).
+
 `python -m samplers serve --model DIR_OR_NAME` is a server in the shape of OpenAI's (`... serve --help`). A first
 argument `serve` always means that; as a prompt the word goes behind an option: `--model DIR_OR_NAME serve`.
 """

@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,7 +95,8 @@ def answer_file(options: argparse.Namespace, loading: Loading, share: Share) -> 
     settings = settings_told(options, loading.said, loading.bare.name, desk.sampler)
     settings |= {name: None for name, idle in _idle(loading.bare).items() if settings[name] == idle}
     if options.out is None:
-        _Job(options, source, room, share, settings).answer(source.lines(), loading, _printing(options, room.total))
+        show = _printing(options, room.total)
+        _Job(options, source, room, share, settings).answer(source.lines(), loading, desk, show)
         return
     out = Path(options.out).expanduser()
     with Output(part_of(out, share)) as output:
@@ -103,7 +104,7 @@ def answer_file(options: argparse.Namespace, loading: Loading, share: Share) -> 
         if not _ended(out, share, room, settings):
             output.compare(settings)
             job = _Job(options, source, room, share, settings)
-            job.answer(_behind(source, output, share), loading, lambda told, _: output.append(told), output)
+            job.answer(_behind(source, output, share), loading, desk, lambda told, _: output.append(told), output)
     if share.processes == 1:
         return
     assert room.total is not None
@@ -174,7 +175,13 @@ def _printing(options: argparse.Namespace, total: int | None) -> Emit:
 
 @dataclasses.dataclass
 class _Job:
-    """The lines of one process on their way."""
+    """The lines of one process on their way.
+
+    Attributes:
+        settings: of the run, as far as they are known before the model is loaded.
+        tally, errors: of what was told.
+        asked: lines whose requests are under way, in their order.
+    """
 
     options: argparse.Namespace
     source: LineFile
@@ -185,16 +192,23 @@ class _Job:
     errors: int = 0
     asked: collections.deque[Asked] = dataclasses.field(default_factory=collections.deque)
 
-    def answer(self, lines: Iterator[Line], loading: Loading, emit: Emit, output: Output | None = None) -> None:
-        """Answers lines, and hands on what is to be told of each, in their order."""
+    def answer(
+        self, lines: Iterator[Line], loading: Loading, desk: Desk, emit: Emit, output: Output | None = None
+    ) -> None:
+        """Answers lines, and hands on what is to be told of each, in their order.
+
+        Args:
+            desk: of the model's outline.
+
+        Raises:
+            DllmError: see `answer_file`.
+        """
         first = next(lines, None)
         if first is None:
             assert output is not None
             print_beside(f"{output.path}: nothing left to do, {output.done} lines are there")
             return
-        next(self.requests([first], Desk(loading.bare, self.room, **loading.outlined)))  # before gigabytes are read
-        self.asked.clear()
-        self.errors = 0
+        self._read(first, desk)  # a mistake in all lines comes before gigabytes are read
         model, given = loading.load()
         settings = self.settings | run_told(model)
         if output is not None:
@@ -202,26 +216,29 @@ class _Job:
             output.begin()
         desk = Desk(model, self.room, **given)
         runner = Runner(model, desk.sampler, self._slots(), stop_states=self.room.stop_states)
-        self._run(runner, self.requests(itertools.chain([first], lines), desk), settings, emit, output)
+        self._run(runner, self._requests(itertools.chain([first], lines), desk), settings, emit, output)
         speed = f"{runner.seconds:.3f} s, compiled before in {runner.compile_seconds:.1f} s"
         print_statistics(self.tally, runner.seconds, speed, model, desk.sampler)
         if self.errors:
             print_beside(f"{self.errors} of the lines could not be answered; their answers are sentences")
 
-    def requests(self, lines: Any, desk: Desk) -> Iterator[Request]:
-        """A request for each line; one that is cancelled already for a bad line, if these are skipped."""
+    def _requests(self, lines: Iterable[Line], desk: Desk) -> Iterator[Request]:
         for line in lines:
-            own, error = dict[str, Any](), None
-            try:
-                own = self.source.own(line)
-                request = desk.request(line, own)
-            except DllmError as found:
-                if self.options.on_error != "skip":
-                    raise DllmError(f"{self.source.where(line)}: {found}") from None
-                error, self.errors = str(found), self.errors + 1
-                request = Request([], 0, np.zeros(2, np.uint32), number=line.number, cancelled=True)
-            self.asked.append(Asked(line, own, error))
+            asked, request = self._read(line, desk)
+            self.asked.append(asked)
             yield request
+
+    def _read(self, line: Line, desk: Desk) -> tuple[Asked, Request]:
+        """A line and its request; one that is cancelled already for a bad line, if these are skipped."""
+        own: dict[str, Any] = {}
+        try:
+            own = self.source.own(line)
+            return Asked(line, own, None), desk.request(line, own)
+        except DllmError as error:
+            if self.options.on_error != "skip":
+                raise DllmError(f"{self.source.where(line)}: {error}") from None
+            nobody = Request([], 0, np.zeros(2, np.uint32), number=line.number, cancelled=True)
+            return Asked(line, own, str(error)), nobody
 
     def _run(
         self,
@@ -250,6 +267,7 @@ class _Job:
         """A line of output, and the answer in it."""
         told = {**asked.own, "line": asked.line.number}
         if asked.error is not None:
+            self.errors += 1
             return {**told, "error": asked.error, **always}, None
         answer = answered(request)
         self.tally.add(answer)

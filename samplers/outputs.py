@@ -51,6 +51,7 @@ def joined(where: str | None) -> Share:
     said: dict[str, Any] = (
         {} if found is None else dict(zip(names, (found[1], int(found[2]), int(found[3])), strict=True))
     )
+    jax.config.update("jax_enable_preemption_service", False)  # it would catch SIGTERM, to no end
     try:
         jax.distributed.initialize(**said, shutdown_timeout_seconds=_MONTH)
     except (RuntimeError, ValueError) as error:

@@ -281,3 +281,38 @@ def test_cancelled_requests_are_handed_out_in_their_place(llada) -> None:
     for number, request in enumerate(runner.run(requests())):
         assert request.number == number and len(read) - number <= Runner.AHEAD * 2 + 1
     assert len(read) == 1000 and runner._engine is None
+
+
+class OneIsSlow:
+    """An engine that ends requests at once, but the first only when there is nothing else to do."""
+
+    prompt_length, waiting, held, queue = 96, 0, None, ()
+
+    @property
+    def idle(self) -> bool:
+        return not self.queue and self.held is None
+
+    def enqueue(self, request: Request) -> Request:
+        self.held, self.queue = (request, ()) if request.number == 0 else (self.held, (*self.queue, request))
+        return request
+
+    def advance(self) -> None:
+        ended, self.queue = self.queue or (self.held,), ()
+        self.held = None if ended == (self.held,) else self.held
+        for request in ended:
+            request.result = "done"
+
+
+def test_few_requests_are_under_way_whatever_their_source(llada, monkeypatch) -> None:
+    runner, read = Runner(llada, make_sampler(llada, gen_length=24, block_length=8), 2), []
+    runner._make, most = lambda longest: OneIsSlow(), 0
+
+    def requests():
+        for number in range(5000):
+            read.append(number)
+            yield Request([65], 1, np.zeros(2, np.uint32), number=number)
+
+    for number, request in enumerate(runner.run(requests())):
+        most = max(most, len(read) - number)
+        assert request.number == number
+    assert len(read) == 5000 and most == Runner.AHEAD * 2 + 1
