@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import openai
 
-from benchmarks.serve import SAMPLER, WIDTH, Asked, Served, asking, requests, server
+from benchmarks.serve_client import SAMPLER, WIDTH, Asked, Served, asking, requests, server
 from dllm_jax import Model
 from samplers import generate
 

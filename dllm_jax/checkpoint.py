@@ -144,7 +144,21 @@ def load_params(
     if quantize != config.quantize and quantize is not None:
         tensors = quantized_params(iter_params(folder), config.replace(quantize=quantize), str(path))
         return {name: _put(param, wanted[name]) for name, param in tensors}
-    return _restored(path, stored, wanted)
+    with _alone() if shardings is None else contextlib.nullcontext():
+        return _restored(path, stored, wanted)
+
+
+def _alone() -> Any:
+    """Where this process reads for itself, whatever others that it has met do; Orbax would wait for all of them."""
+    from orbax.checkpoint import v1 as ocp
+
+    if jax.process_count() == 1:
+        return contextlib.nullcontext()
+    here = jax.process_index()
+    only = ocp.options.MultiprocessingOptions(
+        primary_host=here, active_processes={here}, barrier_sync_key_prefix=f"process-{here}"
+    )
+    return ocp.Context(multiprocessing_options=only)
 
 
 def quantizing(config: ModelConfig, quantize: Quantize | None, where: str) -> ModelConfig:
@@ -271,7 +285,8 @@ def _read_one(path: Path, stored: Mapping[str, Any], key: str) -> np.ndarray:
     placeholder = {other: ocp.PLACEHOLDER for other in stored}
     wanted = {**placeholder, key: np.empty(stored[key].shape, stored[key].dtype)}
     try:
-        return np.asarray(ocp.load(path, wanted)[key])
+        with _alone():
+            return np.asarray(ocp.load(path, wanted)[key])
     except Exception as error:  # Orbax raises whatever its storage layer does
         raise _read_error(path, error) from error
 

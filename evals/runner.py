@@ -20,11 +20,10 @@ from evals.sampler import SamplerSpec, parse_sampler
 from evals.tasks import Example, Task, Verdict, make_task
 from samplers import DraftResult, Result
 from samplers.build import CanvasSampler
-from samplers.engine import warn_if_broken
 from samplers.noise import row_keys
 from samplers.prompts import check_lengths, given_canvas, pad_prompts
 from samplers.requests import Engine, Request
-from samplers.running import Engines
+from samplers.running import Engines, Warned
 from samplers.slots import numbers_of
 
 
@@ -264,11 +263,11 @@ class Batches:
         that few slots are at work at the end."""
         for index in sorted(range(len(self.examples)), key=lambda i: -self._length(self.examples[i])):
             engine.enqueue(self._request(index))
-        hide = None if progress is None else not progress
+        hide, ended = None if progress is None else not progress, Warned()
         for request in tqdm(engine.results(), total=len(self.examples), desc=name, unit="example", disable=hide):
-            assert request.result is not None
-            warn_if_broken(request.result, [request.number])
+            assert ended.saw(request).result is not None
             yield request.number, request.result
+        ended.warn()
 
     def batch(self, results: Mapping[int, Result]) -> Iterator[tuple[list[int], Result, dict[str, Any]]]:
         """Numbers of the examples of each batch, their results, and what they began with: prompt, prompt_lengths,

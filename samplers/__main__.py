@@ -7,53 +7,52 @@ statistics go to the standard error. A prompt is taken as it is: write line brea
 `python -m samplers --infill "The capital is<gap:8>, founded in<gap:4>." --model DIR_OR_NAME` fills the gaps of a
 text; with a prompt beside it, the text is the answer to that.
 
+`python -m samplers --prompts in.jsonl --out out.jsonl --model DIR_OR_NAME` answers a file of any size, a line of
+JSON for each line; a run that was killed goes on where it was when the same command is given again (docs/files.md).
+
 `python -m samplers serve --model DIR_OR_NAME` is a server in the shape of OpenAI's (`... serve --help`). A first
 argument `serve` always means that; as a prompt the word goes behind an option: `--model DIR_OR_NAME serve`.
 """
 
 import argparse
-import contextlib
 import functools
 import inspect
 import io
 import json
 import logging
-import math
-import platform
 import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 from rich.console import Console
 
 import dllm_jax
 from dllm_jax import DllmError, Model
 from dllm_jax.loading import outline
-from dllm_jax.quantized import told_dtype
 from dllm_jax.tools import spec
 from dllm_jax.tools.command import Parser, run_printing
 from samplers.answers import Generation
 from samplers.build import CanvasSampler, defaults_of, typed, with_verifier
 from samplers.caches import CACHES
-from samplers.checks import check_number
+from samplers.checks import check_number, check_whole
+from samplers.files import Loading, answer_file, check_flags
 from samplers.flags import add_model, add_sampler, default_of, flag_of, said_by, written_fields
-from samplers.generate import answered, prepare
-from samplers.infill import Infilling, filled, prepare_infill, requests_for
-from samplers.live import printable, watch
+from samplers.generate import prepare
+from samplers.infill import filled, prepare_infill, requests_for
+from samplers.lines import prompts_of
+from samplers.live import watch
+from samplers.outputs import Share, joined
 from samplers.presets import PRESETS
 from samplers.prompts import Prompt
-from samplers.registry import LOOPS, kind_of, settings_of, title
+from samplers.registry import LOOPS, kind_of
 from samplers.requests import Request, requests_of
 from samplers.rules import RULES
 from samplers.running import run_all
 from samplers.smoothing import Smoothing
-
-JSON_LINES = (".jsonl", ".ndjson")
+from samplers.telling import Tally, answer_told, print_statistics, print_text, run_told, settings_told, speed_told
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,6 +85,9 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("prompt", nargs="*", help="one or more prompts; without any, the standard input is one")
     add("--prompts", metavar="FILE", help='one prompt per line, or JSON lines with "prompt" or "messages"; - is stdin')
+    add("--out", metavar="FILE", help="write JSON lines there, of --prompts; the same command goes on where it was")
+    add("--on-error", choices=("stop", "skip"), help="at a bad line of --prompts (default: stop, when others are done)")
+    add("--distributed", nargs="?", const="", metavar="HOST:PORT,N,I", help=_DISTRIBUTED)
     add(
         "--infill",
         action="append",
@@ -97,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--chat", action="store_true", help="take a prompt as a user's message in the model's chat format")
     add("--system", metavar="TEXT", help="system message; implies --chat")
     add("--seed", type=int, default=0, metavar="N", help="of the random numbers, where any are drawn (default: 0)")
-    add("--batch-size", type=int, metavar="N", help="prompts sampled together (default: all)")
+    add("--batch-size", type=int, metavar="N", help="prompts sampled together (default: all; 16 of a file)")
     add_sampler(parser)
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="one JSON object per prompt: text, tokens, trajectory, speed, settings")
@@ -106,33 +108,59 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+_DISTRIBUTED = "share --prompts among processes, as SLURM and others say, or as process I of N that meet there"
+
+
 def _run(options: argparse.Namespace) -> None:
     if options.list:
         print(_listing())
         return
+    check_number("delay", options.delay, 0.0)
+    check_number("batch_size", options.batch_size, 1)
+    check_whole("seed", options.seed, 0, 2**32 - 1)
+    check_flags(options)
+    share = Share() if options.distributed is None else joined(options.distributed)
+    if options.prompts is not None and options.infill is None and not options.prompt:
+        answer_file(options, _loading(options), share)
+    else:
+        _answer_all(options)
+
+
+def _loading(options: argparse.Namespace) -> Loading:
+    """What is to be loaded."""
     name, texts, named = said_by(options, _parser().parse_args([]))
     if named is None:
         raise DllmError("no model was named; pass --model DIR_OR_NAME")
-    check_number("delay", options.delay, 0.0)
-    check_number("batch_size", options.batch_size, 1)
-    work, bare = _work(options), outline(named)
+    bare = outline(named)
     said = typed(name, texts, under=defaults_of(bare)).options
     always = {"sampler": name, "chat": options.chat, "system": options.system, "seed": options.seed}
-    work.prepare(bare, **with_verifier(said, outline), **always)  # mistakes come before gigabytes are read
-    load = functools.partial(dllm_jax.load, dtype=options.dtype, quantize=options.quantize)
-    with Console(stderr=True).status(f"loading {named}", spinner="line"):
-        model, settings = load(named), {**with_verifier(said, load), **always}
+
+    def load() -> tuple[Model, dict[str, Any]]:
+        load = functools.partial(dllm_jax.load, dtype=options.dtype, quantize=options.quantize)
+        with Console(stderr=True).status(f"loading {named}", spinner="line"):
+            return load(named), {**with_verifier(said, load), **always}
+
+    return Loading(bare, said, {**with_verifier(said, outline), **always}, load)
+
+
+def _answer_all(options: argparse.Namespace) -> None:
+    """Prompts that are known, all together or a number at a time."""
+    work, loading = _work(options), _loading(options)
+    work.prepare(loading.bare, **loading.outlined)  # mistakes come before gigabytes are read
+    model, settings = loading.load()
     ready = work.prepare(model, **settings)
     shown = sys.stdout.isatty() and not (options.json or options.no_live or options.infill)
     if shown and len(work.lines) == 1:
         _show_live(model, work.lines[0]["prompt"], ready.sampler, settings, options.delay)
         return
     runner, done = run_all(model, ready.sampler, ready.requests, options.batch_size)
-    told, answers = _told(options, said, model, ready.sampler), []
+    told = settings_told(options, loading.said, model.name, ready.sampler) | run_told(model)
+    answers = []
     for line, request in zip(work.lines, done, strict=True):
         answers.append(ready.answer_of(request))
         if options.json:
-            print(json.dumps(line | _json(answers[-1], request.seconds, runner.compile_seconds, told)), flush=True)
+            fast = speed_told(answers[-1], request.seconds, runner.compile_seconds)
+            print(json.dumps({**line, **answer_told(answers[-1]), "settings": told, **fast}), flush=True)
     if not options.json:
         _print_texts(answers)
         speed = f"{runner.seconds:.3f} s, compiled before in {runner.compile_seconds:.1f} s"
@@ -172,7 +200,9 @@ def _work(options: argparse.Namespace) -> _Work:
 
 def _generation(prompts: list[Any], model: Model, **settings: Any) -> _Ready:
     sampler, rows, keys = prepare(model, prompts, **settings)
-    return _Ready(sampler, requests_of(sampler, rows, keys, settings.get("stop") or ()), answered)
+    return _Ready(
+        sampler, requests_of(sampler, rows, keys, settings.get("stop") or ()), lambda request: request.generation
+    )
 
 
 def _infilling(templates: list[str], prompt: Any, model: Model, **settings: Any) -> _Ready:
@@ -180,8 +210,24 @@ def _infilling(templates: list[str], prompt: Any, model: Model, **settings: Any)
     return _Ready(plan.sampler, requests_for(model, plan), functools.partial(filled, model, plan))
 
 
+def _print_texts(answers: Sequence[Generation]) -> None:
+    for number, answer in enumerate(answers, start=1):
+        if len(answers) > 1:
+            print(f"--- {number} of {len(answers)}")
+        print_text(answer.text)
+
+
+def _print_statistics(
+    answers: Sequence[Generation], seconds: float, speed: str, model: Model, sampler: CanvasSampler
+) -> None:
+    tally = Tally()
+    for answer in answers:
+        tally.add(answer)
+    print_statistics(tally, seconds, speed, model, sampler)
+
+
 def _show_live(
-    model: Model, prompt: Prompt, sampler: CanvasSampler, settings: dict[str, Any], delay: float | None
+    model: Model, prompt: Prompt, sampler: CanvasSampler, settings: Mapping[str, Any], delay: float | None
 ) -> None:
     watched = watch(model, prompt, delay=delay, keep=False, **settings)
     _print_texts([watched.generation])
@@ -196,137 +242,13 @@ def _prompts(options: argparse.Namespace) -> list[Any]:
     if options.prompt:
         return options.prompt
     if options.prompts is not None:
-        return _prompts_of_file(options.prompts)
+        return prompts_of(options.prompts)
     if sys.stdin is None or sys.stdin.isatty():
         raise DllmError("no prompt was given; write one behind the command, or name a file by --prompts")
-    return [_read("-").removesuffix("\n")]
-
-
-def _prompts_of_file(name: str) -> list[Any]:
-    """The prompts in a file, one per line that is not blank."""
-    where = "line" if name == "-" else f"{name} line"
-    lines = [line.removesuffix("\r") for line in _read(name).split("\n")]
-    numbered = [(f"{where} {number}", line) for number, line in enumerate(lines, start=1) if line.strip()]
-    if not numbered:
-        raise DllmError(f"{'the standard input' if name == '-' else name} has no prompts; write one per line")
-    if name.endswith(JSON_LINES) or _is_entry(numbered[0][1]):
-        return [_entry(line, where) for where, line in numbered]
-    return [line for _, line in numbered]
-
-
-def _read(name: str) -> str:
     try:
-        return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8-sig")
+        return [sys.stdin.read().removesuffix("\n")]
     except (OSError, UnicodeDecodeError) as error:
-        raise DllmError(f"{'the standard input' if name == '-' else name} could not be read ({error})") from None
-
-
-def _is_entry(line: str) -> bool:
-    """Whether the first line of a file without a telling name is a JSON line."""
-    with contextlib.suppress(json.JSONDecodeError, RecursionError):
-        entry = json.loads(line)
-        return isinstance(entry, dict) and not {"prompt", "messages"}.isdisjoint(entry)
-    return False
-
-
-def _entry(line: str, where: str) -> Any:
-    try:
-        entry = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise DllmError(f"{where} is not valid JSON ({error})") from None
-    if not isinstance(entry, dict) or ("prompt" in entry) == ("messages" in entry):
-        raise DllmError(f'{where} must be an object with either "prompt" or "messages"')
-    prompt = entry.get("prompt", entry.get("messages"))
-    if not isinstance(prompt, list if "messages" in entry else (str, list)):
-        raise DllmError(f"{where}: {prompt!r} is no prompt; a text, token ids or messages are")
-    return prompt
-
-
-def _print_texts(answers: Sequence[Generation]) -> None:
-    for number, answer in enumerate(answers, start=1):
-        if len(answers) > 1:
-            print(f"--- {number} of {len(answers)}")
-        print(_for_terminal(answer.text) if sys.stdout.isatty() else answer.text)
-
-
-def _print_statistics(
-    answers: Sequence[Generation], seconds: float, speed: str, model: Model, sampler: CanvasSampler
-) -> None:
-    """One line, below the text on a terminal, else apart from it; of several prompts the sums."""
-    nfe, full = sum(answer.nfe for answer in answers), sum(answer.full_forwards for answer in answers)
-    tokens = sum(len(answer.tokens) for answer in answers)
-    parts = [
-        *([f"{len(answers)} prompts"] if len(answers) > 1 else []),
-        f"NFE {nfe} ({full} full + {nfe - full} window)",
-        f"{tokens} tokens, {tokens / max(nfe, 1):.2f} per forward",
-        *_drafts(answers, nfe),
-        f"{tokens / seconds:.1f} tokens/s ({speed})",
-        title(sampler),
-        f"{model.name}, {told_dtype(model.params)} on {_device(model)}",
-    ]
-    line, stream = " | ".join(parts), sys.stdout if sys.stdout.isatty() else sys.stderr
-    ascii_only = not (stream.encoding or "").lower().startswith("utf")
-    print(printable(line.replace("×", "x") if ascii_only else line, ascii_only), file=stream)
-
-
-def _drafts(answers: Sequence[Generation], nfe: int) -> list[str]:
-    """How drafts fared, of samplers that write from left to right."""
-    verified = [answer.verifier_forwards for answer in answers if answer.verifier_forwards is not None]
-    if not verified:
-        return []
-    accepted = sum(answer.committed for answer in answers) / max(nfe, 1)
-    return [f"{accepted:.2f} accepted per forward, {sum(verified)} verifier forwards"]
-
-
-def _device(model: Model) -> str:
-    devices = sorted(jax.tree.leaves(model.params)[0].devices(), key=lambda device: device.id)
-    return f"{len(devices)} x {devices[0].device_kind}" if len(devices) > 1 else devices[0].device_kind
-
-
-def _for_terminal(text: str) -> str:
-    """An answer as it is, but for characters that would steer the terminal."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: printable(match[0]), text)
-
-
-def _told(options: argparse.Namespace, said: Mapping[str, Any], model: Model, sampler: Any) -> dict[str, Any]:
-    """The settings of a run, for its JSON."""
-    always = {name: getattr(options, name) for name in ("chat", "system", "seed", "batch_size", "preset", "sampler")}
-    versions = {"dllm_jax": dllm_jax.__version__, "jax": jax.__version__, "python": platform.python_version()}
-    drawn = {name: getattr(sampler.sampling, name) for name in ("temperature", "top_p", "top_k")}
-    told = {"stop": [], "ignore_eos": False, **drawn, **said, **settings_of(sampler), "block_length": sampler.width}
-    none = {"temperature": 0.0, "guidance": 0.0}
-    told |= {name: value for name, value in none.items() if told.get(name, 0) is None}
-    about = {"device": _device(model), "dtype": told_dtype(model.params), "versions": versions}
-    return {"model": model.name, **_finite(told), **always, **about}
-
-
-def _finite(value: Any) -> Any:
-    """Infinities as text, since JSON has no number for them."""
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _json(answer: Generation, seconds: float, compile_seconds: float, settings: dict[str, Any]) -> dict[str, Any]:
-    """One answer's part of a line; `seconds` is the time from its admission to its end, beside others."""
-    return {
-        "text": answer.text,
-        **({"gaps": answer.gaps} if isinstance(answer, Infilling) else {}),
-        "tokens": answer.tokens,
-        "logprobs": answer.logprobs,
-        "prompt_tokens": answer.prompt_tokens,
-        "nfe": answer.nfe,
-        "full_forwards": answer.full_forwards,
-        "cache_updates": answer.cache_updates,
-        "verifier_forwards": answer.verifier_forwards,
-        "tokens_per_forward": answer.tokens_per_forward,
-        "seconds": seconds,
-        "compile_seconds": compile_seconds,
-        "tokens_per_second": len(answer.tokens) / seconds,
-        "trajectory": answer.decoded_at,
-        "canvas": answer.canvas,
-        "settings": settings,
-    }
+        raise DllmError(f"the standard input could not be read ({error})") from None
 
 
 def _listing() -> str:

@@ -11,10 +11,9 @@ from dllm_jax import DllmError, Model
 from samplers.answers import Generation
 from samplers.build import CanvasSampler, make_sampler
 from samplers.checks import check_length, check_whole
-from samplers.engine import warn_if_broken
 from samplers.noise import row_keys
 from samplers.prompts import Prompt, check_lengths, encode_prompt
-from samplers.requests import Request, requests_of
+from samplers.requests import requests_of
 from samplers.rules import Rule
 from samplers.running import run_all
 
@@ -65,7 +64,7 @@ def generate(
     check_length("batch_size", batch_size, optional=True)
     sampler, rows, keys = prepare(model, listed, sampler=sampler, chat=chat, system=system, seed=seed, **options)
     requests = requests_of(sampler, rows, keys, stop=options.get("stop") or ())
-    answers = [answered(request) for request in run_all(model, sampler, requests, batch_size, progress)[1]]
+    answers = [request.generation for request in run_all(model, sampler, requests, batch_size, progress)[1]]
     return answers[0] if isinstance(prompts, str) else answers
 
 
@@ -97,10 +96,3 @@ def prepare(
     rows = [encode_prompt(model, prompt, chat=chat, system=system) for prompt in prompts]
     check_lengths(model, sampler, rows)
     return sampler, rows, row_keys(jax.random.key(seed), len(rows))
-
-
-def answered(request: Request) -> Generation:
-    """The answer of a request that has ended, with a warning where its logits were not finite."""
-    assert request.result is not None
-    warn_if_broken(request.result, [request.number])
-    return request.generation

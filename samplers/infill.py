@@ -29,7 +29,7 @@ from samplers.answers import Generation, answer, told_logprobs
 from samplers.apd_loop import LeftToRight
 from samplers.build import CanvasSampler, make_sampler, settings_for
 from samplers.checks import check_length, check_whole
-from samplers.engine import Result, warn_if_broken
+from samplers.engine import Result
 from samplers.noise import row_keys
 from samplers.prompts import Prompt, bucket_length, check_width, encode_prompt, given_canvas
 from samplers.requests import Request, requests_of
@@ -281,7 +281,6 @@ def _suppressed(model: Model, said: Any) -> Any:
 def filled(model: Model, plan: Plan, request: Request) -> Infilling:
     """The row of a plan that a request was, when it has ended."""
     assert request.result is not None
-    warn_if_broken(request.result, [request.number])
     return _infilling(model, plan, request.number, request.result, 0)
 
 

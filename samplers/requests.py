@@ -258,6 +258,7 @@ class Engine:
         return request
 
     def _check(self, request: Request) -> None:
+        check_width(self.model, self.sampler, len(request.prompt))
         if len(request.prompt) > self.prompt_length:
             room = f"this engine has room for {self.prompt_length}; build it with a larger prompt_length"
             raise DllmError(f"the prompt has {len(request.prompt)} tokens and {room}")
@@ -348,8 +349,10 @@ class Engine:
         refuse_unknown(f"sampler {called(self._settings)}", options, options_of(self._settings))
         if fixed := sorted(_FIXED & set(options)):
             raise DllmError(f"{fixed[0]} cannot be chosen by request; build another engine")
-        said = self._settings._replace(options={**self._settings.options, **options})
-        found = self._roomy(build(self.model, said))
+        said = {**self._settings.options, **options}
+        said.pop("stop", None)  # compiling its strings would take longer than all else, and they are no numbers
+        found: Any = build(self.model, self._settings._replace(options=said))
+        found = self._roomy(dataclasses.replace(found, stop=self.sampler.stop))
         if structure_of(found) != self._structure:
             words = ", ".join(sorted(options))
             room = "" if self._draws else ", or draws=True for temperature, top_p and top_k"

@@ -6,10 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from tqdm import tqdm
 
 from dllm_jax import Model
 from samplers.build import CanvasSampler
+from samplers.engine import broken, warn_if_broken
 from samplers.prompts import bucket_length
 from samplers.requests import Engine, Request
 from samplers.slots import program_of, structure_of
@@ -45,12 +47,32 @@ class Engines:
         return self._last[1]
 
 
+class Warned:
+    """Those of many requests whose logits were not finite, for one warning about all of them."""
+
+    def __init__(self) -> None:
+        self._broken: list[Request] = []
+
+    def saw(self, request: Request) -> Request:
+        """The request, which has ended."""
+        if request.result is not None and broken(request.result, [request.number]):
+            self._broken.append(request)
+        return request
+
+    def warn(self) -> None:
+        """Warns, if there is something to be said."""
+        results = [request.result for request in self._broken]
+        if results:
+            all_of_them = jax.tree.map(lambda *rows: np.concatenate(rows), *results)
+            warn_if_broken(all_of_them, [request.number for request in self._broken])
+
+
 class Runner:
     """Runs requests, of which there may be any number, and hands them out in their order.
 
     Requests are taken when slots are about to be free, so a source may be a file of any size. Where a prompt is longer
     than all before it, those that run end first, and then there is room for it: a few times at most, as lengths are
-    rounded up to buckets.
+    rounded up to buckets. A request that was cancelled is handed out in its place, and not run.
 
     Attributes:
         slots: requests that are worked on together.
@@ -66,6 +88,7 @@ class Runner:
             options: further ones of `Engine`.
         """
         self.slots = slots
+        self._most = model.config.max_length - sampler.gen_length
         self._make = lambda longest: Engine(model, sampler, slots=slots, prompt_length=longest, **options)
         self._engine: Engine | None = None
         self._before = dict.fromkeys(("seconds", "compile_seconds", "steps", "row_steps"), 0.0)
@@ -85,26 +108,33 @@ class Runner:
 
         Args:
             longest: tokens of the longest prompt, where it is known.
+
+        Warns:
+            RuntimeWarning: at the end, when logits were not finite, naming the first row and its forward.
         """
-        source, order = _Source(requests), collections.deque[Request]()
+        source, order, ended = _Source(requests), collections.deque[Request](), Warned()
         while source.peek() is not None or order:
             self._take(source, order, longest)
-            while order and order[0].result is not None:
-                yield order.popleft()
+            while order and (order[0].result is not None or order[0].cancelled):
+                yield ended.saw(order.popleft())
             if self._engine is not None and not self._engine.idle:
                 self._engine.advance()
+        ended.warn()
         if source.failure is not None:
             raise source.failure
 
     def _take(self, source: "_Source", order: collections.deque[Request], longest: int) -> None:
         """Puts requests into the queue, as many as there may be."""
-        while (request := source.peek()) is not None:
+        while (request := source.peek()) is not None and len(order) < self.AHEAD * self.slots:
+            if request.cancelled:
+                order.append(source.pop())
+                continue
             if self._engine is None or len(request.prompt) > self._engine.prompt_length:
                 if self._engine is not None and not self._engine.idle:
                     return
                 self._grow(max(longest, len(request.prompt)))
             assert self._engine is not None
-            if self._engine.waiting >= self.slots or len(order) >= self.AHEAD * self.slots:
+            if self._engine.waiting >= self.slots:
                 return
             order.append(self._engine.enqueue(source.pop()))
 
@@ -112,7 +142,11 @@ class Runner:
         """Makes an engine with room for such a prompt."""
         self._before = {name: getattr(self, name) for name in self._before}
         self._engine = None  # before the next takes as much memory
-        self._engine = self._make(bucket_length(longest))
+        self._engine = self._make(self.room_for(longest))
+
+    def room_for(self, longest: int) -> int:
+        """Positions kept for prompts, of which the longest has so many tokens: a bucket, within the model's context."""
+        return max(min(bucket_length(longest), self._most), longest)
 
 
 def run_all(

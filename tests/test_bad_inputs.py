@@ -446,30 +446,33 @@ COMMANDS = {
     ),
     "missing file": (["--model", "LLADA", "--prompts", "no/such/file"], "no/such/file could not be read"),
     "folder for a file": (["--model", "LLADA", "--prompts", "TMP"], "could not be read"),
-    "file that is no text": (["--model", "LLADA", "--prompts", "TMP/bytes"], "bytes could not be read"),
+    "file that is no text": (
+        ["--model", "LLADA", "--prompts", "TMP/bytes"],
+        "bytes line 1: not valid UTF-8 (invalid start byte at byte 0)",
+    ),
     "file without prompts": (
         ["--model", "LLADA", "--prompts", "TMP/blank"],
         "blank has no prompts; write one per line",
     ),
     "line that is no JSON": (
         ["--model", "LLADA", "--prompts", "TMP/broken.jsonl"],
-        "broken.jsonl line 2 is not valid JSON",
+        "broken.jsonl line 2: not valid JSON",
     ),
     "line without a prompt": (
         ["--model", "LLADA", "--prompts", "TMP/keys.jsonl"],
-        'keys.jsonl line 1 must be an object with either "prompt" or "messages"',
+        'keys.jsonl line 1: it must be an object with either "prompt" or "messages"',
     ),
     "prompt that is a number": (
         ["--model", "LLADA", "--prompts", "TMP/number.jsonl"],
         "line 1: 5 is no prompt; a text",
     ),
-    "deep JSON": (["--model", "LLADA", "--prompts", "TMP/deep.jsonl"], "deep.jsonl line 1 is not valid JSON"),
+    "deep JSON": (["--model", "LLADA", "--prompts", "TMP/deep.jsonl"], "deep.jsonl line 1: not valid JSON"),
     "bad message": (["--model", "LLADA", "--prompts", "TMP/role.jsonl"], "message 0 has no role"),
 }
 FILES = {
     "bytes": b"\xff\xfe\xfd",
     "blank": b"\n \r\n",
-    "broken.jsonl": b'{"prompt": "a"}\n{"prompt": \n',
+    "broken.jsonl": b'\n{"prompt": \n',
     "keys.jsonl": b'{"question": "a"}\n',
     "number.jsonl": b'{"prompt": 5}\n',
     "deep.jsonl": b"[" * 100_000,

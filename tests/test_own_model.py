@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import assert_equal
 
 import dllm_jax
 from dllm_jax import DllmError, FunctionDenoiser, Span
@@ -140,7 +141,7 @@ def blocks(name: str, **options: Any) -> BlockSampler:
 def assert_same(found: Any, wanted: Any) -> None:
     assert type(found) is type(wanted)
     for name, value in vars(wanted).items():
-        np.testing.assert_array_equal(getattr(found, name), value, err_msg=name)
+        assert_equal(np.asarray(getattr(found, name)), np.asarray(value), name)
 
 
 def row(result: Any, index: Any) -> Any:

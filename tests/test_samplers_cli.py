@@ -19,7 +19,7 @@ from rich.console import Console
 import dllm_jax
 import samplers
 from dllm_jax import checkpoint
-from samplers import CACHES, RULES, Generation, Rule, Smoothing, engine, flags, live, registry
+from samplers import CACHES, RULES, Generation, Rule, Smoothing, engine, flags, live, registry, telling
 from samplers import __main__ as cli
 from samplers.build import typed
 from samplers.flags import said_by
@@ -51,15 +51,13 @@ def asked(monkeypatch):
         seen.update(options, prompts=prompts)
         return really(model, prompts, **options)
 
-    def answered(request):
-        return Generation(f"answer {request.number}", [65], 1, 1, 1, 0, [0], [65], [-0.5])
-
     def run_all(model, sampler, requests, batch_size):
         for request in requests:
             request.seconds = 1.0
+            request.generation = Generation(f"answer {request.number}", [65], 1, 1, 1, 0, [0], [65], [-0.5])
         return SimpleNamespace(seconds=1.0, compile_seconds=0.0), requests
 
-    for name, stand_in in (("prepare", prepare), ("answered", answered), ("run_all", run_all)):
+    for name, stand_in in (("prepare", prepare), ("run_all", run_all)):
         monkeypatch.setattr(cli, name, stand_in)
     return seen
 
@@ -302,32 +300,10 @@ def test_prompts_stand_before_and_after_options(capsys, asked, llada_tiny):
     assert asked["prompts"] == ["a", "b", "c"]
 
 
-CHAT = [{"role": "user", "content": "Hi"}]
-
-
-@pytest.mark.parametrize(
-    "name, text, prompts",
-    [
-        ("lines.txt", "one\r\n\n  two\n", ["one", "  two"]),
-        ("lines.txt", '{"not": "a prompt"}\n{', ['{"not": "a prompt"}', "{"]),
-        ("lines.jsonl", '{"prompt": "a\\nb"}\n\n' + json.dumps({"messages": CHAT}), ["a\nb", CHAT]),
-        ("no-telling-name", '\ufeff{"prompt": [81, 58], "id": 1}\n', [[81, 58]]),
-    ],
-)
-def test_prompts_of_a_file(run, asked, tmp_path, name, text, prompts):
-    (tmp_path / name).write_text(text, encoding="utf-8", newline="")
-    status, out, err = run("--prompts", str(tmp_path / name))
-    assert (status, asked["prompts"]) == (0, prompts)
-    assert out.count("answer") == len(prompts)
-
-
 def test_prompts_of_the_standard_input(run, asked, stdin):
     stdin("Q: one\nA: two\n")
     assert run()[:2] == (0, "answer 0\n")
     assert asked["prompts"] == ["Q: one\nA: two"]
-    stdin("one\ntwo\n")
-    assert run("--prompts", "-")[:2] == (0, "--- 1 of 2\nanswer 0\n--- 2 of 2\nanswer 1\n")
-    assert asked["prompts"] == ["one", "two"]
     stdin(None)
     status, out, err = run()
     assert status == 2 and err.startswith("error: no prompt was given")
@@ -415,7 +391,7 @@ def test_the_live_view_stays_away(run, asked, monkeypatch, arguments):
 
 
 def test_an_answer_cannot_steer_the_terminal():
-    assert cli._for_terminal("a\x1b[2Jb\r\n\tc\x9b　é") == "a\\x1b[2Jb\\r\n\tc\\x9b　é"
+    assert telling.for_terminal("a\x1b[2Jb\r\n\tc\x9b　é") == "a\\x1b[2Jb\\r\n\tc\\x9b　é"
 
 
 @pytest.fixture(scope="module")

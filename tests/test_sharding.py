@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import assert_equal
 from jax.sharding import PartitionSpec as P
 from train_toys import LLADA
 
@@ -114,4 +115,4 @@ def test_a_batch_that_does_not_divide_runs(models):
 
 def assert_same(found, wanted):
     for name, value in vars(wanted).items():
-        np.testing.assert_array_equal(jax.device_get(getattr(found, name)), value, err_msg=name)
+        assert_equal(jax.device_get(getattr(found, name)), np.asarray(value), name)

@@ -14,9 +14,10 @@ from test_engine import ROWS, first_layers
 
 from dllm_jax import DllmError, Model, load, make_mesh
 from dllm_jax.tokenizer import token_bytes
-from samplers import Engine, Request, Result, sample_jit, stop_on
+from samplers import Engine, Request, Result, make_sampler, sample_jit, stop_on
 from samplers.generate import generate
 from samplers.prompts import pad_prompts
+from samplers.running import Runner
 from samplers.slots import for_rows
 
 GEN, WIDTH, SLOTS = 24, 96, 3
@@ -256,3 +257,62 @@ def test_bad_requests(llada, options: dict[str, Any], sentence: str) -> None:
 def test_engines_that_cannot_be(llada, options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(DllmError, match=sentence):
         Engine(llada, "threshold", **options)
+
+
+def test_room_for_prompts_ends_with_the_context(llada) -> None:
+    """A bucket may be longer than what the model was trained for leaves to prompts."""
+    sampler = make_sampler(llada, gen_length=24, block_length=8)
+    runner = Runner(llada, sampler, 2)
+    runner._grow(480)
+    assert runner._engine.prompt_length == llada.config.max_length - 24 == 488
+    with pytest.raises(DllmError, match="a prompt of 489 tokens and a canvas up to position 513 exceed the 512"):
+        Engine(llada, sampler, prompt_length=96).submit([65] * 489)
+
+
+def test_cancelled_requests_are_handed_out_in_their_place(llada) -> None:
+    """However many there are: neither does one of them run, nor are more of them read than there may be at a time."""
+    runner, read = Runner(llada, make_sampler(llada, gen_length=24, block_length=8), 2), []
+
+    def requests():
+        for number in range(1000):
+            read.append(number)
+            yield Request([], 1, np.zeros(2, np.uint32), number=number, cancelled=True)
+
+    for number, request in enumerate(runner.run(requests())):
+        assert request.number == number and len(read) - number <= Runner.AHEAD * 2 + 1
+    assert len(read) == 1000 and runner._engine is None
+
+
+class OneIsSlow:
+    """An engine that ends requests at once, but the first only when there is nothing else to do."""
+
+    prompt_length, waiting, held, queue = 96, 0, None, ()
+
+    @property
+    def idle(self) -> bool:
+        return not self.queue and self.held is None
+
+    def enqueue(self, request: Request) -> Request:
+        self.held, self.queue = (request, ()) if request.number == 0 else (self.held, (*self.queue, request))
+        return request
+
+    def advance(self) -> None:
+        ended, self.queue = self.queue or (self.held,), ()
+        self.held = None if ended == (self.held,) else self.held
+        for request in ended:
+            request.result = "done"
+
+
+def test_few_requests_are_under_way_whatever_their_source(llada, monkeypatch) -> None:
+    runner, read = Runner(llada, make_sampler(llada, gen_length=24, block_length=8), 2), []
+    runner._make, most = lambda longest: OneIsSlow(), 0
+
+    def requests():
+        for number in range(5000):
+            read.append(number)
+            yield Request([65], 1, np.zeros(2, np.uint32), number=number)
+
+    for number, request in enumerate(runner.run(requests())):
+        most = max(most, len(read) - number)
+        assert request.number == number
+    assert len(read) == 5000 and most == Runner.AHEAD * 2 + 1

@@ -1,0 +1,285 @@
+"""A file of prompts in, a file of answers out: lazily, in order, and again from where it was (docs/files.md).
+
+    python -m samplers --prompts in.jsonl --out out.jsonl
+
+What is answered is written at once, a line for a line, so a killed run has all that it had done; the same command goes
+on behind it. An answer depends on its line, the line's number and the seed alone.
+"""
+
+import argparse
+import collections
+import dataclasses
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from dllm_jax import DllmError, Model
+from samplers.answers import Generation
+from samplers.lines import Desk, Line, LineFile, Room
+from samplers.outputs import Output, Share, check_parts, merge, part_of
+from samplers.requests import Request
+from samplers.running import Runner
+from samplers.telling import (
+    Tally,
+    answer_told,
+    print_beside,
+    print_statistics,
+    print_text,
+    run_told,
+    settings_told,
+    speed_told,
+)
+
+SLOTS = 16
+"""Prompts that are worked on together, where nothing is said."""
+
+Emit = Callable[[dict[str, Any], Generation | None], None]  # a line of JSON, and the answer in it
+
+
+class Loading(NamedTuple):
+    """A model and the options of its sampler, first without parameters, then with them.
+
+    Attributes:
+        bare: the model's outline.
+        said: options of the sampler as they were written.
+        outlined: what `Desk` takes, of outlines.
+        load: gives the model, and the same of it.
+    """
+
+    bare: Model
+    said: Mapping[str, Any]
+    outlined: Mapping[str, Any]
+    load: Callable[[], tuple[Model, Mapping[str, Any]]]
+
+
+class Asked(NamedTuple):
+    """A line that was read: what it says, and what is wrong with it."""
+
+    line: Line
+    own: dict[str, Any]
+    error: str | None
+
+
+def check_flags(options: argparse.Namespace) -> None:
+    """Raises DllmError for flags of files that have no effect, and those that miss another."""
+    if options.out is not None and (options.prompts is None or options.infill is not None):
+        raise DllmError("--out takes the answers to a file of prompts; name it by --prompts")
+    if options.distributed is not None and options.out is None:
+        raise DllmError("--distributed answers a file by several processes; pass --prompts FILE --out FILE")
+    if options.distributed is not None and not Path(options.prompts).is_file():
+        raise DllmError(f"--distributed needs a regular file as --prompts, which {options.prompts} is not")
+    if options.on_error is not None and (options.prompts is None or options.infill is not None):
+        raise DllmError("--on-error is about lines of --prompts; leave it out")
+    paths = [Path(name).resolve() for name in (options.prompts, options.out) if name is not None]
+    if options.out is not None and paths[0] == paths[1]:
+        raise DllmError("--out and --prompts are the same file; choose another --out")
+
+
+def answer_file(options: argparse.Namespace, loading: Loading, share: Share) -> None:
+    """`python -m samplers --prompts FILE`, with and without `--out`.
+
+    Raises:
+        DllmError: for bad files and options, before the model is loaded where that is possible; and, unless bad lines
+            are skipped, naming the first of them, when those before it are answered.
+    """
+    source = LineFile(options.prompts)
+    room = source.room()
+    desk = Desk(loading.bare, room, **loading.outlined)
+    settings = settings_told(options, loading.said, loading.bare.name, desk.sampler)
+    settings |= {name: None for name, idle in _idle(loading.bare).items() if settings[name] == idle}
+    if options.out is None:
+        show = _printing(options, room.total)
+        _Job(options, source, room, share, settings).answer(source.lines(), loading, desk, show)
+        return
+    out = Path(options.out).expanduser()
+    with Output(part_of(out, share)) as output:
+        check_parts(out, share)
+        if not _ended(out, share, room, settings):
+            output.compare(settings)
+            job = _Job(options, source, room, share, settings)
+            job.answer(_behind(source, output, share), loading, desk, lambda told, _: output.append(told), output)
+    if share.processes == 1:
+        return
+    assert room.total is not None
+    if merge(out, share, room.total):
+        print_beside(f"{out} is complete")
+    else:
+        print_beside(f"{output.path} is complete; the last of {share.processes} processes puts the parts together")
+
+
+def _idle(model: Model) -> dict[str, Any]:
+    """Numbers that an engine has where it only leaves room for those of lines, which is no setting."""
+    return {"top_p": 1.0, "top_k": model.config.vocab_size}
+
+
+def _ended(out: Path, share: Share, room: Room, settings: Mapping[str, Any]) -> bool:
+    """Whether several processes have made the whole."""
+    if share.processes == 1 or not out.exists():
+        return False
+    whole = Output(out)
+    whole.compare(settings)
+    if whole.done != room.total:
+        raise DllmError(f"{out} is of a run by one process; go on without --distributed, or choose another --out")
+    return True
+
+
+def _behind(source: LineFile, output: Output, share: Share) -> Iterator[Line]:
+    """A process's lines behind those that are answered.
+
+    Raises:
+        DllmError: when what is answered is something else.
+    """
+    lines = itertools.islice(source.lines(), share.process, None, share.processes)
+    before = collections.deque(itertools.islice(lines, output.done), maxlen=1)
+    if not output.done:
+        return lines
+    number, fits = output.last["line"], False
+    if before and before[-1].number == number:
+        try:
+            fits = source.own(before[-1]).items() <= output.last.items()
+        except DllmError:
+            fits = "error" in output.last
+    if not fits:
+        raise DllmError(
+            f"{output.path} has the answer to another line {number} than {source.called}; choose another --out"
+        )
+    return lines
+
+
+def _printing(options: argparse.Namespace, total: int | None) -> Emit:
+    """Prints answers as they come, as JSON or as text."""
+    numbers = itertools.count(1)
+    of = "" if total is None else f" of {total}"
+
+    def show(told: dict[str, Any], answer: Generation | None) -> None:
+        number = next(numbers)
+        if options.json:
+            print(json.dumps(told), flush=True)
+            return
+        if total != 1:
+            print(f"--- {number}{of}")
+        if answer is None:
+            print(f"line {told['line']}: {told['error']}", file=sys.stderr)
+        else:
+            print_text(answer.text)
+
+    return show
+
+
+@dataclasses.dataclass
+class _Job:
+    """The lines of one process on their way.
+
+    Attributes:
+        settings: of the run, as far as they are known before the model is loaded.
+        tally, errors: of what was told.
+        asked: lines whose requests are under way, in their order.
+    """
+
+    options: argparse.Namespace
+    source: LineFile
+    room: Room
+    share: Share
+    settings: dict[str, Any]
+    tally: Tally = dataclasses.field(default_factory=Tally)
+    errors: int = 0
+    asked: collections.deque[Asked] = dataclasses.field(default_factory=collections.deque)
+
+    def answer(
+        self, lines: Iterator[Line], loading: Loading, desk: Desk, emit: Emit, output: Output | None = None
+    ) -> None:
+        """Answers lines, and hands on what is to be told of each, in their order.
+
+        Args:
+            desk: of the model's outline.
+
+        Raises:
+            DllmError: see `answer_file`.
+        """
+        first = next(lines, None)
+        if first is None:
+            assert output is not None
+            print_beside(f"{output.path}: nothing left to do, {output.done} lines are there")
+            return
+        self._read(first, desk)  # a mistake in all lines comes before gigabytes are read
+        model, given = loading.load()
+        settings = self.settings | run_told(model)
+        if output is not None:
+            output.compare(settings)
+            output.begin()
+        desk = Desk(model, self.room, **given)
+        runner = Runner(model, desk.sampler, self._slots(), stop_states=self.room.stop_states)
+        self._run(runner, self._requests(itertools.chain([first], lines), desk), settings, emit, output)
+        speed = f"{runner.seconds:.3f} s, compiled before in {runner.compile_seconds:.1f} s"
+        print_statistics(self.tally, runner.seconds, speed, model, desk.sampler)
+        if self.errors:
+            print_beside(f"{self.errors} of the lines could not be answered; their answers are sentences")
+
+    def _requests(self, lines: Iterable[Line], desk: Desk) -> Iterator[Request]:
+        for line in lines:
+            asked, request = self._read(line, desk)
+            self.asked.append(asked)
+            yield request
+
+    def _read(self, line: Line, desk: Desk) -> tuple[Asked, Request]:
+        """A line and its request; one that is cancelled already for a bad line, if these are skipped."""
+        own: dict[str, Any] = {}
+        try:
+            own = self.source.own(line)
+            return Asked(line, own, None), desk.request(line, own)
+        except DllmError as error:
+            if self.options.on_error != "skip":
+                raise DllmError(f"{self.source.where(line)}: {error}") from None
+            nobody = Request([], 0, np.zeros(2, np.uint32), number=line.number, cancelled=True)
+            return Asked(line, own, str(error)), nobody
+
+    def _run(
+        self,
+        runner: Runner,
+        requests: Iterator[Request],
+        settings: dict[str, Any],
+        emit: Emit,
+        output: Output | None,
+    ) -> None:
+        width = 0 if output is None else int(output.last.get("room") or 0)
+        hidden = True if output is None and sys.stdout.isatty() else None  # a bar would stand among the answers
+        about: dict[str, Any] = {"desc": "answering", "unit": "line", "disable": hidden}
+        total = None if self.room.total is None else self.share.of(self.room.total)
+        with tqdm(total=total, initial=0 if output is None else output.done, **about) as bar:
+            for request in runner.run(requests, longest=width):
+                asked = self.asked.popleft()
+                width = max(width, runner.room_for(len(request.prompt)))
+                told, answer = self._told(asked, request, runner, {"room": width, "settings": settings})
+                emit(told, answer)
+                bar.set_postfix_str(self._speed(runner), refresh=False)
+                bar.update()
+
+    def _told(
+        self, asked: Asked, request: Request, runner: Runner, always: dict[str, Any]
+    ) -> tuple[dict[str, Any], Generation | None]:
+        """A line of output, and the answer in it."""
+        told = {**asked.own, "line": asked.line.number}
+        if asked.error is not None:
+            self.errors += 1
+            return {**told, "error": asked.error, **always}, None
+        answer = request.generation
+        self.tally.add(answer)
+        speed = speed_told(answer, request.seconds, runner.compile_seconds)
+        return {**told, **answer_told(answer), **always, **speed}, answer
+
+    def _slots(self) -> int:
+        """As many for a run that goes on as for one that was not cut off, so that both are one program."""
+        most = self.options.batch_size or SLOTS
+        return most if self.room.total is None else max(min(most, self.share.of(self.room.total)), 1)
+
+    def _speed(self, runner: Runner) -> str:
+        """What the progress bar tells."""
+        nfe = self.tally.nfe / max(self.tally.answers, 1)
+        speed = self.tally.tokens / max(runner.seconds, 1e-9)
+        return f"{speed:.0f} tokens/s, NFE {nfe:.1f}, {runner.occupancy:.0%} of the slots at work"

@@ -1,0 +1,411 @@
+"""Files of prompts: what a line may say, answers in order, bad lines, and runs that were cut off."""
+
+import io
+import json
+import os
+import random
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import samplers
+from dllm_jax import DllmError
+from samplers import __main__ as cli
+from samplers import lines as lines_module
+from samplers import outputs
+from samplers.lines import WRITTEN, LineFile, Room
+from samplers.outputs import Output, Share, check_parts, merge, part_of
+from samplers.telling import answer_told, speed_told
+
+SHAPE = {"gen_length": 16, "block_length": 8}
+FLAGS = ("--gen-length", "16", "--block-length", "8", "--batch-size", "3")
+PROMPTS = [f"Q: Tom has {n} books. Tom buys {n + 11}.\nA: " for n in range(12, 19)]
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+TIMES = ("seconds", "compile_seconds", "tokens_per_second")
+
+
+@pytest.fixture
+def run(capsys, llada_tiny):
+    """Runs the command on the tiny LLaDA: (status, standard output, standard error)."""
+
+    def call(*arguments, flags=FLAGS):
+        status = cli.main([*map(str, arguments), *flags, "--model", str(llada_tiny.folder)])
+        return status, *capsys.readouterr()
+
+    return call
+
+
+def write(path, *entries):
+    """A file of these lines: texts as they are, others as JSON."""
+    path.write_text("".join((x if isinstance(x, str) else json.dumps(x)) + "\n" for x in entries))
+    return path
+
+
+def read(path):
+    """The lines of a file without their times."""
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in TIMES} for line in found]
+
+
+@pytest.fixture(scope="module")
+def sampled(llada_tiny):
+    """What `generate` gives for the prompts together, drawn with seed 3."""
+    return samplers.generate(llada_tiny, PROMPTS, seed=3, temperature=0.8, **SHAPE)
+
+
+@pytest.fixture(scope="module")
+def alone(llada_tiny):
+    """What one line says and asks otherwise, by `generate`."""
+    options = {"threshold": 0.5, "temperature": 0.6, "top_k": 5}
+    return samplers.generate(llada_tiny, PROMPTS[:1], seed=9, **options, **SHAPE, stop=["3"])[0]
+
+
+def test_a_file_is_answered_like_a_list(run, tmp_path, sampled):
+    """With whatever else the lines have, blank lines, and whatever was done before."""
+    entries = [{"prompt": prompt, "id": [n]} for n, prompt in enumerate(PROMPTS)]
+    path, out = write(tmp_path / "in.jsonl", *entries[:2], "", *entries[2:]), tmp_path / "out.jsonl"
+    drawn = ("--temperature", "0.8", "--seed", "3")
+    assert run("--prompts", path, "--out", out, *drawn)[:2] == (0, "")
+    found = read(out)
+    assert [(line["text"], line["tokens"], line["trajectory"]) for line in found] == [
+        (answer.text, answer.tokens, answer.decoded_at) for answer in sampled
+    ]
+    assert [line["id"] for line in found] == [[n] for n in range(7)]
+    assert [line["line"] for line in found] == [1, 2, 4, 5, 6, 7, 8]
+    whole = out.read_text()
+    for cut in (len(whole) - 1, whole.index("\n") + 5, 10, 0):  # where a kill may have ended it
+        out.write_text(whole[:cut])
+        status, told, err = run("--prompts", path, "--out", out, *drawn)
+        assert (status, told, read(out)) == (0, "", found) and "tokens/s" in err
+    before = out.read_bytes()
+    status, _, err = run("--prompts", path, "--out", out, *drawn)
+    assert status == 0 and "nothing left to do, 7 lines are there" in err and out.read_bytes() == before
+    for other, sentence in [
+        (("--temperature", "0.8", "--seed", "4"), "was made with seed 3, not 4; choose another --out"),
+        (("--seed", "3"), "was made with temperature 0.8, not 0.0"),
+    ]:
+        status, _, err = run("--prompts", path, "--out", out, *other)
+        assert status == 2 and sentence in err and out.read_bytes() == before
+
+
+def test_lines_bring_numbers_of_their_own(run, tmp_path, alone):
+    said = {"options": {"threshold": 0.5, "temperature": 0.6, "top_k": 5}, "seed": 9, "stop": ["3"]}
+    path = write(tmp_path / "in.jsonl", {"prompt": PROMPTS[1]}, {"prompt": PROMPTS[0], **said}, {"prompt": PROMPTS[1]})
+    status, out, err = run("--prompts", path, "--json")
+    first, own, third = map(json.loads, out.splitlines())
+    assert (own["text"], own["tokens"], own["nfe"]) == (alone.text, alone.tokens, alone.nfe)
+    assert {name: own[name] for name in said} == said and own["settings"]["temperature"] == 0.0
+    assert first["tokens"] == third["tokens"] and {"line", "room", "settings"} <= first.keys()
+    assert list(first)[-3:] == list(TIMES)
+
+
+BAD = {
+    '{"prompt": ""}': "the prompt is empty; give at least one token",
+    '{"prompt": "a<|mask|>"}': "the prompt contains the mask token",
+    '{"prompt": "a", "tokens": []}': '"tokens" is a key of the output; rename it',
+    '{"prompt": "a", "x": NaN}': "not valid JSON (Out of range float",
+    '{"prompt": 1e999}': "not valid JSON (Out of range float",
+    "{": "not valid JSON (Expecting",
+    "[1]": 'no object; write {"prompt": "..."}',
+    '{"id": 7}': 'it must be an object with either "prompt" or "messages"',
+    '{"template": "<gap:3>"}': "gaps are filled by --infill",
+    '{"messages": [{"content": "a"}]}': "message 0 has no role",
+    '{"prompt": "a", "options": {"gamma": 1}}': "sampler threshold has no option 'gamma'",
+    '{"prompt": "a", "options": {"threshold": -1}}': "threshold is -1; it must be at least 0",
+    '{"prompt": "a", "options": {"threshold": "0.5"}}': "threshold is '0.5'; options of a line are numbers",
+    '{"prompt": "a", "options": {"threshold": null}}': "threshold is None; options of a line are numbers",
+    '{"prompt": "a", "options": {"block_length": 4}}': "would make another program; pass it as a flag, for all lines",
+    '{"prompt": "a", "options": {"seed": 1}}': '"seed" stands beside "options", not in them',
+    '{"prompt": "a", "options": {"key": 1}}': "sampler threshold has no option 'key'",
+    '{"prompt": "a", "options": 5}': "options are an object",
+    '{"prompt": "a", "gen_length": 17}': "gen_length 17 exceeds --gen-length 16; ask for less",
+    '{"prompt": "a", "gen_length": "x"}': "gen_length is the string 'x'; give a number",
+    '{"prompt": "a", "seed": null}': "seed is None; it must be a whole number",
+    '{"prompt": "a", "seed": -1}': "seed is -1; it must be between 0",
+    '{"prompt": "a", "stop": "x"}': "stop is 'x'; give a list",
+    '{"prompt": "a", "stop": 5}': "stop is 5; give a list",
+    '{"prompt": "a", "stop": [""]}': "a stop string is empty",
+    '{"prompt": "a", "stop": ["' + "x" * 2000 + '"]}': "states and this engine has room for 1024; use fewer",
+    json.dumps({"prompt": [65] * 600}): "a prompt of 600 tokens and a canvas up to position 616 exceed the 512",
+    '{"prompt": [999]}': "prompt token 999 lies outside the vocabulary",
+    '{"prompt": "\\ud800"}': "cannot be expressed in this vocabulary",
+}
+
+
+def test_bad_lines_are_sentences_in_their_place(run, tmp_path, monkeypatch):
+    """However many there are, each has one, and the good ones are answered."""
+    texts = [text for bad in BAD for text in (bad, json.dumps({"prompt": PROMPTS[0]}))]
+    path, out = write(tmp_path / "in.jsonl", *texts), tmp_path / "out.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"prompt": "\xff"}\n')
+    status, _, err = run("--prompts", path, "--out", out, "--on-error", "skip")
+    found = read(out)
+    assert status == 0 and len(found) == 2 * len(BAD) + 1 and f"{len(BAD) + 1} of the lines could not be" in err
+    for number, (line, sentence) in enumerate(zip(found[::2], [*BAD.values(), "not valid UTF-8"], strict=True)):
+        assert sentence in line["error"] and line["line"] == 2 * number + 1
+        assert line["error"].count("\n") == 0 and "text" not in line
+    assert len({tuple(line["tokens"]) for line in found[1::2]}) == 1
+    assert found[14]["id"] == 7 and "settings" in found[0]
+
+
+def test_a_bad_line_stops_when_those_before_it_are_done(run, tmp_path):
+    good = [{"prompt": prompt} for prompt in PROMPTS[:4]]
+    path, out = write(tmp_path / "in.jsonl", *good[:3], {"prompt": ""}, good[3]), tmp_path / "out.jsonl"
+    status, _, err = run("--prompts", path, "--out", out)
+    assert status == 2 and err == f"error: {path} line 4: the prompt is empty; give at least one token\n"
+    assert [line["line"] for line in read(out)] == [1, 2, 3]
+    write(path, *good[:3], {"prompt": PROMPTS[5], "options": {"top_p": 0.5}}, good[3])
+    assert run("--prompts", path, "--out", out)[0] == 0
+    assert [line["prompt"] for line in read(out)] == [*PROMPTS[:3], PROMPTS[5], PROMPTS[3]]
+
+
+@pytest.fixture
+def unloaded(monkeypatch):
+    """A run that must end before a model is loaded."""
+    monkeypatch.setattr(cli.dllm_jax, "load", pytest.fail)
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["--out", "OUT"], "--out takes the answers to a file of prompts; name it by --prompts"),
+        (["a", "--on-error", "skip"], "--on-error is about lines of --prompts"),
+        (["--prompts", "IN", "--infill", "<gap:3>", "--out", "OUT"], "--out takes the answers to a file of prompts"),
+        (["--prompts", "IN", "--on-error", "ask"], "argument --on-error: invalid choice: 'ask'"),
+        (["--prompts", "IN", "--out", "IN"], "--out and --prompts are the same file"),
+        (["--prompts", "IN", "--out", "no/such/folder/x"], "the folder no/such/folder of --out does not exist"),
+        (["--prompts", "IN", "--out", "FOLDER"], "is no regular file; choose another --out"),
+        (["--prompts", "IN", "--out", "NOTES"], "notes holds something else than answers; choose another --out"),
+        (["--prompts", "IN", "--out", "TORN"], "torn holds something else than answers; choose another --out"),
+        (["--prompts", "IN", "--out", "PART"], "is of a run by 3 processes; go on with as many"),
+        (["--prompts", "IN", "--distributed"], "--distributed answers a file by several processes; pass --prompts"),
+        (["--prompts", "-", "--out", "OUT", "--distributed"], "--distributed needs a regular file as --prompts"),
+        (
+            ["--prompts", "IN", "--out", "OUT", "--distributed", "a:1,2,2"],
+            "write HOST:PORT,N,I, with I from 0 to N - 1",
+        ),
+        (["--prompts", "IN", "--out", "OUT", "--distributed", "2,0"], "write HOST:PORT,N,I"),
+        (["--prompts", "IN", "--out", "OUT", "--gen-length", "600"], "up to position 601 exceed the 512 tokens"),
+    ],
+)
+def test_mistakes_come_before_the_model(run, tmp_path, unloaded, arguments, sentence):
+    write(tmp_path / "in.jsonl", {"prompt": "a"})
+    (tmp_path / "notes").write_text("dear diary\n")
+    (tmp_path / "torn").write_text("dear diary")
+    (tmp_path / "split.part-1-of-3").touch()
+    names = {"IN": "in.jsonl", "OUT": "out.jsonl", "FOLDER": "", "NOTES": "notes", "TORN": "torn", "PART": "split"}
+    before = sorted(tmp_path.iterdir())
+    status, out, err = run(*[tmp_path / names[word] if word in names else word for word in arguments], flags=())
+    assert (status, out) == (2, "") and err.startswith("error: ") and sentence in err and err.count("\n") == 1
+    assert sorted(tmp_path.iterdir()) == before and (tmp_path / "torn").read_text() == "dear diary"
+
+
+def test_another_file_is_not_gone_on_with(run, tmp_path, unloaded):
+    settings = {"model": "x"}
+    out = write(tmp_path / "out.jsonl", {"prompt": "b", "line": 1, "settings": settings})
+    source = LineFile(str(write(tmp_path / "in.jsonl", {"prompt": "a"}, {"prompt": "c"})))
+    from samplers.files import _behind
+
+    with pytest.raises(DllmError, match="has the answer to another line 1 than"):
+        _behind(source, Output(out), Share())
+    with pytest.raises(DllmError, match='was made with model "x", not "y"; choose another --out'):
+        Output(out).compare({"model": "y", "device": "z"})
+
+
+CHAT = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.mark.parametrize(
+    "name, text, wanted",
+    [
+        ("lines.txt", "one\r\n\n  two\n", [(1, "one"), (3, "  two")]),
+        ("lines.txt", '{"not": "a prompt"}\n{', [(1, '{"not": "a prompt"}'), (2, "{")]),
+        ("x.jsonl", '{"prompt": "a\\nb"}\n\n' + json.dumps({"messages": CHAT}), [(1, "a\nb"), (3, CHAT)]),
+        ("no-telling-name", '\ufeff{"prompt": [81, 58], "id": 1}\n', [(1, [81, 58])]),
+    ],
+)
+def test_what_files_have(tmp_path, name, text, wanted):
+    (tmp_path / name).write_text(text, encoding="utf-8", newline="")
+    source = LineFile(str(tmp_path / name))
+    assert source.room() == Room(len(wanted), False, 0)
+    found = list(source.lines())
+    assert [(line.number, lines_module.prompt_of(source.own(line))) for line in found] == wanted
+    assert [line.row for line in found] == list(range(len(wanted)))
+    assert lines_module.prompts_of(str(tmp_path / name)) == [prompt for _, prompt in wanted]
+
+
+def test_room_is_left_for_what_lines_bring(tmp_path):
+    """As much as all of them need, if that is little; else as the neediest."""
+    room = lambda *entries: LineFile(str(write(tmp_path / "in.jsonl", *entries))).room()
+    plain = {"prompt": "a"}
+    assert room(plain, {**plain, "options": {"threshold": 1}}) == Room(2, False, 0)
+    assert room(plain, {**plain, "options": {"top_k": 1}}, "broken") == Room(3, True, 0)
+    assert room({**plain, "stop": ["ab", 5]}, {**plain, "stop": ["ab", "c"]}) == Room(2, False, 3 + 2 + 2)
+    assert room(*({**plain, "stop": [f"number {n}"]} for n in range(10, 99))) == Room(89, False, 256)
+    assert room(plain, {**plain, "stop": ["x" * 400]}) == Room(2, False, 401)
+
+
+def test_a_pipe_is_read_as_it_comes(run, monkeypatch, llada_tiny):
+    text = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS[:2])
+    more = json.dumps({"prompt": "a", "options": {"temperature": 1}}) + "\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO((text + more).encode())))
+    wanted = samplers.generate(llada_tiny, PROMPTS[:2], **SHAPE)
+    status, out, err = run("--prompts", "-")
+    assert (status, out) == (2, "".join(f"--- {n}\n{answer.text}\n" for n, answer in enumerate(wanted, 1)))
+    assert "error: line 3: temperature would make another program; of a pipe the first line says" in err
+
+
+def test_every_key_of_an_answer_is_refused_in_a_line():
+    answer = samplers.Generation("a", [65], 1, 1, 1, 0, [0], [65], [-0.5])
+    assert {*answer_told(answer), *speed_told(answer, 1.0, 1.0)} <= set(WRITTEN)
+
+
+def test_memory_does_not_grow_with_the_file(monkeypatch):
+    """A line without end is cut, and the lines of a pipe are looked at one by one."""
+
+    class Endless(io.RawIOBase):
+        left, seen = 40 * 2**20, 0
+
+        def readable(self):
+            return True
+
+        def readinto(self, buffer):
+            size = min(len(buffer), self.left)
+            buffer[:size] = b"x" * size
+            self.left -= size
+            if size < len(buffer) and size:
+                buffer[size - 1 : size] = b"\n"
+            return size
+
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BufferedReader(Endless())))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    source = LineFile("-")
+    (line,) = source.lines()
+    with pytest.raises(DllmError, match="longer than 16 MiB; is this a file of prompts"):
+        source.own(line)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 70 * 1024
+
+
+def settled(path, *numbers):
+    for number in numbers:
+        with Output(path) as output:
+            output.begin()
+            output.append({"line": number, "settings": {}})
+
+
+def test_a_full_disk_leaves_whole_lines(tmp_path, monkeypatch):
+    path = tmp_path / "out.jsonl"
+    settled(path, 1)
+    real = os.write
+
+    def full(file, data):
+        if len(data) < 10:
+            raise OSError(28, "No space left on device")
+        return real(file, data[: len(data) - 9])
+
+    with Output(path) as output:
+        output.begin()
+        monkeypatch.setattr(outputs.os, "write", full)
+        with pytest.raises(DllmError, match=r"could not be written \(No space left on device\); what is there stays"):
+            output.append({"line": 2, "settings": {}})
+        monkeypatch.undo()
+    assert (Output(path).done, path.read_bytes()[-1:]) == (1, b"\n")
+    settled(path, 2)
+    assert [line["line"] for line in read(path)] == [1, 2]
+
+
+def test_a_file_belongs_to_one_process_at_a_time(tmp_path):
+    path = tmp_path / "out.jsonl"
+    with Output(path) as one, Output(path) as other:
+        one.begin()
+        with pytest.raises(DllmError, match="another process writes .*; wait for it"):
+            other.begin()
+
+
+@pytest.mark.parametrize("total", [1, 4, 5])
+def test_parts_are_put_together_by_whoever_is_last(tmp_path, total):
+    out = tmp_path / "out.jsonl"
+    shares = [Share(process, 3) for process in range(3)]
+    for share in reversed(shares):
+        assert not merge(out, share, total)
+        settled(part_of(out, share), *range(share.process, total, 3))
+    with pytest.raises(DllmError, match="is of a run by 3 processes"):
+        check_parts(out, Share(0, 2))
+    assert merge(out, shares[1], total) and merge(out, shares[0], total)
+    assert [line["line"] for line in read(out)] == list(range(total))
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def started(llada_tiny, *arguments, **environment):
+    command = [sys.executable, "-m", "samplers", "--model", str(llada_tiny.folder), *FLAGS, *map(str, arguments)]
+    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
+
+
+def lines_of(path):
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def grown(path, count, process):
+    """Waits until a file has so many lines, or its process has ended."""
+    while lines_of(path) < count and process.poll() is None:
+        time.sleep(0.002)
+
+
+@pytest.fixture(scope="module")
+def long_file(tmp_path_factory):
+    """A file whose answers take a while."""
+    rng = np.random.default_rng(0)
+    words = lambda: " ".join(f"{n}" for n in rng.integers(0, 99, rng.integers(1, 30)))
+    entries = [{"prompt": f"Q: {words()}\nA: ", "id": n} for n in range(80)]
+    return write(tmp_path_factory.mktemp("long") / "in.jsonl", *entries)
+
+
+def test_killed_at_any_moment(run, tmp_path, llada_tiny, long_file):
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    drawn = ("--temperature", "0.7")
+    assert started(llada_tiny, "--prompts", long_file, "--out", whole, *drawn).wait() == 0
+    chance = random.Random(0)
+    for _ in range(4):
+        process = started(llada_tiny, "--prompts", long_file, "--out", out, *drawn)
+        grown(out, lines_of(out) + 1 + chance.randrange(12), process)
+        time.sleep(chance.random() * 0.1)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    assert 4 <= lines_of(out) < 80
+    assert started(llada_tiny, "--prompts", long_file, "--out", out, *drawn).wait() == 0
+    assert read(out) == read(whole) and len(read(out)) == 80
+
+
+def test_two_processes_one_of_which_is_killed(run, tmp_path, llada_tiny, long_file):
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    assert started(llada_tiny, "--prompts", long_file, "--out", whole).wait() == 0
+
+    def pair():
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        shared = ("--prompts", long_file, "--out", out, "--distributed")
+        return [started(llada_tiny, *shared, f"{address},2,{i}", JAX_NUM_CPU_DEVICES="2") for i in range(2)]
+
+    first = pair()
+    grown(part_of(out, Share(0, 2)), 5, first[0])
+    first[0].kill()  # the coordinator, whose death ends the other sooner or later
+    time.sleep(0.5)
+    first[1].kill()
+    for process in first:
+        process.communicate()
+    assert 5 <= lines_of(part_of(out, Share(0, 2))) < 40 and not out.exists()
+    second = pair()
+    told = [process.communicate(timeout=200)[1] for process in second]
+    assert [process.returncode for process in second] == [0, 0], told
+    without_logprobs = lambda path: [line | {"logprobs": None, "room": None} for line in read(path)]
+    assert without_logprobs(out) == without_logprobs(whole)
+    third = pair()
+    told = [process.communicate(timeout=200)[1] for process in third]
+    assert all("is complete" in text for text in told) and list(tmp_path.glob("*part*")) == []
