@@ -2,6 +2,7 @@
 and whenever it was admitted."""
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -300,7 +301,7 @@ class OneIsSlow:
         ended, self.queue = self.queue or (self.held,), ()
         self.held = None if ended == (self.held,) else self.held
         for request in ended:
-            request.result = "done"
+            request.result = SimpleNamespace(broken_at=[-1])
 
 
 def test_few_requests_are_under_way_whatever_their_source(llada, monkeypatch) -> None:
