@@ -26,7 +26,7 @@ from golden_families import FAMILIES
 from samplers import Engine, Request, Result
 from samplers.noise import row_keys
 
-BESIDE = 5  # of so many cases one is run beside other requests too
+BESIDE = 5  # of so many cases one is run beside other requests too; of all cases one of three times as many
 OWN = Path(__file__).parent / "goldens"
 
 
@@ -45,7 +45,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "golden" in metafunc.fixturenames:
         metafunc.parametrize("golden", params)
     else:
-        metafunc.parametrize("golden_beside", [param for param in params if "prompt" in param.values[0][2]][::BESIDE])
+        generations = [param for param in params if "prompt" in param.values[0][2]]
+        metafunc.parametrize("golden_beside", generations[:: 3 * BESIDE if asked else BESIDE])
 
 
 @pytest.fixture(scope="session")
