@@ -107,6 +107,19 @@ def make_sampler(model: Model, name: str | Rule | None = None, **options: Any) -
         raise
 
 
+def sampler_of(model: Model, sampler: str | Rule | CanvasSampler | None, options: Mapping[str, Any]) -> CanvasSampler:
+    """A sampler as it is, or what `make_sampler` makes of a name or rule with options.
+
+    Raises:
+        DllmError: as there, and for options beside a sampler.
+    """
+    if sampler is None or isinstance(sampler, str | Rule):
+        return make_sampler(model, sampler, **options)
+    if options:
+        raise DllmError(f"options {', '.join(sorted(options))} have no effect beside a sampler; set them in it")
+    return sampler
+
+
 def settings_for(model: Model, name: str | Rule | None, options: Mapping[str, Any]) -> Settings:
     """What `make_sampler` makes a sampler of: its class and all that is said of it, by the model's defaults too.
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from dllm_jax import DllmError, Model
 from samplers.answers import Generation
-from samplers.build import CanvasSampler, make_sampler
+from samplers.build import CanvasSampler, sampler_of
 from samplers.checks import check_length, check_whole
 from samplers.noise import row_keys
 from samplers.prompts import Prompt, check_lengths, encode_prompt
@@ -89,10 +89,7 @@ def prepare(
     if not isinstance(seed, (int, np.integer)):
         raise DllmError(f"seed is {seed!r}; it must be a whole number")
     check_whole("seed", seed, 0, 2**32 - 1)  # JAX drops the bits above, so that other seeds would give equal numbers
-    if sampler is None or isinstance(sampler, str | Rule):
-        sampler = make_sampler(model, sampler, **options)
-    elif options:
-        raise DllmError(f"options {', '.join(sorted(options))} have no effect beside a sampler; set them in it")
+    sampler = sampler_of(model, sampler, options)
     rows = [encode_prompt(model, prompt, chat=chat, system=system) for prompt in prompts]
     check_lengths(model, sampler, rows)
     return sampler, rows, row_keys(jax.random.key(seed), len(rows))

@@ -26,7 +26,7 @@ from dllm_jax.sharding import batch_sharding, check_splits
 from dllm_jax.tokenizer import token_bytes
 from samplers.answers import Generation, answer
 from samplers.apd_loop import LeftToRight
-from samplers.build import CanvasSampler, build, check_token, make_sampler, settings_for
+from samplers.build import CanvasSampler, build, check_token, sampler_of, settings_for
 from samplers.checks import check_length, check_whole, refuse_unknown
 from samplers.engine import Result
 from samplers.noise import row_keys
@@ -158,9 +158,7 @@ class Engine:
         self._settings: Settings | None = None
         if sampler is None or isinstance(sampler, str | Rule):
             self._settings = settings_for(model, sampler, options)
-            sampler = make_sampler(model, sampler, **options)
-        elif options:
-            raise DllmError(f"options {', '.join(sorted(options))} have no effect beside a sampler; set them in it")
+        sampler = sampler_of(model, sampler, options)
         self._draws = draws
         self._plain: Any = sampler
         self.sampler: Any = self._roomy(sampler)
@@ -180,7 +178,6 @@ class Engine:
         self._rows = self._empty_rows()
         self._at: list[Request | None] = [None] * slots
         self._seen = np.zeros(slots, np.int32)  # forwards that updates have told of
-        self._leaving = np.zeros(slots, bool)
         self._ended: list[Request] = []
         self._state: Any = None
         self._program: Any = turn_jit
@@ -277,7 +274,6 @@ class Engine:
         if request.slot is None:
             self._waiting = collections.deque(other for other in self._waiting if other is not request)
             return
-        self._leaving[request.slot] = True
         self._free(request)
 
     @property
@@ -401,10 +397,9 @@ class Engine:
 
     def _turn(self, most_steps: int, wanted: int) -> Report:
         self.compile()
-        admitted, leaving = self._admit(), self._leaving & [request is None for request in self._at]
-        self._leaving = np.zeros(self.slots, bool)
-        start = time.perf_counter()
-        report = self._call(admitted, leaving, most_steps, wanted)
+        free = np.asarray([request is None for request in self._at])  # of what was taken back, too
+        admitted, start = self._admit(), time.perf_counter()
+        report = self._call(admitted, free, most_steps, wanted)
         self.seconds += time.perf_counter() - start
         self.steps += int(report.steps)
         self.row_steps += int(report.row_steps)

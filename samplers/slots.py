@@ -14,9 +14,9 @@ import numpy as np
 from jax import lax
 
 from dllm_jax.denoiser import DenoiserLike
-from dllm_jax.kv_cache import put_rows, take_rows
 from dllm_jax.pytree import pytree
 from samplers.apd_verifier import Verifier
+from samplers.caches.base import each_row
 from samplers.engine import Result
 from samplers.indicator import Indicator
 from samplers.stopping import Stop
@@ -139,7 +139,7 @@ def turn(
         sampler: any of this library; its numbers and stop patterns are those of the rows.
         state: of the slots, from `begin` or the turn before.
         admitted: [B] bool, slots that begin what their row says.
-        cancelled: [B] bool, slots that are to be free.
+        cancelled: [B] bool, slots that are to be free, whether they are or not.
         most_steps: int32, steps at most.
         wanted: int32, end as soon as so many rows have ended that ran.
     """
@@ -175,19 +175,10 @@ def _ended(state: Any, rows: jax.Array) -> Any:
 
 
 def _admit(sampler: Any, denoiser: DenoiserLike, state: Any, rows: Rows, admitted: jax.Array) -> Any:
-    """The state with the admitted rows begun anew, one row of each part of a batch that is split over devices at a
-    time: so nothing of what the other rows hold, their key/value buffers least of all, is read or moved."""
-    parts = denoiser.batch_parts if admitted.shape[0] % denoiser.batch_parts == 0 else 1
-
-    def next_row(carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
-        waiting, state = carry
-        index = jnp.argmax(waiting, axis=1)
-        new = _begun(sampler, denoiser, jax.tree.map(lambda x: take_rows(x, index), rows))
-        write = None if parts == 1 else waiting.any(axis=1)
-        state = jax.tree.map(lambda old, new: put_rows(old, new, index, write), state, new)
-        return waiting & (jnp.arange(waiting.shape[1]) != index[:, None]), state
-
-    return lax.while_loop(lambda carry: carry[0].any(), next_row, (admitted.reshape(parts, -1), state))[1]
+    """The state with the admitted rows begun anew, each alone: so nothing of what the other rows hold, their key/value
+    buffers least of all, is read or moved."""
+    begun = lambda rows: (rows.prompt_lengths, _begun(sampler, denoiser, rows))
+    return each_row(admitted, denoiser.batch_parts, begun, rows, state)[1]
 
 
 # The parameters are kept as inputs so that the first state lies on their devices: else `turn` is compiled twice.
