@@ -103,7 +103,9 @@ def _convert(options: argparse.Namespace) -> None:
         progress=not options.no_progress,
     )
     seconds = time.perf_counter() - start
-    print(f"{options.out}: {num_params(config):,} parameters in {config.quantize or config.dtype}, {seconds:.1f} s")
+    note = FAMILIES[options.family].note
+    told = f"{num_params(config):,} parameters in {config.quantize or config.dtype}, {seconds:.1f} s"
+    print(f"{options.out}: {told}{f'; {note}' if note else ''}")
 
 
 def _embedded(options: argparse.Namespace) -> None:

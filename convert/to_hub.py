@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,9 +19,11 @@ from convert.tensors import as_dtype, checked_cast
 from dllm_jax import checkpoint
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
+from dllm_jax.params import wide_params
 from dllm_jax.transformer import num_params
 
 MAX_SHARD_BYTES = 5 * 10**9
+BLOCKS = ("llada2", "sdar", "fast-dllm-v2")  # families of block diffusion
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
@@ -66,7 +68,7 @@ def export(
     check_space(out, num_params(config) * as_dtype(config.dtype).itemsize)
     with checkpoint.atomic_folder(out, overwrite=overwrite) as scratch:
         try:
-            _write_weights(scratch, folder, shards, as_dtype(config.dtype), progress)
+            _write_weights(scratch, folder, shards, config, progress)
             for name, content in files.items():
                 (scratch / name).write_bytes(content)
         except OSError as error:
@@ -76,7 +78,8 @@ def export(
 def _stored_dtype(folder: Path, config: ModelConfig) -> str:
     stored = checkpoint.stored_params(folder)
     checkpoint.check_names_and_shapes({name: tuple(x.shape) for name, x in stored.items()}, config, str(folder))
-    found = sorted({np.dtype(entry.dtype).name for entry in stored.values()})
+    wide = wide_params(config)
+    found = sorted({np.dtype(entry.dtype).name for name, entry in stored.items() if name not in wide})
     if len(found) != 1:
         raise DllmError(f"{folder} mixes the dtypes {', '.join(found)}; say which one to write with --dtype")
     return found[0]
@@ -90,6 +93,9 @@ def _config_files(folder: Path, spec: Family, layout: Layout, config: ModelConfi
         original = original | (architectures if len(spec.layouts) > 1 else {})
         key = "dtype" if "dtype" in original else "torch_dtype"
         return {CONFIG_FILE: _json(original if notes["dtypes"] == [config.dtype] else {**original, key: config.dtype})}
+    if (config.attention == "block") != (spec.name in BLOCKS):
+        what = f"{folder} has {config.attention} attention"
+        raise DllmError(f"{what}, which a {spec.name} checkpoint of the hub's format cannot say; keep it in ours")
     return {
         CONFIG_FILE: _json({**architectures, **spec.write_config(config), "torch_dtype": config.dtype}),
         GENERATION_FILE: _json({"eos_token_id": list(config.end_ids), "pad_token_id": config.pad_id}),
@@ -113,29 +119,38 @@ def _json(values: dict[str, Any]) -> bytes:
 def _shards(layout: Layout, config: ModelConfig, limit: int) -> list[list[Slot]]:
     """The tensors in the backbone's order, a new shard whenever the next one would make it larger than `limit`."""
     shards: list[list[Slot]] = [[]]
-    size, itemsize = 0, as_dtype(config.dtype).itemsize
-    for slot in layout.slots(config):
-        num_bytes = math.prod(slot.shape) * itemsize
+    size, dtype_of = 0, _dtypes_of(config)
+    for _, parts in itertools.groupby(layout.slots(config), key=lambda slot: slot.tensor):
+        slots = list(parts)
+        num_bytes = sum(math.prod(slot.shape) * dtype_of(slot).itemsize for slot in slots)
         if shards[-1] and size + num_bytes > limit:
             shards.append([])
             size = 0
-        shards[-1].append(slot)
+        shards[-1] += slots
         size += num_bytes
     return shards
 
 
-def _write_weights(out: Path, folder: Path, shards: list[list[Slot]], dtype: np.dtype, progress: bool) -> None:
-    total = sum(math.prod(slot.shape) for shard in shards for slot in shard) * dtype.itemsize
+def _dtypes_of(config: ModelConfig) -> Callable[[Slot], np.dtype]:
+    """What each tensor is written as."""
+    wide, usual = wide_params(config), as_dtype(config.dtype)
+    return lambda slot: as_dtype("float32") if slot.ours in wide else usual
+
+
+def _write_weights(out: Path, folder: Path, shards: list[list[Slot]], config: ModelConfig, progress: bool) -> None:
+    dtype_of = _dtypes_of(config)
+    size_of = lambda slot: math.prod(slot.shape) * dtype_of(slot).itemsize
+    total = sum(size_of(slot) for shard in shards for slot in shard)
     weight_map: dict[str, str] = {}
     with byte_bar(total, progress) as bar:
         for index, shard in enumerate(shards, 1):
             name = SINGLE_FILE if len(shards) == 1 else f"model-{index:05d}-of-{len(shards):05d}.safetensors"
-            weight_map |= {slot.hub: name for slot in shard}
+            weight_map |= {slot.tensor: name for slot in shard}
             with (out / name).open("wb") as file:
-                file.write(_header(shard, dtype))
+                file.write(_header(shard, dtype_of))
                 for slot, array in _with_arrays(shard, folder):
-                    _write_tensor(file, array, slot, dtype)
-                    bar.update(math.prod(slot.shape) * dtype.itemsize)
+                    _write_tensor(file, array, slot, dtype_of(slot))
+                    bar.update(size_of(slot))
     if len(shards) > 1:
         (out / INDEX_FILE).write_bytes(_json({"metadata": {"total_size": total}, "weight_map": weight_map}))
 
@@ -149,12 +164,15 @@ def _with_arrays(shard: list[Slot], folder: Path) -> Iterator[tuple[Slot, np.nda
             yield slot, array
 
 
-def _header(shard: list[Slot], dtype: np.dtype) -> bytes:
+def _header(shard: list[Slot], dtype_of: Callable[[Slot], np.dtype]) -> bytes:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses files that do not say so
     end = 0
-    for slot in shard:
-        start, end = end, end + math.prod(slot.shape) * dtype.itemsize
-        header[slot.hub] = {"dtype": _CODES[dtype], "shape": list(slot.shape), "data_offsets": [start, end]}
+    for name, parts in itertools.groupby(shard, key=lambda slot: slot.tensor):
+        slots = list(parts)
+        dtype = dtype_of(slots[0])
+        shape = slots[0].shape if len(slots) == 1 else (sum(slot.shape[0] for slot in slots), *slots[0].shape[1:])
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the data is aligned
     return struct.pack("<Q", len(text)) + text

@@ -16,7 +16,7 @@ from convert.tensors import as_dtype, load
 from dllm_jax import checkpoint
 from dllm_jax.config import ModelConfig, Quantize, check_quantize
 from dllm_jax.errors import DllmError
-from dllm_jax.params import abstract_params
+from dllm_jax.params import abstract_params, wide_params
 from dllm_jax.quantized import num_bytes
 
 
@@ -55,9 +55,9 @@ def convert(
     check_quantize(quantize)
     check_out(out, source=source, overwrite=overwrite, kind=checkpoint.PARAMS_FOLDER)
     opened = open_source(source, spec, revision)
-    config, usual = spec.read_config(opened.hub), checkpoint.load_generation(opened.folder) or spec.generation
+    config, usual = spec.read_config(opened.hub), checkpoint.load_generation(opened.folder) or spec.usual(opened.hub)
     moves = families.plan(spec, config, opened.entries, str(opened.folder))
-    config = config.replace(dtype=dtype or _common_dtype(moves, str(opened.folder)), quantize=quantize)
+    config = config.replace(dtype=dtype or _common_dtype(moves, config, str(opened.folder)), quantize=quantize)
     check_space(out, num_bytes(abstract_params(config)))
     notes: dict[str, Any] = {
         "family": family,
@@ -79,13 +79,13 @@ def _stream(
 
     `checkpoint.save` writes the notes after the last tensor, so that a file is read from disk only once.
     """
-    dtype, hashes = as_dtype(config.dtype), dict[Path, Future[str]]()
+    dtype, wide, hashes = as_dtype(config.dtype), wide_params(config), dict[Path, Future[str]]()
     with ThreadPoolExecutor(1) as pool, byte_bar(sum(move.nbytes for move in moves), progress) as bar:
         for move in moves:
             for path in dict.fromkeys(piece.entry.path for piece in move.pieces):
                 if path not in hashes:
                     hashes[path] = pool.submit(sha256, path)
-            yield move.target, load(move.pieces, move.shape, dtype)
+            yield move.target, load(move.pieces, move.shape, as_dtype("float32") if move.target in wide else dtype)
             bar.update(move.nbytes)
         notes["files"] = {
             path.name: {"bytes": path.stat().st_size, "sha256": digest.result()} for path, digest in hashes.items()
@@ -96,8 +96,9 @@ def _dtypes(moves: list[Move]) -> list[str]:
     return sorted({piece.entry.dtype.name for move in moves for piece in move.pieces})
 
 
-def _common_dtype(moves: list[Move], where: str) -> str:
-    found = _dtypes(moves)
+def _common_dtype(moves: list[Move], config: ModelConfig, where: str) -> str:
+    wide = wide_params(config)
+    found = _dtypes([move for move in moves if move.target not in wide])
     if len(found) != 1:
         raise DllmError(f"{where} mixes the dtypes {', '.join(found)}; say which one to write with --dtype")
     return found[0]

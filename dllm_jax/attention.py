@@ -1,5 +1,5 @@
-"""Attention in which a query sees the first keys, with softmax in float32: fused on TPU and NVIDIA GPUs, else in XLA's
-own operations, which are the reference, with the scores of some queries at a time.
+"""Attention in which a query sees the first keys, or the last of those, with softmax in float32: fused on TPU and on
+NVIDIA GPUs, else in XLA's own operations, which are the reference, with the scores of some queries at a time.
 
 Shape letters: B batch, T queries, S keys, N heads, K heads of keys and values, H head size.
 """
@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dllm_jax.fused_attention import fill, fits, fused
+from dllm_jax.fused_attention import UNSEEN, fill, fits, fused
+from dllm_jax.kv_cache import LayerKV
 from dllm_jax.layout import Layout, LogicalAxes
 from dllm_jax.own_kernels import kernels_run
 
@@ -26,7 +27,12 @@ AXES: tuple[LogicalAxes, ...] = (QUERY, KEYS, KEYS, ("batch", None))
 
 
 def attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array, layout: Layout | None = None
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    visible: jax.Array,
+    layout: Layout | None = None,
+    since: jax.Array | None = None,
 ) -> jax.Array:
     """softmax(query key / sqrt(H)) value, over the first `visible` keys of each query: [B, T, N, H].
 
@@ -36,7 +42,11 @@ def attention(
         visible: [B, T or 1] int32.
         layout: how the heads lie on a mesh; None for one device, and where the caller places everything, which is done
             without kernels where there are several.
+        since: [B, T or 1] int32, of the visible keys only those from here on are seen (a sliding window), which the
+            kernels cannot; None for all.
     """
+    if since is not None:
+        return in_parts(query, key, value, visible, since=since)
     if query.shape[1] < FUSED_FROM or not kernels_run(query.dtype, layout) or not _can_fuse(query, key, layout):
         return in_parts(query, key, value, visible)
     visible = jnp.broadcast_to(visible, query.shape[:2])
@@ -54,7 +64,12 @@ def _can_fuse(query: jax.Array, key: jax.Array, layout: Layout | None) -> bool:
 
 
 def in_parts(
-    query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array, queries: int = QUERIES
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    visible: jax.Array,
+    queries: int = QUERIES,
+    since: jax.Array | None = None,
 ) -> jax.Array:
     """`attention` in XLA's own operations.
 
@@ -63,15 +78,66 @@ def in_parts(
     """
     length = query.shape[1]
     if length < 2 * queries:
-        return _attend(query, key, value, visible)
-    of_parts = _parts(query, queries), _parts(visible, queries) if visible.shape[1] > 1 else None
+        return _attend(query, key, value, visible, since)
+    parts = lambda bound: None if bound is None or bound.shape[1] == 1 else _parts(bound, queries)
+    or_whole = lambda part, whole: whole if part is None else part
+    of_parts = _parts(query, queries), parts(visible), parts(since)
 
     @jax.checkpoint
-    def of_part(part: tuple[jax.Array, jax.Array | None]) -> jax.Array:
-        return _attend(part[0], key, value, visible if part[1] is None else part[1])
+    def of_part(part: tuple[jax.Array, jax.Array | None, jax.Array | None]) -> jax.Array:
+        return _attend(part[0], key, value, or_whole(part[1], visible), or_whole(part[2], since))
 
     found = lax.map(of_part, of_parts)  # [T / queries, B, queries, N, H]
     return jnp.moveaxis(found, 0, 1).reshape(query.shape[0], -1, *query.shape[2:])[:, :length]
+
+
+def attention_in_blocks(
+    query: jax.Array, own: LayerKV, before: LayerKV, visible: jax.Array, block_length: int
+) -> jax.Array:
+    """`attention` whose keys and values are `own` in a query's block and `before` ahead of it: [B, T, N, H].
+
+    One softmax over both, in XLA's own operations, for whole blocks of about `QUERIES` queries at a time as `in_parts`.
+
+    Args:
+        query: [B, T, N, H] of all positions, float32 or bfloat16.
+        own, before: of the same positions, [B, T, K, H] each, K dividing N.
+        visible: [B, T or 1] int32, at most the end of a query's block.
+        block_length: L, dividing T; block c is [c L, (c + 1) L).
+    """
+    shape, heads = query.shape, own.key.shape[2]
+    fold = lambda x, *heads: x.reshape(shape[0], -1, block_length, *heads)  # [B, C, L, ...]
+    visible = fold(jnp.broadcast_to(visible, shape[:2]))
+    starts = jnp.broadcast_to(jnp.arange(0, shape[1], block_length, dtype=jnp.int32), visible.shape[:2])
+    keys_values = (fold(x, heads, shape[3]) for x in own)
+    blocks = fold(query, heads, shape[2] // heads, shape[3]), *keys_values, starts, visible
+    count, size = visible.shape[1], max(QUERIES // block_length, 1)
+    if count < 2 * size:
+        return _attend_in_blocks(before, *blocks).reshape(shape)
+    of_part = jax.checkpoint(functools.partial(_attend_in_blocks, before))
+    found = lax.map(lambda part: of_part(*part), tuple(_parts(x, size) for x in blocks))
+    return jnp.moveaxis(found, 0, 1).reshape(shape[0], -1, *found.shape[3:])[:, :count].reshape(shape)
+
+
+def _attend_in_blocks(
+    before: LayerKV, query: jax.Array, key: jax.Array, value: jax.Array, starts: jax.Array, visible: jax.Array
+) -> jax.Array:
+    """Of C blocks of L queries, G of whose heads share one of keys: [B, C, L, K, G, H].
+
+    Args:
+        before: [B, S, K, H] each.
+        query: [B, C, L, K, G, H].
+        key, value: [B, C, L, K, H].
+        starts, visible: [B, C] and [B, C, L] int32.
+    """
+    kept, starts, visible = before.key.shape[1], starts[:, :, None, None], visible[..., None]
+    score = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    seen = jnp.arange(kept) < jnp.minimum(starts, visible), starts + jnp.arange(key.shape[2]) < visible
+    scores = score("bclkgh,bskh->bckgls", query, before.key), score("bclkgh,bcmkh->bckglm", query, key)
+    scale = query.shape[-1] ** -0.5
+    masked = [jnp.where(see[:, :, None, None], x * scale, UNSEEN) for see, x in zip(seen, scores, strict=True)]
+    weights = jax.nn.softmax(jnp.concatenate(masked, axis=-1), axis=-1).astype(value.dtype)
+    of_before = score("bckgls,bskh->bclkgh", weights[..., :kept], before.value)
+    return (of_before + score("bckglm,bcmkh->bclkgh", weights[..., kept:], value)).astype(query.dtype)
 
 
 def _parts(x: jax.Array, size: int) -> jax.Array:
@@ -80,8 +146,13 @@ def _parts(x: jax.Array, size: int) -> jax.Array:
     return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
 
 
-def _attend(query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array) -> jax.Array:
-    mask = (jnp.arange(key.shape[1], dtype=jnp.int32) < visible[..., None])[:, None]  # [B, 1, T or 1, S]
+def _attend(
+    query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array, since: jax.Array | None
+) -> jax.Array:
+    place = jnp.arange(key.shape[1], dtype=jnp.int32)
+    mask = (place < visible[..., None])[:, None]  # [B, 1, T or 1, S]
+    if since is not None:
+        mask &= (place >= since[..., None])[:, None]
     attend = functools.partial(jax.nn.dot_product_attention, mask=mask)
     if query.dtype != jnp.float16:
         return attend(query, key, value)

@@ -14,14 +14,16 @@ _LLADA = (
     "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
 )
 
-_CHATML = (
-    "{% if messages[0]['role'] != 'system' %}"
-    "{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}"
-    "{% endif %}"
+_TURNS = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+_CHATML = (
+    "{% if messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}"
+    "{% endif %}" + _TURNS
 )
 
 # "detailed thinking off" is what the public evaluations send. A system message of one's own comes before it in the same
@@ -40,6 +42,14 @@ _LLADA_MOE = (
 )
 
 TEMPLATES: Mapping[str, str] = types.MappingProxyType(
-    {"llada": _LLADA, "llada-moe": _LLADA_MOE, "dream": _CHATML, "qwen2": _CHATML}
+    {
+        "llada": _LLADA,
+        "llada-moe": _LLADA_MOE,
+        "llada2": _LLADA_MOE,
+        "sdar": _TURNS,
+        "fast-dllm-v2": _CHATML,
+        "dream": _CHATML,
+        "qwen2": _CHATML,
+    }
 )
 """Jinja template by family, for tokenizers that bring none of their own."""

@@ -29,7 +29,7 @@ from jax.sharding import SingleDeviceSharding
 
 from dllm_jax.config import ModelConfig, Quantize
 from dllm_jax.errors import DllmError
-from dllm_jax.params import abstract_params, forms
+from dllm_jax.params import abstract_params, forms, wide_params
 from dllm_jax.quantized import LARGEST, QuantizedKernel, quantized_on_host
 
 CONFIG_FILE, SOURCE_FILE, PARAMS_FOLDER = "config.json", "source.json", "params"
@@ -132,7 +132,8 @@ def load_params(
     """
     config, path = load_config(folder), (Path(folder) / PARAMS_FOLDER).resolve()
     stored = stored_params(folder)
-    plain = {name: entry for name, entry in stored.items() if not _is_quantized(name, stored)}
+    wide = wide_params(config)
+    plain = {name: x for name, x in stored.items() if not _is_quantized(name, stored) and name not in wide}
     dtypes = {str(dtype) if dtype else str(entry.dtype) for entry in plain.values()}
     if len(dtypes) > 1:
         raise DllmError(f"{path} mixes the dtypes {sorted(dtypes)}; say which one to load with dtype=")

@@ -9,22 +9,28 @@ from typing import Any, Literal
 
 from dllm_jax.errors import DllmError
 
-Attention = Literal["bidirectional", "causal"]
+Attention = Literal["bidirectional", "causal", "block", "canvas"]
+RouterScore = Literal["softmax", "sigmoid"]
 Quantize = Literal["int8", "int4"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """A mixture of experts in the place of the feed-forward network (LLaDA-MoE, arXiv 2509.24389).
+    """A mixture of experts in the place of the feed-forward network (LLaDA-MoE, arXiv 2509.24389; LLaDA2, 2512.15745).
 
     Attributes:
         num_experts: E, the routed experts of a layer.
-        per_token: how many of them each token goes to. Their router probabilities are used as they are, never
-            renormalised.
+        per_token: how many of them each token goes to.
         dim: F, the hidden width of one routed expert.
         shared_dim: hidden width of the expert that every token goes to as well; None for none.
-        expert_bias: a bias per expert is added to the router's probabilities, for the choice and in the weights.
+        expert_bias: a bias per expert is added to the router's scores: for the choice, and of a softmax in the weights
+            too (LLaDA-MoE); a sigmoid's weights are those without it (LLaDA2).
         dense_layers: numbers of the layers that keep an ordinary feed-forward network of width `ModelConfig.mlp_dim`.
+        score: what makes the router's products scores, over all experts or of each by itself.
+        normalize: divide a token's weights by their sum.
+        scale: of a token's weights after that.
+        groups: runs of neighbouring experts of equal size, of which a token chooses within the best `top_groups`: those
+            whose two best scores have the largest sum.
     """
 
     num_experts: int
@@ -33,16 +39,68 @@ class Experts:
     shared_dim: int | None = None
     expert_bias: bool = False
     dense_layers: tuple[int, ...] = ()
+    score: RouterScore = "softmax"
+    normalize: bool = False
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("num_experts", "per_token", "dim", "shared_dim"):
+        for name in ("num_experts", "per_token", "dim", "shared_dim", "groups", "top_groups"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise DllmError(f"config field experts.{name} is {value}; it must be a positive integer")
         if self.per_token > self.num_experts:
             raise DllmError(f"experts.per_token {self.per_token} exceeds experts.num_experts {self.num_experts}")
+        if self.score not in ("softmax", "sigmoid"):
+            raise DllmError(f"experts.score {self.score!r} is not implemented; use 'softmax' or 'sigmoid'")
+        if not 0 < self.scale < math.inf:
+            raise DllmError(f"experts.scale is {self.scale}; it must be a positive number")
+        self._check_groups()
         if list(self.dense_layers) != sorted(set(self.dense_layers)):
             raise DllmError(f"experts.dense_layers {list(self.dense_layers)} must be increasing layer numbers")
+
+    def _check_groups(self) -> None:
+        if self.num_experts % self.groups or self.top_groups > self.groups:
+            what = f"experts.groups {self.groups} (of which {self.top_groups} are taken)"
+            raise DllmError(f"{what} do not fit {self.num_experts} experts; give equal groups, and no more than all")
+        size = self.num_experts // self.groups
+        if self.groups > 1 and (size < 2 or self.per_token > self.top_groups * size):
+            raise DllmError(f"{self.top_groups} groups of {size} experts are too few for {self.per_token} per token")
+
+
+@dataclasses.dataclass(frozen=True)
+class Gemma:
+    """What a Gemma 4 text stack has besides a `ModelConfig`, whose head_dim, num_kv_heads and rope_theta are those of
+    its sliding layers (`dllm_jax/gemma.py`).
+
+    Attributes:
+        window: keys that a query of a sliding layer sees, its own and those before it.
+        full_layers: numbers of the layers whose queries see everything, and whose keys are their values as well.
+        head_dim, num_kv_heads, rope_theta: of these.
+        rope_pairs: pairs of a head's dimensions that are turned in these, the first ones.
+        softcap: logits z become softcap tanh(z / softcap).
+    """
+
+    window: int
+    full_layers: tuple[int, ...]
+    head_dim: int
+    num_kv_heads: int
+    rope_theta: float
+    rope_pairs: int
+    softcap: float
+
+    def __post_init__(self) -> None:
+        for name in ("window", "head_dim", "num_kv_heads"):
+            if getattr(self, name) < 1:
+                raise DllmError(f"config field gemma.{name} is {getattr(self, name)}; it must be a positive integer")
+        if self.head_dim % 2 or not 0 <= self.rope_pairs <= self.head_dim // 2:
+            raise DllmError(f"gemma.rope_pairs {self.rope_pairs} does not fit heads of {self.head_dim} dimensions")
+        for name in ("rope_theta", "softcap"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise DllmError(f"config field gemma.{name} is {getattr(self, name)}; it must be a positive number")
+        if list(self.full_layers) != sorted(set(self.full_layers)):
+            raise DllmError(f"gemma.full_layers {list(self.full_layers)} must be increasing layer numbers")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,16 +112,23 @@ class ModelConfig:
     E experts.
 
     Attributes:
-        family: checkpoint family, decides tensor names and the chat template ("llada", "llada-moe", "dream", "qwen2").
-        attention: which keys a query may see. "bidirectional" for dLLMs, "causal" for autoregressive verifiers.
+        family: checkpoint family, decides tensor names and the chat template ("llada", "llada-moe", "dream", "qwen2",
+            "llada2", "sdar", "fast-dllm-v2", "diffusion-gemma").
+        attention: which keys a query may see. "bidirectional" for dLLMs, "causal" for autoregressive verifiers, "block"
+            for block diffusion: those of its own block and of all before, blocks counted from position 0. "canvas" for
+            an encoder that is causal, and a decoder whose queries see all it has read and their canvas.
+        block_length: of "block" attention, or of a canvas, as the model was trained; None for others.
         shift: True when raw logits at position i predict token i+1 (Dream, and every causal model); the
             `Denoiser` undoes it, nothing else ever looks at it.
         max_length: longest trained context, prompt and canvas together, in tokens.
         mask_id: the mask token, or None for a model that has none (an autoregressive verifier).
         end_ids: ids that end an answer: end of sequence, and end of turn where the family has one.
         mlp_dim: width of the feed-forward network; of a mixture of experts, that of its dense layers.
+        rope_dim: leading dimensions of a head that are rotated, the others carry no position; None for all.
         clip_qkv: queries and keys (after their norm) and values are clamped to +- clip_qkv; None for no limit.
-        experts: the mixture of experts that replaces the feed-forward networks; None for a dense model.
+        experts: the mixture of experts that replaces the feed-forward networks, or stands beside those of `gemma`; None
+            for a dense model.
+        gemma: what makes the layers Gemma 4's, used as encoder and as decoder; None for all others.
         dtype: dtype the published weights are stored in.
         quantize: what the kernels are quantized to (`dllm_jax.params.forms` says which how); None for plain ones.
     """
@@ -85,12 +150,15 @@ class ModelConfig:
     end_ids: tuple[int, ...]
     bos_id: int | None = None
     attention: Attention = "bidirectional"
+    block_length: int | None = None
+    rope_dim: int | None = None
     shift: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
     clip_qkv: float | None = None
     tied_embeddings: bool = False
     experts: Experts | None = None
+    gemma: Gemma | None = None
     dtype: str = "bfloat16"
     quantize: Quantize | None = None
 
@@ -112,20 +180,51 @@ class ModelConfig:
             raise DllmError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
         if self.head_dim % 2:
             raise DllmError(f"head_dim {self.head_dim} is odd; rotary embeddings need an even one")
+        if self.rope_dim is not None and (self.rope_dim % 2 or not 2 <= self.rope_dim <= self.head_dim):
+            raise DllmError(f"rope_dim is {self.rope_dim}; it must be an even number up to head_dim {self.head_dim}")
         if self.clip_qkv is not None and not self.clip_qkv > 0:
             raise DllmError(f"clip_qkv is {self.clip_qkv}; it must be a positive number, or None")
         if self.experts and self.experts.dense_layers and not self.experts.dense_layers[-1] < self.num_layers:
             raise DllmError(f"experts.dense_layers names layer {self.experts.dense_layers[-1]} of {self.num_layers}")
         if self.experts and self.experts.dense_layers and self.experts.dense_layers[0] < 0:
             raise DllmError(f"experts.dense_layers names layer {self.experts.dense_layers[0]}; layers start at 0")
-        if self.attention not in ("bidirectional", "causal"):
-            raise DllmError(f"attention {self.attention!r} is not implemented; use 'bidirectional' or 'causal'")
+        if self.attention not in ("bidirectional", "causal", "block", "canvas"):
+            known = "bidirectional, causal, block or canvas"
+            raise DllmError(f"attention {self.attention!r} is not implemented; use {known}")
+        if (self.attention in ("block", "canvas")) != (self.block_length is not None):
+            raise DllmError(f"block_length is {self.block_length} beside {self.attention} attention; it is for 'block'")
+        if self.block_length is not None and self.block_length < 1:
+            raise DllmError(f"config field block_length is {self.block_length}; it must be a positive integer")
+        self._check_gemma()
         if self.dtype not in ("bfloat16", "float16", "float32"):
             raise DllmError(f"dtype {self.dtype!r} is not supported; use bfloat16, float16 or float32")
         check_quantize(self.quantize)
         for name, value in self.special_ids().items():
             if not 0 <= value < self.vocab_size:
                 raise DllmError(f"{name} {value} lies outside the vocabulary of {self.vocab_size} tokens")
+
+    def _check_gemma(self) -> None:
+        gemma = self.gemma
+        if (gemma is not None) != (self.attention == "canvas"):
+            raise DllmError(f"{self.attention} attention beside gemma = {gemma}; the two belong together")
+        if gemma is None:
+            return
+        if self.mask_id is not None:
+            raise DllmError(f"mask_id is {self.mask_id}; a canvas of random tokens has no mask token")
+        if self.experts is None or self.experts != Experts(
+            self.experts.num_experts, self.experts.per_token, self.experts.dim, normalize=True
+        ):
+            raise DllmError(f"the layers of gemma have experts with normalized weights, not {self.experts}")
+        if gemma.full_layers and not 0 <= gemma.full_layers[0] <= gemma.full_layers[-1] < self.num_layers:
+            raise DllmError(f"gemma.full_layers {list(gemma.full_layers)} are not among {self.num_layers} layers")
+        if self.num_heads % gemma.num_kv_heads:
+            raise DllmError(f"num_heads {self.num_heads} is no multiple of gemma.num_kv_heads {gemma.num_kv_heads}")
+
+    def heads_of(self, layer: int) -> tuple[int, int]:
+        """A layer's number of heads of keys and values, and the size of a head."""
+        if self.gemma is not None and layer in self.gemma.full_layers:
+            return self.gemma.num_kv_heads, self.gemma.head_dim
+        return self.num_kv_heads, self.head_dim
 
     def special_ids(self) -> dict[str, int]:
         """The special token ids that are set, by field name (`end_ids[i]` for the members of end_ids)."""
@@ -155,8 +254,9 @@ class ModelConfig:
             raise DllmError(f"{where} is not valid JSON ({error}); convert the checkpoint again") from None
         if not isinstance(values, dict):
             raise DllmError(f"{where} holds no JSON object; convert the checkpoint again")
-        if isinstance(values.get("experts"), dict):
-            values["experts"] = Experts(**_checked(Experts, values["experts"], f"{where}: experts"))
+        for name, kind in (("experts", Experts), ("gemma", Gemma)):
+            if isinstance(values.get(name), dict):
+                values[name] = kind(**_checked(kind, values[name], f"{where}: {name}"))
         return cls(**_checked(cls, values, where))
 
 
@@ -190,7 +290,7 @@ def _has_type(value: Any, kind: Any) -> bool:
         return isinstance(value, list) and all(type(item) is int for item in value)
     if kind is float:
         return type(value) in (int, float) and math.isfinite(value)
-    if kind in (int, str, bool, Experts):
+    if kind in (int, str, bool, Experts, Gemma):
         return type(value) is kind
     return True
 
@@ -259,6 +359,80 @@ _LLADA_MOE_7B = ModelConfig(
     experts=Experts(num_experts=64, per_token=8, dim=1024),
 )
 
+_LLADA2_MINI = ModelConfig(
+    family="llada2",
+    vocab_size=157184,
+    embed_dim=2048,
+    num_layers=20,
+    num_heads=16,
+    num_kv_heads=4,
+    head_dim=128,
+    mlp_dim=5120,
+    rope_theta=600000.0,
+    rope_dim=64,
+    norm_eps=1e-6,
+    max_length=16384,
+    eos_id=156892,
+    pad_id=156892,
+    mask_id=156895,
+    end_ids=(156892,),
+    attention="block",
+    block_length=32,
+    qk_norm=True,
+    experts=Experts(
+        num_experts=256,
+        per_token=8,
+        dim=512,
+        shared_dim=512,
+        expert_bias=True,
+        dense_layers=(0,),
+        score="sigmoid",
+        normalize=True,
+        scale=2.5,
+        groups=8,
+        top_groups=4,
+    ),
+)
+_LLADA2_FLASH = _LLADA2_MINI.replace(
+    embed_dim=4096,
+    num_layers=32,
+    num_heads=32,
+    mlp_dim=9216,
+    experts=dataclasses.replace(_LLADA2_MINI.experts, dim=1024, shared_dim=1024),  # type: ignore[type-var]
+)
+
+_SDAR_8B = ModelConfig(
+    family="sdar",
+    vocab_size=151936,
+    embed_dim=4096,
+    num_layers=36,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    mlp_dim=12288,
+    rope_theta=1000000.0,
+    norm_eps=1e-6,
+    max_length=32768,
+    eos_id=151643,
+    pad_id=151643,
+    mask_id=151669,
+    end_ids=(151643, 151645),
+    attention="block",
+    block_length=4,
+    qk_norm=True,
+)
+
+# Fast-dLLM v2 is Qwen2.5 with a mask token and blocks of 32.
+_FAST_DLLM_V2_7B = _QWEN2_7B.replace(
+    family="fast-dllm-v2",
+    attention="block",
+    block_length=32,
+    mask_id=151665,
+    eos_id=151645,
+    pad_id=151645,
+    end_ids=(151645,),
+)
+
 PUBLISHED: Mapping[str, ModelConfig] = types.MappingProxyType(
     {
         "llada-8b-base": _LLADA_8B,
@@ -266,6 +440,29 @@ PUBLISHED: Mapping[str, ModelConfig] = types.MappingProxyType(
         "llada-1.5": _LLADA_8B,
         "llada-moe-7b-a1b-base": _LLADA_MOE_7B,
         "llada-moe-7b-a1b-instruct": _LLADA_MOE_7B,
+        "llada2.0-mini": _LLADA2_MINI,
+        "llada2.0-flash": _LLADA2_FLASH,
+        "llada2.1-mini": _LLADA2_MINI.replace(max_length=32768),
+        "llada2.1-flash": _LLADA2_FLASH.replace(max_length=32768),
+        "sdar-1.7b-chat": _SDAR_8B.replace(embed_dim=2048, num_layers=28, num_heads=16, mlp_dim=6144),
+        "sdar-4b-chat": _SDAR_8B.replace(embed_dim=2560, mlp_dim=9728),
+        "sdar-8b-chat": _SDAR_8B,
+        "sdar-30b-a3b-chat": _SDAR_8B.replace(
+            embed_dim=2048,
+            num_layers=48,
+            num_kv_heads=4,
+            mlp_dim=6144,
+            experts=Experts(num_experts=128, per_token=8, dim=768, normalize=True),
+        ),
+        "fast-dllm-v2-1.5b": _FAST_DLLM_V2_7B.replace(
+            vocab_size=151936,
+            embed_dim=1536,
+            num_heads=12,
+            num_kv_heads=2,
+            mlp_dim=8960,
+            tied_embeddings=True,
+        ),
+        "fast-dllm-v2-7b": _FAST_DLLM_V2_7B,
         "dream-7b-base": _DREAM_7B,
         "dream-7b-instruct": _DREAM_7B,
         "qwen2.5-0.5b": _QWEN2_7B.replace(

@@ -3,6 +3,7 @@
 `Denoiser` runs this library's own models; `FunctionDenoiser` makes one of any function from tokens to logits.
 """
 
+import dataclasses
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -15,9 +16,10 @@ from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.kernels import mixed_rows
 from dllm_jax.kv_cache import KVCache, gather_rows, slice_rows
+from dllm_jax.layers import Place, Tile, tile_of
 from dllm_jax.pytree import pytree
 from dllm_jax.sharding import Layout
-from dllm_jax.transformer import Params, Place, RematPolicy, Tile, Transformer, bind, tile_of
+from dllm_jax.transformer import Params, RematPolicy, Transformer, bind, embedding_scale
 
 
 class Span(NamedTuple):
@@ -36,9 +38,10 @@ class DenoiserLike(Protocol):
     """What samplers need of a model, which must be a pytree; see `Denoiser` for what each member means.
 
     A cache policy also needs `empty_cache`, smoothing `embed` and `expected_embedding`, and a rule that reads hidden
-    states `final_hidden` and `embed`; a model without them works with everything else. Key/value buffers may be any
-    pytree whose leaves begin with batch and position, [B, S, ...], the same from `empty_cache` and `forward`: samplers
-    exchange their rows. `dllm_jax.testing.check_denoiser` checks a model of your own.
+    states `final_hidden` and `embed`; a model without them works with everything else. One whose positions see their
+    block and what lies before it says so by `block_length`, and `in_blocks` if that can be another. Key/value buffers
+    may be any pytree whose leaves begin with batch and position, [B, S, ...], the same from `empty_cache` and
+    `forward`: samplers exchange their rows. `dllm_jax.testing.check_denoiser` checks a model of your own.
     """
 
     @property
@@ -110,7 +113,8 @@ class Denoiser:
             DllmError: for a model without one.
         """
         if self.config.mask_id is None:
-            raise DllmError(f"a {self.config.family} model has no mask token and cannot denoise; use it as a verifier")
+            use = "it takes renoise" if self.config.attention == "canvas" else "use it as a verifier"
+            raise DllmError(f"a {self.config.family} model has no mask token and cannot denoise; {use}")
         return self.config.mask_id
 
     @property
@@ -141,6 +145,11 @@ class Denoiser:
         return 1 if self.layout is None else self.layout.parts("vocab")
 
     @property
+    def block_length(self) -> int | None:
+        """Length of the blocks of a block diffusion model, counted from position 0; None for another."""
+        return self.config.block_length
+
+    @property
     def head_names(self) -> tuple[str, str]:
         """The parameters that `logits` reads."""
         return "final_norm.scale", "embed.embedding" if self.config.tied_embeddings else "lm_head.kernel"
@@ -157,9 +166,8 @@ class Denoiser:
     def empty_cache(self, batch: int, length: int) -> KVCache:
         """Zero-filled key/value buffers for `length` positions, in `dtype`."""
         config = self.config
-        return self._placed(
-            kv_cache.empty(config.num_layers, batch, length, config.num_kv_heads, config.head_dim, self.dtype)
-        )
+        heads = [config.heads_of(layer) for layer in range(config.num_layers)]
+        return self._placed(kv_cache.empty(heads, batch, length, self.dtype))
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Input embeddings, [B, S] int32 -> [B, S, D]."""
@@ -170,7 +178,17 @@ class Denoiser:
 
         The softmax is over the whole vocabulary, the mask token included (iteration smoothing, arXiv 2510.08666).
         """
-        return mixed_rows(jax.nn.softmax(logits, axis=-1), self.params["embed.embedding"], self.dtype)
+        return self.mixed_embeddings(jax.nn.softmax(logits, axis=-1)).astype(self.dtype)
+
+    def mixed_embeddings(self, weights: jax.Array, tile: Tile | None = None) -> jax.Array:
+        """sum over v of weights_v embedding(v) with products in `dtype`: [B, W, V] float32 -> [B, W, D] float32.
+
+        Args:
+            tile: the weights are those of a tile of the vocabulary, [B, W, vocab_parts * width].
+        """
+        table = jax.tree.map(lambda x: tile_of(x, 0, tile, self.vocab_parts), self.params["embed.embedding"])
+        mixed = mixed_rows(weights, table, self.dtype, jnp.dtype(jnp.float32))
+        return mixed if self.config.gemma is None else mixed * embedding_scale(self.config)
 
     def forward(
         self,
@@ -181,6 +199,7 @@ class Denoiser:
         kv: KVCache | None = None,
         write: jax.Array | None = None,
         outputs: Span | None = None,
+        before: KVCache | None = None,
         remat: RematPolicy | None = None,
     ) -> tuple[jax.Array, KVCache]:
         """One forward: over everything, or over some positions that attend to key/value buffers for all others.
@@ -191,13 +210,16 @@ class Denoiser:
         Args:
             inputs: the whole sequence: tokens [B, S] int32, or input embeddings [B, S, D].
             visible: how many of the first positions a query sees: [B, S] int32 by the query's position, or [B], the
-                same for all; of these a causal model's sees none behind itself.
+                same for all; of these a causal model's sees none behind itself, a block diffusion model's none behind
+                its block. Of a model with a canvas this is the encoder, which is causal.
             at: the positions that are run: a `Span`, or any [B, T] (slower; those that are written must differ).
                 None runs all S and looks at no buffers. A span must end within the sequence, and begin at
                 `min_prompt_length` or later.
             kv: buffers of S positions, given exactly when `at` is.
             write: [B, T] bool, which positions' keys and values replace the buffers' entries; None for all.
             outputs: positions whose hidden states are returned, within `at` (a `Span` then); None for all that run.
+            before: for training a block diffusion model on everything, a whole number of blocks, without `outputs`:
+                keys and values that a query sees of the positions ahead of its block, instead of these inputs'.
             remat: as in `Transformer.forward`, for training.
 
         Returns:
@@ -206,10 +228,11 @@ class Denoiser:
             predictor, repeats entry 1.
         """
         length, shift = inputs.shape[1], int(self.config.shift)
+        assert before is None or (at is None and outputs is None)
         if at is None or kv is None:
             positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), inputs.shape[:2])
             outer = None if outputs is None else (outputs.start - shift, outputs.width)
-            hidden, new = self._run(inputs, positions, visible, outputs=outer, remat=remat)
+            hidden, new = self._run(inputs, positions, visible, before=before, outputs=outer, remat=remat)
             if shift and outputs is None:
                 hidden = jnp.concatenate([hidden[:, :1], hidden[:, :-1]], axis=1)
             return hidden, new
@@ -225,14 +248,38 @@ class Denoiser:
         hidden, kv = self._run(within(inputs), positions, _of(visible, within), kv=kv, place=place)
         return hidden[:, : at.shape[1]], kv
 
+    def denoise(self, canvas: jax.Array, soft: jax.Array, start: jax.Array, kv: KVCache) -> tuple[jax.Array, KVCache]:
+        """The decoder of a model with a canvas, `attention` "canvas", whose encoder is `forward`.
+
+        Every position of the canvas sees all of it and what lies before it, of which the buffers hold what the encoder
+        made. The canvas's own keys and values are put behind that, where the encoder overwrites them when it reads the
+        finished canvas.
+
+        Args:
+            canvas: tokens [B, L] int32.
+            soft: [B, L, D], the embeddings that the step before expected there; zeros in the first.
+            start: [B] int32, the canvas's first position.
+            kv: buffers of at least start[b] + L positions.
+
+        Returns:
+            Hidden states [B, L, D] for `logits`, and the buffers.
+        """
+        model, span = self._model, Span(start, canvas.shape[1])
+        assert model.conditioning is not None
+        inputs = model.conditioning(model.embed_tokens(canvas), soft.astype(self.dtype))
+        end = (start + span.width)[:, None]
+        return self._run(inputs, span.positions, end, kv=kv, place=Place(start), decoder=True)
+
     def _run(
         self, inputs: jax.Array, positions: jax.Array, visible: jax.Array, **options: Any
     ) -> tuple[jax.Array, KVCache]:
         """`Transformer.forward` of what is fed, tokens or embeddings, with `visible` [B] or [B, T]."""
         model = self._model
         if visible.ndim == 1:
-            causal = self.config.attention == "causal"
-            visible = jnp.minimum(positions + 1, visible[:, None]) if causal else visible[:, None]
+            blocks = {"causal": 1, "canvas": 1, "block": self.config.block_length, "bidirectional": None}
+            bound = blocks[self.config.attention]
+            ends = visible[:, None]
+            visible = ends if bound is None else jnp.minimum((positions // bound + 1) * bound, ends)
         x = model.embed_tokens(inputs) if jnp.issubdtype(inputs.dtype, jnp.integer) else inputs
         place = lambda x: x if self.layout is None else self.layout.place(x, ("batch", None, None))
         with jax.named_scope("window_forward" if "kv" in options else "full_forward"):  # what profiles show
@@ -244,6 +291,13 @@ class Denoiser:
         if layout is None:
             return kv
         return jax.tree.map(lambda x: layout.place(x, ("batch", None, "kv_heads", "head_dim")), kv)
+
+    def in_blocks(self, length: int | None) -> "Denoiser":
+        """A block diffusion model with blocks of another length, as those that a sampler decodes in; another model, and
+        with None, as it is."""
+        if self.config.attention != "block" or length is None:
+            return self
+        return dataclasses.replace(self, config=self.config.replace(block_length=length))
 
     def final_hidden(self, hidden: jax.Array) -> jax.Array:
         """Hidden states behind the final norm, which the vocabulary head reads: [B, W, D] -> [B, W, D]."""

@@ -7,8 +7,11 @@ attention, logits). So in float16 those sums are float32 (`sums`), and what is m
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +22,13 @@ from dllm_jax.quantized import QuantizedKernel
 
 Table = jax.Array | QuantizedKernel
 Kernel = Table | LowRankKernel
+
+Activation = Literal["silu", "gelu"]
+
+ACTIVATIONS: Mapping[Activation, Callable[[jax.Array], jax.Array]] = types.MappingProxyType(
+    {"silu": jax.nn.silu, "gelu": functools.partial(jax.nn.gelu, approximate=True)}
+)
+"""What a gate passes through; "gelu" is its approximation by a hyperbolic tangent."""
 
 FLOAT16_ROOM = 2.0**15  # half of what float16 can hold
 
@@ -87,11 +97,15 @@ def rows(table: Table, index: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return table[index].astype(dtype)
 
 
-def mixed_rows(weights: jax.Array, table: Table, dtype: jnp.dtype) -> jax.Array:
-    """sum over v of weights_v table_v, computed in `dtype`: [..., V] float32 and [V, D] -> [..., D]."""
+def mixed_rows(weights: jax.Array, table: Table, dtype: jnp.dtype, result: jnp.dtype | None = None) -> jax.Array:
+    """sum over v of weights_v table_v, computed in `dtype`: [..., V] float32 and [V, D] -> [..., D].
+
+    Args:
+        result: its dtype and that of the sums; `dtype` by default.
+    """
     if not isinstance(table, QuantizedKernel):
-        return jnp.tensordot(weights.astype(dtype), table, 1)
+        return jnp.tensordot(weights.astype(dtype), table, 1, preferred_element_type=result)
     largest = jnp.max(table.scale)  # relative to it the scales fit beside probabilities in float16
     shares = weights * (table.scale[:, 0] / largest)
     y = jnp.tensordot(shares.astype(dtype), table.values.astype(dtype), 1, preferred_element_type=jnp.float32)
-    return (y * largest).astype(dtype)
+    return (y * largest).astype(result or dtype)

@@ -3,6 +3,7 @@
 Per-layer buffers in a tuple are twice as fast inside a compiled loop as one stacked array, which XLA copies.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -24,10 +25,10 @@ KVCache = tuple[LayerKV, ...]
 UNROLLED_ROWS = 32  # of a batch that are written one by one where that is faster; the program grows with them
 
 
-def empty(num_layers: int, batch: int, length: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype) -> KVCache:
-    """Zero-filled buffers for `length` positions: num_layers pairs of [batch, length, num_kv_heads, head_dim]."""
-    shape = (batch, length, num_kv_heads, head_dim)
-    return tuple(LayerKV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(num_layers))
+def empty(heads: Sequence[tuple[int, int]], batch: int, length: int, dtype: jnp.dtype) -> KVCache:
+    """Zero-filled buffers for `length` positions: a pair of [batch, length, K, H] for each layer's (K, H)."""
+    shapes = [(batch, length, *own) for own in heads]
+    return tuple(LayerKV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for shape in shapes)
 
 
 def slice_rows(x: jax.Array, start: jax.Array, width: int) -> jax.Array:
@@ -92,7 +93,7 @@ def take_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
     """One row of each of P equal parts of the batch: [B, ...] and [P] -> [P, ...], rows counted within their part."""
     if rows.shape[0] == 1:
         return lax.dynamic_index_in_dim(x, rows[0], axis=0)
-    parts = x.reshape(rows.shape[0], -1, *x.shape[1:])
+    parts = x.reshape(rows.shape[0], x.shape[0] // rows.shape[0], *x.shape[1:])  # -1 fails where nothing is in it
     return jax.vmap(lambda part, row: lax.dynamic_index_in_dim(part, row, axis=0, keepdims=False))(parts, rows)
 
 

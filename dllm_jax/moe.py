@@ -23,7 +23,7 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import NamedSharding
 
 from dllm_jax import grouped
-from dllm_jax.kernels import Table, product, product_of_sums, sums
+from dllm_jax.kernels import ACTIVATIONS, Activation, Table, product, product_of_sums, sums
 from dllm_jax.layout import Layout, MeshAxes, mesh_names
 from dllm_jax.own_kernels import kernels_run
 from dllm_jax.quantized import QuantizedKernel
@@ -60,9 +60,15 @@ class Dispatch(NamedTuple):
 
 
 def apply_experts(
-    x: jax.Array, ids: jax.Array, weights: jax.Array, w_in: Table, w_out: Table, layout: Layout | None = None
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    w_in: Table,
+    w_out: Table,
+    layout: Layout | None = None,
+    activation: Activation = "silu",
 ) -> jax.Array:
-    """sum_k weights[..., k] * expert[ids[..., k]](x), with expert(x) = (silu(x gate) * (x up)) w_out.
+    """sum_k weights[..., k] * expert[ids[..., k]](x), with expert(x) = (activation(x gate) * (x up)) w_out.
 
     Every assignment is computed, and (up to padding) nothing else. A token's result depends on no other token.
 
@@ -76,16 +82,19 @@ def apply_experts(
         layout: how tokens and experts lie on a mesh; None for one device, and where the caller places everything (on
             TPU tokens and experts that are split without a word here are gathered, unless there is a gradient; on CUDA
             they are run in rounds where there are several devices).
+        activation: our kernel for CUDA has silu only; others are run in rounds there.
 
     Returns:
         [B, T, D] in the `sums` of the dtype of x.
     """
     on: dict[str, Callable[..., jax.Array]] = {
-        platform: functools.partial(in_rounds, rows) for platform, rows in TILE_ROWS.items()
+        platform: functools.partial(in_rounds, rows, activation=activation) for platform, rows in TILE_ROWS.items()
     }
     for platform, by in GROUPED.items():
-        if _groups(by, x, w_in, layout):
-            on[platform] = functools.partial(_on_parts if by == "ragged_dot" else _kernel_on_parts, by, layout)
+        if _groups(by, x, w_in, layout) and by == "ragged_dot":
+            on[platform] = functools.partial(_on_parts, by, layout, activation)
+        elif _groups(by, x, w_in, layout) and activation == "silu":
+            on[platform] = functools.partial(_kernel_on_parts, by, layout)
     return lax.platform_dependent(x, ids, weights, w_in, w_out, **on)
 
 
@@ -108,16 +117,22 @@ def _part(w_in: Table, layout: Layout | None) -> tuple[int, ...]:
 
 
 def _on_parts(
-    by: By, layout: Layout | None, x: jax.Array, ids: jax.Array, weights: jax.Array, *tables: Table
+    by: By,
+    layout: Layout | None,
+    activation: Activation,
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    *tables: Table,
 ) -> jax.Array:
     """`in_groups` of each device's tokens with its part of the experts, summed over the devices that share tokens."""
     if layout is None or not jax.sharding.get_abstract_mesh().empty:
-        return in_groups(by, x, ids, weights, *tables)
+        return in_groups(by, x, ids, weights, *tables, None, activation)
     tokens, (experts, width) = layout.spec(x, TOKENS), _split(tables[0], layout)
 
     def part(x: jax.Array, ids: jax.Array, weights: jax.Array, w_in: Table, w_out: Table) -> jax.Array:
         first = lax.axis_index(experts) * w_out.shape[0] if experts else None
-        return lax.psum(in_groups(by, x, ids, weights, w_in, w_out, first), mesh_names(experts, width))
+        return lax.psum(in_groups(by, x, ids, weights, w_in, w_out, first, activation), mesh_names(experts, width))
 
     place = lambda table, axes: jax.tree.map(lambda x: layout.spec(x, axes), table)
     specs = (tokens, tokens, tokens, *map(place, tables, AXES))
@@ -131,7 +146,7 @@ def _split(w_in: Table, layout: Layout) -> tuple[MeshAxes, MeshAxes]:
     return experts, width
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 7))
 def in_groups(
     by: By,
     x: jax.Array,
@@ -140,6 +155,7 @@ def in_groups(
     w_in: Table,
     w_out: Table,
     first: jax.Array | None = None,
+    activation: Activation = "silu",
 ) -> jax.Array:
     """`apply_experts` by grouped products over the whole batch, in the dtype of x, which is not float16.
 
@@ -149,16 +165,24 @@ def in_groups(
     Args:
         first: which expert is the first of those here, where they are a device's part; the others add zero.
     """
-    return _one_batch(by)(x, ids, weights, w_in, w_out, first)
+    return _one_batch(by, activation)(x, ids, weights, w_in, w_out, first)
 
 
 def _in_groups(
-    by: By, x: jax.Array, ids: jax.Array, weights: jax.Array, w_in: Table, w_out: Table, first: jax.Array | None
+    by: By,
+    activation: Activation,
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    w_in: Table,
+    w_out: Table,
+    first: jax.Array | None,
 ) -> jax.Array:
     expert = _among(ids.reshape(-1), w_out.shape[0], first)
     order = jnp.argsort(expert, stable=True)
     sizes = jnp.sum(expert[:, None] == jnp.arange(w_out.shape[0]), axis=0, dtype=jnp.int32)
-    run = _by_ragged_dot if by == "ragged_dot" else functools.partial(grouped.experts, by)
+    by_dot = functools.partial(_by_ragged_dot, activation)
+    run = by_dot if by == "ragged_dot" else functools.partial(grouped.experts, by)
     y = run(x.reshape(-1, x.shape[-1]), order, sizes, w_in, w_out)
     if first is not None:  # nobody need have written those behind all groups
         y = jnp.where((expert < w_out.shape[0])[:, None], y, 0)
@@ -172,13 +196,15 @@ def _among(ids: jax.Array, num_experts: int, first: jax.Array | None) -> jax.Arr
     return jnp.where((ids >= first) & (ids < first + num_experts), ids - first, num_experts)
 
 
-def _by_ragged_dot(x: jax.Array, order: jax.Array, sizes: jax.Array, w_in: Table, w_out: Table) -> jax.Array:
+def _by_ragged_dot(
+    activation: Activation, x: jax.Array, order: jax.Array, sizes: jax.Array, w_in: Table, w_out: Table
+) -> jax.Array:
     """As `grouped.experts`."""
     rows = x[order // (len(order) // len(x))]
     # Gate and up are groups of their own, and the other's are empty: a slice of the weights would be a copy.
     halves, none = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), w_in), jnp.zeros_like(sizes)
     gate, up = (_grouped(rows, halves, jnp.stack(pair, 1).reshape(-1)) for pair in ((sizes, none), (none, sizes)))
-    return _grouped(jax.nn.silu(gate) * up, w_out, sizes)[jnp.argsort(order)]
+    return _grouped(ACTIVATIONS[activation](gate) * up, w_out, sizes)[jnp.argsort(order)]
 
 
 def _grouped(rows: jax.Array, tables: Table, sizes: jax.Array) -> jax.Array:
@@ -191,9 +217,9 @@ def _grouped(rows: jax.Array, tables: Table, sizes: jax.Array) -> jax.Array:
 
 
 @functools.cache
-def _one_batch(by: By) -> Callable[..., jax.Array]:
+def _one_batch(by: By, activation: Activation) -> Callable[..., jax.Array]:
     """`_in_groups` with a rule for `vmap`: mapped tokens are rows of a larger batch, mapped experts take turns."""
-    apply = custom_vmap(lambda *operands: _in_groups(by, *operands))
+    apply = custom_vmap(lambda *operands: _in_groups(by, activation, *operands))
 
     @apply.def_vmap
     def _(size: int, mapped: Sequence[Any], *operands: Any) -> tuple[jax.Array, bool]:
@@ -210,11 +236,12 @@ def _one_batch(by: By) -> Callable[..., jax.Array]:
 def _in_groups_forward(by: By, *operands: Any) -> tuple[jax.Array, tuple]:
     """By rounds, as the gradient: XLA makes that of a `ragged_dot`'s weights by a dense product of E times the work, on
     TPU too, and our kernel has none."""
-    return in_rounds(TILE_ROWS["default"], *operands), operands
+    return in_rounds(TILE_ROWS["default"], *operands), operands[:6]
 
 
-def _in_groups_backward(by: By, operands: tuple, gradient: jax.Array) -> tuple:
-    return _floats(operands)[1](_pull(functools.partial(in_rounds, TILE_ROWS["default"]), operands, gradient))
+def _in_groups_backward(by: By, activation: Activation, operands: tuple, gradient: jax.Array) -> tuple:
+    rounds = functools.partial(in_rounds, TILE_ROWS["default"], activation=activation)
+    return _floats(operands)[1](_pull(rounds, operands, gradient))
 
 
 in_groups.defvjp(_in_groups_forward, _in_groups_backward)
@@ -227,12 +254,12 @@ def _kernel_on_parts(by: By, layout: Layout | None, *operands: Any) -> jax.Array
     Rounds on parts gather a layer's split weights once, not in every round, but XLA's GPU compiler then has those of
     all layers at a time: 1.5 instead of 0.2 GiB a layer of LLaDA-MoE on eight H100s with FSDP.
     """
-    return _on_parts(by, layout, *operands)
+    return _on_parts(by, layout, "silu", *operands)
 
 
 _kernel_on_parts.defvjp(
     lambda by, layout, *operands: _in_groups_forward(by, *operands),
-    lambda by, layout, operands, gradient: _in_groups_backward(by, operands, gradient),
+    lambda by, layout, operands, gradient: _in_groups_backward(by, "silu", operands, gradient),
 )
 
 
@@ -244,6 +271,7 @@ def in_rounds(
     w_in: Table,
     w_out: Table,
     first: jax.Array | None = None,
+    activation: Activation = "silu",
 ) -> jax.Array:
     """`apply_experts` with rounds of `tile_rows` rows per expert, shared by the batch's rows, at least 8 for each.
 
@@ -255,9 +283,9 @@ def in_rounds(
     dispatch, sizes = _dispatch(expert, w_out.shape[0])
     capacity = min(length, max(8, tile_rows // batch))
     if capacity == length:  # room for every token in one round
-        y = _round(length, 0, dispatch, x, w_in, w_out)
+        y = _round(length, activation, 0, dispatch, x, w_in, w_out)
     else:
-        y = _rounds(capacity, -(-jnp.max(sizes) // capacity), dispatch, x, w_in, w_out)
+        y = _rounds(capacity, activation, -(-jnp.max(sizes) // capacity), dispatch, x, w_in, w_out)
     if first is not None:
         y = jnp.where((expert < w_out.shape[0])[..., None], y, 0)
     return jnp.einsum("btkd,btk->btd", y.reshape(batch, length, per_token, -1), weights)
@@ -273,7 +301,13 @@ def _dispatch(expert: jax.Array, num_experts: int) -> tuple[Dispatch, jax.Array]
 
 
 def _round(
-    capacity: int, number: jax.Array | int, dispatch: Dispatch, x: jax.Array, w_in: Table, w_out: Table
+    capacity: int,
+    activation: Activation,
+    number: jax.Array | int,
+    dispatch: Dispatch,
+    x: jax.Array,
+    w_in: Table,
+    w_out: Table,
 ) -> jax.Array:
     """The outputs [B, A, D] of the assignments of rank number * C .. number * C + C - 1, zero for the others."""
     batch, num_experts = dispatch.starts.shape
@@ -285,7 +319,7 @@ def _round(
     inputs = jnp.moveaxis(inputs, 1, 0)  # experts first, as in the weights: else XLA transposes those
     both = jnp.broadcast_to(inputs[:, None], (num_experts, 2, *inputs.shape[1:]))  # for the same reason
     hidden = jax.vmap(jax.vmap(functools.partial(product, dtype=sums(x.dtype))))(both, w_in)
-    hidden = jax.nn.silu(hidden[:, 0]) * hidden[:, 1]
+    hidden = ACTIVATIONS[activation](hidden[:, 0]) * hidden[:, 1]
     outputs = jax.vmap(functools.partial(product_of_sums, dtype=x.dtype))(hidden, w_out)
     outputs = jnp.moveaxis(outputs, 0, 1)
     outputs = outputs.reshape(batch, num_experts * capacity, -1)
@@ -299,28 +333,36 @@ def _rows(array: jax.Array, index: jax.Array) -> jax.Array:
     return jax.vmap(lambda row, at: row[at])(array, index)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _rounds(capacity: int, count: jax.Array, dispatch: Dispatch, x: jax.Array, w_in: Table, w_out: Table) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _rounds(
+    capacity: int,
+    activation: Activation,
+    count: jax.Array,
+    dispatch: Dispatch,
+    x: jax.Array,
+    w_in: Table,
+    w_out: Table,
+) -> jax.Array:
     """The sum of all rounds. Their number is data, which reverse mode cannot go through by itself."""
-    part = functools.partial(_round, capacity)
+    part = functools.partial(_round, capacity, activation)
     inputs = _rows(x, dispatch.order // (dispatch.order.shape[1] // x.shape[1]))
     empty = jnp.zeros_like(inputs, sums(x.dtype))
     return lax.fori_loop(0, count, lambda r, y: y + part(r, dispatch, x, w_in, w_out), empty)
 
 
 def _rounds_forward(
-    capacity: int, count: jax.Array, dispatch: Dispatch, *operands: jax.Array
+    capacity: int, activation: Activation, count: jax.Array, dispatch: Dispatch, *operands: jax.Array
 ) -> tuple[jax.Array, tuple]:
-    return _rounds(capacity, count, dispatch, *operands), (count, dispatch, operands)
+    return _rounds(capacity, activation, count, dispatch, *operands), (count, dispatch, operands)
 
 
-def _rounds_backward(capacity: int, saved: tuple, gradient: jax.Array) -> tuple:
+def _rounds_backward(capacity: int, activation: Activation, saved: tuple, gradient: jax.Array) -> tuple:
     """Round by round again: nothing but the operands is kept from the way there."""
     count, dispatch, operands = saved
     floats, filled = _floats(operands)
 
     def add(number: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
-        part = lambda *operands: _round(capacity, number, dispatch, *operands)
+        part = lambda *operands: _round(capacity, activation, number, dispatch, *operands)
         return jax.tree.map(jnp.add, sums, _pull(part, operands, gradient))
 
     return (None, None, *filled(lax.fori_loop(0, count, add, jax.tree.map(jnp.zeros_like, floats))))

@@ -40,6 +40,11 @@ def forms(config: ModelConfig) -> Mapping[str, Form]:
     return MappingProxyType(found)
 
 
+def wide_params(config: ModelConfig) -> frozenset[str]:
+    """The parameters that are float32 whatever the model's dtype: routers whose scores are nearly equal."""
+    return frozenset(name for name, spec in param_specs(config).items() if spec.wide)
+
+
 def form_of(name: str, spec: ParamSpec, bits: Quantize) -> Form:
     """How a parameter that can be quantized is, in so many bits.
 
@@ -62,7 +67,7 @@ def abstract_params(
     """Shapes and dtypes (and shardings) of all parameters without any memory, for `jax.eval_shape` and restoring.
 
     Args:
-        dtype: of what is not quantized; the config's by default.
+        dtype: of what is neither quantized nor `wide`; the config's by default.
         shardings: as `dllm_jax.param_shardings` gives them.
 
     Returns:
@@ -80,7 +85,7 @@ def abstract_params(
 
 def _abstract(spec: ParamSpec, dtype: jnp.dtype, form: Form | None, sharding: Any) -> Any:
     if form is None:
-        return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(spec.shape, jnp.float32 if spec.wide else dtype, sharding=sharding)
     where = QuantizedKernel(None, None, form.bits) if sharding is None else sharding
     along = lambda count: tuple(count if axis == form.axis else size for axis, size in enumerate(spec.shape))
     size = spec.shape[form.axis]
@@ -123,6 +128,8 @@ def init_params(
 def _init_tensor(
     spec: ParamSpec, dtype: jnp.dtype, form: Form | None, sharding: Any
 ) -> Callable[[jax.Array], jax.Array | QuantizedKernel]:
+    dtype = jnp.dtype(jnp.float32) if spec.wide else dtype
+
     def init(key: jax.Array) -> jax.Array | QuantizedKernel:
         if spec.init == "ones":
             return jnp.ones(spec.shape, dtype)

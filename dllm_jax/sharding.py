@@ -13,6 +13,7 @@ from dllm_jax.errors import DllmError
 from dllm_jax.layout import LogicalAxes, MeshAxes, mesh_names
 from dllm_jax.params import forms
 from dllm_jax.quantized import Form, QuantizedKernel
+from dllm_jax.tools.spec import converted, parse_options
 from dllm_jax.transformer import param_specs
 
 
@@ -132,7 +133,8 @@ def param_shardings(config: ModelConfig, mesh: Mesh, rules: ShardingRules | None
             quantized weights, would be torn apart.
     """
     layout = Layout(mesh, rules or ShardingRules())
-    for axis, heads in (("heads", config.num_heads), ("kv_heads", config.num_kv_heads)):
+    kv_heads = {config.heads_of(layer)[0] for layer in range(config.num_layers)}
+    for axis, heads in (("heads", config.num_heads), *(("kv_heads", number) for number in sorted(kv_heads))):
         if heads % layout.parts(axis):
             split = f"does not split over {layout.parts(axis)} devices; use fewer, or map {axis} to None"
             raise DllmError(f"attention: axis {axis} of {heads} whole heads {split}")
@@ -200,6 +202,19 @@ def mesh_for_batch(axes: Mapping[str, int], rows: int, setting: str, unit: str) 
         )
     check_splits(mesh, rows, unit)
     return mesh
+
+
+def parse_mesh(text: str, rows: int, unit: str) -> Mesh:
+    """The mesh of `--mesh data=2,tensor=4`; arguments and errors are those of `mesh_for_batch`, and words that are no
+    axes are an error too."""
+    try:
+        options = parse_options(text, "--mesh")
+        axes = converted(options, dict.fromkeys(options, int), "--mesh")
+    except DllmError:
+        axes = {}
+    if not axes:
+        raise DllmError(f"--mesh {text} is no list of axes; write it like data=8 or data=2,tensor=4")
+    return mesh_for_batch(axes, rows, "--mesh", unit)
 
 
 def check_splits(mesh: Mesh, rows: int, unit: str) -> None:

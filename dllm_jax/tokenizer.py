@@ -15,9 +15,10 @@ import contextlib
 import functools
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
@@ -94,27 +95,110 @@ def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
         raise DllmError(f"{text[:40]!r} cannot be expressed in this vocabulary ({_reason(error)})") from None
 
 
+def encode_texts(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[list[int]]:
+    """`encode_text` of each text, on all cores; one that cannot be encoded fails them all."""
+    if not texts:
+        return []
+    try:
+        encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
+    except Exception:  # which of them it was, in a sentence
+        return [encode_text(tokenizer, text) for text in texts]
+    return cast(list[list[int]], encoded["input_ids"])
+
+
 def encode_chat(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Token ids of a conversation that the assistant is to continue, ready to be a prompt.
+    """Token ids of a conversation that the assistant is to continue, ready to be a prompt; arguments and errors are
+    those of `chat_text`."""
+    return encode_text(tokenizer, chat_text(tokenizer, messages))
+
+
+def chat_text(
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, Any]], *, continued: bool = False
+) -> str:
+    """A conversation in the model's chat format, its start token included: text for `encode_text`.
 
     Args:
         messages: `[{"role": "user", "content": "..."}, ...]`; roles are system, user and assistant.
+        continued: the last message, the assistant's, is the beginning of what is to come: the text ends right behind
+            it. Otherwise the assistant's turn is opened.
 
     Raises:
         DllmError: for messages of another shape, a tokenizer without chat template, and a template that fails.
     """
     check_messages(messages)
+    turns = [dict(message) for message in messages]
+    if continued:
+        if turns[-1]["role"] != "assistant":
+            raise DllmError(f"the last message is the {turns[-1]['role']}'s; only one of the assistant is continued")
+        turns[-1]["content"] += _CUT
+    text = _rendered(tokenizer, turns, opened=not continued)
+    if not continued:
+        return text
+    before, found, _ = text.partition(_CUT)  # templates end the turn behind it, and may open another
+    if not found:
+        raise DllmError("the chat template leaves out the assistant's message, so that it cannot be continued")
+    return before
+
+
+class Turn(NamedTuple):
+    """A message of the assistant in the model's chat format.
+
+    Attributes:
+        given: what stands between the assistant's message before and this one; all that is before it for the first.
+        message: what the assistant writes.
+        end: what ends its turn: "<|eot_id|>", "<|im_end|>"; "" of a template that ends turns with no token of its own.
+        end_id: the token that `end` ends with.
+    """
+
+    given: str
+    message: str
+    end: str
+    end_id: int | None
+
+
+def chat_turns(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, Any]]) -> list[Turn]:
+    """A conversation that ends with the assistant's message, cut at what the assistant writes; joined the turns are the
+    conversation as the template writes it, up to the end of the last.
+
+    A turn's end is what the template writes behind the last message, up to the first of the tokenizer's added tokens.
+
+    Raises:
+        DllmError: as `chat_text`, for a last message of another, and for a template that rewrites messages.
+    """
+    check_messages(messages)
+    if messages[-1]["role"] != "assistant":
+        raise DllmError(f"the last message is the {messages[-1]['role']}'s; end with one of the assistant")
+    marked = [dict(message) for message in messages]
+    own = [message for message in marked if message["role"] == "assistant"]
+    for message in own:
+        message["content"] = f"{_CUT}{message['content']}{_CUT}"
+    given, *rest = _rendered(tokenizer, marked, opened=False).split(_CUT)
+    if len(rest) != 2 * len(own):
+        raise DllmError("the chat template leaves out or rewrites messages of the assistant, which cannot be learned")
+    added = tokenizer.get_added_vocab()
+    found = re.search("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or "(?!)", rest[-1])
+    end, end_id = (rest[-1][: found.end()], added[found.group()]) if found else ("", None)
+    turns = []
+    for content, behind in zip(rest[::2], rest[1::2], strict=True):
+        turns.append(Turn(given, content, end, end_id) if behind.startswith(end) else Turn(given, content, "", None))
+        given = behind.removeprefix(end)
+    return turns
+
+
+def _rendered(tokenizer: "PreTrainedTokenizerBase", turns: list[dict[str, Any]], *, opened: bool) -> str:
+    """What the chat template makes of messages, with the assistant's turn opened behind them or not."""
     if not tokenizer.chat_template:
         raise DllmError(
             "the tokenizer has no chat template; put a chat_template.jinja into the checkpoint's folder, or set "
             "tokenizer.chat_template"
         )
-    turns = [dict(message) for message in messages]
     try:
-        text = str(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
+        return str(tokenizer.apply_chat_template(turns, add_generation_prompt=opened, tokenize=False))
     except Exception as error:  # a template can fail in any way a program can
         raise DllmError(f"the chat template failed ({_reason(error)}); check the messages or the template") from error
-    return encode_text(tokenizer, text)
+
+
+_CUT = "\ue000cut\ue000"  # of a private use area, which no template and no benchmark knows
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:

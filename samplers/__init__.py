@@ -14,8 +14,10 @@ from samplers.caches import (
     CACHES,
     CachePolicy,
     DualCache,
+    ExactCache,
     NoCache,
     PrefixCache,
+    SubBlockCache,
     VicinityCache,
 )
 from samplers.canvas import Canvas
@@ -28,6 +30,7 @@ from samplers.pipeline import PipelineSampler, PipelineState
 from samplers.predictions import Predictions, Sampling
 from samplers.presets import PRESETS
 from samplers.registry import LOOPS
+from samplers.renoise import Renoise, RenoiseState
 from samplers.requests import Engine, Request, Update
 from samplers.rules import (
     EB,
@@ -35,8 +38,10 @@ from samplers.rules import (
     RULES,
     Credit,
     Dream,
+    Dynamic,
     Edit,
     Factor,
+    FastDllmV2,
     Hierarchical,
     LLaDA,
     Remask,
@@ -44,6 +49,7 @@ from samplers.rules import (
     Threshold,
     TopK,
 )
+from samplers.scoring import Score, score, score_each
 from samplers.smoothing import Smoothing
 from samplers.stopping import Stop, stop_on
 from samplers.text import TextStream, text_of
@@ -64,7 +70,11 @@ __all__ = [
     "DraftResult",
     "Dream",
     "DualCache",
+    "Dynamic",
     "Edit",
+    "ExactCache",
+    "FastDllmV2",
+    "SubBlockCache",
     "Engine",
     "Factor",
     "Generation",
@@ -82,12 +92,15 @@ __all__ = [
     "Predictions",
     "PrefixCache",
     "Remask",
+    "Renoise",
+    "RenoiseState",
     "Request",
     "Result",
     "Rule",
     "Sampler",
     "SamplerSpec",
     "Sampling",
+    "Score",
     "Smoothing",
     "Stop",
     "TextStream",
@@ -105,6 +118,8 @@ __all__ = [
     "parse_samplers",
     "sample",
     "sample_jit",
+    "score",
+    "score_each",
     "stop_on",
     "stream",
     "text_of",

@@ -128,6 +128,7 @@ class LeftToRight:
     limits: tuple[int, int] | None
 
     canvas_length = None  # nothing lies behind the generation
+    takes_given = False
 
     @property
     def width(self) -> int:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dllm_jax.denoiser import DenoiserLike
+from dllm_jax.denoiser import DenoiserLike, Span
 from dllm_jax.errors import DllmError
 from dllm_jax.kv_cache import slice_rows, write_rows
 from dllm_jax.pytree import pytree, vary_like
@@ -44,7 +44,7 @@ class BlockState:
     soft: jax.Array | None
 
 
-@pytree(static=("gen_length", "block_length", "align_blocks", "canvas_length", "fill_after_eos"))
+@pytree(static=("gen_length", "block_length", "align_blocks", "sub_block_length", "canvas_length", "fill_after_eos"))
 class BlockSampler:
     """Unmasks a canvas block by block; the rule decides inside the active block, the policy how it is predicted.
 
@@ -58,7 +58,10 @@ class BlockSampler:
         cache: which keys and values are reused.
         smoothing: carry what each forward expects at open positions over to the next; None does not.
         align_blocks: blocks begin at multiples of block_length counted from the prompt's start, so that a row's first
-            may begin within its prompt and be shorter (dInfer's `start_block_align`).
+            may begin within its prompt and be shorter (dInfer's `start_block_align`). Block diffusion models need that;
+            their blocks are then `block_length` long, whatever they were trained with.
+        sub_block_length: of a block diffusion model, decode each block in smaller ones of this length, from left to
+            right (Fast-dLLM v2); must divide `block_length`. None decodes it at once.
         sampling: how tokens are drawn; greedy by default.
         stop: when a row ends before its canvas is full; None runs to the end. See `stopping.stop_on`.
         guidance: scale of classifier-free guidance; None runs without.
@@ -75,6 +78,7 @@ class BlockSampler:
     cache: CachePolicy = NoCache()
     smoothing: Smoothing | None = None
     align_blocks: bool = False
+    sub_block_length: int | None = None
     sampling: Sampling = Sampling()
     stop: Stop | None = None
     guidance: float | jax.Array | None = None
@@ -87,6 +91,10 @@ class BlockSampler:
         check_length("canvas_length", self.canvas_length, optional=True)
         if self.block_length is not None and not 1 <= self.block_length <= self.gen_length:
             raise DllmError(f"block_length {self.block_length} must be between 1 and gen_length {self.gen_length}")
+        check_length("sub_block_length", self.sub_block_length, optional=True)
+        if self.sub_block_length is not None and (self.block_length or self.gen_length) % self.sub_block_length:
+            lengths = f"sub_block_length {self.sub_block_length} does not divide block_length {self.block_length}"
+            raise DllmError(f"{lengths}; choose a divisor")
         if self.canvas_length is not None and self.canvas_length < self.gen_length:
             total = "it counts the prompt and the generation"
             raise DllmError(f"canvas_length {self.canvas_length} is below gen_length {self.gen_length}; {total}")
@@ -101,8 +109,8 @@ class BlockSampler:
 
     @property
     def width(self) -> int:
-        """Length of a block."""
-        return self.block_length or self.gen_length
+        """Length of what is decoded at a time: a block, or a smaller one of it."""
+        return self.sub_block_length or self.block_length or self.gen_length
 
     def blocks(self, prompt_length: int, gen_length: int | None = None) -> list[tuple[int, int]]:
         """The blocks of a row as absolute positions (start, end), the prompt's first token being 0.
@@ -141,6 +149,8 @@ class BlockSampler:
                 fit (where they are concrete), or a missing key.
         """
         self._check_parts()
+        self._check_blocks(denoiser)
+        denoiser = self._in_blocks(denoiser)
         canvas = canvases.begin(
             denoiser,
             prompt,
@@ -171,6 +181,7 @@ class BlockSampler:
 
     def step(self, denoiser: DenoiserLike, state: BlockState) -> BlockState:
         """One forward, one decision and one commit for every row that is not finished."""
+        denoiser = self._in_blocks(denoiser)
         guided, active = self._guided(denoiser), ~state.canvas.done
         view, request = self._look(denoiser, state)
         outcome = self.cache.predict(guided, request, state.cache)
@@ -241,6 +252,8 @@ class BlockSampler:
     def next_block(self, state: BlockState) -> tuple[jax.Array, jax.Array]:
         """The block that a row enters when it leaves its own, and whether there is none: [B] int32 and [B] bool."""
         open = state.canvas.open
+        if getattr(self.cache, "in_order", False):
+            return jnp.where(state.canvas.nfe == 0, 0, state.block + 1), ~open.any(axis=1)
         first = self._prompt_part(state.canvas) + jnp.argmax(open, axis=1).astype(jnp.int32)
         return first // self.width, ~open.any(axis=1)
 
@@ -253,7 +266,7 @@ class BlockSampler:
             block_open=jnp.where(rows, count, state.block_open),
         )
 
-    def ends(self, stopped: jax.Array, leaving: jax.Array) -> jax.Array:
+    def ends(self, state: BlockState, stopped: jax.Array, leaving: jax.Array) -> jax.Array:
         """Which rows end early, [B] bool, of those whose stop condition holds and those that leave their block."""
         return stopped
 
@@ -285,6 +298,19 @@ class BlockSampler:
             raise DllmError(f"cache is {self.cache!r}; give a policy object, such as DualCache()")
         if not (self.smoothing is None or isinstance(self.smoothing, Smoothing)):
             raise DllmError(f"smoothing is {self.smoothing!r}; give a Smoothing or None")
+
+    def _check_blocks(self, denoiser: DenoiserLike) -> None:
+        """Raises DllmError for a block diffusion model whose blocks are not the sampler's, and the reverse."""
+        check_alignment(denoiser, self.align_blocks)
+        if self.sub_block_length is not None and getattr(denoiser, "block_length", None) is None:
+            raise DllmError("sub_block_length is for block diffusion models; set block_length for this one")
+
+    def _in_blocks(self, denoiser: DenoiserLike) -> DenoiserLike:
+        """A block diffusion model with the sampler's blocks; another as it is."""
+        if getattr(denoiser, "block_length", None) is None or not hasattr(denoiser, "in_blocks"):
+            return denoiser
+        found: DenoiserLike = denoiser.in_blocks(self.block_length)
+        return found
 
     def _guided(self, denoiser: DenoiserLike) -> DenoiserLike:
         return denoiser if self.guidance is None else Guided(denoiser, self.guidance)
@@ -321,6 +347,7 @@ class BlockSampler:
         prompt_part = self._prompt_part(canvas)
         first = state.block * self.width - prompt_part
         start = jnp.maximum(canvas.prompt_lengths + jnp.minimum(first, self.gen_length - self.width), least)
+        block_length, positions = getattr(denoiser, "block_length", None), Span(start, self.width).positions
         of_window = lambda x: canvas.of_window(x & self._in_block(state), start, self.width)
         view = BlockView(
             open=of_window(canvas.open),
@@ -334,6 +361,7 @@ class BlockSampler:
             tokens=slice_rows(canvas.tokens, start, self.width),
             written=of_window(canvas.decoded_at >= 0),
             mask_id=denoiser.mask_id,
+            heads=None if block_length is None else positions % block_length == 0,
             caution=None if self.smoothing is None else self.smoothing.caution(canvas.nfe),
         )
         longest = self.gen_length + (self.width - 1 if self.align_blocks else 0)
@@ -417,7 +445,7 @@ class BlockSampler:
             state, block=jnp.where(entering, block, state.block), canvas=dataclasses.replace(state.canvas, done=done)
         )
         canvas, stopped = state.canvas.stopped(self.stop, denoiser.eos_id, self.pending(state))
-        canvas = dataclasses.replace(canvas, done=done | self.ends(stopped, leaving))
+        canvas = dataclasses.replace(canvas, done=done | self.ends(state, stopped, leaving))
         return self.entered(dataclasses.replace(state, canvas=canvas), entering)
 
 
@@ -437,6 +465,12 @@ def check_rule(rule: Any, sampling: Any) -> None:
     if kind.adjust is not Rule.adjust and kind.reads_logits is Rule.reads_logits:
         raise DllmError(f"{kind.__name__}.adjust is never asked; set reads_logits = True in the class, or leave it out")
     check_is_sampling(sampling)
+
+
+def check_alignment(denoiser: DenoiserLike, aligned: bool) -> None:
+    """Raises DllmError for a block diffusion model whose blocks are not the sampler's."""
+    if getattr(denoiser, "block_length", None) is not None and not aligned:
+        raise DllmError("a block diffusion model's blocks begin at position 0; set align_blocks=True")
 
 
 def check_is_sampling(sampling: Any) -> None:

@@ -30,6 +30,7 @@ from samplers.engine import Sampler
 from samplers.indicator import Indicator, load_indicator
 from samplers.predictions import Sampling
 from samplers.registry import (
+    ENDS,
     LOOPS,
     PLAIN,
     USUAL,
@@ -44,6 +45,7 @@ from samplers.registry import (
     settle,
     unfolded,
 )
+from samplers.renoise import Renoise
 from samplers.rules import RULES, Rule
 from samplers.smoothing import Smoothing
 from samplers.stopping import Stop, stop_on
@@ -88,7 +90,8 @@ def make_sampler(model: Model, name: str | Rule | None = None, **options: Any) -
             block_length: capped at gen_length; 0 and None are one block.
             stop: strings or token ids that end an answer, in addition to the model's own end tokens.
             ignore_eos: do not end at the model's end tokens.
-            suppress, defer: lists of token ids, or of texts that are one token each; "word" and " word" are two.
+            suppress, defer: lists of token ids, or of texts that are one token each; "word" and " word" are two. "eos"
+                is the model's end-of-sequence token and "ends" all its end tokens, the only ones that a spec can name.
             smoothing: True, numbers as in "weight=0.2,growth=0.1", or a `Smoothing`.
             verifier: a loaded causal model of the same tokens, its folder or name, or a `Verifier`.
             indicator: a folder, or an `Indicator`.
@@ -145,12 +148,26 @@ def defaults_of(model: Model) -> Settings:
     Raises:
         DllmError: for a `generation.json` with unknown options, or values of another type.
     """
+    usual = in_blocks(USUAL, model)
     if not model.generation:
-        return USUAL
+        return usual
     with _of_checkpoint(model):
         texts = {o: str(v) if isinstance(v, list | dict) else spec.written(v) for o, v in model.generation.items()}
-        said = typed(texts.pop("sampler", None), texts, under=USUAL)
-        return settle(said.name, said.options, USUAL)
+        said = typed(texts.pop("sampler", None), texts, under=usual)
+        return settle(said.name, said.options, usual)
+
+
+def in_blocks(settings: Settings, model: Model) -> Settings:
+    """Defaults as they are for a block diffusion model: its own blocks, and their cache, which is exact; and for a
+    model with a canvas, of which this is the length."""
+    length = model.config.block_length
+    if length is None:
+        return settings
+    if model.config.attention == "canvas":
+        kept = {name: value for name, value in settings.options.items() if name == "gen_length"}
+        return Settings(Renoise, {"block_length": length, **kept})
+    own = {"block_length": length, "align_blocks": True, "cache": "exact"}
+    return settings._replace(options={**settings.options, **own})
 
 
 @contextlib.contextmanager
@@ -170,6 +187,9 @@ def build(model: Model, settings: Settings) -> CanvasSampler:
     Raises:
         DllmError: for values of the wrong kind, and numbers out of range.
     """
+    if (model.config.attention == "canvas") != (settings.kind is Renoise):
+        fitting = "give one with a canvas, diffusion-gemma" if settings.kind is Renoise else "it takes renoise"
+        raise DllmError(f"sampler {called(settings)} cannot run a {model.config.family} model; {fitting}")
     dealt: dict[type | None, dict[str, Any]] = {}  # owner -> its fields' values
     owners = options_of(settings)
     for option, value in settings.options.items():
@@ -180,7 +200,7 @@ def build(model: Model, settings: Settings) -> CanvasSampler:
     check_length("gen_length", length)
     appends = "end_ids" in said  # what ends a generation is that no block follows an end token
     made: dict[str, Callable[[], Any]] = {
-        "block_length": lambda: _block_length(said["block_length"], length),
+        "block_length": lambda: _block_length(model, said["block_length"], length),
         "rule": lambda: _rule(said["rule"], dealt, length, optional=appends),
         "cache": lambda: _cache(said["cache"], dealt),
         "smoothing": lambda: _smoothing(said["smoothing"], dealt.get(Smoothing, {})),
@@ -199,8 +219,10 @@ def build(model: Model, settings: Settings) -> CanvasSampler:
 Dealt = Mapping[type | None, Mapping[str, Any]]
 
 
-def _block_length(length: Any, gen_length: int) -> int:
+def _block_length(model: Model, length: Any, gen_length: int) -> int:
     check_length("block_length", length or None, optional=True)
+    if model.config.block_length is not None and length and length > gen_length:
+        raise DllmError(f"gen_length {gen_length} is less than a block of {length}; generate a block at least")
     return min(length or gen_length, gen_length)
 
 
@@ -256,13 +278,19 @@ def _unless(idle: int, value: Any) -> Any:
 
 def _token_array(model: Model, what: str, items: Sequence[int | str] | None) -> jax.Array | None:
     """Tokens as `Sampling` takes them, None for none; raises DllmError for what is no token of the model."""
-    items = () if items is None else items
+    items = () if items is None else ends_called(model.config, items)
     if isinstance(items, str) or not isinstance(items, Sequence):
         raise DllmError(f"{what} is {items!r}; give a list of token ids, or of texts that are one token each")
     ids = [_only_token(model, what, item) if isinstance(item, str) else item for item in items]
     for token in ids:
         check_token(what, token, model.config)
     return jnp.asarray(sorted(ids), jnp.int32) if ids else None
+
+
+def ends_called(config: ModelConfig, items: Any) -> Any:
+    """The tokens that a word of `registry.ENDS` stands for; anything else as it is."""
+    words = dict(zip(ENDS, ([config.eos_id], [*config.end_ids]), strict=True))
+    return words.get(items, items) if isinstance(items, str) else items
 
 
 def _only_token(model: Model, what: str, text: str) -> int:
@@ -311,6 +339,7 @@ class TaskCanvas(Protocol):
         name: for people.
         stops: whether an end token ends an answer; False where the canvas has a fixed length.
         answer_width: length of the canvas.
+        stop_strings: texts that end an answer.
     """
 
     name: ClassVar[str]
@@ -318,6 +347,9 @@ class TaskCanvas(Protocol):
 
     @property
     def answer_width(self) -> int: ...
+
+    @property
+    def stop_strings(self) -> Sequence[str]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -337,7 +369,10 @@ class SamplerSpec:
     @property
     def settings(self) -> dict[str, Any]:
         """All options, the rule among them, but for what the task decides, which is not a preset's canvas."""
-        found = settle(self.name, self.options, PLAIN).options
+        return self._over(PLAIN)
+
+    def _over(self, under: Settings) -> dict[str, Any]:
+        found = settle(self.name, self.options, under).options
         return {name: value for name, value in found.items() if name not in _OF_CANVAS or name in self.options}
 
     @property
@@ -376,7 +411,8 @@ class SamplerSpec:
     def build(
         self, model: Model, canvas: TaskCanvas | None = None, load: Callable[[str], Model] = dllm_jax.load
     ) -> CanvasSampler:
-        """The sampler of a model, plain but for what is written: without a cache, in one block.
+        """The sampler of a model, plain but for what is written: without a cache, in one block; a block diffusion model
+        in its own blocks, whose cache is exact.
 
         Args:
             model: what it runs.
@@ -389,14 +425,17 @@ class SamplerSpec:
         self.check_unbound()
         if canvas is not None and not canvas.stops and (fixed := sorted(set(_OF_CANVAS) & set(self.options))):
             raise DllmError(f"sampler {self}: {fixed[0]} cannot be chosen, the canvas of {canvas.name} is what it is")
-        if model.config.mask_id is None:
+        if model.config.mask_id is None and model.config.attention != "canvas":
             advice = "use it as a verifier, or set an unused id as mask_id in its config"
             raise DllmError(f"sampler {self}: {model.name} has no mask token to mark open positions with; {advice}")
-        kind, options = settle(self.name, self.options, PLAIN)
+        under = in_blocks(PLAIN, model)
+        kind, options = settle(self.name, self.options, under)
         if canvas is None:
             options = {"gen_length": defaults_of(model).options["gen_length"], **options}
         else:
-            options = {"gen_length": canvas.answer_width, "ignore_eos": not canvas.stops, **self.settings}
+            stop = {"stop": canvas.stop_strings} if canvas.stop_strings else {}
+            own = {"gen_length": canvas.answer_width, "ignore_eos": not canvas.stops, **stop}
+            options = {**own, **self._over(under)}
         return build(model, Settings(kind, with_verifier(options, load)))
 
 

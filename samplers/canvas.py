@@ -155,12 +155,14 @@ def begin(
     given: jax.Array | None = None,
     noise: Noise | None = None,
     stop: Stop | None = None,
+    fill: int | None = None,
 ) -> Canvas:
     """The canvas before the first forward, of checked inputs; for the arguments of `BlockSampler.init`.
 
     Args:
         length: S is the prompt's width and this, or `context` if that is longer.
         context: masks fill each row up to this length.
+        fill: the token that stands where nothing is written; the mask token by default.
 
     Raises:
         DllmError: for wrong shapes or dtypes, and for lengths that cannot be (where they are concrete: inside jit only
@@ -173,7 +175,7 @@ def begin(
     noise = source_of(noise, key, batch)
     position = jnp.arange(max(width + length, context))
     tokens = jnp.pad(prompt, ((0, 0), (0, len(position) - width)))
-    tokens = jnp.where(position >= prompt_lengths[:, None], denoiser.mask_id, tokens)
+    tokens = jnp.where(position >= prompt_lengths[:, None], denoiser.mask_id if fill is None else fill, tokens)
     open = jnp.arange(gen_length) < gen_lengths[:, None]
     if given is not None:
         given = jnp.asarray(given, jnp.int32)

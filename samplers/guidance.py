@@ -43,6 +43,10 @@ class Guided:
         return self.denoiser.min_prompt_length
 
     @property
+    def block_length(self) -> int | None:
+        return getattr(self.denoiser, "block_length", None)
+
+    @property
     def batch_parts(self) -> int:
         return self.denoiser.batch_parts
 

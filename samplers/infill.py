@@ -27,7 +27,7 @@ from dllm_jax import DllmError, Model
 from dllm_jax.tokenizer import encode_text, special_tokens
 from samplers.answers import Generation, answer, told_logprobs
 from samplers.apd_loop import LeftToRight
-from samplers.build import CanvasSampler, make_sampler, settings_for
+from samplers.build import CanvasSampler, ends_called, make_sampler, settings_for
 from samplers.checks import check_length, check_whole
 from samplers.engine import Result
 from samplers.noise import row_keys
@@ -271,6 +271,7 @@ def _sampler(
 
 def _suppressed(model: Model, said: Any) -> Any:
     """What was said of `suppress`, and all tokens that have no text: special ones, and ids that no token has."""
+    said = ends_called(model.config, said)
     if said is not None and (isinstance(said, str) or not isinstance(said, Sequence)):
         return said  # which make_sampler refuses
     tokenizer = model.require_tokenizer()

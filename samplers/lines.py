@@ -96,10 +96,21 @@ class LineFile:
         return itertools.chain([self._first], self._lines)
 
     def own(self, line: Line) -> dict[str, Any]:
-        """What a line says, with its prompt not yet looked at.
+        """What a line says that becomes part of an output, with its prompt not yet looked at.
 
         Raises:
-            DllmError: for what is no UTF-8 or no JSON object, and for keys that answers have.
+            DllmError: as `entry`, and for keys that answers have.
+        """
+        entry = self.entry(line)
+        if taken := [name for name in entry if name in WRITTEN]:
+            raise DllmError(f'"{taken[0]}" is a key of the output; rename it')
+        return entry
+
+    def entry(self, line: Line) -> dict[str, Any]:
+        """What a line says.
+
+        Raises:
+            DllmError: for what is no UTF-8 or no JSON object.
         """
         if len(line.data) > LONGEST:
             raise DllmError(f"longer than {LONGEST >> 20} MiB; is this a file of prompts, one per line?")
@@ -166,8 +177,6 @@ def _object(text: str) -> dict[str, Any]:
         raise DllmError(f"not valid JSON ({error})") from None
     if not isinstance(entry, dict):
         raise DllmError('no object; write {"prompt": "..."} or {"messages": [...]}')
-    if taken := [name for name in entry if name in WRITTEN]:
-        raise DllmError(f'"{taken[0]}" is a key of the output; rename it')
     return entry
 
 

@@ -20,6 +20,8 @@ class Purpose(enum.IntEnum):
 
     TOKENS = 0
     ORDER = 1
+    SHARE = 2
+    CANVAS = 3
 
 
 class Noise(Protocol):

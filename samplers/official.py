@@ -205,6 +205,28 @@ class NISampling(BlockSampler):
         return block, block >= self.num_blocks(state.canvas)
 
 
+@pytree(static=("eos_id", "early"))
+class BlockDiffusion(BlockSampler):
+    """Looks whether a row has ended when its block is complete (LLaDA2.0, SDAR), and besides in forwards that wrote an
+    end token (LLaDA2.0's `eos_early_stop`).
+
+    Attributes:
+        eos_id: the end token.
+        early: end within a block.
+    """
+
+    eos_id: int = 0
+    early: bool = False
+
+    def ends(self, state: BlockState, stopped: jax.Array, leaving: jax.Array) -> jax.Array:
+        if not self.early:
+            return stopped & leaving
+        canvas = state.canvas
+        now = (canvas.decoded_at == canvas.nfe[:, None] - 1) & (canvas.decoded_at >= 0)
+        wrote = jnp.any(now & (canvas.generation(self.eos_id) == self.eos_id), axis=1)
+        return stopped & (leaving | wrote)
+
+
 @pytree()
 class DInferState(BlockState):
     """`BlockState`, and the iterations until each row looks at its block again, [B]."""
@@ -252,7 +274,7 @@ class DInfer(BlockSampler):
             return state
         return dataclasses.replace(state, repeats=jnp.where(rows, self._iterations(state), state.repeats))
 
-    def ends(self, stopped: jax.Array, leaving: jax.Array) -> jax.Array:
+    def ends(self, state: BlockState, stopped: jax.Array, leaving: jax.Array) -> jax.Array:
         return stopped & leaving
 
     def _count(self, state: BlockState) -> jax.Array:
@@ -287,6 +309,19 @@ class LeftRight(apd.LeftRight):
     def perturbed(self, z: jax.Array, noise: jax.Array) -> jax.Array:
         assert self.sampling.temperature is not None  # else nothing is drawn
         return z + column(self.sampling.temperature) * noise
+
+
+@pytree()
+class DInferBlocks(DInfer):
+    """dInfer's loop for block diffusion: at least two iterations between two looks, and every forward is one."""
+
+    def leaves(
+        self, state: BlockState, view: BlockView, outcome: Outcome, last: jax.Array
+    ) -> tuple[jax.Array, BlockState]:
+        return super().leaves(state, view, outcome._replace(updated=outcome.updated & False), last)
+
+    def _iterations(self, state: BlockState) -> jax.Array:
+        return jnp.maximum(super()._iterations(state), 2)
 
 
 # Random numbers ------------------------------------------------------------------------------------------------------

@@ -1,10 +1,10 @@
 """The pipeline sampler: several blocks are decoded at once under block-causal attention, with an exact cache.
 
-Discrete diffusion forcing (D2F, arXiv 2508.09192, section 4.3) for models that were trained so (`train.d2f`). A row's
-blocks form a pipeline: the next one is appended as soon as enough of the last is decoded, and while the block before
-it is not nearly complete it commits only what the model is sure of. Because no position sees a later block, the keys
-and values of a complete block are final: they are computed once with its final tokens, along with the forward of the
-blocks behind it, and never again.
+Discrete diffusion forcing (D2F, arXiv 2508.09192, section 4.3) for models that were trained so
+(`train.objectives.d2f`), block diffusion models among them. A row's blocks form a pipeline: the next one is appended as
+soon as enough of the last is decoded, and while the block before it is not nearly complete it commits only what the
+model is sure of. Because no position sees a later block, the keys and values of a complete block are final: they are
+computed once with its final tokens, along with the forward of the blocks behind it, and never again.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from dllm_jax.errors import DllmError
 from dllm_jax.kv_cache import slice_rows, write_rows
 from dllm_jax.pytree import pytree, vary_like
 from samplers import canvas as canvases
-from samplers.block import check_rule, check_sampling
+from samplers.block import check_alignment, check_rule, check_sampling
 from samplers.caches.base import each_row, run_if
 from samplers.canvas import Canvas
 from samplers.checks import check_choice, check_length, check_number
@@ -92,7 +92,7 @@ class _Sure(Rule):
         return view.open & (predictions.confidence > per_row(self.threshold)), state
 
 
-@pytree(static=("gen_length", "block_length", "in_flight", "forced"))
+@pytree(static=("gen_length", "block_length", "align_blocks", "in_flight", "forced"))
 class PipelineSampler:
     """D2F's pipelined block decoding; every unmasking rule may decide inside the blocks.
 
@@ -117,6 +117,8 @@ class PipelineSampler:
         gen_length: G, positions to generate.
         block_length: L; the last block may be shorter (the official code leaves it out, which is `gen_lengths` rounded
             down to a multiple of L).
+        align_blocks: blocks begin at multiples of L counted from the prompt's start, and not behind the prompt, so that
+            a row's first may begin within its prompt, as a block diffusion model's do.
         tau_add: decoded share of the last block at which the next is appended.
         tau_act: decoded share of a block at which the next is fully active.
         threshold: tau_conf; a confidence must be above it in blocks that are not fully active.
@@ -133,6 +135,7 @@ class PipelineSampler:
 
     gen_length: int
     block_length: int = 32
+    align_blocks: bool = False
     tau_add: Number = 0.1
     tau_act: Number = 0.95
     threshold: Number = 0.9
@@ -154,7 +157,7 @@ class PipelineSampler:
         check_number("threshold", self.threshold, 0.0)
         check_choice("forced", self.forced, PROXIES)
         if isinstance(self.rule, Rule):
-            self.rule.check(self.gen_length, self.num_blocks)
+            self.rule.check(self.gen_length, None if self.align_blocks else self.num_blocks)
         check_sampling(self.sampling)
 
     canvas_length = None  # nothing lies behind the generation
@@ -166,8 +169,9 @@ class PipelineSampler:
 
     @property
     def num_blocks(self) -> int:
-        """N, blocks of a generation."""
-        return -(-self.gen_length // self.block_length)
+        """N, blocks of a generation, the most where they are aligned."""
+        before = self.block_length - 1 if self.align_blocks else 0
+        return -(-(before + self.gen_length) // self.block_length)
 
     @property
     def most_in_flight(self) -> int:
@@ -194,8 +198,9 @@ class PipelineSampler:
         if self._rule.revises:
             raise DllmError("a rule that revises what is written cannot decide in a pipeline; use BlockSampler")
         config = getattr(denoiser, "config", None)
-        if config is not None and config.attention != "bidirectional":
-            raise DllmError(f"a {config.family} model has {config.attention} attention; give a diffusion model")
+        if config is not None and config.attention == "causal":
+            raise DllmError(f"a {config.family} model has causal attention; give a diffusion model")
+        check_alignment(denoiser, self.align_blocks)
         canvas = canvases.begin(
             denoiser,
             prompt,
@@ -223,17 +228,15 @@ class PipelineSampler:
         """Appends blocks, runs one forward over every row's window, and commits."""
         state = self._append(denoiser, state)
         canvas, blocks = state.canvas, self._blocks(denoiser, state)
-        ran, first = ~canvas.done, canvas.nfe == 0
+        ran, opening, start = ~canvas.done, self._opening(denoiser, state), self._start(canvas)
         found, kv = self._forward(denoiser, state, blocks)
-        tokens = jnp.where(
-            found.token >= 0, found.token, slice_rows(canvas.tokens, canvas.prompt_lengths, self._length)
-        )
-        open = canvas.of_window(canvas.open, canvas.prompt_lengths, self._length) & (found.token < 0)
-        canvas = canvas.write(canvas.prompt_lengths, tokens, found.logprob, open, ran)
-        updated = first | (blocks.complete > state.cached)
+        tokens = jnp.where(found.token >= 0, found.token, slice_rows(canvas.tokens, start, self._length))
+        open = canvas.of_window(canvas.open, start, self._length) & (found.token < 0)
+        canvas = canvas.write(start, tokens, found.logprob, open, ran)
+        updated = opening | (blocks.complete > state.cached)
         state = dataclasses.replace(
             state,
-            canvas=canvas.counted(ran, first, updated, found.finite),
+            canvas=canvas.counted(ran, opening, updated, found.finite),
             cached=jnp.where(ran, blocks.complete, state.cached),
             rule=found.rule,
             kv=kv,
@@ -257,28 +260,54 @@ class PipelineSampler:
         """Positions of all blocks, N L."""
         return self.num_blocks * self.block_length
 
+    def _prompt_part(self, canvas: Canvas) -> jax.Array:
+        """[B] int32, positions of the prompt that belong to a row's first block."""
+        return canvas.prompt_lengths % self.block_length if self.align_blocks else jnp.zeros_like(canvas.prompt_lengths)
+
+    def _start(self, canvas: Canvas) -> jax.Array:
+        """[B] int32, where a row's first block begins."""
+        return canvas.prompt_lengths - self._prompt_part(canvas)
+
+    def _alone(self, denoiser: DenoiserLike, state: PipelineState) -> jax.Array:
+        """[B] bool, rows whose first block holds a position that is never predicted, and so not refreshed by a window:
+        until its keys and values are final it is run whole, and without company."""
+        return (self._start(state.canvas) < denoiser.min_prompt_length) & (state.cached == 0)
+
+    def _opening(self, denoiser: DenoiserLike, state: PipelineState) -> jax.Array:
+        """[B] bool, rows whose next forward is over prompt and first block."""
+        return ~state.canvas.done & ((state.canvas.nfe == 0) | self._alone(denoiser, state))
+
+    def _visible(self, denoiser: DenoiserLike, canvas: Canvas) -> jax.Array:
+        """[B, S] int32, how many positions each sees; to a block diffusion model the prompt is blocks as well."""
+        start = self._start(canvas)
+        begin = start if getattr(denoiser, "block_length", None) is None else jnp.zeros_like(start)
+        visible = block_causal(canvas.tokens.shape[1], begin, self.block_length)
+        return jnp.minimum(visible, (canvas.prompt_lengths + canvas.gen_lengths)[:, None])
+
     def _blocks(self, denoiser: DenoiserLike, state: PipelineState) -> Blocks:
         count, length, canvas = self.num_blocks, self.block_length, state.canvas
-        open = canvas.of_window(canvas.open, canvas.prompt_lengths, self._length).reshape(-1, count, length)
-        left = open.sum(axis=-1, dtype=jnp.int32)
-        size = jnp.clip(canvas.gen_lengths[:, None] - jnp.arange(count) * length, 0, length)
+        open = canvas.of_window(canvas.open, self._start(canvas), self._length).reshape(-1, count, length)
+        left, before = open.sum(axis=-1, dtype=jnp.int32), self._prompt_part(canvas)
+        ends = jnp.minimum(jnp.arange(1, count + 1) * length - before[:, None], canvas.gen_lengths[:, None])
+        size = jnp.maximum(ends - jnp.maximum(jnp.arange(count) * length - before[:, None], 0), 0)
         appended = jnp.sum(state.appended_at >= 0, axis=1, dtype=jnp.int32)
         whole = (left == 0) & (jnp.arange(count) < appended[:, None])
-        ends = jnp.asarray([denoiser.eos_id]) if self.end_ids is None else self.end_ids
+        end_ids = jnp.asarray([denoiser.eos_id]) if self.end_ids is None else self.end_ids
         return Blocks(
             open=open,
             ratio=(size - left) / jnp.maximum(size, 1),
             appended=appended,
             complete=jnp.cumprod(whole, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32),
-            total=-(-canvas.gen_lengths // length),
-            ended=jnp.any((canvas.decoded_at >= 0) & jnp.isin(canvas.generation(denoiser.eos_id), ends), axis=1),
+            total=-(-(before + canvas.gen_lengths) // length),
+            ended=jnp.any((canvas.decoded_at >= 0) & jnp.isin(canvas.generation(denoiser.eos_id), end_ids), axis=1),
         )
 
     def _append(self, denoiser: DenoiserLike, state: PipelineState) -> PipelineState:
         """Rows whose last block is decoded far enough append the next."""
         blocks = self._blocks(denoiser, state)
         last = jnp.take_along_axis(_after_prompt(blocks.ratio), blocks.appended[:, None], axis=1)[:, 0]
-        space = (blocks.appended < blocks.total) & (blocks.appended - state.cached < self.most_in_flight)
+        most = jnp.where(self._alone(denoiser, state), 1, self.most_in_flight)
+        space = (blocks.appended < blocks.total) & (blocks.appended - state.cached < most)
         grows = ~state.canvas.done & ~blocks.ended & space & (last >= jnp.asarray(self.tau_add))
         new = grows[:, None] & (jnp.arange(self.num_blocks) == blocks.appended[:, None])
         return dataclasses.replace(state, appended_at=jnp.where(new, state.canvas.nfe[:, None], state.appended_at))
@@ -286,13 +315,11 @@ class PipelineSampler:
     def _forward(self, denoiser: DenoiserLike, state: PipelineState, blocks: Blocks) -> tuple["Found", Any]:
         """What every row's forward decides, and the buffers: of a row's first one over its prompt and first block, of
         the others over the smallest window that holds every row's blocks in flight."""
-        canvas, nothing = state.canvas, self._nothing(state)
-        visible = block_causal(canvas.tokens.shape[1], canvas.prompt_lengths, self.block_length)
-        visible = jnp.minimum(visible, (canvas.prompt_lengths + canvas.gen_lengths)[:, None])
-        opening = ~canvas.done & (canvas.nfe == 0)
+        canvas, nothing, start = state.canvas, self._nothing(state), self._start(state.canvas)
+        visible, opening = self._visible(denoiser, canvas), self._opening(denoiser, state)
         others = ~canvas.done & ~opening
         length = canvas.tokens.shape[1] - self._length + self.block_length
-        request = Opening(canvas.tokens[:, :length], visible[:, :length], canvas.prompt_lengths, self.block_length)
+        request = Opening(canvas.tokens[:, :length], visible[:, :length], start, self.block_length)
         hidden, kv = each_row(opening, denoiser.batch_parts, lambda part: _open(denoiser, part), request, state.kv)
         first = jnp.zeros_like(state.cached)
         decide = lambda found, kv: (self._decide(denoiser, state, blocks, opening, hidden, first, found), kv)
@@ -303,7 +330,7 @@ class PipelineSampler:
             first = jnp.minimum(state.cached, self.num_blocks - count)
             place = first[:, None] * self.block_length + jnp.arange(count * self.block_length)
             write = (place >= state.cached[:, None] * self.block_length) & others[:, None]
-            span = Span(canvas.prompt_lengths + first * self.block_length, place.shape[1])
+            span = Span(start + first * self.block_length, place.shape[1])
             hidden, kv = denoiser.forward(canvas.tokens, visible, at=span, kv=kv, write=write)
             return self._decide(denoiser, state, blocks, others, hidden, first, found), kv
 
@@ -338,13 +365,14 @@ class PipelineSampler:
         count = hidden.shape[1] // length
         of_window = lambda x: slice_rows(x, first, count)
         by_block = lambda x: x.reshape(batch, count, length, *x.shape[2:])
-        in_blocks = lambda x: canvas.of_window(x, canvas.prompt_lengths, self._length).reshape(batch, -1, length)
+        start = self._start(canvas)
+        in_blocks = lambda x: canvas.of_window(x, start, self._length).reshape(batch, -1, length)
         live = (jnp.arange(self.num_blocks) < blocks.appended[:, None])[..., None]
         before = _after_prompt(blocks.ratio)[:, :-1]
         written = in_blocks(canvas.decoded_at >= 0)
         entered = blocks.open.sum(-1, dtype=jnp.int32) + written.sum(-1, dtype=jnp.int32)
         open, full = of_window(blocks.open & live), of_window(before) >= jnp.asarray(self.tau_act)[..., None]
-        tokens = slice_rows(canvas.tokens, canvas.prompt_lengths, self._length).reshape(batch, -1, length)
+        tokens = slice_rows(canvas.tokens, start, self._length).reshape(batch, -1, length)
         logits = denoiser.logits(hidden) if self._rule.reads_hidden else None
         decide = lambda *parts: self._decide_block(denoiser, state, blocks.total, count, *parts)
         token, logprob, finite, new = jax.vmap(decide, in_axes=1, out_axes=1)(
@@ -401,11 +429,13 @@ class PipelineSampler:
     ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
         """One block of every row, block [B], of `count` beside each other: the tokens that are committed [B, L], -1
         elsewhere; their log-probabilities [B, L]; whether the logits were finite [B]; and the rule's new state."""
-        positions = block[:, None] * self.block_length + jnp.arange(self.block_length, dtype=jnp.int32)
+        first = block * self.block_length - self._prompt_part(state.canvas)
+        positions = first[:, None] + jnp.arange(self.block_length, dtype=jnp.int32)
+        in_blocks = getattr(denoiser, "block_length", None) is not None
         view = BlockView(
             open=open,
             positions=positions,
-            first=positions[:, 0],
+            first=first,
             step=step,
             block_open=entered,
             num_blocks=total,
@@ -414,6 +444,7 @@ class PipelineSampler:
             tokens=tokens,
             written=written,
             mask_id=denoiser.mask_id,
+            heads=jnp.broadcast_to(jnp.arange(self.block_length) == 0, open.shape) if in_blocks else None,
         )
         predictions, rule_state = predicted(
             denoiser, self._rule, self.sampling, hidden, view, rule_state, logits=logits, beside=count
@@ -456,7 +487,11 @@ class Found(NamedTuple):
 
 def _open(denoiser: DenoiserLike, request: Opening) -> tuple[jax.Array, Any]:
     """A forward over prompts and first blocks: hidden states of the blocks, and keys and values of everything."""
-    return denoiser.forward(request.tokens, request.visible, outputs=Span(request.start, request.length))
+    least = denoiser.min_prompt_length
+    outputs = Span(jnp.maximum(request.start, least), request.length)
+    hidden, kv = denoiser.forward(request.tokens, request.visible, outputs=outputs)
+    padded = jnp.concatenate([hidden[:, :least], hidden], axis=1)  # for a position that has no predictor
+    return slice_rows(padded, least - (outputs.start - request.start), request.length), kv
 
 
 def _window_widths(most: int) -> list[int]:

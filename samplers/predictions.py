@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,10 @@ from samplers.noise import gumbel
 ScoreFrom = Literal["raw", "sampling"]
 Draw = Callable[[jax.Array], jax.Array]
 """Uniforms in (0, 1), [B, W, n], for ids [n] int32."""
+
+Mix = Callable[[jax.Array, Tile], jax.Array]
+
+NO_MASK = -1  # the mask token of a model that has none
 
 T = TypeVar("T")
 
@@ -158,10 +162,83 @@ def predict(
     return _concluded(found, plan, cut, scores.vocab_size)
 
 
+class Drawn(NamedTuple):
+    """What one step knows of positions [B, W], none of which has a mask token.
+
+    Attributes:
+        token: int32, drawn.
+        best: int32, the most probable token.
+        logprob: of the best one, as in `Predictions`.
+        entropy: in nats, of the distribution that was drawn from.
+        finite: bool, as in `Predictions`.
+        soft: [B, W, D] float32, the embedding that this distribution expects.
+    """
+
+    token: jax.Array
+    best: jax.Array
+    logprob: jax.Array
+    entropy: jax.Array
+    finite: jax.Array
+    soft: jax.Array
+
+
+def draw_and_expect(scores: Readout, sampling: Sampling, *, draw: Draw, mix: Mix) -> Drawn:
+    """Draws tokens, and mixes the vocabulary's embeddings by the probabilities they are drawn with, in the same pass.
+
+    Args:
+        scores: the model's logits.
+        sampling: with a temperature.
+        mix: weights of a tile's tokens, [B, W, parts * width] float32, and the tile -> the sum of their embeddings.
+    """
+    plan, logits = _Plan(sampling, NO_MASK, "sampling", draw), _once(scores, scores.of)
+    cuts = sampling.top_p is not None or sampling.top_k is not None
+    cut = _cut(scores, logits, sampling, NO_MASK) if cuts else None
+
+    def read(tile: Tile) -> tuple[_Tally, jax.Array]:
+        raw, ids = logits(tile), scores.ids(tile)
+        tally = _tally(raw, ids, plan, cut)
+        score = _scored(raw, ids, plan, cut)[2]
+        return tally, mix(jnp.exp(score - _centre(tally.mass.peak)[..., None]), tile)
+
+    def merge(one: tuple[_Tally, jax.Array], other: tuple[_Tally, jax.Array]) -> tuple[_Tally, jax.Array]:
+        tally = _tallied(one[0], other[0])
+        share = lambda part: jnp.exp(part[0].mass.peak - _centre(tally.mass.peak))[..., None] * part[1]
+        return tally, share(one) + share(other)
+
+    found, mixed = _reduce(scores, read, merge)
+    known = _concluded(found, plan, cut, scores.vocab_size)
+    assert found.total is not None  # a temperature divides what is scored
+    return Drawn(
+        token=known.token,
+        best=found.top.token,
+        logprob=found.top.value - _centre(found.peak) - jnp.log(found.total),
+        entropy=known.entropy,
+        finite=known.finite,
+        soft=mixed / found.mass.total[..., None],
+    )
+
+
 def logprob_of(logits: jax.Array, token: jax.Array) -> jax.Array:
     """Log-probabilities of tokens [B, W] int32 by logits [B, W, V] float32, as in `Predictions`: [B, W] float32."""
     peak, own = logits.max(axis=-1), jnp.take_along_axis(logits, token[..., None], axis=-1)[..., 0]
     return own - peak - jnp.log(jnp.exp(logits - peak[..., None]).sum(axis=-1))
+
+
+def logprobs_of(scores: Readout, token: jax.Array) -> jax.Array:
+    """Log-probabilities of tokens [B, W] int32, read tile by tile: [B, W] float32; NaN where a score is."""
+
+    def read(tile: Tile) -> tuple[jax.Array, jax.Array, jax.Array]:
+        logits = scores.of(tile)
+        peak, own = logits.max(axis=-1), jnp.where(scores.ids(tile) == token[..., None], logits, -jnp.inf).max(axis=-1)
+        return peak, jnp.exp(logits - _centre(peak)[..., None]).sum(axis=-1), own
+
+    def merge(one: Any, other: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        peak = jnp.maximum(one[0], other[0])
+        total = sum(jnp.exp(part[0] - _centre(peak)) * part[1] for part in (one, other))
+        return peak, total, jnp.maximum(one[2], other[2])
+
+    peak, total, own = _reduce(scores, read, merge)
+    return own - peak - jnp.log(total)
 
 
 def column(value: float | jax.Array) -> jax.Array:
@@ -418,16 +495,20 @@ class _Tally(NamedTuple):
     total: jax.Array | None
 
 
+def _scored(raw: jax.Array, ids: jax.Array, plan: _Plan, cut: _Cut | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """A tile's logits without what is suppressed, the same tempered, and what is scored; `defer` is left to others."""
+    logits = _without(raw, ids, plan.sampling.suppress)
+    z = temper(logits, plan.sampling)
+    if plan.score_from == "raw":
+        return logits, z, logits
+    return logits, z, z if cut is None else jnp.where(_code(z) >= cut.kept[..., None], z, -jnp.inf)
+
+
 def _tally(raw: jax.Array, ids: jax.Array, plan: _Plan, cut: _Cut | None) -> _Tally:
-    sampling = plan.sampling
-    logits = _without(raw, ids, sampling.suppress)
-    z = temper(logits, sampling)
-    score = logits if plan.score_from == "raw" else z
+    sampling, (logits, z, score) = plan.sampling, _scored(raw, ids, plan, cut)
     value = jnp.where(ids == plan.mask_id, -jnp.inf, z)
     if cut is not None:
         value = jnp.where(_code(z) >= cut.drawn[..., None], value, -jnp.inf)
-    if cut is not None and plan.score_from == "sampling":
-        score = jnp.where(_code(z) >= cut.kept[..., None], z, -jnp.inf)
     if sampling.temperature is not None:
         if plan.draw is None:
             raise ValueError("a temperature needs uniform draws")

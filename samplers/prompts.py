@@ -40,16 +40,21 @@ def pad_prompts(rows: Sequence[Sequence[int]], width: int | None = None) -> tupl
 
 
 def given_canvas(
-    answers: Sequence[tuple[np.ndarray, np.ndarray | None]], width: int, mask_id: int
+    answers: Sequence[tuple[np.ndarray, np.ndarray | None]], width: int, mask_id: int | None
 ) -> np.ndarray | None:
     """What canvases come with, [B, width] int32 with the mask id where a token is to be generated; None where nothing
     is given.
 
     Args:
         answers: per row the tokens [N] and which of them are given, [N] bool or None for none.
+
+    Raises:
+        DllmError: when something is given and the model has no mask token.
     """
     if all(given is None for _, given in answers):
         return None
+    if mask_id is None:
+        raise DllmError("answers with given tokens need a model with a mask token; take another model, or another task")
     canvas = np.full((len(answers), width), mask_id, np.int32)
     for row, (ids, given) in enumerate(answers):
         if given is not None:
@@ -80,9 +85,21 @@ def _checked_ids(model: Model, ids: Sequence[Any]) -> list[int]:
         raise DllmError("the prompt is empty; give at least one token")
     for token in ids:
         check_token("prompt", token, model.config)
-    if model.denoiser.mask_id in ids:
+    if model.config.attention != "canvas" and model.denoiser.mask_id in ids:
         raise DllmError("the prompt contains the mask token; to fill gaps of a text use samplers.infill")
     return [int(token) for token in ids]
+
+
+def led_prompt(model: Model, ids: Sequence[int] | np.ndarray) -> list[int]:
+    """A prompt of data, led by the model's start token where the model needs a token and the data has none.
+
+    Raises:
+        DllmError: when the model has no start token.
+    """
+    missing = max(model.denoiser.min_prompt_length - len(ids), 0)
+    if missing and model.config.bos_id is None:
+        raise DllmError(f"a prompt is empty and {model.name} has no start token; give at least one token")
+    return [int(model.config.bos_id or 0)] * missing + np.asarray(ids, int).tolist()
 
 
 def check_lengths(model: Model, sampler: CanvasSampler, rows: Sequence[Sequence[int]]) -> None:

@@ -10,7 +10,7 @@ import functools
 import types
 import typing
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from dllm_jax.errors import DllmError
 from dllm_jax.tools import spec
@@ -22,14 +22,20 @@ from samplers.indicator import Indicator
 from samplers.pipeline import PipelineSampler
 from samplers.predictions import Sampling
 from samplers.presets import PRESETS
+from samplers.renoise import Renoise
 from samplers.rules import RULES, Rule
 from samplers.smoothing import Smoothing
 
-LOOPS: Mapping[str, type] = types.MappingProxyType({"d2f": PipelineSampler, "apd": APD, "leftright": LeftRight})
+LOOPS: Mapping[str, type] = types.MappingProxyType(
+    {"d2f": PipelineSampler, "apd": APD, "leftright": LeftRight, "renoise": Renoise}
+)
 """Samplers that are no `BlockSampler`."""
 
 PARTS: Mapping[str, Mapping[str, type]] = types.MappingProxyType({"rule": RULES, "cache": CACHES})
 """Field of a sampler -> what may be named there."""
+
+ENDS = ("eos", "ends")
+"""Words for end tokens, whatever the model's are."""
 
 _CALLED = {"rule": "unmasking rule", "cache": "cache policy"}
 _MADE = ("sampling", "end_ids")  # fields that are made of options of other names
@@ -40,6 +46,8 @@ _TYPES = {  # of options that are written otherwise than their field is
     "smoothing": bool,
     "ignore_eos": bool,
     "block_length": int | None,
+    "suppress": Literal["eos", "ends"] | None,
+    "defer": Literal["eos", "ends"] | None,
 }
 
 

@@ -25,7 +25,6 @@ from dllm_jax import DllmError, Model
 from dllm_jax.sharding import batch_sharding, check_splits
 from dllm_jax.tokenizer import token_bytes
 from samplers.answers import Generation, answer
-from samplers.apd_loop import LeftToRight
 from samplers.build import CanvasSampler, build, check_token, sampler_of, settings_for
 from samplers.checks import check_length, check_whole, refuse_unknown
 from samplers.engine import Result
@@ -263,7 +262,7 @@ class Engine:
             wanted = f"[{self.sampler.gen_length}], the engine's generation"
             raise DllmError(f"given has shape {list(request.given.shape)}; it must be {wanted}")
         if request.given is not None and self._rows.given is None:
-            raise DllmError("given tokens cannot be kept by a sampler that writes from left to right; use BlockSampler")
+            raise DllmError("given tokens cannot be kept by this sampler; use BlockSampler")
         self._stops.check(request.stop)
 
     def cancel(self, request: Request) -> None:
@@ -335,7 +334,7 @@ class Engine:
             return sampler
         found = sampler.sampling
         plain = {"temperature": 0.0, "top_p": 1.0, "top_k": self.model.config.vocab_size}
-        missing = {name: value for name, value in plain.items() if getattr(found, name) is None}
+        missing = {name: plain[name] for name in getattr(sampler, "draws", plain) if getattr(found, name) is None}
         return dataclasses.replace(sampler, sampling=dataclasses.replace(found, **missing))
 
     def _numbers_with(self, options: dict[str, Any]) -> tuple[Any, ...]:
@@ -358,7 +357,7 @@ class Engine:
     def _empty_rows(self) -> Rows:
         batch, length, low = self.slots, self.sampler.gen_length, self.model.denoiser.min_prompt_length
         numbers = (np.full(batch, number, jnp.result_type(number)) for number in self._numbers)
-        takes_given = not isinstance(self.sampler, LeftToRight)
+        takes_given = getattr(self.sampler, "takes_given", True)
         start, drop = self._stops.rows(batch)
         return Rows(
             prompt=np.zeros((batch, self.prompt_length), np.int32),

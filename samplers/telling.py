@@ -87,7 +87,8 @@ def device_of(model: Model) -> str:
 def settings_told(options: argparse.Namespace, said: Mapping[str, Any], name: str, sampler: Any) -> dict[str, Any]:
     """The settings of a run, for its JSON: what is known before the model, of this name, is loaded."""
     always = {name: getattr(options, name) for name in ("chat", "system", "seed", "batch_size", "preset", "sampler")}
-    drawn = {name: getattr(sampler.sampling, name) for name in ("temperature", "top_p", "top_k")}
+    draws = getattr(sampler, "draws", ("temperature", "top_p", "top_k"))
+    drawn = {name: getattr(sampler.sampling, name) for name in draws}
     told = {"stop": [], "ignore_eos": False, **drawn, **said, **settings_of(sampler), "block_length": sampler.width}
     none = {"temperature": 0.0, "guidance": 0.0}
     told |= {name: value for name, value in none.items() if told.get(name, 0) is None}

@@ -1,6 +1,6 @@
 """The families that can be converted: one module each, and one line of this table."""
 
-from convert.families import dream, llada, llada_moe, qwen2
+from convert.families import diffusion_gemma, dream, fast_dllm_v2, llada, llada2, llada_moe, qwen2, sdar
 from convert.families.base import Family, Layout, Move, Rule, Slot, plan
 from convert.hub_config import HubConfig
 from dllm_jax.errors import DllmError
@@ -11,7 +11,11 @@ FAMILIES: dict[str, Family] = {
     "llada": llada.FAMILY,
     "llada-1.5": llada.FAMILY,
     "llada-moe": llada_moe.FAMILY,
+    "llada2": llada2.FAMILY,
     "dream": dream.FAMILY,
+    "sdar": sdar.FAMILY,
+    "fast-dllm-v2": fast_dllm_v2.FAMILY,
+    "diffusion-gemma": diffusion_gemma.FAMILY,
     "qwen2": qwen2.FAMILY,
 }
 

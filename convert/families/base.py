@@ -15,16 +15,17 @@ from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.params import abstract_params
 
+PART = "/"  # between a tensor's name and that of its part
 HEAD = "lm_head.kernel"
 EMBEDDING = "embed.embedding"
 
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """One tensor of the hub's format and its place in one of ours.
+    """One tensor of the hub's format, or some rows of one, and its place in one of ours.
 
     Attributes:
-        hub: its name there.
+        hub: its name there; of rows `TENSOR/PART`.
         shape: its shape there.
         ours: the flat name of the parameter it belongs to.
         pieces: the parts of our array it holds, in its own order; equal slices of it, each a matrix where the tensor
@@ -38,6 +39,11 @@ class Slot:
     pieces: tuple[Index, ...]
     transpose: bool
 
+    @property
+    def tensor(self) -> str:
+        """The name of the whole tensor in the hub's format."""
+        return self.hub.partition(PART)[0]
+
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
@@ -45,7 +51,8 @@ class Rule:
 
     Attributes:
         hub: the tensor's name in the hub's format; `{layer}` stands for the number in our name, and a name in `place`
-            for the position along that axis.
+            for the position along that axis. Rules for `TENSOR/PART` share a tensor: its rows are those of the parts,
+            in the order of the rules.
         ours: its flat name here.
         transpose: True for matrices, which the hub stores [out, in] and we [in, out].
         place: where the tensor lies in our array, for one that is put together from several or holds several: an entry
@@ -104,16 +111,21 @@ class Layout:
     rules: tuple[Rule, ...]
 
     def slots(self, config: ModelConfig) -> Iterator[Slot]:
-        """Every tensor of a checkpoint of this layout, in the backbone's order.
+        """Every tensor of a checkpoint of this layout, in the backbone's order; the parts of one after each other.
 
         Raises:
             DllmError: when the format has no place for one of our parameters.
         """
+        order, tensors = dict[str, int](), dict[str, list[Slot]]()
         for name, array in abstract_params(config).items():
-            slots = [slot for rule in self.rules for slot in rule.slots(name, array.shape)]
+            slots = [(place, slot) for place, rule in enumerate(self.rules) for slot in rule.slots(name, array.shape)]
             if not slots:
                 raise DllmError(f"parameter {name} has no place in a {config.family} checkpoint of the hub's format")
-            yield from slots
+            order |= {slot.hub: place for place, slot in slots}
+            for _, slot in slots:
+                tensors.setdefault(slot.tensor, []).append(slot)
+        for parts in tensors.values():
+            yield from sorted(parts, key=lambda slot: order[slot.hub])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +141,8 @@ class Family:
         ignored: regular expressions of tensors that hold no parameters.
         marker: a field of config.json that only this family has among those of its model_types; None if it needs none.
         generation: options of samplers that its models are usually sampled with, for `generation.json`.
+        note: what people are told about a conversion; None for nothing.
+        read_generation: those that the hub's generation_config.json gives, over these; None reads none.
     """
 
     name: str
@@ -139,11 +153,17 @@ class Family:
     ignored: tuple[str, ...] = ()
     marker: str | None = None
     generation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    note: str | None = None
+    read_generation: Callable[[HubConfig], Mapping[str, Any]] | None = None
 
     @property
     def architectures(self) -> tuple[str, ...]:
         """Entries of `architectures` in config.json that are this family."""
         return tuple(layout.architecture for layout in self.layouts)
+
+    def usual(self, hub: HubConfig) -> dict[str, Any]:
+        """What a checkpoint's `generation.json` says where the source has none."""
+        return {**self.generation, **(self.read_generation(hub) if self.read_generation else {})}
 
     def layout(self, name: str | None) -> Layout:
         """The layout of that name, or the usual one.
@@ -184,6 +204,8 @@ def plan(family: Family, config: ModelConfig, entries: Mapping[str, TensorEntry]
             layouts.
     """
     _check_counts(config, entries, where)
+    joined = _joined(family, config)
+    entries = {part.name: part for entry in entries.values() for part in _parts(entry, joined.get(entry.name))}
     stored = {name: entry for name, entry in entries.items() if not _is_ignored(family, name)}
     slots = _stored_layout(family, config, stored, where)
     tied = _hub_name(family, config.replace(tied_embeddings=False), HEAD) if config.tied_embeddings else None
@@ -207,6 +229,24 @@ def plan(family: Family, config: ModelConfig, entries: Mapping[str, TensorEntry]
     shapes, place = abstract_params(config), {name: number for number, name in enumerate(entries)}
     moves = [Move(target, tuple(shapes[target].shape), tuple(parts)) for target, parts in pieces.items()]
     return sorted(moves, key=lambda move: place[move.pieces[0].entry.name])  # files are read from front to back
+
+
+def _parts(entry: TensorEntry, found: list[Slot] | None) -> list[TensorEntry]:
+    """The parts of a tensor that several of our parameters share, as tensors of their own; another one as it is."""
+    if found is None or entry.shape != (sum(slot.shape[0] for slot in found), *found[0].shape[1:]):
+        return [entry]  # a wrong shape is told later
+    starts = itertools.accumulate((math.prod(slot.shape) for slot in found), initial=0)
+    return [
+        dataclasses.replace(entry, name=slot.hub, shape=slot.shape, offset=entry.offset + start * entry.dtype.itemsize)
+        for slot, start in zip(found, starts, strict=False)
+    ]
+
+
+def _joined(family: Family, config: ModelConfig) -> dict[str, list[Slot]]:
+    """The tensors that have parts, by name."""
+    slots = (slot for layout in family.layouts for slot in layout.slots(config) if PART in slot.hub)
+    grouped = itertools.groupby(slots, key=lambda slot: slot.tensor)
+    return {name: list(parts) for name, parts in grouped}
 
 
 def _is_ignored(family: Family, name: str) -> bool:

@@ -5,21 +5,31 @@ from collections.abc import Mapping
 
 from samplers.caches.base import CachePolicy, Outcome, Request
 from samplers.caches.dual import DualCache
+from samplers.caches.exact import ExactCache, SubBlockCache
 from samplers.caches.none import NoCache
 from samplers.caches.prefix import PrefixCache
 from samplers.caches.vicinity import VicinityCache
 
 CACHES: Mapping[str, type] = types.MappingProxyType(
-    {"none": NoCache, "prefix": PrefixCache, "dual": DualCache, "vicinity": VicinityCache}
+    {
+        "none": NoCache,
+        "prefix": PrefixCache,
+        "dual": DualCache,
+        "vicinity": VicinityCache,
+        "exact": ExactCache,
+        "sub-block": SubBlockCache,
+    }
 )
 
 __all__ = [
     "CACHES",
     "CachePolicy",
     "DualCache",
+    "ExactCache",
     "NoCache",
     "Outcome",
     "PrefixCache",
     "Request",
+    "SubBlockCache",
     "VicinityCache",
 ]

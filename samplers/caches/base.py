@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -132,7 +132,7 @@ class Windows(NamedTuple):
 
     Attributes:
         windows: the program holds each.
-        choice: number of the one to run now.
+        choice: number of the one to run now, for all rows or [B] for each.
         low, high: [B], the positions that each row runs then, as far as they may be open.
     """
 
@@ -140,6 +140,14 @@ class Windows(NamedTuple):
     choice: jax.Array | int
     low: jax.Array
     high: jax.Array
+
+
+def own_positions(request: Request) -> jax.Array | None:
+    """Which positions of the active block's span are its own, [B, width] bool; None for all."""
+    if not request.ragged:
+        return None
+    positions = request.span.positions
+    return (positions >= request.block_start[:, None]) & (positions < request.block_end[:, None])
 
 
 @pytree()
@@ -175,9 +183,17 @@ class BlockCache:
         """Raises DllmError for numbers that make no sense."""
         check_whole("refresh_every", self.refresh_every, 1)
 
-    def windows(self, first: int, request: Request) -> Windows:
-        """The forwards over part of the sequence, none of which begins before position `first`."""
+    in_order: ClassVar[bool] = False
+    """Whether rows enter all of their blocks, complete ones too, each for a forward at least."""
+
+    def windows(self, denoiser: DenoiserLike, request: Request, state: BlockCacheState) -> Windows:
+        """The forwards over part of the sequence, none of which begins before the first position that the model can
+        predict."""
         raise NotImplementedError
+
+    def whole(self, denoiser: DenoiserLike, request: Request) -> tuple[jax.Array, Any]:
+        """The forward that rebuilds: hidden states as `Outcome` wants them, and keys and values from position 0 on."""
+        return full_forward(denoiser, request)
 
     def warming(self, request: Request) -> jax.Array:
         """[B] bool, rows that run everything anew without relying on it later."""
@@ -207,21 +223,21 @@ class BlockCache:
         stale = request.active & ~warming & self.stale(request, state)
         full, one = warming | stale, request.active.shape[0] == 1
         others = request.active & ~full
-        options = self.windows(denoiser.min_prompt_length, request)
+        options = self.windows(denoiser, request, state)
 
-        def windowed(window: Window, hidden: jax.Array, kv: Any) -> tuple[jax.Array, Any]:
+        def windowed(window: Window, rows: jax.Array, hidden: jax.Array, kv: Any) -> tuple[jax.Array, Any]:
             if one:  # which runs this or a full forward
                 return window_forward(denoiser, request, window, kv)
-            write = others[:, None] if window.write is None else window.write & others[:, None]
-            write = jnp.broadcast_to(write, (others.shape[0], window.span.width))
+            write = rows[:, None] if window.write is None else window.write & rows[:, None]
+            write = jnp.broadcast_to(write, (rows.shape[0], window.span.width))
             found, kv = window_forward(denoiser, request, window._replace(write=write), kv)
-            return jnp.where(others[:, None, None], found, hidden), kv
+            return jnp.where(rows[:, None, None], found, hidden), kv
 
-        forward = lambda part: full_forward(denoiser, part)
+        forward = lambda part: self.whole(denoiser, part)
         hidden, kv = each_row(full, denoiser.batch_parts, forward, request, state.kv)
         for number, window in enumerate(options.windows):
-            wanted = others.any() & (options.choice == number)
-            hidden, kv = run_if(wanted, functools.partial(windowed, window), hidden, kv)
+            rows = others & (options.choice == number)
+            hidden, kv = run_if(rows.any(), functools.partial(windowed, window, rows), hidden, kv)
         return Outcome(
             hidden,
             self.rebuilt(request, dataclasses.replace(state, kv=kv), stale),

@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from dllm_jax.denoiser import Span
+from dllm_jax.denoiser import DenoiserLike, Span
 from dllm_jax.pytree import pytree
-from samplers.caches.base import BlockCache, Request, Window, Windows
+from samplers.caches.base import BlockCache, BlockCacheState, Request, Window, Windows
 from samplers.checks import check_whole
 
 
@@ -36,7 +36,8 @@ class VicinityCache(BlockCache):
     def warming(self, request: Request) -> jax.Array:
         return request.nfe < jnp.asarray(self.warmup)
 
-    def windows(self, first: int, request: Request) -> Windows:
+    def windows(self, denoiser: DenoiserLike, request: Request, state: BlockCacheState) -> Windows:
+        first = denoiser.min_prompt_length
         width = min(self.prefix_look + request.width + self.after_look, request.length - first)
         low = jnp.maximum(request.block_start - self.prefix_look, first)
         high = jnp.minimum(request.block_end + self.after_look, request.lengths)

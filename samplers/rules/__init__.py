@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from samplers.rules.base import BlockView, Rule
 from samplers.rules.credit import Credit
 from samplers.rules.dream import Dream
+from samplers.rules.dynamic import Dynamic
 from samplers.rules.eb import EB
 from samplers.rules.edit import Edit
 from samplers.rules.factor import Factor
+from samplers.rules.fast_dllm_v2 import FastDllmV2
 from samplers.rules.hierarchical import Hierarchical
 from samplers.rules.llada import LLaDA
 from samplers.rules.ni import NI
@@ -29,6 +31,8 @@ RULES: Mapping[str, type[Rule]] = types.MappingProxyType(
         "ni": NI,
         "remask": Remask,
         "edit": Edit,
+        "dynamic": Dynamic,
+        "fast-dllm-v2": FastDllmV2,
     }
 )
 
@@ -37,9 +41,11 @@ __all__ = [
     "BlockView",
     "Credit",
     "Dream",
+    "Dynamic",
     "EB",
     "Edit",
     "Factor",
+    "FastDllmV2",
     "Hierarchical",
     "LLaDA",
     "NI",

@@ -34,6 +34,7 @@ class BlockView:
         tokens: [B, W] int32, what stands in the block now.
         written: [B, W] bool, the block's positions that hold a token of this generation.
         mask_id: the mask token's id.
+        heads: [B, W] bool, positions that begin one of a block diffusion model's blocks; None of another model.
         caution: [B] float32, thresholds on the confidence count as at least this (see `Smoothing`); None for no such
             bound.
     """
@@ -49,6 +50,7 @@ class BlockView:
     tokens: jax.Array
     written: jax.Array
     mask_id: int
+    heads: jax.Array | None = None
     caution: jax.Array | None = None
 
     def at_least(self, threshold: "Number") -> jax.Array:

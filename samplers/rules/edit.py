@@ -41,23 +41,39 @@ class Edit(Rule):
         threshold, editing_threshold: above 1 nothing reaches them.
         max_post_steps: 0 leaves a block as soon as nothing is open.
         num_to_transfer: positions that a forward commits at least.
+        penalty: subtracted from the logit that a position gives to the token on its left, within a block, against
+            repetitions (SGLang's `penalty_lambda`); None for none.
     """
 
     threshold: Number = 0.95
     editing_threshold: Number = 0.9
     max_post_steps: int | jax.Array = 16
     num_to_transfer: int | jax.Array = 1
+    penalty: Number | None = None
 
     revises = True
+
+    @property
+    def reads_logits(self) -> bool:  # type: ignore[override]
+        return self.penalty is not None
 
     def check(self, gen_length: int, num_blocks: int | None) -> None:
         check_number("threshold", self.threshold, 0.0)
         check_number("editing_threshold", self.editing_threshold, 0.0)
         check_whole("max_post_steps", self.max_post_steps, 0)
         check_whole("num_to_transfer", self.num_to_transfer, 1)
+        check_number("penalty", self.penalty, 0.0)
 
     def init(self, batch: int, width: int, vocab_size: int) -> Any:
         return EditState(jnp.zeros((batch,), jnp.int32), jnp.zeros((batch,), bool))
+
+    def adjust(self, logits: jax.Array, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
+        if self.penalty is None:
+            return logits, state
+        left = jnp.pad(view.tokens[:, :-1], ((0, 0), (1, 0)))
+        inner = view.positions > view.first[:, None]
+        repeated = jnp.arange(logits.shape[-1]) == jnp.where(inner, left, -1)[..., None]
+        return logits - repeated * per_row(per_row(self.penalty)), state
 
     def change(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[Change, Any]:
         sure, least = predictions.confidence, jnp.maximum(jnp.asarray(self.num_to_transfer), 1)

@@ -68,7 +68,7 @@ class Ticket:
         self.fault: Fault | None = None
 
     async def updates(self) -> AsyncIterator[tuple[Job, Update]]:
-        """News of the jobs, the last of each at least; what a slow reader has missed is left out.
+        """News of the jobs, the last of each at least; a slow reader is told several steps as one.
 
         Raises:
             Fault: at the deadline, and when the engine has stopped.
@@ -186,7 +186,8 @@ class Service:
     async def frames(self, body: CanvasBody, ticket: Ticket) -> AsyncIterator[Json]:
         """The canvas, forward by forward: first how large it is, then cells as they change, then the answer.
 
-        A cell is [position, text or None for a mask, whether it is final].
+        A cell is [position, text or None for a mask, whether it is final]. Where the reader, or this event loop, is
+        slower than the engine, an event tells of several forwards.
 
         Raises:
             Fault: when it breaks off.
@@ -309,7 +310,7 @@ class Service:
             ticket = self._tickets.get(job)
             if ticket is None:  # taken back meanwhile
                 continue
-            job.latest = update
+            job.latest = update if job.latest is None else _joined(job.latest, update)
             ticket.changed.set()
             if update.done:
                 self.metrics.ended(job.request, self._loop.time() - self._begun[job])
@@ -394,6 +395,11 @@ def as_event(message: Json | str) -> bytes:
 
 def _shape(body: ChatBody | TextBody) -> Shape:
     return Chat if isinstance(body, ChatBody) else Text
+
+
+def _joined(missed: Update, update: Update) -> Update:
+    """Two updates of a request as one: where it is after the second, with what both wrote."""
+    return dataclasses.replace(update, written=sorted({*missed.written, *update.written}))
 
 
 def _cells(update: Update, length: int, strings: Sequence[str]) -> list[tuple[str | None, bool]]:

@@ -1,0 +1,50 @@
+"""The rule of block diffusion models: what is sure enough, or else a step's share of the block."""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from dllm_jax.pytree import pytree
+from samplers.checks import check_choice, check_number, check_whole
+from samplers.predictions import Predictions
+from samplers.rules.base import BlockView, Number, Rule, rank
+
+Order = Literal["confidence", "position"]
+ORDERS: tuple[Order, ...] = ("confidence", "position")
+
+
+@pytree(static=("order",))
+class Dynamic(Rule):
+    """Commits every position whose confidence exceeds the threshold, if these are the step's share of the block's
+    positions or more, and else the share alone, the surest first.
+
+    SDAR's `low_confidence_dynamic` (arXiv 2510.06303), and LLaDA2.0's sampler (arXiv 2512.15745). Without a threshold
+    it is `low_confidence_static`, and in order of position `sequential`.
+
+    Attributes:
+        threshold: above 1 nothing exceeds it; None commits the shares.
+        steps: forwards that a block is shared over, the first ones get what is left over; None shares one position to
+            each.
+        order: which positions are a share.
+    """
+
+    threshold: Number | None = 0.9
+    steps: int | jax.Array | None = None
+    order: Order = "confidence"
+
+    def check(self, gen_length: int, num_blocks: int | None) -> None:
+        check_number("threshold", self.threshold, 0.0)
+        check_whole("steps", self.steps, 1)
+        check_choice("order", self.order, ORDERS)
+
+    def decide(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
+        sure, width = predictions.confidence, view.open.shape[1]
+        steps = jnp.asarray(width if self.steps is None else self.steps)
+        share = width // steps + (view.step < width % steps)
+        first = sure if self.order == "confidence" else jnp.broadcast_to(-jnp.arange(width), sure.shape)
+        shared = view.open & (rank(first, view.open) < share[:, None])
+        if self.threshold is None:
+            return shared, state
+        high = view.open & (sure > view.at_least(self.threshold))
+        return jnp.where((high.sum(axis=1) >= share)[:, None], high, shared), state

@@ -1,0 +1,37 @@
+"""Fast-dLLM v2's rule: threshold decoding behind a block's first token, which the block before it predicts."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dllm_jax.pytree import pytree
+from samplers.checks import check_number
+from samplers.predictions import Predictions
+from samplers.rules.base import BlockView, Number, Rule, rank
+
+
+@pytree()
+class FastDllmV2(Rule):
+    """Commits every position whose confidence exceeds the threshold, and always the surest (arXiv 2509.26328).
+
+    In a shifted model the first token of a block is predicted by the last position of the block before it, which sees
+    nothing of the block: the forward that makes that block's keys and values final commits this token and no other, as
+    an autoregressive model does. In models without blocks of their own it is threshold decoding.
+
+    Attributes:
+        threshold: 1 commits one position per step.
+    """
+
+    threshold: Number = 0.9
+
+    def check(self, gen_length: int, num_blocks: int | None) -> None:
+        check_number("threshold", self.threshold, 0.0)
+
+    def decide(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
+        sure = predictions.confidence
+        others = view.open & ((sure > view.at_least(self.threshold)) | (rank(sure, view.open) == 0))
+        if view.heads is None:
+            return others, state
+        first = view.open & view.heads
+        return jnp.where(first.any(axis=1, keepdims=True), first, others), state
