@@ -1,19 +1,22 @@
 """Training of diffusion language models: `python -m train COMMAND --config FILE.toml key=value ...`, where COMMAND is
-masked-diffusion, d2f, autoregressive, compression, or indicator, which trains a network beside a model.
+masked-diffusion, block-diffusion, d2f, autoregressive, compression, or indicator, which trains a network beside a
+model.
 
     from train import read_config, train
 
     outcome = train(read_config("run.toml", ["steps=100"]))
     model = dllm_jax.load(outcome.folder)
 
-See `train.config` for the settings, `train.objective`, `train.d2f`, `train.autoregressive`, `train.indicator` and
-`train.compression` for the losses, `train.data` for the data, `train.trajectories` for making such of a model's own,
-`train.trained` for what can be trained and `train.folder` for what a run leaves behind.
+See `train.config` for the settings, `train.objectives` for the losses and their own settings, `train.data` for the data
+(`evals.trajectories` makes such of a model's own), `train.trained` for what can be trained, and `train.folder` for what
+a run leaves behind.
 """
 
-from train.config import TrainConfig, read_config
+from train.config import TrainConfig
 from train.lora import load_adapters, merge, with_adapters
-from train.objective import Batch, Noised, corrupt, diffusion_loss
+from train.losses import Batch, Noised, diffusion_loss
+from train.objectives import read_config
+from train.objectives.masked_diffusion import corrupt
 from train.trainer import Interrupted, Outcome, train, write_weights
 
 __all__ = [

@@ -4,6 +4,7 @@ import argparse
 import json
 import logging
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,11 @@ import jax
 
 from dllm_jax.errors import DllmError
 from dllm_jax.tools.command import Parser, keep_programs
-from train.config import COMMANDS, build, read_config
 from train.folder import RUN_FILE
 from train.lora import merge
+from train.objectives import OBJECTIVES, read_config
+from train.settings import build
 from train.trainer import Interrupted, train, write_weights
-from train.trajectories import add_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,7 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = _parser().parse_args(arguments)
         keep_programs()
-        options.run(options)
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
+            options.run(options)
     except DllmError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -48,11 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m train", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_training(commands, "masked-diffusion", "train a model, or go on with a run")
-    _add_training(commands, "d2f", "train adapters for pipelined decoding (discrete diffusion forcing), or go on")
-    _add_training(commands, "autoregressive", "train a causal model, for verifiers and baselines, or go on")
-    _add_training(commands, "indicator", "train a neural indicator (NI sampling) on a model's trajectories, or go on")
-    _add_training(commands, "compression", "train a model to take its own trajectories in fewer steps, or go on")
+    for name, objective in OBJECTIVES.items():
+        _add_training(commands, name, objective.about)
     command = commands.add_parser("write-model", help="write the weights of a run's latest state as a checkpoint")
     command.set_defaults(run=_write_model)
     command.add_argument("--run", required=True, metavar="DIR", dest="folder", help="output folder of a run")
@@ -62,15 +62,16 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--base", required=True, metavar="DIR_OR_NAME", help="the model they were trained on")
     command.add_argument("--adapters", required=True, metavar="DIR", help="the folder adapters/ of a run")
     _add_output(command)
-    add_command(commands)
     return parser
 
 
 def _add_training(commands: Any, name: str, text: str) -> None:
-    command = commands.add_parser(name, help=text)
+    command = commands.add_parser(name, help=text, description=text)
     command.set_defaults(run=_train, command=name)
     command.add_argument("--config", required=True, metavar="FILE", help="settings in TOML, see train/configs")
     command.add_argument("settings", nargs="*", metavar="key=value", help="changes, such as optimizer.lr=3e-4")
+    about = "a setting that may differ from those that the run was started with; repeatable, noted in the run's log"
+    command.add_argument("--allow-change", action="append", default=[], metavar="KEY", help=about)
     command.add_argument("--no-progress", action="store_true", help="no progress bar")
     cluster = command.add_argument_group("several processes, each started with the same command but its --process")
     cluster.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
@@ -86,7 +87,7 @@ def _add_output(command: argparse.ArgumentParser) -> None:
 def _train(options: argparse.Namespace) -> None:
     config = read_config(options.config, options.settings, options.command)
     _join(options)
-    outcome = train(config, progress=not options.no_progress)
+    outcome = train(config, progress=not options.no_progress, allow_change=options.allow_change)
     if jax.process_index():
         return
     shown = " ".join(f"{name} {value:.6g}" for name, value in outcome.metrics.items())
@@ -121,9 +122,8 @@ def _write_model(options: argparse.Namespace) -> None:
         raise DllmError(f"{options.folder} is no training run: {path} could not be read ({error})") from None
     values |= {"out": options.folder}
     values["compute"] |= {"mesh": {}}
-    step = write_weights(
-        build(COMMANDS[values.get("command", "masked-diffusion")], values), options.out, overwrite=options.overwrite
-    )
+    kind = OBJECTIVES[values.get("command", "masked-diffusion")].config
+    step = write_weights(build(kind, values), options.out, overwrite=options.overwrite)
     print(f"{options.out}: the weights after step {step}")
 
 

@@ -6,12 +6,16 @@ out/state/          the latest training states (Orbax), each whole or not there
 out/model/          the trained model as a checkpoint of this library, written at the end
 out/adapters/       instead of it, the trained adapters of a LoRA run
 out/indicator/      or the trained indicator
+out/result.json     of which step and which weights that is
+out/dropped.txt     the examples that data.on_bad left out, and why
 """
 
 import contextlib
+import dataclasses
+import itertools
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,24 +23,36 @@ import jax
 
 from dllm_jax.checkpoint import write_error
 from dllm_jax.errors import DllmError
-from train.config import TrainConfig, build, differences, to_json
+from train.config import TrainConfig
+from train.settings import build, differences, flat_names, to_json, unknown_key
 
-RUN_FILE, METRICS_FILE, STATE_FOLDER = "run.json", "metrics.jsonl", "state"
+RUN_FILE, METRICS_FILE, STATE_FOLDER, RESULT_FILE = "run.json", "metrics.jsonl", "state", "result.json"
 MODEL_FOLDER, ADAPTERS_FOLDER, INDICATOR_FOLDER = "model", "adapters", "indicator"
-_MAY_CHANGE = ("out", "log.", "checkpoint.", "compute.mesh")  # what a continued run may do otherwise
+DROPPED_FILE = "dropped.txt"
+_MAY_CHANGE = ("out", "log.", "checkpoint.", "compute.mesh", "data.cache")  # what a continued run may do otherwise
+_MUST_STAY = ("command", "model.", "lora.rank", "lora.targets", "indicator.", "optimizer.name")  # states depend on it
 
 
 class RunFolder:
-    """A run's output folder; nothing is written before `begin`."""
+    """A run's output folder; nothing is written before `begin`.
 
-    def __init__(self, config: TrainConfig) -> None:
+    Attributes:
+        changes: dotted key -> (old value, new value) of settings with which the run goes on otherwise.
+    """
+
+    def __init__(self, config: TrainConfig, allow_change: Collection[str] = ()) -> None:
         """Looks at the folder.
+
+        Args:
+            allow_change: dotted keys of settings that may be others than those that the run was started with.
 
         Raises:
             DllmError: when it holds something else, or a run with other settings.
         """
         self.path = Path(config.out).expanduser().resolve()
-        self._config = config
+        self._config, self._allowed = config, allow_change
+        self.changes: dict[str, tuple[Any, Any]] = {}
+        _check_allowed(config, allow_change)
         if self.path.exists() and not self.path.is_dir():
             raise DllmError(f"out {self.path} is a file; choose a folder")
         if not self.path.exists():
@@ -52,11 +68,18 @@ class RunFolder:
         except (OSError, ValueError) as error:
             raise DllmError(f"{self.path / RUN_FILE} could not be read ({error}); choose another out") from None
         for name, (was, now) in differences(self._whole(old), json.loads(to_json(self._config))).items():
-            if not name.startswith(_MAY_CHANGE):
+            if name.startswith(_MAY_CHANGE):
+                continue
+            grown = name == "steps" and now > (was or 0)
+            holds_average = name == "optimizer.ema" and not (was and now)  # or will not
+            if not grown and (name not in self._allowed or holds_average):
+                fixed = name.startswith(_MUST_STAY) or holds_average
+                advice = "" if fixed else f", allow it by --allow-change {name}"
                 raise DllmError(
                     f"the run in {self.path} was started with {name} = {was!r}, not {now!r}; "
-                    "restore the setting to continue it, or choose another out"
+                    f"restore the setting to continue it{advice}, or choose another out"
                 )
+            self.changes[name] = was, now
 
     def _whole(self, old: dict[str, Any]) -> dict[str, Any]:
         """A run's settings, those that came into being after it at their defaults."""
@@ -82,11 +105,15 @@ class RunFolder:
             raise self._unwritable(error) from None
         with lock:
             self._lock(lock)
-            try:
-                replace_file(self.path / RUN_FILE, to_json(self._config) + "\n")
-            except OSError as error:
-                raise self._unwritable(error) from None
+            if not self.changes:  # which are told in the log before
+                self._write(RUN_FILE, to_json(self._config) + "\n")
             yield
+
+    def _write(self, name: str, text: str) -> None:
+        try:
+            replace_file(self.path / name, text)
+        except OSError as error:
+            raise self._unwritable(error) from None
 
     def _unwritable(self, error: OSError) -> DllmError:
         return DllmError(f"out {self.path} cannot be written to ({error.strerror}); choose another")
@@ -110,19 +137,57 @@ class RunFolder:
         """
         return States(self.path / STATE_FOLDER, self._config.checkpoint.keep, clean=training)
 
-    def cut_metrics(self, step: int) -> None:
-        """Drops what was reported after `step`, and a line that was cut off."""
+    def write_result(self, name: str, step: int, write: Callable[[Path], bool]) -> Path | None:
+        """Writes the result of `step`, unless it is there; returns where it is, None where it could not be written.
+
+        Args:
+            name: of its folder.
+            write: writes it to a path; False where this process has not all of it.
+        """
+        out, note = self.path / name, self.path / RESULT_FILE
+        made = json.dumps({"step": step, "weights": self._config.checkpoint.weights}) + "\n"
+        if out.is_dir() and note.is_file() and note.read_text() == made:
+            return out
+        if not write(out):
+            return None
+        self._write(RESULT_FILE, made)
+        return out
+
+    def go_on(self, step: int) -> None:
+        """Drops from the log what was reported after `step`, and a line that was cut off; writes into it what changes
+        from there on, and then the settings."""
         path = self.path / METRICS_FILE
-        if jax.process_index() or not path.is_file():
+        if jax.process_index():
             return
         kept = []
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
             try:
                 if json.loads(line)["step"] <= step:
-                    kept.append(line + "\n")
+                    kept.append(line)
             except (ValueError, KeyError, TypeError):
                 continue
-        replace_file(path, "".join(kept))
+        if self.changes:
+            line = json.dumps({"step": step, "changed": self.changes})
+            kept += [line] if line not in kept else []
+        if kept or path.is_file():
+            self._write(METRICS_FILE, "".join(line + "\n" for line in kept))
+        if self.changes:
+            self._write(RUN_FILE, to_json(self._config) + "\n")
+
+    def write_dropped(self, text: str) -> None:
+        """Says which examples were left out."""
+        if not jax.process_index():
+            self._write(DROPPED_FILE, text)
+
+
+def _check_allowed(config: TrainConfig, names: Collection[str]) -> None:
+    """Raises DllmError for a name that is no setting, or of one that can never change."""
+    known = flat_names(dataclasses.asdict(config))
+    for name in names:
+        if name not in known:
+            raise DllmError(unknown_key(name, known))
+        if name.startswith(_MUST_STAY):
+            raise DllmError(f"{name} cannot change in a run, whose states depend on it; choose another out")
 
 
 def replace_file(path: Path, text: str) -> None:
@@ -179,12 +244,28 @@ class States:
         Raises:
             DllmError: when it cannot be read.
         """
+        wanted = flat(abstract)
         try:
-            leaves = self._checkpointer.load(step, flat(abstract))
+            stored = _alike(wanted, self._checkpointer.metadata(step).metadata)
+            leaves = self._checkpointer.load(step, {stored[name]: leaf for name, leaf in wanted.items()})
         except Exception as error:
             first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
             raise DllmError(f"the state {self._path / str(step)} could not be read ({first}); remove it") from error
-        return jax.tree.unflatten(jax.tree.structure(abstract), [leaves[name] for name in flat(abstract)])
+        return jax.tree.unflatten(jax.tree.structure(abstract), [leaves[stored[name]] for name in wanted])
+
+
+def _alike(wanted: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
+    """Names of a state's leaves -> those that a state on the disk has them under: places in optax's chains are others
+    when one link, such as clipping, comes or goes; their order is not."""
+
+    def by_order(names: Iterable[str]) -> list[tuple[list[str], list[int], str]]:
+        parts = ((name.split(":"), name) for name in names)
+        return sorted(([p for p in of if not p.isdigit()], [int(p) for p in of if p.isdigit()], n) for of, n in parts)
+
+    pairs = list(itertools.zip_longest(by_order(wanted), by_order(stored)))
+    if any(one is None or other is None or one[0] != other[0] for one, other in pairs):
+        raise DllmError("it holds other arrays than these settings ask for")
+    return {one[2]: other[2] for one, other in pairs}
 
 
 def flat(tree: Any) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """What a run tells while it goes: a progress bar, lines of JSON, and how much of the device it uses."""
 
+import contextlib
 import json
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self, TextIO
 
@@ -13,26 +14,30 @@ import jax.numpy as jnp
 from jax import lax
 from tqdm import tqdm
 
+from dllm_jax.checkpoint import write_error
 from dllm_jax.config import ModelConfig
 from dllm_jax.transformer import param_specs
 from train.config import TrainConfig
-from train.trained import trained_of
+from train.objectives import objective_of
 
 
-def step_flops(config: TrainConfig, model: ModelConfig) -> float:
+def step_flops(config: TrainConfig, model: ModelConfig, length: int) -> float:
     """Floating-point operations of the matrix products that one step needs: forward, and backward with twice as many.
 
     All layers on all positions and full attention; the vocabulary head on half of them, the share that is masked on
     average. What rematerialisation computes again does not count, nor do gradients of frozen weights, nor an indicator.
-    A teacher adds its forward.
+    How often these are computed, the objective says.
+
+    Args:
+        length: positions per row.
     """
-    rows, length = config.optimizer.batch, config.data.length
+    rows = config.optimizer.batch
     per_token = sum(_products(name, spec.shape, model) for name, spec in param_specs(model).items())
     head = model.embed_dim * model.vocab_size / 2
     attention = 2 * length * model.num_heads * model.head_dim * model.num_layers
-    passes = trained_of(config, model).passes
-    teacher = int(getattr(config.objective, "target", None) == "teacher")
-    products = (passes + teacher) * (per_token + head) + ((3 if passes > 1 else 1) + teacher) * attention
+    objective = objective_of(config)
+    passes = objective.passes(objective.trained(config, model))
+    products = passes.layers * per_token + passes.attention * attention + passes.head * head
     return 2.0 * rows * length * products
 
 
@@ -72,7 +77,7 @@ class Reporter:
         """
         self._config, self._path, self._done = config, path, done
         self._silent = jax.process_index() > 0
-        self._flops = step_flops(config, model)
+        self._model, self._lengths = model, list[int]()
         devices = math.prod(config.compute.mesh.values())
         self._peak = matmul_rate(config.compute.dtype) * devices if config.log.mfu else None
         self._bar: Any = tqdm(
@@ -87,34 +92,51 @@ class Reporter:
 
     def __enter__(self) -> Self:
         if not self._silent:
-            self._file = self._path.open("a", encoding="utf-8")
+            with self._writing():
+                self._file = self._path.open("a", encoding="utf-8")
         return self
 
     def __exit__(self, *_: object) -> None:
         self._bar.close()
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # which was told when it was written
+                self._file.close()
 
-    def restart_clock(self) -> None:
-        """Leaves out what happened since the last report, such as compilation."""
-        self._start = time.perf_counter()
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise write_error(self._path, error) from None
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves out what happens meanwhile, such as compilation."""
+        start = time.perf_counter()
+        yield
+        self._start += time.perf_counter() - start
+
+    def count(self, length: int) -> None:
+        """Notes a step on rows of so many positions."""
+        self._lengths.append(length)
 
     def report(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Writes the metrics of the steps since the last report."""
         seconds, steps = time.perf_counter() - self._start, step - self._done
-        rate = steps / seconds
         line: dict[str, float] = {"step": step, **metrics}
-        line["tokens_per_second"] = rate * self._config.optimizer.batch * self._config.data.length
+        line["tokens_per_second"] = self._config.optimizer.batch * sum(self._lengths) / seconds
+        flops = sum(step_flops(self._config, self._model, length) for length in self._lengths)
         if self._peak is not None:
-            line["mfu"] = rate * self._flops / self._peak
+            line["mfu"] = flops / seconds / self._peak
         line["seconds"] = seconds
         self._bar.update(steps)
-        shown = {"loss": f"{metrics['loss']:.4f}", "tok/s": f"{line['tokens_per_second']:.0f}"}
+        shown = {"loss": f"{metrics.get('loss', math.nan):.4f}", "tok/s": f"{line['tokens_per_second']:.0f}"}
         self._bar.set_postfix(shown | ({"mfu": f"{line['mfu']:.1%}"} if "mfu" in line else {}), refresh=False)
         if self._file is not None:
-            self._file.write(json.dumps({name: _rounded(value) for name, value in line.items()}) + "\n")
-            self._file.flush()
-        self._done, self._start = step, time.perf_counter()
+            with self._writing():
+                self._file.write(json.dumps({name: _rounded(value) for name, value in line.items()}) + "\n")
+                self._file.flush()
+        self._done, self._start, self._lengths = step, time.perf_counter(), []
         return line
 
 
@@ -122,6 +144,6 @@ def _rounded(value: float) -> float:
     return value if isinstance(value, int) else float(f"{value:.6g}")
 
 
-def means(metrics: list[dict[str, jax.Array]]) -> list[dict[str, float]]:
+def on_host(metrics: list[dict[str, jax.Array]]) -> list[dict[str, float]]:
     """The scalars of several steps on the host; waits for the device."""
     return [{name: float(jnp.asarray(value)) for name, value in step.items()} for step in jax.device_get(metrics)]

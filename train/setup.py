@@ -3,7 +3,7 @@
 import dataclasses
 import tempfile
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,18 +11,12 @@ from dllm_jax import checkpoint
 from dllm_jax.config import ModelConfig, published
 from dllm_jax.errors import DllmError
 from dllm_jax.tokenizer import has_tokenizer, load_tokenizer
-from train.config import (
-    AutoregressivePart,
-    CompressionPart,
-    DataPart,
-    IndicatorPart,
-    ModelPart,
-    TrainConfig,
-    converted,
-    unknown_key,
-)
+from train.config import DataPart, ModelPart, TrainConfig
 from train.data import SOURCES, Rows, Setup, Source, from_reference, size
+from train.data.checks import Faults, checked
 from train.lora import tokenizer_files
+from train.objectives import objective_of
+from train.settings import converted, unknown_key
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,6 +34,13 @@ class Parts:
     rows: Rows
     files: Mapping[str, bytes]
 
+    def checked(self, config: TrainConfig, *, progress: bool) -> tuple["Parts", Faults | None]:
+        """The parts with rows of good examples alone, and what was wrong with others, see `train.data.checks`."""
+        source, faults = checked(self.rows.source, config.data, self.rows.kind, self.model, progress=progress)
+        rows = dataclasses.replace(self.rows, source=source, checked=isinstance(source, Sized))
+        rows(0)  # of an endless source the first
+        return dataclasses.replace(self, rows=rows), faults
+
 
 def prepare(config: TrainConfig) -> Parts:
     """Reads and checks everything that the settings name but weights.
@@ -50,8 +51,8 @@ def prepare(config: TrainConfig) -> Parts:
     source, task = None, None
     if config.data.source not in SOURCES:
         source, task = _referenced(config.data)
-    model = model_config(config.model, getattr(task, "vocabulary", None))
-    _check_attention(model, config)
+    objective = objective_of(config)
+    model = objective.fitted(model_config(config.model, getattr(task, "vocabulary", None)), config)
     if config.data.length > model.max_length:
         raise DllmError(
             f"data.length {config.data.length} exceeds the model's longest context of {model.max_length} tokens; lower "
@@ -59,41 +60,31 @@ def prepare(config: TrainConfig) -> Parts:
         )
     files = _tokenizer_files(config.model, task)
     if source is None:
-        setup = Setup(model, _tokenizer(files, model), config.data.length)
+        cache = Path(config.data.cache).expanduser() if config.data.cache else None
+        setup = Setup(model, _tokenizer(files, model), config.data.length, config.data.answer_length, cache)
         source = _builtin(config.data, setup)
-    size(source)
     if config.data.random_length and config.objective.kind == "sft":
         raise DllmError('data.random_length is for objective.kind "pretrain"; set it to 0')
-    rows = Rows(source, config.data, config.objective.kind, model, config.seed)
-    if isinstance(config.objective, IndicatorPart | CompressionPart) and rows(0).step is None:
+    rows = Rows(source, config.data, config.objective.kind, model, config.seed, config.optimizer.batch)
+    if objective.trajectories and size(source) != 0 and getattr(source.example(0), "step", None) is None:
         raise DllmError(
-            "this command learns from trajectories; make some by python -m train trajectories, and set data.source to "
+            "this command learns from trajectories; make some by python -m evals trajectories, and set data.source to "
             '"trajectories" and data.options.path to their folder'
         )
-    return Parts(model, rows, {**files, **checkpoint.generation_file(_generation(config, task))})
+    return Parts(model, rows, {**files, **checkpoint.generation_file(_generation(config, model, task))})
 
 
-def _generation(config: TrainConfig, task: Any) -> dict[str, Any]:
+def _generation(config: TrainConfig, model: ModelConfig, task: Any) -> dict[str, Any]:
     """How the trained model is sampled: a task's canvas in one block without a cache, else as the model before it, and
-    as long as the answers that it is trained on."""
+    as long as the answers that it is trained on; a block diffusion model in its blocks."""
     before = checkpoint.load_generation(checkpoint.find(config.model.init)) if config.model.init else {}
-    if width := getattr(task, "answer_width", None):
+    width = getattr(task, "answer_width", None)
+    if model.attention == "block":
+        before |= {"block_length": model.block_length, "align_blocks": True, "cache": "exact"}
+    elif width:
         return {"gen_length": width, "block_length": width, "cache": "none"}
-    return before | ({"gen_length": config.data.answer_length} if config.data.answer_length else {})
-
-
-def _check_attention(model: ModelConfig, config: TrainConfig) -> None:
-    """Raises DllmError for a model that the command cannot train."""
-    causal = isinstance(config.objective, AutoregressivePart)
-    if causal and model.attention != "causal":
-        raise DllmError(
-            f"a {model.family} model sees both ways, so it cannot be trained token by token; set model.published to a "
-            "causal one such as qwen2.5-0.5b"
-        )
-    if not causal and model.attention == "causal":
-        raise DllmError(f"a {model.family} model sees only what is before; train it by python -m train autoregressive")
-    if not causal and model.mask_id is None:
-        raise DllmError(f"a {model.family} model has no mask token and cannot be trained; set model.config.mask_id")
+    length = width or config.data.answer_length
+    return before | ({"gen_length": length} if length else {})
 
 
 def model_config(part: ModelPart, vocabulary: Any = None) -> ModelConfig:
@@ -128,7 +119,8 @@ def model_config(part: ModelPart, vocabulary: Any = None) -> ModelConfig:
 
 
 def adapted(config: ModelConfig, kind: str) -> ModelConfig:
-    """A model's config with the family, attention, shift and biases of a published one.
+    """A model's config with the family, attention, shift and biases of a published one, and its mask token where the
+    model has none.
 
     Raises:
         DllmError: where the weights do not fit: experts, norms of queries and keys.
@@ -137,8 +129,9 @@ def adapted(config: ModelConfig, kind: str) -> ModelConfig:
     for name in ("experts", "qk_norm"):
         if bool(getattr(config, name)) != bool(getattr(like, name)):
             raise DllmError(f"a {config.family} model cannot become a {like.family} model: only one of them has {name}")
-    same = {name: getattr(like, name) for name in ("family", "attention", "shift")}
-    return config.replace(**same, qkv_bias=config.qkv_bias or like.qkv_bias)
+    same = {name: getattr(like, name) for name in ("family", "attention", "block_length", "shift")}
+    mask_id = like.mask_id if config.mask_id is None else config.mask_id
+    return config.replace(**same, mask_id=mask_id, qkv_bias=config.qkv_bias or like.qkv_bias)
 
 
 def _referenced(part: DataPart) -> tuple[Source, Any]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,14 +16,11 @@ from dllm_jax.denoiser import Denoiser
 from dllm_jax.pytree import pytree
 from dllm_jax.sharding import Layout, ShardingRules, batch_parts, batch_sharding, mesh_for_batch, param_shardings
 from dllm_jax.transformer import RematPolicy
-from train.autoregressive import Autoregressive
-from train.compression import Compression
-from train.config import AutoregressivePart, CompressionPart, D2FPart, IndicatorPart, ObjectivePart, TrainConfig
-from train.d2f import D2F
-from train.indicator import FinalTokens
-from train.objective import Batch, MaskedDiffusion, Metrics, Objective
+from train.config import TrainConfig
+from train.losses import Batch, Metrics
+from train.objectives import objective_of
 from train.optimizer import make_optimizer, update_average
-from train.trained import Kernels, Params, trained_of
+from train.trained import Kernels, Params
 
 _TABLE = "embed.embedding"
 _DROPOUT = 2**31 - 1  # told from the numbers that objectives fold into the same key
@@ -105,9 +102,9 @@ class Stepper:
 
     def __init__(self, config: TrainConfig, model: ModelConfig, placement: Placement) -> None:
         self._config, self._model, self.placement = config, model, placement
-        self.trained = trained_of(config, model)
-        self.optimizer = make_optimizer(config.optimizer, config.steps)
         self.objective = objective_of(config)
+        self.trained = self.objective.trained(config, model)
+        self.optimizer = make_optimizer(config.optimizer, config.steps)
         self._layout = Layout(placement.mesh) if placement.mesh.size > 1 else None
         on_tpu = placement.mesh.devices.flat[0].platform == "tpu"
         self._scan = config.compute.scan == "on" or (config.compute.scan == "auto" and on_tpu)
@@ -150,18 +147,26 @@ class Stepper:
             key: of the run; the noise of a step depends on it and on the step's number alone.
 
         Returns:
-            The next state, and scalars: those of the objective and grad_norm (before clipping).
+            The next state, and scalars: those of the objective, grad_norm (before clipping), and skipped, whether one
+            of them is no finite number: then nothing but the step's number has changed.
         """
         key = jax.random.fold_in(key, state.step)
         noised = self.objective.corrupt(key, batch, Denoiser(self._model, {}))
         gradient, metrics = self._gradient(state.trained, frozen, noised, jax.random.fold_in(key, _DROPOUT))
+        metrics["grad_norm"] = optax.tree.norm(gradient)
+        # Not optax.apply_if_finite: it would put counts of its own into the states, and the average would still change.
+        finite = jnp.all(jnp.isfinite(jnp.stack(jax.tree.leaves(metrics))))
+        state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), self._updated(gradient, state), state)
+        return dataclasses.replace(state, step=state.step + 1), {**metrics, "skipped": ~finite}
+
+    def _updated(self, gradient: Params, state: TrainState) -> TrainState:
+        """The state with a gradient applied; the step's number stays."""
         updates, optimizer = self.optimizer.update(gradient, state.optimizer, state.trained)
         trained = dict(optax.apply_updates(state.trained, updates))
         average = state.average
         if average is not None:
             average = update_average(average, trained, state.step, self._config.optimizer.ema)
-        metrics["grad_norm"] = optax.tree.norm(gradient)
-        return TrainState(state.step + 1, trained, optimizer, average), metrics
+        return TrainState(state.step, trained, optimizer, average)
 
     def jitted(self, state: TrainState) -> Any:
         """The step under `jax.jit`; the state's buffers are reused for the next state."""
@@ -213,15 +218,3 @@ class Stepper:
         # Gathered for the lookup: rows of a table that is split by columns would be split so as well, not by batch.
         params[_TABLE] = lax.with_sharding_constraint(params[_TABLE], self._table_sharding)
         return Denoiser(self._model, params, self._layout, self._scan)
-
-
-def objective_of(config: TrainConfig) -> Objective:
-    """What the settings' command trains for."""
-    made: Mapping[type, Callable[[Any], Objective]] = {
-        ObjectivePart: MaskedDiffusion,
-        D2FPart: D2F,
-        AutoregressivePart: Autoregressive,
-        IndicatorPart: lambda settings: FinalTokens(settings, config.data.answer_length),
-        CompressionPart: Compression,
-    }
-    return made[type(config.objective)](config.objective)

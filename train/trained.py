@@ -1,4 +1,4 @@
-"""What a run trains: the whole model, adapters to it, or an indicator beside it.
+"""What a run trains: the whole model, or adapters to it; what else there is, its objective knows.
 
 The trainer knows one form of them (`Trained`): arrays that the optimiser changes, arrays that stay, how an objective
 reads both, and how the result is written.
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from dllm_jax import checkpoint
 from dllm_jax.config import ModelConfig
@@ -21,9 +21,8 @@ from dllm_jax.low_rank import LowRankKernel
 from dllm_jax.params import abstract_params, init_params
 from dllm_jax.sharding import param_shardings
 from dllm_jax.transformer import param_specs
-from samplers.indicator import Indicator, IndicatorConfig, init_indicator, save_indicator
-from train.config import IndicatorRun, TrainConfig
-from train.folder import ADAPTERS_FOLDER, INDICATOR_FOLDER, MODEL_FOLDER
+from train.config import TrainConfig
+from train.folder import ADAPTERS_FOLDER, MODEL_FOLDER
 from train.lora import adapter_shapes, adapter_shardings, beside, init_adapters, save_adapters
 
 Params = Mapping[str, jax.Array]
@@ -35,12 +34,15 @@ class Trained(Protocol):
 
     Attributes:
         folder: name of the result in the run's folder.
+        model: config of the backbone.
         passes: how many times a step multiplies by the model's matrices: forward, backward to the activations, and
             for the gradients of the matrices themselves.
     """
 
     @property
     def folder(self) -> str: ...
+    @property
+    def model(self) -> ModelConfig: ...
     @property
     def passes(self) -> int: ...
 
@@ -122,7 +124,7 @@ class WholeModel:
         """As `Trained`: a checkpoint of this library."""
         dtype = jnp.dtype(self.model.dtype)
         tensors = ((name, value.astype(dtype)) for name, value in weights.items())
-        source = _source(self.config, steps)
+        source = source_of(self.config, steps)
         checkpoint.save(out, self.model, tensors, files=files, source=source, overwrite=overwrite)
 
 
@@ -149,7 +151,7 @@ class Adapters:
 
     def frozen(self, mesh: Mesh) -> dict[str, jax.Array]:
         """As `Trained`."""
-        return _frozen_model(self.config, self.model, mesh)
+        return frozen_model(self.config, self.model, mesh)
 
     def parts(
         self, trained: Params, frozen: Params, denoiser: Callable[[Kernels], Denoiser], key: jax.Array
@@ -165,69 +167,19 @@ class Adapters:
         save_adapters(out, self.model, self.config.lora, weights, base=base, overwrite=overwrite)
 
 
-@dataclasses.dataclass(frozen=True)
-class BesideModel:
-    """A neural indicator that reads what a frozen model computes; every device has all of it."""
-
-    config: IndicatorRun
-    model: ModelConfig
-    folder: str = INDICATOR_FOLDER
-    passes: int = 1
-
-    @property
-    def indicator(self) -> IndicatorConfig:
-        """Its shape: the settings, and the model's sizes."""
-        width = self.model.embed_dim
-        return IndicatorConfig(hidden_dim=width, embed_dim=width, **dataclasses.asdict(self.config.indicator))
-
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """As `Trained`."""
-        return self.indicator.shapes()
-
-    def shardings(self, mesh: Mesh) -> Mapping[str, NamedSharding]:
-        """As `Trained`."""
-        return dict.fromkeys(self.shapes(), NamedSharding(mesh, PartitionSpec()))
-
-    def fresh(self, key: jax.Array, shardings: Mapping[str, NamedSharding]) -> dict[str, jax.Array]:
-        """As `Trained`."""
-        return jax.jit(lambda key: init_indicator(self.indicator, key).params, out_shardings=dict(shardings))(key)
-
-    def frozen(self, mesh: Mesh) -> dict[str, jax.Array]:
-        """As `Trained`."""
-        return _frozen_model(self.config, self.model, mesh)
-
-    def parts(
-        self, trained: Params, frozen: Params, denoiser: Callable[[Kernels], Denoiser], key: jax.Array
-    ) -> tuple[Any, Denoiser]:
-        """As `Trained`; the indicator is computed in float32 whatever the model is."""
-        return Indicator(self.indicator, trained), denoiser(frozen)
-
-    def write(
-        self, out: Path, weights: Params, *, steps: int, files: Mapping[str, bytes], overwrite: bool = False
-    ) -> None:
-        """As `Trained`: a folder for `load_indicator`."""
-        found = Indicator(self.indicator, jax.device_get(dict(weights)))
-        save_indicator(out, found, source=_source(self.config, steps), overwrite=overwrite)
-
-
-def trained_of(config: TrainConfig, model: ModelConfig) -> Trained:
-    """What the settings train.
+def whole_or_adapters(config: TrainConfig, model: ModelConfig) -> Trained:
+    """The whole model, or adapters where `lora.rank` says so.
 
     Raises:
-        DllmError: when there is no model where one must be frozen, or it has too few tokens for the indicator.
+        DllmError: when there is no model that adapters could be added to.
     """
-    if isinstance(config, IndicatorRun):
-        _check_frozen(config, "an indicator needs a model to be trained for")
-        found = BesideModel(config, model)
-        found.indicator.check_vocabulary(model.vocab_size)
-        return found
     if not config.lora.rank:
         return WholeModel(config, model)
-    _check_frozen(config, "adapters need a model to be added to")
+    check_frozen(config, "adapters need a model to be added to")
     return Adapters(config, model)
 
 
-def _check_frozen(config: TrainConfig, need: str) -> None:
+def check_frozen(config: TrainConfig, need: str) -> None:
     """Raises DllmError where there is no model that can stay as it is."""
     if not config.model.init:
         raise DllmError(f"{need}; set model.init to a converted checkpoint")
@@ -242,10 +194,12 @@ def _loaded(folder: Path, model: ModelConfig, shardings: Mapping[str, NamedShard
     return found | {name: jnp.zeros(x.shape, x.dtype, device=x.sharding) for name, x in lacking.items()}
 
 
-def _frozen_model(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> dict[str, jax.Array]:
+def frozen_model(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> dict[str, jax.Array]:
+    """The parameters of a model that stays as it is, in the dtype of computation."""
     folder = checkpoint.find(config.model.init)
     return checkpoint.load_params(folder, dtype=config.compute.dtype, shardings=param_shardings(model, mesh))
 
 
-def _source(config: TrainConfig, steps: int) -> dict[str, Any]:
+def source_of(config: TrainConfig, steps: int) -> dict[str, Any]:
+    """What a result keeps of how it was trained."""
     return {"trained": {"steps": steps, "weights": config.checkpoint.weights, "init": config.model.init}}

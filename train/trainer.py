@@ -8,7 +8,8 @@ starts again from a state repeats what the killed one did.
 import math
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,13 +24,13 @@ from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 from train.config import TrainConfig
 from train.data import Ahead, Rows
-from train.folder import METRICS_FILE, RunFolder, States
-from train.objective import Batch
+from train.folder import DROPPED_FILE, METRICS_FILE, RunFolder, States
+from train.losses import Batch
+from train.objectives import objective_of
 from train.optimizer import learning_rate
-from train.report import Reporter, means
+from train.report import Reporter, on_host
 from train.setup import Parts, prepare
 from train.step import Placement, Stepper, TrainState, training_mesh
-from train.trained import trained_of
 
 
 class Outcome(NamedTuple):
@@ -50,31 +51,41 @@ class Interrupted(Exception):
     """A signal asked the run to end; its state was written."""
 
 
-def train(config: TrainConfig, *, progress: bool = False) -> Outcome:
+def train(config: TrainConfig, *, progress: bool = False, allow_change: Collection[str] = ()) -> Outcome:
     """Trains a model, or goes on with the run in `config.out`.
 
-    Everything is checked before anything is compiled or written. In a run of several processes, started by
-    `jax.distributed.initialize`, every process calls this with the same config.
+    Everything is checked, all of the data included, before anything is compiled or written. In a run of several
+    processes, started by `jax.distributed.initialize`, every process calls this with the same config.
+
+    Args:
+        progress: show bars on stderr.
+        allow_change: settings, such as "optimizer.lr", that may be others than those that the run was started with; the
+            log says since when. `steps` may grow without.
 
     Raises:
-        DllmError: for mistakes in the settings or the data, and when the loss is no longer a finite number; the last
-            good state is kept.
+        DllmError: for mistakes in the settings or the data, and when the loss stays no finite number; the last good
+            state is kept.
         Interrupted: after SIGINT or SIGTERM.
     """
     parts, mesh = prepare(config), training_mesh(config)
-    parts.rows(0)  # the first mistakes in the data
-    folder = RunFolder(config)
+    folder = RunFolder(config, allow_change)
+    parts, faults = parts.checked(config, progress=progress)
     run = Run(config, parts, placement_of(config, parts.model, mesh))
-    out = folder.path / run.trained.folder
     with folder.begin(), folder.states(training=True) as states:
+        if faults is not None:
+            folder.write_dropped(faults.listed())
+            warnings.warn(f"{faults}; they are left out, see {folder.path / DROPPED_FILE}", stacklevel=2)
         started = states.latest or 0
+        if started > config.steps:
+            raise DllmError(f"the run in {config.out} has done {started} steps; set steps to {started} or more")
         state = run.restored(states, started) if started else run.fresh()
         metrics: Mapping[str, float] = {}
+        folder.go_on(started)
         if started < config.steps:
-            folder.cut_metrics(started)
             state, metrics = run.advance(state, started, states, folder.path / METRICS_FILE, progress=progress)
-    written = run.write(state, out, overwrite=True) if metrics or not out.is_dir() else True
-    return Outcome(config.steps, started, metrics, out if written else None)
+        write = lambda out: run.write(state, out, overwrite=True)
+        out = folder.write_result(run.trained.folder, config.steps, write)
+    return Outcome(config.steps, started, metrics, out)
 
 
 def write_weights(config: TrainConfig, out: str | Path, *, overwrite: bool = False) -> int:
@@ -98,7 +109,7 @@ def write_weights(config: TrainConfig, out: str | Path, *, overwrite: bool = Fal
 
 def placement_of(config: TrainConfig, model: ModelConfig, mesh: Any) -> Placement:
     """Where the arrays of a run are."""
-    return Placement(mesh, trained_of(config, model).shardings(mesh))
+    return Placement(mesh, objective_of(config).trained(config, model).shardings(mesh))
 
 
 class Run:
@@ -146,53 +157,73 @@ class Run:
         schedule = learning_rate(config.optimizer, config.steps)
         batch = lambda step: device_batch(self.parts.rows, step, config, self.placement.batch)
         pending: list[dict[str, jax.Array]] = []
+        tally = Tally(config.optimizer.skip)
         line: Mapping[str, float] = {}
         with (
             Ahead(batch, done, config.steps) as batches,
             Reporter(config, self.parts.model, path, done, progress=progress) as reporter,
             _stop_requests() as stop,
         ):
-            program: Callable[..., tuple[TrainState, dict[str, jax.Array]]] | None = None
+            programs: dict[int, Callable[..., tuple[TrainState, dict[str, jax.Array]]]] = {}  # by the rows' length
             for step, rows in enumerate(batches, start=done + 1):
-                if program is None:
-                    program = self.stepper.jitted(state).lower(state, self.frozen, rows, key).compile()
-                    reporter.restart_clock()
-                state, metrics = program(state, self.frozen, rows, key)
+                length = rows.tokens.shape[-1]
+                if length not in programs:
+                    with reporter.paused():
+                        programs[length] = self.stepper.jitted(state).lower(state, self.frozen, rows, key).compile()
+                state, metrics = programs[length](state, self.frozen, rows, key)
+                reporter.count(length)
                 pending.append(metrics)
                 last = step == config.steps or stop.is_set()
                 keep = last or step % config.checkpoint.every == 0
                 if keep or step % config.log.every == 0:
-                    values = _finite(means(pending), step, states)
+                    values = tally(on_host(pending), step, states)
                     line = reporter.report(step, {**values, "lr": float(schedule(step - 1))})
                     pending = []
                 if keep:
-                    states.save(step, state, {"position": step * config.optimizer.batch})
-                    reporter.restart_clock()
+                    with reporter.paused():
+                        states.save(step, state, {"position": step * config.optimizer.batch})
                 if stop.is_set() and step < config.steps:
                     raise Interrupted(f"interrupted after step {step}; the same command goes on from there")
         return state, line
 
 
-def _finite(metrics: list[dict[str, float]], step: int, states: States) -> dict[str, float]:
-    """The means of the steps' metrics.
+class Tally:
+    """Means of the metrics of steps, without those that were skipped.
 
-    Raises:
-        DllmError: when one of them is no finite number.
+    Attributes:
+        in_a_row: steps up to the last that were skipped.
     """
-    for number, values in enumerate(metrics, start=step - len(metrics) + 1):
-        for name, value in values.items():
-            if not math.isfinite(value):
+
+    def __init__(self, most_in_a_row: int) -> None:
+        self._most, self.in_a_row = most_in_a_row, 0
+
+    def __call__(self, steps: list[dict[str, float]], last: int, states: States) -> dict[str, float]:
+        """Of the steps that end with number `last`; those that were skipped are counted where there are any.
+
+        Raises:
+            DllmError: when too many in a row were skipped.
+        """
+        for number, values in enumerate(steps, start=last - len(steps) + 1):
+            self.in_a_row = self.in_a_row + 1 if values["skipped"] else 0
+            if self.in_a_row > self._most:
+                name, value = next(
+                    (name, values[name]) for name in ("loss", *values) if not math.isfinite(values[name])
+                )
+                since = f", after {self._most} that were skipped" if self._most else ""
                 kept = "no state was written before" if states.latest is None else f"state {states.latest} is kept"
                 raise DllmError(
-                    f"the {name.replace('_', ' ')} of step {number} is {value}; {kept}: lower optimizer.lr or set "
-                    "optimizer.clip, and start in another out"
+                    f"the {name.replace('_', ' ')} of step {number} is {value}{since}; {kept}: see whether the weights "
+                    "of model.init are finite, or lower optimizer.lr or set optimizer.clip, by --allow-change"
                 )
-    return {name: sum(values[name] for values in metrics) / len(metrics) for name in metrics[0]}
+        done = [values for values in steps if not values["skipped"]]
+        means = {name: sum(values[name] for values in done) / len(done) for name in (done[0] if done else ())}
+        means.pop("skipped", None)
+        return means | ({"skipped": len(steps) - len(done)} if len(done) < len(steps) else {})
 
 
 def device_batch(rows: Rows, step: int, config: TrainConfig, sharding: NamedSharding) -> Batch:
     """The batch of step `step` (from 0), [accumulate, rows, ...]; a process computes the rows of its own devices."""
-    parts, length = config.optimizer.accumulate, config.data.length
+    parts, length = config.optimizer.accumulate, rows.width(step * config.optimizer.batch)
     count = config.optimizer.batch // parts
     needed = np.zeros((parts, count), bool)
     for index in sharding.addressable_devices_indices_map((parts, count)).values():

@@ -2,21 +2,30 @@
 
 text          plain text files, packed into full rows (pre-training)
 jsonl         JSON lines with prompt and answer, messages, text or ids
-datasets      folders saved by Hugging Face's `datasets`
-trajectories  generations with the step that wrote each token, by `python -m train trajectories`
+parquet       Parquet files with such columns
+arrayrecord   ArrayRecord files of such JSON
+datasets      data sets of Hugging Face's hub, or saved by its `datasets`
+trajectories  generations with the step that wrote each token, by `python -m evals trajectories`
 module:name   whatever that callable makes: a `Source`, or a task with `source("train")`
 """
 
 import types
 from collections.abc import Callable, Mapping
 
-from train.data.files import datasets, jsonl, text
+from train.data.files import arrayrecord, datasets, jsonl, parquet, text
 from train.data.rows import Ahead, Row, Rows
 from train.data.shards import trajectories
 from train.data.source import Example, ExampleLike, Setup, Source, from_reference, size
 
 SOURCES: Mapping[str, Callable[..., Source]] = types.MappingProxyType(
-    {"text": text, "jsonl": jsonl, "datasets": datasets, "trajectories": trajectories}
+    {
+        "text": text,
+        "jsonl": jsonl,
+        "parquet": parquet,
+        "arrayrecord": arrayrecord,
+        "datasets": datasets,
+        "trajectories": trajectories,
+    }
 )
 
 __all__ = [

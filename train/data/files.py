@@ -1,23 +1,28 @@
-"""Sources from local files: plain text, JSON lines, and data sets saved by Hugging Face's `datasets`."""
+"""Sources from files and data sets of Hugging Face's hub; what they hold is tokenised once, see `train.data.cache`."""
 
 import glob
-import json
-from collections.abc import Iterable, Mapping, Sequence
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from dllm_jax.errors import DllmError
-from dllm_jax.tokenizer import encode_chat, encode_text
+from train.data.cache import Entries, Packed, Tokenised, tokenised
+from train.data.entries import EntryForm, Turns
 from train.data.source import Example, Setup
+
+_PART = 1024  # rows, or characters by thousands, that are read together
 
 
 class Listed:
-    """A finite source of examples that are held in memory."""
+    """A finite source of examples that are held in memory.
 
-    def __init__(self, examples: Sequence[Example]) -> None:
-        self._examples = examples
+    Attributes:
+        faults: as of `Source`.
+    """
+
+    def __init__(self, examples: Sequence[Example], names: Sequence[str] = (), faults: Sequence[str] = ()) -> None:
+        self._examples, self._names, self.faults = examples, names, faults
 
     def __len__(self) -> int:
         return len(self._examples)
@@ -26,26 +31,9 @@ class Listed:
         """Example `index`."""
         return self._examples[index]
 
-
-class Packed:
-    """Documents one behind the other, an end token after each, cut into rows of one length; the rest is dropped."""
-
-    def __init__(self, documents: Iterable[Sequence[int]], length: int, eos_id: int) -> None:
-        parts = [np.asarray([*document, eos_id], np.int32) for document in documents]
-        stream = np.concatenate(parts) if parts else np.zeros(0, np.int32)
-        count = len(stream) // length
-        if not count:
-            raise DllmError(
-                f"the documents hold {len(stream)} tokens, less than one row of {length}; lower data.length"
-            )
-        self._rows = stream[: count * length].reshape(count, length)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def example(self, index: int) -> Example:
-        """Row `index`, all of it answer."""
-        return Example(np.zeros(0, np.int32), self._rows[index])
+    def name(self, index: int) -> str:
+        """What it is called: file and line."""
+        return self._names[index] if self._names else f"example {index}"
 
 
 def text(setup: Setup, *, path: str, separator: str = "") -> Packed:
@@ -55,118 +43,218 @@ def text(setup: Setup, *, path: str, separator: str = "") -> Packed:
         path: a file, a folder of .txt files, or a pattern such as "books/*.txt".
         separator: what stands between two documents of one file; a file is one document by default.
     """
-    tokenizer = setup.require_tokenizer()
-    files = (read_text(file) for file in _files(path, "*.txt"))
-    documents = (part for file in files for part in (file.split(separator) if separator else [file]) if part.strip())
-    return Packed((encode_text(tokenizer, part) for part in documents), setup.length, setup.config.eos_id)
+    files = _files(path, "*.txt")
+
+    def documents() -> Iterator[tuple[int, int, Any]]:
+        for file, name in enumerate(files):
+            parts = (part for part in _split(name, separator) if part.strip())
+            yield from ((file, number, {"text": part}) for number, part in enumerate(parts, start=1))
+
+    identity = {"separator": separator, "files": _identities(files)}
+    return Packed(tokenised(setup, Entries(files, "document", identity, documents), EntryForm(pack=True)), setup.length)
 
 
-def jsonl(setup: Setup, *, path: str, pack: bool = False, drop_long: bool = False) -> Listed | Packed:
-    """JSON lines; see `entry_to_example` for what a line may hold.
+def jsonl(
+    setup: Setup,
+    *,
+    path: str,
+    columns: dict[str, str] | None = None,
+    turns: Turns = "all",
+    pack: bool = False,
+    drop_long: bool = False,
+) -> Tokenised | Packed:
+    """JSON lines; see `train.data.entries.EntryForm` for what a line may hold.
 
     Args:
         path: a file, a folder of .jsonl files, or a pattern.
-        pack: join documents into rows of the full length, as for plain text; for pre-training.
-        drop_long: leave out examples that are longer than a row, which are refused otherwise.
+        columns, turns: as of `EntryForm`.
+        pack: join examples into rows of the full length, each ended by the end token; for pre-training.
+        drop_long: leave out examples that have no room in a row, their canvas included, which are refused otherwise.
     """
-    entries: list[tuple[str, Any]] = []
-    for file in _files(path, "*.jsonl"):
-        for number, line in enumerate(read_text(file).split("\n"), start=1):
-            if line.strip():
-                entries.append((f"{file} line {number}", _json(line, f"{file} line {number}")))
-    return _listed(setup, entries, pack, drop_long)
+    files = _files(path, "*.jsonl")
+
+    def lines() -> Iterator[tuple[int, int, Any]]:
+        for file, name in enumerate(files):
+            with _opened(name) as stream:
+                yield from ((file, number, line) for number, line in enumerate(stream, start=1) if line.strip())
+
+    return _source(setup, Entries(files, "line", _identities(files), lines), columns, turns, pack, drop_long)
 
 
-def datasets(setup: Setup, *, path: str, pack: bool = False, drop_long: bool = False) -> Listed | Packed:
-    """A folder that `Dataset.save_to_disk` wrote; its columns are those of `entry_to_example`.
+def parquet(
+    setup: Setup,
+    *,
+    path: str,
+    columns: dict[str, str] | None = None,
+    turns: Turns = "all",
+    pack: bool = False,
+    drop_long: bool = False,
+) -> Tokenised | Packed:
+    """Parquet files, whose rows are as JSON lines; other columns are not read.
 
     Args:
-        path: the folder.
-        pack, drop_long: as for JSON lines.
+        path: a file, a folder of .parquet files, or a pattern.
+        columns, turns, pack, drop_long: as of `jsonl`.
     """
+    library = _library("pyarrow.parquet", "pyarrow", "parquet")
+    files = _files(path, "*.parquet")
+    form = EntryForm(columns or {})
+
+    def opened(name: str) -> Any:
+        try:
+            return library.ParquetFile(name)
+        except Exception as error:  # the library raises whatever its format does
+            raise DllmError(f"{name} is no Parquet file that can be read ({error})") from None
+
+    def rows() -> Iterator[tuple[int, int, Any]]:
+        for file, name in enumerate(files):
+            with opened(name) as table:
+                try:
+                    names = form.names(table.schema_arrow.names)
+                except DllmError as error:
+                    raise DllmError(f"{name}: {error}") from None
+                number = 0
+                for part in table.iter_batches(_PART, columns=names or None):
+                    for row in part.to_pylist():
+                        number += 1
+                        yield file, number, row
+
+    count = 0
+    for name in files:
+        with opened(name) as table:
+            count += table.metadata.num_rows
+    entries = Entries(files, "row", _identities(files), rows, count)
+    return _source(setup, entries, columns, turns, pack, drop_long)
+
+
+def arrayrecord(
+    setup: Setup,
+    *,
+    path: str,
+    columns: dict[str, str] | None = None,
+    turns: Turns = "all",
+    pack: bool = False,
+    drop_long: bool = False,
+) -> Tokenised | Packed:
+    """ArrayRecord files, read by `grain`, whose records are JSON objects in UTF-8 as those of JSON lines.
+
+    Args:
+        path: a file, a folder of .array_record files, or a pattern.
+        columns, turns, pack, drop_long: as of `jsonl`.
+    """
+    library = _library("grain.sources", "grain", "arrayrecord")
+    files = _files(path, "*.array_record")
+
+    def opened(name: str) -> Any:
+        try:
+            return library.ArrayRecordDataSource([name])
+        except Exception as error:  # the library raises whatever its format does
+            raise DllmError(f"{name} is no ArrayRecord file that can be read ({error})") from None
+
+    def records() -> Iterator[tuple[int, int, Any]]:
+        for file, name in enumerate(files):
+            with opened(name) as source:
+                for start in range(0, len(source), _PART):
+                    part = source.__getitems__(range(start, min(start + _PART, len(source))))
+                    yield from ((file, start + number, record) for number, record in enumerate(part, start=1))
+
+    entries = Entries(files, "record", _identities(files), records, sum(len(opened(name)) for name in files))
+    return _source(setup, entries, columns, turns, pack, drop_long)
+
+
+def datasets(
+    setup: Setup,
+    *,
+    path: str,
+    name: str = "",
+    split: str = "train",
+    columns: dict[str, str] | None = None,
+    turns: Turns = "all",
+    pack: bool = False,
+    drop_long: bool = False,
+) -> Tokenised | Packed:
+    """A data set of Hugging Face's `datasets`, whose rows are as JSON lines.
+
+    Args:
+        path: a folder that `save_to_disk` wrote, or what `load_dataset` takes: a data set's name on the hub, such as
+            "openai/gsm8k", or a folder like one.
+        name: which configuration of those of the hub.
+        split: such as "train", or, of those of the hub, "train[:1%]".
+        columns, turns, pack, drop_long: as of `jsonl`.
+    """
+    library = _library("datasets", "datasets", "datasets")
+    folder = Path(path).expanduser()
     try:
-        import datasets as library
-    except ImportError:
-        raise DllmError('data.source "datasets" needs the package datasets; install it: pip install datasets') from None
-    try:
-        table = library.load_from_disk(path)
-    except Exception as error:  # the library raises whatever its file formats do
+        if any((folder / file).is_file() for file in ("state.json", "dataset_dict.json")):
+            table = library.load_from_disk(str(folder))
+        else:
+            table = library.load_dataset(str(folder) if folder.is_dir() else path, name or None, split=split)
+    except Exception as error:  # the library raises whatever its file formats and the network do
         raise DllmError(f"{path} is no data set that datasets can load ({error})") from None
-    if not isinstance(table, library.Dataset):
-        raise DllmError(f"{path} holds several splits ({', '.join(table)}); name the folder of one")
-    return _listed(setup, [(f"{path} row {i}", row) for i, row in enumerate(table)], pack, drop_long)
-
-
-def entry_to_example(setup: Setup, entry: Any, where: str) -> Example:
-    """One line as an example.
-
-    It holds one of: "prompt" and "answer" (texts or token ids); "messages", of which the last is the answer and the
-    others are the prompt in the model's chat format; "text" or "ids", a document. A text answer gets the end token (the
-    end of the turn for messages) behind it; token ids are taken as they are.
-
-    Raises:
-        DllmError: for an entry of another form.
-    """
-    if not isinstance(entry, Mapping):
-        raise DllmError(f"{where} is no object; write one with prompt and answer, messages, text or ids")
-    config = setup.config
-    if {"prompt", "answer"} <= entry.keys():
-        return Example(_ids(setup, entry["prompt"], where, ()), _ids(setup, entry["answer"], where, (config.eos_id,)))
-    if messages := entry.get("messages"):
-        last = messages[-1] if isinstance(messages, list) else None
-        if not isinstance(last, Mapping) or last.get("role") != "assistant" or not isinstance(last.get("content"), str):
-            raise DllmError(f"{where}: messages must end with one of the assistant")
-        prompt = encode_chat(setup.require_tokenizer(), messages[:-1])
-        answer = _ids(setup, last["content"].strip(), where, (config.end_ids[-1],))
-        return Example(np.asarray(prompt, np.int32), answer)
-    for name in ("text", "ids"):
-        if name in entry:
-            return Example(np.zeros(0, np.int32), _ids(setup, entry[name], where, ()))
-    raise DllmError(f"{where} has {sorted(entry)}; it needs prompt and answer, messages, text or ids")
-
-
-def read_text(path: str | Path) -> str:
-    """A file's text.
-
-    Raises:
-        DllmError: when it cannot be read.
-    """
+    if isinstance(table, library.DatasetDict):
+        if split not in table:
+            raise DllmError(f"{path} has no split {split!r}; set data.options.split to one of {', '.join(table)}")
+        table = table[split]
+    form = EntryForm(columns or {})
     try:
-        return Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DllmError(f"{path} could not be read ({error})") from None
+        chosen = table.select_columns(form.names(table.column_names) or table.column_names)
+    except DllmError as error:
+        raise DllmError(f"{path}: {error}") from None
+
+    def rows() -> Iterator[tuple[int, int, Any]]:
+        yield from ((0, number, row) for number, row in enumerate(chosen))
+
+    entries = Entries((path,), "row", [path, table._fingerprint], rows, len(table))
+    return _source(setup, entries, columns, turns, pack, drop_long)
 
 
-def _listed(setup: Setup, entries: list[tuple[str, Any]], pack: bool, drop_long: bool) -> Listed | Packed:
-    examples = [entry_to_example(setup, entry, where) for where, entry in entries]
+def _source(
+    setup: Setup, entries: Entries, columns: Mapping[str, str] | None, turns: Turns, pack: bool, drop_long: bool
+) -> Tokenised | Packed:
+    form = EntryForm(columns or {}, turns, pack)
     if pack:
-        documents = ([*example.prompt_ids, *example.answer_ids] for example in examples)
-        return Packed(documents, setup.length, setup.config.eos_id)
-    if drop_long:
-        examples = [e for e in examples if len(e.prompt_ids) + len(e.answer_ids) <= setup.length]
-    return Listed(examples)
+        return Packed(tokenised(setup, entries, form), setup.length)
+    return tokenised(setup, entries, form, drop_long=drop_long)
 
 
-def _ids(setup: Setup, value: Any, where: str, end: tuple[int, ...]) -> np.ndarray:
-    if isinstance(value, str):
-        return np.asarray([*encode_text(setup.require_tokenizer(), value), *end], np.int32)
-    if isinstance(value, list) and all(type(item) is int for item in value):
-        if all(0 <= item < setup.config.vocab_size for item in value):
-            return np.asarray(value, np.int32)
-        raise DllmError(f"{where} has token ids outside the vocabulary of {setup.config.vocab_size}")
-    raise DllmError(f"{where}: {str(value)[:40]!r} is neither a text nor a list of token ids")
-
-
-def _json(line: str, where: str) -> Any:
+def _library(module: str, package: str, source: str) -> Any:
     try:
-        return json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise DllmError(f"{where} is not valid JSON ({error})") from None
+        return importlib.import_module(module)
+    except ImportError:
+        raise DllmError(
+            f'data.source "{source}" needs the package {package}; install it: pip install "dllm_jax[data]"'
+        ) from None
 
 
-def _files(path: str, pattern: str) -> list[str]:
+def _split(name: str, separator: str) -> Iterator[str]:
+    """The documents of a file, no more of it in memory than one of them."""
+    rest = ""
+    try:
+        with open(name, encoding="utf-8-sig") as stream:
+            while part := stream.read(1000 * _PART if separator else -1):
+                *documents, rest = (rest + part).split(separator) if separator else [part]
+                yield from documents
+    except (OSError, UnicodeDecodeError) as error:
+        raise DllmError(f"{name} could not be read ({error})") from None
+    yield rest
+
+
+def _opened(name: str) -> Any:
+    try:
+        return open(name, "rb")
+    except OSError as error:
+        raise DllmError(f"{name} could not be read ({error})") from None
+
+
+def _files(path: str, pattern: str) -> tuple[str, ...]:
     """Sorted, so that the order of the data does not depend on the file system."""
-    found = sorted(glob.glob(str(Path(path) / pattern) if Path(path).is_dir() else path))
+    place = Path(path).expanduser()
+    found = sorted(glob.glob(str(place / pattern) if place.is_dir() else str(place), recursive=True))
     if not found:
         raise DllmError(f"no file is at {path}; set data.options.path to a file, a folder with {pattern}, or a pattern")
-    return found
+    return tuple(found)
+
+
+def _identities(files: Sequence[str]) -> list[tuple[str, int, int]]:
+    status = [Path(name).stat() for name in files]
+    return [(str(Path(name).resolve()), s.st_size, s.st_mtime_ns) for name, s in zip(files, status, strict=True)]

@@ -1,4 +1,4 @@
-"""From examples to fixed shapes: rows of one length, in a shuffled order that any position can be computed from."""
+"""From examples to fixed shapes: rows of one length, at least in a batch, in an order that knows every position."""
 
 import dataclasses
 import functools
@@ -12,7 +12,9 @@ import numpy as np
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 from train.config import DataPart, Kind
-from train.data.source import ExampleLike, Source, size
+from train.data.checks import fault_of
+from train.data.order import BucketOrder, Order
+from train.data.source import ExampleLike, Source, lengths_of, name_of, progress, size
 
 T = TypeVar("T")
 _ORDER, _CUT = 1, 2  # purposes of random numbers
@@ -40,6 +42,8 @@ class Rows:
         part: lengths, padding and shuffling.
         kind: "sft" or "pretrain"; the latter makes the prompt a part of the answer.
         seed: of the order and of random lengths.
+        batch: rows that are computed together, which `DataPart.bucket` makes equally wide.
+        checked: whether all examples are known to make rows, see `train.data.checks`.
     """
 
     source: Source
@@ -47,70 +51,73 @@ class Rows:
     kind: Kind
     config: ModelConfig
     seed: int
+    batch: int = 1
+    checked: bool = False
 
     def __call__(self, position: int) -> Row:
         """The row.
 
         Raises:
-            DllmError: when its example does not fit.
+            DllmError: when its example does not fit, and for buckets of an endless source.
         """
-        index = self.index(position)
-        row = self._fill(self.source.example(index), f"example {index}")
+        index, width = self.index(position), self.width(position)
+        row = self._fill(self.source.example(index), index, width)
         draws = np.random.default_rng([self.seed, _CUT, position]) if self.part.random_length else None
         if draws is None or draws.random() >= self.part.random_length:
             return row
-        length = int(draws.integers(1, self.part.length + 1))
-        targets = row.targets & (np.arange(self.part.length) < length)
+        length = int(draws.integers(1, width + 1))
+        targets = row.targets & (np.arange(width) < length)
         return row._replace(targets=targets, length=min(length, row.length))
 
     def index(self, position: int) -> int:
         """The number of the example at a position: the position itself in an endless source, else a new order of all
         examples each epoch."""
+        return self._order(position) if self._order else position
+
+    def width(self, position: int) -> int:
+        """T of the rows that are in a position's batch."""
+        length = self.part.length
+        return min(self._order.width(position), length) if isinstance(self._order, BucketOrder) else length
+
+    @functools.cached_property
+    def _order(self) -> Order | BucketOrder | None:
         count = size(self.source)
         if count is None:
-            return position
-        epoch, place = divmod(position, count)
-        return int(_order(count, self.seed, epoch)[place]) if self.part.shuffle else place
+            if self.part.bucket:
+                raise DllmError("data.bucket needs to know all lengths and the source is endless; set it to 0")
+            return None
+        order = Order(count, (self.seed, _ORDER), self.part.shuffle)
+        return BucketOrder(order, self._lengths(count), self.part.bucket, self.batch) if self.part.bucket else order
 
-    def _fill(self, example: ExampleLike, where: str) -> Row:
-        length, prompt, answer = self.part.length, example.prompt_ids, example.answer_ids
-        used = len(prompt) + len(answer)
-        if len(prompt) >= length and len(prompt):
-            raise DllmError(f"{where} has a prompt of {len(prompt)} tokens and data.length is {length}; raise it")
-        canvas = self.part.answer_length
-        if canvas and (len(answer) > canvas or len(prompt) + canvas > length):
-            raise DllmError(
-                f"{where} has a prompt of {len(prompt)} and an answer of {len(answer)} tokens, which do not fit "
-                f"data.length {length} with data.answer_length {canvas}; raise them"
-            )
-        if used > length:
-            raise DllmError(f"{where} has {used} tokens and data.length is {length}; raise it")
-        if not used:
-            raise DllmError(f"{where} is empty; give every example at least one token")
+    def _lengths(self, count: int) -> np.ndarray:
+        """Positions that each example needs."""
+        canvas = self.part.answer_length if self.part.pad else 0
+        if not canvas and (known := lengths_of(self.source)) is not None:
+            return known
+        examples = map(self.source.example, progress(range(count), "lengths", " examples", count))
+        needed = (len(e.prompt_ids) + max(canvas, len(e.answer_ids)) for e in examples)
+        return np.fromiter(needed, np.int64, count)
+
+    def _fill(self, example: ExampleLike, index: int, width: int) -> Row:
+        if not self.checked and (fault := fault_of(example, self.part, self.kind, self.config)):
+            raise DllmError(f"{name_of(self.source, index)} {fault.text}")
+        prompt, answer = example.prompt_ids, example.answer_ids
+        canvas, used = self.part.answer_length, len(prompt) + len(answer)
         order = getattr(example, "step", None)  # a trajectory's canvas is as long as it was
-        end = (len(prompt) + canvas if canvas else length) if self.part.pad and order is None else used
-        tokens = np.full(length, self.config.eos_id, np.int32)
+        end = (len(prompt) + canvas if canvas else width) if self.part.pad and order is None else used
+        tokens = np.full(width, self.config.eos_id, np.int32)
         tokens[: len(prompt)] = prompt
         tokens[len(prompt) : used] = answer
-        if tokens.min() < 0 or tokens.max() >= self.config.vocab_size:
-            raise DllmError(f"{where} has token ids outside the vocabulary of {self.config.vocab_size}")
-        targets = np.arange(length) < end
+        targets = np.arange(width) < end
         if self.kind == "sft":
             targets[: len(prompt)] = False
             if example.given is not None:
                 targets[len(prompt) : used] &= ~np.asarray(example.given, bool)
-        if np.any(tokens[targets] == self.config.mask_id):
-            raise DllmError(f"{where} has the mask token {self.config.mask_id} in its answer; it cannot be learned")
         step = None
         if order is not None:
-            step = np.full(length, -1, np.int32)
+            step = np.full(width, -1, np.int32)
             step[len(prompt) : used] = order
         return Row(tokens, targets, end, step)
-
-
-@functools.lru_cache(maxsize=2)
-def _order(count: int, seed: int, epoch: int) -> np.ndarray:
-    return np.random.default_rng([seed, _ORDER, epoch]).permutation(count)
 
 
 class Ahead(Generic[T]):

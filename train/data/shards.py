@@ -1,4 +1,4 @@
-"""Trajectories as training data: the shards that `python -m train trajectories` writes, and the source that reads them.
+"""Trajectories as training data: the shards that `python -m evals trajectories` writes, and the source that reads them.
 
 DIR/trajectories.json                      what was run
 DIR/trajectories-00000000-00001024.npz     the prompts of these numbers, the last not included
@@ -7,6 +7,8 @@ DIR/trajectories-00000000-00001024.npz     the prompts of these numbers, the las
 import bisect
 import dataclasses
 import re
+import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -49,7 +51,7 @@ class Shard:
         try:
             with np.load(self.path, allow_pickle=False) as file:
                 return {name: file[name] for name in file.files if names is None or name in names}
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             raise DllmError(f"{self.path} could not be read ({error}); remove it and run the command again") from None
 
     def trajectories(self, rows: Sequence[int] | None = None) -> Trajectory:
@@ -102,7 +104,7 @@ class Trajectories:
         """
         self._shards = shards(folder)
         if not self._shards:
-            raise DllmError(f"{folder} holds no trajectories; make some by python -m train trajectories --out {folder}")
+            raise DllmError(f"{folder} holds no trajectories; make some by python -m evals trajectories --out {folder}")
         self._loaded: dict[int, tuple[dict[str, np.ndarray], np.ndarray]] = {}
         self._starts = [shard.first for shard in self._shards]
         chosen, self.width = [], 0
@@ -121,6 +123,12 @@ class Trajectories:
 
     def __len__(self) -> int:
         return len(self._numbers)
+
+    @property
+    def identity(self) -> list[tuple[str, int, int]]:
+        """As of `Source`: the shards with their sizes and times."""
+        status = [(str(shard.path.resolve()), shard.path.stat()) for shard in self._shards]
+        return [(path, found.st_size, found.st_mtime_ns) for path, found in status]
 
     def example(self, index: int) -> Example:
         """Trajectory `index` of those that were chosen."""
@@ -142,7 +150,7 @@ class Trajectories:
 
 
 def trajectories(setup: Setup, *, path: str, correct: bool = False) -> Trajectories:
-    """What `python -m train trajectories` wrote.
+    """What `python -m evals trajectories` wrote.
 
     Args:
         path: its folder.

@@ -3,16 +3,21 @@
 import dataclasses
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sized
-from typing import TYPE_CHECKING, Any, Protocol
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sized
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
+from tqdm import tqdm
 
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
 
 
 class ExampleLike(Protocol):
@@ -53,6 +58,9 @@ class Source(Protocol):
 
     `example` must be a pure function: the same index gives the same example in every process, for ever. A finite source
     also has `__len__`; one without is an endless generator. A source that knows held-out splits gives training's here.
+    More is used where it is there: `name(index)`, what sentences call an example; `faults`, a sentence for each entry
+    that is no example, which does not count as one; `identity`, JSON that changes when the examples do; `lengths()`, an
+    array of the tokens in each example, without which `data.bucket` goes through all of them.
     """
 
     def example(self, index: int) -> ExampleLike:
@@ -68,11 +76,20 @@ class Setup:
         config: of the model; its special ids.
         tokenizer: None where there is none.
         length: positions per row.
+        canvas: positions behind each prompt; 0 makes them reach to the end of the row.
+        cache: folder for what is tokenised, see `train.data.cache`; None is $DLLM_JAX_HOME/data.
     """
 
     config: ModelConfig
     tokenizer: "PreTrainedTokenizerBase | None"
     length: int
+    canvas: int = 0
+    cache: Path | None = None
+
+    def fits(self, prompt: np.ndarray, answer: np.ndarray) -> np.ndarray:
+        """Whether prompts and answers of so many tokens have room in a row."""
+        room = self.canvas or answer
+        return (prompt < self.length) & (answer <= room) & (prompt + room <= self.length)
 
     def require_tokenizer(self) -> "PreTrainedTokenizerBase":
         """The tokenizer.
@@ -97,6 +114,23 @@ def size(source: Source) -> int | None:
     if not count:
         raise DllmError("the data source has no examples; give it at least one")
     return count
+
+
+def lengths_of(source: Source) -> np.ndarray | None:
+    """How many tokens each example of a source has, where it knows."""
+    lengths = getattr(source, "lengths", None)
+    return None if lengths is None else lengths()
+
+
+def name_of(source: Source, index: int) -> str:
+    """What sentences call an example."""
+    name = getattr(source, "name", None)
+    return f"example {index}" if name is None else str(name(index))
+
+
+def progress(items: Iterable[T], what: str, unit: str, total: int | None) -> "tqdm[T]":
+    """A progress bar around items, of work that takes longer than a moment."""
+    return tqdm(items, what, total, unit=unit, delay=2, mininterval=0.2 if sys.stderr.isatty() else 30.0)
 
 
 def from_reference(reference: str, options: Mapping[str, Any]) -> tuple[Source, Any]:

@@ -1,19 +1,10 @@
-"""The masked-diffusion objective of LLaDA (arXiv 2502.09992, equations 3 and 5, algorithms 1 and 2).
-
-Per row t ~ U(eps, 1), every target position is masked with probability t, and the row's loss is the sum of the masked
-positions' cross entropies over t and over the number of targets; the loss is the mean over rows. Pre-training targets
-every position, SFT the answer (its end-token padding included). Dream (arXiv 2508.15487) differs by the shift alone,
-which the `Denoiser` undoes: the first position of a shifted family has no predictor, is never masked and carries no
-loss.
-
-A row's loss times its number of targets is the estimate that `samplers.likelihood.masked_loss` gives of -log p, with t
-in the place of the share of masked tokens.
-"""
+"""What objectives have in common: batches, cross entropies of masked positions, and sums over positions whose logits
+never exist all at once."""
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +12,10 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dllm_jax.denoiser import Denoiser, Span
+from dllm_jax.denoiser import Denoiser
+from dllm_jax.kv_cache import KVCache
 from dllm_jax.sharding import ShardingRules
 from dllm_jax.transformer import ParamSpec, RematPolicy, param_specs
-from train.config import ObjectivePart
 
 Metrics = dict[str, jax.Array]
 
@@ -62,42 +53,10 @@ class Noised(NamedTuple):
     lengths: jax.Array
 
 
-def mask_probabilities(key: jax.Array, rows: int, eps: float, *, stratified: bool = False) -> jax.Array:
-    """t ~ U(eps, 1) for each row, [rows] float32: (1 - eps) u + eps with u ~ U(0, 1).
-
-    Args:
-        stratified: u_i = (u + i / rows) mod 1 of a single u, in random order: each is uniform by itself, together they
-            cover the interval (Kingma et al., arXiv 2107.00630, appendix I.1).
-    """
-    if stratified:
-        first, order = jax.random.split(key)
-        u = (jax.random.uniform(first) + jnp.arange(rows, dtype=jnp.float32) / rows) % 1.0
-        u = jax.random.permutation(order, u)
-    else:
-        u = jax.random.uniform(key, (rows,))
-    return (1.0 - eps) * u + eps
-
-
-def corrupt(key: jax.Array, batch: Batch, denoiser: Denoiser, *, eps: float = 1e-3, stratified: bool = False) -> Noised:
-    """The forward process: masks each row's targets independently with the row's probability.
-
-    The draw of a row depends on the key and on its number in the batch, not on how the batch is divided into leading
-    axes or devices.
-
-    Args:
-        batch: with any leading axes.
-        denoiser: for the mask token and the positions that have no predictor; its parameters are not read.
-    """
-    length = batch.tokens.shape[-1]
-    shape, rows = batch.lengths.shape, batch.lengths.size
-    row_key, token_key = jax.random.split(key)
-    probability = mask_probabilities(row_key, rows, eps, stratified=stratified).reshape(shape)[..., None]
-    draws = jax.random.uniform(token_key, (rows, length)).reshape(batch.tokens.shape)
-    targets = batch.targets & (jnp.arange(length) >= denoiser.min_prompt_length)
-    masked = targets & (draws < probability)
-    count = jnp.maximum(jnp.sum(targets, axis=-1, keepdims=True), 1)
-    weights = jnp.where(masked, 1.0 / (probability * count), 0.0)
-    return Noised(jnp.where(masked, denoiser.mask_id, batch.tokens), batch.tokens, weights, batch.lengths)
+def position_draws(key: jax.Array, rows: int, length: int) -> jax.Array:
+    """Uniform draws in [0, 1) for each position, [rows, length] float32; how long the rows are changes none of them, so
+    that `data.bucket` does not."""
+    return jax.random.uniform(key, (length, rows)).T
 
 
 class Losses(NamedTuple):
@@ -143,17 +102,16 @@ def hidden_states(
     inputs: jax.Array,
     visible: jax.Array,
     *,
+    before: KVCache | None = None,
     remat: RematPolicy | None = None,
     sharding: NamedSharding | None = None,
 ) -> jax.Array:
     """What predicts each position that has a predictor, from tokens [B, T]: [B, T - min_prompt_length, D]. What a
     position sees is said as in `Denoiser.forward`, such as by the rows' lengths [B]."""
     place = lambda x: x if sharding is None else lax.with_sharding_constraint(x, sharding)
-    batch, length = inputs.shape
-    first = denoiser.min_prompt_length
-    start = jnp.full((batch,), first, jnp.int32)
-    outputs = Span(start, length - first)
-    return place(denoiser.forward(place(denoiser.embed(inputs)), visible, outputs=outputs, remat=remat)[0])
+    # All of them: layers that are a loop take no `outputs`.
+    hidden = denoiser.forward(place(denoiser.embed(inputs)), visible, before=before, remat=remat)[0]
+    return place(hidden[:, denoiser.min_prompt_length :])
 
 
 def cross_entropies(
@@ -165,7 +123,7 @@ def cross_entropies(
 
 
 def head_sums(
-    sums: Callable[..., tuple[jax.Array, jax.Array]],
+    sums: Callable[..., tuple[jax.Array, ...]],
     heads: tuple[Denoiser, ...],
     parts: tuple[jax.Array, ...],
     weights: jax.Array,
@@ -173,7 +131,7 @@ def head_sums(
     chunk: int,
     groups: int,
     sharding: NamedSharding | None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Sums over all positions of what needs their logits.
 
     The masked positions of each group are gathered to the front and taken `chunk` at a time, of all groups together.
@@ -182,7 +140,7 @@ def head_sums(
     the wire once for each chunk, is summed over the devices after the last.
 
     Args:
-        sums: two scalars from the heads, arrays [C, ...] of positions and their weights [C]; a position of weight 0
+        sums: float32 scalars from the heads, arrays [C, ...] of positions and their weights [C]; a position of weight 0
             adds nothing.
         heads: the models whose logits are asked for.
         parts: arrays [B, T, ...].
@@ -193,15 +151,14 @@ def head_sums(
     batch = sharding.spec[0] if sharding is not None and sharding.spec else None  # what groups are split over
     own = [_place_head(_head_of_each_group(head, groups), head, sharding, batch) for head in heads]
 
-    def of_group(own: list[dict[str, Any]], part: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+    def of_group(own: list[dict[str, Any]], part: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         with_own = zip(heads, own, strict=True)
         return sums(*(dataclasses.replace(head, params={**head.params, **mine}) for head, mine in with_own), *part)
 
-    def of_all(*part: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def of_all(*part: jax.Array) -> tuple[jax.Array, ...]:
         # Said again in here for the gradients, which the compiler would split otherwise.
         placed = [_place_head(mine, head, sharding, batch) for mine, head in zip(own, heads, strict=True)]
-        first, second = jax.vmap(of_group)(placed, tuple(_split(x, sharding, batch) for x in part))
-        return jnp.sum(first), jnp.sum(second)
+        return tuple(map(jnp.sum, jax.vmap(of_group)(placed, tuple(_split(x, sharding, batch) for x in part))))
 
     with jax.named_scope("vocabulary"):  # what profiles show
         return _in_chunks(of_all, parts, max(1, chunk // groups)) if chunk else of_all(*parts)
@@ -251,8 +208,8 @@ def _split(x: jax.Array, sharding: NamedSharding | None, *axes: Any) -> jax.Arra
 
 
 def _in_chunks(
-    sums: Callable[..., tuple[jax.Array, jax.Array]], parts: tuple[jax.Array, ...], size: int
-) -> tuple[jax.Array, jax.Array]:
+    sums: Callable[..., tuple[jax.Array, ...]], parts: tuple[jax.Array, ...], size: int
+) -> tuple[jax.Array, ...]:
     """`sums(*parts)` of arrays [G, N, ...], whose last are weights, for `size` positions of each group at a time."""
     weights = parts[-1]
     order = jnp.argsort(weights == 0, axis=1, stable=True)
@@ -263,75 +220,13 @@ def _in_chunks(
         x = jnp.take_along_axis(x, index, axis=1, mode="fill", fill_value=0)
         return jnp.moveaxis(x.reshape(len(weights), -1, size, *x.shape[2:]), 1, 0)
 
-    def one(*part: jax.Array) -> tuple[jax.Array, jax.Array]:
-        zero = jnp.zeros((), jnp.float32)
-        return lax.cond(jnp.any(part[-1] > 0), lambda: sums(*part), lambda: (zero, zero))
+    chunked = tuple(map(chunks, parts))
+    start = tuple(jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(sums, *(x[0] for x in chunked)))
 
-    def add(
-        total: tuple[jax.Array, jax.Array], part: tuple[jax.Array, ...]
-    ) -> tuple[tuple[jax.Array, jax.Array], None]:
-        first, second = jax.checkpoint(one, prevent_cse=False)(*part)
-        return (total[0] + first, total[1] + second), None
+    def one(*part: jax.Array) -> tuple[jax.Array, ...]:
+        return lax.cond(jnp.any(part[-1] > 0), lambda: sums(*part), lambda: start)
 
-    start = (jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
-    return lax.scan(add, start, tuple(map(chunks, parts)))[0]
+    def add(total: tuple[jax.Array, ...], part: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], None]:
+        return tuple(map(jnp.add, total, jax.checkpoint(one, prevent_cse=False)(*part))), None
 
-
-class Objective(Protocol):
-    """What a command trains for: how a batch is noised, and the loss of a noised batch."""
-
-    def corrupt(self, key: jax.Array, batch: Batch, denoiser: Denoiser) -> Any:
-        """A noised batch: a tuple of arrays with the batch's leading axes; the denoiser's parameters are not read."""
-        ...
-
-    def loss(
-        self,
-        learner: Any,
-        base: Denoiser,
-        noised: Any,
-        /,
-        *,
-        groups: int,
-        remat: RematPolicy | None,
-        sharding: NamedSharding,
-    ) -> tuple[jax.Array, Metrics]:
-        """The loss of a noised batch [B, ...] and what is reported, the loss among it.
-
-        Args:
-            learner: what is trained: a `Denoiser`, or an `Indicator`.
-            base: the frozen model under adapters or beside an indicator; without either it has no parameters.
-            groups, remat, sharding: as in `diffusion_loss`.
-        """
-        ...
-
-
-class CrossEntropy:
-    """An objective whose loss is `diffusion_loss` of what its `corrupt` has weighed; settings have a `chunk`."""
-
-    settings: Any
-
-    def loss(
-        self,
-        denoiser: Denoiser,
-        base: Denoiser,
-        noised: Noised,
-        *,
-        groups: int = 1,
-        remat: RematPolicy | None = None,
-        sharding: NamedSharding | None = None,
-    ) -> tuple[jax.Array, Metrics]:
-        """As `Objective`."""
-        chunk = self.settings.chunk
-        losses = diffusion_loss(denoiser, noised, chunk=chunk, groups=groups, remat=remat, sharding=sharding)
-        return losses.loss, losses._asdict()
-
-
-@dataclasses.dataclass(frozen=True)
-class MaskedDiffusion(CrossEntropy):
-    """The objective of this module with its settings."""
-
-    settings: ObjectivePart
-
-    def corrupt(self, key: jax.Array, batch: Batch, denoiser: Denoiser) -> Noised:
-        """As `Objective`."""
-        return corrupt(key, batch, denoiser, eps=self.settings.eps, stratified=self.settings.stratified)
+    return lax.scan(add, start, chunked)[0]

@@ -6,23 +6,86 @@ adapters, sees under block-causal attention what the teacher, the base model wit
 
     loss = mean over masked positions of - sum over v of teacher_v log student_v / p(block)
 
-Its gradient is that of KL(teacher || student) / p. The mean is over all masked positions of a batch (of each of the
-parts that `optimizer.accumulate` makes of it).
+A block diffusion model's teacher is the base as it decodes: it sees its block's noise and, before it, final tokens. The
+student sees masks there, so what it learns is the teacher's mean over the texts that those masks may hide.
+
+The loss's gradient is that of KL(teacher || student) / p. The mean is over all masked positions of a batch (of each of
+the parts that `optimizer.accumulate` makes of it).
 """
 
 import dataclasses
 import functools
-from typing import NamedTuple
+import math
+from typing import ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 
+from dllm_jax.config import ModelConfig
 from dllm_jax.denoiser import Denoiser, block_causal
+from dllm_jax.errors import DllmError
 from dllm_jax.transformer import RematPolicy
-from train.config import D2FPart, Schedule
-from train.objective import Batch, Metrics, cross_entropies, head_sums, hidden_states
+from train.config import Kind, Range, TrainConfig
+from train.losses import Batch, Metrics, cross_entropies, head_sums, hidden_states, position_draws
+from train.objectives.base import Objective, Passes, check_whole_blocks
+from train.trained import Trained
+
+Schedule = Literal["monotone", "random"]
+Target = Literal["teacher", "data"]
+
+
+@dataclasses.dataclass(frozen=True)
+class D2FPart:
+    """The loss of `python -m train d2f`.
+
+    Attributes:
+        kind: as in `ObjectiveSettings`; with "pretrain" there is no prompt, and all positions are blocks.
+        block_length: k, positions per block behind the prompt.
+        schedule: "monotone" masks later blocks more than earlier ones, "random" draws each block's share anew.
+        low, high: bounds of the shares of masked positions.
+        target: "teacher" learns the base model's distribution under full attention, "data" the data's tokens.
+        end_padding: mask and learn end tokens behind the answer like text, which teaches the student to end early;
+            False lays blocks only up to the last token that is none.
+        chunk: masked positions whose logits exist at a time.
+    """
+
+    kind: Kind = "sft"
+    block_length: int = 16
+    schedule: Schedule = "monotone"
+    low: float = 0.2
+    high: float = 0.7
+    target: Target = "teacher"
+    end_padding: bool = True
+    chunk: int = 256
+
+    ranges: ClassVar[tuple[Range, ...]] = (
+        ("block_length", 1, math.inf),
+        ("low", 1e-6, 1.0),
+        ("high", 1e-6, 1.0),
+        ("chunk", 1, math.inf),
+    )
+
+    def __post_init__(self) -> None:
+        if self.low > self.high:
+            raise DllmError(f"objective.low {self.low:g} is above objective.high {self.high:g}; lower it")
+
+
+@dataclasses.dataclass(frozen=True)
+class D2FConfig(TrainConfig):
+    """A run of `python -m train d2f`."""
+
+    objective: D2FPart = dataclasses.field(default_factory=D2FPart)
+    command: Literal["d2f"] = "d2f"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.objective.target == "teacher" and not self.lora.rank:
+            raise DllmError(
+                "the teacher is the base model without adapters, and lora.rank is 0; set it to 32, or objective.target "
+                'to "data"'
+            )
 
 
 class Draws(NamedTuple):
@@ -47,7 +110,7 @@ class Blocks(NamedTuple):
         tokens: [..., T] int32, as they were.
         weights: [..., T] float32, 1 / p(block) where masked, else 0.
         lengths: [...] int32, positions that count.
-        prompt_lengths: [...] int32, positions before the first block.
+        prompt_lengths: [...] int32, positions before the first block; 0 for a block diffusion model.
     """
 
     inputs: jax.Array
@@ -62,8 +125,8 @@ def draw(key: jax.Array, rows: int, length: int, block_length: int) -> Draws:
     first, increments, tokens = jax.random.split(key, 3)
     return Draws(
         jax.random.uniform(first, (rows,)),
-        jax.random.uniform(increments, (rows, -(-length // block_length) - 1)),
-        jax.random.uniform(tokens, (rows, length)),
+        position_draws(increments, rows, -(-length // block_length) - 1),
+        position_draws(tokens, rows, length),
     )
 
 
@@ -109,6 +172,8 @@ def corrupt(
     """
     shape, length = batch.tokens.shape, batch.tokens.shape[-1]
     first, end = spans(batch, denoiser.eos_id, end_padding=settings.end_padding)
+    if denoiser.block_length is not None:
+        first = first // denoiser.block_length * denoiser.block_length
     if blocks is None:
         blocks = -(-(end - first) // settings.block_length).reshape(-1)
     ratios = block_ratios(draws, blocks, settings.schedule, settings.low, settings.high)
@@ -122,15 +187,35 @@ def corrupt(
         tokens=batch.tokens,
         weights=jnp.where(masked, 1.0 / ratio.reshape(shape), 0.0),
         lengths=batch.lengths,
-        prompt_lengths=first,
+        prompt_lengths=first if denoiser.block_length is None else jnp.zeros_like(first),
     )
 
 
 @dataclasses.dataclass(frozen=True)
-class D2F:
-    """The objective with its settings, see `train.objective.Objective`."""
+class D2F(Objective):
+    """The objective with its settings."""
+
+    about = "train adapters for pipelined decoding (discrete diffusion forcing), or go on"
+    config = D2FConfig
 
     settings: D2FPart
+
+    def fitted(self, model: ModelConfig, config: D2FConfig) -> ModelConfig:
+        """As `Objective`: a block diffusion model has its own blocks."""
+        if model.block_length is not None:
+            if self.settings.block_length != model.block_length:
+                own, said = model.block_length, self.settings.block_length
+                raise DllmError(f"objective.block_length {said} is not the {model.family} model's; set it to {own}")
+            check_whole_blocks(config.data, model.block_length)
+        return super().fitted(model, config)
+
+    def passes(self, trained: Trained) -> Passes:
+        """As `Objective`; a teacher adds its forward, and one before it for what a block diffusion model has read."""
+        layers, attention, head = super().passes(trained)
+        if self.settings.target == "data":
+            return Passes(layers, attention, head)
+        forwards = 1 if trained.model.block_length is None else 2
+        return Passes(layers + forwards, attention + forwards, head + 1)
 
     def corrupt(self, key: jax.Array, batch: Batch, denoiser: Denoiser) -> Blocks:
         """As `Objective`."""
@@ -161,10 +246,18 @@ class D2F:
             total, plain = sum_up(cross_entropies, (denoiser,), (hidden, noised.tokens[:, first:]), weights)
         else:
             name = "kl"
-            teacher = lax.stop_gradient(hidden_states(base, noised.inputs, noised.lengths, sharding=sharding))
+            teacher = lax.stop_gradient(_teacher_states(base, noised, sharding))
             total, plain = sum_up(_teacher_sums, (denoiser, base), (hidden, teacher), weights)
         loss = total / count
         return loss, {"loss": loss, name: plain / count}
+
+
+def _teacher_states(base: Denoiser, noised: Blocks, sharding: NamedSharding | None) -> jax.Array:
+    """Hidden states of the noisy rows: under full attention, or each block behind final tokens."""
+    clean = None
+    if base.block_length is not None:
+        clean = base.forward(base.embed(noised.tokens), noised.lengths)[1]
+    return hidden_states(base, noised.inputs, noised.lengths, before=clean, sharding=sharding)
 
 
 def _teacher_sums(

@@ -10,13 +10,38 @@ So it learns to write in one step what took it j - i.
 """
 
 import dataclasses
+import math
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 
 from dllm_jax.denoiser import Denoiser
-from train.config import CompressionPart
-from train.objective import Batch, CrossEntropy, Noised
+from train.config import Kind, Range, TrainConfig
+from train.losses import Batch, Noised
+from train.objectives.base import CrossEntropy
+
+
+@dataclasses.dataclass(frozen=True)
+class CompressionPart:
+    """The loss of `python -m train compression`.
+
+    Attributes:
+        chunk: as in `MaskedDiffusionPart`.
+    """
+
+    chunk: int = 0
+
+    kind: ClassVar[Kind] = "sft"
+    ranges: ClassVar[tuple[Range, ...]] = (("chunk", 0, math.inf),)
+
+
+@dataclasses.dataclass(frozen=True)
+class CompressionConfig(TrainConfig):
+    """A run of `python -m train compression`."""
+
+    objective: CompressionPart = dataclasses.field(default_factory=CompressionPart)
+    command: Literal["compression"] = "compression"
 
 
 def stamps(draws: jax.Array, steps: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -37,7 +62,11 @@ def stamps(draws: jax.Array, steps: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @dataclasses.dataclass(frozen=True)
 class Compression(CrossEntropy):
-    """The objective with its settings, see `train.objective.Objective`."""
+    """The objective with its settings."""
+
+    about = "train a model to take its own trajectories in fewer steps, or go on"
+    config = CompressionConfig
+    trajectories = True
 
     settings: CompressionPart
 

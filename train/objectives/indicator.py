@@ -11,25 +11,90 @@ has a gradient.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dllm_jax.config import ModelConfig
 from dllm_jax.denoiser import Denoiser
+from dllm_jax.errors import DllmError
 from dllm_jax.transformer import RematPolicy
-from samplers.indicator import Indicator, IndicatorConfig
+from samplers.indicator import Indicator, IndicatorConfig, init_indicator, save_indicator
 from samplers.predictions import Sampling, given, predict
 from samplers.rules.ni import features_of
 from samplers.trajectory import mergeable
-from train.config import IndicatorPart
-from train.objective import Batch, Metrics, hidden_states, with_head_gathered
+from train.config import Kind, Range, TrainConfig
+from train.folder import INDICATOR_FOLDER
+from train.losses import Batch, Metrics, hidden_states, with_head_gathered
+from train.objectives.base import Objective
+from train.trained import Kernels, Params, Trained, check_frozen, frozen_model, source_of
 
 PUBLISHED_THRESHOLD = 0.89
+
+
+@dataclasses.dataclass(frozen=True)
+class IndicatorPart:
+    """The loss of `python -m train indicator`.
+
+    Attributes:
+        positive_weight: of positions that may be committed; the others have 1.
+        dropout: share of activations that are dropped in training.
+        chunk: positions whose logits exist at a time, of all rows together; 0 computes the logits of all.
+    """
+
+    positive_weight: float = 1.0
+    dropout: float = 0.2
+    chunk: int = 0
+
+    kind: ClassVar[Kind] = "sft"
+    ranges: ClassVar[tuple[Range, ...]] = (
+        ("positive_weight", 1e-6, math.inf),
+        ("dropout", 0.0, 0.999),
+        ("chunk", 0, math.inf),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class IndicatorTable:
+    """The shape of the indicator, see `samplers.indicator.IndicatorConfig`; the model's sizes are the model's."""
+
+    depth: int = 5
+    width: int = 768
+    num_values: int = 100
+    num_tokens: int = 4
+    probabilities: bool = True
+    mix: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class IndicatorRun(TrainConfig):
+    """A run of `python -m train indicator`.
+
+    Attributes:
+        indicator: its shape.
+    """
+
+    objective: IndicatorPart = dataclasses.field(default_factory=IndicatorPart)
+    indicator: IndicatorTable = dataclasses.field(default_factory=IndicatorTable)
+    command: Literal["indicator"] = "indicator"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        others = {
+            "lora.rank": bool(self.lora.rank),
+            "optimizer.name": self.optimizer.name != "adamw",
+            "compute.remat": self.compute.remat != "none",
+        }
+        for name, changed in others.items():
+            if changed:
+                raise DllmError(f"{name} is for training a model; beside an indicator it stays as it is: leave it out")
 
 
 class RolledBack(NamedTuple):
@@ -91,7 +156,7 @@ def evidence(
         config: says what the indicator reads.
         canvas: positions of a row that a step wrote, at most: the others are left out. 0 keeps all.
         chunk: positions whose logits exist at a time, of all rows together; 0 computes the logits of all.
-        sharding: as in `train.objective.diffusion_loss`.
+        sharding: as in `train.losses.diffusion_loss`.
     """
     first = denoiser.min_prompt_length
     hidden = hidden_states(denoiser, rows.inputs, rows.lengths, sharding=sharding)
@@ -154,15 +219,80 @@ def auc(scores: jax.Array, label: jax.Array, masked: jax.Array) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class FinalTokens:
-    """The objective with its settings, see `train.objective.Objective`.
+class BesideModel:
+    """A neural indicator that reads what a frozen model computes; every device has all of it."""
+
+    config: IndicatorRun
+    model: ModelConfig
+    folder: str = INDICATOR_FOLDER
+    passes: int = 1
+
+    @property
+    def indicator(self) -> IndicatorConfig:
+        """Its shape: the settings, and the model's sizes."""
+        width = self.model.embed_dim
+        return IndicatorConfig(hidden_dim=width, embed_dim=width, **dataclasses.asdict(self.config.indicator))
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """As `Trained`."""
+        return self.indicator.shapes()
+
+    def shardings(self, mesh: Mesh) -> Mapping[str, NamedSharding]:
+        """As `Trained`."""
+        return dict.fromkeys(self.shapes(), NamedSharding(mesh, PartitionSpec()))
+
+    def fresh(self, key: jax.Array, shardings: Mapping[str, NamedSharding]) -> dict[str, jax.Array]:
+        """As `Trained`."""
+        return jax.jit(lambda key: init_indicator(self.indicator, key).params, out_shardings=dict(shardings))(key)
+
+    def frozen(self, mesh: Mesh) -> dict[str, jax.Array]:
+        """As `Trained`."""
+        return frozen_model(self.config, self.model, mesh)
+
+    def parts(
+        self, trained: Params, frozen: Params, denoiser: Callable[[Kernels], Denoiser], key: jax.Array
+    ) -> tuple[Any, Denoiser]:
+        """As `Trained`; the indicator is computed in float32 whatever the model is."""
+        return Indicator(self.indicator, trained), denoiser(frozen)
+
+    def write(
+        self, out: Path, weights: Params, *, steps: int, files: Mapping[str, bytes], overwrite: bool = False
+    ) -> None:
+        """As `Trained`: a folder for `load_indicator`."""
+        found = Indicator(self.indicator, jax.device_get(dict(weights)))
+        save_indicator(out, found, source=source_of(self.config, steps), overwrite=overwrite)
+
+
+@dataclasses.dataclass(frozen=True)
+class FinalTokens(Objective):
+    """The objective with its settings.
 
     Attributes:
         canvas: as in `evidence`.
     """
 
+    about = "train a neural indicator (NI sampling) on a model's trajectories, or go on"
+    config = IndicatorRun
+    trajectories = True
+
     settings: IndicatorPart
     canvas: int = 0
+
+    @classmethod
+    def of(cls, config: IndicatorRun) -> Self:
+        """As `Objective`."""
+        return cls(config.objective, config.data.answer_length)
+
+    def trained(self, config: IndicatorRun, model: ModelConfig) -> Trained:
+        """As `Objective`: the indicator.
+
+        Raises:
+            DllmError: when there is no model that it could read, or it has too few tokens.
+        """
+        check_frozen(config, "an indicator needs a model to be trained for")
+        found = BesideModel(config, model)
+        found.indicator.check_vocabulary(model.vocab_size)
+        return found
 
     def corrupt(self, key: jax.Array, batch: Batch, denoiser: Denoiser) -> RolledBack:
         """As `Objective`; the batch is one of trajectories."""

@@ -1,0 +1,328 @@
+"""Text that is tokenised once: the examples of a source as flat files, which are mapped into memory.
+
+CACHE/KEY/about.json    where it comes from, written last: without it there is more to tokenise
+CACHE/KEY/tokens.bin    int32, the tokens of all examples one behind the other, ~id where nothing is learned in SFT
+CACHE/KEY/index.bin     a `RECORD` for each example, and for each entry that is none
+CACHE/KEY/faults.jsonl  why the latter are none
+
+The key is of the data, of the tokenizer and of the settings that tokens depend on: so of `data.length` it is not. Files
+count as the same as long as name, size and time of change are. A process that is killed loses the entries since the
+last record, the next one goes on there; others wait.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import filelock
+import numpy as np
+from tqdm import tqdm
+
+from dllm_jax.checkpoint import home
+from dllm_jax.errors import DllmError
+from dllm_jax.tokenizer import encode_texts
+from train.data.entries import EntryForm, Piece
+from train.data.source import Example, Setup, progress
+from train.folder import replace_file
+
+ABOUT, TOKENS, INDEX, FAULTS = "about.json", "tokens.bin", "index.bin", "faults.jsonl"
+RECORD = np.dtype([("end", "<i8"), ("prompt", "<i4"), ("file", "<i4"), ("number", "<i8")])
+"""Where the example's tokens end, how many of them come before the first that is learned (-1: it is no example), and
+which entry of which file it is."""
+_FORMAT = 1
+_FAULTY = -1
+_CHARACTERS = 2**21  # that are encoded together
+
+
+@dataclasses.dataclass(frozen=True)
+class Entries:
+    """Where entries come from.
+
+    Attributes:
+        files: names.
+        unit: what an entry of a file is: "line", "row".
+        identity: changes where the data does; JSON.
+        read: all of them in order: number of the file, number of the entry there, the entry (see `EntryForm`).
+        count: how many there are, None where only reading would tell.
+    """
+
+    files: tuple[str, ...]
+    unit: str
+    identity: Any
+    read: Callable[[], Iterator[tuple[int, int, Any]]]
+    count: int | None = None
+
+    def name(self, file: int, number: int) -> str:
+        """What an entry is called."""
+        return f"{self.files[file]} {self.unit} {number}"
+
+
+class Tokenised:
+    """A finite source: the examples of a cache folder, none of them in memory.
+
+    Attributes:
+        tokens: all of them in order, as in the file.
+        faults, identity: as of `Source`.
+    """
+
+    def __init__(
+        self, folder: Path, entries: Entries, fits: Callable[[np.ndarray, np.ndarray], np.ndarray] | None
+    ) -> None:
+        """Opens a finished folder.
+
+        Args:
+            fits: tells of numbers of tokens in prompts and in answers which examples to take; all by default.
+
+        Raises:
+            DllmError: when it is damaged.
+        """
+        self._entries, self.identity = entries, folder.name
+        try:
+            self.faults = [json.loads(line) for line in (folder / FAULTS).read_text(encoding="utf-8").splitlines()]
+            self._index, self.tokens = _mapped(folder / INDEX, RECORD), _mapped(folder / TOKENS, np.dtype("<i4"))
+            if len(self.tokens) != (self._index["end"][-1] if len(self._index) else 0):
+                raise ValueError("it has other tokens than its index says")
+        except (OSError, ValueError) as error:
+            raise DllmError(f"{folder} is damaged ({error}); remove it, and it is made again") from None
+        chosen = self._index["prompt"] != _FAULTY
+        if fits is not None:
+            prompts = self._index["prompt"]
+            chosen &= fits(prompts, np.diff(self._index["end"], prepend=0) - prompts)
+        self._numbers = None if chosen.all() else np.flatnonzero(chosen)
+
+    def __len__(self) -> int:
+        return len(self._index if self._numbers is None else self._numbers)
+
+    def example(self, index: int) -> Example:
+        """Example `index`."""
+        number = self._number(index)
+        end, prompt = (int(self._index[number][name]) for name in ("end", "prompt"))
+        tokens, given = _unfolded(self.tokens[self._start(number) : end])
+        return Example(tokens[:prompt], tokens[prompt:], given[prompt:] if given[prompt:].any() else None)
+
+    def lengths(self) -> np.ndarray:
+        """Tokens of each example, [N] int64."""
+        lengths = np.diff(self._index["end"], prepend=0)
+        return lengths if self._numbers is None else lengths[self._numbers]
+
+    def name(self, index: int) -> str:
+        """What example `index` is called: file and line."""
+        record = self._index[self._number(index)]
+        return self._entries.name(int(record["file"]), int(record["number"]))
+
+    def _number(self, index: int) -> int:
+        return index if self._numbers is None else int(self._numbers[index])
+
+    def _start(self, number: int) -> int:
+        return int(self._index["end"][number - 1]) if number else 0
+
+
+class Stored(NamedTuple):
+    """An example as files hold it.
+
+    Attributes:
+        prompt: how many tokens come before the first that is learned.
+        stored: [T] int32, as in `TOKENS`.
+    """
+
+    prompt: int
+    stored: np.ndarray
+
+
+class Packed:
+    """A finite source: the examples of a cache one behind the other, cut into rows of one length, without the rest.
+
+    Attributes:
+        faults, identity: as of `Source`.
+    """
+
+    def __init__(self, source: Tokenised, length: int) -> None:
+        self.faults, self.identity = source.faults, source.identity
+        count = len(source.tokens) // length
+        if not count and not self.faults:
+            raise DllmError(
+                f"the documents hold {len(source.tokens)} tokens, less than one row of {length}; lower data.length"
+            )
+        self._rows = source.tokens[: count * length].reshape(count, length)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def example(self, index: int) -> Example:
+        """Row `index`, all of it answer."""
+        tokens, given = _unfolded(self._rows[index])
+        return Example(tokens[:0], tokens, given if given.any() else None)
+
+    def lengths(self) -> np.ndarray:
+        """Tokens of each row, [N] int64."""
+        return np.full(len(self), self._rows.shape[1])
+
+
+def tokenised(setup: Setup, entries: Entries, form: EntryForm, *, drop_long: bool = False) -> Tokenised:
+    """The entries' examples, from the cache where they are there.
+
+    Args:
+        drop_long: leave out those that have no room in a row.
+
+    Raises:
+        DllmError: when the cache cannot be written, and where it seems that no entry is an example.
+    """
+    about = {
+        "format": _FORMAT,
+        "data": entries.identity,
+        "form": dataclasses.asdict(form),
+        "eos_id": setup.config.eos_id,
+        "end_ids": list(setup.config.end_ids),
+        "vocab_size": setup.config.vocab_size,
+        "tokenizer": _fingerprint(setup),
+    }
+    key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:32]
+    folder = (setup.cache or home() / "data") / key
+    if not (folder / ABOUT).is_file():
+        try:
+            with _held(folder):
+                if not (folder / ABOUT).is_file():
+                    _fill(folder, setup, entries, form)
+                    replace_file(folder / ABOUT, json.dumps(about, indent=2) + "\n")
+        except (OSError, NotImplementedError) as error:
+            raise DllmError(
+                f"the data could not be tokenised into {folder} ({error}); set data.cache to another"
+            ) from None
+    return Tokenised(folder, entries, setup.fits if drop_long else None)
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Makes a folder, and holds it as long as the context lasts; waits while another process does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        tqdm.write(f"another process tokenises the data in {folder}; waiting for it", file=sys.stderr)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _fill(folder: Path, setup: Setup, entries: Entries, form: EntryForm) -> None:
+    """Tokenises what is not yet in a folder.
+
+    Raises:
+        DllmError: where nothing of what is read first is an example: all entries' mistakes are told at once.
+    """
+    last, end = _recovered(folder)
+    with (
+        (folder / TOKENS).open("ab") as tokens,
+        (folder / FAULTS).open("ab") as faults,
+        (folder / INDEX).open("ab") as index,
+        progress(entries.read(), "tokenising", f" {entries.unit}s", entries.count) as bar,
+    ):
+        rest = itertools.dropwhile(lambda entry: entry[:2] <= last, bar)
+        for batch in _batches(setup, form, rest):
+            found = _encoded(setup, form, [pieces for *_, pieces in batch])
+            records = []
+            for (file, number, _), made in zip(batch, found, strict=True):
+                if isinstance(made, str):
+                    faults.write(json.dumps(f"{entries.name(file, number)}: {made}").encode() + b"\n")
+                    records.append((end, _FAULTY, file, number))
+                else:
+                    tokens.write(made.stored.tobytes())
+                    end += len(made.stored)
+                    records.append((end, made.prompt, file, number))
+            if end == 0 and isinstance(found[0], str):
+                raise DllmError(f"{entries.name(*batch[0][:2])}: {found[0]}")
+            for written in (tokens, faults):  # before the records that speak of them
+                written.flush()
+                os.fsync(written.fileno())
+            index.write(np.array(records, RECORD).tobytes())
+            index.flush()
+
+
+def _recovered(folder: Path) -> tuple[tuple[int, int], int]:
+    """Cuts the files behind the last entry that is whole for sure; that entry's place, and the tokens up to it."""
+    for name in (TOKENS, INDEX, FAULTS):
+        (folder / name).touch()
+    records = _mapped(folder / INDEX, RECORD)
+    if len(records):  # of the last entry there may be more examples
+        records = records[(records["file"] != records["file"][-1]) | (records["number"] != records["number"][-1])]
+    end, _, file, number = records[-1].tolist() if len(records) else (0, 0, -1, -1)
+    lines = (folder / FAULTS).read_bytes().splitlines(keepends=True)[: int(np.sum(records["prompt"] == _FAULTY))]
+    for name, size in ((TOKENS, 4 * end), (INDEX, records.nbytes), (FAULTS, sum(map(len, lines)))):
+        os.truncate(folder / name, size)
+    return (file, number), end
+
+
+def _batches(
+    setup: Setup, form: EntryForm, entries: Iterable[tuple[int, int, Any]]
+) -> Iterator[list[tuple[int, int, list[Piece] | str]]]:
+    """The examples of entries, or what is wrong with them, as many as are well encoded together."""
+    batch: list[tuple[int, int, list[Piece] | str]] = []
+    size = 0
+    for file, number, entry in entries:
+        try:
+            examples: Sequence[list[Piece] | str] = form.examples(setup, entry)
+        except DllmError as error:
+            examples = [str(error)]
+        batch += [(file, number, example) for example in examples]
+        size += 100 + sum(len(piece.value) for example in examples if not isinstance(example, str) for piece in example)
+        if size >= _CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _encoded(setup: Setup, form: EntryForm, examples: Sequence[list[Piece] | str]) -> list[Stored | str]:
+    """Examples as they are stored; of those that cannot be encoded what is wrong with them."""
+    pieces = [piece for example in examples if not isinstance(example, str) for piece in example]
+    try:
+        texts = [piece.value for piece in pieces if isinstance(piece.value, str)]
+        encoded = iter(encode_texts(setup.require_tokenizer(), texts) if texts else [])
+    except DllmError as error:
+        if len(examples) == 1:
+            return [str(error)]
+        half = len(examples) // 2
+        return _encoded(setup, form, examples[:half]) + _encoded(setup, form, examples[half:])
+    return [example if isinstance(example, str) else _joined(example, encoded, form, setup) for example in examples]
+
+
+def _joined(pieces: list[Piece], encoded: Iterator[list[int]], form: EntryForm, setup: Setup) -> Stored:
+    prompt, learned, stored = 0, False, list[int]()
+    for piece in pieces:
+        ids = next(encoded) if isinstance(piece.value, str) else piece.value
+        stored += ids if piece.learned else [~i for i in ids]
+        learned |= piece.learned
+        prompt = prompt if learned else len(stored)
+    if form.pack and stored[-1:] != [setup.config.eos_id]:
+        stored.append(setup.config.eos_id)
+    return Stored(prompt, np.asarray(stored, "<i4"))
+
+
+def _unfolded(stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids, and which of them are given, of what a file holds."""
+    given = stored < 0
+    return np.where(given, ~stored, stored).astype(np.int32), given
+
+
+def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
+    """The whole records of a file."""
+    count = path.stat().st_size // dtype.itemsize
+    return np.asarray(np.memmap(path, dtype, "r", shape=(count,))) if count else np.zeros(0, dtype)
+
+
+def _fingerprint(setup: Setup) -> str:
+    if setup.tokenizer is None:
+        return ""
+    tokenizer = setup.tokenizer
+    parts = [tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template, tokenizer.special_tokens_map]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()

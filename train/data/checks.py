@@ -1,0 +1,209 @@
+"""What is wrong with examples, found before the first step: all of a finite source are looked at once."""
+
+import collections
+import contextlib
+import dataclasses
+import hashlib
+import json
+import time
+from collections.abc import Sized
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from dllm_jax.checkpoint import home
+from dllm_jax.config import ModelConfig
+from dllm_jax.errors import DllmError
+from train.config import DataPart, Kind
+from train.data.source import ExampleLike, Source, lengths_of, name_of, size
+from train.folder import replace_file
+
+_SLOW = 5.0  # seconds, from which on what was found is worth a file
+_TOLD = 1000  # sentences that are kept
+_NAMED = 5  # of them in a refusal
+
+
+class Fault(NamedTuple):
+    """Attributes:
+    kind: in two words, for counting.
+    text: the rest of a sentence that begins with the example's name.
+    """
+
+    kind: str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Faults:
+    """What is wrong with a source.
+
+    Attributes:
+        count: its examples, those among them that could not be read.
+        bad: numbers of the bad ones among those that could be read, ascending.
+        kinds: how many there are of each kind.
+        told: a sentence for each, of the first thousand.
+    """
+
+    count: int
+    bad: list[int]
+    kinds: dict[str, int]
+    told: list[str]
+
+    @property
+    def total(self) -> int:
+        """How many examples are bad."""
+        return sum(self.kinds.values())
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{number} {kind}" for kind, number in self.kinds.items())
+        return f"{self.total} of {self.count} examples are bad: {kinds}"
+
+    def listed(self) -> str:
+        """A line for each, and one about those that are not told."""
+        more = [f"and {self.total - len(self.told)} more"] if self.total > len(self.told) else []
+        return "".join(line + "\n" for line in [*self.told, *more])
+
+
+class Chosen:
+    """A finite source without some of its examples."""
+
+    def __init__(self, source: Source, numbers: np.ndarray) -> None:
+        self._source, self._numbers = source, numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def example(self, index: int) -> ExampleLike:
+        """Example `index` of those that are left."""
+        return self._source.example(int(self._numbers[index]))
+
+    def lengths(self) -> np.ndarray | None:
+        """Tokens of each example, [N], where the source knows."""
+        lengths = lengths_of(self._source)
+        return None if lengths is None else lengths[self._numbers]
+
+    def name(self, index: int) -> str:
+        """What it is called in its source."""
+        return name_of(self._source, int(self._numbers[index]))
+
+
+def checked(
+    source: Source, part: DataPart, kind: Kind, config: ModelConfig, *, progress: bool = False
+) -> tuple[Source, Faults | None]:
+    """A source whose examples all make rows, and what was wrong with others, which `data.on_bad` drops or refuses.
+
+    All examples are looked at, one at a time. What took long is kept under $DLLM_JAX_HOME/checks, for sources that have
+    an `identity`. The rows of an endless source are looked at as they come, and refused.
+
+    Args:
+        progress: show a bar.
+
+    Raises:
+        DllmError: for bad examples that are refused, where none is left, and where an endless source's are to be
+            dropped.
+    """
+    if not isinstance(source, Sized):
+        if part.on_bad == "drop":
+            raise DllmError('data.on_bad "drop" is for data with an end, and this has none; set it to "refuse"')
+        return source, None
+    faults = _faults(source, len(source), part, kind, config, progress)
+    if not faults.kinds:
+        size(source)  # is not 0
+        return source, None
+    if part.on_bad == "refuse" or faults.total == faults.count:
+        raise DllmError(_refusal(faults))
+    return Chosen(source, np.delete(np.arange(len(source)), faults.bad)), faults
+
+
+def fault_of(example: ExampleLike, part: DataPart, kind: Kind, config: ModelConfig) -> Fault | None:
+    """Why an example cannot be a row, None where it can."""
+    prompt, answer = np.asarray(example.prompt_ids), np.asarray(example.answer_ids)
+    given, step = example.given, getattr(example, "step", None)
+    for name, ids in (("prompt", prompt), ("answer", answer)):
+        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+            return Fault("of wrong type", f"has a {name} that is no list of token ids")
+    for name, values in (("given", given), ("step", step)):
+        if values is not None and np.shape(values) != answer.shape:
+            return Fault("of wrong type", f"has an answer of {answer.size} tokens and {np.size(values)} of {name}")
+    if too_long := _too_long(len(prompt), len(answer), part):
+        return Fault("too long", too_long)
+    tokens = np.concatenate((prompt, answer))
+    if not tokens.size:
+        return Fault("empty", "is empty; give every example at least one token")
+    if tokens.min() < 0 or tokens.max() >= config.vocab_size:
+        return Fault("outside the vocabulary", f"has token ids outside the vocabulary of {config.vocab_size}")
+    learned = tokens if kind == "pretrain" else answer if given is None else answer[~np.asarray(given, bool)]
+    if config.mask_id in learned:
+        return Fault("with a mask token", f"has the mask token {config.mask_id} in its answer; it cannot be learned")
+    if kind == "sft" and step is None and given is None:
+        ends = (config.eos_id, *config.end_ids)
+        if all(token in ends for token in answer):
+            return Fault("without an answer", "has an empty answer; give it at least one token that is no end token")
+    elif kind == "sft" and not learned.size:
+        return Fault("without an answer", "has nothing to learn, all of its answer is given")
+    return None
+
+
+def _too_long(prompt: int, answer: int, part: DataPart) -> str | None:
+    length, canvas = part.length, part.answer_length
+    if prompt >= length:
+        return f"has a prompt of {prompt} tokens and data.length is {length}; raise it"
+    if canvas and (answer > canvas or prompt + canvas > length):
+        return (
+            f"has a prompt of {prompt} and an answer of {answer} tokens, which do not fit data.length {length} with "
+            f"data.answer_length {canvas}; raise them"
+        )
+    return f"has {prompt + answer} tokens and data.length is {length}; raise it" if prompt + answer > length else None
+
+
+def _faults(source: Source, count: int, part: DataPart, kind: Kind, config: ModelConfig, progress: bool) -> Faults:
+    unread = list(getattr(source, "faults", ()))
+    path = _path(source, count, part, kind, config)
+    if path is not None and path.is_file():
+        with contextlib.suppress(OSError, ValueError, TypeError):  # of a file that something has damaged
+            return Faults(**json.loads(path.read_text(encoding="utf-8")))
+    start, bad, told = time.perf_counter(), list[int](), unread[:_TOLD]
+    kinds = collections.Counter({"unreadable": len(unread)} if unread else {})
+    for index in tqdm(range(count), desc="checking", unit=" examples", delay=1.0, disable=not progress):
+        if fault := _seen(source, index, part, kind, config):
+            bad.append(index)
+            kinds[fault.kind] += 1
+            if len(told) < _TOLD:
+                told.append(f"{name_of(source, index)} {fault.text}")
+    found = Faults(count + len(unread), bad, dict(kinds), told)
+    if path is not None and time.perf_counter() - start > _SLOW:
+        with contextlib.suppress(OSError):  # looking again is all it costs
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, json.dumps(dataclasses.asdict(found)))
+    return found
+
+
+def _seen(source: Source, index: int, part: DataPart, kind: Kind, config: ModelConfig) -> Fault | None:
+    try:
+        return fault_of(source.example(index), part, kind, config)
+    except DllmError as error:
+        return Fault("unreadable", f"cannot be read: {error}")
+    except Exception as error:  # a source's own code raises whatever it does
+        return Fault("unreadable", f"cannot be made ({type(error).__name__}: {error})")
+
+
+def _refusal(faults: Faults) -> str:
+    """One sentence, with the first faults by name."""
+    if faults.total == 1 < faults.count:
+        return f'{faults.told[0]} (or leave it out by data.on_bad="drop")'
+    first = "; ".join(faults.told[:_NAMED])
+    more = f"; and {faults.total - _NAMED} more" if faults.total > _NAMED else ""
+    return f'{first}{more}; {faults}; correct them, or leave them out by data.on_bad="drop"'
+
+
+def _path(source: Source, count: int, part: DataPart, kind: Kind, config: ModelConfig) -> Path | None:
+    """Where what is wrong with a source is kept, None where nothing says that the source is still the same."""
+    identity = getattr(source, "identity", None)
+    if identity is None:
+        return None
+    ids = (config.vocab_size, config.mask_id, config.eos_id, config.end_ids)
+    about = [identity, count, part.source, part.options, part.length, part.answer_length, kind, ids]
+    key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:32]
+    return home() / "checks" / f"{key}.json"

@@ -1,0 +1,38 @@
+"""What training is for, by the name of its command. A new objective is one file in this folder and one name here."""
+
+import types
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from train.config import TrainConfig
+from train.objectives.autoregressive import Autoregressive
+from train.objectives.base import Objective, Passes
+from train.objectives.block_diffusion import BlockDiffusion
+from train.objectives.compression import Compression
+from train.objectives.d2f import D2F
+from train.objectives.indicator import FinalTokens
+from train.objectives.masked_diffusion import MaskedDiffusion
+from train.settings import build, read_table
+
+OBJECTIVES: Mapping[str, type[Objective]] = types.MappingProxyType(
+    {
+        objective.config.command: objective
+        for objective in (MaskedDiffusion, D2F, BlockDiffusion, Autoregressive, FinalTokens, Compression)
+    }
+)
+
+__all__ = ["OBJECTIVES", "Objective", "Passes", "objective_of", "read_config"]
+
+
+def objective_of(config: TrainConfig) -> Objective:
+    """What a run trains for."""
+    return OBJECTIVES[config.command].of(config)
+
+
+def read_config(path: str | Path, overrides: Iterable[str] = (), command: str = "masked-diffusion") -> TrainConfig:
+    """The settings in a TOML file, changed by overrides such as ``optimizer.lr=3e-4``, for one of `OBJECTIVES`.
+
+    Raises:
+        DllmError: for a file that cannot be read, unknown keys, values of another type or out of range.
+    """
+    return build(OBJECTIVES[command].config, read_table(path, overrides))

@@ -1,0 +1,72 @@
+"""Next-token training of causal models, the verifiers and baselines of diffusion models: `python -m train
+autoregressive`.
+
+Every target token is predicted from all tokens before it; the loss is the mean over rows of each row's mean cross
+entropy. With kind "sft" the answer is learned, with "pretrain" every token but the first.
+"""
+
+import dataclasses
+import math
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+
+from dllm_jax.config import ModelConfig
+from dllm_jax.denoiser import Denoiser
+from dllm_jax.errors import DllmError
+from train.config import Kind, Range, TrainConfig
+from train.losses import Batch, Noised
+from train.objectives.base import CrossEntropy
+
+
+@dataclasses.dataclass(frozen=True)
+class AutoregressivePart:
+    """The loss of `python -m train autoregressive`.
+
+    Attributes:
+        kind: as in `ObjectiveSettings`.
+        chunk: as in `MaskedDiffusionPart`.
+    """
+
+    kind: Kind = "sft"
+    chunk: int = 0
+
+    ranges: ClassVar[tuple[Range, ...]] = (("chunk", 0, math.inf),)
+
+
+@dataclasses.dataclass(frozen=True)
+class AutoregressiveConfig(TrainConfig):
+    """A run of `python -m train autoregressive`."""
+
+    objective: AutoregressivePart = dataclasses.field(default_factory=AutoregressivePart)
+    command: Literal["autoregressive"] = "autoregressive"
+
+
+@dataclasses.dataclass(frozen=True)
+class Autoregressive(CrossEntropy):
+    """The objective with its settings.
+
+    A causal model's raw logits are those of the next token, which the `Denoiser` undoes, and no position sees a later
+    one: so it is the masked-diffusion loss of a row in which nothing is masked and every target counts alike.
+    """
+
+    about = "train a causal model, for verifiers and baselines, or go on"
+    config = AutoregressiveConfig
+
+    settings: AutoregressivePart
+
+    def fitted(self, model: ModelConfig, config: TrainConfig) -> ModelConfig:
+        """As `Objective`."""
+        if model.attention != "causal":
+            raise DllmError(
+                f"a {model.family} model sees both ways, so it cannot be trained token by token; set model.published "
+                "to a causal one such as qwen2.5-0.5b"
+            )
+        return model
+
+    def corrupt(self, key: jax.Array, batch: Batch, denoiser: Denoiser) -> Noised:
+        """As `Objective`; nothing is drawn."""
+        targets = batch.targets & (jnp.arange(batch.tokens.shape[-1]) >= denoiser.min_prompt_length)
+        count = jnp.maximum(jnp.sum(targets, axis=-1, keepdims=True), 1)
+        return Noised(batch.tokens, batch.tokens, jnp.where(targets, 1.0 / count, 0.0), batch.lengths)

@@ -1,0 +1,270 @@
+"""The objective of block diffusion (BD3-LM, arXiv 2503.09573, equation 8; LLaDA2 2512.15745, SDAR 2510.06303, Fast-dLLM
+v2 2509.26328): `python -m train block-diffusion`.
+
+A row is cut into blocks of L from its first position on. Each position of a noisy copy of the row sees the copy in its
+own block, and the row as it is in the blocks before: what a block sees when all blocks before it are decoded.
+
+    "mean"     loss = mean over masked positions of - log p(token)           (LLaDA2's SFT, Fast-dLLM v2)
+    "bound"    loss = sum over masked positions of - log p(token) / p / number of targets      (SDAR)
+
+with p the position's probability of being masked, drawn from [low, high] for each block or each row; the bound on
+- log p(row) per token needs all of (0, 1]. A complementary copy, if there is one, masks just the targets that the first
+leaves, with probability 1 - p. Sums and numbers are of all rows of a batch (of each of the parts that
+`optimizer.accumulate` makes of it). With the "bound" a block of the row's length is LLaDA's objective.
+
+The published codes run rows of twice the length, [noisy; clean], under a mask of four parts. Clean positions never see
+noisy ones, so here the row runs first, by itself and once for all its copies, and hands on its keys and values.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import ClassVar, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from dllm_jax.config import ModelConfig
+from dllm_jax.denoiser import Denoiser
+from dllm_jax.errors import DllmError
+from dllm_jax.transformer import RematPolicy
+from train.config import Kind, Range, TrainConfig
+from train.losses import Batch, Metrics, cross_entropies, head_sums, hidden_states, position_draws
+from train.objectives.base import Objective, Passes, check_whole_blocks
+from train.trained import Trained
+
+Noise = Literal["block", "sequence"]
+BlockLoss = Literal["mean", "bound"]
+Fill = Literal["end", "mask"]
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockDiffusionPart:
+    """The loss of `python -m train block-diffusion`.
+
+    LLaDA2's SFT is noise "sequence", low 0.3, high 0.8; SDAR's noise "sequence", loss "bound"; Fast-dLLM v2's
+    complementary, fill "mask"; nothing else changed.
+
+    Attributes:
+        kind: as in `ObjectiveSettings`.
+        block_length: L, which the trained model is sampled with too; 0 keeps the model's. Divides `data.length`.
+        noise: draw the probability of being masked for each block, or one for each row.
+        low, high: bounds of it.
+        loss: "mean" over masked positions, or the "bound" on the likelihood, in which each counts 1 / p times.
+        complementary: learn from a second copy of each row, which masks just what the first does not.
+        wrong: share of the targets left unmasked that become random tokens and are learned too, each counting once:
+            for samplers that edit (LLaDA2.1).
+        confidence: how often the mean entropy of right predictions is added to the loss (CAP's and dParallel's beta,
+            published 2.0), which makes a model sure of what it knows: fewer forwards.
+        fill: what stands behind a row up to the end of its block, as sampling decodes whole blocks: "end" tokens that
+            are masked and learned, or "mask" tokens that are not. With `data.pad` that is behind the canvas.
+        chunk: as in `MaskedDiffusionPart`.
+    """
+
+    kind: Kind = "sft"
+    block_length: int = 0
+    noise: Noise = "block"
+    low: float = 1e-3
+    high: float = 1.0
+    loss: BlockLoss = "mean"
+    complementary: bool = False
+    wrong: float = 0.0
+    confidence: float = 0.0
+    fill: Fill = "end"
+    chunk: int = 0
+
+    ranges: ClassVar[tuple[Range, ...]] = (
+        ("block_length", 0, math.inf),
+        ("low", 1e-6, 1.0),
+        ("high", 1e-6, 1.0),
+        ("wrong", 0.0, 1.0),
+        ("confidence", 0.0, math.inf),
+        ("chunk", 0, math.inf),
+    )
+
+    @property
+    def copies(self) -> int:
+        """Noisy copies of each row."""
+        return 1 + self.complementary
+
+    def __post_init__(self) -> None:
+        if self.low > self.high:
+            raise DllmError(f"objective.low {self.low:g} is above objective.high {self.high:g}; lower it")
+        if self.complementary and self.loss == "bound" and self.high > 0.999:
+            raise DllmError(
+                f'with objective.complementary and loss "bound" the second copy counts 1 / (1 - p) times, and '
+                f"objective.high {self.high:g} lets p come to 1; set it to 0.999 or less"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockDiffusionConfig(TrainConfig):
+    """A run of `python -m train block-diffusion`."""
+
+    objective: BlockDiffusionPart = dataclasses.field(default_factory=BlockDiffusionPart)
+    command: Literal["block-diffusion"] = "block-diffusion"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.data.random_length and self.objective.fill == "end":
+            raise DllmError(
+                "data.random_length cuts texts where they do not end, and end tokens would be learned there; set "
+                'objective.fill to "mask"'
+            )
+
+
+class Copies(NamedTuple):
+    """A batch after the forward process, in C noisy copies of each row.
+
+    Attributes:
+        inputs: [..., C, T] int32, tokens with masks.
+        tokens: [..., T] int32, as they were, filled up to a whole number of blocks.
+        weights: [..., C, T] float32, of each position's cross entropy; 0 where nothing is learned.
+        targets: [...] int32, positions of the row that may be masked.
+        lengths: [...] int32, positions that count, a whole number of blocks.
+    """
+
+    inputs: jax.Array
+    tokens: jax.Array
+    weights: jax.Array
+    targets: jax.Array
+    lengths: jax.Array
+
+
+def fill_blocks(batch: Batch, denoiser: Denoiser, settings: BlockDiffusionPart) -> Batch:
+    """The rows with their last block filled up, with end tokens that are learned, or masks that are not."""
+    assert denoiser.block_length is not None
+    position = jnp.arange(batch.tokens.shape[-1], dtype=jnp.int32)
+    lengths = -(-batch.lengths // denoiser.block_length) * denoiser.block_length
+    behind = (position >= batch.lengths[..., None]) & (position < lengths[..., None])
+    learned = settings.fill == "end"
+    tokens = jnp.where(behind, denoiser.eos_id if learned else denoiser.mask_id, batch.tokens)
+    targets = (batch.targets | (behind & learned)) & (position >= denoiser.min_prompt_length)
+    return Batch(tokens, targets, lengths)
+
+
+def corrupt(key: jax.Array, batch: Batch, denoiser: Denoiser, settings: BlockDiffusionPart) -> Copies:
+    """The forward process. The draws of a row depend on the key and on its number in the batch.
+
+    (SDAR's code draws the masks of a row anew while there are none, up to ten times; here none are, as 1 / p asks.)
+
+    Args:
+        batch: with any leading axes; T is a multiple of the block's length.
+        denoiser: for the special tokens and the blocks; its parameters are not read.
+    """
+    assert denoiser.block_length is not None
+    batch = fill_blocks(batch, denoiser, settings)
+    tokens, targets = batch.tokens[..., None, :], batch.targets[..., None, :]
+    rows, length = batch.lengths.size, batch.tokens.shape[-1]
+    shares = length // denoiser.block_length if settings.noise == "block" else 1
+    share_key, mask_key, wrong_key = jax.random.split(key, 3)
+    share = settings.low + (settings.high - settings.low) * position_draws(share_key, rows, shares)
+    share = jnp.repeat(share, length // shares, axis=1).reshape(tokens.shape)
+    masked = targets & (position_draws(mask_key, rows, length).reshape(tokens.shape) < share)
+    if settings.complementary:
+        masked = jnp.concatenate([masked, targets & ~masked], axis=-2)
+        share = jnp.concatenate([share, 1.0 - share], axis=-2)
+    inputs = jnp.where(masked, denoiser.mask_id, tokens)
+    weights = jnp.where(masked, 1.0 if settings.loss == "mean" else 1.0 / share, 0.0)
+    if settings.wrong:
+        draws, others = jax.random.split(wrong_key)
+        copies = rows * masked.shape[-2]
+        other = jax.random.randint(others, (length, copies), 1, denoiser.vocab_size).T.reshape(masked.shape)
+        other = (tokens + other) % denoiser.vocab_size  # any but the right one
+        wrong = position_draws(draws, copies, length).reshape(masked.shape) < settings.wrong
+        wrong &= targets & ~masked & (other != denoiser.mask_id)
+        inputs, weights = jnp.where(wrong, other, inputs), jnp.where(wrong, 1.0, weights)
+    return Copies(inputs, batch.tokens, weights, jnp.sum(batch.targets, axis=-1), batch.lengths)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockDiffusion(Objective):
+    """The objective with its settings."""
+
+    about = "train a block diffusion model (LLaDA2, SDAR, Fast-dLLM v2), or go on"
+    config = BlockDiffusionConfig
+
+    settings: BlockDiffusionPart
+
+    def fitted(self, model: ModelConfig, config: BlockDiffusionConfig) -> ModelConfig:
+        """As `Objective`: in the blocks that it is trained in, with which a model of full attention becomes one of
+        block diffusion where the settings name their length."""
+        model = self._in_blocks(model, config)
+        if model.attention != "block":
+            raise DllmError(
+                f"a {model.family} model has no blocks; set objective.block_length for one of full attention, or "
+                "model.adapt to a kind that has, such as fast-dllm-v2-1.5b"
+            )
+        return super().fitted(model, config)
+
+    def _in_blocks(self, model: ModelConfig, config: BlockDiffusionConfig) -> ModelConfig:
+        length, own = self.settings.block_length or model.block_length, model.block_length
+        if length is None or model.attention == "causal":
+            return model
+        if length != own and config.lora.rank:
+            raise DllmError(
+                f"adapters need a model to be added to as it is, in blocks of {own}; leave out objective.block_length, "
+                "or train all weights"
+            )
+        check_whole_blocks(config.data, length)
+        return model.replace(attention="block", block_length=length)
+
+    def passes(self, trained: Trained) -> Passes:
+        """As `Objective`; the row runs first, without the head, and then its noisy copies."""
+        layers, attention, head = super().passes(trained)
+        copies = self.settings.copies
+        return Passes(layers * (1 + copies), attention * (1 + copies), head * copies)
+
+    def corrupt(self, key: jax.Array, batch: Batch, denoiser: Denoiser) -> Copies:
+        """As `Objective`."""
+        return corrupt(key, batch, denoiser, self.settings)
+
+    def loss(
+        self,
+        denoiser: Denoiser,
+        base: Denoiser,
+        noised: Copies,
+        *,
+        groups: int = 1,
+        remat: RematPolicy | None = None,
+        sharding: NamedSharding | None = None,
+    ) -> tuple[jax.Array, Metrics]:
+        """As `Objective`; reports the plain mean cross entropy of what is learned, in nats, and with `confidence` the
+        mean entropy where the most probable token is right."""
+        first, count = denoiser.min_prompt_length, noised.inputs.shape[1]
+        each = lambda x: jnp.repeat(x, count, axis=0)  # for every copy
+        flat = lambda x: x.reshape(-1, x.shape[-1])
+        clean = denoiser.forward(denoiser.embed(noised.tokens), noised.lengths, remat=remat)[1]
+        hidden = hidden_states(
+            denoiser,
+            flat(noised.inputs),
+            each(noised.lengths),
+            before=jax.tree.map(each, clean),
+            remat=remat,
+            sharding=sharding,
+        )
+        tokens, weights = each(noised.tokens)[:, first:], flat(noised.weights)[:, first:]
+        sum_up = functools.partial(head_sums, chunk=self.settings.chunk, groups=groups, sharding=sharding)
+        sums = _with_entropies if self.settings.confidence else cross_entropies
+        total, plain, *entropy = sum_up(sums, (denoiser,), (hidden, tokens), weights)
+        learned = jnp.maximum(jnp.sum(weights > 0), 1)
+        loss = total / (learned if self.settings.loss == "mean" else jnp.maximum(count * jnp.sum(noised.targets), 1))
+        metrics = {"cross_entropy": plain / learned}
+        if entropy:
+            metrics["entropy"] = entropy[0] / jnp.maximum(entropy[1], 1)
+            loss += self.settings.confidence * metrics["entropy"]
+        return loss, {"loss": loss, **metrics}
+
+
+def _with_entropies(
+    denoiser: Denoiser, hidden: jax.Array, tokens: jax.Array, weights: jax.Array
+) -> tuple[jax.Array, ...]:
+    """As `cross_entropies`, and of the positions whose most probable token is right the sum of the entropies and the
+    number (CAP, arXiv 2512.15745; dParallel, 2509.26488)."""
+    log = jax.nn.log_softmax(denoiser.logits(hidden))
+    cross = -jnp.take_along_axis(log, tokens[:, None], axis=-1)[:, 0]
+    right = (weights > 0) & (jnp.argmax(log, axis=-1) == tokens)
+    entropy = -jnp.sum(jnp.exp(log) * log, axis=-1)
+    of = lambda chosen, x: jnp.sum(jnp.where(chosen, x, 0.0))
+    return jnp.sum(weights * cross), of(weights > 0, cross), of(right, entropy), of(right, 1.0)

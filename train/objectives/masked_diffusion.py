@@ -1,0 +1,112 @@
+"""The masked-diffusion objective of LLaDA (arXiv 2502.09992, equations 3 and 5, algorithms 1 and 2).
+
+Per row t ~ U(eps, 1), every target position is masked with probability t, and the row's loss is the sum of the masked
+positions' cross entropies over t and over the number of targets; the loss is the mean over rows. Pre-training targets
+every position, SFT the answer (its end-token padding included). Dream (arXiv 2508.15487) differs by the shift alone,
+which the `Denoiser` undoes: the first position of a shifted family has no predictor, is never masked and carries no
+loss.
+
+A row's loss times its number of targets is the estimate that `samplers.likelihood.masked_loss` gives of -log p, with t
+in the place of the share of masked tokens.
+"""
+
+import dataclasses
+import math
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+
+from dllm_jax.config import ModelConfig
+from dllm_jax.denoiser import Denoiser
+from dllm_jax.errors import DllmError
+from train.config import Kind, Range, TrainConfig
+from train.losses import Batch, Noised, position_draws
+from train.objectives.base import CrossEntropy
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskedDiffusionPart:
+    """The loss of `python -m train masked-diffusion`.
+
+    Attributes:
+        kind: "sft" never masks the prompt; "pretrain" treats it as the rest of the document.
+        eps: least mask probability; t ~ U(eps, 1) per row.
+        stratified: spread the t of a batch evenly over (eps, 1) instead of drawing them independently; each is still
+            uniform, the loss is as true and varies less.
+        chunk: positions whose logits exist at a time, for large vocabularies; 0 computes the logits of all positions.
+    """
+
+    kind: Kind = "sft"
+    eps: float = 1e-3
+    stratified: bool = False
+    chunk: int = 0
+
+    ranges: ClassVar[tuple[Range, ...]] = (("eps", 1e-6, 1.0), ("chunk", 0, math.inf))
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskedDiffusionConfig(TrainConfig):
+    """A run of `python -m train masked-diffusion`."""
+
+    objective: MaskedDiffusionPart = dataclasses.field(default_factory=MaskedDiffusionPart)
+    command: Literal["masked-diffusion"] = "masked-diffusion"
+
+
+def mask_probabilities(key: jax.Array, rows: int, eps: float, *, stratified: bool = False) -> jax.Array:
+    """t ~ U(eps, 1) for each row, [rows] float32: (1 - eps) u + eps with u ~ U(0, 1).
+
+    Args:
+        stratified: u_i = (u + i / rows) mod 1 of a single u, in random order: each is uniform by itself, together they
+            cover the interval (Kingma et al., arXiv 2107.00630, appendix I.1).
+    """
+    if stratified:
+        first, order = jax.random.split(key)
+        u = (jax.random.uniform(first) + jnp.arange(rows, dtype=jnp.float32) / rows) % 1.0
+        u = jax.random.permutation(order, u)
+    else:
+        u = jax.random.uniform(key, (rows,))
+    return (1.0 - eps) * u + eps
+
+
+def corrupt(key: jax.Array, batch: Batch, denoiser: Denoiser, *, eps: float = 1e-3, stratified: bool = False) -> Noised:
+    """The forward process: masks each row's targets independently with the row's probability.
+
+    The draw of a row depends on the key and on its number in the batch, not on how the batch is divided into leading
+    axes or devices.
+
+    Args:
+        batch: with any leading axes.
+        denoiser: for the mask token and the positions that have no predictor; its parameters are not read.
+    """
+    length = batch.tokens.shape[-1]
+    shape, rows = batch.lengths.shape, batch.lengths.size
+    row_key, token_key = jax.random.split(key)
+    probability = mask_probabilities(row_key, rows, eps, stratified=stratified).reshape(shape)[..., None]
+    draws = position_draws(token_key, rows, length).reshape(batch.tokens.shape)
+    targets = batch.targets & (jnp.arange(length) >= denoiser.min_prompt_length)
+    masked = targets & (draws < probability)
+    count = jnp.maximum(jnp.sum(targets, axis=-1, keepdims=True), 1)
+    weights = jnp.where(masked, 1.0 / (probability * count), 0.0)
+    return Noised(jnp.where(masked, denoiser.mask_id, batch.tokens), batch.tokens, weights, batch.lengths)
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskedDiffusion(CrossEntropy):
+    """The objective with its settings."""
+
+    about = "train a model, or go on with a run"
+    config = MaskedDiffusionConfig
+
+    settings: MaskedDiffusionPart
+
+    def fitted(self, model: ModelConfig, config: TrainConfig) -> ModelConfig:
+        """As `Objective`; a block diffusion model has an objective of its own."""
+        if model.attention == "block":
+            advice = "train it by python -m train block-diffusion"
+            raise DllmError(f"a {model.family} model sees final tokens before its block; {advice}")
+        return super().fitted(model, config)
+
+    def corrupt(self, key: jax.Array, batch: Batch, denoiser: Denoiser) -> Noised:
+        """As `Objective`."""
+        return corrupt(key, batch, denoiser, eps=self.settings.eps, stratified=self.settings.stratified)

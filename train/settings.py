@@ -1,0 +1,142 @@
+"""Settings as frozen dataclasses, read from a TOML file and `key=value` overrides.
+
+Nothing is guessed: an unknown key is refused with the nearest known one, a value of another type with the type wanted.
+"""
+
+import dataclasses
+import difflib
+import json
+import math
+import tomllib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from dllm_jax.errors import DllmError
+
+T = TypeVar("T")
+
+
+def read_table(path: str | Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
+    """A TOML file as nested tables, changed by overrides such as ``optimizer.lr=3e-4``.
+
+    An override's value is written as in TOML; words need no quotation marks.
+
+    Raises:
+        DllmError: for a file that cannot be read, and for what is no setting.
+    """
+    try:
+        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise DllmError(f"the config {path} could not be read ({error})") from None
+    except tomllib.TOMLDecodeError as error:
+        raise DllmError(f"the config {path} is not valid TOML ({error})") from None
+    for override in overrides:
+        _override(values, override)
+    return values
+
+
+def to_json(settings: Any) -> str:
+    """All settings, defaults included."""
+    return json.dumps(dataclasses.asdict(settings), indent=2)
+
+
+def flat_names(table: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Dotted keys of nested tables' values, and of the tables."""
+    found = []
+    for name, value in table.items():
+        found += [prefix + name, *(flat_names(value, f"{prefix}{name}.") if isinstance(value, Mapping) else [])]
+    return found
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Dotted key -> (old value, new value) of what differs between two nested tables."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for name in [*old, *(name for name in new if name not in old)]:
+        was, now = old.get(name), new.get(name)
+        if isinstance(was, Mapping) and isinstance(now, Mapping):
+            found |= differences(was, now, f"{prefix}{name}.")
+        elif was != now:
+            found[prefix + name] = (was, now)
+    return found
+
+
+def _override(values: dict[str, Any], text: str) -> None:
+    key, equals, written = text.partition("=")
+    *tables, name = key.strip().split(".")
+    if not equals or not name:
+        raise DllmError(f"{text!r} is no setting; write it like optimizer.lr=3e-4")
+    try:
+        value = tomllib.loads(f"value = {written}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = written.strip()  # a word without quotation marks
+    for table in tables:
+        values = values.setdefault(table, {})
+        if not isinstance(values, dict):
+            raise DllmError(f"{key.strip()}: {table} is a value, not a table; name a key that exists")
+    values[name] = value
+
+
+def build(kind: type[T], values: Mapping[str, Any], prefix: str = "") -> T:
+    """A settings dataclass from a table.
+
+    Raises:
+        DllmError: for unknown or missing keys and values of another type.
+    """
+    hints = typing.get_type_hints(kind)
+    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    for name in values:
+        if name not in fields:
+            raise DllmError(unknown_key(prefix + name, [prefix + known for known in fields]))
+    for name, field in fields.items():
+        optional = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+        if name not in values and not optional:
+            raise DllmError(f"{prefix}{name} is not set; write it into the config, or {prefix}{name}=VALUE behind it")
+    return kind(**{name: converted(value, hints[name], prefix + name) for name, value in values.items()})
+
+
+def unknown_key(name: str, known: Iterable[str]) -> str:
+    """The sentence for an unknown name, with the nearest known one."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"there is no setting {name!r}; " + (f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}")
+
+
+def converted(value: Any, kind: Any, name: str) -> Any:
+    """A TOML value as the type of a field.
+
+    Raises:
+        DllmError: when it is of another type; the sentence starts with `name`.
+    """
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):  # X | None: TOML has no None
+        kind = next(part for part in typing.get_args(kind) if part is not types.NoneType)
+    if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
+        return build(typing.cast(type, kind), value, f"{name}.")
+    if typing.get_origin(kind) is Literal:
+        if value in typing.get_args(kind):
+            return value
+        raise DllmError(f"{name} is {value!r}; choose one of {', '.join(typing.get_args(kind))}")
+    if kind is float and type(value) in (int, float) and math.isfinite(value):
+        return float(value)
+    if kind in (int, str, bool) and type(value) is kind:
+        return value
+    if typing.get_origin(kind) is dict and isinstance(value, dict):
+        item = typing.get_args(kind)[1]
+        return {key: part if item is Any else converted(part, item, f"{name}.{key}") for key, part in value.items()}
+    if typing.get_origin(kind) is tuple and isinstance(value, list):
+        return tuple(converted(part, typing.get_args(kind)[0], name) for part in value)
+    raise DllmError(f"{name} is {value!r}; it must be {_WANTED.get(typing.get_origin(kind) or kind, 'a table')}")
+
+
+_WANTED: Mapping[Any, str] = types.MappingProxyType(
+    {
+        int: "a whole number",
+        float: "a finite number",
+        str: "a text",
+        bool: "true or false",
+        tuple: "a list",
+        dict: "a table",
+    }
+)
