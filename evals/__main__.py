@@ -9,9 +9,15 @@
     python -m evals figure ni --model DIR --indicator DIR --indicator DIR --out DIR
     python -m evals compare --model word-problems --task word-problems --index 3
     python -m evals oracle --model DIR --task sudoku --sampler threshold:threshold=0.9
+    python -m evals trajectories --model DIR --task maze --sampler topk --n 1000 --out DIR
     python -m evals indicator --model DIR --indicator DIR --trajectories DIR --out DIR
+    python -m evals tune --model DIR --task sudoku --floor 0.99 --out DIR
     python -m evals show --task maze:size=5 --split train
+    python -m evals run --model DIR --task text:file=questions.jsonl,score=number --sampler threshold --count d3llm
+    python -m evals aup --results DIR --task gsm8k --out DIR
     python -m evals tokenizer --task sudoku --out DIR
+    python -m evals presets [NAME] [--check] [--json]
+    python -m evals lm --model DIR --preset llada-base/gsm8k --out DIR
 
 Examples come from the test split, whose problems no generator gives out for training.
 """
@@ -32,14 +38,19 @@ from rich.text import Text
 
 from dllm_jax import DllmError, Model
 from dllm_jax.tools.command import Parser, run_printing
-from evals import figures, files, plots
+from evals import figures, files, leaderboard, plots, trajectories, tune
+from evals.counting import as_line
+from evals.flags import add_batch, add_count, add_distributed, add_model, add_task, command, models_of
+from evals.harness import command as harness
 from evals.indicator import score_indicator
 from evals.models import Models
 from evals.oracle import OracleReport, oracle
-from evals.runner import Report, run
+from evals.presets import command as presets
+from evals.processes import meeting
+from evals.runner import USUAL, Report, run
 from evals.sampler import SamplerSpec, all_samplers, parse_sampler
 from evals.sweeps import Sweep, pareto_plot, sweep, write_tables
-from evals.tasks import SPLITS, TASKS, Example, Task, WordProblems, make_task
+from evals.tasks import SPLITS, DrawnTask, Task, WordProblems, make_task
 from evals.tasks.base import check_split
 from evals.tasks.word_problems import train_tokenizer
 from samplers.indicator import load_indicator
@@ -62,7 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run_command(arguments: Sequence[str] | None) -> None:
     options = _parser().parse_args(arguments)
-    options.command(options)
+    with meeting(getattr(options, "distributed", None)) as options.processes:
+        options.command(options)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -81,22 +93,24 @@ def _parser() -> argparse.ArgumentParser:
     _add_indicator(commands)
     _add_show(commands)
     _add_tokenizer(commands)
+    harness.add(commands)
+    presets.add(commands)
+    leaderboard.add(commands)
+    tune.add(commands)
+    trajectories.add(commands)
     return parser
 
 
-def _command(commands: Any, name: str, command: Any, about: str) -> Any:
-    parser = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
-    parser.set_defaults(command=command)
-    return parser.add_argument
-
-
 def _add_run(commands: Any) -> None:
-    _add_scoring(_command(commands, "run", _run, "score one sampler"))
+    add = command(commands, "run", _run, "score one sampler")
+    _add_scoring(add)
+    add_count(add)
+    add_distributed(add)
 
 
 def _add_scoring(add: Any) -> None:
     _add_measuring(add)
-    _add_task(add)
+    add_task(add)
     add(
         "--sampler",
         required=True,
@@ -108,10 +122,12 @@ def _add_scoring(add: Any) -> None:
 
 
 def _add_sweep(commands: Any) -> None:
-    add = _command(commands, "sweep", _sweep, "score many samplers; write results.json, results.csv and pareto.png")
+    add = command(commands, "sweep", _sweep, "score many samplers; write results.json, results.csv and pareto.png")
     _add_measuring(add)
-    _add_task(add)
+    add_task(add)
     add("--sampler", action="append", default=[], metavar="SPEC", help="as in run, with lists: eb:gamma=0.1|1")
+    add_count(add)
+    add_distributed(add)
     add("--grid", metavar="FILE", help="TOML with [[sampler]] tables: rule, and options as values or lists")
     add("--out", required=True, metavar="DIR", help="folder of the results")
 
@@ -121,7 +137,7 @@ def _add_figure(commands: Any) -> None:
     parser = commands.add_parser("figure", help=about, description=about, allow_abbrev=False)
     chosen = parser.add_subparsers(required=True, metavar="FIGURE", parser_class=Parser)
     for name, figure in figures.FIGURES.items():
-        add = _command(chosen, name, functools.partial(_figure, name), figure.about)
+        add = command(chosen, name, functools.partial(_figure, name), figure.about)
         _add_measuring(add, n=figure.n)
         add("--task", default=figure.task, metavar="TASK", help=f"{figure.task_name} (default: {figure.task})")
         add("--out", required=True, metavar="DIR", help="folder of the results")
@@ -130,23 +146,23 @@ def _add_figure(commands: Any) -> None:
 
 
 def _add_compare(commands: Any) -> None:
-    add = _command(commands, "compare", _compare, "answer one example by several samplers")
-    _add_model(add)
+    add = command(commands, "compare", _compare, "answer one example by several samplers")
+    add_model(add)
     _add_example(add, "test")
     add("--sampler", action="append", default=[], metavar="SPEC", help="as in run, with lists; by default a choice")
 
 
 def _add_oracle(commands: Any) -> None:
     about = "how few forwards would keep a sampler's trajectories as they are"
-    _add_scoring(_command(commands, "oracle", _oracle, about))
+    _add_scoring(command(commands, "oracle", _oracle, about))
 
 
 def _add_indicator(commands: Any) -> None:
     about = "how well a trained indicator tells tokens that are final: precision_recall.csv and .png"
-    add = _command(commands, "indicator", _indicator, about)
-    _add_model(add)
+    add = command(commands, "indicator", _indicator, about)
+    add_model(add)
     add("--indicator", required=True, metavar="DIR", help="folder that python -m train indicator wrote")
-    add("--trajectories", required=True, metavar="DIR", help="of python -m train trajectories --split validation")
+    add("--trajectories", required=True, metavar="DIR", help="of python -m evals trajectories --split validation")
     add("--out", required=True, metavar="DIR", help="folder of the results")
     add("--precision", type=float, default=0.98, metavar="P", help="to find a threshold for, in (0, 1] (default: 0.98)")
     add("--n", type=int, metavar="N", help="trajectories; by default all")
@@ -155,44 +171,33 @@ def _add_indicator(commands: Any) -> None:
 
 
 def _add_show(commands: Any) -> None:
-    add = _command(commands, "show", _show, "print an example")
+    add = command(commands, "show", _show, "print an example")
     _add_example(add, "train")
 
 
 def _add_example(add: Any, split: str) -> None:
-    _add_task(add)
+    add_task(add)
     add("--split", default=split, metavar="SPLIT", help=f"{', '.join(SPLITS)} (default: {split})")
     add("--index", type=int, default=0, metavar="N", help="number of the example (default: 0)")
 
 
 def _add_tokenizer(commands: Any) -> None:
-    add = _command(commands, "tokenizer", _tokenizer, "write a task's tokenizer, for the folder of a checkpoint")
-    _add_task(add)
+    add = command(commands, "tokenizer", _tokenizer, "write a task's tokenizer, for the folder of a checkpoint")
+    add_task(add)
     add("--out", required=True, metavar="DIR", help="folder of tokenizer.json and tokenizer_config.json")
     add("--vocab-size", type=int, metavar="N", help="train the word problems' anew, with at most so many tokens")
 
 
-def _add_model(add: Any) -> None:
-    add("--model", metavar="DIR_OR_NAME", help="converted checkpoint, of samplers that name none by @DIR")
-    add("--dtype", help="bfloat16, float16 or float32; as stored by default")
-    add("--quantize", metavar="BITS", help="int8 or int4: kernels in so many bits; as stored by default")
-
-
-def _add_measuring(add: Any, n: int = 256) -> None:
-    _add_model(add)
+def _add_measuring(add: Any, n: int | None = None) -> None:
+    add_model(add)
     add("--split", default="test", metavar="SPLIT", help=f"{', '.join(SPLITS)} (default: test)")
-    add("--n", type=int, default=n, metavar="N", help=f"examples (default: {n})")
-    add("--batch-size", type=int, default=64, metavar="N", help="examples sampled together (default: 64)")
-    add("--seed", type=int, default=0, metavar="N", help="of the sampler's random numbers (default: 0)")
-
-
-def _add_task(add: Any) -> None:
-    about = f"{', '.join(TASKS)}, with options as in maze:size=5"
-    add("--task", required=True, metavar="TASK", help=about)
+    add("--n", type=int, default=n, metavar="N", help=f"examples (default: {n or f'{USUAL}, of a file all'})")
+    add_batch(add)
 
 
 def _run(options: argparse.Namespace) -> None:
-    _score(options, run, describe)
+    score = functools.partial(run, counts=options.counts, processes=options.processes)
+    _score(options, score, lambda report: "\n".join(_lines(report)))
 
 
 def _oracle(options: argparse.Namespace) -> None:
@@ -206,12 +211,12 @@ def _oracle_of(models: Models, task: Task, sampler: SamplerSpec, **measuring: An
 def _score(options: argparse.Namespace, score: Callable[..., Any], described: Callable[[Any], str]) -> None:
     """Runs one sampler by `run` or `oracle`, whose reports are alike, and prints and writes what was asked for."""
     task, sampler = make_task(options.task), parse_sampler(options.sampler)
-    models = Models(options.model, options.dtype, options.quantize)
+    models = models_of(options)
     check_split(options.split)
     if options.results:
         files.make_folder(Path(options.results).parent)
     report = score(models, task, sampler, **_measuring(options))
-    if options.results:
+    if options.results and options.processes.first:
         files.write(options.results, files.as_json_lines([vars(row) for row in report.rows]))
     if options.json:
         print(files.as_json(report.summary()), end="")
@@ -236,7 +241,8 @@ def _indicator(options: argparse.Namespace) -> None:
 def _sweep(options: argparse.Namespace) -> None:
     samplers = all_samplers(options.sampler, options.grid)
     found, folder = _run_all(options, options.task, samplers)
-    files.write(folder / "pareto.png", pareto_plot(found))
+    if options.processes.first:
+        files.write(folder / "pareto.png", pareto_plot(found))
     for name, area in found.areas().items():
         print(f"AUP {area:8.1f}  {name}")
     print(
@@ -246,7 +252,7 @@ def _sweep(options: argparse.Namespace) -> None:
 
 def _figure(name: str, options: argparse.Namespace) -> None:
     figure = figures.FIGURES[name]
-    if make_task(options.task).name != figure.task_name:
+    if not figure.fits(make_task(options.task)):
         advice = "leave --task out, or give its options"
         raise DllmError(f"figure {name} is about {figure.task_name}, not {options.task}; {advice}")
     lines = figure.lines(options)
@@ -267,17 +273,19 @@ def _run_all(options: argparse.Namespace, task_text: str, samplers: Sequence[Sam
     plots.require_matplotlib()
     folder = files.make_folder(options.out)
     found = Sweep()
-    for found in sweep(Models(options.model, options.dtype, options.quantize), task, samplers, **_measuring(options)):
-        write_tables(folder, found)
+    models, counts, processes = models_of(options), getattr(options, "counts", ()), options.processes
+    for found in sweep(models, task, samplers, counts=counts, processes=processes, **_measuring(options)):
+        if processes.first:
+            write_tables(folder, found)
         print(f"{describe(found.reports[-1])}  {found.samplers[-1]}", flush=True)
     return found, folder
 
 
 def _compare(options: argparse.Namespace) -> None:
     samplers, task = all_samplers(options.sampler or COMPARED), make_task(options.task)
-    models = Models(options.model, options.dtype, options.quantize)
+    models = models_of(options)
     bound = [models.build(sampler, task)[1] for sampler in samplers]
-    print(puzzle(bound[0], bound[0].example(options.split, options.index)), end="\n\n")
+    print(bound[0].question(bound[0].example(options.split, options.index)), end="\n\n")
     console = Console(width=None if sys.stdout.isatty() else 160)
     table = Table(Column("sampler", no_wrap=True), "forwards", "tokens/forward", "", "answer", box=box.SIMPLE)
     with console.status("sampling", spinner="line") if console.is_terminal else contextlib.nullcontext():
@@ -293,20 +301,13 @@ def _show(options: argparse.Namespace) -> None:
     task = make_task(options.task)
     example = task.example(options.split, options.index)
     end = "" if example.given is None else "\n\n"
-    print(puzzle(task, example) + end + task.show(example.answer_ids))
-
-
-def puzzle(task: Task, example: Example) -> str:
-    """What a model is given: the prompt, and the canvas with a full stop for every blank where it comes with clues."""
-    prompt = task.show(example.prompt_ids)
-    if example.given is None:
-        return prompt
-    pairs = zip(example.answer_ids, example.given, strict=True)
-    return prompt + "".join(task.show([i]) if given else "." for i, given in pairs)
+    print(task.question(example) + end + task.reference(example))
 
 
 def _tokenizer(options: argparse.Namespace) -> None:
     task = make_task(options.task)
+    if not isinstance(task, DrawnTask):
+        raise DllmError(f"{task.name} is in the tokens of any model; there is none to write")
     if options.vocab_size is not None and not isinstance(task, WordProblems):
         raise DllmError(f"--vocab-size is for word-problems; the tokens of {task.name} are what they are")
     if options.vocab_size is None:
@@ -320,7 +321,7 @@ def _load(options: argparse.Namespace) -> Model:
     """The model of a command that runs no sampler."""
     if options.model is None:
         raise DllmError("no model was named; pass --model DIR_OR_NAME")
-    return Models(None, options.dtype, options.quantize).load(options.model)
+    return models_of(options).load(options.model)
 
 
 def _measuring(options: argparse.Namespace) -> dict[str, Any]:
@@ -331,6 +332,11 @@ def _describe_oracle(report: OracleReport) -> str:
     exact = "all of them lossless" if not report.forced else f"{100 * report.forced:.1f} % of these forced"
     steps = f"NFE {report.nfe:.2f} | {report.merged_steps:.2f} steps in the lossless order, {exact}"
     return f"{steps} | {report.speed_up:.2f} times fewer forwards"
+
+
+def _lines(report: Report) -> list[str]:
+    """A report in one line, and one more for each paper's count of it."""
+    return [describe(report), *(f"as {name} counts: {as_line(found)}" for name, found in report.compat_count.items())]
 
 
 def describe(report: Report) -> str:

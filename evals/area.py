@@ -6,21 +6,30 @@ whose accuracy is more than 5 below that of the first, least parallel one, are l
     AUP = rho_1 y_1 + sum over i >= 2 of (rho_i - rho_{i-1}) (y_i W(y_i) + y_{i-1} W(y_{i-1})) / 2
     W(y) = min(exp(-3 (1 - y / y_max)), 1)
 
-where y_max is the best accuracy on the task among all that is compared. A sampler that is always right scores 100 times
-its most tokens per forward; one that trades accuracy away scores less than the plain area.
+where y_max is the best accuracy on the task among all that is compared, autoregressive baselines included. A sampler
+that is always right scores 100 times its most tokens per forward; one that trades accuracy away scores less than the
+plain area. The first term has no weight, so a single point scores rho_1 y_1.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from dllm_jax.errors import DllmError
 
 ALPHA = 3.0
 DROP = 5.0  # percent
+LEADERBOARD = ("gsm8k-cot", "math", "mbpp", "humaneval", "long-gsm8k")
+"""d3LLM's tasks, whose areas make one score; those with a plus (humaneval+, mbpp+) are told but do not count."""
 
 
 def aup(
-    parallelism: Sequence[float], accuracy: Sequence[float], best: float, *, alpha: float = ALPHA, drop: float = DROP
+    parallelism: Sequence[float],
+    accuracy: Sequence[float],
+    best: float,
+    *,
+    alpha: float = ALPHA,
+    drop: float = DROP,
+    strict: bool = False,
 ) -> float:
     """Accuracy under parallelism of one sampler's points, in any order.
 
@@ -30,9 +39,11 @@ def aup(
         best: y_max, in percent.
         alpha: penalty for accuracy below the best.
         drop: points that are more than this below the least parallel one are left out, in percent.
+        strict: refuse a most parallel point that would be left out, as d3LLM's published code does; it leaves out
+            those before it alone.
 
     Raises:
-        DllmError: for no points, lists of different lengths, or numbers that cannot be.
+        DllmError: for no points, lists of different lengths, numbers that cannot be, and as `strict` says.
     """
     if not parallelism or len(parallelism) != len(accuracy):
         raise DllmError(f"{len(parallelism)} parallelisms and {len(accuracy)} accuracies make no curve; give pairs")
@@ -40,10 +51,22 @@ def aup(
         raise DllmError("a curve has parallelisms above 0 and accuracies from 0 to 100 percent; correct the numbers")
     # Of points of equal parallelism the best comes first, so that the area does not depend on their order.
     points = sorted(zip(parallelism, accuracy, strict=True), key=lambda point: (point[0], -point[1]))
+    if strict and points[-1][1] < points[0][1] - drop:
+        raise DllmError(f"the most parallel point loses {points[0][1] - points[-1][1]:.2f} percent, more than {drop:g}")
     kept = [point for point in points if point[1] >= points[0][1] - drop]
     weighed = [(rho, y * _weight(y, best, alpha)) for rho, y in kept]
     steps = zip(weighed, weighed[1:], strict=False)
     return kept[0][0] * kept[0][1] + sum((b[0] - a[0]) * (b[1] + a[1]) / 2 for a, b in steps)
+
+
+def leaderboard(areas: Mapping[str, float]) -> float:
+    """d3LLM's score of a method: the sum of its areas on the tasks of `LEADERBOARD` over their number, so that a task
+    that is missing counts as 0.
+
+    Args:
+        areas: task -> `aup`; other tasks do not count.
+    """
+    return sum(areas.get(task, 0.0) for task in LEADERBOARD) / len(LEADERBOARD)
 
 
 def front(cost: Sequence[float], accuracy: Sequence[float]) -> list[int]:

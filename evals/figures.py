@@ -19,6 +19,7 @@ from evals.plots import Panel
 from evals.runner import Report
 from evals.sampler import SamplerSpec, parse_samplers, unique
 from evals.sweeps import Sweep, title
+from evals.tasks import TASKS, Task, TextTask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Figure:
 
     Attributes:
         about: for the list of commands.
-        task: as it is written on the command line; other options of the same task may take its place.
+        task: as it is written on the command line; what `fits` may take its place.
         lines: what is run, from the command's options.
         panels: what is drawn, from the points of all lines.
         columns: panels side by side.
@@ -92,6 +93,10 @@ class Figure:
     @property
     def task_name(self) -> str:
         return self.task.partition(":")[0]
+
+    def fits(self, task: Task) -> bool:
+        """Whether it can be made of a task: its own, or, where that has answers in words, any text."""
+        return task.name == self.task_name or (TASKS[self.task_name].stops and isinstance(task, TextTask))
 
 
 def samplers_of(lines: Sequence[Line]) -> list[SamplerSpec]:

@@ -1,7 +1,8 @@
 """How well an indicator tells the tokens that are final already, on trajectories that it was not trained on.
 
-Of every trajectory one state is drawn and restored, as in training (`train.indicator`). At its masked positions the
-indicator's scores stand against the model's own: the probability of its best token, by which a threshold decides.
+Of every trajectory one state is drawn and restored, as in training (`train.objectives.indicator`). At its masked
+positions the indicator's scores stand against the model's own: the probability of its best token, by which a threshold
+decides.
 """
 
 import dataclasses
@@ -20,8 +21,8 @@ from samplers.prompts import bucket_length
 from train.config import DataPart
 from train.data import Rows
 from train.data.shards import ABOUT_FILE, Trajectories
-from train.indicator import RolledBack, auc, evidence, rolled_back
-from train.objective import Batch
+from train.losses import Batch
+from train.objectives.indicator import RolledBack, auc, evidence, rolled_back
 
 POINTS = 200  # of a curve, as it is written
 

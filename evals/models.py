@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from jax.sharding import Mesh
 from rich.console import Console
 
 import dllm_jax
@@ -16,13 +17,17 @@ class Models:
 
     Args:
         usual: the model of samplers that name none: a model, its folder or name; None where there is no such.
-        dtype, quantize: of what is loaded, as in `dllm_jax.load`.
+        dtype, quantize, mesh: of what is loaded, as in `dllm_jax.load`.
     """
 
     def __init__(
-        self, usual: Model | str | None = None, dtype: str | None = None, quantize: Quantize | None = None
+        self,
+        usual: Model | str | None = None,
+        dtype: str | None = None,
+        quantize: Quantize | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
-        self._usual, self._how = usual, dict[str, Any](dtype=dtype, quantize=quantize)
+        self._usual, self._how = usual, dict[str, Any](dtype=dtype, quantize=quantize, mesh=mesh)
         self._loaded: dict[str, Model] = {}
 
     def load(self, path_or_name: str) -> Model:

@@ -79,7 +79,7 @@ def oracle(
     task: str | Task,
     sampler: str | SamplerSpec,
     *,
-    n: int = 256,
+    n: int | None = None,
     batch_size: int = 64,
     seed: int = 0,
     split: str = "test",
@@ -92,7 +92,8 @@ def oracle(
     """
     spec, batches = prepare(model, task, sampler, n, batch_size, seed, split, progress=progress)
     rows: list[OracleRow] = []
-    results = dict(batches.results(batches.engine(Engines()), progress, f"oracle of {spec}"))
+    ended = batches.results(batches.engine(Engines()), progress, f"oracle of {spec}")
+    results = {request.number: result for request, result in ended}
     for index, result, known in batches.batch(results):
         trajectory = trajectory_of(result, **known, mask_id=model.denoiser.mask_id)
         order = _merged(model.denoiser, trajectory)

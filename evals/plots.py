@@ -29,6 +29,8 @@ class Curve:
         x_spread, y_spread: standard deviations over trained models, drawn as broad bars; None draws none.
         front: join only the points that no other of the curve beats, and draw the others faintly; for settings that
             have no order.
+        published: draw it in grey with its number for a mark, so that those of others are told apart from ours.
+        faint: draw all points faintly and join none.
     """
 
     label: str
@@ -38,6 +40,8 @@ class Curve:
     x_spread: Sequence[float] | None = None
     y_spread: Sequence[float] | None = None
     front: bool = False
+    published: bool = False
+    faint: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +53,8 @@ class Panel:
         curves: what is drawn.
         smaller_is_better: which way the Pareto front is drawn; None draws none.
         ticks: names of the places 0, 1 ... on the x axis, where these are no numbers.
+        level: a y to draw a line at, and what it is; None draws none.
+        y_range: of the y axis, which leaves out what lies beyond; None is that of the points.
     """
 
     x_label: str
@@ -56,6 +62,8 @@ class Panel:
     smaller_is_better: bool | None = None
     y_label: str = ACCURACY
     ticks: Sequence[str] | None = None
+    level: tuple[float, str] | None = None
+    y_range: tuple[float, float] | None = None
 
 
 def require_matplotlib() -> Any:
@@ -71,31 +79,36 @@ def require_matplotlib() -> Any:
     return Figure
 
 
-def draw(panels: Sequence[Panel], title: str, columns: int | None = None) -> bytes:
+def draw(panels: Sequence[Panel], title: str, columns: int | None = None, caption: str = "") -> bytes:
     """`figure` as a PNG.
 
     Raises:
         DllmError: when matplotlib is not installed.
     """
     file = io.BytesIO()
-    figure(panels, title, columns).savefig(file, format="png", dpi=160)
+    figure(panels, title, columns, caption).savefig(file, format="png", dpi=160)
     return file.getvalue()
 
 
-def figure(panels: Sequence[Panel], title: str, columns: int | None = None) -> Any:
-    """The panels as a matplotlib figure, so many side by side; curves of the same label look the same everywhere.
+def figure(panels: Sequence[Panel], title: str, columns: int | None = None, caption: str = "") -> Any:
+    """The panels as a matplotlib figure, so many side by side, with a caption below; curves of the same label look the
+    same everywhere.
 
     Raises:
         DllmError: when matplotlib is not installed.
     """
     columns = columns or len(panels)
     rows = -(-len(panels) // columns)
+    curves = [curve for panel in panels for curve in panel.curves]
+    labels = list(dict.fromkeys(curve.label for curve in sorted(curves, key=lambda curve: curve.published)))
+    ours = len({curve.label for curve in curves if not curve.published})
+    many = len(labels) > ours
     width, height = (5.6, 5.0) if rows == 1 else (4.2, 3.4)
-    drawn = require_matplotlib()(figsize=(max(width * columns, 6.4), height * rows), layout="constrained")
+    more = 0.13 * -(-len(labels) // (columns + 1)) if many else 0.0
+    drawn = require_matplotlib()(figsize=(max(width * columns, 6.4), height * rows + more), layout="constrained")
     axes = drawn.subplots(rows, columns, squeeze=False).ravel()
-    labels = list(dict.fromkeys(curve.label for panel in panels for curve in panel.curves))
     for ax, panel in zip(axes, panels, strict=False):
-        _draw_panel(ax, panel, labels)
+        _draw_panel(ax, panel, labels, ours)
     for ax in axes[len(panels) :]:
         ax.set_axis_off()
     handles = {name: handle for ax in axes for handle, name in zip(*ax.get_legend_handles_labels(), strict=True)}
@@ -104,16 +117,21 @@ def figure(panels: Sequence[Panel], title: str, columns: int | None = None) -> A
         labels,
         loc="outside lower center",
         ncols=min(len(labels), columns + 1),
-        fontsize=8,
+        fontsize=6 if many else 8,
         frameon=False,
+        title=textwrap.fill(caption, int(20 * drawn.get_figwidth())),
+        title_fontsize=6,
     )
     drawn.suptitle(textwrap.fill(title, int(13 * drawn.get_figwidth())), fontsize=10)
     return drawn
 
 
-def _draw_panel(ax: Any, panel: Panel, labels: Sequence[str]) -> None:
+def _draw_panel(ax: Any, panel: Panel, labels: Sequence[str], ours: int) -> None:
     for curve in panel.curves:
-        _draw_curve(ax, curve, labels.index(curve.label), panel.smaller_is_better)
+        if curve.published:
+            _draw_published(ax, curve, 1 + labels.index(curve.label) - ours)
+        else:
+            _draw_curve(ax, curve, labels.index(curve.label), panel.smaller_is_better)
     if panel.smaller_is_better is not None:
         _draw_front(ax, panel)
     ax.set_xlabel(panel.x_label)
@@ -122,8 +140,13 @@ def _draw_panel(ax: Any, panel: Panel, labels: Sequence[str]) -> None:
         ax.set_xlim(left=0)
     else:
         ax.set_xticks(range(len(panel.ticks)), panel.ticks)
+    if panel.level is not None:
+        ax.axhline(panel.level[0], color="0.3", linestyle="--", linewidth=1)
+        ax.annotate(panel.level[1], (1, panel.level[0]), xycoords=("axes fraction", "data"), ha="right", va="bottom")
     low, high = ax.get_ylim()
-    if panel.y_label == ACCURACY:
+    if panel.y_range is not None:
+        ax.set_ylim(panel.y_range)
+    elif panel.y_label == ACCURACY:
         ax.set_ylim(max(low, -2), min(max(high, low + 5), 102))  # error bars may go beyond what accuracies can
     else:
         ax.set_ylim(bottom=0)
@@ -141,12 +164,12 @@ def _draw_curve(ax: Any, curve: Curve, number: int, smaller_is_better: bool | No
         label=None if curve.front else curve.label,
         color=colour,
         marker=marker,
-        linestyle="none" if curve.front else dashes,
+        linestyle="none" if curve.front or curve.faint else dashes,
         markersize=4,
         linewidth=1.2,
         elinewidth=0.8,
         capsize=2,
-        alpha=0.25 if curve.front else 0.9,
+        alpha=0.25 if curve.front or curve.faint else 0.9,
     )
     if curve.x_spread is not None or curve.y_spread is not None:
         wide = {"linestyle": "none", "color": colour, "elinewidth": 3.0, "alpha": 0.35}
@@ -154,6 +177,13 @@ def _draw_curve(ax: Any, curve: Curve, number: int, smaller_is_better: bool | No
     if curve.front:
         x, y = zip(*_front_of(curve.x, curve.y, smaller_is_better), strict=True)
         ax.plot(x, y, label=curve.label, color=colour, marker=marker, linestyle=dashes, markersize=5, linewidth=1.4)
+
+
+def _draw_published(ax: Any, curve: Curve, number: int) -> None:
+    """In grey, with a number for a mark: there may be dozens."""
+    ax.plot(curve.x, curve.y, color="0.75", linewidth=0.7, zorder=1)
+    look = {"markersize": 4 + 2 * len(str(number)), "markeredgewidth": 0.3, "color": "0.3"}
+    ax.plot(curve.x, curve.y, marker=f"${number}$", linestyle="none", label=curve.label, zorder=1, **look)
 
 
 def _draw_front(ax: Any, panel: Panel) -> None:

@@ -15,16 +15,23 @@ from tqdm import tqdm
 
 from dllm_jax import DllmError, Model, __version__
 from dllm_jax.quantized import told_dtype
+from dllm_jax.tokenizer import encode_text, token_bytes
+from evals.counting import Answered, before_stop, count, counting_of, cut
 from evals.models import Models
+from evals.processes import ALONE, Processes
 from evals.sampler import SamplerSpec, parse_sampler
 from evals.tasks import Example, Task, Verdict, make_task
 from samplers import DraftResult, Result
 from samplers.build import CanvasSampler
 from samplers.noise import row_keys
-from samplers.prompts import check_lengths, given_canvas, pad_prompts
+from samplers.prompts import check_lengths, given_canvas, led_prompt, pad_prompts
 from samplers.requests import Engine, Request
 from samplers.running import Engines, Warned
 from samplers.slots import numbers_of
+from samplers.text import text_of
+
+USUAL = 256
+"""Examples of a task that draws them, if nothing is said."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +78,12 @@ class Report:
         committed_per_forward: the same with what was written behind the end; what APD calls accepted per iteration.
         verifier_forwards: mean forwards of the verifier per example, 0 where there is none.
         tokens_per_second: without compilation and what the host does with answers.
-        seconds: wall time of sampling everything; `compile_seconds` apart, next to 0 where the program was there.
+        seconds: wall time of sampling everything, of several processes the slowest one's; `compile_seconds` apart, next
+            to 0 where the program was there.
         occupancy: share of the batch's rows that were at work, over all steps; what is missing is the last rows' end.
-        hardware, versions, dtype, parameters: on what and with what.
+        hardware, versions, dtype, parameters: on what and with what; devices are those of all processes.
+        compat_count: how the papers that were asked for count the same answers: name -> fields of `Counted` that they
+            tell. Speeds over each answer's own seconds need a batch of one.
         rows: every example.
     """
 
@@ -104,6 +114,7 @@ class Report:
     parameters: int
     hardware: dict[str, Any]
     versions: dict[str, str]
+    compat_count: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     rows: tuple[Row, ...] = dataclasses.field(default=(), repr=False)
 
     def summary(self) -> dict[str, Any]:
@@ -116,24 +127,31 @@ def run(
     task: str | Task,
     sampler: str | SamplerSpec,
     *,
-    n: int = 256,
+    n: int | None = None,
     batch_size: int = 64,
     seed: int = 0,
     split: str = "test",
+    first: int = 0,
     examples: Sequence[Example] | None = None,
+    counts: Sequence[str] = (),
     engines: Engines | None = None,
+    processes: Processes = ALONE,
     progress: bool | None = None,
 ) -> Report:
-    """Scores a sampler on examples 0 to n - 1 of a task's split.
+    """Scores a sampler on n examples of a task's split, from number `first` on.
 
-    Every row depends on its example, its index and the seed, not on what runs beside it: `batch_size` examples at a
-    time, the next as soon as one has ended. Another sampler that differs in numbers only runs the same program.
+    Every row depends on its example, its index and the seed, not on what runs beside it or before:
+    `batch_size` examples at a time, the next as soon as one has ended. Another sampler that differs in numbers only
+    runs the same program.
 
     Args:
         model: what runs; of several, the one that the sampler names.
         task, sampler: objects, or specs as on the command line.
+        n: how many; all where there are fewer. By default 256, or all that there are of a file.
         examples: the examples themselves, if they were made before (for this model's tokens, see `Task.bind`).
+        counts: names of papers whose own counts are told as well, see `counting.COUNTS`.
         engines: what ran before, to be shared by several runs.
+        processes: those that share the examples; each gets the whole report.
         progress: a progress bar; by default where someone is watching.
 
     Raises:
@@ -141,22 +159,25 @@ def run(
             anything is compiled.
     """
     models = model if isinstance(model, Models) else Models(model)
-    spec, batches = prepare(models, task, sampler, n, batch_size, seed, split, examples, progress)
-    outcome = batches.score(engines or Engines(), progress, str(spec))
+    drawn = (n, batch_size, seed, split, first, examples)
+    spec, batches = prepare(models, task, sampler, *drawn, processes=processes, progress=progress)
+    outcome = batches.score(engines or Engines(), progress, str(spec), counts)
     about: dict[str, Any] = {"split": split, "seed": seed, "n": len(batches.examples), "batch_size": batches.size}
     names = _names(batches.model, batches.task, spec, batches.sampler)
-    return Report(**names, **about, **outcome.scores(), **_surroundings(batches.model))
+    return Report(**names, **about, **outcome.scores(), **surroundings(batches.model))
 
 
 def prepare(
     model: Model | Models,
     task: str | Task,
     sampler: str | SamplerSpec,
-    n: int,
+    n: int | None,
     batch_size: int,
     seed: int,
     split: str,
+    first: int = 0,
     examples: Sequence[Example] | None = None,
+    processes: Processes = ALONE,
     progress: bool | None = None,
 ) -> tuple[SamplerSpec, "Batches"]:
     """Everything before the first forward; arguments and errors are those of `run`, but that a sampler must not name
@@ -166,19 +187,29 @@ def prepare(
         spec.check_unbound()
     models = model if isinstance(model, Models) else Models(model)
     chosen, task, built = models.build(spec, make_task(task) if isinstance(task, str) else task)
-    check_count("n", n)
+    if n is not None:
+        check_count("n", n)
     check_count("batch_size", batch_size)
     if not isinstance(seed, int) or not 0 <= seed < 2**32:
         raise DllmError(f"seed is {seed!r}; it must be a whole number from 0 to {2**32 - 1}")
-    examples = draw(task, split, n, progress) if examples is None else examples[:n]
+    examples = draw(task, split, n, progress, first) if examples is None else examples[:n]
     check_count("the number of examples", len(examples))
-    return spec, Batches(chosen, task, built, examples, min(batch_size, len(examples)), seed)
+    slots = _slots(chosen, batch_size, processes.most(len(examples)))
+    return spec, Batches(chosen, task, built, examples, slots, seed, first, processes)
 
 
-def draw(task: Task, split: str, n: int, progress: bool | None = None) -> list[Example]:
-    """The first n examples of a split, with a progress bar where that takes long."""
-    hide = None if progress is None else not progress
-    return [task.example(split, i) for i in tqdm(range(n), desc="drawing", unit="example", disable=hide, delay=2.0)]
+def _slots(model: Model, batch_size: int, examples: int) -> int:
+    """Examples that are worked on together: no more than there are, but for what a mesh needs to split them evenly."""
+    parts = model.denoiser.batch_parts
+    return min(batch_size, -(-examples // parts) * parts)
+
+
+def draw(task: Task, split: str, n: int | None, progress: bool | None = None, first: int = 0) -> list[Example]:
+    """n examples of a split from number `first` on, or all there are, with a progress bar where that takes long."""
+    there, hide = task.count(split), None if progress is None else not progress
+    end = first + (n or USUAL) if there is None else min(first + (n or there), there)
+    numbers = tqdm(range(first, end), desc="drawing", unit="example", disable=hide, delay=2.0)
+    return [task.example(split, i) for i in numbers]
 
 
 def check_count(what: str, value: Any) -> None:
@@ -195,6 +226,7 @@ class _Outcome:
     seconds: float
     compile_seconds: float
     occupancy: float
+    compat_count: dict[str, dict[str, Any]]
 
     def scores(self) -> dict[str, Any]:
         """The part of a report that was measured."""
@@ -216,6 +248,7 @@ class _Outcome:
             "seconds": self.seconds,
             "compile_seconds": self.compile_seconds,
             "occupancy": self.occupancy,
+            "compat_count": self.compat_count,
             "rows": tuple(rows),
         }
 
@@ -225,6 +258,8 @@ class Batches:
 
     Attributes:
         size: examples that are worked on together.
+        first: number of the first one in its split.
+        processes: those that share the requests.
     """
 
     def __init__(
@@ -235,38 +270,65 @@ class Batches:
         examples: Sequence[Example],
         size: int,
         seed: int,
+        first: int = 0,
+        processes: Processes = ALONE,
     ) -> None:
         self.model, self.task, self.sampler, self.size, self.examples = model, task, sampler, size, examples
-        self._prompts = [self._prompt(example) for example in examples]
+        self.first, self.processes = first, processes
+        self._prompts = [led_prompt(model, example.prompt_ids) for example in examples]
         check_lengths(model, sampler, self._prompts)
         self._width = max(task.prompt_width, *map(len, self._prompts))
-        self.keys = np.asarray(jax.random.key_data(row_keys(jax.random.key(seed), len(examples))))
+        self.keys = np.asarray(jax.random.key_data(row_keys(jax.random.key(seed), first + len(examples))[first:]))
 
-    def score(self, engines: Engines, progress: bool | None, name: str) -> _Outcome:
+    def score(self, engines: Engines, progress: bool | None, name: str, counts: Sequence[str] = ()) -> _Outcome:
         """Samples and judges everything."""
+        for kind in counts:
+            counting_of(kind, len(self.examples))
+            self.model.require_tokenizer()
         engine = self.engine(engines)
         before = engine.seconds, engine.steps, engine.row_steps
-        rows = {index: self.row_of(result, index) for index, result in self.results(engine, progress, name)}
+        rows, answers = list[Row](), list[tuple[int, dict[str, Any]]]()
+        for request, result in self.results(engine, progress, name):
+            rows.append(row := self.row_of(result, request.number))
+            if counts:
+                answers.append((row.index, vars(self._answered(request, result, row))))
         seconds, steps, row_steps = (
             now - then for now, then in zip((engine.seconds, engine.steps, engine.row_steps), before, strict=True)
         )
-        compile_seconds = engine.compile_seconds if before[1] == 0 else 0.0
-        occupancy = row_steps / max(steps * engine.slots, 1)
-        return _Outcome([rows[i] for i in range(len(rows))], seconds, compile_seconds, occupancy)
+        own = {
+            "rows": [vars(row) for row in rows],
+            "answers": answers,
+            "seconds": seconds,
+            "compile_seconds": engine.compile_seconds if before[1] == 0 else 0.0,
+            "slot_steps": int(steps) * engine.slots,
+            "row_steps": int(row_steps),
+        }
+        return self._joined(self.processes.gather(own), counts)
+
+    def _joined(self, parts: Sequence[Mapping[str, Any]], counts: Sequence[str]) -> _Outcome:
+        """What the processes found, in the order of the examples; times are the slowest one's."""
+        seconds, compile_seconds = (max(part[name] for part in parts) for name in ("seconds", "compile_seconds"))
+        occupancy = sum(part["row_steps"] for part in parts) / max(sum(part["slot_steps"] for part in parts), 1)
+        rows = sorted((Row(**told) for part in parts for told in part["rows"]), key=lambda row: row.index)
+        answers = {index: Answered(**told) for part in parts for index, told in part["answers"]}
+        in_order = [answers[index] for index in sorted(answers)]
+        compat = {kind: self._counted(kind, in_order, seconds) for kind in counts}
+        return _Outcome(rows, seconds, compile_seconds, occupancy, compat)
 
     def engine(self, engines: Engines) -> Engine:
         """What runs them."""
         return engines.of(self.model, self.sampler, self.size, self._width)
 
-    def results(self, engine: Engine, progress: bool | None, name: str) -> Iterator[tuple[int, Result]]:
-        """Numbers of the examples, as they end, and their results, with a progress bar. Long answers begin first, so
-        that few slots are at work at the end."""
-        for index in sorted(range(len(self.examples)), key=lambda i: -self._length(self.examples[i])):
+    def results(self, engine: Engine, progress: bool | None, name: str) -> Iterator[tuple[Request, Result]]:
+        """This process's requests, called by their examples' numbers, as they end, and their results, with a progress
+        bar. Long answers begin first, so that few slots are at work at the end."""
+        mine = self.processes.mine(sorted(range(len(self.examples)), key=lambda i: -self._length(self.examples[i])))
+        for index in mine:
             engine.enqueue(self._request(index))
-        hide, ended = None if progress is None else not progress, Warned()
-        for request in tqdm(engine.results(), total=len(self.examples), desc=name, unit="example", disable=hide):
+        hide, ended = not self.processes.first or (None if progress is None else not progress), Warned()
+        for request in tqdm(engine.results(), total=len(mine), desc=name, unit="example", disable=hide):
             assert ended.saw(request).result is not None
-            yield request.number, request.result
+            yield request, request.result
         ended.warn()
 
     def batch(self, results: Mapping[int, Result]) -> Iterator[tuple[list[int], Result, dict[str, Any]]]:
@@ -281,12 +343,12 @@ class Batches:
                 "prompt": prompt,
                 "prompt_lengths": lengths,
                 "gen_lengths": jnp.asarray([self._length(example) for example in examples], jnp.int32),
-                "given": given_canvas(answers, self.sampler.gen_length, self.model.denoiser.mask_id),
+                "given": given_canvas(answers, self.sampler.gen_length, self.model.config.mask_id),
             }
             yield index, jax.tree.map(lambda *rows: np.concatenate(rows), *(results[i] for i in index)), known
 
     def _request(self, index: int) -> Request:
-        example, mask_id = self.examples[index], self.model.denoiser.mask_id
+        example, mask_id = self.examples[index], self.model.config.mask_id
         given = given_canvas([(example.answer_ids, example.given)], self.sampler.gen_length, mask_id)
         return Request(
             prompt=self._prompts[index],
@@ -297,22 +359,17 @@ class Batches:
             number=index,
         )
 
-    def _prompt(self, example: Example) -> list[int]:
-        """The prompt, led by a start token where the model needs one and the task has none."""
-        missing = self.model.denoiser.min_prompt_length - len(example.prompt_ids)
-        return [self.task.vocabulary.bos_id] * missing + example.prompt_ids.tolist()
-
     def _length(self, example: Example) -> int:
         """Positions to generate: the length of an answer is given away only where the task has a fixed canvas."""
         return self.sampler.gen_length if self.task.stops else len(example.answer_ids)
 
     def row_of(self, result: Result, index: int) -> Row:
         example = self.examples[index]
-        end = int(result.lengths[0]) if self.task.stops else self._length(example)
+        end = self._end(result) if self.task.stops else self._length(example)
         ids = result.tokens[0, :end].tolist()
         verdict: Verdict = self.task.verify(example, ids)
         return Row(
-            index=index,
+            index=self.first + index,
             correct=verdict.correct,
             strict=verdict.strict,
             exact=verdict.exact,
@@ -325,6 +382,32 @@ class Batches:
             text=self.task.show(ids),
         )
 
+    def _end(self, result: Result) -> int:
+        """Tokens before the first end token or stop string; a sampler that ends at a string counts the string's."""
+        ids, stop = result.tokens[0, : int(result.lengths[0])], self.task.stop_strings
+        if not stop:
+            return len(ids)
+        pieces = token_bytes(self.model.require_tokenizer(), self.model.config.vocab_size)
+        return before_stop([pieces[token] for token in ids], stop)
+
+    def _answered(self, request: Request, result: Result, row: Row) -> Answered:
+        canvas, stop = result.tokens[0].tolist(), self.task.stop_strings
+        return Answered(
+            prompt_ids=request.prompt,
+            canvas_ids=canvas,
+            tokens=row.tokens,
+            cut_text=cut(str(self.model.require_tokenizer().decode(canvas)), stop),
+            plain_text=text_of(self.model, canvas, stop),
+            nfe=row.nfe,
+            committed=row.committed,
+            seconds=request.seconds if self.size == 1 else None,
+        )
+
+    def _counted(self, kind: str, answers: Sequence[Answered], seconds: float) -> dict[str, Any]:
+        encode = lambda text: encode_text(self.model.require_tokenizer(), text)
+        found = count(kind, answers, eos_id=self.model.config.eos_id, encode=encode, seconds=seconds)
+        return {name: value for name, value in vars(found).items() if value is not None}
+
 
 def _names(model: Model, task: Task, spec: SamplerSpec, sampler: CanvasSampler) -> dict[str, Any]:
     """The part of a report that says what was run."""
@@ -334,9 +417,9 @@ def _names(model: Model, task: Task, spec: SamplerSpec, sampler: CanvasSampler) 
     return {"model": model.name, "task": str(task), "sampler": str(spec), "settings": settings}
 
 
-def _surroundings(model: Model) -> dict[str, Any]:
+def surroundings(model: Model) -> dict[str, Any]:
     """The part of a report that says on what and with what."""
-    devices, versions = jax.local_devices(), {name: version(name) for name in ("jax", "jaxlib", "numpy")}
+    devices, versions = jax.devices(), {name: version(name) for name in ("jax", "jaxlib", "numpy")}
     return {
         "dtype": told_dtype(model.params),
         "parameters": sum(int(np.prod(value.shape)) for value in model.params.values()),
@@ -344,6 +427,7 @@ def _surroundings(model: Model) -> dict[str, Any]:
             "backend": jax.default_backend(),
             "device": devices[0].device_kind,
             "devices": len(devices),
+            "processes": jax.process_count(),
             "machine": platform.machine(),
             "cpu_cores": os.cpu_count(),
         },

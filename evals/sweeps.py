@@ -10,6 +10,7 @@ from dllm_jax import Model
 from evals import files, plots
 from evals.area import ALPHA, DROP, aup
 from evals.models import Models
+from evals.processes import ALONE, Processes
 from evals.runner import Report, check_count, draw, run
 from evals.sampler import SamplerSpec
 from evals.tasks import Example, Task
@@ -75,10 +76,12 @@ def sweep(
     task: Task,
     samplers: Sequence[SamplerSpec],
     *,
-    n: int = 256,
+    n: int | None = None,
     batch_size: int = 64,
     seed: int = 0,
     split: str = "test",
+    counts: Sequence[str] = (),
+    processes: Processes = ALONE,
     progress: bool | None = None,
 ) -> Iterator[Sweep]:
     """Runs the samplers on the same examples and yields what is known after each.
@@ -87,7 +90,8 @@ def sweep(
     the first one runs.
     """
     models = model if isinstance(model, Models) else Models(model)
-    check_count("n", n)
+    if n is not None:
+        check_count("n", n)
     check_count("batch_size", batch_size)
     built = [models.build(sampler, task) for sampler in samplers]
     drawn, engines, found = dict[Any, list[Example]](), Engines(), Sweep()
@@ -104,7 +108,9 @@ def sweep(
             seed=seed,
             split=split,
             examples=drawn[tokens],
+            counts=counts,
             engines=engines,
+            processes=processes,
             progress=progress,
         )
         found.samplers.append(sampler)

@@ -8,22 +8,27 @@ from typing import Any
 
 from dllm_jax.errors import DllmError
 from dllm_jax.tools import spec
-from evals.tasks.base import SPLITS, Draws, Example, Source, Task, Verdict, split_of
+from evals.tasks.base import SPLITS, DrawnTask, Draws, Example, Source, Task, Verdict, split_of
 from evals.tasks.maze import Mazes
 from evals.tasks.sudoku import Sudoku
+from evals.tasks.text import TextTask
 from evals.tasks.word_problems import WordProblems
 
-TASKS: Mapping[str, type[Task]] = types.MappingProxyType({task.name: task for task in (WordProblems, Sudoku, Mazes)})
+TASKS: Mapping[str, type[Task]] = types.MappingProxyType(
+    {task.name: task for task in (WordProblems, Sudoku, Mazes, TextTask)}
+)
 
 __all__ = [
     "SPLITS",
     "TASKS",
+    "DrawnTask",
     "Draws",
     "Example",
     "Mazes",
     "Source",
     "Sudoku",
     "Task",
+    "TextTask",
     "Verdict",
     "WordProblems",
     "make_task",

@@ -1,8 +1,9 @@
-"""What a task is: examples that are pure functions of (options, split, seed, index), and a verifier for answers.
+"""What a task is: examples that are pure functions of (options, split, index), and a verifier for answers.
 
-Splits. Every problem belongs to one split, which a hash of its content decides (`split_of`): neither seed, index nor
-options play a part. A generator draws problems until one of the wanted split appears, so no problem can ever be in two
-splits, whatever was generated when. 18 of 20 problems are for training, one for validation and one for tests.
+Splits. Every problem that is drawn belongs to one split, which a hash of its content decides (`split_of`): neither
+seed, index nor options play a part. A generator draws problems until one of the wanted split appears, so no problem can
+ever be in two splits, whatever was generated when. 18 of 20 problems are for training, one for validation and one for
+tests.
 
 Random numbers. Raw 64-bit words of Philox, seeded by `SeedSequence`, are all that is taken from NumPy: both streams are
 fixed by NumPy's compatibility policy, whereas the distributions built on them may change with its versions.
@@ -35,7 +36,8 @@ class Example:
 
     Attributes:
         prompt_ids: [P] int32, never masked; may be empty.
-        answer_ids: [A] int32, the canvas as it should become, with an end token where the task has one.
+        answer_ids: [A] int32, the canvas as it should become, with an end token where the task has one; empty where
+            many answers may be right.
         given: [A] bool, positions of the answer that the model is told (a Sudoku's clues); None where none is.
         problem: the canonical problem, which decides the split and is all that a verifier needs.
     """
@@ -67,7 +69,7 @@ class Verdict:
 
 
 class Task(abc.ABC):
-    """Base of all tasks: frozen dataclasses whose fields are the options, `seed` among them.
+    """Base of all tasks: frozen dataclasses whose fields are the options.
 
     Attributes:
         name: in the registry, on the command line and in hashes.
@@ -76,19 +78,18 @@ class Task(abc.ABC):
 
     name: ClassVar[str]
     stops: ClassVar[bool] = False
-    seed: int
 
     @abc.abstractmethod
     def example(self, split: str, index: int) -> Example:
         """Example `index` (from 0) of a split.
 
         Raises:
-            DllmError: for an unknown split, a negative index, or options that leave a split without problems.
+            DllmError: for an unknown split, an index that is not there, or options that leave a split without problems.
         """
 
     @abc.abstractmethod
     def verify(self, example: Example, ids: Ids) -> Verdict:
-        """Judges an answer, given up to and without its end token; never raises, whatever the ids."""
+        """Judges an answer, given up to and without its end; never raises, whatever the ids."""
 
     @abc.abstractmethod
     def show(self, ids: Ids) -> str:
@@ -96,13 +97,8 @@ class Task(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def vocabulary(self) -> Vocabulary:
-        """The task's own tokens."""
-
-    @property
-    @abc.abstractmethod
     def prompt_width(self) -> int:
-        """No prompt is longer than this, in the task's own tokens."""
+        """No prompt is longer than this, in the task's own tokens; 0 where that is not known before."""
 
     @property
     @abc.abstractmethod
@@ -110,30 +106,34 @@ class Task(abc.ABC):
         """Length of the canvas: no answer is longer, end token included."""
 
     @abc.abstractmethod
-    def write_tokenizer(self, folder: Any) -> None:
-        """Writes tokenizer.json and tokenizer_config.json, for a checkpoint of a model trained on this task."""
-
-    def __str__(self) -> str:
-        """The task as it is written on the command line, with what is not as usual."""
-        fields = [field for field in dataclasses.fields(self) if field.repr]  # type: ignore[arg-type]
-        changed = [field.name for field in fields if getattr(self, field.name) != field.default]
-        options = ",".join(f"{name}={spec.written(getattr(self, name))}" for name in changed)
-        return f"{self.name}:{options}" if options else self.name
-
     def bind(self, model: Model) -> Self:
         """The task in the tokens of a model.
 
         Raises:
             DllmError: when the model was made for other tokens.
         """
-        own, config = self.vocabulary, model.config
-        theirs = (config.mask_id, config.eos_id)
-        if config.vocab_size < own.size or theirs != (own.mask_id, own.eos_id):
-            raise DllmError(
-                f"{model.name} has {config.vocab_size} tokens, mask {theirs[0]} and end {theirs[1]}, but {self.name} "
-                f"needs {own.size}, {own.mask_id} and {own.eos_id}; evaluate a model that was trained on this task"
-            )
-        return self
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """Texts that end an answer, which they are no part of, besides the model's end tokens."""
+        return ()
+
+    def count(self, split: str) -> int | None:
+        """Number of examples of a split, None where there is no end of them."""
+        return None
+
+    def question(self, example: Example) -> str:
+        """What a model is given: the prompt, and the canvas with a full stop for every blank where it comes with
+        clues."""
+        prompt = self.show(example.prompt_ids)
+        if example.given is None:
+            return prompt
+        pairs = zip(example.answer_ids, example.given, strict=True)
+        return prompt + "".join(self.show([i]) if given else "." for i, given in pairs)
+
+    def reference(self, example: Example) -> str:
+        """The right answer, for people."""
+        return self.show(example.answer_ids)
 
     def source(self, split: str = "train") -> "Source":
         """The examples of a split for training.
@@ -142,6 +142,42 @@ class Task(abc.ABC):
             DllmError: for the test split, on which accuracy is measured.
         """
         return Source(self, split)
+
+    def __str__(self) -> str:
+        """The task as it is written on the command line, with what is not as usual."""
+        fields = [field for field in dataclasses.fields(self) if field.repr]  # type: ignore[arg-type]
+        changed = [field.name for field in fields if getattr(self, field.name) != field.default]
+        options = ",".join(f"{name}={spec.written(getattr(self, name))}" for name in changed)
+        return f"{self.name}:{options}" if options else self.name
+
+
+class DrawnTask(Task):
+    """Base of tasks that draw problems without end, in tokens of their own.
+
+    Attributes:
+        seed: another one gives other examples of the same splits.
+    """
+
+    seed: int
+
+    @property
+    @abc.abstractmethod
+    def vocabulary(self) -> Vocabulary:
+        """The task's own tokens."""
+
+    @abc.abstractmethod
+    def write_tokenizer(self, folder: Any) -> None:
+        """Writes tokenizer.json and tokenizer_config.json, for a checkpoint of a model trained on this task."""
+
+    def bind(self, model: Model) -> Self:
+        own, config = self.vocabulary, model.config
+        theirs = (config.mask_id, config.eos_id)
+        if config.vocab_size < own.size or theirs != (own.mask_id, own.eos_id):
+            raise DllmError(
+                f"{model.name} has {config.vocab_size} tokens, mask {theirs[0]} and end {theirs[1]}, but {self.name} "
+                f"needs {own.size}, {own.mask_id} and {own.eos_id}; evaluate a model that was trained on this task"
+            )
+        return self
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,6 +236,12 @@ def check_split(split: str) -> None:
         raise DllmError(f"no split is called {split!r}; choose one of {', '.join(SPLITS)}")
 
 
+def check_index(what: str, value: Any) -> None:
+    """Raises DllmError for anything but a whole number from 0 on."""
+    if not isinstance(value, (int, np.integer)) or value < 0:
+        raise DllmError(f"{what} is {value!r}; it must be a whole number from 0 on")
+
+
 def split_of(task: str, problem: str) -> str:
     """The split a problem belongs to, by a hash of its canonical text."""
     digest = hashlib.blake2b(f"{task}:{problem}".encode(), digest_size=8).digest()
@@ -214,9 +256,8 @@ def draws_for(task: str, seed: int, split: str, index: int) -> Draws:
         DllmError: for an unknown split or a negative seed or index.
     """
     check_split(split)
-    for what, value in (("seed", seed), ("index", index)):
-        if not isinstance(value, (int, np.integer)) or value < 0:
-            raise DllmError(f"{what} is {value!r}; it must be a whole number from 0 on")
+    check_index("seed", seed)
+    check_index("index", index)
     tag = int.from_bytes(hashlib.blake2b(task.encode(), digest_size=4).digest(), "big")
     return Draws(tag, int(seed), SPLITS.index(split), int(index))
 

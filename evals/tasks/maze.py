@@ -21,7 +21,7 @@ import numpy as np
 
 from dllm_jax.errors import DllmError
 from evals import tokens
-from evals.tasks.base import Draws, Example, Ids, Task, Verdict, draw_of_split, draws_for
+from evals.tasks.base import DrawnTask, Draws, Example, Ids, Verdict, draw_of_split, draws_for
 from evals.tokens import Vocabulary
 
 MARKERS = (
@@ -48,7 +48,7 @@ class Maze(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Mazes(Task):
+class Mazes(DrawnTask):
     """Mazes without loops on a square grid, by randomised depth-first search.
 
     Attributes:

@@ -19,7 +19,7 @@ import numpy as np
 
 from dllm_jax.errors import DllmError
 from evals import tokens
-from evals.tasks.base import Draws, Example, Ids, Task, Verdict, draw_of_split, draws_for
+from evals.tasks.base import DrawnTask, Draws, Example, Ids, Verdict, draw_of_split, draws_for
 from evals.tokens import Vocabulary
 
 LINE_END = 10
@@ -42,7 +42,7 @@ class Board(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Sudoku(Task):
+class Sudoku(DrawnTask):
     """Sudoku puzzles with exactly one solution.
 
     Attributes:

@@ -20,7 +20,7 @@ from dllm_jax import Model
 from dllm_jax.errors import DllmError
 from dllm_jax.tokenizer import encode_text, load_tokenizer
 from evals import tokens
-from evals.tasks.base import Draws, Example, Ids, Task, Verdict, draw_of_split, draws_for
+from evals.tasks.base import DrawnTask, Draws, Example, Ids, Verdict, draw_of_split, draws_for
 from evals.tokens import Vocabulary
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Problem(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class WordProblems(Task):
+class WordProblems(DrawnTask):
     """Arithmetic word problems as text.
 
     Attributes:

@@ -1,0 +1,297 @@
+"""`python -m evals lm`: published settings, or one's own, through lm-evaluation-harness."""
+
+import argparse
+import dataclasses
+import difflib
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from dllm_jax import DllmError, Model
+from dllm_jax.tools import spec
+from evals import files, presets
+from evals.counting import as_line, counting_of
+from evals.flags import add_count, add_distributed, add_model, command, models_of
+from evals.models import Models
+from evals.presets import Comparison, Preset
+
+TASKS = Path(__file__).parent / "tasks"
+"""Tasks that the harness lacks."""
+
+
+def add(commands: Any) -> None:
+    """The command and its flags."""
+    about = "published settings through lm-evaluation-harness, and what was published for them (docs/harness.md)"
+    add = command(commands, "lm", _run, about)
+    add_model(add)
+    add("--preset", action="append", default=[], metavar="NAME", help="or a beginning, llada-base/; repeatable")
+    add("--sampler", metavar="SPEC", help="in place of a preset, with --tasks: threshold:threshold=0.9,gen_length=256")
+    add("--form", choices=presets.FORMS, help="of prompts: as they are, or chat with examples in one turn or as turns")
+    add("--tasks", metavar="A,B", help="the harness's tasks, in place of the preset's")
+    add("--include-path", action="append", default=[], metavar="DIR", help="folder of more tasks; repeatable")
+    add("--limit", type=int, metavar="N", help="of each task the first N documents")
+    add("--set", metavar="NAME=VALUE,...", help="changes the preset or its sampler, such as gen_length=128")
+    add("--out", metavar="DIR", help="write results, tables and answers there; the same command goes on where it was")
+    add("--log-samples", action="store_true", help="write every document with its answers, too")
+    add("--batch-size", type=int, default=16, metavar="N", help="prompts, or masked copies, together (default: 16)")
+    add("--seed", type=int, default=0, metavar="N", help="of the random numbers (default: 0)")
+    add_count(add)
+    add_distributed(add)
+    add("--unsafe-code", action="store_true", help="let tasks run generated code that is not confined")
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluated:
+    """What came of a preset.
+
+    Attributes:
+        changes: what is otherwise than in the published setting.
+        model: what was run.
+        results: the harness's.
+        counts: as `DllmLM.counts`.
+    """
+
+    preset: Preset
+    changes: Sequence[str]
+    model: Model
+    results: Mapping[str, Any]
+    counts: Mapping[str, Any]
+
+    @property
+    def comparison(self) -> Comparison | None:
+        """Its scores beside the published ones; None for other tasks than the preset's."""
+        known = self.results["results"].keys() | self.results.get("groups", {}).keys()
+        if not self.preset.metrics or self.preset.task not in known:
+            return None
+        return presets.comparison(self.preset, self.results, self.changes, self.model)
+
+
+def _run(options: argparse.Namespace) -> None:
+    if options.model is None:
+        raise DllmError("no model was named; pass --model DIR_OR_NAME")
+    for kind in options.counts:
+        counting_of(kind, sys.maxsize)
+    settings = _settings(options)
+    folder = None if options.out is None else files.make_folder(options.out)
+    tasks = _tasks([str(path) for path in (TASKS, *map(Path, options.include_path))], settings)
+    models = models_of(options)
+    if options.unsafe_code:
+        os.environ |= {"HF_ALLOW_CODE_EVAL": "1", "DLLM_UNSAFE_PROGRAMS": "1"}  # for the harness's tasks and for ours
+    found = []
+    for preset, changes in settings:
+        print(presets.resolved(preset) + "".join(f"\nmodified: {change}" for change in changes), end="\n\n", flush=True)
+        found.append(_evaluated(options, models, tasks, preset, changes, folder))
+        if folder is not None and options.processes.first:
+            _write(folder, found)
+    _print(found, _console())
+    if folder is not None:
+        print(f"results.json, table.txt and a folder for each preset in {folder}")
+
+
+def _settings(options: argparse.Namespace) -> list[tuple[Preset, list[str]]]:
+    """What is to be run, and how it differs from what was published."""
+    from evals.harness.model import chosen  # which needs the harness
+
+    changes = spec.parse_options(options.set or "", "--set")
+    changes |= {name: value for name, value in (("task", options.tasks), ("limit", options.limit)) if value is not None}
+    if options.sampler is not None and options.preset:
+        raise DllmError("--sampler has no effect beside --preset; change a preset by --set")
+    if not options.preset and options.tasks is None:
+        raise DllmError(
+            "nothing was chosen; pass --preset NAME, or --tasks NAME, with --sampler SPEC where they generate"
+        )
+    if not options.preset:
+        return [chosen(None, options.sampler, options.form, changes)]
+    names = [name for pattern in options.preset for name in _matching(pattern)]
+    return [chosen(name, None, options.form, changes) for name in dict.fromkeys(names)]
+
+
+def _matching(pattern: str) -> list[str]:
+    """The preset of a name, or all that begin with it, where it ends with a stroke."""
+    found = [name for name in presets.presets() if pattern.endswith("/") and name.startswith(pattern)]
+    return found or [presets.find(pattern).name]
+
+
+def _tasks(paths: Sequence[str], settings: Sequence[tuple[Preset, Any]]) -> Any:
+    """The harness's task manager; reading its own thousands of files takes a while, so only where they are needed.
+
+    Raises:
+        DllmError: for a task that there is not.
+    """
+    from lm_eval.tasks import TaskManager
+
+    paths = [path for path in paths if Path(path).is_dir()]
+    names = {name for preset, _ in settings for name in preset.task.split(",") if not Path(name).is_file()}
+    found = TaskManager(include_path=paths, include_defaults=False)
+    if not names <= set(found.all_subtasks):
+        with Console(stderr=True).status("reading the harness's tasks", spinner="line"):
+            found = TaskManager(include_path=paths)
+    if unknown := sorted(names - set(found.all_tasks)):
+        near = difflib.get_close_matches(unknown[0], found.all_tasks)
+        advice = f"did you mean {', '.join(near)}?" if near else "name its folder by --include-path"
+        raise DllmError(f"no task is called {unknown[0]!r}; {advice}")
+    return found
+
+
+def _evaluated(
+    options: argparse.Namespace,
+    models: Models,
+    tasks: Any,
+    preset: Preset,
+    changes: Sequence[str],
+    folder: Path | None,
+) -> Evaluated:
+    from lm_eval import simple_evaluate
+
+    from evals.harness.forms import arguments_of
+    from evals.harness.model import DllmLM
+
+    lm = DllmLM(
+        models.load(options.model),
+        preset,
+        batch_size=options.batch_size,
+        answers=None if folder is None else folder / "answers",
+        seed=options.seed,
+        changes=changes,
+        counts=options.counts,
+        processes=options.processes,
+        load=models.load,
+    )
+    try:
+        results = simple_evaluate(
+            lm,
+            tasks=preset.task.split(","),
+            num_fewshot=preset.shots,
+            batch_size=options.batch_size,
+            limit=preset.limit,
+            system_instruction=preset.system,
+            task_manager=tasks,
+            log_samples=options.log_samples,
+            confirm_run_unsafe_code=options.unsafe_code,
+            **arguments_of(preset.form),
+        )
+    except DllmError:
+        raise
+    except (ValueError, KeyError, FileNotFoundError) as error:
+        raise DllmError(f"lm-evaluation-harness: {error}") from error
+    for task, shots in results["n-shot"].items():
+        if preset.shots not in (None, shots):
+            print(f"warning: task {task} was run with {shots} examples, not {preset.shots}, as its own file says")
+    return Evaluated(preset, changes, lm.model, results, lm.counts())
+
+
+def scores(found: Sequence[Evaluated]) -> Table:
+    """Every metric of every task, with its standard error."""
+    table = Table("preset", "task", "shots", "metric", "score", "modified", box=box.SIMPLE)
+    for one in found:
+        for row in rows(one):
+            error = "" if row["stderr"] is None else f" ± {100 * row['stderr']:.1f}"
+            shots = "" if row["shots"] is None else str(row["shots"])
+            told = (f"{100 * row['score']:.2f}{error}", ", ".join(one.changes))
+            table.add_row(one.preset.name, row["task"], shots, row["metric"], *told)
+    return table
+
+
+def rows(one: Evaluated) -> list[dict[str, Any]]:
+    """The numbers of a preset: task, metric as the harness calls it, score, stderr (None for none) and shots."""
+    found = []
+    for task, numbers in {**one.results["results"], **one.results.get("groups", {})}.items():
+        for metric, score in numbers.items():
+            name, comma, kind = metric.partition(",")
+            if not comma or name.endswith("_stderr") or not isinstance(score, (int, float)):
+                continue
+            error = numbers.get(f"{name}_stderr,{kind}")
+            error = error if isinstance(error, float) else None
+            shots = one.results["n-shot"].get(task)
+            found.append({"task": task, "metric": metric, "score": score, "stderr": error, "shots": shots})
+    return found
+
+
+def report_of(one: Evaluated) -> dict[str, Any] | None:
+    """The same as a sweep reports it, which `python -m evals aup` reads: the first metric of a task for whose texts a
+    sampler was run, as a share. None of likelihoods, and where tasks of one's own are several."""
+    metrics = [row for row in rows(one) if row["task"] == one.preset.task]
+    named = [row for name in one.preset.metrics for row in metrics if row["metric"] == name]
+    if "texts" not in one.counts or not metrics:
+        return None
+    first, n = [*named, *metrics][0], one.counts["texts"]
+    accuracy, error = first["score"], first["stderr"]
+    error = math.sqrt(accuracy * (1 - accuracy) / n) if error is None else error
+    return {
+        "model": one.model.name,
+        "task": one.preset.task,
+        "preset": one.preset.name,
+        "sampler": one.preset.sampler,
+        "metric": first["metric"],
+        "n": n,
+        "accuracy": accuracy,
+        "accuracy_stderr": error,
+        **one.counts,
+    }
+
+
+def speeds(found: Sequence[Evaluated]) -> Table:
+    """What the scores took."""
+    table = Table("preset", "texts", "NFE", "tokens", "tokens/forward", "tokens/s", "likelihoods", box=box.SIMPLE)
+    for one in found:
+        told = one.counts
+        texts = ["", "", "", "", ""]
+        if "texts" in told:
+            nfe = f"{told['nfe']:.1f} ± {told['nfe_stderr']:.1f}"
+            speed = [f"{told[name]:.2f}" for name in ("tokens_per_forward", "tokens_per_second")]
+            texts = [str(told["texts"]), nfe, f"{told['tokens']:.1f}", *speed]
+        table.add_row(one.preset.name, *texts, str(told.get("likelihoods", "")))
+    return table
+
+
+def _write(folder: Path, found: Sequence[Evaluated]) -> None:
+    """Everything so far, so that a run that is cut short loses nothing."""
+    from lm_eval.utils import handle_non_serializable
+
+    last = found[-1]
+    own = files.make_folder(folder / last.preset.name.replace("/", "-"))
+    as_json = lambda value: json.dumps(value, indent=1, default=handle_non_serializable, ensure_ascii=False) + "\n"
+    for task, samples in last.results.get("samples", {}).items():
+        lines = [json.dumps(one, default=handle_non_serializable, ensure_ascii=False) + "\n" for one in samples]
+        files.write(own / f"samples_{task}.jsonl", "".join(lines))
+    kept = {name: value for name, value in last.results.items() if name != "samples"}
+    files.write(own / "results.json", as_json(kept))
+    told = [
+        {
+            "preset": dataclasses.asdict(one.preset),
+            "preset_hash": one.preset.hash,
+            "changes": list(one.changes),
+            "scores": rows(one),
+            "comparison": None if (compared := one.comparison) is None else compared.as_json(),
+            "counts": dict(one.counts),
+        }
+        for one in found
+    ]
+    reports = [report for one in found if (report := report_of(one)) is not None]
+    files.write(folder / "results.json", as_json({"presets": told, "reports": reports}))
+    with (console := _console()).capture() as text:
+        _print(found, console)
+    files.write(folder / "table.txt", text.get())
+
+
+def _print(found: Sequence[Evaluated], console: Console) -> None:
+    for one in found:
+        if (compared := one.comparison) is not None:
+            console.print(compared.table())
+    console.print(scores(found))
+    console.print(speeds(found))
+    for one in found:
+        for name, counted in one.counts.get("compat_count", {}).items():
+            console.print(f"{one.preset.name} as {name} counts: {as_line(counted)}", markup=False, highlight=False)
+
+
+def _console() -> Console:
+    return Console(width=160)

@@ -1,0 +1,297 @@
+"""One's own questions: a file of JSON lines, each with a prompt and the answers that are right.
+
+    python -m evals run --model DIR --task text:file=questions.jsonl,score=number --sampler threshold
+
+    {"prompt": "Q: 2 + 3?\\nA: ", "target": "5"}
+    {"messages": [{"role": "user", "content": "Name a prime below 4."}], "target": ["2", "3"], "id": 7}
+
+Prompts become tokens by the model's own tokenizer and chat template. Answers end at the model's end tokens and at
+`stop`, and are compared as text (docs/evaluate.md).
+"""
+
+import dataclasses
+import functools
+import importlib
+import re
+from collections.abc import Callable, Mapping
+from decimal import Decimal
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from dllm_jax import Model
+from dllm_jax.errors import DllmError
+from dllm_jax.tokenizer import check_messages
+from evals.counting import cut
+from evals.tasks.base import SPLITS, Example, Ids, Source, Task, Verdict, check_index, check_split
+from samplers.checks import check_length
+from samplers.lines import LineFile, prompt_of
+from samplers.prompts import encode_prompt
+
+Score = Callable[[str, tuple[str, ...]], bool]
+"""Whether an answer's text is right, given the targets."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """A line of a file.
+
+    Attributes:
+        where: the file and the line's number, for sentences.
+        prompt: a text, token ids or messages.
+        targets: the right answers; one is enough.
+        split: of `SPLITS`.
+    """
+
+    where: str
+    prompt: Any
+    targets: tuple[str, ...]
+    split: str
+
+
+@dataclasses.dataclass(frozen=True)
+class TextTask(Task):
+    """Questions of a file, whose answers are compared as text.
+
+    Attributes:
+        file: JSON lines with "prompt" or "messages", and "target", a text or a list of them; "split" is one of train,
+            validation and test, which is where a line is that says nothing. Other keys are for the reader.
+        chat: put a prompt that is a text into the model's chat template, as the user's message.
+        system: a system message in front of the conversation.
+        score: when an answer is right. "exact": it is a target, spaces around it apart. "contains": a target is part of
+            it. "number": its last number is the last one of a target. "choice": the letter that it chooses, the one
+            behind "answer is" or else the first that stands alone, is a target. "regex:PATTERN": what the pattern's
+            first group, or else the whole pattern, first finds is a target. "MODULE:FUNCTION": what a function of the
+            answer and a tuple of the targets says, True or False.
+        gen_length: positions to generate.
+        stop: texts that end an answer, with | between them; \\n, \\t and \\\\ are a new line, a tab and a backslash.
+        questions: the file's, which is read if nothing is given.
+        model: in whose tokens the examples are, see `bind`; without one they have no token ids.
+    """
+
+    name: ClassVar[str] = "text"
+    stops: ClassVar[bool] = True
+
+    file: str = ""
+    chat: bool = False
+    system: str | None = None
+    score: str = "exact"
+    gen_length: int = 256
+    stop: str | None = None
+    questions: tuple[Question, ...] | None = dataclasses.field(default=None, repr=False, compare=False)
+    model: Model | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.file:
+            raise DllmError("task text has no file; write text:file=questions.jsonl")
+        check_length("gen_length", self.gen_length)
+        if "" in self.stop_strings:
+            raise DllmError(f"stop {self.stop!r} has an empty text; write texts with | between them")
+        if self.questions is None:
+            object.__setattr__(self, "questions", read_questions(self.file))
+        self._check()
+
+    def example(self, split: str, index: int) -> Example:
+        check_index("index", index)
+        last = self.count(split) - 1
+        if index > last:
+            raise DllmError(f"index is {index}, but {self._told(split)}; the last index is {last}")
+        question = self._of(split)[index]
+        ids = [] if self.model is None else self._encoded(question, self.model)
+        return Example(np.array(ids, np.int32), np.zeros(0, np.int32), problem=question)
+
+    def count(self, split: str) -> int:
+        if not self._of(split):
+            raise DllmError(f"{self._told(split)}; name another split")
+        return len(self._of(split))
+
+    def verify(self, example: Example, ids: Ids) -> Verdict:
+        """
+        Raises:
+            DllmError: when a function of the user's fails, or says neither True nor False.
+        """
+        question: Question = example.problem
+        text = self.show(ids)
+        correct = _asked(self._score, self.score, text, question)
+        return Verdict(correct=correct, strict=correct, exact=text.strip() in question.targets)
+
+    def show(self, ids: Ids) -> str:
+        """An answer's text, up to the first stop string."""
+        if self.model is None:
+            raise DllmError("task text has no tokens before it was bound to a model; use task.bind(model)")
+        text = self.model.require_tokenizer().decode([int(i) for i in ids if i >= 0], skip_special_tokens=True)
+        return cut(str(text), self.stop_strings)
+
+    def question(self, example: Example) -> str:
+        prompt = example.problem.prompt
+        if isinstance(prompt, str):
+            return prompt
+        return "\n".join(f"{x['role']}: {x['content']}" if isinstance(x, Mapping) else str(x) for x in prompt)
+
+    def reference(self, example: Example) -> str:
+        return "\n".join(example.problem.targets)
+
+    @property
+    def prompt_width(self) -> int:
+        return 0
+
+    @property
+    def answer_width(self) -> int:
+        return self.gen_length
+
+    @functools.cached_property
+    def stop_strings(self) -> tuple[str, ...]:
+        texts = [] if self.stop is None else self.stop.split("|")
+        return tuple(re.sub(r"\\([nt\\])", _unescaped, text) for text in texts)
+
+    def bind(self, model: Model) -> Self:
+        model.require_tokenizer()
+        return dataclasses.replace(self, model=model)
+
+    def source(self, split: str = "train") -> Source:
+        raise DllmError(f"task text is for scoring; train on {self.file} by --data, or as the config's data says")
+
+    @property
+    def _all(self) -> tuple[Question, ...]:
+        return self.questions or ()
+
+    def _of(self, split: str) -> list[Question]:
+        check_split(split)
+        return [question for question in self._all if question.split == split]
+
+    def _told(self, split: str) -> str:
+        counts = {name: len(self._of(name)) for name in SPLITS}
+        every = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+        return f"{self.file} has {counts[split] or 'no'} {split} lines (of all: {every})"
+
+    def _encoded(self, question: Question, model: Model) -> list[int]:
+        try:
+            return encode_prompt(model, question.prompt, chat=self.chat, system=self.system)
+        except DllmError as error:
+            raise DllmError(f"{question.where}: {error}") from None
+
+    @functools.cached_property
+    def _score(self) -> Score:
+        return score_of(self.score)
+
+    def _check(self) -> None:
+        """Refuses targets that no answer could be right by, and functions that cannot be asked."""
+        fits, complaint = _NEEDS.get(self.score, (lambda target: True, ""))
+        for question in self._all:
+            for target in question.targets:
+                if not fits(target):
+                    raise DllmError(f"{question.where}: target {target!r} {complaint}")
+        _asked(self._score, self.score, self._all[0].targets[0], self._all[0])
+
+
+def read_questions(file: str) -> tuple[Question, ...]:
+    """The lines of a file.
+
+    Raises:
+        DllmError: naming the first line that is no question, or when the file cannot be read.
+    """
+    lines = LineFile(file)
+    found = []
+    for line in lines.lines():
+        try:
+            found.append(_question(lines.entry(line), lines.where(line)))
+        except DllmError as error:
+            raise DllmError(f"{lines.where(line)}: {error}") from None
+    return tuple(found)
+
+
+def _question(entry: Mapping[str, Any], where: str) -> Question:
+    prompt, targets, split = prompt_of(dict(entry)), entry.get("target"), entry.get("split", "test")
+    if not prompt:
+        raise DllmError("the prompt is empty; write a question")
+    if "messages" in entry:
+        check_messages(prompt)
+    targets = targets if isinstance(targets, list) else [targets]
+    if not targets or not all(isinstance(target, str) for target in targets):
+        raise DllmError('it needs "target", the right answer as a text, or a list of them')
+    if split not in SPLITS:
+        raise DllmError(f'"split" is {split!r}; write one of {", ".join(SPLITS)}')
+    return Question(where, prompt, tuple(target.strip() for target in targets), split)
+
+
+# Scores
+
+
+def score_of(score: str) -> Score:
+    """The function behind the name of a score, see `TextTask`.
+
+    Raises:
+        DllmError: for an unknown name, a pattern that is none, and a function that cannot be imported.
+    """
+    kind, colon, rest = score.partition(":")
+    if score in _SCORES:
+        return _SCORES[score]
+    if kind == "regex" and rest:
+        try:
+            pattern = re.compile(rest)
+        except re.error as error:
+            raise DllmError(f"score {score!r} is no regular expression ({error})") from None
+        return lambda text, targets: _first(pattern, text) in targets
+    if not kind or not rest:
+        raise DllmError(
+            f"no score is called {score!r}; choose one of {', '.join(_SCORES)}, regex:PATTERN, MODULE:FUNCTION"
+        )
+    try:
+        function: Score = getattr(importlib.import_module(kind), rest)
+    except Exception as error:  # the module is the user's
+        raise DllmError(f"score {score!r} cannot be imported ({error}); write it like module:function") from None
+    if not callable(function):
+        raise DllmError(f"score {score!r} is a {type(function).__name__}; name a function of an answer and its targets")
+    return function
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last number of a text, commas between thousands left out; None where there is none."""
+    found = _NUMBER.findall(text)
+    return Decimal(found[-1].replace(",", "")) if found else None
+
+
+def chosen_letter(text: str) -> str | None:
+    """The letter from A to J that an answer chooses: behind its last "answer is" or "answer:", else the first that
+    stands alone; None where there is none."""
+    said = _ANSWER_IS.findall(text) or _LETTER.findall(text)[:1]
+    return said[-1] if said else None
+
+
+def _asked(function: Score, name: str, text: str, question: Question) -> bool:
+    try:
+        correct = function(text, question.targets)
+    except Exception as error:  # a function of the user's can fail in any way
+        raise DllmError(f"{question.where}: score {name} failed ({type(error).__name__}: {error})") from error
+    if not isinstance(correct, bool | np.bool_):
+        raise DllmError(f"{question.where}: score {name} gave {correct!r}; it must say True or False")
+    return bool(correct)
+
+
+def _first(pattern: re.Pattern[str], text: str) -> str | None:
+    match = pattern.search(text)
+    if match is None:
+        return None
+    found = match[1] if pattern.groups else match[0]
+    return None if found is None else found.strip()
+
+
+def _unescaped(match: re.Match[str]) -> str:
+    return {"n": "\n", "t": "\t"}.get(match[1], match[1])
+
+
+_NUMBER = re.compile(r"(?:(?<![0-9])-)?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?")
+_LETTER = re.compile(r"(?<![A-Za-z0-9'])([A-J])(?![A-Za-z0-9'])")
+_ANSWER_IS = re.compile(r"[Aa]nswer(?: is|:)[ :*]*\(?([A-J])(?![A-Za-z0-9'])")
+
+_SCORES: Mapping[str, Score] = {
+    "exact": lambda text, targets: text.strip() in targets,
+    "contains": lambda text, targets: any(target in text for target in targets),
+    "number": lambda text, targets: last_number(text) in map(last_number, targets),
+    "choice": lambda text, targets: chosen_letter(text) in targets,
+}
+_NEEDS: Mapping[str, tuple[Callable[[str], Any], str]] = {
+    "contains": (bool, "is empty, and so part of every answer; write what must be there"),
+    "number": (lambda target: last_number(target) is not None, "has no number, which score=number compares"),
+    "choice": (re.compile("[A-J]").fullmatch, "is no letter from A to J, which score=choice compares"),
+}

@@ -1,0 +1,265 @@
+"""Trajectories as data: any sampler over many prompts, and for each generation the step that wrote each token.
+
+    out/trajectories.json                      what was run; the same command goes on where it was cut off
+    out/trajectories-00000000-00001024.npz     the prompts of these numbers, the last not included
+
+A shard appears whole under its final name or not at all, and says by its name which prompts it holds: after a kill none
+is lost but those of the shard that was being made, and none is there twice. A generation depends on its prompt, its
+number and the seed alone, so that the result is the same however often it was cut off.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from dllm_jax import Model
+from dllm_jax.checkpoint import write_error
+from dllm_jax.errors import DllmError
+from dllm_jax.sharding import check_splits
+from evals.flags import add_batch, add_model, add_task, command, models_of
+from evals.tasks import make_task
+from samplers.build import CanvasSampler, parse_sampler
+from samplers.engine import Result, broken
+from samplers.prompts import bucket_length, check_lengths, given_canvas, led_prompt, pad_prompts
+from samplers.registry import settings_of
+from samplers.requests import Engine, Request
+from samplers.running import Engines
+from samplers.trajectory import trajectory_of
+from train.data import ExampleLike, Setup, Source, size
+from train.data.files import jsonl
+from train.data.shards import ABOUT_FILE, shards
+from train.folder import replace_file
+
+_BATCH = "prompts (--batch-size)"
+
+Verify = Callable[[Any, list[int]], bool]  # of an example, and the tokens that were generated for it
+
+
+def collect(
+    model: Model,
+    sampler: CanvasSampler,
+    source: Source,
+    out: str | Path,
+    *,
+    about: Mapping[str, Any],
+    n: int | None = None,
+    batch_size: int = 64,
+    shard_size: int = 1024,
+    seed: int = 0,
+    stops: bool = True,
+    verify: Verify | None = None,
+    progress: bool = True,
+) -> int:
+    """Samples prompts 0 to n - 1 of a source, those that `out` does not hold yet.
+
+    Args:
+        source: examples; of these the prompt and what is given of the answer are used.
+        about: what was run, for the folder, besides the sampler; a run with other settings is refused there.
+        n: prompts; all of a finite source by default.
+        batch_size: prompts sampled together; on a mesh, which is the model's, split over its devices.
+        shard_size: prompts per file, which is also what a kill costs at most.
+        seed: of the sampler's random numbers.
+        stops: whether an end token ends an answer; else a canvas is as long as the example's answer.
+        verify: whether an answer is right, to be kept as `correct`.
+        progress: show a bar on stderr.
+
+    Returns:
+        How many prompts were sampled.
+
+    Raises:
+        DllmError: for bad numbers, a folder with something else, prompts that do not fit, and for a full disk.
+    """
+    count = size(source)
+    for name, value in (("n", n), ("batch_size", batch_size), ("shard_size", shard_size)):
+        if value is not None and value < 1:
+            raise DllmError(f"{name} is {value}; it must be at least 1")
+    if model.layout is not None:
+        check_splits(model.layout.mesh, batch_size, _BATCH)
+    if n is None and count is None:
+        raise DllmError("the data has no end; say how many prompts are wanted by --n")
+    total = min(n or count or 0, count or n or 0)
+    ran = {"seed": seed, "gen_length": sampler.gen_length, "settings": settings_of(sampler)}
+    folder = _begin(Path(out).expanduser(), {**about, **ran})
+    done = max((shard.end for shard in shards(folder)), default=0)
+    make = _Sampled(model, sampler, source, batch_size, seed, stops, verify)
+    with tqdm(total=total, initial=min(done, total), unit="prompt", disable=None if progress else True) as bar:
+        for first in range(done, total, shard_size):
+            last = min(first + shard_size, total)
+            _write(folder / f"trajectories-{first:08d}-{last:08d}.npz", make.shard(range(first, last), bar))
+    return max(total - done, 0)
+
+
+def _begin(folder: Path, about: dict[str, Any]) -> Path:
+    """Makes the folder, or compares what it was made with.
+
+    Raises:
+        DllmError: when it holds something else.
+    """
+    path = folder / ABOUT_FILE
+    try:
+        if path.is_file():
+            old = json.loads(path.read_text(encoding="utf-8"))
+            about = {name: value for name, value in about.items() if name != "settings" or name in old}  # of late
+            if other := sorted(name for name in old.keys() | about.keys() if old.get(name) != about.get(name)):
+                was, now = old.get(other[0]), about.get(other[0])
+                raise DllmError(f"{folder} was made with {other[0]} {was!r}, not {now!r}; choose another --out")
+            return folder
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise DllmError(f"{folder} holds something else than trajectories; choose another --out")
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(path, json.dumps(about, indent=2) + "\n")
+    except (OSError, ValueError) as error:
+        raise DllmError(f"{folder} cannot be used ({error}); choose another --out") from None
+    return folder
+
+
+def _write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    partial = path.parent / f".{path.name}.partial"
+    try:
+        with partial.open("wb") as file:
+            np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise write_error(path, error) from None
+
+
+@dataclasses.dataclass
+class _Sampled:
+    """Samples prompts by number, so many at a time, and makes the arrays of a file of them."""
+
+    model: Model
+    sampler: CanvasSampler
+    source: Source
+    batch_size: int
+    seed: int
+    stops: bool
+    verify: Verify | None
+    engines: Engines = dataclasses.field(default_factory=Engines)
+
+    def shard(self, numbers: range, bar: "tqdm[Any]") -> dict[str, np.ndarray]:
+        """The arrays of one file, see `Shard.load`."""
+        examples = [self.source.example(number) for number in numbers]
+        rows = [led_prompt(self.model, example.prompt_ids) for example in examples]
+        check_lengths(self.model, self.sampler, rows)
+        width = bucket_length(max(map(len, rows)))
+        engine = self.engines.of(self.model, self.sampler, self.batch_size, width)
+        for request in self._requests(numbers, examples, rows):
+            engine.enqueue(request)
+        found: dict[int, Result] = {}
+        for request in engine.results():
+            assert request.result is not None
+            if sentence := broken(request.result, [request.number]):
+                raise DllmError(f"{sentence}; no trajectories are made of it")
+            found[request.number] = request.result
+            bar.set_postfix_str(self._speed(engine, found), refresh=False)
+            bar.update()
+        return self._arrays(examples, rows, jax.tree.map(lambda *x: np.concatenate(x), *(found[i] for i in numbers)))
+
+    def _requests(self, numbers: range, examples: list[ExampleLike], rows: list[list[int]]) -> Iterator[Request]:
+        """Long answers first, so that few rows are at work at the end of a file."""
+        keys = jax.vmap(lambda number: jax.random.fold_in(jax.random.key(self.seed), number))(jnp.asarray(numbers))
+        key_data, mask_id = np.asarray(jax.random.key_data(keys)), self.model.denoiser.mask_id
+        for i in sorted(range(len(rows)), key=lambda i: -self._length(examples[i])):
+            answer = (np.asarray(examples[i].answer_ids), examples[i].given)
+            given = given_canvas([answer], self.sampler.gen_length, mask_id)
+            yield Request(
+                prompt=rows[i],
+                gen_length=self._length(examples[i]),
+                key_data=key_data[i],
+                given=None if given is None else given[0],
+                number=numbers[i],
+            )
+
+    def _length(self, example: ExampleLike) -> int:
+        return self.sampler.gen_length if self.stops else len(example.answer_ids)
+
+    def _speed(self, engine: Engine, found: Mapping[int, Result]) -> str:
+        """What the progress bar tells of this file."""
+        nfe = np.mean([result.nfe[0] for result in found.values()])
+        return f"{engine.row_steps / max(engine.seconds, 1e-9):.0f} forwards/s, NFE {nfe:.1f}"
+
+    def _arrays(self, examples: list[ExampleLike], rows: list[list[int]], result: Result) -> dict[str, np.ndarray]:
+        prompt, lengths = pad_prompts(rows)
+        answers = [(np.asarray(example.answer_ids), example.given) for example in examples]
+        known: dict[str, Any] = {
+            "gen_lengths": jnp.asarray([self._length(example) for example in examples], jnp.int32),
+            "given": given_canvas(answers, self.sampler.gen_length, self.model.denoiser.mask_id),
+        }
+        found = trajectory_of(result, prompt, lengths, mask_id=self.model.denoiser.mask_id, **known)
+        tokens, step = np.asarray(found.tokens), np.asarray(found.step)
+        small = np.uint16 if self.model.config.vocab_size <= 1 << 16 else np.int32
+        return {
+            "prompts": np.concatenate(rows).astype(small),
+            "prompt_lengths": np.asarray(lengths),
+            "gen_lengths": np.asarray(known["gen_lengths"]),
+            "tokens": tokens.astype(small),
+            "step": step.astype(np.int16),
+            "nfe": np.asarray(result.nfe),
+        } | self._verdicts(examples, tokens, np.asarray(result.lengths))
+
+    def _verdicts(self, examples: list[ExampleLike], tokens: np.ndarray, ends: np.ndarray) -> dict[str, np.ndarray]:
+        """Which answers are right, where that can be said."""
+        if self.verify is None:
+            return {}
+        cut = [ends[row] if self.stops else len(example.answer_ids) for row, example in enumerate(examples)]
+        answers = [tokens[row, :end].tolist() for row, end in enumerate(cut)]
+        return {"correct": np.asarray([self.verify(*pair) for pair in zip(examples, answers, strict=True)], bool)}
+
+
+def add(commands: Any) -> None:
+    """The command `python -m evals trajectories`."""
+    flag = command(commands, "trajectories", _run, "sample prompts, and keep when each token was written")
+    add_model(flag)
+    add_task(flag, required=False)
+    flag("--data", metavar="FILE", help="instead of --task, JSON lines as for training: prompt and answer, or messages")
+    flag("--split", metavar="SPLIT", help="of the task: train or validation (default: train)")
+    flag("--sampler", required=True, metavar="SPEC", help="as in run, such as threshold:threshold=0.8,block_length=32")
+    flag("--out", required=True, metavar="DIR", help="folder of the trajectories; the same command goes on there")
+    flag("--n", type=int, metavar="N", help="prompts; by default all there are")
+    add_batch(flag)
+    flag("--shard-size", type=int, default=1024, metavar="N", help="prompts per file (default: 1024)")
+    flag("--no-progress", action="store_true", help="no progress bar")
+
+
+def _run(options: argparse.Namespace) -> None:
+    if (options.task is None) == (options.data is None):
+        raise DllmError("prompts come from --task or from --data; pass one of them")
+    spec, models = parse_sampler(options.sampler), models_of(options)
+    about: dict[str, Any] = {"data": options.task or options.data, "sampler": str(spec)}
+    source: Source
+    if options.task:
+        model, task, sampler = models.build(spec, make_task(options.task))
+        source, stops = task.source(options.split or "train"), task.stops
+        verify: Verify | None = lambda example, ids: task.verify(example, ids).correct
+        about["split"] = source.split
+    else:
+        if options.split:
+            raise DllmError("--split is for --task; leave it out")
+        model, stops, verify = models.of(spec), True, None
+        sampler = spec.anywhere().build(model, load=models.load)
+        source = jsonl(Setup(model.config, model.tokenizer, model.config.max_length), path=options.data, turns="last")
+    chosen = {name: getattr(options, name) for name in ("n", "batch_size", "shard_size", "seed")}
+    count = collect(
+        model,
+        sampler,
+        source,
+        options.out,
+        about={"model": model.name, **about},
+        stops=stops,
+        verify=verify,
+        progress=not options.no_progress,
+        **chosen,
+    )
+    print(f"{options.out}: {count} prompts sampled, {shards(options.out)[-1].end} there")
