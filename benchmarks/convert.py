@@ -1,6 +1,6 @@
-"""Converts a checkpoint of LLaDA-8B's shapes and reports memory, time and speed: `python benchmarks/convert.py`.
+"""Converts a checkpoint in a published model's shapes; memory, time and speed: `python -m benchmarks.convert --help`.
 
-Six bfloat16 shards of random finite values are written to a scratch folder, converted by `python -m convert llada` in a
+Six bfloat16 shards of random finite values are written to a scratch folder, converted by `python -m convert` in a
 process of its own, copied plainly for comparison, and deleted. Both times start with the files out of the page cache
 and end when everything is on the disk.
 """
@@ -20,59 +20,20 @@ from pathlib import Path
 
 import numpy as np
 
+from convert import families
+from dllm_jax.config import ModelConfig, published
+
 ROOT = Path(__file__).parents[1]
 NUM_SHARDS = 6
-WIDTH, MLP, VOCAB = 4096, 12288, 126464
-BLOCK_SHAPES: dict[str, tuple[int, ...]] = {
-    "attn_norm": (WIDTH,),
-    "q_proj": (WIDTH, WIDTH),
-    "k_proj": (WIDTH, WIDTH),
-    "v_proj": (WIDTH, WIDTH),
-    "attn_out": (WIDTH, WIDTH),
-    "ff_norm": (WIDTH,),
-    "ff_proj": (MLP, WIDTH),
-    "up_proj": (MLP, WIDTH),
-    "ff_out": (WIDTH, MLP),
-}
-# Written out, because importing `convert` from a file of this name in its own folder would import this file.
-CONFIG = {
-    "architectures": ["LLaDAModelLM"],
-    "model_type": "llada",
-    "activation_type": "silu",
-    "alibi": False,
-    "attention_layer_norm": False,
-    "bias_for_layer_norm": False,
-    "block_type": "llama",
-    "d_model": WIDTH,
-    "embedding_size": VOCAB,
-    "eos_token_id": 126081,
-    "include_bias": False,
-    "include_qkv_bias": False,
-    "input_emb_norm": False,
-    "layer_norm_type": "rms",
-    "layer_norm_with_affine": True,
-    "mask_token_id": 126336,
-    "max_sequence_length": 4096,
-    "mlp_hidden_size": MLP,
-    "n_heads": 32,
-    "n_kv_heads": 32,
-    "pad_token_id": 126081,
-    "rms_norm_eps": 1e-5,
-    "rope": True,
-    "rope_full_precision": True,
-    "rope_theta": 500000.0,
-    "scale_logits": False,
-    "vocab_size": VOCAB,
-    "weight_tying": False,
-}
 
 
-def shapes(num_layers: int) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor, in the hub's order."""
-    named: dict[str, tuple[int, ...]] = {"model.transformer.wte.weight": (VOCAB, WIDTH)}
-    for layer in range(num_layers):
-        named |= {f"model.transformer.blocks.{layer}.{part}.weight": shape for part, shape in BLOCK_SHAPES.items()}
-    return named | {"model.transformer.ln_f.weight": (WIDTH,), "model.transformer.ff_out.weight": (VOCAB, WIDTH)}
+def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor of the hub's checkpoint."""
+    named: dict[str, tuple[int, ...]] = {}
+    for slot in families.get(config.family).layout(None).slots(config):
+        rows = named.get(slot.tensor, (0,))[0] + slot.shape[0]  # the parts of one lie above each other
+        named[slot.tensor] = (rows, *slot.shape[1:])
+    return named
 
 
 def split(named: dict[str, tuple[int, ...]]) -> list[dict[str, tuple[int, ...]]]:
@@ -86,13 +47,13 @@ def split(named: dict[str, tuple[int, ...]]) -> list[dict[str, tuple[int, ...]]]
     return [shard for shard in shards if shard]
 
 
-def write_checkpoint(folder: Path, num_layers: int) -> int:
+def write_checkpoint(folder: Path, config: ModelConfig) -> int:
     """Writes config, index and shards; returns the bytes of all tensors."""
     folder.mkdir(parents=True)
     rng = np.random.default_rng(0)
     weight_map: dict[str, str] = {}
     total = 0
-    shards = split(shapes(num_layers))
+    shards = split(shapes(config))
     for index, shard in enumerate(shards, 1):
         name = f"model-{index:05d}-of-{len(shards):05d}.safetensors"
         weight_map |= dict.fromkeys(shard, name)
@@ -100,7 +61,9 @@ def write_checkpoint(folder: Path, num_layers: int) -> int:
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map})
     )
-    (folder / "config.json").write_text(json.dumps(CONFIG | {"n_layers": num_layers}))
+    spec = families.get(config.family)
+    named = {"architectures": [spec.layout(None).architecture]}
+    (folder / "config.json").write_text(json.dumps(named | spec.write_config(config)))
     return total
 
 
@@ -133,9 +96,9 @@ def on_disk_and_forgotten(folder: Path) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def timed_conversion(source: Path, out: Path) -> tuple[float, float]:
+def timed_conversion(family: str, source: Path, out: Path) -> tuple[float, float]:
     """(seconds, peak resident GiB) of the converting process."""
-    command = [sys.executable, "-m", "convert", "llada", "--source", str(source), "--out", str(out), "--no-progress"]
+    command = [sys.executable, "-m", "convert", family, "--source", str(source), "--out", str(out), "--no-progress"]
     start = time.perf_counter()
     process = subprocess.Popen(command, cwd=ROOT)
     _, status, usage = os.wait4(process.pid, 0)
@@ -159,10 +122,11 @@ def folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def layers_that_fit(scratch: Path, wanted: int) -> int:
+def layers_that_fit(scratch: Path, config: ModelConfig, wanted: int) -> int:
     """`wanted`, or as many layers as leave room for the source and one copy of it."""
     free = shutil.disk_usage(scratch).free - 2 * 10**9
-    sizes = [2 * sum(map(math.prod, shapes(layers).values())) for layers in range(wanted + 1)]
+    two, three = (2 * sum(map(math.prod, shapes(config.replace(num_layers=n)).values())) for n in (2, 3))
+    sizes = [two + (three - two) * (layers - 2) for layers in range(wanted + 1)]
     fitting = [layers for layers, size in enumerate(sizes) if 2.1 * size < free]
     if not fitting or not max(fitting):
         raise SystemExit(
@@ -171,14 +135,14 @@ def layers_that_fit(scratch: Path, wanted: int) -> int:
     return max(fitting)
 
 
-def measure(scratch: Path, num_layers: int) -> dict[str, object]:
+def measure(scratch: Path, config: ModelConfig) -> dict[str, object]:
     """Writes, converts, copies and deletes; returns the figures."""
     folder = scratch / "convert-benchmark"
     shutil.rmtree(folder, ignore_errors=True)
     try:
-        size = write_checkpoint(folder / "source", num_layers)
+        size = write_checkpoint(folder / "source", config)
         on_disk_and_forgotten(folder)
-        seconds, peak = timed_conversion(folder / "source", folder / "out")
+        seconds, peak = timed_conversion(config.family, folder / "source", folder / "out")
         written = folder_bytes(folder / "out")
         shutil.rmtree(folder / "out")
         on_disk_and_forgotten(folder)
@@ -201,22 +165,25 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--scratch", type=Path, required=True, help="folder on a disk with about 35 GB free")
-    parser.add_argument("--layers", type=int, default=32, help="fewer for a quick run (default 32)")
+    parser.add_argument("--model", default="llada-8b-instruct", help="published size (default: llada-8b-instruct)")
+    parser.add_argument("--layers", type=int, help="fewer for a quick run (default: all)")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
     options.scratch.mkdir(parents=True, exist_ok=True)
-    num_layers = layers_that_fit(options.scratch, options.layers)
+    config = published(options.model)
+    wanted = options.layers or config.num_layers
+    num_layers = layers_that_fit(options.scratch, config, wanted)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     result = {
-        "what": "python -m convert llada, random bfloat16 weights in LLaDA-8B's shapes and six shards",
+        "what": f"python -m convert {config.family}, random bfloat16 weights in {options.model}'s shapes, six shards",
         "layers": num_layers,
-        "layers_wanted": options.layers,
+        "layers_wanted": wanted,
         "cpu_cores": os.cpu_count(),
         "memory_gib": round(memory / 2**30, 1),
         "load_at_start": round(os.getloadavg()[0], 1),  # of other work: more than zero means slower than alone
         "versions": {name: version(name) for name in ("jax", "numpy", "orbax-checkpoint", "tensorstore")}
         | {"python": platform.python_version()},
-    } | measure(options.scratch, num_layers)
+    } | measure(options.scratch, config.replace(num_layers=num_layers))
     for name, value in result.items():
         print(f"{name:24} {value}")
     if options.json:

@@ -33,9 +33,11 @@ from benchmarks import command
 from benchmarks.roofline import Row, measure_ceilings, timed
 from dllm_jax import DllmError, ModelConfig, published
 from dllm_jax.params import init_params
-from train.config import D2FConfig, TrainConfig, build
-from train.objective import Batch
+from train.config import TrainConfig
+from train.losses import Batch
+from train.objectives.d2f import D2FConfig
 from train.report import step_flops
+from train.settings import build
 from train.step import Stepper, training_mesh
 from train.trainer import placement_of
 
@@ -123,7 +125,8 @@ def with_rates(rows: Sequence[Row], options: argparse.Namespace, matmul: float) 
     """The rows with tokens per second and the share of the rate of matrix products that the model's FLOPs reach."""
 
     def more(row: Row) -> Row:
-        flops = step_flops(settings(options, 1), SIZES[options.size].replace(num_layers=row["layers"]))
+        config = settings(options, 1)
+        flops = step_flops(config, SIZES[options.size].replace(num_layers=row["layers"]), config.data.length)
         tokens = options.batch * options.length
         return {"tokens_per_second": tokens / row["seconds"], "mfu": flops / row["seconds"] / matmul, "flops": flops}
 

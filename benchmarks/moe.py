@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__" and not __package__:  # run as a file: its folder holds a convert.py that is not `convert`
     sys.path[0] = str(Path(__file__).parents[1])
@@ -57,7 +58,7 @@ class Size:
 SIZES = {"llada-moe": Size(), "tiny": Size(dim=64, experts=8, width=32, per_token=2)}
 
 
-def rounds(*operands: jax.Array) -> jax.Array:
+def rounds(*operands: Any) -> jax.Array:
     """The library's rounds, as many rows at a time as on this device."""
     return in_rounds(TILE_ROWS.get(jax.default_backend(), TILE_ROWS["default"]), *operands)
 

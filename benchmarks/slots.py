@@ -59,7 +59,7 @@ def through_slots(batches: Batches, engines: Engines) -> Callable[[], tuple[floa
 
     def run() -> tuple[float, dict[int, Result], float]:
         steps, row_steps, start = engine.steps, engine.row_steps, clock()
-        results = dict(batches.results(engine, False, ""))
+        results = {request.number: result for request, result in batches.results(engine, False, "")}
         took = clock() - start
         return took, results, (engine.row_steps - row_steps) / ((engine.steps - steps) * engine.slots)
 

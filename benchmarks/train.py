@@ -23,9 +23,11 @@ import numpy as np
 
 from benchmarks.roofline import measure_ceilings, timed
 from dllm_jax.transformer import num_params
-from train.config import TrainConfig, build
+from train.config import TrainConfig
 from train.data import Example
+from train.objectives.masked_diffusion import MaskedDiffusionConfig
 from train.report import step_flops
+from train.settings import build
 from train.setup import prepare
 from train.step import training_mesh
 from train.trainer import Run, device_batch, placement_of
@@ -67,7 +69,7 @@ def settings(case: Mapping[str, Any], batch: int, dtype: str) -> TrainConfig:
         "optimizer": {"batch": batch, "accumulate": case.get("accumulate", 1)},
         "compute": {"remat": case.get("remat", "none"), "dtype": dtype},
     }
-    return build(TrainConfig, values)
+    return build(MaskedDiffusionConfig, values)
 
 
 def measure(config: TrainConfig, repeats: int, patience: float, quick: bool) -> dict[str, Any]:
@@ -93,7 +95,7 @@ def measure(config: TrainConfig, repeats: int, patience: float, quick: bool) -> 
     timings = [timed(step, patience) for _ in range(repeats)]
     peak = max(before, ceiling())
     seconds = statistics.median(took for took, _ in timings)
-    flops = step_flops(config, parts.model)
+    flops = step_flops(config, parts.model, config.data.length)
     busy = [others for _, others in timings if others is not None]
     return {
         "parameters": num_params(parts.model),

@@ -10,14 +10,18 @@ from jax.sharding import Mesh
 from dllm_jax import ModelConfig
 from dllm_jax.params import abstract_params
 from dllm_jax.sharding import param_shardings
-from train.config import D2FConfig, IndicatorRun, TrainConfig, build
-from train.objective import Batch
+from train.config import TrainConfig
+from train.losses import Batch
+from train.objectives.d2f import D2FConfig
+from train.objectives.indicator import IndicatorRun
+from train.objectives.masked_diffusion import MaskedDiffusionConfig
+from train.settings import build
 from train.step import Stepper
 from train.trainer import placement_of
 
 RECIPES: Mapping[str, tuple[type[TrainConfig], dict[str, Any]]] = {
-    "sft": (TrainConfig, {}),
-    "lora": (TrainConfig, {"lora": {"rank": 32, "alpha": 32.0}}),
+    "sft": (MaskedDiffusionConfig, {}),
+    "lora": (MaskedDiffusionConfig, {"lora": {"rank": 32, "alpha": 32.0}}),
     "d2f": (D2FConfig, {"lora": {"rank": 32, "alpha": 32.0}}),
     "indicator": (IndicatorRun, {}),
 }
