@@ -2,12 +2,14 @@
 #   make test       lint, types and tests               make goldens    every recorded case, compiled as users compile
 #   make demo       an embedded model at work           make parity     compare with transformers (fetches PyTorch)
 #   make slow       the tests that take long            make compile-check    what XLA makes of it for a TPU (fetches libtpu)
+#   make slow PART=1/2    half of them
 #   make format     rewrite the code in ruff's style    make clean      remove everything that make made
 #   make PYTHON=... the Python to build .venv with      make goldens GOLDENS=DIR    those of another folder
 
 VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.installed
+HARNESS := $(VENV)/.harness
 PYTHON ?= python3.12 python3.13 python3.11 python3
 USABLE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
 
@@ -40,20 +42,20 @@ format: $(READY)
 	$(PY) -m ruff check --fix
 	$(PY) -m ruff format
 
-typecheck: $(READY)
+typecheck: $(HARNESS)
 	$(PY) -m mypy $(PACKAGES)
 
-pytest: $(READY)
+pytest: $(HARNESS)
 	$(PY) -m pytest -q --durations=10 -n auto --dist worksteal -m 'not slow'
 
-slow: $(READY)
-	$(PY) -m pytest -q --durations=10 -n auto --dist worksteal -m slow $(SLOW_BUT)
+slow: $(HARNESS)
+	$(PY) -m pytest -q --durations=10 -n auto --dist worksteal -m slow $(SLOW_BUT) $(addprefix --slow-part=,$(PART))
 
 # What make goldens runs anyway.
 SLOW_BUT := --ignore=tests/test_goldens.py --ignore=tests/test_combinations.py
 
 # Finds out which tests take long, by running all of them; with a cold cache, and nothing else to do for the machine.
-slow-list: $(READY)
+slow-list: $(HARNESS)
 	rm -rf .jax_cache
 	$(PY) -m pytest -q -n auto --dist worksteal --list-slow 5
 
@@ -62,7 +64,7 @@ goldens: $(READY)
 
 parity: $(READY) $(PARITY)/.installed
 	PYTHONPATH=$(PARITY) $(PY) -c 'import torch'
-	PYTHONPATH=$(PARITY) $(PY) -m pytest -q tests/test_parity_transformers.py
+	PYTHONPATH=$(PARITY) $(PY) -m pytest -q tests/test_parity_transformers.py tests/test_parity_gemma.py
 
 compile-check: $(READY) $(AOT)/.installed
 	$(AOT)/bin/python -m benchmarks.compile --target $(TARGET) --mesh $(MESH) --batch 8 --check
@@ -112,6 +114,11 @@ $(READY): pyproject.toml
 		$$found -m venv --clear $(VENV) || exit 1; \
 	fi
 	$(PY) -m pip install -q -e '.[test]'
+	touch $@
+
+# lm-evaluation-harness brings as much as all the rest; only tests need that, and what reads data.
+$(HARNESS): $(READY)
+	$(PY) -m pip install -q -e '.[data,lm-eval]'
 	touch $@
 
 $(PARITY)/.installed: | $(READY)

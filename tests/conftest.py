@@ -82,18 +82,35 @@ def pytest_addoption(parser):
         metavar="DIR",
         help="run every golden case of this folder, written --goldens=DIR; by default a part of our own",
     )
+    parser.addoption("--slow-part", metavar="K/N", help="of the files with slow tests every N-th, from the K-th on")
     parser.addoption(
         "--list-slow", type=float, metavar="SECONDS", help=f"write tests that take longer to {SLOW.name}, see Makefile"
     )
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Marks the tests that were found to take long: `make slow` runs them, `make test` the others."""
-    slow = set(SLOW.read_text().splitlines())
+    slow = SLOW.read_text().splitlines()
+    marked, skipped = set(slow), skipped_files(slow, config.getoption("slow_part"))
     for item in items:
-        if item.nodeid in slow:
+        if item.nodeid in marked:
             item.add_marker("slow")
+    config.hook.pytest_deselected(items=[item for item in items if file_of(item.nodeid) in skipped])
+    items[:] = [item for item in items if file_of(item.nodeid) not in skipped]
+
+
+def file_of(nodeid):
+    return nodeid.split("::")[0]
+
+
+def skipped_files(slow, part):
+    """Files of slow tests, whose programs are shared, that are in another part; the parts have about as many tests."""
+    if part is None:
+        return set()
+    number, count = map(int, part.split("/"))
+    files = [file for file, _ in Counter(map(file_of, slow)).most_common()]
+    return set(files) - set(files[number % count :: count])
 
 
 def pytest_runtest_logreport(report):

@@ -43,7 +43,7 @@ class Assets:
         source = self.path(f"checkpoints/{checkpoint}")
         if source not in self.converted:
             out = self.converted["folder"] / f"{checkpoint}-{len(self.converted)}"
-            family = {"lladamoe": "llada-moe"}.get(name := checkpoint.split("-")[0], name)
+            family = {"lladamoe": "llada-moe", "fastdllmv2": "fast-dllm-v2"}.get(name := checkpoint.split("-")[0], name)
             convert.convert(family, source, out)
             self.converted[source] = dllm_jax.load(out)
         return self.converted[source]
@@ -56,18 +56,20 @@ class Family:
     Attributes:
         one_of: of so many generations, nearly each a program of its own, one is run by default; which one moves, so
             that cases that come in pairs of two checkpoints give both.
+        sampled: generations are sampled by this module's `sample_jit`, which can be another loop.
     """
 
     cases: Callable[[dict], list[Case]]
     run: Callable[[Case, Assets], None]
     one_of: int = 1
     one_unit_of: int = 1
+    sampled: bool = True
 
     def some(self, content: dict) -> list[Case]:
         """The cases that are run by default: of `one_of` generations one, of `one_unit_of` others one."""
         generations, units = [], []
         for case in self.cases(content):
-            (generations if "prompt" in case else units).append(case)
+            (generations if "prompt" in case or "prompts" in case else units).append(case)
         return _spread(generations, self.one_of) + _spread(units, self.one_unit_of)
 
 

@@ -16,10 +16,10 @@ from convert.adapters import read_adapters
 from dllm_jax.denoiser import block_causal
 from samplers import PipelineSampler, stream
 from samplers.prompts import bucket_length, pad_prompts
-from train.config import D2FPart, LoraPart
-from train.d2f import D2F, Blocks, Draws, block_ratios, corrupt
+from train.config import LoraPart
 from train.lora import beside
-from train.objective import Batch
+from train.losses import Batch
+from train.objectives.d2f import D2F, Blocks, D2FPart, Draws, block_ratios, corrupt
 
 _FORCED = {"default": "confidence", "neg_entropy": "entropy", "margin_confidence": "margin"}
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import golden_apd
+import golden_block
 import golden_d2f
 import golden_dinfer
 import golden_ni
@@ -16,7 +17,8 @@ from safetensors import safe_open
 import convert
 import dllm_jax
 from dllm_jax.denoiser import Span
-from dllm_jax.transformer import bind, rope_angles
+from dllm_jax.layers import rope_angles
+from dllm_jax.transformer import bind
 from samplers import (
     CACHES,
     EB,
@@ -63,7 +65,7 @@ def _llada_noise(case: Case, assets: Assets) -> official.TableNoise | None:
 def _run_llada(case: Case, assets: Assets) -> None:
     if "counts" in case:
         counts = case["counts"]
-        found = mask_counts(jnp.asarray(counts["k"]), counts["batch_size"], counts["target_len"])
+        found = mask_counts(jnp.asarray(counts["k"]), counts["batch_size"], counts["target_len"], to_even=True)
         assert np.asarray(found).tolist() == counts["counts"]
         return
     args = case["args"]
@@ -367,4 +369,7 @@ FAMILIES: dict[str, Family] = {
     "lladamoe": Family(cases_of, _run_llada_moe),
     "ni-sampling": Family(cases_of, golden_ni.run, one_of=6),
     "apd": Family(cases_of, golden_apd.run, one_of=8),
+    "llada2": Family(cases_of, golden_block.run, one_of=8, one_unit_of=2, sampled=False),
+    "sdar": Family(cases_of, golden_block.run, one_of=4, one_unit_of=2, sampled=False),
+    "fast-dllm-v2": Family(cases_of, golden_block.run, one_of=4, one_unit_of=2, sampled=False),
 }

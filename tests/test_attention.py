@@ -49,6 +49,22 @@ def test_parts_change_nothing(length, kind) -> None:
         np.testing.assert_allclose(one, other, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["lengths", "blocks"])
+def test_a_window_slides(kind) -> None:
+    """A query that sees only the last of its keys, whether queries are taken in parts or not."""
+    (query, key, value), visible = operands(12), seen(12)[kind]
+    since = jnp.broadcast_to(visible - 3, (B, 1) if kind == "lengths" else (B, 12))
+    place = jnp.arange(key.shape[1])
+    mask = (place < visible[..., None]) & (place >= since[..., None])
+    repeat = lambda x: jnp.repeat(x, N // K, axis=2)
+    scores = jnp.einsum("btnh,bsnh->bnts", query, repeat(key)) * query.shape[-1] ** -0.5
+    weights = jax.nn.softmax(jnp.where(mask[:, None], scores, -jnp.inf), axis=-1)
+    wanted = jnp.einsum("bnts,bsnh->btnh", weights, repeat(value))
+    for queries in (4, 512):
+        np.testing.assert_allclose(in_parts(query, key, value, visible, queries, since), wanted, atol=1e-5)
+    np.testing.assert_allclose(attention(query, key, value, visible, since=since), wanted, atol=1e-5)
+
+
 def test_no_scores_of_all_queries() -> None:
     """Neither forward nor backward."""
     length, visible, args = 64, seen(64)["blocks"], operands(64)

@@ -501,7 +501,7 @@ def test_a_download_that_fails(tmp_path, capsys, monkeypatch):
 
 def test_python_functions_refuse_in_the_same_way(tmp_path):
     with pytest.raises(
-        DllmError, match="no family is called 'gpt9'; choose one of llada, llada-1.5, llada-moe, dream, qwen2"
+        DllmError, match="no family is called 'gpt9'; choose one of llada, llada-1.5, llada-moe, llada2, dream, "
     ):
         convert.convert("gpt9", LLADA, tmp_path / "out")
     with pytest.raises(DllmError, match="dtype 'int8' is not supported"):

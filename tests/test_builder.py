@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from test_renoise import CONFIG as CANVAS
 
 import convert
 import dllm_jax
@@ -88,7 +89,8 @@ def test_every_field_is_reached_by_its_name(llada_tiny, verifier, ni_indicator, 
     value = chosen.get(field) or another(kind_of(kind, field), default)
     options |= {field: value}
     options |= {"cache": name} if place == "cache" else {}
-    sampler = make_sampler(llada_tiny, "eb" if place == "cache" else name, **options)
+    model = dllm_jax.random_model(CANVAS) if name == "renoise" else llada_tiny
+    sampler = make_sampler(model, "eb" if place == "cache" else name, **options)
     part = getattr(sampler, place) if place in ("rule", "cache") else sampler
     assert getattr(part, field) == value
 
@@ -108,6 +110,11 @@ def test_how_tokens_are_drawn(llada_tiny):
     assert drawn.suppress.tolist() == [5, 7] and drawn.defer.tolist() == [6]
     named = make_sampler(llada_tiny, suppress=["b", 7, "<|eot_id|>"], defer=["a"]).sampling
     assert named.suppress.tolist() == [7, 98, 131] and named.defer.tolist() == [97]
+    ends = make_sampler(llada_tiny, "llada:suppress=eos,defer=ends").sampling
+    assert ends.suppress.tolist() == [128] and ends.defer.tolist() == [128, 131]
+    assert str(parse_sampler("llada:suppress=eos,defer=none")) == "llada:suppress=eos,defer=none"
+    with pytest.raises(DllmError, match="suppress 'eot' is unknown; choose one of eos, ends"):
+        parse_sampler("llada:suppress=eot")
 
 
 def test_smoothing_in_all_its_forms(llada_tiny):

@@ -427,13 +427,11 @@ def slots_of(slots, ours):
 
 
 def test_the_benchmark_converts_the_real_thing():
-    config = PUBLISHED["llada-8b-instruct"]
-    family = FAMILIES["llada"]
-    assert family.read_config(HubConfig(benchmark.CONFIG | {"n_layers": 32}, "config.json")) == config
-    wanted = {}
-    for slot in family.layouts[0].slots(config):
-        wanted[slot.hub] = slot.shape
-    assert benchmark.shapes(32) == wanted
+    found = benchmark.shapes(PUBLISHED["llada-8b-instruct"])
+    assert found["model.transformer.blocks.31.ff_out.weight"] == (4096, 12288) and len(found) == 9 * 32 + 3
+    found = benchmark.shapes(PUBLISHED["llada2.0-mini"].replace(num_layers=2))
+    assert found["model.layers.1.attention.query_key_value.weight"] == (24 * 128, 2048)
+    assert found["model.layers.1.mlp.experts.255.down_proj.weight"] == (2048, 512)
 
 
 # --- verification -----------------------------------------------------------------------------------------------------

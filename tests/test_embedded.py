@@ -14,7 +14,7 @@ from convert import embedded
 from convert.__main__ import main as convert_main
 from dllm_jax import DllmError
 from evals.__main__ import main as evals_main
-from train.config import read_config
+from train.objectives import read_config
 
 EXPECTED = {"word-problems": "word-problems", "long-problems": "word-problems", "sudoku": "sudoku", "maze": "maze"}
 LEAST = 0.9

@@ -34,7 +34,7 @@ def measured(monkeypatch, small):
         "evals.models.dllm_jax.load", lambda name, **_: toys.get(name) or toys.setdefault(name, toy(name))
     )
 
-    def run(models, task, sampler, *, n, batch_size, seed, split, examples, engines, progress):
+    def run(models, task, sampler, *, n, batch_size, seed, split, examples, counts, engines, processes, progress):
         seen.append((models.of(sampler).name, sampler))
         loss = sum(sampler.numbers.values()) * (0.01 if sampler.name == "ni" else 1)
         engines._seen.add(sampler.without("indicator").series)

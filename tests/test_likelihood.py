@@ -9,7 +9,7 @@ import pytest
 
 from dllm_jax import DllmError
 from samplers import BlockSampler, TopK, sample_jit
-from samplers.likelihood import is_greedy, log_likelihood, mask_counts, masked_loss, perturb
+from samplers.likelihood import draw_masks, is_greedy, log_likelihood, mask_counts, masked_loss
 
 PROMPT = jnp.asarray([ord(char) for char in "Q: Tom has 12 books. Tom buys 23.\nA: "])
 estimate = jax.jit(log_likelihood, static_argnames=("num_samples", "batch_size"))
@@ -21,13 +21,12 @@ def test_counts_cover_every_number_evenly() -> None:
         assert sorted(np.asarray(mask_counts(jnp.asarray(first), 7, 7)).tolist()) == list(range(1, 8))
 
 
-def test_perturb_masks_what_it_says() -> None:
-    answer = jnp.arange(10, 16)
-    copies, ratio = perturb(jax.random.key(1), answer, jnp.asarray(5), 10, 99)
-    masked = np.asarray(copies == 99)
+def test_masks_are_as_many_as_said() -> None:
+    masked, ratio = draw_masks(jax.random.key(1), 5, 6, num_samples=20, batch_size=10)
     np.testing.assert_allclose(masked.sum(axis=1) / 5, ratio)
     assert not masked[:, 5:].any(), "what lies behind the answer's length is never masked"
-    np.testing.assert_array_equal(np.asarray(copies)[~masked], np.tile(answer, (10, 1))[~masked])
+    assert sorted(np.asarray(masked[:10].sum(axis=1)).tolist()) == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    assert (masked[:, :5].sum(axis=0) > 0).all()
 
 
 @pytest.mark.parametrize("fixture", ["llada_tiny", "dream_tiny"])

@@ -167,10 +167,10 @@ def test_logits_are_those_of_a_plain_loop(config, monkeypatch):
 # --- the grouped product ----------------------------------------------------------------------------------------------
 
 
-def dense(x, ids, weights, w_in, w_out):
+def dense(x, ids, weights, w_in, w_out, activation=jax.nn.silu):
     """Every expert for every token, then the chosen ones' weighted sum."""
     hidden = jnp.einsum("btd,egdf->begtf", x, w_in)
-    every = jnp.einsum("betf,efd->betd", jax.nn.silu(hidden[:, :, 0]) * hidden[:, :, 1], w_out)
+    every = jnp.einsum("betf,efd->betd", activation(hidden[:, :, 0]) * hidden[:, :, 1], w_out)
     share = jnp.sum(jax.nn.one_hot(ids, len(w_in), axis=1, dtype=x.dtype) * weights[:, None], axis=-1)
     return jnp.einsum("betd,bet->btd", every, share)
 
@@ -210,6 +210,17 @@ def test_nothing_is_dropped(way, routing):
     for row in range(len(x)):
         alone = way(x[row : row + 1], ids[row : row + 1], rest[0][row : row + 1], *rest[1:])
         np.testing.assert_allclose(found[row], alone[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("way", [ROUNDS, GROUPS], ids=["rounds", "groups"])
+def test_another_activation(way):
+    """Results and gradients."""
+    x, ids, *rest = operands()
+    apply, exact = functools.partial(way, activation="gelu"), functools.partial(dense, activation=jax.nn.gelu)
+    np.testing.assert_allclose(jax.jit(apply)(x, ids, *rest), exact(x, ids, *rest), atol=1e-5)
+    of = lambda apply: jax.jit(jax.grad(loss(apply, ids), argnums=(0, 2)))(x, *rest)
+    for one, other in zip(of(apply), of(exact), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
 
 
 def test_a_round_may_be_a_row():

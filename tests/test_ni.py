@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from test_engine import BLOCK, EOS, GEN, MASK, ROWS, assert_same_row, first_layers, keys, run
 from test_evals_tasks import config_for
 
+import convert.__main__ as convert_cli
 import evals.__main__ as evals_cli
-import train.__main__ as train_cli
-from convert.__main__ import main as convert_cli
 from convert.indicator import convert_indicator, export_indicator, names
 from dllm_jax import DllmError, Model, checkpoint, random_model
+from evals import trajectories
 from evals.oracle import oracle
 from evals.tasks import make_task
 from samplers import (
@@ -45,7 +45,6 @@ from samplers.indicator import Indicator, IndicatorConfig, init_indicator, load_
 from samplers.predictions import ranked
 from samplers.prompts import pad_prompts
 from samplers.trajectory import best_tokens, step_numbers, trajectory_of
-from train import trajectories
 from train.data.files import Listed
 
 SOURCE = GOLDENS / "ni-indicator-llada-tiny.safetensors"
@@ -160,13 +159,13 @@ def torch_file(path, tensors: dict[str, np.ndarray], monkeypatch) -> None:
 def test_the_published_pickle_is_read_without_torch(tmp_path, monkeypatch, indicator, capsys) -> None:
     path = tmp_path / "indicator_LLaDA.pth"
     torch_file(path, state_dict(SOURCE), monkeypatch)
-    assert convert_cli(["ni-indicator", "--source", str(path), "--out", str(tmp_path / "out")]) == 0
+    assert convert_cli.main(["ni-indicator", "--source", str(path), "--out", str(tmp_path / "out")]) == 0
     assert f"an indicator of {indicator.config.num_params:,} parameters" in capsys.readouterr().out
     found = load_indicator(tmp_path / "out")
     assert found.config == indicator.config
     jax.tree.map(np.testing.assert_array_equal, found.params, indicator.params)
-    assert convert_cli(["verify", "--source", str(path), "--checkpoint", str(tmp_path / "out")]) == 0
-    assert convert_cli(["export", "--checkpoint", str(tmp_path / "out"), "--out", str(tmp_path / "back")]) == 0
+    assert convert_cli.main(["verify", "--source", str(path), "--checkpoint", str(tmp_path / "out")]) == 0
+    assert convert_cli.main(["export", "--checkpoint", str(tmp_path / "out"), "--out", str(tmp_path / "back")]) == 0
     back = state_dict(tmp_path / "back" / "indicator.safetensors")
     jax.tree.map(np.testing.assert_array_equal, back, state_dict(SOURCE))
     told = json.loads((tmp_path / "back" / "indicator.json").read_text())
@@ -387,7 +386,7 @@ def test_trajectories_survive_kills(sudoku, tmp_path, monkeypatch, capsys) -> No
     """Killed before and amid writing a shard, with another batch size afterwards: the same as in one go."""
     folder, _ = sudoku
     what = ["trajectories", "--model", str(folder), "--task", SUDOKU, "--sampler", "topk:k=2", "--no-progress"]
-    assert train_cli.main([*what, "--out", str(tmp_path / "a"), "--n", "10", "--batch-size", "4"]) == 0
+    assert evals_cli.main([*what, "--out", str(tmp_path / "a"), "--n", "10", "--batch-size", "4"]) == 0
     assert "10 prompts sampled, 10 there" in capsys.readouterr().out
     whole = read(tmp_path / "a")
     cut = [*what, "--out", str(tmp_path / "b"), "--batch-size", "4", "--shard-size", "3"]
@@ -401,21 +400,21 @@ def test_trajectories_survive_kills(sudoku, tmp_path, monkeypatch, capsys) -> No
         replace(*paths)
 
     monkeypatch.setattr(trajectories.os, "replace", killed)
-    statuses = [train_cli.main([*cut, "--n", n]) for n in ("7", "7", "7", "10", "10")]
+    statuses = [evals_cli.main([*cut, "--n", n]) for n in ("7", "7", "7", "10", "10")]
     assert statuses == [130, 130, 0, 0, 0]
     assert [(s.first, s.end) for s in trajectories.shards(tmp_path / "b")] == [(0, 3), (3, 6), (6, 7), (7, 10)]
     jax.tree.map(np.testing.assert_array_equal, read(tmp_path / "b"), whole)
 
     split = [*what, "--out", str(tmp_path / "c"), "--n", "4", "--batch-size", "4", "--mesh"]
-    assert train_cli.main([*split, "data=2,fsdp=2"]) == 0
+    assert evals_cli.main([*split, "data=2,fsdp=2"]) == 0
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y[: len(x)]), read(tmp_path / "c"), whole)
     capsys.readouterr()
     for axes, complaint in (
-        ("data=3", "4 prompts (--batch-size) do not split over the 3 devices"),
+        ("data=3", "4 examples (--batch-size) do not split over the 3 devices"),
         ("rows=2", "--mesh has no axis 'rows'; use"),
         ("data:2", "--mesh data:2 is no list of axes; write it like data=8"),
     ):
-        assert train_cli.main([*split, axes]) == 2 and complaint in capsys.readouterr().err
+        assert evals_cli.main([*split, axes]) == 2 and complaint in capsys.readouterr().err
 
     task = make_task(SUDOKU)
     first = task.example("train", 0)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dllm_jax.kernels import product
-from dllm_jax.transformer import _rope, rope_angles
+from dllm_jax.layers import rope_angles, rope_table
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_gradients_of_products_by_columns():
 
 def test_angles_that_are_looked_up():
     positions = jnp.array([[0, 5, 63], [7, 7, 8]], jnp.int32)
-    angles = jax.jit(lambda positions: _rope(positions, 64, 16, 500.0))
+    angles = jax.jit(lambda positions: rope_table(positions, 64, 16, 500.0))
     for found, expected in zip(angles(positions), rope_angles(positions, 16, 500.0), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
     direct = jax.jit(lambda positions: rope_angles(positions, 16, 500.0))

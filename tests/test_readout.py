@@ -18,7 +18,7 @@ from dllm_jax.transformer import Tile
 from samplers import EB, BlockSampler, KeyNoise, Sampling, Threshold, TopK, predictions, sample
 from samplers.guidance import Guided
 from samplers.noise import Purpose
-from samplers.predictions import Predictions, predict, readout
+from samplers.predictions import Predictions, logprobs_of, predict, readout
 from samplers.predictions import given as scores_of
 
 ROWS, WIDTH, V = 2, 3, 136
@@ -65,6 +65,16 @@ SETTINGS = [
     ("sampling", 135, 1, {"top_p": 0.9411, "top_k": 7}),
     ("sampling", 33, 4, {"temperature": 0.8, "top_k": jnp.asarray([1, V]), "suppress": jnp.asarray([40])}),
 ]
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_logprobs_of_tokens_in_tiles(small_tiles, parts: int) -> None:
+    logits, tokens = some_logits(3, False), jnp.asarray([[0, 70, 135], [7, 8, 33]])
+    found = jax.jit(lambda logits: logprobs_of(scores_of(logits, parts), tokens))(logits)
+    wanted = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], axis=-1)[..., 0]
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    broken = jax.jit(lambda logits: logprobs_of(scores_of(logits, parts), tokens))(logits.at[1, 1, 40].set(jnp.nan))
+    assert np.argwhere(np.isnan(broken)).tolist() == [[1, 1]]
 
 
 def predictor(score_from: str, mask_id: int, parts: int, sampling: Sampling):

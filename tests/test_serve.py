@@ -62,11 +62,13 @@ def start(model):
             engine.compile()
             engine.step = step(engine, engine.step)
         at, began = server.bound("127.0.0.1", 0), queue.Queue()
-        work = server.serve(engine, at, Limits(queue_length, deadline), began=began.put, **options)
+        told = lambda made: began.put((made, asyncio.get_running_loop()))
+        work = server.serve(engine, at, Limits(queue_length, deadline), began=told, **options)
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             ended = pool.submit(asyncio.run, work)
             url = server.url_of(at)
-            found = SimpleNamespace(url=url, engine=engine, server=began.get(timeout=120), ended=ended)
+            made, loop = began.get(timeout=120)
+            found = SimpleNamespace(url=url, engine=engine, server=made, loop=loop, ended=ended)
             _wait_until(lambda: _status(url) is not None)
             try:
                 yield found
@@ -245,18 +247,41 @@ def test_the_canvas_is_told_forward_by_forward(served, model, alone):
     assert events.pop() == "[DONE]"
     head, *frames, tail = map(json.loads, events)
     assert (head["length"], head["block"], head["seed"]) == (LENGTH, BLOCK, 6)
-    cells = [None] * LENGTH
-    for number, frame in enumerate(frames, start=1):
-        assert frame["forward"] == number and frame["busy"] <= head["slots"]
+    cells, number = [None] * LENGTH, 0
+    for frame in frames:
+        assert frame["forward"] > number and frame["busy"] <= head["slots"]
+        number = frame["forward"]
         for at, text, _ in frame["cells"]:
             cells[at] = text
         assert all(cells[at] is not None for at in frame["written"])
     assert number == wanted.nfe and None not in cells
+    assert {at for frame in frames for at in frame["written"]} == set(range(LENGTH))
     assert tail["text"] == wanted.text and tail["usage"]["forwards"] == wanted.nfe
     strings = [model.tokenizer.decode([token], skip_special_tokens=True) for token in wanted.tokens]
     assert [a for a, b in zip(cells, strings, strict=False) if "\ufffd" not in b] == [
         b for b in strings if "\ufffd" not in b
     ]
+
+
+def test_a_slow_reader_misses_nothing_of_the_canvas(start, alone):
+    """The event loop stands still for three turns of the engine."""
+    wanted, written, frames, go = alone(PROMPT, 6), [], 0, threading.Event()
+
+    def stand_still(engine):
+        go.set()
+        _wait_until(lambda: engine.steps >= 3)
+
+    with (
+        start(step=_gated(go)) as found,
+        httpx.stream("POST", found.url + "/v1/canvas", json={"prompt": PROMPT, "seed": 6}, timeout=60) as answer,
+    ):
+        for line in filter(None, answer.iter_lines()):
+            event = json.loads(line.removeprefix("data: ")) if "{" in line else {}
+            if "length" in event:
+                found.loop.call_soon_threadsafe(stand_still, found.engine)
+            frames += "forward" in event
+            written += event.get("written", [])
+    assert frames <= wanted.nfe - 2 and sorted(written) == list(range(LENGTH))
 
 
 # What is refused ------------------------------------------------------------------------------------------------------

@@ -16,9 +16,10 @@ from dllm_jax.denoiser import Denoiser, Span
 from dllm_jax.errors import DllmError
 from dllm_jax.params import init_params
 from samplers import LeftRight, sample_jit
-from train.autoregressive import Autoregressive
-from train.config import AutoregressiveConfig, AutoregressivePart, build, read_config
-from train.objective import Batch
+from train.losses import Batch
+from train.objectives import read_config
+from train.objectives.autoregressive import Autoregressive, AutoregressiveConfig, AutoregressivePart
+from train.settings import build
 from train.setup import adapted, prepare
 
 CAUSAL = LLADA.replace(family="qwen2", attention="causal", shift=True, qkv_bias=True)

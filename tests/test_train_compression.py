@@ -15,15 +15,17 @@ import dllm_jax
 import train
 from dllm_jax import Denoiser, DllmError, checkpoint, random_model
 from dllm_jax.params import init_params
+from evals.__main__ import main
 from evals.tasks import make_task
-from train.__main__ import main
-from train.compression import Compression, stamps
-from train.config import CompressionConfig, CompressionPart, DataPart, build, read_config
+from evals.trajectories import _write
+from train.config import DataPart
 from train.data import Rows
 from train.data.shards import Trajectories, shards
-from train.objective import Batch
+from train.losses import Batch
+from train.objectives import read_config
+from train.objectives.compression import Compression, CompressionConfig, CompressionPart, stamps
+from train.settings import build
 from train.setup import prepare
-from train.trajectories import _write
 
 MASK, EOS, T = LLADA.mask_id, LLADA.eos_id, 12
 SUDOKU = "sudoku:box_rows=2,box_columns=2"
@@ -191,6 +193,29 @@ def test_trajectories_of_a_split_and_what_its_checker_says(tmp_path, capsys, mon
     assert main(what) == 2
     assert "was made with split 'validation', not 'train'" in capsys.readouterr().err
     assert main([*what, "--split", "test"]) == 2
-    jsonl = ["trajectories", "--model", "x", "--data", "y", "--sampler", "topk", "--out", "z", "--split", "train"]
-    assert main(jsonl) == 2
-    assert "--split is for --task" in capsys.readouterr().err
+    both = ["trajectories", "--model", "x", "--data", "y", "--sampler", "topk", "--out", "z"]
+    for more, sentence in ((["--split", "train"], "--split is for --task"), (["--task", SUDOKU], "pass one of them")):
+        assert main([*both, *more]) == 2
+        assert sentence in capsys.readouterr().err
+
+
+def test_trajectories_of_a_file_and_the_sampler_that_they_are_of(tmp_path, capsys):
+    """The folder says all of it, defaults included; one that is older says less and goes on."""
+    model = random_model(LLADA.replace(num_layers=1, max_length=64), key=3)
+    checkpoint.save(tmp_path / "model", model.config, model.params.items())
+    (tmp_path / "data.jsonl").write_text("".join(f'{{"prompt": [{i}, 2], "answer": [3]}}\n' for i in range(5)))
+    what = ["trajectories", "--model", str(tmp_path / "model"), "--data", str(tmp_path / "data.jsonl"), "--no-progress"]
+    what += ["--batch-size", "4", "--shard-size", "3", "--out", str(tmp_path / "out"), "--sampler"]
+    assert main([*what, "topk:k=4,gen_length=8,cache=prefix", "--n", "3"]) == 0
+    path = tmp_path / "out" / "trajectories.json"
+    about = json.loads(path.read_text())
+    told = about["settings"]
+    assert told["rule"] == {"name": "topk", "k": 4, "proxy": "confidence"}
+    assert (told["cache"]["name"], told["gen_length"], told["block_length"]) == ("prefix", 8, 8)
+    (shard,) = shards(tmp_path / "out")
+    assert (shard.load()["nfe"] == 2).all()  # eight positions in one block, four at a time
+    assert main([*what, "topk:k=2,gen_length=8"]) == 2
+    assert "was made with sampler" in capsys.readouterr().err
+    path.write_text(json.dumps({name: value for name, value in about.items() if name != "settings"}))
+    assert main([*what, "topk:k=4,gen_length=8,cache=prefix"]) == 0
+    assert [shard.end for shard in shards(tmp_path / "out")] == [3, 5]

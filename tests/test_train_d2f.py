@@ -15,9 +15,9 @@ import train
 from dllm_jax import Denoiser, DllmError
 from dllm_jax.params import init_params
 from train.__main__ import main
-from train.config import D2FConfig, D2FPart, build
-from train.d2f import D2F, Draws, block_ratios
-from train.objective import Batch
+from train.losses import Batch
+from train.objectives.d2f import D2F, D2FConfig, D2FPart, Draws, block_ratios
+from train.settings import build
 
 B, T = 4, 13
 
@@ -85,6 +85,23 @@ def test_chunks_and_groups_change_nothing(config):
 def d2f_settings(out, base, **changes):
     values = settings(out, lora={"rank": 2, "alpha": 2.0, "dropout": 0.2}, objective={"block_length": 3}, **changes)
     return values | {"model": {"init": str(base)}}
+
+
+def test_a_block_diffusion_model_teaches_what_it_decodes_with():
+    """A student that is its teacher still errs where it sees masks before the block, and nowhere else."""
+    config = LLADA.replace(attention="block", block_length=4)
+    denoiser, batch = denoiser_of(config), make_batch()
+    batch = Batch(*(jnp.pad(x, ((0, 0), (0, 3))) for x in batch[:2]), batch.lengths)
+    objective = D2F(D2FPart(block_length=4, low=0.5))
+    noised = objective.corrupt(jax.random.key(0), batch, denoiser)
+    assert not noised.prompt_lengths.any()
+    for row, prompt in enumerate((3, 0, 5, 1)):
+        first = jnp.arange(T + 3) < prompt // 4 * 4 + 4  # the block in which the answer begins
+        of_row = jax.tree.map(lambda x, row=row: x[row : row + 1], noised)
+        for weights, exact in ((jnp.where(first, 1.0, 0.0), True), (jnp.where(first, 0.0, 1.0), False)):
+            part = of_row._replace(weights=of_row.weights * weights)
+            kl = objective.loss(denoiser, denoiser, part)[1]["kl"]
+            assert (abs(kl) < 1e-5) == exact
 
 
 def test_runs_on_one_device_and_on_eight(tmp_path, capsys):

@@ -26,8 +26,9 @@ from evals.indicator import precision_recall, score_indicator
 from samplers import NI
 from samplers.indicator import Indicator, IndicatorConfig, init_indicator, load_indicator, save_indicator
 from train.__main__ import main
-from train.config import IndicatorPart, IndicatorRun, build, read_config
-from train.indicator import FinalTokens, auc, evidence
+from train.objectives import read_config
+from train.objectives.indicator import FinalTokens, IndicatorPart, IndicatorRun, auc, evidence
+from train.settings import build
 from train.setup import prepare
 
 LLADA, DREAM = (config.replace(num_layers=1) for config in (LLADA_TOY, DREAM_TOY))
@@ -112,7 +113,7 @@ def test_the_loss_and_what_is_reported(folder, monkeypatch):
     seen, logits = read(indicator, denoiser)
     masked, label, scores = (np.asarray(x) for x in (seen.masked, seen.label, jax.nn.softmax(logits)[..., 1]))
     threshold = float(np.median(scores[masked]))
-    monkeypatch.setattr("train.indicator.PUBLISHED_THRESHOLD", threshold)
+    monkeypatch.setattr("train.objectives.indicator.PUBLISHED_THRESHOLD", threshold)
 
     @jax.jit
     def losses(params, base):

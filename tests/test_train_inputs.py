@@ -1,22 +1,21 @@
 """Data that is read and rows that are made of it; and every mistake is one sentence before anything is written."""
 
 import json
-import sys
-import types
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from train_toys import LLADA, Reverse, dllm_jax_example, model_fields, run_config, settings, write_toml
+from train_toys import LLADA, Reverse, dllm_jax_example, model_fields, run_config, settings, spoil_gradients, write_toml
 
 import dllm_jax
 import train
 from dllm_jax import DllmError
 from dllm_jax.tokenizer import encode_chat
 from train.__main__ import main
-from train.config import DataPart, read_config
+from train.config import DataPart
 from train.data import Ahead, Rows, Setup, from_reference
-from train.data.files import Listed, datasets, jsonl, text
+from train.data.checks import checked
+from train.data.files import Listed, jsonl, text
+from train.objectives import read_config
 
 
 def rows_of(examples, kind="sft", **part):
@@ -65,7 +64,7 @@ def test_work_ahead_is_in_order_and_its_errors_arrive():
 
 
 def test_text_is_packed_and_json_lines_are_encoded(tmp_path, llada_tiny):
-    setup = Setup(llada_tiny.config, llada_tiny.tokenizer, 16)
+    setup = Setup(llada_tiny.config, llada_tiny.tokenizer, 16, cache=tmp_path / "cache")
     eos, encode = llada_tiny.config.eos_id, llada_tiny.tokenizer.encode
     (tmp_path / "b.txt").write_text("second document, rather long")
     (tmp_path / "a.txt").write_text("one\n\ntwo")
@@ -94,22 +93,6 @@ def test_text_is_packed_and_json_lines_are_encoded(tmp_path, llada_tiny):
     assert len(jsonl(setup, path=str(file), pack=True).example(0).answer_ids) == 16
 
 
-def test_saved_data_sets(tmp_path, monkeypatch):
-    class Dataset(list):
-        pass
-
-    setup = Setup(LLADA, None, 16)
-    library = types.SimpleNamespace(Dataset=Dataset, load_from_disk=lambda path: Dataset([{"ids": [1, 2]}]))
-    monkeypatch.setitem(sys.modules, "datasets", library)
-    assert datasets(setup, path="x").example(0).answer_ids.tolist() == [1, 2]
-    library.load_from_disk = lambda path: {"train": 1, "test": 2}
-    with pytest.raises(DllmError, match="several splits"):
-        datasets(setup, path="x")
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DllmError, match="pip install datasets"):
-        datasets(setup, path="x")
-
-
 @pytest.mark.parametrize("name", ["llada-tiny-text", "llada-sft"])
 def test_example_configs_run_in_miniature(name, tmp_path, llada_tiny):
     config = train.read_config(f"{train.__path__[0]}/configs/{name}.toml")
@@ -122,6 +105,7 @@ def test_example_configs_run_in_miniature(name, tmp_path, llada_tiny):
             "model.config.num_layers": 1,
             "model.config.mlp_dim": 16,
             "data.options.path": str(tmp_path / "texts"),
+            "data.cache": str(tmp_path / "cache"),
             "data.length": 32,
             "model.tokenizer": f"{train.__path__[0]}/../evals/tokenizers/word-problems",
         }
@@ -130,6 +114,7 @@ def test_example_configs_run_in_miniature(name, tmp_path, llada_tiny):
         changes = {
             "model.init": str(llada_tiny.folder),
             "data.options.path": str(tmp_path / "answers.jsonl"),
+            "data.cache": str(tmp_path / "cache"),
             "data.length": 32,
             "compute.mesh.fsdp": 2,
             "compute.mesh.tensor": 1,
@@ -201,12 +186,11 @@ def test_mistakes_in_settings_are_one_sentence(name, tmp_path, capsys):
 
 
 BAD_LINES = {
-    "not json": ("{", "line 2 is not valid JSON"),
-    "no object": ("[1]", "line 2 is no object"),
-    "nothing in it": ('{"x": 1}', "line 2 has ['x']; it needs"),
-    "ids": ('{"ids": [99]}', "line 2 has token ids outside the vocabulary of 24"),
+    "not json": ("{", "line 2: it is not valid JSON"),
+    "no object": ("[1]", "line 2: it is no object"),
+    "nothing in it": ('{"x": 1}', "line 2: it has ['x']; it needs"),
+    "ids": ('{"ids": [99]}', "line 2: it has token ids outside the vocabulary of 24"),
     "kind": ('{"ids": [1.5]}', "is neither a text nor a list of token ids"),
-    "messages": ('{"messages": [{"role": "user", "content": "x"}]}', "must end with one of the assistant"),
     "text without tokenizer": ('{"text": "x"}', "there is no tokenizer; set model.tokenizer"),
 }
 
@@ -215,20 +199,22 @@ BAD_LINES = {
 def test_mistakes_in_files_name_the_line(name, tmp_path):
     line, sentence = BAD_LINES[name]
     (tmp_path / "data.jsonl").write_text('{"ids": [1]}\n' + line)
+    source = jsonl(Setup(LLADA, None, 8, cache=tmp_path / "cache"), path=str(tmp_path))
     with pytest.raises(DllmError) as error:
-        jsonl(Setup(LLADA, None, 8), path=str(tmp_path))
+        checked(source, DataPart(length=8), "pretrain", LLADA)
     assert sentence in str(error.value)
 
 
 def test_other_mistakes(tmp_path, capsys):
     (tmp_path / "empty.jsonl").write_text("")
     source = {"data__source": "jsonl", "data__options": {"path": str(tmp_path / "empty.jsonl")}}
+    source["data__cache"] = str(tmp_path / "cache")
     with pytest.raises(DllmError, match="has no examples"):
         train.train(run_config(tmp_path / "out", **source))
     with pytest.raises(DllmError, match="empty; give every example"):
         rows_of([dllm_jax_example([], [])])(0)
     with pytest.raises(DllmError, match="less than one row"):
-        jsonl(Setup(LLADA, None, 8), path=str(tmp_path / "empty.jsonl"), pack=True)
+        jsonl(Setup(LLADA, None, 8, cache=tmp_path / "cache"), path=str(tmp_path / "empty.jsonl"), pack=True)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("x")
     with pytest.raises(DllmError, match="holds something that is no training run"):
@@ -267,22 +253,15 @@ def test_other_mistakes(tmp_path, capsys):
 
 def test_a_diverged_run_stops_and_keeps_its_last_state(tmp_path, monkeypatch):
     out = tmp_path / "run"
-    config = run_config(out, steps=9, optimizer__clip=0.0, checkpoint__every=2, log__every=3)
-    poison = lambda self, step_state, *rest: spoiled(original(self, step_state, *rest))
-    original = train.trainer.Stepper.__call__
-
-    def spoiled(result):
-        state, metrics = result
-        return state, metrics | {"loss": jnp.where(state.step >= 5, jnp.nan, metrics["loss"])}
-
-    monkeypatch.setattr(train.trainer.Stepper, "__call__", poison)
-    with pytest.raises(DllmError, match="the loss of step 5 is nan; state 4 is kept"):
+    config = run_config(out, steps=9, optimizer__clip=0.0, optimizer__skip=0, checkpoint__every=2, log__every=3)
+    spoil_gradients(monkeypatch, 5, 6, 7)
+    with pytest.raises(DllmError, match="the grad norm of step 5 is nan; state 4 is kept"):
         train.train(config)
     monkeypatch.undo()
     outcome = train.train(config)
     assert (outcome.started, outcome.step) == (4, 9)
     with pytest.raises(DllmError, match=r"was started with optimizer.clip = 0.0, not 1.0"):
-        train.train(run_config(out, steps=9, checkpoint__every=2))
+        train.train(run_config(out, steps=9, optimizer__skip=0, checkpoint__every=2))
     monkeypatch.setattr(train.trainer.States, "load", lambda *_: (_ for _ in ()).throw(DllmError("unused")))
     with pytest.raises(DllmError, match="exists already"):
         train.write_weights(config, outcome.folder)

@@ -13,7 +13,8 @@ from dllm_jax.params import init_params
 from samplers.likelihood import masked_loss
 from train.config import LoraPart
 from train.lora import adapter_shapes, beside
-from train.objective import Batch, Noised, corrupt, diffusion_loss, mask_probabilities
+from train.losses import Batch, Noised, diffusion_loss
+from train.objectives.masked_diffusion import corrupt, mask_probabilities
 from train.step import REMAT
 
 B, T = 4, 12
@@ -115,6 +116,9 @@ def test_layers_as_a_loop_are_the_layers():
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
     loops = [text.count("stablehlo.while") for text in (run.lower(kernels, scan).as_text() for scan in (True, False))]
     assert loops[0] >= loops[1] + 1  # layers 1 to 3
+    noised = corrupt(jax.random.key(5), make_batch("sft"), Denoiser(LLADA, {}))
+    loss = lambda params: diffusion_loss(Denoiser(LLADA, params, scan=True), noised).loss
+    assert "stablehlo.while" in jax.jit(loss).lower(denoiser_of(LLADA).params).as_text()  # the objective has it too
 
 
 def test_chunks_keep_no_logits_for_the_backward_pass():

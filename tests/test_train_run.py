@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from train_toys import LLADA, Reverse, model_fields, run_config, settings, write_toml
+from train_toys import LLADA, Reverse, model_fields, of_lengths, run_config, settings, write_toml
 
 import convert
 import dllm_jax
@@ -249,7 +250,8 @@ def safe_lines(out):
 
 def test_two_processes_train_like_one(tmp_path):
     changes = {"steps": 4, "checkpoint__every": 4}
-    train.train(run_config(tmp_path / "one", **changes))
+    train.train(run_config(tmp_path / "one", **changes, data=of_lengths(tmp_path, tmp_path / "one-cache")))
+    changes["data"] = of_lengths(tmp_path, tmp_path / "two-cache")
     out = tmp_path / "two"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -288,6 +290,31 @@ def test_a_folder_belongs_to_one_process_at_a_time(tmp_path):
         assert states.latest is None
     assert half.is_dir()
     assert train.train(config).step == 3
+
+
+def test_the_result_is_what_was_asked_for_last_and_written_by_one_process(tmp_path, monkeypatch):
+    """A run that has ended writes other weights, and more steps', where they are wanted; and holds its folder then."""
+    out = tmp_path / "run"
+    of = lambda **changes: run_config(out, **{"steps": 4, "optimizer__ema": 0.5, **changes})
+    original, writes = train.trained.WholeModel.write, []
+
+    def write(self, *arguments, **options):
+        with pytest.raises(DllmError, match="another process trains in"), RunFolder(of()).begin():
+            pass
+        writes.append(options["steps"])
+        original(self, *arguments, **options)
+
+    monkeypatch.setattr(train.trained.WholeModel, "write", write)
+    model = lambda config: dllm_jax.load(train.train(config).folder).params["lm_head.kernel"]
+    raw, average = model(of()), model(of(checkpoint__weights="ema"))
+    state = latest_state(out)
+    np.testing.assert_array_equal(raw, state["trained:lm_head.kernel"])
+    np.testing.assert_array_equal(average, state["average:lm_head.kernel"])
+    assert np.any(raw != average) and writes == [4, 4]
+    np.testing.assert_array_equal(model(of(checkpoint__weights="ema")), average)
+    assert writes == [4, 4]  # it was there
+    shutil.rmtree(out / "model")
+    np.testing.assert_array_equal(model(of()), raw)
 
 
 def test_interrupted_run_keeps_its_step(tmp_path, monkeypatch):

@@ -3,10 +3,14 @@
 import dataclasses
 import json
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 import dllm_jax
-from train.config import TrainConfig, build
+from train.objectives.masked_diffusion import MaskedDiffusionConfig
+from train.settings import build
+from train.step import Stepper
 
 LLADA = dllm_jax.published("llada-8b-base").replace(
     vocab_size=24,
@@ -74,8 +78,8 @@ def settings(out, **changes):
     return values
 
 
-def run_config(out, **changes) -> TrainConfig:
-    return build(TrainConfig, settings(out, **changes))
+def run_config(out, **changes) -> MaskedDiffusionConfig:
+    return build(MaskedDiffusionConfig, settings(out, **changes))
 
 
 def write_toml(path, values):
@@ -94,6 +98,16 @@ def write_toml(path, values):
     return path
 
 
+def of_lengths(folder, cache):
+    """A table of settings: JSON lines of answers of 1 to 25 tokens, in buckets."""
+    path = folder / "lengths.jsonl"
+    if not path.exists():  # or it would be other data
+        entries = ({"prompt": [i % 10], "answer": [i % 10] * (1 + i % 25)} for i in range(60))
+        path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    options = {"source": "jsonl", "options": {"path": str(path)}, "cache": str(cache)}
+    return {**options, "length": 32, "bucket": 16, "pad": False}
+
+
 class Finite:
     """Twenty examples of `Reverse`."""
 
@@ -106,3 +120,19 @@ class Finite:
 
 def finite():
     return Finite()
+
+
+def spoil_gradients(monkeypatch, *bad):
+    """NaN gradients at steps of these numbers, from 1 on."""
+    call, gradient = Stepper.__call__, Stepper._gradient
+
+    def stepped(self, state, *rest):
+        self.spoiled = jnp.isin(state.step + 1, jnp.asarray(bad))
+        return call(self, state, *rest)
+
+    def spoiled(self, *arguments):
+        found, metrics = gradient(self, *arguments)
+        return jax.tree.map(lambda x: jnp.where(self.spoiled, jnp.nan, x), found), metrics
+
+    monkeypatch.setattr(Stepper, "__call__", stepped)
+    monkeypatch.setattr(Stepper, "_gradient", spoiled)

@@ -1,0 +1,482 @@
+"""Presets: their files, what changes and what does not, the command, and our scores beside the published ones."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+
+import dllm_jax
+from dllm_jax import DllmError, Model
+from dllm_jax.config import PUBLISHED
+from evals import __main__ as cli
+from evals.presets import check, comparison, find, modified, presets, resolved
+from evals.presets.checks import TASKS_FOLDER, known_tasks
+from evals.presets.preset import Preset, Published
+from evals.presets.reading import FOLDER, read
+from samplers.build import parse_sampler
+
+PLAIN = ("x/y", "GSAI-ML/LLaDA-8B-Base", "gsm8k", 5, "raw")
+OURS = Preset(*PLAIN, sampler="llada:gen_length=64", metrics=("acc,none",), status="A", source="a table")
+
+# Written from the papers a second time: name -> (task, shots, form, bos, spec, published).
+SPOTS = {
+    "llada-base/gsm8k": ("gsm8k", 5, "raw", 0, "llada:gen_length=1024", 70.3),
+    "llada-base/bbh/512": ("bbh", 3, "raw", 0, "llada:gen_length=512", 50.4),
+    "llada-base/mbpp/256": ("mbpp", 3, "raw", 0, "llada:gen_length=256", 40.2),
+    "llada-base/humaneval": ("humaneval", 0, "raw", 0, "llada:gen_length=1024", 35.4),
+    "llada-base/math/random": ("minerva_math", 4, "raw", 0, "llada:gen_length=256,remasking=random", 9.2),
+    "llada-base/arc_c": ("arc_challenge", 0, "raw", 0, "", 45.9),
+    "llada-base/truthfulqa/cfg": ("truthfulqa_mc2", 0, "raw", 0, "", 46.4),
+    "llada-base/ceval": ("ceval-valid", 5, "raw", 0, "", 70.5),
+    "llada-instruct/gsm8k": ("dllm_gsm8k_oc", 4, "chatN", 0, "llada:gen_length=512,defer=ends", 69.4),
+    "llada-instruct/gsm8k/block": (
+        "dllm_gsm8k_oc",
+        4,
+        "chatN",
+        0,
+        "llada:gen_length=256,defer=none,block_length=8",
+        78.6,
+    ),
+    "llada-instruct/humaneval": ("dllm_humaneval_oc", 0, "chat0", 0, "llada:gen_length=512,suppress=eos", 49.4),
+    "llada-instruct/arc-c": ("dllm_arc_c_oc", 0, "chat0", 0, "llada:gen_length=512", 88.5),
+    "llada-1.5/math": ("dllm_math_oc", 0, "chat0", 0, "llada:defer=ends,gen_length=1024,block_length=128", 42.6),
+    "dream-base/gsm8k": ("gsm8k_cot", 8, "raw", 1, "dream:gen_length=256,temperature=0,top_p=0.95", 77.2),
+    "dream-base/mbpp": ("mbpp", 3, "raw", 1, "dream:gen_length=512,temperature=0.2,top_p=0.95", 56.2),
+    "dream-base/race": ("race", 0, "raw", 1, "", 44.7),
+    "dream-instruct/gsm8k": ("gsm8k_cot", 0, "chat0", 0, "dream:temperature=0.1,top_p=0.9,gen_length=256", 81.0),
+    "dream-instruct/mmlu-pro": ("mmlu_pro", 4, "chat1", 0, "dream:temperature=0.1,top_p=0.9,gen_length=128", 43.3),
+    "dream-instruct/gpqa": ("gpqa_main_n_shot", 5, "chat1", 0, "", 33.0),
+    "fast-dllm/llada-instruct/gsm8k/both": (
+        "gsm8k",
+        5,
+        "chat1",
+        0,
+        "threshold:gen_length=256,block_length=32,threshold=0.9,cache=prefix",
+        78.5,
+    ),
+    "fast-dllm/llada-instruct/humaneval/512/prefix": (
+        "dllm_humaneval_sanitize",
+        0,
+        "chat0",
+        0,
+        "llada:gen_length=512,block_length=32,cache=prefix",
+        45.7,
+    ),
+    "fast-dllm/dream-base/math/512/parallel": (
+        "minerva_math",
+        4,
+        "raw",
+        1,
+        "threshold:gen_length=512,threshold=0.9,steps=16",
+        39.5,
+    ),
+    "d2f/llada-instruct/gsm8k": (
+        "gsm8k",
+        4,
+        "chatN",
+        1,
+        "d2f:tau_add=0.7,tau_act=0.95,threshold=0.9,block_length=64,gen_length=512",
+        77.3,
+    ),
+    "d2f/llada-instruct/humaneval": (
+        "dllm_humaneval_sanitize",
+        0,
+        "raw",
+        1,
+        "d2f:tau_add=0.1,tau_act=0.95,threshold=0.9,block_length=32,gen_length=512",
+        40.2,
+    ),
+    "d2f/dream-base/mbpp": (
+        "mbpp",
+        3,
+        "raw",
+        1,
+        "d2f:tau_add=0.1,tau_act=0.95,threshold=0.9,block_length=48,gen_length=240",
+        56.4,
+    ),
+    "ni/llada-instruct/mbpp/ni": (
+        "mbpp",
+        3,
+        "raw",
+        0,
+        "ni:gen_length=512,block_length=32,ignore_eos=true,threshold=0.95,indicator_threshold=0.89",
+        38.0,
+    ),
+    "eb/llada-base/gsm8k/g0.01/semi": (
+        "gsm8k_cot",
+        8,
+        "raw",
+        0,
+        "eb:proxy=confidence,canvas_length=4096,gen_length=256,block_length=64,gamma=0.01",
+        72.33,
+    ),
+    "apd/dream-instruct/gsm8k/r0.6": (
+        "gsm8k",
+        0,
+        "chat0",
+        0,
+        "apd:temperature=0.04,top_p=0.95,gen_length=256,weight=0.6,window=32,lookahead=200",
+        77,
+    ),
+    "apd/llada-instruct/gsm8k/conf128": ("gsm8k", 0, "chat0", 0, "llada:gen_length=256,steps=128", 52.6),
+    "dinfer/llada-moe/mbpp/cache": ("dllm_mbpp_sanitized_llada_moe", 0, "chat0", 0, "llada-moe-cache", 67.45),
+    "aup/llada-instruct/math/d2f": (
+        "minerva_math",
+        4,
+        "chatN",
+        0,
+        "d2f:gen_length=512,tau_add=0.1,tau_act=0.95,threshold=0.9,block_length=32",
+        28.94,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPOTS)
+def test_a_preset_says_what_its_paper_says(name):
+    preset = find(name)
+    task, shots, form, bos, sampler, value = SPOTS[name]
+    assert (preset.task, preset.shots, preset.form, preset.bos) == (task, shots, form, bos)
+    assert preset.published[0].value == value
+    if not sampler:
+        assert preset.kind == "likelihood" and preset.sampler == ""
+        return
+    wanted = parse_sampler(sampler)
+    assert (preset.spec.name, dict(preset.spec.options)) == (wanted.name, dict(wanted.options))
+
+
+def test_numbers_beside_scores():
+    assert find("ni/llada-instruct/gsm8k/ni").published[0].nfe == 51.08
+    fast = find("fast-dllm/dream-base/mbpp/both").published[0]
+    assert (fast.tps, fast.hardware) == (76.0, "A100 80GB, batch 1")
+    assert find("dinfer/llada-moe/gsm8k/td").published[0].tpf == 6.12
+    assert [number.value for number in find("llada-1.5/gpqa").published] == [36.9, 34.8]
+    assert find("llada-base/gpqa/cfg").guidance == 0.5 and find("llada-base/truthfulqa/cfg").guidance == 2.0
+    one, many, dream = (find(name) for name in ("llada-base/mmlu", "llada-base/piqa", "dream-base/mmlu"))
+    assert [(p.samples, p.mc_batch, p.estimator) for p in (one, many, dream)] == [
+        (1, 1, "llada"),
+        (128, 8, "llada-official"),
+        (128, 32, "dream"),
+    ]
+    assert find("dream-instruct/mbpp").max_prompt == 1024 and find("apd/dream-instruct/math/r0.7").limit == 100
+    assert any("D2F #6" in text for text in find("d2f/dream-base/humaneval").warnings)
+    assert any("#13" in text for text in find("fast-dllm/llada-instruct/math/both").warnings)
+
+
+def all_tasks():
+    found = dict[str, frozenset[str]]()
+    for preset in presets().values():
+        found[preset.task] = found.get(preset.task, frozenset()) | frozenset(preset.metrics)
+    return found
+
+
+def test_nothing_is_wrong_with_any():
+    tasks = all_tasks()
+    assert [fault for preset in presets().values() for fault in check(preset, tasks)] == []
+    assert all(name == preset.name and preset.status in "ABC" for name, preset in presets().items())
+    assert not any(isinstance(preset.published, list) for preset in presets().values())
+    assert all(len(resolved(preset).splitlines()) > 15 for preset in presets().values())
+
+
+def test_every_task_exists_and_reports_the_metrics():
+    reported, known = all_tasks(), known_tasks()
+    missing = [task for task in reported if task not in known]
+    assert all(task.startswith("dllm_") for task in missing)
+    assert not missing or not TASKS_FOLDER.is_dir()
+    assert [metric for task in reported.keys() & known.keys() for metric in reported[task] - known[task]] == []
+
+
+# Files
+
+TASKS = '[gsm8k]\nmetrics = ["exact_match,strict-match"]\n'
+WHOLE = """
+[defaults]
+model = "GSAI-ML/LLaDA-8B-Base"
+task = "gsm8k"
+form = "raw"
+bos = 0
+shots = 5
+status = "A"
+source = "a table"
+sampler = { name = "llada", gen_length = 64 }
+published = { source = "a paper" }
+[group.b]
+sampler = { block_length = 32 }
+warnings = ["first"]
+[group."b|c/d"]
+sampler = { gen_length = 128 }
+warnings = ["second"]
+[preset]
+"a".published = [{ value = 1.0 }]
+"b" = {}
+"b/d" = { shots = 3 }
+"""
+
+
+@pytest.fixture
+def written(tmp_path):
+    def write(text, tasks=TASKS):
+        (tmp_path / "family.toml").write_text(text)
+        (tmp_path / "tasks.toml").write_text(tasks)
+        return read(tmp_path)
+
+    return write
+
+
+def test_what_is_inherited(written):
+    found, faults = written(WHOLE)
+    assert faults == [] and list(found) == ["family/a", "family/b", "family/b/d"]
+    assert [preset.sampler for preset in found.values()] == [
+        "llada:gen_length=64",
+        "llada:gen_length=64,block_length=32",
+        "llada:gen_length=128,block_length=32",
+    ]
+    assert found["family/a"].published == (Published(value=1.0, source="a paper"),)
+    assert found["family/b"].published == () and found["family/b"].metrics == ("exact_match,strict-match",)
+    assert (found["family/b/d"].warnings, found["family/b/d"].shots) == (("first", "second"), 3)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ("[defaults]", "[defaults", "could not be read as TOML"),
+        ("[group.b]", "[groups]\n[group.b]", "there is no table 'groups'"),
+        ("[group.b]", "[group.e]\nshots = 1\n[group.b]", "group 'e' belongs to no preset"),
+        ("bos = 0\n", "", "family/a: bos is not stated; write it into the preset"),
+        ('form = "raw"\n', "", "family/a: form is not stated"),
+        ('form = "raw"', 'form = "chat9"', "family/a: form is 'chat9'; choose one of raw, chat0, chat1, chatN"),
+        ("shots = 3", 'shots = "3"', "family/b/d: shots is '3'; it must be a whole number"),
+        ("shots = 3", "shots = -1", "family/b/d: shots is -1; it must be at least 0"),
+        ("shots = 3", "shot = 3", "there is no setting 'family/b/d: shot'; did you mean 'family/b/d: shots'?"),
+        ("shots = 3", 'form = "chat0", shots = 3', "a chat0 has no examples and shots is 3; write chat1 or chatN"),
+        ("shots = 3", 'system = "Be brief."', "family/b/d: a raw prompt has no system message"),
+        ("shots = 3", 'kind = "likelihood"', "family/b/d: a likelihood has no sampler"),
+        ("value = 1.0", "tps = 1.0", "family/a: published.value is not set"),
+        ('name = "llada", ', "", "family/a: the sampler has no name; write one beside gen_length"),
+        ('"llada"', '"lada"', "family/a: no unmasking rule or preset is called 'lada'"),
+        ("block_length = 32", "blok = 32", "family/b: sampler llada has no option 'blok'"),
+        ("block_length = 32", 'block_length = "x"', "family/b: sampler llada: block_length 'x' is no whole number"),
+        ('"b" = {}', '"b" = 3', "'b' is no table; write its settings as"),
+        ('"b" = {}', '"b" = { sampler = "llada" }', "family/b: sampler is 'llada'; write a table"),
+        ('"b" = {}', '"b" = { warnings = "slow" }', "family/b: warnings is 'slow'; it must be a list"),
+        ('"b" = {}', '"b" = { published = [3] }', "family/b: published is 3; it must be"),
+        ('"b" = {}', '"b" = {}\n"b" = {}', "could not be read as TOML"),
+        ('{ name = "llada", gen_length = 64 }', '"llada"', "family/a: sampler is 'llada'; write a table"),
+        ('task = "gsm8k"', 'task = "other"', "family/a: metrics is not stated"),
+    ],
+)
+def test_a_fault_in_a_file_is_one_sentence(written, old, new, sentence):
+    assert old in WHOLE
+    _, faults = written(WHOLE.replace(old, new))
+    assert any(sentence in fault for fault in faults), faults
+
+
+def test_settings_that_contradict_each_other():
+    with pytest.raises(DllmError, match="samples 128 is no multiple of mc_batch 3"):
+        Preset(*PLAIN, kind="likelihood", mc_batch=3)
+    with pytest.raises(DllmError, match="sampler is not set; write what generates"):
+        Preset(*PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"task": "gsm9k"}, "there is no task 'gsm9k' in lm-eval"),
+        ({"task": "dllm_none"}, "there is no task 'dllm_none' in evals/harness/tasks/dllm_none.yaml"),
+        ({"model": "some/model"}, "model 'some/model' is unknown"),
+        ({"metrics": ("acc",)}, "task gsm8k does not report 'acc'; it reports acc,none"),
+        ({"metrics": ()}, "no metric is named; write what lm-eval reports"),
+        ({"sampler": "llada"}, "the sampler says no gen_length"),
+        ({"sampler": "llada:gen_length=64,block_length=48"}, "gen_length 64 is no multiple of block_length 48"),
+        ({"sampler": "llada:gen_length=64,block_length=16,steps=6"}, "steps 6 is not a multiple of the 4 blocks"),
+        ({"sampler": "threshold:threshold=-1,gen_length=64"}, "threshold is -1; it must be"),
+        ({"sampler": "llada:gen_length=64,defer=eot"}, "defer 'eot' is unknown; choose one of eos, ends"),
+        ({"max_prompt": 4090}, "a prompt and gen_length 64 do not fit the model's 4096 positions"),
+        ({"published": (Published(value=101.0, source="x"),)}, "the published 101 is no percentage"),
+        ({"published": (Published(value=1.0),)}, "the published 1 has no source"),
+        ({"published": (Published(value=1.0, source="x", metric="f1,none"),)}, "is of 'f1,none', which is not among"),
+        ({"published": (Published(value=1.0, source="x", nfe=0.0),)}, "the published nfe 0 is no positive number"),
+        ({"published": (Published(value=1.0, source="x", tps=2.0),)}, "2 tokens per second are of no hardware"),
+    ],
+)
+def test_check_finds(changes, sentence):
+    assert check(OURS, {"gsm8k": {"acc,none"}}) == []
+    (fault,) = check(dataclasses.replace(OURS, **changes), {"gsm8k": {"acc,none"}})
+    assert fault.startswith("x/y: ") and sentence in fault
+
+
+# Hashes and changes
+
+
+def test_the_hash_is_of_what_changes_an_answer():
+    same = {"name": "z", "model": "m", "metrics": ("f1,none",), "status": "C", "source": "s", "warnings": ("w",)}
+    same |= {"published": (Published(value=1.0),), "limit": 3, "samples": 64, "guidance": 1.0}
+    for name, value in same.items():
+        assert dataclasses.replace(OURS, **{name: value}).hash == OURS.hash, name
+    other = {"task": "mbpp", "shots": 4, "form": "chat1", "bos": 1, "max_prompt": 9, "until": False}
+    for name, value in {**other, "sampler": "llada:gen_length=64,temperature=0.1"}.items():
+        assert dataclasses.replace(OURS, **{name: value}).hash != OURS.hash, name
+    chat = dataclasses.replace(OURS, form="chat1")
+    assert dataclasses.replace(chat, system="Be brief.").hash != chat.hash
+    orders = ("llada:gen_length=64,block_length=32", "llada:block_length=32,gen_length=64,remasking=low_confidence")
+    assert len({dataclasses.replace(OURS, sampler=sampler).hash for sampler in orders}) == 1
+    scored = dataclasses.replace(OURS, kind="likelihood", sampler="")
+    for name, value in {"samples": 64, "mc_batch": 2, "guidance": 1.0, "estimator": "dream"}.items():
+        assert dataclasses.replace(scored, **{name: value}).hash != scored.hash, name
+
+
+def test_what_was_changed_is_told():
+    preset = find("fast-dllm/llada-instruct/gsm8k/both")
+    assert modified(preset) == (preset, [])
+    assert modified(preset, gen_length=256, shots="5", threshold=0.9) == (preset, [])
+    changed, told = modified(preset, gen_length="512", cache="dual", shots=8, until=False, limit=20)
+    assert set(told) == {
+        "gen_length: 256 -> 512",
+        "cache: prefix -> dual",
+        "shots: 5 -> 8",
+        "until: true -> false",
+        "limit: none -> 20",
+    }
+    assert changed.spec.options["gen_length"] == 512 and changed.hash != preset.hash and changed.limit == 20
+    assert modified(preset, steps=16)[1] == ["steps: none -> 16"]
+    assert modified(preset, sampler="eb:gen_length=256")[1] == [f"sampler: {preset.sampler} -> eb:gen_length=256"]
+    scored = find("llada-base/piqa")
+    assert modified(scored, guidance=0.5)[1] == ["guidance: 0 -> 0.5"]
+
+
+def test_what_a_preset_leaves_to_the_user_is_no_change():
+    given, told = modified(find("apd/dream-instruct/gsm8k/r0.7"), verifier="runs/qwen")
+    assert told == [] and given.spec.options["verifier"] == "runs/qwen"
+    given, told = modified(find("ni/llada-instruct/mbpp/ni"), indicator="runs/ni", threshold=0.9)
+    assert told == ["threshold: 0.95 -> 0.9"] and given.spec.options["indicator"] == "runs/ni"
+    with pytest.raises(DllmError, match="verifier 'a.b' cannot stand in a spec"):
+        modified(find("apd/dream-instruct/gsm8k/r0.7"), verifier="a|b")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "sentence"),
+    [
+        ("llada-base/gsm8k", {"gen_len": 3}, "llada-base/gsm8k: sampler llada has no option 'gen_len'"),
+        ("llada-base/gsm8k", {"gen_length": "long"}, "gen_length 'long' is no whole number"),
+        ("llada-base/gsm8k", {"shots": "few"}, "llada-base/gsm8k: shots 'few' is no whole number"),
+        ("llada-base/gsm8k", {"form": "chat"}, "form 'chat' is unknown; choose one of raw, chat0, chat1, chatN"),
+        ("llada-base/gsm8k", {"published": ()}, "has no option 'published'"),
+        ("llada-base/piqa", {"gen_length": 3}, "llada-base/piqa has no setting 'gen_length'; it has task, shots"),
+        ("llada-base/piqa", {"mc_batch": 7}, "samples 128 is no multiple of mc_batch 7"),
+    ],
+)
+def test_changes_that_make_no_sense(name, changes, sentence):
+    with pytest.raises(DllmError) as error:
+        modified(find(name), **changes)
+    assert sentence in str(error.value)
+
+
+def test_an_unknown_name_is_answered_by_the_nearest():
+    with pytest.raises(DllmError, match="no preset is called 'llada-base/gms8k'; did you mean llada-base/gsm8k"):
+        find("llada-base/gms8k")
+    with pytest.raises(DllmError, match="did you mean ni/llada-instruct/mbpp/full"):
+        find("ni/llada-instruct/mbpp")
+
+
+# Our scores beside the published ones
+
+
+def results(preset, **numbers):
+    return {"results": {preset.task: {"alias": preset.task, **numbers}}}
+
+
+def scored(ours, stderr, value, changes=(), **more):
+    preset = dataclasses.replace(OURS, published=(Published(value=value, source="x"),), **more)
+    numbers = {"acc,none": ours, "acc_stderr,none": stderr}
+    (row,) = comparison(preset, results(preset, **numbers), changes).rows
+    return row.told
+
+
+def test_what_counts_as_the_same():
+    assert scored(0.7319, 0.011, 70.0) == "within"  # 2 x 1.1 + 1 = 3.2 points are allowed
+    assert scored(0.7321, 0.011, 70.0) == "above by 3.2"
+    assert scored(0.668, 0.011, 70.1) == "below by 3.3"
+    assert scored(0.709, "N/A", 70.0) == "within" and scored(0.711, "N/A", 70.0) == "above by 1.1"
+    assert scored(0.0, 0.01, 70.0, ["shots: 5 -> 3"]) == "modified"
+    assert scored(0.7, 0.01, 70.0, ["limit: none -> 20"], limit=20) == "limited to 20"
+    assert scored(0.7, 0.01, 70.0, ["limit: none -> 20", "shots: 5 -> 3"], limit=20) == "modified"
+    assert scored(0.7, 0.01, 70.0, ["limit: 500 -> none"]) == "modified"
+
+
+def test_rows_of_a_comparison():
+    preset = find("llada-base/gsm8k")
+    numbers = {"exact_match,flexible-extract": 0.7, "exact_match_stderr,flexible-extract": 0.0126}
+    found = comparison(preset, results(preset, **numbers))
+    assert [(row.metric.split(",")[1], row.published.value, row.told) for row in found.rows] == [
+        ("flexible-extract", 70.3, "within"),
+        ("flexible-extract", 70.7, "within"),
+        ("strict-match", 70.3, "not measured"),
+        ("strict-match", 70.7, "not measured"),
+    ]
+    told = found.as_json()
+    assert told["status"] == "A" and told["rows"][0]["ours"] == 70.0 and told["warnings"] == list(preset.warnings)
+    assert json.loads(json.dumps(told))["rows"][1]["published"]["what"] == "reproduced by dllm"
+    math = find("llada-base/math")  # a number of one metric is not held against the other
+    rows = comparison(math, results(math, **{"exact_match,none": 0.314, "math_verify,none": 0.4})).rows
+    assert [(row.metric, row.told) for row in rows] == [("exact_match,none", "within")] * 2 + [("math_verify,none", "")]
+    with pytest.raises(DllmError, match="the results have no task 'minerva_math' of preset llada-base/math"):
+        comparison(math, results(preset))
+
+
+def test_a_comparison_is_shown(capsys):
+    from rich.console import Console
+
+    preset, changes = modified(find("llada-base/gsm8k"), gen_length=64)
+    numbers = {"exact_match,flexible-extract": 0.1, "exact_match_stderr,flexible-extract": 0.01}
+    Console(width=160).print(comparison(preset, results(preset, **numbers), changes).table())
+    shown = capsys.readouterr().out
+    assert "10.0 ± 1.0" in shown and "modified: gen_length: 1024 -> 64" in shown and "status A" in shown
+
+
+def test_another_model_is_told(llada_tiny):
+    warnings = lambda name, model: comparison(find(name), results(find(name)), (), model).warnings
+    tiny = warnings("llada-base/gsm8k", llada_tiny)[0]
+    assert "are of GSAI-ML/LLaDA-8B-Base (llada, 32 layers of 4096, 126464 tokens)" in tiny and "4 layers" in tiny
+    made = lambda size, name: Model(PUBLISHED[size], {}, None, name)
+    right = warnings("llada-base/gsm8k", made("llada-8b-base", "LLaDA-8B-Base"))
+    assert right == find("llada-base/gsm8k").warnings
+    assert warnings("llada-base/gsm8k", made("llada-8b-base", "my-folder")) == right
+    assert "calls itself instruct" in warnings("llada-base/gsm8k", made("llada-8b-base", "LLaDA-8B-Instruct"))[0]
+    assert "and x is dream" in warnings("d2f/llada-instruct/gsm8k", made("dream-7b-base", "x"))[0]
+
+
+# The command
+
+
+def test_the_command_lists_and_shows(capsys):
+    assert cli.main(["presets", "llada-base/math*"]) == 0
+    shown = capsys.readouterr().out
+    assert "llada-base/math/512" in shown and "minerva_math@4 raw" in shown and "llada-base/gsm8k" not in shown
+    assert cli.main(["presets", "dream-base/humaneval"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search("temperature +0.2\n", shown) and "worth about 8 points" in shown and "57.9 (paper)" in shown
+    assert cli.main(["presets", "d2f/dream", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [preset["name"] for preset in told][0] == "d2f/dream-base/gsm8k" and told[0]["options"]["tau_act"] == 0.95
+    assert cli.main(["presets", "nothing-like-that"]) == 2
+    assert "no preset is called 'nothing-like-that'" in capsys.readouterr().err
+
+
+def test_the_command_checks(capsys, monkeypatch):
+    tasks = all_tasks()
+    monkeypatch.setattr("evals.presets.checks.known_tasks", lambda: tasks)
+    assert cli.main(["presets", "--check", "d2f"]) == 0
+    assert "no faults" in capsys.readouterr().out
+    monkeypatch.setattr(
+        "evals.presets.checks.known_tasks", lambda: {k: v for k, v in tasks.items() if k != "minerva_math"}
+    )
+    assert cli.main(["presets", "--check", "d2f"]) == 2
+    told = capsys.readouterr()
+    faults = [line for line in told.out.splitlines() if "there is no task 'minerva_math'" in line]
+    assert len(faults) == len([name for name in presets() if "d2f" in name and "/math" in name])
+    assert f"{len(faults)} faults" in told.err
+
+
+def test_presets_travel_with_the_package():
+    assert {path.stem for path in FOLDER.glob("*.toml")} == {name.split("/")[0] for name in presets()} | {"tasks"}
+    assert dllm_jax.__name__ and not any("torch" in preset.source for preset in presets().values())
