@@ -14,6 +14,7 @@ Scan = Literal["auto", "on", "off"]
 Weights = Literal["ema", "raw"]
 OnBad = Literal["refuse", "drop"]
 Optimizer = Literal["adamw", "muon"]
+Schedule = Literal["cosine", "wsd", "linear", "constant"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,24 +77,32 @@ class DataPart:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerPart:
-    """The optimiser, with warm-up and cosine decay.
+    """The optimiser, its learning rate and what it remembers.
 
     Attributes:
         name: "adamw", or "muon" for the matrices of the layers and AdamW for the rest.
         lr: highest learning rate, reached after `warmup` steps.
-        final_ratio: the learning rate at the end over the highest; 1 keeps it constant.
+        schedule: what comes after: "cosine" and "linear" fall all the way to the end; "wsd" (warm-up, stable, decay) stays
+            and falls linearly in the last `decay` of the steps, as in LLaDA's SFT (arXiv 2502.09992, appendix B.1);
+            "constant" stays.
+        decay: share of all steps in which "wsd" falls.
+        final_ratio: the learning rate at the end over the highest, of all schedules but "constant".
         weight_decay: of matrices only, never of norms and biases.
         clip: largest global norm of the gradient; 0 does not clip.
         skip: steps in a row that are skipped because their loss or gradient is no finite number; with one more the run
             ends. What is skipped changes nothing, and is counted in the metrics.
         ema: decay of the moving average of the weights, 0 keeps none. In the first steps it is
             (1 + step) / (10 + step) if that is less.
+        moments: dtype in which moments are kept between steps. "bfloat16" halves their memory; what a moment forgets in
+            a step must then be more than what is lost by rounding, so that b1 and b2 are at most 0.98.
         batch: rows per step; accumulate: parts that a step's batch is computed in, one after another.
     """
 
     name: Optimizer = "adamw"
     lr: float = 1e-3
     warmup: int = 100
+    schedule: Schedule = "cosine"
+    decay: float = 0.1
     final_ratio: float = 0.1
     b1: float = 0.9
     b2: float = 0.95
@@ -102,6 +111,7 @@ class OptimizerPart:
     clip: float = 1.0
     skip: int = 10
     ema: float = 0.0
+    moments: Dtype = "float32"
     batch: int = 64
     accumulate: int = 1
 
@@ -225,13 +235,32 @@ class TrainConfig:
                 f"optimizer.batch {self.optimizer.batch} does not split into optimizer.accumulate "
                 f"{self.optimizer.accumulate} equal parts; choose a multiple"
             )
-        if self.optimizer.warmup > self.steps:
-            raise DllmError(f"optimizer.warmup {self.optimizer.warmup} is longer than the {self.steps} steps; lower it")
+        _check_optimizer(self.optimizer, self.steps)
         if self.checkpoint.weights == "ema" and not self.optimizer.ema:
             raise DllmError('checkpoint.weights is "ema" but optimizer.ema is 0; set a decay such as 0.999')
         if self.data.answer_length > self.data.length:
             raise DllmError(f"data.answer_length exceeds data.length {self.data.length}; lower it")
 
+
+def _check_optimizer(part: OptimizerPart, steps: int) -> None:
+    if part.warmup > steps:
+        raise DllmError(f"optimizer.warmup {part.warmup} is longer than the {steps} steps; lower it")
+    if part.schedule != "wsd" and part.decay != OptimizerPart.decay:
+        raise DllmError(f'optimizer.decay is for optimizer.schedule "wsd", and it is "{part.schedule}"; leave it out')
+    if part.schedule == "wsd" and part.warmup + round(part.decay * steps) > steps:
+        raise DllmError(
+            f"optimizer.warmup {part.warmup} and optimizer.decay {part.decay:g} of {steps} steps are longer than the "
+            "run; lower them"
+        )
+    for name, value in (("b1", part.b1), ("b2", part.b2)):
+        if part.moments == "bfloat16" and value > _MOST_ROUNDED:
+            raise DllmError(
+                f"optimizer.{name} is {value:g}, and bfloat16 moments round away what changes so slowly; lower it to "
+                f'{_MOST_ROUNDED:g}, or set optimizer.moments to "float32"'
+            )
+
+
+_MOST_ROUNDED = 0.98  # with 8 bits a moment stops where it is wrong by a tenth: half of 1/256 over 1 - 0.98
 
 _RANGES: tuple[Range, ...] = (
     ("steps", 1, math.inf),
@@ -242,6 +271,7 @@ _RANGES: tuple[Range, ...] = (
     ("data.bucket", 0, math.inf),
     ("optimizer.lr", 0.0, math.inf),
     ("optimizer.warmup", 0, math.inf),
+    ("optimizer.decay", 0.0, 1.0),
     ("optimizer.final_ratio", 0.0, 1.0),
     ("optimizer.b1", 0.0, 0.9999999),
     ("optimizer.b2", 0.0, 0.9999999),

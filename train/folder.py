@@ -30,7 +30,8 @@ RUN_FILE, METRICS_FILE, STATE_FOLDER, RESULT_FILE = "run.json", "metrics.jsonl",
 MODEL_FOLDER, ADAPTERS_FOLDER, INDICATOR_FOLDER = "model", "adapters", "indicator"
 DROPPED_FILE = "dropped.txt"
 _MAY_CHANGE = ("out", "log.", "checkpoint.", "compute.mesh", "data.cache")  # what a continued run may do otherwise
-_MUST_STAY = ("command", "model.", "lora.rank", "lora.targets", "indicator.", "optimizer.name")  # states depend on it
+# What states depend on.
+_MUST_STAY = ("command", "model.", "lora.rank", "lora.targets", "indicator.", "optimizer.name", "optimizer.moments")
 
 
 class RunFolder:
