@@ -14,6 +14,7 @@ Scan = Literal["auto", "on", "off"]
 Weights = Literal["ema", "raw"]
 OnBad = Literal["refuse", "drop"]
 Optimizer = Literal["adamw", "muon"]
+WriterName = Literal["tensorboard", "wandb"]
 Schedule = Literal["cosine", "wsd", "linear", "constant"]
 
 
@@ -59,6 +60,8 @@ class DataPart:
         random_length: share of the rows that are cut to a random length (LLaDA's pre-training: 0.01).
         shuffle: go through a finite source in a new order each epoch.
         cache: folder for tokenised text, by default $DLLM_JAX_HOME/data (see `train.data.cache`).
+        heldout: share of the examples of a finite source that are never trained on, for the loss that `watch` tells;
+            what an example says decides, so that none changes sides when the data grow.
         on_bad: examples of a finite source that make no row (too long, empty, no JSON ...) are all found before the
             first step; "refuse" ends the run there, "drop" leaves them out and names them in out/dropped.txt.
     """
@@ -72,6 +75,7 @@ class DataPart:
     shuffle: bool = True
     bucket: int = 0
     cache: str = ""
+    heldout: float = 0.0
     on_bad: OnBad = "refuse"
 
 
@@ -82,8 +86,8 @@ class OptimizerPart:
     Attributes:
         name: "adamw", or "muon" for the matrices of the layers and AdamW for the rest.
         lr: highest learning rate, reached after `warmup` steps.
-        schedule: what comes after: "cosine" and "linear" fall all the way to the end; "wsd" (warm-up, stable, decay) stays
-            and falls linearly in the last `decay` of the steps, as in LLaDA's SFT (arXiv 2502.09992, appendix B.1);
+        schedule: what comes after: "cosine" and "linear" fall all the way to the end; "wsd" (warm-up, stable, decay)
+            stays and falls linearly in the last `decay` of the steps, as in LLaDA's SFT (arXiv 2502.09992, appendix B);
             "constant" stays.
         decay: share of all steps in which "wsd" falls.
         final_ratio: the learning rate at the end over the highest, of all schedules but "constant".
@@ -176,11 +180,51 @@ class CheckpointPart:
 class LogPart:
     """Attributes:
     every: steps between lines of metrics; the host waits for the device only then.
-    mfu: measure the device's rate of matrix products at the start, and report how much of it training uses.
+    mfu: report which share of the device's peak training uses: of its data sheet's, or where `train.peaks` has none,
+        of the rate of matrix products that is measured at the start.
+    to: where metrics and generations are told besides the run's files: "tensorboard", "wandb".
     """
 
     every: int = 10
     mfu: bool = True
+    to: tuple[WriterName, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class WatchPart:
+    """What is looked at while a run goes on; none of it changes the run.
+
+    Rows that are never trained on give a loss: those of `data.heldout`, or of another source, or, where a task is the
+    data source, of its validation split.
+
+    Attributes:
+        every: steps between looks, before the first step and after the last one too; 0 never looks.
+        source, options: other data for the loss, as of `data`, whose other settings hold for it too; of a task the
+            validation split.
+        rows: that the loss is of, at most.
+        prompts: texts that are answered at every look; file: others, a line each as `python -m samplers --file` reads
+            them.
+        chat: whether texts are a user's messages in the model's chat format.
+        task: a task of `evals`, such as "word-problems:difficulty=long", whose accuracy is told.
+        split, n: which of its examples, and how many.
+        sampler: that prompts and problems are answered by, such as "threshold:threshold=0.9,cache=dual". By default
+            prompts by what the trained model's generation.json says, and problems by "threshold" without a cache; a
+            causal model's by "leftright", and with an indicator that is trained by "ni".
+        scorer: "module:name" of what makes the task's `train.watch.Scorer`.
+    """
+
+    every: int = 0
+    source: str = ""
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    rows: int = 256
+    prompts: tuple[str, ...] = ()
+    file: str = ""
+    chat: bool = False
+    task: str = ""
+    split: str = "validation"
+    n: int = 128
+    sampler: str = ""
+    scorer: str = "evals.watching:Accuracy"
 
 
 class ObjectiveSettings(Protocol):
@@ -219,6 +263,7 @@ class TrainConfig:
     lora: LoraPart = dataclasses.field(default_factory=LoraPart)
     checkpoint: CheckpointPart = dataclasses.field(default_factory=CheckpointPart)
     log: LogPart = dataclasses.field(default_factory=LogPart)
+    watch: WatchPart = dataclasses.field(default_factory=WatchPart)
     command: str = dataclasses.field(kw_only=True)
 
     def __post_init__(self) -> None:
@@ -240,6 +285,8 @@ class TrainConfig:
             raise DllmError('checkpoint.weights is "ema" but optimizer.ema is 0; set a decay such as 0.999')
         if self.data.answer_length > self.data.length:
             raise DllmError(f"data.answer_length exceeds data.length {self.data.length}; lower it")
+        if self.data.heldout and self.watch.source:
+            raise DllmError("data.heldout and watch.source both give rows for the loss of watch; set one of them")
 
 
 def _check_optimizer(part: OptimizerPart, steps: int) -> None:
@@ -268,6 +315,7 @@ _RANGES: tuple[Range, ...] = (
     ("data.length", 2, math.inf),
     ("data.answer_length", 0, math.inf),
     ("data.random_length", 0.0, 1.0),
+    ("data.heldout", 0.0, 0.9),
     ("data.bucket", 0, math.inf),
     ("optimizer.lr", 0.0, math.inf),
     ("optimizer.warmup", 0, math.inf),
@@ -287,4 +335,7 @@ _RANGES: tuple[Range, ...] = (
     ("checkpoint.every", 1, math.inf),
     ("checkpoint.keep", 1, math.inf),
     ("log.every", 1, math.inf),
+    ("watch.every", 0, math.inf),
+    ("watch.rows", 1, math.inf),
+    ("watch.n", 1, math.inf),
 )
