@@ -148,13 +148,17 @@ class LoraPart:
         rank: 0 trains all weights.
         alpha: the adapters' product counts alpha / rank times.
         dropout: share of the adapters' inputs that are left out in training, in [0, 1).
-        targets: patterns of parameter names as shells write them, matched against "layers.0.attn.q_proj.kernel".
+        targets: "attention", "mlp", "all-linear" (both, not the vocabulary's head), or patterns of parameter names as
+            shells write them, matched against "layers.0.attn.q_proj.kernel"; with a "!" before it, what is left out of
+            those before.
+        init: folder of adapters to start from, of the same model, rank, alpha and kernels; by default they begin at 0.
     """
 
     rank: int = 0
     alpha: float = 16.0
     dropout: float = 0.0
     targets: tuple[str, ...] = ("*.attn.[qkvo]_proj.kernel",)
+    init: str = ""
 
     @property
     def scale(self) -> float:

@@ -34,7 +34,16 @@ LOOKED = "look_seconds"
 """Key that tells lines of metrics about a look."""
 _MAY_CHANGE = ("out", "log.", "watch.", "checkpoint.", "compute.mesh", "data.cache")  # in a continued run
 # What states depend on.
-_MUST_STAY = ("command", "model.", "lora.rank", "lora.targets", "indicator.", "optimizer.name", "optimizer.moments")
+_MUST_STAY = (
+    "command",
+    "model.",
+    "lora.rank",
+    "lora.targets",
+    "lora.init",
+    "indicator.",
+    "optimizer.name",
+    "optimizer.moments",
+)
 
 
 class RunFolder:

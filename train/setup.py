@@ -18,7 +18,7 @@ from train.config import DataPart, ModelPart, TrainConfig
 from train.data import SOURCES, Rows, Setup, Source, from_reference, size
 from train.data.checks import Faults, checked
 from train.data.heldout import some, split
-from train.lora import tokenizer_files
+from train.lora import check_start, tokenizer_files
 from train.objectives import objective_of
 from train.settings import converted, unknown_key
 
@@ -82,6 +82,9 @@ def prepare(config: TrainConfig) -> Parts:
             f"data.length {config.data.length} exceeds the model's longest context of {model.max_length} tokens; lower "
             "it, or set model.config.max_length"
         )
+    if config.lora.init:
+        objective.trained(config, model)  # says where there is no model to add them to
+        check_start(model, config.lora, checkpoint.find(config.model.init))
     files = _tokenizer_files(config.model, task)
     cache = Path(config.data.cache).expanduser() if config.data.cache else None
     lengths = config.data.length, config.data.answer_length

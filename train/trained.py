@@ -199,6 +199,8 @@ def whole_or_adapters(config: TrainConfig, model: ModelConfig) -> Trained:
         DllmError: when there is no model that adapters could be added to.
     """
     if not config.lora.rank:
+        if config.lora.init:
+            raise DllmError("lora.init names adapters to start from, and lora.rank is 0; set it to their rank")
         return WholeModel(config, model)
     check_frozen(config, "adapters need a model to be added to")
     return Adapters(config, model)
