@@ -29,9 +29,8 @@ class Accuracy:
         """
         self._sampler, self._together, self._seed, self._split = sampler or "threshold", together, seed, part.split
         try:
-            task = make_task(part.task)
-            self._examples = draw(task, part.split, part.n, progress=False)
-            self._task = task
+            self._task = make_task(part.task).bind(model)
+            self._examples = draw(self._task, part.split, part.n, progress=False)
             self._prepared(model, options)
         except DllmError as error:
             raise DllmError(f"watch.task: {error}") from None
