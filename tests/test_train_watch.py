@@ -1,9 +1,12 @@
 """What a run looks at while it trains: it changes nothing, is the same after a kill, and is what evaluation says."""
 
 import json
+import os
 import re
 import struct
+import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +38,7 @@ from train.step import training_mesh
 from train.trainer import placement_of
 from train.watch import HeldOut
 
+ROOT = Path(__file__).parents[1]
 WATCHED = {"data__source": "train_toys:finite", "data__heldout": 0.3, "optimizer__ema": 0.9}
 
 
@@ -328,7 +332,7 @@ def test_writers_get_what_the_log_gets_and_go_on(tmp_path, monkeypatch):
 
 def test_a_writer_that_is_not_installed_is_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(DllmError, match='log.to "wandb" needs the package wandb; install it: pip install wandb'):
+    with pytest.raises(DllmError, match='log.to "wandb" needs the package wandb; install it: pip install "dllm_jax'):
         train.train(run_config(tmp_path / "run", log__to=["wandb"]))
     assert not (tmp_path / "run").exists()
 
@@ -397,3 +401,19 @@ def test_utilisation_is_of_the_data_sheet_where_there_is_one(tmp_path, monkeypat
     flops = 2 * train.report.step_flops(config, prepare(config).model, 12)
     np.testing.assert_allclose(line["mfu"], flops / line["seconds"] / 2e12, rtol=1e-4)
     assert re.fullmatch(r"2 TFLOP/s of 2 x \S+, float32, data sheet", line["mfu_of"])
+
+
+def test_the_commands_of_the_page_run(tmp_path):
+    page = (ROOT / "docs" / "training.md").read_text()
+    shell, toml = (page.split(f"```{language}\n")[1].split("```")[0] for language in ("sh", "toml"))
+    (tmp_path / "tune.toml").write_text(toml)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "DLLM_JAX_HOME": str(tmp_path / "home")}
+    commands = shell.replace("python ", f"{sys.executable} ")
+    told = subprocess.run(["bash", "-ec", commands], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert told.returncode == 0 and "runs/tune: 12 steps" in told.stdout, told.stderr
+    first, middle, last = looks(tmp_path / "runs" / "tune")
+    assert (middle["step"], last["step"]) == (6, 12) and first["accuracy"] == 1.0  # the model knows them
+    assert last["heldout_loss"] != first["heldout_loss"] < 0.5
+    answers = [json.loads(line) for line in (tmp_path / "runs" / "tune" / "generations.jsonl").open()]
+    assert answers[0]["text"].endswith("#### 35") and len(answers) == 3 * (1 + 4)
+    assert (tmp_path / "curves.svg").is_file()

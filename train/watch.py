@@ -165,7 +165,8 @@ class Answers:
         prompts = self._prompts + self._prompts[:1] * missing
         found = generate(model, prompts, batch_size=self._together, progress=False, **self._chosen, **options)
         pairs = zip(self._prompts, found[: len(self._prompts)], strict=True)
-        return Look({}, [{"prompt": prompt, "text": answer.text, "nfe": answer.nfe} for prompt, answer in pairs])
+        text = lambda answer: answer.text if model.tokenizer else " ".join(map(str, answer.tokens))
+        return Look({}, [{"prompt": prompt, "text": text(answer), "nfe": answer.nfe} for prompt, answer in pairs])
 
 
 def _sampler(part: WatchPart, model: ModelConfig, config: TrainConfig) -> str:

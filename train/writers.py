@@ -18,6 +18,7 @@ from dllm_jax.errors import DllmError
 from train.config import TrainConfig, WriterName
 
 ID_FILE = "wandb-id"
+# Each is installed by an extra of the writer's name.
 _PACKAGES: Mapping[WriterName, str] = types.MappingProxyType({"tensorboard": "tensorboardX", "wandb": "wandb"})
 
 
@@ -120,4 +121,6 @@ def _library(name: WriterName) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError:
-        raise DllmError(f'log.to "{name}" needs the package {package}; install it: pip install {package}') from None
+        raise DllmError(
+            f'log.to "{name}" needs the package {package}; install it: pip install "dllm_jax[{name}]"'
+        ) from None
