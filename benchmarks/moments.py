@@ -25,8 +25,10 @@ from train.step import Stepper
 from train.trainer import placement_of, prepare, training_mesh
 
 RECIPE = Path(train.__file__).parent / "configs" / "word-problems.toml"
-SMALLER = ("model.config.embed_dim=64", "model.config.num_layers=2", "model.config.num_heads=2")
-SMALLER += ("model.config.num_kv_heads=2", "model.config.mlp_dim=192", "optimizer.batch=32", "optimizer.warmup=30")
+SMALLER = (
+    *("model.config.embed_dim=64", "model.config.num_layers=2", "model.config.num_heads=2"),
+    *("model.config.num_kv_heads=2", "model.config.mlp_dim=192", "optimizer.batch=32", "optimizer.warmup=30"),
+)
 RATES = {"adamw": 2e-3, "muon": 3e-3}
 
 

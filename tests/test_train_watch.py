@@ -18,7 +18,7 @@ from test_train_compression import compression_settings, write_folder
 from test_train_d2f import d2f_settings
 from test_train_indicator import run_settings as indicator_settings
 from test_train_run import assert_same, interrupting, latest_state, lines
-from train_toys import LLADA, Finite, Reverse, dllm_jax_example, model_fields, run_config, settings
+from train_toys import LLADA, Finite, Listed, Reverse, dllm_jax_example, model_fields, run_config, settings
 
 import dllm_jax
 import evals
@@ -27,7 +27,6 @@ from dllm_jax import Denoiser, DllmError, checkpoint, random_model
 from evals.tasks import make_task
 from samplers import generate
 from train.__main__ import main
-from train.data.files import Listed
 from train.data.heldout import some, split
 from train.folder import LOOKED
 from train.objectives import OBJECTIVES
@@ -415,5 +414,5 @@ def test_the_commands_of_the_page_run(tmp_path):
     assert (middle["step"], last["step"]) == (6, 12) and first["accuracy"] == 1.0  # the model knows them
     assert last["heldout_loss"] != first["heldout_loss"] < 0.5
     answers = [json.loads(line) for line in (tmp_path / "runs" / "tune" / "generations.jsonl").open()]
-    assert answers[0]["text"].endswith("#### 35") and len(answers) == 3 * (1 + 4)
+    assert answers[0]["text"].endswith("#### 17") and len(answers) == 3 * (1 + 4)
     assert (tmp_path / "curves.svg").is_file()

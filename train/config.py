@@ -206,8 +206,8 @@ class WatchPart:
         source, options: other data for the loss, as of `data`, whose other settings hold for it too; of a task the
             validation split.
         rows: that the loss is of, at most.
-        prompts: texts that are answered at every look; file: others, a line each as `python -m samplers --prompts` reads
-            them.
+        prompts: texts that are answered at every look; file: others, a line each as `python -m samplers --prompts`
+            reads them.
         chat: whether texts are a user's messages in the model's chat format.
         task: a task of `evals`, such as "word-problems:difficulty=long", whose accuracy is told.
         split, n: which of its examples, and how many.

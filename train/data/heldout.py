@@ -7,9 +7,8 @@ from tqdm import tqdm
 
 from dllm_jax.errors import DllmError
 from train.data.checks import Chosen
-from train.data.files import Listed
 from train.data.order import shuffled
-from train.data.source import ExampleLike, Source, name_of, size
+from train.data.source import ExampleLike, Source, size
 
 _ORDER = (5,)  # of the examples that are looked at
 
@@ -51,8 +50,7 @@ def some(source: Source, rows: int) -> Source:
     """So many examples, each once, the same each time; all of a finite source that has fewer."""
     count = size(source)
     if count is None:
-        names = [name_of(source, i) for i in range(rows)]
-        return Listed([source.example(i) for i in range(rows)], names)  # type: ignore[misc]
+        return Chosen(source, np.arange(rows))
     if count <= rows:
         return source
     return Chosen(source, np.sort([shuffled(place, count, _ORDER) for place in range(rows)]))
