@@ -6,6 +6,7 @@ import re
 import struct
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
@@ -334,6 +335,12 @@ def test_a_writer_that_is_not_installed_is_one_sentence(tmp_path, monkeypatch):
     with pytest.raises(DllmError, match='log.to "wandb" needs the package wandb; install it: pip install "dllm_jax'):
         train.train(run_config(tmp_path / "run", log__to=["wandb"]))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_writer_that_cannot_begin_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **_: 1 / 0))
+    with pytest.raises(DllmError, match="no run could be begun .*; log in by wandb login, or set WANDB_MODE=offline"):
+        train.train(run_config(tmp_path / "run", log__to=["wandb"]))
 
 
 def test_event_files_are_read_back(tmp_path):

@@ -204,8 +204,11 @@ class Reporter:
             writer.numbers(step, {f"{kind}/{name}": value for name, value in line.items() if name != "step"})
 
 
-def _rounded(value: float) -> float:
-    return value if isinstance(value, int) else float(f"{value:.6g}")
+def _rounded(value: float) -> float | None:
+    """As JSON takes it, which has no number that is not finite."""
+    if isinstance(value, int):
+        return value
+    return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
 def on_host(metrics: list[dict[str, jax.Array]]) -> list[dict[str, float]]:

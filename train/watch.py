@@ -119,7 +119,7 @@ class HeldOut:
         """
         still = objective_of(config).still()
         config = dataclasses.replace(config, objective=still, lora=dataclasses.replace(config.lora, dropout=0.0))
-        self._rows, self._sharding, self._seed = rows, placement.batch, config.seed
+        self._rows, self._sharding = rows, placement.batch
         self._stepper = Stepper(config, model, placement)
         self._measure = jax.jit(self._stepper.measure, out_shardings=placement.replicated)
         self._key = jax.jit(lambda: jax.random.key(config.seed), out_shardings=placement.replicated)

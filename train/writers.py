@@ -90,14 +90,18 @@ class WandB:
         path = folder / ID_FILE
         if not path.is_file():
             path.write_text(secrets.token_hex(8))
-        self._run = self._library.init(
-            project=os.environ.get("WANDB_PROJECT", "dllm_jax"),
-            id=path.read_text().strip(),
-            name=config.out,
-            dir=str(folder),
-            config=dataclasses.asdict(config),
-            resume="allow",
-        )
+        try:
+            self._run = self._library.init(
+                project=os.environ.get("WANDB_PROJECT", "dllm_jax"),
+                id=path.read_text().strip(),
+                name=config.out,
+                dir=str(folder),
+                config=dataclasses.asdict(config),
+                resume="allow",
+            )
+        except Exception as error:  # its client raises whatever accounts and networks do
+            advice = "log in by wandb login, or set WANDB_MODE=offline"
+            raise DllmError(f'log.to "wandb": no run could be begun ({error}); {advice}') from None
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
