@@ -273,6 +273,18 @@ def test_a_mistake_is_one_sentence_before_anything_is_written(name, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_an_objective_without_a_loss_of_rows_has_none_held_out(tmp_path, monkeypatch):
+    monkeypatch.setattr("train.objectives.masked_diffusion.MaskedDiffusion.still", lambda self: None)
+    for changes in (
+        {"data__source": "train_toys:finite", "data__heldout": 0.3},
+        {"watch__source": "train_toys:finite"},
+    ):
+        with pytest.raises(DllmError, match="masked-diffusion has no loss of rows by themselves; "):
+            train.train(run_config(tmp_path / "run", watch__every=1, **changes))
+    with pytest.raises(DllmError, match="there is nothing to look at"):
+        train.train(run_config(tmp_path / "run", watch__every=1))
+
+
 def test_bad_held_out_examples_are_found_before_the_first_step(tmp_path):
     watch = {"every": 2, "source": "jsonl", "options": {"path": str(tmp_path / "other.jsonl")}}
     entries = [{"prompt": [1], "answer": [2] * length} for length in (3, 20, 4)]

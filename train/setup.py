@@ -91,6 +91,8 @@ def prepare(config: TrainConfig) -> Parts:
     setup = functools.cache(lambda: Setup(model, _tokenizer(files, model), *lengths, cache))
     if source is None:
         source = _builtin(config.data, setup())
+    if config.data.heldout and objective.still() is None:
+        raise DllmError(f"python -m train {config.command} has no loss of rows by themselves; set data.heldout to 0")
     if config.data.random_length and config.objective.kind == "sft":
         raise DllmError('data.random_length is for objective.kind "pretrain"; set it to 0')
     rows = Rows(source, config.data, config.objective.kind, model, config.seed, config.optimizer.batch)
@@ -116,6 +118,10 @@ def _other_source(config: TrainConfig, setup: Callable[[], Setup], task: Any) ->
     trained on the validation split."""
     watch = config.watch
     if not watch.every:
+        return None
+    if objective_of(config).still() is None:
+        if watch.source:
+            raise DllmError(f"python -m train {config.command} has no loss of rows by themselves; unset watch.source")
         return None
     if watch.source:
         part = dataclasses.replace(config.data, source=watch.source, options=watch.options)

@@ -81,7 +81,7 @@ class Objective(abc.ABC):
 
     def still(self) -> Any:
         """The settings under which rows are looked at that are not learned from: nothing left out, and what varies
-        least."""
+        least. None for an objective that is no loss of rows by themselves, whose runs have no held-out loss."""
         return self.settings
 
     @abc.abstractmethod
