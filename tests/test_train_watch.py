@@ -145,7 +145,8 @@ def test_looks_change_nothing_and_are_the_same_after_a_kill(tmp_path, monkeypatc
     assert not looks(tmp_path / "blind")
 
     out = tmp_path / "killed"
-    monkeypatch.setattr("train_toys.Reverse.example", stopping_after(Reverse.example, 8 * 5 + len(Finite())))
+    # Examples are asked for 41 times in the checks and 40 times ahead of the first step, 16 times by the first look.
+    monkeypatch.setattr("train_toys.Reverse.example", stopping_after(Reverse.example, 112))
     with pytest.raises(train.Interrupted):
         train.train(run_config(out, **changes, watch=watch))
     monkeypatch.undo()
