@@ -1,6 +1,6 @@
 """What bfloat16 moments cost: short runs of the embedded text model's recipe, smaller, with moments in either dtype.
 
-    python -m benchmarks.moments --json benchmarks/results/moments-cpu.json
+    python -m benchmarks.moments --seeds 2 --json benchmarks/results/moments-cpu.json
 
 Runs of one seed have the same weights at the start, rows and noise; the difference that moments make is set beside the
 standard deviation over seeds.
