@@ -23,7 +23,8 @@ from samplers import CACHES, RULES, Generation, Rule, Smoothing, engine, flags, 
 from samplers import __main__ as cli
 from samplers.build import typed
 from samplers.flags import said_by
-from samplers.live import END, Speller, printable, watch
+from samplers.live import watch
+from samplers.spelling import END, Speller, printable
 
 PROMPT = "Q: Tom has 12 books. Tom buys 23.\nA: "
 OTHER = "Q: Ann has 40 pens. Ann buys 17.\nA: "
