@@ -34,9 +34,9 @@ class Moment(NamedTuple):
 
 def moment(result: Result, row: int, length: int) -> Moment:
     """The first `length` positions of a row of a result on the host."""
-    counts = (int(getattr(result, name)[row]) for name in ("nfe", "full_forwards", "cache_updates"))
-    arrays = (np.array(getattr(result, name)[row, :length]) for name in ("tokens", "decoded_at", "logprobs"))
-    return Moment(*counts, *arrays)
+    counts = (int(x[row]) for x in (result.nfe, result.full_forwards, result.cache_updates))
+    own: Any = (np.array(x[row, :length]) for x in (result.tokens, result.decoded_at, result.logprobs))
+    return Moment(*counts, *own)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,12 +7,10 @@ print(watched.generation.text)
 import contextlib
 import dataclasses
 import functools
-import itertools
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
 from rich.cells import cell_len, chop_cells
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
@@ -25,7 +23,7 @@ from samplers.checks import check_number
 from samplers.engine import Result, warn_if_broken
 from samplers.generate import prepare
 from samplers.prompts import Prompt
-from samplers.recording import look, states_of, steps_of
+from samplers.recording import compile_steps, steps_of
 from samplers.registry import title
 from samplers.requests import Request, requests_of
 from samplers.rules import Rule
@@ -151,10 +149,7 @@ def watch_request(
     blank = Frame(["compiling", title(sampler)], [None] * sampler.gen_length, (), sampler.width)
     with _screen(console or Console(), keep) as show:
         show(blank)
-        start = time.perf_counter()
-        for state in itertools.islice(states_of(model, sampler, request), 3):
-            jax.block_until_ready(look(model, sampler, state))
-        compile_seconds = time.perf_counter() - start
+        compile_seconds = compile_steps(model, sampler, [request])
         for result, took in steps_of(model, sampler, request):
             show(draw(result))
             time.sleep(_automatic(sampler.gen_length, took) if delay is None else delay)

@@ -7,6 +7,7 @@ forwards covered the whole sequence, is known only to who looks after every forw
     show(answer)
 """
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, overload
@@ -20,7 +21,7 @@ from samplers.answers import Generation, moment
 from samplers.build import CanvasSampler
 from samplers.engine import Result, stream, warn_if_broken
 from samplers.generate import prepare
-from samplers.prompts import Prompt, pad_prompts
+from samplers.prompts import Prompt, bucket_length, pad_prompts
 from samplers.requests import Request, requests_of
 from samplers.rules import Rule
 
@@ -64,10 +65,31 @@ def record(
     listed: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else prompts
     sampler, rows, keys = prepare(model, listed, sampler=sampler, chat=chat, system=system, seed=seed, **options)
     requests = requests_of(sampler, rows, keys, stop=options.get("stop") or ())
-    hide = None if progress is None else not progress
-    shown = tqdm(requests, desc="recording", unit="prompt", disable=len(rows) == 1 or hide)
-    answers = [recorded(model, sampler, request).generation for request in shown]
+    answers = [request.generation for request in record_all(model, sampler, requests, progress)]
     return answers[0] if isinstance(prompts, str) else answers
+
+
+def record_all(
+    model: Model, sampler: CanvasSampler, requests: Sequence[Request], progress: bool | None = None
+) -> Iterator[Request]:
+    """The requests, each recorded alone, with a progress bar as `record` has it.
+
+    Warns:
+        RuntimeWarning: as `record`.
+    """
+    hide = len(requests) == 1 if progress is None else not progress
+    for request in tqdm(requests, desc="recording", unit="prompt", disable=hide or None):
+        yield recorded(model, sampler, request)
+
+
+def compile_steps(model: Model, sampler: CanvasSampler, requests: Sequence[Request]) -> float:
+    """Compiles what the requests will run, by the first steps of one of each padded length; the seconds it took."""
+    start = time.perf_counter()
+    lengths = {bucket_length(len(request.prompt)): request for request in requests}
+    for request in lengths.values():
+        for state in itertools.islice(states_of(model, sampler, request), 3):
+            jax.block_until_ready(look(model, sampler, state))
+    return time.perf_counter() - start
 
 
 def recorded(model: Model, sampler: CanvasSampler, request: Request) -> Request:

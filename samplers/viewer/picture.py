@@ -109,9 +109,8 @@ class _Drawing:
         panels = [_Panel(story, colour, self.last, self._width, text) for story in stories]
         prompts = {story.prompt for story in stories}
         self._prompt = prompts.pop() if len(prompts) == 1 else ""
-        lines = (
-            text.wrapped(seen(self._prompt), (columns * (self._width + MARGIN)) - MARGIN)[-3:] if self._prompt else []
-        )
+        across = columns * (self._width + MARGIN) - MARGIN
+        lines = text.wrapped(seen(self._prompt), across)[-3:] if self._prompt else []
         top, place = MARGIN + LEADING * len(lines) + (MARGIN if lines else 0), list[tuple[int, int]]()
         for first in range(0, len(panels), columns):
             row = panels[first : first + columns]
@@ -250,7 +249,7 @@ class _Panel:
         done = sum(cell.at is not None for cell in self._cells)
         if forward < story.forwards:
             return f"forward {forward} of {story.forwards}, {done} written"
-        return f"NFE {story.forwards}, {story.tokens / max(story.forwards, 1):.2f} tokens per forward"
+        return f"NFE {story.forwards}, {story.speed}"
 
     def _fitting(self, text: str) -> str:
         text = self._text.of(text)
@@ -265,11 +264,11 @@ class _Panel:
     def _cell(self, draw: Any, at: tuple[int, int], position: int) -> None:
         left, top = self._corner(at, position)
         cell, width = self._cells[position], self._boxes[position][2]
-        right, bottom = left + width - 1, top + LEADING - 3
+        right, bottom = left + max(width - 2, 0), top + LEADING - 3
         ground, ink = self._colours(cell)
-        draw.rectangle((left, top, right, bottom), CARD)
+        draw.rectangle((left, top, left + width - 1, bottom), CARD)
         if cell.kind is None:
-            draw.rectangle((left + 1, top + 3, right - 1, bottom - 3), MASK)
+            draw.rectangle((left, top + 3, max(right - 1, left), bottom - 3), MASK)
         else:
             draw.rectangle((left, top, right, bottom), ground)
             draw.text((left, top), self._text.of(seen(cell.text)).replace("\n", ""), ink, self._text.font)

@@ -74,6 +74,11 @@ class Story:
         """N."""
         return len(self.frames) - 1
 
+    @property
+    def speed(self) -> str:
+        """Answer tokens per forward, for people."""
+        return f"{self.tokens / max(self.forwards, 1):.2f} tokens per forward"
+
     def told(self) -> dict[str, Any]:
         """All of it as JSON: every text once, and a change as [position, kind, id, number of its text, confidence in
         thousandths or -1]."""
@@ -86,7 +91,7 @@ class Story:
             -1 if change.confidence is None else round(1000 * change.confidence),
         ]
         frames = [[short(change) for change in frame] for frame in self.frames]
-        return {**vars(self), "prompt": seen(self.prompt), "frames": frames, "texts": list(texts)}
+        return {**vars(self), "prompt": seen(self.prompt), "speed": self.speed, "frames": frames, "texts": list(texts)}
 
 
 @dataclasses.dataclass

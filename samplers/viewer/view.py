@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -45,8 +45,7 @@ def show(answers: Shown | Sequence[Shown], *, colour: str = "forward") -> "View"
         DllmError: for anything else.
     """
     listed = list(answers) if isinstance(answers, list | tuple) and not isinstance(answers, Watched) else [answers]
-    names = [None] if len(listed) == 1 else [f"{i} of {len(listed)}" for i in range(1, len(listed) + 1)]
-    return view_of(listed, names, colour).shown()
+    return view_of(listed, colour=colour).shown()
 
 
 def compare(answers: Mapping[str, Shown] | Sequence[Shown], *, colour: str = "forward") -> "View":
@@ -69,8 +68,11 @@ def compare(answers: Mapping[str, Shown] | Sequence[Shown], *, colour: str = "fo
     return view_of(list(answers), [None] * len(answers), colour).shown()
 
 
-def view_of(answers: Sequence[Any], names: Sequence[str | None], colour: str = "forward") -> "View":
-    """A view, which is not shown yet; a name that is None is the sampler's.
+def view_of(answers: Sequence[Any], names: Sequence[str | None] | None = None, colour: str = "forward") -> "View":
+    """A view, which is not shown yet.
+
+    Args:
+        names: of the answers, None for the sampler's; by default they are numbered where there are several.
 
     Raises:
         DllmError: for answers that cannot be shown.
@@ -79,6 +81,8 @@ def view_of(answers: Sequence[Any], names: Sequence[str | None], colour: str = "
         raise DllmError(f"colour is {colour!r}; choose one of {', '.join(COLOURS)}")
     if not answers:
         raise DllmError("there is nothing to show; give at least one generation")
+    if names is None:
+        names = [None] if len(answers) == 1 else [f"{i} of {len(answers)}" for i in range(1, len(answers) + 1)]
     stories = [story_of(_generation(one), name) for one, name in zip(answers, names, strict=True)]
     return View(_told_apart(stories), colour)
 
@@ -177,12 +181,13 @@ class View:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         last = max(story.forwards for story in self.stories)
-        frames = [_frame(story, self.colour, last) for story in self.stories]
-        prompts = {story.prompt for story in self.stories}
-        if len(prompts) == 1 and (prompt := prompts.pop()):
-            yield Text(
-                printable(prompt, options.ascii_only, (ASCII if options.ascii_only else UNICODE).marks), style="dim"
-            )
+        frames: list[Any] = [_frame(story, self.colour, last) for story in self.stories]
+        marks = (ASCII if options.ascii_only else UNICODE).marks
+        prompts = [Text(printable(story.prompt, options.ascii_only, marks), style="dim") for story in self.stories]
+        if len(set(map(str, prompts))) == 1:
+            yield from filter(None, prompts[:1])
+        else:
+            frames = [Group(prompt, frame) for prompt, frame in zip(prompts, frames, strict=True)]
         if len(frames) > 1 and options.max_width // len(frames) >= NARROWEST:
             table = Table.grid(padding=(0, 2), expand=True)
             for _ in frames:
@@ -215,7 +220,6 @@ def _told_apart(stories: Sequence[Story]) -> list[Story]:
 def _frame(story: Story, colour: str, last: int) -> Frame:
     """How a canvas ended."""
     cells = cells_at(story, story.forwards)
-    speed = f"{story.tokens / max(story.forwards, 1):.2f} tokens per forward"
     edits = [f"{story.edits} edits"] if story.edits else []
     nfe = f"NFE {story.full_forwards} full + {story.forwards - story.full_forwards} window"
     styles = []
@@ -225,7 +229,7 @@ def _frame(story: Story, colour: str, last: int) -> Frame:
         look = ("underline2 " if cell.was else "") + (f"{ink} on {ground}" if share is not None else "")
         styles.append(look or ("dim" if cell.kind == UNWRITTEN else ""))
     texts = [cell.text for cell in cells]
-    return Frame([story.name, nfe, speed, *edits], texts, (), story.block_length, styles, whole=True)
+    return Frame([story.name, nfe, story.speed, *edits], texts, (), story.block_length, styles, whole=True)
 
 
 def _legend(colour: str, last: int, console: Console) -> Text:
@@ -245,5 +249,5 @@ def _cell_number() -> int | None:
         return None
     from IPython import get_ipython
 
-    shell = get_ipython()  # type: ignore[no-untyped-call]
+    shell = get_ipython()
     return shell.execution_count if shell is not None and shell.has_trait("kernel") else None
