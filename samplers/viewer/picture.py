@@ -49,7 +49,7 @@ def gif(stories: Sequence[Story], colour: str, font: str | Path | None = None, s
     milliseconds[-1] = max(round(1000 * HOLD), milliseconds[0])
     file = io.BytesIO()
     more = {"save_all": True, "append_images": images[1:], "duration": milliseconds, "loop": 0}
-    images[0].save(file, format="GIF", optimize=False, **more)
+    images[0].save(file, format="GIF", optimize=True, **more)
     return file.getvalue()
 
 
