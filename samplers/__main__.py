@@ -7,6 +7,8 @@ statistics go to the standard error. A prompt is taken as it is: write line brea
 `python -m samplers --infill "The capital is<gap:8>, founded in<gap:4>." --model DIR_OR_NAME` fills the gaps of a
 text; with a prompt beside it, the text is the answer to that.
 
+`--save-view FILE.html` keeps how the canvas came about, forward by forward (docs/viewer.md); .gif and .png likewise.
+
 `python -m samplers --prompts in.jsonl --out out.jsonl --model DIR_OR_NAME` answers a file of any size, a line of
 JSON for each line; a run that was killed goes on where it was when the same command is given again (docs/files.md).
 

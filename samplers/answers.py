@@ -34,9 +34,15 @@ class Moment(NamedTuple):
 
 def moment(result: Result, row: int, length: int) -> Moment:
     """The first `length` positions of a row of a result on the host."""
-    counts = (int(x[row]) for x in (result.nfe, result.full_forwards, result.cache_updates))
-    own: Any = (np.array(x[row, :length]) for x in (result.tokens, result.decoded_at, result.logprobs))
-    return Moment(*counts, *own)
+    own = lambda x: np.array(x[row, :length])
+    return Moment(
+        nfe=int(result.nfe[row]),
+        full_forwards=int(result.full_forwards[row]),
+        cache_updates=int(result.cache_updates[row]),
+        tokens=own(result.tokens),
+        decoded_at=own(result.decoded_at),
+        logprobs=own(result.logprobs),
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -563,6 +563,9 @@ def test_a_browser_tells_of_tokens_and_plays(whole, browser, tmp_path):
     share = cells_at(story_of(whole), whole.nfe)[0].confidence
     wanted = "rgb({}, {}, {})".format(*colours.colour_at(round(share, 3)).ground)
     assert browser.run(ground) == wanted and by_forward.startswith("rgb(")
+    browser.run(f"({KEY})('End', document.querySelector('button'))")
+    for _ in range(2):
+        browser.run(f"({KEY})('ArrowLeft', document.querySelector('button'))")
     browser.run("document.querySelector('button').click()")
     assert browser.run("document.querySelector('button').textContent") == "Pause"
     for _ in range(200):

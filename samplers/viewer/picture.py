@@ -143,8 +143,16 @@ class _Drawing:
             self._draw.rectangle((x + i, y + 4, x + i, y + 15), colour_at(i / 99).ground)
         self._draw.text((x + 108, y), high, DIM, self.font)
         x += round(self.font.getlength(high)) + 132
-        for mark, name in ((FRESH, "written now"), (FULL, "full forward")):
-            self._draw.rectangle((x, y + 4, x + 11, y + 15), None if mark == FRESH else mark, mark, 2)
+        marks = [("written now", FRESH)]
+        marks += [("full forward", FULL)] if any(panel.story.full for panel, _ in self._panels) else []
+        marks += [("was another token", INK)] if any(panel.story.revised for panel, _ in self._panels) else []
+        for name, mark in marks:
+            ground = mark if mark == FULL else None
+            if mark == INK:
+                self._draw.line((x, y + 11, x + 11, y + 11), mark)
+                self._draw.line((x, y + 13, x + 11, y + 13), mark)
+            else:
+                self._draw.rectangle((x, y + 4, x + 11, y + 15), ground, mark, 2)
             self._draw.text((x + 18, y), name, DIM, self.font)
             x += round(self.font.getlength(name)) + 42
 

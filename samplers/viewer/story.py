@@ -75,6 +75,11 @@ class Story:
         return len(self.frames) - 1
 
     @property
+    def revised(self) -> bool:
+        """Whether a token that was written is known to have changed."""
+        return any(change.kind in (EDITED, REOPENED) for frame in self.frames for change in frame)
+
+    @property
     def speed(self) -> str:
         """Answer tokens per forward, for people."""
         return f"{self.tokens / max(self.forwards, 1):.2f} tokens per forward"
