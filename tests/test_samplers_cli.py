@@ -440,6 +440,7 @@ def test_a_title_is_short():
     title = lambda rule, **options: live.title(samplers.BlockSampler(rule, 16, **options))
     assert title(samplers.Threshold(0.8), cache=samplers.DualCache()) == "threshold=0.8 × dual"
     assert title(samplers.Dream(8, alg="origin")) == "dream steps=8 alg=origin × none"
+    assert live.title(SimpleNamespace(gen_length=8)) == "SimpleNamespace"  # of somebody's own kind
 
 
 def test_a_long_canvas_scrolls_to_the_first_mask():

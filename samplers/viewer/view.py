@@ -19,7 +19,7 @@ from samplers.requests import Request
 from samplers.spelling import ASCII, UNICODE, printable
 from samplers.viewer import page, picture
 from samplers.viewer.colours import SCALE, as_hex, colour_at
-from samplers.viewer.story import UNWRITTEN, Story, cells_at, share_of, story_of
+from samplers.viewer.story import UNWRITTEN, Cell, Story, cells_at, share_of, story_of
 
 ENDINGS = (".html", ".gif", ".png")
 COLOURS = ("forward", "confidence")
@@ -200,9 +200,7 @@ class View:
 
 
 def _generation(answer: Any) -> Generation:
-    if isinstance(answer, Watched):
-        return answer.generation
-    if isinstance(answer, Request):
+    if isinstance(answer, Watched | Request):
         return answer.generation
     if isinstance(answer, Generation):
         return answer
@@ -222,14 +220,16 @@ def _frame(story: Story, colour: str, last: int) -> Frame:
     cells = cells_at(story, story.forwards)
     edits = [f"{story.edits} edits"] if story.edits else []
     nfe = f"NFE {story.full_forwards} full + {story.forwards - story.full_forwards} window"
-    styles = []
-    for cell in cells:
-        share = share_of(cell, colour, last)
-        ground, ink = ("", "") if share is None else map(as_hex, colour_at(share))
-        look = ("underline2 " if cell.was else "") + (f"{ink} on {ground}" if share is not None else "")
-        styles.append(look or ("dim" if cell.kind == UNWRITTEN else ""))
-    texts = [cell.text for cell in cells]
+    texts, styles = [cell.text for cell in cells], [_style(cell, share_of(cell, colour, last)) for cell in cells]
     return Frame([story.name, nfe, story.speed, *edits], texts, (), story.block_length, styles, whole=True)
+
+
+def _style(cell: Cell, share: float | None) -> str:
+    """Of a cell at some share of the scale, as rich writes it."""
+    if share is None:
+        return "dim" if cell.kind == UNWRITTEN else ""
+    ground, ink = colour_at(share).css
+    return f"{'underline2 ' if cell.was else ''}{ink} on {ground}"
 
 
 def _legend(colour: str, last: int, console: Console) -> Text:
