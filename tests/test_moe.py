@@ -579,7 +579,7 @@ def test_junk_in_any_field_gives_a_config_or_a_sentence():
 def test_model_of_random_weights():
     model = dllm_jax.random_model(SMALL)
     assert model.params["layers.1.mlp.w_in"].shape == (6, 2, 16, 12)
-    assert bind(SMALL, model.params).layers[0].mlp.route(jnp.ones((1, 3, 16)))[1].shape == (1, 3, 2)
+    assert bind(SMALL, model.params).layers[0].mlp.route(jnp.ones((1, 3, 4)))[1].shape == (1, 3, 2)
 
 
 def test_the_benchmark_measures_the_same_layer_four_times(tmp_path):

@@ -149,6 +149,23 @@ class LoraPart:
 
 
 @dataclasses.dataclass(frozen=True)
+class RouterPart:
+    """Losses of the routers of a mixture of experts, beside the objective's, over the positions that count and that the
+    trained model reads; with either, `balance`, `router_z` and `largest_expert` (its share) are reported.
+
+    For routers that choose by a softmax (LLaDA-MoE, SDAR). LLaDA2's balances its experts by the bias of a sigmoid,
+    which no gradient changes.
+
+    Attributes:
+        balance: weight of the load-balancing loss (arXiv 2101.03961, equation 4), 1 where experts are used alike.
+        z: weight of the mean square of logsumexp of the router's scores (arXiv 2202.08906, equation 5).
+    """
+
+    balance: float = 0.0
+    z: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
 class CheckpointPart:
     """What is kept.
 
@@ -207,6 +224,7 @@ class TrainConfig:
     optimizer: OptimizerPart = dataclasses.field(default_factory=OptimizerPart)
     compute: ComputePart = dataclasses.field(default_factory=ComputePart)
     lora: LoraPart = dataclasses.field(default_factory=LoraPart)
+    router: RouterPart = dataclasses.field(default_factory=RouterPart)
     checkpoint: CheckpointPart = dataclasses.field(default_factory=CheckpointPart)
     log: LogPart = dataclasses.field(default_factory=LogPart)
     command: str = dataclasses.field(kw_only=True)
@@ -254,6 +272,8 @@ _RANGES: tuple[Range, ...] = (
     ("optimizer.accumulate", 1, math.inf),
     ("lora.rank", 0, math.inf),
     ("lora.dropout", 0.0, 0.9999999),
+    ("router.balance", 0.0, math.inf),
+    ("router.z", 0.0, math.inf),
     ("checkpoint.every", 1, math.inf),
     ("checkpoint.keep", 1, math.inf),
     ("log.every", 1, math.inf),
