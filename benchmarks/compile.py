@@ -427,12 +427,17 @@ def _training(options: argparse.Namespace) -> tuple[Setting, dict[str, Any]]:
     return setting, {"title": title, **about, **rows, "dtype": run.compute.dtype}
 
 
+def compile_here() -> None:
+    """Settings of JAX for a process that compiles for others."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_compilation_cache", False)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs what the command line says; 0 when it worked, 1 for faults that `--check` found, 2 after a mistake, which is
     printed as one sentence."""
     options = parser().parse_args(arguments)
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_enable_compilation_cache", False)
+    compile_here()
     try:
         result = report(options)
     except DllmError as error:
