@@ -118,10 +118,8 @@ def apply_experts(
         platform: functools.partial(in_rounds, rows, activation=activation) for platform, rows in TILE_ROWS.items()
     }
     for platform, by in GROUPED.items():
-        if _groups(by, x, w_in, layout) and by == "ragged_dot":
+        if _groups(by, x, w_in, layout) and (by == "ragged_dot" or activation == "silu"):
             on[platform] = functools.partial(_on_parts, by, layout, activation)
-        elif _groups(by, x, w_in, layout) and activation == "silu":
-            on[platform] = functools.partial(_kernel_on_parts, by, layout)
     return lax.platform_dependent(x, ids, weights, w_in, w_out, **on)
 
 
@@ -152,7 +150,11 @@ def _on_parts(
     weights: jax.Array,
     *tables: Table,
 ) -> jax.Array:
-    """`in_groups` of each device's tokens with its part of the experts, summed over the devices that share tokens."""
+    """`in_groups` of each device's tokens with its part of the experts, summed over the devices that share tokens.
+
+    So are gradients, whose rounds then need no other device's weights: what is split for storage alone is gathered once
+    a layer, and its gradient summed once. Rounds of the whole do both in every round.
+    """
     if layout is None or not jax.sharding.get_abstract_mesh().empty:
         return in_groups(by, x, ids, weights, *tables, None, activation)
     tokens, (experts, width) = layout.spec(x, TOKENS), _split(tables[0], layout)
@@ -272,22 +274,6 @@ def _in_groups_backward(by: By, activation: Activation, operands: tuple, gradien
 
 
 in_groups.defvjp(_in_groups_forward, _in_groups_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _kernel_on_parts(by: By, layout: Layout | None, *operands: Any) -> jax.Array:
-    """`_on_parts`, but with the gradient of the rounds of the whole.
-
-    Rounds on parts gather a layer's split weights once, not in every round, but XLA's GPU compiler then has those of
-    all layers at a time: 1.5 instead of 0.2 GiB a layer of LLaDA-MoE on eight H100s with FSDP.
-    """
-    return _on_parts(by, layout, "silu", *operands)
-
-
-_kernel_on_parts.defvjp(
-    lambda by, layout, *operands: _in_groups_forward(by, *operands),
-    lambda by, layout, operands, gradient: _in_groups_backward(by, "silu", operands, gradient),
-)
 
 
 def in_rounds(

@@ -116,7 +116,8 @@ class ComputePart:
             results of matrix products.
         scan: "on" runs the layers as a loop, which is compiled once instead of once a layer, and for which the weights
             are copied in `dtype` (as they are anyway where all are trained); "auto" does so on TPUs, whose compiler
-            takes minutes a layer; "off" never.
+            takes minutes a layer, and of experts on several GPUs, whose compiler would gather the experts of many
+            layers at a time; "off" never.
         mesh: sizes of the mesh axes, such as {data = 2, fsdp = 2, tensor = 2}; empty is one device.
     """
 
