@@ -7,7 +7,9 @@ from pathlib import Path
 
 import jax
 import pytest
+from train_toys import DREAM, LLADA
 
+import dllm_jax
 import train
 from benchmarks import compile as bench
 from benchmarks import recipes
@@ -16,6 +18,7 @@ from dllm_jax import PUBLISHED
 from dllm_jax.sharding import param_shardings
 from dllm_jax.transformer import param_specs
 from evals import presets
+from samplers import make_sampler
 from train.objectives import objective_of
 from train.settings import read_table
 from train.trained import WholeModel
@@ -52,6 +55,16 @@ def test_a_recipe_is_whole(name):
     for preset in re.findall(r"--preset (\S+)", said):
         presets.find(preset)
     assert "arXiv" in said or "llada-sft-full.toml" in said or "llada-d2f.toml" in said
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_head_names_samplers_that_there_are(name):
+    """Those that need no folder of a user's."""
+    config = DREAM if "dream" in name else LLADA
+    model = dllm_jax.random_model(config.replace(max_length=4096))
+    for spec in re.findall(r"--sampler (\S+)", head(name)):
+        if "indicator=" not in spec:
+            assert make_sampler(model, spec).gen_length >= 256
 
 
 @pytest.mark.parametrize("name", NAMES)
