@@ -69,11 +69,11 @@ def test_a_head_names_samplers_that_there_are(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_memory_in_a_head_is_what_was_compiled(name):
-    """For eight H100s, v5p and v6e chips; on GPUs the line through a few layers."""
+    """For eight H100s at least; on GPUs the line through a few layers."""
     layers = model_of(train.read_config(FOLDER / f"{name}.toml")).num_layers
     rows = [row for row in MEASURED if row["config"] == name]
     whole = [row for row in rows if row["layers"] == layers]
-    assert {"h100:8"} <= {row["target"] for row in whole}
+    assert "h100:8" in [row["target"] for row in whole]
     assert [line for line in head(name).splitlines() if line.startswith("#   ") and " of " in line] == [
         recipes.line(row) for row in whole
     ]
