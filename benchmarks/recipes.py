@@ -4,7 +4,7 @@
     python -m benchmarks.recipes --target v6e:2x4 train/configs/8b/llada-d2f.toml
 
 compiles the step with a run's own settings (`benchmarks.compile --what train`) and prints the line that stands in the
-recipe's head. On TPUs, where layers are a loop, all of them are compiled; on GPUs, where they are not, 2 and 4, and
+recipe's head. On TPUs, where layers are a loop, all of them are compiled; on GPUs, where they are not, 4 and 6, and
 what the model asks for is the line through both.
 """
 
@@ -20,7 +20,7 @@ from dllm_jax import DllmError, published
 
 SIZES = ("argument_bytes", "temporary_bytes", "peak_bytes")
 KEPT = ("config", "target", "mesh", "model", "layers", "batch", "accumulate", "length", "jax", *SIZES, "memory_bytes")
-FEW, MORE = 2, 4  # layers whose difference is that of a layer
+FEW, MORE = 4, 6  # layers whose difference is that of a layer
 
 
 def extended(few: Mapping[str, Any], more: Mapping[str, Any], layers: int) -> dict[str, Any]:
