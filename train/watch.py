@@ -110,8 +110,8 @@ class Watch:
 
 
 class HeldOut:
-    """The objective on rows that are not trained on: each once, under the same noise each time, nothing left out; without
-    what routers cost."""
+    """The objective on rows that are not trained on: each once, under the same noise each time, nothing left out, and
+    without what routers cost."""
 
     def __init__(self, config: TrainConfig, rows: Rows, model: ModelConfig, placement: Placement) -> None:
         """
