@@ -130,7 +130,8 @@ class ComputePart:
             results of matrix products.
         scan: "on" runs the layers as a loop, which is compiled once instead of once a layer, and for which the weights
             are copied in `dtype` (as they are anyway where all are trained); "auto" does so on TPUs, whose compiler
-            takes minutes a layer; "off" never.
+            takes minutes a layer, and of experts on several GPUs, whose compiler would gather the experts of many
+            layers at a time; "off" never.
         mesh: sizes of the mesh axes, such as {data = 2, fsdp = 2, tensor = 2}; empty is one device.
     """
 
@@ -164,6 +165,23 @@ class LoraPart:
     def scale(self) -> float:
         """How often the product counts."""
         return self.alpha / self.rank
+
+
+@dataclasses.dataclass(frozen=True)
+class RouterPart:
+    """Losses of the routers of a mixture of experts, beside the objective's, over the positions that count and that the
+    trained model reads; with either, `balance`, `router_z` and `largest_expert` (its share) are reported.
+
+    For routers that choose by a softmax (LLaDA-MoE, SDAR). LLaDA2's balances its experts by the bias of a sigmoid,
+    which no gradient changes.
+
+    Attributes:
+        balance: weight of the load-balancing loss (arXiv 2101.03961, equation 4), 1 where experts are used alike.
+        z: weight of the mean square of logsumexp of the router's scores (arXiv 2202.08906, equation 5).
+    """
+
+    balance: float = 0.0
+    z: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,6 +283,7 @@ class TrainConfig:
     optimizer: OptimizerPart = dataclasses.field(default_factory=OptimizerPart)
     compute: ComputePart = dataclasses.field(default_factory=ComputePart)
     lora: LoraPart = dataclasses.field(default_factory=LoraPart)
+    router: RouterPart = dataclasses.field(default_factory=RouterPart)
     checkpoint: CheckpointPart = dataclasses.field(default_factory=CheckpointPart)
     log: LogPart = dataclasses.field(default_factory=LogPart)
     watch: WatchPart = dataclasses.field(default_factory=WatchPart)
@@ -336,6 +355,8 @@ _RANGES: tuple[Range, ...] = (
     ("optimizer.accumulate", 1, math.inf),
     ("lora.rank", 0, math.inf),
     ("lora.dropout", 0.0, 0.9999999),
+    ("router.balance", 0.0, math.inf),
+    ("router.z", 0.0, math.inf),
     ("checkpoint.every", 1, math.inf),
     ("checkpoint.keep", 1, math.inf),
     ("log.every", 1, math.inf),

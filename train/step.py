@@ -106,8 +106,9 @@ class Stepper:
         self.trained = self.objective.trained(config, model)
         self.optimizer = make_optimizer(config.optimizer, config.steps)
         self._layout = Layout(placement.mesh) if placement.mesh.size > 1 else None
-        on_tpu = placement.mesh.devices.flat[0].platform == "tpu"
-        self._scan = config.compute.scan == "on" or (config.compute.scan == "auto" and on_tpu)
+        platform = placement.mesh.devices.flat[0].platform
+        wanted = platform == "tpu" or (platform == "gpu" and model.experts is not None and placement.mesh.size > 1)
+        self._scan = config.compute.scan == "on" or (config.compute.scan == "auto" and wanted)
         self._table_sharding = param_shardings(model, placement.mesh, ShardingRules(embed=None))[_TABLE]
 
     def start(self, trained: Mapping[str, jax.Array]) -> TrainState:

@@ -4,6 +4,7 @@ import types
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from dllm_jax.errors import DllmError
 from train.config import TrainConfig
 from train.objectives.autoregressive import Autoregressive
 from train.objectives.base import Objective, Passes
@@ -29,10 +30,17 @@ def objective_of(config: TrainConfig) -> Objective:
     return OBJECTIVES[config.command].of(config)
 
 
-def read_config(path: str | Path, overrides: Iterable[str] = (), command: str = "masked-diffusion") -> TrainConfig:
+def read_config(path: str | Path, overrides: Iterable[str] = (), command: str = "") -> TrainConfig:
     """The settings in a TOML file, changed by overrides such as ``optimizer.lr=3e-4``, for one of `OBJECTIVES`.
+
+    Args:
+        command: the objective's name; by default that in the file, or masked-diffusion.
 
     Raises:
         DllmError: for a file that cannot be read, unknown keys, values of another type or out of range.
     """
-    return build(OBJECTIVES[command].config, read_table(path, overrides))
+    values = read_table(path, overrides)
+    command = command or values.get("command", "masked-diffusion")
+    if command not in OBJECTIVES:
+        raise DllmError(f"{path}: command is {command!r}; choose one of {', '.join(OBJECTIVES)}")
+    return build(OBJECTIVES[command].config, values)

@@ -285,7 +285,7 @@ class FinalTokens(Objective):
     @classmethod
     def of(cls, config: IndicatorRun) -> Self:
         """As `Objective`."""
-        return cls(config.objective, config.data.answer_length)
+        return cls(config.objective, config.data.answer_length, router=config.router)
 
     def trained(self, config: IndicatorRun, model: ModelConfig) -> Trained:
         """As `Objective`: the indicator.
