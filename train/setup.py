@@ -28,11 +28,13 @@ class Parts:
     model: config of the backbone.
     rows: training rows by position.
     files: of the trained checkpoint: the tokenizer's, empty where there is none, and how it is sampled.
+    task: what a data.source of other code made: a task, or the source itself; None for a built-in one.
     """
 
     model: ModelConfig
     rows: Rows
     files: Mapping[str, bytes]
+    task: Any = None
 
     def checked(self, config: TrainConfig, *, progress: bool) -> tuple["Parts", Faults | None]:
         """The parts with rows of good examples alone, and what was wrong with others, see `train.data.checks`."""
@@ -71,7 +73,7 @@ def prepare(config: TrainConfig) -> Parts:
             "this command learns from trajectories; make some by python -m evals trajectories, and set data.source to "
             '"trajectories" and data.options.path to their folder'
         )
-    return Parts(model, rows, {**files, **checkpoint.generation_file(_generation(config, model, task))})
+    return Parts(model, rows, {**files, **checkpoint.generation_file(_generation(config, model, task))}, task)
 
 
 def _generation(config: TrainConfig, model: ModelConfig, task: Any) -> dict[str, Any]:

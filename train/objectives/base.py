@@ -2,7 +2,8 @@
 
 import abc
 import dataclasses
-from typing import Any, ClassVar, NamedTuple, Self
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
 import jax
 from jax.sharding import NamedSharding
@@ -14,6 +15,10 @@ from dllm_jax.transformer import RematPolicy
 from train.config import DataPart, TrainConfig
 from train.losses import Batch, Metrics, Noised, diffusion_loss
 from train.trained import Trained, whole_or_adapters
+
+if TYPE_CHECKING:
+    from train.setup import Parts
+    from train.step import Stepper, TrainState
 
 
 class Passes(NamedTuple):
@@ -28,6 +33,26 @@ class Passes(NamedTuple):
     layers: int
     attention: int
     head: int
+
+
+class Feed(Protocol):
+    """Batches that are made of a run's state, and not of rows of data alone.
+
+    Attributes:
+        round: steps whose batches are made of one state, which a run has to start from: so states are kept, and runs
+            end, between two rounds alone.
+        metrics: numbers about the last batches, told beside those of the steps.
+    """
+
+    @property
+    def round(self) -> int: ...
+    @property
+    def metrics(self) -> Mapping[str, float]: ...
+
+    def __call__(self, step: int, state: "TrainState") -> Any:
+        """The batch of step `step` (from 0), [accumulate, rows, ...] as `Objective.corrupt` takes it, from the state
+        before that step; only a round's first looks at it."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +103,17 @@ class Objective(abc.ABC):
     def passes(self, trained: Trained) -> Passes:
         """What a step computes; gradients of frozen weights do not count."""
         return Passes(trained.passes, 3 if trained.passes > 1 else 1, trained.passes)
+
+    def feed(self, config: Any, parts: "Parts", stepper: "Stepper", frozen: Mapping[str, jax.Array]) -> Feed | None:
+        """What makes batches of a run's states; None where they are rows of the data.
+
+        Args:
+            frozen: the arrays that are not trained.
+
+        Raises:
+            DllmError: for settings and data that do not fit each other.
+        """
+        return None
 
     @abc.abstractmethod
     def corrupt(self, key: jax.Array, batch: Batch, denoiser: Denoiser) -> Any:
