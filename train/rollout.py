@@ -51,8 +51,8 @@ class RolloutPart:
         temperature: of the draws, and of the distribution whose log-probabilities are learned.
         prompts: P, of an iteration.
         group: completions of each prompt, which are compared with one another.
-        redraw: how often other prompts are drawn in the place of those whose completions all have the same reward and so
-            teach nothing (the dynamic sampling of DAPO, arXiv 2503.14476). What is left then is learned as it is.
+        redraw: how often other prompts are drawn in the place of those whose completions all have the same reward, and
+            so teach nothing (the dynamic sampling of DAPO, arXiv 2503.14476). What is left then is learned as it is.
         slots: completions that are sampled together, the next as soon as one has ended; 0 is all of P times `group`.
         reward: "correct" is 1 for an answer that the task's checker accepts, else 0. "partial" is what the task says
             of answers that are right in parts, in [0, 1]. A source with a `reward` of its own gives that.
@@ -151,8 +151,8 @@ def sampler_for(part: RolloutPart, model: ModelConfig, task: Any, gen_length: in
     changed += [name for name in ("top_p", "top_k", "suppress") if getattr(found.sampling, name) is not None]
     if changed:
         raise DllmError(
-            f"rollout.sampler {part.sampler}: with {changed[0]} tokens come from another distribution than the one that "
-            "is learned; leave it out"
+            f"rollout.sampler {part.sampler}: with {changed[0]} tokens come from another distribution than the one "
+            "that is learned; leave it out"
         )
     return found
 
@@ -253,9 +253,8 @@ class Rollouts:
         arrays = self._arrays(sampled)
         size = math.prod(self._batch)
         cut = lambda x, place: x[place * size : (place + 1) * size].reshape(*self._batch, *x.shape[1:])
-        batches = [
-            jax.tree.map(lambda x, p=p % self._parts: self._placed(cut(x, p)), arrays) for p in range(self.round)
-        ]
+        batches = [jax.tree.map(lambda x, p=p: self._placed(cut(x, p)), arrays) for p in range(self._parts)]
+        batches *= self.round // self._parts
         if self.round > 1:
             first = iteration * self.round
             batches = [x._replace(old=self._old(state, x, first + place)) for place, x in enumerate(batches)]
@@ -268,8 +267,8 @@ class Rollouts:
     # Sampling --------------------------------------------------------------------------------------------------------
 
     def _sampled(self, iteration: int, denoiser: Denoiser) -> Sampled:
-        """The groups to learn from. Prompts of other iterations, and those that replace some, are never the same rows of
-        the data."""
+        """The groups to learn from. Prompts of other iterations, and those that replace some, are never the same rows
+        of the data."""
         part = self._part
         model = Model(denoiser.config, dict(denoiser.params), None, "the model being trained", layout=denoiser.layout)
         room = max(self._rows.part.length - self._sampler.gen_length, denoiser.min_prompt_length, 1)
@@ -343,10 +342,8 @@ class Rollouts:
         """Notes the metrics of all that was sampled."""
         rewards = np.concatenate([one.rewards for one in every])
         self.metrics = {"reward": float(rewards.mean())}
-        if self._verify is not None:
-            self.metrics["accuracy"] = float(
-                np.concatenate([one.correct for one in every if one.correct is not None]).mean()
-            )
+        if correct := [one.correct for one in every if one.correct is not None]:
+            self.metrics["accuracy"] = float(np.concatenate(correct).mean())
         self.metrics["same"] = float((np.ptp(rewards, axis=1) == 0).mean())
         self.metrics["nfe"] = float(np.mean([result.nfe[0] for one in every for result in one.results]))
 
