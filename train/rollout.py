@@ -36,7 +36,7 @@ Reward = Literal["correct", "partial"]
 Advantage = Literal["grpo", "dr-grpo"]
 Rewarded = Callable[[Any, list[int]], float]  # of an example, and the tokens that were generated for it
 
-_DRAWS = 3  # purpose of the random numbers, beside those of `train.data.rows`
+_DRAWS = 2**31 - 2  # told from the numbers of steps, which are folded into the same key
 _REWARDING = 8  # threads
 
 
@@ -368,7 +368,7 @@ class Rollouts:
             rest = np.full(size, config.mask_id, np.int32)
             if example.given is not None:
                 known = np.asarray(example.given, bool)
-                rest[: len(known)] = np.where(known, example.answer_ids, config.mask_id)
+                rest[: len(known)][known] = np.asarray(example.answer_ids)[known]
             tokens[row, canvas] = np.where(written, results.tokens[row, :size], rest)
             step[row, canvas] = steps[row, :size]
             drawn[row, canvas] = written & np.isfinite(results.logprobs[row, :size])

@@ -13,7 +13,7 @@ from dllm_jax.denoiser import Denoiser
 from dllm_jax.errors import DllmError
 from dllm_jax.transformer import RematPolicy
 from train.config import DataPart, TrainConfig
-from train.losses import Batch, Metrics, Noised, diffusion_loss
+from train.losses import Metrics, Noised, diffusion_loss
 from train.trained import Trained, whole_or_adapters
 
 if TYPE_CHECKING:
@@ -116,8 +116,12 @@ class Objective(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def corrupt(self, key: jax.Array, batch: Batch, denoiser: Denoiser) -> Any:
-        """A noised batch: a tuple of arrays with the batch's leading axes; the denoiser's parameters are not read."""
+    def corrupt(self, key: jax.Array, batch: Any, denoiser: Denoiser) -> Any:
+        """A noised batch: a tuple of arrays with the batch's leading axes; the denoiser's parameters are not read.
+
+        Args:
+            batch: a `Batch`, or what the objective's `feed` makes.
+        """
 
     @abc.abstractmethod
     def loss(

@@ -272,14 +272,14 @@ class Grpo(Objective):
         rows = self._tokens(states).shape
         every = lambda x: jnp.broadcast_to(x, states.weights.shape).reshape(rows)[:, first:]
         old = every(jnp.zeros(()) if states.old is None else states.old)
-        heads, hidden = (learner,), (self._hidden(learner, states, remat=remat, sharding=sharding),)
+        heads, hidden = [learner], [self._hidden(learner, states, remat=remat, sharding=sharding)]
         if self.settings.beta:
-            heads += (base,)
-            hidden += (lax.stop_gradient(self._hidden(base, states, sharding=sharding)),)
+            heads.append(base)
+            hidden.append(lax.stop_gradient(self._hidden(base, states, sharding=sharding)))
         parts = (*hidden, every(states.tokens[:, None]), every(states.advantage[:, None, None]), old)
         sums = functools.partial(self._sums, on_policy)
         options: dict[str, Any] = {"chunk": self.settings.chunk, "groups": groups, "sharding": sharding}
-        loss, *others = head_sums(sums, heads, parts, every(states.weights), **options)
+        loss, *others = head_sums(sums, tuple(heads), parts, every(states.weights), **options)
         draws = jnp.maximum(jnp.sum(states.weights > 0), 1)
         means = {name: x / draws for name, x in zip(("clipped", "entropy", "kl"), others, strict=False)}
         return loss / len(states.lengths), {"loss": loss / len(states.lengths), **means}
