@@ -238,7 +238,7 @@ def test_killed_and_resumed_is_as_if_nothing_had_been(tmp_path, monkeypatch):
     with pytest.raises(DllmError, match="the sandbox is gone"):
         train.train(config_of(out, **changes))
     assert [line["step"] for line in lines(out)] == [1, 2, 3, 4]
-    calls = itertools.count(20)
+    calls = itertools.count(24)
     with pytest.raises(train.Interrupted, match="interrupted after step 8"):
         train.train(config_of(out, **changes))
     outcome = train.train(config_of(out, **changes))
