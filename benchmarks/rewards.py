@@ -1,4 +1,5 @@
-"""Held-out accuracy of the states that runs of `python -m train grpo` kept, on the same problems throughout.
+"""Held-out accuracy of the states that runs of `python -m train grpo` kept, on the same problems throughout; of the
+moving average, where that is what a run writes.
 
     python -m benchmarks.rewards runs/grpo-sudoku --task sudoku:box_rows=2,box_columns=3 --n 2000 \
         --sampler topk:k=12,proxy=entropy --out evals/results/grpo-sudoku
@@ -9,6 +10,7 @@ both solves, how many each; the standard error of the difference is sqrt(gained 
 
 import argparse
 import csv
+import dataclasses
 import json
 import math
 import sys
@@ -16,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import dllm_jax
 import evals
 from benchmarks import command
 from dllm_jax import DllmError, Model
@@ -42,9 +45,10 @@ def report(options: argparse.Namespace) -> Row:
     for folder in options.runs:
         run = _run(folder)
         before: Sequence[bool] = ()
+        base = dllm_jax.load(run.config.model.init, dtype=run.config.compute.dtype)
         with RunFolder(run.config).states(training=False) as states:
             for step in [0, *states.steps[options.every - 1 :: options.every]]:
-                model = _model(run, run.restored(states, step) if step else run.fresh(), folder)
+                model = _model(run, run.restored(states, step) if step else run.fresh(), base)
                 bound = task.bind(model)
                 examples = examples or [bound.example("test", i) for i in range(options.n)]
                 found = evals.run(
@@ -76,10 +80,11 @@ def _run(folder: Path) -> Run:
     return Run(config, parts, placement_of(config, parts.model, training_mesh(config)))
 
 
-def _model(run: Run, state: Any, folder: Path) -> Model:
+def _model(run: Run, state: Any, base: Model) -> Model:
     lora = run.config.lora
-    params = with_adapters(run.frozen, state.trained, lora.scale) if lora.rank else dict(state.trained)
-    return Model(run.parts.model, params, None, folder.name)
+    weights = state.average if run.config.checkpoint.weights == "ema" else state.trained
+    params = with_adapters(base.params, weights, lora.scale) if lora.rank else dict(weights)
+    return dataclasses.replace(base, params=params)
 
 
 def _compared(found: Any, pairs: Pairs) -> Row:
