@@ -4,7 +4,7 @@ moving average, where that is what a run writes.
     python -m benchmarks.rewards runs/grpo-sudoku --task sudoku:box_rows=2,box_columns=3 --n 2000 \
         --sampler topk:k=12,proxy=entropy --out evals/results/grpo-sudoku
 
-Answers are greedy. A state is compared with the weights before training problem by problem: of those that only one of
+Answers are greedy unless the sampler has a temperature. A state is compared with the weights before training problem by problem: of those that only one of
 both solves, how many each; the standard error of the difference is sqrt(gained + lost - (gained - lost)^2 / n) / n.
 """
 
@@ -115,13 +115,13 @@ def plot(result: Row) -> bytes:
         held_out.append(Curve(name, column("step"), percent("accuracy"), percent("accuracy_stderr")))
         log = [line for line in result["training"][name] if "reward" in line]
         ends = range(0, len(log), max(len(log) // 40, 1))
-        means = [(line["step"], line["reward"]) for line in (log[end] for end in ends)]
-        sampled.append(Curve(name, *zip(*means, strict=True)))
+        told = [log[end] for end in ends]
+        sampled.append(Curve(name, [line["step"] for line in told], [line["reward"] for line in told]))
     panels = [
         Panel("steps", held_out, y_label="held-out accuracy, %", y_range=_range(held_out)),
         Panel("steps", sampled, y_label="mean reward of sampled answers", y_range=_range(sampled)),
     ]
-    return draw(panels, f"{result['about']['task']}: {result['about']['sampler']}, greedy, n = {result['about']['n']}")
+    return draw(panels, f"{result['about']['task']}: {result['about']['sampler']}, n = {result['about']['n']}")
 
 
 def _range(curves: Sequence[Curve]) -> tuple[float, float]:
@@ -143,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.rewards", description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output folders of runs")
     parser.add_argument("--task", required=True, help="as for python -m evals")
-    parser.add_argument("--sampler", required=True, help="spec of the sampler, greedy")
+    parser.add_argument("--sampler", required=True, help="spec of the sampler that answers")
     parser.add_argument("--n", type=int, default=2000, help="test problems (default: 2000)")
     parser.add_argument("--batch-size", type=int, default=256, metavar="N")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="look at every Nth state (default: all)")

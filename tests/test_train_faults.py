@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_train_run import assert_same, latest_state, lines
-from train_toys import LLADA, dllm_jax_example, run_config, settings, spoil_gradients, write_toml
+from train_toys import LLADA, Listed, dllm_jax_example, run_config, settings, spoil_gradients, write_toml
 
 import train
 from dllm_jax import DllmError, checkpoint, random_model
@@ -16,7 +16,7 @@ from train.__main__ import main
 from train.config import DataPart
 from train.data import Setup
 from train.data.checks import checked
-from train.data.files import Listed, jsonl
+from train.data.files import jsonl
 from train.data.shards import Trajectories
 from train.folder import RunFolder, States
 
@@ -322,8 +322,8 @@ def test_a_full_disk_at_the_log_keeps_the_last_state(whole, tmp_path):
     config = config_of(out)
     original = RunFolder.go_on
 
-    def go_on(self, step):
-        original(self, step)
+    def go_on(self, step, **options):
+        original(self, step, **options)
         log.unlink()
         log.symlink_to("/dev/full")
 

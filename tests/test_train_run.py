@@ -249,9 +249,10 @@ def safe_lines(out):
 
 
 def test_two_processes_train_like_one(tmp_path):
-    changes = {"steps": 4, "checkpoint__every": 4}
-    train.train(run_config(tmp_path / "one", **changes, data=of_lengths(tmp_path, tmp_path / "one-cache")))
-    changes["data"] = of_lengths(tmp_path, tmp_path / "two-cache")
+    changes = {"steps": 4, "checkpoint__every": 4, "watch": {"every": 4}}
+    data = lambda cache: {**of_lengths(tmp_path, tmp_path / cache), "heldout": 0.3}
+    train.train(run_config(tmp_path / "one", **changes, data=data("one-cache")))
+    changes["data"] = data("two-cache")
     out = tmp_path / "two"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -271,9 +272,10 @@ def test_two_processes_train_like_one(tmp_path):
     told = [process.communicate(timeout=120)[0] for process in joined]
     assert [process.returncode for process in joined] == [0, 0], told
     assert "write-model" in told[0]
-    np.testing.assert_allclose(
-        [line["loss"] for line in lines(out)], [line["loss"] for line in lines(tmp_path / "one")], rtol=1e-4
-    )
+    for name in ("loss", "heldout_loss"):
+        told = [[line[name] for line in lines(folder) if name in line] for folder in (out, tmp_path / "one")]
+        np.testing.assert_allclose(*told, rtol=1e-4)
+        assert len(told[0]) == 2
     assert main(["write-model", "--run", str(out), "--out", str(tmp_path / "model")]) == 0
     wanted = dllm_jax.load(tmp_path / "one" / "model").params
     for name, x in dllm_jax.load(tmp_path / "model").params.items():

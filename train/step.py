@@ -167,6 +167,15 @@ class Stepper:
         """What an objective's loss takes as what is trained, with nothing left out of it."""
         return self.trained.parts(trained, frozen, self._denoiser, None)[0]
 
+    def measure(self, trained: Params, frozen: Params, batch: Batch, key: jax.Array) -> Metrics:
+        """The objective on a batch [1, rows, ...] that is not learned from, and what is reported of it.
+
+        Args:
+            key: of the batch's noise.
+        """
+        noised = self.objective.corrupt(key, batch, Denoiser(self._model, {}))
+        return self.loss(trained, frozen, jax.tree.map(lambda x: x[0], noised), jax.random.fold_in(key, _DROPOUT))[1]
+
     def _updated(self, gradient: Params, state: TrainState) -> TrainState:
         """The state with a gradient applied; the step's number stays."""
         updates, optimizer = self.optimizer.update(gradient, state.optimizer, state.trained)

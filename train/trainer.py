@@ -16,21 +16,21 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import NamedSharding
 
 from dllm_jax import checkpoint
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
+from train.batches import device_batch
 from train.config import TrainConfig
-from train.data import Ahead, Rows
-from train.folder import DROPPED_FILE, METRICS_FILE, RunFolder, States
-from train.losses import Batch
+from train.data import Ahead
+from train.folder import DROPPED_FILE, RunFolder, States
 from train.objectives import objective_of
 from train.optimizer import learning_rate
 from train.report import Reporter, on_host
 from train.setup import Parts, prepare
 from train.step import Placement, Stepper, TrainState, training_mesh
+from train.watch import Watch
+from train.writers import check_writers
 
 
 class Outcome(NamedTuple):
@@ -67,22 +67,27 @@ def train(config: TrainConfig, *, progress: bool = False, allow_change: Collecti
             state is kept.
         Interrupted: after SIGINT or SIGTERM.
     """
+    check_writers(config.log.to)
     parts, mesh = prepare(config), training_mesh(config)
     folder = RunFolder(config, allow_change)
     parts, faults = parts.checked(config, progress=progress)
-    run = Run(config, parts, placement_of(config, parts.model, mesh))
+    placement = placement_of(config, parts.model, mesh)
+    watch = Watch(config, parts, placement)
+    run = Run(config, parts, placement)
     with folder.begin(), folder.states(training=True) as states:
-        if faults is not None:
-            folder.write_dropped(faults.listed())
-            warnings.warn(f"{faults}; they are left out, see {folder.path / DROPPED_FILE}", stacklevel=2)
+        if faults:
+            folder.write_dropped("".join(found.listed() for found in faults))
+            told = "; ".join(map(str, faults))
+            warnings.warn(f"{told}; they are left out, see {folder.path / DROPPED_FILE}", stacklevel=2)
         started = states.latest or 0
         if started > config.steps:
             raise DllmError(f"the run in {config.out} has done {started} steps; set steps to {started} or more")
         state = run.restored(states, started) if started else run.fresh()
         metrics: Mapping[str, float] = {}
-        folder.go_on(started)
-        if started < config.steps:
-            state, metrics = run.advance(state, started, states, folder.path / METRICS_FILE, progress=progress)
+        goes_on = started < config.steps
+        folder.go_on(started, looks=goes_on and watch.due(started))
+        if goes_on:
+            state, metrics = run.advance(state, started, states, folder.path, watch, progress=progress)
         write = lambda out: run.write(state, out, overwrite=True)
         out = folder.write_result(run.trained.folder, config.steps, write)
     return Outcome(config.steps, started, metrics, out)
@@ -151,9 +156,9 @@ class Run:
         return True
 
     def advance(
-        self, state: TrainState, done: int, states: States, path: Path, *, progress: bool
+        self, state: TrainState, done: int, states: States, folder: Path, watch: Watch, *, progress: bool
     ) -> tuple[TrainState, Mapping[str, float]]:
-        """Runs the steps that are left, writing metrics and states."""
+        """Runs the steps that are left, writing metrics, what is seen at looks, and states."""
         config = self.config
         key = jax.jit(lambda: jax.random.key(config.seed), out_shardings=self.placement.replicated)()
         schedule = learning_rate(config.optimizer, config.steps)
@@ -164,9 +169,11 @@ class Run:
         line: Mapping[str, float] = {}
         with (
             Ahead(batch, done, done if feed else config.steps) as batches,
-            Reporter(config, self.parts.model, path, done, progress=progress) as reporter,
+            Reporter(config, self.parts.model, folder, done, progress=progress) as reporter,
             _stop_requests() as stop,
         ):
+            if watch.due(done):
+                self._look(done, state, watch, reporter)
             programs: dict[int, Callable[..., tuple[TrainState, dict[str, jax.Array]]]] = {}  # by the rows' length
             for step in range(done + 1, config.steps + 1):
                 rows = feed(step - 1, state) if feed else next(batches)
@@ -178,6 +185,8 @@ class Run:
                 reporter.count(length)
                 pending.append({**metrics, **feed.metrics} if feed else metrics)
                 stops = stop.is_set() and not (feed and step % feed.round)
+                if watch.due(step) and not stop.is_set():
+                    self._look(step, state, watch, reporter)
                 last = step == config.steps or stops
                 keep = last or step % config.checkpoint.every == 0
                 if keep or step % config.log.every == 0:
@@ -190,6 +199,11 @@ class Run:
                 if stops and step < config.steps:
                     raise Interrupted(f"interrupted after step {step}; the same command goes on from there")
         return state, line
+
+    def _look(self, step: int, state: TrainState, watch: Watch, reporter: Reporter) -> None:
+        jax.block_until_ready(state)  # what is waited for is training
+        with reporter.paused():
+            reporter.look(step, watch(state, self.frozen))
 
 
 class Tally:
@@ -224,26 +238,6 @@ class Tally:
         means = {name: sum(values[name] for values in done) / len(done) for name in (done[0] if done else ())}
         means.pop("skipped", None)
         return means | ({"skipped": len(steps) - len(done)} if len(done) < len(steps) else {})
-
-
-def device_batch(rows: Rows, step: int, config: TrainConfig, sharding: NamedSharding) -> Batch:
-    """The batch of step `step` (from 0), [accumulate, rows, ...]; a process computes the rows of its own devices."""
-    parts, length = config.optimizer.accumulate, rows.width(step * config.optimizer.batch)
-    count = config.optimizer.batch // parts
-    needed = np.zeros((parts, count), bool)
-    for index in sharding.addressable_devices_indices_map((parts, count)).values():
-        needed[index] = True
-    numbers = step * config.optimizer.batch + np.arange(parts * count).reshape(parts, count)
-    found = {at: rows(int(numbers[at])) for at in zip(*np.nonzero(needed), strict=True)}
-    tokens, targets = np.zeros((parts, count, length), np.int32), np.zeros((parts, count, length), bool)
-    lengths, steps = np.zeros((parts, count), np.int32), np.full((parts, count, length), -1, np.int32)
-    for at, row in found.items():
-        tokens[at], targets[at], lengths[at] = row.tokens, row.targets, row.length
-        if row.step is not None:
-            steps[at] = row.step
-    ordered = any(row.step is not None for row in found.values())
-    place = lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
-    return Batch(place(tokens), place(targets), place(lengths), place(steps) if ordered else None)
 
 
 @contextmanager

@@ -115,6 +115,11 @@ class Objective(abc.ABC):
         """
         return None
 
+    def still(self) -> Any:
+        """The settings under which rows are looked at that are not learned from: nothing left out, and what varies
+        least. None for an objective that is no loss of rows by themselves, whose runs have no held-out loss."""
+        return self.settings
+
     @abc.abstractmethod
     def corrupt(self, key: jax.Array, batch: Any, denoiser: Denoiser) -> Any:
         """A noised batch: a tuple of arrays with the batch's leading axes; the denoiser's parameters are not read.

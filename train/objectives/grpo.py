@@ -197,6 +197,9 @@ class Grpo(Objective):
         base = int(self.settings.beta > 0)
         return Passes(*(self.states * (of_learner + base) for of_learner in super().passes(trained)))
 
+    def still(self) -> None:
+        """As `Objective`: rows have no loss by themselves, only completions and their rewards."""
+
     def feed(self, config: GrpoConfig, parts: "Parts", stepper: "Stepper", frozen: Mapping[str, jax.Array]) -> Rollouts:
         """As `Objective`: completions of the model being trained.
 
