@@ -4,8 +4,9 @@ moving average, where that is what a run writes.
     python -m benchmarks.rewards runs/grpo-sudoku --task sudoku:box_rows=2,box_columns=3 --n 2000 \
         --sampler topk:k=12,proxy=entropy --out evals/results/grpo-sudoku
 
-Answers are greedy unless the sampler has a temperature. A state is compared with the weights before training problem by problem: of those that only one of
-both solves, how many each; the standard error of the difference is sqrt(gained + lost - (gained - lost)^2 / n) / n.
+Answers are greedy unless the sampler has a temperature. A state is compared with the weights before training problem by
+problem: of those that only one of both solves, how many each; the standard error of the difference is
+sqrt(gained + lost - (gained - lost)^2 / n) / n.
 """
 
 import argparse

@@ -256,13 +256,14 @@ def test_devices_share_sampling_and_learning(tmp_path):
         train.train(config_of(out, compute__mesh=mesh, **changes))
     one, many = map(told, outs)
     assert [line["reward"] for line in one] == [line["reward"] for line in many]
+    assert all(line["grad_norm"] > 0 for line in one)
     np.testing.assert_allclose([x["grad_norm"] for x in one], [x["grad_norm"] for x in many], rtol=1e-3)
     for name, x in latest_state(outs[0]).items():
         np.testing.assert_allclose(x, latest_state(outs[1])[name], atol=2e-4, err_msg=name)
 
 
 def test_rewards_rise_and_nothing_is_compiled_again(tmp_path, monkeypatch):
-    """A random model learns to write the token that is liked; prompts of one reward make room for others."""
+    """A random model learns to write the tokens that are liked; prompts of one reward make room for others."""
     sizes, begin = [], Rollouts._begin
     monkeypatch.setattr(Rollouts, "_begin", lambda self, *a: sizes.append(turn_jit._cache_size()) or begin(self, *a))
     rollout = {"sampler": "topk:k=2,proxy=entropy,ignore_eos=true", "prompts": 4, "redraw": 2, "slots": 12}
@@ -270,7 +271,7 @@ def test_rewards_rise_and_nothing_is_compiled_again(tmp_path, monkeypatch):
         config_of(tmp_path, steps=40, optimizer__batch=32, optimizer__lr=0.02, checkpoint__every=40, rollout=rollout)
     )
     found = [line["reward"] for line in told(tmp_path)]
-    assert np.mean(found[:5]) < 0.15 and np.mean(found[-5:]) > 0.5
+    assert np.mean(found[:5]) < 0.6 and np.mean(found[-5:]) > 0.8
     assert len({*sizes[1:]}) == 1
 
 

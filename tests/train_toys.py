@@ -153,9 +153,9 @@ def spoil_gradients(monkeypatch, *bad):
 
 @dataclasses.dataclass(frozen=True)
 class Liked:
-    """An endless source of prompts of one to three digits, whose reward is the share of one token in the answer."""
+    """An endless source of prompts of one to three digits, whose reward is the share of low token ids in the answer."""
 
-    token: int = 3
+    below: int = 12
     seed: int = 0
 
     def example(self, index):
@@ -163,4 +163,4 @@ class Liked:
         return dllm_jax_example(digits, [])
 
     def reward(self, example, ids):
-        return sum(token == self.token for token in ids) / 6
+        return sum(token < self.below for token in ids) / 6
