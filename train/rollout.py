@@ -10,7 +10,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +28,6 @@ from samplers.requests import Engine, Request
 from samplers.trajectory import step_numbers
 from train.config import Range
 from train.data import ExampleLike, Rows
-
-if TYPE_CHECKING:
-    from train.step import TrainState
 
 Reward = Literal["correct", "partial"]
 Advantage = Literal["grpo", "dr-grpo"]
@@ -214,8 +211,8 @@ class Rollouts:
         batch: tuple[int, int],
         updates: int,
         advantage: Advantage,
-        policy: Callable[["TrainState"], Denoiser],
-        old: Callable[["TrainState", Rollout, int], jax.Array],
+        policy: Callable[[Any], Denoiser],
+        old: Callable[[Any, Rollout, int], jax.Array],
         sharding: NamedSharding,
     ) -> None:
         """
@@ -239,14 +236,14 @@ class Rollouts:
         self.metrics: dict[str, float] = {}
         self._iteration, self._batches = -1, list[Rollout]()
 
-    def __call__(self, step: int, state: "TrainState") -> Rollout:
+    def __call__(self, step: int, state: Any) -> Rollout:
         """The batch of step `step` (from 0); of the first of a round, the state that it begins with samples it."""
         iteration, place = divmod(step, self.round)
         if iteration != self._iteration:
             self._begin(iteration, state)
         return self._batches[place]
 
-    def _begin(self, iteration: int, state: "TrainState") -> None:
+    def _begin(self, iteration: int, state: Any) -> None:
         """Samples an iteration's completions and makes the batches of its steps."""
         start = time.perf_counter()
         sampled = self._sampled(iteration, self._policy(state))

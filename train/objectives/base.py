@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import jax
 from jax.sharding import NamedSharding
@@ -15,10 +15,6 @@ from dllm_jax.transformer import RematPolicy
 from train.config import DataPart, TrainConfig
 from train.losses import Metrics, Noised, diffusion_loss
 from train.trained import Trained, whole_or_adapters
-
-if TYPE_CHECKING:
-    from train.setup import Parts
-    from train.step import Stepper, TrainState
 
 
 class Passes(NamedTuple):
@@ -49,7 +45,7 @@ class Feed(Protocol):
     @property
     def metrics(self) -> Mapping[str, float]: ...
 
-    def __call__(self, step: int, state: "TrainState") -> Any:
+    def __call__(self, step: int, state: Any) -> Any:
         """The batch of step `step` (from 0), [accumulate, rows, ...] as `Objective.corrupt` takes it, from the state
         before that step; only a round's first looks at it."""
         ...
@@ -104,10 +100,12 @@ class Objective(abc.ABC):
         """What a step computes; gradients of frozen weights do not count."""
         return Passes(trained.passes, 3 if trained.passes > 1 else 1, trained.passes)
 
-    def feed(self, config: Any, parts: "Parts", stepper: "Stepper", frozen: Mapping[str, jax.Array]) -> Feed | None:
+    def feed(self, config: Any, parts: Any, stepper: Any, frozen: Mapping[str, jax.Array]) -> Feed | None:
         """What makes batches of a run's states; None where they are rows of the data.
 
         Args:
+            parts: of `train.setup`.
+            stepper: of `train.step`.
             frozen: the arrays that are not trained.
 
         Raises:

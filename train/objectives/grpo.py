@@ -22,7 +22,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -39,10 +39,6 @@ from train.losses import Metrics, head_sums, hidden_states, position_draws
 from train.objectives.base import Objective, Passes
 from train.rollout import Advantage, Rollout, RolloutPart, Rollouts, rounds_of, sampler_for
 from train.trained import Kernels, Params, Trained, WholeModel, check_frozen, frozen_model
-
-if TYPE_CHECKING:
-    from train.setup import Parts
-    from train.step import Stepper
 
 _PLAIN = DataPart()
 
@@ -108,8 +104,8 @@ class GrpoConfig(TrainConfig):
                 raise DllmError(f"data.{name} is for learning from answers, and grpo samples its own; leave it out")
 
 
-class States(NamedTuple):
-    """States of completions, M of each, and what was drawn in them.
+class Scored(NamedTuple):
+    """Scored of completions, M of each, and what was drawn in them.
 
     Attributes:
         inputs: [..., M, T] int32, with masks.
@@ -200,7 +196,7 @@ class Grpo(Objective):
     def still(self) -> None:
         """As `Objective`: rows have no loss by themselves, only completions and their rewards."""
 
-    def feed(self, config: GrpoConfig, parts: "Parts", stepper: "Stepper", frozen: Mapping[str, jax.Array]) -> Rollouts:
+    def feed(self, config: GrpoConfig, parts: Any, stepper: Any, frozen: Mapping[str, jax.Array]) -> Rollouts:
         """As `Objective`: completions of the model being trained.
 
         Raises:
@@ -228,7 +224,7 @@ class Grpo(Objective):
             sharding=stepper.placement.batch,
         )
 
-    def corrupt(self, key: jax.Array, batch: Rollout, denoiser: Denoiser) -> States:
+    def corrupt(self, key: jax.Array, batch: Rollout, denoiser: Denoiser) -> Scored:
         """As `Objective`: the states that a step learns from."""
         shape, length = batch.lengths.shape, batch.tokens.shape[-1]
         state_key, prompt_key = jax.random.split(key)
@@ -241,7 +237,7 @@ class Grpo(Objective):
         unseen |= (given & (draws(prompt_key) < self.settings.mask_prompt))[..., None, :]
         learned = batch.drawn[..., None, :] & (group[..., None, :] == chosen[..., None])
         share = (weight * batch.share[..., None])[..., None]
-        return States(
+        return Scored(
             jnp.where(unseen, denoiser.mask_id, batch.tokens[..., None, :]),
             batch.tokens,
             jnp.where(learned, share, 0.0),
@@ -250,7 +246,7 @@ class Grpo(Objective):
             batch.old,
         )
 
-    def logprobs(self, learner: Denoiser, states: States) -> jax.Array:
+    def logprobs(self, learner: Denoiser, states: Scored) -> jax.Array:
         """Log-probabilities of a completion's tokens in its states [B, ...]: [B, M, T] float32, 0 where there is no
         predictor."""
         hidden, tokens = self._hidden(learner, states), self._tokens(states)
@@ -263,7 +259,7 @@ class Grpo(Objective):
         self,
         learner: Denoiser,
         base: Denoiser,
-        states: States,
+        states: Scored,
         /,
         *,
         groups: int = 1,
@@ -310,11 +306,11 @@ class Grpo(Objective):
         """The policy's log-probabilities, [C, V]."""
         return jax.nn.log_softmax(model.logits(hidden) / self.temperature)
 
-    def _tokens(self, states: States) -> jax.Array:
+    def _tokens(self, states: Scored) -> jax.Array:
         """[B * M, T] int32."""
         return jnp.broadcast_to(states.tokens[:, None], states.inputs.shape).reshape(-1, states.inputs.shape[-1])
 
-    def _hidden(self, model: Denoiser, states: States, **options: Any) -> jax.Array:
+    def _hidden(self, model: Denoiser, states: Scored, **options: Any) -> jax.Array:
         """What predicts each position of every state, as `hidden_states`."""
         inputs = states.inputs.reshape(-1, states.inputs.shape[-1])
         return hidden_states(model, inputs, jnp.repeat(states.lengths, states.inputs.shape[1]), **options)
