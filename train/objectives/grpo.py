@@ -105,7 +105,7 @@ class GrpoConfig(TrainConfig):
 
 
 class Scored(NamedTuple):
-    """Scored of completions, M of each, and what was drawn in them.
+    """States of completions, M of each, and what was drawn in them.
 
     Attributes:
         inputs: [..., M, T] int32, with masks.
