@@ -2,12 +2,13 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, Protocol
 
 from dllm_jax.errors import DllmError
 
 Range = tuple[str, float, float]
-Kind = Literal["sft", "pretrain"]
+Kind = Literal["sft", "pretrain", "prompts"]
 Dtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "layers", "matmuls"]
 Scan = Literal["auto", "on", "off"]
@@ -254,7 +255,8 @@ class ObjectiveSettings(Protocol):
 
     Attributes:
         ranges: of its numbers.
-        kind: "sft" never masks the prompt; "pretrain" treats it as the rest of the document.
+        kind: "sft" never masks the prompt; "pretrain" treats it as the rest of the document; "prompts" has no use for
+            answers but for what is given of them.
     """
 
     ranges: ClassVar[tuple[Range, ...]]
@@ -290,14 +292,8 @@ class TrainConfig:
     command: str = dataclasses.field(kw_only=True)
 
     def __post_init__(self) -> None:
-        own = tuple((f"objective.{name}", low, high) for name, low, high in self.objective.ranges)
-        for name, low, high in (*_RANGES, *own):
-            value: Any = self
-            for part in name.split("."):
-                value = getattr(value, part)
-            if not low <= value <= high:
-                above = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
-                raise DllmError(f"{name} is {value}; it must be {above}")
+        self.check_ranges(_RANGES)
+        self.check_ranges(self.objective.ranges, "objective.")
         if self.optimizer.batch % self.optimizer.accumulate:
             raise DllmError(
                 f"optimizer.batch {self.optimizer.batch} does not split into optimizer.accumulate "
@@ -310,6 +306,16 @@ class TrainConfig:
             raise DllmError(f"data.answer_length exceeds data.length {self.data.length}; lower it")
         if self.data.heldout and self.watch.source:
             raise DllmError("data.heldout and watch.source both give rows for the loss of watch; set one of them")
+
+    def check_ranges(self, ranges: Sequence[Range], prefix: str = "") -> None:
+        """Raises DllmError for a number that is out of its range, by its dotted name behind the prefix."""
+        for name, low, high in ranges:
+            value: Any = self
+            for part in (prefix + name).split("."):
+                value = getattr(value, part)
+            if not low <= value <= high:
+                above = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
+                raise DllmError(f"{prefix}{name} is {value}; it must be {above}")
 
 
 def _check_optimizer(part: OptimizerPart, steps: int) -> None:

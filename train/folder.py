@@ -251,6 +251,11 @@ class States:
         found = self._checkpointer.latest
         return None if found is None else found.step
 
+    @property
+    def steps(self) -> list[int]:
+        """The steps of all whole states, ascending."""
+        return sorted(found.step for found in self._checkpointer.checkpoints)
+
     def save(self, step: int, state: Any, notes: Mapping[str, Any]) -> None:
         """Writes a state and waits for it, so that the next step may reuse its buffers.
 

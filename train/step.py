@@ -151,14 +151,22 @@ class Stepper:
             The next state, and scalars: those of the objective, grad_norm (before clipping), and skipped, whether one
             of them is no finite number: then nothing but the step's number has changed.
         """
-        key = jax.random.fold_in(key, state.step)
-        noised = self.objective.corrupt(key, batch, Denoiser(self._model, {}))
-        gradient, metrics = self._gradient(state.trained, frozen, noised, jax.random.fold_in(key, _DROPOUT))
+        noised = self.noised(batch, key, state.step)
+        dropout = jax.random.fold_in(jax.random.fold_in(key, state.step), _DROPOUT)
+        gradient, metrics = self._gradient(state.trained, frozen, noised, dropout)
         metrics["grad_norm"] = optax.tree.norm(gradient)
         # Not optax.apply_if_finite: it would put counts of its own into the states, and the average would still change.
         finite = jnp.all(jnp.isfinite(jnp.stack(jax.tree.leaves(metrics))))
         state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), self._updated(gradient, state), state)
         return dataclasses.replace(state, step=state.step + 1), {**metrics, "skipped": ~finite}
+
+    def noised(self, batch: Any, key: jax.Array, step: jax.Array) -> Any:
+        """A batch with the noise of a step; the key is the run's."""
+        return self.objective.corrupt(jax.random.fold_in(key, step), batch, Denoiser(self._model, {}))
+
+    def learner(self, trained: Params, frozen: Params) -> Any:
+        """What an objective's loss takes as what is trained, with nothing left out of it."""
+        return self.trained.parts(trained, frozen, self._denoiser, None)[0]
 
     def measure(self, trained: Params, frozen: Params, batch: Batch, key: jax.Array) -> Metrics:
         """The objective on a batch [1, rows, ...] that is not learned from, and what is reported of it.

@@ -7,10 +7,11 @@ from pathlib import Path
 from dllm_jax.errors import DllmError
 from train.config import TrainConfig
 from train.objectives.autoregressive import Autoregressive
-from train.objectives.base import Objective, Passes
+from train.objectives.base import Feed, Objective, Passes
 from train.objectives.block_diffusion import BlockDiffusion
 from train.objectives.compression import Compression
 from train.objectives.d2f import D2F
+from train.objectives.grpo import Grpo
 from train.objectives.indicator import FinalTokens
 from train.objectives.masked_diffusion import MaskedDiffusion
 from train.settings import build, read_table
@@ -18,11 +19,11 @@ from train.settings import build, read_table
 OBJECTIVES: Mapping[str, type[Objective]] = types.MappingProxyType(
     {
         objective.config.command: objective
-        for objective in (MaskedDiffusion, D2F, BlockDiffusion, Autoregressive, FinalTokens, Compression)
+        for objective in (MaskedDiffusion, D2F, BlockDiffusion, Autoregressive, FinalTokens, Compression, Grpo)
     }
 )
 
-__all__ = ["OBJECTIVES", "Objective", "Passes", "objective_of", "read_config"]
+__all__ = ["OBJECTIVES", "Feed", "Objective", "Passes", "objective_of", "read_config"]
 
 
 def objective_of(config: TrainConfig) -> Objective:

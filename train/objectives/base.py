@@ -2,7 +2,8 @@
 
 import abc
 import dataclasses
-from typing import Any, ClassVar, NamedTuple, Self
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from dllm_jax.errors import DllmError
 from dllm_jax.moe import Routing
 from dllm_jax.transformer import RematPolicy
 from train.config import DataPart, RouterPart, TrainConfig
-from train.losses import Batch, Metrics, Noised, diffusion_loss, router_losses
+from train.losses import Metrics, Noised, diffusion_loss, router_losses
 from train.trained import Trained, whole_or_adapters
 
 
@@ -30,6 +31,26 @@ class Passes(NamedTuple):
     layers: int
     attention: int
     head: int
+
+
+class Feed(Protocol):
+    """Batches that are made of a run's state, and not of rows of data alone.
+
+    Attributes:
+        round: steps whose batches are made of one state, which a run has to start from: so states are kept, and runs
+            end, between two rounds alone.
+        metrics: numbers about the last batches, told beside those of the steps.
+    """
+
+    @property
+    def round(self) -> int: ...
+    @property
+    def metrics(self) -> Mapping[str, float]: ...
+
+    def __call__(self, step: int, state: Any) -> Any:
+        """The batch of step `step` (from 0), [accumulate, rows, ...] as `Objective.corrupt` takes it, from the state
+        before that step; only a round's first looks at it."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,14 +133,31 @@ class Objective(abc.ABC):
         more, reported = router_losses(routing, self.router.balance, self.router.z)
         return loss + more, {"loss": loss + more, **metrics, **reported}
 
+    def feed(self, config: Any, parts: Any, stepper: Any, frozen: Mapping[str, jax.Array]) -> Feed | None:
+        """What makes batches of a run's states; None where they are rows of the data.
+
+        Args:
+            parts: of `train.setup`.
+            stepper: of `train.step`.
+            frozen: the arrays that are not trained.
+
+        Raises:
+            DllmError: for settings and data that do not fit each other.
+        """
+        return None
+
     def still(self) -> Any:
         """The settings under which rows are looked at that are not learned from: nothing left out, and what varies
         least. None for an objective that is no loss of rows by themselves, whose runs have no held-out loss."""
         return self.settings
 
     @abc.abstractmethod
-    def corrupt(self, key: jax.Array, batch: Batch, denoiser: Denoiser) -> Any:
-        """A noised batch: a tuple of arrays with the batch's leading axes; the denoiser's parameters are not read."""
+    def corrupt(self, key: jax.Array, batch: Any, denoiser: Denoiser) -> Any:
+        """A noised batch: a tuple of arrays with the batch's leading axes; the denoiser's parameters are not read.
+
+        Args:
+            batch: a `Batch`, or what the objective's `feed` makes.
+        """
 
     @abc.abstractmethod
     def loss(

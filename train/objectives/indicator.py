@@ -250,7 +250,7 @@ class BesideModel:
         return frozen_model(self.config, self.model, mesh)
 
     def parts(
-        self, trained: Params, frozen: Params, denoiser: Callable[[Kernels], Denoiser], key: jax.Array
+        self, trained: Params, frozen: Params, denoiser: Callable[[Kernels], Denoiser], key: jax.Array | None
     ) -> tuple[Any, Denoiser]:
         """As `Trained`; the indicator is computed in float32 whatever the model is."""
         return Indicator(self.indicator, trained), denoiser(frozen)
