@@ -301,14 +301,14 @@ def test_a_log_that_is_lost_costs_itself_alone(whole, tmp_path):
 def test_a_full_disk_at_a_state_keeps_the_last(whole, tmp_path, monkeypatch):
     from orbax.checkpoint import v1 as ocp
 
-    out, save = tmp_path / "run", ocp.training.Checkpointer.save
+    out, save = tmp_path / "run", ocp.training.Checkpointer.save_async
 
     def full(self, step, *rest, **options):
         if step == 4:
             raise OSError(28, "No space left on device")
         return save(self, step, *rest, **options)
 
-    monkeypatch.setattr(ocp.training.Checkpointer, "save", full)
+    monkeypatch.setattr(ocp.training.Checkpointer, "save_async", full)
     with pytest.raises(DllmError, match="the disk of .* is full"):
         train.train(config_of(out))
     monkeypatch.undo()
