@@ -312,13 +312,24 @@ def check_names_and_shapes(found: Mapping[str, tuple[int, ...]], config: ModelCo
         raise DllmError(f"{where} does not hold the config's parameters: {'; '.join(faults[:3])}{more}")
 
 
+def folder_path(path: str | Path) -> Path:
+    """The absolute path of a folder that is written to.
+
+    Raises:
+        DllmError: for an address in an object store, which would become a folder of a strange name.
+    """
+    if re.match(r"[a-z0-9]+:/", str(path)):
+        raise DllmError(f"{path} is in an object store; mount it, or write to a folder and copy that")
+    return Path(path).expanduser().resolve()
+
+
 def check_out(out: str | Path, *, overwrite: bool = False) -> None:
     """Refuses an output folder that `atomic_folder` would refuse, without touching the disk: for long work, beforehand.
 
     Raises:
-        DllmError: when `out` exists and is not to be overwritten, is a file, or lies below one.
+        DllmError: when `out` exists and is not to be overwritten, is a file, lies below one, or is no local path.
     """
-    out = Path(out).expanduser().resolve()
+    out = folder_path(out)
     if out.exists() and not overwrite:
         raise DllmError(f"{out} exists already; choose another --out, or pass --overwrite to replace it")
     if out.exists() and not out.is_dir():
@@ -341,7 +352,7 @@ def atomic_folder(out: str | Path, *, overwrite: bool = False, together: bool = 
     Raises:
         DllmError: when `out` exists and is not to be overwritten, or its parent is not a folder.
     """
-    out = Path(out).expanduser().resolve()
+    out = folder_path(out)
     scratch, retired = out.parent / f".{out.name}.partial", out.parent / f".{out.name}.retired"
     if not together:
         with _atomic_folder(out, scratch, retired, overwrite=overwrite):

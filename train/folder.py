@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from dllm_jax import hosts
-from dllm_jax.checkpoint import write_error
+from dllm_jax.checkpoint import folder_path, write_error
 from dllm_jax.errors import DllmError
 from train.config import TrainConfig
 from train.settings import build, differences, flat_names, to_json, unknown_key
@@ -51,7 +51,7 @@ class RunFolder:
         Raises:
             DllmError: when it holds something else, or a run with other settings.
         """
-        self.path = Path(config.out).expanduser().resolve()
+        self.path = folder_path(config.out)
         self._config, self._allowed = config, allow_change
         self.changes: dict[str, tuple[Any, Any]] = {}
         _check_allowed(config, allow_change)

@@ -13,8 +13,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Listener, wait
-from typing import Any, NoReturn
+from multiprocessing.connection import Client, Connection, Listener, wait
+from typing import Any, NoReturn, cast
 
 import jax
 
@@ -260,11 +260,10 @@ class _Lifeline:
                     line = listener.accept()
                     lines[line] = int(line.recv_bytes())
         while lines:
-            for ended in wait(list(lines)):
-                line: Any = ended
-                process = lines.pop(line)
+            for heard in wait(list(lines)):
+                process = lines.pop(heard)
                 try:
-                    line.recv_bytes()
+                    cast("Connection", heard).recv_bytes()
                 except (EOFError, OSError):
                     self._gone(process)
 
