@@ -3,7 +3,8 @@
 #   make demo       an embedded model at work           make parity     compare with transformers (fetches PyTorch)
 #   make slow       the tests that take long            make compile-check    what XLA makes of it for a TPU (fetches libtpu)
 #   make slow PART=1/2    half of them
-#   make format     rewrite the code in ruff's style    make clean      remove everything that make made
+#   make format     rewrite the code in ruff's style    make package    wheel and source, tried where nothing else is installed
+#   make clean      remove everything that make made
 #   make PYTHON=... the Python to build .venv with      make goldens GOLDENS=DIR    those of another folder
 
 VENV := .venv
@@ -30,7 +31,7 @@ MESH ?= $(if $(GPU),tensor=1,tensor=4)
 AOT := .aot/$(firstword $(subst :, ,$(TARGET)))
 AOT_PACKAGES = $(if $(GPU),'jax[cuda12-local]'==$$jax nvidia-cuda-nvcc-cu12,'jax[tpu]'==$$jax)
 
-.PHONY: test lint format typecheck pytest slow slow-list goldens parity compile-check demo clean
+.PHONY: test lint format typecheck pytest slow slow-list goldens parity package compile-check demo clean
 
 test: lint typecheck pytest
 
@@ -66,6 +67,14 @@ parity: $(READY) $(PARITY)/.installed
 	PYTHONPATH=$(PARITY) $(PY) -c 'import torch'
 	PYTHONPATH=$(PARITY) $(PY) -m pytest -q tests/test_parity_transformers.py tests/test_parity_gemma.py
 
+# Source and wheel, the wheel made of the source, and what it does in an environment that has nothing else.
+package: $(READY)
+	rm -rf dist .package
+	$(PY) -m build --outdir dist .
+	$(PY) -m venv .package
+	.package/bin/python -m pip install -q dist/*.whl
+	tests/installed.sh .package
+
 compile-check: $(READY) $(AOT)/.installed
 	$(AOT)/bin/python -m benchmarks.compile --target $(TARGET) --mesh $(MESH) --batch 8 --check
 
@@ -93,7 +102,7 @@ embedded-%: $(READY)
 	$(PY) -m evals run --model $* --task $(TASK_$*) --sampler topk --n 2000 --json > convert/embedded/$*/scores.json
 
 clean:
-	rm -rf $(VENV) $(PARITY) .aot .demo .jax_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) $(PARITY) .aot .package .demo .jax_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 
 # An environment that does not run (its Python is gone) is made anew, one that runs is kept.
 ifneq ($(shell $(PY) -c '$(USABLE)' 2>/dev/null && echo runs),runs)

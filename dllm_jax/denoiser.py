@@ -84,6 +84,12 @@ class DenoiserLike(Protocol):
     def final_hidden(self, hidden: jax.Array) -> jax.Array: ...
 
 
+def block_length_of(model: Any) -> int | None:
+    """Length of a block diffusion model's blocks, None for a model that is none."""
+    length: int | None = getattr(model, "block_length", None)
+    return length
+
+
 @pytree(static=("config", "layout", "scan"))
 class Denoiser:
     """A model as samplers see it: a pytree whose only data is the flat parameter dict.

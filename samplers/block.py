@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dllm_jax.denoiser import DenoiserLike, Span
+from dllm_jax.denoiser import DenoiserLike, Span, block_length_of
 from dllm_jax.errors import DllmError
 from dllm_jax.kv_cache import slice_rows, write_rows
 from dllm_jax.pytree import pytree, vary_like
@@ -302,12 +302,12 @@ class BlockSampler:
     def _check_blocks(self, denoiser: DenoiserLike) -> None:
         """Raises DllmError for a block diffusion model whose blocks are not the sampler's, and the reverse."""
         check_alignment(denoiser, self.align_blocks)
-        if self.sub_block_length is not None and getattr(denoiser, "block_length", None) is None:
+        if self.sub_block_length is not None and block_length_of(denoiser) is None:
             raise DllmError("sub_block_length is for block diffusion models; set block_length for this one")
 
     def _in_blocks(self, denoiser: DenoiserLike) -> DenoiserLike:
         """A block diffusion model with the sampler's blocks; another as it is."""
-        if getattr(denoiser, "block_length", None) is None or not hasattr(denoiser, "in_blocks"):
+        if block_length_of(denoiser) is None or not hasattr(denoiser, "in_blocks"):
             return denoiser
         found: DenoiserLike = denoiser.in_blocks(self.block_length)
         return found
@@ -317,7 +317,7 @@ class BlockSampler:
 
     def _prompt_part(self, canvas: Canvas) -> jax.Array:
         """[B], positions of the prompt that belong to a row's first block."""
-        return canvas.prompt_lengths % self.width if self.align_blocks else jnp.zeros_like(canvas.prompt_lengths)
+        return canvas.prompt_part(self.width if self.align_blocks else 1)
 
     def num_blocks(self, canvas: Canvas) -> jax.Array:
         """[B] int32, blocks of each row's generation."""
@@ -347,7 +347,7 @@ class BlockSampler:
         prompt_part = self._prompt_part(canvas)
         first = state.block * self.width - prompt_part
         start = jnp.maximum(canvas.prompt_lengths + jnp.minimum(first, self.gen_length - self.width), least)
-        block_length, positions = getattr(denoiser, "block_length", None), Span(start, self.width).positions
+        block_length, positions = block_length_of(denoiser), Span(start, self.width).positions
         of_window = lambda x: canvas.of_window(x & self._in_block(state), start, self.width)
         view = BlockView(
             open=of_window(canvas.open),
@@ -469,7 +469,7 @@ def check_rule(rule: Any, sampling: Any) -> None:
 
 def check_alignment(denoiser: DenoiserLike, aligned: bool) -> None:
     """Raises DllmError for a block diffusion model whose blocks are not the sampler's."""
-    if getattr(denoiser, "block_length", None) is not None and not aligned:
+    if block_length_of(denoiser) is not None and not aligned:
         raise DllmError("a block diffusion model's blocks begin at position 0; set align_blocks=True")
 
 

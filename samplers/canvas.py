@@ -62,6 +62,11 @@ class Canvas:
         tokens = slice_rows(self.tokens, self.prompt_lengths, self.gen_length)
         return jnp.where(jnp.arange(self.gen_length) < self.gen_lengths[:, None], tokens, eos_id)
 
+    def prompt_part(self, width: int) -> jax.Array:
+        """[B] int32, positions of the prompt that belong to a row's first block, where blocks of `width` begin at the
+        prompt's start."""
+        return self.prompt_lengths % width
+
     def of_window(self, x: jax.Array, start: jax.Array, width: int) -> jax.Array:
         """What x [B, G] bool says of the sequence's positions start[b] ... , [B, W]; False outside the canvas."""
         return _shifted(x, start - self.prompt_lengths, width)

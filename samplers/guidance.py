@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dllm_jax.denoiser import DenoiserLike, Span
+from dllm_jax.denoiser import DenoiserLike, Span, block_length_of
 from dllm_jax.pytree import pytree
 from dllm_jax.transformer import Tile
 
@@ -44,7 +44,7 @@ class Guided:
 
     @property
     def block_length(self) -> int | None:
-        return getattr(self.denoiser, "block_length", None)
+        return block_length_of(self.denoiser)
 
     @property
     def batch_parts(self) -> int:

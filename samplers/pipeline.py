@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dllm_jax.denoiser import DenoiserLike, Span, block_causal
+from dllm_jax.denoiser import DenoiserLike, Span, block_causal, block_length_of
 from dllm_jax.errors import DllmError
 from dllm_jax.kv_cache import slice_rows, write_rows
 from dllm_jax.pytree import pytree, vary_like
@@ -262,7 +262,7 @@ class PipelineSampler:
 
     def _prompt_part(self, canvas: Canvas) -> jax.Array:
         """[B] int32, positions of the prompt that belong to a row's first block."""
-        return canvas.prompt_lengths % self.block_length if self.align_blocks else jnp.zeros_like(canvas.prompt_lengths)
+        return canvas.prompt_part(self.block_length if self.align_blocks else 1)
 
     def _start(self, canvas: Canvas) -> jax.Array:
         """[B] int32, where a row's first block begins."""
@@ -280,7 +280,7 @@ class PipelineSampler:
     def _visible(self, denoiser: DenoiserLike, canvas: Canvas) -> jax.Array:
         """[B, S] int32, how many positions each sees; to a block diffusion model the prompt is blocks as well."""
         start = self._start(canvas)
-        begin = start if getattr(denoiser, "block_length", None) is None else jnp.zeros_like(start)
+        begin = start if block_length_of(denoiser) is None else jnp.zeros_like(start)
         visible = block_causal(canvas.tokens.shape[1], begin, self.block_length)
         return jnp.minimum(visible, (canvas.prompt_lengths + canvas.gen_lengths)[:, None])
 
@@ -431,7 +431,7 @@ class PipelineSampler:
         elsewhere; their log-probabilities [B, L]; whether the logits were finite [B]; and the rule's new state."""
         first = block * self.block_length - self._prompt_part(state.canvas)
         positions = first[:, None] + jnp.arange(self.block_length, dtype=jnp.int32)
-        in_blocks = getattr(denoiser, "block_length", None) is not None
+        in_blocks = block_length_of(denoiser) is not None
         view = BlockView(
             open=open,
             positions=positions,

@@ -93,6 +93,11 @@ def pytest_collection_modifyitems(config, items):
     """Marks the tests that were found to take long: `make slow` runs them, `make test` the others."""
     slow = SLOW.read_text().splitlines()
     marked, skipped = set(slow), skipped_files(slow, config.getoption("slow_part"))
+    collected = {item.nodeid for item in items}
+    files = set(map(file_of, collected))
+    gone = [name for name in slow if name not in collected and file_of(name) in files]
+    if gone and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"no test is called {gone[0]}; take it out of {SLOW.name}")
     for item in items:
         if item.nodeid in marked:
             item.add_marker("slow")

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_engine import BLOCK, EOS, GEN, MASK, ROWS, assert_same_row, first_layers, keys, run
 from test_evals_tasks import config_for
+from train_toys import Listed
 
 import convert.__main__ as convert_cli
 import evals.__main__ as evals_cli
@@ -45,7 +46,6 @@ from samplers.indicator import Indicator, IndicatorConfig, init_indicator, load_
 from samplers.predictions import ranked
 from samplers.prompts import pad_prompts
 from samplers.trajectory import best_tokens, step_numbers, trajectory_of
-from train.data.files import Listed
 
 SOURCE = GOLDENS / "ni-indicator-llada-tiny.safetensors"
 SUDOKU = "sudoku:box_rows=2,box_columns=2"

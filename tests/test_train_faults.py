@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_train_run import assert_same, latest_state, lines
-from train_toys import LLADA, dllm_jax_example, run_config, settings, spoil_gradients, write_toml
+from train_toys import LLADA, Listed, dllm_jax_example, run_config, settings, spoil_gradients, write_toml
 
 import train
 from dllm_jax import DllmError, checkpoint, random_model
@@ -17,7 +17,7 @@ from train.__main__ import main
 from train.config import DataPart
 from train.data import Setup
 from train.data.checks import checked
-from train.data.files import Listed, jsonl
+from train.data.files import jsonl
 from train.data.shards import Trajectories
 from train.folder import RunFolder, States
 

@@ -4,7 +4,17 @@ import json
 
 import numpy as np
 import pytest
-from train_toys import LLADA, Reverse, dllm_jax_example, model_fields, run_config, settings, spoil_gradients, write_toml
+from train_toys import (
+    LLADA,
+    Listed,
+    Reverse,
+    dllm_jax_example,
+    model_fields,
+    run_config,
+    settings,
+    spoil_gradients,
+    write_toml,
+)
 
 import dllm_jax
 import train
@@ -14,7 +24,7 @@ from train.__main__ import main
 from train.config import DataPart
 from train.data import Ahead, Rows, Setup, from_reference
 from train.data.checks import checked
-from train.data.files import Listed, jsonl, text
+from train.data.files import jsonl, text
 from train.objectives import read_config
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import GOLDENS, ROOT
-from train_toys import LLADA, Reverse, dllm_jax_example, model_fields, of_lengths, run_config, settings
+from train_toys import LLADA, Listed, Reverse, dllm_jax_example, model_fields, of_lengths, run_config, settings
 
 import dllm_jax
 import train
@@ -23,7 +23,7 @@ from dllm_jax.params import init_params
 from dllm_jax.tokenizer import encode_text, load_tokenizer
 from train.config import DataPart
 from train.data import Rows, Setup, cache
-from train.data.files import Listed, arrayrecord, datasets, jsonl, parquet, text
+from train.data.files import arrayrecord, datasets, jsonl, parquet, text
 from train.data.order import shuffled
 from train.losses import Batch
 from train.objectives import OBJECTIVES, objective_of

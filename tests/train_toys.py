@@ -124,6 +124,19 @@ def of_lengths(folder, cache):
     return {**options, "length": 32, "bucket": 16, "pad": False}
 
 
+class Listed:
+    """A finite source of examples in memory."""
+
+    def __init__(self, examples):
+        self._examples = examples
+
+    def __len__(self):
+        return len(self._examples)
+
+    def example(self, index):
+        return self._examples[index]
+
+
 class Finite:
     """Twenty examples of `Reverse`."""
 

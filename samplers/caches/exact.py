@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dllm_jax.denoiser import DenoiserLike, Span
+from dllm_jax.denoiser import DenoiserLike, Span, block_length_of
 from dllm_jax.errors import DllmError
 from dllm_jax.kv_cache import slice_rows
 from dllm_jax.pytree import pytree
@@ -53,7 +53,7 @@ class ExactCache(BlockCache):
     in_order = True
 
     def init(self, denoiser: DenoiserLike, batch: int, length: int) -> ExactState:
-        block_length = getattr(denoiser, "block_length", None)
+        block_length = block_length_of(denoiser)
         if block_length is None:
             raise DllmError("the exact cache is for block diffusion models; use 'dual' or 'prefix' with this one")
         state = super().init(denoiser, batch, length)

@@ -1,39 +1,18 @@
 """Sources from files and data sets of Hugging Face's hub; what they hold is tokenised once, see `train.data.cache`."""
 
+import functools
 import glob
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dllm_jax.errors import DllmError
 from train.data.cache import Entries, Packed, Tokenised, tokenised
 from train.data.entries import EntryForm, Turns
-from train.data.source import Example, Setup
+from train.data.source import Setup
 
 _PART = 1024  # rows, or characters by thousands, that are read together
-
-
-class Listed:
-    """A finite source of examples that are held in memory.
-
-    Attributes:
-        faults: as of `Source`.
-    """
-
-    def __init__(self, examples: Sequence[Example], names: Sequence[str] = (), faults: Sequence[str] = ()) -> None:
-        self._examples, self._names, self.faults = examples, names, faults
-
-    def __len__(self) -> int:
-        return len(self._examples)
-
-    def example(self, index: int) -> Example:
-        """Example `index`."""
-        return self._examples[index]
-
-    def name(self, index: int) -> str:
-        """What it is called: file and line."""
-        return self._names[index] if self._names else f"example {index}"
 
 
 def text(setup: Setup, *, path: str, separator: str = "") -> Packed:
@@ -100,11 +79,7 @@ def parquet(
     files = _files(path, "*.parquet")
     form = EntryForm(columns or {})
 
-    def opened(name: str) -> Any:
-        try:
-            return library.ParquetFile(name)
-        except Exception as error:  # the library raises whatever its format does
-            raise DllmError(f"{name} is no Parquet file that can be read ({error})") from None
+    opened = functools.partial(_made, library.ParquetFile, "Parquet")
 
     def rows() -> Iterator[tuple[int, int, Any]]:
         for file, name in enumerate(files):
@@ -145,11 +120,7 @@ def arrayrecord(
     library = _library("grain.sources", "grain", "arrayrecord")
     files = _files(path, "*.array_record")
 
-    def opened(name: str) -> Any:
-        try:
-            return library.ArrayRecordDataSource([name])
-        except Exception as error:  # the library raises whatever its format does
-            raise DllmError(f"{name} is no ArrayRecord file that can be read ({error})") from None
+    opened = functools.partial(_made, library.ArrayRecordDataSource, "ArrayRecord")
 
     def records() -> Iterator[tuple[int, int, Any]]:
         for file, name in enumerate(files):
@@ -237,6 +208,14 @@ def _split(name: str, separator: str) -> Iterator[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise DllmError(f"{name} could not be read ({error})") from None
     yield rest
+
+
+def _made(reader: Callable[[str], Any], kind: str, name: str) -> Any:
+    """A library's reader of a file."""
+    try:
+        return reader(name)
+    except Exception as error:  # the library raises whatever its format does
+        raise DllmError(f"{name} is no {kind} file that can be read ({error})") from None
 
 
 def _opened(name: str) -> Any:

@@ -1,0 +1,81 @@
+"""What the package says of itself is true: its dependencies, its files, its command."""
+
+import ast
+import re
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+
+import pytest
+from conftest import ROOT
+
+import dllm_jax
+from dllm_jax.tools import dllm
+
+PACKAGES = ("convert", "dllm_jax", "evals", "samplers", "train")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+# Used without an import of ours: by transformers (chat templates), by jax.export, by the harness (answers in LaTeX),
+# and by a module that is looked up by its name (`train.data.files`).
+BY_OTHERS = {"jinja2", "flatbuffers", "antlr4-python3-runtime", "sympy", "math-verify", "grain", "pyarrow"}
+NEVER_MISSED = {"IPython"}  # asked for only inside a notebook, which is it
+
+
+def normal(name):
+    return re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", name)[0]).lower()
+
+
+def declared(*extras):
+    """Names of the distributions that the package, or extras of it, ask for."""
+    return {normal(name) for extra in extras for name in PROJECT["optional-dependencies"][extra]}
+
+
+def imported():
+    """Top-level modules of others that our files import, with a file that does."""
+    found = {}
+    for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            found |= {name.split(".")[0]: path.relative_to(ROOT) for name in names if name}
+    return {
+        name: path for name, path in found.items() if name not in (*sys.stdlib_module_names, *PACKAGES, *NEVER_MISSED)
+    }
+
+
+def test_what_is_imported_is_declared():
+    owners = packages_distributions()
+    known = {normal(name) for name in PROJECT["dependencies"]} | declared(*PROJECT["optional-dependencies"])
+    for module, path in imported().items():
+        names = {normal(name) for name in owners.get(module, [module])}
+        assert names & known, f"{path} imports {module}, of {names}, which pyproject.toml does not name"
+
+
+def test_what_is_declared_is_imported():
+    owners = packages_distributions()
+    used = {normal(name) for module in imported() for name in owners.get(module, [module])}
+    needed = {normal(name) for name in PROJECT["dependencies"]} | declared(
+        "lm-eval", "data", "export", "serve", "evals"
+    )
+    assert needed - used <= BY_OTHERS
+
+
+def test_the_version_is_one(capsys):
+    assert PROJECT["version"] == dllm_jax.__version__
+    assert dllm.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"dllm {dllm_jax.__version__}\n"
+
+
+@pytest.mark.parametrize("said", [[], ["--help"]])
+def test_the_command_names_its_commands(said, capsys):
+    assert dllm.main(said) == 0
+    shown = capsys.readouterr().out
+    assert all(f"\n  {name} " in shown for name in ("convert", "sample", "serve", "train", "eval"))
+
+
+def test_the_command_hands_over(capsys):
+    assert dllm.main(["sample", "--list"]) == 0
+    assert "threshold" in capsys.readouterr().out
+    assert dllm.main(["sampel"]) == 2
+    assert capsys.readouterr().err == "error: no command is called 'sampel'; use convert, sample, serve, train, eval\n"
+    assert dllm.main(["train", "masked-diffusion"]) == 2
+    assert "--config" in capsys.readouterr().err
