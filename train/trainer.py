@@ -153,9 +153,9 @@ class Run:
         tally = Tally(config.optimizer.skip)
         line: Mapping[str, float] = {}
         with (
+            stop_requests() as stop,
             Ahead(batch, done, config.steps) as batches,
             Reporter(config, self.parts.model, path, done, progress=progress) as reporter,
-            stop_requests() as stop,
         ):
             programs: dict[int, Callable[..., tuple[TrainState, dict[str, jax.Array]]]] = {}  # by the rows' length
             for step, rows in enumerate(batches, start=done + 1):
