@@ -65,7 +65,7 @@ def train(config: TrainConfig, *, progress: bool = False, allow_change: Collecti
         parts, mesh = prepare(config), training_mesh(config)
         folder = RunFolder(config, allow_change)
         parts, faults = parts.checked(config, progress=progress)
-    with folder.begin(), folder.states(training=True) as states, watched():
+    with folder.begin(), watched(), folder.states(training=True) as states:
         run = Run(config, parts, placement_of(config, parts.model, mesh))
         if faults is not None:
             folder.write_dropped(faults.listed())
