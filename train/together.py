@@ -191,12 +191,10 @@ class _Watch:
         lost = not isinstance(error, DllmError) and _LOST.search(str(error)) is not None
         told = _lost_touch(hosts.first_line(error)) if lost else error
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            self._post.heard("", 1 if lost else 0)  # somebody may know who is gone
+            if lost:  # somebody may know who is gone
+                process, first = json.loads(self._post.heard("", 1))
+                told = DllmError(hosts.of(process, hosts.count(), first))
         self._post.say(json.dumps([hosts.index(), hosts.sentence(told)]))
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            process, first = json.loads(self._post.heard(""))
-            if process != hosts.index():
-                told, lost = DllmError(hosts.of(process, hosts.count(), first)), True
         self._part()
         raise told from (error if lost else error.__cause__)
 

@@ -5,6 +5,7 @@ depends on the run's seed and the step's number, and row i of step n is row n * 
 starts again from a state repeats what the killed one did.
 """
 
+import contextlib
 import math
 import warnings
 from collections.abc import Callable, Collection, Mapping
@@ -65,8 +66,11 @@ def train(config: TrainConfig, *, progress: bool = False, allow_change: Collecti
         parts, mesh = prepare(config), training_mesh(config)
         folder = RunFolder(config, allow_change)
         parts, faults = parts.checked(config, progress=progress)
-    with folder.begin(), watched(), folder.states(training=True) as states:
+    with contextlib.ExitStack() as held:
+        held.enter_context(watched())
         run = Run(config, parts, placement_of(config, parts.model, mesh))
+        held.enter_context(folder.begin())
+        states = held.enter_context(folder.states(training=True))
         if faults is not None:
             folder.write_dropped(faults.listed())
             warnings.warn(f"{faults}; they are left out, see {folder.path / DROPPED_FILE}", stacklevel=2)
