@@ -79,7 +79,8 @@ def errors(said):
 
 
 def losses(out):
-    return [(line["step"], line["loss"]) for line in lines(out)]
+    """Of the steps, and of what was held out."""
+    return [(line["step"], line[name]) for line in lines(out) for name in ("loss", "heldout_loss") if name in line]
 
 
 def test_two_processes_that_are_killed_and_stopped_end_like_one(tmp_path):
@@ -123,7 +124,9 @@ def test_two_processes_that_are_killed_and_stopped_end_like_one(tmp_path):
 def test_two_processes_train_like_one(tmp_path):
     """The same mesh in one process gives the same numbers, but for the order of the terms in sums over devices."""
     changes = {"steps": 4, "checkpoint__every": 4, "optimizer__ema": 0.5, "checkpoint__weights": "ema"}
-    data = {name: of_lengths(tmp_path, tmp_path / f"{name}-cache") for name in ("one", "two")}
+    changes |= {"watch": {"every": 4}}
+    of = lambda name: {**of_lengths(tmp_path, tmp_path / f"{name}-cache"), "heldout": 0.3}
+    data = {name: of(name) for name in ("one", "two")}
     train.train(run_config(tmp_path / "one", compute__mesh=MESH, data=data["one"], **changes))
     statuses, said = Pair(tmp_path, tmp_path / "two", data=data["two"], **changes).end()
     assert statuses == [0, 0], said

@@ -15,6 +15,7 @@ import jax
 from dllm_jax import hosts
 from dllm_jax.errors import DllmError
 from dllm_jax.tools.command import Parser, keep_programs
+from train.curves import FORMATS, USUAL, plot
 from train.folder import RUN_FILE
 from train.lora import merge
 from train.objectives import OBJECTIVES, read_config
@@ -72,12 +73,23 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=_write_model)
     command.add_argument("--run", required=True, metavar="DIR", dest="folder", help="output folder of a run")
     _add_output(command)
+    _add_plot(commands)
     command = commands.add_parser("merge-lora", help="add trained adapters to their base model")
     command.set_defaults(run=_merge)
     command.add_argument("--base", required=True, metavar="DIR_OR_NAME", help="the model they were trained on")
     command.add_argument("--adapters", required=True, metavar="DIR", help="the folder adapters/ of a run")
     _add_output(command)
     return parser
+
+
+def _add_plot(commands: Any) -> None:
+    command = commands.add_parser("plot", help="draw the curves of one or several runs")
+    command.set_defaults(run=_plot)
+    about = "output folder of a run; repeatable"
+    command.add_argument("--run", required=True, action="append", metavar="DIR", dest="folders", help=about)
+    command.add_argument("--out", required=True, metavar="FILE", help=f"what ends in {', '.join(FORMATS)}")
+    about = f"a name in the log; repeatable (default: {', '.join(USUAL)})"
+    command.add_argument("--metric", action="append", default=[], metavar="NAME", dest="metrics", help=about)
 
 
 def _add_training(commands: Any, name: str, text: str) -> None:
@@ -138,6 +150,11 @@ def _write_model(options: argparse.Namespace) -> None:
     kind = OBJECTIVES[values.get("command", "masked-diffusion")].config
     step = write_weights(build(kind, values), options.out, overwrite=options.overwrite)
     print(f"{options.out}: the weights after step {step}")
+
+
+def _plot(options: argparse.Namespace) -> None:
+    drawn = plot(options.folders, options.out, options.metrics)
+    print(f"{options.out}: {', '.join(drawn)} of {len(options.folders)} runs")
 
 
 def _merge(options: argparse.Namespace) -> None:

@@ -14,6 +14,8 @@ Scan = Literal["auto", "on", "off"]
 Weights = Literal["ema", "raw"]
 OnBad = Literal["refuse", "drop"]
 Optimizer = Literal["adamw", "muon"]
+WriterName = Literal["tensorboard", "wandb"]
+Schedule = Literal["cosine", "wsd", "linear", "constant"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +60,8 @@ class DataPart:
         random_length: share of the rows that are cut to a random length (LLaDA's pre-training: 0.01).
         shuffle: go through a finite source in a new order each epoch.
         cache: folder for tokenised text, by default $DLLM_JAX_HOME/data (see `train.data.cache`).
+        heldout: share of the examples of a finite source that are never trained on, for the loss that `watch` tells;
+            what an example says decides, so that none changes sides when the data grow.
         on_bad: examples of a finite source that make no row (too long, empty, no JSON ...) are all found before the
             first step; "refuse" ends the run there, "drop" leaves them out and names them in out/dropped.txt.
     """
@@ -71,29 +75,38 @@ class DataPart:
     shuffle: bool = True
     bucket: int = 0
     cache: str = ""
+    heldout: float = 0.0
     on_bad: OnBad = "refuse"
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerPart:
-    """The optimiser, with warm-up and cosine decay.
+    """The optimiser, its learning rate and what it remembers.
 
     Attributes:
         name: "adamw", or "muon" for the matrices of the layers and AdamW for the rest.
         lr: highest learning rate, reached after `warmup` steps.
-        final_ratio: the learning rate at the end over the highest; 1 keeps it constant.
+        schedule: what comes after: "cosine" and "linear" fall all the way to the end; "wsd" (warm-up, stable, decay)
+            stays and falls linearly in the last `decay` of the steps, as in LLaDA's SFT (arXiv 2502.09992, appendix B);
+            "constant" stays.
+        decay: share of all steps in which "wsd" falls.
+        final_ratio: the learning rate at the end over the highest, of all schedules but "constant".
         weight_decay: of matrices only, never of norms and biases.
         clip: largest global norm of the gradient; 0 does not clip.
         skip: steps in a row that are skipped because their loss or gradient is no finite number; with one more the run
             ends. What is skipped changes nothing, and is counted in the metrics.
         ema: decay of the moving average of the weights, 0 keeps none. In the first steps it is
             (1 + step) / (10 + step) if that is less.
+        moments: dtype in which moments are kept between steps. "bfloat16" halves their memory; what a moment forgets in
+            a step must then be more than what is lost by rounding, so that b1 and b2 are at most 0.98.
         batch: rows per step; accumulate: parts that a step's batch is computed in, one after another.
     """
 
     name: Optimizer = "adamw"
     lr: float = 1e-3
     warmup: int = 100
+    schedule: Schedule = "cosine"
+    decay: float = 0.1
     final_ratio: float = 0.1
     b1: float = 0.9
     b2: float = 0.95
@@ -102,6 +115,7 @@ class OptimizerPart:
     clip: float = 1.0
     skip: int = 10
     ema: float = 0.0
+    moments: Dtype = "float32"
     batch: int = 64
     accumulate: int = 1
 
@@ -134,13 +148,17 @@ class LoraPart:
         rank: 0 trains all weights.
         alpha: the adapters' product counts alpha / rank times.
         dropout: share of the adapters' inputs that are left out in training, in [0, 1).
-        targets: patterns of parameter names as shells write them, matched against "layers.0.attn.q_proj.kernel".
+        targets: "attention", "mlp", "all-linear" (both, not the vocabulary's head), or patterns of parameter names as
+            shells write them, matched against "layers.0.attn.q_proj.kernel"; with a "!" before it, what is left out of
+            those before.
+        init: folder of adapters to start from, of the same model, rank, alpha and kernels; by default they begin at 0.
     """
 
     rank: int = 0
     alpha: float = 16.0
     dropout: float = 0.0
     targets: tuple[str, ...] = ("*.attn.[qkvo]_proj.kernel",)
+    init: str = ""
 
     @property
     def scale(self) -> float:
@@ -166,11 +184,51 @@ class CheckpointPart:
 class LogPart:
     """Attributes:
     every: steps between lines of metrics; the host waits for the device only then.
-    mfu: measure the device's rate of matrix products at the start, and report how much of it training uses.
+    mfu: report which share of the device's peak training uses: of its data sheet's, or where `train.peaks` has none,
+        of the rate of matrix products that is measured at the start.
+    to: where metrics and generations are told besides the run's files: "tensorboard", "wandb".
     """
 
     every: int = 10
     mfu: bool = True
+    to: tuple[WriterName, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class WatchPart:
+    """What is looked at while a run goes on; none of it changes the run.
+
+    Rows that are never trained on give a loss: those of `data.heldout`, or of another source, or, where a task is the
+    data source, of its validation split.
+
+    Attributes:
+        every: steps between looks, before the first step and after the last one too; 0 never looks.
+        source, options: other data for the loss, as of `data`, whose other settings hold for it too; of a task the
+            validation split.
+        rows: that the loss is of, at most.
+        prompts: texts that are answered at every look; file: others, a line each as `python -m samplers --prompts`
+            reads them.
+        chat: whether texts are a user's messages in the model's chat format.
+        task: a task of `evals`, such as "word-problems:difficulty=long", whose accuracy is told.
+        split, n: which of its examples, and how many.
+        sampler: that prompts and problems are answered by, such as "threshold:threshold=0.9,cache=dual". By default
+            prompts by what the trained model's generation.json says, and problems by "threshold" without a cache; a
+            causal model's by "leftright", and with an indicator that is trained by "ni".
+        scorer: "module:name" of what makes the task's `train.watch.Scorer`.
+    """
+
+    every: int = 0
+    source: str = ""
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    rows: int = 256
+    prompts: tuple[str, ...] = ()
+    file: str = ""
+    chat: bool = False
+    task: str = ""
+    split: str = "validation"
+    n: int = 128
+    sampler: str = ""
+    scorer: str = "evals.watching:Accuracy"
 
 
 class ObjectiveSettings(Protocol):
@@ -209,6 +267,7 @@ class TrainConfig:
     lora: LoraPart = dataclasses.field(default_factory=LoraPart)
     checkpoint: CheckpointPart = dataclasses.field(default_factory=CheckpointPart)
     log: LogPart = dataclasses.field(default_factory=LogPart)
+    watch: WatchPart = dataclasses.field(default_factory=WatchPart)
     command: str = dataclasses.field(kw_only=True)
 
     def __post_init__(self) -> None:
@@ -225,13 +284,34 @@ class TrainConfig:
                 f"optimizer.batch {self.optimizer.batch} does not split into optimizer.accumulate "
                 f"{self.optimizer.accumulate} equal parts; choose a multiple"
             )
-        if self.optimizer.warmup > self.steps:
-            raise DllmError(f"optimizer.warmup {self.optimizer.warmup} is longer than the {self.steps} steps; lower it")
+        _check_optimizer(self.optimizer, self.steps)
         if self.checkpoint.weights == "ema" and not self.optimizer.ema:
             raise DllmError('checkpoint.weights is "ema" but optimizer.ema is 0; set a decay such as 0.999')
         if self.data.answer_length > self.data.length:
             raise DllmError(f"data.answer_length exceeds data.length {self.data.length}; lower it")
+        if self.data.heldout and self.watch.source:
+            raise DllmError("data.heldout and watch.source both give rows for the loss of watch; set one of them")
 
+
+def _check_optimizer(part: OptimizerPart, steps: int) -> None:
+    if part.warmup > steps:
+        raise DllmError(f"optimizer.warmup {part.warmup} is longer than the {steps} steps; lower it")
+    if part.schedule != "wsd" and part.decay != OptimizerPart.decay:
+        raise DllmError(f'optimizer.decay is for optimizer.schedule "wsd", and it is "{part.schedule}"; leave it out')
+    if part.schedule == "wsd" and part.warmup + round(part.decay * steps) > steps:
+        raise DllmError(
+            f"optimizer.warmup {part.warmup} and optimizer.decay {part.decay:g} of {steps} steps are longer than the "
+            "run; lower them"
+        )
+    for name, value in (("b1", part.b1), ("b2", part.b2)):
+        if part.moments == "bfloat16" and value > _MOST_ROUNDED:
+            raise DllmError(
+                f"optimizer.{name} is {value:g}, and bfloat16 moments round away what changes so slowly; lower it to "
+                f'{_MOST_ROUNDED:g}, or set optimizer.moments to "float32"'
+            )
+
+
+_MOST_ROUNDED = 0.98  # with 8 bits a moment stops where it is wrong by a tenth: half of 1/256 over 1 - 0.98
 
 _RANGES: tuple[Range, ...] = (
     ("steps", 1, math.inf),
@@ -239,9 +319,11 @@ _RANGES: tuple[Range, ...] = (
     ("data.length", 2, math.inf),
     ("data.answer_length", 0, math.inf),
     ("data.random_length", 0.0, 1.0),
+    ("data.heldout", 0.0, 0.9),
     ("data.bucket", 0, math.inf),
     ("optimizer.lr", 0.0, math.inf),
     ("optimizer.warmup", 0, math.inf),
+    ("optimizer.decay", 0.0, 1.0),
     ("optimizer.final_ratio", 0.0, 1.0),
     ("optimizer.b1", 0.0, 0.9999999),
     ("optimizer.b2", 0.0, 0.9999999),
@@ -257,4 +339,7 @@ _RANGES: tuple[Range, ...] = (
     ("checkpoint.every", 1, math.inf),
     ("checkpoint.keep", 1, math.inf),
     ("log.every", 1, math.inf),
+    ("watch.every", 0, math.inf),
+    ("watch.rows", 1, math.inf),
+    ("watch.n", 1, math.inf),
 )

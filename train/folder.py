@@ -1,7 +1,8 @@
 """The output folder of a run.
 
 out/run.json        all settings
-out/metrics.jsonl   one line of metrics every few steps
+out/metrics.jsonl   one line of metrics every few steps, and one for each look of `watch`
+out/generations.jsonl  what was answered then
 out/state/          the latest training states (Orbax), each whole or not there
 out/model/          the trained model as a checkpoint of this library, written at the end
 out/adapters/       instead of it, the trained adapters of a LoRA run
@@ -30,9 +31,21 @@ from train.settings import build, differences, flat_names, to_json, unknown_key
 
 RUN_FILE, METRICS_FILE, STATE_FOLDER, RESULT_FILE = "run.json", "metrics.jsonl", "state", "result.json"
 MODEL_FOLDER, ADAPTERS_FOLDER, INDICATOR_FOLDER = "model", "adapters", "indicator"
-DROPPED_FILE = "dropped.txt"
-_MAY_CHANGE = ("out", "log.", "checkpoint.", "compute.mesh", "data.cache")  # what a continued run may do otherwise
-_MUST_STAY = ("command", "model.", "lora.rank", "lora.targets", "indicator.", "optimizer.name")  # states depend on it
+DROPPED_FILE, GENERATIONS_FILE = "dropped.txt", "generations.jsonl"
+LOOKED = "look_seconds"
+"""Key that tells lines of metrics about a look."""
+_MAY_CHANGE = ("out", "log.", "watch.", "checkpoint.", "compute.mesh", "data.cache")  # in a continued run
+# What states depend on.
+_MUST_STAY = (
+    "command",
+    "model.",
+    "lora.rank",
+    "lora.targets",
+    "lora.init",
+    "indicator.",
+    "optimizer.name",
+    "optimizer.moments",
+)
 
 
 class RunFolder:
@@ -164,26 +177,37 @@ class RunFolder:
             self._write(RESULT_FILE, made)
         return out
 
-    def go_on(self, step: int) -> None:
-        """Drops from the log what was reported after `step`, and a line that was cut off; writes into it what changes
-        from there on, and then the settings."""
-        path = self.path / METRICS_FILE
+    def go_on(self, step: int, *, looks: bool = False) -> None:
+        """Drops from the logs what was reported after `step`, and a line that was cut off; writes into them what
+        changes from there on, and then the settings.
+
+        Args:
+            looks: whether the run begins with a look, of which lines of the same step tell as well.
+        """
         if hosts.index():
             return
-        kept = []
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
-            try:
-                if json.loads(line)["step"] <= step:
-                    kept.append(line)
-            except (ValueError, KeyError, TypeError):
-                continue
+        kept = self._kept(METRICS_FILE, step, lambda entry: looks and LOOKED in entry)
         if self.changes:
             line = json.dumps({"step": step, "changed": self.changes})
             kept += [line] if line not in kept else []
-        if kept or path.is_file():
-            self._write(METRICS_FILE, "".join(line + "\n" for line in kept))
+        answers = self._kept(GENERATIONS_FILE, step, lambda _: looks)
+        for name, lines in ((METRICS_FILE, kept), (GENERATIONS_FILE, answers)):
+            if lines or (self.path / name).is_file():
+                self._write(name, "".join(line + "\n" for line in lines))
         if self.changes:
             self._write(RUN_FILE, to_json(self._config) + "\n")
+
+    def _kept(self, name: str, step: int, again: Callable[[Mapping[str, Any]], bool]) -> list[str]:
+        """The whole lines of a log up to `step`, but for those of the step that will come again."""
+        path, kept = self.path / name, list[str]()
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
+            try:
+                entry = json.loads(line)
+                if entry["step"] < step or (entry["step"] == step and not again(entry)):
+                    kept.append(line)
+            except (ValueError, KeyError, TypeError):
+                continue
+        return kept
 
     def write_dropped(self, text: str) -> None:
         """Says which examples were left out."""

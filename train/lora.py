@@ -8,6 +8,7 @@ Training keeps the product apart from the weights (`beside`), as `dllm_jax.low_r
 
 import fnmatch
 import math
+import types
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,23 +29,37 @@ from dllm_jax.tokenizer import TOKENIZER_FILES
 from dllm_jax.transformer import param_specs
 from train.config import LoraPart
 
+TARGETS: Mapping[str, str] = types.MappingProxyType(
+    {"attention": "layers.*.attn.*.kernel", "mlp": "layers.*.mlp.*.kernel", "all-linear": "layers.*.kernel"}
+)
+"""Words for patterns of kernels."""
+
 
 def target_names(config: ModelConfig, part: LoraPart) -> list[str]:
-    """The kernels that get adapters.
+    """The kernels that get adapters: what any pattern matches, without what later ones with a "!" match.
 
     Raises:
-        DllmError: for a pattern that matches no parameter, or one that is no matrix.
+        DllmError: for a pattern that matches no parameter, or one that is no matrix, and where nothing is left.
     """
     specs = param_specs(config)
     names: dict[str, None] = {}
     for pattern in part.targets:
-        found = fnmatch.filter(specs, pattern)
+        written = pattern.removeprefix("!")
+        found = fnmatch.filter(specs, TARGETS.get(written, written))
         if not found:
-            raise DllmError(f"lora.targets: {pattern!r} matches no parameter; names look like {list(specs)[1]!r}")
+            why = "; the weights of experts take no adapters" if written == "mlp" and config.experts else ""
+            raise DllmError(f"lora.targets: {pattern!r} matches no parameter; names look like {list(specs)[1]!r}{why}")
+        if pattern != written:
+            names = {name: None for name in names if name not in found}
+            continue
         for name in found:
+            if len(specs[name].shape) > 2:
+                raise DllmError(f"lora.targets: {pattern!r} matches {name}, weights of experts, which take no adapters")
             if len(specs[name].shape) != 2 or not name.endswith(KERNEL):
                 raise DllmError(f"lora.targets: {pattern!r} matches {name}, which is no projection; match kernels only")
         names |= dict.fromkeys(found)
+    if not names:
+        raise DllmError("lora.targets leaves no kernel; name one before what begins with a !")
     return list(names)
 
 
@@ -73,7 +88,11 @@ def adapter_shardings(config: ModelConfig, part: LoraPart, base: Mapping[str, Sh
 def init_adapters(
     config: ModelConfig, part: LoraPart, key: jax.Array, shardings: Mapping[str, Sharding] | None = None
 ) -> dict[str, jax.Array]:
-    """A normal with standard deviation 1 / sqrt(in), B zero, float32: the model is unchanged at the start."""
+    """A normal with standard deviation 1 / sqrt(in), B zero, float32: the model is unchanged at the start; or those of
+    `lora.init`."""
+    if part.init:
+        found = load_adapters(part.init)[2]
+        return {name: jax.device_put(x, shardings[name] if shardings else None) for name, x in found.items()}
 
     def init() -> dict[str, jax.Array]:
         return {name: _init_adapter(name, shape, key) for name, shape in adapter_shapes(config, part).items()}
@@ -142,6 +161,32 @@ def load_adapters(folder: str | Path) -> tuple[ModelConfig, LoraPart, dict[str, 
     config = checkpoint.load_config(folder)
     found = hub.read_adapters(folder, config)
     return config, LoraPart(found.rank, found.alpha, found.dropout, found.kernels), dict(found.values), found.base
+
+
+def check_start(config: ModelConfig, part: LoraPart, base: str | Path) -> None:
+    """Raises DllmError unless the adapters of `lora.init` are some that this run could have made.
+
+    Args:
+        base: folder of the model under them.
+    """
+    trained, found, _, named = load_adapters(part.init)
+    where = f"lora.init {part.init}"
+    for name in ("rank", "alpha"):
+        was, now = getattr(found, name), getattr(part, name)
+        if was != now:
+            raise DllmError(f"{where} holds adapters of {name} {was:g}, and lora.{name} is {now:g}; set it to {was:g}")
+    if trained != config:
+        raise DllmError(f"{where} holds adapters of a model of another config than {base}'s")
+    wanted = set(target_names(config, part))
+    if other := sorted(wanted.symmetric_difference(found.targets)):
+        missing = "no adapter" if other[0] in wanted else "an adapter"
+        raise DllmError(f"{where} has {missing} for {other[0]}, other than lora.targets says; set these to what it has")
+    made_from = str(checkpoint.load_source(Path(base)).get("source") or base)
+    if Path(named).expanduser().resolve() != Path(base).resolve() and named.rstrip("/") != made_from.rstrip("/"):
+        raise DllmError(
+            f"{where} was trained on {named}, and model.init is {base}; give that model, or, if it is the same in "
+            f"another place, correct base_model_name_or_path in {Path(part.init) / hub.SETTINGS_FILE}"
+        )
 
 
 def merge(base: str | Path, adapters: str | Path, out: str | Path, *, overwrite: bool = False) -> None:

@@ -26,7 +26,8 @@ class Batch(NamedTuple):
     Attributes:
         tokens: [..., T] int32, without masks.
         targets: [..., T] bool, positions that may be masked and are learned.
-        lengths: [...] int32, positions that count; later ones are never attended to.
+        lengths: [...] int32, positions that count; later ones are never attended to. A row of length 0, without
+            targets, only fills a batch up and counts in no mean.
         step: [..., T] int32, of trajectories: number of the step that wrote each position, -1 where none did; None of
             other data.
     """
@@ -87,14 +88,14 @@ def diffusion_loss(
         remat: what of each layer is kept for the backward pass, see `Transformer.forward`.
         sharding: of arrays whose first axis is the batch; keeps the activations split by it alone.
     """
-    batch, length = noised.tokens.shape
+    rows = jnp.maximum(jnp.sum(noised.lengths > 0), 1)
     first = denoiser.min_prompt_length
     hidden = hidden_states(denoiser, noised.inputs, noised.lengths, remat=remat, sharding=sharding)
     tokens, weights = noised.tokens[:, first:], noised.weights[:, first:]
     total, plain = head_sums(
         cross_entropies, (denoiser,), (hidden, tokens), weights, chunk=chunk, groups=groups, sharding=sharding
     )
-    return Losses(total / batch, plain / jnp.maximum(jnp.sum(weights > 0), 1))
+    return Losses(total / rows, plain / jnp.maximum(jnp.sum(weights > 0), 1))
 
 
 def hidden_states(

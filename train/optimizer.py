@@ -1,4 +1,4 @@
-"""AdamW or Muon with warm-up, cosine decay and clipping, and the moving average of the weights; all of it optax's."""
+"""AdamW or Muon with warm-up, a schedule and clipping, and the moving average of the weights; all of it optax's."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,21 +15,26 @@ _MUON_RMS = 0.2  # root mean square of an update, in learning rates: that of Ada
 
 
 def learning_rate(part: OptimizerPart, steps: int) -> optax.Schedule:
-    """Linear warm-up from 0 to lr, then a cosine down to lr * final_ratio at the last step."""
-    return optax.warmup_cosine_decay_schedule(
-        init_value=0.0 if part.warmup else part.lr,
-        peak_value=part.lr,
-        warmup_steps=part.warmup,
-        decay_steps=max(steps, part.warmup + 1),
-        end_value=part.lr * part.final_ratio,
-    )
+    """Linear warm-up from 0 to lr, then what `part.schedule` says, down to lr * final_ratio at the last step."""
+    start, end, rest = part.lr if part.warmup == 0 else 0.0, part.lr * part.final_ratio, max(steps - part.warmup, 1)
+    if part.schedule == "cosine":
+        return optax.warmup_cosine_decay_schedule(start, part.lr, part.warmup, part.warmup + rest, end)
+    stays, falls = optax.constant_schedule(part.lr), max(round(part.decay * steps), 1)
+    after, boundaries = {
+        "linear": ([optax.linear_schedule(part.lr, end, rest)], []),
+        "constant": ([stays], []),
+        "wsd": ([stays, optax.linear_schedule(part.lr, end, falls)], [steps - falls]),
+    }[part.schedule]
+    warmup = optax.linear_schedule(start, part.lr, max(part.warmup, 1))
+    return optax.join_schedules([warmup, *after], [part.warmup, *boundaries])
 
 
 def make_optimizer(part: OptimizerPart, steps: int) -> optax.GradientTransformation:
     """Clipping by global norm, then AdamW (arXiv 1711.05101) or Muon; norms and biases do not decay.
 
     Muon orthogonalises the momentum of the matrices between embedding and head (Jordan, 2024), with updates of AdamW's
-    size (Liu et al., arXiv 2502.16982), so that AdamW's learning rates hold; AdamW changes everything else.
+    size (Liu et al., arXiv 2502.16982), so that AdamW's learning rates hold; AdamW changes everything else. The moments
+    of both are kept in `part.moments` between steps.
     """
     rate = learning_rate(part, steps)
     if part.name == "muon":
@@ -46,7 +51,24 @@ def make_optimizer(part: OptimizerPart, steps: int) -> optax.GradientTransformat
         )
     else:
         chosen = optax.adamw(rate, b1=part.b1, b2=part.b2, eps=part.eps, weight_decay=part.weight_decay, mask=decayed)
+    if part.moments != "float32":
+        chosen = _kept_as(part.moments, chosen)
     return optax.chain(optax.clip_by_global_norm(part.clip), chosen) if part.clip else chosen
+
+
+def _kept_as(dtype: str, inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The same, computed in float32, with all moments rounded to `dtype` between steps (optax's `mu_dtype` rounds the
+    first moments alone)."""
+
+    def cast(state: Any, to: str) -> Any:
+        moment = lambda path: isinstance(path[-1], jax.tree_util.DictKey)  # by its parameter's name; Muon has constants
+        return jax.tree_util.tree_map_with_path(lambda path, x: x.astype(to) if moment(path) else x, state)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, state = inner.update(updates, cast(state, "float32"), params)
+        return updates, cast(state, dtype)
+
+    return optax.GradientTransformation(lambda params: cast(inner.init(params), dtype), update)
 
 
 def _muon_axes(params: Mapping[str, Any]) -> dict[str, optax.contrib.MuonDimensionNumbers | None]:

@@ -1,4 +1,4 @@
-"""What a run tells while it goes: a progress bar, lines of JSON, and how much of the device it uses."""
+"""What a run tells while it goes: a progress bar, lines of JSON, other writers, and how much of the device it uses."""
 
 import contextlib
 import json
@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,12 @@ from dllm_jax.checkpoint import write_error
 from dllm_jax.config import ModelConfig
 from dllm_jax.transformer import param_specs
 from train.config import TrainConfig
+from train.folder import GENERATIONS_FILE, METRICS_FILE
 from train.objectives import objective_of
+from train.peaks import data_sheet
+from train.writers import Writer, writers
+
+_IN_BAR = {"held out": "heldout_loss", "accuracy": "accuracy"}
 
 
 def step_flops(config: TrainConfig, model: ModelConfig, length: int) -> float:
@@ -66,20 +71,53 @@ def matmul_rate(dtype: str, size: int | None = None, repeats: int = 3) -> float:
     return 8 * 2 * size**3 / seconds
 
 
-class Reporter:
-    """Counts steps and writes metrics; silent in all processes but the first. Use it by `with`."""
+class Look(NamedTuple):
+    """What was seen of a run's weights, see `train.watch`.
 
-    def __init__(self, config: TrainConfig, model: ModelConfig, path: Path, done: int, *, progress: bool) -> None:
-        """Prepares a report to the file `path` from step `done` on.
+    Attributes:
+        metrics: by name.
+        generations: "prompt", "text" and "nfe" of each answer, of a task's problems "correct" as well.
+    """
+
+    metrics: dict[str, float]
+    generations: list[dict[str, Any]]
+
+
+class Peak(NamedTuple):
+    """What utilisation is a share of.
+
+    Attributes:
+        rate: floating-point operations per second of all devices.
+        about: what it is, for people.
+    """
+
+    rate: float
+    about: str
+
+    @classmethod
+    def of(cls, dtype: str, devices: int) -> Self:
+        """The data sheet's, or where there is none the rate that one device is measured at."""
+        kind = jax.devices()[0].device_kind
+        sheet = data_sheet(kind, dtype)
+        rate = sheet or matmul_rate(dtype)
+        source = "data sheet" if sheet else "measured"
+        return cls(rate * devices, f"{rate * devices / 1e12:.4g} TFLOP/s of {devices} x {kind}, {dtype}, {source}")
+
+
+class Reporter:
+    """Counts steps and writes what a run tells; silent in all processes but the first. Use it by `with`."""
+
+    def __init__(self, config: TrainConfig, model: ModelConfig, folder: Path, done: int, *, progress: bool) -> None:
+        """Prepares reports to the files of a run's folder, and to `log.to`, from step `done` on.
 
         Args:
             progress: show a progress bar.
         """
-        self._config, self._path, self._done = config, path, done
+        self._config, self._folder, self._done = config, folder, done
         self._silent = jax.process_index() > 0
         self._model, self._lengths = model, list[int]()
         devices = math.prod(config.compute.mesh.values())
-        self._peak = matmul_rate(config.compute.dtype) * devices if config.log.mfu else None
+        self._peak = Peak.of(config.compute.dtype, devices) if config.log.mfu else None
         self._bar: Any = tqdm(
             total=config.steps,
             initial=done,
@@ -87,27 +125,28 @@ class Reporter:
             disable=self._silent or not progress,
             mininterval=0.2 if sys.stderr.isatty() else 30.0,
         )
-        self._file: TextIO | None = None
+        self._shown: dict[str, str] = {}
+        self._writers: list[Writer] = []
         self._start = time.perf_counter()
 
     def __enter__(self) -> Self:
         if not self._silent:
-            with self._writing():
-                self._file = self._path.open("a", encoding="utf-8")
+            with self._writing(METRICS_FILE) as path:
+                path.open("a").close()
+            self._writers = writers(self._config, self._folder, self._done)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._bar.close()
-        if self._file is not None:
-            with contextlib.suppress(OSError):  # which was told when it was written
-                self._file.close()
+        for writer in self._writers:
+            writer.close()
 
     @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _writing(self, name: str) -> Iterator[Path]:
         try:
-            yield
+            yield self._folder / name
         except OSError as error:
-            raise write_error(self._path, error) from None
+            raise write_error(self._folder / name, error) from None
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -127,21 +166,49 @@ class Reporter:
         line["tokens_per_second"] = self._config.optimizer.batch * sum(self._lengths) / seconds
         flops = sum(step_flops(self._config, self._model, length) for length in self._lengths)
         if self._peak is not None:
-            line["mfu"] = flops / seconds / self._peak
+            line["mfu"] = flops / seconds / self._peak.rate
         line["seconds"] = seconds
         self._bar.update(steps)
         shown = {"loss": f"{metrics.get('loss', math.nan):.4f}", "tok/s": f"{line['tokens_per_second']:.0f}"}
-        self._bar.set_postfix(shown | ({"mfu": f"{line['mfu']:.1%}"} if "mfu" in line else {}), refresh=False)
-        if self._file is not None:
-            with self._writing():
-                self._file.write(json.dumps({name: _rounded(value) for name, value in line.items()}) + "\n")
-                self._file.flush()
+        self._show(shown | ({"mfu": f"{line['mfu']:.1%}"} if "mfu" in line else {}))
+        of = {} if self._peak is None else {"mfu_of": self._peak.about}
+        self._tell(step, "train", line, of)
         self._done, self._start, self._lengths = step, time.perf_counter(), []
         return line
 
+    def look(self, step: int, seen: Look) -> None:
+        """Writes what was seen of the weights after so many steps."""
+        self._show({name: f"{seen.metrics[key]:.4g}" for name, key in _IN_BAR.items() if key in seen.metrics})
+        self._tell(step, "look", {"step": step, **seen.metrics})
+        if self._silent or not seen.generations:
+            return
+        with self._writing(GENERATIONS_FILE) as path, path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps({"step": step, **one}, ensure_ascii=False) + "\n" for one in seen.generations)
+        for writer in self._writers:
+            writer.answers(step, seen.generations)
+        if not self._bar.disable:
+            first = seen.generations[0]
+            self._bar.write(f"step {step}: {first['prompt']!r} -> {first['text']!r}", file=sys.stderr)
 
-def _rounded(value: float) -> float:
-    return value if isinstance(value, int) else float(f"{value:.6g}")
+    def _show(self, values: Mapping[str, str]) -> None:
+        self._shown |= values
+        self._bar.set_postfix(self._shown, refresh=False)
+
+    def _tell(self, step: int, kind: str, line: Mapping[str, float], texts: Mapping[str, str] | None = None) -> None:
+        if self._silent:
+            return
+        told = {name: _rounded(value) for name, value in line.items()} | dict(texts or {})
+        with self._writing(METRICS_FILE) as path, path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(told) + "\n")
+        for writer in self._writers:
+            writer.numbers(step, {f"{kind}/{name}": value for name, value in line.items() if name != "step"})
+
+
+def _rounded(value: float) -> float | None:
+    """As JSON takes it, which has no number that is not finite."""
+    if isinstance(value, int):
+        return value
+    return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
 def on_host(metrics: list[dict[str, jax.Array]]) -> list[dict[str, float]]:

@@ -1,20 +1,24 @@
 """From settings to the parts of a run: model config, tokenizer, rows of data."""
 
 import dataclasses
+import functools
 import tempfile
 import typing
-from collections.abc import Mapping, Sized
+from collections.abc import Callable, Mapping, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dllm_jax import checkpoint
 from dllm_jax.config import ModelConfig, published
 from dllm_jax.errors import DllmError
+from dllm_jax.loading import Model
+from dllm_jax.sharding import Layout
 from dllm_jax.tokenizer import has_tokenizer, load_tokenizer
 from train.config import DataPart, ModelPart, TrainConfig
 from train.data import SOURCES, Rows, Setup, Source, from_reference, size
 from train.data.checks import Faults, checked
-from train.lora import tokenizer_files
+from train.data.heldout import some, split
+from train.lora import check_start, tokenizer_files
 from train.objectives import objective_of
 from train.settings import converted, unknown_key
 
@@ -28,18 +32,38 @@ class Parts:
     model: config of the backbone.
     rows: training rows by position.
     files: of the trained checkpoint: the tokenizer's, empty where there is none, and how it is sampled.
+    generation: how it is sampled.
+    heldout: rows for the loss that `watch` tells, each of them once; None where there are none.
     """
 
     model: ModelConfig
     rows: Rows
     files: Mapping[str, bytes]
+    generation: Mapping[str, Any]
+    heldout: Rows | None = None
 
-    def checked(self, config: TrainConfig, *, progress: bool) -> tuple["Parts", Faults | None]:
+    def checked(self, config: TrainConfig, *, progress: bool) -> tuple["Parts", list[Faults]]:
         """The parts with rows of good examples alone, and what was wrong with others, see `train.data.checks`."""
-        source, faults = checked(self.rows.source, config.data, self.rows.kind, self.model, progress=progress)
-        rows = dataclasses.replace(self.rows, source=source, checked=isinstance(source, Sized))
+        rows, faults = self._good(self.rows, progress)
+        heldout, more = self.heldout, None
+        if config.data.heldout:
+            own, held = split(rows.source, config.data.heldout, progress=progress)
+            rows = dataclasses.replace(rows, source=own)
+            heldout = _heldout(config, held, self.model, checked=True) if config.watch.every else None
+        elif heldout is not None:
+            heldout, more = self._good(heldout, progress)
+        if heldout is not None:
+            heldout = dataclasses.replace(heldout, source=some(heldout.source, config.watch.rows))
         rows(0)  # of an endless source the first
-        return dataclasses.replace(self, rows=rows), faults
+        return dataclasses.replace(self, rows=rows, heldout=heldout), [found for found in (faults, more) if found]
+
+    def _good(self, rows: Rows, progress: bool) -> tuple[Rows, Faults | None]:
+        source, faults = checked(rows.source, rows.part, rows.kind, self.model, progress=progress)
+        return dataclasses.replace(rows, source=source, checked=isinstance(source, Sized)), faults
+
+    def outline(self, name: str, layout: Layout | None) -> Model:
+        """The model as samplers take it, still without parameters."""
+        return Model(self.model, {}, _tokenizer(self.files, self.model), name, None, self.generation, layout)
 
 
 def prepare(config: TrainConfig) -> Parts:
@@ -58,20 +82,65 @@ def prepare(config: TrainConfig) -> Parts:
             f"data.length {config.data.length} exceeds the model's longest context of {model.max_length} tokens; lower "
             "it, or set model.config.max_length"
         )
+    if config.lora.init:
+        objective.trained(config, model)  # says where there is no model to add them to
+        check_start(model, config.lora, checkpoint.find(config.model.init))
     files = _tokenizer_files(config.model, task)
+    cache = Path(config.data.cache).expanduser() if config.data.cache else None
+    lengths = config.data.length, config.data.answer_length
+    setup = functools.cache(lambda: Setup(model, _tokenizer(files, model), *lengths, cache))
     if source is None:
-        cache = Path(config.data.cache).expanduser() if config.data.cache else None
-        setup = Setup(model, _tokenizer(files, model), config.data.length, config.data.answer_length, cache)
-        source = _builtin(config.data, setup)
+        source = _builtin(config.data, setup())
+    if config.data.heldout and objective.still() is None:
+        raise DllmError(f"python -m train {config.command} has no loss of rows by themselves; set data.heldout to 0")
     if config.data.random_length and config.objective.kind == "sft":
         raise DllmError('data.random_length is for objective.kind "pretrain"; set it to 0')
     rows = Rows(source, config.data, config.objective.kind, model, config.seed, config.optimizer.batch)
-    if objective.trajectories and size(source) != 0 and getattr(source.example(0), "step", None) is None:
-        raise DllmError(
-            "this command learns from trajectories; make some by python -m evals trajectories, and set data.source to "
-            '"trajectories" and data.options.path to their folder'
-        )
-    return Parts(model, rows, {**files, **checkpoint.generation_file(_generation(config, model, task))})
+    other = _other_source(config, setup, task)
+    for table, one in (("data", source), ("watch", other)):
+        if one is not None and objective.trajectories and not _has_steps(one):
+            raise DllmError(
+                "this command learns from trajectories; make some by python -m evals trajectories, and set "
+                f'{table}.source to "trajectories" and {table}.options.path to their folder'
+            )
+    generation = _generation(config, model, task)
+    heldout = None if other is None else _heldout(config, other, model)
+    return Parts(model, rows, {**files, **checkpoint.generation_file(generation)}, generation, heldout)
+
+
+def _has_steps(source: Source) -> bool:
+    """Whether examples are trajectories; one without examples is told of elsewhere."""
+    return size(source) == 0 or getattr(source.example(0), "step", None) is not None
+
+
+def _other_source(config: TrainConfig, setup: Callable[[], Setup], task: Any) -> Source | None:
+    """Data for the loss that `watch` tells, besides those that are trained on: what it names, or of a task that is
+    trained on the validation split."""
+    watch = config.watch
+    if not watch.every:
+        return None
+    if objective_of(config).still() is None:
+        if watch.source:
+            raise DllmError(f"python -m train {config.command} has no loss of rows by themselves; unset watch.source")
+        return None
+    if watch.source:
+        part = dataclasses.replace(config.data, source=watch.source, options=watch.options)
+        if watch.source in SOURCES:
+            return _builtin(part, setup(), "watch")
+        found = _referenced(part, "validation", "watch")[0]
+    elif hasattr(task, "source") and not config.data.heldout:
+        found = task.source("validation")
+    else:
+        return None
+    return found if isinstance(found, Sized) else some(found, watch.rows)
+
+
+def _heldout(config: TrainConfig, source: Source, model: ModelConfig, *, checked: bool = False) -> Rows:
+    watch, rows = config.watch, config.optimizer.batch // config.optimizer.accumulate
+    part = dataclasses.replace(config.data, shuffle=False, random_length=0.0)
+    if watch.source:
+        part = dataclasses.replace(part, source=watch.source, options=watch.options)
+    return Rows(source, part, config.objective.kind, model, config.seed, rows, checked)
 
 
 def _generation(config: TrainConfig, model: ModelConfig, task: Any) -> dict[str, Any]:
@@ -134,24 +203,24 @@ def adapted(config: ModelConfig, kind: str) -> ModelConfig:
     return config.replace(**same, mask_id=mask_id, qkv_bias=config.qkv_bias or like.qkv_bias)
 
 
-def _referenced(part: DataPart) -> tuple[Source, Any]:
+def _referenced(part: DataPart, split: str = "train", table: str = "data") -> tuple[Source, Any]:
     if not part.source:
         raise DllmError(f"data.source is not set; use {', '.join(SOURCES)} or module:name")
     if ":" not in part.source:
         raise DllmError(f"no data source is called {part.source!r}; use {', '.join(SOURCES)} or module:name")
-    return from_reference(part.source, part.options)
+    return from_reference(part.source, part.options, split, table)
 
 
-def _builtin(part: DataPart, setup: Setup) -> Source:
+def _builtin(part: DataPart, setup: Setup, table: str = "data") -> Source:
     make = SOURCES[part.source]
     hints = typing.get_type_hints(make)
     known = [name for name in hints if name not in ("setup", "return")]
     for name in part.options:
         if name not in known:
-            raise DllmError(unknown_key(f"data.options.{name}", [f"data.options.{option}" for option in known]))
-    options = {name: converted(value, hints[name], f"data.options.{name}") for name, value in part.options.items()}
+            raise DllmError(unknown_key(f"{table}.options.{name}", [f"{table}.options.{option}" for option in known]))
+    options = {name: converted(value, hints[name], f"{table}.options.{name}") for name, value in part.options.items()}
     if "path" not in options:
-        raise DllmError(f"data.options.path is not set; name the file or folder that {part.source} reads")
+        raise DllmError(f"{table}.options.path is not set; name the file or folder that {part.source} reads")
     return make(setup, **options)
 
 

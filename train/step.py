@@ -159,6 +159,15 @@ class Stepper:
         state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), self._updated(gradient, state), state)
         return dataclasses.replace(state, step=state.step + 1), {**metrics, "skipped": ~finite}
 
+    def measure(self, trained: Params, frozen: Params, batch: Batch, key: jax.Array) -> Metrics:
+        """The objective on a batch [1, rows, ...] that is not learned from, and what is reported of it.
+
+        Args:
+            key: of the batch's noise.
+        """
+        noised = self.objective.corrupt(key, batch, Denoiser(self._model, {}))
+        return self.loss(trained, frozen, jax.tree.map(lambda x: x[0], noised), jax.random.fold_in(key, _DROPOUT))[1]
+
     def _updated(self, gradient: Params, state: TrainState) -> TrainState:
         """The state with a gradient applied; the step's number stays."""
         updates, optimizer = self.optimizer.update(gradient, state.optimizer, state.trained)

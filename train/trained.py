@@ -7,7 +7,7 @@ reads both, and how the result is written.
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,18 @@ from train.lora import adapter_shapes, adapter_shardings, beside, init_adapters,
 Params = Mapping[str, jax.Array]
 Weights = Params | Mapping[str, np.ndarray]
 Kernels = Mapping[str, jax.Array | LowRankKernel]
+
+
+class Sampled(NamedTuple):
+    """What samplers take.
+
+    Attributes:
+        params: of the model.
+        options: of the sampler that are trained themselves.
+    """
+
+    params: dict[str, Any]
+    options: dict[str, Any]
 
 
 class Trained(Protocol):
@@ -73,6 +85,10 @@ class Trained(Protocol):
             denoiser: the model with parameters, in the dtype of computation.
             key: typed key of what is left out of adapters (`lora.dropout`).
         """
+        ...
+
+    def sampled(self, weights: Params, frozen: Params) -> Sampled:
+        """What samplers take of the trained arrays, or of their average, as they are written in the end."""
         ...
 
     def write(
@@ -121,6 +137,11 @@ class WholeModel:
         """As `Trained`."""
         return denoiser(trained), Denoiser(self.model, {})
 
+    def sampled(self, weights: Params, frozen: Params) -> Sampled:
+        """As `Trained`."""
+        dtype = jnp.dtype(self.model.dtype)
+        return Sampled({name: x.astype(dtype) for name, x in weights.items()}, {})
+
     def write(
         self, out: Path, weights: Weights, *, steps: int, files: Mapping[str, bytes], overwrite: bool = False
     ) -> None:
@@ -163,6 +184,10 @@ class Adapters:
         """As `Trained`."""
         return denoiser(beside(frozen, trained, self.config.lora, key)), denoiser(frozen)
 
+    def sampled(self, weights: Params, frozen: Params) -> Sampled:
+        """As `Trained`; the product stays apart, so that no second model is in memory."""
+        return Sampled(beside(frozen, weights, self.config.lora), {})
+
     def write(
         self, out: Path, weights: Weights, *, steps: int, files: Mapping[str, bytes], overwrite: bool = False
     ) -> None:
@@ -181,6 +206,8 @@ def whole_or_adapters(config: TrainConfig, model: ModelConfig) -> Trained:
         DllmError: when there is no model that adapters could be added to.
     """
     if not config.lora.rank:
+        if config.lora.init:
+            raise DllmError("lora.init names adapters to start from, and lora.rank is 0; set it to their rank")
         return WholeModel(config, model)
     check_frozen(config, "adapters need a model to be added to")
     return Adapters(config, model)

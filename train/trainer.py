@@ -14,22 +14,22 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import NamedSharding
 
 from dllm_jax import checkpoint, hosts
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
+from train.batches import device_batch
 from train.config import TrainConfig
-from train.data import Ahead, Rows
-from train.folder import DROPPED_FILE, METRICS_FILE, RunFolder, States
-from train.losses import Batch
+from train.data import Ahead
+from train.folder import DROPPED_FILE, RunFolder, States
 from train.objectives import objective_of
 from train.optimizer import learning_rate
 from train.report import Reporter, on_host
 from train.setup import Parts, prepare
 from train.step import Placement, Stepper, TrainState, training_mesh
 from train.together import Interrupted, stop_requests, watched
+from train.watch import Watch
+from train.writers import check_writers
 
 
 class Outcome(NamedTuple):
@@ -63,25 +63,30 @@ def train(config: TrainConfig, *, progress: bool = False, allow_change: Collecti
         Interrupted: after SIGINT or SIGTERM, in all processes after the same step.
     """
     with hosts.agreed():
+        check_writers(config.log.to)
         parts, mesh = prepare(config), training_mesh(config)
         folder = RunFolder(config, allow_change)
         parts, faults = parts.checked(config, progress=progress)
+        placement = placement_of(config, parts.model, mesh)
+        watch = Watch(config, parts, placement)
     with contextlib.ExitStack() as held:
         held.enter_context(watched())
-        run = Run(config, parts, placement_of(config, parts.model, mesh))
+        run = Run(config, parts, placement)
         held.enter_context(folder.begin())
         states = held.enter_context(folder.states(training=True))
-        if faults is not None:
-            folder.write_dropped(faults.listed())
-            warnings.warn(f"{faults}; they are left out, see {folder.path / DROPPED_FILE}", stacklevel=2)
+        if faults:
+            folder.write_dropped("".join(found.listed() for found in faults))
+            told = "; ".join(map(str, faults))
+            warnings.warn(f"{told}; they are left out, see {folder.path / DROPPED_FILE}", stacklevel=2)
         started = states.latest or 0
         if started > config.steps:
             raise DllmError(f"the run in {config.out} has done {started} steps; set steps to {started} or more")
         state = run.restored(states, started) if started else run.fresh()
         metrics: Mapping[str, float] = {}
-        folder.go_on(started)
-        if started < config.steps:
-            state, metrics = run.advance(state, started, states, folder.path / METRICS_FILE, progress=progress)
+        goes_on = started < config.steps
+        folder.go_on(started, looks=goes_on and watch.due(started))
+        if goes_on:
+            state, metrics = run.advance(state, started, states, folder.path, watch, progress=progress)
         write = lambda out: run.write(state, out, overwrite=True)
         out = folder.write_result(run.trained.folder, config.steps, write)
     return Outcome(config.steps, started, metrics, out)
@@ -146,9 +151,9 @@ class Run:
         self.trained.write(out, weights, steps=int(state.step), files=self.parts.files, overwrite=overwrite)
 
     def advance(
-        self, state: TrainState, done: int, states: States, path: Path, *, progress: bool
+        self, state: TrainState, done: int, states: States, folder: Path, watch: Watch, *, progress: bool
     ) -> tuple[TrainState, Mapping[str, float]]:
-        """Runs the steps that are left, writing metrics and states."""
+        """Runs the steps that are left, writing metrics, what is seen at looks, and states."""
         config = self.config
         key = jax.jit(lambda: jax.random.key(config.seed), out_shardings=self.placement.replicated)()
         schedule = learning_rate(config.optimizer, config.steps)
@@ -159,8 +164,10 @@ class Run:
         with (
             stop_requests() as stop,
             Ahead(batch, done, config.steps) as batches,
-            Reporter(config, self.parts.model, path, done, progress=progress) as reporter,
+            Reporter(config, self.parts.model, folder, done, progress=progress) as reporter,
         ):
+            if watch.due(done):
+                self._look(done, state, watch, reporter)
             programs: dict[int, Callable[..., tuple[TrainState, dict[str, jax.Array]]]] = {}  # by the rows' length
             for step, rows in enumerate(batches, start=done + 1):
                 length = rows.tokens.shape[-1]
@@ -172,6 +179,8 @@ class Run:
                 pending.append(metrics)
                 states.check()
                 stopping = stop.after(step)
+                if watch.due(step) and not stopping:
+                    self._look(step, state, watch, reporter)
                 last = step == config.steps or stopping
                 keep = last or step % config.checkpoint.every == 0
                 if keep or step % config.log.every == 0:
@@ -186,6 +195,11 @@ class Run:
                     raise Interrupted(step, stop.status)
         states.wait()
         return state, line
+
+    def _look(self, step: int, state: TrainState, watch: Watch, reporter: Reporter) -> None:
+        jax.block_until_ready(state)  # what is waited for is training
+        with reporter.paused():
+            reporter.look(step, watch(state, self.frozen))
 
 
 class Tally:
@@ -220,23 +234,3 @@ class Tally:
         means = {name: sum(values[name] for values in done) / len(done) for name in (done[0] if done else ())}
         means.pop("skipped", None)
         return means | ({"skipped": len(steps) - len(done)} if len(done) < len(steps) else {})
-
-
-def device_batch(rows: Rows, step: int, config: TrainConfig, sharding: NamedSharding) -> Batch:
-    """The batch of step `step` (from 0), [accumulate, rows, ...]; a process computes the rows of its own devices."""
-    parts, length = config.optimizer.accumulate, rows.width(step * config.optimizer.batch)
-    count = config.optimizer.batch // parts
-    needed = np.zeros((parts, count), bool)
-    for index in sharding.addressable_devices_indices_map((parts, count)).values():
-        needed[index] = True
-    numbers = step * config.optimizer.batch + np.arange(parts * count).reshape(parts, count)
-    found = {at: rows(int(numbers[at])) for at in zip(*np.nonzero(needed), strict=True)}
-    tokens, targets = np.zeros((parts, count, length), np.int32), np.zeros((parts, count, length), bool)
-    lengths, steps = np.zeros((parts, count), np.int32), np.full((parts, count, length), -1, np.int32)
-    for at, row in found.items():
-        tokens[at], targets[at], lengths[at] = row.tokens, row.targets, row.length
-        if row.step is not None:
-            steps[at] = row.step
-    ordered = any(row.step is not None for row in found.values())
-    place = lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
-    return Batch(place(tokens), place(targets), place(lengths), place(steps) if ordered else None)

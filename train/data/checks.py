@@ -67,7 +67,7 @@ class Faults:
 
 
 class Chosen:
-    """A finite source without some of its examples."""
+    """Some of the examples of a source, of which there are then finitely many."""
 
     def __init__(self, source: Source, numbers: np.ndarray) -> None:
         self._source, self._numbers = source, numbers

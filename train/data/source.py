@@ -133,10 +133,16 @@ def progress(items: Iterable[T], what: str, unit: str, total: int | None) -> "tq
     return tqdm(items, what, total, unit=unit, delay=2, mininterval=0.2 if sys.stderr.isatty() else 30.0)
 
 
-def from_reference(reference: str, options: Mapping[str, Any]) -> tuple[Source, Any]:
+def from_reference(
+    reference: str, options: Mapping[str, Any], split: str = "train", table: str = "data"
+) -> tuple[Source, Any]:
     """The source that a callable named "module:name" makes, and the task behind it if there is one.
 
     The callable is called with the options. It returns a source, or a task: an object whose `source("train")` is one.
+
+    Args:
+        split: of a task.
+        table: of the settings that name it, for complaints.
 
     Raises:
         DllmError: when it cannot be imported, refuses the options, or returns something else.
@@ -145,20 +151,22 @@ def from_reference(reference: str, options: Mapping[str, Any]) -> tuple[Source, 
     try:
         target = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise DllmError(f"data.source {reference!r} cannot be imported ({error}); write it like module:name") from None
-    made = _called(target, reference, options)
-    source = made.source("train") if hasattr(made, "source") else made
+        raise DllmError(
+            f"{table}.source {reference!r} cannot be imported ({error}); write it like module:name"
+        ) from None
+    made = _called(target, reference, options, table)
+    source = made.source(split) if hasattr(made, "source") else made
     if not hasattr(source, "example"):
-        raise DllmError(f"data.source {reference!r} made a {type(made).__name__}, which has no example(index)")
+        raise DllmError(f"{table}.source {reference!r} made a {type(made).__name__}, which has no example(index)")
     return source, made
 
 
-def _called(target: Callable[..., Any], reference: str, options: Mapping[str, Any]) -> Any:
+def _called(target: Callable[..., Any], reference: str, options: Mapping[str, Any], table: str) -> Any:
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
     try:
         inspect.signature(target).bind(**given)
     except TypeError as error:
-        raise DllmError(f"data.options do not fit {reference}: {error}") from None
+        raise DllmError(f"{table}.options do not fit {reference}: {error}") from None
     except ValueError:
         pass  # written in C, without a signature
     return target(**given)

@@ -79,6 +79,11 @@ class Objective(abc.ABC):
         """What a step computes; gradients of frozen weights do not count."""
         return Passes(trained.passes, 3 if trained.passes > 1 else 1, trained.passes)
 
+    def still(self) -> Any:
+        """The settings under which rows are looked at that are not learned from: nothing left out, and what varies
+        least. None for an objective that is no loss of rows by themselves, whose runs have no held-out loss."""
+        return self.settings
+
     @abc.abstractmethod
     def corrupt(self, key: jax.Array, batch: Batch, denoiser: Denoiser) -> Any:
         """A noised batch: a tuple of arrays with the batch's leading axes; the denoiser's parameters are not read."""

@@ -35,7 +35,7 @@ from train.config import Kind, Range, TrainConfig
 from train.folder import INDICATOR_FOLDER
 from train.losses import Batch, Metrics, hidden_states, with_head_gathered
 from train.objectives.base import Objective
-from train.trained import Kernels, Params, Trained, Weights, check_frozen, frozen_model, source_of
+from train.trained import Kernels, Params, Sampled, Trained, Weights, check_frozen, frozen_model, source_of
 
 PUBLISHED_THRESHOLD = 0.89
 
@@ -256,6 +256,10 @@ class BesideModel:
         """As `Trained`; the indicator is computed in float32 whatever the model is."""
         return Indicator(self.indicator, trained), denoiser(frozen)
 
+    def sampled(self, weights: Params, frozen: Params) -> Sampled:
+        """As `Trained`: the model as it is, and the indicator."""
+        return Sampled(dict(frozen), {"indicator": Indicator(self.indicator, dict(weights))})
+
     def write(
         self, out: Path, weights: Weights, *, steps: int, files: Mapping[str, bytes], overwrite: bool = False
     ) -> None:
@@ -296,6 +300,10 @@ class FinalTokens(Objective):
         found = BesideModel(config, model)
         found.indicator.check_vocabulary(model.vocab_size)
         return found
+
+    def still(self) -> IndicatorPart:
+        """As `Objective`: without dropout."""
+        return dataclasses.replace(self.settings, dropout=0.0)
 
     def corrupt(self, key: jax.Array, batch: Batch, denoiser: Denoiser) -> RolledBack:
         """As `Objective`; the batch is one of trajectories."""

@@ -107,6 +107,10 @@ class MaskedDiffusion(CrossEntropy):
             raise DllmError(f"a {model.family} model sees final tokens before its block; {advice}")
         return super().fitted(model, config)
 
+    def still(self) -> MaskedDiffusionPart:
+        """As `Objective`: with the t of a batch spread evenly."""
+        return dataclasses.replace(self.settings, stratified=True)
+
     def corrupt(self, key: jax.Array, batch: Batch, denoiser: Denoiser) -> Noised:
         """As `Objective`."""
         return corrupt(key, batch, denoiser, eps=self.settings.eps, stratified=self.settings.stratified)

@@ -1,0 +1,104 @@
+"""Curves of runs: `python -m train plot --run DIR --run DIR --out curves.png`."""
+
+import io
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dllm_jax.checkpoint import write_error
+from dllm_jax.errors import DllmError
+from train.folder import LOOKED, METRICS_FILE
+
+FORMATS = ("png", "svg", "pdf")
+USUAL = ("loss", "lr", "accuracy")
+_HELD_OUT = ("heldout_", "heldout_ema_")  # drawn with the metric of the steps
+
+Line = dict[str, Any]
+
+
+def plot(runs: Sequence[str | Path], out: str | Path, metrics: Sequence[str] = ()) -> list[str]:
+    """Draws metrics of one or several runs over their steps, and returns which.
+
+    A panel shows a metric of the steps, its means between lines of the log joined, and what is held out of it dashed;
+    a standard error, where the log has one, as bars.
+
+    Args:
+        runs: folders.
+        out: a file whose name ends in one of `FORMATS`.
+        metrics: names as in the log; by default those of `USUAL` that are there.
+
+    Raises:
+        DllmError: for a folder without a log, a metric that none has, another format, without matplotlib, and when the
+            file cannot be written.
+    """
+    out = Path(out)
+    if out.suffix[1:] not in FORMATS:
+        raise DllmError(f"{out} is no {', '.join(FORMATS[:-1])} or {FORMATS[-1]} file; name one by --out")
+    logs = {str(run): read_log(run) for run in runs}
+    there = {name for log in logs.values() for line in log for name in line if _is_number(line[name])}
+    if missing := [name for name in metrics if name not in there]:
+        raise DllmError(f"no run tells of {missing[0]!r}; there are {', '.join(sorted(there - {'step'}))}")
+    chosen = list(metrics) or [name for name in USUAL if name in there or any(h + name in there for h in _HELD_OUT)]
+    if not chosen:
+        raise DllmError(f"{runs[0]} has nothing to draw yet; wait for its first line")
+    file = io.BytesIO()
+    _figure(logs, chosen).savefig(file, format=out.suffix[1:], dpi=160)
+    partial = out.parent / f".{out.name}.partial"
+    try:
+        partial.write_bytes(file.getvalue())
+        os.replace(partial, out)
+    except OSError as error:
+        raise write_error(out, error) from None
+    return chosen
+
+
+def read_log(run: str | Path) -> list[Line]:
+    """The lines of a run's log in order, without one that is being written.
+
+    Raises:
+        DllmError: for a folder without one.
+    """
+    path, found = Path(run).expanduser() / METRICS_FILE, list[Line]()
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DllmError(f"{run} is no training run: {path} could not be read ({error})") from None
+    for line in lines:
+        try:
+            found.append(dict(json.loads(line)))
+        except (ValueError, TypeError):
+            continue
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _figure(logs: dict[str, list[Line]], metrics: Sequence[str]) -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise DllmError("plots need matplotlib; install it by pip install 'dllm_jax[evals]'") from None
+    figure = Figure(figsize=(5.2 * len(metrics), 4.0), layout="constrained")
+    for ax, metric in zip(figure.subplots(1, len(metrics), squeeze=False)[0], metrics, strict=True):
+        for number, (run, log) in enumerate(logs.items()):
+            for name, dashes, mark in ((metric, "-", ""), *((held + metric, "--", ".") for held in _HELD_OUT)):
+                points = [line for line in log if _is_number(line.get(name))]
+                if not points:
+                    continue
+                label = run if name == metric else f"{run}: {name}"
+                style = {"color": f"C{number % 10}", "linestyle": ":" if "ema" in name else dashes, "label": label}
+                marker = mark or ("." if LOOKED in points[0] else "")
+                errors = [line.get(f"{name}_stderr") for line in points]
+                bars = errors if all(error is not None for error in errors) else None
+                steps, values = [line["step"] for line in points], [line[name] for line in points]
+                ax.errorbar(steps, values, yerr=bars, marker=marker, linewidth=1.2, capsize=2, **style)
+        ax.set_xlabel("step")
+        ax.set_ylabel(metric)
+        ax.grid(alpha=0.25, linewidth=0.6)
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.legend(fontsize=7, frameon=False)
+    return figure

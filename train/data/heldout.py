@@ -1,0 +1,56 @@
+"""Examples that are never trained on: a share of a finite source, chosen by what they say."""
+
+import hashlib
+
+import numpy as np
+from tqdm import tqdm
+
+from dllm_jax.errors import DllmError
+from train.data.checks import Chosen
+from train.data.order import shuffled
+from train.data.source import ExampleLike, Source, size
+
+_ORDER = (5,)  # of the examples that are looked at
+
+
+def split(source: Source, share: float, *, progress: bool = False) -> tuple[Source, Source]:
+    """A source without the examples that are held out, and these.
+
+    An example's tokens decide (`draw`): neither its place nor the others, so that none moves to the other side when a
+    file grows, and equal examples are on one side.
+
+    Args:
+        share: of the examples, in (0, 1).
+        progress: show a bar.
+
+    Raises:
+        DllmError: for an endless source, and where one side would be empty.
+    """
+    count = size(source)
+    if count is None:
+        raise DllmError(
+            "data.heldout is for data with an end, and this has none; set it to 0, and watch.source to other data"
+        )
+    numbers = tqdm(range(count), desc="held out", unit=" examples", delay=1.0, disable=not progress)
+    held = np.fromiter((draw(source.example(i)) < share for i in numbers), bool, count)
+    if held.all() or not held.any():
+        where = "no example" if not held.any() else "all examples"
+        raise DllmError(f"data.heldout {share:g} holds out {where} of {count}; choose another share, or watch.source")
+    return Chosen(source, np.flatnonzero(~held)), Chosen(source, np.flatnonzero(held))
+
+
+def draw(example: ExampleLike) -> float:
+    """A number in [0, 1) that an example's tokens decide."""
+    prompt, answer = (np.asarray(ids, "<i4") for ids in (example.prompt_ids, example.answer_ids))
+    said = len(prompt).to_bytes(8, "little") + prompt.tobytes() + answer.tobytes()
+    return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "little") / 2**64
+
+
+def some(source: Source, rows: int) -> Source:
+    """So many examples, each once, the same each time; all of a finite source that has fewer."""
+    count = size(source)
+    if count is None:
+        return Chosen(source, np.arange(rows))
+    if count <= rows:
+        return source
+    return Chosen(source, np.sort([shuffled(place, count, _ORDER) for place in range(rows)]))
