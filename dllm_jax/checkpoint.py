@@ -27,6 +27,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from dllm_jax import hosts
 from dllm_jax.config import ModelConfig, Quantize
 from dllm_jax.errors import DllmError
 from dllm_jax.params import abstract_params, forms, wide_params
@@ -145,12 +146,12 @@ def load_params(
     if quantize != config.quantize and quantize is not None:
         tensors = quantized_params(iter_params(folder), config.replace(quantize=quantize), str(path))
         return {name: _put(param, wanted[name]) for name, param in tensors}
-    with _alone() if shardings is None else contextlib.nullcontext():
+    with alone() if shardings is None else contextlib.nullcontext():
         return _restored(path, stored, wanted)
 
 
-def _alone() -> Any:
-    """Where this process reads for itself, whatever others that it has met do; Orbax would wait for all of them."""
+def alone() -> Any:
+    """Where this process reads or writes for itself, whatever others that it has met do; Orbax would wait for all."""
     from orbax.checkpoint import v1 as ocp
 
     if jax.process_count() == 1:
@@ -286,7 +287,7 @@ def _read_one(path: Path, stored: Mapping[str, Any], key: str) -> np.ndarray:
     placeholder = {other: ocp.PLACEHOLDER for other in stored}
     wanted = {**placeholder, key: np.empty(stored[key].shape, stored[key].dtype)}
     try:
-        with _alone():
+        with alone():
             return np.asarray(ocp.load(path, wanted)[key])
     except Exception as error:  # Orbax raises whatever its storage layer does
         raise _read_error(path, error) from error
@@ -311,13 +312,24 @@ def check_names_and_shapes(found: Mapping[str, tuple[int, ...]], config: ModelCo
         raise DllmError(f"{where} does not hold the config's parameters: {'; '.join(faults[:3])}{more}")
 
 
+def folder_path(path: str | Path) -> Path:
+    """The absolute path of a folder that is written to.
+
+    Raises:
+        DllmError: for an address in an object store, which would become a folder of a strange name.
+    """
+    if re.match(r"[a-z0-9]+:/", str(path)):
+        raise DllmError(f"{path} is in an object store; mount it, or write to a folder and copy that")
+    return Path(path).expanduser().resolve()
+
+
 def check_out(out: str | Path, *, overwrite: bool = False) -> None:
     """Refuses an output folder that `atomic_folder` would refuse, without touching the disk: for long work, beforehand.
 
     Raises:
-        DllmError: when `out` exists and is not to be overwritten, is a file, or lies below one.
+        DllmError: when `out` exists and is not to be overwritten, is a file, lies below one, or is no local path.
     """
-    out = Path(out).expanduser().resolve()
+    out = folder_path(out)
     if out.exists() and not overwrite:
         raise DllmError(f"{out} exists already; choose another --out, or pass --overwrite to replace it")
     if out.exists() and not out.is_dir():
@@ -328,17 +340,37 @@ def check_out(out: str | Path, *, overwrite: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def atomic_folder(out: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
+def atomic_folder(out: str | Path, *, overwrite: bool = False, together: bool = False) -> Iterator[Path]:
     """A scratch folder beside `out` that becomes `out` when the block ends well, and vanishes when it does not.
 
     Left-overs of an interrupted run with the same `out` are removed first.
 
+    Args:
+        together: all processes of `jax.distributed` fill the folder, on a file system that all see; process 0 makes it
+            and renames it when the block has ended well in all of them.
+
     Raises:
         DllmError: when `out` exists and is not to be overwritten, or its parent is not a folder.
     """
-    check_out(out, overwrite=overwrite)
-    out = Path(out).expanduser().resolve()
+    out = folder_path(out)
     scratch, retired = out.parent / f".{out.name}.partial", out.parent / f".{out.name}.retired"
+    if not together:
+        with _atomic_folder(out, scratch, retired, overwrite=overwrite):
+            yield scratch
+        return
+    with contextlib.ExitStack() as folder:
+        with hosts.agreed():
+            if not hosts.index():
+                folder.enter_context(_atomic_folder(out, scratch, retired, overwrite=overwrite))
+        with hosts.agreed():
+            yield scratch
+        with hosts.agreed():
+            folder.close()
+
+
+@contextlib.contextmanager
+def _atomic_folder(out: Path, scratch: Path, retired: Path, *, overwrite: bool) -> Iterator[None]:
+    check_out(out, overwrite=overwrite)
     if retired.exists() and not out.exists():  # a run was killed between its two renames
         retired.rename(out)
         check_out(out, overwrite=overwrite)
@@ -349,7 +381,7 @@ def atomic_folder(out: str | Path, *, overwrite: bool = False) -> Iterator[Path]
     except OSError as error:
         raise DllmError(f"{out.parent} cannot be written to ({error.strerror}); choose another --out") from None
     try:
-        yield scratch
+        yield
         if out.exists():
             out.rename(retired)
         scratch.rename(out)
@@ -378,6 +410,7 @@ def save(
     files: Mapping[str, bytes] | None = None,
     source: Mapping[str, Any] | None = None,
     overwrite: bool = False,
+    together: bool = False,
 ) -> None:
     """Writes a checkpoint folder from a stream of (flat name, array); at most `GROUP_BYTES` plus one tensor is held.
 
@@ -386,6 +419,8 @@ def save(
         tensors: exactly the config's parameters, in any order; jax or numpy arrays, or a `QuantizedKernel` of two.
         files: more files to put beside them, such as the tokenizer's.
         source: JSON-able notes about the origin, read back by `load_source`.
+        together: all processes of `jax.distributed` call this with the same stream of arrays that lie on the devices of
+            all, and each writes what lies on its own, to a file system that all see.
 
     Raises:
         DllmError: when the stream's names or shapes are not the config's, `out` exists, or the disk is full.
@@ -402,12 +437,14 @@ def save(
                 seen[key] = tuple(array.shape)
                 yield key, array
 
-    with atomic_folder(out, overwrite=overwrite) as scratch, context:
+    with atomic_folder(out, overwrite=overwrite, together=together) as scratch, context:
         try:
             for group in _grouped(checked(), GROUP_BYTES):
                 ocp.partial.save(scratch / PARAMS_FOLDER, group)
             check_names_and_shapes(seen, config, "the stream of tensors")
             ocp.partial.finalize(scratch / PARAMS_FOLDER)
+            if together and hosts.index():
+                return
             (scratch / CONFIG_FILE).write_text(config.to_json() + "\n")
             if source:
                 (scratch / SOURCE_FILE).write_text(json.dumps(source, indent=2) + "\n")

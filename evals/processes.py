@@ -1,26 +1,21 @@
 """Processes that share an evaluation: each answers its own part, and then all know everything and go on alike.
 
-What a process found travels through the coordinator of `jax.distributed`, with which every process is in touch already.
-A collective of the devices (`jax.experimental.multihost_utils`) would keep them busy with waiting, for hours where one
-process has more left to do than the others, wants as many devices in each, and on CPU prints to the standard output.
-Files would need a file system that all see, and a place there, which `run` has not.
+What a process found travels through a channel (`dllm_jax/hosts.py`). A collective of the devices would keep them busy
+with waiting, for hours where one process has more left to do than the others, and wants as many devices in each. Files
+would need a file system that all see, and a place there, which `run` has not.
 """
 
 import contextlib
 import io
-import itertools
-import json
-import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 from rich.console import Console
 
-from dllm_jax import DllmError
+from dllm_jax.hosts import Channel
 from samplers.outputs import Share, joined
 
 T = TypeVar("T")
-_MONTH = 30 * 24 * 3600 * 1000  # milliseconds
 
 
 class Processes:
@@ -34,7 +29,7 @@ class Processes:
 
     def __init__(self, share: Share) -> None:
         self.share = share
-        self._numbers = itertools.count()
+        self._channel = Channel("evals", *share)
 
     @property
     def first(self) -> bool:
@@ -55,32 +50,13 @@ class Processes:
         Raises:
             DllmError: the sentence of a process that failed.
         """
-        if self.share.processes == 1:
-            return [own]
-        number = next(self._numbers)
-        self._tell(number, {"found": own})
-        with Console(stderr=True).status("waiting for the other processes", spinner="line"):
-            found = [self._heard(number, process) for process in range(self.share.processes)]
-        return [one["found"] for one in found]
+        waiting = Console(stderr=True).status("waiting for the other processes", spinner="line")
+        with waiting if self.share.processes > 1 else contextlib.nullcontext():
+            return self._channel.gather(own)
 
     def fail(self, error: BaseException) -> None:
         """Hands in, in place of what is gathered next, why there will be nothing."""
-        if self.share.processes > 1:
-            first = (str(error).splitlines() or [""])[0]
-            told = first if isinstance(error, DllmError) else f"{type(error).__name__}: {first}"
-            with contextlib.suppress(Exception):  # the coordinator may be what failed
-                self._tell(next(self._numbers), {"failed": told})
-
-    def _tell(self, number: int, told: Any) -> None:
-        key = f"dllm_jax/evals/{number}/{self.share.process}"
-        _coordinator().key_value_set_bytes(key, zlib.compress(json.dumps(told).encode(), 1))
-
-    def _heard(self, number: int, process: int) -> Any:
-        data = _coordinator().blocking_key_value_get_bytes(f"dllm_jax/evals/{number}/{process}", _MONTH)
-        told = json.loads(zlib.decompress(data))
-        if "failed" in told:
-            raise DllmError(f"process {process} of {self.share.processes}: {told['failed']}")
-        return told
+        self._channel.fail(error)
 
 
 ALONE = Processes(Share())
@@ -107,10 +83,3 @@ def meeting(where: str | None) -> Iterator[Processes]:
         except BaseException as error:
             processes.fail(error)
             raise
-
-
-def _coordinator() -> Any:
-    """The client of `jax.distributed`, which JAX itself does not hand out."""
-    from jax._src import distributed
-
-    return distributed.global_state.client

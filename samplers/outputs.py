@@ -16,9 +16,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 import jax
 
-from dllm_jax import DllmError
+from dllm_jax import DllmError, hosts
 
-_MONTH = 30 * 24 * 3600
 _MAY_CHANGE = {"batch_size", "device", "versions"}  # what a run that goes on may do otherwise
 
 
@@ -60,26 +59,12 @@ def joined(where: str | None) -> Share:
     Each reads, computes and writes for itself; one that ends waits for the others, which need the coordinator.
 
     Args:
-        where: "HOST:PORT,N,I", the address of process 0, how many there are and which this is; by default as
-            `jax.distributed.initialize` finds out in clusters that it knows.
+        where: as `hosts.join` takes it, None for nothing.
 
     Raises:
-        DllmError: for words that mean nothing, and when the processes do not meet.
+        DllmError: as `hosts.join`.
     """
-    found = re.fullmatch(r"([^,]+:\d+),(\d+),(\d+)", where) if where else None
-    if where and (found is None or int(found[3]) >= int(found[2])):
-        raise DllmError(f"--distributed {where}: write HOST:PORT,N,I, with I from 0 to N - 1, or nothing in a cluster")
-    names = ("coordinator_address", "num_processes", "process_id")
-    said: dict[str, Any] = (
-        {} if found is None else dict(zip(names, (found[1], int(found[2]), int(found[3])), strict=True))
-    )
-    jax.config.update("jax_enable_preemption_service", False)  # it would catch SIGTERM, to no end
-    try:
-        jax.distributed.initialize(**said, shutdown_timeout_seconds=_MONTH)
-    except (RuntimeError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        hint = "see that all were started, or say --distributed HOST:PORT,N,I"
-        raise DllmError(f"the processes did not meet ({reason}); {hint}") from None
+    hosts.join(where or "", shutdown_timeout=hosts.MONTH)
     return Share(jax.process_index(), jax.process_count())
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import evals
-from dllm_jax import DllmError
+from dllm_jax import DllmError, hosts
 from evals import processes as processes_module
 from evals.__main__ import main
 from evals.processes import ALONE, Processes, meeting
@@ -56,7 +56,7 @@ def together(monkeypatch):
 
     def call(work, count=2):
         coordinator = Coordinator()
-        monkeypatch.setattr(processes_module, "_coordinator", lambda: coordinator)
+        monkeypatch.setattr(hosts, "coordinator", lambda: coordinator)
 
         def one(process):
             mine = Processes(Share(process, count))

@@ -4,6 +4,7 @@ last state."""
 import json
 import shutil
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -301,18 +302,52 @@ def test_a_log_that_is_lost_costs_itself_alone(whole, tmp_path):
 def test_a_full_disk_at_a_state_keeps_the_last(whole, tmp_path, monkeypatch):
     from orbax.checkpoint import v1 as ocp
 
-    out, save = tmp_path / "run", ocp.training.Checkpointer.save
+    out, save = tmp_path / "run", ocp.training.Checkpointer.save_async
 
     def full(self, step, *rest, **options):
         if step == 4:
             raise OSError(28, "No space left on device")
         return save(self, step, *rest, **options)
 
-    monkeypatch.setattr(ocp.training.Checkpointer, "save", full)
+    monkeypatch.setattr(ocp.training.Checkpointer, "save_async", full)
     with pytest.raises(DllmError, match="the disk of .* is full"):
         train.train(config_of(out))
     monkeypatch.undo()
     assert goes_on(out, whole) == 2
+
+
+def test_a_state_that_fails_in_the_background_ends_the_run_soon(whole, tmp_path, monkeypatch):
+    """Its step is past then; the state before it stays."""
+    from orbax.checkpoint import v1 as ocp
+
+    class Failed:
+        def result(self):
+            raise OSError(28, "No space left on device")
+
+    out, save = tmp_path / "run", ocp.training.Checkpointer.save_async
+    full = lambda self, step, *rest, **options: Failed() if step == 4 else save(self, step, *rest, **options)
+    monkeypatch.setattr(ocp.training.Checkpointer, "save_async", full)
+    with pytest.raises(DllmError, match="the disk of .* is full"):
+        train.train(config_of(out))
+    monkeypatch.undo()
+    assert [line["step"] for line in lines(out)][-1] < 6
+    assert goes_on(out, whole) == 2
+
+
+def test_a_state_is_that_of_its_step_whatever_becomes_of_its_buffers(tmp_path):
+    arrays = {str(i): jnp.arange(2e5) * i for i in range(20)}
+    wanted = jax.tree.map(np.array, arrays)
+    step = jax.jit(lambda arrays: jax.tree.map(lambda x: x - 1e6, arrays), donate_argnums=0)
+    with States(tmp_path, 2, clean=True) as states:
+        for number in (1, 2):
+            states.save(number, arrays, {})
+            arrays = jax.block_until_ready(step(arrays))
+        assert states.latest == 2
+        for number in (1, 2):
+            found = states.arrays(number, {name: name for name in arrays})
+            assert len(found) == 20
+            for name, value in found.items():
+                np.testing.assert_array_equal(value, wanted[name] - np.float32(1e6 * (number - 1)), err_msg=name)
 
 
 def test_a_full_disk_at_the_log_keeps_the_last_state(whole, tmp_path):

@@ -250,7 +250,7 @@ def test_other_mistakes(tmp_path, capsys):
     for arguments, sentence in (
         (["write-model", "--run", str(tmp_path), "--out", str(tmp_path / "m")], "is no training run"),
         (["merge-lora", "--base", str(tmp_path), "--adapters", "x", "--out", str(tmp_path / "m")], "no params folder"),
-        (["masked-diffusion", "--config", "x", "--processes", "2"], "could not be read"),
+        (["masked-diffusion", "--config", "x", "--processes", "2"], "belong together"),
         (["masked-diffusion", "--config", str(tmp_path / "short.toml"), "out=x", "--process", "2"], "belong together"),
         ([], "arguments are required"),
     ):

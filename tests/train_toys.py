@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,21 @@ class Reverse:
     def example(self, index):
         digits = np.random.default_rng([self.seed, index]).integers(0, 10, self.digits)
         return dllm_jax_example(digits, digits[::-1])
+
+
+@dataclasses.dataclass(frozen=True)
+class Slow(Reverse):
+    """The same, slow enough for runs to be interrupted; its examples end at a number, in one process alone."""
+
+    seconds: float = 0.005
+    end: int = 10**9
+    process: int = 1
+
+    def example(self, index):
+        time.sleep(self.seconds)
+        if index >= self.end and jax.process_index() == self.process:
+            raise OSError(5, "Input/output error", "local.jsonl")
+        return super().example(index)
 
 
 def dllm_jax_example(prompt, answer, given=None):

@@ -17,7 +17,8 @@ from train.lora import load_adapters, merge, with_adapters
 from train.losses import Batch, Noised, diffusion_loss
 from train.objectives import read_config
 from train.objectives.masked_diffusion import corrupt
-from train.trainer import Interrupted, Outcome, train, write_weights
+from train.together import Interrupted
+from train.trainer import Outcome, train, write_weights
 
 __all__ = [
     "Batch",

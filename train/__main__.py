@@ -4,6 +4,7 @@ import argparse
 import json
 import logging
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import jax
 
+from dllm_jax import hosts
 from dllm_jax.errors import DllmError
 from dllm_jax.tools.command import Parser, keep_programs
 from train.curves import FORMATS, USUAL, plot
@@ -18,11 +20,13 @@ from train.folder import RUN_FILE
 from train.lora import merge
 from train.objectives import OBJECTIVES, read_config
 from train.settings import build
-from train.trainer import Interrupted, train, write_weights
+from train.together import INTERRUPTED, MISTAKE, Interrupted
+from train.trainer import train, write_weights
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; 0 when it worked, 2 after a mistake, which is printed as one sentence."""
+    """Runs one command; 0 when it worked, 2 after a mistake, which is printed as one sentence, 130 after SIGINT, and 75
+    after SIGTERM, when the run can go on."""
     for logger in ("absl", "asyncio"):  # Orbax raises what goes wrong, and logs it as well
         logging.getLogger(logger).setLevel(logging.CRITICAL)
     try:
@@ -31,22 +35,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
             options.run(options)
-    except DllmError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except Interrupted as reason:
         print(reason, file=sys.stderr)
-        return 130
-    except KeyboardInterrupt:
+        return reason.status
+    except (Exception, KeyboardInterrupt) as error:
+        status = _told(error)
+        if hosts.count() > 1:
+            hosts.leave(status)
+        return status
+    return 0
+
+
+def _told(error: BaseException) -> int:
+    """Says why a command ended, and with which status."""
+    if isinstance(error, DllmError):
+        print(f"error: {error}", file=sys.stderr)
+        return MISTAKE
+    if isinstance(error, KeyboardInterrupt):
         print("interrupted; the same command goes on from the last state", file=sys.stderr)
-        return 130
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
+        return INTERRUPTED
+    if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
         hint = "raise optimizer.accumulate, set compute.remat or objective.chunk, or use more devices"
         print(f"error: the device ran out of memory; {hint}", file=sys.stderr)
-        return 2
-    return 0
+        return MISTAKE
+    if hosts.count() == 1:
+        raise error
+    traceback.print_exception(error)
+    return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -85,7 +100,9 @@ def _add_training(commands: Any, name: str, text: str) -> None:
     about = "a setting that may differ from those that the run was started with; repeatable, noted in the run's log"
     command.add_argument("--allow-change", action="append", default=[], metavar="KEY", help=about)
     command.add_argument("--no-progress", action="store_true", help="no progress bar")
-    cluster = command.add_argument_group("several processes, each started with the same command but its --process")
+    cluster = command.add_argument_group("several processes, each started with the same command")
+    about = "train together, as SLURM and others say, or as process I of N that meet there"
+    cluster.add_argument("--distributed", nargs="?", const="", metavar="HOST:PORT,N,I", help=about)
     cluster.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
     cluster.add_argument("--processes", type=int, metavar="N", help="how many there are")
     cluster.add_argument("--process", type=int, metavar="I", help="which one this is, from 0")
@@ -97,33 +114,29 @@ def _add_output(command: argparse.ArgumentParser) -> None:
 
 
 def _train(options: argparse.Namespace) -> None:
-    config = read_config(options.config, options.settings, options.command)
     _join(options)
+    with hosts.agreed():
+        config = read_config(options.config, options.settings, options.command)
     outcome = train(config, progress=not options.no_progress, allow_change=options.allow_change)
-    if jax.process_index():
+    if hosts.index():
         return
     shown = " ".join(f"{name} {value:.6g}" for name, value in outcome.metrics.items())
     before = f" ({outcome.started} before)" if outcome.started else ""
     print(f"{config.out}: {outcome.step} steps{before}, {shown or 'nothing was left to do'}")
-    if outcome.folder is None:
-        print(f"write the model by: python -m train write-model --run {config.out} --out DIR")
-    else:
-        print(f"written to {outcome.folder}")
+    print(f"written to {outcome.folder}")
 
 
 def _join(options: argparse.Namespace) -> None:
     given = [options.coordinator, options.processes, options.process]
-    if given == [None] * 3:
-        return
-    if None in given:
-        raise DllmError("--coordinator, --processes and --process belong together; give all three or none")
-    if not 0 <= options.process < options.processes:
-        raise DllmError(f"--process {options.process} is not one of {options.processes} processes from 0 on")
-    try:
-        jax.distributed.initialize(options.coordinator, options.processes, options.process)
-    except (RuntimeError, ValueError) as error:
-        first = str(error).splitlines()[0]
-        raise DllmError(f"the processes could not be joined at {options.coordinator} ({first})") from None
+    if given != [None] * 3:
+        if None in given or options.distributed is not None:
+            need = "give all three, or --distributed, or none"
+            raise DllmError(f"--coordinator, --processes and --process belong together; {need}")
+        if not 0 <= options.process < options.processes:
+            raise DllmError(f"--process {options.process} is not one of {options.processes} processes from 0 on")
+        options.distributed = ",".join(map(str, given))
+    if options.distributed is not None:
+        hosts.join(options.distributed)
 
 
 def _write_model(options: argparse.Namespace) -> None:

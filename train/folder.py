@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import jax
+import numpy as np
 
-from dllm_jax.checkpoint import write_error
+from dllm_jax import hosts
+from dllm_jax.checkpoint import folder_path, write_error
 from dllm_jax.errors import DllmError
 from train.config import TrainConfig
 from train.settings import build, differences, flat_names, to_json, unknown_key
@@ -62,7 +64,7 @@ class RunFolder:
         Raises:
             DllmError: when it holds something else, or a run with other settings.
         """
-        self.path = Path(config.out).expanduser().resolve()
+        self.path = folder_path(config.out)
         self._config, self._allowed = config, allow_change
         self.changes: dict[str, tuple[Any, Any]] = {}
         _check_allowed(config, allow_change)
@@ -108,19 +110,27 @@ class RunFolder:
         Raises:
             DllmError: when it cannot be written, or another process trains in it.
         """
-        if jax.process_index():
+        with contextlib.ExitStack() as held:
+            with hosts.agreed():
+                if not hosts.index():
+                    held.enter_context(self._held())
+                    if not self.changes:  # which are told in the log before
+                        self._write(RUN_FILE, to_json(self._config) + "\n")
             yield
-            return
+
+    def _held(self) -> TextIO:
+        """The folder's lock, held until it is closed."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = (self.path / f".{RUN_FILE}.lock").open("w")
         except OSError as error:
             raise self._unwritable(error) from None
-        with lock:
+        try:
             self._lock(lock)
-            if not self.changes:  # which are told in the log before
-                self._write(RUN_FILE, to_json(self._config) + "\n")
-            yield
+        except DllmError:
+            lock.close()
+            raise
+        return lock
 
     def _write(self, name: str, text: str) -> None:
         try:
@@ -150,20 +160,21 @@ class RunFolder:
         """
         return States(self.path / STATE_FOLDER, self._config.checkpoint.keep, clean=training)
 
-    def write_result(self, name: str, step: int, write: Callable[[Path], bool]) -> Path | None:
-        """Writes the result of `step`, unless it is there; returns where it is, None where it could not be written.
+    def write_result(self, name: str, step: int, write: Callable[[Path], None]) -> Path:
+        """Writes the result of `step`, unless it is there; returns where it is.
 
         Args:
             name: of its folder.
-            write: writes it to a path; False where this process has not all of it.
+            write: writes it to a path, in all processes.
         """
         out, note = self.path / name, self.path / RESULT_FILE
         made = json.dumps({"step": step, "weights": self._config.checkpoint.weights}) + "\n"
-        if out.is_dir() and note.is_file() and note.read_text() == made:
+        there = out.is_dir() and note.is_file() and note.read_text() == made
+        if hosts.first_says(there):
             return out
-        if not write(out):
-            return None
-        self._write(RESULT_FILE, made)
+        write(out)
+        if not hosts.index():
+            self._write(RESULT_FILE, made)
         return out
 
     def go_on(self, step: int, *, looks: bool = False) -> None:
@@ -173,7 +184,7 @@ class RunFolder:
         Args:
             looks: whether the run begins with a look, of which lines of the same step tell as well.
         """
-        if jax.process_index():
+        if hosts.index():
             return
         kept = self._kept(METRICS_FILE, step, lambda entry: looks and LOOKED in entry)
         if self.changes:
@@ -200,7 +211,7 @@ class RunFolder:
 
     def write_dropped(self, text: str) -> None:
         """Says which examples were left out."""
-        if not jax.process_index():
+        if not hosts.index():
             self._write(DROPPED_FILE, text)
 
 
@@ -228,6 +239,8 @@ class States:
         from orbax.checkpoint import v1 as ocp  # here, because it takes a second to import
 
         self._path, self._keep, self._clean, self._ocp = path, keep, clean, ocp
+        self._whole: int | None = None
+        self._coming: tuple[int, Any] | None = None  # the step that is being written, and Orbax's response
 
     def __enter__(self) -> "States":
         ocp = self._ocp
@@ -240,16 +253,27 @@ class States:
             preservation_policy=ocp.training.preservation_policies.LatestN(self._keep),
             cleanup_tmp_directories=self._clean,
         )
+        found = self._checkpointer.latest
+        self._whole = None if found is None else found.step
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._checkpointer.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.wait()
+        elif self._coming is not None and hosts.count() > 1:
+            return  # the others, whom the write would wait for, may be gone
+        with contextlib.suppress(Exception) if kind else contextlib.nullcontext():
+            self._checkpointer.close()
 
     @property
     def latest(self) -> int | None:
-        """The step of the latest whole state."""
-        found = self._checkpointer.latest
-        return None if found is None else found.step
+        """The step of the latest whole state; one that is being written is waited for.
+
+        Raises:
+            DllmError: as `save`.
+        """
+        self.wait()
+        return self._whole
 
     @property
     def steps(self) -> list[int]:
@@ -257,13 +281,44 @@ class States:
         return sorted(found.step for found in self._checkpointer.checkpoints)
 
     def save(self, step: int, state: Any, notes: Mapping[str, Any]) -> None:
-        """Writes a state and waits for it, so that the next step may reuse its buffers.
+        """Begins to write a state, whose buffers the next step may reuse. At most one is being written: another one is
+        waited for.
 
         Raises:
-            DllmError: when the disk is full or cannot be written.
+            DllmError: when the disk is full or cannot be written, for this state or the one before.
         """
+        self.wait()
+        with self._writing():
+            begun = self._checkpointer.save_async(step, flat(state), custom_metadata=dict(notes), overwrite=True)
+            assert begun is not None  # the policy leaves none out
+            self._coming = step, begun
+
+    def check(self) -> None:
+        """Says whether the write that has ended meanwhile, if any, went well.
+
+        Raises:
+            DllmError: as `save`.
+        """
+        if self._coming is not None and not self._checkpointer.is_saving_in_progress():
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits for the state that is being written.
+
+        Raises:
+            DllmError: as `save`.
+        """
+        if self._coming is None:
+            return
+        (step, begun), self._coming = self._coming, None
+        with self._writing():
+            begun.result()
+        self._whole = step
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
         try:
-            self._checkpointer.save(step, flat(state), custom_metadata=dict(notes), overwrite=True)
+            yield
         except Exception as error:  # Orbax raises whatever its storage layer does
             raise write_error(self._path, error) from error
 
@@ -274,13 +329,54 @@ class States:
             DllmError: when it cannot be read.
         """
         wanted = flat(abstract)
-        try:
+        with self._reading(step):
             stored = _alike(wanted, self._checkpointer.metadata(step).metadata)
             leaves = self._checkpointer.load(step, {stored[name]: leaf for name, leaf in wanted.items()})
-        except Exception as error:
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-            raise DllmError(f"the state {self._path / str(step)} could not be read ({first}); remove it") from error
         return jax.tree.unflatten(jax.tree.structure(abstract), [leaves[stored[name]] for name in wanted])
+
+    def arrays(self, step: int, names: Mapping[str, str]) -> "StoredArrays":
+        """Some arrays of a step's state, which are read when they are asked for.
+
+        Args:
+            names: what they are called -> what they are called in the state.
+
+        Raises:
+            DllmError: when the state cannot be read.
+        """
+        with self._reading(step):
+            stored = dict(self._checkpointer.metadata(step).metadata)
+        left_out = dict.fromkeys(stored, self._ocp.PLACEHOLDER)
+
+        def read(name: str) -> np.ndarray:
+            with self._reading(step):
+                like = np.empty(stored[name].shape, stored[name].dtype)
+                return np.asarray(self._checkpointer.load(step, {**left_out, name: like})[name])
+
+        return StoredArrays(names, read)
+
+    @contextlib.contextmanager
+    def _reading(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            reason = hosts.first_line(error)
+            raise DllmError(f"the state {self._path / str(step)} could not be read ({reason}); remove it") from error
+
+
+class StoredArrays(Mapping[str, np.ndarray]):
+    """Arrays on the disk, each read anew when it is asked for."""
+
+    def __init__(self, names: Mapping[str, str], read: Callable[[str], np.ndarray]) -> None:
+        self._names, self._read = names, read
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._read(self._names[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def _alike(wanted: Iterable[str], stored: Iterable[str]) -> dict[str, str]:

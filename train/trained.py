@@ -11,9 +11,10 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from dllm_jax import checkpoint
+from dllm_jax import checkpoint, hosts
 from dllm_jax.config import ModelConfig
 from dllm_jax.denoiser import Denoiser
 from dllm_jax.errors import DllmError
@@ -26,6 +27,7 @@ from train.folder import ADAPTERS_FOLDER, MODEL_FOLDER
 from train.lora import adapter_shapes, adapter_shardings, beside, init_adapters, save_adapters
 
 Params = Mapping[str, jax.Array]
+Weights = Params | Mapping[str, np.ndarray]
 Kernels = Mapping[str, jax.Array | LowRankKernel]
 
 
@@ -90,11 +92,12 @@ class Trained(Protocol):
         ...
 
     def write(
-        self, out: Path, weights: Params, *, steps: int, files: Mapping[str, bytes], overwrite: bool = False
+        self, out: Path, weights: Weights, *, steps: int, files: Mapping[str, bytes], overwrite: bool = False
     ) -> None:
-        """Writes the result, whole or not at all.
+        """Writes the result, whole or not at all, by all processes of the run together.
 
         Args:
+            weights: by flat name, in the order of `shapes`; on the devices or the host.
             steps: that it was trained for.
             files: the tokenizer's, by name.
         """
@@ -140,13 +143,14 @@ class WholeModel:
         return Sampled({name: x.astype(dtype) for name, x in weights.items()}, {})
 
     def write(
-        self, out: Path, weights: Params, *, steps: int, files: Mapping[str, bytes], overwrite: bool = False
+        self, out: Path, weights: Weights, *, steps: int, files: Mapping[str, bytes], overwrite: bool = False
     ) -> None:
         """As `Trained`: a checkpoint of this library."""
         dtype = jnp.dtype(self.model.dtype)
         tensors = ((name, value.astype(dtype)) for name, value in weights.items())
         source = source_of(self.config, steps)
-        checkpoint.save(out, self.model, tensors, files=files, source=source, overwrite=overwrite)
+        together = hosts.count() > 1
+        checkpoint.save(out, self.model, tensors, files=files, source=source, overwrite=overwrite, together=together)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,11 +189,14 @@ class Adapters:
         return Sampled(beside(frozen, weights, self.config.lora), {})
 
     def write(
-        self, out: Path, weights: Params, *, steps: int, files: Mapping[str, bytes], overwrite: bool = False
+        self, out: Path, weights: Weights, *, steps: int, files: Mapping[str, bytes], overwrite: bool = False
     ) -> None:
         """As `Trained`: a folder of adapters in the hub's format."""
         base = str(checkpoint.find(self.config.model.init))
-        save_adapters(out, self.model, self.config.lora, weights, base=base, overwrite=overwrite)
+        values = hosts.whole(weights)
+        with hosts.agreed():
+            if not hosts.index():
+                save_adapters(out, self.model, self.config.lora, values, base=base, overwrite=overwrite)
 
 
 def whole_or_adapters(config: TrainConfig, model: ModelConfig) -> Trained:

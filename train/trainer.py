@@ -5,19 +5,17 @@ depends on the run's seed and the step's number, and row i of step n is row n * 
 starts again from a state repeats what the killed one did.
 """
 
+import contextlib
 import math
-import signal
-import threading
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from dllm_jax import checkpoint
+from dllm_jax import checkpoint, hosts
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 from train.batches import device_batch
@@ -29,6 +27,7 @@ from train.optimizer import learning_rate
 from train.report import Reporter, on_host
 from train.setup import Parts, prepare
 from train.step import Placement, Stepper, TrainState, training_mesh
+from train.together import Interrupted, stop_requests, watched
 from train.watch import Watch
 from train.writers import check_writers
 
@@ -38,17 +37,13 @@ class Outcome(NamedTuple):
     step: steps done in all.
     started: steps that were done before this call.
     metrics: the last line of metrics, empty if no step was run.
-    folder: where the trained weights are, None where they are still to be written (see `write_weights`).
+    folder: where the trained weights are.
     """
 
     step: int
     started: int
     metrics: Mapping[str, float]
-    folder: Path | None
-
-
-class Interrupted(Exception):
-    """A signal asked the run to end; its state was written."""
+    folder: Path
 
 
 def train(config: TrainConfig, *, progress: bool = False, allow_change: Collection[str] = ()) -> Outcome:
@@ -65,16 +60,20 @@ def train(config: TrainConfig, *, progress: bool = False, allow_change: Collecti
     Raises:
         DllmError: for mistakes in the settings or the data, and when the loss stays no finite number; the last good
             state is kept.
-        Interrupted: after SIGINT or SIGTERM.
+        Interrupted: after SIGINT or SIGTERM, in all processes after the same step.
     """
-    check_writers(config.log.to)
-    parts, mesh = prepare(config), training_mesh(config)
-    folder = RunFolder(config, allow_change)
-    parts, faults = parts.checked(config, progress=progress)
-    placement = placement_of(config, parts.model, mesh)
-    watch = Watch(config, parts, placement)
-    run = Run(config, parts, placement)
-    with folder.begin(), folder.states(training=True) as states:
+    with hosts.agreed():
+        check_writers(config.log.to)
+        parts, mesh = prepare(config), training_mesh(config)
+        folder = RunFolder(config, allow_change)
+        parts, faults = parts.checked(config, progress=progress)
+        placement = placement_of(config, parts.model, mesh)
+        watch = Watch(config, parts, placement)
+    with contextlib.ExitStack() as held:
+        held.enter_context(watched())
+        run = Run(config, parts, placement)
+        held.enter_context(folder.begin())
+        states = held.enter_context(folder.states(training=True))
         if faults:
             folder.write_dropped("".join(found.listed() for found in faults))
             told = "; ".join(map(str, faults))
@@ -95,20 +94,21 @@ def train(config: TrainConfig, *, progress: bool = False, allow_change: Collecti
 
 def write_weights(config: TrainConfig, out: str | Path, *, overwrite: bool = False) -> int:
     """Writes the weights of a run's latest state as a checkpoint (or adapters, or an indicator), for a run that has not
-    ended, or one of several processes; returns the state's step.
+    ended; returns the state's step. No more than them is read, an array at a time, and no device holds any.
 
     Raises:
         DllmError: when there is no state.
     """
     checkpoint.check_out(out, overwrite=overwrite)
-    parts, mesh = prepare(config), training_mesh(config)
-    run = Run(config, parts, placement_of(config, parts.model, mesh))
+    parts = prepare(config)
+    trained = objective_of(config).trained(config, parts.model)
     with RunFolder(config).states(training=False) as states:
         step = states.latest
         if step is None:
             raise DllmError(f"the run in {config.out} has no state yet; train at least checkpoint.every steps")
-        state = run.restored(states, step)
-    run.write(state, Path(out), overwrite=overwrite)
+        kind = "trained" if config.checkpoint.weights == "raw" else "average"
+        weights = states.arrays(step, {name: f"{kind}:{name}" for name in trained.shapes()})
+        trained.write(Path(out), weights, steps=step, files=parts.files, overwrite=overwrite)
     return step
 
 
@@ -146,14 +146,11 @@ class Run:
         }
         return states.load(step, self.stepper.abstract(arrays))
 
-    def write(self, state: TrainState, out: Path, *, overwrite: bool) -> bool:
-        """Writes the trained weights; False in a run of several processes, where no one has them all."""
-        if jax.process_count() > 1:
-            return False
+    def write(self, state: TrainState, out: Path, *, overwrite: bool) -> None:
+        """Writes the trained weights, by all processes together."""
         weights = state.trained if self.config.checkpoint.weights == "raw" else state.average
         assert weights is not None
         self.trained.write(out, weights, steps=int(state.step), files=self.parts.files, overwrite=overwrite)
-        return True
 
     def advance(
         self, state: TrainState, done: int, states: States, folder: Path, watch: Watch, *, progress: bool
@@ -168,9 +165,9 @@ class Run:
         tally = Tally(config.optimizer.skip)
         line: Mapping[str, float] = {}
         with (
+            stop_requests() as stop,
             Ahead(batch, done, done if feed else config.steps) as batches,
             Reporter(config, self.parts.model, folder, done, progress=progress) as reporter,
-            _stop_requests() as stop,
         ):
             if watch.due(done):
                 self._look(done, state, watch, reporter)
@@ -184,10 +181,11 @@ class Run:
                 state, metrics = programs[length](state, self.frozen, rows, key)
                 reporter.count(length)
                 pending.append({**metrics, **feed.metrics} if feed else metrics)
-                stops = stop.is_set() and not (feed and step % feed.round)
-                if watch.due(step) and not stop.is_set():
+                states.check()
+                stopping = stop.after(step) and not (feed and step % feed.round)
+                if watch.due(step) and not stopping:
                     self._look(step, state, watch, reporter)
-                last = step == config.steps or stops
+                last = step == config.steps or stopping
                 keep = last or step % config.checkpoint.every == 0
                 if keep or step % config.log.every == 0:
                     values = tally(on_host(pending), step, states)
@@ -196,8 +194,10 @@ class Run:
                 if keep:
                     with reporter.paused():
                         states.save(step, state, {"position": step * config.optimizer.batch})
-                if stops and step < config.steps:
-                    raise Interrupted(f"interrupted after step {step}; the same command goes on from there")
+                if stopping and step < config.steps:
+                    states.wait()
+                    raise Interrupted(step, stop.status)
+        states.wait()
         return state, line
 
     def _look(self, step: int, state: TrainState, watch: Watch, reporter: Reporter) -> None:
@@ -238,31 +238,3 @@ class Tally:
         means = {name: sum(values[name] for values in done) / len(done) for name in (done[0] if done else ())}
         means.pop("skipped", None)
         return means | ({"skipped": len(steps) - len(done)} if len(done) < len(steps) else {})
-
-
-@contextmanager
-def _stop_requests() -> Iterator[threading.Event]:
-    """An event that SIGINT and SIGTERM set, so that a run ends between two steps; a second signal acts as usual.
-
-    Only where a single process runs in its main thread: several processes would not stop at the same step.
-    """
-    stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread() or jax.process_count() > 1:
-        yield stop
-        return
-    old = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def restore() -> None:
-        for number, handler in old.items():
-            signal.signal(number, handler)
-
-    def ask(*_: Any) -> None:
-        stop.set()
-        restore()
-
-    for number in old:
-        signal.signal(number, ask)
-    try:
-        yield stop
-    finally:
-        restore()

@@ -22,6 +22,7 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dllm_jax import hosts
 from dllm_jax.config import ModelConfig
 from dllm_jax.denoiser import Denoiser
 from dllm_jax.errors import DllmError
@@ -34,7 +35,7 @@ from train.config import Kind, Range, TrainConfig
 from train.folder import INDICATOR_FOLDER
 from train.losses import Batch, Metrics, hidden_states, with_head_gathered
 from train.objectives.base import Objective
-from train.trained import Kernels, Params, Sampled, Trained, check_frozen, frozen_model, source_of
+from train.trained import Kernels, Params, Sampled, Trained, Weights, check_frozen, frozen_model, source_of
 
 PUBLISHED_THRESHOLD = 0.89
 
@@ -260,11 +261,13 @@ class BesideModel:
         return Sampled(dict(frozen), {"indicator": Indicator(self.indicator, dict(weights))})
 
     def write(
-        self, out: Path, weights: Params, *, steps: int, files: Mapping[str, bytes], overwrite: bool = False
+        self, out: Path, weights: Weights, *, steps: int, files: Mapping[str, bytes], overwrite: bool = False
     ) -> None:
         """As `Trained`: a folder for `load_indicator`."""
-        found = Indicator(self.indicator, jax.device_get(dict(weights)))
-        save_indicator(out, found, source=source_of(self.config, steps), overwrite=overwrite)
+        found = Indicator(self.indicator, {name: jnp.asarray(x) for name, x in hosts.whole(weights).items()})
+        with hosts.agreed():
+            if not hosts.index():
+                save_indicator(out, found, source=source_of(self.config, steps), overwrite=overwrite)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,253 @@
+"""Runs of several processes over loopback: trained, killed, stopped, resumed, exported; and how they fail together."""
+
+import concurrent.futures
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from test_train_run import ENVIRONMENT, assert_same, interrupting, latest_state, lines
+from train_toys import Reverse, of_lengths, run_config, settings, write_toml
+
+import convert
+import dllm_jax
+import train
+from dllm_jax import checkpoint, hosts
+from train import together
+from train.__main__ import main
+from train.folder import States
+from train.together import SharedStop
+
+MESH = {"data": 2, "fsdp": 2}
+
+
+class Pair:
+    """Two processes of a run, two devices each; what they say is in files."""
+
+    def __init__(self, tmp_path, out, own=((), ()), **changes):
+        toml = write_toml(tmp_path / "run.toml", settings(out, **{"compute__mesh": MESH, **changes}))
+        run = [sys.executable, "-m", "train", "masked-diffusion", "--config", str(toml), "--no-progress"]
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        environment = os.environ | ENVIRONMENT | {"JAX_NUM_CPU_DEVICES": "2"}
+        self.out, self.files = Path(out), [tmp_path / f"said-{i}.txt" for i in range(2)]
+        self.processes = [
+            subprocess.Popen(
+                [*run, *own[i], "--distributed", f"{address},2,{i}"],
+                env=environment,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+            for i, file in enumerate(path.open("w") for path in self.files)
+        ]
+
+    def at(self, step):
+        """Waits until the log tells of a step."""
+        log = self.out / "metrics.jsonl"
+        self.until(lambda: log.is_file() and any(f'{{"step": {step},' in line for line in log.read_text().splitlines()))
+
+    def until(self, true):
+        begin = time.monotonic()
+        while not true():
+            assert time.monotonic() < begin + 300 and all(one.poll() is None for one in self.processes), self.said()
+            time.sleep(0.02)
+
+    def end(self, seconds=300):
+        """Statuses, and what was said."""
+        try:
+            found = [process.wait(seconds) for process in self.processes]
+        finally:
+            for process in self.processes:
+                process.kill()
+        return found, self.said()
+
+    def said(self):
+        return [path.read_text() for path in self.files]
+
+
+def errors(said):
+    return [line for line in said.splitlines() if line.startswith("error: ")]
+
+
+def losses(out):
+    """Of the steps, and of what was held out."""
+    return [(line["step"], line[name]) for line in lines(out) for name in ("loss", "heldout_loss") if name in line]
+
+
+def test_two_processes_that_are_killed_and_stopped_end_like_one(tmp_path):
+    """The same mesh in one process gives the same numbers but for the order in which sums over devices are taken."""
+    changes = {"steps": 120, "optimizer__ema": 0.9, "checkpoint__every": 30, "log__every": 5}
+    slow = {"data__source": "train_toys:Slow"}
+    out = tmp_path / "two"
+    killed = Pair(tmp_path, out, **changes, **slow)
+    killed.at(30)
+    killed.until(lambda: (out / "state" / "30").is_dir())
+    killed.processes[1].kill()
+    begin = time.monotonic()
+    statuses, said = killed.end(50)
+    assert statuses == [2, -signal.SIGKILL] and time.monotonic() < begin + 50, said
+    assert errors(said[0]) == ["error: process 1 of 2: it is gone; it was killed, or its own output says why it ended"]
+    stopped = Pair(tmp_path, out, **changes, **slow)
+    stopped.at(40)
+    stopped.processes[1].terminate()
+    statuses, said = stopped.end()
+    assert statuses == [75, 75], said
+    told = [text.splitlines()[-1] for text in said]
+    assert told[0] == told[1] and told[0].startswith("interrupted after step ")
+    with States(out / "state", 2, clean=False) as states:
+        assert f"after step {states.latest};" in told[0] and 40 <= states.latest < 120
+    statuses, said = Pair(tmp_path, out, **changes, **slow).end()
+    assert statuses == [0, 0] and f"written to {out}/model" in said[0] and "written" not in said[1], said
+    assert Pair(tmp_path, tmp_path / "whole", **changes).end()[0] == [0, 0]
+    found = latest_state(out)
+    assert_same(found, latest_state(tmp_path / "whole"))  # bit by bit
+    told, wanted = losses(out), losses(tmp_path / "whole")
+    assert told[:8] == wanted[:8] and told[-1] == wanted[-1]  # between them the line of the step of the stop
+    for name, value in checkpoint.iter_params(out / "model"):
+        np.testing.assert_array_equal(value, found[f"trained:{name}"])
+    assert main(["write-model", "--run", str(out), "--out", str(tmp_path / "again")]) == 0
+    assert_same(*(dict(checkpoint.iter_params(folder)) for folder in (tmp_path / "again", out / "model")))
+    assert checkpoint.load_source(out / "model") == checkpoint.load_source(tmp_path / "again")
+    convert.export(out / "model", tmp_path / "hub", progress=False)
+    assert (tmp_path / "hub" / "config.json").is_file()
+
+
+def test_two_processes_train_like_one(tmp_path):
+    """The same mesh in one process gives the same numbers, but for the order of the terms in sums over devices."""
+    changes = {"steps": 4, "checkpoint__every": 4, "optimizer__ema": 0.5, "checkpoint__weights": "ema"}
+    changes |= {"watch": {"every": 4}}
+    of = lambda name: {**of_lengths(tmp_path, tmp_path / f"{name}-cache"), "heldout": 0.3}
+    data = {name: of(name) for name in ("one", "two")}
+    train.train(run_config(tmp_path / "one", compute__mesh=MESH, data=data["one"], **changes))
+    statuses, said = Pair(tmp_path, tmp_path / "two", data=data["two"], **changes).end()
+    assert statuses == [0, 0], said
+    first, second = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert [step for step, _ in first] == [step for step, _ in second]
+    np.testing.assert_allclose([loss for _, loss in second], [loss for _, loss in first], rtol=1e-4)
+    wanted = dllm_jax.load(tmp_path / "one" / "model").params
+    for name, x in dllm_jax.load(tmp_path / "two" / "model").params.items():
+        np.testing.assert_allclose(x, wanted[name], atol=2e-4, err_msg=name)
+
+
+def test_two_processes_write_adapters(tmp_path):
+    train.train(run_config(tmp_path / "base", steps=2, checkpoint__every=2))
+    changes = {"model": {"init": str(tmp_path / "base" / "model")}, "lora": {"rank": 2}, "steps": 4}
+    train.train(run_config(tmp_path / "one", compute__mesh=MESH, **changes))
+    statuses, said = Pair(tmp_path, tmp_path / "two", **changes).end()
+    assert statuses == [0, 0], said
+    (config, part, one, base), two = (train.load_adapters(tmp_path / name / "adapters") for name in ("one", "two"))
+    assert (config, part, base) == (two[0], two[1], two[3])
+    for name, value in one.items():
+        np.testing.assert_allclose(two[2][name], value, atol=2e-4, err_msg=name)
+
+
+def test_a_process_that_fails_ends_both_with_its_sentence(tmp_path):
+    """In the midst of steps, where the other one waits for its devices; and before them, where it is asked."""
+    changes = {"data__source": "train_toys:Slow", "data__options": {"end": 8 * 20}, "checkpoint__every": 5}
+    run = Pair(tmp_path, tmp_path / "run", steps=10**6, **changes)  # it ends, or is given up
+    statuses, said = run.end()
+    assert statuses == [2, 1], said
+    assert errors(said[0]) == ["error: process 1 of 2: OSError: [Errno 5] Input/output error: 'local.jsonl'"]
+    assert "OSError: [Errno 5]" in said[1].splitlines()[-1]
+    own = [[], ["data.source=jsonl", f"data.options.path={tmp_path / 'absent.jsonl'}"]]
+    statuses, said = Pair(tmp_path, tmp_path / "other", own=own).end()
+    assert statuses == [2, 2] and not (tmp_path / "other").exists(), said
+    sentence = errors(said[1])[0].removeprefix("error: ")
+    assert "absent.jsonl" in sentence and errors(said[0]) == [f"error: process 1 of 2: {sentence}"]
+
+
+def test_processes_that_cannot_meet(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    toml = str(write_toml(tmp_path / "run.toml", settings(tmp_path / "out")))
+    for more, sentence in (
+        (["--distributed", "here:1,2,2"], "--distributed here:1,2,2: write HOST:PORT,N,I"),
+        (["--coordinator", "here:1", "--processes", "2"], "belong together"),
+        (["--distributed", "--process", "2"], "belong together"),
+        (["--coordinator", "here:1", "--processes", "2", "--process", "2"], "--process 2 is not one of 2 processes"),
+        (["--coordinator", "here", "--processes", "2", "--process", "1"], "write HOST:PORT,N,I"),
+    ):
+        assert main(["masked-diffusion", "--config", toml, *more]) == 2
+        assert sentence in capsys.readouterr().err
+    joining = lambda words: subprocess.run(  # which only a process that has computed nothing can
+        [sys.executable, "-c", f"from dllm_jax import hosts; hosts.join({words})"],
+        env=os.environ | ENVIRONMENT,
+        capture_output=True,
+        text=True,
+    )
+    assert "DllmError: there is no cluster here" in joining("''").stderr
+    done = joining("'127.0.0.1:1,2,1', wait=1")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "error: not all processes met at 127.0.0.1:1 within 1 seconds" in done.stderr
+
+
+class Coordinator:
+    """What threads that stand for processes meet at."""
+
+    def __init__(self):
+        self.known, self.changed = {}, threading.Condition()
+
+    def key_value_set(self, key, value):
+        with self.changed:
+            if key in self.known:
+                raise jax.errors.JaxRuntimeError("ALREADY_EXISTS")
+            self.known[key] = value
+            self.changed.notify_all()
+
+    def blocking_key_value_get(self, key, milliseconds):
+        with self.changed:
+            if not self.changed.wait_for(lambda: key in self.known, milliseconds / 1000):
+                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
+            return self.known[key]
+
+
+@pytest.mark.parametrize("asked", [{1: 5}, {0: 9, 2: 3}, {1: 30}, {}])
+def test_processes_agree_on_a_step(asked, monkeypatch):
+    """However far apart they are, all stop at the same step, which none has passed; or at the end, if it is late."""
+    coordinator, here, steps = Coordinator(), threading.local(), 30
+    monkeypatch.setattr(hosts, "coordinator", lambda: coordinator)
+    monkeypatch.setattr(hosts, "index", lambda: here.index)
+    monkeypatch.setattr(hosts, "count", lambda: 3)
+    monkeypatch.setattr(together, "_NUMBERS", itertools.repeat(0))
+
+    def process(index):
+        here.index = index
+        stop = SharedStop()
+        for step in range(1, steps + 1):
+            time.sleep(0.002 * (index + 1))
+            if step == asked.get(index):
+                stop.ask(signal.SIGTERM)
+            if stop.after(step):
+                break
+        stop.close()
+        return step
+
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        ended = list(pool.map(process, range(3)))
+    assert len(set(ended)) == 1, ended
+    soonest = min(asked.values(), default=steps)
+    assert soonest <= ended[0] and (ended[0] < steps) == (soonest < 10)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_signal_has_its_status(number, status, tmp_path, monkeypatch, capsys):
+    toml = str(write_toml(tmp_path / "run.toml", settings(tmp_path / "run", steps=7, checkpoint__every=100)))
+    monkeypatch.setattr("train_toys.Reverse.example", interrupting(Reverse.example, 8 * 4, number))
+    assert main(["masked-diffusion", "--config", toml, "--no-progress"]) == status
+    assert "interrupted after step" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert main(["masked-diffusion", "--config", toml, "--no-progress"]) == 0
+
+
+def test_object_stores_are_no_folders(tmp_path, capsys):
+    toml = str(write_toml(tmp_path / "run.toml", settings("gs://bucket/run")))
+    assert main(["masked-diffusion", "--config", toml]) == 2
+    assert "gs://bucket/run is in an object store; mount it" in capsys.readouterr().err
