@@ -7,6 +7,10 @@ by it, not programs with each other). Nothing is run.
 
     python -m benchmarks.compile --target v5e:2x2 --mesh tensor=4 --batch 8
     python -m benchmarks.compile --target h100 --what window --layers 2 --json window.json
+    python -m benchmarks.compile --target v6e:2x4 --what train --layers 0 --config train/configs/8b/llada-sft-lora.toml
+
+A step of training is that of a run's settings, in which `model.init` names a published model; `key=value` behind the
+options changes them as `python -m train` does. --mesh is theirs by default.
 
 A TPU needs `jax[tpu]` (libtpu), a GPU `jax[cuda12-local]` and `nvidia-cuda-nvcc-cu12`, in environments of their own:
 `make compile-check` makes them.
@@ -33,7 +37,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from benchmarks import hlo
-from benchmarks.training_step import RECIPES, training_step
+from benchmarks.training_step import model_of, training_step
 from dllm_jax import PUBLISHED, Denoiser, DllmError, Model, ModelConfig, published
 from dllm_jax.denoiser import Span
 from dllm_jax.params import abstract_params
@@ -41,6 +45,8 @@ from dllm_jax.quantized import QuantizedKernel
 from dllm_jax.sharding import Layout, ShardingRules, batch_parts, batch_sharding, param_shardings
 from samplers import make_sampler, sample
 from samplers.predictions import Sampling, predict, readout
+from train import read_config
+from train.config import TrainConfig
 
 GIB = 2**30
 MEMORY = {"v5e": 15.75, "v6e": 31.25, "v5p": 95.0, "h100": 79.1, "t4": 14.7}
@@ -87,8 +93,7 @@ class Setting:
         batch, prompt_length, gen_length, block_length: shapes of the generation.
         dtype: of the weights.
         sampler: a spec, such as "threshold:cache=dual".
-        recipe: of training, one of `RECIPES`.
-        chunk: positions whose logits exist at a time in training.
+        run: settings of training; rows have prompt_length + gen_length tokens, `batch` of them are computed at a time.
     """
 
     config: ModelConfig
@@ -99,8 +104,13 @@ class Setting:
     block_length: int
     dtype: str
     sampler: str
-    recipe: str = "sft"
-    chunk: int = 512
+    run: TrainConfig | None = None
+
+    @classmethod
+    def of(cls, run: TrainConfig, mesh: Mesh, layers: int = 0) -> "Setting":
+        """That of a step of training, with some layers of the model or all (0)."""
+        rows = run.optimizer.batch // run.optimizer.accumulate
+        return cls(model_of(run, layers), mesh, rows, 0, run.data.length, 1, run.compute.dtype, "", run)
 
     @property
     def length(self) -> int:
@@ -149,9 +159,8 @@ def compiled(what: str, setting: Setting) -> Any:
 
     Forwards end with what is read off the block's logits, and hand on the buffers.
     """
-    if what == "train":
-        sizes: Any = {"batch": setting.batch, "length": setting.length, "chunk": setting.chunk, "dtype": setting.dtype}
-        return training_step(setting.recipe, setting.config, setting.mesh, **sizes)
+    if setting.run is not None:
+        return training_step(setting.run, setting.config, setting.mesh)
     denoiser, (B, S, W) = setting.denoiser(), (setting.batch, setting.length, setting.block_length)
     if what == "sample":
         model = Model(setting.config, dict(denoiser.params), None, "absent")
@@ -316,12 +325,12 @@ def parser() -> argparse.ArgumentParser:
     )
     add = made.add_argument
     add("--target", required=True, metavar="NAME", help="v5e:2x2, v6e:2x2, v5p:2x2x4, ..., h100, h100:8 or t4")
-    add("--mesh", default="tensor=1", metavar="AXIS=N,...", help="devices of the target that are used (default: one)")
+    add("--mesh", metavar="AXIS=N,...", help="devices of the target that are used (default: one, or the run's)")
     add("--model", default="llada-8b-instruct", choices=sorted(PUBLISHED), metavar="NAME")
     add("--layers", type=int, default=4, help="of the model (default: 4, which show what all do; 0: all)")
     add("--what", default="sample", choices=WHAT, help="a whole generation (default), a forward, or a step of training")
-    add("--recipe", default="sft", choices=sorted(RECIPES), help="of --what train: all weights (sft), adapters, ...")
-    add("--chunk", type=int, default=512, help="of --what train: positions whose logits exist at a time")
+    add("--config", metavar="FILE", help="of --what train: settings in TOML, such as train/configs/8b/llada-d2f.toml")
+    add("settings", nargs="*", metavar="key=value", help="of --what train: changes, such as optimizer.batch=8")
     add("--quantize", choices=["int8", "int4"], help="weights in so many bits")
     add("--sampler", default="threshold:cache=dual", metavar="SPEC")
     add("--batch", type=int, default=1)
@@ -358,14 +367,10 @@ def report(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         DllmError: for settings that cannot be, and a program that the compiler refuses.
     """
-    for name in ("batch", "prompt_length", "gen_length", "block_length", "chunk"):
+    for name in ("batch", "prompt_length", "gen_length", "block_length"):
         if (number := getattr(options, name)) < 1:
             raise DllmError(f"--{name.replace('_', '-')} is {number}; it must be at least 1")
-    mesh = mesh_of(devices_of(options.target), options.mesh)
-    config = published(options.model)
-    config = config.replace(num_layers=options.layers or config.num_layers, quantize=options.quantize)
-    shapes = (options.batch, options.prompt_length, options.gen_length, options.block_length)
-    setting = Setting(config, mesh, *shapes, options.dtype, options.sampler, options.recipe, options.chunk)
+    setting, about = _training(options) if options.what == "train" else _generation(options)
     start = time.perf_counter()
     try:
         program = compiled(options.what, setting)
@@ -376,28 +381,11 @@ def report(options: argparse.Namespace) -> dict[str, Any]:
         options.hlo.write_text(program.as_text())
     found = describe(program, setting)
     memory = int(MEMORY[options.target.partition(":")[0]] * GIB)
-    what = {"sample": f"{options.sampler} ", "train": f"{options.recipe} "}.get(options.what, "")
-    what += f"{options.quantize} " if options.quantize else ""
-    title = f"{options.target} {options.mesh} {options.model} {config.num_layers} layers {what}{options.what}"
-    keys = (
-        "target",
-        "mesh",
-        "model",
-        "what",
-        "sampler",
-        "batch",
-        "prompt_length",
-        "gen_length",
-        "block_length",
-        "dtype",
-        "quantize",
-        "recipe",
-        "chunk",
-    )
     return {
-        "title": f"{title} batch {options.batch}",
-        **{key: getattr(options, key) for key in keys},
-        "layers": config.num_layers,
+        **about,
+        "what": options.what,
+        "target": options.target,
+        "layers": setting.config.num_layers,
         "jax": jax.__version__,
         "compile_seconds": round(seconds, 1),
         "memory_bytes": memory,
@@ -406,12 +394,50 @@ def report(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _generation(options: argparse.Namespace) -> tuple[Setting, dict[str, Any]]:
+    """What `--what` names is compiled with, and how it is told: its title and the options that it was made by."""
+    if options.config or options.settings:
+        raise DllmError(f"--what {options.what} has no settings; --config and key=value are for --what train")
+    options.mesh = options.mesh or "tensor=1"
+    mesh = mesh_of(devices_of(options.target), options.mesh)
+    config = published(options.model)
+    config = config.replace(num_layers=options.layers or config.num_layers, quantize=options.quantize)
+    shapes = ("batch", "prompt_length", "gen_length", "block_length")
+    B, P, G, W = (getattr(options, name) for name in shapes)
+    setting = Setting(config, mesh, B, P, G, W, options.dtype, options.sampler)
+    what = f"{options.sampler} " if options.what == "sample" else ""
+    what += f"{options.quantize} " if options.quantize else ""
+    title = f"{options.target} {options.mesh} {options.model} {config.num_layers} layers {what}{options.what}"
+    names = ("mesh", "model", "sampler", *shapes, "dtype", "quantize")
+    about = {name: getattr(options, name) for name in names}
+    return setting, {"title": f"{title} batch {options.batch}", **about}
+
+
+def _training(options: argparse.Namespace) -> tuple[Setting, dict[str, Any]]:
+    """As `_generation`, of a run's settings."""
+    if not options.config:
+        raise DllmError("--what train needs the settings of a run; give --config train/configs/8b/NAME.toml")
+    run = read_config(options.config, options.settings)
+    axes = options.mesh or ",".join(f"{axis}={size}" for axis, size in run.compute.mesh.items()) or "tensor=1"
+    setting = Setting.of(run, mesh_of(devices_of(options.target), axes), options.layers)
+    name = Path(options.config).stem
+    title = " ".join([options.target, axes, name, f"{setting.config.num_layers} layers train", *options.settings])
+    about = {"config": name, "settings": options.settings, "mesh": axes, "model": Path(run.model.init).name}
+    rows = {"batch": run.optimizer.batch, "accumulate": run.optimizer.accumulate, "length": run.data.length}
+    return setting, {"title": title, **about, **rows, "dtype": run.compute.dtype}
+
+
+def compile_here() -> None:
+    """Settings of JAX for a process that compiles for others."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_compilation_cache", False)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs what the command line says; 0 when it worked, 1 for faults that `--check` found, 2 after a mistake, which is
     printed as one sentence."""
     options = parser().parse_args(arguments)
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_enable_compilation_cache", False)
+    compile_here()
     try:
         result = report(options)
     except DllmError as error:

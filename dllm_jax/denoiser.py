@@ -17,6 +17,7 @@ from dllm_jax.errors import DllmError
 from dllm_jax.kernels import mixed_rows
 from dllm_jax.kv_cache import KVCache, gather_rows, slice_rows
 from dllm_jax.layers import Place, Tile, tile_of
+from dllm_jax.moe import Routing
 from dllm_jax.pytree import pytree
 from dllm_jax.sharding import Layout
 from dllm_jax.transformer import Params, RematPolicy, Transformer, bind, embedding_scale
@@ -233,26 +234,50 @@ class Denoiser:
             all S positions (free if unused). Where everything is returned, entry 0 of a shifted family, which has no
             predictor, repeats entry 1.
         """
-        length, shift = inputs.shape[1], int(self.config.shift)
+        shift = int(self.config.shift)
         assert before is None or (at is None and outputs is None)
         if at is None or kv is None:
-            positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), inputs.shape[:2])
-            outer = None if outputs is None else (outputs.start - shift, outputs.width)
-            hidden, new = self._run(inputs, positions, visible, before=before, outputs=outer, remat=remat)
-            if shift and outputs is None:
-                hidden = jnp.concatenate([hidden[:, :1], hidden[:, :-1]], axis=1)
-            return hidden, new
+            return self.routed(inputs, visible, None, outputs=outputs, before=before, remat=remat)[:2]
         if isinstance(at, Span):
             fed = Span(at.start - shift, at.width + shift)
             within = lambda x: slice_rows(x, *fed)
             inner = (at.start - at.start, at.width) if outputs is None else (outputs.start - at.start, outputs.width)
             place = Place(at.start, shift, write)
-            return self._run(within(inputs), fed.positions, _of(visible, within), kv=kv, place=place, outputs=inner)
+            options: dict[str, Any] = {"kv": kv, "place": place, "outputs": inner}
+            return self._run(within(inputs), fed.positions, _of(visible, within), **options)[:2]
         positions = jnp.concatenate([at - 1, at], axis=1) if shift else at
         within = lambda x: gather_rows(x, positions)
         place = Place(at, at.shape[1] * shift, write)
-        hidden, kv = self._run(within(inputs), positions, _of(visible, within), kv=kv, place=place)
+        hidden, kv, _ = self._run(within(inputs), positions, _of(visible, within), kv=kv, place=place)
         return hidden[:, : at.shape[1]], kv
+
+    def routed(
+        self,
+        inputs: jax.Array,
+        visible: jax.Array,
+        counted: jax.Array | None,
+        *,
+        outputs: Span | None = None,
+        before: KVCache | None = None,
+        remat: RematPolicy | None = None,
+    ) -> tuple[jax.Array, KVCache, Routing | None]:
+        """`forward` of all S positions, which also tells how the layers with experts routed them, for training.
+
+        Args:
+            counted: [B, S] bool, which positions that is told of; None asks for nothing. A shifted family's position
+                is the one that is fed.
+
+        Returns:
+            As `forward`, and the routing, with an axis of layers; None where nothing is asked for, or nothing routed.
+        """
+        positions = jnp.broadcast_to(jnp.arange(inputs.shape[1], dtype=jnp.int32), inputs.shape[:2])
+        shift = int(self.config.shift)
+        outer = None if outputs is None else (outputs.start - shift, outputs.width)
+        options: dict[str, Any] = {"before": before, "outputs": outer, "remat": remat, "counted": counted}
+        hidden, kv, routing = self._run(inputs, positions, visible, **options)
+        if shift and outputs is None:
+            hidden = jnp.concatenate([hidden[:, :1], hidden[:, :-1]], axis=1)
+        return hidden, kv, routing
 
     def denoise(self, canvas: jax.Array, soft: jax.Array, start: jax.Array, kv: KVCache) -> tuple[jax.Array, KVCache]:
         """The decoder of a model with a canvas, `attention` "canvas", whose encoder is `forward`.
@@ -274,11 +299,11 @@ class Denoiser:
         assert model.conditioning is not None
         inputs = model.conditioning(model.embed_tokens(canvas), soft.astype(self.dtype))
         end = (start + span.width)[:, None]
-        return self._run(inputs, span.positions, end, kv=kv, place=Place(start), decoder=True)
+        return self._run(inputs, span.positions, end, kv=kv, place=Place(start), decoder=True)[:2]
 
     def _run(
         self, inputs: jax.Array, positions: jax.Array, visible: jax.Array, **options: Any
-    ) -> tuple[jax.Array, KVCache]:
+    ) -> tuple[jax.Array, KVCache, Routing | None]:
         """`Transformer.forward` of what is fed, tokens or embeddings, with `visible` [B] or [B, T]."""
         model = self._model
         if visible.ndim == 1:
@@ -289,8 +314,10 @@ class Denoiser:
         x = model.embed_tokens(inputs) if jnp.issubdtype(inputs.dtype, jnp.integer) else inputs
         place = lambda x: x if self.layout is None else self.layout.place(x, ("batch", None, None))
         with jax.named_scope("window_forward" if "kv" in options else "full_forward"):  # what profiles show
-            hidden, kv = model.forward(place(x), positions, visible, layout=self.layout, scan=self.scan, **options)
-        return place(hidden), self._placed(kv)
+            hidden, kv, routing = model.forward(
+                place(x), positions, visible, layout=self.layout, scan=self.scan, **options
+            )
+        return place(hidden), self._placed(kv), routing
 
     def _placed(self, kv: KVCache) -> KVCache:
         layout = self.layout

@@ -99,12 +99,16 @@ class GemmaLayer(nnx.Module):
         self.post_norm = norm()
         self.encoder_scalar, self.decoder_scalar = param((1,), (None,), "ones"), param((1,), (None,), "ones")
 
-    def behind(self, x: jax.Array, attended: jax.Array, layout: Layout | None, decoder: bool) -> jax.Array:
-        """The layer's output [B, T, D] from its input and what attention makes of it."""
+    def behind(
+        self, x: jax.Array, attended: jax.Array, layout: Layout | None, decoder: bool, counted: jax.Array | None
+    ) -> tuple[jax.Array, None]:
+        """The layer's output [B, T, D] from its input and what attention makes of it; of its routing nothing is told,
+        `counted` must be None."""
+        assert counted is None
         x = x + self.attn_post_norm(attended)
         dense = self.mlp_post_norm(self.mlp(self.mlp_norm(x)))
         x = x + self.post_norm(dense + self.moe_post_norm(self.moe(self.moe_norm(x), x, layout)))
-        return x * (self.decoder_scalar if decoder else self.encoder_scalar)[...].astype(x.dtype)
+        return x * (self.decoder_scalar if decoder else self.encoder_scalar)[...].astype(x.dtype), None
 
 
 class SelfConditioning(nnx.Module):

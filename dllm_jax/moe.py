@@ -59,6 +59,33 @@ class Dispatch(NamedTuple):
     rank: jax.Array
 
 
+class Routing(NamedTuple):
+    """How tokens were sent to experts, as sums over those that count: of a layer, or of the L layers with experts, when
+    each has an axis in front.
+
+    Attributes:
+        chosen: [E] float32, how many chose each expert.
+        probability: [E] float32, of the router's softmax over all experts.
+        square: scalar float32, of the square of logsumexp of the router's scores.
+        tokens: scalar float32, how many count.
+    """
+
+    chosen: jax.Array
+    probability: jax.Array
+    square: jax.Array
+    tokens: jax.Array
+
+
+def routing_of(scores: jax.Array, ids: jax.Array, counted: jax.Array) -> Routing:
+    """What became of tokens with the router's scores [B, T, E] float32, which went to `ids` [B, T, k], where `counted`
+    [B, T] bool."""
+    total = lambda x: jnp.sum(jnp.where(counted.reshape(*counted.shape, *(1,) * (x.ndim - 2)), x, 0), axis=(0, 1))
+    chosen = jnp.any(ids[..., None] == jnp.arange(scores.shape[-1]), axis=-2)
+    square = jnp.square(jax.nn.logsumexp(scores, axis=-1))
+    ones = jnp.ones(counted.shape, jnp.float32)
+    return Routing(*map(total, (chosen.astype(jnp.float32), jax.nn.softmax(scores, axis=-1), square, ones)))
+
+
 def apply_experts(
     x: jax.Array,
     ids: jax.Array,
@@ -91,10 +118,8 @@ def apply_experts(
         platform: functools.partial(in_rounds, rows, activation=activation) for platform, rows in TILE_ROWS.items()
     }
     for platform, by in GROUPED.items():
-        if _groups(by, x, w_in, layout) and by == "ragged_dot":
+        if _groups(by, x, w_in, layout) and (by == "ragged_dot" or activation == "silu"):
             on[platform] = functools.partial(_on_parts, by, layout, activation)
-        elif _groups(by, x, w_in, layout) and activation == "silu":
-            on[platform] = functools.partial(_kernel_on_parts, by, layout)
     return lax.platform_dependent(x, ids, weights, w_in, w_out, **on)
 
 
@@ -125,7 +150,11 @@ def _on_parts(
     weights: jax.Array,
     *tables: Table,
 ) -> jax.Array:
-    """`in_groups` of each device's tokens with its part of the experts, summed over the devices that share tokens."""
+    """`in_groups` of each device's tokens with its part of the experts, summed over the devices that share tokens.
+
+    So are gradients, whose rounds then need no other device's weights: what is split for storage alone is gathered once
+    a layer, and its gradient summed once. Rounds of the whole do both in every round.
+    """
     if layout is None or not jax.sharding.get_abstract_mesh().empty:
         return in_groups(by, x, ids, weights, *tables, None, activation)
     tokens, (experts, width) = layout.spec(x, TOKENS), _split(tables[0], layout)
@@ -245,22 +274,6 @@ def _in_groups_backward(by: By, activation: Activation, operands: tuple, gradien
 
 
 in_groups.defvjp(_in_groups_forward, _in_groups_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _kernel_on_parts(by: By, layout: Layout | None, *operands: Any) -> jax.Array:
-    """`_on_parts`, but with the gradient of the rounds of the whole.
-
-    Rounds on parts gather a layer's split weights once, not in every round, but XLA's GPU compiler then has those of
-    all layers at a time: 1.5 instead of 0.2 GiB a layer of LLaDA-MoE on eight H100s with FSDP.
-    """
-    return _on_parts(by, layout, "silu", *operands)
-
-
-_kernel_on_parts.defvjp(
-    lambda by, layout, *operands: _in_groups_forward(by, *operands),
-    lambda by, layout, operands, gradient: _in_groups_backward(by, "silu", operands, gradient),
-)
 
 
 def in_rounds(

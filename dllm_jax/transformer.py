@@ -34,7 +34,7 @@ from dllm_jax.layers import (
     tile_of,
 )
 from dllm_jax.layout import Layout
-from dllm_jax.moe import apply_experts
+from dllm_jax.moe import Routing, apply_experts, routing_of
 
 Params = Mapping[str, Any]  # arrays, and what stands for a kernel (`dllm_jax.kernels.Kernel`)
 RematPolicy = Callable[..., bool]
@@ -60,13 +60,17 @@ class MoE(nnx.Module):
         self.shared = MLP(dim, experts.shared_dim) if experts.shared_dim else None
         self.experts = experts
 
-    def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Each token's experts, best first: [B, T, D] -> weights [B, T, per_token] float32, and their ids.
+    def scores(self, x: jax.Array) -> jax.Array:
+        """The router's products: [B, T, D] -> [B, T, E] float32.
 
         In float32 throughout, whatever the parameters' dtype: rounded scores swap experts that nearly tie.
         """
-        experts, router = self.experts, self.router[...].astype(jnp.float32)
-        scores = jnp.einsum("btd,de->bte", x.astype(jnp.float32), router, precision=jax.lax.Precision.HIGHEST)
+        router = self.router[...].astype(jnp.float32)
+        return jnp.einsum("btd,de->bte", x.astype(jnp.float32), router, precision=jax.lax.Precision.HIGHEST)
+
+    def route(self, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Each token's experts, best first: `scores` [B, T, E] -> weights [B, T, per_token] float32, and their ids."""
+        experts = self.experts
         scores = jax.nn.sigmoid(scores) if experts.score == "sigmoid" else jax.nn.softmax(scores, axis=-1)
         chosen_by = scores if self.bias is None else scores + self.bias[...].astype(jnp.float32)
         weights, ids = jax.lax.top_k(_within_groups(chosen_by, experts), experts.per_token)
@@ -76,10 +80,16 @@ class MoE(nnx.Module):
             weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
         return weights * experts.scale, ids
 
-    def __call__(self, x: jax.Array, layout: Layout | None = None) -> jax.Array:
-        weights, ids = self.route(x)
+    def __call__(
+        self, x: jax.Array, layout: Layout | None = None, counted: jax.Array | None = None
+    ) -> tuple[jax.Array, Routing | None]:
+        """The experts' output [B, T, D], and how the tokens that are `counted` [B, T] bool were routed, if that is
+        asked for."""
+        scores = self.scores(x)
+        weights, ids = self.route(scores)
         y = apply_experts(x, ids, weights.astype(x.dtype), self.w_in.get_value(), self.w_out.get_value(), layout)
-        return y if self.shared is None else y + self.shared(x)
+        routing = None if counted is None else routing_of(scores, ids, counted)
+        return (y if self.shared is None else y + self.shared(x)), routing
 
 
 def _within_groups(scores: jax.Array, experts: Experts) -> jax.Array:
@@ -105,8 +115,11 @@ class Layer(nnx.Module):
         else:
             self.mlp = MoE(config, config.experts)
 
-    def behind(self, x: jax.Array, attended: jax.Array, layout: Layout | None, decoder: bool) -> jax.Array:
-        """The layer's output [B, T, D] from its input and what attention makes of it, in the `sums` of the dtype.
+    def behind(
+        self, x: jax.Array, attended: jax.Array, layout: Layout | None, decoder: bool, counted: jax.Array | None
+    ) -> tuple[jax.Array, Routing | None]:
+        """The layer's output [B, T, D] from its input and what attention makes of it, in the `sums` of the dtype; and
+        the routing of the tokens that are `counted`, of a layer with experts.
 
         Args:
             decoder: that of a Gemma layer; must be False.
@@ -114,7 +127,8 @@ class Layer(nnx.Module):
         assert not decoder
         x = x + attended
         y = self.mlp_norm(x)
-        return x + (self.mlp(y, layout) if isinstance(self.mlp, MoE) else self.mlp(y))
+        mixed, routing = self.mlp(y, layout, counted) if isinstance(self.mlp, MoE) else (self.mlp(y), None)
+        return x + mixed, routing
 
 
 class Embedding(nnx.Module):
@@ -158,7 +172,8 @@ class Transformer(nnx.Module):
         layout: Layout | None = None,
         scan: bool = False,
         decoder: bool = False,
-    ) -> tuple[jax.Array, KVCache]:
+        counted: jax.Array | None = None,
+    ) -> tuple[jax.Array, KVCache, Routing | None]:
         """Runs all layers over embedded inputs.
 
         Args:
@@ -178,10 +193,13 @@ class Transformer(nnx.Module):
                 their kernels are copied side by side. Without `kv` and `outputs` only; beside them it does nothing.
             decoder: of a model with a canvas, run its decoder, of which the inputs are the canvas: their sliding
                 windows all begin with that of its first position.
+            counted: [B, T] bool, of the inputs, without `outputs`: which of them the routing is told of; None asks for
+                none.
 
         Returns:
-            Hidden states before the final norm [B, T or width, D], in the `sums` of the dtype of x, and the keys and
-            values: the updated buffers, or without any those of the inputs.
+            Hidden states before the final norm [B, T or width, D], in the `sums` of the dtype of x; the keys and
+            values: the updated buffers, or without any those of the inputs; and how the layers with experts routed what
+            is `counted`, None where that is not asked for, or there are none.
         """
         x = x.astype(sums(x.dtype))
         keys = x.shape[1] if kv is None else kv[0].key.shape[1]
@@ -191,24 +209,31 @@ class Transformer(nnx.Module):
         at, write = (None, None) if place is None else (place.at, place.write)
         static = {"skip": 0 if place is None else place.skip, "policy": remat, "layout": layout, "decoder": decoder}
         new: list[LayerKV] = []
+        routed: list[Routing] = []  # each with an axis of layers
         if scan and kv is None and outputs is None:
             none = (None,) * 4
             for run in self._alike():
                 given = tables[run[0].attn.rope], bounds(run[0])
-                step = lambda x, each, given=given: _run_layer(each[0], x, *given, *none, each[1], width=0, **static)
+                step = lambda x, each, given=given: _run_layer(
+                    each[0], x, *given, *none, each[1], counted, width=0, **static
+                )
                 beside = [None] * len(run) if before is None else before[len(new) : len(new) + len(run)]
                 stacked = jax.tree.map(lambda *each: jnp.stack(each), *zip(run, beside, strict=True))
-                x, kvs = jax.lax.scan(step, x, stacked)
+                x, (kvs, routing) = jax.lax.scan(step, x, stacked)
                 new += [LayerKV(kvs.key[index], kvs.value[index]) for index in range(len(run))]
-            return x, tuple(new)
+                routed += [] if routing is None else [routing]
+            return x, tuple(new), _joined(routed)
         for index, layer in enumerate(self.layers):
             buffers = None if kv is None else kv[index]
             first, width = outputs if outputs is not None and index == self.config.num_layers - 1 else (None, 0)
             ahead = None if before is None else before[index]
             given = tables[layer.attn.rope], bounds(layer)
-            x, layer_kv = _run_layer(layer, x, *given, buffers, at, write, first, ahead, width=width, **static)
+            x, (layer_kv, routing) = _run_layer(
+                layer, x, *given, buffers, at, write, first, ahead, counted, width=width, **static
+            )
             new.append(layer_kv)
-        return x, tuple(new)
+            routed += [] if routing is None else [jax.tree.map(lambda x: x[None], routing)]
+        return x, tuple(new), _joined(routed)
 
     def _alike(self) -> list[list[Layer | GemmaLayer]]:
         """The layers in runs of the same structure and shapes."""
@@ -238,6 +263,11 @@ def embedding_scale(config: ModelConfig) -> float:
     return 1.0 if config.gemma is None else math.sqrt(config.embed_dim)
 
 
+def _joined(routed: list[Routing]) -> Routing | None:
+    """Those of some layers each as one of all."""
+    return jax.tree.map(lambda *each: jnp.concatenate(each), *routed) if routed else None
+
+
 def _since(window: int | None, positions: jax.Array, decoder: bool) -> jax.Array | None:
     """The first key that each position sees through a window, [B, T or 1]; None for all."""
     if window is None:
@@ -256,20 +286,21 @@ def _run_layer(
     write: jax.Array | None,
     first: jax.Array | None,
     before: LayerKV | None,
+    counted: jax.Array | None,
     *,
     skip: int,
     width: int,
     policy: RematPolicy | None,
     layout: Layout | None,
     decoder: bool,
-) -> tuple[jax.Array, LayerKV]:
-    """One layer, with the arguments of `Transformer.forward`: its output, and its keys and values. `bounds` are
-    `visible` and `since` of `attention`.
+) -> tuple[jax.Array, tuple[LayerKV, Routing | None]]:
+    """One layer, with the arguments of `Transformer.forward`: its output, its keys and values, and its routing.
+    `bounds` are `visible` and `since` of `attention`.
 
     Under `jit` so that equal layers are traced once: tracing 32 of them takes longer than compiling a small program.
     """
 
-    def run(layer: Layer | GemmaLayer, x: jax.Array) -> tuple[jax.Array, LayerKV]:
+    def run(layer: Layer | GemmaLayer, x: jax.Array) -> tuple[jax.Array, tuple[LayerKV, Routing | None]]:
         (cos, sin), (visible, since) = rope, bounds
         y = layer.attn_norm(x)
         kv = layer.attn.keys_values(y, cos, sin, layout)
@@ -282,7 +313,8 @@ def _run_layer(
             own = lambda bound: bound if bound is None or bound.shape[1] == 1 else slice_rows(bound, first, width)
             visible, since = own(visible), own(since)
         attended = layer.attn.attend(y, cos, sin, kv, visible, layout, before, since)
-        return layer.behind(x, attended, layout, decoder), kv
+        x, routing = layer.behind(x, attended, layout, decoder, counted)
+        return x, (kv, routing)
 
     return (run if policy is None else jax.checkpoint(run, policy=policy))(layer, x)
 

@@ -47,13 +47,15 @@ from evals.models import Models
 from evals.oracle import OracleReport, oracle
 from evals.presets import command as presets
 from evals.processes import meeting
-from evals.runner import USUAL, Report, run
+from evals.runner import USUAL, Report, run, run_recorded
 from evals.sampler import SamplerSpec, all_samplers, parse_sampler
 from evals.sweeps import Sweep, pareto_plot, sweep, write_tables
 from evals.tasks import SPLITS, DrawnTask, Task, WordProblems, make_task
 from evals.tasks.base import check_split
 from evals.tasks.word_problems import train_tokenizer
+from samplers import Generation
 from samplers.indicator import load_indicator
+from samplers.viewer.view import check_path, view_of
 
 COMPARED = (
     "topk",
@@ -150,6 +152,7 @@ def _add_compare(commands: Any) -> None:
     add_model(add)
     _add_example(add, "test")
     add("--sampler", action="append", default=[], metavar="SPEC", help="as in run, with lists; by default a choice")
+    add("--save-view", metavar="FILE", help="write the canvases side by side: .html, .gif or .png (docs/viewer.md)")
 
 
 def _add_oracle(commands: Any) -> None:
@@ -283,7 +286,9 @@ def _run_all(options: argparse.Namespace, task_text: str, samplers: Sequence[Sam
 
 def _compare(options: argparse.Namespace) -> None:
     samplers, task = all_samplers(options.sampler or COMPARED), make_task(options.task)
-    models = models_of(options)
+    if options.save_view is not None:
+        check_path(options.save_view)
+    models, answers = models_of(options), list[Generation]()
     bound = [models.build(sampler, task)[1] for sampler in samplers]
     print(bound[0].question(bound[0].example(options.split, options.index)), end="\n\n")
     console = Console(width=None if sys.stdout.isatty() else 160)
@@ -291,10 +296,16 @@ def _compare(options: argparse.Namespace) -> None:
     with console.status("sampling", spinner="line") if console.is_terminal else contextlib.nullcontext():
         for sampler, own in zip(samplers, bound, strict=True):
             examples = [own.example(options.split, options.index)]
-            (row,) = run(models, task, sampler, n=1, examples=examples, progress=False).rows
+            if options.save_view is None:
+                (row,) = run(models, task, sampler, n=1, examples=examples, progress=False).rows
+            else:
+                row, answer = run_recorded(models, task, sampler, examples[0])
+                answers.append(answer)
             mark = "right" if row.correct else "wrong"
             table.add_row(Text(str(sampler)), str(row.nfe), f"{row.tokens / max(row.nfe, 1):.1f}", mark, Text(row.text))
     console.print(table)
+    if options.save_view is not None:
+        view_of(answers, [str(sampler) for sampler in samplers]).save(options.save_view)
 
 
 def _show(options: argparse.Namespace) -> None:

@@ -5,12 +5,12 @@ import io
 import json
 import math
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dllm_jax.errors import DllmError
+from samplers.outputs import write as write
 
 
 def make_folder(path: str | Path) -> Path:
@@ -27,27 +27,6 @@ def make_folder(path: str | Path) -> Path:
     if not os.access(folder, os.W_OK):
         raise DllmError(f"the folder {folder} cannot be written to; name another by --out")
     return folder
-
-
-def write(path: str | Path, content: bytes | str) -> None:
-    """Writes a file by way of a scratch file beside it.
-
-    Raises:
-        DllmError: when that fails; what stood there before is then untouched.
-    """
-    path = Path(path)
-    data = content.encode() if isinstance(content, str) else content
-    try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as scratch:
-            scratch.write(data)
-        try:
-            os.chmod(scratch.name, 0o644)  # scratch files are private
-            os.replace(scratch.name, path)
-        except OSError:
-            os.unlink(scratch.name)
-            raise
-    except OSError as error:
-        raise DllmError(f"{path} could not be written ({error}); name another place") from None
 
 
 def as_json(value: Any) -> str:

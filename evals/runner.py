@@ -21,10 +21,11 @@ from evals.models import Models
 from evals.processes import ALONE, Processes
 from evals.sampler import SamplerSpec, parse_sampler
 from evals.tasks import Example, Task, Verdict, make_task
-from samplers import DraftResult, Result
+from samplers import DraftResult, Generation, Result
 from samplers.build import CanvasSampler
 from samplers.noise import row_keys
 from samplers.prompts import check_lengths, given_canvas, led_prompt, pad_prompts
+from samplers.recording import recorded
 from samplers.requests import Engine, Request
 from samplers.running import Engines, Warned
 from samplers.slots import numbers_of
@@ -165,6 +166,16 @@ def run(
     about: dict[str, Any] = {"split": split, "seed": seed, "n": len(batches.examples), "batch_size": batches.size}
     names = _names(batches.model, batches.task, spec, batches.sampler)
     return Report(**names, **about, **outcome.scores(), **surroundings(batches.model))
+
+
+def run_recorded(
+    model: Model | Models, task: str | Task, sampler: str | SamplerSpec, example: Example
+) -> tuple[Row, Generation]:
+    """`run` on one example by single steps, and the answer with its trace, for `samplers.show`."""
+    _, batches = prepare(model, task, sampler, n=1, batch_size=1, seed=0, split="test", examples=[example])
+    request = recorded(batches.model, batches.sampler, batches.request(0))
+    assert request.result is not None
+    return batches.row_of(request.result, 0), request.generation
 
 
 def prepare(
@@ -324,7 +335,7 @@ class Batches:
         bar. Long answers begin first, so that few slots are at work at the end."""
         mine = self.processes.mine(sorted(range(len(self.examples)), key=lambda i: -self._length(self.examples[i])))
         for index in mine:
-            engine.enqueue(self._request(index))
+            engine.enqueue(self.request(index))
         hide, ended = not self.processes.first or (None if progress is None else not progress), Warned()
         for request in tqdm(engine.results(), total=len(mine), desc=name, unit="example", disable=hide):
             assert ended.saw(request).result is not None
@@ -347,7 +358,8 @@ class Batches:
             }
             yield index, jax.tree.map(lambda *rows: np.concatenate(rows), *(results[i] for i in index)), known
 
-    def _request(self, index: int) -> Request:
+    def request(self, index: int) -> Request:
+        """An example as a request with the sampler's own numbers."""
         example, mask_id = self.examples[index], self.model.config.mask_id
         given = given_canvas([(example.answer_ids, example.given)], self.sampler.gen_length, mask_id)
         return Request(

@@ -29,6 +29,7 @@ from samplers.noise import KeyNoise, Noise
 from samplers.pipeline import PipelineSampler, PipelineState
 from samplers.predictions import Predictions, Sampling
 from samplers.presets import PRESETS
+from samplers.recording import record
 from samplers.registry import LOOPS
 from samplers.renoise import Renoise, RenoiseState
 from samplers.requests import Engine, Request, Update
@@ -53,6 +54,7 @@ from samplers.scoring import Score, score, score_each
 from samplers.smoothing import Smoothing
 from samplers.stopping import Stop, stop_on
 from samplers.text import TextStream, text_of
+from samplers.viewer import View, compare, show
 
 __all__ = [
     "APD",
@@ -110,16 +112,20 @@ __all__ = [
     "Verifier",
     "Update",
     "VicinityCache",
+    "View",
+    "compare",
     "export",
     "generate",
     "infill",
     "make_sampler",
     "parse_sampler",
     "parse_samplers",
+    "record",
     "sample",
     "sample_jit",
     "score",
     "score_each",
+    "show",
     "stop_on",
     "stream",
     "text_of",

@@ -7,6 +7,8 @@ statistics go to the standard error. A prompt is taken as it is: write line brea
 `python -m samplers --infill "The capital is<gap:8>, founded in<gap:4>." --model DIR_OR_NAME` fills the gaps of a
 text; with a prompt beside it, the text is the answer to that.
 
+`--save-view FILE.html` keeps how the canvas came about, forward by forward (docs/viewer.md); .gif and .png likewise.
+
 `python -m samplers --prompts in.jsonl --out out.jsonl --model DIR_OR_NAME` answers a file of any size, a line of
 JSON for each line; a run that was killed goes on where it was when the same command is given again (docs/files.md).
 
@@ -43,16 +45,17 @@ from samplers.flags import add_model, add_sampler, default_of, flag_of, said_by,
 from samplers.generate import prepare
 from samplers.infill import filled, prepare_infill, requests_for
 from samplers.lines import prompts_of
-from samplers.live import watch
+from samplers.live import Watched, watch
 from samplers.outputs import Share, joined
 from samplers.presets import PRESETS
-from samplers.prompts import Prompt
+from samplers.recording import compile_steps, record_all
 from samplers.registry import LOOPS, kind_of
 from samplers.requests import Request, requests_of
 from samplers.rules import RULES
 from samplers.running import run_all
 from samplers.smoothing import Smoothing
 from samplers.telling import Tally, answer_told, print_statistics, print_text, run_told, settings_told, speed_told
+from samplers.viewer.view import check_path, view_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -104,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="one JSON object per prompt: text, tokens, trajectory, speed, settings")
     add("--no-live", action="store_true", help="do not show the canvas while it is being unmasked")
+    add("--save-view", metavar="FILE", help="write how the canvas came about: .html, .gif or .png (docs/viewer.md)")
     add("--delay", type=float, metavar="SECONDS", help="of the live view, after each forward")
     return parser
 
@@ -119,11 +123,23 @@ def _run(options: argparse.Namespace) -> None:
     check_number("batch_size", options.batch_size, 1)
     check_whole("seed", options.seed, 0, 2**32 - 1)
     check_flags(options)
+    _check_view(options)
     share = Share() if options.distributed is None else joined(options.distributed)
     if options.prompts is not None and options.infill is None and not options.prompt:
         answer_file(options, _loading(options), share)
     else:
         _answer_all(options)
+
+
+def _check_view(options: argparse.Namespace) -> None:
+    """Raises DllmError for a --save-view that could not be written, or that has no effect."""
+    if options.save_view is None:
+        return
+    check_path(options.save_view)
+    if options.prompts is not None and options.infill is None:
+        raise DllmError("--save-view shows prompts of the command line, not a file of them; leave out --prompts")
+    if options.batch_size is not None:
+        raise DllmError("--batch-size has no effect beside --save-view, which runs prompts one by one; leave it out")
 
 
 def _loading(options: argparse.Namespace) -> Loading:
@@ -151,9 +167,12 @@ def _answer_all(options: argparse.Namespace) -> None:
     ready = work.prepare(model, **settings)
     shown = sys.stdout.isatty() and not (options.json or options.no_live or options.infill)
     if shown and len(work.lines) == 1:
-        _show_live(model, work.lines[0]["prompt"], ready.sampler, settings, options.delay)
+        watched = watch(model, work.lines[0]["prompt"], delay=options.delay, keep=False, **settings)
+        _print_watched(model, ready.sampler, watched)
+        _save_view(options, [watched.generation])
         return
-    runner, done = run_all(model, ready.sampler, ready.requests, options.batch_size)
+    run = _recorded if options.save_view else run_all
+    runner, done = run(model, ready.sampler, ready.requests, options.batch_size)
     told = settings_told(options, loading.said, model.name, ready.sampler) | run_told(model)
     answers = []
     for line, request in zip(work.lines, done, strict=True):
@@ -163,8 +182,24 @@ def _answer_all(options: argparse.Namespace) -> None:
             print(json.dumps({**line, **answer_told(answers[-1]), "settings": told, **fast}), flush=True)
     if not options.json:
         _print_texts(answers)
-        speed = f"{runner.seconds:.3f} s, compiled before in {runner.compile_seconds:.1f} s"
+        single = " of single steps for the view" if options.save_view else ""
+        speed = f"{runner.seconds:.3f} s{single}, compiled before in {runner.compile_seconds:.1f} s"
         _print_statistics(answers, runner.seconds, speed, model, ready.sampler)
+    _save_view(options, answers)
+
+
+class _Times(NamedTuple):
+    seconds: float
+    compile_seconds: float
+
+
+def _recorded(
+    model: Model, sampler: CanvasSampler, requests: Sequence[Request], _: int | None
+) -> tuple[_Times, list[Request]]:
+    """`run_all` by single steps, one request after another."""
+    compile_seconds = compile_steps(model, sampler, requests)
+    done = list(record_all(model, sampler, requests))
+    return _Times(sum(request.seconds for request in done), compile_seconds), done
 
 
 class _Work(NamedTuple):
@@ -226,10 +261,12 @@ def _print_statistics(
     print_statistics(tally, seconds, speed, model, sampler)
 
 
-def _show_live(
-    model: Model, prompt: Prompt, sampler: CanvasSampler, settings: Mapping[str, Any], delay: float | None
-) -> None:
-    watched = watch(model, prompt, delay=delay, keep=False, **settings)
+def _save_view(options: argparse.Namespace, answers: Sequence[Generation]) -> None:
+    if options.save_view is not None:
+        view_of(answers).save(options.save_view)
+
+
+def _print_watched(model: Model, sampler: CanvasSampler, watched: Watched) -> None:
     _print_texts([watched.generation])
     steps = f"{watched.seconds:.3f} s of single steps for the live view"
     speed = f"{steps}, compiled before in {watched.compile_seconds:.1f} s; --no-live runs them as one program"

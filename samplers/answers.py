@@ -3,14 +3,71 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from dllm_jax import Model
+from dllm_jax import Model, ModelConfig
 from samplers.apd_loop import DraftResult
 from samplers.engine import Result
 from samplers.text import text_of
+
+
+class Moment(NamedTuple):
+    """A canvas of G positions after some forwards; fields as in `Result`, of one row on the host.
+
+    Attributes:
+        nfe, full_forwards, cache_updates: forwards so far.
+        tokens: [G] int32, where nothing is written anything.
+        decoded_at: [G] int32.
+        logprobs: [G] float32.
+    """
+
+    nfe: int
+    full_forwards: int
+    cache_updates: int
+    tokens: np.ndarray
+    decoded_at: np.ndarray
+    logprobs: np.ndarray
+
+
+def moment(result: Result, row: int, length: int) -> Moment:
+    """The first `length` positions of a row of a result on the host."""
+    own = lambda x: np.array(x[row, :length])
+    return Moment(
+        nfe=int(result.nfe[row]),
+        full_forwards=int(result.full_forwards[row]),
+        cache_updates=int(result.cache_updates[row]),
+        tokens=own(result.tokens),
+        decoded_at=own(result.decoded_at),
+        logprobs=own(result.logprobs),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """How an answer came about, for `samplers.show`.
+
+    Attributes:
+        tokenizer, config: the model's, which say what its tokens look like.
+        sampler: it in a few words.
+        block_length: positions between two borders.
+        prompt: token ids.
+        given: [G] bool, positions of the canvas that came with a token.
+        edits: how often a token that was written was replaced by another.
+        moments: the canvas before the first forward and after each where `samplers.record` made the answer; else its
+            end alone.
+    """
+
+    tokenizer: Any
+    config: ModelConfig
+    sampler: str
+    block_length: int
+    prompt: list[int]
+    given: np.ndarray
+    edits: int
+    moments: Sequence[Moment]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +86,7 @@ class Generation:
         logprobs: of `tokens`, as in `Result`; None where no forward chose the token.
         verifier_forwards: forwards of the verifier, 0 for a sampler that writes from left to right without one; None
             for all other samplers.
+        trace: what `samplers.show` draws besides; None for an answer that was put together by hand.
     """
 
     text: str
@@ -41,6 +99,7 @@ class Generation:
     canvas: list[int] = dataclasses.field(repr=False)
     logprobs: list[float | None] = dataclasses.field(repr=False, compare=False)  # programs differ in the last bits
     verifier_forwards: int | None = None
+    trace: Trace | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def tokens_per_forward(self) -> float:
@@ -53,7 +112,14 @@ class Generation:
         return sum(at >= 0 for at in self.decoded_at)
 
 
-def answer(model: Model, prompt: list[int], result: Result, row: int, stop: Sequence[str | int] = ()) -> Generation:
+def answer(
+    model: Model,
+    prompt: list[int],
+    result: Result,
+    row: int,
+    stop: Sequence[str | int] = (),
+    trace: Trace | None = None,
+) -> Generation:
     """One row of a result on the host as a `Generation`, its text cut at the stop strings."""
     tokens = result.tokens[row, : int(result.lengths[row])].tolist()
     return Generation(
@@ -67,6 +133,7 @@ def answer(model: Model, prompt: list[int], result: Result, row: int, stop: Sequ
         canvas=result.tokens[row].tolist(),
         logprobs=told_logprobs(result.logprobs[row, : len(tokens)]),
         verifier_forwards=int(result.verifier_forwards[row]) if isinstance(result, DraftResult) else None,
+        trace=trace,
     )
 
 

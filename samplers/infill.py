@@ -29,7 +29,6 @@ from samplers.answers import Generation, answer, told_logprobs
 from samplers.apd_loop import LeftToRight
 from samplers.build import CanvasSampler, ends_called, make_sampler, settings_for
 from samplers.checks import check_length, check_whole
-from samplers.engine import Result
 from samplers.noise import row_keys
 from samplers.prompts import Prompt, bucket_length, check_width, encode_prompt, given_canvas
 from samplers.requests import Request, requests_of
@@ -282,22 +281,9 @@ def _suppressed(model: Model, said: Any) -> Any:
 def filled(model: Model, plan: Plan, request: Request) -> Infilling:
     """The row of a plan that a request was, when it has ended."""
     assert request.result is not None
-    return _infilling(model, plan, request.number, request.result, 0)
-
-
-def requests_for(model: Model, plan: Plan) -> list[Request]:
-    """The rows of a plan as requests."""
-    found = requests_of(plan.sampler, plan.prompts, plan.keys)
-    for request, (tokens, given) in zip(found, plan.canvases, strict=True):
-        canvas = given_canvas([(tokens, given)], plan.sampler.gen_length, model.denoiser.mask_id)
-        request.given, request.gen_length = None if canvas is None else canvas[0], len(tokens)
-    return found
-
-
-def _infilling(model: Model, plan: Plan, row: int, result: Result, at: int) -> Infilling:
-    """Row `row` of a plan, which is row `at` of a result on the host."""
+    row, result = request.number, request.result
     given, template = plan.canvases[row][1], plan.templates[row]
-    canvas = result.tokens[at, : len(given)].tolist()
+    canvas = result.tokens[0, : len(given)].tolist()
     head, gaps, start = plan.heads[row], list[str](), 0
     for length, piece in zip(template.lengths, plan.pieces[row], strict=True):
         gaps.append(_text_between(model, [*head, *canvas[:start]], canvas[start : start + length]))
@@ -308,10 +294,19 @@ def _infilling(model: Model, plan: Plan, row: int, result: Result, at: int) -> I
         "tokens": [token for token, fixed in zip(canvas, given, strict=True) if not fixed],
         "gaps": gaps,
         "canvas": canvas,
-        "decoded_at": result.decoded_at[at, : len(given)].tolist(),
-        "logprobs": told_logprobs(result.logprobs[at, : len(given)][~given]),
+        "decoded_at": result.decoded_at[0, : len(given)].tolist(),
+        "logprobs": told_logprobs(result.logprobs[0, : len(given)][~given]),
     }
-    return Infilling(**{**vars(answer(model, plan.prompts[row], result, at)), **own})
+    return Infilling(**{**vars(answer(model, plan.prompts[row], result, 0, trace=request.trace)), **own})
+
+
+def requests_for(model: Model, plan: Plan) -> list[Request]:
+    """The rows of a plan as requests."""
+    found = requests_of(plan.sampler, plan.prompts, plan.keys)
+    for request, (tokens, given) in zip(found, plan.canvases, strict=True):
+        canvas = given_canvas([(tokens, given)], plan.sampler.gen_length, model.denoiser.mask_id)
+        request.given, request.gen_length = None if canvas is None else canvas[0], len(tokens)
+    return found
 
 
 def _text_between(model: Model, before: Sequence[int], tokens: Sequence[int]) -> str:

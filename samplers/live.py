@@ -4,33 +4,31 @@ watched = watch(model, "Question", rule="eb", gamma=0.2)      # or watch(model, 
 print(watched.generation.text)
 """
 
-import codecs
 import contextlib
 import dataclasses
 import functools
-import itertools
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
 from rich.cells import cell_len, chop_cells
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-from dllm_jax import DllmError, Model
-from dllm_jax.tokenizer import special_tokens, token_bytes
-from samplers.answers import Generation, answer
+from dllm_jax import Model
+from samplers.answers import Generation
 from samplers.build import CanvasSampler
 from samplers.checks import check_number
-from samplers.engine import Result, stream, warn_if_broken
+from samplers.engine import Result, warn_if_broken
 from samplers.generate import prepare
-from samplers.prompts import Prompt, pad_prompts
+from samplers.prompts import Prompt
+from samplers.recording import compile_steps, steps_of
 from samplers.registry import title
+from samplers.requests import Request, requests_of
 from samplers.rules import Rule
+from samplers.spelling import ASCII, END, UNICODE, Glyphs, Speller, printable
 
-END = "\x03"  # stands for any end token until a frame is drawn
 SHORTEST_FRAME, LONGEST_SHOW = 0.1, 8.0  # seconds that an automatic delay aims at
 
 MASK, FRESH, END_STYLE, BORDER = "dim", "bold reverse green", "dim", "dim"
@@ -40,7 +38,7 @@ class Watched(NamedTuple):
     """What `watch` saw.
 
     Attributes:
-        generation: the same as `generate` gives.
+        generation: the same as `record` gives.
         seconds: time of the forwards, each a call of its own; drawing and delays are not in it.
         compile_seconds: time before, for compiling a step.
     """
@@ -48,20 +46,6 @@ class Watched(NamedTuple):
     generation: Generation
     seconds: float
     compile_seconds: float
-
-
-class Glyphs(NamedTuple):
-    """Characters a frame is drawn with."""
-
-    mask: str
-    border: str
-    dot: str
-    times: str
-    marks: dict[str, str]
-
-
-UNICODE = Glyphs("░", "│", "·", "×", {"\n": "↵", "\t": "⇥", END: "∎"})
-ASCII = Glyphs("_", "|", "-", "x", {"\n": "\\n", "\t": "\\t", END: "$"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,12 +57,16 @@ class Frame:
         texts: what stands at each position, None where it is masked.
         fresh: positions that the last forward committed.
         block_length: positions between two borders.
+        styles: of each position besides, as rich writes them; "" for none.
+        whole: draw all of it, and not only what fits the screen.
     """
 
     header: Sequence[str]
     texts: Sequence[str | None]
     fresh: Collection[int]
     block_length: int
+    styles: Sequence[str] = ()
+    whole: bool = False
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         glyphs = ASCII if options.ascii_only else UNICODE
@@ -86,7 +74,7 @@ class Frame:
         yield Text(header, style="bold", no_wrap=True, overflow="crop")
         lines, focus = self._lines(glyphs, options)
         rows = max(options.max_height - 2, 1)  # the header, and a line that stays free for the cursor
-        if console.is_terminal and len(lines) > rows:
+        if console.is_terminal and len(lines) > rows and not self.whole:
             start = min(max(focus - rows // 3, 0), len(lines) - rows)
             lines = lines[start : start + rows]
         yield from lines
@@ -113,51 +101,8 @@ class Frame:
                 yield glyphs.mask, MASK, True
                 continue
             style = FRESH if position in self.fresh else END_STYLE if text == END else ""
-            yield printable(text, ascii_only, glyphs.marks), style, False
-
-
-def printable(text: str, ascii_only: bool = False, marks: dict[str, str] | None = None) -> str:
-    """A text that moves no cursor and that every terminal can take: marks for some characters, escapes for others."""
-    marks = marks or {}
-    shown = (marks.get(c) or (c if c.isprintable() else c.encode("unicode_escape").decode()) for c in text)
-    return "".join(shown).encode("ascii" if ascii_only else "utf-8", "backslashreplace").decode()
-
-
-class Speller:
-    """What committed tokens look like: a character appears at the token that completes it, parts of one as \\xNN."""
-
-    def __init__(self, model: Model) -> None:
-        self._piece, self._names = _piece_of(model), dict[int, str]()
-        if model.tokenizer is not None:
-            self._names |= {token: name for name, token in special_tokens(model.tokenizer).items()}
-        self._names |= dict.fromkeys((model.config.eos_id, *model.config.end_ids), END)
-
-    def __call__(self, tokens: Sequence[int], written: Sequence[bool]) -> list[str | None]:
-        """One text per position, None where nothing is written."""
-        texts: list[str | None] = [None] * len(tokens)
-        plain = [shown and token not in self._names for token, shown in zip(tokens, written, strict=True)]
-        decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
-        for i, token in enumerate(tokens):
-            if plain[i]:
-                ends = not any(plain[i + 1 : i + 2])  # nothing follows that could complete a character
-                texts[i] = decoder.decode(self._piece(token) or f"<{token}>".encode(), final=ends)
-            elif written[i]:
-                texts[i] = self._names[token]
-        return texts
-
-
-def _piece_of(model: Model) -> Callable[[int], bytes]:
-    """The bytes of a token; ids as numbers where there is no tokenizer."""
-    tokenizer = model.tokenizer
-    if tokenizer is None:
-        return lambda token: f"{token} ".encode()
-    try:
-        return token_bytes(tokenizer, model.config.vocab_size).__getitem__
-    except DllmError:  # not byte-level: neighbours cannot complete each other's characters
-        return functools.cache(lambda token: str(tokenizer.decode([token])).encode())
-
-
-_result_jit = jax.jit(lambda sampler, denoiser, state: sampler.result(denoiser, state))
+            own = self.styles[position] if self.styles else ""
+            yield printable(text, ascii_only, glyphs.marks), own or style, False
 
 
 def watch(
@@ -186,25 +131,31 @@ def watch(
     """
     check_number("delay", delay, 0.0)
     sampler, rows, keys = prepare(model, [prompt], sampler=sampler, chat=chat, system=system, seed=seed, **options)
-    states = functools.partial(stream, sampler, model.denoiser, *pad_prompts(rows), key=keys)
-    look = functools.partial(_result_jit, sampler, model.denoiser)
+    (request,) = requests_of(sampler, rows, keys, stop=options.get("stop") or ())
+    return watch_request(model, sampler, request, delay=delay, console=console, keep=keep)
+
+
+def watch_request(
+    model: Model,
+    sampler: CanvasSampler,
+    request: Request,
+    *,
+    delay: float | None = None,
+    console: Console | None = None,
+    keep: bool = True,
+) -> Watched:
+    """`watch` for a request, whose numbers are the sampler's."""
     draw = functools.partial(_canvas, sampler, Speller(model))
     blank = Frame(["compiling", title(sampler)], [None] * sampler.gen_length, (), sampler.width)
     with _screen(console or Console(), keep) as show:
         show(blank)
-        start = time.perf_counter()
-        for state in itertools.islice(states(), 3):
-            jax.block_until_ready(look(state))
-        compile_seconds = time.perf_counter() - start
-        seconds = 0.0
-        for state, took in _timed(states()):
-            seconds += took
-            result = jax.device_get(look(state))
+        compile_seconds = compile_steps(model, sampler, [request])
+        for result, took in steps_of(model, sampler, request):
             show(draw(result))
             time.sleep(_automatic(sampler.gen_length, took) if delay is None else delay)
         show(draw(result, last=True))
     warn_if_broken(result, [0])
-    return Watched(answer(model, rows[0], result, 0, options.get("stop") or ()), seconds, compile_seconds)
+    return Watched(request.generation, request.seconds, compile_seconds)
 
 
 @contextlib.contextmanager
@@ -223,16 +174,6 @@ def _screen(console: Console, keep: bool) -> Iterator[Callable[[Frame], None]]:
         return
     with Live(console=console, auto_refresh=False, transient=not keep) as live:
         yield lambda frame: live.update(frame, refresh=True)
-
-
-def _timed(states: Iterator[Any]) -> Iterator[tuple[Any, float]]:
-    """(state, seconds it took to come about)."""
-    while True:
-        start = time.perf_counter()
-        state = jax.block_until_ready(next(states, None))
-        if state is None:
-            return
-        yield state, time.perf_counter() - start
 
 
 def _automatic(gen_length: int, took: float) -> float:

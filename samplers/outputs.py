@@ -1,4 +1,4 @@
-"""JSON lines that a run writes and goes on with, alone or in parts by several processes.
+"""Files that commands write: whole ones, and JSON lines that a run goes on with, alone or in parts by processes.
 
 out.jsonl                  whole lines; a torn one at the end is of a killed run, which the next one cuts off
 out.jsonl.part-0-of-2      those of the first of two processes, its line i is line 2i of the whole
@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import re
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -18,6 +19,27 @@ import jax
 from dllm_jax import DllmError, hosts
 
 _MAY_CHANGE = {"batch_size", "device", "versions"}  # what a run that goes on may do otherwise
+
+
+def write(path: str | Path, content: bytes | str) -> None:
+    """Writes a file by way of a scratch file beside it.
+
+    Raises:
+        DllmError: when that fails; what stood there before is then untouched.
+    """
+    path = Path(path)
+    data = content.encode() if isinstance(content, str) else content
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as scratch:
+            scratch.write(data)
+        try:
+            os.chmod(scratch.name, 0o644)  # scratch files are private
+            os.replace(scratch.name, path)
+        except OSError:
+            os.unlink(scratch.name)
+            raise
+    except OSError as error:
+        raise DllmError(f"{path} could not be written ({error}); name another place") from None
 
 
 class Share(NamedTuple):

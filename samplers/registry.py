@@ -216,6 +216,8 @@ def _name_of(part: Any) -> str | None:
 
 
 def _described(part: Any, untold: tuple[str, ...] = ()) -> str:
+    if not dataclasses.is_dataclass(part):  # somebody's own
+        return type(part).__name__
     settings = settings_of(part)
     name = settings.pop("name", type(part).__name__.lower())
     first = next(iter(settings), None) if isinstance(part, Rule) else None

@@ -24,15 +24,25 @@ import numpy as np
 from dllm_jax import DllmError, Model
 from dllm_jax.sharding import batch_sharding, check_splits
 from dllm_jax.tokenizer import token_bytes
-from samplers.answers import Generation, answer
+from samplers.answers import Generation, Moment, Trace, answer, moment
 from samplers.build import CanvasSampler, build, check_token, sampler_of, settings_for
 from samplers.checks import check_length, check_whole, refuse_unknown
 from samplers.engine import Result
 from samplers.noise import row_keys
 from samplers.prompts import Prompt, check_width, encode_prompt
-from samplers.registry import Settings, called, options_of
+from samplers.registry import Settings, called, options_of, title
 from samplers.rules import Rule
-from samplers.slots import Report, Rows, begin_jit, number_names, numbers_of, structure_of, turn_jit, turn_on
+from samplers.slots import (
+    Report,
+    Rows,
+    begin_jit,
+    number_names,
+    numbers_of,
+    structure_of,
+    turn_jit,
+    turn_on,
+    with_numbers,
+)
 from samplers.stop_pool import StopPool
 
 _FIXED = {"ignore_eos", "verifier", "indicator"}  # which are not told apart by the structure
@@ -56,6 +66,7 @@ class Request:
         result: on the host, with a batch of one; None until it has ended.
         seconds: from its admission to its end, beside what else was in the slots.
         cancelled: whether it was taken back.
+        moments: its canvas between the forwards, where these were recorded.
     """
 
     prompt: list[int]
@@ -70,7 +81,13 @@ class Request:
     result: Result | None = None
     seconds: float = 0.0
     cancelled: bool = False
+    moments: Sequence[Moment] = ()
     _model: Model | None = dataclasses.field(default=None, repr=False)
+    _sampler: Any = dataclasses.field(default=None, repr=False)
+
+    def run_by(self, model: Model, sampler: CanvasSampler) -> None:
+        """Notes who runs it, of which its answer tells."""
+        self._model, self._sampler = model, sampler
 
     @functools.cached_property
     def generation(self) -> Generation:
@@ -81,7 +98,25 @@ class Request:
         """
         if self.result is None or self._model is None:
             raise DllmError(f"request {self.number} has not ended; run engine.results(), or engine.step() until it has")
-        return answer(self._model, self.prompt, self.result, 0, [*self.stop, *self.texts])
+        return answer(self._model, self.prompt, self.result, 0, [*self.stop, *self.texts], self.trace)
+
+    @property
+    def trace(self) -> Trace:
+        """How the answer came about; of a request that has ended."""
+        assert self.result is not None and self._model is not None
+        sampler = self._sampler if self.numbers is None else with_numbers(self._sampler, self.numbers)
+        length, mask_id = self.gen_length, self._model.denoiser.mask_id
+        none = np.zeros(length, bool)
+        return Trace(
+            tokenizer=self._model.tokenizer,
+            config=self._model.config,
+            sampler=title(sampler),
+            block_length=sampler.width,
+            prompt=self.prompt,
+            given=none if self.given is None else np.asarray(self.given[:length]) != mask_id,
+            edits=int(self.result.edits[0]),
+            moments=self.moments or (moment(self.result, 0, length),),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,7 +283,7 @@ class Engine:
         """
         self._check(request)
         request.number = self._count if request.number < 0 else request.number
-        request._model = self.model
+        request.run_by(self.model, self.sampler)
         self._count += 1
         self._waiting.append(request)
         return request

@@ -6,6 +6,7 @@ compiled program, `turn`, whatever the requests are: what they differ in are arr
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -103,6 +104,12 @@ def _is_shared(part: Any) -> bool:
 
 def _is_number(leaf: Any) -> bool:
     return not _is_shared(leaf) and jnp.ndim(leaf) == 0
+
+
+def with_numbers(sampler: Any, numbers: Sequence[Any]) -> Any:
+    """The sampler with other numbers, in the order of `numbers_of`."""
+    own = iter(numbers)
+    return jax.tree.map(lambda leaf: next(own) if _is_number(leaf) else leaf, sampler, is_leaf=_is_shared)
 
 
 def for_rows(sampler: Any, rows: Rows) -> Any:

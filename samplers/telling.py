@@ -16,8 +16,8 @@ from dllm_jax import Model
 from dllm_jax.quantized import told_dtype
 from samplers.answers import Generation
 from samplers.infill import Infilling
-from samplers.live import printable
 from samplers.registry import settings_of, title
+from samplers.spelling import printable
 
 
 @dataclasses.dataclass

@@ -298,7 +298,7 @@ def _run_router(case: Case, assets: Assets) -> None:
     moe.router.set_value(jnp.asarray(case["weight"]).T)
     assert moe.bias is not None
     moe.bias.set_value(jnp.asarray(case["expert_bias"]))
-    weights, ids = moe.route(jnp.asarray([case["hidden"]], jnp.float32))
+    weights, ids = moe.route(moe.scores(jnp.asarray([case["hidden"]], jnp.float32)))
     order = np.argsort(np.asarray(ids[0]), axis=-1)
     expected = case["expected"]
     assert np.take_along_axis(np.asarray(ids[0]), order, axis=-1).tolist() == expected["experts"]

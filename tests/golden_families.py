@@ -336,8 +336,9 @@ def _moe_trace(denoiser: dllm_jax.Denoiser, tokens: jax.Array) -> tuple[list[jax
     for layer in model.layers:
         y = layer.attn_norm(x)
         x = x + layer.attn.attend(y, cos, sin, layer.attn.keys_values(y, cos, sin), visible)
-        routes.append(layer.mlp.route(layer.mlp_norm(x)))
-        x = x + layer.mlp(layer.mlp_norm(x))
+        y = layer.mlp_norm(x)
+        routes.append(layer.mlp.route(layer.mlp.scores(y)))
+        x = x + layer.mlp(y)[0]
         hidden.append(x)
     hidden[-1] = model.final_norm(x)  # as the reference records it
     return [jnp.linalg.norm(x[0], axis=-1) for x in hidden], routes

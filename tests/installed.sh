@@ -14,6 +14,10 @@ done
 "$bin/dllm" convert embedded word-problems > /dev/null
 question=$'Q: Sam has 26 nuts. Sam buys 10. Sam keeps one of 3 equal parts.\nA: '
 test "$("$bin/dllm" sample "$question" --model word-problems --rule topk)" = "26+10=36. 36/3=12. #### 12"
+"$bin/dllm" sample "$question" --model word-problems --gen-length 16 --save-view view.html > /dev/null 2>&1
+grep -q 'class="dllm-view"' view.html
+if "$bin/dllm" sample "$question" --model word-problems --save-view view.gif 2> said; then exit 1; fi
+grep -q 'dllm_jax\[view\]' said
 "$bin/dllm" eval run --model word-problems --task word-problems --sampler topk:k=2 --n 20 | grep accuracy
 "$bin/dllm" eval presets > /dev/null
 

@@ -8,6 +8,7 @@ from train_toys import LLADA
 
 from benchmarks import compile as bench
 from benchmarks import hlo
+from train import read_config
 
 PROGRAM = """HloModule jit_f, entry_computation_layout={(bf16[8,16,4]{2,1,0})->bf16[8,16,4]{2,1,0}}
 
@@ -124,12 +125,15 @@ def test_a_forward_alone_is_compiled(setting, what: str) -> None:
     assert program["loop"] == "program" and program["collectives"]["all-reduce"][0] > setting.config.num_layers
 
 
-@pytest.mark.parametrize("recipe", bench.RECIPES)
-def test_training_is_compiled(recipe: str) -> None:
+@pytest.mark.parametrize("name", ["llada-sft-full", "llada-sft-lora", "llada-d2f", "llada-ni"])
+def test_training_is_compiled(name: str) -> None:
     """With adapters and indicators too; no loop sends the vocabulary head."""
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
     config = LLADA.replace(num_heads=4, num_kv_heads=2, num_layers=1, vocab_size=3000)
-    setting = bench.Setting(config, mesh, 4, 8, 16, 8, "float32", "", recipe, 16)
+    changes = {"data.length": 24, "data.bucket": 0, "objective.chunk": 16, "compute.dtype": "float32"}
+    changes |= {"data.answer_length": 0, "optimizer.batch": 4, "optimizer.accumulate": 1}
+    run = read_config(f"train/configs/8b/{name}.toml", [f"{key}={value}" for key, value in changes.items()])
+    setting = bench.Setting(config, mesh, 4, 0, 24, 8, "float32", "", run)
     found = bench.describe(bench.compiled("train", setting), setting)
     assert found["head_bytes"] == config.embed_dim * 3000 * 4 // 4
     assert "vocabulary" in [row["loop"] for row in found["loops"]]
@@ -161,6 +165,12 @@ def test_faults_are_named() -> None:
         (["--target", "v5e:2x2", "--mesh", "tensor"], "--mesh tensor is no mesh; write axes such as tensor=4,data=2"),
         (["--target", "v5e:2x2", "--mesh", "tensor=9"], "--mesh tensor=9 needs 9 devices and the target has 8; name"),
         (["--target", "v5e:2x2", "--batch", "0"], "--batch is 0; it must be at least 1"),
+        (["--target", "v5e:2x2", "--what", "train"], "--what train needs the settings of a run; give --config"),
+        (["--target", "v5e:2x2", "data.length=8"], "--what sample has no settings; --config and key=value are for"),
+        (
+            ["--target", "v5e:2x2", "--what", "train", "--config", "train/configs/maze.toml"],
+            "model.init is '', which is not the name of a published model; write model.init=llada-8b-base behind",
+        ),
     ],
 )
 def test_mistakes_get_a_sentence(arguments, sentence: str, capsys, monkeypatch) -> None:

@@ -18,6 +18,7 @@ from test_quantized import random_model
 
 import convert
 import dllm_jax
+from benchmarks import hlo
 from benchmarks import moe as benchmark
 from convert.__main__ import main
 from convert.families import FAMILIES
@@ -483,6 +484,23 @@ def test_groups_on_meshes(groups_here, axes, batch):
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
+def test_the_rounds_of_a_gradient_send_nothing(groups_here, monkeypatch):
+    """What is split for storage is gathered before them, and its gradient summed behind them."""
+    monkeypatch.setattr(moe, "TILE_ROWS", {"cpu": 8, "default": 8})
+    layout = Layout(dllm_jax.make_mesh(fsdp=4))
+    x, ids, weights, *tables = operands(batch=4, length=24)
+    stored = (("expert", None, "embed", "mlp"), ("expert", "mlp", "embed"))
+    place = lambda table, axes: jax.device_put(table, NamedSharding(layout.mesh, layout.spec(table, axes)))
+    placed = [place(*pair) for pair in zip(tables, stored, strict=True)]
+    apply = functools.partial(moe.apply_experts, layout=layout)
+    gradient = jax.jit(jax.grad(loss(apply, ids), argnums=(0, 1, 2, 3)))
+    text = gradient.lower(x, weights, *placed).compile().as_text()
+    found = [loop for depth, loop in hlo.loops(hlo.read(text), lambda own, at: "loop").walk() if depth]
+    assert found and not any(loop.collectives for loop in found)
+    for ours, theirs in zip(gradient(x, weights, *placed), gradient(x, weights, *tables), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("quantize", "axes", "rules"),
     [(None, dict(data=2, expert=2, tensor=2), {}), ("int8", dict(fsdp=4), {"expert": "fsdp", "embed": None})],
@@ -579,7 +597,7 @@ def test_junk_in_any_field_gives_a_config_or_a_sentence():
 def test_model_of_random_weights():
     model = dllm_jax.random_model(SMALL)
     assert model.params["layers.1.mlp.w_in"].shape == (6, 2, 16, 12)
-    assert bind(SMALL, model.params).layers[0].mlp.route(jnp.ones((1, 3, 16)))[1].shape == (1, 3, 2)
+    assert bind(SMALL, model.params).layers[0].mlp.route(jnp.ones((1, 3, 4)))[1].shape == (1, 3, 2)
 
 
 def test_the_benchmark_measures_the_same_layer_four_times(tmp_path):

@@ -54,7 +54,7 @@ def test_what_is_declared_is_imported():
     owners = packages_distributions()
     used = {normal(name) for module in imported() for name in owners.get(module, [module])}
     needed = {normal(name) for name in PROJECT["dependencies"]} | declared(
-        "lm-eval", "data", "export", "serve", "evals"
+        "lm-eval", "data", "export", "serve", "evals", "view"
     )
     assert needed - used <= BY_OTHERS
 

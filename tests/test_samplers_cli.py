@@ -23,7 +23,8 @@ from samplers import CACHES, RULES, Generation, Rule, Smoothing, engine, flags, 
 from samplers import __main__ as cli
 from samplers.build import typed
 from samplers.flags import said_by
-from samplers.live import END, Speller, printable, watch
+from samplers.live import watch
+from samplers.spelling import END, Speller, printable
 
 PROMPT = "Q: Tom has 12 books. Tom buys 23.\nA: "
 OTHER = "Q: Ann has 40 pens. Ann buys 17.\nA: "
@@ -439,6 +440,7 @@ def test_a_title_is_short():
     title = lambda rule, **options: live.title(samplers.BlockSampler(rule, 16, **options))
     assert title(samplers.Threshold(0.8), cache=samplers.DualCache()) == "threshold=0.8 × dual"
     assert title(samplers.Dream(8, alg="origin")) == "dream steps=8 alg=origin × none"
+    assert live.title(SimpleNamespace(gen_length=8)) == "SimpleNamespace"  # of somebody's own kind
 
 
 def test_a_long_canvas_scrolls_to_the_first_mask():

@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -13,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import GOLDENS, ROOT
+from conftest import GOLDENS
+from pages import run_page
 from train_toys import LLADA, Listed, Reverse, dllm_jax_example, model_fields, of_lengths, run_config, settings
 
 import dllm_jax
@@ -536,13 +536,7 @@ def test_rows_are_those_of_any_process(tmp_path):
 
 
 def test_the_commands_of_the_page_run(tmp_path):
-    page = (ROOT / "docs" / "data.md").read_text()
-    shell, toml = (page.split(f"```{language}\n")[1].split("```")[0] for language in ("sh", "toml"))
-    (tmp_path / "books.toml").write_text(toml)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "DLLM_JAX_HOME": str(tmp_path / "home")}
-    commands = shell.replace("python ", f"{sys.executable} ")
-    told = subprocess.run(["bash", "-ec", commands], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert told.returncode == 0 and "runs/books: 60 steps" in told.stdout, told.stderr
+    assert "runs/books: 60 steps" in run_page("data.md", tmp_path)
     assert (tmp_path / "home" / "data").is_dir()
     example = json.loads((tmp_path / "books.jsonl").read_text().splitlines()[-1])
     assert example == {"question": "Q: Tom has 60 books.\nA: ", "solution": "Tom has 60 books."}

@@ -1,10 +1,8 @@
 """What a run looks at while it trains: it changes nothing, is the same after a kill, and is what evaluation says."""
 
 import json
-import os
 import re
 import struct
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -13,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from pages import run_page
 from test_evals_training import SETTINGS
 from test_train_block import block_settings
 from test_train_compression import compression_settings, write_folder
@@ -423,16 +422,18 @@ def test_utilisation_is_of_the_data_sheet_where_there_is_one(tmp_path, monkeypat
 
 
 def test_the_commands_of_the_page_run(tmp_path):
-    page = (ROOT / "docs" / "training.md").read_text()
-    shell, toml = (page.split(f"```{language}\n")[1].split("```")[0] for language in ("sh", "toml"))
-    (tmp_path / "tune.toml").write_text(toml)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "DLLM_JAX_HOME": str(tmp_path / "home")}
-    commands = shell.replace("python ", f"{sys.executable} ")
-    told = subprocess.run(["bash", "-ec", commands], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert told.returncode == 0 and "runs/tune: 12 steps" in told.stdout, told.stderr
+    assert "runs/tune: 12 steps" in run_page("training.md", tmp_path)
     first, middle, last = looks(tmp_path / "runs" / "tune")
     assert (middle["step"], last["step"]) == (6, 12) and first["accuracy"] == 1.0  # the model knows them
     assert last["heldout_loss"] != first["heldout_loss"] < 0.5
     answers = [json.loads(line) for line in (tmp_path / "runs" / "tune" / "generations.jsonl").open()]
     assert answers[0]["text"].endswith("#### 17") and len(answers) == 3 * (1 + 4)
     assert (tmp_path / "curves.svg").is_file()
+
+
+def test_from_a_file_of_ones_own_to_a_model_that_is_scored(tmp_path):
+    told = run_page("fine-tune.md", tmp_path)
+    before, after, faster = (float(share) for share in re.findall(r"accuracy +([0-9.]+)", told))
+    assert before < 5 and after > 40 and faster > 40
+    first, *_, last = looks(tmp_path / "runs" / "mine")
+    assert last["heldout_loss"] < first["heldout_loss"] / 2

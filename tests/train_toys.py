@@ -165,3 +165,18 @@ def spoil_gradients(monkeypatch, *bad):
 
     monkeypatch.setattr(Stepper, "__call__", stepped)
     monkeypatch.setattr(Stepper, "_gradient", spoiled)
+
+
+@dataclasses.dataclass(frozen=True)
+class Liked:
+    """An endless source of prompts of one to three digits, whose reward is the share of low token ids in the answer."""
+
+    below: int = 12
+    seed: int = 0
+
+    def example(self, index):
+        digits = np.random.default_rng([self.seed, index]).integers(0, 10, 1 + index % 3)
+        return dllm_jax_example(digits, [])
+
+    def reward(self, example, ids):
+        return sum(token < self.below for token in ids) / 6

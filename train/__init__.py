@@ -1,5 +1,5 @@
 """Training of diffusion language models: `python -m train COMMAND --config FILE.toml key=value ...`, where COMMAND is
-masked-diffusion, block-diffusion, d2f, autoregressive, compression, or indicator, which trains a network beside a
+masked-diffusion, block-diffusion, d2f, autoregressive, compression, grpo, or indicator, which trains a network beside a
 model.
 
     from train import read_config, train

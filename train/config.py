@@ -2,12 +2,13 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, Protocol
 
 from dllm_jax.errors import DllmError
 
 Range = tuple[str, float, float]
-Kind = Literal["sft", "pretrain"]
+Kind = Literal["sft", "pretrain", "prompts"]
 Dtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "layers", "matmuls"]
 Scan = Literal["auto", "on", "off"]
@@ -130,7 +131,8 @@ class ComputePart:
             results of matrix products.
         scan: "on" runs the layers as a loop, which is compiled once instead of once a layer, and for which the weights
             are copied in `dtype` (as they are anyway where all are trained); "auto" does so on TPUs, whose compiler
-            takes minutes a layer; "off" never.
+            takes minutes a layer, and of experts on several GPUs, whose compiler would gather the experts of many
+            layers at a time; "off" never.
         mesh: sizes of the mesh axes, such as {data = 2, fsdp = 2, tensor = 2}; empty is one device.
     """
 
@@ -164,6 +166,23 @@ class LoraPart:
     def scale(self) -> float:
         """How often the product counts."""
         return self.alpha / self.rank
+
+
+@dataclasses.dataclass(frozen=True)
+class RouterPart:
+    """Losses of the routers of a mixture of experts, beside the objective's, over the positions that count and that the
+    trained model reads; with either, `balance`, `router_z` and `largest_expert` (its share) are reported.
+
+    For routers that choose by a softmax (LLaDA-MoE, SDAR). LLaDA2's balances its experts by the bias of a sigmoid,
+    which no gradient changes.
+
+    Attributes:
+        balance: weight of the load-balancing loss (arXiv 2101.03961, equation 4), 1 where experts are used alike.
+        z: weight of the mean square of logsumexp of the router's scores (arXiv 2202.08906, equation 5).
+    """
+
+    balance: float = 0.0
+    z: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,7 +255,8 @@ class ObjectiveSettings(Protocol):
 
     Attributes:
         ranges: of its numbers.
-        kind: "sft" never masks the prompt; "pretrain" treats it as the rest of the document.
+        kind: "sft" never masks the prompt; "pretrain" treats it as the rest of the document; "prompts" has no use for
+            answers but for what is given of them.
     """
 
     ranges: ClassVar[tuple[Range, ...]]
@@ -265,20 +285,15 @@ class TrainConfig:
     optimizer: OptimizerPart = dataclasses.field(default_factory=OptimizerPart)
     compute: ComputePart = dataclasses.field(default_factory=ComputePart)
     lora: LoraPart = dataclasses.field(default_factory=LoraPart)
+    router: RouterPart = dataclasses.field(default_factory=RouterPart)
     checkpoint: CheckpointPart = dataclasses.field(default_factory=CheckpointPart)
     log: LogPart = dataclasses.field(default_factory=LogPart)
     watch: WatchPart = dataclasses.field(default_factory=WatchPart)
     command: str = dataclasses.field(kw_only=True)
 
     def __post_init__(self) -> None:
-        own = tuple((f"objective.{name}", low, high) for name, low, high in self.objective.ranges)
-        for name, low, high in (*_RANGES, *own):
-            value: Any = self
-            for part in name.split("."):
-                value = getattr(value, part)
-            if not low <= value <= high:
-                above = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
-                raise DllmError(f"{name} is {value}; it must be {above}")
+        self.check_ranges(_RANGES)
+        self.check_ranges(self.objective.ranges, "objective.")
         if self.optimizer.batch % self.optimizer.accumulate:
             raise DllmError(
                 f"optimizer.batch {self.optimizer.batch} does not split into optimizer.accumulate "
@@ -291,6 +306,16 @@ class TrainConfig:
             raise DllmError(f"data.answer_length exceeds data.length {self.data.length}; lower it")
         if self.data.heldout and self.watch.source:
             raise DllmError("data.heldout and watch.source both give rows for the loss of watch; set one of them")
+
+    def check_ranges(self, ranges: Sequence[Range], prefix: str = "") -> None:
+        """Raises DllmError for a number that is out of its range, by its dotted name behind the prefix."""
+        for name, low, high in ranges:
+            value: Any = self
+            for part in (prefix + name).split("."):
+                value = getattr(value, part)
+            if not low <= value <= high:
+                above = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
+                raise DllmError(f"{prefix}{name} is {value}; it must be {above}")
 
 
 def _check_optimizer(part: OptimizerPart, steps: int) -> None:
@@ -336,6 +361,8 @@ _RANGES: tuple[Range, ...] = (
     ("optimizer.accumulate", 1, math.inf),
     ("lora.rank", 0, math.inf),
     ("lora.dropout", 0.0, 0.9999999),
+    ("router.balance", 0.0, math.inf),
+    ("router.z", 0.0, math.inf),
     ("checkpoint.every", 1, math.inf),
     ("checkpoint.keep", 1, math.inf),
     ("log.every", 1, math.inf),

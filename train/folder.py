@@ -275,6 +275,12 @@ class States:
         self.wait()
         return self._whole
 
+    @property
+    def steps(self) -> list[int]:
+        """The steps of all whole states, ascending; as `latest`."""
+        self.wait()
+        return sorted(found.step for found in self._checkpointer.checkpoints)
+
     def save(self, step: int, state: Any, notes: Mapping[str, Any]) -> None:
         """Begins to write a state, whose buffers the next step may reuse. At most one is being written: another one is
         waited for.

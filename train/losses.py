@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dllm_jax.denoiser import Denoiser
 from dllm_jax.kv_cache import KVCache
+from dllm_jax.moe import Routing
 from dllm_jax.sharding import ShardingRules
 from dllm_jax.transformer import ParamSpec, RematPolicy, param_specs
 
@@ -64,10 +65,12 @@ class Losses(NamedTuple):
     """Attributes:
     loss: scalar float32, the mean over rows of the objective.
     cross_entropy: scalar float32, the plain mean over masked positions, in nats: steadier, for people.
+    routing: of the layers with experts, if it was asked for.
     """
 
     loss: jax.Array
     cross_entropy: jax.Array
+    routing: Routing | None
 
 
 def diffusion_loss(
@@ -78,6 +81,7 @@ def diffusion_loss(
     groups: int = 1,
     remat: RematPolicy | None = None,
     sharding: NamedSharding | None = None,
+    counted: jax.Array | None = None,
 ) -> Losses:
     """The objective on a noised batch [B, T].
 
@@ -87,15 +91,17 @@ def diffusion_loss(
             of devices that the batch is split over, so that no position leaves its device.
         remat: what of each layer is kept for the backward pass, see `Transformer.forward`.
         sharding: of arrays whose first axis is the batch; keeps the activations split by it alone.
+        counted: [B, T] bool, whose routing is told, see `Denoiser.routed`.
     """
     rows = jnp.maximum(jnp.sum(noised.lengths > 0), 1)
     first = denoiser.min_prompt_length
-    hidden = hidden_states(denoiser, noised.inputs, noised.lengths, remat=remat, sharding=sharding)
+    place: Any = {"remat": remat, "sharding": sharding}
+    hidden, routing = routed_states(denoiser, noised.inputs, noised.lengths, counted, **place)
     tokens, weights = noised.tokens[:, first:], noised.weights[:, first:]
     total, plain = head_sums(
         cross_entropies, (denoiser,), (hidden, tokens), weights, chunk=chunk, groups=groups, sharding=sharding
     )
-    return Losses(total / rows, plain / jnp.maximum(jnp.sum(weights > 0), 1))
+    return Losses(total / rows, plain / jnp.maximum(jnp.sum(weights > 0), 1), routing)
 
 
 def hidden_states(
@@ -109,10 +115,45 @@ def hidden_states(
 ) -> jax.Array:
     """What predicts each position that has a predictor, from tokens [B, T]: [B, T - min_prompt_length, D]. What a
     position sees is said as in `Denoiser.forward`, such as by the rows' lengths [B]."""
+    return routed_states(denoiser, inputs, visible, None, before=before, remat=remat, sharding=sharding)[0]
+
+
+def routed_states(
+    denoiser: Denoiser,
+    inputs: jax.Array,
+    visible: jax.Array,
+    counted: jax.Array | None,
+    *,
+    before: KVCache | None = None,
+    remat: RematPolicy | None = None,
+    sharding: NamedSharding | None = None,
+) -> tuple[jax.Array, Routing | None]:
+    """`hidden_states`, and how the positions that are `counted` [B, T] bool were routed, see `Denoiser.routed`."""
     place = lambda x: x if sharding is None else lax.with_sharding_constraint(x, sharding)
     # All of them: layers that are a loop take no `outputs`.
-    hidden = denoiser.forward(place(denoiser.embed(inputs)), visible, before=before, remat=remat)[0]
-    return place(hidden[:, denoiser.min_prompt_length :])
+    hidden, _, routing = denoiser.routed(place(denoiser.embed(inputs)), visible, counted, before=before, remat=remat)
+    return place(hidden[:, denoiser.min_prompt_length :]), routing
+
+
+def router_losses(routing: Routing, balance: float, z: float) -> tuple[jax.Array, Metrics]:
+    """What routing costs, and what is reported of it: `balance`, 1 where all experts are used alike, `router_z`, and
+    the largest expert's share of a layer's assignments.
+
+    Args:
+        routing: of L layers, with sums over all tokens of a batch, those of other devices too.
+        balance: weight of the mean over layers of E sum_e f_e P_e, with f_e the share of the assignments that expert e
+            got and P_e the mean of its probability (Switch Transformer, arXiv 2101.03961, equation 4).
+        z: weight of the mean over layers and tokens of logsumexp(scores)^2 (ST-MoE, arXiv 2202.08906, equation 5).
+
+    Returns:
+        The weighted sum, scalar float32, and the parts without their weights.
+    """
+    tokens = jnp.maximum(routing.tokens, 1)
+    share = routing.chosen / jnp.maximum(jnp.sum(routing.chosen, axis=1, keepdims=True), 1)
+    even = jnp.sum(share * routing.probability / tokens[:, None], axis=1) * share.shape[1]
+    metrics = {"balance": jnp.mean(even), "router_z": jnp.mean(routing.square / tokens)}
+    loss = balance * metrics["balance"] + z * metrics["router_z"]
+    return loss, {**metrics, "largest_expert": jnp.max(share)}
 
 
 def cross_entropies(

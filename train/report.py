@@ -5,7 +5,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -211,6 +211,6 @@ def _rounded(value: float) -> float | None:
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
-def on_host(metrics: list[dict[str, jax.Array]]) -> list[dict[str, float]]:
+def on_host(metrics: Sequence[Mapping[str, jax.Array | float]]) -> list[dict[str, float]]:
     """The scalars of several steps on the host; waits for the device."""
     return [{name: float(jnp.asarray(value)) for name, value in step.items()} for step in jax.device_get(metrics)]

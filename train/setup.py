@@ -34,6 +34,7 @@ class Parts:
     files: of the trained checkpoint: the tokenizer's, empty where there is none, and how it is sampled.
     generation: how it is sampled.
     heldout: rows for the loss that `watch` tells, each of them once; None where there are none.
+    task: what a data.source of other code made: a task, or the source itself; None for a built-in one.
     """
 
     model: ModelConfig
@@ -41,6 +42,7 @@ class Parts:
     files: Mapping[str, bytes]
     generation: Mapping[str, Any]
     heldout: Rows | None = None
+    task: Any = None
 
     def checked(self, config: TrainConfig, *, progress: bool) -> tuple["Parts", list[Faults]]:
         """The parts with rows of good examples alone, and what was wrong with others, see `train.data.checks`."""
@@ -105,7 +107,7 @@ def prepare(config: TrainConfig) -> Parts:
             )
     generation = _generation(config, model, task)
     heldout = None if other is None else _heldout(config, other, model)
-    return Parts(model, rows, {**files, **checkpoint.generation_file(generation)}, generation, heldout)
+    return Parts(model, rows, {**files, **checkpoint.generation_file(generation)}, generation, heldout, task)
 
 
 def _has_steps(source: Source) -> bool:

@@ -106,8 +106,9 @@ class Stepper:
         self.trained = self.objective.trained(config, model)
         self.optimizer = make_optimizer(config.optimizer, config.steps)
         self._layout = Layout(placement.mesh) if placement.mesh.size > 1 else None
-        on_tpu = placement.mesh.devices.flat[0].platform == "tpu"
-        self._scan = config.compute.scan == "on" or (config.compute.scan == "auto" and on_tpu)
+        platform = placement.mesh.devices.flat[0].platform
+        wanted = platform == "tpu" or (platform == "gpu" and model.experts is not None and placement.mesh.size > 1)
+        self._scan = config.compute.scan == "on" or (config.compute.scan == "auto" and wanted)
         self._table_sharding = param_shardings(model, placement.mesh, ShardingRules(embed=None))[_TABLE]
 
     def start(self, trained: Mapping[str, jax.Array]) -> TrainState:
@@ -150,14 +151,22 @@ class Stepper:
             The next state, and scalars: those of the objective, grad_norm (before clipping), and skipped, whether one
             of them is no finite number: then nothing but the step's number has changed.
         """
-        key = jax.random.fold_in(key, state.step)
-        noised = self.objective.corrupt(key, batch, Denoiser(self._model, {}))
-        gradient, metrics = self._gradient(state.trained, frozen, noised, jax.random.fold_in(key, _DROPOUT))
+        noised = self.noised(batch, key, state.step)
+        dropout = jax.random.fold_in(jax.random.fold_in(key, state.step), _DROPOUT)
+        gradient, metrics = self._gradient(state.trained, frozen, noised, dropout)
         metrics["grad_norm"] = optax.tree.norm(gradient)
         # Not optax.apply_if_finite: it would put counts of its own into the states, and the average would still change.
         finite = jnp.all(jnp.isfinite(jnp.stack(jax.tree.leaves(metrics))))
         state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), self._updated(gradient, state), state)
         return dataclasses.replace(state, step=state.step + 1), {**metrics, "skipped": ~finite}
+
+    def noised(self, batch: Any, key: jax.Array, step: jax.Array) -> Any:
+        """A batch with the noise of a step; the key is the run's."""
+        return self.objective.corrupt(jax.random.fold_in(key, step), batch, Denoiser(self._model, {}))
+
+    def learner(self, trained: Params, frozen: Params) -> Any:
+        """What an objective's loss takes as what is trained, with nothing left out of it."""
+        return self.trained.parts(trained, frozen, self._denoiser, None)[0]
 
     def measure(self, trained: Params, frozen: Params, batch: Batch, key: jax.Array) -> Metrics:
         """The objective on a batch [1, rows, ...] that is not learned from, and what is reported of it.

@@ -77,13 +77,13 @@ class Trained(Protocol):
         ...
 
     def parts(
-        self, trained: Params, frozen: Params, denoiser: Callable[[Kernels], Denoiser], key: jax.Array
+        self, trained: Params, frozen: Params, denoiser: Callable[[Kernels], Denoiser], key: jax.Array | None
     ) -> tuple[Any, Denoiser]:
         """What an objective's loss takes: the learner, and the frozen model, without parameters where there is none.
 
         Args:
             denoiser: the model with parameters, in the dtype of computation.
-            key: typed key of what is left out of adapters (`lora.dropout`).
+            key: typed key of what is left out of adapters (`lora.dropout`); None leaves out nothing.
         """
         ...
 
@@ -132,7 +132,7 @@ class WholeModel:
         return {}
 
     def parts(
-        self, trained: Params, frozen: Params, denoiser: Callable[[Kernels], Denoiser], key: jax.Array
+        self, trained: Params, frozen: Params, denoiser: Callable[[Kernels], Denoiser], key: jax.Array | None
     ) -> tuple[Any, Denoiser]:
         """As `Trained`."""
         return denoiser(trained), Denoiser(self.model, {})
@@ -179,7 +179,7 @@ class Adapters:
         return frozen_model(self.config, self.model, mesh)
 
     def parts(
-        self, trained: Params, frozen: Params, denoiser: Callable[[Kernels], Denoiser], key: jax.Array
+        self, trained: Params, frozen: Params, denoiser: Callable[[Kernels], Denoiser], key: jax.Array | None
     ) -> tuple[Any, Denoiser]:
         """As `Trained`."""
         return denoiser(beside(frozen, trained, self.config.lora, key)), denoiser(frozen)

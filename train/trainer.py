@@ -123,6 +123,7 @@ class Run:
     Attributes:
         trained: what is trained.
         frozen: the arrays that are not.
+        feed: what makes batches of the states, None where they are rows of the data.
     """
 
     def __init__(self, config: TrainConfig, parts: Parts, placement: Placement) -> None:
@@ -130,6 +131,7 @@ class Run:
         self.stepper = Stepper(config, parts.model, placement)
         self.trained = self.stepper.trained
         self.frozen = self.trained.frozen(placement.mesh)
+        self.feed = self.stepper.objective.feed(config, parts, self.stepper, self.frozen)
 
     def fresh(self) -> TrainState:
         """The state before the first step."""
@@ -158,27 +160,29 @@ class Run:
         key = jax.jit(lambda: jax.random.key(config.seed), out_shardings=self.placement.replicated)()
         schedule = learning_rate(config.optimizer, config.steps)
         batch = lambda step: device_batch(self.parts.rows, step, config, self.placement.batch)
-        pending: list[dict[str, jax.Array]] = []
+        pending: list[Mapping[str, Any]] = []
+        feed = self.feed
         tally = Tally(config.optimizer.skip)
         line: Mapping[str, float] = {}
         with (
             stop_requests() as stop,
-            Ahead(batch, done, config.steps) as batches,
+            Ahead(batch, done, done if feed else config.steps) as batches,
             Reporter(config, self.parts.model, folder, done, progress=progress) as reporter,
         ):
             if watch.due(done):
                 self._look(done, state, watch, reporter)
             programs: dict[int, Callable[..., tuple[TrainState, dict[str, jax.Array]]]] = {}  # by the rows' length
-            for step, rows in enumerate(batches, start=done + 1):
+            for step in range(done + 1, config.steps + 1):
+                rows = feed(step - 1, state) if feed else next(batches)
                 length = rows.tokens.shape[-1]
                 if length not in programs:
                     with reporter.paused():
                         programs[length] = self.stepper.jitted(state).lower(state, self.frozen, rows, key).compile()
                 state, metrics = programs[length](state, self.frozen, rows, key)
                 reporter.count(length)
-                pending.append(metrics)
+                pending.append({**metrics, **feed.metrics} if feed else metrics)
                 states.check()
-                stopping = stop.after(step)
+                stopping = stop.after(step) and not (feed and step % feed.round)
                 if watch.due(step) and not stopping:
                     self._look(step, state, watch, reporter)
                 last = step == config.steps or stopping

@@ -17,7 +17,7 @@ from samplers.generate import generate
 from samplers.generate import prepare as prepared
 from samplers.lines import prompts_of
 from train.batches import batch_of
-from train.config import TrainConfig, WatchPart
+from train.config import RouterPart, TrainConfig, WatchPart
 from train.data import Rows, size
 from train.folder import LOOKED
 from train.losses import Batch, Metrics
@@ -110,7 +110,8 @@ class Watch:
 
 
 class HeldOut:
-    """The objective on rows that are not trained on: each once, under the same noise each time, nothing left out."""
+    """The objective on rows that are not trained on: each once, under the same noise each time, nothing left out, and
+    without what routers cost."""
 
     def __init__(self, config: TrainConfig, rows: Rows, model: ModelConfig, placement: Placement) -> None:
         """
@@ -118,7 +119,8 @@ class HeldOut:
             rows: of a finite source.
         """
         still = objective_of(config).still()
-        config = dataclasses.replace(config, objective=still, lora=dataclasses.replace(config.lora, dropout=0.0))
+        lora = dataclasses.replace(config.lora, dropout=0.0)
+        config = dataclasses.replace(config, objective=still, lora=lora, router=RouterPart())
         self._rows, self._sharding = rows, placement.batch
         self._stepper = Stepper(config, model, placement)
         self._measure = jax.jit(self._stepper.measure, out_shardings=placement.replicated)

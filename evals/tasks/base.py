@@ -91,6 +91,20 @@ class Task(abc.ABC):
     def verify(self, example: Example, ids: Ids) -> Verdict:
         """Judges an answer, given up to and without its end; never raises, whatever the ids."""
 
+    def partial(self, example: Example, ids: Ids) -> float:
+        """Share of the positions to be generated that are as in the reference: what training by rewards may be given
+        where hardly any answer is right.
+
+        Raises:
+            DllmError: for a task without references.
+        """
+        targets, wanted = example.targets, np.asarray(example.answer_ids)
+        if not targets.any():
+            raise DllmError(f"{self.name} has no answers of its own to compare with; reward what is correct")
+        found = np.full(len(wanted), -1)
+        found[: min(len(ids), len(wanted))] = list(ids)[: len(wanted)]
+        return float((found == wanted)[targets].mean())
+
     @abc.abstractmethod
     def show(self, ids: Ids) -> str:
         """Token ids as text for people."""

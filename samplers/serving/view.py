@@ -5,7 +5,9 @@ import hashlib
 import re
 from importlib import resources
 
-PAGE = resources.files("samplers.serving").joinpath("view.html").read_text(encoding="utf-8")
+from samplers.viewer.colours import PAPER
+
+PAGE = resources.files("samplers.serving").joinpath("view.html").read_text(encoding="utf-8").replace("@PAPER@", PAPER)
 
 
 def _hash_of(tag: str) -> str:

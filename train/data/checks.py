@@ -134,6 +134,8 @@ def fault_of(example: ExampleLike, part: DataPart, kind: Kind, config: ModelConf
         return Fault("empty", "is empty; give every example at least one token")
     if tokens.min() < 0 or tokens.max() >= config.vocab_size:
         return Fault("outside the vocabulary", f"has token ids outside the vocabulary of {config.vocab_size}")
+    if kind == "prompts":
+        return None
     learned = tokens if kind == "pretrain" else answer if given is None else answer[~np.asarray(given, bool)]
     if config.mask_id in learned:
         return Fault("with a mask token", f"has the mask token {config.mask_id} in its answer; it cannot be learned")

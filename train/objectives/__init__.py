@@ -4,12 +4,14 @@ import types
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from dllm_jax.errors import DllmError
 from train.config import TrainConfig
 from train.objectives.autoregressive import Autoregressive
-from train.objectives.base import Objective, Passes
+from train.objectives.base import Feed, Objective, Passes
 from train.objectives.block_diffusion import BlockDiffusion
 from train.objectives.compression import Compression
 from train.objectives.d2f import D2F
+from train.objectives.grpo import Grpo
 from train.objectives.indicator import FinalTokens
 from train.objectives.masked_diffusion import MaskedDiffusion
 from train.settings import build, read_table
@@ -17,11 +19,11 @@ from train.settings import build, read_table
 OBJECTIVES: Mapping[str, type[Objective]] = types.MappingProxyType(
     {
         objective.config.command: objective
-        for objective in (MaskedDiffusion, D2F, BlockDiffusion, Autoregressive, FinalTokens, Compression)
+        for objective in (MaskedDiffusion, D2F, BlockDiffusion, Autoregressive, FinalTokens, Compression, Grpo)
     }
 )
 
-__all__ = ["OBJECTIVES", "Objective", "Passes", "objective_of", "read_config"]
+__all__ = ["OBJECTIVES", "Feed", "Objective", "Passes", "objective_of", "read_config"]
 
 
 def objective_of(config: TrainConfig) -> Objective:
@@ -29,10 +31,17 @@ def objective_of(config: TrainConfig) -> Objective:
     return OBJECTIVES[config.command].of(config)
 
 
-def read_config(path: str | Path, overrides: Iterable[str] = (), command: str = "masked-diffusion") -> TrainConfig:
+def read_config(path: str | Path, overrides: Iterable[str] = (), command: str = "") -> TrainConfig:
     """The settings in a TOML file, changed by overrides such as ``optimizer.lr=3e-4``, for one of `OBJECTIVES`.
+
+    Args:
+        command: the objective's name; by default that in the file, or masked-diffusion.
 
     Raises:
         DllmError: for a file that cannot be read, unknown keys, values of another type or out of range.
     """
-    return build(OBJECTIVES[command].config, read_table(path, overrides))
+    values = read_table(path, overrides)
+    command = command or values.get("command", "masked-diffusion")
+    if command not in OBJECTIVES:
+        raise DllmError(f"{path}: command is {command!r}; choose one of {', '.join(OBJECTIVES)}")
+    return build(OBJECTIVES[command].config, values)

@@ -63,6 +63,7 @@ class Autoregressive(CrossEntropy):
                 f"a {model.family} model sees both ways, so it cannot be trained token by token; set model.published "
                 "to a causal one such as qwen2.5-0.5b"
             )
+        self.check_router(model, config)
         return model
 
     def corrupt(self, key: jax.Array, batch: Batch, denoiser: Denoiser) -> Noised:

@@ -2,17 +2,20 @@
 
 import abc
 import dataclasses
-from typing import Any, ClassVar, NamedTuple, Self
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from dllm_jax.config import ModelConfig
 from dllm_jax.denoiser import Denoiser
 from dllm_jax.errors import DllmError
+from dllm_jax.moe import Routing
 from dllm_jax.transformer import RematPolicy
-from train.config import DataPart, TrainConfig
-from train.losses import Batch, Metrics, Noised, diffusion_loss
+from train.config import DataPart, RouterPart, TrainConfig
+from train.losses import Metrics, Noised, diffusion_loss, router_losses
 from train.trained import Trained, whole_or_adapters
 
 
@@ -30,6 +33,26 @@ class Passes(NamedTuple):
     head: int
 
 
+class Feed(Protocol):
+    """Batches that are made of a run's state, and not of rows of data alone.
+
+    Attributes:
+        round: steps whose batches are made of one state, which a run has to start from: so states are kept, and runs
+            end, between two rounds alone.
+        metrics: numbers about the last batches, told beside those of the steps.
+    """
+
+    @property
+    def round(self) -> int: ...
+    @property
+    def metrics(self) -> Mapping[str, float]: ...
+
+    def __call__(self, step: int, state: Any) -> Any:
+        """The batch of step `step` (from 0), [accumulate, rows, ...] as `Objective.corrupt` takes it, from the state
+        before that step; only a round's first looks at it."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Objective(abc.ABC):
     """What a command trains for. A new one is a file in this folder and a name in `OBJECTIVES`.
@@ -38,19 +61,23 @@ class Objective(abc.ABC):
         about: what the command does, in a few words.
         config: class of its settings, which name the command.
         trajectories: whether it learns from trajectories alone.
+        routes: whether its loss adds those of the routers, by `counted` and `with_routers`.
         settings: the table `objective`.
+        router: the table `router`.
     """
 
     about: ClassVar[str]
     config: ClassVar[type[TrainConfig]]
     trajectories: ClassVar[bool] = False
+    routes: ClassVar[bool] = False
 
     settings: Any
+    router: RouterPart = dataclasses.field(default_factory=RouterPart, kw_only=True)
 
     @classmethod
     def of(cls, config: Any) -> Self:
         """The objective of a run with settings of the class `config`."""
-        return cls(config.objective)
+        return cls(config.objective, router=config.router)
 
     def fitted(self, model: ModelConfig, config: Any) -> ModelConfig:
         """The model as it is trained.
@@ -65,7 +92,22 @@ class Objective(abc.ABC):
             raise DllmError(f"a {model.family} model cannot be trained here; samplers run it")
         if model.mask_id is None:
             raise DllmError(f"a {model.family} model has no mask token and cannot be trained; set model.config.mask_id")
+        self.check_router(model, config)
         return model
+
+    def check_router(self, model: ModelConfig, config: TrainConfig) -> None:
+        """Raises DllmError where the table `router` asks for losses that there are none of."""
+        if self.router == RouterPart():
+            return
+        if not self.routes:
+            raise DllmError(f"python -m train {config.command} adds no losses of routers; leave out the table router")
+        if model.experts is None:
+            raise DllmError(f"a {model.family} model has no experts to balance; leave out the table router")
+        if model.experts.score != "softmax":
+            raise DllmError(
+                f"the router of a {model.family} model has no softmax, and is balanced by its bias, which stays as it "
+                "is; leave out the table router"
+            )
 
     def trained(self, config: Any, model: ModelConfig) -> Trained:
         """What is trained: the whole model, or adapters where `lora.rank` says so.
@@ -79,14 +121,43 @@ class Objective(abc.ABC):
         """What a step computes; gradients of frozen weights do not count."""
         return Passes(trained.passes, 3 if trained.passes > 1 else 1, trained.passes)
 
+    def counted(self, lengths: jax.Array, width: int) -> jax.Array | None:
+        """Which of `width` positions of rows of these lengths [B] the routers' losses are of, [B, width] bool: those
+        that count. None without such losses."""
+        return None if self.router == RouterPart() else jnp.arange(width) < lengths[:, None]
+
+    def with_routers(self, loss: jax.Array, metrics: Metrics, routing: Routing | None) -> tuple[jax.Array, Metrics]:
+        """A loss and what is reported with the routers' added, where `counted` asked for them."""
+        if routing is None:
+            return loss, {"loss": loss, **metrics}
+        more, reported = router_losses(routing, self.router.balance, self.router.z)
+        return loss + more, {"loss": loss + more, **metrics, **reported}
+
+    def feed(self, config: Any, parts: Any, stepper: Any, frozen: Mapping[str, jax.Array]) -> Feed | None:
+        """What makes batches of a run's states; None where they are rows of the data.
+
+        Args:
+            parts: of `train.setup`.
+            stepper: of `train.step`.
+            frozen: the arrays that are not trained.
+
+        Raises:
+            DllmError: for settings and data that do not fit each other.
+        """
+        return None
+
     def still(self) -> Any:
         """The settings under which rows are looked at that are not learned from: nothing left out, and what varies
         least. None for an objective that is no loss of rows by themselves, whose runs have no held-out loss."""
         return self.settings
 
     @abc.abstractmethod
-    def corrupt(self, key: jax.Array, batch: Batch, denoiser: Denoiser) -> Any:
-        """A noised batch: a tuple of arrays with the batch's leading axes; the denoiser's parameters are not read."""
+    def corrupt(self, key: jax.Array, batch: Any, denoiser: Denoiser) -> Any:
+        """A noised batch: a tuple of arrays with the batch's leading axes; the denoiser's parameters are not read.
+
+        Args:
+            batch: a `Batch`, or what the objective's `feed` makes.
+        """
 
     @abc.abstractmethod
     def loss(
@@ -112,6 +183,8 @@ class Objective(abc.ABC):
 class CrossEntropy(Objective):
     """An objective whose loss is `diffusion_loss` of what its `corrupt` has weighed; settings have a `chunk`."""
 
+    routes = True
+
     def loss(
         self,
         denoiser: Denoiser,
@@ -124,9 +197,11 @@ class CrossEntropy(Objective):
         sharding: NamedSharding | None = None,
     ) -> tuple[jax.Array, Metrics]:
         """As `Objective`."""
-        chunk = self.settings.chunk
-        losses = diffusion_loss(denoiser, noised, chunk=chunk, groups=groups, remat=remat, sharding=sharding)
-        return losses.loss, losses._asdict()
+        options: Any = {"chunk": self.settings.chunk, "groups": groups, "remat": remat, "sharding": sharding}
+        found = diffusion_loss(
+            denoiser, noised, counted=self.counted(noised.lengths, noised.tokens.shape[1]), **options
+        )
+        return self.with_routers(found.loss, {"cross_entropy": found.cross_entropy}, found.routing)
 
 
 def check_whole_blocks(data: DataPart, block_length: int) -> None:

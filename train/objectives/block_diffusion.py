@@ -30,7 +30,7 @@ from dllm_jax.denoiser import Denoiser
 from dllm_jax.errors import DllmError
 from dllm_jax.transformer import RematPolicy
 from train.config import Kind, Range, TrainConfig
-from train.losses import Batch, Metrics, cross_entropies, head_sums, hidden_states, position_draws
+from train.losses import Batch, Metrics, cross_entropies, head_sums, position_draws, routed_states
 from train.objectives.base import Objective, Passes, check_whole_blocks
 from train.trained import Trained
 
@@ -184,6 +184,7 @@ class BlockDiffusion(Objective):
 
     about = "train a block diffusion model (LLaDA2, SDAR, Fast-dLLM v2), or go on"
     config = BlockDiffusionConfig
+    routes = True
 
     settings: BlockDiffusionPart
 
@@ -235,11 +236,14 @@ class BlockDiffusion(Objective):
         first, count = denoiser.min_prompt_length, noised.inputs.shape[1]
         each = lambda x: jnp.repeat(x, count, axis=0)  # for every copy
         flat = lambda x: x.reshape(-1, x.shape[-1])
-        clean = denoiser.forward(denoiser.embed(noised.tokens), noised.lengths, remat=remat)[1]
-        hidden = hidden_states(
+        counted = self.counted(noised.lengths, noised.tokens.shape[1])
+        inputs = denoiser.embed(noised.tokens)
+        _, clean, of_clean = denoiser.routed(inputs, noised.lengths, counted, remat=remat)
+        hidden, routing = routed_states(
             denoiser,
             flat(noised.inputs),
             each(noised.lengths),
+            None if counted is None else each(counted),
             before=jax.tree.map(each, clean),
             remat=remat,
             sharding=sharding,
@@ -254,7 +258,8 @@ class BlockDiffusion(Objective):
         if entropy:
             metrics["entropy"] = entropy[0] / jnp.maximum(entropy[1], 1)
             loss += self.settings.confidence * metrics["entropy"]
-        return loss, {"loss": loss, **metrics}
+        both = None if routing is None else jax.tree.map(jnp.add, of_clean, routing)
+        return self.with_routers(loss, metrics, both)
 
 
 def _with_entropies(

@@ -28,7 +28,7 @@ from dllm_jax.denoiser import Denoiser, block_causal
 from dllm_jax.errors import DllmError
 from dllm_jax.transformer import RematPolicy
 from train.config import Kind, Range, TrainConfig
-from train.losses import Batch, Metrics, cross_entropies, head_sums, hidden_states, position_draws
+from train.losses import Batch, Metrics, cross_entropies, head_sums, hidden_states, position_draws, routed_states
 from train.objectives.base import Objective, Passes, check_whole_blocks
 from train.trained import Trained
 
@@ -197,6 +197,7 @@ class D2F(Objective):
 
     about = "train adapters for pipelined decoding (discrete diffusion forcing), or go on"
     config = D2FConfig
+    routes = True
 
     settings: D2FPart
 
@@ -237,7 +238,8 @@ class D2F(Objective):
         first = denoiser.min_prompt_length
         visible = block_causal(noised.inputs.shape[1], noised.prompt_lengths, self.settings.block_length)
         visible = jnp.minimum(visible, noised.lengths[:, None])
-        hidden = hidden_states(denoiser, noised.inputs, visible, remat=remat, sharding=sharding)
+        counted = self.counted(noised.lengths, visible.shape[1])
+        hidden, routing = routed_states(denoiser, noised.inputs, visible, counted, remat=remat, sharding=sharding)
         weights = noised.weights[:, first:]
         count = jnp.maximum(jnp.sum(weights > 0), 1)
         sum_up = functools.partial(head_sums, chunk=self.settings.chunk, groups=groups, sharding=sharding)
@@ -248,8 +250,7 @@ class D2F(Objective):
             name = "kl"
             teacher = lax.stop_gradient(_teacher_states(base, noised, sharding))
             total, plain = sum_up(_teacher_sums, (denoiser, base), (hidden, teacher), weights)
-        loss = total / count
-        return loss, {"loss": loss, name: plain / count}
+        return self.with_routers(total / count, {name: plain / count}, routing)
 
 
 def _teacher_states(base: Denoiser, noised: Blocks, sharding: NamedSharding | None) -> jax.Array:

@@ -251,7 +251,7 @@ class BesideModel:
         return frozen_model(self.config, self.model, mesh)
 
     def parts(
-        self, trained: Params, frozen: Params, denoiser: Callable[[Kernels], Denoiser], key: jax.Array
+        self, trained: Params, frozen: Params, denoiser: Callable[[Kernels], Denoiser], key: jax.Array | None
     ) -> tuple[Any, Denoiser]:
         """As `Trained`; the indicator is computed in float32 whatever the model is."""
         return Indicator(self.indicator, trained), denoiser(frozen)
@@ -288,7 +288,7 @@ class FinalTokens(Objective):
     @classmethod
     def of(cls, config: IndicatorRun) -> Self:
         """As `Objective`."""
-        return cls(config.objective, config.data.answer_length)
+        return cls(config.objective, config.data.answer_length, router=config.router)
 
     def trained(self, config: IndicatorRun, model: ModelConfig) -> Trained:
         """As `Objective`: the indicator.

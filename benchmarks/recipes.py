@@ -1,0 +1,88 @@
+"""What each recipe's step of training asks of a device's memory: `python -m benchmarks.recipes --help`.
+
+    python -m benchmarks.recipes --target h100:8 train/configs/8b/*.toml --json benchmarks/results/compile-recipes.json
+    python -m benchmarks.recipes --target v6e:2x4 train/configs/8b/llada-d2f.toml
+
+compiles the step with a run's own settings (`benchmarks.compile --what train`) and prints the line that stands in the
+recipe's head. On TPUs, where layers are a loop, all of them are compiled; on GPUs, where they are not, 4 and 6, and
+what the model asks for is the line through both.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import compile as bench
+from dllm_jax import DllmError, published
+
+SIZES = ("argument_bytes", "temporary_bytes", "peak_bytes")
+KEPT = ("config", "target", "mesh", "model", "layers", "batch", "accumulate", "length", "jax", *SIZES, "memory_bytes")
+FEW, MORE = 4, 6  # layers whose difference is that of a layer
+
+
+def extended(few: Mapping[str, Any], more: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """The row of a model of so many layers from those of two smaller ones."""
+    share = (layers - few["layers"]) / (more["layers"] - few["layers"])
+    sizes = {name: round(few[name] + share * (more[name] - few[name])) for name in SIZES}
+    return {**more, **sizes, "layers": layers, "from": [few["layers"], more["layers"]]}
+
+
+def rows_of(path: str, target: str) -> list[dict[str, Any]]:
+    """What is compiled of a recipe for a target, and last the whole model's.
+
+    Raises:
+        DllmError: as `benchmarks.compile.report`.
+    """
+
+    def compiled(layers: int) -> dict[str, Any]:
+        arguments = ["--target", target, "--what", "train", "--config", path, "--layers", str(layers)]
+        result = bench.report(bench.parser().parse_args(arguments))
+        return {name: result[name] for name in KEPT}
+
+    if target.partition(":")[0] not in bench.GPUS:
+        return [compiled(0)]
+    few, more = compiled(FEW), compiled(MORE)
+    return [few, more, extended(few, more, published(more["model"]).num_layers)]
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """How the head of a recipe says it."""
+    argument, temporary, peak = (f"{row[name] / bench.GIB:.1f}" for name in SIZES)
+    of = f"{row['memory_bytes'] / bench.GIB:.0f}"
+    return f"#   {row['target']:<12} {row['mesh']:<8} {peak:>5} of {of} (arguments {argument}, temporary {temporary})"
+
+
+def merged(old: Iterable[dict[str, Any]], new: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows in order, later ones instead of earlier ones of the same program."""
+    key = lambda row: (row["config"], row["target"], row["layers"])
+    return [dict(row) for _, row in sorted({key(row): row for row in (*old, *new)}.items())]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs what the command line says; 2 after a mistake, which is printed as one sentence."""
+    made = argparse.ArgumentParser(
+        prog="python -m benchmarks.recipes", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("configs", nargs="+", metavar="FILE", help="recipes, such as train/configs/8b/llada-d2f.toml")
+    made.add_argument("--target", required=True, metavar="NAME", help="as of benchmarks.compile, such as v6e:2x4")
+    made.add_argument("--json", type=Path, metavar="FILE", help="put the rows into this file's list")
+    options = made.parse_args(arguments)
+    bench.compile_here()
+    try:
+        for path in options.configs:
+            rows = rows_of(path, options.target)
+            print(f"{path}\n{line(rows[-1])}", flush=True)
+            if options.json:
+                before = json.loads(options.json.read_text()) if options.json.exists() else []
+                options.json.write_text(json.dumps(merged(before, rows), indent=1) + "\n")
+    except DllmError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

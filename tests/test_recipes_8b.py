@@ -1,0 +1,120 @@
+"""The recipes for published models: whole, said right in their heads, and compiled at the models' own widths."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import jax
+import pytest
+from train_toys import DREAM, LLADA
+
+import dllm_jax
+import train
+from benchmarks import compile as bench
+from benchmarks import recipes
+from benchmarks.training_step import model_of
+from dllm_jax import PUBLISHED
+from dllm_jax.sharding import param_shardings
+from dllm_jax.transformer import param_specs
+from evals import presets
+from samplers import make_sampler
+from train.objectives import objective_of
+from train.settings import read_table
+from train.trained import WholeModel
+
+FOLDER = Path(train.__path__[0]) / "configs" / "8b"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.toml"))
+RESULTS = Path(bench.__file__).parent / "results" / "compile-recipes.json"
+MEASURED = json.loads(RESULTS.read_text())
+
+
+def head(name):
+    return "".join(line for line in (FOLDER / f"{name}.toml").open() if line.startswith("#"))
+
+
+def test_there_is_one_for_each():
+    wanted = {"llada-sft-full", "llada-sft-lora", "dream-sft", "llada-d2f", "dream-d2f", "llada-ni", "dream-ni"}
+    assert wanted | {"llada-moe-compression"} <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_is_whole(name):
+    path = FOLDER / f"{name}.toml"
+    config = train.read_config(path)
+    assert read_table(path)["command"] == config.command and config.out == f"runs/{name}"
+    model = model_of(config)
+    assert model.num_layers == PUBLISHED[config.model.init].num_layers and config.data.length <= model.max_length
+    assert config.compute.dtype == "bfloat16" and config.compute.mesh == {"fsdp": 8}
+    rows = config.optimizer.batch // config.optimizer.accumulate
+    assert rows % 8 == 0, "rows that are computed at a time are split over eight devices"
+    said = head(name)
+    assert f"python -m train {config.command} --config train/configs/8b/{name}.toml" in said
+    assert f"--out {config.model.init}\n" in said
+    assert bool(config.lora.rank) == (f"runs/{name}/adapters" in said)
+    for preset in re.findall(r"--preset (\S+)", said):
+        presets.find(preset)
+    assert "arXiv" in said or "llada-sft-full.toml" in said or "llada-d2f.toml" in said
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_head_names_samplers_that_there_are(name):
+    """Those that need no folder of a user's."""
+    config = DREAM if "dream" in name else LLADA
+    model = dllm_jax.random_model(config.replace(max_length=4096))
+    for spec in re.findall(r"--sampler (\S+)", head(name)):
+        if "indicator=" not in spec:
+            assert make_sampler(model, spec).gen_length >= 256
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_memory_in_a_head_is_what_was_compiled(name):
+    """For eight H100s at least; on GPUs the line through a few layers."""
+    layers = model_of(train.read_config(FOLDER / f"{name}.toml")).num_layers
+    rows = [row for row in MEASURED if row["config"] == name]
+    whole = [row for row in rows if row["layers"] == layers]
+    assert "h100:8" in [row["target"] for row in whole]
+    assert [line for line in head(name).splitlines() if line.startswith("#   ") and " of " in line] == [
+        recipes.line(row) for row in whole
+    ]
+    for row in whole:
+        assert row["peak_bytes"] <= row["memory_bytes"]
+        if "from" in row:
+            few, more = (next(r for r in rows if (r["target"], r["layers"]) == (row["target"], n)) for n in row["from"])
+            assert recipes.extended(few, more, layers) == row
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_layers_of_a_recipe_are_compiled(name):
+    """With the model's own widths and without any of its weights; the vocabulary head stays out of the loop over
+    chunks, and the arguments are an eighth of what there is."""
+    config = train.read_config(FOLDER / f"{name}.toml")
+    setting = bench.Setting.of(config, bench.mesh_of(jax.devices(), "fsdp=8"), 2)
+    found = bench.describe(bench.compiled("train", setting), setting)
+    assert "vocabulary" in [row["loop"] for row in found["loops"]]
+    assert not [fault for fault in bench.faults(found) if "sends" in fault]
+    trained = objective_of(config).trained(config, setting.config)
+    masters = trained.shardings(setting.mesh)
+    wanted = sum(12 * math.prod(masters[name].shard_shape(shape)) for name, shape in trained.shapes().items())
+    if not isinstance(trained, WholeModel):
+        frozen, specs = param_shardings(setting.config, setting.mesh), param_specs(setting.config)
+        wanted += sum(2 * math.prod(frozen[name].shard_shape(spec.shape)) for name, spec in specs.items())
+    rows = config.optimizer.batch // 8 * config.data.length * (4 + 1 + 4 * objective_of(config).trajectories)
+    assert found["argument_bytes"] == pytest.approx(wanted + rows, rel=1e-3)  # weights, moments, frozen weights, rows
+
+
+def test_rows_take_the_place_of_those_before(tmp_path, capsys, monkeypatch):
+    row = {"config": "llada-d2f", "target": "v6e:2x4", "mesh": "fsdp=8", "model": "llada-8b-instruct", "layers": 32}
+    row |= {"argument_bytes": 2**30, "temporary_bytes": 2**31, "peak_bytes": 3 * 2**30, "memory_bytes": 2**35}
+    compiled = lambda options: {name: row.get(name) for name in recipes.KEPT}
+    monkeypatch.setattr(bench, "report", compiled)
+    out = tmp_path / "rows.json"
+    out.write_text(json.dumps([{**row, "peak_bytes": 1}, {**row, "target": "h100:8"}]))
+    path = str(FOLDER / "llada-d2f.toml")
+    assert recipes.main([path, "--target", "v6e:2x4", "--json", str(out)]) == 0
+    assert capsys.readouterr().out == f"{path}\n#   v6e:2x4      fsdp=8     3.0 of 32 (arguments 1.0, temporary 2.0)\n"
+    found = json.loads(out.read_text())
+    assert [each["target"] for each in found] == ["h100:8", "v6e:2x4"] and found[1]["peak_bytes"] == row["peak_bytes"]
+    monkeypatch.undo()
+    assert recipes.main([path, "--target", "v9"]) == 2
+    assert "no target is called 'v9'" in capsys.readouterr().err

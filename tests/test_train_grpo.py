@@ -1,0 +1,341 @@
+"""Learning from rewards: the loss against the formula written out, what is sampled, and whole runs."""
+
+import itertools
+import os
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_train_run import assert_same, latest_state, lines
+from train_toys import DREAM, LLADA, SPECIAL, Liked, model_fields, settings, write_toml
+
+import dllm_jax
+import train
+from dllm_jax import Denoiser, DllmError
+from dllm_jax.params import init_params
+from evals.tasks import make_task
+from samplers.slots import turn_jit
+from train.__main__ import main
+from train.objectives import OBJECTIVES
+from train.objectives.grpo import Grpo, GrpoConfig, GrpoPart, drawn_states
+from train.rollout import Rollout, Rollouts, advantages
+from train.settings import build
+from train.setup import prepare
+from train.step import training_mesh
+from train.trainer import Run, placement_of
+
+T, CANVAS, MASK = 12, 6, LLADA.mask_id
+
+
+def table(out, **changes):
+    """A small run on `Liked`: two prompts of four completions, learned in one step."""
+    usual = {
+        "data": {"source": "train_toys:Liked", "length": T, "answer_length": CANVAS},
+        "rollout": {"sampler": "topk:k=2,proxy=entropy,ignore_eos=true", "prompts": 2, "group": 4},
+        "checkpoint__every": 2,
+        "log__every": 1,
+    }
+    return settings(out, **{**usual, **changes})
+
+
+def config_of(out, **changes):
+    return build(GrpoConfig, table(out, **changes))
+
+
+def run_of(config):
+    parts, _ = prepare(config).checked(config, progress=False)
+    return Run(config, parts, placement_of(config, parts.model, training_mesh(config)))
+
+
+def completions(seed=0, *, shift=0):
+    """Three completions by hand: steps that wrote one, two or no position, a given token, a position that none wrote, a
+    token that was filled and not drawn; their old log-probabilities are random."""
+    rng = np.random.default_rng(seed)
+    prompts, canvases = (1 + shift, 3, 2), (6, 4, 6)
+    steps = [[0, 0, 1, 2, 2, 3], [1, -1, 0, 1], [0, 1, 2, 3, 4, -1]]
+    tokens, step = rng.integers(0, 10, (3, T)), np.full((3, T), -1)
+    for row, (prompt, canvas) in enumerate(zip(prompts, canvases, strict=True)):
+        step[row, prompt : prompt + canvas] = steps[row]
+    drawn = step >= 0
+    drawn[2, prompts[2] + 3] = False
+    tokens[2, prompts[2] + 5] = MASK
+    lengths = np.asarray(prompts) + canvases
+    share = 1 / drawn.sum(axis=1)
+    advantage = np.asarray([0.7, -1.2, 0.4], np.float32)
+    arrays = (tokens, step, drawn, lengths, advantage, share.astype(np.float32))
+    return Rollout(*map(jnp.asarray, arrays)), prompts
+
+
+def reference(part, temperature, model, base, batch, old):
+    """The loss and its parts, one draw at a time."""
+    total, kls = 0.0, []
+    for row in range(3):
+        step, tokens, length = np.asarray(batch.step[row]), np.asarray(batch.tokens[row]), int(batch.lengths[row])
+        shrink = part.shrink or T
+        for first in range(0, step.max() + 1, shrink):
+            state = np.where(step >= first, MASK, tokens)[:length]
+            log, frozen = (jax.nn.log_softmax(x(jnp.asarray(state)[None])[0] / temperature) for x in (model, base))
+            for place in np.flatnonzero((step >= first) & (step < first + shrink) & np.asarray(batch.drawn[row])):
+                new, a = log[place, tokens[place]], batch.advantage[row]
+                ratio = jnp.exp(new - old[row, place])
+                gain = jnp.minimum(ratio * a, jnp.clip(ratio, 1 - part.clip, 1 + part.clip) * a)
+                q = frozen[place, tokens[place]]
+                kls.append(jnp.exp(q - new) - (q - new) - 1)
+                total += batch.share[row] * (part.beta * kls[-1] - gain)
+    return total / 3, sum(kls) / len(kls)
+
+
+@pytest.mark.parametrize(("shrink", "chunk", "shift"), [(1, 0, 0), (2, 3, 0), (0, 0, 0), (1, 4, 1)])
+def test_the_loss_is_the_formula(shrink, chunk, shift):
+    config = DREAM if shift else LLADA
+    params, frozen = (init_params(config, jax.random.key(seed), dtype="float32") for seed in (0, 1))
+    part = GrpoPart(shrink=shrink, chunk=chunk, beta=0.3, states=T)
+    objective = Grpo(part, 0.8)
+    batch, _ = completions(shift=shift)
+    noised = objective.corrupt(jax.random.key(2), batch, Denoiser(config, {}))
+    near = objective.logprobs(Denoiser(config, params), noised)
+    old = near + 0.3 * jax.random.normal(jax.random.key(3), (3, T))[:, None]  # some ratios clipped, some not
+    batch = batch._replace(old=old)
+
+    def ours(params):
+        noised = objective.corrupt(jax.random.key(2), batch, Denoiser(config, {}))
+        return objective.loss(Denoiser(config, params), Denoiser(config, frozen), noised)
+
+    group = lambda row, place: int(batch.step[row, place]) // (shrink or T)
+    where = lambda row, place: next(
+        m for m in range(noised.weights.shape[1]) if noised.weights[row, m, place] > 0 or not batch.drawn[row, place]
+    )
+    flat = np.zeros((3, T), np.float32)
+    for row, place in itertools.product(range(3), range(T)):
+        flat[row, place] = old[row, where(row, place), place] if group(row, place) >= 0 else 0
+    wanted = lambda params: reference(
+        part, 0.8, Denoiser(config, params), Denoiser(config, frozen), batch, jnp.asarray(flat)
+    )
+    (loss, metrics), gradient = jax.value_and_grad(ours, has_aux=True)(params)
+    (value, kl), slope = jax.value_and_grad(wanted, has_aux=True)(params)
+    np.testing.assert_allclose(loss, value, rtol=1e-4)
+    np.testing.assert_allclose(metrics["kl"], kl, rtol=1e-4)
+    assert 0 < metrics["clipped"] < 1
+    for name, x in gradient.items():
+        np.testing.assert_allclose(x, slope[name], rtol=2e-3, atol=2e-5, err_msg=name)
+
+
+def test_the_first_update_is_the_policy_gradient_and_clipped_ratios_teach_nothing():
+    params = init_params(LLADA, jax.random.key(0), dtype="float32")
+    objective, key = Grpo(GrpoPart(states=T, clip=0.2)), jax.random.key(2)
+    batch, _ = completions()
+    noised = objective.corrupt(key, batch, Denoiser(LLADA, {}))
+
+    def gradient(old):
+        of = lambda params: objective.loss(Denoiser(LLADA, params), Denoiser(LLADA, {}), noised._replace(old=old))
+        (loss, metrics), found = jax.value_and_grad(of, has_aux=True)(params)
+        return loss, metrics, found
+
+    def plain(params):  # - mean of A log pi
+        new = objective.logprobs(Denoiser(LLADA, params), noised)
+        return -jnp.sum(noised.weights * batch.advantage[:, None, None] * new) / 3
+
+    old = objective.logprobs(Denoiser(LLADA, params), noised)
+    wanted = jax.grad(plain)(params)
+    for at in (None, old):
+        loss, metrics, found = gradient(at)
+        np.testing.assert_allclose(loss, -batch.advantage.mean(), rtol=1e-5)
+        assert metrics["clipped"] == 0 and metrics["entropy"] > 0 and "kl" not in metrics
+        for name, x in wanted.items():
+            np.testing.assert_allclose(found[name], x, rtol=1e-3, atol=1e-6, err_msg=name)
+    better = batch.advantage[:, None, None] > 0
+    loss, metrics, found = gradient(jnp.where(better, old - 1, old + 1))  # gone too far, each in its direction
+    assert metrics["clipped"] == 1 and all(not np.any(x) for x in found.values())
+    loss, metrics, found = gradient(jnp.where(better, old + 1, old - 1))  # gone too far the other way
+    assert metrics["clipped"] == 0 and all(np.any(x) for name, x in found.items() if "kernel" in name)
+
+
+def test_states_are_drawn_without_repetition_and_count_as_all_of_them_would():
+    count = jnp.asarray([0, 1, 3, 5])
+    numbers, weight = drawn_states(jax.random.uniform(jax.random.key(0), (400, 4, T)), jnp.tile(count, (400, 1)), 3)
+    kept = np.where(weight > 0, numbers, -1)
+    assert (np.asarray(weight > 0).sum(-1) == [0, 1, 3, 3]).all()
+    assert all(len({*row[row >= 0]}) == (row >= 0).sum() for row in kept.reshape(-1, 3))
+    np.testing.assert_allclose(np.asarray(weight).sum(-1), np.tile(count, (400, 1)), rtol=1e-6)
+    often = [(kept[:, 3] == state).sum() / 400 for state in range(5)]
+    np.testing.assert_allclose(often, 3 / 5, atol=0.1)
+    assert (np.sort(kept[:, 2], axis=-1) == [0, 1, 2]).all()
+
+
+def test_tokens_that_were_not_generated_are_masked_at_random():
+    batch, prompts = completions()
+    every = Grpo(GrpoPart(shrink=0, mask_prompt=1.0)).corrupt(jax.random.key(0), batch, Denoiser(LLADA, {}))
+    none = Grpo(GrpoPart(shrink=0)).corrupt(jax.random.key(0), batch, Denoiser(LLADA, {}))
+    for row, prompt in enumerate(prompts):
+        length = int(batch.lengths[row])
+        assert (np.asarray(every.inputs[row, 0, :length]) == MASK).all()
+        assert (np.asarray(none.inputs[row, 0, :prompt]) == np.asarray(batch.tokens[row, :prompt])).all()
+        assert (np.asarray(none.weights[row, 0] > 0) == np.asarray(batch.drawn[row])).all()
+    assert none.inputs.shape[1] == 1  # states is for trajectories
+
+
+def test_advantages():
+    rewards = np.asarray([[1.0, 0.0, 0.0, 1.0], [0.7, 0.7, 0.7, 0.7], [0.1, 0.1, 0.1, 0.4]])
+    found = advantages(rewards, "grpo")
+    np.testing.assert_allclose(found[0], [1, -1, -1, 1])
+    assert (found[1] == 0).all()
+    np.testing.assert_allclose(found[2].std(), 1, rtol=1e-6)
+    np.testing.assert_allclose(advantages(rewards, "dr-grpo")[2], [-0.075, -0.075, -0.075, 0.225], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        "topk:k=2,proxy=entropy",
+        "threshold:threshold=0.2,block_length=4",
+        "eb:gamma=2,fill_after_eos=true",
+    ],
+)
+def test_the_learner_has_the_log_probabilities_of_the_sampler(tmp_path, sampler, monkeypatch):
+    """What was drawn, recomputed from the states that the steps are turned back to."""
+    sampled, arrays = [], Rollouts._arrays
+    monkeypatch.setattr(Rollouts, "_arrays", lambda self, found: sampled.append(found) or arrays(self, found))
+    run = run_of(config_of(tmp_path, rollout__sampler=sampler, objective={"states": CANVAS, "updates": 2}))
+    batch = run.feed(0, run.fresh())
+    noised = run.stepper.noised(batch, jax.random.key(0), jnp.int32(0))
+    learned, drawn = np.asarray(noised.weights[0] > 0), np.asarray(batch.drawn[0])
+    assert (learned.sum(axis=1) == drawn).all() and drawn.any(axis=1).all()
+    ours = np.where(learned, batch.old[0], 0).sum(axis=1)
+    for row, result in enumerate(sampled[0].results):
+        prompt, logprobs = int(batch.lengths[0, row]) - CANVAS, np.asarray(result.logprobs[0])
+        assert (np.isfinite(logprobs) == drawn[row, prompt : prompt + CANVAS]).all()
+        np.testing.assert_allclose(ours[row, prompt : prompt + CANVAS], np.nan_to_num(logprobs), atol=2e-5)
+
+
+def told(out):
+    """The log without what the clock says."""
+    timed = ("seconds", "rollout_seconds", "tokens_per_second")
+    return [{name: x for name, x in line.items() if name not in timed} for line in lines(out)]
+
+
+CHANGES = {"steps": 12, "checkpoint__every": 4, "objective": {"updates": 2, "beta": 0.1}, "optimizer__batch": 4}
+
+
+def test_killed_and_resumed_is_as_if_nothing_had_been(tmp_path, monkeypatch):
+    """Rounds of four steps: a reward that dies ends the run in the second, a signal asks for its end in the third."""
+    base = tmp_path / "base"
+    train.train(build(OBJECTIVES["masked-diffusion"].config, settings(base, steps=2)))
+    changes = CHANGES | {"model": {"init": str(base / "model")}, "lora": {"rank": 2}}
+    train.train(config_of(tmp_path / "whole", **changes))
+    out, reward, calls = tmp_path / "run", Liked.reward, itertools.count()
+
+    def failing(self, example, ids):
+        number = next(calls)
+        if number == 12:  # of eight in a round
+            raise DllmError("the sandbox is gone")
+        if number == 30:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return reward(self, example, ids)
+
+    monkeypatch.setattr(Liked, "reward", failing)
+    with pytest.raises(DllmError, match="the sandbox is gone"):
+        train.train(config_of(out, **changes))
+    assert [line["step"] for line in lines(out)] == [1, 2, 3, 4]
+    calls = itertools.count(24)
+    with pytest.raises(train.Interrupted, match="interrupted after step 8"):
+        train.train(config_of(out, **changes))
+    outcome = train.train(config_of(out, **changes))
+    assert outcome.started == 8 and outcome.folder == out / "adapters"
+    assert_same(latest_state(out), latest_state(tmp_path / "whole"))
+    assert told(out) == told(tmp_path / "whole")
+    assert len({line["reward"] for line in told(out)}) > 1
+    assert {"kl", "entropy", "clipped", "nfe", "same"} < told(out)[0].keys()
+
+
+def test_devices_share_sampling_and_learning(tmp_path):
+    changes = CHANGES | {"steps": 8, "objective": {"updates": 2, "chunk": 16}}
+    outs = [tmp_path / name for name in ("one", "many")]
+    for out, mesh in zip(outs, ({}, {"data": 2, "fsdp": 2}), strict=True):
+        train.train(config_of(out, compute__mesh=mesh, **changes))
+    one, many = map(told, outs)
+    assert [line["reward"] for line in one] == [line["reward"] for line in many]
+    assert all(line["grad_norm"] > 0 for line in one)
+    np.testing.assert_allclose([x["grad_norm"] for x in one], [x["grad_norm"] for x in many], rtol=1e-3)
+    for name, x in latest_state(outs[0]).items():
+        np.testing.assert_allclose(x, latest_state(outs[1])[name], atol=2e-4, err_msg=name)
+
+
+def test_rewards_rise_and_nothing_is_compiled_again(tmp_path, monkeypatch):
+    """A random model learns to write the tokens that are liked; prompts of one reward make room for others."""
+    sizes, begin = [], Rollouts._begin
+    monkeypatch.setattr(Rollouts, "_begin", lambda self, *a: sizes.append(turn_jit._cache_size()) or begin(self, *a))
+    rollout = {"sampler": "topk:k=2,proxy=entropy,ignore_eos=true", "prompts": 4, "redraw": 2, "slots": 12}
+    train.train(
+        config_of(tmp_path, steps=40, optimizer__batch=32, optimizer__lr=0.02, checkpoint__every=40, rollout=rollout)
+    )
+    found = [line["reward"] for line in told(tmp_path)]
+    assert np.mean(found[:5]) < 0.6 and np.mean(found[-5:]) > 0.8
+    assert len({*sizes[1:]}) == 1
+
+
+def test_tasks_check_answers(tmp_path):
+    """A task's checker and canvas; given tokens stay."""
+    task = make_task("sudoku:box_rows=2,box_columns=2")
+    example = task.example("train", 0)
+    right, wrong = example.answer_ids.tolist(), example.answer_ids.copy()
+    wrong[np.flatnonzero(example.targets)[0]] = 0
+    assert task.partial(example, right) == 1 and task.partial(example, right[:0]) == 0
+    assert task.partial(example, wrong.tolist()) == 1 - 1 / example.targets.sum()
+    options = {"task": "sudoku", "box_rows": 2, "box_columns": 2}
+    data = {"source": "evals.tasks:make_task", "length": 19, "options": options}
+    fields = {name: x for name, x in model_fields().items() if name not in (*SPECIAL, "vocab_size")}
+    rollout = {"sampler": "topk:k=8", "prompts": 2, "group": 4, "reward": "partial"}
+    run = run_of(config_of(tmp_path, data=data, model={"config": fields}, rollout=rollout))
+    batch = run.feed(0, run.fresh())
+    assert 0 <= run.feed.metrics["accuracy"] <= run.feed.metrics["reward"] <= 1 and run.feed.metrics["reward"] > 0
+    for row in range(8):
+        example = run.parts.rows.source.example(row // 4)
+        given = np.asarray(example.given)
+        assert (np.asarray(batch.tokens[0, row])[given] == example.answer_ids[given]).all()
+        assert (np.asarray(batch.drawn[0, row]) == ~given).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"rollout__group": 1}, "rollout.group is 1; it must be at least 2"),
+        ({"rollout__temperature": 0.0}, "rollout.temperature is 0.0; it must be at least 0.001"),
+        ({"rollout__prompts": 3}, "are 12 completions, no whole number of batches of optimizer.batch 8"),
+        ({"objective": {"updates": 4}}, "steps 6 is no whole number of iterations, of 4 steps each; set it to 8"),
+        ({"checkpoint__every": 3, "objective": {"updates": 2}}, "checkpoint.every 3 is no whole number of iterations"),
+        ({"lora": {"rank": 2, "dropout": 0.1}}, "lora.dropout would learn from other weights"),
+        ({"data__bucket": 4}, "data.bucket is for learning from answers"),
+        ({"objective": {"beta": 0.1}}, "objective.beta needs a model to stay near to; set model.init"),
+        ({"rollout__reward": "partial"}, 'rollout.reward is "partial" but data.source has a reward of its own'),
+        ({"rollout__sampler": "topk:temperature=0.5"}, "temperature is in the sampler and an option of its own"),
+        ({"rollout__sampler": "topk:top_p=0.9"}, "with top_p tokens come from another distribution"),
+        ({"rollout__sampler": "topk:smoothing=true"}, "with smoothing tokens come from another distribution"),
+        ({"rollout__sampler": "edit"}, "takes back what it wrote"),
+        ({"rollout__sampler": "d2f:block_length=2"}, "has a loop of its own"),
+        ({"rollout__sampler": "nothing"}, "no unmasking rule or preset is called 'nothing'"),
+        ({"data__source": "train_toys:Reverse"}, "data.source does not say how good an answer is"),
+        ({"data__answer_length": 0}, "data.answer_length is not set; say how long answers may be"),
+        ({"data__length": 7}, "a prompt of 2 tokens and a canvas of 6 do not fit data.length 7; raise it"),
+    ],
+)
+def test_bad_settings_get_a_sentence(tmp_path, changes, sentence):
+    with pytest.raises(DllmError) as found:
+        train.train(config_of(tmp_path / "run", **changes))
+    assert sentence in str(found.value)
+    if "prompt of" not in sentence:
+        assert not (tmp_path / "run").exists()
+
+
+def test_a_reward_that_is_no_number(tmp_path, monkeypatch):
+    monkeypatch.setattr(Liked, "reward", lambda *_: float("nan"))
+    with pytest.raises(DllmError, match="the reward of an answer is nan; give finite numbers"):
+        train.train(config_of(tmp_path / "run"))
+
+
+def test_one_command(tmp_path, capsys):
+    path = write_toml(tmp_path / "run.toml", table(tmp_path / "run", steps=2))
+    assert main(["grpo", "--config", str(path), "--no-progress"]) == 0
+    assert "2 steps" in capsys.readouterr().out
+    assert dllm_jax.load(tmp_path / "run" / "model").config.mask_id == MASK

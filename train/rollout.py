@@ -1,0 +1,397 @@
+"""Rollouts: completions that the model being trained samples, and what their rewards make of them.
+
+An iteration samples a group of completions for each of some prompts, by the weights that the state has at its start,
+and learns from them in one round of steps. Everything is a pure function of these weights, the seed and the number of
+the iteration, so a run that starts again from a state between two rounds repeats what the killed one did.
+"""
+
+import concurrent.futures
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from dllm_jax import Denoiser, Model
+from dllm_jax.config import ModelConfig
+from dllm_jax.errors import DllmError
+from samplers.block import BlockSampler
+from samplers.build import parse_sampler, refuse_twice
+from samplers.engine import Result, broken
+from samplers.prompts import given_canvas, led_prompt
+from samplers.requests import Engine, Request
+from samplers.trajectory import step_numbers
+from train.config import Range
+from train.data import ExampleLike, Rows
+
+Reward = Literal["correct", "partial"]
+Advantage = Literal["grpo", "dr-grpo"]
+Rewarded = Callable[[Any, list[int]], float]  # of an example, and the tokens that were generated for it
+
+_DRAWS = 2**31 - 2  # told from the numbers of steps, which are folded into the same key
+_REWARDING = 8  # threads
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutPart:
+    """How completions are sampled and rewarded.
+
+    Attributes:
+        sampler: a spec as everywhere, such as "topk:k=4,proxy=entropy" or "threshold:threshold=0.9,cache=dual"; a rule
+            that never takes back what it wrote, with any cache, and nothing in it that changes the distribution which
+            tokens are drawn from.
+        temperature: of the draws, and of the distribution whose log-probabilities are learned.
+        prompts: P, of an iteration.
+        group: completions of each prompt, which are compared with one another.
+        redraw: how often other prompts are drawn in the place of those whose completions all have the same reward, and
+            so teach nothing (the dynamic sampling of DAPO, arXiv 2503.14476). What is left then is learned as it is.
+        slots: completions that are sampled together, the next as soon as one has ended; 0 is all of P times `group`.
+        reward: "correct" is 1 for an answer that the task's checker accepts, else 0. "partial" is what the task says
+            of answers that are right in parts, in [0, 1]. A source with a `reward` of its own gives that.
+    """
+
+    sampler: str = "threshold"
+    temperature: float = 1.0
+    prompts: int = 8
+    group: int = 8
+    redraw: int = 0
+    slots: int = 0
+    reward: Reward = "correct"
+
+    ranges: ClassVar[tuple[Range, ...]] = (
+        ("temperature", 1e-3, math.inf),
+        ("prompts", 1, math.inf),
+        ("group", 2, math.inf),
+        ("redraw", 0, math.inf),
+        ("slots", 0, math.inf),
+    )
+
+    @property
+    def completions(self) -> int:
+        """Of an iteration."""
+        return self.prompts * self.group
+
+
+class Rollout(NamedTuple):
+    """Completions to learn from.
+
+    Attributes:
+        tokens: [..., T] int32, prompt and canvas; the mask token where nothing was ever written.
+        step: [..., T] int32, the step that wrote each position; -1 for prompts, given tokens and what none did.
+        drawn: [..., T] bool, positions whose token was drawn from the model.
+        lengths: [...] int32, positions that count.
+        advantage: [...] float32, of the completion within its group.
+        share: [...] float32, how much each of its drawn tokens counts.
+        old: [..., M, T] float32, log-probabilities of the tokens in M states by the weights that sampled them; None
+            where these are the weights that learn.
+    """
+
+    tokens: jax.Array
+    step: jax.Array
+    drawn: jax.Array
+    lengths: jax.Array
+    advantage: jax.Array
+    share: jax.Array
+    old: jax.Array | None = None
+
+
+def advantages(rewards: np.ndarray, kind: Advantage) -> np.ndarray:
+    """What completions are better by than their group: r - mean(r), and for "grpo" over the group's standard deviation
+    (DeepSeekMath, arXiv 2402.03300); without it as Dr. GRPO (arXiv 2503.20783). 0 where all rewards are equal.
+
+    Args:
+        rewards: [P, group] float64.
+
+    Returns:
+        [P, group] float32.
+    """
+    apart = np.ptp(rewards, axis=1, keepdims=True) > 0
+    found = np.where(apart, rewards - rewards.mean(axis=1, keepdims=True), 0.0)
+    if kind == "grpo":
+        found = found / np.where(apart, rewards.std(axis=1, keepdims=True), 1.0)
+    return found.astype(np.float32)
+
+
+def sampler_for(part: RolloutPart, model: ModelConfig, task: Any, gen_length: int) -> BlockSampler:
+    """The sampler of rollouts.
+
+    Args:
+        task: which says what canvas it wants, if it is one.
+        gen_length: positions of the canvas where no task says so, else 0.
+
+    Raises:
+        DllmError: for a spec that is none, and samplers whose draws are not those of the model's distribution.
+    """
+    spec = parse_sampler(part.sampler)
+    refuse_twice({"temperature": 0} if "temperature" in spec.options else {}, {"temperature": part.temperature})
+    canvas = task if hasattr(task, "answer_width") else None
+    if (canvas is None) == (gen_length == 0):
+        one, other = ("is the task's own", "leave it out") if canvas else ("is not set", "say how long answers may be")
+        raise DllmError(f"data.answer_length {one}; {other}")
+    own = {} if canvas else {"gen_length": gen_length}
+    refuse_twice(spec.options, own)
+    options = {**spec.options, **own, "temperature": part.temperature}
+    shell = Model(model, {}, None, "the model being trained")
+    found = dataclasses.replace(spec, options=options).build(shell, canvas)
+    advice = "learn from another sampler"
+    if not isinstance(found, BlockSampler):
+        raise DllmError(f"rollout.sampler {part.sampler} has a loop of its own, whose drafts are not learned; {advice}")
+    if found.rule.revises:
+        raise DllmError(f"rollout.sampler {part.sampler} takes back what it wrote, which is not learned; {advice}")
+    names = ("guidance", "smoothing", "canvas_length")
+    changed = [name for name in names if getattr(found, name) is not None]
+    changed += [name for name in ("top_p", "top_k", "suppress") if getattr(found.sampling, name) is not None]
+    if changed:
+        raise DllmError(
+            f"rollout.sampler {part.sampler}: with {changed[0]} tokens come from another distribution than the one "
+            "that is learned; leave it out"
+        )
+    return found
+
+
+def reward_of(part: RolloutPart, task: Any) -> Rewarded:
+    """What rewards answers: a source's own `reward(example, ids)`, or a task's checker.
+
+    Raises:
+        DllmError: where there is neither.
+    """
+    if hasattr(task, "reward"):
+        if part.reward != "correct":
+            raise DllmError(f'rollout.reward is "{part.reward}" but data.source has a reward of its own; leave it out')
+        own: Rewarded = task.reward
+        return own
+    if not hasattr(task, "verify"):
+        raise DllmError(
+            "data.source does not say how good an answer is; name a task, such as evals.tasks:make_task, or "
+            "module:name of a source that has reward(example, ids)"
+        )
+    if part.reward == "partial":
+        return lambda example, ids: float(task.partial(example, ids))
+    return lambda example, ids: float(task.verify(example, ids).correct)
+
+
+@dataclasses.dataclass
+class Sampled:
+    """Groups of completions on the host.
+
+    Attributes:
+        examples: [P], what each group answers.
+        results: [P * group], one by one.
+        rewards: [P, group] float64.
+        correct: [P, group] bool, what the task's checker says; None where there is none.
+    """
+
+    examples: list[ExampleLike]
+    results: list[Result]
+    rewards: np.ndarray
+    correct: np.ndarray | None
+
+
+class Rollouts:
+    """What feeds a run with completions of its own model.
+
+    Attributes:
+        round: steps that learn from the completions of one iteration.
+        metrics: of the last iteration: mean reward, accuracy where the task has a checker, share of the groups whose
+            rewards are all equal, mean forwards of a completion, seconds of sampling and rewarding.
+    """
+
+    def __init__(
+        self,
+        part: RolloutPart,
+        rows: Rows,
+        task: Any,
+        sampler: BlockSampler,
+        *,
+        batch: tuple[int, int],
+        updates: int,
+        advantage: Advantage,
+        policy: Callable[[Any], Denoiser],
+        old: Callable[[Any, Rollout, int], jax.Array],
+        sharding: NamedSharding,
+    ) -> None:
+        """
+        Args:
+            rows: of which the examples and their order are taken.
+            task: the task, or a source with a `reward`.
+            batch: of a step: parts that are computed one after another, and completions of each.
+            updates: how often an iteration's completions are learned.
+            policy: the model with a state's weights, as it samples.
+            old: log-probabilities of a batch's tokens by a state's weights, as the step of that number asks for them.
+            sharding: of a step's batch.
+        """
+        self._part, self._rows, self._task, self._sampler = part, rows, task, sampler
+        self._reward = reward_of(part, task)
+        self._verify = getattr(task, "verify", None)
+        self._stops = getattr(task, "stops", True)
+        self._batch, self._advantage, self._policy, self._old = batch, advantage, policy, old
+        self._sharding = sharding
+        self._parts = part.completions // math.prod(batch)
+        self.round = self._parts * updates
+        self.metrics: dict[str, float] = {}
+        self._iteration, self._batches = -1, list[Rollout]()
+
+    def __call__(self, step: int, state: Any) -> Rollout:
+        """The batch of step `step` (from 0); of the first of a round, the state that it begins with samples it."""
+        iteration, place = divmod(step, self.round)
+        if iteration != self._iteration:
+            self._begin(iteration, state)
+        return self._batches[place]
+
+    def _begin(self, iteration: int, state: Any) -> None:
+        """Samples an iteration's completions and makes the batches of its steps."""
+        start = time.perf_counter()
+        sampled = self._sampled(iteration, self._policy(state))
+        arrays = self._arrays(sampled)
+        size = math.prod(self._batch)
+        cut = lambda x, place: x[place * size : (place + 1) * size].reshape(*self._batch, *x.shape[1:])
+        batches = [jax.tree.map(lambda x, p=p: self._placed(cut(x, p)), arrays) for p in range(self._parts)]
+        batches *= self.round // self._parts
+        if self.round > 1:
+            first = iteration * self.round
+            batches = [x._replace(old=self._old(state, x, first + place)) for place, x in enumerate(batches)]
+        self._iteration, self._batches = iteration, batches
+        self.metrics["rollout_seconds"] = time.perf_counter() - start
+
+    def _placed(self, x: np.ndarray) -> jax.Array:
+        return jax.make_array_from_callback(x.shape, self._sharding, lambda index: x[index])
+
+    # Sampling --------------------------------------------------------------------------------------------------------
+
+    def _sampled(self, iteration: int, denoiser: Denoiser) -> Sampled:
+        """The groups to learn from. Prompts of other iterations, and those that replace some, are never the same rows
+        of the data."""
+        part = self._part
+        model = Model(denoiser.config, dict(denoiser.params), None, "the model being trained", layout=denoiser.layout)
+        room = max(self._rows.part.length - self._sampler.gen_length, denoiser.min_prompt_length, 1)
+        engine = Engine(model, self._sampler, slots=part.slots or part.completions, prompt_length=room)
+        first, every = iteration * part.prompts * (part.redraw + 1), list[Sampled]()
+        kept: list[tuple[int, int]] = []  # (of which draw, which group), those that teach something before the others
+        same: list[tuple[int, int]] = []
+        for draw in range(part.redraw + 1):
+            missing = part.prompts - len(kept)
+            if not missing:
+                break
+            every.append(self._groups(model, engine, first + draw * part.prompts, missing))
+            apart = np.ptp(every[-1].rewards, axis=1) > 0
+            kept += [(draw, int(group)) for group in np.flatnonzero(apart)]
+            same += [(draw, int(group)) for group in np.flatnonzero(~apart)]
+        self._tell(every)
+        return _chosen(every, sorted([*kept, *same[len(same) - (part.prompts - len(kept)) :]]), part.group)
+
+    def _groups(self, model: Model, engine: Engine, first: int, count: int) -> Sampled:
+        """Completions of `count` prompts from position `first` of the data on; they are rewarded while others are
+        sampled."""
+        size = self._part.group
+        examples = [self._rows.source.example(self._rows.index(first + number)) for number in range(count)]
+        for number, example in enumerate(examples):
+            self._enqueue(model, engine, example, (first + number) * size)
+        found: dict[int, Result] = {}
+        with concurrent.futures.ThreadPoolExecutor(_REWARDING) as threads:
+            scores = {}
+            for request in engine.results():
+                assert request.result is not None
+                number = request.number - first * size
+                if sentence := broken(request.result, [number]):
+                    raise DllmError(f"{sentence}; lower optimizer.lr, and go on from the last state")
+                found[number] = request.result
+                scores[number] = threads.submit(self._scored, examples[number // size], request.result)
+            judged = [scores[number].result() for number in range(count * size)]
+        rewards, correct = (np.asarray(x).reshape(count, size) for x in zip(*judged, strict=True))
+        ordered = [found[number] for number in range(count * size)]
+        return Sampled(examples, ordered, rewards.astype(float), None if self._verify is None else correct.astype(bool))
+
+    def _enqueue(self, model: Model, engine: Engine, example: ExampleLike, first: int) -> None:
+        """Asks for a group, whose completions are called `first` and so on: these numbers decide their draws."""
+        prompt, length = led_prompt(model, example.prompt_ids), self._gen_length(example)
+        if len(prompt) + length > self._rows.part.length:
+            raise DllmError(
+                f"a prompt of {len(prompt)} tokens and a canvas of {length} do not fit data.length "
+                f"{self._rows.part.length}; raise it"
+            )
+        answer = (np.asarray(example.answer_ids), example.given)
+        given = given_canvas([answer], self._sampler.gen_length, model.denoiser.mask_id)
+        numbers = first + np.arange(self._part.group)
+        key = jax.random.fold_in(jax.random.key(self._rows.seed), _DRAWS)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.asarray(numbers, jnp.uint32))
+        for number, data in zip(numbers.tolist(), np.asarray(jax.random.key_data(keys)), strict=True):
+            own = None if given is None else given[0]
+            engine.enqueue(Request(prompt=prompt, gen_length=length, key_data=data, given=own, number=number))
+
+    def _gen_length(self, example: ExampleLike) -> int:
+        return self._sampler.gen_length if self._stops else len(example.answer_ids)
+
+    def _scored(self, example: ExampleLike, result: Result) -> tuple[float, bool]:
+        """The reward of an answer, and whether it is right."""
+        end = int(result.lengths[0]) if self._stops else len(example.answer_ids)
+        ids = np.asarray(result.tokens[0])[:end].tolist()
+        reward = float(self._reward(example, ids))
+        if not math.isfinite(reward):
+            raise DllmError(f"the reward of an answer is {reward}; give finite numbers")
+        return reward, self._verify is not None and bool(self._verify(example, ids).correct)
+
+    def _tell(self, every: Sequence[Sampled]) -> None:
+        """Notes the metrics of all that was sampled."""
+        rewards = np.concatenate([one.rewards for one in every])
+        self.metrics = {"reward": float(rewards.mean())}
+        if correct := [one.correct for one in every if one.correct is not None]:
+            self.metrics["accuracy"] = float(np.concatenate(correct).mean())
+        self.metrics["same"] = float((np.ptp(rewards, axis=1) == 0).mean())
+        self.metrics["nfe"] = float(np.mean([result.nfe[0] for one in every for result in one.results]))
+
+    # Arrays ----------------------------------------------------------------------------------------------------------
+
+    def _arrays(self, sampled: Sampled) -> Rollout:
+        """The completions as arrays [P * group, ...] on the host."""
+        results = jax.tree.map(lambda *rows: np.concatenate(rows), *sampled.results)
+        steps = np.asarray(step_numbers(jnp.asarray(results.decoded_at)))
+        count, length = len(sampled.results), self._rows.part.length
+        config = self._rows.config
+        tokens = np.full((count, length), config.eos_id, np.int32)
+        step, drawn = np.full((count, length), -1, np.int32), np.zeros((count, length), bool)
+        lengths = np.zeros(count, np.int32)
+        shell = Model(config, {}, None, "the model being trained")
+        for row in range(count):
+            example = sampled.examples[row // self._part.group]
+            prompt, size = led_prompt(shell, example.prompt_ids), self._gen_length(example)
+            canvas = slice(len(prompt), len(prompt) + size)
+            tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt) + size
+            written = steps[row, :size] >= 0
+            rest = np.full(size, config.mask_id, np.int32)
+            if example.given is not None:
+                known = np.asarray(example.given, bool)
+                rest[: len(known)][known] = np.asarray(example.answer_ids)[known]
+            tokens[row, canvas] = np.where(written, results.tokens[row, :size], rest)
+            step[row, canvas] = steps[row, :size]
+            drawn[row, canvas] = written & np.isfinite(results.logprobs[row, :size])
+        share = 1.0 / np.maximum(drawn.sum(axis=1), 1)
+        if self._advantage == "dr-grpo":
+            share = np.full(count, 1.0 / self._sampler.gen_length)
+        better = advantages(sampled.rewards, self._advantage).reshape(-1)
+        return Rollout(tokens, step, drawn, lengths, better, share.astype(np.float32))  # type: ignore[arg-type]
+
+
+def _chosen(every: Sequence[Sampled], groups: Sequence[tuple[int, int]], size: int) -> Sampled:
+    """Some groups of several draws."""
+    results = [result for draw, group in groups for result in every[draw].results[group * size : (group + 1) * size]]
+    rewards = np.stack([every[draw].rewards[group] for draw, group in groups])
+    return Sampled([every[draw].examples[group] for draw, group in groups], results, rewards, None)
+
+
+def rounds_of(part: RolloutPart, batch: int, updates: int) -> int:
+    """Steps of an iteration.
+
+    Raises:
+        DllmError: when completions and batches do not fit.
+    """
+    if part.completions % batch:
+        raise DllmError(
+            f"rollout.prompts {part.prompts} times rollout.group {part.group} are {part.completions} completions, no "
+            f"whole number of batches of optimizer.batch {batch}; change one of them"
+        )
+    return part.completions // batch * updates
