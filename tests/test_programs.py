@@ -395,7 +395,7 @@ def marked(places, monkeypatch):
     monkeypatch.setitem(running._surroundings()["environment"], "MARK", places["mark"])
     monkeypatch.setenv("DLLM_SECRET", "1")
     yield
-    assert left_of(places["mark"]) == []
+    wait_until(lambda: not left_of(places["mark"]))  # one that was killed is there until the system has time for it
 
 
 def left_of(mark):
@@ -591,5 +591,5 @@ def test_without_a_box(places, tmp_path):
 
 
 def test_without_a_box_a_program_that_ends_its_keeper_fails():
-    killing = "import os, signal, time\nos.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(0.5)"
+    killing = "import os, signal, time\nos.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(60)"
     assert run_program(killing, unsafe=True, **SMALL).reason == "its box was ended"

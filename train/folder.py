@@ -277,7 +277,8 @@ class States:
 
     @property
     def steps(self) -> list[int]:
-        """The steps of all whole states, ascending."""
+        """The steps of all whole states, ascending; as `latest`."""
+        self.wait()
         return sorted(found.step for found in self._checkpointer.checkpoints)
 
     def save(self, step: int, state: Any, notes: Mapping[str, Any]) -> None:
