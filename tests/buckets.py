@@ -1,0 +1,94 @@
+"""Google Cloud Storage over loopback, for the tests of object stores."""
+
+import contextlib
+import functools
+import http.server
+import logging
+import threading
+
+import fsspec
+import pytest
+from gcp_storage_emulator.handlers import buckets
+from gcp_storage_emulator.server import RequestHandler
+from gcp_storage_emulator.storage import Storage
+
+
+class Server(http.server.HTTPServer):
+    request_queue_size = 128
+
+    def handle_error(self, *_):
+        """Clients hang up early, and are killed."""
+
+
+class Handler(RequestHandler):
+    def parse_request(self):
+        if not super().parse_request():
+            return False
+        status = self.server.answers(self.command, self.path)
+        if status:
+            self.send_error(status)
+        return not status
+
+
+class Bucket:
+    """An emulator with a bucket, for this process and for those that it starts.
+
+    Attributes:
+        name: of the bucket.
+        environment: what makes gcsfs, TensorStore and Google's own client find it.
+    """
+
+    name = "bucket"
+
+    def __init__(self):
+        storage = Storage(use_memory_fs=True)
+        buckets.create_bucket(self.name, storage)
+        self._server = Server(("127.0.0.1", 0), functools.partial(Handler, storage))
+        self._server.answers = lambda command, path: None
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self.environment = {
+            "STORAGE_EMULATOR_HOST": address,
+            "TENSORSTORE_GCS_HTTP_URL": address,
+            "GOOGLE_AUTH_TOKEN_FOR_TESTING": "anybody",
+            "GOOGLE_CLOUD_PROJECT": "project",
+            "FSSPEC_GCS_TOKEN": "anon",
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+        }
+
+    def close(self):
+        self._server.shutdown()
+        self._server.server_close()
+
+    @property
+    def files(self):
+        """The file system, with nothing remembered."""
+        store = fsspec.filesystem("gcs", finalize_on_close=True)
+        store.invalidate_cache()
+        return store
+
+    def fetched(self, address, to):
+        """A local copy of a folder."""
+        self.files.get(address, str(to), recursive=True)
+        return to
+
+    @contextlib.contextmanager
+    def answering(self, answers):
+        """Answers requests with what this gives for method and path, and as usual where that is None."""
+        usual, self._server.answers = self._server.answers, answers
+        yield
+        self._server.answers = usual
+
+
+@pytest.fixture(scope="session")
+def bucket():
+    for name in ("gcp_storage_emulator", "gcsfs"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    found = Bucket()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in found.environment.items():
+            patch.setenv(name, value)
+        fsspec.config.set_conf_env(fsspec.config.conf)  # which was read when fsspec was imported
+        yield found
+    fsspec.config.conf.pop("gcs")
+    found.close()

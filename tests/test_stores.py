@@ -1,0 +1,95 @@
+"""Runs and models in an object store: the same as in a folder, whatever networks do."""
+
+import errno
+import importlib.util
+import json
+import signal
+
+import numpy as np
+import pytest
+from buckets import bucket  # noqa: F401, a fixture
+from test_train_run import assert_same, interrupting, latest_state, lines
+from train_toys import Reverse, run_config, settings, write_toml
+
+import dllm_jax
+import train
+from dllm_jax import DllmError, checkpoint, stores
+from train.__main__ import main
+
+CHANGES = {"steps": 8, "checkpoint__every": 2, "log__every": 1, "optimizer__ema": 0.5}
+CHANGES |= {"watch": {"every": 4, "rows": 8, "source": "train_toys:Reverse", "options": {"seed": 1}}}
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path, monkeypatch):
+    """Where local copies are."""
+    monkeypatch.setenv("DLLM_JAX_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory):
+    """A run in a folder."""
+    out = tmp_path_factory.mktemp("local") / "run"
+    train.train(run_config(out, **CHANGES))
+    return out
+
+
+def command(tmp_path, out, **changes):
+    toml = write_toml(tmp_path / "run.toml", settings(out, **{**CHANGES, **changes}))
+    return main(["masked-diffusion", "--config", str(toml), "--no-progress"])
+
+
+def told(out):
+    """What lines of the log say, but for times."""
+    found = [{name: x for name, x in line.items() if "second" not in name} for line in lines(out)]
+    return found, (out / "run.json").exists(), json.loads((out / "result.json").read_text())
+
+
+def assert_same_run(found, wanted):
+    assert told(found) == told(wanted)
+    assert_same(latest_state(found), latest_state(wanted))
+    assert_same(*(dict(checkpoint.iter_params(out / "model")) for out in (found, wanted)))
+
+
+def test_a_run_that_is_interrupted_is_the_run_in_a_folder(bucket, local, tmp_path, monkeypatch, capsys):
+    out = "gs://bucket/interrupted/run"
+    monkeypatch.setattr("train_toys.Reverse.example", interrupting(Reverse.example, 8 * 4, signal.SIGTERM))
+    assert command(tmp_path, out) == 75
+    monkeypatch.undo()
+    monkeypatch.setenv("DLLM_JAX_HOME", str(tmp_path / "home"))
+    stopped = bucket.fetched(out, tmp_path / "stopped")
+    steps = [int(path.name) for path in (stopped / "state").iterdir()]
+    assert max(steps) == lines(stopped)[-1]["step"] < 8 and not (stopped / "model").exists()
+    assert command(tmp_path, out) == 0
+    assert f"written to {out}/model" in capsys.readouterr().out
+    assert_same_run(bucket.fetched(out, tmp_path / "whole"), local)
+
+    model = dllm_jax.load(f"{out}/model")
+    assert_same(model.params, dllm_jax.load(local / "model").params)
+    assert model.name == "model"
+    for to in (str(tmp_path / "again"), f"{out}-again"):
+        assert main(["write-model", "--run", out, "--out", to]) == 0
+        assert_same(dllm_jax.load(to).params, model.params)
+    assert main(["write-model", "--run", out, "--out", f"{out}-again"]) == 2
+    assert f"{out}-again exists already" in capsys.readouterr().err
+    assert main(["plot", "--run", out, "--out", str(tmp_path / "curves.png")]) == 0
+    assert command(tmp_path, out, optimizer__lr=1.0) == 2
+    assert f"the run in {out} was started with optimizer.lr" in capsys.readouterr().err
+    assert command(tmp_path, "gs://bucket/interrupted") == 2
+    assert "holds something that is no training run" in capsys.readouterr().err
+
+
+def test_adapters_begin_and_end_in_a_bucket(bucket, local, tmp_path):
+    base = "gs://bucket/adapters/base"
+    bucket.files.put(str(local / "model"), base, recursive=True)  # as people copy a model there
+    changes = {"model": {"init": base}, "lora__rank": 2, "steps": 2}
+    outcome = train.train(run_config("gs://bucket/adapters/run", **changes))
+    config, part, values, named = train.load_adapters(str(outcome.folder))
+    assert (config, part.rank, named) == (dllm_jax.load(base).config, 2, base)
+    other = train.train(run_config(tmp_path / "run", **{**changes, "model": {"init": str(local / "model")}}))
+    assert_same(values, train.load_adapters(other.folder)[2])
+    changes["lora__init"] = f"{outcome.folder}"
+    train.train(run_config(tmp_path / "more", **changes))
+    assert main(["merge-lora", "--base", base, "--adapters", f"{outcome.folder}", "--out", "gs://bucket/merged"]) == 0
+    kernel = "layers.0.attn.q_proj.kernel"
+    assert np.any(dllm_jax.load("gs://bucket/merged").params[kernel] != dllm_jax.load(base).params[kernel])
