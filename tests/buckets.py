@@ -3,11 +3,14 @@
 import contextlib
 import functools
 import http.server
+import io
 import logging
 import threading
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import fsspec
 import pytest
+from gcp_storage_emulator.exceptions import NotFound
 from gcp_storage_emulator.handlers import buckets
 from gcp_storage_emulator.server import RequestHandler
 from gcp_storage_emulator.storage import Storage
@@ -21,13 +24,34 @@ class Server(http.server.HTTPServer):
 
 
 class Handler(RequestHandler):
+    """The emulator, and what TensorStore needs besides: generations of what is read, and writes on condition of them."""
+
     def parse_request(self):
         if not super().parse_request():
             return False
-        status = self.server.answers(self.command, self.path)
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.rfile = io.BytesIO(body)
+        status = self.server.answers(self.command, f"{unquote(self.path)} {body[:1000]}")
+        wanted = self.asked("ifGenerationMatch")
+        if self.command == "POST" and wanted is not None and wanted != self.generation(self.asked("name")):
+            status = status or 412
         if status:
             self.send_error(status)
         return not status
+
+    def end_headers(self):
+        if self.command == "GET" and self.asked("alt") == "media":
+            self.send_header("x-goog-generation", self.generation(unquote(urlsplit(self.path).path.partition("/o/")[2])))
+        super().end_headers()
+
+    def asked(self, name):
+        return parse_qs(urlsplit(self.path).query).get(name, [None])[0]
+
+    def generation(self, name):
+        try:
+            return self.storage.get_file_obj(Bucket.name, name)["generation"]
+        except NotFound:
+            return "0"
 
 
 class Bucket:
@@ -44,7 +68,7 @@ class Bucket:
         storage = Storage(use_memory_fs=True)
         buckets.create_bucket(self.name, storage)
         self._server = Server(("127.0.0.1", 0), functools.partial(Handler, storage))
-        self._server.answers = lambda command, path: None
+        self._server.answers = lambda command, asked: None
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{self._server.server_address[1]}"
         self.environment = {
@@ -74,7 +98,8 @@ class Bucket:
 
     @contextlib.contextmanager
     def answering(self, answers):
-        """Answers requests with what this gives for method and path, and as usual where that is None."""
+        """Answers requests with what this gives for method and address, with the beginning of what is sent; as usual where
+        that is None."""
         usual, self._server.answers = self._server.answers, answers
         yield
         self._server.answers = usual

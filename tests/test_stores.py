@@ -93,3 +93,29 @@ def test_adapters_begin_and_end_in_a_bucket(bucket, local, tmp_path):
     assert main(["merge-lora", "--base", base, "--adapters", f"{outcome.folder}", "--out", "gs://bucket/merged"]) == 0
     kernel = "layers.0.attn.q_proj.kernel"
     assert np.any(dllm_jax.load("gs://bucket/merged").params[kernel] != dllm_jax.load(base).params[kernel])
+
+
+def test_a_bucket_that_fails_costs_no_more_than_the_steps_since_the_last_state(bucket, local, tmp_path, capsys):
+    out = "gs://bucket/failing/run"
+    asked = []
+
+    def failing(part, status, times=10**6):
+        def answer(method, request):
+            if method == "POST" and part in request and len(asked) < times:
+                asked.append(request)
+                return status
+            return None
+
+        asked.clear()
+        return bucket.answering(answer)
+
+    for part in ("run/state/4", "run/metrics.jsonl", "run/model/params", "run/model/config.json"):
+        with failing(part, 403):
+            assert command(tmp_path, out) == 2
+        said = capsys.readouterr().err
+        assert asked and said.count("error: ") == 1 and f"error: {out}" in said, said
+        assert "could not be reached" in said and "gcloud auth" in said, said
+        assert not any(path.endswith(("result.json", "model/config.json")) for path in bucket.files.find(out))
+    with failing("run/model", 503, times=2):  # which is tried again
+        assert command(tmp_path, out) == 0
+    assert_same_run(bucket.fetched(out, tmp_path / "whole"), local)
