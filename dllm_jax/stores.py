@@ -141,10 +141,13 @@ def local_copy(address: str | Path, home: Path) -> Path:
         if not place.is_dir():
             partial = place.with_suffix(".partial")
             shutil.rmtree(partial, ignore_errors=True)
-            _copy(source, list(objects), partial / source.name)
-            if _objects(source) != objects:
-                raise DllmError(f"{source} was written to while it was copied; try again")
-            partial.rename(place)
+            try:
+                _copy(source, list(objects), partial / source.name)
+                if _objects(source) != objects:
+                    raise DllmError(f"{source} was written to while it was copied; try again")
+                partial.rename(place)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
     return place / source.name
 
 
@@ -165,7 +168,9 @@ def _copy(source: Path, paths: list[str], to: Path) -> None:
 def _objects(source: Path) -> dict[str, str]:
     """Paths of a folder's objects -> what changes when they do."""
     with reached(source):
-        found = _store().find(str(source), detail=True)
+        found: dict[str, Any] = {}
+        with contextlib.suppress(FileNotFoundError):  # of the bucket
+            found = _store().find(str(source), detail=True)
         if not found:
             _check_bucket(source)
             raise DllmError(f"there is nothing at {source}; correct the address")

@@ -5,11 +5,12 @@ import functools
 import http.server
 import io
 import logging
+import os
 import threading
+from unittest import mock
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import fsspec
-import pytest
 from gcp_storage_emulator.exceptions import NotFound
 from gcp_storage_emulator.handlers import buckets
 from gcp_storage_emulator.server import RequestHandler
@@ -24,7 +25,7 @@ class Server(http.server.HTTPServer):
 
 
 class Handler(RequestHandler):
-    """The emulator, and what TensorStore needs besides: generations of what is read, and writes on condition of them."""
+    """The emulator, and what TensorStore needs besides: generations of what is read, writes on condition of them."""
 
     def parse_request(self):
         if not super().parse_request():
@@ -41,7 +42,9 @@ class Handler(RequestHandler):
 
     def end_headers(self):
         if self.command == "GET" and self.asked("alt") == "media":
-            self.send_header("x-goog-generation", self.generation(unquote(urlsplit(self.path).path.partition("/o/")[2])))
+            self.send_header(
+                "x-goog-generation", self.generation(unquote(urlsplit(self.path).path.partition("/o/")[2]))
+            )
         super().end_headers()
 
     def asked(self, name):
@@ -98,22 +101,20 @@ class Bucket:
 
     @contextlib.contextmanager
     def answering(self, answers):
-        """Answers requests with what this gives for method and address, with the beginning of what is sent; as usual where
-        that is None."""
+        """Answers requests with what this gives for their method and their address with the beginning of what they
+        send; as usual where that is None."""
         usual, self._server.answers = self._server.answers, answers
         yield
         self._server.answers = usual
 
 
-@pytest.fixture(scope="session")
-def bucket():
+@contextlib.contextmanager
+def serving():
+    """A `Bucket` that everything in this process finds."""
     for name in ("gcp_storage_emulator", "gcsfs"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     found = Bucket()
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in found.environment.items():
-            patch.setenv(name, value)
-        fsspec.config.set_conf_env(fsspec.config.conf)  # which was read when fsspec was imported
+    with mock.patch.dict(os.environ, found.environment), mock.patch.dict(fsspec.config.conf):
+        fsspec.config.set_conf_env(fsspec.config.conf)  # as it was read when fsspec was imported
         yield found
-    fsspec.config.conf.pop("gcs")
     found.close()

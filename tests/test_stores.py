@@ -4,10 +4,10 @@ import errno
 import importlib.util
 import json
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
-from buckets import bucket  # noqa: F401, a fixture
 from test_train_run import assert_same, interrupting, latest_state, lines
 from train_toys import Reverse, run_config, settings, write_toml
 
@@ -119,3 +119,72 @@ def test_a_bucket_that_fails_costs_no_more_than_the_steps_since_the_last_state(b
     with failing("run/model", 503, times=2):  # which is tried again
         assert command(tmp_path, out) == 0
     assert_same_run(bucket.fetched(out, tmp_path / "whole"), local)
+
+
+def test_a_checkpoint_is_copied_once_and_again_when_it_changes(bucket, llada_tiny, tmp_path, monkeypatch):
+    address = "gs://bucket/copies/model"
+    bucket.files.put(str(llada_tiny.folder), address, recursive=True)
+    bucket.files.pipe("gs://bucket/copies/model-other/config.json", b"{}")  # whose name begins alike
+    first = checkpoint.find(address)
+    assert {path.name for path in first.iterdir()} == {path.name for path in llada_tiny.folder.iterdir()}
+    assert_same(dict(checkpoint.iter_params(first)), dict(checkpoint.iter_params(llada_tiny.folder)))
+    fetched = []
+    with bucket.answering(lambda method, request: fetched.append(request) if "alt=media" in request else None):
+        assert checkpoint.find(f"{address}/") == first and not fetched
+        bucket.files.pipe(f"{address}/generation.json", b'{"gen_length": 4}')
+        second = checkpoint.find(address)
+        assert second != first and fetched
+    assert checkpoint.load_generation(second) == {"gen_length": 4}
+    assert first.is_dir()  # where somebody may be reading
+
+    bucket.files.pipe(f"{address}/generation.json", b"{}")
+    objects, times = stores._objects, iter(range(2))
+    monkeypatch.setattr(stores, "_objects", lambda source: objects(source) | {"written": str(next(times))})
+    with pytest.raises(DllmError, match="was written to while it was copied; try again"):
+        checkpoint.find(address)
+    monkeypatch.setattr(stores, "_objects", objects)
+    assert checkpoint.load_generation(checkpoint.find(address)) == {}
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    bucket.files.pipe(f"{address}/source.json", b"{}")
+    monkeypatch.setattr(type(bucket.files), "_get_file", full)
+    with pytest.raises(DllmError, match="the disk of .* is full; free space, or set DLLM_JAX_HOME"):
+        checkpoint.find(address)
+    assert not list((tmp_path / "home").rglob("*.partial"))
+
+
+def test_addresses_that_mean_nothing_are_told(bucket, tmp_path, monkeypatch, capsys):
+    for out, sentence in (
+        ("s3://bucket/run", "s3://bucket/run is no folder in Google Cloud Storage"),
+        ("gs://bucket", "write gs://BUCKET/FOLDER"),
+        ("gs://nobody/run", "there is no bucket gs://nobody; make it, or correct the address"),
+    ):
+        assert command(tmp_path, out) == 2
+        said = capsys.readouterr().err
+        assert sentence in said and said.count("error: ") == 1, said
+    for address, sentence in (
+        ("gs://bucket/absent", "there is nothing at gs://bucket/absent"),
+        ("gs://nobody/model", "there is no bucket gs://nobody"),
+        ("hf://someone/model", "is no folder in Google Cloud Storage"),
+    ):
+        with pytest.raises(DllmError, match=sentence):
+            dllm_jax.load(address)
+    assert main(["plot", "--run", "gs://bucket/absent", "--out", str(tmp_path / "curves.png")]) == 2
+    assert main(["write-model", "--run", "gs://bucket/absent", "--out", str(tmp_path / "model")]) == 2
+    assert capsys.readouterr().err.count("gs://bucket/absent is no training run") == 2
+    with bucket.answering(lambda method, request: 401):
+        with pytest.raises(DllmError, match="gs://bucket/run could not be reached .*gcloud auth"):
+            stores.names(stores.remote("gs://bucket/run"))
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: None if name == "gcsfs" else found(name, *of))
+    assert command(tmp_path, "gs://bucket/run") == 2
+    assert 'gs://bucket/run needs the package gcsfs; install it: pip install "dllm_jax[gcs]"' in capsys.readouterr().err
+
+
+def test_a_folder_is_told_from_an_address(tmp_path):
+    for path in ("run", "/a/gs/b", "c:/x", "a/gs://b", tmp_path):
+        assert not stores.is_address(path), path
+    assert str(stores.remote(Path("gs://bucket/a") / "b")) == "gs://bucket/a/b"
+    assert stores.names(tmp_path) == stores.names(tmp_path / "absent") == []
