@@ -112,14 +112,17 @@ def send(folder: Path, to: Path, sent: Sent | None = None) -> None:
         DllmError: when it cannot be reached.
     """
     known = {} if sent is None else sent
-    files = (path for path in folder.rglob("*") if path.is_file())
-    with reached(to):
-        for path in sorted(files, key=lambda path: (-len(path.parts), path)):
-            status = path.stat()
-            now = status.st_size, status.st_mtime_ns
-            if known.get(path) != now:
+    for path in sorted(folder.rglob("*"), key=lambda path: (-len(path.parts), path)):
+        if not path.is_file():
+            continue
+        status = path.stat()
+        now = status.st_size, status.st_mtime_ns
+        if known.get(path) != now:
+            try:
                 _store().put_file(str(path), str(to / path.relative_to(folder).as_posix()))
-                known[path] = now
+            except Exception as error:  # of gcsfs, aiohttp, google.auth
+                raise unreached(to, error) from error
+            known[path] = now
 
 
 def local_copy(address: str | Path, home: Path) -> Path:

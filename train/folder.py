@@ -128,7 +128,8 @@ class RunFolder:
 
     @contextlib.contextmanager
     def _logs_here(self) -> Iterator[None]:
-        with tempfile.TemporaryDirectory(prefix="dllm_jax-") as name:
+        # What a writer still holds open goes when it may.
+        with tempfile.TemporaryDirectory(prefix="dllm_jax-", ignore_cleanup_errors=True) as name:
             with stores.reached(self.path):
                 for log in _LOGS.intersection(stores.names(self.path)):
                     (Path(name) / log).write_bytes((self.path / log).read_bytes())
@@ -136,7 +137,7 @@ class RunFolder:
             try:
                 yield
             except BaseException:
-                with contextlib.suppress(DllmError):
+                with contextlib.suppress(DllmError, OSError):
                     self.send_logs()
                 raise
             self.send_logs()

@@ -186,7 +186,7 @@ def check_start(config: ModelConfig, part: LoraPart, base: str | Path) -> None:
     if Path(named).expanduser().resolve() != Path(base).resolve() and named.rstrip("/") != made_from.rstrip("/"):
         raise DllmError(
             f"{where} was trained on {named}, and model.init is {base}; give that model, or, if it is the same in "
-            f"another place, correct base_model_name_or_path in {Path(part.init) / hub.SETTINGS_FILE}"
+            f"another place, correct base_model_name_or_path in {part.init}/{hub.SETTINGS_FILE}"
         )
 
 
