@@ -79,7 +79,7 @@ class RunFolder:
         if not stores.is_address(self.path) and self.path.exists() and not self.path.is_dir():
             raise DllmError(f"out {self.path} is a file; choose a folder")
         found = stores.names(self.path)
-        if RUN_FILE in found:
+        if RUN_FILE in found and not (self.path / RUN_FILE).is_dir():
             self._compare()
         elif [name for name in found if not name.startswith(f".{RUN_FILE}")]:
             raise DllmError(f"out {self.path} holds something that is no training run; choose another folder")
