@@ -14,6 +14,7 @@ from train_toys import Reverse, run_config, settings, write_toml
 import dllm_jax
 import train
 from dllm_jax import DllmError, checkpoint, stores
+from samplers.indicator import load_indicator, save_indicator
 from train.__main__ import main
 
 CHANGES = {"steps": 8, "checkpoint__every": 2, "log__every": 1, "optimizer__ema": 0.5}
@@ -153,6 +154,18 @@ def test_a_checkpoint_is_copied_once_and_again_when_it_changes(bucket, llada_tin
     with pytest.raises(DllmError, match="the disk of .* is full; free space, or set DLLM_JAX_HOME"):
         checkpoint.find(address)
     assert not list((tmp_path / "home").rglob("*.partial"))
+
+
+def test_an_indicator_goes_to_a_bucket_and_comes_back(bucket, ni_indicator):
+    found, address = load_indicator(ni_indicator), "gs://bucket/indicators/tiny"
+    save_indicator(address, found)
+    again = load_indicator(address)
+    assert again.config == found.config
+    assert_same(again.params, found.params)
+    with pytest.raises(DllmError, match=f"{address} exists already"):
+        save_indicator(address, found)
+    save_indicator(address, found, source={"made": "again"}, overwrite=True)
+    assert checkpoint.load_source(checkpoint.local_folder(address)) == {"made": "again"}
 
 
 def test_addresses_that_mean_nothing_are_told(bucket, tmp_path, monkeypatch, capsys):
