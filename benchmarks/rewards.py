@@ -22,12 +22,13 @@ from typing import Any
 import dllm_jax
 import evals
 from benchmarks import command
-from dllm_jax import DllmError, Model
+from dllm_jax import Model
 from evals.paired import Pairs
 from evals.plots import Curve, Panel, draw
 from evals.tasks import make_task
 from samplers.running import Engines
-from train.folder import METRICS_FILE, RUN_FILE, RunFolder
+from train.curves import read_log
+from train.folder import RunFolder, read_settings
 from train.lora import with_adapters
 from train.objectives import OBJECTIVES
 from train.settings import build
@@ -66,16 +67,13 @@ def report(options: argparse.Namespace) -> Row:
                 rows.append({"run": folder.name, "step": step, **_compared(found, Pairs.of(before, correct))})
                 surroundings = {"hardware": found.hardware, "versions": found.versions}
                 print({name: rows[-1][name] for name in COLUMNS}, flush=True)
-    logs = {folder.name: _log(folder) for folder in options.runs}
+    logs = {folder.name: read_log(folder) for folder in options.runs}
     about = {name: str(getattr(options, name)) for name in ("task", "sampler", "n")}
     return {"about": about, **surroundings, "rows": rows, "training": logs}
 
 
 def _run(folder: Path) -> Run:
-    try:
-        values = json.loads((folder / RUN_FILE).read_text())
-    except (OSError, ValueError) as error:
-        raise DllmError(f"{folder} is no training run ({error})") from None
+    values = read_settings(folder)
     config = build(OBJECTIVES[values["command"]].config, values | {"out": str(folder)})
     parts = prepare(config)
     return Run(config, parts, placement_of(config, parts.model, training_mesh(config)))
@@ -100,10 +98,6 @@ def _compared(found: Any, pairs: Pairs) -> Row:
         "difference_stderr": spread,
         "nfe": found.nfe,
     }
-
-
-def _log(folder: Path) -> list[Row]:
-    return [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]
 
 
 def plot(result: Row) -> bytes:

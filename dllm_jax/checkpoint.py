@@ -9,15 +9,18 @@
 Of a quantized kernel there are two arrays (`quantized.QuantizedKernel`), whose names say what they are:
 "layers.0.attn.q_proj.kernel.scale", and "layers.0.attn.q_proj.kernel.int8" or "layers.0.attn.q_proj.kernel.int4".
 
-A folder is written beside its final place and renamed at the end, so it is there whole or not at all.
+A folder is written beside its final place and renamed at the end, so it is there whole or not at all. In an object
+store nothing can be renamed: there the parameters come first, and `config.json`, without which nothing is read, last.
 """
 
 import contextlib
 import functools
 import json
+import math
 import os
 import re
 import shutil
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -27,7 +30,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from dllm_jax import hosts
+from dllm_jax import hosts, stores
 from dllm_jax.config import ModelConfig, Quantize
 from dllm_jax.errors import DllmError
 from dllm_jax.params import abstract_params, forms, wide_params
@@ -45,12 +48,13 @@ def home() -> Path:
 
 
 def find(path_or_name: str | Path) -> Path:
-    """The folder of a converted checkpoint, given as a path or as a name under `home()`.
+    """The folder of a converted checkpoint, given as a path, as a name under `home()`, or as an address in an object
+    store, of which it is a local copy.
 
     Raises:
-        DllmError: when there is none, or it was not converted.
+        DllmError: when there is none, it was not converted, or it cannot be reached.
     """
-    candidates = [Path(path_or_name).expanduser(), home() / str(path_or_name)]
+    candidates = [local_folder(path_or_name), home() / str(path_or_name)]
     try:
         folder = next((path for path in candidates if path.is_dir()), None)
     except OSError:  # a name too long for any file
@@ -63,6 +67,20 @@ def find(path_or_name: str | Path) -> Path:
         hint = "convert it first: python -m convert FAMILY --source DIR --out DIR"
         raise DllmError(f"{folder} is not a converted checkpoint (it has no {PARAMS_FOLDER} folder); {hint}")
     return folder
+
+
+def name_of(path_or_name: str | Path) -> str:
+    """What notes call a converted checkpoint: its address in an object store, or its folder."""
+    return str(stores.remote(path_or_name) if stores.is_address(path_or_name) else find(path_or_name))
+
+
+def local_folder(path: str | Path) -> Path:
+    """A folder to read from: of an address in an object store a copy under `home()`, which is made once.
+
+    Raises:
+        DllmError: when an address cannot be reached, or there is nothing.
+    """
+    return stores.local_copy(path, home() / "stores") if stores.is_address(path) else Path(path).expanduser()
 
 
 def load_config(folder: str | Path) -> ModelConfig:
@@ -313,26 +331,28 @@ def check_names_and_shapes(found: Mapping[str, tuple[int, ...]], config: ModelCo
 
 
 def folder_path(path: str | Path) -> Path:
-    """The absolute path of a folder that is written to.
+    """The absolute path of a folder that is written to, or what is used like one for an address in an object store.
 
     Raises:
-        DllmError: for an address in an object store, which would become a folder of a strange name.
+        DllmError: for an address that cannot be written to, see `stores.remote`.
     """
-    if re.match(r"[a-z0-9]+:/", str(path)):
-        raise DllmError(f"{path} is in an object store; mount it, or write to a folder and copy that")
-    return Path(path).expanduser().resolve()
+    return stores.remote(path) if stores.is_address(path) else Path(path).expanduser().resolve()
 
 
 def check_out(out: str | Path, *, overwrite: bool = False) -> None:
     """Refuses an output folder that `atomic_folder` would refuse, without touching the disk: for long work, beforehand.
 
     Raises:
-        DllmError: when `out` exists and is not to be overwritten, is a file, lies below one, or is no local path.
+        DllmError: when `out` exists and is not to be overwritten, is a file, lies below one, or is an address that
+            cannot be reached.
     """
     out = folder_path(out)
-    if out.exists() and not overwrite:
+    exists = bool(stores.names(out)) if stores.is_address(out) else out.exists()
+    if exists and not overwrite:
         raise DllmError(f"{out} exists already; choose another --out, or pass --overwrite to replace it")
-    if out.exists() and not out.is_dir():
+    if stores.is_address(out):
+        return
+    if exists and not out.is_dir():
         raise DllmError(f"{out} is a file; choose a folder that does not exist yet")
     existing = next(parent for parent in out.parents if parent.exists())
     if not existing.is_dir():
@@ -343,7 +363,8 @@ def check_out(out: str | Path, *, overwrite: bool = False) -> None:
 def atomic_folder(out: str | Path, *, overwrite: bool = False, together: bool = False) -> Iterator[Path]:
     """A scratch folder beside `out` that becomes `out` when the block ends well, and vanishes when it does not.
 
-    Left-overs of an interrupted run with the same `out` are removed first.
+    Left-overs of an interrupted run with the same `out` are removed first. For an address in an object store the
+    scratch folder is a local one, which is sent at the end; what was there before is removed at the beginning.
 
     Args:
         together: all processes of `jax.distributed` fill the folder, on a file system that all see; process 0 makes it
@@ -353,23 +374,44 @@ def atomic_folder(out: str | Path, *, overwrite: bool = False, together: bool = 
         DllmError: when `out` exists and is not to be overwritten, or its parent is not a folder.
     """
     out = folder_path(out)
-    scratch, retired = out.parent / f".{out.name}.partial", out.parent / f".{out.name}.retired"
+    fill = _sent_folder if stores.is_address(out) else _atomic_folder
     if not together:
-        with _atomic_folder(out, scratch, retired, overwrite=overwrite):
+        with fill(out, overwrite=overwrite) as scratch:
             yield scratch
         return
     with contextlib.ExitStack() as folder:
+        scratch = _beside(out, "partial")
         with hosts.agreed():
             if not hosts.index():
-                folder.enter_context(_atomic_folder(out, scratch, retired, overwrite=overwrite))
+                scratch = folder.enter_context(fill(out, overwrite=overwrite))
         with hosts.agreed():
             yield scratch
         with hosts.agreed():
             folder.close()
 
 
+def _beside(out: Path, kind: str) -> Path:
+    return out.parent / f".{out.name}.{kind}"
+
+
 @contextlib.contextmanager
-def _atomic_folder(out: Path, scratch: Path, retired: Path, *, overwrite: bool) -> Iterator[None]:
+def _sent_folder(out: Path, *, overwrite: bool) -> Iterator[Path]:
+    """The local folder for an address; what the block itself has sent there is removed when it fails."""
+    check_out(out, overwrite=overwrite)
+    stores.remove(out)
+    with tempfile.TemporaryDirectory(prefix="dllm_jax-") as name:
+        try:
+            yield Path(name)
+            stores.send(Path(name), out)
+        except BaseException:
+            with contextlib.suppress(DllmError):
+                stores.remove(out)
+            raise
+
+
+@contextlib.contextmanager
+def _atomic_folder(out: Path, *, overwrite: bool) -> Iterator[Path]:
+    scratch, retired = _beside(out, "partial"), _beside(out, "retired")
     check_out(out, overwrite=overwrite)
     if retired.exists() and not out.exists():  # a run was killed between its two renames
         retired.rename(out)
@@ -381,7 +423,7 @@ def _atomic_folder(out: Path, scratch: Path, retired: Path, *, overwrite: bool) 
     except OSError as error:
         raise DllmError(f"{out.parent} cannot be written to ({error.strerror}); choose another --out") from None
     try:
-        yield
+        yield scratch
         if out.exists():
             out.rename(retired)
         scratch.rename(out)
@@ -412,7 +454,8 @@ def save(
     overwrite: bool = False,
     together: bool = False,
 ) -> None:
-    """Writes a checkpoint folder from a stream of (flat name, array); at most `GROUP_BYTES` plus one tensor is held.
+    """Writes a checkpoint folder from a stream of (flat name, array); at most `GROUP_BYTES` plus one tensor is held, or
+    the whole model for an address in an object store, where Orbax can add nothing to what it wrote.
 
     Args:
         out: the folder, which appears whole at the end.
@@ -437,12 +480,16 @@ def save(
                 seen[key] = tuple(array.shape)
                 yield key, array
 
+    remote = stores.is_address(out)
     with atomic_folder(out, overwrite=overwrite, together=together) as scratch, context:
+        params = (folder_path(out) if remote else scratch) / PARAMS_FOLDER
+        write = ocp.save if remote else ocp.partial.save
         try:
-            for group in _grouped(checked(), GROUP_BYTES):
-                ocp.partial.save(scratch / PARAMS_FOLDER, group)
+            for group in _grouped(checked(), math.inf if remote else GROUP_BYTES):
+                write(params, group)
             check_names_and_shapes(seen, config, "the stream of tensors")
-            ocp.partial.finalize(scratch / PARAMS_FOLDER)
+            if not remote:
+                ocp.partial.finalize(params)
             if together and hosts.index():
                 return
             (scratch / CONFIG_FILE).write_text(config.to_json() + "\n")
@@ -456,7 +503,7 @@ def save(
             raise write_error(out, error) from error
 
 
-def _grouped(tensors: Iterable[tuple[str, Any]], limit: int) -> Iterator[dict[str, Any]]:
+def _grouped(tensors: Iterable[tuple[str, Any]], limit: float) -> Iterator[dict[str, Any]]:
     group: dict[str, Any] = {}
     size = 0
     for name, array in tensors:
@@ -471,6 +518,8 @@ def _grouped(tensors: Iterable[tuple[str, Any]], limit: int) -> Iterator[dict[st
 
 def write_error(out: str | Path, error: Exception) -> Exception:
     """The sentence for a failed write, by a full disk or otherwise; an error of another kind is given back as it is."""
+    if stores.is_address(out):
+        return stores.unreached(out, error)
     text = " ".join(str(part) for part in (error, error.__cause__, error.__context__))
     if "No space left" in text or "RESOURCE_EXHAUSTED" in text or "ENOSPC" in text or "Disk quota" in text:
         return DllmError(f"the disk of {out} is full; free space or choose another --out (nothing was left behind)")

@@ -234,7 +234,7 @@ def load_indicator(folder: str | Path, dtype: str | None = None) -> Indicator:
     """
     from orbax.checkpoint import v1 as ocp
 
-    folder = Path(folder).expanduser()
+    folder = checkpoint.local_folder(folder)
     config = read_config(folder)
     try:
         stored = ocp.metadata((folder / PARAMS_FOLDER).resolve()).metadata

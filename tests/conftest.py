@@ -179,6 +179,15 @@ def qwen2_tiny(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def bucket():
+    """Google Cloud Storage over loopback: a `buckets.Bucket` called gs://bucket."""
+    from buckets import serving  # here, because few tests need it
+
+    with serving() as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
 def ni_indicator(tmp_path_factory):
     """The tiny indicator of NI sampling for the tiny LLaDA, converted: its folder."""
     from convert.indicator import convert_indicator

@@ -246,7 +246,21 @@ def test_a_signal_has_its_status(number, status, tmp_path, monkeypatch, capsys):
     assert main(["masked-diffusion", "--config", toml, "--no-progress"]) == 0
 
 
-def test_object_stores_are_no_folders(tmp_path, capsys):
-    toml = str(write_toml(tmp_path / "run.toml", settings("gs://bucket/run")))
-    assert main(["masked-diffusion", "--config", toml]) == 2
-    assert "gs://bucket/run is in an object store; mount it" in capsys.readouterr().err
+def test_two_processes_in_a_bucket_end_like_two_in_a_folder(bucket, tmp_path):
+    changes = {"steps": 24, "optimizer__ema": 0.9, "checkpoint__every": 6, "log__every": 2}
+    slow = {"data__source": "train_toys:Slow", "data__options": {"seconds": 0.05}}
+    out = "gs://bucket/pair/run"
+    killed = Pair(tmp_path, out, **changes, **slow)
+    killed.until(lambda: bucket.files.exists(f"{out}/state/6/commit_success.txt"))
+    killed.processes[1].kill()
+    statuses, said = killed.end(50)
+    assert statuses == [2, -signal.SIGKILL], said
+    assert not bucket.files.exists(f"{out}/model")
+    statuses, said = Pair(tmp_path, out, **changes, **slow).end()
+    assert statuses == [0, 0] and f"written to {out}/model" in said[0], said
+    assert Pair(tmp_path, tmp_path / "whole", **changes).end()[0] == [0, 0]
+    found = bucket.fetched(out, tmp_path / "found")
+    assert_same(latest_state(found), latest_state(tmp_path / "whole"))
+    assert losses(found) == losses(tmp_path / "whole")
+    assert_same(*(dict(checkpoint.iter_params(folder / "model")) for folder in (found, tmp_path / "whole")))
+    assert checkpoint.load_source(found / "model") == checkpoint.load_source(tmp_path / "whole" / "model")

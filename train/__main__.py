@@ -1,13 +1,11 @@
 """The command line: `python -m train COMMAND`; those with --config train."""
 
 import argparse
-import json
 import logging
 import sys
 import traceback
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,7 +14,7 @@ from dllm_jax import hosts
 from dllm_jax.errors import DllmError
 from dllm_jax.tools.command import Parser, keep_programs
 from train.curves import FORMATS, USUAL, plot
-from train.folder import RUN_FILE
+from train.folder import read_settings
 from train.lora import merge
 from train.objectives import OBJECTIVES, read_config
 from train.settings import build
@@ -27,7 +25,7 @@ from train.trainer import train, write_weights
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; 0 when it worked, 2 after a mistake, which is printed as one sentence, 130 after SIGINT, and 75
     after SIGTERM, when the run can go on."""
-    for logger in ("absl", "asyncio"):  # Orbax raises what goes wrong, and logs it as well
+    for logger in ("absl", "asyncio", "gcsfs"):  # they raise what goes wrong, and log it as well
         logging.getLogger(logger).setLevel(logging.CRITICAL)
     try:
         options = _parser().parse_args(arguments)
@@ -140,12 +138,7 @@ def _join(options: argparse.Namespace) -> None:
 
 
 def _write_model(options: argparse.Namespace) -> None:
-    path = Path(options.folder) / RUN_FILE
-    try:
-        values = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise DllmError(f"{options.folder} is no training run: {path} could not be read ({error})") from None
-    values |= {"out": options.folder}
+    values = read_settings(options.folder) | {"out": options.folder}
     values["compute"] |= {"mesh": {}}
     kind = OBJECTIVES[values.get("command", "masked-diffusion")].config
     step = write_weights(build(kind, values), options.out, overwrite=options.overwrite)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dllm_jax.checkpoint import write_error
+from dllm_jax import stores
+from dllm_jax.checkpoint import folder_path, write_error
 from dllm_jax.errors import DllmError
 from train.folder import LOOKED, METRICS_FILE
 
@@ -60,9 +61,10 @@ def read_log(run: str | Path) -> list[Line]:
     Raises:
         DllmError: for a folder without one.
     """
-    path, found = Path(run).expanduser() / METRICS_FILE, list[Line]()
+    path, found = folder_path(run) / METRICS_FILE, list[Line]()
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        with stores.reached(path):
+            lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DllmError(f"{run} is no training run: {path} could not be read ({error})") from None
     for line in lines:

@@ -9,6 +9,9 @@ out/adapters/       instead of it, the trained adapters of a LoRA run
 out/indicator/      or the trained indicator
 out/result.json     of which step and which weights that is
 out/dropped.txt     the examples that data.on_bad left out, and why
+
+The folder may be one in an object store, gs://bucket/run. Objects do not grow, so there the logs are kept locally while
+the run lasts, and sent before each state and at the end.
 """
 
 import contextlib
@@ -16,6 +19,7 @@ import dataclasses
 import itertools
 import json
 import os
+import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -23,7 +27,7 @@ from typing import Any, TextIO
 import jax
 import numpy as np
 
-from dllm_jax import hosts
+from dllm_jax import hosts, stores
 from dllm_jax.checkpoint import folder_path, write_error
 from dllm_jax.errors import DllmError
 from train.config import TrainConfig
@@ -31,7 +35,8 @@ from train.settings import build, differences, flat_names, to_json, unknown_key
 
 RUN_FILE, METRICS_FILE, STATE_FOLDER, RESULT_FILE = "run.json", "metrics.jsonl", "state", "result.json"
 MODEL_FOLDER, ADAPTERS_FOLDER, INDICATOR_FOLDER = "model", "adapters", "indicator"
-DROPPED_FILE, GENERATIONS_FILE = "dropped.txt", "generations.jsonl"
+DROPPED_FILE, GENERATIONS_FILE, WANDB_FILE = "dropped.txt", "generations.jsonl", "wandb-id"
+_LOGS = {METRICS_FILE, GENERATIONS_FILE, WANDB_FILE}  # what a run that goes on reads of those
 LOOKED = "look_seconds"
 """Key that tells lines of metrics about a look."""
 _MAY_CHANGE = ("out", "log.", "watch.", "checkpoint.", "compute.mesh", "data.cache")  # in a continued run
@@ -52,6 +57,8 @@ class RunFolder:
     """A run's output folder; nothing is written before `begin`.
 
     Attributes:
+        path: where it is.
+        logs: where its logs grow: the same, unless that is in an object store.
         changes: dotted key -> (old value, new value) of settings with which the run goes on otherwise.
     """
 
@@ -64,24 +71,21 @@ class RunFolder:
         Raises:
             DllmError: when it holds something else, or a run with other settings.
         """
-        self.path = folder_path(config.out)
+        self.path = self.logs = folder_path(config.out)
+        self._sent: stores.Sent = {}
         self._config, self._allowed = config, allow_change
         self.changes: dict[str, tuple[Any, Any]] = {}
         _check_allowed(config, allow_change)
-        if self.path.exists() and not self.path.is_dir():
+        if not stores.is_address(self.path) and self.path.exists() and not self.path.is_dir():
             raise DllmError(f"out {self.path} is a file; choose a folder")
-        if not self.path.exists():
-            return
-        if (self.path / RUN_FILE).is_file():
+        found = stores.names(self.path)
+        if RUN_FILE in found and not (self.path / RUN_FILE).is_dir():
             self._compare()
-        elif [entry.name for entry in self.path.iterdir() if not entry.name.startswith(f".{RUN_FILE}")]:
+        elif [name for name in found if not name.startswith(f".{RUN_FILE}")]:
             raise DllmError(f"out {self.path} holds something that is no training run; choose another folder")
 
     def _compare(self) -> None:
-        try:
-            old = json.loads((self.path / RUN_FILE).read_text())
-        except (OSError, ValueError) as error:
-            raise DllmError(f"{self.path / RUN_FILE} could not be read ({error}); choose another out") from None
+        old = read_settings(self.path)
         for name, (was, now) in differences(self._whole(old), json.loads(to_json(self._config))).items():
             if name.startswith(_MAY_CHANGE):
                 continue
@@ -115,10 +119,39 @@ class RunFolder:
                 if not hosts.index():
                     held.enter_context(self._held())
                     if not self.changes:  # which are told in the log before
-                        self._write(RUN_FILE, to_json(self._config) + "\n")
+                        self._write(self.path / RUN_FILE, to_json(self._config) + "\n")
             yield
 
-    def _held(self) -> TextIO:
+    def _held(self) -> contextlib.AbstractContextManager[object]:
+        """Holds the folder; in an object store, which has no locks, its logs alone."""
+        return self._logs_here() if stores.is_address(self.path) else self._locked()
+
+    @contextlib.contextmanager
+    def _logs_here(self) -> Iterator[None]:
+        # What a writer still holds open goes when it may.
+        with tempfile.TemporaryDirectory(prefix="dllm_jax-", ignore_cleanup_errors=True) as name:
+            with stores.reached(self.path):
+                for log in _LOGS.intersection(stores.names(self.path)):
+                    (Path(name) / log).write_bytes((self.path / log).read_bytes())
+            self.logs = Path(name)
+            try:
+                yield
+            except BaseException:
+                with contextlib.suppress(DllmError, OSError):
+                    self.send_logs()
+                raise
+            self.send_logs()
+
+    def send_logs(self) -> None:
+        """Sends what the logs tell to an object store; before a state, lest that be there without its lines.
+
+        Raises:
+            DllmError: when it cannot be reached.
+        """
+        if self.logs != self.path:
+            stores.send(self.logs, self.path, self._sent)
+
+    def _locked(self) -> TextIO:
         """The folder's lock, held until it is closed."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -132,9 +165,9 @@ class RunFolder:
             raise
         return lock
 
-    def _write(self, name: str, text: str) -> None:
+    def _write(self, path: Path, text: str) -> None:
         try:
-            replace_file(self.path / name, text)
+            replace_file(path, text)
         except OSError as error:
             raise self._unwritable(error) from None
 
@@ -169,12 +202,20 @@ class RunFolder:
         """
         out, note = self.path / name, self.path / RESULT_FILE
         made = json.dumps({"step": step, "weights": self._config.checkpoint.weights}) + "\n"
-        there = out.is_dir() and note.is_file() and note.read_text() == made
+        with stores.reached(note):
+            there = out.is_dir() and note.is_file() and note.read_text() == made
         if hosts.first_says(there):
             return out
+        with hosts.agreed():
+            if not hosts.index():  # or the note would be of another one after a kill
+                try:
+                    with stores.reached(note):
+                        note.unlink(missing_ok=True)
+                except OSError as error:
+                    raise self._unwritable(error) from None
         write(out)
         if not hosts.index():
-            self._write(RESULT_FILE, made)
+            self._write(note, made)
         return out
 
     def go_on(self, step: int, *, looks: bool = False) -> None:
@@ -192,14 +233,14 @@ class RunFolder:
             kept += [line] if line not in kept else []
         answers = self._kept(GENERATIONS_FILE, step, lambda _: looks)
         for name, lines in ((METRICS_FILE, kept), (GENERATIONS_FILE, answers)):
-            if lines or (self.path / name).is_file():
-                self._write(name, "".join(line + "\n" for line in lines))
+            if lines or (self.logs / name).is_file():
+                self._write(self.logs / name, "".join(line + "\n" for line in lines))
         if self.changes:
-            self._write(RUN_FILE, to_json(self._config) + "\n")
+            self._write(self.path / RUN_FILE, to_json(self._config) + "\n")
 
     def _kept(self, name: str, step: int, again: Callable[[Mapping[str, Any]], bool]) -> list[str]:
         """The whole lines of a log up to `step`, but for those of the step that will come again."""
-        path, kept = self.path / name, list[str]()
+        path, kept = self.logs / name, list[str]()
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
             try:
                 entry = json.loads(line)
@@ -212,7 +253,7 @@ class RunFolder:
     def write_dropped(self, text: str) -> None:
         """Says which examples were left out."""
         if not hosts.index():
-            self._write(DROPPED_FILE, text)
+            self._write(self.path / DROPPED_FILE, text)
 
 
 def _check_allowed(config: TrainConfig, names: Collection[str]) -> None:
@@ -225,8 +266,31 @@ def _check_allowed(config: TrainConfig, names: Collection[str]) -> None:
             raise DllmError(f"{name} cannot change in a run, whose states depend on it; choose another out")
 
 
+def read_settings(folder: str | Path) -> dict[str, Any]:
+    """The settings that a run was started with.
+
+    Raises:
+        DllmError: for a folder without them.
+    """
+    path = folder_path(folder) / RUN_FILE
+    try:
+        with stores.reached(path):
+            return dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise DllmError(f"{folder} is no training run: {path} could not be read ({error})") from None
+
+
 def replace_file(path: Path, text: str) -> None:
-    """Writes a file that is there with the old text or the new, whatever happens meanwhile."""
+    """Writes a file that is there with the old text or the new, whatever happens meanwhile.
+
+    Raises:
+        DllmError: for an address that cannot be reached.
+        OSError: for a file that cannot be written.
+    """
+    if stores.is_address(path):
+        with stores.reached(path):
+            path.write_text(text)
+        return
     partial = path.parent / f".{path.name}.partial"
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)
@@ -246,14 +310,15 @@ class States:
         ocp = self._ocp
         context = ocp.Context()
         context.array.saving.use_compression = False  # random mantissas do not shrink
-        self._checkpointer = ocp.training.Checkpointer(
-            self._path,
-            context=context,
-            save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
-            preservation_policy=ocp.training.preservation_policies.LatestN(self._keep),
-            cleanup_tmp_directories=self._clean,
-        )
-        found = self._checkpointer.latest
+        with stores.reached(self._path):
+            self._checkpointer = ocp.training.Checkpointer(
+                self._path,
+                context=context,
+                save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
+                preservation_policy=ocp.training.preservation_policies.LatestN(self._keep),
+                cleanup_tmp_directories=self._clean,
+            )
+            found = self._checkpointer.latest
         self._whole = None if found is None else found.step
         return self
 
@@ -360,6 +425,8 @@ class States:
         try:
             yield
         except Exception as error:
+            if stores.is_address(self._path):
+                raise stores.unreached(self._path / str(step), error) from error
             reason = hosts.first_line(error)
             raise DllmError(f"the state {self._path / str(step)} could not be read ({reason}); remove it") from error
 

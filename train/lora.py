@@ -154,7 +154,7 @@ def load_adapters(folder: str | Path) -> tuple[ModelConfig, LoraPart, dict[str, 
     Raises:
         DllmError: for a folder that is none of ours, or is damaged.
     """
-    folder = Path(folder)
+    folder = checkpoint.local_folder(folder)
     if not (folder / hub.SETTINGS_FILE).is_file():
         missing = f"it has no {hub.SETTINGS_FILE}"
         raise DllmError(f"{folder} holds no adapters ({missing}); name the adapters folder of a run")
@@ -167,8 +167,9 @@ def check_start(config: ModelConfig, part: LoraPart, base: str | Path) -> None:
     """Raises DllmError unless the adapters of `lora.init` are some that this run could have made.
 
     Args:
-        base: folder of the model under them.
+        base: the model under them, as `checkpoint.find` takes it.
     """
+    folder, base = checkpoint.find(base), checkpoint.name_of(base)
     trained, found, _, named = load_adapters(part.init)
     where = f"lora.init {part.init}"
     for name in ("rank", "alpha"):
@@ -181,11 +182,11 @@ def check_start(config: ModelConfig, part: LoraPart, base: str | Path) -> None:
     if other := sorted(wanted.symmetric_difference(found.targets)):
         missing = "no adapter" if other[0] in wanted else "an adapter"
         raise DllmError(f"{where} has {missing} for {other[0]}, other than lora.targets says; set these to what it has")
-    made_from = str(checkpoint.load_source(Path(base)).get("source") or base)
+    made_from = str(checkpoint.load_source(folder).get("source") or base)
     if Path(named).expanduser().resolve() != Path(base).resolve() and named.rstrip("/") != made_from.rstrip("/"):
         raise DllmError(
             f"{where} was trained on {named}, and model.init is {base}; give that model, or, if it is the same in "
-            f"another place, correct base_model_name_or_path in {Path(part.init) / hub.SETTINGS_FILE}"
+            f"another place, correct base_model_name_or_path in {part.init}/{hub.SETTINGS_FILE}"
         )
 
 

@@ -86,7 +86,7 @@ def prepare(config: TrainConfig) -> Parts:
         )
     if config.lora.init:
         objective.trained(config, model)  # says where there is no model to add them to
-        check_start(model, config.lora, checkpoint.find(config.model.init))
+        check_start(model, config.lora, config.model.init)
     files = _tokenizer_files(config.model, task)
     cache = Path(config.data.cache).expanduser() if config.data.cache else None
     lengths = config.data.length, config.data.answer_length

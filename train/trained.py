@@ -192,7 +192,7 @@ class Adapters:
         self, out: Path, weights: Weights, *, steps: int, files: Mapping[str, bytes], overwrite: bool = False
     ) -> None:
         """As `Trained`: a folder of adapters in the hub's format."""
-        base = str(checkpoint.find(self.config.model.init))
+        base = checkpoint.name_of(self.config.model.init)
         values = hosts.whole(weights)
         with hosts.agreed():
             if not hosts.index():

@@ -86,7 +86,7 @@ def train(config: TrainConfig, *, progress: bool = False, allow_change: Collecti
         goes_on = started < config.steps
         folder.go_on(started, looks=goes_on and watch.due(started))
         if goes_on:
-            state, metrics = run.advance(state, started, states, folder.path, watch, progress=progress)
+            state, metrics = run.advance(state, started, states, folder, watch, progress=progress)
         write = lambda out: run.write(state, out, overwrite=True)
         out = folder.write_result(run.trained.folder, config.steps, write)
     return Outcome(config.steps, started, metrics, out)
@@ -108,7 +108,7 @@ def write_weights(config: TrainConfig, out: str | Path, *, overwrite: bool = Fal
             raise DllmError(f"the run in {config.out} has no state yet; train at least checkpoint.every steps")
         kind = "trained" if config.checkpoint.weights == "raw" else "average"
         weights = states.arrays(step, {name: f"{kind}:{name}" for name in trained.shapes()})
-        trained.write(Path(out), weights, steps=step, files=parts.files, overwrite=overwrite)
+        trained.write(checkpoint.folder_path(out), weights, steps=step, files=parts.files, overwrite=overwrite)
     return step
 
 
@@ -153,7 +153,7 @@ class Run:
         self.trained.write(out, weights, steps=int(state.step), files=self.parts.files, overwrite=overwrite)
 
     def advance(
-        self, state: TrainState, done: int, states: States, folder: Path, watch: Watch, *, progress: bool
+        self, state: TrainState, done: int, states: States, folder: RunFolder, watch: Watch, *, progress: bool
     ) -> tuple[TrainState, Mapping[str, float]]:
         """Runs the steps that are left, writing metrics, what is seen at looks, and states."""
         config = self.config
@@ -167,7 +167,7 @@ class Run:
         with (
             stop_requests() as stop,
             Ahead(batch, done, done if feed else config.steps) as batches,
-            Reporter(config, self.parts.model, folder, done, progress=progress) as reporter,
+            Reporter(config, self.parts.model, folder.logs, done, progress=progress) as reporter,
         ):
             if watch.due(done):
                 self._look(done, state, watch, reporter)
@@ -193,6 +193,7 @@ class Run:
                     pending = []
                 if keep:
                     with reporter.paused():
+                        folder.send_logs()
                         states.save(step, state, {"position": step * config.optimizer.batch})
                 if stopping and step < config.steps:
                     states.wait()

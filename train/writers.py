@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 from dllm_jax.errors import DllmError
 from train.config import TrainConfig, WriterName
+from train.folder import WANDB_FILE
 
-ID_FILE = "wandb-id"
 # Each is installed by an extra of the writer's name.
 _PACKAGES: Mapping[WriterName, str] = types.MappingProxyType({"tensorboard": "tensorboardX", "wandb": "wandb"})
 
@@ -87,7 +87,7 @@ class WandB:
 
     def __init__(self, config: TrainConfig, folder: Path, done: int) -> None:
         self._library = _library("wandb")
-        path = folder / ID_FILE
+        path = folder / WANDB_FILE
         if not path.is_file():
             path.write_text(secrets.token_hex(8))
         try:
