@@ -75,6 +75,10 @@ class CanvasSampler(Sampler[Any], Protocol):
         """[B, G] bool, positions that may still change."""
         ...
 
+    def forwards(self, prompt_length: int) -> tuple[int, int]:
+        """Fewest and most forwards of a row behind such a prompt, if no end token ends it before."""
+        ...
+
 
 def make_sampler(model: Model, name: str | Rule | None = None, **options: Any) -> CanvasSampler:
     """A sampler for a model, from plain values.
