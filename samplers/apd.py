@@ -39,13 +39,13 @@ class APD(LeftToRight):
         weight: R, between 0 (the verifier alone decides) and 1 (all is accepted); scalar or [B]. Default: 0.7, within
             APD's trade-off from 0.1 (more tokens a forward) to 0.9.
         window: W, positions before those of the step before whose keys and values are kept fresh; None recomputes
-            everything. Scalar or [B], at least 1. Default: None, exact.
-        lookahead: M, masked positions that exist at once; None is all. Scalar or [B]. Default: None, exact.
+            everything. Scalar or [B], at least 1. Default: none, exact.
+        lookahead: M, masked positions that exist at once; None is all. Scalar or [B]. Default: none, exact.
         sampling: how the draft is drawn; greedy by default. Not with `defer`.
         stop: when a row ends; only generated tokens are looked at. What the same step wrote behind the end stays in
             `Result.tokens`, as `Result.lengths` says. Default: the model's end tokens.
         most_window, most_lookahead: the largest window and lookahead that the program has room for, so that changing
-            them compiles nothing; None takes the numbers themselves, which must then be plain ones. Default: None, no
+            them compiles nothing; None takes the numbers themselves, which must then be plain ones. Default: none, no
             more room than the numbers need.
         limits: what follows from them; not to be given.
     """
@@ -121,11 +121,11 @@ class LeftRight(LeftToRight):
         gen_length: G, positions to generate. Default: 256, enough for a reasoned answer.
         tokens_per_step: K, tokens that a step writes, as far as the lookahead and the generation go. Scalar or [B].
             Default: exact left-to-right sampling.
-        window: W, as in `APD`. Default: None, exact.
-        lookahead: M, as in `APD`. Default: None, exact.
+        window: W, as in `APD`. Default: none, exact.
+        lookahead: M, as in `APD`. Default: none, exact.
         sampling, limits: as in `APD`.
         stop: as in `APD`. Default: the model's end tokens.
-        most_window, most_lookahead: as in `APD`. Default: None, no more room than the numbers need.
+        most_window, most_lookahead: as in `APD`. Default: none, no more room than the numbers need.
     """
 
     gen_length: int

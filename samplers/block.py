@@ -54,26 +54,26 @@ class BlockSampler:
     Attributes:
         rule: what is committed. It has no default of its own, see `registry.USUAL`.
         gen_length: G, positions to generate. It has no default of its own, see `registry.USUAL`.
-        block_length: length of a block; the last may be shorter. None is one block. Default: None, nothing but the rule
+        block_length: length of a block; the last may be shorter. None is one block. Default: none, nothing but the rule
             restricts the order.
         cache: which keys and values are reused. Default: none, exact.
-        smoothing: carry what each forward expects at open positions over to the next; None does not. Default: None,
+        smoothing: carry what each forward expects at open positions over to the next; None does not. Default: none,
             what the model was trained with.
         align_blocks: blocks begin at multiples of block_length counted from the prompt's start, so that a row's first
             may begin within its prompt and be shorter (dInfer's `start_block_align`). Block diffusion models need that;
             their blocks are then `block_length` long, whatever they were trained with. Default: off, so that all blocks
             are equally long.
         sub_block_length: of a block diffusion model, decode each block in smaller ones of this length, from left to
-            right (Fast-dLLM v2); must divide `block_length`. None decodes it at once. Default: None, the block as the
+            right (Fast-dLLM v2); must divide `block_length`. None decodes it at once. Default: none, the block as the
             model learned it.
         sampling: how tokens are drawn; greedy by default.
         stop: when a row ends before its canvas is full; None runs to the end. See `stopping.stop_on`. Default: the
             model's end tokens.
-        guidance: scale of classifier-free guidance; None runs without. Default: None; it doubles the rows of each
+        guidance: scale of classifier-free guidance; None runs without. Default: none; it doubles the rows of each
             forward.
         canvas_length: pad every row with masks to this total length, prompt included; masks behind the generation are
             context and stay (EB-Sampler pads to the model's maximum length). None adds none; a row whose prompt and
-            generation are longer gets none. Default: None; masks behind the generation cost work.
+            generation are longer gets none. Default: none; masks behind the generation cost work.
         fill_after_eos: as soon as an end-of-sequence token is final, all positions behind it become it, committed or
             not, and count as context from then on (Fast-dLLM's early stop). Fewer forwards, slightly other tokens.
             Default: off, which changes no token.

@@ -123,16 +123,16 @@ class PipelineSampler:
         tau_act: decoded share of a block at which the next is fully active. Default: D2F's.
         threshold: tau_conf; a confidence must be above it in blocks that are not fully active. Default: D2F's.
         rule: what is committed in fully active blocks; None is D2F's own, all that is surer than `threshold`. Default:
-            None, as published.
+            none, as published.
         forced: what orders the positions when the rule chooses none: the official code's "default", "neg_entropy" and
             "margin_confidence". Default: the official code's.
         in_flight: most blocks from the first whose keys and values are not final on; a row at the bound appends no
             block before one is cached, and may spend a forward on caching alone, which the unbounded official pipeline
-            does not. None is no bound. Default: None, as published.
+            does not. None is no bound. Default: none, as published.
         end_ids: [n] int32, tokens after which a row appends no more blocks; None is the end-of-sequence token.
         sampling: how tokens are drawn; greedy by default.
         stop: when a row ends although blocks in the pipeline have masks; None completes them all, as D2F does. Default:
-            None, as D2F; a row still appends nothing behind an end token.
+            none, as D2F; a row still appends nothing behind an end token.
     """
 
     gen_length: int

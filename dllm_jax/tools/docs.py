@@ -10,11 +10,11 @@ class About(NamedTuple):
 
     Attributes:
         meaning: what it is.
-        why: why its default is what it is, the sentence behind "Default:"; empty where there is none.
+        why: why its default is what it is, what is said behind "Default:"; empty where nothing is.
     """
 
-    meaning: str
-    why: str
+    meaning: str = ""
+    why: str = ""
 
 
 def summary(kind: type) -> str:
@@ -25,10 +25,10 @@ def summary(kind: type) -> str:
 def attributes(kind: type) -> dict[str, About]:
     """Field -> what the documentation of the class, or of the class that it comes from, says under "Attributes:"."""
     sections = [(inspect.getdoc(base) or "").partition("Attributes:\n")[2] for base in reversed(kind.__mro__)]
-    found = {}
+    found: dict[str, About] = {}
     for names, text in re.findall(r"^    (\w+(?:, \w+)*): (.+(?:\n {8}.+)*)", "\n".join(sections), re.MULTILINE):
         meaning, _, why = _line(text).partition("Default: ")
-        found |= dict.fromkeys(names.split(", "), About(meaning.rstrip(), why))
+        found |= dict.fromkeys(names.split(", "), About(meaning.rstrip(), why.removesuffix(".")))
     return found
 
 

@@ -36,7 +36,7 @@ class Dream(Rule):
             evaluations.
         eps: last time of the schedule. Default: that of Dream's code.
         alg_temp: draw the positions with probability softmax(score / alg_temp) instead of taking the best. Default:
-            None, as in Dream's evaluations.
+            none, as in Dream's evaluations.
         score_from: "sampling" scores the tempered and truncated distribution, as published: at low temperature many
             positions tie at certainty and decoding becomes nearly left to right, which serves the Instruct model well.
             "raw" scores the model's own distribution. Default: as published.

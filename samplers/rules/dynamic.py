@@ -25,7 +25,7 @@ class Dynamic(Rule):
     Attributes:
         threshold: above 1 nothing exceeds it; None commits the shares. Default: SDAR's.
         steps: forwards that a block is shared over, the first ones get what is left over; None shares one position to
-            each. Default: None, the most careful.
+            each. Default: none, the most careful.
         order: which positions are a share. Default: that of SDAR's and LLaDA2.0's sampler.
     """
 

@@ -29,7 +29,7 @@ class NI(Rule):
             one.
         indicator_threshold: scores above it are committed; at 1 none are. Default: NI-Sampling's published one.
         steps: forwards of the whole generation, which set the quota as in LLaDA's sampler; None is one per forward.
-            Default: None, so that the two thresholds decide.
+            Default: none, so that the two thresholds decide.
         scope: where the indicator is asked: in the active "block", in the "rest", which is all that a forward runs from
             there on, or "auto", the published choice, the rest without a cache and the block with one. With a prefix
             cache, whose forwards run all that is left, "rest" saves more (`evals/results`). Default: as published.
