@@ -32,7 +32,8 @@ class Costs:
 
     Attributes:
         batch, prompt_length: B rows, each with room for so many tokens of a prompt.
-        positions: how many positions of a row forwards run, ascending: the last is a full forward, others are windows.
+        rows: positions of a row that forwards run, ascending -> how many rows run so many at a time. The last is a full
+            forward, others are windows.
         forwards: fewest and most forwards of a row, if no end token ends it before.
         weights: of the model, and of a verifier.
         buffers: keys and values.
@@ -42,12 +43,17 @@ class Costs:
 
     batch: int
     prompt_length: int
-    positions: tuple[int, ...]
+    rows: Mapping[int, int]
     forwards: tuple[int, int]
     weights: int
     buffers: int
     state: int
     work: int
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """What forwards run of a row, ascending."""
+        return tuple(self.rows)
 
     @property
     def total(self) -> int:
@@ -73,16 +79,17 @@ def costs_of(
     seen.clear()  # what reads the prompt is no forward that decodes
     jax.eval_shape(lambda sampler, denoiser, state: sampler.step(denoiser, state), sampler, denoiser, state)
     layers = [x for x in jax.tree.leaves(state, is_leaf=_is_layer) if _is_layer(x)]
+    rows = {positions: seen[positions] for positions in sorted(seen)}
     buffers, verifier = num_bytes(layers), getattr(sampler, "verifier", None)
     return Costs(
         batch,
         prompt_length,
-        tuple(sorted(seen)),
+        rows,
         sampler.forwards(prompt_length),
         num_bytes(model.params) + (num_bytes(verifier) if verifier is not None else 0),
         buffers,
         num_bytes(state) - buffers,
-        _work(model, sampler, batch, seen, kernels_run(denoiser.dtype, None) if kernels is None else kernels),
+        work_of(model, sampler, batch, rows, kernels_run(denoiser.dtype, None) if kernels is None else kernels),
     )
 
 
@@ -127,12 +134,13 @@ def _is_layer(part: Any) -> bool:
     return isinstance(part, LayerKV)
 
 
-def _work(model: Model, sampler: Any, batch: int, rows: Mapping[int, int], kernels: bool) -> int:
+def work_of(model: Model, sampler: Any, batch: int, rows: Mapping[int, int], kernels: bool) -> int:
     """Bytes that a step needs beside weights and buffers: one layer's activations and, where no kernel keeps them on
     the chip, scores of attention; or a quantized kernel, where that is written out; and what the vocabulary is read by.
 
     Args:
-        rows: positions -> rows that run so many together.
+        rows: as in `Costs`.
+        kernels: whether kernels of our own run.
     """
     config, size = model.config, model.denoiser.dtype.itemsize
     layer = size * (2 * _hidden(config) + 4 * config.embed_dim)

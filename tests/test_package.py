@@ -8,6 +8,9 @@ from importlib.metadata import packages_distributions
 
 import pytest
 from conftest import ROOT
+from lowest import pins
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 import dllm_jax
 from dllm_jax.tools import dllm
@@ -57,6 +60,27 @@ def test_what_is_declared_is_imported():
         "lm-eval", "data", "export", "serve", "evals", "view"
     )
     assert needed - used <= BY_OTHERS
+
+
+def locked():
+    """Name -> version in requirements.lock."""
+    lines = (ROOT / "requirements.lock").read_text().splitlines()
+    assert all(re.fullmatch(r"#.*|[\w.-]+==[\w.!+]+", line) for line in lines)  # names and versions: no index, no path
+    return {normal(line): Version(line.partition("==")[2]) for line in lines if not line.startswith("#")}
+
+
+def test_the_lock_has_every_dependency_within_its_bounds():
+    tested, extras = locked(), PROJECT["optional-dependencies"]
+    for wanted in map(Requirement, [*PROJECT["dependencies"], *extras["test"], *extras["data"], *extras["lm-eval"]]):
+        assert normal(wanted.name) in tested, f"requirements.lock lacks {wanted.name}; run make lock"
+        assert tested[normal(wanted.name)] in wanted.specifier, f"requirements.lock is not within {wanted}"
+
+
+def test_the_least_versions_are_those_of_the_project():
+    found = pins((ROOT / "pyproject.toml").read_text())
+    assert [one.replace("==", ">=") for one in found] == PROJECT["dependencies"]
+    with pytest.raises(ValueError, match="one lower bound"):
+        pins('[project]\ndependencies = ["jax"]')
 
 
 def test_the_version_is_one(capsys):
