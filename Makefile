@@ -79,6 +79,7 @@ parity: $(READY) $(PARITY)/.installed
 package: $(READY)
 	rm -rf dist .package
 	$(PY) -m build --outdir dist .
+	tar -tf dist/*.tar.gz | grep -q '/NOTICE$$'
 	@set -e; tried=; \
 	for python in $(PYTHONS) $(abspath $(PY)); do \
 		if ! $$python -c '$(USABLE)' 2>/dev/null; then echo "skipped: there is no $$python"; continue; fi; \

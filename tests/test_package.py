@@ -103,3 +103,27 @@ def test_the_command_hands_over(capsys):
     assert capsys.readouterr().err == "error: no command is called 'sampel'; use convert, sample, serve, train, eval\n"
     assert dllm.main(["train", "masked-diffusion"]) == 2
     assert "--config" in capsys.readouterr().err
+
+
+DATA = {".json", ".jsonl", ".safetensors", ".html", ".yaml"}
+
+
+def test_the_notice_names_all_that_is_embedded():
+    """Every folder of the packages with files that are no code is in NOTICE."""
+    notice = (ROOT / "NOTICE").read_text()
+    files = [path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.suffix in DATA]
+    folders = {path.relative_to(ROOT) for path in files}
+    folders = {path for path in folders if path.parts[:2] not in (("evals", "results"), ("convert", "__pycache__"))}
+    assert len(folders) > 20
+    for path in folders:
+        named = [str(parent) for parent in (path, *path.parents) if len(parent.parts) > 1]
+        assert any(name in notice for name in named) or path.parts[2] in notice, path
+
+
+def test_licence_and_notice_go_with_the_package():
+    """That they arrive, `make package` tries (`tests/installed.sh`)."""
+    assert PROJECT["license-files"] == ["LICENSE", "NOTICE"] and all(
+        (ROOT / name).is_file() for name in ("LICENSE", "NOTICE")
+    )
+    script = (ROOT / "tests" / "installed.sh").read_text()
+    assert "licenses/LICENSE" in script and "licenses/NOTICE" in script
