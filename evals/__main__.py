@@ -74,12 +74,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_command(arguments: Sequence[str] | None) -> None:
-    options = _parser().parse_args(arguments)
+    options = command_line().parse_args(arguments)
     with meeting(getattr(options, "distributed", None)) as options.processes:
         options.command(options)
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_line() -> argparse.ArgumentParser:
+    """The options, for the command itself and for `dllm completion`."""
     parser = Parser(
         prog="python -m evals",
         description=__doc__,

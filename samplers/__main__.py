@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     said = sys.argv[1:] if arguments is None else list(arguments)
     if said[:1] == ["serve"]:
         return _serve(said[1:])
-    work = lambda: _run(_parser().parse_intermixed_args(said))
+    work = lambda: _run(command_line().parse_intermixed_args(said))
     return run_printing(work, "use a smaller --batch-size or --gen-length")
 
 
@@ -82,7 +82,7 @@ def _serve(said: Sequence[str]) -> int:
     return run_printing(lambda: run(said), "use fewer --slots, or a smaller --gen-length or --prompt-length")
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_line() -> argparse.ArgumentParser:
     """What says how to sample is in the options only where it was written: defaults are the checkpoint's to say."""
     parser = Parser(
         prog="python -m samplers",
@@ -201,7 +201,7 @@ def _loading(options: argparse.Namespace, look: Callable[[str], Model] = outline
     Args:
         look: gives a model without its parameters.
     """
-    name, texts, named = said_by(options, _parser().parse_args([]))
+    name, texts, named = said_by(options, command_line().parse_args([]))
     if named is None:
         raise DllmError("no model was named; pass --model DIR_OR_NAME")
     bare = look(named)

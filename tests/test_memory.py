@@ -61,7 +61,7 @@ def test_mistakes_are_a_sentence(line, capsys):
 
 def test_what_it_advises_can_be_said():
     """Flags of the tables are flags of the command, and their values are of its types."""
-    parser = cli._parser()
+    parser = cli.command_line()
     said = [text.split() for text in re.findall(r"`(--[a-z][^`]*)`", CHOOSE) if len(text.split()) > 1]
     assert len(said) >= 6
     for words in said:

@@ -1,7 +1,10 @@
 """What the package says of itself is true: its dependencies, its files, its command."""
 
+import argparse
 import ast
 import re
+import shutil
+import subprocess
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
@@ -13,7 +16,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 import dllm_jax
-from dllm_jax.tools import dllm
+from dllm_jax.tools import completion, dllm
 
 PACKAGES = ("convert", "dllm_jax", "evals", "samplers", "train")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -45,6 +48,38 @@ def imported():
     }
 
 
+def options_of(parser):
+    """All option strings of a parser and of its commands."""
+    found = set(parser._option_string_actions)
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found |= set().union(*map(options_of, action.choices.values()))
+    return found
+
+
+@pytest.mark.parametrize("shell", completion.SHELLS)
+def test_shells_complete_every_command_and_option(shell, capsys, tmp_path):
+    pytest.importorskip("shtab")
+    assert dllm.main(["completion", shell]) == 0
+    made = capsys.readouterr().out
+    options = options_of(completion.whole(dllm._ABOUT))
+    assert {"--explain", "--gamma", "--sampler", "--slots", "--config", "--task"} <= options
+    assert all(option in made or (shell == "fish" and option.lstrip("-") in made) for option in options)
+    assert all(name in made for name in ("convert", "embedded", "sample", "serve", "masked-diffusion", "compare"))
+    program = shutil.which(shell)
+    if program is not None:  # bash is everywhere, the others may not be
+        (tmp_path / "script").write_text(made)
+        subprocess.run([program, "-n", tmp_path / "script"], check=True)
+
+
+def test_completion_without_its_package_or_its_shell(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    for said, wanted in ((["bash"], "dllm_jax[completion]"), (["tcsh"], "bash, zsh, fish"), ([], "bash|zsh|fish")):
+        assert dllm.main(["completion", *said]) == 2
+        told = capsys.readouterr().err
+        assert told.startswith("error: ") and wanted in told and told.count("\n") == 1
+
+
 def test_what_is_imported_is_declared():
     owners = packages_distributions()
     known = {normal(name) for name in PROJECT["dependencies"]} | declared(*PROJECT["optional-dependencies"])
@@ -57,7 +92,7 @@ def test_what_is_declared_is_imported():
     owners = packages_distributions()
     used = {normal(name) for module in imported() for name in owners.get(module, [module])}
     needed = {normal(name) for name in PROJECT["dependencies"]} | declared(
-        "lm-eval", "data", "export", "serve", "evals", "view"
+        "lm-eval", "data", "export", "serve", "evals", "view", "completion"
     )
     assert needed - used <= BY_OTHERS
 
@@ -89,18 +124,21 @@ def test_the_version_is_one(capsys):
     assert capsys.readouterr().out == f"dllm {dllm_jax.__version__}\n"
 
 
+COMMANDS = "convert, sample, serve, train, eval, completion"
+
+
 @pytest.mark.parametrize("said", [[], ["--help"]])
 def test_the_command_names_its_commands(said, capsys):
     assert dllm.main(said) == 0
     shown = capsys.readouterr().out
-    assert all(f"\n  {name} " in shown for name in ("convert", "sample", "serve", "train", "eval"))
+    assert all(f"\n  {name} " in shown for name in COMMANDS.split(", "))
 
 
 def test_the_command_hands_over(capsys):
     assert dllm.main(["sample", "--list"]) == 0
     assert "threshold" in capsys.readouterr().out
     assert dllm.main(["sampel"]) == 2
-    assert capsys.readouterr().err == "error: no command is called 'sampel'; use convert, sample, serve, train, eval\n"
+    assert capsys.readouterr().err == f"error: no command is called 'sampel'; use {COMMANDS}\n"
     assert dllm.main(["train", "masked-diffusion"]) == 2
     assert "--config" in capsys.readouterr().err
 
