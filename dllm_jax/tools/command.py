@@ -22,8 +22,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def console(otherwise: int = 160) -> Console:
-    """What tables are printed on: as wide as the terminal, or `otherwise` columns where nobody watches. Colours are left
-    out through a pipe, and where NO_COLOR is set."""
+    """What tables are printed on: as wide as the terminal, or `otherwise` columns where nobody watches. Colours are
+    left out through a pipe, and where NO_COLOR is set."""
     found = Console()
     return found if found.is_terminal else Console(width=otherwise)
 
