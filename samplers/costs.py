@@ -126,7 +126,7 @@ class _Watched(Denoiser):
         return super().forward(inputs, visible, **options)
 
     def denoise(self, canvas: jax.Array, soft: jax.Array, start: jax.Array, kv: KVCache) -> tuple[jax.Array, KVCache]:
-        self.seen.saw(*canvas.shape)
+        self.seen[canvas.shape[1]] = canvas.shape[0]  # all rows, where the encoder before it ran one after another
         return super().denoise(canvas, soft, start, kv)
 
 

@@ -152,7 +152,7 @@ def costs_told(costs: Costs, gen_length: int) -> list[str]:
     """What a run takes, a line each."""
     *windows, whole = costs.positions
     least, most = costs.forwards
-    run = f"{whole} in a full one" + (f", {', '.join(map(str, windows))} in a window" if windows else "")
+    run = f"{whole} in a full one, {', '.join(map(str, windows))} in a window" if windows else str(whole)
     forwards = str(least) if least == most else f"{least} to {most}"
     here, memory = jax.devices()[0].device_kind, device_memory()
     lines = [

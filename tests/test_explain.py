@@ -13,7 +13,7 @@ from dllm_jax.kv_cache import LayerKV
 from dllm_jax.loading import planned
 from dllm_jax.quantized import num_bytes
 from dllm_jax.tools import docs
-from samplers import CACHES, RULES, BlockSampler, Smoothing, make_sampler, rules, sample
+from samplers import CACHES, RULES, BlockSampler, Smoothing, make_sampler, rules, sample, sample_jit
 from samplers import __main__ as cli
 from samplers.build import WHY_IN_BLOCKS, in_blocks, typed
 from samplers.costs import costs_of
@@ -127,6 +127,14 @@ def _looked_up(logits, tokens, lengths):
     return jnp.broadcast_to(logits[: tokens.shape[1]], (*tokens.shape, 16))
 
 
+@pytest.mark.parametrize("spec", ["d2f:tau_add=0.5", "d2f:in_flight=1,tau_add=0.2", "leftright:tokens_per_step=5"])
+def test_loops_of_their_own_keep_to_it_too(llada_tiny, spec):
+    shape = {"gen_length": 24} if spec.startswith("leftright") else LENGTHS
+    sampler = make_sampler(llada_tiny, spec, ignore_eos=True, **shape)
+    result = sample_jit(sampler, llada_tiny.denoiser, jnp.arange(14).reshape(2, 7), jnp.asarray([7, 3]))
+    assert sampler.forwards(7)[0] <= int(result.nfe.min()) and int(result.nfe.max()) <= sampler.forwards(7)[1]
+
+
 @pytest.mark.parametrize(
     "spec, positions",
     [
@@ -144,6 +152,26 @@ def test_memory_is_that_of_the_state(llada_tiny, spec, positions):
     assert told.weights == num_bytes(llada_tiny.params) and told.buffers == num_bytes(layers)
     assert told.buffers + told.state == num_bytes(state)
     assert told.positions == positions
+
+
+def test_a_verifier_is_counted_and_writing_from_left_to_right_has_windows(dream_tiny, qwen2_tiny):
+    model, verifier = planned(dream_tiny.folder), planned(qwen2_tiny.folder)
+    sampler = make_sampler(model, "apd", verifier=verifier, gen_length=24, window=4, lookahead=8)
+    told = costs_of(model, sampler, 2, 32)
+    alone = costs_of(model, make_sampler(model, "leftright", gen_length=24, window=4, lookahead=8), 2, 32)
+    assert told.weights == num_bytes(dream_tiny.params) + num_bytes(qwen2_tiny.params) > alone.weights
+    assert told.buffers > alone.buffers and told.forwards == (3, 24) and alone.forwards == (24, 24)
+    assert alone.positions[0] == 3 + 2 * 8 and len(alone.positions) == 2
+
+
+def test_guidance_doubles_the_buffers_and_smoothing_keeps_embeddings(llada_tiny):
+    model = planned(llada_tiny.folder)
+    plain, guided, smooth = (
+        costs_of(model, make_sampler(model, "threshold", cache="dual", **LENGTHS, **more), 1, 32)
+        for more in ({}, {"guidance": 1.5}, {"smoothing": True})
+    )
+    assert guided.buffers == 2 * plain.buffers and smooth.buffers == plain.buffers
+    assert smooth.state - plain.state >= 56 * model.config.embed_dim * 4
 
 
 def test_quantized_weights_are_counted_as_they_would_be_loaded(llada_tiny):
