@@ -4,8 +4,10 @@
 #   make slow       the tests that take long            make compile-check    what XLA makes of it for a TPU (fetches libtpu)
 #   make slow PART=1/2    half of them
 #   make format     rewrite the code in ruff's style    make package    wheel and source, tried where nothing else is installed
+#   make lowest     the least versions that are allowed make lock       take the newest versions, if they pass the tests
 #   make clean      remove everything that make made
 #   make PYTHON=... the Python to build .venv with      make goldens GOLDENS=DIR    those of another folder
+#   make LOCKED=0 ...  build .venv of the newest versions, not of those in requirements.lock
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -13,6 +15,11 @@ READY := $(VENV)/.installed
 HARNESS := $(VENV)/.harness
 PYTHON ?= python3.12 python3.13 python3.11 python3
 USABLE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
+
+# requirements.lock has the versions that were tested: no more than pins, of what would be installed anyway.
+LOCKED ?= 1
+PINS := $(if $(filter 0,$(LOCKED)),,-c requirements.lock)
+PYTHONS := python3.11 python3.12 python3.13
 
 # The folders that hold Python of ours: mypy refuses the name of one that is empty or missing.
 PACKAGES := $(patsubst %/,%,$(sort $(dir $(wildcard $(addsuffix /*.py,dllm_jax convert samplers train evals benchmarks)))))
@@ -31,7 +38,7 @@ MESH ?= $(if $(GPU),tensor=1,tensor=4)
 AOT := .aot/$(firstword $(subst :, ,$(TARGET)))
 AOT_PACKAGES = $(if $(GPU),'jax[cuda12-local]'==$$jax nvidia-cuda-nvcc-cu12,'jax[tpu]'==$$jax)
 
-.PHONY: test lint format typecheck pytest slow slow-list goldens parity package compile-check demo clean
+.PHONY: test lint format typecheck pytest slow slow-list goldens parity package lowest lock compile-check demo clean
 
 test: lint typecheck pytest
 
@@ -67,13 +74,36 @@ parity: $(READY) $(PARITY)/.installed
 	PYTHONPATH=$(PARITY) $(PY) -c 'import torch'
 	PYTHONPATH=$(PARITY) $(PY) -m pytest -q tests/test_parity_transformers.py tests/test_parity_gemma.py
 
-# Source and wheel, the wheel made of the source, and what it does in an environment that has nothing else.
+# Source and wheel, the wheel made of the source, and what it does in environments that have nothing else but the newest
+# of what it needs: one of every Python that is here, of .venv's where none of these is.
 package: $(READY)
 	rm -rf dist .package
 	$(PY) -m build --outdir dist .
-	$(PY) -m venv .package
-	.package/bin/python -m pip install -q dist/*.whl
-	tests/installed.sh .package
+	tar -tf dist/*.tar.gz | grep -q '/NOTICE$$'
+	@set -e; tried=; \
+	for python in $(PYTHONS) $(abspath $(PY)); do \
+		if ! $$python -c '$(USABLE)' 2>/dev/null; then echo "skipped: there is no $$python"; continue; fi; \
+		if [ "$$python" = $(abspath $(PY)) ] && [ -n "$$tried" ]; then continue; fi; \
+		tried="$$tried $$python"; rm -rf .package; echo "the package with $$python"; \
+		$$python -m venv .package; .package/bin/python -m pip install -q dist/*.whl; tests/installed.sh .package; \
+	done; echo "tried:$$tried"
+
+# The least Python, the least version of all that pyproject.toml asks for, and a part of the tests.
+lowest:
+	@if ! $(firstword $(PYTHONS)) -c '$(USABLE)' 2>/dev/null; then \
+		echo "skipped: there is no $(firstword $(PYTHONS)), and others lack wheels of the least versions"; exit 0; \
+	fi; \
+	set -e; rm -rf .lowest; $(firstword $(PYTHONS)) -m venv .lowest; \
+	.lowest/bin/python tests/lowest.py > .lowest/pins.txt; \
+	.lowest/bin/python -m pip install -q -c .lowest/pins.txt -e . pytest pytest-xdist hypothesis; \
+	tests/installed.sh .lowest; \
+	.lowest/bin/python -m pytest -q -n auto -m 'not slow' tests/test_load.py tests/test_explain.py
+
+# The newest versions become those of requirements.lock when they have passed the tests.
+lock:
+	rm -rf $(VENV)
+	$(MAKE) test LOCKED=0
+	{ head -n 1 requirements.lock; $(PY) -m pip freeze --exclude-editable; } > .lock && mv .lock requirements.lock
 
 compile-check: $(READY) $(AOT)/.installed
 	$(AOT)/bin/python -m benchmarks.compile --target $(TARGET) --mesh $(MESH) --batch 8 --check
@@ -102,7 +132,7 @@ embedded-%: $(READY)
 	$(PY) -m evals run --model $* --task $(TASK_$*) --sampler topk --n 2000 --json > convert/embedded/$*/scores.json
 
 clean:
-	rm -rf $(VENV) $(PARITY) .aot .package .demo .jax_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) $(PARITY) .aot .package .lowest .demo .jax_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 
 # An environment that does not run (its Python is gone) is made anew, one that runs is kept.
 ifneq ($(shell $(PY) -c '$(USABLE)' 2>/dev/null && echo runs),runs)
@@ -110,7 +140,7 @@ ifneq ($(shell $(PY) -c '$(USABLE)' 2>/dev/null && echo runs),runs)
 endif
 
 # A name in PYTHON may exist and not run (a pyenv shim without a version), so each is tried by running it.
-$(READY): pyproject.toml
+$(READY): pyproject.toml requirements.lock
 	@if ! $(PY) -c '$(USABLE)' 2>/dev/null; then \
 		found=; \
 		for python in $(PYTHON); do \
@@ -122,12 +152,12 @@ $(READY): pyproject.toml
 		echo "making $(VENV) with $$found"; \
 		$$found -m venv --clear $(VENV) || exit 1; \
 	fi
-	$(PY) -m pip install -q -e '.[test]'
+	$(PY) -m pip install -q $(PINS) -e '.[test]'
 	touch $@
 
 # lm-evaluation-harness brings as much as all the rest; only tests need that, and what reads data.
 $(HARNESS): $(READY)
-	$(PY) -m pip install -q -e '.[data,lm-eval]'
+	$(PY) -m pip install -q $(PINS) -e '.[data,lm-eval]'
 	touch $@
 
 $(PARITY)/.installed: | $(READY)

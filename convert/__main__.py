@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for logger in ("absl", "asyncio"):  # Orbax raises what goes wrong, and logs it as well
         logging.getLogger(logger).setLevel(logging.CRITICAL)
     try:
-        options = _parser().parse_args(arguments)
+        options = command_line().parse_args(arguments)
         options.run(options)
     except DllmError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -40,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_line() -> argparse.ArgumentParser:
+    """The options, for the command itself and for `dllm completion`."""
     parser = Parser(prog="python -m convert", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for family in FAMILIES:

@@ -151,13 +151,7 @@ def load_params(
     """
     config, path = load_config(folder), (Path(folder) / PARAMS_FOLDER).resolve()
     stored = stored_params(folder)
-    wide = wide_params(config)
-    plain = {name: x for name, x in stored.items() if not _is_quantized(name, stored) and name not in wide}
-    dtypes = {str(dtype) if dtype else str(entry.dtype) for entry in plain.values()}
-    if len(dtypes) > 1:
-        raise DllmError(f"{path} mixes the dtypes {sorted(dtypes)}; say which one to load with dtype=")
-    check_names_and_shapes({name: tuple(entry.shape) for name, entry in stored.items()}, config, str(path))
-    wanted = abstract_params(quantizing(config, quantize, str(folder)), dtypes.pop(), shardings)
+    wanted = params_to_load(folder, dtype=dtype, shardings=shardings, quantize=quantize)
     if shardings is None:
         device = SingleDeviceSharding(jax.local_devices()[0])
         wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), wanted)
@@ -166,6 +160,27 @@ def load_params(
         return {name: _put(param, wanted[name]) for name, param in tensors}
     with alone() if shardings is None else contextlib.nullcontext():
         return _restored(path, stored, wanted)
+
+
+def params_to_load(
+    folder: str | Path,
+    *,
+    dtype: str | None = None,
+    shardings: Mapping[str, Any] | None = None,
+    quantize: Quantize | None = None,
+) -> dict[str, Any]:
+    """Shapes and dtypes (and shardings) of what `load_params` gives, which stand in the files' headers.
+
+    Arguments and errors are those of `load_params`.
+    """
+    config, path, stored = load_config(folder), (Path(folder) / PARAMS_FOLDER).resolve(), stored_params(folder)
+    wide = wide_params(config)
+    plain = {name: x for name, x in stored.items() if not _is_quantized(name, stored) and name not in wide}
+    dtypes = {str(dtype) if dtype else str(entry.dtype) for entry in plain.values()}
+    if len(dtypes) > 1:
+        raise DllmError(f"{path} mixes the dtypes {sorted(dtypes)}; say which one to load with dtype=")
+    check_names_and_shapes({name: tuple(entry.shape) for name, entry in stored.items()}, config, str(path))
+    return abstract_params(quantizing(config, quantize, str(folder)), dtypes.pop(), shardings)
 
 
 def alone() -> Any:

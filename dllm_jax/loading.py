@@ -110,6 +110,18 @@ def outline(path_or_name: str | Path) -> Model:
     return Model(config, {}, tokenizer, folder.resolve().name, folder, checkpoint.load_generation(folder))
 
 
+def planned(path_or_name: str | Path, *, dtype: DTypeLike | None = None, quantize: Quantize | None = None) -> Model:
+    """What `load` would give on one device, with the shapes of its parameters instead of arrays.
+
+    Arguments and errors are those of `load`.
+    """
+    found, dtype_name = outline(path_or_name), _dtype_name(dtype)
+    assert found.folder is not None
+    params = checkpoint.params_to_load(found.folder, dtype=dtype_name, quantize=quantize)
+    config = checkpoint.quantizing(found.config, quantize, str(found.folder))
+    return dataclasses.replace(found, config=config, params=params)
+
+
 def random_model(
     name_or_config: str | ModelConfig,
     *,

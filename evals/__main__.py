@@ -32,12 +32,11 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
 from dllm_jax import DllmError, Model
-from dllm_jax.tools.command import Parser, run_printing
+from dllm_jax.tools.command import Parser, console, run_printing
 from evals import figures, files, leaderboard, plots, trajectories, tune
 from evals.counting import as_line
 from evals.flags import add_batch, add_count, add_distributed, add_model, add_task, command, models_of
@@ -74,12 +73,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_command(arguments: Sequence[str] | None) -> None:
-    options = _parser().parse_args(arguments)
+    options = command_line().parse_args(arguments)
     with meeting(getattr(options, "distributed", None)) as options.processes:
         options.command(options)
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_line() -> argparse.ArgumentParser:
+    """The options, for the command itself and for `dllm completion`."""
     parser = Parser(
         prog="python -m evals",
         description=__doc__,
@@ -291,9 +291,9 @@ def _compare(options: argparse.Namespace) -> None:
     models, answers = models_of(options), list[Generation]()
     bound = [models.build(sampler, task)[1] for sampler in samplers]
     print(bound[0].question(bound[0].example(options.split, options.index)), end="\n\n")
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    shown = console()
     table = Table(Column("sampler", no_wrap=True), "forwards", "tokens/forward", "", "answer", box=box.SIMPLE)
-    with console.status("sampling", spinner="line") if console.is_terminal else contextlib.nullcontext():
+    with shown.status("sampling", spinner="line") if shown.is_terminal else contextlib.nullcontext():
         for sampler, own in zip(samplers, bound, strict=True):
             examples = [own.example(options.split, options.index)]
             if options.save_view is None:
@@ -303,7 +303,7 @@ def _compare(options: argparse.Namespace) -> None:
                 answers.append(answer)
             mark = "right" if row.correct else "wrong"
             table.add_row(Text(str(sampler)), str(row.nfe), f"{row.tokens / max(row.nfe, 1):.1f}", mark, Text(row.text))
-    console.print(table)
+    shown.print(table)
     if options.save_view is not None:
         view_of(answers, [str(sampler) for sampler in samplers]).save(options.save_view)
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from dllm_jax.errors import DllmError
+from dllm_jax.tools.command import console
 from evals import files, plots
 from evals.area import LEADERBOARD, aup
 from evals.sampler import parse_sampler
@@ -320,4 +320,4 @@ def _print(table: Sequence[Mapping[str, Any]], best: float) -> None:
         style = "bold" if row["source"] == "ours" else None
         words = (row[name] for name in ("method", "model", "source", "counting"))
         shown.add_row(*words, *(number(*pair) for pair in numbers), style=style)
-    Console(width=None if Console().is_terminal else 160).print(shown)
+    console().print(shown)

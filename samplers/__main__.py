@@ -12,17 +12,18 @@ text; with a prompt beside it, the text is the answer to that.
 `python -m samplers --prompts in.jsonl --out out.jsonl --model DIR_OR_NAME` answers a file of any size, a line of
 JSON for each line; a run that was killed goes on where it was when the same command is given again (docs/files.md).
 
+`python -m samplers --explain --model DIR_OR_NAME ...` says where every setting comes from and why it is so, how many
+forwards there will be, and what memory they take. It reads no weights, and ends (docs/choose.md).
+
 `python -m samplers serve --model DIR_OR_NAME` is a server in the shape of OpenAI's (`... serve --help`). A first
 argument `serve` always means that; as a prompt the word goes behind an option: `--model DIR_OR_NAME serve`.
 """
 
 import argparse
 import functools
-import inspect
 import io
 import json
 import logging
-import re
 import shutil
 import sys
 import textwrap
@@ -33,14 +34,17 @@ from rich.console import Console
 
 import dllm_jax
 from dllm_jax import DllmError, Model
-from dllm_jax.loading import outline
-from dllm_jax.tools import spec
+from dllm_jax.loading import outline, planned
+from dllm_jax.quantized import told_dtype
+from dllm_jax.tools import docs, spec
 from dllm_jax.tools.command import Parser, run_printing
 from samplers.answers import Generation
 from samplers.build import CanvasSampler, defaults_of, typed, with_verifier
 from samplers.caches import CACHES
 from samplers.checks import check_number, check_whole
-from samplers.files import Loading, answer_file, check_flags
+from samplers.costs import costs_of
+from samplers.explain import Setting, explained, explained_as_json, print_explained
+from samplers.files import SLOTS, Loading, answer_file, check_flags
 from samplers.flags import add_model, add_sampler, default_of, flag_of, said_by, written_fields
 from samplers.generate import prepare
 from samplers.infill import filled, prepare_infill, requests_for
@@ -48,6 +52,7 @@ from samplers.lines import prompts_of
 from samplers.live import Watched, watch
 from samplers.outputs import Share, joined
 from samplers.presets import PRESETS
+from samplers.prompts import bucket_length
 from samplers.recording import compile_steps, record_all
 from samplers.registry import LOOPS, kind_of
 from samplers.requests import Request, requests_of
@@ -66,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     said = sys.argv[1:] if arguments is None else list(arguments)
     if said[:1] == ["serve"]:
         return _serve(said[1:])
-    work = lambda: _run(_parser().parse_intermixed_args(said))
+    work = lambda: _run(command_line().parse_intermixed_args(said))
     return run_printing(work, "use a smaller --batch-size or --gen-length")
 
 
@@ -77,7 +82,7 @@ def _serve(said: Sequence[str]) -> int:
     return run_printing(lambda: run(said), "use fewer --slots, or a smaller --gen-length or --prompt-length")
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_line() -> argparse.ArgumentParser:
     """What says how to sample is in the options only where it was written: defaults are the checkpoint's to say."""
     parser = Parser(
         prog="python -m samplers",
@@ -98,6 +103,7 @@ def _parser() -> argparse.ArgumentParser:
         help="fill this text's gaps, <gap:8> is one of 8 tokens; repeatable",
     )
     add_model(parser)
+    add("--explain", action="store_true", help="print every setting, why it is so, and what a run takes; loads nothing")
     add("--list", action="store_true", help="print rules, cache policies and samplers with their options")
     add("--chat", action="store_true", help="take a prompt as a user's message in the model's chat format")
     add("--system", metavar="TEXT", help="system message; implies --chat")
@@ -124,6 +130,9 @@ def _run(options: argparse.Namespace) -> None:
     check_whole("seed", options.seed, 0, 2**32 - 1)
     check_flags(options)
     _check_view(options)
+    if options.explain:
+        _explain(options)
+        return
     share = Share() if options.distributed is None else joined(options.distributed)
     if options.prompts is not None and options.infill is None and not options.prompt:
         answer_file(options, _loading(options), share)
@@ -142,12 +151,60 @@ def _check_view(options: argparse.Namespace) -> None:
         raise DllmError("--batch-size has no effect beside --save-view, which runs prompts one by one; leave it out")
 
 
-def _loading(options: argparse.Namespace) -> Loading:
-    """What is to be loaded."""
-    name, texts, named = said_by(options, _parser().parse_args([]))
+def _explain(options: argparse.Namespace) -> None:
+    """Prints where the settings come from and what a run takes, of shapes alone."""
+    prompts = bool(options.prompt) or options.prompts is not None or options.infill is not None
+    loading = _loading(options, functools.partial(planned, dtype=options.dtype, quantize=options.quantize))
+    model = loading.bare
+    usual = [model.config.eos_id] * min(USUAL_PROMPT, model.config.max_length // 4)
+    work = _work(options) if prompts else _Work([{}], functools.partial(_generation, [usual]))
+    ready = work.prepare(model, **loading.outlined)
+    together = options.batch_size or (SLOTS if options.prompts is not None else len(ready.requests))
+    longest = bucket_length(max(len(request.prompt) for request in ready.requests))
+    costs = costs_of(model, ready.sampler, min(together, len(ready.requests)), longest)
+    assumed = Setting("prompt", f"{len(usual)} tokens", "the library", "none was given, so this length is counted with")
+    own = _own_settings(options, model) + ([] if prompts else [assumed])
+    settings = own + explained(model, loading.outlined["sampler"], loading.said)
+    if options.json:
+        print(explained_as_json(settings, costs))
+    else:
+        print_explained(settings, costs, ready.sampler.gen_length)
+
+
+USUAL_PROMPT = 128
+"""Tokens of the prompt that `--explain` counts on where none is given."""
+
+
+def _own_settings(options: argparse.Namespace, model: Model) -> list[Setting]:
+    """The settings that are the command's, and why their defaults are what they are."""
+    chat, batch = options.chat or options.system is not None, options.batch_size
+    stored = options.dtype is None and options.quantize is None
+    rows = [  # name, value, whether it was said, and else where it comes from and why
+        ("model", model.name, True, "", ""),
+        (
+            "weights",
+            told_dtype(model.params),
+            not stored,
+            "the checkpoint",
+            "as they are stored",
+        ),
+        ("chat", spec.written(chat), chat, "the library", "a prompt is taken as it is written"),
+        ("seed", str(options.seed), options.seed, "the library", "it counts where something is drawn"),
+        ("batch_size", spec.written(batch), batch, "the library", f"all prompts together, {SLOTS} of a file"),
+    ]
+    return [Setting(*row[:2], *(("the command line", "") if row[2] else row[3:])) for row in rows]
+
+
+def _loading(options: argparse.Namespace, look: Callable[[str], Model] = outline) -> Loading:
+    """What is to be loaded.
+
+    Args:
+        look: gives a model without its parameters.
+    """
+    name, texts, named = said_by(options, command_line().parse_args([]))
     if named is None:
         raise DllmError("no model was named; pass --model DIR_OR_NAME")
-    bare = outline(named)
+    bare = look(named)
     said = typed(name, texts, under=defaults_of(bare)).options
     always = {"sampler": name, "chat": options.chat, "system": options.system, "seed": options.seed}
 
@@ -156,7 +213,7 @@ def _loading(options: argparse.Namespace) -> Loading:
         with Console(stderr=True).status(f"loading {named}", spinner="line"):
             return load(named), {**with_verifier(said, load), **always}
 
-    return Loading(bare, said, {**with_verifier(said, outline), **always}, load)
+    return Loading(bare, said, {**with_verifier(said, look), **always}, load)
 
 
 def _answer_all(options: argparse.Namespace) -> None:
@@ -294,7 +351,7 @@ def _listing() -> str:
     lines = ["rules, by --rule:", *_listed(RULES, width)]
     lines += ["", "cache policies, by --cache:", *_listed(CACHES, width)]
     lines += ["", "samplers with a loop of their own, by --sampler NAME:option=value,option=value or flags:"]
-    lines += [*_listed(LOOPS, width), "", *_wrapped(f"--smoothing: {_summary(Smoothing)}", width, "  ")]
+    lines += [*_listed(LOOPS, width), "", *_wrapped(f"--smoothing: {docs.summary(Smoothing)}", width, "  ")]
     lines += ["", "presets, by --preset:", ""]
     for name, options in PRESETS.items():
         told = ", ".join(f"{option} {value}" for option, value in options.items() if option != "smoothing")
@@ -306,28 +363,18 @@ def _listing() -> str:
 def _listed(table: Mapping[str, type], width: int) -> Iterator[str]:
     for name, kind in table.items():
         yield ""
-        yield from _wrapped(f"{name}: {_summary(kind)}", width, "  ")
-        about = _attribute_docs(kind)
+        yield from _wrapped(f"{name}: {docs.summary(kind)}", width, "  ")
+        about = docs.attributes(kind)
         for option in written_fields(kind):
             words = ", ".join(spec.choices(kind_of(kind, option)))
             values = f"(default: {default_of(kind, option)}{words and f'; one of {words}'})"
-            yield from _wrapped(f"    {flag_of(option)} {values} {about.get(option, '')}", width, "        ")
+            meaning, why = about.get(option, docs.About())
+            told = f"{meaning} Default: {why}." if why else meaning
+            yield from _wrapped(f"    {flag_of(option)} {values} {told}", width, "        ")
 
 
 def _wrapped(text: str, width: int, indent: str) -> Iterator[str]:
     yield from textwrap.wrap(text, width, subsequent_indent=indent)
-
-
-def _summary(kind: type) -> str:
-    """The first paragraph of a class's documentation on one line."""
-    return " ".join((inspect.getdoc(kind) or "").partition("\n\n")[0].split())
-
-
-def _attribute_docs(kind: type) -> dict[str, str]:
-    """Attribute -> its sentence in the documentation of the class, or of the class that it comes from."""
-    sections = [(inspect.getdoc(base) or "").partition("Attributes:\n")[2] for base in reversed(kind.__mro__)]
-    found = re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", "\n".join(sections), re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in found}
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dllm_jax.denoiser import DenoiserLike
 from dllm_jax.errors import DllmError
@@ -32,17 +33,20 @@ class APD(LeftToRight):
     sample of the dLLM. Rejected positions get nothing of the target.
 
     Attributes:
-        verifier: the causal model, see `verifier_for`; its parameters are data.
-        gen_length: G, positions to generate.
-        weight: R, between 0 (the verifier alone decides) and 1 (all is accepted); scalar or [B].
+        verifier: the causal model, see `verifier_for`; its parameters are data. Which one fits is the tokenizer's to
+            say, so there is no default.
+        gen_length: G, positions to generate. Default: 256, enough for a reasoned answer.
+        weight: R, between 0 (the verifier alone decides) and 1 (all is accepted); scalar or [B]. Default: 0.7, within
+            APD's trade-off from 0.1 (more tokens a forward) to 0.9.
         window: W, positions before those of the step before whose keys and values are kept fresh; None recomputes
-            everything. Scalar or [B], at least 1.
-        lookahead: M, masked positions that exist at once; None is all. Scalar or [B].
+            everything. Scalar or [B], at least 1. Default: none, exact.
+        lookahead: M, masked positions that exist at once; None is all. Scalar or [B]. Default: none, exact.
         sampling: how the draft is drawn; greedy by default. Not with `defer`.
         stop: when a row ends; only generated tokens are looked at. What the same step wrote behind the end stays in
-            `Result.tokens`, as `Result.lengths` says.
+            `Result.tokens`, as `Result.lengths` says. Default: the model's end tokens.
         most_window, most_lookahead: the largest window and lookahead that the program has room for, so that changing
-            them compiles nothing; by default the numbers themselves, which must then be plain ones.
+            them compiles nothing; None takes the numbers themselves, which must then be plain ones. Default: none, no
+            more room than the numbers need.
         limits: what follows from them; not to be given.
     """
 
@@ -114,11 +118,14 @@ class LeftRight(LeftToRight):
     """The baseline of APD: always writes the same number of tokens; one is exact left-to-right sampling of the dLLM.
 
     Attributes:
-        gen_length: G, positions to generate.
+        gen_length: G, positions to generate. Default: 256, enough for a reasoned answer.
         tokens_per_step: K, tokens that a step writes, as far as the lookahead and the generation go. Scalar or [B].
-        window: W, as in `APD`.
-        lookahead: M, as in `APD`.
-        sampling, stop, most_window, most_lookahead, limits: as in `APD`.
+            Default: exact left-to-right sampling.
+        window: W, as in `APD`. Default: none, exact.
+        lookahead: M, as in `APD`. Default: none, exact.
+        sampling, limits: as in `APD`.
+        stop: as in `APD`. Default: the model's end tokens.
+        most_window, most_lookahead: as in `APD`. Default: none, no more room than the numbers need.
     """
 
     gen_length: int
@@ -134,6 +141,11 @@ class LeftRight(LeftToRight):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_whole("tokens_per_step", self.tokens_per_step, 1)
+
+    def forwards(self, prompt_length: int) -> tuple[int, int]:
+        """The same number twice, where all rows write as many tokens a step."""
+        count = -(-self.gen_length // np.minimum(np.asarray(self.tokens_per_step), self.reach))
+        return int(count.min()), int(count.max())
 
     def write(
         self, denoiser: DenoiserLike, state: LeftRightState, front: Frontier, draft: Draft

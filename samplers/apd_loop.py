@@ -149,6 +149,10 @@ class LeftToRight:
         )
         object.__setattr__(self, "limits", limits)
 
+    def forwards(self, prompt_length: int) -> tuple[int, int]:
+        """Fewest and most forwards of the dLLM on a row, if no end token ends it before."""
+        return -(-self.gen_length // self.reach), self.gen_length
+
     def start_parts(self, denoiser: DenoiserLike) -> None:
         """Raises DllmError for parts that do not fit the model; before the first forward."""
 

@@ -52,24 +52,31 @@ class BlockSampler:
     which say when a row leaves its block, where it goes, when it has ended and what an end token fills.
 
     Attributes:
-        rule: what is committed.
-        gen_length: G, positions to generate.
-        block_length: length of a block; the last may be shorter. None is one block.
-        cache: which keys and values are reused.
-        smoothing: carry what each forward expects at open positions over to the next; None does not.
+        rule: what is committed. It has no default of its own, see `registry.USUAL`.
+        gen_length: G, positions to generate. It has no default of its own, see `registry.USUAL`.
+        block_length: length of a block; the last may be shorter. None is one block. Default: none, nothing but the rule
+            restricts the order.
+        cache: which keys and values are reused. Default: none, exact.
+        smoothing: carry what each forward expects at open positions over to the next; None does not. Default: none,
+            what the model was trained with.
         align_blocks: blocks begin at multiples of block_length counted from the prompt's start, so that a row's first
             may begin within its prompt and be shorter (dInfer's `start_block_align`). Block diffusion models need that;
-            their blocks are then `block_length` long, whatever they were trained with.
+            their blocks are then `block_length` long, whatever they were trained with. Default: off, so that all blocks
+            are equally long.
         sub_block_length: of a block diffusion model, decode each block in smaller ones of this length, from left to
-            right (Fast-dLLM v2); must divide `block_length`. None decodes it at once.
+            right (Fast-dLLM v2); must divide `block_length`. None decodes it at once. Default: none, the block as the
+            model learned it.
         sampling: how tokens are drawn; greedy by default.
-        stop: when a row ends before its canvas is full; None runs to the end. See `stopping.stop_on`.
-        guidance: scale of classifier-free guidance; None runs without.
-        canvas_length: pad every row with masks to this total length, prompt included; masks behind the generation
-            are context and stay (EB-Sampler pads to the model's maximum length). None adds none; a row whose prompt
-            and generation are longer gets none.
-        fill_after_eos: as soon as an end-of-sequence token is final, all positions behind it become it, committed
-            or not, and count as context from then on (Fast-dLLM's early stop). Fewer forwards, slightly other tokens.
+        stop: when a row ends before its canvas is full; None runs to the end. See `stopping.stop_on`. Default: the
+            model's end tokens.
+        guidance: scale of classifier-free guidance; None runs without. Default: none; it doubles the rows of each
+            forward.
+        canvas_length: pad every row with masks to this total length, prompt included; masks behind the generation are
+            context and stay (EB-Sampler pads to the model's maximum length). None adds none; a row whose prompt and
+            generation are longer gets none. Default: none; masks behind the generation cost work.
+        fill_after_eos: as soon as an end-of-sequence token is final, all positions behind it become it, committed or
+            not, and count as context from then on (Fast-dLLM's early stop). Fewer forwards, slightly other tokens.
+            Default: off, which changes no token.
     """
 
     rule: Rule
@@ -122,6 +129,13 @@ class BlockSampler:
         end = prompt_length + (self.gen_length if gen_length is None else gen_length)
         first = prompt_length - (prompt_length % self.width if self.align_blocks else 0)
         return [(start, min(start + self.width, end)) for start in range(first, end, self.width)]
+
+    def forwards(self, prompt_length: int) -> tuple[int, int]:
+        """Fewest and most forwards of a row behind such a prompt, if no end token ends it before."""
+        spans = self.blocks(prompt_length)
+        each = [self.rule.forwards(end - max(start, prompt_length), len(spans)) for start, end in spans]
+        ahead = self.rule.reads_hidden and self.rule.looks_ahead(not isinstance(self.cache, NoCache))
+        return 1 if ahead else sum(least for least, _ in each), sum(most for _, most in each)
 
     def init(
         self,

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -73,6 +74,10 @@ class CanvasSampler(Sampler[Any], Protocol):
 
     def pending(self, state: Any) -> jax.Array:
         """[B, G] bool, positions that may still change."""
+        ...
+
+    def forwards(self, prompt_length: int) -> tuple[int, int]:
+        """Fewest and most forwards of a row behind such a prompt, if no end token ends it before."""
         ...
 
 
@@ -155,6 +160,16 @@ def defaults_of(model: Model) -> Settings:
         texts = {o: str(v) if isinstance(v, list | dict) else spec.written(v) for o, v in model.generation.items()}
         said = typed(texts.pop("sampler", None), texts, under=usual)
         return settle(said.name, said.options, usual)
+
+
+WHY_IN_BLOCKS: Mapping[str, str] = types.MappingProxyType(
+    {
+        "block_length": "the blocks that the model was trained with",
+        "align_blocks": "its blocks are counted from the prompt's first token",
+        "cache": "a block diffusion model's keys and values are final behind each block, so nothing is approximated",
+    }
+)
+"""Why the options that `in_blocks` sets are what they are."""
 
 
 def in_blocks(settings: Settings, model: Model) -> Settings:

@@ -114,23 +114,25 @@ class PipelineSampler:
     made keys and values final (the prompt's or those of complete blocks).
 
     Attributes:
-        gen_length: G, positions to generate.
+        gen_length: G, positions to generate. Default: 256, enough for a reasoned answer.
         block_length: L; the last block may be shorter (the official code leaves it out, which is `gen_lengths` rounded
-            down to a multiple of L).
+            down to a multiple of L). Default: D2F's; take the one that the student was trained with.
         align_blocks: blocks begin at multiples of L counted from the prompt's start, and not behind the prompt, so that
-            a row's first may begin within its prompt, as a block diffusion model's do.
-        tau_add: decoded share of the last block at which the next is appended.
-        tau_act: decoded share of a block at which the next is fully active.
-        threshold: tau_conf; a confidence must be above it in blocks that are not fully active.
-        rule: what is committed in fully active blocks; None is D2F's own, all that is surer than `threshold`.
+            a row's first may begin within its prompt, as a block diffusion model's do. Default: off, as in D2F.
+        tau_add: decoded share of the last block at which the next is appended. Default: D2F's for most tasks.
+        tau_act: decoded share of a block at which the next is fully active. Default: D2F's.
+        threshold: tau_conf; a confidence must be above it in blocks that are not fully active. Default: D2F's.
+        rule: what is committed in fully active blocks; None is D2F's own, all that is surer than `threshold`. Default:
+            none, as published.
         forced: what orders the positions when the rule chooses none: the official code's "default", "neg_entropy" and
-            "margin_confidence".
+            "margin_confidence". Default: the official code's.
         in_flight: most blocks from the first whose keys and values are not final on; a row at the bound appends no
             block before one is cached, and may spend a forward on caching alone, which the unbounded official pipeline
-            does not. None is no bound.
+            does not. None is no bound. Default: none, as published.
         end_ids: [n] int32, tokens after which a row appends no more blocks; None is the end-of-sequence token.
         sampling: how tokens are drawn; greedy by default.
-        stop: when a row ends although blocks in the pipeline have masks; None completes them all, as D2F does.
+        stop: when a row ends although blocks in the pipeline have masks; None completes them all, as D2F does. Default:
+            none, as D2F; a row still appends nothing behind an end token.
     """
 
     gen_length: int
@@ -172,6 +174,13 @@ class PipelineSampler:
         """N, blocks of a generation, the most where they are aligned."""
         before = self.block_length - 1 if self.align_blocks else 0
         return -(-(before + self.gen_length) // self.block_length)
+
+    def forwards(self, prompt_length: int) -> tuple[int, int]:
+        """Fewest and most forwards of a row behind such a prompt, if no end token ends it before: one appends a block
+        at most, and commits a position at least, but for those of a row at the bound of its blocks in flight."""
+        before = prompt_length % self.block_length if self.align_blocks else 0
+        blocks = -(-(before + self.gen_length) // self.block_length)
+        return blocks, self.gen_length + (0 if self.in_flight is None else blocks)
 
     @property
     def most_in_flight(self) -> int:

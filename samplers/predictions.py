@@ -44,12 +44,16 @@ class Sampling:
 
     Attributes:
         temperature: 0 or None is greedy; None also leaves the random numbers out of the program. Scalar or [B].
-        top_p: keep the smallest set of tokens whose probability exceeds top_p; None keeps all.
-        top_k: keep the k most probable tokens (ties with the k-th stay); None keeps all.
+            Default: none, the most probable tokens, as in most published evaluations.
+        top_p: keep the smallest set of tokens whose probability exceeds top_p; None keeps all. Default: none, which
+            counts only where tokens are drawn.
+        top_k: keep the k most probable tokens (ties with the k-th stay); None keeps all. Default: none, which counts
+            only where tokens are drawn.
         suppress: [n] int32 ids that are never written, as if their logits were -inf (LLaDA's `logits_eos_inf`).
-        defer: [n] int32 ids whose positions are committed last: after the token is chosen their logits count as -inf
-            in every score, so that such a position has confidence 0 (LLaDA's `confidence_eos_eot_inf`), and the worst
-            of every other score.
+            Default: none; end tokens are wanted where answers have an end.
+        defer: [n] int32 ids whose positions are committed last: after the token is chosen their logits count as -inf in
+            every score, so that such a position has confidence 0 (LLaDA's `confidence_eos_eot_inf`), and the worst of
+            every other score. Default: none; end tokens are wanted where answers have an end.
     """
 
     temperature: float | jax.Array | None = None

@@ -31,3 +31,10 @@ PRESETS: Mapping[str, Mapping[str, Any]] = types.MappingProxyType(
         "fast-dllm": {"rule": "threshold", "threshold": 0.9, "cache": "dual", "gen_length": 256, "block_length": 32},
     }
 )
+
+_PAPERS = {"llada-moe": "dInfer (arXiv 2510.08666), main table", "fast-dllm": "Fast-dLLM (arXiv 2505.22618)"}
+
+
+def published_in(name: str) -> str:
+    """The paper that a preset's settings are from."""
+    return next(paper for prefix, paper in _PAPERS.items() if name.startswith(prefix))

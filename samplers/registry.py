@@ -68,8 +68,24 @@ class Owner(NamedTuple):
 USUAL = Settings(BlockSampler, {"rule": "threshold", "cache": "dual", "gen_length": 256, "block_length": 32})
 """The library's defaults."""
 
+WHY_USUAL: Mapping[str, str] = types.MappingProxyType(
+    {
+        "rule": "one number that means the same for every model, and what most papers compare with",
+        "cache": 'a forward runs the block alone, the least work of all; "none" is exact',
+        "gen_length": "enough for a reasoned answer, and the length of most papers' tables",
+        "block_length": "Fast-dLLM's and LLaDA's; a shorter block decodes more from left to right",
+    }
+)
+"""Why each of them."""
+
 PLAIN = Settings(BlockSampler, {"rule": "threshold", "cache": "none"})
 """Where samplers are compared: no approximation but what is written, and one block."""
+
+
+WHY_OTHERS: Mapping[str, str] = types.MappingProxyType(
+    {"ignore_eos": "off, so that an answer ends where the model ends it"}
+)
+"""The same of options that are no fields."""
 
 
 def fields_of(kind: type) -> list[dataclasses.Field]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from dllm_jax.denoiser import Denoiser, DenoiserLike, Span
@@ -73,15 +74,18 @@ class Renoise:
     provisional; `edits` counts those that were replaced.
 
     Attributes:
-        gen_length: G, positions to generate; a last canvas that reaches beyond is cut.
-        block_length: L, length of a canvas, as the model was trained.
-        steps: most steps of a canvas.
-        gamma: bound on the kept tokens' entropies, in nats.
-        t_max, t_min: temperatures, the first step's and the one that the last step comes close to.
-        stability: steps that must confirm the tokens; 0 asks for none.
-        confidence: mean entropy in nats below which a canvas may be finished early; 0 never finishes one.
+        gen_length: G, positions to generate; a last canvas that reaches beyond is cut. Default: 256, a whole canvas of
+            the published model.
+        block_length: L, length of a canvas, as the model was trained. Default: DiffusionGemma's.
+        steps: most steps of a canvas. Default: the checkpoint's published one.
+        gamma: bound on the kept tokens' entropies, in nats. Default: the checkpoint's published one.
+        t_max, t_min: temperatures, the first step's and the one that the last step comes close to. Default: the
+            checkpoint's published ones.
+        stability: steps that must confirm the tokens; 0 asks for none. Default: the checkpoint's published one.
+        confidence: mean entropy in nats below which a canvas may be finished early; 0 never finishes one. Default: the
+            checkpoint's published one.
         sampling: `suppress`, `top_p` and `top_k`; the temperature is a schedule here.
-        stop: when a row ends besides; None fills all canvases.
+        stop: when a row ends besides; None fills all canvases. Default: the model's end tokens.
     """
 
     gen_length: int
@@ -116,6 +120,12 @@ class Renoise:
     def width(self) -> int:
         """Length of a canvas."""
         return self.block_length
+
+    def forwards(self, prompt_length: int) -> tuple[int, int]:
+        """Fewest and most forwards of the decoder on a row, if no end token ends it before."""
+        steps, confirmed = np.asarray(self.steps), np.asarray(self.stability) + 1
+        least, most = np.minimum(steps, confirmed).min(), steps.max()
+        return self.num_canvases * int(least), self.num_canvases * int(most)
 
     @property
     def num_canvases(self) -> int:

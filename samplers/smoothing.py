@@ -17,10 +17,10 @@ class Smoothing:
     ``1 - threshold_decay * t`` (EB, top-k, factor and schedules have none and are not affected).
 
     Attributes:
-        weight: largest alpha (dInfer's `cont_weight`).
-        initial: alpha after a row's first forward (`cont_weight_init`).
-        growth: what alpha grows by in each forward (`cont_weight_growth`).
-        threshold_decay: what the lowest threshold falls by in each forward, from 1.
+        weight: largest alpha (dInfer's `cont_weight`). Default: dInfer's.
+        initial: alpha after a row's first forward (`cont_weight_init`). Default: dInfer's.
+        growth: what alpha grows by in each forward (`cont_weight_growth`). Default: dInfer's.
+        threshold_decay: what the lowest threshold falls by in each forward, from 1. Default: dInfer's.
     """
 
     weight: float | jax.Array = 0.3

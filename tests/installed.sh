@@ -7,6 +7,8 @@ trap 'rm -rf "$work"' EXIT
 cd "$work"
 export DLLM_JAX_HOME="$work/home" JAX_PLATFORMS=cpu PYTHONSAFEPATH=1
 
+packages="$("$bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+for file in licenses/LICENSE licenses/NOTICE; do test -f "$packages"/dllm_jax-*.dist-info/$file; done
 "$bin/dllm" --version
 for command in convert sample serve train eval; do
     if [ $command != serve ]; then "$bin/dllm" $command --help > /dev/null; fi    # which needs the extra

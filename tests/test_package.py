@@ -1,16 +1,22 @@
 """What the package says of itself is true: its dependencies, its files, its command."""
 
+import argparse
 import ast
 import re
+import shutil
+import subprocess
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
 
 import pytest
 from conftest import ROOT
+from lowest import pins
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 import dllm_jax
-from dllm_jax.tools import dllm
+from dllm_jax.tools import completion, dllm
 
 PACKAGES = ("convert", "dllm_jax", "evals", "samplers", "train")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -42,6 +48,38 @@ def imported():
     }
 
 
+def options_of(parser):
+    """All option strings of a parser and of its commands."""
+    found = set(parser._option_string_actions)
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found |= set().union(*map(options_of, action.choices.values()))
+    return found
+
+
+@pytest.mark.parametrize("shell", completion.SHELLS)
+def test_shells_complete_every_command_and_option(shell, capsys, tmp_path):
+    pytest.importorskip("shtab")
+    assert dllm.main(["completion", shell]) == 0
+    made = capsys.readouterr().out
+    options = options_of(completion.whole(dllm._ABOUT))
+    assert {"--explain", "--gamma", "--sampler", "--slots", "--config", "--task"} <= options
+    assert all(option in made or (shell == "fish" and option.lstrip("-") in made) for option in options)
+    assert all(name in made for name in ("convert", "embedded", "sample", "serve", "masked-diffusion", "compare"))
+    program = shutil.which(shell)
+    if program is not None:  # bash is everywhere, the others may not be
+        (tmp_path / "script").write_text(made)
+        subprocess.run([program, "-n", tmp_path / "script"], check=True)
+
+
+def test_completion_without_its_package_or_its_shell(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    for said, wanted in ((["bash"], "dllm_jax[completion]"), (["tcsh"], "bash, zsh, fish"), ([], "bash|zsh|fish")):
+        assert dllm.main(["completion", *said]) == 2
+        told = capsys.readouterr().err
+        assert told.startswith("error: ") and wanted in told and told.count("\n") == 1
+
+
 def test_what_is_imported_is_declared():
     owners = packages_distributions()
     known = {normal(name) for name in PROJECT["dependencies"]} | declared(*PROJECT["optional-dependencies"])
@@ -54,9 +92,30 @@ def test_what_is_declared_is_imported():
     owners = packages_distributions()
     used = {normal(name) for module in imported() for name in owners.get(module, [module])}
     needed = {normal(name) for name in PROJECT["dependencies"]} | declared(
-        "lm-eval", "data", "export", "serve", "evals", "view"
+        "lm-eval", "data", "export", "serve", "evals", "view", "completion"
     )
     assert needed - used <= BY_OTHERS
+
+
+def locked():
+    """Name -> version in requirements.lock."""
+    lines = (ROOT / "requirements.lock").read_text().splitlines()
+    assert all(re.fullmatch(r"#.*|[\w.-]+==[\w.!+]+", line) for line in lines)  # names and versions: no index, no path
+    return {normal(line): Version(line.partition("==")[2]) for line in lines if not line.startswith("#")}
+
+
+def test_the_lock_has_every_dependency_within_its_bounds():
+    tested, extras = locked(), PROJECT["optional-dependencies"]
+    for wanted in map(Requirement, [*PROJECT["dependencies"], *extras["test"], *extras["data"], *extras["lm-eval"]]):
+        assert normal(wanted.name) in tested, f"requirements.lock lacks {wanted.name}; run make lock"
+        assert tested[normal(wanted.name)] in wanted.specifier, f"requirements.lock is not within {wanted}"
+
+
+def test_the_least_versions_are_those_of_the_project():
+    found = pins((ROOT / "pyproject.toml").read_text())
+    assert [one.replace("==", ">=") for one in found] == PROJECT["dependencies"]
+    with pytest.raises(ValueError, match="one lower bound"):
+        pins('[project]\ndependencies = ["jax"]')
 
 
 def test_the_version_is_one(capsys):
@@ -65,17 +124,44 @@ def test_the_version_is_one(capsys):
     assert capsys.readouterr().out == f"dllm {dllm_jax.__version__}\n"
 
 
+COMMANDS = "convert, sample, serve, train, eval, completion"
+
+
 @pytest.mark.parametrize("said", [[], ["--help"]])
 def test_the_command_names_its_commands(said, capsys):
     assert dllm.main(said) == 0
     shown = capsys.readouterr().out
-    assert all(f"\n  {name} " in shown for name in ("convert", "sample", "serve", "train", "eval"))
+    assert all(f"\n  {name} " in shown for name in COMMANDS.split(", "))
 
 
 def test_the_command_hands_over(capsys):
     assert dllm.main(["sample", "--list"]) == 0
     assert "threshold" in capsys.readouterr().out
     assert dllm.main(["sampel"]) == 2
-    assert capsys.readouterr().err == "error: no command is called 'sampel'; use convert, sample, serve, train, eval\n"
+    assert capsys.readouterr().err == f"error: no command is called 'sampel'; use {COMMANDS}\n"
     assert dllm.main(["train", "masked-diffusion"]) == 2
     assert "--config" in capsys.readouterr().err
+
+
+DATA = {".json", ".jsonl", ".safetensors", ".html", ".yaml"}
+
+
+def test_the_notice_names_all_that_is_embedded():
+    """Every folder of the packages with files that are no code is in NOTICE."""
+    notice = (ROOT / "NOTICE").read_text()
+    files = [path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.suffix in DATA]
+    folders = {path.relative_to(ROOT) for path in files}
+    folders = {path for path in folders if path.parts[:2] not in (("evals", "results"), ("convert", "__pycache__"))}
+    assert len(folders) > 20
+    for path in folders:
+        named = [str(parent) for parent in (path, *path.parents) if len(parent.parts) > 1]
+        assert any(name in notice for name in named) or path.parts[2] in notice, path
+
+
+def test_licence_and_notice_go_with_the_package():
+    """That they arrive, `make package` tries (`tests/installed.sh`)."""
+    assert PROJECT["license-files"] == ["LICENSE", "NOTICE"] and all(
+        (ROOT / name).is_file() for name in ("LICENSE", "NOTICE")
+    )
+    script = (ROOT / "tests" / "installed.sh").read_text()
+    assert "licenses/LICENSE" in script and "licenses/NOTICE" in script

@@ -28,6 +28,7 @@ from samplers import (
     stream,
 )
 from samplers.block import BlockSampler
+from samplers.costs import costs_of
 from samplers.noise import KeyNoise, Purpose, row_keys
 
 L, VOCAB, END = 4, 48, 3
@@ -75,6 +76,13 @@ def batch_of(rows):
 def run(model, sampler=SAMPLER, rows=ROWS, keys=None, **options):
     keys = row_keys(jax.random.key(4), len(rows)) if keys is None else keys
     return sample_jit(sampler, model.denoiser, *batch_of(rows), key=keys, **options)
+
+
+def test_what_it_takes_is_told(model):
+    """`samplers.costs`: all rows' canvases at a time, and forwards within what was told."""
+    told, found = costs_of(model, SAMPLER, 3, 7), run(model)
+    assert dict(told.rows) == {L: 3} and told.forwards == SAMPLER.forwards(7) == (6, 24)
+    assert told.forwards[0] <= int(found.nfe.min()) and int(found.nfe.max()) <= told.forwards[1]
 
 
 def written_out(denoiser, prompt, key, sampler, gen_length):

@@ -353,7 +353,7 @@ def test_a_rule_that_is_added_is_offered(monkeypatch, capsys):
         monkeypatch.setattr(module, "RULES", {**RULES, "new": New})
     monkeypatch.setattr(registry, "PARTS", {**registry.PARTS, "rule": cli.RULES})
     line = ["a", "--rule=new", "--weight=0.25", "--count=3", "--fast=true", "--kind=b"]
-    name, texts, model = said_by(cli._parser().parse_intermixed_args(line), cli._parser().parse_args([]))
+    name, texts, model = said_by(cli.command_line().parse_intermixed_args(line), cli.command_line().parse_args([]))
     wanted = {"rule": "new", "weight": 0.25, "count": 3, "fast": True, "kind": "b"}
     assert typed(name, texts, under=registry.USUAL).options == wanted
     assert "inner" not in set(registry.kinds_of(registry.Settings(registry.USUAL.kind, {"rule": "new"})))

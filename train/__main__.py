@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for logger in ("absl", "asyncio", "gcsfs"):  # they raise what goes wrong, and log it as well
         logging.getLogger(logger).setLevel(logging.CRITICAL)
     try:
-        options = _parser().parse_args(arguments)
+        options = command_line().parse_args(arguments)
         keep_programs()
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
@@ -62,7 +62,8 @@ def _told(error: BaseException) -> int:
     return 1
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_line() -> argparse.ArgumentParser:
+    """The options, for the command itself and for `dllm completion`."""
     parser = Parser(prog="python -m train", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, objective in OBJECTIVES.items():

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 import jax
+from rich.console import Console
 
 from dllm_jax import checkpoint
 from dllm_jax.errors import DllmError
@@ -18,6 +19,13 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise DllmError(f"{message}; see {self.prog} --help")
+
+
+def console(otherwise: int = 160) -> Console:
+    """What tables are printed on: as wide as the terminal, or `otherwise` columns where nobody watches. Colours are
+    left out through a pipe, and where NO_COLOR is set."""
+    found = Console()
+    return found if found.is_terminal else Console(width=otherwise)
 
 
 def keep_programs() -> None:

@@ -4,7 +4,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from dllm_jax import __version__
+from dllm_jax import DllmError, __version__
+from dllm_jax.tools.completion import SHELLS, script
 
 _COMMANDS = {
     "convert": ("convert", (), "checkpoints of the hub into this library's, and back"),
@@ -24,14 +25,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if said[0] == "--version":
         print(f"dllm {__version__}")
         return 0
+    if said[0] == "completion":
+        return _complete(said[1:])
     if said[0] not in _COMMANDS:
-        print(f"error: no command is called {said[0]!r}; use {', '.join(_COMMANDS)}", file=sys.stderr)
+        print(f"error: no command is called {said[0]!r}; use {', '.join(_ABOUT)}", file=sys.stderr)
         return 2
     package, first, _ = _COMMANDS[said[0]]
     status: int = importlib.import_module(f"{package}.__main__").main([*first, *said[1:]])
     return status
 
 
+_ABOUT = {name: about for name, (_, _, about) in _COMMANDS.items()} | {
+    "completion": "print what makes a shell complete all this: bash, zsh or fish"
+}
+
+
+def _complete(said: Sequence[str]) -> int:
+    try:
+        if len(said) != 1:
+            raise DllmError(f"completion needs a shell; write dllm completion {'|'.join(SHELLS)}")
+        print(script(said[0], _ABOUT))
+    except DllmError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
 def _help() -> str:
-    lines = [f"  {name:8} {about} (python -m {' '.join((p, *f))})" for name, (p, f, about) in _COMMANDS.items()]
+    longer = {name: f" (python -m {' '.join((package, *first))})" for name, (package, first, _) in _COMMANDS.items()}
+    lines = [f"  {name:10} {about}{longer.get(name, '')}" for name, about in _ABOUT.items()]
     return "\n".join(["usage: dllm COMMAND ...; dllm COMMAND --help says more", "", *lines])

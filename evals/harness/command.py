@@ -17,6 +17,7 @@ from rich.table import Table
 
 from dllm_jax import DllmError, Model
 from dllm_jax.tools import spec
+from dllm_jax.tools.command import console
 from evals import files, presets
 from evals.counting import as_line, counting_of
 from evals.flags import add_count, add_distributed, add_model, command, models_of
@@ -91,7 +92,7 @@ def _run(options: argparse.Namespace) -> None:
         found.append(_evaluated(options, models, tasks, preset, changes, folder))
         if folder is not None and options.processes.first:
             _write(folder, found)
-    _print(found, _console())
+    _print(found, console())
     if folder is not None:
         print(f"results.json, table.txt and a folder for each preset in {folder}")
 
@@ -277,21 +278,17 @@ def _write(folder: Path, found: Sequence[Evaluated]) -> None:
     ]
     reports = [report for one in found if (report := report_of(one)) is not None]
     files.write(folder / "results.json", as_json({"presets": told, "reports": reports}))
-    with (console := _console()).capture() as text:
-        _print(found, console)
+    with (wide := Console(width=160, color_system=None)).capture() as text:
+        _print(found, wide)
     files.write(folder / "table.txt", text.get())
 
 
-def _print(found: Sequence[Evaluated], console: Console) -> None:
+def _print(found: Sequence[Evaluated], to: Console) -> None:
     for one in found:
         if (compared := one.comparison) is not None:
-            console.print(compared.table())
-    console.print(scores(found))
-    console.print(speeds(found))
+            to.print(compared.table())
+    to.print(scores(found))
+    to.print(speeds(found))
     for one in found:
         for name, counted in one.counts.get("compat_count", {}).items():
-            console.print(f"{one.preset.name} as {name} counts: {as_line(counted)}", markup=False, highlight=False)
-
-
-def _console() -> Console:
-    return Console(width=160)
+            to.print(f"{one.preset.name} as {name} counts: {as_line(counted)}", markup=False, highlight=False)

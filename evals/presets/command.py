@@ -3,16 +3,15 @@
 import argparse
 import dataclasses
 import fnmatch
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
 from dllm_jax.errors import DllmError
+from dllm_jax.tools.command import console
 from evals import files
 from evals.presets import find
 from evals.presets.checks import check
@@ -44,7 +43,7 @@ def _presets(options: argparse.Namespace) -> None:
     elif options.pattern in found:
         print(resolved(found[options.pattern]))
     else:
-        Console(width=None if sys.stdout.isatty() else 200).print(table(matching(found.values(), options.pattern)))
+        console(otherwise=200).print(table(matching(found.values(), options.pattern)))
 
 
 def _check(found: dict[str, Preset], faults: list[str], pattern: str) -> None:

@@ -174,7 +174,7 @@ class BlockCache:
 
     Attributes:
         refresh_every: rebuild also in every so manieth forward behind the one that built them; None does at block
-            starts only.
+            starts only. Default: none, as published; more refreshes are nearer to no cache, and slower.
     """
 
     refresh_every: int | jax.Array | None = None

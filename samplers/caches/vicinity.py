@@ -18,9 +18,9 @@ class VicinityCache(BlockCache):
     block is decoded.
 
     Attributes:
-        prefix_look: positions before the block that are run with it.
-        after_look: positions behind the block that are run with it.
-        warmup: forwards of a row that run everything and store nothing.
+        prefix_look: positions before the block that are run with it. Default: dInfer's.
+        after_look: positions behind the block that are run with it. Default: dInfer's.
+        warmup: forwards of a row that run everything and store nothing. Default: dInfer's.
     """
 
     prefix_look: int = 16

@@ -138,6 +138,19 @@ class Rule:
         every forward is to commit something."""
         return None
 
+    def forwards(self, open: int, num_blocks: int) -> tuple[int, int]:
+        """Fewest and most forwards on a block, as far as the rule's numbers tell without a model.
+
+        Args:
+            open: the block's open positions when the row enters it.
+            num_blocks: blocks of the row's generation.
+        """
+        no, none = jnp.zeros((1, open), bool), jnp.zeros((1,), jnp.int32)
+        entered, blocks = jnp.full((1,), open), jnp.full((1,), num_blocks)
+        view = BlockView(~no, no + none, none, none, entered, blocks, None, none, no + none, no, 0)
+        most = self.most_steps(view)
+        return 1, open if most is None else int(jnp.max(most))
+
     def block_done(self, view: BlockView, left: jax.Array, state: Any) -> jax.Array:
         """[B] bool, whether a row may leave its block after this forward.
 

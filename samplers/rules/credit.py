@@ -22,11 +22,11 @@ class Credit(Rule):
 
     Attributes:
         threshold: every position whose confidence reaches it is committed, and always the surest. A position where the
-            mask token itself is most probable waits as long as there are others.
-        tolerance: what is this close to the surest position is committed with it.
-        weight: of the credit (alpha).
-        boost: exponent of the gain (gamma); below 1 it favours unsure but stable predictions.
-        decay: what is left of the credit from forward to forward (beta).
+            mask token itself is most probable waits as long as there are others. Default: dInfer's published one.
+        tolerance: what is this close to the surest position is committed with it. Default: dInfer's.
+        weight: of the credit (alpha). Default: dInfer's.
+        boost: exponent of the gain (gamma); below 1 it favours unsure but stable predictions. Default: dInfer's.
+        decay: what is left of the credit from forward to forward (beta). Default: dInfer's.
     """
 
     threshold: Number = 0.8

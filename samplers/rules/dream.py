@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from dllm_jax.errors import DllmError
@@ -28,12 +29,17 @@ class Dream(Rule):
     With blocks, each takes steps / number of blocks of them (Dream itself uses one block).
 
     Attributes:
-        steps: steps of the schedule; those that would commit nothing are not run.
-        eps: last time of the schedule.
-        alg_temp: draw the positions with probability softmax(score / alg_temp) instead of taking the best.
+        steps: steps of the schedule; those that would commit nothing are not run. Default: one a position, as in
+            Dream's evaluations.
+        alg: which positions a step commits: a share by chance ("origin"), or the best by the chosen token's probability
+            ("maskgit_plus"), margin ("topk_margin") or negative entropy ("entropy"). Default: the one of Dream's
+            evaluations.
+        eps: last time of the schedule. Default: that of Dream's code.
+        alg_temp: draw the positions with probability softmax(score / alg_temp) instead of taking the best. Default:
+            none, as in Dream's evaluations.
         score_from: "sampling" scores the tempered and truncated distribution, as published: at low temperature many
-            positions tie at certainty and decoding becomes nearly left to right, which serves the Instruct model
-            well. "raw" scores the model's own distribution.
+            positions tie at certainty and decoding becomes nearly left to right, which serves the Instruct model well.
+            "raw" scores the model's own distribution. Default: as published.
     """
 
     steps: int | jax.Array
@@ -53,6 +59,10 @@ class Dream(Rule):
 
     def init(self, batch: int, width: int, vocab_size: int) -> Any:
         return jnp.zeros((batch,), jnp.int32)  # the next step of the schedule
+
+    def forwards(self, open: int, num_blocks: int) -> tuple[int, int]:
+        steps = int(np.max(np.asarray(self.steps))) // num_blocks
+        return 1, max(steps if self.alg == "origin" else min(steps, open), 1)
 
     def block_steps(self, view: BlockView) -> jax.Array:
         """Steps of a block's schedule, [B] int32."""

@@ -23,10 +23,10 @@ class Dynamic(Rule):
     it is `low_confidence_static`, and in order of position `sequential`.
 
     Attributes:
-        threshold: above 1 nothing exceeds it; None commits the shares.
+        threshold: above 1 nothing exceeds it; None commits the shares. Default: SDAR's.
         steps: forwards that a block is shared over, the first ones get what is left over; None shares one position to
-            each.
-        order: which positions are a share.
+            each. Default: none, the most careful.
+        order: which positions are a share. Default: that of SDAR's and LLaDA2.0's sampler.
     """
 
     threshold: Number | None = 0.9

@@ -38,11 +38,13 @@ class Edit(Rule):
     Prompt, given tokens and earlier blocks are never edited.
 
     Attributes:
-        threshold, editing_threshold: above 1 nothing reaches them.
-        max_post_steps: 0 leaves a block as soon as nothing is open.
-        num_to_transfer: positions that a forward commits at least.
+        threshold, editing_threshold: above 1 nothing reaches them. Default: careful ones, which change little; the
+            model's published modes are given above.
+        max_post_steps: 0 leaves a block as soon as nothing is open. Default: room to settle.
+        num_to_transfer: positions that a forward commits at least. Default: one, as a forward that commits nothing
+            would be lost.
         penalty: subtracted from the logit that a position gives to the token on its left, within a block, against
-            repetitions (SGLang's `penalty_lambda`); None for none.
+            repetitions (SGLang's `penalty_lambda`); None for none. Default: none, as in LLaDA2.1's own sampler.
     """
 
     threshold: Number = 0.95

@@ -17,7 +17,7 @@ class Factor(Rule):
     The bound rises and the confidence falls with n, so every position can be tested by its own rank.
 
     Attributes:
-        factor: above 0; larger commits more.
+        factor: above 0; larger commits more. Default: Fast-dLLM's published one.
     """
 
     factor: Number = 1.0

@@ -20,7 +20,7 @@ class FastDllmV2(Rule):
     an autoregressive model does. In models without blocks of their own it is threshold decoding.
 
     Attributes:
-        threshold: 1 commits one position per step.
+        threshold: 1 commits one position per step. Default: the published one.
     """
 
     threshold: Number = 0.9

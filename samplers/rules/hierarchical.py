@@ -22,8 +22,8 @@ class Hierarchical(Rule):
     A position where the mask token itself is the most probable is no candidate while its segment has others.
 
     Attributes:
-        threshold: None commits nothing besides the segments' and the block's surest. 0.92 and 0.62 are published.
-        low_threshold: None commits every segment's surest, however unsure.
+        threshold: None commits nothing besides the segments' and the block's surest. Default: dInfer's published one.
+        low_threshold: None commits every segment's surest, however unsure. Default: dInfer's published one.
     """
 
     threshold: Number | None = 0.92

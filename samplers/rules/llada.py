@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dllm_jax.pytree import pytree
 from samplers.checks import check_choice, check_steps
@@ -19,8 +20,10 @@ class LLaDA(Rule):
     the first n mod S. With more steps than masks the empty forwards are not run.
 
     Attributes:
-        steps: forwards of the whole generation, a multiple of the number of blocks.
-        remasking: "low_confidence" commits the surest positions, "random" random ones.
+        steps: forwards of the whole generation, a multiple of the number of blocks. Default: one a position, the most
+            careful; fewer are faster and lose accuracy.
+        remasking: "low_confidence" commits the surest positions, "random" random ones. Default: that of LLaDA's own
+            `generate`.
     """
 
     steps: int | jax.Array
@@ -33,6 +36,10 @@ class LLaDA(Rule):
     def block_steps(self, view: BlockView) -> jax.Array:
         """S, [B] int32."""
         return jnp.maximum(jnp.asarray(self.steps) // view.num_blocks, 1)
+
+    def forwards(self, open: int, num_blocks: int) -> tuple[int, int]:
+        steps = np.clip(np.asarray(self.steps) // num_blocks, 1, open)
+        return int(steps.min()), int(steps.max())
 
     def decide(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
         steps = self.block_steps(view)

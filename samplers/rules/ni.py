@@ -24,13 +24,15 @@ class NI(Rule):
     position behind it as well, which later blocks then find written.
 
     Attributes:
-        indicator: the trained network, or the folder of one.
-        threshold: least confidence; None commits by the quota and the indicator alone.
-        indicator_threshold: scores above it are committed; at 1 none are.
+        indicator: the trained network, or the folder of one. It is trained for one model, so there is no default.
+        threshold: least confidence; None commits by the quota and the indicator alone. Default: NI-Sampling's published
+            one.
+        indicator_threshold: scores above it are committed; at 1 none are. Default: NI-Sampling's published one.
         steps: forwards of the whole generation, which set the quota as in LLaDA's sampler; None is one per forward.
+            Default: none, so that the two thresholds decide.
         scope: where the indicator is asked: in the active "block", in the "rest", which is all that a forward runs from
             there on, or "auto", the published choice, the rest without a cache and the block with one. With a prefix
-            cache, whose forwards run all that is left, "rest" saves more (`evals/results`).
+            cache, whose forwards run all that is left, "rest" saves more (`evals/results`). Default: as published.
     """
 
     indicator: Indicator | str

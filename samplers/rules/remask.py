@@ -43,13 +43,16 @@ class Remask(Rule):
     the largest of all, and that bound is compared. The block is complete when such a look finds nothing to reopen.
 
     Attributes:
-        steps: forwards of the whole generation, a multiple of the number of blocks.
+        steps: forwards of the whole generation, a multiple of the number of blocks. Default: one a position; more of
+            them give more chances to mend.
         schedule: sigma is min(eta, sigma_max) for "cap" and eta sigma_max for "rescale"; "conf" shares the latter among
             the block's written tokens by softmax(-psi), psi being the probability that each had when it was committed,
-            and commits open positions with sigma = 0, as the published code does.
-        eta: in [0, 1].
-        threshold: None is ReMDM, and `budget` counts only with a number.
-        budget: how often a block's positions are reopened in all; None is once for each on average.
+            and commits open positions with sigma = 0, as the published code does. Default: ReMDM-conf, which spares
+            what was committed surely.
+        eta: in [0, 1]. Default: all that the schedule allows.
+        threshold: None is ReMDM, and `budget` counts only with a number. Default: none, ReMDM as published.
+        budget: how often a block's positions are reopened in all; None is once for each on average. Default: none, so
+            that no block is written over and over.
     """
 
     steps: int | jax.Array

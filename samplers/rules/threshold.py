@@ -18,12 +18,13 @@ class Threshold(Rule):
     dInfer's definition (arXiv 2510.08666) is ``Threshold(0.8, tolerance=1e-5, skip_masks=True)``.
 
     Attributes:
-        threshold: in [0, 1]; above 1 it commits one position per step.
-        steps: None, or a brake on parallelism: after forward i (from 0) of a block at most (i + 1) / S of its masks
-            are committed, S = steps / number of blocks (Fast-dLLM's block-free sampler for Dream).
-        tolerance: what is this close to the surest position is committed with it.
+        threshold: in [0, 1]; above 1 it commits one position per step. Default: Fast-dLLM's published one.
+        steps: None, or a brake on parallelism: after forward i (from 0) of a block at most (i + 1) / S of its masks are
+            committed, S = steps / number of blocks (Fast-dLLM's block-free sampler for Dream). Default: none, as in
+            Fast-dLLM's block sampler; a brake costs forwards.
+        tolerance: what is this close to the surest position is committed with it. Default: none, as in Fast-dLLM.
         skip_masks: where the mask token itself is the most probable, a position waits as long as there are others. Else
-            its best other token takes part.
+            its best other token takes part. Default: off, as in Fast-dLLM; dInfer has it on.
     """
 
     threshold: Number = 0.9

@@ -39,7 +39,7 @@ def run(arguments: Sequence[str]) -> None:
     Raises:
         DllmError: for bad options, without the extra `serve`, and when the engine stops by an error.
     """
-    parser = _parser()
+    parser = command_line()
     options = parser.parse_args(arguments)
     try:
         from samplers.serving.server import Server, bound, serve, url_of
@@ -63,7 +63,8 @@ def run(arguments: Sequence[str]) -> None:
     asyncio.run(serve(engine, at, limits, stop=stop, ignore_eos=ignore_eos, began=began, **about))
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_line() -> argparse.ArgumentParser:
+    """The options, for the command itself and for `dllm completion`."""
     parser = Parser(
         prog="python -m samplers serve",
         description=_ABOUT,

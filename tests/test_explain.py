@@ -1,0 +1,228 @@
+"""`--explain`: every default has a reason, settings come from where they are said to, and runs take what was told."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import dllm_jax
+from dllm_jax import FunctionDenoiser
+from dllm_jax.kv_cache import LayerKV
+from dllm_jax.loading import planned
+from dllm_jax.quantized import num_bytes
+from dllm_jax.tools import docs
+from samplers import CACHES, RULES, BlockSampler, Smoothing, make_sampler, rules, sample, sample_jit
+from samplers import __main__ as cli
+from samplers.build import WHY_IN_BLOCKS, in_blocks, typed
+from samplers.costs import costs_of
+from samplers.explain import explained, sized
+from samplers.predictions import Sampling
+from samplers.presets import PRESETS, published_in
+from samplers.registry import LOOPS, USUAL, WHY_OTHERS, WHY_USUAL, fields_of
+
+KINDS = {**RULES, **CACHES, **LOOPS, "sampler": BlockSampler, "draws": Sampling, "smoothing": Smoothing}
+REQUIRED = [("ni", "indicator"), ("apd", "verifier"), ("sampler", "rule"), ("sampler", "gen_length")]
+PROMPT = "Q: Tom has 12 books. Tom buys 23.\nA: "
+
+
+@pytest.fixture
+def explain(capsys, monkeypatch, llada_tiny):
+    """Explains a run of the tiny LLaDA, of which no parameter may be read: (status, standard output and error)."""
+    monkeypatch.setattr(dllm_jax, "load", pytest.fail)
+    monkeypatch.setattr(dllm_jax.checkpoint, "load_params", pytest.fail)
+
+    def call(*arguments):
+        status = cli.main(["--explain", *arguments, "--model", str(llada_tiny.folder)])
+        return status, *capsys.readouterr()
+
+    return call
+
+
+def rows_of(model, name=None, **said):
+    return {row.name: row for row in explained(model, name, typed(name, said).options if said else {})}
+
+
+# Reasons
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_option_says_what_it_is_and_why_its_default_is_that(name):
+    about = docs.attributes(KINDS[name])
+    for field in fields_of(KINDS[name]):
+        assert about[field.name].meaning, field.name
+        assert about[field.name].why or (name, field.name) in REQUIRED, field.name
+
+
+@pytest.mark.parametrize("name, field", REQUIRED)
+def test_only_what_must_be_given_has_no_reason(name, field):
+    default = next(one.default for one in fields_of(KINDS[name]) if one.name == field)
+    assert default is dataclasses.MISSING and not docs.attributes(KINDS[name])[field].why
+
+
+def test_the_tables_of_defaults_have_a_reason_for_each():
+    blocks = in_blocks(USUAL, NOTHING)
+    changed = {option for option, value in blocks.options.items() if USUAL.options.get(option) != value}
+    assert WHY_USUAL.keys() == USUAL.options.keys() and WHY_IN_BLOCKS.keys() == changed
+    assert set(WHY_OTHERS) == {"ignore_eos"}
+    assert all("arXiv" in published_in(name) for name in PRESETS)
+
+
+NOTHING = dllm_jax.Model(dllm_jax.published("sdar-1.7b-chat"), {}, None, "nothing")
+
+
+# Origins
+
+
+def test_settings_come_from_whom_they_are_said_by(llada_tiny):
+    model = dataclasses.replace(llada_tiny, generation={"gen_length": 48, "temperature": 0.5})
+    found = rows_of(model, "eb", gamma="0.25", cache="vicinity", warmup="2")
+    origin = lambda name: (found[name].value, found[name].origin)
+    assert origin("rule") == ("eb", "the command line") and origin("gamma") == ("0.25", "the command line")
+    assert origin("proxy") == ("entropy", "default of eb") and origin("after_look") == ("16", "default of vicinity")
+    assert origin("gen_length") == ("48", "generation.json") and origin("temperature") == ("0.5", "generation.json")
+    assert origin("block_length") == ("32", "the library") and found["block_length"].why == WHY_USUAL["block_length"]
+    assert origin("guidance") == ("none", "the library") and "doubles" in found["guidance"].why
+    assert not found["gamma"].why and not any(name.startswith("smoothing_") for name in found)
+
+
+def test_presets_models_and_parts_of_their_own(llada_tiny):
+    found = rows_of(dataclasses.replace(llada_tiny, generation={}), "llada-moe-cache", threshold="0.7")
+    assert found["threshold"][1:3] == ("0.7", "the command line")
+    assert found["warmup"][1:] == ("4", "preset llada-moe-cache", "as in dInfer (arXiv 2510.08666), main table")
+    assert found["smoothing_weight"][1:3] == ("0.3", "preset llada-moe-cache")
+    blocks = rows_of(NOTHING)
+    assert blocks["cache"][1:3] == ("exact", "the model") and blocks["cache"].why == WHY_IN_BLOCKS["cache"]
+    assert rows_of(NOTHING, "llada")["steps"].value == "256"
+    loop = rows_of(llada_tiny, "d2f", rule="topk", k="2")
+    assert loop["sampler"][1:3] == ("d2f", "the command line") and loop["k"][1:3] == ("2", "the command line")
+    assert loop["tau_add"].origin == "default of d2f"
+
+
+# Costs
+
+LENGTHS = {"gen_length": 24, "block_length": 8}
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [rules.TopK(3), rules.LLaDA(12), rules.LLaDA(3), rules.Dream(12), rules.Dream(12, alg="origin")]
+    + [rules.Threshold(0.9), rules.Edit(0.2, 0.1, max_post_steps=3), rules.Remask(12), rules.Dynamic(0.9, steps=2)],
+    ids=lambda rule: type(rule).__name__,
+)
+@pytest.mark.parametrize("sure", [0.0, 3.0, 30.0])
+def test_forwards_lie_within_what_was_told(rule, sure):
+    """Of models that know nothing, something, and everything."""
+    logits = sure * jax.random.normal(jax.random.key(0), (64, 16)).at[:, :2].set(-9.0)  # neither mask nor end
+    denoiser = FunctionDenoiser(_looked_up, 0, 1, logits, 16)
+    result = sample(BlockSampler(rule, **LENGTHS), denoiser, jnp.full((3, 5), 7), key=jax.random.key(1))
+    least, most = BlockSampler(rule, **LENGTHS).forwards(5)
+    assert least <= int(result.nfe.min()) and int(result.nfe.max()) <= most
+    if isinstance(rule, rules.TopK | rules.LLaDA):
+        assert least == most
+
+
+def _looked_up(logits, tokens, lengths):
+    return jnp.broadcast_to(logits[: tokens.shape[1]], (*tokens.shape, 16))
+
+
+@pytest.mark.parametrize("spec", ["d2f:tau_add=0.5", "d2f:in_flight=1,tau_add=0.2", "leftright:tokens_per_step=5"])
+def test_loops_of_their_own_keep_to_it_too(llada_tiny, spec):
+    shape = {"gen_length": 24} if spec.startswith("leftright") else LENGTHS
+    sampler = make_sampler(llada_tiny, spec, ignore_eos=True, **shape)
+    result = sample_jit(sampler, llada_tiny.denoiser, jnp.arange(14).reshape(2, 7), jnp.asarray([7, 3]))
+    assert sampler.forwards(7)[0] <= int(result.nfe.min()) and int(result.nfe.max()) <= sampler.forwards(7)[1]
+
+
+@pytest.mark.parametrize(
+    "spec, positions",
+    [
+        ("threshold:cache=dual", (8, 56)),
+        ("threshold:cache=vicinity", (40, 56)),
+        ("threshold:cache=none", (56,)),
+        ("d2f", (8, 16, 24, 40)),  # up to three blocks, and the prompt with the first
+    ],
+)
+def test_memory_is_that_of_the_state(llada_tiny, spec, positions):
+    sampler = make_sampler(llada_tiny, spec, **LENGTHS)
+    told = costs_of(planned(llada_tiny.folder), sampler, 2, 32)
+    state = sampler.init(llada_tiny.denoiser, jnp.ones((2, 32), jnp.int32), key=jax.random.key(0))
+    layers = [x for x in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, LayerKV)) if isinstance(x, LayerKV)]
+    assert told.weights == num_bytes(llada_tiny.params) and told.buffers == num_bytes(layers)
+    assert told.buffers + told.state == num_bytes(state)
+    assert told.positions == positions
+
+
+def test_a_verifier_is_counted_and_writing_from_left_to_right_has_windows(dream_tiny, qwen2_tiny):
+    model, verifier = planned(dream_tiny.folder), planned(qwen2_tiny.folder)
+    sampler = make_sampler(model, "apd", verifier=verifier, gen_length=24, window=4, lookahead=8)
+    told = costs_of(model, sampler, 2, 32)
+    alone = costs_of(model, make_sampler(model, "leftright", gen_length=24, window=4, lookahead=8), 2, 32)
+    assert told.weights == num_bytes(dream_tiny.params) + num_bytes(qwen2_tiny.params) > alone.weights
+    assert told.buffers > alone.buffers and told.forwards == (3, 24) and alone.forwards == (24, 24)
+    assert alone.positions[0] == 3 + 2 * 8 and len(alone.positions) == 2
+
+
+def test_guidance_doubles_the_buffers_and_smoothing_keeps_embeddings(llada_tiny):
+    model = planned(llada_tiny.folder)
+    plain, guided, smooth = (
+        costs_of(model, make_sampler(model, "threshold", cache="dual", **LENGTHS, **more), 1, 32)
+        for more in ({}, {"guidance": 1.5}, {"smoothing": True})
+    )
+    assert guided.buffers == 2 * plain.buffers and smooth.buffers == plain.buffers
+    assert smooth.state - plain.state >= 56 * model.config.embed_dim * 4
+
+
+def test_quantized_weights_are_counted_as_they_would_be_loaded(llada_tiny):
+    found = planned(llada_tiny.folder, quantize="int8", dtype="bfloat16")
+    loaded = dllm_jax.load(llada_tiny.folder, quantize="int8", dtype="bfloat16")
+    shapes = lambda params: jax.tree.map(lambda x: (x.shape, x.dtype.name), dict(params))
+    assert shapes(found.params) == shapes(loaded.params) and found.config == loaded.config
+
+
+# The command
+
+
+def test_it_ends_without_having_loaded_anything(explain, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    status, out, err = explain(PROMPT, "--rule", "topk", "--k", "4", "--gen-length", "32", "--block-length", "8")
+    assert (status, err) == (0, "") and max(map(len, out.splitlines())) <= 60
+    text = " ".join(out.split())
+    assert "k 4 the command line" in text and "cache dual the library: a forward runs" in text
+    assert "forwards of a row: 8, fewer if an end token comes before" in text
+    assert "positions of a row that a forward runs: 96 in a full one, 8 in a window" in text
+
+
+def test_as_json(explain):
+    status, out, _ = explain("--json", "--gen-length", "16", "--rule", "eb", "--batch-size", "1")
+    told = json.loads(out)
+    assert status == 0 and {"name": "rule", "value": "eb", "origin": "the command line", "why": ""} in told["settings"]
+    assert "prompt" in {row["name"] for row in told["settings"]} and told["costs"]["batch"] == 1
+    assert told["costs"]["total"] > told["costs"]["weights"] > 0 and told["costs"]["fits"] is True
+
+
+def test_what_does_not_fit_is_said(explain, monkeypatch):
+    monkeypatch.setattr("samplers.explain.device_memory", lambda: 2**20)
+    status, out, _ = explain(PROMPT, "--gen-length", "32")
+    assert status == 0 and "of 1.0 MiB (cpu): does not fit; use --quantize" in " ".join(out.split())
+    monkeypatch.setattr("samplers.explain.device_memory", lambda: None)
+    assert "how much memory cpu has is not known" in " ".join(explain(PROMPT, "--gen-length", "32")[1].split())
+
+
+@pytest.mark.parametrize(
+    "line", [("--gamma", "1"), ("--gen-length", "1000"), ("--dtype", "int3"), ("--quantize", "int2")], ids=" ".join
+)
+def test_mistakes_are_those_of_the_run(explain, line):
+    status, out, err = explain(PROMPT, *line)
+    assert (status, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_infilling_and_files_are_explained_too(explain, tmp_path):
+    (tmp_path / "in.txt").write_text("one\ntwo\nthree\n")
+    assert "rows together: 3" in explain("--prompts", str(tmp_path / "in.txt"), "--gen-length", "16")[1]
+    assert "rows together: 1" in explain("--infill", "The <gap:4> is.")[1]
+
+
+def test_sizes():
+    assert [sized(n) for n in (512, 2**20, 3 * 2**29)] == ["0.5 KiB", "1.0 MiB", "1.50 GiB"]

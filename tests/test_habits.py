@@ -1,0 +1,61 @@
+"""What users expect everywhere: NO_COLOR and narrow windows (the viewer's: test_viewer.py), allowed file names."""
+
+import re
+import subprocess
+
+import pytest
+from conftest import ROOT
+
+from dllm_jax.tools.command import console
+from evals import __main__ as evals
+from evals.presets.reading import presets as all_presets
+
+RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """A terminal of 60 columns that can show colours."""
+    for name, value in {"TERM": "xterm-256color", "COLUMNS": "60", "FORCE_COLOR": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+
+def coloured(text):
+    """Whether a sequence that sets a colour is in it; bold and dim ones are none."""
+    codes = re.findall(r"\x1b\[([\d;]*)m", text)
+    return any(int(code or 0) >= 30 for group in codes for code in group.split(";"))
+
+
+def shown_lines(text):
+    return re.sub(r"\x1b\[[\d;]*m", "", text).splitlines()
+
+
+def test_tables_are_as_wide_as_the_terminal_and_have_no_colours_without_one(terminal, monkeypatch, capsys):
+    assert console().width == 60
+    monkeypatch.delenv("FORCE_COLOR")
+    assert console().width == 160 and console(otherwise=200).width == 200 and not console().is_terminal
+
+
+def test_lists_keep_to_no_color_and_to_the_width(terminal, monkeypatch, capsys):
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert evals.main(["presets", "apd/"]) == 0
+    told = capsys.readouterr().out
+    assert "apd/" in told and not coloured(told) and max(map(len, shown_lines(told))) <= 60
+
+
+def test_no_file_has_a_name_that_some_system_refuses():
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("no checkout of git")
+    names = listed.stdout.splitlines()
+    for name in names:
+        parts = name.split("/")
+        assert not re.search(r'[<>:"\\|?*]', name) and not any(part.endswith((" ", ".")) for part in parts), name
+        assert not any(RESERVED.fullmatch(part) for part in parts), name
+    assert len({name.lower() for name in names}) == len(names)
+
+
+def test_folders_of_presets_have_such_names_too():
+    """`python -m evals harness --out` makes one of each preset's name."""
+    assert not [name for name in all_presets() if re.search(r'[<>:"\\|?*]', name.replace("/", "-"))]
