@@ -71,9 +71,7 @@ def install(
         family, repository = HUB[name]
         convert(family, repository, out, quantize=quantize, progress=progress)
     elif (found := checkpoint.load_config(out).quantize) != quantize:
-        raise DllmError(
-            f"{out} holds weights in {found or 'no int8 or int4'}, not {quantize or 'full'}; name another folder"
-        )
+        raise DllmError(f"{out} holds {_told(found)} weights, not {_told(quantize)} ones; name another folder")
     return out
 
 

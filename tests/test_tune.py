@@ -264,6 +264,15 @@ def test_from_the_shell_to_the_table(by_heart, command, tmp_path):
     assert rows[-1]["stage"] == "held out" and rows[-1]["split"] == "test"
 
 
+def test_from_python_it_is_the_same(by_heart, command, tmp_path):
+    assert command(*ARGUMENTS, tmp_path)[0] == 0
+    model, options = knows_all(make_task(SUDOKU)), {"floor": 0.6, "n": N, "batch_size": 1, "progress": False}
+    found = tune.fastest(Models(model), SUDOKU, ["topk:k=2|4", parse_sampler("topk:k=8")], **options)
+    untimed = lambda trial: {name: x for name, x in trial.row().items() if name != "seconds"}
+    assert list(map(untimed, found.trials)) == results(tmp_path)[1]
+    assert str(found.chosen.sampler) == "topk:k=8" and tune.plot(found).startswith(b"\x89PNG")
+
+
 def test_a_run_that_was_cut_off_goes_on(by_heart, command, tmp_path, monkeypatch):
     run, calls = evals.run, []
 
