@@ -6,7 +6,6 @@ import importlib
 import inspect
 import re
 import shutil
-import time
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -92,9 +91,7 @@ def test_a_notebook_runs(path, real, hub, tmp_path, monkeypatch):
     shutil.copy(path, tmp_path)
     switch = {SWITCH: f"REAL = {real}"}
     notebook = changed(nbformat.read(path, as_version=4), switch | TINY.get(path.stem, {}))
-    start = time.perf_counter()
     NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    print(f"{path.stem}: {time.perf_counter() - start:.0f} s")
     texts = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", ()))
     assert real or re.search(CLAIMS[path.stem], texts), texts
 
