@@ -37,6 +37,7 @@ from samplers.slots import numbers_of, program_of
 
 GRID = Path(__file__).parent / "grids" / "tune.toml"
 FEWEST = 8  # samplers that go on after a round, if there are as many
+TELLING = 32  # problems of which a reference that is any good solves one
 REPORT = 512  # problems, at most, that are lost when a run is cut off
 
 Objective = Literal["nfe", "seconds"]
@@ -210,6 +211,8 @@ def tune(score: Score, reference: SamplerSpec, samplers: Sequence[SamplerSpec], 
         stage = (f"round {number}", "validation", reference)
         first, *others = (_trial(score, goal, *stage, sampler, n) for sampler in (reference, *alive))
         if not first.pairs.kept > 0:
+            if n < min(goal.validation, TELLING):
+                continue  # chance may do that to so few problems, which then tell nothing of others either
             raise DllmError(f"the reference {reference} solves none of {n} problems; name another by --reference")
         left = _ladder(others, found) if n == goal.validation else _best(others, found)
         found.trials += [first, *(dataclasses.replace(trial, fate=_fate(trial, left, goal)) for trial in others)]

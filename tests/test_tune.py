@@ -186,6 +186,18 @@ def test_where_nothing_passes_the_best_is_named():
         run_fake({"topk": (0.0, 50.0), "topk:k=2": (0.9, 25.0)})
 
 
+def test_a_few_problems_that_the_reference_happens_to_miss_end_no_search():
+    """Of 128 validation problems the first round has 8."""
+
+    def score(sampler, split, n):
+        return tune.Outcomes([i >= 10 for i in range(n)], 4.0 if sampler.options else 20.0, 0.0)
+
+    reference, candidate, goal = parse_sampler("topk"), parse_sampler("topk:k=2"), tune.Goal(0.9, n=128, validation=128)
+    *_, found = tune.tune(score, reference, [candidate], goal)
+    assert found.chosen.sampler is candidate
+    assert [trial.stage for trial in found.trials[::2]] == ["round 2", "round 3", "held out"]
+
+
 def test_promises_are_broken_as_seldom_as_they_say():
     """All candidates are just below the floor; whichever is lucky in the search must not be announced."""
     chances = {f"topk:k={k}": (0.899, 50.0 / k) for k in range(2, 6)}
