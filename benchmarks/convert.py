@@ -96,9 +96,10 @@ def on_disk_and_forgotten(folder: Path) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def timed_conversion(family: str, source: Path, out: Path) -> tuple[float, float]:
+def timed_conversion(family: str, source: Path, out: Path, quantize: str | None) -> tuple[float, float]:
     """(seconds, peak resident GiB) of the converting process."""
     command = [sys.executable, "-m", "convert", family, "--source", str(source), "--out", str(out), "--no-progress"]
+    command += ["--quantize", quantize] if quantize else []
     start = time.perf_counter()
     process = subprocess.Popen(command, cwd=ROOT)
     _, status, usage = os.wait4(process.pid, 0)
@@ -135,14 +136,14 @@ def layers_that_fit(scratch: Path, config: ModelConfig, wanted: int) -> int:
     return max(fitting)
 
 
-def measure(scratch: Path, config: ModelConfig) -> dict[str, object]:
+def measure(scratch: Path, config: ModelConfig, quantize: str | None) -> dict[str, object]:
     """Writes, converts, copies and deletes; returns the figures."""
     folder = scratch / "convert-benchmark"
     shutil.rmtree(folder, ignore_errors=True)
     try:
         size = write_checkpoint(folder / "source", config)
         on_disk_and_forgotten(folder)
-        seconds, peak = timed_conversion(config.family, folder / "source", folder / "out")
+        seconds, peak = timed_conversion(config.family, folder / "source", folder / "out", quantize)
         written = folder_bytes(folder / "out")
         shutil.rmtree(folder / "out")
         on_disk_and_forgotten(folder)
@@ -167,6 +168,7 @@ def main() -> None:
     parser.add_argument("--scratch", type=Path, required=True, help="folder on a disk with about 35 GB free")
     parser.add_argument("--model", default="llada-8b-instruct", help="published size (default: llada-8b-instruct)")
     parser.add_argument("--layers", type=int, help="fewer for a quick run (default: all)")
+    parser.add_argument("--quantize", choices=("int8", "int4"), help="write kernels in so many bits")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
     options.scratch.mkdir(parents=True, exist_ok=True)
@@ -176,6 +178,7 @@ def main() -> None:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     result = {
         "what": f"python -m convert {config.family}, random bfloat16 weights in {options.model}'s shapes, six shards",
+        "quantize": options.quantize,
         "layers": num_layers,
         "layers_wanted": wanted,
         "cpu_cores": os.cpu_count(),
@@ -183,7 +186,7 @@ def main() -> None:
         "load_at_start": round(os.getloadavg()[0], 1),  # of other work: more than zero means slower than alone
         "versions": {name: version(name) for name in ("jax", "numpy", "orbax-checkpoint", "tensorstore")}
         | {"python": platform.python_version()},
-    } | measure(options.scratch, config.replace(num_layers=num_layers))
+    } | measure(options.scratch, config.replace(num_layers=num_layers), options.quantize)
     for name, value in result.items():
         print(f"{name:24} {value}")
     if options.json:

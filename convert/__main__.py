@@ -1,4 +1,4 @@
-"""The command line: `python -m convert FAMILY | ni-indicator | embedded | verify | export`."""
+"""The command line: `python -m convert FAMILY | published | embedded | ni-indicator | verify | export`."""
 
 import argparse
 import logging
@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from convert import convert, convert_adapters, embedded, export, verify
+from convert import convert, convert_adapters, embedded, export, published, verify
 from convert.families import FAMILIES
 from convert.indicator import convert_indicator, export_indicator, is_indicator, verify_indicator
 from dllm_jax.errors import DllmError
@@ -54,6 +54,11 @@ def command_line() -> argparse.ArgumentParser:
     command = commands.add_parser("embedded", help="convert models that come with the library, to be found by name")
     command.set_defaults(run=_embedded)
     command.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(embedded.names())} (default: all)")
+    command = commands.add_parser("published", help="download and convert published models, to be found by name")
+    command.set_defaults(run=_published)
+    command.add_argument("names", nargs="+", metavar="NAME", help=", ".join(published.HUB))
+    command.add_argument("--quantize", metavar="BITS", help="int8 or int4: kernels in so many bits")
+    command.add_argument("--no-progress", action="store_true", help="no progress bar")
     command = commands.add_parser("d2f-lora", help="add published low-rank adapters (peft) to a converted model")
     command.set_defaults(run=_add_adapters)
     command.add_argument("--source", required=True, metavar="DIR_OR_ID", help="the adapters: folder or repository id")
@@ -112,6 +117,11 @@ def _convert(options: argparse.Namespace) -> None:
 def _embedded(options: argparse.Namespace) -> None:
     for name in options.names or embedded.names():
         print(embedded.install(name))
+
+
+def _published(options: argparse.Namespace) -> None:
+    for name in options.names:
+        print(published.install(name, quantize=options.quantize, progress=not options.no_progress))
 
 
 def _add_adapters(options: argparse.Namespace) -> None:

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 
 from dllm_jax.layout import Layout
 
-TRITON_FROM = 8.0
-"""CUDA compute capability that Triton needs, and all but a T4 of today's have."""
+AMPERE = 8.0
+"""CUDA compute capability from which on there are bfloat16 and Triton; all but a T4 of today's have it."""
 
 use_kernels = jax.make_user_context(default_value=True)
 """`with use_kernels(False):` compiles what is called within to XLA's own operations alone: to compare, and because no
@@ -24,9 +24,13 @@ def kernels_run(dtype: jnp.dtype, layout: Layout | None) -> bool:
     """
     if dtype == jnp.float16 or not use_kernels.value:
         return False
+    return not before_ampere() and _is_local(layout)
+
+
+def before_ampere() -> bool:
+    """Whether the GPU that is here, if one is, is NVIDIA's and too old for bfloat16 and for Triton, such as a T4."""
     capability = jax.devices()[0].compute_capability if jax.default_backend() == "gpu" else ""
-    too_old = capability[:1].isdigit() and float(capability) < TRITON_FROM  # AMD's are names
-    return not too_old and _is_local(layout)
+    return capability[:1].isdigit() and float(capability) < AMPERE  # AMD's are names
 
 
 def _is_local(layout: Layout | None) -> bool:

@@ -45,6 +45,11 @@ class PrecisionRecall:
         found = np.flatnonzero(self.precision >= precision)
         return int(found[-1]) if len(found) else None
 
+    def threshold(self, precision: float) -> float:
+        """The smallest threshold at which the precision is reached; 1, which chooses nothing, where it never is."""
+        place = self.lowest(precision)
+        return 1.0 if place is None else float(self.thresholds[place])
+
     def points(self) -> list[dict[str, float]]:
         """At most `POINTS` of them, evenly in recall, the last among them."""
         wanted = np.linspace(self.recall[0], self.recall[-1], POINTS)

@@ -33,7 +33,7 @@ class Models:
     def load(self, path_or_name: str) -> Model:
         """A model by its folder or name."""
         if path_or_name not in self._loaded:
-            with Console(stderr=True).status(f"loading {path_or_name}", spinner="line"):
+            with Console(stderr=True, force_jupyter=False).status(f"loading {path_or_name}", spinner="line"):
                 self._loaded[path_or_name] = dllm_jax.load(path_or_name, **self._how)
         return self._loaded[path_or_name]
 

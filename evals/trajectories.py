@@ -26,8 +26,9 @@ from dllm_jax.checkpoint import write_error
 from dllm_jax.errors import DllmError
 from dllm_jax.sharding import check_splits
 from evals.flags import add_batch, add_model, add_task, command, models_of
-from evals.tasks import make_task
-from samplers.build import CanvasSampler, parse_sampler
+from evals.models import Models
+from evals.tasks import Task, make_task
+from samplers.build import CanvasSampler, SamplerSpec, parse_sampler
 from samplers.engine import Result, broken
 from samplers.prompts import bucket_length, check_lengths, given_canvas, led_prompt, pad_prompts
 from samplers.registry import settings_of
@@ -96,6 +97,53 @@ def collect(
             last = min(first + shard_size, total)
             _write(folder / f"trajectories-{first:08d}-{last:08d}.npz", make.shard(range(first, last), bar))
     return max(total - done, 0)
+
+
+def collect_from(
+    model: Model | Models,
+    sampler: str | SamplerSpec,
+    out: str | Path,
+    *,
+    task: str | Task | None = None,
+    data: str | Path | None = None,
+    split: str | None = None,
+    **options: Any,
+) -> int:
+    """`collect` for the problems of a task, whose checker's verdicts are kept, or for the prompts of a file.
+
+    Args:
+        model: what runs; of several, the one that the sampler names.
+        sampler, task: objects, or specs as on the command line.
+        data: in place of a task, JSON lines as for training: prompt and answer, or messages.
+        split: of the task, "train" (the default) or "validation".
+        options: n, batch_size, shard_size, seed and progress of `collect`.
+
+    Returns:
+        How many prompts were sampled.
+
+    Raises:
+        DllmError: as `collect`, for neither or both of task and data, bad specs, and a task that is for scoring.
+    """
+    if (task is None) == (data is None):
+        raise DllmError("prompts come from --task or from --data; pass one of them")
+    if data is not None and split:
+        raise DllmError("--split is for --task; leave it out")
+    spec = parse_sampler(sampler) if isinstance(sampler, str) else sampler
+    models = model if isinstance(model, Models) else Models(model)
+    about: dict[str, Any] = {"data": str(task or data), "sampler": str(spec)}
+    if data is not None:
+        chosen = models.of(spec)
+        built = spec.anywhere().build(chosen, load=models.load)
+        setup = Setup(chosen.config, chosen.tokenizer, chosen.config.max_length)
+        source: Source = jsonl(setup, path=str(data), turns="last")
+        about["model"] = chosen.name
+        return collect(chosen, built, source, out, about=about, **options)
+    assert task is not None
+    chosen, bound, built = models.build(spec, make_task(task) if isinstance(task, str) else task)
+    problems = bound.source(split or "train")
+    verify = lambda example, ids: bound.verify(example, ids).correct
+    about |= {"model": chosen.name, "split": problems.split}
+    return collect(chosen, built, problems, out, about=about, stops=bound.stops, verify=verify, **options)
 
 
 def _begin(folder: Path, about: dict[str, Any]) -> Path:
@@ -234,32 +282,14 @@ def add(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> None:
-    if (options.task is None) == (options.data is None):
-        raise DllmError("prompts come from --task or from --data; pass one of them")
-    spec, models = parse_sampler(options.sampler), models_of(options)
-    about: dict[str, Any] = {"data": options.task or options.data, "sampler": str(spec)}
-    source: Source
-    if options.task:
-        model, task, sampler = models.build(spec, make_task(options.task))
-        source, stops = task.source(options.split or "train"), task.stops
-        verify: Verify | None = lambda example, ids: task.verify(example, ids).correct
-        about["split"] = source.split
-    else:
-        if options.split:
-            raise DllmError("--split is for --task; leave it out")
-        model, stops, verify = models.of(spec), True, None
-        sampler = spec.anywhere().build(model, load=models.load)
-        source = jsonl(Setup(model.config, model.tokenizer, model.config.max_length), path=options.data, turns="last")
-    chosen = {name: getattr(options, name) for name in ("n", "batch_size", "shard_size", "seed")}
-    count = collect(
-        model,
-        sampler,
-        source,
+    count = collect_from(
+        models_of(options),
+        options.sampler,
         options.out,
-        about={"model": model.name, **about},
-        stops=stops,
-        verify=verify,
+        task=options.task,
+        data=options.data,
+        split=options.split,
         progress=not options.no_progress,
-        **chosen,
+        **{name: getattr(options, name) for name in ("n", "batch_size", "shard_size", "seed")},
     )
     print(f"{options.out}: {count} prompts sampled, {shards(options.out)[-1].end} there")

@@ -13,6 +13,7 @@ goes on.
 """
 
 import argparse
+import collections
 import dataclasses
 import hashlib
 import json
@@ -21,13 +22,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from dllm_jax import Model
 from dllm_jax.errors import DllmError
 from evals import files, flags, plots
 from evals.area import front
 from evals.models import Models
 from evals.paired import Pairs, at_least, at_most, best_bet, log_wealth, needed
 from evals.runner import check_count, draw, prepare, run, surroundings
-from evals.sampler import SamplerSpec, all_samplers, parse_sampler, read_grid
+from evals.sampler import SamplerSpec, all_samplers, parse_sampler, parse_samplers, read_grid
 from evals.tasks import Example, Task, make_task
 from samplers.outputs import Output
 from samplers.running import Engines
@@ -35,6 +37,7 @@ from samplers.slots import numbers_of, program_of
 
 GRID = Path(__file__).parent / "grids" / "tune.toml"
 FEWEST = 8  # samplers that go on after a round, if there are as many
+TELLING = 32  # problems of which a reference that is any good solves one
 REPORT = 512  # problems, at most, that are lost when a run is cut off
 
 Objective = Literal["nfe", "seconds"]
@@ -208,6 +211,8 @@ def tune(score: Score, reference: SamplerSpec, samplers: Sequence[SamplerSpec], 
         stage = (f"round {number}", "validation", reference)
         first, *others = (_trial(score, goal, *stage, sampler, n) for sampler in (reference, *alive))
         if not first.pairs.kept > 0:
+            if n < min(goal.validation, TELLING):
+                continue  # chance may do that to so few problems, which then tell nothing of others either
             raise DllmError(f"the reference {reference} solves none of {n} problems; name another by --reference")
         left = _ladder(others, found) if n == goal.validation else _best(others, found)
         found.trials += [first, *(dataclasses.replace(trial, fate=_fate(trial, left, goal)) for trial in others)]
@@ -370,6 +375,45 @@ class Scorer:
         if len(drawn) < n:
             drawn += draw(bound, split, n - len(drawn), self._how["progress"], len(drawn))
         return drawn
+
+
+def fastest(
+    model: Model | Models,
+    task: str | Task,
+    samplers: str | SamplerSpec | Sequence[str | SamplerSpec] = (),
+    *,
+    floor: float,
+    reference: str | SamplerSpec = "topk",
+    objective: Objective = "nfe",
+    confidence: float = 0.95,
+    n: int = 2000,
+    validation: int | None = None,
+    batch_size: int = 64,
+    seed: int = 0,
+    progress: bool | None = None,
+) -> Tuning:
+    """The whole search without a folder: a `Tuning` whose `chosen` is the fastest sampler that was proven, if any, and
+    whose `told()` is the promise.
+
+    Args:
+        model, task, batch_size, seed, progress: as in `evals.run`.
+        samplers: what is tried, specs with lists of values among them; by default `grids/tune.toml`.
+        floor, objective, confidence, n, validation: see `Goal`; as many validation problems as n by default.
+        reference: what accuracy is compared with.
+
+    Raises:
+        DllmError: as `evals.run`, for a goal that makes no sense, and when the reference solves no problem.
+    """
+    goal = Goal(floor, objective, confidence, n, n if validation is None else validation)
+    listed = [samplers] if isinstance(samplers, str | SamplerSpec) else samplers
+    tried = [x for text in listed for x in (parse_samplers(text) if isinstance(text, str) else [text])]
+    against = parse_sampler(reference) if isinstance(reference, str) else reference
+    models = model if isinstance(model, Models) else Models(model)
+    problems = make_task(task) if isinstance(task, str) else task
+    how: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "progress": progress}
+    scorer = Scorer(models, problems, against, tried or read_grid(GRID), goal, **how)
+    (found,) = collections.deque(tune(scorer, against, scorer.samplers, goal), maxlen=1)
+    return found
 
 
 def add(commands: Any) -> None:

@@ -17,6 +17,7 @@ import pytest
 from safetensors import safe_open
 
 import convert
+import convert.published
 from benchmarks import convert as benchmark
 from convert import to_jax
 from convert.__main__ import main
@@ -550,6 +551,41 @@ def test_a_repository_id_is_downloaded(tmp_path, monkeypatch):
     assert set(asked["patterns"]) == {"*.safetensors", "*.json", "*.txt", "*.jinja"}
     notes = checkpoint.load_source(tmp_path / "out")
     assert (notes["source"], notes["revision"]) == ("someone/llada-tiny", "0123abcd")
+
+
+def test_published_models_are_there_by_name(tmp_path, monkeypatch, capsys):
+    """Downloaded and converted once; in float16 on a GPU that has no bfloat16."""
+    asked = []
+
+    def download(repository, **_):
+        asked.append(repository)
+        return str(source_of("llada"))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setenv("DLLM_JAX_HOME", str(tmp_path))
+    for _ in range(2):
+        model = convert.published.load("llada-8b-instruct")
+        assert model.folder == tmp_path / "llada-8b-instruct" and model.params["embed.embedding"].dtype == "float32"
+        assert main(["published", "llada-8b-instruct", "--quantize", "int8", "--no-progress"]) == 0
+        assert capsys.readouterr().out == f"{tmp_path / 'llada-8b-instruct-int8'}\n"
+        assert asked == ["GSAI-ML/LLaDA-8B-Instruct"] * 2
+    assert checkpoint.load_config(tmp_path / "llada-8b-instruct-int8").quantize == "int8"
+    with pytest.raises(DllmError, match="holds int8 weights, not unquantized ones; name another folder"):
+        convert.published.install("llada-8b-instruct", tmp_path / "llada-8b-instruct-int8")
+    with pytest.raises(DllmError, match="no published model is called 'llada'; choose one of llada-8b-base, "):
+        convert.published.load("llada")
+    convert.convert("llada", source_of("llada"), tmp_path / "dream-7b-base", dtype="bfloat16")
+    assert convert.published.load("dream-7b-base").params["embed.embedding"].dtype == "bfloat16"
+    monkeypatch.setattr(convert.published, "before_ampere", lambda: True)
+    assert convert.published.load("dream-7b-base").params["embed.embedding"].dtype == "float16"
+    assert convert.published.load("dream-7b-base", dtype="float32").params["embed.embedding"].dtype == "float32"
+    assert convert.published.load("llada-8b-instruct").params["embed.embedding"].dtype == "float32"
+
+
+def test_every_published_size_is_on_the_hub():
+    assert convert.published.HUB.keys() == PUBLISHED.keys()
+    for name, hub in convert.published.HUB.items():
+        assert FAMILIES[hub.family].name == PUBLISHED[name].family
 
 
 # --- the command line -------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from evals import __main__ as cli
 from evals import figures
 from evals.runner import prepare
 from evals.tasks import Example, TextTask, WordProblems, make_task
-from evals.tasks.text import Question, chosen_letter, last_number
+from evals.tasks.text import Question, chosen_letter, last_number, write_questions
 from samplers import generate
 from samplers.prompts import encode_prompt, led_prompt
 
@@ -263,3 +263,20 @@ def test_figures_of_answers_in_words_take_a_file(file):
     fits = {name for name, figure in figures.FIGURES.items() if figure.fits(task)}
     assert fits == {"apd", "d2f", "ni", "compression"}
     assert not figures.FIGURES["eb-maze"].fits(make_task("sudoku")) and figures.FIGURES["apd"].fits(WordProblems())
+
+
+def test_a_tasks_problems_become_questions_for_any_model(llada_tiny, tmp_path):
+    problems = WordProblems()
+    file = write_questions(problems, tmp_path / "x.jsonl", ask="Please:\n{}", test=2, validation=1)
+    task = make_task(f"text:file={file},score=number").bind(llada_tiny)
+    assert (task.count("test"), task.count("validation")) == (2, 1)
+    for split, index in (("test", 0), ("test", 1), ("validation", 0)):
+        known, found = problems.example(split, index), task.example(split, index)
+        assert task.question(found) == f"Please:\n{problems.question(known)}"
+        assert task.reference(found) == problems.reference(known).strip()
+        right = llada_tiny.tokenizer.encode(f"I think {known.problem.answer}", add_special_tokens=False)
+        assert task.verify(found, right).correct
+    with pytest.raises(DllmError, match="say by {} where the question stands"):
+        write_questions(problems, tmp_path / "y.jsonl", ask="Please", test=1)
+    with pytest.raises(DllmError, match="cannot be written"):
+        write_questions(problems, tmp_path / "no" / "y.jsonl", test=1)

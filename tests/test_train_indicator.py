@@ -241,4 +241,6 @@ def test_the_smallest_threshold_of_a_precision():
         assert label[scores > threshold].sum() / label.sum() == pytest.approx(curve.recall[place])
         lower = [t for t in [0.0, *np.unique(scores)] if t < threshold]
         assert curve.precision[place] >= wanted > max([label[scores > t].mean() for t in lower], default=0.0)
-    assert precision_recall(scores, np.zeros(300, bool)).lowest(0.5) is None
+        assert curve.threshold(wanted) == threshold
+    hopeless = precision_recall(scores, np.zeros(300, bool))
+    assert hopeless.lowest(0.5) is None and hopeless.threshold(0.5) == 1.0

@@ -186,6 +186,18 @@ def test_where_nothing_passes_the_best_is_named():
         run_fake({"topk": (0.0, 50.0), "topk:k=2": (0.9, 25.0)})
 
 
+def test_a_few_problems_that_the_reference_happens_to_miss_end_no_search():
+    """Of 128 validation problems the first round has 8."""
+
+    def score(sampler, split, n):
+        return tune.Outcomes([i >= 10 for i in range(n)], 4.0 if sampler.options else 20.0, 0.0)
+
+    reference, candidate, goal = parse_sampler("topk"), parse_sampler("topk:k=2"), tune.Goal(0.9, n=128, validation=128)
+    *_, found = tune.tune(score, reference, [candidate], goal)
+    assert found.chosen.sampler is candidate
+    assert [trial.stage for trial in found.trials[::2]] == ["round 2", "round 3", "held out"]
+
+
 def test_promises_are_broken_as_seldom_as_they_say():
     """All candidates are just below the floor; whichever is lucky in the search must not be announced."""
     chances = {f"topk:k={k}": (0.899, 50.0 / k) for k in range(2, 6)}
@@ -262,6 +274,15 @@ def test_from_the_shell_to_the_table(by_heart, command, tmp_path):
     assert {row["fate"] for row in rows} == {"reference", "goes on", "others were better", "proven"}
     assert (tmp_path / "tuning.png").read_bytes().startswith(b"\x89PNG")
     assert rows[-1]["stage"] == "held out" and rows[-1]["split"] == "test"
+
+
+def test_from_python_it_is_the_same(by_heart, command, tmp_path):
+    assert command(*ARGUMENTS, tmp_path)[0] == 0
+    model, options = knows_all(make_task(SUDOKU)), {"floor": 0.6, "n": N, "batch_size": 1, "progress": False}
+    found = tune.fastest(Models(model), SUDOKU, ["topk:k=2|4", parse_sampler("topk:k=8")], **options)
+    untimed = lambda trial: {name: x for name, x in trial.row().items() if name != "seconds"}
+    assert list(map(untimed, found.trials)) == results(tmp_path)[1]
+    assert str(found.chosen.sampler) == "topk:k=8" and tune.plot(found).startswith(b"\x89PNG")
 
 
 def test_a_run_that_was_cut_off_goes_on(by_heart, command, tmp_path, monkeypatch):

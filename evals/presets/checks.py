@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from convert.published import HUB
 from dllm_jax import Model
 from dllm_jax.config import PUBLISHED, ModelConfig
 from dllm_jax.errors import DllmError
@@ -17,14 +18,8 @@ from samplers.registry import PLAIN, options_of, settle
 TASKS_FOLDER = Path(__file__).parents[1] / "harness" / "tasks"
 """Our own tasks."""
 
-CHECKPOINTS = {
-    "GSAI-ML/LLaDA-8B-Base": "llada-8b-base",
-    "GSAI-ML/LLaDA-8B-Instruct": "llada-8b-instruct",
-    "GSAI-ML/LLaDA-1.5": "llada-1.5",
-    "Dream-org/Dream-v0-Base-7B": "dream-7b-base",
-    "Dream-org/Dream-v0-Instruct-7B": "dream-7b-instruct",
-    "inclusionAI/LLaDA-MoE-7B-A1B-Instruct": "llada-moe-7b-a1b-instruct",
-    "inclusionAI/LLaDA-MoE-7B-A1B-Instruct-TD": "llada-moe-7b-a1b-instruct",
+CHECKPOINTS = {hub.repository: name for name, hub in HUB.items()} | {
+    "inclusionAI/LLaDA-MoE-7B-A1B-Instruct-TD": "llada-moe-7b-a1b-instruct"
 }
 """Checkpoint -> its size, as `dllm_jax.published` has it."""
 

@@ -12,9 +12,11 @@ Prompts become tokens by the model's own tokenizer and chat template. Answers en
 import dataclasses
 import functools
 import importlib
+import json
 import re
 from collections.abc import Callable, Mapping
 from decimal import Decimal
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -212,6 +214,32 @@ def _question(entry: Mapping[str, Any], where: str) -> Question:
     if split not in SPLITS:
         raise DllmError(f'"split" is {split!r}; write one of {", ".join(SPLITS)}')
     return Question(where, prompt, tuple(target.strip() for target in targets), split)
+
+
+def write_questions(task: Task, file: str | Path, *, ask: str = "{}", **counts: int) -> Path:
+    """Writes a task's problems as questions that any model can be asked, with the reference as the target.
+
+    Args:
+        task: one whose problems are words, such as `WordProblems`; not bound to a model.
+        file: JSON lines, for `TextTask`.
+        ask: what a question is put into, at {}.
+        counts: of each split: `test=64, validation=64`.
+
+    Raises:
+        DllmError: for an unknown split, a pattern without a place, and a file that cannot be written.
+    """
+    if "{}" not in ask:
+        raise DllmError(f"ask is {ask!r}; say by {{}} where the question stands")
+    lines = []
+    for split, count in counts.items():
+        for example in (task.example(split, index) for index in range(count)):
+            prompt = ask.replace("{}", task.question(example))
+            lines.append({"prompt": prompt, "target": task.reference(example).strip(), "split": split})
+    try:
+        Path(file).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    except OSError as error:
+        raise DllmError(f"{file} cannot be written ({error.strerror}); name another file") from None
+    return Path(file)
 
 
 # Scores
