@@ -79,7 +79,7 @@ class Steps(NamedTuple):
     Attributes:
         ran: [N, P + G] bool, positions that the forward ran.
         written: [P + G] the forward, from 0, that wrote the position last; -1 for none.
-        texts: of every position, "" where nothing was written.
+        texts: of the canvas, "" where nothing was written.
         prompt: P.
         borders: positions behind the first of the canvas where a block begins.
     """
@@ -109,7 +109,7 @@ def steps_of(model: Model, prompt: str, spec: str, gen_length: int, **options: A
     own = [texts[i] if at[i] >= 0 else "" for i in range(gen_length)]
     first = 0 if getattr(sampler, "align_blocks", False) else start
     borders = [border for border in range(first, length, sampler.width) if border > start]
-    return Steps(np.stack(forwards), np.concatenate([np.full(start, -1), at]), [*prompt, *own], start, borders)
+    return Steps(np.stack(forwards), np.concatenate([np.full(start, -1), at]), own, start, borders)
 
 
 def drawn(panels: Sequence[tuple[str, Steps]]) -> bytes:
@@ -163,7 +163,8 @@ def _panel(axes: Any, name: str, steps: Steps, longest: int) -> None:
     work = f"{count} forwards, {int(steps.ran.sum())} positions run"
     axes.set_title(f"{name}: {work}", fontsize=9, loc="left", pad=3)
     axes.set_yticks([0.5, count - 0.5] if count > 1 else [0.5], ["1", str(count)] if count > 1 else ["1"], fontsize=7)
-    axes.set_xticks([i + 0.5 for i in range(length)], steps.texts, fontsize=7, family="monospace")
+    axes.set_xticks([i + 0.5 for i in range(steps.prompt, length)], steps.texts, fontsize=8, family="monospace")
+    axes.text(steps.prompt / 2, count * 1.02, "prompt", fontsize=8, ha="center", va="top")
     axes.tick_params(length=0, pad=1)
 
 
