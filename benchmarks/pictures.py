@@ -1,10 +1,11 @@
 """The pictures of docs/concepts.md and docs/papers: what forwards write, and which positions they run.
 
 Everything in them is read off generations of embedded models, and of the tiny checkpoints that the goldens were
-recorded on; nothing is drawn by hand. Those checkpoints know little, and are there to show a mechanism:
+recorded on; nothing is drawn by hand. Those checkpoints know little, and are there to show a mechanism. D2F's student is
+trained on the way:
 
-    python -m benchmarks.pictures --out docs/images            # two minutes on two CPU cores
-    python -m benchmarks.pictures --out docs/images caches     # that one alone
+    python -m benchmarks.pictures --out docs/images            # some ten minutes on two CPU cores
+    python -m benchmarks.pictures --out docs/images caches     # that one alone, a minute
 """
 
 import argparse
@@ -31,12 +32,14 @@ from samplers.answers import Generation
 from samplers.generate import prepare
 from samplers.outputs import write
 from samplers.requests import requests_of
-from samplers.spelling import printable
 from samplers.viewer.colours import colour_at
-from samplers.viewer.story import WRITTEN, Story, story_of
+from samplers.viewer.story import WRITTEN, Story, seen, story_of
 from samplers.viewer.view import View, view_of
+from train import merge, read_config, train
 
-TINY = Path(__file__).parents[1] / "tests" / "goldens" / "checkpoints"
+ROOT = Path(__file__).parents[1]
+TINY, CONFIGS = ROOT / "tests" / "goldens" / "checkpoints", ROOT / "train" / "configs"
+STUDENT = "steps=200 optimizer.lr=2e-3 optimizer.batch=32 optimizer.warmup=20 optimizer.final_ratio=0.05".split()
 
 QUESTION = "Q: Eve has 12 pears. Eve finds 9. Eve shares equally among 3. Eve gets 4 times as many. Eve loses 11.\nA: "
 SHORT = "Q: Eve has 12 pears. Eve finds 9. Eve loses 11.\nA: "
@@ -105,7 +108,7 @@ def steps_of(model: Model, prompt: str, spec: str, gen_length: int, **options: A
             _NOTES.clear()
     assert request.moments is not None
     story, at = story_of(request.generation), np.asarray(request.moments[-1].decoded_at)
-    texts = {change.position: printable(change.text) for frame in story.frames for change in frame}
+    texts = {change.position: seen(change.text) for frame in story.frames for change in frame}
     own = [texts[i] if at[i] >= 0 else "" for i in range(gen_length)]
     first = 0 if getattr(sampler, "align_blocks", False) else start
     borders = [border for border in range(first, length, sampler.width) if border > start]
@@ -124,7 +127,7 @@ def drawn(panels: Sequence[tuple[str, Steps]]) -> bytes:
     FigureCanvasAgg(figure)
     for axes, (name, steps) in zip(_column(figure, rows), panels, strict=True):
         _panel(axes, name, steps, longest)
-    told = {"run": RUN, "run, and still a mask": MASKS, "written": _rgb(colour_at(0.35).ground), "not run": NOT_RUN}
+    told = {"run": RUN, "run, and still a mask": MASKS, "written": _rgb(colour_at(0.0).ground), "not run": NOT_RUN}
     patches = [Patch(facecolor=colour, edgecolor="#999999", label=label) for label, colour in told.items()]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, fontsize=8)
     file = io.BytesIO()
@@ -132,6 +135,8 @@ def drawn(panels: Sequence[tuple[str, Steps]]) -> bytes:
     return _small(file.getvalue())
 
 
+MOST_PROMPT = 20
+CENTRED: dict[str, Any] = {"fontsize": 8, "ha": "center", "va": "top"}
 NOT_RUN, RUN, MASKS = (1.0, 1.0, 1.0), (0.87, 0.86, 0.83), (0.70, 0.69, 0.66)
 
 
@@ -164,7 +169,9 @@ def _panel(axes: Any, name: str, steps: Steps, longest: int) -> None:
     axes.set_title(f"{name}: {work}", fontsize=9, loc="left", pad=3)
     axes.set_yticks([0.5, count - 0.5] if count > 1 else [0.5], ["1", str(count)] if count > 1 else ["1"], fontsize=7)
     axes.set_xticks([i + 0.5 for i in range(steps.prompt, length)], steps.texts, fontsize=8, family="monospace")
-    axes.text(steps.prompt / 2, count * 1.02, "prompt", fontsize=8, ha="center", va="top")
+    left = max(steps.prompt - MOST_PROMPT, 0)
+    axes.set_xlim(left, length)
+    axes.text((left + steps.prompt) / 2, count * 1.02, "the prompt's end" if left else "prompt", **CENTRED)
     axes.tick_params(length=0, pad=1)
 
 
@@ -226,14 +233,27 @@ def caches(_: Path) -> bytes:
     model = embedded.load("word-problems")
     policies = ("none", "prefix", "dual", "vicinity,prefix_look=4,after_look=4,warmup=2")
     specs = [f"topk:k=2,block_length=8,cache={policy}" for policy in policies]
-    return drawn([(spec.partition(",")[2], steps_of(model, SHORT, spec, 32)) for spec in specs])
+    return drawn([(spec.partition("block_length=8,")[2], steps_of(model, SHORT, spec, 32)) for spec in specs])
 
 
-def pipeline(_: Path) -> bytes:
+def student(folder: Path) -> Path:
+    """The embedded word problems' D2F student, trained for a few minutes."""
+    base, out = embedded.install("word-problems"), folder / "student"
+    if not (out / "merged").is_dir():
+        settings = [f"model.init={base}", f"out={out}", *STUDENT]
+        run = train(read_config(CONFIGS / "d2f-word-problems.toml", settings, "d2f"))
+        merge(base, run.folder, out / "merged")
+    return out / "merged"
+
+
+def pipeline(folder: Path) -> bytes:
     """D2F: several blocks in flight, beside one at a time."""
-    model = embedded.load("word-problems")
-    one, several = "d2f:block_length=8,threshold=0.9,tau_add=1", "d2f:block_length=8,threshold=0.9,tau_add=0.1"
-    return drawn([(spec, steps_of(model, SHORT, spec, 32)) for spec in (one, several)])
+    model, panels = dllm_jax.load(student(folder)), []
+    for spec in ("d2f:block_length=4,tau_add=1", "d2f:block_length=4,tau_add=0.1"):
+        steps = steps_of(model, QUESTION, spec, 32)
+        steps.ran[0, steps.borders[0] :] = False  # room that the program has for longer prompts
+        panels.append((spec, steps))
+    return drawn(panels)
 
 
 def apd(folder: Path) -> bytes:
@@ -249,10 +269,13 @@ def apd(folder: Path) -> bytes:
 def edits(folder: Path) -> bytes:
     """LLaDA2.1's editing beside the same thresholds without, by the goldens' checkpoint."""
     model = dllm_jax.load(tiny("llada2", folder))
-    prompt = "Q: Bob has 26 shells. Bob gets 2 times as many. Bob buys 16.\nA: "
-    specs = ("edit:threshold=0.5,editing_threshold=1.1", "edit:threshold=0.5,editing_threshold=0.5")
-    answers: list[Generation] = [record(model, prompt, sampler=spec, gen_length=32, block_length=16) for spec in specs]
-    return _saved(view_of(answers, ["threshold 0.5, nothing is edited", "threshold 0.5, editing threshold 0.5"]))
+    prompt = "Q: Tom has 39 apples. Tom buys 5. Tom buys 8.\nA: "
+    specs = {"threshold 0.3, nothing is edited": 1.1, "threshold 0.3, editing threshold 0.5": 0.5}
+    named = {
+        name: record(model, prompt, rule="edit", threshold=0.3, editing_threshold=least, gen_length=32, block_length=16)
+        for name, least in specs.items()
+    }
+    return _saved(view_of(list(named.values()), list(named)))
 
 
 PICTURES: dict[str, Callable[[Path], bytes]] = {
@@ -265,12 +288,12 @@ PICTURES: dict[str, Callable[[Path], bytes]] = {
 }
 
 
-def made(names: Sequence[str], out: Path) -> Iterator[Path]:
-    """Makes pictures, and yields the files one by one."""
+def made(names: Sequence[str], out: Path, work: Path | None) -> Iterator[Path]:
+    """Makes pictures, and yields the files one by one; models are kept in `work` if there is one."""
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             path = out / f"concept-{name}.png"
-            write(path, PICTURES[name](Path(folder)))
+            write(path, PICTURES[name](work or Path(folder)))
             yield path
 
 
@@ -278,13 +301,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pictures", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"among {', '.join(PICTURES)} (default: all)")
     parser.add_argument("--out", type=Path, required=True, help="folder, which must exist")
+    parser.add_argument("--work", type=Path, help="folder for the models, which must exist (default: kept nowhere)")
     options = parser.parse_args(arguments)
     try:
         if unknown := [name for name in options.names if name not in PICTURES]:
             raise DllmError(f"no picture is called {unknown[0]!r}; choose among {', '.join(PICTURES)}")
-        if not options.out.is_dir():
-            raise DllmError(f"the folder {options.out} does not exist; make it")
-        for path in made(options.names or list(PICTURES), options.out):
+        for folder in filter(None, (options.out, options.work)):
+            if not folder.is_dir():
+                raise DllmError(f"the folder {folder} does not exist; make it")
+        for path in made(options.names or list(PICTURES), options.out, options.work):
             print(path, f"{path.stat().st_size / 1000:.0f} kB")
     except DllmError as error:
         print(f"error: {error}", file=sys.stderr)
