@@ -1,8 +1,8 @@
 """The pictures of docs/concepts.md and docs/papers: what forwards write, and which positions they run.
 
 Everything in them is read off generations of embedded models, and of the tiny checkpoints that the goldens were
-recorded on; nothing is drawn by hand. Those checkpoints know little, and are there to show a mechanism. D2F's student is
-trained on the way:
+recorded on; nothing is drawn by hand. Those checkpoints know little, and are there to show a mechanism. D2F's student
+is trained on the way:
 
     python -m benchmarks.pictures --out docs/images            # some ten minutes on two CPU cores
     python -m benchmarks.pictures --out docs/images caches     # that one alone, a minute
@@ -28,7 +28,6 @@ from dllm_jax import DllmError, Model
 from dllm_jax.denoiser import Denoiser, Span
 from dllm_jax.pytree import pytree
 from samplers import record, recording
-from samplers.answers import Generation
 from samplers.generate import prepare
 from samplers.outputs import write
 from samplers.requests import requests_of
@@ -249,7 +248,8 @@ def student(folder: Path) -> Path:
 def pipeline(folder: Path) -> bytes:
     """D2F: several blocks in flight, beside one at a time."""
     model, panels = dllm_jax.load(student(folder)), []
-    for spec in ("d2f:block_length=4,tau_add=1", "d2f:block_length=4,tau_add=0.1"):
+    sure = "d2f:block_length=8,threshold=0.9995"  # so that a block of this easy text takes several forwards
+    for spec in (f"{sure},tau_add=1", f"{sure},tau_add=0.1"):
         steps = steps_of(model, QUESTION, spec, 32)
         steps.ran[0, steps.borders[0] :] = False  # room that the program has for longer prompts
         panels.append((spec, steps))

@@ -1,4 +1,4 @@
-"""The pages of docs/papers: their options, defaults, presets, results and counts are those of the code and the files."""
+"""The pages of docs/papers: options, defaults, presets, results and counts are those of the code and the files."""
 
 import csv
 import dataclasses
@@ -6,9 +6,12 @@ import json
 import re
 import tomllib
 
+import numpy as np
 import pytest
 from conftest import GOLDENS, ROOT
+from pages import run_page
 
+from benchmarks import pictures
 from dllm_jax.tools import spec
 from evals import presets
 from evals.sampler import parse_sampler
@@ -51,7 +54,8 @@ def default_of(code):
     if name in CACHES:
         settings = Settings(USUAL.kind, {**USUAL.options, "cache": name})
     else:
-        settings = settle(name, {}, Settings(LOOPS[name], {}) if name == "renoise" else USUAL)  # its model says more
+        under = {"gen_length": USUAL.options["gen_length"]}  # all that a model with a canvas does not bring
+        settings = settle(name, {}, Settings(LOOPS[name], under) if name == "renoise" else USUAL)
     owner = options_of(settings)[option]
     fields = (owner.kind or settings.kind).__dataclass_fields__
     usual = False if option == "ignore_eos" else fields[owner.field].default
@@ -133,3 +137,38 @@ def test_recorded_cases_are_counted(page):
     files = re.findall(r"`tests/goldens/([\w-]+\.json)`", part(page, "Checked against"))
     counted = [len(json.loads((GOLDENS / file).read_text())["cases"]) for file in files]
     assert said == [str(count) for count in counted or [0]]
+
+
+@pytest.mark.parametrize("name", [*(f"papers/{name}.md" for name in PAPERS), "concepts.md"])
+def test_commands_run(name, tmp_path):
+    """Those for embedded models; others say why they do not."""
+    run_page(name, tmp_path)
+
+
+def test_pictures_show_what_forwards_ran(llada_tiny):
+    """Without a cache everything; with the dual cache a block, but for the forwards that refresh."""
+    prompt, options = "Q: Tom has 12 books.\nA: ", {"gen_length": 16, "block_length": 8, "ignore_eos": True}
+    whole = pictures.steps_of(llada_tiny, prompt, "topk:k=2,cache=none", **options)
+    dual = pictures.steps_of(llada_tiny, prompt, "topk:k=2,cache=dual", **options)
+    start = len(prompt)
+    assert whole.ran.shape == (8, start + 16) and whole.ran.all()
+    assert (whole.prompt, whole.borders) == (start, [start + 8])
+    assert np.bincount(whole.written[start:]).tolist() == [2] * 8
+    assert dual.ran.sum(axis=1).tolist() == [start + 16, 8, 8, 8] * 2
+    assert dual.ran[1].nonzero()[0].tolist() == list(range(start, start + 8))
+    assert all(dual.ran[dual.written[at], at] for at in range(start, start + 16))
+    assert pictures.drawn([("dual", dual)]).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("arguments", [["--out", "nowhere"], ["--out", ".", "portrait"]])
+def test_pictures_that_cannot_be_made(arguments, capsys):
+    assert pictures.main(arguments) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_pictures_are_small_and_told_in_words():
+    for name in pictures.PICTURES:
+        assert (ROOT / "docs" / "images" / f"concept-{name}.png").stat().st_size < 120_000
+    pages = [*PAGES.values(), (ROOT / "docs" / "concepts.md").read_text()]
+    told = [found for page in pages for found in re.findall(r"!\[(.*?)\]\([./]*images/concept-([\w]+)\.png\)", page)]
+    assert {name for _, name in told} == set(pictures.PICTURES) and all(len(text) > 20 for text, _ in told)
