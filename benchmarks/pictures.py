@@ -4,8 +4,8 @@ Everything in them is read off generations of embedded models, and of the tiny c
 recorded on; nothing is drawn by hand. Those checkpoints know little, and are there to show a mechanism. D2F's student
 is trained on the way:
 
-    python -m benchmarks.pictures --out docs/images            # some ten minutes on two CPU cores
-    python -m benchmarks.pictures --out docs/images caches     # that one alone, a minute
+    python -m benchmarks.pictures --out docs/images            # ten minutes on two busy CPU cores
+    python -m benchmarks.pictures --out docs/images caches     # that one alone
 """
 
 import argparse
