@@ -1,6 +1,8 @@
 """Refusals that rules, cache policies and samplers share: one sentence for a value that makes no sense."""
 
 import dataclasses
+import types
+import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -67,6 +69,11 @@ def assemble(what: str, kind: type[T], values: Mapping[str, Any]) -> T:
         required = field.default is dataclasses.MISSING
         if field.init and required and field.name not in values:
             raise DllmError(f"{what} needs {field.name}; pass {field.name}=...")
-        if values.get(field.name, field) is None and field.default is not None:
+        if values.get(field.name, field) is None and field.default is not None and not _may_be_none(kind, field.name):
             raise DllmError(f"{field.name} of {what} is None; leave it out or give a value")
     return kind(**values)
+
+
+def _may_be_none(kind: type, field: str) -> bool:
+    """Whether None is a value of this field, by its type."""
+    return types.NoneType in typing.get_args(typing.get_type_hints(kind)[field])

@@ -8,11 +8,14 @@ import sys
 from conftest import ROOT
 
 _FILE = re.compile(r"`([\w.-]+)`[^`]*:\n\n```(?:toml|python)\n(.*?)```", re.DOTALL)
-_COMMANDS = re.compile(r"```sh\n(.*?)```", re.DOTALL)
+_COMMANDS = re.compile(r"(?<!-->\n)```sh\n(.*?)```", re.DOTALL)
 
 
 def run_page(name, folder):
-    """Writes the files that a page of docs/ names before their contents, runs its commands, and gives what they say."""
+    """Writes the files that a page of docs/ names before their contents, runs its commands, and gives what they say.
+
+    Commands below the comment `<!-- not run: WHY -->` are not run.
+    """
     page = (ROOT / "docs" / name).read_text()
     for file, content in _FILE.findall(page):
         (folder / file).write_text(content)

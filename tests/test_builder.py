@@ -134,6 +134,15 @@ def test_blocks_guidance_and_steps(llada_tiny):
     assert made(rule="llada", gen_length=48).rule.steps == 48
 
 
+@pytest.mark.parametrize(
+    "text", ["dynamic:threshold=none", "hierarchical:low_threshold=none", "hierarchical:threshold=none"]
+)
+def test_none_is_a_value_where_the_type_has_it(llada_tiny, text):
+    """Where the default is a number, too; elsewhere it is refused (tests/test_bad_inputs.py)."""
+    name = text.partition(":")[2].partition("=")[0]
+    assert getattr(make_sampler(llada_tiny, text).rule, name) is None
+
+
 def test_parts_may_be_objects(llada_tiny, verifier):
     made = make_sampler(llada_tiny, EB(0.2), cache=VicinityCache(warmup=1))
     assert made.rule == EB(0.2) and made.cache == VicinityCache(warmup=1)
