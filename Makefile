@@ -2,7 +2,7 @@
 #   make test       lint, types and tests               make goldens    every recorded case, compiled as users compile
 #   make demo       an embedded model at work           make parity     compare with transformers (fetches PyTorch)
 #   make slow       the tests that take long            make compile-check    what XLA makes of it for a TPU (fetches libtpu)
-#   make slow PART=1/2    half of them
+#   make slow PART=1/2    half of them               make docs       the site, into site/
 #   make format     rewrite the code in ruff's style    make package    wheel and source, tried where nothing else is installed
 #   make clean      remove everything that make made
 #   make PYTHON=... the Python to build .venv with      make goldens GOLDENS=DIR    those of another folder
@@ -11,6 +11,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.installed
 HARNESS := $(VENV)/.harness
+SITE := $(VENV)/.site
 PYTHON ?= python3.12 python3.13 python3.11 python3
 USABLE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
 
@@ -31,7 +32,7 @@ MESH ?= $(if $(GPU),tensor=1,tensor=4)
 AOT := .aot/$(firstword $(subst :, ,$(TARGET)))
 AOT_PACKAGES = $(if $(GPU),'jax[cuda12-local]'==$$jax nvidia-cuda-nvcc-cu12,'jax[tpu]'==$$jax)
 
-.PHONY: test lint format typecheck pytest slow slow-list goldens parity package compile-check demo clean
+.PHONY: test lint format typecheck pytest slow slow-list goldens parity package compile-check docs demo clean
 
 test: lint typecheck pytest
 
@@ -78,6 +79,10 @@ package: $(READY)
 compile-check: $(READY) $(AOT)/.installed
 	$(AOT)/bin/python -m benchmarks.compile --target $(TARGET) --mesh $(MESH) --batch 8 --check
 
+# Warnings end it: a link to nothing, a page that the map does not name, a name in the reference that is none.
+docs: $(SITE)
+	$(PY) -m mkdocs build -q --strict
+
 demo: export DLLM_JAX_HOME := $(CURDIR)/.demo
 demo: $(READY)
 	$(PY) -m convert embedded word-problems
@@ -102,7 +107,7 @@ embedded-%: $(READY)
 	$(PY) -m evals run --model $* --task $(TASK_$*) --sampler topk --n 2000 --json > convert/embedded/$*/scores.json
 
 clean:
-	rm -rf $(VENV) $(PARITY) .aot .package .demo .jax_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) $(PARITY) .aot .package .demo .jax_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
 
 # An environment that does not run (its Python is gone) is made anew, one that runs is kept.
 ifneq ($(shell $(PY) -c '$(USABLE)' 2>/dev/null && echo runs),runs)
@@ -128,6 +133,10 @@ $(READY): pyproject.toml
 # lm-evaluation-harness brings as much as all the rest; only tests need that, and what reads data.
 $(HARNESS): $(READY)
 	$(PY) -m pip install -q -e '.[data,lm-eval]'
+	touch $@
+
+$(SITE): $(READY)
+	$(PY) -m pip install -q -e '.[docs]'
 	touch $@
 
 $(PARITY)/.installed: | $(READY)
