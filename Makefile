@@ -82,6 +82,7 @@ compile-check: $(READY) $(AOT)/.installed
 # Warnings end it: a link to nothing, a page that the map does not name, a name in the reference that is none.
 docs: $(SITE)
 	$(PY) -m mkdocs build -q --strict
+	@echo 'site/index.html is there; with its search: $(PY) -m http.server --directory site'
 
 demo: export DLLM_JAX_HOME := $(CURDIR)/.demo
 demo: $(READY)

@@ -128,9 +128,10 @@ def _stand_in(name, folder):
     """A checkpoint of a published model's format, with the embedded models' words and a chat format."""
     config = dllm_jax.published(name)
     ids = {"vocab_size": 517, "eos_id": 0, "pad_id": 0, "mask_id": 1, "end_ids": (0, 2), "bos_id": 3}
-    sizes = {"num_layers": 1, "embed_dim": 32, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "mlp_dim": 32}
+    sizes = {"num_layers": 1, "embed_dim": 32, "num_heads": 4, "num_kv_heads": 4, "head_dim": 8, "mlp_dim": 32}
     config = config.replace(**sizes, **ids, max_length=2048, dtype="float32")
     files = copied_files(embedded.source("word-problems"))
+    del files["generation.json"]
     template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
     checkpoint.save(folder, config, init_params(config, jax.random.key(0)).items(), files=files)
     (folder / "chat_template.jinja").write_text(template)
