@@ -4,10 +4,12 @@
 * A file or folder of the repository that a page links to is a page below source/, so that no link leads nowhere, and
   none leads to a host.
 * The page of commands gets their options, read off their parsers.
+* What a page would fetch from elsewhere is a warning, which ends the build.
 """
 
 import argparse
 import importlib
+import logging
 import posixpath
 import re
 from collections.abc import Iterator
@@ -28,6 +30,8 @@ COMMANDS = {
 }
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#|/)([^)\s#]+)")  # the path in [text](path#anchor)
 FENCE = re.compile(r"^(```|~~~).*?^\1", re.DOTALL | re.MULTILINE)
+FETCHED = re.compile(r"<(?:script|link|img|iframe|source|video)\b[^>]*?\b(?:src|href)=\"((?:https?:)?//[^\"]+)\"")
+LOG = logging.getLogger("mkdocs.plugins.dllm_jax")  # whose warnings MkDocs counts
 MOST_SHOWN = 200_000  # characters of a linked file
 _origins: dict[str, str] = {}  # page of the site -> its path in the repository
 
@@ -52,6 +56,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if page.file.src_uri == COMMAND_PAGE:
         markdown = "\n".join([markdown, *commands()])
     return outside_fences(markdown, lambda text: relinked(text, _origins[page.file.src_uri], page))
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> None:
+    """Warns of what a page would fetch from other hosts while it is read."""
+    for found in FETCHED.findall(output):
+        LOG.warning("%s: would fetch %s", page.file.src_uri, found)
 
 
 def relinked(text: str, origin: str, page: Any) -> str:

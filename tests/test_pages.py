@@ -174,6 +174,10 @@ def test_links_of_notebooks_lead_somewhere(path):
 @pytest.mark.parametrize("package", ("convert", "dllm_jax", "evals", "samplers", "train"))
 def test_the_reference_has_what_is_public(package):
     page = (ROOT / "docs" / "reference" / f"{package}.md").read_text()
-    names = re.findall(rf"^::: {package}\.([\w.]+)$", page, re.MULTILINE)
-    public = set(importlib.import_module(package).__all__) - {"__version__"}
-    assert public <= set(names) and len(names) == len(set(names))
+    names = re.findall(r"^::: ([\w.]+)$", page, re.MULTILINE)
+    assert set(importlib.import_module(package).__all__) - {"__version__"} <= {name.split(".")[-1] for name in names}
+    assert len(names) == len(set(names))
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), name
+        assert not (ROOT / f"{name.replace('.', '/')}.py").is_file(), f"{name} is a file as well; name what is in it"
