@@ -65,8 +65,9 @@ def on_post_page(output: str, page: Any, **_: Any) -> None:
 
 
 def relinked(text: str, origin: str, page: Any) -> str:
-    """A text whose links are those of the site."""
+    """A text whose links are those of the site, with plain bars in code: other readers want them masked in tables."""
     here = posixpath.dirname(page.file.src_uri)
+    text = re.sub(r"`[^`\n]+`", lambda code: code[0].replace("\\|", "|"), text)
     return LINK.sub(lambda match: posixpath.relpath(page_of(resolved(match[1], origin)), here or "."), text)
 
 
@@ -151,7 +152,7 @@ def options(parser: argparse.ArgumentParser) -> Iterator[str]:
         if action.help != argparse.SUPPRESS and not isinstance(action, argparse._HelpAction):
             about = " ".join(((action.help or "") % {**vars(action), "prog": parser.prog}).split())
             needed = " Required." if action.required and action.option_strings else ""
-            yield f"| `{cell(' '.join(said(action)))}` | {cell(about)}{needed} |"
+            yield f"| `{' '.join(said(action))}` | {cell(about)}{needed} |"
     yield ""
 
 
