@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT
 
 from evals.sampler import parse_sampler, parse_samplers
-from samplers import CACHES, PRESETS, RULES
+from samplers import CACHES, LOOPS, PRESETS, RULES
 from train.folder import LOOKED
 from train.objectives import OBJECTIVES, read_config
 
@@ -158,6 +158,15 @@ def test_flags_in_sentences_are_there(page, flags):
     said = " ".join(re.findall(r"`[^`\n]+`", pages.prose((ROOT / page).read_text())))
     unknown = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", said)) - flags
     assert not {flag for flag in unknown if not flag.startswith("--xla_")}
+
+
+@pytest.mark.parametrize("page", DOCUMENTS)
+def test_samplers_in_sentences_are_there(page):
+    """Code that begins with a sampler's name and a colon, where it is whole."""
+    for code in re.findall(r"`'?([^`'\n]+)'?`", pages.prose((ROOT / page).read_text())):
+        name, _, options = code.replace("\\|", "|").partition(":")
+        if name in {**RULES, **LOOPS, **PRESETS} and "=" in options and "..." not in options:
+            assert not pages.refused_spec(parse_samplers, f"{name}:{options}"), f"{page}: {code}"
 
 
 @pytest.mark.parametrize("page", DOCUMENTS)
