@@ -2,7 +2,7 @@
 #   make test       lint, types and tests               make goldens    every recorded case, compiled as users compile
 #   make demo       an embedded model at work           make parity     compare with transformers (fetches PyTorch)
 #   make slow       the tests that take long            make compile-check    what XLA makes of it for a TPU (fetches libtpu)
-#   make slow PART=1/2    half of them
+#   make slow PART=1/2    half of them               make docs       the site, into site/
 #   make format     rewrite the code in ruff's style    make package    wheel and source, tried where nothing else is installed
 #   make lowest     the least versions that are allowed make lock       take the newest versions, if they pass the tests
 #   make clean      remove everything that make made
@@ -13,6 +13,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.installed
 HARNESS := $(VENV)/.harness
+SITE := $(VENV)/.site
 PYTHON ?= python3.12 python3.13 python3.11 python3
 USABLE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
 
@@ -38,7 +39,7 @@ MESH ?= $(if $(GPU),tensor=1,tensor=4)
 AOT := .aot/$(firstword $(subst :, ,$(TARGET)))
 AOT_PACKAGES = $(if $(GPU),'jax[cuda12-local]'==$$jax nvidia-cuda-nvcc-cu12,'jax[tpu]'==$$jax)
 
-.PHONY: test lint format typecheck pytest slow slow-list goldens parity package lowest lock compile-check demo clean
+.PHONY: test lint format typecheck pytest slow slow-list goldens parity package lowest lock compile-check docs demo clean
 
 test: lint typecheck pytest
 
@@ -108,6 +109,11 @@ lock:
 compile-check: $(READY) $(AOT)/.installed
 	$(AOT)/bin/python -m benchmarks.compile --target $(TARGET) --mesh $(MESH) --batch 8 --check
 
+# Warnings end it: a link to nothing, a page that the map does not name, a name in the reference that is none.
+docs: $(SITE)
+	$(PY) -m mkdocs build -q --strict
+	@echo 'site/index.html is there; with its search: $(PY) -m http.server --directory site'
+
 demo: export DLLM_JAX_HOME := $(CURDIR)/.demo
 demo: $(READY)
 	$(PY) -m convert embedded word-problems
@@ -132,7 +138,7 @@ embedded-%: $(READY)
 	$(PY) -m evals run --model $* --task $(TASK_$*) --sampler topk --n 2000 --json > convert/embedded/$*/scores.json
 
 clean:
-	rm -rf $(VENV) $(PARITY) .aot .package .lowest .demo .jax_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) $(PARITY) .aot .package .lowest .demo .jax_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
 
 # An environment that does not run (its Python is gone) is made anew, one that runs is kept.
 ifneq ($(shell $(PY) -c '$(USABLE)' 2>/dev/null && echo runs),runs)
@@ -158,6 +164,10 @@ $(READY): pyproject.toml requirements.lock
 # lm-evaluation-harness brings as much as all the rest; only tests need that, and what reads data.
 $(HARNESS): $(READY)
 	$(PY) -m pip install -q $(PINS) -e '.[data,lm-eval]'
+	touch $@
+
+$(SITE): $(READY)
+	$(PY) -m pip install -q $(PINS) -e '.[docs]'
 	touch $@
 
 $(PARITY)/.installed: | $(READY)

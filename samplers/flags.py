@@ -63,6 +63,11 @@ def _add_sampling(group: Any) -> None:
     add("--gen-length", metavar="N", help="positions to generate (default: 256)")
     add("--block-length", metavar="N", help="length of a block, 0 is one block (default: 32)")
     add("--align-blocks", action="store_true", help="blocks begin at multiples of their length, prompt included")
+    add(
+        "--sub-block-length",
+        metavar="N",
+        help="a block diffusion model's blocks in smaller ones of this length",
+    )
     add("--smoothing", nargs="?", const="true", metavar="NAME=VALUE,...", help=f"iteration smoothing, with {numbers}")
     add("--temperature", metavar="T", help="0 takes the most probable token (default)")
     add("--top-p", metavar="P", help="draw from the smallest set of tokens above this probability")

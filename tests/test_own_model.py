@@ -1,8 +1,6 @@
 """Models that are not ours: a function from tokens to logits, and a class with key/value buffers of its own."""
 
 import functools
-import re
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,7 +9,6 @@ import numpy as np
 import pytest
 from conftest import assert_equal
 
-import dllm_jax
 from dllm_jax import DllmError, FunctionDenoiser, Span
 from dllm_jax.kv_cache import gather_rows, scatter_rows, slice_rows
 from dllm_jax.pytree import pytree
@@ -26,7 +23,6 @@ from samplers import (
     PrefixCache,
     Sampling,
     Smoothing,
-    Threshold,
     sample,
     sample_jit,
     stop_on,
@@ -314,19 +310,3 @@ def test_own_buffers_in_the_pipeline_with_smoothing_and_windows():
     for sampler in samplers:
         result = sample_jit(sampler, OWN, PROMPT, LENGTHS)
         assert_same(row(result, 1), alone(sampler, OWN, 1))
-
-
-# The README ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_readme_does_what_it_says():
-    text = (Path(dllm_jax.__file__).parents[1] / "README.md").read_text()
-    section = re.search(r"\n## Your own model\n(.*?)\n## ", text, re.DOTALL)
-    assert section is not None
-    names = {"my_model": my_model, "params": PARAMS, "prompt": PROMPT, "MASK_ID": MASK, "EOS_ID": EOS}
-    names |= {"MyDenoiser": MyDenoiser}
-    for code in re.findall(r"```python\n(.*?)```", section[1], re.DOTALL):
-        exec(code, names)
-    wanted = sample_jit(BlockSampler(Threshold(0.9), 16, 8), own_function(), PROMPT)
-    assert_same(names["result"], wanted)
-    assert "windows" in names["checked"]

@@ -9,7 +9,6 @@ import tomllib
 import numpy as np
 import pytest
 from conftest import GOLDENS, ROOT
-from pages import run_page
 
 from benchmarks import pictures
 from dllm_jax.tools import spec
@@ -137,12 +136,6 @@ def test_recorded_cases_are_counted(page):
     files = re.findall(r"`tests/goldens/([\w-]+\.json)`", part(page, "Checked against"))
     counted = [len(json.loads((GOLDENS / file).read_text())["cases"]) for file in files]
     assert said == [str(count) for count in counted or [0]]
-
-
-@pytest.mark.parametrize("name", [*(f"papers/{name}.md" for name in PAPERS), "concepts.md"])
-def test_commands_run(name, tmp_path):
-    """Those for embedded models; others say why they do not."""
-    run_page(name, tmp_path)
 
 
 def test_pictures_show_what_forwards_ran(llada_tiny):

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import GOLDENS
-from pages import run_page
 from train_toys import LLADA, Listed, Reverse, dllm_jax_example, model_fields, of_lengths, run_config, settings
 
 import dllm_jax
@@ -533,12 +532,3 @@ def test_rows_are_those_of_any_process(tmp_path):
     for i in range(80):
         for left, right in zip(found[i], one(i), strict=True):
             np.testing.assert_array_equal(left, right)
-
-
-def test_the_commands_of_the_page_run(tmp_path):
-    assert "runs/books: 60 steps" in run_page("data.md", tmp_path)
-    assert (tmp_path / "home" / "data").is_dir()
-    example = json.loads((tmp_path / "books.jsonl").read_text().splitlines()[-1])
-    assert example == {"question": "Q: Tom has 60 books.\nA: ", "solution": "Tom has 60 books."}
-    first, *_, last = map(json.loads, (tmp_path / "runs" / "books" / "metrics.jsonl").open())
-    assert last["cross_entropy"] < 2 < first["cross_entropy"]

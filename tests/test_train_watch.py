@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from pages import run_page
 from test_evals_training import SETTINGS
 from test_train_block import block_settings
 from test_train_compression import compression_settings, write_folder
@@ -419,21 +418,3 @@ def test_utilisation_is_of_the_data_sheet_where_there_is_one(tmp_path, monkeypat
     flops = 2 * train.report.step_flops(config, prepare(config).model, 12)
     np.testing.assert_allclose(line["mfu"], flops / line["seconds"] / 2e12, rtol=1e-4)
     assert re.fullmatch(r"2 TFLOP/s of 2 x \S+, float32, data sheet", line["mfu_of"])
-
-
-def test_the_commands_of_the_page_run(tmp_path):
-    assert "runs/tune: 12 steps" in run_page("training.md", tmp_path)
-    first, middle, last = looks(tmp_path / "runs" / "tune")
-    assert (middle["step"], last["step"]) == (6, 12) and first["accuracy"] == 1.0  # the model knows them
-    assert last["heldout_loss"] != first["heldout_loss"] < 0.5
-    answers = [json.loads(line) for line in (tmp_path / "runs" / "tune" / "generations.jsonl").open()]
-    assert answers[0]["text"].endswith("#### 17") and len(answers) == 3 * (1 + 4)
-    assert (tmp_path / "curves.svg").is_file()
-
-
-def test_from_a_file_of_ones_own_to_a_model_that_is_scored(tmp_path):
-    told = run_page("fine-tune.md", tmp_path)
-    before, after, faster = (float(share) for share in re.findall(r"accuracy +([0-9.]+)", told))
-    assert before < 5 and after > 40 and faster > 40
-    first, *_, last = looks(tmp_path / "runs" / "mine")
-    assert last["heldout_loss"] < first["heldout_loss"] / 2
