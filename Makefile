@@ -103,7 +103,7 @@ lowest:
 # The newest versions become those of requirements.lock when they have passed the tests.
 lock:
 	rm -rf $(VENV)
-	$(MAKE) test LOCKED=0
+	$(MAKE) test docs LOCKED=0
 	{ head -n 1 requirements.lock; $(PY) -m pip freeze --exclude-editable; } > .lock && mv .lock requirements.lock
 
 compile-check: $(READY) $(AOT)/.installed

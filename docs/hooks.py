@@ -126,7 +126,7 @@ def shown(origin: str) -> str:
 def commands() -> Iterator[str]:
     """All commands and their options, read off their parsers."""
     for prog, module in COMMANDS.items():
-        parser = importlib.import_module(module)._parser()
+        parser = importlib.import_module(module).command_line()
         subcommands = list(subparsers(parser))
         yield f"## {prog}\n"
         if not subcommands:
