@@ -110,7 +110,7 @@ compile-check: $(READY) $(AOT)/.installed
 	$(AOT)/bin/python -m benchmarks.compile --target $(TARGET) --mesh $(MESH) --batch 8 --check
 
 # Warnings end it: a link to nothing, a page that the map does not name, a name in the reference that is none.
-docs: export NO_MKDOCS_2_WARNING := 1  # of what mkdocs 2 may become; the pins have 1
+docs: export NO_MKDOCS_2_WARNING := 1
 docs: $(SITE)
 	$(PY) -m mkdocs build -q --strict
 	@echo 'site/index.html is there; with its search: $(PY) -m http.server --directory site'
