@@ -14,6 +14,7 @@ import csv
 import dataclasses
 import json
 import math
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -101,26 +102,38 @@ def _compared(found: Any, pairs: Pairs) -> Row:
 
 
 def plot(result: Row) -> bytes:
-    """Held-out accuracy by step, and the mean reward of what was sampled, as a PNG."""
+    """Held-out accuracy by step, with standard errors of the differences to step 0, and the mean reward of what was
+    sampled, as a PNG."""
     held_out, sampled = [], []
     for name in dict.fromkeys(row["run"] for row in result["rows"]):
         rows = [row for row in result["rows"] if row["run"] == name]
         column = lambda key, rows=rows: [row[key] for row in rows]
         percent = lambda key, rows=rows: [100 * row[key] for row in rows]
-        held_out.append(Curve(name, column("step"), percent("accuracy"), percent("accuracy_stderr")))
+        held_out.append(Curve(name, column("step"), percent("accuracy"), percent("difference_stderr")))
         log = [line for line in result["training"][name] if "reward" in line]
-        ends = range(0, len(log), max(len(log) // 40, 1))
-        told = [log[end] for end in ends]
-        sampled.append(Curve(name, [line["step"] for line in told], [line["reward"] for line in told]))
+        width = max(len(log) // 20, 1)
+        parts = [log[i : i + width] for i in range(0, len(log), width)]
+        means = [statistics.fmean(line["reward"] for line in part) for part in parts]
+        sampled.append(Curve(name, [part[-1]["step"] for part in parts], means))
     panels = [
-        Panel("steps", held_out, y_label="held-out accuracy, %", y_range=_range(held_out)),
+        Panel(
+            "steps",
+            held_out,
+            y_label="held-out accuracy, %; standard error of the difference",
+            y_range=_range(held_out),
+        ),
         Panel("steps", sampled, y_label="mean reward of sampled answers", y_range=_range(sampled)),
     ]
     return draw(panels, f"{result['about']['task']}: {result['about']['sampler']}, n = {result['about']['n']}")
 
 
 def _range(curves: Sequence[Curve]) -> tuple[float, float]:
-    values = [y for curve in curves for y in curve.y]
+    values = [
+        y + side * error
+        for curve in curves
+        for y, error in zip(curve.y, curve.y_error or [0.0] * len(curve.y), strict=True)
+        for side in (-1, 1)
+    ]
     room = 0.15 * (max(values) - min(values)) or 1.0
     return min(values) - room, max(values) + room
 
