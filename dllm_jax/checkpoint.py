@@ -61,7 +61,8 @@ def find(path_or_name: str | Path) -> Path:
         folder = None
     if folder is None:
         raise DllmError(
-            f"no checkpoint at {path_or_name!s} and none of that name in {home()}; make one with python -m convert"
+            f"no checkpoint at {path_or_name!s} and none of that name in {home()}; make one with python -m convert "
+            "published NAME, embedded NAME (--help lists them), or of a folder"
         )
     if not (folder / PARAMS_FOLDER).is_dir():
         hint = "convert it first: python -m convert FAMILY --source DIR --out DIR"
