@@ -2,12 +2,23 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from dllm_jax import DllmError
+
+
+def status_of(work: Callable[[], None]) -> int:
+    """Does what a command line says: 0 when it worked, 2 after a mistake, which is told in one sentence."""
+    try:
+        work()
+    except DllmError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def run(

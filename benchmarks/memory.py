@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 
+from benchmarks.command import status_of
 from benchmarks.compile import GIB, MEMORY
 from dllm_jax import PUBLISHED, DllmError, Model, published
 from dllm_jax.loading import planned
@@ -159,16 +160,15 @@ def report(options: argparse.Namespace) -> list[dict[str, Any]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the rows; 0, or 2 after a mistake."""
     options = parser().parse_args(arguments)
-    try:
-        rows = report(options)
-    except DllmError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return status_of(lambda: _measure(options))
+
+
+def _measure(options: argparse.Namespace) -> None:
+    rows = report(options)
     (show_compared if options.check else show)(rows)
     if options.json:
         about = {"jax": jax.__version__, "devices": dict(DEVICES), "share": SHARE}
         options.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
-    return 0
 
 
 if __name__ == "__main__":

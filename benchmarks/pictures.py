@@ -23,6 +23,7 @@ import numpy as np
 
 import convert
 import dllm_jax
+from benchmarks.command import status_of
 from convert import embedded
 from dllm_jax import DllmError, Model
 from dllm_jax.denoiser import Denoiser, Span
@@ -298,23 +299,23 @@ def made(names: Sequence[str], out: Path, work: Path | None) -> Iterator[Path]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Draws what the command line says; its exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pictures", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"among {', '.join(PICTURES)} (default: all)")
     parser.add_argument("--out", type=Path, required=True, help="folder, which must exist")
     parser.add_argument("--work", type=Path, help="folder for the models, which must exist (default: kept nowhere)")
     options = parser.parse_args(arguments)
-    try:
-        if unknown := [name for name in options.names if name not in PICTURES]:
-            raise DllmError(f"no picture is called {unknown[0]!r}; choose among {', '.join(PICTURES)}")
-        for folder in filter(None, (options.out, options.work)):
-            if not folder.is_dir():
-                raise DllmError(f"the folder {folder} does not exist; make it")
-        for path in made(options.names or list(PICTURES), options.out, options.work):
-            print(path, f"{path.stat().st_size / 1000:.0f} kB")
-    except DllmError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return status_of(lambda: _draw(options))
+
+
+def _draw(options: argparse.Namespace) -> None:
+    if unknown := [name for name in options.names if name not in PICTURES]:
+        raise DllmError(f"no picture is called {unknown[0]!r}; choose among {', '.join(PICTURES)}")
+    for folder in filter(None, (options.out, options.work)):
+        if not folder.is_dir():
+            raise DllmError(f"the folder {folder} does not exist; make it")
+    for path in made(options.names or list(PICTURES), options.out, options.work):
+        print(path, f"{path.stat().st_size / 1000:.0f} kB")
 
 
 if __name__ == "__main__":

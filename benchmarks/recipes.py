@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import compile as bench
-from dllm_jax import DllmError, published
+from benchmarks.command import status_of
+from dllm_jax import published
 
 SIZES = ("argument_bytes", "temporary_bytes", "peak_bytes")
 KEPT = ("config", "target", "mesh", "model", "layers", "batch", "accumulate", "length", "jax", *SIZES, "memory_bytes")
@@ -71,17 +72,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made.add_argument("--json", type=Path, metavar="FILE", help="put the rows into this file's list")
     options = made.parse_args(arguments)
     bench.compile_here()
-    try:
-        for path in options.configs:
-            rows = rows_of(path, options.target)
-            print(f"{path}\n{line(rows[-1])}", flush=True)
-            if options.json:
-                before = json.loads(options.json.read_text()) if options.json.exists() else []
-                options.json.write_text(json.dumps(merged(before, rows), indent=1) + "\n")
-    except DllmError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return status_of(lambda: _compile(options))
+
+
+def _compile(options: argparse.Namespace) -> None:
+    for path in options.configs:
+        rows = rows_of(path, options.target)
+        print(f"{path}\n{line(rows[-1])}", flush=True)
+        if options.json:
+            before = json.loads(options.json.read_text()) if options.json.exists() else []
+            options.json.write_text(json.dumps(merged(before, rows), indent=1) + "\n")
 
 
 if __name__ == "__main__":

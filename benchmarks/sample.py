@@ -38,6 +38,7 @@ import numpy as np
 from jax import lax
 
 from benchmarks import roofline
+from benchmarks.command import status_of
 from benchmarks.roofline import Row
 from dllm_jax import PUBLISHED, Denoiser, DllmError, Model, load, published, random_model
 from dllm_jax.config import Quantize
@@ -666,19 +667,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parser().parse_args(arguments)
     jax.config.update("jax_enable_compilation_cache", False)  # or compile times would be those of reading a file
-    try:
-        check_options(options)
-        model = make_model(options.model, options.layers, options.dtype, options.quantize)
-        ignore_eos = options.ignore_eos or model.folder is None
-        block_length = min(options.block_length, options.gen_length)
-        job = Job(model, options.gen_length, block_length, ignore_eos, options.patience)
-        limit = options.time_limit or (GPU_SECONDS if options.suite else float("inf"))
-        report = Report(describe_run(job, arguments), options.json, options.csv, limit)
-        run(make_plan(options), job, report, options.prompt_length)
-    except DllmError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return status_of(lambda: _measure(options, arguments))
+
+
+def _measure(options: argparse.Namespace, arguments: Sequence[str]) -> None:
+    check_options(options)
+    model = make_model(options.model, options.layers, options.dtype, options.quantize)
+    ignore_eos = options.ignore_eos or model.folder is None
+    block_length = min(options.block_length, options.gen_length)
+    job = Job(model, options.gen_length, block_length, ignore_eos, options.patience)
+    limit = options.time_limit or (GPU_SECONDS if options.suite else float("inf"))
+    report = Report(describe_run(job, arguments), options.json, options.csv, limit)
+    run(make_plan(options), job, report, options.prompt_length)
 
 
 if __name__ == "__main__":

@@ -18,16 +18,11 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
+from dllm_jax.tools.completion import PARSERS
+
 ROOT = Path(__file__).parents[1]
 NAMED = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
 COMMAND_PAGE = "reference/commands.md"
-COMMANDS = {
-    "python -m samplers": "samplers.__main__",
-    "python -m samplers serve": "samplers.serving.command",
-    "python -m convert": "convert.__main__",
-    "python -m train": "train.__main__",
-    "python -m evals": "evals.__main__",
-}
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#|/)([^)\s#]+)")  # the path in [text](path#anchor)
 FENCE = re.compile(r"^(```|~~~).*?^\1", re.DOTALL | re.MULTILINE)
 FETCHED = re.compile(r"<(?:script|link|img|iframe|source|video)\b[^>]*?\b(?:src|href)=\"((?:https?:)?//[^\"]+)\"")
@@ -125,14 +120,14 @@ def shown(origin: str) -> str:
 
 def commands() -> Iterator[str]:
     """All commands and their options, read off their parsers."""
-    for prog, module in COMMANDS.items():
+    for module in PARSERS.values():
         parser = importlib.import_module(module).command_line()
         subcommands = list(subparsers(parser))
-        yield f"## {prog}\n"
+        yield f"## {parser.prog}\n"
         if not subcommands:
             yield from options(parser)
         for name, subparser in subcommands:
-            yield f"### {prog.split()[-1]} {name}\n"
+            yield f"### {parser.prog.split()[-1]} {name}\n"
             yield from options(subparser)
 
 
