@@ -105,15 +105,16 @@ class Request:
         """How the answer came about; of a request that has ended."""
         assert self.result is not None and self._model is not None
         sampler = self._sampler if self.numbers is None else with_numbers(self._sampler, self.numbers)
-        length, mask_id = self.gen_length, self._model.denoiser.mask_id
-        none = np.zeros(length, bool)
+        length = self.gen_length
+        # Only models with a mask token take given tokens.
+        given = None if self.given is None else np.asarray(self.given[:length]) != self._model.denoiser.mask_id
         return Trace(
             tokenizer=self._model.tokenizer,
             config=self._model.config,
             sampler=title(sampler),
             block_length=sampler.width,
             prompt=self.prompt,
-            given=none if self.given is None else np.asarray(self.given[:length]) != mask_id,
+            given=np.zeros(length, bool) if given is None else given,
             edits=int(self.result.edits[0]),
             moments=self.moments or (moment(self.result, 0, length),),
         )
