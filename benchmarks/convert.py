@@ -30,7 +30,7 @@ NUM_SHARDS = 6
 def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor of the hub's checkpoint."""
     named: dict[str, tuple[int, ...]] = {}
-    for slot in families.get(config.family).layout(None).slots(config):
+    for slot in families.get(config.family).layout(None, config).slots(config):
         rows = named.get(slot.tensor, (0,))[0] + slot.shape[0]  # the parts of one lie above each other
         named[slot.tensor] = (rows, *slot.shape[1:])
     return named
@@ -62,7 +62,7 @@ def write_checkpoint(folder: Path, config: ModelConfig) -> int:
         json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map})
     )
     spec = families.get(config.family)
-    named = {"architectures": [spec.layout(None).architecture]}
+    named = {"architectures": [spec.layout(None, config).architecture]}
     (folder / "config.json").write_text(json.dumps(named | spec.write_config(config)))
     return total
 

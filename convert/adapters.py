@@ -203,7 +203,7 @@ def _merged_tensors(folder: Path, adapters: Adapters) -> Iterator[tuple[str, jax
 
 def _matrices(config: ModelConfig) -> Iterator[Slot]:
     """The hub's tensors that are one of our kernels each."""
-    for slot in families.get(config.family).layout(None).slots(config):
+    for slot in families.get(config.family).layout(None, config).slots(config):
         if slot.ours.endswith(KERNEL) and slot.pieces == ((),) and slot.transpose:
             yield slot
 

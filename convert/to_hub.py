@@ -61,7 +61,7 @@ def export(
     if max_shard_bytes < 1:
         raise DllmError(f"the shard size is {max_shard_bytes} bytes, but must be positive")
     spec = families.get(config.family)
-    chosen = spec.layout(layout)
+    chosen = spec.layout(layout, config)
     check_out(out, source=folder, overwrite=overwrite, kind="*.safetensors")
     files = _config_files(folder, spec, chosen, config) | copied_files(folder)
     shards = _shards(chosen, config, max_shard_bytes)

@@ -21,6 +21,7 @@ import convert.published
 from benchmarks import convert as benchmark
 from convert import to_jax
 from convert.__main__ import main
+from convert.adapters import KERNEL, A, Adapters, B, read_adapters, save_adapters
 from convert.families import FAMILIES
 from convert.hub_config import HubConfig
 from dllm_jax import checkpoint
@@ -423,6 +424,20 @@ def test_every_parameter_has_one_place_in_every_layout(name):
         assert all((counts == 1).all() for counts in covered.values())
 
 
+@pytest.mark.parametrize("name", ["sdar-8b-chat", "sdar-30b-a3b-chat", "llada2.0-mini", "llada-moe-7b-a1b-base"])
+def test_the_usual_layout_is_one_that_holds_the_model(name, tmp_path):
+    """So that exports need no --layout, and adapters of attention have places beside experts."""
+    config = PUBLISHED[name].replace(num_layers=2)
+    assert FAMILIES[config.family].layout(None, config).holds(config)
+    kernel = next(name for name in abstract_params(config) if name.startswith("layers.1.attn") and KERNEL in name)
+    rows, columns = abstract_params(config)[kernel].shape
+    stem = kernel.removesuffix(KERNEL)
+    values = {f"{stem}{A}": np.ones((rows, 2), np.float32), f"{stem}{B}": np.ones((2, columns), np.float32)}
+    save_adapters(tmp_path / "adapters", config, Adapters(values, rank=2, alpha=4, base="base"))
+    again = read_adapters(tmp_path / "adapters", config)
+    assert again.kernels == (kernel,) and again.values.keys() == values.keys()
+
+
 def slots_of(slots, ours):
     return [slot for slot in slots if slot.ours == ours]
 
@@ -478,6 +493,7 @@ SLOW = """
 import sys, time
 from convert import to_jax
 from convert.__main__ import main
+from convert.adapters import KERNEL, A, Adapters, B, read_adapters, save_adapters
 from dllm_jax import checkpoint
 
 checkpoint.GROUP_BYTES, load = 1, to_jax.load

@@ -110,6 +110,10 @@ class Layout:
     architecture: str
     rules: tuple[Rule, ...]
 
+    def holds(self, config: ModelConfig) -> bool:
+        """Whether it has a place for every parameter of ours."""
+        return all(any(_number(name, rule.ours) is not None for rule in self.rules) for name in abstract_params(config))
+
     def slots(self, config: ModelConfig) -> Iterator[Slot]:
         """Every tensor of a checkpoint of this layout, in the backbone's order; the parts of one after each other.
 
@@ -165,14 +169,14 @@ class Family:
         """What a checkpoint's `generation.json` says where the source has none."""
         return {**self.generation, **(self.read_generation(hub) if self.read_generation else {})}
 
-    def layout(self, name: str | None) -> Layout:
-        """The layout of that name, or the usual one.
+    def layout(self, name: str | None, config: ModelConfig) -> Layout:
+        """The layout of that name, or without one the first that holds the model's parameters.
 
         Raises:
             DllmError: when the family has none of that name; the sentence lists those it has.
         """
-        if name is None:
-            return self.layouts[0]
+        if name is None:  # where none holds them, the first tells which it has no place for
+            return next((layout for layout in self.layouts if layout.holds(config)), self.layouts[0])
         if len(self.layouts) == 1:
             raise DllmError(f"there is only one layout of {self.name} checkpoints; leave --layout out")
         for layout in self.layouts:
