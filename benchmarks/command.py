@@ -34,12 +34,11 @@ def run(
         show: prints the rows.
     """
     options.dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    try:
+
+    def work() -> None:
         result = report(options)
-    except DllmError as error:
-        print(f"error: {error}")
-        return 2
-    show(result["rows"])
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
-    return 0
+        show(result["rows"])
+        if options.json:
+            options.json.write_text(json.dumps(result, indent=2) + "\n")
+
+    return status_of(work)

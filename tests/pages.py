@@ -30,7 +30,7 @@ from convert.hub_config import copied_files
 from dllm_jax import checkpoint
 from dllm_jax.errors import DllmError
 from dllm_jax.params import init_params
-from dllm_jax.tools import dllm
+from dllm_jax.tools.commands import COMMANDS
 
 PACKAGES = ("benchmarks", "convert", "dllm_jax", "evals", "samplers", "train")
 DATA = {"json", "jinja", "text", "toml", "yaml"}
@@ -150,8 +150,8 @@ def commands(text):
                 yield None, [target for target in said if "=" not in target]
             elif re.fullmatch(r"(.*/)?python3?", word) and said[:1] == ["-m"] and said[1].split(".")[0] in PACKAGES:
                 yield said[1], said[2:]
-            elif word == "dllm" and said and said[0] in dllm._COMMANDS:
-                package, first, _ = dllm._COMMANDS[said[0]]
+            elif word == "dllm" and said and said[0] in COMMANDS:
+                package, *first = COMMANDS[said[0]].run
                 yield package, [*first, *said[1:]]
 
 

@@ -212,7 +212,7 @@ def test_attention_is_right_by_its_own_benchmark(tmp_path, capsys):
     assert [row["gradient"] for row in rows] == [False, True] and all(row["kernel_error"] < 1e-5 for row in rows)
     assert len(capsys.readouterr().out.splitlines()) == 3
     for arguments, sentence in (([], "no kernels run on cpu"), (["--shapes", "1x2"], "is no list of BxTxSxNxKxH")):
-        assert attention.main(arguments) == 2 and sentence in capsys.readouterr().out
+        assert attention.main(arguments) == 2 and sentence in capsys.readouterr().err
 
 
 def test_a_gpu_s_steps_go_on_where_one_fails(tmp_path, monkeypatch, capsys):

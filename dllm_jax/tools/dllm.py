@@ -5,15 +5,8 @@ import sys
 from collections.abc import Sequence
 
 from dllm_jax import DllmError, __version__
+from dllm_jax.tools.commands import COMMANDS, COMPLETION
 from dllm_jax.tools.completion import SHELLS, script
-
-_COMMANDS = {
-    "convert": ("convert", (), "checkpoints of the hub into this library's, and back"),
-    "sample": ("samplers", (), "answer prompts, fill gaps"),
-    "serve": ("samplers", ("serve",), "a server in the shape of OpenAI's"),
-    "train": ("train", (), "train and fine-tune models, students and indicators"),
-    "eval": ("evals", (), "score samplers on tasks, sweep, compare, plot"),
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,24 +20,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if said[0] == "completion":
         return _complete(said[1:])
-    if said[0] not in _COMMANDS:
-        print(f"error: no command is called {said[0]!r}; use {', '.join(_ABOUT)}", file=sys.stderr)
+    if said[0] not in COMMANDS:
+        print(f"error: no command is called {said[0]!r}; use {', '.join(COMMANDS)}, completion", file=sys.stderr)
         return 2
-    package, first, _ = _COMMANDS[said[0]]
+    package, *first = COMMANDS[said[0]].run
     status: int = importlib.import_module(f"{package}.__main__").main([*first, *said[1:]])
     return status
-
-
-_ABOUT = {name: about for name, (_, _, about) in _COMMANDS.items()} | {
-    "completion": "print what makes a shell complete all this: bash, zsh or fish"
-}
 
 
 def _complete(said: Sequence[str]) -> int:
     try:
         if len(said) != 1:
             raise DllmError(f"completion needs a shell; write dllm completion {'|'.join(SHELLS)}")
-        print(script(said[0], _ABOUT))
+        print(script(said[0]))
     except DllmError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -52,6 +40,7 @@ def _complete(said: Sequence[str]) -> int:
 
 
 def _help() -> str:
-    longer = {name: f" (python -m {' '.join((package, *first))})" for name, (package, first, _) in _COMMANDS.items()}
-    lines = [f"  {name:10} {about}{longer.get(name, '')}" for name, about in _ABOUT.items()]
-    return "\n".join(["usage: dllm COMMAND ...; dllm COMMAND --help says more", "", *lines])
+    lines = [f"  {name:10} {about} (python -m {' '.join(run)})" for name, (about, run, _) in COMMANDS.items()]
+    return "\n".join(
+        ["usage: dllm COMMAND ...; dllm COMMAND --help says more", "", *lines, f"  completion {COMPLETION}"]
+    )
