@@ -79,7 +79,7 @@ def test_mistakes_are_sentences(tmp_path, capsys):
     }
     for sentence, arguments in mistakes.items():
         assert peers.main(arguments) == 2
-        assert sentence in capsys.readouterr().out
+        assert sentence in capsys.readouterr().err
 
 
 def test_a_peer_without_its_packages(tmp_path, capsys):
@@ -87,7 +87,7 @@ def test_a_peer_without_its_packages(tmp_path, capsys):
     (tmp_path / "llada").mkdir()
     (tmp_path / "llada" / "generate.py").write_text("import a_package_that_nobody_has")
     assert peers.main(["--fast-dllm", str(tmp_path), "--sizes", "tiny", "--caches", "dual"]) == 2
-    assert "fast-dllm does not run in its Python, see --python: ModuleNotFoundError" in capsys.readouterr().out
+    assert "fast-dllm does not run in its Python, see --python: ModuleNotFoundError" in capsys.readouterr().err
 
 
 def test_this_library_as_a_worker(tmp_path):
