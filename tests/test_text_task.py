@@ -254,7 +254,7 @@ def test_a_file_is_scored_whole_unless_a_number_is_said(llada_tiny, file):
     path = file(*[SUM] * 3)
     batches = [prepare(llada_tiny, f"text:file={path}", "topk", n, 2, 0, "test")[1] for n in (None, 2, 9)]
     assert [len(found.examples) for found in batches] == [3, 2, 3]
-    with pytest.raises(DllmError, match="task text is for scoring; train on"):
+    with pytest.raises(DllmError, match="task text has no tokens to learn; train on"):
         make_task(f"text:file={path}").source("train")
 
 

@@ -1,6 +1,7 @@
 """Learning from rewards: the loss against the formula written out, what is sampled, and whole runs."""
 
 import itertools
+import json
 import os
 import signal
 
@@ -13,7 +14,9 @@ from train_toys import DREAM, LLADA, SPECIAL, Liked, model_fields, settings, wri
 
 import dllm_jax
 import train
-from dllm_jax import Denoiser, DllmError
+from convert import embedded
+from convert.hub_config import copied_files
+from dllm_jax import Denoiser, DllmError, checkpoint
 from dllm_jax.params import init_params
 from evals.tasks import make_task
 from samplers.slots import turn_jit
@@ -295,6 +298,65 @@ def test_tasks_check_answers(tmp_path):
         given = np.asarray(example.given)
         assert (np.asarray(batch.tokens[0, row])[given] == example.answer_ids[given]).all()
         assert (np.asarray(batch.drawn[0, row]) == ~given).all()
+
+
+@pytest.fixture(scope="module")
+def spoken(tmp_path_factory):
+    """A model of random weights with a tokenizer, and a file of questions; line 4 is too long for a row."""
+    folder = tmp_path_factory.mktemp("spoken")
+    ids = {"vocab_size": 517, "eos_id": 0, "pad_id": 0, "mask_id": 1, "end_ids": (0, 2), "bos_id": 3}
+    config, files = LLADA.replace(**ids, max_length=64), copied_files(embedded.source("word-problems"))
+    params = init_params(config, jax.random.key(0)).items()
+    files |= checkpoint.generation_file({"cache": "dual", "block_length": 8})
+    checkpoint.save(folder / "model", config, params, files=files)
+    questions = [f"Q: {number} + 2?" for number in range(3)] + ["Q: " + "1 + " * 20 + "2?"]
+    lines = [{"prompt": question, "target": "5", "split": "train"} for question in questions]
+    (folder / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def of_questions(spoken, out, **changes):
+    """A run on the questions of a file."""
+    options = {"task": "text", "file": str(spoken / "questions.jsonl"), "score": "train_toys:even", "gen_length": 6}
+    data = {"source": "evals.tasks:make_task", "length": 24, "on_bad": "drop", "options": options}
+    model = {"init": str(spoken / "model"), "config": {}}
+    rollout = {"sampler": "topk:k=2,proxy=entropy", "prompts": 2, "group": 4}
+    return config_of(out, data=data, model=model, rollout=rollout, **changes)
+
+
+def test_questions_of_a_file_are_rewarded_by_their_score(spoken, tmp_path):
+    """In the model's tokens; what has no room beside an answer is told before; the model is sampled as before."""
+    config = of_questions(spoken, tmp_path / "run", steps=2)
+    parts, (faults,) = prepare(config).checked(config, progress=False)
+    assert faults.kinds == {"too long": 1} and "questions.jsonl line 4" in faults.told[0]
+    run = Run(config, parts, placement_of(config, parts.model, training_mesh(config)))
+    batch, task = run.feed(0, run.fresh()), parts.task
+    assert run.feed.metrics["reward"] == run.feed.metrics["accuracy"] and 0 < run.feed.metrics["reward"] < 1
+    for row in range(8):
+        example = parts.rows.source.example(parts.rows.index(row // 4))
+        prompt, canvas = len(example.prompt_ids), np.asarray(batch.tokens[0, row])[len(example.prompt_ids) :]
+        assert (
+            task.show(batch.tokens[0, row, :prompt]) == example.problem.prompt and batch.lengths[0, row] == prompt + 6
+        )
+        right = task.verify(example, ends(canvas[:6].tolist(), parts.model)).correct
+        assert np.sign(batch.advantage[0, row]) == (0 if batch.advantage[0, row] == 0 else 1 if right else -1)
+    with pytest.warns(UserWarning, match="1 too long; they are left out"):
+        train.train(config)
+    trained = dllm_jax.load(tmp_path / "run" / "model")
+    assert trained.generation == dllm_jax.load(spoken / "model").generation | {"gen_length": 6}
+
+
+def ends(ids, config):
+    """Tokens up to the first that ends an answer."""
+    return list(itertools.takewhile(lambda token: token not in config.end_ids, ids))
+
+
+def test_questions_without_room_or_references_get_a_sentence(spoken, tmp_path):
+    with pytest.raises(DllmError, match="data.length 12 has no room for 6 more; raise it"):
+        train.train(of_questions(spoken, tmp_path / "run", data__length=12))
+    with pytest.raises(DllmError, match='"partial" counts tokens, and the task has texts'):
+        train.train(of_questions(spoken, tmp_path / "run", rollout__reward="partial"))
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

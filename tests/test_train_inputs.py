@@ -23,7 +23,7 @@ from dllm_jax import DllmError
 from dllm_jax.tokenizer import encode_chat
 from train.__main__ import main
 from train.config import DataPart
-from train.data import Ahead, Rows, Setup, from_reference
+from train.data import Ahead, Rows, Setup, made_by
 from train.data.checks import checked
 from train.data.files import jsonl, text
 from train.objectives import read_config
@@ -259,7 +259,7 @@ def test_other_mistakes(tmp_path, capsys):
     with pytest.raises(DllmError, match="holds no adapters"):
         train.load_adapters(tmp_path)
     with pytest.raises(DllmError, match="write it like module:name"):
-        from_reference("train_toys:nothing", {})
+        made_by("train_toys:nothing", {})
 
 
 def test_a_diverged_run_stops_and_keeps_its_last_state(tmp_path, monkeypatch):

@@ -18,7 +18,6 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from dllm_jax import Denoiser, Model
-from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 from samplers.block import BlockSampler
 from samplers.build import parse_sampler, refuse_twice
@@ -27,7 +26,7 @@ from samplers.prompts import given_canvas, led_prompt
 from samplers.requests import Engine, Request
 from samplers.trajectory import step_numbers
 from train.config import Range
-from train.data import ExampleLike, Rows
+from train.data import ExampleLike, Rows, in_words
 
 Reward = Literal["correct", "partial"]
 Advantage = Literal["grpo", "dr-grpo"]
@@ -117,10 +116,11 @@ def advantages(rewards: np.ndarray, kind: Advantage) -> np.ndarray:
     return found.astype(np.float32)
 
 
-def sampler_for(part: RolloutPart, model: ModelConfig, task: Any, gen_length: int) -> BlockSampler:
+def sampler_for(part: RolloutPart, model: Model, task: Any, gen_length: int) -> BlockSampler:
     """The sampler of rollouts.
 
     Args:
+        model: whose weights are not asked for.
         task: which says what canvas it wants, if it is one.
         gen_length: positions of the canvas where no task says so, else 0.
 
@@ -136,8 +136,7 @@ def sampler_for(part: RolloutPart, model: ModelConfig, task: Any, gen_length: in
     own = {} if canvas else {"gen_length": gen_length}
     refuse_twice(spec.options, own)
     options = {**spec.options, **own, "temperature": part.temperature}
-    shell = Model(model, {}, None, "the model being trained")
-    found = dataclasses.replace(spec, options=options).build(shell, canvas)
+    found = dataclasses.replace(spec, options=options).build(model, canvas)
     advice = "learn from another sampler"
     if not isinstance(found, BlockSampler):
         raise DllmError(f"rollout.sampler {part.sampler} has a loop of its own, whose drafts are not learned; {advice}")
@@ -171,6 +170,8 @@ def reward_of(part: RolloutPart, task: Any) -> Rewarded:
             "module:name of a source that has reward(example, ids)"
         )
     if part.reward == "partial":
+        if in_words(task):
+            raise DllmError('rollout.reward "partial" counts tokens, and the task has texts; reward what is "correct"')
         return lambda example, ids: float(task.partial(example, ids))
     return lambda example, ids: float(task.verify(example, ids).correct)
 

@@ -15,7 +15,7 @@ from dllm_jax.loading import Model
 from dllm_jax.sharding import Layout
 from dllm_jax.tokenizer import has_tokenizer, load_tokenizer
 from train.config import DataPart, ModelPart, TrainConfig
-from train.data import SOURCES, Rows, Setup, Source, from_reference, size
+from train.data import SOURCES, Rows, Setup, Source, in_words, made_by, size, source_of
 from train.data.checks import Faults, checked
 from train.data.heldout import some, split
 from train.lora import check_start, tokenizer_files
@@ -74,9 +74,7 @@ def prepare(config: TrainConfig) -> Parts:
     Raises:
         DllmError: for missing checkpoints or data, and for parts that do not fit each other.
     """
-    source, task = None, None
-    if config.data.source not in SOURCES:
-        source, task = _referenced(config.data)
+    task = None if config.data.source in SOURCES else _referenced(config.data)
     objective = objective_of(config)
     model = objective.fitted(model_config(config.model, getattr(task, "vocabulary", None)), config)
     if config.data.length > model.max_length:
@@ -91,13 +89,19 @@ def prepare(config: TrainConfig) -> Parts:
     cache = Path(config.data.cache).expanduser() if config.data.cache else None
     lengths = config.data.length, config.data.answer_length
     setup = functools.cache(lambda: Setup(model, _tokenizer(files, model), *lengths, cache))
-    if source is None:
-        source = _builtin(config.data, setup())
+    part = config.data
+    if task is None:
+        source = _builtin(part, setup())
+    else:
+        if config.objective.kind == "prompts" and in_words(task):
+            task = task.bind(Model(model, {}, setup().tokenizer, str(config.model.init or "the model being trained")))
+            part = dataclasses.replace(part, answer_length=task.answer_width)
+        source = source_of(task, part.source)
     if config.data.heldout and objective.still() is None:
         raise DllmError(f"python -m train {config.command} has no loss of rows by themselves; set data.heldout to 0")
     if config.data.random_length and config.objective.kind == "sft":
         raise DllmError('data.random_length is for objective.kind "pretrain"; set it to 0')
-    rows = Rows(source, config.data, config.objective.kind, model, config.seed, config.optimizer.batch)
+    rows = Rows(source, part, config.objective.kind, model, config.seed, config.optimizer.batch)
     other = _other_source(config, setup, task)
     for table, one in (("data", source), ("watch", other)):
         if one is not None and objective.trajectories and not _has_steps(one):
@@ -129,7 +133,7 @@ def _other_source(config: TrainConfig, setup: Callable[[], Setup], task: Any) ->
         part = dataclasses.replace(config.data, source=watch.source, options=watch.options)
         if watch.source in SOURCES:
             return _builtin(part, setup(), "watch")
-        found = _referenced(part, "validation", "watch")[0]
+        found = source_of(_referenced(part, "watch"), watch.source, "validation", "watch")
     elif hasattr(task, "source") and not config.data.heldout:
         found = task.source("validation")
     else:
@@ -152,7 +156,7 @@ def _generation(config: TrainConfig, model: ModelConfig, task: Any) -> dict[str,
     width = getattr(task, "answer_width", None)
     if model.attention == "block":
         before |= {"block_length": model.block_length, "align_blocks": True, "cache": "exact"}
-    elif width:
+    elif width and not in_words(task):
         return {"gen_length": width, "block_length": width, "cache": "none"}
     length = width or config.data.answer_length
     return before | ({"gen_length": length} if length else {})
@@ -205,12 +209,12 @@ def adapted(config: ModelConfig, kind: str) -> ModelConfig:
     return config.replace(**same, mask_id=mask_id, qkv_bias=config.qkv_bias or like.qkv_bias)
 
 
-def _referenced(part: DataPart, split: str = "train", table: str = "data") -> tuple[Source, Any]:
+def _referenced(part: DataPart, table: str = "data") -> Any:
     if not part.source:
         raise DllmError(f"data.source is not set; use {', '.join(SOURCES)} or module:name")
     if ":" not in part.source:
         raise DllmError(f"no data source is called {part.source!r}; use {', '.join(SOURCES)} or module:name")
-    return from_reference(part.source, part.options, split, table)
+    return made_by(part.source, part.options, table)
 
 
 def _builtin(part: DataPart, setup: Setup, table: str = "data") -> Source:

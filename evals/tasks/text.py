@@ -151,7 +151,18 @@ class TextTask(Task):
         return dataclasses.replace(self, model=model)
 
     def source(self, split: str = "train") -> Source:
-        raise DllmError(f"task text is for scoring; train on {self.file} by --data, or as the config's data says")
+        """The questions of a split, for learning from rewards; bound to a model.
+
+        Raises:
+            DllmError: for the test split, one without lines, and a task that is bound to no model: its answers are
+                texts to compare with, not to learn.
+        """
+        if self.model is None:
+            raise DllmError(
+                f"task text has no tokens to learn; train on {self.file} by --data, or by python -m train grpo, which "
+                "rewards right answers"
+            )
+        return Questions(self, split)
 
     @property
     def _all(self) -> tuple[Question, ...]:
@@ -184,6 +195,19 @@ class TextTask(Task):
                 if not fits(target):
                     raise DllmError(f"{question.where}: target {target!r} {complaint}")
         _asked(self._score, self.score, self._all[0].targets[0], self._all[0])
+
+
+class Questions(Source):
+    """The questions of a split as a trainer takes them; of which there are `len`."""
+
+    def __len__(self) -> int:
+        count = self.task.count(self.split)
+        assert count is not None
+        return count
+
+    def name(self, index: int) -> str:
+        """The file and the line's number."""
+        return str(self.example(index).problem.where)
 
 
 def read_questions(file: str) -> tuple[Question, ...]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from train.data.files import arrayrecord, datasets, jsonl, parquet, text
 from train.data.rows import Ahead, Row, Rows
 from train.data.shards import trajectories
-from train.data.source import Example, ExampleLike, Setup, Source, from_reference, size
+from train.data.source import Example, ExampleLike, Setup, Source, in_words, made_by, size, source_of
 
 SOURCES: Mapping[str, Callable[..., Source]] = types.MappingProxyType(
     {
@@ -37,6 +37,8 @@ __all__ = [
     "Rows",
     "Setup",
     "Source",
-    "from_reference",
+    "in_words",
+    "made_by",
     "size",
+    "source_of",
 ]

@@ -152,6 +152,8 @@ def _too_long(prompt: int, answer: int, part: DataPart) -> str | None:
     length, canvas = part.length, part.answer_length
     if prompt >= length:
         return f"has a prompt of {prompt} tokens and data.length is {length}; raise it"
+    if canvas and not answer and prompt + canvas > length:
+        return f"has a prompt of {prompt} tokens, and data.length {length} has no room for {canvas} more; raise it"
     if canvas and (answer > canvas or prompt + canvas > length):
         return (
             f"has a prompt of {prompt} and an answer of {answer} tokens, which do not fit data.length {length} with "

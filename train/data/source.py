@@ -4,7 +4,7 @@ import dataclasses
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Iterable, Mapping, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -133,19 +133,14 @@ def progress(items: Iterable[T], what: str, unit: str, total: int | None) -> "tq
     return tqdm(items, what, total, unit=unit, delay=2, mininterval=0.2 if sys.stderr.isatty() else 30.0)
 
 
-def from_reference(
-    reference: str, options: Mapping[str, Any], split: str = "train", table: str = "data"
-) -> tuple[Source, Any]:
-    """The source that a callable named "module:name" makes, and the task behind it if there is one.
-
-    The callable is called with the options. It returns a source, or a task: an object whose `source("train")` is one.
+def made_by(reference: str, options: Mapping[str, Any], table: str = "data") -> Any:
+    """What a callable named "module:name" makes of the options: a source, or a task, whose `source("train")` is one.
 
     Args:
-        split: of a task.
         table: of the settings that name it, for complaints.
 
     Raises:
-        DllmError: when it cannot be imported, refuses the options, or returns something else.
+        DllmError: when it cannot be imported, or refuses the options.
     """
     module, _, name = reference.partition(":")
     try:
@@ -154,14 +149,6 @@ def from_reference(
         raise DllmError(
             f"{table}.source {reference!r} cannot be imported ({error}); write it like module:name"
         ) from None
-    made = _called(target, reference, options, table)
-    source = made.source(split) if hasattr(made, "source") else made
-    if not hasattr(source, "example"):
-        raise DllmError(f"{table}.source {reference!r} made a {type(made).__name__}, which has no example(index)")
-    return source, made
-
-
-def _called(target: Callable[..., Any], reference: str, options: Mapping[str, Any], table: str) -> Any:
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
     try:
         inspect.signature(target).bind(**given)
@@ -170,3 +157,20 @@ def _called(target: Callable[..., Any], reference: str, options: Mapping[str, An
     except ValueError:
         pass  # written in C, without a signature
     return target(**given)
+
+
+def source_of(made: Any, reference: str, split: str = "train", table: str = "data") -> Source:
+    """What `made_by` made, or the split of it where that is a task.
+
+    Raises:
+        DllmError: when it is neither.
+    """
+    source: Source = made.source(split) if hasattr(made, "source") else made
+    if not hasattr(source, "example"):
+        raise DllmError(f"{table}.source {reference!r} made a {type(made).__name__}, which has no example(index)")
+    return source
+
+
+def in_words(task: Any) -> bool:
+    """Whether a task's examples are texts, which have no tokens but those of the model that it is bound to."""
+    return hasattr(task, "bind") and not hasattr(task, "vocabulary")

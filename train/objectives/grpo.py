@@ -211,11 +211,12 @@ class Grpo(Objective):
             learner = stepper.learner(trained, frozen)
             return lax.map(functools.partial(self.logprobs, learner), stepper.noised(batch, key, step))
 
+        model = parts.outline("the model being trained", None)
         return Rollouts(
             config.rollout,
             parts.rows,
             parts.task,
-            sampler_for(config.rollout, parts.model, parts.task, config.data.answer_length),
+            sampler_for(config.rollout, model, parts.task, config.data.answer_length),
             batch=(config.optimizer.accumulate, config.optimizer.batch // config.optimizer.accumulate),
             updates=self.settings.updates,
             advantage=self.settings.advantage,
