@@ -22,6 +22,7 @@ from samplers import (
     Factor,
     LLaDA,
     NoCache,
+    PipelineSampler,
     Sampling,
     Threshold,
     TopK,
@@ -80,6 +81,12 @@ def start(model, sampler=None, prompt=PROMPT, **options):
     """The first state of a generation that was set up by hand."""
     sampler = BlockSampler(Threshold(), 16) if sampler is None else sampler
     return sampler.init(model.denoiser, prompt, **options)
+
+
+def run(model, sampler=None, prompt=PROMPT, prompt_lengths=None, **options):
+    """The same by the compiled loop."""
+    sampler = BlockSampler(Threshold(), 16) if sampler is None else sampler
+    return sample_jit(sampler, model.denoiser, prompt, prompt_lengths, **options)
 
 
 LOAD = {
@@ -322,7 +329,7 @@ BY_HAND = {
         lambda m: start(m.llada, key=jnp.zeros(2, jnp.uint32)),
         "key is no typed key, nor [1] of them",
     ),
-    "too many keys": (lambda m: start(m.llada, key=jax.random.split(jax.random.key(0))), "key is no typed key"),
+    "too many keys": (lambda m: start(m.llada, key=jax.random.split(jax.random.key(0))), "key has shape [2]; give one"),
     "shape inside jit": (
         lambda m: sample_jit(BlockSampler(Threshold(), 16), m.llada.denoiser, PROMPT[0]),
         "prompt is int32[3]; it must be integer token ids",
@@ -342,6 +349,60 @@ BY_HAND = {
     "lengths of another shape in a stream": (
         lambda m: next(stream(BlockSampler(Threshold(), 16), m.llada.denoiser, PROMPT, jnp.array([1, 2]))),
         "prompt_lengths has shape [2]; it must be [1], one per row",
+    ),
+    "prompt lengths above the width, compiled": (
+        lambda m: run(m.llada, prompt=TWO, prompt_lengths=[3, 99]),
+        "prompt length 99 of row 1 is impossible; it must be between 0 and 3",
+    ),
+    "gen lengths above the sampler's, compiled": (
+        lambda m: run(m.llada, gen_lengths=jnp.array([17])),
+        "gen length 17 of row 0 is impossible; it must be between 1 and 16",
+    ),
+    "tokens outside the vocabulary": (
+        lambda m: run(m.llada, prompt=TWO.at[1, 2].set(5000)),
+        "prompt token 5000 of row 1, position 2, lies outside the vocabulary of 136 tokens",
+    ),
+    "negative tokens": (lambda m: sample(BlockSampler(EB(), 16), m.llada.denoiser, -PROMPT), "lies outside the vocab"),
+    "rows longer than the model's context": (
+        lambda m: run(m.llada, prompt=jnp.ones((1, 5000), jnp.int32)),
+        "a prompt of 5000 tokens and a canvas up to position 5016 exceed the 512 tokens the model was trained for",
+    ),
+    "one row longer than the model's context": (
+        lambda m: next(
+            stream(BlockSampler(EB(), 16), m.llada.denoiser, jnp.ones((2, 510), jnp.int32), jnp.array([9, 505]))
+        ),
+        "a prompt of 505 tokens and a canvas up to position 521 exceed",
+    ),
+    "rows of different lengths": (lambda m: run(m.llada, prompt=[[1, 2], [3]]), "prompt is no array; pad rows to one"),
+    "numbers for another number of rows": (
+        lambda m: run(m.llada, BlockSampler(Threshold(jnp.array([0.5, 0.9])), 16)),
+        "rule.threshold has shape [2]; it must be one number, or [1], one per row",
+    ),
+    "temperatures for another number of rows": (
+        lambda m: run(m.llada, BlockSampler(EB(), 16, sampling=Sampling(jnp.ones(3))), key=jax.random.key(0)),
+        "sampling.temperature has shape [3]; it must be one number, or [1]",
+    ),
+    "keys for another number of rows, compiled": (
+        lambda m: run(m.llada, key=jax.random.split(jax.random.key(0), 3)),
+        "key has shape [3]; give one key, or [1], one per row of the prompt",
+    ),
+    "model for a denoiser": (
+        lambda m: sample_jit(BlockSampler(EB(), 16), m.llada, PROMPT),
+        "denoiser is a Model; pass model.denoiser",
+    ),
+    "function for a denoiser": (
+        lambda m: sample_jit(BlockSampler(EB(), 16), len, PROMPT),
+        "make one of your function by dllm_jax.FunctionDenoiser",
+    ),
+    "denoiser that is no pytree": (
+        lambda m: sample_jit(BlockSampler(EB(), 16), SimpleNamespace(forward=len), PROMPT),
+        "a SimpleNamespace is no pytree; decorate its class with dllm_jax.pytree.pytree",
+    ),
+    "rule for a sampler": (lambda m: run(m.llada, Threshold()), "give one, such as BlockSampler(Threshold(0.9), gen"),
+    "class for a rule": (lambda m: run(m.llada, BlockSampler(EB, 16)), "give a rule object, such as Threshold()"),
+    "name for a rule of a pipeline": (
+        lambda m: run(m.llada, PipelineSampler(16, 8, rule="eb")),
+        "rule is 'eb'; give a number, an array, or an object such as Threshold()",
     ),
     "empty stop sequence": (
         lambda m: stop_on(sequences=[[]], vocab_size=136),
