@@ -1,6 +1,5 @@
 """The protocol of all samplers (`init`, `step`, `is_done`, `result`) and the one loop over it."""
 
-import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
@@ -129,19 +128,25 @@ def _without_explicit_axes(run: Callable[..., Result], prompt: jax.Array) -> Cal
 _sample_jit = jax.jit(sample)
 
 
-@functools.wraps(sample)
 def sample_jit(
-    sampler: Any, denoiser: Any, prompt: Any, prompt_lengths: Any = None, *, key: Any = None, **options: Any
-) -> Any:
-    """`sample`, compiled once per combination of shapes and static choices; for its arguments and errors.
+    sampler: Sampler[Any],
+    denoiser: DenoiserLike,
+    prompt: jax.Array,
+    prompt_lengths: jax.Array | None = None,
+    *,
+    key: jax.Array | None = None,
+    **options: Any,
+) -> Result:
+    """`sample`, compiled once per combination of shapes and static choices; arguments and errors are those of `sample`.
 
     Whether tokens and lengths make sense is looked at on the host, some 0.1 ms a call, which waits for a prompt that
-    another program still computes; `jax.jit(sample)` leaves that out. Attributes are those of a compiled function, such
-    as `sample_jit.lower`.
+    another program still computes; `jax.jit(sample)` leaves that out. It has what compiled functions have, such as
+    `sample_jit.lower`.
     """
     check_is_pytree(denoiser)
     prompt = checked_call(sampler, denoiser, prompt, prompt_lengths, key, options)
-    return _sample_jit(sampler, denoiser, prompt, prompt_lengths, key=key, **options)
+    result: Result = _sample_jit(sampler, denoiser, prompt, prompt_lengths, key=key, **options)
+    return result
 
 
 for _name in ("lower", "trace", "eval_shape", "clear_cache", "_cache_size"):

@@ -19,6 +19,7 @@ from samplers import (
     EB,
     BlockSampler,
     Dream,
+    Edit,
     Factor,
     LLaDA,
     NoCache,
@@ -94,6 +95,10 @@ LOAD = {
         lambda m: dllm_jax.load("no/such/model"),
         "no checkpoint at no/such/model and none of that name",
     ),
+    "misspelt folder": (
+        lambda m: dllm_jax.load(f"{m.llada.folder}s"),
+        "; did you mean 'llada-tiny'?",
+    ),
     "a file": (lambda m: dllm_jax.load(__file__), "no checkpoint at "),
     "name too long": (lambda m: dllm_jax.load("x" * 5000), "none of that name"),
     "unconverted folder": (lambda m: dllm_jax.load(m.unconverted), "is not a converted checkpoint"),
@@ -120,6 +125,24 @@ NAMES = {
         lambda m: make_sampler(m.llada, "eb", size=1),
         "sampler eb has no option 'size'; it has gamma",
     ),
+    "misspelt option": (
+        lambda m: generate(m.llada, "a", treshold=0.9),
+        "sampler threshold has no option 'treshold'; did you mean 'threshold'?",
+    ),
+    "misspelt option of a spec": (
+        lambda m: make_sampler(m.llada, "d2f:tauadd=0.1"),
+        "sampler d2f has no option 'tauadd'; did you mean 'tau_add'?",
+    ),
+    "another library's name": (lambda m: generate(m.llada, "a", max_new_tokens=9), "did you mean 'gen_length'?"),
+    "two rules": (
+        lambda m: generate(m.llada, "a", rule="topk", sampler="eb"),
+        "eb and rule=topk both name the rule; leave one of them out",
+    ),
+    "a denoiser of one's own": (
+        lambda m: generate(m.llada.denoiser, [[1]]),
+        "model is a Denoiser; samplers.sample_jit(sampler, denoiser, prompt) runs a denoiser of your own",
+    ),
+    "no model": (lambda m: generate("llada", "a"), "model is a str; load one by dllm_jax.load"),
     "missing option": (lambda m: make_sampler(m.llada, "ni"), "rule ni needs indicator; pass indicator=..."),
     "no threshold": (lambda m: make_sampler(m.llada, threshold=None), "threshold of rule threshold is None; leave it"),
     "no rule": (lambda m: make_sampler(m.llada, rule=None), "rule is None; give a rule's name or a rule object"),
@@ -138,6 +161,11 @@ NAMES = {
 
 RULE_NUMBERS = {
     "negative threshold": (Threshold(-0.1), "threshold is -0.1; it must be at least 0"),
+    "threshold in percent": (
+        Threshold(90),
+        "threshold is 90; it is a probability, such as 0.9, and 2 is one that noth",
+    ),
+    "threshold of edits in percent": (Edit(0.9, 90.0), "editing_threshold is 90; it is a probability, such as 0.9"),
     "threshold NaN": (Threshold(NAN), "threshold is nan; it must be at least 0"),
     "threshold as text": (Threshold("0.9"), "threshold is the string '0.9'; give a number"),
     "threshold of numpy": (Threshold(np.float32(-1)), "threshold is -1; it must be at least 0"),
@@ -456,6 +484,10 @@ COMMANDS = {
     ),
     "unknown option": (["a", "--model", "LLADA", "--speed", "9"], "unrecognized arguments: --speed 9; see python -m"),
     "abbreviated option": (["a", "--model", "LLADA", "--thresh", "1"], "unrecognized arguments: --thresh 1"),
+    "a folder that a rule needs": (
+        ["a", "--model", "LLADA", "--rule", "ni"],
+        "pass indicator=..., in a shell --indicator",
+    ),
     "option without its value": (
         ["a", "--model", "LLADA", "--threshold"],
         "argument --threshold: expected one argument",

@@ -146,6 +146,10 @@ def test_example_configs_run_in_miniature(name, tmp_path, llada_tiny):
 FIVE = LLADA.replace(vocab_size=5, eos_id=4, pad_id=4, mask_id=3, bos_id=2, end_ids=(4,))
 MISTAKES = {
     "unknown key": ({"optimizer__lrr": 1.0}, "no setting 'optimizer.lrr'; did you mean 'optimizer.lr'"),
+    "another library's key": (
+        {"optimizer__learning_rate": 1.0},
+        "no setting 'optimizer.learning_rate'; did you mean 'optimizer.lr'",
+    ),
     "unknown part": ({"optimiser": {}}, "did you mean 'optimizer'"),
     "wrong type": ({"optimizer__batch": 1.5}, "optimizer.batch is 1.5; it must be a whole number"),
     "bool": ({"data__pad": "no"}, "data.pad is 'no'; it must be true or false"),
