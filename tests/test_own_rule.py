@@ -208,7 +208,7 @@ def test_a_rule_of_ones_own_has_a_name(own, llada_tiny):
     assert parse_sampler(str(spec)) == spec and spec.series == "own_rules:Lead:cache=own_rules:Often,often=2"
     sampler = make_sampler(llada_tiny, str(spec), gen_length=16, block_length=8)
     assert settings_of(sampler.rule) == {"name": "own_rules:Lead", "lead": 0.5} and sampler.cache.often == 2
-    assert title(sampler) == "lead=0.5 × often often=2"
+    assert title(sampler) == "lead=0.5 × often=2"
     for options in ({"rule": "own_rules:Lead", "lead": 0.3}, {"sampler": "own_rules:Lead:lead=0.3"}):
         assert generate(llada_tiny, "Q: 1", gen_length=16, block_length=8, cache="none", **options).nfe <= 16
     assert make_sampler(llada_tiny, "d2f", rule="own_rules:Lead", lead=0.4, gen_length=32).rule.lead == 0.4

@@ -23,7 +23,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     by_last = {_last(one): one for one in known}
     wanted = _last(name)
     found = [ours for ours in SYNONYMS.get(wanted, ()) if ours in by_last]
-    found += difflib.get_close_matches(wanted, by_last, n=1, cutoff=0.6)
+    found += difflib.get_close_matches(wanted, by_last, n=1, cutoff=0.7)
     return by_last[found[0]] if found else None
 
 
