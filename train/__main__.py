@@ -15,6 +15,7 @@ from dllm_jax.errors import DllmError
 from dllm_jax.tools.command import Parser, keep_programs
 from train.curves import FORMATS, USUAL, plot
 from train.folder import read_settings
+from train.listing import listing
 from train.lora import merge
 from train.objectives import OBJECTIVES, read_config
 from train.settings import build
@@ -28,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for logger in ("absl", "asyncio", "gcsfs"):  # they raise what goes wrong, and log it as well
         logging.getLogger(logger).setLevel(logging.CRITICAL)
     try:
-        options = command_line().parse_args(arguments)
+        options = _parsed(arguments)
         keep_programs()
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
@@ -42,6 +43,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             hosts.leave(status)
         return status
     return 0
+
+
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; settings may stand anywhere in it, which argparse has not for commands of commands."""
+    parser = command_line()
+    options, rest = parser.parse_known_args(arguments)
+    if other := [word for word in rest if word.startswith("-") or "=" not in word or "settings" not in options]:
+        parser.error(f"unrecognized arguments: {' '.join(other)}")
+    if rest:
+        options.settings += rest
+    return options
 
 
 def _told(error: BaseException) -> int:
@@ -94,6 +106,8 @@ def _add_plot(commands: Any) -> None:
 def _add_training(commands: Any, name: str, text: str) -> None:
     command = commands.add_parser(name, help=text, description=text)
     command.set_defaults(run=_train, command=name)
+    about = "print all settings with their defaults, and what they are"
+    command.add_argument("--settings", action=_Listing, nargs=0, dest=argparse.SUPPRESS, help=about)
     command.add_argument("--config", required=True, metavar="FILE", help="settings in TOML, see train/configs")
     command.add_argument("settings", nargs="*", metavar="key=value", help="changes, such as optimizer.lr=3e-4")
     about = "a setting that may differ from those that the run was started with; repeatable, noted in the run's log"
@@ -105,6 +119,14 @@ def _add_training(commands: Any, name: str, text: str) -> None:
     cluster.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
     cluster.add_argument("--processes", type=int, metavar="N", help="how many there are")
     cluster.add_argument("--process", type=int, metavar="I", help="which one this is, from 0")
+
+
+class _Listing(argparse.Action):
+    """Prints all settings of a command, and ends it."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(listing(OBJECTIVES[parser.get_default("command")].config), end="")
+        parser.exit()
 
 
 def _add_output(command: argparse.ArgumentParser) -> None:
