@@ -23,13 +23,25 @@ from train.together import INTERRUPTED, MISTAKE, Interrupted
 from train.trainer import train, write_weights
 
 
+class _Parser(Parser):
+    """Takes settings wherever they stand, which argparse does not for commands of commands."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        options, rest = self.parse_known_args(args, namespace)
+        if other := [word for word in rest if word.startswith("-") or "=" not in word or "settings" not in options]:
+            self.error(f"unrecognized arguments: {' '.join(other)}")
+        if rest:
+            options.settings += rest
+        return options
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; 0 when it worked, 2 after a mistake, which is printed as one sentence, 130 after SIGINT, and 75
     after SIGTERM, when the run can go on."""
     for logger in ("absl", "asyncio", "gcsfs"):  # they raise what goes wrong, and log it as well
         logging.getLogger(logger).setLevel(logging.CRITICAL)
     try:
-        options = _parsed(arguments)
+        options = command_line().parse_args(arguments)
         keep_programs()
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
@@ -43,17 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             hosts.leave(status)
         return status
     return 0
-
-
-def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line; settings may stand anywhere in it, which argparse has not for commands of commands."""
-    parser = command_line()
-    options, rest = parser.parse_known_args(arguments)
-    if other := [word for word in rest if word.startswith("-") or "=" not in word or "settings" not in options]:
-        parser.error(f"unrecognized arguments: {' '.join(other)}")
-    if rest:
-        options.settings += rest
-    return options
 
 
 def _told(error: BaseException) -> int:
@@ -76,7 +77,7 @@ def _told(error: BaseException) -> int:
 
 def command_line() -> argparse.ArgumentParser:
     """The options, for the command itself and for `dllm completion`."""
-    parser = Parser(prog="python -m train", description=__doc__)
+    parser = _Parser(prog="python -m train", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, objective in OBJECTIVES.items():
         _add_training(commands, name, objective.about)
