@@ -21,6 +21,7 @@ import dllm_jax
 import train
 from dllm_jax import DllmError
 from dllm_jax.tokenizer import encode_chat
+from dllm_jax.tools.nearest import nearest
 from train.__main__ import main
 from train.config import DataPart
 from train.data import Ahead, Rows, Setup, made_by
@@ -301,3 +302,20 @@ def test_a_diverged_run_stops_and_keeps_its_last_state(tmp_path, monkeypatch):
     norms = run_config(tmp_path / "lora", model={"init": str(outcome.folder)}, lora={"rank": 2, "targets": ["*norm*"]})
     with pytest.raises(DllmError, match="is no projection"):
         train.train(norms)
+
+
+@pytest.mark.parametrize(
+    "name, found",
+    [
+        ("optimizer.learning_rate", "optimizer.lr"),
+        ("optimiser.lr", "optimizer.lr"),
+        ("data.batch_size", "data.batch"),
+        ("rollout.stepz", "rollout.steps"),
+        ("data.steps", "rollout.steps"),
+        ("lenght", "data.length"),
+        ("optimizer.colour", None),
+    ],
+)
+def test_the_nearest_setting(name, found):
+    known = ["optimizer.final_ratio", "optimizer.lr", "router.lr", "data.batch", "data.length", "rollout.steps"]
+    assert nearest(name, known) == found
