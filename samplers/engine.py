@@ -139,9 +139,9 @@ def sample_jit(
 ) -> Result:
     """`sample`, compiled once per combination of shapes and static choices; arguments and errors are those of `sample`.
 
-    Whether tokens and lengths make sense is looked at on the host, some 0.1 ms a call, which waits for a prompt that
-    another program still computes; `jax.jit(sample)` leaves that out. It has what compiled functions have, such as
-    `sample_jit.lower`.
+    Whether tokens and lengths make sense is looked at on the host: less than 0.1 ms a call on a CPU, and a wait for a
+    prompt that another program still computes; `jax.jit(sample)` leaves that out. It has what compiled functions have,
+    such as `sample_jit.lower`.
     """
     check_is_pytree(denoiser)
     prompt = checked_call(sampler, denoiser, prompt, prompt_lengths, key, options)

@@ -9,7 +9,19 @@ import pytest
 
 from dllm_jax import DllmError
 from dllm_jax.pytree import pytree
-from samplers import NI, RULES, Dream, LLaDA, Remask, Rule, Threshold, generate, make_sampler, parse_sampler
+from samplers import (
+    NI,
+    RULES,
+    Dream,
+    LLaDA,
+    Remask,
+    Rule,
+    Threshold,
+    generate,
+    make_sampler,
+    parse_sampler,
+    parse_samplers,
+)
 from samplers import __main__ as cli
 from samplers.indicator import IndicatorConfig, init_indicator
 from samplers.registry import settings_of, title
@@ -212,6 +224,8 @@ def test_a_rule_of_ones_own_has_a_name(own, llada_tiny):
     for options in ({"rule": "own_rules:Lead", "lead": 0.3}, {"sampler": "own_rules:Lead:lead=0.3"}):
         assert generate(llada_tiny, "Q: 1", gen_length=16, block_length=8, cache="none", **options).nfe <= 16
     assert make_sampler(llada_tiny, "d2f", rule="own_rules:Lead", lead=0.4, gen_length=32).rule.lead == 0.4
+    several = parse_samplers("own_rules:Lead:lead=0.5|0.9")
+    assert [one.options["lead"] for one in several] == [0.5, 0.9] and len({one.series for one in several}) == 1
     assert parse_sampler("own_rules:Lead@somewhere").model == "somewhere"
 
 
