@@ -35,6 +35,7 @@ from dllm_jax.config import ModelConfig, Quantize
 from dllm_jax.errors import DllmError
 from dllm_jax.params import abstract_params, forms, wide_params
 from dllm_jax.quantized import LARGEST, QuantizedKernel, quantized_on_host
+from dllm_jax.tools.nearest import did_you_mean
 
 CONFIG_FILE, SOURCE_FILE, PARAMS_FOLDER = "config.json", "source.json", "params"
 GENERATION_FILE = "generation.json"
@@ -60,14 +61,22 @@ def find(path_or_name: str | Path) -> Path:
     except OSError:  # a name too long for any file
         folder = None
     if folder is None:
-        raise DllmError(
-            f"no checkpoint at {path_or_name!s} and none of that name in {home()}; make one with python -m convert "
-            "published NAME, embedded NAME (--help lists them), or of a folder"
-        )
+        make = "make one with python -m convert published NAME, embedded NAME (--help lists them), or of a folder"
+        missing = f"no checkpoint at {path_or_name!s} and none of that name in {home()}"
+        raise DllmError(f"{missing}; {did_you_mean(Path(path_or_name).name, _names_beside(path_or_name), make)}")
     if not (folder / PARAMS_FOLDER).is_dir():
         what = f"{folder} is not a converted checkpoint (it has no {PARAMS_FOLDER} folder)"
         raise DllmError(f"{what}; {_instead(folder)}")
     return folder
+
+
+def _names_beside(path_or_name: str | Path) -> list[str]:
+    """Names of the converted checkpoints where one was looked for."""
+    places = (Path(path_or_name).expanduser().parent, home())
+    try:
+        return [path.parent.name for place in places if place.is_dir() for path in place.glob(f"*/{PARAMS_FOLDER}")]
+    except OSError:
+        return []
 
 
 def _instead(folder: Path) -> str:

@@ -72,7 +72,7 @@ class _Missing(Exception):
     """The denoiser has no such part."""
 
 
-def _require(holds: Any, sentence: str) -> None:
+def require(holds: Any, sentence: str) -> None:
     """Not `assert`, which `python -O` leaves out."""
     if not holds:
         raise AssertionError(sentence)
@@ -81,21 +81,21 @@ def _require(holds: Any, sentence: str) -> None:
 def _check_sizes(denoiser: DenoiserLike) -> None:
     """Raises AssertionError unless the denoiser is a pytree with sensible numbers."""
     leaf = any(node is denoiser for node in jax.tree.leaves(denoiser))
-    _require(not leaf, f"a {type(denoiser).__name__} is no pytree; decorate its class with dllm_jax.pytree.pytree")
+    require(not leaf, f"a {type(denoiser).__name__} is no pytree; decorate its class with dllm_jax.pytree.pytree")
     vocab_size = denoiser.vocab_size
     for name in ("mask_id", "eos_id"):
         token = getattr(denoiser, name)
         inside = isinstance(token, int) and 0 <= token < vocab_size
-        _require(inside, f"{name} {token} is no id of a vocabulary of {vocab_size} tokens")
+        require(inside, f"{name} {token} is no id of a vocabulary of {vocab_size} tokens")
     least = denoiser.min_prompt_length
-    _require(
+    require(
         least in (0, 1), f"min_prompt_length is {least}; it must be 1 if nothing predicts the first position, else 0"
     )
     for name in ("batch_parts", "vocab_parts"):
         parts = getattr(denoiser, name)
-        _require(isinstance(parts, int) and parts >= 1, f"{name} is {parts}; it must be a whole number of at least 1")
+        require(isinstance(parts, int) and parts >= 1, f"{name} is {parts}; it must be a whole number of at least 1")
     parts = denoiser.vocab_parts
-    _require(vocab_size % parts == 0, f"vocab_parts {parts} does not divide the vocabulary of {vocab_size} tokens")
+    require(vocab_size % parts == 0, f"vocab_parts {parts} does not divide the vocabulary of {vocab_size} tokens")
 
 
 # The rows, and the forward over everything that all else is compared with ------------------------------------------
@@ -178,7 +178,7 @@ def _begin(denoiser: DenoiserLike, tokens: Any, lengths: Any, key: jax.Array, to
         raise DllmError(f"lengths are {lengths.tolist()}; give one of {LEAST_LENGTH} to {tokens.shape[1]} for each row")
     logits, kv = _run(denoiser, tokens, lengths)
     wanted = (*tokens.shape, denoiser.vocab_size)
-    _require(logits.shape == wanted, f"logits of everything have shape {list(logits.shape)}, not {list(wanted)}")
+    require(logits.shape == wanted, f"logits of everything have shape {list(logits.shape)}, not {list(wanted)}")
     return _Case(denoiser, tokens, lengths, rng, tolerance, logits, _stored(denoiser, kv, tokens.shape))
 
 
@@ -190,12 +190,10 @@ def _stored(denoiser: DenoiserLike, kv: Any, shape: tuple[int, ...]) -> Any:
     except _Missing:
         return None
     ours, theirs = _structure(kv), _structure(empty)
-    _require(
-        ours == theirs, f"a forward gives keys and values {ours}, empty_cache buffers {theirs}; they must be alike"
-    )
+    require(ours == theirs, f"a forward gives keys and values {ours}, empty_cache buffers {theirs}; they must be alike")
     for found, wanted in zip(jax.tree.leaves(kv), jax.tree.leaves(empty), strict=True):
         sizes = f"keys and values of shape {list(found.shape)} do not fit buffers of shape {list(wanted.shape)}"
-        _require(found.shape == wanted.shape and wanted.shape[:2] == shape, f"{sizes}; both begin with {list(shape)}")
+        require(found.shape == wanted.shape and wanted.shape[:2] == shape, f"{sizes}; both begin with {list(shape)}")
     return jax.tree.map(lambda found, wanted: found.astype(wanted.dtype), kv, empty)
 
 
@@ -278,7 +276,7 @@ def _same(
     allowed = case.tolerance * max(_size(other), 1e-30)
     row, entry = np.unravel_index(np.argmax(distance), distance.shape)
     place = f"row {rows[row]}, position {at[row, entry]}: the largest difference is {distance[row, entry]:.3g}"
-    _require(distance[row, entry] <= allowed, f"{what} at {place}, and {allowed:.3g} is allowed")
+    require(distance[row, entry] <= allowed, f"{what} at {place}, and {allowed:.3g} is allowed")
 
 
 def _same_logits(case: _Case, what: str, found: np.ndarray, at: np.ndarray, where: np.ndarray | None = None) -> None:
@@ -286,19 +284,19 @@ def _same_logits(case: _Case, what: str, found: np.ndarray, at: np.ndarray, wher
     take = lambda x: np.take_along_axis(x, at.reshape(*at.shape, *[1] * (x.ndim - 2)), axis=1)
     wanted, counts = take(case.logits), take(case.valid) & (True if where is None else where)
     shape = f"{what}: logits have shape {list(found.shape)}, not {list(wanted.shape)}"
-    _require(found.shape == wanted.shape, shape)
+    require(found.shape == wanted.shape, shape)
     _same(case, f"{what}: logits are not those of a forward over everything", found, wanted, at, counts)
 
 
 def _same_buffers(case: _Case, what: str, found: Any, wanted: Any, where: np.ndarray, exactly: bool = False) -> None:
     """Raises AssertionError unless buffers agree at positions [B, S] bool: bit for bit, or up to the tolerance."""
-    _require(_structure(found) == _structure(wanted), f"{what}: the buffers come back as another pytree")
+    require(_structure(found) == _structure(wanted), f"{what}: the buffers come back as another pytree")
     at = np.broadcast_to(np.arange(where.shape[1]), where.shape)
     strict = dataclasses.replace(case, tolerance=0.0) if exactly else case
     for number, (mine, other) in enumerate(zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)):
         sizes = f"{mine.dtype}{list(mine.shape)}, not {other.dtype}{list(other.shape)}"
         alike = mine.shape == other.shape and mine.dtype == other.dtype
-        _require(alike, f"{what}: buffer {number} comes back as {sizes}")
+        require(alike, f"{what}: buffer {number} comes back as {sizes}")
         _same(strict, f"{what}: buffer {number} differs", mine, other, at, where)
 
 
@@ -319,7 +317,7 @@ def _among(positions: np.ndarray, length: int, where: np.ndarray | None = None) 
 def _finite(case: _Case) -> None:
     broken = case.valid & ~np.isfinite(case.logits).all(axis=-1)
     row, position = np.unravel_index(np.argmax(broken), broken.shape)
-    _require(not broken.any(), f"logits are not finite at row {row}, position {position}")
+    require(not broken.any(), f"logits are not finite at row {row}, position {position}")
 
 
 def _context(case: _Case) -> None:
@@ -332,7 +330,7 @@ def _context(case: _Case) -> None:
         f"logits hardly follow from other positions: another token at position {case.least} changes those behind by"
     )
     least = 10 * case.tolerance * size
-    _require(change > least, f"{sentence} {change:.3g}, not {least:.3g}; give larger weights, so that mistakes show")
+    require(change > least, f"{sentence} {change:.3g}, not {least:.3g}; give larger weights, so that mistakes show")
 
 
 def _outputs(case: _Case) -> None:
@@ -356,7 +354,7 @@ def _tiles(case: _Case) -> None:
         ids = (np.arange(parts)[:, None] * part + start + np.arange(width)).reshape(-1)
         what = f"a tile of the vocabulary from entry {start} on"
         shape = (*case.tokens.shape, parts * width)
-        _require(found.shape == shape, f"{what}: logits have shape {list(found.shape)}, not {list(shape)}")
+        require(found.shape == shape, f"{what}: logits have shape {list(found.shape)}, not {list(shape)}")
         _same(case, f"{what}: logits are not the columns of all", found, case.logits[..., ids], at, case.valid)
 
 
@@ -486,7 +484,7 @@ def _embeddings(case: _Case) -> None:
     embed = jax.jit(lambda denoiser, tokens: denoiser.embed(tokens))
     x = np.asarray(_optional(case.denoiser, "embed", lambda: embed(case.denoiser, case.tokens)))
     shape = case.tokens.shape
-    _require(x.ndim == 3 and x.shape[:2] == shape, f"embeddings of {list(shape)} tokens have shape {list(x.shape)}")
+    require(x.ndim == 3 and x.shape[:2] == shape, f"embeddings of {list(shape)} tokens have shape {list(x.shape)}")
     at = np.broadcast_to(np.arange(shape[1]), shape)
     logits, _ = _run(case.denoiser, x, case.lengths)
     _same_logits(case, "embeddings instead of tokens", logits, at)
@@ -502,7 +500,7 @@ def _expected_embeddings(case: _Case) -> None:
 
     run = lambda: both(case.denoiser, case.tokens)
     found, wanted = (np.asarray(x) for x in _optional(case.denoiser, "expected_embedding", run))
-    _require(
+    require(
         found.shape == wanted.shape, f"an expected embedding has shape {list(found.shape)}, not {list(wanted.shape)}"
     )
     at = np.broadcast_to(np.arange(case.tokens.shape[1]), case.tokens.shape)

@@ -45,7 +45,7 @@ from samplers.checks import check_number, check_whole
 from samplers.costs import costs_of
 from samplers.explain import Setting, explained, explained_as_json, print_explained
 from samplers.files import SLOTS, Loading, answer_file, check_flags
-from samplers.flags import add_model, add_sampler, default_of, flag_of, said_by, written_fields
+from samplers.flags import add_model, add_sampler, default_of, flag_of, own_parts, said_by, written_fields
 from samplers.generate import prepare
 from samplers.infill import filled, prepare_infill, requests_for
 from samplers.lines import prompts_of
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     said = sys.argv[1:] if arguments is None else list(arguments)
     if said[:1] == ["serve"]:
         return _serve(said[1:])
-    work = lambda: _run(command_line().parse_intermixed_args(said))
+    work = lambda: _run(command_line(said).parse_intermixed_args(said), own_parts(said))
     return run_printing(work, "use a smaller --batch-size or --gen-length")
 
 
@@ -82,8 +82,12 @@ def _serve(said: Sequence[str]) -> int:
     return run_printing(lambda: run(said), "use fewer --slots, or a smaller --gen-length or --prompt-length")
 
 
-def command_line() -> argparse.ArgumentParser:
-    """What says how to sample is in the options only where it was written: defaults are the checkpoint's to say."""
+def command_line(said: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """What says how to sample is in the options only where it was written: defaults are the checkpoint's to say.
+
+    Args:
+        said: as `flags.add_sampler`.
+    """
     parser = Parser(
         prog="python -m samplers",
         description=__doc__,
@@ -109,7 +113,7 @@ def command_line() -> argparse.ArgumentParser:
     add("--system", metavar="TEXT", help="system message; implies --chat")
     add("--seed", type=int, default=0, metavar="N", help="of the random numbers, where any are drawn (default: 0)")
     add("--batch-size", type=int, metavar="N", help="prompts sampled together (default: all; 16 of a file)")
-    add_sampler(parser)
+    add_sampler(parser, said)
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="one JSON object per prompt: text, tokens, trajectory, speed, settings")
     add("--no-live", action="store_true", help="do not show the canvas while it is being unmasked")
@@ -121,9 +125,9 @@ def command_line() -> argparse.ArgumentParser:
 _DISTRIBUTED = "share --prompts among processes, as SLURM and others say, or as process I of N that meet there"
 
 
-def _run(options: argparse.Namespace) -> None:
+def _run(options: argparse.Namespace, own: Mapping[str, Mapping[str, type]]) -> None:
     if options.list:
-        print(_listing())
+        print(_listing(own))
         return
     check_number("delay", options.delay, 0.0)
     check_number("batch_size", options.batch_size, 1)
@@ -345,11 +349,12 @@ def _prompts(options: argparse.Namespace) -> list[Any]:
         raise DllmError(f"the standard input could not be read ({error})") from None
 
 
-def _listing() -> str:
-    """All rules, cache policies and samplers with their options, smoothing, and the presets."""
+def _listing(own: Mapping[str, Mapping[str, type]]) -> str:
+    """All rules, cache policies and samplers with their options, smoothing, and the presets; and what the command line
+    names of somebody's own."""
     width = min(shutil.get_terminal_size().columns, 110)
-    lines = ["rules, by --rule:", *_listed(RULES, width)]
-    lines += ["", "cache policies, by --cache:", *_listed(CACHES, width)]
+    lines = ["rules, by --rule:", *_listed({**RULES, **own["rule"]}, width)]
+    lines += ["", "cache policies, by --cache:", *_listed({**CACHES, **own["cache"]}, width)]
     lines += ["", "samplers with a loop of their own, by --sampler NAME:option=value,option=value or flags:"]
     lines += [*_listed(LOOPS, width), "", *_wrapped(f"--smoothing: {docs.summary(Smoothing)}", width, "  ")]
     lines += ["", "presets, by --preset:", ""]

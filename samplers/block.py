@@ -105,6 +105,8 @@ class BlockSampler:
         if self.canvas_length is not None and self.canvas_length < self.gen_length:
             total = "it counts the prompt and the generation"
             raise DllmError(f"canvas_length {self.canvas_length} is below gen_length {self.gen_length}; {total}")
+        if isinstance(self.rule, str | type) or isinstance(self.cache, str | type):  # which JAX never builds one of
+            self._check_parts()
         parts: tuple[Any, ...] = (self.cache, self.smoothing)
         for part in parts:
             if hasattr(part, "check") and not isinstance(part, type):
@@ -309,7 +311,8 @@ class BlockSampler:
         """Raises DllmError for parts of the wrong kind: here, because JAX builds samplers of other things as well."""
         check_rule(self.rule, self.sampling)
         if isinstance(self.cache, type) or not hasattr(self.cache, "predict"):
-            raise DllmError(f"cache is {self.cache!r}; give a policy object, such as DualCache()")
+            ways = "give a policy object, such as DualCache(); make_sampler takes names"
+            raise DllmError(f"cache is {self.cache!r}; {ways}")
         if not (self.smoothing is None or isinstance(self.smoothing, Smoothing)):
             raise DllmError(f"smoothing is {self.smoothing!r}; give a Smoothing or None")
 
@@ -474,7 +477,7 @@ def check_sampling(sampling: Any) -> None:
 def check_rule(rule: Any, sampling: Any) -> None:
     """Raises DllmError for things that are no rule and no sampling."""
     if not isinstance(rule, Rule):
-        raise DllmError(f"rule is {rule!r}; give a rule object, such as Threshold()")
+        raise DllmError(f"rule is {rule!r}; give a rule object, such as Threshold(); make_sampler takes names")
     kind = type(rule)
     if kind.adjust is not Rule.adjust and kind.reads_logits is Rule.reads_logits:
         raise DllmError(f"{kind.__name__}.adjust is never asked; set reads_logits = True in the class, or leave it out")

@@ -3,6 +3,7 @@
 A spec is a name with options behind it: `threshold:threshold=0.9,cache=dual,block_length=32`. The name is that of an
 unmasking rule, of a preset, or of a sampler with a loop of its own: `d2f:block_length=8,rule=eb,gamma=0.1`,
 `apd:verifier=DIR,weight=0.7`. A value may be a list, `eb:gamma=0.01|0.1|1`, which stands for one sampler per value.
+A rule or cache policy of one's own is `module:Class`, `own:Falling:bound=0.9,cache=own:Sparse`.
 What follows the last `@` is the model that the sampler runs, a folder or a name: `d2f:block_length=8@runs/d2f/model`.
 """
 
@@ -30,6 +31,7 @@ from samplers.checks import assemble, check_length
 from samplers.engine import Sampler
 from samplers.indicator import Indicator, load_indicator
 from samplers.predictions import Sampling
+from samplers.presets import PRESETS
 from samplers.registry import (
     ENDS,
     LOOPS,
@@ -39,6 +41,7 @@ from samplers.registry import (
     Settings,
     called,
     fields_of,
+    is_outside,
     kind_of,
     kinds_of,
     named,
@@ -88,10 +91,17 @@ def make_sampler(model: Model, name: str | Rule | None = None, **options: Any) -
     cache, 256 positions in blocks of 32.
 
     Args:
-        name: of an unmasking rule, a preset, or a sampler with a loop of its own, with options behind it if you like
-            (see the module); or a rule. `rule=` says the same.
-        options: fields of the sampler, of its rule (``rule="eb", gamma=0.1``), of its cache policy
-            (``cache="vicinity", warmup=2``) and of `Sampling`. A rule and a policy may be given as objects. Besides:
+        name: of an unmasking rule ("threshold", "eb", ...; all in `samplers.RULES`, or "module:Class" of your own), a
+            preset, or a sampler with a loop of its own ("d2f", "apd", ...), with options behind it if you like:
+            "eb:gamma=0.1,cache=dual"; or a rule. `rule=` says the same.
+        options: fields of the sampler, of its rule (``rule="eb", gamma=0.1``) and of its cache policy
+            (``cache="vicinity", warmup=2``), which may be given as objects. How tokens are drawn, as in `Sampling`:
+            temperature: 0 takes the most probable token, the default.
+            top_p, top_k: draw from the smallest set of tokens above this probability, or from so many.
+            Of every `BlockSampler`:
+            gen_length: positions to generate.
+            guidance: scale of classifier-free guidance.
+            align_blocks, sub_block_length, canvas_length, fill_after_eos: see there. Besides:
             block_length: capped at gen_length; 0 and None are one block.
             stop: strings or token ids that end an answer, in addition to the model's own end tokens.
             ignore_eos: do not end at the model's end tokens.
@@ -158,6 +168,10 @@ def defaults_of(model: Model) -> Settings:
         return usual
     with _of_checkpoint(model):
         texts = {o: str(v) if isinstance(v, list | dict) else spec.written(v) for o, v in model.generation.items()}
+        if own := [name for name in ("sampler", "rule", "cache") if is_outside(texts.get(name))]:
+            raise DllmError(
+                f"{own[0]} {texts[own[0]]!r} is other code, which a checkpoint may not name; say so yourself"
+            )
         said = typed(texts.pop("sampler", None), texts, under=usual)
         return settle(said.name, said.options, usual)
 
@@ -456,7 +470,8 @@ class SamplerSpec:
 
 def _is_traced(owner: Owner, sampler: type) -> bool:
     kind = owner.kind or sampler
-    return kind in (*RULES.values(), *LOOPS.values()) and jax.Array in spec.members(kind_of(kind, owner.field))
+    numbers = issubclass(kind, Rule) or kind in LOOPS.values()
+    return numbers and jax.Array in spec.members(kind_of(kind, owner.field))
 
 
 def with_verifier(options: Mapping[str, Any], load: Callable[[str], Model]) -> dict[str, Any]:
@@ -500,7 +515,16 @@ def read(text: str) -> tuple[str, dict[str, str], str | None]:
     written, at, model = text.rpartition("@")
     if at and not (written and model):
         raise DllmError(f"sampler {text!r} has no {'model behind' if written else 'name before'} the @; write NAME@DIR")
-    return *spec.parse(written if at else text, "sampler"), model if at else None
+    return *_read_name(written if at else text), model if at else None
+
+
+def _read_name(text: str) -> spec.Spec:
+    """A name, which may be "module:Class", and its options: what stands between colons and has no "=" is no option."""
+    name, _, rest = text.partition(":")
+    own, colon, options = rest.partition(":")
+    if not name or not own or "=" in own or "," in own or name in {**RULES, **LOOPS, **PRESETS}:
+        return spec.parse(text, "sampler")
+    return spec.Spec(f"{name}:{own}", spec.parse_options(options, f"sampler {text!r}"))
 
 
 def typed(

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from dllm_jax.denoiser import DenoiserLike
 from dllm_jax.errors import DllmError
@@ -15,6 +14,7 @@ from dllm_jax.kv_cache import slice_rows, write_rows
 from dllm_jax.pytree import pytree
 from samplers import stopping
 from samplers.engine import Result
+from samplers.inputs import check_lengths
 from samplers.noise import Noise, source_of
 from samplers.stopping import Stop, StopState
 
@@ -236,14 +236,5 @@ def _check_given(given: Any, batch: int, gen_length: int) -> None:
 def _checked_lengths(what: str, lengths: jax.Array | None, batch: int, low: int, high: int) -> jax.Array:
     if lengths is None:
         return jnp.full((batch,), high, jnp.int32)
-    lengths = jnp.asarray(lengths)
-    if lengths.shape != (batch,):
-        raise DllmError(f"{what}_lengths has shape {list(lengths.shape)}; it must be [{batch}], one per row")
-    if not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise DllmError(f"{what}_lengths is {lengths.dtype}; it must hold integers")
-    if not isinstance(lengths, jax.core.Tracer) and lengths.is_fully_addressable:
-        for row, length in enumerate(np.asarray(lengths).tolist()):
-            if not low <= length <= high:
-                bounds = f"between {low} and {high}"
-                raise DllmError(f"{what} length {length} of row {row} is impossible; it must be {bounds}")
-    return lengths.astype(jnp.int32)
+    check_lengths(what, lengths, batch, low, high)
+    return jnp.asarray(lengths).astype(jnp.int32)

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from dllm_jax.errors import DllmError
+from dllm_jax.tools.nearest import did_you_mean
+from dllm_jax.tools.spec import has
 
 T = TypeVar("T")
 
@@ -26,6 +28,14 @@ def check_number(what: str, value: Any, low: float, high: float = float("inf")) 
     if isinstance(value, (int, float, np.number)) and not low <= value <= high:
         bound = f"between {low:.12g} and {high:.12g}" if high != float("inf") else f"at least {low:.12g}"
         raise DllmError(f"{what} is {value:.12g}; it must be {bound}")
+
+
+def check_threshold(what: str, value: Any) -> None:
+    """`check_number` for what probabilities are compared with: a little above 1, as published code has it, is never
+    reached, but 90 is somebody's 90%."""
+    check_number(what, value, 0.0)
+    if isinstance(value, (int, float, np.number)) and 2 < value < float("inf"):
+        raise DllmError(f"{what} is {value:.12g}; it is a probability, such as 0.9, and 2 is one that nothing reaches")
 
 
 def check_whole(what: str, value: Any, low: float, high: float = float("inf")) -> None:
@@ -53,7 +63,7 @@ def refuse_unknown(what: str, options: Iterable[str], known: Iterable[str]) -> N
     """Raises DllmError for options that `what` does not have."""
     known = list(known)
     if unknown := sorted(set(options) - set(known)):
-        raise DllmError(f"{what} has no option {unknown[0]!r}; it has {', '.join(known) or 'none'}")
+        raise DllmError(f"{what} has no option {unknown[0]!r}; {did_you_mean(unknown[0], known, has(known))}")
 
 
 def assemble(what: str, kind: type[T], values: Mapping[str, Any]) -> T:
@@ -68,7 +78,8 @@ def assemble(what: str, kind: type[T], values: Mapping[str, Any]) -> T:
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         required = field.default is dataclasses.MISSING
         if field.init and required and field.name not in values:
-            raise DllmError(f"{what} needs {field.name}; pass {field.name}=...")
+            flag = "--" + field.name.replace("_", "-")
+            raise DllmError(f"{what} needs {field.name}; pass {field.name}=..., in a shell {flag}")
         if values.get(field.name, field) is None and field.default is not None and not _may_be_none(kind, field.name):
             raise DllmError(f"{field.name} of {what} is None; leave it out or give a value")
     return kind(**values)

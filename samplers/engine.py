@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from dllm_jax.denoiser import DenoiserLike
 from dllm_jax.pytree import pytree
+from samplers.inputs import check_is_pytree, checked_call
 
 State = TypeVar("State")
 
@@ -100,7 +101,12 @@ def sample(
         prompt_lengths: [B] int32; None means that all rows are P long.
         key: one typed key, or one per row [B]; needed by whatever draws random numbers.
         options: further arguments of the sampler's `init`.
+
+    Raises:
+        DllmError: for arguments of wrong types and shapes, and, where they are concrete, for lengths that cannot be,
+            tokens outside the vocabulary, and rows that are longer than the model's context; before anything is traced.
     """
+    prompt = checked_call(sampler, denoiser, prompt, prompt_lengths, key, options)
 
     def run(sampler: Sampler[State], denoiser: DenoiserLike, prompt: jax.Array, lengths: Any, options: Any) -> Result:
         state = sampler.init(denoiser, prompt, lengths, **options)
@@ -119,8 +125,32 @@ def _without_explicit_axes(run: Callable[..., Result], prompt: jax.Array) -> Cal
     return jax.sharding.auto_axes(run, out_sharding=PartitionSpec(*batch))
 
 
-sample_jit = jax.jit(sample)
-"""`sample`, compiled once per combination of shapes and static choices."""
+_sample_jit = jax.jit(sample)
+
+
+def sample_jit(
+    sampler: Sampler[Any],
+    denoiser: DenoiserLike,
+    prompt: jax.Array,
+    prompt_lengths: jax.Array | None = None,
+    *,
+    key: jax.Array | None = None,
+    **options: Any,
+) -> Result:
+    """`sample`, compiled once per combination of shapes and static choices; arguments and errors are those of `sample`.
+
+    Whether tokens and lengths make sense is looked at on the host: less than 0.1 ms a call on a CPU, and a wait for a
+    prompt that another program still computes; `jax.jit(sample)` leaves that out. It has what compiled functions have,
+    such as `sample_jit.lower`.
+    """
+    check_is_pytree(denoiser)
+    prompt = checked_call(sampler, denoiser, prompt, prompt_lengths, key, options)
+    result: Result = _sample_jit(sampler, denoiser, prompt, prompt_lengths, key=key, **options)
+    return result
+
+
+for _name in ("lower", "trace", "eval_shape", "clear_cache", "_cache_size"):
+    setattr(sample_jit, _name, getattr(_sample_jit, _name))
 
 # The parameters are kept as inputs so that the first state lies on their devices: else step is compiled twice.
 _init_jit = jax.jit(lambda sampler, *args, **options: sampler.init(*args, **options), keep_unused=True)
@@ -140,7 +170,12 @@ def stream(
 
     For watching and for custom loops; each step is a compiled call of its own, so `sample` is faster. A step works in
     place: it takes the state that was yielded before it, of which you copy what you want to keep.
+
+    Raises:
+        DllmError: as `sample`, for the first state.
     """
+    check_is_pytree(denoiser)
+    prompt = checked_call(sampler, denoiser, prompt, prompt_lengths, key, options)
     arguments = (sampler, denoiser, prompt, prompt_lengths, {"key": key, **options})
     theirs = {id(leaf) for leaf in jax.tree.leaves(arguments)}
     state = _init_jit(*arguments[:-1], **arguments[-1])

@@ -16,7 +16,6 @@ import jax
 from dllm_jax import Model
 from dllm_jax.tools import docs, spec
 from samplers.build import WHY_IN_BLOCKS, defaults_of, in_blocks
-from samplers.caches import CACHES
 from samplers.costs import Costs, device_memory
 from samplers.predictions import Sampling
 from samplers.presets import PRESETS, published_in
@@ -28,12 +27,13 @@ from samplers.registry import (
     WHY_USUAL,
     Settings,
     called,
+    name_of,
     named,
     options_of,
+    rule_called,
     settle,
     unfolded,
 )
-from samplers.rules import RULES
 from samplers.smoothing import Smoothing
 
 
@@ -82,7 +82,7 @@ def explained(model: Model, name: str | None, said: Mapping[str, Any]) -> list[S
 
 def _layers(model: Model, name: str | None, said: Mapping[str, Any]) -> list[Layer]:
     """Who says settings, the first of them counting most."""
-    own = {"rule": name} if name in RULES else {}
+    own = rule_called(name)
     of_model = in_blocks(USUAL, model).options
     blocks = {option: value for option, value in of_model.items() if USUAL.options.get(option) != value}
     layers = [Layer("the command line", {**unfolded(said), **own}, {})]
@@ -112,7 +112,7 @@ def _in_order(final: Settings) -> Iterator[str]:
 def _setting(option: str, final: Settings, layers: Sequence[Layer]) -> Setting:
     place, none = options_of(final)[option], object()
     kind = place.kind or final.kind
-    owner = _owner(kind)
+    owner = name_of(kind)
     value = final.options.get(option, none)
     smoothing = final.options.get("smoothing")
     if value is none and kind is Smoothing and isinstance(smoothing, Smoothing):
@@ -134,14 +134,9 @@ def _default(kind: type, field: str, final: Settings) -> str:
     return _written(default)
 
 
-def _owner(kind: type) -> str | None:
-    """The name of a rule, a policy or a loop; None of what all samplers have."""
-    return next((name for name, one in {**RULES, **CACHES, **LOOPS}.items() if one is kind), None)
-
-
 def _written(value: Any) -> str:
     if dataclasses.is_dataclass(value):
-        return "true" if isinstance(value, Smoothing) else _owner(type(value)) or type(value).__name__
+        return "true" if isinstance(value, Smoothing) else name_of(type(value)) or type(value).__name__
     return ", ".join(map(repr, value)) or "none" if isinstance(value, list | tuple) else spec.written(value)
 
 

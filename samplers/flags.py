@@ -3,16 +3,18 @@
 import argparse
 import dataclasses
 import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dllm_jax import DllmError
 from dllm_jax.tools import spec
+from dllm_jax.tools.command import Parser
 from samplers.block import BlockSampler
 from samplers.build import read, refuse_twice
 from samplers.caches import CACHES
 from samplers.predictions import Sampling
 from samplers.presets import PRESETS
-from samplers.registry import LOOPS, USUAL, fields_of, kind_of
+from samplers.registry import LOOPS, PARTS, USUAL, fields_of, is_outside, kind_of, named
 from samplers.rules import RULES
 from samplers.smoothing import Smoothing
 
@@ -25,13 +27,40 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add("--quantize", metavar="BITS", help="int8 or int4: kernels in so many bits; as stored by default")
 
 
-def add_sampler(parser: argparse.ArgumentParser) -> None:
-    """Flags of the sampler; only those that were written are in the options."""
+def add_sampler(parser: argparse.ArgumentParser, said: Sequence[str] = ()) -> None:
+    """Flags of the sampler; only those that were written are in the options.
+
+    Args:
+        said: the command line, whose rule or cache policy of somebody's own has flags as well.
+
+    Raises:
+        DllmError: when such a part cannot be imported, or is none.
+    """
     add = parser.add_argument
     add("--sampler", metavar="SPEC", help=f"{', '.join(LOOPS)} or a rule, as in d2f:block_length=8@MODEL_DIR")
     add("--preset", metavar="NAME", help=f"published settings, changed by other options: {', '.join(PRESETS)}")
     _add_sampling(parser.add_argument_group("sampling", "defaults are the model's own, where it came with some"))
-    _add_part_options(parser.add_argument_group("options of rules, cache policies and samplers", "see --list"))
+    kinds = {name: kind for part in own_parts(said).values() for name, kind in part.items()}
+    _add_part_options(parser.add_argument_group("options of rules, cache policies and samplers", "see --list"), kinds)
+
+
+def own_parts(said: Sequence[str]) -> dict[str, dict[str, type]]:
+    """The rules and cache policies of somebody's own that a command line names, "module:Class": part -> name -> class.
+
+    Raises:
+        DllmError: when one cannot be imported, or is none.
+    """
+    parser = Parser(add_help=False, allow_abbrev=False)
+    for flag in ("--rule", "--cache", "--sampler"):
+        parser.add_argument(flag, nargs="?")
+    found = vars(parser.parse_known_args(said)[0])
+    names = {part: [found[part]] for part in PARTS}
+    if found["sampler"] is not None:
+        name, options, _ = read(found["sampler"])
+        names["rule"].append(name)
+        for part in PARTS:
+            names[part].append(options.get(part))
+    return {part: {name: named(part, name) for name in names[part] if is_outside(name)} for part in PARTS}
 
 
 def said_by(options: argparse.Namespace, usual: argparse.Namespace) -> tuple[str | None, dict[str, Any], str | None]:
@@ -58,8 +87,8 @@ def said_by(options: argparse.Namespace, usual: argparse.Namespace) -> tuple[str
 def _add_sampling(group: Any) -> None:
     add = functools.partial(group.add_argument, default=argparse.SUPPRESS)
     numbers = ", ".join(f"{field.name} ({field.default})" for field in dataclasses.fields(Smoothing))
-    add("--rule", metavar="RULE", help=f"{', '.join(RULES)} (default: threshold)")
-    add("--cache", metavar="CACHE", help=f"{', '.join(CACHES)} (default: dual)")
+    add("--rule", metavar="RULE", help=f"{', '.join(RULES)}, or MODULE:CLASS of your own (default: threshold)")
+    add("--cache", metavar="CACHE", help=f"{', '.join(CACHES)}, or MODULE:CLASS of your own (default: dual)")
     add("--gen-length", metavar="N", help="positions to generate (default: 256)")
     add("--block-length", metavar="N", help="length of a block, 0 is one block (default: 32)")
     add("--align-blocks", action="store_true", help="blocks begin at multiples of their length, prompt included")
@@ -82,11 +111,11 @@ def _add_sampling(group: Any) -> None:
     add("--canvas-length", metavar="N", help="pad prompt and canvas with masks to this length")
 
 
-def _add_part_options(group: Any) -> None:
+def _add_part_options(group: Any, own: Mapping[str, type]) -> None:
     """A flag for every field of a rule, a cache policy or a sampler that is not one of all samplers."""
     common = {field.name for field in (*fields_of(BlockSampler), *fields_of(Sampling))}
     takers: dict[str, dict[str, type]] = {}
-    for name, kind in {**RULES, **CACHES, **LOOPS}.items():
+    for name, kind in {**RULES, **CACHES, **LOOPS, **own}.items():
         for option in written_fields(kind):
             takers.setdefault(option, {})[name] = kind
     for option, kinds in takers.items():

@@ -49,7 +49,8 @@ def generate(
         seed: of the random numbers, where any are drawn.
         batch_size: prompts that are worked on together, the next as soon as one has ended; all by default.
         progress: a progress bar over prompts; by default where they do not all run together and someone is watching.
-        options: see `make_sampler`.
+        options: what `make_sampler` takes: rule, cache, gen_length, block_length, temperature, top_p, top_k, stop,
+            suppress, guidance, smoothing, and the numbers of the rule and the cache, such as threshold=0.9.
 
     Returns:
         A `Generation` for a single string, else a list of them.
@@ -83,7 +84,9 @@ def prepare(
     Arguments and errors are those of `generate`; the model's parameters are not looked at.
     """
     if not isinstance(model, Model):
-        raise DllmError(f"model is a {type(model).__name__}; load one by dllm_jax.load")
+        load = "load one by dllm_jax.load"
+        own = "samplers.sample_jit(sampler, denoiser, prompt) runs a denoiser of your own"
+        raise DllmError(f"model is a {type(model).__name__}; {own if hasattr(model, 'forward') else load}")
     if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, (Sequence, np.ndarray, jax.Array)):
         raise DllmError(f"prompts is {reprlib.repr(prompts)}; give a string or a list of prompts")
     if not isinstance(seed, (int, np.integer)):

@@ -77,9 +77,12 @@ def _hashed(key: jax.Array, place: jax.Array, of: jax.Array) -> jax.Array:
 
 def check_key(key: jax.Array | None, batch: int) -> None:
     """Raises DllmError for anything but None, a typed key, or a typed key per row."""
-    typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    if key is not None and not (typed and key.shape in ((), (batch,))):
+    if key is None:
+        return
+    if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
         raise DllmError(f"key is no typed key, nor [{batch}] of them; make one by jax.random.key(seed)")
+    if key.shape not in ((), (batch,)):
+        raise DllmError(f"key has shape {list(key.shape)}; give one key, or [{batch}], one per row of the prompt")
 
 
 def source_of(noise: Noise | None, key: jax.Array | None, batch: int) -> Noise | None:

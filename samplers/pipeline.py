@@ -22,7 +22,7 @@ from samplers import canvas as canvases
 from samplers.block import check_alignment, check_rule, check_sampling
 from samplers.caches.base import each_row, run_if
 from samplers.canvas import Canvas
-from samplers.checks import check_choice, check_length, check_number
+from samplers.checks import check_choice, check_length, check_number, check_threshold
 from samplers.engine import Result
 from samplers.noise import Noise
 from samplers.predictions import Predictions, Sampling
@@ -156,7 +156,7 @@ class PipelineSampler:
             raise DllmError(f"block_length {self.block_length} must be between 1 and gen_length {self.gen_length}")
         check_number("tau_add", self.tau_add, 0.0, 1.0)
         check_number("tau_act", self.tau_act, 0.0, 1.0)
-        check_number("threshold", self.threshold, 0.0)
+        check_threshold("threshold", self.threshold)
         check_choice("forced", self.forced, PROXIES)
         if isinstance(self.rule, Rule):
             self.rule.check(self.gen_length, None if self.align_blocks else self.num_blocks)

@@ -11,6 +11,7 @@ import numpy as np
 from dllm_jax import DllmError, Model
 from dllm_jax.tokenizer import encode_chat, encode_text
 from samplers.build import CanvasSampler, check_token
+from samplers.inputs import check_context
 
 Message = Mapping[str, str]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -113,8 +114,5 @@ def check_lengths(model: Model, sampler: CanvasSampler, rows: Sequence[Sequence[
 
 def check_width(model: Model, sampler: CanvasSampler, longest: int) -> None:
     """As `check_lengths`, for a longest prompt of so many tokens."""
-    limit = model.config.max_length
     total = max(longest + sampler.gen_length, sampler.canvas_length or 0)
-    if total > limit:
-        parts = f"a prompt of {longest} tokens and a canvas up to position {total}"
-        raise DllmError(f"{parts} exceed the {limit} tokens {model.name} was trained for; shorten one of them")
+    check_context(model.name, model.config.max_length, longest, total)

@@ -9,11 +9,12 @@ import dataclasses
 import functools
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from dllm_jax.errors import DllmError
 from dllm_jax.tools import spec
+from dllm_jax.tools.nearest import nearest
 from samplers.apd import APD, LeftRight
 from samplers.block import BlockSampler
 from samplers.caches import CACHES
@@ -138,9 +139,45 @@ def named(part: str, name: str) -> type:
     Raises:
         DllmError: when there is none.
     """
+    if is_outside(name):
+        return _outside(part, name)
     if name not in PARTS[part]:
-        raise DllmError(f"no {_CALLED[part]} is called {name!r}; choose one of {', '.join(PARTS[part])}")
+        raise DllmError(f"no {_CALLED[part]} is called {name!r}; {one_of(name, PARTS[part])}")
     return PARTS[part][name]
+
+
+def is_outside(name: Any) -> bool:
+    """Whether a name is that of a class of somebody's own, "module:Class"."""
+    return isinstance(name, str) and ":" in name
+
+
+def one_of(name: str, known: Iterable[str]) -> str:
+    """The end of a sentence about an unknown name."""
+    near = nearest(name, known)
+    own = f"choose one of {', '.join(known)}, or name a class of your own, module:Class"
+    return own if near is None else f"did you mean {near!r}? {own[0].upper()}{own[1:]}"
+
+
+def _outside(part: str, name: str) -> type:
+    """A rule or cache policy of somebody's own.
+
+    Raises:
+        DllmError: when it cannot be imported, or is none.
+    """
+    kind: Any = spec.imported(name, part)
+    what, base = f"{part} {name!r}", _CALLED[part]
+    fits = isinstance(kind, type) and (issubclass(kind, Rule) if part == "rule" else hasattr(kind, "predict"))
+    if not fits:
+        derive = "derive its class from samplers.Rule" if part == "rule" else "it needs init and predict"
+        raise DllmError(f"{what} is no {base}; {derive}")
+    if "__static_fields__" not in vars(kind):
+        raise DllmError(f"{what} is no pytree; decorate its class with dllm_jax.pytree.pytree")
+    try:
+        _hints(kind)
+    except Exception as error:  # of names that mean nothing in its module
+        raise DllmError(f"{what} has fields whose types cannot be read ({error}); correct its annotations") from None
+    found: type = kind
+    return found
 
 
 def settle(name: str | None, options: Mapping[str, Any], under: Settings) -> Settings:
@@ -154,8 +191,10 @@ def settle(name: str | None, options: Mapping[str, Any], under: Settings) -> Set
     Raises:
         DllmError: for unknown names, and options that nobody owns.
     """
-    options, own = unfolded(options), {"rule": name} if name in RULES else {}
+    options, own = unfolded(options), rule_called(name)
     kind: type = BlockSampler
+    if own and "rule" in options:
+        raise DllmError(f"{name} and rule={options['rule']} both name the rule; leave one of them out")
     if name is None:
         kind = kind if "rule" in options else under.kind
     elif name in LOOPS:
@@ -163,12 +202,17 @@ def settle(name: str | None, options: Mapping[str, Any], under: Settings) -> Set
     elif name in PRESETS:
         under = _laid_over(under, Settings(kind, dict(PRESETS[name])))
     elif not own:
-        names = ", ".join((*RULES, *PRESETS, *LOOPS))
-        raise DllmError(f"no unmasking rule or preset is called {name!r}; choose one of {names}")
+        names = one_of(name, (*RULES, *PRESETS, *LOOPS))
+        raise DllmError(f"no unmasking rule or preset is called {name!r}; {names}")
     found = _laid_over(under, Settings(kind, {**options, **own}))
     known = [option for option in options_of(found) if option not in own]
     refuse_unknown(f"sampler {name or called(found)}", options, known)
     return found
+
+
+def rule_called(name: str | None) -> dict[str, Any]:
+    """The option that a sampler's name is, where that is a rule's."""
+    return {"rule": name} if name in RULES or is_outside(name) else {}
 
 
 def _laid_over(under: Settings, over: Settings) -> Settings:
@@ -227,15 +271,22 @@ def _plain(value: Any) -> Any:
 
 
 def _name_of(part: Any) -> str | None:
-    table = {**RULES, **CACHES, **LOOPS}
-    return next((name for name, kind in table.items() if type(part) is kind), None)
+    return name_of(type(part))
+
+
+def name_of(kind: type) -> str | None:
+    """What a rule, a policy or a loop is called, "module:Class" where it is somebody's own; None of other classes."""
+    found = next((name for name, one in {**RULES, **CACHES, **LOOPS}.items() if one is kind), None)
+    own = issubclass(kind, Rule) or hasattr(kind, "predict")
+    return f"{kind.__module__}:{kind.__qualname__}" if found is None and own else found
 
 
 def _described(part: Any, untold: tuple[str, ...] = ()) -> str:
     if not dataclasses.is_dataclass(part):  # somebody's own
         return type(part).__name__
     settings = settings_of(part)
-    name = settings.pop("name", type(part).__name__.lower())
+    name = settings.pop("name", None)
+    name = type(part).__name__.lower() if name is None or is_outside(name) else name
     first = next(iter(settings), None) if isinstance(part, Rule) else None
     usual = {field.name: field.default for field in dataclasses.fields(part)}
     changed = {option: value for option, value in settings.items() if option == first or value != usual[option]}

@@ -95,7 +95,8 @@ def run_page(page, folder):
     """
     home = folder / "home"
     environment = {"PYTHONPATH": str(ROOT), "DLLM_JAX_HOME": str(home), "NO_COLOR": "1"}
-    with contextlib.chdir(folder), mock.patch.dict(os.environ, environment):
+    found = mock.patch.object(sys, "path", [str(folder), *sys.path])  # as where somebody types it
+    with contextlib.chdir(folder), mock.patch.dict(os.environ, environment), found:
         for block in (block for block in blocks(page) if block.file):
             Path(block.file).write_text(block.text)
         running = "\n".join(block.text for block in blocks(page) if block.runs)

@@ -19,9 +19,11 @@ from samplers import (
     EB,
     BlockSampler,
     Dream,
+    Edit,
     Factor,
     LLaDA,
     NoCache,
+    PipelineSampler,
     Sampling,
     Threshold,
     TopK,
@@ -82,10 +84,20 @@ def start(model, sampler=None, prompt=PROMPT, **options):
     return sampler.init(model.denoiser, prompt, **options)
 
 
+def run(model, sampler=None, prompt=PROMPT, prompt_lengths=None, **options):
+    """The same by the compiled loop."""
+    sampler = BlockSampler(Threshold(), 16) if sampler is None else sampler
+    return sample_jit(sampler, model.denoiser, prompt, prompt_lengths, **options)
+
+
 LOAD = {
     "missing folder": (
         lambda m: dllm_jax.load("no/such/model"),
         "no checkpoint at no/such/model and none of that name",
+    ),
+    "misspelt folder": (
+        lambda m: dllm_jax.load(f"{m.llada.folder}s"),
+        "; did you mean 'llada-tiny'?",
     ),
     "a file": (lambda m: dllm_jax.load(__file__), "no checkpoint at "),
     "name too long": (lambda m: dllm_jax.load("x" * 5000), "none of that name"),
@@ -113,6 +125,24 @@ NAMES = {
         lambda m: make_sampler(m.llada, "eb", size=1),
         "sampler eb has no option 'size'; it has gamma",
     ),
+    "misspelt option": (
+        lambda m: generate(m.llada, "a", treshold=0.9),
+        "sampler threshold has no option 'treshold'; did you mean 'threshold'?",
+    ),
+    "misspelt option of a spec": (
+        lambda m: make_sampler(m.llada, "d2f:tauadd=0.1"),
+        "sampler d2f has no option 'tauadd'; did you mean 'tau_add'?",
+    ),
+    "another library's name": (lambda m: generate(m.llada, "a", max_new_tokens=9), "did you mean 'gen_length'?"),
+    "two rules": (
+        lambda m: generate(m.llada, "a", rule="topk", sampler="eb"),
+        "eb and rule=topk both name the rule; leave one of them out",
+    ),
+    "a denoiser of one's own": (
+        lambda m: generate(m.llada.denoiser, [[1]]),
+        "model is a Denoiser; samplers.sample_jit(sampler, denoiser, prompt) runs a denoiser of your own",
+    ),
+    "no model": (lambda m: generate("llada", "a"), "model is a str; load one by dllm_jax.load"),
     "missing option": (lambda m: make_sampler(m.llada, "ni"), "rule ni needs indicator; pass indicator=..."),
     "no threshold": (lambda m: make_sampler(m.llada, threshold=None), "threshold of rule threshold is None; leave it"),
     "no rule": (lambda m: make_sampler(m.llada, rule=None), "rule is None; give a rule's name or a rule object"),
@@ -131,6 +161,11 @@ NAMES = {
 
 RULE_NUMBERS = {
     "negative threshold": (Threshold(-0.1), "threshold is -0.1; it must be at least 0"),
+    "threshold in percent": (
+        Threshold(90),
+        "threshold is 90; it is a probability, such as 0.9, and 2 is one that noth",
+    ),
+    "threshold of edits in percent": (Edit(0.9, 90.0), "editing_threshold is 90; it is a probability, such as 0.9"),
     "threshold NaN": (Threshold(NAN), "threshold is nan; it must be at least 0"),
     "threshold as text": (Threshold("0.9"), "threshold is the string '0.9'; give a number"),
     "threshold of numpy": (Threshold(np.float32(-1)), "threshold is -1; it must be at least 0"),
@@ -322,7 +357,7 @@ BY_HAND = {
         lambda m: start(m.llada, key=jnp.zeros(2, jnp.uint32)),
         "key is no typed key, nor [1] of them",
     ),
-    "too many keys": (lambda m: start(m.llada, key=jax.random.split(jax.random.key(0))), "key is no typed key"),
+    "too many keys": (lambda m: start(m.llada, key=jax.random.split(jax.random.key(0))), "key has shape [2]; give one"),
     "shape inside jit": (
         lambda m: sample_jit(BlockSampler(Threshold(), 16), m.llada.denoiser, PROMPT[0]),
         "prompt is int32[3]; it must be integer token ids",
@@ -342,6 +377,60 @@ BY_HAND = {
     "lengths of another shape in a stream": (
         lambda m: next(stream(BlockSampler(Threshold(), 16), m.llada.denoiser, PROMPT, jnp.array([1, 2]))),
         "prompt_lengths has shape [2]; it must be [1], one per row",
+    ),
+    "prompt lengths above the width, compiled": (
+        lambda m: run(m.llada, prompt=TWO, prompt_lengths=[3, 99]),
+        "prompt length 99 of row 1 is impossible; it must be between 0 and 3",
+    ),
+    "gen lengths above the sampler's, compiled": (
+        lambda m: run(m.llada, gen_lengths=jnp.array([17])),
+        "gen length 17 of row 0 is impossible; it must be between 1 and 16",
+    ),
+    "tokens outside the vocabulary": (
+        lambda m: run(m.llada, prompt=TWO.at[1, 2].set(5000)),
+        "prompt token 5000 of row 1, position 2, lies outside the vocabulary of 136 tokens",
+    ),
+    "negative tokens": (lambda m: sample(BlockSampler(EB(), 16), m.llada.denoiser, -PROMPT), "lies outside the vocab"),
+    "rows longer than the model's context": (
+        lambda m: run(m.llada, prompt=jnp.ones((1, 5000), jnp.int32)),
+        "a prompt of 5000 tokens and a canvas up to position 5016 exceed the 512 tokens the model was trained for",
+    ),
+    "one row longer than the model's context": (
+        lambda m: next(
+            stream(BlockSampler(EB(), 16), m.llada.denoiser, jnp.ones((2, 510), jnp.int32), jnp.array([9, 505]))
+        ),
+        "a prompt of 505 tokens and a canvas up to position 521 exceed",
+    ),
+    "rows of different lengths": (lambda m: run(m.llada, prompt=[[1, 2], [3]]), "prompt is no array; pad rows to one"),
+    "numbers for another number of rows": (
+        lambda m: run(m.llada, BlockSampler(Threshold(jnp.array([0.5, 0.9])), 16)),
+        "rule.threshold has shape [2]; it must be one number, or [1], one per row",
+    ),
+    "temperatures for another number of rows": (
+        lambda m: run(m.llada, BlockSampler(EB(), 16, sampling=Sampling(jnp.ones(3))), key=jax.random.key(0)),
+        "sampling.temperature has shape [3]; it must be one number, or [1]",
+    ),
+    "keys for another number of rows, compiled": (
+        lambda m: run(m.llada, key=jax.random.split(jax.random.key(0), 3)),
+        "key has shape [3]; give one key, or [1], one per row of the prompt",
+    ),
+    "model for a denoiser": (
+        lambda m: sample_jit(BlockSampler(EB(), 16), m.llada, PROMPT),
+        "denoiser is a Model; pass model.denoiser",
+    ),
+    "function for a denoiser": (
+        lambda m: sample_jit(BlockSampler(EB(), 16), len, PROMPT),
+        "make one of your function by dllm_jax.FunctionDenoiser",
+    ),
+    "denoiser that is no pytree": (
+        lambda m: sample_jit(BlockSampler(EB(), 16), SimpleNamespace(forward=len), PROMPT),
+        "a SimpleNamespace is no pytree; decorate its class with dllm_jax.pytree.pytree",
+    ),
+    "rule for a sampler": (lambda m: run(m.llada, Threshold()), "give one, such as BlockSampler(Threshold(0.9), gen"),
+    "class for a rule": (lambda m: run(m.llada, BlockSampler(EB, 16)), "give a rule object, such as Threshold()"),
+    "name for a rule of a pipeline": (
+        lambda m: run(m.llada, PipelineSampler(16, 8, rule="eb")),
+        "rule is 'eb'; give a number, an array, or an object such as Threshold()",
     ),
     "empty stop sequence": (
         lambda m: stop_on(sequences=[[]], vocab_size=136),
@@ -395,6 +484,10 @@ COMMANDS = {
     ),
     "unknown option": (["a", "--model", "LLADA", "--speed", "9"], "unrecognized arguments: --speed 9; see python -m"),
     "abbreviated option": (["a", "--model", "LLADA", "--thresh", "1"], "unrecognized arguments: --thresh 1"),
+    "a folder that a rule needs": (
+        ["a", "--model", "LLADA", "--rule", "ni"],
+        "pass indicator=..., in a shell --indicator",
+    ),
     "option without its value": (
         ["a", "--model", "LLADA", "--threshold"],
         "argument --threshold: expected one argument",

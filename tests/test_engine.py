@@ -475,3 +475,15 @@ def test_a_broken_model_is_told_in_one_sentence(llada) -> None:
     sentence = r"the logits of row 0 \(and those of 1 others\) were not finite in forward 0: .*check its weights"
     with pytest.warns(RuntimeWarning, match=sentence):
         samplers.generate(model, [ROWS[0], ROWS[1]], rule="eb", gen_length=8, block_length=8)
+
+
+def test_what_cannot_be_known_is_not_refused(llada) -> None:
+    """What lies behind a row's length may be anything, and inside a program values are nobody's to look at."""
+    sampler, prompt = sampler_of("threshold", "dual"), jnp.full((1, 32), 70)
+    wild = prompt.at[:, 20:].set(-1)
+    one, other = (sample_jit(sampler, llada.denoiser, tokens, jnp.asarray([20])) for tokens in (prompt, wild))
+    np.testing.assert_array_equal(one.tokens, other.tokens)
+    for wrap in (jax.jit, jax.vmap):
+        run = wrap(lambda tokens, length: sample(sampler, llada.denoiser, tokens, length).nfe)
+        axis = (None,) if wrap is jax.vmap else ()
+        assert jax.eval_shape(run, jnp.full((1, 32), 5000)[axis], jnp.asarray([99])[axis]).shape[-1] == 1

@@ -261,7 +261,7 @@ def test_a_grid_is_read_from_toml(tmp_path):
     "text, complaint",
     [
         ("best", "no unmasking rule or preset is called 'best'; choose one of"),
-        ("eb:gama=1", "sampler eb has no option 'gama'; it has gamma"),
+        ("eb:gama=1", "sampler eb has no option 'gama'; did you mean 'gamma'?"),
         ("eb:gamma=x", "gamma 'x' is no number"),
         ("topk:k=1.5", "k '1.5' is no whole number"),
         ("eb:proxy=luck", "proxy 'luck' is unknown; choose one of confidence"),

@@ -49,10 +49,12 @@ def rows_of(model, name=None, **said):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_option_says_what_it_is_and_why_its_default_is_that(name):
-    about = docs.attributes(KINDS[name])
+    about, kind = docs.attributes(KINDS[name]), KINDS[name].__name__
     for field in fields_of(KINDS[name]):
-        assert about[field.name].meaning, field.name
-        assert about[field.name].why or (name, field.name) in REQUIRED, field.name
+        told = about.get(field.name, docs.About())
+        line = f'say so under "Attributes:" in the docstring of {kind}: "{field.name}: what it is. Default: why."'
+        assert told.meaning, f"nothing says what {field.name} of {kind} is; {line}"
+        assert told.why or (name, field.name) in REQUIRED, f"nothing says why {field.name} is as it is; {line}"
 
 
 @pytest.mark.parametrize("name, field", REQUIRED)

@@ -67,7 +67,9 @@ def beside_others(sampler: Any, denoiser: Any, prompt: Any, lengths: Any = None,
     batch, width = prompt.shape
     if getattr(sampler, "lockstep", False) and batch == 1:  # which ties a row to all others, of which it has none
         sampler = dataclasses.replace(sampler, lockstep=False)
-    model: Any = SimpleNamespace(denoiser=denoiser, config=denoiser.config, params=denoiser.params, tokenizer=None)
+    model: Any = SimpleNamespace(
+        name="golden", denoiser=denoiser, config=denoiser.config, params=denoiser.params, tokenizer=None
+    )
     engine = Engine(model, sampler, slots=2, prompt_length=width)
     rows = [np.asarray(row)[:length].tolist() for row, length in zip(prompt, lengths, strict=True)]
     gen_lengths = options.get("gen_lengths")

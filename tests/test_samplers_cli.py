@@ -247,7 +247,7 @@ def test_samplers_with_loops_of_their_own_have_a_live_view(run, monkeypatch, lla
     "options, sentence",
     [
         (["--sampler=d4f"], "no unmasking rule or preset is called 'd4f'; choose one of"),
-        (["--sampler=threshold", "--rule=eb"], "sampler threshold has no option 'rule'; it has threshold"),
+        (["--sampler=threshold", "--rule=eb"], "threshold and rule=eb both name the rule; leave one of them out"),
         (["--sampler=d2f", "--gamma=1"], "sampler d2f has no option 'gamma'; it has gen_length, block_length"),
         (["--sampler=d2f", "--preset=fast-dllm"], "--preset has no effect beside --sampler; leave one out"),
         (["--sampler=leftright", "--block-length=8"], "sampler leftright has no option 'block_length'"),

@@ -21,6 +21,7 @@ import dllm_jax
 import train
 from dllm_jax import DllmError
 from dllm_jax.tokenizer import encode_chat
+from dllm_jax.tools.nearest import nearest
 from train.__main__ import main
 from train.config import DataPart
 from train.data import Ahead, Rows, Setup, made_by
@@ -146,6 +147,10 @@ def test_example_configs_run_in_miniature(name, tmp_path, llada_tiny):
 FIVE = LLADA.replace(vocab_size=5, eos_id=4, pad_id=4, mask_id=3, bos_id=2, end_ids=(4,))
 MISTAKES = {
     "unknown key": ({"optimizer__lrr": 1.0}, "no setting 'optimizer.lrr'; did you mean 'optimizer.lr'"),
+    "another library's key": (
+        {"optimizer__learning_rate": 1.0},
+        "no setting 'optimizer.learning_rate'; did you mean 'optimizer.lr'",
+    ),
     "unknown part": ({"optimiser": {}}, "did you mean 'optimizer'"),
     "wrong type": ({"optimizer__batch": 1.5}, "optimizer.batch is 1.5; it must be a whole number"),
     "bool": ({"data__pad": "no"}, "data.pad is 'no'; it must be true or false"),
@@ -297,3 +302,20 @@ def test_a_diverged_run_stops_and_keeps_its_last_state(tmp_path, monkeypatch):
     norms = run_config(tmp_path / "lora", model={"init": str(outcome.folder)}, lora={"rank": 2, "targets": ["*norm*"]})
     with pytest.raises(DllmError, match="is no projection"):
         train.train(norms)
+
+
+@pytest.mark.parametrize(
+    "name, found",
+    [
+        ("optimizer.learning_rate", "optimizer.lr"),
+        ("optimiser.lr", "optimizer.lr"),
+        ("data.batch_size", "data.batch"),
+        ("rollout.stepz", "rollout.steps"),
+        ("data.steps", "rollout.steps"),
+        ("lenght", "data.length"),
+        ("optimizer.colour", None),
+    ],
+)
+def test_the_nearest_setting(name, found):
+    known = ["optimizer.final_ratio", "optimizer.lr", "router.lr", "data.batch", "data.length", "rollout.steps"]
+    assert nearest(name, known) == found

@@ -4,7 +4,6 @@ Nothing is guessed: an unknown key is refused with the nearest known one, a valu
 """
 
 import dataclasses
-import difflib
 import json
 import math
 import tomllib
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from dllm_jax.errors import DllmError
+from dllm_jax.tools.nearest import did_you_mean
 
 T = TypeVar("T")
 
@@ -100,8 +100,7 @@ def build(kind: type[T], values: Mapping[str, Any], prefix: str = "") -> T:
 def unknown_key(name: str, known: Iterable[str]) -> str:
     """The sentence for an unknown name, with the nearest known one."""
     known = list(known)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"there is no setting {name!r}; " + (f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}")
+    return f"there is no setting {name!r}; " + did_you_mean(name, known, f"known: {', '.join(known)}")
 
 
 def converted(value: Any, kind: Any, name: str) -> Any:

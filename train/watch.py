@@ -2,7 +2,6 @@
 accuracy. A look reads the weights and changes nothing, so that a run with looks is the run without."""
 
 import dataclasses
-import importlib
 import time
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -13,6 +12,7 @@ from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.loading import Model
 from dllm_jax.sharding import Layout
+from dllm_jax.tools import spec
 from samplers.generate import generate
 from samplers.generate import prepare as prepared
 from samplers.lines import prompts_of
@@ -82,7 +82,7 @@ class Watch:
         if part.prompts or part.file:
             self._answers = Answers(self._outline, part, sampler, sampled.options, together)
         if part.task:
-            make = _imported(part.scorer)
+            make = spec.imported(part.scorer, "watch.scorer")
             self._scorer = make(self._outline, part, sampler, sampled.options, together, config.seed)
 
     def due(self, step: int) -> bool:
@@ -175,11 +175,3 @@ def _sampler(part: WatchPart, model: ModelConfig, config: TrainConfig) -> str:
     """The sampler's text; empty where the model's own defaults hold."""
     usual = "ni" if config.command == "indicator" else "leftright" if model.attention == "causal" else ""
     return part.sampler or usual
-
-
-def _imported(reference: str) -> Any:
-    module, _, name = reference.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise DllmError(f"watch.scorer {reference!r} cannot be imported ({error}); write it like module:name") from None

@@ -1,6 +1,7 @@
 """The command `dllm`: the commands of all packages under one name."""
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -23,6 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if said[0] not in COMMANDS:
         print(f"error: no command is called {said[0]!r}; use {', '.join(COMMANDS)}, completion", file=sys.stderr)
         return 2
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # where rules and tasks of one's own are, as `python -m` has it
     package, *first = COMMANDS[said[0]].run
     status: int = importlib.import_module(f"{package}.__main__").main([*first, *said[1:]])
     return status

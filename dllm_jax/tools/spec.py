@@ -1,12 +1,14 @@
 """What people write on the command line, `name:option=value,option=value`, read in one place."""
 
+import importlib
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from dllm_jax.errors import DllmError
+from dllm_jax.tools.nearest import did_you_mean
 
 
 class Spec(NamedTuple):
@@ -65,8 +67,29 @@ def converted(options: Mapping[str, str], kinds: Mapping[str, Any], what: str) -
     """
     for option in options:
         if option not in kinds:
-            raise DllmError(f"{what} has no option {option!r}; it has {', '.join(kinds)}")
+            raise DllmError(f"{what} has no option {option!r}; {did_you_mean(option, kinds, has(kinds))}")
     return {option: _convert(text, kinds[option], f"{what}: {option}") for option, text in options.items()}
+
+
+def has(options: Iterable[str]) -> str:
+    """What options there are, for sentences."""
+    return f"it has {', '.join(options) or 'none'}"
+
+
+def imported(reference: str, what: str) -> Any:
+    """What code of somebody's own is called "module:name".
+
+    Args:
+        what: named in the errors, such as "data.source".
+
+    Raises:
+        DllmError: when it cannot be imported.
+    """
+    module, _, name = reference.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except Exception as error:  # the module is the user's
+        raise DllmError(f"{what} {reference!r} cannot be imported ({error}); write it like module:name") from None
 
 
 def written(value: Any) -> str:

@@ -11,7 +11,6 @@ Prompts become tokens by the model's own tokenizer and chat template. Answers en
 
 import dataclasses
 import functools
-import importlib
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -24,6 +23,7 @@ import numpy as np
 from dllm_jax import Model
 from dllm_jax.errors import DllmError
 from dllm_jax.tokenizer import check_messages
+from dllm_jax.tools import spec
 from evals.counting import cut
 from evals.tasks.base import SPLITS, Example, Ids, Source, Task, Verdict, check_index, check_split
 from samplers.checks import check_length
@@ -288,10 +288,7 @@ def score_of(score: str) -> Score:
         raise DllmError(
             f"no score is called {score!r}; choose one of {', '.join(_SCORES)}, regex:PATTERN, MODULE:FUNCTION"
         )
-    try:
-        function: Score = getattr(importlib.import_module(kind), rest)
-    except Exception as error:  # the module is the user's
-        raise DllmError(f"score {score!r} cannot be imported ({error}); write it like module:function") from None
+    function: Score = spec.imported(score, "score")
     if not callable(function):
         raise DllmError(f"score {score!r} is a {type(function).__name__}; name a function of an answer and its targets")
     return function

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from dllm_jax.pytree import pytree
-from samplers.checks import check_number
+from samplers.checks import check_number, check_threshold
 from samplers.predictions import Predictions
 from samplers.rules.base import BlockView, Number, Rule, not_masks, per_row
 from samplers.rules.threshold import reaching
@@ -38,7 +38,8 @@ class Credit(Rule):
     reads_logits = True
 
     def check(self, gen_length: int, num_blocks: int | None) -> None:
-        for name in ("threshold", "tolerance", "weight", "boost"):
+        check_threshold("threshold", self.threshold)
+        for name in ("tolerance", "weight", "boost"):
             check_number(name, getattr(self, name), 0.0)
         check_number("decay", self.decay, 0.0, 1.0)
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from dllm_jax.pytree import pytree
-from samplers.checks import check_choice, check_number, check_whole
+from samplers.checks import check_choice, check_threshold, check_whole
 from samplers.predictions import Predictions
 from samplers.rules.base import BlockView, Number, Rule, rank
 
@@ -34,7 +34,7 @@ class Dynamic(Rule):
     order: Order = "confidence"
 
     def check(self, gen_length: int, num_blocks: int | None) -> None:
-        check_number("threshold", self.threshold, 0.0)
+        check_threshold("threshold", self.threshold)
         check_whole("steps", self.steps, 1)
         check_choice("order", self.order, ORDERS)
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from dllm_jax.pytree import pytree
-from samplers.checks import check_number, check_whole
+from samplers.checks import check_number, check_threshold, check_whole
 from samplers.predictions import Predictions
 from samplers.rules.base import BlockView, Change, Number, Rule, per_row, rank
 
@@ -60,8 +60,8 @@ class Edit(Rule):
         return self.penalty is not None
 
     def check(self, gen_length: int, num_blocks: int | None) -> None:
-        check_number("threshold", self.threshold, 0.0)
-        check_number("editing_threshold", self.editing_threshold, 0.0)
+        check_threshold("threshold", self.threshold)
+        check_threshold("editing_threshold", self.editing_threshold)
         check_whole("max_post_steps", self.max_post_steps, 0)
         check_whole("num_to_transfer", self.num_to_transfer, 1)
         check_number("penalty", self.penalty, 0.0)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from dllm_jax.pytree import pytree
-from samplers.checks import check_number
+from samplers.checks import check_threshold
 from samplers.predictions import Predictions
 from samplers.rules.base import BlockView, Number, Rule, rank
 
@@ -26,7 +26,7 @@ class FastDllmV2(Rule):
     threshold: Number = 0.9
 
     def check(self, gen_length: int, num_blocks: int | None) -> None:
-        check_number("threshold", self.threshold, 0.0)
+        check_threshold("threshold", self.threshold)
 
     def decide(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
         sure = predictions.confidence

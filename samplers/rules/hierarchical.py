@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from dllm_jax.pytree import pytree
-from samplers.checks import check_number
+from samplers.checks import check_threshold
 from samplers.predictions import Predictions
 from samplers.rules.base import BlockView, Number, Rule, not_masks, per_row, rank
 
@@ -30,8 +30,8 @@ class Hierarchical(Rule):
     low_threshold: Number | None = 0.62
 
     def check(self, gen_length: int, num_blocks: int | None) -> None:
-        check_number("threshold", self.threshold, 0.0)
-        check_number("low_threshold", self.low_threshold, 0.0)
+        check_threshold("threshold", self.threshold)
+        check_threshold("low_threshold", self.low_threshold)
 
     def decide(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
         candidates = not_masks(predictions, view.open)

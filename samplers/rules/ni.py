@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from dllm_jax.denoiser import DenoiserLike
 from dllm_jax.errors import DllmError
 from dllm_jax.pytree import pytree
-from samplers.checks import check_choice, check_number, check_steps
+from samplers.checks import check_choice, check_number, check_steps, check_threshold
 from samplers.indicator import Indicator, IndicatorConfig, load_indicator
 from samplers.predictions import Predictions, ranked
 from samplers.rules.base import BlockView, Number, Rule, per_row
@@ -50,7 +50,7 @@ class NI(Rule):
     def check(self, gen_length: int, num_blocks: int | None) -> None:
         if not isinstance(self.indicator, Indicator):
             raise DllmError(f"indicator is a {type(self.indicator).__name__}; load one by load_indicator")
-        check_number("threshold", self.threshold, 0.0)
+        check_threshold("threshold", self.threshold)
         check_number("indicator_threshold", self.indicator_threshold, 0.0, 1.0)
         check_choice("scope", self.scope, ("auto", "block", "rest"))
         if self.steps is not None:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from dllm_jax.pytree import pytree
-from samplers.checks import check_choice, check_number, check_steps, check_whole
+from samplers.checks import check_choice, check_number, check_steps, check_threshold, check_whole
 from samplers.predictions import Predictions
 from samplers.rules.base import BlockView, Change, Number, Rule, per_row, rank
 
@@ -67,7 +67,7 @@ class Remask(Rule):
         check_steps(self.steps, num_blocks)
         check_choice("schedule", self.schedule, ("conf", "cap", "rescale"))
         check_number("eta", self.eta, 0.0, 1.0)
-        check_number("threshold", self.threshold, 0.0)
+        check_threshold("threshold", self.threshold)
         check_whole("budget", self.budget, 0)
 
     def init(self, batch: int, width: int, vocab_size: int) -> Any:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from dllm_jax.pytree import pytree
-from samplers.checks import check_number, check_steps
+from samplers.checks import check_number, check_steps, check_threshold
 from samplers.predictions import Predictions
 from samplers.rules.base import BlockView, Number, Rule, not_masks, per_row, rank
 
@@ -33,7 +33,7 @@ class Threshold(Rule):
     skip_masks: bool = False
 
     def check(self, gen_length: int, num_blocks: int | None) -> None:
-        check_number("threshold", self.threshold, 0.0)
+        check_threshold("threshold", self.threshold)
         check_number("tolerance", self.tolerance, 0.0)
         if self.steps is not None:
             check_steps(self.steps, num_blocks)

@@ -39,7 +39,7 @@ def run(arguments: Sequence[str]) -> None:
     Raises:
         DllmError: for bad options, without the extra `serve`, and when the engine stops by an error.
     """
-    parser = command_line()
+    parser = command_line(arguments)
     options = parser.parse_args(arguments)
     try:
         from samplers.serving.server import Server, bound, serve, url_of
@@ -63,8 +63,8 @@ def run(arguments: Sequence[str]) -> None:
     asyncio.run(serve(engine, at, limits, stop=stop, ignore_eos=ignore_eos, began=began, **about))
 
 
-def command_line() -> argparse.ArgumentParser:
-    """The options, for the command itself and for `dllm completion`."""
+def command_line(said: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """The options, for the command itself and for `dllm completion`; `said` as for `flags.add_sampler`."""
     parser = Parser(
         prog="python -m samplers serve",
         description=_ABOUT,
@@ -89,7 +89,7 @@ def command_line() -> argparse.ArgumentParser:
     add("--grace", type=float, default=30.0, metavar="SECONDS", help="for what runs at the end (default: 30)")
     add("--max-body", type=int, default=1 << 20, metavar="BYTES", help="of a request (default: 1048576)")
     add("--api-key-file", metavar="FILE", help=f"holds the key that requests must bring; or set {KEY_VARIABLE}")
-    add_sampler(parser)
+    add_sampler(parser, said)
     return parser
 
 

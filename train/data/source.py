@@ -1,7 +1,6 @@
 """What training data is: a source answers "example number index", so that a position in the data is one integer."""
 
 import dataclasses
-import importlib
 import inspect
 import sys
 from collections.abc import Iterable, Mapping, Sized
@@ -13,6 +12,7 @@ from tqdm import tqdm
 
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
+from dllm_jax.tools import spec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -142,13 +142,7 @@ def made_by(reference: str, options: Mapping[str, Any], table: str = "data") -> 
     Raises:
         DllmError: when it cannot be imported, or refuses the options.
     """
-    module, _, name = reference.partition(":")
-    try:
-        target = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise DllmError(
-            f"{table}.source {reference!r} cannot be imported ({error}); write it like module:name"
-        ) from None
+    target = spec.imported(reference, f"{table}.source")
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
     try:
         inspect.signature(target).bind(**given)

@@ -1,0 +1,167 @@
+"""Refusals of what `sample` is called with, before anything is traced or compiled."""
+
+import dataclasses
+import functools
+import typing
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dllm_jax import Model
+from dllm_jax.denoiser import DenoiserLike
+from dllm_jax.errors import DllmError
+from dllm_jax.tools import spec
+from samplers.noise import check_key
+
+
+def checked_call(
+    sampler: Any, denoiser: Any, prompt: Any, prompt_lengths: Any, key: Any, options: dict[str, Any]
+) -> Any:
+    """The prompt as an array, of a call that makes sense.
+
+    Types and shapes are always looked at; values where they are concrete, that is not inside somebody's `jit` or
+    `vmap`. A prompt that another program still computes is waited for.
+
+    Raises:
+        DllmError: for what is no sampler, denoiser, prompt or key; numbers of the sampler that are neither one nor one
+            per row; lengths that cannot be, tokens outside the vocabulary, and rows longer than the model's context.
+    """
+    _check_sampler(sampler)
+    _check_denoiser(denoiser)
+    prompt = _as_array("prompt", prompt)
+    if prompt.ndim != 2 or not jnp.issubdtype(prompt.dtype, jnp.integer):
+        raise DllmError(f"prompt is {prompt.dtype}{list(prompt.shape)}; it must be integer token ids [batch, length]")
+    batch, width = prompt.shape
+    check_key(key, batch)
+    _check_numbers(sampler, batch)
+    lengths = check_lengths("prompt", prompt_lengths, batch, denoiser.min_prompt_length, width)
+    _check_tokens(prompt, lengths, denoiser.vocab_size)
+    if (gen_length := getattr(sampler, "gen_length", None)) is not None:
+        most = check_lengths("gen", options.get("gen_lengths"), batch, 1, gen_length)
+        _check_context(denoiser, width if lengths is None else lengths, gen_length if most is None else most)
+    return prompt
+
+
+def check_is_pytree(denoiser: Any) -> None:
+    """Raises DllmError for a denoiser that no compiled function can take as an argument."""
+    if jax.tree_util.all_leaves([denoiser]) and hasattr(denoiser, "forward"):
+        name = type(denoiser).__name__
+        raise DllmError(f"a {name} is no pytree; decorate its class with dllm_jax.pytree.pytree")
+
+
+def check_lengths(what: str, lengths: Any, batch: int, low: int, high: int) -> np.ndarray | None:
+    """The lengths [B] on the host, None where they are not known: no lengths, or traced ones.
+
+    Raises:
+        DllmError: for another shape or dtype, and lengths outside [low, high].
+    """
+    if lengths is None:
+        return None
+    lengths = _as_array(f"{what}_lengths", lengths)
+    if lengths.shape != (batch,):
+        raise DllmError(f"{what}_lengths has shape {list(lengths.shape)}; it must be [{batch}], one per row")
+    if not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise DllmError(f"{what}_lengths is {lengths.dtype}; it must hold integers")
+    found = _concrete(lengths)
+    for row, length in enumerate([] if found is None else found.tolist()):
+        if not low <= length <= high:
+            bounds = f"between {low} and {high}"
+            raise DllmError(f"{what} length {length} of row {row} is impossible; it must be {bounds}")
+    return found
+
+
+def _check_sampler(sampler: Any) -> None:
+    if isinstance(sampler, type) or not all(hasattr(sampler, name) for name in ("init", "step", "is_done", "result")):
+        raise DllmError(
+            f"sampler is {sampler!r}; give one, such as BlockSampler(Threshold(0.9), gen_length=64) or what "
+            "samplers.make_sampler(model, 'threshold') makes"
+        )
+    if all(isinstance(leaf, _NUMBERS) for leaf in jax.tree.leaves(sampler)):
+        return
+    paths = jax.tree_util.tree_flatten_with_path(sampler)[0]
+    path, leaf = next((path, leaf) for path, leaf in paths if not isinstance(leaf, _NUMBERS))
+    place = jax.tree_util.keystr(path).removeprefix(".")
+    ways = "give a number, an array, or an object such as Threshold() or DualCache(); names are for make_sampler"
+    raise DllmError(f"{place or 'the sampler'} is {leaf!r}; {ways}")
+
+
+_NUMBERS = (jax.Array, np.ndarray, np.generic, int, float, complex)
+
+
+def _check_denoiser(denoiser: Any) -> None:
+    if isinstance(denoiser, Model):
+        raise DllmError("denoiser is a Model; pass model.denoiser")
+    if isinstance(denoiser, type) or not hasattr(denoiser, "forward"):
+        ways = "pass model.denoiser, or make one of your function by dllm_jax.FunctionDenoiser"
+        raise DllmError(f"denoiser is a {type(denoiser).__name__}; {ways}")
+
+
+def _as_array(what: str, value: Any) -> Any:
+    """An array as it is, lists as one."""
+    if isinstance(value, jax.Array | np.ndarray):
+        return value
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError):
+        raise DllmError(f"{what} is no array; pad rows to one length, and say prompt_lengths=[...]") from None
+
+
+def _concrete(array: Any) -> np.ndarray | None:
+    """The array on the host; None inside a program, and where other processes hold parts of it."""
+    if isinstance(array, jax.core.Tracer) or (isinstance(array, jax.Array) and not array.is_fully_addressable):
+        return None
+    return np.asarray(array)
+
+
+def _check_tokens(prompt: Any, lengths: np.ndarray | None, vocab_size: int) -> None:
+    """What follows a row's length is not looked at: anything may stand there."""
+    ids = _concrete(prompt)
+    if ids is None:
+        return
+    wrong = (ids < 0) | (ids >= vocab_size)
+    if lengths is not None:
+        wrong &= np.arange(ids.shape[1]) < lengths[:, None]
+    if wrong.any():
+        row, place = (int(index) for index in np.unravel_index(np.argmax(wrong), wrong.shape))
+        outside = f"lies outside the vocabulary of {vocab_size} tokens"
+        raise DllmError(f"prompt token {ids[row, place]} of row {row}, position {place}, {outside}")
+
+
+def _check_context(denoiser: DenoiserLike, prompt: int | np.ndarray, generation: int | np.ndarray) -> None:
+    limit = getattr(getattr(denoiser, "config", None), "max_length", None)
+    prompts, totals = map(np.atleast_1d, np.broadcast_arrays(prompt, prompt + generation))
+    if limit is not None and len(totals):
+        longest = int(np.argmax(totals))
+        check_context("the model", limit, int(prompts[longest]), int(totals[longest]))
+
+
+def check_context(who: str, limit: int, prompt: int, total: int) -> None:
+    """Raises DllmError for a prompt of so many tokens, up to position `total` with its canvas, that is longer than the
+    context that somebody was trained for."""
+    if total > limit:
+        parts = f"a prompt of {prompt} tokens and a canvas up to position {total}"
+        raise DllmError(f"{parts} exceed the {limit} tokens {who} was trained for; shorten one of them")
+
+
+def _check_numbers(part: Any, batch: int, place: str = "") -> None:
+    """Raises DllmError for a number, of a sampler or of its parts, that is neither a scalar nor [B]."""
+    for name, number in _fields(part.__class__):
+        value = getattr(part, name)
+        if number and np.shape(value) not in ((), (batch,)):
+            shapes = f"one number, or [{batch}], one per row"
+            raise DllmError(f"{place}{name} has shape {list(np.shape(value))}; it must be {shapes}")
+        if dataclasses.is_dataclass(value):
+            _check_numbers(value, batch, f"{place}{name}.")
+
+
+@functools.cache
+def _fields(kind: type) -> tuple[tuple[str, bool], ...]:
+    """Names of a dataclass's fields, and whether each is a number that may differ by row."""
+    try:
+        hints = typing.get_type_hints(kind)
+    except Exception:  # of somebody else's class, whose names may mean nothing here
+        hints = {}
+    number = lambda name: jax.Array in (types := spec.members(hints.get(name))) and bool({int, float} & set(types))
+    return tuple((field.name, number(field.name)) for field in dataclasses.fields(kind))

@@ -1,0 +1,317 @@
+"""Checks of an unmasking rule of your own: whether it keeps what the library promises of every rule.
+
+    from samplers.testing import check_rule
+
+    print(check_rule(Lead(0.9)))  # what was checked; an AssertionError says in one sentence what fails, and where
+
+The models are tiny and random: the kit says nothing about how good the rule is.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dllm_jax.config import ModelConfig, published
+from dllm_jax.denoiser import Denoiser, DenoiserLike
+from dllm_jax.errors import DllmError
+from dllm_jax.params import init_params
+from dllm_jax.testing import require
+from samplers.block import BlockSampler, BlockState
+from samplers.caches import CACHES, CachePolicy, SubBlockCache
+from samplers.engine import Result, sample_jit, stream
+from samplers.noise import row_keys
+from samplers.rules.base import Rule
+from samplers.slots import numbers_of, with_numbers
+
+TINY = published("llada-8b-base").replace(
+    vocab_size=24,
+    embed_dim=16,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=8,
+    mlp_dim=32,
+    max_length=256,
+    eos_id=20,
+    pad_id=20,
+    mask_id=21,
+    bos_id=22,
+    end_ids=(20,),
+    dtype="float32",
+)
+"""The model with attention to everything that rules are run on."""
+
+BLOCKS = TINY.replace(family="llada2", attention="block", block_length=4)
+"""The block diffusion model, for the caches that need one."""
+
+PROMPT_LENGTHS = (9, 5, 6)
+MOST_STEPS = 20  # for each position; what has not ended by then never will
+
+
+def check_rule(
+    rule: Rule,
+    *,
+    caches: Sequence[str] = tuple(CACHES),
+    denoiser: DenoiserLike | None = None,
+    gen_length: int = 16,
+    block_length: int = 4,
+    key: jax.Array | None = None,
+) -> list[str]:
+    """Runs a rule on a few rows of different lengths, with every cache policy that it can go with.
+
+    What every rule keeps: it can be traced; each number may be one for all rows or one per row; every generation ends,
+    and with every forward on a row something is decided, unless the rule bounds its forwards by `most_steps`; what is
+    final never changes, and only a rule that `revises` changes what it wrote, in its active block; a row is the same
+    alone and beside others; the compiled loop is its steps one by one; and the same keys give the same result.
+
+    Args:
+        rule: with numbers at which some forwards commit one position and some several, so that mistakes show.
+        caches: names of cache policies, with their defaults.
+        denoiser: what is run; by default `TINY`, and for caches of block diffusion models `BLOCKS`, both with random
+            weights.
+        gen_length, block_length: of the generations; a schedule of steps needs a multiple of their quotient.
+        key: source of what is random; `jax.random.key(0)` by default.
+
+    Returns:
+        The names of the checks that were made, in order, those of the caches behind the others. What the sampler
+        refuses by a `DllmError` with one cache, and takes with another, is not among them.
+
+    Raises:
+        AssertionError: one sentence with what fails, the cache, and where it shows the row, position and forward.
+        DllmError: for numbers that the rule itself refuses, and names that are no cache policies.
+    """
+    name = type(rule).__name__
+    require(isinstance(rule, Rule), f"a {name} is no rule; derive its class from samplers.Rule")
+    leaf = jax.tree_util.all_leaves([rule])
+    require(not leaf, f"a {name} is no pytree; decorate its class with dllm_jax.pytree.pytree")
+    if unknown := [cache for cache in caches if cache not in CACHES]:
+        raise DllmError(f"no cache policy is called {unknown[0]!r}; choose one of {', '.join(CACHES)}")
+    rule.check(gen_length, gen_length // block_length)
+    key = jax.random.key(0) if key is None else key
+    checked: list[str] = []
+    ran: list[str] = []
+    refused: DllmError | None = None
+    for cache in caches:
+        try:
+            case = _begin(rule, cache, denoiser, gen_length, block_length, key)
+        except DllmError as error:
+            refused = refused or error
+            continue
+        found = _check_steps(case)
+        _check_loop(case, found)
+        if not ran:
+            checked = ["tracing", "a row alone"]
+            _check_alone(case, found)
+            if numbers_of(rule):
+                checked.append("numbers per row")
+                _check_numbers(case, found)
+        ran.append(cache)
+    if refused and not ran:
+        raise refused
+    return checked + ran
+
+
+@dataclasses.dataclass(frozen=True)
+class _Case:
+    """A rule with a cache policy, and what is generated.
+
+    Attributes:
+        name: of the rule's class and the cache, for sentences.
+        sampler, denoiser: what runs.
+        prompt: [B, P].
+        rows: arguments of `sample` that have a row axis, by name.
+    """
+
+    name: str
+    sampler: BlockSampler
+    denoiser: DenoiserLike
+    prompt: jax.Array
+    rows: Mapping[str, Any]
+
+    def of_rows(self, rows: Sequence[int]) -> "_Case":
+        """The same of other rows."""
+        chosen = jnp.asarray(rows)
+        return dataclasses.replace(
+            self, prompt=self.prompt[chosen], rows={name: x[chosen] for name, x in self.rows.items()}
+        )
+
+    def sampled(self) -> Result:
+        """By the compiled loop, on the host."""
+        found: Result = jax.device_get(sample_jit(self.sampler, self.denoiser, self.prompt, **self.rows))
+        return found
+
+
+def _begin(
+    rule: Rule, cache: str, denoiser: DenoiserLike | None, gen_length: int, block_length: int, key: jax.Array
+) -> _Case:
+    """Raises DllmError for what cannot be combined, and AssertionError for what cannot be traced."""
+    policy: CachePolicy = CACHES[cache]()
+    in_blocks = getattr(policy, "in_order", False)
+    denoiser = denoiser or _random(BLOCKS.replace(block_length=block_length) if in_blocks else TINY, key)
+    halves = block_length // 2 if isinstance(policy, SubBlockCache) else None
+    sampler = BlockSampler(
+        rule, gen_length, block_length, policy, align_blocks=in_blocks, sub_block_length=halves or None
+    )
+    batch, width = len(PROMPT_LENGTHS), max(PROMPT_LENGTHS)
+    tokens = jax.random.randint(key, (2, batch, max(width, gen_length)), 0, denoiser.vocab_size)
+    tokens = jnp.where((tokens == denoiser.mask_id) | (tokens == denoiser.eos_id), 0, tokens)
+    given = jnp.arange(gen_length) == jnp.asarray([1, gen_length, gen_length // 2])[:, None]
+    rows = {
+        "prompt_lengths": jnp.asarray(PROMPT_LENGTHS),
+        "gen_lengths": jnp.asarray([gen_length, gen_length, gen_length - block_length // 2]),
+        "given": jnp.where(given, tokens[1, :, :gen_length], denoiser.mask_id),
+        "key": row_keys(key, batch),
+    }
+    case = _Case(f"{type(rule).__name__} with cache {cache!r}", sampler, denoiser, tokens[0, :, :width], rows)
+    advice = "its methods are traced, so no Python `if` on arrays, and what decides about the program is static"
+    state = _traced(case, advice, lambda: jax.eval_shape(_first, sampler, denoiser, case.prompt, rows))
+    after = _traced(case, advice, lambda: jax.eval_shape(lambda s, d, x: s.step(d, x), sampler, denoiser, state))
+    was, now = (_shapes(x.rule) for x in (state, after))
+    require(was == now, f"{case.name}: its state is {was} by init and {now} after a step; both must be alike")
+    return case
+
+
+def _first(sampler: Any, denoiser: Any, prompt: Any, rows: Any) -> Any:
+    return sampler.init(denoiser, prompt, **rows)
+
+
+def _traced(case: _Case, advice: str, trace: Callable[[], Any]) -> Any:
+    try:
+        return trace()
+    except (DllmError, AssertionError):
+        raise
+    except Exception as error:  # whatever somebody else's code raises
+        said = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+        raise AssertionError(f"{case.name} cannot be traced ({said}); {advice}") from error
+
+
+def _shapes(tree: Any) -> str:
+    return str(jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree))
+
+
+def _random(config: ModelConfig, key: jax.Array) -> Denoiser:
+    """Weights that are not all tiny, so that the model is sure of some tokens and not of others."""
+    params = init_params(config, key, dtype="float32")
+    return Denoiser(config, {name: x * 150 if x.ndim > 1 else x for name, x in params.items()})
+
+
+# Step by step --------------------------------------------------------------------------------------------------------
+
+
+class _Seen(NamedTuple):
+    """A state on the host, [B, ...]; those of the generation [B, G]."""
+
+    prompt: np.ndarray
+    tokens: np.ndarray
+    active: np.ndarray
+    open: np.ndarray
+    written: np.ndarray
+    nfe: np.ndarray
+    done: np.ndarray
+
+
+def _seen(case: _Case, state: BlockState) -> _Seen:
+    """Copies, because a step works in place."""
+    sampler, prompts, canvas = case.sampler, np.asarray(case.rows["prompt_lengths"]), state.canvas
+    rows, position = np.array(canvas.tokens), np.arange(sampler.gen_length)
+    before = prompts % sampler.width if sampler.align_blocks else prompts * 0
+    active = (before[:, None] + position) // sampler.width == np.array(state.block)[:, None]
+    prompt = np.where(np.arange(rows.shape[1]) < prompts[:, None], rows, -1)
+    tokens = np.take_along_axis(rows, prompts[:, None] + position, axis=1)
+    return _Seen(prompt, tokens, active, *map(np.array, (canvas.open, canvas.decoded_at >= 0, canvas.nfe, canvas.done)))
+
+
+def _check_steps(case: _Case) -> Result:
+    """Every step, and what stands at the end; the result on the host."""
+    sampler, most = case.sampler, MOST_STEPS * case.sampler.gen_length
+    states: Iterator[BlockState] = stream(sampler, case.denoiser, case.prompt, **case.rows)
+    state = next(states)
+    seen = _seen(case, state)
+    for number, state in enumerate(states):
+        require(number < most, f"{case.name} has not ended after {most} forwards; bound them by most_steps")
+        before, seen = seen, _seen(case, state)
+        _check_step(case, before, seen)
+    for row, nfe in enumerate(seen.nfe.tolist()):
+        own = dataclasses.replace(sampler, gen_length=int(case.rows["gen_lengths"][row]))
+        bound = own.forwards(int(case.rows["prompt_lengths"][row]))[1]
+        advice = "correct most_steps, or forwards"
+        require(
+            nfe <= bound, f"{case.name}: row {row} took {nfe} forwards, but forwards says at most {bound}; {advice}"
+        )
+    _require_nowhere(case, seen.open, "is still open at the end", seen)
+    wrong = (seen.tokens < 0) | (seen.tokens >= case.denoiser.vocab_size) | (seen.tokens == case.denoiser.mask_id)
+    _require_nowhere(case, wrong & seen.written, "holds a mask, or no token of the vocabulary, at the end", seen)
+    result: Result = jax.device_get(sampler.result(case.denoiser, state))
+    return result
+
+
+def _check_step(case: _Case, before: _Seen, after: _Seen) -> None:
+    """What one forward may do."""
+    rule = case.sampler.rule
+    may = before.open | (before.written & before.active if rule.revises else np.zeros_like(before.open))
+    changed = (before.tokens != after.tokens) | (before.open != after.open) | (before.written & ~after.written)
+    ways = "" if rule.revises else "; commit open positions alone, or set revises = True"
+    _require_nowhere(case, changed & ~may, f"was final, and is changed{ways}", after)
+    require(bool((before.prompt == after.prompt).all()), f"{case.name} changes the prompt")
+    ran = ~before.done
+    stuck = ran & ~(before.open & ~after.open).any(axis=1)
+    bounded = type(rule).most_steps is not Rule.most_steps
+    sentence = f"{case.name}: a forward on row {int(np.argmax(stuck))} decides nothing; bound forwards by most_steps"
+    require(bounded or not stuck.any(), sentence)
+
+
+def _require_nowhere(case: _Case, where: np.ndarray, sentence: str, state: _Seen) -> None:
+    """Raises AssertionError for positions [B, G] at which a sentence holds."""
+    if where.any():
+        row, position = (int(index) for index in np.unravel_index(np.argmax(where), where.shape))
+        place = f"position {position} of row {row}, whose forwards are {int(state.nfe[row])},"
+        raise AssertionError(f"{case.name}: {place} {sentence}")
+
+
+# Against other runs --------------------------------------------------------------------------------------------------
+
+_FIELDS = ("tokens", "decoded_at", "nfe", "edits")
+
+
+def _same(case: _Case, what: str, found: Result, wanted: Result, rows: Sequence[int]) -> None:
+    """Raises AssertionError unless the rows of one result are these rows of another."""
+    for name in _FIELDS:
+        mine, other = np.asarray(getattr(found, name)), np.asarray(getattr(wanted, name))[list(rows)]
+        if not np.array_equal(mine, other):
+            slot, *position = (int(index) for index in np.argwhere(mine != other)[0])
+            place = f"row {rows[slot]}" + (f", position {position[0]}" if position else "")
+            numbers = f"{name} is {mine[slot, *position]}, not {other[slot, *position]}"
+            raise AssertionError(f"{case.name}: {what}: at {place} {numbers}")
+
+
+def _check_loop(case: _Case, found: Result) -> None:
+    """The compiled loop against single steps and itself; rows beside other rows, and beside copies of themselves."""
+    rows = range(len(PROMPT_LENGTHS))
+    loop = case.sampled()
+    _same(case, "the compiled loop gives another result than its steps one by one", loop, found, rows)
+    _same(case, "the same keys give another result", case.sampled(), loop, rows)
+    for order in ([1, 2, 0], *([row] * len(rows) for row in rows)):
+        what = "a row is another beside other rows"
+        _same(case, what, case.of_rows(order).sampled(), found, order)
+
+
+def _check_alone(case: _Case, found: Result) -> None:
+    """A batch of one row without padding."""
+    row = 1
+    alone = case.of_rows([row])
+    alone = dataclasses.replace(alone, prompt=alone.prompt[:, : PROMPT_LENGTHS[row]])
+    result = _traced(case, "it must take any number of rows, so use per_row and axes, not sizes", alone.sampled)
+    _same(case, "a row alone is another", result, found, [row])
+
+
+def _check_numbers(case: _Case, found: Result) -> None:
+    """A value for each row."""
+    rule, batch = case.sampler.rule, len(PROMPT_LENGTHS)
+    numbers = [np.full(batch, number, jnp.result_type(number)) for number in numbers_of(rule)]
+    rows = dataclasses.replace(case, sampler=dataclasses.replace(case.sampler, rule=with_numbers(rule, numbers)))
+    result = _traced(case, "a number may be [B], so use per_row(self.number) against [B, W]", rows.sampled)
+    _same(case, "with equal numbers for each row it gives another result", result, found, range(batch))
