@@ -12,6 +12,7 @@ from rich.console import Console
 
 from dllm_jax import checkpoint
 from dllm_jax.errors import DllmError
+from dllm_jax.tools.interrupts import INTERRUPTED, interruptible
 
 
 class Parser(argparse.ArgumentParser):
@@ -54,16 +55,16 @@ def run_printing(work: Callable[[], None], when_out_of_memory: str) -> int:
     """
     try:
         keep_programs()
-        with warnings.catch_warnings():
+        with interruptible(), warnings.catch_warnings():
             warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
             work()
-        sys.stdout.flush()
+            sys.stdout.flush()
     except DllmError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
