@@ -82,7 +82,7 @@ def encode_prompt(model: Model, prompt: Prompt, *, chat: bool = False, system: s
 
 def _checked_ids(model: Model, ids: Sequence[Any]) -> list[int]:
     if len(ids) < max(model.denoiser.min_prompt_length, 1):
-        raise DllmError("the prompt is empty; give at least one token")
+        raise DllmError("the prompt is empty; give a prompt of at least one token")
     for token in ids:
         check_token("prompt", token, model.config)
     if model.config.attention != "canvas" and model.denoiser.mask_id in ids:
@@ -117,4 +117,7 @@ def check_width(model: Model, sampler: CanvasSampler, longest: int) -> None:
     total = max(longest + sampler.gen_length, sampler.canvas_length or 0)
     if total > limit:
         parts = f"a prompt of {longest} tokens and a canvas up to position {total}"
-        raise DllmError(f"{parts} exceed the {limit} tokens {model.name} was trained for; shorten one of them")
+        left = limit - longest
+        left -= left % sampler.width if left > sampler.width else 0  # whole blocks
+        fits = f"; a gen_length of {left} fits behind such a prompt" if left > 0 else ""
+        raise DllmError(f"{parts} exceed the {limit} tokens {model.name} was trained for; shorten one of them{fits}")
