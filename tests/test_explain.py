@@ -230,7 +230,7 @@ def test_infilling_and_files_are_explained_too(explain, tmp_path):
 
 def test_a_published_model_needs_no_checkpoint(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("DLLM_JAX_HOME", str(tmp_path))
-    monkeypatch.setattr("samplers.explain.device_memory", lambda: 2**33)
+    monkeypatch.setattr("samplers.explain.device_memory", lambda: 10 * 2**30)
     line = ["--explain", "--model", "llada-8b-instruct", "--preset", "fast-dllm", "--json"]
     weights = []
     for more in ([], ["--quantize", "int8"], ["Why is the sky blue?", "--chat"]):
