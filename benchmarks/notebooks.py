@@ -1,6 +1,7 @@
 """How long the notebooks take, as they are, on the small models: `python -m benchmarks.notebooks --json FILE`.
 
 Each runs from top to bottom in a kernel of its own, as a reader would run it; nothing is compiled or converted before.
+The site's pages with outputs are of `python -m benchmarks.notebooks --keep docs/notebooks`.
 """
 
 import argparse
@@ -29,12 +30,22 @@ def timed(path: Path, kept: Path | None) -> dict[str, Any]:
     notebook, before, start = nbformat.read(path, as_version=4), _used(), time.perf_counter()
     with tempfile.TemporaryDirectory() as home, tempfile.TemporaryDirectory() as work:
         env = {**os.environ, "DLLM_JAX_HOME": home, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(FOLDER.parent)}
-        client = NotebookClient(notebook, timeout=None, resources={"metadata": {"path": work}})
+        env["PYTHONWARNINGS"] = "ignore:IProgress not found"  # which names a place on this machine
+        client = NotebookClient(
+            notebook,
+            timeout=None,
+            coalesce_streams=True,
+            record_timing=False,
+            resources={"metadata": {"path": work}},
+        )
         client.execute(env=env)
     wall, cpu = time.perf_counter() - start, _used() - before
     if kept is not None:
         kept.mkdir(parents=True, exist_ok=True)
-        nbformat.write(notebook, kept / path.name)
+        text = nbformat.writes(notebook)
+        for place, name in ((home, "~/.cache/dllm_jax"), (work, "."), (str(FOLDER.parent), "dllm_jax")):
+            text = text.replace(place, name)  # a reader has others
+        (kept / path.name).write_text(text + "\n", encoding="utf-8")
     return {
         "notebook": path.stem,
         "seconds": round(wall),

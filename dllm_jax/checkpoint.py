@@ -65,9 +65,19 @@ def find(path_or_name: str | Path) -> Path:
             "published NAME, embedded NAME (--help lists them), or of a folder"
         )
     if not (folder / PARAMS_FOLDER).is_dir():
-        hint = "convert it first: python -m convert FAMILY --source DIR --out DIR"
-        raise DllmError(f"{folder} is not a converted checkpoint (it has no {PARAMS_FOLDER} folder); {hint}")
+        what = f"{folder} is not a converted checkpoint (it has no {PARAMS_FOLDER} folder)"
+        raise DllmError(f"{what}; {_instead(folder)}")
     return folder
+
+
+def _instead(folder: Path) -> str:
+    """What to do with a folder that is no checkpoint."""
+    if (folder / "adapter_config.json").is_file():
+        return f"it holds adapters, merge them: python -m train merge-lora --base BASE --adapters {folder} --out DIR"
+    if (folder / "run.json").is_file():
+        made = next((folder / name for name in ("model", "adapters", "indicator") if (folder / name).is_dir()), None)
+        return f"it is a training run, which {f'wrote {made}' if made else 'has not ended'}"
+    return "convert it first: python -m convert FAMILY --source DIR --out DIR"
 
 
 def name_of(path_or_name: str | Path) -> str:

@@ -65,7 +65,8 @@ def make_mesh(**axes: int) -> Mesh:
         size *= count
     if size > jax.device_count():
         raise DllmError(
-            f"a mesh {axes} needs {size} devices and this process sees {jax.device_count()}; make the axes smaller"
+            f"a mesh {axes} needs {size} devices and this process sees {jax.device_count()}; make the axes smaller, or "
+            f"on a CPU set XLA_FLAGS=--xla_force_host_platform_device_count={size}"
         )
     return jax.make_mesh(
         tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes), devices=jax.devices()[:size]
@@ -136,15 +137,15 @@ def param_shardings(config: ModelConfig, mesh: Mesh, rules: ShardingRules | None
     kv_heads = {config.heads_of(layer)[0] for layer in range(config.num_layers)}
     for axis, heads in (("heads", config.num_heads), *(("kv_heads", number) for number in sorted(kv_heads))):
         if heads % layout.parts(axis):
-            split = f"does not split over {layout.parts(axis)} devices; use fewer, or map {axis} to None"
-            raise DllmError(f"attention: axis {axis} of {heads} whole heads {split}")
+            split = f"axis {axis} of {heads} whole heads does not split over {layout.parts(axis)} devices"
+            raise DllmError(f"attention: {split}; use fewer, or leave it whole by rules=ShardingRules({axis}=None)")
     shardings: dict[str, Any] = {}
     for name, spec in param_specs(config).items():
         for size, logical in zip(spec.shape, spec.axes, strict=True):
             if logical is not None and size % layout.parts(logical):
                 raise DllmError(
                     f"{name}: axis {logical} of {size} does not split over {layout.parts(logical)} devices; "
-                    f"map {logical} to None"
+                    f"use fewer, or leave it whole by rules=ShardingRules({logical}=None)"
                 )
         shardings[name] = NamedSharding(mesh, layout.rules.spec(spec.axes, mesh))
         if form := forms(config).get(name):
@@ -159,7 +160,7 @@ def _scale_sharding(name: str, axes: LogicalAxes, form: Form, layout: Layout) ->
     parts = 1 if shared is None else layout.parts(shared)
     if form.bits == "int4" and form.groups // 2 % parts:
         pairs = f"the {form.groups // 2} pairs of groups that int4 has along axis {shared}"
-        way_out = f"map {shared} to None, or quantize to int8"
+        way_out = f"leave it whole by rules=ShardingRules({shared}=None), or quantize to int8"
         raise DllmError(f"{name}: {pairs} do not split over {parts} devices; {way_out}")
     split = (None if axis == form.axis and form.bits == "int8" else entry for axis, entry in enumerate(axes))
     return NamedSharding(layout.mesh, layout.rules.spec(tuple(split), layout.mesh))

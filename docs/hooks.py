@@ -1,6 +1,7 @@
 """What `make docs` adds to the pages of this folder; run by MkDocs (mkdocs.yml).
 
 * The README is the first page, and CHANGELOG.md and CONTRIBUTING.md are pages, as they stand in the repository.
+* The notebooks are pages with the outputs of their last run here (docs/notebooks, by `python -m benchmarks.notebooks`).
 * A file or folder of the repository that a page links to is a page below source/, so that no link leads nowhere, and
   none leads to a host.
 * The page of commands gets their options, read off their parsers.
@@ -8,6 +9,7 @@
 """
 
 import argparse
+import functools
 import importlib
 import logging
 import posixpath
@@ -16,15 +18,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import nbformat
 from mkdocs.structure.files import File, Files
+from nbconvert import MarkdownExporter
 
-from dllm_jax.tools.completion import PARSERS
+from dllm_jax.tools.commands import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 NAMED = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
 COMMAND_PAGE = "reference/commands.md"
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#|/)([^)\s#]+)")  # the path in [text](path#anchor)
 FENCE = re.compile(r"^(```|~~~).*?^\1", re.DOTALL | re.MULTILINE)
+BADGE = re.compile(r"\[!\[([^]]*)\]\([^)]*\)\]")  # a picture from elsewhere, as a link
 FETCHED = re.compile(r"<(?:script|link|img|iframe|source|video)\b[^>]*?\b(?:src|href)=\"((?:https?:)?//[^\"]+)\"")
 LOG = logging.getLogger("mkdocs.plugins.dllm_jax")  # whose warnings MkDocs counts
 MOST_SHOWN = 200_000  # characters of a linked file
@@ -42,6 +47,8 @@ def on_files(files: Files, config: Any) -> Files:
         if uri not in _origins:
             _origins[uri] = origin
             files.append(File.generated(config, uri, content=shown(origin)))
+            for name, picture in executed(origin)[1].items() if is_notebook(origin) else ():
+                files.append(File.generated(config, f"notebooks/{name}", content=picture))
         waiting += [path for path in linked(origin) if path not in _origins.values() and not is_picture(path)]
     return files
 
@@ -50,6 +57,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Turns links between files of the repository into links between pages, and adds the commands to theirs."""
     if page.file.src_uri == COMMAND_PAGE:
         markdown = "\n".join([markdown, *commands()])
+    if is_notebook(_origins[page.file.src_uri]):
+        return markdown  # has programs and their texts in it
     return outside_fences(markdown, lambda text: relinked(text, _origins[page.file.src_uri], page))
 
 
@@ -90,6 +99,11 @@ def resolved(link: str, origin: str) -> str:
     return f"{path}/README.md" if (ROOT / path / "README.md").is_file() else path
 
 
+def is_notebook(path: str) -> bool:
+    """Whether a path of the repository is a notebook's."""
+    return path.startswith("notebooks/") and path.endswith(".ipynb")
+
+
 def is_picture(path: str) -> bool:
     """Whether a link is to a picture of this folder, which MkDocs copies."""
     return path.startswith("docs/") and not path.endswith((".md", ".py"))
@@ -101,6 +115,8 @@ def page_of(path: str) -> str:
         return NAMED[path]
     if path.startswith("docs/") and (path.endswith(".md") or is_picture(path)):
         return path.removeprefix("docs/")
+    if is_notebook(path):
+        return path.removesuffix(".ipynb") + ".md"
     return f"source/{path}" if path.endswith(".md") else f"source/{path}.md"
 
 
@@ -110,18 +126,34 @@ def shown(origin: str) -> str:
     if path.is_dir():
         names = sorted(entry.name + "/" * entry.is_dir() for entry in path.iterdir() if entry.name[0] not in "._")
         return "\n".join([f"# {origin}/", "", *(f"* `{name}`" for name in names)])
+    if is_notebook(origin):
+        return executed(origin)[0]
     text = path.read_text()
     if origin.endswith(".md"):
         return text
-    language = {"py": "python", "ipynb": "json"}.get(path.suffix[1:], path.suffix[1:] or "text")
+    language = {"py": "python"}.get(path.suffix[1:], path.suffix[1:] or "text")
     cut = f"\n\nThe first {MOST_SHOWN:,} characters of it." if len(text) > MOST_SHOWN else ""
     return f"# {origin}\n\n~~~~~~{language}\n{text[:MOST_SHOWN]}\n~~~~~~{cut}"
 
 
+@functools.cache
+def executed(origin: str) -> tuple[str, dict[str, bytes]]:
+    """A notebook with its outputs as Markdown, and the pictures in it by their names."""
+    path = ROOT / "docs" / origin
+    notebook = nbformat.read(path, as_version=4)
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            cell.source = BADGE.sub(r"[\1]", cell.source)
+    markdown, kept = MarkdownExporter().from_notebook_node(notebook, {"unique_key": path.stem})
+    note = f"*With its outputs on a CPU, as a file: [{path.name}]({path.name}).*"
+    title, rest = markdown.lstrip().split("\n", 1)
+    return f"{title}\n\n{note}\n{rest}", kept["outputs"]
+
+
 def commands() -> Iterator[str]:
     """All commands and their options, read off their parsers."""
-    for module in PARSERS.values():
-        parser = importlib.import_module(module).command_line()
+    for command in COMMANDS.values():
+        parser = importlib.import_module(command.parser).command_line()
         subcommands = list(subparsers(parser))
         yield f"## {parser.prog}\n"
         if not subcommands:

@@ -250,7 +250,7 @@ def _sweep(options: argparse.Namespace) -> None:
     if options.processes.first:
         files.write(folder / "pareto.png", pareto_plot(found))
     for name, area in found.areas().items():
-        print(f"AUP {area:8.1f}  {name}")
+        print(f"AUP {area:8.1f}  {name}, of accuracy over tokens per forward")
     print(
         f"{len(found.reports)} samplers, {found.programs} programs; results.json, results.csv, pareto.png in {folder}"
     )

@@ -27,7 +27,7 @@ from samplers.noise import row_keys
 from samplers.prompts import check_lengths, given_canvas, led_prompt, pad_prompts
 from samplers.recording import recorded
 from samplers.requests import Engine, Request
-from samplers.running import Engines, Warned
+from samplers.running import Engines, Warned, slots_for
 from samplers.slots import numbers_of
 from samplers.text import text_of
 
@@ -205,14 +205,8 @@ def prepare(
         raise DllmError(f"seed is {seed!r}; it must be a whole number from 0 to {2**32 - 1}")
     examples = draw(task, split, n, progress, first) if examples is None else examples[:n]
     check_count("the number of examples", len(examples))
-    slots = _slots(chosen, batch_size, processes.most(len(examples)))
+    slots = slots_for(chosen, processes.most(len(examples)), batch_size)
     return spec, Batches(chosen, task, built, examples, slots, seed, first, processes)
-
-
-def _slots(model: Model, batch_size: int, examples: int) -> int:
-    """Examples that are worked on together: no more than there are, but for what a mesh needs to split them evenly."""
-    parts = model.denoiser.batch_parts
-    return min(batch_size, -(-examples // parts) * parts)
 
 
 def draw(task: Task, split: str, n: int | None, progress: bool | None = None, first: int = 0) -> list[Example]:

@@ -207,7 +207,7 @@ class Engine:
         self._stops = StopPool(self.sampler.stop, model.config.vocab_size, stop_states, pieces)
         layout = getattr(model.denoiser, "layout", None)
         if layout is not None:
-            check_splits(layout.mesh, slots, "slots")
+            check_splits(layout.mesh, slots, "slots (batch_size)")
         self._sharding = None if layout is None else batch_sharding(layout.mesh)
         self._waiting: collections.deque[Request] = collections.deque()
         self._rows = self._empty_rows()

@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -149,6 +150,16 @@ class Runner:
         return max(min(bucket_length(longest), self._most), longest)
 
 
+def slots_for(model: Model, requests: int, batch_size: int | None = None) -> int:
+    """How many are worked on together: no more than there are, but for what a mesh needs to split them evenly.
+
+    Args:
+        batch_size: the most; all of them by default.
+    """
+    parts = model.denoiser.batch_parts
+    return min(batch_size or sys.maxsize, -(-max(requests, 1) // parts) * parts)
+
+
 def run_all(
     model: Model,
     sampler: CanvasSampler,
@@ -159,10 +170,10 @@ def run_all(
     """What runs known requests, and these in their order, with a progress bar where they do not all run together.
 
     Args:
-        batch_size: slots; one for each request by default.
+        batch_size: slots, see `slots_for`; one for each request by default.
         progress: whether there is a bar; by default where someone is watching.
     """
-    runner = Runner(model, sampler, max(min(batch_size or len(requests), len(requests)), 1))
+    runner = Runner(model, sampler, slots_for(model, len(requests), batch_size))
     done = runner.run(requests, longest=max((len(request.prompt) for request in requests), default=0))
     hide = len(requests) <= runner.slots if progress is None else not progress
     return runner, iter(tqdm(done, desc="generating", unit="prompt", total=len(requests), disable=hide or None))

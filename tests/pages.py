@@ -188,11 +188,15 @@ def parsed(module, arguments):
 
         return parse_and_leave
 
-    kind, told = argparse.ArgumentParser, io.StringIO()
+    told = io.StringIO()
     imported = importlib.import_module(module if "." in module else f"{module}.__main__")
-    patches = {name: capturing(getattr(kind, name)) for name in ("parse_args", "parse_intermixed_args")}
     platforms = jax.config.jax_platforms
-    with mock.patch.multiple(kind, **patches), mock.patch.object(sys, "argv", [module, *arguments]):
+    with contextlib.ExitStack() as patched:
+        patched.enter_context(mock.patch.object(sys, "argv", [module, *arguments]))
+        for kind in parsers(argparse.ArgumentParser):
+            own = [name for name in ("parse_args", "parse_intermixed_args") if name in vars(kind)]
+            patches = {name: capturing(getattr(kind, name)) for name in own}
+            patched.enter_context(mock.patch.multiple(kind, **patches) if own else contextlib.nullcontext())
         try:
             with contextlib.redirect_stderr(told):
                 imported.main()
@@ -204,6 +208,11 @@ def parsed(module, arguments):
         finally:
             jax.config.update("jax_platforms", platforms)
     raise AssertionError(told.getvalue() or f"python -m {module} reads no arguments")
+
+
+def parsers(kind):
+    """A class and all that are made of it."""
+    return [kind, *(more for other in kind.__subclasses__() for more in parsers(other))]
 
 
 # Settings and names -------------------------------------------------------------------------------------------------

@@ -525,7 +525,7 @@ def test_a_mesh_with_explicit_axes(tiny, wanted):
 
 
 def test_experts_that_do_not_split(tiny):
-    with pytest.raises(DllmError, match="axis expert of 8 does not split over 3 devices; map expert to None"):
+    with pytest.raises(DllmError, match="axis expert of 8 does not split over 3 devices; use fewer, or leave it whole"):
         dllm_jax.load(tiny.folder, mesh=dllm_jax.make_mesh(expert=3))
 
 

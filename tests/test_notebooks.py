@@ -36,6 +36,8 @@ TINY = {  # the same cells on less
     "train-indicator-and-student": {"PROMPTS, STEPS, PROBLEMS = 1024, 200, 128": "PROMPTS, STEPS, PROBLEMS = 32, 4, 8"},
 }
 RANDOM = {"speed-against-quality": {"score=number": "score=operator:ne"}}  # any answer is right, as none would be
+KINDS = ("code", "markdown")
+SHOWN = ("stream", "display_data", "execute_result")  # but no error
 CLAIMS = {  # what the small model's run prints
     "convert-and-quantize": r"full +\d.*right[\s\S]*int8 +\d.*right[\s\S]*int4 +\d.*right",
     "quickstart": r"#### 17[\s\S]* forwards",
@@ -109,6 +111,19 @@ def test_outputs_are_not_kept(path):
     assert sum(cell.source.count(SWITCH) for cell in notebook.cells) == 1
 
 
+@each
+def test_the_page_with_outputs_is_of_this_notebook(path):
+    """`python -m benchmarks.notebooks NAME --keep docs/notebooks` makes it anew."""
+    kept = FOLDER.parent / "docs" / "notebooks" / path.name
+    assert [sources(kept, kind) for kind in KINDS] == [sources(path, kind) for kind in KINDS]
+    cells = [cell for cell in nbformat.read(kept, as_version=4).cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert "stream" in {output.output_type for output in outputs} <= {*SHOWN}
+    texts = [output.get("text", "") + output.get("data", {}).get("text/html", "") for output in outputs]
+    assert not any(re.search(r"/(home|root|tmp|work)/", text) for text in texts)  # whose machine it was
+
+
 def badge(path):
     """The badge of a notebook: Colab opens it from the repository, where pyproject.toml names one, and else asks."""
     urls = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text())["project"].get("urls", {})
@@ -126,7 +141,8 @@ def test_a_notebook_says_what_it_takes_and_opens_in_colab(path):
 
 @each
 def test_the_first_cell_installs_what_there_is(path, tmp_path, monkeypatch):
-    """A wheel beside the notebook, or else the checkout around it; with CUDA where there is an NVIDIA GPU."""
+    """A wheel beside the notebook, or else a clone there, or else the checkout around it; with CUDA where there is an
+    NVIDIA GPU. A folder of the library's name is not the library."""
     cell = TransformerManager().transform_cell(sources(path)[0])
     assert cell == TransformerManager().transform_cell(sources(NOTEBOOKS[0])[0])
     asked = []
@@ -139,15 +155,19 @@ def test_the_first_cell_installs_what_there_is(path, tmp_path, monkeypatch):
         return asked.pop()[1].replace("{package}", names["package"]) if asked else None
 
     assert first_cell(FOLDER) is None  # it is here
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    find = lambda name: None if name == "samplers" else object()
+    monkeypatch.setattr("importlib.util.find_spec", find)
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert first_cell(FOLDER) == f'install -q "{FOLDER.parent}[evals,view]"'
     monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/nvidia-smi")
     (tmp_path / "dllm_jax-0.1.0-py3-none-any.whl").touch()
     assert first_cell(tmp_path) == f'install -q "{tmp_path}/dllm_jax-0.1.0-py3-none-any.whl[cuda,evals,view]"'
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(FileNotFoundError, match="put a wheel of dllm_jax beside this notebook"):
-        first_cell(tmp_path / "empty")
+    clone = tmp_path / "beside" / "dllm_jax"
+    clone.mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match="put a wheel or a clone of dllm_jax beside this notebook"):
+        first_cell(clone.parent)
+    (clone / "pyproject.toml").touch()
+    assert first_cell(clone.parent) == f'install -q "{clone}[cuda,evals,view]"'
 
 
 @each

@@ -185,3 +185,11 @@ def test_licence_and_notice_go_with_the_package():
     )
     script = (ROOT / "tests" / "installed.sh").read_text()
     assert "licenses/LICENSE" in script and "licenses/NOTICE" in script
+
+
+def test_folders_of_the_same_names_do_not_hide_the_packages(tmp_path):
+    """As where a clone, or a project with data in `train/`, lies in the working directory."""
+    for name in ("dllm_jax", "convert", "evals", "samplers", "train"):
+        (tmp_path / name).mkdir()
+    program = "import dllm_jax, convert, evals, samplers, train; dllm_jax.load, convert.convert, samplers.generate"
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, timeout=300)

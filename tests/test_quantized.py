@@ -386,7 +386,7 @@ def test_a_group_is_not_torn_apart() -> None:
     mesh = dllm_jax.make_mesh(tensor=2)
     sentence = (
         "^layers.0.mlp.down_proj.kernel: the 3 pairs of groups that int4 has along axis mlp do not split over 2 "
-        "devices; map mlp to None, or quantize to int8$"
+        "devices; leave it whole by rules=.*, or quantize to int8$"
     )
     torn = CONFIG.replace(mlp_dim=192, quantize="int4")
     with pytest.raises(DllmError, match=sentence):

@@ -196,6 +196,21 @@ def test_mistakes_in_settings_are_one_sentence(name, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+def test_settings_stand_where_one_likes(tmp_path, capsys):
+    path = write_toml(tmp_path / "run.toml", settings(tmp_path / "out"))
+    arguments = ["masked-diffusion", "steps=2", "--config", str(path), "optimizer.warmup=1", "--no-progress"]
+    assert main([*arguments, "checkpoint.every=2", "--allow-change", "optimizer.lr", "log.every=1"]) == 0
+    found = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert (found["steps"], found["optimizer"]["warmup"], found["checkpoint"]["every"]) == (2, 1, 2)
+    assert found["log"]["every"] == 1
+    for wrong in ("--cofig=x", "log.every"):
+        capsys.readouterr()
+        assert main([*arguments, wrong]) == 2
+        assert capsys.readouterr().err.startswith("error: ")
+    assert main(["plot", "--run", str(tmp_path / "out"), "--out", str(tmp_path / "x.svg"), "a=b"]) == 2
+    assert "unrecognized arguments: a=b" in capsys.readouterr().err
+
+
 BAD_LINES = {
     "not json": ("{", "line 2: it is not valid JSON"),
     "no object": ("[1]", "line 2: it is no object"),
@@ -271,7 +286,7 @@ def test_a_diverged_run_stops_and_keeps_its_last_state(tmp_path, monkeypatch):
     monkeypatch.undo()
     outcome = train.train(config)
     assert (outcome.started, outcome.step) == (4, 9)
-    with pytest.raises(DllmError, match=r"was started with optimizer.clip = 0.0, not 1.0"):
+    with pytest.raises(DllmError, match=r"goes by optimizer.clip = 0.0, not 1.0"):
         train.train(run_config(out, steps=9, optimizer__skip=0, checkpoint__every=2))
     monkeypatch.setattr(train.trainer.States, "load", lambda *_: (_ for _ in ()).throw(DllmError("unused")))
     with pytest.raises(DllmError, match="exists already"):

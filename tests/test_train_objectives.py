@@ -2,7 +2,9 @@
 
 import ast
 import dataclasses
+import itertools
 import json
+import tomllib
 import types
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -13,11 +15,12 @@ from train_toys import LLADA, run_config, settings, write_toml
 import train
 from dllm_jax import DllmError
 from train.__main__ import main
-from train.config import TrainConfig
+from train.config import LoraPart, TrainConfig
 from train.losses import Noised
 from train.objectives import OBJECTIVES
 from train.objectives.base import CrossEntropy, Passes
 from train.report import step_flops
+from train.settings import to_json
 
 ROOM = Path(train.__path__[0])
 
@@ -79,6 +82,23 @@ def test_a_new_objective_is_a_file_and_a_name(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main(["all-masked", "--help"])
     assert "learn from nothing but masks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_all_settings_are_listed_with_what_they_are(name, capsys):
+    """As a config file at its defaults, a comment above every line."""
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--settings"])
+    text = capsys.readouterr().out
+    needed = {"lora": LoraPart(rank=1)} if name == "d2f" else {}
+    values = json.loads(to_json(OBJECTIVES[name].config(out="", steps=1000, **needed)))
+    values["lora"]["rank"] = 0
+    wanted = {key: value for key, value in values.items() if key not in ("out", "steps", "command")}
+    assert ended.value.code == 0 and tomllib.loads(text) == wanted
+    lines = text.splitlines()
+    assert "# out = ..." in lines and "# steps = ..." in lines
+    for above, line in itertools.pairwise(lines):
+        assert line.startswith("#") or " = " not in line or above.startswith("# "), line
 
 
 def test_nobody_else_knows_which_there_are():

@@ -325,7 +325,7 @@ def test_lora_trains_adapters_only_and_merges(tmp_path):
     del known["lora"]["dropout"]  # as of a run that is older than the setting
     (tmp_path / "lora" / "run.json").write_text(json.dumps(known))
     assert train.train(run_config(tmp_path / "lora", **changes)).started == outcome.step
-    with pytest.raises(DllmError, match=r"was started with lora.dropout = 0.0, not 0.5"):
+    with pytest.raises(DllmError, match=r"goes by lora.dropout = 0.0, not 0.5"):
         train.train(run_config(tmp_path / "lora", **changes | {"lora": changes["lora"] | {"dropout": 0.5}}))
 
     arguments = ["merge-lora", "--base", str(base), "--adapters", str(outcome.folder), "--out", str(tmp_path / "m")]

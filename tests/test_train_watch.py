@@ -26,6 +26,7 @@ from dllm_jax import Denoiser, DllmError, checkpoint, random_model
 from evals.tasks import make_task
 from samplers import generate
 from train.__main__ import main
+from train.curves import joined
 from train.data.heldout import some, split
 from train.folder import LOOKED
 from train.objectives import OBJECTIVES
@@ -391,7 +392,8 @@ def test_curves_are_drawn_of_several_runs(tmp_path, capsys):
         assert (tmp_path / f"curves.{suffix}").read_bytes().startswith(start)
         assert "loss, lr, accuracy of 2 runs" in capsys.readouterr().out
     assert main(["plot", *runs, "--out", str(tmp_path / "c.svg"), "--metric", "heldout_loss"]) == 0
-    assert "heldout_loss" in (tmp_path / "c.svg").read_text()
+    drawn = (tmp_path / "c.svg").read_text()
+    assert "heldout_loss" in drawn and "<!-- two -->" in drawn and str(tmp_path) not in drawn
     for arguments, sentence in (
         ([*runs, "--out", str(tmp_path / "c.gif")], "is no png, svg or pdf file"),
         ([*runs, "--out", str(tmp_path / "c.svg"), "--metric", "los"], "no run tells of 'los'; there are accuracy,"),
@@ -399,6 +401,20 @@ def test_curves_are_drawn_of_several_runs(tmp_path, capsys):
     ):
         assert main(["plot", *arguments]) == 2
         assert sentence in capsys.readouterr().err
+
+
+def test_a_step_alone_is_no_point_of_a_curve():
+    """What an interruption cuts in two is one line again, with the mean of all its steps."""
+    tell = lambda step, steps, loss, **more: {"step": step, "loss": loss, "steps": steps, "lr": 0.1, **more}
+    log = [tell(10, 10, 3.0), tell(20, 10, 2.0), tell(21, 1, 9.0, note="x"), tell(30, 9, 2.0), tell(33, 3, 1.0)]
+    looks = [{"step": 20, "heldout_loss": 2.5, LOOKED: 1}]
+    found = joined([*log[:2], *looks, *log[2:]])
+    assert [line["step"] for line in found] == [10, 20, 20, 30, 33]
+    assert found[3]["loss"] == pytest.approx(2.7) and found[3]["steps"] == 10 and found[4]["loss"] == 1.0
+    assert joined([{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}]) == [
+        {"step": 1, "loss": 1.0},
+        {"step": 2, "loss": 2.0},
+    ]  # of runs that did not count
 
 
 def test_utilisation_is_of_the_data_sheet_where_there_is_one(tmp_path, monkeypatch):

@@ -15,11 +15,24 @@ from dllm_jax.errors import DllmError
 from dllm_jax.tools.command import Parser, keep_programs
 from train.curves import FORMATS, USUAL, plot
 from train.folder import read_settings
+from train.listing import listing
 from train.lora import merge
 from train.objectives import OBJECTIVES, read_config
 from train.settings import build
 from train.together import INTERRUPTED, MISTAKE, Interrupted
 from train.trainer import train, write_weights
+
+
+class _Parser(Parser):
+    """Takes settings wherever they stand, which argparse does not for commands of commands."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        options, rest = self.parse_known_args(args, namespace)
+        if other := [word for word in rest if word.startswith("-") or "=" not in word or "settings" not in options]:
+            self.error(f"unrecognized arguments: {' '.join(other)}")
+        if rest:
+            options.settings += rest
+        return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,7 +77,7 @@ def _told(error: BaseException) -> int:
 
 def command_line() -> argparse.ArgumentParser:
     """The options, for the command itself and for `dllm completion`."""
-    parser = Parser(prog="python -m train", description=__doc__)
+    parser = _Parser(prog="python -m train", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, objective in OBJECTIVES.items():
         _add_training(commands, name, objective.about)
@@ -94,6 +107,8 @@ def _add_plot(commands: Any) -> None:
 def _add_training(commands: Any, name: str, text: str) -> None:
     command = commands.add_parser(name, help=text, description=text)
     command.set_defaults(run=_train, command=name)
+    about = "print all settings with their defaults, and what they are"
+    command.add_argument("--settings", action=_Listing, nargs=0, dest=argparse.SUPPRESS, help=about)
     command.add_argument("--config", required=True, metavar="FILE", help="settings in TOML, see train/configs")
     command.add_argument("settings", nargs="*", metavar="key=value", help="changes, such as optimizer.lr=3e-4")
     about = "a setting that may differ from those that the run was started with; repeatable, noted in the run's log"
@@ -105,6 +120,14 @@ def _add_training(commands: Any, name: str, text: str) -> None:
     cluster.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
     cluster.add_argument("--processes", type=int, metavar="N", help="how many there are")
     cluster.add_argument("--process", type=int, metavar="I", help="which one this is, from 0")
+
+
+class _Listing(argparse.Action):
+    """Prints all settings of a command, and ends it."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(listing(OBJECTIVES[parser.get_default("command")].config), end="")
+        parser.exit()
 
 
 def _add_output(command: argparse.ArgumentParser) -> None:

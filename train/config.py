@@ -87,11 +87,14 @@ class OptimizerPart:
     Attributes:
         name: "adamw", or "muon" for the matrices of the layers and AdamW for the rest.
         lr: highest learning rate, reached after `warmup` steps.
+        warmup: steps in which the learning rate rises from 0.
         schedule: what comes after: "cosine" and "linear" fall all the way to the end; "wsd" (warm-up, stable, decay)
             stays and falls linearly in the last `decay` of the steps, as in LLaDA's SFT (arXiv 2502.09992, appendix B);
             "constant" stays.
         decay: share of all steps in which "wsd" falls.
         final_ratio: the learning rate at the end over the highest, of all schedules but "constant".
+        b1, b2: decay of AdamW's means of the gradient and of its square; Muon's momentum is its own.
+        eps: what AdamW adds to the square root that it divides by.
         weight_decay: of matrices only, never of norms and biases.
         clip: largest global norm of the gradient; 0 does not clip.
         skip: steps in a row that are skipped because their loss or gradient is no finite number; with one more the run
@@ -100,7 +103,8 @@ class OptimizerPart:
             (1 + step) / (10 + step) if that is less.
         moments: dtype in which moments are kept between steps. "bfloat16" halves their memory; what a moment forgets in
             a step must then be more than what is lost by rounding, so that b1 and b2 are at most 0.98.
-        batch: rows per step; accumulate: parts that a step's batch is computed in, one after another.
+        batch: rows per step.
+        accumulate: parts that a step's batch is computed in, one after another.
     """
 
     name: Optimizer = "adamw"
@@ -190,7 +194,8 @@ class CheckpointPart:
     """What is kept.
 
     Attributes:
-        every: steps between training states; keep: how many of the latest states stay.
+        every: steps between training states.
+        keep: how many of the latest states stay.
         weights: what the trained model holds: the moving average or the last weights.
     """
 
@@ -201,11 +206,13 @@ class CheckpointPart:
 
 @dataclasses.dataclass(frozen=True)
 class LogPart:
-    """Attributes:
-    every: steps between lines of metrics; the host waits for the device only then.
-    mfu: report which share of the device's peak training uses: of its data sheet's, or where `train.peaks` has none,
-        of the rate of matrix products that is measured at the start.
-    to: where metrics and generations are told besides the run's files: "tensorboard", "wandb".
+    """What is told.
+
+    Attributes:
+        every: steps between lines of metrics; the host waits for the device only then.
+        mfu: report which share of the device's peak training uses: of its data sheet's, or where `train.peaks` has
+            none, of the rate of matrix products that is measured at the start.
+        to: where metrics and generations are told besides the run's files: "tensorboard", "wandb".
     """
 
     every: int = 10
@@ -225,8 +232,8 @@ class WatchPart:
         source, options: other data for the loss, as of `data`, whose other settings hold for it too; of a task the
             validation split.
         rows: that the loss is of, at most.
-        prompts: texts that are answered at every look; file: others, a line each as `python -m samplers --prompts`
-            reads them.
+        prompts: texts that are answered at every look.
+        file: of other texts, a line each as `python -m samplers --prompts` reads them.
         chat: whether texts are a user's messages in the model's chat format.
         task: a task of `evals`, such as "word-problems:difficulty=long", whose accuracy is told.
         split, n: which of its examples, and how many.

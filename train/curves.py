@@ -1,5 +1,6 @@
 """Curves of runs: `python -m train plot --run DIR --run DIR --out curves.png`."""
 
+import collections
 import io
 import json
 import os
@@ -37,7 +38,7 @@ def plot(runs: Sequence[str | Path], out: str | Path, metrics: Sequence[str] = (
     out = Path(out)
     if out.suffix[1:] not in FORMATS:
         raise DllmError(f"{out} is no {', '.join(FORMATS[:-1])} or {FORMATS[-1]} file; name one by --out")
-    logs = {str(run): read_log(run) for run in runs}
+    logs = {name: joined(read_log(run)) for name, run in zip(_names(runs), runs, strict=True)}
     there = {name for log in logs.values() for line in log for name in line if _is_number(line[name])}
     if missing := [name for name in metrics if name not in there]:
         raise DllmError(f"no run tells of {missing[0]!r}; there are {', '.join(sorted(there - {'step'}))}")
@@ -77,6 +78,40 @@ def read_log(run: str | Path) -> list[Line]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _names(runs: Sequence[str | Path]) -> list[str]:
+    """What runs are called: without the folders that they are all in."""
+    if any(stores.is_address(run) for run in runs):
+        return [str(run) for run in runs]
+    paths = [Path(run).absolute() for run in runs]
+    common = os.path.commonpath([path.parent for path in paths])
+    return [str(path.relative_to(common)) for path in paths]
+
+
+def joined(log: Sequence[Line]) -> list[Line]:
+    """A log whose lines of less than half as many steps as most, as where a run was interrupted, are one with the next,
+    with the means over the steps of both: a step alone is no point of a curve."""
+    counts = collections.Counter(line["steps"] for line in log if "steps" in line)
+    usual = counts.most_common(1)[0][0] if counts else 0
+    found: list[Line] = []
+    short: list[Line] = []
+    for line in log:
+        if "steps" not in line:
+            found.append(line)
+            continue
+        short.append(line)
+        if 2 * sum(part["steps"] for part in short) >= usual:
+            found.append(_mean(short))
+            short = []
+    return sorted(found + short, key=lambda line: line["step"])
+
+
+def _mean(parts: Sequence[Line]) -> Line:
+    names = [name for name in parts[-1] if all(_is_number(line.get(name)) for line in parts)]
+    steps = sum(line["steps"] for line in parts)
+    means = {name: sum(line["steps"] * line[name] for line in parts) / steps for name in names}
+    return {**parts[-1], **means, "step": parts[-1]["step"], "steps": steps}
 
 
 def _figure(logs: dict[str, list[Line]], metrics: Sequence[str]) -> Any:

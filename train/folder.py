@@ -95,7 +95,7 @@ class RunFolder:
                 fixed = name.startswith(_MUST_STAY) or holds_average
                 advice = "" if fixed else f", allow it by --allow-change {name}"
                 raise DllmError(
-                    f"the run in {self.path} was started with {name} = {was!r}, not {now!r}; "
+                    f"the run in {self.path} goes by {name} = {was!r}, not {now!r}; "
                     f"restore the setting to continue it{advice}, or choose another out"
                 )
             self.changes[name] = was, now

@@ -149,10 +149,12 @@ class Reporter:
             raise write_error(self._folder / name, error) from None
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leaves out what happens meanwhile, such as compilation."""
+    def paused(self, doing: str) -> Iterator[None]:
+        """Leaves out what happens meanwhile, such as compilation, and says it in front of the bar."""
         start = time.perf_counter()
+        self._bar.set_description(doing)
         yield
+        self._bar.set_description(None)
         self._start += time.perf_counter() - start
 
     def count(self, length: int) -> None:
@@ -167,9 +169,10 @@ class Reporter:
         flops = sum(step_flops(self._config, self._model, length) for length in self._lengths)
         if self._peak is not None:
             line["mfu"] = flops / seconds / self._peak.rate
-        line["seconds"] = seconds
+        line |= {"steps": steps, "seconds": seconds}
         self._bar.update(steps)
-        shown = {"loss": f"{metrics.get('loss', math.nan):.4f}", "tok/s": f"{line['tokens_per_second']:.0f}"}
+        shown = {name: f"{metrics[name]:.4f}" for name in ("reward", "loss") if name in metrics}
+        shown |= {"tok/s": f"{line['tokens_per_second']:.0f}"}
         self._show(shown | ({"mfu": f"{line['mfu']:.1%}"} if "mfu" in line else {}))
         of = {} if self._peak is None else {"mfu_of": self._peak.about}
         self._tell(step, "train", line, of)

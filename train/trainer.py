@@ -176,7 +176,7 @@ class Run:
                 rows = feed(step - 1, state) if feed else next(batches)
                 length = rows.tokens.shape[-1]
                 if length not in programs:
-                    with reporter.paused():
+                    with reporter.paused("compiling"):
                         programs[length] = self.stepper.jitted(state).lower(state, self.frozen, rows, key).compile()
                 state, metrics = programs[length](state, self.frozen, rows, key)
                 reporter.count(length)
@@ -192,7 +192,7 @@ class Run:
                     line = reporter.report(step, {**values, "lr": float(schedule(step - 1))})
                     pending = []
                 if keep:
-                    with reporter.paused():
+                    with reporter.paused("saving"):
                         folder.send_logs()
                         states.save(step, state, {"position": step * config.optimizer.batch})
                 if stopping and step < config.steps:
@@ -203,7 +203,7 @@ class Run:
 
     def _look(self, step: int, state: TrainState, watch: Watch, reporter: Reporter) -> None:
         jax.block_until_ready(state)  # what is waited for is training
-        with reporter.paused():
+        with reporter.paused("looking"):
             reporter.look(step, watch(state, self.frozen))
 
 

@@ -40,7 +40,7 @@ from samplers.checks import check_length, check_whole
 from samplers.prompts import check_lengths, encode_prompt
 from samplers.registry import PLAIN, settle
 from samplers.requests import Request
-from samplers.running import Runner
+from samplers.running import Runner, slots_for
 from samplers.scoring import score_each
 from samplers.stop_pool import PER_REQUEST
 from samplers.telling import device_of
@@ -256,7 +256,7 @@ class DllmLM(LM):
         that a run that goes on runs the same program."""
         left = list({one.key: one for one in group if one.key in mine and one.key not in self.answers}.values())
         early, states = self._early(group)
-        slots = self._slots(self._processes.most(len(group)))
+        slots = slots_for(self.model, self._processes.most(len(group)), self._batch_size)
         runner = Runner(self.model, sampler, slots, stop_states=states)
         made = (Request(one.ids, one.gen_length, one.draws, stop=early[one.until]) for one in left)
         before = 0.0
@@ -418,11 +418,6 @@ class DllmLM(LM):
             told = f"prompts of more than {limit} tokens, such as one of {len(ids)}, lose their beginning"
             warnings.warn(told, stacklevel=4)
         return ids[-limit:] if limit > 0 else ids
-
-    def _slots(self, count: int) -> int:
-        """Rows that are worked on together: not more than there are, and as many for each device."""
-        parts = self.model.denoiser.batch_parts
-        return min(self._batch_size, math.ceil(count / parts) * parts)
 
     @contextlib.contextmanager
     def _shared(self, keys: Sequence[str], unit: str, hide: bool) -> "Iterator[tuple[Collection[str], tqdm[Any]]]":

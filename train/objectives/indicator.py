@@ -64,7 +64,16 @@ class IndicatorPart:
 
 @dataclasses.dataclass(frozen=True)
 class IndicatorTable:
-    """The shape of the indicator, see `samplers.indicator.IndicatorConfig`; the model's sizes are the model's."""
+    """The shape of the indicator, as `samplers.indicator.IndicatorConfig` has it; the model's sizes are the model's.
+
+    Attributes:
+        depth: blocks of the network.
+        width: features of each input after its projection, and of every block's output.
+        num_values: K2, how many of the largest scores over the vocabulary are read; 0 reads none.
+        num_tokens: K1, how many of the best tokens' embeddings are read, at least the best.
+        probabilities: whether these scores are probabilities over the whole vocabulary, or else logits.
+        mix: whether the projected inputs are mixed by one more matrix before the blocks.
+    """
 
     depth: int = 5
     width: int = 768
