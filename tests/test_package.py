@@ -17,7 +17,6 @@ from packaging.version import Version
 
 import dllm_jax
 from dllm_jax.tools import completion, dllm
-from dllm_jax.tools.command import console
 from samplers.__main__ import command_line
 
 PACKAGES = ("convert", "dllm_jax", "evals", "samplers", "train")
@@ -146,12 +145,6 @@ def test_usages_and_mistakes_have_the_name_that_was_typed(capsys):
     assert command_line().prog == "python -m samplers"
     assert dllm.main(["completion", "--help"]) == 0
     assert "bash|zsh|fish" in capsys.readouterr().out
-
-
-def test_tables_are_as_wide_as_columns_say(monkeypatch):
-    for said, width in (("60", 60), ("", 160)):
-        monkeypatch.setenv("COLUMNS", said)
-        assert console().width == width
 
 
 def test_the_command_hands_over(capsys):
