@@ -16,6 +16,7 @@ from convert.families import FAMILIES
 from convert.indicator import convert_indicator, export_indicator, is_indicator, verify_indicator
 from dllm_jax.errors import DllmError
 from dllm_jax.tools.command import Parser
+from dllm_jax.tools.interrupts import INTERRUPTED, interruptible, is_second
 from dllm_jax.transformer import num_params
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "B": 1, "": 1}
@@ -30,13 +31,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logging.getLogger(logger).setLevel(logging.CRITICAL)
     try:
         options = command_line().parse_args(arguments)
-        options.run(options)
+        with interruptible():
+            options.run(options)
     except DllmError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("interrupted; nothing was left behind", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as error:
+        print("interrupted" if is_second(error) else "interrupted; nothing was left behind", file=sys.stderr)
+        return INTERRUPTED
     return 0
 
 

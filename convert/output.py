@@ -1,6 +1,9 @@
 """What all commands say about their output: whether it may be there, whether it fits, and how far it is."""
 
+import contextlib
 import shutil
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,3 +54,23 @@ def check_space(out: str | Path, num_bytes: int) -> None:
 def byte_bar(total: int, shown: bool) -> "tqdm[Any]":
     """A progress bar over bytes on stderr; never shown where stderr is no terminal."""
     return tqdm(total=total, unit="B", unit_scale=True, disable=None if shown else True)
+
+
+@contextlib.contextmanager
+def ticking(bar: "tqdm[Any]") -> Iterator[None]:
+    """A block in which a bar's clock goes on, whether anything is counted or not."""
+    over = threading.Event()
+
+    def tick() -> None:
+        while not over.wait(1.0):
+            bar.refresh()
+
+    thread = threading.Thread(target=tick, daemon=True)
+    if not bar.disable:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        if thread.is_alive():
+            thread.join()

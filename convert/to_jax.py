@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from convert import families
 from convert.families import Move
 from convert.hub_config import copied_files
-from convert.output import byte_bar, check_out, check_space
+from convert.output import byte_bar, check_out, check_space, ticking
 from convert.source import open_source, sha256
 from convert.tensors import as_dtype, load
 from dllm_jax import checkpoint
@@ -66,27 +67,30 @@ def convert(
         "dtypes": _dtypes(moves),
         "config": dict(opened.hub.values),
     }
-    tensors = checkpoint.quantized_params(_stream(moves, config, notes, progress), config, opened.name)
     files = copied_files(opened.folder) | checkpoint.generation_file(usual)
-    checkpoint.save(out, config, tensors, files=files, source=notes, overwrite=overwrite)
+    with byte_bar(sum(move.nbytes for move in moves), progress) as bar, ticking(bar):
+        tensors = checkpoint.quantized_params(_stream(moves, config, notes, bar), config, opened.name)
+        checkpoint.save(out, config, tensors, files=files, source=notes, overwrite=overwrite)
     return config
 
 
 def _stream(
-    moves: list[Move], config: ModelConfig, notes: dict[str, Any], progress: bool
+    moves: list[Move], config: ModelConfig, notes: dict[str, Any], bar: "tqdm[Any]"
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """The converted tensors, not quantized yet; files are hashed beside, and their hashes noted before the stream ends.
+    """The converted tensors, not quantized yet, counted by a bar in bytes; files are hashed beside, and their hashes
+    noted before the stream ends.
 
     `checkpoint.save` writes the notes after the last tensor, so that a file is read from disk only once.
     """
     dtype, wide, hashes = as_dtype(config.dtype), wide_params(config), dict[Path, Future[str]]()
-    with ThreadPoolExecutor(1) as pool, byte_bar(sum(move.nbytes for move in moves), progress) as bar:
+    with ThreadPoolExecutor(1) as pool:
         for move in moves:
             for path in dict.fromkeys(piece.entry.path for piece in move.pieces):
                 if path not in hashes:
                     hashes[path] = pool.submit(sha256, path)
             yield move.target, load(move.pieces, move.shape, as_dtype("float32") if move.target in wide else dtype)
             bar.update(move.nbytes)
+        bar.set_description("writing")  # what is left of it: a group of tensors, and what joins all of them
         notes["files"] = {
             path.name: {"bytes": path.stat().st_size, "sha256": digest.result()} for path, digest in hashes.items()
         }

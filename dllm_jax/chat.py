@@ -1,5 +1,6 @@
 """The families' built-in chat templates."""
 
+import re
 import types
 from collections.abc import Mapping
 
@@ -52,4 +53,7 @@ TEMPLATES: Mapping[str, str] = types.MappingProxyType(
         "qwen2": _CHATML,
     }
 )
-"""Jinja template by family, for tokenizers that bring none of their own."""
+"""Jinja template by family, for tokenizers that bring none of their own and know its marks."""
+
+MARK = re.compile(r"<\|\w+\|>")
+"""The tokens in a template that begin and end turns."""

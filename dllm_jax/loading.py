@@ -11,10 +11,10 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from dllm_jax import checkpoint
-from dllm_jax.config import ModelConfig, Quantize, published
+from dllm_jax.config import PUBLISHED, ModelConfig, Quantize, published
 from dllm_jax.denoiser import Denoiser
 from dllm_jax.errors import DllmError
-from dllm_jax.params import init_params
+from dllm_jax.params import abstract_params, init_params
 from dllm_jax.sharding import Layout, ShardingRules, param_shardings
 from dllm_jax.tokenizer import has_tokenizer, load_tokenizer
 
@@ -120,6 +120,21 @@ def planned(path_or_name: str | Path, *, dtype: DTypeLike | None = None, quantiz
     params = checkpoint.params_to_load(found.folder, dtype=dtype_name, quantize=quantize)
     config = checkpoint.quantizing(found.config, quantize, str(found.folder))
     return dataclasses.replace(found, config=config, params=params)
+
+
+def planned_or_published(
+    path_or_name: str | Path, *, dtype: DTypeLike | None = None, quantize: Quantize | None = None
+) -> Model:
+    """`planned`; of a published name (see `PUBLISHED`) that has no checkpoint here, what converting it would give,
+    without a folder, a tokenizer and settings of its own.
+
+    Arguments and errors are those of `load`.
+    """
+    name, dtype_name = str(path_or_name), _dtype_name(dtype)
+    if name not in PUBLISHED or Path(name).exists() or (checkpoint.home() / name).exists():
+        return planned(path_or_name, dtype=dtype, quantize=quantize)
+    config = checkpoint.quantizing(published(name), quantize, name)
+    return Model(config, abstract_params(config, dtype_name or config.dtype), None, name)
 
 
 def random_model(

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
-from dllm_jax.chat import ROLES, TEMPLATES
+from dllm_jax.chat import MARK, ROLES, TEMPLATES
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 
@@ -189,8 +189,8 @@ def _rendered(tokenizer: "PreTrainedTokenizerBase", turns: list[dict[str, Any]],
     """What the chat template makes of messages, with the assistant's turn opened behind them or not."""
     if not tokenizer.chat_template:
         raise DllmError(
-            "the tokenizer has no chat template; put a chat_template.jinja into the checkpoint's folder, or set "
-            "tokenizer.chat_template"
+            "the tokenizer has no chat template, so its model takes no conversations: write the prompt as it knows it, "
+            "without chat; or put a chat_template.jinja into the checkpoint's folder"
         )
     try:
         return str(tokenizer.apply_chat_template(turns, add_generation_prompt=opened, tokenize=False))
@@ -350,8 +350,10 @@ def _fit(tokenizer: "PreTrainedTokenizerBase", config: ModelConfig, folder: Path
         i = getattr(config, f"{name}_id")
         if getattr(tokenizer, f"{name}_token") is None and i is not None:
             setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(i))
-    if tokenizer.chat_template is None:
-        tokenizer.chat_template = TEMPLATES.get(config.family)
+    template = TEMPLATES.get(config.family, "")
+    # A template marks turns by tokens; spelt in characters its marks are text that no model has seen so.
+    if tokenizer.chat_template is None and set(MARK.findall(template)) <= tokenizer.get_vocab().keys():
+        tokenizer.chat_template = template
     advice = "use the model's own files"
     last = max(tokenizer.get_vocab().values(), default=-1)
     if last >= config.vocab_size:

@@ -116,6 +116,7 @@ def _add_scoring(add: Any) -> None:
     add(
         "--sampler",
         required=True,
+        action="append",
         metavar="SPEC",
         help="RULE or PRESET, with options as in eb:gamma=0.1; @DIR is its model",
     )
@@ -213,7 +214,9 @@ def _oracle_of(models: Models, task: Task, sampler: SamplerSpec, **measuring: An
 
 def _score(options: argparse.Namespace, score: Callable[..., Any], described: Callable[[Any], str]) -> None:
     """Runs one sampler by `run` or `oracle`, whose reports are alike, and prints and writes what was asked for."""
-    task, sampler = make_task(options.task), parse_sampler(options.sampler)
+    if len(options.sampler) > 1:
+        raise DllmError(f"this scores one sampler, not {len(options.sampler)}; leave others out, or use sweep")
+    task, sampler = make_task(options.task), parse_sampler(options.sampler[0])
     models = models_of(options)
     check_split(options.split)
     if options.results:

@@ -34,7 +34,7 @@ from rich.console import Console
 
 import dllm_jax
 from dllm_jax import DllmError, Model
-from dllm_jax.loading import outline, planned
+from dllm_jax.loading import outline, planned_or_published
 from dllm_jax.quantized import told_dtype
 from dllm_jax.tools import docs, spec
 from dllm_jax.tools.command import Parser, run_printing
@@ -157,18 +157,28 @@ def _check_view(options: argparse.Namespace) -> None:
 
 def _explain(options: argparse.Namespace) -> None:
     """Prints where the settings come from and what a run takes, of shapes alone."""
-    prompts = bool(options.prompt) or options.prompts is not None or options.infill is not None
-    loading = _loading(options, functools.partial(planned, dtype=options.dtype, quantize=options.quantize))
+    look = functools.partial(planned_or_published, dtype=options.dtype, quantize=options.quantize)
+    loading = _loading(options, look)
     model = loading.bare
+    asked = bool(options.prompt) or options.prompts is not None or options.infill is not None
+    spoken = asked and model.folder is not None  # else there is no tokenizer yet
+    work = _work(options) if asked else None
     usual = [model.config.eos_id] * min(USUAL_PROMPT, model.config.max_length // 4)
-    work = _work(options) if prompts else _Work([{}], functools.partial(_generation, [usual]))
-    ready = work.prepare(model, **loading.outlined)
-    together = options.batch_size or (SLOTS if options.prompts is not None else len(ready.requests))
-    longest = bucket_length(max(len(request.prompt) for request in ready.requests))
-    costs = costs_of(model, ready.sampler, min(together, len(ready.requests)), longest)
-    assumed = Setting("prompt", f"{len(usual)} tokens", "the library", "none was given, so this length is counted with")
-    own = _own_settings(options, model) + ([] if prompts else [assumed])
-    settings = own + explained(model, loading.outlined["sampler"], loading.said)
+    counted = work if work is not None and spoken else _Work([{}], functools.partial(_generation, [usual]))
+    ready = counted.prepare(model, **loading.outlined)
+    number = 1 if work is None else len(work.lines)
+    together = min(options.batch_size or (SLOTS if options.prompts is not None else number), number)
+    length = max(len(request.prompt) for request in ready.requests)
+    costs = costs_of(model, ready.sampler, together, bucket_length(length))
+    settings = _own_settings(options, model, together)
+    if options.prompts is not None:
+        settings.append(Setting("prompts", f"{number} of {options.prompts}", "the command line", ""))
+    if not spoken:
+        why = "is not known without the tokenizer" if asked else "was not given"
+        settings.append(
+            Setting("prompt", f"{length} tokens", "the library", f"it {why}, so this length is counted with")
+        )
+    settings += explained(model, loading.outlined["sampler"], loading.said)
     if options.json:
         print(explained_as_json(settings, costs))
     else:
@@ -179,22 +189,33 @@ USUAL_PROMPT = 128
 """Tokens of the prompt that `--explain` counts on where none is given."""
 
 
-def _own_settings(options: argparse.Namespace, model: Model) -> list[Setting]:
-    """The settings that are the command's, and why their defaults are what they are."""
+def _own_settings(options: argparse.Namespace, model: Model, together: int) -> list[Setting]:
+    """The settings that are the command's, and why their defaults are what they are.
+
+    Args:
+        together: rows of a batch.
+    """
     chat, batch = options.chat or options.system is not None, options.batch_size
     stored = options.dtype is None and options.quantize is None
+    at_once = f"so many of a file, at most {SLOTS}" if options.prompts is not None else "all prompts together"
     rows = [  # name, value, whether it was said, and else where it comes from and why
-        ("model", model.name, True, "", ""),
+        (
+            "model",
+            model.name,
+            model.folder is not None,
+            "the published one",
+            "no checkpoint of that name is here, so its tokenizer and its generation.json are not known",
+        ),
         (
             "weights",
             told_dtype(model.params),
             not stored,
-            "the checkpoint",
+            "the published one" if model.folder is None else "the checkpoint",
             "as they are stored",
         ),
         ("chat", spec.written(chat), chat, "the library", "a prompt is taken as it is written"),
         ("seed", str(options.seed), options.seed, "the library", "it counts where something is drawn"),
-        ("batch_size", spec.written(batch), batch, "the library", f"all prompts together, {SLOTS} of a file"),
+        ("batch_size", str(together), batch, "the library", at_once),
     ]
     return [Setting(*row[:2], *(("the command line", "") if row[2] else row[3:])) for row in rows]
 

@@ -179,16 +179,30 @@ _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 
 
 def print_explained(settings: Sequence[Setting], costs: Costs, gen_length: int) -> None:
-    """Prints both, no wider than the terminal."""
+    """Prints both, no wider than the terminal; what is off, as usual, by name alone."""
     width = max(min(shutil.get_terminal_size().columns, 110), 40)
     names, values = (min(max(map(len, column)), width // 4) for column in list(zip(*settings, strict=True))[:2])
-    for name, value, origin, why in settings:
+    usual = [setting.name for setting in settings if _is_left_out(setting)]
+    for name, value, origin, why in (setting for setting in settings if not _is_left_out(setting)):
         head = f"{name:{names}}  {value:{values}}  "
         text = head + origin + (f": {why}" if why else "")
         print("\n".join(textwrap.wrap(text, width, subsequent_indent=" " * min(len(head), width // 2))))
+    if usual:
+        text = f"not set, as usual: {', '.join(usual)} (--json has the reasons)"
+        print("\n".join(textwrap.wrap(text, width, subsequent_indent="  ")))
     print()
     for line in costs_told(costs, gen_length):
         print("\n".join(textwrap.wrap(line, width, subsequent_indent="  ")))
+
+
+def _is_left_out(setting: Setting) -> bool:
+    """Whether a setting is nothing that nobody has said, and no choice between parts."""
+    nobody = setting.origin == "the library" or setting.origin.startswith("default of ")
+    return nobody and setting.value in ("none", "false") and setting.name not in _CHOICES
+
+
+_CHOICES = ("chat", "cache", "block_length")
+"""What is told even where it is none."""
 
 
 def explained_as_json(settings: Sequence[Setting], costs: Costs) -> str:

@@ -11,6 +11,7 @@ import collections
 import dataclasses
 import itertools
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -39,6 +40,12 @@ from samplers.telling import (
 SLOTS = 16
 """Prompts that are worked on together, where nothing is said."""
 
+SELDOM = 30.0
+"""Seconds between two words on how far it is, where nobody watches."""
+
+WIDE = 110
+"""Columns of a terminal from which on the bar has room for everything."""
+
 Emit = Callable[[dict[str, Any], Generation | None], None]  # a line of JSON, and the answer in it
 
 
@@ -56,6 +63,10 @@ class Loading(NamedTuple):
     said: Mapping[str, Any]
     outlined: Mapping[str, Any]
     load: Callable[[], tuple[Model, Mapping[str, Any]]]
+
+
+class _BadLine(DllmError):
+    """What is wrong with a line, where such lines are not skipped."""
 
 
 class Asked(NamedTuple):
@@ -207,6 +218,26 @@ class _Job:
             assert output is not None
             print_beside(f"{output.path}: nothing left to do, {output.done} lines are there")
             return
+        try:
+            self._answer(itertools.chain([first], lines), first, loading, desk, emit, output)
+        except _BadLine as error:
+            again = "mend it, or pass --on-error skip"
+            if output is not None:
+                again = f"{self._there(output)}; mend the line and give the same command again, or add --on-error skip"
+            raise DllmError(f"{error}; {again}") from None
+        except KeyboardInterrupt:
+            if output is None:
+                raise
+            raise KeyboardInterrupt(f"{self._there(output)}; the same command goes on behind them") from None
+
+    def _there(self, output: Output) -> str:
+        """How many lines are written."""
+        return f"{_lines(output.done)} answered in {output.path}"
+
+    def _answer(
+        self, lines: Iterator[Line], first: Line, loading: Loading, desk: Desk, emit: Emit, output: Output | None
+    ) -> None:
+        """`answer`, of lines from `first` on."""
         self._read(first, desk)  # a mistake in all lines comes before gigabytes are read
         model, given = loading.load()
         settings = self.settings | run_told(model)
@@ -215,11 +246,13 @@ class _Job:
             output.begin()
         desk = Desk(model, self.room, **given)
         runner = Runner(model, desk.sampler, self._slots(), stop_states=self.room.stop_states)
-        self._run(runner, self._requests(itertools.chain([first], lines), desk), settings, emit, output)
+        self._run(runner, self._requests(lines, desk), settings, emit, output)
         speed = f"{runner.seconds:.3f} s, compiled before in {runner.compile_seconds:.1f} s"
         print_statistics(self.tally, runner.seconds, speed, model, desk.sampler)
         if self.errors:
-            print_beside(f"{self.errors} of the lines could not be answered; their answers are sentences")
+            have = "it has" if self.errors == 1 else "they have"
+            where = "" if output is None else f"; {have} an 'error' in {output.path}"
+            print_beside(f"{_lines(self.errors)} could not be answered{where}")
 
     def _requests(self, lines: Iterable[Line], desk: Desk) -> Iterator[Request]:
         for line in lines:
@@ -235,7 +268,7 @@ class _Job:
             return Asked(line, own, None), desk.request(line, own)
         except DllmError as error:
             if self.options.on_error != "skip":
-                raise DllmError(f"{self.source.where(line)}: {error}") from None
+                raise _BadLine(f"{self.source.where(line)}: {error}") from None
             nobody = Request([], 0, np.zeros(2, np.uint32), number=line.number, cancelled=True)
             return Asked(line, own, str(error)), nobody
 
@@ -248,15 +281,20 @@ class _Job:
         output: Output | None,
     ) -> None:
         width = 0 if output is None else int(output.last.get("room") or 0)
-        hidden = True if output is None and sys.stdout.isatty() else None  # a bar would stand among the answers
-        about: dict[str, Any] = {"desc": "answering", "unit": "line", "disable": hidden}
-        total = None if self.room.total is None else self.share.of(self.room.total)
-        with tqdm(total=total, initial=0 if output is None else output.done, **about) as bar:
+        hidden = output is None and sys.stdout.isatty()  # a bar would stand among the answers
+        about: dict[str, Any] = {"desc": "answering", "unit": "line", "disable": hidden, "dynamic_ncols": True}
+        if not sys.stderr.isatty():
+            about |= {"mininterval": SELDOM, "delay": SELDOM}
+        total, compiling = None if self.room.total is None else self.share.of(self.room.total), 0.0
+        with tqdm(total=total, initial=0 if output is None else output.done, smoothing=0, **about) as bar:
             for request in runner.run(requests, longest=width):
                 asked = self.asked.popleft()
                 width = max(width, runner.room_for(len(request.prompt)))
                 told, answer = self._told(asked, request, runner, {"room": width, "settings": settings})
                 emit(told, answer)
+                if not hidden:
+                    bar.start_t += runner.compile_seconds - compiling  # which is no work that comes again
+                    compiling = runner.compile_seconds
                 bar.set_postfix_str(self._speed(runner), refresh=False)
                 bar.update()
 
@@ -282,4 +320,9 @@ class _Job:
         """What the progress bar tells."""
         nfe = self.tally.nfe / max(self.tally.answers, 1)
         speed = self.tally.tokens / max(runner.seconds, 1e-9)
-        return f"{speed:.0f} tokens/s, NFE {nfe:.1f}, {runner.occupancy:.0%} of the slots at work"
+        slots = f", {runner.occupancy:.0%} of the slots at work" if shutil.get_terminal_size().columns >= WIDE else ""
+        return f"{speed:.0f} tokens/s, NFE {nfe:.1f}{slots}"
+
+
+def _lines(count: int) -> str:
+    return "1 line" if count == 1 else f"{count} lines"

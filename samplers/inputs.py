@@ -40,7 +40,8 @@ def checked_call(
     _check_tokens(prompt, lengths, denoiser.vocab_size)
     if (gen_length := getattr(sampler, "gen_length", None)) is not None:
         most = check_lengths("gen", options.get("gen_lengths"), batch, 1, gen_length)
-        _check_context(denoiser, width if lengths is None else lengths, gen_length if most is None else most)
+        longest = (width if lengths is None else lengths, gen_length if most is None else most)
+        _check_context(denoiser, *longest, getattr(sampler, "width", 1))
     return prompt
 
 
@@ -129,20 +130,25 @@ def _check_tokens(prompt: Any, lengths: np.ndarray | None, vocab_size: int) -> N
         raise DllmError(f"prompt token {ids[row, place]} of row {row}, position {place}, {outside}")
 
 
-def _check_context(denoiser: DenoiserLike, prompt: int | np.ndarray, generation: int | np.ndarray) -> None:
+def _check_context(
+    denoiser: DenoiserLike, prompt: int | np.ndarray, generation: int | np.ndarray, block_length: int
+) -> None:
     limit = getattr(getattr(denoiser, "config", None), "max_length", None)
     prompts, totals = map(np.atleast_1d, np.broadcast_arrays(prompt, prompt + generation))
     if limit is not None and len(totals):
         longest = int(np.argmax(totals))
-        check_context("the model", limit, int(prompts[longest]), int(totals[longest]))
+        check_context("the model", limit, int(prompts[longest]), int(totals[longest]), block_length)
 
 
-def check_context(who: str, limit: int, prompt: int, total: int) -> None:
+def check_context(who: str, limit: int, prompt: int, total: int, block_length: int) -> None:
     """Raises DllmError for a prompt of so many tokens, up to position `total` with its canvas, that is longer than the
     context that somebody was trained for."""
     if total > limit:
         parts = f"a prompt of {prompt} tokens and a canvas up to position {total}"
-        raise DllmError(f"{parts} exceed the {limit} tokens {who} was trained for; shorten one of them")
+        left = limit - prompt
+        left -= left % block_length if left > block_length else 0  # whole blocks
+        fits = f"; a gen_length of {left} fits behind such a prompt" if left > 0 else ""
+        raise DllmError(f"{parts} exceed the {limit} tokens {who} was trained for; shorten one of them{fits}")
 
 
 def _check_numbers(part: Any, batch: int, place: str = "") -> None:

@@ -83,7 +83,7 @@ def encode_prompt(model: Model, prompt: Prompt, *, chat: bool = False, system: s
 
 def _checked_ids(model: Model, ids: Sequence[Any]) -> list[int]:
     if len(ids) < max(model.denoiser.min_prompt_length, 1):
-        raise DllmError("the prompt is empty; give at least one token")
+        raise DllmError("the prompt is empty; give a prompt of at least one token")
     for token in ids:
         check_token("prompt", token, model.config)
     if model.config.attention != "canvas" and model.denoiser.mask_id in ids:
@@ -115,4 +115,4 @@ def check_lengths(model: Model, sampler: CanvasSampler, rows: Sequence[Sequence[
 def check_width(model: Model, sampler: CanvasSampler, longest: int) -> None:
     """As `check_lengths`, for a longest prompt of so many tokens."""
     total = max(longest + sampler.gen_length, sampler.canvas_length or 0)
-    check_context(model.name, model.config.max_length, longest, total)
+    check_context(model.name, model.config.max_length, longest, total, sampler.width)

@@ -250,7 +250,7 @@ OPTIONS = {
 }
 
 PROMPTS = {
-    "empty text": (lambda m: generate(m.llada, ""), "the prompt is empty; give at least one token"),
+    "empty text": (lambda m: generate(m.llada, ""), "the prompt is empty; give a prompt of at least one token"),
     "no tokens": (lambda m: generate(m.llada, [[]]), "the prompt is empty"),
     "mask token by name": (
         lambda m: generate(m.llada, "a<|mask|>b"),
@@ -528,8 +528,11 @@ COMMANDS = {
     "stop id": (["a", "--model", "LLADA", "--stop-id", "136"], "stop token 136 lies outside the vocabulary"),
     "empty stop": (["a", "--model", "LLADA", "--stop", ""], "a stop string is empty; leave it out"),
     "canvas_length": (["a", "--model", "LLADA", "--canvas-length", "9"], "canvas_length 9 is below gen_length 256"),
-    "long generation": (["a", "--model", "LLADA", "--gen-length", "900"], "up to position 901 exceed the 512 tokens"),
-    "empty prompt": (["", "--model", "LLADA"], "the prompt is empty; give at least one token"),
+    "long generation": (
+        ["a", "--model", "LLADA", "--gen-length", "900"],
+        "a gen_length of 480 fits behind such a prompt",
+    ),
+    "empty prompt": (["", "--model", "LLADA"], "the prompt is empty; give a prompt of at least one token"),
     "mask in the prompt": (["a<|mask|>", "--model", "LLADA"], "the prompt contains the mask token"),
     "half a surrogate pair": (["a\udc80", "--model", "LLADA"], "cannot be expressed in this vocabulary"),
     "empty standard input": (["--model", "LLADA"], "the prompt is empty"),

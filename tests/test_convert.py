@@ -1,6 +1,7 @@
 """Conversion of the tiny checkpoints: right names and values, there and back, nothing half done, nothing forgotten."""
 
 import hashlib
+import io
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ import huggingface_hub
 import ml_dtypes
 import numpy as np
 import pytest
+from orbax.checkpoint import v1 as ocp
 from safetensors import safe_open
 
 import convert
@@ -519,6 +521,22 @@ def test_a_killed_run_leaves_nothing_and_can_be_started_again(tmp_path):
     assert main(arguments) == 0
     assert convert.verify(source_of("llada"), out) == 39
     assert os.listdir(tmp_path) == ["out"]
+
+
+def test_the_bar_says_that_what_was_read_is_being_written(tmp_path, monkeypatch):
+    """Which may take longer than reading; its clock goes on."""
+    seen, finalize, err = [], ocp.partial.finalize, io.StringIO()
+
+    def finalized(path):
+        time.sleep(2.2)
+        seen.append(err.getvalue())
+        finalize(path)
+
+    monkeypatch.setattr(ocp.partial, "finalize", finalized)
+    monkeypatch.setattr(sys, "stderr", err)
+    err.isatty = lambda: True
+    convert.convert("llada", source_of("llada"), tmp_path / "out", progress=True)
+    assert seen[0].count("writing: 100%") >= 3
 
 
 def test_an_interrupted_run_cleans_up(tmp_path, monkeypatch, capsys):

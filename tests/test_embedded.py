@@ -14,6 +14,7 @@ from convert import embedded
 from convert.__main__ import main as convert_main
 from dllm_jax import DllmError
 from evals.__main__ import main as evals_main
+from samplers.prompts import encode_prompt
 from train.objectives import read_config
 
 EXPECTED = {"word-problems": "word-problems", "long-problems": "word-problems", "sudoku": "sudoku", "maze": "maze"}
@@ -71,6 +72,21 @@ def test_a_model_is_converted_once_and_again_when_it_is_another(tmp_path, monkey
     model = embedded.load("maze")
     assert model.folder == folder and (folder / "config.json").stat().st_mtime_ns != stamp
     assert jax.tree.all(jax.tree.map(lambda x: bool(np.isfinite(x).all()), model.params))
+
+
+def test_a_copy_with_another_tokenizer_is_replaced(tmp_path):
+    out = embedded.install("sudoku", tmp_path / "sudoku")
+    (out / "tokenizer_config.json").write_text("{}")
+    embedded.install("sudoku", out)
+    assert (out / "tokenizer_config.json").read_bytes() == embedded.source("sudoku").joinpath(
+        "tokenizer_config.json"
+    ).read_bytes()
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_none_has_a_chat_format(name, models):
+    with pytest.raises(DllmError, match="no chat template"):
+        encode_prompt(models[name], "Hello", chat=True)
 
 
 def test_a_folder_with_something_else_is_left_alone(tmp_path, monkeypatch):

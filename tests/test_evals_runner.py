@@ -497,6 +497,10 @@ def test_tokenizer_writes_the_files_of_a_checkpoint(command, tmp_path):
     [
         ([], "the following arguments are required: COMMAND"),
         (["run"], "the following arguments are required: --task"),
+        (
+            ["run", "--task", "maze", "--sampler", "eb", "--sampler", "topk"],
+            "scores one sampler, not 2; leave others out",
+        ),
         (["run", "--task", "maze", "--sampler", "eb"], "no model was named for eb; pass --model DIR_OR_NAME, or write"),
         (["sweep", "--task", "maze", "--out", ".", "--sampler", "eb@"], "sampler 'eb@' has no model behind the @"),
         (["compare", "--task", "maze", "--sampler", "eb@/nowhere"], "no checkpoint at /nowhere"),

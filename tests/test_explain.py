@@ -13,6 +13,7 @@ from dllm_jax.kv_cache import LayerKV
 from dllm_jax.loading import planned
 from dllm_jax.quantized import num_bytes
 from dllm_jax.tools import docs
+from dllm_jax.transformer import num_params
 from samplers import CACHES, RULES, BlockSampler, Smoothing, make_sampler, rules, sample, sample_jit
 from samplers import __main__ as cli
 from samplers.build import WHY_IN_BLOCKS, in_blocks, typed
@@ -223,7 +224,31 @@ def test_mistakes_are_those_of_the_run(explain, line):
 def test_infilling_and_files_are_explained_too(explain, tmp_path):
     (tmp_path / "in.txt").write_text("one\ntwo\nthree\n")
     assert "rows together: 3" in explain("--prompts", str(tmp_path / "in.txt"), "--gen-length", "16")[1]
+    told = json.loads(explain("--prompts", str(tmp_path / "in.txt"), "--batch-size", "2", "--json")[1])
+    rows = {row["name"]: row["value"] for row in told["settings"]}
+    assert (rows["prompts"], rows["batch_size"], told["costs"]["batch"]) == (f"3 of {tmp_path / 'in.txt'}", "2", 2)
     assert "rows together: 1" in explain("--infill", "The <gap:4> is.")[1]
+
+
+def test_a_published_model_needs_no_checkpoint(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("DLLM_JAX_HOME", str(tmp_path))
+    monkeypatch.setattr("samplers.explain.device_memory", lambda: 10 * 2**30)
+    line = ["--explain", "--model", "llada-8b-instruct", "--preset", "fast-dllm", "--json"]
+    weights = []
+    for more in ([], ["--quantize", "int8"], ["Why is the sky blue?", "--chat"]):
+        assert cli.main([*line, *more]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert told["settings"][0]["origin"] == "the published one"
+        weights.append((told["costs"]["weights"], told["costs"]["fits"]))
+    assert weights[0] == weights[2] == (2 * num_params(dllm_jax.published("llada-8b-instruct")), False)
+    assert weights[1][0] < 0.6 * weights[0][0] and weights[1][1]
+    assert cli.main(["--explain", "--model", "llada-9b"]) == 2
+    assert "no checkpoint at llada-9b" in capsys.readouterr().err
+
+
+def test_what_is_off_as_usual_is_one_line(explain):
+    out = " ".join(explain(PROMPT, "--cache", "none")[1].split())
+    assert "suppress, defer (--json has the reasons)" in out and "cache none the command line" in out
 
 
 def test_sizes():

@@ -18,8 +18,8 @@ import pytest
 import samplers
 from dllm_jax import DllmError
 from samplers import __main__ as cli
+from samplers import files, outputs
 from samplers import lines as lines_module
-from samplers import outputs
 from samplers.lines import WRITTEN, LineFile, Room
 from samplers.outputs import Output, Share, check_parts, merge, part_of
 from samplers.telling import answer_told, speed_told
@@ -107,7 +107,7 @@ def test_lines_bring_numbers_of_their_own(run, tmp_path, alone):
 
 
 BAD = {
-    '{"prompt": ""}': "the prompt is empty; give at least one token",
+    '{"prompt": ""}': "the prompt is empty; give a prompt of at least one token",
     '{"prompt": "a<|mask|>"}': "the prompt contains the mask token",
     '{"prompt": "a", "tokens": []}': '"tokens" is a key of the output; rename it',
     '{"prompt": "a", "x": NaN}': "not valid JSON (Out of range float",
@@ -146,7 +146,7 @@ def test_bad_lines_are_sentences_in_their_place(run, tmp_path, monkeypatch):
     path.write_bytes(path.read_bytes() + b'{"prompt": "\xff"}\n')
     status, _, err = run("--prompts", path, "--out", out, "--on-error", "skip")
     found = read(out)
-    assert status == 0 and len(found) == 2 * len(BAD) + 1 and f"{len(BAD) + 1} of the lines could not be" in err
+    assert status == 0 and len(found) == 2 * len(BAD) + 1 and f"{len(BAD) + 1} lines could not be" in err
     for number, (line, sentence) in enumerate(zip(found[::2], [*BAD.values(), "not valid UTF-8"], strict=True)):
         assert sentence in line["error"] and line["line"] == 2 * number + 1
         assert line["error"].count("\n") == 0 and "text" not in line
@@ -158,11 +158,44 @@ def test_a_bad_line_stops_when_those_before_it_are_done(run, tmp_path):
     good = [{"prompt": prompt} for prompt in PROMPTS[:4]]
     path, out = write(tmp_path / "in.jsonl", *good[:3], {"prompt": ""}, good[3]), tmp_path / "out.jsonl"
     status, _, err = run("--prompts", path, "--out", out)
-    assert status == 2 and err == f"error: {path} line 4: the prompt is empty; give at least one token\n"
+    sentence = (
+        f"error: {path} line 4: the prompt is empty; give a prompt of at least one token; 3 lines answered in {out}"
+    )
+    assert (
+        status == 2 and err.startswith(sentence) and err.endswith("or add --on-error skip\n") and err.count("\n") == 1
+    )
     assert [line["line"] for line in read(out)] == [1, 2, 3]
     write(path, *good[:3], {"prompt": PROMPTS[5], "options": {"top_p": 0.5}}, good[3])
     assert run("--prompts", path, "--out", out)[0] == 0
     assert [line["prompt"] for line in read(out)] == [*PROMPTS[:3], PROMPTS[5], PROMPTS[3]]
+
+
+def test_skipping_goes_on_behind_a_bad_line(run, tmp_path):
+    path, out = write(tmp_path / "in.jsonl", {"prompt": PROMPTS[0]}, {"prompt": ""}), tmp_path / "out.jsonl"
+    assert run("--prompts", path, "--out", out)[0] == 2
+    status, _, err = run("--prompts", path, "--out", out, "--on-error", "skip")
+    assert status == 0 and f"1 line could not be answered; it has an 'error' in {out}\n" in err
+    assert ["error" in line for line in read(out)] == [False, True]
+
+
+def test_an_interrupt_says_what_is_there(run, tmp_path, monkeypatch):
+    def interrupted(self, entry):
+        if self.done == 2:
+            raise KeyboardInterrupt
+        append(self, entry)
+
+    append = outputs.Output.append
+    monkeypatch.setattr(outputs.Output, "append", interrupted)
+    path, out = write(tmp_path / "in.jsonl", *({"prompt": prompt} for prompt in PROMPTS[:3])), tmp_path / "out.jsonl"
+    status, _, err = run("--prompts", path, "--out", out)
+    assert (status, err) == (130, f"interrupted; 2 lines answered in {out}; the same command goes on behind them\n")
+
+
+def test_where_nobody_watches_a_word_is_said_now_and_then(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "SELDOM", 0.0)
+    path, out = write(tmp_path / "in.jsonl", *({"prompt": prompt} for prompt in PROMPTS[:3])), tmp_path / "out.jsonl"
+    status, _, err = run("--prompts", path, "--out", out)
+    assert status == 0 and "3/3 [" in err and "tokens/s" in err
 
 
 @pytest.fixture

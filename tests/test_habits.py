@@ -34,6 +34,8 @@ def shown_lines(text):
 def test_tables_are_as_wide_as_the_terminal_and_have_no_colours_without_one(terminal, monkeypatch, capsys):
     assert console().width == 60
     monkeypatch.delenv("FORCE_COLOR")
+    assert console().width == 60 and not console().is_terminal
+    monkeypatch.delenv("COLUMNS")
     assert console().width == 160 and console(otherwise=200).width == 200 and not console().is_terminal
 
 

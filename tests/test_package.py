@@ -17,6 +17,7 @@ from packaging.version import Version
 
 import dllm_jax
 from dllm_jax.tools import completion, dllm
+from samplers.__main__ import command_line
 
 PACKAGES = ("convert", "dllm_jax", "evals", "samplers", "train")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -132,6 +133,18 @@ def test_the_command_names_its_commands(said, capsys):
     assert dllm.main(said) == 0
     shown = capsys.readouterr().out
     assert all(f"\n  {name} " in shown for name in COMMANDS.split(", "))
+
+
+def test_usages_and_mistakes_have_the_name_that_was_typed(capsys):
+    for said, name in ((["sample"], "dllm sample"), (["serve"], "dllm serve"), (["eval", "run"], "dllm eval run")):
+        with pytest.raises(SystemExit):
+            dllm.main([*said, "--help"])
+        assert capsys.readouterr().out.startswith(f"usage: {name} ")
+        assert dllm.main([*said, "--no-such"]) == 2
+        assert f"see {name} --help" in capsys.readouterr().err
+    assert command_line().prog == "python -m samplers"
+    assert dllm.main(["completion", "--help"]) == 0
+    assert "bash|zsh|fish" in capsys.readouterr().out
 
 
 def test_the_command_hands_over(capsys):

@@ -26,6 +26,7 @@ from browser import CHROMIUM, Browser
 import dllm_jax
 from convert import embedded
 from dllm_jax import DllmError
+from dllm_jax.chat import TEMPLATES
 from dllm_jax.tokenizer import load_tokenizer
 from samplers import Engine, generate, make_sampler, sample_jit
 from samplers import __main__ as cli
@@ -48,7 +49,9 @@ def model(llada_tiny):
     ids = {"vocab_size": 517, "eos_id": 0, "pad_id": 0, "mask_id": 1, "end_ids": (0, 2), "bos_id": 3}
     config = llada_tiny.config.replace(num_layers=1, max_length=256, **ids)
     found = dllm_jax.random_model(config, key=1)
-    return dataclasses.replace(found, tokenizer=load_tokenizer(source, config), name="tiny")
+    tokenizer = load_tokenizer(source, config)
+    tokenizer.chat_template = TEMPLATES["llada"]  # the embedded model has none
+    return dataclasses.replace(found, tokenizer=tokenizer, name="tiny")
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +152,13 @@ def test_an_answer_is_that_of_generate(served, alone, numbers):
         assert found.usage.completion_tokens == len(wanted.tokens) and found.usage.prompt_tokens == wanted.prompt_tokens
         assert (found.seed, found.usage.forwards) == (seed, wanted.nfe)
         assert found.choices[0].finish_reason == ("length" if len(wanted.tokens) == LENGTH else "stop")
+
+
+def test_a_model_without_a_chat_format_refuses_conversations(served, monkeypatch):
+    monkeypatch.setattr(served.engine.model.tokenizer, "chat_template", "")
+    for path in ("/v1/chat/completions", "/v1/canvas"):
+        found = httpx.post(served.url + path, json={"model": "tiny", "messages": _user("a")})
+        assert found.status_code == 400 and "no chat template" in found.json()["error"]["message"]
 
 
 def test_a_chat_is_that_of_generate_streamed_and_not(served, alone):

@@ -65,7 +65,9 @@ def test_lines_become_questions_of_a_split(file):
     assert [question.targets for question in task.questions] == [("5",), ("Ho", "Hey"), ("3",)]
     assert task.question(task.example("test", 1)) == "user: Hi" and task.reference(task.example("test", 1)) == "Ho\nHey"
     assert task.questions[2].where == f"{path} line 4"
-    with pytest.raises(DllmError, match=r"has no train lines \(of all: 1 validation, 2 test\); name another split"):
+    with pytest.raises(
+        DllmError, match=r'has no train lines \(of all: 1 validation, 2 test\); give some lines "split": "train"'
+    ):
         task.count("train")
     with pytest.raises(DllmError, match="index is 2, but .* has 2 test lines .*; the last index is 1"):
         task.example("test", 2)

@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 import unicodedata
+from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import tokenizers
 import transformers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from dllm_jax.chat import TEMPLATES
+from dllm_jax.chat import MARK, TEMPLATES
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.tokenizer import (
@@ -362,8 +363,16 @@ def test_llada_several_turns(llada):
     )
 
 
-def test_llada_without_a_bos_token(tiny):
-    assert spoken(tiny, [USER]).startswith("<|start_header_id|>user<|end_header_id|>")
+def test_llada_without_a_bos_token(llada):
+    nameless = deepcopy(llada)
+    nameless.bos_token = None
+    assert spoken(nameless, [USER]).startswith("<|start_header_id|>user<|end_header_id|>")
+
+
+def test_a_vocabulary_without_the_marks_of_turns_has_no_template(tiny):
+    assert not set(MARK.findall(TEMPLATES["llada"])) <= tiny.get_vocab().keys()
+    with pytest.raises(DllmError, match="no chat template"):
+        encode_chat(tiny, [USER])
 
 
 def test_dream_single_turn(slow):
@@ -439,7 +448,7 @@ def test_bad_messages_are_refused(slow, messages, sentence):
 
 
 def test_a_family_without_template_is_refused(fast_folder):
-    with pytest.raises(DllmError, match="the tokenizer has no chat template; put a chat_template.jinja"):
+    with pytest.raises(DllmError, match="the tokenizer has no chat template, .* put a chat_template.jinja"):
         encode_chat(load_tokenizer(fast_folder, config("other")), [USER])
 
 

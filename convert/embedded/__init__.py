@@ -9,6 +9,7 @@ model = embedded.load("word-problems")
 from pathlib import Path
 from typing import Any
 
+from convert.hub_config import copied_files
 from convert.safetensors_reader import SINGLE_FILE
 from convert.source import sha256
 from convert.to_jax import convert
@@ -64,8 +65,12 @@ def load(name: str, **options: Any) -> Model:
 def _is_current(out: Path, hub: Path) -> bool:
     noted = checkpoint.load_source(out).get("files", {}).get(SINGLE_FILE, {})
     same = noted.get("sha256") == sha256(hub / SINGLE_FILE)
-    same = same and checkpoint.load_generation(out) == checkpoint.load_generation(hub)
-    return same and (out / checkpoint.PARAMS_FOLDER).is_dir()
+    files = copied_files(hub)
+    return same and (out / checkpoint.PARAMS_FOLDER).is_dir() and all(_holds(out / name, files[name]) for name in files)
+
+
+def _holds(path: Path, content: bytes) -> bool:
+    return path.is_file() and path.read_bytes() == content
 
 
 def _is_older(out: Path, name: str) -> bool:

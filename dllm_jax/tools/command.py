@@ -1,31 +1,53 @@
 """What the command lines share: mistakes are one sentence on the standard error, and an exit status."""
 
 import argparse
+import contextlib
+import contextvars
 import os
 import sys
 import warnings
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 import jax
 from rich.console import Console
 
 from dllm_jax import checkpoint
 from dllm_jax.errors import DllmError
+from dllm_jax.tools.interrupts import INTERRUPTED, interruptible
+
+_CALLED: contextvars.ContextVar[tuple[str, str]] = contextvars.ContextVar("_CALLED", default=("", ""))
+
+
+@contextlib.contextmanager
+def called(module: str, name: str) -> Iterator[None]:
+    """A block in which `python -m MODULE` is called by another name in usages and mistakes: what somebody typed."""
+    before = _CALLED.set((f"python -m {module}", name))
+    try:
+        yield
+    finally:
+        _CALLED.reset(before)
 
 
 class Parser(argparse.ArgumentParser):
     """Raises DllmError for a command line that it does not understand, instead of printing the usage and leaving."""
+
+    def __init__(self, *, prog: str | None = None, **options: Any) -> None:
+        """As argparse's; a `prog` as `called` says."""
+        module, name = _CALLED.get()
+        if prog is not None and module and f"{prog} ".startswith(f"{module} "):
+            prog = name + prog.removeprefix(module)
+        super().__init__(prog=prog, **options)
 
     def error(self, message: str) -> NoReturn:
         raise DllmError(f"{message}; see {self.prog} --help")
 
 
 def console(otherwise: int = 160) -> Console:
-    """What tables are printed on: as wide as the terminal, or `otherwise` columns where nobody watches. Colours are
-    left out through a pipe, and where NO_COLOR is set."""
+    """What tables are printed on: as wide as COLUMNS says, else the terminal, or `otherwise` columns where nobody
+    watches. Colours are left out through a pipe, and where NO_COLOR is set."""
     found = Console()
-    return found if found.is_terminal else Console(width=otherwise)
+    return found if found.is_terminal or os.environ.get("COLUMNS", "").isdigit() else Console(width=otherwise)
 
 
 def keep_programs() -> None:
@@ -54,16 +76,16 @@ def run_printing(work: Callable[[], None], when_out_of_memory: str) -> int:
     """
     try:
         keep_programs()
-        with warnings.catch_warnings():
+        with interruptible(), warnings.catch_warnings():
             warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
             work()
-        sys.stdout.flush()
+            sys.stdout.flush()
     except DllmError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as error:
+        print("; ".join(["interrupted", *map(str, error.args)]), file=sys.stderr)
+        return INTERRUPTED
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from dllm_jax import DllmError, __version__
+from dllm_jax.tools.command import called
 from dllm_jax.tools.commands import COMMANDS, COMPLETION
 from dllm_jax.tools.completion import SHELLS, script
 
@@ -27,11 +28,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # where rules and tasks of one's own are, as `python -m` has it
     package, *first = COMMANDS[said[0]].run
-    status: int = importlib.import_module(f"{package}.__main__").main([*first, *said[1:]])
+    with called(" ".join([package, *first]), f"dllm {said[0]}"):
+        status: int = importlib.import_module(f"{package}.__main__").main([*first, *said[1:]])
     return status
 
 
 def _complete(said: Sequence[str]) -> int:
+    if said in (["-h"], ["--help"]):
+        print(f"usage: dllm completion {'|'.join(SHELLS)}\n\n{COMPLETION}; docs/start.md says where it belongs")
+        return 0
     try:
         if len(said) != 1:
             raise DllmError(f"completion needs a shell; write dllm completion {'|'.join(SHELLS)}")

@@ -104,7 +104,8 @@ class TextTask(Task):
 
     def count(self, split: str) -> int:
         if not self._of(split):
-            raise DllmError(f"{self._told(split)}; name another split")
+            advice = f'give some lines "split": "{split}", or take a split that has some'
+            raise DllmError(f"{self._told(split)}; {advice}")
         return len(self._of(split))
 
     def verify(self, example: Example, ids: Ids) -> Verdict:

@@ -1,0 +1,102 @@
+"""Ctrl-C: it ends a command wherever it comes, once, with one sentence."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+from conftest import ROOT
+
+from dllm_jax.tools.interrupts import interruptible, is_second
+
+
+def ended(process: subprocess.Popen) -> tuple[int, str]:
+    """The status of a process that is sent a Ctrl-C when it says that it is ready, and what it told."""
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    try:
+        err = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+    return process.returncode, err
+
+
+def started(command: list[str], *path: os.PathLike) -> subprocess.Popen:
+    settings = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [*path, ROOT]))}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, *command], env=settings, **pipes)
+
+
+@pytest.mark.parametrize("command", ["convert", "samplers", "evals", "dllm"])
+def test_while_packages_are_imported_a_word_is_said(tmp_path, command):
+    (tmp_path / "jax").mkdir()
+    slow = "import time\nprint('ready', flush=True)\ntry:\n    time.sleep(60)\nexcept:\n    pass\nraise ImportError\n"
+    (tmp_path / "jax" / "__init__.py").write_text(slow)
+    script = tmp_path / "dllm"
+    script.write_text("from dllm_jax.tools.dllm import main\n")
+    run = [str(script), "sample"] if command == "dllm" else ["-m", command]
+    assert ended(started(run, tmp_path)) == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize("said", [["-c"], ["dllm", "train"]])
+def test_libraries_and_training_are_left_alone(tmp_path, said):
+    look = "import signal, dllm_jax; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    (tmp_path / "dllm").write_text(look)
+    run = ["-c", look] if said == ["-c"] else [str(tmp_path / "dllm"), "train"]
+    assert started(run).communicate(timeout=60)[0] == "True\n"
+
+
+@pytest.mark.parametrize("dropping", ["gc.collect()", "Finalized()"])
+def test_what_python_drops_is_raised_again(tmp_path, dropping):
+    (tmp_path / "busy.py").write_text(
+        textwrap.dedent(f"""
+            import gc, sys, time
+            from dllm_jax.tools.command import run_printing
+
+            class Finalized:
+                def __del__(self):
+                    time.sleep(0.001)
+
+            def work():
+                print("ready", flush=True)
+                while True:
+                    {dropping}
+                    time.sleep(0.001)
+
+            sys.exit(run_printing(work, ""))
+        """)
+    )
+    assert ended(started([str(tmp_path / "busy.py")])) == (130, "interrupted\n")
+
+
+def test_the_collector_s_callbacks_are_back_behind_a_command():
+    def dropping(*_):
+        if not dropped:
+            dropped.append(1)
+            raise KeyboardInterrupt
+
+    dropped, hook = list[int](), sys.unraisablehook
+    gc.callbacks.append(dropping)
+    try:
+        with pytest.raises(KeyboardInterrupt), interruptible():
+            gc.collect()
+            assert dropping not in gc.callbacks
+            time.sleep(60)
+        assert gc.callbacks[-1] is dropping and sys.unraisablehook is hook
+    finally:
+        gc.callbacks.remove(dropping)
+
+
+def test_a_second_one_is_known():
+    with pytest.raises(KeyboardInterrupt) as first:
+        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt) as second:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise KeyboardInterrupt
+    assert (is_second(first.value), is_second(second.value)) == (False, True)
