@@ -19,13 +19,11 @@ def read_config(hub: HubConfig) -> ModelConfig:
     """
     base = qwen2.read_config(hub)
     known = base.vocab_size in {published(name).vocab_size for name in ("fast-dllm-v2-1.5b", "fast-dllm-v2-7b")}
-    mask_id = hub.tokens.get(_MASK, _ORIGINAL.mask_id if known else None)
-    told = mask_id is None or "mask_token_id" in hub.values
     return base.replace(
         family="fast-dllm-v2",
         attention="block",
         block_length=hub.integer("bd_size"),
-        mask_id=hub.integer("mask_token_id", least=0) if told else mask_id,
+        mask_id=hub.mask_id(hub.tokens.get(_MASK, _ORIGINAL.mask_id if known else None)),
     )
 
 

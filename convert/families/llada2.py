@@ -10,6 +10,8 @@ from convert.hub_config import HubConfig
 from dllm_jax.config import Experts, ModelConfig, published
 from dllm_jax.errors import DllmError
 
+_ORIGINAL = published("llada2.0-mini")
+
 END_OF_TURN = "<|role_end|>"
 BLOCK_LENGTH = 32  # of all published ones; in no config.json
 
@@ -93,7 +95,7 @@ def read_config(hub: HubConfig) -> ModelConfig:
         max_length=hub.integer("max_position_embeddings"),
         eos_id=eos_id,
         pad_id=hub.pad_id(),
-        mask_id=_mask_id(hub, vocab_size),
+        mask_id=hub.mask_id(_ORIGINAL.mask_id if vocab_size == _ORIGINAL.vocab_size else None),
         end_ids=end_ids,
         attention="block",
         block_length=BLOCK_LENGTH,
@@ -113,14 +115,6 @@ def read_config(hub: HubConfig) -> ModelConfig:
             top_groups=hub.integer("topk_group"),
         ),
     )
-
-
-def _mask_id(hub: HubConfig, vocab_size: int) -> int:
-    """The config's, else the published one, which is a constant of the published code."""
-    original = published("llada2.0-mini")
-    if hub.values.get("mask_token_id") is None and vocab_size == original.vocab_size and original.mask_id is not None:
-        return original.mask_id
-    return hub.integer("mask_token_id", least=0)
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from convert.hub_config import HubConfig
 from dllm_jax.config import Experts, ModelConfig, published
 from dllm_jax.errors import DllmError
 
+_ORIGINAL = published("llada-moe-7b-a1b-instruct")
+
 END_OF_TURN = "<|role_end|>"
 
 # What the backbone implements of the switches that decide results; each must be there.
@@ -81,7 +83,7 @@ def read_config(hub: HubConfig) -> ModelConfig:
         max_length=hub.integer("max_position_embeddings"),
         eos_id=hub.eos_ids()[0],
         pad_id=hub.pad_id(),
-        mask_id=_mask_id(hub, vocab_size),
+        mask_id=hub.mask_id(_ORIGINAL.mask_id if vocab_size == _ORIGINAL.vocab_size else None),
         end_ids=hub.end_ids(END_OF_TURN, vocab_size, None),
         qk_norm=hub.boolean("qk_layernorm"),
         clip_qkv=None if hub.values.get("clip_qkv") is None else hub.number("clip_qkv"),
@@ -111,14 +113,6 @@ def _experts(hub: HubConfig) -> Experts:
         expert_bias=hub.boolean("moe_router_enable_expert_bias"),
         dense_layers=tuple(layer for layer, kind in enumerate(kinds) if not kind),
     )
-
-
-def _mask_id(hub: HubConfig, vocab_size: int) -> int:
-    """The config's, else the published one: older config.json files have none."""
-    original = published("llada-moe-7b-a1b-instruct")
-    if hub.values.get("mask_token_id") is None and vocab_size == original.vocab_size and original.mask_id is not None:
-        return original.mask_id
-    return hub.integer("mask_token_id", least=0)
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:

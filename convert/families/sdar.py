@@ -10,6 +10,9 @@ from convert.hub_config import HubConfig
 from dllm_jax.config import Experts, ModelConfig, published
 from dllm_jax.errors import DllmError
 
+_ORIGINAL = published("sdar-8b-chat")
+_MASK = "<|MASK|>"
+
 _LAYER, _OURS = "model.layers.{layer}.", "layers.{layer}."
 _EXPERT = _LAYER + "mlp.experts.{expert}."
 RULES = (
@@ -36,6 +39,7 @@ def read_config(hub: HubConfig) -> ModelConfig:
     hub.require(attention_bias=False)
     hub.integer("head_dim")  # which is not hidden_size / heads
     base = qwen2.read_config(hub)
+    known = base.vocab_size == _ORIGINAL.vocab_size
     return base.replace(
         family="sdar",
         attention="block",
@@ -43,7 +47,7 @@ def read_config(hub: HubConfig) -> ModelConfig:
         shift=False,
         qkv_bias=False,
         qk_norm=True,
-        mask_id=_mask_id(hub, base.vocab_size),
+        mask_id=hub.mask_id(hub.tokens.get(_MASK, _ORIGINAL.mask_id if known else None)),
         experts=_experts(hub) if "num_experts" in hub.values else None,
     )
 
@@ -53,13 +57,6 @@ def _block_length(hub: HubConfig) -> int:
         return hub.integer("block_size")
     named = re.search(r"-b(\d+)(?:-|$)", Path(hub.where).parent.name)
     return int(named[1]) if named else 4
-
-
-def _mask_id(hub: HubConfig, vocab_size: int) -> int:
-    """The config's, else that of the tokenizer's `<|MASK|>`, else the published one."""
-    original = published("sdar-8b-chat")
-    token = hub.tokens.get("<|MASK|>", original.mask_id if vocab_size == original.vocab_size else None)
-    return hub.integer("mask_token_id", least=0) if token is None or "mask_token_id" in hub.values else token
 
 
 def _experts(hub: HubConfig) -> Experts:
