@@ -1,6 +1,5 @@
 """The families' built-in chat templates."""
 
-import re
 import types
 from collections.abc import Mapping
 
@@ -53,7 +52,4 @@ TEMPLATES: Mapping[str, str] = types.MappingProxyType(
         "qwen2": _CHATML,
     }
 )
-"""Jinja template by family, for tokenizers that bring none of their own and know its marks."""
-
-MARK = re.compile(r"<\|\w+\|>")
-"""The tokens in a template that begin and end turns."""
+"""Jinja template by family, for tokenizers that bring none of their own."""

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
-from dllm_jax.chat import MARK, ROLES, TEMPLATES
+from dllm_jax.chat import ROLES, TEMPLATES
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 
@@ -350,10 +350,8 @@ def _fit(tokenizer: "PreTrainedTokenizerBase", config: ModelConfig, folder: Path
         i = getattr(config, f"{name}_id")
         if getattr(tokenizer, f"{name}_token") is None and i is not None:
             setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(i))
-    template = TEMPLATES.get(config.family, "")
-    # A template marks turns by tokens; spelt in characters its marks are text that no model has seen so.
-    if tokenizer.chat_template is None and set(MARK.findall(template)) <= tokenizer.get_vocab().keys():
-        tokenizer.chat_template = template
+    if tokenizer.chat_template is None:  # "" says that the model has no chat format
+        tokenizer.chat_template = TEMPLATES.get(config.family)
     advice = "use the model's own files"
     last = max(tokenizer.get_vocab().values(), default=-1)
     if last >= config.vocab_size:

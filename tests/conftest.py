@@ -147,12 +147,10 @@ def goldens(request):
 def converted(family, tmp_path_factory):
     import convert  # here, because option parsing must not wait for Flax and Orbax
     import dllm_jax
-    from dllm_jax.chat import TEMPLATES
 
     name = f"{family.replace('-', '')}-tiny"
     out = tmp_path_factory.mktemp("checkpoints") / name
     convert.convert(family, GOLDENS / "checkpoints" / name, out)
-    (out / "chat_template.jinja").write_text(TEMPLATES[family])  # whose marks not all of their vocabularies know
     return dllm_jax.load(out)
 
 

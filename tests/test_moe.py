@@ -24,7 +24,6 @@ from convert.__main__ import main
 from convert.families import FAMILIES
 from convert.hub_config import HubConfig
 from dllm_jax import checkpoint, grouped, moe
-from dllm_jax.chat import TEMPLATES
 from dllm_jax.config import PUBLISHED, Experts, ModelConfig
 from dllm_jax.denoiser import Denoiser
 from dllm_jax.errors import DllmError
@@ -611,12 +610,9 @@ def test_the_benchmark_measures_the_same_layer_four_times(tmp_path):
 
 
 def test_chat_template(tiny):
-    assert not tiny.tokenizer.chat_template  # its vocabulary has no marks of turns
-
     def render(*turns, **options):
         messages = [{"role": role, "content": text} for role, text in turns]
-        form = {"chat_template": TEMPLATES["llada-moe"], "tokenize": False}
-        return tiny.tokenizer.apply_chat_template(messages, **form, **options)
+        return tiny.tokenizer.apply_chat_template(messages, tokenize=False, **options)
 
     assert render(("user", "Hi {{ 1 }}"), add_generation_prompt=True) == (
         "<role>SYSTEM</role>detailed thinking off<|role_end|><role>HUMAN</role>Hi {{ 1 }}<|role_end|>"
