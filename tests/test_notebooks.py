@@ -4,6 +4,7 @@ import ast
 import functools
 import importlib
 import inspect
+import json
 import re
 import shutil
 import tomllib
@@ -51,9 +52,11 @@ each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
-    """The hub's cache with models such as the hub has: one narrow layer, the embedded models' vocabulary."""
+    """The hub's cache with models such as the hub has: one narrow layer, the embedded models' vocabulary, a chat."""
     cache = tmp_path_factory.mktemp("hub")
     files = copied_files(embedded.source("word-problems"))
+    said = json.loads(files["tokenizer_config.json"])
+    files["tokenizer_config.json"] = json.dumps({key: said[key] for key in said if key != "chat_template"}).encode()
     for name in ("fast-dllm-v2-1.5b", "llada-8b-instruct"):
         config = dllm_jax.published(name)
         heads = 2 if config.num_kv_heads == config.num_heads else 1

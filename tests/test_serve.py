@@ -562,7 +562,10 @@ def test_what_runs_longer_than_the_grace_is_broken_off_with_a_sentence(start):
 
 @pytest.mark.parametrize("count", [24, 200])
 def test_many_streams_and_random_disconnects(start, alone, count):
-    """All at once: whoever stays gets the answer of `generate`, and nothing is left behind."""
+    """All at once: whoever stays gets the answer of `generate`, and nothing is left behind.
+
+    One that would leave may get its answer in fewer parts, and so stay.
+    """
     rng = random.Random(0)
     leaving = {i: rng.randrange(3) for i in range(count) if rng.random() < 0.3}
 
@@ -582,7 +585,8 @@ def test_many_streams_and_random_disconnects(start, alone, count):
 
     with start(slots=8, queue_length=count) as found:
         texts = asyncio.run(all_of(found.url))
-        assert texts == [None if i in leaving else alone(f"Q: {i}", i).text for i in range(count)]
+        left = {i for i in leaving if texts[i] is None}
+        assert left and texts == [None if i in left else alone(f"Q: {i}", i).text for i in range(count)]
         _wait_until(lambda: found.engine.idle and found.server.service.held == 0)
         done = 'dllm_requests_total{outcome="done",route="/v1/completions"}'
         _wait_until(lambda: _metric(found.url, done) >= count - len(leaving))
