@@ -3,7 +3,7 @@
 import dataclasses
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -59,11 +59,18 @@ def check_steps(steps: Any, num_blocks: int | None) -> None:
         raise DllmError(f"steps {steps} is not a multiple of the {num_blocks} blocks; choose a multiple")
 
 
-def refuse_unknown(what: str, options: Iterable[str], known: Iterable[str]) -> None:
-    """Raises DllmError for options that `what` does not have."""
+def refuse_unknown(
+    what: str,
+    options: Iterable[str],
+    known: Iterable[str],
+    owners: Callable[[str], Sequence[str]] = lambda option: (),
+) -> None:
+    """Raises DllmError for options that `what` does not have, and says who has the first of them."""
     known = list(known)
     if unknown := sorted(set(options) - set(known)):
-        raise DllmError(f"{what} has no option {unknown[0]!r}; {did_you_mean(unknown[0], known, has(known))}")
+        name = unknown[0]
+        others = f"; {name} is an option of {', '.join(owners(name))}" if owners(name) else ""
+        raise DllmError(f"{what} has no option {name!r}; {did_you_mean(name, known, has(known))}{others}")
 
 
 def assemble(what: str, kind: type[T], values: Mapping[str, Any]) -> T:

@@ -206,8 +206,15 @@ def settle(name: str | None, options: Mapping[str, Any], under: Settings) -> Set
         raise DllmError(f"no unmasking rule or preset is called {name!r}; {names}")
     found = _laid_over(under, Settings(kind, {**options, **own}))
     known = [option for option in options_of(found) if option not in own]
-    refuse_unknown(f"sampler {name or called(found)}", options, known)
+    refuse_unknown(f"sampler {name or called(found)}", options, known, _owners)
     return found
+
+
+def _owners(option: str) -> list[str]:
+    """Names of the rules, policies and loops that have such an option of their own."""
+    common = {field.name for field in fields_of(BlockSampler)}
+    kinds = {**RULES, **CACHES, **LOOPS}
+    return [name for name in kinds if option in {field.name for field in fields_of(kinds[name])} - common]
 
 
 def rule_called(name: str | None) -> dict[str, Any]:

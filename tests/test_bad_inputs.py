@@ -121,6 +121,10 @@ NAMES = {
         lambda m: generate(m.llada, "a", gamma=1),
         "sampler threshold has no option 'gamma'; it has threshold, steps",
     ),
+    "option of another cache": (
+        lambda m: make_sampler(m.llada, "eb", warmup=1),
+        "; warmup is an option of vicinity",
+    ),
     "unknown option": (
         lambda m: make_sampler(m.llada, "eb", size=1),
         "sampler eb has no option 'size'; it has gamma",
