@@ -40,6 +40,8 @@ for name, value in JAX_SETTINGS.items():
     jax.config.update(name, value)
     os.environ[name.upper()] = str(value)  # for the processes that tests start
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "1e9"  # which read programs and keep none: some are killed
+for name in ("COLUMNS", "LINES"):  # which readline, which pytest imports, gives the processes that it starts
+    os.environ.pop(name, None)
 
 
 # Time limits mean nothing where an example may compile; in CI every run tries the same examples.

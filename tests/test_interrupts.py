@@ -14,6 +14,14 @@ from conftest import ROOT
 from dllm_jax.tools.interrupts import interruptible, is_second
 
 
+@pytest.fixture(autouse=True)
+def listening():
+    """A shell's job in the background ignores Ctrl-C, and so do its children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def ended(process: subprocess.Popen) -> tuple[int, str]:
     """The status of a process that is sent a Ctrl-C when it says that it is ready, and what it told."""
     assert process.stdout.readline() == "ready\n"
