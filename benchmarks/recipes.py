@@ -1,7 +1,9 @@
-"""What each recipe's step of training asks of a device's memory: `python -m benchmarks.recipes --help`.
+r"""What each recipe's step of training asks of a device's memory: `python -m benchmarks.recipes --help`.
 
     python -m benchmarks.recipes --target h100:8 train/configs/8b/*.toml --json benchmarks/results/compile-recipes.json
     python -m benchmarks.recipes --target v6e:2x4 train/configs/8b/llada-d2f.toml
+    python -m benchmarks.recipes --target v6e:4x4 train/configs/8b/llada2-sft.toml optimizer.accumulate=4 \
+        compute.mesh.fsdp=16
 
 compiles the step with a run's own settings (`benchmarks.compile --what train`) and prints the line that stands in the
 recipe's head. On TPUs, where layers are a loop, all of them are compiled; on GPUs, where they are not, 4 and 6, and
@@ -31,15 +33,18 @@ def extended(few: Mapping[str, Any], more: Mapping[str, Any], layers: int) -> di
     return {**more, **sizes, "layers": layers, "from": [few["layers"], more["layers"]]}
 
 
-def rows_of(path: str, target: str) -> list[dict[str, Any]]:
+def rows_of(path: str, target: str, settings: Sequence[str] = ()) -> list[dict[str, Any]]:
     """What is compiled of a recipe for a target, and last the whole model's.
+
+    Args:
+        settings: of training, as behind `python -m train`, that differ from the recipe's.
 
     Raises:
         DllmError: as `benchmarks.compile.report`.
     """
 
     def compiled(layers: int) -> dict[str, Any]:
-        arguments = ["--target", target, "--what", "train", "--config", path, "--layers", str(layers)]
+        arguments = ["--target", target, "--what", "train", "--config", path, "--layers", str(layers), *settings]
         result = bench.report(bench.parser().parse_args(arguments))
         return {name: result[name] for name in KEPT}
 
@@ -67,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made = argparse.ArgumentParser(
         prog="python -m benchmarks.recipes", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("configs", nargs="+", metavar="FILE", help="recipes, such as train/configs/8b/llada-d2f.toml")
+    made.add_argument("configs", nargs="+", metavar="FILE", help="recipes, and settings that they are changed by")
     made.add_argument("--target", required=True, metavar="NAME", help="as of benchmarks.compile, such as v6e:2x4")
     made.add_argument("--json", type=Path, metavar="FILE", help="put the rows into this file's list")
     options = made.parse_args(arguments)
@@ -76,8 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _compile(options: argparse.Namespace) -> None:
-    for path in options.configs:
-        rows = rows_of(path, options.target)
+    settings = [text for text in options.configs if "=" in text]
+    for path in (text for text in options.configs if "=" not in text):
+        rows = rows_of(path, options.target, settings)
         print(f"{path}\n{line(rows[-1])}", flush=True)
         if options.json:
             before = json.loads(options.json.read_text()) if options.json.exists() else []
