@@ -93,10 +93,10 @@ class HubConfig:
         token = self.values.get("bos_token_id") if token is None else token
         return token if type(token) is int and 0 <= token < vocab_size and token not in self.eos_ids() else None
 
-    def mask_id(self, published: int | None) -> int:
-        """`mask_token_id`, which some configs leave out, so else the published one."""
-        if self.values.get("mask_token_id") is None and published is not None:
-            return published
+    def mask_id(self, otherwise: int | None) -> int:
+        """`mask_token_id`, or where a config leaves it out `otherwise`, of the tokenizer or the published model."""
+        if self.values.get("mask_token_id") is None and otherwise is not None:
+            return otherwise
         return self.integer("mask_token_id", least=0)
 
     def pad_id(self) -> int:

@@ -59,6 +59,9 @@ def byte_bar(total: int, shown: bool) -> "tqdm[Any]":
 @contextlib.contextmanager
 def ticking(bar: "tqdm[Any]") -> Iterator[None]:
     """A block in which a bar's clock goes on, whether anything is counted or not."""
+    if bar.disable:
+        yield
+        return
     over = threading.Event()
 
     def tick() -> None:
@@ -66,11 +69,9 @@ def ticking(bar: "tqdm[Any]") -> Iterator[None]:
             bar.refresh()
 
     thread = threading.Thread(target=tick, daemon=True)
-    if not bar.disable:
-        thread.start()
+    thread.start()
     try:
         yield
     finally:
         over.set()
-        if thread.is_alive():
-            thread.join()
+        thread.join()

@@ -55,11 +55,7 @@ def find(path_or_name: str | Path) -> Path:
     Raises:
         DllmError: when there is none, it was not converted, or it cannot be reached.
     """
-    candidates = [local_folder(path_or_name), home() / str(path_or_name)]
-    try:
-        folder = next((path for path in candidates if path.is_dir()), None)
-    except OSError:  # a name too long for any file
-        folder = None
+    folder = located(path_or_name)
     if folder is None:
         make = "make one with python -m convert published NAME, embedded NAME (--help lists them), or of a folder"
         missing = f"no checkpoint at {path_or_name!s} and none of that name in {home()}"
@@ -68,6 +64,19 @@ def find(path_or_name: str | Path) -> Path:
         what = f"{folder} is not a converted checkpoint (it has no {PARAMS_FOLDER} folder)"
         raise DllmError(f"{what}; {_instead(folder)}")
     return folder
+
+
+def located(path_or_name: str | Path) -> Path | None:
+    """The folder that `find` means, whatever is in it; None where there is none.
+
+    Raises:
+        DllmError: for an address that cannot be reached.
+    """
+    candidates = [local_folder(path_or_name), home() / str(path_or_name)]
+    try:
+        return next((path for path in candidates if path.is_dir()), None)
+    except OSError:  # a name too long for any file
+        return None
 
 
 def _names_beside(path_or_name: str | Path) -> list[str]:

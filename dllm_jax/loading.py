@@ -131,7 +131,7 @@ def planned_or_published(
     Arguments and errors are those of `load`.
     """
     name, dtype_name = str(path_or_name), _dtype_name(dtype)
-    if name not in PUBLISHED or Path(name).exists() or (checkpoint.home() / name).exists():
+    if name not in PUBLISHED or checkpoint.located(name) is not None:
         return planned(path_or_name, dtype=dtype, quantize=quantize)
     config = checkpoint.quantizing(published(name), quantize, name)
     return Model(config, abstract_params(config, dtype_name or config.dtype), None, name)

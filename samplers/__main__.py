@@ -162,11 +162,11 @@ def _explain(options: argparse.Namespace) -> None:
     model = loading.bare
     asked = bool(options.prompt) or options.prompts is not None or options.infill is not None
     spoken = asked and model.folder is not None  # else there is no tokenizer yet
-    work = _work(options) if asked else None
     usual = [model.config.eos_id] * min(USUAL_PROMPT, model.config.max_length // 4)
-    counted = work if work is not None and spoken else _Work([{}], functools.partial(_generation, [usual]))
-    ready = counted.prepare(model, **loading.outlined)
-    number = 1 if work is None else len(work.lines)
+    unspoken = _Work([{}], functools.partial(_generation, [usual]))
+    work = _work(options) if asked else unspoken
+    ready = (work if spoken else unspoken).prepare(model, **loading.outlined)
+    number = len(work.lines)
     together = min(options.batch_size or (SLOTS if options.prompts is not None else number), number)
     length = max(len(request.prompt) for request in ready.requests)
     costs = costs_of(model, ready.sampler, together, bucket_length(length))

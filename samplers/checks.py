@@ -68,8 +68,8 @@ def refuse_unknown(
     """Raises DllmError for options that `what` does not have, and says who has the first of them."""
     known = list(known)
     if unknown := sorted(set(options) - set(known)):
-        name = unknown[0]
-        others = f"; {name} is an option of {', '.join(owners(name))}" if owners(name) else ""
+        name, others = unknown[0], ", ".join(owners(unknown[0]))
+        others = others and f"; {name} is an option of {others}"
         raise DllmError(f"{what} has no option {name!r}; {did_you_mean(name, known, has(known))}{others}")
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from tqdm import tqdm
 
 from dllm_jax import DllmError, Model
+from dllm_jax.tools import bars
 from samplers.answers import Generation
 from samplers.lines import Desk, Line, LineFile, Room
 from samplers.outputs import Output, Share, check_parts, merge, part_of
@@ -39,9 +40,6 @@ from samplers.telling import (
 
 SLOTS = 16
 """Prompts that are worked on together, where nothing is said."""
-
-SELDOM = 30.0
-"""Seconds between two words on how far it is, where nobody watches."""
 
 WIDE = 110
 """Columns of a terminal from which on the bar has room for everything."""
@@ -219,26 +217,20 @@ class _Job:
             print_beside(f"{output.path}: nothing left to do, {output.done} lines are there")
             return
         try:
-            self._answer(itertools.chain([first], lines), first, loading, desk, emit, output)
+            self._read(first, desk)  # a mistake in all lines comes before gigabytes are read
+            self._answer(itertools.chain([first], lines), loading, emit, output)
         except _BadLine as error:
             again = "mend it, or pass --on-error skip"
             if output is not None:
-                again = f"{self._there(output)}; mend the line and give the same command again, or add --on-error skip"
+                again = f"{_written(output)}; mend the line and give the same command again, or add --on-error skip"
             raise DllmError(f"{error}; {again}") from None
         except KeyboardInterrupt:
             if output is None:
                 raise
-            raise KeyboardInterrupt(f"{self._there(output)}; the same command goes on behind them") from None
+            raise KeyboardInterrupt(f"{_written(output)}; the same command goes on behind them") from None
 
-    def _there(self, output: Output) -> str:
-        """How many lines are written."""
-        return f"{_lines(output.done)} answered in {output.path}"
-
-    def _answer(
-        self, lines: Iterator[Line], first: Line, loading: Loading, desk: Desk, emit: Emit, output: Output | None
-    ) -> None:
-        """`answer`, of lines from `first` on."""
-        self._read(first, desk)  # a mistake in all lines comes before gigabytes are read
+    def _answer(self, lines: Iterator[Line], loading: Loading, emit: Emit, output: Output | None) -> None:
+        """`answer`, once the first line was found to be sound."""
         model, given = loading.load()
         settings = self.settings | run_told(model)
         if output is not None:
@@ -283,8 +275,7 @@ class _Job:
         width = 0 if output is None else int(output.last.get("room") or 0)
         hidden = output is None and sys.stdout.isatty()  # a bar would stand among the answers
         about: dict[str, Any] = {"desc": "answering", "unit": "line", "disable": hidden, "dynamic_ncols": True}
-        if not sys.stderr.isatty():
-            about |= {"mininterval": SELDOM, "delay": SELDOM}
+        about |= {"mininterval": bars.interval(), "delay": 0 if sys.stderr.isatty() else bars.SELDOM}
         total, compiling = None if self.room.total is None else self.share.of(self.room.total), 0.0
         with tqdm(total=total, initial=0 if output is None else output.done, smoothing=0, **about) as bar:
             for request in runner.run(requests, longest=width):
@@ -322,6 +313,10 @@ class _Job:
         speed = self.tally.tokens / max(runner.seconds, 1e-9)
         slots = f", {runner.occupancy:.0%} of the slots at work" if shutil.get_terminal_size().columns >= WIDE else ""
         return f"{speed:.0f} tokens/s, NFE {nfe:.1f}{slots}"
+
+
+def _written(output: Output) -> str:
+    return f"{_lines(output.done)} answered in {output.path}"
 
 
 def _lines(count: int) -> str:

@@ -40,8 +40,8 @@ def checked_call(
     _check_tokens(prompt, lengths, denoiser.vocab_size)
     if (gen_length := getattr(sampler, "gen_length", None)) is not None:
         most = check_lengths("gen", options.get("gen_lengths"), batch, 1, gen_length)
-        longest = (width if lengths is None else lengths, gen_length if most is None else most)
-        _check_context(denoiser, *longest, getattr(sampler, "width", 1))
+        prompts, generations = width if lengths is None else lengths, gen_length if most is None else most
+        _check_context(denoiser, prompts, generations, getattr(sampler, "width", 1))
     return prompt
 
 

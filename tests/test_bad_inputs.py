@@ -534,7 +534,8 @@ COMMANDS = {
     "canvas_length": (["a", "--model", "LLADA", "--canvas-length", "9"], "canvas_length 9 is below gen_length 256"),
     "long generation": (
         ["a", "--model", "LLADA", "--gen-length", "900"],
-        "a gen_length of 480 fits behind such a prompt",
+        "up to position 901 exceed the 512 tokens llada-tiny was trained for; shorten one of them; a gen_length of 480 "
+        "fits behind such a prompt",
     ),
     "empty prompt": (["", "--model", "LLADA"], "the prompt is empty; give a prompt of at least one token"),
     "mask in the prompt": (["a<|mask|>", "--model", "LLADA"], "the prompt contains the mask token"),

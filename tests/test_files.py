@@ -17,9 +17,10 @@ import pytest
 
 import samplers
 from dllm_jax import DllmError
+from dllm_jax.tools import bars
 from samplers import __main__ as cli
-from samplers import files, outputs
 from samplers import lines as lines_module
+from samplers import outputs
 from samplers.lines import WRITTEN, LineFile, Room
 from samplers.outputs import Output, Share, check_parts, merge, part_of
 from samplers.telling import answer_told, speed_told
@@ -192,7 +193,7 @@ def test_an_interrupt_says_what_is_there(run, tmp_path, monkeypatch):
 
 
 def test_where_nobody_watches_a_word_is_said_now_and_then(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "SELDOM", 0.0)
+    monkeypatch.setattr(bars, "SELDOM", 0.0)
     path, out = write(tmp_path / "in.jsonl", *({"prompt": prompt} for prompt in PROMPTS[:3])), tmp_path / "out.jsonl"
     status, _, err = run("--prompts", path, "--out", out)
     assert status == 0 and "3/3 [" in err and "tokens/s" in err

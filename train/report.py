@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from dllm_jax.checkpoint import write_error
 from dllm_jax.config import ModelConfig
+from dllm_jax.tools import bars
 from dllm_jax.transformer import param_specs
 from train.config import TrainConfig
 from train.folder import GENERATIONS_FILE, METRICS_FILE
@@ -123,7 +124,7 @@ class Reporter:
             initial=done,
             unit="step",
             disable=self._silent or not progress,
-            mininterval=0.2 if sys.stderr.isatty() else 30.0,
+            mininterval=bars.interval(),
         )
         self._shown: dict[str, str] = {}
         self._writers: list[Writer] = []

@@ -15,11 +15,13 @@ import time
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
+from dllm_jax.tools.commands import COMMANDS
+
 INTERRUPTED = 130
 """The status of a command that was interrupted, as shells say SIGINT."""
 
 _AGAIN = 0.01  # seconds until what was dropped is raised again
-_COMMANDS = ("convert", "samplers", "evals")  # training has signals of its own
+_PACKAGES = {command.run[0] for command in COMMANDS.values()} - {"train"}  # which has signals of its own
 
 
 def leave_while_importing() -> None:
@@ -93,6 +95,6 @@ def _is_command() -> bool:
     program, *said = sys.argv or [""]
     if program == "-m":
         given = sys.orig_argv
-        return any(pair in zip(given, given[1:], strict=False) for pair in (("-m", name) for name in _COMMANDS))
+        return any(pair in zip(given, given[1:], strict=False) for pair in (("-m", name) for name in _PACKAGES))
     name = os.path.splitext(os.path.basename(program))[0]
     return name == "dllm" and said[:1] != ["train"]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import sys
 from collections.abc import Iterable, Mapping, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -12,7 +11,7 @@ from tqdm import tqdm
 
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
-from dllm_jax.tools import spec
+from dllm_jax.tools import bars, spec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -130,7 +129,7 @@ def name_of(source: Source, index: int) -> str:
 
 def progress(items: Iterable[T], what: str, unit: str, total: int | None) -> "tqdm[T]":
     """A progress bar around items, of work that takes longer than a moment."""
-    return tqdm(items, what, total, unit=unit, delay=2, mininterval=0.2 if sys.stderr.isatty() else 30.0)
+    return tqdm(items, what, total, unit=unit, delay=2, mininterval=bars.interval())
 
 
 def made_by(reference: str, options: Mapping[str, Any], table: str = "data") -> Any:
