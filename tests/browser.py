@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import subprocess
+import time
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -49,6 +50,13 @@ class Browser:
         result = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
+
+    def wait(self, script, seconds=60):
+        """Until a script gives something true."""
+        until = time.monotonic() + seconds
+        while not self.run(script):
+            assert time.monotonic() < until, f"{script} did not become true"
+            time.sleep(0.01)
 
     def open(self, url):
         """Shows a page, and waits until it is there."""

@@ -441,17 +441,17 @@ def _gated(gate):
     return step
 
 
-def _slow(seconds):
-    """An engine whose steps take so long."""
+class Turnstile:
+    """A gate for as many steps as it was told to let through."""
 
-    def step(engine, usual):
-        def call(count=1):
-            time.sleep(seconds)
-            return usual(1)
+    def __init__(self):
+        self._permits = threading.Semaphore(0)
 
-        return call
+    def let(self, count):
+        self._permits.release(count)
 
-    return step
+    def wait(self, seconds):
+        return self._permits.acquire(timeout=seconds)
 
 
 def _asking(pool, url, count, **options):
@@ -480,7 +480,7 @@ def test_beyond_the_queue_there_is_a_429_and_what_was_admitted_is_answered(start
 
 def test_what_is_late_is_taken_back(start):
     gate = threading.Event()
-    with start(slots=1, deadline=0.3, step=_gated(gate)) as late, concurrent.futures.ThreadPoolExecutor(8) as pool:
+    with start(slots=1, deadline=1.0, step=_gated(gate)) as late, concurrent.futures.ThreadPoolExecutor(8) as pool:
         asked = _asking(pool, late.url, 2) + _asking(pool, late.url, 1, stream=True)
         whole, other, stream = (answer.result() for answer in asked)
         assert whole.status_code == other.status_code == 503
@@ -493,7 +493,8 @@ def test_what_is_late_is_taken_back(start):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_frees_its_slot(start, stream):
-    with start(slots=1, step=_slow(0.05)) as slow:
+    turns = Turnstile()
+    with start(slots=1, step=_gated(turns)) as slow:
         body = json.dumps({"prompt": PROMPT, "stream": stream}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
         host, port = slow.url.removeprefix("http://").split(":")
@@ -502,11 +503,14 @@ def test_a_client_that_goes_away_frees_its_slot(start, stream):
             clients.append(socket.create_connection((host, int(port))))
             clients[-1].sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
             _wait_until(lambda count=count: slow.server.service.held == count)
+        turns.let(1)
         _wait_until(lambda: slow.engine.busy == 1)
         for client in reversed(clients):
             client.close()
-        _wait_until(lambda: slow.engine.idle and slow.server.service.held == 0)
-        assert slow.engine.steps < 2 * LENGTH  # not the steps of three answers
+        _wait_until(lambda: slow.server.service.held == 0)
+        turns.let(9 * LENGTH)
+        _wait_until(lambda: slow.engine.idle)
+        assert slow.engine.steps < LENGTH  # not the steps of one answer
         gone = 'dllm_requests_total{outcome="gone",route="/v1/completions"}'
         _wait_until(lambda: _metric(slow.url, gone) == 3)
         assert _ask(slow.url).status_code == 200
@@ -537,12 +541,15 @@ def test_when_the_engine_dies_everybody_hears_it(start):
 
 
 def test_at_the_end_what_runs_is_finished_and_nothing_new_begun(start, alone):
-    with start(slots=1, step=_slow(0.02)) as slow, concurrent.futures.ThreadPoolExecutor(8) as pool:
+    turns = Turnstile()
+    with start(slots=1, step=_gated(turns)) as slow, concurrent.futures.ThreadPoolExecutor(8) as pool:
         asked = _asking(pool, slow.url, 2) + _asking(pool, slow.url, 1, stream=True)
+        turns.let(1)
         _wait_until(lambda: slow.server.service.held == 3 and slow.engine.busy)
         slow.server.handle_exit(signal.SIGINT, None)
         _wait_until(lambda: slow.server.service.draining)
         assert _ask(slow.url).status_code == 503 and _status(slow.url) == 503
+        turns.let(9 * LENGTH)
         *whole, stream = (answer.result() for answer in asked)
         assert [answer.json()["choices"][0]["text"] for answer in whole] == [alone(PROMPT, i).text for i in range(2)]
         assert stream.text.endswith("data: [DONE]\n\n")
@@ -711,29 +718,37 @@ def browser(tmp_path):
     found.close()
 
 
-def test_a_browser_shows_the_canvas_being_written(served, browser, alone):
-    prompt = 'Q: <img src=x onerror="document.title=1"> \u6f22\n'
+def test_a_browser_shows_the_canvas_being_written(start, browser, alone):
+    """Forward by forward: the next begins when the one before has been drawn."""
+    prompt, turns = 'Q: <img src=x onerror="document.title=1"> \u6f22\n', Turnstile()
     wanted = alone(prompt, 8, threshold=0.004)
-    browser.open(served.url + "/")
-    browser.run(f"""
-        window.seen = new Set();
-        new MutationObserver(() => {{
-          const marks = [...document.querySelectorAll("#canvas span")].map(span => span.className[0] || "-");
-          window.seen.add(marks.join("") + " " + document.getElementById("state").textContent);
-        }}).observe(document.body, {{childList: true, subtree: true, characterData: true}});
-        document.getElementById("prompt").value = {json.dumps(prompt)};
-        document.getElementById("seed").value = 8;
-        document.getElementById("numbers").value = "threshold=0.004";
-        document.getElementById("delay").value = 20;
-        document.getElementById("form").requestSubmit();
-    """)
-    state = "document.getElementById('state')"
-    _wait_until(lambda: browser.run(f"{state}.dataset.done === 'yes' || {state}.className === 'bad'"))
+    with start(step=_gated(turns)) as found:
+        browser.open(found.url + "/")
+        browser.run(f"""
+            window.seen = {{}};
+            new MutationObserver(() => {{
+              const spans = [...document.querySelectorAll("#canvas span")];
+              seen[document.getElementById("state").textContent] = spans.map(span => span.className || "final");
+            }}).observe(document.body, {{childList: true, subtree: true, characterData: true}});
+            document.getElementById("prompt").value = {json.dumps(prompt)};
+            document.getElementById("seed").value = 8;
+            document.getElementById("numbers").value = "threshold=0.004";
+            document.getElementById("delay").value = 20;
+            document.getElementById("form").requestSubmit();
+        """)
+        told = [f"forward {count} \u00b7 1 of 4 slots busy \u00b7 0 waiting" for count in range(1, wanted.nfe)]
+        told.append(f"forward {wanted.nfe} \u00b7 0 of 4 slots busy \u00b7 0 waiting")
+        for state in told:
+            turns.let(1)
+            browser.wait(f"{json.dumps(state)} in seen")
+        browser.wait("document.getElementById('state').dataset.done === 'yes'")
+    frames = [browser.run(f"seen[{json.dumps(state)}]") for state in told]
+    assert sum(frame.count("fresh") for frame in frames) == LENGTH and all("fresh" in frame for frame in frames)
+    masks = [frame.count("mask") for frame in frames]
+    assert masks == sorted(set(masks), reverse=True) and masks[-1] == 0
     assert browser.run("document.getElementById('answer').textContent") == wanted.text
-    assert f"{len(wanted.tokens)} tokens in {wanted.nfe} forwards \u00b7 seed 8" in browser.run(f"{state}.textContent")
-    seen = browser.run("[...window.seen]")
-    assert sum("f" in frame and "m" in frame for frame in seen) >= wanted.nfe - 1  # fresh tokens beside masks
-    assert any(f"forward {wanted.nfe} " in frame and "of 4 slots busy" in frame for frame in seen)
+    state = browser.run("document.getElementById('state').textContent")
+    assert f"{len(wanted.tokens)} tokens in {wanted.nfe} forwards \u00b7 seed 8" in state
     assert browser.run("document.title") != "1" and browser.run("document.images.length") == 0
     picture = browser.picture()
     assert picture.startswith(b"\x89PNG") and len(picture) > 5000
@@ -743,5 +758,4 @@ def test_a_browser_tells_what_is_wrong(served, browser):
     browser.open(served.url + "/")
     browser.run("document.getElementById('prompt').value = 'a'; document.getElementById('numbers').value = 'bogus=1'")
     browser.run("document.getElementById('form').requestSubmit()")
-    state = "document.getElementById('state').textContent"
-    _wait_until(lambda: "no option 'bogus'" in browser.run(state))
+    browser.wait("document.getElementById('state').textContent.includes(\"no option 'bogus'\")")

@@ -551,11 +551,7 @@ def test_a_browser_tells_of_tokens_and_plays(whole, browser, tmp_path):
     assert browser.run("document.activeElement.getAttribute('aria-label')") == detail()
     browser.run("document.querySelector('details').open = true")
     count = "document.querySelectorAll('table tr').length"
-    for _ in range(50):
-        if browser.run(count) == 17:
-            break
-        time.sleep(0.05)
-    assert browser.run(count) == 17
+    browser.wait(f"{count} === 17")
     ground = "getComputedStyle(document.querySelector('[role=option]')).backgroundColor"
     by_forward = browser.run(ground)
     browser.run("window.by = document.querySelector('select'); by.value = 'confidence'")
@@ -568,10 +564,7 @@ def test_a_browser_tells_of_tokens_and_plays(whole, browser, tmp_path):
         browser.run(f"({KEY})('ArrowLeft', document.querySelector('button'))")
     browser.run("document.querySelector('button').click()")
     assert browser.run("document.querySelector('button').textContent") == "Pause"
-    for _ in range(200):
-        if browser.run("document.querySelector('button').textContent") == "Play":
-            break
-        time.sleep(0.1)
+    browser.wait("document.querySelector('button').textContent === 'Play'")
     assert browser.run("document.querySelector('.dllm-view').dataset.forward") == str(whole.nfe)
 
 
