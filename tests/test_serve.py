@@ -480,7 +480,7 @@ def test_beyond_the_queue_there_is_a_429_and_what_was_admitted_is_answered(start
 
 def test_what_is_late_is_taken_back(start):
     gate = threading.Event()
-    with start(slots=1, deadline=1.0, step=_gated(gate)) as late, concurrent.futures.ThreadPoolExecutor(8) as pool:
+    with start(slots=1, deadline=3.0, step=_gated(gate)) as late, concurrent.futures.ThreadPoolExecutor(8) as pool:
         asked = _asking(pool, late.url, 2) + _asking(pool, late.url, 1, stream=True)
         whole, other, stream = (answer.result() for answer in asked)
         assert whole.status_code == other.status_code == 503
