@@ -1,10 +1,11 @@
-"""Checks of an unmasking rule of your own: whether it keeps what the library promises of every rule.
+"""Checks of an unmasking rule or a cache policy of your own: whether it keeps what the library promises of every one.
 
-    from samplers.testing import check_rule
+    from samplers.testing import check_cache, check_rule
 
     print(check_rule(Lead(0.9)))  # what was checked; an AssertionError says in one sentence what fails, and where
+    print(check_cache(EverySecond()))
 
-The models are tiny and random: the kit says nothing about how good the rule is.
+The models are tiny and random: the kit says nothing about how good the rule or the policy is.
 """
 
 import dataclasses
@@ -19,13 +20,17 @@ from dllm_jax.config import ModelConfig, published
 from dllm_jax.denoiser import Denoiser, DenoiserLike
 from dllm_jax.errors import DllmError
 from dllm_jax.params import init_params
+from dllm_jax.pytree import pytree
 from dllm_jax.testing import require
 from samplers.block import BlockSampler, BlockState
-from samplers.caches import CACHES, CachePolicy, SubBlockCache
+from samplers.caches import CACHES, CachePolicy, NoCache, Outcome, Request, SubBlockCache
+from samplers.caches.base import full_forward
 from samplers.engine import Result, sample_jit, stream
 from samplers.noise import row_keys
+from samplers.rules import Edit, Threshold
 from samplers.rules.base import Rule
 from samplers.slots import numbers_of, with_numbers
+from samplers.smoothing import Smoothing
 
 TINY = published("llada-8b-base").replace(
     vocab_size=24,
@@ -47,6 +52,12 @@ TINY = published("llada-8b-base").replace(
 
 BLOCKS = TINY.replace(family="llada2", attention="block", block_length=4)
 """The block diffusion model, for the caches that need one."""
+
+DEEPER = TINY.replace(num_layers=2)
+"""What cache policies are run on: keys and values of one layer follow from their own token alone."""
+
+SHIFTED = DEEPER.replace(family="dream", shift=True)
+"""One whose first position nothing predicts."""
 
 PROMPT_LENGTHS = (9, 5, 6)
 MOST_STEPS = 20  # for each position; what has not ended by then never will
@@ -97,7 +108,9 @@ def check_rule(
     refused: DllmError | None = None
     for cache in caches:
         try:
-            case = _begin(rule, cache, denoiser, gen_length, block_length, key)
+            case = _begin(
+                rule, f"{name} with cache {cache!r}", CACHES[cache](), denoiser, gen_length, block_length, key
+            )
         except DllmError as error:
             refused = refused or error
             continue
@@ -115,12 +128,85 @@ def check_rule(
     return checked + ran
 
 
+def check_cache(
+    policy: CachePolicy,
+    *,
+    exact: bool = False,
+    denoiser: DenoiserLike | None = None,
+    gen_length: int = 16,
+    block_length: int = 4,
+    key: jax.Array | None = None,
+) -> list[str]:
+    """Runs a cache policy on a few rows of different lengths, under rules that ask different things of it.
+
+    What every policy keeps: it can be traced; a row's first forward is a full one; what it counts as such gives the
+    hidden states of the model over everything; each forward runs all of the active block, and `Outcome.low` and `high`
+    say so; buffers are counted as rebuilt by full forwards alone, and nothing is told of rows that have ended; a row is
+    the same alone and beside others, and the compiled loop is its steps one by one. The rules are `threshold`, `edit`,
+    which changes what is written in the active block, and `threshold` with smoothing, which feeds embeddings and wants
+    the hidden states of everything that is run.
+
+    Args:
+        policy: with numbers at which it does all that it can do within a few forwards.
+        exact: whether generations must be those of `NoCache`, forward by forward; but for smoothing, which carries over
+            what was run.
+        denoiser: what is run; by default `DEEPER`, and `SHIFTED` under `threshold`, but `BLOCKS` for a policy that is
+            `in_order`; all with random weights.
+        gen_length, block_length: of the generations.
+        key: source of what is random; `jax.random.key(0)` by default.
+
+    Returns:
+        The names of what it was run with, in order. What the sampler or the policy refuses by a `DllmError`, but not of
+        all of these, is not among them.
+
+    Raises:
+        AssertionError: one sentence with what fails, under which rule, and where it shows the row and forward.
+        DllmError: for numbers that the policy itself refuses.
+    """
+    name = type(policy).__name__
+    methods = all(callable(getattr(policy, method, None)) for method in ("init", "predict"))
+    require(
+        methods and not isinstance(policy, type),
+        f"a {name} is no cache policy; give it init and predict, or derive its class from BlockCache",
+    )
+    leaf = jax.tree_util.all_leaves([policy])
+    require(not leaf, f"a {name} is no pytree; decorate its class with dllm_jax.pytree.pytree")
+    key = jax.random.key(0) if key is None else key
+    in_blocks = getattr(policy, "in_order", False)
+    deeper = denoiser or _random(BLOCKS.replace(num_layers=2, block_length=block_length) if in_blocks else DEEPER, key)
+    asked: list[tuple[str, Rule, Smoothing | None, DenoiserLike]] = [
+        ("threshold", Threshold(), None, deeper),
+        ("edit", Edit(), None, deeper),
+        ("smoothing", Threshold(), Smoothing(), deeper),
+    ]
+    if denoiser is None and not in_blocks:
+        asked.append(("threshold, shifted", Threshold(), None, _random(SHIFTED, key)))
+    ran: list[str] = []
+    refused: DllmError | None = None
+    for told, rule, smoothing, model in asked:
+        try:
+            case = _begin(rule, f"{name} with {told}", policy, model, gen_length, block_length, key, smoothing)
+        except DllmError as error:
+            refused = refused or error
+            continue
+        found = _check_steps(case.with_cache(_Watched(policy)))
+        _check_loop(case, found)
+        _check_alone(case, found)
+        if exact and smoothing is None:
+            wanted = case.with_cache(NoCache()).sampled()
+            _same(case, "it gives another result than no cache", found, wanted, range(len(PROMPT_LENGTHS)), _TOKENS)
+        ran.append(told)
+    if refused and not ran:
+        raise refused
+    return ran
+
+
 @dataclasses.dataclass(frozen=True)
 class _Case:
     """A rule with a cache policy, and what is generated.
 
     Attributes:
-        name: of the rule's class and the cache, for sentences.
+        name: of both, for sentences.
         sampler, denoiser: what runs.
         prompt: [B, P].
         rows: arguments of `sample` that have a row axis, by name.
@@ -139,6 +225,10 @@ class _Case:
             self, prompt=self.prompt[chosen], rows={name: x[chosen] for name, x in self.rows.items()}
         )
 
+    def with_cache(self, policy: CachePolicy) -> "_Case":
+        """The same by another policy."""
+        return dataclasses.replace(self, sampler=dataclasses.replace(self.sampler, cache=policy))
+
     def sampled(self) -> Result:
         """By the compiled loop, on the host."""
         found: Result = jax.device_get(sample_jit(self.sampler, self.denoiser, self.prompt, **self.rows))
@@ -146,15 +236,21 @@ class _Case:
 
 
 def _begin(
-    rule: Rule, cache: str, denoiser: DenoiserLike | None, gen_length: int, block_length: int, key: jax.Array
+    rule: Rule,
+    name: str,
+    policy: CachePolicy,
+    denoiser: DenoiserLike | None,
+    gen_length: int,
+    block_length: int,
+    key: jax.Array,
+    smoothing: Smoothing | None = None,
 ) -> _Case:
     """Raises DllmError for what cannot be combined, and AssertionError for what cannot be traced."""
-    policy: CachePolicy = CACHES[cache]()
     in_blocks = getattr(policy, "in_order", False)
     denoiser = denoiser or _random(BLOCKS.replace(block_length=block_length) if in_blocks else TINY, key)
     halves = block_length // 2 if isinstance(policy, SubBlockCache) else None
     sampler = BlockSampler(
-        rule, gen_length, block_length, policy, align_blocks=in_blocks, sub_block_length=halves or None
+        rule, gen_length, block_length, policy, smoothing, align_blocks=in_blocks, sub_block_length=halves or None
     )
     batch, width = len(PROMPT_LENGTHS), max(PROMPT_LENGTHS)
     tokens = jax.random.randint(key, (2, batch, max(width, gen_length)), 0, denoiser.vocab_size)
@@ -166,12 +262,13 @@ def _begin(
         "given": jnp.where(given, tokens[1, :, :gen_length], denoiser.mask_id),
         "key": row_keys(key, batch),
     }
-    case = _Case(f"{type(rule).__name__} with cache {cache!r}", sampler, denoiser, tokens[0, :, :width], rows)
+    case = _Case(name, sampler, denoiser, tokens[0, :, :width], rows)
     advice = "its methods are traced, so no Python `if` on arrays, and what decides about the program is static"
     state = _traced(case, advice, lambda: jax.eval_shape(_first, sampler, denoiser, case.prompt, rows))
     after = _traced(case, advice, lambda: jax.eval_shape(lambda s, d, x: s.step(d, x), sampler, denoiser, state))
-    was, now = (_shapes(x.rule) for x in (state, after))
-    require(was == now, f"{case.name}: its state is {was} by init and {now} after a step; both must be alike")
+    for was, now in ((state.rule, after.rule), (state.cache, after.cache)):
+        shapes = f"{_shapes(was)} by init and {_shapes(now)} after a step"
+        require(_shapes(was) == _shapes(now), f"{case.name}: its state is {shapes}; both must be alike")
     return case
 
 
@@ -242,6 +339,8 @@ def _check_steps(case: _Case) -> Result:
         require(
             nfe <= bound, f"{case.name}: row {row} took {nfe} forwards, but forwards says at most {bound}; {advice}"
         )
+    if isinstance(sampler.cache, _Watched):
+        _check_forwards(case, state.cache)
     _require_nowhere(case, seen.open, "is still open at the end", seen)
     wrong = (seen.tokens < 0) | (seen.tokens >= case.denoiser.vocab_size) | (seen.tokens == case.denoiser.mask_id)
     _require_nowhere(case, wrong & seen.written, "holds a mask, or no token of the vocabulary, at the end", seen)
@@ -272,14 +371,69 @@ def _require_nowhere(case: _Case, where: np.ndarray, sentence: str, state: _Seen
         raise AssertionError(f"{case.name}: {place} {sentence}")
 
 
+# The forwards of a policy --------------------------------------------------------------------------------------------
+
+TOLERANCE = 1e-3  # of hidden states, as a share of the largest number among them
+
+_FAULTS = (
+    "is its first, but no full one; nothing is stored that it could read",
+    "counts as a full one, but gives other hidden states than the model over everything",
+    "runs a part of the active block alone, by what low and high say; they begin where the block does, or before",
+    "is told of a row that has ended",
+    "counts as one that stored all keys and values, but not as a full one",
+)
+
+
+@pytree()
+class _Watched:
+    """A policy, and the first forward of each row at which what it tells is not so."""
+
+    policy: CachePolicy
+
+    @property
+    def in_order(self) -> bool:
+        return getattr(self.policy, "in_order", False)
+
+    def init(self, denoiser: DenoiserLike, batch: int, length: int) -> tuple[Any, jax.Array]:
+        """The policy's state, and [B, faults] int32, -1 for none."""
+        return self.policy.init(denoiser, batch, length), jnp.full((batch, len(_FAULTS)), -1)
+
+    def predict(self, denoiser: DenoiserLike, request: Request, state: tuple[Any, jax.Array]) -> Outcome:
+        outcome = self.policy.predict(denoiser, request, state[0])
+        whole, _ = full_forward(denoiser, request)
+        positions = jnp.arange(request.length) if request.all_positions else request.span.positions
+        last = request.lengths if request.all_positions else request.block_end
+        ran = (positions >= request.block_start[:, None]) & (positions < jnp.minimum(outcome.high, last)[:, None])
+        apart = jnp.where(ran[..., None], jnp.abs(outcome.hidden - whole), 0.0).max(axis=(1, 2))
+        found = [
+            request.active & ~outcome.full & (request.nfe == 0),
+            request.active & outcome.full & ~(apart <= TOLERANCE * jnp.abs(whole).max()),
+            request.active & ((outcome.low > request.block_start) | (outcome.high < request.block_end)),
+            outcome.full & ~request.active,
+            outcome.updated & ~outcome.full,
+        ]
+        first = jnp.where(jnp.stack(found, axis=1) & (state[1] < 0), request.nfe[:, None], state[1])
+        return outcome._replace(state=(outcome.state, first))
+
+
+def _check_forwards(case: _Case, state: tuple[Any, jax.Array]) -> None:
+    """What a watched policy told."""
+    for sentence, first in zip(_FAULTS, np.array(state[1]).T, strict=True):
+        row = int(np.argmax(first >= 0))
+        require(bool((first < 0).all()), f"{case.name}: forward {int(first[row])} of row {row} {sentence}")
+
+
 # Against other runs --------------------------------------------------------------------------------------------------
 
-_FIELDS = ("tokens", "decoded_at", "nfe", "edits")
+_TOKENS = ("tokens", "decoded_at", "nfe", "edits")
+_FIELDS = (*_TOKENS, "full_forwards", "cache_updates")
 
 
-def _same(case: _Case, what: str, found: Result, wanted: Result, rows: Sequence[int]) -> None:
+def _same(
+    case: _Case, what: str, found: Result, wanted: Result, rows: Sequence[int], fields: Sequence[str] = _FIELDS
+) -> None:
     """Raises AssertionError unless the rows of one result are these rows of another."""
-    for name in _FIELDS:
+    for name in fields:
         mine, other = np.asarray(getattr(found, name)), np.asarray(getattr(wanted, name))[list(rows)]
         if not np.array_equal(mine, other):
             slot, *position = (int(index) for index in np.argwhere(mine != other)[0])

@@ -88,6 +88,17 @@ def blocks(page):
     ]
 
 
+def write_files(page, folder):
+    """The files that a page tells of, and whether there are modules among them; those of other pages are forgotten."""
+    files = {Path(block.file): block.text for block in blocks(page) if block.file}
+    for path, text in files.items():
+        Path(folder, path).write_text(text)
+    modules = [path.stem for path in files if path.suffix == ".py"]
+    for module in modules:
+        sys.modules.pop(module, None)
+    return bool(modules)
+
+
 def run_page(page, folder):
     """Writes a page's files, runs its blocks one after another in a folder, and gives what they print.
 
@@ -97,8 +108,7 @@ def run_page(page, folder):
     environment = {"PYTHONPATH": str(ROOT), "DLLM_JAX_HOME": str(home), "NO_COLOR": "1"}
     found = mock.patch.object(sys, "path", [str(folder), *sys.path])  # as where somebody types it
     with contextlib.chdir(folder), mock.patch.dict(os.environ, environment), found:
-        for block in (block for block in blocks(page) if block.file):
-            Path(block.file).write_text(block.text)
+        write_files(page, folder)
         running = "\n".join(block.text for block in blocks(page) if block.runs)
         for name in dllm_jax.PUBLISHED:
             if re.search(rf"(?<![\w-]){re.escape(name)}(?![\w.-])", running):

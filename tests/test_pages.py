@@ -86,10 +86,8 @@ CHECKS = {
 @pytest.mark.parametrize("block", of("sh"))
 def test_commands_are_understood(block, tmp_path, monkeypatch):
     """By their own parsers, whether they are run or not; and specs, settings and targets are there."""
-    for one in pages.blocks(block.where.partition(":")[0]):
-        if one.file and one.language == "python":  # whose classes commands name
-            (tmp_path / one.file).write_text(one.text)
-            monkeypatch.syspath_prepend(tmp_path)
+    if pages.write_files(block.where.partition(":")[0], tmp_path):  # whose classes commands name
+        monkeypatch.syspath_prepend(tmp_path)
     for module, arguments in pages.commands(block.text):
         if module is None:
             targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
