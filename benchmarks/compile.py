@@ -17,6 +17,7 @@ A TPU needs `jax[tpu]` (libtpu), a GPU `jax[cuda12-local]` and `nvidia-cuda-nvcc
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
@@ -40,6 +41,7 @@ from benchmarks import hlo
 from benchmarks.training_step import model_of, training_step
 from dllm_jax import PUBLISHED, Denoiser, DllmError, Model, ModelConfig, published
 from dllm_jax.denoiser import Span
+from dllm_jax.own_kernels import lowering_for
 from dllm_jax.params import abstract_params
 from dllm_jax.quantized import QuantizedKernel
 from dllm_jax.sharding import Layout, ShardingRules, batch_parts, batch_sharding, param_shardings
@@ -159,6 +161,13 @@ def compiled(what: str, setting: Setting) -> Any:
 
     Forwards end with what is read off the block's logits, and hand on the buffers.
     """
+    device = setting.mesh.devices.flat[0]
+    with lowering_for(device.device_kind) if device.platform == "gpu" else contextlib.nullcontext():
+        return lowered(what, setting).compile()
+
+
+def lowered(what: str, setting: Setting) -> Any:
+    """The program before it is compiled."""
     if setting.run is not None:
         return training_step(setting.run, setting.config, setting.mesh)
     denoiser, (B, S, W) = setting.denoiser(), (setting.batch, setting.length, setting.block_length)
@@ -166,9 +175,7 @@ def compiled(what: str, setting: Setting) -> Any:
         model = Model(setting.config, dict(denoiser.params), None, "absent")
         options = {"gen_length": setting.gen_length, "block_length": W, "ignore_eos": True}
         sampler = make_sampler(model, setting.sampler, **options)
-        return (
-            jax.jit(sample).lower(sampler, denoiser, setting.ints(B, setting.prompt_length), setting.ints(B)).compile()
-        )
+        return jax.jit(sample).lower(sampler, denoiser, setting.ints(B, setting.prompt_length), setting.ints(B))
 
     def read(denoiser: Denoiser, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
         found = predict(readout(denoiser, hidden), Sampling(), mask_id=denoiser.mask_id, score_from="raw", draw=None)
@@ -184,11 +191,11 @@ def compiled(what: str, setting: Setting) -> Any:
 
     arguments = (denoiser, setting.ints(B, S), setting.ints(B), setting.ints(B))
     if what == "full":
-        return jax.jit(full).lower(*arguments).compile()
+        return jax.jit(full).lower(*arguments)
     kv = jax.eval_shape(lambda: denoiser.empty_cache(B, S))
     split = ShardingRules().spec(("batch", None, "kv_heads", "head_dim"), setting.mesh)
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(setting.mesh, split))
-    return jax.jit(window, donate_argnums=4).lower(*arguments, jax.tree.map(place, kv)).compile()
+    return jax.jit(window, donate_argnums=4).lower(*arguments, jax.tree.map(place, kv))
 
 
 def label(own: Sequence[hlo.Instruction], at: hlo.Instruction | None) -> str:

@@ -1,4 +1,4 @@
-"""A step of training as it is compiled for devices that are not there; part of `benchmarks.compile`."""
+"""A step of training as it is lowered for devices that are not there; part of `benchmarks.compile`."""
 
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ def model_of(config: TrainConfig, layers: int = 0) -> ModelConfig:
 
 
 def training_step(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> Any:
-    """One optimiser step of a run on rows of `data.length` tokens, compiled without weights and data."""
+    """One optimiser step of a run on rows of `data.length` tokens, lowered without weights and data."""
     stepper = Stepper(config, model, placement_of(config, model, mesh))
     shapes = stepper.trained.shapes()
     state = stepper.abstract({name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()})
@@ -53,4 +53,4 @@ def training_step(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> Any:
     step = like((length,), jnp.int32) if stepper.objective.trajectories else None
     batch = Batch(like((length,), jnp.int32), like((length,), jnp.bool_), like((), jnp.int32), step)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    return stepper.jitted(state).lower(state, frozen, batch, key).compile()
+    return stepper.jitted(state).lower(state, frozen, batch, key)

@@ -1,7 +1,10 @@
 """Where kernels of our own, written in Pallas, can stand in a program."""
 
+from contextlib import AbstractContextManager
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from dllm_jax.layout import Layout
 
@@ -11,6 +14,16 @@ AMPERE = 8.0
 use_kernels = jax.make_user_context(default_value=True)
 """`with use_kernels(False):` compiles what is called within to XLA's own operations alone: to compare, and because no
 kernel can be lowered for several platforms at once (`jax.export`)."""
+
+
+def lowering_for(gpu: str) -> AbstractContextManager[None]:
+    """A block in which programs are lowered for a GPU that need not be here: from JAX 0.12 on Triton asks which it is.
+
+    Args:
+        gpu: its kind as JAX has it, such as "NVIDIA H100".
+    """
+    device = AbstractDevice(device_kind=gpu, num_cores=None, platform="gpu")
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 
 def kernels_run(dtype: jnp.dtype, layout: Layout | None) -> bool:

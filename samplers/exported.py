@@ -1,5 +1,6 @@
 """A whole generation as one portable program, which runs where JAX is and nothing of this library."""
 
+import contextlib
 import importlib.util
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from jax import export as jax_export
 
 from dllm_jax import Denoiser, DllmError, Model, checkpoint, use_kernels
+from dllm_jax.own_kernels import lowering_for
 from dllm_jax.quantized import num_bytes
 from samplers.build import CanvasSampler
 from samplers.checks import check_length
@@ -17,6 +19,7 @@ from samplers.noise import row_keys
 from samplers.prompts import check_width
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+GPU = "NVIDIA A100"  # which kernels are lowered for: the least that runs them
 MOST_BYTES = 64 * 2**20  # of a sampler's own arrays, which become part of the program
 
 
@@ -71,6 +74,7 @@ def export(
     arguments = (checkpoint.flattened(like), ints(batch, prompt_length), ints(batch), ints())
     # The backbone pins layouts, and for one platform alone has kernels; who does not know a call never meets it.
     safe = [jax_export.DisabledSafetyCheck.custom_call(name) for name in ("LayoutConstraint", "__gpu$xla.gpu.triton")]
-    with use_kernels(len(platforms) == 1):
+    alone, cuda = len(platforms) == 1, platforms[0] == "cuda"
+    with use_kernels(alone), lowering_for(GPU) if cuda else contextlib.nullcontext():
         exported = jax_export.export(jax.jit(run), platforms=tuple(platforms), disabled_checks=safe)(*arguments)
     return exported.serialize()

@@ -1,5 +1,6 @@
 """CPU with eight virtual devices, full float32 matmuls, kept compilations, and the tiny checkpoints as fixtures."""
 
+import contextlib
 import gc
 import itertools
 import logging
@@ -75,6 +76,15 @@ def few_programs_at_a_time():
     if look and maps.read_bytes().count(b"\n") > MOST_MAPS:
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture
+def cpu_as_gpu(monkeypatch):
+    """From JAX 0.12 on Triton's kernels ask which GPU they are lowered for, and which one a mesh is of; this is one."""
+    with contextlib.suppress(ImportError):
+        from jax._src.pallas.triton.gpu_info import GpuVersion, get_gpu_info_from_version, registry
+
+        monkeypatch.setitem(registry, "cpu", lambda: get_gpu_info_from_version(GpuVersion.H100))
 
 
 def pytest_addoption(parser):

@@ -150,7 +150,7 @@ def has_kernel(text):
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda", "cpu"])
-def test_where_kernels_are_used(monkeypatch, platform) -> None:
+def test_where_kernels_are_used(monkeypatch, cpu_as_gpu, platform) -> None:
     """On TPU and CUDA, for many queries, in dtypes that are not a T4's, where every device has its own part."""
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     assert has_kernel(lowered(1024, platform=platform)) == (platform != "cpu")
@@ -175,7 +175,7 @@ def test_without_kernels(monkeypatch) -> None:
     assert has_kernel(lowered(1024))
 
 
-def test_an_old_gpu_gets_no_kernels(monkeypatch) -> None:
+def test_an_old_gpu_gets_no_kernels(monkeypatch, cpu_as_gpu) -> None:
     """Triton's begin with compute capability 8."""
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

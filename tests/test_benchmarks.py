@@ -220,7 +220,7 @@ def test_a_gpu_s_steps_go_on_where_one_fails(tmp_path, monkeypatch, capsys):
     assert on_gpu.main([str(tmp_path / "none")]) == 2
     assert "this Python cannot measure a GPU" in capsys.readouterr().out and not (tmp_path / "none").exists()
     monkeypatch.setattr(on_gpu, "CHECK", "pass")
-    steps = {"one": (60, ("json.tool", "--help")), "two": (60, ("json.tool", "nothing")), "slow": (0, ("json.tool",))}
+    steps = {"one": (60, ("json.tool", "--help")), "two": (60, ("json.tool", "--nothing")), "slow": (0, ("json.tool",))}
     monkeypatch.setattr(on_gpu, "STEPS", steps)
     assert on_gpu.run(tmp_path, list(steps)) == ["two (2)", "slow (not done after 0 s)"]
     assert "usage" in (tmp_path / "one.log").read_text()

@@ -15,6 +15,7 @@ from dllm_jax import DllmError
 from samplers import export, generate, make_sampler
 from samplers.generate import prepare
 from samplers.prompts import pad_prompts
+from samplers.testing import TINY
 
 PROMPTS = [[5, 9, 30, 22, 41], [7, 8]]
 
@@ -80,6 +81,16 @@ def test_experts_run_their_own_way_on_each_platform() -> None:
     assert "ragged_dot" in exported.mlir_module()  # of TPUs, in one branch; that of this platform runs
     result = exported.call(model.params, jnp.ones((1, 8), jnp.int32), jnp.array([8]), jnp.int32(0))
     assert int(result["nfe"][0]) > 0
+
+
+@pytest.mark.parametrize("platform, kernel", [("tpu", "tpu_custom_call"), ("cuda", "triton")])
+def test_for_one_platform_alone_there_are_kernels(monkeypatch, platform, kernel) -> None:
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    config = TINY.replace(num_layers=2, num_heads=2, num_kv_heads=2, head_dim=64, max_length=1024, dtype="bfloat16")
+    model = random_model(config)
+    sampler = make_sampler(model, "topk", gen_length=8, block_length=8, cache="none")
+    exported = jax_export.deserialize(export(sampler, model, prompt_length=504, platforms=[platform]))
+    assert exported.platforms == (platform,) and kernel in exported.mlir_module()
 
 
 @pytest.mark.parametrize(
