@@ -486,7 +486,7 @@ def test_what_is_late_is_taken_back(start):
         assert whole.status_code == other.status_code == 503
         assert whole.json()["error"]["code"] == "deadline_exceeded"
         assert stream.status_code == 200 and "deadline" in stream.text and "[DONE]" not in stream.text
-        assert late.server.service.held == 0
+        _wait_until(lambda: late.server.service.held == 0)
         gate.set()
         _wait_until(lambda: late.engine.idle)
 
