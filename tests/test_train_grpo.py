@@ -274,7 +274,7 @@ def test_rewards_rise_and_nothing_is_compiled_again(tmp_path, monkeypatch):
         config_of(tmp_path, steps=40, optimizer__batch=32, optimizer__lr=0.02, checkpoint__every=40, rollout=rollout)
     )
     found = [line["reward"] for line in told(tmp_path)]
-    assert np.mean(found[:5]) < 0.6 and np.mean(found[-5:]) > 0.8
+    assert np.mean(found[:3]) < 0.65 and np.mean(found[-5:]) > 0.8
     assert len({*sizes[1:]}) == 1
 
 
