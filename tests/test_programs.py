@@ -168,7 +168,7 @@ HOSTILE = {
         frames = [*sys._current_frames().values()]
         while frame:
             frames.append(frame); frame = frame.f_back
-        for frame in frames: found += [frame.f_locals, frame.f_globals, frame.f_builtins, frame.f_code.co_consts]
+        for frame in frames: found += [dict(frame.f_locals), frame.f_globals, frame.f_builtins, frame.f_code.co_consts]
         {send}
         """,
     "the token in the collector's hands": """
@@ -523,7 +523,7 @@ def test_without_the_right_to_become_another_user(places):
         answer = json.load(boxed(written(HOSTILE[name], places), *prefix).stdout)
         assert not answer["passed"] and reason in answer["reason"]
     many = "import os, time\nfor _ in range(12): os.fork() or time.sleep(9)\ntime.sleep(9)"
-    assert "more than 8 processes" in json.load(boxed(many, *prefix).stdout)["reason"]
+    assert "more than 8 processes" in json.load(boxed(many, *prefix, memory=1 << 30).stdout)["reason"]
     own = "import os\nassert os.getuid() == 1000 and open('x', 'w').write('x')"
     assert json.load(boxed(own, *prefix).stdout)["passed"]
 
