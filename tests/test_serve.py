@@ -34,6 +34,7 @@ from samplers.answers import answer
 from samplers.noise import row_keys
 from samplers.prompts import encode_prompt, pad_prompts
 from samplers.serving import guard, server, view
+from samplers.serving.faults import Fault
 from samplers.serving.service import Limits
 
 LENGTH, BLOCK = 16, 8
@@ -538,6 +539,18 @@ def test_when_the_engine_dies_everybody_hears_it(start):
         assert _status(found.url) in (503, None)
         with pytest.raises(DllmError, match="RuntimeError"):
             found.ended.result(timeout=30)
+
+
+def test_what_broke_an_answer_off_first_is_told(start):
+    """A server whose engine has died leaves, and breaks off what is still there once more."""
+    gate = threading.Event()
+    with start(slots=1, step=_gated(gate)) as found, concurrent.futures.ThreadPoolExecutor(8) as pool:
+        asked = _asking(pool, found.url, 1) + _asking(pool, found.url, 1, stream=True)
+        _wait_until(lambda: len(found.server.service._tickets) == 2)
+        end = lambda: [found.server.service.break_off(Fault(500, sentence)) for sentence in ("died", "leaves")]
+        found.loop.call_soon_threadsafe(end)
+        assert all("died" in answer.result().text and "leaves" not in answer.result().text for answer in asked)
+        gate.set()
 
 
 def test_at_the_end_what_runs_is_finished_and_nothing_new_begun(start, alone):

@@ -322,9 +322,9 @@ class Service:
         self.ended()
 
     def break_off(self, fault: Fault) -> None:
-        """Ends what waits and what runs by a fault."""
+        """Ends what waits and what runs by a fault; the first one tells why."""
         for ticket in set(self._tickets.values()):
-            ticket.fault = fault
+            ticket.fault = ticket.fault or fault
             ticket.changed.set()
 
     def close_ticket(self, ticket: Ticket) -> None:
