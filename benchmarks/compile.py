@@ -17,7 +17,6 @@ A TPU needs `jax[tpu]` (libtpu), a GPU `jax[cuda12-local]` and `nvidia-cuda-nvcc
 """
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import math
@@ -162,7 +161,7 @@ def compiled(what: str, setting: Setting) -> Any:
     Forwards end with what is read off the block's logits, and hand on the buffers.
     """
     device = setting.mesh.devices.flat[0]
-    with lowering_for(device.device_kind) if device.platform == "gpu" else contextlib.nullcontext():
+    with lowering_for(device.device_kind if device.platform == "gpu" else None):
         return lowered(what, setting).compile()
 
 

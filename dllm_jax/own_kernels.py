@@ -17,13 +17,14 @@ use_kernels = jax.make_user_context(default_value=True)
 kernel can be lowered for several platforms at once (`jax.export`)."""
 
 
-def lowering_for(gpu: str) -> AbstractContextManager[None]:
+def lowering_for(gpu: str | None) -> AbstractContextManager[None]:
     """A block in which programs are lowered for a GPU that need not be here: from JAX 0.12 on Triton asks which it is.
 
     Args:
-        gpu: its kind as JAX has it, such as "NVIDIA H100".
+        gpu: its kind as JAX has it, such as "NVIDIA H100"; None for what is not lowered for one.
     """
-    if "platform" not in {field.name for field in dataclasses.fields(AbstractDevice)}:  # JAX 0.10.0, which asks nothing
+    known = {field.name for field in dataclasses.fields(AbstractDevice)}
+    if gpu is None or "platform" not in known:  # JAX 0.10.0, which asks nothing
         return nullcontext()
     device = AbstractDevice(device_kind=gpu, num_cores=None, platform="gpu")
     return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))

@@ -1,6 +1,5 @@
 """A whole generation as one portable program, which runs where JAX is and nothing of this library."""
 
-import contextlib
 import importlib.util
 from collections.abc import Sequence
 from typing import Any
@@ -74,7 +73,7 @@ def export(
     arguments = (checkpoint.flattened(like), ints(batch, prompt_length), ints(batch), ints())
     # The backbone pins layouts, and for one platform alone has kernels; who does not know a call never meets it.
     safe = [jax_export.DisabledSafetyCheck.custom_call(name) for name in ("LayoutConstraint", "__gpu$xla.gpu.triton")]
-    alone, cuda = len(platforms) == 1, platforms[0] == "cuda"
-    with use_kernels(alone), lowering_for(GPU) if cuda else contextlib.nullcontext():
+    gpu = GPU if tuple(platforms) == ("cuda",) else None
+    with use_kernels(len(platforms) == 1), lowering_for(gpu):
         exported = jax_export.export(jax.jit(run), platforms=tuple(platforms), disabled_checks=safe)(*arguments)
     return exported.serialize()

@@ -9,7 +9,7 @@ The models are tiny and random: the kit says nothing about how good the rule or 
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -97,23 +97,20 @@ def check_rule(
     """
     name = type(rule).__name__
     require(isinstance(rule, Rule), f"a {name} is no rule; derive its class from samplers.Rule")
-    leaf = jax.tree_util.all_leaves([rule])
-    require(not leaf, f"a {name} is no pytree; decorate its class with dllm_jax.pytree.pytree")
+    _require_pytree(rule)
     if unknown := [cache for cache in caches if cache not in CACHES]:
         raise DllmError(f"no cache policy is called {unknown[0]!r}; choose one of {', '.join(CACHES)}")
     rule.check(gen_length, gen_length // block_length)
     key = jax.random.key(0) if key is None else key
+
+    def begin(cache: str) -> _Case:
+        policy: CachePolicy = CACHES[cache]()
+        model = denoiser or _model_for(policy, 1, block_length, key)
+        return _begin(f"{name} with cache {cache!r}", rule, policy, model, gen_length, block_length, key)
+
     checked: list[str] = []
     ran: list[str] = []
-    refused: DllmError | None = None
-    for cache in caches:
-        try:
-            case = _begin(
-                rule, f"{name} with cache {cache!r}", CACHES[cache](), denoiser, gen_length, block_length, key
-            )
-        except DllmError as error:
-            refused = refused or error
-            continue
+    for cache, case in _accepted(caches, begin):
         found = _check_steps(case)
         _check_loop(case, found)
         if not ran:
@@ -123,8 +120,6 @@ def check_rule(
                 checked.append("numbers per row")
                 _check_numbers(case, found)
         ran.append(cache)
-    if refused and not ran:
-        raise refused
     return checked + ran
 
 
@@ -169,36 +164,53 @@ def check_cache(
         methods and not isinstance(policy, type),
         f"a {name} is no cache policy; give it init and predict, or derive its class from BlockCache",
     )
-    leaf = jax.tree_util.all_leaves([policy])
-    require(not leaf, f"a {name} is no pytree; decorate its class with dllm_jax.pytree.pytree")
+    _require_pytree(policy)
     key = jax.random.key(0) if key is None else key
-    in_blocks = getattr(policy, "in_order", False)
-    deeper = denoiser or _random(BLOCKS.replace(num_layers=2, block_length=block_length) if in_blocks else DEEPER, key)
-    asked: list[tuple[str, Rule, Smoothing | None, DenoiserLike]] = [
-        ("threshold", Threshold(), None, deeper),
-        ("edit", Edit(), None, deeper),
-        ("smoothing", Threshold(), Smoothing(), deeper),
-    ]
-    if denoiser is None and not in_blocks:
-        asked.append(("threshold, shifted", Threshold(), None, _random(SHIFTED, key)))
+    model = denoiser or _model_for(policy, DEEPER.num_layers, block_length, key)
+
+    asked: dict[str, tuple[Rule, Smoothing | None, DenoiserLike]] = {
+        "threshold": (Threshold(), None, model),
+        "edit": (Edit(), None, model),
+        "smoothing": (Threshold(), Smoothing(), model),
+    }
+    if denoiser is None and not _in_blocks(policy):
+        asked["threshold, shifted"] = (Threshold(), None, _random(SHIFTED, key))
+
+    def begin(told: str) -> _Case:
+        rule, smoothing, model = asked[told]
+        return _begin(f"{name} with {told}", rule, policy, model, gen_length, block_length, key, smoothing)
+
     ran: list[str] = []
-    refused: DllmError | None = None
-    for told, rule, smoothing, model in asked:
-        try:
-            case = _begin(rule, f"{name} with {told}", policy, model, gen_length, block_length, key, smoothing)
-        except DllmError as error:
-            refused = refused or error
-            continue
+    for told, case in _accepted(asked, begin):
         found = _check_steps(case.with_cache(_Watched(policy)))
         _check_loop(case, found)
         _check_alone(case, found)
-        if exact and smoothing is None:
+        if exact and case.sampler.smoothing is None:
             wanted = case.with_cache(NoCache()).sampled()
             _same(case, "it gives another result than no cache", found, wanted, range(len(PROMPT_LENGTHS)), _TOKENS)
         ran.append(told)
-    if refused and not ran:
-        raise refused
     return ran
+
+
+def _require_pytree(part: Any) -> None:
+    leaf = jax.tree_util.all_leaves([part])
+    require(not leaf, f"a {type(part).__name__} is no pytree; decorate its class with dllm_jax.pytree.pytree")
+
+
+def _accepted(names: Iterable[str], begin: Callable[[str], "_Case"]) -> Iterator[tuple[str, "_Case"]]:
+    """The cases that nobody refuses, one by one; raises the first DllmError when there are none."""
+    refused: DllmError | None = None
+    taken = False
+    for name in names:
+        try:
+            case = begin(name)
+        except DllmError as error:
+            refused = refused or error
+            continue
+        taken = True
+        yield name, case
+    if refused and not taken:
+        raise refused
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,22 +247,37 @@ class _Case:
         return found
 
 
+def _in_blocks(policy: CachePolicy) -> bool:
+    """Whether a policy is for block diffusion models."""
+    return getattr(policy, "in_order", False)
+
+
+def _model_for(policy: CachePolicy, layers: int, block_length: int, key: jax.Array) -> Denoiser:
+    """A random model that a policy goes with."""
+    config = BLOCKS.replace(block_length=block_length) if _in_blocks(policy) else TINY
+    return _random(config.replace(num_layers=layers), key)
+
+
 def _begin(
-    rule: Rule,
     name: str,
+    rule: Rule,
     policy: CachePolicy,
-    denoiser: DenoiserLike | None,
+    denoiser: DenoiserLike,
     gen_length: int,
     block_length: int,
     key: jax.Array,
     smoothing: Smoothing | None = None,
 ) -> _Case:
     """Raises DllmError for what cannot be combined, and AssertionError for what cannot be traced."""
-    in_blocks = getattr(policy, "in_order", False)
-    denoiser = denoiser or _random(BLOCKS.replace(block_length=block_length) if in_blocks else TINY, key)
     halves = block_length // 2 if isinstance(policy, SubBlockCache) else None
     sampler = BlockSampler(
-        rule, gen_length, block_length, policy, smoothing, align_blocks=in_blocks, sub_block_length=halves or None
+        rule,
+        gen_length,
+        block_length,
+        policy,
+        smoothing,
+        align_blocks=_in_blocks(policy),
+        sub_block_length=halves or None,
     )
     batch, width = len(PROMPT_LENGTHS), max(PROMPT_LENGTHS)
     tokens = jax.random.randint(key, (2, batch, max(width, gen_length)), 0, denoiser.vocab_size)
@@ -392,7 +419,7 @@ class _Watched:
 
     @property
     def in_order(self) -> bool:
-        return getattr(self.policy, "in_order", False)
+        return _in_blocks(self.policy)
 
     def init(self, denoiser: DenoiserLike, batch: int, length: int) -> tuple[Any, jax.Array]:
         """The policy's state, and [B, faults] int32, -1 for none."""

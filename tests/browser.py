@@ -5,7 +5,8 @@ import json
 import os
 import shutil
 import subprocess
-import time
+
+from conftest import wait_until
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -51,12 +52,9 @@ class Browser:
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
-    def wait(self, script, seconds=60):
+    def wait(self, script):
         """Until a script gives something true."""
-        until = time.monotonic() + seconds
-        while not self.run(script):
-            assert time.monotonic() < until, f"{script} did not become true"
-            time.sleep(0.01)
+        wait_until(lambda: self.run(script))
 
     def open(self, url):
         """Shows a page, and waits until it is there."""

@@ -4,6 +4,7 @@ import gc
 import itertools
 import logging
 import os
+import time
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -64,6 +65,13 @@ def assert_equal(mine, theirs, name: str) -> None:
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5, err_msg=name)
     else:
         np.testing.assert_array_equal(mine, theirs, err_msg=name)
+
+
+def wait_until(true, seconds=60):
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until, "it did not happen"
+        time.sleep(0.01)
 
 
 @pytest.fixture(autouse=True)

@@ -486,8 +486,8 @@ COMMANDS = {
         ["a", "--model", "LLADA", "--rule", "eb", "--k", "2"],
         "sampler eb has no option 'k'; it has",
     ),
-    "unknown option": (["a", "--model", "LLADA", "--speed", "9"], "unrecognized arguments: --speed"),
-    "abbreviated option": (["a", "--model", "LLADA", "--thresh", "1"], "unrecognized arguments: --thresh"),
+    "unknown option": (["a", "--model", "LLADA", "--speed=9"], "unrecognized arguments: --speed=9; see python -m"),
+    "abbreviated option": (["a", "--model", "LLADA", "--thresh=1"], "unrecognized arguments: --thresh=1"),
     "a folder that a rule needs": (
         ["a", "--model", "LLADA", "--rule", "ni"],
         "pass indicator=..., in a shell --indicator",

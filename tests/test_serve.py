@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from types import SimpleNamespace
 
 import httpx
@@ -22,6 +21,7 @@ import jax
 import openai
 import pytest
 from browser import CHROMIUM, Browser
+from conftest import wait_until
 
 import dllm_jax
 from convert import embedded
@@ -73,7 +73,7 @@ def start(model):
             url = server.url_of(at)
             made, loop = began.get(timeout=120)
             found = SimpleNamespace(url=url, engine=engine, server=made, loop=loop, ended=ended)
-            _wait_until(lambda: _status(url) is not None)
+            wait_until(lambda: _status(url) is not None)
             try:
                 yield found
             finally:
@@ -117,13 +117,6 @@ def _status(url):
         return httpx.get(url + "/health", timeout=5).status_code
     except httpx.TransportError:
         return None
-
-
-def _wait_until(test, seconds=60):
-    until = time.monotonic() + seconds
-    while not test():
-        assert time.monotonic() < until, "it did not happen"
-        time.sleep(0.01)
 
 
 def _metric(url, name):
@@ -280,7 +273,7 @@ def test_a_slow_reader_misses_nothing_of_the_canvas(start, alone):
 
     def stand_still(engine):
         go.set()
-        _wait_until(lambda: engine.steps >= 3)
+        wait_until(lambda: engine.steps >= 3)
 
     with (
         start(step=_gated(go)) as found,
@@ -463,7 +456,7 @@ def test_beyond_the_queue_there_is_a_429_and_what_was_admitted_is_answered(start
     gate = threading.Event()
     with start(slots=2, queue_length=3, step=_gated(gate)) as small, concurrent.futures.ThreadPoolExecutor(8) as pool:
         first = _asking(pool, small.url, 5)
-        _wait_until(lambda: small.server.service.held == 5)
+        wait_until(lambda: small.server.service.held == 5)
         full = _ask(small.url)
         assert full.status_code == 429 and full.headers["Retry-After"]
         assert full.json()["error"]["type"] == "rate_limit_error"
@@ -487,9 +480,9 @@ def test_what_is_late_is_taken_back(start):
         assert whole.status_code == other.status_code == 503
         assert whole.json()["error"]["code"] == "deadline_exceeded"
         assert stream.status_code == 200 and "deadline" in stream.text and "[DONE]" not in stream.text
-        _wait_until(lambda: late.server.service.held == 0)
+        wait_until(lambda: late.server.service.held == 0)
         gate.set()
-        _wait_until(lambda: late.engine.idle)
+        wait_until(lambda: late.engine.idle)
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -503,17 +496,17 @@ def test_a_client_that_goes_away_frees_its_slot(start, stream):
         for count in range(1, 4):  # one in the slot, two that wait
             clients.append(socket.create_connection((host, int(port))))
             clients[-1].sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
-            _wait_until(lambda count=count: slow.server.service.held == count)
+            wait_until(lambda count=count: slow.server.service.held == count)
         turns.let(1)
-        _wait_until(lambda: slow.engine.busy == 1)
+        wait_until(lambda: slow.engine.busy == 1)
         for client in reversed(clients):
             client.close()
-        _wait_until(lambda: slow.server.service.held == 0)
+        wait_until(lambda: slow.server.service.held == 0)
         turns.let(9 * LENGTH)
-        _wait_until(lambda: slow.engine.idle)
+        wait_until(lambda: slow.engine.idle)
         assert slow.engine.steps < LENGTH  # not the steps of one answer
         gone = 'dllm_requests_total{outcome="gone",route="/v1/completions"}'
-        _wait_until(lambda: _metric(slow.url, gone) == 3)
+        wait_until(lambda: _metric(slow.url, gone) == 3)
         assert _ask(slow.url).status_code == 200
 
 
@@ -530,7 +523,7 @@ def test_when_the_engine_dies_everybody_hears_it(start):
     with start(slots=1, step=dying) as found, concurrent.futures.ThreadPoolExecutor(8) as pool:
         found.may_fail = True
         asked = _asking(pool, found.url, 3) + _asking(pool, found.url, 2, stream=True)
-        _wait_until(lambda: found.server.service.held == 5)
+        wait_until(lambda: found.server.service.held == 5)
         gate.set()
         answers = [answer.result() for answer in asked]
         assert [answer.status_code for answer in answers[:3]] == [500] * 3
@@ -546,7 +539,7 @@ def test_what_broke_an_answer_off_first_is_told(start):
     gate = threading.Event()
     with start(slots=1, step=_gated(gate)) as found, concurrent.futures.ThreadPoolExecutor(8) as pool:
         asked = _asking(pool, found.url, 1) + _asking(pool, found.url, 1, stream=True)
-        _wait_until(lambda: len(found.server.service._tickets) == 2)
+        wait_until(lambda: len(found.server.service._tickets) == 2)
         end = lambda: [found.server.service.break_off(Fault(500, sentence)) for sentence in ("died", "leaves")]
         found.loop.call_soon_threadsafe(end)
         assert all("died" in answer.result().text and "leaves" not in answer.result().text for answer in asked)
@@ -558,9 +551,9 @@ def test_at_the_end_what_runs_is_finished_and_nothing_new_begun(start, alone):
     with start(slots=1, step=_gated(turns)) as slow, concurrent.futures.ThreadPoolExecutor(8) as pool:
         asked = _asking(pool, slow.url, 2) + _asking(pool, slow.url, 1, stream=True)
         turns.let(1)
-        _wait_until(lambda: slow.server.service.held == 3 and slow.engine.busy)
+        wait_until(lambda: slow.server.service.held == 3 and slow.engine.busy)
         slow.server.handle_exit(signal.SIGINT, None)
-        _wait_until(lambda: slow.server.service.draining)
+        wait_until(lambda: slow.server.service.draining)
         assert _ask(slow.url).status_code == 503 and _status(slow.url) == 503
         turns.let(9 * LENGTH)
         *whole, stream = (answer.result() for answer in asked)
@@ -573,7 +566,7 @@ def test_what_runs_longer_than_the_grace_is_broken_off_with_a_sentence(start):
     gate = threading.Event()
     with start(slots=1, step=_gated(gate), grace=0.1) as slow, concurrent.futures.ThreadPoolExecutor(8) as pool:
         (asked,) = _asking(pool, slow.url, 1)
-        _wait_until(lambda: slow.server.service.held == 1)
+        wait_until(lambda: slow.server.service.held == 1)
         slow.server.handle_exit(signal.SIGTERM, None)
         assert asked.result().status_code == 503 and "stopping" in asked.result().text
         gate.set()
@@ -607,9 +600,9 @@ def test_many_streams_and_random_disconnects(start, alone, count):
         texts = asyncio.run(all_of(found.url))
         left = {i for i in leaving if texts[i] is None}
         assert left and texts == [None if i in left else alone(f"Q: {i}", i).text for i in range(count)]
-        _wait_until(lambda: found.engine.idle and found.server.service.held == 0)
+        wait_until(lambda: found.engine.idle and found.server.service.held == 0)
         done = 'dllm_requests_total{outcome="done",route="/v1/completions"}'
-        _wait_until(lambda: _metric(found.url, done) >= count - len(leaving))
+        wait_until(lambda: _metric(found.url, done) >= count - len(leaving))
 
 
 async def _numbered(stream):
