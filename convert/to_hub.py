@@ -19,7 +19,7 @@ from convert.tensors import as_dtype, checked_cast
 from dllm_jax import checkpoint
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
-from dllm_jax.params import wide_params
+from dllm_jax.params import float32_params
 from dllm_jax.transformer import num_params
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -78,8 +78,8 @@ def export(
 def _stored_dtype(folder: Path, config: ModelConfig) -> str:
     stored = checkpoint.stored_params(folder)
     checkpoint.check_names_and_shapes({name: tuple(x.shape) for name, x in stored.items()}, config, str(folder))
-    wide = wide_params(config)
-    found = sorted({np.dtype(entry.dtype).name for name, entry in stored.items() if name not in wide})
+    kept = float32_params(config)
+    found = sorted({np.dtype(entry.dtype).name for name, entry in stored.items() if name not in kept})
     if len(found) != 1:
         raise DllmError(f"{folder} mixes the dtypes {', '.join(found)}; say which one to write with --dtype")
     return found[0]
@@ -133,8 +133,8 @@ def _shards(layout: Layout, config: ModelConfig, limit: int) -> list[list[Slot]]
 
 def _dtypes_of(config: ModelConfig) -> Callable[[Slot], np.dtype]:
     """What each tensor is written as."""
-    wide, usual = wide_params(config), as_dtype(config.dtype)
-    return lambda slot: as_dtype("float32") if slot.ours in wide else usual
+    kept, usual = float32_params(config), as_dtype(config.dtype)
+    return lambda slot: as_dtype("float32") if slot.ours in kept else usual
 
 
 def _write_weights(out: Path, folder: Path, shards: list[list[Slot]], config: ModelConfig, progress: bool) -> None:

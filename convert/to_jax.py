@@ -17,7 +17,7 @@ from convert.tensors import as_dtype, load
 from dllm_jax import checkpoint
 from dllm_jax.config import ModelConfig, Quantize, check_quantize
 from dllm_jax.errors import DllmError
-from dllm_jax.params import abstract_params, wide_params
+from dllm_jax.params import abstract_params, float32_params
 from dllm_jax.quantized import num_bytes
 
 
@@ -82,13 +82,13 @@ def _stream(
 
     `checkpoint.save` writes the notes after the last tensor, so that a file is read from disk only once.
     """
-    dtype, wide, hashes = as_dtype(config.dtype), wide_params(config), dict[Path, Future[str]]()
+    dtype, kept, hashes = as_dtype(config.dtype), float32_params(config), dict[Path, Future[str]]()
     with ThreadPoolExecutor(1) as pool:
         for move in moves:
             for path in dict.fromkeys(piece.entry.path for piece in move.pieces):
                 if path not in hashes:
                     hashes[path] = pool.submit(sha256, path)
-            yield move.target, load(move.pieces, move.shape, as_dtype("float32") if move.target in wide else dtype)
+            yield move.target, load(move.pieces, move.shape, as_dtype("float32") if move.target in kept else dtype)
             bar.update(move.nbytes)
         bar.set_description("writing")  # what is left of it: a group of tensors, and what joins all of them
         notes["files"] = {
@@ -101,8 +101,8 @@ def _dtypes(moves: list[Move]) -> list[str]:
 
 
 def _common_dtype(moves: list[Move], config: ModelConfig, where: str) -> str:
-    wide = wide_params(config)
-    found = _dtypes([move for move in moves if move.target not in wide])
+    kept = float32_params(config)
+    found = _dtypes([move for move in moves if move.target not in kept])
     if len(found) != 1:
         raise DllmError(f"{where} mixes the dtypes {', '.join(found)}; say which one to write with --dtype")
     return found[0]

@@ -5,12 +5,14 @@ Shape letters: B batch, T queries, S keys, N heads, K heads of keys and values, 
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from dllm_jax.fused_attention import UNSEEN, fill, fits, fused
+from dllm_jax.kernels import narrowed
 from dllm_jax.kv_cache import LayerKV
 from dllm_jax.layout import Layout, LogicalAxes
 from dllm_jax.own_kernels import kernels_run
@@ -82,10 +84,11 @@ def in_parts(
     parts = lambda bound: None if bound is None or bound.shape[1] == 1 else _parts(bound, queries)
     or_whole = lambda part, whole: whole if part is None else part
     of_parts = _parts(query, queries), parts(visible), parts(since)
+    reread = _reread(LayerKV(key, value))
 
     @jax.checkpoint
     def of_part(part: tuple[jax.Array, jax.Array | None, jax.Array | None]) -> jax.Array:
-        return _attend(part[0], key, value, or_whole(part[1], visible), or_whole(part[2], since))
+        return _attend(part[0], *reread(), or_whole(part[1], visible), or_whole(part[2], since))
 
     found = lax.map(of_part, of_parts)  # [T / queries, B, queries, N, H]
     return jnp.moveaxis(found, 0, 1).reshape(query.shape[0], -1, *query.shape[2:])[:, :length]
@@ -113,7 +116,8 @@ def attention_in_blocks(
     count, size = visible.shape[1], max(QUERIES // block_length, 1)
     if count < 2 * size:
         return _attend_in_blocks(before, *blocks).reshape(shape)
-    of_part = jax.checkpoint(functools.partial(_attend_in_blocks, before))
+    reread = _reread(before)
+    of_part = jax.checkpoint(lambda *part: _attend_in_blocks(reread(), *part))
     found = lax.map(lambda part: of_part(*part), tuple(_parts(x, size) for x in blocks))
     return jnp.moveaxis(found, 0, 1).reshape(shape[0], -1, *found.shape[3:])[:, :count].reshape(shape)
 
@@ -138,6 +142,12 @@ def _attend_in_blocks(
     weights = jax.nn.softmax(jnp.concatenate(masked, axis=-1), axis=-1).astype(value.dtype)
     of_before = score("bckgls,bskh->bclkgh", weights[..., :kept], before.value)
     return (of_before + score("bckglm,bcmkh->bclkgh", weights[..., kept:], value)).astype(query.dtype)
+
+
+def _reread(kv: LayerKV) -> Callable[[], LayerKV]:
+    """What gives keys and values in every turn of a loop, with gradients that are added up in float32."""
+    wide, fixed = [x.astype(jnp.float32) for x in kv], lax.stop_gradient(kv)
+    return lambda: LayerKV(*map(narrowed, wide, fixed))
 
 
 def _parts(x: jax.Array, size: int) -> jax.Array:

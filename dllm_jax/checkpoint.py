@@ -33,7 +33,7 @@ from jax.sharding import SingleDeviceSharding
 from dllm_jax import hosts, stores
 from dllm_jax.config import ModelConfig, Quantize
 from dllm_jax.errors import DllmError
-from dllm_jax.params import abstract_params, forms, wide_params
+from dllm_jax.params import abstract_params, float32_params, forms
 from dllm_jax.quantized import LARGEST, QuantizedKernel, quantized_on_host
 from dllm_jax.tools.nearest import did_you_mean
 
@@ -203,8 +203,8 @@ def params_to_load(
     Arguments and errors are those of `load_params`.
     """
     config, path, stored = load_config(folder), (Path(folder) / PARAMS_FOLDER).resolve(), stored_params(folder)
-    wide = wide_params(config)
-    plain = {name: x for name, x in stored.items() if not _is_quantized(name, stored) and name not in wide}
+    kept = float32_params(config)
+    plain = {name: x for name, x in stored.items() if not _is_quantized(name, stored) and name not in kept}
     dtypes = {str(dtype) if dtype else str(entry.dtype) for entry in plain.values()}
     if len(dtypes) > 1:
         raise DllmError(f"{path} mixes the dtypes {sorted(dtypes)}; say which one to load with dtype=")

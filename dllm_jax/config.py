@@ -129,7 +129,7 @@ class ModelConfig:
         experts: the mixture of experts that replaces the feed-forward networks, or stands beside those of `gemma`; None
             for a dense model.
         gemma: what makes the layers Gemma 4's, used as encoder and as decoder; None for all others.
-        dtype: dtype the published weights are stored in.
+        dtype: what the model computes in, and its weights are stored in; `dllm_jax.load` gives another.
         quantize: what the kernels are quantized to (`dllm_jax.params.forms` says which how); None for plain ones.
     """
 

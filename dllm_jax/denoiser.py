@@ -163,8 +163,8 @@ class Denoiser:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """What products are computed in: that of the norms, whatever kernels are stored as."""
-        return self.params["final_norm.scale"].dtype
+        """What it computes in, the config's, whatever its parameters are stored as."""
+        return jnp.dtype(self.config.dtype)
 
     @property
     def _model(self) -> Transformer:

@@ -13,21 +13,21 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dllm_jax.config import Experts, Gemma, ModelConfig
+from dllm_jax.kernels import in_float32
 from dllm_jax.layers import MLP, Linear, RMSNorm, Rope, SelfAttention, param, unit
 from dllm_jax.layout import Layout
 from dllm_jax.moe import apply_experts
 
 
 class WideNorm(RMSNorm):
-    """x / rms(x), scaled, and times a constant, in float32; *then* cast to the scale's dtype, that of products."""
+    """x / rms(x), scaled, and times a constant, in float32; *then* cast to the model's dtype."""
 
-    def __init__(self, dim: int, eps: float, axis: str = "embed", factor: float = 1.0):
-        super().__init__(dim, eps, axis)
+    def __init__(self, config: ModelConfig, dim: int, axis: str = "embed", factor: float = 1.0):
+        super().__init__(config, dim, axis)
         self.factor = factor
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        scale = self.scale[...]
-        return (unit(x, self.eps) * (scale.astype(jnp.float32) * self.factor)).astype(scale.dtype)
+        return (unit(x, self.eps) * (self.scale[...].astype(jnp.float32) * self.factor)).astype(self.dtype)
 
 
 class UnitNorm(nnx.Module):
@@ -50,8 +50,8 @@ class GemmaAttention(SelfAttention):
         self.k_proj = Linear(config.embed_dim, kv_heads * size, ("embed", "kv_heads"))
         self.v_proj = None if full else Linear(config.embed_dim, kv_heads * size, ("embed", "kv_heads"))
         self.o_proj = Linear(config.num_heads * size, config.embed_dim, ("heads", "embed"))
-        self.q_norm = WideNorm(size, config.norm_eps, "head_dim", math.sqrt(size))  # which `attention` divides by
-        self.k_norm, self.v_norm = WideNorm(size, config.norm_eps, "head_dim"), UnitNorm(config.norm_eps)
+        self.q_norm = WideNorm(config, size, "head_dim", math.sqrt(size))  # which `attention` divides by
+        self.k_norm, self.v_norm = WideNorm(config, size, "head_dim"), UnitNorm(config.norm_eps)
         self.head_dim, self.clip, self.block_length = size, None, None
         self.rope = Rope(size, gemma.rope_theta, gemma.rope_pairs) if full else Rope(size, config.rope_theta)
         self.window = None if full else gemma.window
@@ -92,7 +92,7 @@ class GemmaLayer(nnx.Module):
 
     def __init__(self, config: ModelConfig, gemma: Gemma, index: int):
         assert config.experts is not None
-        norm = lambda: WideNorm(config.embed_dim, config.norm_eps)
+        norm = lambda: WideNorm(config, config.embed_dim)
         self.attn_norm, self.attn, self.attn_post_norm = norm(), GemmaAttention(config, gemma, index), norm()
         self.mlp_norm, self.mlp, self.mlp_post_norm = norm(), MLP(config.embed_dim, config.mlp_dim, "gelu"), norm()
         self.moe_norm, self.moe, self.moe_post_norm = norm(), GemmaExperts(config, config.experts), norm()
@@ -108,14 +108,14 @@ class GemmaLayer(nnx.Module):
         x = x + self.attn_post_norm(attended)
         dense = self.mlp_post_norm(self.mlp(self.mlp_norm(x)))
         x = x + self.post_norm(dense + self.moe_post_norm(self.moe(self.moe_norm(x), x, layout)))
-        return x * (self.decoder_scalar if decoder else self.encoder_scalar)[...].astype(x.dtype), None
+        return in_float32(jnp.multiply, x, (self.decoder_scalar if decoder else self.encoder_scalar)[...]), None
 
 
 class SelfConditioning(nnx.Module):
     """What the decoder is told of the step before: unit(x + mlp(norm(soft)))."""
 
     def __init__(self, config: ModelConfig):
-        self.norm = WideNorm(config.embed_dim, config.norm_eps)
+        self.norm = WideNorm(config, config.embed_dim)
         self.mlp = MLP(config.embed_dim, config.mlp_dim, "gelu")
         self.post_norm = UnitNorm(config.norm_eps)
 

@@ -15,7 +15,7 @@ from jax.experimental.layout import with_layout_constraint
 
 from dllm_jax.attention import attention, attention_in_blocks
 from dllm_jax.config import ModelConfig
-from dllm_jax.kernels import ACTIVATIONS, Activation, product, product_of_sums, sums
+from dllm_jax.kernels import ACTIVATIONS, Activation, in_float32, product, product_of_sums, sums
 from dllm_jax.kv_cache import LayerKV, scatter_rows, write_rows
 from dllm_jax.layout import Layout, LogicalAxes, apart_on_cuda
 
@@ -34,14 +34,18 @@ class ParamSpec:
         axes: logical axis name per dimension; None is never split.
         init: initialiser, "normal", "ones" or "zeros".
         shared: the axis that a quantized one's scales are shared along; None for one that is never quantized.
-        wide: it is float32 whatever the model's dtype.
+        keep_float32: it is stored as float32 whatever the model's dtype.
     """
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     init: str
     shared: int | None
-    wide: bool = False
+    keep_float32: bool = False
+
+    def stored_dtype(self, dtype: jnp.dtype | str) -> jnp.dtype:
+        """Its dtype in checkpoints and in memory, of a model whose dtype is `dtype`."""
+        return jnp.dtype(jnp.float32 if self.keep_float32 else dtype)
 
 
 def param(
@@ -49,9 +53,10 @@ def param(
     axes: tuple[str | None, ...],
     init: str = "normal",
     shared: int | None = None,
-    wide: bool = False,
+    keep_float32: bool = False,
 ) -> nnx.Param:
-    return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), axes=axes, init=init, shared=shared, wide=wide)
+    like = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return nnx.Param(like, axes=axes, init=init, shared=shared, keep_float32=keep_float32)
 
 
 class Linear(nnx.Module):
@@ -63,19 +68,18 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
         y = product(x, self.kernel.get_value(), dtype)
-        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
+        return y if self.bias is None else in_float32(jnp.add, y, self.bias[...])
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) in float32, cast to the scale's dtype, that of products, *then* scaled: the order of all families."""
+    """x / rms(x) in float32, cast to the model's dtype, *then* scaled: the order of all families."""
 
-    def __init__(self, dim: int, eps: float, axis: str = "embed"):
+    def __init__(self, config: ModelConfig, dim: int, axis: str = "embed"):
         self.scale = param((dim,), (axis,), "ones")
-        self.eps = eps
+        self.eps, self.dtype = config.norm_eps, config.dtype
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        scale = self.scale[...]
-        return unit(x, self.eps).astype(scale.dtype) * scale
+        return in_float32(jnp.multiply, unit(x, self.eps).astype(self.dtype), self.scale[...])
 
 
 def unit(x: jax.Array, eps: float) -> jax.Array:
@@ -207,8 +211,8 @@ class SelfAttention(nnx.Module):
         self.k_proj = Linear(config.embed_dim, keys, ("embed", "kv_heads"), bias=config.qkv_bias)
         self.v_proj: Linear | None = Linear(config.embed_dim, keys, ("embed", "kv_heads"), bias=config.qkv_bias)
         self.o_proj = Linear(queries, config.embed_dim, ("heads", "embed"))
-        self.q_norm = RMSNorm(config.head_dim, config.norm_eps, "head_dim") if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.norm_eps, "head_dim") if config.qk_norm else None
+        self.q_norm = RMSNorm(config, config.head_dim, "head_dim") if config.qk_norm else None
+        self.k_norm = RMSNorm(config, config.head_dim, "head_dim") if config.qk_norm else None
         self.v_norm: Norm | None = None
         self.head_dim, self.clip, self.block_length = config.head_dim, config.clip_qkv, config.block_length
         self.rope = Rope(config.rope_dim or config.head_dim, config.rope_theta)

@@ -92,7 +92,7 @@ def load(
     """
     found, dtype_name, layout = outline(path_or_name), _dtype_name(dtype), _layout(mesh, rules)
     assert found.folder is not None
-    config = checkpoint.quantizing(found.config, quantize, str(found.folder))
+    config = _computing(checkpoint.quantizing(found.config, quantize, str(found.folder)), dtype_name)
     shardings = None if layout is None else param_shardings(config, layout.mesh, layout.rules)
     params = checkpoint.load_params(found.folder, dtype=dtype_name, shardings=shardings, quantize=quantize)
     return dataclasses.replace(found, config=config, params=params, layout=layout)
@@ -118,7 +118,7 @@ def planned(path_or_name: str | Path, *, dtype: DTypeLike | None = None, quantiz
     found, dtype_name = outline(path_or_name), _dtype_name(dtype)
     assert found.folder is not None
     params = checkpoint.params_to_load(found.folder, dtype=dtype_name, quantize=quantize)
-    config = checkpoint.quantizing(found.config, quantize, str(found.folder))
+    config = _computing(checkpoint.quantizing(found.config, quantize, str(found.folder)), dtype_name)
     return dataclasses.replace(found, config=config, params=params)
 
 
@@ -133,8 +133,8 @@ def planned_or_published(
     name, dtype_name = str(path_or_name), _dtype_name(dtype)
     if name not in PUBLISHED or checkpoint.located(name) is not None:
         return planned(path_or_name, dtype=dtype, quantize=quantize)
-    config = checkpoint.quantizing(published(name), quantize, name)
-    return Model(config, abstract_params(config, dtype_name or config.dtype), None, name)
+    config = _computing(checkpoint.quantizing(published(name), quantize, name), dtype_name)
+    return Model(config, abstract_params(config), None, name)
 
 
 def random_model(
@@ -161,12 +161,17 @@ def random_model(
     name, config = "random", name_or_config
     if isinstance(config, str):
         name, config = config, published(config)
-    config = checkpoint.quantizing(config, quantize, name)
+    config = _computing(checkpoint.quantizing(config, quantize, name), _dtype_name(dtype))
     key = jax.random.key(key) if isinstance(key, int) else key
     layout = _layout(mesh, rules)
     shardings = None if layout is None else param_shardings(config, layout.mesh, layout.rules)
-    params = init_params(config, key, dtype=_dtype_name(dtype), shardings=shardings)
+    params = init_params(config, key, shardings=shardings)
     return Model(config, params, None, name=name, layout=layout)
+
+
+def _computing(config: ModelConfig, dtype: str | None) -> ModelConfig:
+    """A config with another dtype; as it is for None."""
+    return config if dtype is None else config.replace(dtype=dtype)
 
 
 def _dtype_name(dtype: DTypeLike | None) -> str | None:

@@ -370,15 +370,17 @@ def _rounds_forward(
 
 
 def _rounds_backward(capacity: int, activation: Activation, saved: tuple, gradient: jax.Array) -> tuple:
-    """Round by round again: nothing but the operands is kept from the way there."""
+    """Round by round again: nothing but the operands is kept from the way there. The rounds' sums are float32."""
     count, dispatch, operands = saved
     floats, filled = _floats(operands)
 
-    def add(number: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
+    def add(number: jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
         part = lambda *operands: _round(capacity, activation, number, dispatch, *operands)
-        return jax.tree.map(jnp.add, sums, _pull(part, operands, gradient))
+        return jax.tree.map(jnp.add, totals, _pull(part, operands, gradient))
 
-    return (None, None, *filled(lax.fori_loop(0, count, add, jax.tree.map(jnp.zeros_like, floats))))
+    zeros = [jnp.zeros_like(x, jnp.float32) for x in floats]
+    totals = lax.fori_loop(0, count, add, zeros)
+    return (None, None, *filled([total.astype(x.dtype) for total, x in zip(totals, floats, strict=True)]))
 
 
 _rounds.defvjp(_rounds_forward, _rounds_backward)

@@ -40,9 +40,27 @@ def forms(config: ModelConfig) -> Mapping[str, Form]:
     return MappingProxyType(found)
 
 
-def wide_params(config: ModelConfig) -> frozenset[str]:
-    """The parameters that are float32 whatever the model's dtype: routers whose scores are nearly equal."""
-    return frozenset(name for name, spec in param_specs(config).items() if spec.wide)
+def float32_params(config: ModelConfig) -> frozenset[str]:
+    """The parameters that are stored as float32 whatever the model's dtype: routers whose scores are nearly equal."""
+    return frozenset(name for name, spec in param_specs(config).items() if spec.keep_float32)
+
+
+def cast_for_training(config: ModelConfig, params: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters as a forward and backward pass in the config's dtype takes them.
+
+    Kernels of products are cast: their gradients are products too, whose sums are float32. What else there is stays as
+    it is, float32 where it is trained: the embedding table, scales of norms and biases, whose gradients add up one
+    number or row for every position in the parameter's own dtype, and routers, which choose other experts when they are
+    rounded. It is cast where it is used.
+
+    Args:
+        config: whose dtype is that of the computation.
+        params: flat name -> array, or what stands for a kernel, which casts by itself.
+    """
+    specs = param_specs(config)
+    kernel = lambda name: specs[name].shared is not None and name != "embed.embedding"
+    cast = lambda name, x: x.astype(config.dtype) if isinstance(x, jax.Array) and kernel(name) else x
+    return {name: cast(name, x) for name, x in params.items()}
 
 
 def form_of(name: str, spec: ParamSpec, bits: Quantize) -> Form:
@@ -67,7 +85,7 @@ def abstract_params(
     """Shapes and dtypes (and shardings) of all parameters without any memory, for `jax.eval_shape` and restoring.
 
     Args:
-        dtype: of what is neither quantized nor `wide`; the config's by default.
+        dtype: of what is neither quantized nor one of `float32_params`; the config's by default.
         shardings: as `dllm_jax.param_shardings` gives them.
 
     Returns:
@@ -85,7 +103,7 @@ def abstract_params(
 
 def _abstract(spec: ParamSpec, dtype: jnp.dtype, form: Form | None, sharding: Any) -> Any:
     if form is None:
-        return jax.ShapeDtypeStruct(spec.shape, jnp.float32 if spec.wide else dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(spec.shape, spec.stored_dtype(dtype), sharding=sharding)
     where = QuantizedKernel(None, None, form.bits) if sharding is None else sharding
     along = lambda count: tuple(count if axis == form.axis else size for axis, size in enumerate(spec.shape))
     size = spec.shape[form.axis]
@@ -128,7 +146,7 @@ def init_params(
 def _init_tensor(
     spec: ParamSpec, dtype: jnp.dtype, form: Form | None, sharding: Any
 ) -> Callable[[jax.Array], jax.Array | QuantizedKernel]:
-    dtype = jnp.dtype(jnp.float32) if spec.wide else dtype
+    dtype = spec.stored_dtype(dtype)
 
     def init(key: jax.Array) -> jax.Array | QuantizedKernel:
         if spec.init == "ones":

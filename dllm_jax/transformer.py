@@ -52,9 +52,9 @@ class MoE(nnx.Module):
         count, dim, width = experts.num_experts, config.embed_dim, experts.dim
         # Not split over the experts' axis: every device ranks all experts.
         # A sigmoid's bias and products differ by little from expert to expert: rounded, other experts are chosen.
-        wide = experts.score == "sigmoid"
-        self.router = param((dim, count), ("embed", None), wide=wide)
-        self.bias = param((count,), (None,), "zeros", wide=wide) if experts.expert_bias else None
+        keep = experts.score == "sigmoid"
+        self.router = param((dim, count), ("embed", None), keep_float32=keep)
+        self.bias = param((count,), (None,), "zeros", keep_float32=keep) if experts.expert_bias else None
         self.w_in = param((count, 2, dim, width), ("expert", None, "embed", "mlp"), shared=2)
         self.w_out = param((count, width, dim), ("expert", "mlp", "embed"), shared=1)
         self.shared = MLP(dim, experts.shared_dim) if experts.shared_dim else None
@@ -106,9 +106,9 @@ class Layer(nnx.Module):
     """Pre-norm attention and feed-forward (or mixture of experts), each with a residual connection."""
 
     def __init__(self, config: ModelConfig, index: int):
-        self.attn_norm = RMSNorm(config.embed_dim, config.norm_eps)
+        self.attn_norm = RMSNorm(config, config.embed_dim)
         self.attn = SelfAttention(config)
-        self.mlp_norm = RMSNorm(config.embed_dim, config.norm_eps)
+        self.mlp_norm = RMSNorm(config, config.embed_dim)
         self.mlp: MLP | MoE
         if config.experts is None or index in config.experts.dense_layers:
             self.mlp = MLP(config.embed_dim, config.mlp_dim)
@@ -147,15 +147,15 @@ class Transformer(nnx.Module):
         gemma = config.gemma
         layer = lambda index: Layer(config, index) if gemma is None else GemmaLayer(config, gemma, index)
         self.layers = nnx.List([layer(index) for index in range(config.num_layers)])
-        self.final_norm = (RMSNorm if gemma is None else WideNorm)(config.embed_dim, config.norm_eps)
+        self.final_norm = (RMSNorm if gemma is None else WideNorm)(config, config.embed_dim)
         self.conditioning = None if gemma is None else SelfConditioning(config)
         self.lm_head = (
             None if config.tied_embeddings else Linear(config.embed_dim, config.vocab_size, ("embed", "vocab"))
         )
 
     def embed_tokens(self, tokens: jax.Array) -> jax.Array:
-        """[B, T] int32 -> [B, T, D] in the dtype of products."""
-        x = rows(self.embed.embedding.get_value(), tokens, self.final_norm.scale[...].dtype)
+        """[B, T] int32 -> [B, T, D] in the model's dtype."""
+        x = rows(self.embed.embedding.get_value(), tokens, jnp.dtype(self.config.dtype))
         return x if self.config.gemma is None else x * jnp.asarray(embedding_scale(self.config), x.dtype)
 
     def forward(
@@ -333,10 +333,9 @@ def param_specs(config: ModelConfig) -> dict[str, ParamSpec]:
     """Every parameter of the backbone by its flat name, e.g. ``layers.0.attn.q_proj.kernel``: the single list that
     initialisation, checkpoints, conversion and sharding work from."""
     _, params = _skeleton(config)
+    fields = ("axes", "init", "shared", "keep_float32")
     return {
-        _name(path): ParamSpec(
-            param.get_value().shape, *(param.get_metadata(field) for field in ("axes", "init", "shared", "wide"))
-        )
+        _name(path): ParamSpec(param.get_value().shape, *map(param.get_metadata, fields))
         for path, param in params.items()
     }
 

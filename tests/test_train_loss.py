@@ -63,7 +63,7 @@ def test_loss_is_the_formula(config, kind):
     noised = corrupt(jax.random.key(2), batch, denoiser, eps=0.1)
     wanted = reference(denoiser, batch, noised, 0.1)
     loss = jax.jit(diffusion_loss)(denoiser, noised)
-    np.testing.assert_allclose(loss.loss, wanted, rtol=1e-5)
+    np.testing.assert_allclose(loss.loss.value, wanted, rtol=1e-5)
     assert wanted > 1.0
 
 
@@ -76,7 +76,7 @@ def test_row_loss_is_that_of_the_likelihood():
         noised = corrupt(jax.random.key(3), Batch(tokens, targets, jnp.array([T])), denoiser, eps=0.3)
         probability = 1.0 / (jnp.max(noised.weights) * 8)
         wanted = jax.jit(masked_loss)(denoiser, tokens[0, :4], tokens[0, 4:], noised.inputs[:, 4:], probability[None])
-        np.testing.assert_allclose(jax.jit(diffusion_loss)(denoiser, noised).loss, wanted / 8, rtol=1e-5)
+        np.testing.assert_allclose(jax.jit(diffusion_loss)(denoiser, noised).loss.value, wanted / 8, rtol=1e-5)
 
 
 @pytest.mark.parametrize("config", [LLADA, DREAM], ids=["llada", "dream"])
@@ -86,7 +86,7 @@ def test_chunks_and_remat_change_nothing(config):
 
     def gradient(scan=False, **options):
         loss = lambda params: diffusion_loss(Denoiser(config, params, scan=scan), noised, **options)
-        return jax.jit(jax.value_and_grad(lambda params: (loss(params).loss, loss(params)), has_aux=True))(
+        return jax.jit(jax.value_and_grad(lambda params: (loss(params).loss.value, loss(params)), has_aux=True))(
             denoiser.params
         )
 
@@ -117,7 +117,7 @@ def test_layers_as_a_loop_are_the_layers():
     loops = [text.count("stablehlo.while") for text in (run.lower(kernels, scan).as_text() for scan in (True, False))]
     assert loops[0] >= loops[1] + 1  # layers 1 to 3
     noised = corrupt(jax.random.key(5), make_batch("sft"), Denoiser(LLADA, {}))
-    loss = lambda params: diffusion_loss(Denoiser(LLADA, params, scan=True), noised).loss
+    loss = lambda params: diffusion_loss(Denoiser(LLADA, params, scan=True), noised).loss.value
     assert "stablehlo.while" in jax.jit(loss).lower(denoiser_of(LLADA).params).as_text()  # the objective has it too
 
 
@@ -129,7 +129,7 @@ def test_chunks_keep_no_logits_for_the_backward_pass():
     noised = Noised(row(32), row(32), row(32, dtype=jnp.float32), row())
 
     def temporaries(chunk):
-        loss = lambda params, noised: diffusion_loss(Denoiser(config, params), noised, chunk=chunk).loss
+        loss = lambda params, noised: diffusion_loss(Denoiser(config, params), noised, chunk=chunk).loss.value
         return jax.jit(jax.grad(loss)).lower(params, noised).compile().memory_analysis().temp_size_in_bytes
 
     logits = 16 * 32 * 5000 * 4
@@ -178,7 +178,7 @@ def test_other_configs_have_a_gradient_everywhere(name):
         config = DREAM.replace(tied_embeddings=True)
     denoiser, batch = denoiser_of(config), make_batch("pretrain")
     noised = corrupt(jax.random.key(0), batch, denoiser)
-    gradient = jax.jit(jax.grad(lambda params: diffusion_loss(Denoiser(config, params), noised, chunk=16).loss))(
+    gradient = jax.jit(jax.grad(lambda params: diffusion_loss(Denoiser(config, params), noised, chunk=16).loss.value))(
         denoiser.params
     )
     assert dllm_jax.transformer.param_specs(config).keys() == gradient.keys()

@@ -158,7 +158,7 @@ def finite():
 
 def spoil_gradients(monkeypatch, *bad):
     """NaN gradients at steps of these numbers, from 1 on."""
-    call, gradient = Stepper.__call__, Stepper._gradient
+    call, gradient = Stepper.__call__, Stepper.gradient
 
     def stepped(self, state, *rest):
         self.spoiled = jnp.isin(state.step + 1, jnp.asarray(bad))
@@ -169,7 +169,7 @@ def spoil_gradients(monkeypatch, *bad):
         return jax.tree.map(lambda x: jnp.where(self.spoiled, jnp.nan, x), found), metrics
 
     monkeypatch.setattr(Stepper, "__call__", stepped)
-    monkeypatch.setattr(Stepper, "_gradient", spoiled)
+    monkeypatch.setattr(Stepper, "gradient", spoiled)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,12 +13,47 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dllm_jax.denoiser import Denoiser
+from dllm_jax.kernels import narrowed
 from dllm_jax.kv_cache import KVCache
 from dllm_jax.moe import Routing
 from dllm_jax.sharding import ShardingRules
 from dllm_jax.transformer import ParamSpec, RematPolicy, param_specs
 
 Metrics = dict[str, jax.Array]
+
+
+class Mean(NamedTuple):
+    """A mean that is not divided yet: the sums of the parts of a batch are those of the whole batch.
+
+    Attributes:
+        total: scalar float32, the sum of what is averaged.
+        weight: scalar float32 above 0, of how many, or of how much weight; of nothing next to none.
+    """
+
+    total: jax.Array
+    weight: jax.Array
+
+    @classmethod
+    def of(cls, total: jax.Array, weight: Any) -> "Mean":
+        """With a weight of any dtype."""
+        return cls(total, jnp.maximum(jnp.asarray(weight, jnp.float32), 1e-6))
+
+    @property
+    def value(self) -> jax.Array:
+        """The mean, scalar float32; 0 of nothing."""
+        return self.total / self.weight
+
+    def plus(self, mean: jax.Array) -> "Mean":
+        """With the mean of something else over as much added."""
+        return self._replace(total=self.total + mean * self.weight)
+
+
+Means = dict[str, Mean]
+
+
+def mean_values(means: Means) -> Metrics:
+    """What they are."""
+    return {name: mean.value for name, mean in means.items()}
 
 
 class Batch(NamedTuple):
@@ -63,13 +98,13 @@ def position_draws(key: jax.Array, rows: int, length: int) -> jax.Array:
 
 class Losses(NamedTuple):
     """Attributes:
-    loss: scalar float32, the mean over rows of the objective.
-    cross_entropy: scalar float32, the plain mean over masked positions, in nats: steadier, for people.
+    loss: the mean over rows of the objective.
+    cross_entropy: the plain mean over masked positions, in nats: steadier, for people.
     routing: of the layers with experts, if it was asked for.
     """
 
-    loss: jax.Array
-    cross_entropy: jax.Array
+    loss: Mean
+    cross_entropy: Mean
     routing: Routing | None
 
 
@@ -93,7 +128,6 @@ def diffusion_loss(
         sharding: of arrays whose first axis is the batch; keeps the activations split by it alone.
         counted: [B, T] bool, whose routing is told, see `Denoiser.routed`.
     """
-    rows = jnp.maximum(jnp.sum(noised.lengths > 0), 1)
     first = denoiser.min_prompt_length
     place: Any = {"remat": remat, "sharding": sharding}
     hidden, routing = routed_states(denoiser, noised.inputs, noised.lengths, counted, **place)
@@ -101,7 +135,8 @@ def diffusion_loss(
     total, plain = head_sums(
         cross_entropies, (denoiser,), (hidden, tokens), weights, chunk=chunk, groups=groups, sharding=sharding
     )
-    return Losses(total / rows, plain / jnp.maximum(jnp.sum(weights > 0), 1), routing)
+    loss, cross_entropy = Mean.of(total, jnp.sum(noised.lengths > 0)), Mean.of(plain, jnp.sum(weights > 0))
+    return Losses(loss, cross_entropy, routing)
 
 
 def hidden_states(
@@ -191,7 +226,9 @@ def head_sums(
     """
     parts = tuple(x.reshape(groups, -1, *x.shape[2:]) for x in (*parts, weights))
     batch = sharding.spec[0] if sharding is not None and sharding.spec else None  # what groups are split over
-    own = [_place_head(_head_of_each_group(head, groups), head, sharding, batch) for head in heads]
+    place = lambda mine, head: _place_head(mine, head, sharding, batch)
+    wide = [place(_head_of_each_group(head, groups, jnp.float32), head) for head in heads]
+    own = [place(lax.stop_gradient(_head_of_each_group(head, groups, head.dtype)), head) for head in heads]
 
     def of_group(own: list[dict[str, Any]], part: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         with_own = zip(heads, own, strict=True)
@@ -199,22 +236,29 @@ def head_sums(
 
     def of_all(*part: jax.Array) -> tuple[jax.Array, ...]:
         # Said again in here for the gradients, which the compiler would split otherwise.
-        placed = [_place_head(mine, head, sharding, batch) for mine, head in zip(own, heads, strict=True)]
+        again = (jax.tree.map(_narrowed, *each) for each in zip(wide, own, strict=True))
+        placed = [place(mine, head) for mine, head in zip(again, heads, strict=True)]
         return tuple(map(jnp.sum, jax.vmap(of_group)(placed, tuple(_split(x, sharding, batch) for x in part))))
 
     with jax.named_scope("vocabulary"):  # what profiles show
         return _in_chunks(of_all, parts, max(1, chunk // groups)) if chunk else of_all(*parts)
 
 
-def _head_of_each_group(denoiser: Denoiser, groups: int) -> dict[str, Any]:
-    """The parameters of a vocabulary head with a leading axis of groups."""
+def _head_of_each_group(denoiser: Denoiser, groups: int, dtype: Any) -> dict[str, Any]:
+    """The parameters of a vocabulary head with a leading axis of groups, a plain matrix in a dtype."""
 
     def spread(x: jax.Array) -> jax.Array:
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # of an adapter's dropout
             return jax.vmap(jax.random.fold_in, (None, 0))(x, jnp.arange(groups))
         return jnp.broadcast_to(x, (groups, *x.shape))
 
-    return jax.tree.map(spread, {name: denoiser.params[name] for name in denoiser.head_names})
+    plain = lambda x: x.astype(dtype) if isinstance(x, jax.Array) and x.ndim > 1 else x
+    return jax.tree.map(spread, {name: plain(denoiser.params[name]) for name in denoiser.head_names})
+
+
+def _narrowed(wide: jax.Array, value: jax.Array) -> jax.Array:
+    """`narrowed`, of what has a gradient."""
+    return narrowed(wide, value) if jnp.issubdtype(value.dtype, jnp.floating) else value
 
 
 def with_head_gathered(denoiser: Denoiser, sharding: NamedSharding | None) -> Denoiser:

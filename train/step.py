@@ -13,11 +13,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dllm_jax.config import ModelConfig
 from dllm_jax.denoiser import Denoiser
+from dllm_jax.params import cast_for_training
 from dllm_jax.pytree import pytree
 from dllm_jax.sharding import Layout, ShardingRules, batch_parts, batch_sharding, mesh_for_batch, param_shardings
 from dllm_jax.transformer import RematPolicy
 from train.config import TrainConfig
-from train.losses import Batch, Metrics
+from train.losses import Batch, Means, Metrics, mean_values
 from train.objectives import objective_of
 from train.optimizer import make_optimizer, update_average
 from train.trained import Kernels, Params
@@ -153,7 +154,7 @@ class Stepper:
         """
         noised = self.noised(batch, key, state.step)
         dropout = jax.random.fold_in(jax.random.fold_in(key, state.step), _DROPOUT)
-        gradient, metrics = self._gradient(state.trained, frozen, noised, dropout)
+        gradient, metrics = self.gradient(state.trained, frozen, noised, dropout)
         metrics["grad_norm"] = optax.tree.norm(gradient)
         # Not optax.apply_if_finite: it would put counts of its own into the states, and the average would still change.
         finite = jnp.all(jnp.isfinite(jnp.stack(jax.tree.leaves(metrics))))
@@ -168,14 +169,14 @@ class Stepper:
         """What an objective's loss takes as what is trained, with nothing left out of it."""
         return self.trained.parts(trained, frozen, self._denoiser, None)[0]
 
-    def measure(self, trained: Params, frozen: Params, batch: Batch, key: jax.Array) -> Metrics:
-        """The objective on a batch [1, rows, ...] that is not learned from, and what is reported of it.
+    def measure(self, trained: Params, frozen: Params, batch: Batch, key: jax.Array) -> Means:
+        """What the objective reports of a batch [1, rows, ...] that is not learned from.
 
         Args:
             key: of the batch's noise.
         """
         noised = self.objective.corrupt(key, batch, Denoiser(self._model, {}))
-        return self.loss(trained, frozen, jax.tree.map(lambda x: x[0], noised), jax.random.fold_in(key, _DROPOUT))[1]
+        return self.means(trained, frozen, jax.tree.map(lambda x: x[0], noised), jax.random.fold_in(key, _DROPOUT))
 
     def _updated(self, gradient: Params, state: TrainState) -> TrainState:
         """The state with a gradient applied; the step's number stays."""
@@ -194,32 +195,40 @@ class Stepper:
             out_shardings=(self.shardings(state), self.placement.replicated),
         )
 
-    def _gradient(
+    def gradient(
         self, trained: dict[str, jax.Array], frozen: Params, noised: Any, key: jax.Array
     ) -> tuple[Params, Metrics]:
-        """Mean gradient and metrics of the parts of a batch, in float32; each part has dropout of its own."""
-        differentiate = jax.value_and_grad(self.loss, has_aux=True)
+        """Gradient and metrics of a batch, in float32, whatever parts it is computed in; each has dropout of its own.
 
-        def part(noised: Any, key: jax.Array) -> tuple[Params, Metrics]:
-            (_, metrics), gradient = differentiate(trained, frozen, noised, key)
-            return gradient, metrics
+        Gradients are of the parts' sums, and divided by what the loss of the whole batch is: means of parts that weigh
+        differently would be another objective.
+        """
+
+        def part(noised: Any, key: jax.Array) -> tuple[Params, Means]:
+            def total(trained: dict[str, jax.Array]) -> tuple[jax.Array, Means]:
+                means = self.means(trained, frozen, noised, key)
+                return means["loss"].total, means
+
+            return jax.grad(total, has_aux=True)(trained)
 
         count = jax.tree.leaves(noised)[0].shape[0]
         keys = jax.random.split(key, count)
         first = jax.tree.map(lambda x: x[0], (noised, keys))
+
+        def add(sums: tuple[Params, Means], one: tuple[Any, jax.Array]) -> tuple[tuple[Params, Means], None]:
+            return jax.tree.map(jnp.add, sums, part(*one)), None
+
         if count == 1:
-            return part(*first)
+            gradient, means = part(*first)
+        else:
+            zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(part, *first))
+            gradient, means = lax.scan(add, zero, (noised, keys))[0]
+        return jax.tree.map(lambda x: x / means["loss"].weight, gradient), mean_values(means)
 
-        def add(total: tuple[Params, Metrics], one: tuple[Any, jax.Array]) -> tuple[tuple[Params, Metrics], None]:
-            return jax.tree.map(jnp.add, total, part(*one)), None
-
-        zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(part, *first))
-        return jax.tree.map(lambda x: x / count, lax.scan(add, zero, (noised, keys))[0])
-
-    def loss(self, trained: Params, frozen: Params, noised: Any, key: jax.Array) -> tuple[jax.Array, Metrics]:
-        """The objective on [rows, T], and what is reported of it; `key` as in `Trained.parts`."""
+    def means(self, trained: Params, frozen: Params, noised: Any, key: jax.Array) -> Means:
+        """What the objective reports of [rows, T]; `key` as in `Trained.parts`."""
         learner, base = self.trained.parts(trained, frozen, self._denoiser, key)
-        return self.objective.loss(
+        return self.objective.means(
             learner,
             base,
             noised,
@@ -230,9 +239,8 @@ class Stepper:
 
     def _denoiser(self, kernels: Kernels) -> Denoiser:
         """The model with parameters, in the dtype of computation."""
-        dtype = jnp.dtype(self._config.compute.dtype)
-        cast = lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x  # not the keys of dropout
-        params = jax.tree.map(cast, dict(kernels))
+        model = self._model.replace(dtype=self._config.compute.dtype)
+        params = cast_for_training(model, kernels)
         # Gathered for the lookup: rows of a table that is split by columns would be split so as well, not by batch.
         params[_TABLE] = lax.with_sharding_constraint(params[_TABLE], self._table_sharding)
-        return Denoiser(self._model, params, self._layout, self._scan)
+        return Denoiser(model, params, self._layout, self._scan)

@@ -5,7 +5,7 @@ reads both, and how the result is written.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -35,10 +35,12 @@ class Sampled(NamedTuple):
     """What samplers take.
 
     Attributes:
+        config: of the model, with the dtype that it computes in.
         params: of the model.
         options: of the sampler that are trained themselves.
     """
 
+    config: ModelConfig
     params: dict[str, Any]
     options: dict[str, Any]
 
@@ -139,17 +141,14 @@ class WholeModel:
 
     def sampled(self, weights: Params, frozen: Params) -> Sampled:
         """As `Trained`."""
-        dtype = jnp.dtype(self.model.dtype)
-        return Sampled({name: x.astype(dtype) for name, x in weights.items()}, {})
+        return Sampled(self.model, dict(_stored(self.model, weights)), {})
 
     def write(
         self, out: Path, weights: Weights, *, steps: int, files: Mapping[str, bytes], overwrite: bool = False
     ) -> None:
         """As `Trained`: a checkpoint of this library."""
-        dtype = jnp.dtype(self.model.dtype)
-        tensors = ((name, value.astype(dtype)) for name, value in weights.items())
         source = source_of(self.config, steps)
-        together = hosts.count() > 1
+        together, tensors = hosts.count() > 1, _stored(self.model, weights)
         checkpoint.save(out, self.model, tensors, files=files, source=source, overwrite=overwrite, together=together)
 
 
@@ -186,7 +185,8 @@ class Adapters:
 
     def sampled(self, weights: Params, frozen: Params) -> Sampled:
         """As `Trained`; the product stays apart, so that no second model is in memory."""
-        return Sampled(beside(frozen, weights, self.config.lora), {})
+        config = self.model.replace(dtype=self.config.compute.dtype)
+        return Sampled(config, beside(frozen, weights, self.config.lora), {})
 
     def write(
         self, out: Path, weights: Weights, *, steps: int, files: Mapping[str, bytes], overwrite: bool = False
@@ -219,6 +219,12 @@ def check_frozen(config: TrainConfig, need: str) -> None:
         raise DllmError(f"{need}; set model.init to a converted checkpoint")
     if config.model.adapt:
         raise DllmError(f"{need} as it is; leave out model.adapt, or train all weights")
+
+
+def _stored(model: ModelConfig, weights: Weights) -> Iterator[tuple[str, Any]]:
+    """Trained weights in the dtypes of a checkpoint, one by one."""
+    specs = param_specs(model)
+    return ((name, x.astype(specs[name].stored_dtype(model.dtype))) for name, x in weights.items())
 
 
 def _loaded(folder: Path, model: ModelConfig, shardings: Mapping[str, NamedSharding]) -> dict[str, jax.Array]:

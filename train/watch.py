@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
@@ -20,7 +21,7 @@ from train.batches import batch_of
 from train.config import RouterPart, TrainConfig, WatchPart
 from train.data import Rows, size
 from train.folder import LOOKED
-from train.losses import Batch, Metrics
+from train.losses import Batch, Means, mean_values
 from train.objectives import objective_of
 from train.report import Look, on_host
 from train.setup import Parts
@@ -102,7 +103,7 @@ class Watch:
             average = self._config.checkpoint.weights == "ema"
             weights = state.average if average and state.average is not None else state.trained
             sampled: Sampled = self._trained.sampled(weights, frozen)
-            model = dataclasses.replace(self._outline, params=sampled.params)
+            model = dataclasses.replace(self._outline, config=sampled.config, params=sampled.params)
             for look in looks:
                 seen = look(model, sampled.options)
                 metrics, generations = metrics | seen.metrics, generations + seen.generations
@@ -128,16 +129,12 @@ class HeldOut:
         self._count = size(rows.source) or 0
 
     def __call__(self, weights: Params, frozen: Params) -> dict[str, float]:
-        """What the objective reports, the mean over rows. As a step does, it takes so many rows together as
-        `optimizer.batch` over `accumulate`; objectives that divide by positions do it for each such batch."""
-        found, key = list[Metrics](), jax.random.fold_in(self._key(), _NOISE)
-        starts = range(0, self._count, self._rows.batch)
-        for first in starts:
+        """What the objective reports of all rows, as of one batch."""
+        found, key = list[Means](), jax.random.fold_in(self._key(), _NOISE)
+        for first in range(0, self._count, self._rows.batch):
             found.append(self._measure(weights, frozen, self._batch(first), jax.random.fold_in(key, first)))
-        counts = [min(self._rows.batch, self._count - first) for first in starts]
-        told = on_host(found)
-        mean = lambda name: sum(n * values[name] for n, values in zip(counts, told, strict=True)) / self._count
-        return {name: mean(name) for name in told[0]}
+        whole = jax.tree.map(lambda *parts: np.sum(parts, dtype=np.float64), *jax.device_get(found))
+        return on_host([mean_values(whole)])[0]
 
     def _batch(self, first: int) -> Batch:
         return batch_of(self._rows, first, (1, self._rows.batch), self._sharding, self._count)

@@ -15,7 +15,7 @@ from dllm_jax.errors import DllmError
 from dllm_jax.moe import Routing
 from dllm_jax.transformer import RematPolicy
 from train.config import DataPart, RouterPart, TrainConfig
-from train.losses import Metrics, Noised, diffusion_loss, router_losses
+from train.losses import Mean, Means, Metrics, Noised, diffusion_loss, mean_values, router_losses
 from train.trained import Trained, whole_or_adapters
 
 
@@ -126,12 +126,14 @@ class Objective(abc.ABC):
         that count. None without such losses."""
         return None if self.router == RouterPart() else jnp.arange(width) < lengths[:, None]
 
-    def with_routers(self, loss: jax.Array, metrics: Metrics, routing: Routing | None) -> tuple[jax.Array, Metrics]:
-        """A loss and what is reported with the routers' added, where `counted` asked for them."""
+    def with_routers(self, loss: Mean, metrics: Means, routing: Routing | None) -> Means:
+        """A loss and what else is reported, with the routers' added where `counted` asked for them."""
         if routing is None:
-            return loss, {"loss": loss, **metrics}
+            return {"loss": loss, **metrics}
         more, reported = router_losses(routing, self.router.balance, self.router.z)
-        return loss + more, {"loss": loss + more, **metrics, **reported}
+        loss = loss.plus(more)
+        reported = {name: Mean.of(x * loss.weight, loss.weight) for name, x in reported.items()}
+        return {"loss": loss, **metrics, **reported}
 
     def feed(self, config: Any, parts: Any, stepper: Any, frozen: Mapping[str, jax.Array]) -> Feed | None:
         """What makes batches of a run's states; None where they are rows of the data.
@@ -159,8 +161,13 @@ class Objective(abc.ABC):
             batch: a `Batch`, or what the objective's `feed` makes.
         """
 
+    def loss(self, *arguments: Any, **options: Any) -> tuple[jax.Array, Metrics]:
+        """The loss, scalar float32, and all that is reported, of the arguments of `means`."""
+        values = mean_values(self.means(*arguments, **options))
+        return values["loss"], values
+
     @abc.abstractmethod
-    def loss(
+    def means(
         self,
         learner: Any,
         base: Denoiser,
@@ -170,8 +177,9 @@ class Objective(abc.ABC):
         groups: int = 1,
         remat: RematPolicy | None = None,
         sharding: NamedSharding | None = None,
-    ) -> tuple[jax.Array, Metrics]:
-        """The loss of a noised batch [B, ...] and what is reported, the loss among it.
+    ) -> Means:
+        """What is reported of a noised batch [B, ...], or of a part of one (`optimizer.accumulate`): "loss", which is
+        learned, and others.
 
         Args:
             learner: what is trained: a `Denoiser`, or an `Indicator`.
@@ -185,7 +193,7 @@ class CrossEntropy(Objective):
 
     routes = True
 
-    def loss(
+    def means(
         self,
         denoiser: Denoiser,
         base: Denoiser,
@@ -195,7 +203,7 @@ class CrossEntropy(Objective):
         groups: int = 1,
         remat: RematPolicy | None = None,
         sharding: NamedSharding | None = None,
-    ) -> tuple[jax.Array, Metrics]:
+    ) -> Means:
         """As `Objective`."""
         options: Any = {"chunk": self.settings.chunk, "groups": groups, "remat": remat, "sharding": sharding}
         found = diffusion_loss(

@@ -30,7 +30,7 @@ from dllm_jax.denoiser import Denoiser
 from dllm_jax.errors import DllmError
 from dllm_jax.transformer import RematPolicy
 from train.config import Kind, Range, TrainConfig
-from train.losses import Batch, Metrics, cross_entropies, head_sums, position_draws, routed_states
+from train.losses import Batch, Mean, Means, cross_entropies, head_sums, position_draws, routed_states
 from train.objectives.base import Objective, Passes, check_whole_blocks
 from train.trained import Trained
 
@@ -221,7 +221,7 @@ class BlockDiffusion(Objective):
         """As `Objective`."""
         return corrupt(key, batch, denoiser, self.settings)
 
-    def loss(
+    def means(
         self,
         denoiser: Denoiser,
         base: Denoiser,
@@ -230,7 +230,7 @@ class BlockDiffusion(Objective):
         groups: int = 1,
         remat: RematPolicy | None = None,
         sharding: NamedSharding | None = None,
-    ) -> tuple[jax.Array, Metrics]:
+    ) -> Means:
         """As `Objective`; reports the plain mean cross entropy of what is learned, in nats, and with `confidence` the
         mean entropy where the most probable token is right."""
         first, count = denoiser.min_prompt_length, noised.inputs.shape[1]
@@ -252,12 +252,12 @@ class BlockDiffusion(Objective):
         sum_up = functools.partial(head_sums, chunk=self.settings.chunk, groups=groups, sharding=sharding)
         sums = _with_entropies if self.settings.confidence else cross_entropies
         total, plain, *entropy = sum_up(sums, (denoiser,), (hidden, tokens), weights)
-        learned = jnp.maximum(jnp.sum(weights > 0), 1)
-        loss = total / (learned if self.settings.loss == "mean" else jnp.maximum(count * jnp.sum(noised.targets), 1))
-        metrics = {"cross_entropy": plain / learned}
+        learned = jnp.sum(weights > 0)
+        loss = Mean.of(total, learned if self.settings.loss == "mean" else count * jnp.sum(noised.targets))
+        metrics = {"cross_entropy": Mean.of(plain, learned)}
         if entropy:
-            metrics["entropy"] = entropy[0] / jnp.maximum(entropy[1], 1)
-            loss += self.settings.confidence * metrics["entropy"]
+            metrics["entropy"] = Mean.of(*entropy)
+            loss = loss.plus(self.settings.confidence * metrics["entropy"].value)
         both = None if routing is None else jax.tree.map(jnp.add, of_clean, routing)
         return self.with_routers(loss, metrics, both)
 

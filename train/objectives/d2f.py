@@ -9,8 +9,7 @@ adapters, sees under block-causal attention what the teacher, the base model wit
 A block diffusion model's teacher is the base as it decodes: it sees its block's noise and, before it, final tokens. The
 student sees masks there, so what it learns is the teacher's mean over the texts that those masks may hide.
 
-The loss's gradient is that of KL(teacher || student) / p. The mean is over all masked positions of a batch (of each of
-the parts that `optimizer.accumulate` makes of it).
+The loss's gradient is that of KL(teacher || student) / p. The mean is over all masked positions of a batch.
 """
 
 import dataclasses
@@ -28,7 +27,7 @@ from dllm_jax.denoiser import Denoiser, block_causal
 from dllm_jax.errors import DllmError
 from dllm_jax.transformer import RematPolicy
 from train.config import Kind, Range, TrainConfig
-from train.losses import Batch, Metrics, cross_entropies, head_sums, hidden_states, position_draws, routed_states
+from train.losses import Batch, Mean, Means, cross_entropies, head_sums, hidden_states, position_draws, routed_states
 from train.objectives.base import Objective, Passes, check_whole_blocks
 from train.trained import Trained
 
@@ -223,7 +222,7 @@ class D2F(Objective):
         draws = draw(key, batch.lengths.size, batch.tokens.shape[-1], self.settings.block_length)
         return corrupt(batch, draws, denoiser, self.settings)
 
-    def loss(
+    def means(
         self,
         denoiser: Denoiser,
         base: Denoiser,
@@ -232,7 +231,7 @@ class D2F(Objective):
         groups: int = 1,
         remat: RematPolicy | None = None,
         sharding: NamedSharding | None = None,
-    ) -> tuple[jax.Array, Metrics]:
+    ) -> Means:
         """As `Objective`; reports the plain mean over masked positions of KL(teacher || student), or of the data's
         cross entropy, in nats."""
         first = denoiser.min_prompt_length
@@ -241,7 +240,7 @@ class D2F(Objective):
         counted = self.counted(noised.lengths, visible.shape[1])
         hidden, routing = routed_states(denoiser, noised.inputs, visible, counted, remat=remat, sharding=sharding)
         weights = noised.weights[:, first:]
-        count = jnp.maximum(jnp.sum(weights > 0), 1)
+        count = jnp.sum(weights > 0)
         sum_up = functools.partial(head_sums, chunk=self.settings.chunk, groups=groups, sharding=sharding)
         if self.settings.target == "data":
             name = "cross_entropy"
@@ -250,7 +249,7 @@ class D2F(Objective):
             name = "kl"
             teacher = lax.stop_gradient(_teacher_states(base, noised, sharding))
             total, plain = sum_up(_teacher_sums, (denoiser, base), (hidden, teacher), weights)
-        return self.with_routers(total / count, {name: plain / count}, routing)
+        return self.with_routers(Mean.of(total, count), {name: Mean.of(plain, count)}, routing)
 
 
 def _teacher_states(base: Denoiser, noised: Blocks, sharding: NamedSharding | None) -> jax.Array:

@@ -35,7 +35,7 @@ from dllm_jax.errors import DllmError
 from dllm_jax.transformer import RematPolicy
 from samplers.predictions import logprobs_of, readout
 from train.config import DataPart, Kind, Range, TrainConfig
-from train.losses import Metrics, head_sums, hidden_states, position_draws
+from train.losses import Mean, Means, head_sums, hidden_states, position_draws
 from train.objectives.base import Objective, Passes
 from train.rollout import Advantage, Rollout, RolloutPart, Rollouts, rounds_of, sampler_for
 from train.trained import Kernels, Params, Trained, WholeModel, check_frozen, frozen_model
@@ -256,7 +256,7 @@ class Grpo(Objective):
         found = logprobs_of(tempered, tokens[:, learner.min_prompt_length :])
         return jnp.pad(found, ((0, 0), (learner.min_prompt_length, 0))).reshape(states.weights.shape)
 
-    def loss(
+    def means(
         self,
         learner: Denoiser,
         base: Denoiser,
@@ -266,7 +266,7 @@ class Grpo(Objective):
         groups: int = 1,
         remat: RematPolicy | None = None,
         sharding: NamedSharding | None = None,
-    ) -> tuple[jax.Array, Metrics]:
+    ) -> Means:
         """As `Objective`; `clipped`, `entropy` and `kl` are means over the draws that are learned."""
         first, on_policy = learner.min_prompt_length, states.old is None
         rows = self._tokens(states).shape
@@ -280,9 +280,9 @@ class Grpo(Objective):
         sums = functools.partial(self._sums, on_policy)
         options: dict[str, Any] = {"chunk": self.settings.chunk, "groups": groups, "sharding": sharding}
         loss, *others = head_sums(sums, tuple(heads), parts, every(states.weights), **options)
-        draws = jnp.maximum(jnp.sum(states.weights > 0), 1)
-        means = {name: x / draws for name, x in zip(("clipped", "entropy", "kl"), others, strict=False)}
-        return loss / len(states.lengths), {"loss": loss / len(states.lengths), **means}
+        draws, mean = jnp.sum(states.weights > 0), Mean.of(loss, len(states.lengths))
+        means = {name: Mean.of(x, draws) for name, x in zip(("clipped", "entropy", "kl"), others, strict=False)}
+        return {"loss": mean, **means}
 
     def _sums(self, on_policy: bool, *arguments: Any) -> tuple[jax.Array, ...]:
         """Sums over positions [C] of the loss, and of what is told: clipped ratios, entropy, KL."""

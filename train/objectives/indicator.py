@@ -33,7 +33,7 @@ from samplers.rules.ni import features_of
 from samplers.trajectory import mergeable
 from train.config import Kind, Range, TrainConfig
 from train.folder import INDICATOR_FOLDER
-from train.losses import Batch, Metrics, hidden_states, with_head_gathered
+from train.losses import Batch, Mean, Means, hidden_states, with_head_gathered
 from train.objectives.base import Objective
 from train.trained import Kernels, Params, Sampled, Trained, Weights, check_frozen, frozen_model, source_of
 
@@ -267,7 +267,8 @@ class BesideModel:
 
     def sampled(self, weights: Params, frozen: Params) -> Sampled:
         """As `Trained`: the model as it is, and the indicator."""
-        return Sampled(dict(frozen), {"indicator": Indicator(self.indicator, dict(weights))})
+        config = self.model.replace(dtype=self.config.compute.dtype)
+        return Sampled(config, dict(frozen), {"indicator": Indicator(self.indicator, dict(weights))})
 
     def write(
         self, out: Path, weights: Weights, *, steps: int, files: Mapping[str, bytes], overwrite: bool = False
@@ -325,7 +326,7 @@ class FinalTokens(Objective):
         keys = jax.vmap(lambda row: jax.random.fold_in(dropout_key, row))(jnp.arange(rows)).reshape(shape)
         return rolled_back(batch, reached, keys, denoiser.mask_id)
 
-    def loss(
+    def means(
         self,
         indicator: Indicator,
         base: Denoiser,
@@ -334,11 +335,11 @@ class FinalTokens(Objective):
         groups: int = 1,
         remat: RematPolicy | None = None,
         sharding: NamedSharding | None = None,
-    ) -> tuple[jax.Array, Metrics]:
+    ) -> Means:
         """As `Objective`.
 
-        Reports the share of positives, the AUC, and precision and recall of scores above the published threshold;
-        where none is above, precision is 1.
+        Reports the share of positives, the AUC (of a batch in parts the mean over these), and precision and recall of
+        scores above the published threshold; where none is above, both are 0.
         """
         settings = self.settings
         seen = evidence(indicator.config, base, noised, canvas=self.canvas, chunk=settings.chunk, sharding=sharding)
@@ -346,16 +347,16 @@ class FinalTokens(Objective):
         logits = _dropped_out(indicator, seen, noised.keys, settings.dropout)
         entropy = optax.softmax_cross_entropy_with_integer_labels(logits, seen.label.astype(jnp.int32))
         weights = jnp.where(seen.label, settings.positive_weight, 1.0) * seen.masked
-        loss = jnp.sum(weights * entropy) / jnp.maximum(jnp.sum(weights), 1e-6)
+        loss = Mean.of(jnp.sum(weights * entropy), jnp.sum(weights))
         scores = jax.nn.softmax(lax.stop_gradient(logits))[..., 1]
         chosen = seen.masked & (scores > PUBLISHED_THRESHOLD)
-        right, positives = jnp.sum(chosen & seen.label), jnp.sum(seen.label)
-        return loss, {
+        right, positives, masked = (jnp.sum(x) for x in (chosen & seen.label, seen.label, seen.masked))
+        return {
             "loss": loss,
-            "positives": positives / jnp.maximum(jnp.sum(seen.masked), 1),
-            "auc": auc(scores, seen.label, seen.masked),
-            "precision": jnp.where(jnp.any(chosen), right / jnp.maximum(jnp.sum(chosen), 1), 1.0),
-            "recall": right / jnp.maximum(positives, 1),
+            "positives": Mean.of(positives, masked),
+            "auc": Mean.of(auc(scores, seen.label, seen.masked) * masked, masked),
+            "precision": Mean.of(right, jnp.sum(chosen)),
+            "recall": Mean.of(right, positives),
         }
 
 
