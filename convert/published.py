@@ -11,7 +11,6 @@ from dllm_jax import Model, checkpoint
 from dllm_jax import load as load_checkpoint
 from dllm_jax.config import Quantize, check_quantize
 from dllm_jax.errors import DllmError
-from dllm_jax.own_kernels import before_ampere
 
 
 class Hub(NamedTuple):
@@ -80,16 +79,12 @@ def load(name: str, *, quantize: Quantize | None = None, progress: bool = False,
 
     Args:
         name, quantize, progress: as in `install`.
-        options: those of `dllm_jax.load`. Without `dtype` a model computes as it was published, but in float16 on a GPU
-            that has no bfloat16 (a T4).
+        options: those of `dllm_jax.load`.
 
     Raises:
         DllmError: as `install` and `dllm_jax.load`.
     """
-    folder = install(name, quantize=quantize, progress=progress)
-    if "dtype" not in options and before_ampere() and checkpoint.load_config(folder).dtype == "bfloat16":
-        options["dtype"] = "float16"
-    return load_checkpoint(folder, **options)
+    return load_checkpoint(install(name, quantize=quantize, progress=progress), **options)
 
 
 def _told(quantize: Quantize | None) -> str:

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dllm_jax.fused_attention import UNSEEN, fill, fits, fused
+from dllm_jax.fused_attention import UNSEEN, Backend, fill, fits, fused, fused_with_sums
 from dllm_jax.kernels import narrowed
 from dllm_jax.kv_cache import LayerKV
-from dllm_jax.layout import Layout, LogicalAxes
+from dllm_jax.layout import Layout
 from dllm_jax.own_kernels import kernels_run
 
 QUERIES = 512
@@ -24,8 +24,7 @@ FUSED_FROM = 256
 """Queries from which kernels are used: of fewer, such as a block's, the scores are less than the keys and values."""
 
 QUERY, KEYS = ("batch", None, "heads", None), ("batch", None, "kv_heads", None)
-AXES: tuple[LogicalAxes, ...] = (QUERY, KEYS, KEYS, ("batch", None))
-"""Logical axes of queries, keys, values and of what is visible."""
+"""Logical axes of queries, and of keys and values."""
 
 
 def attention(
@@ -49,20 +48,38 @@ def attention(
     """
     if since is not None:
         return in_parts(query, key, value, visible, since=since)
-    if query.shape[1] < FUSED_FROM or not kernels_run(query.dtype, layout) or not _can_fuse(query, key, layout):
-        return in_parts(query, key, value, visible)
-    visible = jnp.broadcast_to(visible, query.shape[:2])
-    locally = (lambda function: function) if layout is None else lambda function: layout.locally(function, AXES, QUERY)
-    on = {backend: locally(functools.partial(fused, backend)) for backend in ("tpu", "cuda")}
-    return lax.platform_dependent(query, key, value, visible, **on, default=in_parts)
+    operands = query, key, value, jnp.broadcast_to(visible, query.shape[:2])
+    return _on_platforms(fused, in_parts, operands, layout)
 
 
-def _can_fuse(query: jax.Array, key: jax.Array, layout: Layout | None) -> bool:
-    """Whether the kernels take these operands, and heads of keys lie where the queries' that share them do."""
-    if layout is not None and jax.sharding.get_abstract_mesh().empty:
-        if layout.parts("heads") != layout.parts("kv_heads"):
-            return False
-    return fits(query.shape[1], key.shape[1], query.shape[3], query.dtype)
+def _on_platforms(
+    kernel: Callable[..., jax.Array],
+    otherwise: Callable[..., jax.Array],
+    operands: tuple[jax.Array, ...],
+    layout: Layout | None,
+) -> jax.Array:
+    """`kernel(backend, *operands)` where there is one that takes them, else `otherwise(*operands)`.
+
+    Args:
+        operands: queries, some pairs of keys and values, and what is visible.
+        layout: as of `attention`.
+    """
+    query, key, *_ = operands
+    if query.shape[1] < FUSED_FROM or not kernels_run(query.dtype, layout) or not _heads_together(layout):
+        return otherwise(*operands)
+    axes = (QUERY, *(KEYS for _ in operands[1:-1]), ("batch", None))
+    locally = (lambda function: function) if layout is None else lambda function: layout.locally(function, axes, QUERY)
+    backends: tuple[Backend, ...] = ("tpu", "cuda")
+    taken = [each for each in backends if fits(each, query.shape[1], key.shape[1], query.shape[3], query.dtype)]
+    on = {backend: locally(functools.partial(kernel, backend)) for backend in taken}
+    return lax.platform_dependent(*operands, **on, default=otherwise)
+
+
+def _heads_together(layout: Layout | None) -> bool:
+    """Whether heads of keys lie where the queries' that share them do."""
+    if layout is None or not jax.sharding.get_abstract_mesh().empty:
+        return True
+    return layout.parts("heads") == layout.parts("kv_heads")
 
 
 def in_parts(
@@ -95,21 +112,66 @@ def in_parts(
 
 
 def attention_in_blocks(
-    query: jax.Array, own: LayerKV, before: LayerKV, visible: jax.Array, block_length: int
+    query: jax.Array,
+    own: LayerKV,
+    before: LayerKV,
+    visible: jax.Array,
+    block_length: int,
+    layout: Layout | None = None,
 ) -> jax.Array:
     """`attention` whose keys and values are `own` in a query's block and `before` ahead of it: [B, T, N, H].
-
-    One softmax over both, in XLA's own operations, for whole blocks of about `QUERIES` queries at a time as `in_parts`.
 
     Args:
         query: [B, T, N, H] of all positions, float32 or bfloat16.
         own, before: of the same positions, [B, T, K, H] each, K dividing N.
         visible: [B, T or 1] int32, at most the end of a query's block.
         block_length: L, dividing T; block c is [c L, (c + 1) L).
+        layout: as of `attention`.
     """
+    operands = query, *own, *before, jnp.broadcast_to(visible, query.shape[:2])
+    fused, otherwise = (functools.partial(run, block_length) for run in (blocks_fused, blocks_in_parts))
+    return _on_platforms(fused, otherwise, operands, layout)
+
+
+def blocks_fused(block_length: int, backend: Backend, *operands: jax.Array) -> jax.Array:
+    """`attention_in_blocks` by a kernel for what lies ahead of each block, of which the rest is a small part.
+
+    Args:
+        operands: query, own keys and values, those before, and visible [B, T].
+    """
+    query, key, value, *before, visible = operands
+    starts = jnp.arange(query.shape[1], dtype=jnp.int32) // block_length * block_length
+    ahead, sums = fused_with_sums(backend, query, *before, jnp.minimum(starts, visible))
+    of_own = jax.checkpoint(functools.partial(_own_blocks, block_length))  # keeps no scores for the backward pass
+    in_block, own_sums = of_own(query, key, value, visible)
+    share = jax.nn.sigmoid(own_sums - sums)[..., None]
+    return (in_block * share + ahead.astype(jnp.float32) * (1.0 - share)).astype(query.dtype)
+
+
+def _own_blocks(
+    block_length: int, query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Attention to a query's own block alone: [B, T, N, H] float32, and the logarithm of each sum, [B, T, N]."""
+    (batch, length, heads, size), groups = query.shape, key.shape[2]
+    fold = lambda x, *heads: x.reshape(batch, -1, block_length, *heads)
+    score = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    scores = score("bclkgh,bcmkh->bclkgm", fold(query, groups, heads // groups, size), fold(key, groups, size))
+    place = jnp.arange(length, dtype=jnp.int32).reshape(-1, 1, block_length)
+    see = (place < fold(visible)[..., None])[:, :, :, None, None]
+    scores = jnp.where(see, scores * size**-0.5, UNSEEN)
+    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    found = score("bclkgm,bcmkh->bclkgh", weights, fold(value, groups, size))
+    return found.reshape(query.shape), jax.nn.logsumexp(scores, axis=-1).reshape(query.shape[:3])
+
+
+def blocks_in_parts(block_length: int, *operands: jax.Array) -> jax.Array:
+    """`attention_in_blocks` in XLA's own operations, one softmax over both, for whole blocks of about `QUERIES` queries
+    at a time as `in_parts`; operands as of `blocks_fused`."""
+    query, *kvs, visible = operands
+    own, before = LayerKV(*kvs[:2]), LayerKV(*kvs[2:])
     shape, heads = query.shape, own.key.shape[2]
     fold = lambda x, *heads: x.reshape(shape[0], -1, block_length, *heads)  # [B, C, L, ...]
-    visible = fold(jnp.broadcast_to(visible, shape[:2]))
+    visible = fold(visible)
     starts = jnp.broadcast_to(jnp.arange(0, shape[1], block_length, dtype=jnp.int32), visible.shape[:2])
     keys_values = (fold(x, heads, shape[3]) for x in own)
     blocks = fold(query, heads, shape[2] // heads, shape[3]), *keys_values, starts, visible

@@ -18,6 +18,7 @@ from dllm_jax.kernels import mixed_rows
 from dllm_jax.kv_cache import KVCache, gather_rows, slice_rows
 from dllm_jax.layers import Place, Tile, tile_of
 from dllm_jax.moe import Routing
+from dllm_jax.own_kernels import one_device
 from dllm_jax.pytree import pytree
 from dllm_jax.sharding import Layout
 from dllm_jax.transformer import Params, RematPolicy, Transformer, bind, embedding_scale
@@ -91,7 +92,7 @@ def block_length_of(model: Any) -> int | None:
     return length
 
 
-@pytree(static=("config", "layout", "scan"))
+@pytree(static=("config", "layout", "scan", "one_device"))
 class Denoiser:
     """A model as samplers see it: a pytree whose only data is the flat parameter dict.
 
@@ -105,12 +106,14 @@ class Denoiser:
         layout: the mesh that the parameters lie on, so that buffers and hidden states are split alike; None for one
             device, and where the caller places everything.
         scan: run layers as a loop where there are no buffers, for training: see `Transformer.forward`.
+        one_device: all arrays lie on one device, though there may be others: kernels need to know.
     """
 
     config: ModelConfig
     params: Params
     layout: Layout | None = None
     scan: bool = False
+    one_device: bool = False
 
     @property
     def mask_id(self) -> int:
@@ -313,7 +316,8 @@ class Denoiser:
             visible = ends if bound is None else jnp.minimum((positions // bound + 1) * bound, ends)
         x = model.embed_tokens(inputs) if jnp.issubdtype(inputs.dtype, jnp.integer) else inputs
         place = lambda x: x if self.layout is None else self.layout.place(x, ("batch", None, None))
-        with jax.named_scope("window_forward" if "kv" in options else "full_forward"):  # what profiles show
+        profiled = jax.named_scope("window_forward" if "kv" in options else "full_forward")
+        with profiled, one_device(self.one_device):
             hidden, kv, routing = model.forward(
                 place(x), positions, visible, layout=self.layout, scan=self.scan, **options
             )

@@ -5,8 +5,9 @@ One Pallas kernel each for the result, the gradient of queries and that of keys 
 computes the scores again from what the forward pass kept, the logarithm of each query's sum. Tiles that none of its
 queries sees are left out. Scores lie as [keys, queries], so that a number for each query is a row.
 
-Libraries' kernels take lengths per row, or a mask that is known when the program is made or lies in memory; here a
-query sees the keys at [0, visible), a number per query that is data, which is every mask of every family.
+A query sees the keys at [0, visible), a number per query that is data, which is every mask of every family. Most
+libraries' kernels take a length per row, or a mask that is known when the program is made or lies in memory; tokamax's
+take a range of keys per query as well. Nobody has timed these here on a GPU or TPU.
 
 Shape letters: B batch, T queries, S keys, N heads, K heads of keys and values, H head size; R, C those of a tile.
 """
@@ -38,12 +39,16 @@ VMEM = 16 * 2**20
 """Bytes of a TPU core's own memory that a kernel may fill: all that a v4 has, an eighth of a v5e's."""
 
 
-def fits(length: int, keys: int, head_dim: int, dtype: jnp.dtype) -> bool:
-    """Whether the kernels take operands of these sizes: a TPU's own memory has to hold all keys and values of one head,
-    in the backward pass its queries and their gradient, and at the same time those of the next head; a GPU's shared
-    memory a few tiles of heads of at most 512 bytes."""
+def fits(backend: Backend, length: int, keys: int, head_dim: int, dtype: jnp.dtype) -> bool:
+    """Whether a platform's kernels take operands of these sizes.
+
+    A TPU's own memory has to hold all keys and values of one head, in the backward pass its queries and their gradient,
+    and at the same time those of the next head; a GPU's shared memory a few tiles of heads of at most 512 bytes.
+    """
     taken = 4 * filled(max(length, keys)) * max(head_dim, 128) * dtype.itemsize  # a TPU fills rows up to 128 lanes
-    return head_dim in HEAD_DIMS and head_dim * dtype.itemsize <= 512 and taken <= VMEM * 5 // 8
+    if backend == "tpu" and taken > VMEM * 5 // 8:
+        return False
+    return head_dim in HEAD_DIMS and head_dim * dtype.itemsize <= 512
 
 
 def _tiles(backend: Backend, x: jax.Array) -> tuple[int, int]:
@@ -75,28 +80,43 @@ def fused(backend: Backend, query: jax.Array, key: jax.Array, value: jax.Array, 
         key, value: [B, S, K, H], K dividing N.
         visible: [B, T] int32.
     """
+    return fused_with_sums(backend, query, key, value, visible)[0]
+
+
+def fused_with_sums(
+    backend: Backend, query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """`fused`, and the logarithm of each query's sum of exponentials, [B, T, N] float32, to merge it with a result over
+    other keys. Where a query sees none it is next to minus infinity."""
     visible = jnp.minimum(visible, key.shape[1])
     heads_first = (jnp.swapaxes(fill(x, MULTIPLE), 1, 2) for x in (query, key, value))
-    out = _attend(backend, *heads_first, fill(visible, MULTIPLE)[:, None, None])
-    return jnp.swapaxes(out, 1, 2)[:, : query.shape[1]]
+    out, sums = _attend(backend, *heads_first, fill(visible, MULTIPLE)[:, None, None])
+    positions_first = lambda x: jnp.swapaxes(x, 1, 2)[:, : query.shape[1]]
+    return positions_first(out), positions_first(sums[:, :, 0])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(backend: Backend, query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array) -> jax.Array:
-    """[B, N, T, H], [B, K, S, H] twice and [B, 1, 1, T] -> [B, N, T, H], of filled lengths."""
+def _attend(
+    backend: Backend, query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """[B, N, T, H], [B, K, S, H] twice and [B, 1, 1, T] -> [B, N, T, H] and [B, N, 1, T], of filled lengths."""
     return _forward(backend, query, key, value, visible)[0]
 
 
-def _forward(backend: Backend, *operands: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+def _forward(backend: Backend, *operands: jax.Array) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
     query, key, value, visible = operands
     rows = jax.ShapeDtypeStruct((*query.shape[:2], 1, query.shape[2]), jnp.float32)  # [B, N, 1, T]
     out, sums = _kernel(_result, backend, [query, visible], [key, value], [query, rows])
-    return out, (*operands, out, sums)
+    return (out, sums), (*operands, out, sums)
 
 
-def _backward(backend: Backend, saved: tuple[jax.Array, ...], gradient: jax.Array) -> tuple[jax.Array | None, ...]:
+def _backward(
+    backend: Backend, saved: tuple[jax.Array, ...], gradients: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array | None, ...]:
     query, key, value, visible, out, sums = saved
+    gradient, of_sums = gradients
     mean = jnp.sum(gradient.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)[:, :, None]  # [B, N, 1, T]
+    mean -= of_sums  # a score changes its query's sum by the key's weight
     of_queries = [query, visible, gradient, sums, mean]
     (to_query,) = _kernel(_query_gradient, backend, of_queries, [key, value], [query])
     # One for every head of queries, whose sum is that of the head they share.

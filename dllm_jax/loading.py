@@ -14,6 +14,7 @@ from dllm_jax import checkpoint
 from dllm_jax.config import PUBLISHED, ModelConfig, Quantize, published
 from dllm_jax.denoiser import Denoiser
 from dllm_jax.errors import DllmError
+from dllm_jax.own_kernels import before_ampere, lie_on_one_device
 from dllm_jax.params import abstract_params, init_params
 from dllm_jax.sharding import Layout, ShardingRules, param_shardings
 from dllm_jax.tokenizer import has_tokenizer, load_tokenizer
@@ -49,7 +50,8 @@ class Model:
     @property
     def denoiser(self) -> Denoiser:
         """The model as samplers take it."""
-        return Denoiser(self.config, self.params, self.layout)
+        alone = self.layout is None and lie_on_one_device(self.params)
+        return Denoiser(self.config, self.params, self.layout, one_device=alone)
 
     def require_tokenizer(self) -> "PreTrainedTokenizerBase":
         """The tokenizer, for callers that were given text.
@@ -79,8 +81,8 @@ def load(
 
     Args:
         path_or_name: its folder, or its name under `dllm_jax.checkpoint.home()`.
-        dtype: cast the parameters to bfloat16, float16 or float32; the stored dtype by default. A quantized model
-            computes in it.
+        dtype: what the model computes in, bfloat16, float16 or float32; its parameters are cast to it. By default the
+            stored one, but float16 for bfloat16 on a GPU that has none (a T4).
         quantize: "int8" or "int4" quantizes the kernels on their way, which gives the same as converting with
             `--quantize`; as stored by default.
         mesh: restore every parameter straight into its shards on this mesh; the first device by default.
@@ -90,8 +92,9 @@ def load(
         DllmError: when there is no such checkpoint, a part of it is damaged or does not fit the others, the dtype is
             not one of the three, it cannot be quantized so, or a parameter does not split over the mesh.
     """
-    found, dtype_name, layout = outline(path_or_name), _dtype_name(dtype), _layout(mesh, rules)
+    found, layout = outline(path_or_name), _layout(mesh, rules)
     assert found.folder is not None
+    dtype_name = _dtype_name(dtype) or _dtype_here(found.config)
     config = _computing(checkpoint.quantizing(found.config, quantize, str(found.folder)), dtype_name)
     shardings = None if layout is None else param_shardings(config, layout.mesh, layout.rules)
     params = checkpoint.load_params(found.folder, dtype=dtype_name, shardings=shardings, quantize=quantize)
@@ -115,8 +118,9 @@ def planned(path_or_name: str | Path, *, dtype: DTypeLike | None = None, quantiz
 
     Arguments and errors are those of `load`.
     """
-    found, dtype_name = outline(path_or_name), _dtype_name(dtype)
+    found = outline(path_or_name)
     assert found.folder is not None
+    dtype_name = _dtype_name(dtype) or _dtype_here(found.config)
     params = checkpoint.params_to_load(found.folder, dtype=dtype_name, quantize=quantize)
     config = _computing(checkpoint.quantizing(found.config, quantize, str(found.folder)), dtype_name)
     return dataclasses.replace(found, config=config, params=params)
@@ -133,7 +137,8 @@ def planned_or_published(
     name, dtype_name = str(path_or_name), _dtype_name(dtype)
     if name not in PUBLISHED or checkpoint.located(name) is not None:
         return planned(path_or_name, dtype=dtype, quantize=quantize)
-    config = _computing(checkpoint.quantizing(published(name), quantize, name), dtype_name)
+    config = checkpoint.quantizing(published(name), quantize, name)
+    config = _computing(config, dtype_name or _dtype_here(config))
     return Model(config, abstract_params(config), None, name)
 
 
@@ -172,6 +177,11 @@ def random_model(
 def _computing(config: ModelConfig, dtype: str | None) -> ModelConfig:
     """A config with another dtype; as it is for None."""
     return config if dtype is None else config.replace(dtype=dtype)
+
+
+def _dtype_here(config: ModelConfig) -> str | None:
+    """Another dtype than a model's own, where the GPU that is here cannot compute in that."""
+    return "float16" if config.dtype == "bfloat16" and before_ampere() else None
 
 
 def _dtype_name(dtype: DTypeLike | None) -> str | None:

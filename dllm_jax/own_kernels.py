@@ -2,6 +2,7 @@
 
 import dataclasses
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,18 @@ AMPERE = 8.0
 use_kernels = jax.make_user_context(default_value=True)
 """`with use_kernels(False):` compiles what is called within to XLA's own operations alone: to compare, and because no
 kernel can be lowered for several platforms at once (`jax.export`)."""
+
+
+one_device = jax.make_user_context(default_value=False)
+"""`with one_device(True):` says that all arrays of what is called within lie on one device, however many there are."""
+
+
+def lie_on_one_device(arrays: Any) -> bool:
+    """Whether what is compiled for these arrays runs on one device: all are committed to the same. Shapes that are not
+    placed will be; of traced arrays that is not known."""
+    leaves = [x for x in jax.tree.leaves(arrays) if not (isinstance(x, jax.ShapeDtypeStruct) and x.sharding is None)]
+    placed = [isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed for x in leaves]
+    return all(placed) and len(set().union(*(x.sharding.device_set for x in leaves))) <= 1
 
 
 def lowering_for(gpu: str | None) -> AbstractContextManager[None]:
@@ -55,4 +68,4 @@ def _is_local(layout: Layout | None) -> bool:
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty:  # the caller's
         return all(size == 1 or name in mesh.manual_axes for name, size in mesh.shape.items())
-    return layout is not None or jax.device_count() == 1
+    return layout is not None or one_device.value or jax.device_count() == 1

@@ -18,7 +18,7 @@ from dllm_jax import Denoiser, Model, ModelConfig
 from dllm_jax.attention import QUERIES
 from dllm_jax.denoiser import Span
 from dllm_jax.kv_cache import KVCache, LayerKV
-from dllm_jax.own_kernels import kernels_run
+from dllm_jax.own_kernels import kernels_run, one_device
 from dllm_jax.params import forms
 from dllm_jax.pytree import pytree
 from dllm_jax.quantized import num_bytes
@@ -89,8 +89,13 @@ def costs_of(
         num_bytes(model.params) + (num_bytes(verifier) if verifier is not None else 0),
         buffers,
         num_bytes(state) - buffers,
-        work_of(model, sampler, batch, rows, kernels_run(denoiser.dtype, None) if kernels is None else kernels),
+        work_of(model, sampler, batch, rows, _kernels_run(denoiser) if kernels is None else kernels),
     )
+
+
+def _kernels_run(denoiser: Denoiser) -> bool:
+    with one_device(denoiser.one_device):
+        return kernels_run(denoiser.dtype, None)
 
 
 def device_memory() -> int | None:

@@ -10,9 +10,10 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from dllm_jax import attention as module
-from dllm_jax.attention import attention, in_parts
+from dllm_jax.attention import attention, attention_in_blocks, blocks_fused, blocks_in_parts, in_parts
 from dllm_jax.fused_attention import filled, fits, fused
-from dllm_jax.own_kernels import use_kernels
+from dllm_jax.kv_cache import LayerKV
+from dllm_jax.own_kernels import lie_on_one_device, one_device, use_kernels
 from dllm_jax.sharding import Layout, make_mesh
 
 B, N, K, H, S = 2, 4, 2, 8, 23
@@ -112,7 +113,8 @@ def test_a_query_that_sees_nothing_harms_nobody() -> None:
 
 def test_kernels_on_a_mesh(monkeypatch) -> None:
     """Every device runs its own rows and heads, and nothing is sent."""
-    on_a_mesh = jax.jit(lambda *x: Layout(make_mesh(data=2, tensor=2)).locally(kernel, module.AXES, module.QUERY)(*x))
+    axes = (module.QUERY, module.KEYS, module.KEYS, ("batch", None))
+    on_a_mesh = jax.jit(lambda *x: Layout(make_mesh(data=2, tensor=2)).locally(kernel, axes, module.QUERY)(*x))
     kernel = functools.partial(fused, "interpret")
     visible = jnp.broadcast_to(seen(256, 256)["blocks"], (B, 256))
     args = (*operands(256, 256, head_dim=64), visible)
@@ -189,5 +191,60 @@ def test_what_fits() -> None:
     """Lengths are filled up to whole tiles, and a head's keys and values have to fit into a TPU core."""
     assert [filled(n) for n in (1, 256, 257)] == [256, 256, 512]
     narrow, wide = jnp.dtype("bfloat16"), jnp.dtype("float32")
-    assert fits(10240, 10240, 128, narrow) and not fits(10241, 10240, 128, narrow) and fits(5120, 5120, 128, wide)
-    assert fits(1024, 1024, 256, narrow) and not fits(1024, 1024, 256, wide) and not fits(1024, 1024, 192, narrow)
+    tpu, gpu = (functools.partial(fits, backend) for backend in ("tpu", "cuda"))
+    assert tpu(10240, 10240, 128, narrow) and not tpu(10241, 10240, 128, narrow) and tpu(5120, 5120, 128, wide)
+    for on in (tpu, gpu):
+        assert on(1024, 1024, 256, narrow) and not on(1024, 1024, 256, wide) and not on(1024, 1024, 192, narrow)
+    assert gpu(131072, 131072, 128, narrow)  # whose memory holds a few tiles, however long a row is
+
+
+def test_long_rows_have_kernels_on_gpus(monkeypatch, cpu_as_gpu) -> None:
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    assert has_kernel(lowered(16384, platform="cuda")) and not has_kernel(lowered(16384, platform="tpu"))
+
+
+def test_arrays_on_one_of_several_devices_have_kernels(cpu_as_gpu) -> None:
+    """What counts is where they lie, not how many devices there are."""
+    first = jax.device_put({"x": jnp.ones(2), "y": jnp.ones(3)}, jax.devices()[1])
+    assert jax.device_count() > 1 and lie_on_one_device(first)
+    assert lie_on_one_device(jax.ShapeDtypeStruct((2,), "float32"))
+    assert not lie_on_one_device({**first, "z": jax.device_put(1, jax.devices()[0])})
+    assert not lie_on_one_device(jnp.ones(2)), "it goes wherever others are"
+    jax.jit(lambda x: pytest.fail("of traced arrays nobody knows") if lie_on_one_device(x) else x)(first)
+    for platform in ("tpu", "cuda"):
+        with one_device(True):
+            assert has_kernel(lowered(1024, platform=platform))
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda", "cpu"])
+def test_blocks_have_kernels_for_what_lies_ahead(cpu_as_gpu, platform) -> None:
+    shapes = [(8, 1024, heads, 128) for heads in (8, 4, 4, 4, 4)]
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+
+    def run(query, *kvs):
+        visible = jnp.full((8, 1), 1000)
+        out = attention_in_blocks(query, LayerKV(*kvs[:2]), LayerKV(*kvs[2:]), visible, 32)
+        return jnp.sum(out.astype(jnp.float32))
+
+    with one_device(True):
+        text = jax.jit(jax.grad(run)).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+    assert has_kernel(text) == (platform != "cpu")
+
+
+@pytest.mark.parametrize("block_length", [4, 30])
+def test_blocks_with_kernels_are_those_in_parts(block_length) -> None:
+    """Results and gradients; the first block sees nothing ahead, and rows end within a block."""
+    length = 300
+    query, key, value = operands(length, length, head_dim=64)
+    before = [x[::-1] for x in (key, value)]
+    ends = (jnp.arange(length) // block_length + 1) * block_length
+    visible = jnp.minimum(ends, jnp.asarray([[101], [length]]))
+    args = query, key, value, *before
+    of = lambda run: jax.jit(lambda *x: run(*x, visible) * (jnp.arange(length) < visible[:, -1:])[..., None, None])
+    fused = of(functools.partial(blocks_fused, block_length, "interpret"))
+    plain = of(functools.partial(blocks_in_parts, block_length))
+    np.testing.assert_allclose(fused(*args), plain(*args), atol=2e-6)
+    loss = lambda run: lambda *x: jnp.sum(jnp.sin(run(*x)))
+    gradients = [jax.jit(jax.grad(loss(run), argnums=range(5)))(*args) for run in (fused, plain)]
+    for one, other in zip(*gradients, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5, rtol=1e-5)

@@ -20,6 +20,7 @@ from safetensors import safe_open
 
 import convert
 import convert.published
+import dllm_jax
 from benchmarks import convert as benchmark
 from convert import to_jax
 from convert.__main__ import main
@@ -610,7 +611,9 @@ def test_published_models_are_there_by_name(tmp_path, monkeypatch, capsys):
         convert.published.load("llada")
     convert.convert("llada", source_of("llada"), tmp_path / "dream-7b-base", dtype="bfloat16")
     assert convert.published.load("dream-7b-base").params["embed.embedding"].dtype == "bfloat16"
-    monkeypatch.setattr(convert.published, "before_ampere", lambda: True)
+    monkeypatch.setattr(dllm_jax.loading, "before_ampere", lambda: True)
+    loaded = dllm_jax.load("dream-7b-base")
+    assert loaded.denoiser.dtype == "float16" == loaded.params["embed.embedding"].dtype
     assert convert.published.load("dream-7b-base").params["embed.embedding"].dtype == "float16"
     assert convert.published.load("dream-7b-base", dtype="float32").params["embed.embedding"].dtype == "float32"
     assert convert.published.load("llada-8b-instruct").params["embed.embedding"].dtype == "float32"
