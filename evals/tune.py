@@ -8,6 +8,8 @@ long as all before it have passed. Such a fixed sequence announces a candidate t
 than a single test would, however many are tried (Maurer et al. 1995; Angelopoulos et al., arXiv 2110.01052), because
 the first of those that break it would have to pass. Order and bets come from the validation problems alone.
 
+Questions that repeat are left out, and held-out problems serve one run alone (`evals.held_out`).
+
 Outcomes are on the disk as soon as they are there, and everything else is computed from them: a run that was cut off
 goes on.
 """
@@ -18,17 +20,20 @@ import dataclasses
 import hashlib
 import json
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from dllm_jax import Model
 from dllm_jax.errors import DllmError
+from dllm_jax.quantized import told_dtype
 from evals import files, flags, plots
 from evals.area import front
+from evals.held_out import Record, draw_different, hashes_of
 from evals.models import Models
 from evals.paired import Pairs, at_least, at_most, best_bet, log_wealth, needed
-from evals.runner import check_count, draw, prepare, run, surroundings
+from evals.runner import check_count, prepare, run, surroundings
 from evals.sampler import SamplerSpec, all_samplers, parse_sampler, parse_samplers, read_grid
 from evals.tasks import Example, Task, make_task
 from samplers.outputs import Output
@@ -73,6 +78,18 @@ class Goal:
             raise DllmError(f"objective is {self.objective!r}; choose nfe or seconds")
         check_count("n", self.n)
         check_count("validation", self.validation)
+
+    def check_provable(self) -> None:
+        """Raises DllmError when there are too few held-out problems for the floor even if no problem is lost."""
+        evidence, most = needed(self.confidence), 0.99  # the largest of `paired`'s bets
+        least = math.ceil(evidence / log_wealth(Pairs(1, 0, 0, 0), self.floor, [most]))
+        if self.n < least:
+            lower = math.floor(1000 * (1 - math.expm1(evidence / self.n) / most)) / 1000
+            instead = f"--floor {lower:g} at most, or " if lower > 0 else ""
+            raise DllmError(
+                f"a floor of {self.floor:g} takes {least} held-out problems without a miss at {100 * self.confidence:g}"
+                f" % confidence, and there are {self.n}; pass {instead}more problems (--n)"
+            )
 
     @property
     def rounds(self) -> list[int]:
@@ -186,12 +203,10 @@ class Tuning:
         problems = f"{best.pairs.n} {'held-out' if best.fate == UNPROVEN else 'validation'} problems"
         miss = 100 * (self.goal.floor - best.at_least)
         told = f"{best.sampler} keeps {100 * best.pairs.kept:.1f} % on {problems}, at least {_down(best.at_least)} %"
-        perfect = math.ceil(needed(self.goal.confidence) / log_wealth(Pairs(1, 0, 0, 0), self.goal.floor, [0.99]))
-        hint = f"; without a miss it takes {perfect} problems" if self.goal.n < perfect else ""
         advice = "pass a lower --floor, more problems by --n, or other samplers"
         return (
             f"no sampler was proven to keep {asked}: the best, {told} at {sure} confidence, "
-            f"{miss:.1f} points short{hint}; {advice}"
+            f"{miss:.1f} points short; {advice}"
         )
 
 
@@ -289,6 +304,8 @@ class Scorer:
 
     Attributes:
         samplers: those that it was given, without repetitions and without the reference.
+        goal: with as many problems as there are.
+        problems: a hash of all questions.
     """
 
     def __init__(
@@ -306,25 +323,40 @@ class Scorer:
         """Loads the models, builds all samplers and draws all problems.
 
         Raises:
-            DllmError: as `evals.run`, before anything is compiled.
+            DllmError: as `evals.run`, for a floor that so many problems cannot prove, and when another run has judged
+                some of the held-out problems; before anything is compiled.
+
+        Warns:
+            RuntimeWarning: when problems were left out.
         """
+        goal.check_provable()
         self._models, self._task = models, task
         self._how: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "progress": progress}
-        self._engines, self._drawn = Engines(), dict[Any, list[Example]]()
+        self._engines, self._drawn = Engines(), dict[Any, Mapping[str, list[Example]]]()
         self._entries = dict[tuple[str, str], list[Mapping[str, Any]]]()
         self._output: Output | None = None
         self._settings: Mapping[str, Any] = {}
+        self.goal = goal
         different = dict[Any, tuple[SamplerSpec, Any]]()  # with what was built, as keys are of things that are there
         for sampler in (reference, *samplers):
-            for split, n in (("validation", goal.validation), ("test", goal.n)):
-                examples = self._examples(sampler, split, n)
-                batches = prepare(models, task, sampler, n, batch_size, seed, split, examples=examples)[1]
+            for split, examples in self._examples(sampler).items():
+                batches = prepare(models, task, sampler, None, batch_size, seed, split, examples=examples)[1]
             numbers = tuple(float(number) for number in numbers_of(batches.sampler))
             key = (id(batches.model), program_of(batches.sampler), numbers)
             different.setdefault(key, (sampler, batches.sampler))
         self.samplers = [sampler for sampler, _ in different.values() if sampler is not reference]
         if not self.samplers:
             raise DllmError(f"there is no sampler but the reference {reference}; pass others by --sampler or --grid")
+        questions = {split: hashes_of(task, examples) for split, examples in self._examples(reference).items()}
+        self.problems = _digest([*questions["validation"], "", *questions["test"]])
+        model, tried = models.of(reference), _digest(self.samplers)
+        about = {"task": str(task), "reference": str(reference), "samplers": tried, "problems": self.problems}
+        self._held_out = questions["test"]
+        self._record = Record(
+            str(getattr(model, "folder", None) or model.name),
+            {**dataclasses.asdict(self.goal), **about, "seed": seed, "dtype": told_dtype(model.params)},
+        )
+        self._record.check(task, self._held_out)
 
     def keep(self, output: Output, settings: Mapping[str, Any]) -> None:
         """Takes the outcomes of a file, and writes further ones there.
@@ -351,7 +383,9 @@ class Scorer:
         return Outcomes([bool(right) for right in correct], sum(nfe) / n, sum(seconds) / n)
 
     def _run(self, sampler: SamplerSpec, split: str, first: int, n: int) -> Mapping[str, Any]:
-        examples = self._examples(sampler, split, first + n)[first:]
+        examples = self._examples(sampler)[split][first : first + n]
+        if split == "test":
+            self._record.add(self._held_out[: first + n])
         where: dict[str, Any] = {"split": split, "first": first, "examples": examples, "engines": self._engines}
         report = run(self._models, self._task, sampler, n=n, **where, **self._how)
         entry = {
@@ -367,14 +401,32 @@ class Scorer:
             self._output.append(entry)
         return entry
 
-    def _examples(self, sampler: SamplerSpec, split: str, n: int) -> list[Example]:
-        """The first n examples at least; a task with tokens of its own gives every model the same."""
+    def _examples(self, sampler: SamplerSpec) -> Mapping[str, list[Example]]:
+        """Split -> its problems; a task with tokens of its own gives every model the same."""
         model = self._models.of(sampler)
         bound = self._task.bind(model)
-        drawn = self._drawn.setdefault((split, None if bound is self._task else id(model)), [])
-        if len(drawn) < n:
-            drawn += draw(bound, split, n - len(drawn), self._how["progress"], len(drawn))
-        return drawn
+        tokens = None if bound is self._task else id(model)
+        if tokens not in self._drawn:
+            self._drawn[tokens] = self._draw(bound)
+        return self._drawn[tokens]
+
+    def _draw(self, task: Task) -> Mapping[str, list[Example]]:
+        """The problems of both splits, and how many there are; no question is in both, or twice in one."""
+        taken, found, left_out = set[str](), dict[str, list[Example]](), dict[str, int]()
+        for split, n in (("validation", self.goal.validation), ("test", self.goal.n)):
+            found[split], left_out[split] = draw_different(task, split, n, taken, self._how["progress"])
+            if not found[split]:
+                raise DllmError(f"all {left_out[split]} {split} problems are in the search as well; give others")
+        if sum(left_out.values()) and not self._drawn:
+            told = [f"{count} of {split}" for split, count in left_out.items() if count]
+            warnings.warn(f"problems that repeat others are left out: {', '.join(told)}", RuntimeWarning, 4)
+        self.goal = dataclasses.replace(self.goal, n=len(found["test"]), validation=len(found["validation"]))
+        self.goal.check_provable()
+        return found
+
+
+def _digest(items: Sequence[Any]) -> str:
+    return hashlib.sha256("\n".join(map(str, items)).encode()).hexdigest()[:12]
 
 
 def fastest(
@@ -398,11 +450,16 @@ def fastest(
     Args:
         model, task, batch_size, seed, progress: as in `evals.run`.
         samplers: what is tried, specs with lists of values among them; by default `grids/tune.toml`.
-        floor, objective, confidence, n, validation: see `Goal`; as many validation problems as n by default.
+        floor, objective, confidence, n, validation: see `Goal`; as many validation problems as n by default. Of fewer
+            problems all are taken.
         reference: what accuracy is compared with.
 
     Raises:
-        DllmError: as `evals.run`, for a goal that makes no sense, and when the reference solves no problem.
+        DllmError: as `evals.run`, for a goal that makes no sense or that so many problems cannot prove, when another
+            run has judged some of the held-out problems, and when the reference solves no problem.
+
+    Warns:
+        RuntimeWarning: when problems were left out because they repeat others.
     """
     goal = Goal(floor, objective, confidence, n, n if validation is None else validation)
     listed = [samplers] if isinstance(samplers, str | SamplerSpec) else samplers
@@ -412,7 +469,7 @@ def fastest(
     problems = make_task(task) if isinstance(task, str) else task
     how: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "progress": progress}
     scorer = Scorer(models, problems, against, tried or read_grid(GRID), goal, **how)
-    (found,) = collections.deque(tune(scorer, against, scorer.samplers, goal), maxlen=1)
+    (found,) = collections.deque(tune(scorer, against, scorer.samplers, scorer.goal), maxlen=1)
     return found
 
 
@@ -444,13 +501,13 @@ def _tune(options: argparse.Namespace) -> None:
     plots.require_matplotlib()
     folder = files.make_folder(options.out)
     scorer = Scorer(models, task, reference, samplers, goal, batch_size=options.batch_size, seed=options.seed)
-    names = ("model", "dtype", "quantize", "task", "reference", "floor", "objective", "confidence", "n", "seed")
-    digest = hashlib.sha256("\n".join(map(str, scorer.samplers)).encode()).hexdigest()[:12]
-    settings = {name: getattr(options, name) for name in names} | {"validation": validation, "samplers": digest}
+    names = ("model", "dtype", "quantize", "task", "reference", "seed")
+    settings = {name: getattr(options, name) for name in names} | dataclasses.asdict(scorer.goal)
+    settings |= {"samplers": _digest(scorer.samplers), "problems": scorer.problems}
     with Output(folder / "outcomes.jsonl") as output:
         scorer.keep(output, settings)
         about, told = {**settings, **surroundings(models.of(reference))}, 0
-        for found in tune(scorer, reference, scorer.samplers, goal):
+        for found in tune(scorer, reference, scorer.samplers, scorer.goal):
             _write(folder, found, about)
             print(_summary(found.trials[told:]), flush=True)
             told = len(found.trials)
@@ -477,8 +534,12 @@ def _summary(trials: Sequence[Trial]) -> str:
         kept = f"{100 * last.pairs.kept:.1f} % kept, at least {_down(last.at_least)} %"
         return f"{where} | {last.sampler} | {kept} | NFE {last.nfe:.2f} | {last.fate}"
     fates = [trial.fate for trial in trials[1:]]
-    counts = ", ".join(f"{fates.count(fate)} {fate}" for fate in (GOES_ON, BEATEN, BELOW, SURELY_BELOW))
-    return f"{where} | {len(fates)} samplers: {counts}"
+    dropped = [f"{fates.count(fate)} {why}" for fate, why in _DROPPED.items() if fate in fates]
+    told = "; dropped: " + ", ".join(dropped) if dropped else ""
+    return f"{where} | kept {fates.count(GOES_ON)} of {len(fates)} samplers{told}"
+
+
+_DROPPED = {BEATEN: "slower or less accurate", BELOW: "below the floor here", SURELY_BELOW: "surely below the floor"}
 
 
 def plot(found: Tuning) -> bytes:

@@ -12,6 +12,7 @@ from test_evals_runner import SUDOKU, N, Oracle
 from test_evals_tasks import config_for
 
 import evals
+from convert import embedded
 from dllm_jax import DllmError, checkpoint, random_model
 from evals import __main__ as cli
 from evals import flags, paired, tune
@@ -178,8 +179,6 @@ def test_where_nothing_passes_the_best_is_named():
     found, _ = run_fake({"topk:k=2": (0.9, 25.0), "topk:k=4": (0.7, 12.0)})
     assert found.chosen is None
     assert "no sampler was proven to keep 95 %" in found.told() and "the best, topk:k=2 keeps 89.7 %" in found.told()
-    found, _ = run_fake({"topk:k=2": (1.0, 25.0)}, n=20, validation=20)
-    assert found.chosen is None and "without a miss it takes 63 problems" in found.told()
     found, _ = run_fake({"topk:k=2": (1.0, 25.0)}, n=63, validation=20)
     assert found.chosen.pairs.n == 63
     with pytest.raises(DllmError, match="the reference topk solves none of 62 problems"):
@@ -217,7 +216,23 @@ def test_a_goal_is_checked():
             tune.Goal(**{"floor": 0.9, **wrong})
 
 
+def test_a_floor_takes_so_many_problems():
+    tune.Goal(0.95, n=63).check_provable()
+    with pytest.raises(DllmError, match=r"takes 63 held-out problems .* there are 62; pass --floor 0.949 at most"):
+        tune.Goal(0.95, n=62).check_provable()
+    tune.Goal(0.949, n=62).check_provable()
+    with pytest.raises(DllmError, match=r"there are 2; pass more problems"):
+        tune.Goal(0.1, n=2).check_provable()
+
+
 # The command
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch, tmp_path):
+    """Where held-out problems are remembered, for each test its own."""
+    monkeypatch.setenv("DLLM_JAX_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
 
 
 @pytest.fixture
@@ -285,7 +300,7 @@ def test_from_python_it_is_the_same(by_heart, command, tmp_path):
     assert str(found.chosen.sampler) == "topk:k=8" and tune.plot(found).startswith(b"\x89PNG")
 
 
-def test_a_run_that_was_cut_off_goes_on(by_heart, command, tmp_path, monkeypatch):
+def test_a_run_that_was_cut_off_goes_on(by_heart, command, tmp_path, home, monkeypatch):
     run, calls = evals.run, []
 
     def counted(*arguments, **options):
@@ -309,14 +324,17 @@ def test_a_run_that_was_cut_off_goes_on(by_heart, command, tmp_path, monkeypatch
     assert results(tmp_path / "parts")[1] == results(tmp_path / "whole")[1]
     calls.clear()
     assert command(*ARGUMENTS, tmp_path / "parts")[0] == 0 and not calls
+    home.rename(tmp_path / "elsewhere")
     status, _, error = command(*ARGUMENTS, tmp_path / "parts", "--confidence", 0.9)
     assert status == 2 and "was made with confidence 0.95, not 0.9; choose another --out" in error
     assert command(*ARGUMENTS, tmp_path / "parts", "--sampler", "eb")[0] == 2 and not calls
 
 
-def test_without_a_promise_the_status_says_so_and_the_table_is_there(by_heart, command, tmp_path):
-    status, _, error = command(*ARGUMENTS, tmp_path, "--floor", 0.99)
-    assert status == 2 and "no sampler was proven to keep 99 %" in error and "takes 305 problems" in error
+def test_without_a_promise_the_status_says_so_and_the_table_is_there(command, tmp_path, monkeypatch):
+    model = knows_all(make_task(SUDOKU), wrong=range(3))  # of the test split
+    monkeypatch.setattr(flags, "models_of", lambda options: Models(model))
+    status, _, error = command(*ARGUMENTS, tmp_path)
+    assert status == 2 and "no sampler was proven to keep 60 %" in error
     found, trials = results(tmp_path)
     assert found["chosen"] is None and found["told"] in error and trials[-1]["fate"] == "not proven"
 
@@ -333,15 +351,101 @@ def test_without_a_promise_the_status_says_so_and_the_table_is_there(by_heart, c
     ],
 )
 def test_mistakes_are_one_sentence(random_sudoku, command, tmp_path, arguments, complaint):
-    usual = ("tune", "--model", random_sudoku, "--task", SUDOKU, "--floor", 0.9, "--n", 2, "--out", tmp_path / "out")
+    usual = ("tune", "--model", random_sudoku, "--task", SUDOKU, "--floor", 0.9, "--n", 40, "--out", tmp_path / "out")
     status, _, error = command(*usual, *arguments)
     assert status == 2 and complaint in error and error.count("\n") == 1
     assert not (tmp_path / "out" / "outcomes.jsonl").exists()
 
 
+# Questions of a file
+
+
+@pytest.fixture(scope="module")
+def word_problems():
+    return embedded.load("word-problems")
+
+
+@pytest.fixture
+def judged(monkeypatch):
+    """Instead of sampling: all samplers are right, k times as fast; how many problems each run had."""
+    counts = []
+
+    def run(models, task, sampler, *, n, examples, **_):
+        assert n == len(examples) > 0
+        counts.append(n)
+        row = SimpleNamespace(correct=True, nfe=32 // sampler.options.get("k", 1))
+        return SimpleNamespace(rows=[row] * n, seconds=1.0)
+
+    monkeypatch.setattr(tune, "run", run)
+    return counts
+
+
+def questions(folder, validation=(), test=()):
+    """A file with questions of these numbers, as a task."""
+    file = folder / "questions.jsonl"
+    lines = [("validation", i) for i in validation] + [("test", i) for i in test]
+    about = ({"prompt": f"Q: Eve has {i} pears.\nA: ", "target": str(i), "split": split} for split, i in lines)
+    file.write_text("".join(json.dumps(line) + "\n" for line in about))
+    return f"text:file={file},gen_length=32"
+
+
+TRIED = {"samplers": "topk:k=2", "progress": False}
+
+
+def test_of_a_short_file_all_lines_are_taken(word_problems, tmp_path, judged):
+    """Though 2000 of each are asked for."""
+    task = questions(tmp_path, validation=range(20), test=range(20, 90))
+    found = tune.fastest(word_problems, task, floor=0.95, **TRIED)
+    assert (found.goal.validation, found.goal.n) == (20, 70)
+    assert str(found.chosen.sampler) == "topk:k=2" and found.chosen.pairs.n == 70 and sum(judged) == 2 * (20 + 70)
+
+
+def test_repeated_and_leaked_questions_are_no_held_out_problems(word_problems, tmp_path, judged):
+    eight_times = [i for i in range(50) for _ in range(8)]
+    task = questions(tmp_path, validation=eight_times, test=eight_times)
+    with pytest.raises(DllmError, match="all 400 test problems are in the search"):
+        tune.fastest(word_problems, task, floor=0.9, **TRIED)
+    task = questions(tmp_path, validation=range(50), test=[*range(40, 80), *range(40, 80)])
+    with (
+        pytest.warns(RuntimeWarning, match="left out: 50 of test"),
+        pytest.raises(DllmError, match="takes 32 held-out problems .* there are 30;"),
+    ):
+        tune.fastest(word_problems, task, floor=0.9, **TRIED)
+    assert not judged
+    task = questions(tmp_path, validation=[1, 1, 2], test=[*range(1, 40), *range(100, 140)])
+    with pytest.warns(RuntimeWarning, match="left out: 1 of validation, 2 of test"):
+        found = tune.fastest(word_problems, task, floor=0.9, n=60, **TRIED)
+    assert found.chosen.pairs.n == 45 and found.goal.n == 60, "three quarters of the first 60 others"
+    assert found.goal.validation == 2
+
+
+def test_held_out_problems_serve_one_run(word_problems, tmp_path, judged, home):
+    task = questions(tmp_path, validation=range(40), test=range(40, 240))
+    assert tune.fastest(word_problems, task, floor=0.95, **TRIED).chosen.pairs.n == 100
+    (record,) = home.glob("held-out/*/*.json")
+    assert len(json.loads(record.read_text())["problems"]) == 100, "which were judged"
+    before = len(judged)
+    with pytest.raises(DllmError, match=f"floor 0.95 judged 100 of the 200 held-out .* remove .*{record.name}"):
+        tune.fastest(word_problems, task, floor=0.9, **TRIED)
+    assert len(judged) == before
+    assert tune.fastest(word_problems, task, floor=0.95, **TRIED).chosen, "the same run again"
+    others = questions(tmp_path, validation=range(140), test=range(140, 240))
+    assert tune.fastest(word_problems, others, floor=0.9, **TRIED).chosen
+    assert len(list(home.glob("held-out/*/*.json"))) == 2
+    record.write_text("{")
+    with pytest.raises(DllmError, match=f"{record.name} is no record"):
+        tune.fastest(word_problems, task, floor=0.9, **TRIED)
+
+
+def test_what_cannot_be_proven_is_said_before_the_search(word_problems, judged):
+    with pytest.raises(DllmError, match="takes 305 held-out problems .* there are 100; pass --floor 0.969"):
+        tune.fastest(word_problems, "word-problems", floor=0.99, n=100, **TRIED)
+    assert not judged
+
+
 def test_the_usual_grid_fits_and_tries_nothing_twice():
     task = make_task(SUDOKU)
-    grid, reference, goal = read_grid(tune.GRID), parse_sampler("topk"), tune.Goal(0.9, n=2, validation=2)
+    grid, reference, goal = read_grid(tune.GRID), parse_sampler("topk"), tune.Goal(0.9, n=32, validation=2)
     scorer = tune.Scorer(Models(random_model(config_for(task))), task, reference, [reference, *grid, *grid], goal)
     plain = {s.options.get("block_length") for s in scorer.samplers if s.options.get("cache", "none") == "none"}
     assert plain == {None, 16}, "a board of 19 cells is a block of 32"
