@@ -61,15 +61,13 @@ class Record:
         for path in sorted(self._path.parent.glob("*.json")):
             if path == self._path:
                 continue
-            judged, settings = _read(path)
+            judged, floor = _read(path)
             if again := len(judged.intersection(hashes)):
                 others = "another seed= of the task" if isinstance(task, DrawnTask) else "new lines"
-                which = (
-                    f"a run with floor {settings.get('floor')} judged {again} of the {len(hashes)} held-out problems"
-                )
                 raise DllmError(
-                    f"{which}, so another bound on them promises nothing; take others, by {others}, or remove {path} "
-                    "if nobody has seen what that run found"
+                    f"a run with floor {floor} judged {again} of the {len(hashes)} held-out problems, so another bound on "
+                    f"them promises nothing; take others, by {others}, or remove {path} if nobody has seen what that "
+                    "run found"
                 )
 
     def add(self, hashes: Sequence[str]) -> None:
@@ -86,10 +84,11 @@ class Record:
         files.write(self._path, files.as_json({"settings": self._settings, "problems": hashes}))
 
 
-def _read(path: Path) -> tuple[set[str], Mapping[str, Any]]:
+def _read(path: Path) -> tuple[set[str], float]:
+    """The hashes of a record, and its run's floor."""
     try:
         found = json.loads(path.read_bytes())
-        return set(found["problems"]), found["settings"]
+        return set(found["problems"]), found["settings"]["floor"]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise DllmError(f"{path} is no record of held-out problems ({error}); remove it") from None
 
