@@ -65,9 +65,9 @@ class Record:
             if again := len(judged.intersection(hashes)):
                 others = "another seed= of the task" if isinstance(task, DrawnTask) else "new lines"
                 raise DllmError(
-                    f"a run with floor {floor} judged {again} of the {len(hashes)} held-out problems, so another bound on "
-                    f"them promises nothing; take others, by {others}, or remove {path} if nobody has seen what that "
-                    "run found"
+                    f"a run with floor {floor} judged {again} of the {len(hashes)} held-out problems, so another bound "
+                    f"on them promises nothing; take others, by {others}, or remove {path} if nobody has seen what "
+                    "that run found"
                 )
 
     def add(self, hashes: Sequence[str]) -> None:

@@ -106,6 +106,7 @@ def masked_logprobs(
     span: Span,
     prompt_lengths: jax.Array,
     guidance: float | jax.Array | None = None,
+    scored: jax.Array | None = None,
 ) -> jax.Array:
     """What one forward gives the tokens under the masks, summed over each row. The head is read for the span alone, in
     tiles (`samplers.predictions`).
@@ -116,6 +117,7 @@ def masked_logprobs(
         span: positions that hold all of a row's masks.
         prompt_lengths: [B] int32.
         guidance: scale of classifier-free guidance, with the whole prompt masked; None runs without.
+        scored: [B, S] bool, which of the masked tokens are summed; None sums all.
 
     Returns:
         [B] float32, sums of log-probabilities in nats.
@@ -126,7 +128,8 @@ def masked_logprobs(
         denoiser = Guided(denoiser, guidance)
     hidden, _ = denoiser.forward(inputs, lengths, outputs=span)
     found = logprobs_of(readout(denoiser, hidden), slice_rows(tokens, *span))
-    return jnp.sum(jnp.where(slice_rows(masked, *span), found, 0.0), axis=1)
+    summed = slice_rows(masked if scored is None else scored, *span)
+    return jnp.sum(jnp.where(summed, found, 0.0), axis=1)
 
 
 def masked_loss(

@@ -13,7 +13,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import jax
 import numpy as np
@@ -27,8 +27,8 @@ from samplers.checks import check_choice, check_length, check_number, check_whol
 from samplers.likelihood import check_samples, draw_masks, greedy, least_prompt, masked_logprobs
 from samplers.prompts import bucket_length, pad_prompts
 
-Estimator = Literal["llada", "llada-official", "dream", "exact"]
-ESTIMATORS = (*likelihood.ESTIMATORS, "exact")
+Estimator = Literal["llada", "llada-official", "dream", "exact", "left-to-right", "pseudo"]
+ESTIMATORS: tuple[str, ...] = get_args(Estimator)
 
 T = TypeVar("T")
 
@@ -44,11 +44,15 @@ class Score:
         log_likelihood: the estimate of log p(answer | prompt), in nats.
         is_greedy: whether decoding the surest position first, one per forward, gives the answer; False if not asked.
         forwards: of the model that this took, a guided one counted once.
+        stderr: standard error of `log_likelihood` over draws of masks, in nats, from the spread of the batches of
+            `mc_batch` copies, or of the copies where there is one batch; 0 where nothing is drawn, None where a single
+            copy says nothing of it.
     """
 
     log_likelihood: float
     is_greedy: bool
     forwards: int
+    stderr: float | None = None
 
 
 def score(model: Model, pairs: Sequence[Pair], *, seeds: Sequence[int], **options: Any) -> list[Score]:
@@ -79,10 +83,12 @@ def score_each(
 
     Args:
         seeds: a whole number for each pair.
-        samples: masked copies of each answer; of "exact", the most that an answer may need.
+        samples: masked copies of each answer; of "exact", the most that an answer may need. "left-to-right" and
+            "pseudo" draw none.
         mc_batch: copies that are stratified together; divides samples.
         estimator: as in `likelihood.draw_masks`; or "exact", the bound itself, by every mask that an answer can have:
-            2^A - 1 of A tokens.
+            2^A - 1 of A tokens. "left-to-right" is the chain rule, the sum of log p(token | prompt, tokens before it),
+            with what follows masked; "pseudo" the sum of log p(token | prompt, all other tokens): A forwards each.
         guidance: scale of classifier-free guidance, with the whole prompt masked; 0 runs without.
         greedy: also find out whether greedy decoding gives the answer, in at most as many forwards as it has tokens.
         batch_size: rows of a forward, and pairs that are decoded together.
@@ -99,7 +105,8 @@ def score_each(
     if not isinstance(model, Model):
         raise DllmError(f"model is a {type(model).__name__}; load one by dllm_jax.load")
     check_choice("estimator", estimator, ESTIMATORS)
-    check_samples("llada" if estimator == "exact" else estimator, samples=samples, mc_batch=mc_batch)
+    drawn = estimator if estimator in likelihood.ESTIMATORS else "llada"
+    check_samples(drawn, samples=samples, mc_batch=mc_batch)
     check_number("guidance", guidance, 0)
     check_length("batch_size", batch_size)
     if max_length is not None:
@@ -180,11 +187,30 @@ def _ids(model: Model, number: int, what: str, ids: Any) -> np.ndarray:
 
 
 class _Masks(NamedTuple):
-    """The different masks of an answer of A tokens [n, A] bool, and what the sum of the log-probabilities under each is
-    multiplied by [n] float64."""
+    """The different masks of an answer of A tokens, and what the estimate is made of: its copies.
+
+    Attributes:
+        masked: [n, A] bool, a forward each.
+        scored: [n, A] bool, the tokens whose log-probabilities are summed.
+        copies: [c] int, the mask of each copy; n for one without any, whose sum is 0.
+        weights: [c] float64, what the sum of each copy is multiplied by.
+        batches: of equally many copies, drawn independently; 0 where nothing was drawn.
+    """
 
     masked: np.ndarray
+    scored: np.ndarray
+    copies: np.ndarray
     weights: np.ndarray
+    batches: int = 0
+
+    def estimate(self, sums: np.ndarray) -> tuple[float, float | None]:
+        """The log-likelihood and its standard error, see `Score`, from the sum under each mask [n] float64."""
+        parts = self.weights * np.append(sums, 0.0)[self.copies]
+        total = float(parts.sum())
+        if not self.batches:
+            return total, 0.0
+        drawn = parts.reshape(self.batches, -1).sum(axis=1) if self.batches > 1 else parts
+        return total, math.sqrt(len(drawn)) * float(drawn.std(ddof=1)) if len(drawn) > 1 else None
 
 
 @functools.partial(jax.jit, static_argnames=("width", "num_samples", "batch_size", "estimator"))
@@ -194,13 +220,14 @@ def _drawn(seeds: jax.Array, lengths: jax.Array, *, width: int, **options: Any) 
     return jax.vmap(draw)(seeds, lengths)
 
 
-def _different(masked: np.ndarray, ratio: np.ndarray) -> _Masks:
-    """What copies [samples, A] amount to. Those without a mask add nothing; where all are so, one is kept."""
-    codes, first, which = np.unique(np.packbits(masked, axis=1), axis=0, return_index=True, return_inverse=True)
-    weights = np.bincount(which.reshape(-1), 1.0 / (ratio.astype(np.float64) * len(masked)), len(codes))
-    different = masked[first]
-    kept = different.any(axis=1) if masked.any() else np.ones(1, bool)
-    return _Masks(different[kept], weights[kept])
+def _different(masked: np.ndarray, ratio: np.ndarray, batches: int) -> _Masks:
+    """Drawn copies [samples, A], equal ones run once, and not at all those without a mask, unless all are so."""
+    _, first, copies = np.unique(np.packbits(masked, axis=1), axis=0, return_index=True, return_inverse=True)
+    different, copies = masked[first], copies.reshape(-1)
+    runs = different.any(axis=1) if masked.any() else np.ones(len(different), bool)
+    numbers = np.where(runs, np.cumsum(runs) - 1, runs.sum())
+    weights = 1.0 / (ratio.astype(np.float64) * len(masked))
+    return _Masks(different[runs], different[runs], numbers[copies], weights, batches)
 
 
 @functools.cache
@@ -208,34 +235,49 @@ def _every(length: int) -> _Masks:
     """All masks of an answer, with the weights that LLaDA's copies have on average: 1 / (n C(A, n)) of n tokens."""
     masked = np.asarray(list(itertools.product((False, True), repeat=length))[1:])
     counts = masked.sum(axis=1)
-    return _Masks(masked, np.asarray([1.0 / (n * math.comb(length, n)) for n in counts.tolist()]))
+    weights = np.asarray([1.0 / (n * math.comb(length, n)) for n in counts.tolist()])
+    return _Masks(masked, masked, np.arange(len(masked)), weights)
+
+
+def _one_by_one(length: int, estimator: str) -> _Masks:
+    """Every token by itself: with what follows masked as well ("left-to-right"), or alone ("pseudo")."""
+    scored = np.eye(length, dtype=bool)
+    masked = np.triu(np.ones((length, length), bool)) if estimator == "left-to-right" else scored
+    return _Masks(masked, scored, np.arange(length), np.ones(length))
 
 
 # Forwards ------------------------------------------------------------------------------------------------------------
 
 
 class _Row(NamedTuple):
-    """A row of a forward: a pair under one of its masks, [A] bool."""
+    """A row of a forward: a pair under one of its masks, [A] bool, of which some tokens are scored, [A] bool."""
 
     pair: _Pair
+    number: int
     masked: np.ndarray
-    weight: float
+    scored: np.ndarray
 
 
 @dataclasses.dataclass
 class _Tally:
-    """What is known of a pair so far: rows that are still out, and the sum of those that came back."""
+    """What is known of a pair so far: the sums [n] float64 of rows that came back, and how many are still out."""
 
-    rows: int
+    masks: _Masks
     is_greedy: bool
     forwards: int
-    total: float = 0.0
+    sums: np.ndarray = dataclasses.field(init=False)
+    out: int = dataclasses.field(init=False)
 
-    def take(self, value: float) -> bool:
-        """Adds a row; whether it was the last."""
-        self.rows -= 1
-        self.total += value
-        return not self.rows
+    def __post_init__(self) -> None:
+        self.out = len(self.masks.masked)
+        self.forwards += self.out
+        self.sums = np.zeros(self.out)
+
+    def take(self, number: int, value: float) -> bool:
+        """Puts a row's sum in its place; whether it was the last."""
+        self.sums[number] = value
+        self.out -= 1
+        return not self.out
 
 
 @functools.partial(jax.jit, static_argnames="width")
@@ -246,12 +288,13 @@ def _sums(
     lengths: jax.Array,
     prompts: jax.Array,
     starts: jax.Array,
+    scored: jax.Array,
     guidance: Any,
     *,
     width: int,
 ) -> jax.Array:
-    span = Span(starts, width)
-    return masked_logprobs(denoiser, tokens, masked, lengths, span=span, prompt_lengths=prompts, guidance=guidance)
+    options: Any = {"span": Span(starts, width), "prompt_lengths": prompts, "guidance": guidance, "scored": scored}
+    return masked_logprobs(denoiser, tokens, masked, lengths, **options)
 
 
 _greedy = jax.jit(greedy)
@@ -288,11 +331,12 @@ class _Plan:
         with tqdm(desc="scoring", unit="pair", total=len(pairs), disable=hide) as bar:
             for row, value in self._answers(_parts(self._rows(pairs, tallies), self.batch_size)):
                 number = row.pair.number
-                if tallies[number].take(row.weight * value):
+                if tallies[number].take(row.number, value):
                     tally = tallies.pop(number)
-                    broken += [number] if math.isnan(tally.total) else []
+                    total, stderr = tally.masks.estimate(tally.sums)
+                    broken += [number] if math.isnan(total) else []
                     bar.update()
-                    yield number, Score(tally.total, tally.is_greedy, tally.forwards)
+                    yield number, Score(total, tally.is_greedy, tally.forwards, stderr)
         if broken:
             others = f" and of {len(broken) - 1} others" if len(broken) > 1 else ""
             advice = "the model's logits were not finite; load it in float32, or check its weights"
@@ -306,13 +350,15 @@ class _Plan:
         for part in _parts(pairs, self.batch_size):
             decoded = self._decoded(part) if self.greedy else [(False, 0)] * len(part)
             for pair, (is_greedy, forwards), masks in zip(part, decoded, self._masks(part), strict=True):
-                rows = len(masks.weights)
-                tallies[pair.number] = _Tally(rows, is_greedy, forwards + rows)
-                yield from (_Row(pair, *row) for row in zip(masks.masked, masks.weights.tolist(), strict=True))
+                tallies[pair.number] = _Tally(masks, is_greedy, forwards)
+                each = zip(masks.masked, masks.scored, strict=True)
+                yield from (_Row(pair, number, *row) for number, row in enumerate(each))
 
     def _masks(self, pairs: list[_Pair]) -> list[_Masks]:
         if self.estimator == "exact":
             return [_every(pair.answer) for pair in pairs]
+        if self.estimator in ("left-to-right", "pseudo"):
+            return [_one_by_one(pair.answer, self.estimator) for pair in pairs]
         full = self._filled(pairs)
         masked, ratio = _drawn(
             np.asarray([pair.seed for pair in full], np.uint32),
@@ -323,7 +369,8 @@ class _Plan:
             estimator=self.estimator,
         )
         own = zip(pairs, np.asarray(masked), np.asarray(ratio), strict=False)
-        return [_different(copies[:, : pair.answer], ratios) for pair, copies, ratios in own]
+        batches = lambda pair: 0 if pair.answer == 1 and self.estimator != "dream" else self.samples // self.mc_batch
+        return [_different(copies[:, : pair.answer], ratios, batches(pair)) for pair, copies, ratios in own]
 
     def _decoded(self, pairs: list[_Pair]) -> list[tuple[bool, int]]:
         """Of each pair whether greedy decoding gives its answer, and in how many forwards."""
@@ -350,13 +397,13 @@ class _Plan:
         room, rows = self._room(rows[0].pair), self._filled(rows)
         denoiser = self.model.denoiser
         width = min(_power(self.widths[room]), room - denoiser.min_prompt_length)
-        tokens, masked = np.zeros((len(rows), room), np.int32), np.zeros((len(rows), room), bool)
-        for place, (pair, where, _) in enumerate(rows):
+        tokens, (masked, scored) = np.zeros((len(rows), room), np.int32), np.zeros((2, len(rows), room), bool)
+        for place, (pair, _, hidden, summed) in enumerate(rows):
             tokens[place, : len(pair.tokens)] = pair.tokens
-            masked[place, pair.span] = where
+            masked[place, pair.span], scored[place, pair.span] = hidden, summed
         lengths = np.asarray([len(row.pair.tokens) for row in rows], np.int32)
         prompts = np.asarray([row.pair.prompt for row in rows], np.int32)
-        arrays = self._placed((tokens, masked, lengths, prompts, np.minimum(prompts, room - width)))
+        arrays = self._placed((tokens, masked, lengths, prompts, np.minimum(prompts, room - width), scored))
         return _sums(denoiser, *arrays, self.guidance, width=width)
 
     def _filled(self, rows: list[T]) -> list[T]:

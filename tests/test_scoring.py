@@ -92,6 +92,48 @@ def test_every_mask_gives_the_bound_itself(llada, guidance):
             assert own.log_likelihood == pytest.approx(wanted, rel=1e-4)
 
 
+@pytest.mark.parametrize("guidance", [0.0, 0.5])
+def test_token_by_token(llada, guidance):
+    """One at a time, with what follows masked or with all others known: sums of single log-probabilities."""
+    options = {"guidance": guidance, "batch_size": ROWS, "samples": 1, "mc_batch": 1}
+    chain, pseudo = (score(llada, PAIRS, seeds=SEEDS, estimator=x, **options) for x in ("left-to-right", "pseudo"))
+    for number, (prompt, answer) in enumerate(PAIRS):
+        length, mask_id = len(prompt) + len(answer), llada.denoiser.mask_id
+        rows, places = np.zeros((2, ROWS, 32), np.int32), np.arange(len(answer))
+        rows[:, :, :length] = [*prompt, *answer]
+        for place in places + len(prompt):
+            rows[0, place - len(prompt), place:length] = rows[1, place - len(prompt), place] = mask_id
+        for own, some in zip((chain[number], pseudo[number]), rows, strict=True):
+            run = lambda rows, length=length: logits_of(llada.denoiser, rows, jnp.full(ROWS, length))
+            found = run(some)
+            if guidance:
+                without = run(np.where(np.arange(32) < len(prompt), mask_id, some))
+                found = without + (guidance + 1) * (found - without)
+            wanted = jax.nn.log_softmax(found, axis=-1)[places, len(prompt) + places, np.asarray(answer)].sum()
+            assert own.log_likelihood == pytest.approx(float(wanted), rel=1e-4)
+            assert (own.forwards, own.stderr) == (len(answer), 0.0)
+
+
+@pytest.mark.parametrize("mc_batch", [1, 4, 16])
+@pytest.mark.parametrize("estimator", ["llada", "dream"])
+def test_the_standard_error_is_that_of_many_estimates(request, estimator, mc_batch):
+    """The mean of its square is their variance; by the copies of a single batch up to what stratifying saves."""
+    model, repeats, answer = request.getfixturevalue(estimator), 256, [1, 2, 11, 3]
+    options = {"estimator": estimator, "samples": 16, "mc_batch": mc_batch, "batch_size": ROWS}
+    found = score(model, [(PROMPT, answer)] * repeats, seeds=range(repeats), **options)
+    spread = np.var([own.log_likelihood for own in found], ddof=1)
+    told = np.mean([own.stderr**2 for own in found])
+    assert 0.7 * spread < told < (1.5 if mc_batch < 16 else 3.0) * spread
+
+
+def test_where_nothing_is_drawn_there_is_no_noise(llada):
+    scores = lambda answer, **options: score(llada, [(PROMPT, answer)], seeds=[1], batch_size=ROWS, **options)[0]
+    assert scores([5]).stderr == scores([5], samples=1, mc_batch=1).stderr == 0.0
+    assert scores([5, 3, 4], estimator="exact").stderr == 0.0
+    assert scores([5, 3, 4], samples=1, mc_batch=1).stderr is None, "one copy says nothing of its noise"
+    assert scores([5, 3, 4], samples=2, mc_batch=1).stderr > 0
+
+
 @pytest.mark.parametrize("mc_batch", [1, 4])
 @pytest.mark.parametrize("estimator", ["llada", "dream"])
 def test_the_estimate_is_right_on_average(request, estimator, mc_batch):
@@ -166,16 +208,17 @@ def test_dream_covers_its_ratios_evenly_and_masks_by_them():
 
 @pytest.fixture
 def rows(monkeypatch):
-    """Everything that is run: of each sequence its different masks, with their weights."""
+    """Everything that is run: of each sequence its different masks, and its copies with their weights."""
     seen = {}
 
-    def forward(plan, batch):
-        for pair, masked, weight in batch:
-            seen.setdefault(tuple(pair.tokens.tolist()), {})[tuple(masked.tolist())] = weight
-        return original(plan, batch)
+    def masks(plan, pairs):
+        found = original(plan, pairs)
+        for pair, own in zip(pairs, found, strict=True):
+            seen[tuple(pair.tokens.tolist())] = [part.tolist() for part in own[:-1]]
+        return found
 
-    original = scoring._Plan._forward
-    monkeypatch.setattr(scoring._Plan, "_forward", forward)
+    original = scoring._Plan._masks
+    monkeypatch.setattr(scoring._Plan, "_masks", masks)
     return seen
 
 
@@ -201,8 +244,8 @@ def test_neighbours_order_and_padding_change_nothing(llada, rows, estimator):
     alone = [score(llada, [pair], seeds=[seed], **options)[0] for pair, seed in zip(PAIRS, SEEDS, strict=True)]
     for other in (*found[1:], alone):
         assert [own.forwards for own in other] == [own.forwards for own in found[0]]
-        values, wanted = ([own.log_likelihood for own in scores] for scores in (other, found[0]))
-        np.testing.assert_allclose(values, wanted, rtol=1e-5)
+        values, wanted = ([(own.log_likelihood, own.stderr) for own in scores] for scores in (other, found[0]))
+        np.testing.assert_allclose(values, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_prompts_are_cut_on_the_left(dream):
@@ -254,7 +297,8 @@ def test_a_mesh_gives_the_same(llada):
     split = model_of(LONG, dllm_jax.make_mesh(data=2))
     options = {"seeds": SEEDS, "samples": 16, "mc_batch": 8, "batch_size": ROWS, "greedy": True, "guidance": 0.5}
     for own, other in zip(score(split, PAIRS, **options), score(llada, PAIRS, **options), strict=True):
-        assert own == dataclasses.replace(other, log_likelihood=pytest.approx(other.log_likelihood, rel=1e-5))
+        near = {name: pytest.approx(getattr(other, name), rel=1e-4) for name in ("log_likelihood", "stderr")}
+        assert own == dataclasses.replace(other, **near)
     with pytest.raises(DllmError, match="9 rows of a batch do not split over the 2 devices"):
         score(split, PAIRS, **{**options, "batch_size": 9})
 
@@ -275,7 +319,7 @@ BAD = {
     "samples": ({"samples": 12, "mc_batch": 8}, "samples 12 is not a multiple of mc_batch 8"),
     "estimator": (
         {"estimator": "best"},
-        "estimator 'best' is unknown; choose one of llada, llada-official, dream",
+        "estimator 'best' is unknown; choose one of llada, .* left-to-right, pseudo",
     ),
     "masks": ({"estimator": "exact", "samples": 4, "mc_batch": 1}, "has 3 tokens, so 7 masks, and samples is 4"),
     "guidance": ({"guidance": -1}, "guidance is -1; it must be at least 0"),
