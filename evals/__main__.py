@@ -249,8 +249,11 @@ def _sweep(options: argparse.Namespace) -> None:
     found, folder = _run_all(options, options.task, samplers)
     if options.processes.first:
         files.write(folder / "pareto.png", pareto_plot(found))
-    for name, area in found.areas().items():
+    areas = found.areas()
+    for name, area in areas.items():
         print(f"AUP {area:8.1f}  {name}, of accuracy over tokens per forward")
+    if len(areas) < len(found.series()):
+        print("series without AUP have no start to be compared from; sweep over topk:k=1 of their model as well")
     print(
         f"{len(found.reports)} samplers, {found.programs} programs; results.json, results.csv, pareto.png in {folder}"
     )

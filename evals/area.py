@@ -8,7 +8,8 @@ whose accuracy is more than 5 below that of the first, least parallel one, are l
 
 where y_max is the best accuracy on the task among all that is compared, autoregressive baselines included. A sampler
 that is always right scores 100 times its most tokens per forward; one that trades accuracy away scores less than the
-plain area. The first term has no weight, so a single point scores rho_1 y_1.
+plain area. The first term has no weight, so a single point scores rho_1 y_1, and areas of curves that begin elsewhere
+cannot be compared: d3LLM's all begin at one token per forward. So do those of `from_one`.
 """
 
 import math
@@ -18,6 +19,8 @@ from dllm_jax.errors import DllmError
 
 ALPHA = 3.0
 DROP = 5.0  # percent
+ONE = 1.0 + 1e-6
+"""Most tokens per forward at which a curve begins."""
 LEADERBOARD = ("gsm8k-cot", "math", "mbpp", "humaneval", "long-gsm8k")
 """d3LLM's tasks, whose areas make one score; those with a plus (humaneval+, mbpp+) are told but do not count."""
 
@@ -57,6 +60,24 @@ def aup(
     weighed = [(rho, y * _weight(y, best, alpha)) for rho, y in kept]
     steps = zip(weighed, weighed[1:], strict=False)
     return kept[0][0] * kept[0][1] + sum((b[0] - a[0]) * (b[1] + a[1]) / 2 for a, b in steps)
+
+
+def from_one(
+    points: Sequence[tuple[float, float]], best: float, start: tuple[float, float] | None = None
+) -> float | None:
+    """The area of a curve that begins at one token per forward, so that it can be compared with others.
+
+    Args:
+        points: parallelism and accuracy in percent of each.
+        start: where it begins, in place of its own points that are no more parallel; None is its own first point.
+
+    Returns:
+        AUP; None where there are no points, or the first has more than one token per forward.
+    """
+    curve = points if start is None else [start, *(point for point in points if point[0] > start[0])]
+    if not points or min(curve)[0] > ONE:
+        return None
+    return aup([rho for rho, _ in curve], [y for _, y in curve], best)
 
 
 def leaderboard(areas: Mapping[str, float]) -> float:

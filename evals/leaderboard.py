@@ -21,14 +21,12 @@ from rich.table import Table
 from dllm_jax.errors import DllmError
 from dllm_jax.tools.command import console
 from evals import files, plots
-from evals.area import LEADERBOARD, aup
+from evals.area import LEADERBOARD, ONE, from_one
 from evals.sampler import parse_sampler
 
 PUBLISHED = Path(__file__).parent / "published" / "aup.json"
 _NEEDED = "model task sampler accuracy accuracy_stderr tokens_per_forward committed_per_forward nfe".split()
 BOARD = "d3llm/"
-BASE = 1.0 + 1e-6
-"""Most that a sampler commits per forward to be the one-token-per-forward point of the two-point protocol."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +54,8 @@ class Method:
         name: for people.
         source: short name of the paper; None for ours.
         counting: how its tokens and forwards are counted.
+        start: where its curve begins, a point of one token per forward; None where that is among its own, if there is
+            one.
     """
 
     name: str
@@ -64,6 +64,7 @@ class Method:
     points: tuple[Point, ...]
     source: str | None = None
     counting: str = "tokens before the first end"
+    start: Point | None = None
 
     @property
     def label(self) -> str:
@@ -76,9 +77,13 @@ class Method:
         return max(self.points, key=lambda point: (point.tokens_per_forward or 0.0, -(point.nfe or 0.0)))
 
     def area(self, best: float) -> float | None:
-        """AUP; None where no point has tokens per forward."""
-        known = [(p.tokens_per_forward, p.accuracy) for p in self.points if p.tokens_per_forward]
-        return aup([rho for rho, _ in known], [y for _, y in known], best) if known else None
+        """AUP; None where no point has tokens per forward, or the curve does not begin at one token per forward."""
+        known = [_pair(point) for point in self.points if point.tokens_per_forward]
+        return from_one(known, best, None if self.start is None else _pair(self.start))
+
+
+def _pair(point: Point) -> tuple[float, float]:
+    return point.tokens_per_forward or 0.0, point.accuracy
 
 
 @functools.cache
@@ -165,15 +170,24 @@ def _reports(path: Path) -> list[dict[str, Any]]:
 
 
 def curves(reports: Sequence[Mapping[str, Any]]) -> list[Method]:
-    """Our methods: samplers that differ in their numbers only are one, as in a sweep."""
+    """Our methods: samplers that differ in their numbers only are one, as in a sweep, and begin at the most accurate one
+    of the same model and task that has one token per forward."""
     groups: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
     for report in reports:
         series = parse_sampler(report["sampler"]).series
         groups.setdefault((series, report["model"], report["task"]), []).append(report)
+    point = lambda report: _point(report, report["tokens_per_forward"])
     return [
-        Method(*key, tuple(_point(report, report["tokens_per_forward"]) for report in some))
+        Method(*key, tuple(map(point, some)), start=None if (base := _base(reports, some[0])) is None else point(base))
         for key, some in groups.items()
     ]
+
+
+def _base(reports: Sequence[Mapping[str, Any]], beside: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The most accurate report of one token per forward, of the same model and task; None where there is none."""
+    same = (r for r in reports if (r["model"], r["task"]) == (beside["model"], beside["task"]))
+    bases = (r for r in same if r["committed_per_forward"] <= ONE and r["tokens_per_forward"] > 0)
+    return max(bases, key=lambda report: float(report["accuracy"]), default=None)
 
 
 def two_points(base: Mapping[str, Any], fast: Mapping[str, Any]) -> tuple[Point, Point]:
@@ -196,12 +210,11 @@ def two_point_methods(reports: Sequence[Mapping[str, Any]]) -> list[Method]:
         DllmError: as `two_points`, and where one of the two is missing.
     """
     methods = []
-    for fast in (report for report in reports if report["committed_per_forward"] > BASE):
-        same = [r for r in reports if (r["model"], r["task"]) == (fast["model"], fast["task"])]
-        bases = [report for report in same if report["committed_per_forward"] <= BASE]
-        if not bases:
+    for fast in (report for report in reports if report["committed_per_forward"] > ONE):
+        base = _base(reports, fast)
+        if base is None:
             raise DllmError(f"no report of {fast['model']} has one token per forward; sweep over topk:k=1 as well")
-        points = two_points(max(bases, key=lambda report: float(report["accuracy"])), fast)
+        points = two_points(base, fast)
         methods.append(Method(fast["sampler"], fast["model"], fast["task"], points, counting="d3llm"))
     if not methods:
         raise DllmError("no report has more than one token per forward; sweep over a faster sampler as well")

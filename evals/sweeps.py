@@ -8,7 +8,7 @@ from typing import Any
 
 from dllm_jax import Model
 from evals import files, plots
-from evals.area import ALPHA, DROP, aup
+from evals.area import ALPHA, DROP, ONE, from_one
 from evals.models import Models
 from evals.processes import ALONE, Processes
 from evals.runner import Report, check_count, draw, run
@@ -53,19 +53,28 @@ class Sweep:
         return {name: sorted(reports, key=lambda report: -report.nfe) for name, reports in found.items()}
 
     def areas(self) -> dict[str, float]:
-        """Series -> AUP; the best accuracy is that of the whole sweep."""
+        """Series -> AUP; the best accuracy is that of the whole sweep. All series of a model begin at its most accurate
+        report of one token per forward; those of a model without such a report cannot be compared, and are left out."""
         best = 100 * max(report.accuracy for report in self.reports)
-        return {
-            name: aup([r.tokens_per_forward for r in usable], [100 * r.accuracy for r in usable], best)
-            for name, reports in self.series().items()
-            if (usable := [report for report in reports if report.tokens_per_forward > 0])
-        }
+        point = lambda report: (report.tokens_per_forward, 100 * report.accuracy)
+        starts = dict[str, tuple[float, float]]()
+        for report in sorted(self.reports, key=lambda report: report.accuracy):
+            if report.tokens_per_forward > 0 and report.committed_per_forward <= ONE:
+                starts[report.model] = point(report)
+        found = {}
+        for name, reports in self.series().items():
+            points = [point(report) for report in reports if report.tokens_per_forward > 0]
+            start = starts.get(reports[0].model)
+            area = None if start is None else from_one(points, best, start)
+            if area is not None:
+                found[name] = area
+        return found
 
     def summary(self) -> dict[str, Any]:
         """Everything, as JSON takes it."""
         return {
             "aup": self.areas(),
-            "aup_definition": f"arXiv 2601.07568: tokens per forward, percent, alpha {ALPHA:g}, drop {DROP:g}",
+            "aup_definition": f"arXiv 2601.07568: tokens per forward from one, percent, alpha {ALPHA:g}, drop {DROP:g}",
             "programs_compiled": self.programs,
             "reports": [report.summary() for report in self.reports],
         }

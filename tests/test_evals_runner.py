@@ -316,7 +316,7 @@ def test_samplers_of_several_models_stand_side_by_side(monkeypatch, command, tmp
         "evals.models.dllm_jax.load",
         lambda name, **_: seen.append(name) or SimpleNamespace(**vars(known[name]) | {"name": name}),
     )
-    specs = ["topk:k=4|16", "topk:k=4|16@good", "topk:k=16@bad"]
+    specs = ["topk:k=1|16", "topk:k=1|16@good", "topk:k=16@bad"]
     *_, found = evals.sweep(Models("bad"), task, all_samplers(specs), n=N, batch_size=N, progress=False)
     assert sorted(seen) == ["bad", "good"] and found.programs == 1
     assert [report.accuracy for report in found.reports] == [0.5, 0.5, 1, 1, 0.5]
@@ -357,6 +357,30 @@ def test_numbers_are_swept_by_one_program():
     assert list(map(len, series.values())) == [4, 1]
     assert found.areas()["topk"] == pytest.approx(90 * found.reports[3].tokens_per_forward)  # nothing is lost
     assert [row["series"] for row in found.rows()] == ["topk"] * 4 + ["topk:proxy=entropy"]
+
+
+def test_a_better_point_makes_no_area_smaller(monkeypatch):
+    """Wherever the others of its series begin."""
+
+    def report(sampler, tokens_per_forward, accuracy):
+        told = {"tokens_per_forward": tokens_per_forward, "committed_per_forward": tokens_per_forward}
+        return parse_sampler(sampler), SimpleNamespace(
+            model="m", accuracy=accuracy, nfe=32 / tokens_per_forward, **told
+        )
+
+    def areas(*reports):
+        samplers, found = zip(*reports, strict=True)
+        return evals.Sweep(list(samplers), list(found)).areas()
+
+    one, bold = report("topk:k=1", 1.0, 0.91), report("threshold:threshold=0.5", 3.0, 0.90)
+    safe, other = report("threshold:threshold=0.9", 1.2, 0.91), report("eb:gamma=1", 1.2, 0.91)
+    weighted = 90 * math.exp(-3 * (1 - 90 / 91))
+    few, more = areas(one, bold, other), areas(one, safe, bold, other)
+    assert few["threshold"] == pytest.approx(91 + 2 * (91 + weighted) / 2)
+    assert more["threshold"] > few["threshold"] and more["eb"] == few["eb"] == pytest.approx(1.2 * 91)
+    assert areas(bold, other) == {}, "without a common start there is nothing to compare"
+    slower = report("threshold:threshold=0.99", 1.0, 0.89)
+    assert areas(one, slower, bold)["threshold"] == few["threshold"], "the start is the best of one token per forward"
 
 
 def test_a_sweep_checks_all_samplers_first():

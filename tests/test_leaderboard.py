@@ -110,6 +110,8 @@ def test_our_samplers_are_curves_by_their_numbers():
     found = curves(reports)
     assert [(m.name, len(m.points)) for m in found] == [("topk", 2), ("topk:proxy=entropy", 1), ("eb", 1)]
     assert found[0].area(80.0) == pytest.approx(aup([0.7, 2.6], [76.0, 74.0], 80.0)) and found[2].area(80.0) is None
+    assert found[1].area(80.0) == pytest.approx(aup([0.7, found[1].points[0].tokens_per_forward], [76.0, 80.0], 80.0))
+    assert curves(reports[1:])[1].area(80.0) is None, "of several tokens per forward alone"
     assert (found[0].fastest.accuracy, found[0].fastest.tokens_per_forward) == (74.0, 2.6)
     table = rows([*found[:2], *published("d3llm/gsm8k-cot")], 80.0)
     assert [row["aup"] for row in table] == sorted((row["aup"] for row in table), reverse=True)
