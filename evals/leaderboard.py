@@ -170,8 +170,8 @@ def _reports(path: Path) -> list[dict[str, Any]]:
 
 
 def curves(reports: Sequence[Mapping[str, Any]]) -> list[Method]:
-    """Our methods: samplers that differ in their numbers only are one, as in a sweep, and begin at the most accurate one
-    of the same model and task that has one token per forward."""
+    """Our methods: samplers that differ in their numbers only are one, as in a sweep. All of a model and task begin at
+    their most accurate report of one token per forward."""
     groups: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
     for report in reports:
         series = parse_sampler(report["sampler"]).series
