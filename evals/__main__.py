@@ -27,6 +27,7 @@ import contextlib
 import functools
 import logging
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,8 @@ COMPARED = (
     "factor:factor=1.0",
     "threshold:threshold=0.9,cache=dual,block_length=8",
 )
+NUMBERS = 40
+"""Columns of a terminal that the table of `compare` needs beside samplers and answers."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -298,9 +301,15 @@ def _compare(options: argparse.Namespace) -> None:
     bound = [models.build(sampler, task)[1] for sampler in samplers]
     print(bound[0].question(bound[0].example(options.split, options.index)), end="\n\n")
     shown = console()
-    table = Table(Column("sampler", no_wrap=True), "forwards", "tokens/forward", "", "answer", box=box.SIMPLE)
-    with shown.status("sampling", spinner="line") if shown.is_terminal else contextlib.nullcontext():
-        for sampler, own in zip(samplers, bound, strict=True):
+    number = functools.partial(Column, justify="right", no_wrap=True)
+    table = Table("sampler", number("forwards"), number("tokens/\nforward"), "", "answer", box=box.SIMPLE)
+    names = _wrapped(list(map(str, samplers)), shown.width)
+    with contextlib.ExitStack() as stack:
+        say = functools.partial(print, file=sys.stderr, flush=True)
+        if shown.is_terminal:
+            say = stack.enter_context(shown.status("sampling", spinner="line")).update
+        for place, (name, sampler, own) in enumerate(zip(names, samplers, bound, strict=True), start=1):
+            say(f"sampling with {sampler} ({place} of {len(samplers)})")
             examples = [own.example(options.split, options.index)]
             if options.save_view is None:
                 (row,) = run(models, task, sampler, n=1, examples=examples, progress=False).rows
@@ -308,17 +317,22 @@ def _compare(options: argparse.Namespace) -> None:
                 row, answer = run_recorded(models, task, sampler, examples[0])
                 answers.append(answer)
             mark = "right" if row.correct else "wrong"
-            table.add_row(Text(str(sampler)), str(row.nfe), f"{row.tokens / max(row.nfe, 1):.1f}", mark, Text(row.text))
+            table.add_row(Text(name), str(row.nfe), f"{row.tokens / max(row.nfe, 1):.1f}", mark, Text(row.text))
     shown.print(table)
     if options.save_view is not None:
         view_of(answers, [str(sampler) for sampler in samplers]).save(options.save_view)
 
 
+def _wrapped(names: list[str], width: int) -> list[str]:
+    """Samplers as text, broken behind commas where their part of the terminal is too narrow."""
+    room = max(3 * (width - NUMBERS) // 5, 8)
+    return [textwrap.fill(name.replace(",", ", "), room, break_on_hyphens=False).replace(", ", ",") for name in names]
+
+
 def _show(options: argparse.Namespace) -> None:
     task = make_task(options.task)
     example = task.example(options.split, options.index)
-    end = "" if example.given is None else "\n\n"
-    print(task.question(example) + end + task.reference(example))
+    print(task.question(example), task.reference(example), sep="\n\n")
 
 
 def _tokenizer(options: argparse.Namespace) -> None:

@@ -508,7 +508,21 @@ def test_show_prints_an_example(command):
     board, solution = (text.split() for text in out.strip().split("\n\n"))
     assert status == 0 and len(board) == len(solution) == 4 and "." in "".join(board)
     assert all(a in (".", b) for a, b in zip("".join(board), "".join(solution), strict=True))
-    assert command("show", "--task", "word-problems", "--index", 1)[1].startswith("Q: ")
+    question, answer = command("show", "--task", "word-problems", "--index", 1)[1].strip().split("\n\n")
+    assert question.startswith("Q: ") and question.endswith("A: ") and "####" in answer
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_compared_samplers_fit_the_terminal(random_sudoku, command, monkeypatch, width):
+    """Nothing is cut off; and who waits is told on the standard error what is done."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    samplers = ["topk:k=4", "threshold:threshold=0.9,cache=dual,block_length=16,temperature=0"]
+    flags = [part for sampler in samplers for part in ("--sampler", sampler)]
+    status, out, err = command("compare", "--model", random_sudoku, "--task", SUDOKU, *flags)
+    assert status == 0 and "…" not in out and max(map(len, out.splitlines())) <= width
+    first = "".join(line[2:].split(" ")[0] for line in out.splitlines() if line.startswith("  "))
+    assert all(sampler in first for sampler in samplers)
+    assert [sum(sampler in line for line in err.splitlines()) for sampler in samplers] == [1, 1]
 
 
 def test_tokenizer_writes_the_files_of_a_checkpoint(command, tmp_path):

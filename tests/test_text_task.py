@@ -240,7 +240,8 @@ def test_commands_take_a_file(solver, tmp_path, capsys):
         assert cli.main(list(arguments)) == 0
         return capsys.readouterr().out
 
-    assert command("show", "--task", task, "--split", "test").startswith("Q: Leo has 14 apples.")
+    shown = command("show", "--task", task, "--split", "test")
+    assert shown.startswith("Q: Leo has 14 apples.") and shown.endswith("A: \n\n14\n")
     small = ("--task", task, "--model", model)
     out = command("compare", *small, "--sampler", "topk:k=8", "--index", "1")
     assert out.startswith("Q: Sam has 26 nuts.") and "topk:k=8" in out

@@ -580,6 +580,23 @@ def test_a_browser_has_a_dark_page(whole, browser, tmp_path):
         assert found[scheme] == ["rgb({}, {}, {})".format(*paper(name)[mode]) for name in ("paper", "ink")]
 
 
+@pytest.mark.parametrize("width", [400, 1280])
+def test_a_browser_scrolls_no_page_sideways(whole, browser, tmp_path, width):
+    """However long a sampler's name is; and marks of the legend look as what they stand for."""
+    names = ["threshold:threshold=0.9,cache=dual,block_length=8," + "x" * 150, "topk"]
+    path = compare(dict.fromkeys(names, whole)).save(tmp_path / "x.html")
+    browser.call("Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=False)
+    browser.open(path.as_uri())
+    room, used = (browser.run(f"document.documentElement.{side}Width") for side in ("client", "scroll"))
+    assert used <= room <= width
+    looks = "(at, what) => getComputedStyle(document.querySelector(at))[what]"
+    stroke, mark = (
+        browser.run(f"({looks})('{at}', '{what}')")
+        for at, what in ((".chart rect.full", "fill"), (".legend .full", "color"))
+    )
+    assert stroke == mark != browser.run(f"({looks})('.legend', 'color')")
+
+
 def test_a_browser_draws_texts_as_texts(browser, tmp_path):
     pieces = [
         b"</script><script>document.title=1</script>",
