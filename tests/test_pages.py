@@ -61,6 +61,13 @@ def check_training_page(told, folder):
     assert (folder / "curves.svg").is_file()
 
 
+def check_questions(told, folder):
+    """The example is of what its model knows."""
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").open()]
+    assert [row["correct"] for row in rows] == [True, True] and "accuracy 100.0" in told
+    assert "A: \n\n7\n" in told, "question and target stand apart"
+
+
 def check_fine_tuning(told, folder):
     before, after, faster = (float(share) for share in re.findall(r"accuracy +([0-9.]+)", told))
     assert before < 5 and after > 40 and faster > 40
@@ -78,6 +85,7 @@ def looks(run):
 
 CHECKS = {
     "docs/data.md": check_data,
+    "docs/evaluate.md": check_questions,
     "docs/training.md": check_training_page,
     "docs/fine-tune.md": check_fine_tuning,
 }
