@@ -305,9 +305,11 @@ def _compare(options: argparse.Namespace) -> None:
     table = Table("sampler", number("forwards"), number("tokens/\nforward"), "", "answer", box=box.SIMPLE)
     names = _wrapped(list(map(str, samplers)), shown.width)
     with contextlib.ExitStack() as stack:
-        say = functools.partial(print, file=sys.stderr, flush=True)
         if shown.is_terminal:
-            say = stack.enter_context(shown.status("sampling", spinner="line")).update
+            status = stack.enter_context(shown.status("sampling", spinner="line"))
+            say = lambda line: status.update(Text(line))
+        else:
+            say = lambda line: print(line, file=sys.stderr, flush=True)
         for place, (name, sampler, own) in enumerate(zip(names, samplers, bound, strict=True), start=1):
             say(f"sampling with {sampler} ({place} of {len(samplers)})")
             examples = [own.example(options.split, options.index)]

@@ -57,14 +57,14 @@ class Sweep:
         report of one token per forward; those of a model without such a report cannot be compared, and are left out."""
         best = 100 * max(report.accuracy for report in self.reports)
         point = lambda report: (report.tokens_per_forward, 100 * report.accuracy)
-        starts = dict[str, tuple[float, float]]()
-        for report in sorted(self.reports, key=lambda report: report.accuracy):
+        starts = dict[str | None, tuple[float, float]]()
+        for sampler, report in zip(self.samplers, self.reports, strict=True):
             if report.tokens_per_forward > 0 and report.committed_per_forward <= ONE:
-                starts[report.model] = point(report)
-        found = {}
+                starts[sampler.model] = max(starts.get(sampler.model, (0.0, -1.0)), point(report), key=lambda p: p[1])
+        models, found = {sampler.series: sampler.model for sampler in self.samplers}, {}
         for name, reports in self.series().items():
             points = [point(report) for report in reports if report.tokens_per_forward > 0]
-            start = starts.get(reports[0].model)
+            start = starts.get(models[name])
             area = None if start is None else from_one(points, best, start)
             if area is not None:
                 found[name] = area

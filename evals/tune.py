@@ -485,8 +485,8 @@ def add(commands: Any) -> None:
     add("--grid", metavar="FILE", help="TOML with [[sampler]] tables; by default, with no --sampler, grids/tune.toml")
     add("--objective", default="nfe", metavar="WHAT", help="what is to be least: nfe or seconds (default: nfe)")
     add("--confidence", type=float, default=0.95, metavar="P", help="that the floor is kept (default: 0.95)")
-    add("--n", type=int, default=2000, metavar="N", help="held-out problems, of the test split (default: 2000)")
-    add("--validation", type=int, metavar="N", help="problems of the search (default: as --n)")
+    add("--n", type=int, default=2000, metavar="N", help="held-out problems of the test split, at most (default: 2000)")
+    add("--validation", type=int, metavar="N", help="problems of the search, at most (default: as --n)")
     flags.add_batch(add)
     add("--out", default="tuning", metavar="DIR", help="folder of the results; the same command goes on there")
 

@@ -320,7 +320,8 @@ def test_samplers_of_several_models_stand_side_by_side(monkeypatch, command, tmp
     *_, found = evals.sweep(Models("bad"), task, all_samplers(specs), n=N, batch_size=N, progress=False)
     assert sorted(seen) == ["bad", "good"] and found.programs == 1
     assert [report.accuracy for report in found.reports] == [0.5, 0.5, 1, 1, 0.5]
-    assert list(found.series()) == list(found.areas()) == ["topk", "topk@good", "topk@bad"]
+    assert list(found.series()) == ["topk", "topk@good", "topk@bad"]
+    assert list(found.areas()) == ["topk", "topk@good"], "the other has no one-token-per-forward sampler"
     assert [row["model"] for row in found.rows()] == ["bad"] * 2 + ["good"] * 2 + ["bad"]
     command("compare", "--model", "good", "--task", SUDOKU, "--sampler", "topk@bad", "--sampler", "topk:k=9")
     assert sorted(seen) == ["bad", "bad", "good", "good"]
@@ -359,14 +360,12 @@ def test_numbers_are_swept_by_one_program():
     assert [row["series"] for row in found.rows()] == ["topk"] * 4 + ["topk:proxy=entropy"]
 
 
-def test_a_better_point_makes_no_area_smaller(monkeypatch):
+def test_a_better_point_makes_no_area_smaller():
     """Wherever the others of its series begin."""
 
     def report(sampler, tokens_per_forward, accuracy):
-        told = {"tokens_per_forward": tokens_per_forward, "committed_per_forward": tokens_per_forward}
-        return parse_sampler(sampler), SimpleNamespace(
-            model="m", accuracy=accuracy, nfe=32 / tokens_per_forward, **told
-        )
+        counts = {"tokens_per_forward": tokens_per_forward, "committed_per_forward": tokens_per_forward}
+        return parse_sampler(sampler), SimpleNamespace(accuracy=accuracy, nfe=32 / tokens_per_forward, **counts)
 
     def areas(*reports):
         samplers, found = zip(*reports, strict=True)
@@ -379,6 +378,7 @@ def test_a_better_point_makes_no_area_smaller(monkeypatch):
     assert few["threshold"] == pytest.approx(91 + 2 * (91 + weighted) / 2)
     assert more["threshold"] > few["threshold"] and more["eb"] == few["eb"] == pytest.approx(1.2 * 91)
     assert areas(bold, other) == {}, "without a common start there is nothing to compare"
+    assert set(areas(one, bold, report("eb:gamma=1@other", 1.2, 0.91))) == {"topk", "threshold"}, "of another model"
     slower = report("threshold:threshold=0.99", 1.0, 0.89)
     assert areas(one, slower, bold)["threshold"] == few["threshold"], "the start is the best of one token per forward"
 
