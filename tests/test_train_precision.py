@@ -11,6 +11,7 @@ import pytest
 from test_renoise import CONFIG as GEMMA
 from train_toys import LLADA, settings
 
+import dllm_jax
 from dllm_jax import Denoiser
 from dllm_jax.config import Experts
 from dllm_jax.params import cast_for_training, init_params
@@ -20,6 +21,7 @@ from train.objectives import OBJECTIVES
 from train.rollout import Rollout
 from train.settings import build
 from train.step import Placement, Stepper, training_mesh
+from train.trained import WholeModel
 
 ROWS, LENGTH, PROMPT = 16, 512, 32
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
@@ -142,6 +144,20 @@ def test_parts_of_a_batch_are_the_whole(name, parts, mesh):
     assert_close(found[0], wanted[0], 1e-4)
     for told in wanted[1].keys() - {"auc"}:
         np.testing.assert_allclose(found[1][told], wanted[1][told], rtol=1e-4, err_msg=told)
+
+
+def test_results_keep_routers_in_float32(tmp_path):
+    """In the checkpoint, loaded again, and in what is sampled while a run goes on."""
+    model = FAMILIES["llada2"].replace(dtype="bfloat16")
+    config = build(OBJECTIVES["block-diffusion"].config, settings("out", model={}))
+    trained, weights = WholeModel(config, model), init_params(model, jax.random.key(0), dtype="float32")
+    trained.write(tmp_path / "model", weights, steps=1, files={})
+    written = dllm_jax.load(tmp_path / "model").params
+    for params in (written, trained.sampled(weights, {}).params):
+        for name, x in params.items():
+            kept = name.endswith((".router", "mlp.bias"))
+            assert x.dtype == ("float32" if kept else "bfloat16"), name
+            np.testing.assert_array_equal(x, weights[name].astype(x.dtype), err_msg=name)
 
 
 def test_gemma_has_the_gradients_of_float32():
