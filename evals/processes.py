@@ -6,8 +6,9 @@ would need a file system that all see, and a place there, which `run` has not.
 """
 
 import contextlib
+import contextvars
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -44,6 +45,17 @@ class Processes:
         """Of so many items, the most that a process has."""
         return -(-total // self.share.processes)
 
+    def each(self, items: Sequence[T], work: Callable[[Sequence[T]], Sequence[Any]]) -> list[Any]:
+        """What `work` makes of each item, as JSON takes it, in their order; every process works on its part alone.
+
+        Raises:
+            DllmError: as `gather`.
+        """
+        found: list[Any] = [None] * len(items)
+        for process, part in enumerate(self.gather(list(work(self.mine(items))))):
+            found[process :: self.share.processes] = part
+        return found
+
     def gather(self, own: Any) -> list[Any]:
         """What every process hands in, as JSON takes it, in their order. Waits as long as one needs.
 
@@ -60,6 +72,12 @@ class Processes:
 
 
 ALONE = Processes(Share())
+_MET = contextvars.ContextVar("the processes that have met", default=ALONE)
+
+
+def met() -> Processes:
+    """The processes of the command that runs, inside `meeting`; elsewhere this one alone."""
+    return _MET.get()
 
 
 @contextlib.contextmanager
@@ -76,6 +94,7 @@ def meeting(where: str | None) -> Iterator[Processes]:
         yield ALONE
         return
     processes = Processes(joined(where))
+    token = _MET.set(processes)
     silent = contextlib.nullcontext() if processes.first else contextlib.redirect_stdout(io.StringIO())
     with silent:
         try:
@@ -83,3 +102,5 @@ def meeting(where: str | None) -> Iterator[Processes]:
         except BaseException as error:
             processes.fail(error)
             raise
+        finally:
+            _MET.reset(token)

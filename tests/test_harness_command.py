@@ -109,7 +109,7 @@ def test_likelihoods_of_a_preset(llada_tiny, tmp_path):
 def test_programs_are_refused_before_anything_is_generated(llada_tiny, tmp_path, monkeypatch, capsys):
     """Where nothing can be confined; --unsafe-code runs them all the same."""
     refused, passed = {"refused": "unshare: Operation not permitted"}, {"passed": True, "reason": "", "seconds": 0.1}
-    monkeypatch.setattr(programs.running, "_boxed", lambda job, _: passed if job["unsafe"] else refused)
+    monkeypatch.setattr(programs.running, "_boxed", lambda job: passed if job["unsafe"] else refused)
     monkeypatch.setenv("HF_ALLOW_CODE_EVAL", "0")  # so that what the flag sets is taken back
     monkeypatch.setenv("DLLM_UNSAFE_PROGRAMS", "0")
     task = include(tmp_path, "dllm_humaneval_sanitize", HUMANEVAL)

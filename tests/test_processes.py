@@ -25,7 +25,9 @@ from lm_eval.api.instance import Instance
 
 from evals.harness import model as harness_model
 from evals.harness.model import DllmLM, chosen
+from evals.harness.tasks import functions
 from evals.presets import Preset
+from evals.programs import Outcome
 
 ROOT = Path(__file__).parents[1]
 TASKS = ROOT / "tests" / "harness"
@@ -94,7 +96,9 @@ def test_others_than_the_first_keep_silent(monkeypatch, capsys):
     for process in (0, 1):
         monkeypatch.setattr(processes_module, "joined", lambda where, process=process: Share(process, 2))
         with meeting("host:1,2,0") as found:
+            assert processes_module.met() is found
             print(f"I am {found.share.process}")
+        assert processes_module.met() is ALONE
     assert capsys.readouterr().out == "I am 0\n"
 
 
@@ -196,6 +200,28 @@ def test_likelihoods_are_shared(together, llada_tiny, tmp_path):
         path.unlink()
     alone = work()
     assert [one for one, _ in found[0]] == pytest.approx([one for one, _ in alone], rel=1e-5)
+
+
+def test_programs_are_judged_once(together, monkeypatch):
+    """Each by one of the processes, and all know what came of it."""
+    ran = []
+
+    def run_programs(programs, **_):
+        ran.extend(programs)
+        return [Outcome("right" in program, "" if "right" in program else "no", 0.1) for program in programs]
+
+    monkeypatch.setattr(functions, "run_programs", run_programs)
+    answers = [[f"right {i}", f"wrong {i}"] for i in range(3)] + [["right 3"]]
+
+    def work(mine=ALONE):
+        processes_module._MET.set(mine)  # as `meeting` does
+        return functions._judged(answers, [{}] * 4, lambda _, text: text)
+
+    alone = work()
+    assert [[one["program"] for one in row] for row in alone] == answers
+    assert [[one["passed"] for one in row] for row in alone] == [[True, False]] * 3 + [[True]]
+    ran.clear()
+    assert together(work, 3) == [alone] * 3 and sorted(ran) == sorted(text for row in answers for text in row)
 
 
 # Real processes ------------------------------------------------------------------------------------------------------

@@ -4,24 +4,27 @@ A hostile program here runs to its end if, and only if, its attack came off: so 
 """
 
 import contextlib
+import errno
 import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 import uuid
+import warnings
 from pathlib import Path
 
 import pytest
 
 from dllm_jax import DllmError
-from evals.programs import run_program, run_programs, running
+from evals.programs import box, run_program, run_programs, running
 
-SMALL = {"seconds": 1.0, "memory": 128 << 20, "files": 4 << 20, "processes": 8}
-PATIENT = SMALL | {"seconds": 20}  # for programs that end by themselves
+SMALL = {"seconds": 1.0, "wall": 2.0, "memory": 128 << 20, "files": 4 << 20, "processes": 8}
+PATIENT = SMALL | {"seconds": 20, "wall": 60}  # for programs that end by themselves
 
 
 def _confines() -> str:
@@ -190,6 +193,28 @@ HOSTILE = {
         sys.setprofile(look); sys.settrace(look)
         assert False
         """,
+    "the token in its own memory": """
+        import ctypes, os, re
+        libc, found = ctypes.CDLL(None), []
+        def read(at):
+            file = os.open("page", os.O_CREAT | os.O_RDWR | os.O_TRUNC)
+            got = libc.write(file, ctypes.c_void_p(at), ctypes.c_size_t(4096))
+            page = os.pread(file, 4096, 0) if got > 0 else b""
+            os.close(file)
+            return page
+        {search}
+        """,
+    "the token in its parent's memory": """
+        import ctypes, os, re
+        libc, found = ctypes.CDLL(None), []
+        page = ctypes.create_string_buffer(4096)
+        if os.fork():
+            os.wait(); os._exit(0)
+        def read(at):
+            here, there = ((ctypes.c_size_t * 2)(place, 4096) for place in (ctypes.addressof(page), at))
+            return page.raw if libc.process_vm_readv(os.getppid(), here, 1, there, 1, 0) == 4096 else b""
+        {search}
+        """,
     "the hook by its code": """
         import __main__, gc, sys
         for value in list(vars(__main__).values()):
@@ -201,7 +226,7 @@ HOSTILE = {
         """,
     "running the harness again": """
         import __main__, sys
-        __main__.main(int(sys.orig_argv[sys.orig_argv.index("-c") + 2]), [])
+        __main__.main(int(sys.orig_argv[sys.orig_argv.index("-c") + 2]), 1, [])
         assert False
         """,
     "other builtins": """
@@ -306,6 +331,18 @@ for text in texts:
 os._exit(0)
 """
 
+# Reads what lies around a new object, and sends the first that looks like a token.
+SEARCH = """
+import sys
+verdict = int(sys.orig_argv[sys.orig_argv.index("-c") + 2])
+start = id(object()) >> 12 << 12
+for at in range(start - (12 << 20), start + (12 << 20), 4096):
+    for text in re.findall(rb"(?<![0-9a-f])[0-9a-f]{32}(?![0-9a-f])", read(at)):
+        os.write(verdict, text)
+        os._exit(0)
+assert False
+"""
+
 HONEST = {
     "arithmetic": "assert sum(range(10)) == 45",
     "nothing": "",
@@ -389,6 +426,7 @@ def places(tmp_path_factory):
             "abstract": abstract,
             "mark": mark,
             "send": SEND,
+            "search": SEARCH,
         }
     assert sorted(os.listdir(folder)) == ["secret"] and (folder / "secret").read_text() == "secret"
 
@@ -422,26 +460,98 @@ def written(code, places):
 @confined
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_programs_fail(name, places):
-    began = time.monotonic()
     outcome = run_program(written(HOSTILE[name], places), **SMALL)
-    assert not outcome.passed and outcome.reason and outcome.seconds < SMALL["seconds"] + 5
-    assert time.monotonic() - began < SMALL["seconds"] + 10
+    assert not outcome.passed and outcome.reason
 
 
 @confined
 @pytest.mark.parametrize(
     "name, kept, leaky",
     [
-        ("the token in frames", "deque(map(call, steps(verdict))", "held = steps(verdict); deque(map(call, held)"),
+        ("the token in frames", "map(call, steps(verdict, tokens))", "map(call, held := steps(verdict, tokens))"),
         ("the token in the collector's hands", "sys.addaudithook(refuse)", "pass"),
+        ("the token in its own memory", "", ""),
     ],
 )
 def test_the_hunt_for_the_token_is_a_real_one(name, kept, leaky, monkeypatch):
-    """It finds the token where the harness keeps it less well."""
+    """It finds the token where the harness keeps it less well, and where there is but one."""
     harness = running._surroundings()["harness"]
     assert kept in harness
     monkeypatch.setitem(running._surroundings(), "harness", harness.replace(kept, leaky))
-    assert run_program(textwrap.dedent(HOSTILE[name]).replace("{send}", SEND), seconds=20).passed
+    monkeypatch.setitem(running._surroundings(), "tokens", 1)
+    assert run_program(hunting(name), **PATIENT).passed
+
+
+def hunting(name):
+    return written(HOSTILE[name], {"send": SEND, "search": SEARCH})
+
+
+@pytest.fixture
+def unfiltered(monkeypatch, tmp_path):
+    """A box without a filter of system calls."""
+    box, filtering = running._BOX.read_text(), 'job["filter"], unfiltered = filter_of_calls()'
+    assert filtering in box
+    (tmp_path / "box.py").write_text(box.replace(filtering, 'job["filter"], unfiltered = b"", "none here"'))
+    monkeypatch.setattr(running, "_BOX", tmp_path / "box.py")
+
+
+@confined
+def test_without_the_filter_of_calls_a_parents_memory_is_read(unfiltered, monkeypatch):
+    """And a warning says, once, that there is none."""
+    monkeypatch.setitem(running._surroundings(), "tokens", 1)
+    running._warn_unfiltered.cache_clear()
+    with pytest.warns(UserWarning, match="none here"):
+        assert run_program(hunting("the token in its parent's memory"), **PATIENT).passed
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert run_program("pass", **PATIENT).passed
+
+
+@confined
+def test_calls_that_no_program_needs_are_refused():
+    column = ["x86_64", "aarch64", "riscv64"].index(os.uname().machine) > 0
+    code = f"""
+        import ctypes, errno, os
+        libc = ctypes.CDLL(None, use_errno=True)
+        def answer(number, *arguments):
+            return libc.syscall(number, *arguments, 0, 0, 0, 0), ctypes.get_errno()
+        for name, numbers in {box.REFUSED_CALLS}.items():
+            assert answer(numbers[{int(column)}]) == (-1, errno.EPERM), name
+        assert answer({box.CLONE[column]}, 0x10000000 | 17) == (-1, errno.EPERM)
+        assert answer({box.CLONE3}) == (-1, errno.ENOSYS)
+        """
+    outcome = run_program(textwrap.dedent(code), **PATIENT)
+    assert outcome.passed, outcome.reason
+
+
+@confined
+def test_the_keeper_cannot_be_read_by_who_has_its_rights(unfiltered):
+    """Neither by the same user with the same rights; the right to look into every process is taken from both."""
+    prefix = as_root("setpriv", "--bounding-set", "-sys_ptrace")
+    code = """
+        import ctypes, errno, os
+        libc = ctypes.CDLL(None, use_errno=True)
+        page = ctypes.create_string_buffer(8)
+        here, there = (ctypes.c_size_t * 2)(ctypes.addressof(page), 8), (ctypes.c_size_t * 2)(4096, 8)
+        libc.process_vm_readv(os.getppid(), here, 1, there, 1, 0)
+        raise SystemExit(ctypes.get_errno())
+        """
+    with tempfile.TemporaryDirectory() as folder:
+        answer = json.load(boxed(code, *prefix, unsafe=True, folder=folder).stdout)
+    assert answer["reason"] == f"SystemExit: {errno.EPERM}"  # else EFAULT: nothing lies at that address
+
+
+@confined
+def test_a_busy_machine_fails_no_honest_program():
+    """Six programs at a time on one core, each of which needs a part of the processor's time that it may have."""
+    own = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(own)})
+    try:
+        code = "import time\nwhile time.process_time() < 0.4: pass"
+        outcomes = run_programs([code] * 6, workers=6, progress=False, seconds=1.5, wall=2.0)
+    finally:
+        os.sched_setaffinity(0, own)
+    assert [outcome.reason for outcome in outcomes] == [""] * 6
 
 
 @confined
@@ -467,7 +577,9 @@ def test_a_child_that_ends_well_is_not_its_parent():
 @pytest.mark.parametrize(
     "code, limits, reason",
     [
-        ("import time; time.sleep(9)", {"seconds": 0.4}, "longer than 0.4 s"),
+        ("import time; time.sleep(9)", {"wall": 0.4}, "longer than 0.4 s"),
+        ("while True: pass", {"seconds": 0.3}, "more than 0.3 s of the processor"),
+        ("import os\nwhile True: os.fork() and os.wait() or os._exit(0)", {"seconds": 0.3}, "of the processor"),
         ("x = bytearray(64 << 20)", {"memory": 48 << 20}, "MemoryError"),
         ("with open('x', 'wb') as file: file.write(bytes(2000))", {"files": 1000}, "File too large"),
         ("import os\nfor _ in range(5): os.fork() or os.pause()", {"processes": 3}, "unavailable"),
@@ -477,18 +589,18 @@ def test_limits(code, limits, reason):
     assert reason in run_program(code, **PATIENT | limits).reason
 
 
-@pytest.mark.parametrize("name", ["seconds", "memory", "files", "processes"])
+@pytest.mark.parametrize("name", ["seconds", "wall", "memory", "files", "processes"])
 def test_limits_that_are_none(name):
     with pytest.raises(DllmError, match="above 0"):
         run_program("pass", **{name: 0})
     with pytest.raises(DllmError, match="finite"):
-        run_program("pass", seconds=float("inf"))
+        run_program("pass", seconds=float("inf"), wall=1)
 
 
 @confined
 def test_many_programs_keep_their_order(capfd):
     codes = ["assert False", "pass", "raise KeyError('x')", "while True: pass", "pass"]
-    outcomes = run_programs(codes, workers=2, progress=True, **SMALL | {"seconds": 4.0})
+    outcomes = run_programs(codes, workers=2, progress=True, **PATIENT | {"seconds": 1.0})
     assert [o.passed for o in outcomes] == [False, True, False, False, True]
     assert "KeyError" in outcomes[2].reason and "5/5" in capfd.readouterr().err
     assert run_programs([], progress=False) == []
@@ -549,7 +661,7 @@ def test_elsewhere_than_on_linux(monkeypatch):
 def test_a_box_goes_with_who_asked_for_it(places):
     asking = "import subprocess, sys; subprocess.run(sys.argv[1:])"
     code = "import os, time\nos.fork(); os.setsid() if not os.fork() else 0; time.sleep(60)"
-    asker = boxed(code, sys.executable, "-c", asking, seconds=60, environment={"MARK": places["mark"]})
+    asker = boxed(code, sys.executable, "-c", asking, seconds=60, wall=60, environment={"MARK": places["mark"]})
     wait_until(lambda: len(left_of(places["mark"])) >= 4)
     asker.kill()
     asker.wait()

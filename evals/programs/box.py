@@ -5,7 +5,7 @@ A job comes as JSON on standard input, and the outcome goes as JSON to standard 
     outside     makes the namespaces, and waits; whoever ends it ends everything
     keeper      process 1 of the new PID namespace: builds the file system, watches the clock, memory and the number
                 of processes, and judges; when it ends, the kernel ends everything in the namespace
-    program     `program.py`, without privileges, in a session of its own
+    program     `program.py`, without privileges, in a session of its own, behind a filter of calls
 
 The file system holds the interpreter, its libraries and the installed packages, read-only, and one empty folder in
 memory. The old one is not hidden but gone: nothing that is not named in the job can be read. There is no /proc, no
@@ -14,14 +14,16 @@ network interface that is up, and no process to be seen but the program's own.
 
 import contextlib
 import ctypes
+import errno
 import functools
 import json
 import os
-import random
 import resource
+import secrets
 import select
 import signal
 import stat
+import struct
 import subprocess
 import sys
 import time
@@ -31,12 +33,51 @@ WORK = "/var/program"
 SETUP = "/tmp"  # where the new root is put together; any folder will do, only this process sees it
 DEVICES = ("null", "zero", "full", "random", "urandom")
 OPEN_FILES, LONGEST_MESSAGE, WATCHED_EVERY = 64, 4096, 0.02
+OVERLOADED = 10  # so many times the bound by the clock is the most that waiting for a processor can make of it
 
 # From linux/sched.h, linux/mount.h and linux/prctl.h; mount_setattr has this number on every architecture but Alpha.
 NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 NOSUID, NODEV, NOEXEC, BIND, RECURSIVE, PRIVATE, DETACH = 2, 4, 8, 0x1000, 0x4000, 0x40000, 2
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, ATTR_READ_ONLY = 442, -100, 0x8000, 1 | 2 | 4  # and neither set-uid nor devices
-PARENT_DEATH_SIGNAL, NO_NEW_PRIVILEGES, SUBREAPER = 1, 38, 36
+PARENT_DEATH_SIGNAL, DUMPABLE, SECCOMP, NO_NEW_PRIVILEGES, SUBREAPER = 1, 4, 22, 38, 36
+
+# Calls that a Python program does without: they read or steer another process, change file systems and namespaces, or
+# are where many exploits of the kernel began. The numbers are those of linux/audit.h and of each asm/unistd.h.
+ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7, "riscv64": 0xC00000F3}
+REFUSED_CALLS = {  # name: (on x86_64, on aarch64 and riscv64)
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "kcmp": (312, 272),
+    "pidfd_getfd": (438, 438),
+    "process_madvise": (440, 440),
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "perf_event_open": (298, 241),
+    "bpf": (321, 280),
+    "userfaultfd": (323, 282),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fspick": (433, 433),
+    "mount_setattr": (442, 442),
+    "open_by_handle_at": (304, 265),
+    "personality": (135, 92),
+}
+CLONE, CLONE3 = (56, 220), 435
+NEW_NAMESPACES = 0x7E020000  # the flags of clone that make namespaces
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -73,8 +114,8 @@ def tell(outcome: dict[str, Any]) -> None:
     print(json.dumps(outcome), flush=True)
 
 
-def failed(reason: str, seconds: float = 0.0) -> dict[str, Any]:
-    return {"passed": False, "reason": reason, "seconds": seconds}
+def failed(reason: str) -> dict[str, Any]:
+    return {"passed": False, "reason": reason, "seconds": 0.0}
 
 
 def call(name: str, *arguments: Any, number: int | None = None) -> None:
@@ -102,7 +143,7 @@ def separate() -> int | None:
     with contextlib.suppress(Refused):
         if knows_all_users():
             call("unshare", NEWNS | NEWUTS | NEWIPC | NEWPID | NEWNET)
-            return 0x10000000 + random.SystemRandom().randrange(0x10000000)
+            return 0x10000000 + secrets.randbelow(0x10000000)
     user, group = os.geteuid(), os.getegid()
     call("unshare", NEWUSER | NEWNS | NEWUTS | NEWIPC | NEWPID | NEWNET)
     for name, text in (("setgroups", "deny"), ("uid_map", f"1000 {user} 1"), ("gid_map", f"1000 {group} 1")):
@@ -189,42 +230,47 @@ def read_only(path: str, flags: int) -> None:
 def judge(job: dict[str, Any], folder: str, proc: int | None, user: int | None) -> dict[str, Any]:
     """Runs the program until it ends or has had enough, ends all that it started, and says what came of it.
 
-    It has passed if, and only if, the token came back: `program.py` sends it once the code has run to its end.
+    It has passed if, and only if, one of many tokens came back: `program.py` sends it once the code has run to its end.
 
     Raises:
         Refused: when it cannot be started.
     """
-    token = os.urandom(16).hex().encode()
+    if sys.platform == "linux":
+        call("prctl", DUMPABLE, 0, 0, 0, 0)  # whoever is the same user cannot read this process, which has the tokens
+    tokens = [os.urandom(16).hex().encode() for _ in range(job["tokens"])]
+    believed = secrets.randbelow(len(tokens))
     answers, verdict = os.pipe()
+    job["filter"], unfiltered = filter_of_calls()
     started = time.monotonic()
     program = start(job, folder, verdict, user)
     os.close(verdict)
     message, excess, status = b"", "", None
+    queued: dict[str, float] = {}
     try:
         with contextlib.suppress(BrokenPipeError), program.stdin as pipe:  # type: ignore[union-attr]
-            pipe.write(token + b"\n" + job["code"].encode("utf-8", "surrogatepass"))
+            pipe.write(believed.to_bytes(2, "big") + b"".join(tokens) + job["code"].encode("utf-8", "surrogatepass"))
         while status is None and not excess:
             message = received(answers, message, WATCHED_EVERY)
             status = reaped(program.pid)
             if status is None:
-                excess = too_much(job, time.monotonic() - started, proc)
+                excess = too_much(job, time.monotonic() - started, proc, queued)
+            elif processor_time([]) > job["seconds"]:
+                excess = overworked(job)
     except OSError as error:  # which a program of the same user may have brought about
         excess = f"its box broke ({error})"
     seconds = time.monotonic() - started
     end_all(program.pid, confined=proc is not None)
-    if excess:
-        return failed(excess, seconds)
     message = received(answers, message, 0)
-    if status == 0 and message == token:
-        return {"passed": True, "reason": "", "seconds": seconds}
-    return failed(told(status, message), seconds)
+    passed = status == 0 and message == tokens[believed] and not excess
+    reason = "" if passed else excess or told(status, message)
+    return {"passed": passed, "reason": reason, "seconds": seconds, "unfiltered": unfiltered}
 
 
 def start(job: dict[str, Any], folder: str, verdict: int, user: int | None) -> subprocess.Popen[bytes]:
     who: dict[str, Any] = {} if user is None else {"user": user, "group": user, "extra_groups": []}
     try:
         return subprocess.Popen(
-            [*job["python"], "-c", job["harness"], str(verdict), *job["packages"]],
+            [*job["python"], "-c", job["harness"], str(verdict), str(job["tokens"]), *job["packages"]],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -257,6 +303,31 @@ def limit(job: dict[str, Any], shared: bool) -> None:
     if sys.platform == "linux":
         call("prctl", NO_NEW_PRIVILEGES, 1, 0, 0, 0)
         die_with_parent()
+    if program := job["filter"]:
+        held = ctypes.create_string_buffer(program, len(program))
+        fprog = struct.pack("HL", len(program) // 8, ctypes.addressof(held))  # struct sock_fprog
+        call("prctl", SECCOMP, 2, fprog, 0, 0)
+
+
+def filter_of_calls() -> tuple[bytes, str]:
+    """A filter of system calls as BPF, or nothing and why there is none here."""
+    machine = os.uname().machine
+    if sys.platform != "linux" or machine not in ARCHITECTURES:
+        return b"", f"the numbers of system calls are not known for {machine}"
+    if libc.prctl(SECCOMP, 2, None, 0, 0) == 0 or ctypes.get_errno() != errno.EFAULT:  # as without an address
+        return b"", "this kernel has no seccomp filters"
+    column = 0 if machine == "x86_64" else 1
+    load, jump_if, jump_from, jump_any, answer = 0x20, 0x15, 0x35, 0x45, 0x06  # BPF_LD, BPF_JMP of kinds, BPF_RET
+    refuse, absent, allow = 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS, 0x7FFF0000
+    # (code, jump if so, jump if not, value); of a call it sees number (0), architecture (4) and first argument (16)
+    steps = [(load, 0, 0, 4), (jump_if, 1, 0, ARCHITECTURES[machine]), (answer, 0, 0, refuse), (load, 0, 0, 0)]
+    steps += [(jump_from, 0, 1, 0x40000000), (answer, 0, 0, refuse)]  # the second table of x86_64, "x32"
+    for numbers in REFUSED_CALLS.values():
+        steps += [(jump_if, 0, 1, numbers[column]), (answer, 0, 0, refuse)]
+    steps += [(jump_if, 0, 1, CLONE3), (answer, 0, 0, absent)]  # its flags cannot be seen; C libraries then take clone
+    steps += [(jump_if, 0, 3, CLONE[column]), (load, 0, 0, 16), (jump_any, 0, 1, NEW_NAMESPACES)]
+    steps += [(answer, 0, 0, refuse), (answer, 0, 0, allow)]
+    return b"".join(struct.pack("=HBBI", *step) for step in steps), ""
 
 
 def received(answers: int, message: bytes, wait: float) -> bytes:
@@ -279,21 +350,44 @@ def reaped(program: int) -> int | None:
     return None
 
 
-def too_much(job: dict[str, Any], seconds: float, proc: int | None) -> str:
-    """What the program and all that it started has had too much of: time, memory or processes."""
-    if seconds > job["seconds"]:
-        return f"it ran longer than {job['seconds']:g} s"
-    if proc is None:
-        return ""
-    used, files = shared_memory(proc), dict[tuple[int, int], int]()
-    others = [pid for pid in os.listdir(proc) if pid.isdigit() and pid != "1"]
-    for pid in others:
-        with contextlib.suppress(OSError):  # it has just ended
-            used += int(read(f"{pid}/statm", proc).split()[1]) * resource.getpagesize()
-            files |= open_files(f"{pid}/fd", proc)
+def too_much(job: dict[str, Any], seconds: float, proc: int | None, queued: dict[str, float]) -> str:
+    """What the program and all that it started has had too much of: time, memory or processes.
+
+    Time is that of the processor, so that a program passes however busy the machine is. The bound by the clock is for
+    those that wait, and leaves out what they waited for a processor.
+
+    Args:
+        seconds: since the start, by the clock.
+        queued: process -> the seconds that it waited for a processor; it is brought up to date.
+    """
+    used, files, stats, others = 0, dict[tuple[int, int], int](), list[list[str]](), list[str]()
+    if proc is not None:
+        used = shared_memory(proc)
+        others = [pid for pid in os.listdir(proc) if pid.isdigit() and pid != "1"]
+        for pid in others:
+            with contextlib.suppress(OSError):  # it has just ended
+                stats.append(read(f"{pid}/stat", proc).rpartition(")")[2].split())
+                used += int(stats[-1][21]) * resource.getpagesize()
+                files |= open_files(f"{pid}/fd", proc)
+                queued[pid] = int(read(f"{pid}/schedstat", proc).split()[1]) / 1e9
+    if processor_time(stats) > job["seconds"]:
+        return overworked(job)
+    if seconds - sum(queued.values()) > job["wall"] or seconds > OVERLOADED * job["wall"]:
+        return f"it ran longer than {job['wall']:g} s"
     if used + sum(files.values()) > job["memory"]:
         return f"it used more than {job['memory'] >> 20} MiB of memory"
     return f"it had more than {job['processes']} processes" if len(others) > job["processes"] else ""
+
+
+def processor_time(stats: list[list[str]]) -> float:
+    """Seconds of the processor: of processes by their `stat` from the third field on, and of what has ended."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    ticks = sum(int(ticks) for fields in stats for ticks in fields[11:15])  # each one's own, and its ended children's
+    return ended.ru_utime + ended.ru_stime + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def overworked(job: dict[str, Any]) -> str:
+    return f"it used more than {job['seconds']:g} s of the processor"
 
 
 def read(path: str, proc: int) -> str:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import warnings
 from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from tqdm import tqdm
 from dllm_jax.errors import DllmError
 
 _BOX, _HARNESS = (Path(__file__).parent / name for name in ("box.py", "program.py"))
+_TOKENS = 1000  # of which one says that a program passed
 _STARTING = 60.0  # seconds that a loaded machine may take to build a box and to clear it away
 _SYSTEM = (
     *("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/local/lib", "/nix/store", "/gnu/store"),
@@ -43,7 +45,7 @@ class Outcome:
     Attributes:
         passed: the code, tests included, ran to its end within its limits.
         reason: why not, in a few words, some of which may be the program's own; empty where it passed.
-        seconds: from its start to its end.
+        seconds: from its start to its end, by the clock.
     """
 
     passed: bool
@@ -55,6 +57,7 @@ def run_program(
     code: str,
     *,
     seconds: float = 3.0,
+    wall: float | None = None,
     memory: int = 1 << 30,
     files: int = 16 << 20,
     processes: int = 16,
@@ -67,25 +70,30 @@ def run_program(
 
     Args:
         code: the program, with its tests behind it. `__name__` is not "__main__", as where code is run by `exec`.
-        seconds: by the clock; each process may use about as much of the processor.
+        seconds: of the processor, for all its processes together, so that other load fails no program.
+        wall: seconds by the clock for programs that wait, without those that they wait for a processor; by default ten
+            times `seconds`. Ten times this is the end in any case.
         memory: bytes of all its processes together, and of the addresses of each.
         files: bytes that it may write, in all and per file.
         processes: how many it may have at a time, threads included. Not counted with `unsafe`.
         unsafe: without the box, where the system has none: the program sees the files and the network that the caller
-            sees. It still has the limits (but on files in all and processes), an empty folder and an end.
+            sees. It still has the limits (but on files in all and processes, and each process has `seconds` of its own
+            until it ends), an empty folder and an end.
 
     Raises:
         DllmError: for limits that are none, and where this system cannot confine a program.
     """
-    if not (0 < seconds < math.inf and memory > 0 and files > 0 and processes > 0):
-        raise DllmError("seconds, memory, files and processes of a program must be above 0, and the seconds finite")
+    wall = 10 * seconds if wall is None else wall
+    if not (0 < seconds < math.inf and 0 < wall < math.inf and memory > 0 and files > 0 and processes > 0):
+        raise DllmError("seconds, wall, memory, files and processes of a program must be above 0, and the times finite")
     if not unsafe and sys.platform != "linux":
         raise DllmError(f"programs can be confined on Linux only, not on {sys.platform}; {_ADVICE}")
-    limits = {"seconds": seconds, "memory": memory, "files": files, "processes": processes, "unsafe": unsafe}
+    limits = {"seconds": seconds, "wall": wall, "memory": memory, "files": files, "processes": processes}
+    job = _surroundings() | limits | {"unsafe": unsafe, "code": code}
     if not unsafe:
-        return _outcome(_boxed(_surroundings() | limits | {"code": code}, seconds))
+        return _outcome(_boxed(job))
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        return _outcome(_boxed(_surroundings() | limits | {"code": code, "folder": folder}, seconds))
+        return _outcome(_boxed(job | {"folder": folder}))
 
 
 @cache
@@ -143,11 +151,13 @@ def _surroundings() -> dict[str, Any]:
         "readable": list(dict.fromkeys([*_SYSTEM, python, libraries, *packages])),
         "environment": environment,
         "harness": _HARNESS.read_text(),
+        "tokens": _TOKENS,
     }
 
 
-def _boxed(job: dict[str, Any], seconds: float) -> dict[str, Any]:
+def _boxed(job: dict[str, Any]) -> dict[str, Any]:
     """Runs `box.py`; nothing of it is left when this returns, in whatever way."""
+    longest = 10 * job["wall"] + _STARTING
     box = subprocess.Popen(
         [*job["python"], str(_BOX)],
         stdin=subprocess.PIPE,
@@ -159,15 +169,15 @@ def _boxed(job: dict[str, Any], seconds: float) -> dict[str, Any]:
     )
     with box:
         try:
-            answer, errors = box.communicate(json.dumps(job).encode(), timeout=seconds + _STARTING)
+            answer, errors = box.communicate(json.dumps(job).encode(), timeout=longest)
         except subprocess.TimeoutExpired:
-            return {"passed": False, "reason": "its box did not answer", "seconds": seconds}
+            return {"passed": False, "reason": "its box did not answer", "seconds": longest}
         finally:
             if box.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(box.pid, signal.SIGKILL)
     if box.returncode < 0:
-        return {"passed": False, "reason": "its box was ended", "seconds": seconds}
+        return {"passed": False, "reason": "its box was ended", "seconds": 0.0}
     lines = errors.decode(errors="replace").strip().splitlines()
     return json.loads(answer) if answer else {"refused": lines[-1] if lines else "its box ended without a word"}
 
@@ -175,4 +185,11 @@ def _boxed(job: dict[str, Any], seconds: float) -> dict[str, Any]:
 def _outcome(answer: dict[str, Any]) -> Outcome:
     if "refused" in answer:
         raise DllmError(f"this system cannot confine a program ({answer['refused']}); {_ADVICE}")
+    if why := answer.pop("unfiltered", ""):
+        _warn_unfiltered(why)
     return Outcome(**answer)
+
+
+@cache
+def _warn_unfiltered(why: str) -> None:
+    warnings.warn(f"programs run without a filter of system calls: {why}; the rest of the box stands", stacklevel=4)

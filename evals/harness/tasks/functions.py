@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dllm_jax.errors import DllmError
+from evals.processes import met
 from evals.programs import (
     before_fence,
     begin_done,
@@ -43,11 +44,17 @@ def _unsafe() -> bool:
 
 
 def _judged(answers: Answers, documents: Sequence[Doc], program: Callable[[Doc, str], str]) -> list[list[Doc]]:
-    """Filter: of each answer the program that was made of it, whether it passed, and why not."""
+    """Filter: of each answer the program that was made of it, whether it passed, and why not. Processes that share an
+    evaluation share the programs, so that each is run once."""
     programs = [program(doc, text) for texts, doc in zip(answers, documents, strict=True) for text in texts]
-    outcomes = iter(zip(programs, run_programs(programs, unsafe=_unsafe()), strict=True))
-    rows = [[next(outcomes) for _ in texts] for texts in answers]
-    return [[{"program": code, "passed": o.passed, "reason": o.reason} for code, o in row] for row in rows]
+    found = iter(met().each(programs, _run))
+    return [[next(found) for _ in texts] for texts in answers]
+
+
+def _run(programs: Sequence[str]) -> list[Doc]:
+    outcomes = run_programs(programs, unsafe=_unsafe(), progress=None if met().first else False)
+    pairs = zip(programs, outcomes, strict=True)
+    return [{"program": code, "passed": o.passed, "reason": o.reason} for code, o in pairs]
 
 
 def pass_at_1(_: Doc, results: Sequence[Sequence[Doc]]) -> dict[str, float]:
