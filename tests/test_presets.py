@@ -295,6 +295,7 @@ def test_settings_that_contradict_each_other():
         ({"published": (Published(value=101.0, source="x"),)}, "the published 101 is no percentage"),
         ({"published": (Published(value=1.0),)}, "the published 1 has no source"),
         ({"published": (Published(value=1.0, source="x", metric="f1,none"),)}, "is of 'f1,none', which is not among"),
+        ({"published": (Published(value=1.0, what="reproduced by dllm", source="Dream, Table 1"),)}, "name dllm's"),
         ({"published": (Published(value=1.0, source="x", nfe=0.0),)}, "the published nfe 0 is no positive number"),
         ({"published": (Published(value=1.0, source="x", tps=2.0),)}, "2 tokens per second are of no hardware"),
     ],
@@ -303,6 +304,17 @@ def test_check_finds(changes, sentence):
     assert check(OURS, {"gsm8k": {"acc,none"}}) == []
     (fault,) = check(dataclasses.replace(OURS, **changes), {"gsm8k": {"acc,none"}})
     assert fault.startswith("x/y: ") and sentence in fault
+
+
+def test_what_others_measured_is_not_printed_as_the_papers():
+    """A number that `dllm` measured is said to be from there, and no other number is."""
+    numbers = [number for preset in presets().values() for number in preset.published]
+    theirs = [number for number in numbers if "dllm" in number.what.split()]
+    assert theirs
+    assert all(number in theirs for number in numbers if "ZHZisZZ/dllm, examples/" in str(number))
+    assert all("ZHZisZZ/dllm, examples/" in str(number) for number in theirs)
+    by_user = [number for number in numbers if number.what.startswith("reproduced by ") and number not in theirs]
+    assert by_user and all("#" in number.source for number in by_user)  # issues, where they told it
 
 
 # Hashes and changes

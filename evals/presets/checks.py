@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -124,5 +125,8 @@ def _of_numbers(preset: Preset) -> Iterable[str]:
                 yield f"the published {name} {value:g} is no positive number"
         if not number.source or not number.what:
             yield f"the published {number.value:g} has no source"
+        by = re.match(r"reproduced by (?!a user|users)([^ ,]+)", number.what)
+        if by and by[1] not in number.source:
+            yield f"the published {number.value:g} was {number.what}, and its source is {number.source}; name {by[1]}'s"
         if number.tps is not None and not number.hardware and preset.status == "A":
             yield f"the published {number.tps:g} tokens per second are of no hardware"

@@ -263,7 +263,7 @@ def judge(job: dict[str, Any], folder: str, proc: int | None, user: int | None) 
     message = received(answers, message, 0)
     passed = status == 0 and message == tokens[believed] and not excess
     reason = "" if passed else excess or told(status, message)
-    return {"passed": passed, "reason": reason, "seconds": seconds, "unfiltered": unfiltered}
+    return {"passed": passed, "reason": reason, "seconds": seconds, "unfiltered": "" if job["unsafe"] else unfiltered}
 
 
 def start(job: dict[str, Any], folder: str, verdict: int, user: int | None) -> subprocess.Popen[bytes]:
