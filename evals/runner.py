@@ -1,7 +1,6 @@
 """Scoring a model on a task: accuracy and speed of one sampler, whose examples pass through slots of one program."""
 
 import dataclasses
-import math
 import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from tqdm import tqdm
 from dllm_jax import DllmError, Model, __version__
 from dllm_jax.quantized import told_dtype
 from dllm_jax.tokenizer import encode_text, token_bytes
+from evals import stderr
 from evals.counting import Answered, before_stop, count, counting_of, cut
 from evals.models import Models
 from evals.processes import ALONE, Processes
@@ -69,7 +69,7 @@ class Report:
     Attributes:
         model, task, sampler: what was run; the sampler as its spec, `settings` as everything it was built with.
         split, seed, n, batch_size: on what; `seed` is that of the sampler's random numbers, the task has its own.
-        accuracy: share of examples whose final answer is right, with its standard error sqrt(p (1 - p) / n).
+        accuracy: share of examples whose final answer is right, with its standard error by Wilson's interval.
         strict_accuracy: share whose steps are all right, too.
         exact_match: share whose tokens are those of the reference.
         nfe: mean forwards per example, with the standard error of the mean; `full_forwards` those of the whole
@@ -239,11 +239,11 @@ class _Outcome:
         accuracy = _mean([row.correct for row in rows])
         return {
             "accuracy": accuracy,
-            "accuracy_stderr": math.sqrt(accuracy * (1 - accuracy) / len(rows)),
+            "accuracy_stderr": stderr.of_share(accuracy, len(rows)),
             "strict_accuracy": _mean([row.strict for row in rows]),
             "exact_match": _mean([row.exact for row in rows]),
             "nfe": _mean(nfe),
-            "nfe_stderr": float(np.std(nfe) / math.sqrt(len(rows))),
+            "nfe_stderr": stderr.of_mean(nfe),
             "full_forwards": _mean([row.full_forwards for row in rows]),
             "tokens": _mean([row.tokens for row in rows]),
             "tokens_per_forward": sum(row.tokens for row in rows) / max(sum(nfe), 1),

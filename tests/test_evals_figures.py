@@ -11,7 +11,7 @@ from test_evals_tasks import config_for
 
 from dllm_jax import random_model
 from evals import __main__ as cli
-from evals import figures, plots, sweeps
+from evals import figures, plots, stderr, sweeps
 from evals.runner import Report
 from evals.tasks import make_task
 from samplers.indicator import load_indicator
@@ -45,7 +45,8 @@ def measured(monkeypatch, small):
         numbers |= {"tokens_per_forward": 20 / nfe, "tokens_per_second": 40 / nfe, "committed_per_forward": 21 / nfe}
         about = {"model": models.of(sampler).name, "task": str(task), "sampler": str(sampler), "settings": {}}
         machine = {"hardware": {"devices": 1, "device": "cpu"}, "versions": {}, "dtype": "float32", "parameters": 1}
-        return Report(**about, **machine, **numbers, split=split, seed=seed, n=n, batch_size=batch_size)
+        rows = tuple(SimpleNamespace(correct=accuracy, nfe=nfe) for _ in range(n))
+        return Report(**about, **machine, **numbers, split=split, seed=seed, n=n, batch_size=batch_size, rows=rows)
 
     monkeypatch.setattr(sweeps, "run", run)
     return seen
@@ -125,10 +126,12 @@ def test_ni_averages_over_indicators_and_compares_at_equal_accuracy(figure, monk
     status, out, err, results = figure("ni", "--indicator", "a", "--indicator", "bcd")
     assert status == 0 and "18 points, 6 programs" in out
     first, second, third = results["notes"]
-    best = 100 / (1 + 0.03)
+    best = 1 / (1 + 0.03)
+    least = 100 * (best - stderr.of_share(best, 2))
     assert first.startswith(
-        f"no cache: at accuracy within one standard error of the best threshold's (at least {best - 2:.1f}"
+        f"no cache: at accuracy within one standard error of the best threshold's (at least {least:.1f}"
     )
+    assert "chosen on 2 problems, measured on 1 others" in first
     assert "+- 1.41 over 2 indicators" in first and "ratio" in first and first in out
     assert second.startswith("prefix cache") and third.startswith("dual cache")
     status, out, err, _ = figure("ni", "--indicator", "a", "--indicator", "a")
@@ -145,6 +148,19 @@ def test_compression_compares_both_models_at_equal_accuracy(figure, measured):
     first, second = results["notes"]
     assert first.startswith("after compression: at accuracy within one standard error") and "ratio 1.00" in first
     assert second.startswith("control: same texts, random masks: at")
+
+
+def test_points_are_chosen_on_other_problems_than_they_are_measured_on():
+    """One that is lucky on the first half is chosen for that, and told with what it does on the second."""
+
+    def point(threshold, first, second):
+        rows = [SimpleNamespace(correct=i % 2 < 1, nfe=(first, second)[i % 2]) for i in range(40)]
+        return figures.Point([f"threshold:threshold={threshold}"], [SimpleNamespace(rows=rows)])
+
+    note = figures._compared("here", [point(0.9, 20.0, 20.0)], "NI", [point(0.5, 2.0, 10.0), point(0.7, 4.0, 4.0)])
+    assert "NFE 10.00 (threshold 0.5; 0.0 %) against 20.00 (threshold 0.9; 0.0 %), ratio 2.00" in note
+    one = figures.Point(["threshold"], [SimpleNamespace(rows=[SimpleNamespace(correct=1, nfe=1)])])
+    assert "no points are compared" in figures._compared("here", [one], "NI", [one])
 
 
 def test_a_point_over_several_indicators_has_a_spread():

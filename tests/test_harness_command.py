@@ -87,6 +87,22 @@ def test_counts_of_papers_and_the_leaderboard(llada_tiny, tmp_path, capsys):
     assert ours["model"] == "llada-tiny" and ours["points"][0]["tokens_per_forward"] == report["tokens_per_forward"]
 
 
+def test_a_metric_that_is_no_share(llada_tiny, tmp_path, capsys):
+    """It stands in the table as it is; no report of a sweep, whose accuracy is a share, is made of it."""
+    (tmp_path / "own.py").write_text(
+        "def results(doc, texts):\n    return {'length': 40}\n\ndef total(items):\n    return sum(items)\n"
+    )
+    (tmp_path / "own.yaml").write_text(
+        f"include: {TASKS}/words.yaml\ntask: own\nprocess_results: !function own.results\n"
+        "metric_list: [{metric: length, aggregation: !function own.total, higher_is_better: true}]\n"
+    )
+    flags = ["--tasks", "own", "--include-path", str(tmp_path), "--sampler", "topk:k=4,gen_length=8", "--limit", "2"]
+    status, (told,) = lm(llada_tiny, *flags, folder=tmp_path)
+    assert status == 0 and [(row["score"], row["stderr"]) for row in told["scores"]] == [(80, None)]
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["reports"] == []
+    assert " 80.00 " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name, sentence", [
     ("none", "no count is called 'none'"),
     ("d3llm", "leaves the first 10 examples out; score more than 2"),

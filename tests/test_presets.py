@@ -10,6 +10,7 @@ import dllm_jax
 from dllm_jax import DllmError, Model
 from dllm_jax.config import PUBLISHED
 from evals import __main__ as cli
+from evals import stderr
 from evals.presets import check, comparison, find, modified, presets, resolved
 from evals.presets.checks import TASKS_FOLDER, known_tasks
 from evals.presets.preset import Preset, Published
@@ -397,22 +398,37 @@ def results(preset, **numbers):
     return {"results": {preset.task: {"alias": preset.task, **numbers}}}
 
 
-def scored(ours, stderr, value, changes=(), **more):
+def scored(ours, error, value, changes=(), n=None, **more):
     preset = dataclasses.replace(OURS, published=(Published(value=value, source="x"),), **more)
-    numbers = {"acc,none": ours, "acc_stderr,none": stderr}
-    (row,) = comparison(preset, results(preset, **numbers), changes).rows
+    numbers = {"acc,none": ours, "acc_stderr,none": error}
+    asked = {} if n is None else {"n-samples": {preset.task: {"original": n, "effective": n}}}
+    (row,) = comparison(preset, results(preset, **numbers) | asked, changes).rows
     return row.told
 
 
 def test_what_counts_as_the_same():
-    assert scored(0.7319, 0.011, 70.0) == "within"  # 2 x 1.1 + 1 = 3.2 points are allowed
-    assert scored(0.7321, 0.011, 70.0) == "above by 3.2"
-    assert scored(0.668, 0.011, 70.1) == "below by 3.3"
+    # 2 x sqrt(2) x 1.1 + 1 = 4.11 points are allowed: the published score has the same error
+    assert scored(0.7411, 0.011, 70.0) == "within"
+    assert scored(0.7412, 0.011, 70.0) == "above by 4.1"
+    assert scored(0.659, 0.011, 70.1) == "below by 4.2"
     assert scored(0.709, "N/A", 70.0) == "within" and scored(0.711, "N/A", 70.0) == "above by 1.1"
+    assert scored(0.82, 0.038, 70.0, n=100) == "within"  # 3.8 and 4.6
+    assert scored(0.96, 0.0, 100.0, n=164) == "within" and scored(1.0, 0.0, 97.0, n=164) == "within"
+    assert scored(0.92, 0.0, 100.0, n=164) == "below by 8.0"
+    assert scored(0.75, "N/A", 70.0, n=1319) == "above by 5.0" and scored(0.74, "N/A", 70.0, n=1319) == "within"
     assert scored(0.0, 0.01, 70.0, ["shots: 5 -> 3"]) == "modified"
     assert scored(0.7, 0.01, 70.0, ["limit: none -> 20"], limit=20) == "limited to 20"
     assert scored(0.7, 0.01, 70.0, ["limit: none -> 20", "shots: 5 -> 3"], limit=20) == "modified"
     assert scored(0.7, 0.01, 70.0, ["limit: 500 -> none"]) == "modified"
+
+
+def test_a_group_has_the_problems_of_its_tasks():
+    preset = dataclasses.replace(OURS, published=(Published(value=70.0, source="x"),))
+    told = results(preset, **{"acc,none": 0.7, "acc_stderr,none": "N/A"})
+    told |= {"group_subtasks": {preset.task: ["a", "b"], "b": ["c", "d"], "a": []}}
+    told |= {"n-samples": {name: {"original": 9, "effective": 7} for name in "acd"}}
+    (row,) = comparison(preset, told).rows
+    assert row.stderr == pytest.approx(100 * stderr.of_share(0.7, 21))
 
 
 def test_rows_of_a_comparison():

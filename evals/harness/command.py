@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import difflib
 import json
-import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from rich.table import Table
 from dllm_jax import DllmError, Model
 from dllm_jax.tools import spec
 from dllm_jax.tools.command import console
-from evals import files, presets
+from evals import files, presets, stderr
 from evals.counting import as_line, counting_of
 from evals.flags import add_count, add_distributed, add_model, command, models_of
 from evals.models import Models
@@ -194,9 +193,10 @@ def scores(found: Sequence[Evaluated]) -> Table:
     table = Table("preset", "task", "shots", "metric", "score", "modified", box=box.SIMPLE)
     for one in found:
         for row in rows(one):
-            error = "" if row["stderr"] is None else f" ± {100 * row['stderr']:.1f}"
+            scale = 100 if 0 <= row["score"] <= 1 else 1  # shares in percent, others as they are
+            error = "" if row["stderr"] is None else f" ± {scale * row['stderr']:.1f}"
             shots = "" if row["shots"] is None else str(row["shots"])
-            told = (f"{100 * row['score']:.2f}{error}", ", ".join(one.changes))
+            told = (f"{scale * row['score']:.2f}{error}", ", ".join(one.changes))
             table.add_row(one.preset.name, row["task"], shots, row["metric"], *told)
     return table
 
@@ -218,14 +218,15 @@ def rows(one: Evaluated) -> list[dict[str, Any]]:
 
 def report_of(one: Evaluated) -> dict[str, Any] | None:
     """The same as a sweep reports it, which `python -m evals aup` reads: the first metric of a task for whose texts a
-    sampler was run, as a share. None of likelihoods, and where tasks of one's own are several."""
+    sampler was run, as a share. None of likelihoods, where tasks of one's own are several, and of what is no share."""
     metrics = [row for row in rows(one) if row["task"] == one.preset.task]
     named = [row for name in one.preset.metrics for row in metrics if row["metric"] == name]
     if "texts" not in one.counts or not metrics:
         return None
     first, n = [*named, *metrics][0], one.counts["texts"]
     accuracy, error = first["score"], first["stderr"]
-    error = math.sqrt(accuracy * (1 - accuracy) / n) if error is None else error
+    if not 0 <= accuracy <= 1:
+        return None
     return {
         "model": one.model.name,
         "task": one.preset.task,
@@ -234,7 +235,7 @@ def report_of(one: Evaluated) -> dict[str, Any] | None:
         "metric": first["metric"],
         "n": n,
         "accuracy": accuracy,
-        "accuracy_stderr": error,
+        "accuracy_stderr": error or stderr.of_share(accuracy, n),
         **one.counts,
     }
 

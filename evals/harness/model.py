@@ -11,7 +11,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import math
 import subprocess
 import sys
 import warnings
@@ -27,7 +26,7 @@ from dllm_jax import DllmError, Model
 from dllm_jax.quantized import told_dtype
 from dllm_jax.sharding import parse_mesh
 from dllm_jax.tokenizer import encode_text, special_tokens, token_bytes
-from evals import presets
+from evals import presets, stderr
 from evals.counting import Answered, count, counting_of, cut
 from evals.harness import forms
 from evals.harness.answers import Answers, digest, settings_of
@@ -467,7 +466,7 @@ class DllmLM(LM):
         return told | {
             "texts": len(texts),
             "nfe": float(np.mean(nfe)),
-            "nfe_stderr": float(np.std(nfe) / math.sqrt(len(nfe))),
+            "nfe_stderr": stderr.of_mean(nfe),
             "full_forwards": float(np.mean([line["full_forwards"] for line in texts])),
             "verifier_forwards": float(np.mean([line["verifier_forwards"] for line in texts])),
             "tokens": tokens / len(texts),

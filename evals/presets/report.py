@@ -11,6 +11,7 @@ from rich.text import Text
 
 from dllm_jax import Model, ModelConfig
 from dllm_jax.errors import DllmError
+from evals import stderr
 from evals.presets.checks import config_of
 from evals.presets.preset import Preset, Published
 
@@ -25,7 +26,8 @@ class Row:
     Attributes:
         metric: as lm-eval names it.
         ours: the score in percent; None where the results have none.
-        stderr: its standard error in points; None where lm-eval gives none, which then counts as 0.
+        stderr: its standard error in points: lm-eval's, and by Wilson's interval where it gives none, or 0; None where
+            the number of problems is not known either, which then counts as 0.
         published: what it is compared with; None for a metric of which nothing is published.
         told: "within", "below by 3.2", "above by 3.2" (points); "modified" or "limited to 20" where the run is not the
             preset's and so is not judged; "" where there is nothing to compare.
@@ -84,12 +86,13 @@ def comparison(
 ) -> Comparison:
     """Compares what lm-eval found with what was published.
 
-    A score is "within" when it lies at most 2 standard errors and 1 point from the published one.
+    A score is "within" when it lies at most 2 standard errors and 1 point from the published one. The error is that of
+    the difference: the published score is of as many problems, and so has an error too.
 
     Args:
         preset: what was run.
         results: what `lm_eval.simple_evaluate` returns, with `results["results"][task]["exact_match,none"]` and
-            `"exact_match_stderr,none"` as shares of 1.
+            `"exact_match_stderr,none"` as shares of 1; without its "n-samples" the published error counts as ours.
         changes: what `modified` said was changed.
         model: what was run; None leaves that out.
 
@@ -99,14 +102,17 @@ def comparison(
     tasks = {**results.get("groups", {}), **results["results"]}
     if preset.task not in tasks:
         raise DllmError(f"the results have no task {preset.task!r} of preset {preset.name}; they have {list(tasks)}")
-    numbers, unjudged = tasks[preset.task], _unjudged(preset, changes)
+    numbers, unjudged, n = tasks[preset.task], _unjudged(preset, changes), _problems(results, preset.task)
     rows = []
     for metric in preset.metrics:
         name, _, which = metric.partition(",")
-        ours, stderr = _percent(numbers.get(metric)), _percent(numbers.get(f"{name}_stderr,{which}"))
+        ours, error = _percent(numbers.get(metric)), _percent(numbers.get(f"{name}_stderr,{which}"))
+        error = error or (error if ours is None else _error_of(ours, n, error))
         found = [number for number in preset.published if number.metric in ("", metric)]
-        rows += [Row(metric, ours, stderr, number, unjudged or _told(ours, stderr, number.value)) for number in found]
-        rows += [] if found else [Row(metric, ours, stderr, None, unjudged)]
+        for number in found:
+            apart = math.hypot(error or 0.0, _error_of(number.value, n, error) or 0.0)
+            rows.append(Row(metric, ours, error, number, unjudged or _told(ours, apart, number.value)))
+        rows += [] if found else [Row(metric, ours, error, None, unjudged)]
     other = [] if model is None else other_model(preset, model)
     called = "" if model is None else model.name
     return Comparison(preset, tuple(changes), called, tuple(rows), (*other, *preset.warnings))
@@ -144,10 +150,23 @@ def _percent(value: Any) -> float | None:
     return 100 * value if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def _told(ours: float | None, stderr: float | None, published: float) -> str:
+def _problems(results: Mapping[str, Any], task: str) -> int:
+    """How many problems of a task, or of all tasks of a group, were asked; 0 where the results do not say."""
+    parts = results.get("group_subtasks", {}).get(task)
+    if parts:
+        return sum(_problems(results, part) for part in parts)
+    return int(results.get("n-samples", {}).get(task, {}).get("effective", 0))
+
+
+def _error_of(score: float, n: int, otherwise: float | None) -> float | None:
+    """The standard error in points of a score in percent on n problems; where n is 0, or it is no share, the other."""
+    return 100 * stderr.of_share(score / 100, n) if n and 0 <= score <= 100 else otherwise
+
+
+def _told(ours: float | None, error: float, published: float) -> str:
     if ours is None:
         return "not measured"
     apart = ours - published
-    if abs(apart) <= ERRORS * (stderr or 0.0) + POINTS:
+    if abs(apart) <= ERRORS * error + POINTS:
         return "within"
     return f"{'above' if apart > 0 else 'below'} by {abs(apart):.1f}"

@@ -1,0 +1,16 @@
+"""Standard errors of shares and of means."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def of_share(share: float, n: int) -> float:
+    """Of a share of n problems: half of Wilson's interval at one standard error, which is not 0 for none or all."""
+    return math.sqrt(share * (1 - share) / n + 1 / (4 * n * n)) / (1 + 1 / n)
+
+
+def of_mean(values: Sequence[float]) -> float:
+    """Of the mean of some numbers, by their sample standard deviation; 0 for one, which does not tell."""
+    return float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else 0.0
