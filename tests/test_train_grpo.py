@@ -1,5 +1,6 @@
 """Learning from rewards: the loss against the formula written out, what is sampled, and whole runs."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -19,11 +20,12 @@ from convert.hub_config import copied_files
 from dllm_jax import Denoiser, DllmError, checkpoint
 from dllm_jax.params import init_params
 from evals.tasks import make_task
+from samplers.predictions import Sampling, given, predict
 from samplers.slots import turn_jit
 from train.__main__ import main
 from train.objectives import OBJECTIVES
 from train.objectives.grpo import Grpo, GrpoConfig, GrpoPart, drawn_states
-from train.rollout import Rollout, Rollouts, advantages
+from train.rollout import Rollout, RolloutPart, Rollouts, advantages, judge_of
 from train.settings import build
 from train.setup import prepare
 from train.step import training_mesh
@@ -79,7 +81,8 @@ def reference(part, temperature, model, base, batch, old):
         shrink = part.shrink or T
         for first in range(0, step.max() + 1, shrink):
             state = np.where(step >= first, MASK, tokens)[:length]
-            log, frozen = (jax.nn.log_softmax(x(jnp.asarray(state)[None])[0] / temperature) for x in (model, base))
+            tempered = (x(jnp.asarray(state)[None])[0] / temperature for x in (model, base))
+            log, frozen = (jax.nn.log_softmax(x.at[:, MASK].set(-jnp.inf)) for x in tempered)
             for place in np.flatnonzero((step >= first) & (step < first + shrink) & np.asarray(batch.drawn[row])):
                 new, a = log[place, tokens[place]], batch.advantage[row]
                 ratio = jnp.exp(new - old[row, place])
@@ -179,6 +182,18 @@ def test_tokens_that_were_not_generated_are_masked_at_random():
     assert none.inputs.shape[1] == 1  # states is for trajectories
 
 
+def test_answers_are_checked_once(tmp_path, monkeypatch):
+    """A checker may run a program: one verdict is the reward and what the accuracy counts."""
+    task = make_task("sudoku:box_rows=2,box_columns=2")
+    example, asked, verify = task.example("train", 0), [], type(task).verify
+    monkeypatch.setattr(type(task), "verify", lambda self, *a: asked.append(a) or verify(self, *a))
+    right = example.answer_ids.tolist()
+    assert judge_of(RolloutPart(), task)(example, right) == (1.0, True) and len(asked) == 1
+    assert judge_of(RolloutPart(), task)(example, right[::-1]) == (0.0, False) and len(asked) == 2
+    assert judge_of(RolloutPart(reward="partial"), task)(example, right) == (1.0, True) and len(asked) == 3
+    assert judge_of(RolloutPart(), Liked())(example, [1, 1, 1]) == (0.5, None)
+
+
 def test_advantages():
     rewards = np.asarray([[1.0, 0.0, 0.0, 1.0], [0.7, 0.7, 0.7, 0.7], [0.1, 0.1, 0.1, 0.4]])
     found = advantages(rewards, "grpo")
@@ -188,28 +203,89 @@ def test_advantages():
     np.testing.assert_allclose(advantages(rewards, "dr-grpo")[2], [-0.075, -0.075, -0.075, 0.225], rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "sampler",
-    [
-        "topk:k=2,proxy=entropy",
-        "threshold:threshold=0.2,block_length=4",
-        "eb:gamma=2,fill_after_eos=true",
-    ],
+SHORT_BLOCKS = (
+    "topk:k=1,proxy=entropy,block_length=3",
+    "threshold:threshold=0.2,block_length=4",
+    "eb:gamma=2,block_length=3",
 )
+
+
+def often(run, token):
+    """The state before the first step, but with weights by which about half of all tokens are `token`: every embedding,
+    and so every hidden state, has a share that only this token's column of the head reads."""
+    state = run.fresh()
+    weights = dict(state.trained)
+    weights["embed.embedding"] = weights["embed.embedding"].at[:, 0].set(0.1)
+    weights["lm_head.kernel"] = weights["lm_head.kernel"].at[0].set(0.0).at[0, token].set(1.0)
+    return dataclasses.replace(state, trained=weights)
+
+
+@pytest.mark.parametrize("sampler", SHORT_BLOCKS)
 def test_the_learner_has_the_log_probabilities_of_the_sampler(tmp_path, sampler, monkeypatch):
-    """What was drawn, recomputed from the states that the steps are turned back to."""
+    """What was drawn, recomputed from the states that the steps are turned back to. Among the rows are some that an end
+    token ended, on every CPU: of 16 first blocks, all tokens of which are end tokens by one chance in two, several have
+    one, and what lies behind is then never written."""
     sampled, arrays = [], Rollouts._arrays
     monkeypatch.setattr(Rollouts, "_arrays", lambda self, found: sampled.append(found) or arrays(self, found))
-    run = run_of(config_of(tmp_path, rollout__sampler=sampler, objective={"states": CANVAS, "updates": 2}))
-    batch = run.feed(0, run.fresh())
-    noised = run.stepper.noised(batch, jax.random.key(0), jnp.int32(0))
-    learned, drawn = np.asarray(noised.weights[0] > 0), np.asarray(batch.drawn[0])
+    changes = {"rollout__sampler": sampler, "rollout__group": 8, "optimizer__batch": 16}
+    run = run_of(config_of(tmp_path, **changes, objective={"states": CANVAS, "updates": 2}))
+    state = often(run, LLADA.eos_id)
+    batch = run.feed(0, state)
+    noised = jax.tree.map(lambda x: np.asarray(x[0]), run.stepper.noised(batch, jax.random.key(0), jnp.int32(0)))
+    learned, drawn = noised.weights > 0, np.asarray(batch.drawn[0])
     assert (learned.sum(axis=1) == drawn).all() and drawn.any(axis=1).all()
-    ours = np.where(learned, batch.old[0], 0).sum(axis=1)
+    decided = [np.asarray(result.decoded_at[0]) for result in sampled[0].results]
+    assert sum((steps < 0).any() for steps in decided) >= 2 and max(map(max, decided)) > 0
+    model, inputs = Denoiser(LLADA, dict(state.trained)), noised.inputs
+    logits = model(inputs.reshape(-1, T), np.repeat(noised.lengths, inputs.shape[1])).reshape(*inputs.shape, -1)
+    token = lambda log: np.take_along_axis(np.asarray(log), noised.tokens[:, None, :, None], axis=-1)[..., 0]
+    models = token(jax.nn.log_softmax(logits))  # which counts the mask token; draws never are one
+    policys = token(jax.nn.log_softmax(jnp.where(jnp.arange(LLADA.vocab_size) == MASK, -jnp.inf, logits)))
+    np.testing.assert_allclose(np.asarray(batch.old[0])[learned], policys[learned], atol=2e-5)
+    found = np.where(learned, models, 0).sum(axis=1)
     for row, result in enumerate(sampled[0].results):
         prompt, logprobs = int(batch.lengths[0, row]) - CANVAS, np.asarray(result.logprobs[0])
         assert (np.isfinite(logprobs) == drawn[row, prompt : prompt + CANVAS]).all()
-        np.testing.assert_allclose(ours[row, prompt : prompt + CANVAS], np.nan_to_num(logprobs), atol=2e-5)
+        np.testing.assert_allclose(found[row, prompt : prompt + CANVAS], np.nan_to_num(logprobs), atol=2e-5)
+
+
+def test_the_policy_is_what_the_sampler_draws_from():
+    """A model in which the mask token is the most probable: how often tokens are drawn, over all draws of a position,
+    and their probabilities. Of no draw is that token, so the others' probabilities add up to 1, and entropy and KL are
+    theirs."""
+    params, base = (init_params(LLADA, jax.random.key(seed), dtype="float32") for seed in (0, 1))
+    boost = lambda x: x.at[:, MASK].set(0.0).at[:, 0].multiply(40)
+    params, base = (x | {"lm_head.kernel": boost(x["lm_head.kernel"])} for x in (params, base))
+    batch, _ = completions()
+    model, temperature = Denoiser(LLADA, params), 0.7
+    objective = Grpo(GrpoPart(states=T, beta=0.3), temperature)
+    noised = objective.corrupt(jax.random.key(2), batch, model)
+    logits = model(noised.inputs[0], jnp.repeat(noised.lengths[0], T))[:1, 1:2]  # of one position
+    assert jax.nn.softmax(logits / temperature)[0, 0, MASK] > 0.02
+    every = lambda token: noised._replace(tokens=jnp.full_like(noised.tokens, token))
+    probability = np.exp([objective.logprobs(model, every(token))[0, 0, 1] for token in range(LLADA.vocab_size)])
+    draws = 20_000
+    repeated = given(jnp.broadcast_to(logits, (1, draws, LLADA.vocab_size)))
+    uniform = jax.random.uniform(jax.random.key(5), (1, draws, LLADA.vocab_size), minval=1e-7)
+    draw = lambda ids: uniform[..., ids]
+    token = predict(repeated, Sampling(temperature), mask_id=MASK, score_from="raw", draw=draw).token
+    frequency = np.bincount(np.asarray(token).reshape(-1), minlength=LLADA.vocab_size) / draws
+    assert frequency[MASK] == 0 == probability[MASK]
+    np.testing.assert_allclose(probability.sum(), 1, rtol=1e-5)
+    np.testing.assert_allclose(frequency, probability, atol=5 * np.sqrt(0.25 / draws))
+
+    def log(model):
+        logits = model(noised.inputs.reshape(-1, T), jnp.repeat(noised.lengths, T)) / temperature
+        return jax.nn.log_softmax(logits.at[..., MASK].set(-jnp.inf)).reshape(3, T, T, -1)
+
+    counted, kept = noised.weights > 0, np.arange(LLADA.vocab_size) != MASK
+    entropy = -(jnp.exp(log(model)) * log(model))[..., kept].sum(axis=-1)[counted].mean()
+    own = lambda model: jnp.take_along_axis(log(model), noised.tokens[:, None, :, None], axis=-1)[..., 0][counted]
+    behind = own(Denoiser(LLADA, base)) - own(model)
+    loss, metrics = objective.loss(model, Denoiser(LLADA, base), noised)
+    assert np.isfinite(loss)
+    np.testing.assert_allclose(metrics["entropy"], entropy, rtol=1e-4)
+    np.testing.assert_allclose(metrics["kl"], (jnp.exp(behind) - behind - 1).mean(), rtol=1e-3)
 
 
 def told(out):
@@ -374,6 +450,7 @@ def test_questions_without_room_or_references_get_a_sentence(spoken, tmp_path):
         ({"rollout__sampler": "topk:temperature=0.5"}, "temperature is in the sampler and an option of its own"),
         ({"rollout__sampler": "topk:top_p=0.9"}, "with top_p tokens come from another distribution"),
         ({"rollout__sampler": "topk:smoothing=true"}, "with smoothing tokens come from another distribution"),
+        ({"rollout__sampler": "eb:gamma=2,fill_after_eos=true"}, "fill_after_eos overwrites tokens"),
         ({"rollout__sampler": "edit"}, "takes back what it wrote"),
         ({"rollout__sampler": "d2f:block_length=2"}, "has a loop of its own"),
         ({"rollout__sampler": "nothing"}, "no unmasking rule or preset is called 'nothing'"),

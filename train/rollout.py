@@ -30,7 +30,9 @@ from train.data import ExampleLike, Rows, in_words
 
 Reward = Literal["correct", "partial"]
 Advantage = Literal["grpo", "dr-grpo"]
-Rewarded = Callable[[Any, list[int]], float]  # of an example, and the tokens that were generated for it
+Judge = Callable[[Any, list[int]], tuple[float, bool | None]]
+"""Of an example, and the tokens that were generated for it: the reward, and whether a checker accepts them; None where
+there is no checker."""
 
 _DRAWS = 2**31 - 2  # told from the numbers of steps, which are folded into the same key
 _REWARDING = 8  # threads
@@ -142,6 +144,11 @@ def sampler_for(part: RolloutPart, model: Model, task: Any, gen_length: int) -> 
         raise DllmError(f"rollout.sampler {part.sampler} has a loop of its own, whose drafts are not learned; {advice}")
     if found.rule.revises:
         raise DllmError(f"rollout.sampler {part.sampler} takes back what it wrote, which is not learned; {advice}")
+    if found.fill_after_eos:
+        raise DllmError(
+            f"rollout.sampler {part.sampler}: fill_after_eos overwrites tokens that later forwards have seen, so what "
+            "was drawn can no longer be learned; leave it out"
+        )
     names = ("guidance", "smoothing", "canvas_length")
     changed = [name for name in names if getattr(found, name) is not None]
     changed += [name for name in ("top_p", "top_k", "suppress") if getattr(found.sampling, name) is not None]
@@ -153,8 +160,8 @@ def sampler_for(part: RolloutPart, model: Model, task: Any, gen_length: int) -> 
     return found
 
 
-def reward_of(part: RolloutPart, task: Any) -> Rewarded:
-    """What rewards answers: a source's own `reward(example, ids)`, or a task's checker.
+def judge_of(part: RolloutPart, task: Any) -> Judge:
+    """What rewards answers: a source's own `reward(example, ids)`, or a task's checker, which is asked once for each.
 
     Raises:
         DllmError: where there is neither.
@@ -162,8 +169,7 @@ def reward_of(part: RolloutPart, task: Any) -> Rewarded:
     if hasattr(task, "reward"):
         if part.reward != "correct":
             raise DllmError(f'rollout.reward is "{part.reward}" but data.source has a reward of its own; leave it out')
-        own: Rewarded = task.reward
-        return own
+        return lambda example, ids: (float(task.reward(example, ids)), _accepted(task, example, ids))
     if not hasattr(task, "verify"):
         raise DllmError(
             "data.source does not say how good an answer is; name a task, such as evals.tasks:make_task, or "
@@ -172,8 +178,18 @@ def reward_of(part: RolloutPart, task: Any) -> Rewarded:
     if part.reward == "partial":
         if in_words(task):
             raise DllmError('rollout.reward "partial" counts tokens, and the task has texts; reward what is "correct"')
-        return lambda example, ids: float(task.partial(example, ids))
-    return lambda example, ids: float(task.verify(example, ids).correct)
+        return lambda example, ids: (float(task.partial(example, ids)), _accepted(task, example, ids))
+
+    def judge(example: Any, ids: list[int]) -> tuple[float, bool | None]:
+        correct = _accepted(task, example, ids)
+        return float(bool(correct)), correct
+
+    return judge
+
+
+def _accepted(task: Any, example: Any, ids: list[int]) -> bool | None:
+    """Whether a task's checker accepts an answer; None where it has none."""
+    return bool(task.verify(example, ids).correct) if hasattr(task, "verify") else None
 
 
 @dataclasses.dataclass
@@ -227,8 +243,7 @@ class Rollouts:
             sharding: of a step's batch.
         """
         self._part, self._rows, self._task, self._sampler = part, rows, task, sampler
-        self._reward = reward_of(part, task)
-        self._verify = getattr(task, "verify", None)
+        self._judge = judge_of(part, task)
         self._stops = getattr(task, "stops", True)
         self._batch, self._advantage, self._policy, self._old = batch, advantage, policy, old
         self._sharding = sharding
@@ -305,7 +320,8 @@ class Rollouts:
             judged = [scores[number].result() for number in range(count * size)]
         rewards, correct = (np.asarray(x).reshape(count, size) for x in zip(*judged, strict=True))
         ordered = [found[number] for number in range(count * size)]
-        return Sampled(examples, ordered, rewards.astype(float), None if self._verify is None else correct.astype(bool))
+        checked = None if correct.dtype == object else correct
+        return Sampled(examples, ordered, rewards.astype(float), checked)
 
     def _enqueue(self, model: Model, engine: Engine, example: ExampleLike, first: int) -> None:
         """Asks for a group, whose completions are called `first` and so on: these numbers decide their draws."""
@@ -327,14 +343,14 @@ class Rollouts:
     def _gen_length(self, example: ExampleLike) -> int:
         return self._sampler.gen_length if self._stops else len(example.answer_ids)
 
-    def _scored(self, example: ExampleLike, result: Result) -> tuple[float, bool]:
-        """The reward of an answer, and whether it is right."""
+    def _scored(self, example: ExampleLike, result: Result) -> tuple[float, bool | None]:
+        """The reward of an answer, and whether it is right; None where there is no checker."""
         end = int(result.lengths[0]) if self._stops else len(example.answer_ids)
         ids = np.asarray(result.tokens[0])[:end].tolist()
-        reward = float(self._reward(example, ids))
+        reward, correct = self._judge(example, ids)
         if not math.isfinite(reward):
             raise DllmError(f"the reward of an answer is {reward}; give finite numbers")
-        return reward, self._verify is not None and bool(self._verify(example, ids).correct)
+        return reward, correct
 
     def _tell(self, every: Sequence[Sampled]) -> None:
         """Notes the metrics of all that was sampled."""

@@ -6,7 +6,8 @@ the rule chose. Its log-probability is the sum of those of all draws,
     log pi(trajectory) = sum over t, over i in A_t of log p(x_i | s_t)
 
 which is exact where the choice of positions does not depend on the tokens drawn (`proxy=entropy` or `margin`); the
-choice itself is treated as given. With R = p / p_old, of the weights that learn over those that sampled, and A the
+choice itself is treated as given. p is what tokens are drawn from: softmax(logits / temperature) without the mask
+token, which is never drawn. With R = p / p_old, of the weights that learn over those that sampled, and A the
 completion's advantage within its group (`train.rollout.advantages`), the loss of GRPO (DeepSeekMath, 2402.03300) is
 
     loss = mean over completions of the sum over draws of share (beta KL - min(R A, clip(R, 1 - eps, 1 + eps) A))
@@ -41,6 +42,7 @@ from train.rollout import Advantage, Rollout, RolloutPart, Rollouts, rounds_of, 
 from train.trained import Kernels, Params, Trained, WholeModel, check_frozen, frozen_model
 
 _PLAIN = DataPart()
+_NEVER = -1e30  # a score of probability 0; with -inf, p log p and what weight 0 leaves out would be NaN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +164,7 @@ class Grpo(Objective):
     """The objective with its settings.
 
     Attributes:
-        temperature: of the policy, whose probabilities are softmax(logits / temperature).
+        temperature: of the policy, whose probabilities are softmax(logits / temperature) over all tokens but the mask.
     """
 
     about = "learn from rewards of sampled answers (GRPO), or go on"
@@ -252,8 +254,8 @@ class Grpo(Objective):
         predictor."""
         hidden, tokens = self._hidden(learner, states), self._tokens(states)
         scores = readout(learner, hidden)
-        tempered = dataclasses.replace(scores, of=lambda tile: scores.of(tile) / self.temperature)
-        found = logprobs_of(tempered, tokens[:, learner.min_prompt_length :])
+        policy = lambda tile: self._scores(learner, scores.of(tile), scores.ids(tile))
+        found = logprobs_of(dataclasses.replace(scores, of=policy), tokens[:, learner.min_prompt_length :])
         return jnp.pad(found, ((0, 0), (learner.min_prompt_length, 0))).reshape(states.weights.shape)
 
     def means(
@@ -305,7 +307,12 @@ class Grpo(Objective):
 
     def _log(self, model: Denoiser, hidden: jax.Array) -> jax.Array:
         """The policy's log-probabilities, [C, V]."""
-        return jax.nn.log_softmax(model.logits(hidden) / self.temperature)
+        return jax.nn.log_softmax(self._scores(model, model.logits(hidden), jnp.arange(model.vocab_size)))
+
+    def _scores(self, model: Denoiser, logits: jax.Array, ids: jax.Array) -> jax.Array:
+        """What the policy's probabilities are the softmax of: logits [..., n] of the tokens `ids` [n] over the
+        temperature, and the mask token out of reach, which sampling never draws."""
+        return jnp.where(ids == model.mask_id, _NEVER, logits / self.temperature)
 
     def _tokens(self, states: Scored) -> jax.Array:
         """[B * M, T] int32."""
