@@ -230,7 +230,7 @@ def test_the_learner_has_the_log_probabilities_of_the_sampler(tmp_path, sampler,
     changes = {"rollout__sampler": sampler, "rollout__group": 8, "optimizer__batch": 16}
     run = run_of(config_of(tmp_path, **changes, objective={"states": CANVAS, "updates": 2}))
     state = often(run, LLADA.eos_id)
-    batch = run.feed(0, state)
+    batch = run.feed(0, 0, state)
     noised = jax.tree.map(lambda x: np.asarray(x[0]), run.stepper.noised(batch, jax.random.key(0), jnp.int32(0)))
     learned, drawn = noised.weights > 0, np.asarray(batch.drawn[0])
     assert (learned.sum(axis=1) == drawn).all() and drawn.any(axis=1).all()
@@ -328,6 +328,21 @@ def test_killed_and_resumed_is_as_if_nothing_had_been(tmp_path, monkeypatch):
     assert {"kl", "entropy", "clipped", "nfe", "same"} < told(out)[0].keys()
 
 
+def test_a_changed_batch_goes_on_with_the_next_prompts(tmp_path, monkeypatch):
+    """Iterations are counted in the data, not in steps; where one is cut in two, the change is refused."""
+    asked, example = [], Liked.example
+    monkeypatch.setattr(Liked, "example", lambda self, index: asked.append(index) or example(self, index))
+    changed = lambda batch, **more: config_of(tmp_path, optimizer__batch=batch, **more)
+    train.train(changed(8, steps=2))
+    assert max(asked) == 3  # two prompts each
+    asked.clear()
+    assert train.train(changed(4, steps=4), allow_change=["optimizer.batch"]).started == 2
+    assert set(asked) == {0, 4, 5}  # 0 is looked at before
+    amid = {"steps": 8, "checkpoint__every": 8, "objective": {"updates": 4}}
+    with pytest.raises(DllmError, match="restore optimizer.batch"):
+        train.train(changed(4, **amid), allow_change=["objective.updates"])
+
+
 def test_devices_share_sampling_and_learning(tmp_path):
     changes = CHANGES | {"steps": 8, "objective": {"updates": 2, "chunk": 16}}
     outs = [tmp_path / name for name in ("one", "many")]
@@ -367,7 +382,7 @@ def test_tasks_check_answers(tmp_path):
     fields = {name: x for name, x in model_fields().items() if name not in (*SPECIAL, "vocab_size")}
     rollout = {"sampler": "topk:k=8", "prompts": 2, "group": 4, "reward": "partial"}
     run = run_of(config_of(tmp_path, data=data, model={"config": fields}, rollout=rollout))
-    batch = run.feed(0, run.fresh())
+    batch = run.feed(0, 0, run.fresh())
     assert 0 <= run.feed.metrics["accuracy"] <= run.feed.metrics["reward"] <= 1 and run.feed.metrics["reward"] > 0
     for row in range(8):
         example = run.parts.rows.source.example(row // 4)
@@ -406,7 +421,7 @@ def test_questions_of_a_file_are_rewarded_by_their_score(spoken, tmp_path):
     parts, (faults,) = prepare(config).checked(config, progress=False)
     assert faults.kinds == {"too long": 1} and "questions.jsonl line 4" in faults.told[0]
     run = Run(config, parts, placement_of(config, parts.model, training_mesh(config)))
-    batch, task = run.feed(0, run.fresh()), parts.task
+    batch, task = run.feed(0, 0, run.fresh()), parts.task
     assert run.feed.metrics["reward"] == run.feed.metrics["accuracy"] and 0 < run.feed.metrics["reward"] < 1
     for row in range(8):
         example = parts.rows.source.example(parts.rows.index(row // 4))

@@ -29,6 +29,7 @@ from dllm_jax.sharding import param_shardings
 from samplers import generate
 from train.__main__ import main
 from train.config import LoraPart
+from train.data import Rows
 from train.folder import RunFolder, States, flat
 from train.lora import adapter_shapes, beside
 from train.optimizer import decayed, learning_rate, make_optimizer, update_average
@@ -69,7 +70,7 @@ def one_step(config, steps=1):
     state = stepper.start(init_params(parts.model, jax.random.key(0), dtype="float32", shardings=placement.trained))
     program, metrics = stepper.jitted(state), []
     for step in range(steps):
-        batch = device_batch(parts.rows, step, config, placement.batch)
+        batch = device_batch(parts.rows, step * config.optimizer.batch, config, placement.batch)
         state, metric = program(state, {}, batch, jax.random.key(0))
         metrics.append(metric)
     return state, jax.device_get(metrics)
@@ -247,6 +248,65 @@ def test_killed_runs_continue_bit_exactly(tmp_path):
 
 def safe_lines(out):
     return (out / "metrics.jsonl").read_text().splitlines()
+
+
+def seen_rows(monkeypatch):
+    """The positions of the rows that are made, in order; what is made ahead of the end among them."""
+    seen, row = [], Rows.__call__
+    monkeypatch.setattr(Rows, "__call__", lambda self, position: seen.append(position) or row(self, position))
+    return seen
+
+
+def of_digits(path, count):
+    entries = ({"prompt": [i % 10], "answer": [i // 10, i % 10]} for i in range(count))
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    return {"source": "jsonl", "options": {"path": str(path)}, "cache": str(path.parent / "cache"), "length": 12}
+
+
+def test_a_run_knows_its_data(tmp_path, monkeypatch):
+    """Lines that are appended or edited give another order, and are refused, or continued with at the position."""
+    out, path = tmp_path / "out", tmp_path / "lines.jsonl"
+    config = lambda count, steps: run_config(out, steps=steps, log__every=1, data=of_digits(path, count))
+    train.train(config(50, 3))
+    known = json.loads((out / "data.json").read_text())
+    assert known["examples"] == 50
+    before = {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
+    with pytest.raises(DllmError, match=r"had 50 examples and has 60 now.*--allow-change data"):
+        train.train(config(60, 6))
+    edited = config(50, 6)
+    path.write_text(path.read_text().replace('"answer": [4, 9]', '"answer": [4, 8]'))
+    with pytest.raises(DllmError, match="holds other examples"):
+        train.train(edited)
+    assert before == {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
+    seen = seen_rows(monkeypatch)
+    assert train.train(config(60, 6), allow_change=["data"]).started == 3
+    assert [position for position in seen if position >= 24][:24] == list(range(24, 48))
+    changed = next(line["changed"] for line in lines(out) if "changed" in line)
+    assert changed["data"] == [known, json.loads((out / "data.json").read_text())]
+    assert train.train(config(60, 9)).started == 6  # the data of the run by now
+    moved = tmp_path / "moved.jsonl"
+    moved.write_bytes(path.read_bytes())
+    same = config(60, 12)
+    options = dataclasses.replace(same.data, options={"path": str(moved)})
+    train.train(dataclasses.replace(same, data=options), allow_change=["data.options.path"])  # the same elsewhere
+
+
+def test_a_changed_batch_repeats_no_rows_and_leaves_none_out(tmp_path, monkeypatch):
+    data = of_digits(tmp_path / "lines.jsonl", 50)
+    config = lambda steps, batch, **more: run_config(
+        tmp_path / "out", steps=steps, optimizer__batch=batch, data={**data, **more}
+    )
+    train.train(config(3, 8))
+    seen = seen_rows(monkeypatch)
+    assert train.train(config(6, 4), allow_change=["optimizer.batch"]).started == 3
+    assert [position for position in seen if position] == list(range(24, 36))  # 0 is looked at before
+    seen.clear()
+    assert train.train(config(9, 2), allow_change=["optimizer.batch"]).started == 6
+    assert [position for position in seen if position] == list(range(36, 42))
+    with pytest.raises(DllmError, match="data.bucket orders rows batch by batch"):
+        train.train(config(12, 8, bucket=4), allow_change=["optimizer.batch", "data.bucket"])
+    with pytest.raises(DllmError, match="data.bucket orders rows batch by batch"):  # 42 is amid a batch
+        train.train(config(12, 4, bucket=4), allow_change=["optimizer.batch", "data.bucket"])
 
 
 def test_a_folder_belongs_to_one_process_at_a_time(tmp_path):

@@ -111,7 +111,7 @@ def _add_training(commands: Any, name: str, text: str) -> None:
     command.add_argument("--settings", action=_Listing, nargs=0, dest=argparse.SUPPRESS, help=about)
     command.add_argument("--config", required=True, metavar="FILE", help="settings in TOML, see train/configs")
     command.add_argument("settings", nargs="*", metavar="key=value", help="changes, such as optimizer.lr=3e-4")
-    about = "a setting that may differ from those that the run was started with; repeatable, noted in the run's log"
+    about = "a setting, or the data, that may differ from the run's before; repeatable, noted in the run's log"
     command.add_argument("--allow-change", action="append", default=[], metavar="KEY", help=about)
     command.add_argument("--no-progress", action="store_true", help="no progress bar")
     cluster = command.add_argument_group("several processes, each started with the same command")

@@ -9,10 +9,10 @@ from train.data import Row, Rows
 from train.losses import Batch
 
 
-def device_batch(rows: Rows, step: int, config: TrainConfig, sharding: NamedSharding) -> Batch:
-    """The batch of step `step` (from 0), [accumulate, rows, ...]."""
+def device_batch(rows: Rows, first: int, config: TrainConfig, sharding: NamedSharding) -> Batch:
+    """The batch of a step, [accumulate, rows, ...], from position `first` of the data on."""
     size, parts = config.optimizer.batch, config.optimizer.accumulate
-    return batch_of(rows, step * size, (parts, size // parts), sharding)
+    return batch_of(rows, first, (parts, size // parts), sharding)
 
 
 def batch_of(rows: Rows, first: int, shape: tuple[int, int], sharding: NamedSharding, end: int | None = None) -> Batch:

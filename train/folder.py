@@ -9,6 +9,7 @@ out/adapters/       instead of it, the trained adapters of a LoRA run
 out/indicator/      or the trained indicator
 out/result.json     of which step and which weights that is
 out/dropped.txt     the examples that data.on_bad left out, and why
+out/data.json       what tells the data from other data, see `train.data.fingerprint`
 
 The folder may be one in an object store, gs://bucket/run. Objects do not grow, so there the logs are kept locally while
 the run lasts, and sent before each state and at the end.
@@ -34,9 +35,12 @@ from train.config import TrainConfig
 from train.settings import build, differences, flat_names, to_json, unknown_key
 
 RUN_FILE, METRICS_FILE, STATE_FOLDER, RESULT_FILE = "run.json", "metrics.jsonl", "state", "result.json"
+DATA_FILE = "data.json"
 MODEL_FOLDER, ADAPTERS_FOLDER, INDICATOR_FOLDER = "model", "adapters", "indicator"
 DROPPED_FILE, GENERATIONS_FILE, WANDB_FILE = "dropped.txt", "generations.jsonl", "wandb-id"
 _LOGS = {METRICS_FILE, GENERATIONS_FILE, WANDB_FILE}  # what a run that goes on reads of those
+DATA = "data"
+"""What --allow-change calls other examples, beside the settings."""
 LOOKED = "look_seconds"
 """Key that tells lines of metrics about a look."""
 _MAY_CHANGE = ("out", "log.", "watch.", "checkpoint.", "compute.mesh", "data.cache")  # in a continued run
@@ -99,6 +103,34 @@ class RunFolder:
                     f"restore the setting to continue it{advice}, or choose another out"
                 )
             self.changes[name] = was, now
+
+    def compare_data(self, data: Mapping[str, Any]) -> None:
+        """Compares the data with those that the run has learned from.
+
+        Args:
+            data: their `train.data.fingerprint`.
+
+        Raises:
+            DllmError: when they differ, unless --allow-change names "data" or a setting of `[data]` that has changed.
+        """
+        path = self.path / DATA_FILE
+        try:
+            with stores.reached(path):
+                if not path.is_file():
+                    return  # of a run by an older version
+                old = dict(json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise DllmError(f"{path} could not be read ({error}); remove it to continue without comparing") from None
+        if old == data:
+            return
+        if DATA not in self._allowed and not any(name.startswith("data.") for name in self.changes):
+            was, now = (found.get("examples") for found in (old, data))
+            what = "holds other examples" if was == now else f"had {was} examples and has {now} now"
+            raise DllmError(
+                f"the data of the run in {self.path} {what}, so that their order is another one; restore the data, or "
+                f"continue with these from the position that was reached, by --allow-change {DATA}"
+            )
+        self.changes[DATA] = old, dict(data)
 
     def _whole(self, old: dict[str, Any]) -> dict[str, Any]:
         """A run's settings, those that came into being after it at their defaults."""
@@ -218,11 +250,12 @@ class RunFolder:
             self._write(note, made)
         return out
 
-    def go_on(self, step: int, *, looks: bool = False) -> None:
+    def go_on(self, step: int, data: Mapping[str, Any], *, looks: bool = False) -> None:
         """Drops from the logs what was reported after `step`, and a line that was cut off; writes into them what
-        changes from there on, and then the settings.
+        changes from there on, and then the settings and what tells the data from others.
 
         Args:
+            data: as of `compare_data`.
             looks: whether the run begins with a look, of which lines of the same step tell as well.
         """
         if hosts.index():
@@ -237,6 +270,7 @@ class RunFolder:
                 self._write(self.logs / name, "".join(line + "\n" for line in lines))
         if self.changes:
             self._write(self.path / RUN_FILE, to_json(self._config) + "\n")
+        self._write(self.path / DATA_FILE, json.dumps(data) + "\n")
 
     def _kept(self, name: str, step: int, again: Callable[[Mapping[str, Any]], bool]) -> list[str]:
         """The whole lines of a log up to `step`, but for those of the step that will come again."""
@@ -258,7 +292,7 @@ class RunFolder:
 
 def _check_allowed(config: TrainConfig, names: Collection[str]) -> None:
     """Raises DllmError for a name that is no setting, or of one that can never change."""
-    known = flat_names(dataclasses.asdict(config))
+    known = flat_names(dataclasses.asdict(config))  # the tables, and so `DATA`, among them
     for name in names:
         if name not in known:
             raise DllmError(unknown_key(name, known))
@@ -399,6 +433,15 @@ class States:
             stored = _alike(wanted, self._checkpointer.metadata(step).metadata)
             leaves = self._checkpointer.load(step, {stored[name]: leaf for name, leaf in wanted.items()})
         return jax.tree.unflatten(jax.tree.structure(abstract), [leaves[stored[name]] for name in wanted])
+
+    def position(self, step: int) -> int:
+        """The position of the data that a step's state has reached, which was noted with it.
+
+        Raises:
+            DllmError: when it cannot be read.
+        """
+        with self._reading(step):
+            return int(self._checkpointer.metadata(step).custom_metadata["position"])
 
     def arrays(self, step: int, names: Mapping[str, str]) -> "StoredArrays":
         """Some arrays of a step's state, which are read when they are asked for.

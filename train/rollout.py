@@ -252,15 +252,29 @@ class Rollouts:
         self.metrics: dict[str, float] = {}
         self._iteration, self._batches = -1, list[Rollout]()
 
-    def __call__(self, step: int, state: Any) -> Rollout:
-        """The batch of step `step` (from 0); of the first of a round, the state that it begins with samples it."""
-        iteration, place = divmod(step, self.round)
+    def check_start(self, step: int, position: int) -> None:
+        """As `Feed`; other rounds than before come from `--allow-change`."""
+        if step % self.round or position % (self.round * math.prod(self._batch)):
+            raise DllmError(
+                f"step {step} is amid an iteration of {self.round} steps; restore optimizer.batch, rollout.prompts, "
+                "rollout.group and objective.updates"
+            )
+
+    def __call__(self, step: int, position: int, state: Any) -> Rollout:
+        """The batch of step `step` (from 0); of the first of a round, the state that it begins with samples it.
+
+        Args:
+            position: completions that were learned before, each as often as it was.
+        """
+        size = math.prod(self._batch)
+        iteration, rest = divmod(position, self.round * size)
+        place = rest // size
         if iteration != self._iteration:
-            self._begin(iteration, state)
+            self._begin(iteration, step - place, state)
         return self._batches[place]
 
-    def _begin(self, iteration: int, state: Any) -> None:
-        """Samples an iteration's completions and makes the batches of its steps."""
+    def _begin(self, iteration: int, first: int, state: Any) -> None:
+        """Samples an iteration's completions and makes the batches of its steps, `first` and so on."""
         start = time.perf_counter()
         sampled = self._sampled(iteration, self._policy(state))
         arrays = self._arrays(sampled)
@@ -269,7 +283,6 @@ class Rollouts:
         batches = [jax.tree.map(lambda x, p=p: self._placed(cut(x, p)), arrays) for p in range(self._parts)]
         batches *= self.round // self._parts
         if self.round > 1:
-            first = iteration * self.round
             batches = [x._replace(old=self._old(state, x, first + place)) for place, x in enumerate(batches)]
         self._iteration, self._batches = iteration, batches
         self.metrics["rollout_seconds"] = time.perf_counter() - start

@@ -1,7 +1,7 @@
 """A training run: the loop, and what makes it continue bit-exactly after a kill at any moment.
 
 A state is everything that a step reads: weights, moments, average and the step's number. Noise is drawn by a key that
-depends on the run's seed and the step's number, and row i of step n is row n * batch + i of the data; so a run that
+depends on the run's seed and the step's number, and a state notes which position of the data comes next; so a run that
 starts again from a state repeats what the killed one did.
 """
 
@@ -21,6 +21,7 @@ from dllm_jax.errors import DllmError
 from train.batches import device_batch
 from train.config import TrainConfig
 from train.data import Ahead
+from train.data.fingerprint import fingerprint
 from train.folder import DROPPED_FILE, RunFolder, States
 from train.objectives import objective_of
 from train.optimizer import learning_rate
@@ -54,8 +55,8 @@ def train(config: TrainConfig, *, progress: bool = False, allow_change: Collecti
 
     Args:
         progress: show bars on stderr.
-        allow_change: settings, such as "optimizer.lr", that may be others than those that the run was started with; the
-            log says since when. `steps` may grow without.
+        allow_change: settings, such as "optimizer.lr", that may be others than those that the run was started with, and
+            "data" for other examples; the log says since when. `steps` may grow without.
 
     Raises:
         DllmError: for mistakes in the settings or the data, and when the loss stays no finite number; the last good
@@ -67,6 +68,7 @@ def train(config: TrainConfig, *, progress: bool = False, allow_change: Collecti
         parts, mesh = prepare(config), training_mesh(config)
         folder = RunFolder(config, allow_change)
         parts, faults = parts.checked(config, progress=progress)
+        data = fingerprint(parts.rows.source)
         placement = placement_of(config, parts.model, mesh)
         watch = Watch(config, parts, placement)
     with contextlib.ExitStack() as held:
@@ -81,12 +83,18 @@ def train(config: TrainConfig, *, progress: bool = False, allow_change: Collecti
         started = states.latest or 0
         if started > config.steps:
             raise DllmError(f"the run in {config.out} has done {started} steps; set steps to {started} or more")
+        position = 0
+        if started:
+            with hosts.agreed():
+                position = states.position(started)
+                folder.compare_data(data)
+                run.check_start(started, position, folder)
         state = run.restored(states, started) if started else run.fresh()
         metrics: Mapping[str, float] = {}
         goes_on = started < config.steps
-        folder.go_on(started, looks=goes_on and watch.due(started))
+        folder.go_on(started, data, looks=goes_on and watch.due(started))
         if goes_on:
-            state, metrics = run.advance(state, started, states, folder, watch, progress=progress)
+            state, metrics = run.advance(state, started, position, states, folder, watch, progress=progress)
         write = lambda out: run.write(state, out, overwrite=True)
         out = folder.write_result(run.trained.folder, config.steps, write)
     return Outcome(config.steps, started, metrics, out)
@@ -133,6 +141,15 @@ class Run:
         self.frozen = self.trained.frozen(placement.mesh)
         self.feed = self.stepper.objective.feed(config, parts, self.stepper, self.frozen)
 
+    def check_start(self, step: int, position: int, folder: RunFolder) -> None:
+        """Raises DllmError for changes with which the run cannot continue after `step` steps, at `position` of the
+        data."""
+        batch, bucket = self.config.optimizer.batch, self.config.data.bucket
+        if bucket and ("optimizer.batch" in folder.changes or position % batch):
+            raise DllmError("data.bucket orders rows batch by batch; restore optimizer.batch, or set data.bucket to 0")
+        if self.feed:
+            self.feed.check_start(step, position)
+
     def fresh(self) -> TrainState:
         """The state before the first step."""
         return self.stepper.start(self.trained.fresh(jax.random.key(self.config.seed), self.placement.trained))
@@ -153,13 +170,23 @@ class Run:
         self.trained.write(out, weights, steps=int(state.step), files=self.parts.files, overwrite=overwrite)
 
     def advance(
-        self, state: TrainState, done: int, states: States, folder: RunFolder, watch: Watch, *, progress: bool
+        self,
+        state: TrainState,
+        done: int,
+        position: int,
+        states: States,
+        folder: RunFolder,
+        watch: Watch,
+        *,
+        progress: bool,
     ) -> tuple[TrainState, Mapping[str, float]]:
-        """Runs the steps that are left, writing metrics, what is seen at looks, and states."""
+        """Runs the steps that are left, from a position of the data on, writing metrics, what is seen at looks, and
+        states."""
         config = self.config
+        at = lambda step: position + (step - done) * config.optimizer.batch
         key = jax.jit(lambda: jax.random.key(config.seed), out_shardings=self.placement.replicated)()
         schedule = learning_rate(config.optimizer, config.steps)
-        batch = lambda step: device_batch(self.parts.rows, step, config, self.placement.batch)
+        batch = lambda step: device_batch(self.parts.rows, at(step), config, self.placement.batch)
         pending: list[Mapping[str, Any]] = []
         feed = self.feed
         tally = Tally(config.optimizer.skip)
@@ -173,7 +200,7 @@ class Run:
                 self._look(done, state, watch, reporter)
             programs: dict[int, Callable[..., tuple[TrainState, dict[str, jax.Array]]]] = {}  # by the rows' length
             for step in range(done + 1, config.steps + 1):
-                rows = feed(step - 1, state) if feed else next(batches)
+                rows = feed(step - 1, at(step - 1), state) if feed else next(batches)
                 length = rows.tokens.shape[-1]
                 if length not in programs:
                     with reporter.paused("compiling"):
@@ -194,7 +221,7 @@ class Run:
                 if keep:
                     with reporter.paused("saving"):
                         folder.send_logs()
-                        states.save(step, state, {"position": step * config.optimizer.batch})
+                        states.save(step, state, {"position": at(step)})
                 if stopping and step < config.steps:
                     states.wait()
                     raise Interrupted(step, stop.status)

@@ -47,9 +47,14 @@ class Feed(Protocol):
     @property
     def metrics(self) -> Mapping[str, float]: ...
 
-    def __call__(self, step: int, state: Any) -> Any:
-        """The batch of step `step` (from 0), [accumulate, rows, ...] as `Objective.corrupt` takes it, from the state
-        before that step; only a round's first looks at it."""
+    def check_start(self, step: int, position: int) -> None:
+        """Raises DllmError where a run cannot continue after `step` steps at a position of the data, because that is no
+        round's begin."""
+        ...
+
+    def __call__(self, step: int, position: int, state: Any) -> Any:
+        """The batch of step `step` (from 0) at a position of the data, [accumulate, rows, ...] as `Objective.corrupt`
+        takes it, from the state before that step; only a round's first looks at it."""
         ...
 
 
