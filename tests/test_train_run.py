@@ -291,6 +291,16 @@ def test_a_run_knows_its_data(tmp_path, monkeypatch):
     train.train(dataclasses.replace(same, data=options), allow_change=["data.options.path"])  # the same elsewhere
 
 
+def test_weights_are_written_without_the_data(tmp_path):
+    out, data = tmp_path / "out", of_digits(tmp_path / "lines.jsonl", 50)
+    train.train(run_config(out, steps=3, data=data))
+    shutil.rmtree(tmp_path / "cache")
+    (tmp_path / "lines.jsonl").unlink()
+    assert main(["write-model", "--run", str(out), "--out", str(tmp_path / "again")]) == 0
+    params = [dllm_jax.load(folder).params for folder in (out / "model", tmp_path / "again")]
+    assert_same(*params)
+
+
 def test_a_changed_batch_repeats_no_rows_and_leaves_none_out(tmp_path, monkeypatch):
     data = of_digits(tmp_path / "lines.jsonl", 50)
     config = lambda steps, batch, **more: run_config(

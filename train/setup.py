@@ -6,7 +6,7 @@ import tempfile
 import typing
 from collections.abc import Callable, Mapping, Sized
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dllm_jax import checkpoint
 from dllm_jax.config import ModelConfig, published
@@ -68,11 +68,32 @@ class Parts:
         return Model(self.model, {}, _tokenizer(self.files, self.model), name, None, self.generation, layout)
 
 
-def prepare(config: TrainConfig) -> Parts:
-    """Reads and checks everything that the settings name but weights.
+class Outline(NamedTuple):
+    """What a run's model is besides its weights.
+
+    Attributes:
+        model: config of the backbone.
+        files: the tokenizer's, empty where there is none.
+        generation: how it is sampled.
+        task: what a data.source of other code made: a task, or the source itself; None for a built-in one.
+    """
+
+    model: ModelConfig
+    files: Mapping[str, bytes]
+    generation: Mapping[str, Any]
+    task: Any
+
+    @property
+    def checkpoint_files(self) -> dict[str, bytes]:
+        """Of the trained checkpoint."""
+        return {**self.files, **checkpoint.generation_file(self.generation)}
+
+
+def outline(config: TrainConfig) -> Outline:
+    """Reads and checks what the settings name but weights and data; a task of `data.source` is made all the same.
 
     Raises:
-        DllmError: for missing checkpoints or data, and for parts that do not fit each other.
+        DllmError: for missing checkpoints, and for parts that do not fit each other.
     """
     task = None if config.data.source in SOURCES else _referenced(config.data)
     objective = objective_of(config)
@@ -85,7 +106,17 @@ def prepare(config: TrainConfig) -> Parts:
     if config.lora.init:
         objective.trained(config, model)  # says where there is no model to add them to
         check_start(model, config.lora, config.model.init)
-    files = _tokenizer_files(config.model, task)
+    return Outline(model, _tokenizer_files(config.model, task), _generation(config, model, task), task)
+
+
+def prepare(config: TrainConfig) -> Parts:
+    """Reads and checks everything that the settings name but weights.
+
+    Raises:
+        DllmError: for missing checkpoints or data, and for parts that do not fit each other.
+    """
+    shell, objective = outline(config), objective_of(config)
+    model, files, task = shell.model, shell.files, shell.task
     cache = Path(config.data.cache).expanduser() if config.data.cache else None
     lengths = config.data.length, config.data.answer_length
     setup = functools.cache(lambda: Setup(model, _tokenizer(files, model), *lengths, cache))
@@ -109,9 +140,8 @@ def prepare(config: TrainConfig) -> Parts:
                 "this command learns from trajectories; make some by python -m evals trajectories, and set "
                 f'{table}.source to "trajectories" and {table}.options.path to their folder'
             )
-    generation = _generation(config, model, task)
     heldout = None if other is None else _heldout(config, other, model)
-    return Parts(model, rows, {**files, **checkpoint.generation_file(generation)}, generation, heldout, task)
+    return Parts(model, rows, shell.checkpoint_files, shell.generation, heldout, task)
 
 
 def _has_steps(source: Source) -> bool:

@@ -26,7 +26,7 @@ from train.folder import DROPPED_FILE, RunFolder, States
 from train.objectives import objective_of
 from train.optimizer import learning_rate
 from train.report import Reporter, on_host
-from train.setup import Parts, prepare
+from train.setup import Parts, outline, prepare
 from train.step import Placement, Stepper, TrainState, training_mesh
 from train.together import Interrupted, stop_requests, watched
 from train.watch import Watch
@@ -102,21 +102,23 @@ def train(config: TrainConfig, *, progress: bool = False, allow_change: Collecti
 
 def write_weights(config: TrainConfig, out: str | Path, *, overwrite: bool = False) -> int:
     """Writes the weights of a run's latest state as a checkpoint (or adapters, or an indicator), for a run that has not
-    ended; returns the state's step. No more than them is read, an array at a time, and no device holds any.
+    ended; returns the state's step. No more than them is read, an array at a time, and no device holds any; the data may
+    be gone.
 
     Raises:
         DllmError: when there is no state.
     """
     checkpoint.check_out(out, overwrite=overwrite)
-    parts = prepare(config)
-    trained = objective_of(config).trained(config, parts.model)
+    shell = outline(config)
+    trained = objective_of(config).trained(config, shell.model)
     with RunFolder(config).states(training=False) as states:
         step = states.latest
         if step is None:
             raise DllmError(f"the run in {config.out} has no state yet; train at least checkpoint.every steps")
         kind = "trained" if config.checkpoint.weights == "raw" else "average"
         weights = states.arrays(step, {name: f"{kind}:{name}" for name in trained.shapes()})
-        trained.write(checkpoint.folder_path(out), weights, steps=step, files=parts.files, overwrite=overwrite)
+        files = shell.checkpoint_files
+        trained.write(checkpoint.folder_path(out), weights, steps=step, files=files, overwrite=overwrite)
     return step
 
 
