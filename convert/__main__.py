@@ -51,6 +51,9 @@ def command_line() -> argparse.ArgumentParser:
         command.set_defaults(run=_convert, family=family)
         command.add_argument("--source", required=True, metavar="DIR_OR_ID", help="folder, or repository id on the hub")
         command.add_argument("--revision", help="branch, tag or commit of the repository")
+        if FAMILIES[family].asks_block_length:
+            about = "length of its blocks, where neither config.json nor its name says it"
+            command.add_argument("--block-length", type=int, metavar="N", help=about)
         command.add_argument("--quantize", metavar="BITS", help="int8 or int4: kernels in so many bits")
         _add_output(command)
     command = commands.add_parser("embedded", help="convert models that come with the library, to be found by name")
@@ -107,6 +110,7 @@ def _convert(options: argparse.Namespace) -> None:
         dtype=options.dtype,
         quantize=options.quantize,
         revision=options.revision,
+        block_length=getattr(options, "block_length", None),
         overwrite=options.overwrite,
         progress=not options.no_progress,
     )

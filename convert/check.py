@@ -36,7 +36,7 @@ def verify(source: str | Path, folder: str | Path, *, revision: str | None = Non
     folder = checkpoint.find(folder)
     config = checkpoint.load_config(folder)
     spec = families.get(config.family)
-    opened = open_source(source, spec, revision)
+    opened = open_source(source, spec, revision, config.block_length)
     expected = dataclasses.asdict(spec.read_config(opened.hub).replace(dtype=config.dtype, quantize=config.quantize))
     if changed := [name for name, value in dataclasses.asdict(config).items() if value != expected[name]]:
         raise DllmError(f"the config of {folder} differs from that of {opened.folder} in {', '.join(changed)}")

@@ -22,6 +22,8 @@ class HubConfig:
     Attributes:
         values: the JSON object.
         where: path for error messages.
+        name: what the checkpoint is published as, or its folder's name: see `folder_name`.
+        block_length: what the user says of it, for families whose `config.json` does not; None where nothing is said.
         generation, tokenizer, meta: `generation_config.json`, `tokenizer_config.json` and the `meta.json` of our test
             checkpoints; {} without one.
         tokens: id by text of the tokenizer's added tokens.
@@ -29,6 +31,8 @@ class HubConfig:
 
     values: Mapping[str, Any]
     where: str
+    name: str = ""
+    block_length: int | None = None
     generation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     tokenizer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -134,8 +138,19 @@ class HubConfig:
             raise DllmError(f"{self.where}: {name} = {json.dumps(value)} is not implemented, only {wanted}")
 
 
-def read_hub_config(folder: Path) -> HubConfig:
+def folder_name(folder: Path) -> str:
+    """What a folder in the hub's format is called: its own name, or, in the hub's cache, where that is a commit
+    ("models--OWNER--NAME/snapshots/COMMIT"), the repository's, "OWNER/NAME"."""
+    folder = folder.resolve()
+    cached = folder.parents[1].name if folder.parent.name == "snapshots" else ""
+    return cached.removeprefix("models--").replace("--", "/") if cached.startswith("models--") else folder.name
+
+
+def read_hub_config(folder: Path, name: str) -> HubConfig:
     """`config.json` of a folder in the hub's format, with the added tokens of its tokenizer.
+
+    Args:
+        name: as of `HubConfig`.
 
     Raises:
         DllmError: when it is missing or not JSON, or the tokenizer's files contradict each other.
@@ -143,10 +158,10 @@ def read_hub_config(folder: Path) -> HubConfig:
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise DllmError(f"{path} is missing; a checkpoint in the hub's format has one beside its weights")
-    return with_tokenizer(read_json(path), folder, str(path))
+    return with_tokenizer(read_json(path), folder, str(path), name)
 
 
-def with_tokenizer(values: Mapping[str, Any], folder: Path, where: str) -> HubConfig:
+def with_tokenizer(values: Mapping[str, Any], folder: Path, where: str, name: str) -> HubConfig:
     """A config's values together with what the files in a folder say about special tokens.
 
     Raises:
@@ -155,6 +170,7 @@ def with_tokenizer(values: Mapping[str, Any], folder: Path, where: str) -> HubCo
     return HubConfig(
         values=values,
         where=where,
+        name=name,
         generation=_optional_json(folder / GENERATION_FILE),
         tokenizer=_optional_json(folder / "tokenizer_config.json"),
         meta=_optional_json(folder / "meta.json"),

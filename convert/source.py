@@ -7,7 +7,7 @@ from pathlib import Path
 
 from convert import families
 from convert.families import Family
-from convert.hub_config import HubConfig, read_hub_config
+from convert.hub_config import HubConfig, folder_name, read_hub_config
 from convert.safetensors_reader import TensorEntry, read_folder
 from dllm_jax.errors import DllmError
 
@@ -21,7 +21,7 @@ class Source:
     """A checkpoint in the hub's format.
 
     Attributes:
-        name: repository id, or the folder's own name: what may be told to others about where it was.
+        name: repository id, or the folder's name: what may be told to others about where it was.
         revision: the commit of a downloaded repository.
     """
 
@@ -37,14 +37,19 @@ class Source:
         return list(dict.fromkeys(entry.path for entry in self.entries.values()))
 
 
-def open_source(source: str | Path, family: Family, revision: str | None = None) -> Source:
+def open_source(
+    source: str | Path, family: Family, revision: str | None = None, block_length: int | None = None
+) -> Source:
     """Finds or downloads a checkpoint and reads its config and its tensors' headers.
+
+    Args:
+        block_length: as of `HubConfig`.
 
     Raises:
         DllmError: when it is not there, belongs to another family, or its files are damaged.
     """
     folder, name, commit = locate(source, revision)
-    hub = read_hub_config(folder)
+    hub = dataclasses.replace(read_hub_config(folder, name), block_length=block_length)
     families.check_family(family, hub)
     return Source(folder, name, commit, hub, read_folder(folder))
 
@@ -72,7 +77,7 @@ def locate(source: str | Path, revision: str | None) -> tuple[Path, str, str | N
     if folder.is_dir():
         if revision is not None:
             raise DllmError(f"--revision {revision} is for repository ids, and {folder} is a folder; leave it out")
-        return folder, folder.resolve().name, None
+        return folder, folder_name(folder), None
     if folder.exists():
         raise DllmError(f"{folder} is a file; give the folder that holds config.json and the safetensors files")
     if not _REPOSITORY.fullmatch(str(source)):

@@ -105,7 +105,7 @@ def _config_files(folder: Path, spec: Family, layout: Layout, config: ModelConfi
 def _describes(original: dict[str, Any], folder: Path, spec: Family, config: ModelConfig) -> bool:
     """Whether the config.json of the conversion is still true: training may have changed the model since."""
     try:
-        read = spec.read_config(with_tokenizer(original, folder, CONFIG_FILE))
+        read = spec.read_config(with_tokenizer(original, folder, CONFIG_FILE, name=""))
     except DllmError:
         return False
     # Not in config.json: the dtype is the tensors', and these ids are the tokenizer's.

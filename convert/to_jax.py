@@ -29,6 +29,7 @@ def convert(
     dtype: str | None = None,
     quantize: Quantize | None = None,
     revision: str | None = None,
+    block_length: int | None = None,
     overwrite: bool = False,
     progress: bool = False,
 ) -> ModelConfig:
@@ -41,6 +42,7 @@ def convert(
         dtype: "bfloat16", "float16" or "float32"; the source's own by default.
         quantize: "int8" or "int4" stores the kernels so, quantized from `dtype`; None stores them as they are.
         revision: branch, tag or commit of a repository.
+        block_length: of an SDAR checkpoint whose config.json and name do not say how long its blocks are.
         overwrite: replace `out` if it is a checkpoint already.
         progress: show a bar on stderr when that is a terminal.
 
@@ -55,7 +57,9 @@ def convert(
         as_dtype(dtype)
     check_quantize(quantize)
     check_out(out, source=source, overwrite=overwrite, kind=checkpoint.PARAMS_FOLDER)
-    opened = open_source(source, spec, revision)
+    if block_length is not None and not spec.asks_block_length:
+        raise DllmError(f"block_length is for sdar checkpoints, and this is a {family} one; leave it out")
+    opened = open_source(source, spec, revision, block_length)
     config, usual = spec.read_config(opened.hub), checkpoint.load_generation(opened.folder) or spec.usual(opened.hub)
     moves = families.plan(spec, config, opened.entries, str(opened.folder))
     config = config.replace(dtype=dtype or _common_dtype(moves, config, str(opened.folder)), quantize=quantize)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,8 @@ from conftest import GOLDENS
 
 import convert
 import dllm_jax
-from dllm_jax import DllmError, random_model
+from convert.__main__ import main as convert_main
+from dllm_jax import DllmError, checkpoint, random_model
 from dllm_jax.config import Experts, ModelConfig
 from samplers import (
     EB,
@@ -216,6 +219,43 @@ def test_routers_stay_float32(tmp_path) -> None:
         assert str(value.dtype) == kinds[name]
         np.testing.assert_array_equal(np.asarray(value), host[name], err_msg=name)
     assert convert.verify(tmp_path / "hub", tmp_path / "again") > 0
+
+
+SDAR_NAMES = {
+    "SDAR-8B-Chat": 4,
+    "SDAR-30B-A3B-Sci": 4,
+    "SDAR-4B-Chat-b32": 32,
+    "models--JetLM--SDAR-1.7B-Chat-b16/snapshots/0123abc": 16,
+    "models--JetLM--SDAR-1.7B-Chat/snapshots/0123abc": 4,
+    "models--somebody--mine/snapshots/0123abc": None,
+    "0123abc": None,
+}
+
+
+@pytest.mark.parametrize("name", SDAR_NAMES)
+def test_an_sdar_checkpoint_that_does_not_say_its_blocks(name, tmp_path, capsys) -> None:
+    """Published config.json files lack `block_size`: the name says it, also in the hub's cache, or the user does."""
+    folder, out, wanted = tmp_path / name, tmp_path / "out", SDAR_NAMES[name]
+    shutil.copytree(GOLDENS / "checkpoints" / "sdar-tiny", folder)
+    values = json.loads((folder / "config.json").read_text())
+    del values["block_size"]
+    (folder / "config.json").write_text(json.dumps(values))
+    command = ["sdar", "--source", str(folder), "--out", str(out), "--no-progress"]
+    if wanted is None:
+        assert convert_main(command) == 2 and "--block-length" in capsys.readouterr().err and not out.exists()
+        command += ["--block-length", "8"]
+    else:
+        assert convert_main([*command, "--block-length", "8"]) == 2 and not out.exists()
+    assert convert_main(command) == 0
+    assert checkpoint.load_config(out).block_length == (wanted or 8)
+    assert convert.verify(folder, out) > 0
+    convert.export(out, tmp_path / "again")  # says it, and needs no name
+    assert convert.convert("sdar", tmp_path / "again", tmp_path / "back").block_length == (wanted or 8)
+
+
+def test_a_block_length_is_asked_of_sdar_alone(tmp_path) -> None:
+    with pytest.raises(DllmError, match="block_length is for sdar"):
+        convert.convert("llada2", GOLDENS / "checkpoints" / "llada2-tiny", tmp_path / "out", block_length=8)
 
 
 @pytest.mark.parametrize("change", ({"groups": 3}, {"top_groups": 9}, {"groups": 8}, {"score": "relu"}, {"scale": 0.0}))

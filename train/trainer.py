@@ -102,8 +102,8 @@ def train(config: TrainConfig, *, progress: bool = False, allow_change: Collecti
 
 def write_weights(config: TrainConfig, out: str | Path, *, overwrite: bool = False) -> int:
     """Writes the weights of a run's latest state as a checkpoint (or adapters, or an indicator), for a run that has not
-    ended; returns the state's step. No more than them is read, an array at a time, and no device holds any; the data may
-    be gone.
+    ended; returns the state's step. No more than them is read, an array at a time, and no device holds any; the data
+    may be gone.
 
     Raises:
         DllmError: when there is no state.

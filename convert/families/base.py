@@ -147,6 +147,7 @@ class Family:
         generation: options of samplers that its models are usually sampled with, for `generation.json`.
         note: what people are told about a conversion; None for nothing.
         read_generation: those that the hub's generation_config.json gives, over these; None reads none.
+        asks_block_length: whether published files may leave open how long blocks are, so that the user may have to say.
     """
 
     name: str
@@ -159,6 +160,7 @@ class Family:
     generation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     note: str | None = None
     read_generation: Callable[[HubConfig], Mapping[str, Any]] | None = None
+    asks_block_length: bool = False
 
     @property
     def architectures(self) -> tuple[str, ...]:

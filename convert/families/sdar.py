@@ -1,7 +1,6 @@
 """SDAR (arXiv 2510.06303): Qwen3 as block diffusion, 1.7B to 8B dense, 30B-A3B with experts."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 from convert.families import qwen2
@@ -12,6 +11,7 @@ from dllm_jax.errors import DllmError
 
 _ORIGINAL = published("sdar-8b-chat")
 _MASK = "<|MASK|>"
+_PUBLISHED, _UNNAMED = r"SDAR-[\d.]+B(-A\d+B)?(-[a-z]+)?", 4  # names without -bN, and the length of their blocks
 
 _LAYER, _OURS = "model.layers.{layer}.", "layers.{layer}."
 _EXPERT = _LAYER + "mlp.experts.{expert}."
@@ -31,10 +31,12 @@ _EXPERTS = (
 def read_config(hub: HubConfig) -> ModelConfig:
     """The ModelConfig of an SDAR config.json.
 
-    The block's length is `block_size`, else what the folder's name ends in (`-b8`, `-b16`, ...), else 4.
+    The block's length is `block_size`. Published files lack it: there it is what the name says, `-b8`, `-b16` and so
+    on, or 4 where the name is a published one without. Of other names the user has to say it.
 
     Raises:
-        DllmError: naming the field that is missing, or whose value the backbone does not implement.
+        DllmError: naming the field that is missing, or whose value the backbone does not implement; where nothing says
+            how long blocks are, or two things do and differ.
     """
     hub.require(attention_bias=False)
     hub.integer("head_dim")  # which is not hidden_size / heads
@@ -53,10 +55,25 @@ def read_config(hub: HubConfig) -> ModelConfig:
 
 
 def _block_length(hub: HubConfig) -> int:
-    if "block_size" in hub.values:
-        return hub.integer("block_size")
-    named = re.search(r"-b(\d+)(?:-|$)", Path(hub.where).parent.name)
-    return int(named[1]) if named else 4
+    asked = hub.block_length
+    found = hub.integer("block_size") if "block_size" in hub.values else _named_block_length(hub.name)
+    if found is not None and asked not in (None, found):
+        raise DllmError(f"{hub.where}: the blocks of {hub.name} are {found} positions long, not {asked}")
+    length = asked if found is None else found
+    if length is None:
+        raise DllmError(
+            f"{hub.where} has no block_size, and the name {hub.name!r} does not say how long blocks are; add "
+            "--block-length N"
+        )
+    return length
+
+
+def _named_block_length(name: str) -> int | None:
+    """What a published name says; None of another name."""
+    own = name.rpartition("/")[2]
+    if named := re.search(r"-b([1-9]\d*)(?:-|$)", own):
+        return int(named[1])
+    return _UNNAMED if re.fullmatch(_PUBLISHED, own, re.IGNORECASE) else None
 
 
 def _experts(hub: HubConfig) -> Experts:
@@ -108,4 +125,5 @@ FAMILY = Family(
     read_config=read_config,
     write_config=write_config,
     ignored=qwen2.IGNORED,
+    asks_block_length=True,
 )
