@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import itertools
 import json
 import os
 import sys
@@ -21,8 +22,11 @@ from dllm_jax import Denoiser, DllmError
 from dllm_jax.params import init_params
 from dllm_jax.tokenizer import encode_text, load_tokenizer
 from train.config import DataPart
-from train.data import Rows, Setup, cache
+from train.data import Rows, Setup, cache, checks
+from train.data.checks import checked
 from train.data.files import arrayrecord, datasets, jsonl, parquet, text
+from train.data.fingerprint import fingerprint
+from train.data.heldout import draw, split
 from train.data.order import shuffled
 from train.losses import Batch
 from train.objectives import OBJECTIVES, objective_of
@@ -532,3 +536,108 @@ def test_rows_are_those_of_any_process(tmp_path):
     for i in range(80):
         for left, right in zip(found[i], one(i), strict=True):
             np.testing.assert_array_equal(left, right)
+
+
+# How a run starts: of tokenised data nothing is done example by example ----------------------------------------------
+
+
+class Plain:
+    """A source as others write them: examples one by one, and nothing more."""
+
+    def __init__(self, source):
+        self._source, self.faults = source, source.faults
+
+    def __len__(self):
+        return len(self._source)
+
+    def example(self, index):
+        return self._source.example(index)
+
+    def name(self, index):
+        return self._source.name(index) if hasattr(self._source, "name") else f"example {index}"
+
+
+def random_entries(seed, count):
+    """Pairs and documents of token ids, many of them bad: empty, too long, nothing but ends, with masks."""
+    rng = np.random.default_rng(seed)
+    some = lambda most: rng.choice([*range(6), LLADA.mask_id, LLADA.eos_id], rng.integers(0, most)).tolist()
+    pairs = [{"prompt": some(6), "answer": some(9)} for _ in range(count)]
+    return [
+        *pairs,
+        *({"ids": some(14)} for _ in range(count // 2)),
+        {"ids": [999]},
+        {"prompt": [1], "answer": [20, 20]},
+    ]
+
+
+@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("kind", ["sft", "pretrain", "prompts"])
+def test_a_scan_finds_what_looking_at_each_example_finds(kind, pack, tmp_path, monkeypatch):
+    """The same faults and the same held-out examples, whatever the size of the pieces."""
+    setup = Setup(LLADA, None, 12, cache=tmp_path / "cache")
+    source = jsonl(setup, path=write_lines(tmp_path / "lines.jsonl", random_entries(len(kind), 300)), pack=pack)
+    for canvas, piece in itertools.product((0, 12 if pack else 5), (1, 50, 10**6)):
+        monkeypatch.setattr(cache, "_PIECE", piece)
+        part = DataPart(length=10 if canvas == 5 else 12, answer_length=canvas, on_bad="drop")
+        look = lambda source, part=part: checked(source, part, kind, LLADA)
+        (left, found), (other, wanted) = look(source), look(Plain(source))
+        assert found == wanted and (pack or len(found.kinds) > 1)
+        numbers = lambda source: [example.tobytes() for side in split(source, 0.3) for example in answers(side)]
+        for file in tmp_path.glob("cache/*/draws*"):
+            file.unlink()
+        assert numbers(left) == numbers(other) and len(left) == len(other)
+    drop_long = jsonl(setup, path=str(tmp_path / "lines.jsonl"), drop_long=True)
+    assert len(drop_long.draws()) == len(drop_long)
+    assert all(drop_long.draws()[i] == draw(drop_long.example(i)) for i in range(len(drop_long)))
+
+
+def answers(source):
+    return [np.concatenate((e.prompt_ids, e.answer_ids)) for e in map(source.example, range(len(source)))]
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_a_start_looks_at_no_more_examples_of_more_data(pack, tmp_path, monkeypatch):
+    """What is held out is hashed once; the next start, in this process or another, reads what was kept."""
+    counts, made = [], []
+    for source in (cache.Tokenised, cache.Packed):
+        example = source.example
+        monkeypatch.setattr(source, "example", lambda self, i, of=example: made.append(i) or of(self, i))
+    for count in (1000, 4000):
+        path = write_lines(
+            tmp_path / f"{count}.jsonl", [{"prompt": [i % 9], "answer": [i % 7] * 4} for i in range(count)]
+        )
+        data = {"source": "jsonl", "options": {"path": path, "pack": pack}, "cache": str(tmp_path / "cache")}
+        data |= {"length": 12, "heldout": 0.2, "bucket": 4} | ({} if pack else {"answer_length": 6})
+        config = run_config(tmp_path / "out", data=data, watch={"every": 2, "rows": 5})
+        first, _ = prepare(config).checked(config, progress=False)
+        fingerprint(first.rows.source)
+        counts.append(len(made))
+        made.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(cache, "_draws", None)
+            again, _ = prepare(config).checked(config, progress=False)
+        made.clear()
+        assert len(again.rows.source) == len(first.rows.source) < count
+    assert counts[0] == counts[1] < 100
+
+
+def test_of_large_data_ids_are_looked_at_as_they_come(tmp_path, monkeypatch):
+    """Lengths are all checked before the first step; a mask token is found when its row is made, and named."""
+    monkeypatch.setattr(checks, "_MOST", 20)
+    entries = [{"prompt": [1], "answer": [i % 9, 2]} for i in range(20)]
+    bad, long = {"prompt": [1], "answer": [LLADA.mask_id]}, {"prompt": [1], "answer": [3] * 20}
+    config = lambda name, **more: run_config(
+        tmp_path / "out", data={"source": "jsonl", "options": {"path": str(tmp_path / name)}, "length": 12, **more}
+    )
+    write_lines(tmp_path / "long.jsonl", [*entries, long])
+    with pytest.raises(DllmError, match=r"long.jsonl line 21 has 21 tokens"):
+        prepare(config("long.jsonl")).checked(config("long.jsonl"), progress=False)
+    write_lines(tmp_path / "bad.jsonl", [*entries, bad])
+    parts, faults = prepare(config("bad.jsonl")).checked(config("bad.jsonl"), progress=False)
+    assert not faults and not parts.rows.checked
+    with pytest.raises(DllmError, match=r"bad.jsonl line 21 has the mask token"):
+        for position in range(21):
+            parts.rows(position)
+    dropping = config("bad.jsonl", on_bad="drop")
+    parts, (faults,) = prepare(dropping).checked(dropping, progress=False)
+    assert faults.kinds == {"with a mask token": 1} and len(parts.rows.source) == 20 and parts.rows.checked

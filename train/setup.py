@@ -16,7 +16,7 @@ from dllm_jax.sharding import Layout
 from dllm_jax.tokenizer import has_tokenizer, load_tokenizer
 from train.config import DataPart, ModelPart, TrainConfig
 from train.data import SOURCES, Rows, Setup, Source, in_words, made_by, size, source_of
-from train.data.checks import Faults, checked
+from train.data.checks import Faults, checked, scans_all
 from train.data.heldout import some, split
 from train.lora import check_start, tokenizer_files
 from train.objectives import objective_of
@@ -51,7 +51,7 @@ class Parts:
         if config.data.heldout:
             own, held = split(rows.source, config.data.heldout, progress=progress)
             rows = dataclasses.replace(rows, source=own)
-            heldout = _heldout(config, held, self.model, checked=True) if config.watch.every else None
+            heldout = _heldout(config, held, self.model, checked=rows.checked) if config.watch.every else None
         elif heldout is not None:
             heldout, more = self._good(heldout, progress)
         if heldout is not None:
@@ -61,7 +61,7 @@ class Parts:
 
     def _good(self, rows: Rows, progress: bool) -> tuple[Rows, Faults | None]:
         source, faults = checked(rows.source, rows.part, rows.kind, self.model, progress=progress)
-        return dataclasses.replace(rows, source=source, checked=isinstance(source, Sized)), faults
+        return dataclasses.replace(rows, source=source, checked=scans_all(source, rows.part)), faults
 
     def outline(self, name: str, layout: Layout | None) -> Model:
         """The model as samplers take it, still without parameters."""

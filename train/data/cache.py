@@ -4,6 +4,7 @@ CACHE/KEY/about.json    where it comes from, written last: without it there is m
 CACHE/KEY/tokens.bin    int32, the tokens of all examples one behind the other, ~id where nothing is learned in SFT
 CACHE/KEY/index.bin     a `RECORD` for each example, and for each entry that is none
 CACHE/KEY/faults.jsonl  why the latter are none
+CACHE/KEY/draws*.bin    uint64, what `data.heldout` draws for each record, or row of packed ones, once it was asked
 
 The key is of the data, of the tokenizer and of the settings that tokens depend on: so of `data.length` it is not. Files
 count as the same as long as name, size and time of change are. A process that is killed loses the entries since the
@@ -39,6 +40,7 @@ which entry of which file it is."""
 _FORMAT = 1
 _FAULTY = -1
 _CHARACTERS = 2**21  # that are encoded together
+_PIECE = 2**22  # tokens that are looked at together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +66,20 @@ class Entries:
         return f"{self.files[file]} {self.unit} {number}"
 
 
+class Flat(NamedTuple):
+    """Some examples one behind the other.
+
+    Attributes:
+        stored: [T] int32, as in `TOKENS`.
+        bounds: [N + 1], where each begins, and the last ends.
+        prompts: [N], tokens of each before the first that is learned.
+    """
+
+    stored: np.ndarray
+    bounds: np.ndarray
+    prompts: np.ndarray
+
+
 class Tokenised:
     """A finite source: the examples of a cache folder, none of them in memory.
 
@@ -83,7 +99,7 @@ class Tokenised:
         Raises:
             DllmError: when it is damaged.
         """
-        self._entries, self.identity = entries, folder.name
+        self._entries, self.folder, self.identity = entries, folder, folder.name
         try:
             self.faults = [json.loads(line) for line in (folder / FAULTS).read_text(encoding="utf-8").splitlines()]
             self._index, self.tokens = _mapped(folder / INDEX, RECORD), _mapped(folder / TOKENS, np.dtype("<i4"))
@@ -112,10 +128,39 @@ class Tokenised:
         lengths = np.diff(self._index["end"], prepend=0)
         return lengths if self._numbers is None else lengths[self._numbers]
 
+    def prompts(self) -> np.ndarray:
+        """Tokens of each example's prompt, [N]."""
+        return self._index["prompt"] if self._numbers is None else self._index["prompt"][self._numbers]
+
     def name(self, index: int) -> str:
         """What example `index` is called: file and line."""
         record = self._index[self._number(index)]
         return self._entries.name(int(record["file"]), int(record["number"]))
+
+    def scanned(self, of: Callable[[Flat], np.ndarray], *, shown: str | None = None) -> np.ndarray:
+        """What a function of NumPy says of each example, [N]; it is given some millions of tokens at a time.
+
+        Args:
+            shown: what a progress bar says; None shows none.
+        """
+        found = _of_all(self._flat, _cuts(self._index["end"]), of, shown)
+        return found if self._numbers is None else found[self._numbers]
+
+    def draws(self, *, shown: str | None = None) -> np.ndarray:
+        """`train.data.heldout.draw` of each example in units of 2^-64, [N] uint64: hashed once, and kept.
+
+        Args:
+            shown: as of `scanned`.
+        """
+        make = lambda: _of_all(self._flat, _cuts(self._index["end"]), _draws, shown)
+        found = _kept(self.folder / "draws.bin", len(self._index), make)
+        return found if self._numbers is None else found[self._numbers]
+
+    def _flat(self, first: int, end: int) -> Flat:
+        """The examples of records, those that are none among them, without tokens."""
+        start, records = self._start(first), self._index[first:end]
+        bounds = np.concatenate(([0], records["end"] - start))
+        return Flat(self.tokens[start : start + int(bounds[-1])], bounds, np.maximum(records["prompt"], 0))
 
     def _number(self, index: int) -> int:
         return index if self._numbers is None else int(self._numbers[index])
@@ -144,7 +189,7 @@ class Packed:
     """
 
     def __init__(self, source: Tokenised, length: int) -> None:
-        self.faults, self.identity = source.faults, source.identity
+        self.faults, self.identity, self._folder = source.faults, source.identity, source.folder
         count = len(source.tokens) // length
         if not count and not self.faults:
             raise DllmError(
@@ -163,6 +208,74 @@ class Packed:
     def lengths(self) -> np.ndarray:
         """Tokens of each row, [N] int64."""
         return np.full(len(self), self._rows.shape[1])
+
+    def prompts(self) -> np.ndarray:
+        """Tokens of each row's prompt, [N]: none."""
+        return np.zeros(len(self), np.int64)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Those of all rows in order, as in the file."""
+        return self._rows.reshape(-1)
+
+    def scanned(self, of: Callable[[Flat], np.ndarray], *, shown: str | None = None) -> np.ndarray:
+        """As of `Tokenised`."""
+        return _of_all(self._flat, self._row_cuts(), of, shown)
+
+    def draws(self, *, shown: str | None = None) -> np.ndarray:
+        """As of `Tokenised`."""
+        make = lambda: _of_all(self._flat, self._row_cuts(), _draws, shown)
+        return _kept(self._folder / f"draws-{self._rows.shape[1]}.bin", len(self), make)
+
+    def _flat(self, first: int, end: int) -> Flat:
+        bounds = np.arange(end - first + 1) * self._rows.shape[1]
+        return Flat(self._rows[first:end].reshape(-1), bounds, np.zeros(end - first, np.int64))
+
+    def _row_cuts(self) -> list[int]:
+        together = max(1, _PIECE // self._rows.shape[1])
+        return [*range(0, len(self), together), len(self)]
+
+
+def _cuts(ends: np.ndarray) -> list[int]:
+    """Numbers of records, between which some `_PIECE` tokens lie, at least one record each: [0, ..., N]."""
+    pieces = int(ends[-1]) // _PIECE if len(ends) else 0
+    found = np.searchsorted(ends, np.arange(1, pieces + 1) * _PIECE, side="right")
+    return np.unique(np.concatenate(([0], found, [len(ends)]))).tolist()
+
+
+def _of_all(
+    flat: Callable[[int, int], Flat], cuts: list[int], of: Callable[[Flat], np.ndarray], shown: str | None
+) -> np.ndarray:
+    pieces = tqdm(itertools.pairwise(cuts), shown, len(cuts) - 1, delay=1.0, disable=shown is None)
+    return np.concatenate([of(flat(first, end)) for first, end in pieces] or [np.zeros(0, bool)])
+
+
+def _draws(some: Flat) -> np.ndarray:
+    """As `train.data.heldout.draw`, of examples as they are stored."""
+    tokens = memoryview(np.ascontiguousarray(_unfolded(some.stored)[0], "<i4")).cast("B")
+    bounds = (4 * some.bounds).tolist()
+    found = bytearray()
+    for prompt, start, end in zip(some.prompts.tolist(), bounds, bounds[1:], strict=False):
+        said = hashlib.blake2b(prompt.to_bytes(8, "little"), digest_size=8)
+        said.update(tokens[start:end])
+        found += said.digest()
+    return np.frombuffer(bytes(found), "<u8")
+
+
+def _kept(path: Path, count: int, make: Callable[[], np.ndarray]) -> np.ndarray:
+    """An array [count] of uint64 that is made once and then mapped; where the folder cannot be written, made each
+    time."""
+    there = lambda: path.is_file() and path.stat().st_size == 8 * count
+    try:
+        if not there():
+            with _held(path.parent):
+                if not there():
+                    partial = path.with_name(f".{path.name}.partial")
+                    partial.write_bytes(make().astype("<u8").tobytes())
+                    os.replace(partial, path)
+        return _mapped(path, np.dtype("<u8"))
+    except (OSError, NotImplementedError):
+        return make()
 
 
 def tokenised(setup: Setup, entries: Entries, form: EntryForm, *, drop_long: bool = False) -> Tokenised:

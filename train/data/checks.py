@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import time
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,10 +17,12 @@ from dllm_jax.checkpoint import home
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 from train.config import DataPart, Kind
-from train.data.source import ExampleLike, Source, lengths_of, name_of, size
+from train.data.cache import Flat, Packed, Tokenised
+from train.data.source import ExampleLike, Source, draws_of, lengths_of, name_of, prompts_of, size
 from train.folder import replace_file
 
 _SLOW = 5.0  # seconds, from which on what was found is worth a file
+_MOST = 2**31  # tokens that are all looked at before the first step: 8 GiB, read in some seconds to a minute
 _TOLD = 1000  # sentences that are kept
 _NAMED = 5  # of them in a refusal
 
@@ -84,6 +86,16 @@ class Chosen:
         lengths = lengths_of(self._source)
         return None if lengths is None else lengths[self._numbers]
 
+    def prompts(self) -> np.ndarray | None:
+        """Tokens of each example's prompt, [N], where the source knows."""
+        prompts = prompts_of(self._source)
+        return None if prompts is None else prompts[self._numbers]
+
+    def draws(self, *, shown: str | None) -> np.ndarray | None:
+        """As of `train.data.source.draws_of`."""
+        draws = draws_of(self._source, shown=shown)
+        return None if draws is None else draws[self._numbers]
+
     def name(self, index: int) -> str:
         """What it is called in its source."""
         return name_of(self._source, int(self._numbers[index]))
@@ -94,8 +106,9 @@ def checked(
 ) -> tuple[Source, Faults | None]:
     """A source whose examples all make rows, and what was wrong with others, which `data.on_bad` drops or refuses.
 
-    All examples are looked at, one at a time. What took long is kept under $DLLM_JAX_HOME/checks, for sources that have
-    an `identity`. The rows of an endless source are looked at as they come, and refused.
+    All examples are looked at: one at a time, of tokenised data only those that a scan by NumPy finds doubtful. What
+    took long is kept under $DLLM_JAX_HOME/checks, for sources that have an `identity`. The rows of an endless source,
+    and those of one for which `scans_all` is false, are looked at as they come, and refused.
 
     Args:
         progress: show a bar.
@@ -115,6 +128,14 @@ def checked(
     if part.on_bad == "refuse" or faults.total == faults.count:
         raise DllmError(_refusal(faults))
     return Chosen(source, np.delete(np.arange(len(source)), faults.bad)), faults
+
+
+def scans_all(source: Source, part: DataPart) -> bool:
+    """Whether `checked` looks at all tokens of a source. Of tokenised data with more than 2^31 of them it looks at the
+    lengths alone, unless bad examples are to be dropped."""
+    if not isinstance(source, Tokenised | Packed):
+        return isinstance(source, Sized)
+    return part.on_bad == "drop" or len(source.tokens) <= _MOST
 
 
 def fault_of(example: ExampleLike, part: DataPart, kind: Kind, config: ModelConfig) -> Fault | None:
@@ -170,7 +191,8 @@ def _faults(source: Source, count: int, part: DataPart, kind: Kind, config: Mode
             return Faults(**json.loads(path.read_text(encoding="utf-8")))
     start, bad, told = time.perf_counter(), list[int](), unread[:_TOLD]
     kinds = collections.Counter({"unreadable": len(unread)} if unread else {})
-    for index in tqdm(range(count), desc="checking", unit=" examples", delay=1.0, disable=not progress):
+    numbers = _doubtful(source, part, kind, config, progress)
+    for index in tqdm(numbers, desc="checking", unit=" examples", delay=1.0, disable=not progress):
         if fault := _seen(source, index, part, kind, config):
             bad.append(index)
             kinds[fault.kind] += 1
@@ -181,6 +203,38 @@ def _faults(source: Source, count: int, part: DataPart, kind: Kind, config: Mode
         with contextlib.suppress(OSError):  # looking again is all it costs
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(path, json.dumps(dataclasses.asdict(found)))
+    return found
+
+
+def _doubtful(source: Source, part: DataPart, kind: Kind, config: ModelConfig, progress: bool) -> Sequence[int]:
+    """The examples that may be bad: all, or of tokenised data those that NumPy finds, some millions of tokens at a
+    time."""
+    assert isinstance(source, Sized)
+    if not isinstance(source, Tokenised | Packed):
+        return range(len(source))
+    canvas, length, scans = part.answer_length, part.length, scans_all(source, part)
+
+    def doubtful(some: Flat) -> np.ndarray:
+        totals, prompts = np.diff(some.bounds), some.prompts
+        found = (totals == 0) | (prompts >= length) | (totals > length)
+        if canvas:
+            found |= (totals - prompts > canvas) | (prompts + canvas > length)
+        if not scans:
+            return found  # and no token was read
+        ids = np.where(some.stored < 0, ~some.stored, some.stored)
+        learned = some.stored >= 0
+        wrong = ids >= config.vocab_size
+        if kind != "prompts":
+            wrong |= (ids == config.mask_id) & (learned | (kind == "pretrain"))
+        found[np.searchsorted(some.bounds, np.flatnonzero(wrong), side="right") - 1] = True
+        if kind == "sft":
+            for end in {config.eos_id, *config.end_ids}:
+                learned &= ids != end
+            counts = np.concatenate(([0], np.cumsum(learned)))
+            found |= np.diff(counts[some.bounds]) == 0
+        return found
+
+    found: list[int] = np.flatnonzero(source.scanned(doubtful, shown="checking" if progress else None)).tolist()
     return found
 
 
@@ -209,5 +263,6 @@ def _path(source: Source, count: int, part: DataPart, kind: Kind, config: ModelC
         return None
     ids = (config.vocab_size, config.mask_id, config.eos_id, config.end_ids)
     about = [identity, count, part.source, part.options, part.length, part.answer_length, kind, ids]
+    about += [] if scans_all(source, part) else ["lengths"]
     key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:32]
     return home() / "checks" / f"{key}.json"

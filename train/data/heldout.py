@@ -8,7 +8,7 @@ from tqdm import tqdm
 from dllm_jax.errors import DllmError
 from train.data.checks import Chosen
 from train.data.order import shuffled
-from train.data.source import ExampleLike, Source, size
+from train.data.source import ExampleLike, Source, draws_of, size
 
 _ORDER = (5,)  # of the examples that are looked at
 
@@ -31,19 +31,22 @@ def split(source: Source, share: float, *, progress: bool = False) -> tuple[Sour
         raise DllmError(
             "data.heldout is for data with an end, and this has none; set it to 0, and watch.source to other data"
         )
-    numbers = tqdm(range(count), desc="held out", unit=" examples", delay=1.0, disable=not progress)
-    held = np.fromiter((draw(source.example(i)) < share for i in numbers), bool, count)
+    draws = draws_of(source, shown="held out" if progress else None)
+    if draws is None:
+        numbers = tqdm(range(count), desc="held out", unit=" examples", delay=1.0, disable=not progress)
+        draws = np.fromiter((draw(source.example(i)) for i in numbers), np.uint64, count)
+    held = draws / 2.0**64 < share
     if held.all() or not held.any():
         where = "no example" if not held.any() else "all examples"
         raise DllmError(f"data.heldout {share:g} holds out {where} of {count}; choose another share, or watch.source")
     return Chosen(source, np.flatnonzero(~held)), Chosen(source, np.flatnonzero(held))
 
 
-def draw(example: ExampleLike) -> float:
-    """A number in [0, 1) that an example's tokens decide."""
+def draw(example: ExampleLike) -> int:
+    """A number in [0, 2^64) that an example's tokens decide."""
     prompt, answer = (np.asarray(ids, "<i4") for ids in (example.prompt_ids, example.answer_ids))
     said = len(prompt).to_bytes(8, "little") + prompt.tobytes() + answer.tobytes()
-    return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "little") / 2**64
+    return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "little")
 
 
 def some(source: Source, rows: int) -> Source:

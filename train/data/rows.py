@@ -14,7 +14,7 @@ from dllm_jax.errors import DllmError
 from train.config import DataPart, Kind
 from train.data.checks import fault_of
 from train.data.order import BucketOrder, Order
-from train.data.source import ExampleLike, Source, lengths_of, name_of, progress, size
+from train.data.source import ExampleLike, Source, lengths_of, name_of, progress, prompts_of, size
 
 T = TypeVar("T")
 _ORDER, _CUT = 1, 2  # purposes of random numbers
@@ -92,8 +92,9 @@ class Rows:
     def _lengths(self, count: int) -> np.ndarray:
         """Positions that each example needs."""
         canvas = self.part.answer_length if self.part.pad else 0
-        if not canvas and (known := lengths_of(self.source)) is not None:
-            return known
+        known, prompts = lengths_of(self.source), prompts_of(self.source) if canvas else np.zeros(1, np.int64)
+        if known is not None and prompts is not None:
+            return np.maximum(known, prompts + canvas)
         examples = map(self.source.example, progress(range(count), "lengths", " examples", count))
         needed = (len(e.prompt_ids) + max(canvas, len(e.answer_ids)) for e in examples)
         return np.fromiter(needed, np.int64, count)

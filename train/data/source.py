@@ -59,7 +59,8 @@ class Source(Protocol):
     also has `__len__`; one without is an endless generator. A source that knows held-out splits gives training's here.
     More is used where it is there: `name(index)`, what sentences call an example; `faults`, a sentence for each entry
     that is no example, which does not count as one; `identity`, JSON that changes when the examples do; `lengths()`, an
-    array of the tokens in each example, without which `data.bucket` goes through all of them.
+    array of the tokens in each example, and `prompts()`, of those in its prompt, without which `data.bucket` goes
+    through all of them.
     """
 
     def example(self, index: int) -> ExampleLike:
@@ -119,6 +120,18 @@ def lengths_of(source: Source) -> np.ndarray | None:
     """How many tokens each example of a source has, where it knows."""
     lengths = getattr(source, "lengths", None)
     return None if lengths is None else lengths()
+
+
+def prompts_of(source: Source) -> np.ndarray | None:
+    """How many tokens each example's prompt has, where a source knows."""
+    prompts = getattr(source, "prompts", None)
+    return None if prompts is None else prompts()
+
+
+def draws_of(source: Source, *, shown: str | None) -> np.ndarray | None:
+    """`train.data.heldout.draw` of each example of a source that keeps them, [N] uint64; None of another."""
+    draws = getattr(source, "draws", None)
+    return None if draws is None else draws(shown=shown)
 
 
 def name_of(source: Source, index: int) -> str:
