@@ -357,8 +357,8 @@ def test_a_full_disk_at_the_log_keeps_the_last_state(whole, tmp_path):
     config = config_of(out)
     original = RunFolder.go_on
 
-    def go_on(self, step, **options):
-        original(self, step, **options)
+    def go_on(self, step, data, **options):
+        original(self, step, data, **options)
         log.unlink()
         log.symlink_to("/dev/full")
 

@@ -252,7 +252,7 @@ def _of_all(
 
 def _draws(some: Flat) -> np.ndarray:
     """As `train.data.heldout.draw`, of examples as they are stored."""
-    tokens = memoryview(np.ascontiguousarray(_unfolded(some.stored)[0], "<i4")).cast("B")
+    tokens = memoryview(np.asarray(_unfolded(some.stored)[0], "<i4").tobytes())
     bounds = (4 * some.bounds).tolist()
     found = bytearray()
     for prompt, start, end in zip(some.prompts.tolist(), bounds, bounds[1:], strict=False):
