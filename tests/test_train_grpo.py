@@ -260,10 +260,12 @@ def test_the_policy_is_what_the_sampler_draws_from():
     model, temperature = Denoiser(LLADA, params), 0.7
     objective = Grpo(GrpoPart(states=T, beta=0.3), temperature)
     noised = objective.corrupt(jax.random.key(2), batch, model)
-    logits = model(noised.inputs[0], jnp.repeat(noised.lengths[0], T))[:1, 1:2]  # of one position
+    run = lambda model: jax.jit(lambda tokens, lengths: model(tokens, lengths))
+    logits = run(model)(noised.inputs[0], jnp.repeat(noised.lengths[0], T))[:1, 1:2]  # of one position
     assert jax.nn.softmax(logits / temperature)[0, 0, MASK] > 0.02
     every = lambda token: noised._replace(tokens=jnp.full_like(noised.tokens, token))
-    probability = np.exp([objective.logprobs(model, every(token))[0, 0, 1] for token in range(LLADA.vocab_size)])
+    logprob = jax.jit(lambda token: objective.logprobs(model, every(token))[0, 0, 1])
+    probability = np.exp([logprob(token) for token in range(LLADA.vocab_size)])
     draws = 20_000
     repeated = given(jnp.broadcast_to(logits, (1, draws, LLADA.vocab_size)))
     uniform = jax.random.uniform(jax.random.key(5), (1, draws, LLADA.vocab_size), minval=1e-7)
@@ -275,14 +277,14 @@ def test_the_policy_is_what_the_sampler_draws_from():
     np.testing.assert_allclose(frequency, probability, atol=5 * np.sqrt(0.25 / draws))
 
     def log(model):
-        logits = model(noised.inputs.reshape(-1, T), jnp.repeat(noised.lengths, T)) / temperature
+        logits = run(model)(noised.inputs.reshape(-1, T), jnp.repeat(noised.lengths, T)) / temperature
         return jax.nn.log_softmax(logits.at[..., MASK].set(-jnp.inf)).reshape(3, T, T, -1)
 
     counted, kept = noised.weights > 0, np.arange(LLADA.vocab_size) != MASK
     entropy = -(jnp.exp(log(model)) * log(model))[..., kept].sum(axis=-1)[counted].mean()
     own = lambda model: jnp.take_along_axis(log(model), noised.tokens[:, None, :, None], axis=-1)[..., 0][counted]
     behind = own(Denoiser(LLADA, base)) - own(model)
-    loss, metrics = objective.loss(model, Denoiser(LLADA, base), noised)
+    loss, metrics = jax.jit(objective.loss)(model, Denoiser(LLADA, base), noised)
     assert np.isfinite(loss)
     np.testing.assert_allclose(metrics["entropy"], entropy, rtol=1e-4)
     np.testing.assert_allclose(metrics["kl"], (jnp.exp(behind) - behind - 1).mean(), rtol=1e-3)
