@@ -346,7 +346,8 @@ def test_a_changed_batch_goes_on_with_the_next_prompts(tmp_path, monkeypatch):
 
 
 def test_devices_share_sampling_and_learning(tmp_path):
-    changes = CHANGES | {"steps": 8, "objective": {"updates": 2, "chunk": 16}}
+    # One iteration: weights that have learned differ by rounding, and the next one's draws may then be others.
+    changes = CHANGES | {"steps": 4, "objective": {"updates": 2, "chunk": 16}}
     outs = [tmp_path / name for name in ("one", "many")]
     for out, mesh in zip(outs, ({}, {"data": 2, "fsdp": 2}), strict=True):
         train.train(config_of(out, compute__mesh=mesh, **changes))
