@@ -95,6 +95,64 @@ def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
         raise DllmError(f"{text[:40]!r} cannot be expressed in this vocabulary ({_reason(error)})") from None
 
 
+def least_tokens(tokenizer: "PreTrainedTokenizerBase", text: str) -> int:
+    """A lower bound on the number of tokens of a text, found without encoding it: its bytes over the longest token's.
+
+    Encoding takes seconds and 200 bytes of memory per byte of text; a limit is enforced by this first. The bound is 0
+    where the tokenizer may drop or replace parts of a text.
+    """
+    longest = _longest_token(tokenizer)
+    if longest is None:
+        return 0
+    size = len(text.encode("utf-8", "surrogatepass"))
+    shrinks = 1 if text.isascii() else _NFC_SHRINKS
+    return -(-size // (longest * shrinks))
+
+
+_NFC_SHRINKS = 3  # bytes before composition over bytes after it, at most: U+03B9 U+0308 U+0301 is U+0390
+
+
+@functools.lru_cache(maxsize=4)
+def _longest_token(tokenizer: "PreTrainedTokenizerBase") -> int | None:
+    """Bytes of the longest token; None unless every byte of a text is in one of its tokens."""
+    core = tokenizer.backend_tokenizer
+    changes, splits = _steps_of(core.normalizer, "normalizers"), _steps_of(core.pre_tokenizer, "pretokenizers")
+    vocab = tokenizer.get_vocab()
+    by_byte = any(split["type"] == "ByteLevel" for split in splits)
+    covered = vocab.keys() >= (_byte_alphabet().keys() if by_byte else {f"<0x{byte:02X}>" for byte in range(256)})
+    refuses = isinstance(core.model, models.WordLevel) and core.model.unk_token not in vocab  # and replaces nothing
+    complete = (isinstance(core.model, models.BPE) and covered and (by_byte or core.model.byte_fallback)) or refuses
+    strips = any(token.lstrip or token.rstrip for token in tokenizer.added_tokens_decoder.values())
+    if not complete or strips or not all(map(_keeps_bytes, changes)) or not all(map(_keeps_text, splits)):
+        return None
+    added = {token.content for token in tokenizer.added_tokens_decoder.values()}
+    size = lambda token: len(token if by_byte and token not in added else token.encode())
+    return max(map(size, vocab), default=None)
+
+
+def _steps_of(part: Any, name: str) -> list[dict[str, Any]]:
+    """The steps of a normalizer or pre-tokenizer, in order."""
+    if part is None:
+        return []
+    state = json.loads(part.__getstate__())
+    return list(state.get(name, [state]))
+
+
+def _keeps_bytes(change: Mapping[str, Any]) -> bool:
+    """Whether a step of a normalizer never makes a text shorter, but for NFC's composition."""
+    if change["type"] == "Replace":
+        pattern = change["pattern"].get("String")
+        return pattern is not None and len(change["content"].encode()) >= len(pattern.encode())
+    return change["type"] in ("NFC", "NFD", "Prepend")
+
+
+def _keeps_text(split: Mapping[str, Any]) -> bool:
+    """Whether a step of a pre-tokenizer hands on all of the text."""
+    if split["type"] == "Split":
+        return bool(split["behavior"] != "Removed")
+    return split["type"] in ("ByteLevel", "Digits", "Metaspace")
+
+
 def encode_texts(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[list[int]]:
     """`encode_text` of each text, on all cores; one that cannot be encoded fails them all."""
     if not texts:

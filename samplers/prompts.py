@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dllm_jax import DllmError, Model
-from dllm_jax.tokenizer import encode_chat, encode_text
+from dllm_jax.tokenizer import chat_text, encode_text, least_tokens
 from samplers.build import CanvasSampler, check_token
 from samplers.inputs import check_context
 
@@ -63,22 +63,47 @@ def given_canvas(
     return canvas
 
 
-def encode_prompt(model: Model, prompt: Prompt, *, chat: bool = False, system: str | None = None) -> list[int]:
+class PromptTooLong(DllmError):
+    """A prompt has more tokens than there is room for; `tokens` is a lower bound on how many."""
+
+    def __init__(self, tokens: int, most: int) -> None:
+        super().__init__(f"the prompt has at least {tokens} tokens and there is room for {most}; shorten it")
+        self.tokens = tokens
+
+
+def encode_prompt(
+    model: Model, prompt: Prompt, *, chat: bool = False, system: str | None = None, most: int | None = None
+) -> list[int]:
     """Token ids of a prompt: raw text, a user's chat message (`chat`), a list of messages, or ids as they are.
+
+    Args:
+        most: tokens that there is room for; the model's context by default. A prompt whose size alone shows that it has
+            more is refused before it is encoded, which would take long. The ids that come back may still be more.
 
     Raises:
         DllmError: for an empty prompt, ids outside the vocabulary, or a mask token in the prompt.
+        PromptTooLong: for a prompt that surely has more than `most` tokens.
     """
+    most = model.config.max_length if most is None else most
     if isinstance(prompt, str) and (chat or system is not None):
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(prompt, str):
-        return _checked_ids(model, encode_text(model.require_tokenizer(), prompt))
+        return _checked_ids(model, _encoded(model, prompt, most))
     if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, (Sequence, np.ndarray, jax.Array)):
         raise DllmError(f"a prompt is a string, a list of token ids or a list of messages, not {reprlib.repr(prompt)}")
     if any(isinstance(item, Mapping) for item in prompt):
         head: list[Any] = [] if system is None else [{"role": "system", "content": system}]
-        return _checked_ids(model, encode_chat(model.require_tokenizer(), [*head, *prompt]))
+        return _checked_ids(model, _encoded(model, chat_text(model.require_tokenizer(), [*head, *prompt]), most))
+    if len(prompt) > most:
+        raise PromptTooLong(len(prompt), most)
     return _checked_ids(model, prompt.tolist() if isinstance(prompt, (np.ndarray, jax.Array)) else prompt)
+
+
+def _encoded(model: Model, text: str, most: int) -> list[int]:
+    tokenizer = model.require_tokenizer()
+    if (least := least_tokens(tokenizer, text)) > most:
+        raise PromptTooLong(least, most)
+    return encode_text(tokenizer, text)
 
 
 def _checked_ids(model: Model, ids: Sequence[Any]) -> list[int]:

@@ -134,7 +134,7 @@ BAD = {
     '{"prompt": "a", "stop": 5}': "stop is 5; give a list",
     '{"prompt": "a", "stop": [""]}': "a stop string is empty",
     '{"prompt": "a", "stop": ["' + "x" * 2000 + '"]}': "states and this engine has room for 1024; use fewer",
-    json.dumps({"prompt": [65] * 600}): "a prompt of 600 tokens and a canvas up to position 616 exceed the 512",
+    json.dumps({"prompt": [65] * 600}): "the prompt has at least 600 tokens and there is room for 512",
     '{"prompt": [999]}': "prompt token 999 lies outside the vocabulary",
     '{"prompt": "\\ud800"}': "cannot be expressed in this vocabulary",
 }

@@ -15,7 +15,7 @@ from test_engine import ROWS, first_layers
 
 from dllm_jax import DllmError, Model, load, make_mesh
 from dllm_jax.tokenizer import token_bytes
-from samplers import Engine, Request, Result, make_sampler, sample_jit, stop_on
+from samplers import Engine, Request, Result, make_sampler, prompts, sample_jit, stop_on
 from samplers.generate import generate
 from samplers.prompts import pad_prompts
 from samplers.running import Runner
@@ -244,6 +244,19 @@ def test_bad_requests(llada, options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(DllmError, match=sentence):
         engine.submit(**{"prompt": ROWS[0], **options})
     assert engine.idle
+
+
+def test_a_prompt_that_is_surely_too_long_is_refused_before_it_is_encoded(llada, monkeypatch) -> None:
+    engine = Engine(llada, "threshold", slots=2, prompt_length=WIDTH, **OPTIONS)
+    encoded = []
+    monkeypatch.setattr(prompts, "encode_text", lambda tokenizer, text: encoded.append(text) or [65])
+    for long in ("x" * 20_000, [{"role": "user", "content": "x" * 20_000}], [65] * 20_000):
+        with pytest.raises(prompts.PromptTooLong) as refused:
+            engine.submit(long)
+        assert refused.value.tokens > llada.config.max_length
+        with pytest.raises(prompts.PromptTooLong):
+            prompts.encode_prompt(llada, long, most=WIDTH)
+    assert not encoded and engine.submit("x" * 90).prompt == [65] and encoded
 
 
 @pytest.mark.parametrize(

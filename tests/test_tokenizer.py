@@ -20,6 +20,7 @@ from dllm_jax.tokenizer import (
     encode_chat,
     encode_text,
     has_tokenizer,
+    least_tokens,
     load_tokenizer,
     special_tokens,
     token_bytes,
@@ -520,3 +521,29 @@ def test_folders_without_tokenizer(tmp_path):
         load_tokenizer(tmp_path, config())
     write_meta(tmp_path)
     assert has_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("which", ["fast", "slow", "tiny"])
+def test_the_least_number_of_tokens_is_no_more_than_there_are(which, request):
+    tokenizer = request.getfixturevalue(which)
+    found = [text for text in TEXTS if which != "tiny" or text.isascii()]
+    found += [] if which == "tiny" else ["\u03b9\u0308\u0301" * 50, "e\u0301" * 50]  # which NFC makes shorter
+    for text in [*found, *tokenizer.get_vocab()]:
+        assert least_tokens(tokenizer, text) <= len(encode_text(tokenizer, text))
+    longest = max(map(len, token_bytes(tokenizer, 136 if which == "tiny" else 416)))
+    longest = max(longest, *map(len, special_tokens(tokenizer)))
+    assert least_tokens(tokenizer, "x" * 10**6) == -(-(10**6) // longest)
+
+
+@pytest.mark.parametrize("loses", ["unknown words", "spaces", "spaces beside a token", "what is replaced"])
+def test_no_least_number_of_tokens_where_a_text_may_be_lost(loses):
+    core = trained_core()
+    if loses == "unknown words":
+        core = tokenizers.Tokenizer(models.WordLevel({"?": 0, "x": 1}, unk_token="?"))
+    elif loses == "spaces":
+        core.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), core.pre_tokenizer])
+    elif loses == "spaces beside a token":
+        core.add_special_tokens([AddedToken("<mask>", lstrip=True)])
+    else:
+        core.normalizer = normalizers.Replace("xxx", "x")
+    assert least_tokens(transformers.PreTrainedTokenizerFast(tokenizer_object=core), "x" * 10**6) == 0
