@@ -420,6 +420,8 @@ class FunctionDenoiser:
         for name, token in (("mask_id", self.mask_id), ("eos_id", self.eos_id)):
             if not 0 <= token < self.vocab_size:
                 raise DllmError(f"{name} {token} lies outside the vocabulary of {self.vocab_size} tokens")
+        if self.mask_id == self.eos_id:
+            raise DllmError(f"mask_id and eos_id are both {self.mask_id}; they must be two tokens")
 
     def _traced_vocab_size(self) -> int:
         tokens, lengths = jax.ShapeDtypeStruct((1, 8), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)

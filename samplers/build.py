@@ -332,7 +332,7 @@ def _only_token(model: Model, what: str, text: str) -> int:
 
 def check_token(what: str, token: Any, config: ModelConfig) -> None:
     """Raises DllmError for what is no token id of a model."""
-    if not isinstance(token, (int, np.integer)):
+    if isinstance(token, bool) or not isinstance(token, int | np.integer):
         raise DllmError(f"{what} token {token!r} is no token id; give whole numbers")
     if not 0 <= token < config.vocab_size:
         raise DllmError(f"{what} token {token} lies outside the vocabulary of {config.vocab_size} tokens")

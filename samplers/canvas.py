@@ -14,7 +14,7 @@ from dllm_jax.kv_cache import slice_rows, write_rows
 from dllm_jax.pytree import pytree
 from samplers import stopping
 from samplers.engine import Result
-from samplers.inputs import check_lengths
+from samplers.inputs import check_given, check_lengths
 from samplers.noise import Noise, source_of
 from samplers.stopping import Stop, StopState
 
@@ -176,6 +176,7 @@ def begin(
     prompt, prompt_lengths = checked_prompt(denoiser, prompt, prompt_lengths)
     batch, width = prompt.shape
     _check_given(given, batch, gen_length)
+    check_given(given, denoiser.vocab_size)
     gen_lengths = _checked_lengths("gen", gen_lengths, batch, 1, gen_length)
     noise = source_of(noise, key, batch)
     position = jnp.arange(max(width + length, context))

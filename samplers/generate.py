@@ -89,6 +89,10 @@ def prepare(
         raise DllmError(f"model is a {type(model).__name__}; {own if hasattr(model, 'forward') else load}")
     if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, (Sequence, np.ndarray, jax.Array)):
         raise DllmError(f"prompts is {reprlib.repr(prompts)}; give a string or a list of prompts")
+    flat = isinstance(prompts, np.ndarray | jax.Array) and prompts.ndim == 1
+    if flat or any(isinstance(item, int | np.integer) for item in prompts):
+        ids = reprlib.repr(prompts.tolist() if isinstance(prompts, np.ndarray | jax.Array) else list(prompts))
+        raise DllmError(f"prompts is {ids}; token ids of one prompt are a list in a list, [{ids}]")
     if not isinstance(seed, (int, np.integer)):
         raise DllmError(f"seed is {seed!r}; it must be a whole number")
     check_whole("seed", seed, 0, 2**32 - 1)  # JAX drops the bits above, so that other seeds would give equal numbers

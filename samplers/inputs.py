@@ -38,6 +38,7 @@ def checked_call(
     _check_numbers(sampler, batch)
     lengths = check_lengths("prompt", prompt_lengths, batch, denoiser.min_prompt_length, width)
     _check_tokens(prompt, lengths, denoiser.vocab_size)
+    check_given(options.get("given"), denoiser.vocab_size)
     if (gen_length := getattr(sampler, "gen_length", None)) is not None:
         most = check_lengths("gen", options.get("gen_lengths"), batch, 1, gen_length)
         prompts, generations = width if lengths is None else lengths, gen_length if most is None else most
@@ -121,13 +122,23 @@ def _check_tokens(prompt: Any, lengths: np.ndarray | None, vocab_size: int) -> N
     ids = _concrete(prompt)
     if ids is None:
         return
-    wrong = (ids < 0) | (ids >= vocab_size)
-    if lengths is not None:
-        wrong &= np.arange(ids.shape[1]) < lengths[:, None]
+    counted = True if lengths is None else np.arange(ids.shape[1]) < lengths[:, None]
+    _refuse_outside("prompt", ids, vocab_size, counted)
+
+
+def check_given(given: Any, vocab_size: int) -> None:
+    """Raises DllmError for given tokens [B, G] outside the vocabulary, where they are known; None is none."""
+    ids = None if given is None else _concrete(given)
+    if ids is not None and ids.ndim == 2:
+        _refuse_outside("given", ids, vocab_size)
+
+
+def _refuse_outside(what: str, ids: np.ndarray, vocab_size: int, counted: np.ndarray | bool = True) -> None:
+    wrong = ((ids < 0) | (ids >= vocab_size)) & counted
     if wrong.any():
         row, place = (int(index) for index in np.unravel_index(np.argmax(wrong), wrong.shape))
         outside = f"lies outside the vocabulary of {vocab_size} tokens"
-        raise DllmError(f"prompt token {ids[row, place]} of row {row}, position {place}, {outside}")
+        raise DllmError(f"{what} token {ids[row, place]} of row {row}, position {place}, {outside}")
 
 
 def _check_context(
@@ -152,22 +163,40 @@ def check_context(who: str, limit: int, prompt: int, total: int, block_length: i
 
 
 def _check_numbers(part: Any, batch: int, place: str = "") -> None:
-    """Raises DllmError for a number, of a sampler or of its parts, that is neither a scalar nor [B]."""
-    for name, number in _fields(part.__class__):
-        value = getattr(part, name)
-        if number and np.shape(value) not in ((), (batch,)):
+    """Raises DllmError for a number, of a sampler or of its parts, that is neither a scalar nor [B], and for fractions
+    where whole numbers must be."""
+    for field in dataclasses.fields(part):
+        value, dtype = getattr(part, field.name), number_dtypes(part.__class__).get(field.name)
+        if dtype is not None and isinstance(value, list | tuple):
+            raise DllmError(f"{place}{field.name} is {value!r}; give one number, or a jnp.array of one per row")
+        if dtype is not None and np.shape(value) not in ((), (batch,)):
             shapes = f"one number, or [{batch}], one per row"
-            raise DllmError(f"{place}{name} has shape {list(np.shape(value))}; it must be {shapes}")
+            raise DllmError(f"{place}{field.name} has shape {list(np.shape(value))}; it must be {shapes}")
+        if dtype is not None and value is not None:
+            check_kept(f"{place}{field.name}", value, dtype)
         if dataclasses.is_dataclass(value):
-            _check_numbers(value, batch, f"{place}{name}.")
+            _check_numbers(value, batch, f"{place}{field.name}.")
+
+
+def check_kept(what: str, value: Any, dtype: np.dtype) -> None:
+    """Raises DllmError for a number, or an array of them, that a field of this dtype cannot hold."""
+    whole = jnp.issubdtype(dtype, jnp.integer)
+    own = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
+    if whole and not jnp.issubdtype(own, jnp.integer):
+        raise DllmError(f"{what} is {value}; it must be a whole number")
+    found = np.asarray(value) if isinstance(value, int | np.integer) else np.zeros(0)
+    if whole and found.size and not np.iinfo(dtype).min <= int(found) <= np.iinfo(dtype).max:
+        raise DllmError(f"{what} is {value}; it must be at most {np.iinfo(dtype).max}")
 
 
 @functools.cache
-def _fields(kind: type) -> tuple[tuple[str, bool], ...]:
-    """Names of a dataclass's fields, and whether each is a number that may differ by row."""
+def number_dtypes(kind: type) -> dict[str, np.dtype]:
+    """Names of a dataclass's fields that are numbers and may differ by row, and what each is an array of, whatever the
+    type of the Python number that somebody gives: a threshold of 1 is a float."""
     try:
         hints = typing.get_type_hints(kind)
     except Exception:  # of somebody else's class, whose names may mean nothing here
-        hints = {}
-    number = lambda name: jax.Array in (types := spec.members(hints.get(name))) and bool({int, float} & set(types))
-    return tuple((field.name, number(field.name)) for field in dataclasses.fields(kind))
+        return {}
+    types = {name: set(spec.members(hint)) for name, hint in hints.items()}
+    numbers = {name: found for name, found in types.items() if jax.Array in found and found & {int, float}}
+    return {name: jnp.result_type(float if float in found else int) for name, found in numbers.items()}

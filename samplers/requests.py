@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dllm_jax import DllmError, Model
@@ -28,6 +27,7 @@ from samplers.answers import Generation, Moment, Trace, answer, moment
 from samplers.build import CanvasSampler, build, check_token, sampler_of, settings_for
 from samplers.checks import check_length, check_whole, refuse_unknown
 from samplers.engine import Result
+from samplers.inputs import check_given, check_kept
 from samplers.noise import row_keys
 from samplers.prompts import Prompt, check_width, encode_prompt
 from samplers.registry import Settings, called, options_of, title
@@ -36,6 +36,7 @@ from samplers.slots import (
     Report,
     Rows,
     begin_jit,
+    number_dtypes_of,
     number_names,
     numbers_of,
     structure_of,
@@ -200,6 +201,8 @@ class Engine:
         plain_names = set(number_names(sampler))
         self._of_plain = [name in plain_names for name in number_names(self.sampler)]
         self._structure, self._numbers = structure_of(self.sampler), numbers_of(self.sampler)
+        self._dtypes = number_dtypes_of(self.sampler)
+        self._check_numbers(self._numbers)
         room = model.config.max_length - self.sampler.gen_length
         self.prompt_length = max(min(512, room), 1) if prompt_length is None else prompt_length
         check_width(model, self.sampler, self.prompt_length)
@@ -268,7 +271,7 @@ class Engine:
             prompt=encode_prompt(self.model, prompt, chat=chat, system=system),
             gen_length=gen_length or most,
             key_data=np.asarray(jax.random.key_data(own)),
-            given=None if given is None else np.asarray(given, np.int32),
+            given=None if given is None else np.asarray(given),
             numbers=self._numbers_with(numbers) if numbers else None,
             stop=tuple(stop),
             texts=tuple(self._settings.options.get("stop") or ()) if self._settings else (),
@@ -297,9 +300,20 @@ class Engine:
         if request.given is not None and request.given.shape != (self.sampler.gen_length,):
             wanted = f"[{self.sampler.gen_length}], the engine's generation"
             raise DllmError(f"given has shape {list(request.given.shape)}; it must be {wanted}")
+        if request.given is not None and not np.issubdtype(request.given.dtype, np.integer):
+            raise DllmError(f"given is {request.given.dtype}; it must hold token ids, the mask id where one is missing")
+        if request.given is not None:
+            check_given(request.given[None], self.model.config.vocab_size)
+        if request.numbers is not None:
+            self._check_numbers(request.numbers)
         if request.given is not None and self._rows.given is None:
             raise DllmError("given tokens cannot be kept by this sampler; use BlockSampler")
         self._stops.check(request.stop)
+
+    def _check_numbers(self, numbers: Sequence[Any]) -> None:
+        """Raises DllmError for numbers that the rows cannot hold as they are."""
+        for name, number, dtype in zip(number_names(self.sampler), numbers, self._dtypes, strict=True):
+            check_kept(name.rpartition(".")[2], number, dtype)
 
     def cancel(self, request: Request) -> None:
         """Takes a request back; its slot is free in the next step. One that has ended stays as it is."""
@@ -392,7 +406,7 @@ class Engine:
 
     def _empty_rows(self) -> Rows:
         batch, length, low = self.slots, self.sampler.gen_length, self.model.denoiser.min_prompt_length
-        numbers = (np.full(batch, number, jnp.result_type(number)) for number in self._numbers)
+        numbers = (np.full(batch, *pair) for pair in zip(self._numbers, self._dtypes, strict=True))
         takes_given = getattr(self.sampler, "takes_given", True)
         start, drop = self._stops.rows(batch)
         return Rows(

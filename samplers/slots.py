@@ -20,6 +20,7 @@ from samplers.apd_verifier import Verifier
 from samplers.caches.base import each_row
 from samplers.engine import Result
 from samplers.indicator import Indicator
+from samplers.inputs import number_dtypes
 from samplers.stopping import Stop
 
 _SHARED = (Verifier, Indicator, Stop)  # parts of a sampler whose arrays, scalars too, are the same for all requests
@@ -75,6 +76,21 @@ def number_names(sampler: Any) -> tuple[str, ...]:
     """Where in a sampler its numbers are, in the order of `numbers_of`."""
     leaves = jax.tree_util.tree_flatten_with_path(sampler, is_leaf=_is_shared)[0]
     return tuple(jax.tree_util.keystr(path) for path, leaf in leaves if _is_number(leaf))
+
+
+def number_dtypes_of(sampler: Any) -> tuple[np.dtype, ...]:
+    """What the numbers of a sampler are arrays of, in the order of `numbers_of`: as their fields say, so that requests
+    differ in values alone; a number of no such field is as it is."""
+    paths = jax.tree_util.tree_flatten_with_path(sampler, is_leaf=_is_shared)[0]
+    return tuple(_dtype_at(sampler, path, leaf) for path, leaf in paths if _is_number(leaf))
+
+
+def _dtype_at(part: Any, path: Sequence[Any], leaf: Any) -> np.dtype:
+    if not all(isinstance(key, jax.tree_util.GetAttrKey) for key in path):
+        return jnp.result_type(leaf)
+    for key in path[:-1]:
+        part = getattr(part, key.name)
+    return number_dtypes(type(part)).get(path[-1].name, jnp.result_type(leaf))
 
 
 def structure_of(sampler: Any) -> Any:

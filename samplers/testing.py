@@ -29,7 +29,7 @@ from samplers.engine import Result, sample_jit, stream
 from samplers.noise import row_keys
 from samplers.rules import Edit, Threshold
 from samplers.rules.base import Rule
-from samplers.slots import numbers_of, with_numbers
+from samplers.slots import number_dtypes_of, numbers_of, with_numbers
 from samplers.smoothing import Smoothing
 
 TINY = published("llada-8b-base").replace(
@@ -492,7 +492,8 @@ def _check_alone(case: _Case, found: Result) -> None:
 def _check_numbers(case: _Case, found: Result) -> None:
     """A value for each row."""
     rule, batch = case.sampler.rule, len(PROMPT_LENGTHS)
-    numbers = [np.full(batch, number, jnp.result_type(number)) for number in numbers_of(rule)]
+    pairs = zip(numbers_of(rule), number_dtypes_of(rule), strict=True)
+    numbers = [np.full(batch, number, dtype) for number, dtype in pairs]
     rows = dataclasses.replace(case, sampler=dataclasses.replace(case.sampler, rule=with_numbers(rule, numbers)))
     result = _traced(case, "a number may be [B], so use per_row(self.number) against [B, W]", rows.sampled)
     _same(case, "with equal numbers for each row it gives another result", result, found, range(batch))

@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 
 import dllm_jax
-from dllm_jax import DllmError
+from dllm_jax import DllmError, FunctionDenoiser
 from samplers import (
     EB,
     BlockSampler,
     Dream,
     Edit,
+    Engine,
     Factor,
     LLaDA,
     NoCache,
@@ -278,8 +279,14 @@ PROMPTS = {
     "a path for a model": (lambda m: generate("llada-tiny", "a"), "model is a str; load one by dllm_jax.load"),
     "tokens without their list": (
         lambda m: generate(m.llada, [65, 66]),
-        "a prompt is a string, a list of token ids or",
+        "prompts is [65, 66]; token ids of one prompt are a list in a list, [[65, 66]]",
     ),
+    "an array of tokens without its list": (
+        lambda m: generate(m.llada, jnp.asarray([65, 66])),
+        "are a list in a list, [[65, 66]]",
+    ),
+    "a truth for a token": (lambda m: generate(m.llada, [[65, True]]), "prompt token True is no token id"),
+    "a truth for a stop token": (lambda m: generate(m.llada, "a", stop=[True]), "stop token True is no token id"),
     "a message without its list": (
         lambda m: generate(m.llada, [{"role": "user", "content": "a"}]),
         "a prompt is a string, a list of token ids or a list of messages, not {'content'",
@@ -338,6 +345,30 @@ BY_HAND = {
     "given of another shape": (
         lambda m: start(m.llada, given=jnp.zeros((1, 8), jnp.int32)),
         "given has shape [1, 8]; it must be [1, 16], the generation of every row",
+    ),
+    "given tokens outside the vocabulary": (
+        lambda m: start(m.llada, given=jnp.full((1, 16), 10**6)),
+        "given token 1000000 of row 0, position 0, lies outside the vocabulary of 136 tokens",
+    ),
+    "negative given tokens, compiled": (
+        lambda m: run(m.llada, given=jnp.full((1, 16), -1)),
+        "given token -1 of row 0",
+    ),
+    "given tokens outside the vocabulary, of a request": (
+        lambda m: Engine(m.llada, gen_length=16).submit([65], given=[65] * 15 + [10**6]),
+        "given token 1000000 of row 0, position 15, lies outside",
+    ),
+    "given floats, of a request": (
+        lambda m: Engine(m.llada, gen_length=16).submit([65], given=[65.5] * 16),
+        "given is float64; it must hold token ids",
+    ),
+    "numbers of rows as a list": (
+        lambda m: run(m.llada, BlockSampler(Threshold([0.5]), 16)),
+        "rule.threshold is [0.5]; give one number, or a jnp.array",
+    ),
+    "one token for mask and end": (
+        lambda m: FunctionDenoiser(lambda tokens, _: jax.nn.one_hot(tokens, 19), mask_id=18, eos_id=18),
+        "mask_id and eos_id are both 18",
     ),
     "given of floats": (
         lambda m: start(m.llada, given=jnp.zeros((1, 16))),

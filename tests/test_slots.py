@@ -15,7 +15,7 @@ from test_engine import ROWS, first_layers
 
 from dllm_jax import DllmError, Model, load, make_mesh
 from dllm_jax.tokenizer import token_bytes
-from samplers import Engine, Request, Result, make_sampler, prompts, sample_jit, stop_on
+from samplers import BlockSampler, Engine, Request, Result, TopK, make_sampler, prompts, sample_jit, stop_on
 from samplers.generate import generate
 from samplers.prompts import pad_prompts
 from samplers.running import Runner
@@ -102,6 +102,35 @@ def test_as_alone_in_any_order_of_arrival(llada, spec: str) -> None:
     for request in ended:
         assert_alone(engine, request)
     assert engine.row_steps >= sum(int(request.result.nfe[0]) for request in ended if request.result is not None)
+
+
+@pytest.mark.parametrize(
+    ("spec", "built", "asked"),
+    [
+        ("threshold", {"threshold": 1}, {"threshold": 0.6}),
+        ("threshold:threshold=0.6", {"temperature": 1}, {"temperature": 0.7}),
+        ("eb", {"gamma": 0}, {"gamma": 0.5}),
+        ("eb", {"gamma": np.int64(0)}, {"gamma": 0.5}),
+        ("topk:cache=none", {"guidance": 2}, {"guidance": 0.5}),
+    ],
+)
+def test_numbers_of_a_request_have_the_type_of_their_field(llada, spec: str, built: Any, asked: Any) -> None:
+    """A whole number among the engine's own does not cut fractions off those of requests."""
+    engine = Engine(llada, spec, slots=2, prompt_length=WIDTH, **OPTIONS, **built)
+    requests = [engine.submit(ROWS[0], seed=3, **asked), engine.submit(ROWS[0], seed=3)]
+    list(engine.results())
+    for request, options in zip(requests, (built | asked, built), strict=True):
+        (answer,) = generate(llada, [ROWS[0]], sampler=spec, seed=3, **OPTIONS, **options)
+        assert request.generation == answer
+
+
+def test_whole_numbers_of_a_request_are_not_rounded(llada) -> None:
+    engine = Engine(llada, "topk:k=2", slots=2, prompt_length=WIDTH, **OPTIONS)
+    for number in (1.5, 2.0, 10**12):
+        with pytest.raises(DllmError, match="k"):
+            engine.enqueue(dataclasses.replace(engine.request(ROWS[0]), numbers=(number,)))
+    with pytest.raises(DllmError, match="k"):
+        sample_jit(BlockSampler(TopK(jnp.asarray([1.5, 2.0])), 16), llada.denoiser, jnp.ones((2, 4), jnp.int32))
 
 
 def test_one_program_whatever_comes(llada, caplog) -> None:
