@@ -237,7 +237,7 @@ class _Job:
             output.compare(settings)
             output.begin()
         desk = Desk(model, self.room, **given)
-        runner = Runner(model, desk.sampler, self._slots(), stop_states=self.room.stop_states)
+        runner = Runner(model, desk.sampler, self._slots())
         self._run(runner, self._requests(lines, desk), settings, emit, output)
         speed = f"{runner.seconds:.3f} s, compiled before in {runner.compile_seconds:.1f} s"
         print_statistics(self.tally, runner.seconds, speed, model, desk.sampler)

@@ -2,18 +2,16 @@
 
 import codecs
 import contextlib
-import functools
 import itertools
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import jax
 
 from dllm_jax import DllmError, Model
-from dllm_jax.tokenizer import token_bytes
 from samplers.build import settings_for
 from samplers.checks import refuse_unknown
 from samplers.registry import called, options_of
@@ -30,8 +28,6 @@ WRITTEN = (
 """Keys of an output line, which an input line cannot have."""
 _SAID = ("gen_length", "seed", "stop")  # of a line, beside its options
 _DRAWN = {"temperature", "top_p", "top_k"}
-_STATES = 256  # room for stop strings that costs little
-_MOST_STATES = 1024  # of one line
 
 
 class Line(NamedTuple):
@@ -54,12 +50,10 @@ class Room(NamedTuple):
     Attributes:
         total: lines that are not blank, None where that is not known before.
         draws: whether lines draw otherwise than the command says.
-        stop_states: as of `Engine`.
     """
 
     total: int | None
     draws: bool
-    stop_states: int
 
 
 class LineFile:
@@ -122,19 +116,15 @@ class LineFile:
 
     def room(self) -> Room:
         """What the lines need: of a regular file all are looked at, else the first, since the others are not there."""
-        total, draws, largest, patterns = 0, False, 0, dict[str | int, int]()
+        total, draws = 0, False
         for line in self._read() if self.regular else [self._first]:
             total += 1
-            if not self.is_json or not (b'"options"' in line.data or b'"stop"' in line.data):
+            if not self.is_json or b'"options"' not in line.data:
                 continue
             with contextlib.suppress(DllmError):  # which is said when it is the line's turn
                 said = self.own(line)
                 draws |= not _DRAWN.isdisjoint(_dict(said.get("options")))
-                found = _sizes(said.get("stop"))
-                largest = max(largest, sum(found.values()))
-                patterns |= found if sum(patterns.values()) <= _STATES else {}
-        states = min(sum(patterns.values()), max(_STATES, min(largest, _MOST_STATES)))
-        return Room(total if self.regular else None, draws, states)
+        return Room(total if self.regular else None, draws)
 
     def _read(self) -> Iterator[Line]:
         try:
@@ -217,12 +207,6 @@ def _dict(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _sizes(stop: Any) -> dict[str | int, int]:
-    """Pattern -> its states, see `StopPool`."""
-    patterns = [item for item in stop if isinstance(item, str | int)] if isinstance(stop, list) else []
-    return {item: 1 + (len(item.encode("utf-8", "replace")) if isinstance(item, str) else 1) for item in patterns}
-
-
 class Desk:
     """Makes requests of lines. It holds an engine that never starts, so that a line means what it means to
     `Engine.request`; they are run by a `Runner` of its sampler.
@@ -252,10 +236,9 @@ class Desk:
         settings = settings_for(model, sampler, options)
         length = settings.options.get("gen_length")
         longest = max(model.config.max_length - length, 1) if isinstance(length, int) else None
-        more: dict[str, Any] = {"prompt_length": longest, "draws": room.draws, "stop_states": room.stop_states}
+        more: dict[str, Any] = {"prompt_length": longest, "draws": room.draws}
         self._engine = Engine(model, sampler, slots=1, **more, **options)
         self.sampler: Any = self._engine.sampler
-        self._model = model
         self._chat: dict[str, Any] = {"chat": chat, "system": system}
         self._key = jax.random.key(seed)
         self._called, self._known = f"sampler {called(settings)}", set(options_of(settings)) - set(_SAID)
@@ -271,8 +254,6 @@ class Desk:
         said = {name: entry[name] for name in _SAID if name in entry}
         if type(said.get("seed", 0)) is not int:
             raise DllmError(f"seed is {said['seed']!r}; it must be a whole number")
-        if any(isinstance(item, str) for item in _sizes(said.get("stop"))):
-            self._spelt  # noqa: B018 - refuses a vocabulary in which strings cannot be found
         key = None if "seed" in said else _folded(self._key, line.row)
         try:
             request = self._engine.request(prompt, key=key, **self._chat, **said, **numbers)
@@ -298,15 +279,9 @@ class Desk:
         problem, found, _ = sentence.partition("; build ")
         if not found:
             return sentence.replace("exceeds the engine's", "exceeds --gen-length").replace(", or build another", "")
-        if "states" in problem:
-            return f"{problem}; use fewer, or pass --stop for all lines"
         if self._regular or "would make" not in problem:
             return f"{problem}; pass it as a flag, for all lines"
         return f"{problem}; of a pipe the first line says what there is room for: put it there too, or name a file"
-
-    @functools.cached_property
-    def _spelt(self) -> Iterable[bytes]:
-        return token_bytes(self._model.require_tokenizer(), self._model.config.vocab_size)
 
 
 @jax.jit

@@ -44,10 +44,13 @@ from samplers.slots import (
     turn_on,
     with_numbers,
 )
-from samplers.stop_pool import StopPool
+from samplers.stopping import NEVER, Matcher, stop_bytes
 
 _FIXED = {"ignore_eos", "verifier", "indicator"}  # which are not told apart by the structure
 _FOREVER = np.iinfo(np.int32).max
+
+MOST_STOPS = 8
+"""Stop patterns that a request may bring."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -168,7 +171,6 @@ class Engine:
         slots: int = 8,
         prompt_length: int | None = None,
         draws: bool = False,
-        stop_states: int = 0,
         **options: Any,
     ) -> None:
         """
@@ -179,8 +181,6 @@ class Engine:
                 context ends.
             draws: leave room for temperature, top_p and top_k of single requests. A second program, which is compiled
                 as well, runs while nobody uses them.
-            stop_states: room for stop strings of single requests: bytes of all of them together that are in use at a
-                time, each needs one more; memory of 4 bytes times the vocabulary for each.
 
         Raises:
             DllmError: for bad numbers and options; before anything is compiled.
@@ -189,7 +189,6 @@ class Engine:
             raise DllmError(f"model is a {type(model).__name__}; load one by dllm_jax.load")
         check_length("slots", slots)
         check_whole("prompt_length", prompt_length, 0)
-        check_whole("stop_states", stop_states, 0)
         self.model, self.slots = model, slots
         self._settings: Settings | None = None
         if sampler is None or isinstance(sampler, str | Rule):
@@ -206,8 +205,6 @@ class Engine:
         room = model.config.max_length - self.sampler.gen_length
         self.prompt_length = max(min(512, room), 1) if prompt_length is None else prompt_length
         check_width(model, self.sampler, self.prompt_length)
-        pieces = lambda: token_bytes(model.require_tokenizer(), model.config.vocab_size)
-        self._stops = StopPool(self.sampler.stop, model.config.vocab_size, stop_states, pieces)
         layout = getattr(model.denoiser, "layout", None)
         if layout is not None:
             check_splits(layout.mesh, slots, "slots (batch_size)")
@@ -215,6 +212,7 @@ class Engine:
         self._waiting: collections.deque[Request] = collections.deque()
         self._rows = self._empty_rows()
         self._at: list[Request | None] = [None] * slots
+        self._matchers: dict[Request, Matcher] = {}  # of requests in slots that bring stop patterns
         self._seen = np.zeros(slots, np.int32)  # forwards that updates have told of
         self._ended: list[Request] = []
         self._state: Any = None
@@ -250,7 +248,8 @@ class Engine:
             seed: of its random numbers; or `key`, a typed key of its own.
             gen_length: positions to generate, at most the sampler's, which is the default.
             given: [G] int32, tokens the canvas comes with, the mask id where one is to be generated.
-            stop: strings or token ids that end it, besides the sampler's.
+            stop: strings or token ids that end it, at most `MOST_STOPS`, besides the sampler's. They are looked for
+                after each step, so while such a request runs the engine runs one step at a time.
             numbers: options of the sampler that are numbers (threshold=0.8, gamma=0.1, temperature=0.7), for this
                 request alone.
 
@@ -264,8 +263,6 @@ class Engine:
             raise DllmError(f"gen_length {gen_length} exceeds the engine's {most}; ask for less, or build another")
         if isinstance(stop, str) or not isinstance(stop, Sequence):
             raise DllmError(f"stop is {stop!r}; give a list of strings or token ids")
-        for token in (item for item in stop if not isinstance(item, str)):
-            check_token("stop", token, self.model.config)
         own = row_keys(jax.random.key(seed), 1)[0] if key is None else key
         made = Request(
             prompt=encode_prompt(self.model, prompt, chat=chat, system=system),
@@ -283,7 +280,7 @@ class Engine:
         """Puts a request that you made at the end of the queue.
 
         Raises:
-            DllmError: for a prompt that is too long, a canvas of another length, and stop patterns without room.
+            DllmError: for a prompt that is too long, a canvas of another length, and bad stop patterns.
         """
         self._check(request)
         request.number = self._count if request.number < 0 else request.number
@@ -308,7 +305,23 @@ class Engine:
             self._check_numbers(request.numbers)
         if request.given is not None and self._rows.given is None:
             raise DllmError("given tokens cannot be kept by this sampler; use BlockSampler")
-        self._stops.check(request.stop)
+        self._check_stops(request.stop)
+
+    def _check_stops(self, stop: Sequence[str | int]) -> None:
+        """Raises DllmError for patterns that cannot be found in a row."""
+        if len(set(stop)) > MOST_STOPS:
+            raise DllmError(f"stop has {len(set(stop))} patterns; a request may bring {MOST_STOPS}")
+        for item in stop:
+            if isinstance(item, str):
+                stop_bytes(item)
+            else:
+                check_token("stop", item, self.model.config)
+        self._pieces(stop)
+
+    def _pieces(self, stop: Sequence[str | int]) -> Sequence[bytes]:
+        """The bytes of each token, if there are strings to be found in them; kept from the first time on."""
+        strings = any(isinstance(item, str) for item in stop)
+        return token_bytes(self.model.require_tokenizer(), self.model.config.vocab_size) if strings else ()
 
     def _check_numbers(self, numbers: Sequence[Any]) -> None:
         """Raises DllmError for numbers that the rows cannot hold as they are."""
@@ -351,7 +364,8 @@ class Engine:
             self._begin()
 
     def step(self, count: int = 1) -> list[Update]:
-        """Admits what waits, runs so many steps, fewer where a request ends, and tells what they did to each."""
+        """Admits what waits, runs so many steps, and tells what they did to each; fewer steps where a request ends, and
+        one while a request runs that brings stop patterns of its own."""
         if self.idle:
             return []
         report = self._turn(count, 1)
@@ -361,7 +375,8 @@ class Engine:
 
     def advance(self) -> list[Request]:
         """Admits what waits and runs until a slot is free again, or all are where nothing waits: what has ended."""
-        if not self.idle:
+        before = len(self._ended)
+        while not self.idle and len(self._ended) == before:
             self._collect(self._turn(_FOREVER, 1 if self._waiting else self.slots))
         return self.take_ended()
 
@@ -408,7 +423,6 @@ class Engine:
         batch, length, low = self.slots, self.sampler.gen_length, self.model.denoiser.min_prompt_length
         numbers = (np.full(batch, *pair) for pair in zip(self._numbers, self._dtypes, strict=True))
         takes_given = getattr(self.sampler, "takes_given", True)
-        start, drop = self._stops.rows(batch)
         return Rows(
             prompt=np.zeros((batch, self.prompt_length), np.int32),
             prompt_lengths=np.full(batch, low, np.int32),
@@ -416,8 +430,6 @@ class Engine:
             given=np.full((batch, length), self.model.denoiser.mask_id, np.int32) if takes_given else None,
             key_data=np.zeros((batch, 2), np.uint32),
             numbers=tuple(numbers),
-            stop_start=start,
-            stop_drop=drop,
         )
 
     def _fill(self, slot: int, request: Request) -> None:
@@ -430,8 +442,8 @@ class Engine:
             rows.given[slot] = self.model.denoiser.mask_id if request.given is None else request.given
         for array, number in zip(rows.numbers, request.numbers or self._numbers, strict=True):
             array[slot] = number
-        if rows.stop_start is not None:
-            rows.stop_start[slot], rows.stop_drop[slot] = self._stops.take(request.stop)
+        if request.stop:
+            self._matchers[request] = Matcher(request.stop, self._pieces(request.stop))
         request.slot, self._at[slot], self._seen[slot] = slot, request, 0
         request.seconds = -self.seconds
 
@@ -439,7 +451,7 @@ class Engine:
         """Gives free slots to what waits, [B] bool."""
         admitted = np.zeros(self.slots, bool)
         for slot in range(self.slots):
-            if self._at[slot] is None and self._waiting and self._stops.has_room(self._waiting[0].stop):
+            if self._at[slot] is None and self._waiting:
                 self._fill(slot, self._waiting.popleft())
                 admitted[slot] = True
         return admitted
@@ -448,11 +460,22 @@ class Engine:
         self.compile()
         free = np.asarray([request is None for request in self._at])  # of what was taken back, too
         admitted, start = self._admit(), time.perf_counter()
-        report = self._call(admitted, free, most_steps, wanted)
+        report = self._stopped(self._call(admitted, free, 1 if self._matchers else most_steps, wanted))
         self.seconds += time.perf_counter() - start
         self.steps += int(report.steps)
         self.row_steps += int(report.row_steps)
         return report
+
+    def _stopped(self, report: Report) -> Report:
+        """The report with the rows ended in which a request's own stop pattern is complete and final."""
+        done, lengths = np.array(report.done), np.array(report.result.lengths)
+        for request, matcher in self._matchers.items():
+            slot = request.slot
+            assert slot is not None
+            length = matcher.read(report.result.tokens[slot, : _final(report, request)])
+            done[slot] |= length != NEVER
+            lengths[slot] = min(lengths[slot], length)
+        return dataclasses.replace(report, done=done, result=dataclasses.replace(report.result, lengths=lengths))
 
     def _call(
         self, admitted: np.ndarray, cancelled: np.ndarray, most_steps: int, wanted: int, plain: bool | None = None
@@ -475,8 +498,8 @@ class Engine:
         return self._draws and all((array[busy] == idle).all() for array, idle in added)
 
     def _sampler(self, plain: bool = False) -> Any:
-        """The sampler, with room for drawing or without, and with the stop patterns that are in use."""
-        return dataclasses.replace(self._plain if plain else self.sampler, stop=self._stops.stop)
+        """The sampler, with room for drawing or without."""
+        return self._plain if plain else self.sampler
 
     def _placed(self, arrays: Any) -> Any:
         return arrays if self._sharding is None else jax.device_put(arrays, self._sharding)
@@ -501,7 +524,6 @@ class Engine:
         result = jax.tree.map(lambda x: np.asarray(x[slot]), report.result)
         nfe, before = int(result.nfe), int(self._seen[slot])
         self._seen[slot] = nfe
-        final = int(np.argmax(open)) if open.any() else request.gen_length
         return Update(
             request=request,
             nfe=nfe,
@@ -509,7 +531,7 @@ class Engine:
             written=np.flatnonzero(result.decoded_at >= before).tolist(),
             masked=open & np.asarray(result.decoded_at < 0) & (not done),
             open=open & (not done),
-            final=int(result.lengths) if done else final,
+            final=int(result.lengths) if done else _final(report, request),
             done=done,
         )
 
@@ -525,8 +547,14 @@ class Engine:
 
     def _free(self, request: Request) -> None:
         assert request.slot is not None
-        self._stops.give_back(request.stop)
+        self._matchers.pop(request, None)
         self._at[request.slot], request.slot = None, None
+
+
+def _final(report: Report, request: Request) -> int:
+    """Tokens at the beginning of a request's canvas that will not change."""
+    open = np.asarray(report.pending[request.slot])
+    return int(np.argmax(open)) if open.any() else request.gen_length
 
 
 def requests_of(

@@ -35,7 +35,6 @@ class Rows:
             none.
         key_data: [B, 2] uint32, of each request's typed key.
         numbers: of the sampler, in the order of `numbers_of`.
-        stop_start, stop_drop: [B, N], as in `Stop`; None for a sampler without one.
     """
 
     prompt: Any
@@ -44,8 +43,6 @@ class Rows:
     given: Any
     key_data: Any
     numbers: tuple[Any, ...]
-    stop_start: Any
-    stop_drop: Any
 
 
 @pytree()
@@ -129,15 +126,8 @@ def with_numbers(sampler: Any, numbers: Sequence[Any]) -> Any:
 
 
 def for_rows(sampler: Any, rows: Rows) -> Any:
-    """The sampler with each row's own numbers and stop patterns."""
-    numbers = iter(rows.numbers)
-
-    def own(leaf: Any) -> Any:
-        if isinstance(leaf, Stop):
-            return dataclasses.replace(leaf, start=rows.stop_start, drop=rows.stop_drop)
-        return next(numbers) if _is_number(leaf) else leaf
-
-    return jax.tree.map(own, sampler, is_leaf=_is_shared)
+    """The sampler with each row's own numbers."""
+    return with_numbers(sampler, rows.numbers)
 
 
 def begin(sampler: Any, denoiser: DenoiserLike, rows: Rows) -> Any:
@@ -159,7 +149,7 @@ def turn(
     """Admits requests, and runs steps until enough rows have ended.
 
     Args:
-        sampler: any of this library; its numbers and stop patterns are those of the rows.
+        sampler: any of this library; its numbers are those of the rows.
         state: of the slots, from `begin` or the turn before.
         admitted: [B] bool, slots that begin what their row says.
         cancelled: [B] bool, slots that are to be free, whether they are or not.

@@ -1,5 +1,8 @@
 """Stop conditions as one automaton over tokens, stepped inside the compiled loop.
 
+The patterns of a sampler are compiled; those of a single request are found by `Matcher` on the host between two steps,
+where the next step ends its row: the same tokens and forwards, and no program or table depends on requests.
+
 A row stops when a stop pattern is complete and everything up to its end is final, so that nothing written later can
 change the text up to there (`generate_until` of arXiv 2505.24857). A pattern is a sequence
 of token ids, or a string that is matched byte by byte across token borders, whatever the tokenisation.
@@ -22,7 +25,7 @@ class Stop:
 
     Attributes:
         table: [Q, V] int32, the state after reading a token.
-        start: [N] int32, each pattern's first state, or [B, N], of each row's own patterns.
+        start: [N] int32, each pattern's first state.
         accept: [Q] bool, states in which a pattern is complete.
         drop: int32 of the same shape, tokens that the pattern itself takes at the end of a match (0 for strings, whose
             text is cut by the caller).
@@ -113,11 +116,23 @@ def sequence_table(ids: tuple[int, ...], vocab_size: int) -> np.ndarray:
     return table
 
 
-def string_table(text: str, token_bytes: Sequence[bytes], vocab_size: int) -> np.ndarray:
-    """[bytes + 1, V] transitions of a text: each token runs the text's byte automaton over its own bytes."""
+def stop_bytes(text: str) -> bytes:
+    """What a stop string is matched by.
+
+    Raises:
+        DllmError: for an empty one, and for characters that no text has.
+    """
     if not text:
         raise DllmError("a stop string is empty; leave it out")
-    machine = sequence_table(tuple(text.encode()), 256)
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise DllmError(f"the stop string {text!r} has half a surrogate pair, which no text has; correct it") from None
+
+
+def string_table(text: str, token_bytes: Sequence[bytes], vocab_size: int) -> np.ndarray:
+    """[bytes + 1, V] transitions of a text: each token runs the text's byte automaton over its own bytes."""
+    machine = sequence_table(tuple(stop_bytes(text)), 256)
     longest = max((len(piece) for piece in token_bytes), default=0)
     symbols = np.full((vocab_size, longest), -1, np.int16)
     for token, piece in enumerate(token_bytes[:vocab_size]):
@@ -157,3 +172,36 @@ def advance(
         )
 
     return lax.while_loop(lambda s: unread(s).any(), read, state)
+
+
+class Matcher:
+    """Stop patterns of one row, found on the host in its tokens as these become final.
+
+    Attributes:
+        length: tokens before the first match, as in `StopState`; `NEVER` while there is none.
+    """
+
+    def __init__(self, patterns: Sequence[str | int], token_bytes: Sequence[bytes]) -> None:
+        """
+        Args:
+            patterns: strings, and single ids.
+            token_bytes: the bytes of each id; empty will do where there are no strings.
+        """
+        self._strings = [stop_bytes(item) for item in patterns if isinstance(item, str)]
+        self._ids = {item for item in patterns if not isinstance(item, str)}
+        self._pieces = token_bytes
+        self._read, self._text, self.length = 0, bytearray(), NEVER
+
+    def read(self, tokens: np.ndarray) -> int:
+        """Reads on over all final tokens of the row so far [N], those of the call before among them: the length."""
+        for token in tokens[self._read :].tolist() if self.length == NEVER else ():
+            before, self._read = len(self._text), self._read + 1
+            if self._strings:
+                self._text += self._pieces[token]
+            if token in self._ids:
+                self.length = self._read - 1
+                break
+            if any(self._text.find(text, max(before - len(text) + 1, 0)) >= 0 for text in self._strings):
+                self.length = self._read
+                break
+        return self.length

@@ -53,13 +53,14 @@ def assert_alone(engine: Engine, request: Request) -> None:
     model, rows = engine.model, engine._rows
     stop = engine.sampler.stop
     if request.stop:
-        tokens = [item for item in request.stop if not isinstance(item, str)] + list(model.config.end_ids)
+        tokens = [item for item in request.stop if not isinstance(item, str)] + list(
+            () if stop is None else model.config.end_ids
+        )
         strings = [item for item in request.stop if isinstance(item, str)]
         pieces = token_bytes(model.tokenizer, model.config.vocab_size)
         stop = stop_on(tokens, strings=strings, vocab_size=model.config.vocab_size, token_bytes=pieces)
     numbers = tuple(np.asarray([number]) for number in request.numbers or engine._numbers)
-    start, drop = (None, None) if stop is None else (stop.start[None], stop.drop[None])
-    alone = dataclasses.replace(rows, numbers=numbers, stop_start=start, stop_drop=drop)
+    alone = dataclasses.replace(rows, numbers=numbers)
     sampler = for_rows(dataclasses.replace(engine.sampler, stop=stop), alone)
     key = jax.random.wrap_key_data(jnp.asarray(request.key_data)[None])
     given = None if request.given is None else jnp.asarray(request.given)[None]
@@ -134,7 +135,7 @@ def test_whole_numbers_of_a_request_are_not_rounded(llada) -> None:
 
 
 def test_one_program_whatever_comes(llada, caplog) -> None:
-    engine = Engine(llada, "threshold", slots=2, prompt_length=WIDTH, stop_states=64, draws=True, **OPTIONS)
+    engine = Engine(llada, "threshold", slots=2, prompt_length=WIDTH, draws=True, **OPTIONS)
     engine.submit(ROWS[0])
     list(engine.results())
     kinds = [
@@ -151,17 +152,49 @@ def test_one_program_whatever_comes(llada, caplog) -> None:
     assert caplog.records and not [record for record in caplog.records if "Compiling jit(turn)" in record.message]
 
 
-def test_stop_strings_of_single_requests(llada) -> None:
-    """Also where they share the table with others and push unused ones out of it."""
-    engine = Engine(llada, "threshold:threshold=0.5", slots=2, prompt_length=WIDTH, stop_states=9, **OPTIONS)
-    stops = [["1"], ["2", "13"], ["1"], [ord("3")], ["44"], ["45", "0"], ["1", "5", "6"], ["7"]]
-    found = [engine.submit(ROWS[i % 4], seed=i, stop=stop) for i, stop in enumerate(stops)]
-    assert len(list(engine.results())) == len(stops)
+@pytest.mark.parametrize("spec", ["threshold:threshold=0.5", "edit:cache=prefix", "d2f:in_flight=2", "leftright"])
+def test_stop_patterns_of_single_requests(llada, spec: str) -> None:
+    """Tokens, lengths and forwards are those of a sampler that has the patterns itself."""
+    options = {"gen_length": GEN} if spec == "leftright" else OPTIONS
+    engine = Engine(llada, spec, slots=2, prompt_length=WIDTH, ignore_eos=True, **options)
+    (whole,) = generate(llada, [ROWS[0]], sampler=spec, ignore_eos=True, **options)
+    first, later = whole.text[3:5], whole.text[9:12]
+    assert len(whole.text) > 12
+    stops = [[first], [later, "never"], [whole.tokens[4]], [later, first], [whole.text[:1], whole.tokens[0]], []]
+    found = [engine.submit(ROWS[0], stop=stop) for stop in stops]
+    found += [engine.submit(row, seed=i, stop=["1", "13", ord("3")]) for i, row in enumerate(ROWS)]
+    assert len(list(engine.results())) == len(found)
     for request in found:
         assert_alone(engine, request)
-    assert any(int(request.result.lengths[0]) < GEN for request in found if request.result is not None)
-    with pytest.raises(DllmError, match="need 11 states and this engine has room for 9"):
-        engine.submit(ROWS[0], stop=["0123456789"])
+    for request, stop in zip(found, stops, strict=False):
+        cuts = [whole.text.index(item) for item in stop if isinstance(item, str) and item in whole.text]
+        if all(isinstance(item, str) for item in stop):
+            assert request.generation.text == whole.text[: min(cuts, default=None)]
+
+
+def test_stop_strings_of_many_sizes_never_keep_the_queue_waiting(llada) -> None:
+    """Whatever strings ended before: each request is admitted as soon as a slot is free."""
+    engine = Engine(llada, "threshold:threshold=0.5", slots=1, prompt_length=WIDTH, **OPTIONS)
+    for sizes in ((7, 4), (4, 11), (30, 1)):
+        requests = [engine.submit(ROWS[0], gen_length=2, stop=["x" * size]) for size in sizes]
+        engine.step()
+        assert requests[0].slot is not None or requests[0].result is not None
+        assert {id(request) for request in engine.results()} == {id(request) for request in requests}
+
+
+def test_a_stop_frees_its_slot_in_the_step_that_completes_it(llada) -> None:
+    engine = Engine(llada, "leftright", slots=1, prompt_length=WIDTH, gen_length=GEN, ignore_eos=True)
+    (whole,) = generate(llada, [ROWS[0]], sampler="leftright", gen_length=GEN, ignore_eos=True)
+    stop = whole.text[3:5]
+    request, after = engine.submit(ROWS[0], stop=[stop]), engine.submit(ROWS[1], gen_length=1)
+    steps = 0
+    while request.result is None:
+        (update,) = engine.step(100)
+        steps += 1
+        shown = llada.tokenizer.decode(update.tokens[: update.final])
+        assert update.done == (stop in shown) and engine.steps == steps
+    assert engine.busy == 0 and request.generation.text == whole.text[: whole.text.index(stop)]
+    assert [update.request for update in engine.step()] == [after]
 
 
 def test_given_canvases(llada) -> None:
@@ -261,7 +294,9 @@ def test_on_a_mesh(llada_tiny, llada, caplog) -> None:
         ({"gamma": 0.5}, "sampler threshold has no option 'gamma'"),
         ({"threshold": -1.0}, "threshold is -1; it must be"),
         ({"stop": "x"}, "stop is 'x'; give a list"),
-        ({"stop": ["x"]}, "need 2 states and this engine has room for 0"),
+        ({"stop": [""]}, "a stop string is empty"),
+        ({"stop": ["\ud800"]}, "half a surrogate pair"),
+        ({"stop": list("123456789")}, "stop has 9 patterns; a request may bring 8"),
         ({"stop": [700]}, "stop token 700 lies outside"),
         ({"given": [1, 2]}, r"given has shape \[2\]; it must be \[24\]"),
         ({"seed": -1}, "seed is -1"),
@@ -293,7 +328,6 @@ def test_a_prompt_that_is_surely_too_long_is_refused_before_it_is_encoded(llada,
     [
         ({"slots": 0}, "slots is 0"),
         ({"prompt_length": 5000}, "a prompt of 5000 tokens"),
-        ({"stop_states": -1}, "stop_states is -1"),
         ({"gen_length": 5000}, "canvas up to position"),
     ],
 )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dllm_jax import DllmError
 from samplers import stop_on
-from samplers.stopping import NEVER, advance, begin
+from samplers.stopping import NEVER, Matcher, advance, begin
 
 MASK, WIDTH, VOCAB = 9, 12, 10
 read = jax.jit(lambda stop, state, tokens, lengths: advance(stop, state, tokens, lengths, tokens == MASK))
@@ -72,6 +72,23 @@ def test_strings_cross_token_borders(ids, text) -> None:
     assert lengths_of(stop, ids) == [wanted]
 
 
+@settings(max_examples=100)
+@given(
+    st.lists(st.integers(0, 8), min_size=WIDTH, max_size=WIDTH),
+    st.lists(st.sampled_from(["abc", "aab", "\u00e9", "c", 1, 5]), min_size=1, max_size=3, unique=True),
+    st.lists(st.integers(0, WIDTH), max_size=4),
+)
+def test_the_host_finds_what_the_program_finds(ids, patterns, frontiers) -> None:
+    """However the final tokens grow from look to look."""
+    strings = [item for item in patterns if isinstance(item, str)]
+    tokens = [item for item in patterns if not isinstance(item, str)]
+    stop = stop_on(tokens, strings=strings, vocab_size=VOCAB, token_bytes=PIECES)
+    matcher = Matcher(patterns, PIECES)
+    for final in [*sorted(frontiers), WIDTH]:
+        hidden = ids[:final] + [MASK] * (WIDTH - final)
+        assert [matcher.read(np.asarray(ids[:final]))] == lengths_of(stop, hidden)
+
+
 def test_rows_are_strangers() -> None:
     stop = stop_on([4], sequences=[[1, 2]], vocab_size=VOCAB)
     rows = np.asarray([[1, 2, 4, 3], [3, 3, 3, 3], [3, 4, 1, 2], [1, 1, 2, 4]])
@@ -88,6 +105,7 @@ def test_rows_are_strangers() -> None:
         ({"sequences": [[]]}, "a stop sequence is empty"),
         ({"tokens": [10]}, "stop token 10 lies outside the vocabulary of 10 tokens"),
         ({"strings": [""], "token_bytes": PIECES}, "a stop string is empty"),
+        ({"strings": ["\ud800"], "token_bytes": PIECES}, "half a surrogate pair"),
         ({"strings": ["x"]}, "a stop string needs a tokenizer"),
     ],
 )

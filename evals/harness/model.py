@@ -38,10 +38,9 @@ from samplers.build import CanvasSampler, defaults_of, parse_sampler
 from samplers.checks import check_length, check_whole
 from samplers.prompts import check_lengths, encode_prompt
 from samplers.registry import PLAIN, settle
-from samplers.requests import Request
+from samplers.requests import MOST_STOPS, Request
 from samplers.running import Runner, slots_for
 from samplers.scoring import score_each
-from samplers.stop_pool import PER_REQUEST
 from samplers.telling import device_of
 from samplers.text import text_of
 
@@ -55,7 +54,6 @@ except ImportError:
 SLOTS = 16
 """Prompts that are worked on together, where nothing is said."""
 
-_STATES = 256  # room for stop strings: 4 bytes times the vocabulary for each
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
@@ -254,9 +252,9 @@ class DllmLM(LM):
         """Answers those of these keys that are not known yet; as many slots and as much room as if nothing were, so
         that a run that goes on runs the same program."""
         left = list({one.key: one for one in group if one.key in mine and one.key not in self.answers}.values())
-        early, states = self._early(group)
+        early = {until: self._early(until) for until in {one.until for one in group}}
         slots = slots_for(self.model, self._processes.most(len(group)), self._batch_size)
-        runner = Runner(self.model, sampler, slots, stop_states=states)
+        runner = Runner(self.model, sampler, slots)
         made = (Request(one.ids, one.gen_length, one.draws, stop=early[one.until]) for one in left)
         before = 0.0
         for one, request in zip(left, runner.run(made, longest=max(len(one.ids) for one in group)), strict=True):
@@ -286,18 +284,12 @@ class DllmLM(LM):
             "canvas_ids": result.tokens[0].tolist(),
         }
 
-    def _early(self, group: Sequence[_Asked]) -> tuple[dict[tuple[str, ...], tuple[str | int, ...]], int]:
-        """Stop strings -> those that end a row at once, for which there is room; and the room. The text is cut at all
-        of them in any case: what is written behind one costs forwards alone."""
+    def _early(self, until: tuple[str, ...]) -> tuple[str | int, ...]:
+        """Those of some stop strings that end a row at once. The text is cut at all of them in any case: what is
+        written behind one costs forwards alone."""
         names = special_tokens(self.tokenizer)
-        size = lambda item: 1 + (len(item.encode()) if isinstance(item, str) else 1)
-        found: dict[tuple[str, ...], tuple[str | int, ...]] = {}
-        for until in {one.until for one in group}:
-            known = [names.get(item, item) for item in until]
-            known = [item for item in known if isinstance(item, int) or self._finds_strings]
-            room = np.cumsum([size(item) for item in known]) <= _STATES
-            found[until] = tuple(item for item, fits in zip(known, room, strict=True) if fits)[:PER_REQUEST]
-        return found, min(sum(map(size, {item for items in found.values() for item in items})), _STATES)
+        known = [names.get(item, item) for item in until]
+        return tuple(item for item in known if isinstance(item, int) or self._finds_strings)[:MOST_STOPS]
 
     @functools.cached_property
     def _finds_strings(self) -> bool:

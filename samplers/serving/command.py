@@ -16,7 +16,6 @@ import dllm_jax
 from dllm_jax import DllmError, Model
 from dllm_jax.loading import outline
 from dllm_jax.quantized import told_dtype
-from dllm_jax.tokenizer import token_bytes
 from dllm_jax.tools.command import Parser
 from samplers.apd_verifier import verifier_for
 from samplers.build import defaults_of, make_sampler, typed, with_verifier
@@ -82,7 +81,6 @@ def command_line(said: Sequence[str] = ()) -> argparse.ArgumentParser:
     add("--port", type=int, default=8000, metavar="N", help="0 takes any that is free (default: 8000)")
     add("--slots", type=int, default=8, metavar="N", help="requests that run together (default: 8)")
     add("--prompt-length", type=int, metavar="N", help="tokens of the longest prompt (default: 512)")
-    add("--stop-states", type=int, default=256, metavar="N", help=_STATES)
     add("--no-draws", dest="draws", action="store_false", help=_DRAWS)
     add("--queue", type=int, default=64, metavar="N", help="requests that may wait; others get a 429 (default: 64)")
     add("--deadline", type=float, metavar="SECONDS", help="of a request, waiting included (default: none)")
@@ -94,7 +92,6 @@ def command_line(said: Sequence[str] = ()) -> argparse.ArgumentParser:
 
 
 _DRAWS = "no room for temperature, top-p and top-k of requests but those that are said here: steps are faster without"
-_STATES = "room for stop strings: bytes of all that run, 4 x vocabulary bytes of memory each (default: 256)"
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -105,7 +102,6 @@ def _check(options: argparse.Namespace) -> None:
     check_length("max_body", options.max_body)
     check_whole("queue", options.queue, 0)
     check_whole("port", options.port, 0, 65535)
-    check_whole("stop_states", options.stop_states, 0)
     check_number("deadline", options.deadline, 0.0)
     check_number("grace", options.grace, 0.0)
 
@@ -135,8 +131,7 @@ def _engine(options: argparse.Namespace, usual: argparse.Namespace) -> tuple[Eng
     with Console(stderr=True).status(f"loading {named}", spinner="line"):
         model = load(named)
         settings = _one_verifier(model, with_verifier(said, load))
-    states = options.stop_states if _is_plain(model) else 0
-    room = {"slots": options.slots, "prompt_length": options.prompt_length, "stop_states": states}
+    room = {"slots": options.slots, "prompt_length": options.prompt_length}
     return Engine(model, name, draws=options.draws, **room, **settings), settings
 
 
@@ -144,15 +139,6 @@ def _one_verifier(model: Model, said: dict[str, Any]) -> dict[str, Any]:
     """The options with one verifier for all requests: another would be another program."""
     found = said.get("verifier")
     return {**said, "verifier": verifier_for(model, found)} if isinstance(found, Model) else said
-
-
-def _is_plain(model: Model) -> bool:
-    """Whether stop strings can be found in the model's tokens; reads its vocabulary, which later requests need."""
-    try:
-        token_bytes(model.require_tokenizer(), model.config.vocab_size)
-    except DllmError:
-        return False
-    return True
 
 
 def _described(engine: Engine) -> str:
