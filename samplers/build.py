@@ -52,7 +52,7 @@ from samplers.registry import (
 from samplers.renoise import Renoise
 from samplers.rules import RULES, Rule
 from samplers.smoothing import Smoothing
-from samplers.stopping import Stop, stop_on
+from samplers.stopping import Stop, end_tokens, stop_on
 
 _OF_CANVAS = ("gen_length", "ignore_eos")
 
@@ -236,7 +236,7 @@ def build(model: Model, settings: Settings) -> CanvasSampler:
         "sampling": lambda: _sampling(model, dealt.get(Sampling, {})),
         "guidance": lambda: _unless(0, said["guidance"]),
         "stop": lambda: _stop(model, said["stop"], ignore_eos or appends),
-        "end_ids": lambda: jnp.asarray([] if ignore_eos else model.config.end_ids, jnp.int32),
+        "end_ids": lambda: jnp.asarray(end_tokens(model.config, ignore_eos=ignore_eos), jnp.int32),
     }
     values = own | {name: make() for name, make in made.items() if name in said}
     if "verifier" in own:
@@ -344,10 +344,10 @@ def _stop(model: Model, stop: Sequence[str | int] | None, ignore_eos: bool) -> S
     if isinstance(stop, str) or not isinstance(stop, Sequence):
         raise DllmError(f"stop is {stop!r}; give a list of strings or token ids")
     strings = [item for item in stop if isinstance(item, str)]
-    tokens = [item for item in stop if not isinstance(item, str)]
-    for token in tokens:
-        check_token("stop", token, model.config)
-    tokens += [] if ignore_eos else [token for token in model.config.end_ids if token not in tokens]
+    for token in stop:
+        if not isinstance(token, str):
+            check_token("stop", token, model.config)
+    tokens = end_tokens(model.config, stop, ignore_eos=ignore_eos)
     pieces = token_bytes(model.require_tokenizer(), model.config.vocab_size) if strings else None
     return stop_on(tokens, strings=strings, vocab_size=model.config.vocab_size, token_bytes=pieces)
 

@@ -128,10 +128,14 @@ class Canvas:
         read = stopping.advance(stop, self.stop, self.generation(eos_id), self.gen_lengths, pending)
         return dataclasses.replace(self, stop=read), read.length != stopping.NEVER
 
-    def result(self, eos_id: int) -> Result:
-        """The generation so far."""
+    def result(self, eos_id: int, end_ids: jax.Array | None = None) -> Result:
+        """The generation so far.
+
+        Args:
+            end_ids: [n] int32, tokens that end it besides `eos_id`, for samplers whose stop condition has not these.
+        """
         tokens = jnp.where(self.open, eos_id, self.generation(eos_id))
-        ends = tokens == eos_id
+        ends = (tokens == eos_id) if end_ids is None else (tokens == eos_id) | jnp.isin(tokens, end_ids)
         lengths = jnp.where(ends.any(axis=1), jnp.argmax(ends, axis=1), tokens.shape[1]).astype(jnp.int32)
         if self.stop is not None:
             lengths = jnp.minimum(lengths, self.stop.length)

@@ -129,7 +129,8 @@ class PipelineSampler:
         in_flight: most blocks from the first whose keys and values are not final on; a row at the bound appends no
             block before one is cached, and may spend a forward on caching alone, which the unbounded official pipeline
             does not. None is no bound. Default: none, as published.
-        end_ids: [n] int32, tokens after which a row appends no more blocks; None is the end-of-sequence token.
+        end_ids: [n] int32, tokens that end a row, behind which it appends no block; its answer ends before it.
+            None is the end-of-sequence token.
         sampling: how tokens are drawn; greedy by default.
         stop: when a row ends although blocks in the pipeline have masks; None completes them all, as D2F does. Default:
             none, as D2F; a row still appends nothing behind an end token.
@@ -258,7 +259,7 @@ class PipelineSampler:
 
     def result(self, denoiser: DenoiserLike, state: PipelineState) -> Result:
         """The generation so far."""
-        return state.canvas.result(denoiser.eos_id)
+        return state.canvas.result(denoiser.eos_id, self.end_ids)
 
     def pending(self, state: PipelineState) -> jax.Array:
         """[B, G] bool, positions that may still change: the open ones."""

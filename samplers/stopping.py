@@ -9,14 +9,18 @@ of token ids, or a string that is matched byte by byte across token borders, wha
 """
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.pytree import pytree
+
+T = TypeVar("T", str, bytes)
 
 
 @pytree()
@@ -48,6 +52,17 @@ class StopState:
 
 
 NEVER = np.iinfo(np.int32).max
+
+
+def end_tokens(config: ModelConfig, stop: Sequence[str | int] = (), *, ignore_eos: bool = False) -> tuple[int, ...]:
+    """The single tokens that end an answer: those among its stop patterns and, unless they are ignored, the model's."""
+    own = (item for item in stop if not isinstance(item, str))
+    return tuple(dict.fromkeys((*own, *(() if ignore_eos else config.end_ids))))
+
+
+def stop_at(text: T, stop: Sequence[T]) -> int:
+    """Where a text, or its bytes, is cut: at the first of its stop strings, or its end."""
+    return min((at for at in map(text.find, stop) if at >= 0), default=len(text))
 
 
 def stop_on(

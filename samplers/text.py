@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from dllm_jax import DllmError, Model
 from dllm_jax.tokenizer import settles, special_tokens, token_bytes
+from samplers.stopping import end_tokens, stop_at
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,8 +31,7 @@ def text_of(model: Model, tokens: Sequence[int], stop: Sequence[str | int] = ())
     if model.tokenizer is None:
         return ""
     text = str(model.tokenizer.decode(list(tokens), skip_special_tokens=True))
-    cuts = [text.find(item) for item in stop if isinstance(item, str) and item in text]
-    return text[: min(cuts)] if cuts else text
+    return text[: stop_at(text, [item for item in stop if isinstance(item, str)])]
 
 
 class TextStream:
@@ -55,8 +55,7 @@ class TextStream:
         self.text = ""
         self._model, self._stop = model, tuple(stop)
         self._strings = [item for item in stop if isinstance(item, str)]
-        self._ends = {config.eos_id, *(item for item in stop if not isinstance(item, str))}
-        self._ends |= set() if ignore_eos else set(config.end_ids)
+        self._ends = {config.eos_id, *end_tokens(config, stop, ignore_eos=ignore_eos)}
         self._grow = _growing(model)
         self._read, self._ended, self._held = 0, False, ""
 

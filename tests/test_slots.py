@@ -20,6 +20,8 @@ from samplers.generate import generate
 from samplers.prompts import pad_prompts
 from samplers.running import Runner
 from samplers.slots import for_rows
+from samplers.stopping import end_tokens
+from samplers.text import TextStream
 
 GEN, WIDTH, SLOTS = 24, 96, 3
 OPTIONS = {"gen_length": GEN, "block_length": 8}
@@ -53,9 +55,7 @@ def assert_alone(engine: Engine, request: Request) -> None:
     model, rows = engine.model, engine._rows
     stop = engine.sampler.stop
     if request.stop:
-        tokens = [item for item in request.stop if not isinstance(item, str)] + list(
-            () if stop is None else model.config.end_ids
-        )
+        tokens = end_tokens(model.config, request.stop, ignore_eos=stop is None)
         strings = [item for item in request.stop if isinstance(item, str)]
         pieces = token_bytes(model.tokenizer, model.config.vocab_size)
         stop = stop_on(tokens, strings=strings, vocab_size=model.config.vocab_size, token_bytes=pieces)
@@ -208,6 +208,24 @@ def test_given_canvases(llada) -> None:
     everything = engine.submit(ROWS[0], given=np.full(GEN, 65))  # nothing is left to generate
     assert [request is everything for request in engine.results()] == [True]
     assert int(everything.result.nfe[0]) == 0
+
+
+@pytest.mark.parametrize("spec", ["threshold", "d2f"])
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_any_end_token_ends_an_answer_and_its_text(llada, spec: str, ignore_eos: bool) -> None:
+    """Also the one that is not the end of the sequence, amid a block, and of a sampler that completes its blocks."""
+    other = next(token for token in llada.config.end_ids if token != llada.config.eos_id)
+    engine = Engine(llada, spec, slots=1, prompt_length=WIDTH, ignore_eos=ignore_eos, **OPTIONS)
+    given = np.full(GEN, 65)
+    given[3], given[6], given[10] = other, llada.denoiser.mask_id, llada.config.eos_id
+    request = engine.submit(ROWS[0], given=given)
+    list(engine.results())
+    tokens = request.generation.tokens
+    assert len(tokens) == 3 if not ignore_eos else 3 < len(tokens) <= 10
+    stream = TextStream(llada, ignore_eos=ignore_eos)
+    shown = stream.feed(request.generation.canvas)
+    assert shown + stream.finish(tokens) == request.generation.text
+    assert ignore_eos or shown == "AAA"
 
 
 def test_with_an_indicator_and_a_verifier(llada, dream_tiny, ni_indicator) -> None:

@@ -8,6 +8,7 @@ from dllm_jax import Model
 from dllm_jax.errors import DllmError
 from dllm_jax.tokenizer import special_tokens, token_bytes
 from samplers.answers import Generation
+from samplers.stopping import stop_at
 
 Json = dict[str, Any]
 
@@ -39,8 +40,7 @@ def told_tokens(model: Model, answer: Generation, stops: Sequence[str | int]) ->
         texts = [str(tokenizer.decode([token])) for token in answer.tokens]
         return [Told(text, None, x, 0) for text, x in zip(texts, answer.logprobs, strict=True)]
     whole, found, at = b"".join(pieces), [], 0
-    cuts = [whole.find(item.encode()) for item in stops if isinstance(item, str)]
-    end = min((cut for cut in cuts if cut >= 0), default=len(whole))
+    end = stop_at(whole, [item.encode() for item in stops if isinstance(item, str)])
     for token, piece, x in zip(answer.tokens, pieces, answer.logprobs, strict=True):
         if at < end or (at == end == len(whole)):
             text = names.get(token) or piece.decode("utf-8", "replace")
