@@ -23,7 +23,7 @@ from tqdm import tqdm
 from dllm_jax import DllmError, Model
 from dllm_jax.tools import bars
 from samplers.answers import Generation
-from samplers.lines import Desk, Line, LineFile, Room
+from samplers.lines import WRITTEN, Desk, Line, LineFile, Room
 from samplers.outputs import Output, Share, check_parts, merge, part_of
 from samplers.requests import Request
 from samplers.running import Runner
@@ -109,7 +109,7 @@ def answer_file(options: argparse.Namespace, loading: Loading, share: Share) -> 
     out = Path(options.out).expanduser()
     with Output(part_of(out, share)) as output:
         check_parts(out, share)
-        if not _ended(out, share, room, settings):
+        if not _ended(out, share, source, room, settings):
             output.compare(settings)
             job = _Job(options, source, room, share, settings)
             job.answer(_behind(source, output, share), loading, desk, lambda told, _: output.append(told), output)
@@ -127,7 +127,7 @@ def _idle(model: Model) -> dict[str, Any]:
     return {"top_p": 1.0, "top_k": model.config.vocab_size}
 
 
-def _ended(out: Path, share: Share, room: Room, settings: Mapping[str, Any]) -> bool:
+def _ended(out: Path, share: Share, source: LineFile, room: Room, settings: Mapping[str, Any]) -> bool:
     """Whether several processes have made the whole."""
     if share.processes == 1 or not out.exists():
         return False
@@ -135,6 +135,7 @@ def _ended(out: Path, share: Share, room: Room, settings: Mapping[str, Any]) -> 
     whole.compare(settings)
     if whole.done != room.total:
         raise DllmError(f"{out} is of a run by one process; go on without --distributed, or choose another --out")
+    _behind(source, whole, Share())
     return True
 
 
@@ -142,23 +143,29 @@ def _behind(source: LineFile, output: Output, share: Share) -> Iterator[Line]:
     """A process's lines behind those that are answered.
 
     Raises:
-        DllmError: when what is answered is something else.
+        DllmError: when a line that is there is not the answer to its line of the input, as that is now.
     """
     lines = itertools.islice(source.lines(), share.process, None, share.processes)
-    before = collections.deque(itertools.islice(lines, output.done), maxlen=1)
-    if not output.done:
-        return lines
-    number, fits = output.last["line"], False
-    if before and before[-1].number == number:
-        try:
-            fits = source.own(before[-1]).items() <= output.last.items()
-        except DllmError:
-            fits = "error" in output.last
-    if not fits:
-        raise DllmError(
-            f"{output.path} has the answer to another line {number} than {source.called}; choose another --out"
-        )
+    for number, entry in enumerate(output.entries(), start=1):
+        line = next(lines, None)
+        if line is None or not _answers(entry, line, source):
+            which = "a line" if line is None else f"line {line.number}"
+            raise DllmError(
+                f"line {number} of {output.path} is not the answer to {which} of {source.called} as it is now; "
+                "delete it and what follows, or choose another --out"
+            )
     return lines
+
+
+def _answers(entry: Mapping[str, Any], line: Line, source: LineFile) -> bool:
+    """Whether a line of output is about a line of input: it repeats all that this says."""
+    try:
+        own = source.own(line)
+    except DllmError:
+        return entry.get("line") == line.number and "error" in entry
+    repeated = {name: value for name, value in entry.items() if name not in WRITTEN}
+    same = json.dumps(repeated, sort_keys=True) == json.dumps(own, sort_keys=True)  # true is not 1
+    return entry.get("line") == line.number and same
 
 
 def _printing(options: argparse.Namespace, total: int | None) -> Emit:

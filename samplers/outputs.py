@@ -9,8 +9,8 @@ import itertools
 import json
 import os
 import re
-import tempfile
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -29,15 +29,14 @@ def write(path: str | Path, content: bytes | str) -> None:
     """
     path = Path(path)
     data = content.encode() if isinstance(content, str) else content
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as scratch:
-            scratch.write(data)
-        try:
-            os.chmod(scratch.name, 0o644)  # scratch files are private
-            os.replace(scratch.name, path)
-        except OSError:
-            os.unlink(scratch.name)
-            raise
+        with contextlib.ExitStack() as failed:
+            with scratch.open("xb") as file:  # which has the permissions that the umask leaves
+                failed.callback(scratch.unlink, missing_ok=True)
+                file.write(data)
+            os.replace(scratch, path)
+            failed.pop_all()
     except OSError as error:
         raise DllmError(f"{path} could not be written ({error}); name another place") from None
 
@@ -106,6 +105,13 @@ class Output:
         ours = {"line", "settings"} <= self.last.keys() if self.done else data[:1] in (b"", b"{")
         if not ours:
             raise DllmError(f"{self.path} holds something else than answers; choose another --out")
+
+    def entries(self) -> Iterator[dict[str, Any]]:
+        """The whole lines that are there, one after the other; {} for what is no object of JSON."""
+        if not self.done:
+            return
+        with self.path.open("rb") as file:
+            yield from map(_object, itertools.islice(file, self.done))
 
     def compare(self, settings: Mapping[str, Any]) -> None:
         """Compares some settings with those of the lines that are there.

@@ -1,5 +1,6 @@
 """Files of prompts: what a line may say, answers in order, bad lines, and runs that were cut off."""
 
+import errno
 import io
 import json
 import os
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -247,10 +249,57 @@ def test_another_file_is_not_gone_on_with(run, tmp_path, unloaded):
     source = LineFile(str(write(tmp_path / "in.jsonl", {"prompt": "a"}, {"prompt": "c"})))
     from samplers.files import _behind
 
-    with pytest.raises(DllmError, match="has the answer to another line 1 than"):
+    with pytest.raises(DllmError, match="line 1 of .* is not the answer to line 1 of"):
         _behind(source, Output(out), Share())
     with pytest.raises(DllmError, match='was made with model "x", not "y"; choose another --out'):
         Output(out).compare({"model": "y", "device": "z"})
+
+
+CHANGES = {
+    "another prompt": (1, {"prompt": "z", "id": 2}),
+    "another key": (1, {"prompt": "b", "id": 2, "more": 1}),
+    "a key less": (1, {"prompt": "b"}),
+    "a truth for a number": (0, {"prompt": "a", "id": True}),
+    "no JSON any more": (1, "{"),
+    "blank": (1, ""),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_line_that_is_kept_answers_its_line(tmp_path, change):
+    """Not the last one alone; of one process, and of parts."""
+    from samplers.files import _behind
+
+    asked = [{"prompt": prompt, "id": number} for number, prompt in enumerate("abc", start=1)]
+    told = [{**entry, "line": number, "settings": {}} for number, entry in enumerate(asked, start=1)]
+    out, path = write(tmp_path / "out.jsonl", *told), write(tmp_path / "in.jsonl", *asked)
+    assert list(_behind(LineFile(str(path)), Output(out), Share())) == []
+    place, entry = CHANGES[change]
+    write(path, *(entry if number == place else one for number, one in enumerate(asked)))
+    with pytest.raises(DllmError, match=f"line {place + 1} of .* is not the answer"):
+        _behind(LineFile(str(path)), Output(out), Share())
+    write(out, *told[place::2])
+    with pytest.raises(DllmError, match="line 1 of .* is not the answer"):
+        _behind(LineFile(str(path)), Output(out), Share(place, 2))
+
+
+def test_a_torn_line_amid_the_output_is_not_kept(tmp_path):
+    from samplers.files import _behind
+
+    asked = [{"prompt": prompt} for prompt in "abc"]
+    told = [{**entry, "line": number, "settings": {}} for number, entry in enumerate(asked, start=1)]
+    source = LineFile(str(write(tmp_path / "in.jsonl", *asked)))
+    out = write(tmp_path / "out.jsonl", told[0], '{"prompt": "b", "li', told[2])
+    with pytest.raises(DllmError, match="line 2 of .* is not the answer to line 2"):
+        _behind(source, Output(out), Share())
+
+
+@pytest.mark.parametrize("stop", ["\ud800", "\udcff"])  # the second is how a shell's \xff arrives
+def test_a_stop_that_is_no_text_is_one_sentence(run, tmp_path, unloaded, stop):
+    path = write(tmp_path / "in.jsonl", {"prompt": "a"})
+    for said in (["a"], ["--prompts", path]):
+        status, out, err = run(*said, "--stop", stop)
+        assert (status, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1 and "stop" in err
 
 
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -328,6 +377,39 @@ def settled(path, *numbers):
         with Output(path) as output:
             output.begin()
             output.append({"line": number, "settings": {}})
+
+
+@pytest.mark.parametrize("umask", [0o077, 0o022])
+def test_a_written_file_has_the_permissions_of_the_umask(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        outputs.write(tmp_path / "view.html", "a")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "view.html").stat().st_mode & 0o777 == 0o666 & ~umask
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize("fails", ["write", "replace"])
+def test_a_file_that_could_not_be_written_leaves_nothing(tmp_path, monkeypatch, fails, error):
+    class Full(io.FileIO):
+        def write(self, data):
+            super().write(bytes(data)[:1])
+            raise error
+
+    def fail(*_):
+        raise error
+
+    (tmp_path / "view.html").write_text("before")
+    if fails == "write":
+        monkeypatch.setattr(Path, "open", lambda path, mode: Full(path, mode.replace("b", "")))
+    else:
+        monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else DllmError):
+        outputs.write(tmp_path / "view.html", "after")
+    monkeypatch.undo()
+    assert [path.name for path in tmp_path.iterdir()] == ["view.html"]
+    assert (tmp_path / "view.html").read_text() == "before"
 
 
 def test_a_full_disk_leaves_whole_lines(tmp_path, monkeypatch):
