@@ -43,6 +43,10 @@ SCALE = "scale"
 GROUP_BYTES = 256 * 2**20  # written at a time: bounds the writer's memory, whatever the checkpoint's size
 
 
+EMBEDDED = ("long-problems", "maze", "sudoku", "word-problems")
+"""Names of the models that come with the library."""
+
+
 def home() -> Path:
     """Where checkpoints are looked up by name: $DLLM_JAX_HOME, by default ~/.cache/dllm_jax."""
     return Path(os.environ.get("DLLM_JAX_HOME", Path.home() / ".cache" / "dllm_jax"))
@@ -59,6 +63,8 @@ def find(path_or_name: str | Path) -> Path:
     if folder is None:
         make = "make one with python -m convert published NAME, embedded NAME (--help lists them), or of a folder"
         missing = f"no checkpoint at {path_or_name!s} and none of that name in {home()}"
+        if path_or_name in EMBEDDED:
+            raise DllmError(f"{missing}; it comes with the library: python -m convert embedded {path_or_name}")
         raise DllmError(f"{missing}; {did_you_mean(Path(path_or_name).name, _names_beside(path_or_name), make)}")
     if not (folder / PARAMS_FOLDER).is_dir():
         what = f"{folder} is not a converted checkpoint (it has no {PARAMS_FOLDER} folder)"

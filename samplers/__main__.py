@@ -115,7 +115,7 @@ def command_line(said: Sequence[str] = ()) -> argparse.ArgumentParser:
     add("--batch-size", type=int, metavar="N", help="prompts sampled together (default: all; 16 of a file)")
     add_sampler(parser, said)
     add = parser.add_argument_group("output").add_argument
-    add("--json", action="store_true", help="one JSON object per prompt: text, tokens, trajectory, speed, settings")
+    add("--json", action="store_true", help="one JSON object per prompt: text, tokens, decoded_at, speed, settings")
     add("--no-live", action="store_true", help="do not show the canvas while it is being unmasked")
     add("--save-view", metavar="FILE", help="write how the canvas came about: .html, .gif or .png (docs/viewer.md)")
     add("--delay", type=float, metavar="SECONDS", help="of the live view, after each forward")
@@ -253,6 +253,7 @@ def _answer_all(options: argparse.Namespace) -> None:
         _print_watched(model, ready.sampler, watched)
         _save_view(options, [watched.generation])
         return
+    print("compiling, then sampling ...", file=sys.stderr)
     run = _recorded if options.save_view else run_all
     runner, done = run(model, ready.sampler, ready.requests, options.batch_size)
     told = settings_told(options, loading.said, model.name, ready.sampler) | run_told(model)

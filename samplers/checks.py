@@ -31,11 +31,11 @@ def check_number(what: str, value: Any, low: float, high: float = float("inf")) 
 
 
 def check_threshold(what: str, value: Any) -> None:
-    """`check_number` for what probabilities are compared with: a little above 1, as published code has it, is never
-    reached, but 90 is somebody's 90%."""
+    """`check_number` for what probabilities are compared with. A threshold that nothing reaches is inf or, as published
+    code writes it, a little above 1; 2 and 90 are somebody's mistake."""
     check_number(what, value, 0.0)
-    if isinstance(value, (int, float, np.number)) and 2 < value < float("inf"):
-        raise DllmError(f"{what} is {value:.12g}; it is a probability, such as 0.9, and 2 is one that nothing reaches")
+    if isinstance(value, (int, float, np.number)) and 1.1 < value < float("inf"):
+        raise DllmError(f"{what} is {value:.12g}; it is a probability, such as 0.9; write inf for one nothing reaches")
 
 
 def check_whole(what: str, value: Any, low: float, high: float = float("inf")) -> None:

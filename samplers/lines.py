@@ -22,7 +22,7 @@ LONGEST = 16 * 2**20
 """Bytes of a line."""
 WRITTEN = (
     *("line", "error", "text", "gaps", "tokens", "logprobs", "prompt_tokens", "nfe", "full_forwards", "cache_updates"),
-    *("verifier_forwards", "tokens_per_forward", "trajectory", "canvas", "room", "settings"),
+    *("verifier_forwards", "tokens_per_forward", "decoded_at", "canvas", "room", "settings"),
     *("seconds", "compile_seconds", "tokens_per_second"),
 )
 """Keys of an output line, which an input line cannot have."""
@@ -241,7 +241,10 @@ class Desk:
         self.sampler: Any = self._engine.sampler
         self._chat: dict[str, Any] = {"chat": chat, "system": system}
         self._key = jax.random.key(seed)
-        self._called, self._known = f"sampler {called(settings)}", set(options_of(settings)) - set(_SAID)
+        self._called, self._known = (
+            f"sampler {called(settings)}",
+            [name for name in options_of(settings) if name not in _SAID],
+        )
         self._regular = room.total is not None
 
     def request(self, line: Line, entry: dict[str, Any]) -> Request:

@@ -121,7 +121,7 @@ def answer_told(answer: Generation) -> dict[str, Any]:
         "cache_updates": answer.cache_updates,
         "verifier_forwards": answer.verifier_forwards,
         "tokens_per_forward": answer.tokens_per_forward,
-        "trajectory": answer.decoded_at,
+        "decoded_at": answer.decoded_at,
         "canvas": answer.canvas,
     }
 

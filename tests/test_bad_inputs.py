@@ -168,8 +168,9 @@ RULE_NUMBERS = {
     "negative threshold": (Threshold(-0.1), "threshold is -0.1; it must be at least 0"),
     "threshold in percent": (
         Threshold(90),
-        "threshold is 90; it is a probability, such as 0.9, and 2 is one that noth",
+        "threshold is 90; it is a probability, such as 0.9; write inf",
     ),
+    "threshold above 1": (Threshold(2), "threshold is 2; it is a probability, such as 0.9; write inf"),
     "threshold of edits in percent": (Edit(0.9, 90.0), "editing_threshold is 90; it is a probability, such as 0.9"),
     "threshold NaN": (Threshold(NAN), "threshold is nan; it must be at least 0"),
     "threshold as text": (Threshold("0.9"), "threshold is the string '0.9'; give a number"),

@@ -13,6 +13,7 @@ import evals
 from convert import embedded
 from convert.__main__ import main as convert_main
 from dllm_jax import DllmError
+from dllm_jax.checkpoint import EMBEDDED, find
 from evals.__main__ import main as evals_main
 from samplers.prompts import encode_prompt
 from train.objectives import read_config
@@ -31,6 +32,15 @@ def models(tmp_path_factory):
 
 def scores(name):
     return json.loads((embedded.source(name) / "scores.json").read_text())
+
+
+def test_a_model_that_was_not_installed_yet_names_the_command(tmp_path, monkeypatch):
+    monkeypatch.setenv("DLLM_JAX_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert sorted(EMBEDDED) == sorted(embedded.names())
+    for name in EMBEDDED:
+        with pytest.raises(DllmError, match=f"python -m convert embedded {name}$"):
+            find(name)
 
 
 def test_all_are_there_and_small():

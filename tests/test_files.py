@@ -23,8 +23,10 @@ from dllm_jax.tools import bars
 from samplers import __main__ as cli
 from samplers import lines as lines_module
 from samplers import outputs
+from samplers.build import settings_for
 from samplers.lines import WRITTEN, LineFile, Room
 from samplers.outputs import Output, Share, check_parts, merge, part_of
+from samplers.registry import options_of
 from samplers.telling import answer_told, speed_told
 
 SHAPE = {"gen_length": 16, "block_length": 8}
@@ -77,7 +79,7 @@ def test_a_file_is_answered_like_a_list(run, tmp_path, sampled):
     drawn = ("--temperature", "0.8", "--seed", "3")
     assert run("--prompts", path, "--out", out, *drawn)[:2] == (0, "")
     found = read(out)
-    assert [(line["text"], line["tokens"], line["trajectory"]) for line in found] == [
+    assert [(line["text"], line["tokens"], line["decoded_at"]) for line in found] == [
         (answer.text, answer.tokens, answer.decoded_at) for answer in sampled
     ]
     assert [line["id"] for line in found] == [[n] for n in range(7)]
@@ -300,6 +302,17 @@ def test_a_stop_that_is_no_text_is_one_sentence(run, tmp_path, unloaded, stop):
     for said in (["a"], ["--prompts", path]):
         status, out, err = run(*said, "--stop", stop)
         assert (status, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1 and "stop" in err
+
+
+def test_options_that_a_line_may_have_are_told_in_one_order(llada_tiny):
+    """Not in that of a set, which differs from run to run."""
+    desk = lines_module.Desk(llada_tiny, Room(1, False), sampler="threshold", **SHAPE)
+    with pytest.raises(DllmError) as refused:
+        desk.request(lines_module.Line(0, 1, b""), {"prompt": "a", "options": {"qqqqqq": 1}})
+    known = [
+        name for name in options_of(settings_for(llada_tiny, "threshold", SHAPE)) if name not in lines_module._SAID
+    ]
+    assert ", ".join(known) in str(refused.value)
 
 
 CHAT = [{"role": "user", "content": "Hi"}]

@@ -308,7 +308,7 @@ def test_threshold_capped_by_steps() -> None:
     """After forward i at most (i + 1) / steps of the block is committed, whatever the threshold."""
     assert counts_per_step(Threshold(0.0, steps=4), 16) == [4] * 4
     assert counts_per_step(Threshold(0.0), 16) == [16]
-    assert counts_per_step(Threshold(2.0), 5) == [1] * 5
+    assert counts_per_step(Threshold(float("inf")), 5) == [1] * 5
 
 
 # Scores and token choice ---------------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ def test_json_has_the_trajectory_the_speed_and_the_settings(run, answer):
     assert line["logprobs"] == pytest.approx(answer.logprobs, rel=1e-4) and len(line["logprobs"]) == len(line["tokens"])
     told = (line["text"], line["tokens"], line["prompt_tokens"], line["nfe"], line["full_forwards"])
     assert told == (answer.text, answer.tokens, answer.prompt_tokens, answer.nfe, answer.full_forwards)
-    assert (line["trajectory"], line["canvas"]) == (answer.decoded_at, answer.canvas)
+    assert (line["decoded_at"], line["canvas"]) == (answer.decoded_at, answer.canvas)
     assert line["tokens_per_second"] == pytest.approx(len(answer.tokens) / line["seconds"])
     assert line["tokens_per_forward"] == answer.tokens_per_forward and line["compile_seconds"] > 0
     settings = line["settings"]
@@ -116,7 +116,7 @@ def test_a_batch_answers_like_its_prompts_alone(run, llada_tiny, answer):
     lines = [json.loads(line) for line in out.splitlines()]
     assert status == 0 and [line["prompt"] for line in lines] == [PROMPT, OTHER, PROMPT]
     other = samplers.generate(llada_tiny, OTHER, **SHAPE)
-    assert [line["trajectory"] for line in lines] == [answer.decoded_at, other.decoded_at, answer.decoded_at]
+    assert [line["decoded_at"] for line in lines] == [answer.decoded_at, other.decoded_at, answer.decoded_at]
     assert [line["tokens"] for line in lines] == [answer.tokens, other.tokens, answer.tokens]
     assert all(line["seconds"] > 0 for line in lines)
     assert lines[0]["compile_seconds"] == lines[2]["compile_seconds"]  # all share one program
@@ -135,9 +135,9 @@ def test_every_rule_runs(run, needed, number, rule):
     line = json.loads(out)
     assert (status, line["settings"]["rule"]["name"], line["settings"]["cache"]["name"]) == (0, rule, cache)
     if RULES[rule].revises:  # whose forwards may write what is written again, or nothing
-        assert set(line["trajectory"]) <= set(range(line["nfe"]))
+        assert set(line["decoded_at"]) <= set(range(line["nfe"]))
     else:
-        assert sorted(set(line["trajectory"])) == list(range(line["nfe"]))
+        assert sorted(set(line["decoded_at"])) == list(range(line["nfe"]))
     assert (line["full_forwards"] == line["nfe"]) == (cache == "none")
 
 
@@ -218,7 +218,7 @@ def test_the_pipeline_runs_from_the_shell(run):
     status, out, err = run(PROMPT, "--sampler", "d2f:block_length=8,threshold=0.5", "--gen-length", "16", "--json")
     line = json.loads(out)
     assert (status, err, line["verifier_forwards"], len(line["canvas"])) == (0, "", None, 16)
-    assert sorted({at for at in line["trajectory"] if at >= 0}) == list(range(line["nfe"]))
+    assert sorted({at for at in line["decoded_at"] if at >= 0}) == list(range(line["nfe"]))
     numbers = {"name": "d2f", "threshold": 0.5, "tau_add": 0.1, "block_length": 8, "gen_length": 16, "rule": None}
     assert {name: line["settings"][name] for name in numbers} == numbers
 
