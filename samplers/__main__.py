@@ -253,7 +253,8 @@ def _answer_all(options: argparse.Namespace) -> None:
         _print_watched(model, ready.sampler, watched)
         _save_view(options, [watched.generation])
         return
-    print("compiling, then sampling ...", file=sys.stderr)
+    if not options.json:  # which leaves the standard error to errors
+        print("compiling, then sampling ...", file=sys.stderr)
     run = _recorded if options.save_view else run_all
     runner, done = run(model, ready.sampler, ready.requests, options.batch_size)
     told = settings_told(options, loading.said, model.name, ready.sampler) | run_told(model)

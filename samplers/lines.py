@@ -241,10 +241,8 @@ class Desk:
         self.sampler: Any = self._engine.sampler
         self._chat: dict[str, Any] = {"chat": chat, "system": system}
         self._key = jax.random.key(seed)
-        self._called, self._known = (
-            f"sampler {called(settings)}",
-            [name for name in options_of(settings) if name not in _SAID],
-        )
+        self._called = f"sampler {called(settings)}"
+        self._known = [name for name in options_of(settings) if name not in _SAID]
         self._regular = room.total is not None
 
     def request(self, line: Line, entry: dict[str, Any]) -> Request:

@@ -468,11 +468,13 @@ class Engine:
 
     def _stopped(self, report: Report) -> Report:
         """The report with the rows ended in which a request's own stop pattern is complete and final."""
-        done, lengths = np.array(report.done), np.array(report.result.lengths)
+        tokens = np.asarray(report.result.tokens)
+        done: Any = np.array(report.done)
+        lengths: Any = np.array(report.result.lengths)
         for request, matcher in self._matchers.items():
             slot = request.slot
             assert slot is not None
-            length = matcher.read(report.result.tokens[slot, : _final(report, request)])
+            length = matcher.read(tokens[slot, : _final(report, request)])
             done[slot] |= length != NEVER
             lengths[slot] = min(lengths[slot], length)
         return dataclasses.replace(report, done=done, result=dataclasses.replace(report.result, lengths=lengths))

@@ -87,7 +87,8 @@ def _dtype_at(part: Any, path: Sequence[Any], leaf: Any) -> np.dtype:
         return jnp.result_type(leaf)
     for key in path[:-1]:
         part = getattr(part, key.name)
-    return number_dtypes(type(part)).get(path[-1].name, jnp.result_type(leaf))
+    kind: Any = type(part)
+    return number_dtypes(kind).get(path[-1].name, jnp.result_type(leaf))
 
 
 def structure_of(sampler: Any) -> Any:

@@ -85,7 +85,8 @@ def test_through_a_pipe_the_text_is_alone_and_plain(run, answer):
     status, out, err = run(PROMPT, *SHORT)
     assert (status, out) == (0, answer.text + "\n")
     assert "\x1b" not in out + err
-    (line,) = err.splitlines()
+    first, line = err.splitlines()
+    assert "compiling" in first  # which takes several seconds, in which nothing else is said
     assert f"NFE {answer.nfe} ({answer.full_forwards} full + {answer.nfe - answer.full_forwards} window)" in line
     assert f"{len(answer.tokens)} tokens, {answer.tokens_per_forward:.2f} per forward" in line
     assert "tokens/s" in line and "compiled before in" in line

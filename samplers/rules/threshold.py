@@ -18,7 +18,8 @@ class Threshold(Rule):
     dInfer's definition (arXiv 2510.08666) is ``Threshold(0.8, tolerance=1e-5, skip_masks=True)``.
 
     Attributes:
-        threshold: in [0, 1]; inf, or a little above 1, commits one position per step. Default: Fast-dLLM's published one.
+        threshold: in [0, 1]; inf, or a little above 1, commits one position per step. Default: Fast-dLLM's
+            published one.
         steps: None, or a brake on parallelism: after forward i (from 0) of a block at most (i + 1) / S of its masks are
             committed, S = steps / number of blocks (Fast-dLLM's block-free sampler for Dream). Default: none, as in
             Fast-dLLM's block sampler; a brake costs forwards.
