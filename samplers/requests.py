@@ -309,13 +309,13 @@ class Engine:
 
     def _check_stops(self, stop: Sequence[str | int]) -> None:
         """Raises DllmError for patterns that cannot be found in a row."""
-        if len(set(stop)) > MOST_STOPS:
-            raise DllmError(f"stop has {len(set(stop))} patterns; a request may bring {MOST_STOPS}")
         for item in stop:
             if isinstance(item, str):
                 stop_bytes(item)
             else:
                 check_token("stop", item, self.model.config)
+        if len(set(stop)) > MOST_STOPS:
+            raise DllmError(f"stop has {len(set(stop))} patterns; a request may bring {MOST_STOPS}")
         self._pieces(stop)
 
     def _pieces(self, stop: Sequence[str | int]) -> Sequence[bytes]:
