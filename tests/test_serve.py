@@ -5,10 +5,12 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import queue
 import random
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -34,6 +36,8 @@ from samplers.answers import answer
 from samplers.noise import row_keys
 from samplers.prompts import encode_prompt, pad_prompts
 from samplers.serving import guard, server, view
+from samplers.serving.command import LogRate
+from samplers.serving.connections import SPARE_FILES, Connections, most_connections
 from samplers.serving.faults import Fault
 from samplers.serving.service import Limits
 
@@ -609,6 +613,135 @@ async def _numbered(stream):
     async for part in stream:
         yield number, part
         number += 1
+
+
+# Clients that neither send nor read ----------------------------------------------------------------------------------
+
+
+HALF_HEADER = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+
+
+def _connect(url):
+    host, port = url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=60)
+
+
+def _read_all(client):
+    """What a server sends until it closes: the status, and the body as JSON."""
+    head, _, body = b"".join(iter(lambda: client.recv(65536), b"")).partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)["error"]
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", HALF_HEADER, b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"]
+)
+def test_silent_clients_keep_nobody_out(start, sent):
+    with start(connections=Connections(8, request_seconds=3600)) as found, contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(_connect(found.url)) for _ in range(30)]
+        for client in silent:
+            with contextlib.suppress(ConnectionError):  # some have been closed already
+                client.sendall(sent)
+        assert _status(found.url) == 200 and _ask(found.url).status_code == 200
+        wait_until(lambda: len(found.server.server_state.connections) <= 8)
+        with contextlib.suppress(ConnectionResetError):
+            assert silent[0].recv(1) == b""  # those that were silent for longest make room
+
+
+def test_a_header_that_does_not_come_is_waited_for_so_long(start):
+    with start(connections=Connections(64, request_seconds=1.0)) as found:
+        with _connect(found.url) as silent, _connect(found.url) as begun, _connect(found.url) as again:
+            begun.sendall(HALF_HEADER)
+            again.sendall(HALF_HEADER + b"\r\n")
+            first = b""
+            while b"}" not in first:
+                first += again.recv(65536)
+            again.sendall(HALF_HEADER)
+            assert silent.recv(1) == b""
+            status, error = _read_all(begun)
+            assert (status, error["code"]) == (408, "timeout")
+            assert first.startswith(b"HTTP/1.1 200") and _read_all(again)[0] == 408
+
+
+def test_a_client_that_does_not_read_is_closed(start):
+    with start(connections=Connections(64, read_seconds=0.5)) as found, _connect(found.url) as client:
+        wait_until(lambda: len(found.server.server_state.connections) == 1)
+        client.setblocking(False)
+        with contextlib.suppress(BlockingIOError):  # its own buffer is full, since the server reads no more
+            for _ in range(20_000):
+                client.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        wait_until(lambda: not found.server.server_state.connections)
+
+
+def test_where_all_connections_are_at_work_a_new_one_is_told(start):
+    gate = threading.Event()
+    options = {"step": _gated(gate), "connections": Connections(3)}
+    with start(slots=1, **options) as found, concurrent.futures.ThreadPoolExecutor(8) as pool:
+        asked = _asking(pool, found.url, 3)
+        wait_until(lambda: found.server.service.held == 3)
+        with _connect(found.url) as client:
+            status, error = _read_all(client)
+        assert (status, error["code"]) == (503, "too_many_connections")
+        gate.set()
+        assert [answer.result().status_code for answer in asked] == [200] * 3
+
+
+def test_what_is_not_http_is_answered_in_json(served):
+    with _connect(served.url) as client:
+        client.sendall(b"not http\r\n\r\n")
+        status, error = _read_all(client)
+    assert (status, error["code"]) == (400, "invalid_http")
+
+
+def test_a_body_that_is_unfinished_at_the_end_is_answered_in_json(start, monkeypatch):
+    monkeypatch.setattr(server, "LEAVING_SECONDS", 0.0)
+    with start(grace=0.1) as found, _connect(found.url) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
+        wait_until(lambda: found.server.server_state.tasks)
+        found.server.handle_exit(signal.SIGINT, None)
+        status, error = _read_all(client)
+    assert (status, error["code"]) == (503, "stopping")
+
+
+def test_the_limit_of_open_files_bounds_the_connections(monkeypatch):
+    used = len(os.listdir("/dev/fd"))
+    for limit, wanted in [(used + 1000, 100), (used + SPARE_FILES + 50, 50)]:
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
+        assert abs(most_connections(100) - wanted) < 5  # other tests' threads open files as well
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (used, used))
+    with pytest.raises(DllmError, match="ulimit -n"):
+        most_connections(100)
+
+
+def test_with_few_open_files_silent_clients_stop_nothing(llada_tiny, tmp_path):
+    command = [sys.executable, "-m", "samplers", "serve", "--model", str(llada_tiny.folder), "--port", "0"]
+    shape = ["--gen-length", "8", "--block-length", "8", "--cache", "none", "--prompt-length", "32", "--slots", "2"]
+    limited = ["bash", "-c", 'ulimit -n 100; exec "$@"', "-", *command, *shape]
+    log = tmp_path / "log"
+    with contextlib.ExitStack() as stack:
+        err = stack.enter_context(log.open("w"))
+        process = stack.enter_context(subprocess.Popen(limited, stdout=subprocess.PIPE, stderr=err, text=True))
+        stack.callback(process.kill)
+        url = process.stdout.readline().split()[-1]
+        wait_until(lambda: _status(url) == 200)
+        for _ in range(200):
+            stack.enter_context(_connect(url))
+        statuses = [_status(url) for _ in range(5)], _ask(url, "Q: swine").status_code
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+    assert statuses == ([200] * 5, 200) and log.read_text().count("\n") < 50
+
+
+def test_the_log_has_so_many_lines_a_second(caplog):
+    now = [0.0]
+    rate = LogRate(3, clock=lambda: now[0])
+    logger = logging.getLogger("test of the rate")
+    logger.addFilter(rate)
+    with caplog.at_level("INFO", logger=logger.name):
+        for i in range(10):
+            logger.info("line %d", i)
+        now[0] = 1.0
+        logger.info("line %d", 10)
+    assert caplog.messages == ["line 0", "line 1", "line 2", "(7 lines left out) line 10"]
 
 
 # What operators see ---------------------------------------------------------------------------------------------------

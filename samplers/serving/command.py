@@ -6,7 +6,8 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from samplers.registry import title
 from samplers.requests import Engine
 
 KEY_VARIABLE = "DLLM_API_KEY"
+LOG_LINES = 50  # per second
 
 _ABOUT = """Serves a model as OpenAI's API does: /v1/chat/completions, /v1/completions, /v1/models; besides these
 /v1/canvas, /health, /metrics, and a page at / that shows the canvas while it is written. The sampler's numbers
@@ -149,11 +151,34 @@ def _described(engine: Engine) -> str:
     return f"{engine.model.name} ({sampler}; {room})"
 
 
+class LogRate(logging.Filter):
+    """Lets so many lines of a second through, and says in the next how many were left out."""
+
+    def __init__(self, most: int = LOG_LINES, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._most, self._clock = most, clock
+        self._until, self._lines, self._left_out = 0.0, 0, 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        now = self._clock()
+        if now >= self._until:
+            self._until, self._lines = now + 1.0, 0
+        if self._lines == self._most:
+            self._left_out += 1
+            return False
+        self._lines += 1
+        if self._left_out:
+            record.msg, record.args = f"({self._left_out} lines left out) {record.getMessage()}", ()
+            self._left_out = 0
+        return True
+
+
 def _log() -> None:
-    """One line for each request, on the standard error."""
+    """One line for each request, on the standard error, as far as the rate allows."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    for name, level in (("samplers.serving", logging.INFO), ("uvicorn", logging.WARNING)):
+    handler.addFilter(LogRate())
+    for name, level in (("samplers.serving", logging.INFO), ("uvicorn", logging.WARNING), ("asyncio", logging.WARNING)):
         logging.getLogger(name).addHandler(handler)
         logging.getLogger(name).setLevel(level)
         logging.getLogger(name).propagate = False  # libraries put handlers of their own above

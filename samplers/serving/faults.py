@@ -48,3 +48,8 @@ class Fault(Exception):
 def unexpected() -> Fault:
     """Of an error that nobody foresaw; what it says may hold another's text, so it is not told."""
     return Fault(500, "the server made a mistake; its log says where", outcome="failed", code="internal_error")
+
+
+def stopping() -> Fault:
+    """Of a server that ends."""
+    return Fault(503, "the server is stopping", outcome="stopped", code="stopping")

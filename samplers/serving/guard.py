@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from samplers.serving.faults import Fault
+from samplers.serving.faults import Fault, stopping, unexpected
 
 LOG = logging.getLogger("samplers.serving")
 
@@ -90,8 +90,13 @@ class Guard:
             if fault.status == 413:
                 await self._discard(receive)
             await _refuse(fault, scope, receive, send)
+        except asyncio.CancelledError:  # uvicorn's, at the end
+            if not scope["dllm_record"].status:
+                await _refuse(stopping(), scope, receive, send)
         except Exception as error:
             LOG.error("%s", where(error))
+            if not scope["dllm_record"].status:
+                await _refuse(unexpected(), scope, receive, send)
 
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)

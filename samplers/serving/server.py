@@ -4,20 +4,26 @@ import asyncio
 import socket
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
 from dllm_jax import DllmError
 from samplers.requests import Engine
 from samplers.serving.app import make_app
+from samplers.serving.connections import AT_A_TIME, Connections, most_connections
+from samplers.serving.faults import stopping
 from samplers.serving.guard import Guard, hosts_of, where
-from samplers.serving.service import Limits, Service, stopping
+from samplers.serving.service import Limits, Service
 
 TOLD_SECONDS = 1.0
 """Time in which clients and whoever asks for /health hear that the engine has stopped."""
 
 LEAVING_SECONDS = 5.0
 """Time in which the last answers are sent."""
+
+BACKLOG = 2048
+"""Connections that the system keeps until they are accepted."""
 
 
 class Server(uvicorn.Server):
@@ -45,6 +51,12 @@ class Server(uvicorn.Server):
             return
         self.service.break_off(stopping())
         self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Of uvicorn, which has one number for what the system keeps and for what is accepted at a time."""
+        await super().startup(sockets)
+        for at in sockets or ():
+            at.listen(BACKLOG)
 
     async def _end(self) -> None:
         await self.service.drain(self._grace)
@@ -85,6 +97,7 @@ async def serve(
     key: str | None = None,
     most_body: int = 1 << 20,
     grace: float = 30.0,
+    connections: Connections | None = None,
     began: Callable[[Server], None] = lambda server: None,
 ) -> None:
     """Serves an engine until it is told to stop.
@@ -95,10 +108,12 @@ async def serve(
         key: that requests must bring.
         most_body: bytes of a request's body.
         grace: seconds that answers have when the server is to end.
+        connections: how many, and how long they may be silent; by default some more than there are requests, as far as
+            the limit of open files allows.
         began: called before the first request is read.
 
     Raises:
-        DllmError: when the engine has stopped by an error.
+        DllmError: when the limit of open files is too low, and when the engine has stopped by an error.
     """
     engine.compile()
     service = Service(engine, limits, stop=stop, ignore_eos=ignore_eos)
@@ -109,14 +124,15 @@ async def serve(
         most_body=most_body,
         hosts=hosts_of(at.getsockname()[0]) if key is None else None,
     )
-    connections = 2 * (engine.slots + limits.queue) + 256
+    http: Any = connections or Connections(most_connections(2 * (engine.slots + limits.queue) + 256))
     config = uvicorn.Config(
         guard,
+        http=http,
+        backlog=AT_A_TIME,
         lifespan="off",
         access_log=False,
         log_config=None,
         server_header=False,
-        limit_concurrency=connections,
         timeout_graceful_shutdown=int(LEAVING_SECONDS),
         ws="none",
     )

@@ -23,7 +23,7 @@ from samplers.engine import broken
 from samplers.prompts import encode_prompt
 from samplers.registry import settings_of, title
 from samplers.requests import Engine, Request, Update
-from samplers.serving.faults import Fault
+from samplers.serving.faults import Fault, stopping
 from samplers.serving.metrics import Metrics
 from samplers.serving.schema import Body, CanvasBody, ChatBody, Completing, TextBody
 from samplers.serving.shapes import Chat, Json, Shape, Text, told_tokens, usage_of
@@ -423,11 +423,6 @@ def _deadline() -> Any:
     except TimeoutError:
         sentence = "the answer was not ready at the server's deadline"
         raise Fault(503, sentence, outcome="late", code="deadline_exceeded") from None
-
-
-def stopping() -> Fault:
-    """Of a server that ends."""
-    return Fault(503, "the server is stopping", outcome="stopped", code="stopping")
 
 
 def _stopped() -> Fault:
