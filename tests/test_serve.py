@@ -311,7 +311,17 @@ BAD = [
     ({"prompt": [-1]}, 400, "vocabulary"),
     ({"prompt": ["a"] * 999}, 400, "999"),
     ({"prompt": "a " * 500}, 400, "takes 64"),
-    ({"prompt": "a\ud800"}, 400, ""),
+    ({"prompt": [5] * 500}, 400, "takes 64"),
+    ({"prompt": "a\ud800"}, 422, "prompt"),
+    ({"prompt": ["a", "\ud800"]}, 422, "prompt"),
+    ({"prompt": "a", "stop": "\ud800"}, 422, "stop"),
+    ({"prompt": "a", "\ud800": "b"}, 400, ""),
+    ({"prompt": [True]}, 422, "prompt"),
+    ({"prompt": [[1], [True]]}, 422, "prompt"),
+    ({"prompt": [1, "a"]}, 422, "prompt"),
+    ({"prompt": "a", "max_completion_tokens": 3}, 400, "max_completion_tokens"),
+    ({"prompt": "a", "user": [0] * 5000}, 400, "4096"),
+    ({"prompt": "a", "user": [[0] * 3000, {str(i): i for i in range(3000)}]}, 400, "4096"),
     ({"prompt": "<|mdm_mask|>"}, 400, "mask"),
     ({"prompt": "a", "max_tokens": "3"}, 422, "max_tokens"),
     ({"prompt": "a", "max_tokens": 0}, 422, "max_tokens"),
@@ -337,7 +347,7 @@ BAD = [
     ({"prompt": "a", "threshold": True}, 400, "threshold"),
     ({"prompt": "a", "threshold": 10**400}, 400, "range"),
     ({"prompt": "a", "threshold": -5}, 400, "threshold"),
-    ({"prompt": "a", "block_length": 4}, 400, "another program"),
+    ({"prompt": "a", "block_length": 4}, 400, "block_length"),
     ({"prompt": "a", "key": 4}, 400, "key"),
     ({"prompt": "a", "given": 4}, 400, "given"),
     ({"prompt": "a", "verifier": "/etc/passwd"}, 400, "verifier"),
@@ -375,6 +385,8 @@ def test_openais_client_raises_its_own_errors(served):
 def test_other_paths_methods_and_content_types_are_refused(served):
     assert httpx.get(served.url + "/nothing").status_code == 404
     assert httpx.get(served.url + "/v1/completions").status_code == 405
+    for path in ("/", "/health", "/metrics", "/v1/models", "/v1/models/tiny"):
+        assert (found := httpx.head(served.url + path)).status_code == 200 and not found.content
     plain = httpx.post(
         served.url + "/v1/completions", content='{"prompt": "a"}', headers={"Content-Type": "text/plain"}
     )

@@ -87,7 +87,7 @@ def run_printing(work: Callable[[], None], when_out_of_memory: str) -> int:
         print("; ".join(["interrupted", *map(str, error.args)]), file=sys.stderr)
         return INTERRUPTED
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if not out_of_memory(error):
             raise
         print(f"error: the device ran out of memory; {when_out_of_memory}", file=sys.stderr)
         return 2
@@ -95,3 +95,8 @@ def run_printing(work: Callable[[], None], when_out_of_memory: str) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     return 0
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether a device had not enough memory."""
+    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)

@@ -17,6 +17,9 @@ from samplers.rules.base import BlockView, Rule, rank
 Algorithm = Literal["origin", "maskgit_plus", "topk_margin", "entropy"]
 
 
+_WIDEST = 1 << 29  # so that sums of two stay in int32
+
+
 @pytree(static=("alg", "score_from"))
 class Dream(Rule):
     """`diffusion_generate` of Dream (arXiv 2508.15487).
@@ -94,8 +97,18 @@ class Dream(Rule):
         return score / jnp.asarray(self.alg_temp)[..., None] + view.gumbel()  # Gumbel top-k: without replacement
 
     def next_step(self, index: jax.Array, empty: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """The step of the schedule that is run, [B], from `index` on: the first that commits something."""
-        return lax.while_loop(lambda at: empty(at).any(), lambda at: at + empty(at), index)
+        """The step of the schedule that is run, [B], from `index` on: the first that commits something.
+
+        No step after that one is `empty`, so jumps double and halve: there may be millions of empty steps.
+        """
+
+        def look(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            at, jump = carry
+            skipped = empty(at + jump - 1)
+            wider, narrower = jnp.minimum(2 * jump, _WIDEST), jnp.maximum(jump // 2, 1)
+            return jnp.where(skipped, at + jump, at), jnp.where(skipped, wider, narrower)
+
+        return lax.while_loop(lambda carry: empty(carry[0]).any(), look, (index, jnp.ones_like(index)))[0]
 
     def most_steps(self, view: BlockView) -> jax.Array | None:
         return self.block_steps(view) if self.alg == "origin" else None  # where chance may commit nothing

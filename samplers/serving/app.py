@@ -1,6 +1,7 @@
 """The routes: OpenAI's, the canvas, and what operators look at."""
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
@@ -35,25 +36,26 @@ def make_app(service: Service) -> FastAPI:
 
 def _add_looks(app: FastAPI, service: Service) -> None:
     """What does not ask the engine."""
+    look = functools.partial(app.api_route, methods=["GET", "HEAD"])
 
-    @app.get("/")
+    @look("/")
     async def page() -> Response:
         return HTMLResponse(PAGE, headers=HEADERS)
 
-    @app.get("/health")
+    @look("/health")
     async def health() -> Response:
         found = service.health
         return JSONResponse({"status": found}, 200 if found == "ok" else 503)
 
-    @app.get("/metrics")
+    @look("/metrics")
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE)
 
-    @app.get("/v1/models")
+    @look("/v1/models")
     async def models() -> Json:
         return {"object": "list", "data": [_model(service)]}
 
-    @app.get("/v1/models/{name:path}")
+    @look("/v1/models/{name:path}")
     async def model(name: str) -> Json:
         if name != service.name:
             raise Fault(404, "this model does not exist here", param="model", code="model_not_found")
@@ -158,7 +160,7 @@ async def _on_fault(request: Request, fault: Any) -> Response:
 
 
 async def _on_invalid(request: Request, error: Any) -> Response:
-    return await _on_fault(request, errors_of(error.errors()))
+    return await _on_fault(request, errors_of(error.errors(), error.body))
 
 
 async def _on_http(request: Request, error: Any) -> Response:

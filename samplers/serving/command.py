@@ -58,7 +58,7 @@ def run(arguments: Sequence[str]) -> None:
     def began(server: Server) -> None:
         print(f"serving {_described(engine)} at {url_of(at)}", flush=True)
 
-    limits = Limits(options.queue, options.deadline)
+    limits = Limits(options.queue, options.deadline or None, options.max_forwards)
     stop, ignore_eos = tuple(said.get("stop") or ()), bool(said.get("ignore_eos"))
     about = {"key": key, "most_body": options.max_body, "grace": options.grace}
     asyncio.run(serve(engine, at, limits, stop=stop, ignore_eos=ignore_eos, began=began, **about))
@@ -85,7 +85,10 @@ def command_line(said: Sequence[str] = ()) -> argparse.ArgumentParser:
     add("--prompt-length", type=int, metavar="N", help="tokens of the longest prompt (default: 512)")
     add("--no-draws", dest="draws", action="store_false", help=_DRAWS)
     add("--queue", type=int, default=64, metavar="N", help="requests that may wait; others get a 429 (default: 64)")
-    add("--deadline", type=float, metavar="SECONDS", help="of a request, waiting included (default: none)")
+    deadline = "of a request, waiting included; 0 for none (default: 600)"
+    add("--deadline", type=float, default=600.0, metavar="SECONDS", help=deadline)
+    forwards = "that an answer may take (default: 4 a position, or what the sampler takes as it is said here)"
+    add("--max-forwards", type=int, metavar="N", help=forwards)
     add("--grace", type=float, default=30.0, metavar="SECONDS", help="for what runs at the end (default: 30)")
     add("--max-body", type=int, default=1 << 20, metavar="BYTES", help="of a request (default: 1048576)")
     add("--api-key-file", metavar="FILE", help=f"holds the key that requests must bring; or set {KEY_VARIABLE}")
@@ -104,6 +107,7 @@ def _check(options: argparse.Namespace) -> None:
     check_length("max_body", options.max_body)
     check_whole("queue", options.queue, 0)
     check_whole("port", options.port, 0, 65535)
+    check_length("max_forwards", options.max_forwards, optional=True)
     check_number("deadline", options.deadline, 0.0)
     check_number("grace", options.grace, 0.0)
 

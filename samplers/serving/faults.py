@@ -36,7 +36,9 @@ class Fault(Exception):
         code: str | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.outcome, self.param, self.code = status, message, outcome, param, code
+        self.status, self.outcome, self.code = status, outcome, code
+        sendable = lambda text: text.encode(errors="replace").decode()  # JSON may bring halves of surrogate pairs
+        self.message, self.param = sendable(message), None if param is None else sendable(param)
 
     @property
     def body(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from samplers.serving.faults import Fault, stopping, unexpected
+from samplers.serving.schema import WRONG
 
 LOG = logging.getLogger("samplers.serving")
 
@@ -203,13 +204,28 @@ def hosts_of(address: str) -> tuple[str, ...] | None:
     return LOOPBACK if address in LOOPBACK else None
 
 
-def errors_of(problems: Any) -> Fault:
-    """The first of pydantic's problems as a fault."""
-    problem: dict[str, Any] = next(iter(problems), {})
-    at = [str(part)[:60] for part in problem.get("loc", ()) if part != "body"]
-    if problem.get("type") == "json_invalid":
+def errors_of(problems: Any, body: Any) -> Fault:
+    """The one of pydantic's problems with a body that lies deepest, as a fault."""
+    found = [(_place(problem["loc"][1:], body), problem) for problem in problems]
+    at, problem = max(found, key=lambda pair: len(pair[0]))
+    if problem["type"] == "json_invalid":
         return Fault(400, "the body is no valid JSON", code="invalid_json")
+    ours, words = problem["type"] == WRONG, problem["msg"]
     if not at:
-        return Fault(400, "the body must be a JSON object, sent as application/json", code="invalid_body")
+        sentence = f"the body {words}" if ours else "the body must be a JSON object, sent as application/json"
+        return Fault(400, sentence, code="invalid_body")
     name = ".".join(at)
-    return Fault(422, f"{name}: {problem.get('msg', 'is not understood')}", param=name, code="invalid_value")
+    return Fault(422, f"{name} {words}" if ours else f"{name}: {words}", param=name, code="invalid_value")
+
+
+def _place(path: Any, body: Any) -> list[str]:
+    """Where in a body a problem is, without the names that pydantic has for the types it tried."""
+    found = []
+    for i, part in enumerate(path):
+        missing = isinstance(body, dict) and i == len(path) - 1
+        if (isinstance(body, list) and isinstance(part, int)) or (isinstance(body, dict) and part in body):
+            body = body[part]
+        elif not missing:
+            continue
+        found.append(str(part)[:60])
+    return found

@@ -1,13 +1,19 @@
 """What the body of a request may say. Unknown fields are refused, as OpenAI does: a misspelt number would be a silent
 change of the answer."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, model_validator
+from pydantic_core import PydanticCustomError
 
 from samplers.serving.faults import Fault
 
 MOST_NUMBER = 1e9
+MOST_ITEMS = 4096
+"""Fields and items of a body, the prompt's left out. Each that is wrong would cost its own error, 40 times its size."""
+
+WRONG = "wrong"
+"""Type of pydantic's errors whose words are our own."""
 
 UNREAD = frozenset(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
@@ -37,12 +43,41 @@ IDLE: dict[str, tuple[Any, ...]] = {
 """OpenAI's fields that this server cannot do, and the values that ask for nothing."""
 
 
+def _text(value: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise PydanticCustomError(WRONG, "holds half of a surrogate pair, which is no character") from None
+    return value
+
+
+def _prompt(value: Any) -> Any:
+    """A prompt of /v1/completions, by a look that ends at the first thing that is wrong."""
+    lists = value if isinstance(value, list) and value and isinstance(value[0], list) else [value]
+    if all(isinstance(ids, list) and all(type(token) is int for token in ids) for ids in lists):  # True is none
+        return value
+    texts = value if isinstance(value, list) else [value]
+    if not all(isinstance(text, str) for text in texts):
+        raise PydanticCustomError(WRONG, "must be a text, a list of texts, token ids, or a list of lists of token ids")
+    return [_text(text) for text in texts]
+
+
+def _stop(value: Any) -> Any:
+    texts = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise PydanticCustomError(WRONG, "must be a text or a list of texts")
+    return tuple(_text(text) for text in texts)
+
+
+String = Annotated[str, AfterValidator(_text)]
+
+
 class Part(BaseModel):
     """A part of a message; only texts are understood."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
     type: Literal["text"]
-    text: str
+    text: String
 
 
 class Message(BaseModel):
@@ -50,7 +85,7 @@ class Message(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Part] | None = None
+    content: String | list[Part] | None = None
 
     @property
     def turn(self) -> dict[str, str]:
@@ -82,7 +117,20 @@ class Body(BaseModel):
     seed: int | None = Field(None, ge=0, lt=2**32)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    stop: str | list[str] | None = None
+    stops: Annotated[tuple[str, ...], PlainValidator(_stop)] = Field((), alias="stop")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bound(cls, body: Any) -> Any:
+        """Counts what there is before each is looked at."""
+        left, inside = MOST_ITEMS, [{**body, "prompt": None}] if isinstance(body, dict) else []
+        while inside:
+            value = inside.pop()
+            left -= len(value)
+            if left < 0:
+                raise PydanticCustomError(WRONG, f"has more than {MOST_ITEMS} fields and items beside the prompt")
+            inside += [item for item in (value.values() if isinstance(value, dict) else value) if _holds(item)]
+        return body
 
     @property
     def prompts(self) -> list[Any]:
@@ -98,10 +146,6 @@ class Body(BaseModel):
     def with_logprobs(self) -> bool:
         """Whether the answer tells the log-probability of its tokens."""
         return False
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def check(self) -> None:
         """Raises Fault for fields that nobody knows, and OpenAI's that ask for what is not there."""
@@ -171,15 +215,14 @@ class ChatBody(Completing):
 class TextBody(Completing):
     """Of /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Annotated[Any, PlainValidator(_prompt)]
     logprobs: int | None = Field(None, ge=0, le=5)
 
     @property
     def prompts(self) -> list[Any]:
         """Texts, or lists of token ids."""
-        if isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return list(self.prompt)
+        found: list[Any] = self.prompt
+        return found if found and isinstance(found[0], str | list) else [found]
 
     @property
     def with_logprobs(self) -> bool:
@@ -194,7 +237,7 @@ class TextBody(Completing):
 class CanvasBody(Body):
     """Of /v1/canvas: a text as it is, or a conversation."""
 
-    prompt: str | None = None
+    prompt: String | None = None
     messages: list[Message] | None = None
 
     @property
@@ -204,6 +247,10 @@ class CanvasBody(Body):
         return [self.prompt if self.messages is None else [message.turn for message in self.messages]]
 
 
+def _holds(value: Any) -> bool:
+    return isinstance(value, dict | list)
+
+
 def _same(value: Any, idle: Any) -> bool:
     """Equal, and not as 0 and False are."""
     return bool(value == idle) and (isinstance(value, bool) == isinstance(idle, bool))
@@ -211,8 +258,8 @@ def _same(value: Any, idle: Any) -> bool:
 
 def _number(name: str, value: Any) -> int | float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        known = "OpenAI's fields and the sampler's numbers are"
-        raise Fault(400, f"{name!r:.60} is not known; {known}", param=name[:60], code="unknown_parameter")
+        sentence = f"{name!r:.60} is not known, or is no number; OpenAI's fields and the sampler's numbers are"
+        raise Fault(400, sentence, param=name[:60], code="unknown_parameter")
     if not abs(value) <= MOST_NUMBER:
         raise Fault(400, f"{name!r:.60} is out of range", param=name[:60])
     return value

@@ -9,6 +9,7 @@ from typing import Any
 import uvicorn
 
 from dllm_jax import DllmError
+from dllm_jax.tools.command import out_of_memory
 from samplers.requests import Engine
 from samplers.serving.app import make_app
 from samplers.serving.connections import AT_A_TIME, Connections, most_connections
@@ -113,7 +114,9 @@ async def serve(
         began: called before the first request is read.
 
     Raises:
-        DllmError: when the limit of open files is too low, and when the engine has stopped by an error.
+        DllmError: when the limit of open files is too low, when the engine's own sampler may take more forwards than
+            the limits allow, and when the engine has stopped by an error.
+        JaxRuntimeError: when it has stopped for lack of memory.
     """
     engine.compile()
     service = Service(engine, limits, stop=stop, ignore_eos=ignore_eos)
@@ -143,4 +146,6 @@ async def serve(
     finally:
         await service.close()
     if service.broken is not None:
+        if out_of_memory(service.broken):  # whose advice the command has
+            raise service.broken
         raise DllmError(f"the engine has stopped by an error: {where(service.broken)}") from service.broken

@@ -3,13 +3,13 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import copy
 import dataclasses
 import hashlib
-import inspect
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,19 +20,18 @@ from dllm_jax.quantized import told_dtype
 from dllm_jax.tokenizer import token_strings
 from samplers.answers import Generation
 from samplers.engine import broken
-from samplers.prompts import encode_prompt
-from samplers.registry import settings_of, title
+from samplers.prompts import PromptTooLong, encode_prompt
+from samplers.registry import options_of, settings_of, title
 from samplers.requests import Engine, Request, Update
 from samplers.serving.faults import Fault, stopping
 from samplers.serving.metrics import Metrics
 from samplers.serving.schema import Body, CanvasBody, ChatBody, Completing, TextBody
 from samplers.serving.shapes import Chat, Json, Shape, Text, told_tokens, usage_of
 from samplers.serving.worker import Job, Turn, Worker
+from samplers.slots import number_names, with_numbers
 from samplers.text import TextStream, text_of
 
 JOIN_SECONDS = 10.0
-
-_OURS = frozenset(inspect.signature(Engine.request).parameters)  # what clients cannot say by these names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,10 +41,13 @@ class Limits:
     Attributes:
         queue: requests that may wait while all slots are at work.
         deadline: seconds that a request may take, waiting included; None for any time.
+        forwards: that an answer may take; None for four a position, or what the server's own sampler may take if that
+            is more.
     """
 
     queue: int = 64
-    deadline: float | None = None
+    deadline: float | None = 600.0
+    forwards: int | None = None
 
 
 class Ticket:
@@ -120,6 +122,9 @@ class Service:
         """
         Args:
             stop, ignore_eos: of the engine's sampler, which the text of a stream must know.
+
+        Raises:
+            DllmError: when the engine's sampler itself may take more forwards than the limit.
         """
         self.engine, self.limits, self.name = engine, limits, engine.model.name
         self.metrics = Metrics(engine.slots)
@@ -129,10 +134,13 @@ class Service:
         self.created, self.fingerprint = int(time.time()), _fingerprint(engine)
         self._stop, self._ignore_eos = tuple(stop), ignore_eos
         self._strings = _strings(engine.model)
+        self._most_forwards = _most_forwards(engine, limits)
+        self._settable = _settable(engine)
+        # Its own tokenizer: the event loop decodes meanwhile, and one is not made for two threads.
+        self._reader = dataclasses.replace(engine.model, tokenizer=copy.deepcopy(engine.model.tokenizer))
         self._turn = Turn([], 0, 0.0, 0, 0)
         self._tickets: dict[Job, Ticket] = {}
         self._begun: dict[Job, float] = {}
-        # One thread: the tokenizer is not made for several.
         self._encoding = concurrent.futures.ThreadPoolExecutor(1, "encoding")
         self._loop = asyncio.get_running_loop()
         self._worker = Worker(engine, self._loop, self._turned, self._died)
@@ -286,20 +294,40 @@ class Service:
     def _requests(self, body: Body, prompts: Sequence[Any], copies: int) -> list[tuple[Request, int]]:
         """The engine's requests and their seeds; not in the event loop, since long prompts take long."""
         count, numbers = len(prompts) * copies, body.numbers
-        if ours := sorted(_OURS & numbers.keys()):
-            raise Fault(400, f"{ours[0]} cannot be chosen so", param=ours[0], code="unknown_parameter")
+        self._check_numbers(numbers)
         seed = secrets.randbelow(2**32 - count) if body.seed is None else body.seed
         said: dict[str, Any] = {"gen_length": body.length, "stop": body.stops, **numbers}
         try:
-            ids = [self._encoded(prompt) for prompt in prompts for _ in range(copies)]
-            return [(self.engine.request(row, seed=seed + i, **said), seed + i) for i, row in enumerate(ids)]
+            ids = [row for prompt in prompts for row in [self._encoded(prompt)] * copies]
+            made = [(self.engine.request(row, seed=seed + i, **said), seed + i) for i, row in enumerate(ids)]
         except DllmError as error:
             raise Fault(400, str(error)) from None
+        self._check_forwards(made[0][0])
+        return made
+
+    def _check_numbers(self, numbers: Mapping[str, int | float]) -> None:
+        idle = {"temperature": 0, "top_p": 1}
+        for name, value in numbers.items():
+            if name not in self._settable and idle.get(name) != value:
+                known = f"a request may set {', '.join(self._settable)}"
+                raise Fault(400, f"{name!r:.60} cannot be set here; {known}", param=name, code="unknown_parameter")
+
+    def _check_forwards(self, request: Request) -> None:
+        if request.numbers is not None:
+            most = _forwards(with_numbers(self.engine.sampler, request.numbers), len(request.prompt))
+            if most > self._most_forwards:
+                sentence = f"the answer may take {most} forwards, more than the {self._most_forwards} of this server"
+                raise Fault(400, f"{sentence}; ask for fewer steps", code="too_many_forwards")
 
     def _encoded(self, prompt: Any) -> list[int]:
-        ids, room = encode_prompt(self.engine.model, prompt), self.engine.prompt_length
-        if len(ids) > room:
-            sentence = f"the prompt has {len(ids)} tokens; this server takes {room}"
+        room = self.engine.prompt_length
+        try:
+            ids, words = encode_prompt(self._reader, prompt, most=room), ""
+            count = len(ids)
+        except PromptTooLong as error:
+            count, words = error.tokens, "at least "
+        if count > room:
+            sentence = f"the prompt has {words}{count} tokens; this server takes {room}"
             raise Fault(400, sentence, code="context_length_exceeded")
         return ids
 
@@ -414,6 +442,29 @@ def _strings(model: Model) -> list[str]:
         return token_strings(tokenizer, size)
     except DllmError:  # its tokens do not simply follow each other
         return [str(tokenizer.decode([token])) for token in range(size)]
+
+
+def _settable(engine: Engine) -> list[str]:
+    """The sampler's numbers that a request may choose, by the names of their options."""
+    known = set(options_of(engine._settings)) if engine._settings is not None else set()
+    paths = [path.lstrip(".").replace(".", "_") for path in number_names(engine.sampler)]
+    found = (path if path in known else path.partition("_")[2] for path in paths)
+    return sorted(name for name in found if name in known)
+
+
+def _most_forwards(engine: Engine, limits: Limits) -> int:
+    own = _forwards(engine.sampler, engine.prompt_length)
+    if limits.forwards is None:
+        return max(4 * engine.sampler.gen_length, own)
+    if own > limits.forwards:
+        raise DllmError(
+            f"the server's own sampler may take {own} forwards; raise max_forwards, which is {limits.forwards}"
+        )
+    return limits.forwards
+
+
+def _forwards(sampler: Any, prompt_length: int) -> int:
+    return int(sampler.forwards(prompt_length)[1])
 
 
 @contextlib.contextmanager
