@@ -406,7 +406,7 @@ class FunctionDenoiser:
 
     def __post_init__(self) -> None:
         if not callable(self.fn):
-            raise DllmError(f"fn is a {type(self.fn).__name__}; give a function (tokens, lengths) -> logits")
+            raise DllmError(f"fn is of type {type(self.fn).__name__}; give a function (tokens, lengths) -> logits")
         try:
             hash(self.fn)
         except TypeError:  # it is part of the program that jit keeps

@@ -425,7 +425,7 @@ def _fit(tokenizer: "PreTrainedTokenizerBase", config: ModelConfig, folder: Path
 
 def _fault(message: Any) -> str | None:
     if not isinstance(message, Mapping):
-        return f"is a {type(message).__name__}, not a dict"
+        return f"is of type {type(message).__name__}, not dict"
     if "role" not in message:
         return "has no role"
     if message["role"] not in ROLES:

@@ -67,7 +67,8 @@ class APD(LeftToRight):
 
     def start_parts(self, denoiser: DenoiserLike) -> None:
         if not isinstance(self.verifier, Verifier):
-            raise DllmError(f"verifier is a {type(self.verifier).__name__}; make one by verifier_for(model, verifier)")
+            kind = type(self.verifier).__name__
+            raise DllmError(f"verifier is of type {kind}; make one by verifier_for(model, verifier)")
         self.verifier.check(denoiser.vocab_size)
 
     def blocked(self, denoiser: DenoiserLike) -> jax.Array:

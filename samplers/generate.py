@@ -86,7 +86,7 @@ def prepare(
     if not isinstance(model, Model):
         load = "load one by dllm_jax.load"
         own = "samplers.sample_jit(sampler, denoiser, prompt) runs a denoiser of your own"
-        raise DllmError(f"model is a {type(model).__name__}; {own if hasattr(model, 'forward') else load}")
+        raise DllmError(f"model is of type {type(model).__name__}; {own if hasattr(model, 'forward') else load}")
     if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, (Sequence, np.ndarray, jax.Array)):
         raise DllmError(f"prompts is {reprlib.repr(prompts)}; give a string or a list of prompts")
     flat = isinstance(prompts, np.ndarray | jax.Array) and prompts.ndim == 1

@@ -157,9 +157,9 @@ def prepare_infill(
         DllmError: as `infill`.
     """
     if not isinstance(model, Model):
-        raise DllmError(f"model is a {type(model).__name__}; load one by dllm_jax.load")
+        raise DllmError(f"model is of type {type(model).__name__}; load one by dllm_jax.load")
     if isinstance(templates, bytes | Mapping) or not isinstance(templates, Sequence):
-        raise DllmError(f"templates is a {type(templates).__name__}; give a text with gaps or a list of them")
+        raise DllmError(f"templates is of type {type(templates).__name__}; give a text with gaps or a list of them")
     check_whole("seed", seed, 0, 2**32 - 1)
     parsed = [parse_template(text) for text in templates]
     pieces = [[_piece(model, text) for text in template.pieces] for template in parsed]
@@ -254,7 +254,8 @@ def _sampler(
     if said := [option for option in _DECIDED if option in options]:
         raise DllmError(f"{said[0]} has no effect on an infilling, which ends where its template does; leave it out")
     if not (name is None or isinstance(name, str | Rule)):
-        raise DllmError(f"sampler is a {type(name).__name__}; give a name or a rule, since the template is its canvas")
+        kind = type(name).__name__
+        raise DllmError(f"sampler is of type {kind}; give a name or a rule, since the template is its canvas")
     settings = settings_for(model, name, options)
     if issubclass(settings.kind, LeftToRight):
         raise DllmError("gaps cannot be filled by a sampler that writes from left to right; use an unmasking rule")

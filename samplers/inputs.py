@@ -97,7 +97,7 @@ def _check_denoiser(denoiser: Any) -> None:
         raise DllmError("denoiser is a Model; pass model.denoiser")
     if isinstance(denoiser, type) or not hasattr(denoiser, "forward"):
         ways = "pass model.denoiser, or make one of your function by dllm_jax.FunctionDenoiser"
-        raise DllmError(f"denoiser is a {type(denoiser).__name__}; {ways}")
+        raise DllmError(f"denoiser is of type {type(denoiser).__name__}; {ways}")
 
 
 def _as_array(what: str, value: Any) -> Any:

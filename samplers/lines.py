@@ -4,6 +4,7 @@ import codecs
 import contextlib
 import itertools
 import json
+import reprlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -182,7 +183,7 @@ def prompt_of(entry: dict[str, Any]) -> Any:
         raise DllmError('it must be an object with either "prompt" or "messages"')
     prompt = entry.get("prompt", entry.get("messages"))
     if not isinstance(prompt, list if "messages" in entry else (str, list)):
-        raise DllmError(f"{prompt!r} is no prompt; a text, token ids or messages are")
+        raise DllmError(f"a prompt must be a text, token ids or messages, not {reprlib.repr(prompt)}")
     return prompt
 
 

@@ -186,7 +186,7 @@ class Engine:
             DllmError: for bad numbers and options; before anything is compiled.
         """
         if not hasattr(model, "denoiser"):
-            raise DllmError(f"model is a {type(model).__name__}; load one by dllm_jax.load")
+            raise DllmError(f"model is of type {type(model).__name__}; load one by dllm_jax.load")
         check_length("slots", slots)
         check_whole("prompt_length", prompt_length, 0)
         self.model, self.slots = model, slots

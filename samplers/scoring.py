@@ -103,7 +103,7 @@ def score_each(
         RuntimeWarning: at the end, when log-likelihoods were not numbers, naming the first pair.
     """
     if not isinstance(model, Model):
-        raise DllmError(f"model is a {type(model).__name__}; load one by dllm_jax.load")
+        raise DllmError(f"model is of type {type(model).__name__}; load one by dllm_jax.load")
     check_choice("estimator", estimator, ESTIMATORS)
     drawn = estimator if estimator in likelihood.ESTIMATORS else "llada"
     check_samples(drawn, samples=samples, mc_batch=mc_batch)

@@ -505,7 +505,7 @@ def test_refusals_at_the_start() -> None:
     prompt = jnp.asarray([[1, 2]])
     start = lambda sampler, **options: sampler.init(LLADA, **{"prompt": prompt, **options})
     for sampler, options, sentence in [
-        (APD(None, 8), {}, "verifier is a NoneType; make one by verifier_for"),
+        (APD(None, 8), {}, "verifier is of type NoneType; make one by verifier_for"),
         (
             APD(Verifier(VERIFIER.denoiser, jnp.zeros(3, int)), 8),
             {},

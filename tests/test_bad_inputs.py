@@ -147,7 +147,7 @@ NAMES = {
         lambda m: generate(m.llada.denoiser, [[1]]),
         "model is a Denoiser; samplers.sample_jit(sampler, denoiser, prompt) runs a denoiser of your own",
     ),
-    "no model": (lambda m: generate("llada", "a"), "model is a str; load one by dllm_jax.load"),
+    "no model": (lambda m: generate("llada", "a"), "model is of type str; load one by dllm_jax.load"),
     "missing option": (lambda m: make_sampler(m.llada, "ni"), "rule ni needs indicator; pass indicator=..."),
     "no threshold": (lambda m: make_sampler(m.llada, threshold=None), "threshold of rule threshold is None; leave it"),
     "no rule": (lambda m: make_sampler(m.llada, rule=None), "rule is None; give a rule's name or a rule object"),
@@ -277,7 +277,7 @@ PROMPTS = {
     "bytes": (lambda m: generate(m.llada, [b"abc"]), "a prompt is a string, a list of token ids or a list of messages"),
     "no prompts": (lambda m: generate(m.llada, None), "prompts is None; give a string or a list of prompts"),
     "a dictionary of prompts": (lambda m: generate(m.llada, {"a": 1}), "prompts is {'a': 1}; give a string or a list"),
-    "a path for a model": (lambda m: generate("llada-tiny", "a"), "model is a str; load one by dllm_jax.load"),
+    "a path for a model": (lambda m: generate("llada-tiny", "a"), "model is of type str; load one by dllm_jax.load"),
     "tokens without their list": (
         lambda m: generate(m.llada, [65, 66]),
         "prompts is [65, 66]; token ids of one prompt are a list in a list, [[65, 66]]",
@@ -452,7 +452,7 @@ BY_HAND = {
     ),
     "model for a denoiser": (
         lambda m: sample_jit(BlockSampler(EB(), 16), m.llada, PROMPT),
-        "denoiser is a Model; pass model.denoiser",
+        "denoiser is of type Model; pass model.denoiser",
     ),
     "function for a denoiser": (
         lambda m: sample_jit(BlockSampler(EB(), 16), len, PROMPT),
@@ -597,7 +597,7 @@ COMMANDS = {
     ),
     "prompt that is a number": (
         ["--model", "LLADA", "--prompts", "TMP/number.jsonl"],
-        "line 1: 5 is no prompt; a text",
+        "line 1: a prompt must be a text, token ids or messages, not 5",
     ),
     "deep JSON": (["--model", "LLADA", "--prompts", "TMP/deep.jsonl"], "deep.jsonl line 1: not valid JSON"),
     "bad message": (["--model", "LLADA", "--prompts", "TMP/role.jsonl"], "message 0 has no role"),

@@ -124,7 +124,7 @@ def test_nothing_to_fill(llada_tiny):
     [
         ("no gap", {}, "'no gap' has no gap; write <gap:8> where 8 tokens are to be written"),
         ([3], {}, "a template is a text with gaps such as <gap:8>, not a int"),
-        (3, {}, "templates is a int; give a text with gaps or a list of them"),
+        (3, {}, "templates is of type int; give a text with gaps or a list of them"),
         ("a<|mask|><gap:2>", {}, "a template contains the mask token; write <gap:1> in its place"),
         ("a<gap:512>", {}, "a prompt of 1 tokens and a canvas up to position 513 exceed the 512 tokens llada-tiny"),
         ("a<gap:999999999>", {}, "exceed the 512 tokens llada-tiny was trained for; shorten one of them"),

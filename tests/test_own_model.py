@@ -252,7 +252,7 @@ def test_what_a_function_cannot_do_is_said_at_the_start(name):
 @pytest.mark.parametrize(
     "options, sentence",
     [
-        ({"fn": 3}, r"fn is a int; give a function \(tokens, lengths\) -> logits"),
+        ({"fn": 3}, r"fn is of type int; give a function \(tokens, lengths\) -> logits"),
         (
             {"fn": lambda t: t},
             r"fn cannot be traced with tokens \[1, 8\] and lengths \[1\] \(.*argument.*\); give a function",

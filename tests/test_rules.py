@@ -280,6 +280,21 @@ def test_dream_schedule(masks: int, steps: int, expected: list[int]) -> None:
     assert counts_per_step(Dream(steps), masks) == [count for count in expected if count]
 
 
+@pytest.mark.parametrize("first", [0, 1, 2, 5, 1000, 999_999_999])
+def test_steps_of_dream_that_would_commit_nothing_cost_next_to_nothing(first):
+    """Their number is a client's to say; the first that commits is found, and by few looks."""
+    looks = []
+
+    def empty(at):
+        looks.append(at)
+        assert len(looks) < 300
+        return at < jnp.array([first, 3])
+
+    with jax.disable_jit():
+        found = Dream(10**9).next_step(jnp.array([0, 2]), empty)
+    assert found.tolist() == [first, 3]
+
+
 def test_dream_origin_commits_each_with_its_chance() -> None:
     counts = counts_per_step(Dream(10, alg="origin"), 2000)
     assert sum(counts) == 2000 and len(counts) <= 10

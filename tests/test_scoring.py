@@ -324,7 +324,7 @@ BAD = {
     "masks": ({"estimator": "exact", "samples": 4, "mc_batch": 1}, "has 3 tokens, so 7 masks, and samples is 4"),
     "guidance": ({"guidance": -1}, "guidance is -1; it must be at least 0"),
     "batch": ({"batch_size": 0}, "batch_size is 0; it must be at least 1"),
-    "model": ({"model": "llada"}, "model is a str; load one by dllm_jax.load"),
+    "model": ({"model": "llada"}, "model is of type str; load one by dllm_jax.load"),
 }
 
 

@@ -24,27 +24,30 @@ import openai
 import pytest
 from browser import CHROMIUM, Browser
 from conftest import wait_until
+from pydantic import ValidationError
 
 import dllm_jax
 from convert import embedded
 from dllm_jax import DllmError
 from dllm_jax.chat import TEMPLATES
 from dllm_jax.tokenizer import load_tokenizer
-from samplers import Engine, generate, make_sampler, sample_jit
+from samplers import Engine, generate, make_sampler, prompts, sample_jit
 from samplers import __main__ as cli
 from samplers.answers import answer
 from samplers.noise import row_keys
 from samplers.prompts import encode_prompt, pad_prompts
-from samplers.serving import guard, server, view
+from samplers.serving import guard, server, service, view
 from samplers.serving.command import LogRate
 from samplers.serving.connections import SPARE_FILES, Connections, most_connections
 from samplers.serving.faults import Fault
+from samplers.serving.schema import ChatBody, TextBody
 from samplers.serving.service import Limits
 
 LENGTH, BLOCK = 16, 8
 SHAPE = {"gen_length": LENGTH, "block_length": BLOCK, "cache": "none"}
 PROMPT = "Q: Tom has 12 pears. Tom buys 23.\nA: "
 SECRET = "swordfish"
+NONE = Limits(deadline=None)
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +67,14 @@ def start(model):
     """Starts servers: a context of one in a thread of its own."""
 
     @contextlib.contextmanager
-    def call(*, slots=4, queue_length=64, deadline=None, step=None, draws=True, **options):
-        engine = Engine(model, "threshold", slots=slots, prompt_length=64, draws=draws, **SHAPE)
+    def call(*, sampler="threshold", slots=4, step=None, draws=True, limits=NONE, **options):
+        engine = Engine(model, sampler, slots=slots, prompt_length=64, draws=draws, **SHAPE)
         if step is not None:
             engine.compile()
             engine.step = step(engine, engine.step)
         at, began = server.bound("127.0.0.1", 0), queue.Queue()
         told = lambda made: began.put((made, asyncio.get_running_loop()))
-        work = server.serve(engine, at, Limits(queue_length, deadline), began=told, **options)
+        work = server.serve(engine, at, limits, began=told, **options)
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             ended = pool.submit(asyncio.run, work)
             url = server.url_of(at)
@@ -413,6 +416,68 @@ def test_an_oversize_body_is_refused_however_it_comes(start):
         assert _ask(small.url).status_code == 200
 
 
+def _errors_of(kind, body):
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(body)
+    return caught.value.error_count()
+
+
+def test_a_body_of_many_wrong_items_is_one_error():
+    """Each would cost some 5 kB and 50 us, in the event loop."""
+    many, message = [None] * 100_000, {"role": "user", "content": "a"}
+    for prompt in (many, [many], ["a", *many], [1, *many], [[1], *many]):
+        assert _errors_of(TextBody, {"prompt": prompt}) == 1
+    for body in (
+        {"messages": many},
+        {"messages": [{**message, "content": many}]},
+        {"messages": [message], "stop": many},
+        {"messages": [message], "stream_options": dict.fromkeys(map(str, range(100_000)))},
+        {"messages": [[{}] * 1000] * 10},
+    ):
+        assert _errors_of(ChatBody, body) == 1
+
+
+def test_names_in_errors_are_those_of_the_body(served):
+    wrong = lambda **body: httpx.post(served.url + "/v1/chat/completions", json=body).json()["error"]["param"]
+    assert wrong(messages=5) == "messages"
+    assert wrong(messages=[{"role": "user", "content": 5}]) == "messages.0.content"
+    assert wrong(messages=[{"role": "user", "content": [{"type": "text"}]}]) == "messages.0.content.0.text"
+
+
+def test_a_prompt_that_is_surely_too_long_is_not_encoded(served, monkeypatch):
+    encoded = []
+    monkeypatch.setattr(prompts, "encode_text", lambda tokenizer, text: encoded.append(text) or [5])
+    for prompt in ("a " * 100_000, ["a " * 100_000]):
+        error = _ask(served.url, prompt).json()["error"]
+        assert error["code"] == "context_length_exceeded" and not encoded
+    assert _ask(served.url, n=3).status_code == 200 and encoded == [PROMPT]
+
+
+def test_encoding_has_a_tokenizer_of_its_own(served, model, monkeypatch):
+    """The event loop decodes meanwhile, and a tokenizer that two threads use at a time may raise."""
+    used = []
+    encode = lambda model, *arguments, **options: used.append(model) or encode_prompt(model, *arguments, **options)
+    monkeypatch.setattr(service, "encode_prompt", encode)
+    assert _ask(served.url).status_code == 200
+    assert [other.tokenizer is model.tokenizer for other in used] == [False]
+
+
+def test_forwards_of_an_answer_are_bounded(start):
+    with start(sampler="remask", limits=Limits(deadline=None, forwards=24)) as small:
+        assert _ask(small.url, steps=24).status_code == 200
+        for steps in (26, 10**9):
+            refused = _ask(small.url, steps=steps)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (400, "too_many_forwards")
+        with pytest.raises(DllmError, match="max_forwards"):
+            service.Service(small.engine, Limits(forwards=LENGTH - 1))
+
+
+def test_what_a_request_may_set_is_named(served):
+    error = _ask(served.url, bogus=1).json()["error"]
+    assert error["param"] == "bogus" and "threshold, top_k, top_p" in error["message"]
+    assert "gen_length" not in error["message"]
+
+
 def test_a_key_is_asked_for(start):
     with start(key=SECRET) as closed:
         assert _status(closed.url) == 200 and httpx.get(closed.url + "/").status_code == 200
@@ -469,7 +534,10 @@ def _asking(pool, url, count, **options):
 
 def test_beyond_the_queue_there_is_a_429_and_what_was_admitted_is_answered(start, alone):
     gate = threading.Event()
-    with start(slots=2, queue_length=3, step=_gated(gate)) as small, concurrent.futures.ThreadPoolExecutor(8) as pool:
+    with (
+        start(slots=2, limits=Limits(3, None), step=_gated(gate)) as small,
+        concurrent.futures.ThreadPoolExecutor(8) as pool,
+    ):
         first = _asking(pool, small.url, 5)
         wait_until(lambda: small.server.service.held == 5)
         full = _ask(small.url)
@@ -489,7 +557,10 @@ def test_beyond_the_queue_there_is_a_429_and_what_was_admitted_is_answered(start
 
 def test_what_is_late_is_taken_back(start):
     gate = threading.Event()
-    with start(slots=1, deadline=3.0, step=_gated(gate)) as late, concurrent.futures.ThreadPoolExecutor(8) as pool:
+    with (
+        start(slots=1, limits=Limits(deadline=3.0), step=_gated(gate)) as late,
+        concurrent.futures.ThreadPoolExecutor(8) as pool,
+    ):
         asked = _asking(pool, late.url, 2) + _asking(pool, late.url, 1, stream=True)
         whole, other, stream = (answer.result() for answer in asked)
         assert whole.status_code == other.status_code == 503
@@ -546,6 +617,22 @@ def test_when_the_engine_dies_everybody_hears_it(start):
         assert all("stopped by an error" in answer.text and SECRET not in answer.text for answer in answers)
         assert _status(found.url) in (503, None)
         with pytest.raises(DllmError, match="RuntimeError"):
+            found.ended.result(timeout=30)
+
+
+def test_an_engine_without_memory_ends_with_the_advice_of_the_command(start):
+    """`run_printing` has it, for the error that it knows."""
+
+    def dying(engine, usual):
+        def step(count=1):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+        return step
+
+    with start(slots=1, step=dying) as found:
+        found.may_fail = True
+        assert _ask(found.url).status_code == 500
+        with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
             found.ended.result(timeout=30)
 
 
@@ -611,7 +698,7 @@ def test_many_streams_and_random_disconnects(start, alone, count):
         async with client:
             return await asyncio.gather(*(ask(client, i) for i in range(count)))
 
-    with start(slots=8, queue_length=count) as found:
+    with start(slots=8, limits=Limits(count, None)) as found:
         texts = asyncio.run(all_of(found.url))
         left = {i for i in leaving if texts[i] is None}
         assert left and texts == [None if i in left else alone(f"Q: {i}", i).text for i in range(count)]
@@ -837,6 +924,20 @@ def test_mistakes_of_the_command_are_one_sentence(llada_tiny, capsys, monkeypatc
     assert "pip install 'dllm_jax[serve]'" in capsys.readouterr().err
 
 
+def test_a_deadline_of_none_is_no_deadline(llada_tiny, monkeypatch):
+    limits = []
+
+    async def serve(engine, at, found, **options):
+        at.close()
+        limits.append(found)
+
+    monkeypatch.setattr(server, "serve", serve)
+    shape = ["--gen-length", "8", "--block-length", "8", "--cache", "none", "--port", "0"]
+    for said in ([], ["--deadline", "0"], ["--deadline", "5", "--max-forwards", "9"]):
+        assert cli.main(["serve", "--model", str(llada_tiny.folder), *shape, *said]) == 0
+    assert limits == [Limits(64, 600.0, None), Limits(64, None, None), Limits(64, 5.0, 9)]
+
+
 def test_the_word_serve_can_be_a_prompt(llada_tiny, capsys):
     options = ["--gen-length", "8", "--block-length", "8", "--cache", "none"]
     assert cli.main(["--model", str(llada_tiny.folder), "serve", *options]) == 0
@@ -908,4 +1009,4 @@ def test_a_browser_tells_what_is_wrong(served, browser):
     browser.open(served.url + "/")
     browser.run("document.getElementById('prompt').value = 'a'; document.getElementById('numbers').value = 'bogus=1'")
     browser.run("document.getElementById('form').requestSubmit()")
-    browser.wait("document.getElementById('state').textContent.includes(\"no option 'bogus'\")")
+    browser.wait("document.getElementById('state').textContent.includes(\"'bogus' cannot be set\")")

@@ -427,7 +427,7 @@ def test_failing_templates_give_a_sentence(slow_folder, tmp_path, template):
         ("Hello", "a list of messages, not a str"),
         (USER, "a list of messages, not a dict"),
         (None, "a list of messages, not a NoneType"),
-        (["Hello"], "message 0 is a str"),
+        (["Hello"], "message 0 is of type str"),
         ([USER, {"content": "x"}], "message 1 has no role"),
         ([{"role": "robot", "content": "x"}], "message 0 has the unknown role 'robot'"),
         ([{"role": "user", "content": ["x"]}], "message 0 has list content"),

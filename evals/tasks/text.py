@@ -291,7 +291,8 @@ def score_of(score: str) -> Score:
         )
     function: Score = spec.imported(score, "score")
     if not callable(function):
-        raise DllmError(f"score {score!r} is a {type(function).__name__}; name a function of an answer and its targets")
+        kind = type(function).__name__
+        raise DllmError(f"score {score!r} is of type {kind}; name a function of an answer and its targets")
     return function
 
 

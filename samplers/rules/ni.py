@@ -49,7 +49,7 @@ class NI(Rule):
 
     def check(self, gen_length: int, num_blocks: int | None) -> None:
         if not isinstance(self.indicator, Indicator):
-            raise DllmError(f"indicator is a {type(self.indicator).__name__}; load one by load_indicator")
+            raise DllmError(f"indicator is of type {type(self.indicator).__name__}; load one by load_indicator")
         check_threshold("threshold", self.threshold)
         check_number("indicator_threshold", self.indicator_threshold, 0.0, 1.0)
         check_choice("scope", self.scope, ("auto", "block", "rest"))
