@@ -145,7 +145,7 @@ NAMES = {
     ),
     "a denoiser of one's own": (
         lambda m: generate(m.llada.denoiser, [[1]]),
-        "model is a Denoiser; samplers.sample_jit(sampler, denoiser, prompt) runs a denoiser of your own",
+        "model is of type Denoiser; samplers.sample_jit(sampler, denoiser, prompt) runs a denoiser of your own",
     ),
     "no model": (lambda m: generate("llada", "a"), "model is of type str; load one by dllm_jax.load"),
     "missing option": (lambda m: make_sampler(m.llada, "ni"), "rule ni needs indicator; pass indicator=..."),
@@ -452,7 +452,7 @@ BY_HAND = {
     ),
     "model for a denoiser": (
         lambda m: sample_jit(BlockSampler(EB(), 16), m.llada, PROMPT),
-        "denoiser is of type Model; pass model.denoiser",
+        "denoiser is a Model; pass model.denoiser",
     ),
     "function for a denoiser": (
         lambda m: sample_jit(BlockSampler(EB(), 16), len, PROMPT),

@@ -135,7 +135,7 @@ def test_nothing_to_fill(llada_tiny):
         (
             CAPITAL,
             {"sampler": samplers.BlockSampler(samplers.Threshold(), 8)},
-            "sampler is a BlockSampler; give a name or a rule",
+            "sampler is of type BlockSampler; give a name or a rule",
         ),
         (CAPITAL, {"rule": "best"}, "no unmasking rule is called 'best'"),
         (CAPITAL, {"gamma": 1}, "sampler threshold has no option 'gamma'"),

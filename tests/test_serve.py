@@ -156,7 +156,7 @@ def test_an_answer_is_that_of_generate(served, alone, numbers):
 
 
 def test_a_model_without_a_chat_format_refuses_conversations(served, monkeypatch):
-    monkeypatch.setattr(served.engine.model.tokenizer, "chat_template", "")
+    monkeypatch.setattr(served.server.service._reader.tokenizer, "chat_template", "")
     for path in ("/v1/chat/completions", "/v1/canvas"):
         found = httpx.post(served.url + path, json={"model": "tiny", "messages": _user("a")})
         assert found.status_code == 400 and "no chat template" in found.json()["error"]["message"]
