@@ -10,7 +10,7 @@ from samplers.serving.faults import Fault
 
 MOST_NUMBER = 1e9
 MOST_ITEMS = 4096
-"""Fields and items of a body, the prompt's left out. Each that is wrong would cost its own error, 40 times its size."""
+"""Fields and items of a body, the prompt's left out. Each that is wrong would cost an error of some 5 kB."""
 
 WRONG = "wrong"
 """Type of pydantic's errors whose words are our own."""
