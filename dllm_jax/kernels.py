@@ -48,10 +48,9 @@ def product(x: jax.Array, kernel: Kernel, dtype: jnp.dtype | None = None) -> jax
     kernel = kernel.astype(x.dtype)
     if x.dtype == jnp.bfloat16 and dtype == jnp.float32:
         return _product_to_float32(x, kernel)
-    plain = lambda x, kernel: jnp.tensordot(x, kernel, 1, preferred_element_type=dtype)
     if x.dtype != jnp.float32 or kernel.ndim != 2 or _suits_ynnpack(math.prod(x.shape[:-1]), *kernel.shape):
-        return plain(x, kernel)
-    return lax.platform_dependent(x, kernel, cpu=_product_by_eigen, default=plain)
+        return jnp.tensordot(x, kernel, 1, preferred_element_type=dtype)
+    return _product_by_columns(x, kernel, dtype)
 
 
 @jax.custom_jvp
@@ -64,9 +63,12 @@ def _product_to_float32(x: jax.Array, kernel: jax.Array) -> jax.Array:
 def _product_to_float32_jvp(primals: tuple[jax.Array, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
     (x, kernel), (dx, dkernel) = primals, tangents
     y = _product_to_float32(x, kernel)
-    terms = [] if isinstance(dx, SymbolicZero) else [jnp.tensordot(dx, kernel, 1)]
-    terms += [] if isinstance(dkernel, SymbolicZero) else [jnp.tensordot(x, dkernel, 1)]
-    return y, sum((term.astype(y.dtype) for term in terms), start=jnp.zeros_like(y) if not terms else 0)
+    change = jnp.zeros_like(y)
+    if not isinstance(dx, SymbolicZero):
+        change += jnp.tensordot(dx, kernel, 1)
+    if not isinstance(dkernel, SymbolicZero):
+        change += jnp.tensordot(x, dkernel, 1)
+    return y, change
 
 
 _product_to_float32.defjvp(_product_to_float32_jvp, symbolic_zeros=True)
@@ -95,11 +97,17 @@ def _suits_ynnpack(rows: int, inputs: int, outputs: int) -> bool:
     return outputs <= inputs < 16 * rows
 
 
-def _product_by_eigen(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """`product` in float32 by Eigen, which XLA asks for where the left side is given by columns. The barrier keeps XLA
-    from seeing that it is not."""
-    columns = lax.optimization_barrier(x.reshape(-1, x.shape[-1]).T)
-    y = lax.dot_general(columns, kernel, (((0,), (0,)), ((), ())))
+def _product_by_columns(x: jax.Array, kernel: jax.Array, dtype: jnp.dtype | None) -> jax.Array:
+    """`product` in float32, on CPU by Eigen, which XLA asks for where the left side is given by columns. The barrier
+    keeps XLA from seeing that it is not.
+
+    The product itself does not depend on the platform. The gradient of one that did would be a conditional with
+    collectives in it, and XLA's CPU backend runs the collectives of two conditionals in any order, in each process
+    another.
+    """
+    columns = x.reshape(-1, x.shape[-1]).T
+    columns = lax.platform_dependent(columns, cpu=lax.optimization_barrier, default=lambda columns: columns)
+    y = lax.dot_general(columns, kernel, (((0,), (0,)), ((), ())), preferred_element_type=dtype)
     return y.reshape(*x.shape[:-1], kernel.shape[1])
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -121,6 +122,22 @@ def test_the_vocabulary_head_crosses_the_wire_once(tmp_path):
     sent = [(depth, sum(total for _, total in loop.collectives.values())) for depth, loop in root.walk()]
     assert len(sent) > 1 and max(total for depth, total in sent if depth) < head / 10
     assert sum(total for _, total in sent) < 8 * head
+
+
+def test_the_collectives_of_a_step_are_in_no_conditional(tmp_path):
+    """XLA's CPU backend runs conditionals in any order, in each process another: their collectives would not meet."""
+    config = run_config(tmp_path, compute__mesh={"fsdp": 2})
+    parts, mesh = prepare(config), training_mesh(config)
+    stepper = Stepper(config, parts.model, Placement(mesh, param_shardings(parts.model, mesh)))
+    state = stepper.abstract(jax.eval_shape(lambda: init_params(parts.model, jax.random.key(0), dtype="float32")))
+    batch = device_batch(parts.rows, 0, config, stepper.placement.batch)
+    text = stepper.jitted(state).lower(state, {}, batch, jax.random.key(0)).compile().as_text()
+    computations = dict(re.findall(r"^(?:ENTRY )?%([\w.-]+) \(.*?\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL))
+    sends = lambda body: re.search(r" (all-|reduce-scatter|collective-)[a-z-]+\(", body) is not None
+    assert any(map(sends, computations.values()))
+    branches = re.findall(r" conditional\(.*?, (?:branch_computations|true_computation)=(.*?), metadata", text)
+    for name in re.findall(r"%([\w.-]+)", " ".join(branches)):
+        assert not sends(computations.get(name, "")), name
 
 
 def test_bfloat16_keeps_float32_masters_and_a_float32_average(plain, tmp_path):
