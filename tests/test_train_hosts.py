@@ -208,10 +208,14 @@ class Coordinator:
             return self.known[key]
 
 
-@pytest.mark.parametrize("asked, steps", [({1: 5}, 20_000), ({0: 9, 2: 3}, 20_000), ({1: 30}, 30), ({}, 30)])
-def test_processes_agree_on_a_step(asked, steps, monkeypatch):
-    """However far apart they are, all stop at the same step, which none has passed; or at the end, if it is late."""
-    coordinator, here = Coordinator(), threading.local()
+@pytest.mark.parametrize(
+    "asked, steps, done",
+    [({1: 5}, 20_000, 0), ({0: 9, 2: 3}, 20_000, 0), ({1: 30}, 30, 0), ({}, 30, 0), ({1: 101}, 120, 100)],
+)
+def test_processes_agree_on_a_step(asked, steps, done, monkeypatch):
+    """However far apart they are, all stop at the same step, which none has passed; or at the end, if it is late. In a
+    run that goes on they are asked before anyone has ended a step."""
+    coordinator, here, begun = Coordinator(), threading.local(), threading.Event()
     monkeypatch.setattr(hosts, "coordinator", lambda: coordinator)
     monkeypatch.setattr(hosts, "index", lambda: here.index)
     monkeypatch.setattr(hosts, "count", lambda: 3)
@@ -219,10 +223,14 @@ def test_processes_agree_on_a_step(asked, steps, monkeypatch):
 
     def process(index):
         here.index = index
-        stop = SharedStop()
-        for step in range(1, steps + 1):
+        stop = SharedStop(done)
+        if done and index == 1:
+            stop.ask(signal.SIGTERM)
+            begun.set()
+        assert not done or begun.wait(60)
+        for step in range(done + 1, steps + 1):
             time.sleep(0.002 * (index + 1))
-            if step == asked.get(index):
+            if step == asked.get(index) and not done:
                 stop.ask(signal.SIGTERM)
             if stop.after(step):
                 break
@@ -233,6 +241,31 @@ def test_processes_agree_on_a_step(asked, steps, monkeypatch):
         ended = list(pool.map(process, range(3)))
     assert len(set(ended)) == 1, ended
     assert min(asked.values(), default=steps) <= ended[0] and (ended[0] == steps) == (steps == 30)
+
+
+ENDLESS = """import signal, sys, threading
+import jax, jax.numpy as jnp
+from train import together
+together._OVERDUE = 0.1
+def wait(x):
+    print("it begins", flush=True)
+    threading.Event().wait()
+with together.stop_requests(0):
+    jax.block_until_ready(jax.jit(lambda x: jax.pure_callback(wait, x, x))(jnp.zeros(3)))
+"""
+
+
+def test_a_step_that_does_not_end_ends_after_a_signal():
+    """The main thread waits for its devices and hears nothing of it."""
+    command = [sys.executable, "-c", ENDLESS]
+    with subprocess.Popen(command, env=os.environ | ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
+        try:
+            assert run.stdout.readline() == b"it begins\n"
+            run.terminate()
+            told = run.communicate(timeout=60)[1].decode()
+        finally:
+            run.kill()
+    assert run.returncode == 75 and "the step did not end" in told
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])

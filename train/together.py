@@ -6,9 +6,11 @@ A step is a collective of all processes' devices, so nobody can leave alone: the
 import contextlib
 import itertools
 import json
+import math
 import re
 import secrets
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -23,6 +25,7 @@ from dllm_jax.errors import DllmError
 
 PREEMPTED, INTERRUPTED, MISTAKE = 75, 130, 2  # statuses: EX_TEMPFAIL of sysexits.h, as shells say SIGINT, and errors
 _PART = 5  # seconds that process 0 stays for the others to hear
+_OVERDUE = 300  # seconds from a signal until a run ends that has not come to the end of its step
 _LOST = re.compile(r"Gloo|NCCL|Connection (closed|reset)|Socket closed|UNAVAILABLE|heartbeat", re.IGNORECASE)
 _NUMBERS = itertools.count()  # of topics: all processes come to the same ones in the same order
 
@@ -43,25 +46,42 @@ class Interrupted(Exception):
 class Stop:
     """Whether the run is to stop after a step, which all processes ask after each, and all hear the same.
 
+    A step that does not end `_OVERDUE` seconds after the signal ends the process: nothing leads out of it otherwise.
+
     Attributes:
         status: of `Interrupted`.
     """
 
     def __init__(self) -> None:
         self.status = PREEMPTED
-        self._asked = threading.Event()
+        self._asked, self._first = threading.Event(), threading.Lock()
+        self._overdue = threading.Timer(_OVERDUE, self.leave)
+        self._overdue.daemon = True
 
     def ask(self, number: int) -> None:
-        """Notes a signal."""
-        self.status = INTERRUPTED if number == signal.SIGINT else PREEMPTED
-        self._asked.set()
+        """Notes a signal, the first of them."""
+        if self._first.acquire(blocking=False):
+            self.status = INTERRUPTED if number == signal.SIGINT else PREEMPTED
+            self._asked.set()
+            self._overdue.start()
 
     def after(self, step: int) -> bool:
         """Whether this step is the last."""
-        return self._asked.is_set()
+        return self._stops(self._asked.is_set())
+
+    def leave(self) -> NoReturn:
+        """Ends the process in the midst of a step."""
+        print("error: the step did not end; the same command goes on from the last state", file=sys.stderr, flush=True)
+        hosts.leave(self.status)
 
     def close(self) -> None:
         """No step is asked about any more."""
+        self._overdue.cancel()
+
+    def _stops(self, stops: bool) -> bool:
+        if stops:
+            self._overdue.cancel()  # writing the state takes as long as it takes
+        return stops
 
 
 class SharedStop(Stop):
@@ -73,26 +93,28 @@ class SharedStop(Stop):
     so a process can have passed the step that was agreed on, which is met by equality; and it knows of SIGTERM alone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, done: int) -> None:
+        """Begins to listen, in a run that has done so many steps."""
         super().__init__()
         self._here, self._all = hosts.index(), hosts.count()
-        self._step, self._last, self._told = 0, -1, False
+        self._step, self._last, self._told = done, math.inf, False
         self._lock, self._post = threading.Lock(), _Post("stop")
         self._post.listen(self._agree)
 
     def ask(self, number: int) -> None:
         """As `Stop`."""
         super().ask(number)
-        self._post.say("")
+        self._post.say("stop")
 
     def after(self, step: int) -> bool:
         """As `Stop`."""
         with self._lock:
             self._step = step
-            return step == self._last
+            return self._stops(step >= self._last)
 
     def close(self) -> None:
         """As `Stop`."""
+        super().close()
         with self._lock:
             self._tell()
         self._post.say("")  # the others agree on a step that nobody reaches, and listen no more
@@ -104,17 +126,19 @@ class SharedStop(Stop):
             self._told = True
             self._post.say(str(self._step), str(self._here))
 
-    def _agree(self, _: str | None) -> None:
+    def _agree(self, word: str | None) -> None:
+        if word == "stop":
+            super().ask(signal.SIGTERM)  # unless this one was asked itself
         with self._lock, contextlib.suppress(jax.errors.JaxRuntimeError):  # a loss that `watched` tells of
             self._tell()
             self._last = max(int(self._post.heard(str(process))) for process in range(self._all)) + 1
 
 
 @contextlib.contextmanager
-def stop_requests() -> Iterator[Stop]:
-    """Turns SIGINT and SIGTERM into a `Stop` between two steps; a second signal acts as usual. Signals reach the main
-    thread alone: in another one nothing is asked here, but may be by other processes."""
-    stop = SharedStop() if hosts.count() > 1 else Stop()
+def stop_requests(done: int) -> Iterator[Stop]:
+    """Turns SIGINT and SIGTERM into a `Stop` between two steps of a run that has done so many; a second signal acts as
+    usual. Signals reach the main thread alone: in another one nothing is asked here, but may be by other processes."""
+    stop = SharedStop(done) if hosts.count() > 1 else Stop()
     main = threading.current_thread() is threading.main_thread()
     old = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)} if main else {}
 
@@ -122,21 +146,41 @@ def stop_requests() -> Iterator[Stop]:
         for number, handler in old.items():
             signal.signal(number, handler)
 
-    def ask(number: int, _: Any) -> None:
-        stop.ask(number)
-        restore()
+    with _heard_by_thread(stop) if main else contextlib.nullcontext():
+        for number in old:
+            signal.signal(number, lambda *_: restore())
+        try:
+            yield stop
+        except Interrupted:
+            stop.close()
+            raise
+        else:
+            stop.close()  # after an error nobody may be there to agree with
+        finally:
+            restore()
 
-    for number in old:
-        signal.signal(number, ask)
+
+@contextlib.contextmanager
+def _heard_by_thread(stop: Stop) -> Iterator[None]:
+    """A thread hears of signals: Python's handlers wait until the main thread comes back from a step."""
+    here, there = socket.socketpair()
+    there.setblocking(False)
+
+    def hear() -> None:
+        while number := here.recv(1):
+            if number[0] in (signal.SIGINT, signal.SIGTERM):
+                stop.ask(number[0])
+
+    thread = threading.Thread(target=hear, daemon=True)
+    before = signal.set_wakeup_fd(there.fileno(), warn_on_full_buffer=False)
+    thread.start()
     try:
-        yield stop
-    except Interrupted:
-        stop.close()
-        raise
-    else:
-        stop.close()  # after an error nobody may be there to agree with
+        yield
     finally:
-        restore()
+        signal.set_wakeup_fd(before)
+        there.close()
+        thread.join()
+        here.close()
 
 
 @contextlib.contextmanager

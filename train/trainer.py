@@ -194,7 +194,7 @@ class Run:
         tally = Tally(config.optimizer.skip)
         line: Mapping[str, float] = {}
         with (
-            stop_requests() as stop,
+            stop_requests(done) as stop,
             Ahead(batch, done, done if feed else config.steps) as batches,
             Reporter(config, self.parts.model, folder.logs, done, progress=progress) as reporter,
         ):
