@@ -3,7 +3,7 @@
 out/run.json        all settings
 out/metrics.jsonl   one line of metrics every few steps, and one for each look of `watch`
 out/generations.jsonl  what was answered then
-out/state/          the latest training states (Orbax), each whole or not there
+out/state/          the latest training states (Orbax), each whole or not there, with checksums of its files
 out/model/          the trained model as a checkpoint of this library, written at the end
 out/adapters/       instead of it, the trained adapters of a LoRA run
 out/indicator/      or the trained indicator
@@ -17,11 +17,13 @@ the run lasts, and sent before each state and at the end.
 
 import contextlib
 import dataclasses
+import hashlib
 import itertools
 import json
 import os
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -38,6 +40,7 @@ RUN_FILE, METRICS_FILE, STATE_FOLDER, RESULT_FILE = "run.json", "metrics.jsonl",
 DATA_FILE = "data.json"
 MODEL_FOLDER, ADAPTERS_FOLDER, INDICATOR_FOLDER = "model", "adapters", "indicator"
 DROPPED_FILE, GENERATIONS_FILE, WANDB_FILE = "dropped.txt", "generations.jsonl", "wandb-id"
+CHECKSUMS_FILE = "checksums.sha256"
 _LOGS = {METRICS_FILE, GENERATIONS_FILE, WANDB_FILE}  # what a run that goes on reads of those
 DATA = "data"
 """What --allow-change calls other examples, beside the settings."""
@@ -326,8 +329,50 @@ def replace_file(path: Path, text: str) -> None:
             path.write_text(text)
         return
     partial = path.parent / f".{path.name}.partial"
-    partial.write_text(text, encoding="utf-8")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())  # or a name could outlive a power cut without its text
     os.replace(partial, path)
+    with contextlib.suppress(PermissionError):  # of Windows, which syncs no folders
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def write_checksums(folder: Path) -> None:
+    """Notes the SHA-256 of every file in a folder, in a file as `sha256sum --check` reads it.
+
+    Raises:
+        OSError: when the disk is full or cannot be written.
+    """
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    lines = [f"{_sha256(path)}  {path.relative_to(folder).as_posix()}\n" for path in files]
+    replace_file(folder / CHECKSUMS_FILE, "".join(lines))
+
+
+def changed_files(folder: Path, part: int = 0, parts: int = 1) -> Iterator[str]:
+    """Names of files that are no longer what `write_checksums` found; none where it was never called.
+
+    Args:
+        part, parts: look at every `parts`-th file from number `part` on.
+    """
+    noted = folder / CHECKSUMS_FILE
+    if not noted.is_file():
+        return
+    lines = noted.read_text(encoding="utf-8", errors="replace").splitlines() or [""]
+    for line in lines[part::parts]:
+        wanted, _, name = line.partition("  ")
+        path = folder / name
+        if not path.is_file() or _sha256(path) != wanted:
+            yield name or CHECKSUMS_FILE
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class States:
@@ -338,7 +383,8 @@ class States:
 
         self._path, self._keep, self._clean, self._ocp = path, keep, clean, ocp
         self._whole: int | None = None
-        self._coming: tuple[int, Any] | None = None  # the step that is being written, and Orbax's response
+        self._coming: tuple[int, Future[None]] | None = None  # the step that is being written
+        self._thread = ThreadPoolExecutor(1)
 
     def __enter__(self) -> "States":
         ocp = self._ocp
@@ -363,6 +409,7 @@ class States:
             return  # the others, whom the write would wait for, may be gone
         with contextlib.suppress(Exception) if kind else contextlib.nullcontext():
             self._checkpointer.close()
+        self._thread.shutdown(wait=False)
 
     @property
     def latest(self) -> int | None:
@@ -391,7 +438,13 @@ class States:
         with self._writing():
             begun = self._checkpointer.save_async(step, flat(state), custom_metadata=dict(notes), overwrite=True)
             assert begun is not None  # the policy leaves none out
-            self._coming = step, begun
+            self._coming = step, self._thread.submit(self._end, step, begun)
+
+    def _end(self, step: int, begun: Any) -> None:
+        """Waits until Orbax has written a state, and notes its checksums; object stores have their own."""
+        begun.result()
+        if not hosts.index() and not stores.is_address(self._path):
+            write_checksums(self._path / str(step))
 
     def check(self) -> None:
         """Says whether the write that has ended meanwhile, if any, went well.
@@ -399,7 +452,7 @@ class States:
         Raises:
             DllmError: as `save`.
         """
-        if self._coming is not None and not self._checkpointer.is_saving_in_progress():
+        if self._coming is not None and self._coming[1].done():
             self.wait()
 
     def wait(self) -> None:
@@ -410,9 +463,9 @@ class States:
         """
         if self._coming is None:
             return
-        (step, begun), self._coming = self._coming, None
+        (step, ending), self._coming = self._coming, None
         with self._writing():
-            begun.result()
+            ending.result()
         self._whole = step
 
     @contextlib.contextmanager
@@ -422,12 +475,22 @@ class States:
         except Exception as error:  # Orbax raises whatever its storage layer does
             raise write_error(self._path, error) from error
 
-    def load(self, step: int, abstract: Any) -> Any:
-        """The state of a step, in the shardings of `abstract`.
+    def notes(self, step: int) -> dict[str, Any]:
+        """What was written with the state of a step.
 
         Raises:
             DllmError: when it cannot be read.
         """
+        with self._reading(step):
+            return dict(self._checkpointer.metadata(step).custom_metadata or {})
+
+    def load(self, step: int, abstract: Any) -> Any:
+        """The state of a step, in the shardings of `abstract`; all processes read it together.
+
+        Raises:
+            DllmError: when it is damaged or cannot be read.
+        """
+        self._verify(step)
         wanted = flat(abstract)
         with self._reading(step):
             stored = _alike(wanted, self._checkpointer.metadata(step).metadata)
@@ -450,8 +513,9 @@ class States:
             names: what they are called -> what they are called in the state.
 
         Raises:
-            DllmError: when the state cannot be read.
+            DllmError: when the state is damaged or cannot be read.
         """
+        self._verify(step)
         with self._reading(step):
             stored = dict(self._checkpointer.metadata(step).metadata)
         left_out = dict.fromkeys(stored, self._ocp.PLACEHOLDER)
@@ -463,15 +527,38 @@ class States:
 
         return StoredArrays(names, read)
 
+    def _verify(self, step: int) -> None:
+        """Compares a state's files with their checksums, each process a share of them.
+
+        Raises:
+            DllmError: naming the first that differs.
+        """
+        folder = self._path / str(step)
+        if stores.is_address(folder):
+            return
+        with hosts.agreed():
+            try:
+                changed = next(changed_files(folder, hosts.index(), hosts.count()), None)
+            except OSError as error:
+                changed = f"{error.filename} ({error.strerror})"
+            if changed:
+                raise DllmError(f"the state {folder} is damaged in {changed}; {self._instead(step)}")
+
+    def _instead(self, step: int) -> str:
+        """What to do about a state that cannot be used."""
+        before = [other for other in self.steps if other < step]
+        return f"remove it to go on from state {before[-1]}" if before else "remove it to start anew"
+
     @contextlib.contextmanager
     def _reading(self, step: int) -> Iterator[None]:
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # whose words are Orbax's, about its own classes
+            folder = self._path / str(step)
             if stores.is_address(self._path):
-                raise stores.unreached(self._path / str(step), error) from error
-            reason = hosts.first_line(error)
-            raise DllmError(f"the state {self._path / str(step)} could not be read ({reason}); remove it") from error
+                raise stores.unreached(folder, error) from error
+            reason = f" ({error})" if isinstance(error, DllmError) else ""
+            raise DllmError(f"the state {folder} could not be read{reason}; {self._instead(step)}") from error
 
 
 class StoredArrays(Mapping[str, np.ndarray]):
