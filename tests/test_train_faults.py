@@ -1,8 +1,11 @@
 """Faults of data, numbers and disks: what each of them does to a run, and that none costs more than the steps since the
 last state."""
 
+import dataclasses
 import json
+import os
 import shutil
+import stat
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +22,10 @@ from train.data import Setup
 from train.data.checks import checked
 from train.data.files import jsonl
 from train.data.shards import Trajectories
-from train.folder import RunFolder, States
+from train.folder import CHECKSUMS_FILE, RunFolder, States, replace_file
+from train.optimizer import learning_rate
+from train.step import Stepper
+from train.trainer import write_weights
 
 SMALL = {"model__config__num_layers": 1}
 GOOD = '{"prompt": "Q", "answer": "A"}'
@@ -392,10 +398,50 @@ def test_a_damaged_state_is_told_and_the_one_before_is_there(whole, tmp_path):
     for path in damaged.rglob("*"):
         if path.is_file() and path.name != "_CHECKPOINT_METADATA":
             path.write_bytes(b"\0")
-    with pytest.raises(DllmError, match="state/6 could not be read .*; remove it"):
+    with pytest.raises(DllmError, match="state/6 is damaged .*; remove it"):
         train.train(config_of(out))
+    (damaged / CHECKSUMS_FILE).unlink()
+    with pytest.raises(DllmError, match="state/6 could not be read; remove it") as error:
+        train.train(config_of(out))
+    assert "\n" not in str(error.value)
     shutil.rmtree(damaged)
     assert goes_on(out, whole) == 4
+
+
+def test_bytes_that_change_in_a_state_are_found_and_the_state_before_is_there(whole, tmp_path):
+    out = cut(whole, tmp_path / "run", step=6)
+    damaged = out / "state" / "6"
+    largest = max((path for path in damaged.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 64] = bytes(64)
+    largest.write_bytes(content)
+    with pytest.raises(DllmError, match=f"state/6 is damaged in {largest.relative_to(damaged)}; remove it .* state 4"):
+        train.train(config_of(out))
+    with pytest.raises(DllmError, match="state/6 is damaged"):
+        write_weights(config_of(out), tmp_path / "model")
+    shutil.rmtree(damaged)
+    assert goes_on(out, whole) == 4
+
+
+def test_a_state_without_checksums_is_read(whole, tmp_path):
+    """Such as one that an earlier version wrote."""
+    out = cut(whole, tmp_path / "run")
+    (out / "state" / "4" / CHECKSUMS_FILE).unlink()
+    assert goes_on(out, whole) == 4
+
+
+def test_a_file_is_on_the_disk_before_it_replaces_another_and_its_folder_after(tmp_path, monkeypatch):
+    done, sync, replace = [], os.fsync, os.replace
+
+    def synced(number):
+        done.append("folder" if stat.S_ISDIR(os.fstat(number).st_mode) else (tmp_path / ".a.partial").read_text())
+        sync(number)
+
+    monkeypatch.setattr("os.fsync", synced)
+    monkeypatch.setattr("os.replace", lambda *paths: (done.append("replace"), replace(*paths)))
+    replace_file(tmp_path / "a", "text")
+    assert done == ["text", "replace", "folder"] and (tmp_path / "a").read_text() == "text"
 
 
 FOLDERS = {
@@ -445,6 +491,72 @@ def test_gradients_that_stay_not_finite_end_the_run(whole, tmp_path, monkeypatch
         train.train(changed)
     outcome = train.train(changed, allow_change=["optimizer.lr", "optimizer.clip"])
     assert outcome.started == 4 and np.isfinite(outcome.metrics["loss"])
+
+
+ABSURD = {"optimizer__lr": 1e30, "optimizer__warmup": 0, "optimizer__clip": 0.0}
+
+
+def test_an_update_that_explodes_is_no_success(tmp_path):
+    """The loss and the gradient of its step are finite; those of the steps after it are not."""
+    with pytest.raises(DllmError, match="5 of 6 steps were skipped.*no state was written"):
+        train.train(config_of(tmp_path / "late", **ABSURD))
+    for name in ("model", "state/2", "state/6"):
+        assert not (tmp_path / "late" / name).exists()
+    with pytest.raises(DllmError, match="after step 1.*no state was written"):
+        train.train(config_of(tmp_path / "soon", checkpoint__every=1, **ABSURD))
+    assert not list((tmp_path / "soon" / "state").glob("[0-9]*"))
+
+
+@pytest.mark.parametrize("harm", [jnp.nan, 1e5])
+def test_an_update_that_spoils_the_weights_keeps_the_state_before(harm, whole, tmp_path, monkeypatch):
+    out, update = tmp_path / "run", Stepper._updated
+
+    def spoilt(self, gradient, state):
+        factor = jnp.where(state.step == 4, harm, 1.0)
+        found = update(self, gradient, state)
+        return dataclasses.replace(found, trained=jax.tree.map(lambda x: x * factor, found.trained))
+
+    monkeypatch.setattr(Stepper, "_updated", spoilt)
+    with pytest.raises(DllmError, match="state 4 is kept"):
+        train.train(config_of(out, checkpoint__every=1, checkpoint__keep=1))
+    monkeypatch.undo()
+    assert [path.name for path in (out / "state").iterdir()] == ["4"]
+    assert train.train(config_of(out)).started == 4
+    assert_same(latest_state(out), latest_state(whole))
+
+
+def test_no_state_is_written_while_steps_are_skipped(tmp_path, monkeypatch):
+    """The first step that is not skipped writes the one that was due; a row of skips is never resumed in its midst."""
+    out, written, save = tmp_path / "run", [], States.save
+    monkeypatch.setattr(States, "save", lambda self, step, *rest: (written.append(step), save(self, step, *rest)))
+    spoil_gradients(monkeypatch, 3, 4)
+    train.train(config_of(out))
+    assert written == [2, 5, 6]
+    with States(out / "state", 2, clean=False) as states:
+        assert [states.notes(step)["skipped"] for step in states.steps] == [2, 2]
+    monkeypatch.undo()
+    spoil_gradients(monkeypatch, 7, 8, 9, 10)
+    for _ in range(2):
+        with pytest.raises(DllmError, match="after 2 that were skipped; state 6 is kept.*go on from state 5"):
+            train.train(config_of(out, steps=10, optimizer__skip=2), allow_change=["optimizer.skip"])
+
+
+def test_a_run_of_which_most_steps_were_skipped_before_it_was_resumed_is_no_success(tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    spoil_gradients(monkeypatch, 1, 2, 3, 5)
+    for _ in range(2):  # at once, and with nothing left to do
+        with pytest.raises(DllmError, match="4 of 6 steps were skipped"):
+            train.train(config_of(out))
+        assert not (out / "model").exists()
+
+
+def test_the_schedule_goes_by_the_steps_that_the_log_tells_of(tmp_path, monkeypatch):
+    spoil_gradients(monkeypatch, 2, 3)
+    train.train(config_of(tmp_path / "run"))
+    state = latest_state(tmp_path / "run")
+    assert (state["optimizer:1:2:count"], state["optimizer:1:0:count"]) == (6, 4)  # of the schedule, of the moments
+    rate = learning_rate(config_of(tmp_path).optimizer, 6)
+    assert lines(tmp_path / "run")[-1]["lr"] == pytest.approx(float(rate(5)), rel=1e-5)
 
 
 def test_weights_that_are_not_finite_end_the_run(tmp_path):

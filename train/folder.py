@@ -497,15 +497,6 @@ class States:
             leaves = self._checkpointer.load(step, {stored[name]: leaf for name, leaf in wanted.items()})
         return jax.tree.unflatten(jax.tree.structure(abstract), [leaves[stored[name]] for name in wanted])
 
-    def position(self, step: int) -> int:
-        """The position of the data that a step's state has reached, which was noted with it.
-
-        Raises:
-            DllmError: when it cannot be read.
-        """
-        with self._reading(step):
-            return int(self._checkpointer.metadata(step).custom_metadata["position"])
-
     def arrays(self, step: int, names: Mapping[str, str]) -> "StoredArrays":
         """Some arrays of a step's state, which are read when they are asked for.
 

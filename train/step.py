@@ -179,13 +179,24 @@ class Stepper:
         return self.means(trained, frozen, jax.tree.map(lambda x: x[0], noised), jax.random.fold_in(key, _DROPOUT))
 
     def _updated(self, gradient: Params, state: TrainState) -> TrainState:
-        """The state with a gradient applied; the step's number stays."""
-        updates, optimizer = self.optimizer.update(gradient, state.optimizer, state.trained)
+        """The state with a gradient applied; the step's number stays. The learning rate is that of this number, however
+        many steps were skipped."""
+        counts = optax.tree.set(state.optimizer, _counts_the_schedule, count=state.step)
+        updates, optimizer = self.optimizer.update(gradient, counts, state.trained)
         trained = dict(optax.apply_updates(state.trained, updates))
         average = state.average
         if average is not None:
             average = update_average(average, trained, state.step, self._config.optimizer.ema)
         return TrainState(state.step, trained, optimizer, average)
+
+    def soundness(self, state: TrainState) -> tuple[jax.Array, jax.Array]:
+        """Whether all numbers of a state are finite, and the norm of what is trained.
+
+        Not a part of the step, which writes the next state over the last: one that still chose between them after
+        looking at both would hold both.
+        """
+        floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
+        return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in floats])), optax.tree.norm(state.trained)
 
     def jitted(self, state: TrainState) -> Any:
         """The step under `jax.jit`; the state's buffers are reused for the next state."""
@@ -244,3 +255,8 @@ class Stepper:
         # Gathered for the lookup: rows of a table that is split by columns would be split so as well, not by batch.
         params[_TABLE] = lax.with_sharding_constraint(params[_TABLE], self._table_sharding)
         return Denoiser(model, params, self._layout, self._scan, self.placement.mesh.size == 1)
+
+
+def _counts_the_schedule(path: Any, _: Any) -> bool:
+    """Whether this leaf of optax's state is the count by which a schedule is read; others are of what was applied."""
+    return getattr(path[-1], "tuple_name", "") == optax.ScaleByScheduleState.__name__

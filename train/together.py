@@ -31,15 +31,17 @@ _NUMBERS = itertools.count()  # of topics: all processes come to the same ones i
 
 
 class Interrupted(Exception):
-    """A signal asked the run to end; its state was written.
+    """A signal asked the run to end; its state was written, unless its last steps were skipped.
 
     Attributes:
         status: with which a command leaves then: 130 after SIGINT, 75 after SIGTERM, by which schedulers know that it
             wants to be started again.
     """
 
-    def __init__(self, step: int, status: int) -> None:
-        super().__init__(f"interrupted after step {step}; the same command goes on from there")
+    def __init__(self, step: int, kept: int, status: int) -> None:
+        """After `step`, with the state of step `kept`, or without one for 0."""
+        where = "there" if kept == step else f"state {kept}" if kept else "the beginning"
+        super().__init__(f"interrupted after step {step}; the same command goes on from {where}")
         self.status = status
 
 

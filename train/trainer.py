@@ -22,7 +22,7 @@ from train.batches import device_batch
 from train.config import TrainConfig
 from train.data import Ahead
 from train.data.fingerprint import fingerprint
-from train.folder import DROPPED_FILE, RunFolder, States
+from train.folder import DROPPED_FILE, STATE_FOLDER, RunFolder, States
 from train.objectives import objective_of
 from train.optimizer import learning_rate
 from train.report import Reporter, on_host
@@ -31,6 +31,10 @@ from train.step import Placement, Stepper, TrainState, training_mesh
 from train.together import Interrupted, stop_requests, watched
 from train.watch import Watch
 from train.writers import check_writers
+
+_MOST_GROWTH = (
+    1000  # times that the weights' norm may grow from one state to the next; rates that train never come near
+)
 
 
 class Outcome(NamedTuple):
@@ -59,8 +63,8 @@ def train(config: TrainConfig, *, progress: bool = False, allow_change: Collecti
             "data" for other examples; the log says since when. `steps` may grow without.
 
     Raises:
-        DllmError: for mistakes in the settings or the data, and when the loss stays no finite number; the last good
-            state is kept.
+        DllmError: for mistakes in the settings or the data, when the loss stays no finite number, when the weights
+            explode, and when most steps were skipped; the last good state is kept.
         Interrupted: after SIGINT or SIGTERM, in all processes after the same step.
     """
     with hosts.agreed():
@@ -83,18 +87,20 @@ def train(config: TrainConfig, *, progress: bool = False, allow_change: Collecti
         started = states.latest or 0
         if started > config.steps:
             raise DllmError(f"the run in {config.out} has done {started} steps; set steps to {started} or more")
-        position = 0
+        notes = {"position": 0}
         if started:
             with hosts.agreed():
-                position = states.position(started)
+                notes |= states.notes(started)
                 folder.compare_data(data)
-                run.check_start(started, position, folder)
+                run.check_start(started, notes["position"], folder)
         state = run.restored(states, started) if started else run.fresh()
+        skips = Skips(config, states, notes.get("skipped", 0))
         metrics: Mapping[str, float] = {}
         goes_on = started < config.steps
         folder.go_on(started, data, looks=goes_on and watch.due(started))
         if goes_on:
-            state, metrics = run.advance(state, started, position, states, folder, watch, progress=progress)
+            state, metrics = run.advance(state, started, notes["position"], states, folder, watch, skips, progress=progress)
+        skips.check_all()
         write = lambda out: run.write(state, out, overwrite=True)
         out = folder.write_result(run.trained.folder, config.steps, write)
     return Outcome(config.steps, started, metrics, out)
@@ -179,11 +185,16 @@ class Run:
         states: States,
         folder: RunFolder,
         watch: Watch,
+        skips: "Skips",
         *,
         progress: bool,
     ) -> tuple[TrainState, Mapping[str, float]]:
         """Runs the steps that are left, from a position of the data on, writing metrics, what is seen at looks, and
-        states."""
+        states.
+
+        No state is written after a step that was skipped: the step before may be what spoilt the weights, and the last
+        good state would give way. The first step that is not skipped makes up for it.
+        """
         config = self.config
         at = lambda step: position + (step - done) * config.optimizer.batch
         key = jax.jit(lambda: jax.random.key(config.seed), out_shardings=self.placement.replicated)()
@@ -191,7 +202,8 @@ class Run:
         batch = lambda step: device_batch(self.parts.rows, at(step), config, self.placement.batch)
         pending: list[Mapping[str, Any]] = []
         feed = self.feed
-        tally = Tally(config.optimizer.skip)
+        sound = Soundness(jax.jit(self.stepper.soundness), state, skips)
+        kept, owed = done, False  # the step of the last state, and whether one should have been written since
         line: Mapping[str, float] = {}
         with (
             stop_requests(done) as stop,
@@ -211,22 +223,27 @@ class Run:
                 reporter.count(length)
                 pending.append({**metrics, **feed.metrics} if feed else metrics)
                 states.check()
-                stopping = stop.after(step) and not (feed and step % feed.round)
+                between = not (feed and step % feed.round)
+                stopping = stop.after(step) and between
                 if watch.due(step) and not stopping:
                     self._look(step, state, watch, reporter)
                 last = step == config.steps or stopping
-                keep = last or step % config.checkpoint.every == 0
+                keep = last or step % config.checkpoint.every == 0 or (owed and between)
                 if keep or step % config.log.every == 0:
-                    values = tally(on_host(pending), step, states)
+                    values = skips.means(on_host(pending), step)
                     line = reporter.report(step, {**values, "lr": float(schedule(step - 1))})
                     pending = []
                 if keep:
+                    owed = skips.in_a_row > 0
+                if keep and not owed:
                     with reporter.paused("saving"):
+                        sound.check(state, step)
                         folder.send_logs()
-                        states.save(step, state, {"position": at(step)})
+                        states.save(step, state, {"position": at(step), "skipped": skips.in_all})
+                        kept = step
                 if stopping and step < config.steps:
                     states.wait()
-                    raise Interrupted(step, stop.status)
+                    raise Interrupted(step, kept, stop.status)
         states.wait()
         return state, line
 
@@ -236,35 +253,72 @@ class Run:
             reporter.look(step, watch(state, self.frozen))
 
 
-class Tally:
-    """Means of the metrics of steps, without those that were skipped.
+class Skips:
+    """Steps that were skipped because their loss or gradient was no finite number, and means of the others' metrics.
 
     Attributes:
-        in_a_row: steps up to the last that were skipped.
+        in_a_row: up to the last step.
+        in_all: of the run, also before it was resumed.
     """
 
-    def __init__(self, most_in_a_row: int) -> None:
-        self._most, self.in_a_row = most_in_a_row, 0
+    def __init__(self, config: TrainConfig, states: States, in_all: int) -> None:
+        self._config, self._states = config, states
+        self.in_a_row, self.in_all = 0, in_all  # no state is written in a row of them, so none is resumed in one
 
-    def __call__(self, steps: list[dict[str, float]], last: int, states: States) -> dict[str, float]:
+    def means(self, steps: list[dict[str, float]], last: int) -> dict[str, float]:
         """Of the steps that end with number `last`; those that were skipped are counted where there are any.
 
         Raises:
             DllmError: when too many in a row were skipped.
         """
+        most = self._config.optimizer.skip
         for number, values in enumerate(steps, start=last - len(steps) + 1):
             self.in_a_row = self.in_a_row + 1 if values["skipped"] else 0
-            if self.in_a_row > self._most:
+            self.in_all += bool(values["skipped"])
+            if self.in_a_row > most:
                 name, value = next(
                     (name, values[name]) for name in ("loss", *values) if not math.isfinite(values[name])
                 )
-                since = f", after {self._most} that were skipped" if self._most else ""
-                kept = "no state was written before" if states.latest is None else f"state {states.latest} is kept"
-                raise DllmError(
-                    f"the {name.replace('_', ' ')} of step {number} is {value}{since}; {kept}: see whether the weights "
-                    "of model.init are finite, or lower optimizer.lr or set optimizer.clip, by --allow-change"
-                )
+                since = f", after {most} that were skipped" if most else ""
+                raise self.failed(f"the {name.replace('_', ' ')} of step {number} is {value}{since}")
         done = [values for values in steps if not values["skipped"]]
         means = {name: sum(values[name] for values in done) / len(done) for name in (done[0] if done else ())}
         means.pop("skipped", None)
         return means | ({"skipped": len(steps) - len(done)} if len(done) < len(steps) else {})
+
+    def check_all(self) -> None:
+        """Raises DllmError when most steps of a run that has ended were skipped."""
+        if 2 * self.in_all > self._config.steps:
+            raise self.failed(f"{self.in_all} of {self._config.steps} steps were skipped, and no result is written")
+
+    def failed(self, why: str) -> DllmError:
+        """The sentence for a run that diverged, with a way on from a state before that."""
+        part, written = self._config.optimizer, self._states.steps
+        folder = f"{self._config.out}/{STATE_FOLDER}/{written[-1]}" if written else ""
+        before = f"remove {folder} to go on from state {written[-2]}" if len(written) > 1 else "choose another out"
+        kept = f"state {written[-1]} is kept" if written else "no state was written before"
+        again = f"; if that fails as well, {before}" if written else ""
+        clip = "lower optimizer.clip" if part.clip else "set optimizer.clip"
+        return DllmError(
+            f"{why}; {kept}: see whether the weights of model.init are finite, or lower optimizer.lr or {clip}, by "
+            f"--allow-change{again}"
+        )
+
+
+class Soundness:
+    """Checks states before they are written over older ones."""
+
+    def __init__(self, look: Callable[[TrainState], tuple[Any, Any]], state: TrainState, skips: Skips) -> None:
+        self._look, self._skips = look, skips
+        self._norm = float(look(state)[1])
+
+    def check(self, state: TrainState, step: int) -> None:
+        """Raises DllmError for a state with a number that is not finite, and for weights that have exploded since the
+        last check."""
+        finite, norm = (value.item() for value in jax.device_get(self._look(state)))
+        if not finite:
+            raise self._skips.failed(f"the weights or the optimizer's moments after step {step} are not all finite")
+        if not norm <= _MOST_GROWTH * max(self._norm, 1.0):
+            grown = f"the norm of the weights is {norm:.3g} after step {step}, and was {self._norm:.3g}"
+            raise self._skips.failed(grown)
+        self._norm = norm
