@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 from test_train_run import ENVIRONMENT, assert_same, interrupting, latest_state, lines
-from train_toys import Reverse, of_lengths, run_config, settings, write_toml
+from train_toys import LLADA, Reverse, model_fields, of_lengths, run_config, settings, write_toml
 
 import convert
 import dllm_jax
@@ -30,15 +30,15 @@ MESH = {"data": 2, "fsdp": 2}
 
 
 class Pair:
-    """Two processes of a run, two devices each; what they say is in files."""
+    """Two processes of a run, by default with two devices each; what they say is in files."""
 
-    def __init__(self, tmp_path, out, own=((), ()), **changes):
+    def __init__(self, tmp_path, out, own=((), ()), devices=2, **changes):
         toml = write_toml(tmp_path / "run.toml", settings(out, **{"compute__mesh": MESH, **changes}))
         run = [sys.executable, "-m", "train", "masked-diffusion", "--config", str(toml), "--no-progress"]
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{free.getsockname()[1]}"
-        environment = os.environ | ENVIRONMENT | {"JAX_NUM_CPU_DEVICES": "2"}
+        environment = os.environ | ENVIRONMENT | {"JAX_NUM_CPU_DEVICES": str(devices)}
         self.out, self.files = Path(out), [tmp_path / f"said-{i}.txt" for i in range(2)]
         self.processes = [
             subprocess.Popen(
@@ -136,6 +136,18 @@ def test_two_processes_train_like_one(tmp_path):
     wanted = dllm_jax.load(tmp_path / "one" / "model").params
     for name, x in dllm_jax.load(tmp_path / "two" / "model").params.items():
         np.testing.assert_allclose(x, wanted[name], atol=2e-4, err_msg=name)
+
+
+def test_two_processes_that_split_the_weights_train_in_buckets(tmp_path):
+    """One program for each length; their collectives, of one device per process, have to meet in one order."""
+    model = LLADA.replace(
+        vocab_size=256, embed_dim=128, num_layers=4, num_heads=4, num_kv_heads=4, head_dim=32, mlp_dim=384
+    )
+    changes = {"model__config": model_fields(model), "compute__mesh": {"fsdp": 2}, "optimizer__batch": 16}
+    data = of_lengths(tmp_path, tmp_path / "cache")
+    statuses, said = Pair(tmp_path, tmp_path / "run", devices=1, data=data, **changes).end(120)
+    assert statuses == [0, 0], said
+    assert all(np.isfinite(loss) for _, loss in losses(tmp_path / "run"))
 
 
 def test_two_processes_write_adapters(tmp_path):

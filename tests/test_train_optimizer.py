@@ -1,6 +1,7 @@
 """Learning rates over a run, and what the optimiser remembers."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +53,19 @@ def test_schedules_at_their_ends():
 def test_mistakes(changes, sentence, tmp_path):
     with pytest.raises(DllmError, match=sentence):
         run_config(tmp_path, **{f"optimizer__{name}": value for name, value in changes.items()})
+
+
+@pytest.mark.parametrize("name", ["optimizer.lr", "optimizer.clip", "lora.alpha", "router.z"])
+@pytest.mark.parametrize("value", [math.inf, math.nan, 1e39, 10**400])  # 1e39 is infinite in float32
+def test_a_number_that_is_not_finite_is_refused(name, value, tmp_path):
+    with pytest.raises(DllmError, match=name):
+        run_config(tmp_path, **{name.replace(".", "__"): value})
+    if isinstance(value, float):  # not through a file
+        table, field = name.split(".")
+        config = run_config(tmp_path)
+        part = dataclasses.replace(getattr(config, table), **{field: value})
+        with pytest.raises(DllmError, match=name):
+            dataclasses.replace(config, **{table: part})
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])

@@ -249,7 +249,6 @@ def count_compiled():
 PROBLEMS = {"source": "evals.tasks:make_task", "options": {"task": "word-problems"}}
 MISTAKES = {
     "nothing to see": ({"watch__every": 2}, "there is nothing to look at; set data.heldout"),
-    "never": ({"watch__prompts": ["x"]}, "watch.every is 0; set it to a number of steps"),
     "endless": ({"watch__every": 2, "data__heldout": 0.1}, "data.heldout is for data with an end"),
     "two": ({"watch__every": 2, "data__heldout": 0.1, "watch__source": "jsonl"}, "both give rows"),
     "no such source": ({"watch__every": 2, "watch__source": "nothing:there"}, "watch.source 'nothing:there' cannot"),
@@ -262,6 +261,12 @@ MISTAKES = {
     "rows": ({"watch__rows": 0}, "watch.rows is 0; it must be at least 1"),
     "writer": ({"log__to": ["tensorbord"]}, "log.to is 'tensorbord'; choose one of tensorboard, wandb"),
 }
+
+
+def test_a_run_that_never_looks_may_say_at_what(tmp_path):
+    changes = {"watch__every": 0, "watch__prompts": ["x"], "watch__source": "jsonl", "watch__task": "word-problems"}
+    train.train(run_config(tmp_path / "run", steps=2, **changes))
+    assert not (tmp_path / "run" / "generations.jsonl").exists()
 
 
 @pytest.mark.parametrize("name", list(MISTAKES))

@@ -2,8 +2,10 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol
+
+import numpy as np
 
 from dllm_jax.errors import DllmError
 
@@ -228,7 +230,8 @@ class WatchPart:
     data source, of its validation split.
 
     Attributes:
-        every: steps between looks, before the first step and after the last one too; 0 never looks.
+        every: steps between looks, before the first step and after the last one too; 0 never looks, whatever else is
+            set here.
         source, options: other data for the loss, as of `data`, whose other settings hold for it too; of a task the
             validation split.
         rows: that the loss is of, at most.
@@ -299,6 +302,7 @@ class TrainConfig:
     command: str = dataclasses.field(kw_only=True)
 
     def __post_init__(self) -> None:
+        _check_finite(dataclasses.asdict(self))
         self.check_ranges(_RANGES)
         self.check_ranges(self.objective.ranges, "objective.")
         if self.optimizer.batch % self.optimizer.accumulate:
@@ -323,6 +327,18 @@ class TrainConfig:
             if not low <= value <= high:
                 above = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
                 raise DllmError(f"{prefix}{name} is {value}; it must be {above}")
+
+
+def _check_finite(settings: Mapping[str, Any], prefix: str = "") -> None:
+    """Raises DllmError for a number that is infinite or NaN, also in float32, in which steps are computed."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            _check_finite(value, f"{prefix}{name}.")
+        elif isinstance(value, float) and not abs(value) <= _LARGEST:
+            raise DllmError(f"{prefix}{name} is {value}; it must be a finite number of float32, at most {_LARGEST:.4g}")
+
+
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 def _check_optimizer(part: OptimizerPart, steps: int) -> None:

@@ -5,7 +5,7 @@ Nothing is guessed: an unknown key is refused with the nearest known one, a valu
 
 import dataclasses
 import json
-import math
+import sys
 import tomllib
 import types
 import typing
@@ -117,7 +117,7 @@ def converted(value: Any, kind: Any, name: str) -> Any:
         if value in typing.get_args(kind):
             return value
         raise DllmError(f"{name} is {value!r}; choose one of {', '.join(typing.get_args(kind))}")
-    if kind is float and type(value) in (int, float) and math.isfinite(value):
+    if kind is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:
         return float(value)
     if kind in (int, str, bool) and type(value) is kind:
         return value

@@ -62,8 +62,6 @@ class Watch:
         self._scorer: Scorer | None = None
         asks = bool(part.prompts or part.file or part.task)
         if not part.every:
-            if asks or part.source:
-                raise DllmError("watch says what to look at, and watch.every is 0; set it to a number of steps")
             return
         if parts.heldout is None and not asks:
             raise DllmError(
