@@ -117,6 +117,10 @@ def apply_experts(
     on: dict[str, Callable[..., jax.Array]] = {
         platform: functools.partial(in_rounds, rows, activation=activation) for platform, rows in TILE_ROWS.items()
     }
+    if layout is not None and layout.mesh.devices.flat[0].platform == "cpu":
+        # Nothing is left to the platform: the gradient would be a conditional with collectives in it, which XLA's CPU
+        # backend runs in each process in another order.
+        return on["cpu"](x, ids, weights, w_in, w_out)
     for platform, by in GROUPED.items():
         if _groups(by, x, w_in, layout) and (by == "ragged_dot" or activation == "silu"):
             on[platform] = functools.partial(_on_parts, by, layout, activation)

@@ -23,6 +23,7 @@ import dllm_jax
 import train
 from benchmarks import hlo
 from dllm_jax import Denoiser, DllmError
+from dllm_jax.config import Experts
 from dllm_jax.kernels import product
 from dllm_jax.low_rank import LowRankKernel
 from dllm_jax.params import init_params
@@ -39,6 +40,7 @@ from train.step import Placement, Stepper, training_mesh
 from train.trainer import device_batch
 
 ROOT = Path(__file__).parents[1]
+MOE = LLADA.replace(family="llada-moe", qk_norm=True, experts=Experts(num_experts=4, per_token=2, dim=8))
 ENVIRONMENT = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
 
 
@@ -124,9 +126,10 @@ def test_the_vocabulary_head_crosses_the_wire_once(tmp_path):
     assert sum(total for _, total in sent) < 8 * head
 
 
-def test_the_collectives_of_a_step_are_in_no_conditional(tmp_path):
+@pytest.mark.parametrize("model", [LLADA, MOE], ids=["dense", "experts"])
+def test_the_collectives_of_a_step_are_in_no_conditional(model, tmp_path):
     """XLA's CPU backend runs conditionals in any order, in each process another: their collectives would not meet."""
-    config = run_config(tmp_path, compute__mesh={"fsdp": 2})
+    config = run_config(tmp_path, compute__mesh={"fsdp": 2}, model__config=model_fields(model))
     parts, mesh = prepare(config), training_mesh(config)
     stepper = Stepper(config, parts.model, Placement(mesh, param_shardings(parts.model, mesh)))
     state = stepper.abstract(jax.eval_shape(lambda: init_params(parts.model, jax.random.key(0), dtype="float32")))

@@ -76,7 +76,14 @@ def model_fields(model=LLADA):
     fields = dataclasses.asdict(model)
     base = dataclasses.asdict(dllm_jax.published("llada-8b-base"))
     changed = {name: value for name, value in fields.items() if value != base[name]}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in changed.items()}
+    return _as_toml(changed)
+
+
+def _as_toml(value):
+    """Tables without None, which TOML lacks, and lists."""
+    if isinstance(value, dict):
+        return {name: _as_toml(x) for name, x in value.items() if x is not None}
+    return list(value) if isinstance(value, tuple) else value
 
 
 def settings(out, **changes):
