@@ -406,7 +406,7 @@ def check_out(out: str | Path, *, overwrite: bool = False) -> None:
         raise DllmError(f"{out} is a file; choose a folder that does not exist yet")
     existing = next(parent for parent in out.parents if parent.exists())
     if not existing.is_dir():
-        raise DllmError(f"{existing} is not a folder; choose another --out")
+        raise DllmError(f"{existing} is not a folder; choose another output folder")
 
 
 @contextlib.contextmanager
@@ -471,7 +471,7 @@ def _atomic_folder(out: Path, *, overwrite: bool) -> Iterator[Path]:
     try:
         scratch.mkdir(parents=True)
     except OSError as error:
-        raise DllmError(f"{out.parent} cannot be written to ({error.strerror}); choose another --out") from None
+        raise DllmError(f"{out.parent} cannot be written to ({error.strerror}); choose another output folder") from None
     try:
         yield scratch
         if out.exists():
@@ -572,11 +572,13 @@ def write_error(out: str | Path, error: Exception) -> Exception:
         return stores.unreached(out, error)
     text = " ".join(str(part) for part in (error, error.__cause__, error.__context__))
     if "No space left" in text or "RESOURCE_EXHAUSTED" in text or "ENOSPC" in text or "Disk quota" in text:
-        return DllmError(f"the disk of {out} is full; free space or choose another --out (nothing was left behind)")
+        return DllmError(
+            f"the disk of {out} is full; free space or choose another output folder (nothing was left behind)"
+        )
     if reason := re.search(r"([^:]+) \[os_error_code=", text):  # tensorstore's, which raises ValueError for everything
-        return DllmError(f"{out} could not be written ({reason[1].strip()}); choose another --out")
+        return DllmError(f"{out} could not be written ({reason[1].strip()}); choose another output folder")
     if isinstance(error, OSError):
-        return DllmError(f"{out} could not be written ({_first_line(error)}); choose another --out")
+        return DllmError(f"{out} could not be written ({_first_line(error)}); choose another output folder")
     return error
 
 

@@ -370,8 +370,9 @@ def test_a_full_disk_at_the_log_keeps_the_last_state(whole, tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunFolder, "go_on", go_on)
-        with pytest.raises(DllmError, match="the disk of .*metrics.jsonl is full"):
+        with pytest.raises(DllmError, match="the disk of .*metrics.jsonl is full") as error:
             train.train(config)
+        assert "--out" not in str(error.value)  # which this command lacks
     log.unlink()
     log.write_text(kept)
     assert goes_on(out, whole) == 4
