@@ -100,7 +100,8 @@ class OptimizerPart:
         weight_decay: of matrices only, never of norms and biases.
         clip: largest global norm of the gradient; 0 does not clip.
         skip: steps in a row that are skipped because their loss or gradient is no finite number; with one more the run
-            ends. What is skipped changes nothing, and is counted in the metrics.
+            ends, and a run of which most steps were skipped fails. What is skipped changes nothing, and is counted in
+            the metrics; no state is written meanwhile.
         ema: decay of the moving average of the weights, 0 keeps none. In the first steps it is
             (1 + step) / (10 + step) if that is less.
         moments: dtype in which moments are kept between steps. "bfloat16" halves their memory; what a moment forgets in

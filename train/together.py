@@ -169,7 +169,7 @@ def _heard_by_thread(stop: Stop) -> Iterator[None]:
     there.setblocking(False)
 
     def hear() -> None:
-        while number := here.recv(1):
+        while number := here.recv(1):  # nothing when the other end is closed
             if number[0] in (signal.SIGINT, signal.SIGTERM):
                 stop.ask(number[0])
 
@@ -181,7 +181,7 @@ def _heard_by_thread(stop: Stop) -> Iterator[None]:
     finally:
         signal.set_wakeup_fd(before)
         there.close()
-        thread.join()
+        thread.join(_PART)  # it may be telling a coordinator that is gone
         here.close()
 
 
