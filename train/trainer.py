@@ -32,9 +32,8 @@ from train.together import Interrupted, stop_requests, watched
 from train.watch import Watch
 from train.writers import check_writers
 
-_MOST_GROWTH = (
-    1000  # times that the weights' norm may grow from one state to the next; rates that train never come near
-)
+# Times that the weights' norm may grow from one state to the next; rates that train never come near.
+_MOST_GROWTH = 1000
 
 
 class Outcome(NamedTuple):
@@ -235,9 +234,10 @@ class Run:
                     pending = []
                 if keep:
                     owed = skips.in_a_row > 0
+                if (keep and not owed) or step == config.steps:
+                    sound.check(state, step)
                 if keep and not owed:
                     with reporter.paused("saving"):
-                        sound.check(state, step)
                         folder.send_logs()
                         states.save(step, state, {"position": at(step), "skipped": skips.in_all})
                         kept = step
