@@ -98,7 +98,9 @@ def train(config: TrainConfig, *, progress: bool = False, allow_change: Collecti
         goes_on = started < config.steps
         folder.go_on(started, data, looks=goes_on and watch.due(started))
         if goes_on:
-            state, metrics = run.advance(state, started, notes["position"], states, folder, watch, skips, progress=progress)
+            state, metrics = run.advance(
+                state, started, notes["position"], states, folder, watch, skips, progress=progress
+            )
         skips.check_all()
         write = lambda out: run.write(state, out, overwrite=True)
         out = folder.write_result(run.trained.folder, config.steps, write)
