@@ -141,7 +141,7 @@ def blocks_fused(block_length: int, backend: Backend, *operands: jax.Array) -> j
     """
     query, key, value, *before, visible = operands
     starts = jnp.arange(query.shape[1], dtype=jnp.int32) // block_length * block_length
-    ahead, sums = fused_with_sums(backend, query, *before, jnp.minimum(starts, visible))
+    ahead, sums = fused_with_sums(backend, query, before[0], before[1], jnp.minimum(starts, visible))
     of_own = jax.checkpoint(functools.partial(_own_blocks, block_length))  # keeps no scores for the backward pass
     in_block, own_sums = of_own(query, key, value, visible)
     share = jax.nn.sigmoid(own_sums - sums)[..., None]

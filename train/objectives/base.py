@@ -137,8 +137,8 @@ class Objective(abc.ABC):
             return {"loss": loss, **metrics}
         more, reported = router_losses(routing, self.router.balance, self.router.z)
         loss = loss.plus(more)
-        reported = {name: Mean.of(x * loss.weight, loss.weight) for name, x in reported.items()}
-        return {"loss": loss, **metrics, **reported}
+        of_routers = {name: Mean.of(x * loss.weight, loss.weight) for name, x in reported.items()}
+        return {"loss": loss, **metrics, **of_routers}
 
     def feed(self, config: Any, parts: Any, stepper: Any, frozen: Mapping[str, jax.Array]) -> Feed | None:
         """What makes batches of a run's states; None where they are rows of the data.
