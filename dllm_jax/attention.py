@@ -48,8 +48,7 @@ def attention(
     """
     if since is not None:
         return in_parts(query, key, value, visible, since=since)
-    operands = query, key, value, jnp.broadcast_to(visible, query.shape[:2])
-    return _on_platforms(fused, in_parts, operands, layout)
+    return _on_platforms(fused, in_parts, (query, key, value, visible), layout)
 
 
 def _on_platforms(
@@ -64,9 +63,10 @@ def _on_platforms(
         operands: queries, some pairs of keys and values, and what is visible.
         layout: as of `attention`.
     """
-    query, key, *_ = operands
+    query, key, *others, visible = operands
     if query.shape[1] < FUSED_FROM or not kernels_run(query.dtype, layout) or not _heads_together(layout):
         return otherwise(*operands)
+    operands = query, key, *others, jnp.broadcast_to(visible, query.shape[:2])
     axes = (QUERY, *(KEYS for _ in operands[1:-1]), ("batch", None))
     locally = (lambda function: function) if layout is None else lambda function: layout.locally(function, axes, QUERY)
     backends: tuple[Backend, ...] = ("tpu", "cuda")
@@ -128,9 +128,8 @@ def attention_in_blocks(
         block_length: L, dividing T; block c is [c L, (c + 1) L).
         layout: as of `attention`.
     """
-    operands = query, *own, *before, jnp.broadcast_to(visible, query.shape[:2])
     fused, otherwise = (functools.partial(run, block_length) for run in (blocks_fused, blocks_in_parts))
-    return _on_platforms(fused, otherwise, operands, layout)
+    return _on_platforms(fused, otherwise, (query, *own, *before, visible), layout)
 
 
 def blocks_fused(block_length: int, backend: Backend, *operands: jax.Array) -> jax.Array:
@@ -171,7 +170,7 @@ def blocks_in_parts(block_length: int, *operands: jax.Array) -> jax.Array:
     own, before = LayerKV(*kvs[:2]), LayerKV(*kvs[2:])
     shape, heads = query.shape, own.key.shape[2]
     fold = lambda x, *heads: x.reshape(shape[0], -1, block_length, *heads)  # [B, C, L, ...]
-    visible = fold(visible)
+    visible = fold(jnp.broadcast_to(visible, shape[:2]))
     starts = jnp.broadcast_to(jnp.arange(0, shape[1], block_length, dtype=jnp.int32), visible.shape[:2])
     keys_values = (fold(x, heads, shape[3]) for x in own)
     blocks = fold(query, heads, shape[2] // heads, shape[3]), *keys_values, starts, visible

@@ -117,14 +117,19 @@ def apply_experts(
     on: dict[str, Callable[..., jax.Array]] = {
         platform: functools.partial(in_rounds, rows, activation=activation) for platform, rows in TILE_ROWS.items()
     }
-    if layout is not None and layout.mesh.devices.flat[0].platform == "cpu":
-        # Nothing is left to the platform: the gradient would be a conditional with collectives in it, which XLA's CPU
-        # backend runs in each process in another order.
-        return on["cpu"](x, ids, weights, w_in, w_out)
     for platform, by in GROUPED.items():
         if _groups(by, x, w_in, layout) and (by == "ragged_dot" or activation == "silu"):
             on[platform] = functools.partial(_on_parts, by, layout, activation)
+    if on_cpus(layout):
+        # Nothing is left to the platform: the gradient would be a conditional with collectives in it, which XLA's CPU
+        # backend runs in each process in another order.
+        return on.get("cpu", on["default"])(x, ids, weights, w_in, w_out)
     return lax.platform_dependent(x, ids, weights, w_in, w_out, **on)
+
+
+def on_cpus(layout: Layout | None) -> bool:
+    """Whether arrays lie on a mesh of CPUs."""
+    return layout is not None and layout.mesh.devices.flat[0].platform == "cpu"
 
 
 def _groups(by: By, x: jax.Array, w_in: Table, layout: Layout | None) -> bool:

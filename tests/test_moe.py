@@ -300,6 +300,7 @@ def test_tpus_and_gpus_have_a_kernel_for_groups(monkeypatch, cpu_as_gpu, dtype, 
 def test_where_gpus_run_rounds(monkeypatch, cpu_as_gpu):
     """By choice, where an old one is, and where nobody says what lies on which device."""
     assert "triton" not in lowered("bfloat16"), "the arrays may lie on several of the devices"
+    monkeypatch.setattr(moe, "on_cpus", lambda layout: False)  # as a mesh of GPUs would have it
     assert "triton" in lowered("bfloat16", layout=Layout(dllm_jax.make_mesh(expert=4, tensor=2)))
     assert "triton" not in lowered("bfloat16", layout=Layout(dllm_jax.make_mesh(tensor=4))), "8 of 32 columns"
     monkeypatch.setattr(jax, "device_count", lambda: 1)

@@ -265,7 +265,7 @@ def test_float16_stays_finite_where_its_range_ends(config, quantize) -> None:
     narrow = {name: x if isinstance(x, QuantizedKernel) else x.astype(jnp.float16) for name, x in grown.items()}
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(narrow))
     tokens = jax.random.randint(jax.random.key(0), (2, 9), 0, 20)
-    wide, half = Denoiser(model.config, grown), Denoiser(model.config, narrow)
+    wide, half = Denoiser(model.config, grown), Denoiser(model.config.replace(dtype="float16"), narrow)
     hidden = jax.jit(lambda denoiser: denoiser.forward(tokens, jnp.array([9, 9]))[0])
     assert half.dtype == jnp.float16 and hidden(half).dtype == jnp.float32 and jnp.abs(hidden(half)).max() > 65504
     np.testing.assert_allclose(hidden(half), hidden(wide), rtol=0.02, atol=0.02 * float(jnp.abs(hidden(wide)).max()))

@@ -106,7 +106,7 @@ def test_bad_lines_are_told_by_their_number(file, line, complaint):
         ),
         ("file={},score=regex:(", r"score 'regex:\(' is no regular expression"),
         ("file={},score=nowhere:f", "score 'nowhere:f' cannot be imported"),
-        ("file={},score=math:pi", "score 'math:pi' is a float; name a function"),
+        ("file={},score=math:pi", "score 'math:pi' is of type float; name a function"),
         ("file={},score=choice", "q.jsonl line 1: target '5' is no letter from A to J"),
         ("file={},score=math:fsum", "q.jsonl line 1: score math:fsum failed"),
         ("file={},stop=a||b", r"stop 'a\|\|b' has an empty text"),
