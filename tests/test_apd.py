@@ -62,7 +62,7 @@ def random_denoiser(name: str, seed: int, **changes) -> Denoiser:
     params = {
         k: v if "norm" in k else v * (60 if "embed" in k or "lm_head" in k else 30) for k, v in model.params.items()
     }
-    return Denoiser(config, params)
+    return Denoiser(model.config, params)
 
 
 DREAM = random_denoiser("dream-7b-base", 0, mask_id=MASK)

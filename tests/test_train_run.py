@@ -210,20 +210,20 @@ def test_learns_a_toy_task_and_the_result_samples_and_exports(tmp_path):
     out = tmp_path / "run"
     config = run_config(
         out,
-        steps=400,
+        steps=800,
         model__config=model_fields(LLADA.replace(embed_dim=32, head_dim=16, mlp_dim=64)),
         data__options={"digits": 3},
         data__length=8,
         optimizer__batch=32,
         optimizer__ema=0.9,
         checkpoint__weights="ema",
-        checkpoint__every=400,
-        log__every=100,
+        checkpoint__every=800,
+        log__every=200,
         log__mfu=True,
     )
     outcome = train.train(config)
     told = lines(out)
-    assert [line["step"] for line in told] == [100, 200, 300, 400]
+    assert [line["step"] for line in told] == [200, 400, 600, 800]
     assert told[0]["loss"] > told[-1]["loss"] and told[-1]["loss"] < 0.35
     assert told[-1]["tokens_per_second"] > 0 and 0 < told[-1]["mfu"]
     model = dllm_jax.load(outcome.folder)
@@ -235,7 +235,7 @@ def test_learns_a_toy_task_and_the_result_samples_and_exports(tmp_path):
     convert.export(outcome.folder, tmp_path / "hub", progress=False)
     assert (tmp_path / "hub" / "config.json").is_file()
     again = train.train(config)
-    assert (again.started, again.metrics) == (400, {})
+    assert (again.started, again.metrics) == (800, {})
 
 
 def command(tmp_path, out, **changes):
