@@ -1,6 +1,7 @@
 """From a name or a folder to a model that is ready to sample: config, parameters on their devices, tokenizer."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,7 +48,7 @@ class Model:
     generation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     layout: Layout | None = None
 
-    @property
+    @functools.cached_property  # engines ask in every step, and where hundreds of arrays lie takes a while to see
     def denoiser(self) -> Denoiser:
         """The model as samplers take it."""
         alone = self.layout is None and lie_on_one_device(self.params)
@@ -94,10 +95,9 @@ def load(
     """
     found, layout = outline(path_or_name), _layout(mesh, rules)
     assert found.folder is not None
-    dtype_name = _dtype_name(dtype) or _dtype_here(found.config)
-    config = _computing(checkpoint.quantizing(found.config, quantize, str(found.folder)), dtype_name)
+    config, cast = _as_asked(found.config, dtype, quantize, str(found.folder))
     shardings = None if layout is None else param_shardings(config, layout.mesh, layout.rules)
-    params = checkpoint.load_params(found.folder, dtype=dtype_name, shardings=shardings, quantize=quantize)
+    params = checkpoint.load_params(found.folder, dtype=cast, shardings=shardings, quantize=quantize)
     return dataclasses.replace(found, config=config, params=params, layout=layout)
 
 
@@ -120,9 +120,8 @@ def planned(path_or_name: str | Path, *, dtype: DTypeLike | None = None, quantiz
     """
     found = outline(path_or_name)
     assert found.folder is not None
-    dtype_name = _dtype_name(dtype) or _dtype_here(found.config)
-    params = checkpoint.params_to_load(found.folder, dtype=dtype_name, quantize=quantize)
-    config = _computing(checkpoint.quantizing(found.config, quantize, str(found.folder)), dtype_name)
+    config, cast = _as_asked(found.config, dtype, quantize, str(found.folder))
+    params = checkpoint.params_to_load(found.folder, dtype=cast, quantize=quantize)
     return dataclasses.replace(found, config=config, params=params)
 
 
@@ -134,11 +133,10 @@ def planned_or_published(
 
     Arguments and errors are those of `load`.
     """
-    name, dtype_name = str(path_or_name), _dtype_name(dtype)
+    name = str(path_or_name)
     if name not in PUBLISHED or checkpoint.located(name) is not None:
         return planned(path_or_name, dtype=dtype, quantize=quantize)
-    config = checkpoint.quantizing(published(name), quantize, name)
-    config = _computing(config, dtype_name or _dtype_here(config))
+    config, _ = _as_asked(published(name), dtype, quantize, name)
     return Model(config, abstract_params(config), None, name)
 
 
@@ -166,7 +164,8 @@ def random_model(
     name, config = "random", name_or_config
     if isinstance(config, str):
         name, config = config, published(config)
-    config = _computing(checkpoint.quantizing(config, quantize, name), _dtype_name(dtype))
+    config = checkpoint.quantizing(config, quantize, name)
+    config = config.replace(dtype=_dtype_name(dtype) or config.dtype)
     key = jax.random.key(key) if isinstance(key, int) else key
     layout = _layout(mesh, rules)
     shardings = None if layout is None else param_shardings(config, layout.mesh, layout.rules)
@@ -174,14 +173,16 @@ def random_model(
     return Model(config, params, None, name=name, layout=layout)
 
 
-def _computing(config: ModelConfig, dtype: str | None) -> ModelConfig:
-    """A config with another dtype; as it is for None."""
-    return config if dtype is None else config.replace(dtype=dtype)
-
-
-def _dtype_here(config: ModelConfig) -> str | None:
-    """Another dtype than a model's own, where the GPU that is here cannot compute in that."""
-    return "float16" if config.dtype == "bfloat16" and before_ampere() else None
+def _as_asked(
+    config: ModelConfig, dtype: DTypeLike | None, quantize: Quantize | None, where: str
+) -> tuple[ModelConfig, str | None]:
+    """A stored model's config as it is loaded, and what its parameters are cast to: None as they are stored, in the
+    dtype that was asked for, or in float16 where the GPU that is here cannot compute in the model's own."""
+    cast = _dtype_name(dtype)
+    if cast is None and config.dtype == "bfloat16" and before_ampere():
+        cast = "float16"
+    config = checkpoint.quantizing(config, quantize, where)
+    return config.replace(dtype=cast or config.dtype), cast
 
 
 def _dtype_name(dtype: DTypeLike | None) -> str | None:

@@ -160,7 +160,7 @@ def string_table(text: str, token_bytes: Sequence[bytes], vocab_size: int) -> np
 
 def begin(stop: Stop, batch: int) -> StopState:
     """The state before anything was read."""
-    states = jnp.broadcast_to(stop.start, (batch, stop.start.shape[-1]))
+    states = jnp.broadcast_to(stop.start, (batch, len(stop.start)))
     return StopState(jnp.zeros((batch,), jnp.int32), states, jnp.full((batch,), NEVER, jnp.int32))
 
 

@@ -149,7 +149,7 @@ def test_one_program_whatever_comes(llada, caplog) -> None:
             engine.submit(ROWS[row % 4], seed=row, **kind)
             engine.step(row)
         assert len(list(engine.results())) == 8
-        jax.jit(lambda x: x + 1)(1)  # which is told of, as any other program would be
+        jax.jit(lambda x: x + 1)(1)  # proves that compilations are logged
     assert caplog.records and not [record for record in caplog.records if "Compiling jit(turn)" in record.message]
 
 
