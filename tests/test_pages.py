@@ -164,7 +164,7 @@ def flags():
     return {*named, *sampling, *serving, *OF_OTHERS}
 
 
-@pytest.mark.parametrize("page", DOCUMENTS)
+@pytest.mark.parametrize("page", [page for page in DOCUMENTS if page != "CHANGELOG.md"])  # which names those that left
 def test_flags_in_sentences_are_there(page, flags):
     said = " ".join(re.findall(r"`[^`\n]+`", pages.prose((ROOT / page).read_text())))
     unknown = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", said)) - flags
