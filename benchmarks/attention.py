@@ -28,8 +28,8 @@ from benchmarks import command
 from benchmarks.roofline import Row, measure_ceilings, timed
 from benchmarks.sample import describe_hardware
 from dllm_jax import DllmError
-from dllm_jax.attention import in_parts
-from dllm_jax.fused_attention import Backend, fused
+from dllm_jax.kernels.attention import in_parts
+from dllm_jax.kernels.pallas_attention import Backend, fused
 
 SHAPES = "1x512x512x32x32x128,8x512x512x32x32x128,1x2048x2048x28x4x128,1x4096x4096x32x32x128"
 """B x T x S x N x K x H: LLaDA-8B's and Dream-7B's."""

@@ -39,13 +39,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from benchmarks import hlo
 from benchmarks.training_step import model_of, training_step
 from dllm_jax import PUBLISHED, Denoiser, DllmError, Model, ModelConfig, published
-from dllm_jax.denoiser import Span
-from dllm_jax.own_kernels import lowering_for
-from dllm_jax.params import abstract_params
-from dllm_jax.quantized import QuantizedKernel
-from dllm_jax.sharding import Layout, ShardingRules, batch_parts, batch_sharding, param_shardings
+from dllm_jax.kernels.dispatch import lowering_for
+from dllm_jax.models.denoiser import Span
+from dllm_jax.parallel.sharding import Layout, ShardingRules, batch_parts, batch_sharding, param_shardings
+from dllm_jax.params.quantized import QuantizedKernel
+from dllm_jax.params.specs import abstract_params
 from samplers import make_sampler, sample
-from samplers.predictions import Sampling, predict, readout
+from samplers.tokens.predictions import Sampling, predict, readout
 from train import read_config
 from train.config import TrainConfig
 

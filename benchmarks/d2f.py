@@ -14,7 +14,7 @@ rise by the mean of what the two measure.
 
 Memory is that of the compiled program (arguments, results in new buffers, temporary); where the device counts what was
 allocated, `device_peak_gib` is its highest so far, and cases run from the smallest to the largest. Model FLOPs are
-those of `train.report.step_flops`, the rate of matrix products that of the same run.
+those of `train.logs.step_flops`, the rate of matrix products that of the same run.
 """
 
 import argparse
@@ -32,11 +32,11 @@ import jax.numpy as jnp
 from benchmarks import command
 from benchmarks.roofline import Row, measure_ceilings, timed
 from dllm_jax import DllmError, ModelConfig, published
-from dllm_jax.params import init_params
+from dllm_jax.params.specs import init_params
 from train.config import TrainConfig
+from train.logs import step_flops
 from train.losses import Batch
 from train.objectives.d2f import D2FConfig
-from train.report import step_flops
 from train.settings import build
 from train.step import Stepper, training_mesh
 from train.trainer import placement_of

@@ -25,10 +25,10 @@ from benchmarks import command
 from benchmarks.d2f import SIZES
 from benchmarks.roofline import Row, measure_ceilings, timed
 from dllm_jax import Denoiser, DllmError, ModelConfig
-from dllm_jax.params import init_params
-from samplers.indicator import Indicator, IndicatorConfig, init_indicator
-from samplers.predictions import Sampling, given, predict
+from dllm_jax.indicator import Indicator, IndicatorConfig, init_indicator
+from dllm_jax.params.specs import init_params
 from samplers.rules.ni import features_of
+from samplers.tokens.predictions import Sampling, given, predict
 
 INDICATORS = {"llada-8b": IndicatorConfig(), "tiny": IndicatorConfig(2, 8, 32, 32, 16)}
 """Those of `benchmarks.d2f.SIZES`."""

@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from dllm_jax import checkpoint
-from train.folder import METRICS_FILE, MODEL_FOLDER, STATE_FOLDER
+from dllm_jax.checkpoints import checkpoint
+from train.run_dir import METRICS_FILE, MODEL_FOLDER, STATE_FOLDER
 
 STEPS, EVERY = 3000, 10
 SETTINGS = f"""

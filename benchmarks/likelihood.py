@@ -29,10 +29,10 @@ import numpy as np
 from benchmarks import command
 from convert import embedded
 from dllm_jax import Model, Span
-from dllm_jax.tokenizer import encode_text
+from dllm_jax.text.tokenizer import encode_text
 from evals.tasks import make_task
 from samplers import score
-from samplers.likelihood import Estimator, draw_masks, log_likelihood, masked_logprobs
+from samplers.likelihood.estimators import Estimator, draw_masks, log_likelihood, masked_logprobs
 
 T = TypeVar("T")
 Row = dict[str, Any]

@@ -1,6 +1,6 @@
 """What a generation needs on which device: a table of models, weights, canvases and batches.
 
-Shapes are traced (`samplers.costs`), nothing is loaded or run, so it takes seconds a row on any machine.
+Shapes are traced (`samplers.config.costs`), nothing is loaded or run, so it takes seconds a row on any machine.
 
     python -m benchmarks.memory                                       # the table of docs/memory.md
     python -m benchmarks.memory llada-8b-instruct --batch 16 --length 4096
@@ -22,10 +22,10 @@ import jax
 from benchmarks.command import status_of
 from benchmarks.compile import GIB, MEMORY
 from dllm_jax import PUBLISHED, DllmError, Model, published
-from dllm_jax.loading import planned
-from dllm_jax.params import abstract_params
+from dllm_jax.checkpoints.loading import planned
+from dllm_jax.params.specs import abstract_params
 from samplers import make_sampler
-from samplers.costs import Costs, costs_of, work_of
+from samplers.config.costs import Costs, costs_of, work_of
 
 MODELS = (
     *("llada-8b-instruct", "dream-7b-instruct", "llada-moe-7b-a1b-instruct", "llada2.0-mini", "sdar-1.7b-chat"),

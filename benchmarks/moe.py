@@ -2,7 +2,7 @@
 
 Every row of the table is one implementation at one dtype, number of tokens and kind of routing:
 
-    rounds       the library's on CPU (`dllm_jax.moe`), compiled with the routing as data
+    rounds       the library's on CPU (`dllm_jax.models.moe`), compiled with the routing as data
     groups       the library's on TPU, tokens sorted by expert and `jax.lax.ragged_dot`, and on NVIDIA GPUs, a kernel of
                  our own; elsewhere a dense product
     loop         every expert in turn on all tokens, weighted by the router (zero where it was not chosen)
@@ -38,7 +38,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks.roofline import Ceilings, Row, measure_ceilings, timed
-from dllm_jax.moe import GROUPED, TILE_ROWS, in_groups, in_rounds
+from dllm_jax.models.moe import GROUPED, TILE_ROWS, in_groups, in_rounds
 
 Apply = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 MOST_FLOPS = 1.5e12  # of what is run: more takes a CPU longer than anybody waits; its memory is still reported
@@ -79,7 +79,7 @@ def _shares(ids: jax.Array, weights: jax.Array, experts: int) -> jax.Array:
 
 
 def loop(x: jax.Array, ids: jax.Array, weights: jax.Array, w_in: jax.Array, w_out: jax.Array) -> jax.Array:
-    """Every expert in turn, on all tokens; arguments and result as of `dllm_jax.moe.apply_experts`."""
+    """Every expert in turn, on all tokens; arguments and result as of `dllm_jax.models.moe.apply_experts`."""
     shares = _shares(ids, weights, len(w_in))
 
     def add(number: jax.Array, total: jax.Array) -> jax.Array:
@@ -90,7 +90,7 @@ def loop(x: jax.Array, ids: jax.Array, weights: jax.Array, w_in: jax.Array, w_ou
 
 
 def einsum(x: jax.Array, ids: jax.Array, weights: jax.Array, w_in: jax.Array, w_out: jax.Array) -> jax.Array:
-    """All experts on all tokens at once; arguments and result as of `dllm_jax.moe.apply_experts`."""
+    """All experts on all tokens at once; arguments and result as of `dllm_jax.models.moe.apply_experts`."""
     copies = jnp.broadcast_to(x, (len(w_in), 2, *x.shape))  # else XLA transposes the weights
     hidden = jnp.einsum("egbtd,egdf->egbtf", copies, w_in)
     every = jnp.einsum("ebtf,efd->ebtd", jax.nn.silu(hidden[:, 0]) * hidden[:, 1], w_out)

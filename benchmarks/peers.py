@@ -30,7 +30,8 @@ import numpy as np
 import convert
 from benchmarks import command
 from benchmarks.sample import GOLDENS, describe_hardware
-from dllm_jax import DllmError, ModelConfig, checkpoint, published, random_model
+from dllm_jax import DllmError, ModelConfig, published, random_model
+from dllm_jax.checkpoints import checkpoint
 
 Row = dict[str, Any]
 

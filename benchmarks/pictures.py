@@ -26,14 +26,14 @@ import dllm_jax
 from benchmarks.command import status_of
 from convert import embedded
 from dllm_jax import DllmError, Model
-from dllm_jax.denoiser import Denoiser, Span
+from dllm_jax.models.denoiser import Denoiser, Span
 from dllm_jax.pytree import pytree
-from samplers import record, recording
+from samplers import record, trace
+from samplers.cli.outputs import write
+from samplers.engine.engine import requests_of
 from samplers.generate import prepare
-from samplers.outputs import write
-from samplers.requests import requests_of
-from samplers.viewer.colours import colour_at
-from samplers.viewer.story import WRITTEN, Story, seen, story_of
+from samplers.viewer.colors import colour_at
+from samplers.viewer.timeline import WRITTEN, Story, seen, story_of
 from samplers.viewer.view import View, view_of
 from train import merge, read_config, train
 
@@ -101,7 +101,7 @@ def steps_of(model: Model, prompt: str, spec: str, gen_length: int, **options: A
     request = requests_of(sampler, rows, keys)[0]
     start, length, forwards = len(request.prompt), len(request.prompt) + gen_length, list[np.ndarray]()
     _NOTES.clear()
-    for result, _ in recording.steps_of(noted, sampler, request):
+    for result, _ in trace.steps_of(noted, sampler, request):
         jax.effects_barrier()
         if result.nfe[0] > len(forwards):
             forwards.append(np.isin(np.arange(length), np.concatenate(_NOTES)))

@@ -19,7 +19,7 @@ import evals
 from benchmarks import command
 from dllm_jax import DllmError
 from evals.models import Models
-from evals.paired import Pairs
+from evals.paired_test import Pairs
 from evals.sampler import parse_sampler
 from evals.tasks import make_task
 

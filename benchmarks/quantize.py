@@ -25,12 +25,12 @@ from benchmarks import command
 from convert import embedded
 from dllm_jax import Denoiser, DllmError, Model, published
 from dllm_jax.config import Quantize
-from dllm_jax.params import abstract_params, form_of
-from dllm_jax.quantized import num_bytes, quantized_on_host
-from dllm_jax.transformer import param_specs
+from dllm_jax.models.transformer import param_specs
+from dllm_jax.params.quantized import num_bytes, quantized_on_host
+from dllm_jax.params.specs import abstract_params, form_of
 from evals.tasks import make_task
-from samplers.prompts import pad_prompts
-from samplers.running import Engines
+from samplers.engine.runner import Engines
+from samplers.text.prompts import pad_prompts
 
 Row = dict[str, Any]
 

@@ -24,14 +24,14 @@ import dllm_jax
 import evals
 from benchmarks import command
 from dllm_jax import Model
-from evals.paired import Pairs
+from evals.paired_test import Pairs
 from evals.plots import Curve, Panel, draw
 from evals.tasks import make_task
-from samplers.running import Engines
+from samplers.engine.runner import Engines
 from train.curves import read_log
-from train.folder import RunFolder, read_settings
 from train.lora import with_adapters
 from train.objectives import OBJECTIVES
+from train.run_dir import RunFolder, read_settings
 from train.settings import build
 from train.setup import prepare
 from train.step import training_mesh

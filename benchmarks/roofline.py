@@ -21,12 +21,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from dllm_jax import Denoiser, ModelConfig
-from dllm_jax.denoiser import Span
-from dllm_jax.kv_cache import write_rows
-from dllm_jax.params import abstract_params
-from dllm_jax.quantized import num_bytes
+from dllm_jax.models.denoiser import Span
+from dllm_jax.models.kv_cache import write_rows
+from dllm_jax.params.quantized import num_bytes
+from dllm_jax.params.specs import abstract_params
 from samplers import BlockSampler, BlockState, DualCache, TopK
-from samplers.predictions import predict, readout
+from samplers.tokens.predictions import predict, readout
 
 Row = dict[str, Any]
 STAGES = ("window", "head", "scores", "step")

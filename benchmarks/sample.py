@@ -42,12 +42,12 @@ from benchmarks.command import status_of
 from benchmarks.roofline import Row
 from dllm_jax import PUBLISHED, Denoiser, DllmError, Model, load, published, random_model
 from dllm_jax.config import Quantize
-from dllm_jax.denoiser import Span
-from dllm_jax.kv_cache import slice_rows, write_rows
+from dllm_jax.models.denoiser import Span
+from dllm_jax.models.kv_cache import slice_rows, write_rows
 from samplers import CACHES, Result, make_sampler, parse_sampler, sample, stream
-from samplers.build import CanvasSampler
-from samplers.prompts import check_lengths, encode_prompt, pad_prompts
-from samplers.registry import named
+from samplers.config.factory import CanvasSampler
+from samplers.config.registry import named
+from samplers.text.prompts import check_lengths, encode_prompt, pad_prompts
 
 GOLDENS = Path(__file__).parents[1] / "tests" / "goldens"
 BASELINES = ("python-loop", "ar")

@@ -22,9 +22,9 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.train import SPECIAL, RandomTokens
-from dllm_jax.transformer import num_params
-from train.folder import States
+from dllm_jax.models.transformer import num_params
 from train.objectives.masked_diffusion import MaskedDiffusionConfig
+from train.run_dir import States
 from train.settings import build
 from train.setup import model_config
 from train.trainer import train

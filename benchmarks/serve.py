@@ -31,7 +31,7 @@ from benchmarks.serve_client import MODEL, SAMPLER, WIDTH, Ask, Asked, asking, r
 from convert import embedded
 from dllm_jax import Model
 from samplers import make_sampler, sample_jit
-from samplers.prompts import encode_prompt, pad_prompts
+from samplers.text.prompts import encode_prompt, pad_prompts
 
 
 @contextlib.asynccontextmanager

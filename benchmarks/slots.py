@@ -25,12 +25,12 @@ import numpy as np
 from benchmarks import command
 from convert import embedded
 from dllm_jax import DllmError, Model
+from dllm_jax.indicator import IndicatorConfig, init_indicator
 from evals.models import Models
 from evals.runner import Batches, prepare
 from samplers import NI, sample_jit
-from samplers.engine import Result
-from samplers.indicator import IndicatorConfig, init_indicator
-from samplers.running import Engines
+from samplers.engine.runner import Engines
+from samplers.sampler import Result
 
 Row = dict[str, Any]
 

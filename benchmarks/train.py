@@ -3,7 +3,7 @@
     python -m benchmarks.train --json benchmarks/results/train-cpu.json
 
 One step of the trainer (noise, forward, backward, AdamW) on random tokens, compiled ahead and timed without reporting.
-Model FLOPs are those of `train.report.step_flops`; the rate of matrix products is measured before and after each row,
+Model FLOPs are those of `train.logs.step_flops`; the rate of matrix products is measured before and after each row,
 and the better one taken.
 """
 
@@ -22,11 +22,11 @@ import jax
 import numpy as np
 
 from benchmarks.roofline import measure_ceilings, timed
-from dllm_jax.transformer import num_params
+from dllm_jax.models.transformer import num_params
 from train.config import TrainConfig
 from train.data import Example
+from train.logs import step_flops
 from train.objectives.masked_diffusion import MaskedDiffusionConfig
-from train.report import step_flops
 from train.settings import build
 from train.setup import prepare
 from train.step import training_mesh

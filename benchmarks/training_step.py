@@ -8,14 +8,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from dllm_jax import PUBLISHED, DllmError, ModelConfig, published
-from dllm_jax.params import abstract_params
-from dllm_jax.sharding import param_shardings
+from dllm_jax.parallel.sharding import param_shardings
+from dllm_jax.params.specs import abstract_params
 from train.config import TrainConfig
 from train.losses import Batch
 from train.objectives import objective_of
 from train.setup import adapted
 from train.step import Stepper
-from train.trained import WholeModel
+from train.trainable import WholeModel
 from train.trainer import placement_of
 
 

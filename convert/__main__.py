@@ -14,10 +14,10 @@ import jax
 from convert import convert, convert_adapters, embedded, export, published, verify
 from convert.families import FAMILIES
 from convert.indicator import convert_indicator, export_indicator, is_indicator, verify_indicator
+from dllm_jax.cli.command import Parser
+from dllm_jax.cli.interrupts import INTERRUPTED, interruptible, is_second
 from dllm_jax.errors import DllmError
-from dllm_jax.tools.command import Parser
-from dllm_jax.tools.interrupts import INTERRUPTED, interruptible, is_second
-from dllm_jax.transformer import num_params
+from dllm_jax.models.transformer import num_params
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "B": 1, "": 1}
 

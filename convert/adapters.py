@@ -23,7 +23,7 @@ from convert.output import check_out
 from convert.safetensors_reader import read_header
 from convert.source import locate
 from convert.tensors import Piece, load
-from dllm_jax import checkpoint
+from dllm_jax.checkpoints import checkpoint
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 

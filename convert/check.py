@@ -12,10 +12,10 @@ from convert.families import Move
 from convert.output import byte_bar
 from convert.source import open_source
 from convert.tensors import as_dtype, count_differences, load
-from dllm_jax import checkpoint
+from dllm_jax.checkpoints import checkpoint
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
-from dllm_jax.quantized import QuantizedKernel
+from dllm_jax.params.quantized import QuantizedKernel
 
 
 def verify(source: str | Path, folder: str | Path, *, revision: str | None = None, progress: bool = False) -> int:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dllm_jax import checkpoint
+from dllm_jax.checkpoints import checkpoint
 from dllm_jax.errors import DllmError
-from dllm_jax.tokenizer import TOKENIZER_FILES
+from dllm_jax.text.tokenizer import TOKENIZER_FILES
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 # Copied beside converted weights. Names, not endings: nothing that could be code or a pickle slips in.

@@ -18,9 +18,9 @@ from convert.safetensors_reader import PICKLE_ENDINGS, read_block, read_header
 from convert.source import sha256
 from convert.tensors import as_dtype, checked_cast
 from convert.torch_pickle import read_state_dict
-from dllm_jax import checkpoint
+from dllm_jax.checkpoints import checkpoint
 from dllm_jax.errors import DllmError
-from samplers.indicator import (
+from dllm_jax.indicator import (
     CONFIG_FILE,
     PARAMS_FOLDER,
     Indicator,
@@ -56,7 +56,7 @@ _OF_BLOCK = {"layer_norm": "norm", "mlp.0": "up", "mlp.3": "down", "shortcut": "
 def convert_indicator(
     source: str | Path, out: str | Path, *, dtype: str | None = None, overwrite: bool = False
 ) -> IndicatorConfig:
-    """Converts a published indicator into a folder that `samplers.indicator.load_indicator` reads.
+    """Converts a published indicator into a folder that `dllm_jax.indicator.load_indicator` reads.
 
     Args:
         source: a .pth file of PyTorch's zip format, which is read without running what is in it, or a .safetensors

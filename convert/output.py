@@ -9,7 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from dllm_jax import checkpoint, stores
+from dllm_jax.checkpoints import buckets, checkpoint
 from dllm_jax.errors import DllmError
 
 SPARE_BYTES = 64 * 2**20  # metadata, tokenizer files and what the file system keeps for itself
@@ -24,7 +24,7 @@ def check_out(out: str | Path, *, source: str | Path, overwrite: bool, kind: str
     Raises:
         DllmError: when `out` exists and is not to be overwritten, is not such a folder, or holds the source.
     """
-    if stores.is_address(out):
+    if buckets.is_address(out):
         raise DllmError(f"{out} is in an object store; write to a folder, and copy that: gcloud storage cp -r")
     checkpoint.check_out(out, overwrite=overwrite)
     out = Path(out).expanduser().resolve()

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from convert.to_jax import convert
-from dllm_jax import Model, checkpoint
+from dllm_jax import Model
 from dllm_jax import load as load_checkpoint
+from dllm_jax.checkpoints import checkpoint
 from dllm_jax.config import Quantize, check_quantize
 from dllm_jax.errors import DllmError
 
@@ -55,7 +56,7 @@ def install(
     Args:
         name: a key of `HUB`.
         folder: where to; by default the name, with a quantized model's bits behind it ("llada-8b-instruct-int8"), under
-            `dllm_jax.checkpoint.home()`, where models are found by name.
+            `dllm_jax.checkpoints.checkpoint.home()`, where models are found by name.
         quantize: "int8" or "int4" stores the kernels so.
         progress: show bars on stderr.
 

@@ -16,11 +16,11 @@ from convert.hub_config import CONFIG_FILE, GENERATION_FILE, copied_files, with_
 from convert.output import byte_bar, check_out, check_space
 from convert.safetensors_reader import BLOCK_BYTES, DTYPES, INDEX_FILE, SINGLE_FILE
 from convert.tensors import as_dtype, checked_cast
-from dllm_jax import checkpoint
+from dllm_jax.checkpoints import checkpoint
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
-from dllm_jax.params import float32_params
-from dllm_jax.transformer import num_params
+from dllm_jax.models.transformer import num_params
+from dllm_jax.params.specs import float32_params
 
 MAX_SHARD_BYTES = 5 * 10**9
 BLOCKS = ("llada2", "sdar", "fast-dllm-v2")  # families of block diffusion

@@ -14,11 +14,11 @@ from convert.hub_config import copied_files
 from convert.output import byte_bar, check_out, check_space, ticking
 from convert.source import open_source, sha256
 from convert.tensors import as_dtype, load
-from dllm_jax import checkpoint
+from dllm_jax.checkpoints import checkpoint
 from dllm_jax.config import ModelConfig, Quantize, check_quantize
 from dllm_jax.errors import DllmError
-from dllm_jax.params import abstract_params, float32_params
-from dllm_jax.quantized import num_bytes
+from dllm_jax.params.quantized import num_bytes
+from dllm_jax.params.specs import abstract_params, float32_params
 
 
 def convert(
@@ -33,7 +33,7 @@ def convert(
     overwrite: bool = False,
     progress: bool = False,
 ) -> ModelConfig:
-    """Converts a checkpoint in the hub's format into a folder that `dllm_jax.checkpoint` loads.
+    """Converts a checkpoint in the hub's format into a folder that `dllm_jax.checkpoints.checkpoint` loads.
 
     Args:
         family: a key of `convert.families.FAMILIES`, such as "llada".

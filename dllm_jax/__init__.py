@@ -12,17 +12,17 @@ Every mistake in the input is a `DllmError` with one sentence. Importing starts 
 
 # ruff: noqa: E402
 # isort: off
-from dllm_jax.tools import interrupts
+from dllm_jax.cli import interrupts
 
 interrupts.leave_while_importing()  # before the imports that take seconds
 # isort: on
 
+from dllm_jax.checkpoints.loading import Model, load, random_model
 from dllm_jax.config import PUBLISHED, ModelConfig, published
-from dllm_jax.denoiser import Denoiser, DenoiserLike, FunctionDenoiser, Span, block_causal
 from dllm_jax.errors import DllmError
-from dllm_jax.loading import Model, load, random_model
-from dllm_jax.own_kernels import use_kernels
-from dllm_jax.sharding import ShardingRules, batch_sharding, make_mesh, param_shardings
+from dllm_jax.kernels.dispatch import use_kernels
+from dllm_jax.models.denoiser import Denoiser, DenoiserLike, FunctionDenoiser, Span, block_causal
+from dllm_jax.parallel.sharding import ShardingRules, batch_sharding, make_mesh, param_shardings
 
 __version__ = "0.1.0"
 

@@ -72,7 +72,7 @@ class Experts:
 @dataclasses.dataclass(frozen=True)
 class Gemma:
     """What a Gemma 4 text stack has besides a `ModelConfig`, whose head_dim, num_kv_heads and rope_theta are those of
-    its sliding layers (`dllm_jax/gemma.py`).
+    its sliding layers (`dllm_jax/models/gemma.py`).
 
     Attributes:
         window: keys that a query of a sliding layer sees, its own and those before it.
@@ -130,7 +130,7 @@ class ModelConfig:
             for a dense model.
         gemma: what makes the layers Gemma 4's, used as encoder and as decoder; None for all others.
         dtype: what the model computes in, and its weights are stored in; `dllm_jax.load` gives another.
-        quantize: what the kernels are quantized to (`dllm_jax.params.forms` says which how); None for plain ones.
+        quantize: what the kernels are quantized to (`dllm_jax.params.specs.forms` says which how); None for plain ones.
     """
 
     family: str

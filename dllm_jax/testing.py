@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dllm_jax.denoiser import DenoiserLike, Span, block_causal
 from dllm_jax.errors import DllmError
-from dllm_jax.transformer import Tile
+from dllm_jax.models.denoiser import DenoiserLike, Span, block_causal
+from dllm_jax.models.transformer import Tile
 
 BATCH, LENGTH, WIDTH = 3, 24, 7  # of the random rows, and of the windows
 LEAST_LENGTH = WIDTH + 3

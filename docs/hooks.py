@@ -22,7 +22,7 @@ import nbformat
 from mkdocs.structure.files import File, Files
 from nbconvert import MarkdownExporter
 
-from dllm_jax.tools.commands import COMMANDS
+from dllm_jax.cli.commands import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 NAMED = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}

@@ -10,12 +10,12 @@ belongs to one split by its content, so that what accuracy is measured on was ne
 """
 
 import dllm_jax  # noqa: F401 - before what takes seconds: from here on Ctrl-C ends a command
-from evals.area import aup
+from evals.aup import aup
 from evals.runner import Report, run
 from evals.sampler import SamplerSpec, parse_sampler, parse_samplers
 from evals.sweeps import Sweep, sweep
 from evals.tasks import SPLITS, TASKS, Example, Source, Task, Verdict, make_task
-from samplers.running import Engines
+from samplers.engine.runner import Engines
 
 __all__ = [
     "Engines",

@@ -37,24 +37,24 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from dllm_jax import DllmError, Model
-from dllm_jax.tools.command import Parser, console, run_printing
+from dllm_jax.cli.command import Parser, console, run_printing
+from dllm_jax.indicator import load_indicator
 from evals import figures, files, leaderboard, plots, trajectories, tune
-from evals.counting import as_line
+from evals.distributed import meeting
 from evals.flags import add_batch, add_count, add_distributed, add_model, add_task, command, models_of
 from evals.harness import command as harness
 from evals.indicator import score_indicator
 from evals.models import Models
 from evals.oracle import OracleReport, oracle
 from evals.presets import command as presets
-from evals.processes import meeting
 from evals.runner import USUAL, Report, run, run_recorded
 from evals.sampler import SamplerSpec, all_samplers, parse_sampler
 from evals.sweeps import Sweep, pareto_plot, sweep, write_tables
 from evals.tasks import SPLITS, DrawnTask, Task, WordProblems, make_task
 from evals.tasks.base import check_split
 from evals.tasks.word_problems import train_tokenizer
+from evals.token_counts import as_line
 from samplers import Generation
-from samplers.indicator import load_indicator
 from samplers.viewer.view import check_path, view_of
 
 COMPARED = (

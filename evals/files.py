@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dllm_jax.errors import DllmError
-from samplers.outputs import write as write
+from samplers.cli.outputs import write as write
 
 
 def make_folder(path: str | Path) -> Path:

@@ -4,10 +4,10 @@ import argparse
 from typing import Any
 
 from dllm_jax import DllmError
-from dllm_jax.sharding import parse_mesh
-from evals.counting import COUNTS
+from dllm_jax.parallel.sharding import parse_mesh
 from evals.models import Models
 from evals.tasks import TASKS
+from evals.token_counts import COUNTS
 
 
 def command(commands: Any, name: str, run: Any, about: str) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dllm_jax import checkpoint
+from dllm_jax.checkpoints import checkpoint
 from dllm_jax.errors import DllmError
 from evals import files
 from evals.runner import draw

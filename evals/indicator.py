@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from dllm_jax import Denoiser, DllmError, Model
+from dllm_jax.indicator import Indicator
 from evals.plots import Curve, Panel, draw
-from samplers.indicator import Indicator
-from samplers.prompts import bucket_length
+from samplers.text.prompts import bucket_length
 from train.config import DataPart
 from train.data import Rows
 from train.data.shards import ABOUT_FILE, Trajectories

@@ -18,10 +18,10 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from dllm_jax.cli.command import console
 from dllm_jax.errors import DllmError
-from dllm_jax.tools.command import console
 from evals import files, plots
-from evals.area import LEADERBOARD, ONE, from_one
+from evals.aup import LEADERBOARD, ONE, from_one
 from evals.sampler import parse_sampler
 
 PUBLISHED = Path(__file__).parent / "published" / "aup.json"

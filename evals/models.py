@@ -9,7 +9,7 @@ import dllm_jax
 from dllm_jax import DllmError, Model
 from dllm_jax.config import Quantize
 from evals.tasks import Task
-from samplers.build import SamplerSpec
+from samplers.config.factory import SamplerSpec
 
 
 class Models:

@@ -15,8 +15,8 @@ from dllm_jax import Model
 from evals.runner import prepare
 from evals.sampler import SamplerSpec
 from evals.tasks import Task
-from samplers.running import Engines
-from samplers.trajectory import Merged, Trajectory, merged, trajectory_of
+from samplers.engine.runner import Engines
+from train.trajectory import Merged, Trajectory, merged, trajectory_of
 
 _merged = jax.jit(merged)
 

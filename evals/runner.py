@@ -13,23 +13,23 @@ import numpy as np
 from tqdm import tqdm
 
 from dllm_jax import DllmError, Model, __version__
-from dllm_jax.quantized import told_dtype
-from dllm_jax.tokenizer import encode_text, token_bytes
+from dllm_jax.params.quantized import told_dtype
+from dllm_jax.text.tokenizer import encode_text, token_bytes
 from evals import stderr
-from evals.counting import Answered, before_stop, count, counting_of, cut
+from evals.distributed import ALONE, Processes
 from evals.models import Models
-from evals.processes import ALONE, Processes
 from evals.sampler import SamplerSpec, parse_sampler
 from evals.tasks import Example, Task, Verdict, make_task
+from evals.token_counts import Answered, before_stop, count, counting_of, cut
 from samplers import DraftResult, Generation, Result
-from samplers.build import CanvasSampler
-from samplers.noise import row_keys
-from samplers.prompts import check_lengths, given_canvas, led_prompt, pad_prompts
-from samplers.recording import recorded
-from samplers.requests import Engine, Request
-from samplers.running import Engines, Warned, slots_for
-from samplers.slots import numbers_of
-from samplers.text import text_of
+from samplers.config.factory import CanvasSampler
+from samplers.engine.engine import Engine, Request
+from samplers.engine.program import numbers_of
+from samplers.engine.runner import Engines, Warned, slots_for
+from samplers.text.decode import text_of
+from samplers.text.prompts import check_lengths, given_canvas, led_prompt, pad_prompts
+from samplers.tokens.noise import row_keys
+from samplers.trace import recorded
 
 USUAL = 256
 """Examples of a task that draws them, if nothing is said."""

@@ -1,4 +1,4 @@
-"""The samplers of a sweep: specs (`samplers.build`) and grids."""
+"""The samplers of a sweep: specs (`samplers.config.factory`) and grids."""
 
 import itertools
 import tomllib
@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dllm_jax.cli import spec
 from dllm_jax.errors import DllmError
-from dllm_jax.tools import spec
-from samplers.build import SamplerSpec, parse_sampler, parse_samplers, typed
+from samplers.config.factory import SamplerSpec, parse_sampler, parse_samplers, typed
 
 __all__ = ["SamplerSpec", "all_samplers", "parse_sampler", "parse_samplers", "read_grid", "unique"]
 

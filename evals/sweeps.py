@@ -8,13 +8,13 @@ from typing import Any
 
 from dllm_jax import Model
 from evals import files, plots
-from evals.area import ALPHA, DROP, ONE, from_one
+from evals.aup import ALPHA, DROP, ONE, from_one
+from evals.distributed import ALONE, Processes
 from evals.models import Models
-from evals.processes import ALONE, Processes
 from evals.runner import Report, check_count, draw, run
 from evals.sampler import SamplerSpec
 from evals.tasks import Example, Task
-from samplers.running import Engines
+from samplers.engine.runner import Engines
 
 COLUMNS = (
     "sampler model series accuracy accuracy_stderr strict_accuracy exact_match nfe nfe_stderr full_forwards "

@@ -1,4 +1,4 @@
-"""Tokenizers of the tasks, as the files that `dllm_jax.tokenizer` reads from a checkpoint folder.
+"""Tokenizers of the tasks, as the files that `dllm_jax.text.tokenizer` reads from a checkpoint folder.
 
 Special tokens have LLaDA's names. Text gets a byte-level BPE, boards and mazes one token per symbol.
 """

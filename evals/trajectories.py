@@ -22,23 +22,23 @@ import numpy as np
 from tqdm import tqdm
 
 from dllm_jax import Model
-from dllm_jax.checkpoint import write_error
+from dllm_jax.checkpoints.checkpoint import write_error
 from dllm_jax.errors import DllmError
-from dllm_jax.sharding import check_splits
+from dllm_jax.parallel.sharding import check_splits
 from evals.flags import add_batch, add_model, add_task, command, models_of
 from evals.models import Models
 from evals.tasks import Task, make_task
-from samplers.build import CanvasSampler, SamplerSpec, parse_sampler
-from samplers.engine import Result, broken
-from samplers.prompts import bucket_length, check_lengths, given_canvas, led_prompt, pad_prompts
-from samplers.registry import settings_of
-from samplers.requests import Engine, Request
-from samplers.running import Engines
-from samplers.trajectory import trajectory_of
+from samplers.config.factory import CanvasSampler, SamplerSpec, parse_sampler
+from samplers.config.registry import settings_of
+from samplers.engine.engine import Engine, Request
+from samplers.engine.runner import Engines
+from samplers.sampler import Result, broken
+from samplers.text.prompts import bucket_length, check_lengths, given_canvas, led_prompt, pad_prompts
 from train.data import ExampleLike, Setup, Source, size
 from train.data.files import jsonl
 from train.data.shards import ABOUT_FILE, shards
-from train.folder import replace_file
+from train.run_dir import replace_file
+from train.trajectory import trajectory_of
 
 _BATCH = "prompts (--batch-size)"
 

@@ -3,8 +3,8 @@
 The search looks at problems of the validation split, the same for all, by successive halving: rounds on more and more
 problems, each of which drops what is surely below the floor, and of the rest all but the best few by fronts of accuracy
 and cost (Schmucker et al., arXiv 2106.12639). Then problems of the test split, which took no part in that, prove the
-floor: candidates are ordered from the safest to the fastest, and each is tested at full confidence (`evals.paired`) as
-long as all before it have passed. Such a fixed sequence announces a candidate that breaks the promise no more often
+floor: candidates are ordered from the safest to the fastest, and each is tested at full confidence
+(`evals.paired_test`) as long as all before it have passed. Such a fixed sequence announces a candidate that breaks the promise no more often
 than a single test would, however many are tried (Maurer et al. 1995; Angelopoulos et al., arXiv 2110.01052), because
 the first of those that break it would have to pass. Order and bets come from the validation problems alone.
 
@@ -27,18 +27,18 @@ from typing import Any, Literal
 
 from dllm_jax import Model
 from dllm_jax.errors import DllmError
-from dllm_jax.quantized import told_dtype
+from dllm_jax.params.quantized import told_dtype
 from evals import files, flags, plots
-from evals.area import front
+from evals.aup import front
 from evals.held_out import Record, draw_different, hashes_of
 from evals.models import Models
-from evals.paired import Pairs, at_least, at_most, best_bet, log_wealth, needed
+from evals.paired_test import Pairs, at_least, at_most, best_bet, log_wealth, needed
 from evals.runner import check_count, prepare, run, surroundings
 from evals.sampler import SamplerSpec, all_samplers, parse_sampler, parse_samplers, read_grid
 from evals.tasks import Example, Task, make_task
-from samplers.outputs import Output
-from samplers.running import Engines
-from samplers.slots import numbers_of, program_of
+from samplers.cli.outputs import Output
+from samplers.engine.program import numbers_of, program_of
+from samplers.engine.runner import Engines
 
 GRID = Path(__file__).parent / "grids" / "tune.toml"
 FEWEST = 8  # samplers that go on after a round, if there are as many

@@ -9,20 +9,20 @@ from dllm_jax.errors import DllmError
 from evals.runner import draw, prepare
 from evals.sampler import parse_sampler
 from evals.tasks import make_task
-from samplers.running import Engines
+from samplers.engine.runner import Engines
 from train.config import WatchPart
-from train.report import Look
+from train.logs import Look
 
 _SHOWN = 4  # answers that are told
 
 
 class Accuracy:
-    """A `train.watch.Scorer`: the share of the same problems that is answered right."""
+    """A `train.evaluation.Scorer`: the share of the same problems that is answered right."""
 
     def __init__(
         self, model: Model, part: WatchPart, sampler: str, options: Mapping[str, Any], together: int, seed: int
     ) -> None:
-        """As `train.watch.Scorer` says.
+        """As `train.evaluation.Scorer` says.
 
         Raises:
             DllmError: as `evals.runner.run`.

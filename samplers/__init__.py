@@ -5,12 +5,6 @@ result = sample_jit(sampler, model.denoiser, prompt)            # or `sample` in
 """
 
 import dllm_jax  # noqa: F401 - before what takes seconds: from here on Ctrl-C ends a command
-from samplers.answers import Generation
-from samplers.apd import APD, LeftRight
-from samplers.apd_loop import DraftResult, LeftToRight
-from samplers.apd_verifier import Verifier, verifier_for
-from samplers.block import BlockSampler, BlockState
-from samplers.build import SamplerSpec, make_sampler, parse_sampler, parse_samplers
 from samplers.caches import (
     CACHES,
     CachePolicy,
@@ -22,18 +16,21 @@ from samplers.caches import (
     VicinityCache,
 )
 from samplers.canvas import Canvas
-from samplers.engine import Result, Sampler, sample, sample_jit, stream
-from samplers.exported import export
+from samplers.config.factory import SamplerSpec, make_sampler, parse_sampler, parse_samplers
+from samplers.config.presets import PRESETS
+from samplers.config.registry import LOOPS
+from samplers.engine.engine import Engine, Request, Update
+from samplers.export import export
 from samplers.generate import generate
+from samplers.generation import Generation
 from samplers.infill import Infilling, infill
-from samplers.noise import KeyNoise, Noise
-from samplers.pipeline import PipelineSampler, PipelineState
-from samplers.predictions import Predictions, Sampling
-from samplers.presets import PRESETS
-from samplers.recording import record
-from samplers.registry import LOOPS
-from samplers.renoise import Renoise, RenoiseState
-from samplers.requests import Engine, Request, Update
+from samplers.likelihood.scoring import Score, score, score_each
+from samplers.loops.apd import APD, LeftRight
+from samplers.loops.block import BlockSampler, BlockState
+from samplers.loops.d2f import PipelineSampler, PipelineState
+from samplers.loops.left_to_right import DraftResult, LeftToRight
+from samplers.loops.renoise import Renoise, RenoiseState
+from samplers.loops.verifier import Verifier, verifier_for
 from samplers.rules import (
     EB,
     NI,
@@ -51,10 +48,13 @@ from samplers.rules import (
     Threshold,
     TopK,
 )
-from samplers.scoring import Score, score, score_each
-from samplers.smoothing import Smoothing
+from samplers.sampler import Result, Sampler, sample, sample_jit, stream
 from samplers.stopping import Stop, stop_on
-from samplers.text import TextStream, text_of
+from samplers.text.decode import TextStream, text_of
+from samplers.tokens.noise import KeyNoise, Noise
+from samplers.tokens.predictions import Predictions, Sampling
+from samplers.tokens.smoothing import Smoothing
+from samplers.trace import record
 from samplers.viewer import View, compare, show
 
 __all__ = [

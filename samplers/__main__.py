@@ -34,32 +34,32 @@ from rich.console import Console
 
 import dllm_jax
 from dllm_jax import DllmError, Model
-from dllm_jax.loading import outline, planned_or_published
-from dllm_jax.quantized import told_dtype
-from dllm_jax.tools import docs, spec
-from dllm_jax.tools.command import Parser, run_printing
-from samplers.answers import Generation
-from samplers.build import CanvasSampler, defaults_of, typed, with_verifier
+from dllm_jax.checkpoints.loading import outline, planned_or_published
+from dllm_jax.cli import docs, spec
+from dllm_jax.cli.command import Parser, run_printing
+from dllm_jax.params.quantized import told_dtype
 from samplers.caches import CACHES
 from samplers.checks import check_number, check_whole
-from samplers.costs import costs_of
-from samplers.explain import Setting, explained, explained_as_json, print_explained
-from samplers.files import SLOTS, Loading, answer_file, check_flags
-from samplers.flags import add_model, add_sampler, default_of, flag_of, own_parts, said_by, written_fields
+from samplers.cli.batch_files import SLOTS, Loading, answer_file, check_flags
+from samplers.cli.flags import add_model, add_sampler, default_of, flag_of, own_parts, said_by, written_fields
+from samplers.cli.lines import prompts_of
+from samplers.cli.outputs import Share, joined
+from samplers.cli.report import Tally, answer_told, print_statistics, print_text, run_told, settings_told, speed_told
+from samplers.config.costs import costs_of
+from samplers.config.explain import Setting, explained, explained_as_json, print_explained
+from samplers.config.factory import CanvasSampler, defaults_of, typed, with_verifier
+from samplers.config.presets import PRESETS
+from samplers.config.registry import LOOPS, kind_of
+from samplers.engine.engine import Request, requests_of
+from samplers.engine.runner import run_all
 from samplers.generate import prepare
+from samplers.generation import Generation
 from samplers.infill import filled, prepare_infill, requests_for
-from samplers.lines import prompts_of
-from samplers.live import Watched, watch
-from samplers.outputs import Share, joined
-from samplers.presets import PRESETS
-from samplers.prompts import bucket_length
-from samplers.recording import compile_steps, record_all
-from samplers.registry import LOOPS, kind_of
-from samplers.requests import Request, requests_of
 from samplers.rules import RULES
-from samplers.running import run_all
-from samplers.smoothing import Smoothing
-from samplers.telling import Tally, answer_told, print_statistics, print_text, run_told, settings_told, speed_told
+from samplers.text.prompts import bucket_length
+from samplers.tokens.smoothing import Smoothing
+from samplers.trace import compile_steps, record_all
+from samplers.viewer.terminal import Watched, watch
 from samplers.viewer.view import check_path, view_of
 
 
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _serve(said: Sequence[str]) -> int:
     """`python -m samplers serve`, which brings what this command does without."""
-    from samplers.serving.command import run
+    from samplers.serving.cli import run
 
     return run_printing(lambda: run(said), "use fewer --slots, or a smaller --gen-length or --prompt-length")
 

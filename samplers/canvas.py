@@ -8,15 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dllm_jax.denoiser import DenoiserLike
 from dllm_jax.errors import DllmError
-from dllm_jax.kv_cache import slice_rows, write_rows
+from dllm_jax.models.denoiser import DenoiserLike
+from dllm_jax.models.kv_cache import slice_rows, write_rows
 from dllm_jax.pytree import pytree
 from samplers import stopping
-from samplers.engine import Result
 from samplers.inputs import check_given, check_lengths
-from samplers.noise import Noise, source_of
+from samplers.sampler import Result
 from samplers.stopping import Stop, StopState
+from samplers.tokens.noise import Noise, source_of
 
 
 @pytree()

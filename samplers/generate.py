@@ -8,14 +8,14 @@ import jax
 import numpy as np
 
 from dllm_jax import DllmError, Model
-from samplers.answers import Generation
-from samplers.build import CanvasSampler, sampler_of
 from samplers.checks import check_length, check_whole
-from samplers.noise import row_keys
-from samplers.prompts import Prompt, check_lengths, encode_prompt
-from samplers.requests import requests_of
+from samplers.config.factory import CanvasSampler, sampler_of
+from samplers.engine.engine import requests_of
+from samplers.engine.runner import run_all
+from samplers.generation import Generation
 from samplers.rules import Rule
-from samplers.running import run_all
+from samplers.text.prompts import Prompt, check_lengths, encode_prompt
+from samplers.tokens.noise import row_keys
 
 
 @overload

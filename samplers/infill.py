@@ -24,17 +24,17 @@ import jax
 import numpy as np
 
 from dllm_jax import DllmError, Model
-from dllm_jax.tokenizer import encode_text, special_tokens
-from samplers.answers import Generation, answer, told_logprobs
-from samplers.apd_loop import LeftToRight
-from samplers.build import CanvasSampler, ends_called, make_sampler, settings_for
+from dllm_jax.text.tokenizer import encode_text, special_tokens
 from samplers.checks import check_length, check_whole
-from samplers.noise import row_keys
-from samplers.prompts import Prompt, bucket_length, check_width, encode_prompt, given_canvas
-from samplers.requests import Request, requests_of
+from samplers.config.factory import CanvasSampler, ends_called, make_sampler, settings_for
+from samplers.engine.engine import Request, requests_of
+from samplers.engine.runner import run_all
+from samplers.generation import Generation, answer, told_logprobs
+from samplers.loops.left_to_right import LeftToRight
 from samplers.rules import Rule
-from samplers.running import run_all
-from samplers.text import text_of
+from samplers.text.decode import text_of
+from samplers.text.prompts import Prompt, bucket_length, check_width, encode_prompt, given_canvas
+from samplers.tokens.noise import row_keys
 
 _GAP = re.compile(r"(\\*)<gap(?:[:=\s]([^<>]*))?>")
 _DECIDED = ("gen_length", "stop", "ignore_eos", "fill_after_eos")

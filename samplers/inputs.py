@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from dllm_jax import Model
-from dllm_jax.denoiser import DenoiserLike
+from dllm_jax.cli import spec
 from dllm_jax.errors import DllmError
-from dllm_jax.tools import spec
-from samplers.noise import check_key
+from dllm_jax.models.denoiser import DenoiserLike
+from samplers.tokens.noise import check_key
 
 
 def checked_call(

@@ -11,18 +11,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dllm_jax.denoiser import DenoiserLike
+from dllm_jax.models.denoiser import DenoiserLike
 from dllm_jax.pytree import pytree
-from samplers import apd, rules
-from samplers.apd_loop import Draft
-from samplers.block import BlockSampler, BlockState
+from samplers import rules
 from samplers.caches import DualCache, Outcome, PrefixCache, Request, VicinityCache
 from samplers.caches.base import BlockCache, BlockCacheState
 from samplers.canvas import Canvas
 from samplers.checks import check_whole
-from samplers.noise import Purpose
-from samplers.predictions import Predictions, ScoreFrom, column
+from samplers.loops import apd
+from samplers.loops.block import BlockSampler, BlockState
+from samplers.loops.left_to_right import Draft
 from samplers.rules.base import BlockView, Rule, rank
+from samplers.tokens.noise import Purpose
+from samplers.tokens.predictions import Predictions, ScoreFrom, column
 
 # Rules ---------------------------------------------------------------------------------------------------------------
 

@@ -17,20 +17,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from dllm_jax.config import ModelConfig, published
-from dllm_jax.denoiser import Denoiser, DenoiserLike
 from dllm_jax.errors import DllmError
-from dllm_jax.params import init_params
+from dllm_jax.models.denoiser import Denoiser, DenoiserLike
+from dllm_jax.params.specs import init_params
 from dllm_jax.pytree import pytree
 from dllm_jax.testing import require
-from samplers.block import BlockSampler, BlockState
 from samplers.caches import CACHES, CachePolicy, NoCache, Outcome, Request, SubBlockCache
 from samplers.caches.base import full_forward
-from samplers.engine import Result, sample_jit, stream
-from samplers.noise import row_keys
+from samplers.engine.program import number_dtypes_of, numbers_of, with_numbers
+from samplers.loops.block import BlockSampler, BlockState
 from samplers.rules import Edit, Threshold
 from samplers.rules.base import Rule
-from samplers.slots import number_dtypes_of, numbers_of, with_numbers
-from samplers.smoothing import Smoothing
+from samplers.sampler import Result, sample_jit, stream
+from samplers.tokens.noise import row_keys
+from samplers.tokens.smoothing import Smoothing
 
 TINY = published("llada-8b-base").replace(
     vocab_size=24,

@@ -7,7 +7,7 @@ import numpy as np
 from golden_base import Assets, Case, check
 
 from samplers import APD, LeftRight, Sampling, Verifier, official, sample_jit, stop_on
-from samplers.prompts import bucket_length, pad_prompts
+from samplers.text.prompts import bucket_length, pad_prompts
 
 GEN, WINDOW, PROMPT = 64, 32, 128
 

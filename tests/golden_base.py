@@ -12,11 +12,11 @@ import numpy as np
 
 import convert
 import dllm_jax
-from dllm_jax.denoiser import Span
+from dllm_jax.models.denoiser import Span
 from samplers import BlockSampler, Result, sample_jit
-from samplers.noise import Noise
-from samplers.prompts import bucket_length, pad_prompts
-from samplers.trajectory import steps_of
+from samplers.text.prompts import bucket_length, pad_prompts
+from samplers.tokens.noise import Noise
+from train.trajectory import steps_of
 
 Case = dict[str, Any]
 

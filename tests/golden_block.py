@@ -12,12 +12,12 @@ from safetensors import safe_open
 
 import convert
 from dllm_jax.config import Experts
-from dllm_jax.denoiser import Denoiser, Span
-from dllm_jax.transformer import MoE
+from dllm_jax.models.denoiser import Denoiser, Span
+from dllm_jax.models.transformer import MoE
 from samplers import BlockSampler, Rule, Threshold, official, stop_on, stream
 from samplers.caches import ExactCache, SubBlockCache
-from samplers.prompts import bucket_length, pad_prompts
 from samplers.rules import Dynamic, Edit, FastDllmV2
+from samplers.text.prompts import bucket_length, pad_prompts
 
 PROMPT_ROOM = 64
 

@@ -13,9 +13,9 @@ from golden_base import Assets, Case, assert_row
 import convert
 import dllm_jax
 from convert.adapters import read_adapters
-from dllm_jax.denoiser import block_causal
+from dllm_jax.models.denoiser import block_causal
 from samplers import PipelineSampler, stream
-from samplers.prompts import bucket_length, pad_prompts
+from samplers.text.prompts import bucket_length, pad_prompts
 from train.config import LoraPart
 from train.lora import beside
 from train.losses import Batch

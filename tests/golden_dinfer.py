@@ -9,7 +9,7 @@ import numpy as np
 from golden_base import Assets, Case, cases_of, full_forward
 
 from dllm_jax import Denoiser
-from dllm_jax.denoiser import Span
+from dllm_jax.models.denoiser import Span
 from samplers import (
     BlockSampler,
     Credit,
@@ -23,10 +23,10 @@ from samplers import (
     sample_jit,
     stop_on,
 )
-from samplers.predictions import given, predict
-from samplers.prompts import bucket_length, pad_prompts
 from samplers.rules.base import BlockView
-from samplers.trajectory import steps_of
+from samplers.text.prompts import bucket_length, pad_prompts
+from samplers.tokens.predictions import given, predict
+from train.trajectory import steps_of
 
 
 def cases(content: dict) -> list[Case]:

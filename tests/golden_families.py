@@ -16,9 +16,9 @@ from safetensors import safe_open
 
 import convert
 import dllm_jax
-from dllm_jax.denoiser import Span
-from dllm_jax.layers import rope_angles
-from dllm_jax.transformer import bind
+from dllm_jax.models.denoiser import Span
+from dllm_jax.models.layers import rope_angles
+from dllm_jax.models.transformer import bind
 from samplers import (
     CACHES,
     EB,
@@ -31,9 +31,9 @@ from samplers import (
     sample_jit,
     stop_on,
 )
-from samplers.likelihood import is_greedy, mask_counts, masked_loss
-from samplers.prompts import bucket_length, pad_prompts
-from samplers.trajectory import first_match, forwards_until
+from samplers.likelihood.estimators import is_greedy, mask_counts, masked_loss
+from samplers.text.prompts import bucket_length, pad_prompts
+from train.trajectory import first_match, forwards_until
 
 _loss = jax.jit(masked_loss)
 _is_greedy = jax.jit(is_greedy)

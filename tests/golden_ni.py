@@ -9,12 +9,12 @@ from golden_base import Assets, Case, check, generate, lengths_of
 
 from convert.indicator import convert_indicator
 from dllm_jax import Denoiser
+from dllm_jax.indicator import Indicator, load_indicator
 from samplers import NI, BlockSampler, Threshold, official
-from samplers.indicator import Indicator, load_indicator
-from samplers.predictions import Sampling, given, predict
-from samplers.prompts import bucket_length, pad_prompts
 from samplers.rules.ni import features_of
-from samplers.trajectory import best_tokens, mergeable, merged, rolled_back, trajectory_of
+from samplers.text.prompts import bucket_length, pad_prompts
+from samplers.tokens.predictions import Sampling, given, predict
+from train.trajectory import best_tokens, mergeable, merged, rolled_back, trajectory_of
 
 _forward = jax.jit(lambda indicator, *features: (indicator.logits(*features), indicator.scores(*features)))
 _merged = jax.jit(merged)

@@ -27,10 +27,10 @@ from conftest import ROOT
 import dllm_jax
 from convert import embedded
 from convert.hub_config import copied_files
-from dllm_jax import checkpoint
+from dllm_jax.checkpoints import checkpoint
+from dllm_jax.cli.commands import COMMANDS
 from dllm_jax.errors import DllmError
-from dllm_jax.params import init_params
-from dllm_jax.tools.commands import COMMANDS
+from dllm_jax.params.specs import init_params
 
 PACKAGES = ("benchmarks", "convert", "dllm_jax", "evals", "samplers", "train")
 DATA = {"json", "jinja", "text", "toml", "yaml"}
@@ -122,7 +122,7 @@ def run_page(page, folder):
 
 def _run_sh(block):
     text = re.sub(r"(?<![\w/.-])python (?=-|\w+\.py)", f"{sys.executable} ", block.text)
-    text = re.sub(r"^dllm ", f"{sys.executable} -m dllm_jax.tools.dllm ", text, flags=re.MULTILINE)
+    text = re.sub(r"^dllm ", f"{sys.executable} -m dllm_jax.cli.dllm ", text, flags=re.MULTILINE)
     done = subprocess.run(["bash", "-ec", text], capture_output=True, text=True)
     assert done.returncode == 0, f"{block.where}: {done.stderr[-2000:]}"
     return done.stdout

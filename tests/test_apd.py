@@ -18,7 +18,7 @@ import dllm_jax
 import evals
 from dllm_jax import Denoiser, DllmError, make_mesh
 from dllm_jax.config import published
-from dllm_jax.kv_cache import slice_rows
+from dllm_jax.models.kv_cache import slice_rows
 from dllm_jax.pytree import pytree
 from evals.sampler import parse_samplers
 from evals.tasks import make_task
@@ -36,8 +36,8 @@ from samplers import (
     verifier_for,
 )
 from samplers.generate import generate
-from samplers.noise import Purpose, gumbel
-from samplers.prompts import pad_prompts
+from samplers.text.prompts import pad_prompts
+from samplers.tokens.noise import Purpose, gumbel
 
 V, EOS, MASK, GEN = 14, 12, 13, 16
 SMALL = {

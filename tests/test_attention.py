@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from dllm_jax import attention as module
-from dllm_jax.attention import attention, attention_in_blocks, blocks_fused, blocks_in_parts, in_parts
-from dllm_jax.fused_attention import filled, fits, fused
-from dllm_jax.kv_cache import LayerKV
-from dllm_jax.own_kernels import lie_on_one_device, one_device, use_kernels
-from dllm_jax.sharding import Layout, make_mesh
+from dllm_jax.kernels import attention as module
+from dllm_jax.kernels.attention import attention, attention_in_blocks, blocks_fused, blocks_in_parts, in_parts
+from dllm_jax.kernels.dispatch import lie_on_one_device, one_device, use_kernels
+from dllm_jax.kernels.pallas_attention import filled, fits, fused
+from dllm_jax.models.kv_cache import LayerKV
+from dllm_jax.parallel.sharding import Layout, make_mesh
 
 B, N, K, H, S = 2, 4, 2, 8, 23
 

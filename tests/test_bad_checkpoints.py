@@ -19,7 +19,7 @@ import pytest
 import convert
 from convert.__main__ import main
 from convert.safetensors_reader import DTYPES, read_header
-from dllm_jax import checkpoint
+from dllm_jax.checkpoints import checkpoint
 from dllm_jax.errors import DllmError
 
 Q_PROJ = "model.transformer.blocks.1.q_proj.weight"

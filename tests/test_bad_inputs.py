@@ -36,7 +36,7 @@ from samplers import (
     stream,
 )
 from samplers import __main__ as cli
-from samplers.live import watch
+from samplers.viewer.terminal import watch
 
 NAN = float("nan")
 PROMPT = jnp.array([[81, 58, 32]], jnp.int32)

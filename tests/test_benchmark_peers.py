@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from benchmarks import peer_worker, peers
-from dllm_jax import DllmError, checkpoint
+from dllm_jax import DllmError
+from dllm_jax.checkpoints import checkpoint
 
 WORKER = peers.Worker
 PRETEND = """

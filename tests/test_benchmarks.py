@@ -14,8 +14,8 @@ import pytest
 import dllm_jax
 from benchmarks import attention, compare, d2f, indicator, on_gpu, roofline
 from benchmarks import sample as bench
-from dllm_jax.denoiser import Span
-from dllm_jax.kv_cache import slice_rows, write_rows
+from dllm_jax.models.denoiser import Span
+from dllm_jax.models.kv_cache import slice_rows, write_rows
 
 ROOT = Path(__file__).parents[1]
 CONFIG = dllm_jax.published("llada-8b-instruct").replace(

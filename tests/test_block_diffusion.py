@@ -15,8 +15,10 @@ from conftest import GOLDENS
 import convert
 import dllm_jax
 from convert.__main__ import main as convert_main
-from dllm_jax import DllmError, checkpoint, random_model
+from dllm_jax import DllmError, random_model
+from dllm_jax.checkpoints import checkpoint
 from dllm_jax.config import Experts, ModelConfig
+from dllm_jax.indicator import IndicatorConfig, init_indicator
 from samplers import (
     EB,
     NI,
@@ -31,11 +33,10 @@ from samplers import (
     stop_on,
 )
 from samplers.caches import ExactCache, SubBlockCache
-from samplers.indicator import IndicatorConfig, init_indicator
-from samplers.noise import row_keys
-from samplers.prompts import pad_prompts
-from samplers.requests import Engine, Request
+from samplers.engine.engine import Engine, Request
 from samplers.rules import Dynamic, Edit, FastDllmV2
+from samplers.text.prompts import pad_prompts
+from samplers.tokens.noise import row_keys
 
 SHAPE = {"gen_length": 40, "block_length": 8, "align_blocks": True}
 PROMPTS = [list(b"Q: Sam has 21 pens."), list(b"Sam"), list(b"Max buys 3 apples, Eve 12. How many?"), list(b"12345678")]
@@ -204,7 +205,7 @@ SMALL = ModelConfig(
 
 def test_routers_stay_float32(tmp_path) -> None:
     """In a bfloat16 model, in its checkpoint, and in the hub's format and back."""
-    from dllm_jax import checkpoint
+    from dllm_jax.checkpoints import checkpoint
 
     model = random_model(SMALL)
     kinds = {name: str(x.dtype) for name, x in model.params.items()}

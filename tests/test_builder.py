@@ -16,8 +16,9 @@ from test_renoise import CONFIG as CANVAS
 import convert
 import dllm_jax
 from convert import embedded
-from dllm_jax import DllmError, checkpoint
-from dllm_jax.tools import command, spec
+from dllm_jax import DllmError
+from dllm_jax.checkpoints import checkpoint
+from dllm_jax.cli import command, spec
 from samplers import (
     APD,
     CACHES,
@@ -40,8 +41,8 @@ from samplers import (
     parse_samplers,
 )
 from samplers import __main__ as cli
-from samplers.build import defaults_of
-from samplers.registry import PLAIN, USUAL, Settings, fields_of, kind_of, kinds_of, options_of, settle, title
+from samplers.config.factory import defaults_of
+from samplers.config.registry import PLAIN, USUAL, Settings, fields_of, kind_of, kinds_of, options_of, settle, title
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("dllm_jax", "convert", "samplers", "train", "evals", "benchmarks")

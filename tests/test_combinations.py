@@ -38,10 +38,10 @@ from samplers import (
     stop_on,
 )
 from samplers.caches import CACHES as POLICIES
-from samplers.predictions import Predictions
-from samplers.prompts import pad_prompts
 from samplers.rules import RULES as KNOWN
 from samplers.rules.base import BlockView
+from samplers.text.prompts import pad_prompts
+from samplers.tokens.predictions import Predictions
 
 CELLS: dict[str, Rule] = {
     **{name: RULES[name] for name in ("llada", "dream", "topk", "factor", "eb")},

@@ -27,11 +27,11 @@ from convert.__main__ import main
 from convert.adapters import KERNEL, A, Adapters, B, read_adapters, save_adapters
 from convert.families import FAMILIES
 from convert.hub_config import HubConfig
-from dllm_jax import checkpoint
+from dllm_jax.checkpoints import checkpoint
 from dllm_jax.config import PUBLISHED, ModelConfig
-from dllm_jax.denoiser import Denoiser
 from dllm_jax.errors import DllmError
-from dllm_jax.params import abstract_params, init_params
+from dllm_jax.models.denoiser import Denoiser
+from dllm_jax.params.specs import abstract_params, init_params
 
 TINY = ("llada", "dream", "qwen2")  # LLaDA-MoE has its own tests in test_moe.py
 ROOT = Path(__file__).parents[1]
@@ -611,7 +611,7 @@ def test_published_models_are_there_by_name(tmp_path, monkeypatch, capsys):
         convert.published.load("llada")
     convert.convert("llada", source_of("llada"), tmp_path / "dream-7b-base", dtype="bfloat16")
     assert convert.published.load("dream-7b-base").params["embed.embedding"].dtype == "bfloat16"
-    monkeypatch.setattr(dllm_jax.loading, "before_ampere", lambda: True)
+    monkeypatch.setattr(dllm_jax.checkpoints.loading, "before_ampere", lambda: True)
     loaded = dllm_jax.load("dream-7b-base")
     assert loaded.denoiser.dtype == "float16" == loaded.params["embed.embedding"].dtype
     assert convert.published.load("dream-7b-base").params["embed.embedding"].dtype == "float16"

@@ -7,7 +7,7 @@ import pytest
 import evals
 from dllm_jax import DllmError
 from evals import __main__ as cli
-from evals.counting import COUNTS, Answered, before_stop, count, cut
+from evals.token_counts import COUNTS, Answered, before_stop, count, cut
 
 EOS, EOT = 0, 1
 # Prompt of three tokens, one of them an end token; eight positions, of which the first four are the answer, then the

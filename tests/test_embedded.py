@@ -13,9 +13,9 @@ import evals
 from convert import embedded
 from convert.__main__ import main as convert_main
 from dllm_jax import DllmError
-from dllm_jax.checkpoint import EMBEDDED, find
+from dllm_jax.checkpoints.checkpoint import EMBEDDED, find
 from evals.__main__ import main as evals_main
-from samplers.prompts import encode_prompt
+from samplers.text.prompts import encode_prompt
 from train.objectives import read_config
 
 EXPECTED = {"word-problems": "word-problems", "long-problems": "word-problems", "sudoku": "sudoku", "maze": "maze"}

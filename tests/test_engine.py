@@ -11,8 +11,8 @@ from conftest import assert_equal
 import dllm_jax
 import samplers
 from dllm_jax import FunctionDenoiser, Model, make_mesh
+from dllm_jax.models.transformer import param_specs
 from dllm_jax.pytree import pytree
-from dllm_jax.transformer import param_specs
 from samplers import (
     EB,
     BlockSampler,
@@ -35,7 +35,7 @@ from samplers import (
     stop_on,
     stream,
 )
-from samplers.prompts import pad_prompts
+from samplers.text.prompts import pad_prompts
 
 QUESTIONS = [
     "Q: Tom has 12 books. Tom buys 23.\nA: ",

@@ -10,11 +10,11 @@ import pytest
 from test_evals_tasks import config_for
 
 from dllm_jax import random_model
+from dllm_jax.indicator import load_indicator
 from evals import __main__ as cli
 from evals import figures, plots, stderr, sweeps
 from evals.runner import Report
 from evals.tasks import make_task
-from samplers.indicator import load_indicator
 
 WORDS = make_task("word-problems:difficulty=easy")
 CAUSAL = {"family": "qwen2", "attention": "causal", "shift": True}
@@ -122,7 +122,7 @@ def test_d2f_sets_the_student_beside_its_teacher_and_an_autoregressive_model(fig
 
 def test_ni_averages_over_indicators_and_compares_at_equal_accuracy(figure, monkeypatch, ni_indicator):
     loaded = load_indicator(ni_indicator)
-    monkeypatch.setattr("samplers.build.load_indicator", lambda path: loaded)
+    monkeypatch.setattr("samplers.config.factory.load_indicator", lambda path: loaded)
     status, out, err, results = figure("ni", "--indicator", "a", "--indicator", "bcd")
     assert status == 0 and "18 points, 6 programs" in out
     first, second, third = results["notes"]

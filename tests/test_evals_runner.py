@@ -14,16 +14,17 @@ import pytest
 from test_evals_tasks import config_for
 
 import evals
-from dllm_jax import Denoiser, DllmError, checkpoint, random_model
+from dllm_jax import Denoiser, DllmError, random_model
+from dllm_jax.checkpoints import checkpoint
+from dllm_jax.models.transformer import tile_of
 from dllm_jax.pytree import pytree
-from dllm_jax.transformer import tile_of
 from evals import __main__ as cli
-from evals import area, figures, files, plots
+from evals import aup, figures, files, plots
 from evals.models import Models
 from evals.runner import prepare
 from evals.sampler import all_samplers, parse_sampler, parse_samplers, read_grid
 from evals.tasks import make_task
-from samplers.presets import PRESETS
+from samplers.config.presets import PRESETS
 
 SUDOKU = "sudoku:box_rows=2,box_columns=2"
 N = 10
@@ -436,7 +437,7 @@ def test_impossible_curves_are_refused(points):
 
 
 def test_the_front_holds_what_nothing_beats():
-    assert area.front([3, 1, 2, 2, 4], [90, 50, 60, 70, 90]) == [1, 3, 0]
+    assert aup.front([3, 1, 2, 2, 4], [90, 50, 60, 70, 90]) == [1, 3, 0]
 
 
 # Files

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dllm_jax import DllmError, ModelConfig
-from dllm_jax.tokenizer import encode_text, load_tokenizer, token_bytes
+from dllm_jax.text.tokenizer import encode_text, load_tokenizer, token_bytes
 from evals.tasks import SPLITS, TASKS, DrawnTask, make_task, split_of
 from evals.tasks.base import Draws
 from evals.tasks.maze import FIRST_CELL, _canonical

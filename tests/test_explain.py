@@ -9,19 +9,19 @@ import pytest
 
 import dllm_jax
 from dllm_jax import FunctionDenoiser
-from dllm_jax.kv_cache import LayerKV
-from dllm_jax.loading import planned
-from dllm_jax.quantized import num_bytes
-from dllm_jax.tools import docs
-from dllm_jax.transformer import num_params
+from dllm_jax.checkpoints.loading import planned
+from dllm_jax.cli import docs
+from dllm_jax.models.kv_cache import LayerKV
+from dllm_jax.models.transformer import num_params
+from dllm_jax.params.quantized import num_bytes
 from samplers import CACHES, RULES, BlockSampler, Smoothing, make_sampler, rules, sample, sample_jit
 from samplers import __main__ as cli
-from samplers.build import WHY_IN_BLOCKS, in_blocks, typed
-from samplers.costs import costs_of
-from samplers.explain import explained, sized
-from samplers.predictions import Sampling
-from samplers.presets import PRESETS, published_in
-from samplers.registry import LOOPS, USUAL, WHY_OTHERS, WHY_USUAL, fields_of
+from samplers.config.costs import costs_of
+from samplers.config.explain import explained, sized
+from samplers.config.factory import WHY_IN_BLOCKS, in_blocks, typed
+from samplers.config.presets import PRESETS, published_in
+from samplers.config.registry import LOOPS, USUAL, WHY_OTHERS, WHY_USUAL, fields_of
+from samplers.tokens.predictions import Sampling
 
 KINDS = {**RULES, **CACHES, **LOOPS, "sampler": BlockSampler, "draws": Sampling, "smoothing": Smoothing}
 REQUIRED = [("ni", "indicator"), ("apd", "verifier"), ("sampler", "rule"), ("sampler", "gen_length")]
@@ -32,7 +32,7 @@ PROMPT = "Q: Tom has 12 books. Tom buys 23.\nA: "
 def explain(capsys, monkeypatch, llada_tiny):
     """Explains a run of the tiny LLaDA, of which no parameter may be read: (status, standard output and error)."""
     monkeypatch.setattr(dllm_jax, "load", pytest.fail)
-    monkeypatch.setattr(dllm_jax.checkpoint, "load_params", pytest.fail)
+    monkeypatch.setattr(dllm_jax.checkpoints.checkpoint, "load_params", pytest.fail)
 
     def call(*arguments):
         status = cli.main(["--explain", *arguments, "--model", str(llada_tiny.folder)])
@@ -206,10 +206,10 @@ def test_as_json(explain):
 
 
 def test_what_does_not_fit_is_said(explain, monkeypatch):
-    monkeypatch.setattr("samplers.explain.device_memory", lambda: 2**20)
+    monkeypatch.setattr("samplers.config.explain.device_memory", lambda: 2**20)
     status, out, _ = explain(PROMPT, "--gen-length", "32")
     assert status == 0 and "of 1.0 MiB (cpu): does not fit; use --quantize" in " ".join(out.split())
-    monkeypatch.setattr("samplers.explain.device_memory", lambda: None)
+    monkeypatch.setattr("samplers.config.explain.device_memory", lambda: None)
     assert "how much memory cpu has is not known" in " ".join(explain(PROMPT, "--gen-length", "32")[1].split())
 
 
@@ -232,7 +232,7 @@ def test_infilling_and_files_are_explained_too(explain, tmp_path):
 
 def test_a_published_model_needs_no_checkpoint(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("DLLM_JAX_HOME", str(tmp_path))
-    monkeypatch.setattr("samplers.explain.device_memory", lambda: 10 * 2**30)
+    monkeypatch.setattr("samplers.config.explain.device_memory", lambda: 10 * 2**30)
     line = ["--explain", "--model", "llada-8b-instruct", "--preset", "fast-dllm", "--json"]
     weights = []
     for more in ([], ["--quantize", "int8"], ["Why is the sky blue?", "--chat"]):

@@ -14,8 +14,8 @@ import dllm_jax
 from dllm_jax import DllmError
 from samplers import export, generate, make_sampler
 from samplers.generate import prepare
-from samplers.prompts import pad_prompts
 from samplers.testing import TINY
+from samplers.text.prompts import pad_prompts
 
 PROMPTS = [[5, 9, 30, 22, 41], [7, 8]]
 
@@ -50,7 +50,7 @@ def test_it_runs_where_the_library_is_not(llada_tiny, tmp_path, quantize) -> Non
     folder = llada_tiny.folder
     if quantize is not None:
         model = dllm_jax.load(folder, quantize=quantize)
-        dllm_jax.checkpoint.save(tmp_path / "small", model.config, model.params.items())
+        dllm_jax.checkpoints.checkpoint.save(tmp_path / "small", model.config, model.params.items())
         folder = tmp_path / "small"
     model = dllm_jax.load(folder)
     options = {"gen_length": 16, "block_length": 8, "cache": "dual", "temperature": 0.7}

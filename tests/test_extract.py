@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evals.programs import (
+from evals.sandbox import (
     before_fence,
     begin_done,
     boxed,

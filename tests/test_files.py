@@ -19,15 +19,15 @@ import pytest
 
 import samplers
 from dllm_jax import DllmError
-from dllm_jax.tools import bars
+from dllm_jax.cli import progress_bars
 from samplers import __main__ as cli
-from samplers import lines as lines_module
-from samplers import outputs
-from samplers.build import settings_for
-from samplers.lines import WRITTEN, LineFile, Room
-from samplers.outputs import Output, Share, check_parts, merge, part_of
-from samplers.registry import options_of
-from samplers.telling import answer_told, speed_told
+from samplers.cli import lines as lines_module
+from samplers.cli import outputs
+from samplers.cli.lines import WRITTEN, LineFile, Room
+from samplers.cli.outputs import Output, Share, check_parts, merge, part_of
+from samplers.cli.report import answer_told, speed_told
+from samplers.config.factory import settings_for
+from samplers.config.registry import options_of
 
 SHAPE = {"gen_length": 16, "block_length": 8}
 FLAGS = ("--gen-length", "16", "--block-length", "8", "--batch-size", "3")
@@ -198,7 +198,7 @@ def test_an_interrupt_says_what_is_there(run, tmp_path, monkeypatch):
 
 
 def test_where_nobody_watches_a_word_is_said_now_and_then(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(bars, "SELDOM", 0.0)
+    monkeypatch.setattr(progress_bars, "SELDOM", 0.0)
     path, out = write(tmp_path / "in.jsonl", *({"prompt": prompt} for prompt in PROMPTS[:3])), tmp_path / "out.jsonl"
     status, _, err = run("--prompts", path, "--out", out)
     assert status == 0 and "3/3 [" in err and "tokens/s" in err
@@ -249,7 +249,7 @@ def test_another_file_is_not_gone_on_with(run, tmp_path, unloaded):
     settings = {"model": "x"}
     out = write(tmp_path / "out.jsonl", {"prompt": "b", "line": 1, "settings": settings})
     source = LineFile(str(write(tmp_path / "in.jsonl", {"prompt": "a"}, {"prompt": "c"})))
-    from samplers.files import _behind
+    from samplers.cli.batch_files import _behind
 
     with pytest.raises(DllmError, match="line 1 of .* is not the answer to line 1 of"):
         _behind(source, Output(out), Share())
@@ -270,7 +270,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_every_line_that_is_kept_answers_its_line(tmp_path, change):
     """Not the last one alone; of one process, and of parts."""
-    from samplers.files import _behind
+    from samplers.cli.batch_files import _behind
 
     asked = [{"prompt": prompt, "id": number} for number, prompt in enumerate("abc", start=1)]
     told = [{**entry, "line": number, "settings": {}} for number, entry in enumerate(asked, start=1)]
@@ -286,7 +286,7 @@ def test_every_line_that_is_kept_answers_its_line(tmp_path, change):
 
 
 def test_a_torn_line_amid_the_output_is_not_kept(tmp_path):
-    from samplers.files import _behind
+    from samplers.cli.batch_files import _behind
 
     asked = [{"prompt": prompt} for prompt in "abc"]
     told = [{**entry, "line": number, "settings": {}} for number, entry in enumerate(asked, start=1)]

@@ -24,7 +24,7 @@ from golden_base import Assets
 from golden_families import FAMILIES
 
 from samplers import Engine, Request, Result
-from samplers.noise import row_keys
+from samplers.tokens.noise import row_keys
 
 BESIDE = 5  # of so many cases one is run beside other requests too; of all cases one of three times as many
 OWN = Path(__file__).parent / "goldens"

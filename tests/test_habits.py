@@ -6,7 +6,7 @@ import subprocess
 import pytest
 from conftest import ROOT
 
-from dllm_jax.tools.command import console
+from dllm_jax.cli.command import console
 from evals import __main__ as evals
 from evals.presets.reading import presets as all_presets
 

@@ -23,7 +23,7 @@ import dllm_jax
 import evals
 from convert import embedded
 from dllm_jax import DllmError
-from dllm_jax.tokenizer import chat_text, encode_text
+from dllm_jax.text.tokenizer import chat_text, encode_text
 from evals import presets
 from evals.__main__ import main
 from evals.harness import forms
@@ -31,7 +31,7 @@ from evals.harness import model as harness_model
 from evals.harness.answers import fingerprint
 from evals.harness.model import DllmLM, chosen
 from evals.presets import Preset, Published
-from samplers.scoring import Score
+from samplers.likelihood.scoring import Score
 
 TASKS = Path(__file__).parent / "harness"
 TINY = "topk:k=4,gen_length=16,block_length=8"

@@ -11,7 +11,7 @@ pytest.importorskip("lm_eval")
 import yaml
 from test_programs import confined
 
-from evals import programs
+from evals import sandbox
 from evals.__main__ import main
 from evals.harness.tasks import FOLDER
 
@@ -28,7 +28,7 @@ def local(monkeypatch, tmp_path):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.delenv("DLLM_UNSAFE_PROGRAMS", raising=False)
-    programs.require_box.cache_clear()
+    sandbox.require_box.cache_clear()
 
 
 def include(folder, name, rows):
@@ -125,7 +125,7 @@ def test_likelihoods_of_a_preset(llada_tiny, tmp_path):
 def test_programs_are_refused_before_anything_is_generated(llada_tiny, tmp_path, monkeypatch, capsys):
     """Where nothing can be confined; --unsafe-code runs them all the same."""
     refused, passed = {"refused": "unshare: Operation not permitted"}, {"passed": True, "reason": "", "seconds": 0.1}
-    monkeypatch.setattr(programs.running, "_boxed", lambda job: passed if job["unsafe"] else refused)
+    monkeypatch.setattr(sandbox.running, "_boxed", lambda job: passed if job["unsafe"] else refused)
     monkeypatch.setenv("HF_ALLOW_CODE_EVAL", "0")  # so that what the flag sets is taken back
     monkeypatch.setenv("DLLM_UNSAFE_PROGRAMS", "0")
     task = include(tmp_path, "dllm_humaneval_sanitize", HUMANEVAL)
@@ -135,7 +135,7 @@ def test_programs_are_refused_before_anything_is_generated(llada_tiny, tmp_path,
     assert list((tmp_path / "out" / "answers").iterdir()) == []
     status, (told,) = lm(llada_tiny, *flags, "--unsafe-code", folder=tmp_path)
     assert status == 0 and told["scores"][0]["score"] == 1
-    programs.require_box.cache_clear()
+    sandbox.require_box.cache_clear()
 
 
 @confined

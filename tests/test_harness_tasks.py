@@ -16,7 +16,7 @@ from lm_eval.tasks import TaskManager
 from test_programs import confined
 
 from dllm_jax import DllmError
-from evals import programs
+from evals import sandbox
 from evals.harness.tasks import FOLDER
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
@@ -367,13 +367,13 @@ def test_ifeval_without_its_packages(tmp_path, monkeypatch):
 
 def test_where_programs_cannot_run_the_task_is_refused_at_once(tmp_path, monkeypatch):
     refused, passed = {"refused": "unshare: Operation not permitted"}, {"passed": True, "reason": "", "seconds": 0.1}
-    monkeypatch.setattr(programs.running, "_boxed", lambda job: passed if job["unsafe"] else refused)
-    programs.require_box.cache_clear()
+    monkeypatch.setattr(sandbox.running, "_boxed", lambda job: passed if job["unsafe"] else refused)
+    sandbox.require_box.cache_clear()
     with pytest.raises(DllmError, match="cannot confine a program"):
         evaluated(tmp_path, "humaneval_sanitize", [], HUMANEVAL)
     monkeypatch.setenv("DLLM_UNSAFE_PROGRAMS", "1")
     assert score(evaluated(tmp_path, "humaneval_sanitize", [""] * 4, HUMANEVAL)[1], "pass_at_1,none") == 1
-    programs.require_box.cache_clear()
+    sandbox.require_box.cache_clear()
 
 
 @confined

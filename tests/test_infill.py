@@ -12,7 +12,7 @@ from dllm_jax import DllmError
 from samplers import CACHES, infill
 from samplers import __main__ as cli
 from samplers.infill import Template, parse_template, prepare_infill
-from samplers.prompts import encode_prompt
+from samplers.text.prompts import encode_prompt
 
 CAPITAL = "The capital is<gap:8>, founded in<gap:4>."
 TEXTS = [CAPITAL, "Tom has <gap:12>.\n", "<gap:3>x<gap:2>"]

@@ -12,7 +12,7 @@ from collections import Counter
 import pytest
 from conftest import ROOT
 
-from dllm_jax.tools.interrupts import interruptible, is_second
+from dllm_jax.cli.interrupts import interruptible, is_second
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,7 @@ def test_while_packages_are_imported_a_word_is_said(tmp_path, command):
     slow = "import time\nprint('ready', flush=True)\ntry:\n    time.sleep(60)\nexcept:\n    pass\nraise ImportError\n"
     (tmp_path / "jax" / "__init__.py").write_text(slow)
     script = tmp_path / "dllm"
-    script.write_text("from dllm_jax.tools.dllm import main\n")
+    script.write_text("from dllm_jax.cli.dllm import main\n")
     run = [str(script), "sample"] if command == "dllm" else ["-m", command]
     assert ended(started(run, tmp_path)) == (130, "interrupted\n")
 
@@ -64,7 +64,7 @@ def test_what_python_drops_is_raised_again(tmp_path, dropping):
     (tmp_path / "busy.py").write_text(
         textwrap.dedent(f"""
             import gc, sys, time
-            from dllm_jax.tools.command import run_printing
+            from dllm_jax.cli.command import run_printing
 
             class Finalized:
                 def __del__(self):

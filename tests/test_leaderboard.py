@@ -7,8 +7,7 @@ import pytest
 
 from dllm_jax import DllmError
 from evals import __main__ as cli
-from evals.area import LEADERBOARD, aup, leaderboard
-from evals.counting import COUNTS
+from evals.aup import LEADERBOARD, aup, leaderboard
 from evals.leaderboard import (
     PUBLISHED,
     best_accuracy,
@@ -19,6 +18,7 @@ from evals.leaderboard import (
     rows,
     two_point_methods,
 )
+from evals.token_counts import COUNTS
 
 POINT = {"source", "method", "model", "benchmark", "task", "accuracy", "counting"}
 MORE = {"board", "setting", "tokens_per_forward", "nfe", "tokens_per_second", "note"}

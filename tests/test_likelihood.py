@@ -9,7 +9,7 @@ import pytest
 
 from dllm_jax import DllmError
 from samplers import BlockSampler, TopK, sample_jit
-from samplers.likelihood import draw_masks, is_greedy, log_likelihood, mask_counts, masked_loss
+from samplers.likelihood.estimators import draw_masks, is_greedy, log_likelihood, mask_counts, masked_loss
 
 PROMPT = jnp.asarray([ord(char) for char in "Q: Tom has 12 books. Tom buys 23.\nA: "])
 estimate = jax.jit(log_likelihood, static_argnames=("num_samples", "batch_size"))

@@ -13,9 +13,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import dllm_jax
-from dllm_jax import checkpoint
-from dllm_jax.params import init_params
-from dllm_jax.tokenizer import ASCII_VOCAB
+from dllm_jax.checkpoints import checkpoint
+from dllm_jax.params.specs import init_params
+from dllm_jax.text.tokenizer import ASCII_VOCAB
 
 CONFIG = dllm_jax.ModelConfig(
     family="llada",

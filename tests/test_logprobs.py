@@ -14,8 +14,8 @@ from jax.extend.core import jaxprs_in_params
 from train_toys import DREAM, LLADA
 
 from dllm_jax import Denoiser, Model
-from dllm_jax.denoiser import block_causal
-from dllm_jax.params import init_params
+from dllm_jax.models.denoiser import block_causal
+from dllm_jax.params.specs import init_params
 from dllm_jax.pytree import pytree
 from samplers import (
     APD,
@@ -31,16 +31,16 @@ from samplers import (
     Sampling,
     Threshold,
     Verifier,
-    predictions,
     sample_jit,
     stream,
 )
 from samplers import Dream as DreamRule
-from samplers.answers import answer
-from samplers.guidance import Guided, paired
-from samplers.noise import Purpose
-from samplers.predictions import given, logprob_of, predict
+from samplers.generation import answer
 from samplers.rules.base import Change
+from samplers.tokens import predictions
+from samplers.tokens.guidance import Guided, paired
+from samplers.tokens.noise import Purpose
+from samplers.tokens.predictions import given, logprob_of, predict
 
 GEN, BLOCK = 12, 4
 PROMPTS = jnp.asarray([[1, 2, 3, 4, 5, 6], [7, 8, 9, 0, 0, 0], [3, 1, 4, 1, 5, 0]])

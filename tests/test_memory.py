@@ -9,7 +9,7 @@ from conftest import ROOT
 
 from benchmarks import memory
 from samplers import __main__ as cli
-from samplers.flags import said_by
+from samplers.cli.flags import said_by
 
 RESULTS = ROOT / "benchmarks" / "results"
 TOLD = json.loads((RESULTS / "memory.json").read_text())["rows"]

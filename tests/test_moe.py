@@ -23,14 +23,16 @@ from benchmarks import moe as benchmark
 from convert.__main__ import main
 from convert.families import FAMILIES
 from convert.hub_config import HubConfig
-from dllm_jax import checkpoint, grouped, moe
+from dllm_jax.checkpoints import checkpoint
 from dllm_jax.config import PUBLISHED, Experts, ModelConfig
-from dllm_jax.denoiser import Denoiser
 from dllm_jax.errors import DllmError
-from dllm_jax.params import init_params
-from dllm_jax.quantized import Form, quantized
-from dllm_jax.sharding import Layout, ShardingRules
-from dllm_jax.transformer import bind, num_params
+from dllm_jax.kernels import pallas_experts
+from dllm_jax.models import moe
+from dllm_jax.models.denoiser import Denoiser
+from dllm_jax.models.transformer import bind, num_params
+from dllm_jax.parallel.sharding import Layout, ShardingRules
+from dllm_jax.params.quantized import Form, quantized
+from dllm_jax.params.specs import init_params
 from samplers import BlockSampler, DualCache, Threshold, sample_jit
 
 SOURCE = hub_files.CHECKPOINTS / "lladamoe-tiny"
@@ -335,7 +337,7 @@ def test_tiles_hold_every_assignment_once():
             expert = np.sort(rng.integers(0, chosen, total))  # some may be elsewhere
             sizes = np.bincount(expert, minlength=num_experts + 1)[:num_experts].astype(np.int32)
             order = rng.permutation(total).astype(np.int32)
-            tiles = grouped._tiles(jnp.asarray(order), jnp.asarray(sizes))
+            tiles = pallas_experts._tiles(jnp.asarray(order), jnp.asarray(sizes))
             places, owner = np.asarray(tiles.places), np.asarray(tiles.expert)
             taken = places < total
             assert sorted(places[taken]) == sorted(order[: sizes.sum()])
@@ -346,8 +348,8 @@ def test_tiles_hold_every_assignment_once():
 
 def test_what_the_kernel_takes():
     """Sizes that tiles divide, and no more weights than their numbers have bits for."""
-    assert grouped.fits((64, 2, 2048, 1024)) and grouped.fits((8, 2, 48, 16))
-    assert not grouped.fits((8, 2, 48, 24)) and not grouped.fits((512, 2, 4096, 512))
+    assert pallas_experts.fits((64, 2, 2048, 1024)) and pallas_experts.fits((8, 2, 48, 16))
+    assert not pallas_experts.fits((8, 2, 48, 24)) and not pallas_experts.fits((512, 2, 4096, 512))
 
 
 def test_gradients_of_the_router_reach_its_weights(monkeypatch):

@@ -24,7 +24,9 @@ from train_toys import Listed
 import convert.__main__ as convert_cli
 import evals.__main__ as evals_cli
 from convert.indicator import convert_indicator, export_indicator, names
-from dllm_jax import DllmError, Model, checkpoint, random_model
+from dllm_jax import DllmError, Model, random_model
+from dllm_jax.checkpoints import checkpoint
+from dllm_jax.indicator import Indicator, IndicatorConfig, init_indicator, load_indicator, save_indicator
 from evals import trajectories
 from evals.oracle import oracle
 from evals.tasks import make_task
@@ -42,10 +44,9 @@ from samplers import (
     sample_jit,
     stop_on,
 )
-from samplers.indicator import Indicator, IndicatorConfig, init_indicator, load_indicator, save_indicator
-from samplers.predictions import ranked
-from samplers.prompts import pad_prompts
-from samplers.trajectory import best_tokens, step_numbers, trajectory_of
+from samplers.text.prompts import pad_prompts
+from samplers.tokens.predictions import ranked
+from train.trajectory import best_tokens, step_numbers, trajectory_of
 
 SOURCE = GOLDENS / "ni-indicator-llada-tiny.safetensors"
 SUDOKU = "sudoku:box_rows=2,box_columns=2"

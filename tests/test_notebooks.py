@@ -21,8 +21,8 @@ import dllm_jax
 from convert import embedded, published
 from convert.hub_config import copied_files
 from convert.to_hub import export
-from dllm_jax import checkpoint
-from dllm_jax.params import init_params
+from dllm_jax.checkpoints import checkpoint
+from dllm_jax.params.specs import init_params
 from samplers import parse_samplers
 
 FOLDER = Path(__file__).parents[1] / "notebooks"

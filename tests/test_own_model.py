@@ -10,7 +10,8 @@ import pytest
 from conftest import assert_equal
 
 from dllm_jax import DllmError, FunctionDenoiser, Span
-from dllm_jax.kv_cache import gather_rows, scatter_rows, slice_rows
+from dllm_jax.indicator import IndicatorConfig, init_indicator
+from dllm_jax.models.kv_cache import gather_rows, scatter_rows, slice_rows
 from dllm_jax.pytree import pytree
 from dllm_jax.testing import check_denoiser
 from samplers import (
@@ -28,8 +29,7 @@ from samplers import (
     stop_on,
     stream,
 )
-from samplers.indicator import IndicatorConfig, init_indicator
-from samplers.likelihood import is_greedy, log_likelihood
+from samplers.likelihood.estimators import is_greedy, log_likelihood
 
 VOCAB, DIM, MASK, EOS, MOST = 19, 16, 17, 18, 48
 GEN, BLOCK = 12, 6

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dllm_jax import DllmError
+from dllm_jax.indicator import IndicatorConfig, init_indicator
 from dllm_jax.pytree import pytree
 from samplers import (
     NI,
@@ -23,10 +24,9 @@ from samplers import (
     parse_samplers,
 )
 from samplers import __main__ as cli
-from samplers.indicator import IndicatorConfig, init_indicator
-from samplers.registry import settings_of, title
+from samplers.config.registry import settings_of, title
+from samplers.engine.program import numbers_of
 from samplers.rules.base import per_row
-from samplers.slots import numbers_of
 from samplers.testing import TINY, check_rule
 
 

@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 import dllm_jax
-from dllm_jax.tools import completion, dllm
+from dllm_jax.cli import completion, dllm
 from samplers.__main__ import command_line
 
 PACKAGES = ("convert", "dllm_jax", "evals", "samplers", "train")

@@ -12,9 +12,9 @@ from conftest import ROOT
 
 from evals.sampler import parse_sampler, parse_samplers
 from samplers import CACHES, LOOPS, PRESETS, RULES
-from samplers.registry import is_outside
-from train.folder import LOOKED
+from samplers.config.registry import is_outside
 from train.objectives import OBJECTIVES, read_config
+from train.run_dir import LOOKED
 
 DOCUMENTS = pages.documents()
 EVERY = [pytest.param(block, id=block.where) for page in DOCUMENTS for block in pages.blocks(page)]
@@ -160,7 +160,7 @@ def flags():
         r"(?<![\w-])--[a-z][\w-]*", "".join(path.read_text() for path in (*code, ROOT / "tests/conftest.py"))
     )
     sampling = importlib.import_module("samplers.__main__").command_line()._option_string_actions
-    serving = importlib.import_module("samplers.serving.command").command_line()._option_string_actions
+    serving = importlib.import_module("samplers.serving.cli").command_line()._option_string_actions
     return {*named, *sampling, *serving, *OF_OTHERS}
 
 

@@ -11,12 +11,12 @@ import pytest
 from conftest import GOLDENS, ROOT
 
 from benchmarks import pictures
-from dllm_jax.tools import spec
+from dllm_jax.cli import spec
 from evals import presets
 from evals.sampler import parse_sampler
 from samplers import CACHES, PRESETS, RULES, official
-from samplers.registry import LOOPS, USUAL, Settings, kinds_of, options_of, settle
-from samplers.smoothing import Smoothing
+from samplers.config.registry import LOOPS, USUAL, Settings, kinds_of, options_of, settle
+from samplers.tokens.smoothing import Smoothing
 from train.objectives import OBJECTIVES
 
 PAGES = {path.stem: path.read_text() for path in sorted((ROOT / "docs" / "papers").glob("*.md"))}

@@ -9,10 +9,10 @@ import pytest
 
 import convert
 import dllm_jax
-from dllm_jax.denoiser import Span
+from dllm_jax.models.denoiser import Span
 from dllm_jax.pytree import pytree
 from samplers import Renoise, sample_jit, stop_on
-from samplers.noise import Purpose
+from samplers.tokens.noise import Purpose
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

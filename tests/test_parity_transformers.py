@@ -10,7 +10,7 @@ import pytest
 import convert
 import dllm_jax
 from dllm_jax.config import Experts, ModelConfig
-from dllm_jax.denoiser import Denoiser, Span
+from dllm_jax.models.denoiser import Denoiser, Span
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

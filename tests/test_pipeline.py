@@ -12,11 +12,11 @@ from test_combinations import AnyOf
 from train_toys import DREAM, LLADA
 
 from dllm_jax import Denoiser, DllmError, make_mesh
-from dllm_jax.denoiser import Span, block_causal
-from dllm_jax.params import init_params
+from dllm_jax.indicator import IndicatorConfig, init_indicator
+from dllm_jax.models.denoiser import Span, block_causal
+from dllm_jax.params.specs import init_params
 from dllm_jax.pytree import pytree
 from samplers import EB, NI, PipelineSampler, Sampling, sample, sample_jit, stop_on, stream
-from samplers.indicator import IndicatorConfig, init_indicator
 from samplers.rules.ni import features_of
 
 LENGTH, GEN, WIDTH = 4, 12, 6

@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 
 import evals
-from dllm_jax import DllmError, hosts
-from evals import processes as processes_module
+from dllm_jax import DllmError
+from dllm_jax.parallel import multihost
+from evals import distributed as processes_module
 from evals.__main__ import main
-from evals.processes import ALONE, Processes, meeting
-from samplers.outputs import Share
+from evals.distributed import ALONE, Processes, meeting
+from samplers.cli.outputs import Share
 
 pytest.importorskip("lm_eval")
 
@@ -27,7 +28,7 @@ from evals.harness import model as harness_model
 from evals.harness.model import DllmLM, chosen
 from evals.harness.tasks import functions
 from evals.presets import Preset
-from evals.programs import Outcome
+from evals.sandbox import Outcome
 
 ROOT = Path(__file__).parents[1]
 TASKS = ROOT / "tests" / "harness"
@@ -58,7 +59,7 @@ def together(monkeypatch):
 
     def call(work, count=2):
         coordinator = Coordinator()
-        monkeypatch.setattr(hosts, "coordinator", lambda: coordinator)
+        monkeypatch.setattr(multihost, "coordinator", lambda: coordinator)
 
         def one(process):
             mine = Processes(Share(process, count))

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dllm_jax.kernels import product
-from dllm_jax.layers import rope_angles, rope_table
+from dllm_jax.models.layers import rope_angles, rope_table
+from dllm_jax.params.products import product
 
 
 @pytest.mark.parametrize(

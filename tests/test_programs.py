@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from dllm_jax import DllmError
-from evals.programs import box, run_program, run_programs, running
+from evals.sandbox import box, run_program, run_programs, running
 
 SMALL = {"seconds": 1.0, "wall": 2.0, "memory": 128 << 20, "files": 4 << 20, "processes": 8}
 PATIENT = SMALL | {"seconds": 20, "wall": 60}  # for programs that end by themselves

@@ -21,15 +21,16 @@ import convert
 import dllm_jax
 import train.lora
 from convert.__main__ import main as convert_main
-from dllm_jax import Denoiser, DllmError, Span, checkpoint
+from dllm_jax import Denoiser, DllmError, Span
+from dllm_jax.checkpoints import checkpoint
 from dllm_jax.config import Experts, published
-from dllm_jax.kernels import mixed_rows, product, product_of_sums, rows
-from dllm_jax.low_rank import LowRankKernel
-from dllm_jax.params import abstract_params, forms
-from dllm_jax.quantized import Form, QuantizedKernel, num_bytes, quantized, quantized_on_host
-from dllm_jax.sharding import Layout
+from dllm_jax.models.transformer import Tile
+from dllm_jax.parallel.sharding import Layout
+from dllm_jax.params.low_rank import LowRankKernel
+from dllm_jax.params.products import mixed_rows, product, product_of_sums, rows
+from dllm_jax.params.quantized import Form, QuantizedKernel, num_bytes, quantized, quantized_on_host
+from dllm_jax.params.specs import abstract_params, forms
 from dllm_jax.testing import check_denoiser
-from dllm_jax.transformer import Tile
 from samplers import BlockSampler, DualCache, PrefixCache, Smoothing, Threshold, sample_jit
 from samplers.__main__ import main as samplers_main
 from train.setup import prepare
@@ -110,7 +111,7 @@ def test_no_weight_is_off_by_more_than_half_its_scale(data, bits, dtype, axis) -
 @pytest.mark.parametrize(("shape", "axis", "groups"), [((8, 10), 0, 2), ((10, 8), 1, 2), ((3, 8, 2, 5), 1, 2)])
 def test_blocks_on_the_host_are_the_whole(monkeypatch, bits, shape, axis, groups) -> None:
     weights = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    monkeypatch.setattr("dllm_jax.quantized.BLOCK_ELEMENTS", 20)
+    monkeypatch.setattr("dllm_jax.params.quantized.BLOCK_ELEMENTS", 20)
     form = Form(bits, axis, groups if bits == "int4" else 1)
     assert_same(quantized_on_host(weights, form), quantized(weights, form))
 

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from jax.extend.core import jaxprs_in_params
 
 from dllm_jax import Denoiser, make_mesh
-from dllm_jax.low_rank import LowRankKernel
-from dllm_jax.transformer import Tile
-from samplers import EB, BlockSampler, KeyNoise, Sampling, Threshold, TopK, predictions, sample
-from samplers.guidance import Guided
-from samplers.noise import Purpose
-from samplers.predictions import Predictions, logprobs_of, predict, readout
-from samplers.predictions import given as scores_of
+from dllm_jax.models.transformer import Tile
+from dllm_jax.params.low_rank import LowRankKernel
+from samplers import EB, BlockSampler, KeyNoise, Sampling, Threshold, TopK, sample
+from samplers.tokens import predictions
+from samplers.tokens.guidance import Guided
+from samplers.tokens.noise import Purpose
+from samplers.tokens.predictions import Predictions, logprobs_of, predict, readout
+from samplers.tokens.predictions import given as scores_of
 
 ROWS, WIDTH, V = 2, 3, 136
 FIELDS = [field.name for field in dataclasses.fields(Predictions)]

@@ -15,13 +15,13 @@ from benchmarks import compile as bench
 from benchmarks import recipes
 from benchmarks.training_step import model_of
 from dllm_jax import PUBLISHED
-from dllm_jax.sharding import param_shardings
-from dllm_jax.transformer import param_specs
+from dllm_jax.models.transformer import param_specs
+from dllm_jax.parallel.sharding import param_shardings
 from evals import presets
 from samplers import make_sampler
 from train.objectives import objective_of
 from train.settings import read_table
-from train.trained import WholeModel
+from train.trainable import WholeModel
 
 FOLDER = Path(train.__path__[0]) / "configs" / "8b"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.toml"))

@@ -14,22 +14,12 @@ from convert.families import FAMILIES
 from convert.hub_config import HubConfig
 from dllm_jax import DllmError, ModelConfig, param_shardings
 from dllm_jax.config import Experts, Gemma
-from dllm_jax.denoiser import Denoiser
-from samplers import (
-    Engine,
-    Renoise,
-    Sampling,
-    Threshold,
-    generate,
-    make_sampler,
-    predictions,
-    sample_jit,
-    stop_on,
-    stream,
-)
-from samplers.block import BlockSampler
-from samplers.costs import costs_of
-from samplers.noise import KeyNoise, Purpose, row_keys
+from dllm_jax.models.denoiser import Denoiser
+from samplers import Engine, Renoise, Sampling, Threshold, generate, make_sampler, sample_jit, stop_on, stream
+from samplers.config.costs import costs_of
+from samplers.loops.block import BlockSampler
+from samplers.tokens import predictions
+from samplers.tokens.noise import KeyNoise, Purpose, row_keys
 
 L, VOCAB, END = 4, 48, 3
 CONFIG = ModelConfig(
@@ -79,7 +69,7 @@ def run(model, sampler=SAMPLER, rows=ROWS, keys=None, **options):
 
 
 def test_what_it_takes_is_told(model):
-    """`samplers.costs`: all rows' canvases at a time, and forwards within what was told."""
+    """`samplers.config.costs`: all rows' canvases at a time, and forwards within what was told."""
     told, found = costs_of(model, SAMPLER, 3, 7), run(model)
     assert dict(told.rows) == {L: 3} and told.forwards == SAMPLER.forwards(7) == (6, 24)
     assert told.forwards[0] <= int(found.nfe.min()) and int(found.nfe.max()) <= told.forwards[1]
@@ -349,7 +339,7 @@ def test_generation_config_is_the_samplers(model):
 
 def test_there_and_back(model, tmp_path):
     """Ours in the hub's format and back, bit by bit, with tensors of images beside, which are left out."""
-    dllm_jax.checkpoint.save(tmp_path / "ours", CONFIG, model.params.items())
+    dllm_jax.checkpoints.checkpoint.save(tmp_path / "ours", CONFIG, model.params.items())
     convert.export(tmp_path / "ours", tmp_path / "hub")
     assert convert.convert("diffusion-gemma", tmp_path / "hub", tmp_path / "again") == CONFIG
     again = dllm_jax.load(tmp_path / "again")

@@ -15,7 +15,7 @@ from test_combinations import CACHES, GEN_LENGTHS
 from test_engine import BLOCK, EOS, GEN, MASK, first_layers, run
 
 from dllm_jax import DllmError, Model
-from dllm_jax.denoiser import FunctionDenoiser
+from dllm_jax.models.denoiser import FunctionDenoiser
 from dllm_jax.pytree import pytree
 from samplers import (
     BlockSampler,
@@ -32,9 +32,9 @@ from samplers import (
     sample_jit,
     stop_on,
 )
-from samplers.noise import KeyNoise
 from samplers.rules import RULES, BlockView
 from samplers.rules.base import Change, progressing
+from samplers.tokens.noise import KeyNoise
 
 # Rules alone, against loops over numbers ------------------------------------------------------------------------------
 

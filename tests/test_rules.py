@@ -26,12 +26,12 @@ from samplers import (
     TopK,
     official,
 )
-from samplers.noise import KeyNoise, Purpose
-from samplers.predictions import given as given_logits
-from samplers.predictions import predict
 from samplers.rules import BlockView, Rule
 from samplers.rules.base import progressing, rank
 from samplers.rules.eb import select
+from samplers.tokens.noise import KeyNoise, Purpose
+from samplers.tokens.predictions import given as given_logits
+from samplers.tokens.predictions import predict
 
 WIDTH = 8  # one width, so that every example reuses the compiled operations
 

@@ -18,13 +18,16 @@ from rich.console import Console
 
 import dllm_jax
 import samplers
-from dllm_jax import checkpoint
-from samplers import CACHES, RULES, Generation, Rule, Smoothing, engine, flags, live, registry, telling
+from dllm_jax.checkpoints import checkpoint
+from samplers import CACHES, RULES, Generation, Rule, Smoothing, sampler
 from samplers import __main__ as cli
-from samplers.build import typed
-from samplers.flags import said_by
-from samplers.live import watch
-from samplers.spelling import END, Speller, printable
+from samplers.cli import flags, report
+from samplers.cli.flags import said_by
+from samplers.config import registry
+from samplers.config.factory import typed
+from samplers.text.display import END, Speller, printable
+from samplers.viewer import terminal
+from samplers.viewer.terminal import watch
 
 PROMPT = "Q: Tom has 12 books. Tom buys 23.\nA: "
 OTHER = "Q: Ann has 40 pens. Ann buys 17.\nA: "
@@ -373,10 +376,10 @@ def test_on_a_terminal_the_text_and_the_statistics_follow_the_live_view(run, mon
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    programs = engine._step_jit._cache_size()
+    programs = sampler._step_jit._cache_size()
     status, out, err = run(PROMPT, *SHORT, "--delay", "0")
     assert (status, err) == (0, "")
-    assert engine._step_jit._cache_size() <= programs + 1  # one for the first step and all others
+    assert sampler._step_jit._cache_size() <= programs + 1  # one for the first step and all others
     view, _, after = out.rpartition("\x1b[2K")  # the last frame is erased
     assert "masks left" in view and "\x1b[?25h" in view  # and the cursor is back
     text, statistics = after.splitlines()
@@ -395,7 +398,7 @@ def test_the_live_view_stays_away(run, asked, monkeypatch, arguments):
 
 
 def test_an_answer_cannot_steer_the_terminal():
-    assert telling.for_terminal("a\x1b[2Jb\r\n\tc\x9b　é") == "a\\x1b[2Jb\\r\n\tc\\x9b　é"
+    assert report.for_terminal("a\x1b[2Jb\r\n\tc\x9b　é") == "a\\x1b[2Jb\\r\n\tc\\x9b　é"
 
 
 @pytest.fixture(scope="module")
@@ -439,15 +442,15 @@ def test_the_live_view_needs_neither_unicode_nor_colour(frames, answer):
 
 
 def test_a_title_is_short():
-    title = lambda rule, **options: live.title(samplers.BlockSampler(rule, 16, **options))
+    title = lambda rule, **options: terminal.title(samplers.BlockSampler(rule, 16, **options))
     assert title(samplers.Threshold(0.8), cache=samplers.DualCache()) == "threshold=0.8 × dual"
     assert title(samplers.Dream(8, alg="origin")) == "dream steps=8 alg=origin × none"
-    assert live.title(SimpleNamespace(gen_length=8)) == "SimpleNamespace"  # of somebody's own kind
+    assert terminal.title(SimpleNamespace(gen_length=8)) == "SimpleNamespace"  # of somebody's own kind
 
 
 def test_a_long_canvas_scrolls_to_the_first_mask():
     texts = ["x"] * 100 + [None] * 100
-    canvas = live.Frame(["head"], texts, (), 200)
+    canvas = terminal.Frame(["head"], texts, (), 200)
     console = Console(file=io.StringIO(), force_terminal=True, width=10, height=8, no_color=True)
     console.print(canvas)
     lines = console.file.getvalue().replace("\x1b[2m", "").replace("\x1b[0m", "").splitlines()

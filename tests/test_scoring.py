@@ -13,9 +13,10 @@ from train_toys import DREAM, LLADA
 
 import dllm_jax
 from dllm_jax import DllmError
-from samplers import BlockSampler, TopK, sample_jit, score, score_each, scoring
-from samplers.likelihood import draw_masks, log_likelihood
-from samplers.prompts import pad_prompts
+from samplers import BlockSampler, TopK, sample_jit, score, score_each
+from samplers.likelihood import scoring
+from samplers.likelihood.estimators import draw_masks, log_likelihood
+from samplers.text.prompts import pad_prompts
 
 LONG = LLADA.replace(max_length=64)
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]

@@ -29,19 +29,20 @@ from pydantic import ValidationError
 import dllm_jax
 from convert import embedded
 from dllm_jax import DllmError
-from dllm_jax.chat import TEMPLATES
-from dllm_jax.tokenizer import load_tokenizer
-from samplers import Engine, generate, make_sampler, prompts, sample_jit
+from dllm_jax.text.chat import TEMPLATES
+from dllm_jax.text.tokenizer import load_tokenizer
+from samplers import Engine, generate, make_sampler, sample_jit
 from samplers import __main__ as cli
-from samplers.answers import answer
-from samplers.noise import row_keys
-from samplers.prompts import encode_prompt, pad_prompts
-from samplers.serving import guard, server, service, view
-from samplers.serving.command import LogRate
+from samplers.generation import answer
+from samplers.serving import middleware, page, scheduler, server
+from samplers.serving.cli import LogRate
 from samplers.serving.connections import SPARE_FILES, Connections, most_connections
-from samplers.serving.faults import Fault
-from samplers.serving.schema import ChatBody, TextBody
-from samplers.serving.service import Limits
+from samplers.serving.errors import Fault
+from samplers.serving.scheduler import Limits
+from samplers.serving.schemas import ChatBody, TextBody
+from samplers.text import prompts
+from samplers.text.prompts import encode_prompt, pad_prompts
+from samplers.tokens.noise import row_keys
 
 LENGTH, BLOCK = 16, 8
 SHAPE = {"gen_length": LENGTH, "block_length": BLOCK, "cache": "none"}
@@ -457,7 +458,7 @@ def test_encoding_has_a_tokenizer_of_its_own(served, model, monkeypatch):
     """The event loop decodes meanwhile, and a tokenizer that two threads use at a time may raise."""
     used = []
     encode = lambda model, *arguments, **options: used.append(model) or encode_prompt(model, *arguments, **options)
-    monkeypatch.setattr(service, "encode_prompt", encode)
+    monkeypatch.setattr(scheduler, "encode_prompt", encode)
     assert _ask(served.url).status_code == 200
     assert [other.tokenizer is model.tokenizer for other in used] == [False]
 
@@ -469,7 +470,7 @@ def test_forwards_of_an_answer_are_bounded(start):
             refused = _ask(small.url, steps=steps)
             assert (refused.status_code, refused.json()["error"]["code"]) == (400, "too_many_forwards")
         with pytest.raises(DllmError, match="max_forwards"):
-            service.Service(small.engine, Limits(forwards=LENGTH - 1))
+            scheduler.Service(small.engine, Limits(forwards=LENGTH - 1))
 
 
 def test_what_a_request_may_set_is_named(served):
@@ -859,7 +860,7 @@ def test_metrics_count_what_was_done(served):
 
 
 def test_the_log_has_no_word_of_clients(served, caplog):
-    with caplog.at_level("INFO", logger=guard.LOG.name):
+    with caplog.at_level("INFO", logger=middleware.LOG.name):
         _ask(served.url, SECRET, stop=[SECRET])
         _ask(served.url, SECRET, user=SECRET, **{SECRET: SECRET})
         httpx.get(f"{served.url}/{SECRET}?{SECRET}", headers={"User-Agent": SECRET})
@@ -954,10 +955,10 @@ def test_the_metrics_of_a_new_server_are_there(served):
 
 
 def test_the_page_loads_nothing_and_is_let_run_nothing_else(served):
-    page = httpx.get(served.url + "/")
-    policy = page.headers["Content-Security-Policy"]
-    assert page.text == view.PAGE and "default-src 'none'" in policy and "unsafe" not in policy
-    assert not re.search(r"https?://|innerHTML|<link|src=", view.PAGE)
+    answer = httpx.get(served.url + "/")
+    policy = answer.headers["Content-Security-Policy"]
+    assert answer.text == page.PAGE and "default-src 'none'" in policy and "unsafe" not in policy
+    assert not re.search(r"https?://|innerHTML|<link|src=", page.PAGE)
 
 
 @pytest.fixture

@@ -14,14 +14,15 @@ from test_apd import VERIFIER
 from test_engine import ROWS, first_layers
 
 from dllm_jax import DllmError, Model, load, make_mesh
-from dllm_jax.tokenizer import token_bytes
-from samplers import BlockSampler, Engine, Request, Result, TopK, make_sampler, prompts, sample_jit, stop_on
+from dllm_jax.text.tokenizer import token_bytes
+from samplers import BlockSampler, Engine, Request, Result, TopK, make_sampler, sample_jit, stop_on
+from samplers.engine.program import for_rows
+from samplers.engine.runner import Runner
 from samplers.generate import generate
-from samplers.prompts import pad_prompts
-from samplers.running import Runner
-from samplers.slots import for_rows
 from samplers.stopping import end_tokens
-from samplers.text import TextStream
+from samplers.text import prompts
+from samplers.text.decode import TextStream
+from samplers.text.prompts import pad_prompts
 
 GEN, WIDTH, SLOTS = 24, 96, 3
 OPTIONS = {"gen_length": GEN, "block_length": 8}

@@ -13,8 +13,9 @@ from train_toys import Reverse, run_config, settings, write_toml
 
 import dllm_jax
 import train
-from dllm_jax import DllmError, checkpoint, stores
-from samplers.indicator import load_indicator, save_indicator
+from dllm_jax import DllmError
+from dllm_jax.checkpoints import buckets, checkpoint
+from dllm_jax.indicator import load_indicator, save_indicator
 from train.__main__ import main
 
 CHANGES = {"steps": 8, "checkpoint__every": 2, "log__every": 1, "optimizer__ema": 0.5}
@@ -139,11 +140,11 @@ def test_a_checkpoint_is_copied_once_and_again_when_it_changes(bucket, llada_tin
     assert first.is_dir()  # where somebody may be reading
 
     bucket.files.pipe(f"{address}/generation.json", b"{}")
-    objects, times = stores._objects, iter(range(2))
-    monkeypatch.setattr(stores, "_objects", lambda source: objects(source) | {"written": str(next(times))})
+    objects, times = buckets._objects, iter(range(2))
+    monkeypatch.setattr(buckets, "_objects", lambda source: objects(source) | {"written": str(next(times))})
     with pytest.raises(DllmError, match="was written to while it was copied; try again"):
         checkpoint.find(address)
-    monkeypatch.setattr(stores, "_objects", objects)
+    monkeypatch.setattr(buckets, "_objects", objects)
     assert checkpoint.load_generation(checkpoint.find(address)) == {}
 
     def full(*_, **__):
@@ -189,7 +190,7 @@ def test_addresses_that_mean_nothing_are_told(bucket, tmp_path, monkeypatch, cap
     assert capsys.readouterr().err.count("gs://bucket/absent is no training run") == 2
     with bucket.answering(lambda method, request: 401):
         with pytest.raises(DllmError, match="gs://bucket/run could not be reached .*gcloud auth"):
-            stores.names(stores.remote("gs://bucket/run"))
+            buckets.names(buckets.remote("gs://bucket/run"))
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: None if name == "gcsfs" else found(name, *of))
     assert command(tmp_path, "gs://bucket/run") == 2
@@ -198,6 +199,6 @@ def test_addresses_that_mean_nothing_are_told(bucket, tmp_path, monkeypatch, cap
 
 def test_a_folder_is_told_from_an_address(tmp_path):
     for path in ("run", "/a/gs/b", "c:/x", "a/gs://b", tmp_path):
-        assert not stores.is_address(path), path
-    assert str(stores.remote(Path("gs://bucket/a") / "b")) == "gs://bucket/a/b"
-    assert stores.names(tmp_path) == stores.names(tmp_path / "absent") == []
+        assert not buckets.is_address(path), path
+    assert str(buckets.remote(Path("gs://bucket/a") / "b")) == "gs://bucket/a/b"
+    assert buckets.names(tmp_path) == buckets.names(tmp_path / "absent") == []

@@ -7,10 +7,10 @@ from train_toys import DREAM, LLADA
 
 from dllm_jax import Denoiser, DllmError, FunctionDenoiser, make_mesh, param_shardings
 from dllm_jax.config import Experts
-from dllm_jax.denoiser import Span
-from dllm_jax.params import init_params
+from dllm_jax.models.denoiser import Span
+from dllm_jax.parallel.sharding import Layout
+from dllm_jax.params.specs import init_params
 from dllm_jax.pytree import pytree
-from dllm_jax.sharding import Layout
 from dllm_jax.testing import check_denoiser
 
 MOE = LLADA.replace(family="llada-moe", qk_norm=True, experts=Experts(4, 2, 16))

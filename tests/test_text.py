@@ -12,9 +12,9 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
 import samplers
 from dllm_jax import DllmError
-from dllm_jax.tokenizer import load_tokenizer, settles, token_bytes
+from dllm_jax.text.tokenizer import load_tokenizer, settles, token_bytes
 from samplers import TextStream, text_of
-from samplers.prompts import encode_prompt, pad_prompts
+from samplers.text.prompts import encode_prompt, pad_prompts
 
 # Every kind of trouble: parts of characters, bytes by name, spaces as marks, suffixes, repetitions, and clean-up.
 PIECES = ["a", "b", "ab", "A", "Ġ", "Ġa", "Ċ", "Ã", "©", "ð", "Ł", "Ļ", "Ĥ", "ÿ", "▁", "▁a", "▁▁b", "é", "🙂", "", " "]

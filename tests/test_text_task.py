@@ -19,7 +19,7 @@ from evals.runner import prepare
 from evals.tasks import Example, TextTask, WordProblems, make_task
 from evals.tasks.text import Question, chosen_letter, last_number, write_questions
 from samplers import generate
-from samplers.prompts import encode_prompt, led_prompt
+from samplers.text.prompts import encode_prompt, led_prompt
 
 EXAMPLES = Path(evals.__file__).parent / "examples" / "questions.jsonl"
 SUM = {"prompt": "2 + 3?", "target": "5"}

@@ -12,10 +12,10 @@ import tokenizers
 import transformers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from dllm_jax.chat import TEMPLATES
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
-from dllm_jax.tokenizer import (
+from dllm_jax.text.chat import TEMPLATES
+from dllm_jax.text.tokenizer import (
     ASCII_VOCAB,
     encode_chat,
     encode_text,
@@ -218,7 +218,7 @@ def test_nothing_is_downloaded_or_said(slow_folder, tmp_path):
         "def refuse(*_): raise SystemExit('the network was asked')\n"
         "socket.socket.connect = socket.getaddrinfo = refuse\n"
         "import dllm_jax\n"
-        "from dllm_jax.tokenizer import encode_text, load_tokenizer\n"
+        "from dllm_jax.text.tokenizer import encode_text, load_tokenizer\n"
         "assert 'transformers' not in sys.modules\n"
         "print(encode_text(load_tokenizer(sys.argv[1]), '<|mask|>' * 3))\n"
     )

@@ -11,10 +11,10 @@ from train_toys import LLADA, model_fields, settings
 
 import dllm_jax
 import train
-from dllm_jax import checkpoint
-from dllm_jax.denoiser import Denoiser, Span
+from dllm_jax.checkpoints import checkpoint
 from dllm_jax.errors import DllmError
-from dllm_jax.params import init_params
+from dllm_jax.models.denoiser import Denoiser, Span
+from dllm_jax.params.specs import init_params
 from samplers import LeftRight, sample_jit
 from train.losses import Batch
 from train.objectives import read_config

@@ -13,12 +13,13 @@ from train_toys import LLADA, Reverse, settings, write_toml
 
 import dllm_jax
 import train
-from dllm_jax import Denoiser, attention
-from dllm_jax.checkpoint import load_generation
-from dllm_jax.kv_cache import LayerKV
-from dllm_jax.layers import rope_angles, rotate
-from dllm_jax.params import init_params
-from dllm_jax.transformer import bind
+from dllm_jax import Denoiser
+from dllm_jax.checkpoints.checkpoint import load_generation
+from dllm_jax.kernels import attention
+from dllm_jax.models.kv_cache import LayerKV
+from dllm_jax.models.layers import rope_angles, rotate
+from dllm_jax.models.transformer import bind
+from dllm_jax.params.specs import init_params
 from train.__main__ import main
 from train.losses import Batch, Noised
 from train.objectives.block_diffusion import BlockDiffusion, BlockDiffusionPart, corrupt

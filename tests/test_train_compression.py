@@ -13,8 +13,9 @@ from train_toys import DREAM, LLADA, settings
 
 import dllm_jax
 import train
-from dllm_jax import Denoiser, DllmError, checkpoint, random_model
-from dllm_jax.params import init_params
+from dllm_jax import Denoiser, DllmError, random_model
+from dllm_jax.checkpoints import checkpoint
+from dllm_jax.params.specs import init_params
 from evals.__main__ import main
 from evals.tasks import make_task
 from evals.trajectories import _write

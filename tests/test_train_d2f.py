@@ -13,7 +13,7 @@ import convert
 import dllm_jax
 import train
 from dllm_jax import Denoiser, DllmError
-from dllm_jax.params import init_params
+from dllm_jax.params.specs import init_params
 from train.__main__ import main
 from train.losses import Batch
 from train.objectives.d2f import D2F, D2FConfig, D2FPart, Draws, block_ratios

@@ -15,15 +15,16 @@ from test_train_run import assert_same, latest_state, lines
 from train_toys import LLADA, Listed, dllm_jax_example, run_config, settings, spoil_gradients, write_toml
 
 import train
-from dllm_jax import DllmError, checkpoint, random_model
+from dllm_jax import DllmError, random_model
+from dllm_jax.checkpoints import checkpoint
 from train.__main__ import main
 from train.config import DataPart
 from train.data import Setup
 from train.data.checks import checked
 from train.data.files import jsonl
 from train.data.shards import Trajectories
-from train.folder import CHECKSUMS_FILE, RunFolder, States, replace_file
 from train.optimizer import learning_rate
+from train.run_dir import CHECKSUMS_FILE, RunFolder, States, replace_file
 from train.step import Stepper
 from train.trainer import write_weights
 
@@ -384,7 +385,7 @@ def test_a_full_disk_at_the_model_keeps_the_last_state(whole, tmp_path, monkeypa
     def full(*_, **__):
         raise DllmError("the disk is full")
 
-    monkeypatch.setattr(train.trained.checkpoint, "save", full)
+    monkeypatch.setattr(train.trainable.checkpoint, "save", full)
     with pytest.raises(DllmError, match="is full"):
         train.train(config_of(out))
     monkeypatch.undo()

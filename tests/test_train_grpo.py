@@ -17,11 +17,12 @@ import dllm_jax
 import train
 from convert import embedded
 from convert.hub_config import copied_files
-from dllm_jax import Denoiser, DllmError, checkpoint
-from dllm_jax.params import init_params
+from dllm_jax import Denoiser, DllmError
+from dllm_jax.checkpoints import checkpoint
+from dllm_jax.params.specs import init_params
 from evals.tasks import make_task
-from samplers.predictions import Sampling, given, predict
-from samplers.slots import turn_jit
+from samplers.engine.program import turn_jit
+from samplers.tokens.predictions import Sampling, given, predict
 from train.__main__ import main
 from train.objectives import OBJECTIVES
 from train.objectives.grpo import Grpo, GrpoConfig, GrpoPart, drawn_states

@@ -20,11 +20,12 @@ from train_toys import LLADA, Reverse, model_fields, of_lengths, run_config, set
 import convert
 import dllm_jax
 import train
-from dllm_jax import checkpoint, hosts
-from train import together
+from dllm_jax.checkpoints import checkpoint
+from dllm_jax.parallel import multihost
+from train import multihost_stop
 from train.__main__ import main
-from train.folder import States
-from train.together import SharedStop
+from train.multihost_stop import SharedStop
+from train.run_dir import States
 
 MESH = {"data": 2, "fsdp": 2}
 
@@ -228,10 +229,10 @@ def test_processes_agree_on_a_step(asked, steps, done, monkeypatch):
     """However far apart they are, all stop at the same step, which none has passed; or at the end, if it is late. In a
     run that goes on they are asked before anyone has ended a step."""
     coordinator, here, begun = Coordinator(), threading.local(), threading.Event()
-    monkeypatch.setattr(hosts, "coordinator", lambda: coordinator)
-    monkeypatch.setattr(hosts, "index", lambda: here.index)
-    monkeypatch.setattr(hosts, "count", lambda: 3)
-    monkeypatch.setattr(together, "_NUMBERS", itertools.repeat(0))
+    monkeypatch.setattr(multihost, "coordinator", lambda: coordinator)
+    monkeypatch.setattr(multihost, "index", lambda: here.index)
+    monkeypatch.setattr(multihost, "count", lambda: 3)
+    monkeypatch.setattr(multihost_stop, "_NUMBERS", itertools.repeat(0))
 
     def process(index):
         here.index = index

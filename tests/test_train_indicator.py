@@ -19,12 +19,13 @@ from train_toys import settings, write_toml
 
 import dllm_jax
 import train
-from dllm_jax import Denoiser, DllmError, checkpoint, random_model
-from dllm_jax.params import init_params
+from dllm_jax import Denoiser, DllmError, random_model
+from dllm_jax.checkpoints import checkpoint
+from dllm_jax.indicator import Indicator, IndicatorConfig, init_indicator, load_indicator, save_indicator
+from dllm_jax.params.specs import init_params
 from evals.__main__ import main as evals_main
 from evals.indicator import precision_recall, score_indicator
 from samplers import NI
-from samplers.indicator import Indicator, IndicatorConfig, init_indicator, load_indicator, save_indicator
 from train.__main__ import main
 from train.objectives import read_config
 from train.objectives.indicator import FinalTokens, IndicatorPart, IndicatorRun, auc, evidence

@@ -20,8 +20,8 @@ from train_toys import (
 import dllm_jax
 import train
 from dllm_jax import DllmError
-from dllm_jax.tokenizer import encode_chat
-from dllm_jax.tools.nearest import nearest
+from dllm_jax.cli.nearest import nearest
+from dllm_jax.text.tokenizer import encode_chat
 from train.__main__ import main
 from train.config import DataPart
 from train.data import Ahead, Rows, Setup, made_by

@@ -9,8 +9,8 @@ from train_toys import DREAM, LLADA
 import dllm_jax
 from dllm_jax import Denoiser
 from dllm_jax.config import Experts
-from dllm_jax.params import init_params
-from samplers.likelihood import masked_loss
+from dllm_jax.params.specs import init_params
+from samplers.likelihood.estimators import masked_loss
 from train.config import LoraPart
 from train.lora import adapter_shapes, beside
 from train.losses import Batch, Noised, diffusion_loss
@@ -68,7 +68,7 @@ def test_loss_is_the_formula(config, kind):
 
 
 def test_row_loss_is_that_of_the_likelihood():
-    """`samplers.likelihood.masked_loss` of the same masks, over the number of answer tokens."""
+    """`samplers.likelihood.estimators.masked_loss` of the same masks, over the number of answer tokens."""
     for config in (LLADA, DREAM):
         denoiser = denoiser_of(config)
         tokens = jax.random.randint(jax.random.key(0), (1, T), 0, 20)
@@ -181,6 +181,6 @@ def test_other_configs_have_a_gradient_everywhere(name):
     gradient = jax.jit(jax.grad(lambda params: diffusion_loss(Denoiser(config, params), noised, chunk=16).loss.value))(
         denoiser.params
     )
-    assert dllm_jax.transformer.param_specs(config).keys() == gradient.keys()
+    assert dllm_jax.models.transformer.param_specs(config).keys() == gradient.keys()
     for name, x in gradient.items():
         assert np.isfinite(x).all() and (np.any(x != 0) or name.endswith("k_proj.bias")), name

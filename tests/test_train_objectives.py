@@ -16,10 +16,10 @@ import train
 from dllm_jax import DllmError
 from train.__main__ import main
 from train.config import LoraPart, TrainConfig
+from train.logs import step_flops
 from train.losses import Noised
 from train.objectives import OBJECTIVES
 from train.objectives.base import CrossEntropy, Passes
-from train.report import step_flops
 from train.settings import to_json
 
 ROOM = Path(train.__path__[0])

@@ -14,14 +14,14 @@ from train_toys import LLADA, settings
 import dllm_jax
 from dllm_jax import Denoiser
 from dllm_jax.config import Experts
-from dllm_jax.params import cast_for_training, init_params
-from dllm_jax.transformer import param_specs
+from dllm_jax.models.transformer import param_specs
+from dllm_jax.params.specs import cast_for_training, init_params
 from train.losses import Batch
 from train.objectives import OBJECTIVES
 from train.rollout import Rollout
 from train.settings import build
 from train.step import Placement, Stepper, training_mesh
-from train.trained import WholeModel
+from train.trainable import WholeModel
 
 ROWS, LENGTH, PROMPT = 16, 512, 32
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}

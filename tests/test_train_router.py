@@ -11,10 +11,10 @@ from train_toys import LLADA, model_fields, run_config
 import train
 from dllm_jax import Denoiser, DllmError, published
 from dllm_jax.config import Experts
-from dllm_jax.denoiser import block_causal
-from dllm_jax.layers import rope_angles
-from dllm_jax.params import init_params
-from dllm_jax.transformer import MoE, bind
+from dllm_jax.models.denoiser import block_causal
+from dllm_jax.models.layers import rope_angles
+from dllm_jax.models.transformer import MoE, bind
+from dllm_jax.params.specs import init_params
 from train.config import LoraPart, RouterPart
 from train.lora import adapter_shapes, beside
 from train.losses import Batch, Noised, router_losses

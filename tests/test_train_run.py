@@ -24,17 +24,17 @@ import train
 from benchmarks import hlo
 from dllm_jax import Denoiser, DllmError
 from dllm_jax.config import Experts
-from dllm_jax.kernels import product
-from dllm_jax.low_rank import LowRankKernel
-from dllm_jax.params import init_params
-from dllm_jax.sharding import param_shardings
+from dllm_jax.parallel.sharding import param_shardings
+from dllm_jax.params.low_rank import LowRankKernel
+from dllm_jax.params.products import product
+from dllm_jax.params.specs import init_params
 from samplers import generate
 from train.__main__ import main
 from train.config import LoraPart
 from train.data import Rows
-from train.folder import RunFolder, States, flat
 from train.lora import adapter_shapes, beside
 from train.optimizer import decayed, learning_rate, make_optimizer, update_average
+from train.run_dir import RunFolder, States, flat
 from train.setup import prepare
 from train.step import Placement, Stepper, training_mesh
 from train.trainer import device_batch
@@ -355,7 +355,7 @@ def test_the_result_is_what_was_asked_for_last_and_written_by_one_process(tmp_pa
     """A run that has ended writes other weights, and more steps', where they are wanted; and holds its folder then."""
     out = tmp_path / "run"
     of = lambda **changes: run_config(out, **{"steps": 4, "optimizer__ema": 0.5, **changes})
-    original, writes = train.trained.WholeModel.write, []
+    original, writes = train.trainable.WholeModel.write, []
 
     def write(self, *arguments, **options):
         with pytest.raises(DllmError, match="another process trains in"), RunFolder(of()).begin():
@@ -363,7 +363,7 @@ def test_the_result_is_what_was_asked_for_last_and_written_by_one_process(tmp_pa
         writes.append(options["steps"])
         original(self, *arguments, **options)
 
-    monkeypatch.setattr(train.trained.WholeModel, "write", write)
+    monkeypatch.setattr(train.trainable.WholeModel, "write", write)
     model = lambda config: dllm_jax.load(train.train(config).folder).params["lm_head.kernel"]
     raw, average = model(of()), model(of(checkpoint__weights="ema"))
     state = latest_state(out)

@@ -19,8 +19,8 @@ from train_toys import LLADA, Listed, Reverse, dllm_jax_example, model_fields, o
 import dllm_jax
 import train
 from dllm_jax import Denoiser, DllmError
-from dllm_jax.params import init_params
-from dllm_jax.tokenizer import encode_text, load_tokenizer
+from dllm_jax.params.specs import init_params
+from dllm_jax.text.tokenizer import encode_text, load_tokenizer
 from train.config import DataPart
 from train.data import Rows, Setup, cache, checks
 from train.data.checks import checked
@@ -251,9 +251,9 @@ def test_what_the_template_writes_behind_a_message_is_learned(name, tmp_path):
     assert shown(setup, example) == wanted
     # Each turn by itself: the prompt is what sampling asks for, and nothing comes behind.
     first, second = tokens_of(jsonl(setup, path=path, turns="each"))
-    assert first[0] == dllm_jax.tokenizer.encode_chat(setup.tokenizer, TALK[:1])
+    assert first[0] == dllm_jax.text.tokenizer.encode_chat(setup.tokenizer, TALK[:1])
     stripped = [{**message, "content": message["content"].strip()} for message in TALK[:3]]
-    assert second[0] == dllm_jax.tokenizer.encode_chat(setup.tokenizer, stripped)
+    assert second[0] == dllm_jax.text.tokenizer.encode_chat(setup.tokenizer, stripped)
     assert first[2] is None and second[2] is None
     assert tokens_of(jsonl(setup, path=path, turns="last")) == [second]
     assert (second[0] + second[1])[len(second[0]) :] == [*example.prompt_ids, *example.answer_ids][len(second[0]) :]

@@ -22,20 +22,21 @@ from train_toys import LLADA, Finite, Listed, Reverse, dllm_jax_example, model_f
 import dllm_jax
 import evals
 import train
-from dllm_jax import Denoiser, DllmError, checkpoint, random_model
+from dllm_jax import Denoiser, DllmError, random_model
+from dllm_jax.checkpoints import checkpoint
 from evals.tasks import make_task
 from samplers import generate
 from train.__main__ import main
 from train.curves import joined
 from train.data.heldout import some, split
-from train.folder import LOOKED
+from train.device_peaks import data_sheet
+from train.evaluation import HeldOut
 from train.objectives import OBJECTIVES
-from train.peaks import data_sheet
+from train.run_dir import LOOKED
 from train.settings import build
 from train.setup import prepare
 from train.step import training_mesh
 from train.trainer import placement_of
-from train.watch import HeldOut
 
 ROOT = Path(__file__).parents[1]
 WATCHED = {"data__source": "train_toys:finite", "data__heldout": 0.3, "optimizer__ema": 0.9}
@@ -433,10 +434,10 @@ def test_utilisation_is_of_the_data_sheet_where_there_is_one(tmp_path, monkeypat
         is data_sheet("NVIDIA A1000", "float32")
         is None
     )
-    monkeypatch.setattr("train.report.data_sheet", lambda kind, dtype: 1e12)
-    monkeypatch.setattr("train.report.matmul_rate", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr("train.logs.data_sheet", lambda kind, dtype: 1e12)
+    monkeypatch.setattr("train.logs.matmul_rate", lambda *_: pytest.fail("measured"))
     train.train(config := run_config(tmp_path / "run", steps=2, log__mfu=True, compute__mesh={"data": 2}))
     (line,) = lines(tmp_path / "run")
-    flops = 2 * train.report.step_flops(config, prepare(config).model, 12)
+    flops = 2 * train.logs.step_flops(config, prepare(config).model, 12)
     np.testing.assert_allclose(line["mfu"], flops / line["seconds"] / 2e12, rtol=1e-4)
     assert re.fullmatch(r"2 TFLOP/s of 2 x \S+, float32, data sheet", line["mfu_of"])

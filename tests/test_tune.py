@@ -13,11 +13,12 @@ from test_evals_tasks import config_for
 
 import evals
 from convert import embedded
-from dllm_jax import DllmError, checkpoint, random_model
+from dllm_jax import DllmError, random_model
+from dllm_jax.checkpoints import checkpoint
 from evals import __main__ as cli
-from evals import flags, paired, tune
+from evals import flags, paired_test, tune
 from evals.models import Models
-from evals.paired import Pairs
+from evals.paired_test import Pairs
 from evals.sampler import parse_sampler, read_grid
 from evals.tasks import make_task
 
@@ -34,53 +35,55 @@ def test_pairs_are_counted():
 def test_wealth_is_the_product_over_problems_whatever_their_order():
     reference, candidate, share, bets = [1, 1, 0, 1, 0], [1, 0, 1, 1, 0], 0.9, (0.5, 0.25)
     wealths = [np.prod([1 + bet * (c - share * r) for r, c in zip(reference, candidate, strict=True)]) for bet in bets]
-    found = paired.log_wealth(Pairs.of(reference, candidate), share, bets)
+    found = paired_test.log_wealth(Pairs.of(reference, candidate), share, bets)
     assert found == pytest.approx(math.log(np.mean(wealths)))
-    assert paired.needed(0.95) == pytest.approx(math.log(20))
+    assert paired_test.needed(0.95) == pytest.approx(math.log(20))
 
 
 def test_the_bet_lets_as_many_problems_be_lost_as_can_be():
-    evidence = paired.needed(0.95)
-    assert paired.best_bet(Pairs(500, 0, 0, 0), 0.99, 305, evidence) == 0.99
-    may = lambda bet, lost: paired.log_wealth(Pairs(2000 - lost, lost, 0, 0), 0.99, [bet]) >= evidence
-    best = paired.best_bet(Pairs(95, 5, 0, 0), 0.99, 2000, evidence)
+    evidence = paired_test.needed(0.95)
+    assert paired_test.best_bet(Pairs(500, 0, 0, 0), 0.99, 305, evidence) == 0.99
+    may = lambda bet, lost: paired_test.log_wealth(Pairs(2000 - lost, lost, 0, 0), 0.99, [bet]) >= evidence
+    best = paired_test.best_bet(Pairs(95, 5, 0, 0), 0.99, 2000, evidence)
     assert may(best, 10) and not any(may(percent / 100, 11) for percent in range(1, 100))
 
 
 def test_bounds_without_a_loss_and_with_many():
-    enough, too_few = (paired.at_least(Pairs(n, 0, 0, 0), 0.95, [0.99]) for n in (305, 304))
+    enough, too_few = (paired_test.at_least(Pairs(n, 0, 0, 0), 0.95, [0.99]) for n in (305, 304))
     assert enough >= 0.99 > too_few
-    assert paired.at_most(Pairs(305, 0, 0, 0), 0.95) == 1.0
+    assert paired_test.at_most(Pairs(305, 0, 0, 0), 0.95) == 1.0
     lossy = Pairs(900, 60, 10, 30)
-    assert paired.at_least(lossy, 0.95) < lossy.kept < paired.at_most(lossy, 0.95) < 0.99
-    assert paired.at_least(Pairs(0, 20, 0, 0), 0.95) == 0.0 and paired.at_most(Pairs(0, 200, 0, 0), 0.95) < 0.05
-    assert paired.at_least(Pairs(500, 0, 100, 0), 0.95) == 1.0
-    narrower = [paired.at_least(Pairs(95 * n, 2 * n, n, 2 * n), 0.95) for n in (1, 10, 100)]
+    assert paired_test.at_least(lossy, 0.95) < lossy.kept < paired_test.at_most(lossy, 0.95) < 0.99
+    assert (
+        paired_test.at_least(Pairs(0, 20, 0, 0), 0.95) == 0.0 and paired_test.at_most(Pairs(0, 200, 0, 0), 0.95) < 0.05
+    )
+    assert paired_test.at_least(Pairs(500, 0, 100, 0), 0.95) == 1.0
+    narrower = [paired_test.at_least(Pairs(95 * n, 2 * n, n, 2 * n), 0.95) for n in (1, 10, 100)]
     assert narrower == sorted(narrower) and narrower[-1] < 96 / 97
 
 
 @pytest.mark.parametrize("solves, gained, share", [(1.0, 0.0, 0.95), (0.9, 0.02, 0.98), (0.5, 0.15, 0.9)])
 def test_bounds_hold_as_often_as_they_say_with_a_look_after_every_step(solves, gained, share):
-    rng, looks, confidence, enough = np.random.default_rng(0), 4, 0.9, paired.needed(0.9)
+    rng, looks, confidence, enough = np.random.default_rng(0), 4, 0.9, paired_test.needed(0.9)
     lost = (1 - share) * solves + gained  # so that exactly this share is kept
     chances = [solves - lost, lost, gained, 1 - solves - gained]
     above = below = proven = 0
     for _ in range(runs := 200):
         parts = rng.multinomial(100, chances, size=looks).cumsum(axis=0)
         seen = [Pairs(*map(int, part)) for part in parts]
-        above += any(paired.log_wealth(pairs, share) >= enough for pairs in seen)
-        below += any(paired.log_wealth(pairs, share, [-0.9, -0.1]) >= enough for pairs in seen)
-        bet = paired.best_bet(Pairs(*map(int, 100 * np.asarray(chances))), share, 400, enough)
-        proven += any(paired.log_wealth(pairs, share, [bet]) >= enough for pairs in seen)
+        above += any(paired_test.log_wealth(pairs, share) >= enough for pairs in seen)
+        below += any(paired_test.log_wealth(pairs, share, [-0.9, -0.1]) >= enough for pairs in seen)
+        bet = paired_test.best_bet(Pairs(*map(int, 100 * np.asarray(chances))), share, 400, enough)
+        proven += any(paired_test.log_wealth(pairs, share, [bet]) >= enough for pairs in seen)
     assert max(above, below, proven) <= runs * (1 - confidence)
 
 
 def test_a_good_candidate_is_proven():
     rng, proven = np.random.default_rng(0), 0
     for _ in range(runs := 200):
-        bet = paired.best_bet(Pairs(985, 3, 2, 10), 0.99, 2000, paired.needed(0.95))
+        bet = paired_test.best_bet(Pairs(985, 3, 2, 10), 0.99, 2000, paired_test.needed(0.95))
         pairs = Pairs(*map(int, rng.multinomial(2000, [0.985, 0.003, 0.002, 0.01])))
-        proven += paired.log_wealth(pairs, 0.99, [bet]) >= paired.needed(0.95)
+        proven += paired_test.log_wealth(pairs, 0.99, [bet]) >= paired_test.needed(0.95)
     assert proven > 0.9 * runs
 
 

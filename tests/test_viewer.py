@@ -21,12 +21,13 @@ import samplers
 from dllm_jax import DllmError
 from evals import __main__ as evals_cli
 from samplers import __main__ as cli
-from samplers import compare, generate, outputs, record, show
-from samplers.answers import Generation, Moment, Trace
-from samplers.live import watch
-from samplers.spelling import END
-from samplers.viewer import View, colours, picture, view
-from samplers.viewer.story import EDITED, GIVEN, REOPENED, SPELLED, UNWRITTEN, WRITTEN, cells_at, story_of
+from samplers import compare, generate, record, show
+from samplers.cli import outputs
+from samplers.generation import Generation, Moment, Trace
+from samplers.text.display import END
+from samplers.viewer import View, colors, picture, view
+from samplers.viewer.terminal import watch
+from samplers.viewer.timeline import EDITED, GIVEN, REOPENED, SPELLED, UNWRITTEN, WRITTEN, cells_at, story_of
 
 PROMPT = "Q: Tom has 12 books. Tom buys 23.\nA: "
 OTHER = "Q: Ann has 40 pens. Ann buys 17.\nA: "
@@ -250,19 +251,19 @@ def test_samplers_of_one_name_are_told_apart(answer, whole):
 
 
 def test_the_scale_rises_in_lightness_and_reads_well():
-    light = [colours.luminance(found.ground) for found in colours.SCALE]
+    light = [colors.luminance(found.ground) for found in colors.SCALE]
     assert light == sorted(set(light)) and light[0] < 0.05 and light[-1] > 0.7
-    assert min(colours.contrast(*found) for found in colours.SCALE) >= 4.5
+    assert min(colors.contrast(*found) for found in colors.SCALE) >= 4.5
     for name in ("ink", "dim"):
         for ground in ("paper", "card"):
             for mode in (0, 1):
-                assert colours.contrast(paper(name)[mode], paper(ground)[mode]) >= 4.5, (name, ground, mode)
-    assert all(colours.contrast(a, b) >= 4.5 for a, b in zip(paper("fresh"), paper("fresh-ink"), strict=True))
+                assert colors.contrast(paper(name)[mode], paper(ground)[mode]) >= 4.5, (name, ground, mode)
+    assert all(colors.contrast(a, b) >= 4.5 for a, b in zip(paper("fresh"), paper("fresh-ink"), strict=True))
 
 
 def paper(name):
     """A colour of pages in light and dark."""
-    found = re.search(rf"--{name}: light-dark\((#\w+), (#\w+)\)", colours.PAPER)
+    found = re.search(rf"--{name}: light-dark\((#\w+), (#\w+)\)", colors.PAPER)
     return [tuple(bytes.fromhex(hexed[1:])) for hexed in found.groups()]
 
 
@@ -283,7 +284,7 @@ REAL_PRINT = Console.print
 def test_on_a_terminal_tokens_have_the_colour_of_their_forward(whole):
     out = printed(show(whole), width=100, color_system="truecolor")
     assert f"NFE {whole.full_forwards} full" in out and story_of(whole).speed in out
-    grounds = {";".join(map(str, found.ground)) for found in colours.SCALE}
+    grounds = {";".join(map(str, found.ground)) for found in colors.SCALE}
     seen = set(re.findall(r"48;2;(\d+;\d+;\d+)m", out.rpartition("forward 1")[0]))
     assert seen <= grounds and len(seen) == len(set(whole.decoded_at) - {-1})
     assert f"{whole.nfe}" in out.rpartition("forward 1")[2]
@@ -557,7 +558,7 @@ def test_a_browser_tells_of_tokens_and_plays(whole, browser, tmp_path):
     browser.run("window.by = document.querySelector('select'); by.value = 'confidence'")
     browser.run("by.dispatchEvent(new Event('change'))")
     share = cells_at(story_of(whole), whole.nfe)[0].confidence
-    wanted = "rgb({}, {}, {})".format(*colours.colour_at(round(share, 3)).ground)
+    wanted = "rgb({}, {}, {})".format(*colors.colour_at(round(share, 3)).ground)
     assert browser.run(ground) == wanted and by_forward.startswith("rgb(")
     browser.run(f"({KEY})('End', document.querySelector('button'))")
     for _ in range(2):

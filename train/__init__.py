@@ -8,16 +8,16 @@ model.
     model = dllm_jax.load(outcome.folder)
 
 See `train.config` for the settings, `train.objectives` for the losses and their own settings, `train.data` for the data
-(`evals.trajectories` makes such of a model's own), `train.trained` for what can be trained, and `train.folder` for what
-a run leaves behind.
+(`evals.trajectories` makes such of a model's own), `train.trainable` for what can be trained, and `train.run_dir` for
+what a run writes.
 """
 
 from train.config import TrainConfig
 from train.lora import load_adapters, merge, with_adapters
 from train.losses import Batch, Noised, diffusion_loss
+from train.multihost_stop import Interrupted
 from train.objectives import read_config
 from train.objectives.masked_diffusion import corrupt
-from train.together import Interrupted
 from train.trainer import Outcome, train, write_weights
 
 __all__ = [

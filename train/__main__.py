@@ -10,16 +10,16 @@ from typing import Any
 
 import jax
 
-from dllm_jax import hosts
+from dllm_jax.cli.command import Parser, keep_programs
 from dllm_jax.errors import DllmError
-from dllm_jax.tools.command import Parser, keep_programs
+from dllm_jax.parallel import multihost
 from train.curves import FORMATS, USUAL, plot
-from train.folder import read_settings
-from train.listing import listing
 from train.lora import merge
+from train.multihost_stop import INTERRUPTED, MISTAKE, Interrupted
 from train.objectives import OBJECTIVES, read_config
+from train.run_dir import read_settings
 from train.settings import build
-from train.together import INTERRUPTED, MISTAKE, Interrupted
+from train.settings_help import listing
 from train.trainer import train, write_weights
 
 
@@ -51,8 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return reason.status
     except (Exception, KeyboardInterrupt) as error:
         status = _told(error)
-        if hosts.count() > 1:
-            hosts.leave(status)
+        if multihost.count() > 1:
+            multihost.leave(status)
         return status
     return 0
 
@@ -69,7 +69,7 @@ def _told(error: BaseException) -> int:
         hint = "raise optimizer.accumulate, set compute.remat or objective.chunk, or use more devices"
         print(f"error: the device ran out of memory; {hint}", file=sys.stderr)
         return MISTAKE
-    if hosts.count() == 1:
+    if multihost.count() == 1:
         raise error
     traceback.print_exception(error)
     return 1
@@ -137,10 +137,10 @@ def _add_output(command: argparse.ArgumentParser) -> None:
 
 def _train(options: argparse.Namespace) -> None:
     _join(options)
-    with hosts.agreed():
+    with multihost.agreed():
         config = read_config(options.config, options.settings, options.command)
     outcome = train(config, progress=not options.no_progress, allow_change=options.allow_change)
-    if hosts.index():
+    if multihost.index():
         return
     shown = " ".join(f"{name} {value:.6g}" for name, value in outcome.metrics.items())
     before = f" ({outcome.started} before)" if outcome.started else ""
@@ -158,7 +158,7 @@ def _join(options: argparse.Namespace) -> None:
             raise DllmError(f"--process {options.process} is not one of {options.processes} processes from 0 on")
         options.distributed = ",".join(map(str, given))
     if options.distributed is not None:
-        hosts.join(options.distributed)
+        multihost.join(options.distributed)
 
 
 def _write_model(options: argparse.Namespace) -> None:

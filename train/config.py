@@ -213,8 +213,8 @@ class LogPart:
 
     Attributes:
         every: steps between lines of metrics; the host waits for the device only then.
-        mfu: report which share of the device's peak training uses: of its data sheet's, or where `train.peaks` has
-            none, of the rate of matrix products that is measured at the start.
+        mfu: report which share of the device's peak training uses: of its data sheet's, or where `train.device_peaks`
+            has none, of the rate of matrix products that is measured at the start.
         to: where metrics and generations are told besides the run's files: "tensorboard", "wandb".
     """
 
@@ -244,7 +244,7 @@ class WatchPart:
         sampler: that prompts and problems are answered by, such as "threshold:threshold=0.9,cache=dual". By default
             prompts by what the trained model's generation.json says, and problems by "threshold" without a cache; a
             causal model's by "leftright", and with an indicator that is trained by "ni".
-        scorer: "module:name" of what makes the task's `train.watch.Scorer`.
+        scorer: "module:name" of what makes the task's `train.evaluation.Scorer`.
     """
 
     every: int = 0

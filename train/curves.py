@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dllm_jax import stores
-from dllm_jax.checkpoint import folder_path, write_error
+from dllm_jax.checkpoints import buckets
+from dllm_jax.checkpoints.checkpoint import folder_path, write_error
 from dllm_jax.errors import DllmError
-from train.folder import LOOKED, METRICS_FILE
+from train.run_dir import LOOKED, METRICS_FILE
 
 FORMATS = ("png", "svg", "pdf")
 USUAL = ("loss", "lr", "accuracy")
@@ -64,7 +64,7 @@ def read_log(run: str | Path) -> list[Line]:
     """
     path, found = folder_path(run) / METRICS_FILE, list[Line]()
     try:
-        with stores.reached(path):
+        with buckets.reached(path):
             lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DllmError(f"{run} is no training run: {path} could not be read ({error})") from None
@@ -82,7 +82,7 @@ def _is_number(value: Any) -> bool:
 
 def _names(runs: Sequence[str | Path]) -> list[str]:
     """What runs are called: without the folders that they are all in."""
-    if any(stores.is_address(run) for run in runs):
+    if any(buckets.is_address(run) for run in runs):
         return [str(run) for run in runs]
     paths = [Path(run).absolute() for run in runs]
     common = os.path.commonpath([path.parent for path in paths])

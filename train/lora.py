@@ -2,8 +2,8 @@
 
     {"layers.0.attn.q_proj.lora_a": [in, rank], "layers.0.attn.q_proj.lora_b": [rank, out]}
 
-Training keeps the product apart from the weights (`beside`), as `dllm_jax.low_rank` says why; `with_adapters` and
-`merge` add it, which computes the same.
+Training keeps the product apart from the weights (`beside`), for reasons in `dllm_jax.params.low_rank`; `with_adapters`
+and `merge` add it, which computes the same.
 """
 
 import fnmatch
@@ -21,12 +21,12 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from convert import adapters as hub
 from convert.adapters import KERNEL, A, B, added
-from dllm_jax import checkpoint
+from dllm_jax.checkpoints import checkpoint
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
-from dllm_jax.low_rank import LowRankKernel
-from dllm_jax.tokenizer import TOKENIZER_FILES
-from dllm_jax.transformer import param_specs
+from dllm_jax.models.transformer import param_specs
+from dllm_jax.params.low_rank import LowRankKernel
+from dllm_jax.text.tokenizer import TOKENIZER_FILES
 from train.config import LoraPart
 
 TARGETS: Mapping[str, str] = types.MappingProxyType(

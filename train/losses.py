@@ -12,12 +12,12 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dllm_jax.denoiser import Denoiser
-from dllm_jax.kernels import narrowed
-from dllm_jax.kv_cache import KVCache
-from dllm_jax.moe import Routing
-from dllm_jax.sharding import ShardingRules
-from dllm_jax.transformer import ParamSpec, RematPolicy, param_specs
+from dllm_jax.models.denoiser import Denoiser
+from dllm_jax.models.kv_cache import KVCache
+from dllm_jax.models.moe import Routing
+from dllm_jax.models.transformer import ParamSpec, RematPolicy, param_specs
+from dllm_jax.parallel.sharding import ShardingRules
+from dllm_jax.params.products import narrowed
 
 Metrics = dict[str, jax.Array]
 

@@ -19,14 +19,14 @@ from jax.sharding import NamedSharding
 
 from dllm_jax import Denoiser, Model
 from dllm_jax.errors import DllmError
-from samplers.block import BlockSampler
-from samplers.build import parse_sampler, refuse_twice
-from samplers.engine import Result, broken
-from samplers.prompts import given_canvas, led_prompt
-from samplers.requests import Engine, Request
-from samplers.trajectory import step_numbers
+from samplers.config.factory import parse_sampler, refuse_twice
+from samplers.engine.engine import Engine, Request
+from samplers.loops.block import BlockSampler
+from samplers.sampler import Result, broken
+from samplers.text.prompts import given_canvas, led_prompt
 from train.config import Range
 from train.data import ExampleLike, Rows, in_words
+from train.trajectory import step_numbers
 
 Reward = Literal["correct", "partial"]
 Advantage = Literal["grpo", "dr-grpo"]

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dllm_jax import checkpoint
+from dllm_jax.checkpoints import checkpoint
+from dllm_jax.checkpoints.loading import Model
 from dllm_jax.config import ModelConfig, published
 from dllm_jax.errors import DllmError
-from dllm_jax.loading import Model
-from dllm_jax.sharding import Layout
-from dllm_jax.tokenizer import has_tokenizer, load_tokenizer
+from dllm_jax.parallel.sharding import Layout
+from dllm_jax.text.tokenizer import has_tokenizer, load_tokenizer
 from train.config import DataPart, ModelPart, TrainConfig
 from train.data import SOURCES, Rows, Setup, Source, in_words, made_by, size, source_of
 from train.data.checks import Faults, checked, scans_all

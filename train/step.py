@@ -12,16 +12,23 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dllm_jax.config import ModelConfig
-from dllm_jax.denoiser import Denoiser
-from dllm_jax.params import cast_for_training
+from dllm_jax.models.denoiser import Denoiser
+from dllm_jax.models.transformer import RematPolicy
+from dllm_jax.parallel.sharding import (
+    Layout,
+    ShardingRules,
+    batch_parts,
+    batch_sharding,
+    mesh_for_batch,
+    param_shardings,
+)
+from dllm_jax.params.specs import cast_for_training
 from dllm_jax.pytree import pytree
-from dllm_jax.sharding import Layout, ShardingRules, batch_parts, batch_sharding, mesh_for_batch, param_shardings
-from dllm_jax.transformer import RematPolicy
 from train.config import TrainConfig
 from train.losses import Batch, Means, Metrics, mean_values
 from train.objectives import objective_of
 from train.optimizer import make_optimizer, update_average
-from train.trained import Kernels, Params
+from train.trainable import Kernels, Params
 
 _TABLE = "embed.embedding"
 _DROPOUT = 2**31 - 1  # told from the numbers that objectives fold into the same key
@@ -41,7 +48,7 @@ class TrainState:
 
     Attributes:
         step: scalar int32, steps done.
-        trained: flat name -> float32 master weights that the optimiser changes, see `train.trained`.
+        trained: flat name -> float32 master weights that the optimiser changes, see `train.trainable`.
         optimizer: optax's state.
         average: moving average of `trained`, or None.
     """
@@ -144,7 +151,7 @@ class Stepper:
         """One optimiser step.
 
         Args:
-            frozen: the parameters that stay as they are, see `train.trained`.
+            frozen: the parameters that stay as they are, see `train.trainable`.
             batch: [accumulate, rows, ...].
             key: of the run; the noise of a step depends on it and on the step's number alone.
 

@@ -15,21 +15,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dllm_jax import checkpoint, hosts
+from dllm_jax.checkpoints import checkpoint
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
+from dllm_jax.parallel import multihost
 from train.batches import device_batch
 from train.config import TrainConfig
 from train.data import Ahead
 from train.data.fingerprint import fingerprint
-from train.folder import DROPPED_FILE, STATE_FOLDER, RunFolder, States
+from train.evaluation import Watch
+from train.logs import Reporter, on_host
+from train.multihost_stop import Interrupted, stop_requests, watched
 from train.objectives import objective_of
 from train.optimizer import learning_rate
-from train.report import Reporter, on_host
+from train.run_dir import DROPPED_FILE, STATE_FOLDER, RunFolder, States
 from train.setup import Parts, outline, prepare
 from train.step import Placement, Stepper, TrainState, training_mesh
-from train.together import Interrupted, stop_requests, watched
-from train.watch import Watch
 from train.writers import check_writers
 
 # Times that the weights' norm may grow from one state to the next; rates that train never come near.
@@ -66,7 +67,7 @@ def train(config: TrainConfig, *, progress: bool = False, allow_change: Collecti
             explode, and when most steps were skipped; the last good state is kept.
         Interrupted: after SIGINT or SIGTERM, in all processes after the same step.
     """
-    with hosts.agreed():
+    with multihost.agreed():
         check_writers(config.log.to)
         parts, mesh = prepare(config), training_mesh(config)
         folder = RunFolder(config, allow_change)
@@ -88,7 +89,7 @@ def train(config: TrainConfig, *, progress: bool = False, allow_change: Collecti
             raise DllmError(f"the run in {config.out} has done {started} steps; set steps to {started} or more")
         notes = {"position": 0}
         if started:
-            with hosts.agreed():
+            with multihost.agreed():
                 notes |= states.notes(started)
                 folder.compare_data(data)
                 run.check_start(started, notes["position"], folder)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from dllm_jax.errors import DllmError
 from train.config import TrainConfig, WriterName
-from train.folder import WANDB_FILE
+from train.run_dir import WANDB_FILE
 
 # Each is installed by an extra of the writer's name.
 _PACKAGES: Mapping[WriterName, str] = types.MappingProxyType({"tensorboard": "tensorboardX", "wandb": "wandb"})
@@ -30,7 +30,7 @@ class Writer(Protocol):
         ...
 
     def answers(self, step: int, generations: Sequence[Mapping[str, Any]]) -> None:
-        """Takes what was generated at a look, see `train.report.Look`."""
+        """Takes what was generated at a look, see `train.logs.Look`."""
         ...
 
     def close(self) -> None:

@@ -13,8 +13,9 @@ from convert.hub_config import copied_files
 from convert.safetensors_reader import SINGLE_FILE
 from convert.source import sha256
 from convert.to_jax import convert
-from dllm_jax import Model, checkpoint
+from dllm_jax import Model
 from dllm_jax import load as load_checkpoint
+from dllm_jax.checkpoints import checkpoint
 from dllm_jax.errors import DllmError
 
 _HERE = Path(__file__).parent
@@ -41,7 +42,7 @@ def install(name: str, folder: str | Path | None = None) -> Path:
     """Converts a model, unless that was done before, and returns the converted checkpoint.
 
     Args:
-        folder: where to; by default the name under `dllm_jax.checkpoint.home()`, where models are found by name.
+        folder: where to; by default the name under `dllm_jax.checkpoints.checkpoint.home()`, where models are found.
 
     Raises:
         DllmError: for an unknown name, and when the folder holds something else or cannot be written.

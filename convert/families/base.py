@@ -13,7 +13,7 @@ from convert.safetensors_reader import TensorEntry
 from convert.tensors import FLOAT_DTYPES, Index, Piece, same_bits
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
-from dllm_jax.params import abstract_params
+from dllm_jax.params.specs import abstract_params
 
 PART = "/"  # between a tensor's name and that of its part
 HEAD = "lm_head.kernel"

@@ -5,7 +5,7 @@ python -m evals.harness --model dllm_jax --model_args pretrained=DIR,preset=llad
 
 import sys
 
-from dllm_jax.tools.command import run_printing
+from dllm_jax.cli.command import run_printing
 
 
 def main() -> int:

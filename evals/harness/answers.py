@@ -16,10 +16,10 @@ from typing import Any
 
 import dllm_jax
 from dllm_jax import DllmError, Model
-from dllm_jax.quantized import told_dtype
+from dllm_jax.params.quantized import told_dtype
 from evals import files
 from evals.presets import Preset
-from samplers.outputs import Output, Share, part_of
+from samplers.cli.outputs import Output, Share, part_of
 
 _ENDS = 2**16  # bytes of a file's beginning and of its end that are looked at
 

@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.table import Table
 
 from dllm_jax import DllmError, Model
-from dllm_jax.tools import spec
-from dllm_jax.tools.command import console
+from dllm_jax.cli import spec
+from dllm_jax.cli.command import console
 from evals import files, presets, stderr
-from evals.counting import as_line, counting_of
 from evals.flags import add_count, add_distributed, add_model, command, models_of
 from evals.models import Models
 from evals.presets import Comparison, Preset
+from evals.token_counts import as_line, counting_of
 
 TASKS = Path(__file__).parent / "tasks"
 """Tasks that the harness lacks."""

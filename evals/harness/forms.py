@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dllm_jax import DllmError
-from dllm_jax.tokenizer import chat_text, encode_text, special_tokens
+from dllm_jax.text.tokenizer import chat_text, encode_text, special_tokens
 from evals.presets import Preset
 
 if TYPE_CHECKING:

@@ -23,26 +23,26 @@ from tqdm import tqdm
 
 import dllm_jax
 from dllm_jax import DllmError, Model
-from dllm_jax.quantized import told_dtype
-from dllm_jax.sharding import parse_mesh
-from dllm_jax.tokenizer import encode_text, special_tokens, token_bytes
+from dllm_jax.parallel.sharding import parse_mesh
+from dllm_jax.params.quantized import told_dtype
+from dllm_jax.text.tokenizer import encode_text, special_tokens, token_bytes
 from evals import presets, stderr
-from evals.counting import Answered, count, counting_of, cut
+from evals.distributed import ALONE, Processes
 from evals.harness import forms
 from evals.harness.answers import Answers, digest, settings_of
 from evals.models import Models
 from evals.presets import Preset
-from evals.processes import ALONE, Processes
-from samplers.apd_loop import DraftResult
-from samplers.build import CanvasSampler, defaults_of, parse_sampler
+from evals.token_counts import Answered, count, counting_of, cut
 from samplers.checks import check_length, check_whole
-from samplers.prompts import check_lengths, encode_prompt
-from samplers.registry import PLAIN, settle
-from samplers.requests import MOST_STOPS, Request
-from samplers.running import Runner, slots_for
-from samplers.scoring import score_each
-from samplers.telling import device_of
-from samplers.text import text_of
+from samplers.cli.report import device_of
+from samplers.config.factory import CanvasSampler, defaults_of, parse_sampler
+from samplers.config.registry import PLAIN, settle
+from samplers.engine.engine import MOST_STOPS, Request
+from samplers.engine.runner import Runner, slots_for
+from samplers.likelihood.scoring import score_each
+from samplers.loops.left_to_right import DraftResult
+from samplers.text.decode import text_of
+from samplers.text.prompts import check_lengths, encode_prompt
 
 try:
     from lm_eval.api.instance import Instance
@@ -190,7 +190,7 @@ class DllmLM(LM):
         """A conversation as text; without `add_generation_prompt` it ends right behind the assistant's last message.
 
         Raises:
-            DllmError: for another form than the preset's, and as `dllm_jax.tokenizer.chat_text`.
+            DllmError: for another form than the preset's, and as `dllm_jax.text.tokenizer.chat_text`.
         """
         self._templated = True
         return forms.rendered(self.tokenizer, self.preset, chat_history, continued=not add_generation_prompt)

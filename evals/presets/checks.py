@@ -11,10 +11,10 @@ from convert.published import HUB
 from dllm_jax import Model
 from dllm_jax.config import PUBLISHED, ModelConfig
 from dllm_jax.errors import DllmError
+from dllm_jax.indicator import Indicator, IndicatorConfig
 from evals.presets.preset import Preset
-from samplers.apd_verifier import Verifier
-from samplers.indicator import Indicator, IndicatorConfig
-from samplers.registry import PLAIN, options_of, settle
+from samplers.config.registry import PLAIN, options_of, settle
+from samplers.loops.verifier import Verifier
 
 TASKS_FOLDER = Path(__file__).parents[1] / "harness" / "tasks"
 """Our own tasks."""

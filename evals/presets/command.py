@@ -10,8 +10,8 @@ from rich import box
 from rich.table import Column, Table
 from rich.text import Text
 
+from dllm_jax.cli.command import console
 from dllm_jax.errors import DllmError
-from dllm_jax.tools.command import console
 from evals import files
 from evals.presets import find
 from evals.presets.checks import check

@@ -7,12 +7,12 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from dllm_jax.cli import spec
 from dllm_jax.errors import DllmError
-from dllm_jax.tools import spec
-from samplers.build import SamplerSpec, parse_sampler, typed
-from samplers.registry import PLAIN, Settings, called, fields_of, kinds_of, options_of, settle
-from samplers.scoring import Estimator
-from samplers.smoothing import Smoothing
+from samplers.config.factory import SamplerSpec, parse_sampler, typed
+from samplers.config.registry import PLAIN, Settings, called, fields_of, kinds_of, options_of, settle
+from samplers.likelihood.scoring import Estimator
+from samplers.tokens.smoothing import Smoothing
 
 Form = Literal["raw", "chat0", "chat1", "chatN"]
 Kind = Literal["generate", "likelihood"]
@@ -67,7 +67,7 @@ class Preset:
         system: the system message of a chat; None is the template's own.
         limit: the first so many problems (of each subtask) are asked; None asks all.
         kind: whether answers are generated, or given ones scored.
-        sampler: what generates, as a spec (`samplers.build`): without a cache and in one block but for what it says.
+        sampler: what generates, as a spec (`samplers.config.factory`); unless it says otherwise, no cache and one block.
         max_prompt: longest prompt in tokens, cut on the left; None is what the model's context leaves.
         until: whether answers are cut at the task's stop strings; they always are at an end token.
         samples: masked copies that a likelihood is estimated from; mc_batch: of them in one stratified batch.

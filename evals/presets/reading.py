@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dllm_jax.cli import spec
 from dllm_jax.errors import DllmError
-from dllm_jax.tools import spec
 from evals.presets.preset import Preset
-from samplers.build import typed
+from samplers.config.factory import typed
 from train.settings import build
 
 FOLDER = Path(__file__).parent

@@ -6,8 +6,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
+from dllm_jax.cli import spec
 from dllm_jax.errors import DllmError
-from dllm_jax.tools import spec
 from evals.tasks.base import SPLITS, DrawnTask, Draws, Example, Source, Task, Verdict, split_of
 from evals.tasks.maze import Mazes
 from evals.tasks.sudoku import Sudoku

@@ -18,8 +18,8 @@ from typing import Any, ClassVar, Self, TypeVar
 import numpy as np
 
 from dllm_jax import Model
+from dllm_jax.cli import spec
 from dllm_jax.errors import DllmError
-from dllm_jax.tools import spec
 from evals.tokens import Vocabulary
 
 T = TypeVar("T")

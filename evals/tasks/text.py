@@ -21,14 +21,14 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from dllm_jax import Model
+from dllm_jax.cli import spec
 from dllm_jax.errors import DllmError
-from dllm_jax.tokenizer import check_messages
-from dllm_jax.tools import spec
-from evals.counting import cut
+from dllm_jax.text.tokenizer import check_messages
 from evals.tasks.base import SPLITS, Example, Ids, Source, Task, Verdict, check_index, check_split
+from evals.token_counts import cut
 from samplers.checks import check_length
-from samplers.lines import LineFile, prompt_of
-from samplers.prompts import encode_prompt
+from samplers.cli.lines import LineFile, prompt_of
+from samplers.text.prompts import encode_prompt
 
 Score = Callable[[str, tuple[str, ...]], bool]
 """Whether an answer's text is right, given the targets."""

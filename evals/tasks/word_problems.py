@@ -18,7 +18,7 @@ import numpy as np
 
 from dllm_jax import Model
 from dllm_jax.errors import DllmError
-from dllm_jax.tokenizer import encode_text, load_tokenizer
+from dllm_jax.text.tokenizer import encode_text, load_tokenizer
 from evals import tokens
 from evals.tasks.base import DrawnTask, Draws, Example, Ids, Verdict, draw_of_split, draws_for
 from evals.tokens import Vocabulary

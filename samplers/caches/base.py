@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dllm_jax.denoiser import DenoiserLike, Span
-from dllm_jax.kv_cache import put_rows, take_rows, write_rows
+from dllm_jax.models.denoiser import DenoiserLike, Span
+from dllm_jax.models.kv_cache import put_rows, take_rows, write_rows
 from dllm_jax.pytree import pytree, vary_like
 from samplers.checks import check_whole
 

@@ -1,6 +1,6 @@
 """Dual cache: only the active block is run; everything before and after it is read from the buffers."""
 
-from dllm_jax.denoiser import DenoiserLike
+from dllm_jax.models.denoiser import DenoiserLike
 from dllm_jax.pytree import pytree
 from samplers.caches.base import BlockCache, BlockCacheState, Request, Window, Windows, own_positions
 

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dllm_jax.denoiser import DenoiserLike, Span, block_length_of
 from dllm_jax.errors import DllmError
-from dllm_jax.kv_cache import slice_rows
+from dllm_jax.models.denoiser import DenoiserLike, Span, block_length_of
+from dllm_jax.models.kv_cache import slice_rows
 from dllm_jax.pytree import pytree
 from samplers.caches.base import (
     BlockCache,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from dllm_jax.denoiser import DenoiserLike
+from dllm_jax.models.denoiser import DenoiserLike
 from dllm_jax.pytree import pytree
 from samplers.caches.base import Outcome, Request, full_forward
 

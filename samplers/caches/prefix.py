@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from dllm_jax.denoiser import DenoiserLike, Span
+from dllm_jax.models.denoiser import DenoiserLike, Span
 from dllm_jax.pytree import pytree
 from samplers.caches.base import BlockCache, BlockCacheState, Request, Window, Windows
 

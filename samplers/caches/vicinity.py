@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from dllm_jax.denoiser import DenoiserLike, Span
+from dllm_jax.models.denoiser import DenoiserLike, Span
 from dllm_jax.pytree import pytree
 from samplers.caches.base import BlockCache, BlockCacheState, Request, Window, Windows
 from samplers.checks import check_whole

@@ -8,10 +8,10 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dllm_jax.denoiser import DenoiserLike
 from dllm_jax.errors import DllmError
-from samplers.noise import Noise, Purpose, gumbel
-from samplers.predictions import Predictions, Readout, Sampling, ScoreFrom, given, logprob_of, predict, readout
+from dllm_jax.models.denoiser import DenoiserLike
+from samplers.tokens.noise import Noise, Purpose, gumbel
+from samplers.tokens.predictions import Predictions, Readout, Sampling, ScoreFrom, given, logprob_of, predict, readout
 
 Number = float | jax.Array
 Proxy = Literal["confidence", "entropy", "margin"]

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 
 from dllm_jax.pytree import pytree
 from samplers.checks import check_number, check_threshold
-from samplers.predictions import Predictions
 from samplers.rules.base import BlockView, Number, Rule, not_masks, per_row
 from samplers.rules.threshold import reaching
+from samplers.tokens.predictions import Predictions
 
 
 @pytree()

@@ -11,8 +11,8 @@ from jax import lax
 from dllm_jax.errors import DllmError
 from dllm_jax.pytree import pytree
 from samplers.checks import check_choice, check_number, check_steps
-from samplers.predictions import Predictions, ScoreFrom
 from samplers.rules.base import BlockView, Rule, rank
+from samplers.tokens.predictions import Predictions, ScoreFrom
 
 Algorithm = Literal["origin", "maskgit_plus", "topk_margin", "entropy"]
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from dllm_jax.pytree import pytree
 from samplers.checks import check_choice, check_threshold, check_whole
-from samplers.predictions import Predictions
 from samplers.rules.base import BlockView, Number, Rule, rank
+from samplers.tokens.predictions import Predictions
 
 Order = Literal["confidence", "position"]
 ORDERS: tuple[Order, ...] = ("confidence", "position")

@@ -8,8 +8,8 @@ from jax import lax
 
 from dllm_jax.pytree import pytree
 from samplers.checks import check_choice, check_number
-from samplers.predictions import Predictions
 from samplers.rules.base import PROXIES, BlockView, Number, Proxy, Rule, error_of
+from samplers.tokens.predictions import Predictions
 
 
 @pytree(static=("proxy",))

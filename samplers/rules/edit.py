@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from dllm_jax.pytree import pytree
 from samplers.checks import check_number, check_threshold, check_whole
-from samplers.predictions import Predictions
 from samplers.rules.base import BlockView, Change, Number, Rule, per_row, rank
+from samplers.tokens.predictions import Predictions
 
 
 class EditState(NamedTuple):

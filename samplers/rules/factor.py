@@ -6,8 +6,8 @@ import jax
 
 from dllm_jax.pytree import pytree
 from samplers.checks import check_number
-from samplers.predictions import Predictions
 from samplers.rules.base import BlockView, Number, Rule, per_row, rank
+from samplers.tokens.predictions import Predictions
 
 
 @pytree()

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from dllm_jax.pytree import pytree
 from samplers.checks import check_threshold
-from samplers.predictions import Predictions
 from samplers.rules.base import BlockView, Number, Rule, not_masks, per_row, rank
+from samplers.tokens.predictions import Predictions
 
 
 @pytree()

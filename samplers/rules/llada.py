@@ -8,8 +8,8 @@ import numpy as np
 
 from dllm_jax.pytree import pytree
 from samplers.checks import check_choice, check_steps
-from samplers.predictions import Predictions
 from samplers.rules.base import BlockView, Rule, rank
+from samplers.tokens.predictions import Predictions
 
 
 @pytree(static=("remasking",))

@@ -5,14 +5,14 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from dllm_jax.denoiser import DenoiserLike
 from dllm_jax.errors import DllmError
+from dllm_jax.indicator import Indicator, IndicatorConfig, load_indicator
+from dllm_jax.models.denoiser import DenoiserLike
 from dllm_jax.pytree import pytree
 from samplers.checks import check_choice, check_number, check_steps, check_threshold
-from samplers.indicator import Indicator, IndicatorConfig, load_indicator
-from samplers.predictions import Predictions, ranked
 from samplers.rules.base import BlockView, Number, Rule, per_row
 from samplers.rules.llada import LLaDA
+from samplers.tokens.predictions import Predictions, ranked
 
 
 @pytree(static=("scope",))

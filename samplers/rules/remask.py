@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from dllm_jax.pytree import pytree
 from samplers.checks import check_choice, check_number, check_steps, check_threshold, check_whole
-from samplers.predictions import Predictions
 from samplers.rules.base import BlockView, Change, Number, Rule, per_row, rank
+from samplers.tokens.predictions import Predictions
 
 
 class RemaskState(NamedTuple):

@@ -7,8 +7,8 @@ import numpy as np
 
 from dllm_jax.pytree import pytree
 from samplers.checks import check_choice, check_whole
-from samplers.predictions import Predictions
 from samplers.rules.base import PROXIES, BlockView, Proxy, Rule, error_of, per_row, rank
+from samplers.tokens.predictions import Predictions
 
 
 @pytree(static=("proxy",))

@@ -12,7 +12,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dllm_jax import DllmError
-from samplers.serving.faults import Fault
+from samplers.serving.errors import Fault
 
 LOG = logging.getLogger("samplers.serving")
 

@@ -2,8 +2,8 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from samplers.requests import Request
-from samplers.serving.worker import Turn
+from samplers.engine.engine import Request
+from samplers.serving.engine_thread import Turn
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

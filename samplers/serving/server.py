@@ -9,13 +9,13 @@ from typing import Any
 import uvicorn
 
 from dllm_jax import DllmError
-from dllm_jax.tools.command import out_of_memory
-from samplers.requests import Engine
-from samplers.serving.app import make_app
+from dllm_jax.cli.command import out_of_memory
+from samplers.engine.engine import Engine
 from samplers.serving.connections import AT_A_TIME, Connections, most_connections
-from samplers.serving.faults import stopping
-from samplers.serving.guard import Guard, hosts_of, where
-from samplers.serving.service import Limits, Service
+from samplers.serving.errors import stopping
+from samplers.serving.middleware import Guard, hosts_of, where
+from samplers.serving.routes import make_app
+from samplers.serving.scheduler import Limits, Service
 
 TOLD_SECONDS = 1.0
 """Time in which clients and whoever asks for /health hear that the engine has stopped."""

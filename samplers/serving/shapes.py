@@ -6,8 +6,8 @@ from typing import Any
 
 from dllm_jax import Model
 from dllm_jax.errors import DllmError
-from dllm_jax.tokenizer import special_tokens, token_bytes
-from samplers.answers import Generation
+from dllm_jax.text.tokenizer import special_tokens, token_bytes
+from samplers.generation import Generation
 from samplers.stopping import stop_at
 
 Json = dict[str, Any]

@@ -6,8 +6,8 @@ import uuid
 from collections.abc import Sequence
 from importlib import resources
 
-from samplers.viewer.colours import PAPER, SCALE
-from samplers.viewer.story import Story, cells_at, seen
+from samplers.viewer.colors import PAPER, SCALE
+from samplers.viewer.timeline import Story, cells_at, seen
 
 _PART = resources.files("samplers.viewer").joinpath("page.html").read_text(encoding="utf-8").replace("@PAPER@", PAPER)
 _HEAD, _, _TAIL = _PART.partition("@DATA@")

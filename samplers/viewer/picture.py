@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from dllm_jax import DllmError
-from samplers.spelling import UNICODE, printable
-from samplers.viewer.colours import RGB, colour_at
-from samplers.viewer.story import Cell, Story, cells_at, seen, share_of
+from samplers.text.display import UNICODE, printable
+from samplers.viewer.colors import RGB, colour_at
+from samplers.viewer.timeline import Cell, Story, cells_at, seen, share_of
 
 PAPER, CARD, INK, DIM, LINE = (251, 250, 247), (255, 255, 255), (29, 29, 31), (109, 105, 99), (220, 216, 208)
 FRESH, FULL, MASK = (18, 130, 76), (154, 91, 0), (222, 219, 212)

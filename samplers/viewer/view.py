@@ -11,15 +11,15 @@ from rich.table import Table
 from rich.text import Text
 
 from dllm_jax import DllmError
-from samplers.answers import Generation
 from samplers.checks import check_number
-from samplers.live import Frame, Watched
-from samplers.outputs import write
-from samplers.requests import Request
-from samplers.spelling import ASCII, UNICODE, printable
+from samplers.cli.outputs import write
+from samplers.engine.engine import Request
+from samplers.generation import Generation
+from samplers.text.display import ASCII, UNICODE, printable
 from samplers.viewer import page, picture
-from samplers.viewer.colours import SCALE, as_hex, colour_at
-from samplers.viewer.story import UNWRITTEN, Cell, Story, cells_at, share_of, story_of
+from samplers.viewer.colors import SCALE, as_hex, colour_at
+from samplers.viewer.terminal import Frame, Watched
+from samplers.viewer.timeline import UNWRITTEN, Cell, Story, cells_at, share_of, story_of
 
 ENDINGS = (".html", ".gif", ".png")
 COLOURS = ("forward", "confidence")

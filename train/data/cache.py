@@ -26,12 +26,12 @@ import filelock
 import numpy as np
 from tqdm import tqdm
 
-from dllm_jax.checkpoint import home
+from dllm_jax.checkpoints.checkpoint import home
 from dllm_jax.errors import DllmError
-from dllm_jax.tokenizer import encode_texts
+from dllm_jax.text.tokenizer import encode_texts
 from train.data.entries import EntryForm, Piece
 from train.data.source import Example, Setup, progress
-from train.folder import replace_file
+from train.run_dir import replace_file
 
 ABOUT, TOKENS, INDEX, FAULTS = "about.json", "tokens.bin", "index.bin", "faults.jsonl"
 RECORD = np.dtype([("end", "<i8"), ("prompt", "<i4"), ("file", "<i4"), ("number", "<i8")])

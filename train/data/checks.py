@@ -13,13 +13,13 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from dllm_jax.checkpoint import home
+from dllm_jax.checkpoints.checkpoint import home
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 from train.config import DataPart, Kind
 from train.data.cache import Flat, Packed, Tokenised
 from train.data.source import ExampleLike, Source, draws_of, lengths_of, name_of, prompts_of, size
-from train.folder import replace_file
+from train.run_dir import replace_file
 
 _SLOW = 5.0  # seconds, from which on what was found is worth a file
 _MOST = 2**31  # tokens that are all looked at before the first step: 8 GiB, read in some seconds to a minute

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from dllm_jax.errors import DllmError
-from dllm_jax.tokenizer import Turn, chat_text, chat_turns, check_messages
+from dllm_jax.text.tokenizer import Turn, chat_text, chat_turns, check_messages
 from train.data.source import Setup
 
 Turns = Literal["all", "each", "last"]
@@ -65,7 +65,7 @@ class EntryForm:
         It holds one of: "prompt" and "answer" (texts or token ids); "messages", a conversation that ends with the
         assistant's, in the model's chat format; "text" or "ids", a document. A text answer gets the end token behind
         it; token ids are taken as they are. Messages of the assistant end as the chat template ends them (see
-        `dllm_jax.tokenizer.chat_turns`), and the last one with the model's end token where that ends no generation.
+        `dllm_jax.text.tokenizer.chat_turns`), and the last with the model's end token where that ends no generation.
 
         Raises:
             DllmError: for an entry of another form.

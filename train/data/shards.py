@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from dllm_jax.errors import DllmError
-from samplers.prompts import bucket_length
-from samplers.trajectory import Trajectory
+from samplers.text.prompts import bucket_length
 from train.data.source import Example, Setup
+from train.trajectory import Trajectory
 
 ABOUT_FILE = "trajectories.json"
 _SHARD = re.compile(r"trajectories-(\d{8,})-(\d{8,})\.npz")
@@ -39,7 +39,7 @@ class Shard:
 
     def load(self, names: Sequence[str] | None = None) -> dict[str, np.ndarray]:
         """Its arrays, for N prompts: `prompts`, all prompts one behind the other, `prompt_lengths` [N], `gen_lengths`
-        [N], `tokens` [N, G] (the mask id where none was written), `step` [N, G] (see `samplers.trajectory.Trajectory`),
+        [N], `tokens` [N, G] (the mask id where none was written), `step` [N, G] (see `train.trajectory.Trajectory`),
         `nfe` [N], and, of a task, `correct` [N] bool, whether its checker accepts the answer.
 
         Args:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 from tqdm import tqdm
 
+from dllm_jax.cli import progress_bars, spec
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
-from dllm_jax.tools import bars, spec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -142,7 +142,7 @@ def name_of(source: Source, index: int) -> str:
 
 def progress(items: Iterable[T], what: str, unit: str, total: int | None) -> "tqdm[T]":
     """A progress bar around items, of work that takes longer than a moment."""
-    return tqdm(items, what, total, unit=unit, delay=2, mininterval=bars.interval())
+    return tqdm(items, what, total, unit=unit, delay=2, mininterval=progress_bars.interval())
 
 
 def made_by(reference: str, options: Mapping[str, Any], table: str = "data") -> Any:

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from dllm_jax.config import ModelConfig
-from dllm_jax.denoiser import Denoiser
 from dllm_jax.errors import DllmError
-from dllm_jax.moe import Routing
-from dllm_jax.transformer import RematPolicy
+from dllm_jax.models.denoiser import Denoiser
+from dllm_jax.models.moe import Routing
+from dllm_jax.models.transformer import RematPolicy
 from train.config import DataPart, RouterPart, TrainConfig
 from train.losses import Mean, Means, Metrics, Noised, diffusion_loss, mean_values, router_losses
-from train.trained import Trained, whole_or_adapters
+from train.trainable import Trained, whole_or_adapters
 
 
 class Passes(NamedTuple):

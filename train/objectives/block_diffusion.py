@@ -26,13 +26,13 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from dllm_jax.config import ModelConfig
-from dllm_jax.denoiser import Denoiser
 from dllm_jax.errors import DllmError
-from dllm_jax.transformer import RematPolicy
+from dllm_jax.models.denoiser import Denoiser
+from dllm_jax.models.transformer import RematPolicy
 from train.config import Kind, Range, TrainConfig
 from train.losses import Batch, Mean, Means, cross_entropies, head_sums, position_draws, routed_states
 from train.objectives.base import Objective, Passes, check_whole_blocks
-from train.trained import Trained
+from train.trainable import Trained
 
 Noise = Literal["block", "sequence"]
 BlockLoss = Literal["mean", "bound"]

@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 import jax
 import jax.numpy as jnp
 
-from dllm_jax.denoiser import Denoiser
+from dllm_jax.models.denoiser import Denoiser
 from train.config import Kind, Range, TrainConfig
 from train.losses import Batch, Noised
 from train.objectives.base import CrossEntropy

@@ -1,7 +1,7 @@
 """The objective of discrete diffusion forcing (D2F, arXiv 2508.09192, sections 4.1 and 4.2): `python -m train d2f`.
 
 The answer is cut into blocks of k positions. Each has its own share of masked positions, which rises from block to
-block, as in the pipeline that the student will decode with (`samplers.pipeline`). The student, the base model with
+block, as in the pipeline that the student will decode with (`samplers.loops.d2f`). The student, the base model with
 adapters, sees under block-causal attention what the teacher, the base model without them, sees under full attention:
 
     loss = mean over masked positions of - sum over v of teacher_v log student_v / p(block)
@@ -23,13 +23,13 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from dllm_jax.config import ModelConfig
-from dllm_jax.denoiser import Denoiser, block_causal
 from dllm_jax.errors import DllmError
-from dllm_jax.transformer import RematPolicy
+from dllm_jax.models.denoiser import Denoiser, block_causal
+from dllm_jax.models.transformer import RematPolicy
 from train.config import Kind, Range, TrainConfig
 from train.losses import Batch, Mean, Means, cross_entropies, head_sums, hidden_states, position_draws, routed_states
 from train.objectives.base import Objective, Passes, check_whole_blocks
-from train.trained import Trained
+from train.trainable import Trained
 
 Schedule = Literal["monotone", "random"]
 Target = Literal["teacher", "data"]

@@ -31,15 +31,15 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from dllm_jax.config import ModelConfig
-from dllm_jax.denoiser import Denoiser
 from dllm_jax.errors import DllmError
-from dllm_jax.transformer import RematPolicy
-from samplers.predictions import logprobs_of, readout
+from dllm_jax.models.denoiser import Denoiser
+from dllm_jax.models.transformer import RematPolicy
+from samplers.tokens.predictions import logprobs_of, readout
 from train.config import DataPart, Kind, Range, TrainConfig
 from train.losses import Mean, Means, head_sums, hidden_states, position_draws
 from train.objectives.base import Objective, Passes
 from train.rollout import Advantage, Rollout, RolloutPart, Rollouts, rounds_of, sampler_for
-from train.trained import Kernels, Params, Trained, WholeModel, check_frozen, frozen_model
+from train.trainable import Kernels, Params, Trained, WholeModel, check_frozen, frozen_model
 
 _PLAIN = DataPart()
 _NEVER = -1e30  # a score of probability 0; with -inf, p log p and what weight 0 leaves out would be NaN

@@ -1,7 +1,7 @@
 """Training of the neural indicator (NI sampling, arXiv 2604.18471, section 4): `python -m train indicator`.
 
 Of a trajectory of n steps a state t ~ U{0, ..., n - 1} is restored. The frozen model predicts every masked position,
-and the merging criterion (`samplers.trajectory.mergeable`) says which of them could be written now without changing the
+and the merging criterion (`train.trajectory.mergeable`) says which of them could be written now without changing the
 result: these are the positives. The indicator reads what it reads in sampling (`features_of`), and learns by
 
     loss = mean over masked positions of the cross entropy of the two classes
@@ -22,20 +22,20 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dllm_jax import hosts
 from dllm_jax.config import ModelConfig
-from dllm_jax.denoiser import Denoiser
 from dllm_jax.errors import DllmError
-from dllm_jax.transformer import RematPolicy
-from samplers.indicator import Indicator, IndicatorConfig, init_indicator, save_indicator
-from samplers.predictions import Sampling, given, predict
+from dllm_jax.indicator import Indicator, IndicatorConfig, init_indicator, save_indicator
+from dllm_jax.models.denoiser import Denoiser
+from dllm_jax.models.transformer import RematPolicy
+from dllm_jax.parallel import multihost
 from samplers.rules.ni import features_of
-from samplers.trajectory import mergeable
+from samplers.tokens.predictions import Sampling, given, predict
 from train.config import Kind, Range, TrainConfig
-from train.folder import INDICATOR_FOLDER
 from train.losses import Batch, Mean, Means, hidden_states, with_head_gathered
 from train.objectives.base import Objective
-from train.trained import Kernels, Params, Sampled, Trained, Weights, check_frozen, frozen_model, source_of
+from train.run_dir import INDICATOR_FOLDER
+from train.trainable import Kernels, Params, Sampled, Trained, Weights, check_frozen, frozen_model, source_of
+from train.trajectory import mergeable
 
 PUBLISHED_THRESHOLD = 0.89
 
@@ -64,7 +64,7 @@ class IndicatorPart:
 
 @dataclasses.dataclass(frozen=True)
 class IndicatorTable:
-    """The shape of the indicator, as `samplers.indicator.IndicatorConfig` has it; the model's sizes are the model's.
+    """The shape of the indicator, as `dllm_jax.indicator.IndicatorConfig` has it; the model's sizes are the model's.
 
     Attributes:
         depth: blocks of the network.
@@ -274,9 +274,9 @@ class BesideModel:
         self, out: Path, weights: Weights, *, steps: int, files: Mapping[str, bytes], overwrite: bool = False
     ) -> None:
         """As `Trained`: a folder for `load_indicator`."""
-        found = Indicator(self.indicator, {name: jnp.asarray(x) for name, x in hosts.whole(weights).items()})
-        with hosts.agreed():
-            if not hosts.index():
+        found = Indicator(self.indicator, {name: jnp.asarray(x) for name, x in multihost.whole(weights).items()})
+        with multihost.agreed():
+            if not multihost.index():
                 save_indicator(out, found, source=source_of(self.config, steps), overwrite=overwrite)
 
 

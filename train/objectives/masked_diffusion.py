@@ -6,8 +6,8 @@ every position, SFT the answer (its end-token padding included). Dream (arXiv 25
 which the `Denoiser` undoes: the first position of a shifted family has no predictor, is never masked and carries no
 loss.
 
-A row's loss times its number of targets is the estimate that `samplers.likelihood.masked_loss` gives of -log p, with t
-in the place of the share of masked tokens.
+A row's loss times its number of targets is the estimate of -log p by `samplers.likelihood.estimators.masked_loss`, with
+t in the place of the share of masked tokens.
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from dllm_jax.config import ModelConfig
-from dllm_jax.denoiser import Denoiser
 from dllm_jax.errors import DllmError
+from dllm_jax.models.denoiser import Denoiser
 from train.config import Kind, Range, TrainConfig
 from train.losses import Batch, Noised, position_draws
 from train.objectives.base import CrossEntropy

@@ -1,6 +1,6 @@
 """What the YAML files beside this one name by `!function`: how documents are prepared, and answers judged.
 
-Programs run in the box of `evals.programs`, all of a task together. Where the machine has no box to offer, the task is
+Programs run in the box of `evals.sandbox`, all of a task together. Where the machine has no box to offer, the task is
 refused before anything is generated, unless the environment says DLLM_UNSAFE_PROGRAMS=1.
 """
 
@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dllm_jax.errors import DllmError
-from evals.processes import met
-from evals.programs import (
+from evals.distributed import met
+from evals.sandbox import (
     before_fence,
     begin_done,
     boxed,

@@ -1,0 +1,29 @@
+"""The commands of `dllm`: what runs them, what parses them, what they are for."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Command(NamedTuple):
+    """A command.
+
+    Attributes:
+        about: what it is for.
+        run: what stands behind `python -m` for it: a package, and words that go first.
+        parser: the module whose `command_line` makes its parser.
+    """
+
+    about: str
+    run: tuple[str, ...]
+    parser: str
+
+
+COMMANDS: Mapping[str, Command] = {
+    "convert": Command("checkpoints of the hub into this library's, and back", ("convert",), "convert.__main__"),
+    "sample": Command("answer prompts, fill gaps", ("samplers",), "samplers.__main__"),
+    "serve": Command("a server in the shape of OpenAI's", ("samplers", "serve"), "samplers.serving.cli"),
+    "train": Command("train and fine-tune models, students and indicators", ("train",), "train.__main__"),
+    "eval": Command("score samplers on tasks, sweep, compare, plot", ("evals",), "evals.__main__"),
+}
+COMPLETION = "print what makes a shell complete all this: bash, zsh or fish"
+"""What the one command beside these is for."""

@@ -1,0 +1,290 @@
+"""What layers are made of: parameters and their specs, linear maps, norms, rotary embeddings, attention and SwiGLU.
+
+Modules are Flax NNX, used as plain pytrees (`dllm_jax.models.transformer`). Shape letters are those of `ModelConfig`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.experimental.layout import Layout as MemoryLayout
+from jax.experimental.layout import with_layout_constraint
+
+from dllm_jax.config import ModelConfig
+from dllm_jax.kernels.attention import attention, attention_in_blocks
+from dllm_jax.models.kv_cache import LayerKV, scatter_rows, write_rows
+from dllm_jax.parallel.layout import Layout, LogicalAxes, apart_on_cuda
+from dllm_jax.params.products import ACTIVATIONS, Activation, in_float32, product, product_of_sums, sums
+
+Norm = Callable[[jax.Array], jax.Array]
+
+PRODUCT_FROM = 256
+"""Positions from which TPUs rotate by a product: by the compiler's estimate a v5e's window of 32 is 5% slower so."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamSpec:
+    """What a parameter is.
+
+    Attributes:
+        shape: of the array.
+        axes: logical axis name per dimension; None is never split.
+        init: initialiser, "normal", "ones" or "zeros".
+        shared: the axis that a quantized one's scales are shared along; None for one that is never quantized.
+        keep_float32: it is stored as float32 whatever the model's dtype.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    init: str
+    shared: int | None
+    keep_float32: bool = False
+
+    def stored_dtype(self, dtype: jnp.dtype | str) -> jnp.dtype:
+        """Its dtype in checkpoints and in memory, of a model whose dtype is `dtype`."""
+        return jnp.dtype(jnp.float32 if self.keep_float32 else dtype)
+
+
+def param(
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    init: str = "normal",
+    shared: int | None = None,
+    keep_float32: bool = False,
+) -> nnx.Param:
+    like = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return nnx.Param(like, axes=axes, init=init, shared=shared, keep_float32=keep_float32)
+
+
+class Linear(nnx.Module):
+    """y = x W + b with W [in, out] any `Kernel`; computes in the dtype of x, y in `dtype` if that is another."""
+
+    def __init__(self, in_dim: int, out_dim: int, axes: tuple[str, str], *, bias: bool = False):
+        self.kernel = param((in_dim, out_dim), axes, shared=0)
+        self.bias = param((out_dim,), axes[1:], "zeros") if bias else None
+
+    def __call__(self, x: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
+        y = product(x, self.kernel.get_value(), dtype)
+        return y if self.bias is None else in_float32(jnp.add, y, self.bias[...])
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) in float32, cast to the model's dtype, *then* scaled: the order of all families."""
+
+    def __init__(self, config: ModelConfig, dim: int, axis: str = "embed"):
+        self.scale = param((dim,), (axis,), "ones")
+        self.eps, self.dtype = config.norm_eps, config.dtype
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return in_float32(jnp.multiply, unit(x, self.eps).astype(self.dtype), self.scale[...])
+
+
+def unit(x: jax.Array, eps: float) -> jax.Array:
+    """x / rms(x) in float32, over the last axis."""
+    wide = x.astype(jnp.float32)
+    return wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+
+
+class Rope(NamedTuple):
+    """The rotary embedding of a layer: how many dimensions of a head are its, the base of its frequencies, and how many
+    of the pairs of dimensions turn, None for all."""
+
+    dim: int
+    theta: float
+    turned: int | None = None
+
+
+def rope_angles(
+    positions: jax.Array, head_dim: int, theta: float, turned: int | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """cos and sin of the rotary angles in float32: [B, T] -> two [B, T, 1, H/2] arrays.
+
+    Args:
+        turned: of the pairs of dimensions only the first so many turn, as all would, and the others have angle 0
+            (proportional RoPE); None turns all.
+    """
+    frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    if turned is not None:
+        frequency = jnp.where(jnp.arange(head_dim // 2) < turned, frequency, 0.0)
+    angle = positions.astype(jnp.float32)[..., None, None] * frequency  # a product, not a matmul: exact positions
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rope_table(
+    positions: jax.Array, length: int, head_dim: int, theta: float, turned: int | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """`rope_angles` of positions within `length`, on CPU looked up: left to itself the compiler computes cosines where
+    they are used, in every layer and for every head."""
+    angles = lambda positions: rope_angles(positions, head_dim, theta, turned)
+
+    def looked_up(positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        cos, sin = (table[0][positions] for table in angles(jnp.arange(length, dtype=jnp.int32)[None]))
+        return cos, sin
+
+    return jax.lax.platform_dependent(positions, cpu=looked_up, default=angles)
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotary embedding in the half-split convention, in float32, cast back: [B, T, N, H] -> [B, T, N, H]; of as many
+    leading dimensions as there are angles, the others stay as they are."""
+    if (size := 2 * cos.shape[-1]) < x.shape[-1]:
+        return jnp.concatenate([rotate(x[..., :size], cos, sin), x[..., size:]], axis=-1)
+    if x.shape[1] < PRODUCT_FROM:
+        return _rotate_halves(x, cos, sin)
+    return jax.lax.platform_dependent(x, cos, sin, tpu=_rotate_by_product, default=_rotate_halves)
+
+
+def _rotate_halves(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def _rotate_by_product(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """The same numbers on TPU, where halves of a head are halves of a register's lanes, which are costly to take apart:
+    (-second, first) by a product with a matrix of one 1 or -1 in every column, exact, and three times as fast."""
+    half = x.shape[-1] // 2
+    turn = jnp.eye(2 * half, k=half, dtype=x.dtype) - jnp.eye(2 * half, k=-half, dtype=x.dtype)
+    turned = jnp.matmul(x, turn, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    twice = lambda x: jnp.concatenate([x, x], axis=-1)
+    return (x.astype(jnp.float32) * twice(cos) + turned * twice(sin)).astype(x.dtype)
+
+
+class Place(NamedTuple):
+    """Where the inputs of a forward lie in the key/value buffers.
+
+    Attributes:
+        at: buffer position of the first input that is written, the others following it, [B] int32; or that of every
+            input that is written, [B, T - skip].
+        skip: number of leading inputs that read the buffers but leave their own entry as it was.
+        write: [B, T - skip] bool, which of the others are written; None for all.
+    """
+
+    at: jax.Array
+    skip: int = 0
+    write: jax.Array | None = None
+
+    def put(self, buffer: jax.Array, new: jax.Array) -> jax.Array:
+        """The buffer [B, S, ...] with what the inputs [B, T, ...] write."""
+        new = new[:, self.skip :].astype(buffer.dtype)
+        return (write_rows if self.at.ndim == 1 else scatter_rows)(buffer, new, self.at, self.write)
+
+
+class Tile(NamedTuple):
+    """A piece of the vocabulary, seen as [parts, V / parts]: entries [start, start + width) of every part, which must
+    lie within it. Its ids are `part * (V // parts) + start + j`, in rising order.
+
+    Attributes:
+        start: first entry, a number or a traced scalar int32.
+        width: how many of every part.
+    """
+
+    start: int | jax.Array
+    width: int
+
+
+def tile_of(table: jax.Array, axis: int, tile: Tile | None, parts: int) -> jax.Array:
+    """The tile's entries of an array whose `axis` is the vocabulary in `parts`; all where `tile` is None or whole."""
+    size = table.shape[axis] // parts
+    if tile is None or tile.width == size:
+        return table
+    before, behind = table.shape[:axis], table.shape[axis + 1 :]
+    split = table.reshape(*before, parts, size, *behind)
+    cut = jax.lax.dynamic_slice_in_dim(split, tile.start, tile.width, axis + 1)
+    return cut.reshape(*before, parts * tile.width, *behind)
+
+
+class SelfAttention(nnx.Module):
+    """Grouped-query attention; queries of the inputs against the inputs' keys or against static buffers.
+
+    Attributes:
+        v_proj: None where the values are the keys before their norm.
+        rope: how queries and keys are turned.
+        window: keys that a query sees, its own and those before it; None for all.
+    """
+
+    def __init__(self, config: ModelConfig):
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj = Linear(config.embed_dim, queries, ("embed", "heads"), bias=config.qkv_bias)
+        self.k_proj = Linear(config.embed_dim, keys, ("embed", "kv_heads"), bias=config.qkv_bias)
+        self.v_proj: Linear | None = Linear(config.embed_dim, keys, ("embed", "kv_heads"), bias=config.qkv_bias)
+        self.o_proj = Linear(queries, config.embed_dim, ("heads", "embed"))
+        self.q_norm = RMSNorm(config, config.head_dim, "head_dim") if config.qk_norm else None
+        self.k_norm = RMSNorm(config, config.head_dim, "head_dim") if config.qk_norm else None
+        self.v_norm: Norm | None = None
+        self.head_dim, self.clip, self.block_length = config.head_dim, config.clip_qkv, config.block_length
+        self.rope = Rope(config.rope_dim or config.head_dim, config.rope_theta)
+        self.window: int | None = None
+
+    def heads(self, x: jax.Array, norm: Norm | None) -> jax.Array:
+        x = x.reshape(*x.shape[:-1], -1, self.head_dim)
+        x = x if norm is None else norm(x)
+        return x if self.clip is None else jnp.clip(x, -self.clip, self.clip)
+
+    def keys_values(self, x: jax.Array, cos: jax.Array, sin: jax.Array, layout: Layout | None = None) -> LayerKV:
+        # Of products of one array with several kernels CUDA's compiler makes one with all of them side by side, and to
+        # have them so it copies the weights in every forward.
+        x = apart_on_cuda(x)
+        key = value = in_order(self.k_proj(x), "kv_heads", layout)
+        if self.v_proj is not None:
+            x, key = apart_on_cuda((x, key))
+            value = in_order(self.v_proj(x), "kv_heads", layout)
+        key, value = self.heads(key, self.k_norm), self.heads(value, self.v_norm)
+        return LayerKV(rotate(key, cos, sin), value)  # [B, T, K, H] each
+
+    def attend(
+        self,
+        x: jax.Array,
+        cos: jax.Array,
+        sin: jax.Array,
+        kv: LayerKV,
+        visible: jax.Array,
+        layout: Layout | None = None,
+        before: LayerKV | None = None,
+        since: jax.Array | None = None,
+    ) -> jax.Array:
+        query = self.heads(in_order(self.q_proj(x), "heads", layout), self.q_norm)
+        query = rotate(query, cos, sin)  # [B, T, N, H]
+        if before is None:
+            out = attention(query, kv.key, kv.value, visible, layout, since)
+        else:
+            assert self.block_length is not None
+            out = attention_in_blocks(query, kv, before, visible, self.block_length, layout)
+        return self.o_proj(out.reshape(*x.shape[:-1], -1), sums(x.dtype))
+
+
+def in_order(x: jax.Array, axis: str, layout: Layout | None) -> jax.Array:
+    """x [B, T, logical axis], on TPU with its axes in memory as they are written: left to itself the compiler wants
+    heads before positions, and to get them so from the product it transposes the kernel in every step of a generation.
+    """
+    pin = _in_memory((0, 1, 2), ("batch", None, axis), layout)
+    return jax.lax.platform_dependent(x, tpu=pin, default=lambda x: x)
+
+
+def heads_first(x: jax.Array, layout: Layout | None, platforms: Sequence[str]) -> jax.Array:
+    """Keys or values [B, S, K, H], on these platforms with heads before positions in memory, as kernels of attention
+    want them: where full and window forwards disagree, the loop around both copies all buffers in every step."""
+    pin = _in_memory((0, 2, 1, 3), ("batch", None, "kv_heads", None), layout)
+    return jax.lax.platform_dependent(x, **dict.fromkeys(platforms, pin), default=lambda x: x)
+
+
+def _in_memory(order: tuple[int, ...], axes: LogicalAxes, layout: Layout | None) -> Callable[[jax.Array], jax.Array]:
+    """Pins the order of an array's axes in memory, the last one fastest."""
+    pin = lambda x: with_layout_constraint(x, MemoryLayout(order))
+    return pin if layout is None else layout.locally(pin, [axes], axes)  # the partitioner would gather what is pinned
+
+
+class MLP(nnx.Module):
+    """SwiGLU, or GeGLU: down(activation(gate(x)) * up(x)), in the `sums` of the dtype of x."""
+
+    def __init__(self, dim: int, width: int, activation: Activation = "silu"):
+        self.gate_proj = Linear(dim, width, ("embed", "mlp"))
+        self.up_proj = Linear(dim, width, ("embed", "mlp"))
+        self.down_proj = Linear(width, dim, ("mlp", "embed"))
+        self.activation = activation
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        hidden = ACTIVATIONS[self.activation](self.gate_proj(x, sums(x.dtype))) * self.up_proj(x, sums(x.dtype))
+        return product_of_sums(hidden, self.down_proj.kernel.get_value(), x.dtype)

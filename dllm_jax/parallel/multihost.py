@@ -1,0 +1,204 @@
+"""Processes that work together: how they meet, and tell each other what they found or why they failed.
+
+What is told travels through the coordinator of `jax.distributed`, with which every process is in touch already. That
+needs no devices, which would be busy with waiting, and no file system that all see.
+"""
+
+import contextlib
+import functools
+import itertools
+import json
+import os
+import re
+import sys
+import threading
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from dllm_jax.errors import DllmError
+
+_HEARTBEAT = 60  # seconds after which JAX aborts all processes when one of them has died in silence
+MONTH = 30 * 24 * 3600  # seconds: where nobody can say how long the others need
+
+
+def join(where: str, *, wait: int = 300, shutdown_timeout: int = 300) -> None:
+    """Meets the other processes of a command; to be called before anything is computed.
+
+    Args:
+        where: "HOST:PORT,N,I", the address of process 0, how many there are and which this is; empty for what
+            `jax.distributed.initialize` finds out in clusters that it knows.
+        wait: seconds until all have to be there. Then this process ends with a sentence and status 2: JAX itself would
+            abort it, and raises nothing.
+        shutdown_timeout: seconds that a process which ends waits for the others.
+
+    Raises:
+        DllmError: for words that mean nothing, where there is no cluster, and when the processes cannot meet.
+    """
+    found = re.fullmatch(r"([^,]+:\d+),(\d+),(\d+)", where) if where else None
+    if where and (found is None or int(found[3]) >= int(found[2])):
+        raise DllmError(f"--distributed {where}: write HOST:PORT,N,I, with I from 0 to N - 1, or nothing in a cluster")
+    names = ("coordinator_address", "num_processes", "process_id")
+    said: dict[str, Any] = (
+        {} if found is None else dict(zip(names, (found[1], int(found[2]), int(found[3])), strict=True))
+    )
+    jax.config.update("jax_enable_preemption_service", False)  # it would catch SIGTERM, see train/multihost_stop.py
+    overdue = threading.Timer(wait, _overdue, (found[1] if found else "the cluster's coordinator", wait))
+    overdue.daemon = True
+    overdue.start()
+    try:
+        jax.distributed.initialize(
+            **said,
+            initialization_timeout=wait + 60,
+            heartbeat_timeout_seconds=_HEARTBEAT,
+            shutdown_timeout_seconds=shutdown_timeout,
+        )
+        jax.devices()  # all find out together, before one fails in what it does alone
+    except (RuntimeError, ValueError) as error:
+        if not where and "should be defined" in str(error):
+            known = "SLURM, Open MPI, Kubernetes and TPU pods say who is who"
+            raise DllmError(f"there is no cluster here ({known}); say --distributed HOST:PORT,N,I") from None
+        hint = "see that all were started, or say --distributed HOST:PORT,N,I"
+        raise DllmError(f"the processes did not meet ({first_line(error)}); {hint}") from None
+    finally:
+        overdue.cancel()
+
+
+def _overdue(where: str, seconds: int) -> NoReturn:
+    hint = "see that all were started"
+    print(f"error: not all processes met at {where} within {seconds} seconds; {hint}", file=sys.stderr)
+    leave(2)
+
+
+def leave(status: int) -> NoReturn:
+    """Ends this process without waiting for others, which have failed or are about to."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def count() -> int:
+    """How many processes there are; unlike `jax.process_count` it starts no devices."""
+    return _state().num_processes if jax.distributed.is_initialized() else 1
+
+
+def index() -> int:
+    """Which of them this one is."""
+    return _state().process_id if jax.distributed.is_initialized() else 0
+
+
+class Channel:
+    """Values that every process hands in for all; they have to do so equally often, in the same order.
+
+    Attributes:
+        process: which one this is.
+        processes: how many there are.
+    """
+
+    def __init__(self, name: str, process: int, processes: int) -> None:
+        self.process, self.processes = process, processes
+        self._name, self._numbers = name, itertools.count()
+
+    def gather(self, own: Any) -> list[Any]:
+        """What every process hands in, as JSON takes it, in their order. Waits as long as one needs.
+
+        Raises:
+            DllmError: the sentence of a process that failed.
+        """
+        if self.processes == 1:
+            return [own]
+        number = next(self._numbers)
+        self._tell(number, {"found": own})
+        return [self._heard(number, process)["found"] for process in range(self.processes)]
+
+    def fail(self, error: BaseException) -> None:
+        """Hands in, in place of what is gathered next, why there will be nothing."""
+        if self.processes > 1:
+            with contextlib.suppress(Exception):  # the coordinator may be what failed
+                self._tell(next(self._numbers), {"failed": sentence(error)})
+
+    def _tell(self, number: int, told: Any) -> None:
+        key = f"dllm_jax/{self._name}/{number}/{self.process}"
+        coordinator().key_value_set_bytes(key, zlib.compress(json.dumps(told).encode(), 1))
+
+    def _heard(self, number: int, process: int) -> Any:
+        key = f"dllm_jax/{self._name}/{number}/{process}"
+        told = json.loads(zlib.decompress(coordinator().blocking_key_value_get_bytes(key, MONTH * 1000)))
+        if "failed" in told:
+            raise DllmError(of(process, self.processes, told["failed"]))
+        return told
+
+
+@functools.cache
+def _agreement() -> Channel:
+    return Channel("agreed", index(), count())
+
+
+@contextlib.contextmanager
+def agreed() -> Iterator[None]:
+    """Something that all processes do, and that has gone well where it has for all. They pass here in the same order.
+
+    Raises:
+        DllmError: the sentence of a process in which it failed, in those in which it did not.
+    """
+    if count() == 1:
+        yield
+        return
+    try:
+        yield
+    except BaseException as error:
+        _agreement().fail(error)
+        raise
+    _agreement().gather(None)
+
+
+def first_says(value: Any) -> Any:
+    """What process 0 hands in, as JSON takes it; all call this."""
+    return value if count() == 1 else _agreement().gather(value)[0]
+
+
+def whole(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Arrays that lie on the devices of all processes, on every host, in their order. All call this; for small ones."""
+    return {name: _whole(array) for name, array in arrays.items()}
+
+
+def _whole(array: Any) -> np.ndarray:
+    if getattr(array, "is_fully_addressable", True):
+        return np.asarray(array)
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+
+
+def first_line(error: BaseException) -> str:
+    """The beginning of what an error says."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+def sentence(error: BaseException) -> str:
+    """What others are told of an error."""
+    return first_line(error) if isinstance(error, DllmError) else f"{type(error).__name__}: {first_line(error)}"
+
+
+def of(process: int, processes: int, told: str) -> str:
+    """A sentence with the process that it comes from."""
+    return f"process {process} of {processes}: {told}"
+
+
+def coordinator() -> Any:
+    """The client of `jax.distributed`'s coordinator, which JAX itself does not hand out."""
+    return _state().client
+
+
+def coordinator_host() -> str:
+    """Name or address of the machine where process 0 is."""
+    return _state().coordinator_address.rpartition(":")[0].strip("[]")
+
+
+def _state() -> Any:
+    """What `jax.distributed` keeps to itself."""
+    from jax._src import distributed
+
+    return distributed.global_state

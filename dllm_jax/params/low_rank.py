@@ -1,0 +1,38 @@
+"""A kernel with a low-rank adapter beside it (LoRA, arXiv 2106.09685), which stands where a plain kernel would."""
+
+import jax
+import jax.numpy as jnp
+
+from dllm_jax.params.quantized import QuantizedKernel
+from dllm_jax.pytree import pytree
+
+
+@pytree(static=("scale", "dropout"))
+class LowRankKernel:
+    """x W + scale drop(x) A B, without ever adding A B to W.
+
+    So training has no gradient of W's size, which a sum of both would need on the way to those of A and B, and dropout
+    can have the adapter's inputs alone, as in the paper.
+
+    Attributes:
+        kernel: W, [in, out].
+        a: A, [in, rank].
+        b: B, [rank, out].
+        key: typed key of the dropout's draws; None leaves nothing out.
+        scale: how much the adapter counts.
+        dropout: share of the adapter's inputs that are left out, in [0, 1); the others are scaled up.
+    """
+
+    kernel: jax.Array | QuantizedKernel
+    a: jax.Array
+    b: jax.Array
+    key: jax.Array | None
+    scale: float
+    dropout: float
+
+    def added(self, x: jax.Array) -> jax.Array:
+        """scale drop(x) A B, [..., in] -> [..., out] in the dtype of x."""
+        if self.key is not None and self.dropout:
+            keep = jax.random.bernoulli(self.key, 1.0 - self.dropout, x.shape)
+            x = jnp.where(keep, x / (1.0 - self.dropout), 0.0).astype(x.dtype)
+        return self.scale * (x @ self.a.astype(x.dtype) @ self.b.astype(x.dtype))

@@ -1,0 +1,499 @@
+"""Tokenizers of `transformers`, from the files of a checkpoint folder; nothing is downloaded and no code of it is run.
+
+Three kinds of files are understood, the first one found is used:
+
+* `tokenizer.json`, the format of the `tokenizers` library (LLaDA, Qwen2.5).
+* `vocab.json` and `merges.txt` (Dream): transformers' Qwen2 tokenizer, whatever class the folder names.
+* `meta.json` with `"vocab": "token ids 0-127 are ASCII bytes"`, the tiny test checkpoints. The ids under `eos_id`,
+  `mask_id` and `eot_id` become `<|endoftext|>`, `<|mask|>` and `<|eot_id|>`; the other ids are unused.
+
+`tokenizer_config.json` and its older companions name the special tokens. A chat template of the folder takes precedence
+over the family's built-in one.
+"""
+
+import contextlib
+import functools
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+
+from dllm_jax.config import ModelConfig
+from dllm_jax.errors import DllmError
+from dllm_jax.text.chat import ROLES, TEMPLATES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "meta.json",
+)
+"""Every file that is read from a folder; a converter copies those that exist."""
+
+ASCII_VOCAB = "token ids 0-127 are ASCII bytes"
+_ASCII_TOKENS = {"eos_id": "<|endoftext|>", "mask_id": "<|mask|>", "eot_id": "<|eot_id|>"}
+
+
+def load_tokenizer(folder: str | Path, config: ModelConfig | None = None) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a checkpoint folder from its local files; see the module's text for which.
+
+    Args:
+        config: the model's; its family's chat template and its special ids are used where the files name none.
+
+    Raises:
+        DllmError: when the folder has no tokenizer files, they are damaged or contradict each other, or they do not fit
+            the model: ids outside its vocabulary, another mask token.
+    """
+    folder = Path(folder)
+    try:
+        with _quiet():
+            tokenizer = _from_files(folder)
+        _check_ids(tokenizer, _added_tokens(folder))
+    except DllmError:
+        raise
+    except Exception as error:  # the libraries raise anything, the plain Exception among it
+        raise DllmError(
+            f"the tokenizer of {folder} could not be read ({_reason(error)}); copy its files again"
+        ) from None
+    tokenizer.clean_up_tokenization_spaces = False  # or a decoded text would not be the joined `token_bytes`
+    if config is not None:
+        _fit(tokenizer, config, folder)
+    return tokenizer
+
+
+def has_tokenizer(folder: str | Path) -> bool:
+    """Whether a folder holds the files of a tokenizer, so that `load_tokenizer` can be expected to work."""
+    folder = Path(folder)
+    if any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+        return True
+    return _read_json(folder / "meta.json").get("vocab") == ASCII_VOCAB
+
+
+def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
+    """Token ids of a text, no BOS in front; special tokens written in it become their ids.
+
+    Raises:
+        DllmError: for anything but a string, and for characters that the vocabulary cannot express.
+    """
+    if not isinstance(text, str):
+        raise DllmError(f"only strings can be encoded, not a {type(text).__name__}; encode the texts one by one")
+    try:
+        return tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    except Exception as error:  # the library raises plain Exception, also for lone surrogates
+        raise DllmError(f"{text[:40]!r} cannot be expressed in this vocabulary ({_reason(error)})") from None
+
+
+def least_tokens(tokenizer: "PreTrainedTokenizerBase", text: str) -> int:
+    """A lower bound on the number of tokens of a text, found without encoding it: its bytes over the longest token's.
+
+    Encoding takes seconds and 200 bytes of memory per byte of text; a limit is enforced by this first. The bound is 0
+    where the tokenizer may drop or replace parts of a text.
+    """
+    longest = _longest_token(tokenizer)
+    if longest is None:
+        return 0
+    size = len(text.encode("utf-8", "surrogatepass"))
+    shrinks = 1 if text.isascii() else _NFC_SHRINKS
+    return -(-size // (longest * shrinks))
+
+
+_NFC_SHRINKS = 3  # bytes before composition over bytes after it, at most: U+03B9 U+0308 U+0301 is U+0390
+
+
+@functools.lru_cache(maxsize=4)
+def _longest_token(tokenizer: "PreTrainedTokenizerBase") -> int | None:
+    """Bytes of the longest token; None unless every byte of a text is in one of its tokens."""
+    core = tokenizer.backend_tokenizer
+    changes, splits = _steps_of(core.normalizer, "normalizers"), _steps_of(core.pre_tokenizer, "pretokenizers")
+    vocab = tokenizer.get_vocab()
+    by_byte = any(split["type"] == "ByteLevel" for split in splits)
+    covered = vocab.keys() >= (_byte_alphabet().keys() if by_byte else {f"<0x{byte:02X}>" for byte in range(256)})
+    refuses = isinstance(core.model, models.WordLevel) and core.model.unk_token not in vocab  # and replaces nothing
+    complete = (isinstance(core.model, models.BPE) and covered and (by_byte or core.model.byte_fallback)) or refuses
+    strips = any(token.lstrip or token.rstrip for token in tokenizer.added_tokens_decoder.values())
+    if not complete or strips or not all(map(_keeps_bytes, changes)) or not all(map(_keeps_text, splits)):
+        return None
+    added = {token.content for token in tokenizer.added_tokens_decoder.values()}
+    size = lambda token: len(token if by_byte and token not in added else token.encode())
+    return max(map(size, vocab), default=None)
+
+
+def _steps_of(part: Any, name: str) -> list[dict[str, Any]]:
+    """The steps of a normalizer or pre-tokenizer, in order."""
+    if part is None:
+        return []
+    state = json.loads(part.__getstate__())
+    return list(state.get(name, [state]))
+
+
+def _keeps_bytes(change: Mapping[str, Any]) -> bool:
+    """Whether a step of a normalizer never makes a text shorter, but for NFC's composition."""
+    if change["type"] == "Replace":
+        pattern = change["pattern"].get("String")
+        return pattern is not None and len(change["content"].encode()) >= len(pattern.encode())
+    return change["type"] in ("NFC", "NFD", "Prepend")
+
+
+def _keeps_text(split: Mapping[str, Any]) -> bool:
+    """Whether a step of a pre-tokenizer hands on all of the text."""
+    if split["type"] == "Split":
+        return bool(split["behavior"] != "Removed")
+    return split["type"] in ("ByteLevel", "Digits", "Metaspace")
+
+
+def encode_texts(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[list[int]]:
+    """`encode_text` of each text, on all cores; one that cannot be encoded fails them all."""
+    if not texts:
+        return []
+    try:
+        encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
+    except Exception:  # which of them it was, in a sentence
+        return [encode_text(tokenizer, text) for text in texts]
+    return cast(list[list[int]], encoded["input_ids"])
+
+
+def encode_chat(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Token ids of a conversation that the assistant is to continue, ready to be a prompt; arguments and errors are
+    those of `chat_text`."""
+    return encode_text(tokenizer, chat_text(tokenizer, messages))
+
+
+def chat_text(
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, Any]], *, continued: bool = False
+) -> str:
+    """A conversation in the model's chat format, its start token included: text for `encode_text`.
+
+    Args:
+        messages: `[{"role": "user", "content": "..."}, ...]`; roles are system, user and assistant.
+        continued: the last message, the assistant's, is the beginning of what is to come: the text ends right behind
+            it. Otherwise the assistant's turn is opened.
+
+    Raises:
+        DllmError: for messages of another shape, a tokenizer without chat template, and a template that fails.
+    """
+    check_messages(messages)
+    turns = [dict(message) for message in messages]
+    if continued:
+        if turns[-1]["role"] != "assistant":
+            raise DllmError(f"the last message is the {turns[-1]['role']}'s; only one of the assistant is continued")
+        turns[-1]["content"] += _CUT
+    text = _rendered(tokenizer, turns, opened=not continued)
+    if not continued:
+        return text
+    before, found, _ = text.partition(_CUT)  # templates end the turn behind it, and may open another
+    if not found:
+        raise DllmError("the chat template leaves out the assistant's message, so that it cannot be continued")
+    return before
+
+
+class Turn(NamedTuple):
+    """A message of the assistant in the model's chat format.
+
+    Attributes:
+        given: what stands between the assistant's message before and this one; all that is before it for the first.
+        message: what the assistant writes.
+        end: what ends its turn: "<|eot_id|>", "<|im_end|>"; "" of a template that ends turns with no token of its own.
+        end_id: the token that `end` ends with.
+    """
+
+    given: str
+    message: str
+    end: str
+    end_id: int | None
+
+
+def chat_turns(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, Any]]) -> list[Turn]:
+    """A conversation that ends with the assistant's message, cut at what the assistant writes; joined the turns are the
+    conversation as the template writes it, up to the end of the last.
+
+    A turn's end is what the template writes behind the last message, up to the first of the tokenizer's added tokens.
+
+    Raises:
+        DllmError: as `chat_text`, for a last message of another, and for a template that rewrites messages.
+    """
+    check_messages(messages)
+    if messages[-1]["role"] != "assistant":
+        raise DllmError(f"the last message is the {messages[-1]['role']}'s; end with one of the assistant")
+    marked = [dict(message) for message in messages]
+    own = [message for message in marked if message["role"] == "assistant"]
+    for message in own:
+        message["content"] = f"{_CUT}{message['content']}{_CUT}"
+    given, *rest = _rendered(tokenizer, marked, opened=False).split(_CUT)
+    if len(rest) != 2 * len(own):
+        raise DllmError("the chat template leaves out or rewrites messages of the assistant, which cannot be learned")
+    added = tokenizer.get_added_vocab()
+    found = re.search("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or "(?!)", rest[-1])
+    end, end_id = (rest[-1][: found.end()], added[found.group()]) if found else ("", None)
+    turns = []
+    for content, behind in zip(rest[::2], rest[1::2], strict=True):
+        turns.append(Turn(given, content, end, end_id) if behind.startswith(end) else Turn(given, content, "", None))
+        given = behind.removeprefix(end)
+    return turns
+
+
+def _rendered(tokenizer: "PreTrainedTokenizerBase", turns: list[dict[str, Any]], *, opened: bool) -> str:
+    """What the chat template makes of messages, with the assistant's turn opened behind them or not."""
+    if not tokenizer.chat_template:
+        raise DllmError(
+            "the tokenizer has no chat template, so its model takes no conversations: write the prompt as it knows it, "
+            "without chat; or put a chat_template.jinja into the checkpoint's folder"
+        )
+    try:
+        return str(tokenizer.apply_chat_template(turns, add_generation_prompt=opened, tokenize=False))
+    except Exception as error:  # a template can fail in any way a program can
+        raise DllmError(f"the chat template failed ({_reason(error)}); check the messages or the template") from error
+
+
+_CUT = "\ue000cut\ue000"  # of a private use area, which no template and no benchmark knows
+
+
+def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Refuses what is no conversation; templates would render it as something else.
+
+    Raises:
+        DllmError: for an empty conversation, and naming the first turn without a known role or string content.
+    """
+    example = '[{"role": "user", "content": "Hello"}]'
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        raise DllmError(f"a conversation is a list of messages, not a {type(messages).__name__}; pass {example}")
+    if not messages:
+        raise DllmError(f"the conversation has no messages; pass at least one, such as {example}")
+    for number, message in enumerate(messages):
+        if fault := _fault(message):
+            raise DllmError(f"message {number} {fault}; a message looks like {example[1:-1]}")
+
+
+def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int]:
+    """Special token -> id: those that a text's decoding leaves out with `skip_special_tokens=True`."""
+    return {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
+@functools.lru_cache(maxsize=4)  # half a second for a large vocabulary
+def token_bytes(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> tuple[bytes, ...]:
+    """What each id adds to a decoded text, in UTF-8: decoding is joining these and replacing broken characters.
+
+    Special tokens and undefined ids add nothing. Stop strings are matched on these, across token borders. The table is
+    kept: tokens that are added to the tokenizer later are not in it.
+
+    Args:
+        vocab_size: V, the model's, which is the length of the table.
+
+    Raises:
+        DllmError: for a tokenizer whose tokens do not simply follow each other (not byte-level, not plain).
+    """
+    to_bytes, special = _piece_decoder(tokenizer), special_tokens(tokenizer)
+    pieces = [b""] * vocab_size
+    for token, i in tokenizer.get_vocab().items():
+        if i < vocab_size and token not in special:
+            pieces[i] = to_bytes(token)
+    return tuple(pieces)
+
+
+def token_strings(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> list[str]:
+    """How each id looks alone on a screen: special tokens by name, parts of a character as `\\xNN`.
+
+    Args and errors as of `token_bytes`.
+    """
+    strings = [piece.decode("utf-8", "backslashreplace") for piece in token_bytes(tokenizer, vocab_size)]
+    for token, i in special_tokens(tokenizer).items():
+        if i < vocab_size:
+            strings[i] = token
+    return strings
+
+
+def settles(tokenizer: "PreTrainedTokenizerBase") -> Callable[[str], bool] | None:
+    """Tells of a vocabulary entry whether a text that ends with it stays as it is, whatever tokens follow.
+
+    None where that cannot be told: decoders that rewrite the joined text, such as by a pattern that is replaced in it.
+    """
+    joined, by_name, suffixes = False, False, list[str]()
+    for part in _decoder_parts(tokenizer):
+        if part["type"] not in _TOKEN_BY_TOKEN or (joined and not _keeps_beginnings(part)):
+            return None
+        joined |= part["type"] == "Fuse"
+        by_name |= part["type"] == "ByteFallback"
+        suffixes += [part["suffix"]] if part["type"] == "BPEDecoder" else []
+
+    def settled(token: str) -> bool:
+        if by_name and token.startswith("<0x"):  # a run of bytes is a text, or if one does not fit none of them is
+            return False
+        return not any(suffix in token.removesuffix(suffix) for suffix in suffixes)  # a space, but at the text's end
+
+    return settled
+
+
+def _from_files(folder: Path) -> "PreTrainedTokenizerBase":
+    import transformers  # takes a second, so not before it is needed
+
+    parts: dict[str, Any] = {}
+    if (folder / "tokenizer.json").is_file():
+        pass
+    elif (folder / "vocab.json").is_file():
+        parts = {"tokenizer_object": _qwen2(folder)}
+    elif (meta := _read_json(folder / "meta.json")).get("vocab") == ASCII_VOCAB:
+        parts = {"tokenizer_object": _ascii(meta, folder / "meta.json")}
+    else:
+        raise DllmError(f"{folder} has no tokenizer; put tokenizer.json, or vocab.json and merges.txt, into it")
+    return transformers.PreTrainedTokenizerFast.from_pretrained(
+        str(folder), local_files_only=True, trust_remote_code=False, **parts
+    )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps transformers' remarks off the standard error: that PyTorch is missing when it is imported, and that large
+    vocabularies might be one of Mistral's old ones."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _qwen2(folder: Path) -> tokenizers.Tokenizer:
+    from transformers import Qwen2Tokenizer
+
+    if not (folder / "merges.txt").is_file():
+        raise DllmError(f"{folder} has a vocab.json but no merges.txt; copy that file too")
+    vocab, merges = models.BPE.read_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    # Added tokens are put into the vocabulary so that each gets the id it was trained with, holes or not.
+    vocab = {**_added_tokens(folder), **vocab}
+    if len(set(vocab.values())) < len(vocab):
+        raise ValueError("one id belongs to two tokens")
+    unnamed: dict[str, Any] = {"unk_token": None, "eos_token": None, "pad_token": None}
+    return Qwen2Tokenizer(vocab=vocab, merges=cast(Any, merges), **unnamed).backend_tokenizer
+
+
+def _ascii(meta: Mapping[str, Any], path: Path) -> tokenizers.Tokenizer:
+    special = {token: meta[name] for name, token in _ASCII_TOKENS.items() if meta.get(name) is not None}
+    if not all(type(i) is int and i >= 128 for i in special.values()) or len(set(special.values())) < len(special):
+        raise DllmError(f"{path}: the special ids {special} must be different integers from 128 on; correct the file")
+    vocab = {chr(i): i for i in range(128)} | special
+    core = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="<|unknown|>"))  # not in vocab: refuses, not replaces
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    core.decoder = decoders.Fuse()
+    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    return core
+
+
+def _added_tokens(folder: Path) -> dict[str, int]:
+    """Added token -> id, as the files beside the vocabulary say."""
+    decoder = _read_json(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
+    return _read_json(folder / "added_tokens.json") | {entry["content"]: int(i) for i, entry in decoder.items()}
+
+
+def _check_ids(tokenizer: "PreTrainedTokenizerBase", added: Mapping[str, int]) -> None:
+    vocab = tokenizer.get_vocab()
+    for token, i in added.items():
+        if vocab.get(token) != i:
+            raise ValueError(f"its files disagree on the id of {token!r}, {vocab.get(token)} and {i}")
+
+
+def _fit(tokenizer: "PreTrainedTokenizerBase", config: ModelConfig, folder: Path) -> None:
+    """Completes a tokenizer from the model's config and refuses one of another model."""
+    for name in ("bos", "eos", "pad", "mask"):
+        i = getattr(config, f"{name}_id")
+        if getattr(tokenizer, f"{name}_token") is None and i is not None:
+            setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(i))
+    if tokenizer.chat_template is None:  # "" says that the model has no chat format
+        tokenizer.chat_template = TEMPLATES.get(config.family)
+    advice = "use the model's own files"
+    last = max(tokenizer.get_vocab().values(), default=-1)
+    if last >= config.vocab_size:
+        raise DllmError(
+            f"{folder}: the tokenizer knows ids up to {last} but the model has {config.vocab_size}; {advice}"
+        )
+    if tokenizer.mask_token_id is not None and config.mask_id not in (None, tokenizer.mask_token_id):
+        raise DllmError(
+            f"{folder}: the tokenizer's mask token is {tokenizer.mask_token_id} but the model's is {config.mask_id}; "
+            f"{advice}"
+        )
+
+
+def _fault(message: Any) -> str | None:
+    if not isinstance(message, Mapping):
+        return f"is of type {type(message).__name__}, not dict"
+    if "role" not in message:
+        return "has no role"
+    if message["role"] not in ROLES:
+        return f"has the unknown role {message['role']!r} (known: {', '.join(ROLES)})"
+    if not isinstance(message.get("content"), str):
+        return f"has {type(message.get('content')).__name__} content where a string must be"
+    return None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; {} when there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        values = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise DllmError(f"{path} is not valid JSON ({error}); copy the file again") from None
+    if not isinstance(values, dict):
+        raise DllmError(f"{path} holds no JSON object; copy the file again")
+    return values
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _piece_decoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[str], bytes]:
+    """The function from a vocabulary entry to the bytes it stands for."""
+    kinds = {part["type"] for part in _decoder_parts(tokenizer)}
+    if "ByteLevel" in kinds and kinds <= {"ByteLevel", "Fuse"}:
+        return _byte_level
+    if kinds == {"Fuse"}:
+        return str.encode
+    raise DllmError(
+        f"bytes of single tokens are known for byte-level and plain tokenizers only, not for {sorted(kinds)}"
+    )
+
+
+def _decoder_parts(tokenizer: "PreTrainedTokenizerBase") -> list[dict[str, Any]]:
+    """The steps of a tokenizer's decoder, in order."""
+    decoder = getattr(tokenizer.backend_tokenizer, "decoder", None)
+    state = json.loads(decoder.__getstate__()) if decoder is not None else {"type": "none"}
+    return list(state.get("decoders", [state]))
+
+
+# What these do to a token depends on its neighbours alone, and on whether it is the first.
+_TOKEN_BY_TOKEN = ("none", "BPEDecoder", "ByteFallback", "CTC", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece")
+
+
+def _keeps_beginnings(part: Mapping[str, Any]) -> bool:
+    """Whether a step of a decoder, given a longer text, gives one that begins with what it gave before."""
+    if part["type"] == "Strip":
+        return bool(part["stop"] == 0)
+    if part["type"] == "Replace":
+        return len(part["pattern"].get("String", "")) == 1
+    return part["type"] in ("Fuse", "Metaspace")
+
+
+def _byte_level(token: str) -> bytes:
+    try:
+        return bytes(map(_byte_alphabet().__getitem__, token))
+    except KeyError:  # an added token, written as itself
+        return token.encode()
+
+
+@functools.cache
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-in for every byte: printable Latin-1 as itself, the others from U+0100 on, in order."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

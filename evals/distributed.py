@@ -1,0 +1,106 @@
+"""Processes that share an evaluation: each answers its own part, and then all know everything and go on alike.
+
+What a process found travels through a channel (`dllm_jax/parallel/multihost.py`). A collective would keep the devices
+busy with waiting, for hours where one process has more left to do than the others, and wants as many devices in each. Files
+would need a file system that all see, and a place there, which `run` has not.
+"""
+
+import contextlib
+import contextvars
+import io
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from rich.console import Console
+
+from dllm_jax.parallel.multihost import Channel
+from samplers.cli.outputs import Share, joined
+
+T = TypeVar("T")
+
+
+class Processes:
+    """The processes of an evaluation, as one of them sees them.
+
+    All have to gather equally often, in the same order.
+
+    Attributes:
+        share: which of them this is.
+    """
+
+    def __init__(self, share: Share) -> None:
+        self.share = share
+        self._channel = Channel("evals", *share)
+
+    @property
+    def first(self) -> bool:
+        """Whether this one prints and writes."""
+        return self.share.process == 0
+
+    def mine(self, items: Sequence[T]) -> Sequence[T]:
+        """This one's part of what all share."""
+        return items[self.share.process :: self.share.processes]
+
+    def most(self, total: int) -> int:
+        """Of so many items, the most that a process has."""
+        return -(-total // self.share.processes)
+
+    def each(self, items: Sequence[T], work: Callable[[Sequence[T]], Sequence[Any]]) -> list[Any]:
+        """What `work` makes of each item, as JSON takes it, in their order; every process works on its part alone.
+
+        Raises:
+            DllmError: as `gather`.
+        """
+        found: list[Any] = [None] * len(items)
+        for process, part in enumerate(self.gather(list(work(self.mine(items))))):
+            found[process :: self.share.processes] = part
+        return found
+
+    def gather(self, own: Any) -> list[Any]:
+        """What every process hands in, as JSON takes it, in their order. Waits as long as one needs.
+
+        Raises:
+            DllmError: the sentence of a process that failed.
+        """
+        waiting = Console(stderr=True).status("waiting for the other processes", spinner="line")
+        with waiting if self.share.processes > 1 else contextlib.nullcontext():
+            return self._channel.gather(own)
+
+    def fail(self, error: BaseException) -> None:
+        """Hands in, in place of what is gathered next, why there will be nothing."""
+        self._channel.fail(error)
+
+
+ALONE = Processes(Share())
+_MET = contextvars.ContextVar("the processes that have met", default=ALONE)
+
+
+def met() -> Processes:
+    """The processes of the command that runs, inside `meeting`; elsewhere this one alone."""
+    return _MET.get()
+
+
+@contextlib.contextmanager
+def meeting(where: str | None) -> Iterator[Processes]:
+    """The processes of a command: alone for None, else those that meet as `samplers.cli.outputs.joined` says.
+
+    The first one prints, the others keep silent but for errors. One that fails tells the others, which then end with
+    its sentence when they have done their part.
+
+    Raises:
+        DllmError: as `joined`.
+    """
+    if where is None:
+        yield ALONE
+        return
+    processes = Processes(joined(where))
+    token = _MET.set(processes)
+    silent = contextlib.nullcontext() if processes.first else contextlib.redirect_stdout(io.StringIO())
+    with silent:
+        try:
+            yield processes
+        except BaseException as error:
+            processes.fail(error)
+            raise
+        finally:
+            _MET.reset(token)

@@ -1,0 +1,288 @@
+"""What tokens, forwards and speed are counted as: by one definition, and as the papers' own scripts count.
+
+The library counts one way. Tokens are those of the answer before its first end token or stop string, the prompt's
+never; forwards (NFE) are all that a row had; tokens per forward (TPF) are all tokens over all forwards, tokens per
+second (TPS) all tokens over the seconds of sampling, compilation apart. Published numbers mean other things, each
+something else (`COUNTS`), so they are computed beside ours where somebody asks for them, and never take their place.
+
+Only what was written can be counted: a sampler that ends a row at its first end token writes less behind it than the
+official loops, which fill the canvas. For counts of whole canvases run the sampler with `ignore_eos=true`.
+"""
+
+import dataclasses
+import math
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from dllm_jax.errors import DllmError
+
+Encode = Callable[[str], Sequence[int]]
+"""From a text to its token ids, without tokens in front or behind."""
+
+WARM_UP = 10
+"""Samples that d3LLM leaves out."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Answered:
+    """One answer, with all that somebody counts.
+
+    Attributes:
+        prompt_ids: [P], of the prompt as the model was given it.
+        canvas_ids: [G], all that was generated, with the end token where nothing was written.
+        tokens: of the answer before its first end token or stop string.
+        cut_text: of the whole canvas, with its special tokens, before the first stop string.
+        plain_text: the same without special tokens.
+        nfe: forwards of the denoiser.
+        committed: tokens that the forwards wrote, wherever they stand.
+        seconds: from its admission to its end; None where others ran beside it, since nobody can tell them apart.
+    """
+
+    prompt_ids: Sequence[int]
+    canvas_ids: Sequence[int]
+    tokens: int
+    cut_text: str
+    plain_text: str
+    nfe: int
+    committed: int
+    seconds: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Count:
+    """How a project counts.
+
+    Attributes:
+        tokens: of one answer, given the end token's id and how text is encoded again.
+        told: what the project's script or paper tells besides tokens, as names of `Counted`.
+        time: whether the speed of all is over the seconds of the whole loop or over the sum of the answers' own.
+        skip: answers at the beginning that do not count.
+        source: where this was read.
+        distorts: what it does to the numbers, against the library's own.
+    """
+
+    tokens: Callable[[Answered, int, Encode], int]
+    told: tuple[str, ...]
+    source: str
+    distorts: str
+    time: Literal["loop", "answers"] = "loop"
+    skip: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted:
+    """What came out, None for what the project does not tell, and for speeds over the answers' own seconds where these
+    are not known.
+
+    Attributes:
+        count: its name.
+        n: answers that were counted.
+        tokens: mean per answer.
+        nfe: mean forwards per answer.
+        total_nfe: of all answers.
+        tokens_per_forward, tokens_per_second: ratios of totals.
+        mean_tokens_per_forward, mean_tokens_per_second: means of the answers' own ratios, the latter with the standard
+            error of the mean.
+        distorts: how these differ from the library's own.
+    """
+
+    count: str
+    n: int
+    tokens: float
+    nfe: float | None = None
+    total_nfe: int | None = None
+    tokens_per_forward: float | None = None
+    tokens_per_second: float | None = None
+    mean_tokens_per_forward: float | None = None
+    mean_tokens_per_second: float | None = None
+    mean_tokens_per_second_stderr: float | None = None
+    distorts: str = ""
+
+
+def count(kind: str, answers: Sequence[Answered], *, eos_id: int, encode: Encode, seconds: float) -> Counted:
+    """Counts answers as a project does.
+
+    Args:
+        kind: one of `COUNTS`.
+        answers: in the order of their examples.
+        eos_id: the end-of-sequence token; other tokens that end a turn are no such token for any of them.
+        encode: how text becomes tokens again.
+        seconds: of sampling all of them.
+
+    Raises:
+        DllmError: for an unknown kind, and for fewer answers than it leaves out.
+    """
+    how = counting_of(kind, len(answers))
+    kept = answers[how.skip :]
+    tokens = np.asarray([how.tokens(answer, eos_id, encode) for answer in kept], float)
+    nfe = np.asarray([max(answer.nfe, 1) for answer in kept], float)
+    every: dict[str, Any] = {
+        "nfe": float(nfe.mean()),
+        "total_nfe": int(nfe.sum()),
+        "tokens_per_forward": float(tokens.sum() / nfe.sum()),
+        "tokens_per_second": float(tokens.sum() / max(seconds, 1e-9)) if how.time == "loop" else None,
+        "mean_tokens_per_forward": float((tokens / nfe).mean()),
+    }
+    if all(answer.seconds is not None for answer in kept):
+        every |= _own_speeds(tokens, np.asarray([answer.seconds for answer in kept], float), how.time == "answers")
+    told = {name: every.get(name) for name in how.told}
+    return Counted(kind, len(kept), float(tokens.mean()), **told, distorts=how.distorts)
+
+
+def counting_of(kind: str, n: int) -> Count:
+    """How a project counts so many answers.
+
+    Raises:
+        DllmError: as `count`.
+    """
+    if kind not in COUNTS:
+        raise DllmError(f"no count is called {kind!r}; choose one of {', '.join(COUNTS)}")
+    if n <= COUNTS[kind].skip:
+        raise DllmError(f"count {kind} leaves the first {COUNTS[kind].skip} examples out; score more than {n}")
+    return COUNTS[kind]
+
+
+def as_line(counted: Mapping[str, Any]) -> str:
+    """The numbers of a count's fields, and what it does to them, in one line."""
+    numbers = [f"{key} {value:.6g}" for key, value in counted.items() if isinstance(value, int | float)]
+    return f"{' | '.join(numbers)} ({counted['distorts']})"
+
+
+def before_stop(pieces: Sequence[bytes], stop: Sequence[str]) -> int:
+    """How many tokens of an answer begin before its first stop string; all where there is none.
+
+    Args:
+        pieces: the bytes that each token adds to the text (`dllm_jax.text.tokenizer.token_bytes`).
+    """
+    text = b"".join(pieces)
+    found = [at for item in stop if (at := text.find(item.encode())) >= 0]
+    if not found:
+        return len(pieces)
+    starts = np.cumsum([0, *map(len, pieces)])[:-1]
+    return int((starts < min(found)).sum())
+
+
+def cut(text: str, stop: Sequence[str]) -> str:
+    """The text before the first stop string."""
+    return text[: min((at for item in stop if (at := text.find(item)) >= 0), default=len(text))]
+
+
+def _own_speeds(tokens: np.ndarray, seconds: np.ndarray, of_all: bool) -> dict[str, float]:
+    """Speeds over the answers' own seconds."""
+    speeds = tokens / np.maximum(seconds, 1e-9)
+    total = {"tokens_per_second": float(tokens.sum() / max(seconds.sum(), 1e-9))} if of_all else {}
+    return total | {
+        "mean_tokens_per_second": float(speeds.mean()),
+        "mean_tokens_per_second_stderr": float(speeds.std() / math.sqrt(len(speeds))),
+    }
+
+
+def _other_than(ids: Sequence[int], eos_id: int) -> int:
+    return sum(int(token) != eos_id for token in ids)
+
+
+def _encoded_again(answer: Answered, eos_id: int, encode: Encode) -> int:
+    return _other_than(encode(answer.cut_text), eos_id)
+
+
+def _plain_encoded_again(answer: Answered, eos_id: int, encode: Encode) -> int:
+    return _other_than(encode(answer.plain_text), eos_id)
+
+
+def _canvas(answer: Answered, eos_id: int, encode: Encode) -> int:
+    return _other_than(answer.canvas_ids, eos_id)
+
+
+def _with_prompt(answer: Answered, eos_id: int, encode: Encode) -> int:
+    return _other_than([*answer.prompt_ids, *answer.canvas_ids], eos_id)
+
+
+def _less_prompt(answer: Answered, eos_id: int, encode: Encode) -> int:
+    return _with_prompt(answer, eos_id, encode) - len(answer.prompt_ids)
+
+
+def _before_eos(answer: Answered, eos_id: int, encode: Encode) -> int:
+    ids = list(map(int, answer.canvas_ids))
+    return ids.index(eos_id) if eos_id in ids else len(ids)
+
+
+_TOTALS = ("tokens_per_forward", "tokens_per_second")
+_SPEED = ("tokens_per_second",)
+_FAST_DLLM = "Fast-dLLM's lm-eval class of LLaDA (arXiv 2505.22618, code 24cc59e)"
+_MEANS = ("nfe", "mean_tokens_per_second", "mean_tokens_per_second_stderr")
+
+COUNTS: Mapping[str, Count] = types.MappingProxyType(
+    {
+        "fast-dllm-llada": Count(
+            _encoded_again,
+            ("total_nfe", *_SPEED),
+            _FAST_DLLM,
+            "the cut text is encoded again, which may give other tokens; text behind an end token counts, up to a stop "
+            "string",
+        ),
+        "fast-dllm-llada-humaneval": Count(
+            _with_prompt,
+            ("total_nfe", *_SPEED),
+            f"{_FAST_DLLM}, HumanEval with an Instruct model; issue #15",
+            "the prompt counts, as does what follows the answer: speed grows with the prompt's length",
+        ),
+        "fast-dllm-dream": Count(
+            _canvas,
+            _SPEED,
+            "Fast-dLLM's lm-eval class of Dream (arXiv 2505.22618, code 24cc59e)",
+            "the whole canvas counts before anything is cut, so text behind the answer makes it faster; no forwards",
+        ),
+        "d2f-llada": Count(
+            _plain_encoded_again,
+            _SPEED,
+            "D2F's lm-eval class of LLaDA (arXiv 2508.09192, code 880dfd1)",
+            "the cut text is encoded again; the forwards that the script prints are 1 an answer, so none are told",
+        ),
+        "d2f-dream": Count(
+            _canvas,
+            _SPEED,
+            "D2F's lm-eval class of Dream (arXiv 2508.09192, code 880dfd1)",
+            "the whole canvas counts; the forwards that the script prints are its diffusion_steps, so none are told",
+        ),
+        "ni": Count(
+            lambda answer, eos_id, encode: len(answer.canvas_ids),
+            ("nfe", *_SPEED),
+            "NI-Sampling, paper (arXiv 2604.18471): 14.4 tokens/s are 512 positions over the time of 512 steps",
+            "every position of the canvas counts, whatever stands there: the speed of a short answer is that of a long "
+            "one",
+        ),
+        "apd": Count(
+            lambda answer, eos_id, encode: answer.committed,
+            _MEANS,
+            "APD, its apd and leftright samplers (arXiv 2506.00413, code a555561)",
+            "all accepted tokens count, those behind an end token too; speed is the mean of the answers' own, in which "
+            "short ones weigh as much as long ones",
+        ),
+        "apd-dllm": Count(
+            _before_eos,
+            _MEANS,
+            "APD, its other samplers of a dLLM (arXiv 2506.00413, code a555561)",
+            "stop strings do not end an answer; speed is the mean of the answers' own",
+        ),
+        "dinfer": Count(
+            _less_prompt,
+            ("nfe", *_TOTALS, "mean_tokens_per_forward", "mean_tokens_per_second"),
+            "dInfer's benchmark (arXiv 2510.08666, code fce4e32); the paper says tokens before the first end token",
+            "tokens behind an end token count, and an end token in the prompt takes one away; the paper's ratios are "
+            "means of the answers' own",
+            time="answers",
+        ),
+        "d3llm": Count(
+            _encoded_again,
+            ("total_nfe", *_TOTALS),
+            "d3LLM's evaluation, from which AUP is computed (arXiv 2601.07568, code e5bfcac)",
+            f"as fast-dllm-llada, never with the prompt; the first {WARM_UP} examples are left out",
+            time="answers",
+            skip=WARM_UP,
+        ),
+    }
+)
+"""Name -> how it counts."""

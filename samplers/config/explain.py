@@ -1,0 +1,213 @@
+"""Where every setting of a run comes from and why its default is what it is: `python -m samplers --explain`.
+
+A reason stands beside what it is about: in the documentation of the field ("Default: ..."), or beside the table of
+defaults (`registry.WHY_USUAL`, `build.WHY_IN_BLOCKS`); nothing is said twice.
+"""
+
+import dataclasses
+import json
+import shutil
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from dllm_jax import Model
+from dllm_jax.cli import docs, spec
+from samplers.config.costs import Costs, device_memory
+from samplers.config.factory import WHY_IN_BLOCKS, defaults_of, in_blocks
+from samplers.config.presets import PRESETS, published_in
+from samplers.config.registry import (
+    LOOPS,
+    PARTS,
+    USUAL,
+    WHY_OTHERS,
+    WHY_USUAL,
+    Settings,
+    called,
+    name_of,
+    named,
+    options_of,
+    rule_called,
+    settle,
+    unfolded,
+)
+from samplers.tokens.predictions import Sampling
+from samplers.tokens.smoothing import Smoothing
+
+
+class Setting(NamedTuple):
+    """One setting of a run.
+
+    Attributes:
+        name, value: as they are written.
+        origin: who said so.
+        why: the reason of a default; empty of what somebody said.
+    """
+
+    name: str
+    value: str
+    origin: str
+    why: str
+
+
+class Layer(NamedTuple):
+    """Somebody who says settings: the options, and the reasons where they are not the fields' own."""
+
+    origin: str
+    options: Mapping[str, Any]
+    why: Mapping[str, str]
+
+
+def explained(model: Model, name: str | None, said: Mapping[str, Any]) -> list[Setting]:
+    """All settings of a sampler.
+
+    Args:
+        model: its outline is enough.
+        name: of a rule, a preset or a loop; None where nothing was said.
+        said: options as `SamplerSpec.options` has them.
+
+    Raises:
+        DllmError: as `make_sampler`, for unknown names and options.
+    """
+    final = settle(name, said, defaults_of(model))
+    layers = _layers(model, name, said)
+    first = (
+        "the model" if model.config.attention == "canvas" else "the command line" if name in LOOPS else "the library"
+    )
+    loop = [Setting("sampler", called(final), first, "")] if final.kind in LOOPS.values() else []
+    return loop + [_setting(option, final, layers) for option in _in_order(final)]
+
+
+def _layers(model: Model, name: str | None, said: Mapping[str, Any]) -> list[Layer]:
+    """Who says settings, the first of them counting most."""
+    own = rule_called(name)
+    of_model = in_blocks(USUAL, model).options
+    blocks = {option: value for option, value in of_model.items() if USUAL.options.get(option) != value}
+    layers = [Layer("the command line", {**unfolded(said), **own}, {})]
+    if name is not None and name in PRESETS:
+        paper = f"as in {published_in(name)}"
+        layers.append(Layer(f"preset {name}", PRESETS[name], dict.fromkeys(PRESETS[name], paper)))
+    if model.generation:
+        came = unfolded(defaults_of(model).options)
+        layers.append(Layer("generation.json", {key: came[key] for key in came if key in model.generation}, {}))
+    return [*layers, Layer("the model", blocks, WHY_IN_BLOCKS), Layer("the library", USUAL.options, WHY_USUAL)]
+
+
+def _in_order(final: Settings) -> Iterator[str]:
+    """The options that have an effect: those of a part behind it."""
+    owners = options_of(final)
+    kinds = {part: named(part, name) for part in PARTS if isinstance(name := final.options.get(part), str)}
+    of = lambda kind: (option for option, owner in owners.items() if owner.kind is kind)
+    for option in of(None):
+        yield option
+        if option in kinds:
+            yield from of(kinds[option])
+    yield from of(Sampling)
+    if final.options.get("smoothing") not in (None, False):
+        yield from of(Smoothing)
+
+
+def _setting(option: str, final: Settings, layers: Sequence[Layer]) -> Setting:
+    place, none = options_of(final)[option], object()
+    kind = place.kind or final.kind
+    owner = name_of(kind)
+    value = final.options.get(option, none)
+    smoothing = final.options.get("smoothing")
+    if value is none and kind is Smoothing and isinstance(smoothing, Smoothing):
+        found = _setting("smoothing", final, layers)
+        return Setting(option, spec.written(getattr(smoothing, place.field)), found.origin, found.why)
+    for layer in layers:
+        if value is not none and option in layer.options and layer.options[option] == value:
+            return Setting(option, _written(value), layer.origin, layer.why.get(option, ""))
+    if option in WHY_OTHERS:
+        return Setting(option, "false", "the library", WHY_OTHERS[option])
+    why = docs.attributes(kind).get(place.field, docs.About()).why
+    return Setting(option, _default(kind, place.field, final), f"default of {owner}" if owner else "the library", why)
+
+
+def _default(kind: type, field: str, final: Settings) -> str:
+    default = next(one.default for one in dataclasses.fields(kind) if one.name == field)
+    if default is dataclasses.MISSING:  # `build` fills in the steps of a schedule
+        default = final.options["gen_length"]
+    return _written(default)
+
+
+def _written(value: Any) -> str:
+    if dataclasses.is_dataclass(value):
+        return "true" if isinstance(value, Smoothing) else name_of(type(value)) or type(value).__name__
+    return ", ".join(map(repr, value)) or "none" if isinstance(value, list | tuple) else spec.written(value)
+
+
+# Costs
+
+
+def costs_told(costs: Costs, gen_length: int) -> list[str]:
+    """What a run takes, a line each."""
+    *windows, whole = costs.positions
+    least, most = costs.forwards
+    run = f"{whole} in a full one, {', '.join(map(str, windows))} in a window" if windows else str(whole)
+    forwards = str(least) if least == most else f"{least} to {most}"
+    here, memory = jax.devices()[0].device_kind, device_memory()
+    lines = [
+        f"rows together: {costs.batch}, each of up to {costs.prompt_length} + {gen_length} positions",
+        f"positions of a row that a forward runs: {run}",
+        f"forwards of a row: {forwards}, fewer if an end token comes before",
+        f"weights: {sized(costs.weights)}",
+        f"keys and values: {sized(costs.buffers)}; other state: {sized(costs.state)}",
+        f"work beside them: about {sized(costs.work)}",
+    ]
+    total = f"together about {sized(costs.total)}"
+    if memory is None:
+        return [*lines, f"{total}; how much memory {here} has is not known"]
+    fits = "fits" if costs.total <= memory else f"does not fit; {SMALLER}"
+    return [*lines, f"{total} of {sized(memory)} ({here}): {fits}"]
+
+
+SMALLER = "use --quantize int8 or int4, a smaller --batch-size, or a smaller --gen-length"
+"""What helps where memory is short."""
+
+
+def sized(count: int) -> str:
+    """Bytes for people: 14.93 GiB, 32.0 MiB, 12.5 KiB."""
+    unit, digits = next(((unit, d) for unit, d in (("GiB", 2), ("MiB", 1)) if count >= _UNITS[unit]), ("KiB", 1))
+    return f"{count / _UNITS[unit]:.{digits}f} {unit}"
+
+
+_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
+
+
+def print_explained(settings: Sequence[Setting], costs: Costs, gen_length: int) -> None:
+    """Prints both, no wider than the terminal; what is off, as usual, by name alone."""
+    width = max(min(shutil.get_terminal_size().columns, 110), 40)
+    names, values = (min(max(map(len, column)), width // 4) for column in list(zip(*settings, strict=True))[:2])
+    usual = [setting.name for setting in settings if _is_left_out(setting)]
+    for name, value, origin, why in (setting for setting in settings if not _is_left_out(setting)):
+        head = f"{name:{names}}  {value:{values}}  "
+        text = head + origin + (f": {why}" if why else "")
+        print("\n".join(textwrap.wrap(text, width, subsequent_indent=" " * min(len(head), width // 2))))
+    if usual:
+        text = f"not set, as usual: {', '.join(usual)} (--json has the reasons)"
+        print("\n".join(textwrap.wrap(text, width, subsequent_indent="  ")))
+    print()
+    for line in costs_told(costs, gen_length):
+        print("\n".join(textwrap.wrap(line, width, subsequent_indent="  ")))
+
+
+def _is_left_out(setting: Setting) -> bool:
+    """Whether a setting is nothing that nobody has said, and no choice between parts."""
+    nobody = setting.origin == "the library" or setting.origin.startswith("default of ")
+    return nobody and setting.value in ("none", "false") and setting.name not in _CHOICES
+
+
+_CHOICES = ("chat", "cache", "block_length")
+"""What is told even where it is none."""
+
+
+def explained_as_json(settings: Sequence[Setting], costs: Costs) -> str:
+    """Both as one JSON object; memory in bytes."""
+    memory = device_memory()
+    fits = None if memory is None else costs.total <= memory
+    told = {**dataclasses.asdict(costs), "total": costs.total, "memory": memory, "fits": fits}
+    return json.dumps({"settings": [setting._asdict() for setting in settings], "costs": told})

@@ -1,0 +1,206 @@
+"""Slots: a fixed number of rows over static buffers, each of which takes the next request as soon as it is free.
+
+A batch is as slow as its slowest row; in slots a row that has ended makes room at once. Admission and steps are one
+compiled program, `turn`, whatever the requests are: what they differ in are arrays, a row for each slot.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from dllm_jax.indicator import Indicator
+from dllm_jax.models.denoiser import DenoiserLike
+from dllm_jax.pytree import pytree
+from samplers.caches.base import each_row
+from samplers.inputs import number_dtypes
+from samplers.loops.verifier import Verifier
+from samplers.sampler import Result
+from samplers.stopping import Stop
+
+_SHARED = (Verifier, Indicator, Stop)  # parts of a sampler whose arrays, scalars too, are the same for all requests
+
+
+@pytree()
+class Rows:
+    """What requests differ in, a row for each slot: leaves [B, ...], NumPy's on the host.
+
+    Attributes:
+        prompt, prompt_lengths, gen_lengths, given: as in `BlockSampler.init`; `given` is None for a sampler that takes
+            none.
+        key_data: [B, 2] uint32, of each request's typed key.
+        numbers: of the sampler, in the order of `numbers_of`.
+    """
+
+    prompt: Any
+    prompt_lengths: Any
+    gen_lengths: Any
+    given: Any
+    key_data: Any
+    numbers: tuple[Any, ...]
+
+
+@pytree()
+class Report:
+    """What the host sees after a turn.
+
+    Attributes:
+        result: of every slot so far.
+        done: [B] bool.
+        pending: [B, G] bool, positions that may still change.
+        steps: int32, steps that were run.
+        row_steps: int32, the sum over these of the slots that were at work.
+    """
+
+    result: Result
+    done: jax.Array
+    pending: jax.Array
+    steps: jax.Array
+    row_steps: jax.Array
+
+
+def numbers_of(sampler: Any) -> tuple[Any, ...]:
+    """A sampler's numbers, scalars all, which may differ by request."""
+    return tuple(leaf for leaf in _leaves(sampler) if _is_number(leaf))
+
+
+def number_names(sampler: Any) -> tuple[str, ...]:
+    """Where in a sampler its numbers are, in the order of `numbers_of`."""
+    leaves = jax.tree_util.tree_flatten_with_path(sampler, is_leaf=_is_shared)[0]
+    return tuple(jax.tree_util.keystr(path) for path, leaf in leaves if _is_number(leaf))
+
+
+def number_dtypes_of(sampler: Any) -> tuple[np.dtype, ...]:
+    """What the numbers of a sampler are arrays of, in the order of `numbers_of`: as their fields say, so that requests
+    differ in values alone; a number of no such field is as it is."""
+    paths = jax.tree_util.tree_flatten_with_path(sampler, is_leaf=_is_shared)[0]
+    return tuple(_dtype_at(sampler, path, leaf) for path, leaf in paths if _is_number(leaf))
+
+
+def _dtype_at(part: Any, path: Sequence[Any], leaf: Any) -> np.dtype:
+    if not all(isinstance(key, jax.tree_util.GetAttrKey) for key in path):
+        return jnp.result_type(leaf)
+    for key in path[:-1]:
+        part = getattr(part, key.name)
+    kind: Any = type(part)
+    return number_dtypes(kind).get(path[-1].name, jnp.result_type(leaf))
+
+
+def structure_of(sampler: Any) -> Any:
+    """All of a sampler but its numbers and the parts that all requests share: equal for requests of one engine."""
+    leaves, tree = jax.tree.flatten(sampler, is_leaf=_is_shared)
+    kept = (None if _is_shared(leaf) or _is_number(leaf) else tuple(jnp.ravel(leaf).tolist()) for leaf in leaves)
+    return tree, tuple(kept)
+
+
+def program_of(sampler: Any) -> Any:
+    """The same with the shared parts: equal for samplers whose requests one engine can run."""
+    parts = [part for part in _leaves(sampler) if _is_shared(part)]
+    patterns = [
+        (np.asarray(part.table).tobytes(), np.asarray(part.drop).tobytes()) for part in parts if isinstance(part, Stop)
+    ]
+    others = [id(leaf) for part in parts if not isinstance(part, Stop) for leaf in jax.tree.leaves(part)]
+    return structure_of(sampler), tuple(patterns), tuple(others)
+
+
+def _leaves(sampler: Any) -> list[Any]:
+    return jax.tree.leaves(sampler, is_leaf=_is_shared)
+
+
+def _is_shared(part: Any) -> bool:
+    return isinstance(part, _SHARED)
+
+
+def _is_number(leaf: Any) -> bool:
+    return not _is_shared(leaf) and jnp.ndim(leaf) == 0
+
+
+def with_numbers(sampler: Any, numbers: Sequence[Any]) -> Any:
+    """The sampler with other numbers, in the order of `numbers_of`."""
+    own = iter(numbers)
+    return jax.tree.map(lambda leaf: next(own) if _is_number(leaf) else leaf, sampler, is_leaf=_is_shared)
+
+
+def for_rows(sampler: Any, rows: Rows) -> Any:
+    """The sampler with each row's own numbers."""
+    return with_numbers(sampler, rows.numbers)
+
+
+def begin(sampler: Any, denoiser: DenoiserLike, rows: Rows) -> Any:
+    """The state of slots that are all free."""
+    state = _begun(sampler, denoiser, rows)
+    return _ended(state, jnp.ones_like(state.canvas.done))
+
+
+def turn(
+    sampler: Any,
+    denoiser: DenoiserLike,
+    state: Any,
+    rows: Rows,
+    admitted: jax.Array,
+    cancelled: jax.Array,
+    most_steps: jax.Array,
+    wanted: jax.Array,
+) -> tuple[Any, Report]:
+    """Admits requests, and runs steps until enough rows have ended.
+
+    Args:
+        sampler: any of this library; its numbers are those of the rows.
+        state: of the slots, from `begin` or the turn before.
+        admitted: [B] bool, slots that begin what their row says.
+        cancelled: [B] bool, slots that are to be free, whether they are or not.
+        most_steps: int32, steps at most.
+        wanted: int32, end as soon as so many rows have ended that ran.
+    """
+    state = _ended(state, cancelled)
+    state = _admit(sampler, denoiser, state, rows, admitted)
+    own = for_rows(sampler, rows)
+    began = ~own.is_done(state)
+
+    def goes_on(carry: tuple[Any, jax.Array, jax.Array]) -> jax.Array:
+        state, steps, _ = carry
+        done = own.is_done(state)
+        return (steps < most_steps) & ~done.all() & ((began & done).sum() < wanted)
+
+    def step(carry: tuple[Any, jax.Array, jax.Array]) -> tuple[Any, jax.Array, jax.Array]:
+        state, steps, row_steps = carry
+        busy = (~own.is_done(state)).sum(dtype=jnp.int32)
+        return own.step(denoiser, state), steps + 1, row_steps + busy
+
+    state, steps, row_steps = lax.while_loop(goes_on, step, (state, jnp.int32(0), jnp.int32(0)))
+    return state, Report(own.result(denoiser, state), own.is_done(state), own.pending(state), steps, row_steps)
+
+
+def _begun(sampler: Any, denoiser: DenoiserLike, rows: Rows) -> Any:
+    """The state before the first forward of some rows."""
+    key = jax.random.wrap_key_data(rows.key_data)
+    options = {} if rows.given is None else {"given": rows.given}
+    own = for_rows(sampler, rows)
+    return own.init(denoiser, rows.prompt, rows.prompt_lengths, key=key, gen_lengths=rows.gen_lengths, **options)
+
+
+def _ended(state: Any, rows: jax.Array) -> Any:
+    return dataclasses.replace(state, canvas=dataclasses.replace(state.canvas, done=state.canvas.done | rows))
+
+
+def _admit(sampler: Any, denoiser: DenoiserLike, state: Any, rows: Rows, admitted: jax.Array) -> Any:
+    """The state with the admitted rows begun anew, each alone: so nothing of what the other rows hold, their key/value
+    buffers least of all, is read or moved."""
+    begun = lambda rows: (rows.prompt_lengths, _begun(sampler, denoiser, rows))
+    return each_row(admitted, denoiser.batch_parts, begun, rows, state)[1]
+
+
+# The parameters are kept as inputs so that the first state lies on their devices: else `turn` is compiled twice.
+begin_jit = jax.jit(begin, keep_unused=True)
+turn_jit = jax.jit(turn, donate_argnums=2)
+
+
+@functools.cache
+def turn_on(shardings: tuple[Any, ...], tree: Any) -> Any:
+    """`turn_jit` of slots that lie on a mesh: they stay as they lie, or the next turn would be another program."""
+    return jax.jit(turn, donate_argnums=2, out_shardings=(jax.tree.unflatten(tree, shardings), None))

@@ -1,0 +1,80 @@
+"""A whole generation as one portable program, which runs where JAX is and nothing of this library."""
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import export as jax_export
+
+from dllm_jax import Denoiser, DllmError, Model, use_kernels
+from dllm_jax.checkpoints import checkpoint
+from dllm_jax.kernels.dispatch import lowering_for
+from dllm_jax.params.quantized import num_bytes
+from samplers.checks import check_length
+from samplers.config.factory import CanvasSampler
+from samplers.sampler import sample
+from samplers.text.prompts import check_width
+from samplers.tokens.noise import row_keys
+
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+GPU = "NVIDIA A100"  # which kernels are lowered for: the least that runs them
+MOST_BYTES = 64 * 2**20  # of a sampler's own arrays, which become part of the program
+
+
+def export(
+    sampler: CanvasSampler,
+    model: Model,
+    *,
+    batch: int = 1,
+    prompt_length: int,
+    platforms: Sequence[str] = ("cpu", "cuda", "tpu"),
+) -> bytearray:
+    """A sampler as StableHLO for other platforms, to be written to a file; the weights stay outside.
+
+    `jax.export.deserialize(...).call(params, prompt, lengths, seed)` runs it, where
+
+    - params: name -> array as a checkpoint folder holds them: `orbax.checkpoint.v1.load(folder / "params")`, in the
+      dtype of `model`;
+    - prompt [batch, prompt_length] int32, left-aligned, and lengths [batch] int32;
+    - seed [] int32: rows draw what `generate` gives them with this seed.
+
+    It returns the fields of `Result` by name. Rules' numbers are those of the sampler; JAX keeps programs readable for
+    half a year of its versions.
+
+    Args:
+        model: its parameters may be shapes (`jax.ShapeDtypeStruct`).
+        platforms: what it shall run on; each one is tried when the program runs there, none is needed here.
+
+    Raises:
+        DllmError: for sizes and platforms that are none, prompts that do not fit the model, a sampler that carries a
+            model of its own, and where the package that writes programs is missing.
+    """
+    check_length("batch", batch)
+    check_length("prompt_length", prompt_length)
+    check_width(model, sampler, prompt_length)
+    if unknown := sorted({*platforms} - {*PLATFORMS}):
+        raise DllmError(f"platform {unknown[0]!r} is unknown; use {', '.join(PLATFORMS)}")
+    if not platforms:
+        raise DllmError(f"no platform to export for; name some of {', '.join(PLATFORMS)}")
+    if (own := num_bytes(jax.eval_shape(lambda: sampler))) > MOST_BYTES:
+        size = f"{own / 2**20:.0f} MiB of weights of its own"
+        raise DllmError(f"this sampler has {size}, which would become part of the program; at most 64 MiB do")
+    if importlib.util.find_spec("flatbuffers") is None:
+        raise DllmError("programs are written by the package flatbuffers; install it: pip install 'dllm_jax[export]'")
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model.params)
+
+    def run(params: dict[str, jax.Array], prompt: jax.Array, lengths: jax.Array, seed: jax.Array) -> dict[str, Any]:
+        denoiser = Denoiser(model.config, checkpoint.unflattened(params, like))
+        result = sample(sampler, denoiser, prompt, lengths, key=row_keys(jax.random.key(seed), batch))
+        return vars(result)
+
+    ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+    arguments = (checkpoint.flattened(like), ints(batch, prompt_length), ints(batch), ints())
+    # The backbone pins layouts, and for one platform alone has kernels; who does not know a call never meets it.
+    safe = [jax_export.DisabledSafetyCheck.custom_call(name) for name in ("LayoutConstraint", "__gpu$xla.gpu.triton")]
+    gpu = GPU if tuple(platforms) == ("cuda",) else None
+    with use_kernels(len(platforms) == 1), lowering_for(gpu):
+        exported = jax_export.export(jax.jit(run), platforms=tuple(platforms), disabled_checks=safe)(*arguments)
+    return exported.serialize()

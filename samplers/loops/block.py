@@ -1,0 +1,500 @@
+"""The block sampler: any unmasking rule, with any cache policy, over semi-autoregressive blocks."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from dllm_jax.errors import DllmError
+from dllm_jax.models.denoiser import DenoiserLike, Span, block_length_of
+from dllm_jax.models.kv_cache import slice_rows, write_rows
+from dllm_jax.pytree import pytree, vary_like
+from samplers import canvas as canvases
+from samplers.caches import CachePolicy, NoCache, Outcome, Request
+from samplers.canvas import Canvas
+from samplers.checks import check_length, check_number, check_whole
+from samplers.rules.base import BlockView, Rule, judged, predicted, progressing
+from samplers.sampler import Result
+from samplers.stopping import Stop
+from samplers.tokens.guidance import Guided, paired
+from samplers.tokens.noise import Noise
+from samplers.tokens.predictions import Sampling
+from samplers.tokens.smoothing import Smoothing
+
+
+@pytree()
+class BlockState:
+    """Everything a step reads and writes; every leaf but the cache's starts with the batch axis.
+
+    Attributes:
+        canvas: tokens, what is open, counters.
+        block, block_step, block_open: [B], the active block, forwards spent on it, open positions when it was entered.
+        rule, cache: state of the rule and the cache policy.
+        soft: [B, S, D], what smoothing adds to the embedding of a position while it is open; None without.
+    """
+
+    canvas: Canvas
+    block: jax.Array
+    block_step: jax.Array
+    block_open: jax.Array
+    rule: Any
+    cache: Any
+    soft: jax.Array | None
+
+
+@pytree(static=("gen_length", "block_length", "align_blocks", "sub_block_length", "canvas_length", "fill_after_eos"))
+class BlockSampler:
+    """Unmasks a canvas block by block; the rule decides inside the active block, the policy how it is predicted.
+
+    Every active row gets one forward per step. A subclass may override `leaves`, `next_block`, `ends` and `filled`,
+    which say when a row leaves its block, where it goes, when it has ended and what an end token fills.
+
+    Attributes:
+        rule: what is committed. It has no default of its own, see `registry.USUAL`.
+        gen_length: G, positions to generate. It has no default of its own, see `registry.USUAL`.
+        block_length: length of a block; the last may be shorter. None is one block. Default: none, nothing but the rule
+            restricts the order.
+        cache: which keys and values are reused. Default: none, exact.
+        smoothing: carry what each forward expects at open positions over to the next; None does not. Default: none,
+            what the model was trained with.
+        align_blocks: blocks begin at multiples of block_length counted from the prompt's start, so that a row's first
+            may begin within its prompt and be shorter (dInfer's `start_block_align`). Block diffusion models need that;
+            their blocks are then `block_length` long, whatever they were trained with. Default: off, so that all blocks
+            are equally long.
+        sub_block_length: of a block diffusion model, decode each block in smaller ones of this length, from left to
+            right (Fast-dLLM v2); must divide `block_length`. None decodes it at once. Default: none, the block as the
+            model learned it.
+        sampling: how tokens are drawn; greedy by default.
+        stop: when a row ends before its canvas is full; None runs to the end. See `stopping.stop_on`. Default: the
+            model's end tokens.
+        guidance: scale of classifier-free guidance; None runs without. Default: none; it doubles the rows of each
+            forward.
+        canvas_length: pad every row with masks to this total length, prompt included; masks behind the generation are
+            context and stay (EB-Sampler pads to the model's maximum length). None adds none; a row whose prompt and
+            generation are longer gets none. Default: none; masks behind the generation cost work.
+        fill_after_eos: as soon as an end-of-sequence token is final, all positions behind it become it, committed or
+            not, and count as context from then on (Fast-dLLM's early stop). Fewer forwards, slightly other tokens.
+            Default: off, which changes no token.
+    """
+
+    rule: Rule
+    gen_length: int
+    block_length: int | None = None
+    cache: CachePolicy = NoCache()
+    smoothing: Smoothing | None = None
+    align_blocks: bool = False
+    sub_block_length: int | None = None
+    sampling: Sampling = Sampling()
+    stop: Stop | None = None
+    guidance: float | jax.Array | None = None
+    canvas_length: int | None = None
+    fill_after_eos: bool = False
+
+    def __post_init__(self) -> None:
+        check_length("gen_length", self.gen_length)
+        check_length("block_length", self.block_length, optional=True)
+        check_length("canvas_length", self.canvas_length, optional=True)
+        if self.block_length is not None and not 1 <= self.block_length <= self.gen_length:
+            raise DllmError(f"block_length {self.block_length} must be between 1 and gen_length {self.gen_length}")
+        check_length("sub_block_length", self.sub_block_length, optional=True)
+        if self.sub_block_length is not None and (self.block_length or self.gen_length) % self.sub_block_length:
+            lengths = f"sub_block_length {self.sub_block_length} does not divide block_length {self.block_length}"
+            raise DllmError(f"{lengths}; choose a divisor")
+        if self.canvas_length is not None and self.canvas_length < self.gen_length:
+            total = "it counts the prompt and the generation"
+            raise DllmError(f"canvas_length {self.canvas_length} is below gen_length {self.gen_length}; {total}")
+        if isinstance(self.rule, str | type) or isinstance(self.cache, str | type):  # which JAX never builds one of
+            self._check_parts()
+        parts: tuple[Any, ...] = (self.cache, self.smoothing)
+        for part in parts:
+            if hasattr(part, "check") and not isinstance(part, type):
+                part.check()
+        if isinstance(self.rule, Rule):
+            self.rule.check(self.gen_length, None if self.align_blocks else -(-self.gen_length // self.width))
+        check_sampling(self.sampling)
+        check_number("guidance", self.guidance, 0.0)
+
+    @property
+    def width(self) -> int:
+        """Length of what is decoded at a time: a block, or a smaller one of it."""
+        return self.sub_block_length or self.block_length or self.gen_length
+
+    def blocks(self, prompt_length: int, gen_length: int | None = None) -> list[tuple[int, int]]:
+        """The blocks of a row as absolute positions (start, end), the prompt's first token being 0.
+
+        Args:
+            prompt_length: of the row.
+            gen_length: positions that the row generates; the sampler's by default.
+        """
+        end = prompt_length + (self.gen_length if gen_length is None else gen_length)
+        first = prompt_length - (prompt_length % self.width if self.align_blocks else 0)
+        return [(start, min(start + self.width, end)) for start in range(first, end, self.width)]
+
+    def forwards(self, prompt_length: int) -> tuple[int, int]:
+        """Fewest and most forwards of a row behind such a prompt, if no end token ends it before."""
+        spans = self.blocks(prompt_length)
+        each = [self.rule.forwards(end - max(start, prompt_length), len(spans)) for start, end in spans]
+        ahead = self.rule.reads_hidden and self.rule.looks_ahead(not isinstance(self.cache, NoCache))
+        return 1 if ahead else sum(least for least, _ in each), sum(most for _, most in each)
+
+    def init(
+        self,
+        denoiser: DenoiserLike,
+        prompt: jax.Array,
+        prompt_lengths: jax.Array | None = None,
+        *,
+        key: jax.Array | None = None,
+        gen_lengths: jax.Array | None = None,
+        given: jax.Array | None = None,
+        noise: Noise | None = None,
+    ) -> BlockState:
+        """The state before the first forward.
+
+        Args:
+            prompt, prompt_lengths, key: as in `samplers.sample`.
+            gen_lengths: [B] int32, positions each row generates, at most `gen_length`, which is the default. A row's
+                canvas ends there; what lies behind is padding. Changing them recompiles nothing.
+            given: [B, G] int32, tokens the canvas comes with, the mask id where a token is to be generated; for
+                infilling. None generates all.
+            noise: source of random numbers instead of `key`.
+
+        Raises:
+            DllmError: for wrong shapes or dtypes, a prompt shorter than the family needs, prompt lengths that do not
+                fit (where they are concrete), or a missing key.
+        """
+        self._check_parts()
+        self._check_blocks(denoiser)
+        denoiser = self._in_blocks(denoiser)
+        canvas = canvases.begin(
+            denoiser,
+            prompt,
+            prompt_lengths,
+            gen_length=self.gen_length,
+            length=self.gen_length,
+            context=self.canvas_length or 0,
+            key=key,
+            gen_lengths=gen_lengths,
+            given=given,
+            noise=noise,
+            stop=self.stop,
+        )
+        batch, length = canvas.tokens.shape
+        if self.rule.reads_hidden:  # a model that has none says so here, before anything is compiled
+            denoiser.embed(canvas.tokens[:1, :1])
+        zeros = jnp.zeros((batch,), jnp.int32)
+        state = BlockState(
+            canvas=canvas,
+            block=zeros,
+            block_step=zeros,
+            block_open=zeros,
+            rule=self.rule.init(batch, self.width, denoiser.vocab_size),
+            cache=self.cache.init(self._guided(denoiser), batch, length),
+            soft=None if self.smoothing is None else jnp.zeros_like(denoiser.embed(canvas.tokens)),
+        )
+        return self._move_on(denoiser, vary_like(prompt, state), jnp.ones((batch,), bool))
+
+    def step(self, denoiser: DenoiserLike, state: BlockState) -> BlockState:
+        """One forward, one decision and one commit for every row that is not finished."""
+        denoiser = self._in_blocks(denoiser)
+        guided, active = self._guided(denoiser), ~state.canvas.done
+        view, request = self._look(denoiser, state)
+        outcome = self.cache.predict(guided, request, state.cache)
+        hidden = slice_rows(outcome.hidden, *request.span) if request.all_positions else outcome.hidden
+        whole = self.rule.reads_hidden or self.smoothing is not None  # these need the block's logits as well
+        logits = guided.logits(hidden) if whole else None
+        predictions, rule = predicted(guided, self.rule, self.sampling, hidden, view, state.rule, logits=logits)
+        change, rule = self.rule.change(predictions, view, rule)
+        change, last = progressing(self.rule, change, predictions, view)
+        logprobs = jnp.where(change.tokens == predictions.token, predictions.logprob, jnp.nan)
+        if self.rule.reads_hidden and logits is not None:
+            best, sure = judged(guided, self.rule, self.sampling, hidden, logits, view.open & active[:, None])
+            change = type(change)(jnp.where(best >= 0, best, change.tokens), change.open & (best < 0))
+            logprobs = jnp.where(best >= 0, sure, logprobs)
+        beside = state.canvas.of_window(state.canvas.open, *request.span) & ~view.open  # of other blocks in the span
+        canvas = state.canvas.write(request.start, change.tokens, logprobs, change.open | beside, active)
+        soft = state.soft
+        if self.smoothing is not None and soft is not None and logits is not None:
+            soft = self._soften(guided, request, outcome, logits, self.smoothing.alpha(canvas.nfe), soft)
+        state = dataclasses.replace(
+            state,
+            canvas=self._write_ahead(guided, request, outcome, canvas) if self._looks_ahead else canvas,
+            block_step=state.block_step + active,
+            rule=jax.tree.map(lambda new, old: jnp.where(_like(active, new), new, old), rule, state.rule),
+            cache=outcome.state,
+            soft=soft,
+        )
+        if self.fill_after_eos and not self.rule.revises:
+            state = dataclasses.replace(state, canvas=self.filled(denoiser, state, active, outcome))
+        leaving, state = self.leaves(state, view, outcome, last)
+        if self.fill_after_eos and self.rule.revises:  # nothing of a block is final before
+            state = dataclasses.replace(state, canvas=self.filled(denoiser, state, leaving, outcome))
+        asked = view.open | view.written if self.rule.revises else view.open
+        finite = jnp.all(predictions.finite | ~asked, axis=1)
+        canvas = state.canvas.counted(active, outcome.full, outcome.updated, finite)
+        return self._move_on(denoiser, dataclasses.replace(state, canvas=canvas), leaving)
+
+    def is_done(self, state: BlockState) -> jax.Array:
+        """[B] bool: rows whose generation has ended."""
+        return state.canvas.done
+
+    def result(self, denoiser: DenoiserLike, state: BlockState) -> Result:
+        """The generation so far."""
+        return state.canvas.result(denoiser.eos_id)
+
+    def pending(self, state: BlockState) -> jax.Array:
+        """[B, G] bool, positions that may still change: the open ones, and under a rule that revises those of the
+        active block."""
+        open = state.canvas.open
+        return open | (self._in_block(state) & ~state.canvas.done[:, None]) if self.rule.revises else open
+
+    # What a subclass may do otherwise --------------------------------------------------------------------------------
+
+    def leaves(
+        self, state: BlockState, view: BlockView, outcome: Outcome, last: jax.Array
+    ) -> tuple[jax.Array, BlockState]:
+        """Which rows leave their block after a forward, [B] bool, and the state.
+
+        Args:
+            state: after what the forward wrote, but before it is counted.
+            view: the block before it.
+            outcome: of the forward.
+            last: [B] bool, rows that may not stay.
+        """
+        left = self.block_open(state).any(axis=1)
+        return ~state.canvas.done & (self.rule.block_done(view, left, state.rule) | last), state
+
+    def next_block(self, state: BlockState) -> tuple[jax.Array, jax.Array]:
+        """The block that a row enters when it leaves its own, and whether there is none: [B] int32 and [B] bool."""
+        open = state.canvas.open
+        if getattr(self.cache, "in_order", False):
+            return jnp.where(state.canvas.nfe == 0, 0, state.block + 1), ~open.any(axis=1)
+        first = self._prompt_part(state.canvas) + jnp.argmax(open, axis=1).astype(jnp.int32)
+        return first // self.width, ~open.any(axis=1)
+
+    def entered(self, state: BlockState, rows: jax.Array) -> BlockState:
+        """The state when some rows [B] bool have entered the block that it says."""
+        count = self.block_open(state).sum(axis=1, dtype=jnp.int32)
+        return dataclasses.replace(
+            state,
+            block_step=jnp.where(rows, 0, state.block_step),
+            block_open=jnp.where(rows, count, state.block_open),
+        )
+
+    def ends(self, state: BlockState, stopped: jax.Array, leaving: jax.Array) -> jax.Array:
+        """Which rows end early, [B] bool, of those whose stop condition holds and those that leave their block."""
+        return stopped
+
+    def filled(self, denoiser: DenoiserLike, state: BlockState, rows: jax.Array, outcome: Outcome) -> Canvas:
+        """The canvas with everything filled that lies behind the first end token of some rows [B], whose written tokens
+        are final."""
+        canvas = state.canvas
+        final = (canvas.generation(denoiser.eos_id) == denoiser.eos_id) & ~canvas.open
+        position = jnp.arange(self.gen_length)
+        first = jnp.where(final.any(axis=1), jnp.argmax(final, axis=1), self.gen_length)
+        behind = (position > first[:, None]) & (position < canvas.gen_lengths[:, None])
+        behind &= rows[:, None]
+        kept = slice_rows(canvas.tokens, canvas.prompt_lengths, self.gen_length)
+        replaced = behind & (kept != denoiser.eos_id)
+        return dataclasses.replace(
+            canvas,
+            tokens=write_rows(canvas.tokens, jnp.where(behind, denoiser.eos_id, kept), canvas.prompt_lengths),
+            open=canvas.open & ~behind,
+            decoded_at=jnp.where(behind & canvas.open, canvas.nfe[:, None], canvas.decoded_at),
+            logprobs=jnp.where(replaced, jnp.nan, canvas.logprobs),
+        )
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _check_parts(self) -> None:
+        """Raises DllmError for parts of the wrong kind: here, because JAX builds samplers of other things as well."""
+        check_rule(self.rule, self.sampling)
+        if isinstance(self.cache, type) or not hasattr(self.cache, "predict"):
+            ways = "give a policy object, such as DualCache(); make_sampler takes names"
+            raise DllmError(f"cache is {self.cache!r}; {ways}")
+        if not (self.smoothing is None or isinstance(self.smoothing, Smoothing)):
+            raise DllmError(f"smoothing is {self.smoothing!r}; give a Smoothing or None")
+
+    def _check_blocks(self, denoiser: DenoiserLike) -> None:
+        """Raises DllmError for a block diffusion model whose blocks are not the sampler's, and the reverse."""
+        check_alignment(denoiser, self.align_blocks)
+        if self.sub_block_length is not None and block_length_of(denoiser) is None:
+            raise DllmError("sub_block_length is for block diffusion models; set block_length for this one")
+
+    def _in_blocks(self, denoiser: DenoiserLike) -> DenoiserLike:
+        """A block diffusion model with the sampler's blocks; another as it is."""
+        if block_length_of(denoiser) is None or not hasattr(denoiser, "in_blocks"):
+            return denoiser
+        found: DenoiserLike = denoiser.in_blocks(self.block_length)
+        return found
+
+    def _guided(self, denoiser: DenoiserLike) -> DenoiserLike:
+        return denoiser if self.guidance is None else Guided(denoiser, self.guidance)
+
+    def _prompt_part(self, canvas: Canvas) -> jax.Array:
+        """[B], positions of the prompt that belong to a row's first block."""
+        return canvas.prompt_part(self.width if self.align_blocks else 1)
+
+    def num_blocks(self, canvas: Canvas) -> jax.Array:
+        """[B] int32, blocks of each row's generation."""
+        return -(-(self._prompt_part(canvas) + canvas.gen_lengths) // self.width)
+
+    def _in_block(self, state: BlockState) -> jax.Array:
+        """[B, G] bool, positions of each row's active block."""
+        place = self._prompt_part(state.canvas)[:, None] + jnp.arange(self.gen_length)
+        return place // self.width == state.block[:, None]
+
+    def block_open(self, state: BlockState) -> jax.Array:
+        """[B, G] bool, open positions of each row's active block."""
+        return state.canvas.open & self._in_block(state)
+
+    def _inputs(self, denoiser: DenoiserLike, state: BlockState) -> jax.Array:
+        """What the model is fed: tokens [B, S], or embeddings [B, S, D] that are soft where it is open; with guidance
+        pairs of them."""
+        canvas, inputs = state.canvas, state.canvas.tokens
+        on_sequence = lambda x: canvas.of_window(x, jnp.zeros_like(canvas.prompt_lengths), inputs.shape[1])
+        given = ~on_sequence(canvas.open | (canvas.decoded_at >= 0)) & (inputs != denoiser.mask_id)
+        if state.soft is not None:
+            inputs = denoiser.embed(inputs) + jnp.where(on_sequence(canvas.open)[..., None], state.soft, 0)
+        return inputs if self.guidance is None else paired(denoiser, inputs, given)
+
+    def _look(self, denoiser: DenoiserLike, state: BlockState) -> tuple[BlockView, Request]:
+        canvas, least = state.canvas, denoiser.min_prompt_length
+        prompt_part = self._prompt_part(canvas)
+        first = state.block * self.width - prompt_part
+        start = jnp.maximum(canvas.prompt_lengths + jnp.minimum(first, self.gen_length - self.width), least)
+        block_length, positions = block_length_of(denoiser), Span(start, self.width).positions
+        of_window = lambda x: canvas.of_window(x & self._in_block(state), start, self.width)
+        view = BlockView(
+            open=of_window(canvas.open),
+            positions=(start - canvas.prompt_lengths)[:, None] + jnp.arange(self.width, dtype=jnp.int32),
+            first=first,
+            step=state.block_step,
+            block_open=state.block_open,
+            num_blocks=self.num_blocks(canvas),
+            noise=canvas.noise,
+            nfe=canvas.nfe,
+            tokens=slice_rows(canvas.tokens, start, self.width),
+            written=of_window(canvas.decoded_at >= 0),
+            mask_id=denoiser.mask_id,
+            heads=None if block_length is None else positions % block_length == 0,
+            caution=None if self.smoothing is None else self.smoothing.caution(canvas.nfe),
+        )
+        longest = self.gen_length + (self.width - 1 if self.align_blocks else 0)
+        request = Request(
+            inputs=self._inputs(denoiser, state),
+            lengths=jnp.maximum(canvas.prompt_lengths + canvas.gen_lengths, self.canvas_length or 0),
+            block=state.block,
+            block_start=jnp.maximum(canvas.prompt_lengths + first, least),
+            block_end=canvas.prompt_lengths + jnp.minimum(first + self.width, canvas.gen_lengths),
+            start=start,
+            active=~canvas.done,
+            nfe=canvas.nfe,
+            length=canvas.tokens.shape[1],
+            width=self.width,
+            longest_suffix=longest if self.canvas_length is None else canvas.tokens.shape[1],
+            ragged=self.align_blocks or self.gen_length % self.width != 0,
+            all_positions=self.smoothing is not None or self._looks_ahead,
+        )
+        return view, request
+
+    def _soften(
+        self,
+        denoiser: DenoiserLike,
+        request: Request,
+        outcome: Outcome,
+        logits: jax.Array,
+        alpha: jax.Array,
+        soft: jax.Array,
+    ) -> jax.Array:
+        """The soft inputs after a forward, new at what it ran: the block from its logits, what lies behind it in pieces
+        of a block's length, so that no more logits are held at once."""
+
+        def write(soft: jax.Array, logits: jax.Array, start: jax.Array, first: jax.Array) -> jax.Array:
+            positions = start[:, None] + jnp.arange(self.width)
+            low, high = jnp.maximum(outcome.low, first)[:, None], outcome.high[:, None]
+            ran = request.active[:, None] & (positions >= low) & (positions < high)
+            mean = denoiser.expected_embedding(logits) * alpha[:, None, None]
+            return write_rows(soft, mean.astype(soft.dtype), start, ran)
+
+        def piece(number: jax.Array, soft: jax.Array) -> jax.Array:
+            first = request.start + (number + 1) * self.width
+            start = jnp.minimum(first, soft.shape[1] - self.width)
+            return write(soft, denoiser.logits(slice_rows(outcome.hidden, start, self.width)), start, first)
+
+        pieces = self._pieces(request.active, outcome.high - request.start - self.width)
+        return lax.fori_loop(0, pieces, piece, write(soft, logits, request.start, request.start))
+
+    def _pieces(self, rows: jax.Array, behind: jax.Array) -> jax.Array:
+        """How many pieces of a block's length cover `behind` [B] positions of all these rows [B]."""
+        return -(-jnp.max(jnp.where(rows, jnp.maximum(behind, 0), 0)) // self.width)
+
+    @property
+    def _looks_ahead(self) -> bool:
+        return self.rule.reads_hidden and self.rule.looks_ahead(not isinstance(self.cache, NoCache))
+
+    def _write_ahead(self, denoiser: DenoiserLike, request: Request, outcome: Outcome, canvas: Canvas) -> Canvas:
+        """Commits what the rule judges final behind the active block, as far as the forward ran, in pieces of a block's
+        length, so that no more logits are held at once."""
+        high = jnp.minimum(outcome.high, canvas.prompt_lengths + canvas.gen_lengths)
+
+        def piece(number: jax.Array, canvas: Canvas) -> Canvas:
+            first = request.block_end + number * self.width
+            start = jnp.minimum(first, request.length - self.width)
+            positions = start[:, None] + jnp.arange(self.width)
+            open = canvas.of_window(canvas.open, start, self.width)
+            asked = open & request.active[:, None] & (positions >= first[:, None]) & (positions < high[:, None])
+            hidden = slice_rows(outcome.hidden, start, self.width)
+            best, sure = judged(denoiser, self.rule, self.sampling, hidden, denoiser.logits(hidden), asked)
+            tokens = jnp.where(best >= 0, best, slice_rows(canvas.tokens, start, self.width))
+            return canvas.write(start, tokens, sure, open & (best < 0), request.active)
+
+        pieces = self._pieces(request.active, high - request.block_end)
+        return lax.fori_loop(0, pieces, piece, canvas)
+
+    def _move_on(self, denoiser: DenoiserLike, state: BlockState, leaving: jax.Array) -> BlockState:
+        """Takes rows that leave their block to the next one that has open positions, and reads the stop condition."""
+        block, complete = self.next_block(state)
+        done = state.canvas.done | (leaving & complete)
+        entering = leaving & ~done
+        state = dataclasses.replace(
+            state, block=jnp.where(entering, block, state.block), canvas=dataclasses.replace(state.canvas, done=done)
+        )
+        canvas, stopped = state.canvas.stopped(self.stop, denoiser.eos_id, self.pending(state))
+        canvas = dataclasses.replace(canvas, done=done | self.ends(state, stopped, leaving))
+        return self.entered(dataclasses.replace(state, canvas=canvas), entering)
+
+
+def check_sampling(sampling: Any) -> None:
+    """Raises DllmError for numbers that make no sense."""
+    if isinstance(sampling, Sampling):
+        check_number("temperature", sampling.temperature, 0.0)
+        check_number("top_p", sampling.top_p, 0.0, 1.0)
+        check_whole("top_k", sampling.top_k, 1)
+
+
+def check_rule(rule: Any, sampling: Any) -> None:
+    """Raises DllmError for things that are no rule and no sampling."""
+    if not isinstance(rule, Rule):
+        raise DllmError(f"rule is {rule!r}; give a rule object, such as Threshold(); make_sampler takes names")
+    kind = type(rule)
+    if kind.adjust is not Rule.adjust and kind.reads_logits is Rule.reads_logits:
+        raise DllmError(f"{kind.__name__}.adjust is never asked; set reads_logits = True in the class, or leave it out")
+    check_is_sampling(sampling)
+
+
+def check_alignment(denoiser: DenoiserLike, aligned: bool) -> None:
+    """Raises DllmError for a block diffusion model whose blocks are not the sampler's."""
+    if block_length_of(denoiser) is not None and not aligned:
+        raise DllmError("a block diffusion model's blocks begin at position 0; set align_blocks=True")
+
+
+def check_is_sampling(sampling: Any) -> None:
+    """Raises DllmError for something else."""
+    if not isinstance(sampling, Sampling):
+        raise DllmError(f"sampling is {sampling!r}; give a Sampling")
+
+
+def _like(rows: jax.Array, leaf: jax.Array) -> jax.Array:
+    return rows.reshape(rows.shape + (1,) * (leaf.ndim - 1))

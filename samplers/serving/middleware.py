@@ -1,0 +1,231 @@
+"""Around the routes: who may ask, how much may be sent, and what is written down about it."""
+
+import asyncio
+import contextlib
+import dataclasses
+import hmac
+import logging
+import time
+import traceback
+from typing import Any
+
+from prometheus_client import Counter
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from samplers.serving.errors import Fault, stopping, unexpected
+from samplers.serving.schemas import WRONG
+
+LOG = logging.getLogger("samplers.serving")
+
+OPEN = ("/", "/health")
+"""What needs no key: a page without anything of anybody, and whether the server is well."""
+
+ROUTES = (*OPEN, "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/canvas")
+"""What is written down by name; other paths may be a client's own words."""
+
+BODY_SECONDS = 60.0
+DISCARDED, DISCARD_SECONDS = 16, 5.0  # of a body that is too large: times its limit
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclasses.dataclass
+class Record:
+    """What is written down about a request; never a word of it.
+
+    Attributes:
+        route: the path as this server writes it, "other" for paths of the client's own.
+        outcome: what became of it; None for what is not counted.
+        status: of the answer, 0 before it has begun.
+        read, wrote: tokens.
+    """
+
+    route: str = "other"
+    outcome: str | None = None
+    status: int = 0
+    read: int = 0
+    wrote: int = 0
+
+
+def record_of(request: Request) -> Record:
+    """The record of a request."""
+    found: Record = request.scope["dllm_record"]
+    return found
+
+
+class Guard:
+    """An application that checks and logs requests to another."""
+
+    def __init__(
+        self, app: ASGIApp, requests: Counter, *, key: str | None, most_body: int, hosts: tuple[str, ...] | None
+    ) -> None:
+        """
+        Args:
+            requests: counts them by route and outcome.
+            key: that a request must bring, None for none.
+            most_body: bytes of a body.
+            hosts: names under which the server may be asked, None for any.
+        """
+        self._app, self._requests, self._hosts, self._most_body = app, requests, hosts, most_body
+        self._key = None if key is None else key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self._app(scope, receive, send)
+            return
+        record = scope["dllm_record"] = Record(scope["path"] if scope["path"] in ROUTES else "other")
+        start = time.perf_counter()
+        try:
+            await self._answer(scope, receive, _noting(record, send))
+        finally:
+            self._write_down(scope, record, time.perf_counter() - start)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._check(scope)
+            await self._app(scope, self._bounded(receive), send)
+        except Fault as fault:
+            if fault.status == 413:
+                await self._discard(receive)
+            await _refuse(fault, scope, receive, send)
+        except asyncio.CancelledError:  # uvicorn's, at the end
+            if not scope["dllm_record"].status:
+                await _refuse(stopping(), scope, receive, send)
+        except Exception as error:
+            LOG.error("%s", where(error))
+            if not scope["dllm_record"].status:
+                await _refuse(unexpected(), scope, receive, send)
+
+    def _check(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        if self._hosts is not None and _host(headers) not in self._hosts:
+            raise Fault(400, "this server answers on the machine that it runs on alone", code="unknown_host")
+        if self._key is not None and scope["path"] not in OPEN and not self._has_key(headers):
+            raise Fault(401, "the API key is missing or wrong; send it as a bearer token", code="invalid_api_key")
+        length = headers.get("content-length", "")
+        if length.isdecimal() and int(length[:20]) > self._most_body:
+            raise self._too_large()
+
+    def _has_key(self, headers: Headers) -> bool:
+        scheme, _, said = headers.get("authorization", "").partition(" ")
+        assert self._key is not None
+        return hmac.compare_digest(said.strip().encode(), self._key) and scheme.lower() == "bearer"
+
+    def _bounded(self, receive: Receive) -> Receive:
+        """`receive` that gives no more than a body may have, in the time that it may take."""
+        seen, until, complete = 0, time.monotonic() + BODY_SECONDS, False
+
+        async def bounded() -> Message:
+            nonlocal seen, complete
+            if complete:  # what follows is the client's going
+                return await receive()
+            try:
+                async with asyncio.timeout(until - time.monotonic()):
+                    message = await receive()
+            except TimeoutError:
+                raise Fault(408, f"the body was not there after {BODY_SECONDS:.0f} seconds") from None
+            seen += len(message.get("body", b""))
+            complete = not message.get("more_body", False)
+            if seen > self._most_body:
+                await self._discard(receive)
+                raise self._too_large()
+            return message
+
+        return bounded
+
+    async def _discard(self, receive: Receive) -> None:
+        """Reads on for a while what is not wanted: a client that is still sending would not read the answer."""
+        left = DISCARDED * self._most_body
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DISCARD_SECONDS):
+                while left > 0:
+                    message = await receive()
+                    left -= len(message.get("body", b""))
+                    if not message.get("more_body", False):
+                        return
+
+    def _too_large(self) -> Fault:
+        return Fault(413, f"the body is larger than {self._most_body} bytes, this server's limit", code="too_large")
+
+    def _write_down(self, scope: Scope, record: Record, seconds: float) -> None:
+        if record.outcome is not None:
+            self._requests.labels(record.route, record.outcome).inc()
+        tokens = f" {record.read}+{record.wrote} tokens" if record.read else ""
+        gone = " client gone" if record.outcome == "gone" else ""
+        method = scope["method"] if scope["method"] in _METHODS else "?"
+        LOG.info("%s %s %s %.3f s%s%s", method, record.route, record.status or "-", seconds, tokens, gone)
+
+
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+
+
+def where(error: BaseException) -> str:
+    """An error's kind and place; its words may be a client's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    at = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}{at}"
+
+
+def refusal(fault: Fault) -> JSONResponse:
+    """A fault as an answer."""
+    headers = {"Retry-After": "1"} if fault.status in (429, 503) else {}
+    if fault.status in (408, 413):  # the rest of the body is not wanted
+        headers["Connection"] = "close"
+    return JSONResponse(fault.body, fault.status, headers)
+
+
+async def _refuse(fault: Fault, scope: Scope, receive: Receive, send: Send) -> None:
+    scope["dllm_record"].outcome = fault.outcome
+    await refusal(fault)(scope, receive, send)
+
+
+def _noting(record: Record, send: Send) -> Send:
+    async def noting(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            record.status = message["status"]
+        with contextlib.suppress(OSError):  # of a client that has gone
+            await send(message)
+
+    return noting
+
+
+def _host(headers: Headers) -> str:
+    """The name in the Host header, without its port."""
+    host = headers.get("host", "").lower()
+    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+
+
+def hosts_of(address: str) -> tuple[str, ...] | None:
+    """The names under which a server at this address is asked: its machine's own for one that is there alone, so that
+    no page of the web can reach it by a name that it lets point there."""
+    return LOOPBACK if address in LOOPBACK else None
+
+
+def errors_of(problems: Any, body: Any) -> Fault:
+    """The one of pydantic's problems with a body that lies deepest, as a fault."""
+    found = [(_place(problem["loc"][1:], body), problem) for problem in problems]
+    at, problem = max(found, key=lambda pair: len(pair[0]))
+    if problem["type"] == "json_invalid":
+        return Fault(400, "the body is no valid JSON", code="invalid_json")
+    ours, words = problem["type"] == WRONG, problem["msg"]
+    if not at:
+        sentence = f"the body {words}" if ours else "the body must be a JSON object, sent as application/json"
+        return Fault(400, sentence, code="invalid_body")
+    name = ".".join(at)
+    return Fault(422, f"{name} {words}" if ours else f"{name}: {words}", param=name, code="invalid_value")
+
+
+def _place(path: Any, body: Any) -> list[str]:
+    """Where in a body a problem is, without the names that pydantic has for the types it tried."""
+    found = []
+    for i, part in enumerate(path):
+        missing = isinstance(body, dict) and i == len(path) - 1
+        if (isinstance(body, list) and isinstance(part, int)) or (isinstance(body, dict) and part in body):
+            body = body[part]
+        elif not missing:
+            continue
+        found.append(str(part)[:60])
+    return found

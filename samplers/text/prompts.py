@@ -1,0 +1,143 @@
+"""Prompts: what people write as token ids, and rows of them as one array."""
+
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dllm_jax import DllmError, Model
+from dllm_jax.text.tokenizer import chat_text, encode_text, least_tokens
+from samplers.config.factory import CanvasSampler, check_token
+from samplers.inputs import check_context
+
+Message = Mapping[str, str]
+Prompt = str | Sequence[int] | Sequence[Message]
+
+
+def bucket_length(length: int) -> int:
+    """The padded prompt length: the next of 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024 ..., so that few lengths
+    are ever compiled and at most half of a prompt is padding."""
+    if length <= 64:
+        return 32 if length <= 32 else 64
+    power = 1 << (length - 1).bit_length()
+    return power * 3 // 4 if length <= power * 3 // 4 else power
+
+
+def pad_prompts(rows: Sequence[Sequence[int]], width: int | None = None) -> tuple[jax.Array, jax.Array]:
+    """Prompts as one left-aligned array.
+
+    Returns:
+        tokens [B, width] int32 (width: the bucket of the longest by default), and lengths [B] int32.
+    """
+    lengths = [len(row) for row in rows]
+    width = bucket_length(max(lengths)) if width is None else width
+    tokens = np.zeros((len(rows), width), np.int32)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = row
+    return jnp.asarray(tokens), jnp.asarray(lengths, jnp.int32)
+
+
+def given_canvas(
+    answers: Sequence[tuple[np.ndarray, np.ndarray | None]], width: int, mask_id: int | None
+) -> np.ndarray | None:
+    """What canvases come with, [B, width] int32 with the mask id where a token is to be generated; None where nothing
+    is given.
+
+    Args:
+        answers: per row the tokens [N] and which of them are given, [N] bool or None for none.
+
+    Raises:
+        DllmError: when something is given and the model has no mask token.
+    """
+    if all(given is None for _, given in answers):
+        return None
+    if mask_id is None:
+        raise DllmError("answers with given tokens need a model with a mask token; take another model, or another task")
+    canvas = np.full((len(answers), width), mask_id, np.int32)
+    for row, (ids, given) in enumerate(answers):
+        if given is not None:
+            canvas[row, : len(ids)] = np.where(given, ids, mask_id)
+    return canvas
+
+
+class PromptTooLong(DllmError):
+    """A prompt has more tokens than there is room for; `tokens` is a lower bound on how many."""
+
+    def __init__(self, tokens: int, most: int) -> None:
+        super().__init__(f"the prompt has at least {tokens} tokens and there is room for {most}; shorten it")
+        self.tokens = tokens
+
+
+def encode_prompt(
+    model: Model, prompt: Prompt, *, chat: bool = False, system: str | None = None, most: int | None = None
+) -> list[int]:
+    """Token ids of a prompt: raw text, a user's chat message (`chat`), a list of messages, or ids as they are.
+
+    Args:
+        most: tokens that there is room for; the model's context by default. A prompt whose size alone shows that it has
+            more is refused before it is encoded, which would take long. The ids that come back may still be more.
+
+    Raises:
+        DllmError: for an empty prompt, ids outside the vocabulary, or a mask token in the prompt.
+        PromptTooLong: for a prompt that surely has more than `most` tokens.
+    """
+    most = model.config.max_length if most is None else most
+    if isinstance(prompt, str) and (chat or system is not None):
+        prompt = [{"role": "user", "content": prompt}]
+    if isinstance(prompt, str):
+        return _checked_ids(model, _encoded(model, prompt, most))
+    if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, (Sequence, np.ndarray, jax.Array)):
+        raise DllmError(f"a prompt is a string, a list of token ids or a list of messages, not {reprlib.repr(prompt)}")
+    if any(isinstance(item, Mapping) for item in prompt):
+        head: list[Any] = [] if system is None else [{"role": "system", "content": system}]
+        return _checked_ids(model, _encoded(model, chat_text(model.require_tokenizer(), [*head, *prompt]), most))
+    if len(prompt) > most:
+        raise PromptTooLong(len(prompt), most)
+    return _checked_ids(model, prompt.tolist() if isinstance(prompt, (np.ndarray, jax.Array)) else prompt)
+
+
+def _encoded(model: Model, text: str, most: int) -> list[int]:
+    tokenizer = model.require_tokenizer()
+    if (least := least_tokens(tokenizer, text)) > most:
+        raise PromptTooLong(least, most)
+    return encode_text(tokenizer, text)
+
+
+def _checked_ids(model: Model, ids: Sequence[Any]) -> list[int]:
+    if len(ids) < max(model.denoiser.min_prompt_length, 1):
+        raise DllmError("the prompt is empty; give a prompt of at least one token")
+    for token in ids:
+        check_token("prompt", token, model.config)
+    if model.config.attention != "canvas" and model.denoiser.mask_id in ids:
+        raise DllmError("the prompt contains the mask token; to fill gaps of a text use samplers.infill")
+    return [int(token) for token in ids]
+
+
+def led_prompt(model: Model, ids: Sequence[int] | np.ndarray) -> list[int]:
+    """A prompt of data, led by the model's start token where the model needs a token and the data has none.
+
+    Raises:
+        DllmError: when the model has no start token.
+    """
+    missing = max(model.denoiser.min_prompt_length - len(ids), 0)
+    if missing and model.config.bos_id is None:
+        raise DllmError(f"a prompt is empty and {model.name} has no start token; give at least one token")
+    return [int(model.config.bos_id or 0)] * missing + np.asarray(ids, int).tolist()
+
+
+def check_lengths(model: Model, sampler: CanvasSampler, rows: Sequence[Sequence[int]]) -> None:
+    """Refuses prompts that do not fit the trained context.
+
+    Raises:
+        DllmError: when prompt and canvas together are longer than the model was trained for.
+    """
+    check_width(model, sampler, max((len(row) for row in rows), default=0))
+
+
+def check_width(model: Model, sampler: CanvasSampler, longest: int) -> None:
+    """As `check_lengths`, for a longest prompt of so many tokens."""
+    total = max(longest + sampler.gen_length, sampler.canvas_length or 0)
+    check_context(model.name, model.config.max_length, longest, total, sampler.width)

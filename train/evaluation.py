@@ -1,0 +1,172 @@
+"""What is looked at while a run goes on: the loss of rows that it does not train on, answers to prompts, and a task's
+accuracy. A look reads the weights and changes nothing, so that a run with looks is the run without."""
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from dllm_jax.checkpoints.loading import Model
+from dllm_jax.cli import spec
+from dllm_jax.config import ModelConfig
+from dllm_jax.errors import DllmError
+from dllm_jax.parallel.sharding import Layout
+from samplers.cli.lines import prompts_of
+from samplers.generate import generate
+from samplers.generate import prepare as prepared
+from train.batches import batch_of
+from train.config import RouterPart, TrainConfig, WatchPart
+from train.data import Rows, size
+from train.logs import Look, on_host
+from train.losses import Batch, Means, mean_values
+from train.objectives import objective_of
+from train.run_dir import LOOKED
+from train.setup import Parts
+from train.step import Placement, Stepper, TrainState
+from train.trainable import Params, Sampled
+
+_NOISE = 2**30  # tells the noise of looks from that of steps, which are numbered from 0
+_TOGETHER = 32  # prompts or problems that are sampled at a time
+
+
+class Scorer(Protocol):
+    """What tells how good a model is at a task; `watch.scorer` names what makes one of a model without parameters (see
+    `dllm_jax.checkpoints.loading.outline`), `WatchPart`, the sampler's text, those of its options that are trained, how
+    many problems are sampled at a time, and a seed. Making one raises what is wrong with the settings."""
+
+    def __call__(self, model: Model, options: Mapping[str, Any]) -> Look:
+        """The score of the model as it is now, and some of its answers."""
+        ...
+
+
+class Watch:
+    """Looks at a run's weights every so many steps, and before the first and after the last."""
+
+    def __init__(self, config: TrainConfig, parts: Parts, placement: Placement) -> None:
+        """Checks everything that can be checked before anything is compiled.
+
+        Args:
+            parts: with checked rows.
+
+        Raises:
+            DllmError: when there is nothing to look at, for prompts, samplers and tasks that do not fit the model, and
+                for sampling in a run of several processes.
+        """
+        part = config.watch
+        self._config, self._part = config, part
+        self._heldout: HeldOut | None = None
+        self._answers: Answers | None = None
+        self._scorer: Scorer | None = None
+        asks = bool(part.prompts or part.file or part.task)
+        if not part.every:
+            return
+        if parts.heldout is None and not asks:
+            raise DllmError(
+                "watch.every is set and there is nothing to look at; set data.heldout, watch.source, watch.prompts, "
+                "watch.file or watch.task"
+            )
+        if parts.heldout is not None:
+            self._heldout = HeldOut(config, parts.heldout, parts.model, placement)
+        if not asks:
+            return
+        if jax.process_count() > 1:
+            raise DllmError("a run of several processes does not sample; leave out watch.prompts, file and task")
+        self._trained = objective_of(config).trained(config, parts.model)
+        self._outline = parts.outline(config.out, Layout(placement.mesh) if placement.mesh.size > 1 else None)
+        sampled, sampler = self._trained.sampled({}, {}), _sampler(part, parts.model, config)
+        together = -(-_TOGETHER // placement.batch_parts) * placement.batch_parts
+        if part.prompts or part.file:
+            self._answers = Answers(self._outline, part, sampler, sampled.options, together)
+        if part.task:
+            make = spec.imported(part.scorer, "watch.scorer")
+            self._scorer = make(self._outline, part, sampler, sampled.options, together, config.seed)
+
+    def due(self, step: int) -> bool:
+        """Whether there is a look after so many steps."""
+        return self._part.every > 0 and (step % self._part.every == 0 or step == self._config.steps)
+
+    def __call__(self, state: TrainState, frozen: Params) -> Look:
+        """Looks at the weights; answers and accuracy are of those that the trained model is to hold."""
+        start, metrics = time.perf_counter(), dict[str, float]()
+        if self._heldout is not None:
+            metrics |= {f"heldout_{name}": x for name, x in self._heldout(state.trained, frozen).items()}
+            if state.average is not None:
+                metrics |= {f"heldout_ema_{name}": x for name, x in self._heldout(state.average, frozen).items()}
+        looks: list[Scorer] = [look for look in (self._answers, self._scorer) if look is not None]
+        generations: list[dict[str, Any]] = []
+        if looks:
+            average = self._config.checkpoint.weights == "ema"
+            weights = state.average if average and state.average is not None else state.trained
+            sampled: Sampled = self._trained.sampled(weights, frozen)
+            model = dataclasses.replace(self._outline, config=sampled.config, params=sampled.params)
+            for look in looks:
+                seen = look(model, sampled.options)
+                metrics, generations = metrics | seen.metrics, generations + seen.generations
+        return Look({**metrics, LOOKED: time.perf_counter() - start}, generations)
+
+
+class HeldOut:
+    """The objective on rows that are not trained on: each once, under the same noise each time, nothing left out, and
+    without what routers cost."""
+
+    def __init__(self, config: TrainConfig, rows: Rows, model: ModelConfig, placement: Placement) -> None:
+        """
+        Args:
+            rows: of a finite source.
+        """
+        still = objective_of(config).still()
+        lora = dataclasses.replace(config.lora, dropout=0.0)
+        config = dataclasses.replace(config, objective=still, lora=lora, router=RouterPart())
+        self._rows, self._sharding = rows, placement.batch
+        self._stepper = Stepper(config, model, placement)
+        self._measure = jax.jit(self._stepper.measure, out_shardings=placement.replicated)
+        self._key = jax.jit(lambda: jax.random.key(config.seed), out_shardings=placement.replicated)
+        self._count = size(rows.source) or 0
+
+    def __call__(self, weights: Params, frozen: Params) -> dict[str, float]:
+        """What the objective reports of all rows, as of one batch."""
+        found, key = list[Means](), jax.random.fold_in(self._key(), _NOISE)
+        for first in range(0, self._count, self._rows.batch):
+            found.append(self._measure(weights, frozen, self._batch(first), jax.random.fold_in(key, first)))
+        whole = jax.tree.map(lambda *parts: np.sum(parts, dtype=np.float64), *jax.device_get(found))
+        return on_host([mean_values(whole)])[0]
+
+    def _batch(self, first: int) -> Batch:
+        return batch_of(self._rows, first, (1, self._rows.batch), self._sharding, self._count)
+
+
+class Answers:
+    """Prompts that are answered at every look, by one program."""
+
+    def __init__(self, model: Model, part: WatchPart, sampler: str, options: Mapping[str, Any], together: int) -> None:
+        """
+        Args:
+            model: without parameters.
+            options: of the sampler that are trained themselves.
+            together: prompts that are sampled at a time.
+        """
+        self._prompts: list[Any] = [*part.prompts, *(prompts_of(part.file) if part.file else [])]
+        self._chosen: dict[str, Any] = {"sampler": sampler or None, "chat": part.chat}
+        self._together = together
+        try:
+            prepared(model, self._prompts, **self._chosen, **options)
+        except DllmError as error:
+            raise DllmError(f"watch: {error}") from None
+
+    def __call__(self, model: Model, options: Mapping[str, Any]) -> Look:
+        """The answers."""
+        missing = -len(self._prompts) % model.denoiser.batch_parts  # a mesh splits them evenly
+        prompts = self._prompts + self._prompts[:1] * missing
+        found = generate(model, prompts, batch_size=self._together, progress=False, **self._chosen, **options)
+        pairs = zip(self._prompts, found[: len(self._prompts)], strict=True)
+        text = lambda answer: answer.text if model.tokenizer else " ".join(map(str, answer.tokens))
+        return Look({}, [{"prompt": prompt, "text": text(answer), "nfe": answer.nfe} for prompt, answer in pairs])
+
+
+def _sampler(part: WatchPart, model: ModelConfig, config: TrainConfig) -> str:
+    """The sampler's text; empty where the model's own defaults hold."""
+    usual = "ni" if config.command == "indicator" else "leftright" if model.attention == "causal" else ""
+    return part.sampler or usual
