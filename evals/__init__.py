@@ -10,7 +10,7 @@ belongs to one split by its content, so that what accuracy is measured on was ne
 """
 
 import dllm_jax  # noqa: F401 - before what takes seconds: from here on Ctrl-C ends a command
-from evals.aup import aup
+from evals.aup_metric import aup
 from evals.runner import Report, run
 from evals.sampler import SamplerSpec, parse_sampler, parse_samplers
 from evals.sweeps import Sweep, sweep

@@ -1,8 +1,8 @@
 """Processes that share an evaluation: each answers its own part, and then all know everything and go on alike.
 
 What a process found travels through a channel (`dllm_jax/parallel/multihost.py`). A collective would keep the devices
-busy with waiting, for hours where one process has more left to do than the others, and wants as many devices in each. Files
-would need a file system that all see, and a place there, which `run` has not.
+busy with waiting, for hours where one process has more left to do than the others, and wants as many devices in each.
+Files would need a file system that all see, and a place there, which `run` has not.
 """
 
 import contextlib

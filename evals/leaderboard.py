@@ -21,7 +21,7 @@ from rich.table import Table
 from dllm_jax.cli.command import console
 from dllm_jax.errors import DllmError
 from evals import files, plots
-from evals.aup import LEADERBOARD, ONE, from_one
+from evals.aup_metric import LEADERBOARD, ONE, from_one
 from evals.sampler import parse_sampler
 
 PUBLISHED = Path(__file__).parent / "published" / "aup.json"

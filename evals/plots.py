@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dllm_jax.errors import DllmError
-from evals.aup import front
+from evals.aup_metric import front
 
 # Okabe and Ito's colours, which all kinds of colour vision tell apart; markers and dashes repeat the distinction.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")

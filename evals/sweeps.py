@@ -8,7 +8,7 @@ from typing import Any
 
 from dllm_jax import Model
 from evals import files, plots
-from evals.aup import ALPHA, DROP, ONE, from_one
+from evals.aup_metric import ALPHA, DROP, ONE, from_one
 from evals.distributed import ALONE, Processes
 from evals.models import Models
 from evals.runner import Report, check_count, draw, run

@@ -4,9 +4,10 @@ The search looks at problems of the validation split, the same for all, by succe
 problems, each of which drops what is surely below the floor, and of the rest all but the best few by fronts of accuracy
 and cost (Schmucker et al., arXiv 2106.12639). Then problems of the test split, which took no part in that, prove the
 floor: candidates are ordered from the safest to the fastest, and each is tested at full confidence
-(`evals.paired_test`) as long as all before it have passed. Such a fixed sequence announces a candidate that breaks the promise no more often
-than a single test would, however many are tried (Maurer et al. 1995; Angelopoulos et al., arXiv 2110.01052), because
-the first of those that break it would have to pass. Order and bets come from the validation problems alone.
+(`evals.paired_test`) as long as all before it have passed. Such a fixed sequence announces a candidate that breaks the
+promise no more often than a single test would, however many are tried (Maurer et al. 1995; Angelopoulos et al., arXiv
+2110.01052), because the first of those that break it would have to pass. Order and bets come from the validation
+problems alone.
 
 Questions that repeat are left out, and held-out problems serve one run alone (`evals.held_out`).
 
@@ -29,7 +30,7 @@ from dllm_jax import Model
 from dllm_jax.errors import DllmError
 from dllm_jax.params.quantized import told_dtype
 from evals import files, flags, plots
-from evals.aup import front
+from evals.aup_metric import front
 from evals.held_out import Record, draw_different, hashes_of
 from evals.models import Models
 from evals.paired_test import Pairs, at_least, at_most, best_bet, log_wealth, needed

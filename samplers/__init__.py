@@ -20,7 +20,6 @@ from samplers.config.factory import SamplerSpec, make_sampler, parse_sampler, pa
 from samplers.config.presets import PRESETS
 from samplers.config.registry import LOOPS
 from samplers.engine.engine import Engine, Request, Update
-from samplers.export import export
 from samplers.generate import generate
 from samplers.generation import Generation
 from samplers.infill import Infilling, infill
@@ -49,6 +48,7 @@ from samplers.rules import (
     TopK,
 )
 from samplers.sampler import Result, Sampler, sample, sample_jit, stream
+from samplers.serialization import export
 from samplers.stopping import Stop, stop_on
 from samplers.text.decode import TextStream, text_of
 from samplers.tokens.noise import KeyNoise, Noise

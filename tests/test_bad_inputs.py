@@ -35,7 +35,7 @@ from samplers import (
     stop_on,
     stream,
 )
-from samplers import __main__ as cli
+from samplers.cli import sample as cli
 from samplers.viewer.terminal import watch
 
 NAN = float("nan")

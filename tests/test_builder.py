@@ -40,7 +40,7 @@ from samplers import (
     parse_sampler,
     parse_samplers,
 )
-from samplers import __main__ as cli
+from samplers.cli import sample as cli
 from samplers.config.factory import defaults_of
 from samplers.config.registry import PLAIN, USUAL, Settings, fields_of, kind_of, kinds_of, options_of, settle, title
 

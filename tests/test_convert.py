@@ -497,7 +497,7 @@ import sys, time
 from convert import to_jax
 from convert.__main__ import main
 from convert.adapters import KERNEL, A, Adapters, B, read_adapters, save_adapters
-from dllm_jax import checkpoint
+from dllm_jax.checkpoints import checkpoint
 
 checkpoint.GROUP_BYTES, load = 1, to_jax.load
 to_jax.load = lambda *args, **options: (time.sleep(0.2), load(*args, **options))[1]

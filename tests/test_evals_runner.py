@@ -19,7 +19,7 @@ from dllm_jax.checkpoints import checkpoint
 from dllm_jax.models.transformer import tile_of
 from dllm_jax.pytree import pytree
 from evals import __main__ as cli
-from evals import aup, figures, files, plots
+from evals import aup_metric, figures, files, plots
 from evals.models import Models
 from evals.runner import prepare
 from evals.sampler import all_samplers, parse_sampler, parse_samplers, read_grid
@@ -437,7 +437,7 @@ def test_impossible_curves_are_refused(points):
 
 
 def test_the_front_holds_what_nothing_beats():
-    assert aup.front([3, 1, 2, 2, 4], [90, 50, 60, 70, 90]) == [1, 3, 0]
+    assert aup_metric.front([3, 1, 2, 2, 4], [90, 50, 60, 70, 90]) == [1, 3, 0]
 
 
 # Files

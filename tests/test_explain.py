@@ -15,7 +15,7 @@ from dllm_jax.models.kv_cache import LayerKV
 from dllm_jax.models.transformer import num_params
 from dllm_jax.params.quantized import num_bytes
 from samplers import CACHES, RULES, BlockSampler, Smoothing, make_sampler, rules, sample, sample_jit
-from samplers import __main__ as cli
+from samplers.cli import sample as cli
 from samplers.config.costs import costs_of
 from samplers.config.explain import explained, sized
 from samplers.config.factory import WHY_IN_BLOCKS, in_blocks, typed

@@ -20,9 +20,9 @@ import pytest
 import samplers
 from dllm_jax import DllmError
 from dllm_jax.cli import progress_bars
-from samplers import __main__ as cli
 from samplers.cli import lines as lines_module
 from samplers.cli import outputs
+from samplers.cli import sample as cli
 from samplers.cli.lines import WRITTEN, LineFile, Room
 from samplers.cli.outputs import Output, Share, check_parts, merge, part_of
 from samplers.cli.report import answer_told, speed_told

@@ -10,7 +10,7 @@ import samplers
 from convert import embedded
 from dllm_jax import DllmError
 from samplers import CACHES, infill
-from samplers import __main__ as cli
+from samplers.cli import sample as cli
 from samplers.infill import Template, parse_template, prepare_infill
 from samplers.text.prompts import encode_prompt
 

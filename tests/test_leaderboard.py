@@ -7,7 +7,7 @@ import pytest
 
 from dllm_jax import DllmError
 from evals import __main__ as cli
-from evals.aup import LEADERBOARD, aup, leaderboard
+from evals.aup_metric import LEADERBOARD, aup, leaderboard
 from evals.leaderboard import (
     PUBLISHED,
     best_accuracy,

@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT
 
 from benchmarks import memory
-from samplers import __main__ as cli
+from samplers.cli import sample as cli
 from samplers.cli.flags import said_by
 
 RESULTS = ROOT / "benchmarks" / "results"

@@ -23,7 +23,7 @@ from samplers import (
     parse_sampler,
     parse_samplers,
 )
-from samplers import __main__ as cli
+from samplers.cli import sample as cli
 from samplers.config.registry import settings_of, title
 from samplers.engine.program import numbers_of
 from samplers.rules.base import per_row

@@ -17,7 +17,7 @@ from packaging.version import Version
 
 import dllm_jax
 from dllm_jax.cli import completion, dllm
-from samplers.__main__ import command_line
+from samplers.cli.sample import command_line
 
 PACKAGES = ("convert", "dllm_jax", "evals", "samplers", "train")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

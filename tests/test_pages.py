@@ -159,7 +159,7 @@ def flags():
     named = re.findall(
         r"(?<![\w-])--[a-z][\w-]*", "".join(path.read_text() for path in (*code, ROOT / "tests/conftest.py"))
     )
-    sampling = importlib.import_module("samplers.__main__").command_line()._option_string_actions
+    sampling = importlib.import_module("samplers.cli.sample").command_line()._option_string_actions
     serving = importlib.import_module("samplers.serving.cli").command_line()._option_string_actions
     return {*named, *sampling, *serving, *OF_OTHERS}
 

@@ -32,7 +32,7 @@ from dllm_jax.params.quantized import Form, QuantizedKernel, num_bytes, quantize
 from dllm_jax.params.specs import abstract_params, forms
 from dllm_jax.testing import check_denoiser
 from samplers import BlockSampler, DualCache, PrefixCache, Smoothing, Threshold, sample_jit
-from samplers.__main__ import main as samplers_main
+from samplers.cli.sample import main as samplers_main
 from train.setup import prepare
 
 BITS = ("int8", "int4")

@@ -20,8 +20,8 @@ import dllm_jax
 import samplers
 from dllm_jax.checkpoints import checkpoint
 from samplers import CACHES, RULES, Generation, Rule, Smoothing, sampler
-from samplers import __main__ as cli
 from samplers.cli import flags, report
+from samplers.cli import sample as cli
 from samplers.cli.flags import said_by
 from samplers.config import registry
 from samplers.config.factory import typed

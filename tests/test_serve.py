@@ -32,7 +32,7 @@ from dllm_jax import DllmError
 from dllm_jax.text.chat import TEMPLATES
 from dllm_jax.text.tokenizer import load_tokenizer
 from samplers import Engine, generate, make_sampler, sample_jit
-from samplers import __main__ as cli
+from samplers.cli import sample as cli
 from samplers.generation import answer
 from samplers.serving import middleware, page, scheduler, server
 from samplers.serving.cli import LogRate

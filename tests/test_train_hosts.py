@@ -189,12 +189,13 @@ def test_processes_that_cannot_meet(tmp_path, capsys):
     ):
         assert main(["masked-diffusion", "--config", toml, *more]) == 2
         assert sentence in capsys.readouterr().err
-    code = """from dllm_jax import DllmError, hosts
+    code = """from dllm_jax import DllmError
+from dllm_jax.parallel import multihost
 try:
-    hosts.join("")
+    multihost.join("")
 except DllmError as error:
     print(error)
-hosts.join("127.0.0.1:1,2,1", wait=1)"""
+multihost.join("127.0.0.1:1,2,1", wait=1)"""
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | ENVIRONMENT, capture_output=True, text=True)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert "error: not all processes met at 127.0.0.1:1 within 1 seconds" in done.stderr
@@ -258,12 +259,12 @@ def test_processes_agree_on_a_step(asked, steps, done, monkeypatch):
 
 ENDLESS = """import signal, sys, threading
 import jax, jax.numpy as jnp
-from train import together
-together._OVERDUE = 0.1
+from train import multihost_stop
+multihost_stop._OVERDUE = 0.1
 def wait(x):
     print("it begins", flush=True)
     threading.Event().wait()
-with together.stop_requests(0):
+with multihost_stop.stop_requests(0):
     jax.block_until_ready(jax.jit(lambda x: jax.pure_callback(wait, x, x))(jnp.zeros(3)))
 """
 

@@ -20,9 +20,9 @@ from rich.console import Console
 import samplers
 from dllm_jax import DllmError
 from evals import __main__ as evals_cli
-from samplers import __main__ as cli
 from samplers import compare, generate, record, show
 from samplers.cli import outputs
+from samplers.cli import sample as cli
 from samplers.generation import Generation, Moment, Trace
 from samplers.text.display import END
 from samplers.viewer import View, colors, picture, view

@@ -1,0 +1,1 @@
+"""Checkpoints: the folder format, remote buckets, and loading a model."""

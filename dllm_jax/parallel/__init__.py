@@ -1,0 +1,1 @@
+"""Several devices and several hosts: sharding rules and agreement between processes."""

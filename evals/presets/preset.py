@@ -67,7 +67,7 @@ class Preset:
         system: the system message of a chat; None is the template's own.
         limit: the first so many problems (of each subtask) are asked; None asks all.
         kind: whether answers are generated, or given ones scored.
-        sampler: what generates, as a spec (`samplers.config.factory`); unless it says otherwise, no cache and one block.
+        sampler: what generates, as a spec (`samplers.config.factory`); by default with no cache and in one block.
         max_prompt: longest prompt in tokens, cut on the left; None is what the model's context leaves.
         until: whether answers are cut at the task's stop strings; they always are at an end token.
         samples: masked copies that a likelihood is estimated from; mc_batch: of them in one stratified batch.

@@ -1,0 +1,1 @@
+"""From options to a sampler: names, presets, defaults and their origins, costs."""

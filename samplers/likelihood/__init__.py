@@ -1,0 +1,1 @@
+"""Log-likelihoods: estimators, and batches of them."""

@@ -1,6 +1,6 @@
 """Log-likelihoods of many answers: thousands of pairs of prompt and answer through a few compiled programs.
 
-    scores = score(model, [(prompt_ids, answer_ids), ...], seeds=[...])      # what it is: samplers/likelihood/estimators.py
+    scores = score(model, [(prompt_ids, answer_ids), ...], seeds=[...])    # of `samplers.likelihood.estimators`
 
 A row of a batch is one masked copy of one answer, so short answers fill batches as well as long ones. Copies of an
 answer that came out with the same masks are run once: they differ in nothing.

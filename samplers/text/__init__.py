@@ -1,0 +1,1 @@
+"""From text to padded prompts, from token ids to text."""

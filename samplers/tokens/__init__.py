@@ -1,0 +1,1 @@
+"""From the vocabulary head to tokens: statistics, draws, noise, guidance, smoothing."""

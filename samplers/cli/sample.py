@@ -1,0 +1,405 @@
+"""Samples from a converted checkpoint: `python -m samplers "prompt" --model DIR_OR_NAME --rule RULE --cache CACHE`,
+or `--sampler d2f:block_length=8,tau_add=0.1`, `--sampler apd --verifier DIR_OR_NAME --weight 0.7 --window 16`.
+
+On a terminal the canvas is shown while it is being unmasked; through a pipe the text alone is written, and the
+statistics go to the standard error. A prompt is taken as it is: write line breaks as the shell does, $'like\\nthis'.
+
+`python -m samplers --infill "The capital is<gap:8>, founded in<gap:4>." --model DIR_OR_NAME` fills the gaps of a
+text; with a prompt beside it, the text is the answer to that.
+
+`--save-view FILE.html` keeps how the canvas came about, forward by forward (docs/viewer.md); .gif and .png likewise.
+
+`python -m samplers --prompts in.jsonl --out out.jsonl --model DIR_OR_NAME` answers a file of any size, a line of
+JSON for each line; a run that was killed goes on where it was when the same command is given again (docs/files.md).
+
+`python -m samplers --explain --model DIR_OR_NAME ...` says where every setting comes from and why it is so, how many
+forwards there will be, and what memory they take. It reads no weights, and ends (docs/choose.md).
+
+`python -m samplers serve --model DIR_OR_NAME` is a server in the shape of OpenAI's (`... serve --help`). A first
+argument `serve` always means that; as a prompt the word goes behind an option: `--model DIR_OR_NAME serve`.
+"""
+
+import argparse
+import functools
+import io
+import json
+import logging
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+import dllm_jax
+from dllm_jax import DllmError, Model
+from dllm_jax.checkpoints.loading import outline, planned_or_published
+from dllm_jax.cli import docs, spec
+from dllm_jax.cli.command import Parser, run_printing
+from dllm_jax.params.quantized import told_dtype
+from samplers.caches import CACHES
+from samplers.checks import check_number, check_whole
+from samplers.cli.batch_files import SLOTS, Loading, answer_file, check_flags
+from samplers.cli.flags import add_model, add_sampler, default_of, flag_of, own_parts, said_by, written_fields
+from samplers.cli.lines import prompts_of
+from samplers.cli.outputs import Share, joined
+from samplers.cli.report import Tally, answer_told, print_statistics, print_text, run_told, settings_told, speed_told
+from samplers.config.costs import costs_of
+from samplers.config.explain import Setting, explained, explained_as_json, print_explained
+from samplers.config.factory import CanvasSampler, defaults_of, typed, with_verifier
+from samplers.config.presets import PRESETS
+from samplers.config.registry import LOOPS, kind_of
+from samplers.engine.engine import Request, requests_of
+from samplers.engine.runner import run_all
+from samplers.generate import prepare
+from samplers.generation import Generation
+from samplers.infill import filled, prepare_infill, requests_for
+from samplers.rules import RULES
+from samplers.text.prompts import bucket_length
+from samplers.tokens.smoothing import Smoothing
+from samplers.trace import compile_steps, record_all
+from samplers.viewer.terminal import Watched, watch
+from samplers.viewer.view import check_path, view_of
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Answers the prompts; 0 when it worked, 2 after a mistake, which is printed as one sentence."""
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs what it raises as well
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # an answer may hold what the terminal's encoding cannot
+    said = sys.argv[1:] if arguments is None else list(arguments)
+    if said[:1] == ["serve"]:
+        return _serve(said[1:])
+    work = lambda: _run(command_line(said).parse_intermixed_args(said), own_parts(said))
+    return run_printing(work, "use a smaller --batch-size or --gen-length")
+
+
+def _serve(said: Sequence[str]) -> int:
+    """`python -m samplers serve`, which brings what this command does without."""
+    from samplers.serving.cli import run
+
+    return run_printing(lambda: run(said), "use fewer --slots, or a smaller --gen-length or --prompt-length")
+
+
+def command_line(said: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """What says how to sample is in the options only where it was written: defaults are the checkpoint's to say.
+
+    Args:
+        said: as `flags.add_sampler`.
+    """
+    parser = Parser(
+        prog="python -m samplers",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("prompt", nargs="*", help="one or more prompts; without any, the standard input is one")
+    add("--prompts", metavar="FILE", help='one prompt per line, or JSON lines with "prompt" or "messages"; - is stdin')
+    add("--out", metavar="FILE", help="write JSON lines there, of --prompts; the same command goes on where it was")
+    add("--on-error", choices=("stop", "skip"), help="at a bad line of --prompts (default: stop, when others are done)")
+    add("--distributed", nargs="?", const="", metavar="HOST:PORT,N,I", help=_DISTRIBUTED)
+    add(
+        "--infill",
+        action="append",
+        metavar="TEXT",
+        help="fill this text's gaps, <gap:8> is one of 8 tokens; repeatable",
+    )
+    add_model(parser)
+    add("--explain", action="store_true", help="print every setting, why it is so, and what a run takes; loads nothing")
+    add("--list", action="store_true", help="print rules, cache policies and samplers with their options")
+    add("--chat", action="store_true", help="take a prompt as a user's message in the model's chat format")
+    add("--system", metavar="TEXT", help="system message; implies --chat")
+    add("--seed", type=int, default=0, metavar="N", help="of the random numbers, where any are drawn (default: 0)")
+    add("--batch-size", type=int, metavar="N", help="prompts sampled together (default: all; 16 of a file)")
+    add_sampler(parser, said)
+    add = parser.add_argument_group("output").add_argument
+    add("--json", action="store_true", help="one JSON object per prompt: text, tokens, decoded_at, speed, settings")
+    add("--no-live", action="store_true", help="do not show the canvas while it is being unmasked")
+    add("--save-view", metavar="FILE", help="write how the canvas came about: .html, .gif or .png (docs/viewer.md)")
+    add("--delay", type=float, metavar="SECONDS", help="of the live view, after each forward")
+    return parser
+
+
+_DISTRIBUTED = "share --prompts among processes, as SLURM and others say, or as process I of N that meet there"
+
+
+def _run(options: argparse.Namespace, own: Mapping[str, Mapping[str, type]]) -> None:
+    if options.list:
+        print(_listing(own))
+        return
+    check_number("delay", options.delay, 0.0)
+    check_number("batch_size", options.batch_size, 1)
+    check_whole("seed", options.seed, 0, 2**32 - 1)
+    check_flags(options)
+    _check_view(options)
+    if options.explain:
+        _explain(options)
+        return
+    share = Share() if options.distributed is None else joined(options.distributed)
+    if options.prompts is not None and options.infill is None and not options.prompt:
+        answer_file(options, _loading(options), share)
+    else:
+        _answer_all(options)
+
+
+def _check_view(options: argparse.Namespace) -> None:
+    """Raises DllmError for a --save-view that could not be written, or that has no effect."""
+    if options.save_view is None:
+        return
+    check_path(options.save_view)
+    if options.prompts is not None and options.infill is None:
+        raise DllmError("--save-view shows prompts of the command line, not a file of them; leave out --prompts")
+    if options.batch_size is not None:
+        raise DllmError("--batch-size has no effect beside --save-view, which runs prompts one by one; leave it out")
+
+
+def _explain(options: argparse.Namespace) -> None:
+    """Prints where the settings come from and what a run takes, of shapes alone."""
+    look = functools.partial(planned_or_published, dtype=options.dtype, quantize=options.quantize)
+    loading = _loading(options, look)
+    model = loading.bare
+    asked = bool(options.prompt) or options.prompts is not None or options.infill is not None
+    spoken = asked and model.folder is not None  # else there is no tokenizer yet
+    usual = [model.config.eos_id] * min(USUAL_PROMPT, model.config.max_length // 4)
+    unspoken = _Work([{}], functools.partial(_generation, [usual]))
+    work = _work(options) if asked else unspoken
+    ready = (work if spoken else unspoken).prepare(model, **loading.outlined)
+    number = len(work.lines)
+    together = min(options.batch_size or (SLOTS if options.prompts is not None else number), number)
+    length = max(len(request.prompt) for request in ready.requests)
+    costs = costs_of(model, ready.sampler, together, bucket_length(length))
+    settings = _own_settings(options, model, together)
+    if options.prompts is not None:
+        settings.append(Setting("prompts", f"{number} of {options.prompts}", "the command line", ""))
+    if not spoken:
+        why = "is not known without the tokenizer" if asked else "was not given"
+        settings.append(
+            Setting("prompt", f"{length} tokens", "the library", f"it {why}, so this length is counted with")
+        )
+    settings += explained(model, loading.outlined["sampler"], loading.said)
+    if options.json:
+        print(explained_as_json(settings, costs))
+    else:
+        print_explained(settings, costs, ready.sampler.gen_length)
+
+
+USUAL_PROMPT = 128
+"""Tokens of the prompt that `--explain` counts on where none is given."""
+
+
+def _own_settings(options: argparse.Namespace, model: Model, together: int) -> list[Setting]:
+    """The settings that are the command's, and why their defaults are what they are.
+
+    Args:
+        together: rows of a batch.
+    """
+    chat, batch = options.chat or options.system is not None, options.batch_size
+    stored = options.dtype is None and options.quantize is None
+    at_once = f"so many of a file, at most {SLOTS}" if options.prompts is not None else "all prompts together"
+    rows = [  # name, value, whether it was said, and else where it comes from and why
+        (
+            "model",
+            model.name,
+            model.folder is not None,
+            "the published one",
+            "no checkpoint of that name is here, so its tokenizer and its generation.json are not known",
+        ),
+        (
+            "weights",
+            told_dtype(model.params),
+            not stored,
+            "the published one" if model.folder is None else "the checkpoint",
+            "as they are stored",
+        ),
+        ("chat", spec.written(chat), chat, "the library", "a prompt is taken as it is written"),
+        ("seed", str(options.seed), options.seed, "the library", "it counts where something is drawn"),
+        ("batch_size", str(together), batch, "the library", at_once),
+    ]
+    return [Setting(*row[:2], *(("the command line", "") if row[2] else row[3:])) for row in rows]
+
+
+def _loading(options: argparse.Namespace, look: Callable[[str], Model] = outline) -> Loading:
+    """What is to be loaded.
+
+    Args:
+        look: gives a model without its parameters.
+    """
+    name, texts, named = said_by(options, command_line().parse_args([]))
+    if named is None:
+        raise DllmError("no model was named; pass --model DIR_OR_NAME")
+    bare = look(named)
+    said = typed(name, texts, under=defaults_of(bare)).options
+    always = {"sampler": name, "chat": options.chat, "system": options.system, "seed": options.seed}
+
+    def load() -> tuple[Model, dict[str, Any]]:
+        load = functools.partial(dllm_jax.load, dtype=options.dtype, quantize=options.quantize)
+        with Console(stderr=True).status(f"loading {named}", spinner="line"):
+            return load(named), {**with_verifier(said, load), **always}
+
+    return Loading(bare, said, {**with_verifier(said, look), **always}, load)
+
+
+def _answer_all(options: argparse.Namespace) -> None:
+    """Prompts that are known, all together or a number at a time."""
+    work, loading = _work(options), _loading(options)
+    work.prepare(loading.bare, **loading.outlined)  # mistakes come before gigabytes are read
+    model, settings = loading.load()
+    ready = work.prepare(model, **settings)
+    shown = sys.stdout.isatty() and not (options.json or options.no_live or options.infill)
+    if shown and len(work.lines) == 1:
+        watched = watch(model, work.lines[0]["prompt"], delay=options.delay, keep=False, **settings)
+        _print_watched(model, ready.sampler, watched)
+        _save_view(options, [watched.generation])
+        return
+    if not options.json:  # which leaves the standard error to errors
+        print("compiling, then sampling ...", file=sys.stderr)
+    run = _recorded if options.save_view else run_all
+    runner, done = run(model, ready.sampler, ready.requests, options.batch_size)
+    told = settings_told(options, loading.said, model.name, ready.sampler) | run_told(model)
+    answers = []
+    for line, request in zip(work.lines, done, strict=True):
+        answers.append(ready.answer_of(request))
+        if options.json:
+            fast = speed_told(answers[-1], request.seconds, runner.compile_seconds)
+            print(json.dumps({**line, **answer_told(answers[-1]), "settings": told, **fast}), flush=True)
+    if not options.json:
+        _print_texts(answers)
+        single = " of single steps for the view" if options.save_view else ""
+        speed = f"{runner.seconds:.3f} s{single}, compiled before in {runner.compile_seconds:.1f} s"
+        _print_statistics(answers, runner.seconds, speed, model, ready.sampler)
+    _save_view(options, answers)
+
+
+class _Times(NamedTuple):
+    seconds: float
+    compile_seconds: float
+
+
+def _recorded(
+    model: Model, sampler: CanvasSampler, requests: Sequence[Request], _: int | None
+) -> tuple[_Times, list[Request]]:
+    """`run_all` by single steps, one request after another."""
+    compile_seconds = compile_steps(model, sampler, requests)
+    done = list(record_all(model, sampler, requests))
+    return _Times(sum(request.seconds for request in done), compile_seconds), done
+
+
+class _Work(NamedTuple):
+    """What is asked for.
+
+    Attributes:
+        lines: the question of each answer, for JSON.
+        prepare: (model, settings) -> what is to be run, after all checks.
+    """
+
+    lines: list[dict[str, Any]]
+    prepare: Callable[..., "_Ready"]
+
+
+class _Ready(NamedTuple):
+    """What is to be run, and what makes an answer of a request that has ended."""
+
+    sampler: CanvasSampler
+    requests: list[Request]
+    answer_of: Callable[[Request], Generation]
+
+
+def _work(options: argparse.Namespace) -> _Work:
+    if options.infill is None:
+        prompts = _prompts(options)
+        return _Work([{"prompt": prompt} for prompt in prompts], functools.partial(_generation, prompts))
+    templates = options.infill
+    given: list[Any] = _prompts(options) if options.prompt or options.prompts is not None else [None]
+    prompt, each = (given[0], given * len(templates)) if len(given) == 1 else (given, given)
+    lines = [{"prompt": one, "template": template} for one, template in zip(each, templates, strict=False)]
+    return _Work(lines, functools.partial(_infilling, templates, prompt))
+
+
+def _generation(prompts: list[Any], model: Model, **settings: Any) -> _Ready:
+    sampler, rows, keys = prepare(model, prompts, **settings)
+    return _Ready(
+        sampler, requests_of(sampler, rows, keys, settings.get("stop") or ()), lambda request: request.generation
+    )
+
+
+def _infilling(templates: list[str], prompt: Any, model: Model, **settings: Any) -> _Ready:
+    plan = prepare_infill(model, templates, prompt=prompt, **settings)
+    return _Ready(plan.sampler, requests_for(model, plan), functools.partial(filled, model, plan))
+
+
+def _print_texts(answers: Sequence[Generation]) -> None:
+    for number, answer in enumerate(answers, start=1):
+        if len(answers) > 1:
+            print(f"--- {number} of {len(answers)}")
+        print_text(answer.text)
+
+
+def _print_statistics(
+    answers: Sequence[Generation], seconds: float, speed: str, model: Model, sampler: CanvasSampler
+) -> None:
+    tally = Tally()
+    for answer in answers:
+        tally.add(answer)
+    print_statistics(tally, seconds, speed, model, sampler)
+
+
+def _save_view(options: argparse.Namespace, answers: Sequence[Generation]) -> None:
+    if options.save_view is not None:
+        view_of(answers).save(options.save_view)
+
+
+def _print_watched(model: Model, sampler: CanvasSampler, watched: Watched) -> None:
+    _print_texts([watched.generation])
+    steps = f"{watched.seconds:.3f} s of single steps for the live view"
+    speed = f"{steps}, compiled before in {watched.compile_seconds:.1f} s; --no-live runs them as one program"
+    _print_statistics([watched.generation], watched.seconds, speed, model, sampler)
+
+
+def _prompts(options: argparse.Namespace) -> list[Any]:
+    if options.prompt and options.prompts is not None:
+        raise DllmError("prompts were given both on the command line and by --prompts; choose one")
+    if options.prompt:
+        return options.prompt
+    if options.prompts is not None:
+        return prompts_of(options.prompts)
+    if sys.stdin is None or sys.stdin.isatty():
+        raise DllmError("no prompt was given; write one behind the command, or name a file by --prompts")
+    try:
+        return [sys.stdin.read().removesuffix("\n")]
+    except (OSError, UnicodeDecodeError) as error:
+        raise DllmError(f"the standard input could not be read ({error})") from None
+
+
+def _listing(own: Mapping[str, Mapping[str, type]]) -> str:
+    """All rules, cache policies and samplers with their options, smoothing, and the presets; and what the command line
+    names of somebody's own."""
+    width = min(shutil.get_terminal_size().columns, 110)
+    lines = ["rules, by --rule:", *_listed({**RULES, **own["rule"]}, width)]
+    lines += ["", "cache policies, by --cache:", *_listed({**CACHES, **own["cache"]}, width)]
+    lines += ["", "samplers with a loop of their own, by --sampler NAME:option=value,option=value or flags:"]
+    lines += [*_listed(LOOPS, width), "", *_wrapped(f"--smoothing: {docs.summary(Smoothing)}", width, "  ")]
+    lines += ["", "presets, by --preset:", ""]
+    for name, options in PRESETS.items():
+        told = ", ".join(f"{option} {value}" for option, value in options.items() if option != "smoothing")
+        smooth = ", smoothing" if "smoothing" in options else ""
+        lines += _wrapped(f"{name}: {told}{smooth}", width, "  ")
+    return "\n".join(lines)
+
+
+def _listed(table: Mapping[str, type], width: int) -> Iterator[str]:
+    for name, kind in table.items():
+        yield ""
+        yield from _wrapped(f"{name}: {docs.summary(kind)}", width, "  ")
+        about = docs.attributes(kind)
+        for option in written_fields(kind):
+            words = ", ".join(spec.choices(kind_of(kind, option)))
+            values = f"(default: {default_of(kind, option)}{words and f'; one of {words}'})"
+            meaning, why = about.get(option, docs.About())
+            told = f"{meaning} Default: {why}." if why else meaning
+            yield from _wrapped(f"    {flag_of(option)} {values} {told}", width, "        ")
+
+
+def _wrapped(text: str, width: int, indent: str) -> Iterator[str]:
+    yield from textwrap.wrap(text, width, subsequent_indent=indent)
