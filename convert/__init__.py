@@ -1,6 +1,5 @@
 """Converts checkpoints between the hub's safetensors format and ours: `python -m convert llada --source A --out B`."""
 
-import dllm_jax  # noqa: F401 - before what takes seconds: from here on Ctrl-C ends a command
 from convert.adapters import convert_adapters
 from convert.check import verify
 from convert.to_hub import export

@@ -10,13 +10,6 @@
 Every mistake in the input is a `DllmError` with one sentence. Importing starts no backend and creates no array.
 """
 
-# ruff: noqa: E402
-# isort: off
-from dllm_jax.cli import interrupts
-
-interrupts.leave_while_importing()  # before the imports that take seconds
-# isort: on
-
 from dllm_jax.checkpoints.loading import Model, load, random_model
 from dllm_jax.config import PUBLISHED, ModelConfig, published
 from dllm_jax.errors import DllmError

@@ -9,7 +9,6 @@ Tasks generate their examples (`evals.make_task("maze:size=5").example("train", 
 belongs to one split by its content, so that what accuracy is measured on was never trained on.
 """
 
-import dllm_jax  # noqa: F401 - before what takes seconds: from here on Ctrl-C ends a command
 from evals.aup_metric import aup
 from evals.runner import Report, run
 from evals.sampler import SamplerSpec, parse_sampler, parse_samplers

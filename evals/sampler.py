@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dllm_jax.cli import spec
+from dllm_jax import spec
 from dllm_jax.errors import DllmError
 from samplers.config.factory import SamplerSpec, parse_sampler, parse_samplers, typed
 

@@ -4,7 +4,6 @@ sampler = BlockSampler(Threshold(0.9), gen_length=256, block_length=32, cache=Du
 result = sample_jit(sampler, model.denoiser, prompt)            # or `sample` inside your own jit
 """
 
-import dllm_jax  # noqa: F401 - before what takes seconds: from here on Ctrl-C ends a command
 from samplers.caches import (
     CACHES,
     CachePolicy,

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from dllm_jax.cli.nearest import did_you_mean
-from dllm_jax.cli.spec import has
 from dllm_jax.errors import DllmError
+from dllm_jax.spec import has
+from dllm_jax.suggestions import did_you_mean
 
 T = TypeVar("T")
 

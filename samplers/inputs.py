@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dllm_jax import Model
-from dllm_jax.cli import spec
+from dllm_jax import Model, spec
 from dllm_jax.errors import DllmError
 from dllm_jax.models.denoiser import DenoiserLike
 from samplers.tokens.noise import check_key

@@ -16,9 +16,9 @@ from test_renoise import CONFIG as CANVAS
 import convert
 import dllm_jax
 from convert import embedded
-from dllm_jax import DllmError
+from dllm_jax import DllmError, spec
 from dllm_jax.checkpoints import checkpoint
-from dllm_jax.cli import command, spec
+from dllm_jax.cli import command
 from samplers import (
     APD,
     CACHES,

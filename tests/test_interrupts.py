@@ -40,23 +40,11 @@ def started(command: list[str], *path: os.PathLike) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, *command], env=settings, **pipes)
 
 
-@pytest.mark.parametrize("command", ["convert", "samplers", "evals", "dllm"])
-def test_while_packages_are_imported_a_word_is_said(tmp_path, command):
-    (tmp_path / "jax").mkdir()
-    slow = "import time\nprint('ready', flush=True)\ntry:\n    time.sleep(60)\nexcept:\n    pass\nraise ImportError\n"
-    (tmp_path / "jax" / "__init__.py").write_text(slow)
-    script = tmp_path / "dllm"
-    script.write_text("from dllm_jax.cli.dllm import main\n")
-    run = [str(script), "sample"] if command == "dllm" else ["-m", command]
-    assert ended(started(run, tmp_path)) == (130, "interrupted\n")
-
-
-@pytest.mark.parametrize("said", [["-c"], ["dllm", "train"]])
-def test_libraries_and_training_are_left_alone(tmp_path, said):
-    look = "import signal, dllm_jax; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
-    (tmp_path / "dllm").write_text(look)
-    run = ["-c", look] if said == ["-c"] else [str(tmp_path / "dllm"), "train"]
-    assert started(run).communicate(timeout=60)[0] == "True\n"
+def test_importing_the_libraries_leaves_signals_alone():
+    look = "import signal; before = list(map(signal.getsignal, signal.valid_signals()))\n"
+    look += "import dllm_jax, convert, samplers, train, evals\n"
+    look += "print(before == list(map(signal.getsignal, signal.valid_signals())))"
+    assert started(["-c", look]).communicate(timeout=60)[0] == "True\n"
 
 
 @pytest.mark.parametrize("dropping", ["gc.collect()", "Finalized()"])

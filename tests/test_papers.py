@@ -11,7 +11,7 @@ import pytest
 from conftest import GOLDENS, ROOT
 
 from benchmarks import pictures
-from dllm_jax.cli import spec
+from dllm_jax import spec
 from evals import presets
 from evals.sampler import parse_sampler
 from samplers import CACHES, PRESETS, RULES, official

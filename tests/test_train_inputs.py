@@ -20,7 +20,7 @@ from train_toys import (
 import dllm_jax
 import train
 from dllm_jax import DllmError
-from dllm_jax.cli.nearest import nearest
+from dllm_jax.suggestions import nearest
 from dllm_jax.text.tokenizer import encode_chat
 from train.__main__ import main
 from train.config import DataPart

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from dllm_jax import spec
 from dllm_jax.checkpoints.loading import Model
-from dllm_jax.cli import spec
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.parallel.sharding import Layout

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from dllm_jax.cli.nearest import did_you_mean
 from dllm_jax.errors import DllmError
+from dllm_jax.suggestions import did_you_mean
 
 T = TypeVar("T")
 

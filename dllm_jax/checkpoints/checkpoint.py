@@ -31,12 +31,12 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from dllm_jax.checkpoints import buckets
-from dllm_jax.cli.nearest import did_you_mean
 from dllm_jax.config import ModelConfig, Quantize
 from dllm_jax.errors import DllmError
 from dllm_jax.parallel import multihost
 from dllm_jax.params.quantized import LARGEST, QuantizedKernel, quantized_on_host
 from dllm_jax.params.specs import abstract_params, float32_params, forms
+from dllm_jax.suggestions import did_you_mean
 
 CONFIG_FILE, SOURCE_FILE, PARAMS_FOLDER = "config.json", "source.json", "params"
 GENERATION_FILE = "generation.json"

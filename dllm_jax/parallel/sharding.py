@@ -8,13 +8,13 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from dllm_jax.cli.spec import converted, parse_options
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.models.transformer import param_specs
 from dllm_jax.parallel.layout import LogicalAxes, MeshAxes, mesh_names
 from dllm_jax.params.quantized import Form, QuantizedKernel
 from dllm_jax.params.specs import forms
+from dllm_jax.spec import converted, parse_options
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,8 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from dllm_jax import DllmError, Model
-from dllm_jax.cli import spec
+from dllm_jax import DllmError, Model, spec
 from dllm_jax.cli.command import console
 from evals import files, presets, stderr
 from evals.flags import add_count, add_distributed, add_model, command, models_of

@@ -7,7 +7,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from dllm_jax.cli import spec
+from dllm_jax import spec
 from dllm_jax.errors import DllmError
 from samplers.config.factory import SamplerSpec, parse_sampler, typed
 from samplers.config.registry import PLAIN, Settings, called, fields_of, kinds_of, options_of, settle

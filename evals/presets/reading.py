@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dllm_jax.cli import spec
+from dllm_jax import spec
 from dllm_jax.errors import DllmError
 from evals.presets.preset import Preset
 from samplers.config.factory import typed

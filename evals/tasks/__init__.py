@@ -6,7 +6,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from dllm_jax.cli import spec
+from dllm_jax import spec
 from dllm_jax.errors import DllmError
 from evals.tasks.base import SPLITS, DrawnTask, Draws, Example, Source, Task, Verdict, split_of
 from evals.tasks.maze import Mazes

@@ -17,8 +17,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 
-from dllm_jax import Model
-from dllm_jax.cli import spec
+from dllm_jax import Model, spec
 from dllm_jax.errors import DllmError
 from evals.tokens import Vocabulary
 

@@ -20,8 +20,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from dllm_jax import Model
-from dllm_jax.cli import spec
+from dllm_jax import Model, spec
 from dllm_jax.errors import DllmError
 from dllm_jax.text.tokenizer import check_messages
 from evals.tasks.base import SPLITS, Example, Ids, Source, Task, Verdict, check_index, check_split

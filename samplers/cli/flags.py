@@ -6,8 +6,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dllm_jax import DllmError
-from dllm_jax.cli import spec
+from dllm_jax import DllmError, spec
 from dllm_jax.cli.command import Parser
 from samplers.caches import CACHES
 from samplers.config.factory import read, refuse_twice

@@ -33,9 +33,9 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 import dllm_jax
-from dllm_jax import DllmError, Model
+from dllm_jax import DllmError, Model, spec
 from dllm_jax.checkpoints.loading import outline, planned_or_published
-from dllm_jax.cli import docs, spec
+from dllm_jax.cli import docs
 from dllm_jax.cli.command import Parser, run_printing
 from dllm_jax.params.quantized import told_dtype
 from samplers.caches import CACHES

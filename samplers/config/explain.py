@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from dllm_jax import Model
-from dllm_jax.cli import docs, spec
+from dllm_jax import Model, spec
+from dllm_jax.cli import docs
 from samplers.config.costs import Costs, device_memory
 from samplers.config.factory import WHY_IN_BLOCKS, defaults_of, in_blocks
 from samplers.config.presets import PRESETS, published_in

@@ -21,8 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dllm_jax
-from dllm_jax import Model, ModelConfig
-from dllm_jax.cli import spec
+from dllm_jax import Model, ModelConfig, spec
 from dllm_jax.errors import DllmError
 from dllm_jax.indicator import Indicator, load_indicator
 from dllm_jax.text.tokenizer import encode_text, token_bytes

@@ -12,10 +12,10 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
-from dllm_jax.cli import spec
-from dllm_jax.cli.nearest import nearest
+from dllm_jax import spec
 from dllm_jax.errors import DllmError
 from dllm_jax.indicator import Indicator
+from dllm_jax.suggestions import nearest
 from samplers.caches import CACHES
 from samplers.checks import refuse_unknown
 from samplers.config.presets import PRESETS

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 from tqdm import tqdm
 
-from dllm_jax.cli import progress_bars, spec
+from dllm_jax import spec
+from dllm_jax.cli import progress_bars
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 

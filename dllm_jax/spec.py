@@ -7,8 +7,8 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from dllm_jax.cli.nearest import did_you_mean
 from dllm_jax.errors import DllmError
+from dllm_jax.suggestions import did_you_mean
 
 
 class Spec(NamedTuple):
