@@ -73,7 +73,7 @@ goldens: $(READY)
 
 parity: $(READY) $(PARITY)/.installed
 	PYTHONPATH=$(PARITY) $(PY) -c 'import torch'
-	PYTHONPATH=$(PARITY) $(PY) -m pytest -q tests/test_parity_transformers.py tests/test_parity_gemma.py
+	PYTHONPATH=$(PARITY) $(PY) -m pytest -q $(wildcard tests/test_parity_*.py)
 
 # Source and wheel, the wheel made of the source, and what it does in environments that have nothing else but the newest
 # of what it needs: one of every Python that is here, of .venv's where none of these is.

@@ -5,6 +5,7 @@ may say the rest, and must agree.
 """
 
 import json
+import pickle
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +18,6 @@ from convert.output import check_out, check_space
 from convert.safetensors_reader import PICKLE_ENDINGS, read_block, read_header
 from convert.source import sha256
 from convert.tensors import as_dtype, checked_cast
-from convert.torch_pickle import read_state_dict
 from dllm_jax.checkpoints import checkpoint
 from dllm_jax.errors import DllmError
 from dllm_jax.indicator import (
@@ -59,8 +59,8 @@ def convert_indicator(
     """Converts a published indicator into a folder that `dllm_jax.indicator.load_indicator` reads.
 
     Args:
-        source: a .pth file of PyTorch's zip format, which is read without running what is in it, or a .safetensors
-            file; or a folder that holds one such file.
+        source: a .safetensors file, or a file that `torch.save` wrote, which needs PyTorch; or a folder that holds one
+            such file.
         out: the new folder; it appears whole at the end or not at all.
         dtype: "float32", "bfloat16" or "float16"; the source's own by default.
 
@@ -167,9 +167,22 @@ def _file_of(source: Path) -> Path:
 
 def _read(path: Path) -> dict[str, np.ndarray]:
     if path.suffix != ".safetensors":
-        return read_state_dict(path)
+        return _unpickled(path)
     entries = read_header(path)
     return {name: np.array(read_block(entry, slice(0, entry.shape[0]))) for name, entry in entries.items()}
+
+
+def _unpickled(path: Path) -> dict[str, np.ndarray]:
+    """The tensors of a file that `torch.save` wrote, in float32. PyTorch's own reader runs nothing of the file."""
+    try:
+        import torch
+    except ImportError:
+        raise DllmError(f"reading {path} needs PyTorch; pip install torch, or save it as safetensors") from None
+    try:
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
+        return {name: tensor.to(torch.float32).numpy() for name, tensor in tensors.items()}
+    except (OSError, EOFError, RuntimeError, AttributeError, pickle.UnpicklingError) as error:
+        raise DllmError(f"{path} is no state dict of PyTorch ({type(error).__name__})") from None
 
 
 def _config_of(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> IndicatorConfig:
