@@ -2,7 +2,7 @@
 
     git worktree add ../old COMMIT
     python -m benchmarks.compare --runs 3 --json FILE ../old -- --model tiny --rules threshold,eb --caches none,dual
-    python -m benchmarks.compare --of train --json benchmarks/results/train-before-cpu.json ../old
+    python -m benchmarks.compare --of train --json compare.json ../old
 
 What stands behind `--` goes to `python -m benchmarks.sample`, or that of `--of`, in either. Runs alternate, so that a
 slow hour hits both; ratios are of medians, above 1 where this checkout is better.
