@@ -112,7 +112,7 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Marks the tests that were found to take long: `make slow` runs them, `make test` the others."""
+    """Marks slow tests, which `make slow` runs, and lets tests of processes run once more."""
     slow = SLOW.read_text().splitlines()
     marked, skipped = set(slow), skipped_files(slow, config.getoption("slow_part"))
     collected = {item.nodeid for item in items}
@@ -124,6 +124,8 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.nodeid in marked:
             item.add_marker("slow")
+        if item.get_closest_marker("processes"):
+            item.add_marker(pytest.mark.flaky(reruns=1))
     config.hook.pytest_deselected(items=[item for item in items if file_of(item.nodeid) in skipped])
     items[:] = [item for item in items if file_of(item.nodeid) not in skipped]
 

@@ -14,6 +14,8 @@ from conftest import ROOT
 
 from dllm_jax.cli.interrupts import interruptible, is_second
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(autouse=True)
 def listening():

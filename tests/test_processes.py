@@ -30,6 +30,8 @@ from evals.harness.tasks import functions
 from evals.presets import Preset
 from evals.sandbox import Outcome
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[1]
 TASKS = ROOT / "tests" / "harness"
 SAMPLER = "topk:k=4,gen_length=16,block_length=8"

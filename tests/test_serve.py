@@ -44,6 +44,8 @@ from samplers.text import prompts
 from samplers.text.prompts import encode_prompt, pad_prompts
 from samplers.tokens.noise import row_keys
 
+pytestmark = pytest.mark.processes
+
 LENGTH, BLOCK = 16, 8
 SHAPE = {"gen_length": LENGTH, "block_length": BLOCK, "cache": "none"}
 PROMPT = "Q: Tom has 12 pears. Tom buys 23.\nA: "

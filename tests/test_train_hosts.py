@@ -27,6 +27,8 @@ from train.__main__ import main
 from train.multihost_stop import SharedStop
 from train.run_dir import States
 
+pytestmark = pytest.mark.processes
+
 MESH = {"data": 2, "fsdp": 2}
 
 

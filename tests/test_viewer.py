@@ -506,6 +506,7 @@ KEY = """(name, where) => (where || document.activeElement).dispatchEvent(
   new KeyboardEvent("keydown", {key: name, bubbles: true, cancelable: true}))"""
 
 
+@pytest.mark.processes
 def test_a_browser_goes_through_the_forwards(whole, revised, browser, tmp_path):
     page = tmp_path / "two.html"
     one = show(whole).save(tmp_path / "x.html").read_text()
@@ -541,6 +542,7 @@ def test_a_browser_goes_through_the_forwards(whole, revised, browser, tmp_path):
     assert browser.run("wrong") == []
 
 
+@pytest.mark.processes
 def test_a_browser_tells_of_tokens_and_plays(whole, browser, tmp_path):
     browser.open(show(whole).save(tmp_path / "x.html").as_uri())
     detail = lambda: browser.run("document.querySelector('.detail').textContent")
@@ -569,6 +571,7 @@ def test_a_browser_tells_of_tokens_and_plays(whole, browser, tmp_path):
     assert browser.run("document.querySelector('.dllm-view').dataset.forward") == str(whole.nfe)
 
 
+@pytest.mark.processes
 def test_a_browser_has_a_dark_page(whole, browser, tmp_path):
     path = show(whole).save(tmp_path / "x.html").as_uri()
     found = {}
@@ -581,6 +584,7 @@ def test_a_browser_has_a_dark_page(whole, browser, tmp_path):
         assert found[scheme] == ["rgb({}, {}, {})".format(*paper(name)[mode]) for name in ("paper", "ink")]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("width", [400, 1280])
 def test_a_browser_scrolls_no_page_sideways(whole, browser, tmp_path, width):
     """However long a sampler's name is; and marks of the legend look as what they stand for."""
@@ -598,6 +602,7 @@ def test_a_browser_scrolls_no_page_sideways(whole, browser, tmp_path, width):
     assert stroke == mark != browser.run(f"({looks})('.legend', 'color')")
 
 
+@pytest.mark.processes
 def test_a_browser_draws_texts_as_texts(browser, tmp_path):
     pieces = [
         b"</script><script>document.title=1</script>",
