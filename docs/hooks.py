@@ -29,7 +29,6 @@ NAMED = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.
 COMMAND_PAGE = "reference/commands.md"
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#|/)([^)\s#]+)")  # the path in [text](path#anchor)
 FENCE = re.compile(r"^(```|~~~).*?^\1", re.DOTALL | re.MULTILINE)
-BADGE = re.compile(r"\[!\[([^]]*)\]\([^)]*\)\]")  # a picture from elsewhere, as a link
 FETCHED = re.compile(r"<(?:script|link|img|iframe|source|video)\b[^>]*?\b(?:src|href)=\"((?:https?:)?//[^\"]+)\"")
 LOG = logging.getLogger("mkdocs.plugins.dllm_jax")  # whose warnings MkDocs counts
 MOST_SHOWN = 200_000  # characters of a linked file
@@ -141,9 +140,6 @@ def executed(origin: str) -> tuple[str, dict[str, bytes]]:
     """A notebook with its outputs as Markdown, and the pictures in it by their names."""
     path = ROOT / "docs" / origin
     notebook = nbformat.read(path, as_version=4)
-    for cell in notebook.cells:
-        if cell.cell_type == "markdown":
-            cell.source = BADGE.sub(r"[\1]", cell.source)
     markdown, kept = MarkdownExporter().from_notebook_node(notebook, {"unique_key": path.stem})
     note = f"*With its outputs on a CPU, as a file: [{path.name}]({path.name}).*"
     title, rest = markdown.lstrip().split("\n", 1)

@@ -7,7 +7,6 @@ import inspect
 import json
 import re
 import shutil
-import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -127,19 +126,10 @@ def test_the_page_with_outputs_is_of_this_notebook(path):
     assert not any(re.search(r"/(home|root|tmp|work)/", text) for text in texts)  # whose machine it was
 
 
-def badge(path):
-    """The badge of a notebook: Colab opens it from the repository, where pyproject.toml names one, and else asks."""
-    urls = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text())["project"].get("urls", {})
-    repository = urls.get("Repository", "").removeprefix("https://github.com/")
-    there = f"github/{repository}/blob/main/notebooks/{path.name}" if repository else ""
-    colab = "https://colab.research.google.com"
-    return f"[![Open in Colab]({colab}/assets/colab-badge.svg)]({colab}/{there})"
-
-
 @each
-def test_a_notebook_says_what_it_takes_and_opens_in_colab(path):
+def test_a_notebook_says_what_it_takes_and_how_colab_opens_it(path):
     title = sources(path, "markdown")[0]
-    assert badge(path) in title and "**With** " in title and "**Time:** " in title and "T4" in title
+    assert "**In Colab:** " in title and "**With** " in title and "**Time:** " in title and "T4" in title
 
 
 @each
