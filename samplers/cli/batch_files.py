@@ -1,4 +1,4 @@
-"""A file of prompts in, a file of answers out: lazily, in order, and again from where it was (docs/files.md).
+"""A file of prompts in, a file of answers out: lazily, in order, and again from where it was (docs/batch.md).
 
     python -m samplers --prompts in.jsonl --out out.jsonl
 

@@ -1,4 +1,4 @@
-"""Prompts in files: one per line, as a text or as a JSON object, read when they are needed (docs/files.md)."""
+"""Prompts in files: one per line, as a text or as a JSON object, read when they are needed (docs/batch.md)."""
 
 import codecs
 import contextlib

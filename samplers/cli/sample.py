@@ -10,7 +10,7 @@ text; with a prompt beside it, the text is the answer to that.
 `--save-view FILE.html` keeps how the canvas came about, forward by forward (docs/viewer.md); .gif and .png likewise.
 
 `python -m samplers --prompts in.jsonl --out out.jsonl --model DIR_OR_NAME` answers a file of any size, a line of
-JSON for each line; a run that was killed goes on where it was when the same command is given again (docs/files.md).
+JSON for each line; a run that was killed goes on where it was when the same command is given again (docs/batch.md).
 
 `python -m samplers --explain --model DIR_OR_NAME ...` says where every setting comes from and why it is so, how many
 forwards there will be, and what memory they take. It reads no weights, and ends (docs/choose.md).
