@@ -92,7 +92,7 @@ def _(primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]) -> tuple[
 def _suits_ynnpack(rows: int, inputs: int, outputs: int) -> bool:
     """Whether YNNPACK, XLA's own choice of a library for float32 products on CPU, is the faster one.
 
-    It arranges the kernel anew in every product, which only many rows make up for; `docs/performance.md` has timings.
+    It arranges the kernel anew in every product, which only many rows make up for; `docs/results.md` has timings.
     """
     return outputs <= inputs < 16 * rows
 
