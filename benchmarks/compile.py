@@ -27,9 +27,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__" and not __package__:  # run as a file: its folder holds a convert.py that is not `convert`
-    sys.path[0] = str(Path(__file__).parents[1])
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,7 +34,6 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from benchmarks import hlo
-from benchmarks.training_step import model_of, training_step
 from dllm_jax import PUBLISHED, Denoiser, DllmError, Model, ModelConfig, published
 from dllm_jax.kernels.dispatch import lowering_for
 from dllm_jax.models.denoiser import Span
@@ -48,6 +44,12 @@ from samplers import make_sampler, sample
 from samplers.tokens.predictions import Sampling, predict, readout
 from train import read_config
 from train.config import TrainConfig
+from train.losses import Batch
+from train.objectives import objective_of
+from train.setup import adapted
+from train.step import Stepper
+from train.trainable import WholeModel
+from train.trainer import placement_of
 
 GIB = 2**30
 MEMORY = {"v5e": 15.75, "v6e": 31.25, "v5p": 95.0, "h100": 79.1, "t4": 14.7}
@@ -195,6 +197,43 @@ def lowered(what: str, setting: Setting) -> Any:
     split = ShardingRules().spec(("batch", None, "kv_heads", "head_dim"), setting.mesh)
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(setting.mesh, split))
     return jax.jit(window, donate_argnums=4).lower(*arguments, jax.tree.map(place, kv))
+
+
+def model_of(config: TrainConfig, layers: int = 0) -> ModelConfig:
+    """The model that a run trains, by its name alone: the last part of `model.init` is that of a published one.
+
+    Args:
+        layers: of the model; 0 for all.
+
+    Raises:
+        DllmError: for another name, and for a model that the run cannot train.
+    """
+    name = Path(config.model.init).name
+    if name not in PUBLISHED:
+        raise DllmError(
+            f"model.init is {config.model.init!r}, which is not the name of a published model; write "
+            "model.init=llada-8b-base behind the options"
+        )
+    model = adapted(published(name), config.model.adapt) if config.model.adapt else published(name)
+    if not layers:
+        return objective_of(config).fitted(model, config)
+    return objective_of(config).fitted(model.replace(num_layers=layers), config)
+
+
+def training_step(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> Any:
+    """One optimiser step of a run on rows of `data.length` tokens, lowered without weights and data."""
+    stepper = Stepper(config, model, placement_of(config, model, mesh))
+    shapes = stepper.trained.shapes()
+    state = stepper.abstract({name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()})
+    whole = isinstance(stepper.trained, WholeModel)
+    frozen = {} if whole else abstract_params(model, config.compute.dtype, param_shardings(model, mesh))
+    optimizer, length = config.optimizer, config.data.length
+    rows = (optimizer.accumulate, optimizer.batch // optimizer.accumulate)
+    like: Any = lambda shape, dtype: jax.ShapeDtypeStruct((*rows, *shape), dtype, sharding=stepper.placement.batch)
+    step = like((length,), jnp.int32) if stepper.objective.trajectories else None
+    batch = Batch(like((length,), jnp.int32), like((length,), jnp.bool_), like((), jnp.int32), step)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return stepper.jitted(state).lower(state, frozen, batch, key)
 
 
 def label(own: Sequence[hlo.Instruction], at: hlo.Instruction | None) -> str:

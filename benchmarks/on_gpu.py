@@ -17,9 +17,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-if __name__ == "__main__" and not __package__:  # run as a file: its folder holds a convert.py that is not `convert`
-    sys.path[0] = str(Path(__file__).parents[1])
-
 MODEL = ("--model", "llada-8b-instruct", "--dtype", "bfloat16")
 CHECK = "import jax, flax, optax, orbax.checkpoint, transformers; assert jax.default_backend() == 'gpu', jax.devices()"
 STEPS: dict[str, tuple[int, tuple[str, ...]]] = {

@@ -29,9 +29,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__" and not __package__:  # run as a file: its folder holds a convert.py that is not `convert`
-    sys.path[0] = str(Path(__file__).parents[1])
-
 import jax
 import jax.numpy as jnp
 import numpy as np

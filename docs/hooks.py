@@ -1,7 +1,7 @@
 """What `make docs` adds to the pages of this folder; run by MkDocs (mkdocs.yml).
 
 * The README is the first page, and CHANGELOG.md and CONTRIBUTING.md are pages, as they stand in the repository.
-* The notebooks are pages with the outputs of their last run here (docs/notebooks, by `python -m benchmarks.notebooks`).
+* The notebooks are pages with the outputs of their last run here (docs/notebooks, by `python -m docs.tools.notebooks`).
 * A file or folder of the repository that a page links to is a page below source/, so that no link leads nowhere, and
   none leads to a host.
 * The page of commands gets their options, read off their parsers.

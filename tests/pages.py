@@ -32,7 +32,7 @@ from dllm_jax.cli.commands import COMMANDS
 from dllm_jax.errors import DllmError
 from dllm_jax.params.specs import init_params
 
-PACKAGES = ("benchmarks", "convert", "dllm_jax", "evals", "samplers", "train")
+PACKAGES = ("benchmarks", "docs", "convert", "dllm_jax", "evals", "samplers", "train")
 DATA = {"json", "jinja", "text", "toml", "yaml"}
 RUN = {"python", "sh"}
 _BLOCK = re.compile(
@@ -67,7 +67,7 @@ class Block:
 
 def documents():
     """All Markdown of the repository, as paths in it."""
-    folders = [ROOT / name for name in (*PACKAGES, "docs", "tests", "notebooks")]
+    folders = [ROOT / name for name in (*PACKAGES, "tests", "notebooks")]
     found = [path for folder in folders for path in folder.rglob("*.md") if ".ipynb_checkpoints" not in path.parts]
     return sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *found])
 

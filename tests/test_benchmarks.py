@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import dllm_jax
-from benchmarks import attention, compare, d2f, indicator, on_gpu, roofline
+from benchmarks import attention, compare, on_gpu, roofline
 from benchmarks import sample as bench
 from dllm_jax.models.denoiser import Span
 from dllm_jax.models.kv_cache import slice_rows, write_rows
@@ -130,25 +130,6 @@ def test_counted_operations_and_bytes_are_those_of_the_program(job):
     assert roofline.cache_bytes(config, "float32", 2, 24) == cache
 
 
-def test_a_distillation_step_and_its_line():
-    """Time and memory are there, and another depth lies on the line through two."""
-    sizes = ["--batch", "2", "--length", "16", "--rank", "2", "--chunk", "8", "--repeats", "1", "--dtype", "float32"]
-    options = d2f.parser().parse_args(["--size", "tiny", "--remat", "none", *sizes])
-    rows = d2f.measure(options, 1)
-    assert [(row["logits"], row["positions_at_a_time"]) for row in rows] == [("chunked", 8), ("whole", 32)]
-    assert all(finite_and_positive(row, ["seconds", "program_gib", "compile_seconds"]) for row in rows)
-    deeper = [row | {"layers": 3, "seconds": row["seconds"] + 2.0} for row in rows]
-    line = d2f.with_rates(d2f.extrapolated([*rows, *deeper], 5), options, 1e9)
-    assert math.isclose(line[1]["seconds"], rows[1]["seconds"] + 4.0) and finite_and_positive(line[0], ["mfu"])
-    assert line[0]["flops"] > d2f.with_rates(rows, options, 1e9)[0]["flops"]
-
-
-def test_the_indicator_beside_a_forward(capsys):
-    assert indicator.main(["--size", "tiny", "--windows", "8", "--repeats", "1"]) == 0
-    assert "the indicator adds" in capsys.readouterr().out
-    assert indicator.main(["--size", "tiny", "--windows", "0"]) == 2
-
-
 def test_plan_of_a_gpu_and_what_time_does_not_allow(job, tmp_path):
     options = bench.parser().parse_args(["--suite", "gpu"])
     plan = bench.make_plan(options)
@@ -177,11 +158,10 @@ def test_values_of_rule_options():
 
 
 def test_command_line_writes_json_and_csv(tmp_path):
-    """As a file, beside benchmarks/convert.py, it still finds the converter."""
     lengths = ["--gen-length", "16", "--block-length", "8", "--repeats", "1"]
     files = ["--json", str(tmp_path / "out.json"), "--csv", str(tmp_path / "out.csv")]
     choice = ["--rules", "topk:k=8", "--caches", "none,dual", "--baselines", ""]
-    command = [sys.executable, "benchmarks/sample.py", *choice, *lengths, *files]
+    command = [sys.executable, "-m", "benchmarks.sample", *choice, *lengths, *files]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "out.json").read_text())

@@ -115,7 +115,7 @@ def test_outputs_are_not_kept(path):
 
 @each
 def test_the_page_with_outputs_is_of_this_notebook(path):
-    """`python -m benchmarks.notebooks NAME --keep docs/notebooks` makes it anew."""
+    """`python -m docs.tools.notebooks docs/notebooks NAME` makes it anew."""
     kept = FOLDER.parent / "docs" / "notebooks" / path.name
     assert [sources(kept, kind) for kind in KINDS] == [sources(path, kind) for kind in KINDS]
     cells = [cell for cell in nbformat.read(kept, as_version=4).cells if cell.cell_type == "code"]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from conftest import GOLDENS, ROOT
 
-from benchmarks import pictures
 from dllm_jax import spec
+from docs.tools import pictures
 from evals import presets
 from evals.sampler import parse_sampler
 from samplers import CACHES, PRESETS, RULES, official

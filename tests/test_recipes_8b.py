@@ -13,7 +13,7 @@ import dllm_jax
 import train
 from benchmarks import compile as bench
 from benchmarks import recipes
-from benchmarks.training_step import model_of
+from benchmarks.compile import model_of
 from dllm_jax import PUBLISHED
 from dllm_jax.models.transformer import param_specs
 from dllm_jax.parallel.sharding import param_shardings

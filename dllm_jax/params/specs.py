@@ -24,7 +24,7 @@ def forms(config: ModelConfig) -> Mapping[str, Form]:
     """How the quantized parameters are quantized, by name; none of a plain model.
 
     Kernels as `config.quantize` says. The table of embeddings and the vocabulary head are int8, with a scale for each
-    token, in int4 models too: what four bits save there is little beside the layers' (`benchmarks/README.md`).
+    token, in int4 models too: four bits would save little there.
     Norms, biases and routers stay as they are.
 
     Raises:

@@ -1,6 +1,6 @@
 """Makes the pictures of the site that `make docs` wrote; needs Chromium:
 
-PYTHONPATH=tests python docs/images/make_site.py
+PYTHONPATH=tests python docs/tools/site_pictures.py
 """
 
 import functools
@@ -11,7 +11,8 @@ from pathlib import Path
 
 from browser import Browser
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
+IMAGES = ROOT / "docs" / "images"
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
@@ -22,7 +23,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 
 def main() -> None:
-    handler = functools.partial(Quiet, directory=str(HERE.parents[1] / "site"))
+    handler = functools.partial(Quiet, directory=str(ROOT / "site"))
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     for scheme in ("light", "dark"):
@@ -37,7 +38,7 @@ def picture(scheme: str, url: str) -> None:
         browser.call("Emulation.setDeviceMetricsOverride", width=1240, height=760, deviceScaleFactor=1, mobile=False)
         browser.open(url)
         browser.run("new Promise(done => setTimeout(done, 1000))")  # the search box comes with its script
-        (HERE / f"site-{scheme}.png").write_bytes(browser.picture())
+        (IMAGES / f"site-{scheme}.png").write_bytes(browser.picture())
         browser.close()
 
 

@@ -4,8 +4,8 @@ Everything in them is read off generations of embedded models, and of the tiny c
 recorded on; nothing is drawn by hand. Those checkpoints know little, and are there to show a mechanism. D2F's student
 is trained on the way:
 
-    python -m benchmarks.pictures --out docs/images            # ten minutes on two busy CPU cores
-    python -m benchmarks.pictures --out docs/images caches     # that one alone
+    python -m docs.tools.pictures --out docs/images            # ten minutes on two busy CPU cores
+    python -m docs.tools.pictures --out docs/images caches     # that one alone
 """
 
 import argparse
@@ -37,7 +37,7 @@ from samplers.viewer.timeline import WRITTEN, Story, seen, story_of
 from samplers.viewer.view import View, view_of
 from train import merge, read_config, train
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TINY, CONFIGS = ROOT / "tests" / "goldens" / "checkpoints", ROOT / "train" / "configs"
 STUDENT = "steps=200 optimizer.lr=2e-3 optimizer.batch=32 optimizer.warmup=20 optimizer.final_ratio=0.05".split()
 
@@ -300,7 +300,7 @@ def made(names: Sequence[str], out: Path, work: Path | None) -> Iterator[Path]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Draws what the command line says; its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.pictures", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m docs.tools.pictures", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"among {', '.join(PICTURES)} (default: all)")
     parser.add_argument("--out", type=Path, required=True, help="folder, which must exist")
     parser.add_argument("--work", type=Path, help="folder for the models, which must exist (default: kept nowhere)")

@@ -1,6 +1,6 @@
 """Makes the pictures of docs/viewer.md, by the embedded word problems on a CPU; needs Chromium:
 
-PYTHONPATH=tests python docs/images/make_viewer.py
+PYTHONPATH=tests python docs/tools/viewer_pictures.py
 """
 
 import tempfile
@@ -11,7 +11,7 @@ from browser import Browser
 from convert import embedded
 from samplers import compare, record, show
 
-HERE = Path(__file__).parent
+IMAGES = Path(__file__).parents[1] / "images"
 QUESTION = "Q: Eve has 12 pears. Eve finds 9. Eve shares equally among 3. Eve gets 4 times as many. Eve loses 11.\nA: "
 RULES = {
     "threshold 0.9": {"rule": "threshold", "cache": "none", "block_length": 0},
@@ -27,14 +27,14 @@ def picture(browser: Browser, page: Path, scheme: str, script: str, height: int,
     browser.call("Emulation.setDeviceMetricsOverride", width=900, height=height, deviceScaleFactor=1, mobile=False)
     browser.open(page.as_uri())
     browser.run(script)
-    (HERE / out).write_bytes(browser.picture())
+    (IMAGES / out).write_bytes(browser.picture())
 
 
 def main() -> None:
     model = embedded.load("word-problems")
     answers = {name: record(model, QUESTION, gen_length=32, **options) for name, options in RULES.items()}
     compared, alone = compare(answers), show(answers["threshold 0.9, dual cache"], colour="confidence")
-    compared.save(HERE / "viewer.gif")
+    compared.save(IMAGES / "viewer.gif")
     with tempfile.TemporaryDirectory() as folder:
         both, one = compared.save(Path(folder) / "both.html"), alone.save(Path(folder) / "one.html")
         browser = Browser(Path(folder) / "profile")
