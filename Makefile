@@ -2,7 +2,7 @@
 #   make test       lint, types and tests               make goldens    every recorded case, compiled as users compile
 #   make demo       an embedded model at work           make parity     compare with transformers (fetches PyTorch)
 #   make slow       the tests that take long            make compile-check    what XLA makes of it for a TPU (fetches libtpu)
-#   make slow PART=1/2    half of them               make docs       the site, into site/
+#   make slow PART=1/2    half of them; goldens too     make docs       the site, into site/
 #   make format     rewrite the code in ruff's style    make package    wheel and source, tried where nothing else is installed
 #   make lowest     the least versions that are allowed make lock       take the newest versions, if they pass the tests
 #   make clean      remove everything that make made
@@ -58,7 +58,7 @@ pytest: $(HARNESS)
 	$(PY) -m pytest -q --durations=10 -n auto --dist worksteal -m 'not slow'
 
 slow: $(HARNESS)
-	$(PY) -m pytest -q --durations=10 -n auto --dist worksteal -m slow $(SLOW_BUT) $(addprefix --slow-part=,$(PART))
+	$(PY) -m pytest -q --durations=10 -n auto --dist worksteal -m slow $(SLOW_BUT) $(addprefix --part=,$(PART))
 
 # What make goldens runs anyway.
 SLOW_BUT := --ignore=tests/test_goldens.py --ignore=tests/test_combinations.py
@@ -69,7 +69,7 @@ slow-list: $(HARNESS)
 	$(PY) -m pytest -q -n auto --dist worksteal --list-slow 5
 
 goldens: $(READY)
-	DLLM_JAX_AS_USERS=1 $(PY) -m pytest -q -n auto --dist worksteal tests/test_goldens.py tests/test_combinations.py --goldens=$(GOLDENS)
+	DLLM_JAX_AS_USERS=1 $(PY) -m pytest -q -n auto --dist worksteal tests/test_goldens.py tests/test_combinations.py --goldens=$(GOLDENS) $(addprefix --part=,$(PART))
 
 parity: $(READY) $(PARITY)/.installed
 	PYTHONPATH=$(PARITY) $(PY) -c 'import torch'

@@ -4,6 +4,7 @@ import gc
 import itertools
 import logging
 import os
+import re
 import time
 import warnings
 from collections import Counter
@@ -86,15 +87,11 @@ def few_programs_at_a_time():
 
 
 @pytest.fixture
-def cpu_as_gpu():
-    """From JAX 0.12 on Triton's kernels ask which GPU they are lowered for, and which one a mesh is of; this is one."""
-    try:
-        from jax._src.pallas.triton.gpu_info import GpuVersion, get_gpu_info_from_version, registry
-    except ImportError:  # an older one
-        yield
-        return
-    with mock.patch.dict(registry, cpu=lambda: get_gpu_info_from_version(GpuVersion.H100)):
-        yield
+def lowers_for_gpus(request):
+    """Skips a test of programs for a GPU where JAX, from 0.12 on, lowers Triton's kernels beside a GPU alone."""
+    platform = getattr(request.node, "callspec", None) and request.node.callspec.params.get("platform")
+    if platform in (None, "cuda") and jax.__version_info__ >= (0, 12) and jax.default_backend() != "gpu":
+        pytest.skip("this JAX asks the GPU that Triton's kernels are lowered for; see make compile-check TARGET=h100")
 
 
 def pytest_addoption(parser):
@@ -104,7 +101,7 @@ def pytest_addoption(parser):
         metavar="DIR",
         help="run every golden case of this folder, written --goldens=DIR; by default a part of our own",
     )
-    parser.addoption("--slow-part", metavar="K/N", help="of the files with slow tests every N-th, from the K-th on")
+    parser.addoption("--part", metavar="K/N", help="of slow tests, or with --goldens of all, the K-th of N parts")
     parser.addoption(
         "--list-slow", type=float, metavar="SECONDS", help=f"write tests that take longer to {SLOW.name}, see Makefile"
     )
@@ -114,8 +111,7 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     """Marks slow tests, which `make slow` runs, and lets tests of processes run once more."""
     slow = SLOW.read_text().splitlines()
-    marked, skipped = set(slow), skipped_files(slow, config.getoption("slow_part"))
-    collected = {item.nodeid for item in items}
+    marked, collected = set(slow), {item.nodeid for item in items}
     files = set(map(file_of, collected))
     gone = [name for name in slow if name not in collected and file_of(name) in files]
     whole = not config.getoption("goldens") and not any("::" in argument for argument in config.args)
@@ -126,21 +122,31 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("slow")
         if item.get_closest_marker("processes"):
             item.add_marker(pytest.mark.flaky(reruns=1))
-    config.hook.pytest_deselected(items=[item for item in items if file_of(item.nodeid) in skipped])
-    items[:] = [item for item in items if file_of(item.nodeid) not in skipped]
+    if part := config.getoption("part"):
+        long = items if config.getoption("goldens") else [item for item in items if item.get_closest_marker("slow")]
+        groups = groups_in(part, [item.nodeid for item in long])
+        config.hook.pytest_deselected(items=[item for item in items if group_of(item.nodeid) not in groups])
+        items[:] = [item for item in items if group_of(item.nodeid) in groups]
 
 
 def file_of(nodeid):
     return nodeid.split("::")[0]
 
 
-def skipped_files(slow, part):
-    """Files of slow tests, whose programs are shared, that are in another part; the parts have about as many tests."""
-    if part is None:
-        return set()
+def group_of(nodeid):
+    """Tests that share programs: those of a file; of recorded cases those of one recording."""
+    recording = re.search(r"/test_goldens\.py::\w+\[([\w-]+)/", nodeid)
+    return f"{file_of(nodeid)}:{recording[1]}" if recording else file_of(nodeid)
+
+
+def groups_in(part, nodeids):
+    """The groups of one part, "K/N": the largest first, each goes to the part that has the fewest tests so far."""
     number, count = map(int, part.split("/"))
-    files = [file for file, _ in Counter(map(file_of, slow)).most_common()]
-    return set(files) - set(files[number % count :: count])
+    sizes = Counter(map(group_of, nodeids))
+    parts = [Counter() for _ in range(count)]
+    for group in sorted(sizes, key=lambda group: (-sizes[group], group)):
+        min(parts, key=Counter.total)[group] = sizes[group]
+    return set(parts[number % count])
 
 
 def pytest_runtest_logreport(report):

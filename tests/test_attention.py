@@ -152,7 +152,7 @@ def has_kernel(text):
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda", "cpu"])
-def test_where_kernels_are_used(monkeypatch, cpu_as_gpu, platform) -> None:
+def test_where_kernels_are_used(monkeypatch, lowers_for_gpus, platform) -> None:
     """On TPU and CUDA, for many queries, in dtypes that are not a T4's, where every device has its own part."""
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     assert has_kernel(lowered(1024, platform=platform)) == (platform != "cpu")
@@ -177,7 +177,7 @@ def test_without_kernels(monkeypatch) -> None:
     assert has_kernel(lowered(1024))
 
 
-def test_an_old_gpu_gets_no_kernels(monkeypatch, cpu_as_gpu) -> None:
+def test_an_old_gpu_gets_no_kernels(monkeypatch, lowers_for_gpus) -> None:
     """Triton's begin with compute capability 8."""
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -198,12 +198,12 @@ def test_what_fits() -> None:
     assert gpu(131072, 131072, 128, narrow)  # whose memory holds a few tiles, however long a row is
 
 
-def test_long_rows_have_kernels_on_gpus(monkeypatch, cpu_as_gpu) -> None:
+def test_long_rows_have_kernels_on_gpus(monkeypatch, lowers_for_gpus) -> None:
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     assert has_kernel(lowered(16384, platform="cuda")) and not has_kernel(lowered(16384, platform="tpu"))
 
 
-def test_arrays_on_one_of_several_devices_have_kernels(cpu_as_gpu) -> None:
+def test_arrays_on_one_of_several_devices_have_kernels(lowers_for_gpus) -> None:
     """What counts is where they lie, not how many devices there are."""
     first = jax.device_put({"x": jnp.ones(2), "y": jnp.ones(3)}, jax.devices()[1])
     assert jax.device_count() > 1 and lie_on_one_device(first)
@@ -217,7 +217,7 @@ def test_arrays_on_one_of_several_devices_have_kernels(cpu_as_gpu) -> None:
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda", "cpu"])
-def test_blocks_have_kernels_for_what_lies_ahead(cpu_as_gpu, platform) -> None:
+def test_blocks_have_kernels_for_what_lies_ahead(lowers_for_gpus, platform) -> None:
     shapes = [(8, 1024, heads, 128) for heads in (8, 4, 4, 4, 4)]
     args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
 

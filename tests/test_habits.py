@@ -4,7 +4,7 @@ import re
 import subprocess
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, groups_in
 
 from dllm_jax.cli.command import console
 from evals import __main__ as evals
@@ -61,3 +61,12 @@ def test_no_file_has_a_name_that_some_system_refuses():
 def test_folders_of_presets_have_such_names_too():
     """`python -m evals harness --out` makes one of each preset's name."""
     assert not [name for name in all_presets() if re.search(r'[<>:"\\|?*]', name.replace("/", "-"))]
+
+
+def test_every_test_is_in_one_part():
+    names = [f"tests/test_{file}.py::test_{number}" for file in "abc" for number in range(3)]
+    names += [f"tests/test_goldens.py::test_golden[{stem}/{number}]" for stem in ("eb", "d2f") for number in range(4)]
+    first, second = groups_in("1/2", names), groups_in("2/2", names)
+    recordings = {f"tests/test_goldens.py:{stem}" for stem in ("eb", "d2f")}
+    assert first | second == {*(f"tests/test_{file}.py" for file in "abc"), *recordings} and not first & second
+    assert len(recordings & first) == 1 and groups_in("1/1", names) == first | second

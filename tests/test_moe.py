@@ -291,7 +291,7 @@ def lowered(dtype, bits=None, platform="cuda", layout=None, **sizes):
     ("dtype", "bits", "grouped"),
     [("bfloat16", None, True), ("float32", "int8", True), ("bfloat16", "int4", False), ("float16", None, False)],
 )
-def test_tpus_and_gpus_have_a_kernel_for_groups(monkeypatch, cpu_as_gpu, dtype, bits, grouped):
+def test_tpus_and_gpus_have_a_kernel_for_groups(monkeypatch, lowers_for_gpus, dtype, bits, grouped):
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     for platform in ("tpu", "cuda", "cpu"):
         text = lowered(dtype, bits, platform)
@@ -299,7 +299,7 @@ def test_tpus_and_gpus_have_a_kernel_for_groups(monkeypatch, cpu_as_gpu, dtype, 
         assert ("triton" in text) == (grouped and platform == "cuda")
 
 
-def test_where_gpus_run_rounds(monkeypatch, cpu_as_gpu):
+def test_where_gpus_run_rounds(monkeypatch, lowers_for_gpus):
     """By choice, where an old one is, and where nobody says what lies on which device."""
     assert "triton" not in lowered("bfloat16"), "the arrays may lie on several of the devices"
     monkeypatch.setattr(moe, "on_cpus", lambda layout: False)  # as a mesh of GPUs would have it
@@ -392,7 +392,7 @@ def test_inside_loops_vmap_and_shard_map(monkeypatch, tile_rows):
     np.testing.assert_allclose(mapped(x, ids, weights), wanted, atol=1e-5)
 
 
-def test_the_kernel_in_a_callers_shard_map(cpu_as_gpu):
+def test_the_kernel_in_a_callers_shard_map(lowers_for_gpus):
     """Whose axes the result is said to vary over, though the interpreter cannot say it."""
     *tokens, w_in, w_out = operands(batch=2)
     spec = PartitionSpec("data")
