@@ -4,26 +4,18 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from golden_base import Assets, Case, check
+from golden_base import Assets, Case, check, generate
 
-from samplers import APD, LeftRight, Sampling, Verifier, official, sample_jit, stop_on
-from samplers.text.prompts import bucket_length, pad_prompts
+from samplers import APD, LeftRight, Sampling, Verifier, official, stop_on
+from samplers.text.prompts import bucket_length
 
-GEN, WINDOW, PROMPT = 64, 32, 128
+GEN, WINDOW = 64, 32
 
 
 def run(case: Case, assets: Assets) -> None:
     args, expected = case["args"], case["expected"]
-    denoiser = assets.model(case["checkpoint"]).denoiser
-    prompt, lengths = pad_prompts([case["prompt"]], max(PROMPT, bucket_length(len(case["prompt"]))))
-    result = sample_jit(
-        _sampler(case, assets, denoiser.vocab_size),
-        denoiser,
-        prompt,
-        lengths,
-        gen_lengths=jnp.asarray([args["gen_length"]]),
-        noise=_noise(args, assets),
-    )
+    vocab_size = assets.model(case["checkpoint"]).denoiser.vocab_size
+    result = generate(case, assets, _sampler(case, assets, vocab_size), _noise(args, assets))
     check(result, case)
     if args["sampler"] == "apd":
         assert result.verifier_forwards.tolist() == [expected["nfe"]]

@@ -13,7 +13,7 @@ import numpy as np
 import convert
 import dllm_jax
 from dllm_jax.models.denoiser import Span
-from samplers import BlockSampler, Result, sample_jit
+from samplers import Result, sample_jit
 from samplers.text.prompts import bucket_length, pad_prompts
 from samplers.tokens.noise import Noise
 from train.trajectory import steps_of
@@ -33,20 +33,33 @@ class Assets:
 
     folder: Path
     own: Path
-    converted: dict
+    converted: dict[Path, Any]
+    out: Path
 
     def path(self, name: str) -> Path:
         beside = self.folder / name
         return beside if beside.exists() else self.own / name
 
     def model(self, checkpoint: str) -> dllm_jax.Model:
-        source = self.path(f"checkpoints/{checkpoint}")
-        if source not in self.converted:
-            out = self.converted["folder"] / f"{checkpoint}-{len(self.converted)}"
-            family = {"lladamoe": "llada-moe", "fastdllmv2": "fast-dllm-v2"}.get(name := checkpoint.split("-")[0], name)
+        name = checkpoint.split("-")[0]
+        family = {"lladamoe": "llada-moe", "fastdllmv2": "fast-dllm-v2"}.get(name, name)
+
+        def make(source: Path, out: Path) -> dllm_jax.Model:
             convert.convert(family, source, out)
-            self.converted[source] = dllm_jax.load(out)
+            return dllm_jax.load(out)
+
+        return self.once(f"checkpoints/{checkpoint}", make)
+
+    def once(self, name: str, make: Callable[[Path, Path], Any]) -> Any:
+        """What `make` makes of a file or folder and of a new folder's name; made at the first call."""
+        source = self.path(name)
+        if source not in self.converted:
+            self.converted[source] = make(source, self.new_folder(source.stem))
         return self.converted[source]
+
+    def new_folder(self, name: str) -> Path:
+        """The name of a folder that does not exist yet."""
+        return self.out / f"{name}-{len(list(self.out.iterdir()))}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +69,7 @@ class Family:
     Attributes:
         one_of: of so many generations, nearly each a program of its own, one is run by default; which one moves, so
             that cases that come in pairs of two checkpoints give both.
-        sampled: generations are sampled by this module's `sample_jit`, which can be another loop.
+        sampled: generations are sampled by `sample_rows`, which can be another loop.
     """
 
     cases: Callable[[dict], list[Case]]
@@ -83,12 +96,23 @@ def cases_of(content: dict) -> list[Case]:
     return [case for key in ("cases", "unit_cases", "relations") for case in content.get(key) or []]
 
 
-def generate(case: Case, assets: Assets, sampler: BlockSampler, noise: Noise | None = None) -> Result:
-    """Samples the case's prompt. Prompts are padded and canvases end early, so that most cases share programs."""
+def generate(case: Case, assets: Assets, sampler: Any, noise: Noise | None = None) -> Any:
+    """Samples the case's prompt."""
     denoiser = assets.model(case["checkpoint"]).denoiser
-    prompt, lengths = pad_prompts([case["prompt"]], max(128, bucket_length(len(case["prompt"]))))
-    gen_lengths = jnp.asarray([case["args"]["gen_length"]])
-    return sample_jit(sampler, denoiser, prompt, lengths, gen_lengths=gen_lengths, noise=noise)
+    return sample_rows(denoiser, sampler, [case["prompt"]], [case["args"]["gen_length"]], noise)
+
+
+def sample_rows(
+    denoiser: dllm_jax.Denoiser, sampler: Any, rows: list[list[int]], gen_lengths: list[int], noise: Any = None
+) -> Any:
+    """Samples prompts. Prompts are padded and canvases end early, so that most cases share programs."""
+    prompt, lengths = padded(rows)
+    return sample_jit(sampler, denoiser, prompt, lengths, gen_lengths=jnp.asarray(gen_lengths), noise=noise)
+
+
+def padded(rows: list[list[int]], least: int = 128) -> tuple[jax.Array, jax.Array]:
+    """Prompts [B, P] and their lengths [B], P at least `least`."""
+    return pad_prompts(rows, max(least, bucket_length(max(map(len, rows)))))
 
 
 def lengths_of(args: dict) -> dict[str, int | None]:

@@ -7,7 +7,7 @@ import golden_block_loss
 import jax
 import jax.numpy as jnp
 import numpy as np
-from golden_base import Assets, Case, full_forward
+from golden_base import Assets, Case, full_forward, padded
 from safetensors import safe_open
 
 import convert
@@ -17,9 +17,7 @@ from dllm_jax.models.transformer import MoE
 from samplers import BlockSampler, Rule, Threshold, official, stop_on, stream
 from samplers.caches import ExactCache, SubBlockCache
 from samplers.rules import Dynamic, Edit, FastDllmV2
-from samplers.text.prompts import bucket_length, pad_prompts
-
-PROMPT_ROOM = 64
+from samplers.text.prompts import bucket_length
 
 
 def run(case: Case, assets: Assets) -> None:
@@ -87,9 +85,7 @@ def _traces(case: Case, assets: Assets, sampler: BlockSampler, lengths: list[int
         lengths: of each row's canvas.
     """
     rows, model = _prompts(case), assets.model(case["checkpoint"])
-    room = max(PROMPT_ROOM, bucket_length(max(len(row) for row in rows)))
-    prompt, prompt_lengths = pad_prompts(rows, room)
-    states = stream(sampler, model.denoiser, prompt, prompt_lengths, gen_lengths=jnp.asarray(lengths))
+    states = stream(sampler, model.denoiser, *padded(rows, 64), gen_lengths=jnp.asarray(lengths))
     canvases = []
     for state in states:
         canvas = state.canvas
@@ -310,7 +306,7 @@ def _run_router(case: Case, assets: Assets) -> None:
 def _run_layout(case: Case, assets: Assets) -> None:
     """Our merged export of the checkpoint, read by the format's own library."""
     expected, model = case["expected"], assets.model(case["checkpoint"])
-    out = assets.converted["folder"] / f"merged-{len(assets.converted)}"
+    out = assets.new_folder("merged")
     convert.export(model.folder, out, layout="merged")
     with safe_open(out / "model.safetensors", framework="np") as file:
         fused = file.get_tensor(f"model.layers.{case['layer']}.attention.query_key_value.weight")

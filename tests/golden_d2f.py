@@ -3,19 +3,20 @@
 import functools
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from golden_base import Assets, Case, assert_row
+from golden_base import Assets, Case, assert_row, padded, sample_rows
 
 import convert
 import dllm_jax
 from convert.adapters import read_adapters
 from dllm_jax.models.denoiser import block_causal
 from samplers import PipelineSampler, stream
-from samplers.text.prompts import bucket_length, pad_prompts
+from samplers.text.prompts import bucket_length
 from train.config import LoraPart
 from train.lora import beside
 from train.losses import Batch
@@ -54,24 +55,20 @@ def model_of(case: Case, assets: Assets) -> dllm_jax.Model:
     model = assets.model(case["checkpoint"])
     if not case.get("lora"):
         return model
-    source = assets.path(case["lora"])
-    if source not in assets.converted:
-        out = assets.converted["folder"] / f"{case['lora']}-{len(assets.converted)}"
+
+    def make(source: Path, out: Path) -> dllm_jax.Model:
         convert.convert_adapters(source, model.folder, out)
-        assets.converted[source] = dllm_jax.load(out)
-    return assets.converted[source]
+        return dllm_jax.load(out)
+
+    return assets.once(case["lora"], make)
 
 
 def _run_decode(case: Case, assets: Assets) -> None:
     args, expected = case["args"], case["expected"]
     denoiser = model_of(case, assets).denoiser
-    prompt, lengths = pad_prompts([case["prompt"]], max(128, bucket_length(len(case["prompt"]))))
     whole = args["gen_length"] // args["block_length"] * args["block_length"]
     sampler = sampler_of(args)
-    states = [
-        jax.tree.map(jnp.copy, s) for s in stream(sampler, denoiser, prompt, lengths, gen_lengths=jnp.asarray([whole]))
-    ]
-    result = sampler.result(denoiser, states[-1])
+    result = sample_rows(denoiser, sampler, [case["prompt"]], [whole])
     tokens = np.asarray(result.tokens[0])
     assert tokens[: args["gen_length"]].tolist() == expected["tokens"]
     assert (tokens[expected["generated_length"] :] == args["eos_id"]).all()
@@ -83,6 +80,8 @@ def _run_decode(case: Case, assets: Assets) -> None:
         expected["nfe"],
         args["mask_id"],
     )
+    steps = stream(sampler, denoiser, *padded([case["prompt"]]), gen_lengths=jnp.asarray([whole]))
+    states = [jax.tree.map(jnp.copy, state) for state in steps]
     assert _windows(sampler, states, len(case["prompt"])) == expected["windows"]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from golden_base import Assets, Case, cases_of, full_forward
+from golden_base import Assets, Case, cases_of, full_forward, sample_rows
 
 from dllm_jax import Denoiser
 from dllm_jax.models.denoiser import Span
@@ -20,11 +20,10 @@ from samplers import (
     Smoothing,
     Threshold,
     official,
-    sample_jit,
     stop_on,
 )
 from samplers.rules.base import BlockView
-from samplers.text.prompts import bucket_length, pad_prompts
+from samplers.text.prompts import bucket_length
 from samplers.tokens.predictions import given, predict
 from train.trajectory import steps_of
 
@@ -96,11 +95,10 @@ def _run_generation(case: Case, assets: Assets) -> None:
     rows = case["prompt"] if batch else [case["prompt"]]
     longest = max(len(row) for row in rows)
     denoiser = assets.model(case["checkpoint"]).denoiser
-    prompt, lengths = pad_prompts(rows, max(128, bucket_length(longest)))
     gen_lengths = [longest + args["gen_length"] - len(row) for row in rows]
     equal_lengths = len(set(gen_lengths)) == 1
     sampler = _sampler({**args, "gen_length": max(gen_lengths)}, denoiser.vocab_size, equal_lengths)
-    result = jax.device_get(sample_jit(sampler, denoiser, prompt, lengths, gen_lengths=jnp.asarray(gen_lengths)))
+    result = jax.device_get(sample_rows(denoiser, sampler, rows, gen_lengths))
     if not equal_lengths:
         _check_ragged(result, case, sampler, gen_lengths)
         return

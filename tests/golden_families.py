@@ -11,7 +11,18 @@ import golden_ni
 import jax
 import jax.numpy as jnp
 import numpy as np
-from golden_base import Assets, Case, Family, assert_row, cases_of, check, full_forward, generate, lengths_of
+from golden_base import (
+    Assets,
+    Case,
+    Family,
+    assert_row,
+    cases_of,
+    check,
+    full_forward,
+    generate,
+    lengths_of,
+    sample_rows,
+)
 from safetensors import safe_open
 
 import convert
@@ -28,7 +39,6 @@ from samplers import (
     Threshold,
     TopK,
     official,
-    sample_jit,
     stop_on,
 )
 from samplers.likelihood.estimators import is_greedy, mask_counts, masked_loss
@@ -109,9 +119,8 @@ def _stripped(case: Case) -> list[list[int]]:
 def _run_left_padded(case: Case, assets: Assets, sampler: BlockSampler) -> None:
     """Our rows are left-aligned: the reference's padding is dropped and every row must still give its tokens."""
     rows, expected, mask_id = _stripped(case), case["expected"], case["args"]["mask_id"]
-    gen_lengths = jnp.full((len(rows),), case["args"]["gen_length"])
     denoiser = assets.model(case["checkpoint"]).denoiser
-    result = sample_jit(sampler, denoiser, *pad_prompts(rows), gen_lengths=gen_lengths)
+    result = sample_rows(denoiser, sampler, rows, [case["args"]["gen_length"]] * len(rows))
     for i in range(len(rows)):
         nfe = expected["nfe"][i] if isinstance(expected["nfe"], list) else expected["nfe"]
         assert_row(result, i, expected["tokens"][i], expected["steps"][i], nfe, mask_id)
@@ -347,7 +356,7 @@ def _moe_trace(denoiser: dllm_jax.Denoiser, tokens: jax.Array) -> tuple[list[jax
 def _run_fused_layout(case: Case, assets: Assets) -> None:
     """Our fused export of the checkpoint, read by the format's own library."""
     expected, expert = case["expected"], case["expert"]
-    out = assets.converted["folder"] / f"fused-{len(assets.converted)}"
+    out = assets.new_folder("fused")
     convert.export(assets.model(case["checkpoint"]).folder, out, layout="fused")
     with safe_open(out / "model.safetensors", framework="np") as file:
         w1, w2 = (file.get_tensor(case["names"][name]) for name in ("w1", "w2"))

@@ -1,18 +1,18 @@
 """Cases of `ni-sampling.json`: the indicator alone, its scores on a model, the merging criterion, whole generations."""
 
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from golden_base import Assets, Case, check, generate, lengths_of
+from golden_base import Assets, Case, check, generate, lengths_of, padded
 
 from convert.indicator import convert_indicator
 from dllm_jax import Denoiser
 from dllm_jax.indicator import Indicator, load_indicator
 from samplers import NI, BlockSampler, Threshold, official
 from samplers.rules.ni import features_of
-from samplers.text.prompts import bucket_length, pad_prompts
 from samplers.tokens.predictions import Sampling, given, predict
 from train.trajectory import best_tokens, mergeable, merged, rolled_back, trajectory_of
 
@@ -34,13 +34,11 @@ def run(case: Case, assets: Assets) -> None:
 
 
 def _indicator(name: str, assets: Assets) -> Indicator:
-    """Converted once."""
-    source = assets.path(name)
-    if source not in assets.converted:
-        out = assets.converted["folder"] / f"indicator-{len(assets.converted)}"
+    def make(source: Path, out: Path) -> Indicator:
         convert_indicator(source, out)
-        assets.converted[source] = load_indicator(out)
-    return assets.converted[source]
+        return load_indicator(out)
+
+    return assets.once(name, make)
 
 
 def _run_forward(case: Case, assets: Assets) -> None:
@@ -79,7 +77,7 @@ def _scored(indicator: Indicator, denoiser: Denoiser, tokens: jax.Array, length:
 
 
 def _score(indicator: Indicator, denoiser: Denoiser, ids: list[int]) -> dict[str, np.ndarray]:
-    tokens, lengths = pad_prompts([ids], max(192, bucket_length(len(ids))))
+    tokens, lengths = padded([ids], 192)
     return {name: np.asarray(x)[: len(ids)] for name, x in _scored(indicator, denoiser, tokens, lengths).items()}
 
 
@@ -114,7 +112,7 @@ def _run_merge_labels(case: Case, assets: Assets) -> None:
     threshold = 1.01 if args["threshold"] is None else args["threshold"]  # above 1: one position per step
     result = generate(case, assets, BlockSampler(Threshold(threshold), **lengths_of(args)))
     check(result, case)
-    prompt, lengths = pad_prompts([case["prompt"]], max(128, bucket_length(len(case["prompt"]))))
+    prompt, lengths = padded([case["prompt"]])
     gen_lengths = jnp.asarray([args["gen_length"]])
     trajectory = trajectory_of(result, prompt, lengths, mask_id=args["mask_id"], gen_lengths=gen_lengths)
     for label in expected["labels"]:

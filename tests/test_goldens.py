@@ -7,16 +7,12 @@ Ids read `<file stem>/<case name>`: `-k fast-dllm` selects one file. A family is
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import golden_apd
 import golden_base
-import golden_d2f
-import golden_dinfer
-import golden_families
-import golden_ni
 import jax
 import numpy as np
 import pytest
@@ -50,14 +46,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="session")
-def converted(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """Models converted so far, by source folder; filled by `Assets`."""
-    return {"folder": tmp_path_factory.mktemp("converted")}
+def run_case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple], None]:
+    """Runs a case; what is converted for one is there for all."""
+    converted, out = dict[Path, Any](), tmp_path_factory.mktemp("converted")
+
+    def run(golden: tuple) -> None:
+        stem, path, case = golden
+        FAMILIES[stem].run(case, Assets(path.parent, OWN, converted, out))
+
+    return run
 
 
-def test_golden(golden: tuple, converted: dict) -> None:
-    stem, path, case = golden
-    FAMILIES[stem].run(case, Assets(path.parent, OWN, converted))
+def test_golden(golden: tuple, run_case: Callable[[tuple], None]) -> None:
+    run_case(golden)
 
 
 def beside_others(sampler: Any, denoiser: Any, prompt: Any, lengths: Any = None, **options: Any) -> Result:
@@ -84,11 +85,11 @@ def beside_others(sampler: Any, denoiser: Any, prompt: Any, lengths: Any = None,
     return jax.tree.map(lambda *x: np.concatenate(x), *(request.result for request in found[1::3]))
 
 
-def test_golden_beside_other_requests(golden_beside: tuple, converted: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    stem, path, case = golden_beside
-    for module in (golden_apd, golden_base, golden_d2f, golden_dinfer, golden_families, golden_ni):
-        monkeypatch.setattr(module, "sample_jit", beside_others, raising=False)
-    FAMILIES[stem].run(case, Assets(path.parent, OWN, converted))
+def test_golden_beside_other_requests(
+    golden_beside: tuple, run_case: Callable[[tuple], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(golden_base, "sample_jit", beside_others)
+    run_case(golden_beside)
 
 
 def test_no_golden_file_is_overlooked() -> None:
