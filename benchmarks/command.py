@@ -1,4 +1,4 @@
-"""What the command lines of benchmarks do alike."""
+"""What the command lines of benchmarks share."""
 
 import argparse
 import json
@@ -12,7 +12,7 @@ from dllm_jax import DllmError
 
 
 def status_of(work: Callable[[], None]) -> int:
-    """Does what a command line says: 0 when it worked, 2 after a mistake, which is told in one sentence."""
+    """Runs `work`; the exit status: 0, or 2 after a user's mistake, which is printed as one sentence."""
     try:
         work()
     except DllmError as error:

@@ -1,10 +1,10 @@
-"""Two checkouts of this repository, in turns: what a benchmark measures in the one over the other.
+"""Compares two checkouts of this repository by running one benchmark in both, in turns.
 
     git worktree add ../old COMMIT
     python -m benchmarks.compare --runs 3 --json FILE ../old -- --model tiny --rules threshold,eb --caches none,dual
     python -m benchmarks.compare --of train --json compare.json ../old
 
-What stands behind `--` goes to `python -m benchmarks.sample`, or that of `--of`, in either. Runs alternate, so that a
+Options after `--` go to `python -m benchmarks.sample`, or the benchmark of `--of`, in both. Runs alternate, so that a
 slow hour hits both; ratios are of medians, above 1 where this checkout is better.
 """
 
@@ -50,7 +50,7 @@ def measure(checkout: Path, arguments: list[str], name: str = "sample") -> dict[
     """The report of one run of a benchmark in a checkout.
 
     Raises:
-        SystemExit: when it fails there; it has said why.
+        SystemExit: when it fails there, after its own message.
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "report.json"
@@ -95,7 +95,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--of", choices=BENCHMARKS, default="sample", help="the benchmark (default: %(default)s)")
-    parser.add_argument("own", nargs=argparse.REMAINDER, help="options of the benchmark, behind --")
+    parser.add_argument("own", nargs=argparse.REMAINDER, help="options of the benchmark, after --")
     options = parser.parse_args()
     own, of = [part for part in options.own if part != "--"], BENCHMARKS[options.of]
     reports: dict[Path, list[dict[str, Any]]] = {options.old: [], HERE: []}

@@ -9,7 +9,7 @@ by it, not programs with each other). Nothing is run.
     python -m benchmarks.compile --target h100 --what window --layers 2 --json window.json
     python -m benchmarks.compile --target v6e:2x4 --what train --layers 0 --config train/configs/8b/llada-sft-lora.toml
 
-A step of training is that of a run's settings, in which `model.init` names a published model; `key=value` behind the
+A step of training is that of a run's settings, in which `model.init` names a published model; `key=value` after the
 options changes them as `python -m train` does. --mesh is theirs by default.
 
 A TPU needs `jax[tpu]` (libtpu), a GPU `jax[cuda12-local]` and `nvidia-cuda-nvcc-cu12`, in environments of their own:
@@ -212,7 +212,7 @@ def model_of(config: TrainConfig, layers: int = 0) -> ModelConfig:
     if name not in PUBLISHED:
         raise DllmError(
             f"model.init is {config.model.init!r}, which is not the name of a published model; write "
-            "model.init=llada-8b-base behind the options"
+            "model.init=llada-8b-base after the options"
         )
     model = adapted(published(name), config.model.adapt) if config.model.adapt else published(name)
     if not layers:
@@ -305,7 +305,7 @@ def host_reads(loop: hlo.Loop) -> list[int]:
 
 def holds(shape: hlo.Shape, weight: hlo.Shape) -> bool:
     """Whether an array can be a matrix, in some order of its axes, or several side by side; or all experts' matrices,
-    of which there are so many that their number tells."""
+    whose number alone identifies them."""
     if len(weight[1]) > 2:
         return shape[0] == weight[0] and hlo.elements(shape) == hlo.elements(weight)
     if shape[0] != weight[0] or len(shape[1]) != 2:
@@ -440,7 +440,7 @@ def report(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _generation(options: argparse.Namespace) -> tuple[Setting, dict[str, Any]]:
-    """What `--what` names is compiled with, and how it is told: its title and the options that it was made by."""
+    """The setting of `--what`, and its description for the report: a title and the options."""
     if options.config or options.settings:
         raise DllmError(f"--what {options.what} has no settings; --config and key=value are for --what train")
     options.mesh = options.mesh or "tensor=1"

@@ -83,7 +83,7 @@ def _instruction(text: str) -> Instruction:
 
 
 def _closing(text: str) -> int:
-    """Where the parenthesis that opens the text is closed, and behind it."""
+    """The index after the parenthesis that closes the text's first one."""
     depth = 0
     for place, character in enumerate(text):
         depth += {"(": 1, ")": -1}.get(character, 0)
@@ -185,7 +185,7 @@ def loops(program: Program, label: Callable[[Sequence[Instruction], Instruction 
 def moved(program: Program, loop: Loop, counts: Callable[[Shape], bool]) -> tuple[int, int]:
     """How many arrays that count a turn writes only to have them elsewhere or in another layout, and their bytes.
 
-    A copy is an instruction, or a fusion of nothing else; transfers to a faster memory that run beside the rest
+    A copy is an instruction, or a fusion of nothing else; transfers to a faster memory that overlap with the rest
     (`copy-start`) are none.
     """
 

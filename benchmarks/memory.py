@@ -5,7 +5,7 @@ Shapes are traced (`samplers.config.costs`), nothing is loaded or run, so it tak
     python -m benchmarks.memory                                       # the table of docs/memory.md
     python -m benchmarks.memory llada-8b-instruct --batch 16 --length 4096
     python -m benchmarks.memory my-model --quantize int8              # a converted checkpoint: a folder or a name
-    python -m benchmarks.memory --check benchmarks/results/compile-*.json    # beside what compilers asked for
+    python -m benchmarks.memory --check benchmarks/results/compile-*.json    # against what compilers allocated
 """
 
 import argparse
@@ -35,7 +35,7 @@ DEVICES: Mapping[str, float] = {**MEMORY, "l4": 22.0, "a100-40": 39.0, "a100-80"
 """GiB that a program can have; of L4 and A100, for which nothing was compiled, a little less than the data sheet's."""
 NO_KERNELS = ("t4",)
 SHARE = 0.97
-"""Of a device's memory, what a program may be said to fit into: arithmetic is off by less (docs/memory.md)."""
+"""The share of a device's memory that a program may take to count as fitting: the arithmetic errs by less."""
 
 
 def outlined(name: str, quantize: Any, dtype: str, layers: int | None = None) -> Model:
@@ -64,24 +64,24 @@ def needed(name: str, quantize: Any, batch: int, length: int, gen_length: int) -
     """
     model = outlined(name, quantize, "bfloat16")
     sampler = make_sampler(model, gen_length=gen_length, ignore_eos=True)
-    told = costs_of(model, sampler, batch, length - gen_length, kernels=True)
-    work = work_of(model, sampler, batch, told.rows, kernels=False)  # halves are as wide as bfloat16
-    return told, dataclasses.replace(told, work=work)
+    costs = costs_of(model, sampler, batch, length - gen_length, kernels=True)
+    work = work_of(model, sampler, batch, costs.rows, kernels=False)  # float16 has bfloat16's bytes
+    return costs, dataclasses.replace(costs, work=work)
 
 
 def row_of(name: str, quantize: Any, batch: int, length: int, gen_length: int) -> dict[str, Any]:
     """One row of the table, in bytes, and the devices that it fits on."""
-    told, old = needed(name, quantize, batch, length, gen_length)
-    needs = {device: (old if device in NO_KERNELS else told).total for device in DEVICES}
+    costs, old = needed(name, quantize, batch, length, gen_length)
+    needs = {device: (old if device in NO_KERNELS else costs).total for device in DEVICES}
     by_size = sorted(DEVICES, key=DEVICES.__getitem__)
     fits = [device for device in by_size if needs[device] <= SHARE * DEVICES[device] * GIB]
-    parts = {part: getattr(told, part) for part in ("weights", "buffers", "state", "work", "total")}
+    parts = {part: getattr(costs, part) for part in ("weights", "buffers", "state", "work", "total")}
     about = {"model": name, "quantize": quantize, "batch": batch, "length": length, "gen_length": gen_length}
     return {**about, **parts, "total_without_kernels": old.total, "fits": fits}
 
 
 def compared(files: Iterable[Path]) -> list[dict[str, Any]]:
-    """Arithmetic beside the generations that `benchmarks.compile` compiled for one device, of files that it wrote."""
+    """The arithmetic against generations that `benchmarks.compile` compiled for one device, read from its files."""
     entries = itertools.chain.from_iterable(json.loads(path.read_text()) for path in files)
     samples = (entry for entry in entries if entry.get("what") == "sample" and entry["mesh"] == "tensor=1")
     return [_compared(entry) for entry in samples]
@@ -92,9 +92,9 @@ def _compared(entry: Mapping[str, Any]) -> dict[str, Any]:
     options = {"gen_length": entry["gen_length"], "block_length": entry["block_length"], "ignore_eos": True}
     sampler = make_sampler(model, entry["sampler"], **options)
     kernels = entry["target"] != "t4"
-    told = costs_of(model, sampler, entry["batch"], entry["prompt_length"], kernels=kernels)
+    costs = costs_of(model, sampler, entry["batch"], entry["prompt_length"], kernels=kernels)
     peak = entry["peak_bytes"]
-    return {"title": entry["title"], "told": told.total, "compiled": peak, "off": told.total / peak - 1}
+    return {"title": entry["title"], "arithmetic": costs.total, "compiled": peak, "off": costs.total / peak - 1}
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -110,10 +110,10 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def show_compared(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Prints arithmetic beside what was compiled, in Markdown."""
+    """Prints the arithmetic against what was compiled, in Markdown."""
     print("| program | arithmetic, GiB | compiled, GiB | off |\n|---|---|---|---|")
     for row in rows:
-        print(f"| {row['title']} | {row['told'] / GIB:.2f} | {row['compiled'] / GIB:.2f} | {row['off']:+.1%} |")
+        print(f"| {row['title']} | {row['arithmetic'] / GIB:.2f} | {row['compiled'] / GIB:.2f} | {row['off']:+.1%} |")
 
 
 def parser() -> argparse.ArgumentParser:

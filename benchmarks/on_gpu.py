@@ -1,6 +1,6 @@
-"""All that one GPU can tell, within ten minutes: `python -m benchmarks.on_gpu FOLDER`.
+"""All that can be measured on one GPU within ten minutes: `python -m benchmarks.on_gpu FOLDER`.
 
-Runs, one after the other, each within its time, and goes on where one fails:
+Runs these steps one after the other, each within its time; after one that fails comes the next:
 
     attention   the kernels of attention, right or not, and against XLA's operations (`benchmarks.attention`)
     experts     the kernel of experts against rounds, in time and result (`benchmarks.moe`)
@@ -8,7 +8,7 @@ Runs, one after the other, each within its time, and goes on where one fails:
                 baselines and the sum of their forwards (`benchmarks.sample --suite gpu`)
     int8        the roofline with weights in 8 bits, at batch 1, 8 and 32
 
-Results are JSON in FOLDER, what was printed beside them.
+Results are JSON in FOLDER; a log of each step is next to them.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Other implementations of LLaDA's sampling beside this one, on one CPU core: `python -m benchmarks.peers --help`.
+"""Other implementations of LLaDA's sampling against this one, on one CPU core: `python -m benchmarks.peers --help`.
 
 The same float32 weights, the same prompt and two tokens a step (LLaDA's fixed schedule, greedy) in
 
@@ -63,7 +63,7 @@ SIZES = ("tiny", *RANDOM_SIZES)
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What every process is told.
+    """What every process measures.
 
     Attributes:
         folder, hub: the checkpoint in this library's format and in the hub's.

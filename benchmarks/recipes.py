@@ -1,4 +1,4 @@
-r"""What each recipe's step of training asks of a device's memory: `python -m benchmarks.recipes --help`.
+r"""How much device memory a training step of each recipe takes: `python -m benchmarks.recipes --help`.
 
     python -m benchmarks.recipes --target h100:8 train/configs/8b/*.toml --json benchmarks/results/compile-recipes.json
     python -m benchmarks.recipes --target v6e:2x4 train/configs/8b/llada-d2f.toml
@@ -37,7 +37,7 @@ def rows_of(path: str, target: str, settings: Sequence[str] = ()) -> list[dict[s
     """What is compiled of a recipe for a target, and last the whole model's.
 
     Args:
-        settings: of training, as behind `python -m train`, that differ from the recipe's.
+        settings: of training, as after `python -m train`, that differ from the recipe's.
 
     Raises:
         DllmError: as `benchmarks.compile.report`.

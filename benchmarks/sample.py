@@ -1,4 +1,4 @@
-"""Speed of sampling, every number beside its baselines: `python -m benchmarks.sample --help`.
+"""Speed of sampling, every number against its baselines: `python -m benchmarks.sample --help`.
 
 One row per rule x cache x batch: forwards (NFE), tokens, tokens per second, memory, compile time apart. Measured in the
 same run, in turns, and given as ratios:
@@ -63,7 +63,7 @@ QUESTIONS = (
 NOTES = {
     "speed": "seconds are the median of repeats that take turns over the rows of a group; compilation is apart",
     "patience": "timings during which other processes were busy were repeated, within the seconds of --patience",
-    "others": "others_busy: cores that other processes kept busy during a row's timings, where the system tells",
+    "others": "others_busy: cores that other processes kept busy during a row's timings, where the system reports it",
     "forwards": "a forward of a batch counts once for every row that it served",
     "to_eos": "tokens are counted to the first end-of-sequence token and without it, prompts never",
     "all": "no stop condition: every position of the canvas counts as a token, end-of-sequence tokens too",
@@ -142,7 +142,7 @@ class Programs:
         self._made: dict[Any, tuple[Any, float]] = {}
 
     def contender(self, name: str, function: Callable[..., Result], *arguments: Any) -> Contender:
-        """The function as one compiled program; `name` tells functions apart that are equal otherwise."""
+        """The function as one compiled program; `name` distinguishes functions of equal arguments."""
         leaves, structure = jax.tree.flatten(arguments)
         key = (name, structure, tuple(str(jax.typeof(leaf)) for leaf in leaves))
         if key not in self._made:
@@ -392,7 +392,7 @@ def make_plan(options: argparse.Namespace) -> list[Group | Forwards]:
 
 
 def _gpu_plan(parallelism: Sequence[int]) -> list[Group | Forwards]:
-    """The most telling first, since time may run out; programs of 32 layers take long to compile."""
+    """The most informative first, since time may run out; programs of 32 layers take long to compile."""
     first, *others = [f"topk:k={k}" for k in parallelism]
     return [
         Forwards(1),

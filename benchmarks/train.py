@@ -45,7 +45,7 @@ CASES: Mapping[str, dict[str, Any]] = {
 
 
 class RandomTokens:
-    """An endless source of random answers behind a third of prompt."""
+    """An endless source of random tokens: a third prompt, the rest answer."""
 
     def __init__(self, vocab_size: int, length: int) -> None:
         self._vocab_size, self._length = vocab_size, length

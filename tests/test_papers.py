@@ -150,7 +150,7 @@ def test_pictures_show_what_forwards_ran(llada_tiny):
     assert dual.ran.sum(axis=1).tolist() == [start + 16, 8, 8, 8] * 2
     assert dual.ran[1].nonzero()[0].tolist() == list(range(start, start + 8))
     assert all(dual.ran[dual.written[at], at] for at in range(start, start + 16))
-    assert pictures.drawn([("dual", dual)]).startswith(b"\x89PNG")
+    assert pictures.draw([("dual", dual)]).startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("arguments", [["--out", "nowhere"], ["--out", ".", "portrait"]])

@@ -47,7 +47,7 @@ SHORT = "Q: Eve has 12 pears. Eve finds 9. Eve loses 11.\nA: "
 
 @pytree(static=("config", "layout", "scan"))
 class _Noted(Denoiser):
-    """A denoiser whose every forward tells which positions it runs."""
+    """A denoiser that reports the positions of every forward."""
 
     def forward(self, inputs: jax.Array, visible: jax.Array, *, at: Any = None, **options: Any) -> Any:
         if at is None:
@@ -62,7 +62,7 @@ _NOTES: list[np.ndarray] = []
 
 
 def _note(positions: Any, visible: Any) -> None:
-    """Keeps the positions of a forward of one row, but for those that nobody sees."""
+    """Keeps the positions of a forward of one row, except invisible ones."""
     positions = np.asarray(positions).ravel()
     _NOTES.append(positions[positions < int(visible)])
 
@@ -84,7 +84,7 @@ class Steps(NamedTuple):
         written: [P + G] the forward, from 0, that wrote the position last; -1 for none.
         texts: of the canvas, "" where nothing was written.
         prompt: P.
-        borders: positions behind the first of the canvas where a block begins.
+        borders: positions after the canvas's first where a block begins.
     """
 
     ran: np.ndarray
@@ -115,7 +115,7 @@ def steps_of(model: Model, prompt: str, spec: str, gen_length: int, **options: A
     return Steps(np.stack(forwards), np.concatenate([np.full(start, -1), at]), own, start, borders)
 
 
-def drawn(panels: Sequence[tuple[str, Steps]]) -> bytes:
+def draw(panels: Sequence[tuple[str, Steps]]) -> bytes:
     """Forwards from top to bottom, positions from left to right, one panel below the other."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -127,8 +127,8 @@ def drawn(panels: Sequence[tuple[str, Steps]]) -> bytes:
     FigureCanvasAgg(figure)
     for axes, (name, steps) in zip(_column(figure, rows), panels, strict=True):
         _panel(axes, name, steps, longest)
-    told = {"run": RUN, "run, and still a mask": MASKS, "written": _rgb(colour_at(0.0).ground), "not run": NOT_RUN}
-    patches = [Patch(facecolor=colour, edgecolor="#999999", label=label) for label, colour in told.items()]
+    colours = {"run": RUN, "run, and still a mask": MASKS, "written": _rgb(colour_at(0.0).ground), "not run": NOT_RUN}
+    patches = [Patch(facecolor=colour, edgecolor="#999999", label=label) for label, colour in colours.items()]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, fontsize=8)
     file = io.BytesIO()
     figure.savefig(file, format="png")
@@ -233,7 +233,7 @@ def caches(_: Path) -> bytes:
     model = embedded.load("word-problems")
     policies = ("none", "prefix", "dual", "vicinity,prefix_look=4,after_look=4,warmup=2")
     specs = [f"topk:k=2,block_length=8,cache={policy}" for policy in policies]
-    return drawn([(spec.partition("block_length=8,")[2], steps_of(model, SHORT, spec, 32)) for spec in specs])
+    return draw([(spec.partition("block_length=8,")[2], steps_of(model, SHORT, spec, 32)) for spec in specs])
 
 
 def student(folder: Path) -> Path:
@@ -247,28 +247,28 @@ def student(folder: Path) -> Path:
 
 
 def pipeline(folder: Path) -> bytes:
-    """D2F: several blocks in flight, beside one at a time."""
+    """D2F: several blocks in flight, and one at a time."""
     model, panels = dllm_jax.load(student(folder)), []
     sure = "d2f:block_length=8,threshold=0.9995"  # so that a block of this easy text takes several forwards
     for spec in (f"{sure},tau_add=1", f"{sure},tau_add=0.1"):
         steps = steps_of(model, QUESTION, spec, 32)
         steps.ran[0, steps.borders[0] :] = False  # room that the program has for longer prompts
         panels.append((spec, steps))
-    return drawn(panels)
+    return draw(panels)
 
 
 def apd(folder: Path) -> bytes:
-    """APD beside its baseline, by the goldens' checkpoints."""
+    """APD and its baseline, by the goldens' checkpoints."""
     model, verifier = dllm_jax.load(tiny("dream", folder)), dllm_jax.load(tiny("qwen2", folder))
     prompt = "Q: Eve has 58 cards. Eve gives 18.\nA: "
     panels = [("leftright:tokens_per_step=1", steps_of(model, prompt, "leftright:tokens_per_step=1", 24))]
     for spec in ("apd:weight=0.5", "apd:weight=0.5,window=4,lookahead=8"):
         panels.append((spec, steps_of(model, prompt, spec, 24, verifier=verifier)))
-    return drawn(panels)
+    return draw(panels)
 
 
 def edits(folder: Path) -> bytes:
-    """LLaDA2.1's editing beside the same thresholds without, by the goldens' checkpoint."""
+    """LLaDA2.1's editing, and the same thresholds without, by the goldens' checkpoint."""
     model = dllm_jax.load(tiny("llada2", folder))
     prompt = "Q: Tom has 39 apples. Tom buys 5. Tom buys 8.\nA: "
     specs = {"threshold 0.3, nothing is edited": 1.1, "threshold 0.3, editing threshold 0.5": 0.5}
@@ -289,7 +289,7 @@ PICTURES: dict[str, Callable[[Path], bytes]] = {
 }
 
 
-def made(names: Sequence[str], out: Path, work: Path | None) -> Iterator[Path]:
+def make(names: Sequence[str], out: Path, work: Path | None) -> Iterator[Path]:
     """Makes pictures, and yields the files one by one; models are kept in `work` if there is one."""
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
@@ -314,7 +314,7 @@ def _draw(options: argparse.Namespace) -> None:
     for folder in filter(None, (options.out, options.work)):
         if not folder.is_dir():
             raise DllmError(f"the folder {folder} does not exist; make it")
-    for path in made(options.names or list(PICTURES), options.out, options.work):
+    for path in make(options.names or list(PICTURES), options.out, options.work):
         print(path, f"{path.stat().st_size / 1000:.0f} kB")
 
 

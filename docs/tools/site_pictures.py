@@ -16,9 +16,9 @@ IMAGES = ROOT / "docs" / "images"
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
-    """Serves a folder, and says nothing."""
+    """Serves a folder, without a log."""
 
-    def log_message(self, *said: object) -> None:
+    def log_message(self, *_: object) -> None:
         pass
 
 
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def picture(scheme: str, url: str) -> None:
-    """A page as one sees it who likes light or dark ones, and never was there."""
+    """A page in a new browser that prefers light or dark pages."""
     with tempfile.TemporaryDirectory() as folder:
         browser = Browser(Path(folder) / "profile")
         browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
