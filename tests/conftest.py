@@ -68,6 +68,13 @@ def assert_equal(mine, theirs, name: str) -> None:
         np.testing.assert_array_equal(mine, theirs, err_msg=name)
 
 
+def one_error(capsys):
+    """What a command printed to stderr, which is one line: an error."""
+    text = capsys.readouterr().err
+    assert text.startswith("error: ") and text.count("\n") == 1, text
+    return text
+
+
 def wait_until(true, seconds=60):
     until = time.monotonic() + seconds
     while not true():

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from conftest import one_error
 from jax.sharding import AxisType, Mesh
 from train_toys import LLADA
 
@@ -159,25 +160,22 @@ def test_faults_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "name"),
     [
-        (["--target", "v9"], "no target is called 'v9'; give h100, t4, or a TPU such as v5e:2x2"),
-        (["--target", "v5e:2x2", "--mesh", "tensor"], "--mesh tensor is no mesh; write axes such as tensor=4,data=2"),
-        (["--target", "v5e:2x2", "--mesh", "tensor=9"], "--mesh tensor=9 needs 9 devices and the target has 8; name"),
-        (["--target", "v5e:2x2", "--batch", "0"], "--batch is 0; it must be at least 1"),
-        (["--target", "v5e:2x2", "--what", "train"], "--what train needs the settings of a run; give --config"),
-        (["--target", "v5e:2x2", "data.length=8"], "--what sample has no settings; --config and key=value are for"),
-        (
-            ["--target", "v5e:2x2", "--what", "train", "--config", "train/configs/maze.toml"],
-            "model.init is '', which is not the name of a published model; write model.init=llada-8b-base behind",
-        ),
+        (["--target", "v9"], "'v9'"),
+        (["--target", "v5e:2x2", "--mesh", "tensor"], "--mesh tensor"),
+        (["--target", "v5e:2x2", "--mesh", "tensor=9"], "--mesh tensor=9"),
+        (["--target", "v5e:2x2", "--batch", "0"], "--batch"),
+        (["--target", "v5e:2x2", "--what", "train"], "--config"),
+        (["--target", "v5e:2x2", "data.length=8"], "--what sample"),
+        (["--target", "v5e:2x2", "--what", "train", "--config", "train/configs/maze.toml"], "model.init"),
     ],
 )
-def test_mistakes_get_a_sentence(arguments, sentence: str, capsys, monkeypatch) -> None:
+def test_mistakes_get_a_sentence(arguments, name: str, capsys, monkeypatch) -> None:
     known = bench.devices_of
     monkeypatch.setattr(bench, "devices_of", lambda name: known(name) if name == "v9" else jax.devices())
     assert bench.main(arguments) == 2
-    assert sentence in capsys.readouterr().err
+    assert name in one_error(capsys)
 
 
 def test_what_our_kernels_write_is_no_matrix() -> None:
