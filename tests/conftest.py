@@ -95,7 +95,7 @@ def few_programs_at_a_time():
 
 @pytest.fixture
 def lowers_for_gpus(request):
-    """Skips a test of programs for a GPU where JAX, from 0.12 on, lowers Triton's kernels beside a GPU alone."""
+    """Skips a test of programs for a GPU where JAX, from 0.12 on, lowers Triton's kernels only with a GPU there."""
     platform = getattr(request.node, "callspec", None) and request.node.callspec.params.get("platform")
     if platform in (None, "cuda") and jax.__version_info__ >= (0, 12) and jax.default_backend() != "gpu":
         pytest.skip("this JAX asks the GPU that Triton's kernels are lowered for; see make compile-check TARGET=h100")

@@ -29,7 +29,7 @@ def full_forward(denoiser: Any, inputs: jax.Array, lengths: jax.Array, start: ja
 
 @dataclasses.dataclass(frozen=True)
 class Assets:
-    """Files a case refers to: beside its JSON, else in the project's own copy; models are converted once."""
+    """Files a case refers to: next to its JSON, else in the project's own copy; models are converted once."""
 
     folder: Path
     own: Path
@@ -37,8 +37,8 @@ class Assets:
     out: Path
 
     def path(self, name: str) -> Path:
-        beside = self.folder / name
-        return beside if beside.exists() else self.own / name
+        near = self.folder / name
+        return near if near.exists() else self.own / name
 
     def model(self, checkpoint: str) -> dllm_jax.Model:
         name = checkpoint.split("-")[0]

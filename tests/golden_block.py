@@ -79,7 +79,7 @@ def _prompts(case: Case) -> list[list[int]]:
 
 
 def _traces(case: Case, assets: Assets, sampler: BlockSampler, lengths: list[int]) -> list[Trace]:
-    """Samples the case's prompts and tells every row's forwards.
+    """Samples the case's prompts; what every row's forwards did.
 
     Args:
         lengths: of each row's canvas.
@@ -108,7 +108,7 @@ def _trace(canvases: list[tuple], row: int, length: int, mask_id: int) -> Trace:
 
 
 def _whole_blocks(case: Case, length: int) -> list[int]:
-    """Canvases that end with a block, of rows that generate `length` positions behind the longest prompt."""
+    """Canvases that end with a block, of rows that generate `length` positions after the longest prompt."""
     block, longest = case["args"]["block_length"], max(len(row) for row in _prompts(case))
     return [-(-(longest + length) // block) * block - len(row) for row in _prompts(case)]
 
@@ -207,7 +207,7 @@ def _run_dinfer(case: Case, assets: Assets) -> None:
         if together:
             assert trace.steps == steps[: len(trace.steps)]
             assert not any(steps[len(trace.steps) :])
-        else:  # with others beside it a row idles now and then
+        else:  # with others in the batch a row idles now and then
             assert list(filter(None, trace.steps)) == list(filter(None, steps))
 
 
@@ -230,8 +230,8 @@ def _run_sglang(case: Case, assets: Assets) -> None:
     for number, trace in enumerate(traces):
         written = trace.tokens.index(args["mask_id"]) if args["mask_id"] in trace.tokens else len(trace.tokens)
         assert trace.tokens[:written] == expected["tokens"][number][:written]
-        told = [[change for change in step[number] if change[0] < written] for step in expected["steps"]]
-        assert steps[number] == told
+        recorded = [[change for change in step[number] if change[0] < written] for step in expected["steps"]]
+        assert steps[number] == recorded
     assert nfe == expected["nfe"]
 
 

@@ -68,8 +68,8 @@ def _cache(args: dict) -> Any:
 
 
 def _sampler(args: dict, vocab_size: int, equal_lengths: bool) -> BlockSampler:
-    """Numbers that differ by case are data, and what is never reached stands for what is off, so that many cases share
-    a program. The mask token, which is never written, is the end of a sequence without one."""
+    """Numbers that differ by case are data, and an option is off by a bound that is never reached, so that many cases
+    share a program. The mask token, which is never written, is the end of a sequence without one."""
     smoothing = None
     if "itersmooth" in args["iteration"]:
         names = ("cont_weight", "cont_weight_init", "cont_weight_growth", "threshold_decay")
@@ -109,7 +109,7 @@ def _run_generation(case: Case, assets: Assets) -> None:
 
 
 def _written(result: Result, row: int, args: dict, length: int) -> list[int]:
-    """Tokens as the official code leaves them: behind the last complete block stands its end-of-sequence id."""
+    """Tokens as the official code leaves them: after the last complete block comes its end-of-sequence id."""
     return np.where(result.decoded_at[row] >= 0, result.tokens[row], args["eos_id"])[:length].tolist()
 
 

@@ -51,7 +51,7 @@ _logits = jax.jit(lambda denoiser, tokens, lengths=None: denoiser(tokens, length
 
 
 def _steps(args: dict) -> jax.Array:
-    """As data: whether the case's blocks share the steps evenly cannot be told from the room."""
+    """As data: whether the case's blocks share the steps evenly is not known from the padded length."""
     return jnp.asarray(args["steps"])
 
 

@@ -1,7 +1,7 @@
 """What documents hold: blocks of code that run or say why not, commands, settings, links.
 
 A block of `python` or `sh` runs, in its page's order, in an empty folder; one below the comment `<!-- not run: WHY -->`
-does not, but its flags, settings and names must exist all the same. A block behind "`NAME.py`:" is
+does not, but its flags, settings and names must exist all the same. A block after "`NAME.py`:" is
 written to that file. Other blocks are data.
 """
 
@@ -49,7 +49,7 @@ class Block:
 
     Attributes:
         where: page and line.
-        language: behind the fence, "" for none.
+        language: after the fence, "" for none.
         file: the file that it is written to; None for no such.
         reason: why it is not run; None for what is run, or is data.
     """
@@ -89,7 +89,7 @@ def blocks(page):
 
 
 def write_files(page, folder):
-    """The files that a page tells of, and whether there are modules among them; those of other pages are forgotten."""
+    """The files that a page contains, and whether there are modules among them; those of other pages are forgotten."""
     files = {Path(block.file): block.text for block in blocks(page) if block.file}
     for path, text in files.items():
         Path(folder, path).write_text(text)
@@ -156,14 +156,18 @@ def commands(text):
     for line in re.sub(r"\\\n", " ", text).splitlines():
         words = _words(line)
         for at, word in enumerate(words):
-            said = list(_until_end(words[at + 1 :]))
+            following = list(_until_end(words[at + 1 :]))
             if word == "make" and at == 0:
-                yield None, [target for target in said if "=" not in target]
-            elif re.fullmatch(r"(.*/)?python3?", word) and said[:1] == ["-m"] and said[1].split(".")[0] in PACKAGES:
-                yield said[1], said[2:]
-            elif word == "dllm" and said and said[0] in COMMANDS:
-                package, *first = COMMANDS[said[0]].run
-                yield package, [*first, *said[1:]]
+                yield None, [target for target in following if "=" not in target]
+            elif (
+                re.fullmatch(r"(.*/)?python3?", word)
+                and following[:1] == ["-m"]
+                and following[1].split(".")[0] in PACKAGES
+            ):
+                yield following[1], following[2:]
+            elif word == "dllm" and following and following[0] in COMMANDS:
+                package, *first = COMMANDS[following[0]].run
+                yield package, [*first, *following[1:]]
 
 
 def _words(line):
@@ -186,7 +190,7 @@ class _Parsed(BaseException):
     """Carries what a parser made of a command out of the command."""
 
 
-def parsed(module, arguments):
+def parse(module, arguments):
     """What a command's own parser makes of its arguments.
 
     Raises:
@@ -199,7 +203,7 @@ def parsed(module, arguments):
 
         return parse_and_leave
 
-    told = io.StringIO()
+    printed = io.StringIO()
     imported = importlib.import_module(module if "." in module else f"{module}.__main__")
     platforms = jax.config.jax_platforms
     with contextlib.ExitStack() as patched:
@@ -209,16 +213,16 @@ def parsed(module, arguments):
             patches = {name: capturing(getattr(kind, name)) for name in own}
             patched.enter_context(mock.patch.multiple(kind, **patches) if own else contextlib.nullcontext())
         try:
-            with contextlib.redirect_stderr(told):
+            with contextlib.redirect_stderr(printed):
                 imported.main()
         except _Parsed as found:
             return vars(found.args[0])
         except SystemExit as left:
-            assert left.code == 0, told.getvalue()
+            assert left.code == 0, printed.getvalue()
             return {}
         finally:
             jax.config.update("jax_platforms", platforms)
-    raise AssertionError(told.getvalue() or f"python -m {module} reads no arguments")
+    raise AssertionError(printed.getvalue() or f"python -m {module} reads no arguments")
 
 
 def parsers(kind):

@@ -61,7 +61,7 @@ def test_processes_take_turns_and_rows_are_medians(pretending, capsys):
         ("pass", "the process of other ended without an answer"),
     ],
 )
-def test_what_goes_wrong_in_a_process_is_said(code, message):
+def test_errors_of_a_process_are_reported(code, message):
     with pytest.raises(DllmError, match=message):
         peers.Worker("other", [sys.executable, "-c", code])
 

@@ -2,7 +2,7 @@
 the option our own files, and of families that need many programs a part (`make goldens` runs all).
 
 Ids read `<file stem>/<case name>`: `-k fast-dllm` selects one file. A family is a file stem in
-`golden_families.FAMILIES`. Assets and checkpoints are looked up beside the JSON first, then in the project's own copy.
+`golden_families.FAMILIES`. Assets and checkpoints are looked up next to the JSON first, then in the project's own copy.
 """
 
 import dataclasses
@@ -22,12 +22,12 @@ from golden_families import FAMILIES
 from samplers import Engine, Request, Result
 from samplers.tokens.noise import row_keys
 
-BESIDE = 5  # of so many cases one is run beside other requests too; of all cases one of three times as many
+SLOTS_EVERY = 5  # every fifth case also runs in slots with other requests; of all cases every fifteenth
 OWN = Path(__file__).parent / "goldens"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if not {"golden", "golden_beside"} & set(metafunc.fixturenames):
+    if not {"golden", "golden_in_slots"} & set(metafunc.fixturenames):
         return
     asked = metafunc.config.getoption("--goldens")
     folder = Path(asked or OWN)
@@ -42,7 +42,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("golden", params)
     else:
         generations = [p for p in params if FAMILIES[p.values[0][0]].sampled and "prompt" in p.values[0][2]]
-        metafunc.parametrize("golden_beside", generations[:: 3 * BESIDE if asked else BESIDE])
+        metafunc.parametrize("golden_in_slots", generations[:: 3 * SLOTS_EVERY if asked else SLOTS_EVERY])
 
 
 @pytest.fixture(scope="session")
@@ -61,7 +61,7 @@ def test_golden(golden: tuple, run_case: Callable[[tuple], None]) -> None:
     run_case(golden)
 
 
-def beside_others(sampler: Any, denoiser: Any, prompt: Any, lengths: Any = None, **options: Any) -> Result:
+def sample_in_slots(sampler: Any, denoiser: Any, prompt: Any, lengths: Any = None, **options: Any) -> Result:
     """As `sample_jit`, through slots that other requests come to and leave."""
     if options.pop("noise", None) is not None:
         pytest.skip("its random numbers were recorded, and are not of a key")
@@ -85,11 +85,11 @@ def beside_others(sampler: Any, denoiser: Any, prompt: Any, lengths: Any = None,
     return jax.tree.map(lambda *x: np.concatenate(x), *(request.result for request in found[1::3]))
 
 
-def test_golden_beside_other_requests(
-    golden_beside: tuple, run_case: Callable[[tuple], None], monkeypatch: pytest.MonkeyPatch
+def test_golden_in_slots(
+    golden_in_slots: tuple, run_case: Callable[[tuple], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(golden_base, "sample_jit", beside_others)
-    run_case(golden_beside)
+    monkeypatch.setattr(golden_base, "sample_jit", sample_in_slots)
+    run_case(golden_in_slots)
 
 
 def test_no_golden_file_is_overlooked() -> None:

@@ -54,8 +54,9 @@ def hub(tmp_path_factory):
     """The hub's cache with models such as the hub has: one narrow layer, the embedded models' vocabulary, a chat."""
     cache = tmp_path_factory.mktemp("hub")
     files = copied_files(embedded.source("word-problems"))
-    said = json.loads(files["tokenizer_config.json"])
-    files["tokenizer_config.json"] = json.dumps({key: said[key] for key in said if key != "chat_template"}).encode()
+    tokenizer = json.loads(files["tokenizer_config.json"])
+    tokenizer.pop("chat_template", None)
+    files["tokenizer_config.json"] = json.dumps(tokenizer).encode()
     for name in ("fast-dllm-v2-1.5b", "llada-8b-instruct"):
         config = dllm_jax.published(name)
         heads = 2 if config.num_kv_heads == config.num_heads else 1
@@ -79,7 +80,7 @@ def python_of(path):
 
 
 def changed(notebook, changes):
-    """The notebook with texts replaced, each of which stands there once."""
+    """The notebook with texts replaced, each of which is there once."""
     for old, new in changes.items():
         assert sum(cell.source.count(old) for cell in notebook.cells) == 1, old
         for cell in notebook.cells:
@@ -134,7 +135,7 @@ def test_a_notebook_says_what_it_takes_and_how_colab_opens_it(path):
 
 @each
 def test_the_first_cell_installs_what_there_is(path, tmp_path, monkeypatch):
-    """A wheel beside the notebook, or else a clone there, or else the checkout around it; with CUDA where there is an
+    """A wheel next to the notebook, or else a clone there, or else the checkout around it; with CUDA where there is an
     NVIDIA GPU. A folder of the library's name is not the library."""
     cell = TransformerManager().transform_cell(sources(path)[0])
     assert cell == TransformerManager().transform_cell(sources(NOTEBOOKS[0])[0])

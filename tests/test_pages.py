@@ -1,4 +1,4 @@
-"""Documents tell the truth: blocks run, flags, settings and names exist, links lead somewhere."""
+"""Documents are true: blocks run, flags, settings and names exist, links lead somewhere."""
 
 import importlib
 import json
@@ -37,13 +37,13 @@ def test_a_block_is_data_or_runs_or_says_why_not(page):
 
 @pytest.mark.parametrize("page", RUNNING)
 def test_a_page_runs(page, tmp_path):
-    told = pages.run_page(page, tmp_path)
+    printed = pages.run_page(page, tmp_path)
     if page in CHECKS:
-        CHECKS[page](told, tmp_path)
+        CHECKS[page](printed, tmp_path)
 
 
-def check_data(told, folder):
-    assert "runs/books: 60 steps" in told
+def check_data(printed, folder):
+    assert "runs/books: 60 steps" in printed
     assert (folder / "home" / "data").is_dir()
     example = json.loads((folder / "books.jsonl").read_text().splitlines()[-1])
     assert example == {"question": "Q: Tom has 60 books.\nA: ", "solution": "Tom has 60 books."}
@@ -51,14 +51,14 @@ def check_data(told, folder):
     assert last["cross_entropy"] < 2 < first["cross_entropy"]
 
 
-def check_training_page(told, folder):
+def check_training_page(printed, folder):
     """The model that was fine-tuned, and the run that was watched."""
-    before, after, faster = (float(share) for share in re.findall(r"accuracy +([0-9.]+)", told)[:3])
+    before, after, faster = (float(share) for share in re.findall(r"accuracy +([0-9.]+)", printed)[:3])
     assert before < 5 and after > 40 and faster > 40
-    first, *_, last = looks(folder / "runs" / "mine")
+    first, *_, last = evaluations(folder / "runs" / "mine")
     assert last["heldout_loss"] < first["heldout_loss"] / 2
-    assert "runs/tune: 12 steps" in told
-    first, middle, last = looks(folder / "runs" / "tune")
+    assert "runs/tune: 12 steps" in printed
+    first, middle, last = evaluations(folder / "runs" / "tune")
     assert (middle["step"], last["step"]) == (6, 12) and first["accuracy"] == 1.0  # the model knows them
     assert last["heldout_loss"] != first["heldout_loss"] < 0.5
     answers = [json.loads(line) for line in (folder / "runs" / "tune" / "generations.jsonl").open()]
@@ -66,18 +66,18 @@ def check_training_page(told, folder):
     assert (folder / "curves.svg").is_file()
 
 
-def check_questions(told, folder):
+def check_questions(printed, folder):
     """The example is of what its model knows."""
     rows = [json.loads(line) for line in (folder / "rows.jsonl").open()]
-    assert [row["correct"] for row in rows] == [True, True] and "accuracy 100.0" in told
-    assert "A: \n\n7\n" in told, "question and target stand apart"
+    assert [row["correct"] for row in rows] == [True, True] and "accuracy 100.0" in printed
+    assert "A: \n\n7\n" in printed, "question and target stand apart"
 
 
 def logged(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").open()]
 
 
-def looks(run):
+def evaluations(run):
     return [line for line in logged(run) if LOOKED in line]
 
 
@@ -98,34 +98,34 @@ def test_commands_are_understood(block, tmp_path, monkeypatch):
             targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
             assert set(arguments) <= targets | {"embedded-word-problems"}, block.where
             continue
-        said = pages.parsed(module, arguments)
-        check_specs(said, block)
-        if module == "train" and "config" in said:
-            check_training(said, block)
+        parsed = pages.parse(module, arguments)
+        check_specs(parsed, block)
+        if module == "train" and "config" in parsed:
+            check_training(parsed, block)
 
 
-def check_specs(said, block):
+def check_specs(parsed, block):
     """Names of rules, caches, presets, and samplers as text."""
     for name, known in (("rule", RULES), ("cache", CACHES), ("preset", PRESETS)):
-        value = said.get(name)
+        value = parsed.get(name)
         if isinstance(value, str) and not (name == "preset" and "/" in value):
             assert value in known or is_outside(value), f"{block.where}: --{name} {value}"
-    texts = said.get("sampler") or []
+    texts = parsed.get("sampler") or []
     read = parse_sampler if isinstance(texts, str) else parse_samplers
     for text in [texts] if isinstance(texts, str) else texts:
         if "..." not in text and (refused := pages.refused_spec(read, text)):
             raise AssertionError(f"{block.where}: --sampler {text}: {refused}")
 
 
-def check_training(said, block):
+def check_training(parsed, block):
     """The config is a file of the repository, or of the page; what is changed is a setting."""
     page = block.where.partition(":")[0]
-    config, kind = said["config"], OBJECTIVES[said["command"]].config
+    config, kind = parsed["config"], OBJECTIVES[parsed["command"]].config
     if (ROOT / config).is_file():
-        read_config(ROOT / config, said["settings"], said["command"])
+        read_config(ROOT / config, parsed["settings"], parsed["command"])
         return
     assert config == "run.toml" or config in {other.file for other in pages.blocks(page)}, f"{block.where}: {config}"
-    for key in (setting.partition("=")[0] for setting in said["settings"]):
+    for key in (setting.partition("=")[0] for setting in parsed["settings"]):
         *tables, name = key.split(".")
         table = {name: None}
         for outer in reversed(tables):
@@ -163,8 +163,8 @@ def flags():
 
 @pytest.mark.parametrize("page", [page for page in DOCUMENTS if page != "CHANGELOG.md"])  # which names those that left
 def test_flags_in_sentences_are_there(page, flags):
-    said = " ".join(re.findall(r"`[^`\n]+`", pages.prose((ROOT / page).read_text())))
-    unknown = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", said)) - flags
+    code = " ".join(re.findall(r"`[^`\n]+`", pages.prose((ROOT / page).read_text())))
+    unknown = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", code)) - flags
     assert not {flag for flag in unknown if not flag.startswith("--xla_")}
 
 
