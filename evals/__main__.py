@@ -47,7 +47,7 @@ from evals.indicator import score_indicator
 from evals.models import Models
 from evals.oracle import OracleReport, oracle
 from evals.presets import command as presets
-from evals.runner import USUAL, Report, run, run_recorded
+from evals.runner import USUAL, Report, run, run_traced
 from evals.sampler import SamplerSpec, all_samplers, parse_sampler
 from evals.sweeps import Sweep, pareto_plot, sweep, write_tables
 from evals.tasks import SPLITS, DrawnTask, Task, WordProblems, make_task
@@ -316,7 +316,7 @@ def _compare(options: argparse.Namespace) -> None:
             if options.save_view is None:
                 (row,) = run(models, task, sampler, n=1, examples=examples, progress=False).rows
             else:
-                row, answer = run_recorded(models, task, sampler, examples[0])
+                row, answer = run_traced(models, task, sampler, examples[0])
                 answers.append(answer)
             mark = "right" if row.correct else "wrong"
             table.add_row(Text(name), str(row.nfe), f"{row.tokens / max(row.nfe, 1):.1f}", mark, Text(row.text))

@@ -25,11 +25,10 @@ from samplers import DraftResult, Generation, Result
 from samplers.config.factory import CanvasSampler
 from samplers.engine.engine import Engine, Request
 from samplers.engine.program import numbers_of
-from samplers.engine.runner import Engines, Warned, slots_for
+from samplers.engine.runner import Engines, Warned, run_all, slots_for
 from samplers.text.decode import text_of
 from samplers.text.prompts import check_lengths, given_canvas, led_prompt, pad_prompts
 from samplers.tokens.noise import row_keys
-from samplers.trace import recorded
 
 USUAL = 256
 """Examples of a task that draws them, if nothing is said."""
@@ -168,12 +167,12 @@ def run(
     return Report(**names, **about, **outcome.scores(), **surroundings(batches.model))
 
 
-def run_recorded(
+def run_traced(
     model: Model | Models, task: str | Task, sampler: str | SamplerSpec, example: Example
 ) -> tuple[Row, Generation]:
-    """`run` on one example by single steps, and the answer with its trace, for `samplers.show`."""
+    """`run` on one example, and the answer with the trace of every forward, for `samplers.show`."""
     _, batches = prepare(model, task, sampler, n=1, batch_size=1, seed=0, split="test", examples=[example])
-    request = recorded(batches.model, batches.sampler, batches.request(0))
+    (request,) = run_all(batches.model, batches.sampler, [batches.request(0)], progress=False, trace=True)[1]
     assert request.result is not None
     return batches.row_of(request.result, 0), request.generation
 

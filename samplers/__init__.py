@@ -53,7 +53,6 @@ from samplers.text.decode import TextStream, text_of
 from samplers.tokens.noise import KeyNoise, Noise
 from samplers.tokens.predictions import Predictions, Sampling
 from samplers.tokens.smoothing import Smoothing
-from samplers.trace import record
 from samplers.viewer import View, compare, show
 
 __all__ = [
@@ -118,7 +117,6 @@ __all__ = [
     "make_sampler",
     "parse_sampler",
     "parse_samplers",
-    "record",
     "sample",
     "sample_jit",
     "score",

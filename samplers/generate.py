@@ -1,7 +1,7 @@
 """Text in, text out: prompts are encoded, pass through the slots of one compiled program, and are decoded."""
 
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
 import jax
@@ -10,7 +10,7 @@ import numpy as np
 from dllm_jax import DllmError, Model
 from samplers.checks import check_length, check_whole
 from samplers.config.factory import CanvasSampler, sampler_of
-from samplers.engine.engine import requests_of
+from samplers.engine.engine import Update, requests_of
 from samplers.engine.runner import run_all
 from samplers.generation import Generation
 from samplers.rules import Rule
@@ -36,6 +36,8 @@ def generate(
     seed: int = 0,
     batch_size: int | None = None,
     progress: bool | None = None,
+    trace: bool = False,
+    on_update: Callable[[Update], None] | None = None,
     **options: Any,
 ) -> Generation | list[Generation]:
     """Answers prompts.
@@ -49,6 +51,10 @@ def generate(
         seed: of the random numbers, where any are drawn.
         batch_size: prompts that are worked on together, the next as soon as one has ended; all by default.
         progress: a progress bar over prompts; by default where they do not all run together and someone is watching.
+        trace: keep what every forward did, for `show`: which token stood at a position before, and which forwards
+            covered the whole sequence. The answers are the same; each step is then a call of its own, which is slower.
+        on_update: called after every step with the `Update` of each prompt at work, such as a
+            `samplers.viewer.terminal.LiveView`; each step is then a call of its own, too.
         options: what `make_sampler` takes: rule, cache, gen_length, block_length, temperature, top_p, top_k, stop,
             suppress, guidance, smoothing, and the numbers of the rule and the cache, such as threshold=0.9.
 
@@ -65,7 +71,8 @@ def generate(
     check_length("batch_size", batch_size, optional=True)
     sampler, rows, keys = prepare(model, listed, sampler=sampler, chat=chat, system=system, seed=seed, **options)
     requests = requests_of(sampler, rows, keys, stop=options.get("stop") or ())
-    answers = [request.generation for request in run_all(model, sampler, requests, batch_size, progress)[1]]
+    _, ended = run_all(model, sampler, requests, batch_size, progress, trace=trace, on_update=on_update)
+    answers = [request.generation for request in ended]
     return answers[0] if isinstance(prompts, str) else answers
 
 

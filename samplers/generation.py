@@ -1,9 +1,9 @@
-"""What came out of one prompt, for people."""
+"""The answer to one prompt, and its history."""
 
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,50 +14,18 @@ from samplers.sampler import Result
 from samplers.text.decode import text_of
 
 
-class Moment(NamedTuple):
-    """A canvas of G positions after some forwards; fields as in `Result`, of one row on the host.
-
-    Attributes:
-        nfe, full_forwards, cache_updates: forwards so far.
-        tokens: [G] int32, where nothing is written anything.
-        decoded_at: [G] int32.
-        logprobs: [G] float32.
-    """
-
-    nfe: int
-    full_forwards: int
-    cache_updates: int
-    tokens: np.ndarray
-    decoded_at: np.ndarray
-    logprobs: np.ndarray
-
-
-def moment(result: Result, row: int, length: int) -> Moment:
-    """The first `length` positions of a row of a result on the host."""
-    own = lambda x: np.array(x[row, :length])
-    return Moment(
-        nfe=int(result.nfe[row]),
-        full_forwards=int(result.full_forwards[row]),
-        cache_updates=int(result.cache_updates[row]),
-        tokens=own(result.tokens),
-        decoded_at=own(result.decoded_at),
-        logprobs=own(result.logprobs),
-    )
-
-
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """How an answer came about, for `samplers.show`.
+    """The history of an answer, which `samplers.show` draws. G positions.
 
     Attributes:
-        tokenizer, config: the model's, which say what its tokens look like.
-        sampler: it in a few words.
+        tokenizer, config: the model's, which say how its tokens are written.
+        sampler: its short name.
         block_length: positions between two borders.
         prompt: token ids.
         given: [G] bool, positions of the canvas that came with a token.
-        edits: how often a token that was written was replaced by another.
-        moments: the canvas before the first forward and after each where `samplers.record` made the answer; else its
-            end alone.
+        steps: results on the host, each with a batch of one and at least G positions: after every forward where
+            `generate(..., trace=True)` made the answer, else the last one alone.
     """
 
     tokenizer: Any
@@ -66,8 +34,7 @@ class Trace:
     block_length: int
     prompt: list[int]
     given: np.ndarray
-    edits: int
-    moments: Sequence[Moment]
+    steps: Sequence[Result]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +53,7 @@ class Generation:
         logprobs: of `tokens`, as in `Result`; None where no forward chose the token.
         verifier_forwards: forwards of the verifier, 0 for a sampler that writes from left to right without one; None
             for all other samplers.
-        trace: what `samplers.show` draws besides; None for an answer that was put together by hand.
+        trace: its history, which `samplers.show` draws; None for an answer that was put together by hand.
     """
 
     text: str
@@ -108,7 +75,7 @@ class Generation:
 
     @property
     def committed(self) -> int:
-        """Tokens that the forwards wrote, those behind the end too."""
+        """Tokens that the forwards wrote, those after the end too."""
         return sum(at >= 0 for at in self.decoded_at)
 
 
@@ -131,12 +98,12 @@ def answer(
         cache_updates=int(result.cache_updates[row]),
         decoded_at=result.decoded_at[row].tolist(),
         canvas=result.tokens[row].tolist(),
-        logprobs=told_logprobs(result.logprobs[row, : len(tokens)]),
+        logprobs=finite_or_none(result.logprobs[row, : len(tokens)]),
         verifier_forwards=int(result.verifier_forwards[row]) if isinstance(result, DraftResult) else None,
         trace=trace,
     )
 
 
-def told_logprobs(values: np.ndarray | jax.Array) -> list[float | None]:
-    """Log-probabilities [N] as JSON takes them."""
+def finite_or_none(values: np.ndarray | jax.Array) -> list[float | None]:
+    """Log-probabilities [N] as JSON writes them."""
     return [x if math.isfinite(x) else None for x in values.tolist()]

@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, overload
 
 import jax
@@ -27,9 +27,9 @@ from dllm_jax import DllmError, Model
 from dllm_jax.text.tokenizer import encode_text, special_tokens
 from samplers.checks import check_length, check_whole
 from samplers.config.factory import CanvasSampler, ends_called, make_sampler, settings_for
-from samplers.engine.engine import Request, requests_of
+from samplers.engine.engine import Request, Update, requests_of
 from samplers.engine.runner import run_all
-from samplers.generation import Generation, answer, told_logprobs
+from samplers.generation import Generation, answer, finite_or_none
 from samplers.loops.left_to_right import LeftToRight
 from samplers.rules import Rule
 from samplers.text.decode import text_of
@@ -106,6 +106,8 @@ def infill(
     seed: int = 0,
     batch_size: int | None = None,
     progress: bool | None = None,
+    trace: bool = False,
+    on_update: Callable[[Update], None] | None = None,
     **options: Any,
 ) -> Infilling | list[Infilling]:
     """Fills the gaps of texts.
@@ -122,7 +124,7 @@ def infill(
             `generate` takes it, for all templates, or a list of one for each.
         chat, system: of the prompt, as in `generate`.
         sampler: a name, spec or rule for `make_sampler`; one that writes from left to right cannot fill gaps.
-        seed, batch_size, progress: as in `generate`.
+        seed, batch_size, progress, trace, on_update: as in `generate`.
         options: see `make_sampler`. The template says where the text ends, so there is no `gen_length` nor `stop`.
 
     Returns:
@@ -135,8 +137,8 @@ def infill(
     listed = [templates] if isinstance(templates, str) else templates
     plan = prepare_infill(model, listed, prompt=prompt, chat=chat, system=system, sampler=sampler, seed=seed, **options)
     requests = requests_for(model, plan)
-    done = run_all(model, plan.sampler, requests, batch_size, progress)[1]
-    found = [filled(model, plan, request) for request in done]
+    _, ended = run_all(model, plan.sampler, requests, batch_size, progress, trace=trace, on_update=on_update)
+    found = [infilling_of(model, plan, request) for request in ended]
     return found[0] if isinstance(templates, str) else found
 
 
@@ -279,7 +281,7 @@ def _suppressed(model: Model, said: Any) -> Any:
     return [*(said or ()), *sorted(set(range(model.config.vocab_size)) - texts)]
 
 
-def filled(model: Model, plan: Plan, request: Request) -> Infilling:
+def infilling_of(model: Model, plan: Plan, request: Request) -> Infilling:
     """The row of a plan that a request was, when it has ended."""
     assert request.result is not None
     row, result = request.number, request.result
@@ -296,7 +298,7 @@ def filled(model: Model, plan: Plan, request: Request) -> Infilling:
         "gaps": gaps,
         "canvas": canvas,
         "decoded_at": result.decoded_at[0, : len(given)].tolist(),
-        "logprobs": told_logprobs(result.logprobs[0, : len(given)][~given]),
+        "logprobs": finite_or_none(result.logprobs[0, : len(given)][~given]),
     }
     return Infilling(**{**vars(answer(model, plan.prompts[row], result, 0, trace=request.trace)), **own})
 

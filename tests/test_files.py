@@ -25,7 +25,7 @@ from samplers.cli import outputs
 from samplers.cli import sample as cli
 from samplers.cli.lines import WRITTEN, LineFile, Room
 from samplers.cli.outputs import Output, Share, check_parts, merge, part_of
-from samplers.cli.report import answer_told, speed_told
+from samplers.cli.report import answer_json, speed_json
 from samplers.config.factory import settings_for
 from samplers.config.registry import options_of
 
@@ -356,7 +356,7 @@ def test_a_pipe_is_read_as_it_comes(run, monkeypatch, llada_tiny):
 
 def test_every_key_of_an_answer_is_refused_in_a_line():
     answer = samplers.Generation("a", [65], 1, 1, 1, 0, [0], [65], [-0.5])
-    assert {*answer_told(answer), *speed_told(answer, 1.0, 1.0)} <= set(WRITTEN)
+    assert {*answer_json(answer), *speed_json(answer, 1.0, 1.0)} <= set(WRITTEN)
 
 
 def test_memory_does_not_grow_with_the_file(monkeypatch):

@@ -20,14 +20,15 @@ from rich.console import Console
 import samplers
 from dllm_jax import DllmError
 from evals import __main__ as evals_cli
-from samplers import compare, generate, record, show
+from samplers import compare, generate, show
 from samplers.cli import outputs
 from samplers.cli import sample as cli
-from samplers.generation import Generation, Moment, Trace
+from samplers.generation import Generation, Trace
+from samplers.sampler import Result
 from samplers.text.display import END
 from samplers.viewer import View, colors, picture, view
-from samplers.viewer.terminal import watch
-from samplers.viewer.timeline import EDITED, GIVEN, REOPENED, SPELLED, UNWRITTEN, WRITTEN, cells_at, story_of
+from samplers.viewer.terminal import LiveView
+from samplers.viewer.timeline import EDITED, GIVEN, REOPENED, RESPELLED, UNWRITTEN, WRITTEN, cells_at, timeline_of
 
 PROMPT = "Q: Tom has 12 books. Tom buys 23.\nA: "
 OTHER = "Q: Ann has 40 pens. Ann buys 17.\nA: "
@@ -49,12 +50,13 @@ def answer(llada_tiny):
 
 @pytest.fixture(scope="module")
 def whole(llada_tiny):
-    return record(llada_tiny, PROMPT, **SHAPE)
+    return generate(llada_tiny, PROMPT, trace=True, **SHAPE)
 
 
 @pytest.fixture(scope="module")
 def revised(llada_tiny):
-    return record(llada_tiny, PROMPT, rule="remask", cache="none", temperature=1.0, gen_length=16, block_length=0)
+    options = {"rule": "remask", "cache": "none", "temperature": 1.0, "gen_length": 16, "block_length": 0}
+    return generate(llada_tiny, PROMPT, trace=True, **options)
 
 
 def data_of(html):
@@ -63,7 +65,7 @@ def data_of(html):
 
 
 def replayed(told, forward=None):
-    """Canvas, forwards (from 0) and changes by kind of a story in a page."""
+    """Canvas, forwards (from 0) and changes by kind of a timeline in a page."""
     tokens, at, kinds = [-1] * told["length"], [-1] * told["length"], set()
     for number, frame in enumerate(told["frames"][: None if forward is None else forward + 1]):
         for position, kind, token, _, _ in frame:
@@ -78,16 +80,24 @@ def by_hand(pieces, moments, prompt=(), given=(), **said):
     vocabulary = by_hand_vocabulary(pieces)
     arrays = [(np.asarray(tokens), np.asarray(at)) for tokens, at in moments]
     length = len(arrays[0][0])
-    counted = [Moment(i, i, i, *pair, np.full(length, -0.1, np.float32)) for i, pair in enumerate(arrays)]
+    steps = [result_by_hand(number, *pair) for number, pair in enumerate(arrays)]
     tokens, at = (x.tolist() for x in arrays[-1])
     flags = np.isin(np.arange(length), given)
-    trace = Trace(*vocabulary, said.pop("name", "by hand"), said.pop("block", 4), list(prompt), flags, 0, counted)
+    trace = Trace(*vocabulary, said.pop("name", "by hand"), said.pop("block", 4), list(prompt), flags, steps)
     return Generation("", tokens, len(prompt), len(arrays) - 1, 0, 0, at, tokens, [None] * length, trace=trace)
 
 
+def result_by_hand(nfe, tokens, decoded_at):
+    """What is known after some forwards, of which all covered the whole sequence."""
+    counts = dict.fromkeys(("nfe", "full_forwards", "cache_updates"), np.asarray([nfe]))
+    others = {"lengths": np.asarray([len(tokens)]), "edits": np.asarray([0]), "broken_at": np.asarray([-1])}
+    logprobs = np.full((1, len(tokens)), -0.1, np.float32)
+    return Result(tokens=tokens[None], decoded_at=decoded_at[None], logprobs=logprobs, **counts, **others)
+
+
 def last_alone(found):
-    """The same as if it had not been recorded."""
-    return dataclasses.replace(found, trace=dataclasses.replace(found.trace, moments=found.trace.moments[-1:]))
+    """The same as if it had not been traced."""
+    return dataclasses.replace(found, trace=dataclasses.replace(found.trace, steps=found.trace.steps[-1:]))
 
 
 def by_hand_vocabulary(pieces):
@@ -108,7 +118,7 @@ def by_hand_vocabulary(pieces):
 @pytest.mark.parametrize("made", ["answer", "whole"])
 def test_the_page_has_every_token_in_the_forward_that_wrote_it(made, request):
     answer = request.getfixturevalue(made)
-    (told,) = data_of(show(answer).html())[0]["stories"]
+    (told,) = data_of(show(answer).html())[0]["timelines"]
     assert len(told["frames"]) == answer.nfe + 1
     tokens, at, kinds = replayed(told)
     assert (tokens, at) == (answer.canvas, answer.decoded_at)
@@ -123,57 +133,71 @@ def test_the_page_has_every_token_in_the_forward_that_wrote_it(made, request):
             assert shares[position] == pytest.approx(1000 * np.exp(logprob), abs=1)
 
 
-def test_what_is_recorded_is_what_is_generated(answer, whole, llada_tiny):
-    assert whole == answer and [moment.nfe for moment in whole.trace.moments] == list(range(answer.nfe + 1))
-    assert len(answer.trace.moments) == 1
-    story = story_of(whole)
-    assert len(story.full) == answer.full_forwards and len(story.updated) == answer.cache_updates
-    assert story.full[0] == 1 and story_of(answer).full is None
-    watched = watch(llada_tiny, PROMPT, delay=0, console=Console(file=io.StringIO()), **SHAPE)
-    assert story_of(watched.generation) == story
-    assert watched.generation == answer
+def test_what_is_traced_is_what_is_generated(answer, whole, llada_tiny):
+    assert whole == answer and [step.nfe[0] for step in whole.trace.steps] == list(range(1, answer.nfe + 1))
+    assert len(answer.trace.steps) == 1
+    timeline = timeline_of(whole)
+    assert len(timeline.full) == answer.full_forwards and len(timeline.updated) == answer.cache_updates
+    assert timeline.full[0] == 1 and timeline_of(answer).full is None
+    with LiveView(delay=0, console=Console(file=io.StringIO())) as live:
+        watched = generate(llada_tiny, PROMPT, trace=True, on_update=live, **SHAPE)
+    assert timeline_of(watched) == timeline
+    assert watched == answer
 
 
-def test_several_prompts_are_recorded_as_they_are_generated(llada_tiny):
-    assert record(llada_tiny, [PROMPT, OTHER], **SHAPE) == generate(llada_tiny, [PROMPT, OTHER], **SHAPE)
+def test_several_prompts_are_traced_together_as_they_are_generated(llada_tiny, whole):
+    traced = generate(llada_tiny, [PROMPT, OTHER], trace=True, **SHAPE)
+    assert traced == generate(llada_tiny, [PROMPT, OTHER], **SHAPE)
+    first = timeline_of(traced[0])
+    kinds = lambda timeline: [[change[:3] for change in frame] for frame in timeline.frames]
+    assert kinds(first) == kinds(timeline_of(whole)) and first.full == timeline_of(whole).full
 
 
-def test_edits_and_reopened_positions_are_told(revised):
-    story = story_of(revised)
-    kinds = [change.kind for frame in story.frames for change in frame]
+def test_updates_tell_what_each_step_wrote(answer, llada_tiny):
+    updates = []
+    assert generate(llada_tiny, [PROMPT], on_update=updates.append, **SHAPE) == [answer]
+    assert [update.nfe for update in updates] == list(range(1, answer.nfe + 1))
+    assert [update.done for update in updates] == [False] * (answer.nfe - 1) + [True]
+    at = {position: update.nfe - 1 for update in updates for position in update.written}
+    assert [at.get(position, -1) for position in range(16)] == answer.decoded_at
+
+
+def test_edits_and_positions_masked_again_are_shown(revised):
+    timeline = timeline_of(revised)
+    kinds = [change.kind for frame in timeline.frames for change in frame]
     assert REOPENED in kinds or EDITED in kinds
-    cells = cells_at(story, story.forwards)
+    cells = cells_at(timeline, timeline.forwards)
     assert [cell.token for cell in cells] == revised.canvas
     assert [cell.at - 1 for cell in cells] == revised.decoded_at
-    told = data_of(show(revised).html())[0]["stories"][0]
+    told = data_of(show(revised).html())[0]["timelines"][0]
     assert replayed(told)[:2] == (revised.canvas, revised.decoded_at)
-    assert any(cell.was for cell in cells)
+    assert any(cell.previous for cell in cells)
 
 
 def test_an_edit_keeps_what_stood_there():
     moments = [([0, 0], [-1, -1]), ([0, 1], [0, 0]), ([2, 1], [1, 0]), ([2, 1], [1, -1]), ([2, 0], [1, 3])]
-    story = story_of(by_hand([b"a", b"b", b"c"], moments))
-    changes = [[change[:2] for change in frame] for frame in story.frames]
+    timeline = timeline_of(by_hand([b"a", b"b", b"c"], moments))
+    changes = [[change[:2] for change in frame] for frame in timeline.frames]
     assert changes == [[], [(0, WRITTEN), (1, WRITTEN)], [(0, EDITED)], [(1, REOPENED)], [(1, WRITTEN)]]
-    cells = cells_at(story, 4)
-    assert [(cell.text, cell.at, cell.was) for cell in cells] == [("c", 2, ("a",)), ("a", 4, ("b",))]
-    assert [cell.kind for cell in cells_at(story, 3)] == [EDITED, None]
+    cells = cells_at(timeline, 4)
+    assert [(cell.text, cell.at, cell.previous) for cell in cells] == [("c", 2, ("a",)), ("a", 4, ("b",))]
+    assert [cell.kind for cell in cells_at(timeline, 3)] == [EDITED, None]
 
 
 def test_given_tokens_are_there_at_once_and_those_behind_the_end_at_last():
     moments = [([0, 1, 0, 99], [-1] * 4), ([0, 1, 0, 99], [0, -1, -1, -1]), ([0, 1, 0, 99], [0, -1, 1, -1])]
     found = by_hand([b"a", b"b"], moments, given=[1])
     for answer in (found, last_alone(found)):
-        changes = [[change[:2] for change in frame] for frame in story_of(answer).frames]
+        changes = [[change[:2] for change in frame] for frame in timeline_of(answer).frames]
         assert changes == [[(1, GIVEN)], [(0, WRITTEN)], [(2, WRITTEN), (3, UNWRITTEN)]]
 
 
 def test_a_character_of_several_tokens_appears_when_it_is_complete():
     moments = [([0, 1], [-1, -1]), ([0, 1], [0, -1]), ([0, 1], [0, 1])]
-    story = story_of(by_hand([b"\xc3", b"\xa9"], moments))
-    assert [[(c.position, c.kind, c.text) for c in frame] for frame in story.frames[1:]] == [
+    timeline = timeline_of(by_hand([b"\xc3", b"\xa9"], moments))
+    assert [[(c.position, c.kind, c.text) for c in frame] for frame in timeline.frames[1:]] == [
         [(0, WRITTEN, "\\xc3")],
-        [(0, SPELLED, ""), (1, WRITTEN, "é")],
+        [(0, RESPELLED, ""), (1, WRITTEN, "é")],
     ]
 
 
@@ -183,10 +207,10 @@ def test_an_engine_s_requests_tell_of_their_own_numbers_and_tokens(llada_tiny):
     engine.submit(PROMPT), engine.submit(PROMPT, threshold=0.5, given=given, gen_length=12)
     first, second = sorted(engine.results(), key=lambda request: request.number)
     found = compare([first, second])
-    assert [story.name for story in found.stories] == ["threshold=0.9 × dual", "threshold=0.5 × dual"]
-    assert found.stories[0] == story_of(first.generation)
-    assert [change[:3] for change in found.stories[1].frames[0]] == [(0, GIVEN, 49)]
-    assert (found.stories[0].length, found.stories[1].length) == (16, 12)
+    assert [timeline.name for timeline in found.timelines] == ["threshold=0.9 × dual", "threshold=0.5 × dual"]
+    assert found.timelines[0] == timeline_of(first.generation)
+    assert [change[:3] for change in found.timelines[1].frames[0]] == [(0, GIVEN, 49)]
+    assert (found.timelines[0].length, found.timelines[1].length) == (16, 12)
 
 
 # Pages
@@ -206,7 +230,7 @@ def test_no_text_escapes_into_the_page():
     outside = re.sub(r"<style>.*?</style>|<script>.*</script>", "", html, flags=re.DOTALL)
     assert html.count("<script") == 2 and html.count("</script") == 2
     assert "<img" not in html and "<b>" not in html and "alert(1)</pre>" not in outside
-    told = data_of(html)[0]["stories"][0]
+    told = data_of(html)[0]["timelines"][0]
     assert told["texts"][0] == pieces[0].decode() and "@ID@" in told["texts"][5]
     assert told["texts"][2:5] == ["\\u202eשלום", "a↵\nb", "\\xff"]
     assert told["name"] == "<b>&" and "&lt;b&gt;&amp;:" in html
@@ -235,11 +259,11 @@ def test_a_long_generation_makes_a_small_page():
     start = time.perf_counter()
     html = show(by_hand([bytes([97 + i % 26]) * (1 + i // 26) for i in range(60)], moments, block=32)).html()
     assert len(html) < 200_000 and time.perf_counter() - start < 30
-    assert replayed(data_of(html)[0]["stories"][0])[1] == order.tolist()
+    assert replayed(data_of(html)[0]["timelines"][0])[1] == order.tolist()
 
 
 def test_samplers_of_one_name_are_told_apart(answer, whole):
-    names = lambda found: [story.name for story in found.stories]
+    names = lambda found: [timeline.name for timeline in found.timelines]
     assert names(compare([answer, whole])) == ["threshold=0.9 × dual (1)", "threshold=0.9 × dual (2)"]
     assert names(compare({"a": answer, "b": whole})) == ["a", "b"]
     assert names(show([answer, whole])) == ["1 of 2", "2 of 2"]
@@ -283,7 +307,7 @@ REAL_PRINT = Console.print
 
 def test_on_a_terminal_tokens_have_the_colour_of_their_forward(whole):
     out = printed(show(whole), width=100, color_system="truecolor")
-    assert f"NFE {whole.full_forwards} full" in out and story_of(whole).speed in out
+    assert f"NFE {whole.full_forwards} full" in out and timeline_of(whole).speed in out
     grounds = {";".join(map(str, found.ground)) for found in colors.SCALE}
     seen = set(re.findall(r"48;2;(\d+;\d+;\d+)m", out.rpartition("forward 1")[0]))
     assert seen <= grounds and len(seen) == len(set(whole.decoded_at) - {-1})
@@ -436,7 +460,7 @@ def test_the_command_saves_a_view(run, tmp_path, answer):
     path = tmp_path / "x.html"
     status, out, err = run(PROMPT, OTHER, "--save-view", str(path))
     assert status == 0 and answer.text in out and "single steps for the view" in err
-    first, second = data_of(path.read_text())[0]["stories"]
+    first, second = data_of(path.read_text())[0]["timelines"]
     assert replayed(first)[1] == answer.decoded_at and (first["name"], second["name"]) == ("1 of 2", "2 of 2")
     assert len(first["full"]) == answer.full_forwards
 
@@ -454,7 +478,7 @@ def test_the_live_view_is_saved(run, tmp_path, answer, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     status, out, err = run(PROMPT, "--delay", "0", "--save-view", str(tmp_path / "x.html"))
     assert (status, err) == (0, "") and answer.text in out
-    assert data_of((tmp_path / "x.html").read_text())[0]["stories"][0]["full"]
+    assert data_of((tmp_path / "x.html").read_text())[0]["timelines"][0]["full"]
 
 
 @pytest.mark.parametrize(
@@ -463,7 +487,6 @@ def test_the_live_view_is_saved(run, tmp_path, answer, monkeypatch):
         (("a", "--save-view", "x.txt"), "x.txt has no ending of a view"),
         (("a", "--save-view", "/nowhere/x.gif"), "the folder /nowhere of x.gif does not exist"),
         (("--prompts", "x", "--save-view", "x.html"), "--save-view shows prompts of the command line"),
-        (("a", "--save-view", "x.html", "--batch-size", "2"), "--batch-size has no effect beside --save-view"),
     ],
 )
 def test_mistakes_come_before_anything_is_read(run, monkeypatch, arguments, sentence):
@@ -483,9 +506,9 @@ def test_compared_samplers_are_saved_side_by_side(capsys, tmp_path, monkeypatch)
     table = capsys.readouterr().out
     assert evals_cli.main([*said, *more, "--save-view", str(path)]) == 0
     assert capsys.readouterr().out == table
-    stories = data_of(path.read_text())[0]["stories"]
-    assert [story["name"] for story in stories] == ["topk:k=4", "threshold"]
-    assert all(GIVEN in replayed(story)[2] for story in stories)
+    stories = data_of(path.read_text())[0]["timelines"]
+    assert [timeline["name"] for timeline in stories] == ["topk:k=4", "threshold"]
+    assert all(GIVEN in replayed(timeline)[2] for timeline in stories)
     assert evals_cli.main([*said, "--save-view", "x.pdf"]) == 2
     assert capsys.readouterr().err.startswith("error: x.pdf has no ending of a view")
 
@@ -559,7 +582,7 @@ def test_a_browser_tells_of_tokens_and_plays(whole, browser, tmp_path):
     by_forward = browser.run(ground)
     browser.run("window.by = document.querySelector('select'); by.value = 'confidence'")
     browser.run("by.dispatchEvent(new Event('change'))")
-    share = cells_at(story_of(whole), whole.nfe)[0].confidence
+    share = cells_at(timeline_of(whole), whole.nfe)[0].confidence
     wanted = "rgb({}, {}, {})".format(*colors.colour_at(round(share, 3)).ground)
     assert browser.run(ground) == wanted and by_forward.startswith("rgb(")
     browser.run(f"({KEY})('End', document.querySelector('button'))")
@@ -620,6 +643,6 @@ def test_a_browser_draws_texts_as_texts(browser, tmp_path):
 
 
 def test_an_end_token_has_a_mark():
-    story = story_of(by_hand([b"a"], [([0, 99], [-1, -1]), ([0, 99], [0, 0])]))
-    assert [change.text for change in story.frames[1]] == ["a", END]
-    assert story.told()["texts"] == ["a", "∎"]
+    timeline = timeline_of(by_hand([b"a"], [([0, 99], [-1, -1]), ([0, 99], [0, 0])]))
+    assert [change.text for change in timeline.frames[1]] == ["a", END]
+    assert timeline.as_json()["texts"] == ["a", "∎"]

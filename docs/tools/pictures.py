@@ -28,12 +28,13 @@ from convert import embedded
 from dllm_jax import DllmError, Model
 from dllm_jax.models.denoiser import Denoiser, Span
 from dllm_jax.pytree import pytree
-from samplers import record, trace
+from samplers import generate
 from samplers.cli.outputs import write
-from samplers.engine.engine import requests_of
+from samplers.engine.engine import Update, requests_of
+from samplers.engine.runner import run_all
 from samplers.generate import prepare
 from samplers.viewer.colors import colour_at
-from samplers.viewer.timeline import WRITTEN, Story, seen, story_of
+from samplers.viewer.timeline import WRITTEN, Timeline, page_text, timeline_of
 from samplers.viewer.view import View, view_of
 from train import merge, read_config, train
 
@@ -101,14 +102,16 @@ def steps_of(model: Model, prompt: str, spec: str, gen_length: int, **options: A
     request = requests_of(sampler, rows, keys)[0]
     start, length, forwards = len(request.prompt), len(request.prompt) + gen_length, list[np.ndarray]()
     _NOTES.clear()
-    for result, _ in trace.steps_of(noted, sampler, request):
+
+    def keep_positions(update: Update) -> None:
         jax.effects_barrier()
-        if result.nfe[0] > len(forwards):
+        if update.nfe > len(forwards):
             forwards.append(np.isin(np.arange(length), np.concatenate(_NOTES)))
             _NOTES.clear()
-    assert request.moments is not None
-    story, at = story_of(request.generation), np.asarray(request.moments[-1].decoded_at)
-    texts = {change.position: seen(change.text) for frame in story.frames for change in frame}
+
+    list(run_all(noted, sampler, [request], trace=True, on_update=keep_positions)[1])
+    timeline, at = timeline_of(request.generation), np.asarray(request.generation.decoded_at)
+    texts = {change.position: page_text(change.text) for frame in timeline.frames for change in frame}
     own = [texts[i] if at[i] >= 0 else "" for i in range(gen_length)]
     first = 0 if getattr(sampler, "align_blocks", False) else start
     borders = [border for border in range(first, length, sampler.width) if border > start]
@@ -200,18 +203,19 @@ def tiny(family: str, folder: Path) -> Path:
     return folder / name
 
 
-def _cut(story: Story, forwards: int) -> Story:
-    """The story after so many forwards."""
-    frames = story.frames[: forwards + 1]
+def _cut(timeline: Timeline, forwards: int) -> Timeline:
+    """The timeline after so many forwards."""
+    frames = timeline.frames[: forwards + 1]
     written = sum(change.kind == WRITTEN for frame in frames for change in frame)
-    return dataclasses.replace(story, name=f"after forward {forwards}", frames=frames, tokens=written)
+    return dataclasses.replace(timeline, name=f"after forward {forwards}", frames=frames, tokens=written)
 
 
 def canvas(_: Path) -> bytes:
     """One generation at four moments."""
     model = embedded.load("word-problems")
-    story = story_of(record(model, QUESTION, sampler="topk:k=2,cache=none,block_length=0", gen_length=32))
-    return _saved(View([_cut(story, k) for k in (2, 6, 10, story.forwards)], "forward"))
+    spec = "topk:k=2,cache=none,block_length=0"
+    timeline = timeline_of(generate(model, QUESTION, sampler=spec, gen_length=32, trace=True))
+    return _saved(View([_cut(timeline, k) for k in (2, 6, 10, timeline.forwards)], "forward"))
 
 
 def rules(_: Path) -> bytes:
@@ -224,7 +228,7 @@ def rules(_: Path) -> bytes:
         "eb:gamma=0.01": "eb:gamma=0.01",
     }
     plain = {"cache": "none", "block_length": 0, "gen_length": 32}
-    answers = [record(model, QUESTION, sampler=spec, **plain) for spec in named.values()]
+    answers = [generate(model, QUESTION, sampler=spec, trace=True, **plain) for spec in named.values()]
     return _saved(view_of(answers, list(named)))
 
 
@@ -272,8 +276,9 @@ def edits(folder: Path) -> bytes:
     model = dllm_jax.load(tiny("llada2", folder))
     prompt = "Q: Tom has 39 apples. Tom buys 5. Tom buys 8.\nA: "
     specs = {"threshold 0.3, nothing is edited": 1.1, "threshold 0.3, editing threshold 0.5": 0.5}
+    shape: dict[str, Any] = {"gen_length": 32, "block_length": 16, "trace": True}
     named = {
-        name: record(model, prompt, rule="edit", threshold=0.3, editing_threshold=least, gen_length=32, block_length=16)
+        name: generate(model, prompt, rule="edit", threshold=0.3, editing_threshold=least, **shape)
         for name, least in specs.items()
     }
     return _saved(view_of(list(named.values()), list(named)))

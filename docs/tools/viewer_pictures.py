@@ -9,7 +9,7 @@ from pathlib import Path
 from browser import Browser
 
 from convert import embedded
-from samplers import compare, record, show
+from samplers import compare, generate, show
 
 IMAGES = Path(__file__).parents[1] / "images"
 QUESTION = "Q: Eve has 12 pears. Eve finds 9. Eve shares equally among 3. Eve gets 4 times as many. Eve loses 11.\nA: "
@@ -32,7 +32,7 @@ def picture(browser: Browser, page: Path, scheme: str, script: str, height: int,
 
 def main() -> None:
     model = embedded.load("word-problems")
-    answers = {name: record(model, QUESTION, gen_length=32, **options) for name, options in RULES.items()}
+    answers = {name: generate(model, QUESTION, gen_length=32, trace=True, **options) for name, options in RULES.items()}
     compared, alone = compare(answers), show(answers["threshold 0.9, dual cache"], colour="confidence")
     compared.save(IMAGES / "viewer.gif")
     with tempfile.TemporaryDirectory() as folder:

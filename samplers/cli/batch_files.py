@@ -25,14 +25,14 @@ from dllm_jax.cli import progress_bars
 from samplers.cli.lines import WRITTEN, Desk, Line, LineFile, Room
 from samplers.cli.outputs import Output, Share, check_parts, merge, part_of
 from samplers.cli.report import (
-    Tally,
-    answer_told,
-    print_beside,
+    Totals,
+    answer_json,
+    print_after,
     print_statistics,
     print_text,
-    run_told,
-    settings_told,
-    speed_told,
+    run_json,
+    settings_json,
+    speed_json,
 )
 from samplers.engine.engine import Request
 from samplers.engine.runner import Runner
@@ -100,7 +100,7 @@ def answer_file(options: argparse.Namespace, loading: Loading, share: Share) -> 
     source = LineFile(options.prompts)
     room = source.room()
     desk = Desk(loading.bare, room, **loading.outlined)
-    settings = settings_told(options, loading.said, loading.bare.name, desk.sampler)
+    settings = settings_json(options, loading.said, loading.bare.name, desk.sampler)
     settings |= {name: None for name, idle in _idle(loading.bare).items() if settings[name] == idle}
     if options.out is None:
         show = _printing(options, room.total)
@@ -117,9 +117,9 @@ def answer_file(options: argparse.Namespace, loading: Loading, share: Share) -> 
         return
     assert room.total is not None
     if merge(out, share, room.total):
-        print_beside(f"{out} is complete")
+        print_after(f"{out} is complete")
     else:
-        print_beside(f"{output.path} is complete; the last of {share.processes} processes puts the parts together")
+        print_after(f"{output.path} is complete; the last of {share.processes} processes puts the parts together")
 
 
 def _idle(model: Model) -> dict[str, Any]:
@@ -203,7 +203,7 @@ class _Job:
     room: Room
     share: Share
     settings: dict[str, Any]
-    tally: Tally = dataclasses.field(default_factory=Tally)
+    tally: Totals = dataclasses.field(default_factory=Totals)
     errors: int = 0
     asked: collections.deque[Asked] = dataclasses.field(default_factory=collections.deque)
 
@@ -221,7 +221,7 @@ class _Job:
         first = next(lines, None)
         if first is None:
             assert output is not None
-            print_beside(f"{output.path}: nothing left to do, {output.done} lines are there")
+            print_after(f"{output.path}: nothing left to do, {output.done} lines are there")
             return
         try:
             self._read(first, desk)  # a mistake in all lines comes before gigabytes are read
@@ -239,7 +239,7 @@ class _Job:
     def _answer(self, lines: Iterator[Line], loading: Loading, emit: Emit, output: Output | None) -> None:
         """`answer`, once the first line was found to be sound."""
         model, given = loading.load()
-        settings = self.settings | run_told(model)
+        settings = self.settings | run_json(model)
         if output is not None:
             output.compare(settings)
             output.begin()
@@ -251,7 +251,7 @@ class _Job:
         if self.errors:
             have = "it has" if self.errors == 1 else "they have"
             where = "" if output is None else f"; {have} an 'error' in {output.path}"
-            print_beside(f"{_lines(self.errors)} could not be answered{where}")
+            print_after(f"{_lines(self.errors)} could not be answered{where}")
 
     def _requests(self, lines: Iterable[Line], desk: Desk) -> Iterator[Request]:
         for line in lines:
@@ -306,8 +306,8 @@ class _Job:
             return {**told, "error": asked.error, **always}, None
         answer = request.generation
         self.tally.add(answer)
-        speed = speed_told(answer, request.seconds, runner.compile_seconds)
-        return {**told, **answer_told(answer), **always, **speed}, answer
+        speed = speed_json(answer, request.seconds, runner.compile_seconds)
+        return {**told, **answer_json(answer), **always, **speed}, answer
 
     def _slots(self) -> int:
         """As many for a run that goes on as for one that was not cut off, so that both are one program."""

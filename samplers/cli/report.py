@@ -1,4 +1,4 @@
-"""What the command tells of answers: JSON, and one line of statistics."""
+"""What the command prints about answers: JSON, and one line of statistics."""
 
 import argparse
 import dataclasses
@@ -21,7 +21,7 @@ from samplers.text.display import printable
 
 
 @dataclasses.dataclass
-class Tally:
+class Totals:
     """Sums over answers.
 
     Attributes:
@@ -45,31 +45,31 @@ class Tally:
             self.verified = (self.verified or 0) + answer.verifier_forwards
 
 
-def print_statistics(tally: Tally, seconds: float, speed: str, model: Model, sampler: Any) -> None:
-    """One line; of several prompts the sums."""
-    nfe, full, tokens = tally.nfe, tally.full_forwards, tally.tokens
-    drafts = f"{tally.committed / max(nfe, 1):.2f} accepted per forward, {tally.verified} verifier forwards"
+def print_statistics(totals: Totals, seconds: float, speed: str, model: Model, sampler: Any) -> None:
+    """Prints one line; for several prompts their sums."""
+    nfe, full, tokens = totals.nfe, totals.full_forwards, totals.tokens
+    drafts = f"{totals.committed / max(nfe, 1):.2f} accepted per forward, {totals.verified} verifier forwards"
     parts = [
-        *([f"{tally.answers} prompts"] if tally.answers > 1 else []),
+        *([f"{totals.answers} prompts"] if totals.answers > 1 else []),
         f"NFE {nfe} ({full} full + {nfe - full} window)",
         f"{tokens} tokens, {tokens / max(nfe, 1):.2f} per forward",
-        *([] if tally.verified is None else [drafts]),
+        *([] if totals.verified is None else [drafts]),
         f"{tokens / max(seconds, 1e-9):.1f} tokens/s ({speed})",
         title(sampler),
         f"{model.name}, {told_dtype(model.params)} on {device_of(model)}",
     ]
-    print_beside(" | ".join(parts))
+    print_after(" | ".join(parts))
 
 
-def print_beside(line: str) -> None:
-    """A line that is no answer: below the text on a terminal, else apart from it."""
+def print_after(line: str) -> None:
+    """Prints a line that is no answer: below the text on a terminal, else on the standard error."""
     stream = sys.stdout if sys.stdout.isatty() else sys.stderr
     ascii_only = not (stream.encoding or "").lower().startswith("utf")
     print(printable(line.replace("×", "x") if ascii_only else line, ascii_only), file=stream)
 
 
 def print_text(text: str) -> None:
-    """An answer."""
+    """Prints an answer."""
     print(for_terminal(text) if sys.stdout.isatty() else text, flush=True)
 
 
@@ -79,12 +79,12 @@ def for_terminal(text: str) -> str:
 
 
 def device_of(model: Model) -> str:
-    """For people."""
+    """The devices of a model, as people call them."""
     devices = sorted(jax.tree.leaves(model.params)[0].devices(), key=lambda device: device.id)
     return f"{len(devices)} x {devices[0].device_kind}" if len(devices) > 1 else devices[0].device_kind
 
 
-def settings_told(options: argparse.Namespace, said: Mapping[str, Any], name: str, sampler: Any) -> dict[str, Any]:
+def settings_json(options: argparse.Namespace, said: Mapping[str, Any], name: str, sampler: Any) -> dict[str, Any]:
     """The settings of a run, for its JSON: what is known before the model, of this name, is loaded."""
     always = {name: getattr(options, name) for name in ("chat", "system", "seed", "batch_size", "preset", "sampler")}
     draws = getattr(sampler, "draws", ("temperature", "top_p", "top_k"))
@@ -95,8 +95,8 @@ def settings_told(options: argparse.Namespace, said: Mapping[str, Any], name: st
     return {"model": name, **_finite(told), **always}
 
 
-def run_told(model: Model) -> dict[str, Any]:
-    """What is known behind that."""
+def run_json(model: Model) -> dict[str, Any]:
+    """The settings of a run that are known once the model is loaded."""
     versions = {"dllm_jax": dllm_jax.__version__, "jax": jax.__version__, "python": platform.python_version()}
     return {"device": device_of(model), "dtype": told_dtype(model.params), "versions": versions}
 
@@ -108,7 +108,7 @@ def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def answer_told(answer: Generation) -> dict[str, Any]:
+def answer_json(answer: Generation) -> dict[str, Any]:
     """One answer's part of a line of JSON, the same in every run."""
     return {
         "text": answer.text,
@@ -126,7 +126,7 @@ def answer_told(answer: Generation) -> dict[str, Any]:
     }
 
 
-def speed_told(answer: Generation, seconds: float, compile_seconds: float) -> dict[str, Any]:
-    """The other part; `seconds` is the time from its admission to its end, beside others."""
+def speed_json(answer: Generation, seconds: float, compile_seconds: float) -> dict[str, Any]:
+    """The other part; `seconds` is the time from its admission to its end, with others in the batch."""
     speed = len(answer.tokens) / max(seconds, 1e-9)
     return {"seconds": seconds, "compile_seconds": compile_seconds, "tokens_per_second": speed}

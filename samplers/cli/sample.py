@@ -20,6 +20,7 @@ argument `serve` always means that; as a prompt the word goes behind an option: 
 """
 
 import argparse
+import contextlib
 import functools
 import io
 import json
@@ -44,22 +45,21 @@ from samplers.cli.batch_files import SLOTS, Loading, answer_file, check_flags
 from samplers.cli.flags import add_model, add_sampler, default_of, flag_of, own_parts, said_by, written_fields
 from samplers.cli.lines import prompts_of
 from samplers.cli.outputs import Share, joined
-from samplers.cli.report import Tally, answer_told, print_statistics, print_text, run_told, settings_told, speed_told
+from samplers.cli.report import Totals, answer_json, print_statistics, print_text, run_json, settings_json, speed_json
 from samplers.config.costs import costs_of
 from samplers.config.explain import Setting, explained, explained_as_json, print_explained
 from samplers.config.factory import CanvasSampler, defaults_of, typed, with_verifier
 from samplers.config.presets import PRESETS
 from samplers.config.registry import LOOPS, kind_of
 from samplers.engine.engine import Request, requests_of
-from samplers.engine.runner import run_all
+from samplers.engine.runner import Runner, run_all
 from samplers.generate import prepare
 from samplers.generation import Generation
-from samplers.infill import filled, prepare_infill, requests_for
+from samplers.infill import infilling_of, prepare_infill, requests_for
 from samplers.rules import RULES
 from samplers.text.prompts import bucket_length
 from samplers.tokens.smoothing import Smoothing
-from samplers.trace import compile_steps, record_all
-from samplers.viewer.terminal import Watched, watch
+from samplers.viewer.terminal import LiveView
 from samplers.viewer.view import check_path, view_of
 
 
@@ -151,8 +151,6 @@ def _check_view(options: argparse.Namespace) -> None:
     check_path(options.save_view)
     if options.prompts is not None and options.infill is None:
         raise DllmError("--save-view shows prompts of the command line, not a file of them; leave out --prompts")
-    if options.batch_size is not None:
-        raise DllmError("--batch-size has no effect beside --save-view, which runs prompts one by one; leave it out")
 
 
 def _explain(options: argparse.Namespace) -> None:
@@ -163,13 +161,13 @@ def _explain(options: argparse.Namespace) -> None:
     asked = bool(options.prompt) or options.prompts is not None or options.infill is not None
     spoken = asked and model.folder is not None  # else there is no tokenizer yet
     usual = [model.config.eos_id] * min(USUAL_PROMPT, model.config.max_length // 4)
-    unspoken = _Work([{}], functools.partial(_generation, [usual]))
-    work = _work(options) if asked else unspoken
-    ready = (work if spoken else unspoken).prepare(model, **loading.outlined)
-    number = len(work.lines)
+    unspoken = _Job([{}], functools.partial(_prepare_prompts, [usual]))
+    job = _job(options) if asked else unspoken
+    sampler, requests, _ = (job if spoken else unspoken).prepare(model, **loading.outlined)
+    number = len(job.questions)
     together = min(options.batch_size or (SLOTS if options.prompts is not None else number), number)
-    length = max(len(request.prompt) for request in ready.requests)
-    costs = costs_of(model, ready.sampler, together, bucket_length(length))
+    length = max(len(request.prompt) for request in requests)
+    costs = costs_of(model, sampler, together, bucket_length(length))
     settings = _own_settings(options, model, together)
     if options.prompts is not None:
         settings.append(Setting("prompts", f"{number} of {options.prompts}", "the command line", ""))
@@ -182,7 +180,7 @@ def _explain(options: argparse.Namespace) -> None:
     if options.json:
         print(explained_as_json(settings, costs))
     else:
-        print_explained(settings, costs, ready.sampler.gen_length)
+        print_explained(settings, costs, sampler.gen_length)
 
 
 USUAL_PROMPT = 128
@@ -242,91 +240,82 @@ def _loading(options: argparse.Namespace, look: Callable[[str], Model] = outline
 
 
 def _answer_all(options: argparse.Namespace) -> None:
-    """Prompts that are known, all together or a number at a time."""
-    work, loading = _work(options), _loading(options)
-    work.prepare(loading.bare, **loading.outlined)  # mistakes come before gigabytes are read
+    """Answers prompts or fills gaps that the command line, the standard input or a file gives: all in one run."""
+    job, loading = _job(options), _loading(options)
+    job.prepare(loading.bare, **loading.outlined)  # mistakes come before gigabytes are read
     model, settings = loading.load()
-    ready = work.prepare(model, **settings)
-    shown = sys.stdout.isatty() and not (options.json or options.no_live or options.infill)
-    if shown and len(work.lines) == 1:
-        watched = watch(model, work.lines[0]["prompt"], delay=options.delay, keep=False, **settings)
-        _print_watched(model, ready.sampler, watched)
-        _save_view(options, [watched.generation])
-        return
-    if not options.json:  # which leaves the standard error to errors
+    sampler, requests, answer_of = job.prepare(model, **settings)
+    live = _live_view(options) if len(requests) == 1 else None
+    if live is None and not options.json:  # which leaves the standard error to errors
         print("compiling, then sampling ...", file=sys.stderr)
-    run = _recorded if options.save_view else run_all
-    runner, done = run(model, ready.sampler, ready.requests, options.batch_size)
-    told = settings_told(options, loading.said, model.name, ready.sampler) | run_told(model)
+    observers = {"trace": options.save_view is not None, "on_update": live}
+    runner, ended = run_all(model, sampler, requests, options.batch_size, **observers)
+    shared = settings_json(options, loading.said, model.name, sampler) | run_json(model)
     answers = []
-    for line, request in zip(work.lines, done, strict=True):
-        answers.append(ready.answer_of(request))
-        if options.json:
-            fast = speed_told(answers[-1], request.seconds, runner.compile_seconds)
-            print(json.dumps({**line, **answer_told(answers[-1]), "settings": told, **fast}), flush=True)
+    with live or contextlib.nullcontext():
+        for question, request in zip(job.questions, ended, strict=True):
+            answers.append(answer_of(request))
+            if options.json:
+                speed = speed_json(answers[-1], request.seconds, runner.compile_seconds)
+                print(json.dumps({**question, **answer_json(answers[-1]), "settings": shared, **speed}), flush=True)
     if not options.json:
         _print_texts(answers)
-        single = " of single steps for the view" if options.save_view else ""
-        speed = f"{runner.seconds:.3f} s{single}, compiled before in {runner.compile_seconds:.1f} s"
-        _print_statistics(answers, runner.seconds, speed, model, ready.sampler)
-    _save_view(options, answers)
+        totals = Totals()
+        for answer in answers:
+            totals.add(answer)
+        print_statistics(totals, runner.seconds, _timing(options, runner, live is not None), model, sampler)
+    if options.save_view is not None:
+        view_of(answers).save(options.save_view)
 
 
-class _Times(NamedTuple):
-    seconds: float
-    compile_seconds: float
+def _live_view(options: argparse.Namespace) -> LiveView | None:
+    """Where the canvas is drawn while it is unmasked; None where nobody sees it or something else is wanted."""
+    if options.json or options.no_live or options.infill or not sys.stdout.isatty():
+        return None
+    return LiveView(delay=options.delay, keep=False)
 
 
-def _recorded(
-    model: Model, sampler: CanvasSampler, requests: Sequence[Request], _: int | None
-) -> tuple[_Times, list[Request]]:
-    """`run_all` by single steps, one request after another."""
-    compile_seconds = compile_steps(model, sampler, requests)
-    done = list(record_all(model, sampler, requests))
-    return _Times(sum(request.seconds for request in done), compile_seconds), done
+def _timing(options: argparse.Namespace, runner: Runner, live: bool) -> str:
+    """How long it took, for the line of statistics."""
+    view = "live view" if live else "view" if options.save_view else None
+    single = f" of single steps for the {view}" if view else ""
+    advice = "; --no-live runs them as one program" if live and not options.save_view else ""
+    return f"{runner.seconds:.3f} s{single}, compiled before in {runner.compile_seconds:.1f} s{advice}"
 
 
-class _Work(NamedTuple):
-    """What is asked for.
+class _Job(NamedTuple):
+    """What the command line asks for.
 
     Attributes:
-        lines: the question of each answer, for JSON.
-        prepare: (model, settings) -> what is to be run, after all checks.
+        questions: of each answer, for JSON: its prompt, and its template if there is one.
+        prepare: (model, settings) -> the sampler, the requests, and what makes the answer of one that has ended; raises
+            DllmError for bad settings, and reads no parameters.
     """
 
-    lines: list[dict[str, Any]]
-    prepare: Callable[..., "_Ready"]
+    questions: list[dict[str, Any]]
+    prepare: Callable[..., tuple[CanvasSampler, list[Request], Callable[[Request], Generation]]]
 
 
-class _Ready(NamedTuple):
-    """What is to be run, and what makes an answer of a request that has ended."""
-
-    sampler: CanvasSampler
-    requests: list[Request]
-    answer_of: Callable[[Request], Generation]
-
-
-def _work(options: argparse.Namespace) -> _Work:
+def _job(options: argparse.Namespace) -> _Job:
     if options.infill is None:
         prompts = _prompts(options)
-        return _Work([{"prompt": prompt} for prompt in prompts], functools.partial(_generation, prompts))
+        return _Job([{"prompt": prompt} for prompt in prompts], functools.partial(_prepare_prompts, prompts))
     templates = options.infill
     given: list[Any] = _prompts(options) if options.prompt or options.prompts is not None else [None]
     prompt, each = (given[0], given * len(templates)) if len(given) == 1 else (given, given)
-    lines = [{"prompt": one, "template": template} for one, template in zip(each, templates, strict=False)]
-    return _Work(lines, functools.partial(_infilling, templates, prompt))
+    questions = [{"prompt": one, "template": template} for one, template in zip(each, templates, strict=False)]
+    return _Job(questions, functools.partial(_prepare_infilling, templates, prompt))
 
 
-def _generation(prompts: list[Any], model: Model, **settings: Any) -> _Ready:
+def _prepare_prompts(prompts: list[Any], model: Model, **settings: Any) -> Any:
     sampler, rows, keys = prepare(model, prompts, **settings)
-    return _Ready(
-        sampler, requests_of(sampler, rows, keys, settings.get("stop") or ()), lambda request: request.generation
-    )
+    requests = requests_of(sampler, rows, keys, settings.get("stop") or ())
+    return sampler, requests, lambda request: request.generation
 
 
-def _infilling(templates: list[str], prompt: Any, model: Model, **settings: Any) -> _Ready:
+def _prepare_infilling(templates: list[str], prompt: Any, model: Model, **settings: Any) -> Any:
     plan = prepare_infill(model, templates, prompt=prompt, **settings)
-    return _Ready(plan.sampler, requests_for(model, plan), functools.partial(filled, model, plan))
+    return plan.sampler, requests_for(model, plan), functools.partial(infilling_of, model, plan)
 
 
 def _print_texts(answers: Sequence[Generation]) -> None:
@@ -334,27 +323,6 @@ def _print_texts(answers: Sequence[Generation]) -> None:
         if len(answers) > 1:
             print(f"--- {number} of {len(answers)}")
         print_text(answer.text)
-
-
-def _print_statistics(
-    answers: Sequence[Generation], seconds: float, speed: str, model: Model, sampler: CanvasSampler
-) -> None:
-    tally = Tally()
-    for answer in answers:
-        tally.add(answer)
-    print_statistics(tally, seconds, speed, model, sampler)
-
-
-def _save_view(options: argparse.Namespace, answers: Sequence[Generation]) -> None:
-    if options.save_view is not None:
-        view_of(answers).save(options.save_view)
-
-
-def _print_watched(model: Model, sampler: CanvasSampler, watched: Watched) -> None:
-    _print_texts([watched.generation])
-    steps = f"{watched.seconds:.3f} s of single steps for the live view"
-    speed = f"{steps}, compiled before in {watched.compile_seconds:.1f} s; --no-live runs them as one program"
-    _print_statistics([watched.generation], watched.seconds, speed, model, sampler)
 
 
 def _prompts(options: argparse.Namespace) -> list[Any]:

@@ -38,7 +38,7 @@ from samplers.engine.program import (
     turn_on,
     with_numbers,
 )
-from samplers.generation import Generation, Moment, Trace, answer, moment
+from samplers.generation import Generation, Trace, answer
 from samplers.inputs import check_given, check_kept
 from samplers.rules import Rule
 from samplers.sampler import Result
@@ -70,7 +70,7 @@ class Request:
         result: on the host, with a batch of one; None until it has ended.
         seconds: from its admission to its end, beside what else was in the slots.
         cancelled: whether it was taken back.
-        moments: its canvas between the forwards, where these were recorded.
+        steps: its result after each step so far, where these are kept (`keep_step`).
     """
 
     prompt: list[int]
@@ -85,7 +85,7 @@ class Request:
     result: Result | None = None
     seconds: float = 0.0
     cancelled: bool = False
-    moments: Sequence[Moment] = ()
+    steps: list[Result] = dataclasses.field(default_factory=list, repr=False)
     _model: Model | None = dataclasses.field(default=None, repr=False)
     _sampler: Any = dataclasses.field(default=None, repr=False)
 
@@ -106,8 +106,8 @@ class Request:
 
     @property
     def trace(self) -> Trace:
-        """How the answer came about; of a request that has ended."""
-        assert self.result is not None and self._model is not None
+        """The history so far; of a request that an engine runs or ran."""
+        assert self._model is not None
         sampler = self._sampler if self.numbers is None else with_numbers(self._sampler, self.numbers)
         length = self.gen_length
         # Only models with a mask token take given tokens.
@@ -119,9 +119,14 @@ class Request:
             block_length=sampler.width,
             prompt=self.prompt,
             given=np.zeros(length, bool) if given is None else given,
-            edits=int(self.result.edits[0]),
-            moments=self.moments or (moment(self.result, 0, length),),
+            steps=self.steps or ([] if self.result is None else [self.result]),
         )
+
+    def keep_step(self, result: Result) -> None:
+        """Adds the result after a step to `steps`; after a step without a forward it replaces the one before."""
+        if self.steps and self.steps[-1].nfe[0] == result.nfe[0]:
+            self.steps.pop()
+        self.steps.append(result)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +141,7 @@ class Update:
         open: [G] bool, positions that may still change; those of them that are written are provisional.
         final: length of the unbroken beginning that will not change.
         done: whether it has ended.
+        result: on the host, with a batch of one, so far.
     """
 
     request: Request
@@ -146,6 +152,7 @@ class Update:
     open: np.ndarray
     final: int
     done: bool
+    result: Result
 
 
 class Engine:
@@ -535,6 +542,7 @@ class Engine:
             open=open & (not done),
             final=int(result.lengths) if done else _final(report, request),
             done=done,
+            result=jax.tree.map(lambda x: np.asarray(x[slot : slot + 1]), report.result),
         )
 
     def _collect(self, report: Report) -> None:

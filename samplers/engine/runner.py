@@ -3,7 +3,7 @@
 import collections
 import itertools
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from dllm_jax import Model
 from samplers.config.factory import CanvasSampler
-from samplers.engine.engine import Engine, Request
+from samplers.engine.engine import Engine, Request, Update
 from samplers.engine.program import program_of, structure_of
 from samplers.sampler import broken, warn_if_broken
 from samplers.text.prompts import bucket_length
@@ -82,13 +82,24 @@ class Runner:
 
     AHEAD = 64  # times the slots: requests that may have ended, or run, behind one that has not
 
-    def __init__(self, model: Model, sampler: CanvasSampler, slots: int, **options: Any) -> None:
+    def __init__(
+        self,
+        model: Model,
+        sampler: CanvasSampler,
+        slots: int,
+        *,
+        trace: bool = False,
+        on_update: Callable[[Update], None] | None = None,
+        **options: Any,
+    ) -> None:
         """
         Args:
             slots: requests that are worked on together.
+            trace: keep each request's result after every step, for its `trace`; every step is then a call of its own.
+            on_update: called after every step with what it did to each request; likewise.
             options: further ones of `Engine`.
         """
-        self.slots = slots
+        self.slots, self._trace, self._on_update = slots, trace, on_update
         self._most = model.config.max_length - sampler.gen_length
         self._make = lambda longest: Engine(model, sampler, slots=slots, prompt_length=longest, **options)
         self._engine: Engine | None = None
@@ -119,10 +130,22 @@ class Runner:
             while order and (order[0].result is not None or order[0].cancelled):
                 yield ended.saw(order.popleft())
             if self._engine is not None and not self._engine.idle:
-                self._engine.advance()
+                self._advance(self._engine)
         ended.warn()
         if source.failure is not None:
             raise source.failure
+
+    def _advance(self, engine: Engine) -> None:
+        """Runs until a request has ended, or, if each step is observed, one step."""
+        if not self._trace and self._on_update is None:
+            engine.advance()
+            return
+        for update in engine.step():
+            if self._trace:
+                update.request.keep_step(update.result)
+            if self._on_update is not None:
+                self._on_update(update)
+        engine.take_ended()  # `order` holds them
 
     def _take(self, source: "_Source", order: collections.deque[Request], longest: int) -> None:
         """Puts requests into the queue, as many as there may be."""
@@ -166,14 +189,16 @@ def run_all(
     requests: Sequence[Request],
     batch_size: int | None = None,
     progress: bool | None = None,
+    **options: Any,
 ) -> tuple[Runner, Iterator[Request]]:
     """What runs known requests, and these in their order, with a progress bar where they do not all run together.
 
     Args:
         batch_size: slots, see `slots_for`; one for each request by default.
         progress: whether there is a bar; by default where someone is watching.
+        options: `trace` and `on_update`, see `Runner`.
     """
-    runner = Runner(model, sampler, slots_for(model, len(requests), batch_size))
+    runner = Runner(model, sampler, slots_for(model, len(requests), batch_size), **options)
     done = runner.run(requests, longest=max((len(request.prompt) for request in requests), default=0))
     hide = len(requests) <= runner.slots if progress is None else not progress
     return runner, iter(tqdm(done, desc="generating", unit="prompt", total=len(requests), disable=hide or None))

@@ -1,4 +1,4 @@
-"""Stories as pictures: a canvas after some forward as PNG, all of them one after another as GIF."""
+"""Timelines as pictures: a canvas after some forward as PNG, all of them one after another as GIF."""
 
 import io
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 from dllm_jax import DllmError
 from samplers.text.display import UNICODE, printable
 from samplers.viewer.colors import RGB, colour_at
-from samplers.viewer.timeline import Cell, Story, cells_at, seen, share_of
+from samplers.viewer.timeline import Cell, Timeline, cells_at, page_text, scale_position
 
 PAPER, CARD, INK, DIM, LINE = (251, 250, 247), (255, 255, 255), (29, 29, 31), (109, 105, 99), (220, 216, 208)
 FRESH, FULL, MASK = (18, 130, 76), (154, 91, 0), (222, 219, 212)
@@ -18,13 +18,13 @@ LONGEST_FILM, SHORTEST_FRAME, LONGEST_FRAME, HOLD = 8.0, 0.04, 0.4, 2.5  # secon
 COLOURS = 96  # of a GIF: the scale, its letters, and shades between letters and ground
 
 
-def png(stories: Sequence[Story], colour: str, font: str | Path | None = None) -> bytes:
+def png(timelines: Sequence[Timeline], colour: str, font: str | Path | None = None) -> bytes:
     """How the canvases ended.
 
     Raises:
-        DllmError: as `film`.
+        DllmError: as `gif`.
     """
-    drawing = _Drawing(stories, colour, _font(font))
+    drawing = _Drawing(timelines, colour, _font(font))
     for _ in drawing.frames():
         pass
     file = io.BytesIO()
@@ -32,7 +32,9 @@ def png(stories: Sequence[Story], colour: str, font: str | Path | None = None) -
     return file.getvalue()
 
 
-def gif(stories: Sequence[Story], colour: str, font: str | Path | None = None, seconds: float | None = None) -> bytes:
+def gif(
+    timelines: Sequence[Timeline], colour: str, font: str | Path | None = None, seconds: float | None = None
+) -> bytes:
     """A frame before the first forward and one after each, the last of which stays; over and over again.
 
     Args:
@@ -41,9 +43,9 @@ def gif(stories: Sequence[Story], colour: str, font: str | Path | None = None, s
     Raises:
         DllmError: when Pillow or matplotlib are not installed, and for a font that cannot be read.
     """
-    drawing = _Drawing(stories, colour, _font(font))
+    drawing = _Drawing(timelines, colour, _font(font))
     palette = _palette(drawing)
-    images = [image.quantize(palette=palette, dither=0) for image in _Drawing(stories, colour, drawing.font).frames()]
+    images = [image.quantize(palette=palette, dither=0) for image in _Drawing(timelines, colour, drawing.font).frames()]
     each = min(max(LONGEST_FILM / len(images), SHORTEST_FRAME), LONGEST_FRAME) if seconds is None else seconds
     milliseconds = [max(round(1000 * each), 20)] * len(images)
     milliseconds[-1] = max(round(1000 * HOLD), milliseconds[0])
@@ -96,21 +98,21 @@ class _Drawing:
     Attributes:
         image: as it is now.
         font: of all letters.
-        last: forwards of the longest story.
+        last: forwards of the longest timeline.
     """
 
-    def __init__(self, stories: Sequence[Story], colour: str, font: Any) -> None:
+    def __init__(self, timelines: Sequence[Timeline], colour: str, font: Any) -> None:
         from PIL import Image, ImageDraw
 
-        self.font, self.last = font, max(story.forwards for story in stories)
-        columns, characters = _grid(len(stories))
+        self.font, self.last = font, max(timeline.forwards for timeline in timelines)
+        columns, characters = _grid(len(timelines))
         self._width = round(characters * font.getlength("m")) + 2 * MARGIN
         text = _Text(font)
-        panels = [_Panel(story, colour, self.last, self._width, text) for story in stories]
-        prompts = {story.prompt for story in stories}
+        panels = [_Panel(timeline, colour, self.last, self._width, text) for timeline in timelines]
+        prompts = {timeline.prompt for timeline in timelines}
         self._prompt = prompts.pop() if len(prompts) == 1 else ""
         across = columns * (self._width + MARGIN) - MARGIN
-        lines = text.wrapped(seen(self._prompt), across)[-3:] if self._prompt else []
+        lines = text.wrapped(page_text(self._prompt), across)[-3:] if self._prompt else []
         top, place = MARGIN + LEADING * len(lines) + (MARGIN if lines else 0), list[tuple[int, int]]()
         for first in range(0, len(panels), columns):
             row = panels[first : first + columns]
@@ -144,8 +146,8 @@ class _Drawing:
         self._draw.text((x + 108, y), high, DIM, self.font)
         x += round(self.font.getlength(high)) + 132
         marks = [("written now", FRESH)]
-        marks += [("full forward", FULL)] if any(panel.story.full for panel, _ in self._panels) else []
-        marks += [("was another token", INK)] if any(panel.story.revised for panel, _ in self._panels) else []
+        marks += [("full forward", FULL)] if any(panel.timeline.full for panel, _ in self._panels) else []
+        marks += [("was another token", INK)] if any(panel.timeline.revised for panel, _ in self._panels) else []
         for name, mark in marks:
             ground = mark if mark == FULL else None
             if mark == INK:
@@ -188,10 +190,10 @@ class _Text:
 
 
 class _Panel:
-    """One story's part of the picture: its name, where it is, its canvas and its forwards."""
+    """The part of the picture that shows one timeline: its name, facts, canvas and forwards."""
 
-    def __init__(self, story: Story, colour: str, last: int, width: int, text: _Text) -> None:
-        self.story, self._colour, self._last, self._width, self._text = story, colour, last, width, text
+    def __init__(self, timeline: Timeline, colour: str, last: int, width: int, text: _Text) -> None:
+        self.timeline, self._colour, self._last, self._width, self._text = timeline, colour, last, width, text
         self._boxes, lines = self._placed()
         self._canvas = 2 * LEADING + 4
         self._chart = self._canvas + lines * LEADING + 2 * MARGIN + 4
@@ -201,16 +203,16 @@ class _Panel:
 
     def _placed(self) -> tuple[list[tuple[int, int, int]], int]:
         """(x, line, width) of each cell, which has room for all texts it ever has, and the number of lines."""
-        widest, breaks = [self._text.width(UNICODE.mask)] * self.story.length, set[int]()
-        for frame in self.story.frames:
+        widest, breaks = [self._text.width(UNICODE.mask)] * self.timeline.length, set[int]()
+        for frame in self.timeline.frames:
             for change in frame:
-                text = self._text.of(seen(change.text))
+                text = self._text.of(page_text(change.text))
                 widest[change.position] = max(widest[change.position], self._text.width(text.replace("\n", "")))
-        for position, cell in enumerate(cells_at(self.story, self.story.forwards)):
+        for position, cell in enumerate(cells_at(self.timeline, self.timeline.forwards)):
             breaks |= {position} if "\n" in cell.text else set()
         boxes, x, line, room = list[tuple[int, int, int]](), 0, 0, self._width - 2 * MARGIN
         for position, wide in enumerate(widest):
-            x += 9 if position % self.story.block_length == 0 and x else 0
+            x += 9 if position % self.timeline.block_length == 0 and x else 0
             if x and x + wide > room:
                 x, line = 0, line + 1
             boxes.append((x, line, min(wide, room)))
@@ -222,23 +224,23 @@ class _Panel:
     def begin(self, draw: Any, at: tuple[int, int]) -> None:
         """An empty canvas."""
         x, y = at
-        self._cells, self._fresh = [Cell() for _ in range(self.story.length)], set()
-        draw.text((x, y), self._fitting(self.story.name), INK, self._text.font)
+        self._cells, self._fresh = [Cell() for _ in range(self.timeline.length)], set()
+        draw.text((x, y), self._fitting(self.timeline.name), INK, self._text.font)
         draw.rectangle((x, y + self._canvas, x + self._width, y + self._chart - 8), CARD, LINE)
-        for position in range(self.story.length):
+        for position in range(self.timeline.length):
             self._cell(draw, at, position)
-            if position and position % self.story.block_length == 0:
+            if position and position % self.timeline.block_length == 0:
                 left, top = self._corner(at, position)
                 draw.line((left - 5, top + 1, left - 5, top + LEADING - 3), LINE)
 
     def draw(self, draw: Any, at: tuple[int, int], forward: int) -> None:
         """What a forward changed."""
         x, y = at
-        told = self._facts(forward)
-        if forward <= self.story.forwards:
-            changes = self.story.frames[forward]
+        facts = self._facts(forward)
+        if forward <= self.timeline.forwards:
+            changes = self.timeline.frames[forward]
             for change in changes:
-                self._cells[change.position].change(change, forward)
+                self._cells[change.position].apply(change, forward)
             before = self._fresh
             at_now = (change.position for change in changes if self._cells[change.position].at == forward)
             self._fresh = set(at_now) if forward else set()
@@ -249,15 +251,15 @@ class _Panel:
             for position in before:
                 self._cell(draw, at, position)
         draw.rectangle((x, y + LEADING, x + self._width, y + 2 * LEADING), PAPER)
-        draw.text((x, y + LEADING), self._fitting(told), DIM, self._text.font)
+        draw.text((x, y + LEADING), self._fitting(facts), DIM, self._text.font)
         self._bars(draw, at, forward)
 
     def _facts(self, forward: int) -> str:
-        story = self.story
+        timeline = self.timeline
         done = sum(cell.at is not None for cell in self._cells)
-        if forward < story.forwards:
-            return f"forward {forward} of {story.forwards}, {done} written"
-        return f"NFE {story.forwards}, {story.speed}"
+        if forward < timeline.forwards:
+            return f"forward {forward} of {timeline.forwards}, {done} written"
+        return f"NFE {timeline.forwards}, {timeline.speed}"
 
     def _fitting(self, text: str) -> str:
         text = self._text.of(text)
@@ -279,27 +281,27 @@ class _Panel:
             draw.rectangle((left, top + 3, max(right - 1, left), bottom - 3), MASK)
         else:
             draw.rectangle((left, top, right, bottom), ground)
-            draw.text((left, top), self._text.of(seen(cell.text)).replace("\n", ""), ink, self._text.font)
-        if cell.was:
+            draw.text((left, top), self._text.of(page_text(cell.text)).replace("\n", ""), ink, self._text.font)
+        if cell.previous:
             for below in (0, 2):
                 draw.line((left, bottom - below, right, bottom - below), ink if cell.kind is not None else DIM)
         if position in self._fresh:
             draw.rectangle((left, top, right, bottom), None, FRESH, 2)
 
     def _colours(self, cell: Cell) -> tuple[RGB, RGB]:
-        share = share_of(cell, self._colour, self._last)
-        return (CARD, DIM) if share is None else tuple(colour_at(share))  # type: ignore[return-value]
+        position = scale_position(cell, self._colour, self._last)
+        return (CARD, DIM) if position is None else tuple(colour_at(position))  # type: ignore[return-value]
 
     def _bars(self, draw: Any, at: tuple[int, int], forward: int) -> None:
         """Tokens per forward, up to this one, and which were full."""
         x, base = at[0], at[1] + self._chart + 16
         draw.rectangle((x, base - 16, x + self._width, base + 6), PAPER)
-        counts = [sum(change.kind <= 1 for change in frame) for frame in self.story.frames]
+        counts = [sum(change.kind <= 1 for change in frame) for frame in self.timeline.frames]
         most, step = max([1, *counts[1:]]), self._width / self._last if self._last else self._width
-        for k in range(1, min(forward, self.story.forwards) + 1):
+        for k in range(1, min(forward, self.timeline.forwards) + 1):
             left, right = round(x + (k - 1) * step), max(round(x + k * step) - 2, round(x + (k - 1) * step))
             draw.rectangle((left, base - round(15 * counts[k] / most), right, base), DIM)
-            if self.story.full is not None and k in self.story.full:
+            if self.timeline.full is not None and k in self.timeline.full:
                 draw.rectangle((left, base + 2, right, base + 5), FULL)
 
 

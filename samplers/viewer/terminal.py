@@ -1,56 +1,30 @@
-"""The canvas on a terminal while it is being unmasked, one forward after another.
-
-watched = watch(model, "Question", rule="eb", gamma=0.2)      # or watch(model, "Question", sampler)
-print(watched.generation.text)
-"""
+"""The canvas on a terminal while it is being unmasked, one forward after another."""
 
 import contextlib
 import dataclasses
 import functools
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.cells import cell_len, chop_cells
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-from dllm_jax import Model
 from samplers.checks import check_number
-from samplers.config.factory import CanvasSampler
-from samplers.config.registry import title
-from samplers.engine.engine import Request, requests_of
-from samplers.generate import prepare
-from samplers.generation import Generation
-from samplers.rules import Rule
-from samplers.sampler import Result, warn_if_broken
-from samplers.text.display import ASCII, END, UNICODE, Glyphs, Speller, printable
-from samplers.text.prompts import Prompt
-from samplers.trace import compile_steps, steps_of
+from samplers.engine.engine import Request, Update
+from samplers.text.display import ASCII, END, UNICODE, Glyphs, printable
+from samplers.viewer.timeline import Replay
 
 SHORTEST_FRAME, LONGEST_SHOW = 0.1, 8.0  # seconds that an automatic delay aims at
 
 MASK, FRESH, END_STYLE, BORDER = "dim", "bold reverse green", "dim", "dim"
 
 
-class Watched(NamedTuple):
-    """What `watch` saw.
-
-    Attributes:
-        generation: the same as `record` gives.
-        seconds: time of the forwards, each a call of its own; drawing and delays are not in it.
-        compile_seconds: time before, for compiling a step.
-    """
-
-    generation: Generation
-    seconds: float
-    compile_seconds: float
-
-
 @dataclasses.dataclass(frozen=True)
-class Frame:
-    """One moment of a generation; print it with rich.
+class CanvasText:
+    """A canvas after some forward; print it with rich.
 
     Attributes:
         header: facts for the line above.
@@ -105,66 +79,70 @@ class Frame:
             yield printable(text, ascii_only, glyphs.marks), own or style, False
 
 
-def watch(
-    model: Model,
-    prompt: Prompt,
-    sampler: str | Rule | CanvasSampler | None = None,
-    *,
-    chat: bool = False,
-    system: str | None = None,
-    seed: int = 0,
-    delay: float | None = None,
-    console: Console | None = None,
-    keep: bool = True,
-    **options: Any,
-) -> Watched:
-    """Answers one prompt and draws the canvas after every forward.
+class LiveView:
+    """Draws the canvas after every forward; an `on_update` of `generate`, for one prompt at a time.
 
-    Args:
-        prompt, sampler, chat, system, seed, options: as in `samplers.generate`, for a single prompt.
-        delay: seconds to wait after a frame; by default just long enough that a small model can be followed.
-        console: where to draw; the standard output, or the notebook's cell, by default.
-        keep: leave the last frame on the screen.
-
-    Raises:
-        DllmError: for bad prompts or options; before anything is compiled.
+    with LiveView() as live:
+        answer = generate(model, "Question", rule="eb", gamma=0.2, on_update=live)
     """
-    check_number("delay", delay, 0.0)
-    sampler, rows, keys = prepare(model, [prompt], sampler=sampler, chat=chat, system=system, seed=seed, **options)
-    (request,) = requests_of(sampler, rows, keys, stop=options.get("stop") or ())
-    return watch_request(model, sampler, request, delay=delay, console=console, keep=keep)
 
+    def __init__(self, *, delay: float | None = None, console: Console | None = None, keep: bool = True) -> None:
+        """
+        Args:
+            delay: seconds to wait after each forward; by default just long enough that a small model can be followed.
+            console: where to draw; the standard output, or the notebook's cell, by default.
+            keep: leave the last canvas on the screen.
 
-def watch_request(
-    model: Model,
-    sampler: CanvasSampler,
-    request: Request,
-    *,
-    delay: float | None = None,
-    console: Console | None = None,
-    keep: bool = True,
-) -> Watched:
-    """`watch` for a request, whose numbers are the sampler's."""
-    draw = functools.partial(_canvas, sampler, Speller(model))
-    blank = Frame(["compiling", title(sampler)], [None] * sampler.gen_length, (), sampler.width)
-    with _screen(console or Console(), keep) as show:
-        show(blank)
-        compile_seconds = compile_steps(model, sampler, [request])
-        for result, took in steps_of(model, sampler, request):
-            show(draw(result))
-            time.sleep(_automatic(sampler.gen_length, took) if delay is None else delay)
-        show(draw(result, last=True))
-    warn_if_broken(result, [0])
-    return Watched(request.generation, request.seconds, compile_seconds)
+        Raises:
+            DllmError: for a negative delay.
+        """
+        check_number("delay", delay, 0.0)
+        self._delay, self._keep, self._console = delay, keep, console or Console()
+        self._stack = contextlib.ExitStack()
+        self._request: Request | None = None
+
+    def __enter__(self) -> "LiveView":
+        self._show = self._stack.enter_context(_screen(self._console, self._keep))
+        self._show(Text("compiling", style="bold", no_wrap=True, overflow="crop"))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+    def __call__(self, update: Update) -> None:
+        """Draws where a request is after a step."""
+        if update.request is not self._request:
+            self._begin(update.request)
+        trace, took = self._trace, time.perf_counter() - self._drawn_at
+        self._replay.advance(update.result, update.nfe, ended=update.done)
+        self._draw(update.nfe, int(update.result.full_forwards[0]), update.nfe)
+        automatic = max(min(SHORTEST_FRAME, LONGEST_SHOW / len(trace.given)) - took, 0.0)
+        time.sleep(automatic if self._delay is None else self._delay)
+        self._drawn_at = time.perf_counter()
+        if update.done:
+            self._draw(update.nfe, int(update.result.full_forwards[0]), None)
+
+    def _begin(self, request: Request) -> None:
+        self._request, self._trace = request, request.trace
+        self._replay, self._drawn_at = Replay(self._trace), time.perf_counter()
+        self._draw(0, 0, None)
+
+    def _draw(self, nfe: int, full: int, fresh: int | None) -> None:
+        """Draws the cells, those marked that the forward `fresh` wrote."""
+        texts = [None if cell.kind is None else cell.text for cell in self._replay.cells]
+        marked = {i for i, cell in enumerate(self._replay.cells) if fresh and cell.at == fresh}
+        counts = [f"NFE {full} full + {nfe - full} window", f"{texts.count(None)} masks left"]
+        header = [f"forward {nfe}", *counts, self._trace.sampler]
+        self._show(CanvasText(header, texts, marked, self._trace.block_length))
 
 
 @contextlib.contextmanager
-def _screen(console: Console, keep: bool) -> Iterator[Callable[[Frame], None]]:
-    """Shows frames, each in the place of the one before: on a terminal, or in the output of a notebook's cell."""
+def _screen(console: Console, keep: bool) -> Iterator[Callable[[ConsoleRenderable], None]]:
+    """Shows canvases, each in the place of the one before: on a terminal, or in the output of a notebook's cell."""
     if console.is_jupyter:  # rich's Live would need ipywidgets
         from IPython.display import clear_output
 
-        def show(frame: Frame) -> None:
+        def show(frame: ConsoleRenderable) -> None:
             clear_output(wait=True)
             console.print(frame)
 
@@ -174,22 +152,3 @@ def _screen(console: Console, keep: bool) -> Iterator[Callable[[Frame], None]]:
         return
     with Live(console=console, auto_refresh=False, transient=not keep) as live:
         yield lambda frame: live.update(frame, refresh=True)
-
-
-def _automatic(gen_length: int, took: float) -> float:
-    """Delay after a forward: a frame stays for a tenth of a second, less where very many may come."""
-    return max(min(SHORTEST_FRAME, LONGEST_SHOW / gen_length) - took, 0.0)
-
-
-def _canvas(sampler: CanvasSampler, spell: Speller, result: Result, last: bool = False) -> Frame:
-    """A frame of the only row of a result."""
-    decoded_at, nfe, full = result.decoded_at[0].tolist(), int(result.nfe[0]), int(result.full_forwards[0])
-    written = [at >= 0 for at in decoded_at]
-    fresh = () if last else {i for i, at in enumerate(decoded_at) if at == nfe - 1 and at >= 0}
-    header = [
-        f"forward {nfe}",
-        f"NFE {full} full + {nfe - full} window",
-        f"{written.count(False)} masks left",
-        title(sampler),
-    ]
-    return Frame(header, spell(result.tokens[0].tolist(), written), fresh, sampler.width)

@@ -1,4 +1,4 @@
-"""What happened on a canvas, forward by forward, as pages and pictures draw it."""
+"""What happened on a canvas, forward by forward: the one replay of a `Trace`, which all viewers draw."""
 
 import dataclasses
 import math
@@ -8,30 +8,31 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dllm_jax import DllmError
-from samplers.generation import Generation, Moment, Trace
+from samplers.generation import Generation, Trace
+from samplers.sampler import Result
 from samplers.text.display import END, Speller, printable
 
-WRITTEN, EDITED, REOPENED, GIVEN, UNWRITTEN, SPELLED = range(6)
-"""Why a cell changes: a forward wrote it, put another token there, or opened it again; it came with the canvas; it lies
-behind the end, where nothing was written; its token is the same, and looks different beside new neighbours."""
+WRITTEN, EDITED, REOPENED, GIVEN, UNWRITTEN, RESPELLED = range(6)
+"""Why a cell changes: a forward wrote it, replaced its token, or masked it again; it came with the canvas; it lies
+after the end, where nothing was written; its token is the same, but its text depends on new neighbours."""
 
 PAGE_MARKS = {"\n": "↵\n", "\t": "⇥", END: "∎"}
 """Characters that need a mark; a line break is drawn and made."""
 
 
-def seen(text: str) -> str:
-    """A token's text on a page or a picture: nothing in it steers anything, but for the line break behind its mark."""
+def page_text(text: str) -> str:
+    """A token's text for a page or a picture, without control characters except the line break after its mark."""
     return printable(text, marks=PAGE_MARKS)
 
 
-class Change(NamedTuple):
+class CellChange(NamedTuple):
     """What a forward does to a cell.
 
     Attributes:
         position: of the canvas.
         kind: one of the above.
-        token: its id, -1 where the cell is open.
-        text: its own, as a `Speller` gives it; "" where the cell is open.
+        token: its id, -1 where the cell is masked.
+        text: its own, as a `Speller` gives it; "" where the cell is masked.
         confidence: the model's probability of the token in that forward; None where no forward chose it.
     """
 
@@ -42,19 +43,110 @@ class Change(NamedTuple):
     confidence: float | None
 
 
+@dataclasses.dataclass
+class Cell:
+    """One position of a canvas after some forward.
+
+    Attributes:
+        kind, token, text, confidence: as in `CellChange`; None, -1, "" and None where it is masked.
+        at: the forward, from 1, that wrote it last; None where none did.
+        previous: texts of the tokens that stood there before.
+    """
+
+    kind: int | None = None
+    token: int = -1
+    text: str = ""
+    confidence: float | None = None
+    at: int | None = None
+    previous: tuple[str, ...] = ()
+
+    def apply(self, change: CellChange, forward: int) -> None:
+        """Applies a change by a forward, from 1; 0 is the beginning."""
+        if change.kind in (EDITED, REOPENED):
+            self.previous = (*self.previous, self.text)
+        if change.kind in (WRITTEN, EDITED):
+            self.at = forward
+        elif change.kind == REOPENED:
+            self.at = None
+        self.kind = None if change.kind == REOPENED else self.kind if change.kind == RESPELLED else change.kind
+        self.token, self.text, self.confidence = change.token, change.text, change.confidence
+
+
+class Replay:
+    """A canvas that follows the results of one generation.
+
+    Attributes:
+        cells: all positions, as they are now.
+    """
+
+    def __init__(self, trace: Trace, spell: Speller | None = None) -> None:
+        """
+        Args:
+            trace: whose vocabulary and given positions count; its steps are not used.
+            spell: the vocabulary's speller, if there is one already.
+        """
+        self.cells = [Cell() for _ in trace.given]
+        self._given, self._spell = trace.given, spell or Speller(trace)
+
+    def advance(self, result: Result, forward: int, ended: bool) -> list[CellChange]:
+        """Brings the cells to where they are after some forwards.
+
+        Args:
+            result: on the host, with a batch of one, after that forward, or after a later one: then what it wrote
+                until that forward, as if nothing had been replaced since.
+            forward: forwards so far.
+            ended: whether this is the end, where unwritten positions hold the end of the sequence.
+
+        Returns:
+            What changed.
+        """
+        length = len(self.cells)
+        tokens, decoded_at, logprobs = (
+            np.asarray(x)[0, :length] for x in (result.tokens, result.decoded_at, result.logprobs)
+        )
+        written = (decoded_at >= 0) & (decoded_at < forward)
+        shown = written | self._given | ended
+        kinds = [self._kind(i, shown[i], written[i], int(tokens[i])) for i in range(length)]
+        if all(kind is None for kind in kinds):
+            return []
+        changes, texts = list[CellChange](), self._spell(tokens.tolist(), shown.tolist())
+        for i, (kind, text) in enumerate(zip(kinds, texts, strict=True)):
+            if kind == REOPENED:
+                changes.append(CellChange(i, kind, -1, "", None))
+            elif kind is not None or (self.cells[i].kind is not None and self.cells[i].text != text):
+                kind = RESPELLED if kind is None else kind
+                changes.append(CellChange(i, kind, int(tokens[i]), text or "", _probability(logprobs[i])))
+        for change in changes:
+            self.cells[change.position].apply(change, forward)
+        return changes
+
+    def _kind(self, position: int, shown: bool, written: bool, token: int) -> int | None:
+        """Why a cell changes, None where it does not."""
+        cell = self.cells[position]
+        if not shown:
+            return None if cell.kind is None else REOPENED
+        if cell.kind is not None:
+            return EDITED if cell.token != token else None
+        return GIVEN if self._given[position] else WRITTEN if written else UNWRITTEN
+
+
+def _probability(logprob: float) -> float | None:
+    return math.exp(min(float(logprob), 0.0)) if math.isfinite(logprob) else None
+
+
 @dataclasses.dataclass(frozen=True)
-class Story:
+class Timeline:
     """One generation. G positions, N forwards.
 
     Attributes:
-        name: the sampler, or as it was called.
+        name: of the sampler, or another that was chosen.
         prompt: its text.
         length: G.
         block_length: positions between two borders.
         tokens: of the answer.
         full_forwards, edits: how many.
         frames: N + 1 lists of changes: what the canvas comes with, then what each forward did.
-        full: forwards, from 1, that covered the whole sequence; None where that was not recorded.
+        full: forwards, from 1, that covered the whole sequence; None where only the end is known.
         updated: forwards, from 1, whose keys and values were all stored for later ones; likewise.
     """
 
@@ -65,7 +157,7 @@ class Story:
     tokens: int
     full_forwards: int
     edits: int
-    frames: Sequence[Sequence[Change]]
+    frames: Sequence[Sequence[CellChange]]
     full: Sequence[int] | None
     updated: Sequence[int] | None
 
@@ -84,158 +176,79 @@ class Story:
         """Answer tokens per forward, for people."""
         return f"{self.tokens / max(self.forwards, 1):.2f} tokens per forward"
 
-    def told(self) -> dict[str, Any]:
-        """All of it as JSON: every text once, and a change as [position, kind, id, number of its text, confidence in
+    def as_json(self) -> dict[str, Any]:
+        """Everything as JSON: every text once, and a change as [position, kind, id, number of its text, confidence in
         thousandths or -1]."""
         texts: dict[str, int] = {}
         short = lambda change: [
             change.position,
             change.kind,
             change.token,
-            texts.setdefault(seen(change.text), len(texts)),
+            texts.setdefault(page_text(change.text), len(texts)),
             -1 if change.confidence is None else round(1000 * change.confidence),
         ]
         frames = [[short(change) for change in frame] for frame in self.frames]
-        return {**vars(self), "prompt": seen(self.prompt), "speed": self.speed, "frames": frames, "texts": list(texts)}
+        own = {"prompt": page_text(self.prompt), "speed": self.speed, "frames": frames, "texts": list(texts)}
+        return {**vars(self), **own}
 
 
-@dataclasses.dataclass
-class Cell:
-    """A position at one moment.
-
-    Attributes:
-        at: the forward, from 1, that wrote it last; None where none did.
-        was: texts of the tokens that stood there before.
-        kind, token, text, confidence: as in `Change`; None and its like where it is open.
-    """
-
-    kind: int | None = None
-    token: int = -1
-    text: str = ""
-    confidence: float | None = None
-    at: int | None = None
-    was: tuple[str, ...] = ()
-
-    def change(self, change: Change, forward: int) -> None:
-        """Takes a change by a forward, from 1; 0 is the beginning."""
-        if change.kind in (EDITED, REOPENED):
-            self.was = (*self.was, self.text)
-        if change.kind in (WRITTEN, EDITED):
-            self.at = forward
-        elif change.kind == REOPENED:
-            self.at = None
-        self.kind = None if change.kind == REOPENED else self.kind if change.kind == SPELLED else change.kind
-        self.token, self.text, self.confidence = change.token, change.text, change.confidence
-
-
-def cells_at(story: Story, forward: int) -> list[Cell]:
+def cells_at(timeline: Timeline, forward: int) -> list[Cell]:
     """All positions after so many forwards."""
-    cells = [Cell() for _ in range(story.length)]
-    for number, frame in enumerate(story.frames[: forward + 1]):
+    cells = [Cell() for _ in range(timeline.length)]
+    for number, frame in enumerate(timeline.frames[: forward + 1]):
         for change in frame:
-            cells[change.position].change(change, number)
+            cells[change.position].apply(change, number)
     return cells
 
 
-def share_of(cell: Cell, colour: str, last: int) -> float | None:
+def scale_position(cell: Cell, colour: str, last: int) -> float | None:
     """Where on the scale of colours a cell is, in [0, 1]; None for one that no forward wrote.
 
     Args:
         colour: what colours mean, "forward" or "confidence".
-        last: forwards of the longest story.
+        last: forwards of the longest timeline.
     """
     if cell.at is None:
         return None
     return cell.confidence if colour == "confidence" else (cell.at - 1) / max(last - 1, 1)
 
 
-def story_of(generation: Generation, name: str | None = None) -> Story:
-    """The story of an answer.
+def timeline_of(generation: Generation, name: str | None = None) -> Timeline:
+    """How an answer came about.
 
     Raises:
         DllmError: for one that was put together by hand, of which nothing is known but its text.
     """
     trace = generation.trace
     if trace is None:
-        raise DllmError("this Generation has no trace; show what generate, infill, record, watch or an Engine gave")
+        raise DllmError("this Generation has no trace; show what generate, infill or an Engine returned")
     spell = Speller(trace)
-    recorded = len(trace.moments) > 1
-    return Story(
+    end = trace.steps[-1]
+    complete = len(trace.steps) > 1 or end.nfe[0] <= 1  # of one forward, its end tells all
+    return Timeline(
         name=trace.sampler if name is None else name,
         prompt="".join(text or "" for text in spell(trace.prompt, [True] * len(trace.prompt))),
         length=len(trace.given),
         block_length=trace.block_length,
         tokens=len(generation.tokens),
         full_forwards=generation.full_forwards,
-        edits=trace.edits,
-        frames=_frames(trace, spell),
-        full=_forwards(trace.moments, "full_forwards") if recorded else None,
-        updated=_forwards(trace.moments, "cache_updates") if recorded else None,
+        edits=int(end.edits[0]),
+        frames=list(_frames(trace, spell)),
+        full=_forwards(trace.steps, "full_forwards") if complete else None,
+        updated=_forwards(trace.steps, "cache_updates") if complete else None,
     )
 
 
-def _forwards(moments: Sequence[Moment], count: str) -> list[int]:
+def _forwards(steps: Sequence[Result], count: str) -> list[int]:
     """Forwards, from 1, in which a count grew."""
-    pairs = zip(moments, moments[1:], strict=False)
-    return [now.nfe for before, now in pairs if getattr(now, count) > getattr(before, count)]
+    counts = [0, *(int(getattr(step, count)[0]) for step in steps)]
+    return [int(step.nfe[0]) for step, before, now in zip(steps, counts, counts[1:], strict=False) if now > before]
 
 
-def _frames(trace: Trace, spell: Speller) -> list[list[Change]]:
-    """What changed from one moment to the next."""
-    length, end = len(trace.given), trace.moments[-1].nfe
-    shown, tokens = np.zeros(length, bool), np.full(length, -1)
-    texts: list[str | None] = [None] * length
-    frames: list[list[Change]] = []
-    for forward, now in enumerate(_moments(trace)):
-        now_shown = (now.decoded_at >= 0) | trace.given | (forward == end)
-        if forward and (now_shown == shown).all() and (now.tokens == tokens)[shown].all():
-            frames.append([])
-            continue
-        now_texts = spell(now.tokens.tolist(), now_shown.tolist())
-        changes = []
-        for position in range(length):
-            kind = _kind(trace, now, now_shown, shown, tokens, position)
-            if kind is None and texts[position] != now_texts[position]:
-                kind = SPELLED
-            if kind is not None:
-                changes.append(_change(now, position, kind, now_texts[position]))
-        frames.append(changes)
-        shown, tokens, texts = now_shown, now.tokens, now_texts
-    return frames
-
-
-def _moments(trace: Trace) -> Iterator[Moment]:
-    """The canvas after 0, 1 ... forwards; of an answer that was not recorded, as far as its end tells."""
-    last = trace.moments[-1]
-    by_forward = {found.nfe: found for found in trace.moments}
-    now = trace.moments[0]
-    for forward in range(last.nfe + 1):
-        now = by_forward.get(forward, now)
-        known = now if now.nfe <= forward else last._replace(decoded_at=_until(last.decoded_at, forward))
-        yield known
-
-
-def _until(decoded_at: np.ndarray, forward: int) -> np.ndarray:
-    """What was written by so many forwards."""
-    return np.where(decoded_at < forward, decoded_at, -1)
-
-
-def _kind(
-    trace: Trace, now: Moment, now_shown: np.ndarray, shown: np.ndarray, tokens: np.ndarray, position: int
-) -> int | None:
-    """Why a cell changes, None where it does not."""
-    if not now_shown[position]:
-        return REOPENED if shown[position] else None
-    if shown[position]:
-        return EDITED if now.tokens[position] != tokens[position] else None
-    if trace.given[position]:
-        return GIVEN
-    return WRITTEN if now.decoded_at[position] >= 0 else UNWRITTEN
-
-
-def _change(now: Moment, position: int, kind: int, text: str | None) -> Change:
-    if kind == REOPENED:
-        return Change(position, kind, -1, "", None)
-    logprob = float(now.logprobs[position])
-    confidence = math.exp(min(logprob, 0.0)) if math.isfinite(logprob) else None
-    return Change(position, kind, int(now.tokens[position]), text or "", confidence)
+def _frames(trace: Trace, spell: Speller) -> Iterator[list[CellChange]]:
+    """What the canvas comes with, then what each forward changed."""
+    replay, end = Replay(trace, spell), int(trace.steps[-1].nfe[0])
+    by_forward, step = {int(step.nfe[0]): step for step in trace.steps}, trace.steps[0]
+    for forward in range(end + 1):
+        step = by_forward.get(forward, step)
+        yield replay.advance(step, forward, ended=forward == end)

@@ -18,23 +18,23 @@ from samplers.generation import Generation
 from samplers.text.display import ASCII, UNICODE, printable
 from samplers.viewer import page, picture
 from samplers.viewer.colors import SCALE, as_hex, colour_at
-from samplers.viewer.terminal import Frame, Watched
-from samplers.viewer.timeline import UNWRITTEN, Cell, Story, cells_at, share_of, story_of
+from samplers.viewer.terminal import CanvasText
+from samplers.viewer.timeline import UNWRITTEN, Cell, Timeline, cells_at, scale_position, timeline_of
 
 ENDINGS = (".html", ".gif", ".png")
 COLOURS = ("forward", "confidence")
 NARROWEST = 44
 """Columns of a terminal that a canvas needs to stand beside another."""
 
-Shown = Generation | Request | Watched
+Answer = Generation | Request
 
 
-def show(answers: Shown | Sequence[Shown], *, colour: str = "forward") -> "View":
+def show(answers: Answer | Sequence[Answer], *, colour: str = "forward") -> "View":
     """Shows generations: in a notebook as HTML that goes through the forwards, on a terminal in colours.
 
     Args:
-        answers: what `generate`, `infill`, `record`, `watch` or an `Engine` gave, or a list of them. Edits and full
-            forwards are marked where they are known, which is what `record` and `watch` are for.
+        answers: what `generate`, `infill` or an `Engine` returned, or a list of them. Edits and full forwards are
+            marked where each forward was traced, by `trace=True`.
         colour: what the colour of a token means: "forward", the one that wrote it, or "confidence", the model's
             probability of it then.
 
@@ -44,11 +44,11 @@ def show(answers: Shown | Sequence[Shown], *, colour: str = "forward") -> "View"
     Raises:
         DllmError: for anything else.
     """
-    listed = list(answers) if isinstance(answers, list | tuple) and not isinstance(answers, Watched) else [answers]
+    listed = list(answers) if isinstance(answers, list | tuple) else [answers]
     return view_of(listed, colour=colour).shown()
 
 
-def compare(answers: Mapping[str, Shown] | Sequence[Shown], *, colour: str = "forward") -> "View":
+def compare(answers: Mapping[str, Answer] | Sequence[Answer], *, colour: str = "forward") -> "View":
     """Shows generations side by side, forward by forward.
 
     Args:
@@ -63,7 +63,7 @@ def compare(answers: Mapping[str, Shown] | Sequence[Shown], *, colour: str = "fo
     """
     if isinstance(answers, Mapping):
         return view_of(list(answers.values()), [str(name) for name in answers], colour).shown()
-    if isinstance(answers, Shown) or not isinstance(answers, Sequence):
+    if isinstance(answers, Answer) or not isinstance(answers, Sequence):
         raise DllmError("compare takes several generations; give a dict or a list of them, or use show")
     return view_of(list(answers), [None] * len(answers), colour).shown()
 
@@ -83,8 +83,8 @@ def view_of(answers: Sequence[Any], names: Sequence[str | None] | None = None, c
         raise DllmError("there is nothing to show; give at least one generation")
     if names is None:
         names = [None] if len(answers) == 1 else [f"{i} of {len(answers)}" for i in range(1, len(answers) + 1)]
-    stories = [story_of(_generation(one), name) for one, name in zip(answers, names, strict=True)]
-    return View(_told_apart(stories), colour)
+    timelines = [timeline_of(_generation(one), name) for one, name in zip(answers, names, strict=True)]
+    return View(_with_own_names(timelines), colour)
 
 
 def check_path(path: str | Path) -> Path:
@@ -110,17 +110,17 @@ class View:
     """Generations as people look at them: a notebook's cell shows it, `save` writes it.
 
     Attributes:
-        stories: what happened on each canvas.
+        timelines: what happened on each canvas.
         colour: what colours mean, "forward" or "confidence".
     """
 
-    def __init__(self, stories: Sequence[Story], colour: str) -> None:
-        self.stories, self.colour = stories, colour
+    def __init__(self, timelines: Sequence[Timeline], colour: str) -> None:
+        self.timelines, self.colour = timelines, colour
         self._cell: int | None = None
 
     def html(self) -> str:
         """A part of a page that needs nothing else; any number of them may be in one."""
-        return page.part(self.stories, self.colour)
+        return page.part(self.timelines, self.colour)
 
     def save(self, path: str | Path, *, seconds: float | None = None, font: str | Path | None = None) -> Path:
         """Writes a page (.html), a film (.gif) or its end (.png), all of it or nothing.
@@ -146,11 +146,11 @@ class View:
         if kind == ".html":
             if font is not None:
                 raise DllmError(f"font has no effect on {found.name}, whose reader has fonts; leave it out")
-            write(found, page.page(self.stories, self.colour))
+            write(found, page.page(self.timelines, self.colour))
         elif kind == ".gif":
-            write(found, picture.gif(self.stories, self.colour, font, seconds))
+            write(found, picture.gif(self.timelines, self.colour, font, seconds))
         else:
-            write(found, picture.png(self.stories, self.colour, font))
+            write(found, picture.png(self.timelines, self.colour, font))
         return found
 
     def shown(self) -> "View":
@@ -176,14 +176,14 @@ class View:
         return self.html()
 
     def __repr__(self) -> str:
-        names = ", ".join(story.name for story in self.stories)
-        return f"View({names}; {max(story.forwards for story in self.stories)} forwards)"
+        names = ", ".join(timeline.name for timeline in self.timelines)
+        return f"View({names}; {max(timeline.forwards for timeline in self.timelines)} forwards)"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        last = max(story.forwards for story in self.stories)
-        frames: list[Any] = [_frame(story, self.colour, last) for story in self.stories]
+        last = max(timeline.forwards for timeline in self.timelines)
+        frames: list[Any] = [_canvas_text(timeline, self.colour, last) for timeline in self.timelines]
         marks = (ASCII if options.ascii_only else UNICODE).marks
-        prompts = [Text(printable(story.prompt, options.ascii_only, marks), style="dim") for story in self.stories]
+        prompts = [Text(printable(each.prompt, options.ascii_only, marks), style="dim") for each in self.timelines]
         if len(set(map(str, prompts))) == 1:
             yield from filter(None, prompts[:1])
         else:
@@ -200,36 +200,37 @@ class View:
 
 
 def _generation(answer: Any) -> Generation:
-    if isinstance(answer, Watched | Request):
+    if isinstance(answer, Request):
         return answer.generation
     if isinstance(answer, Generation):
         return answer
     kind = type(answer).__name__
-    raise DllmError(f"a {kind} cannot be shown; give what generate, infill, record, watch or an Engine gave")
+    raise DllmError(f"a {kind} cannot be shown; give what generate, infill or an Engine returned")
 
 
-def _told_apart(stories: Sequence[Story]) -> list[Story]:
-    """The stories, numbered where they have the same name."""
-    names = [story.name for story in stories]
+def _with_own_names(timelines: Sequence[Timeline]) -> list[Timeline]:
+    """The timelines, numbered where they have the same name."""
+    names = [timeline.name for timeline in timelines]
     number = lambda i: f"{names[i]} ({names[: i + 1].count(names[i])})" if names.count(names[i]) > 1 else names[i]
-    return [dataclasses.replace(story, name=number(i)) for i, story in enumerate(stories)]
+    return [dataclasses.replace(timeline, name=number(i)) for i, timeline in enumerate(timelines)]
 
 
-def _frame(story: Story, colour: str, last: int) -> Frame:
+def _canvas_text(timeline: Timeline, colour: str, last: int) -> CanvasText:
     """How a canvas ended."""
-    cells = cells_at(story, story.forwards)
-    edits = [f"{story.edits} edits"] if story.edits else []
-    nfe = f"NFE {story.full_forwards} full + {story.forwards - story.full_forwards} window"
-    texts, styles = [cell.text for cell in cells], [_style(cell, share_of(cell, colour, last)) for cell in cells]
-    return Frame([story.name, nfe, story.speed, *edits], texts, (), story.block_length, styles, whole=True)
+    cells = cells_at(timeline, timeline.forwards)
+    edits = [f"{timeline.edits} edits"] if timeline.edits else []
+    nfe = f"NFE {timeline.full_forwards} full + {timeline.forwards - timeline.full_forwards} window"
+    texts, styles = [cell.text for cell in cells], [_style(cell, scale_position(cell, colour, last)) for cell in cells]
+    header = [timeline.name, nfe, timeline.speed, *edits]
+    return CanvasText(header, texts, (), timeline.block_length, styles, whole=True)
 
 
-def _style(cell: Cell, share: float | None) -> str:
-    """Of a cell at some share of the scale, as rich writes it."""
-    if share is None:
+def _style(cell: Cell, position: float | None) -> str:
+    """The style of a cell at some position of the scale, as rich writes it."""
+    if position is None:
         return "dim" if cell.kind == UNWRITTEN else ""
-    ground, ink = colour_at(share).css
-    return f"{'underline2 ' if cell.was else ''}{ink} on {ground}"
+    ground, ink = colour_at(position).css
+    return f"{'underline2 ' if cell.previous else ''}{ink} on {ground}"
 
 
 def _legend(colour: str, last: int, console: Console) -> Text:
