@@ -248,8 +248,8 @@ def _answer_all(options: argparse.Namespace) -> None:
     live = _live_view(options) if len(requests) == 1 else None
     if live is None and not options.json:  # which leaves the standard error to errors
         print("compiling, then sampling ...", file=sys.stderr)
-    observers = {"trace": options.save_view is not None, "on_update": live}
-    runner, ended = run_all(model, sampler, requests, options.batch_size, **observers)
+    traced = options.save_view is not None
+    runner, ended = run_all(model, sampler, requests, options.batch_size, trace=traced, on_update=live)
     shared = settings_json(options, loading.said, model.name, sampler) | run_json(model)
     answers = []
     with live or contextlib.nullcontext():

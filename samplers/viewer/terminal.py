@@ -100,6 +100,7 @@ class LiveView:
         self._delay, self._keep, self._console = delay, keep, console or Console()
         self._stack = contextlib.ExitStack()
         self._request: Request | None = None
+        self._drawn_at = time.perf_counter()
 
     def __enter__(self) -> "LiveView":
         self._show = self._stack.enter_context(_screen(self._console, self._keep))
