@@ -1,4 +1,4 @@
-"""Figures of papers, each one command: its task, its samplers, its panels and what it says in words.
+"""Figures of papers, each one command: a task, the samplers of every curve, panels, and comparisons in words.
 
 Figures 6 and 7 of EB-Sampler (arXiv 2505.24857), Figures 3, 4 and 6 and Table 2 of APD (arXiv 2506.00413), the tables
 of D2F (arXiv 2508.09192), of NI-Sampling (arXiv 2604.18471) and of dInfer's trajectory compression (arXiv 2510.08666)
@@ -7,17 +7,17 @@ as curves. A new figure is an entry in `FIGURES`.
 
 import argparse
 import dataclasses
+import string
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from dllm_jax.errors import DllmError
 from evals import plots, stderr
-from evals.plots import Panel
 from evals.runner import Report
-from evals.sampler import SamplerSpec, parse_samplers, unique
+from evals.sampler import SamplerSpec, parse_sampler, parse_samplers, unique
 from evals.sweeps import Sweep, title
 from evals.tasks import TASKS, Task, TextTask
 
@@ -28,17 +28,106 @@ class Line:
 
     Attributes:
         label: for the legend.
-        specs: its samplers, in order; those that differ in their indicator only are one point.
+        specs: its samplers, in order; those that differ in their indicator only are one point. {NAME} stands for an
+            option of the figure's command; without that option the line is left out.
+        few_programs: what `--few-programs` appends to the last spec.
         front: join the points of its Pareto front only, as they have no order.
     """
 
     label: str
     specs: Sequence[str]
+    few_programs: str = ""
     front: bool = False
 
     @property
     def samplers(self) -> list[SamplerSpec]:
         return [sampler for text in self.specs for sampler in parse_samplers(text)]
+
+
+@dataclasses.dataclass(frozen=True)
+class PanelSpec:
+    """A panel of a figure.
+
+    Attributes:
+        x: a field of the reports; with `swept` the name of what is swept.
+        y: a field of the reports.
+        lines: labels of the lines that are drawn; without any, all.
+        swept: option of the samplers whose values are the x axis, one place each; None if x is a field.
+        front: draw the Pareto front of all lines; never of a swept option.
+    """
+
+    x: str
+    y: str = "accuracy"
+    lines: Sequence[str] = ()
+    swept: str | None = None
+    front: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class EqualAccuracy:
+    """A comparison in words: forwards of two lines at equal accuracy.
+
+    Attributes:
+        subject: what the sentence begins with.
+        plain, helped: labels of the lines.
+        name: of the helped line, in the sentence.
+    """
+
+    subject: str
+    plain: str
+    helped: str
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """What a figure is made of.
+
+    Attributes:
+        about: for the list of commands.
+        task: as it is written on the command line; what `fits` may take its place.
+        templates: its lines, with options of the command where they are needed.
+        panels: what is drawn.
+        columns: panels side by side.
+        options: flag -> how it is added to the command's parser.
+        comparisons: what is said of the outcome.
+        n: examples, by default.
+    """
+
+    about: str
+    task: str
+    templates: Sequence[Line]
+    panels: Sequence[PanelSpec]
+    columns: int
+    options: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    comparisons: Sequence[EqualAccuracy] = ()
+    n: int = 512
+
+    @property
+    def task_name(self) -> str:
+        return self.task.partition(":")[0]
+
+    def fits(self, task: Task) -> bool:
+        """Whether it can be made of a task: its own, or, where that has answers in words, any text."""
+        return task.name == self.task_name or (TASKS[self.task_name].stops and isinstance(task, TextTask))
+
+    def lines(self, options: argparse.Namespace) -> list[Line]:
+        """The lines with the command's options in their specs.
+
+        Raises:
+            DllmError: for a path that a spec cannot hold, or one that is given twice.
+        """
+        names = [flag.removeprefix("--").replace("-", "_") for flag in self.options]
+        given = {name: _as_option(value) for name in names if (value := getattr(options, name)) is not None}
+        few = getattr(options, "few_programs", False)
+        found = []
+        for line in self.templates:
+            needed = {field for spec in line.specs for _, field, _, _ in string.Formatter().parse(spec) if field}
+            if needed <= given.keys():
+                specs = [spec.format(**given) for spec in line.specs]
+                specs[-1] += line.few_programs if few else ""
+                found.append(dataclasses.replace(line, specs=specs))
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,39 +159,6 @@ Points = Mapping[str, Sequence[Point]]
 """Label of a line -> its points."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Figure:
-    """What a figure is made of.
-
-    Attributes:
-        about: for the list of commands.
-        task: as it is written on the command line; what `fits` may take its place.
-        lines: what is run, from the command's options.
-        panels: what is drawn, from the points of all lines.
-        columns: panels side by side.
-        options: flag -> how it is added to the command's parser.
-        notes: sentences about the outcome.
-        n: examples, by default.
-    """
-
-    about: str
-    task: str
-    lines: Callable[[argparse.Namespace], list[Line]]
-    panels: Callable[[Points], list[Panel]]
-    columns: int
-    options: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
-    notes: Callable[[Points], list[str]] = lambda points: []
-    n: int = 512
-
-    @property
-    def task_name(self) -> str:
-        return self.task.partition(":")[0]
-
-    def fits(self, task: Task) -> bool:
-        """Whether it can be made of a task: its own, or, where that has answers in words, any text."""
-        return task.name == self.task_name or (TASKS[self.task_name].stops and isinstance(task, TextTask))
-
-
 def samplers_of(lines: Sequence[Line]) -> list[SamplerSpec]:
     """All samplers of the lines, each once."""
     return unique(sampler for line in lines for sampler in line.samplers)
@@ -122,41 +178,83 @@ def points_of(found: Sweep, lines: Sequence[Line]) -> dict[str, list[Point]]:
 
 def plot(figure: Figure, found: Sweep, lines: Sequence[Line]) -> bytes:
     """The figure as a PNG."""
-    fronts = {line.label for line in lines if line.front}
-    panels = [
-        dataclasses.replace(
-            panel, curves=[dataclasses.replace(curve, front=curve.label in fronts) for curve in panel.curves]
-        )
-        for panel in figure.panels(points_of(found, lines))
-    ]
-    return plots.draw(panels, title(found), figure.columns)
+    points, fronts = points_of(found, lines), {line.label for line in lines if line.front}
+    return plots.draw([_panel(spec, points, fronts) for spec in figure.panels], title(found), figure.columns)
 
 
 def summary(figure: Figure, found: Sweep, lines: Sequence[Line]) -> dict[str, Any]:
-    """What results.json holds besides the reports: the samplers of every curve, and the notes."""
-    curves = {line.label: [str(sampler) for sampler in line.samplers] for line in lines}
-    return {"curves": curves, "notes": figure.notes(points_of(found, lines))}
+    """What results.json holds besides the reports: the samplers of every curve, and the comparisons."""
+    points = points_of(found, lines)
+    compared = [one for one in figure.comparisons if one.helped in points]
+    notes = [compare(one.subject, points[one.plain], one.name, points[one.helped]) for one in compared]
+    return {"curves": {line.label: [str(sampler) for sampler in line.samplers] for line in lines}, "notes": notes}
 
 
-def named(path: str) -> str:
-    """A model's or an indicator's folder as it stands in a spec.
+def compare(subject: str, plain: Sequence[Point], name: str, helped: Sequence[Point]) -> str:
+    """A sentence: the fewest forwards within one standard error of the best plain accuracy. Points are chosen on
+    half of the problems and measured on the others: where it was chosen, the best of many looks too good."""
+    rows = len(plain[0].reports[0].rows)
+    if rows < 2:
+        return f"{subject}: no points are compared, as that takes one problem to choose them on and another to measure"
+    chosen_on, measured_on = 0, 1
+    best = max(plain, key=lambda point: (point.half("correct", chosen_on), -point.half("nfe", chosen_on)))
+    accuracy = best.half("correct", chosen_on)
+    floor = accuracy - stderr.of_share(accuracy, rows - rows // 2)
+    at = f"{subject}: at accuracy within one standard error of the best threshold's (at least {100 * floor:.1f} %)"
+    ours, theirs = ([p for p in some if p.half("correct", chosen_on) >= floor] for some in (helped, plain))
+    if not ours:
+        return f"{at} no {name} point stands"
+    mine, other = (min(some, key=lambda p: p.half("nfe", chosen_on)) for some in (ours, theirs))
+    ratio = other.half("nfe", measured_on) / max(mine.half("nfe", measured_on), 1.0)
+    which = f"chosen on {rows - rows // 2} problems, measured on {rows // 2} others"
+    return (
+        f"{at}, {which}: NFE {_describe(mine, measured_on)} against {_describe(other, measured_on)}, ratio {ratio:.2f}"
+    )
 
-    Raises:
-        DllmError: for a path that a spec cannot hold.
-    """
-    if not path or set(path) & set(",|@"):
-        raise DllmError(f"{path!r} cannot be written in a sampler; give a path without comma, bar and @")
-    return path
+
+def _describe(point: Point, which: int) -> str:
+    """A point with its forwards and accuracy on a half of the problems, and its numbers."""
+    numbers = ", ".join(f"{name} {value:g}" for name, value in parse_sampler(point.samplers[0]).numbers.items())
+    each = [Point(point.samplers, [report]).half("nfe", which) for report in point.reports]
+    several = f" +- {np.std(each, ddof=1):.2f} over {len(each)} indicators" if len(each) > 1 else ""
+    return f"{point.half('nfe', which):.2f}{several} ({numbers}; {100 * point.half('correct', which):.1f} %)"
 
 
-def _either(values: Sequence[Any]) -> str:
-    return "|".join(map(str, values))
+def _as_option(value: Any) -> str:
+    """An option of the command as it stands in a spec: a number, a folder or name, or several of these."""
+    values = [str(one) for one in value] if isinstance(value, list) else [str(value)]
+    for text in values:
+        if not text or set(text) & set(",|@"):
+            raise DllmError(f"{text!r} cannot be written in a sampler; give a path without comma, bar and @")
+    if len(set(values)) < len(values):
+        raise DllmError(f"{values[0]} was given twice; an average over both would hide how much training varies")
+    return "|".join(values)
 
 
-# Panels
+_FIELDS = {
+    "accuracy": plots.ACCURACY,
+    "nfe": "mean forwards (NFE)",
+    "tokens_per_second": "tokens per second",
+    "tokens_per_forward": "tokens per forward",
+    "committed_per_forward": "accepted per forward",
+    "tokens": "tokens per answer",
+}
+"""Field of a report -> its name on an axis."""
 
 
-def _curve(label: str, points: Sequence[Point], x: str | Sequence[float], y: str) -> plots.Curve:
+def _panel(spec: PanelSpec, points: Points, fronts: set[str]) -> plots.Panel:
+    shown = {label: points[label] for label in spec.lines or points}
+    if spec.swept is None:
+        curves = [_curve(label, line, spec.x, spec.y, label in fronts) for label, line in shown.items()]
+        smaller = spec.x == "nfe" if spec.front else None
+        return plots.Panel(_FIELDS[spec.x], curves, smaller_is_better=smaller, y_label=_FIELDS[spec.y])
+    ((label, line),) = shown.items()
+    ticks = [str(parse_sampler(point.samplers[0]).options.get(spec.swept, "none")) for point in line]
+    curve = _curve(label, line, range(len(line)), spec.y)
+    return plots.Panel(spec.x, [curve], y_label=_FIELDS[spec.y], ticks=ticks)
+
+
+def _curve(label: str, points: Sequence[Point], x: str | Sequence[float], y: str, front: bool = False) -> plots.Curve:
     """A curve over a field of the reports, or over given places."""
     scale = 100.0 if y == "accuracy" else 1.0
     several = any(len(point.reports) > 1 for point in points)
@@ -167,244 +265,117 @@ def _curve(label: str, points: Sequence[Point], x: str | Sequence[float], y: str
         y_error=[scale * point.mean("accuracy_stderr") for point in points] if y == "accuracy" else None,
         x_spread=[point.spread(x) for point in points] if several and isinstance(x, str) else None,
         y_spread=[scale * point.spread(y) for point in points] if several else None,
+        front=front,
     )
 
 
-_COSTS = {  # field -> its name, and whether less of it is better
-    "nfe": ("mean forwards (NFE)", True),
-    "tokens_per_second": ("tokens per second", False),
-    "tokens_per_forward": ("tokens per forward", False),
-}
-
-
-def _against(points: Points, x: str, front: bool = True) -> Panel:
-    """Accuracy of all lines against a cost."""
-    label, smaller = _COSTS[x]
-    curves = [_curve(name, line, x, "accuracy") for name, line in points.items()]
-    return Panel(label, curves, smaller_is_better=smaller if front else None)
-
-
-# EB-Sampler
+# The figures
 
 # The paper lists neither gammas nor ks for the puzzles; these cover its curves from one token per forward to all.
-GAMMAS = (0, 0.00001, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 0.5, 1, 2, 4, 8, float("inf"))
-KS = (1, 2, 3, 4, 6, 8, 12, 16, 32)
-PROXIES = ("confidence", "entropy", "margin")
-
-
-def _eb_lines(options: argparse.Namespace) -> list[Line]:
-    """Both samplers with all three proxies: 75 points, six programs."""
-    eb = [Line(f"eb:proxy={proxy}", [f"eb:proxy={proxy},gamma={_either(GAMMAS)}"]) for proxy in PROXIES]
-    return eb + [Line(f"topk:proxy={proxy}", [f"topk:proxy={proxy},k={_either(KS)}"]) for proxy in PROXIES]
-
-
-def _eb_panels(points: Points) -> list[Panel]:
-    """Accuracy against mean forwards, linear, as in the paper."""
-    return [_against(points, "nfe", front=False)]
-
-
-# APD
-
-WEIGHTS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-FIXED = (1, 2, 3, 4, 5, 6, 7, 8)
-LOOKAHEADS = (64, 32, 16, 8, 4)
-WINDOWS = (64, 32, 16, 8, 4, 1)
-GRID = {"weight": (0.5, 0.6, 0.7, 0.8), "window": (8, 16, 32), "lookahead": (8, 16, 32)}
-_SWEPT = {  # label of the line -> what is swept
-    "APD, R (no W, no M)": "R",
-    "fixed k, left to right": "k",
-    "lookahead M, k = 1": "M",
-    "window W, k = 1": "W",
-}
-_PAIRS = "APD, R x W x M"
-_ALONE = "verifier alone"
-
-
-def _apd_lines(options: argparse.Namespace) -> list[Line]:
-    """One program for all R, one for all k, and one for each other W and M; with --few-programs one per line."""
-    apd, few = f"apd:verifier={named(options.verifier)}", options.few_programs
-    room = lambda what, values: f",most_{what}={max(values)}" if few else ""
-    step = "leftright:tokens_per_step=1"
-    ahead = f"{step},lookahead={_either(LOOKAHEADS)}{room('lookahead', LOOKAHEADS)}"
-    back = f"{step},window={_either(WINDOWS)}{room('window', WINDOWS)}"
-    grid = ",".join(f"{name}={_either(values)}" for name, values in GRID.items())
-    rooms = "".join(room(name, GRID[name]) for name in ("window", "lookahead"))
-    specs = (
-        [f"{apd},weight={_either(WEIGHTS)}"],
-        [f"leftright:tokens_per_step={_either(FIXED)}"],
-        [step, ahead],
-        [step, back],
-    )
-    return [
-        *(Line(label, one) for label, one in zip(_SWEPT, specs, strict=True)),
-        Line(_PAIRS, [f"{apd},{grid}{rooms}"], front=True),
-        Line(_ALONE, [f"leftright:window=1,lookahead=1@{named(options.verifier)}"]),
-    ]
-
-
-def _apd_panels(points: Points) -> list[Panel]:
-    """Accuracy, speed and how much is written over R, k, M and W, then the trade-offs of everything."""
-    rows = (("accuracy", plots.ACCURACY), ("tokens_per_second", "tokens per second"))
-    panels = [_swept(points, *row, swept) for row in rows for swept in _SWEPT]
-    written = ("committed_per_forward", "accepted per forward"), ("tokens", "tokens per answer")
-    panels += [_swept(points, *written[what in ("M", "W")], swept) for swept, what in _SWEPT.items()]
-    return [*panels, _against(points, "tokens_per_forward"), _against(points, "tokens_per_second")]
-
-
-def _swept(points: Points, field: str, label: str, swept: str) -> Panel:
-    """A field over what a line sweeps."""
-    values = {"R": WEIGHTS, "k": FIXED, "M": ("none", *LOOKAHEADS), "W": ("none", *WINDOWS)}[_SWEPT[swept]]
-    curve = _curve(swept, points[swept], range(len(values)), field)
-    return Panel(_SWEPT[swept], [curve], y_label=label, ticks=list(map(str, values)))
-
-
-# D2F
-
-BLOCKS = (8, 16, 32)
-TAU_CONF = (0.5, 0.7, 0.8, 0.9, 0.95)
-FAST_DLLM = (0.5, 0.7, 0.8, 0.9, 0.95)
-EB_GAMMAS = (0.01, 0.1, 0.25, 0.5, 1)
-
-
-def _d2f_lines(options: argparse.Namespace) -> list[Line]:
-    """Teacher, autoregressive model and student; thresholds and gammas share programs, blocks do not."""
-    student, blocks = named(options.student), f"block_length={_either(BLOCKS)}"
-    conf, act = f"threshold={_either(TAU_CONF)}", "tau_act=0.95"
-    lines = [
-        Line("teacher, one token per forward", ["topk:k=1"]),
-        Line("teacher, Fast-dLLM", [f"threshold:threshold={_either(FAST_DLLM)},cache=dual,{blocks}"], front=True),
-        Line("D2F", [f"d2f:{blocks},tau_add=0.1,{act},{conf}@{student}"], front=True),
-        Line("D2F, single state", [f"d2f:{blocks},tau_add=0.95,{act},{conf}@{student}"], front=True),
+_EB = [
+    *(
         Line(
-            "D2F, EB inside",
-            [f"d2f:{blocks},tau_add=0.1,{act},rule=eb,gamma={_either(EB_GAMMAS)}@{student}"],
-            front=True,
+            f"eb:proxy={proxy}",
+            [f"eb:proxy={proxy},gamma=0|1e-05|0.0001|0.0003|0.001|0.003|0.01|0.03|0.1|0.3|0.5|1|2|4|8|inf"],
+        )
+        for proxy in ("confidence", "entropy", "margin")
+    ),
+    *(
+        Line(f"topk:proxy={proxy}", [f"topk:proxy={proxy},k=1|2|3|4|6|8|12|16|32"])
+        for proxy in ("confidence", "entropy", "margin")
+    ),
+]
+
+_WEIGHTS, _STEPS = "APD, R (no W, no M)", "fixed k, left to right"
+_LOOKAHEADS, _WINDOWS = "lookahead M, k = 1", "window W, k = 1"
+_ONE = "leftright:tokens_per_step=1"
+_APD = [
+    Line(_WEIGHTS, ["apd:verifier={verifier},weight=0.1|0.2|0.3|0.4|0.5|0.6|0.7|0.8|0.9"]),
+    Line(_STEPS, ["leftright:tokens_per_step=1|2|3|4|5|6|7|8"]),
+    Line(_LOOKAHEADS, [_ONE, f"{_ONE},lookahead=64|32|16|8|4"], few_programs=",most_lookahead=64"),
+    Line(_WINDOWS, [_ONE, f"{_ONE},window=64|32|16|8|4|1"], few_programs=",most_window=64"),
+    Line(
+        "APD, R x W x M",
+        ["apd:verifier={verifier},weight=0.5|0.6|0.7|0.8,window=8|16|32,lookahead=8|16|32"],
+        few_programs=",most_window=32,most_lookahead=32",
+        front=True,
+    ),
+    Line("verifier alone", ["leftright:window=1,lookahead=1@{verifier}"]),
+]
+_SWEPT = (
+    ("R", _WEIGHTS, "weight", "committed_per_forward"),
+    ("k", _STEPS, "tokens_per_step", "committed_per_forward"),
+    ("M", _LOOKAHEADS, "lookahead", "tokens"),
+    ("W", _WINDOWS, "window", "tokens"),
+)
+_APD_PANELS = [
+    *(PanelSpec(name, "accuracy", [label], option) for name, label, option, _ in _SWEPT),
+    *(PanelSpec(name, "tokens_per_second", [label], option) for name, label, option, _ in _SWEPT),
+    *(PanelSpec(name, written, [label], option) for name, label, option, written in _SWEPT),
+    PanelSpec("tokens_per_forward"),
+    PanelSpec("tokens_per_second"),
+]
+
+_D2F_BLOCKS, _D2F_THRESHOLDS = "block_length=8|16|32", "threshold=0.5|0.7|0.8|0.9|0.95"
+_D2F = [
+    Line("teacher, one token per forward", ["topk:k=1"]),
+    Line("teacher, Fast-dLLM", [f"threshold:{_D2F_THRESHOLDS},cache=dual,{_D2F_BLOCKS}"], front=True),
+    Line("D2F", [f"d2f:{_D2F_BLOCKS},tau_add=0.1,tau_act=0.95,{_D2F_THRESHOLDS}@{{student}}"], front=True),
+    Line(
+        "D2F, single state", [f"d2f:{_D2F_BLOCKS},tau_add=0.95,tau_act=0.95,{_D2F_THRESHOLDS}@{{student}}"], front=True
+    ),
+    Line(
+        "D2F, EB inside",
+        [f"d2f:{_D2F_BLOCKS},tau_add=0.1,tau_act=0.95,rule=eb,gamma=0.01|0.1|0.25|0.5|1@{{student}}"],
+        front=True,
+    ),
+    Line("autoregressive, cached", ["leftright:window=1,lookahead=1@{ar}"]),
+]
+
+_THRESHOLDS = "threshold:threshold=0.3|0.5|0.7|0.8|0.9|0.95"
+# A cache, its name, and where the indicator is asked: wherever a forward runs.
+_NI_CACHES = (("none", "no cache", "rest"), ("prefix", "prefix cache", "rest"), ("dual", "dual cache", "block"))
+_NI = [
+    line
+    for cache, name, scope in _NI_CACHES
+    for line in (
+        Line(f"threshold, {name}", [f"{_THRESHOLDS},cache={cache},block_length={{block_length}}"]),
+        Line(
+            f"NI and threshold 0.9, {name}",
+            [
+                "ni:indicator={indicator},threshold=0.9,indicator_threshold=0.5|0.6|0.7|0.8|0.9,"
+                f"scope={scope},cache={cache},block_length={{block_length}}"
+            ],
         ),
-    ]
-    if options.ar is not None:
-        lines.append(Line("autoregressive, cached", [f"leftright:window=1,lookahead=1@{named(options.ar)}"]))
-    return lines
-
-
-def _d2f_panels(points: Points) -> list[Panel]:
-    return [_against(points, "nfe"), _against(points, "tokens_per_second")]
-
-
-# NI
-
-THRESHOLDS = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95)
-NI_BASES = (0.9,)
-NI_SCORES = (0.5, 0.6, 0.7, 0.8, 0.9)
-_CACHES = {  # policy -> its name, and where the indicator is asked: wherever a forward runs
-    "none": ("no cache", "rest"),
-    "prefix": ("prefix cache", "rest"),
-    "dual": ("dual cache", "block"),
-}
-
-
-def _ni_lines(options: argparse.Namespace) -> list[Line]:
-    """Thresholds, and the indicator on top of some, without a cache and with two: two programs each."""
-    indicators = [named(path) for path in options.indicator]
-    if len(set(indicators)) < len(indicators):
-        raise DllmError("an indicator was given twice; an average over both would hide how much training varies")
-    lines = []
-    for cache, (told, scope) in _CACHES.items():
-        where = f"cache={cache},block_length={options.block_length}"
-        lines.append(Line(f"threshold, {told}", [f"threshold:threshold={_either(THRESHOLDS)},{where}"]))
-        for base in NI_BASES:
-            scores = f"indicator_threshold={_either(NI_SCORES)},scope={scope}"
-            ni = f"indicator={_either(indicators)},threshold={base},{scores}"
-            above = f"threshold {base}" if base <= 1 else "no threshold"
-            lines.append(Line(f"NI and {above}, {told}", [f"ni:{ni},{where}"]))
-    return lines
-
-
-def _ni_panels(points: Points) -> list[Panel]:
-    """One row per cache."""
-    return [
-        _against({label: line for label, line in points.items() if label.endswith(told)}, cost)
-        for told, _ in _CACHES.values()
-        for cost in ("nfe", "tokens_per_second")
-    ]
-
-
-def _ni_notes(points: Points) -> list[str]:
-    """The fewest forwards of both at equal accuracy."""
-    notes = []
-    for told, _ in _CACHES.values():
-        helped = [p for label, line in points.items() if label.startswith("NI") and label.endswith(told) for p in line]
-        notes.append(_compared(told, points[f"threshold, {told}"], "NI", helped))
-    return notes
-
-
-def _compared(told: str, plain: Sequence[Point], name: str, helped: Sequence[Point]) -> str:
-    """A sentence: the fewest forwards within one standard error of the best plain accuracy. Points are chosen on
-    half of the problems and measured on the others: where it was chosen, the best of many looks too good."""
-    rows = len(plain[0].reports[0].rows)
-    if rows < 2:
-        return f"{told}: no points are compared, as that takes one problem to choose them on and another to measure"
-    chosen_on, measured_on = 0, 1
-    best = max(plain, key=lambda point: (point.half("correct", chosen_on), -point.half("nfe", chosen_on)))
-    accuracy = best.half("correct", chosen_on)
-    floor = accuracy - stderr.of_share(accuracy, rows - rows // 2)
-    at = f"{told}: at accuracy within one standard error of the best threshold's (at least {100 * floor:.1f} %)"
-    ours, theirs = ([p for p in some if p.half("correct", chosen_on) >= floor] for some in (helped, plain))
-    if not ours:
-        return f"{at} no {name} point stands"
-    mine, other = (min(some, key=lambda p: p.half("nfe", chosen_on)) for some in (ours, theirs))
-    ratio = other.half("nfe", measured_on) / max(mine.half("nfe", measured_on), 1.0)
-    which = f"chosen on {rows - rows // 2} problems, measured on {rows // 2} others"
-    return f"{at}, {which}: NFE {_told(mine, measured_on)} against {_told(other, measured_on)}, ratio {ratio:.2f}"
-
-
-def _told(point: Point, which: int) -> str:
-    """A point with its forwards and accuracy on a half of the problems, and its numbers."""
-    (sampler, *_) = parse_samplers(point.samplers[0])
-    numbers = ", ".join(f"{name} {value:g}" for name, value in sampler.numbers.items())
-    each = [Point(point.samplers, [report]).half("nfe", which) for report in point.reports]
-    several = f" +- {np.std(each, ddof=1):.2f} over {len(each)} indicators" if len(each) > 1 else ""
-    return f"{point.half('nfe', which):.2f}{several} ({numbers}; {100 * point.half('correct', which):.1f} %)"
-
-
-# Trajectory compression
+    )
+]
 
 _BEFORE, _AFTER, _CONTROL = "before compression", "after compression", "control: same texts, random masks"
+_COMPRESSION = [
+    Line(_BEFORE, [f"{_THRESHOLDS},block_length={{block_length}}"]),
+    Line(_AFTER, [f"{_THRESHOLDS},block_length={{block_length}}@{{compressed}}"]),
+    Line(_CONTROL, [f"{_THRESHOLDS},block_length={{block_length}}@{{control}}"]),
+]
 
-
-def _compression_lines(options: argparse.Namespace) -> list[Line]:
-    """The same thresholds on all models, without a cache: one program."""
-    spec = f"threshold:threshold={_either(THRESHOLDS)},block_length={options.block_length}"
-    others = {_AFTER: options.compressed} | ({_CONTROL: options.control} if options.control else {})
-    return [Line(_BEFORE, [spec]), *(Line(label, [f"{spec}@{named(path)}"]) for label, path in others.items())]
-
-
-def _compression_panels(points: Points) -> list[Panel]:
-    return [_against(points, "nfe"), _against(points, "tokens_per_forward")]
-
-
-def _compression_notes(points: Points) -> list[str]:
-    """The fewest forwards of each and of the first at equal accuracy."""
-    first, *others = points.items()
-    return [_compared(label, first[1], label, line) for label, line in others]
+_LONG_PROBLEMS = "word-problems:difficulty=long"
+_FREE_WORDS = f"{_LONG_PROBLEMS},steps=4-6,wording=free"
 
 
 def _flag(about: str, **more: Any) -> Mapping[str, Any]:
     return {"help": about, **more}
 
 
-_LONG_PROBLEMS = "word-problems:difficulty=long"
-_FREE_WORDS = f"{_LONG_PROBLEMS},steps=4-6,wording=free"
 _BLOCK_LENGTH = _flag("of all samplers (default: 16)", type=int, default=16, metavar="N")
 
 FIGURES: Mapping[str, Figure] = types.MappingProxyType(
     {
-        "eb-sudoku": Figure("EB-Sampler's Figure 7", "sudoku", _eb_lines, _eb_panels, 1, n=2000),
-        "eb-maze": Figure("EB-Sampler's Figure 6", "maze", _eb_lines, _eb_panels, 1, n=2000),
+        "eb-sudoku": Figure("EB-Sampler's Figure 7", "sudoku", _EB, [PanelSpec("nfe", front=False)], 1, n=2000),
+        "eb-maze": Figure("EB-Sampler's Figure 6", "maze", _EB, [PanelSpec("nfe", front=False)], 1, n=2000),
         "apd": Figure(
             "APD's Figures 3, 4 and 6 and Table 2",
             _LONG_PROBLEMS,
-            _apd_lines,
-            _apd_panels,
+            _APD,
+            _APD_PANELS,
             4,
             {
                 "--verifier": _flag("autoregressive model of the same tokens", required=True, metavar="DIR_OR_NAME"),
@@ -417,8 +388,8 @@ FIGURES: Mapping[str, Figure] = types.MappingProxyType(
         "d2f": Figure(
             "D2F against its teacher and an autoregressive model",
             _LONG_PROBLEMS,
-            _d2f_lines,
-            _d2f_panels,
+            _D2F,
+            [PanelSpec("nfe"), PanelSpec("tokens_per_second")],
             2,
             {
                 "--student": _flag("model that D2F trained", required=True, metavar="DIR_OR_NAME"),
@@ -428,8 +399,12 @@ FIGURES: Mapping[str, Figure] = types.MappingProxyType(
         "ni": Figure(
             "NI-Sampling against confidence thresholds",
             _FREE_WORDS,
-            _ni_lines,
-            _ni_panels,
+            _NI,
+            [
+                PanelSpec(cost, lines=[f"threshold, {name}", f"NI and threshold 0.9, {name}"])
+                for _, name, _ in _NI_CACHES
+                for cost in ("nfe", "tokens_per_second")
+            ],
             2,
             {
                 "--indicator": _flag(
@@ -437,20 +412,23 @@ FIGURES: Mapping[str, Figure] = types.MappingProxyType(
                 ),
                 "--block-length": _BLOCK_LENGTH,
             },
-            _ni_notes,
+            [
+                EqualAccuracy(name, f"threshold, {name}", f"NI and threshold 0.9, {name}", "NI")
+                for _, name, _ in _NI_CACHES
+            ],
         ),
         "compression": Figure(
             "a model before and after trajectory compression",
             _FREE_WORDS,
-            _compression_lines,
-            _compression_panels,
+            _COMPRESSION,
+            [PanelSpec("nfe"), PanelSpec("tokens_per_forward")],
             2,
             {
                 "--compressed": _flag("model that it was trained to", required=True, metavar="DIR_OR_NAME"),
                 "--control": _flag("model trained on the same texts by masked diffusion", metavar="DIR_OR_NAME"),
                 "--block-length": _BLOCK_LENGTH,
             },
-            _compression_notes,
+            [EqualAccuracy(label, _BEFORE, label, label) for label in (_AFTER, _CONTROL)],
         ),
     }
 )

@@ -1,5 +1,6 @@
 """Scoring, sweeps and the command line: an oracle gets everything right, a random model nothing, numbers add up."""
 
+import argparse
 import dataclasses
 import json
 import math
@@ -495,10 +496,11 @@ def test_sweep_writes_tables_and_a_plot(command, random_sudoku, tmp_path):
 
 def test_a_figure_is_one_command(command, random_sudoku, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    every = figures.samplers_of(figures.FIGURES["eb-maze"].lines(None))
+    every = figures.samplers_of(figures.FIGURES["eb-maze"].lines(argparse.Namespace()))
     assert len(every) == 75 and len({sampler.series for sampler in every}) == 6
-    for name, values in {"GAMMAS": (0, math.inf), "KS": (1, 16), "PROXIES": ("entropy",)}.items():
-        monkeypatch.setattr(figures, name, values)
+    lines = [figures.Line("eb", ["eb:gamma=0|inf"]), figures.Line("topk", ["topk:k=1|16"])]
+    small = dataclasses.replace(figures.FIGURES["eb-sudoku"], templates=lines)
+    monkeypatch.setattr(figures, "FIGURES", {"eb-sudoku": small})
     small = ("--model", random_sudoku, "--task", SUDOKU, "--n", 4, "--batch-size", 4)
     status, text, err = command("figure", "eb-sudoku", *small, "--out", tmp_path)
     assert status == 0 and sorted(os.listdir(tmp_path)) == ["eb-sudoku.png", "results.csv", "results.json"]
