@@ -36,7 +36,7 @@ from samplers import (
     stream,
 )
 from samplers.cli import sample as cli
-from samplers.viewer.terminal import watch
+from samplers.viewer.terminal import LiveView
 
 NAN = float("nan")
 PROMPT = jnp.array([[81, 58, 32]], jnp.int32)
@@ -309,8 +309,7 @@ PROMPTS = {
     "stop text without a tokenizer": (lambda m: generate(m.bare, [[65]], stop=["x"]), "has no tokenizer"),
     "text for random weights": (lambda m: generate(m.random, "a"), "the random model some-size has no tokenizer"),
     "autoregressive model": (lambda m: generate(m.qwen2, "a"), "a qwen2 model has no mask token and cannot denoise"),
-    "delay of the live view": (lambda m: watch(m.llada, "a", delay=-1.0), "delay is -1; it must be at least 0"),
-    "empty live prompt": (lambda m: watch(m.llada, ""), "the prompt is empty"),
+    "delay of the live view": (lambda m: LiveView(delay=-1.0), "delay is -1; it must be at least 0"),
 }
 
 BY_HAND = {
