@@ -42,7 +42,17 @@ from samplers import (
 )
 from samplers.cli import sample as cli
 from samplers.config.factory import defaults_of
-from samplers.config.registry import PLAIN, USUAL, Settings, fields_of, kind_of, kinds_of, options_of, settle, title
+from samplers.config.registry import (
+    PLAIN,
+    USUAL,
+    SamplerConfig,
+    fields_of,
+    kind_of,
+    kinds_of,
+    options_of,
+    resolve,
+    title,
+)
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("dllm_jax", "convert", "samplers", "train", "evals", "benchmarks")
@@ -301,10 +311,10 @@ def test_what_is_about_to_go_cannot_be_said(llada_tiny):
 def test_options_are_those_of_the_parts():
     for name in RULES:
         for cache in CACHES:
-            settings = settle(name, {"cache": cache}, USUAL)
+            settings = resolve(name, {"cache": cache}, USUAL)
             own = {field.name for part in (RULES[name], CACHES[cache], Sampling) for field in fields_of(part)}
             assert own <= options_of(settings).keys() and set(kinds_of(settings)) <= set(options_of(settings))
-    assert settle("eb", {}, PLAIN) == Settings(BlockSampler, {"rule": "eb", "cache": "none"})
+    assert resolve("eb", {}, PLAIN) == SamplerConfig(BlockSampler, {"rule": "eb", "cache": "none"})
 
 
 # The house

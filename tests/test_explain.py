@@ -1,4 +1,4 @@
-"""`--explain`: every default has a reason, settings come from where they are said to, and runs take what was told."""
+"""`--explain`: settings come from where they are said to, and runs take what it prints."""
 
 import dataclasses
 import json
@@ -17,14 +17,13 @@ from dllm_jax.params.quantized import num_bytes
 from samplers import CACHES, RULES, BlockSampler, Smoothing, make_sampler, rules, sample, sample_jit
 from samplers.cli import sample as cli
 from samplers.config.costs import costs_of
-from samplers.config.explain import explained, sized
-from samplers.config.factory import WHY_IN_BLOCKS, in_blocks, typed
+from samplers.config.explain import list_settings, sized
+from samplers.config.factory import defaults_of, typed
 from samplers.config.presets import PRESETS, published_in
-from samplers.config.registry import LOOPS, USUAL, WHY_OTHERS, WHY_USUAL, fields_of
+from samplers.config.registry import LOOPS, fields_of, resolve
 from samplers.tokens.predictions import Sampling
 
 KINDS = {**RULES, **CACHES, **LOOPS, "sampler": BlockSampler, "draws": Sampling, "smoothing": Smoothing}
-REQUIRED = [("ni", "indicator"), ("apd", "verifier"), ("sampler", "rule"), ("sampler", "gen_length")]
 PROMPT = "Q: Tom has 12 books. Tom buys 23.\nA: "
 
 
@@ -42,33 +41,22 @@ def explain(capsys, monkeypatch, llada_tiny):
 
 
 def rows_of(model, name=None, **said):
-    return {row.name: row for row in explained(model, name, typed(name, said).options if said else {})}
+    options = typed(name, said).options if said else {}
+    config = resolve(name, options, defaults_of(model), "the command line")
+    return {row.name: row for row in list_settings(config)}
 
 
-# Reasons
+# Meanings
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_every_option_says_what_it_is_and_why_its_default_is_that(name):
+def test_every_option_says_what_it_is(name):
     about, kind = docs.attributes(KINDS[name]), KINDS[name].__name__
     for field in fields_of(KINDS[name]):
-        told = about.get(field.name, docs.About())
-        line = f'say so under "Attributes:" in the docstring of {kind}: "{field.name}: what it is. Default: why."'
-        assert told.meaning, f"nothing says what {field.name} of {kind} is; {line}"
-        assert told.why or (name, field.name) in REQUIRED, f"nothing says why {field.name} is as it is; {line}"
+        assert about.get(field.name, docs.About()).meaning, f"the docstring of {kind} lacks {field.name}"
 
 
-@pytest.mark.parametrize("name, field", REQUIRED)
-def test_only_what_must_be_given_has_no_reason(name, field):
-    default = next(one.default for one in fields_of(KINDS[name]) if one.name == field)
-    assert default is dataclasses.MISSING and not docs.attributes(KINDS[name])[field].why
-
-
-def test_the_tables_of_defaults_have_a_reason_for_each():
-    blocks = in_blocks(USUAL, NOTHING)
-    changed = {option for option, value in blocks.options.items() if USUAL.options.get(option) != value}
-    assert WHY_USUAL.keys() == USUAL.options.keys() and WHY_IN_BLOCKS.keys() == changed
-    assert set(WHY_OTHERS) == {"ignore_eos"}
+def test_every_preset_names_its_paper():
     assert all("arXiv" in published_in(name) for name in PRESETS)
 
 
@@ -85,18 +73,18 @@ def test_settings_come_from_whom_they_are_said_by(llada_tiny):
     assert origin("rule") == ("eb", "the command line") and origin("gamma") == ("0.25", "the command line")
     assert origin("proxy") == ("entropy", "default of eb") and origin("after_look") == ("16", "default of vicinity")
     assert origin("gen_length") == ("48", "generation.json") and origin("temperature") == ("0.5", "generation.json")
-    assert origin("block_length") == ("32", "the library") and found["block_length"].why == WHY_USUAL["block_length"]
-    assert origin("guidance") == ("none", "the library") and "doubles" in found["guidance"].why
-    assert not found["gamma"].why and not any(name.startswith("smoothing_") for name in found)
+    assert origin("block_length") == ("32", "the library")
+    assert origin("guidance") == ("none", "the library")
+    assert not any(name.startswith("smoothing_") for name in found)
 
 
 def test_presets_models_and_parts_of_their_own(llada_tiny):
     found = rows_of(dataclasses.replace(llada_tiny, generation={}), "llada-moe-cache", threshold="0.7")
     assert found["threshold"][1:3] == ("0.7", "the command line")
-    assert found["warmup"][1:] == ("4", "preset llada-moe-cache", "as in dInfer (arXiv 2510.08666), main table")
+    assert found["warmup"][1:] == ("4", "preset llada-moe-cache")
     assert found["smoothing_weight"][1:3] == ("0.3", "preset llada-moe-cache")
     blocks = rows_of(NOTHING)
-    assert blocks["cache"][1:3] == ("exact", "the model") and blocks["cache"].why == WHY_IN_BLOCKS["cache"]
+    assert blocks["cache"][1:3] == ("exact", "the model")
     assert rows_of(NOTHING, "llada")["steps"].value == "256"
     loop = rows_of(llada_tiny, "d2f", rule="topk", k="2")
     assert loop["sampler"][1:3] == ("d2f", "the command line") and loop["k"][1:3] == ("2", "the command line")
@@ -192,7 +180,7 @@ def test_it_ends_without_having_loaded_anything(explain, monkeypatch):
     status, out, err = explain(PROMPT, "--rule", "topk", "--k", "4", "--gen-length", "32", "--block-length", "8")
     assert (status, err) == (0, "") and max(map(len, out.splitlines())) <= 60
     text = " ".join(out.split())
-    assert "k 4 the command line" in text and "cache dual the library: a forward runs" in text
+    assert "k 4 the command line" in text and "cache dual the library" in text
     assert "forwards of a row: 8, fewer if an end token comes before" in text
     assert "positions of a row that a forward runs: 96 in a full one, 8 in a window" in text
 
@@ -200,7 +188,7 @@ def test_it_ends_without_having_loaded_anything(explain, monkeypatch):
 def test_as_json(explain):
     status, out, _ = explain("--json", "--gen-length", "16", "--rule", "eb", "--batch-size", "1")
     told = json.loads(out)
-    assert status == 0 and {"name": "rule", "value": "eb", "origin": "the command line", "why": ""} in told["settings"]
+    assert status == 0 and {"name": "rule", "value": "eb", "origin": "the command line"} in told["settings"]
     assert "prompt" in {row["name"] for row in told["settings"]} and told["costs"]["batch"] == 1
     assert told["costs"]["total"] > told["costs"]["weights"] > 0 and told["costs"]["fits"] is True
 
@@ -248,7 +236,7 @@ def test_a_published_model_needs_no_checkpoint(capsys, monkeypatch, tmp_path):
 
 def test_what_is_off_as_usual_is_one_line(explain):
     out = " ".join(explain(PROMPT, "--cache", "none")[1].split())
-    assert "suppress, defer (--json has the reasons)" in out and "cache none the command line" in out
+    assert "suppress, defer" in out and "cache none the command line" in out
 
 
 def test_sizes():

@@ -15,7 +15,7 @@ from docs.tools import pictures
 from evals import presets
 from evals.sampler import parse_sampler
 from samplers import CACHES, PRESETS, RULES, official
-from samplers.config.registry import LOOPS, USUAL, Settings, kinds_of, options_of, settle
+from samplers.config.registry import LOOPS, USUAL, SamplerConfig, kinds_of, options_of, resolve
 from samplers.tokens.smoothing import Smoothing
 from train.objectives import OBJECTIVES
 
@@ -51,10 +51,10 @@ def default_of(code):
     if name == "smoothing":
         return written(Smoothing.__dataclass_fields__[option].default)
     if name in CACHES:
-        settings = Settings(USUAL.kind, {**USUAL.options, "cache": name})
+        settings = SamplerConfig(USUAL.kind, {**USUAL.options, "cache": name})
     else:
         under = {"gen_length": USUAL.options["gen_length"]}  # all that a model with a canvas does not bring
-        settings = settle(name, {}, Settings(LOOPS[name], under) if name == "renoise" else USUAL)
+        settings = resolve(name, {}, SamplerConfig(LOOPS[name], under) if name == "renoise" else USUAL)
     owner = options_of(settings)[option]
     fields = (owner.kind or settings.kind).__dataclass_fields__
     usual = False if option == "ignore_eos" else fields[owner.field].default
@@ -94,7 +94,7 @@ def test_whatever_looks_like_a_sampler_is_one(page):
         if name in names and rest:
             assert "=" not in rest or parse_sampler(code), code
         elif found := re.fullmatch(r"((?:\w+=[\w.-]+)(?:,\w+=[\w.-]+)*)", code):
-            known = set().union(*(kinds_of(settle(name, {}, USUAL)) for name in (*RULES, *LOOPS)))
+            known = set().union(*(kinds_of(resolve(name, {}, USUAL)) for name in (*RULES, *LOOPS)))
             assert {pair.partition("=")[0] for pair in found[1].split(",")} <= known | {"top_k"}, code
 
 

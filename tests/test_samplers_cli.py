@@ -360,7 +360,7 @@ def test_a_rule_that_is_added_is_offered(monkeypatch, capsys):
     name, texts, model = said_by(cli.command_line().parse_intermixed_args(line), cli.command_line().parse_args([]))
     wanted = {"rule": "new", "weight": 0.25, "count": 3, "fast": True, "kind": "b"}
     assert typed(name, texts, under=registry.USUAL).options == wanted
-    assert "inner" not in set(registry.kinds_of(registry.Settings(registry.USUAL.kind, {"rule": "new"})))
+    assert "inner" not in set(registry.kinds_of(registry.SamplerConfig(registry.USUAL.kind, {"rule": "new"})))
     assert cli.main(["--list"]) == 0
     out = capsys.readouterr().out
     assert "--weight (default: 0.5) how much of it." in out and "--kind (default: a; one of a, b)" in out

@@ -36,7 +36,7 @@ from evals.token_counts import Answered, count, counting_of, cut
 from samplers.checks import check_length, check_whole
 from samplers.cli.report import device_of
 from samplers.config.factory import CanvasSampler, defaults_of, parse_sampler
-from samplers.config.registry import PLAIN, settle
+from samplers.config.registry import PLAIN, resolve
 from samplers.engine.engine import MOST_STOPS, Request
 from samplers.engine.runner import Runner, slots_for
 from samplers.likelihood.scoring import score_each
@@ -308,7 +308,7 @@ class DllmLM(LM):
     def _length(self) -> int | None:
         """What the preset says, or the sampler's published setting that it names."""
         assert self._spec is not None
-        found: int | None = settle(self._spec.name, self._spec.options, PLAIN).options.get("gen_length")
+        found: int | None = resolve(self._spec.name, self._spec.options, PLAIN).options.get("gen_length")
         return found
 
     @functools.cached_property

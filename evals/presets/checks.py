@@ -13,7 +13,7 @@ from dllm_jax.config import PUBLISHED, ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.indicator import Indicator, IndicatorConfig
 from evals.presets.preset import Preset
-from samplers.config.registry import PLAIN, options_of, settle
+from samplers.config.registry import PLAIN, options_of, resolve
 from samplers.loops.verifier import Verifier
 
 TASKS_FOLDER = Path(__file__).parents[1] / "harness" / "tasks"
@@ -87,7 +87,7 @@ def _of_sampler(preset: Preset) -> Iterable[str]:
     config = config_of(preset) or PUBLISHED["llada-8b-instruct"]
     try:
         sampler = preset.spec
-        settings = settle(sampler.name, sampler.options, PLAIN)
+        settings = resolve(sampler.name, sampler.options, PLAIN)
         if "gen_length" not in settings.options:
             yield "the sampler says no gen_length"
             return

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from dllm_jax import spec
 from dllm_jax.errors import DllmError
 from samplers.config.factory import SamplerSpec, parse_sampler, typed
-from samplers.config.registry import PLAIN, Settings, called, fields_of, kinds_of, options_of, settle
+from samplers.config.registry import PLAIN, SamplerConfig, called, fields_of, kinds_of, options_of, resolve
 from samplers.likelihood.scoring import Estimator
 from samplers.tokens.smoothing import Smoothing
 
@@ -146,7 +146,7 @@ _OF_KIND: Mapping[Kind, tuple[str, ...]] = {
 
 def unfolded(sampler: SamplerSpec) -> dict[str, Any]:
     """A sampler's name and all its options, those that were not written as they are by default."""
-    settings = settle(sampler.name, sampler.options, PLAIN)
+    settings = resolve(sampler.name, sampler.options, PLAIN)
     said, kinds = dict(settings.options), kinds_of(settings)
     if isinstance(smoothing := said.get("smoothing"), Smoothing):
         numbers = {f"smoothing_{name}": value for name, value in vars(smoothing).items()}
@@ -157,7 +157,7 @@ def unfolded(sampler: SamplerSpec) -> dict[str, Any]:
     return {"sampler": called(settings), **owned}
 
 
-def _usual(settings: Settings, option: str) -> Any:
+def _usual(settings: SamplerConfig, option: str) -> Any:
     owner = options_of(settings)[option]
     found = {field.name: field.default for field in fields_of(owner.kind or settings.kind)}.get(owner.field, False)
     if found is not dataclasses.MISSING:

@@ -12,7 +12,7 @@ text; with a prompt beside it, the text is the answer to that.
 `python -m samplers --prompts in.jsonl --out out.jsonl --model DIR_OR_NAME` answers a file of any size, a line of
 JSON for each line; a run that was killed goes on where it was when the same command is given again (docs/batch.md).
 
-`python -m samplers --explain --model DIR_OR_NAME ...` says where every setting comes from and why it is so, how many
+`python -m samplers --explain --model DIR_OR_NAME ...` says where every setting comes from, how many
 forwards there will be, and what memory they take. It reads no weights, and ends (docs/choose.md).
 
 `python -m samplers serve --model DIR_OR_NAME` is a server in the shape of OpenAI's (`... serve --help`). A first
@@ -47,10 +47,10 @@ from samplers.cli.lines import prompts_of
 from samplers.cli.outputs import Share, joined
 from samplers.cli.report import Totals, answer_json, print_statistics, print_text, run_json, settings_json, speed_json
 from samplers.config.costs import costs_of
-from samplers.config.explain import Setting, explained, explained_as_json, print_explained
+from samplers.config.explain import Setting, explained_as_json, list_settings, print_explained
 from samplers.config.factory import CanvasSampler, defaults_of, typed, with_verifier
 from samplers.config.presets import PRESETS
-from samplers.config.registry import LOOPS, kind_of
+from samplers.config.registry import LOOPS, kind_of, resolve
 from samplers.engine.engine import Request, requests_of
 from samplers.engine.runner import Runner, run_all
 from samplers.generate import prepare
@@ -107,7 +107,11 @@ def command_line(said: Sequence[str] = ()) -> argparse.ArgumentParser:
         help="fill this text's gaps, <gap:8> is one of 8 tokens; repeatable",
     )
     add_model(parser)
-    add("--explain", action="store_true", help="print every setting, why it is so, and what a run takes; loads nothing")
+    add(
+        "--explain",
+        action="store_true",
+        help="print every setting with its origin, and what a run takes; loads nothing",
+    )
     add("--list", action="store_true", help="print rules, cache policies and samplers with their options")
     add("--chat", action="store_true", help="take a prompt as a user's message in the model's chat format")
     add("--system", metavar="TEXT", help="system message; implies --chat")
@@ -170,13 +174,11 @@ def _explain(options: argparse.Namespace) -> None:
     costs = costs_of(model, sampler, together, bucket_length(length))
     settings = _own_settings(options, model, together)
     if options.prompts is not None:
-        settings.append(Setting("prompts", f"{number} of {options.prompts}", "the command line", ""))
+        settings.append(Setting("prompts", f"{number} of {options.prompts}", "the command line"))
     if not spoken:
-        why = "is not known without the tokenizer" if asked else "was not given"
-        settings.append(
-            Setting("prompt", f"{length} tokens", "the library", f"it {why}, so this length is counted with")
-        )
-    settings += explained(model, loading.outlined["sampler"], loading.said)
+        settings.append(Setting("prompt", f"{length} tokens", "the library"))
+    name, origin = loading.outlined["sampler"], "the command line"
+    settings += list_settings(resolve(name, loading.said, defaults_of(model), origin))
     if options.json:
         print(explained_as_json(settings, costs))
     else:
@@ -188,34 +190,22 @@ USUAL_PROMPT = 128
 
 
 def _own_settings(options: argparse.Namespace, model: Model, together: int) -> list[Setting]:
-    """The settings that are the command's, and why their defaults are what they are.
+    """The settings that are the command's.
 
     Args:
         together: rows of a batch.
     """
     chat, batch = options.chat or options.system is not None, options.batch_size
     stored = options.dtype is None and options.quantize is None
-    at_once = f"so many of a file, at most {SLOTS}" if options.prompts is not None else "all prompts together"
-    rows = [  # name, value, whether it was said, and else where it comes from and why
-        (
-            "model",
-            model.name,
-            model.folder is not None,
-            "the published one",
-            "no checkpoint of that name is here, so its tokenizer and its generation.json are not known",
-        ),
-        (
-            "weights",
-            told_dtype(model.params),
-            not stored,
-            "the published one" if model.folder is None else "the checkpoint",
-            "as they are stored",
-        ),
-        ("chat", spec.written(chat), chat, "the library", "a prompt is taken as it is written"),
-        ("seed", str(options.seed), options.seed, "the library", "it counts where something is drawn"),
-        ("batch_size", str(together), batch, "the library", at_once),
+    published = model.folder is None
+    rows = [  # name, value, whether the command line says so, and where it comes from otherwise
+        ("model", model.name, not published, "the published one"),
+        ("weights", told_dtype(model.params), not stored, "the published one" if published else "the checkpoint"),
+        ("chat", spec.written(chat), chat, "the library"),
+        ("seed", str(options.seed), options.seed, "the library"),
+        ("batch_size", str(together), batch, "the library"),
     ]
-    return [Setting(*row[:2], *(("the command line", "") if row[2] else row[3:])) for row in rows]
+    return [Setting(name, value, "the command line" if said else origin) for name, value, said, origin in rows]
 
 
 def _loading(options: argparse.Namespace, look: Callable[[str], Model] = outline) -> Loading:

@@ -1,38 +1,17 @@
-"""Where every setting of a run comes from and why its default is what it is: `python -m samplers --explain`.
-
-A reason stands beside what it is about: in the documentation of the field ("Default: ..."), or beside the table of
-defaults (`registry.WHY_USUAL`, `build.WHY_IN_BLOCKS`); nothing is said twice.
-"""
+"""The settings of a run with their origins, and what it takes: `python -m samplers --explain`."""
 
 import dataclasses
 import json
 import shutil
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
-from dllm_jax import Model, spec
-from dllm_jax.cli import docs
+from dllm_jax import spec
 from samplers.config.costs import Costs, device_memory
-from samplers.config.factory import WHY_IN_BLOCKS, defaults_of, in_blocks
-from samplers.config.presets import PRESETS, published_in
-from samplers.config.registry import (
-    LOOPS,
-    PARTS,
-    USUAL,
-    WHY_OTHERS,
-    WHY_USUAL,
-    Settings,
-    called,
-    name_of,
-    named,
-    options_of,
-    rule_called,
-    settle,
-    unfolded,
-)
+from samplers.config.registry import LOOPS, PARTS, SamplerConfig, called, name_of, named, options_of
 from samplers.tokens.predictions import Sampling
 from samplers.tokens.smoothing import Smoothing
 
@@ -42,60 +21,21 @@ class Setting(NamedTuple):
 
     Attributes:
         name, value: as they are written.
-        origin: who said so.
-        why: the reason of a default; empty of what somebody said.
+        origin: where the value comes from.
     """
 
     name: str
     value: str
     origin: str
-    why: str
 
 
-class Layer(NamedTuple):
-    """Somebody who says settings: the options, and the reasons where they are not the fields' own."""
-
-    origin: str
-    options: Mapping[str, Any]
-    why: Mapping[str, str]
+def list_settings(config: SamplerConfig) -> list[Setting]:
+    """All settings of a sampler that have an effect, with their origins."""
+    loop = [Setting("sampler", called(config), config.origins.get("sampler", "the library"))]
+    return (loop if config.kind in LOOPS.values() else []) + [_setting(option, config) for option in _in_order(config)]
 
 
-def explained(model: Model, name: str | None, said: Mapping[str, Any]) -> list[Setting]:
-    """All settings of a sampler.
-
-    Args:
-        model: its outline is enough.
-        name: of a rule, a preset or a loop; None where nothing was said.
-        said: options as `SamplerSpec.options` has them.
-
-    Raises:
-        DllmError: as `make_sampler`, for unknown names and options.
-    """
-    final = settle(name, said, defaults_of(model))
-    layers = _layers(model, name, said)
-    first = (
-        "the model" if model.config.attention == "canvas" else "the command line" if name in LOOPS else "the library"
-    )
-    loop = [Setting("sampler", called(final), first, "")] if final.kind in LOOPS.values() else []
-    return loop + [_setting(option, final, layers) for option in _in_order(final)]
-
-
-def _layers(model: Model, name: str | None, said: Mapping[str, Any]) -> list[Layer]:
-    """Who says settings, the first of them counting most."""
-    own = rule_called(name)
-    of_model = in_blocks(USUAL, model).options
-    blocks = {option: value for option, value in of_model.items() if USUAL.options.get(option) != value}
-    layers = [Layer("the command line", {**unfolded(said), **own}, {})]
-    if name is not None and name in PRESETS:
-        paper = f"as in {published_in(name)}"
-        layers.append(Layer(f"preset {name}", PRESETS[name], dict.fromkeys(PRESETS[name], paper)))
-    if model.generation:
-        came = unfolded(defaults_of(model).options)
-        layers.append(Layer("generation.json", {key: came[key] for key in came if key in model.generation}, {}))
-    return [*layers, Layer("the model", blocks, WHY_IN_BLOCKS), Layer("the library", USUAL.options, WHY_USUAL)]
-
-
-def _in_order(final: Settings) -> Iterator[str]:
+def _in_order(final: SamplerConfig) -> Iterator[str]:
     """The options that have an effect: those of a part behind it."""
     owners = options_of(final)
     kinds = {part: named(part, name) for part in PARTS if isinstance(name := final.options.get(part), str)}
@@ -109,25 +49,21 @@ def _in_order(final: Settings) -> Iterator[str]:
         yield from of(Smoothing)
 
 
-def _setting(option: str, final: Settings, layers: Sequence[Layer]) -> Setting:
-    place, none = options_of(final)[option], object()
-    kind = place.kind or final.kind
+def _setting(option: str, config: SamplerConfig) -> Setting:
+    place = options_of(config)[option]
+    kind = place.kind or config.kind
+    smoothing = config.options.get("smoothing")
+    if option in config.options:
+        return Setting(option, _written(config.options[option]), config.origins.get(option, "the library"))
+    if kind is Smoothing and isinstance(smoothing, Smoothing):
+        return Setting(option, spec.written(getattr(smoothing, place.field)), config.origins["smoothing"])
+    if option == "ignore_eos":  # no field of a class
+        return Setting(option, "false", "the library")
     owner = name_of(kind)
-    value = final.options.get(option, none)
-    smoothing = final.options.get("smoothing")
-    if value is none and kind is Smoothing and isinstance(smoothing, Smoothing):
-        found = _setting("smoothing", final, layers)
-        return Setting(option, spec.written(getattr(smoothing, place.field)), found.origin, found.why)
-    for layer in layers:
-        if value is not none and option in layer.options and layer.options[option] == value:
-            return Setting(option, _written(value), layer.origin, layer.why.get(option, ""))
-    if option in WHY_OTHERS:
-        return Setting(option, "false", "the library", WHY_OTHERS[option])
-    why = docs.attributes(kind).get(place.field, docs.About()).why
-    return Setting(option, _default(kind, place.field, final), f"default of {owner}" if owner else "the library", why)
+    return Setting(option, _default(kind, place.field, config), f"default of {owner}" if owner else "the library")
 
 
-def _default(kind: type, field: str, final: Settings) -> str:
+def _default(kind: type, field: str, final: SamplerConfig) -> str:
     default = next(one.default for one in dataclasses.fields(kind) if one.name == field)
     if default is dataclasses.MISSING:  # `build` fills in the steps of a schedule
         default = final.options["gen_length"]
@@ -183,12 +119,11 @@ def print_explained(settings: Sequence[Setting], costs: Costs, gen_length: int) 
     width = max(min(shutil.get_terminal_size().columns, 110), 40)
     names, values = (min(max(map(len, column)), width // 4) for column in list(zip(*settings, strict=True))[:2])
     usual = [setting.name for setting in settings if _is_left_out(setting)]
-    for name, value, origin, why in (setting for setting in settings if not _is_left_out(setting)):
+    for name, value, origin in (setting for setting in settings if not _is_left_out(setting)):
         head = f"{name:{names}}  {value:{values}}  "
-        text = head + origin + (f": {why}" if why else "")
-        print("\n".join(textwrap.wrap(text, width, subsequent_indent=" " * min(len(head), width // 2))))
+        print("\n".join(textwrap.wrap(head + origin, width, subsequent_indent=" " * min(len(head), width // 2))))
     if usual:
-        text = f"not set, as usual: {', '.join(usual)} (--json has the reasons)"
+        text = f"not set: {', '.join(usual)}"
         print("\n".join(textwrap.wrap(text, width, subsequent_indent="  ")))
     print()
     for line in costs_told(costs, gen_length):

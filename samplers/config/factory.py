@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -34,7 +33,7 @@ from samplers.config.registry import (
     PLAIN,
     USUAL,
     Owner,
-    Settings,
+    SamplerConfig,
     called,
     fields_of,
     is_outside,
@@ -42,7 +41,7 @@ from samplers.config.registry import (
     kinds_of,
     named,
     options_of,
-    settle,
+    resolve,
     unfolded,
 )
 from samplers.loops.renoise import Renoise
@@ -137,7 +136,7 @@ def sampler_of(model: Model, sampler: str | Rule | CanvasSampler | None, options
     return sampler
 
 
-def settings_for(model: Model, name: str | Rule | None, options: Mapping[str, Any]) -> Settings:
+def settings_for(model: Model, name: str | Rule | None, options: Mapping[str, Any]) -> SamplerConfig:
     """What `make_sampler` makes a sampler of: its class and all that is said of it, by the model's defaults too.
 
     Raises:
@@ -153,10 +152,10 @@ def settings_for(model: Model, name: str | Rule | None, options: Mapping[str, An
         name, options = said.name, {**said.options, **options}
     elif name is not None:
         raise DllmError(f"sampler is {name!r}; give a name, such as 'threshold', or a rule object")
-    return settle(name, options, under)
+    return resolve(name, options, under)
 
 
-def defaults_of(model: Model) -> Settings:
+def defaults_of(model: Model) -> SamplerConfig:
     """The library's defaults and, over them, those that the checkpoint came with.
 
     Raises:
@@ -172,30 +171,23 @@ def defaults_of(model: Model) -> Settings:
                 f"{own[0]} {texts[own[0]]!r} is other code, which a checkpoint may not name; say so yourself"
             )
         said = typed(texts.pop("sampler", None), texts, under=usual)
-        return settle(said.name, said.options, usual)
+        return resolve(said.name, said.options, usual, "generation.json")
 
 
-WHY_IN_BLOCKS: Mapping[str, str] = types.MappingProxyType(
-    {
-        "block_length": "the blocks that the model was trained with",
-        "align_blocks": "its blocks are counted from the prompt's first token",
-        "cache": "a block diffusion model's keys and values are final behind each block, so nothing is approximated",
-    }
-)
-"""Why the options that `in_blocks` sets are what they are."""
-
-
-def in_blocks(settings: Settings, model: Model) -> Settings:
+def in_blocks(settings: SamplerConfig, model: Model) -> SamplerConfig:
     """Defaults as they are for a block diffusion model: its own blocks, and their cache, which is exact; and for a
     model with a canvas, of which this is the length."""
     length = model.config.block_length
     if length is None:
         return settings
     if model.config.attention == "canvas":
-        kept = {name: value for name, value in settings.options.items() if name == "gen_length"}
-        return Settings(Renoise, {"block_length": length, **kept})
+        canvas = {name: value for name, value in settings.options.items() if name == "gen_length"}
+        origins = {name: settings.origins[name] for name in canvas if name in settings.origins}
+        own = {"block_length": length}
+        return SamplerConfig(Renoise, {**own, **canvas}, {**dict.fromkeys(("sampler", *own), "the model"), **origins})
     own = {"block_length": length, "align_blocks": True, "cache": "exact"}
-    return settings._replace(options={**settings.options, **own})
+    origins = {**settings.origins, **dict.fromkeys(own, "the model")}
+    return dataclasses.replace(settings, options={**settings.options, **own}, origins=origins)
 
 
 @contextlib.contextmanager
@@ -209,8 +201,8 @@ def _of_checkpoint(model: Model) -> Iterator[None]:
 # From settings to samplers
 
 
-def build(model: Model, settings: Settings) -> CanvasSampler:
-    """The sampler of these settings, as `settle` gives them; what they leave out is as its class says.
+def build(model: Model, settings: SamplerConfig) -> CanvasSampler:
+    """The sampler of these settings, as `resolve` gives them; what they leave out is as its class says.
 
     Raises:
         DllmError: for values of the wrong kind, and numbers out of range.
@@ -399,14 +391,14 @@ class SamplerSpec:
         """All options, the rule among them, but for what the task decides, which is not a preset's canvas."""
         return self._over(PLAIN)
 
-    def _over(self, under: Settings) -> dict[str, Any]:
-        found = settle(self.name, self.options, under).options
+    def _over(self, under: SamplerConfig) -> dict[str, Any]:
+        found = resolve(self.name, self.options, under).options
         return {name: value for name, value in found.items() if name not in _OF_CANVAS or name in self.options}
 
     @property
     def numbers(self) -> dict[str, Any]:
         """The written numbers of the rule, or of a loop of its own, which may change without another compilation."""
-        settings = settle(self.name, self.options, PLAIN)
+        settings = resolve(self.name, self.options, PLAIN)
         owners = options_of(settings)
         roomy = lambda option: f"most_{option}" in self.options or f"most_{option}" not in owners
         traced = [option for option in self.options if _is_traced(owners[option], settings.kind) and roomy(option)]
@@ -457,14 +449,15 @@ class SamplerSpec:
             advice = "use it as a verifier, or set an unused id as mask_id in its config"
             raise DllmError(f"sampler {self}: {model.name} has no mask token to mark open positions with; {advice}")
         under = in_blocks(PLAIN, model)
-        kind, options = settle(self.name, self.options, under)
+        found = resolve(self.name, self.options, under)
+        options = dict(found.options)
         if canvas is None:
             options = {"gen_length": defaults_of(model).options["gen_length"], **options}
         else:
             stop = {"stop": canvas.stop_strings} if canvas.stop_strings else {}
             own = {"gen_length": canvas.answer_width, "ignore_eos": not canvas.stops, **stop}
             options = {**own, **self._over(under)}
-        return build(model, Settings(kind, with_verifier(options, load)))
+        return build(model, SamplerConfig(found.kind, with_verifier(options, load)))
 
 
 def _is_traced(owner: Owner, sampler: type) -> bool:
@@ -479,7 +472,7 @@ def with_verifier(options: Mapping[str, Any], load: Callable[[str], Model]) -> d
     return {**options, "verifier": load(verifier)} if isinstance(verifier, str) else dict(options)
 
 
-def parse_samplers(text: str, under: Settings = PLAIN) -> list[SamplerSpec]:
+def parse_samplers(text: str, under: SamplerConfig = PLAIN) -> list[SamplerSpec]:
     """All samplers that a spec stands for, in the order of its values.
 
     Args:
@@ -493,7 +486,7 @@ def parse_samplers(text: str, under: Settings = PLAIN) -> list[SamplerSpec]:
     return [typed(name, dict(zip(options, values, strict=True)), model, under) for values in products]
 
 
-def parse_sampler(text: str, under: Settings = PLAIN) -> SamplerSpec:
+def parse_sampler(text: str, under: SamplerConfig = PLAIN) -> SamplerSpec:
     """One sampler, see `parse_samplers`.
 
     Raises:
@@ -527,14 +520,14 @@ def _read_name(text: str) -> spec.Spec:
 
 
 def typed(
-    name: str | None, options: Mapping[str, Any], model: str | None = None, under: Settings = PLAIN
+    name: str | None, options: Mapping[str, Any], model: str | None = None, under: SamplerConfig = PLAIN
 ) -> SamplerSpec:
     """A sampler whose options, or some of them, are texts still.
 
     Raises:
         DllmError: as `parse_samplers`.
     """
-    settings, options = settle(name, options, under), unfolded(options)
+    settings, options = resolve(name, options, under), unfolded(options)
     texts = {option: value for option, value in options.items() if isinstance(value, str)}
     values = spec.converted(texts, kinds_of(settings), f"sampler {name or called(settings)}")
     return SamplerSpec(name, {**options, **values}, model)

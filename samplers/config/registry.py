@@ -52,11 +52,25 @@ _TYPES = {  # of options that are written otherwise than their field is
 }
 
 
-class Settings(NamedTuple):
-    """A sampler as its class and options, names of parts among them."""
+@dataclasses.dataclass(frozen=True)
+class SamplerConfig:
+    """What a sampler is made of.
+
+    Attributes:
+        kind: its class.
+        options: option -> value, with the names of its rule and cache policy; others have the defaults of their class.
+        origins: option -> where its value comes from: "the command line", "preset NAME", "generation.json", ...;
+            "sampler" -> where the class comes from. It does not count when two are compared.
+    """
 
     kind: type
-    options: dict[str, Any]
+    options: Mapping[str, Any]
+    origins: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
+
+    @classmethod
+    def from_one(cls, kind: type, options: Mapping[str, Any], origin: str) -> "SamplerConfig":
+        """One whose options are all of one origin."""
+        return cls(kind, dict(options), dict.fromkeys(options, origin))
 
 
 class Owner(NamedTuple):
@@ -66,27 +80,13 @@ class Owner(NamedTuple):
     field: str
 
 
-USUAL = Settings(BlockSampler, {"rule": "threshold", "cache": "dual", "gen_length": 256, "block_length": 32})
+USUAL = SamplerConfig.from_one(
+    BlockSampler, {"rule": "threshold", "cache": "dual", "gen_length": 256, "block_length": 32}, "the library"
+)
 """The library's defaults."""
 
-WHY_USUAL: Mapping[str, str] = types.MappingProxyType(
-    {
-        "rule": "one number that means the same for every model, and what most papers compare with",
-        "cache": 'a forward runs the block alone, the least work of all; "none" is exact',
-        "gen_length": "enough for a reasoned answer, and the length of most papers' tables",
-        "block_length": "Fast-dLLM's and LLaDA's; a shorter block decodes more from left to right",
-    }
-)
-"""Why each of them."""
-
-PLAIN = Settings(BlockSampler, {"rule": "threshold", "cache": "none"})
+PLAIN = SamplerConfig.from_one(BlockSampler, {"rule": "threshold", "cache": "none"}, "evaluations")
 """Where samplers are compared: no approximation but what is written, and one block."""
-
-
-WHY_OTHERS: Mapping[str, str] = types.MappingProxyType(
-    {"ignore_eos": "off, so that an answer ends where the model ends it"}
-)
-"""The same of options that are no fields."""
 
 
 def fields_of(kind: type) -> list[dataclasses.Field]:
@@ -95,7 +95,7 @@ def fields_of(kind: type) -> list[dataclasses.Field]:
     return [field for field in found if field.init and field.name not in _MADE]
 
 
-def options_of(settings: Settings) -> dict[str, Owner]:
+def options_of(settings: SamplerConfig) -> dict[str, Owner]:
     """Option -> its owner, of all that can be said of a sampler with these parts.
 
     Raises:
@@ -115,7 +115,7 @@ def options_of(settings: Settings) -> dict[str, Owner]:
     return found
 
 
-def kinds_of(settings: Settings) -> dict[str, Any]:
+def kinds_of(settings: SamplerConfig) -> dict[str, Any]:
     """Option -> the type of its values, of what can be written."""
     found = {
         option: kind_of(owner.kind or settings.kind, owner.field) for option, owner in options_of(settings).items()
@@ -180,13 +180,16 @@ def _outside(part: str, name: str) -> type:
     return found
 
 
-def settle(name: str | None, options: Mapping[str, Any], under: Settings) -> Settings:
-    """A sampler's class and all its options.
+def resolve(
+    name: str | None, options: Mapping[str, Any], under: SamplerConfig, origin: str = "the arguments"
+) -> SamplerConfig:
+    """A sampler's class and all its options, each with its origin.
 
     Args:
         name: of a rule, a preset, or a loop; None is the rule that is among the options, else what lies under them.
         options: what was said; it counts most, then a preset, then what lies under both.
         under: defaults; those of a rule or policy that is not taken do not count.
+        origin: of the name and the options.
 
     Raises:
         DllmError: for unknown names, and options that nobody owns.
@@ -200,11 +203,13 @@ def settle(name: str | None, options: Mapping[str, Any], under: Settings) -> Set
     elif name in LOOPS:
         kind = LOOPS[name]
     elif name in PRESETS:
-        under = _laid_over(under, Settings(kind, dict(PRESETS[name])))
+        under = _laid_over(under, SamplerConfig.from_one(kind, PRESETS[name], f"preset {name}"))
     elif not own:
         names = one_of(name, (*RULES, *PRESETS, *LOOPS))
         raise DllmError(f"no unmasking rule or preset is called {name!r}; {names}")
-    found = _laid_over(under, Settings(kind, {**options, **own}))
+    found = _laid_over(under, SamplerConfig.from_one(kind, {**options, **own}, origin))
+    if name in LOOPS:
+        found = dataclasses.replace(found, origins={**found.origins, "sampler": origin})
     known = [option for option in options_of(found) if option not in own]
     refuse_unknown(f"sampler {name or called(found)}", options, known, _owners)
     return found
@@ -222,18 +227,21 @@ def rule_called(name: str | None) -> dict[str, Any]:
     return {"rule": name} if name in RULES or is_outside(name) else {}
 
 
-def _laid_over(under: Settings, over: Settings) -> Settings:
+def _laid_over(under: SamplerConfig, over: SamplerConfig) -> SamplerConfig:
     """All options of `over`, and those of `under` that mean the same there."""
     parts = {part: under.options[part] for part in PARTS if part in under.options}
     if over.kind is not under.kind:
         parts.pop("rule", None)  # of another sampler, where it does something else
-    ours, theirs = options_of(Settings(over.kind, parts | over.options)), options_of(under)
+    ours, theirs = options_of(SamplerConfig(over.kind, {**parts, **over.options})), options_of(under)
     same = {option: value for option, value in under.options.items() if ours.get(option) == theirs[option]}
     kept = {option: value for option, value in same.items() if option not in PARTS or option in parts}
-    return Settings(over.kind, kept | over.options)
+    origins = {option: under.origins[option] for option in kept if option in under.origins}
+    if over.kind is under.kind and "sampler" in under.origins:
+        origins["sampler"] = under.origins["sampler"]
+    return SamplerConfig(over.kind, {**kept, **over.options}, {**origins, **over.origins})
 
 
-def called(settings: Settings) -> str:
+def called(settings: SamplerConfig) -> str:
     """The name of a sampler with a loop of its own, else of its rule."""
     rule = settings.options.get("rule")
     loops = [name for name, kind in LOOPS.items() if kind is settings.kind]

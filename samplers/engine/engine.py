@@ -25,7 +25,7 @@ from dllm_jax.parallel.sharding import batch_sharding, check_splits
 from dllm_jax.text.tokenizer import token_bytes
 from samplers.checks import check_length, check_whole, refuse_unknown
 from samplers.config.factory import CanvasSampler, build, check_token, sampler_of, settings_for
-from samplers.config.registry import Settings, called, options_of, title
+from samplers.config.registry import SamplerConfig, called, options_of, title
 from samplers.engine.program import (
     Report,
     Rows,
@@ -197,7 +197,7 @@ class Engine:
         check_length("slots", slots)
         check_whole("prompt_length", prompt_length, 0)
         self.model, self.slots = model, slots
-        self._settings: Settings | None = None
+        self._settings: SamplerConfig | None = None
         if sampler is None or isinstance(sampler, str | Rule):
             self._settings = settings_for(model, sampler, options)
         sampler = sampler_of(model, sampler, options)
@@ -418,7 +418,7 @@ class Engine:
             raise DllmError(f"{fixed[0]} cannot be chosen by request; build another engine")
         said = {**self._settings.options, **options}
         said.pop("stop", None)  # compiling its strings would take longer than all else, and they are no numbers
-        found: Any = build(self.model, self._settings._replace(options=said))
+        found: Any = build(self.model, dataclasses.replace(self._settings, options=said))
         found = self._roomy(dataclasses.replace(found, stop=self.sampler.stop))
         if structure_of(found) != self._structure:
             words = ", ".join(sorted(options))
