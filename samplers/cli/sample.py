@@ -110,7 +110,7 @@ def command_line(said: Sequence[str] = ()) -> argparse.ArgumentParser:
     add(
         "--explain",
         action="store_true",
-        help="print every setting with its origin, and what a run takes; loads nothing",
+        help="print settings with their origins and what a run takes; loads nothing",
     )
     add("--list", action="store_true", help="print rules, cache policies and samplers with their options")
     add("--chat", action="store_true", help="take a prompt as a user's message in the model's chat format")

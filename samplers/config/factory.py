@@ -183,7 +183,7 @@ def in_blocks(settings: SamplerConfig, model: Model) -> SamplerConfig:
     if model.config.attention == "canvas":
         canvas = {name: value for name, value in settings.options.items() if name == "gen_length"}
         origins = {name: settings.origins[name] for name in canvas if name in settings.origins}
-        own = {"block_length": length}
+        own: dict[str, Any] = {"block_length": length}
         return SamplerConfig(Renoise, {**own, **canvas}, {**dict.fromkeys(("sampler", *own), "the model"), **origins})
     own = {"block_length": length, "align_blocks": True, "cache": "exact"}
     origins = {**settings.origins, **dict.fromkeys(own, "the model")}
