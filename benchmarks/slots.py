@@ -58,10 +58,10 @@ def through_slots(batches: Batches, engines: Engines) -> Callable[[], tuple[floa
     engine.compile()
 
     def run() -> tuple[float, dict[int, Result], float]:
-        steps, row_steps, start = engine.steps, engine.row_steps, clock()
+        before, start = engine.stats, clock()
         results = {request.number: result for request, result in batches.results(engine, False, "")}
         took = clock() - start
-        return took, results, (engine.row_steps - row_steps) / ((engine.steps - steps) * engine.slots)
+        return took, results, (engine.stats - before).occupancy
 
     return run
 

@@ -23,9 +23,10 @@ from evals.tasks import Example, Task, Verdict, make_task
 from evals.token_counts import Answered, before_stop, count, counting_of, cut
 from samplers import DraftResult, Generation, Result
 from samplers.config.factory import CanvasSampler
-from samplers.engine.engine import Engine, Request
+from samplers.engine.engine import Engine
 from samplers.engine.program import numbers_of
-from samplers.engine.runner import Engines, Warned, run_all, slots_for
+from samplers.engine.requests import Request
+from samplers.engine.runner import Engines, run_all, slots_for, warn_at_end
 from samplers.text.decode import text_of
 from samplers.text.prompts import check_lengths, given_canvas, led_prompt, pad_prompts
 from samplers.tokens.noise import row_keys
@@ -290,23 +291,14 @@ class Batches:
             counting_of(kind, len(self.examples))
             self.model.require_tokenizer()
         engine = self.engine(engines)
-        before = engine.seconds, engine.steps, engine.row_steps
+        before = engine.stats
         rows, answers = list[Row](), list[tuple[int, dict[str, Any]]]()
         for request, result in self.results(engine, progress, name):
             rows.append(row := self.row_of(result, request.number))
             if counts:
                 answers.append((row.index, vars(self._answered(request, result, row))))
-        seconds, steps, row_steps = (
-            now - then for now, then in zip((engine.seconds, engine.steps, engine.row_steps), before, strict=True)
-        )
-        own = {
-            "rows": [vars(row) for row in rows],
-            "answers": answers,
-            "seconds": seconds,
-            "compile_seconds": engine.compile_seconds if before[1] == 0 else 0.0,
-            "slot_steps": int(steps) * engine.slots,
-            "row_steps": int(row_steps),
-        }
+        spent = vars(engine.stats - before)
+        own = {"rows": [vars(row) for row in rows], "answers": answers, **spent}
         return self._joined(self.processes.gather(own), counts)
 
     def _joined(self, parts: Sequence[Mapping[str, Any]], counts: Sequence[str]) -> _Outcome:
@@ -328,12 +320,12 @@ class Batches:
         bar. Long answers begin first, so that few slots are at work at the end."""
         mine = self.processes.mine(sorted(range(len(self.examples)), key=lambda i: -self._length(self.examples[i])))
         for index in mine:
-            engine.enqueue(self.request(index))
-        hide, ended = not self.processes.first or (None if progress is None else not progress), Warned()
-        for request in tqdm(engine.results(), total=len(mine), desc=name, unit="example", disable=hide):
-            assert ended.saw(request).result is not None
+            engine.submit(self.request(index))
+        hide = not self.processes.first or (None if progress is None else not progress)
+        ended = warn_at_end(engine.results())
+        for request in tqdm(ended, total=len(mine), desc=name, unit="example", disable=hide):
+            assert request.result is not None
             yield request, request.result
-        ended.warn()
 
     def batch(self, results: Mapping[int, Result]) -> Iterator[tuple[list[int], Result, dict[str, Any]]]:
         """Numbers of the examples of each batch, their results, and what they began with: prompt, prompt_lengths,

@@ -30,9 +30,10 @@ from evals.models import Models
 from evals.tasks import Task, make_task
 from samplers.config.factory import CanvasSampler, SamplerSpec, parse_sampler
 from samplers.config.registry import settings_of
-from samplers.engine.engine import Engine, Request
+from samplers.engine.engine import Engine
+from samplers.engine.requests import Request
 from samplers.engine.runner import Engines
-from samplers.sampler import Result, broken
+from samplers.sampler import Result, describe_broken
 from samplers.text.prompts import bucket_length, check_lengths, given_canvas, led_prompt, pad_prompts
 from train.data import ExampleLike, Setup, Source, size
 from train.data.files import jsonl
@@ -204,11 +205,11 @@ class _Sampled:
         width = bucket_length(max(map(len, rows)))
         engine = self.engines.of(self.model, self.sampler, self.batch_size, width)
         for request in self._requests(numbers, examples, rows):
-            engine.enqueue(request)
+            engine.submit(request)
         found: dict[int, Result] = {}
         for request in engine.results():
             assert request.result is not None
-            if sentence := broken(request.result, [request.number]):
+            if sentence := describe_broken(request.result.broken_at, [request.number]):
                 raise DllmError(f"{sentence}; no trajectories are made of it")
             found[request.number] = request.result
             bar.set_postfix_str(self._speed(engine, found), refresh=False)
@@ -236,7 +237,7 @@ class _Sampled:
     def _speed(self, engine: Engine, found: Mapping[int, Result]) -> str:
         """What the progress bar tells of this file."""
         nfe = np.mean([result.nfe[0] for result in found.values()])
-        return f"{engine.row_steps / max(engine.seconds, 1e-9):.0f} forwards/s, NFE {nfe:.1f}"
+        return f"{engine.stats.row_steps / max(engine.stats.seconds, 1e-9):.0f} forwards/s, NFE {nfe:.1f}"
 
     def _arrays(self, examples: list[ExampleLike], rows: list[list[int]], result: Result) -> dict[str, np.ndarray]:
         prompt, lengths = pad_prompts(rows)

@@ -18,7 +18,8 @@ from samplers.canvas import Canvas
 from samplers.config.factory import SamplerSpec, make_sampler, parse_sampler, parse_samplers
 from samplers.config.presets import PRESETS
 from samplers.config.registry import LOOPS
-from samplers.engine.engine import Engine, Request, Update
+from samplers.engine.engine import Engine
+from samplers.engine.requests import Request, Update
 from samplers.generate import generate
 from samplers.generation import Generation
 from samplers.infill import Infilling, infill

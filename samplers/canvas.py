@@ -179,8 +179,7 @@ def begin(
     """
     prompt, prompt_lengths = checked_prompt(denoiser, prompt, prompt_lengths)
     batch, width = prompt.shape
-    _check_given(given, batch, gen_length)
-    check_given(given, denoiser.vocab_size)
+    check_given(given, (batch, gen_length), denoiser.vocab_size)
     gen_lengths = _checked_lengths("gen", gen_lengths, batch, 1, gen_length)
     noise = source_of(noise, key, batch)
     position = jnp.arange(max(width + length, context))
@@ -225,17 +224,6 @@ def checked_prompt(
     if width < low:
         raise DllmError("this model cannot predict its very first position; give a prompt of at least one token")
     return prompt.astype(jnp.int32), _checked_lengths("prompt", prompt_lengths, batch, low, width)
-
-
-def _check_given(given: Any, batch: int, gen_length: int) -> None:
-    if given is None:
-        return
-    if jnp.shape(given) != (batch, gen_length):
-        wanted = f"{[batch, gen_length]}, the generation of every row"
-        raise DllmError(f"given has shape {list(jnp.shape(given))}; it must be {wanted}")
-    if not jnp.issubdtype(jnp.asarray(given).dtype, jnp.integer):
-        kind = jnp.asarray(given).dtype
-        raise DllmError(f"given is {kind}; it must be integer token ids, the mask id where one is missing")
 
 
 def _checked_lengths(what: str, lengths: jax.Array | None, batch: int, low: int, high: int) -> jax.Array:

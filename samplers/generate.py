@@ -10,7 +10,7 @@ import numpy as np
 from dllm_jax import DllmError, Model
 from samplers.checks import check_length, check_whole
 from samplers.config.factory import CanvasSampler, sampler_of
-from samplers.engine.engine import Update, requests_of
+from samplers.engine.requests import Update, requests_of
 from samplers.engine.runner import run_all
 from samplers.generation import Generation
 from samplers.rules import Rule

@@ -27,7 +27,7 @@ from dllm_jax import DllmError, Model
 from dllm_jax.text.tokenizer import encode_text, special_tokens
 from samplers.checks import check_length, check_whole
 from samplers.config.factory import CanvasSampler, ends_called, make_sampler, settings_for
-from samplers.engine.engine import Request, Update, requests_of
+from samplers.engine.requests import Request, Update, requests_of
 from samplers.engine.runner import run_all
 from samplers.generation import Generation, answer, finite_or_none
 from samplers.loops.left_to_right import LeftToRight

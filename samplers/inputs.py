@@ -37,8 +37,8 @@ def checked_call(
     _check_numbers(sampler, batch)
     lengths = check_lengths("prompt", prompt_lengths, batch, denoiser.min_prompt_length, width)
     _check_tokens(prompt, lengths, denoiser.vocab_size)
-    check_given(options.get("given"), denoiser.vocab_size)
     if (gen_length := getattr(sampler, "gen_length", None)) is not None:
+        check_given(options.get("given"), (batch, gen_length), denoiser.vocab_size)
         most = check_lengths("gen", options.get("gen_lengths"), batch, 1, gen_length)
         prompts, generations = width if lengths is None else lengths, gen_length if most is None else most
         _check_context(denoiser, prompts, generations, getattr(sampler, "width", 1))
@@ -125,11 +125,22 @@ def _check_tokens(prompt: Any, lengths: np.ndarray | None, vocab_size: int) -> N
     _refuse_outside("prompt", ids, vocab_size, counted)
 
 
-def check_given(given: Any, vocab_size: int) -> None:
-    """Raises DllmError for given tokens [B, G] outside the vocabulary, where they are known; None is none."""
-    ids = None if given is None else _concrete(given)
-    if ids is not None and ids.ndim == 2:
-        _refuse_outside("given", ids, vocab_size)
+def check_given(given: Any, shape: tuple[int, ...], vocab_size: int) -> None:
+    """Checks the tokens that canvases come with; None is none.
+
+    Raises:
+        DllmError: for another shape than [B, G] (of one row [G]) or dtype, and, if they are known, for tokens outside
+            the vocabulary.
+    """
+    if given is None:
+        return
+    found = _as_array("given", given)
+    if found.shape != shape:
+        raise DllmError(f"given has shape {list(found.shape)}; it must be {list(shape)}, the generation of every row")
+    if not jnp.issubdtype(found.dtype, jnp.integer):
+        raise DllmError(f"given is {found.dtype}; it must be integer token ids, the mask id where one is missing")
+    if (ids := _concrete(found)) is not None:
+        _refuse_outside("given", np.atleast_2d(ids), vocab_size)
 
 
 def _refuse_outside(what: str, ids: np.ndarray, vocab_size: int, counted: np.ndarray | bool = True) -> None:

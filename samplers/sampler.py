@@ -1,6 +1,5 @@
 """The protocol of all samplers (`init`, `step`, `is_done`, `result`) and the one loop over it."""
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -47,25 +46,19 @@ class Result:
     broken_at: jax.Array
 
 
-def broken(result: Result, numbers: Sequence[int]) -> str | None:
-    """One sentence about rows whose logits were not finite, None where all were.
+def describe_broken(broken_at: Sequence[int] | jax.Array, numbers: Sequence[int]) -> str | None:
+    """One sentence about rows whose logits were not finite; None if all were.
 
     Args:
-        result: on the host.
-        numbers: what each row is called.
+        broken_at: of each row, as in `Result`; on the host.
+        numbers: each row's name.
     """
-    found = [(number, int(at)) for number, at in zip(numbers, result.broken_at, strict=False) if at >= 0]
+    found = [(number, int(at)) for number, at in zip(numbers, broken_at, strict=True) if at >= 0]
     if not found:
         return None
     (number, at), others = found[0], f" (and those of {len(found) - 1} others)" if len(found) > 1 else ""
     advice = "what was written from there on means nothing; load the model in float32, or check its weights"
     return f"the logits of row {number}{others} were not finite in forward {at}: {advice}"
-
-
-def warn_if_broken(result: Result, numbers: Sequence[int]) -> None:
-    """Warns by the sentence of `broken`."""
-    if sentence := broken(result, numbers):
-        warnings.warn(sentence, RuntimeWarning, stacklevel=3)
 
 
 class Sampler(Protocol[State]):

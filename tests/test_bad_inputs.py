@@ -355,11 +355,11 @@ BY_HAND = {
         "given token -1 of row 0",
     ),
     "given tokens outside the vocabulary, of a request": (
-        lambda m: Engine(m.llada, gen_length=16).submit([65], given=[65] * 15 + [10**6]),
+        lambda m: Engine(m.llada, gen_length=16).request([65], given=[65] * 15 + [10**6]),
         "given token 1000000 of row 0, position 15, lies outside",
     ),
     "given floats, of a request": (
-        lambda m: Engine(m.llada, gen_length=16).submit([65], given=[65.5] * 16),
+        lambda m: Engine(m.llada, gen_length=16).request([65], given=[65.5] * 16),
         "given is float64; it must hold token ids",
     ),
     "numbers of rows as a list": (

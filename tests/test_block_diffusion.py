@@ -33,7 +33,8 @@ from samplers import (
     stop_on,
 )
 from samplers.caches import ExactCache, SubBlockCache
-from samplers.engine.engine import Engine, Request
+from samplers.engine.engine import Engine
+from samplers.engine.requests import Request
 from samplers.rules import Dynamic, Edit, FastDllmV2
 from samplers.text.prompts import pad_prompts
 from samplers.tokens.noise import row_keys
@@ -125,7 +126,7 @@ def test_requests_in_slots_are_those_of_a_batch(models) -> None:
     )
     engine = Engine(model, sampler, slots=2, prompt_length=40)
     keys = np.asarray(jax.random.key_data(row_keys(jax.random.key(0), len(PROMPTS))))
-    asked = [engine.enqueue(Request(prompt, 40, key)) for prompt, key in zip(PROMPTS, keys, strict=True)]
+    asked = [engine.submit(Request(prompt, 40, key)) for prompt, key in zip(PROMPTS, keys, strict=True)]
     assert len(list(engine.results())) == len(PROMPTS)
     for row, request in enumerate(asked):
         assert_same(together, request.result, slice(row, row + 1))

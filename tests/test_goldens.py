@@ -79,7 +79,7 @@ def sample_in_slots(sampler: Any, denoiser: Any, prompt: Any, lengths: Any = Non
     found = []
     for row, length, key in zip(rows, wanted, keys, strict=True):
         for prompt_ids, gen_length in ((row[::-1], max(length // 2, 1)), (row, length), (row[1:] + row[:1], length)):
-            found.append(engine.enqueue(Request(prompt_ids, gen_length, key)))
+            found.append(engine.submit(Request(prompt_ids, gen_length, key)))
             engine.step()
     assert len(list(engine.results())) == 3 * batch
     return jax.tree.map(lambda *x: np.concatenate(x), *(request.result for request in found[1::3]))

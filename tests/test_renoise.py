@@ -187,7 +187,7 @@ def test_slots_give_what_a_row_alone_gives(model):
     said = {name: getattr(SAMPLER, name) for name in ("gen_length", "steps", "gamma", "t_max", "t_min", "confidence")}
     engine = Engine(model, "renoise", slots=2, prompt_length=8, **said)
     asked = [{}, {"steps": 2}, {"gamma": 0.0, "stability": 0}, {"t_max": 0.9}, {}]
-    requests = [engine.submit(ROWS[i % 3], seed=i, **own) for i, own in enumerate(asked)]
+    requests = [engine.submit(engine.request(ROWS[i % 3], seed=i, **own)) for i, own in enumerate(asked)]
     assert len(list(engine.results())) == len(asked)
     for i, (request, own) in enumerate(zip(requests, asked, strict=True)):
         prompt = jnp.zeros((1, 8), int).at[0, : len(request.prompt)].set(jnp.asarray(request.prompt))
@@ -196,7 +196,7 @@ def test_slots_give_what_a_row_alone_gives(model):
         close = lambda mine, other: np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-5)
         jax.tree.map(close, request.result, jax.device_get(alone))
     with pytest.raises(DllmError, match="given tokens cannot be kept"):
-        engine.submit(ROWS[0], given=np.zeros(10, np.int32))
+        engine.submit(engine.request(ROWS[0], given=np.zeros(10, np.int32)))
     drawing = Engine(model, "renoise", slots=2, draws=True, **said)
     assert drawing.sampler.sampling == Sampling(top_p=1.0, top_k=VOCAB)
     with pytest.raises(DllmError, match="no one temperature"):

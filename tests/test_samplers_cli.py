@@ -25,6 +25,7 @@ from samplers.cli import sample as cli
 from samplers.cli.flags import said_by
 from samplers.config import registry
 from samplers.config.factory import typed
+from samplers.engine.engine import Stats
 from samplers.text.display import END, Speller, printable
 from samplers.viewer import terminal
 from samplers.viewer.terminal import LiveView
@@ -60,7 +61,7 @@ def asked(monkeypatch):
         for request in requests:
             request.seconds = 1.0
             request.generation = Generation(f"answer {request.number}", [65], 1, 1, 1, 0, [0], [65], [-0.5])
-        return SimpleNamespace(seconds=1.0, compile_seconds=0.0), requests
+        return SimpleNamespace(stats=Stats(seconds=1.0)), requests
 
     for name, stand_in in (("prepare", prepare), ("run_all", run_all)):
         monkeypatch.setattr(cli, name, stand_in)

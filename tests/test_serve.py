@@ -283,7 +283,7 @@ def test_a_slow_reader_misses_nothing_of_the_canvas(start, alone):
 
     def stand_still(engine):
         go.set()
-        wait_until(lambda: engine.steps >= 3)
+        wait_until(lambda: engine.stats.steps >= 3)
 
     with (
         start(step=_gated(go)) as found,
@@ -593,7 +593,7 @@ def test_a_client_that_goes_away_frees_its_slot(start, stream):
         wait_until(lambda: slow.server.service.held == 0)
         turns.let(9 * LENGTH)
         wait_until(lambda: slow.engine.idle)
-        assert slow.engine.steps < LENGTH  # not the steps of one answer
+        assert slow.engine.stats.steps < LENGTH  # not the steps of one answer
         gone = 'dllm_requests_total{outcome="gone",route="/v1/completions"}'
         wait_until(lambda: _metric(slow.url, gone) == 3)
         assert _ask(slow.url).status_code == 200

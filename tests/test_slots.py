@@ -2,6 +2,7 @@
 and whenever it was admitted."""
 
 import dataclasses
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from test_engine import ROWS, first_layers
 from dllm_jax import DllmError, Model, load, make_mesh
 from dllm_jax.text.tokenizer import token_bytes
 from samplers import BlockSampler, Engine, Request, Result, TopK, make_sampler, sample_jit, stop_on
+from samplers.engine.engine import Stats
 from samplers.engine.program import for_rows
 from samplers.engine.runner import Runner
 from samplers.generate import generate
@@ -53,14 +55,14 @@ def llada(llada_tiny) -> Model:
 
 def assert_alone(engine: Engine, request: Request) -> None:
     """Of the same request in a batch of one, by the usual loop."""
-    model, rows = engine.model, engine._rows
+    model, rows = engine.model, engine._slots._rows
     stop = engine.sampler.stop
     if request.stop:
         tokens = end_tokens(model.config, request.stop, ignore_eos=stop is None)
         strings = [item for item in request.stop if isinstance(item, str)]
         pieces = token_bytes(model.tokenizer, model.config.vocab_size)
         stop = stop_on(tokens, strings=strings, vocab_size=model.config.vocab_size, token_bytes=pieces)
-    numbers = tuple(np.asarray([number]) for number in request.numbers or engine._numbers)
+    numbers = tuple(np.asarray([number]) for number in request.numbers or engine._slots.numbers)
     alone = dataclasses.replace(rows, numbers=numbers)
     sampler = for_rows(dataclasses.replace(engine.sampler, stop=stop), alone)
     key = jax.random.wrap_key_data(jnp.asarray(request.key_data)[None])
@@ -83,9 +85,10 @@ def arrivals(engine: Engine, numbers: list[dict[str, Any]], rng: np.random.Gener
     found = []
     while len(found) < count or not engine.idle:
         for _ in range(rng.integers(0, 3) if len(found) < count else 0):
-            options = numbers[rng.integers(len(numbers))]
+            options = dict(numbers[rng.integers(len(numbers))])
             length = int(rng.integers(1, GEN + 1)) if rng.random() < 0.5 else None
-            found.append(engine.submit(ROWS[rng.integers(4)], seed=int(rng.integers(9)), gen_length=length, **options))
+            options |= {"seed": int(rng.integers(9)), "gen_length": length}
+            found.append(engine.submit(engine.request(ROWS[rng.integers(4)], **options)))
         if len(found) == count // 2:
             engine.cancel(found[-1])
         engine.step(int(rng.integers(1, 6)))
@@ -103,7 +106,7 @@ def test_as_alone_in_any_order_of_arrival(llada, spec: str) -> None:
     assert sum(request.cancelled for request in found) <= 1
     for request in ended:
         assert_alone(engine, request)
-    assert engine.row_steps >= sum(int(request.result.nfe[0]) for request in ended if request.result is not None)
+    assert engine.stats.row_steps >= sum(int(request.result.nfe[0]) for request in ended if request.result is not None)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +122,7 @@ def test_as_alone_in_any_order_of_arrival(llada, spec: str) -> None:
 def test_numbers_of_a_request_have_the_type_of_their_field(llada, spec: str, built: Any, asked: Any) -> None:
     """A whole number among the engine's own does not cut fractions off those of requests."""
     engine = Engine(llada, spec, slots=2, prompt_length=WIDTH, **OPTIONS, **built)
-    requests = [engine.submit(ROWS[0], seed=3, **asked), engine.submit(ROWS[0], seed=3)]
+    requests = [engine.submit(engine.request(ROWS[0], seed=3, **asked)), engine.submit(engine.request(ROWS[0], seed=3))]
     list(engine.results())
     for request, options in zip(requests, (built | asked, built), strict=True):
         (answer,) = generate(llada, [ROWS[0]], sampler=spec, seed=3, **OPTIONS, **options)
@@ -130,14 +133,14 @@ def test_whole_numbers_of_a_request_are_not_rounded(llada) -> None:
     engine = Engine(llada, "topk:k=2", slots=2, prompt_length=WIDTH, **OPTIONS)
     for number in (1.5, 2.0, 10**12):
         with pytest.raises(DllmError, match="k"):
-            engine.enqueue(dataclasses.replace(engine.request(ROWS[0]), numbers=(number,)))
+            engine.submit(dataclasses.replace(engine.request(ROWS[0]), numbers=(number,)))
     with pytest.raises(DllmError, match="k"):
         sample_jit(BlockSampler(TopK(jnp.asarray([1.5, 2.0])), 16), llada.denoiser, jnp.ones((2, 4), jnp.int32))
 
 
 def test_one_program_whatever_comes(llada, caplog) -> None:
     engine = Engine(llada, "threshold", slots=2, prompt_length=WIDTH, draws=True, **OPTIONS)
-    engine.submit(ROWS[0])
+    engine.submit(engine.request(ROWS[0]))
     list(engine.results())
     kinds = [
         {"threshold": 0.2},
@@ -147,11 +150,11 @@ def test_one_program_whatever_comes(llada, caplog) -> None:
     ]
     with jax.log_compiles():
         for row, kind in enumerate(kinds * 2):
-            engine.submit(ROWS[row % 4], seed=row, **kind)
+            engine.submit(engine.request(ROWS[row % 4], seed=row, **kind))
             engine.step(row)
         assert len(list(engine.results())) == 8
         jax.jit(lambda x: x + 1)(1)  # proves that compilations are logged
-    assert caplog.records and not [record for record in caplog.records if "Compiling jit(turn)" in record.message]
+    assert caplog.records and not [record for record in caplog.records if "Compiling jit(run_steps)" in record.message]
 
 
 @pytest.mark.parametrize("spec", ["threshold:threshold=0.5", "edit:cache=prefix", "d2f:in_flight=2", "leftright"])
@@ -163,8 +166,8 @@ def test_stop_patterns_of_single_requests(llada, spec: str) -> None:
     first, later = whole.text[3:5], whole.text[9:12]
     assert len(whole.text) > 12
     stops = [[first], [later, "never"], [whole.tokens[4]], [later, first], [whole.text[:1], whole.tokens[0]], []]
-    found = [engine.submit(ROWS[0], stop=stop) for stop in stops]
-    found += [engine.submit(row, seed=i, stop=["1", "13", ord("3")]) for i, row in enumerate(ROWS)]
+    found = [engine.submit(engine.request(ROWS[0], stop=stop)) for stop in stops]
+    found += [engine.submit(engine.request(row, seed=i, stop=["1", "13", ord("3")])) for i, row in enumerate(ROWS)]
     assert len(list(engine.results())) == len(found)
     for request in found:
         assert_alone(engine, request)
@@ -178,7 +181,7 @@ def test_stop_strings_of_many_sizes_never_keep_the_queue_waiting(llada) -> None:
     """Whatever strings ended before: each request is admitted as soon as a slot is free."""
     engine = Engine(llada, "threshold:threshold=0.5", slots=1, prompt_length=WIDTH, **OPTIONS)
     for sizes in ((7, 4), (4, 11), (30, 1)):
-        requests = [engine.submit(ROWS[0], gen_length=2, stop=["x" * size]) for size in sizes]
+        requests = [engine.submit(engine.request(ROWS[0], gen_length=2, stop=["x" * size])) for size in sizes]
         engine.step()
         assert requests[0].slot is not None or requests[0].result is not None
         assert {id(request) for request in engine.results()} == {id(request) for request in requests}
@@ -188,13 +191,16 @@ def test_a_stop_frees_its_slot_in_the_step_that_completes_it(llada) -> None:
     engine = Engine(llada, "leftright", slots=1, prompt_length=WIDTH, gen_length=GEN, ignore_eos=True)
     (whole,) = generate(llada, [ROWS[0]], sampler="leftright", gen_length=GEN, ignore_eos=True)
     stop = whole.text[3:5]
-    request, after = engine.submit(ROWS[0], stop=[stop]), engine.submit(ROWS[1], gen_length=1)
+    request, after = (
+        engine.submit(engine.request(ROWS[0], stop=[stop])),
+        engine.submit(engine.request(ROWS[1], gen_length=1)),
+    )
     steps = 0
     while request.result is None:
         (update,) = engine.step(100)
         steps += 1
         shown = llada.tokenizer.decode(update.tokens[: update.final])
-        assert update.done == (stop in shown) and engine.steps == steps
+        assert update.done == (stop in shown) and engine.stats.steps == steps
     assert engine.busy == 0 and request.generation.text == whole.text[: whole.text.index(stop)]
     assert [update.request for update in engine.step()] == [after]
 
@@ -203,11 +209,11 @@ def test_given_canvases(llada) -> None:
     engine = Engine(llada, "threshold", slots=SLOTS, prompt_length=WIDTH, **OPTIONS)
     given = np.full(GEN, llada.denoiser.mask_id)
     given[3:9], given[20] = 65, 66
-    found = [engine.submit(row, given=given if i % 2 else None) for i, row in enumerate(ROWS)]
+    found = [engine.submit(engine.request(row, given=given if i % 2 else None)) for i, row in enumerate(ROWS)]
     list(engine.results())
     for request in found:
         assert_alone(engine, request)
-    everything = engine.submit(ROWS[0], given=np.full(GEN, 65))  # nothing is left to generate
+    everything = engine.submit(engine.request(ROWS[0], given=np.full(GEN, 65)))  # nothing is left to generate
     assert [request is everything for request in engine.results()] == [True]
     assert int(everything.result.nfe[0]) == 0
 
@@ -220,7 +226,7 @@ def test_any_end_token_ends_an_answer_and_its_text(llada, spec: str, ignore_eos:
     engine = Engine(llada, spec, slots=1, prompt_length=WIDTH, ignore_eos=ignore_eos, **OPTIONS)
     given = np.full(GEN, 65)
     given[3], given[6], given[10] = other, llada.denoiser.mask_id, llada.config.eos_id
-    request = engine.submit(ROWS[0], given=given)
+    request = engine.submit(engine.request(ROWS[0], given=given))
     list(engine.results())
     tokens = request.generation.tokens
     assert len(tokens) == 3 if not ignore_eos else 3 < len(tokens) <= 10
@@ -235,10 +241,15 @@ def test_with_an_indicator_and_a_verifier(llada, dream_tiny, ni_indicator) -> No
     engine = Engine(
         llada, f"ni:indicator={ni_indicator},threshold=0.5", slots=2, prompt_length=WIDTH, cache="none", **OPTIONS
     )
-    found = [engine.submit(row, threshold=number) for row, number in zip(ROWS, (0.2, 0.9, 0.5, 0.99), strict=True)]
+    found = [
+        engine.submit(engine.request(row, threshold=number))
+        for row, number in zip(ROWS, (0.2, 0.9, 0.5, 0.99), strict=True)
+    ]
     dream = first_layers(dream_tiny, 1)
     other = Engine(dream, "apd", slots=2, prompt_length=WIDTH, verifier=VERIFIER, gen_length=GEN, temperature=0.5)
-    found_there = [other.submit(row, weight=number) for row, number in zip(ROWS, (0.1, 0.9, 0.5, 0.7), strict=True)]
+    found_there = [
+        other.submit(other.request(row, weight=number)) for row, number in zip(ROWS, (0.1, 0.9, 0.5, 0.7), strict=True)
+    ]
     for one, requests in ((engine, found), (other, found_there)):
         assert len(list(one.results())) == 4
         for request in requests:
@@ -247,7 +258,7 @@ def test_with_an_indicator_and_a_verifier(llada, dream_tiny, ni_indicator) -> No
 
 def test_generate_gives_the_same(llada) -> None:
     engine = Engine(llada, "threshold", slots=SLOTS, prompt_length=WIDTH, **OPTIONS)
-    found = [engine.submit(row, seed=4) for row in ROWS]
+    found = [engine.submit(engine.request(row, seed=4)) for row in ROWS]
     list(engine.results())
     for request, row in zip(found, ROWS, strict=True):
         (answer,) = generate(llada, [row], sampler="threshold", seed=4, **OPTIONS)
@@ -257,7 +268,7 @@ def test_generate_gives_the_same(llada) -> None:
 def test_updates_tell_what_happened(llada) -> None:
     """Written positions are each told once, and what is final stays."""
     engine = Engine(llada, "threshold", slots=SLOTS, prompt_length=WIDTH, **OPTIONS)
-    found = [engine.submit(row) for row in ROWS]
+    found = [engine.submit(engine.request(row)) for row in ROWS]
     written: dict[int, list[int]] = {request.number: [] for request in found}
     final: dict[int, list[int]] = {request.number: [] for request in found}
     while not engine.idle:
@@ -275,7 +286,7 @@ def test_updates_tell_what_happened(llada) -> None:
 
 def test_what_is_taken_back_leaves_its_slot(llada) -> None:
     engine = Engine(llada, "threshold", slots=SLOTS, prompt_length=WIDTH, **OPTIONS)
-    first, second, third = (engine.submit(row) for row in ROWS[:3])
+    first, second, third = (engine.submit(engine.request(row)) for row in ROWS[:3])
     engine.step()
     engine.cancel(first)
     engine.cancel(second)
@@ -293,12 +304,12 @@ def test_on_a_mesh(llada_tiny, llada, caplog) -> None:
     split = first_layers(load(llada_tiny.folder, mesh=mesh), 1)
     engine = Engine(split, "threshold:threshold=0.6", slots=8, prompt_length=WIDTH, **OPTIONS)
     alone = Engine(llada, "threshold:threshold=0.6", slots=SLOTS, prompt_length=WIDTH, **OPTIONS)
-    pairs = [[each.submit(row, seed=i) for each in (engine, alone)] for i, row in enumerate(ROWS * 3)]
+    pairs = [[each.submit(each.request(row, seed=i)) for each in (engine, alone)] for i, row in enumerate(ROWS * 3)]
     list(alone.results())
     engine.step()
     with jax.log_compiles():
         list(engine.results())
-    assert not [record for record in caplog.records if "Compiling jit(turn)" in record.message]
+    assert not [record for record in caplog.records if "Compiling jit(run_steps)" in record.message]
     for one, other in pairs:
         assert_same(one.result, other.result)
 
@@ -326,7 +337,7 @@ def test_on_a_mesh(llada_tiny, llada, caplog) -> None:
 def test_bad_requests(llada, options: dict[str, Any], sentence: str) -> None:
     engine = Engine(llada, "threshold", slots=2, prompt_length=WIDTH, **OPTIONS)
     with pytest.raises(DllmError, match=sentence):
-        engine.submit(**{"prompt": ROWS[0], **options})
+        engine.submit(engine.request(**{"prompt": ROWS[0], **options}))
     assert engine.idle
 
 
@@ -336,11 +347,11 @@ def test_a_prompt_that_is_surely_too_long_is_refused_before_it_is_encoded(llada,
     monkeypatch.setattr(prompts, "encode_text", lambda tokenizer, text: encoded.append(text) or [65])
     for long in ("x" * 20_000, [{"role": "user", "content": "x" * 20_000}], [65] * 20_000):
         with pytest.raises(prompts.PromptTooLong) as refused:
-            engine.submit(long)
+            engine.submit(engine.request(long))
         assert refused.value.tokens > llada.config.max_length
         with pytest.raises(prompts.PromptTooLong):
             prompts.encode_prompt(llada, long, most=WIDTH)
-    assert not encoded and engine.submit("x" * 90).prompt == [65] and encoded
+    assert not encoded and engine.submit(engine.request("x" * 90)).prompt == [65] and encoded
 
 
 @pytest.mark.parametrize(
@@ -363,7 +374,7 @@ def test_room_for_prompts_ends_with_the_context(llada) -> None:
     runner._grow(480)
     assert runner._engine.prompt_length == llada.config.max_length - 24 == 488
     with pytest.raises(DllmError, match="a prompt of 489 tokens and a canvas up to position 513 exceed the 512"):
-        Engine(llada, sampler, prompt_length=96).submit([65] * 489)
+        Engine(llada, sampler, prompt_length=96).request([65] * 489)
 
 
 def test_cancelled_requests_are_handed_out_in_their_place(llada) -> None:
@@ -383,21 +394,22 @@ def test_cancelled_requests_are_handed_out_in_their_place(llada) -> None:
 class OneIsSlow:
     """An engine that ends requests at once, but the first only when there is nothing else to do."""
 
-    prompt_length, waiting, held, queue = 96, 0, None, ()
+    prompt_length, waiting, held, queue, stats = 96, 0, None, (), Stats()
 
     @property
     def idle(self) -> bool:
         return not self.queue and self.held is None
 
-    def enqueue(self, request: Request) -> Request:
+    def submit(self, request: Request) -> Request:
         self.held, self.queue = (request, ()) if request.number == 0 else (self.held, (*self.queue, request))
         return request
 
-    def advance(self) -> None:
+    def results(self) -> Iterator[Request]:
         ended, self.queue = self.queue or (self.held,), ()
         self.held = None if ended == (self.held,) else self.held
         for request in ended:
             request.result = SimpleNamespace(broken_at=[-1])
+        yield from ended
 
 
 def test_few_requests_are_under_way_whatever_their_source(llada, monkeypatch) -> None:

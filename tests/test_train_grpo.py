@@ -21,7 +21,7 @@ from dllm_jax import Denoiser, DllmError
 from dllm_jax.checkpoints import checkpoint
 from dllm_jax.params.specs import init_params
 from evals.tasks import make_task
-from samplers.engine.program import turn_jit
+from samplers.engine.program import run_steps_jit
 from samplers.tokens.predictions import Sampling, given, predict
 from train.__main__ import main
 from train.objectives import OBJECTIVES
@@ -363,7 +363,8 @@ def test_devices_share_sampling_and_learning(tmp_path):
 def test_rewards_rise_and_nothing_is_compiled_again(tmp_path, monkeypatch):
     """A random model learns to write the tokens that are liked; prompts of one reward make room for others."""
     sizes, begin = [], Rollouts._begin
-    monkeypatch.setattr(Rollouts, "_begin", lambda self, *a: sizes.append(turn_jit._cache_size()) or begin(self, *a))
+    programs = run_steps_jit._cache_size
+    monkeypatch.setattr(Rollouts, "_begin", lambda self, *a: sizes.append(programs()) or begin(self, *a))
     rollout = {"sampler": "topk:k=2,proxy=entropy,ignore_eos=true", "prompts": 4, "redraw": 2, "slots": 12}
     train.train(
         config_of(tmp_path, steps=40, optimizer__batch=32, optimizer__lr=0.02, checkpoint__every=40, rollout=rollout)

@@ -204,7 +204,8 @@ def test_a_character_of_several_tokens_appears_when_it_is_complete():
 def test_an_engine_s_requests_tell_of_their_own_numbers_and_tokens(llada_tiny):
     engine = samplers.Engine(llada_tiny, "threshold", slots=2, prompt_length=64, **SHAPE)
     given = [49, *[llada_tiny.config.mask_id] * 15]
-    engine.submit(PROMPT), engine.submit(PROMPT, threshold=0.5, given=given, gen_length=12)
+    engine.submit(engine.request(PROMPT))
+    engine.submit(engine.request(PROMPT, threshold=0.5, given=given, gen_length=12))
     first, second = sorted(engine.results(), key=lambda request: request.number)
     found = compare([first, second])
     assert [timeline.name for timeline in found.timelines] == ["threshold=0.9 × dual", "threshold=0.5 × dual"]
@@ -434,7 +435,7 @@ def test_mistakes_are_one_sentence(case, answer, tmp_path, monkeypatch):
 def test_a_request_that_has_not_ended_is_not_shown(llada_tiny):
     engine = samplers.Engine(llada_tiny, slots=1, prompt_length=64, **SHAPE)
     with pytest.raises(DllmError, match="request 0 has not ended"):
-        show(engine.submit(PROMPT))
+        show(engine.request(PROMPT))
 
 
 def test_pictures_need_pillow_and_matplotlib(answer, tmp_path, monkeypatch):

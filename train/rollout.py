@@ -20,9 +20,10 @@ from jax.sharding import NamedSharding
 from dllm_jax import Denoiser, Model
 from dllm_jax.errors import DllmError
 from samplers.config.factory import parse_sampler, refuse_twice
-from samplers.engine.engine import Engine, Request
+from samplers.engine.engine import Engine
+from samplers.engine.requests import Request
 from samplers.loops.block import BlockSampler
-from samplers.sampler import Result, broken
+from samplers.sampler import Result, describe_broken
 from samplers.text.prompts import given_canvas, led_prompt
 from train.config import Range
 from train.data import ExampleLike, Rows, in_words
@@ -326,7 +327,7 @@ class Rollouts:
             for request in engine.results():
                 assert request.result is not None
                 number = request.number - first * size
-                if sentence := broken(request.result, [number]):
+                if sentence := describe_broken(request.result.broken_at, [number]):
                     raise DllmError(f"{sentence}; lower optimizer.lr, and go on from the last state")
                 found[number] = request.result
                 scores[number] = threads.submit(self._scored, examples[number // size], request.result)
@@ -351,7 +352,7 @@ class Rollouts:
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.asarray(numbers, jnp.uint32))
         for number, data in zip(numbers.tolist(), np.asarray(jax.random.key_data(keys)), strict=True):
             own = None if given is None else given[0]
-            engine.enqueue(Request(prompt=prompt, gen_length=length, key_data=data, given=own, number=number))
+            engine.submit(Request(prompt=prompt, gen_length=length, key_data=data, given=own, number=number))
 
     def _gen_length(self, example: ExampleLike) -> int:
         return self._sampler.gen_length if self._stops else len(example.answer_ids)

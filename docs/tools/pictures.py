@@ -30,7 +30,7 @@ from dllm_jax.models.denoiser import Denoiser, Span
 from dllm_jax.pytree import pytree
 from samplers import generate
 from samplers.cli.outputs import write
-from samplers.engine.engine import Update, requests_of
+from samplers.engine.requests import Update, requests_of
 from samplers.engine.runner import run_all
 from samplers.generate import prepare
 from samplers.viewer.colors import colour_at

@@ -37,7 +37,8 @@ from samplers.checks import check_length, check_whole
 from samplers.cli.report import device_of
 from samplers.config.factory import CanvasSampler, defaults_of, parse_sampler
 from samplers.config.registry import PLAIN, resolve
-from samplers.engine.engine import MOST_STOPS, Request
+from samplers.engine.engine import MOST_STOPS
+from samplers.engine.requests import Request
 from samplers.engine.runner import Runner, slots_for
 from samplers.likelihood.scoring import score_each
 from samplers.loops.left_to_right import DraftResult
@@ -258,8 +259,8 @@ class DllmLM(LM):
         made = (Request(one.ids, one.gen_length, one.draws, stop=early[one.until]) for one in left)
         before = 0.0
         for one, request in zip(left, runner.run(made, longest=max(len(one.ids) for one in group)), strict=True):
-            self.answers.add(one.key, self._told_of(one, request, runner.seconds - before, slots))
-            before = runner.seconds
+            self.answers.add(one.key, self._told_of(one, request, runner.stats.seconds - before, slots))
+            before = runner.stats.seconds
             yield one
 
     def _told_of(self, one: _Asked, request: Request, wall: float, slots: int) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from samplers.cli.report import (
     settings_json,
     speed_json,
 )
-from samplers.engine.engine import Request
+from samplers.engine.requests import Request
 from samplers.engine.runner import Runner
 from samplers.generation import Generation
 
@@ -246,8 +246,8 @@ class _Job:
         desk = Desk(model, self.room, **given)
         runner = Runner(model, desk.sampler, self._slots())
         self._run(runner, self._requests(lines, desk), settings, emit, output)
-        speed = f"{runner.seconds:.3f} s, compiled before in {runner.compile_seconds:.1f} s"
-        print_statistics(self.tally, runner.seconds, speed, model, desk.sampler)
+        speed = f"{runner.stats.seconds:.3f} s, compiled before in {runner.stats.compile_seconds:.1f} s"
+        print_statistics(self.tally, runner.stats.seconds, speed, model, desk.sampler)
         if self.errors:
             have = "it has" if self.errors == 1 else "they have"
             where = "" if output is None else f"; {have} an 'error' in {output.path}"
@@ -291,8 +291,8 @@ class _Job:
                 told, answer = self._told(asked, request, runner, {"room": width, "settings": settings})
                 emit(told, answer)
                 if not hidden:
-                    bar.start_t += runner.compile_seconds - compiling  # which is no work that comes again
-                    compiling = runner.compile_seconds
+                    bar.start_t += runner.stats.compile_seconds - compiling  # which is no work that comes again
+                    compiling = runner.stats.compile_seconds
                 bar.set_postfix_str(self._speed(runner), refresh=False)
                 bar.update()
 
@@ -306,7 +306,7 @@ class _Job:
             return {**told, "error": asked.error, **always}, None
         answer = request.generation
         self.tally.add(answer)
-        speed = speed_json(answer, request.seconds, runner.compile_seconds)
+        speed = speed_json(answer, request.seconds, runner.stats.compile_seconds)
         return {**told, **answer_json(answer), **always, **speed}, answer
 
     def _slots(self) -> int:
@@ -317,8 +317,9 @@ class _Job:
     def _speed(self, runner: Runner) -> str:
         """What the progress bar tells."""
         nfe = self.tally.nfe / max(self.tally.answers, 1)
-        speed = self.tally.tokens / max(runner.seconds, 1e-9)
-        slots = f", {runner.occupancy:.0%} of the slots at work" if shutil.get_terminal_size().columns >= WIDE else ""
+        stats = runner.stats
+        speed = self.tally.tokens / max(stats.seconds, 1e-9)
+        slots = f", {stats.occupancy:.0%} of the slots at work" if shutil.get_terminal_size().columns >= WIDE else ""
         return f"{speed:.0f} tokens/s, NFE {nfe:.1f}{slots}"
 
 

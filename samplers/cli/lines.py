@@ -16,7 +16,8 @@ from dllm_jax import DllmError, Model
 from samplers.checks import refuse_unknown
 from samplers.config.factory import settings_for
 from samplers.config.registry import called, options_of
-from samplers.engine.engine import Engine, Request
+from samplers.engine.engine import Engine
+from samplers.engine.requests import Request
 
 JSON_LINES = (".jsonl", ".ndjson")
 LONGEST = 16 * 2**20

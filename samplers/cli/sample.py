@@ -51,7 +51,7 @@ from samplers.config.explain import Setting, explained_as_json, list_settings, p
 from samplers.config.factory import CanvasSampler, defaults_of, typed, with_verifier
 from samplers.config.presets import PRESETS
 from samplers.config.registry import LOOPS, kind_of, resolve
-from samplers.engine.engine import Request, requests_of
+from samplers.engine.requests import Request, requests_of
 from samplers.engine.runner import Runner, run_all
 from samplers.generate import prepare
 from samplers.generation import Generation
@@ -246,14 +246,14 @@ def _answer_all(options: argparse.Namespace) -> None:
         for question, request in zip(job.questions, ended, strict=True):
             answers.append(answer_of(request))
             if options.json:
-                speed = speed_json(answers[-1], request.seconds, runner.compile_seconds)
+                speed = speed_json(answers[-1], request.seconds, runner.stats.compile_seconds)
                 print(json.dumps({**question, **answer_json(answers[-1]), "settings": shared, **speed}), flush=True)
     if not options.json:
         _print_texts(answers)
         totals = Totals()
         for answer in answers:
             totals.add(answer)
-        print_statistics(totals, runner.seconds, _timing(options, runner, live is not None), model, sampler)
+        print_statistics(totals, runner.stats.seconds, _timing(options, runner, live is not None), model, sampler)
     if options.save_view is not None:
         view_of(answers).save(options.save_view)
 
@@ -270,7 +270,7 @@ def _timing(options: argparse.Namespace, runner: Runner, live: bool) -> str:
     view = "live view" if live else "view" if options.save_view else None
     single = f" of single steps for the {view}" if view else ""
     advice = "; --no-live runs them as one program" if live and not options.save_view else ""
-    return f"{runner.seconds:.3f} s{single}, compiled before in {runner.compile_seconds:.1f} s{advice}"
+    return f"{runner.stats.seconds:.3f} s{single}, compiled before in {runner.stats.compile_seconds:.1f} s{advice}"
 
 
 class _Job(NamedTuple):

@@ -1,13 +1,13 @@
 """Slots: a fixed number of rows over static buffers, each of which takes the next request as soon as it is free.
 
-A batch is as slow as its slowest row; in slots a row that has ended makes room at once. Admission and steps are one
-compiled program, `turn`, whatever the requests are: what they differ in are arrays, a row for each slot.
+A batch is as slow as its slowest row; in slots a row that has ended frees its slot at once. Admission and steps are one
+compiled program, `run_steps`, whatever the requests are: what they differ in are arrays, a row for each slot.
 """
 
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,23 +45,22 @@ class Rows:
     numbers: tuple[Any, ...]
 
 
-@pytree()
-class Report:
-    """What the host sees after a turn.
+class Progress(NamedTuple):
+    """Where the slots are after some steps.
 
     Attributes:
         result: of every slot so far.
         done: [B] bool.
         pending: [B, G] bool, positions that may still change.
         steps: int32, steps that were run.
-        row_steps: int32, the sum over these of the slots that were at work.
+        row_steps: int32, the sum over these of the slots at work.
     """
 
     result: Result
-    done: jax.Array
-    pending: jax.Array
-    steps: jax.Array
-    row_steps: jax.Array
+    done: Any
+    pending: Any
+    steps: Any
+    row_steps: Any
 
 
 def numbers_of(sampler: Any) -> tuple[Any, ...]:
@@ -133,36 +132,36 @@ def for_rows(sampler: Any, rows: Rows) -> Any:
 
 def begin(sampler: Any, denoiser: DenoiserLike, rows: Rows) -> Any:
     """The state of slots that are all free."""
-    state = _begun(sampler, denoiser, rows)
-    return _ended(state, jnp.ones_like(state.canvas.done))
+    state = _init(sampler, denoiser, rows)
+    return _end(state, jnp.ones_like(state.canvas.done))
 
 
-def turn(
+def run_steps(
     sampler: Any,
     denoiser: DenoiserLike,
     state: Any,
     rows: Rows,
     admitted: jax.Array,
-    cancelled: jax.Array,
+    freed: jax.Array,
     most_steps: jax.Array,
     wanted: jax.Array,
-) -> tuple[Any, Report]:
+) -> tuple[Any, Progress]:
     """Admits requests, and runs steps until enough rows have ended.
 
     Args:
         sampler: any of this library; its numbers are those of the rows.
-        state: of the slots, from `begin` or the turn before.
-        admitted: [B] bool, slots that begin what their row says.
-        cancelled: [B] bool, slots that are to be free, whether they are or not.
+        state: of the slots, from `begin` or the call before.
+        admitted: [B] bool, slots whose row begins.
+        freed: [B] bool, slots whose row ends first, if one runs.
         most_steps: int32, steps at most.
         wanted: int32, end as soon as so many rows have ended that ran.
     """
-    state = _ended(state, cancelled)
+    state = _end(state, freed)
     state = _admit(sampler, denoiser, state, rows, admitted)
     own = for_rows(sampler, rows)
     began = ~own.is_done(state)
 
-    def goes_on(carry: tuple[Any, jax.Array, jax.Array]) -> jax.Array:
+    def continues(carry: tuple[Any, jax.Array, jax.Array]) -> jax.Array:
         state, steps, _ = carry
         done = own.is_done(state)
         return (steps < most_steps) & ~done.all() & ((began & done).sum() < wanted)
@@ -172,11 +171,11 @@ def turn(
         busy = (~own.is_done(state)).sum(dtype=jnp.int32)
         return own.step(denoiser, state), steps + 1, row_steps + busy
 
-    state, steps, row_steps = lax.while_loop(goes_on, step, (state, jnp.int32(0), jnp.int32(0)))
-    return state, Report(own.result(denoiser, state), own.is_done(state), own.pending(state), steps, row_steps)
+    state, steps, row_steps = lax.while_loop(continues, step, (state, jnp.int32(0), jnp.int32(0)))
+    return state, Progress(own.result(denoiser, state), own.is_done(state), own.pending(state), steps, row_steps)
 
 
-def _begun(sampler: Any, denoiser: DenoiserLike, rows: Rows) -> Any:
+def _init(sampler: Any, denoiser: DenoiserLike, rows: Rows) -> Any:
     """The state before the first forward of some rows."""
     key = jax.random.wrap_key_data(rows.key_data)
     options = {} if rows.given is None else {"given": rows.given}
@@ -184,23 +183,23 @@ def _begun(sampler: Any, denoiser: DenoiserLike, rows: Rows) -> Any:
     return own.init(denoiser, rows.prompt, rows.prompt_lengths, key=key, gen_lengths=rows.gen_lengths, **options)
 
 
-def _ended(state: Any, rows: jax.Array) -> Any:
+def _end(state: Any, rows: jax.Array) -> Any:
     return dataclasses.replace(state, canvas=dataclasses.replace(state.canvas, done=state.canvas.done | rows))
 
 
 def _admit(sampler: Any, denoiser: DenoiserLike, state: Any, rows: Rows, admitted: jax.Array) -> Any:
-    """The state with the admitted rows begun anew, each alone: so nothing of what the other rows hold, their key/value
-    buffers least of all, is read or moved."""
-    begun = lambda rows: (rows.prompt_lengths, _begun(sampler, denoiser, rows))
-    return each_row(admitted, denoiser.batch_parts, begun, rows, state)[1]
+    """The state after `init` of the admitted rows, each alone: nothing that the other rows hold, such as their
+    key/value buffers, is read or moved."""
+    begin_row = lambda rows: (rows.prompt_lengths, _init(sampler, denoiser, rows))
+    return each_row(admitted, denoiser.batch_parts, begin_row, rows, state)[1]
 
 
-# The parameters are kept as inputs so that the first state lies on their devices: else `turn` is compiled twice.
+# The parameters are kept as inputs so that the first state lies on their devices: else `run_steps` is compiled twice.
 begin_jit = jax.jit(begin, keep_unused=True)
-turn_jit = jax.jit(turn, donate_argnums=2)
+run_steps_jit = jax.jit(run_steps, donate_argnums=2)
 
 
 @functools.cache
-def turn_on(shardings: tuple[Any, ...], tree: Any) -> Any:
-    """`turn_jit` of slots that lie on a mesh: they stay as they lie, or the next turn would be another program."""
-    return jax.jit(turn, donate_argnums=2, out_shardings=(jax.tree.unflatten(tree, shardings), None))
+def run_steps_on(shardings: tuple[Any, ...], tree: Any) -> Any:
+    """`run_steps_jit` of slots that lie on a mesh: they stay as they lie, or the next call would compile again."""
+    return jax.jit(run_steps, donate_argnums=2, out_shardings=(jax.tree.unflatten(tree, shardings), None))

@@ -1,25 +1,26 @@
-"""Requests without end in their own order, and engines that are used again."""
+"""Any number of requests in their own order, and engines that are used again."""
 
 import collections
 import itertools
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from tqdm import tqdm
 
 from dllm_jax import Model
 from samplers.config.factory import CanvasSampler
-from samplers.engine.engine import Engine, Request, Update
+from samplers.engine.engine import Engine, Stats
 from samplers.engine.program import program_of, structure_of
-from samplers.sampler import broken, warn_if_broken
+from samplers.engine.requests import Request, Update
+from samplers.sampler import describe_broken
 from samplers.text.prompts import bucket_length
 
 
 class Engines:
-    """The engine that ran last, for the next sampler that it can run: one that differs in numbers alone.
+    """Keeps the engine that ran last, for the next sampler that it can run: one that differs in numbers alone.
 
     Attributes:
         compiled: how many different programs were asked for.
@@ -27,11 +28,11 @@ class Engines:
 
     def __init__(self) -> None:
         self._last: tuple[Any, Engine] | None = None
-        self._seen: set[Any] = set()
+        self._programs: set[Any] = set()
 
     @property
     def compiled(self) -> int:
-        return len(self._seen)
+        return len(self._programs)
 
     def of(self, model: Model, sampler: CanvasSampler, slots: int, prompt_length: int) -> Engine:
         """An engine that runs requests with this sampler's numbers, see `numbers_of`; of the same arguments otherwise.
@@ -44,43 +45,37 @@ class Engines:
             self._last = None  # before the next takes as much memory
             self._last = key, Engine(model, sampler, slots=slots, prompt_length=prompt_length)
         shapes = jax.tree.map(lambda x: (x.shape, x.dtype), model.denoiser)
-        self._seen.add((str(shapes), structure_of(sampler), slots, prompt_length))
+        self._programs.add((str(shapes), structure_of(sampler), slots, prompt_length))
         return self._last[1]
 
 
-class Warned:
-    """Those of many requests whose logits were not finite, for one warning about all of them."""
+def warn_at_end(requests: Iterable[Request]) -> Iterator[Request]:
+    """The requests, which have ended.
 
-    def __init__(self) -> None:
-        self._broken: list[Request] = []
-
-    def saw(self, request: Request) -> Request:
-        """The request, which has ended."""
-        if request.result is not None and broken(request.result, [request.number]):
-            self._broken.append(request)
-        return request
-
-    def warn(self) -> None:
-        """Warns, if there is something to be said."""
-        results = [request.result for request in self._broken]
-        if results:
-            all_of_them = jax.tree.map(lambda *rows: np.concatenate(rows), *results)
-            warn_if_broken(all_of_them, [request.number for request in self._broken])
+    Warns:
+        RuntimeWarning: once, after the last, when logits were not finite, naming the first row and its forward.
+    """
+    found: dict[int, int] = {}
+    for request in requests:
+        if request.result is not None and request.result.broken_at[0] >= 0:
+            found[request.number] = int(request.result.broken_at[0])
+        yield request
+    if sentence := describe_broken(list(found.values()), list(found)):
+        warnings.warn(sentence, RuntimeWarning, stacklevel=2)
 
 
 class Runner:
-    """Runs requests, of which there may be any number, and hands them out in their order.
+    """Runs any number of requests through an engine, and yields them in their order.
 
-    Requests are taken when slots are about to be free, so a source may be a file of any size. Where a prompt is longer
-    than all before it, those that run end first, and then there is room for it: a few times at most, as lengths are
-    rounded up to buckets. A request that was cancelled is handed out in its place, and not run.
+    Requests are taken when slots are about to be free, so a source may be a file of any size. If a prompt is longer
+    than the engine has room for, those that run end first, and then a larger engine is built: a few times at most, as
+    lengths are rounded up to buckets. A cancelled request is yielded in its place, and not run.
 
     Attributes:
-        slots: requests that are worked on together.
-        seconds, compile_seconds, steps, row_steps: as of an `Engine`, of all that were used.
+        slots: requests that run together.
     """
 
-    AHEAD = 64  # times the slots: requests that may have ended, or run, behind one that has not
+    AHEAD = 64  # times the slots: requests that may have ended, or run, after one that has not
 
     def __init__(
         self,
@@ -90,30 +85,23 @@ class Runner:
         *,
         trace: bool = False,
         on_update: Callable[[Update], None] | None = None,
-        **options: Any,
     ) -> None:
         """
         Args:
-            slots: requests that are worked on together.
+            slots: requests that run together.
             trace: keep each request's result after every step, for its `trace`; every step is then a call of its own.
             on_update: called after every step with what it did to each request; likewise.
-            options: further ones of `Engine`.
         """
         self.slots, self._trace, self._on_update = slots, trace, on_update
         self._most = model.config.max_length - sampler.gen_length
-        self._make = lambda longest: Engine(model, sampler, slots=slots, prompt_length=longest, **options)
+        self._make = lambda longest: Engine(model, sampler, slots=slots, prompt_length=longest)
         self._engine: Engine | None = None
-        self._before = dict.fromkeys(("seconds", "compile_seconds", "steps", "row_steps"), 0.0)
-
-    def __getattr__(self, name: str) -> float:
-        if name not in ("seconds", "compile_seconds", "steps", "row_steps"):
-            raise AttributeError(name)
-        return self._before[name] + (0.0 if self._engine is None else getattr(self._engine, name))
+        self._former = Stats()  # of engines that were replaced
 
     @property
-    def occupancy(self) -> float:
-        """Share of the slots that were at work, over all steps."""
-        return self.row_steps / max(self.steps * self.slots, 1)
+    def stats(self) -> Stats:
+        """What all engines did so far."""
+        return self._former if self._engine is None else self._former + self._engine.stats
 
     def run(self, requests: Iterable[Request], longest: int = 0) -> Iterator[Request]:
         """The same requests when they have ended. What the source raises is raised when those before it are done.
@@ -124,31 +112,33 @@ class Runner:
         Warns:
             RuntimeWarning: at the end, when logits were not finite, naming the first row and its forward.
         """
-        source, order, ended = _Source(requests), collections.deque[Request](), Warned()
-        while source.peek() is not None or order:
-            self._take(source, order, longest)
-            while order and (order[0].result is not None or order[0].cancelled):
-                yield ended.saw(order.popleft())
-            if self._engine is not None and not self._engine.idle:
-                self._advance(self._engine)
-        ended.warn()
+        source = _Source(requests)
+        yield from warn_at_end(self._run(source, longest))
         if source.failure is not None:
             raise source.failure
+
+    def _run(self, source: "_Source", longest: int) -> Iterator[Request]:
+        order = collections.deque[Request]()
+        while source.peek() is not None or order:
+            self._submit(source, order, longest)
+            while order and (order[0].result is not None or order[0].cancelled):
+                yield order.popleft()
+            if self._engine is not None and not self._engine.idle:
+                self._advance(self._engine)
 
     def _advance(self, engine: Engine) -> None:
         """Runs until a request has ended, or, if each step is observed, one step."""
         if not self._trace and self._on_update is None:
-            engine.advance()
+            next(engine.results(), None)  # others may have ended with it; all of them have their result
             return
         for update in engine.step():
             if self._trace:
                 update.request.keep_step(update.result)
             if self._on_update is not None:
                 self._on_update(update)
-        engine.take_ended()  # `order` holds them
 
-    def _take(self, source: "_Source", order: collections.deque[Request], longest: int) -> None:
-        """Puts requests into the queue, as many as there may be."""
+    def _submit(self, source: "_Source", order: collections.deque[Request], longest: int) -> None:
+        """Submits as many requests as there may be."""
         while (request := source.peek()) is not None and len(order) < self.AHEAD * self.slots:
             if request.cancelled:
                 order.append(source.pop())
@@ -160,11 +150,11 @@ class Runner:
             assert self._engine is not None
             if self._engine.waiting >= self.slots:
                 return
-            order.append(self._engine.enqueue(source.pop()))
+            order.append(self._engine.submit(source.pop()))
 
     def _grow(self, longest: int) -> None:
         """Makes an engine with room for such a prompt."""
-        self._before = {name: getattr(self, name) for name in self._before}
+        self._former = self.stats
         self._engine = None  # before the next takes as much memory
         self._engine = self._make(self.room_for(longest))
 
@@ -174,7 +164,7 @@ class Runner:
 
 
 def slots_for(model: Model, requests: int, batch_size: int | None = None) -> int:
-    """How many are worked on together: no more than there are, but for what a mesh needs to split them evenly.
+    """Requests that run together: no more than there are, rounded up to what a mesh can split evenly.
 
     Args:
         batch_size: the most; all of them by default.
@@ -191,11 +181,11 @@ def run_all(
     progress: bool | None = None,
     **options: Any,
 ) -> tuple[Runner, Iterator[Request]]:
-    """What runs known requests, and these in their order, with a progress bar where they do not all run together.
+    """A runner, and known requests in their order as it ends them, with a progress bar if they do not all run together.
 
     Args:
         batch_size: slots, see `slots_for`; one for each request by default.
-        progress: whether there is a bar; by default where someone is watching.
+        progress: whether there is a bar; by default if someone is watching.
         options: `trace` and `on_update`, see `Runner`.
     """
     runner = Runner(model, sampler, slots_for(model, len(requests), batch_size), **options)
@@ -212,7 +202,7 @@ class _Source:
         self.failure: Exception | None = None
 
     def peek(self) -> Request | None:
-        """The next one, None behind the last."""
+        """The next one; None after the last."""
         if not self._first and self.failure is None:
             try:
                 self._first = list(itertools.islice(self._rest, 1))
@@ -221,5 +211,5 @@ class _Source:
         return self._first[0] if self._first else None
 
     def pop(self) -> Request:
-        """The next one, which is taken."""
+        """Takes the next one."""
         return self._first.pop()

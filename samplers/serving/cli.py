@@ -50,7 +50,7 @@ def run(arguments: Sequence[str]) -> None:
     _check(options)
     key = _key(options.api_key_file)
     at = bound(options.host, options.port)
-    engine, said = _engine(options, parser.parse_args([]))
+    engine = _engine(options, parser.parse_args([]))
     _log()
     if key is None and not at.getsockname()[0].startswith(("127.", "::1")):
         print(f"warning: everybody who reaches {url_of(at)} may use it; see --api-key-file", file=sys.stderr)
@@ -59,9 +59,8 @@ def run(arguments: Sequence[str]) -> None:
         print(f"serving {_described(engine)} at {url_of(at)}", flush=True)
 
     limits = Limits(options.queue, options.deadline or None, options.max_forwards)
-    stop, ignore_eos = tuple(said.get("stop") or ()), bool(said.get("ignore_eos"))
     about = {"key": key, "most_body": options.max_body, "grace": options.grace}
-    asyncio.run(serve(engine, at, limits, stop=stop, ignore_eos=ignore_eos, began=began, **about))
+    asyncio.run(serve(engine, at, limits, began=began, **about))
 
 
 def command_line(said: Sequence[str] = ()) -> argparse.ArgumentParser:
@@ -125,8 +124,8 @@ def _key(file: str | None) -> str | None:
     return key
 
 
-def _engine(options: argparse.Namespace, usual: argparse.Namespace) -> tuple[Engine, dict[str, Any]]:
-    """The engine that was asked for and the sampler's options."""
+def _engine(options: argparse.Namespace, usual: argparse.Namespace) -> Engine:
+    """The engine of these options."""
     name, texts, named = said_by(options, usual)
     assert named is not None
     bare = outline(named)
@@ -138,7 +137,7 @@ def _engine(options: argparse.Namespace, usual: argparse.Namespace) -> tuple[Eng
         model = load(named)
         settings = _one_verifier(model, with_verifier(said, load))
     room = {"slots": options.slots, "prompt_length": options.prompt_length}
-    return Engine(model, name, draws=options.draws, **room, **settings), settings
+    return Engine(model, name, draws=options.draws, **room, **settings)
 
 
 def _one_verifier(model: Model, said: dict[str, Any]) -> dict[str, Any]:

@@ -5,14 +5,14 @@ import contextlib
 import dataclasses
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
-from samplers.engine.engine import Engine, Request, Update
+from samplers.engine.engine import Engine, Stats
+from samplers.engine.requests import Request, Update
 
-TURN_SECONDS = 0.02
-"""How long a turn lasts where nobody watches: commands wait so long, and the host works once in it."""
+CALL_SECONDS = 0.02
+"""How long a call of the engine lasts if no client streams: a command waits at most that long."""
 
 MOST_STEPS = 64
 
@@ -25,34 +25,28 @@ class Job:
         index: of the answer's choices.
         request: the engine's.
         seed: of its random numbers.
-        watched: whether every step is told, not the last alone.
-        latest: what was done to it last and has not been looked at.
-        ended: whether nothing more will come.
+        streamed: whether every step is reported, not the last alone.
+        latest: its last update that the event loop has not sent.
     """
 
     index: int
     request: Request
     seed: int
-    watched: bool
+    streamed: bool
     latest: Update | None = None
-    ended: bool = False
 
 
-class Turn(NamedTuple):
-    """What the thread did, for the event loop.
+class Reports(Protocol):
+    """Called in the event loop after every call of the engine."""
 
-    Attributes:
-        updates: the jobs that something was done to.
-        steps: of the engine, and `seconds` they took.
-        busy: slots at work afterwards.
-        waiting: requests in the engine's queue.
-    """
-
-    updates: list[tuple[Job, Update]]
-    steps: int
-    seconds: float
-    busy: int
-    waiting: int
+    def __call__(self, updates: list[tuple[Job, Update]], stats: Stats, busy: int, waiting: int) -> None:
+        """
+        Args:
+            updates: of the jobs that ended or are streamed.
+            stats: of this call alone.
+            busy: slots at work now.
+            waiting: requests in the engine's queue now.
+        """
 
 
 class Worker(threading.Thread):
@@ -62,42 +56,41 @@ class Worker(threading.Thread):
         self,
         engine: Engine,
         loop: asyncio.AbstractEventLoop,
-        told: Callable[[Turn], None],
-        died: Callable[[BaseException], None],
+        report: Reports,
+        report_error: Callable[[BaseException], None],
     ) -> None:
         """
         Args:
             engine: which no other thread steps from now on.
-            told: called in the event loop after every turn.
-            died: called there when the engine has raised, after which nothing is done any more.
+            report_error: called in the event loop when the engine has raised; the thread then ends.
         """
         super().__init__(name="engine", daemon=True)
-        self._engine, self._loop, self._told, self._died = engine, loop, told, died
+        self._engine, self._loop, self._report, self._report_error = engine, loop, report, report_error
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._jobs: dict[Request, Job] = {}
-        self._step_seconds = TURN_SECONDS
+        self._step_seconds = CALL_SECONDS
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        self._commands.put(lambda: self._enqueue(jobs))
+        self._commands.put(lambda: self._submit(jobs))
 
     def cancel(self, jobs: Sequence[Job]) -> None:
-        self._commands.put(lambda: self._drop(jobs))
+        self._commands.put(lambda: self._cancel(jobs))
 
     def stop(self) -> None:
-        """Ends the thread after the turn that is running."""
+        """Ends the thread after the call that is running."""
         self._commands.put(None)
 
     # In the thread ---------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         try:
-            while self._obey():
-                self._tell(*self._turn())
+            while self._run_commands():
+                self._step()
         except BaseException as error:  # whatever it is, clients are waiting
-            self._hand_on(self._died, error)
+            self._call_in_loop(self._report_error, error)
 
-    def _obey(self) -> bool:
-        """Does what was asked meanwhile, waits for it where there is nothing else to do; False at the end."""
+    def _run_commands(self) -> bool:
+        """Runs the commands that came meanwhile, and waits for one if the engine is idle; False at the end."""
         while True:
             try:
                 command = self._commands.get(block=self._engine.idle)
@@ -107,40 +100,38 @@ class Worker(threading.Thread):
                 return False
             command()
             if self._engine.idle and self._commands.empty():
-                self._tell([], 0, 0.0)
+                self._report_to_loop([], Stats())
 
-    def _turn(self) -> tuple[list[Update], int, float]:
-        before, start = self._engine.steps, time.perf_counter()
+    def _step(self) -> None:
+        before = self._engine.stats
         updates = self._engine.step(self._steps())
-        self._engine.take_ended()  # or it keeps them
-        steps, seconds = self._engine.steps - before, time.perf_counter() - start
-        if steps:
-            self._step_seconds += 0.3 * (seconds / steps - self._step_seconds)
-        return updates, steps, seconds
-
-    def _steps(self) -> int:
-        """Steps of the next turn: one where each is looked at, as many as fit into a turn's time otherwise."""
-        if any(job.watched for job in self._jobs.values()):
-            return 1
-        return min(max(int(TURN_SECONDS / max(self._step_seconds, 1e-6)), 1), MOST_STEPS)
-
-    def _enqueue(self, jobs: Sequence[Job]) -> None:
-        for job in jobs:
-            self._jobs[self._engine.enqueue(job.request)] = job
-
-    def _drop(self, jobs: Sequence[Job]) -> None:
-        for job in jobs:
-            if self._jobs.pop(job.request, None) is not None:
-                self._engine.cancel(job.request)
-
-    def _tell(self, updates: list[Update], steps: int, seconds: float) -> None:
+        stats = self._engine.stats - before
+        if stats.steps:
+            self._step_seconds += 0.3 * (stats.seconds / stats.steps - self._step_seconds)
         jobs = [(self._jobs[update.request], update) for update in updates]
         for job, update in jobs:
             if update.done:
                 del self._jobs[job.request]
-        wanted = [(job, update) for job, update in jobs if job.watched or update.done]
-        self._hand_on(self._told, Turn(wanted, steps, seconds, self._engine.busy, self._engine.waiting))
+        self._report_to_loop([(job, update) for job, update in jobs if job.streamed or update.done], stats)
 
-    def _hand_on(self, call: Callable[[Any], None], value: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop was closed: nobody is left to be told
-            self._loop.call_soon_threadsafe(call, value)
+    def _steps(self) -> int:
+        """Steps of the next call: one if a job is streamed, else as many as fit into a call's time."""
+        if any(job.streamed for job in self._jobs.values()):
+            return 1
+        return min(max(int(CALL_SECONDS / max(self._step_seconds, 1e-6)), 1), MOST_STEPS)
+
+    def _submit(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            self._jobs[self._engine.submit(job.request)] = job
+
+    def _cancel(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            if self._jobs.pop(job.request, None) is not None:
+                self._engine.cancel(job.request)
+
+    def _report_to_loop(self, updates: list[tuple[Job, Update]], stats: Stats) -> None:
+        self._call_in_loop(self._report, updates, stats, self._engine.busy, self._engine.waiting)
+
+    def _call_in_loop(self, call: Callable[..., None], *values: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop was closed: nobody is left to read it
+            self._loop.call_soon_threadsafe(call, *values)

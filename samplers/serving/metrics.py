@@ -1,9 +1,9 @@
-"""What Prometheus is told: numbers only, nothing of what anybody wrote."""
+"""Numbers for Prometheus; nothing of what anybody wrote."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from samplers.engine.engine import Request
-from samplers.serving.engine_thread import Turn
+from samplers.engine.engine import Stats
+from samplers.engine.requests import Request
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -30,16 +30,16 @@ class Metrics:
         )
         Gauge("dllm_slots", "Slots that there are", registry=registry).set(slots)
 
-    def turned(self, turn: Turn) -> None:
-        """After a turn of the engine."""
-        self._busy.set(turn.busy)
-        self._waiting.set(turn.waiting)
-        self._steps.inc(turn.steps)
-        for _ in range(turn.steps):
-            self._step_seconds.observe(turn.seconds / turn.steps)
+    def count_steps(self, stats: Stats, busy: int, waiting: int) -> None:
+        """Counts a call of the engine, after which so many slots are at work and so many requests wait."""
+        self._busy.set(busy)
+        self._waiting.set(waiting)
+        self._steps.inc(stats.steps)
+        for _ in range(stats.steps):
+            self._step_seconds.observe(stats.seconds / stats.steps)
 
-    def ended(self, request: Request, seconds: float) -> None:
-        """After a request of the engine."""
+    def count_answer(self, request: Request, seconds: float) -> None:
+        """Counts a request that has ended."""
         assert request.result is not None
         self._tokens.labels("prompt").inc(len(request.prompt))
         self._tokens.labels("completion").inc(int(request.result.lengths[0]))

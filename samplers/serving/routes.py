@@ -75,14 +75,14 @@ def _add_answers(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/canvas")
     async def canvas(body: CanvasBody, request: Request) -> Response:
-        ticket = await _unless_gone(request, service.open(body, watched=True))
+        ticket = await _unless_gone(request, service.open(body, streamed=True))
         return Events(ticket, service.frames(body, ticket), _begun(request))
 
 
 async def _complete(service: Service, body: ChatBody | TextBody, request: Request) -> Response:
     record = _begun(request)
     if body.stream:
-        ticket = await _unless_gone(request, service.open(body, watched=True))
+        ticket = await _unless_gone(request, service.open(body, streamed=True))
         return Events(ticket, service.parts(body, ticket), record)
     answer = await _unless_gone(request, service.completion(body))
     record.outcome, usage = "done", answer["usage"]

@@ -18,12 +18,13 @@ import dllm_jax
 from dllm_jax import DllmError, Model
 from dllm_jax.params.quantized import told_dtype
 from dllm_jax.text.tokenizer import token_strings
-from samplers.config.registry import options_of, settings_of, title
-from samplers.engine.engine import Engine, Request, Update
-from samplers.engine.program import number_names, with_numbers
+from samplers.config.registry import settings_of, title
+from samplers.engine.engine import Engine, Stats
+from samplers.engine.program import with_numbers
+from samplers.engine.requests import Request, Update
 from samplers.generation import Generation
-from samplers.sampler import broken
-from samplers.serving.engine_thread import Job, Turn, Worker
+from samplers.sampler import describe_broken
+from samplers.serving.engine_thread import Job, Worker
 from samplers.serving.errors import Fault, stopping
 from samplers.serving.metrics import Metrics
 from samplers.serving.schemas import Body, CanvasBody, ChatBody, Completing, TextBody
@@ -116,13 +117,8 @@ class Service:
         ended: called when the engine has stopped by an error.
     """
 
-    def __init__(
-        self, engine: Engine, limits: Limits, *, stop: Sequence[str | int] = (), ignore_eos: bool = False
-    ) -> None:
+    def __init__(self, engine: Engine, limits: Limits) -> None:
         """
-        Args:
-            stop, ignore_eos: of the engine's sampler, which the text of a stream must know.
-
         Raises:
             DllmError: when the engine's sampler itself may take more forwards than the limit.
         """
@@ -132,18 +128,16 @@ class Service:
         self.broken: BaseException | None = None
         self.ended: Callable[[], None] = lambda: None
         self.created, self.fingerprint = int(time.time()), _fingerprint(engine)
-        self._stop, self._ignore_eos = tuple(stop), ignore_eos
         self._strings = _strings(engine.model)
         self._most_forwards = _most_forwards(engine, limits)
-        self._settable = _settable(engine)
         # Its own tokenizer: the event loop decodes meanwhile, and one is not made for two threads.
         self._reader = dataclasses.replace(engine.model, tokenizer=copy.deepcopy(engine.model.tokenizer))
-        self._turn = Turn([], 0, 0.0, 0, 0)
+        self._busy, self._waiting = 0, 0
         self._tickets: dict[Job, Ticket] = {}
         self._begun: dict[Job, float] = {}
         self._encoding = concurrent.futures.ThreadPoolExecutor(1, "encoding")
         self._loop = asyncio.get_running_loop()
-        self._worker = Worker(engine, self._loop, self._turned, self._died)
+        self._worker = Worker(engine, self._loop, self._apply, self._break)
         self._worker.start()
 
     # Requests --------------------------------------------------------------------------------------------------------
@@ -154,7 +148,7 @@ class Service:
         Raises:
             Fault: when there is none.
         """
-        shape, ticket = _shape(body), await self.open(body, watched=False)
+        shape, ticket = _shape(body), await self.open(body, streamed=False)
         try:
             answers = await ticket.answers()
         finally:
@@ -164,7 +158,7 @@ class Service:
         return {**head, "choices": choices, "usage": usage_of(answers, ticket.prompts)}
 
     async def parts(self, body: ChatBody | TextBody, ticket: Ticket) -> AsyncIterator[Json]:
-        """An answer bit by bit, of `open(body, watched=True)`.
+        """An answer bit by bit, of `open(body, streamed=True)`.
 
         Raises:
             Fault: when it breaks off.
@@ -207,12 +201,12 @@ class Service:
             cells = _cells(update, len(shown), self._strings)
             changed = [[at, *cell] for at, cell in enumerate(cells) if cell != shown[at]]
             shown = cells
-            busy = {"busy": self._turn.busy, "waiting": self._turn.waiting}
+            busy = {"busy": self._busy, "waiting": self._waiting}
             yield {"forward": update.nfe, "written": update.written, "cells": changed, **busy}
         answer = answer_of(job)
         yield {"text": answer.text, "finish_reason": self._reason(job, answer), "usage": usage_of([answer], 1)}
 
-    async def open(self, body: Body, *, watched: bool) -> Ticket:
+    async def open(self, body: Body, *, streamed: bool) -> Ticket:
         """Admits a request.
 
         Raises:
@@ -233,7 +227,7 @@ class Service:
         except BaseException:
             self.held -= count
             raise
-        jobs = [Job(index, request, seed, watched) for index, (request, seed) in enumerate(made)]
+        jobs = [Job(index, request, seed, streamed) for index, (request, seed) in enumerate(made)]
         ticket = Ticket(jobs, len(prompts), until, self)
         self._tickets |= dict.fromkeys(jobs, ticket)
         self._begun |= dict.fromkeys(jobs, begun)
@@ -306,10 +300,10 @@ class Service:
         return made
 
     def _check_numbers(self, numbers: Mapping[str, int | float]) -> None:
-        idle = {"temperature": 0, "top_p": 1}
+        idle, settable = {"temperature": 0, "top_p": 1}, self.engine.settable
         for name, value in numbers.items():
-            if name not in self._settable and idle.get(name) != value:
-                known = f"a request may set {', '.join(self._settable)}"
+            if name not in settable and idle.get(name) != value:
+                known = f"a request may set {', '.join(settable)}"
                 raise Fault(400, f"{name!r:.60} cannot be set here; {known}", param=name, code="unknown_parameter")
 
     def _check_forwards(self, request: Request) -> None:
@@ -331,20 +325,21 @@ class Service:
             raise Fault(400, sentence, code="context_length_exceeded")
         return ids
 
-    def _turned(self, turn: Turn) -> None:
-        self._turn = turn
-        self.metrics.turned(turn)
-        for job, update in turn.updates:
+    def _apply(self, updates: list[tuple[Job, Update]], stats: Stats, busy: int, waiting: int) -> None:
+        """Passes on what a call of the engine did."""
+        self._busy, self._waiting = busy, waiting
+        self.metrics.count_steps(stats, busy, waiting)
+        for job, update in updates:
             ticket = self._tickets.get(job)
-            if ticket is None:  # taken back meanwhile
+            if ticket is None:  # cancelled meanwhile
                 continue
-            job.latest = update if job.latest is None else _joined(job.latest, update)
+            job.latest = update if job.latest is None else _merge(job.latest, update)
             ticket.changed.set()
             if update.done:
-                self.metrics.ended(job.request, self._loop.time() - self._begun[job])
+                self.metrics.count_answer(job.request, self._loop.time() - self._begun[job])
                 self._end(job)
 
-    def _died(self, error: BaseException) -> None:
+    def _break(self, error: BaseException) -> None:
         self.broken = error
         self.break_off(_stopped())
         self.ended()
@@ -393,10 +388,10 @@ class Service:
         return "length" if full and not cut else "stop"
 
     def _stops(self, body: Body) -> tuple[str | int, ...]:
-        return (*self._stop, *body.stops)
+        return (*self.engine.stop, *body.stops)
 
     def _text(self, body: Body) -> TextStream:
-        return TextStream(self.engine.model, self._stops(body), ignore_eos=self._ignore_eos)
+        return TextStream(self.engine.model, self._stops(body), ignore_eos=self.engine.ignore_eos)
 
 
 _BLANK: Json = {"logprobs": None, "finish_reason": None}
@@ -410,7 +405,7 @@ def answer_of(job: Job) -> Generation:
     """
     request = job.request
     assert request.result is not None
-    if broken(request.result, [request.number]):
+    if describe_broken(request.result.broken_at, [request.number]):
         raise Fault(500, "the model's logits were not finite, so there is no answer", outcome="failed")
     return request.generation
 
@@ -425,7 +420,7 @@ def _shape(body: ChatBody | TextBody) -> Shape:
     return Chat if isinstance(body, ChatBody) else Text
 
 
-def _joined(missed: Update, update: Update) -> Update:
+def _merge(missed: Update, update: Update) -> Update:
     """Two updates of a request as one: where it is after the second, with what both wrote."""
     return dataclasses.replace(update, written=sorted({*missed.written, *update.written}))
 
@@ -442,14 +437,6 @@ def _strings(model: Model) -> list[str]:
         return token_strings(tokenizer, size)
     except DllmError:  # its tokens do not simply follow each other
         return [str(tokenizer.decode([token])) for token in range(size)]
-
-
-def _settable(engine: Engine) -> list[str]:
-    """The sampler's numbers that a request may choose, by the names of their options."""
-    known = set(options_of(engine._settings)) if engine._settings is not None else set()
-    paths = [path.lstrip(".").replace(".", "_") for path in number_names(engine.sampler)]
-    found = (path if path in known else path.partition("_")[2] for path in paths)
-    return sorted(name for name in found if name in known)
 
 
 def _most_forwards(engine: Engine, limits: Limits) -> int:

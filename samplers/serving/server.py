@@ -93,8 +93,6 @@ async def serve(
     at: socket.socket,
     limits: Limits,
     *,
-    stop: tuple[str | int, ...] = (),
-    ignore_eos: bool = False,
     key: str | None = None,
     most_body: int = 1 << 20,
     grace: float = 30.0,
@@ -105,7 +103,6 @@ async def serve(
 
     Args:
         at: a bound socket.
-        stop, ignore_eos: as the engine's sampler has them.
         key: that requests must bring.
         most_body: bytes of a request's body.
         grace: seconds that answers have when the server is to end.
@@ -119,7 +116,7 @@ async def serve(
         JaxRuntimeError: when it has stopped for lack of memory.
     """
     engine.compile()
-    service = Service(engine, limits, stop=stop, ignore_eos=ignore_eos)
+    service = Service(engine, limits)
     guard = Guard(
         make_app(service),
         service.metrics.requests,

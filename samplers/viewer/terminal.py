@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from samplers.checks import check_number
-from samplers.engine.engine import Request, Update
+from samplers.engine.requests import Request, Update
 from samplers.text.display import ASCII, END, UNICODE, Glyphs, printable
 from samplers.viewer.timeline import Replay
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from dllm_jax import DllmError
 from samplers.checks import check_number
 from samplers.cli.outputs import write
-from samplers.engine.engine import Request
+from samplers.engine.requests import Request
 from samplers.generation import Generation
 from samplers.text.display import ASCII, UNICODE, printable
 from samplers.viewer import page, picture
