@@ -360,7 +360,7 @@ BY_HAND = {
     ),
     "given floats, of a request": (
         lambda m: Engine(m.llada, gen_length=16).request([65], given=[65.5] * 16),
-        "given is float64; it must hold token ids",
+        "given is float64; it must be integer token ids",
     ),
     "numbers of rows as a list": (
         lambda m: run(m.llada, BlockSampler(Threshold([0.5]), 16)),

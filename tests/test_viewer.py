@@ -435,7 +435,7 @@ def test_mistakes_are_one_sentence(case, answer, tmp_path, monkeypatch):
 def test_a_request_that_has_not_ended_is_not_shown(llada_tiny):
     engine = samplers.Engine(llada_tiny, slots=1, prompt_length=64, **SHAPE)
     with pytest.raises(DllmError, match="request 0 has not ended"):
-        show(engine.request(PROMPT))
+        show(engine.submit(engine.request(PROMPT)))
 
 
 def test_pictures_need_pillow_and_matplotlib(answer, tmp_path, monkeypatch):
