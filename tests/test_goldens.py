@@ -81,7 +81,7 @@ def sample_in_slots(sampler: Any, denoiser: Any, prompt: Any, lengths: Any = Non
         for prompt_ids, gen_length in ((row[::-1], max(length // 2, 1)), (row, length), (row[1:] + row[:1], length)):
             found.append(engine.submit(Request(prompt_ids, gen_length, key)))
             engine.step()
-    assert len(list(engine.results())) == 3 * batch
+    list(engine.results())
     return jax.tree.map(lambda *x: np.concatenate(x), *(request.result for request in found[1::3]))
 
 

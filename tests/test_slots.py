@@ -148,11 +148,13 @@ def test_one_program_whatever_comes(llada, caplog) -> None:
         {"stop": ["12", "\n"]},
         {"stop": [7], "gen_length": 3},
     ]
+    found = []
     with jax.log_compiles():
         for row, kind in enumerate(kinds * 2):
-            engine.submit(engine.request(ROWS[row % 4], seed=row, **kind))
+            found.append(engine.submit(engine.request(ROWS[row % 4], seed=row, **kind)))
             engine.step(row)
-        assert len(list(engine.results())) == 8
+        list(engine.results())
+        assert all(request.result is not None for request in found)
         jax.jit(lambda x: x + 1)(1)  # proves that compilations are logged
     assert caplog.records and not [record for record in caplog.records if "Compiling jit(run_steps)" in record.message]
 
