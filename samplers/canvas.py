@@ -25,7 +25,7 @@ class Canvas:
 
     Attributes:
         tokens: [B, S] int32: each row its prompt, at once followed by its canvas, then padding.
-        open: [B, G] bool, positions that are to be decided.
+        undecided: [B, G] bool, positions that are to be decided.
         prompt_lengths: [B] int32, where each row's canvas begins.
         gen_lengths: [B] int32, positions the row generates, at most G.
         decoded_at: [B, G] int32, the row's forward (from 0) that wrote the position last; -1 where none did.
@@ -38,7 +38,7 @@ class Canvas:
     """
 
     tokens: jax.Array
-    open: jax.Array
+    undecided: jax.Array
     prompt_lengths: jax.Array
     gen_lengths: jax.Array
     decoded_at: jax.Array
@@ -55,7 +55,7 @@ class Canvas:
     @property
     def gen_length(self) -> int:
         """G."""
-        return self.open.shape[1]
+        return self.undecided.shape[1]
 
     def generation(self, eos_id: int) -> jax.Array:
         """The generation's tokens, [B, G]; what lies behind a row's own length reads as the end of the sequence."""
@@ -76,26 +76,26 @@ class Canvas:
         return _shifted(x, self.prompt_lengths - start, self.gen_length)
 
     def write(
-        self, start: jax.Array, tokens: jax.Array, logprobs: jax.Array, open: jax.Array, rows: jax.Array
+        self, start: jax.Array, tokens: jax.Array, logprobs: jax.Array, undecided: jax.Array, rows: jax.Array
     ) -> "Canvas":
         """The canvas after a forward's decisions.
 
         Args:
             start: [B] int32, the sequence's position of the first token.
-            tokens, logprobs, open: [B, W], new tokens, their log-probabilities, which count where something is
-                written, and what is open after them. What lies outside the canvas stays.
+            tokens, logprobs, undecided: [B, W], new tokens, their log-probabilities, which count where something is
+                written, and what is undecided after them. What lies outside the canvas stays.
             rows: [B] bool, rows that are written.
         """
         width = tokens.shape[1]
-        old, was_open = slice_rows(self.tokens, start, width), self.of_window(self.open, start, width)
+        old, was_undecided = slice_rows(self.tokens, start, width), self.of_window(self.undecided, start, width)
         inside = rows[:, None] & self.of_window(jnp.arange(self.gen_length) < self.gen_lengths[:, None], start, width)
-        edited = inside & ~was_open & ~open & (tokens != old)
-        written = self.of_canvas(edited | (inside & was_open & ~open), start)
-        reopened = self.of_canvas(inside & ~was_open & open, start)
+        edited = inside & ~was_undecided & ~undecided & (tokens != old)
+        written = self.of_canvas(edited | (inside & was_undecided & ~undecided), start)
+        reopened = self.of_canvas(inside & ~was_undecided & undecided, start)
         return dataclasses.replace(
             self,
             tokens=write_rows(self.tokens, jnp.where(inside, tokens, old), start),
-            open=(self.open & ~written) | reopened,
+            undecided=(self.undecided & ~written) | reopened,
             decoded_at=jnp.where(written, self.nfe[:, None], jnp.where(reopened, -1, self.decoded_at)),
             logprobs=jnp.where(written, self.of_canvas(logprobs, start), jnp.where(reopened, jnp.nan, self.logprobs)),
             edits=self.edits + edited.sum(axis=1, dtype=jnp.int32),
@@ -121,7 +121,7 @@ class Canvas:
         """Reads on with the stop condition, and tells the rows [B] bool in which it holds by now.
 
         Args:
-            pending: [B, G] bool, positions that may still change, the open ones among them.
+            pending: [B, G] bool, positions that may still change, the undecided ones among them.
         """
         if stop is None or self.stop is None:
             return self, self.done & False
@@ -134,7 +134,7 @@ class Canvas:
         Args:
             end_ids: [n] int32, tokens that end it besides `eos_id`, for samplers whose stop condition has not these.
         """
-        tokens = jnp.where(self.open, eos_id, self.generation(eos_id))
+        tokens = jnp.where(self.undecided, eos_id, self.generation(eos_id))
         ends = (tokens == eos_id) if end_ids is None else (tokens == eos_id) | jnp.isin(tokens, end_ids)
         lengths = jnp.where(ends.any(axis=1), jnp.argmax(ends, axis=1), tokens.shape[1]).astype(jnp.int32)
         if self.stop is not None:
@@ -185,15 +185,15 @@ def begin(
     position = jnp.arange(max(width + length, context))
     tokens = jnp.pad(prompt, ((0, 0), (0, len(position) - width)))
     tokens = jnp.where(position >= prompt_lengths[:, None], denoiser.mask_id if fill is None else fill, tokens)
-    open = jnp.arange(gen_length) < gen_lengths[:, None]
+    undecided = jnp.arange(gen_length) < gen_lengths[:, None]
     if given is not None:
         given = jnp.asarray(given, jnp.int32)
-        tokens, open = write_rows(tokens, given, prompt_lengths), open & (given == denoiser.mask_id)
+        tokens, undecided = write_rows(tokens, given, prompt_lengths), undecided & (given == denoiser.mask_id)
     end = jnp.maximum(prompt_lengths + gen_lengths, context)
     zeros = jnp.zeros((batch,), jnp.int32)
     return Canvas(
         tokens=jnp.where(position >= end[:, None], denoiser.eos_id, tokens),
-        open=open,
+        undecided=undecided,
         prompt_lengths=prompt_lengths,
         gen_lengths=gen_lengths,
         decoded_at=jnp.full((batch, gen_length), -1, jnp.int32),

@@ -59,8 +59,10 @@ class Factor(rules.Factor):
 
     def decide(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
         accepted, state = super().decide(predictions, view, state)
-        before_last = rank(predictions.confidence, view.open) < view.open.sum(axis=-1, keepdims=True) - 1
-        return accepted | (view.open & jnp.all(accepted | ~before_last | ~view.open, axis=-1, keepdims=True)), state
+        before_last = rank(predictions.confidence, view.undecided) < view.undecided.sum(axis=-1, keepdims=True) - 1
+        return accepted | (
+            view.undecided & jnp.all(accepted | ~before_last | ~view.undecided, axis=-1, keepdims=True)
+        ), state
 
 
 @pytree()
@@ -68,7 +70,7 @@ class Hierarchical(rules.Hierarchical):
     """The mask token can win its segment, which then commits nothing (dInfer); so can a whole forward."""
 
     def decide(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
-        accepted = self.accepted(predictions.max_probability, view, view.open)
+        accepted = self.accepted(predictions.max_probability, view, view.undecided)
         return accepted & ~predictions.mask_wins, state
 
     def most_steps(self, view: BlockView) -> jax.Array:
@@ -105,7 +107,7 @@ class FastDllmDream(Rule):
     def decide(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
         select, state = self.rule.decide(predictions, view, state)
         opening = (view.step == 0)[:, None]
-        first = view.open & (view.positions == view.first[:, None])
+        first = view.undecided & (view.positions == view.first[:, None])
         return (opening & first) | (~opening & select), state
 
     def most_steps(self, view: BlockView) -> jax.Array | None:
@@ -279,8 +281,8 @@ class DInfer(BlockSampler):
         return stopped & leaving
 
     def _count(self, state: BlockState) -> jax.Array:
-        """[B], open positions of the active block; in lockstep those of all rows together."""
-        count = self.block_open(state).sum(axis=1, dtype=jnp.int32)
+        """[B], undecided positions of the active block; in lockstep those of all rows together."""
+        count = self.block_undecided(state).sum(axis=1, dtype=jnp.int32)
         if not self.lockstep:
             return count
         return jnp.broadcast_to(jnp.where(state.canvas.done, 0, count).sum(dtype=jnp.int32), count.shape)

@@ -332,7 +332,7 @@ class _Seen(NamedTuple):
     prompt: np.ndarray
     tokens: np.ndarray
     active: np.ndarray
-    open: np.ndarray
+    undecided: np.ndarray
     written: np.ndarray
     nfe: np.ndarray
     done: np.ndarray
@@ -346,7 +346,9 @@ def _seen(case: _Case, state: BlockState) -> _Seen:
     active = (before[:, None] + position) // sampler.width == np.array(state.block)[:, None]
     prompt = np.where(np.arange(rows.shape[1]) < prompts[:, None], rows, -1)
     tokens = np.take_along_axis(rows, prompts[:, None] + position, axis=1)
-    return _Seen(prompt, tokens, active, *map(np.array, (canvas.open, canvas.decoded_at >= 0, canvas.nfe, canvas.done)))
+    return _Seen(
+        prompt, tokens, active, *map(np.array, (canvas.undecided, canvas.decoded_at >= 0, canvas.nfe, canvas.done))
+    )
 
 
 def _check_steps(case: _Case) -> Result:
@@ -368,7 +370,7 @@ def _check_steps(case: _Case) -> Result:
         )
     if isinstance(sampler.cache, _Watched):
         _check_forwards(case, state.cache)
-    _require_nowhere(case, seen.open, "is still open at the end", seen)
+    _require_nowhere(case, seen.undecided, "is still undecided at the end", seen)
     wrong = (seen.tokens < 0) | (seen.tokens >= case.denoiser.vocab_size) | (seen.tokens == case.denoiser.mask_id)
     _require_nowhere(case, wrong & seen.written, "holds a mask, or no token of the vocabulary, at the end", seen)
     result: Result = jax.device_get(sampler.result(case.denoiser, state))
@@ -378,13 +380,15 @@ def _check_steps(case: _Case) -> Result:
 def _check_step(case: _Case, before: _Seen, after: _Seen) -> None:
     """What one forward may do."""
     rule = case.sampler.rule
-    may = before.open | (before.written & before.active if rule.revises else np.zeros_like(before.open))
-    changed = (before.tokens != after.tokens) | (before.open != after.open) | (before.written & ~after.written)
-    ways = "" if rule.revises else "; commit open positions alone, or set revises = True"
+    may = before.undecided | (before.written & before.active if rule.revises else np.zeros_like(before.undecided))
+    changed = (
+        (before.tokens != after.tokens) | (before.undecided != after.undecided) | (before.written & ~after.written)
+    )
+    ways = "" if rule.revises else "; commit undecided positions alone, or set revises = True"
     _require_nowhere(case, changed & ~may, f"was final, and is changed{ways}", after)
     require(bool((before.prompt == after.prompt).all()), f"{case.name} changes the prompt")
     ran = ~before.done
-    stuck = ran & ~(before.open & ~after.open).any(axis=1)
+    stuck = ran & ~(before.undecided & ~after.undecided).any(axis=1)
     bounded = type(rule).most_steps is not Rule.most_steps
     sentence = f"{case.name}: a forward on row {int(np.argmax(stuck))} decides nothing; bound forwards by most_steps"
     require(bounded or not stuck.any(), sentence)

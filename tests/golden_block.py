@@ -89,7 +89,7 @@ def _traces(case: Case, assets: Assets, sampler: BlockSampler, lengths: list[int
     canvases = []
     for state in states:
         canvas = state.canvas
-        tokens = np.where(canvas.open, case["args"]["mask_id"], canvas.generation(model.config.eos_id))
+        tokens = np.where(canvas.undecided, case["args"]["mask_id"], canvas.generation(model.config.eos_id))
         canvases.append((tokens, np.asarray(canvas.nfe), np.asarray(state.block) * sampler.width))
     return [_trace(canvases, row, length, case["args"]["mask_id"]) for row, length in enumerate(lengths)]
 

@@ -197,11 +197,11 @@ def _decode_step(
 ) -> tuple[np.ndarray, Any]:
     one, width = jnp.asarray([step]), tokens.shape[1]
     view = BlockView(
-        open=jnp.asarray(tokens == mask_id),
+        undecided=jnp.asarray(tokens == mask_id),
         positions=jnp.arange(width)[None],
         first=one * 0,
         step=one,
-        block_open=one,
+        block_undecided=one,
         num_blocks=one * 0 + 1,
         noise=None,
         nfe=one,

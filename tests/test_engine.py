@@ -116,7 +116,7 @@ def test_progress_and_nothing_twice(llada, rule: str, cache: str) -> None:
 
 
 @pytest.mark.parametrize(("rule", "cache"), GRID)
-def test_rows_are_strangers(llada, rule: str, cache: str) -> None:
+def test_rows_are_independent(llada, rule: str, cache: str) -> None:
     """A row is the same in another slot and beside other neighbours (one program serves all, so this is cheap)."""
     sampler = sampler_of(rule, cache)
     together = run(llada, sampler)
@@ -437,7 +437,7 @@ class Idle(Rule):
     """Commits nothing, ever."""
 
     def decide(self, predictions, view, state):
-        return view.open & False, state
+        return view.undecided & False, state
 
 
 BREAKS, FINE = 7, 8

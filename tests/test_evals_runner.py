@@ -346,7 +346,7 @@ def test_a_sampler_that_names_its_model_is_read_and_written_alike():
         parse_sampler("topk@other").build(oracle(task), task)
     verifier = oracle(task)
     verifier.config = verifier.config.replace(family="qwen2", attention="causal", mask_id=None)
-    with pytest.raises(DllmError, match="sampler leftright: oracle has no mask token to mark open positions with"):
+    with pytest.raises(DllmError, match="sampler leftright: oracle has no mask token to mark undecided positions with"):
         parse_sampler("leftright").build(verifier, task)
 
 

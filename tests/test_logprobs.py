@@ -82,10 +82,10 @@ class Other(Threshold):
     """Commits two positions of each forward, the first of them with a token that nobody predicted."""
 
     def change(self, predictions, view, state):
-        place = jnp.cumsum(view.open, axis=1) * view.open
+        place = jnp.cumsum(view.undecided, axis=1) * view.undecided
         tokens = jnp.where(place == 1, (predictions.token + 1) % MASK, jnp.where(place == 2, predictions.token, -1))
         chosen = (place == 1) | (place == 2)
-        return Change(jnp.where(chosen, tokens, view.tokens), view.open & ~chosen), state
+        return Change(jnp.where(chosen, tokens, view.tokens), view.undecided & ~chosen), state
 
 
 @jax.jit

@@ -364,7 +364,7 @@ def test_gradients_of_the_router_reach_its_weights(monkeypatch):
 
 
 @every_way
-def test_rows_are_strangers(way):
+def test_rows_are_independent(way):
     """Other rows of the batch, even broken ones, change no bit; other tokens of the row, nothing but rounding."""
     x, ids, weights, w_in, w_out = operands()
     apply = jax.jit(way)

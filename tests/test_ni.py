@@ -167,7 +167,7 @@ def test_files_of_an_indicator(tmp_path, indicator) -> None:
 
 
 @pytest.mark.parametrize("cache", CACHES)
-def test_rows_are_strangers(llada, indicator, cache: str) -> None:
+def test_rows_are_independent(llada, indicator, cache: str) -> None:
     """Ragged prompts and canvases, an end token; the indicator acts as far ahead as a forward runs."""
     rule = NI(indicator, threshold=0.9, indicator_threshold=0.4, scope="rest")
     sampler = sampler_of(rule, cache, stop=stop_on([EOS], vocab_size=136))

@@ -64,7 +64,7 @@ class Sure(Rule):
     bound: float | jax.Array = 0.5
 
     def decide(self, predictions, view, state):
-        return view.open & (predictions.confidence >= per_row(self.bound)), state
+        return view.undecided & (predictions.confidence >= per_row(self.bound)), state
 
 
 class Undecorated(Rule):
@@ -74,7 +74,7 @@ class Undecorated(Rule):
 @pytree()
 class Branching(Sure):
     def decide(self, predictions, view, state):
-        return (view.open if predictions.confidence.max() > 0.5 else ~view.open), state
+        return (view.undecided if predictions.confidence.max() > 0.5 else ~view.undecided), state
 
 
 @pytree()
@@ -89,10 +89,10 @@ class Reopening(Sure):
 
     def change(self, predictions, view, state):
         change, state = super().change(predictions, view, state)
-        return change._replace(open=change.open | (view.step[:, None] == 1)), state
+        return change._replace(undecided=change.undecided | (view.step[:, None] == 1)), state
 
     def most_steps(self, view):
-        return view.block_open + 3
+        return view.block_undecided + 3
 
 
 @pytree()
@@ -100,31 +100,31 @@ class Curious(Sure):
     """Looks at the other rows."""
 
     def decide(self, predictions, view, state):
-        return view.open & (predictions.confidence >= predictions.confidence.mean()), state
+        return view.undecided & (predictions.confidence >= predictions.confidence.mean()), state
 
 
 @pytree()
 class OneNumber(Sure):
     def decide(self, predictions, view, state):
-        return view.open & (predictions.confidence >= self.bound), state
+        return view.undecided & (predictions.confidence >= self.bound), state
 
 
 @pytree()
 class Idle(Sure):
     def decide(self, predictions, view, state):
-        return view.open & False, state
+        return view.undecided & False, state
 
     def most_steps(self, view):
-        return view.block_open + 10**6
+        return view.block_undecided + 10**6
 
 
 @pytree()
 class Understated(Idle):
     def most_steps(self, view):
-        return view.block_open + 2
+        return view.block_undecided + 2
 
-    def forwards(self, open, num_blocks):
-        return 1, open
+    def forwards(self, undecided, num_blocks):
+        return 1, undecided
 
 
 @pytree()
@@ -132,7 +132,7 @@ class Drawing(Sure):
     """Random numbers that are not of a key."""
 
     def decide(self, predictions, view, state):
-        return view.open & (np.random.default_rng().random(view.open.shape) < 0.5), state
+        return view.undecided & (np.random.default_rng().random(view.undecided.shape) < 0.5), state
 
 
 @pytree()
@@ -143,13 +143,13 @@ class Forgetting(Sure):
         return jnp.zeros((batch,), jnp.int32)
 
     def decide(self, predictions, view, state):
-        return view.open, state + 0.5
+        return view.undecided, state + 0.5
 
 
 BROKEN = {
     Undecorated(): "a Undecorated is no pytree; decorate its class with dllm_jax.pytree.pytree",
     Branching(): "Branching with cache 'none' cannot be traced (.*); its methods are traced, so no Python `if` on arr",
-    Overwriting(): "position .* of row .*, was final, and is changed; commit open positions alone, or set revises",
+    Overwriting(): "position .* of row .*, was final, and is changed; commit undecided positions alone, or set revises",
     Reopening(): r"position . of row ., whose forwards are \d+, was final, and is changed$",
     Curious(): "a row is another beside other rows: at row .* is .*, not",
     OneNumber(): r"cannot be traced \(.*\); a number may be \[B\], so use per_row",
@@ -195,7 +195,7 @@ class Lead(Rule):
     lead: float | jax.Array = 0.8
 
     def decide(self, predictions, view, state):
-        return view.open & (predictions.margin >= per_row(self.lead)), state
+        return view.undecided & (predictions.margin >= per_row(self.lead)), state
 
 @pytree()
 class Often(DualCache):

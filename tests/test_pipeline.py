@@ -236,7 +236,7 @@ def same_rows(one, i, other, j):
         assert_equal(mine[i], getattr(other, name)[j], name)
 
 
-def test_rows_are_strangers_at_a_temperature():
+def test_rows_are_independent_at_a_temperature():
     """Drawn tokens are the row's own: whatever its slot, its neighbours and what lies behind its prompt."""
     denoiser = denoiser_of(LLADA)
     together = run(denoiser, sampler_of(temperature=0.8), given=GIVEN)

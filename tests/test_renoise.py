@@ -125,7 +125,7 @@ def test_as_written_out_without_a_cache(model):
     assert len(set(every)) > 1 and (np.asarray(result.broken_at) == -1).all()
 
 
-def test_rows_are_strangers(model):
+def test_rows_are_independent(model):
     """A row's answer is that of its batch of one, under `vmap` too, and is another's with another key."""
     result, keys = run(model), row_keys(jax.random.key(4), len(ROWS))
     tokens, lengths = batch_of(ROWS)

@@ -45,18 +45,18 @@ tokens = st.lists(st.integers(0, 2), min_size=W, max_size=W)
 kinds = st.lists(st.sampled_from(["open", "written", "given"]), min_size=W, max_size=W)
 
 
-def view_of(kind: list[str], standing: list[int], step: int = 1, block_open: int = W) -> BlockView:
-    open = jnp.asarray([[one == "open" for one in kind]])
+def view_of(kind: list[str], standing: list[int], step: int = 1, block_undecided: int = W) -> BlockView:
+    undecided = jnp.asarray([[one == "open" for one in kind]])
     return BlockView(
-        open=open,
+        undecided=undecided,
         positions=jnp.arange(W)[None],
         first=jnp.zeros((1,), jnp.int32),
         step=jnp.asarray([step]),
-        block_open=jnp.asarray([block_open]),
+        block_undecided=jnp.asarray([block_undecided]),
         num_blocks=jnp.asarray([1]),
         noise=KeyNoise(jax.random.key(3)[None]),
         nfe=jnp.asarray([step]),
-        tokens=jnp.where(open, HOLE, jnp.asarray([standing])),
+        tokens=jnp.where(undecided, HOLE, jnp.asarray([standing])),
         written=jnp.asarray([[one == "written" for one in kind]]),
         mask_id=HOLE,
     )
@@ -70,7 +70,7 @@ def predictions_of(confidence: list[float], predicted: list[int]) -> Predictions
 
 def changed(rule: Rule, confidence, predicted, view: BlockView, state: Any) -> tuple[Any, Any, Any]:
     change, state = rule.change(predictions_of(confidence, predicted), view, state)
-    return np.asarray(change.tokens[0]), np.asarray(change.open[0]), state
+    return np.asarray(change.tokens[0]), np.asarray(change.undecided[0]), state
 
 
 @settings(max_examples=40)
@@ -78,7 +78,7 @@ def changed(rule: Rule, confidence, predicted, view: BlockView, state: Any) -> t
 def test_edit_commits_and_replaces(confidence, predicted, standing, kind, threshold, editing, data) -> None:
     least = data.draw(st.integers(1, 3))
     rule = Edit(threshold, editing, num_to_transfer=least)
-    found, open, state = changed(rule, confidence, predicted, view_of(kind, standing), rule.init(1, W, 10))
+    found, undecided, state = changed(rule, confidence, predicted, view_of(kind, standing), rule.init(1, W, 10))
     order = sorted((i for i in range(W) if kind[i] == "open"), key=lambda i: -confidence[i])
     high = [i for i in order if confidence[i] > threshold]
     commit = high if len(high) >= least else order[:least]
@@ -87,7 +87,7 @@ def test_edit_commits_and_replaces(confidence, predicted, standing, kind, thresh
     for i in (*commit, *edits):
         wanted[i] = predicted[i]
     assert found.tolist() == wanted
-    assert np.flatnonzero(open).tolist() == sorted(set(order) - set(commit))
+    assert np.flatnonzero(undecided).tolist() == sorted(set(order) - set(commit))
     assert (int(state.post[0]), bool(state.edited[0])) == (not order, bool(edits))
 
 
@@ -122,10 +122,10 @@ def test_remask_draws_from_the_published_posterior(schedule, confidence, past, k
     view = dataclasses.replace(view, noise=Drawn(jnp.asarray([draw], jnp.float32)))
     rule = Remask(steps, schedule, eta)
     state = rule.init(1, W, 10)._replace(confidence=jnp.asarray([past], jnp.float32))
-    found, open, after = changed(rule, confidence, [2] * W, view, state)
+    found, undecided, after = changed(rule, confidence, [2] * W, view, state)
     for i, one in enumerate(kind):
-        assert open[i] == (happens[i] if one == "written" else one == "open" and not happens[i])
-        assert found[i] == (HOLE if open[i] else 2 if one == "open" else 1)
+        assert undecided[i] == (happens[i] if one == "written" else one == "open" and not happens[i])
+        assert found[i] == (HOLE if undecided[i] else 2 if one == "open" else 1)
         if one == "open" and happens[i]:
             assert after.confidence[0, i] == np.float32(confidence[i])
 
@@ -139,7 +139,10 @@ def test_remasking_keeps_the_marginals(schedule) -> None:
     wide = lambda x: jnp.broadcast_to(x, (rows, *x.shape[1:]))
     view = dataclasses.replace(
         view,
-        **{field: wide(getattr(view, field)) for field in ("open", "positions", "tokens", "block_open", "num_blocks")},
+        **{
+            field: wide(getattr(view, field))
+            for field in ("undecided", "positions", "tokens", "block_undecided", "num_blocks")
+        },
         written=jnp.zeros((rows, W), bool),
         noise=KeyNoise(jax.random.split(jax.random.key(0), rows)),
     )
@@ -149,10 +152,10 @@ def test_remasking_keeps_the_marginals(schedule) -> None:
         at = jnp.full((rows,), step)
         view = dataclasses.replace(view, step=at, nfe=at)
         change, state = rule.change(predictions, view, state)
-        reopened += int((change.open & ~view.open).sum())
-        assert abs(float(1 - change.open.mean()) - (step + 1) / steps) < 0.02
-        view = dataclasses.replace(view, open=change.open, written=~change.open, tokens=change.tokens)
-    assert reopened > rows and not view.open.any()
+        reopened += int((change.undecided & ~view.undecided).sum())
+        assert abs(float(1 - change.undecided.mean()) - (step + 1) / steps) < 0.02
+        view = dataclasses.replace(view, undecided=change.undecided, written=~change.undecided, tokens=change.tokens)
+    assert reopened > rows and not view.undecided.any()
 
 
 @settings(max_examples=40)
@@ -160,15 +163,15 @@ def test_remasking_keeps_the_marginals(schedule) -> None:
 def test_remask_below_a_threshold(confidence, predicted, standing, kind, step, threshold, budget) -> None:
     rule, steps, spent = Remask(5, threshold=threshold, budget=budget), 5, 1
     state = rule.init(1, W, 10)._replace(reopened=jnp.asarray([spent]))
-    found, open, after = changed(rule, confidence, predicted, view_of(kind, standing, step), state)
+    found, undecided, after = changed(rule, confidence, predicted, view_of(kind, standing, step), state)
     order = sorted((i for i in range(W) if kind[i] == "open"), key=lambda i: -confidence[i])
     commit = order[: -(-len(order) // (steps - step))]
     level = np.asarray(confidence, np.float32)
     now = [c if p == s else min(1 - c, c) for c, p, s in zip(level, predicted, standing, strict=True)]
     low = sorted((i for i in range(W) if kind[i] == "written" and now[i] < np.float32(threshold)), key=lambda i: now[i])
     reopen = low[: max(budget - spent, 0)] if step + 1 < steps else []
-    assert np.flatnonzero(open).tolist() == sorted((set(order) - set(commit)) | set(reopen))
-    assert (found[open] == HOLE).all() and int(after.reopened[0]) == spent + len(reopen)
+    assert np.flatnonzero(undecided).tolist() == sorted((set(order) - set(commit)) | set(reopen))
+    assert (found[undecided] == HOLE).all() and int(after.reopened[0]) == spent + len(reopen)
     assert all(found[i] == predicted[i] for i in commit)
     kept = [i for i in range(W) if kind[i] != "open" and i not in reopen]
     assert all(found[i] == standing[i] for i in kept)
@@ -323,7 +326,7 @@ def test_prompt_and_given_tokens_stay(rule) -> None:
 
 
 def fickle(ids: jax.Array) -> jax.Array:
-    """Wants an end at position 1 of the first block until nothing there is open; a true one at position 6."""
+    """Wants an end at position 1 of the first block until nothing there is undecided; a true one at position 6."""
     place = jnp.arange(ids.shape[1])[None]
     guess = (ids[:, 1:5] == BLANK).any(axis=1, keepdims=True)
     return jnp.where(((place == 2) & guess) | (place == 7), END, place % 5)
@@ -369,11 +372,11 @@ def test_a_pipeline_refuses_them(rule) -> None:
 
 
 def test_the_bound_takes_no_edit_back() -> None:
-    """In the last forward open positions are committed; what a rule reopens then keeps its token."""
+    """In the last forward undecided positions are committed; what a rule reopens then keeps its token."""
     view = dataclasses.replace(view_of(["open", "written"] * 3, [1] * W, 4), step=jnp.asarray([4]))
-    change = Change(jnp.where(view.open, HOLE, HOLE), view.open | True)
+    change = Change(jnp.where(view.undecided, HOLE, HOLE), view.undecided | True)
     ended, last = progressing(Remask(5), change, predictions_of([0.5] * W, [2] * W), view)
-    assert last.all() and not ended.open.any() and ended.tokens[0].tolist() == [2, 1] * 3
+    assert last.all() and not ended.undecided.any() and ended.tokens[0].tolist() == [2, 1] * 3
 
 
 # With every cache policy ----------------------------------------------------------------------------------------------
@@ -423,8 +426,8 @@ def llada(llada_tiny) -> Model:
 
 
 @pytest.mark.parametrize("cache", CACHES)
-def test_rows_are_strangers_with_every_policy(llada, cache: str) -> None:
-    """Ragged prompts and lengths in one batch: each row is what it is alone; it ends, in time, with nothing open."""
+def test_rows_are_independent_with_every_policy(llada, cache: str) -> None:
+    """Ragged prompts and lengths in one batch: each row is what it is alone; it ends in time, nothing undecided."""
     smoothing = Smoothing() if cache == "vicinity" else None
     sampler = functools.partial(
         BlockSampler, gen_length=GEN, block_length=BLOCK, cache=CACHES[cache], smoothing=smoothing

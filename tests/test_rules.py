@@ -54,20 +54,20 @@ def predictions_of(confidence, entropy=None, mask_wins=None) -> Predictions:
     )
 
 
-def view_of(open, step: int = 0, block_open: int | None = None, num_blocks: int = 1) -> BlockView:
-    open = jnp.asarray(open)[None]
-    count = int(open.sum()) if block_open is None else block_open
+def view_of(undecided, step: int = 0, block_undecided: int | None = None, num_blocks: int = 1) -> BlockView:
+    undecided = jnp.asarray(undecided)[None]
+    count = int(undecided.sum()) if block_undecided is None else block_undecided
     return BlockView(
-        open=open,
-        positions=jnp.arange(open.shape[1])[None],
+        undecided=undecided,
+        positions=jnp.arange(undecided.shape[1])[None],
         first=jnp.zeros((1,), jnp.int32),
         step=jnp.asarray([step]),
-        block_open=jnp.asarray([count]),
+        block_undecided=jnp.asarray([count]),
         num_blocks=jnp.asarray([num_blocks]),
         noise=KeyNoise(jax.random.key(3)[None]),
         nfe=jnp.asarray([step]),
-        tokens=jnp.zeros(open.shape, jnp.int32),
-        written=~open,
+        tokens=jnp.zeros(undecided.shape, jnp.int32),
+        written=~undecided,
         mask_id=1,
     )
 
@@ -235,12 +235,12 @@ def counts_per_step(rule: Rule, masks: int) -> list[int]:
 
     @jax.jit
     def step(masked, index, state):
-        view = view_of(jnp.zeros((masks,), bool), block_open=masks)
-        view = dataclasses.replace(view, open=masked, step=index[None], nfe=index[None])
+        view = view_of(jnp.zeros((masks,), bool), block_undecided=masks)
+        view = dataclasses.replace(view, undecided=masked, step=index[None], nfe=index[None])
         change, state = rule.change(predictions, view, state)
         change, last = progressing(rule, change, predictions, view)
-        done = last | rule.block_done(view, change.open.any(axis=1), state)
-        return masked & ~change.open, state, done[0]
+        done = last | rule.block_done(view, change.undecided.any(axis=1), state)
+        return masked & ~change.undecided, state, done[0]
 
     masked, state, counts, done = jnp.ones((1, masks), bool), rule.init(1, WIDTH, 2), [], False
     while not done:
@@ -308,7 +308,7 @@ def test_alg_temp_draws_without_replacement_by_weight() -> None:
     rule = Dream(2, alg="maskgit_plus", alg_temp=0.5, eps=0.5)
 
     def draw(key):
-        view = view_of([True] * 4, block_open=4)
+        view = view_of([True] * 4, block_undecided=4)
         view = BlockView(**{**view.__dict__, "noise": KeyNoise(key[None])})
         return rule.decide(predictions, view, rule.init(1, WIDTH, 2))[0][0]
 

@@ -89,7 +89,7 @@ def test_the_host_finds_what_the_program_finds(ids, patterns, frontiers) -> None
         assert [matcher.read(np.asarray(ids[:final]))] == lengths_of(stop, hidden)
 
 
-def test_rows_are_strangers() -> None:
+def test_rows_are_independent() -> None:
     stop = stop_on([4], sequences=[[1, 2]], vocab_size=VOCAB)
     rows = np.asarray([[1, 2, 4, 3], [3, 3, 3, 3], [3, 4, 1, 2], [1, 1, 2, 4]])
     together = read(stop, begin(stop, 4), jnp.asarray(rows), jnp.full((4,), 4))

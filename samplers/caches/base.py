@@ -63,7 +63,7 @@ class Outcome(NamedTuple):
         state: the policy's new state.
         full: [B] bool, the rows whose forward covered the whole sequence.
         updated: [B] bool, of those, the rows whose keys and values were all stored for later forwards.
-        low, high: [B], which positions were run, as far as they may be open.
+        low, high: [B], which positions were run, as far as they may be undecided.
     """
 
     hidden: jax.Array
@@ -91,7 +91,7 @@ def full_forward(denoiser: DenoiserLike, request: Request) -> tuple[jax.Array, A
     if not request.all_positions:
         return denoiser.forward(request.inputs, request.lengths, outputs=request.span)
     width = min(request.longest_suffix, request.length - denoiser.min_prompt_length)
-    start = jnp.minimum(request.block_start, request.length - width)  # nothing is open before the block
+    start = jnp.minimum(request.block_start, request.length - width)  # nothing is undecided before the block
     hidden, kv = denoiser.forward(request.inputs, request.lengths, outputs=Span(start, width))
     return spread(hidden, start, request.length), kv
 
@@ -133,7 +133,7 @@ class Windows(NamedTuple):
     Attributes:
         windows: the program holds each.
         choice: number of the one to run now, for all rows or [B] for each.
-        low, high: [B], the positions that each row runs then, as far as they may be open.
+        low, high: [B], the positions that each row runs then, as far as they may be undecided.
     """
 
     windows: Sequence[Window]

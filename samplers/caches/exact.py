@@ -113,7 +113,7 @@ class SubBlockCache(ExactCache):
 
     Of a block that is decoded in smaller ones most forwards run those alone; keys and values of the rest of the block
     are those of its last whole forward: the first one that knows its first token, and any while the first position of
-    the smaller block is open.
+    the smaller block is undecided.
     """
 
     def init(self, denoiser: DenoiserLike, batch: int, length: int) -> SubBlockState:

@@ -447,7 +447,9 @@ class SamplerSpec:
             raise DllmError(f"sampler {self}: {fixed[0]} cannot be chosen, the canvas of {canvas.name} is what it is")
         if model.config.mask_id is None and model.config.attention != "canvas":
             advice = "use it as a verifier, or set an unused id as mask_id in its config"
-            raise DllmError(f"sampler {self}: {model.name} has no mask token to mark open positions with; {advice}")
+            raise DllmError(
+                f"sampler {self}: {model.name} has no mask token to mark undecided positions with; {advice}"
+            )
         under = in_blocks(PLAIN, model)
         found = resolve(self.name, self.options, under)
         options = dict(found.options)

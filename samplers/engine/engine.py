@@ -346,7 +346,7 @@ class Engine:
 
     def _update(self, slot: int, request: Request, progress: Progress) -> Update:
         result: Any = jax.tree.map(lambda x: x[slot : slot + 1], progress.result)
-        done, open, nfe = bool(progress.done[slot]), progress.pending[slot], int(result.nfe[0])
+        done, pending, nfe = bool(progress.done[slot]), progress.pending[slot], int(result.nfe[0])
         written = np.flatnonzero(result.decoded_at[0] >= self._reported[slot]).tolist()
         self._reported[slot] = nfe
         return Update(
@@ -354,8 +354,8 @@ class Engine:
             nfe=nfe,
             tokens=result.tokens[0],
             written=written,
-            masked=open & (result.decoded_at[0] < 0) & (not done),
-            open=open & (not done),
+            masked=pending & (result.decoded_at[0] < 0) & (not done),
+            pending=pending & (not done),
             final=int(result.lengths[0]) if done else _final_length(progress, slot, request),
             done=done,
             result=result,

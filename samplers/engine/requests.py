@@ -101,7 +101,7 @@ class Update:
         tokens: [G] int32, its canvas; the end-of-sequence id where nothing is written.
         written: positions that the step wrote.
         masked: [G] bool, positions where nothing is written yet.
-        open: [G] bool, positions that may still change; those of them that are written are provisional.
+        pending: [G] bool, positions that may still change; those of them that are written are provisional.
         final: length of the unbroken beginning that will not change.
         done: whether it has ended.
         result: on the host, with a batch of one, so far.
@@ -112,7 +112,7 @@ class Update:
     tokens: np.ndarray
     written: list[int]
     masked: np.ndarray
-    open: np.ndarray
+    pending: np.ndarray
     final: int
     done: bool
     result: Result

@@ -26,7 +26,7 @@ STATIC = ("gen_length", "most_window", "most_lookahead", "limits")
 class APD(LeftToRight):
     """Writes as much of the dLLM's draft as a product of experts with an autoregressive verifier agrees with.
 
-    In each step the dLLM draws a token for every open position; the verifier reads them in one forward; the target
+    In each step the dLLM draws a token for every undecided position; the verifier reads them in one forward; the target
     of a position is drawn from ``p_D^weight p_A^(1 - weight)`` with the *same* Gumbel noise g (the universal coupling
     of section 3.2): at temperature T argmax over what top-p and top-k leave of ``R z / T + (1 - R) v / T + g``. The
     draft is written up to the first position where the two differ. The first position is always written: it is an exact
@@ -82,9 +82,9 @@ class APD(LeftToRight):
         self, denoiser: DenoiserLike, state: LeftRightState, front: Frontier, draft: Draft
     ) -> tuple[jax.Array, Any]:
         assert state.verifier_kv is not None
-        tokens = write_rows(state.canvas.tokens, draft.token, front.start, front.open)
+        tokens = write_rows(state.canvas.tokens, draft.token, front.start, front.undecided)
         scores, kv = self.verifier.scores(
-            tokens, front.right, state.verifier_kv, front.span, front.open, denoiser.vocab_size
+            tokens, front.right, state.verifier_kv, front.span, front.undecided, denoiser.vocab_size
         )
         agreed = draft.token == self.target(denoiser, draft, scores)
         agreed |= front.span.positions <= front.next[:, None]  # what is written already, and the first position

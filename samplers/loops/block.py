@@ -29,16 +29,17 @@ class BlockState:
     """Everything a step reads and writes; every leaf but the cache's starts with the batch axis.
 
     Attributes:
-        canvas: tokens, what is open, counters.
-        block, block_step, block_open: [B], the active block, forwards spent on it, open positions when it was entered.
+        canvas: tokens, what is undecided, counters.
+        block, block_step, block_undecided: [B], the active block, forwards spent on it, and its undecided positions
+            when it was entered.
         rule, cache: state of the rule and the cache policy.
-        soft: [B, S, D], what smoothing adds to the embedding of a position while it is open; None without.
+        soft: [B, S, D], what smoothing adds to the embedding of a position while it is undecided; None without.
     """
 
     canvas: Canvas
     block: jax.Array
     block_step: jax.Array
-    block_open: jax.Array
+    block_undecided: jax.Array
     rule: Any
     cache: Any
     soft: jax.Array | None
@@ -57,8 +58,8 @@ class BlockSampler:
         block_length: length of a block; the last may be shorter. None is one block. Default: none, nothing but the rule
             restricts the order.
         cache: which keys and values are reused. Default: none, exact.
-        smoothing: carry what each forward expects at open positions over to the next; None does not. Default: none,
-            what the model was trained with.
+        smoothing: carry what each forward expects at undecided positions over to the next; None does not. Default:
+            none, what the model was trained with.
         align_blocks: blocks begin at multiples of block_length counted from the prompt's start, so that a row's first
             may begin within its prompt and be shorter (dInfer's `start_block_align`). Block diffusion models need that;
             their blocks are then `block_length` long, whatever they were trained with. Default: off, so that all blocks
@@ -188,7 +189,7 @@ class BlockSampler:
             canvas=canvas,
             block=zeros,
             block_step=zeros,
-            block_open=zeros,
+            block_undecided=zeros,
             rule=self.rule.init(batch, self.width, denoiser.vocab_size),
             cache=self.cache.init(self._guided(denoiser), batch, length),
             soft=None if self.smoothing is None else jnp.zeros_like(denoiser.embed(canvas.tokens)),
@@ -209,11 +210,13 @@ class BlockSampler:
         change, last = progressing(self.rule, change, predictions, view)
         logprobs = jnp.where(change.tokens == predictions.token, predictions.logprob, jnp.nan)
         if self.rule.reads_hidden and logits is not None:
-            best, sure = judged(guided, self.rule, self.sampling, hidden, logits, view.open & active[:, None])
-            change = type(change)(jnp.where(best >= 0, best, change.tokens), change.open & (best < 0))
+            best, sure = judged(guided, self.rule, self.sampling, hidden, logits, view.undecided & active[:, None])
+            change = type(change)(jnp.where(best >= 0, best, change.tokens), change.undecided & (best < 0))
             logprobs = jnp.where(best >= 0, sure, logprobs)
-        beside = state.canvas.of_window(state.canvas.open, *request.span) & ~view.open  # of other blocks in the span
-        canvas = state.canvas.write(request.start, change.tokens, logprobs, change.open | beside, active)
+        beside = (
+            state.canvas.of_window(state.canvas.undecided, *request.span) & ~view.undecided
+        )  # of other blocks in the span
+        canvas = state.canvas.write(request.start, change.tokens, logprobs, change.undecided | beside, active)
         soft = state.soft
         if self.smoothing is not None and soft is not None and logits is not None:
             soft = self._soften(guided, request, outcome, logits, self.smoothing.alpha(canvas.nfe), soft)
@@ -230,7 +233,7 @@ class BlockSampler:
         leaving, state = self.leaves(state, view, outcome, last)
         if self.fill_after_eos and self.rule.revises:  # nothing of a block is final before
             state = dataclasses.replace(state, canvas=self.filled(denoiser, state, leaving, outcome))
-        asked = view.open | view.written if self.rule.revises else view.open
+        asked = view.undecided | view.written if self.rule.revises else view.undecided
         finite = jnp.all(predictions.finite | ~asked, axis=1)
         canvas = state.canvas.counted(active, outcome.full, outcome.updated, finite)
         return self._move_on(denoiser, dataclasses.replace(state, canvas=canvas), leaving)
@@ -244,10 +247,10 @@ class BlockSampler:
         return state.canvas.result(denoiser.eos_id)
 
     def pending(self, state: BlockState) -> jax.Array:
-        """[B, G] bool, positions that may still change: the open ones, and under a rule that revises those of the
+        """[B, G] bool, positions that may still change: the undecided ones, and under a rule that revises those of the
         active block."""
-        open = state.canvas.open
-        return open | (self._in_block(state) & ~state.canvas.done[:, None]) if self.rule.revises else open
+        undecided = state.canvas.undecided
+        return undecided | (self._in_block(state) & ~state.canvas.done[:, None]) if self.rule.revises else undecided
 
     # What a subclass may do otherwise --------------------------------------------------------------------------------
 
@@ -262,24 +265,24 @@ class BlockSampler:
             outcome: of the forward.
             last: [B] bool, rows that may not stay.
         """
-        left = self.block_open(state).any(axis=1)
+        left = self.block_undecided(state).any(axis=1)
         return ~state.canvas.done & (self.rule.block_done(view, left, state.rule) | last), state
 
     def next_block(self, state: BlockState) -> tuple[jax.Array, jax.Array]:
         """The block that a row enters when it leaves its own, and whether there is none: [B] int32 and [B] bool."""
-        open = state.canvas.open
+        undecided = state.canvas.undecided
         if getattr(self.cache, "in_order", False):
-            return jnp.where(state.canvas.nfe == 0, 0, state.block + 1), ~open.any(axis=1)
-        first = self._prompt_part(state.canvas) + jnp.argmax(open, axis=1).astype(jnp.int32)
-        return first // self.width, ~open.any(axis=1)
+            return jnp.where(state.canvas.nfe == 0, 0, state.block + 1), ~undecided.any(axis=1)
+        first = self._prompt_part(state.canvas) + jnp.argmax(undecided, axis=1).astype(jnp.int32)
+        return first // self.width, ~undecided.any(axis=1)
 
     def entered(self, state: BlockState, rows: jax.Array) -> BlockState:
         """The state when some rows [B] bool have entered the block that it says."""
-        count = self.block_open(state).sum(axis=1, dtype=jnp.int32)
+        count = self.block_undecided(state).sum(axis=1, dtype=jnp.int32)
         return dataclasses.replace(
             state,
             block_step=jnp.where(rows, 0, state.block_step),
-            block_open=jnp.where(rows, count, state.block_open),
+            block_undecided=jnp.where(rows, count, state.block_undecided),
         )
 
     def ends(self, state: BlockState, stopped: jax.Array, leaving: jax.Array) -> jax.Array:
@@ -290,7 +293,7 @@ class BlockSampler:
         """The canvas with everything filled that lies behind the first end token of some rows [B], whose written tokens
         are final."""
         canvas = state.canvas
-        final = (canvas.generation(denoiser.eos_id) == denoiser.eos_id) & ~canvas.open
+        final = (canvas.generation(denoiser.eos_id) == denoiser.eos_id) & ~canvas.undecided
         position = jnp.arange(self.gen_length)
         first = jnp.where(final.any(axis=1), jnp.argmax(final, axis=1), self.gen_length)
         behind = (position > first[:, None]) & (position < canvas.gen_lengths[:, None])
@@ -300,8 +303,8 @@ class BlockSampler:
         return dataclasses.replace(
             canvas,
             tokens=write_rows(canvas.tokens, jnp.where(behind, denoiser.eos_id, kept), canvas.prompt_lengths),
-            open=canvas.open & ~behind,
-            decoded_at=jnp.where(behind & canvas.open, canvas.nfe[:, None], canvas.decoded_at),
+            undecided=canvas.undecided & ~behind,
+            decoded_at=jnp.where(behind & canvas.undecided, canvas.nfe[:, None], canvas.decoded_at),
             logprobs=jnp.where(replaced, jnp.nan, canvas.logprobs),
         )
 
@@ -345,18 +348,18 @@ class BlockSampler:
         place = self._prompt_part(state.canvas)[:, None] + jnp.arange(self.gen_length)
         return place // self.width == state.block[:, None]
 
-    def block_open(self, state: BlockState) -> jax.Array:
-        """[B, G] bool, open positions of each row's active block."""
-        return state.canvas.open & self._in_block(state)
+    def block_undecided(self, state: BlockState) -> jax.Array:
+        """[B, G] bool, undecided positions of each row's active block."""
+        return state.canvas.undecided & self._in_block(state)
 
     def _inputs(self, denoiser: DenoiserLike, state: BlockState) -> jax.Array:
-        """What the model is fed: tokens [B, S], or embeddings [B, S, D] that are soft where it is open; with guidance
-        pairs of them."""
+        """What the model is fed: tokens [B, S], or embeddings [B, S, D] that are soft where it is undecided; with
+        guidance pairs of them."""
         canvas, inputs = state.canvas, state.canvas.tokens
         on_sequence = lambda x: canvas.of_window(x, jnp.zeros_like(canvas.prompt_lengths), inputs.shape[1])
-        given = ~on_sequence(canvas.open | (canvas.decoded_at >= 0)) & (inputs != denoiser.mask_id)
+        given = ~on_sequence(canvas.undecided | (canvas.decoded_at >= 0)) & (inputs != denoiser.mask_id)
         if state.soft is not None:
-            inputs = denoiser.embed(inputs) + jnp.where(on_sequence(canvas.open)[..., None], state.soft, 0)
+            inputs = denoiser.embed(inputs) + jnp.where(on_sequence(canvas.undecided)[..., None], state.soft, 0)
         return inputs if self.guidance is None else paired(denoiser, inputs, given)
 
     def _look(self, denoiser: DenoiserLike, state: BlockState) -> tuple[BlockView, Request]:
@@ -367,11 +370,11 @@ class BlockSampler:
         block_length, positions = block_length_of(denoiser), Span(start, self.width).positions
         of_window = lambda x: canvas.of_window(x & self._in_block(state), start, self.width)
         view = BlockView(
-            open=of_window(canvas.open),
+            undecided=of_window(canvas.undecided),
             positions=(start - canvas.prompt_lengths)[:, None] + jnp.arange(self.width, dtype=jnp.int32),
             first=first,
             step=state.block_step,
-            block_open=state.block_open,
+            block_undecided=state.block_undecided,
             num_blocks=self.num_blocks(canvas),
             noise=canvas.noise,
             nfe=canvas.nfe,
@@ -443,18 +446,18 @@ class BlockSampler:
             first = request.block_end + number * self.width
             start = jnp.minimum(first, request.length - self.width)
             positions = start[:, None] + jnp.arange(self.width)
-            open = canvas.of_window(canvas.open, start, self.width)
-            asked = open & request.active[:, None] & (positions >= first[:, None]) & (positions < high[:, None])
+            undecided = canvas.of_window(canvas.undecided, start, self.width)
+            asked = undecided & request.active[:, None] & (positions >= first[:, None]) & (positions < high[:, None])
             hidden = slice_rows(outcome.hidden, start, self.width)
             best, sure = judged(denoiser, self.rule, self.sampling, hidden, denoiser.logits(hidden), asked)
             tokens = jnp.where(best >= 0, best, slice_rows(canvas.tokens, start, self.width))
-            return canvas.write(start, tokens, sure, open & (best < 0), request.active)
+            return canvas.write(start, tokens, sure, undecided & (best < 0), request.active)
 
         pieces = self._pieces(request.active, high - request.block_end)
         return lax.fori_loop(0, pieces, piece, canvas)
 
     def _move_on(self, denoiser: DenoiserLike, state: BlockState, leaving: jax.Array) -> BlockState:
-        """Takes rows that leave their block to the next one that has open positions, and reads the stop condition."""
+        """Takes rows that leave their block to the next with undecided positions, and reads the stop condition."""
         block, complete = self.next_block(state)
         done = state.canvas.done | (leaving & complete)
         entering = leaving & ~done

@@ -36,7 +36,7 @@ class PipelineState:
     blocks of the longest generation, L their length.
 
     Attributes:
-        canvas: tokens, what is open, counters; S = P + N L.
+        canvas: tokens, what is undecided, counters; S = P + N L.
         appended_at: [B, N] int32, the row's forward before which the block joined the pipeline; -1 before that.
         cached: [B] int32, complete blocks whose keys and values are final in the buffers; those of the prompt are from
             the first forward on.
@@ -55,15 +55,15 @@ class Blocks(NamedTuple):
     """What is read off a state about each row's blocks.
 
     Attributes:
-        open: [B, N, L] bool.
+        undecided: [B, N, L] bool.
         ratio: [B, N] float32, share of the block's positions that hold tokens.
         appended: [B] int32, blocks in the pipeline, complete ones included.
-        complete: [B] int32, those before the first that has open positions.
+        complete: [B] int32, those before the first that has undecided positions.
         total: [B] int32, blocks of the row's generation.
         ended: [B] bool, whether an end token was committed.
     """
 
-    open: jax.Array
+    undecided: jax.Array
     ratio: jax.Array
     appended: jax.Array
     complete: jax.Array
@@ -89,7 +89,7 @@ class _Sure(Rule):
     threshold: Number
 
     def decide(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
-        return view.open & (predictions.confidence > per_row(self.threshold)), state
+        return view.undecided & (predictions.confidence > per_row(self.threshold)), state
 
 
 @pytree(static=("gen_length", "block_length", "align_blocks", "in_flight", "forced"))
@@ -241,8 +241,8 @@ class PipelineSampler:
         ran, opening, start = ~canvas.done, self._opening(denoiser, state), self._start(canvas)
         found, kv = self._forward(denoiser, state, blocks)
         tokens = jnp.where(found.token >= 0, found.token, slice_rows(canvas.tokens, start, self._length))
-        open = canvas.of_window(canvas.open, start, self._length) & (found.token < 0)
-        canvas = canvas.write(start, tokens, found.logprob, open, ran)
+        undecided = canvas.of_window(canvas.undecided, start, self._length) & (found.token < 0)
+        canvas = canvas.write(start, tokens, found.logprob, undecided, ran)
         updated = opening | (blocks.complete > state.cached)
         state = dataclasses.replace(
             state,
@@ -262,8 +262,8 @@ class PipelineSampler:
         return state.canvas.result(denoiser.eos_id, self.end_ids)
 
     def pending(self, state: PipelineState) -> jax.Array:
-        """[B, G] bool, positions that may still change: the open ones."""
-        return state.canvas.open
+        """[B, G] bool, positions that may still change: the undecided ones."""
+        return state.canvas.undecided
 
     @property
     def _length(self) -> int:
@@ -296,15 +296,15 @@ class PipelineSampler:
 
     def _blocks(self, denoiser: DenoiserLike, state: PipelineState) -> Blocks:
         count, length, canvas = self.num_blocks, self.block_length, state.canvas
-        open = canvas.of_window(canvas.open, self._start(canvas), self._length).reshape(-1, count, length)
-        left, before = open.sum(axis=-1, dtype=jnp.int32), self._prompt_part(canvas)
+        undecided = canvas.of_window(canvas.undecided, self._start(canvas), self._length).reshape(-1, count, length)
+        left, before = undecided.sum(axis=-1, dtype=jnp.int32), self._prompt_part(canvas)
         ends = jnp.minimum(jnp.arange(1, count + 1) * length - before[:, None], canvas.gen_lengths[:, None])
         size = jnp.maximum(ends - jnp.maximum(jnp.arange(count) * length - before[:, None], 0), 0)
         appended = jnp.sum(state.appended_at >= 0, axis=1, dtype=jnp.int32)
         whole = (left == 0) & (jnp.arange(count) < appended[:, None])
         end_ids = jnp.asarray([denoiser.eos_id]) if self.end_ids is None else self.end_ids
         return Blocks(
-            open=open,
+            undecided=undecided,
             ratio=(size - left) / jnp.maximum(size, 1),
             appended=appended,
             complete=jnp.cumprod(whole, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32),
@@ -380,8 +380,8 @@ class PipelineSampler:
         live = (jnp.arange(self.num_blocks) < blocks.appended[:, None])[..., None]
         before = _after_prompt(blocks.ratio)[:, :-1]
         written = in_blocks(canvas.decoded_at >= 0)
-        entered = blocks.open.sum(-1, dtype=jnp.int32) + written.sum(-1, dtype=jnp.int32)
-        open, full = of_window(blocks.open & live), of_window(before) >= jnp.asarray(self.tau_act)[..., None]
+        entered = blocks.undecided.sum(-1, dtype=jnp.int32) + written.sum(-1, dtype=jnp.int32)
+        undecided, full = of_window(blocks.undecided & live), of_window(before) >= jnp.asarray(self.tau_act)[..., None]
         tokens = slice_rows(canvas.tokens, start, self._length).reshape(batch, -1, length)
         logits = denoiser.logits(hidden) if self._rule.reads_hidden else None
         decide = lambda *parts: self._decide_block(denoiser, state, blocks.total, count, *parts)
@@ -389,14 +389,14 @@ class PipelineSampler:
             by_block(hidden),
             jax.tree.map(by_block, logits),
             first[:, None] + jnp.arange(count),
-            open,
+            undecided,
             of_window(written),
             of_window(tokens),
             full,
             of_window(canvas.nfe[:, None] - state.appended_at),
             of_window(entered),
             jax.tree.map(of_window, state.rule),
-            jax.tree.map(by_block, self._judged(denoiser, hidden, logits, open, full)),
+            jax.tree.map(by_block, self._judged(denoiser, hidden, logits, undecided, full)),
         )
         mine = of_window(live[..., 0]) & rows[:, None]
         put = lambda old, new: write_rows(old, new, first, mine)
@@ -409,14 +409,14 @@ class PipelineSampler:
         )
 
     def _judged(
-        self, denoiser: DenoiserLike, hidden: jax.Array, logits: jax.Array | None, open: jax.Array, full: jax.Array
+        self, denoiser: DenoiserLike, hidden: jax.Array, logits: jax.Array | None, undecided: jax.Array, full: jax.Array
     ) -> tuple[jax.Array, jax.Array] | None:
-        """What the rule judges final of the open positions [B, n, L] of n blocks by their hidden states [B, n L, D]:
-        the best tokens there, else -1, and the best tokens' log-probabilities, [B, n L] each; None for a rule that
-        reads none."""
+        """What the rule judges final of the undecided positions [B, n, L] of n blocks by their hidden states
+        [B, n L, D]: the best tokens there, else -1, and the best tokens' log-probabilities, [B, n L] each; None for a
+        rule that reads none."""
         if logits is None:
             return None
-        asked = open if self._rule.looks_ahead(cached=False) else open & full[..., None]
+        asked = undecided if self._rule.looks_ahead(cached=False) else undecided & full[..., None]
         return judged(denoiser, self._rule, self.sampling, hidden, logits, asked.reshape(logits.shape[:2]))
 
     def _decide_block(
@@ -428,7 +428,7 @@ class PipelineSampler:
         hidden: jax.Array,
         logits: jax.Array | None,
         block: jax.Array,
-        open: jax.Array,
+        undecided: jax.Array,
         written: jax.Array,
         tokens: jax.Array,
         full: jax.Array,
@@ -443,38 +443,38 @@ class PipelineSampler:
         positions = first[:, None] + jnp.arange(self.block_length, dtype=jnp.int32)
         in_blocks = block_length_of(denoiser) is not None
         view = BlockView(
-            open=open,
+            undecided=undecided,
             positions=positions,
             first=first,
             step=step,
-            block_open=entered,
+            block_undecided=entered,
             num_blocks=total,
             noise=state.canvas.noise,
             nfe=state.canvas.nfe,
             tokens=tokens,
             written=written,
             mask_id=denoiser.mask_id,
-            heads=jnp.broadcast_to(jnp.arange(self.block_length) == 0, open.shape) if in_blocks else None,
+            heads=jnp.broadcast_to(jnp.arange(self.block_length) == 0, undecided.shape) if in_blocks else None,
         )
         predictions, rule_state = predicted(
             denoiser, self._rule, self.sampling, hidden, view, rule_state, logits=logits, beside=count
         )
         chosen, rule_state = self._rule.decide(predictions, view, rule_state)
         score = predictions.confidence if self.forced == "confidence" else -error_of(predictions, self.forced)
-        surest = open & (rank(score, open) == 0) & ~chosen.any(axis=1, keepdims=True)
+        surest = undecided & (rank(score, undecided) == 0) & ~chosen.any(axis=1, keepdims=True)
         above = chosen & (predictions.confidence > per_row(self.threshold))
         select = jnp.where(full[:, None], chosen | surest, above)
         token, logprob = jnp.where(select, predictions.token, -1), predictions.logprob
         if best is not None:
             final = best[0] >= 0
             token, logprob = jnp.where(final, best[0], token), jnp.where(final, best[1], logprob)
-        return token, logprob, jnp.all(predictions.finite | ~open, axis=1), rule_state
+        return token, logprob, jnp.all(predictions.finite | ~undecided, axis=1), rule_state
 
     def _ended(self, denoiser: DenoiserLike, state: PipelineState) -> PipelineState:
         """Which rows have ended."""
         blocks = self._blocks(denoiser, state)
-        canvas, stopped = state.canvas.stopped(self.stop, denoiser.eos_id, state.canvas.open)
-        nothing_left = ~jnp.any(canvas.open, axis=1)
+        canvas, stopped = state.canvas.stopped(self.stop, denoiser.eos_id, state.canvas.undecided)
+        nothing_left = ~jnp.any(canvas.undecided, axis=1)
         done = canvas.done | nothing_left | (blocks.ended & (blocks.complete == blocks.appended)) | stopped
         return dataclasses.replace(state, canvas=dataclasses.replace(canvas, done=done))
 

@@ -29,7 +29,7 @@ class LeftRightState:
     """Everything a step reads and writes; all leaves but the buffers' start with the batch axis.
 
     Attributes:
-        canvas: tokens, what is open (all behind what was written), counters.
+        canvas: tokens, what is undecided (all behind what was written), counters.
         written: [B], how many positions hold a token.
         accepted: [B], how many the row's last step wrote.
         most_accepted: [B], the most that one of its steps wrote.
@@ -88,7 +88,7 @@ class Frontier:
         return Span(self.start, self.reach)
 
     @property
-    def open(self) -> jax.Array:
+    def undecided(self) -> jax.Array:
         """[B, L] bool, which of these are to be drafted."""
         positions = self.span.positions
         return (positions >= self.next[:, None]) & (positions < self.right[:, None])
@@ -235,15 +235,15 @@ class LeftToRight:
         hidden, kv, whole = self._forward(denoiser, state, front)
         draft = self._draft(denoiser, state, front, denoiser.logits(hidden))
         select, verifier_kv = self.write(denoiser, state, front, draft)
-        select &= front.open & ran[:, None]
+        select &= front.undecided & ran[:, None]
         accepted = select.sum(axis=1, dtype=jnp.int32)
         tokens = jnp.where(select, draft.token, slice_rows(canvas.tokens, *front.span))
-        open = canvas.of_window(canvas.open, *front.span) & ~select
+        undecided = canvas.of_window(canvas.undecided, *front.span) & ~select
         logprobs = logprob_of(draft.logits, draft.token)
-        finite = jnp.all(jnp.isfinite(draft.logits.max(axis=-1)) | ~front.open, axis=1)
+        finite = jnp.all(jnp.isfinite(draft.logits.max(axis=-1)) | ~front.undecided, axis=1)
         state = dataclasses.replace(
             state,
-            canvas=canvas.write(front.start, tokens, logprobs, open, ran).counted(
+            canvas=canvas.write(front.start, tokens, logprobs, undecided, ran).counted(
                 ran, whole, whole & (self.window is not None), finite
             ),
             written=state.written + accepted,
@@ -265,8 +265,8 @@ class LeftToRight:
         return DraftResult(**vars(found), verifier_forwards=forwards, most_accepted=state.most_accepted)
 
     def pending(self, state: LeftRightState) -> jax.Array:
-        """[B, G] bool, positions that may still change: the open ones."""
-        return state.canvas.open
+        """[B, G] bool, positions that may still change: the undecided ones."""
+        return state.canvas.undecided
 
     @property
     def reach(self) -> int:
@@ -341,7 +341,7 @@ class LeftToRight:
 
     def _move_on(self, denoiser: DenoiserLike, state: LeftRightState) -> LeftRightState:
         """Ends rows that are full, or whose stop condition holds."""
-        canvas, stopped = state.canvas.stopped(self.stop, denoiser.eos_id, state.canvas.open)
+        canvas, stopped = state.canvas.stopped(self.stop, denoiser.eos_id, state.canvas.undecided)
         done = canvas.done | (state.written >= canvas.gen_lengths) | stopped
         return dataclasses.replace(state, canvas=dataclasses.replace(canvas, done=done))
 

@@ -1,5 +1,5 @@
 """What an unmasking rule is: a pure function from predictions and the block's state to what is written and what stays
-open."""
+undecided."""
 
 import dataclasses
 import functools
@@ -23,11 +23,11 @@ class BlockView:
     """The active block of every row as a rule sees it. W is the block length.
 
     Attributes:
-        open: [B, W] bool, the positions that may be committed now.
+        undecided: [B, W] bool, the positions that may be committed now.
         positions: [B, W] int32, relative to the start of the generation.
         first: [B] int32, position of the block's first token.
         step: [B] int32, forwards this row has spent on this block before this one.
-        block_open: [B] int32, open positions the block had when the row entered it.
+        block_undecided: [B] int32, undecided positions the block had when the row entered it.
         num_blocks: [B] int32, blocks of the row's generation.
         noise: source of random numbers, None where the caller gave none.
         nfe: [B] int32, forwards of the row before this one.
@@ -39,11 +39,11 @@ class BlockView:
             bound.
     """
 
-    open: jax.Array
+    undecided: jax.Array
     positions: jax.Array
     first: jax.Array
     step: jax.Array
-    block_open: jax.Array
+    block_undecided: jax.Array
     num_blocks: jax.Array
     noise: Noise | None
     nfe: jax.Array
@@ -82,16 +82,16 @@ class Change(NamedTuple):
 
     Attributes:
         tokens: [B, W] int32.
-        open: [B, W] bool, what is open then.
+        undecided: [B, W] bool, what is undecided then.
     """
 
     tokens: jax.Array
-    open: jax.Array
+    undecided: jax.Array
 
 
 def committed(select: jax.Array, predictions: Predictions, view: BlockView) -> Change:
-    """The common case: some open positions [B, W] get their predicted tokens, nothing else changes."""
-    return Change(jnp.where(select, predictions.token, view.tokens), view.open & ~select)
+    """The common case: some undecided positions [B, W] get their predicted tokens, nothing else changes."""
+    return Change(jnp.where(select, predictions.token, view.tokens), view.undecided & ~select)
 
 
 class Rule:
@@ -99,11 +99,11 @@ class Rule:
 
     Numbers are scalars, or [B] arrays for a value per row. State is a pytree of arrays with a leading batch axis.
 
-    Most rules say in `decide` which open positions are committed. One that `revises`, changing what is written or
+    Most rules say in `decide` which undecided positions are committed. One that `revises`, changing what is written or
     opening it again, says in `change` how the block looks afterwards; its tokens are final once the block is complete.
 
-    The engine sees to it that a generation ends: where a rule commits nothing, the surest open position is committed.
-    A rule whose forwards may commit nothing, or that revises, bounds its forwards by `most_steps` instead.
+    The engine sees to it that a generation ends: if a rule commits nothing, the most confident undecided position is
+    committed. A rule whose forwards may commit nothing, or that revises, bounds its forwards by `most_steps` instead.
     """
 
     score_from: ScoreFrom = "raw"
@@ -125,47 +125,48 @@ class Rule:
         return logits, state
 
     def decide(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
-        """Which positions are committed, [B, W] bool (a subset of `view.open`), and the new state."""
+        """Which positions are committed, [B, W] bool (a subset of `view.undecided`), and the new state."""
         raise NotImplementedError
 
     def change(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[Change, Any]:
-        """The block after this forward, and the new state. Only `view.open` and `view.written` positions may change."""
+        """The block after this forward, and the new state. Only positions that are `view.undecided` or `view.written`
+        may change."""
         select, state = self.decide(predictions, view, state)
         return committed(select, predictions, view), state
 
     def most_steps(self, view: BlockView) -> jax.Array | None:
-        """[B] int32, after so many forwards on a block all that is open is committed and the row leaves it. None where
-        every forward is to commit something."""
+        """[B] int32, after so many forwards on a block all that is undecided is committed and the row leaves it. None
+        if every forward is to commit something."""
         return None
 
-    def forwards(self, open: int, num_blocks: int) -> tuple[int, int]:
+    def forwards(self, undecided: int, num_blocks: int) -> tuple[int, int]:
         """Fewest and most forwards on a block, as far as the rule's numbers tell without a model.
 
         Args:
-            open: the block's open positions when the row enters it.
+            undecided: the block's undecided positions when the row enters it.
             num_blocks: blocks of the row's generation.
         """
-        no, none = jnp.zeros((1, open), bool), jnp.zeros((1,), jnp.int32)
-        entered, blocks = jnp.full((1,), open), jnp.full((1,), num_blocks)
+        no, none = jnp.zeros((1, undecided), bool), jnp.zeros((1,), jnp.int32)
+        entered, blocks = jnp.full((1,), undecided), jnp.full((1,), num_blocks)
         view = BlockView(~no, no + none, none, none, entered, blocks, None, none, no + none, no, 0)
         most = self.most_steps(view)
-        return 1, open if most is None else int(jnp.max(most))
+        return 1, undecided if most is None else int(jnp.max(most))
 
     def block_done(self, view: BlockView, left: jax.Array, state: Any) -> jax.Array:
         """[B] bool, whether a row may leave its block after this forward.
 
         Args:
             view: the block before it.
-            left: [B] bool, whether positions are open after it.
+            left: [B] bool, whether positions are undecided after it.
             state: the new state.
         """
         return ~left
 
     def judge(self, denoiser: DenoiserLike, hidden: jax.Array, logits: jax.Array, best: Predictions) -> jax.Array:
         """Positions that are committed besides those of `decide`, [B, W] bool, by the model's hidden states. The engine
-        asks for the active block, and for later ones if the rule `looks_ahead`; it drops what is not open, and what
-        has the mask token or a deferred one as its best. What is committed this way is the best token, never a drawn
-        one.
+        asks for the active block, and for later ones if the rule `looks_ahead`; it drops what is not undecided, and
+        what has the mask token or a deferred one as its best. What is committed this way is the best token, never a
+        drawn one.
 
         Args:
             hidden: [B, W, D], as `DenoiserLike.logits` takes them.
@@ -216,13 +217,13 @@ def predicted(
 
 
 def judged(
-    denoiser: DenoiserLike, rule: Rule, sampling: Sampling, hidden: jax.Array, logits: jax.Array, open: jax.Array
+    denoiser: DenoiserLike, rule: Rule, sampling: Sampling, hidden: jax.Array, logits: jax.Array, undecided: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Of some open positions [B, W] those that a rule judges final by hidden states [B, W, D] and their logits
+    """Of some undecided positions [B, W] those that a rule judges final by hidden states [B, W, D] and their logits
     [B, W, V]: the best token there, -1 elsewhere, [B, W] int32; and the best tokens' log-probabilities, float32."""
     plain = Sampling(suppress=sampling.suppress, defer=sampling.defer)
     best = predict(given(logits), plain, mask_id=denoiser.mask_id, score_from="raw", draw=None)
-    final = rule.judge(denoiser, hidden, logits, best) & open & ~best.mask_wins & best.finite
+    final = rule.judge(denoiser, hidden, logits, best) & undecided & ~best.mask_wins & best.finite
     if plain.defer is not None:
         final &= ~jnp.isin(best.token, plain.defer)
     return jnp.where(final, best.token, -1), best.logprob
@@ -232,14 +233,16 @@ def progressing(rule: Rule, change: Change, predictions: Predictions, view: Bloc
     """The change with what makes every generation end, and the rows [B] bool whose block ends with it: see `Rule`."""
     most = rule.most_steps(view)
     if most is None:
-        idle = ~jnp.any(view.open & ~change.open, axis=1, keepdims=True)
-        surest = jnp.argmax(jnp.where(view.open, predictions.confidence, -1.0), axis=1)[:, None]
-        forced = idle & view.open & (jnp.arange(view.open.shape[1]) == surest)
-        return Change(jnp.where(forced, predictions.token, change.tokens), change.open & ~forced), idle[:, 0] & False
+        idle = ~jnp.any(view.undecided & ~change.undecided, axis=1, keepdims=True)
+        surest = jnp.argmax(jnp.where(view.undecided, predictions.confidence, -1.0), axis=1)[:, None]
+        forced = idle & view.undecided & (jnp.arange(view.undecided.shape[1]) == surest)
+        return Change(jnp.where(forced, predictions.token, change.tokens), change.undecided & ~forced), idle[
+            :, 0
+        ] & False
     last = view.step + 1 >= most
-    forced = last[:, None] & change.open
-    tokens = jnp.where(forced, jnp.where(view.open, predictions.token, view.tokens), change.tokens)
-    return Change(tokens, change.open & ~forced), last
+    forced = last[:, None] & change.undecided
+    tokens = jnp.where(forced, jnp.where(view.undecided, predictions.token, view.tokens), change.tokens)
+    return Change(tokens, change.undecided & ~forced), last
 
 
 def per_row(value: Number) -> jax.Array:
@@ -261,11 +264,11 @@ def rank(score: jax.Array, candidates: jax.Array) -> jax.Array:
     return jnp.sum((other > mine) | ((other == mine) & tie_first), axis=-1, dtype=jnp.int32)
 
 
-def not_masks(predictions: Predictions, open: jax.Array) -> jax.Array:
-    """The open positions whose best token is not the mask token itself, [B, W] bool; where there are none, the surest
-    open position alone, so that a step can always commit something."""
-    free = open & ~predictions.mask_wins
-    stuck = open & ~jnp.any(free, axis=-1, keepdims=True)
+def not_masks(predictions: Predictions, undecided: jax.Array) -> jax.Array:
+    """The undecided positions whose best token is not the mask token itself, [B, W] bool; if there are none, the most
+    confident undecided position alone, so that a step can always commit something."""
+    free = undecided & ~predictions.mask_wins
+    stuck = undecided & ~jnp.any(free, axis=-1, keepdims=True)
     return free | (stuck & (rank(predictions.confidence, stuck) == 0))
 
 

@@ -52,10 +52,10 @@ class Credit(Rule):
         best = jnp.argmax(logits, axis=-1, keepdims=True)
         peak = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), best, axis=-1)
         gain = jnp.exp(peak * column(self.boost))
-        here = (jnp.arange(logits.shape[-1]) == best) & view.open[..., None]
+        here = (jnp.arange(logits.shape[-1]) == best) & view.undecided[..., None]
         credit = kept + jnp.where(here, gain, 0.0)
         return logits + column(self.weight) * jnp.log1p(credit), credit
 
     def decide(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
-        candidates = not_masks(predictions, view.open)
+        candidates = not_masks(predictions, view.undecided)
         return reaching(predictions.confidence, view, candidates, self.threshold, self.tolerance), state

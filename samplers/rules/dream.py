@@ -63,9 +63,9 @@ class Dream(Rule):
     def init(self, batch: int, width: int, vocab_size: int) -> Any:
         return jnp.zeros((batch,), jnp.int32)  # the next step of the schedule
 
-    def forwards(self, open: int, num_blocks: int) -> tuple[int, int]:
+    def forwards(self, undecided: int, num_blocks: int) -> tuple[int, int]:
         steps = int(np.max(np.asarray(self.steps))) // num_blocks
-        return 1, max(steps if self.alg == "origin" else min(steps, open), 1)
+        return 1, max(steps if self.alg == "origin" else min(steps, undecided), 1)
 
     def block_steps(self, view: BlockView) -> jax.Array:
         """Steps of a block's schedule, [B] int32."""
@@ -80,11 +80,13 @@ class Dream(Rule):
         steps = self.block_steps(view)
         index = jnp.where(view.step == 0, 0, state)
         if self.alg == "origin":
-            return view.open & (view.uniform() < self._share(index, steps)[:, None]), index + 1
-        masks = view.open.sum(axis=-1, dtype=jnp.int32)
+            return view.undecided & (view.uniform() < self._share(index, steps)[:, None]), index + 1
+        masks = view.undecided.sum(axis=-1, dtype=jnp.int32)
         quota = lambda at: jnp.floor(masks * self._share(at, steps)).astype(jnp.int32)
         index = self.next_step(index, lambda at: (quota(at) == 0) & (masks > 0))
-        return view.open & (rank(self._score(predictions, view), view.open) < quota(index)[:, None]), index + 1
+        return view.undecided & (
+            rank(self._score(predictions, view), view.undecided) < quota(index)[:, None]
+        ), index + 1
 
     def _score(self, predictions: Predictions, view: BlockView) -> jax.Array:
         score = {

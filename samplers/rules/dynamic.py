@@ -39,12 +39,12 @@ class Dynamic(Rule):
         check_choice("order", self.order, ORDERS)
 
     def decide(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
-        sure, width = predictions.confidence, view.open.shape[1]
+        sure, width = predictions.confidence, view.undecided.shape[1]
         steps = jnp.asarray(width if self.steps is None else self.steps)
         share = width // steps + (view.step < width % steps)
         first = sure if self.order == "confidence" else jnp.broadcast_to(-jnp.arange(width), sure.shape)
-        shared = view.open & (rank(first, view.open) < share[:, None])
+        shared = view.undecided & (rank(first, view.undecided) < share[:, None])
         if self.threshold is None:
             return shared, state
-        high = view.open & (sure > view.at_least(self.threshold))
+        high = view.undecided & (sure > view.at_least(self.threshold))
         return jnp.where((high.sum(axis=1) >= share)[:, None], high, shared), state

@@ -33,7 +33,7 @@ class EB(Rule):
 
     def decide(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
         error = error_of(predictions, self.proxy)
-        return select(error, predictions.entropy, view.open, self.gamma), state
+        return select(error, predictions.entropy, view.undecided, self.gamma), state
 
 
 def select(error: jax.Array, entropy: jax.Array, candidates: jax.Array, gamma: Number) -> jax.Array:

@@ -15,7 +15,7 @@ class EditState(NamedTuple):
     """What is remembered of the active block.
 
     Attributes:
-        post: [B] int32, forwards that found nothing open.
+        post: [B] int32, forwards that found nothing undecided.
         edited: [B] bool, whether the last forward replaced a token.
     """
 
@@ -29,18 +29,18 @@ class Edit(Rule):
 
     Every forward does both, from the same predictions and with confidence strictly above the thresholds:
 
-    - open positions above `threshold` are committed, or the `num_to_transfer` surest if fewer are above it;
+    - undecided positions above `threshold` are committed, or the `num_to_transfer` surest if fewer are above it;
     - a written token is replaced where another one is predicted above `editing_threshold`.
 
-    A block is complete when a forward found nothing open and replaces nothing, or after `max_post_steps` forwards that
-    found nothing open. The published sampler's modes are (threshold, editing_threshold) = (0.5, 0.0) for speed and
-    (0.7, 0.5) for quality; at 0.0 every other best token is written, and a block may swing until its steps are spent.
-    Prompt, given tokens and earlier blocks are never edited.
+    A block is complete when a forward found nothing undecided and replaces nothing, or after `max_post_steps`
+    forwards that found nothing undecided. The published sampler's modes are (threshold, editing_threshold) = (0.5,
+    0.0) for speed and (0.7, 0.5) for quality; at 0.0 every other best token is written, and a block may swing until
+    its steps are spent. Prompt, given tokens and earlier blocks are never edited.
 
     Attributes:
         threshold, editing_threshold: above 1 nothing reaches them. Default: careful ones, which change little; the
             model's published modes are given above.
-        max_post_steps: 0 leaves a block as soon as nothing is open. Default: room to settle.
+        max_post_steps: 0 leaves a block as soon as nothing is undecided. Default: room to settle.
         num_to_transfer: positions that a forward commits at least. Default: one, as a forward that commits nothing
             would be lost.
         penalty: subtracted from the logit that a position gives to the token on its left, within a block, against
@@ -79,18 +79,18 @@ class Edit(Rule):
 
     def change(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[Change, Any]:
         sure, least = predictions.confidence, jnp.maximum(jnp.asarray(self.num_to_transfer), 1)
-        high = view.open & (sure > view.at_least(self.threshold))
+        high = view.undecided & (sure > view.at_least(self.threshold))
         enough = high.sum(axis=1) >= least
-        commit = jnp.where(enough[:, None], high, view.open & (rank(sure, view.open) < per_row(least)))
+        commit = jnp.where(enough[:, None], high, view.undecided & (rank(sure, view.undecided) < per_row(least)))
         replace = view.written & (sure > per_row(self.editing_threshold)) & (predictions.token != view.tokens)
         tokens = jnp.where(commit | replace, predictions.token, view.tokens)
-        post = jnp.where(view.step == 0, 0, state.post) + ~view.open.any(axis=1)
-        return Change(tokens, view.open & ~commit), EditState(post, replace.any(axis=1))
+        post = jnp.where(view.step == 0, 0, state.post) + ~view.undecided.any(axis=1)
+        return Change(tokens, view.undecided & ~commit), EditState(post, replace.any(axis=1))
 
     def block_done(self, view: BlockView, left: jax.Array, state: Any) -> jax.Array:
-        quiet = ~view.open.any(axis=1) & ~state.edited
+        quiet = ~view.undecided.any(axis=1) & ~state.edited
         return ~left & (quiet | (state.post >= self.max_post_steps))
 
     def most_steps(self, view: BlockView) -> jax.Array:
         """Every forward commits something or is one of those after."""
-        return view.block_open + self.max_post_steps
+        return view.block_undecided + self.max_post_steps

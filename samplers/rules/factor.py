@@ -26,6 +26,6 @@ class Factor(Rule):
         check_number("factor", self.factor, 0.0)
 
     def decide(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
-        place = rank(predictions.confidence, view.open)
+        place = rank(predictions.confidence, view.undecided)
         passes = (predictions.confidence >= 1.0 - per_row(self.factor) / (place + 2)) | (place == 0)
-        return view.open & passes, state
+        return view.undecided & passes, state

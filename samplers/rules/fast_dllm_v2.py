@@ -30,8 +30,8 @@ class FastDllmV2(Rule):
 
     def decide(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
         sure = predictions.confidence
-        others = view.open & ((sure > view.at_least(self.threshold)) | (rank(sure, view.open) == 0))
+        others = view.undecided & ((sure > view.at_least(self.threshold)) | (rank(sure, view.undecided) == 0))
         if view.heads is None:
             return others, state
-        first = view.open & view.heads
+        first = view.undecided & view.heads
         return jnp.where(first.any(axis=1, keepdims=True), first, others), state

@@ -34,13 +34,13 @@ class Hierarchical(Rule):
         check_threshold("low_threshold", self.low_threshold)
 
     def decide(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
-        candidates = not_masks(predictions, view.open)
+        candidates = not_masks(predictions, view.undecided)
         return self.accepted(predictions.confidence, view, candidates), state
 
     def accepted(self, confidence: jax.Array, view: BlockView, candidates: jax.Array) -> jax.Array:
         """Which candidates [B, W] bool are committed by their confidence [B, W]."""
         confidence = jnp.where(candidates, confidence, -jnp.inf)
-        accepted = confidence == segment_max(confidence, view.open)
+        accepted = confidence == segment_max(confidence, view.undecided)
         if self.low_threshold is not None:
             accepted &= confidence > per_row(self.low_threshold)
         if self.threshold is not None:

@@ -37,12 +37,12 @@ class LLaDA(Rule):
         """S, [B] int32."""
         return jnp.maximum(jnp.asarray(self.steps) // view.num_blocks, 1)
 
-    def forwards(self, open: int, num_blocks: int) -> tuple[int, int]:
-        steps = np.clip(np.asarray(self.steps) // num_blocks, 1, open)
+    def forwards(self, undecided: int, num_blocks: int) -> tuple[int, int]:
+        steps = np.clip(np.asarray(self.steps) // num_blocks, 1, undecided)
         return int(steps.min()), int(steps.max())
 
     def decide(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
         steps = self.block_steps(view)
-        quota = view.block_open // steps + (view.step < view.block_open % steps)
+        quota = view.block_undecided // steps + (view.step < view.block_undecided % steps)
         score = predictions.confidence if self.remasking == "low_confidence" else view.uniform()
-        return view.open & (rank(score, view.open) < jnp.maximum(quota, 1)[:, None]), state
+        return view.undecided & (rank(score, view.undecided) < jnp.maximum(quota, 1)[:, None]), state

@@ -60,10 +60,10 @@ class NI(Rule):
         return self.scope == "rest" or (self.scope == "auto" and not cached)
 
     def decide(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
-        steps = view.block_open * view.num_blocks if self.steps is None else jnp.asarray(self.steps)
+        steps = view.block_undecided * view.num_blocks if self.steps is None else jnp.asarray(self.steps)
         chosen, state = LLaDA(steps).decide(predictions, view, state)
         if self.threshold is not None:
-            chosen |= view.open & (predictions.confidence >= view.at_least(self.threshold))
+            chosen |= view.undecided & (predictions.confidence >= view.at_least(self.threshold))
         return chosen, state
 
     def judge(self, denoiser: DenoiserLike, hidden: jax.Array, logits: jax.Array, best: Predictions) -> jax.Array:

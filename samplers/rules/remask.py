@@ -30,25 +30,26 @@ class Remask(Rule):
 
     ReMDM's sampler: time falls linearly, so that a_t = i / S and a_s = (i + 1) / S in forward i (from 0), and
 
-    - an open position is committed with probability (a_s - (1 - sigma) a_t) / (1 - a_t), that is
+    - an undecided position is committed with probability (a_s - (1 - sigma) a_t) / (1 - a_t), that is
       (1 + sigma i) / (S - i);
     - a written one is reopened with probability sigma <= sigma_max = min(1, (1 - a_s) / a_t), which is 0 in the last.
 
     The published tokens are drawn: set `Sampling(temperature=1.0)`. With the defaults it is ReMDM-conf; more steps than
     positions are useful. eta = 0 is `Dream(steps, alg="origin", eps=0)`.
 
-    With a `threshold`, which is ours and deterministic: forward i commits the surest ceil(open / (S - i)), as `LLaDA`
-    does, and reopens the least probable written tokens below the threshold. A prediction tells the probability that a
-    standing token has now only where it is the token predicted; elsewhere at most what the other one leaves and at most
-    the largest of all, and that bound is compared. The block is complete when such a look finds nothing to reopen.
+    With a `threshold`, which is ours and deterministic: forward i commits the surest ceil(undecided / (S - i)), as
+    `LLaDA` does, and reopens the least probable written tokens below the threshold. A prediction tells the
+    probability that a standing token has now only if it is the token predicted; else at most what the other one
+    leaves and at most the largest of all, and that bound is compared. The block is complete when such a look finds
+    nothing to reopen.
 
     Attributes:
         steps: forwards of the whole generation, a multiple of the number of blocks. Default: one a position; more of
             them give more chances to mend.
         schedule: sigma is min(eta, sigma_max) for "cap" and eta sigma_max for "rescale"; "conf" shares the latter among
             the block's written tokens by softmax(-psi), psi being the probability that each had when it was committed,
-            and commits open positions with sigma = 0, as the published code does. Default: ReMDM-conf, which spares
-            what was committed surely.
+            and commits undecided positions with sigma = 0, as the published code does. Default: ReMDM-conf, which
+            spares what was committed surely.
         eta: in [0, 1]. Default: all that the schedule allows.
         threshold: None is ReMDM, and `budget` counts only with a number. Default: none, ReMDM as published.
         budget: how often a block's positions are reopened in all; None is once for each on average. Default: none, so
@@ -91,7 +92,7 @@ class Remask(Rule):
             jnp.where(commit, predictions.confidence, state.confidence),
             state.reopened + reopen.sum(axis=1, dtype=jnp.int32),
         )
-        return Change(tokens, (view.open & ~commit) | reopen), state
+        return Change(tokens, (view.undecided & ~commit) | reopen), state
 
     def block_done(self, view: BlockView, left: jax.Array, state: Any) -> jax.Array:
         """Nothing is left, and no forward but the last, or none at all, could reopen something."""
@@ -99,26 +100,31 @@ class Remask(Rule):
             settled = jnp.asarray(self.eta) <= 0
         else:
             may_not = (jnp.asarray(self.threshold) <= 0) | (state.reopened >= self._budget(view))
-            settled = may_not | ~view.open.any(axis=1)
+            settled = may_not | ~view.undecided.any(axis=1)
         return ~left & (settled | (view.step + 2 >= self.most_steps(view)))
 
     def _drawn(self, view: BlockView, state: RemaskState) -> tuple[jax.Array, jax.Array]:
-        """What is committed and what reopened by chance, [B, W] bool each. A position is open or written, so that one
-        draw for each decides both."""
+        """What is committed and what reopened by chance, [B, W] bool each. A position is undecided or written, so that
+        one draw for each decides both."""
         i, steps, eta = view.step[:, None], self.most_steps(view)[:, None], per_row(self.eta)
         highest = jnp.clip((steps - 1 - i) / jnp.maximum(i, 1), 0.0, 1.0)
         sigma = jnp.minimum(eta, highest) if self.schedule == "cap" else eta * highest
-        draw, of_open = view.uniform(), sigma
+        draw, of_undecided = view.uniform(), sigma
         if self.schedule == "conf":
             weight = jnp.where(view.written, jnp.exp(-state.confidence), 0.0)
-            of_open, sigma = jnp.zeros_like(sigma), sigma * weight / jnp.maximum(weight.sum(axis=1, keepdims=True), 0.1)
-        return view.open & (draw < (1 + of_open * i) / jnp.maximum(steps - i, 1)), view.written & (draw < sigma)
+            of_undecided, sigma = (
+                jnp.zeros_like(sigma),
+                sigma * weight / jnp.maximum(weight.sum(axis=1, keepdims=True), 0.1),
+            )
+        return view.undecided & (draw < (1 + of_undecided * i) / jnp.maximum(steps - i, 1)), view.written & (
+            draw < sigma
+        )
 
     def _surest(self, predictions: Predictions, view: BlockView) -> jax.Array:
-        """The open positions that are committed, [B, W] bool, such that the steps left have about as many each."""
+        """The undecided positions that are committed, [B, W] bool, such that the steps left have about as many each."""
         left = jnp.maximum(self.most_steps(view) - view.step, 1)
-        quota = -(-view.open.sum(axis=1, dtype=jnp.int32) // left)
-        return view.open & (rank(predictions.confidence, view.open) < quota[:, None])
+        quota = -(-view.undecided.sum(axis=1, dtype=jnp.int32) // left)
+        return view.undecided & (rank(predictions.confidence, view.undecided) < quota[:, None])
 
     def _doubted(self, predictions: Predictions, view: BlockView, state: RemaskState) -> jax.Array:
         """The written positions that are reopened, [B, W] bool."""
@@ -130,4 +136,4 @@ class Remask(Rule):
         return low & (rank(-now, low) < (self._budget(view) - state.reopened)[:, None])
 
     def _budget(self, view: BlockView) -> jax.Array:
-        return view.block_open if self.budget is None else jnp.asarray(self.budget)
+        return view.block_undecided if self.budget is None else jnp.asarray(self.budget)

@@ -40,13 +40,13 @@ class Threshold(Rule):
             check_steps(self.steps, num_blocks)
 
     def decide(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
-        candidates = not_masks(predictions, view.open) if self.skip_masks else view.open
+        candidates = not_masks(predictions, view.undecided) if self.skip_masks else view.undecided
         accepted = reaching(predictions.confidence, view, candidates, self.threshold, self.tolerance)
         if self.steps is not None:
             place = rank(predictions.confidence, accepted)
             steps = jnp.maximum(jnp.asarray(self.steps) // view.num_blocks, 1)
-            committed = view.block_open - view.open.sum(axis=-1)
-            allowed = jnp.minimum(view.step + 1, steps) * view.block_open // steps - committed
+            committed = view.block_undecided - view.undecided.sum(axis=-1)
+            allowed = jnp.minimum(view.step + 1, steps) * view.block_undecided // steps - committed
             accepted &= place < jnp.maximum(allowed, 1)[:, None]
         return accepted, state
 
@@ -58,7 +58,7 @@ def reaching(
 
     Args:
         confidence: [B, W] float32.
-        candidates: [B, W] bool, among `view.open`.
+        candidates: [B, W] bool, among `view.undecided`.
         threshold, tolerance: scalars or [B]; None is no tolerance.
     """
     surest = rank(confidence, candidates) == 0

@@ -27,9 +27,9 @@ class TopK(Rule):
         check_whole("k", self.k, 1)
         check_choice("proxy", self.proxy, PROXIES)
 
-    def forwards(self, open: int, num_blocks: int) -> tuple[int, int]:
-        count = -(-open // np.asarray(self.k))
+    def forwards(self, undecided: int, num_blocks: int) -> tuple[int, int]:
+        count = -(-undecided // np.asarray(self.k))
         return int(count.min()), int(count.max())
 
     def decide(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
-        return view.open & (rank(-error_of(predictions, self.proxy), view.open) < per_row(self.k)), state
+        return view.undecided & (rank(-error_of(predictions, self.proxy), view.undecided) < per_row(self.k)), state

@@ -427,7 +427,7 @@ def _merge(missed: Update, update: Update) -> Update:
 
 def _cells(update: Update, length: int, strings: Sequence[str]) -> list[tuple[str | None, bool]]:
     text = lambda at: None if update.masked[at] else strings[int(update.tokens[at])]
-    return [(text(at), not update.open[at]) for at in range(length)]
+    return [(text(at), not update.pending[at]) for at in range(length)]
 
 
 def _strings(model: Model) -> list[str]:
