@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.spec import has
 from dllm_jax.suggestions import did_you_mean
@@ -43,6 +44,22 @@ def check_whole(what: str, value: Any, low: float, high: float = float("inf")) -
     check_number(what, value, low, high)
     if isinstance(value, (float, np.floating)):
         raise DllmError(f"{what} is {value}; it must be a whole number")
+
+
+def check_token(what: str, token: Any, config: ModelConfig) -> None:
+    """Raises DllmError for what is no token id of a model."""
+    if isinstance(token, bool) or not isinstance(token, int | np.integer):
+        raise DllmError(f"{what} token {token!r} is no token id; give whole numbers")
+    if not 0 <= token < config.vocab_size:
+        raise DllmError(f"{what} token {token} lies outside the vocabulary of {config.vocab_size} tokens")
+
+
+def check_seed(seed: Any) -> None:
+    """Raises DllmError unless a seed is a whole number of 32 bits: JAX drops the bits above, so that other seeds would
+    give equal numbers."""
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
+        raise DllmError(f"seed is {seed!r}; it must be a whole number")
+    check_whole("seed", seed, 0, 2**32 - 1)
 
 
 def check_length(what: str, value: Any, optional: bool = False) -> None:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from dllm_jax import DllmError, Model
-from samplers.checks import check_length, check_whole
+from samplers.checks import check_length, check_seed
 from samplers.config.factory import CanvasSampler, sampler_of
 from samplers.engine.requests import Update, requests_of
 from samplers.engine.runner import run_all
@@ -100,9 +100,7 @@ def prepare(
     if flat or any(isinstance(item, int | np.integer) for item in prompts):
         ids = reprlib.repr(prompts.tolist() if isinstance(prompts, np.ndarray | jax.Array) else list(prompts))
         raise DllmError(f"prompts is {ids}; token ids of one prompt are a list in a list, [{ids}]")
-    if not isinstance(seed, (int, np.integer)):
-        raise DllmError(f"seed is {seed!r}; it must be a whole number")
-    check_whole("seed", seed, 0, 2**32 - 1)  # JAX drops the bits above, so that other seeds would give equal numbers
+    check_seed(seed)
     sampler = sampler_of(model, sampler, options)
     rows = [encode_prompt(model, prompt, chat=chat, system=system) for prompt in prompts]
     check_lengths(model, sampler, rows)

@@ -25,7 +25,7 @@ import numpy as np
 
 from dllm_jax import DllmError, Model
 from dllm_jax.text.tokenizer import encode_text, special_tokens
-from samplers.checks import check_length, check_whole
+from samplers.checks import check_length, check_seed
 from samplers.config.factory import CanvasSampler, ends_called, make_sampler, settings_for
 from samplers.engine.requests import Request, Update, requests_of
 from samplers.engine.runner import run_all
@@ -162,7 +162,7 @@ def prepare_infill(
         raise DllmError(f"model is of type {type(model).__name__}; load one by dllm_jax.load")
     if isinstance(templates, bytes | Mapping) or not isinstance(templates, Sequence):
         raise DllmError(f"templates is of type {type(templates).__name__}; give a text with gaps or a list of them")
-    check_whole("seed", seed, 0, 2**32 - 1)
+    check_seed(seed)
     parsed = [parse_template(text) for text in templates]
     pieces = [[_piece(model, text) for text in template.pieces] for template in parsed]
     asked = _asked(model, prompt, len(parsed), chat=chat, system=system)

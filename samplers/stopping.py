@@ -9,7 +9,7 @@ of token ids, or a string that is matched byte by byte across token borders, wha
 """
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jax import lax
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.pytree import pytree
+from samplers.checks import check_token
 
 T = TypeVar("T", str, bytes)
 
@@ -58,6 +59,36 @@ def end_tokens(config: ModelConfig, stop: Sequence[str | int] = (), *, ignore_eo
     """The single tokens that end an answer: those among its stop patterns and, unless they are ignored, the model's."""
     own = (item for item in stop if not isinstance(item, str))
     return tuple(dict.fromkeys((*own, *(() if ignore_eos else config.end_ids))))
+
+
+def stop_strings(stop: Sequence[str | int]) -> list[str]:
+    """The strings among stop patterns; the others are token ids."""
+    return [item for item in stop if isinstance(item, str)]
+
+
+def check_stop(stop: Any, config: ModelConfig) -> None:
+    """Raises DllmError for anything but a list of strings that can be found, and of the model's token ids."""
+    if isinstance(stop, str) or not isinstance(stop, Sequence):
+        raise DllmError(f"stop is {stop!r}; give a list of strings or token ids")
+    for item in stop:
+        if isinstance(item, str):
+            stop_bytes(item)
+        else:
+            check_token("stop", item, config)
+
+
+def certain_length(text: str, stop: Sequence[str]) -> int:
+    """Characters of a text that no stop string cuts off, whatever follows: those before each string, or before what may
+    become one."""
+    return min((_certain_length(text, string) for string in stop), default=len(text))
+
+
+def _certain_length(text: str, stop: str) -> int:
+    found = text.find(stop)
+    if found >= 0:
+        return found
+    begun = (length for length in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:length]))
+    return len(text) - next(begun, 0)
 
 
 def stop_at(text: T, stop: Sequence[T]) -> int:
@@ -202,7 +233,7 @@ class Matcher:
             patterns: strings, and single ids.
             token_bytes: the bytes of each id; empty will do where there are no strings.
         """
-        self._strings = [stop_bytes(item) for item in patterns if isinstance(item, str)]
+        self._strings = [stop_bytes(text) for text in stop_strings(patterns)]
         self._ids = {item for item in patterns if not isinstance(item, str)}
         self._pieces = token_bytes
         self._read, self._text, self.length = 0, bytearray(), NEVER

@@ -17,7 +17,6 @@ from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import dllm_jax
 from dllm_jax import Model, ModelConfig, spec
@@ -25,7 +24,7 @@ from dllm_jax.errors import DllmError
 from dllm_jax.indicator import Indicator, load_indicator
 from dllm_jax.text.tokenizer import encode_text, token_bytes
 from samplers.caches import CachePolicy
-from samplers.checks import assemble, check_length
+from samplers.checks import assemble, check_length, check_token
 from samplers.config.presets import PRESETS
 from samplers.config.registry import (
     ENDS,
@@ -48,7 +47,7 @@ from samplers.loops.renoise import Renoise
 from samplers.loops.verifier import Verifier, verifier_for
 from samplers.rules import RULES, Rule
 from samplers.sampler import Sampler
-from samplers.stopping import Stop, end_tokens, stop_on
+from samplers.stopping import Stop, check_stop, end_tokens, stop_on, stop_strings
 from samplers.tokens.predictions import Sampling
 from samplers.tokens.smoothing import Smoothing
 
@@ -321,23 +320,11 @@ def _only_token(model: Model, what: str, text: str) -> int:
     return ids[0]
 
 
-def check_token(what: str, token: Any, config: ModelConfig) -> None:
-    """Raises DllmError for what is no token id of a model."""
-    if isinstance(token, bool) or not isinstance(token, int | np.integer):
-        raise DllmError(f"{what} token {token!r} is no token id; give whole numbers")
-    if not 0 <= token < config.vocab_size:
-        raise DllmError(f"{what} token {token} lies outside the vocabulary of {config.vocab_size} tokens")
-
-
 def _stop(model: Model, stop: Sequence[str | int] | None, ignore_eos: bool) -> Stop | None:
     """Strings and token ids that end an answer, and the model's own end tokens unless they are ignored."""
     stop = () if stop is None else stop
-    if isinstance(stop, str) or not isinstance(stop, Sequence):
-        raise DllmError(f"stop is {stop!r}; give a list of strings or token ids")
-    strings = [item for item in stop if isinstance(item, str)]
-    for token in stop:
-        if not isinstance(token, str):
-            check_token("stop", token, model.config)
+    check_stop(stop, model.config)
+    strings = stop_strings(stop)
     tokens = end_tokens(model.config, stop, ignore_eos=ignore_eos)
     pieces = token_bytes(model.require_tokenizer(), model.config.vocab_size) if strings else None
     return stop_on(tokens, strings=strings, vocab_size=model.config.vocab_size, token_bytes=pieces)

@@ -21,15 +21,15 @@ import numpy as np
 
 from dllm_jax import DllmError, Model
 from dllm_jax.text.tokenizer import token_bytes
-from samplers.checks import check_length, check_whole, refuse_unknown
-from samplers.config.factory import CanvasSampler, build, check_token, sampler_of, settings_for
+from samplers.checks import check_length, check_seed, check_whole, refuse_unknown
+from samplers.config.factory import CanvasSampler, build, sampler_of, settings_for
 from samplers.config.registry import SamplerConfig, called, options_of
 from samplers.engine.program import Progress, number_names, numbers_of, structure_of
 from samplers.engine.requests import Request, Update
 from samplers.engine.slots import Slots, with_draws
 from samplers.inputs import check_given
 from samplers.rules import Rule
-from samplers.stopping import NEVER, Matcher, stop_bytes
+from samplers.stopping import NEVER, Matcher, check_stop, stop_strings
 from samplers.text.prompts import Prompt, check_width, encode_prompt
 from samplers.tokens.noise import row_keys
 
@@ -159,13 +159,12 @@ class Engine:
         Raises:
             DllmError: for bad values, a prompt that is too long, and options that would make another program.
         """
-        check_whole("seed", seed, 0, 2**32 - 1)
+        check_seed(seed)
         check_length("gen_length", gen_length, optional=True)
         most = self.sampler.gen_length
         if gen_length is not None and gen_length > most:
             raise DllmError(f"gen_length {gen_length} exceeds the engine's {most}; ask for less, or build another")
-        if isinstance(stop, str) or not isinstance(stop, Sequence):
-            raise DllmError(f"stop is {stop!r}; give a list of strings or token ids")
+        check_stop(stop, self.model.config)
         own = row_keys(jax.random.key(seed), 1)[0] if key is None else key
         made = Request(
             prompt=encode_prompt(self.model, prompt, chat=chat, system=system),
@@ -267,19 +266,16 @@ class Engine:
                 raise DllmError("given tokens cannot be kept by this sampler; use BlockSampler")
         if request.numbers is not None:
             self._slots.check_numbers(request.numbers)
-        for item in request.stop:
-            if isinstance(item, str):
-                stop_bytes(item)
-            else:
-                check_token("stop", item, self.model.config)
+        check_stop(request.stop, self.model.config)
         if len(set(request.stop)) > MOST_STOPS:
             raise DllmError(f"stop has {len(set(request.stop))} patterns; a request may bring {MOST_STOPS}")
         self._token_bytes(request.stop)  # a tokenizer may have none
 
     def _token_bytes(self, stop: Sequence[str | int]) -> Sequence[bytes]:
         """The bytes of each token, which stop strings are found in; empty if there are no strings."""
-        strings = any(isinstance(item, str) for item in stop)
-        return token_bytes(self.model.require_tokenizer(), self.model.config.vocab_size) if strings else ()
+        if not stop_strings(stop):
+            return ()
+        return token_bytes(self.model.require_tokenizer(), self.model.config.vocab_size)
 
     def _numbers_with(self, options: dict[str, Any]) -> tuple[Any, ...]:
         """The sampler's numbers with some of them changed."""

@@ -17,9 +17,9 @@ from jax import lax
 from dllm_jax.indicator import Indicator
 from dllm_jax.models.denoiser import DenoiserLike
 from dllm_jax.pytree import pytree
-from samplers.caches.base import each_row
 from samplers.inputs import number_dtypes
 from samplers.loops.verifier import Verifier
+from samplers.rowwise import each_row
 from samplers.sampler import Result
 from samplers.stopping import Stop
 

@@ -19,10 +19,10 @@ from dllm_jax.models.denoiser import DenoiserLike, Span, block_causal, block_len
 from dllm_jax.models.kv_cache import slice_rows, write_rows
 from dllm_jax.pytree import pytree, vary_like
 from samplers import canvas as canvases
-from samplers.caches.base import each_row, run_if
 from samplers.canvas import Canvas
 from samplers.checks import check_choice, check_length, check_number, check_threshold
 from samplers.loops.block import check_alignment, check_rule, check_sampling
+from samplers.rowwise import each_row, run_if
 from samplers.rules.base import PROXIES, BlockView, Number, Proxy, Rule, error_of, judged, per_row, predicted, rank
 from samplers.sampler import Result
 from samplers.stopping import Stop

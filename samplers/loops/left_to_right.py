@@ -12,10 +12,10 @@ from dllm_jax.models.denoiser import DenoiserLike, Span
 from dllm_jax.models.kv_cache import slice_rows
 from dllm_jax.pytree import pytree, vary_like
 from samplers import canvas as canvases
-from samplers.caches.base import each_row, run_if
 from samplers.canvas import Canvas
 from samplers.checks import check_length, check_whole
 from samplers.loops.block import check_is_sampling, check_sampling
+from samplers.rowwise import each_row, run_if
 from samplers.sampler import Result
 from samplers.stopping import Stop
 from samplers.tokens.noise import Noise, Purpose, gumbel

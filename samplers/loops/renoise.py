@@ -19,10 +19,10 @@ from dllm_jax.models.denoiser import Denoiser, DenoiserLike, Span
 from dllm_jax.models.kv_cache import put_rows, take_rows
 from dllm_jax.pytree import pytree, vary_like
 from samplers import canvas as canvases
-from samplers.caches.base import run_if
 from samplers.canvas import Canvas
 from samplers.checks import check_length, check_number, check_whole
 from samplers.loops.block import check_sampling
+from samplers.rowwise import run_if
 from samplers.rules.base import Number
 from samplers.rules.eb import select
 from samplers.sampler import Result

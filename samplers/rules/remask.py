@@ -109,16 +109,13 @@ class Remask(Rule):
         i, steps, eta = view.step[:, None], self.most_steps(view)[:, None], per_row(self.eta)
         highest = jnp.clip((steps - 1 - i) / jnp.maximum(i, 1), 0.0, 1.0)
         sigma = jnp.minimum(eta, highest) if self.schedule == "cap" else eta * highest
-        draw, of_undecided = view.uniform(), sigma
+        draw, commit_sigma = view.uniform(), sigma
         if self.schedule == "conf":
             weight = jnp.where(view.written, jnp.exp(-state.confidence), 0.0)
-            of_undecided, sigma = (
-                jnp.zeros_like(sigma),
-                sigma * weight / jnp.maximum(weight.sum(axis=1, keepdims=True), 0.1),
-            )
-        return view.undecided & (draw < (1 + of_undecided * i) / jnp.maximum(steps - i, 1)), view.written & (
-            draw < sigma
-        )
+            commit_sigma = jnp.zeros_like(sigma)
+            sigma = sigma * weight / jnp.maximum(weight.sum(axis=1, keepdims=True), 0.1)
+        commit = view.undecided & (draw < (1 + commit_sigma * i) / jnp.maximum(steps - i, 1))
+        return commit, view.written & (draw < sigma)
 
     def _surest(self, predictions: Predictions, view: BlockView) -> jax.Array:
         """The undecided positions that are committed, [B, W] bool, such that the steps left have about as many each."""

@@ -28,7 +28,7 @@ from samplers.serving.engine_thread import Job, Worker
 from samplers.serving.errors import Fault, stopping
 from samplers.serving.metrics import Metrics
 from samplers.serving.schemas import Body, CanvasBody, ChatBody, Completing, TextBody
-from samplers.serving.shapes import Chat, Json, Shape, Text, told_tokens, usage_of
+from samplers.serving.shapes import Chat, Json, Shape, Text, token_scores, usage_of
 from samplers.text.decode import TextStream, text_of
 from samplers.text.prompts import PromptTooLong, encode_prompt
 
@@ -71,7 +71,7 @@ class Ticket:
         self.fault: Fault | None = None
 
     async def updates(self) -> AsyncIterator[tuple[Job, Update]]:
-        """News of the jobs, the last of each at least; a slow reader is told several steps as one.
+        """News of the jobs, the last of each at least; a slow reader gets several steps as one.
 
         Raises:
             Fault: at the deadline, and when the engine has stopped.
@@ -379,7 +379,7 @@ class Service:
     def _logprobs(self, shape: Shape, body: ChatBody | TextBody, answer: Generation) -> Json:
         if not body.with_logprobs:
             return {}
-        return {"logprobs": shape.logprobs(told_tokens(self.engine.model, answer, self._stops(body)))}
+        return {"logprobs": shape.logprobs(token_scores(self.engine.model, answer, self._stops(body)))}
 
     def _reason(self, job: Job, answer: Generation) -> str:
         """Whether an end token or a stop pattern ended it, or the canvas."""

@@ -8,13 +8,13 @@ from dllm_jax import Model
 from dllm_jax.errors import DllmError
 from dllm_jax.text.tokenizer import special_tokens, token_bytes
 from samplers.generation import Generation
-from samplers.stopping import stop_at
+from samplers.stopping import stop_at, stop_strings
 
 Json = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Told:
+class TokenScore:
     """One token of an answer and what the model thought of it.
 
     Attributes:
@@ -30,7 +30,7 @@ class Told:
     offset: int
 
 
-def told_tokens(model: Model, answer: Generation, stops: Sequence[str | int]) -> list[Told]:
+def token_scores(model: Model, answer: Generation, stops: Sequence[str | int]) -> list[TokenScore]:
     """The tokens of an answer's text, up to the one in which a stop string begins."""
     tokenizer = model.require_tokenizer()
     names = {i: name for name, i in special_tokens(tokenizer).items()}
@@ -38,13 +38,13 @@ def told_tokens(model: Model, answer: Generation, stops: Sequence[str | int]) ->
         pieces = [token_bytes(tokenizer, model.config.vocab_size)[token] for token in answer.tokens]
     except DllmError:  # its tokens do not simply follow each other
         texts = [str(tokenizer.decode([token])) for token in answer.tokens]
-        return [Told(text, None, x, 0) for text, x in zip(texts, answer.logprobs, strict=True)]
+        return [TokenScore(text, None, x, 0) for text, x in zip(texts, answer.logprobs, strict=True)]
     whole, found, at = b"".join(pieces), [], 0
-    end = stop_at(whole, [item.encode() for item in stops if isinstance(item, str)])
+    end = stop_at(whole, [text.encode() for text in stop_strings(stops)])
     for token, piece, x in zip(answer.tokens, pieces, answer.logprobs, strict=True):
         if at < end or (at == end == len(whole)):
             text = names.get(token) or piece.decode("utf-8", "replace")
-            found.append(Told(text, list(piece), x, len(whole[:at].decode("utf-8", "replace"))))
+            found.append(TokenScore(text, list(piece), x, len(whole[:at].decode("utf-8", "replace"))))
         at += len(piece)
     return found
 
@@ -79,8 +79,8 @@ class Chat:
         return {"delta": {"content": text} if text else {}}
 
     @staticmethod
-    def logprobs(tokens: Sequence[Told]) -> Json:
-        def entry(token: Told) -> Json:
+    def logprobs(tokens: Sequence[TokenScore]) -> Json:
+        def entry(token: TokenScore) -> Json:
             return {"token": token.text, "bytes": token.bytes, "logprob": token.logprob, "top_logprobs": []}
 
         return {"content": [entry(token) for token in tokens], "refusal": None}
@@ -104,7 +104,7 @@ class Text:
         return {"text": text}
 
     @staticmethod
-    def logprobs(tokens: Sequence[Told]) -> Json:
+    def logprobs(tokens: Sequence[TokenScore]) -> Json:
         return {
             "tokens": [token.text for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],

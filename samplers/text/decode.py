@@ -1,7 +1,7 @@
 """The text of a generation: whole, or as a stream while a sampler still writes.
 
 A diffusion model writes positions in any order. What a reader may be shown is the text of the *final* tokens, the
-unbroken beginning of the generation up to the first position that may still change, less what tokens behind them may
+unbroken beginning of the generation up to the first position that may still change, less what later tokens may
 change: a character of which a part is missing, the beginning of a stop string.
 
 shown = TextStream(model, stop=["\\n\\n"])
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from dllm_jax import DllmError, Model
 from dllm_jax.text.tokenizer import settles, special_tokens, token_bytes
-from samplers.stopping import end_tokens, stop_at
+from samplers.stopping import certain_length, end_tokens, stop_at, stop_strings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,14 +31,14 @@ def text_of(model: Model, tokens: Sequence[int], stop: Sequence[str | int] = ())
     if model.tokenizer is None:
         return ""
     text = str(model.tokenizer.decode(list(tokens), skip_special_tokens=True))
-    return text[: stop_at(text, [item for item in stop if isinstance(item, str)])]
+    return text[: stop_at(text, stop_strings(stop))]
 
 
 class TextStream:
     """The text of one row, as far as it is certain. What `feed` and `finish` return is together `text_of` of the
-    answer's tokens, and no character of it is ever taken back.
+    answer's tokens, and no character of it ever changes.
 
-    End tokens and special tokens are never shown, nor is anything behind an end token. A few tokenizers decode in ways
+    End tokens and special tokens are never shown, nor is anything after an end token. A few tokenizers decode in ways
     that the last token can change all of (`dllm_jax.text.tokenizer.settles`); their text comes at the end, as a whole.
 
     Attributes:
@@ -49,14 +49,14 @@ class TextStream:
         """
         Args:
             stop: strings and token ids that end the answer, as `make_sampler` takes them.
-            ignore_eos: the answer goes on behind the model's end tokens, but for that of the sequence.
+            ignore_eos: the answer continues after the model's end tokens, but for that of the sequence.
         """
         config = model.config
         self.text = ""
         self._model, self._stop = model, tuple(stop)
-        self._strings = [item for item in stop if isinstance(item, str)]
+        self._strings = stop_strings(stop)
         self._ends = {config.eos_id, *end_tokens(config, stop, ignore_eos=ignore_eos)}
-        self._grow = _growing(model)
+        self._grow = _grow_by(model)
         self._read, self._ended, self._held = 0, False, ""
 
     def feed(self, tokens: Sequence[int]) -> str:
@@ -70,7 +70,7 @@ class TextStream:
         before_end = [] if self._ended else list(itertools.takewhile(lambda token: token not in self._ends, fresh))
         self._ended |= len(before_end) < len(fresh)
         self._held += self._grow(before_end)
-        safe = min((_certain(self._held, string) for string in self._strings), default=len(self._held))
+        safe = certain_length(self._held, self._strings)
         new, self._held = self._held[:safe], self._held[safe:]
         self.text += new
         return new
@@ -91,29 +91,19 @@ class TextStream:
         return rest
 
 
-def _certain(text: str, stop: str) -> int:
-    """Characters of a text that a stop string cannot cut off, whatever follows: those before it, or before what may
-    become it."""
-    found = text.find(stop)
-    if found >= 0:
-        return found
-    begun = (length for length in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:length]))
-    return len(text) - next(begun, 0)
-
-
-def _growing(model: Model) -> Grow:
+def _grow_by(model: Model) -> Grow:
     """How the tokens of a model become text, bit by bit."""
     tokenizer = model.tokenizer
     if tokenizer is None:
         return lambda tokens: ""
     try:
-        return _Joined(token_bytes(tokenizer, model.config.vocab_size))
+        return _BytePieces(token_bytes(tokenizer, model.config.vocab_size))
     except DllmError:  # its tokens do not simply follow each other
         settled = settles(tokenizer)
-        return (lambda tokens: "") if settled is None else _Decoded(tokenizer, settled)
+        return (lambda tokens: "") if settled is None else _DecodedFromAnchor(tokenizer, settled)
 
 
-class _Joined:
+class _BytePieces:
     """Tokens that are bytes: a character is certain when its last byte is there."""
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
@@ -123,7 +113,7 @@ class _Joined:
         return self._decoder.decode(b"".join(self._pieces[token] for token in tokens))
 
 
-class _Decoded:
+class _DecodedFromAnchor:
     """Tokens whose text depends on their place: decoded with those before them, from an anchor on.
 
     Decoders treat the very first token in a way of its own, so the anchor is one that has text before what is new. What
@@ -134,22 +124,22 @@ class _Decoded:
         self._core, self._settled = tokenizer.backend_tokenizer, settled
         self._silent = set(special_tokens(tokenizer).values())
         self._tokens: list[int] = []  # from the anchor on
-        self._told, self._text = 0, ""  # how many of them are certain, and their text
+        self._certain, self._text = 0, ""  # how many of them are certain, and their text
 
     def __call__(self, tokens: Sequence[int]) -> str:
-        end = self._told
+        end = self._certain
         for token in tokens:
             name = None if token in self._silent else self._core.id_to_token(token)
             if name is None:  # nobody's id, which is no text
                 continue
             self._tokens.append(token)
             end = len(self._tokens) if self._settled(name) else end
-        if end == self._told:
+        if end == self._certain:
             return ""
         text = self._core.decode(self._tokens[:end])
         new = text[len(self._text) :]
-        if alone := self._core.decode(self._tokens[self._told : end]):
-            self._tokens, self._told, self._text = self._tokens[self._told :], end - self._told, alone
+        if alone := self._core.decode(self._tokens[self._certain : end]):
+            self._tokens, self._certain, self._text = self._tokens[self._certain :], end - self._certain, alone
         else:
-            self._told, self._text = end, text
+            self._certain, self._text = end, text
         return new

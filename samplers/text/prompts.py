@@ -10,7 +10,8 @@ import numpy as np
 
 from dllm_jax import DllmError, Model
 from dllm_jax.text.tokenizer import chat_text, encode_text, least_tokens
-from samplers.config.factory import CanvasSampler, check_token
+from samplers.checks import check_token
+from samplers.config.factory import CanvasSampler
 from samplers.inputs import check_context
 
 Message = Mapping[str, str]
