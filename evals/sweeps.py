@@ -124,7 +124,7 @@ def sweep(
         )
         found.samplers.append(sampler)
         found.reports.append(report)
-        found.programs = engines.compiled
+        found.programs = len(engines.programs)
         yield found
 
 

@@ -38,7 +38,7 @@ def measured(monkeypatch, small):
     def run(models, task, sampler, *, n, batch_size, seed, split, examples, counts, engines, processes, progress):
         seen.append((models.of(sampler).name, sampler))
         loss = sum(sampler.numbers.values()) * (0.01 if sampler.name == "ni" else 1)
-        engines._seen.add(sampler.without("indicator").series)
+        engines.programs.add(sampler.without("indicator").series)
         seed_of_indicator = len(sampler.options.get("indicator", ""))
         nfe, accuracy = 2.0 + 10 / (1 + loss) + seed_of_indicator, 1 / (1 + 0.1 * loss)
         numbers = {name: 0.0 for name, kind in Report.__annotations__.items() if kind is float}

@@ -23,16 +23,12 @@ class Engines:
     """Keeps the engine that ran last, for the next sampler that it can run: one that differs in numbers alone.
 
     Attributes:
-        compiled: how many different programs were asked for.
+        programs: a key of each different program that was asked for.
     """
 
     def __init__(self) -> None:
         self._last: tuple[Any, Engine] | None = None
-        self._programs: set[Any] = set()
-
-    @property
-    def compiled(self) -> int:
-        return len(self._programs)
+        self.programs: set[Any] = set()
 
     def of(self, model: Model, sampler: CanvasSampler, slots: int, prompt_length: int) -> Engine:
         """An engine that runs requests with this sampler's numbers, see `numbers_of`; of the same arguments otherwise.
@@ -45,7 +41,7 @@ class Engines:
             self._last = None  # before the next takes as much memory
             self._last = key, Engine(model, sampler, slots=slots, prompt_length=prompt_length)
         shapes = jax.tree.map(lambda x: (x.shape, x.dtype), model.denoiser)
-        self._programs.add((str(shapes), structure_of(sampler), slots, prompt_length))
+        self.programs.add((str(shapes), structure_of(sampler), slots, prompt_length))
         return self._last[1]
 
 
