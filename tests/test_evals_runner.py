@@ -137,7 +137,7 @@ def test_accuracy_counts_what_is_right_and_does_not_depend_on_the_batch_size():
     assert [row.correct for row in one.rows] == [i not in (0, 4, 7) for i in range(N)]
     assert one.accuracy == 0.7 and one.accuracy_stderr == pytest.approx(math.sqrt(0.7 * 0.3 / N + 1 / 400) / 1.1)
     assert one.nfe_stderr == pytest.approx(np.std([row.nfe for row in one.rows], ddof=1) / math.sqrt(N))
-    assert one.rows == other.rows == all_at_once.rows and engines.compiled == 3
+    assert one.rows == other.rows == all_at_once.rows and len(engines.programs) == 3
     assert (one.batch_size, all_at_once.batch_size) == (4, N)
 
 
@@ -193,7 +193,7 @@ def test_mistakes_are_found_before_anything_is_compiled(changes, complaint):
     arguments = {"task": SUDOKU, "sampler": "topk", "engines": engines, **changes}
     with pytest.raises(DllmError) as caught:
         evals.run(model, **arguments)
-    assert complaint in str(caught.value) and "\n" not in str(caught.value) and not engines.compiled
+    assert complaint in str(caught.value) and "\n" not in str(caught.value) and not engines.programs
 
 
 # Samplers as text
