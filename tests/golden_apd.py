@@ -4,9 +4,10 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import official
 from golden_base import Assets, Case, check, generate
 
-from samplers import APD, LeftRight, Sampling, Verifier, official, stop_on
+from samplers import APD, LeftRight, Sampling, Verifier, stop_on
 from samplers.text.prompts import bucket_length
 
 GEN, WINDOW = 64, 32

@@ -7,6 +7,7 @@ import golden_block_loss
 import jax
 import jax.numpy as jnp
 import numpy as np
+import official
 from golden_base import Assets, Case, full_forward, padded
 from safetensors import safe_open
 
@@ -14,7 +15,7 @@ import convert
 from dllm_jax.config import Experts
 from dllm_jax.models.denoiser import Denoiser, Span
 from dllm_jax.models.transformer import MoE
-from samplers import BlockSampler, Rule, Threshold, official, stop_on, stream
+from samplers import BlockSampler, Rule, Threshold, stop_on, stream
 from samplers.caches import ExactCache, SubBlockCache
 from samplers.rules import Dynamic, Edit, FastDllmV2
 from samplers.text.prompts import bucket_length

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import official
 from golden_base import Assets, Case, cases_of, full_forward, sample_rows
 
 from dllm_jax import Denoiser
@@ -19,7 +20,6 @@ from samplers import (
     Sampling,
     Smoothing,
     Threshold,
-    official,
     stop_on,
 )
 from samplers.rules.base import BlockView

@@ -11,6 +11,7 @@ import golden_ni
 import jax
 import jax.numpy as jnp
 import numpy as np
+import official
 from golden_base import (
     Assets,
     Case,
@@ -38,7 +39,6 @@ from samplers import (
     Sampling,
     Threshold,
     TopK,
-    official,
     stop_on,
 )
 from samplers.likelihood.estimators import is_greedy, mask_counts, masked_loss

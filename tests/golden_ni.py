@@ -6,12 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import official
 from golden_base import Assets, Case, check, generate, lengths_of, padded
 
 from convert.indicator import convert_indicator
 from dllm_jax import Denoiser
 from dllm_jax.indicator import Indicator, load_indicator
-from samplers import NI, BlockSampler, Threshold, official
+from samplers import NI, BlockSampler, Threshold
 from samplers.rules.ni import features_of
 from samplers.tokens.predictions import Sampling, given, predict
 from train.trajectory import best_tokens, mergeable, merged, rolled_back, trajectory_of

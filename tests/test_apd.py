@@ -8,6 +8,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import official
 import pytest
 import tokenizers
 import transformers
@@ -28,7 +29,6 @@ from samplers import (
     LeftRight,
     Sampling,
     Verifier,
-    official,
     sample,
     sample_jit,
     stop_on,

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import official
 import pytest
 from jax.sharding import PartitionSpec
 from test_engine import BLOCK, EOS, GEN, MASK, ROWS, RULES, assert_same_row, first_layers, run
@@ -32,7 +33,6 @@ from samplers import (
     Threshold,
     TopK,
     VicinityCache,
-    official,
     sample,
     sample_jit,
     stop_on,

@@ -7,6 +7,7 @@ import re
 import tomllib
 
 import numpy as np
+import official
 import pytest
 from conftest import GOLDENS, ROOT
 
@@ -14,7 +15,7 @@ from dllm_jax import spec
 from docs.tools import pictures
 from evals import presets
 from evals.sampler import parse_sampler
-from samplers import CACHES, PRESETS, RULES, official
+from samplers import CACHES, PRESETS, RULES
 from samplers.config.registry import LOOPS, USUAL, SamplerConfig, kinds_of, options_of, resolve
 from samplers.tokens.smoothing import Smoothing
 from train.objectives import OBJECTIVES
@@ -101,7 +102,7 @@ def test_whatever_looks_like_a_sampler_is_one(page):
 @pytest.mark.parametrize("page", PAPERS)
 def test_what_is_named_is_there(page):
     """Originals of official code, files and settings of training."""
-    for name in re.findall(r"`samplers\.official\.(\w+)`", PAGES[page]):
+    for name in re.findall(r"`tests/official\.py:(\w+)`", PAGES[page]):
         assert hasattr(official, name), name
     for path in re.findall(r"`((?:train/configs|tests|benchmarks|evals|samplers)/[\w./-]+\.\w+)`", PAGES[page]):
         assert (ROOT / path).is_file(), path

@@ -6,6 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import official
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,7 +25,6 @@ from samplers import (
     Sampling,
     Threshold,
     TopK,
-    official,
 )
 from samplers.rules import BlockView, Rule
 from samplers.rules.base import progressing, rank

@@ -1,7 +1,8 @@
 """Published settings by name: options of `make_sampler`, which any other option may change.
 
-The settings are the papers', the loop is ours. Runs that equal the official code token for token take their parts from
-`samplers.official`: `DInfer` with `DInferVicinity` and `Hierarchical` for "llada-moe-...", `FastDllm` for "fast-dllm".
+The settings are the papers', the loop is ours. The recorded cases equal official code token for token; where that has
+quirks they run `tests/official.py`: `DInfer` with `DInferVicinity` and `Hierarchical` for "llada-moe-...", `FastDllm`
+for "fast-dllm".
 """
 
 import types

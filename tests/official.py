@@ -1,7 +1,6 @@
-"""Runs that equal official code token for token, where ours does otherwise on purpose: for comparing with it.
+"""Our rules, cache policies and loops with quirks of official code, which the recorded cases reproduce token for token.
 
-Each class here is one of ours with a quirk of the code that it reproduces; `docs/design.md` lists them. The recorded
-cases are run with these, and a paper's settings can be: `BlockSampler(official.LLaDA(steps=256), 256)`.
+`docs/design.md` and the papers' pages list them.
 """
 
 import dataclasses
