@@ -93,7 +93,7 @@ def _config_files(folder: Path, spec: Family, layout: Layout, config: ModelConfi
         original = original | (architectures if len(spec.layouts) > 1 else {})
         key = "dtype" if "dtype" in original else "torch_dtype"
         return {CONFIG_FILE: _json(original if notes["dtypes"] == [config.dtype] else {**original, key: config.dtype})}
-    if (config.attention == "block") != (spec.name in BLOCKS):
+    if config.has_blocks != (spec.name in BLOCKS):
         what = f"{folder} has {config.attention} attention"
         raise DllmError(f"{what}, which a {spec.name} checkpoint of the hub's format cannot say; keep it in ours")
     return {

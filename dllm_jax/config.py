@@ -205,7 +205,7 @@ class ModelConfig:
 
     def _check_gemma(self) -> None:
         gemma = self.gemma
-        if (gemma is not None) != (self.attention == "canvas"):
+        if (gemma is not None) != self.has_canvas:
             raise DllmError(f"{self.attention} attention beside gemma = {gemma}; the two belong together")
         if gemma is None:
             return
@@ -219,6 +219,21 @@ class ModelConfig:
             raise DllmError(f"gemma.full_layers {list(gemma.full_layers)} are not among {self.num_layers} layers")
         if self.num_heads % gemma.num_kv_heads:
             raise DllmError(f"num_heads {self.num_heads} is no multiple of gemma.num_kv_heads {gemma.num_kv_heads}")
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether a query sees only what is before it: an autoregressive model, which can verify."""
+        return self.attention == "causal"
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether a query sees its own block and those before it: block diffusion."""
+        return self.attention == "block"
+
+    @property
+    def has_canvas(self) -> bool:
+        """Whether a decoder writes a canvas after what a causal encoder has read: DiffusionGemma."""
+        return self.attention == "canvas"
 
     def heads_of(self, layer: int) -> tuple[int, int]:
         """A layer's number of heads of keys and values, and the size of a head."""

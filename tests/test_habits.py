@@ -1,4 +1,5 @@
-"""What users expect everywhere: NO_COLOR and narrow windows (the viewer's: test_viewer.py), allowed file names."""
+"""What users expect everywhere: NO_COLOR and narrow windows (the viewer's: test_viewer.py), allowed file names,
+attention by its properties."""
 
 import re
 import subprocess
@@ -56,6 +57,14 @@ def test_no_file_has_a_name_that_some_system_refuses():
         assert not re.search(r'[<>:"\\|?*]', name) and not any(part.endswith((" ", ".")) for part in parts), name
         assert not any(RESERVED.fullmatch(part) for part in parts), name
     assert len({name.lower() for name in names}) == len(names)
+
+
+def test_attention_is_compared_with_words_only_where_configs_are_defined():
+    """`ModelConfig.is_causal`, `has_blocks` and `has_canvas` are for all others."""
+    compared = re.compile(r"\.attention\s*(==|!=|(not )?in\b)")
+    packages = ("dllm_jax", "convert", "samplers", "train", "evals", "benchmarks")
+    files = {path.relative_to(ROOT).as_posix(): path for name in packages for path in (ROOT / name).rglob("*.py")}
+    assert {name for name, path in files.items() if compared.search(path.read_text())} == {"dllm_jax/config.py"}
 
 
 def test_folders_of_presets_have_such_names_too():

@@ -168,5 +168,5 @@ class Answers:
 
 def _sampler(part: WatchPart, model: ModelConfig, config: TrainConfig) -> str:
     """The sampler's text; empty where the model's own defaults hold."""
-    usual = "ni" if config.command == "indicator" else "leftright" if model.attention == "causal" else ""
+    usual = "ni" if config.command == "indicator" else "leftright" if model.is_causal else ""
     return part.sampler or usual

@@ -184,7 +184,7 @@ def _generation(config: TrainConfig, model: ModelConfig, task: Any) -> dict[str,
     as long as the answers that it is trained on; a block diffusion model in its blocks."""
     before = checkpoint.load_generation(checkpoint.find(config.model.init)) if config.model.init else {}
     width = getattr(task, "answer_width", None)
-    if model.attention == "block":
+    if model.has_blocks:
         before |= {"block_length": model.block_length, "align_blocks": True, "cache": "exact"}
     elif width and not in_words(task):
         return {"gen_length": width, "block_length": width, "cache": "none"}

@@ -123,7 +123,7 @@ class Denoiser:
             DllmError: for a model without one.
         """
         if self.config.mask_id is None:
-            use = "it takes renoise" if self.config.attention == "canvas" else "use it as a verifier"
+            use = "it takes renoise" if self.config.has_canvas else "use it as a verifier"
             raise DllmError(f"a {self.config.family} model has no mask token and cannot denoise; {use}")
         return self.config.mask_id
 
@@ -332,7 +332,7 @@ class Denoiser:
     def in_blocks(self, length: int | None) -> "Denoiser":
         """A block diffusion model with blocks of another length, as those that a sampler decodes in; another model, and
         with None, as it is."""
-        if self.config.attention != "block" or length is None:
+        if not self.config.has_blocks or length is None:
             return self
         return dataclasses.replace(self, config=self.config.replace(block_length=length))
 

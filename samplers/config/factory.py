@@ -179,7 +179,7 @@ def in_blocks(settings: SamplerConfig, model: Model) -> SamplerConfig:
     length = model.config.block_length
     if length is None:
         return settings
-    if model.config.attention == "canvas":
+    if model.config.has_canvas:
         canvas = {name: value for name, value in settings.options.items() if name == "gen_length"}
         origins = {name: settings.origins[name] for name in canvas if name in settings.origins}
         own: dict[str, Any] = {"block_length": length}
@@ -206,7 +206,7 @@ def build(model: Model, settings: SamplerConfig) -> CanvasSampler:
     Raises:
         DllmError: for values of the wrong kind, and numbers out of range.
     """
-    if (model.config.attention == "canvas") != (settings.kind is Renoise):
+    if model.config.has_canvas != (settings.kind is Renoise):
         fitting = "give one with a canvas, diffusion-gemma" if settings.kind is Renoise else "it takes renoise"
         raise DllmError(f"sampler {called(settings)} cannot run a {model.config.family} model; {fitting}")
     dealt: dict[type | None, dict[str, Any]] = {}  # owner -> its fields' values
@@ -432,7 +432,7 @@ class SamplerSpec:
         self.check_unbound()
         if canvas is not None and not canvas.stops and (fixed := sorted(set(_OF_CANVAS) & set(self.options))):
             raise DllmError(f"sampler {self}: {fixed[0]} cannot be chosen, the canvas of {canvas.name} is what it is")
-        if model.config.mask_id is None and model.config.attention != "canvas":
+        if model.config.mask_id is None and not model.config.has_canvas:
             advice = "use it as a verifier, or set an unused id as mask_id in its config"
             raise DllmError(
                 f"sampler {self}: {model.name} has no mask token to mark undecided positions with; {advice}"

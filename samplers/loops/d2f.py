@@ -208,7 +208,7 @@ class PipelineSampler:
         if self._rule.revises:
             raise DllmError("a rule that revises what is written cannot decide in a pipeline; use BlockSampler")
         config = getattr(denoiser, "config", None)
-        if config is not None and config.attention == "causal":
+        if config is not None and config.is_causal:
             raise DllmError(f"a {config.family} model has causal attention; give a diffusion model")
         check_alignment(denoiser, self.align_blocks)
         canvas = canvases.begin(

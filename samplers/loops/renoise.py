@@ -280,7 +280,7 @@ def with_canvas(denoiser: DenoiserLike) -> Denoiser:
     Raises:
         DllmError: for any other.
     """
-    if isinstance(denoiser, Denoiser) and denoiser.config.attention == "canvas":
+    if isinstance(denoiser, Denoiser) and denoiser.config.has_canvas:
         return denoiser
     raise DllmError("renoise runs a decoder of a canvas; give it a diffusion-gemma model, or use BlockSampler")
 

@@ -33,7 +33,7 @@ class Verifier:
             kind = type(self.denoiser).__name__
             raise DllmError(f"the verifier's model is a {kind}; give a denoiser, such as Model.denoiser")
         config = getattr(self.denoiser, "config", None)
-        if config is not None and config.attention != "causal":
+        if config is not None and not config.is_causal:
             raise DllmError(f"a {config.family} model is not causal and cannot verify; give one of the qwen2 family")
 
     def check(self, vocab_size: int) -> None:

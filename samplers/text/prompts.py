@@ -112,7 +112,7 @@ def _checked_ids(model: Model, ids: Sequence[Any]) -> list[int]:
         raise DllmError("the prompt is empty; give a prompt of at least one token")
     for token in ids:
         check_token("prompt", token, model.config)
-    if model.config.attention != "canvas" and model.denoiser.mask_id in ids:
+    if not model.config.has_canvas and model.denoiser.mask_id in ids:
         raise DllmError("the prompt contains the mask token; to fill gaps of a text use samplers.infill")
     return [int(token) for token in ids]
 

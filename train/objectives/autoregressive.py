@@ -58,7 +58,7 @@ class Autoregressive(CrossEntropy):
 
     def fitted(self, model: ModelConfig, config: TrainConfig) -> ModelConfig:
         """As `Objective`."""
-        if model.attention != "causal":
+        if not model.is_causal:
             raise DllmError(
                 f"a {model.family} model sees both ways, so it cannot be trained token by token; set model.published "
                 "to a causal one such as qwen2.5-0.5b"

@@ -90,10 +90,10 @@ class Objective(abc.ABC):
         Raises:
             DllmError: for a model that the command cannot train.
         """
-        if model.attention == "causal":
+        if model.is_causal:
             advice = "train it by python -m train autoregressive"
             raise DllmError(f"a {model.family} model sees only what is before; {advice}")
-        if model.attention == "canvas":
+        if model.has_canvas:
             raise DllmError(f"a {model.family} model cannot be trained here; samplers run it")
         if model.mask_id is None:
             raise DllmError(f"a {model.family} model has no mask token and cannot be trained; set model.config.mask_id")

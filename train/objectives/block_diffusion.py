@@ -192,7 +192,7 @@ class BlockDiffusion(Objective):
         """As `Objective`: in the blocks that it is trained in, with which a model of full attention becomes one of
         block diffusion where the settings name their length."""
         model = self._in_blocks(model, config)
-        if model.attention != "block":
+        if not model.has_blocks:
             raise DllmError(
                 f"a {model.family} model has no blocks; set objective.block_length for one of full attention, or "
                 "model.adapt to a kind that has, such as fast-dllm-v2-1.5b"
@@ -201,7 +201,7 @@ class BlockDiffusion(Objective):
 
     def _in_blocks(self, model: ModelConfig, config: BlockDiffusionConfig) -> ModelConfig:
         length, own = self.settings.block_length or model.block_length, model.block_length
-        if length is None or model.attention == "causal":
+        if length is None or model.is_causal:
             return model
         if length != own and config.lora.rank:
             raise DllmError(

@@ -102,7 +102,7 @@ class MaskedDiffusion(CrossEntropy):
 
     def fitted(self, model: ModelConfig, config: TrainConfig) -> ModelConfig:
         """As `Objective`; a block diffusion model has an objective of its own."""
-        if model.attention == "block":
+        if model.has_blocks:
             advice = "train it by python -m train block-diffusion"
             raise DllmError(f"a {model.family} model sees final tokens before its block; {advice}")
         return super().fitted(model, config)
