@@ -1,5 +1,6 @@
 """CPU with eight virtual devices, full float32 matmuls, kept compilations, and the tiny checkpoints as fixtures."""
 
+import contextlib
 import gc
 import itertools
 import logging
@@ -68,11 +69,23 @@ def assert_equal(mine, theirs, name: str) -> None:
         np.testing.assert_array_equal(mine, theirs, err_msg=name)
 
 
+@contextlib.contextmanager
+def refuses(*names):
+    """Asserts that what follows raises a DllmError of one line which has each of the names."""
+    from dllm_jax import DllmError  # here, because option parsing must not wait for Flax and Orbax
+
+    with pytest.raises(DllmError) as caught:
+        yield
+    sentence = str(caught.value)
+    assert "\n" not in sentence
+    assert not [name for name in names if name not in sentence], sentence
+
+
 def one_error(capsys):
-    """What a command printed to stderr, which is one line: an error."""
-    text = capsys.readouterr().err
-    assert text.startswith("error: ") and text.count("\n") == 1, text
-    return text
+    """What a command printed, which is one line on stderr: an error."""
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1, (out, err)
+    return err
 
 
 def wait_until(true, seconds=60):

@@ -15,6 +15,7 @@ import hypothesis.strategies as st
 import ml_dtypes
 import numpy as np
 import pytest
+from conftest import one_error, refuses
 
 import convert
 from convert.__main__ import main
@@ -24,6 +25,7 @@ from dllm_jax.errors import DllmError
 
 Q_PROJ = "model.transformer.blocks.1.q_proj.weight"
 HEAD = "model.transformer.ff_out.weight"
+GATE = "model.layers.1.mlp.experts.5.gate_proj.weight"
 
 
 def weights(change):
@@ -138,262 +140,222 @@ def disagreeing_tokens(folder):
     content("tokenizer.json", b'{"added_tokens": [{"content": "<|eot_id|>", "id": 4}]}')(folder)
 
 
-BREAKAGES = [
-    # tensors
-    ("missing tensor", weights(lambda a: a.pop(Q_PROJ)), f"missing {Q_PROJ}"),
-    ("many missing tensors", weights(lambda a: [a.pop(n) for n in list(a) if ".2." in n]), "blocks.2.ff_norm"),
-    ("extra tensor", weights(lambda a: a.update({"model.extra": a[HEAD]})), "unexpected model.extra"),
-    (
-        "bias",
-        weights(lambda a: a.update({"model.transformer.ln_f.bias": a[HEAD][0]})),
-        "unexpected model.transformer.ln_f",
-    ),
-    ("more layers than the config", config(n_layers=3), "unexpected model.transformer.blocks.3."),
-    ("fewer layers than the config", config(n_layers=5), "missing model.transformer.blocks.4."),
-    ("absurdly many layers", config(n_layers=2_000_000_000), "39 tensors, too few for the 2000000000 layers"),
-    ("misshapen tensor", weights(lambda a: a.update({HEAD: a[HEAD][:-1]})), "has shape [135, 128], not [136, 128]"),
-    (
-        "transposed tensor",
-        weights(lambda a: a.update({HEAD: a[HEAD].T.copy()})),
-        "has shape [128, 136], not [136, 128]",
-    ),
-    (
-        "leading zero",
-        weights(lambda a: a.update({Q_PROJ.replace("1", "01"): a[Q_PROJ]})),
-        "unexpected model.transformer",
-    ),
-    ("integer tensor", weights(lambda a: a.update({Q_PROJ: a[Q_PROJ].astype("int32")})), "is stored as int32"),
-    ("several faults", weights(lambda a: [a.pop(n) for n in list(a)[:20]]), "and 17 more"),
-    ("NaN", value(np.nan), f"tensor {HEAD} contains NaN"),
-    ("infinity", value(-np.inf), f"tensor {HEAD} contains infinity"),
-    ("NaN in bfloat16", value(np.nan, ml_dtypes.bfloat16), f"tensor {HEAD} contains NaN"),
-    ("infinity in float16", value(np.inf, "float16"), f"tensor {HEAD} contains infinity"),
-    ("untied but missing head", weights(lambda a: a.pop(HEAD)), f"missing {HEAD}"),
-    (
-        "tied but another head",
-        config(weight_tying=True),
-        "differs from model.transformer.wte.weight although the config",
-    ),
+def nothing(folder):
+    """A breaker that leaves everything as it is, for a family that the checkpoint is not of."""
+
+
+def one_layer_fused(arrays):
+    for kind in ("gate", "up", "down"):
+        for e in range(8):
+            del arrays[f"model.layers.1.mlp.experts.{e}.{kind}_proj.weight"]
+    fused_layer(arrays, 1)
+
+
+def fused_layer(arrays, layer):
+    arrays[f"model.layers.{layer}.mlp.w1"] = np.zeros((8, 256, 128), np.float32)
+    arrays[f"model.layers.{layer}.mlp.w2"] = np.zeros((8, 128, 128), np.float32)
+
+
+SAFETENSORS = hub_files.SINGLE
+BLOCKS = "model.transformer.blocks"
+BIAS = "model.layers.0.mlp.expert_bias"
+INSIDE_MLP = "model.layers.0.mlp.shared_expert.up_proj.weight"
+LLADA = [  # what the sentence names, and how the checkpoint is broken
+    (Q_PROJ, weights(lambda a: a.pop(Q_PROJ))),
+    ("and 17 more", weights(lambda a: [a.pop(n) for n in list(a)[:20]])),
+    ("model.extra", weights(lambda a: a.update({"model.extra": a[HEAD]}))),
+    ("ln_f.bias", weights(lambda a: a.update({"model.transformer.ln_f.bias": a[HEAD][0]}))),
+    (f"{BLOCKS}.3.", config(n_layers=3)),
+    (f"{BLOCKS}.4.", config(n_layers=5)),
+    ("2000000000 layers", config(n_layers=2_000_000_000)),
+    ("[135, 128]", weights(lambda a: a.update({HEAD: a[HEAD][:-1]}))),
+    ("[128, 136]", weights(lambda a: a.update({HEAD: a[HEAD].T.copy()}))),
+    (f"{BLOCKS}.01", weights(lambda a: a.update({Q_PROJ.replace("1", "01"): a[Q_PROJ]}))),
+    ("int32", weights(lambda a: a.update({Q_PROJ: a[Q_PROJ].astype("int32")}))),
+    (f"{HEAD} contains NaN", value(np.nan)),
+    (f"{HEAD} contains NaN", value(np.nan, ml_dtypes.bfloat16)),
+    (f"{HEAD} contains infinity", value(-np.inf)),
+    (f"{HEAD} contains infinity", value(np.inf, "float16")),
+    (HEAD, weights(lambda a: a.pop(HEAD))),
+    ("wte.weight", config(weight_tying=True)),
     # safetensors files
-    ("truncated file", truncated, "is damaged: it is truncated"),
-    ("truncated shard", truncated_shard, "00002-of-00002.safetensors is damaged: it is truncated"),
-    ("empty file", content(hub_files.SINGLE, b""), "is damaged: its header claims 0 bytes"),
-    (
-        "header longer than the file",
-        content(hub_files.SINGLE, struct.pack("<Q", 1 << 40) + b"{}"),
-        "claims 1099511627776",
-    ),
-    ("header that is not JSON", content(hub_files.SINGLE, struct.pack("<Q", 4) + b"\xff{]}"), "its header is not JSON"),
-    ("header that is a list", content(hub_files.SINGLE, struct.pack("<Q", 2) + b"[]"), "is not a JSON object"),
-    (
-        "git lfs pointer",
-        content(hub_files.SINGLE, b"version https://git-lfs.github.com/spec/v1\n"),
-        "a Git LFS pointer",
-    ),
-    ("overlapping offsets", header(overlap), "overlap those of another tensor"),
-    ("bytes of no tensor", header(lambda v: v.pop(Q_PROJ)), "unaccounted bytes before"),
-    ("bytes after the last tensor", lambda f: (f / hub_files.SINGLE).open("ab").write(b"more"), "belong to no tensor"),
-    ("offsets outside the file", entry(data_offsets=[1 << 40, (1 << 40) + 65536]), "unaccounted bytes before"),
-    ("offsets backwards", entry(data_offsets=[65536, 0]), "has -65536 bytes, but its shape and dtype need 65536"),
-    ("negative offsets", entry(data_offsets=[-65536, 0]), "are not lists of sizes"),
-    ("size that does not fit the shape", entry(shape=[128, 127]), "but its shape and dtype need 65024"),
-    ("shape that is no list", entry(shape="128x128"), "are not lists of sizes"),
-    ("shape with a boolean", entry(shape=[128, True, 128]), "are not lists of sizes"),
-    ("absurd shape", entry(shape=[1 << 60, 1 << 60]), "but its shape and dtype need"),
-    ("unknown dtype", entry(dtype="F33"), "the dtype 'F33' of model.transformer.blocks.1.q_proj.weight is unknown"),
-    ("entry without offsets", header(lambda v: v[Q_PROJ].pop("data_offsets")), "without dtype, shape and data_offsets"),
-    ("line break in a name", header(lambda v: v.update({"a\nb": v.pop(Q_PROJ)})), "names a tensor 'a\\nb'"),
-    ("tensor twice in the header", duplicate_key, "its header names a tensor twice"),
+    (SAFETENSORS, truncated),
+    ("00002-of-00002.safetensors", truncated_shard),
+    ("0 bytes", content(SAFETENSORS, b"")),
+    ("1099511627776", content(SAFETENSORS, struct.pack("<Q", 1 << 40) + b"{}")),
+    ("JSON", content(SAFETENSORS, struct.pack("<Q", 4) + b"\xff{]}")),
+    ("JSON object", content(SAFETENSORS, struct.pack("<Q", 2) + b"[]")),
+    ("Git LFS", content(SAFETENSORS, b"version https://git-lfs.github.com/spec/v1\n")),
+    ("overlap", header(overlap)),
+    ("bytes", header(lambda v: v.pop(Q_PROJ))),
+    ("bytes", lambda folder: (folder / SAFETENSORS).open("ab").write(b"more")),
+    ("bytes", entry(data_offsets=[1 << 40, (1 << 40) + 65536])),
+    ("-65536 bytes", entry(data_offsets=[65536, 0])),
+    (SAFETENSORS, entry(data_offsets=[-65536, 0])),
+    ("65024", entry(shape=[128, 127])),
+    (SAFETENSORS, entry(shape="128x128")),
+    (SAFETENSORS, entry(shape=[128, True, 128])),
+    (SAFETENSORS, entry(shape=[1 << 60, 1 << 60])),
+    ("'F33'", entry(dtype="F33")),
+    ("data_offsets", header(lambda v: v[Q_PROJ].pop("data_offsets"))),
+    ("'a\\nb'", header(lambda v: v.update({"a\nb": v.pop(Q_PROJ)}))),
+    ("twice", duplicate_key),
     # the index
-    ("index with a file outside", index_entry(HEAD, "../outside.safetensors"), "'../outside.safe"),
-    ("index with an absolute path", index_entry(HEAD, "/etc/passwd"), "not a safetensors file inside"),
-    ("index with a pickle", index_entry(HEAD, "pytorch_model.bin"), "not a safetensors file inside"),
-    ("index with a missing file", index_entry(HEAD, "model-9.safetensors"), "missing from the folder"),
-    ("tensor in two shards", sharded(doubled_tensor), "is in two files of"),
-    ("tensor in the other shard", sharded(moved_tensor), "does not say so"),
-    ("tensor in no shard", index_entry("model.ghost", "model-00001-of-00002.safetensors"), "promises 'model.ghost'"),
-    ("tensor not in the index", sharded(lambda f, m: m.pop(Q_PROJ)), "does not say so"),
-    ("index that is not JSON", content(hub_files.INDEX, b"?"), "is not a readable index"),
-    ("index without a map", content(hub_files.INDEX, b"{}"), "is not a readable index"),
-    ("index of nothing", content(hub_files.INDEX, b'{"weight_map": {}}'), "lists no tensors"),
-    (
-        "index of numbers",
-        content(hub_files.INDEX, b'{"weight_map": {"a": 1}}'),
-        "does not map tensor names to file names",
-    ),
-    (
-        "index beside another single file",
-        content(hub_files.INDEX, b'{"weight_map": {"a": "b.safetensors"}}'),
-        "holds both",
-    ),
-    # folders
-    ("pickle only", replace_weights("pytorch_model.bin"), "holds only pickled weights (pytorch_model.bin)"),
-    ("pth only", replace_weights("weights.pth"), "holds only pickled weights (weights.pth)"),
-    ("no weights", lambda f: (f / hub_files.SINGLE).unlink(), "has neither model.safetensors nor"),
-    ("empty folder", emptied, "config.json is missing"),
-    # config.json
-    ("missing config.json", lambda f: (f / "config.json").unlink(), "config.json is missing"),
-    ("config.json that is not JSON", content("config.json", b"{"), "config.json is not valid JSON"),
-    ("config.json that is not text", content("config.json", b"\xff\xfe\x00"), "config.json is not valid JSON"),
-    ("config.json that is a list", content("config.json", b"[]"), "config.json holds no JSON object"),
-    (
-        "unknown architecture",
-        config(architectures=["GPT9"]),
-        "architecture 'GPT9' is not supported; supported are LLaDA",
-    ),
-    ("unknown model type", config(architectures=None, model_type="gpt9"), "model_type 'gpt9' is not supported"),
-    (
-        "another family",
-        config(architectures=["DreamModel"]),
-        "belongs to a dream checkpoint, not llada; use dream instead",
-    ),
-    ("alibi", config(alibi=True), "alibi = true is not implemented, only false"),
-    ("no rope", config(rope=False), "rope = false is not implemented, only true"),
-    ("rope scaling", config(rope_scaling={"type": "linear", "factor": 2}), 'rope_scaling = {"type": "linear"'),
-    ("biases", config(include_bias=True), "include_bias = true is not implemented"),
-    ("qkv biases", config(include_qkv_bias=True), "include_qkv_bias = true is not implemented"),
-    ("QK norm", config(attention_layer_norm=True), "attention_layer_norm = true is not implemented"),
-    ("embedding norm", config(input_emb_norm=True), "input_emb_norm = true is not implemented"),
-    ("scaled logits", config(scale_logits=True), "scale_logits = true is not implemented"),
-    ("another activation", config(activation_type="gelu"), 'activation_type = "gelu" is not implemented, only "silu"'),
-    ("another norm", config(layer_norm_type="default"), 'layer_norm_type = "default" is not implemented, only "rms"'),
-    ("another block", config(block_type="sequential"), 'block_type = "sequential" is not implemented, only "llama"'),
-    ("multi-query attention", config(multi_query_attention=True), "multi_query_attention = true is not implemented"),
-    ("padded embedding", config(embedding_size=256), "embedding_size = 256 is not implemented, only null or 136"),
-    ("one instead of true", config(rope=1), "rope = 1 is not implemented, only true"),
-    ("missing rope_theta", config(rope_theta=...), "lacks the field rope_theta, which decides results"),
-    ("missing rms_norm_eps", config(rms_norm_eps=...), "lacks the field rms_norm_eps"),
-    ("missing mask token", config(mask_token_id=...), "lacks the field mask_token_id"),
-    ("missing kv heads", config(n_kv_heads=...), "lacks the field n_kv_heads"),
-    ("missing switch", config(scale_logits=...), "lacks the field scale_logits"),
-    ("missing pad token", config(pad_token_id=...), "pad_token_id is None, but must be a token id"),
-    ("text for a number", config(n_layers="4"), "n_layers is '4', but must be an integer from 1"),
-    ("fraction for a number", config(n_heads=4.5), "n_heads is 4.5, but must be an integer"),
-    ("negative theta", config(rope_theta=-1.0), "rope_theta is -1.0, but must be a positive number"),
-    ("heads that do not divide the width", config(n_heads=3), "d_model 128 is not a multiple of n_heads 3"),
-    ("kv heads that do not divide the heads", config(n_kv_heads=3), "num_heads 4 is not a multiple of num_kv_heads 3"),
-    ("mask token outside the vocabulary", config(mask_token_id=136), "mask_id 136 lies outside the vocabulary of 136"),
-    ("end of sequence that is text", config(eos_token_id="</s>"), "eos_token_id is '</s>', but must be a token id"),
-    # tokenizer files
-    ("tokenizer files that disagree", disagreeing_tokens, "another tokenizer file says 3"),
-    ("malformed added tokens", content("tokenizer.json", b'{"added_tokens": [7]}'), "added tokens of"),
-    (
-        "generation config that is not JSON",
-        content("generation_config.json", b"?"),
-        "generation_config.json is not valid",
-    ),
+    ("../outside", index_entry(HEAD, "../outside.safetensors")),
+    ("/etc/passwd", index_entry(HEAD, "/etc/passwd")),
+    ("pytorch_model.bin", index_entry(HEAD, "pytorch_model.bin")),
+    ("model-9.safetensors", index_entry(HEAD, "model-9.safetensors")),
+    ("two files", sharded(doubled_tensor)),
+    (Q_PROJ, sharded(moved_tensor)),
+    ("model.ghost", index_entry("model.ghost", "model-00001-of-00002.safetensors")),
+    (Q_PROJ, sharded(lambda f, m: m.pop(Q_PROJ))),
+    (hub_files.INDEX, content(hub_files.INDEX, b"?")),
+    (hub_files.INDEX, content(hub_files.INDEX, b"{}")),
+    (hub_files.INDEX, content(hub_files.INDEX, b'{"weight_map": {}}')),
+    (hub_files.INDEX, content(hub_files.INDEX, b'{"weight_map": {"a": 1}}')),
+    ("both", content(hub_files.INDEX, b'{"weight_map": {"a": "b.safetensors"}}')),
+    # folders and other files
+    ("pytorch_model.bin", replace_weights("pytorch_model.bin")),
+    ("weights.pth", replace_weights("weights.pth")),
+    (SAFETENSORS, lambda folder: (folder / SAFETENSORS).unlink()),
+    ("config.json", emptied),
+    ("config.json", lambda folder: (folder / "config.json").unlink()),
+    *(("config.json", content("config.json", data)) for data in (b"{", b"\xff\xfe\x00", b"[]")),
+    ("GPT9", config(architectures=["GPT9"])),
+    ("gpt9", config(architectures=None, model_type="gpt9")),
+    ("use dream", config(architectures=["DreamModel"])),
+    ("another tokenizer file", disagreeing_tokens),
+    ("added tokens", content("tokenizer.json", b'{"added_tokens": [7]}')),
+    ("generation_config.json", content("generation_config.json", b"?")),
 ]
+QWEN2 = [
+    ("sliding_window", config(use_sliding_window=...)),
+    ("lm_head.weight", config(tie_word_embeddings=False)),
+    (
+        "model.embed_tokens.weight",
+        weights(lambda a: a.update({"lm_head.weight": a["model.embed_tokens.weight"] + 1})),
+    ),
+    ("layers.1.self_attn.k_proj.bias", weights(lambda a: a.pop("model.layers.1.self_attn.k_proj.bias"))),
+]
+LLADA_MOE = [
+    (GATE, weights(lambda a: a.pop(GATE))),
+    ("layers.2.mlp.gate", weights(lambda a: a.pop("model.layers.2.mlp.gate.weight"))),
+    ("and 69 more", weights(lambda a: [a.pop(name) for name in list(a) if "experts" in name])),
+    ("mlp.experts.8.gate", weights(lambda a: a.update({GATE.replace(".5.", ".8."): a[GATE]}))),
+    ("two layouts", weights(one_layer_fused)),
+    ("two layouts", weights(lambda a: fused_layer(a, 0))),
+    ("[127, 128]", weights(lambda a: a.update({GATE: a[GATE][:-1]}))),
+    ("mlp.experts.05", weights(lambda a: a.update({GATE.replace(".5.", ".05."): a[GATE]}))),
+    ("int32", weights(lambda a: a.update({GATE: a[GATE].astype("int32")}))),
+    (f"{GATE} contains NaN", value(np.nan, name=GATE)),
+    (INSIDE_MLP, weights(lambda a: a.update({INSIDE_MLP: a[GATE]}))),
+    (BIAS, weights(lambda a: a.update({BIAS: np.zeros(8, np.float32)}))),
+    (BIAS, config(moe_router_enable_expert_bias=True)),
+    ("layers.0.shared_expert", config(shared_expert_intermediate_size=64)),
+    ("layers.0.mlp.experts.0.", config(moe_layer_freq=[0, 1, 1])),
+    ("[9, 128]", config(num_experts=9)),
+    ("2000000000 experts", config(num_experts=2_000_000_000)),
+    ("2000000000", config(num_hidden_layers=2_000_000_000)),
+    (SAFETENSORS, truncated),
+    ("num_experts 8", config(num_experts_per_tok=9)),
+    ("use llada", config(architectures=["LLaDAModelLM"])),
+]
+# Values of config.json that are not implemented, missing or impossible; the sentence names the field.
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1.0}
+LLADA_FIELDS = [
+    *({name: True} for name in ("alibi", "include_bias", "include_qkv_bias", "attention_layer_norm", "input_emb_norm")),
+    *({name: True} for name in ("scale_logits", "multi_query_attention")),
+    *({name: ...} for name in ("rope_theta", "rms_norm_eps", "mask_token_id", "n_kv_heads", "scale_logits")),
+    *({"rope": False}, {"rope": 1}, {"rope_scaling": {"type": "linear", "factor": 2}}, {"activation_type": "gelu"}),
+    *({"layer_norm_type": "default"}, {"block_type": "sequential"}, {"embedding_size": 256}, {"pad_token_id": ...}),
+    *({"n_layers": "4"}, {"n_heads": 4.5}, {"n_heads": 3}, {"rope_theta": -1.0}, {"eos_token_id": "</s>"}),
+]
+QWEN2_FIELDS = [
+    *({"use_sliding_window": True}, {"hidden_act": "gelu"}, {"rope_scaling": YARN}, {"rope_parameters": {}}),
+    *({"tie_word_embeddings": ...}, {"head_dim": 15}),
+]
+MOE_FIELDS = [
+    *({"router_num_group": 4}, {"router_topk_group": 2}, {"moe_router_score_function": "sigmoid"}),
+    *({"norm_topk_prob": True}, {"routed_scaling_factor": 2.5}, {"attention_bias": True}, {"hidden_act": "gelu"}),
+    *({"partial_rotary_factor": 0.5}, {"rope_scaling": YARN}, {"rope_theta": -1}, {"rope_theta": ...}),
+    *({"num_experts": ...}, {"mask_token_id": ...}, {"moe_layer_freq": [1, 1]}, {"moe_layer_freq": [0, 0, 0]}),
+]
+
+
+def broken_fields(fields):
+    return [(name, config(**field)) for field in fields for name in field]
+
+
+BROKEN = {  # a family and a checkpoint
+    ("llada", "llada-tiny"): [*LLADA, *broken_fields(LLADA_FIELDS)],
+    ("qwen2", "qwen2-tiny"): [*QWEN2, *broken_fields(QWEN2_FIELDS), ('"yarn"', config(rope_parameters=YARN))],
+    ("llada-moe", "lladamoe-tiny"): [*LLADA_MOE, *broken_fields(MOE_FIELDS)],
+    ("dream", "dream-tiny"): broken_fields([{"mask_token_id": ...}]),
+    ("dream", "qwen2-tiny"): [("qwen2 checkpoint, not dream", nothing)],
+    ("llada", "lladamoe-tiny"): [("use llada-moe", nothing), ("use llada-moe", config(architectures=...))],
+}
 
 
 def refused(arguments, capsys):
     """Runs the command line, which must fail; its one sentence."""
     assert main(arguments) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.startswith("error: ") and printed.err.endswith("\n") and printed.err.count("\n") == 1
-    return printed.err
+    return one_error(capsys)
 
 
-def table(rows):
-    return [pytest.param(*row[1:], id=row[0]) for row in rows]
-
-
-def check_refused(family, name, breaker, sentence, tmp_path, capsys, *options):
-    source, out = hub_files.copy(name, tmp_path / "source"), tmp_path / "out"
+def check_refused(family, checkpoint, name, breaker, tmp_path, capsys, *options):
+    """Converting a broken copy of a checkpoint fails with a sentence that has the name, and leaves nothing."""
+    source, out = hub_files.copy(checkpoint, tmp_path / "source"), tmp_path / "out"
     breaker(source)
-    assert sentence in refused([family, "--source", str(source), "--out", str(out), *options], capsys)
+    assert name in refused([family, "--source", str(source), "--out", str(out), *options], capsys)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-@pytest.mark.parametrize(("breaker", "sentence"), table(BREAKAGES))
-def test_broken_llada(breaker, sentence, tmp_path, capsys):
-    check_refused("llada", "llada-tiny", breaker, sentence, tmp_path, capsys)
+@pytest.mark.parametrize(
+    ("family", "checkpoint", "name", "breaker"),
+    [
+        pytest.param(*kind, *row, id=f"{'-'.join(kind)}-{i}-{row[0][:30]}")
+        for kind, rows in BROKEN.items()
+        for i, row in enumerate(rows)
+    ],
+)
+def test_broken_checkpoints(family, checkpoint, name, breaker, tmp_path, capsys):
+    check_refused(family, checkpoint, name, breaker, tmp_path, capsys)
 
 
-QWEN2_BREAKAGES = [
-    ("sliding window on", config(use_sliding_window=True), "use_sliding_window = true is not implemented, only false"),
-    ("sliding window unsaid", config(use_sliding_window=...), "sliding_window = 512 is not implemented, only null"),
-    ("sliding layers", config(layer_types=["sliding_attention"] * 2), "implemented only as full_attention"),
-    ("another activation", config(hidden_act="gelu"), 'hidden_act = "gelu" is not implemented, only "silu"'),
-    ("yarn", config(rope_scaling={"rope_type": "yarn", "factor": 4.0}), 'rope_scaling = {"rope_type": "yarn"'),
-    ("yarn of transformers 5", config(rope_parameters={"rope_type": "yarn", "rope_theta": 1.0}), 'rope_type = "yarn"'),
-    ("empty rope_parameters", config(rope_parameters={}), "rope_parameters lacks the field rope_type"),
-    ("unknown tying", config(tie_word_embeddings=...), "lacks the field tie_word_embeddings"),
-    ("untied without a head", config(tie_word_embeddings=False), "missing lm_head.weight"),
-    (
-        "tied with another head",
-        weights(lambda a: a.update({"lm_head.weight": a["model.embed_tokens.weight"] + 1})),
-        "lm_head.weight differs from model.embed_tokens.weight although the config ties them",
-    ),
-    (
-        "missing bias",
-        weights(lambda a: a.pop("model.layers.1.self_attn.k_proj.bias")),
-        "missing model.layers.1.self_attn.k_proj.bias",
-    ),
-    ("odd heads", config(head_dim=15), "head_dim 15 is odd"),
-]
-
-
-@pytest.mark.parametrize(("breaker", "sentence"), table(QWEN2_BREAKAGES))
-def test_broken_qwen2(breaker, sentence, tmp_path, capsys):
-    check_refused("qwen2", "qwen2-tiny", breaker, sentence, tmp_path, capsys)
-
-
-def test_dream_without_a_mask_token(tmp_path, capsys):
-    breaker = config(mask_token_id=...)
-    check_refused("dream", "dream-tiny", breaker, "lacks the field mask_token_id", tmp_path, capsys)
-
-
-def test_qwen2_is_not_dream(tmp_path, capsys):
-    check_refused("dream", "qwen2-tiny", lambda folder: None, "qwen2 checkpoint, not dream", tmp_path, capsys)
-
-
-def test_llada_moe_is_not_llada_although_it_says_so(tmp_path, capsys):
-    sentence = "belongs to a llada-moe checkpoint, not llada; use llada-moe instead"
-    check_refused("llada", "lladamoe-tiny", lambda folder: None, sentence, tmp_path, capsys)
-    (tmp_path / "second").mkdir()
-    check_refused("llada", "lladamoe-tiny", config(architectures=...), sentence, tmp_path / "second", capsys)
-
-
-DTYPES_REFUSED = [
-    ("unknown", "float64", lambda folder: None, "dtype 'float64' is not supported; use bfloat16, float16 or float32"),
-    ("float32 too large", "float16", value(70000.0), f"tensor {HEAD} has values too large for float16; choose --dtype"),
-    (
-        "bfloat16 too large",
-        "float16",
-        value(1e6, ml_dtypes.bfloat16),
-        f"tensor {HEAD} has values too large for float16",
-    ),
-    ("largest float32", "bfloat16", value(3.4e38), f"tensor {HEAD} has values too large for bfloat16"),
-]
-
-
-@pytest.mark.parametrize(("dtype", "breaker", "sentence"), table(DTYPES_REFUSED))
-def test_dtypes_that_do_not_fit(dtype, breaker, sentence, tmp_path, capsys):
-    check_refused("llada", "llada-tiny", breaker, sentence, tmp_path, capsys, "--dtype", dtype)
+@pytest.mark.parametrize(
+    ("dtype", "name", "breaker"),
+    [
+        ("float64", "'float64'", nothing),
+        ("float16", HEAD, value(70000.0)),
+        ("float16", HEAD, value(1e6, ml_dtypes.bfloat16)),
+        ("bfloat16", HEAD, value(3.4e38)),
+    ],
+)
+def test_dtypes_that_do_not_fit(dtype, name, breaker, tmp_path, capsys):
+    check_refused("llada", "llada-tiny", name, breaker, tmp_path, capsys, "--dtype", dtype)
 
 
 def test_mixed_dtypes(tmp_path, capsys):
     breaker = weights(lambda arrays: arrays.update({HEAD: arrays[HEAD].astype("float16")}))
-    check_refused("llada", "llada-tiny", breaker, "mixes the dtypes float16, float32; say which", tmp_path, capsys)
+    check_refused("llada", "llada-tiny", "float16, float32", breaker, tmp_path, capsys)
 
 
 # --- outputs ----------------------------------------------------------------------------------------------------------
 
-LLADA = str(hub_files.CHECKPOINTS / "llada-tiny")
+LLADA_TINY = str(hub_files.CHECKPOINTS / "llada-tiny")
 
 
 def test_output_that_exists(tmp_path, capsys):
     (tmp_path / "out").mkdir()
-    sentence = refused(["llada", "--source", LLADA, "--out", str(tmp_path / "out")], capsys)
-    assert "exists already; choose another --out, or pass --overwrite" in sentence
+    sentence = refused(["llada", "--source", LLADA_TINY, "--out", str(tmp_path / "out")], capsys)
+    assert "--overwrite" in sentence
 
 
 def test_output_below_a_file_or_in_its_place(tmp_path, capsys):
     (tmp_path / "file").write_text("kept")
     for out, options in (("file/out", ()), ("file/deeper/out", ()), ("file", ("--overwrite",))):
-        sentence = refused(["llada", "--source", LLADA, "--out", str(tmp_path / out), *options], capsys)
-        assert "is not a folder" in sentence or "is a file; choose a folder" in sentence
+        sentence = refused(["llada", "--source", LLADA_TINY, "--out", str(tmp_path / out), *options], capsys)
+        assert str(tmp_path / "file") in sentence
     assert (tmp_path / "file").read_text() == "kept"
 
 
@@ -402,9 +364,9 @@ def test_overwriting_something_else(tmp_path, capsys):
     (tmp_path / "home" / "thesis.txt").write_text("kept")
     for out in (tmp_path / "home", source):
         sentence = refused(["llada", "--source", str(source), "--out", str(out), "--overwrite"], capsys)
-        assert "holds the source" in sentence
-    sentence = refused(["llada", "--source", LLADA, "--out", str(tmp_path / "home"), "--overwrite"], capsys)
-    assert "holds something other than a checkpoint and is not overwritten" in sentence
+        assert str(out) in sentence
+    sentence = refused(["llada", "--source", LLADA_TINY, "--out", str(tmp_path / "home"), "--overwrite"], capsys)
+    assert str(tmp_path / "home") in sentence
     assert (tmp_path / "home" / "thesis.txt").read_text() == "kept"
     assert sorted(path.name for path in source.iterdir()) == ["config.json", "meta.json", hub_files.SINGLE]
 
@@ -412,8 +374,8 @@ def test_overwriting_something_else(tmp_path, capsys):
 def test_a_disk_that_is_too_small(tmp_path, capsys, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(10**9, 9 * 10**8, 10**6))
-    sentence = refused(["llada", "--source", LLADA, "--out", str(tmp_path / "below" / "out")], capsys)
-    assert "needs 0.07 GB and its disk has 0.00 GB free" in sentence
+    sentence = refused(["llada", "--source", LLADA_TINY, "--out", str(tmp_path / "below" / "out")], capsys)
+    assert "0.07 GB" in sentence
     assert not list(tmp_path.iterdir())
 
 
@@ -424,7 +386,7 @@ def full_disk(*args, **options):
 def test_a_disk_that_fills_up(tmp_path, capsys, monkeypatch):
     from orbax.checkpoint import v1 as ocp
 
-    convert.convert("llada", LLADA, tmp_path / "done")
+    convert.convert("llada", LLADA_TINY, tmp_path / "done")
     save, calls = ocp.partial.save, []
 
     def fills_up(*args, **options):
@@ -433,11 +395,11 @@ def test_a_disk_that_fills_up(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(ocp.partial, "save", fills_up)
     monkeypatch.setattr(checkpoint, "GROUP_BYTES", 1)
-    sentence = refused(["llada", "--source", LLADA, "--out", str(tmp_path / "out")], capsys)
-    assert "is full; free space or choose another output folder (nothing was left behind)" in sentence
+    sentence = refused(["llada", "--source", LLADA_TINY, "--out", str(tmp_path / "out")], capsys)
+    assert "is full" in sentence
     monkeypatch.setattr("convert.to_hub._write_tensor", full_disk)
     arguments = ["export", "--checkpoint", str(tmp_path / "done"), "--out", str(tmp_path / "hub")]
-    assert "is full; free space or choose another output folder" in refused(arguments, capsys)
+    assert "is full" in refused(arguments, capsys)
     assert [path.name for path in tmp_path.iterdir()] == ["done"]
 
 
@@ -447,47 +409,36 @@ def test_a_write_that_really_fails(tmp_path):
         "import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000)); "
         "runpy.run_module('convert', run_name='__main__', alter_sys=True)"
     )
-    command = [sys.executable, "-c", limited, "llada", "--source", LLADA, "--out", str(tmp_path / "out")]
+    command = [sys.executable, "-c", limited, "llada", "--source", LLADA_TINY, "--out", str(tmp_path / "out")]
     root = hub_files.CHECKPOINTS.parents[2]
     run = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert run.returncode == 2
-    assert run.stderr.startswith(f"error: {tmp_path / 'out'} could not be written (File too large)")
+    assert run.stderr.startswith("error: ") and str(tmp_path / "out") in run.stderr
     assert run.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
+OUT = ["--out", "{out}"]
 ARGUMENTS = [
-    ("no command", [], "the following arguments are required: COMMAND"),
-    ("unknown command", ["gpt9"], "invalid choice: 'gpt9'"),
-    ("no source", ["llada", "--out", "{out}"], "the following arguments are required: --source"),
-    ("unknown option", ["llada", "--source", LLADA, "--out", "{out}", "--fast"], "unrecognized arguments: --fast"),
-    (
-        "no such folder",
-        ["llada", "--source", "/no/such/folder", "--out", "{out}"],
-        "there is no folder /no/such/folder",
-    ),
-    (
-        "a file",
-        ["llada", "--source", f"{LLADA}/config.json", "--out", "{out}"],
-        "is a file; give the folder that holds",
-    ),
-    (
-        "folder with a revision",
-        ["llada", "--source", LLADA, "--out", "{out}", "--revision", "x"],
-        "is for repository ids",
-    ),
-    ("no checkpoint", ["export", "--checkpoint", "/no/such", "--out", "{out}"], "no checkpoint at /no/such"),
-    ("hub format", ["export", "--checkpoint", LLADA, "--out", "{out}"], "is not a converted checkpoint"),
-    ("verify without one", ["verify", "--source", LLADA, "--checkpoint", LLADA], "is not a converted checkpoint"),
+    ("COMMAND", []),
+    ("'gpt9'", ["gpt9"]),
+    ("--source", ["llada", *OUT]),
+    ("--fast", ["llada", "--source", LLADA_TINY, *OUT, "--fast"]),
+    ("/no/such/folder", ["llada", "--source", "/no/such/folder", *OUT]),
+    ("is a file", ["llada", "--source", f"{LLADA_TINY}/config.json", *OUT]),
+    ("repository", ["llada", "--source", LLADA_TINY, *OUT, "--revision", "x"]),
+    ("/no/such", ["export", "--checkpoint", "/no/such", *OUT]),
+    (LLADA_TINY, ["export", "--checkpoint", LLADA_TINY, *OUT]),
+    (LLADA_TINY, ["verify", "--source", LLADA_TINY, "--checkpoint", LLADA_TINY]),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "sentence"), table(ARGUMENTS))
-def test_arguments(arguments, sentence, tmp_path, capsys):
+@pytest.mark.parametrize(("name", "arguments"), ARGUMENTS)
+def test_arguments(name, arguments, tmp_path, capsys):
     out = str(tmp_path / "out")
-    assert sentence in refused([out if argument == "{out}" else argument for argument in arguments], capsys)
+    assert name in refused([out if argument == "{out}" else argument for argument in arguments], capsys)
     assert not list(tmp_path.iterdir())
 
 
@@ -497,37 +448,35 @@ def test_a_download_that_fails(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fails)
     sentence = refused(["llada", "--source", "someone/model", "--out", str(tmp_path / "out")], capsys)
-    assert "downloading it from the hub failed (could not connect); check the name" in sentence
+    assert "could not connect" in sentence
 
 
 def test_python_functions_refuse_in_the_same_way(tmp_path):
-    with pytest.raises(
-        DllmError, match="no family is called 'gpt9'; choose one of llada, llada-1.5, llada-moe, llada2, dream, "
-    ):
-        convert.convert("gpt9", LLADA, tmp_path / "out")
-    with pytest.raises(DllmError, match="dtype 'int8' is not supported"):
-        convert.convert("llada", LLADA, tmp_path / "out", dtype="int8")
+    with refuses("'gpt9'", "llada-1.5"):
+        convert.convert("gpt9", LLADA_TINY, tmp_path / "out")
+    with refuses("'int8'"):
+        convert.convert("llada", LLADA_TINY, tmp_path / "out", dtype="int8")
 
 
 def test_exports_that_cannot_be(tmp_path, capsys):
     done, out = tmp_path / "done", str(tmp_path / "hub")
-    config = convert.convert("llada", LLADA, done)
+    config = convert.convert("llada", LLADA_TINY, done)
     arguments = ["export", "--checkpoint", str(done), "--out", out]
-    assert "'5 parsecs' is not a size" in refused([*arguments, "--max-shard-size", "5 parsecs"], capsys)
-    assert "must be positive" in refused([*arguments, "--max-shard-size", "0GB"], capsys)
-    assert "dtype 'int4' is not supported" in refused([*arguments, "--dtype", "int4"], capsys)
-    assert "holds the source" in refused([*arguments[:-1], str(done), "--overwrite"], capsys)
+    assert "'5 parsecs'" in refused([*arguments, "--max-shard-size", "5 parsecs"], capsys)
+    assert "0GB" in refused([*arguments, "--max-shard-size", "0GB"], capsys)
+    assert "'int4'" in refused([*arguments, "--dtype", "int4"], capsys)
+    assert str(done) in refused([*arguments[:-1], str(done), "--overwrite"], capsys)
 
     params = dict(checkpoint.iter_params(done))
     params["final_norm.scale"] = np.full_like(params["final_norm.scale"], np.nan)
     checkpoint.save(tmp_path / "nan", config, params.items())
     arguments[2] = str(tmp_path / "nan")
-    assert "tensor final_norm.scale contains NaN" in refused(arguments, capsys)
+    assert "final_norm.scale" in refused(arguments, capsys)
 
     wider = config.replace(head_dim=16)
     checkpoint.save(tmp_path / "wide", wider, narrowed(params, 64).items())
     arguments[2] = str(tmp_path / "wide")
-    assert "head_dim 16 is not embed_dim / num_heads" in refused(arguments, capsys)
+    assert "head_dim 16" in refused(arguments, capsys)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["done", "nan", "wide"]
 
 

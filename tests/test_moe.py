@@ -12,8 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from test_bad_checkpoints import check_refused, refused, truncated, weights
-from test_bad_checkpoints import config as changed
+from test_bad_checkpoints import GATE, check_refused, refused
 from test_quantized import random_model
 
 import convert
@@ -36,7 +35,6 @@ from dllm_jax.params.specs import init_params
 from samplers import BlockSampler, DualCache, Threshold, sample_jit
 
 SOURCE = hub_files.CHECKPOINTS / "lladamoe-tiny"
-GATE = "model.layers.1.mlp.experts.5.gate_proj.weight"
 SMALL = ModelConfig(
     family="llada-moe",
     vocab_size=32,
@@ -748,102 +746,20 @@ def test_without_architectures_the_experts_tell(tmp_path, changes):
         convert.convert("llada", source, tmp_path / "again")
 
 
-def bad_value(arrays):
-    arrays[GATE][-1, -1] = np.nan
-
-
-def one_layer_fused(arrays):
-    for kind in KINDS:
-        for e in range(8):
-            del arrays[f"model.layers.1.mlp.experts.{e}.{kind}_proj.weight"]
-    arrays["model.layers.1.mlp.w1"] = np.zeros((8, 256, 128), np.float32)
-    arrays["model.layers.1.mlp.w2"] = np.zeros((8, 128, 128), np.float32)
-
-
-def shared_expert_inside_mlp(arrays):
-    arrays["model.layers.0.mlp.shared_expert.up_proj.weight"] = arrays[GATE]
-
-
-BREAKAGES = {
-    "missing expert": (weights(lambda a: a.pop(GATE)), f"missing {GATE}"),
-    "missing router": (weights(lambda a: a.pop("model.layers.2.mlp.gate.weight")), "missing model.layers.2.mlp.gate."),
-    "no experts": (weights(lambda a: [a.pop(name) for name in list(a) if "experts" in name]), "and 69 more"),
-    "an expert too many": (
-        weights(lambda a: a.update({GATE.replace(".5.", ".8."): a[GATE]})),
-        "unexpected model.layers.1.mlp.experts.8.gate_proj.weight",
-    ),
-    "two layouts": (weights(one_layer_fused), "mixes two layouts (model.layers."),
-    "both layouts of one layer": (
-        weights(lambda a: a.update({"model.layers.0.mlp.w1": np.zeros((8, 256, 128), np.float32)})),
-        "mixes two layouts (model.layers.",
-    ),
-    "misshapen expert": (weights(lambda a: a.update({GATE: a[GATE][:-1]})), "has shape [127, 128], not [128, 128]"),
-    "leading zero": (weights(lambda a: a.update({GATE.replace(".5.", ".05."): a[GATE]})), "unexpected model.layers.1."),
-    "integer expert": (weights(lambda a: a.update({GATE: a[GATE].astype("int32")})), "is stored as int32"),
-    "NaN": (weights(bad_value), f"tensor {GATE} contains NaN"),
-    "shared expert in the wrong place": (weights(shared_expert_inside_mlp), "unexpected model.layers.0.mlp.shared_"),
-    "unannounced bias": (
-        weights(lambda a: a.update({"model.layers.0.mlp.expert_bias": np.zeros(8, np.float32)})),
-        "unexpected model.layers.0.mlp.expert_bias",
-    ),
-    "announced bias": (changed(moe_router_enable_expert_bias=True), "missing model.layers.0.mlp.expert_bias"),
-    "announced shared expert": (
-        changed(shared_expert_intermediate_size=64),
-        "missing model.layers.0.shared_expert.down",
-    ),
-    "announced dense layer": (changed(moe_layer_freq=[0, 1, 1]), "unexpected model.layers.0.mlp.experts.0."),
-    "more experts than there are": (changed(num_experts=9), "mlp.gate.weight has shape [8, 128], not [9, 128]"),
-    "absurdly many experts": (changed(num_experts=2_000_000_000), "too few tensors for the 2000000000 experts"),
-    "absurdly many layers": (changed(num_hidden_layers=2_000_000_000), "must be a list of 2000000000 numbers"),
-    "truncated file": (truncated, "is damaged: it is truncated"),
-    "group-limited routing": (changed(router_num_group=4), "router_num_group = 4 is not implemented, only null"),
-    "group choice": (changed(router_topk_group=2), "router_topk_group = 2 is not implemented, only null"),
-    "sigmoid router": (changed(moe_router_score_function="sigmoid"), 'moe_router_score_function = "sigmoid" is not'),
-    "renormalised": (changed(norm_topk_prob=True), "norm_topk_prob = true is not implemented, only null or false"),
-    "scaled": (changed(routed_scaling_factor=2.5), "routed_scaling_factor = 2.5 is not implemented"),
-    "attention biases": (changed(attention_bias=True), "attention_bias = true is not implemented, only false"),
-    "partial rotation": (changed(partial_rotary_factor=0.5), "partial_rotary_factor is implemented only as 1"),
-    "rope scaling": (changed(rope_scaling={"type": "yarn"}), 'rope_scaling = {"type": "yarn"} is not implemented'),
-    "another activation": (changed(hidden_act="gelu"), 'hidden_act = "gelu" is not implemented, only "silu"'),
-    "default of the config class": (changed(rope_theta=-1), "rope_theta is -1, but must be a positive number"),
-    "missing theta": (changed(rope_theta=...), "lacks the field rope_theta, which decides results"),
-    "missing number of experts": (changed(num_experts=...), "lacks the field num_experts"),
-    "missing mask token": (changed(mask_token_id=...), "lacks the field mask_token_id"),
-    "too few layer kinds": (changed(moe_layer_freq=[1, 1]), "moe_layer_freq must be a list of 3 numbers"),
-    "no layer of experts": (changed(moe_layer_freq=[0, 0, 0]), "moe_layer_freq has experts in no layer"),
-    "more chosen than there are": (changed(num_experts_per_tok=9), "experts.per_token 9 exceeds experts.num_experts 8"),
-    "another family": (changed(architectures=["LLaDAModelLM"]), "llada checkpoint, not llada-moe; use llada instead"),
-}
-
-
-@pytest.mark.parametrize(("breaker", "sentence"), BREAKAGES.values(), ids=BREAKAGES)
-def test_broken_checkpoints(breaker, sentence, tmp_path, capsys):
-    check_refused("llada-moe", "lladamoe-tiny", breaker, sentence, tmp_path, capsys)
-
-
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("name", "change"),
     [
-        (lambda a: a.pop("model.layers.1.mlp.w2"), "missing model.layers.1.mlp.w2"),
-        (
-            lambda a: a.update({"model.layers.1.mlp.w1": a["model.layers.1.mlp.w1"][:7]}),
-            "model.layers.1.mlp.w1 has shape [7, 256, 128], not [8, 256, 128]",
-        ),
-        (
-            lambda a: a.update({"model.layers.1.mlp.w2": a["model.layers.1.mlp.w2"] * np.inf}),
-            "tensor model.layers.1.mlp.w2 contains",
-        ),
+        ("layers.1.mlp.w2", lambda a: a.pop("model.layers.1.mlp.w2")),
+        ("[7, 256, 128]", lambda a: a.update({"model.layers.1.mlp.w1": a["model.layers.1.mlp.w1"][:7]})),
+        ("layers.1.mlp.w2", lambda a: a.update({"model.layers.1.mlp.w2": a["model.layers.1.mlp.w2"] * np.inf})),
     ],
     ids=["missing", "misshapen", "infinite"],
 )
-def test_broken_fused_checkpoints(fused, tmp_path, capsys, change, sentence):
+def test_broken_fused_checkpoints(fused, tmp_path, capsys, name, change):
     arrays = dict(hub_files.tensors(fused))
     change(arrays)
-
-    def breaker(folder):
-        hub_files.write(folder / hub_files.SINGLE, arrays)
-
-    check_refused("llada-moe", "lladamoe-tiny", breaker, sentence, tmp_path, capsys)
+    breaker = lambda folder: hub_files.write(folder / hub_files.SINGLE, arrays)
+    check_refused("llada-moe", "lladamoe-tiny", name, breaker, tmp_path, capsys)
 
 
 def test_command_line(tiny, tmp_path, capsys):
@@ -853,7 +769,7 @@ def test_command_line(tiny, tmp_path, capsys):
     assert main(["verify", "--source", hub, "--checkpoint", out]) == 0
     assert "all 36 tensors" in capsys.readouterr().out
     arguments = ["export", "--checkpoint", out, "--out", str(tmp_path / "more"), "--layout"]
-    assert "called 'stacked'; choose unfused or fused" in refused([*arguments, "stacked"], capsys)
+    assert "'stacked'" in refused([*arguments, "stacked"], capsys)
     convert.convert("llada", hub_files.CHECKPOINTS / "llada-tiny", tmp_path / "llada")
     arguments[2] = str(tmp_path / "llada")
-    assert "there is only one layout of llada checkpoints; leave --layout out" in refused([*arguments, "fused"], capsys)
+    assert "--layout" in refused([*arguments, "fused"], capsys)
