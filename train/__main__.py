@@ -15,12 +15,14 @@ from dllm_jax.errors import DllmError
 from dllm_jax.parallel import multihost
 from train.curves import FORMATS, USUAL, plot
 from train.lora import merge
-from train.multihost_stop import INTERRUPTED, MISTAKE, Interrupted
+from train.multihost_stop import INTERRUPTED, Interrupted
 from train.objectives import OBJECTIVES, read_config
 from train.run_dir import read_settings
 from train.settings import build
 from train.settings_help import listing
 from train.trainer import train, write_weights
+
+_MISTAKE = 2  # the status of every command after an error
 
 
 class _Parser(Parser):
@@ -61,14 +63,14 @@ def _told(error: BaseException) -> int:
     """Says why a command ended, and with which status."""
     if isinstance(error, DllmError):
         print(f"error: {error}", file=sys.stderr)
-        return MISTAKE
+        return _MISTAKE
     if isinstance(error, KeyboardInterrupt):
         print("interrupted; the same command goes on from the last state", file=sys.stderr)
         return INTERRUPTED
     if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
         hint = "raise optimizer.accumulate, set compute.remat or objective.chunk, or use more devices"
         print(f"error: the device ran out of memory; {hint}", file=sys.stderr)
-        return MISTAKE
+        return _MISTAKE
     if multihost.count() == 1:
         raise error
     traceback.print_exception(error)

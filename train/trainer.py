@@ -25,7 +25,7 @@ from train.data import Ahead
 from train.data.fingerprint import fingerprint
 from train.evaluation import Watch
 from train.logs import Reporter, on_host
-from train.multihost_stop import Interrupted, stop_requests, watched
+from train.multihost_stop import Interrupted, stop_requests
 from train.objectives import objective_of
 from train.optimizer import learning_rate
 from train.run_dir import DROPPED_FILE, STATE_FOLDER, RunFolder, States
@@ -76,7 +76,6 @@ def train(config: TrainConfig, *, progress: bool = False, allow_change: Collecti
         placement = placement_of(config, parts.model, mesh)
         watch = Watch(config, parts, placement)
     with contextlib.ExitStack() as held:
-        held.enter_context(watched())
         run = Run(config, parts, placement)
         held.enter_context(folder.begin())
         states = held.enter_context(folder.states(training=True))

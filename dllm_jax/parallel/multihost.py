@@ -192,11 +192,6 @@ def coordinator() -> Any:
     return _state().client
 
 
-def coordinator_host() -> str:
-    """Name or address of the machine where process 0 is."""
-    return _state().coordinator_address.rpartition(":")[0].strip("[]")
-
-
 def _state() -> Any:
     """What `jax.distributed` keeps to itself."""
     from jax._src import distributed
