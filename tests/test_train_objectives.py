@@ -20,18 +20,17 @@ from train.logs import step_flops
 from train.losses import Noised
 from train.objectives import OBJECTIVES
 from train.objectives.base import CrossEntropy, Passes
-from train.settings import to_json
+from train.settings import setting, to_json
 
 ROOM = Path(train.__path__[0])
 
 
 @dataclasses.dataclass(frozen=True)
 class AllMaskedPart:
-    weight: float = 1.0
+    weight: float = setting(1.0, at_least=0.5, at_most=2)
 
     kind: ClassVar[str] = "sft"
     chunk: ClassVar[int] = 0
-    ranges: ClassVar = (("weight", 0.5, 2.0),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +78,9 @@ def test_a_new_objective_is_a_file_and_a_name(tmp_path, monkeypatch, capsys):
     ):
         assert main(["all-masked", "--config", path, change]) == 2
         assert sentence in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["all-masked", "--settings"])
+    assert "between 0.5 and 2" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["all-masked", "--help"])
     assert "learn from nothing but masks" in capsys.readouterr().out

@@ -1,15 +1,14 @@
-"""What every training run can be told; each objective has settings of its own beside them, see `train.objectives`."""
+"""The settings of every training run; each objective adds its own, see `train.objectives`."""
 
 import dataclasses
-import math
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, Protocol
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from dllm_jax.errors import DllmError
+from train.settings import check_ranges, setting
 
-Range = tuple[str, float, float]
 Kind = Literal["sft", "pretrain", "prompts"]
 Dtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "layers", "matmuls"]
@@ -71,14 +70,14 @@ class DataPart:
 
     source: str = ""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    length: int = 128
-    answer_length: int = 0
+    length: int = setting(128, at_least=2)
+    answer_length: int = setting(0, at_least=0)
     pad: bool = True
-    random_length: float = 0.0
+    random_length: float = setting(0.0, at_least=0, at_most=1)
     shuffle: bool = True
-    bucket: int = 0
-    cache: str = ""
-    heldout: float = 0.0
+    bucket: int = setting(0, at_least=0)
+    cache: str = setting("", on_resume="free")
+    heldout: float = setting(0.0, at_least=0, at_most=0.9)
     on_bad: OnBad = "refuse"
 
 
@@ -110,22 +109,22 @@ class OptimizerPart:
         accumulate: parts that a step's batch is computed in, one after another.
     """
 
-    name: Optimizer = "adamw"
-    lr: float = 1e-3
-    warmup: int = 100
+    name: Optimizer = setting("adamw", on_resume="never")
+    lr: float = setting(1e-3, at_least=0)
+    warmup: int = setting(100, at_least=0)
     schedule: Schedule = "cosine"
-    decay: float = 0.1
-    final_ratio: float = 0.1
-    b1: float = 0.9
-    b2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    skip: int = 10
-    ema: float = 0.0
-    moments: Dtype = "float32"
-    batch: int = 64
-    accumulate: int = 1
+    decay: float = setting(0.1, at_least=0, at_most=1)
+    final_ratio: float = setting(0.1, at_least=0, at_most=1)
+    b1: float = setting(0.9, at_least=0, at_most=0.9999999)
+    b2: float = setting(0.95, at_least=0, at_most=0.9999999)
+    eps: float = setting(1e-8, at_least=0)
+    weight_decay: float = setting(0.1, at_least=0)
+    clip: float = setting(1.0, at_least=0)
+    skip: int = setting(10, at_least=0)
+    ema: float = setting(0.0, at_least=0, at_most=0.9999999)
+    moments: Dtype = setting("float32", on_resume="never")
+    batch: int = setting(64, at_least=1)
+    accumulate: int = setting(1, at_least=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +145,7 @@ class ComputePart:
     dtype: Dtype = "float32"
     remat: Remat = "none"
     scan: Scan = "auto"
-    mesh: dict[str, int] = dataclasses.field(default_factory=dict)
+    mesh: dict[str, int] = setting(default_factory=dict, on_resume="free")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,11 +162,11 @@ class LoraPart:
         init: folder of adapters to start from, of the same model, rank, alpha and kernels; by default they begin at 0.
     """
 
-    rank: int = 0
+    rank: int = setting(0, at_least=0, on_resume="never")
     alpha: float = 16.0
-    dropout: float = 0.0
-    targets: tuple[str, ...] = ("*.attn.[qkvo]_proj.kernel",)
-    init: str = ""
+    dropout: float = setting(0.0, at_least=0, at_most=0.9999999)
+    targets: tuple[str, ...] = setting(("*.attn.[qkvo]_proj.kernel",), on_resume="never")
+    init: str = setting("", on_resume="never")
 
     @property
     def scale(self) -> float:
@@ -188,8 +187,8 @@ class RouterPart:
         z: weight of the mean square of logsumexp of the router's scores (arXiv 2202.08906, equation 5).
     """
 
-    balance: float = 0.0
-    z: float = 0.0
+    balance: float = setting(0.0, at_least=0)
+    z: float = setting(0.0, at_least=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,8 +201,8 @@ class CheckpointPart:
         weights: what the trained model holds: the moving average or the last weights.
     """
 
-    every: int = 500
-    keep: int = 2
+    every: int = setting(500, at_least=1)
+    keep: int = setting(2, at_least=1)
     weights: Weights = "raw"
 
 
@@ -218,7 +217,7 @@ class LogPart:
         to: where metrics and generations are told besides the run's files: "tensorboard", "wandb".
     """
 
-    every: int = 10
+    every: int = setting(10, at_least=1)
     mfu: bool = True
     to: tuple[WriterName, ...] = ()
 
@@ -247,16 +246,16 @@ class WatchPart:
         scorer: "module:name" of what makes the task's `train.evaluation.Scorer`.
     """
 
-    every: int = 0
+    every: int = setting(0, at_least=0)
     source: str = ""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    rows: int = 256
+    rows: int = setting(256, at_least=1)
     prompts: tuple[str, ...] = ()
     file: str = ""
     chat: bool = False
     task: str = ""
     split: str = "validation"
-    n: int = 128
+    n: int = setting(128, at_least=1)
     sampler: str = ""
     scorer: str = "evals.watching:Accuracy"
 
@@ -265,12 +264,9 @@ class ObjectiveSettings(Protocol):
     """The table `objective`, which is another for each command.
 
     Attributes:
-        ranges: of its numbers.
         kind: "sft" never masks the prompt; "pretrain" treats it as the rest of the document; "prompts" has no use for
             answers but for what is given of them.
     """
-
-    ranges: ClassVar[tuple[Range, ...]]
 
     @property
     def kind(self) -> Kind: ...
@@ -287,25 +283,24 @@ class TrainConfig:
         command: by which the settings that a run wrote are told from those of other commands.
     """
 
-    out: str
-    steps: int
-    seed: int = 0
-    model: ModelPart = dataclasses.field(default_factory=ModelPart)
+    out: str = setting(on_resume="free")
+    steps: int = setting(at_least=1, on_resume="grow")
+    seed: int = setting(0, at_least=0, at_most=2**31 - 1)
+    model: ModelPart = setting(default_factory=ModelPart, on_resume="never")
     data: DataPart = dataclasses.field(default_factory=DataPart)
     objective: ObjectiveSettings = dataclasses.field(kw_only=True)
     optimizer: OptimizerPart = dataclasses.field(default_factory=OptimizerPart)
     compute: ComputePart = dataclasses.field(default_factory=ComputePart)
     lora: LoraPart = dataclasses.field(default_factory=LoraPart)
     router: RouterPart = dataclasses.field(default_factory=RouterPart)
-    checkpoint: CheckpointPart = dataclasses.field(default_factory=CheckpointPart)
-    log: LogPart = dataclasses.field(default_factory=LogPart)
-    watch: WatchPart = dataclasses.field(default_factory=WatchPart)
+    checkpoint: CheckpointPart = setting(default_factory=CheckpointPart, on_resume="free")
+    log: LogPart = setting(default_factory=LogPart, on_resume="free")
+    watch: WatchPart = setting(default_factory=WatchPart, on_resume="free")
     command: str = dataclasses.field(kw_only=True)
 
     def __post_init__(self) -> None:
         _check_finite(dataclasses.asdict(self))
-        self.check_ranges(_RANGES)
-        self.check_ranges(self.objective.ranges, "objective.")
+        check_ranges(self)
         if self.optimizer.batch % self.optimizer.accumulate:
             raise DllmError(
                 f"optimizer.batch {self.optimizer.batch} does not split into optimizer.accumulate "
@@ -318,16 +313,6 @@ class TrainConfig:
             raise DllmError(f"data.answer_length exceeds data.length {self.data.length}; lower it")
         if self.data.heldout and self.watch.source:
             raise DllmError("data.heldout and watch.source both give rows for the loss of watch; set one of them")
-
-    def check_ranges(self, ranges: Sequence[Range], prefix: str = "") -> None:
-        """Raises DllmError for a number that is out of its range, by its dotted name behind the prefix."""
-        for name, low, high in ranges:
-            value: Any = self
-            for part in (prefix + name).split("."):
-                value = getattr(value, part)
-            if not low <= value <= high:
-                above = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
-                raise DllmError(f"{prefix}{name} is {value}; it must be {above}")
 
 
 def _check_finite(settings: Mapping[str, Any], prefix: str = "") -> None:
@@ -361,36 +346,3 @@ def _check_optimizer(part: OptimizerPart, steps: int) -> None:
 
 
 _MOST_ROUNDED = 0.98  # with 8 bits a moment stops where it is wrong by a tenth: half of 1/256 over 1 - 0.98
-
-_RANGES: tuple[Range, ...] = (
-    ("steps", 1, math.inf),
-    ("seed", 0, 2**31 - 1),
-    ("data.length", 2, math.inf),
-    ("data.answer_length", 0, math.inf),
-    ("data.random_length", 0.0, 1.0),
-    ("data.heldout", 0.0, 0.9),
-    ("data.bucket", 0, math.inf),
-    ("optimizer.lr", 0.0, math.inf),
-    ("optimizer.warmup", 0, math.inf),
-    ("optimizer.decay", 0.0, 1.0),
-    ("optimizer.final_ratio", 0.0, 1.0),
-    ("optimizer.b1", 0.0, 0.9999999),
-    ("optimizer.b2", 0.0, 0.9999999),
-    ("optimizer.eps", 0.0, math.inf),
-    ("optimizer.weight_decay", 0.0, math.inf),
-    ("optimizer.clip", 0.0, math.inf),
-    ("optimizer.skip", 0, math.inf),
-    ("optimizer.ema", 0.0, 0.9999999),
-    ("optimizer.batch", 1, math.inf),
-    ("optimizer.accumulate", 1, math.inf),
-    ("lora.rank", 0, math.inf),
-    ("lora.dropout", 0.0, 0.9999999),
-    ("router.balance", 0.0, math.inf),
-    ("router.z", 0.0, math.inf),
-    ("checkpoint.every", 1, math.inf),
-    ("checkpoint.keep", 1, math.inf),
-    ("log.every", 1, math.inf),
-    ("watch.every", 0, math.inf),
-    ("watch.rows", 1, math.inf),
-    ("watch.n", 1, math.inf),
-)

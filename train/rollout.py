@@ -10,7 +10,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,8 @@ from samplers.engine.requests import Request
 from samplers.loops.block import BlockSampler
 from samplers.sampler import Result, describe_broken
 from samplers.text.prompts import given_canvas, led_prompt
-from train.config import Range
 from train.data import ExampleLike, Rows, in_words
+from train.settings import setting
 from train.trajectory import step_numbers
 
 Reward = Literal["correct", "partial"]
@@ -58,20 +58,12 @@ class RolloutPart:
     """
 
     sampler: str = "threshold"
-    temperature: float = 1.0
-    prompts: int = 8
-    group: int = 8
-    redraw: int = 0
-    slots: int = 0
+    temperature: float = setting(1.0, at_least=1e-3)
+    prompts: int = setting(8, at_least=1)
+    group: int = setting(8, at_least=2)
+    redraw: int = setting(0, at_least=0)
+    slots: int = setting(0, at_least=0)
     reward: Reward = "correct"
-
-    ranges: ClassVar[tuple[Range, ...]] = (
-        ("temperature", 1e-3, math.inf),
-        ("prompts", 1, math.inf),
-        ("group", 2, math.inf),
-        ("redraw", 0, math.inf),
-        ("slots", 0, math.inf),
-    )
 
     @property
     def completions(self) -> int:

@@ -35,7 +35,7 @@ from dllm_jax.checkpoints.checkpoint import folder_path, write_error
 from dllm_jax.errors import DllmError
 from dllm_jax.parallel import multihost
 from train.config import TrainConfig
-from train.settings import build, differences, flat_names, to_json, unknown_key
+from train.settings import build, differences, flat_names, on_resume, to_json, unknown_key
 
 RUN_FILE, METRICS_FILE, STATE_FOLDER, RESULT_FILE = "run.json", "metrics.jsonl", "state", "result.json"
 DATA_FILE = "data.json"
@@ -47,18 +47,6 @@ DATA = "data"
 """What --allow-change calls other examples, beside the settings."""
 LOOKED = "look_seconds"
 """Key that tells lines of metrics about a look."""
-_MAY_CHANGE = ("out", "log.", "watch.", "checkpoint.", "compute.mesh", "data.cache")  # in a continued run
-# What states depend on.
-_MUST_STAY = (
-    "command",
-    "model.",
-    "lora.rank",
-    "lora.targets",
-    "lora.init",
-    "indicator.",
-    "optimizer.name",
-    "optimizer.moments",
-)
 
 
 class RunFolder:
@@ -94,13 +82,16 @@ class RunFolder:
 
     def _compare(self) -> None:
         old = read_settings(self.path)
+        command = old.get("command", self._config.command)
+        if command != self._config.command:
+            raise DllmError(f"the run in {self.path} is one of python -m train {command}; choose another out")
         for name, (was, now) in differences(self._whole(old), json.loads(to_json(self._config))).items():
-            if name.startswith(_MAY_CHANGE):
+            rule = on_resume(self._config, name)
+            if rule == "free":
                 continue
-            grown = name == "steps" and now > (was or 0)
-            holds_average = name == "optimizer.ema" and not (was and now)  # or will not
-            if not grown and (name not in self._allowed or holds_average):
-                fixed = name.startswith(_MUST_STAY) or holds_average
+            fixed = rule == "never" or (name == "optimizer.ema" and not (was and now))  # states hold an average or none
+            grown = rule == "grow" and now > (was or 0)
+            if not grown and (fixed or name not in self._allowed):
                 advice = "" if fixed else f", allow it by --allow-change {name}"
                 raise DllmError(
                     f"the run in {self.path} goes by {name} = {was!r}, not {now!r}; "
@@ -140,7 +131,7 @@ class RunFolder:
         """A run's settings, those that came into being after it at their defaults."""
         try:
             return json.loads(to_json(build(type(self._config), old)))
-        except DllmError:  # of another command, say
+        except DllmError:  # of an older version, say
             return old
 
     @contextlib.contextmanager
@@ -300,7 +291,7 @@ def _check_allowed(config: TrainConfig, names: Collection[str]) -> None:
     for name in names:
         if name not in known:
             raise DllmError(unknown_key(name, known))
-        if name.startswith(_MUST_STAY):
+        if on_resume(config, name) == "never":
             raise DllmError(f"{name} cannot change in a run, whose states depend on it; choose another out")
 
 

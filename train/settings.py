@@ -1,10 +1,12 @@
 """Settings as frozen dataclasses, read from a TOML file and `key=value` overrides.
 
+A field's range, and whether a resumed run may change it, stand at the field (`setting`).
 Nothing is guessed: an unknown key is refused with the nearest known one, a value of another type with the type wanted.
 """
 
 import dataclasses
 import json
+import math
 import sys
 import tomllib
 import types
@@ -17,6 +19,61 @@ from dllm_jax.errors import DllmError
 from dllm_jax.suggestions import did_you_mean
 
 T = TypeVar("T")
+OnResume = Literal["free", "grow", "allow", "never"]
+_RANGE, _ON_RESUME = "range", "on_resume"  # keys of a field's metadata
+
+
+def setting(
+    default: Any = dataclasses.MISSING,
+    *,
+    default_factory: Any = dataclasses.MISSING,
+    at_least: float = -math.inf,
+    at_most: float = math.inf,
+    on_resume: OnResume | None = None,
+) -> Any:
+    """A field of settings, as `dataclasses.field`, with what holds for its value.
+
+    Args:
+        at_least, at_most: range of a number, bounds included.
+        on_resume: whether a resumed run may have another value. "free": it may. "grow": a larger one; others by
+            `--allow-change`. "allow": by `--allow-change`. "never": states depend on it. What a table says holds for
+            its fields that say nothing. By default "allow".
+    """
+    metadata = {_RANGE: (at_least, at_most), _ON_RESUME: on_resume}
+    return dataclasses.field(default=default, default_factory=default_factory, metadata=metadata)
+
+
+def range_of(field: "dataclasses.Field[Any]") -> str:
+    """A field's range in words, such as "at least 0"; empty where it has none."""
+    low, high = field.metadata.get(_RANGE, (-math.inf, math.inf))
+    if low == -math.inf:
+        return ""
+    return f"at least {low:.10g}" if high == math.inf else f"between {low:.10g} and {high:.10g}"
+
+
+def check_ranges(settings: Any, prefix: str = "") -> None:
+    """Raises DllmError for a number of nested settings that is out of its field's range, by its dotted name."""
+    for field in dataclasses.fields(settings):
+        value, name = getattr(settings, field.name), prefix + field.name
+        if dataclasses.is_dataclass(value):
+            check_ranges(value, f"{name}.")
+        elif range_of(field):
+            low, high = field.metadata[_RANGE]
+            if not low <= value <= high:
+                raise DllmError(f"{name} is {value}; it must be {range_of(field)}")
+
+
+def on_resume(settings: Any, name: str) -> OnResume:
+    """Whether a resumed run may have another value of the setting with this dotted name."""
+    found: OnResume = "allow"
+    for part in name.split("."):
+        fields = dataclasses.fields(settings) if dataclasses.is_dataclass(settings) else ()
+        field = next((field for field in fields if field.name == part), None)
+        if field is None:
+            break
+        found = field.metadata.get(_ON_RESUME) or found
+        settings = getattr(settings, part)
+    return found
 
 
 def read_table(path: str | Path, overrides: Iterable[str] = ()) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""All settings of a command with their defaults and what they are: `python -m train COMMAND --settings`."""
+"""All settings of a command with meanings, ranges and defaults: `python -m train COMMAND --settings`."""
 
 import dataclasses
 import json
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dllm_jax.cli import docs
+from train.settings import range_of
 
 _FIXED = "command"  # no setting, but the command that has them
 
@@ -30,7 +31,8 @@ def _table(kind: type, prefix: str, width: int) -> Iterator[str]:
         if dataclasses.is_dataclass(hints[field.name]):
             parts.append(field.name)
         elif field.name != _FIXED:
-            yield from _comment(about.get(field.name, docs.About()).meaning, width)
+            meaning, bounds = about.get(field.name, docs.About()).meaning, range_of(field)
+            yield from _comment(f"{meaning.removesuffix('.')} ({bounds})." if bounds else meaning, width)
             yield _line(field)
     for name in parts:
         yield from ("", f"# {docs.summary(hints[name])}", f"[{prefix}{name}]")

@@ -6,8 +6,7 @@ entropy. With kind "sft" the answer is learned, with "pretrain" every token but 
 """
 
 import dataclasses
-import math
-from typing import ClassVar, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +14,10 @@ import jax.numpy as jnp
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.models.denoiser import Denoiser
-from train.config import Kind, Range, TrainConfig
+from train.config import Kind, TrainConfig
 from train.losses import Batch, Noised
 from train.objectives.base import CrossEntropy
+from train.settings import setting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +30,7 @@ class AutoregressivePart:
     """
 
     kind: Kind = "sft"
-    chunk: int = 0
-
-    ranges: ClassVar[tuple[Range, ...]] = (("chunk", 0, math.inf),)
+    chunk: int = setting(0, at_least=0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,8 +18,7 @@ noisy ones, so here the row runs first, by itself and once for all its copies, a
 
 import dataclasses
 import functools
-import math
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +28,10 @@ from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.models.denoiser import Denoiser
 from dllm_jax.models.transformer import RematPolicy
-from train.config import Kind, Range, TrainConfig
+from train.config import Kind, TrainConfig
 from train.losses import Batch, Mean, Means, cross_entropies, head_sums, position_draws, routed_states
 from train.objectives.base import Objective, Passes, check_whole_blocks
+from train.settings import setting
 from train.trainable import Trained
 
 Noise = Literal["block", "sequence"]
@@ -63,25 +63,16 @@ class BlockDiffusionPart:
     """
 
     kind: Kind = "sft"
-    block_length: int = 0
+    block_length: int = setting(0, at_least=0)
     noise: Noise = "block"
-    low: float = 1e-3
-    high: float = 1.0
+    low: float = setting(1e-3, at_least=1e-6, at_most=1)
+    high: float = setting(1.0, at_least=1e-6, at_most=1)
     loss: BlockLoss = "mean"
     complementary: bool = False
-    wrong: float = 0.0
-    confidence: float = 0.0
+    wrong: float = setting(0.0, at_least=0, at_most=1)
+    confidence: float = setting(0.0, at_least=0)
     fill: Fill = "end"
-    chunk: int = 0
-
-    ranges: ClassVar[tuple[Range, ...]] = (
-        ("block_length", 0, math.inf),
-        ("low", 1e-6, 1.0),
-        ("high", 1e-6, 1.0),
-        ("wrong", 0.0, 1.0),
-        ("confidence", 0.0, math.inf),
-        ("chunk", 0, math.inf),
-    )
+    chunk: int = setting(0, at_least=0)
 
     @property
     def copies(self) -> int:

@@ -10,16 +10,16 @@ So it learns to write in one step what took it j - i.
 """
 
 import dataclasses
-import math
 from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 
 from dllm_jax.models.denoiser import Denoiser
-from train.config import Kind, Range, TrainConfig
+from train.config import Kind, TrainConfig
 from train.losses import Batch, Noised
 from train.objectives.base import CrossEntropy
+from train.settings import setting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,10 +30,9 @@ class CompressionPart:
         chunk: as in `MaskedDiffusionPart`.
     """
 
-    chunk: int = 0
+    chunk: int = setting(0, at_least=0)
 
     kind: ClassVar[Kind] = "sft"
-    ranges: ClassVar[tuple[Range, ...]] = (("chunk", 0, math.inf),)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,8 +14,7 @@ The loss's gradient is that of KL(teacher || student) / p. The mean is over all 
 
 import dataclasses
 import functools
-import math
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +25,10 @@ from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.models.denoiser import Denoiser, block_causal
 from dllm_jax.models.transformer import RematPolicy
-from train.config import Kind, Range, TrainConfig
+from train.config import Kind, TrainConfig
 from train.losses import Batch, Mean, Means, cross_entropies, head_sums, hidden_states, position_draws, routed_states
 from train.objectives.base import Objective, Passes, check_whole_blocks
+from train.settings import setting
 from train.trainable import Trained
 
 Schedule = Literal["monotone", "random"]
@@ -51,20 +51,13 @@ class D2FPart:
     """
 
     kind: Kind = "sft"
-    block_length: int = 16
+    block_length: int = setting(16, at_least=1)
     schedule: Schedule = "monotone"
-    low: float = 0.2
-    high: float = 0.7
+    low: float = setting(0.2, at_least=1e-6, at_most=1)
+    high: float = setting(0.7, at_least=1e-6, at_most=1)
     target: Target = "teacher"
     end_padding: bool = True
-    chunk: int = 256
-
-    ranges: ClassVar[tuple[Range, ...]] = (
-        ("block_length", 1, math.inf),
-        ("low", 1e-6, 1.0),
-        ("high", 1e-6, 1.0),
-        ("chunk", 1, math.inf),
-    )
+    chunk: int = setting(256, at_least=1)
 
     def __post_init__(self) -> None:
         if self.low > self.high:

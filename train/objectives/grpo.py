@@ -21,7 +21,6 @@ diffu-GRPO's estimate (d1, arXiv 2504.12216) with `mask_prompt` 0.15.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
@@ -35,10 +34,11 @@ from dllm_jax.errors import DllmError
 from dllm_jax.models.denoiser import Denoiser
 from dllm_jax.models.transformer import RematPolicy
 from samplers.tokens.predictions import logprobs_of, readout
-from train.config import DataPart, Kind, Range, TrainConfig
+from train.config import DataPart, Kind, TrainConfig
 from train.losses import Mean, Means, head_sums, hidden_states, position_draws
 from train.objectives.base import Objective, Passes
 from train.rollout import Advantage, Rollout, RolloutPart, Rollouts, rounds_of, sampler_for
+from train.settings import setting
 from train.trainable import Kernels, Params, Trained, WholeModel, check_frozen, frozen_model
 
 _PLAIN = DataPart()
@@ -62,25 +62,16 @@ class GrpoPart:
         chunk: as in `MaskedDiffusionPart`.
     """
 
-    shrink: int = 1
-    states: int = 8
-    mask_prompt: float = 0.0
+    shrink: int = setting(1, at_least=0)
+    states: int = setting(8, at_least=1)
+    mask_prompt: float = setting(0.0, at_least=0, at_most=1)
     advantage: Advantage = "grpo"
-    clip: float = 0.2
-    beta: float = 0.0
-    updates: int = 1
-    chunk: int = 0
+    clip: float = setting(0.2, at_least=0)
+    beta: float = setting(0.0, at_least=0)
+    updates: int = setting(1, at_least=1)
+    chunk: int = setting(0, at_least=0)
 
     kind: ClassVar[Kind] = "prompts"
-    ranges: ClassVar[tuple[Range, ...]] = (
-        ("shrink", 0, math.inf),
-        ("states", 1, math.inf),
-        ("mask_prompt", 0.0, 1.0),
-        ("clip", 0.0, math.inf),
-        ("beta", 0.0, math.inf),
-        ("updates", 1, math.inf),
-        ("chunk", 0, math.inf),
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +84,6 @@ class GrpoConfig(TrainConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_ranges(self.rollout.ranges, "rollout.")
         steps = rounds_of(self.rollout, self.optimizer.batch, self.objective.updates)
         for name, value in (("steps", self.steps), ("checkpoint.every", self.checkpoint.every)):
             if rest := value % steps:

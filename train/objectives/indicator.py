@@ -11,7 +11,6 @@ has a gradient.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Self
@@ -30,10 +29,11 @@ from dllm_jax.models.transformer import RematPolicy
 from dllm_jax.parallel import multihost
 from samplers.rules.ni import features_of
 from samplers.tokens.predictions import Sampling, given, predict
-from train.config import Kind, Range, TrainConfig
+from train.config import Kind, TrainConfig
 from train.losses import Batch, Mean, Means, hidden_states, with_head_gathered
 from train.objectives.base import Objective
 from train.run_dir import INDICATOR_FOLDER
+from train.settings import setting
 from train.trainable import Kernels, Params, Sampled, Trained, Weights, check_frozen, frozen_model, source_of
 from train.trajectory import mergeable
 
@@ -50,16 +50,11 @@ class IndicatorPart:
         chunk: positions whose logits exist at a time, of all rows together; 0 computes the logits of all.
     """
 
-    positive_weight: float = 1.0
-    dropout: float = 0.2
-    chunk: int = 0
+    positive_weight: float = setting(1.0, at_least=1e-6)
+    dropout: float = setting(0.2, at_least=0, at_most=0.999)
+    chunk: int = setting(0, at_least=0)
 
     kind: ClassVar[Kind] = "sft"
-    ranges: ClassVar[tuple[Range, ...]] = (
-        ("positive_weight", 1e-6, math.inf),
-        ("dropout", 0.0, 0.999),
-        ("chunk", 0, math.inf),
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +87,7 @@ class IndicatorRun(TrainConfig):
     """
 
     objective: IndicatorPart = dataclasses.field(default_factory=IndicatorPart)
-    indicator: IndicatorTable = dataclasses.field(default_factory=IndicatorTable)
+    indicator: IndicatorTable = setting(default_factory=IndicatorTable, on_resume="never")
     command: Literal["indicator"] = "indicator"
 
     def __post_init__(self) -> None:

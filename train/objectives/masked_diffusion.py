@@ -11,8 +11,7 @@ t in the place of the share of masked tokens.
 """
 
 import dataclasses
-import math
-from typing import ClassVar, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +19,10 @@ import jax.numpy as jnp
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.models.denoiser import Denoiser
-from train.config import Kind, Range, TrainConfig
+from train.config import Kind, TrainConfig
 from train.losses import Batch, Noised, position_draws
 from train.objectives.base import CrossEntropy
+from train.settings import setting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +38,9 @@ class MaskedDiffusionPart:
     """
 
     kind: Kind = "sft"
-    eps: float = 1e-3
+    eps: float = setting(1e-3, at_least=1e-6, at_most=1)
     stratified: bool = False
-    chunk: int = 0
-
-    ranges: ClassVar[tuple[Range, ...]] = (("eps", 1e-6, 1.0), ("chunk", 0, math.inf))
+    chunk: int = setting(0, at_least=0)
 
 
 @dataclasses.dataclass(frozen=True)
