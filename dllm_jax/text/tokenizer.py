@@ -313,16 +313,17 @@ def token_strings(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> list
     return strings
 
 
-def settles(tokenizer: "PreTrainedTokenizerBase") -> Callable[[str], bool] | None:
-    """Tells of a vocabulary entry whether a text that ends with it stays as it is, whatever tokens follow.
+def settled_test(tokenizer: "PreTrainedTokenizerBase") -> Callable[[str], bool] | None:
+    """A test of vocabulary entries: whether a text that ends with one stays as it is, whatever tokens follow, but for a
+    character at its end of which bytes are missing.
 
-    None where that cannot be told: decoders that rewrite the joined text, such as by a pattern that is replaced in it.
+    None for decoders that rewrite the joined text, for example by a pattern that is replaced in it.
     """
     joined, by_name, suffixes = False, False, list[str]()
     for part in _decoder_parts(tokenizer):
         if part["type"] not in _TOKEN_BY_TOKEN or (joined and not _keeps_beginnings(part)):
             return None
-        joined |= part["type"] == "Fuse"
+        joined |= part["type"] in ("Fuse", "ByteLevel")
         by_name |= part["type"] == "ByteFallback"
         suffixes += [part["suffix"]] if part["type"] == "BPEDecoder" else []
 
@@ -472,13 +473,13 @@ def _decoder_parts(tokenizer: "PreTrainedTokenizerBase") -> list[dict[str, Any]]
 
 
 # What these do to a token depends on its neighbours alone, and on whether it is the first.
-_TOKEN_BY_TOKEN = ("none", "BPEDecoder", "ByteFallback", "CTC", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece")
+_TOKEN_BY_TOKEN = set("none BPEDecoder ByteFallback ByteLevel CTC Fuse Metaspace Replace Strip WordPiece".split())
 
 
 def _keeps_beginnings(part: Mapping[str, Any]) -> bool:
     """Whether a step of a decoder, given a longer text, gives one that begins with what it gave before."""
     if part["type"] == "Strip":
-        return bool(part["stop"] == 0)
+        return bool(part["stop"] == 0 and part["start"] <= 1)  # a stream may restart at a token that is a single space
     if part["type"] == "Replace":
         return len(part["pattern"].get("String", "")) == 1
     return part["type"] in ("Fuse", "Metaspace")

@@ -10,20 +10,21 @@ for tokens in ...:  # the final tokens so far, of one row
 print(shown.finish(answer.tokens))  # and all of it is `answer.text`
 """
 
-import codecs
 import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from tokenizers.decoders import DecodeStream
+
 from dllm_jax import DllmError, Model
-from dllm_jax.text.tokenizer import settles, special_tokens, token_bytes
+from dllm_jax.text.tokenizer import settled_test, special_tokens
 from samplers.stopping import certain_length, end_tokens, stop_at, stop_strings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Grow = Callable[[Sequence[int]], str]
-"""From tokens that follow those of the calls before to the text that is certain by now."""
+Decode = Callable[[Sequence[int]], str]
+"""From the tokens after those of the calls before, to the text that they make certain."""
 
 
 def text_of(model: Model, tokens: Sequence[int], stop: Sequence[str | int] = ()) -> str:
@@ -38,8 +39,8 @@ class TextStream:
     """The text of one row, as far as it is certain. What `feed` and `finish` return is together `text_of` of the
     answer's tokens, and no character of it ever changes.
 
-    End tokens and special tokens are never shown, nor is anything after an end token. A few tokenizers decode in ways
-    that the last token can change all of (`dllm_jax.text.tokenizer.settles`); their text comes at the end, as a whole.
+    End tokens and special tokens are never shown, nor is anything after an end token. With a few
+    tokenizers any token can change the whole text (`dllm_jax.text.tokenizer.settled_test`); theirs comes at the end.
 
     Attributes:
         text: all that was returned so far.
@@ -56,7 +57,7 @@ class TextStream:
         self._model, self._stop = model, tuple(stop)
         self._strings = stop_strings(stop)
         self._ends = {config.eos_id, *end_tokens(config, stop, ignore_eos=ignore_eos)}
-        self._grow = _grow_by(model)
+        self._decode = _decoder_for(model)
         self._read, self._ended, self._held = 0, False, ""
 
     def feed(self, tokens: Sequence[int]) -> str:
@@ -69,7 +70,7 @@ class TextStream:
         self._read += len(fresh)
         before_end = [] if self._ended else list(itertools.takewhile(lambda token: token not in self._ends, fresh))
         self._ended |= len(before_end) < len(fresh)
-        self._held += self._grow(before_end)
+        self._held += self._decode(before_end)
         safe = certain_length(self._held, self._strings)
         new, self._held = self._held[:safe], self._held[safe:]
         self.text += new
@@ -91,55 +92,27 @@ class TextStream:
         return rest
 
 
-def _grow_by(model: Model) -> Grow:
-    """How the tokens of a model become text, bit by bit."""
+def _decoder_for(model: Model) -> Decode:
+    """How the tokens of a model become text step by step; no text at all where later tokens may change any of it."""
     tokenizer = model.tokenizer
-    if tokenizer is None:
-        return lambda tokens: ""
-    try:
-        return _BytePieces(token_bytes(tokenizer, model.config.vocab_size))
-    except DllmError:  # its tokens do not simply follow each other
-        settled = settles(tokenizer)
-        return (lambda tokens: "") if settled is None else _DecodedFromAnchor(tokenizer, settled)
+    settled = None if tokenizer is None else settled_test(tokenizer)
+    return (lambda tokens: "") if settled is None else _IncrementalDecoder(tokenizer, settled)
 
 
-class _BytePieces:
-    """Tokens that are bytes: a character is certain when its last byte is there."""
+class _IncrementalDecoder:
+    """Feeds a `DecodeStream`, which waits for the last byte of a character.
 
-    def __init__(self, pieces: Sequence[bytes]) -> None:
-        self._pieces, self._decoder = pieces, codecs.getincrementaldecoder("utf-8")("replace")
-
-    def __call__(self, tokens: Sequence[int]) -> str:
-        return self._decoder.decode(b"".join(self._pieces[token] for token in tokens))
-
-
-class _DecodedFromAnchor:
-    """Tokens whose text depends on their place: decoded with those before them, from an anchor on.
-
-    Decoders treat the very first token in a way of its own, so the anchor is one that has text before what is new. What
-    one token does to the next is no further than that.
+    A token waits here until no later one changes its text: the stream raises an error if a text that it returned does.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", settled: Callable[[str], bool]) -> None:
         self._core, self._settled = tokenizer.backend_tokenizer, settled
         self._silent = set(special_tokens(tokenizer).values())
-        self._tokens: list[int] = []  # from the anchor on
-        self._certain, self._text = 0, ""  # how many of them are certain, and their text
+        self._stream, self._waiting = DecodeStream(), list[int]()
 
     def __call__(self, tokens: Sequence[int]) -> str:
-        end = self._certain
-        for token in tokens:
-            name = None if token in self._silent else self._core.id_to_token(token)
-            if name is None:  # nobody's id, which is no text
-                continue
-            self._tokens.append(token)
-            end = len(self._tokens) if self._settled(name) else end
-        if end == self._certain:
-            return ""
-        text = self._core.decode(self._tokens[:end])
-        new = text[len(self._text) :]
-        if alone := self._core.decode(self._tokens[self._certain : end]):
-            self._tokens, self._certain, self._text = self._tokens[self._certain :], end - self._certain, alone
-        else:
-            self._certain, self._text = end, text
-        return new
+        self._waiting += [token for token in tokens if token not in self._silent]
+        names = map(self._core.id_to_token, self._waiting)
+        end = max((i for i, name in enumerate(names, 1) if name is not None and self._settled(name)), default=0)
+        certain, self._waiting = self._waiting[:end], self._waiting[end:]
+        return (self._stream.step(self._core, certain) if certain else None) or ""
