@@ -246,7 +246,7 @@ class Rollouts:
         self._iteration, self._batches = -1, list[Rollout]()
 
     def check_start(self, step: int, position: int) -> None:
-        """As `Feed`; other rounds than before come from `--allow-change`."""
+        # `--allow-change` can change the length of rounds.
         if step % self.round or position % (self.round * math.prod(self._batch)):
             raise DllmError(
                 f"step {step} is amid an iteration of {self.round} steps; restore optimizer.batch, rollout.prompts, "

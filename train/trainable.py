@@ -117,37 +117,31 @@ class WholeModel:
     passes: int = 3
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """As `Trained`."""
         return {name: spec.shape for name, spec in param_specs(self.model).items()}
 
     def shardings(self, mesh: Mesh) -> Mapping[str, NamedSharding]:
-        """As `Trained`."""
         return param_shardings(self.model, mesh)
 
     def fresh(self, key: jax.Array, shardings: Mapping[str, NamedSharding]) -> dict[str, jax.Array]:
-        """As `Trained`."""
         if self.config.model.init:
             return _loaded(checkpoint.find(self.config.model.init), self.model, shardings)
         return init_params(self.model, key, dtype="float32", shardings=shardings)
 
     def frozen(self, mesh: Mesh) -> dict[str, jax.Array]:
-        """As `Trained`."""
         return {}
 
     def parts(
         self, trained: Params, frozen: Params, denoiser: Callable[[Kernels], Denoiser], key: jax.Array | None
     ) -> tuple[Any, Denoiser]:
-        """As `Trained`."""
         return denoiser(trained), Denoiser(self.model, {})
 
     def sampled(self, weights: Params, frozen: Params) -> Sampled:
-        """As `Trained`."""
         return Sampled(self.model, dict(_stored(self.model, weights)), {})
 
     def write(
         self, out: Path, weights: Weights, *, steps: int, files: Mapping[str, bytes], overwrite: bool = False
     ) -> None:
-        """As `Trained`: a checkpoint of this library."""
+        """Writes a checkpoint of this library."""
         source = source_of(self.config, steps)
         together, tensors = multihost.count() > 1, _stored(self.model, weights)
         checkpoint.save(out, self.model, tensors, files=files, source=source, overwrite=overwrite, together=together)
@@ -163,36 +157,31 @@ class Adapters:
     passes: int = 2
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """As `Trained`."""
         return adapter_shapes(self.model, self.config.lora)
 
     def shardings(self, mesh: Mesh) -> Mapping[str, NamedSharding]:
-        """As `Trained`."""
         return adapter_shardings(self.model, self.config.lora, param_shardings(self.model, mesh))
 
     def fresh(self, key: jax.Array, shardings: Mapping[str, NamedSharding]) -> dict[str, jax.Array]:
-        """As `Trained`."""
         return init_adapters(self.model, self.config.lora, key, shardings)
 
     def frozen(self, mesh: Mesh) -> dict[str, jax.Array]:
-        """As `Trained`."""
         return frozen_model(self.config, self.model, mesh)
 
     def parts(
         self, trained: Params, frozen: Params, denoiser: Callable[[Kernels], Denoiser], key: jax.Array | None
     ) -> tuple[Any, Denoiser]:
-        """As `Trained`."""
         return denoiser(beside(frozen, trained, self.config.lora, key)), denoiser(frozen)
 
     def sampled(self, weights: Params, frozen: Params) -> Sampled:
-        """As `Trained`; the product stays apart, so that no second model is in memory."""
+        # The product stays apart, so that no second model is in memory.
         config = self.model.replace(dtype=self.config.compute.dtype)
         return Sampled(config, beside(frozen, weights, self.config.lora), {})
 
     def write(
         self, out: Path, weights: Weights, *, steps: int, files: Mapping[str, bytes], overwrite: bool = False
     ) -> None:
-        """As `Trained`: a folder of adapters in the hub's format."""
+        """Writes a folder of adapters in the hub's format."""
         base = checkpoint.name_of(self.config.model.init)
         values = multihost.whole(weights)
         with multihost.agreed():

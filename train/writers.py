@@ -62,13 +62,11 @@ class TensorBoard:
         self._writer = _library("tensorboard").SummaryWriter(logdir=str(folder / "tensorboard"), purge_step=done + 1)
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
-        """As `Writer`."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def answers(self, step: int, generations: Sequence[Mapping[str, Any]]) -> None:
-        """As `Writer`, as Markdown."""
         indented = lambda text: "".join(f"    {line}\n" for line in str(text).splitlines())
         parts = [
             f"{indented(one['prompt'])}\nin {one['nfe']} forwards\n\n{indented(one['text'])}" for one in generations
@@ -77,7 +75,6 @@ class TensorBoard:
         self._writer.flush()
 
     def close(self) -> None:
-        """As `Writer`."""
         self._writer.close()
 
 
@@ -106,17 +103,14 @@ class WandB:
         self._run.define_metric("*", step_metric="step")
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
-        """As `Writer`."""
         self._run.log({**values, "step": step})
 
     def answers(self, step: int, generations: Sequence[Mapping[str, Any]]) -> None:
-        """As `Writer`, as a table."""
         columns = ["prompt", "text", "nfe", "correct"]
         rows = [[str(one.get(name, "")) for name in columns] for one in generations]
         self._run.log({"look/generations": self._library.Table(columns=columns, data=rows), "step": step})
 
     def close(self) -> None:
-        """As `Writer`."""
         self._run.finish()
 
 

@@ -219,11 +219,9 @@ class Packed:
         return self._rows.reshape(-1)
 
     def scanned(self, of: Callable[[Flat], np.ndarray], *, shown: str | None = None) -> np.ndarray:
-        """As of `Tokenised`."""
         return _of_all(self._flat, self._row_cuts(), of, shown)
 
     def draws(self, *, shown: str | None = None) -> np.ndarray:
-        """As of `Tokenised`."""
         make = lambda: _of_all(self._flat, self._row_cuts(), _draws, shown)
         return _kept(self._folder / f"draws-{self._rows.shape[1]}.bin", len(self), make)
 
@@ -251,7 +249,7 @@ def _of_all(
 
 
 def _draws(some: Flat) -> np.ndarray:
-    """As `train.data.heldout.draw`, of examples as they are stored."""
+    """`train.data.heldout.draw` of examples as they are stored, [N] uint64."""
     tokens = memoryview(np.asarray(_unfolded(some.stored)[0], "<i4").tobytes())
     bounds = (4 * some.bounds).tolist()
     found = bytearray()

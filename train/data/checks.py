@@ -92,7 +92,7 @@ class Chosen:
         return None if prompts is None else prompts[self._numbers]
 
     def draws(self, *, shown: str | None) -> np.ndarray | None:
-        """As of `train.data.source.draws_of`."""
+        """`train.data.heldout.draw` of each example, [N], where the source keeps them."""
         draws = draws_of(self._source, shown=shown)
         return None if draws is None else draws[self._numbers]
 

@@ -126,7 +126,7 @@ class Trajectories:
 
     @property
     def identity(self) -> list[tuple[str, int, int]]:
-        """As of `Source`: the shards with their sizes and times."""
+        """The shards with their sizes and times."""
         status = [(str(shard.path.resolve()), shard.path.stat()) for shard in self._shards]
         return [(path, found.st_size, found.st_mtime_ns) for path, found in status]
 

@@ -55,7 +55,6 @@ class Autoregressive(CrossEntropy):
     settings: AutoregressivePart
 
     def fitted(self, model: ModelConfig, config: TrainConfig) -> ModelConfig:
-        """As `Objective`."""
         if not model.is_causal:
             raise DllmError(
                 f"a {model.family} model sees both ways, so it cannot be trained token by token; set model.published "
@@ -65,7 +64,7 @@ class Autoregressive(CrossEntropy):
         return model
 
     def corrupt(self, key: jax.Array, batch: Batch, denoiser: Denoiser) -> Noised:
-        """As `Objective`; nothing is drawn."""
+        """Nothing is drawn: weights of the rows as they are."""
         targets = batch.targets & (jnp.arange(batch.tokens.shape[-1]) >= denoiser.min_prompt_length)
         count = jnp.maximum(jnp.sum(targets, axis=-1, keepdims=True), 1)
         return Noised(batch.tokens, batch.tokens, jnp.where(targets, 1.0 / count, 0.0), batch.lengths)

@@ -209,7 +209,6 @@ class CrossEntropy(Objective):
         remat: RematPolicy | None = None,
         sharding: NamedSharding | None = None,
     ) -> Means:
-        """As `Objective`."""
         options: Any = {"chunk": self.settings.chunk, "groups": groups, "remat": remat, "sharding": sharding}
         found = diffusion_loss(
             denoiser, noised, counted=self.counted(noised.lengths, noised.tokens.shape[1]), **options

@@ -180,8 +180,8 @@ class BlockDiffusion(Objective):
     settings: BlockDiffusionPart
 
     def fitted(self, model: ModelConfig, config: BlockDiffusionConfig) -> ModelConfig:
-        """As `Objective`: in the blocks that it is trained in, with which a model of full attention becomes one of
-        block diffusion where the settings name their length."""
+        """The model in the blocks that it is trained in: a model of full attention becomes one of block diffusion if
+        the settings give a block length."""
         model = self._in_blocks(model, config)
         if not model.has_blocks:
             raise DllmError(
@@ -203,13 +203,12 @@ class BlockDiffusion(Objective):
         return model.replace(attention="block", block_length=length)
 
     def passes(self, trained: Trained) -> Passes:
-        """As `Objective`; the row runs first, without the head, and then its noisy copies."""
+        """The clean row runs first, without the head, and then its noisy copies."""
         layers, attention, head = super().passes(trained)
         copies = self.settings.copies
         return Passes(layers * (1 + copies), attention * (1 + copies), head * copies)
 
     def corrupt(self, key: jax.Array, batch: Batch, denoiser: Denoiser) -> Copies:
-        """As `Objective`."""
         return corrupt(key, batch, denoiser, self.settings)
 
     def means(
@@ -222,8 +221,8 @@ class BlockDiffusion(Objective):
         remat: RematPolicy | None = None,
         sharding: NamedSharding | None = None,
     ) -> Means:
-        """As `Objective`; reports the plain mean cross entropy of what is learned, in nats, and with `confidence` the
-        mean entropy where the most probable token is right."""
+        """Reports the plain mean cross entropy of what is learned, in nats, and with `confidence` the mean entropy
+        where the most probable token is right."""
         first, count = denoiser.min_prompt_length, noised.inputs.shape[1]
         each = lambda x: jnp.repeat(x, count, axis=0)  # for every copy
         flat = lambda x: x.reshape(-1, x.shape[-1])
@@ -256,8 +255,8 @@ class BlockDiffusion(Objective):
 def _with_entropies(
     denoiser: Denoiser, hidden: jax.Array, tokens: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """As `cross_entropies`, and of the positions whose most probable token is right the sum of the entropies and the
-    number (CAP, arXiv 2512.15745; dParallel, 2509.26488)."""
+    """The two sums of `cross_entropies`, and the sum of entropies and the number of positions whose most probable token
+    is right (CAP, arXiv 2512.15745; dParallel, 2509.26488)."""
     log = jax.nn.log_softmax(denoiser.logits(hidden))
     cross = -jnp.take_along_axis(log, tokens[:, None], axis=-1)[:, 0]
     right = (weights > 0) & (jnp.argmax(log, axis=-1) == tokens)

@@ -70,7 +70,7 @@ class Compression(CrossEntropy):
     settings: CompressionPart
 
     def corrupt(self, key: jax.Array, batch: Batch, denoiser: Denoiser) -> Noised:
-        """As `Objective`; the batch is one of trajectories."""
+        """Two states of each trajectory: the earlier one, with weights where the later one has more tokens."""
         assert batch.step is not None
         draws = jax.random.uniform(key, (batch.lengths.size, 2)).reshape(*batch.lengths.shape, 2)
         start, end = stamps(draws, jnp.max(batch.step, axis=-1) + 1)

@@ -194,16 +194,15 @@ class D2F(Objective):
     settings: D2FPart
 
     def fitted(self, model: ModelConfig, config: D2FConfig) -> ModelConfig:
-        """As `Objective`: a block diffusion model has its own blocks."""
         if model.block_length is not None:
             if self.settings.block_length != model.block_length:
-                own, said = model.block_length, self.settings.block_length
-                raise DllmError(f"objective.block_length {said} is not the {model.family} model's; set it to {own}")
+                own, wanted = model.block_length, self.settings.block_length
+                raise DllmError(f"objective.block_length {wanted} is not the {model.family} model's; set it to {own}")
             check_whole_blocks(config.data, model.block_length)
         return super().fitted(model, config)
 
     def passes(self, trained: Trained) -> Passes:
-        """As `Objective`; a teacher adds its forward, and one before it for what a block diffusion model has read."""
+        """The student's; a teacher adds its forward, and a block diffusion model's one more, over the clean rows."""
         layers, attention, head = super().passes(trained)
         if self.settings.target == "data":
             return Passes(layers, attention, head)
@@ -211,7 +210,6 @@ class D2F(Objective):
         return Passes(layers + forwards, attention + forwards, head + 1)
 
     def corrupt(self, key: jax.Array, batch: Batch, denoiser: Denoiser) -> Blocks:
-        """As `Objective`."""
         draws = draw(key, batch.lengths.size, batch.tokens.shape[-1], self.settings.block_length)
         return corrupt(batch, draws, denoiser, self.settings)
 
@@ -225,8 +223,8 @@ class D2F(Objective):
         remat: RematPolicy | None = None,
         sharding: NamedSharding | None = None,
     ) -> Means:
-        """As `Objective`; reports the plain mean over masked positions of KL(teacher || student), or of the data's
-        cross entropy, in nats."""
+        """Reports the plain mean over masked positions of KL(teacher || student), or of the data's cross entropy, in
+        nats."""
         first = denoiser.min_prompt_length
         visible = block_causal(noised.inputs.shape[1], noised.prompt_lengths, self.settings.block_length)
         visible = jnp.minimum(visible, noised.lengths[:, None])

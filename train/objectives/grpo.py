@@ -139,13 +139,11 @@ class WholeBesideBase(WholeModel):
     """All weights, and the model before training, which stays."""
 
     def frozen(self, mesh: Mesh) -> dict[str, jax.Array]:
-        """As `Trained`."""
         return frozen_model(self.config, self.model, mesh)
 
     def parts(
         self, trained: Params, frozen: Params, denoiser: Callable[[Kernels], Denoiser], key: jax.Array | None
     ) -> tuple[Any, Denoiser]:
-        """As `Trained`."""
         return denoiser(trained), denoiser(frozen)
 
 
@@ -165,7 +163,6 @@ class Grpo(Objective):
 
     @classmethod
     def of(cls, config: GrpoConfig) -> Self:
-        """As `Objective`."""
         return cls(config.objective, config.rollout.temperature, router=config.router)
 
     @property
@@ -174,22 +171,21 @@ class Grpo(Objective):
         return self.settings.states if self.settings.shrink else 1
 
     def trained(self, config: GrpoConfig, model: ModelConfig) -> Trained:
-        """As `Objective`."""
         if config.lora.rank or not self.settings.beta:
             return super().trained(config, model)
         check_frozen(config, "objective.beta needs a model to stay near to")
         return WholeBesideBase(config, model)
 
     def passes(self, trained: Trained) -> Passes:
-        """As `Objective`, of learning alone."""
+        """Of learning; sampling is not counted."""
         base = int(self.settings.beta > 0)
         return Passes(*(self.states * (of_learner + base) for of_learner in super().passes(trained)))
 
     def still(self) -> None:
-        """As `Objective`: rows have no loss by themselves, only completions and their rewards."""
+        """None: rows have no loss by themselves, only completions and their rewards have."""
 
     def feed(self, config: GrpoConfig, parts: Any, stepper: Any, frozen: Mapping[str, jax.Array]) -> Rollouts:
-        """As `Objective`: completions of the model being trained.
+        """Completions of the model being trained.
 
         Raises:
             DllmError: for samplers that cannot be learned from, and data without rewards.
@@ -218,7 +214,7 @@ class Grpo(Objective):
         )
 
     def corrupt(self, key: jax.Array, batch: Rollout, denoiser: Denoiser) -> Scored:
-        """As `Objective`: the states that a step learns from."""
+        """The states that a step learns from."""
         shape, length = batch.lengths.shape, batch.tokens.shape[-1]
         state_key, prompt_key = jax.random.split(key)
         draws = lambda key: position_draws(key, batch.lengths.size, length).reshape(*shape, length)
@@ -259,7 +255,7 @@ class Grpo(Objective):
         remat: RematPolicy | None = None,
         sharding: NamedSharding | None = None,
     ) -> Means:
-        """As `Objective`; `clipped`, `entropy` and `kl` are means over the draws that are learned."""
+        """Reports `clipped`, `entropy` and `kl`, means over the draws that are learned."""
         first, on_policy = learner.min_prompt_length, states.old is None
         rows = self._tokens(states).shape
         every = lambda x: jnp.broadcast_to(x, states.weights.shape).reshape(rows)[:, first:]

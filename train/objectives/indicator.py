@@ -239,36 +239,31 @@ class BesideModel:
         return IndicatorConfig(hidden_dim=width, embed_dim=width, **dataclasses.asdict(self.config.indicator))
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """As `Trained`."""
         return self.indicator.shapes()
 
     def shardings(self, mesh: Mesh) -> Mapping[str, NamedSharding]:
-        """As `Trained`."""
         return dict.fromkeys(self.shapes(), NamedSharding(mesh, PartitionSpec()))
 
     def fresh(self, key: jax.Array, shardings: Mapping[str, NamedSharding]) -> dict[str, jax.Array]:
-        """As `Trained`."""
         return jax.jit(lambda key: init_indicator(self.indicator, key).params, out_shardings=dict(shardings))(key)
 
     def frozen(self, mesh: Mesh) -> dict[str, jax.Array]:
-        """As `Trained`."""
         return frozen_model(self.config, self.model, mesh)
 
     def parts(
         self, trained: Params, frozen: Params, denoiser: Callable[[Kernels], Denoiser], key: jax.Array | None
     ) -> tuple[Any, Denoiser]:
-        """As `Trained`; the indicator is computed in float32 whatever the model is."""
+        # The indicator is computed in float32 whatever the model is.
         return Indicator(self.indicator, trained), denoiser(frozen)
 
     def sampled(self, weights: Params, frozen: Params) -> Sampled:
-        """As `Trained`: the model as it is, and the indicator."""
         config = self.model.replace(dtype=self.config.compute.dtype)
         return Sampled(config, dict(frozen), {"indicator": Indicator(self.indicator, dict(weights))})
 
     def write(
         self, out: Path, weights: Weights, *, steps: int, files: Mapping[str, bytes], overwrite: bool = False
     ) -> None:
-        """As `Trained`: a folder for `load_indicator`."""
+        """Writes a folder for `load_indicator`."""
         found = Indicator(self.indicator, {name: jnp.asarray(x) for name, x in multihost.whole(weights).items()})
         with multihost.agreed():
             if not multihost.index():
@@ -292,11 +287,10 @@ class FinalTokens(Objective):
 
     @classmethod
     def of(cls, config: IndicatorRun) -> Self:
-        """As `Objective`."""
         return cls(config.objective, config.data.answer_length, router=config.router)
 
     def trained(self, config: IndicatorRun, model: ModelConfig) -> Trained:
-        """As `Objective`: the indicator.
+        """The indicator.
 
         Raises:
             DllmError: when there is no model that it could read, or it has too few tokens.
@@ -307,11 +301,11 @@ class FinalTokens(Objective):
         return found
 
     def still(self) -> IndicatorPart:
-        """As `Objective`: without dropout."""
+        """Without dropout."""
         return dataclasses.replace(self.settings, dropout=0.0)
 
     def corrupt(self, key: jax.Array, batch: Batch, denoiser: Denoiser) -> RolledBack:
-        """As `Objective`; the batch is one of trajectories."""
+        """Trajectories at a random state each."""
         assert batch.step is not None
         state_key, dropout_key = jax.random.split(key)
         shape, rows = batch.lengths.shape, batch.lengths.size
@@ -331,10 +325,9 @@ class FinalTokens(Objective):
         remat: RematPolicy | None = None,
         sharding: NamedSharding | None = None,
     ) -> Means:
-        """As `Objective`.
+        """Reports the share of positives, the AUC, and precision and recall of scores above the published threshold.
 
-        Reports the share of positives, the AUC (of a batch in parts the mean over these), and precision and recall of
-        scores above the published threshold; where none is above, both are 0.
+        Of a batch in parts the AUC is the mean over these. Where no score is above, precision and recall are 0.
         """
         settings = self.settings
         seen = evidence(indicator.config, base, noised, canvas=self.canvas, chunk=settings.chunk, sharding=sharding)

@@ -99,16 +99,14 @@ class MaskedDiffusion(CrossEntropy):
     settings: MaskedDiffusionPart
 
     def fitted(self, model: ModelConfig, config: TrainConfig) -> ModelConfig:
-        """As `Objective`; a block diffusion model has an objective of its own."""
         if model.has_blocks:
             advice = "train it by python -m train block-diffusion"
             raise DllmError(f"a {model.family} model sees final tokens before its block; {advice}")
         return super().fitted(model, config)
 
     def still(self) -> MaskedDiffusionPart:
-        """As `Objective`: with the t of a batch spread evenly."""
+        """With the t of a batch spread evenly."""
         return dataclasses.replace(self.settings, stratified=True)
 
     def corrupt(self, key: jax.Array, batch: Batch, denoiser: Denoiser) -> Noised:
-        """As `Objective`."""
         return corrupt(key, batch, denoiser, eps=self.settings.eps, stratified=self.settings.stratified)
