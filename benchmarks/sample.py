@@ -41,6 +41,7 @@ from dllm_jax import PUBLISHED, Denoiser, DllmError, Model, load, published, ran
 from dllm_jax.config import Quantize
 from dllm_jax.models.denoiser import Span
 from dllm_jax.models.kv_cache import slice_rows, write_rows
+from dllm_jax.storage import write_file
 from samplers import CACHES, Result, make_sampler, parse_sampler, sample, stream
 from samplers.config.factory import CanvasSampler
 from samplers.config.registry import named
@@ -436,15 +437,9 @@ class Report:
         """Writes the files anew, each whole or not at all."""
         self.data["seconds_total"] = time.perf_counter() - self._start
         if self._json:
-            _replace(self._json, json.dumps(self.data, indent=1) + "\n")
+            write_file(self._json, json.dumps(self.data, indent=1) + "\n")
         if self._csv and self.data["rows"]:
-            _replace(self._csv, _as_csv(self.data["rows"]))
-
-
-def _replace(path: Path, text: str) -> None:
-    scratch = path.with_name(path.name + ".partial")
-    scratch.write_text(text)
-    scratch.replace(path)
+            write_file(self._csv, _as_csv(self.data["rows"]))
 
 
 def _as_csv(rows: Sequence[Row]) -> str:

@@ -23,6 +23,7 @@ from convert.output import check_out
 from convert.safetensors_reader import read_header
 from convert.source import locate
 from convert.tensors import Piece, load
+from dllm_jax import storage
 from dllm_jax.checkpoints import checkpoint
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
@@ -125,12 +126,12 @@ def save_adapters(out: str | Path, config: ModelConfig, adapters: Adapters, *, o
     Raises:
         DllmError: when `out` exists, or cannot be written.
     """
-    with checkpoint.atomic_folder(out, overwrite=overwrite) as scratch:
+    with storage.atomic_folder(out, overwrite=overwrite) as scratch:
         try:
             write_adapters(scratch, config, adapters)
             (scratch / checkpoint.CONFIG_FILE).write_text(config.to_json() + "\n")
         except Exception as error:
-            raise checkpoint.write_error(out, error) from error
+            raise storage.write_error(out, error) from error
 
 
 def convert_adapters(

@@ -16,9 +16,8 @@ import numpy as np
 
 from convert.output import check_out, check_space
 from convert.safetensors_reader import PICKLE_ENDINGS, read_block, read_header
-from convert.source import sha256
 from convert.tensors import as_dtype, checked_cast
-from dllm_jax.checkpoints import checkpoint
+from dllm_jax import storage
 from dllm_jax.errors import DllmError
 from dllm_jax.indicator import (
     CONFIG_FILE,
@@ -29,6 +28,7 @@ from dllm_jax.indicator import (
     load_indicator,
     save_indicator,
 )
+from dllm_jax.storage import sha256
 
 WEIGHTS_FILE, HUB_CONFIG_FILE = "indicator.safetensors", "indicator.json"
 _FIELDS = {
@@ -101,13 +101,13 @@ def export_indicator(folder: str | Path, out: str | Path, *, dtype: str | None =
     if dtype is not None:
         tensors = {name: checked_cast(array, as_dtype(dtype), name) for name, array in tensors.items()}
     values = {theirs: getattr(indicator.config, ours) for theirs, ours in _FIELDS.items()}
-    with checkpoint.atomic_folder(out, overwrite=overwrite) as scratch:
+    with storage.atomic_folder(out, overwrite=overwrite) as scratch:
         try:
             (scratch / WEIGHTS_FILE).write_bytes(_safetensors(tensors))
             told = {**values, "use_positional_embedding": False, "dropout": 0.2}
             (scratch / HUB_CONFIG_FILE).write_text(json.dumps(told, indent=2) + "\n")
         except OSError as error:
-            raise checkpoint.write_error(out, error) from error
+            raise storage.write_error(out, error) from error
 
 
 def verify_indicator(source: str | Path, folder: str | Path) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from dllm_jax.checkpoints import buckets, checkpoint
+from dllm_jax import buckets, storage
 from dllm_jax.errors import DllmError
 
 SPARE_BYTES = 64 * 2**20  # metadata, tokenizer files and what the file system keeps for itself
@@ -26,7 +26,7 @@ def check_out(out: str | Path, *, source: str | Path, overwrite: bool, kind: str
     """
     if buckets.is_address(out):
         raise DllmError(f"{out} is in an object store; write to a folder, and copy that: gcloud storage cp -r")
-    checkpoint.check_out(out, overwrite=overwrite)
+    storage.check_out(out, overwrite=overwrite)
     out = Path(out).expanduser().resolve()
     if Path(source).expanduser().resolve().is_relative_to(out):
         raise DllmError(f"{out} holds the source, which would be overwritten; choose another --out")

@@ -1,7 +1,6 @@
 """Where a checkpoint in the hub's format comes from: a folder, or a repository id that is downloaded first."""
 
 import dataclasses
-import hashlib
 import re
 from pathlib import Path
 
@@ -52,19 +51,6 @@ def open_source(
     hub = dataclasses.replace(read_hub_config(folder, name), block_length=block_length)
     families.check_family(family, hub)
     return Source(folder, name, commit, hub, read_folder(folder))
-
-
-def sha256(path: Path) -> str:
-    """Hex digest of a file's content.
-
-    Raises:
-        DllmError: when the file cannot be read.
-    """
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise DllmError(f"{path} cannot be read ({error.strerror}); check the file") from None
 
 
 def locate(source: str | Path, revision: str | None) -> tuple[Path, str, str | None]:

@@ -16,6 +16,7 @@ from convert.hub_config import CONFIG_FILE, GENERATION_FILE, copied_files, with_
 from convert.output import byte_bar, check_out, check_space
 from convert.safetensors_reader import BLOCK_BYTES, DTYPES, INDEX_FILE, SINGLE_FILE
 from convert.tensors import as_dtype, checked_cast
+from dllm_jax import storage
 from dllm_jax.checkpoints import checkpoint
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
@@ -66,13 +67,13 @@ def export(
     files = _config_files(folder, spec, chosen, config) | copied_files(folder)
     shards = _shards(chosen, config, max_shard_bytes)
     check_space(out, num_params(config) * as_dtype(config.dtype).itemsize)
-    with checkpoint.atomic_folder(out, overwrite=overwrite) as scratch:
+    with storage.atomic_folder(out, overwrite=overwrite) as scratch:
         try:
             _write_weights(scratch, folder, shards, config, progress)
             for name, content in files.items():
                 (scratch / name).write_bytes(content)
         except OSError as error:
-            raise checkpoint.write_error(out, error) from error
+            raise storage.write_error(out, error) from error
 
 
 def _stored_dtype(folder: Path, config: ModelConfig) -> str:

@@ -12,13 +12,14 @@ from convert import families
 from convert.families import Move
 from convert.hub_config import copied_files
 from convert.output import byte_bar, check_out, check_space, ticking
-from convert.source import open_source, sha256
+from convert.source import open_source
 from convert.tensors import as_dtype, load
 from dllm_jax.checkpoints import checkpoint
 from dllm_jax.config import ModelConfig, Quantize, check_quantize
 from dllm_jax.errors import DllmError
 from dllm_jax.params.quantized import num_bytes
 from dllm_jax.params.specs import abstract_params, float32_params
+from dllm_jax.storage import sha256
 
 
 def convert(

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dllm_jax import storage
 from dllm_jax.checkpoints import checkpoint
 from dllm_jax.errors import DllmError
 from dllm_jax.pytree import pytree
@@ -213,14 +214,14 @@ def save_indicator(
     from orbax.checkpoint import v1 as ocp  # here, because it takes a second to import
 
     check_indicator(indicator, "the indicator")
-    with checkpoint.atomic_folder(out, overwrite=overwrite) as scratch, checkpoint.alone():
+    with storage.atomic_folder(out, overwrite=overwrite) as scratch, checkpoint.alone():
         try:
             ocp.save(scratch / PARAMS_FOLDER, dict(indicator.params))
             (scratch / CONFIG_FILE).write_text(json.dumps(dataclasses.asdict(indicator.config), indent=2) + "\n")
             if source:
                 (scratch / checkpoint.SOURCE_FILE).write_text(json.dumps(source, indent=2) + "\n")
         except Exception as error:  # Orbax raises whatever its storage layer does
-            raise checkpoint.write_error(out, error) from error
+            raise storage.write_error(out, error) from error
 
 
 def load_indicator(folder: str | Path, dtype: str | None = None) -> Indicator:

@@ -39,6 +39,7 @@ from rich.text import Text
 from dllm_jax import DllmError, Model
 from dllm_jax.cli.command import Parser, console, run_printing
 from dllm_jax.indicator import load_indicator
+from dllm_jax.storage import write_file
 from evals import figures, files, leaderboard, plots, trajectories, tune
 from evals.distributed import meeting
 from evals.flags import add_batch, add_count, add_distributed, add_model, add_task, command, models_of
@@ -226,7 +227,7 @@ def _score(options: argparse.Namespace, score: Callable[..., Any], described: Ca
         files.make_folder(Path(options.results).parent)
     report = score(models, task, sampler, **_measuring(options))
     if options.results and options.processes.first:
-        files.write(options.results, files.as_json_lines([vars(row) for row in report.rows]))
+        write_file(options.results, files.as_json_lines([vars(row) for row in report.rows]))
     if options.json:
         print(files.as_json(report.summary()), end="")
         return
@@ -242,8 +243,8 @@ def _indicator(options: argparse.Namespace) -> None:
     folder = files.make_folder(options.out)
     chosen = {name: getattr(options, name) for name in ("n", "batch_size", "seed")}
     report = score_indicator(_load(options), indicator, options.trajectories, **chosen)
-    files.write(folder / "precision_recall.csv", files.as_csv(report.rows()))
-    files.write(folder / "precision_recall.png", report.plot())
+    write_file(folder / "precision_recall.csv", files.as_csv(report.rows()))
+    write_file(folder / "precision_recall.png", report.plot())
     print(report.told(options.precision))
 
 
@@ -251,7 +252,7 @@ def _sweep(options: argparse.Namespace) -> None:
     samplers = all_samplers(options.sampler, options.grid)
     found, folder = _run_all(options, options.task, samplers)
     if options.processes.first:
-        files.write(folder / "pareto.png", pareto_plot(found))
+        write_file(folder / "pareto.png", pareto_plot(found))
     areas = found.areas()
     for name, area in areas.items():
         print(f"AUP {area:8.1f}  {name}, of accuracy over tokens per forward")
@@ -271,7 +272,7 @@ def _figure(name: str, options: argparse.Namespace) -> None:
     found, folder = _run_all(options, options.task, figures.samplers_of(lines))
     more = figures.summary(figure, found, lines)
     write_tables(folder, found, more)
-    files.write(folder / f"{name}.png", figures.plot(figure, found, lines))
+    write_file(folder / f"{name}.png", figures.plot(figure, found, lines))
     for note in more["notes"]:
         print(note)
     made = f"results.json, results.csv, {name}.png in {folder}"

@@ -1,4 +1,4 @@
-"""Outputs: each file appears whole or not at all."""
+"""Output folders, and tables and reports as text."""
 
 import csv
 import io
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from dllm_jax.errors import DllmError
-from samplers.cli.outputs import write as write
 
 
 def make_folder(path: str | Path) -> Path:

@@ -11,6 +11,7 @@ from typing import Any
 
 from dllm_jax.checkpoints import checkpoint
 from dllm_jax.errors import DllmError
+from dllm_jax.storage import write_file
 from evals import files
 from evals.runner import draw
 from evals.tasks import DrawnTask, Example, Task
@@ -81,7 +82,7 @@ class Record:
         except OSError as error:
             advice = "set DLLM_JAX_HOME to a folder that can be written"
             raise DllmError(f"the folder {self._path.parent} could not be made ({error}); {advice}") from None
-        files.write(self._path, files.as_json({"settings": self._settings, "problems": hashes}))
+        write_file(self._path, files.as_json({"settings": self._settings, "problems": hashes}))
 
 
 def _read(path: Path) -> tuple[set[str], float]:

@@ -20,6 +20,7 @@ from rich.table import Table
 
 from dllm_jax.cli.command import console
 from dllm_jax.errors import DllmError
+from dllm_jax.storage import write_file
 from evals import files, plots
 from evals.aup_metric import LEADERBOARD, ONE, from_one
 from evals.sampler import parse_sampler
@@ -311,10 +312,10 @@ def _run(options: argparse.Namespace) -> None:
     best = best_accuracy(options.task, methods)
     table = rows(methods, best)
     told = [{**dataclasses.asdict(method), "aup": method.area(best)} for method in methods]
-    files.write(folder / "aup.json", files.as_json({"task": options.task, "best": best, "methods": told}))
-    files.write(folder / "aup.csv", files.as_csv(table))
+    write_file(folder / "aup.json", files.as_json({"task": options.task, "best": best, "methods": told}))
+    write_file(folder / "aup.csv", files.as_csv(table))
     measured = ", ".join(dict.fromkeys(f"{method.model} on {method.task}" for method in ours))
-    files.write(folder / "aup.png", plot(methods, f"{measured}, beside published {options.task}"))
+    write_file(folder / "aup.png", plot(methods, f"{measured}, beside published {options.task}"))
     _print(table, best)
     if areas := published_areas(options.task):
         y_max = f"{read_published()['best'][board_of(options.task)]:.2f}"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dllm_jax import Model
+from dllm_jax.storage import write_file
 from evals import files, plots
 from evals.aup_metric import ALPHA, DROP, ONE, from_one
 from evals.distributed import ALONE, Processes
@@ -130,8 +131,8 @@ def sweep(
 
 def write_tables(folder: Path, found: Sweep, more: Mapping[str, Any] = types.MappingProxyType({})) -> None:
     """Writes results.json, with more facts about the whole, and results.csv."""
-    files.write(folder / "results.json", files.as_json({**found.summary(), **more}))
-    files.write(folder / "results.csv", files.as_csv(found.rows()))
+    write_file(folder / "results.json", files.as_json({**found.summary(), **more}))
+    write_file(folder / "results.csv", files.as_csv(found.rows()))
 
 
 def pareto_plot(found: Sweep) -> bytes:

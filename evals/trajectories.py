@@ -10,8 +10,8 @@ number and the seed alone, so that the result is the same however often it was c
 
 import argparse
 import dataclasses
+import io
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,9 @@ import numpy as np
 from tqdm import tqdm
 
 from dllm_jax import Model
-from dllm_jax.checkpoints.checkpoint import write_error
 from dllm_jax.errors import DllmError
 from dllm_jax.parallel.sharding import check_splits
+from dllm_jax.storage import write_file
 from evals.flags import add_batch, add_model, add_task, command, models_of
 from evals.models import Models
 from evals.tasks import Task, make_task
@@ -38,7 +38,6 @@ from samplers.text.prompts import bucket_length, check_lengths, given_canvas, le
 from train.data import ExampleLike, Setup, Source, size
 from train.data.files import jsonl
 from train.data.shards import ABOUT_FILE, shards
-from train.run_dir import replace_file
 from train.trajectory import trajectory_of
 
 _BATCH = "prompts (--batch-size)"
@@ -165,23 +164,16 @@ def _begin(folder: Path, about: dict[str, Any]) -> Path:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise DllmError(f"{folder} holds something else than trajectories; choose another --out")
         folder.mkdir(parents=True, exist_ok=True)
-        replace_file(path, json.dumps(about, indent=2) + "\n")
+        write_file(path, json.dumps(about, indent=2) + "\n")
     except (OSError, ValueError) as error:
         raise DllmError(f"{folder} cannot be used ({error}); choose another --out") from None
     return folder
 
 
 def _write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    partial = path.parent / f".{path.name}.partial"
-    try:
-        with partial.open("wb") as file:
-            np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise write_error(path, error) from None
+    file = io.BytesIO()
+    np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
+    write_file(path, file.getvalue())
 
 
 @dataclasses.dataclass

@@ -29,6 +29,7 @@ from typing import Any, Literal
 from dllm_jax import Model
 from dllm_jax.errors import DllmError
 from dllm_jax.params.quantized import told_dtype
+from dllm_jax.storage import write_file
 from evals import files, flags, plots
 from evals.aup_metric import front
 from evals.held_out import Record, draw_different, hashes_of
@@ -513,7 +514,7 @@ def _tune(options: argparse.Namespace) -> None:
             print(_summary(found.trials[told:]), flush=True)
             told = len(found.trials)
         _write(folder, found, {"told": found.told(), **about})
-        files.write(folder / "tuning.png", plot(found))
+        write_file(folder / "tuning.png", plot(found))
     where = f"tuning.json, tuning.csv, tuning.png in {folder}"
     if found.chosen is None:
         raise DllmError(f"{found.told()} ({where})")
@@ -523,8 +524,8 @@ def _tune(options: argparse.Namespace) -> None:
 def _write(folder: Path, found: Tuning, about: Mapping[str, Any]) -> None:
     rows = [trial.row() for trial in found.trials]
     chosen = None if found.chosen is None else str(found.chosen.sampler)
-    files.write(folder / "tuning.json", files.as_json({"chosen": chosen, **about, "trials": rows}))
-    files.write(folder / "tuning.csv", files.as_csv(rows))
+    write_file(folder / "tuning.json", files.as_json({"chosen": chosen, **about, "trials": rows}))
+    write_file(folder / "tuning.csv", files.as_csv(rows))
 
 
 def _summary(trials: Sequence[Trial]) -> str:

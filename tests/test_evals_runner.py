@@ -444,19 +444,6 @@ def test_the_front_holds_what_nothing_beats():
 # Files
 
 
-def test_files_appear_whole_or_not_at_all(tmp_path, monkeypatch):
-    path = tmp_path / "results.json"
-    files.write(path, "old")
-
-    def fail(*_):
-        raise OSError("no space")
-
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(DllmError, match=r"results.json could not be written \(no space\)"):
-        files.write(path, "new")
-    assert path.read_text() == "old" and os.listdir(tmp_path) == ["results.json"]
-
-
 def test_json_has_no_infinities():
     assert json.loads(files.as_json({"a": [math.inf, (1.0, math.nan)]})) == {"a": ["inf", [1.0, "nan"]]}
 

@@ -1,6 +1,5 @@
 """Files of prompts: what a line may say, answers in order, bad lines, and runs that were cut off."""
 
-import errno
 import io
 import json
 import os
@@ -11,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -390,39 +388,6 @@ def settled(path, *numbers):
         with Output(path) as output:
             output.begin()
             output.append({"line": number, "settings": {}})
-
-
-@pytest.mark.parametrize("umask", [0o077, 0o022])
-def test_a_written_file_has_the_permissions_of_the_umask(tmp_path, umask):
-    before = os.umask(umask)
-    try:
-        outputs.write(tmp_path / "view.html", "a")
-    finally:
-        os.umask(before)
-    assert (tmp_path / "view.html").stat().st_mode & 0o777 == 0o666 & ~umask
-
-
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
-@pytest.mark.parametrize("fails", ["write", "replace"])
-def test_a_file_that_could_not_be_written_leaves_nothing(tmp_path, monkeypatch, fails, error):
-    class Full(io.FileIO):
-        def write(self, data):
-            super().write(bytes(data)[:1])
-            raise error
-
-    def fail(*_):
-        raise error
-
-    (tmp_path / "view.html").write_text("before")
-    if fails == "write":
-        monkeypatch.setattr(Path, "open", lambda path, mode: Full(path, mode.replace("b", "")))
-    else:
-        monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else DllmError):
-        outputs.write(tmp_path / "view.html", "after")
-    monkeypatch.undo()
-    assert [path.name for path in tmp_path.iterdir()] == ["view.html"]
-    assert (tmp_path / "view.html").read_text() == "before"
 
 
 def test_a_full_disk_leaves_whole_lines(tmp_path, monkeypatch):

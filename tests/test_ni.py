@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import sys
 
 import jax
@@ -328,16 +329,16 @@ def test_trajectories_survive_kills(sudoku, tmp_path, monkeypatch, capsys) -> No
     assert "10 prompts sampled, 10 there" in capsys.readouterr().out
     whole = read(tmp_path / "a")
     cut = [*what, "--out", str(tmp_path / "b"), "--batch-size", "4", "--shard-size", "3"]
-    replace, calls = trajectories.os.replace, []
+    replace, calls = os.replace, []
 
     def killed(*paths):
-        if str(paths[0]).endswith(".npz.partial"):
+        if str(paths[1]).endswith(".npz"):
             calls.append(paths)
             if len(calls) in (2, 3):
                 raise KeyboardInterrupt
         replace(*paths)
 
-    monkeypatch.setattr(trajectories.os, "replace", killed)
+    monkeypatch.setattr(os, "replace", killed)
     statuses = [evals_cli.main([*cut, "--n", n]) for n in ("7", "7", "7", "10", "10")]
     assert statuses == [130, 130, 0, 0, 0]
     assert [(s.first, s.end) for s in trajectories.shards(tmp_path / "b")] == [(0, 3), (3, 6), (6, 7), (7, 10)]

@@ -13,8 +13,8 @@ from train_toys import Reverse, run_config, settings, write_toml
 
 import dllm_jax
 import train
-from dllm_jax import DllmError
-from dllm_jax.checkpoints import buckets, checkpoint
+from dllm_jax import DllmError, buckets
+from dllm_jax.checkpoints import checkpoint
 from dllm_jax.indicator import load_indicator, save_indicator
 from train.__main__ import main
 

@@ -3,9 +3,7 @@ last state."""
 
 import dataclasses
 import json
-import os
 import shutil
-import stat
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +22,7 @@ from train.data.checks import checked
 from train.data.files import jsonl
 from train.data.shards import Trajectories
 from train.optimizer import learning_rate
-from train.run_dir import CHECKSUMS_FILE, RunFolder, States, replace_file
+from train.run_dir import CHECKSUMS_FILE, RunFolder, States
 from train.step import Stepper
 from train.trainer import write_weights
 
@@ -431,19 +429,6 @@ def test_a_state_without_checksums_is_read(whole, tmp_path):
     out = cut(whole, tmp_path / "run")
     (out / "state" / "4" / CHECKSUMS_FILE).unlink()
     assert goes_on(out, whole) == 4
-
-
-def test_a_file_is_on_the_disk_before_it_replaces_another_and_its_folder_after(tmp_path, monkeypatch):
-    done, sync, replace = [], os.fsync, os.replace
-
-    def synced(number):
-        done.append("folder" if stat.S_ISDIR(os.fstat(number).st_mode) else (tmp_path / ".a.partial").read_text())
-        sync(number)
-
-    monkeypatch.setattr("os.fsync", synced)
-    monkeypatch.setattr("os.replace", lambda *paths: (done.append("replace"), replace(*paths)))
-    replace_file(tmp_path / "a", "text")
-    assert done == ["text", "replace", "folder"] and (tmp_path / "a").read_text() == "text"
 
 
 FOLDERS = {

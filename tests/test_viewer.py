@@ -21,7 +21,6 @@ import samplers
 from dllm_jax import DllmError
 from evals import __main__ as evals_cli
 from samplers import compare, generate, show
-from samplers.cli import outputs
 from samplers.cli import sample as cli
 from samplers.generation import Generation, Trace
 from samplers.sampler import Result
@@ -393,18 +392,6 @@ def test_a_picture_of_a_long_canvas_is_small(tmp_path):
 
 
 # Files and mistakes
-
-
-def test_a_file_is_replaced_whole_or_not_at_all(whole, tmp_path, monkeypatch):
-    found, path = show(whole), tmp_path / "x.html"
-    path.write_text("old")
-    monkeypatch.setattr(outputs.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("no space")))
-    with pytest.raises(DllmError, match=r"x.html could not be written \(no space\)"):
-        found.save(path)
-    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
-    monkeypatch.undo()
-    found.save(path)
-    assert path.read_text().startswith("<!doctype html>") and list(tmp_path.iterdir()) == [path]
 
 
 MISTAKES = {

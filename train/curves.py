@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dllm_jax.checkpoints import buckets
-from dllm_jax.checkpoints.checkpoint import folder_path, write_error
+from dllm_jax import buckets
 from dllm_jax.errors import DllmError
+from dllm_jax.storage import folder_path, write_file
 from train.run_dir import LOOKED, METRICS_FILE
 
 FORMATS = ("png", "svg", "pdf")
@@ -47,12 +47,7 @@ def plot(runs: Sequence[str | Path], out: str | Path, metrics: Sequence[str] = (
         raise DllmError(f"{runs[0]} has nothing to draw yet; wait for its first line")
     file = io.BytesIO()
     _figure(logs, chosen).savefig(file, format=out.suffix[1:], dpi=160)
-    partial = out.parent / f".{out.name}.partial"
-    try:
-        partial.write_bytes(file.getvalue())
-        os.replace(partial, out)
-    except OSError as error:
-        raise write_error(out, error) from None
+    write_file(out, file.getvalue())
     return chosen
 
 

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 from tqdm import tqdm
 
-from dllm_jax.checkpoints.checkpoint import write_error
 from dllm_jax.cli import progress_bars
 from dllm_jax.config import ModelConfig
 from dllm_jax.models.transformer import param_specs
+from dllm_jax.storage import write_error
 from train.config import TrainConfig
 from train.device_peaks import data_sheet
 from train.objectives import objective_of

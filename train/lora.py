@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from convert import adapters as hub
 from convert.adapters import KERNEL, A, B, added
+from dllm_jax import storage
 from dllm_jax.checkpoints import checkpoint
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
@@ -196,7 +197,7 @@ def merge(base: str | Path, adapters: str | Path, out: str | Path, *, overwrite:
     Raises:
         DllmError: when the adapters were trained on a model of another config, or a folder is missing or damaged.
     """
-    checkpoint.check_out(out, overwrite=overwrite)
+    storage.check_out(out, overwrite=overwrite)
     folder = checkpoint.find(base)
     config = checkpoint.load_config(folder)
     checkpoint.require_plain(config, folder, "given adapters")

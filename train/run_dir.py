@@ -17,23 +17,21 @@ the run lasts, and sent before each state and at the end.
 
 import contextlib
 import dataclasses
-import hashlib
 import itertools
 import json
-import os
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import jax
 import numpy as np
 
-from dllm_jax.checkpoints import buckets
-from dllm_jax.checkpoints.checkpoint import folder_path, write_error
+from dllm_jax import buckets
 from dllm_jax.errors import DllmError
 from dllm_jax.parallel import multihost
+from dllm_jax.storage import folder_path, lock, sha256, write_error, write_file
 from train.config import TrainConfig
 from train.settings import build, differences, flat_names, on_resume, to_json, unknown_key
 
@@ -146,7 +144,7 @@ class RunFolder:
                 if not multihost.index():
                     held.enter_context(self._held())
                     if not self.changes:  # which are told in the log before
-                        self._write(self.path / RUN_FILE, to_json(self._config) + "\n")
+                        write_file(self.path / RUN_FILE, to_json(self._config) + "\n")
             yield
 
     def _held(self) -> contextlib.AbstractContextManager[object]:
@@ -178,39 +176,16 @@ class RunFolder:
         if self.logs != self.path:
             buckets.send(self.logs, self.path, self._sent)
 
-    def _locked(self) -> TextIO:
-        """The folder's lock, held until it is closed."""
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Holds the folder: two processes that train in one would overwrite each other's states."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = (self.path / f".{RUN_FILE}.lock").open("w")
         except OSError as error:
-            raise self._unwritable(error) from None
-        try:
-            self._lock(lock)
-        except DllmError:
-            lock.close()
-            raise
-        return lock
-
-    def _write(self, path: Path, text: str) -> None:
-        try:
-            replace_file(path, text)
-        except OSError as error:
-            raise self._unwritable(error) from None
-
-    def _unwritable(self, error: OSError) -> DllmError:
-        return DllmError(f"out {self.path} cannot be written to ({error.strerror}); choose another")
-
-    def _lock(self, file: TextIO) -> None:
-        """Two processes that train in one folder would overwrite each other's states; a killed one locks nothing."""
-        try:
-            import fcntl  # Unix alone has it
-
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DllmError(f"another process trains in {self.path}; wait for it, or choose another out") from None
-        except (ImportError, OSError):
-            return  # a system without locks
+            raise write_error(self.path, error) from None
+        busy = f"another process trains in {self.path}; wait for it, or choose another out"
+        with lock(self.path / f".{RUN_FILE}.lock", busy):
+            yield
 
     def states(self, *, training: bool) -> "States":
         """Its training states.
@@ -239,10 +214,10 @@ class RunFolder:
                     with buckets.reached(note):
                         note.unlink(missing_ok=True)
                 except OSError as error:
-                    raise self._unwritable(error) from None
+                    raise write_error(note, error) from None
         write(out)
         if not multihost.index():
-            self._write(note, made)
+            write_file(note, made)
         return out
 
     def go_on(self, step: int, data: Mapping[str, Any], *, looks: bool = False) -> None:
@@ -262,10 +237,10 @@ class RunFolder:
         answers = self._kept(GENERATIONS_FILE, step, lambda _: looks)
         for name, lines in ((METRICS_FILE, kept), (GENERATIONS_FILE, answers)):
             if lines or (self.logs / name).is_file():
-                self._write(self.logs / name, "".join(line + "\n" for line in lines))
+                write_file(self.logs / name, "".join(line + "\n" for line in lines))
         if self.changes:
-            self._write(self.path / RUN_FILE, to_json(self._config) + "\n")
-        self._write(self.path / DATA_FILE, json.dumps(data) + "\n")
+            write_file(self.path / RUN_FILE, to_json(self._config) + "\n")
+        write_file(self.path / DATA_FILE, json.dumps(data) + "\n")
 
     def _kept(self, name: str, step: int, again: Callable[[Mapping[str, Any]], bool]) -> list[str]:
         """The whole lines of a log up to `step`, but for those of the step that will come again."""
@@ -282,7 +257,7 @@ class RunFolder:
     def write_dropped(self, text: str) -> None:
         """Says which examples were left out."""
         if not multihost.index():
-            self._write(self.path / DROPPED_FILE, text)
+            write_file(self.path / DROPPED_FILE, text)
 
 
 def _check_allowed(config: TrainConfig, names: Collection[str]) -> None:
@@ -309,31 +284,6 @@ def read_settings(folder: str | Path) -> dict[str, Any]:
         raise DllmError(f"{folder} is no training run: {path} could not be read ({error})") from None
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Writes a file that is there with the old text or the new, whatever happens meanwhile.
-
-    Raises:
-        DllmError: for an address that cannot be reached.
-        OSError: for a file that cannot be written.
-    """
-    if buckets.is_address(path):
-        with buckets.reached(path):
-            path.write_text(text)
-        return
-    partial = path.parent / f".{path.name}.partial"
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())  # or a name could outlive a power cut without its text
-    os.replace(partial, path)
-    with contextlib.suppress(PermissionError):  # of Windows, which syncs no folders
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
-
 def write_checksums(folder: Path) -> None:
     """Notes the SHA-256 of every file in a folder, in a file as `sha256sum --check` reads it.
 
@@ -341,8 +291,8 @@ def write_checksums(folder: Path) -> None:
         OSError: when the disk is full or cannot be written.
     """
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    lines = [f"{_sha256(path)}  {path.relative_to(folder).as_posix()}\n" for path in files]
-    replace_file(folder / CHECKSUMS_FILE, "".join(lines))
+    lines = [f"{sha256(path)}  {path.relative_to(folder).as_posix()}\n" for path in files]
+    write_file(folder / CHECKSUMS_FILE, "".join(lines))
 
 
 def changed_files(folder: Path, part: int = 0, parts: int = 1) -> Iterator[str]:
@@ -358,13 +308,8 @@ def changed_files(folder: Path, part: int = 0, parts: int = 1) -> Iterator[str]:
     for line in lines[part::parts]:
         wanted, _, name = line.partition("  ")
         path = folder / name
-        if not path.is_file() or _sha256(path) != wanted:
+        if not path.is_file() or sha256(path) != wanted:
             yield name or CHECKSUMS_FILE
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class States:

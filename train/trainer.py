@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dllm_jax.checkpoints import checkpoint
+from dllm_jax import storage
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.parallel import multihost
@@ -115,7 +115,7 @@ def write_weights(config: TrainConfig, out: str | Path, *, overwrite: bool = Fal
     Raises:
         DllmError: when there is no state.
     """
-    checkpoint.check_out(out, overwrite=overwrite)
+    storage.check_out(out, overwrite=overwrite)
     shell = outline(config)
     trained = objective_of(config).trained(config, shell.model)
     with RunFolder(config).states(training=False) as states:
@@ -125,7 +125,7 @@ def write_weights(config: TrainConfig, out: str | Path, *, overwrite: bool = Fal
         kind = "trained" if config.checkpoint.weights == "raw" else "average"
         weights = states.arrays(step, {name: f"{kind}:{name}" for name in trained.shapes()})
         files = shell.checkpoint_files
-        trained.write(checkpoint.folder_path(out), weights, steps=step, files=files, overwrite=overwrite)
+        trained.write(storage.folder_path(out), weights, steps=step, files=files, overwrite=overwrite)
     return step
 
 

@@ -11,12 +11,12 @@ from typing import Any
 
 from convert.hub_config import copied_files
 from convert.safetensors_reader import SINGLE_FILE
-from convert.source import sha256
 from convert.to_jax import convert
 from dllm_jax import Model
 from dllm_jax import load as load_checkpoint
 from dllm_jax.checkpoints import checkpoint
 from dllm_jax.errors import DllmError
+from dllm_jax.storage import sha256
 
 _HERE = Path(__file__).parent
 _FAMILY = "llada"

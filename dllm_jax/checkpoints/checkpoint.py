@@ -9,7 +9,7 @@
 Of a quantized kernel there are two arrays (`quantized.QuantizedKernel`), whose names say what they are:
 "layers.0.attn.q_proj.kernel.scale", and "layers.0.attn.q_proj.kernel.int8" or "layers.0.attn.q_proj.kernel.int4".
 
-A folder is written beside its final place and renamed at the end, so it is there whole or not at all. In an object
+A folder is written under a scratch name and renamed at the end, so it is there whole or not at all. In an object
 store nothing can be renamed: there the parameters come first, and `config.json`, without which nothing is read, last.
 """
 
@@ -18,10 +18,6 @@ import functools
 import json
 import math
 import os
-import re
-import shutil
-import tempfile
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,12 +26,13 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from dllm_jax.checkpoints import buckets
+from dllm_jax import buckets
 from dllm_jax.config import ModelConfig, Quantize
 from dllm_jax.errors import DllmError
 from dllm_jax.parallel import multihost
 from dllm_jax.params.quantized import LARGEST, QuantizedKernel, quantized_on_host
 from dllm_jax.params.specs import abstract_params, float32_params, forms
+from dllm_jax.storage import atomic_folder, folder_path, write_error
 from dllm_jax.suggestions import did_you_mean
 
 CONFIG_FILE, SOURCE_FILE, PARAMS_FOLDER = "config.json", "source.json", "params"
@@ -381,120 +378,6 @@ def check_names_and_shapes(found: Mapping[str, tuple[int, ...]], config: ModelCo
         raise DllmError(f"{where} does not hold the config's parameters: {'; '.join(faults[:3])}{more}")
 
 
-def folder_path(path: str | Path) -> Path:
-    """The absolute path of a folder that is written to, or what is used like one for an address in an object store.
-
-    Raises:
-        DllmError: for an address that cannot be written to, see `stores.remote`.
-    """
-    return buckets.remote(path) if buckets.is_address(path) else Path(path).expanduser().resolve()
-
-
-def check_out(out: str | Path, *, overwrite: bool = False) -> None:
-    """Refuses an output folder that `atomic_folder` would refuse, without touching the disk: for long work, beforehand.
-
-    Raises:
-        DllmError: when `out` exists and is not to be overwritten, is a file, lies below one, or is an address that
-            cannot be reached.
-    """
-    out = folder_path(out)
-    exists = bool(buckets.names(out)) if buckets.is_address(out) else out.exists()
-    if exists and not overwrite:
-        raise DllmError(f"{out} exists already; choose another --out, or pass --overwrite to replace it")
-    if buckets.is_address(out):
-        return
-    if exists and not out.is_dir():
-        raise DllmError(f"{out} is a file; choose a folder that does not exist yet")
-    existing = next(parent for parent in out.parents if parent.exists())
-    if not existing.is_dir():
-        raise DllmError(f"{existing} is not a folder; choose another output folder")
-
-
-@contextlib.contextmanager
-def atomic_folder(out: str | Path, *, overwrite: bool = False, together: bool = False) -> Iterator[Path]:
-    """A scratch folder beside `out` that becomes `out` when the block ends well, and vanishes when it does not.
-
-    Left-overs of an interrupted run with the same `out` are removed first. For an address in an object store the
-    scratch folder is a local one, which is sent at the end; what was there before is removed at the beginning.
-
-    Args:
-        together: all processes of `jax.distributed` fill the folder, on a file system that all see; process 0 makes it
-            and renames it when the block has ended well in all of them.
-
-    Raises:
-        DllmError: when `out` exists and is not to be overwritten, or its parent is not a folder.
-    """
-    out = folder_path(out)
-    fill = _sent_folder if buckets.is_address(out) else _atomic_folder
-    if not together:
-        with fill(out, overwrite=overwrite) as scratch:
-            yield scratch
-        return
-    with contextlib.ExitStack() as folder:
-        scratch = _beside(out, "partial")
-        with multihost.agreed():
-            if not multihost.index():
-                scratch = folder.enter_context(fill(out, overwrite=overwrite))
-        with multihost.agreed():
-            yield scratch
-        with multihost.agreed():
-            folder.close()
-
-
-def _beside(out: Path, kind: str) -> Path:
-    return out.parent / f".{out.name}.{kind}"
-
-
-@contextlib.contextmanager
-def _sent_folder(out: Path, *, overwrite: bool) -> Iterator[Path]:
-    """The local folder for an address; what the block itself has sent there is removed when it fails."""
-    check_out(out, overwrite=overwrite)
-    buckets.remove(out)
-    with tempfile.TemporaryDirectory(prefix="dllm_jax-") as name:
-        try:
-            yield Path(name)
-            buckets.send(Path(name), out)
-        except BaseException:
-            with contextlib.suppress(DllmError):
-                buckets.remove(out)
-            raise
-
-
-@contextlib.contextmanager
-def _atomic_folder(out: Path, *, overwrite: bool) -> Iterator[Path]:
-    scratch, retired = _beside(out, "partial"), _beside(out, "retired")
-    check_out(out, overwrite=overwrite)
-    if retired.exists() and not out.exists():  # a run was killed between its two renames
-        retired.rename(out)
-        check_out(out, overwrite=overwrite)
-    shutil.rmtree(retired, ignore_errors=True)
-    shutil.rmtree(scratch, ignore_errors=True)
-    try:
-        scratch.mkdir(parents=True)
-    except OSError as error:
-        raise DllmError(f"{out.parent} cannot be written to ({error.strerror}); choose another output folder") from None
-    try:
-        yield scratch
-        if out.exists():
-            out.rename(retired)
-        scratch.rename(out)
-    finally:
-        if retired.exists() and not out.exists():
-            retired.rename(out)
-        if scratch.exists():
-            _remove(scratch)
-        shutil.rmtree(retired, ignore_errors=True)
-
-
-def _remove(folder: Path) -> None:
-    """Removes a folder that is still being written to: after one failed write Orbax leaves the others on their way."""
-    for _ in range(50):
-        shutil.rmtree(folder, ignore_errors=True)
-        time.sleep(0.1)  # a late write would make the folder again
-        if not folder.exists():
-            return
-
-
 def save(
     out: str | Path,
     config: ModelConfig,
@@ -567,25 +450,5 @@ def _grouped(tensors: Iterable[tuple[str, Any]], limit: float) -> Iterator[dict[
         yield group
 
 
-def write_error(out: str | Path, error: Exception) -> Exception:
-    """The sentence for a failed write, by a full disk or otherwise; an error of another kind is given back as it is."""
-    if buckets.is_address(out):
-        return buckets.unreached(out, error)
-    text = " ".join(str(part) for part in (error, error.__cause__, error.__context__))
-    if "No space left" in text or "RESOURCE_EXHAUSTED" in text or "ENOSPC" in text or "Disk quota" in text:
-        return DllmError(
-            f"the disk of {out} is full; free space or choose another output folder (nothing was left behind)"
-        )
-    if reason := re.search(r"([^:]+) \[os_error_code=", text):  # tensorstore's, which raises ValueError for everything
-        return DllmError(f"{out} could not be written ({reason[1].strip()}); choose another output folder")
-    if isinstance(error, OSError):
-        return DllmError(f"{out} could not be written ({_first_line(error)}); choose another output folder")
-    return error
-
-
 def _read_error(path: Path, error: Exception) -> DllmError:
-    return DllmError(f"{path} could not be read ({_first_line(error)}); convert the checkpoint again")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    return DllmError(f"{path} could not be read ({multihost.first_line(error)}); convert the checkpoint again")

@@ -28,8 +28,8 @@ from convert import embedded
 from dllm_jax import DllmError, Model
 from dllm_jax.models.denoiser import Denoiser, Span
 from dllm_jax.pytree import pytree
+from dllm_jax.storage import write_file
 from samplers import generate
-from samplers.cli.outputs import write
 from samplers.engine.requests import Update, requests_of
 from samplers.engine.runner import run_all
 from samplers.generate import prepare
@@ -299,7 +299,7 @@ def make(names: Sequence[str], out: Path, work: Path | None) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             path = out / f"concept-{name}.png"
-            write(path, PICTURES[name](work or Path(folder)))
+            write_file(path, PICTURES[name](work or Path(folder)))
             yield path
 
 

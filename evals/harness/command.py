@@ -16,6 +16,7 @@ from rich.table import Table
 
 from dllm_jax import DllmError, Model, spec
 from dllm_jax.cli.command import console
+from dllm_jax.storage import write_file
 from evals import files, presets, stderr
 from evals.flags import add_count, add_distributed, add_model, command, models_of
 from evals.models import Models
@@ -262,9 +263,9 @@ def _write(folder: Path, found: Sequence[Evaluated]) -> None:
     as_json = lambda value: json.dumps(value, indent=1, default=handle_non_serializable, ensure_ascii=False) + "\n"
     for task, samples in last.results.get("samples", {}).items():
         lines = [json.dumps(one, default=handle_non_serializable, ensure_ascii=False) + "\n" for one in samples]
-        files.write(own / f"samples_{task}.jsonl", "".join(lines))
+        write_file(own / f"samples_{task}.jsonl", "".join(lines))
     kept = {name: value for name, value in last.results.items() if name != "samples"}
-    files.write(own / "results.json", as_json(kept))
+    write_file(own / "results.json", as_json(kept))
     told = [
         {
             "preset": dataclasses.asdict(one.preset),
@@ -277,10 +278,10 @@ def _write(folder: Path, found: Sequence[Evaluated]) -> None:
         for one in found
     ]
     reports = [report for one in found if (report := report_of(one)) is not None]
-    files.write(folder / "results.json", as_json({"presets": told, "reports": reports}))
+    write_file(folder / "results.json", as_json({"presets": told, "reports": reports}))
     with (wide := Console(width=160, color_system=None)).capture() as text:
         _print(found, wide)
-    files.write(folder / "table.txt", text.get())
+    write_file(folder / "table.txt", text.get())
 
 
 def _print(found: Sequence[Evaluated], to: Console) -> None:

@@ -1,4 +1,4 @@
-"""Files that commands write: whole ones, and JSON lines that a run goes on with, alone or in parts by processes.
+"""Files that commands write: JSON lines that a run goes on with, alone or in parts by processes.
 
 out.jsonl                  whole lines; a torn one at the end is of a killed run, which the next one cuts off
 out.jsonl.part-0-of-2      those of the first of two processes, its line i is line 2i of the whole
@@ -9,7 +9,6 @@ import itertools
 import json
 import os
 import re
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -20,26 +19,6 @@ from dllm_jax import DllmError
 from dllm_jax.parallel import multihost
 
 _MAY_CHANGE = {"batch_size", "device", "versions"}  # what a run that goes on may do otherwise
-
-
-def write(path: str | Path, content: bytes | str) -> None:
-    """Writes a file by way of a scratch file beside it.
-
-    Raises:
-        DllmError: when that fails; what stood there before is then untouched.
-    """
-    path = Path(path)
-    data = content.encode() if isinstance(content, str) else content
-    scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
-    try:
-        with contextlib.ExitStack() as failed:
-            with scratch.open("xb") as file:  # which has the permissions that the umask leaves
-                failed.callback(scratch.unlink, missing_ok=True)
-                file.write(data)
-            os.replace(scratch, path)
-            failed.pop_all()
-    except OSError as error:
-        raise DllmError(f"{path} could not be written ({error}); name another place") from None
 
 
 class Share(NamedTuple):

@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from dllm_jax import DllmError
+from dllm_jax.storage import write_file
 from samplers.checks import check_number
-from samplers.cli.outputs import write
 from samplers.engine.requests import Request
 from samplers.generation import Generation
 from samplers.text.display import ASCII, UNICODE, printable
@@ -146,11 +146,11 @@ class View:
         if kind == ".html":
             if font is not None:
                 raise DllmError(f"font has no effect on {found.name}, whose reader has fonts; leave it out")
-            write(found, page.page(self.timelines, self.colour))
+            write_file(found, page.page(self.timelines, self.colour))
         elif kind == ".gif":
-            write(found, picture.gif(self.timelines, self.colour, font, seconds))
+            write_file(found, picture.gif(self.timelines, self.colour, font, seconds))
         else:
-            write(found, picture.png(self.timelines, self.colour, font))
+            write_file(found, picture.png(self.timelines, self.colour, font))
         return found
 
     def shown(self) -> "View":

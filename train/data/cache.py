@@ -17,21 +17,19 @@ import hashlib
 import itertools
 import json
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import filelock
 import numpy as np
 from tqdm import tqdm
 
 from dllm_jax.checkpoints.checkpoint import home
 from dllm_jax.errors import DllmError
+from dllm_jax.storage import lock, write_file
 from dllm_jax.text.tokenizer import encode_texts
 from train.data.entries import EntryForm, Piece
 from train.data.source import Example, Setup, progress
-from train.run_dir import replace_file
 
 ABOUT, TOKENS, INDEX, FAULTS = "about.json", "tokens.bin", "index.bin", "faults.jsonl"
 RECORD = np.dtype([("end", "<i8"), ("prompt", "<i4"), ("file", "<i4"), ("number", "<i8")])
@@ -266,13 +264,11 @@ def _kept(path: Path, count: int, make: Callable[[], np.ndarray]) -> np.ndarray:
     there = lambda: path.is_file() and path.stat().st_size == 8 * count
     try:
         if not there():
-            with _held(path.parent):
+            with _lock(path.parent):
                 if not there():
-                    partial = path.with_name(f".{path.name}.partial")
-                    partial.write_bytes(make().astype("<u8").tobytes())
-                    os.replace(partial, path)
+                    write_file(path, make().astype("<u8").tobytes())
         return _mapped(path, np.dtype("<u8"))
-    except (OSError, NotImplementedError):
+    except (OSError, DllmError):
         return make()
 
 
@@ -298,31 +294,21 @@ def tokenised(setup: Setup, entries: Entries, form: EntryForm, *, drop_long: boo
     folder = (setup.cache or home() / "data") / key
     if not (folder / ABOUT).is_file():
         try:
-            with _held(folder):
+            with _lock(folder):
                 if not (folder / ABOUT).is_file():
                     _fill(folder, setup, entries, form)
-                    replace_file(folder / ABOUT, json.dumps(about, indent=2) + "\n")
-        except (OSError, NotImplementedError) as error:
+                    write_file(folder / ABOUT, json.dumps(about, indent=2) + "\n")
+        except OSError as error:
             raise DllmError(
                 f"the data could not be tokenised into {folder} ({error}); set data.cache to another"
             ) from None
     return Tokenised(folder, entries, setup.fits if drop_long else None)
 
 
-@contextlib.contextmanager
-def _held(folder: Path) -> Iterator[None]:
+def _lock(folder: Path) -> contextlib.AbstractContextManager[None]:
     """Makes a folder, and holds it as long as the context lasts; waits while another process does."""
     folder.mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(folder / ".lock")
-    try:
-        lock.acquire(timeout=0)
-    except filelock.Timeout:
-        tqdm.write(f"another process tokenises the data in {folder}; waiting for it", file=sys.stderr)
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
+    return lock(folder / ".lock", f"another process tokenises the data in {folder}; waiting for it", wait=True)
 
 
 def _fill(folder: Path, setup: Setup, entries: Entries, form: EntryForm) -> None:

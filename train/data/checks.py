@@ -16,10 +16,10 @@ from tqdm import tqdm
 from dllm_jax.checkpoints.checkpoint import home
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
+from dllm_jax.storage import write_file
 from train.config import DataPart, Kind
 from train.data.cache import Flat, Packed, Tokenised
 from train.data.source import ExampleLike, Source, draws_of, lengths_of, name_of, prompts_of, size
-from train.run_dir import replace_file
 
 _SLOW = 5.0  # seconds, from which on what was found is worth a file
 _MOST = 2**31  # tokens that are all looked at before the first step: 8 GiB, read in some seconds to a minute
@@ -200,9 +200,9 @@ def _faults(source: Source, count: int, part: DataPart, kind: Kind, config: Mode
                 told.append(f"{name_of(source, index)} {fault.text}")
     found = Faults(count + len(unread), bad, dict(kinds), told)
     if path is not None and time.perf_counter() - start > _SLOW:
-        with contextlib.suppress(OSError):  # looking again is all it costs
+        with contextlib.suppress(OSError, DllmError):  # looking again is all it costs
             path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(path, json.dumps(dataclasses.asdict(found)))
+            write_file(path, json.dumps(dataclasses.asdict(found)))
     return found
 
 
