@@ -14,20 +14,20 @@ from tqdm import tqdm
 
 from dllm_jax import DllmError, Model, __version__
 from dllm_jax.params.quantized import told_dtype
-from dllm_jax.text.tokenizer import encode_text, token_bytes
+from dllm_jax.text.tokenizer import token_bytes
 from evals import stderr
 from evals.distributed import ALONE, Processes
+from evals.extraction import tokens_before_stop
 from evals.models import Models
 from evals.sampler import SamplerSpec, parse_sampler
 from evals.tasks import Example, Task, Verdict, make_task
-from evals.token_counts import Answered, before_stop, count, counting_of, cut
+from evals.token_counts import CountedAnswer, answer_of, count_as, method_of
 from samplers import DraftResult, Generation, Result
 from samplers.config.factory import CanvasSampler
 from samplers.engine.engine import Engine
 from samplers.engine.program import numbers_of
 from samplers.engine.requests import Request
 from samplers.engine.runner import Engines, run_all, slots_for, warn_at_end
-from samplers.text.decode import text_of
 from samplers.text.prompts import check_lengths, given_canvas, led_prompt, pad_prompts
 from samplers.tokens.noise import row_keys
 
@@ -83,8 +83,8 @@ class Report:
             to 0 where the program was there.
         occupancy: share of the batch's rows that were at work, over all steps; what is missing is the last rows' end.
         hardware, versions, dtype, parameters: on what and with what; devices are those of all processes.
-        compat_count: how the papers that were asked for count the same answers: name -> fields of `Counted` that they
-            tell. Speeds over each answer's own seconds need a batch of one.
+        compat_count: how the papers that were asked for count the same answers: name -> fields of `PaperCount` that
+            they report. Speeds over each answer's own seconds need a batch of one.
         rows: every example.
     """
 
@@ -288,7 +288,7 @@ class Batches:
     def score(self, engines: Engines, progress: bool | None, name: str, counts: Sequence[str] = ()) -> _Outcome:
         """Samples and judges everything."""
         for kind in counts:
-            counting_of(kind, len(self.examples))
+            method_of(kind, len(self.examples))
             self.model.require_tokenizer()
         engine = self.engine(engines)
         before = engine.stats
@@ -296,7 +296,7 @@ class Batches:
         for request, result in self.results(engine, progress, name):
             rows.append(row := self.row_of(result, request.number))
             if counts:
-                answers.append((row.index, vars(self._answered(request, result, row))))
+                answers.append((row.index, vars(self._counted_answer(request, result, row))))
         spent = vars(engine.stats - before)
         own = {"rows": [vars(row) for row in rows], "answers": answers, **spent}
         return self._joined(self.processes.gather(own), counts)
@@ -306,10 +306,9 @@ class Batches:
         seconds, compile_seconds = (max(part[name] for part in parts) for name in ("seconds", "compile_seconds"))
         occupancy = sum(part["row_steps"] for part in parts) / max(sum(part["slot_steps"] for part in parts), 1)
         rows = sorted((Row(**told) for part in parts for told in part["rows"]), key=lambda row: row.index)
-        answers = {index: Answered(**told) for part in parts for index, told in part["answers"]}
+        answers = {index: CountedAnswer(**told) for part in parts for index, told in part["answers"]}
         in_order = [answers[index] for index in sorted(answers)]
-        compat = {kind: self._counted(kind, in_order, seconds) for kind in counts}
-        return _Outcome(rows, seconds, compile_seconds, occupancy, compat)
+        return _Outcome(rows, seconds, compile_seconds, occupancy, count_as(counts, self.model, in_order, seconds))
 
     def engine(self, engines: Engines) -> Engine:
         """What runs them."""
@@ -385,25 +384,12 @@ class Batches:
         if not stop:
             return len(ids)
         pieces = token_bytes(self.model.require_tokenizer(), self.model.config.vocab_size)
-        return before_stop([pieces[token] for token in ids], stop)
+        return tokens_before_stop([pieces[token] for token in ids], stop)
 
-    def _answered(self, request: Request, result: Result, row: Row) -> Answered:
-        canvas, stop = result.tokens[0].tolist(), self.task.stop_strings
-        return Answered(
-            prompt_ids=request.prompt,
-            canvas_ids=canvas,
-            tokens=row.tokens,
-            cut_text=cut(str(self.model.require_tokenizer().decode(canvas)), stop),
-            plain_text=text_of(self.model, canvas, stop),
-            nfe=row.nfe,
-            committed=row.committed,
-            seconds=request.seconds if self.size == 1 else None,
-        )
-
-    def _counted(self, kind: str, answers: Sequence[Answered], seconds: float) -> dict[str, Any]:
-        encode = lambda text: encode_text(self.model.require_tokenizer(), text)
-        found = count(kind, answers, eos_id=self.model.config.eos_id, encode=encode, seconds=seconds)
-        return {name: value for name, value in vars(found).items() if value is not None}
+    def _counted_answer(self, request: Request, result: Result, row: Row) -> CountedAnswer:
+        numbers = {"tokens": row.tokens, "nfe": row.nfe, "committed": row.committed, "prompt_ids": request.prompt}
+        alone = request.seconds if self.size == 1 else None
+        return answer_of(self.model, result.tokens[0].tolist(), self.task.stop_strings, seconds=alone, **numbers)
 
 
 def _names(model: Model, task: Task, spec: SamplerSpec, sampler: CanvasSampler) -> dict[str, Any]:

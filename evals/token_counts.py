@@ -3,9 +3,9 @@
 The library counts one way. Tokens are those of the answer before its first end token or stop string, the prompt's
 never; forwards (NFE) are all that a row had; tokens per forward (TPF) are all tokens over all forwards, tokens per
 second (TPS) all tokens over the seconds of sampling, compilation apart. Published numbers mean other things, each
-something else (`COUNTS`), so they are computed beside ours where somebody asks for them, and never take their place.
+something else (`COUNTS`), so they are computed next to ours on request, and never replace them.
 
-Only what was written can be counted: a sampler that ends a row at its first end token writes less behind it than the
+Only what was written can be counted: a sampler that ends a row at its first end token writes less after it than the
 official loops, which fill the canvas. For counts of whole canvases run the sampler with `ignore_eos=true`.
 """
 
@@ -17,18 +17,22 @@ from typing import Any, Literal
 
 import numpy as np
 
+from dllm_jax import Model
 from dllm_jax.errors import DllmError
+from dllm_jax.text.tokenizer import encode_text
+from samplers.stopping import stop_at
+from samplers.text.decode import text_of
 
 Encode = Callable[[str], Sequence[int]]
-"""From a text to its token ids, without tokens in front or behind."""
+"""From a text to its token ids, without tokens in front or after it."""
 
 WARM_UP = 10
 """Samples that d3LLM leaves out."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Answered:
-    """One answer, with all that somebody counts.
+class CountedAnswer:
+    """One answer, with everything that some project counts.
 
     Attributes:
         prompt_ids: [P], of the prompt as the model was given it.
@@ -38,7 +42,7 @@ class Answered:
         plain_text: the same without special tokens.
         nfe: forwards of the denoiser.
         committed: tokens that the forwards wrote, wherever they stand.
-        seconds: from its admission to its end; None where others ran beside it, since nobody can tell them apart.
+        seconds: from its admission to its end; None where others ran at the same time, since their shares are unknown.
     """
 
     prompt_ids: Sequence[int]
@@ -52,20 +56,20 @@ class Answered:
 
 
 @dataclasses.dataclass(frozen=True)
-class Count:
+class CountMethod:
     """How a project counts.
 
     Attributes:
         tokens: of one answer, given the end token's id and how text is encoded again.
-        told: what the project's script or paper tells besides tokens, as names of `Counted`.
+        reports: what the project's script or paper reports besides tokens, as names of `PaperCount`.
         time: whether the speed of all is over the seconds of the whole loop or over the sum of the answers' own.
         skip: answers at the beginning that do not count.
         source: where this was read.
         distorts: what it does to the numbers, against the library's own.
     """
 
-    tokens: Callable[[Answered, int, Encode], int]
-    told: tuple[str, ...]
+    tokens: Callable[[CountedAnswer, int, Encode], int]
+    reports: tuple[str, ...]
     source: str
     distorts: str
     time: Literal["loop", "answers"] = "loop"
@@ -73,9 +77,9 @@ class Count:
 
 
 @dataclasses.dataclass(frozen=True)
-class Counted:
-    """What came out, None for what the project does not tell, and for speeds over the answers' own seconds where these
-    are not known.
+class PaperCount:
+    """What came out; None for what the project does not report, and for speeds of single answers whose seconds are not
+    known.
 
     Attributes:
         count: its name.
@@ -102,7 +106,37 @@ class Counted:
     distorts: str = ""
 
 
-def count(kind: str, answers: Sequence[Answered], *, eos_id: int, encode: Encode, seconds: float) -> Counted:
+def count_as(kinds: Sequence[str], model: Model, answers: Sequence[CountedAnswer], seconds: float) -> dict[str, Any]:
+    """The counts of several projects: name -> fields of `PaperCount` that the project reports.
+
+    Raises:
+        DllmError: as `count`, and for a model without a tokenizer.
+    """
+    encode = lambda text: encode_text(model.require_tokenizer(), text)
+    found = {kind: count(kind, answers, eos_id=model.config.eos_id, encode=encode, seconds=seconds) for kind in kinds}
+    return {kind: {name: x for name, x in vars(one).items() if x is not None} for kind, one in found.items()}
+
+
+def answer_of(
+    model: Model, canvas_ids: Sequence[int], stop: Sequence[str], *, seconds: float | None, **numbers: Any
+) -> CountedAnswer:
+    """An answer with both of its texts.
+
+    Args:
+        stop: strings that cut it.
+        seconds, numbers: see `CountedAnswer`.
+    """
+    whole = str(model.require_tokenizer().decode(list(canvas_ids), skip_special_tokens=False))
+    return CountedAnswer(
+        canvas_ids=canvas_ids,
+        cut_text=whole[: stop_at(whole, stop)],
+        plain_text=text_of(model, canvas_ids, stop),
+        seconds=seconds,
+        **numbers,
+    )
+
+
+def count(kind: str, answers: Sequence[CountedAnswer], *, eos_id: int, encode: Encode, seconds: float) -> PaperCount:
     """Counts answers as a project does.
 
     Args:
@@ -115,24 +149,25 @@ def count(kind: str, answers: Sequence[Answered], *, eos_id: int, encode: Encode
     Raises:
         DllmError: for an unknown kind, and for fewer answers than it leaves out.
     """
-    how = counting_of(kind, len(answers))
-    kept = answers[how.skip :]
-    tokens = np.asarray([how.tokens(answer, eos_id, encode) for answer in kept], float)
-    nfe = np.asarray([max(answer.nfe, 1) for answer in kept], float)
+    method = method_of(kind, len(answers))
+    answers = answers[method.skip :]
+    tokens = np.asarray([method.tokens(answer, eos_id, encode) for answer in answers], float)
+    nfe = np.asarray([max(answer.nfe, 1) for answer in answers], float)
     every: dict[str, Any] = {
         "nfe": float(nfe.mean()),
         "total_nfe": int(nfe.sum()),
         "tokens_per_forward": float(tokens.sum() / nfe.sum()),
-        "tokens_per_second": float(tokens.sum() / max(seconds, 1e-9)) if how.time == "loop" else None,
+        "tokens_per_second": float(tokens.sum() / max(seconds, 1e-9)) if method.time == "loop" else None,
         "mean_tokens_per_forward": float((tokens / nfe).mean()),
     }
-    if all(answer.seconds is not None for answer in kept):
-        every |= _own_speeds(tokens, np.asarray([answer.seconds for answer in kept], float), how.time == "answers")
-    told = {name: every.get(name) for name in how.told}
-    return Counted(kind, len(kept), float(tokens.mean()), **told, distorts=how.distorts)
+    own = [answer.seconds for answer in answers]
+    if None not in own:
+        every |= _own_speeds(tokens, np.asarray(own, float), method.time == "answers")
+    reported = {name: every.get(name) for name in method.reports}
+    return PaperCount(kind, len(answers), float(tokens.mean()), **reported, distorts=method.distorts)
 
 
-def counting_of(kind: str, n: int) -> Count:
+def method_of(kind: str, n: int) -> CountMethod:
     """How a project counts so many answers.
 
     Raises:
@@ -151,25 +186,6 @@ def as_line(counted: Mapping[str, Any]) -> str:
     return f"{' | '.join(numbers)} ({counted['distorts']})"
 
 
-def before_stop(pieces: Sequence[bytes], stop: Sequence[str]) -> int:
-    """How many tokens of an answer begin before its first stop string; all where there is none.
-
-    Args:
-        pieces: the bytes that each token adds to the text (`dllm_jax.text.tokenizer.token_bytes`).
-    """
-    text = b"".join(pieces)
-    found = [at for item in stop if (at := text.find(item.encode())) >= 0]
-    if not found:
-        return len(pieces)
-    starts = np.cumsum([0, *map(len, pieces)])[:-1]
-    return int((starts < min(found)).sum())
-
-
-def cut(text: str, stop: Sequence[str]) -> str:
-    """The text before the first stop string."""
-    return text[: min((at for item in stop if (at := text.find(item)) >= 0), default=len(text))]
-
-
 def _own_speeds(tokens: np.ndarray, seconds: np.ndarray, of_all: bool) -> dict[str, float]:
     """Speeds over the answers' own seconds."""
     speeds = tokens / np.maximum(seconds, 1e-9)
@@ -184,27 +200,27 @@ def _other_than(ids: Sequence[int], eos_id: int) -> int:
     return sum(int(token) != eos_id for token in ids)
 
 
-def _encoded_again(answer: Answered, eos_id: int, encode: Encode) -> int:
+def _encoded_again(answer: CountedAnswer, eos_id: int, encode: Encode) -> int:
     return _other_than(encode(answer.cut_text), eos_id)
 
 
-def _plain_encoded_again(answer: Answered, eos_id: int, encode: Encode) -> int:
+def _plain_encoded_again(answer: CountedAnswer, eos_id: int, encode: Encode) -> int:
     return _other_than(encode(answer.plain_text), eos_id)
 
 
-def _canvas(answer: Answered, eos_id: int, encode: Encode) -> int:
+def _canvas(answer: CountedAnswer, eos_id: int, encode: Encode) -> int:
     return _other_than(answer.canvas_ids, eos_id)
 
 
-def _with_prompt(answer: Answered, eos_id: int, encode: Encode) -> int:
+def _with_prompt(answer: CountedAnswer, eos_id: int, encode: Encode) -> int:
     return _other_than([*answer.prompt_ids, *answer.canvas_ids], eos_id)
 
 
-def _less_prompt(answer: Answered, eos_id: int, encode: Encode) -> int:
+def _less_prompt(answer: CountedAnswer, eos_id: int, encode: Encode) -> int:
     return _with_prompt(answer, eos_id, encode) - len(answer.prompt_ids)
 
 
-def _before_eos(answer: Answered, eos_id: int, encode: Encode) -> int:
+def _before_eos(answer: CountedAnswer, eos_id: int, encode: Encode) -> int:
     ids = list(map(int, answer.canvas_ids))
     return ids.index(eos_id) if eos_id in ids else len(ids)
 
@@ -214,68 +230,68 @@ _SPEED = ("tokens_per_second",)
 _FAST_DLLM = "Fast-dLLM's lm-eval class of LLaDA (arXiv 2505.22618, code 24cc59e)"
 _MEANS = ("nfe", "mean_tokens_per_second", "mean_tokens_per_second_stderr")
 
-COUNTS: Mapping[str, Count] = types.MappingProxyType(
+COUNTS: Mapping[str, CountMethod] = types.MappingProxyType(
     {
-        "fast-dllm-llada": Count(
+        "fast-dllm-llada": CountMethod(
             _encoded_again,
             ("total_nfe", *_SPEED),
             _FAST_DLLM,
-            "the cut text is encoded again, which may give other tokens; text behind an end token counts, up to a stop "
+            "the cut text is encoded again, which may give other tokens; text after an end token counts, up to a stop "
             "string",
         ),
-        "fast-dllm-llada-humaneval": Count(
+        "fast-dllm-llada-humaneval": CountMethod(
             _with_prompt,
             ("total_nfe", *_SPEED),
             f"{_FAST_DLLM}, HumanEval with an Instruct model; issue #15",
             "the prompt counts, as does what follows the answer: speed grows with the prompt's length",
         ),
-        "fast-dllm-dream": Count(
+        "fast-dllm-dream": CountMethod(
             _canvas,
             _SPEED,
             "Fast-dLLM's lm-eval class of Dream (arXiv 2505.22618, code 24cc59e)",
-            "the whole canvas counts before anything is cut, so text behind the answer makes it faster; no forwards",
+            "the whole canvas counts before anything is cut, so text after the answer makes it faster; no forwards",
         ),
-        "d2f-llada": Count(
+        "d2f-llada": CountMethod(
             _plain_encoded_again,
             _SPEED,
             "D2F's lm-eval class of LLaDA (arXiv 2508.09192, code 880dfd1)",
-            "the cut text is encoded again; the forwards that the script prints are 1 an answer, so none are told",
+            "the cut text is encoded again; the forwards that the script prints are 1 an answer, so none are reported",
         ),
-        "d2f-dream": Count(
+        "d2f-dream": CountMethod(
             _canvas,
             _SPEED,
             "D2F's lm-eval class of Dream (arXiv 2508.09192, code 880dfd1)",
-            "the whole canvas counts; the forwards that the script prints are its diffusion_steps, so none are told",
+            "the whole canvas counts; the forwards that the script prints are its diffusion_steps, so there are none",
         ),
-        "ni": Count(
+        "ni": CountMethod(
             lambda answer, eos_id, encode: len(answer.canvas_ids),
             ("nfe", *_SPEED),
             "NI-Sampling, paper (arXiv 2604.18471): 14.4 tokens/s are 512 positions over the time of 512 steps",
             "every position of the canvas counts, whatever stands there: the speed of a short answer is that of a long "
             "one",
         ),
-        "apd": Count(
+        "apd": CountMethod(
             lambda answer, eos_id, encode: answer.committed,
             _MEANS,
             "APD, its apd and leftright samplers (arXiv 2506.00413, code a555561)",
-            "all accepted tokens count, those behind an end token too; speed is the mean of the answers' own, in which "
+            "all accepted tokens count, those after an end token too; speed is the mean of the answers' own, in which "
             "short ones weigh as much as long ones",
         ),
-        "apd-dllm": Count(
+        "apd-dllm": CountMethod(
             _before_eos,
             _MEANS,
             "APD, its other samplers of a dLLM (arXiv 2506.00413, code a555561)",
             "stop strings do not end an answer; speed is the mean of the answers' own",
         ),
-        "dinfer": Count(
+        "dinfer": CountMethod(
             _less_prompt,
             ("nfe", *_TOTALS, "mean_tokens_per_forward", "mean_tokens_per_second"),
             "dInfer's benchmark (arXiv 2510.08666, code fce4e32); the paper says tokens before the first end token",
-            "tokens behind an end token count, and an end token in the prompt takes one away; the paper's ratios are "
+            "tokens after an end token count, and an end token in the prompt takes one away; the paper's ratios are "
             "means of the answers' own",
             time="answers",
         ),
-        "d3llm": Count(
+        "d3llm": CountMethod(
             _encoded_again,
             ("total_nfe", *_TOTALS),
             "d3LLM's evaluation, from which AUP is computed (arXiv 2601.07568, code e5bfcac)",

@@ -7,12 +7,13 @@ import pytest
 import evals
 from dllm_jax import DllmError
 from evals import __main__ as cli
-from evals.token_counts import COUNTS, Answered, before_stop, count, cut
+from evals.extraction import tokens_before_stop
+from evals.token_counts import COUNTS, CountedAnswer, count
 
 EOS, EOT = 0, 1
 # Prompt of three tokens, one of them an end token; eight positions, of which the first four are the answer, then the
 # end of a turn, something behind it, and two that nobody wrote.
-ONE = Answered(
+ONE = CountedAnswer(
     prompt_ids=[5, EOS, 6],
     canvas_ids=[10, 11, 12, 13, EOT, 14, EOS, EOS],
     tokens=4,
@@ -22,7 +23,7 @@ ONE = Answered(
     committed=6,
     seconds=0.5,
 )
-OTHER = Answered(
+OTHER = CountedAnswer(
     prompt_ids=[5],
     canvas_ids=[10, EOS, 20, 21, 22, 23, 24, 25],
     tokens=1,
@@ -106,7 +107,7 @@ def test_d3llm_leaves_the_first_ten_out():
 
 
 def test_speeds_of_single_answers_need_their_own_seconds():
-    together = [Answered(**{**vars(answer), "seconds": None}) for answer in (ONE, OTHER)]
+    together = [CountedAnswer(**{**vars(answer), "seconds": None}) for answer in (ONE, OTHER)]
     assert set(counted("apd", together)) == {"n", "tokens", "nfe"}
     assert set(counted("dinfer", together)) == {"n", "tokens", "nfe", "tokens_per_forward", "mean_tokens_per_forward"}
     assert counted("ni", together) == counted("ni")
@@ -120,11 +121,10 @@ def test_every_count_says_where_it_was_read_and_what_it_distorts():
 
 def test_tokens_before_a_stop_string():
     pieces = [b"a\n", b"\nb", b"c", "é".encode()[:1], "é".encode()[1:]]
-    assert before_stop(pieces, []) == before_stop(pieces, ["x"]) == 5
-    assert before_stop(pieces, ["\n\n"]) == 1  # the first token begins before it
-    assert before_stop(pieces, ["\n\n", "a"]) == 0 and before_stop(pieces, ["c"]) == 2
-    assert before_stop(pieces, ["é"]) == 3
-    assert cut("abcabc", ["c", "bc"]) == "a" and cut("abc", []) == "abc"
+    assert tokens_before_stop(pieces, []) == tokens_before_stop(pieces, ["x"]) == 5
+    assert tokens_before_stop(pieces, ["\n\n"]) == 1  # the first token begins before it
+    assert tokens_before_stop(pieces, ["\n\n", "a"]) == 0 and tokens_before_stop(pieces, ["c"]) == 2
+    assert tokens_before_stop(pieces, ["é"]) == 3
 
 
 def test_a_run_tells_them_beside_its_own_numbers(llada_tiny, tmp_path, capsys):

@@ -7,17 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evals.sandbox import (
+from evals.extraction import (
     before_fence,
     begin_done,
     boxed,
     first_fence,
-    last_number,
+    last_bare_number,
     option_letter,
     python_fence,
-    sanitize,
     stated_letter,
 )
+from evals.sandbox import sanitize
 
 STUB = '''from typing import List
 
@@ -129,7 +129,7 @@ def test_long_texts_are_fast(line):
 @given(st.text(alphabet="def f():\n\t =1x'#`\\{}éß", max_size=300))
 def test_any_text_gives_python_or_nothing(text):
     compile(sanitize(text), "kept", "exec")
-    for extract in (begin_done, boxed, first_fence, last_number, option_letter, python_fence):
+    for extract in (begin_done, boxed, first_fence, last_bare_number, option_letter, python_fence):
         extract(text)
 
 
@@ -178,8 +178,8 @@ def test_begin_and_done(text):
         ("", None),
     ],
 )
-def test_last_numbers(text, number):
-    assert last_number(text) == number
+def test_last_bare_numbers(text, number):
+    assert last_bare_number(text) == number
 
 
 @pytest.mark.parametrize(

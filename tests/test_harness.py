@@ -368,9 +368,9 @@ def test_a_template_that_cannot_be_continued(llada_tiny):
 
 def test_texts_are_cut_before_the_first_of_each_string(llada_tiny):
     ids = encode_text(llada_tiny.tokenizer, "one\n\ntwo<|eot_id|>three")
-    assert forms.cut(llada_tiny.tokenizer, ids, ()) == ("one\n\ntwothree", len(ids))
-    assert forms.cut(llada_tiny.tokenizer, ids, ("two", "\n\n", "zzz")) == ("one", 3)
-    assert forms.cut(llada_tiny.tokenizer, ids, ("<|eot_id|>",)) == ("one\n\ntwo", 8)
+    assert forms.cut_answer(llada_tiny.tokenizer, ids, ()) == ("one\n\ntwothree", len(ids))
+    assert forms.cut_answer(llada_tiny.tokenizer, ids, ("two", "\n\n", "zzz")) == ("one", 3)
+    assert forms.cut_answer(llada_tiny.tokenizer, ids, ("<|eot_id|>",)) == ("one\n\ntwo", 8)
     assert forms.strings_of("x") == ("x",) and forms.strings_of(None) == forms.strings_of([""]) == ()
     with pytest.raises(DllmError, match="until is 3"):
         forms.strings_of(3)

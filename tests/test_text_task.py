@@ -15,9 +15,10 @@ from convert import embedded
 from dllm_jax import DllmError
 from evals import __main__ as cli
 from evals import figures
+from evals.extraction import chosen_letter, last_number
 from evals.runner import prepare
 from evals.tasks import Example, TextTask, WordProblems, make_task
-from evals.tasks.text import Question, chosen_letter, last_number, write_questions
+from evals.tasks.text import Question, write_questions
 from samplers import generate
 from samplers.text.prompts import encode_prompt, led_prompt
 
@@ -38,7 +39,8 @@ def file(tmp_path):
 class Talking:
     """A model whose tokens are characters."""
 
-    def require_tokenizer(self):
+    @property
+    def tokenizer(self):
         return self
 
     def decode(self, ids, skip_special_tokens):

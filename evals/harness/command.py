@@ -21,7 +21,7 @@ from evals import files, presets, stderr
 from evals.flags import add_count, add_distributed, add_model, command, models_of
 from evals.models import Models
 from evals.presets import Comparison, Preset
-from evals.token_counts import as_line, counting_of
+from evals.token_counts import as_line, method_of
 
 TASKS = Path(__file__).parent / "tasks"
 """Tasks that the harness lacks."""
@@ -78,7 +78,7 @@ def _run(options: argparse.Namespace) -> None:
     if options.model is None:
         raise DllmError("no model was named; pass --model DIR_OR_NAME")
     for kind in options.counts:
-        counting_of(kind, sys.maxsize)
+        method_of(kind, sys.maxsize)
     settings = _settings(options)
     folder = None if options.out is None else files.make_folder(options.out)
     tasks = _tasks([str(path) for path in (TASKS, *map(Path, options.include_path))], settings)

@@ -85,7 +85,7 @@ def strings_of(until: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(item for item in found if item))
 
 
-def cut(tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int], until: Sequence[str]) -> tuple[str, int]:
+def cut_answer(tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int], until: Sequence[str]) -> tuple[str, int]:
     """The text before the first of each stop string, special tokens left out, and how many tokens it takes.
 
     Stop strings are looked for in the text with its special tokens, which they may name.

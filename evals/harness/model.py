@@ -32,7 +32,7 @@ from evals.harness import forms
 from evals.harness.answers import Answers, digest, settings_of
 from evals.models import Models
 from evals.presets import Preset
-from evals.token_counts import Answered, count, counting_of, cut
+from evals.token_counts import CountedAnswer, answer_of, count_as, method_of
 from samplers.checks import check_length, check_whole
 from samplers.cli.report import device_of
 from samplers.config.factory import CanvasSampler, defaults_of, parse_sampler
@@ -42,7 +42,6 @@ from samplers.engine.requests import Request
 from samplers.engine.runner import Runner, slots_for
 from samplers.likelihood.scoring import score_each
 from samplers.loops.left_to_right import DraftResult
-from samplers.text.decode import text_of
 from samplers.text.prompts import check_lengths, encode_prompt
 
 try:
@@ -141,7 +140,7 @@ class DllmLM(LM):
         self.answers = Answers(answers, settings_of(model, preset, seed), processes.share)
         self._processes, self._counts = processes, counts
         for kind in counts:
-            counting_of(kind, sys.maxsize)
+            method_of(kind, sys.maxsize)
         self._batch_size, self._progress = batch_size, progress
         self._templated, self._told = False, set[Any]()
         self._used: dict[str, None] = {}  # keys of the answers that were asked for
@@ -222,7 +221,7 @@ class DllmLM(LM):
         asked = [self._asked(request, repeat) for request, repeat in zip(requests, _repeats(requests), strict=True)]
         self._tell(asked)
         for kind in self._counts:
-            counting_of(kind, len({one.key for one in asked}))
+            method_of(kind, len({one.key for one in asked}))
         by_length: dict[int, list[_Asked]] = {}
         for one in asked:
             by_length.setdefault(one.gen_length, []).append(one)
@@ -267,7 +266,7 @@ class DllmLM(LM):
         """An answer's line, with all that somebody may count."""
         result = request.result
         assert result is not None
-        text, tokens = forms.cut(self.tokenizer, result.tokens[0, : int(result.lengths[0])].tolist(), one.until)
+        text, tokens = forms.cut_answer(self.tokenizer, result.tokens[0, : int(result.lengths[0])].tolist(), one.until)
         return {
             "task": one.request.task_name,
             "doc_id": one.request.doc_id,
@@ -467,28 +466,13 @@ class DllmLM(LM):
             "committed_per_forward": sum(line["committed"] for line in texts) / max(sum(nfe), 1),
             "tokens_per_second": tokens / max(seconds, 1e-9),
             "seconds": seconds,
-            "compat_count": {kind: self._counted(kind, texts, seconds) for kind in self._counts},
+            "compat_count": count_as(self._counts, self.model, list(map(self._counted_answer, texts)), seconds),
         }
 
-    def _counted(self, kind: str, lines: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, Any]:
-        """The fields of `Counted` that a paper tells."""
-        encode = lambda text: encode_text(self.tokenizer, text)
-        answers = [self._answered(line) for line in lines]
-        found = count(kind, answers, eos_id=self.model.config.eos_id, encode=encode, seconds=seconds)
-        return {name: value for name, value in vars(found).items() if value is not None}
-
-    def _answered(self, line: Mapping[str, Any]) -> Answered:
-        canvas, until = line["canvas_ids"], line["until"]
-        return Answered(
-            prompt_ids=line["prompt_ids"],
-            canvas_ids=canvas,
-            tokens=line["tokens"],
-            cut_text=cut(str(self.tokenizer.decode(canvas, skip_special_tokens=False)), until),
-            plain_text=text_of(self.model, canvas, until),
-            nfe=line["nfe"],
-            committed=line["committed"],
-            seconds=line["seconds"] if line["slots"] == 1 else None,
-        )
+    def _counted_answer(self, line: Mapping[str, Any]) -> CountedAnswer:
+        numbers = {name: line[name] for name in ("tokens", "nfe", "committed", "prompt_ids")}
+        alone = line["seconds"] if line["slots"] == 1 else None
+        return answer_of(self.model, line["canvas_ids"], line["until"], seconds=alone, **numbers)
 
     def get_model_info(self) -> dict[str, Any]:
         """What the harness adds to its results."""

@@ -14,7 +14,6 @@ import functools
 import json
 import re
 from collections.abc import Callable, Mapping
-from decimal import Decimal
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -23,10 +22,11 @@ import numpy as np
 from dllm_jax import Model, spec
 from dllm_jax.errors import DllmError
 from dllm_jax.text.tokenizer import check_messages
+from evals.extraction import chosen_letter, last_number
 from evals.tasks.base import SPLITS, Example, Ids, Source, Task, Verdict, check_index, check_split
-from evals.token_counts import cut
 from samplers.checks import check_length
 from samplers.cli.lines import LineFile, prompt_of
+from samplers.text.decode import text_of
 from samplers.text.prompts import encode_prompt
 
 Score = Callable[[str, tuple[str, ...]], bool]
@@ -114,15 +114,14 @@ class TextTask(Task):
         """
         question: Question = example.problem
         text = self.show(ids)
-        correct = _asked(self._score, self.score, text, question)
+        correct = _verdict_of(self._score, self.score, text, question)
         return Verdict(correct=correct, strict=correct, exact=text.strip() in question.targets)
 
     def show(self, ids: Ids) -> str:
         """An answer's text, up to the first stop string."""
         if self.model is None:
             raise DllmError("task text has no tokens before it was bound to a model; use task.bind(model)")
-        text = self.model.require_tokenizer().decode([int(i) for i in ids if i >= 0], skip_special_tokens=True)
-        return cut(str(text), self.stop_strings)
+        return text_of(self.model, [int(i) for i in ids if i >= 0], self.stop_strings)
 
     def question(self, example: Example) -> str:
         prompt = example.problem.prompt
@@ -194,7 +193,7 @@ class TextTask(Task):
             for target in question.targets:
                 if not fits(target):
                     raise DllmError(f"{question.where}: target {target!r} {complaint}")
-        _asked(self._score, self.score, self._all[0].targets[0], self._all[0])
+        _verdict_of(self._score, self.score, self._all[0].targets[0], self._all[0])
 
 
 class Questions(Source):
@@ -295,20 +294,7 @@ def score_of(score: str) -> Score:
     return function
 
 
-def last_number(text: str) -> Decimal | None:
-    """The last number of a text, commas between thousands left out; None where there is none."""
-    found = _NUMBER.findall(text)
-    return Decimal(found[-1].replace(",", "")) if found else None
-
-
-def chosen_letter(text: str) -> str | None:
-    """The letter from A to J that an answer chooses: behind its last "answer is" or "answer:", else the first that
-    stands alone; None where there is none."""
-    said = _ANSWER_IS.findall(text) or _LETTER.findall(text)[:1]
-    return said[-1] if said else None
-
-
-def _asked(function: Score, name: str, text: str, question: Question) -> bool:
+def _verdict_of(function: Score, name: str, text: str, question: Question) -> bool:
     try:
         correct = function(text, question.targets)
     except Exception as error:  # a function of the user's can fail in any way
@@ -329,10 +315,6 @@ def _first(pattern: re.Pattern[str], text: str) -> str | None:
 def _unescaped(match: re.Match[str]) -> str:
     return {"n": "\n", "t": "\t"}.get(match[1], match[1])
 
-
-_NUMBER = re.compile(r"(?:(?<![0-9])-)?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?")
-_LETTER = re.compile(r"(?<![A-Za-z0-9'])([A-J])(?![A-Za-z0-9'])")
-_ANSWER_IS = re.compile(r"[Aa]nswer(?: is|:)[ :*]*\(?([A-J])(?![A-Za-z0-9'])")
 
 _SCORES: Mapping[str, Score] = {
     "exact": lambda text, targets: text.strip() in targets,

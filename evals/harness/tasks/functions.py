@@ -11,19 +11,17 @@ from typing import Any
 
 from dllm_jax.errors import DllmError
 from evals.distributed import met
-from evals.sandbox import (
+from evals.extraction import (
     before_fence,
     begin_done,
     boxed,
     first_fence,
-    last_number,
+    last_bare_number,
     option_letter,
     python_fence,
-    require_box,
-    run_programs,
-    sanitize,
     stated_letter,
 )
+from evals.sandbox import require_box, run_programs, sanitize
 
 Doc = dict[str, Any]
 Answers = Sequence[Sequence[str]]  # per document, one per repeat
@@ -43,7 +41,7 @@ def _unsafe() -> bool:
     return os.environ.get("DLLM_UNSAFE_PROGRAMS") == "1"
 
 
-def _judged(answers: Answers, documents: Sequence[Doc], program: Callable[[Doc, str], str]) -> list[list[Doc]]:
+def _run_answers(answers: Answers, documents: Sequence[Doc], program: Callable[[Doc, str], str]) -> list[list[Doc]]:
     """Filter: of each answer the program that was made of it, whether it passed, and why not. Processes that share an
     evaluation share the programs, so that each is run once."""
     programs = [program(doc, text) for texts, doc in zip(answers, documents, strict=True) for text in texts]
@@ -65,17 +63,17 @@ def pass_at_1(_: Doc, results: Sequence[Sequence[Doc]]) -> dict[str, float]:
 
 def humaneval_oc(answers: Answers, documents: Sequence[Doc]) -> list[list[Doc]]:
     """The stub, and behind it the first fenced block, which repeats the signature."""
-    return _judged(answers, documents, lambda doc, text: _humaneval(doc, doc["prompt"] + first_fence(text)))
+    return _run_answers(answers, documents, lambda doc, text: _humaneval(doc, doc["prompt"] + first_fence(text)))
 
 
 def humaneval_sanitize(answers: Answers, documents: Sequence[Doc]) -> list[list[Doc]]:
     """The stub and the answer's Python block, or all of it, sanitized."""
-    return _judged(answers, documents, lambda doc, text: _humaneval(doc, _sanitized(doc, python_fence(text))))
+    return _run_answers(answers, documents, lambda doc, text: _humaneval(doc, _sanitized(doc, python_fence(text))))
 
 
 def humaneval_prefixed(answers: Answers, documents: Sequence[Doc]) -> list[list[Doc]]:
     """The stub that the prompt ends with, what was written behind it up to the closing fence, sanitized."""
-    return _judged(answers, documents, lambda doc, text: _humaneval(doc, _sanitized(doc, before_fence(text))))
+    return _run_answers(answers, documents, lambda doc, text: _humaneval(doc, _sanitized(doc, before_fence(text))))
 
 
 def _sanitized(doc: Doc, code: str) -> str:
@@ -88,22 +86,22 @@ def _humaneval(doc: Doc, code: str) -> str:
 
 def mbpp_oc(answers: Answers, documents: Sequence[Doc]) -> list[list[Doc]]:
     """What stands between the marks."""
-    return _judged(answers, documents, lambda doc, text: _mbpp(doc, begin_done(text)))
+    return _run_answers(answers, documents, lambda doc, text: _mbpp(doc, begin_done(text)))
 
 
 def mbpp_sanitize(answers: Answers, documents: Sequence[Doc]) -> list[list[Doc]]:
     """The answer's Python block, or all of it before [DONE], sanitized; every definition stays."""
-    return _judged(answers, documents, lambda doc, text: _mbpp(doc, sanitize(begin_done(python_fence(text)))))
+    return _run_answers(answers, documents, lambda doc, text: _mbpp(doc, sanitize(begin_done(python_fence(text)))))
 
 
 def mbpp_prefixed(answers: Answers, documents: Sequence[Doc]) -> list[list[Doc]]:
     """What was written behind the opening fence of the prompt."""
-    return _judged(answers, documents, lambda doc, text: _mbpp(doc, before_fence(text)))
+    return _run_answers(answers, documents, lambda doc, text: _mbpp(doc, before_fence(text)))
 
 
 def mbpp_llada_moe(answers: Answers, documents: Sequence[Doc]) -> list[list[Doc]]:
     """The first fenced block, and without one what stands between the marks."""
-    return _judged(
+    return _run_answers(
         answers, documents, lambda doc, text: _mbpp(doc, first_fence(text) if "```" in text else begin_done(text))
     )
 
@@ -128,7 +126,7 @@ def every_split(path: str, name: str | None = None, data_files: Any = None, **_:
 
 def number(doc: Doc, results: Sequence[str]) -> dict[str, float]:
     """Whether the last number before a next question is that behind the reference's "####" (`process_results`)."""
-    found, wanted = last_number(results[0]), doc["answer"].rpartition("####")[2].replace(",", "")
+    found, wanted = last_bare_number(results[0]), doc["answer"].rpartition("####")[2].replace(",", "")
     return {"exact_match": float(found is not None and abs(float(found) - float(wanted)) < 1e-6)}
 
 

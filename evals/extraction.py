@@ -1,9 +1,35 @@
-"""What of an answer counts, as the evaluations behind the papers take it: code, numbers, letters and boxed results."""
+"""The part of an answer that is scored: code, numbers, letters and boxed results.
+
+`last_number` and `chosen_letter` are the library's own (`evals.tasks.text`). The others take what the papers'
+evaluations take: `last_bare_number` reads 234 in 1,234 and stops at "Question:"; `option_letter` ignores the case of
+"answer is" and passes over the words "A" and "I".
+"""
 
 import re
+from collections.abc import Sequence
+from decimal import Decimal
+
+import numpy as np
+
+from samplers.stopping import stop_at
 
 _FENCED = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
-_NUMBER = re.compile(r"-?\d+\.\d+|-?\d+")
+_BARE_NUMBER = re.compile(r"-?\d+\.\d+|-?\d+")
+_NUMBER = re.compile(r"(?:(?<![0-9])-)?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?")
+_LETTER = re.compile(r"(?<![A-Za-z0-9'])([A-J])(?![A-Za-z0-9'])")
+_ANSWER_IS = re.compile(r"[Aa]nswer(?: is|:)[ :*]*\(?([A-J])(?![A-Za-z0-9'])")
+
+
+def tokens_before_stop(pieces: Sequence[bytes], stop: Sequence[str]) -> int:
+    """How many tokens of an answer begin before its first stop string; all where there is none.
+
+    Args:
+        pieces: the bytes that each token adds to the text (`dllm_jax.text.tokenizer.token_bytes`).
+    """
+    text = b"".join(pieces)
+    end = stop_at(text, [item.encode() for item in stop])
+    starts = np.cumsum([0, *map(len, pieces)])[:-1]
+    return len(pieces) if end == len(text) else int((starts < end).sum())
 
 
 def python_fence(text: str) -> str:
@@ -37,9 +63,22 @@ def begin_done(text: str) -> str:
     return code
 
 
-def last_number(text: str) -> str | None:
-    """The last integer or decimal before the next "Question:"; a comma ends a number, so that of 1,234 it is 234."""
-    found = _NUMBER.findall(text.partition("Question:")[0])
+def last_number(text: str) -> Decimal | None:
+    """The last number of a text, commas between thousands left out; None where there is none."""
+    found = _NUMBER.findall(text)
+    return Decimal(found[-1].replace(",", "")) if found else None
+
+
+def last_bare_number(text: str) -> str | None:
+    """The last integer or decimal before the next "Question:"; a comma ends a number."""
+    found = _BARE_NUMBER.findall(text.partition("Question:")[0])
+    return found[-1] if found else None
+
+
+def chosen_letter(text: str) -> str | None:
+    """The letter from A to J that an answer chooses: after its last "answer is" or "answer:", else the first that
+    stands alone; None where there is none."""
+    found = _ANSWER_IS.findall(text) or _LETTER.findall(text)[:1]
     return found[-1] if found else None
 
 
@@ -49,10 +88,10 @@ def option_letter(text: str, options: str = "ABCD") -> str | None:
     An "A" or "I" before another word is taken for that word of English, unless nothing else is there.
     """
     letter = f"[{options}]"
-    said = re.findall(rf"answer(?:\s+is)?\s*:?\s*\**\(?({letter})\b", text, re.IGNORECASE)
-    said = [found for found in said if found in options]
-    if said:
-        return said[-1]
+    stated = re.findall(rf"answer(?:\s+is)?\s*:?\s*\**\(?({letter})\b", text, re.IGNORECASE)
+    stated = [found for found in stated if found in options]
+    if stated:
+        return stated[-1]
     alone = re.search(rf"\b(?!(?:A|I) [a-z])({letter})\b", text) or re.search(rf"\b({letter})\b", text)
     return alone[1] if alone else None
 
