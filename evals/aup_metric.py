@@ -13,7 +13,7 @@ cannot be compared: d3LLM's all begin at one token per forward. So do those of `
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from dllm_jax.errors import DllmError
 
@@ -22,7 +22,7 @@ DROP = 5.0  # percent
 ONE = 1.0 + 1e-6
 """Most tokens per forward at which a curve begins."""
 LEADERBOARD = ("gsm8k-cot", "math", "mbpp", "humaneval", "long-gsm8k")
-"""d3LLM's tasks, whose areas make one score; those with a plus (humaneval+, mbpp+) are told but do not count."""
+"""d3LLM's tasks, whose areas make one score; those with a plus (humaneval+, mbpp+) are reported but do not count."""
 
 
 def aup(
@@ -32,7 +32,6 @@ def aup(
     *,
     alpha: float = ALPHA,
     drop: float = DROP,
-    strict: bool = False,
 ) -> float:
     """Accuracy under parallelism of one sampler's points, in any order.
 
@@ -42,11 +41,9 @@ def aup(
         best: y_max, in percent.
         alpha: penalty for accuracy below the best.
         drop: points that are more than this below the least parallel one are left out, in percent.
-        strict: refuse a most parallel point that would be left out, as d3LLM's published code does; it leaves out
-            those before it alone.
 
     Raises:
-        DllmError: for no points, lists of different lengths, numbers that cannot be, and as `strict` says.
+        DllmError: for no points, lists of different lengths, and numbers that cannot be.
     """
     if not parallelism or len(parallelism) != len(accuracy):
         raise DllmError(f"{len(parallelism)} parallelisms and {len(accuracy)} accuracies make no curve; give pairs")
@@ -54,12 +51,10 @@ def aup(
         raise DllmError("a curve has parallelisms above 0 and accuracies from 0 to 100 percent; correct the numbers")
     # Of points of equal parallelism the best comes first, so that the area does not depend on their order.
     points = sorted(zip(parallelism, accuracy, strict=True), key=lambda point: (point[0], -point[1]))
-    if strict and points[-1][1] < points[0][1] - drop:
-        raise DllmError(f"the most parallel point loses {points[0][1] - points[-1][1]:.2f} percent, more than {drop:g}")
-    kept = [point for point in points if point[1] >= points[0][1] - drop]
-    weighed = [(rho, y * _weight(y, best, alpha)) for rho, y in kept]
+    points = [point for point in points if point[1] >= points[0][1] - drop]
+    weighed = [(rho, y * _weight(y, best, alpha)) for rho, y in points]
     steps = zip(weighed, weighed[1:], strict=False)
-    return kept[0][0] * kept[0][1] + sum((b[0] - a[0]) * (b[1] + a[1]) / 2 for a, b in steps)
+    return points[0][0] * points[0][1] + sum((b[0] - a[0]) * (b[1] + a[1]) / 2 for a, b in steps)
 
 
 def from_one(
@@ -78,16 +73,6 @@ def from_one(
     if not points or min(curve)[0] > ONE:
         return None
     return aup([rho for rho, _ in curve], [y for _, y in curve], best)
-
-
-def leaderboard(areas: Mapping[str, float]) -> float:
-    """d3LLM's score of a method: the sum of its areas on the tasks of `LEADERBOARD` over their number, so that a task
-    that is missing counts as 0.
-
-    Args:
-        areas: task -> `aup`; other tasks do not count.
-    """
-    return sum(areas.get(task, 0.0) for task in LEADERBOARD) / len(LEADERBOARD)
 
 
 def front(cost: Sequence[float], accuracy: Sequence[float]) -> list[int]:
