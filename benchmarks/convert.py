@@ -20,8 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
-from convert import families
-from dllm_jax.config import ModelConfig, published
+from dllm_jax.config import ModelConfig
+from dllm_jax.families import find_family, published
 
 ROOT = Path(__file__).parents[1]
 NUM_SHARDS = 6
@@ -30,7 +30,7 @@ NUM_SHARDS = 6
 def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor of the hub's checkpoint."""
     named: dict[str, tuple[int, ...]] = {}
-    for slot in families.get(config.family).layout(None, config).slots(config):
+    for slot in find_family(config.family).layout(None, config).slots(config):
         rows = named.get(slot.tensor, (0,))[0] + slot.shape[0]  # the parts of one lie above each other
         named[slot.tensor] = (rows, *slot.shape[1:])
     return named
@@ -61,9 +61,9 @@ def write_checkpoint(folder: Path, config: ModelConfig) -> int:
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map})
     )
-    spec = families.get(config.family)
-    named = {"architectures": [spec.layout(None, config).architecture]}
-    (folder / "config.json").write_text(json.dumps(named | spec.write_config(config)))
+    family = find_family(config.family)
+    named = {"architectures": [family.layout(None, config).architecture]}
+    (folder / "config.json").write_text(json.dumps(named | family.write_config(config)))
     return total
 
 

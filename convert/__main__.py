@@ -12,11 +12,11 @@ from typing import Any
 import jax
 
 from convert import convert, convert_adapters, embedded, export, published, verify
-from convert.families import FAMILIES
 from convert.indicator import convert_indicator, export_indicator, is_indicator, verify_indicator
 from dllm_jax.cli.command import Parser
 from dllm_jax.cli.interrupts import INTERRUPTED, interruptible, is_second
 from dllm_jax.errors import DllmError
+from dllm_jax.families import FAMILIES, PUBLISHED
 from dllm_jax.models.transformer import num_params
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "B": 1, "": 1}
@@ -61,7 +61,7 @@ def command_line() -> argparse.ArgumentParser:
     command.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(embedded.names())} (default: all)")
     command = commands.add_parser("published", help="download and convert published models, to be found by name")
     command.set_defaults(run=_published)
-    command.add_argument("names", nargs="+", metavar="NAME", help=", ".join(published.HUB))
+    command.add_argument("names", nargs="+", metavar="NAME", help=", ".join(PUBLISHED))
     command.add_argument("--quantize", metavar="BITS", help="int8 or int4: kernels in so many bits")
     command.add_argument("--no-progress", action="store_true", help="no progress bar")
     command = commands.add_parser("d2f-lora", help="add published low-rank adapters (peft) to a converted model")

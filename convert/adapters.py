@@ -16,9 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from convert import families
-from convert.families import Slot
-from convert.hub_config import copied_files, read_json
+from convert.hub_files import copied_files, read_json
 from convert.output import check_out
 from convert.safetensors_reader import read_header
 from convert.source import locate
@@ -27,6 +25,7 @@ from dllm_jax import storage
 from dllm_jax.checkpoints import checkpoint
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
+from dllm_jax.families import Slot, find_family
 
 KERNEL, A, B = ".kernel", ".lora_a", ".lora_b"
 WEIGHTS_FILE, SETTINGS_FILE = "adapter_model.safetensors", "adapter_config.json"
@@ -204,7 +203,7 @@ def _merged_tensors(folder: Path, adapters: Adapters) -> Iterator[tuple[str, jax
 
 def _matrices(config: ModelConfig) -> Iterator[Slot]:
     """The hub's tensors that are one of our kernels each."""
-    for slot in families.get(config.family).layout(None, config).slots(config):
+    for slot in find_family(config.family).layout(None, config).slots(config):
         if slot.ours.endswith(KERNEL) and slot.pieces == ((),) and slot.transpose:
             yield slot
 

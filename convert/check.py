@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from convert import families
-from convert.families import Move
+from convert.moves import Move, plan_moves
 from convert.output import byte_bar
 from convert.source import open_source
 from convert.tensors import as_dtype, count_differences, load
 from dllm_jax.checkpoints import checkpoint
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
+from dllm_jax.families import find_family
 from dllm_jax.params.quantized import QuantizedKernel
 
 
@@ -35,12 +35,12 @@ def verify(source: str | Path, folder: str | Path, *, revision: str | None = Non
     """
     folder = checkpoint.find(folder)
     config = checkpoint.load_config(folder)
-    spec = families.get(config.family)
-    opened = open_source(source, spec, revision, config.block_length)
-    expected = dataclasses.asdict(spec.read_config(opened.hub).replace(dtype=config.dtype, quantize=config.quantize))
+    family = find_family(config.family)
+    opened = open_source(source, family, revision, config.block_length)
+    expected = dataclasses.asdict(family.read_config(opened.hub).replace(dtype=config.dtype, quantize=config.quantize))
     if changed := [name for name, value in dataclasses.asdict(config).items() if value != expected[name]]:
         raise DllmError(f"the config of {folder} differs from that of {opened.folder} in {', '.join(changed)}")
-    moves = families.plan(spec, config, opened.entries, str(opened.folder))
+    moves = plan_moves(family, config, opened.entries, str(opened.folder))
     by_target = {move.target: move for move in moves}
     shapes = {name: tuple(entry.shape) for name, entry in checkpoint.stored_params(folder).items()}
     checkpoint.check_names_and_shapes(shapes, config, str(folder))

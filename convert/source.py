@@ -4,11 +4,10 @@ import dataclasses
 import re
 from pathlib import Path
 
-from convert import families
-from convert.families import Family
-from convert.hub_config import HubConfig, folder_name, read_hub_config
+from convert.hub_files import folder_name, read_hub_config
 from convert.safetensors_reader import TensorEntry, read_folder
 from dllm_jax.errors import DllmError
+from dllm_jax.families import FAMILIES, Family, HubConfig
 
 # Weights, settings and tokenizers as plain data; no code and no pickles reach the disk.
 DOWNLOADED = ("*.safetensors", "*.json", "*.txt", "*.jinja")
@@ -49,8 +48,31 @@ def open_source(
     """
     folder, name, commit = locate(source, revision)
     hub = dataclasses.replace(read_hub_config(folder, name), block_length=block_length)
-    families.check_family(family, hub)
+    _check_family(family, hub)
     return Source(folder, name, commit, hub, read_folder(folder))
+
+
+def _check_family(family: Family, hub: HubConfig) -> None:
+    """Raises DllmError for a config.json of another family, or of none that is supported."""
+    found = _identify(hub)
+    if found is not family:
+        raise DllmError(
+            f"{hub.where} belongs to a {found.name} checkpoint, not {family.name}; use {found.name} instead"
+        )
+
+
+def _identify(hub: HubConfig) -> Family:
+    """By `architectures`, because LLaDA and LLaDA-MoE share a model_type; where there are none, by that and by the
+    field that only one of them has."""
+    names, model_type = hub.values.get("architectures"), hub.values.get("model_type")
+    names = names if isinstance(names, list) else []
+    for family in sorted(FAMILIES.values(), key=lambda family: family.marker is None):
+        typed = model_type in family.model_types and (family.marker is None or family.marker in hub.values)
+        if set(family.architectures) & set(map(str, names)) or (not names and typed):
+            return family
+    supported = ", ".join(dict.fromkeys(name for family in FAMILIES.values() for name in family.architectures))
+    what = f"architecture {names[0]!r}" if names else f"model_type {model_type!r}"
+    raise DllmError(f"{hub.where}: {what} is not supported; supported are {supported}")
 
 
 def locate(source: str | Path, revision: str | None) -> tuple[Path, str, str | None]:

@@ -12,12 +12,12 @@ import numpy as np
 
 from convert.safetensors_reader import TensorEntry, blocks, read_block
 from dllm_jax.errors import DllmError
+from dllm_jax.families.base import Index
 
 # All exponent bits set means NaN or infinity: a test on integers, ten times as fast as isfinite on bfloat16.
 _EXPONENT = {"bfloat16": (np.uint16, 0x7F80), "float16": (np.uint16, 0x7C00), "float32": (np.uint32, 0x7F800000)}
 FLOAT_DTYPES = tuple(_EXPONENT)
 
-Index = tuple[int | slice, ...]
 R = TypeVar("R")
 
 

@@ -10,9 +10,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from convert import families
-from convert.families import Family, Layout, Slot
-from convert.hub_config import CONFIG_FILE, GENERATION_FILE, copied_files, with_tokenizer
+from convert.hub_files import CONFIG_FILE, GENERATION_FILE, copied_files, with_tokenizer
 from convert.output import byte_bar, check_out, check_space
 from convert.safetensors_reader import BLOCK_BYTES, DTYPES, INDEX_FILE, SINGLE_FILE
 from convert.tensors import as_dtype, checked_cast
@@ -20,11 +18,11 @@ from dllm_jax import storage
 from dllm_jax.checkpoints import checkpoint
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
+from dllm_jax.families import CheckpointLayout, Family, Slot, find_family
 from dllm_jax.models.transformer import num_params
 from dllm_jax.params.specs import float32_params
 
 MAX_SHARD_BYTES = 5 * 10**9
-BLOCKS = ("llada2", "sdar", "fast-dllm-v2")  # families of block diffusion
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
@@ -61,10 +59,10 @@ def export(
     config = config.replace(dtype=dtype or _stored_dtype(folder, config))
     if max_shard_bytes < 1:
         raise DllmError(f"the shard size is {max_shard_bytes} bytes, but must be positive")
-    spec = families.get(config.family)
-    chosen = spec.layout(layout, config)
+    family = find_family(config.family)
+    chosen = family.layout(layout, config)
     check_out(out, source=folder, overwrite=overwrite, kind="*.safetensors")
-    files = _config_files(folder, spec, chosen, config) | copied_files(folder)
+    files = _config_files(folder, family, chosen, config) | copied_files(folder)
     shards = _shards(chosen, config, max_shard_bytes)
     check_space(out, num_params(config) * as_dtype(config.dtype).itemsize)
     with storage.atomic_folder(out, overwrite=overwrite) as scratch:
@@ -86,27 +84,27 @@ def _stored_dtype(folder: Path, config: ModelConfig) -> str:
     return found[0]
 
 
-def _config_files(folder: Path, spec: Family, layout: Layout, config: ModelConfig) -> dict[str, bytes]:
+def _config_files(folder: Path, family: Family, layout: CheckpointLayout, config: ModelConfig) -> dict[str, bytes]:
     notes = checkpoint.load_source(folder)
     original = notes.get("config")
     architectures = {"architectures": [layout.architecture]}
-    if original and _describes(original, folder, spec, config):
-        original = original | (architectures if len(spec.layouts) > 1 else {})
+    if original and _describes(original, folder, family, config):
+        original = original | (architectures if len(family.layouts) > 1 else {})
         key = "dtype" if "dtype" in original else "torch_dtype"
         return {CONFIG_FILE: _json(original if notes["dtypes"] == [config.dtype] else {**original, key: config.dtype})}
-    if config.has_blocks != (spec.name in BLOCKS):
+    if config.attention != family.attention:
         what = f"{folder} has {config.attention} attention"
-        raise DllmError(f"{what}, which a {spec.name} checkpoint of the hub's format cannot say; keep it in ours")
+        raise DllmError(f"{what}, which a {family.name} checkpoint of the hub's format cannot say; keep it in ours")
     return {
-        CONFIG_FILE: _json({**architectures, **spec.write_config(config), "torch_dtype": config.dtype}),
+        CONFIG_FILE: _json({**architectures, **family.write_config(config), "torch_dtype": config.dtype}),
         GENERATION_FILE: _json({"eos_token_id": list(config.end_ids), "pad_token_id": config.pad_id}),
     }
 
 
-def _describes(original: dict[str, Any], folder: Path, spec: Family, config: ModelConfig) -> bool:
+def _describes(original: dict[str, Any], folder: Path, family: Family, config: ModelConfig) -> bool:
     """Whether the config.json of the conversion is still true: training may have changed the model since."""
     try:
-        read = spec.read_config(with_tokenizer(original, folder, CONFIG_FILE, name=""))
+        read = family.read_config(with_tokenizer(original, folder, CONFIG_FILE, name=""))
     except DllmError:
         return False
     # Not in config.json: the dtype is the tensors', and these ids are the tokenizer's.
@@ -117,7 +115,7 @@ def _json(values: dict[str, Any]) -> bytes:
     return (json.dumps(values, indent=2) + "\n").encode()
 
 
-def _shards(layout: Layout, config: ModelConfig, limit: int) -> list[list[Slot]]:
+def _shards(layout: CheckpointLayout, config: ModelConfig, limit: int) -> list[list[Slot]]:
     """The tensors in the backbone's order, a new shard whenever the next one would make it larger than `limit`."""
     shards: list[list[Slot]] = [[]]
     size, dtype_of = 0, _dtypes_of(config)

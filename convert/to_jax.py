@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from convert import families
-from convert.families import Move
-from convert.hub_config import copied_files
+from convert.hub_files import copied_files
+from convert.moves import Move, plan_moves
 from convert.output import byte_bar, check_out, check_space, ticking
 from convert.source import open_source
 from convert.tensors import as_dtype, load
 from dllm_jax.checkpoints import checkpoint
 from dllm_jax.config import ModelConfig, Quantize, check_quantize
 from dllm_jax.errors import DllmError
+from dllm_jax.families import find_family
 from dllm_jax.params.quantized import num_bytes
 from dllm_jax.params.specs import abstract_params, float32_params
 from dllm_jax.storage import sha256
@@ -37,7 +37,7 @@ def convert(
     """Converts a checkpoint in the hub's format into a folder that `dllm_jax.checkpoints.checkpoint` loads.
 
     Args:
-        family: a key of `convert.families.FAMILIES`, such as "llada".
+        family: a key of `dllm_jax.families.FAMILIES`, such as "llada".
         source: a folder with config.json and safetensors files, or a repository id, which is downloaded.
         out: the new folder; it appears whole at the end or not at all.
         dtype: "bfloat16", "float16" or "float32"; the source's own by default.
@@ -53,16 +53,17 @@ def convert(
     Raises:
         DllmError: for every source that is damaged, incomplete or not implemented, and for a full disk.
     """
-    spec = families.get(family)
+    record = find_family(family)
     if dtype is not None:
         as_dtype(dtype)
     check_quantize(quantize)
     check_out(out, source=source, overwrite=overwrite, kind=checkpoint.PARAMS_FOLDER)
-    if block_length is not None and not spec.asks_block_length:
+    if block_length is not None and not record.asks_block_length:
         raise DllmError(f"block_length is for sdar checkpoints, and this is a {family} one; leave it out")
-    opened = open_source(source, spec, revision, block_length)
-    config, usual = spec.read_config(opened.hub), checkpoint.load_generation(opened.folder) or spec.usual(opened.hub)
-    moves = families.plan(spec, config, opened.entries, str(opened.folder))
+    opened = open_source(source, record, revision, block_length)
+    config = record.read_config(opened.hub)
+    generation = checkpoint.load_generation(opened.folder) or record.generation_options(opened.hub)
+    moves = plan_moves(record, config, opened.entries, str(opened.folder))
     config = config.replace(dtype=dtype or _common_dtype(moves, config, str(opened.folder)), quantize=quantize)
     check_space(out, num_bytes(abstract_params(config)))
     notes: dict[str, Any] = {
@@ -72,7 +73,7 @@ def convert(
         "dtypes": _dtypes(moves),
         "config": dict(opened.hub.values),
     }
-    files = copied_files(opened.folder) | checkpoint.generation_file(usual)
+    files = copied_files(opened.folder) | checkpoint.generation_file(generation)
     with byte_bar(sum(move.nbytes for move in moves), progress) as bar, ticking(bar):
         tensors = checkpoint.quantized_params(_stream(moves, config, notes, bar), config, opened.name)
         checkpoint.save(out, config, tensors, files=files, source=notes, overwrite=overwrite)

@@ -11,8 +11,9 @@ Every mistake in the input is a `DllmError` with one sentence. Importing starts 
 """
 
 from dllm_jax.checkpoints.loading import Model, load, random_model
-from dllm_jax.config import PUBLISHED, ModelConfig, published
+from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
+from dllm_jax.families import PUBLISHED, published
 from dllm_jax.kernels.dispatch import use_kernels
 from dllm_jax.models.denoiser import Denoiser, DenoiserLike, FunctionDenoiser, Span, block_causal
 from dllm_jax.parallel.sharding import ShardingRules, batch_sharding, make_mesh, param_shardings

@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dllm_jax.config import ModelConfig, published
+from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
+from dllm_jax.families import published
 from dllm_jax.models.denoiser import Denoiser, DenoiserLike
 from dllm_jax.params.specs import init_params
 from dllm_jax.pytree import pytree

@@ -10,7 +10,7 @@ import numpy as np
 from golden_base import Assets, Case
 
 import dllm_jax
-from convert import families
+from dllm_jax.families import find_family
 from train.objectives.block_diffusion import BlockDiffusion, BlockDiffusionPart, Copies
 
 
@@ -67,6 +67,6 @@ def norms(gradient: dict, config: dllm_jax.ModelConfig) -> dict[str, float]:
         table = gradient["embed.embedding"]
         gradient = gradient | {"embed.embedding": table.at[config.pad_id].set(0.0)}
     squares: Counter[str] = Counter()
-    for slot in families.get(config.family).layouts[0].slots(config):
+    for slot in find_family(config.family).layouts[0].slots(config):
         squares[slot.tensor] += sum(float(jnp.sum(gradient[slot.ours][piece] ** 2)) for piece in slot.pieces)
     return {name: square**0.5 for name, square in squares.items()}

@@ -18,7 +18,7 @@ from test_evals_runner import oracle
 import dllm_jax
 import evals
 from dllm_jax import Denoiser, DllmError, make_mesh
-from dllm_jax.config import published
+from dllm_jax.families import published
 from dllm_jax.models.kv_cache import slice_rows
 from dllm_jax.pytree import pytree
 from evals.sampler import parse_samplers

@@ -25,11 +25,10 @@ from benchmarks import convert as benchmark
 from convert import to_jax
 from convert.__main__ import main
 from convert.adapters import KERNEL, A, Adapters, B, read_adapters, save_adapters
-from convert.families import FAMILIES
-from convert.hub_config import HubConfig
 from dllm_jax.checkpoints import checkpoint
-from dllm_jax.config import PUBLISHED, ModelConfig
+from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
+from dllm_jax.families import FAMILIES, PUBLISHED, HubConfig
 from dllm_jax.models.denoiser import Denoiser
 from dllm_jax.params.specs import abstract_params, init_params
 
@@ -619,10 +618,10 @@ def test_published_models_are_there_by_name(tmp_path, monkeypatch, capsys):
     assert convert.published.load("llada-8b-instruct").params["embed.embedding"].dtype == "float32"
 
 
-def test_every_published_size_is_on_the_hub():
-    assert convert.published.HUB.keys() == PUBLISHED.keys()
-    for name, hub in convert.published.HUB.items():
-        assert FAMILIES[hub.family].name == PUBLISHED[name].family
+def test_published_models_are_their_familys():
+    for family in FAMILIES.values():
+        for model in family.published.values():
+            assert (model.config.family, model.config.attention) == (family.name, family.attention)
 
 
 # --- the command line -------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def test_no_file_has_a_name_that_some_system_refuses():
 
 def test_attention_is_compared_with_words_only_where_configs_are_defined():
     """`ModelConfig.is_causal`, `has_blocks` and `has_canvas` are for all others."""
-    compared = re.compile(r"\.attention\s*(==|!=|(not )?in\b)")
+    compared = re.compile(r"""\.attention\s*(==|!=|(not )?in\b)\s*["'(\[{]""")
     packages = ("dllm_jax", "convert", "samplers", "train", "evals", "benchmarks")
     files = {path.relative_to(ROOT).as_posix(): path for name in packages for path in (ROOT / name).rglob("*.py")}
     assert {name for name, path in files.items() if compared.search(path.read_text())} == {"dllm_jax/config.py"}

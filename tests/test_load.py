@@ -268,7 +268,7 @@ def test_random_models_follow_their_key(params):
 
 
 def test_random_models_by_published_name(monkeypatch):
-    monkeypatch.setattr("dllm_jax.config.PUBLISHED", {"llada-tiny": CONFIG})
+    monkeypatch.setattr("dllm_jax.families.PUBLISHED", {"llada-tiny": CONFIG})
     assert dllm_jax.random_model("llada-tiny").name == "llada-tiny"
     with pytest.raises(dllm_jax.DllmError, match="no published model is called 'llada'; choose one of llada-tiny"):
         dllm_jax.random_model("llada")

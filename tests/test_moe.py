@@ -20,11 +20,10 @@ import dllm_jax
 from benchmarks import hlo
 from benchmarks import moe as benchmark
 from convert.__main__ import main
-from convert.families import FAMILIES
-from convert.hub_config import HubConfig
 from dllm_jax.checkpoints import checkpoint
-from dllm_jax.config import PUBLISHED, Experts, ModelConfig
+from dllm_jax.config import Experts, ModelConfig
 from dllm_jax.errors import DllmError
+from dllm_jax.families import FAMILIES, PUBLISHED, HubConfig
 from dllm_jax.kernels import pallas_experts
 from dllm_jax.models import moe
 from dllm_jax.models.denoiser import Denoiser

@@ -9,6 +9,7 @@ import pytest
 
 import convert
 import dllm_jax
+from dllm_jax.families import FAMILIES, HubConfig
 from dllm_jax.models.denoiser import Span
 from dllm_jax.pytree import pytree
 from samplers import Renoise, sample_jit, stop_on
@@ -220,9 +221,7 @@ def test_saved_and_back(theirs, ours, tmp_path):
     convert.export(ours.folder, tmp_path / "back")
     again = transformers.DiffusionGemmaForBlockDiffusion.from_pretrained(tmp_path / "back", local_files_only=True)
     assert_close(step_of(again.eval(), prompt, canvas).logits, step_of(theirs, prompt, canvas).logits)
-    written = convert.families.FAMILIES["diffusion-gemma"].write_config(ours.config)
+    written = FAMILIES["diffusion-gemma"].write_config(ours.config)
     config = transformers.DiffusionGemmaConfig.from_dict(written)
-    own = convert.families.FAMILIES["diffusion-gemma"].read_config(
-        convert.hub_config.HubConfig(config.to_dict(), "config.json")
-    )
+    own = FAMILIES["diffusion-gemma"].read_config(HubConfig(config.to_dict(), "config.json"))
     assert own == dataclasses.replace(ours.config, dtype=own.dtype)

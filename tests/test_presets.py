@@ -8,7 +8,7 @@ import pytest
 
 import dllm_jax
 from dllm_jax import DllmError, Model
-from dllm_jax.config import PUBLISHED
+from dllm_jax.families import PUBLISHED
 from evals import __main__ as cli
 from evals import stderr
 from evals.presets import check, comparison, find, modified, presets, resolved

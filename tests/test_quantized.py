@@ -23,7 +23,8 @@ import train.lora
 from convert.__main__ import main as convert_main
 from dllm_jax import Denoiser, DllmError, Span
 from dllm_jax.checkpoints import checkpoint
-from dllm_jax.config import Experts, published
+from dllm_jax.config import Experts
+from dllm_jax.families import published
 from dllm_jax.models.transformer import Tile
 from dllm_jax.parallel.sharding import Layout
 from dllm_jax.params.low_rank import LowRankKernel

@@ -10,10 +10,9 @@ import pytest
 
 import convert
 import dllm_jax
-from convert.families import FAMILIES
-from convert.hub_config import HubConfig
 from dllm_jax import DllmError, ModelConfig, param_shardings
 from dllm_jax.config import Experts, Gemma
+from dllm_jax.families import FAMILIES, HubConfig
 from dllm_jax.models.denoiser import Denoiser
 from samplers import Engine, Renoise, Sampling, Threshold, generate, make_sampler, sample_jit, stop_on, stream
 from samplers.config.costs import costs_of
@@ -332,7 +331,7 @@ def test_configs_that_are_not_implemented(changes, sentence):
 def test_generation_config_is_the_samplers(model):
     said = {"max_new_tokens": 12, "max_denoising_steps": 7, "t_min": 0.2, "eos_token_id": [3, 4], "pad_token_id": None}
     hub = HubConfig(HUB, "config.json", generation=said | {"sampler_config": {"entropy_bound": 0.3, "_cls_name": "E"}})
-    usual = FAMILIES["diffusion-gemma"].usual(hub)
+    usual = FAMILIES["diffusion-gemma"].generation_options(hub)
     sampler = make_sampler(dataclasses.replace(model, generation=usual))
     assert (sampler.gen_length, sampler.steps, sampler.t_min, sampler.gamma, sampler.t_max) == (12, 7, 0.2, 0.3, 0.8)
 

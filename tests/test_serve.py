@@ -29,7 +29,7 @@ from pydantic import ValidationError
 import dllm_jax
 from convert import embedded
 from dllm_jax import DllmError
-from dllm_jax.text.chat import TEMPLATES
+from dllm_jax.families import FAMILIES
 from dllm_jax.text.tokenizer import load_tokenizer
 from samplers import Engine, generate, make_sampler, sample_jit
 from samplers.cli import sample as cli
@@ -61,7 +61,7 @@ def model(llada_tiny):
     config = llada_tiny.config.replace(num_layers=1, max_length=256, **ids)
     found = dllm_jax.random_model(config, key=1)
     tokenizer = load_tokenizer(source, config)
-    tokenizer.chat_template = TEMPLATES["llada"]  # the embedded model has none
+    tokenizer.chat_template = FAMILIES["llada"].chat_template  # the embedded model has none
     return dataclasses.replace(found, tokenizer=tokenizer, name="tiny")
 
 

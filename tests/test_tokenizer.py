@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
-from dllm_jax.text.chat import TEMPLATES
+from dllm_jax.families import FAMILIES
 from dllm_jax.text.tokenizer import (
     ASCII_VOCAB,
     encode_chat,
@@ -383,7 +383,7 @@ def test_dream_several_turns(slow):
 
 
 def test_qwen2_speaks_the_same_format_as_dream():
-    assert TEMPLATES["qwen2"] == TEMPLATES["dream"]
+    assert FAMILIES["qwen2"].chat_template == FAMILIES["dream"].chat_template
 
 
 def test_templates_of_the_folder_come_first(slow_folder, tmp_path):

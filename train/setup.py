@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dllm_jax.checkpoints import checkpoint
 from dllm_jax.checkpoints.loading import Model
-from dllm_jax.config import ModelConfig, published
+from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
+from dllm_jax.families import published
 from dllm_jax.parallel.sharding import Layout
 from dllm_jax.text.tokenizer import has_tokenizer, load_tokenizer
 from train.config import DataPart, ModelPart, TrainConfig

@@ -12,8 +12,9 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from dllm_jax.checkpoints import checkpoint
-from dllm_jax.config import PUBLISHED, ModelConfig, Quantize, published
+from dllm_jax.config import ModelConfig, Quantize
 from dllm_jax.errors import DllmError
+from dllm_jax.families import PUBLISHED, published
 from dllm_jax.kernels.dispatch import before_ampere, lie_on_one_device
 from dllm_jax.models.denoiser import Denoiser
 from dllm_jax.parallel.sharding import Layout, ShardingRules, param_shardings

@@ -25,7 +25,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
-from dllm_jax.text.chat import ROLES, TEMPLATES
+from dllm_jax.families import FAMILIES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,6 +42,7 @@ TOKENIZER_FILES = (
 )
 """Every file that is read from a folder; a converter copies those that exist."""
 
+ROLES = ("system", "user", "assistant")
 ASCII_VOCAB = "token ids 0-127 are ASCII bytes"
 _ASCII_TOKENS = {"eos_id": "<|endoftext|>", "mask_id": "<|mask|>", "eot_id": "<|eot_id|>"}
 
@@ -410,7 +411,8 @@ def _fit(tokenizer: "PreTrainedTokenizerBase", config: ModelConfig, folder: Path
         if getattr(tokenizer, f"{name}_token") is None and i is not None:
             setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(i))
     if tokenizer.chat_template is None:  # "" says that the model has no chat format
-        tokenizer.chat_template = TEMPLATES.get(config.family)
+        family = FAMILIES.get(config.family)
+        tokenizer.chat_template = family.chat_template if family else None
     advice = "use the model's own files"
     last = max(tokenizer.get_vocab().values(), default=-1)
     if last >= config.vocab_size:

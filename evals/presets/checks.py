@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from convert.published import HUB
 from dllm_jax import Model
-from dllm_jax.config import PUBLISHED, ModelConfig
+from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
+from dllm_jax.families import PUBLISHED, REPOSITORIES
 from dllm_jax.indicator import Indicator, IndicatorConfig
 from evals.presets.preset import Preset
 from samplers.config.registry import PLAIN, options_of, resolve
@@ -19,7 +19,7 @@ from samplers.loops.verifier import Verifier
 TASKS_FOLDER = Path(__file__).parents[1] / "harness" / "tasks"
 """Our own tasks."""
 
-CHECKPOINTS = {hub.repository: name for name, hub in HUB.items()} | {
+CHECKPOINTS = {repository: name for name, repository in REPOSITORIES.items()} | {
     "inclusionAI/LLaDA-MoE-7B-A1B-Instruct-TD": "llada-moe-7b-a1b-instruct"
 }
 """Checkpoint -> its size, as `dllm_jax.published` has it."""

@@ -3,17 +3,59 @@
 The published layout has three tensors per expert, the merged one (of dFactory) three per layer.
 """
 
+import dataclasses
 from typing import Any
 
-from convert.families.base import Family, Layout, Rule
-from convert.hub_config import HubConfig
-from dllm_jax.config import Experts, ModelConfig, published
+from dllm_jax.config import Experts, ModelConfig
 from dllm_jax.errors import DllmError
+from dllm_jax.families import llada_moe
+from dllm_jax.families.base import CheckpointLayout, Family, Published, Rule
+from dllm_jax.families.hub_config import HubConfig
 
-_ORIGINAL = published("llada2.0-mini")
-
-END_OF_TURN = "<|role_end|>"
 BLOCK_LENGTH = 32  # of all published ones; in no config.json
+
+_MINI_EXPERTS = Experts(
+    num_experts=256,
+    per_token=8,
+    dim=512,
+    shared_dim=512,
+    expert_bias=True,
+    dense_layers=(0,),
+    score="sigmoid",
+    normalize=True,
+    scale=2.5,
+    groups=8,
+    top_groups=4,
+)
+_MINI = ModelConfig(
+    family="llada2",
+    vocab_size=157184,
+    embed_dim=2048,
+    num_layers=20,
+    num_heads=16,
+    num_kv_heads=4,
+    head_dim=128,
+    mlp_dim=5120,
+    rope_theta=600000.0,
+    rope_dim=64,
+    norm_eps=1e-6,
+    max_length=16384,
+    eos_id=156892,
+    pad_id=156892,
+    mask_id=156895,
+    end_ids=(156892,),
+    attention="block",
+    block_length=BLOCK_LENGTH,
+    qk_norm=True,
+    experts=_MINI_EXPERTS,
+)
+_FLASH = _MINI.replace(
+    embed_dim=4096,
+    num_layers=32,
+    num_heads=32,
+    mlp_dim=9216,
+    experts=dataclasses.replace(_MINI_EXPERTS, dim=1024, shared_dim=1024),
+)
 
 # What the backbone implements of the switches that decide results, where a config has them; the published code reads
 # none of those of the router.
@@ -79,7 +121,7 @@ def read_config(hub: HubConfig) -> ModelConfig:
     rope_dim = int(head_dim * hub.number("partial_rotary_factor"))
     width, per_token = hub.integer("moe_intermediate_size"), hub.integer("num_experts_per_tok")
     eos_id = hub.eos_ids()[0] if "eos_token_id" in hub.values else hub.pad_id()
-    end_ids = hub.end_ids(END_OF_TURN, vocab_size, None) if "eos_token_id" in hub.values else (eos_id,)
+    end_ids = hub.end_ids(llada_moe.END_OF_TURN, vocab_size, None) if "eos_token_id" in hub.values else (eos_id,)
     return ModelConfig(
         family="llada2",
         vocab_size=vocab_size,
@@ -95,7 +137,7 @@ def read_config(hub: HubConfig) -> ModelConfig:
         max_length=hub.integer("max_position_embeddings"),
         eos_id=eos_id,
         pad_id=hub.pad_id(),
-        mask_id=hub.mask_id(_ORIGINAL.mask_id if vocab_size == _ORIGINAL.vocab_size else None),
+        mask_id=hub.mask_id(_MINI.mask_id if vocab_size == _MINI.vocab_size else None),
         end_ids=end_ids,
         attention="block",
         block_length=BLOCK_LENGTH,
@@ -164,11 +206,19 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
 FAMILY = Family(
     name="llada2",
     layouts=(
-        Layout("single", "LLaDA2MoeModelLM", _COMMON + _SINGLE),
-        Layout("merged", "LLaDA2MoeModelLM", _COMMON + _MERGED),
+        CheckpointLayout("single", "LLaDA2MoeModelLM", _COMMON + _SINGLE),
+        CheckpointLayout("merged", "LLaDA2MoeModelLM", _COMMON + _MERGED),
     ),
     model_types=("llada2_moe", "llada2_moe_veomni"),
     read_config=read_config,
     write_config=write_config,
+    published={
+        "llada2.0-mini": Published(_MINI, "inclusionAI/LLaDA2.0-mini"),
+        "llada2.0-flash": Published(_FLASH, "inclusionAI/LLaDA2.0-flash"),
+        "llada2.1-mini": Published(_MINI.replace(max_length=32768), "inclusionAI/LLaDA2.1-mini"),
+        "llada2.1-flash": Published(_FLASH.replace(max_length=32768), "inclusionAI/LLaDA2.1-flash"),
+    },
+    attention="block",
+    chat_template=llada_moe.TEMPLATE,
     generation={"threshold": 0.95},
 )

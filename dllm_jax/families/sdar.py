@@ -3,13 +3,40 @@
 import re
 from typing import Any
 
-from convert.families import qwen2
-from convert.families.base import Family, Layout, Rule
-from convert.hub_config import HubConfig
-from dllm_jax.config import Experts, ModelConfig, published
+from dllm_jax.config import Experts, ModelConfig
 from dllm_jax.errors import DllmError
+from dllm_jax.families import qwen2
+from dllm_jax.families.base import CheckpointLayout, Family, Published, Rule
+from dllm_jax.families.hub_config import HubConfig
 
-_ORIGINAL = published("sdar-8b-chat")
+_8B = ModelConfig(
+    family="sdar",
+    vocab_size=151936,
+    embed_dim=4096,
+    num_layers=36,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    mlp_dim=12288,
+    rope_theta=1000000.0,
+    norm_eps=1e-6,
+    max_length=32768,
+    eos_id=151643,
+    pad_id=151643,
+    mask_id=151669,
+    end_ids=(151643, 151645),
+    attention="block",
+    block_length=4,
+    qk_norm=True,
+)
+_30B_A3B = _8B.replace(
+    embed_dim=2048,
+    num_layers=48,
+    num_kv_heads=4,
+    mlp_dim=6144,
+    experts=Experts(num_experts=128, per_token=8, dim=768, normalize=True),
+)
+
 _MASK = "<|MASK|>"
 _PUBLISHED, _UNNAMED = r"SDAR-[\d.]+B(-A\d+B)?(-[a-z]+)?", 4  # names without -bN, and the length of their blocks
 
@@ -41,7 +68,7 @@ def read_config(hub: HubConfig) -> ModelConfig:
     hub.require(attention_bias=False)
     hub.integer("head_dim")  # which is not hidden_size / heads
     base = qwen2.read_config(hub)
-    known = base.vocab_size == _ORIGINAL.vocab_size
+    known = base.vocab_size == _8B.vocab_size
     return base.replace(
         family="sdar",
         attention="block",
@@ -49,7 +76,7 @@ def read_config(hub: HubConfig) -> ModelConfig:
         shift=False,
         qkv_bias=False,
         qk_norm=True,
-        mask_id=hub.mask_id(hub.tokens.get(_MASK, _ORIGINAL.mask_id if known else None)),
+        mask_id=hub.mask_id(hub.tokens.get(_MASK, _8B.mask_id if known else None)),
         experts=_experts(hub) if "num_experts" in hub.values else None,
     )
 
@@ -118,12 +145,22 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
 FAMILY = Family(
     name="sdar",
     layouts=(
-        Layout("dense", "SDARForCausalLM", RULES),
-        Layout("experts", "SDARMoeForCausalLM", RULES + _EXPERTS),
+        CheckpointLayout("dense", "SDARForCausalLM", RULES),
+        CheckpointLayout("experts", "SDARMoeForCausalLM", RULES + _EXPERTS),
     ),
     model_types=("sdar", "sdar_moe"),
     read_config=read_config,
     write_config=write_config,
+    published={
+        "sdar-1.7b-chat": Published(
+            _8B.replace(embed_dim=2048, num_layers=28, num_heads=16, mlp_dim=6144), "JetLM/SDAR-1.7B-Chat"
+        ),
+        "sdar-4b-chat": Published(_8B.replace(embed_dim=2560, mlp_dim=9728), "JetLM/SDAR-4B-Chat"),
+        "sdar-8b-chat": Published(_8B, "JetLM/SDAR-8B-Chat"),
+        "sdar-30b-a3b-chat": Published(_30B_A3B, "JetLM/SDAR-30B-A3B-Chat"),
+    },
+    attention="block",
+    chat_template=qwen2.TURNS,
     ignored=qwen2.IGNORED,
     asks_block_length=True,
 )

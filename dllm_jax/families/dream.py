@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from convert.families import qwen2
-from convert.families.base import Family, Layout
-from convert.hub_config import HubConfig
-from dllm_jax.config import ModelConfig, published
+from dllm_jax.config import ModelConfig
+from dllm_jax.families import qwen2
+from dllm_jax.families.base import CheckpointLayout, Family, Published
+from dllm_jax.families.hub_config import HubConfig
 
-_ORIGINAL = published("dream-7b-instruct")
+_7B = qwen2.CONFIG_7B.replace(family="dream", attention="bidirectional", mask_id=151666, bos_id=151665, max_length=2048)
 
 
 def read_config(hub: HubConfig) -> ModelConfig:
@@ -18,13 +18,13 @@ def read_config(hub: HubConfig) -> ModelConfig:
     """
     base = qwen2.read_config(hub)
     mask_id = hub.integer("mask_token_id", least=0)
-    known = (base.vocab_size, mask_id) == (_ORIGINAL.vocab_size, _ORIGINAL.mask_id)
+    known = (base.vocab_size, mask_id) == (_7B.vocab_size, _7B.mask_id)
     return base.replace(
         family="dream",
         attention="bidirectional",
         mask_id=mask_id,
-        bos_id=hub.bos_id("<|beginoftext|>", base.vocab_size, _ORIGINAL.bos_id if known else None),
-        max_length=min(base.max_length, _ORIGINAL.max_length),  # trained on 2048 tokens; the file says 131072
+        bos_id=hub.bos_id("<|beginoftext|>", base.vocab_size, _7B.bos_id if known else None),
+        max_length=min(base.max_length, _7B.max_length),  # trained on 2048 tokens; the file says 131072
     )
 
 
@@ -40,10 +40,15 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
 
 FAMILY = Family(
     name="dream",
-    layouts=(Layout("hub", "DreamModel", qwen2.RULES),),
+    layouts=(CheckpointLayout("hub", "DreamModel", qwen2.RULES),),
     model_types=("Dream",),
     read_config=read_config,
     write_config=write_config,
+    published={
+        "dream-7b-base": Published(_7B, "Dream-org/Dream-v0-Base-7B"),
+        "dream-7b-instruct": Published(_7B, "Dream-org/Dream-v0-Instruct-7B"),
+    },
+    chat_template=qwen2.CHATML,
     ignored=qwen2.IGNORED,
     generation={"gen_length": 256},
 )

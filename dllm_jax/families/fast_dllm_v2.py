@@ -2,12 +2,23 @@
 
 from typing import Any
 
-from convert.families import qwen2
-from convert.families.base import Family, Layout
-from convert.hub_config import HubConfig
-from dllm_jax.config import ModelConfig, published
+from dllm_jax.config import ModelConfig
+from dllm_jax.families import qwen2
+from dllm_jax.families.base import CheckpointLayout, Family, Published
+from dllm_jax.families.hub_config import HubConfig
 
-_ORIGINAL = published("fast-dllm-v2-7b")
+_7B, _1_5B = (
+    config.replace(
+        family="fast-dllm-v2",
+        attention="block",
+        block_length=32,
+        mask_id=151665,
+        eos_id=151645,
+        pad_id=151645,
+        end_ids=(151645,),
+    )
+    for config in (qwen2.CONFIG_7B, qwen2.CONFIG_1_5B)
+)
 _MASK = "|<MASK>|"
 
 
@@ -18,12 +29,12 @@ def read_config(hub: HubConfig) -> ModelConfig:
         DllmError: naming the field that is missing, or whose value the backbone does not implement.
     """
     base = qwen2.read_config(hub)
-    known = base.vocab_size in {published(name).vocab_size for name in ("fast-dllm-v2-1.5b", "fast-dllm-v2-7b")}
+    known = base.vocab_size in (_1_5B.vocab_size, _7B.vocab_size)
     return base.replace(
         family="fast-dllm-v2",
         attention="block",
         block_length=hub.integer("bd_size"),
-        mask_id=hub.mask_id(hub.tokens.get(_MASK, _ORIGINAL.mask_id if known else None)),
+        mask_id=hub.mask_id(hub.tokens.get(_MASK, _7B.mask_id if known else None)),
     )
 
 
@@ -39,10 +50,16 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
 
 FAMILY = Family(
     name="fast-dllm-v2",
-    layouts=(Layout("hub", "Fast_dLLM_QwenForCausalLM", qwen2.RULES),),
+    layouts=(CheckpointLayout("hub", "Fast_dLLM_QwenForCausalLM", qwen2.RULES),),
     model_types=("Fast_dLLM_Qwen",),
     read_config=read_config,
     write_config=write_config,
+    published={
+        "fast-dllm-v2-1.5b": Published(_1_5B, "Efficient-Large-Model/Fast_dLLM_v2_1.5B"),
+        "fast-dllm-v2-7b": Published(_7B, "Efficient-Large-Model/Fast_dLLM_v2_7B"),
+    },
+    attention="block",
+    chat_template=qwen2.CHATML,
     ignored=qwen2.IGNORED,
     generation={"rule": "fast-dllm-v2"},
 )

@@ -1,4 +1,4 @@
-"""What a family is: how its `config.json` reads, and which of its tensors is which of ours."""
+"""What a family is: its published models, how its `config.json` reads, and which of its tensors is which of ours."""
 
 import dataclasses
 import functools
@@ -8,16 +8,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from convert.hub_config import HubConfig
-from convert.safetensors_reader import TensorEntry
-from convert.tensors import FLOAT_DTYPES, Index, Piece, same_bits
-from dllm_jax.config import ModelConfig
+from dllm_jax.config import Attention, ModelConfig
 from dllm_jax.errors import DllmError
+from dllm_jax.families.hub_config import HubConfig
 from dllm_jax.params.specs import abstract_params
 
 PART = "/"  # between a tensor's name and that of its part
-HEAD = "lm_head.kernel"
-EMBEDDING = "embed.embedding"
+Index = tuple[int | slice, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +94,7 @@ class Rule:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class CheckpointLayout:
     """One way to name and stack a family's tensors.
 
     Attributes:
@@ -133,8 +130,16 @@ class Layout:
 
 
 @dataclasses.dataclass(frozen=True)
+class Published:
+    """A published model: its config, and the hub's repository it is downloaded from."""
+
+    config: ModelConfig
+    repository: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Family:
-    """A checkpoint family: everything the converter knows about it.
+    """A model family: everything the library knows about it.
 
     Attributes:
         name: `ModelConfig.family`.
@@ -142,24 +147,30 @@ class Family:
         model_types: `model_type` values that decide when config.json has no `architectures`.
         read_config: from the hub's config; raises DllmError for everything that the backbone does not implement.
         write_config: the hub's config.json for a checkpoint that never had one.
+        published: published models by the name that `dllm_jax.load` and the commands know them by.
+        attention: the `ModelConfig.attention` that its config.json stands for.
+        chat_template: Jinja template for tokenizers that bring none of their own; None for none.
+        generation: options of samplers that its models are usually sampled with, for `generation.json`.
+        read_generation: those that the hub's generation_config.json gives, over these; None reads none.
         ignored: regular expressions of tensors that hold no parameters.
         marker: a field of config.json that only this family has among those of its model_types; None if it needs none.
-        generation: options of samplers that its models are usually sampled with, for `generation.json`.
-        note: what people are told about a conversion; None for nothing.
-        read_generation: those that the hub's generation_config.json gives, over these; None reads none.
+        note: what a conversion reports to the user; None for nothing.
         asks_block_length: whether published files may leave open how long blocks are, so that the user may have to say.
     """
 
     name: str
-    layouts: tuple[Layout, ...]
+    layouts: tuple[CheckpointLayout, ...]
     model_types: tuple[str, ...]
     read_config: Callable[[HubConfig], ModelConfig]
     write_config: Callable[[ModelConfig], dict[str, Any]]
+    published: Mapping[str, Published] = dataclasses.field(default_factory=dict)
+    attention: Attention = "bidirectional"
+    chat_template: str | None = None
+    generation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    read_generation: Callable[[HubConfig], Mapping[str, Any]] | None = None
     ignored: tuple[str, ...] = ()
     marker: str | None = None
-    generation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     note: str | None = None
-    read_generation: Callable[[HubConfig], Mapping[str, Any]] | None = None
     asks_block_length: bool = False
 
     @property
@@ -167,11 +178,11 @@ class Family:
         """Entries of `architectures` in config.json that are this family."""
         return tuple(layout.architecture for layout in self.layouts)
 
-    def usual(self, hub: HubConfig) -> dict[str, Any]:
-        """What a checkpoint's `generation.json` says where the source has none."""
+    def generation_options(self, hub: HubConfig) -> dict[str, Any]:
+        """A checkpoint's `generation.json` where the source has none."""
         return {**self.generation, **(self.read_generation(hub) if self.read_generation else {})}
 
-    def layout(self, name: str | None, config: ModelConfig) -> Layout:
+    def layout(self, name: str | None, config: ModelConfig) -> CheckpointLayout:
         """The layout of that name, or without one the first that holds the model's parameters.
 
         Raises:
@@ -186,123 +197,6 @@ class Family:
                 return layout
         names = " or ".join(layout.name for layout in self.layouts)
         raise DllmError(f"no layout of {self.name} checkpoints is called {name!r}; choose {names}")
-
-
-@dataclasses.dataclass(frozen=True)
-class Move:
-    """One parameter to be carried over: what it is called here, its shape, and the stored pieces that make it up."""
-
-    target: str
-    shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the stored pieces."""
-        return sum(piece.entry.nbytes for piece in self.pieces)
-
-
-def plan(family: Family, config: ModelConfig, entries: Mapping[str, TensorEntry], where: str) -> list[Move]:
-    """Finds the pieces of every parameter, in the order of `entries`; reads no values but a tied head's.
-
-    Raises:
-        DllmError: naming the first missing, unexpected, misshapen or integer tensors together, and for tensors of two
-            layouts.
-    """
-    _check_counts(config, entries, where)
-    joined = _joined(family, config)
-    entries = {part.name: part for entry in entries.values() for part in _parts(entry, joined.get(entry.name))}
-    stored = {name: entry for name, entry in entries.items() if not _is_ignored(family, name)}
-    slots = _stored_layout(family, config, stored, where)
-    tied = _hub_name(family, config.replace(tied_embeddings=False), HEAD) if config.tied_embeddings else None
-    faults: list[str] = []
-    for name, entry in stored.items():
-        if name == tied:
-            _check_tied_head(entry, entries.get(_hub_name(family, config, EMBEDDING)), where)
-        elif name not in slots:
-            faults.append(f"unexpected {name}")
-        elif entry.shape != slots[name].shape:
-            faults.append(f"{name} has shape {list(entry.shape)}, not {list(slots[name].shape)}")
-        elif entry.dtype.name not in FLOAT_DTYPES:
-            faults.append(f"{name} is stored as {entry.dtype.name}, not as one of {', '.join(FLOAT_DTYPES)}")
-    faults += [f"missing {name}" for name in sorted(slots.keys() - stored.keys())]
-    if faults:
-        more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
-        raise DllmError(f"{where} does not hold the {family.name} tensors of its config: {'; '.join(faults[:3])}{more}")
-    pieces: dict[str, list[Piece]] = {}
-    for name, slot in slots.items():
-        pieces.setdefault(slot.ours, []).extend(_pieces(slot, entries[name]))
-    shapes, place = abstract_params(config), {name: number for number, name in enumerate(entries)}
-    moves = [Move(target, tuple(shapes[target].shape), tuple(parts)) for target, parts in pieces.items()]
-    return sorted(moves, key=lambda move: place[move.pieces[0].entry.name])  # files are read from front to back
-
-
-def _parts(entry: TensorEntry, found: list[Slot] | None) -> list[TensorEntry]:
-    """The parts of a tensor that several of our parameters share, as tensors of their own; another one as it is."""
-    if found is None or entry.shape != (sum(slot.shape[0] for slot in found), *found[0].shape[1:]):
-        return [entry]  # a wrong shape is told later
-    starts = itertools.accumulate((math.prod(slot.shape) for slot in found), initial=0)
-    return [
-        dataclasses.replace(entry, name=slot.hub, shape=slot.shape, offset=entry.offset + start * entry.dtype.itemsize)
-        for slot, start in zip(found, starts, strict=False)
-    ]
-
-
-def _joined(family: Family, config: ModelConfig) -> dict[str, list[Slot]]:
-    """The tensors that have parts, by name."""
-    slots = (slot for layout in family.layouts for slot in layout.slots(config) if PART in slot.hub)
-    grouped = itertools.groupby(slots, key=lambda slot: slot.tensor)
-    return {name: list(parts) for name, parts in grouped}
-
-
-def _is_ignored(family: Family, name: str) -> bool:
-    return any(re.fullmatch(pattern, name) for pattern in family.ignored)
-
-
-def _check_counts(config: ModelConfig, entries: Mapping[str, TensorEntry], where: str) -> None:
-    """Before tables are made: numbers that a checkpoint of this size cannot have."""
-    if config.num_layers > len(entries):
-        raise DllmError(f"{where} has {len(entries)} tensors, too few for the {config.num_layers} layers of its config")
-    most = max([len(entries), *(entry.shape[0] for entry in entries.values() if len(entry.shape) == 3)])
-    if config.experts and config.experts.num_experts > most:
-        raise DllmError(f"{where} has too few tensors for the {config.experts.num_experts} experts of its config")
-
-
-def _stored_layout(
-    family: Family, config: ModelConfig, stored: Mapping[str, TensorEntry], where: str
-) -> dict[str, Slot]:
-    """The slots by the hub's names of the layout that the tensors are in, told by the names that no other one has."""
-    tables = [{slot.hub: slot for slot in layout.slots(config)} for layout in family.layouts]
-    common = set(tables[0]).intersection(*tables)
-    found = {index: name for index, table in enumerate(tables) for name in stored if name in table.keys() - common}
-    if len(found) > 1:
-        raise DllmError(f"{where} mixes two layouts ({' and '.join(found.values())}); download the checkpoint again")
-    return tables[next(iter(found), 0)]
-
-
-def _pieces(slot: Slot, entry: TensorEntry) -> Iterator[Piece]:
-    """A tensor that holds several pieces lies one after the other in the file."""
-    if len(entry.shape) < 3:
-        yield Piece(entry, slot.pieces[0], slot.transpose)
-        return
-    count = len(slot.pieces)
-    shape = (entry.shape[0] * entry.shape[1] // count, entry.shape[2])
-    for number, index in enumerate(slot.pieces):
-        part = dataclasses.replace(entry, shape=shape, offset=entry.offset + number * (entry.nbytes // count))
-        yield Piece(part, index, slot.transpose)
-
-
-def _hub_name(family: Family, config: ModelConfig, ours: str) -> str:
-    return next(slot.hub for slot in family.layouts[0].slots(config) if slot.ours == ours)
-
-
-def _check_tied_head(head: TensorEntry, embedding: TensorEntry | None, where: str) -> None:
-    """Some writers store a tied head as well: that is harmless exactly when it is the embedding."""
-    if embedding is not None and not same_bits(head, embedding):
-        raise DllmError(
-            f"{where}: {head.name} differs from {embedding.name} although the config ties them; "
-            "correct tie_word_embeddings or weight_tying in config.json"
-        )
 
 
 @functools.cache

@@ -6,14 +6,46 @@ expert's gate rows before its up rows, and `w2` [E, D, F].
 
 from typing import Any
 
-from convert.families import qwen2
-from convert.families.base import Family, Layout, Rule
-from convert.hub_config import HubConfig
-from dllm_jax.config import Experts, ModelConfig, published
+from dllm_jax.config import Experts, ModelConfig
 from dllm_jax.errors import DllmError
+from dllm_jax.families import qwen2
+from dllm_jax.families.base import CheckpointLayout, Family, Published, Rule
+from dllm_jax.families.hub_config import HubConfig
 
-_ORIGINAL = published("llada-moe-7b-a1b-instruct")
+_7B = ModelConfig(
+    family="llada-moe",
+    vocab_size=157184,
+    embed_dim=2048,
+    num_layers=16,
+    num_heads=16,
+    num_kv_heads=16,
+    head_dim=128,
+    mlp_dim=8192,
+    rope_theta=50000.0,
+    norm_eps=1e-5,
+    max_length=8192,
+    eos_id=156892,
+    pad_id=156892,
+    mask_id=156895,
+    end_ids=(156892,),
+    qk_norm=True,
+    experts=Experts(num_experts=64, per_token=8, dim=1024),
+)
 
+# "detailed thinking off" is what the public evaluations send. A system message of one's own comes before it in the same
+# turn, on a line of its own, so that the switch is always there and there is one system turn.
+TEMPLATE = (
+    "{% set roles = {'system': 'SYSTEM', 'user': 'HUMAN', 'assistant': 'ASSISTANT'} %}"
+    "{{ '<role>SYSTEM</role>' }}"
+    "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] + '\n' }}{% endif %}"
+    "{{ 'detailed thinking off<|role_end|>' }}"
+    "{% for message in messages %}"
+    "{% if not (loop.first and message['role'] == 'system') %}"
+    "{{ '<role>' + roles[message['role']] + '</role>' + message['content'] + '<|role_end|>' }}"
+    "{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<role>ASSISTANT</role>' }}{% endif %}"
+)
 END_OF_TURN = "<|role_end|>"
 
 # What the backbone implements of the switches that decide results; each must be there.
@@ -83,7 +115,7 @@ def read_config(hub: HubConfig) -> ModelConfig:
         max_length=hub.integer("max_position_embeddings"),
         eos_id=hub.eos_ids()[0],
         pad_id=hub.pad_id(),
-        mask_id=hub.mask_id(_ORIGINAL.mask_id if vocab_size == _ORIGINAL.vocab_size else None),
+        mask_id=hub.mask_id(_7B.mask_id if vocab_size == _7B.vocab_size else None),
         end_ids=hub.end_ids(END_OF_TURN, vocab_size, None),
         qk_norm=hub.boolean("qk_layernorm"),
         clip_qkv=None if hub.values.get("clip_qkv") is None else hub.number("clip_qkv"),
@@ -160,12 +192,17 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
 FAMILY = Family(
     name="llada-moe",
     layouts=(
-        Layout("unfused", "LLaDAMoEModelLM", _COMMON + _UNFUSED),
-        Layout("fused", "FusedLLaDAMoEModelLM", _COMMON + _FUSED),
+        CheckpointLayout("unfused", "LLaDAMoEModelLM", _COMMON + _UNFUSED),
+        CheckpointLayout("fused", "FusedLLaDAMoEModelLM", _COMMON + _FUSED),
     ),
     model_types=("llada",),
     read_config=read_config,
     write_config=write_config,
+    published={
+        "llada-moe-7b-a1b-base": Published(_7B, "inclusionAI/LLaDA-MoE-7B-A1B-Base"),
+        "llada-moe-7b-a1b-instruct": Published(_7B, "inclusionAI/LLaDA-MoE-7B-A1B-Instruct"),
+    },
+    chat_template=TEMPLATE,
     ignored=qwen2.IGNORED,
     marker="num_experts",
     generation={"gen_length": 256, "block_length": 64},  # dInfer's block

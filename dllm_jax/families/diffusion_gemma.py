@@ -8,10 +8,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from convert.families.base import Family, Layout, Rule
-from convert.hub_config import HubConfig
 from dllm_jax.config import Experts, Gemma, ModelConfig
 from dllm_jax.errors import DllmError
+from dllm_jax.families.base import CheckpointLayout, Family, Rule
+from dllm_jax.families.hub_config import HubConfig
 
 END_OF_TURN = "<turn|>"
 SOFTCAP = 30.0  # of all there are; in no config.json that transformers writes
@@ -229,10 +229,11 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
 
 FAMILY = Family(
     name="diffusion-gemma",
-    layouts=(Layout("tied", "DiffusionGemmaForBlockDiffusion", RULES),),
+    layouts=(CheckpointLayout("tied", "DiffusionGemmaForBlockDiffusion", RULES),),
     model_types=("diffusion_gemma",),
     read_config=read_config,
     write_config=write_config,
+    attention="canvas",
     note="the text part alone: the vision tower is left out, so images cannot be read",
     read_generation=read_generation,
     ignored=(r"model\.encoder\.(vision_tower|embed_vision)\..*",),

@@ -2,10 +2,38 @@
 
 from typing import Any
 
-from convert.families.base import Family, Layout, Rule
-from convert.hub_config import HubConfig
-from dllm_jax.config import ModelConfig, published
+from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
+from dllm_jax.families.base import CheckpointLayout, Family, Published, Rule
+from dllm_jax.families.hub_config import HubConfig
+
+_8B = ModelConfig(
+    family="llada",
+    vocab_size=126464,
+    embed_dim=4096,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=32,
+    head_dim=128,
+    mlp_dim=12288,
+    rope_theta=500000.0,
+    norm_eps=1e-5,
+    max_length=4096,
+    eos_id=126081,
+    pad_id=126081,
+    mask_id=126336,
+    bos_id=126080,
+    end_ids=(126081, 126348),
+)
+
+# The published LLaDA template opens the assistant's turn always, whatever add_generation_prompt says.
+_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ bos_token if loop.first and bos_token }}{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}"
+    "{{ message['content'] | trim + '<|eot_id|>' }}"
+    "{% endfor %}"
+    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
+)
 
 # What the backbone implements of the OLMo-like switches; each decides results, so each must be there.
 _SWITCHES: dict[str, Any] = {
@@ -55,8 +83,7 @@ def read_config(hub: HubConfig) -> ModelConfig:
     hub.allow("embedding_size", None, vocab_size)  # rows of the table; more of them than tokens would be logits too
     num_heads, head_dim = hub.heads("d_model", "n_heads")
     mask_id = hub.integer("mask_token_id", least=0)
-    original = published("llada-8b-instruct")
-    known = (vocab_size, mask_id) == (original.vocab_size, original.mask_id)
+    known = (vocab_size, mask_id) == (_8B.vocab_size, _8B.mask_id)
     return ModelConfig(
         family="llada",
         vocab_size=vocab_size,
@@ -72,8 +99,8 @@ def read_config(hub: HubConfig) -> ModelConfig:
         eos_id=hub.eos_ids()[0],
         pad_id=hub.pad_id(),
         mask_id=mask_id,
-        bos_id=hub.bos_id("<|startoftext|>", vocab_size, original.bos_id if known else None),
-        end_ids=hub.end_ids("<|eot_id|>", vocab_size, original.end_ids[1] if known else None),
+        bos_id=hub.bos_id("<|startoftext|>", vocab_size, _8B.bos_id if known else None),
+        end_ids=hub.end_ids("<|eot_id|>", vocab_size, _8B.end_ids[1] if known else None),
         tied_embeddings=hub.boolean("weight_tying"),
     )
 
@@ -109,9 +136,15 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
 
 FAMILY = Family(
     name="llada",
-    layouts=(Layout("hub", "LLaDAModelLM", _RULES),),
+    layouts=(CheckpointLayout("hub", "LLaDAModelLM", _RULES),),
     model_types=("llada",),
     read_config=read_config,
     write_config=write_config,
+    published={
+        "llada-8b-base": Published(_8B, "GSAI-ML/LLaDA-8B-Base"),
+        "llada-8b-instruct": Published(_8B, "GSAI-ML/LLaDA-8B-Instruct"),
+        "llada-1.5": Published(_8B, "GSAI-ML/LLaDA-1.5"),
+    },
+    chat_template=_TEMPLATE,
     generation={"gen_length": 256, "block_length": 32},
 )

@@ -2,11 +2,47 @@
 
 from typing import Any
 
-from convert.families.base import Family, Layout, Rule
-from convert.hub_config import HubConfig
-from dllm_jax.config import ModelConfig, published
+from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
+from dllm_jax.families.base import CheckpointLayout, Family, Published, Rule
+from dllm_jax.families.hub_config import HubConfig
 
+CONFIG_7B = ModelConfig(
+    family="qwen2",
+    vocab_size=152064,
+    embed_dim=3584,
+    num_layers=28,
+    num_heads=28,
+    num_kv_heads=4,
+    head_dim=128,
+    mlp_dim=18944,
+    rope_theta=1000000.0,
+    norm_eps=1e-6,
+    max_length=32768,
+    eos_id=151643,
+    pad_id=151643,
+    mask_id=None,
+    bos_id=None,
+    end_ids=(151643, 151645),
+    attention="causal",
+    shift=True,
+    qkv_bias=True,
+)
+_SMALL = CONFIG_7B.replace(vocab_size=151936, num_kv_heads=2, tied_embeddings=True)
+CONFIG_1_5B = _SMALL.replace(embed_dim=1536, num_heads=12, mlp_dim=8960)
+_0_5B = _SMALL.replace(embed_dim=896, num_layers=24, num_heads=14, head_dim=64, mlp_dim=4864)
+
+TURNS = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+CHATML = (
+    "{% if messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}"
+    "{% endif %}" + TURNS
+)
 END_OF_TURN = "<|im_end|>"
 
 _LAYER = "model.layers.{layer}."
@@ -45,6 +81,7 @@ def read_config(hub: HubConfig) -> ModelConfig:
     if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
         raise DllmError(f"{hub.where}: layer_types is implemented only as full_attention for every layer")
     vocab_size, num_heads = hub.integer("vocab_size"), hub.integer("num_attention_heads")
+    known = vocab_size in (CONFIG_1_5B.vocab_size, CONFIG_7B.vocab_size)  # bigger models pad the vocabulary
     given_head_dim = hub.values.get("head_dim") is not None
     return ModelConfig(
         family="qwen2",
@@ -61,7 +98,7 @@ def read_config(hub: HubConfig) -> ModelConfig:
         eos_id=hub.eos_ids()[0],
         pad_id=hub.pad_id(),
         mask_id=None,
-        end_ids=hub.end_ids(END_OF_TURN, vocab_size, published_end_of_turn(vocab_size)),
+        end_ids=hub.end_ids(END_OF_TURN, vocab_size, CONFIG_7B.end_ids[1] if known else None),
         attention="causal",
         shift=True,
         qkv_bias=True,
@@ -93,12 +130,6 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def published_end_of_turn(vocab_size: int) -> int | None:
-    """The id of `<|im_end|>` when the vocabulary is Qwen2.5's, which the bigger models pad to another size."""
-    sizes = {published(name).vocab_size for name in ("qwen2.5-0.5b", "qwen2.5-7b")}
-    return published("qwen2.5-7b").end_ids[1] if vocab_size in sizes else None
-
-
 def _rope_theta(hub: HubConfig) -> float:
     if "rope_parameters" not in hub.values:
         hub.allow("rope_scaling", None)
@@ -111,9 +142,16 @@ def _rope_theta(hub: HubConfig) -> float:
 
 FAMILY = Family(
     name="qwen2",
-    layouts=(Layout("hub", "Qwen2ForCausalLM", RULES),),
+    layouts=(CheckpointLayout("hub", "Qwen2ForCausalLM", RULES),),
     model_types=("qwen2",),
     read_config=read_config,
     write_config=write_config,
+    published={
+        "qwen2.5-0.5b": Published(_0_5B, "Qwen/Qwen2.5-0.5B"),
+        "qwen2.5-1.5b": Published(CONFIG_1_5B, "Qwen/Qwen2.5-1.5B"),
+        "qwen2.5-7b": Published(CONFIG_7B, "Qwen/Qwen2.5-7B"),
+    },
+    attention="causal",
+    chat_template=CHATML,
     ignored=IGNORED,
 )
