@@ -14,7 +14,7 @@ import jax
 from convert import convert, convert_adapters, embedded, export, published, verify
 from convert.indicator import convert_indicator, export_indicator, is_indicator, verify_indicator
 from dllm_jax.cli.command import Parser
-from dllm_jax.cli.interrupts import INTERRUPTED, interruptible, is_second
+from dllm_jax.cli.interrupts import INTERRUPTED, interruptible
 from dllm_jax.errors import DllmError
 from dllm_jax.families import FAMILIES, PUBLISHED
 from dllm_jax.models.transformer import num_params
@@ -36,8 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DllmError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt as error:
-        print("interrupted" if is_second(error) else "interrupted; nothing was left behind", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
         return INTERRUPTED
     return 0
 

@@ -1,4 +1,4 @@
-"""What people may have meant by a name that there is not."""
+"""Suggestions for unknown names."""
 
 import difflib
 import types
@@ -15,12 +15,12 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
         "cfg_scale": ("guidance",),
     }
 )
-"""Names that others use, and ours."""
+"""Names of other libraries -> ours."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is most like another, None where none is; of dotted names the last parts are compared, those
-    of the same table first."""
+    """The known name that is most similar, None where none is. Of dotted names the last parts are compared, those of
+    the same table first."""
     known = list(known)
     table, _, wanted = name.rpartition(".")
     for some in ([one for one in known if one.rpartition(".")[0] == table], known):
@@ -34,6 +34,6 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
-    """The end of a sentence about an unknown name: a question about the nearest one, or else what is known."""
+    """The end of a sentence about an unknown name: a question about the most similar one, else `otherwise`."""
     near = nearest(name, known)
     return otherwise if near is None else f"did you mean {near!r}?"

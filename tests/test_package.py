@@ -63,7 +63,7 @@ def test_shells_complete_every_command_and_option(shell, capsys, tmp_path):
     pytest.importorskip("shtab")
     assert dllm.main(["completion", shell]) == 0
     made = capsys.readouterr().out
-    options = options_of(completion.whole())
+    options = options_of(completion.full_parser())
     assert {"--explain", "--gamma", "--sampler", "--slots", "--config", "--task"} <= options
     assert all(option in made or (shell == "fish" and option.lstrip("-") in made) for option in options)
     assert all(name in made for name in ("convert", "embedded", "sample", "serve", "masked-diffusion", "compare"))

@@ -1,1 +1,1 @@
-"""What the commands of all rooms share: how options are written, and how a command line ends."""
+"""What the commands of all packages share: how options are written, and how a command ends."""

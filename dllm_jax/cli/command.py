@@ -1,4 +1,4 @@
-"""What the command lines share: mistakes are one sentence on the standard error, and an exit status."""
+"""What all command lines share: an error is one sentence on the standard error, and an exit status."""
 
 import argparse
 import contextlib
@@ -16,25 +16,25 @@ from dllm_jax.checkpoints import checkpoint
 from dllm_jax.cli.interrupts import INTERRUPTED, interruptible
 from dllm_jax.errors import DllmError
 
-_CALLED: contextvars.ContextVar[tuple[str, str]] = contextvars.ContextVar("_CALLED", default=("", ""))
+_TYPED: contextvars.ContextVar[tuple[str, str]] = contextvars.ContextVar("_TYPED", default=("", ""))
 
 
 @contextlib.contextmanager
-def called(module: str, name: str) -> Iterator[None]:
-    """A block in which `python -m MODULE` is called by another name in usages and mistakes: what somebody typed."""
-    before = _CALLED.set((f"python -m {module}", name))
+def command_name(module: str, name: str) -> Iterator[None]:
+    """A block in which usages and errors of `python -m MODULE` name the command as it was typed."""
+    before = _TYPED.set((f"python -m {module}", name))
     try:
         yield
     finally:
-        _CALLED.reset(before)
+        _TYPED.reset(before)
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises DllmError for a command line that it does not understand, instead of printing the usage and leaving."""
+    """Raises DllmError for a command line that it cannot parse, instead of printing the usage and exiting."""
 
     def __init__(self, *, prog: str | None = None, **options: Any) -> None:
-        """As argparse's; a `prog` as `called` says."""
-        module, name = _CALLED.get()
+        """As argparse's, with the `prog` that `command_name` gives."""
+        module, name = _TYPED.get()
         if prog is not None and module and f"{prog} ".startswith(f"{module} "):
             prog = name + prog.removeprefix(module)
         super().__init__(prog=prog, **options)
@@ -44,15 +44,15 @@ class Parser(argparse.ArgumentParser):
 
 
 def console(otherwise: int = 160) -> Console:
-    """What tables are printed on: as wide as COLUMNS says, else the terminal, or `otherwise` columns where nobody
-    watches. Colours are left out through a pipe, and where NO_COLOR is set."""
-    found = Console()
-    return found if found.is_terminal or os.environ.get("COLUMNS", "").isdigit() else Console(width=otherwise)
+    """The console that tables are printed on: COLUMNS wide if that is set, else as wide as the terminal, else
+    `otherwise` columns. There are no colours in a pipe or with NO_COLOR."""
+    usual = Console()
+    return usual if usual.is_terminal or os.environ.get("COLUMNS", "").isdigit() else Console(width=otherwise)
 
 
 def keep_programs() -> None:
-    """Compiled programs are kept under `checkpoint.home()` and read again by the next command, unless JAX's own setting
-    (JAX_COMPILATION_CACHE_DIR) says where, or nothing can be written there."""
+    """Keeps compiled programs under `checkpoint.home()` for the next command, unless JAX_COMPILATION_CACHE_DIR is set
+    or the folder cannot be written."""
     if getattr(jax.config, "jax_compilation_cache_dir", None) is not None:
         return
     folder = checkpoint.home() / "xla"
@@ -65,14 +65,14 @@ def keep_programs() -> None:
 
 
 def run_printing(work: Callable[[], None], when_out_of_memory: str) -> int:
-    """Runs a command that prints results, by compiled programs that are kept, and says how it ended.
+    """Runs a command that prints results, with compiled programs that are kept; an error is printed as one sentence.
 
     Args:
-        when_out_of_memory: what to do then, for the sentence about it.
+        when_out_of_memory: the advice in the sentence about device memory.
 
     Returns:
-        0 when it worked, 2 after a mistake or for lack of device memory, which is printed as one sentence, 130 when
-        interrupted, 141 when the reader of the output has gone.
+        The exit status: 0 for success, 2 for a mistake or lack of device memory, 130 for an interrupt, 141 when the
+        reader of the output has gone.
     """
     try:
         keep_programs()

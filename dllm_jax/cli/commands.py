@@ -9,7 +9,7 @@ class Command(NamedTuple):
 
     Attributes:
         about: what it is for.
-        run: what stands behind `python -m` for it: a package, and words that go first.
+        run: the words after `python -m`: a package, and its first arguments.
         parser: the module whose `command_line` makes its parser.
     """
 
@@ -26,4 +26,4 @@ COMMANDS: Mapping[str, Command] = {
     "eval": Command("score samplers on tasks, sweep, compare, plot", ("evals",), "evals.__main__"),
 }
 COMPLETION = "print what makes a shell complete all this: bash, zsh or fish"
-"""What the one command beside these is for."""
+"""What the command `completion` is for."""

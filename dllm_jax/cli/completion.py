@@ -24,12 +24,12 @@ def script(shell: str) -> str:
         import shtab
     except ImportError:
         raise DllmError("completion needs the package shtab; pip install 'dllm_jax[completion]'") from None
-    made: str = shtab.complete(whole(), shell=shell)
+    made: str = shtab.complete(full_parser(), shell=shell)
     return made
 
 
-def whole() -> argparse.ArgumentParser:
-    """One parser of all commands."""
+def full_parser() -> argparse.ArgumentParser:
+    """A parser of all commands."""
     parser = argparse.ArgumentParser(prog="dllm")
     parser.add_argument("--version", action="store_true", help="print the version")
     commands = parser.add_subparsers(metavar="COMMAND")

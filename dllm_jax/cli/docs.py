@@ -1,4 +1,4 @@
-"""What the documentation of a class says of it and its fields, for help, lists and explanations."""
+"""The documentation of a class and its fields, for help, lists and explanations."""
 
 import inspect
 import re
@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 
 class About(NamedTuple):
-    """What is said of a field.
+    """The documentation of a field.
 
     Attributes:
         meaning: what it is.
-        why: why its default is what it is, what is said behind "Default:"; empty where nothing is.
+        why: the reason for its default, the text after "Default:"; may be empty.
     """
 
     meaning: str = ""

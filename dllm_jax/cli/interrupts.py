@@ -1,8 +1,5 @@
-"""Ctrl-C: the first one ends a command.
-
-Python raises KeyboardInterrupt between any two steps of its own, also inside callbacks of the garbage collector (JAX
-has one) and finalizers, whose errors it drops.
-"""
+"""Ctrl-C ends a command, also where Python drops the KeyboardInterrupt: in finalizers and in callbacks of the garbage
+collector (JAX has one)."""
 
 import _thread
 import contextlib
@@ -10,60 +7,49 @@ import gc
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 INTERRUPTED = 130
-"""The status of a command that was interrupted, as shells say SIGINT."""
+"""The exit status of a command that was interrupted, as shells report SIGINT."""
 
-_AGAIN = 0.01  # seconds until what was dropped is raised again
+_RETRY_SECONDS = 0.01
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """A block that Ctrl-C ends by KeyboardInterrupt; one that Python drops is raised again. A callback of the collector
-    that dropped one waits until the block ends: the first step behind a long collection is its own, again and again."""
-    if not _is_main_thread():  # signals reach that one alone
+    """A block that Ctrl-C ends by KeyboardInterrupt; one that Python drops is raised again.
+
+    A callback of the collector that dropped one is put aside until the block ends: it is the first Python code after
+    each collection, and where collections are long it would get every signal.
+    """
+    if threading.current_thread() is not threading.main_thread():  # signals reach that one alone
         yield
         return
-    reported = sys.unraisablehook
-    over, waiting, main = threading.Event(), list[Any](), threading.get_ident()
+    report, ended, main = sys.unraisablehook, threading.Event(), threading.get_ident()
+    aside: list[Any] = []
 
-    def again() -> None:
-        time.sleep(_AGAIN)
-        if over.is_set():
+    def raise_again() -> None:
+        if ended.wait(_RETRY_SECONDS):
             return
         if hasattr(signal, "pthread_kill"):
-            signal.pthread_kill(main, signal.SIGINT)  # which ends waiting, too
+            signal.pthread_kill(main, signal.SIGINT)  # which also ends a wait
         else:
             _thread.interrupt_main()
 
-    def dropped(failure: Any) -> None:
+    def handle(failure: Any) -> None:
         if issubclass(failure.exc_type, KeyboardInterrupt):
             if failure.object in gc.callbacks:
                 gc.callbacks.remove(failure.object)
-                waiting.append(failure.object)
-            _thread.start_new_thread(again, ())  # takes no lock, which the collector may have interrupted somebody at
+                aside.append(failure.object)
+            _thread.start_new_thread(raise_again, ())  # takes no lock, which the interrupted code may hold
         else:
-            reported(failure)
+            report(failure)
 
-    sys.unraisablehook = dropped
+    sys.unraisablehook = handle
     try:
         yield
     finally:
-        over.set()
-        gc.callbacks.extend(waiting)
-        sys.unraisablehook = reported
-
-
-def is_second(error: KeyboardInterrupt) -> bool:
-    """Whether it was raised while another one was being cleaned up after."""
-    before: BaseException | None = error.__context__
-    while before is not None and not isinstance(before, KeyboardInterrupt):
-        before = before.__context__
-    return before is not None
-
-
-def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
+        ended.set()
+        gc.callbacks.extend(aside)
+        sys.unraisablehook = report

@@ -1,11 +1,11 @@
-"""How often progress bars say how far they are."""
+"""How often progress bars are printed."""
 
 import sys
 
 SELDOM = 30.0
-"""Seconds between two words where nobody watches."""
+"""Seconds between two lines in a log."""
 
 
 def interval() -> float:
-    """Seconds between two words of a bar on the standard error: rarely where that is a log, which keeps all of them."""
+    """Seconds between two updates of a bar on the standard error: more in a log, which keeps them all."""
     return 0.2 if sys.stderr.isatty() else SELDOM
