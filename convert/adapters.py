@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from convert.hub_files import copied_files, read_json
+from convert.hub_folder import copied_files, read_json
 from convert.output import check_out
 from convert.safetensors_reader import read_header
 from convert.source import locate

@@ -1,25 +1,24 @@
-"""Reads safetensors files without torch: header checks first, then slices of tensors as memory maps, never copies.
+"""Reads safetensors files without torch: their library checks the header, then slices of tensors are memory maps.
 
 Nothing in a downloaded file is trusted: the header's length, every name, dtype, shape and offset is checked against the
-file before any tensor is touched. What is left to the caller is whether the *values* make sense.
+file before any tensor is touched. What is left to the caller is whether the *values* make sense. Their library would
+map a whole file for as long as it is open, which counts as resident memory; a block's map leaves with the block.
 """
 
 import dataclasses
 import json
 import math
-import struct
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from dllm_jax.errors import DllmError
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 PICKLE_ENDINGS = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 BLOCK_BYTES = 4 * 2**20  # mapped at a time: bounds resident memory whatever the tensor's size
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 DTYPES: dict[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -94,34 +93,27 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         DllmError: when the file is not a complete and consistent safetensors file.
     """
     try:
-        size = path.stat().st_size
         with path.open("rb") as file:
             start = file.read(8)
-            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-            if start == b"version ":
-                raise _damaged(path, "it is a Git LFS pointer instead of the weights")
-            if length > min(size - 8, MAX_HEADER_BYTES):
-                raise _damaged(path, f"its header claims {length} bytes and the file has {size}")
-            text = file.read(length)
+        if start == b"version ":
+            raise _damaged(path, "it is a Git LFS pointer instead of the weights")
+        with safe_open(path, "numpy") as file:  # checks that tensors fill the file one after the other
+            found = [(name, file.get_slice(name)) for name in file.offset_keys()]
+            tensors = [(name, part.get_dtype(), tuple(part.get_shape())) for name, part in found]
     except OSError as error:
-        raise DllmError(f"{path} cannot be read ({error.strerror}); check the file") from None
-    header = _parse_header(path, text)
-    data_start, data_size = 8 + length, size - 8 - length
-    header.pop("__metadata__", None)
-    found = [_entry(path, name, value, data_start) for name, value in header.items()]
-    found.sort(key=lambda entry: (entry.offset, entry.nbytes))
-    end = data_start
-    for entry in found:
-        if entry.offset < end:
-            raise _damaged(path, f"the bytes of {entry.name} overlap those of another tensor")
-        if entry.offset > end:
-            raise _damaged(path, f"there are {entry.offset - end} unaccounted bytes before {entry.name}")
-        end = entry.offset + entry.nbytes
-        if end > size:
-            raise _damaged(path, f"it is truncated: {entry.name} ends at byte {end} and the file at {size}")
-    if end != size:
-        raise _damaged(path, f"{size - end} of its {data_size} data bytes belong to no tensor")
-    return {entry.name: entry for entry in found}
+        raise DllmError(f"{path} cannot be read ({error.strerror or error}); check the file") from None
+    except SafetensorError as error:
+        raise _damaged(path, "".join(filter(str.isprintable, str(error).rpartition("header: ")[2]))) from None
+    entries: dict[str, TensorEntry] = {}
+    end = 8 + int.from_bytes(start, "little")
+    for name, dtype, shape in tensors:
+        if not name.isprintable():  # it would end up in messages, and on terminals
+            raise _damaged(path, f"its header names a tensor {name!r}")
+        if dtype not in DTYPES:
+            raise _damaged(path, f"the dtype {dtype!r} of {name} is not supported")
+        entries[name] = TensorEntry(name, path, DTYPES[dtype], shape, end)
+        end += entries[name].nbytes
+    return entries
 
 
 def blocks(entry: TensorEntry, max_bytes: int = BLOCK_BYTES) -> list[slice]:
@@ -160,44 +152,6 @@ def _read_index(path: Path) -> dict[str, str]:
         if Path(shard).name != shard or "\\" in shard or not shard.endswith(".safetensors"):
             raise DllmError(f"{path} names {shard!r}, which is not a safetensors file inside the folder; {again}")
     return weight_map
-
-
-def _parse_header(path: Path, text: bytes) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            raise _damaged(path, "its header names a tensor twice")
-        return found
-
-    try:
-        header = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
-    except DllmError:
-        raise
-    except (ValueError, RecursionError):
-        raise _damaged(path, "its header is not JSON") from None
-    if not isinstance(header, dict):
-        raise _damaged(path, "its header is not a JSON object")
-    return header
-
-
-def _entry(path: Path, name: str, value: Any, data_start: int) -> TensorEntry:
-    if not name.isprintable():  # it would end up in messages, and on terminals
-        raise _damaged(path, f"its header names a tensor {name!r}")
-    if not isinstance(value, dict) or not {"dtype", "shape", "data_offsets"} <= value.keys():
-        raise _damaged(path, f"its header describes {name} without dtype, shape and data_offsets")
-    shape, offsets = value["shape"], value["data_offsets"]
-    if not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
-        raise _damaged(path, f"shape {shape} and data_offsets {offsets} of {name} are not lists of sizes")
-    if not isinstance(value["dtype"], str) or value["dtype"] not in DTYPES:
-        raise _damaged(path, f"the dtype {value['dtype']!r} of {name} is unknown")
-    entry = TensorEntry(name, path, DTYPES[value["dtype"]], tuple(shape), data_start + offsets[0])
-    if entry.nbytes != offsets[1] - offsets[0]:
-        raise _damaged(path, f"{name} has {offsets[1] - offsets[0]} bytes, but its shape and dtype need {entry.nbytes}")
-    return entry
-
-
-def _naturals(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 
 
 def _no_weights(folder: Path) -> DllmError:

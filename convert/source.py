@@ -4,7 +4,7 @@ import dataclasses
 import re
 from pathlib import Path
 
-from convert.hub_files import folder_name, read_hub_config
+from convert.hub_folder import folder_name, read_hub_config
 from convert.safetensors_reader import TensorEntry, read_folder
 from dllm_jax.errors import DllmError
 from dllm_jax.families import FAMILIES, Family, HubConfig

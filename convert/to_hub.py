@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from convert.hub_files import CONFIG_FILE, GENERATION_FILE, copied_files, with_tokenizer
+from convert.hub_folder import CONFIG_FILE, GENERATION_FILE, copied_files, with_tokenizer
 from convert.output import byte_bar, check_out, check_space
 from convert.safetensors_reader import BLOCK_BYTES, DTYPES, INDEX_FILE, SINGLE_FILE
 from convert.tensors import as_dtype, checked_cast

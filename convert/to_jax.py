@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from convert.hub_files import copied_files
+from convert.hub_folder import copied_files
 from convert.moves import Move, plan_moves
 from convert.output import byte_bar, check_out, check_space, ticking
 from convert.source import open_source

@@ -26,7 +26,7 @@ from conftest import ROOT
 
 import dllm_jax
 from convert import embedded
-from convert.hub_files import copied_files
+from convert.hub_folder import copied_files
 from dllm_jax.checkpoints import checkpoint
 from dllm_jax.cli.commands import COMMANDS
 from dllm_jax.errors import DllmError

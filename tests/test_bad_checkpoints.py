@@ -118,12 +118,6 @@ def overlap(values):
     values[Q_PROJ]["data_offsets"] = values["model.transformer.blocks.0.q_proj.weight"]["data_offsets"]
 
 
-def duplicate_key(folder):
-    values, data = hub_files.split(folder / hub_files.SINGLE)
-    text = json.dumps(values)
-    hub_files.join(folder / hub_files.SINGLE, (text[:-1] + f', "{HEAD}": {json.dumps(values[HEAD])}}}').encode(), data)
-
-
 def doubled_tensor(folder, weight_map):
     first, second = sorted(set(weight_map.values()))
     arrays = hub_files.read(folder / second)
@@ -181,25 +175,25 @@ LLADA = [  # what the sentence names, and how the checkpoint is broken
     # safetensors files
     (SAFETENSORS, truncated),
     ("00002-of-00002.safetensors", truncated_shard),
-    ("0 bytes", content(SAFETENSORS, b"")),
-    ("1099511627776", content(SAFETENSORS, struct.pack("<Q", 1 << 40) + b"{}")),
-    ("JSON", content(SAFETENSORS, struct.pack("<Q", 4) + b"\xff{]}")),
-    ("JSON object", content(SAFETENSORS, struct.pack("<Q", 2) + b"[]")),
+    (SAFETENSORS, content(SAFETENSORS, b"")),
+    (SAFETENSORS, content(SAFETENSORS, struct.pack("<Q", 1 << 40) + b"{}")),
+    (SAFETENSORS, content(SAFETENSORS, struct.pack("<Q", 4) + b"\xff{]}")),
+    (SAFETENSORS, content(SAFETENSORS, struct.pack("<Q", 2) + b"[]")),
     ("Git LFS", content(SAFETENSORS, b"version https://git-lfs.github.com/spec/v1\n")),
-    ("overlap", header(overlap)),
-    ("bytes", header(lambda v: v.pop(Q_PROJ))),
-    ("bytes", lambda folder: (folder / SAFETENSORS).open("ab").write(b"more")),
-    ("bytes", entry(data_offsets=[1 << 40, (1 << 40) + 65536])),
-    ("-65536 bytes", entry(data_offsets=[65536, 0])),
+    (Q_PROJ, header(overlap)),
+    (SAFETENSORS, header(lambda v: v.pop(Q_PROJ))),
+    (SAFETENSORS, lambda folder: (folder / SAFETENSORS).open("ab").write(b"more")),
+    (SAFETENSORS, entry(data_offsets=[1 << 40, (1 << 40) + 65536])),
+    (Q_PROJ, entry(data_offsets=[65536, 0])),
     (SAFETENSORS, entry(data_offsets=[-65536, 0])),
-    ("65024", entry(shape=[128, 127])),
+    (SAFETENSORS, entry(shape=[128, 127])),
     (SAFETENSORS, entry(shape="128x128")),
     (SAFETENSORS, entry(shape=[128, True, 128])),
     (SAFETENSORS, entry(shape=[1 << 60, 1 << 60])),
-    ("'F33'", entry(dtype="F33")),
+    ("F33", entry(dtype="F33")),
+    ("'F4'", entry(dtype="F4", shape=[256, 512])),
     ("data_offsets", header(lambda v: v[Q_PROJ].pop("data_offsets"))),
     ("'a\\nb'", header(lambda v: v.update({"a\nb": v.pop(Q_PROJ)}))),
-    ("twice", duplicate_key),
     # the index
     ("../outside", index_entry(HEAD, "../outside.safetensors")),
     ("/etc/passwd", index_entry(HEAD, "/etc/passwd")),

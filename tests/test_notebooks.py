@@ -18,7 +18,7 @@ from nbclient import NotebookClient
 
 import dllm_jax
 from convert import embedded, published
-from convert.hub_files import copied_files
+from convert.hub_folder import copied_files
 from convert.to_hub import export
 from dllm_jax.checkpoints import checkpoint
 from dllm_jax.params.specs import init_params

@@ -16,7 +16,7 @@ from train_toys import DREAM, LLADA, SPECIAL, Liked, model_fields, settings, wri
 import dllm_jax
 import train
 from convert import embedded
-from convert.hub_files import copied_files
+from convert.hub_folder import copied_files
 from dllm_jax import Denoiser, DllmError
 from dllm_jax.checkpoints import checkpoint
 from dllm_jax.params.specs import init_params

@@ -9,7 +9,7 @@ model = embedded.load("word-problems")
 from pathlib import Path
 from typing import Any
 
-from convert.hub_files import copied_files
+from convert.hub_folder import copied_files
 from convert.safetensors_reader import SINGLE_FILE
 from convert.to_jax import convert
 from dllm_jax import Model
