@@ -88,6 +88,20 @@ def one_error(capsys):
     return err
 
 
+@pytest.fixture
+def compiled():
+    """Names of the programs of ours that were compiled; jnp's single operations have other names."""
+    names = []
+
+    def listen(event, seconds, *, fun_name="", **rest):
+        if event == "/jax/core/compile/backend_compile_duration" and fun_name in ("jit(sample)", "jit(<lambda>)"):
+            names.append(fun_name)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
 def wait_until(true, seconds=60):
     until = time.monotonic() + seconds
     while not true():

@@ -56,20 +56,6 @@ def models(llada_tiny, dream_tiny, qwen2_tiny, goldens):
     )
 
 
-@pytest.fixture
-def compiled():
-    """Names of the programs of ours that were compiled; jnp's single operations have other names."""
-    names = []
-
-    def listen(event, seconds, *, fun_name="", **rest):
-        if event == "/jax/core/compile/backend_compile_duration" and fun_name in ("jit(sample)", "jit(<lambda>)"):
-            names.append(fun_name)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield names
-    jax.monitoring.unregister_event_duration_listener(listen)
-
-
 def test_compiling_would_be_noticed(compiled):
     jax.jit(lambda x: x + 1)(1.0)
     assert compiled == ["jit(<lambda>)"]

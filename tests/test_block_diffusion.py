@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import GOLDENS
+from conftest import GOLDENS, refuses
 
 import convert
 import dllm_jax
 from convert.__main__ import main as convert_main
-from dllm_jax import DllmError, random_model
+from dllm_jax import random_model
 from dllm_jax.checkpoints import checkpoint
 from dllm_jax.config import Experts, ModelConfig
 from dllm_jax.indicator import IndicatorConfig, init_indicator
@@ -77,8 +77,9 @@ def assert_same(found, wanted, rows=slice(None)):
         np.testing.assert_array_equal(getattr(found, name)[rows], getattr(wanted, name), err_msg=name)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    ("family", "rule"), [*(("sdar", rule) for rule in RULES), ("llada2", "edit"), ("fast-dllm-v2", "threshold")]
+)
 def test_the_exact_cache_is_no_approximation(models, family, rule) -> None:
     model = models(family)
     found = generate(model, RULES[rule], ExactCache())
@@ -167,15 +168,15 @@ def test_a_block_diffusion_model_is_sampled_in_its_blocks_by_default(models) -> 
 
 def test_what_makes_no_sense_is_refused(models, llada_tiny) -> None:
     prompt = jnp.zeros((1, 8), jnp.int32)
-    with pytest.raises(DllmError, match="exact cache is for block diffusion"):
+    with refuses("exact cache"):
         BlockSampler(Threshold(), cache=ExactCache(), **SHAPE).init(llada_tiny.denoiser, prompt)
-    with pytest.raises(DllmError, match="set align_blocks=True"):
+    with refuses("align_blocks"):
         BlockSampler(Threshold(), 32, 8).init(models("sdar").denoiser, prompt)
-    with pytest.raises(DllmError, match="does not divide block_length 8; choose a divisor"):
+    with refuses("block_length 8"):
         BlockSampler(Threshold(), sub_block_length=3, **SHAPE)
-    with pytest.raises(DllmError, match="sub_block_length is for block diffusion"):
+    with refuses("sub_block_length"):
         BlockSampler(Threshold(), sub_block_length=4, **SHAPE).init(llada_tiny.denoiser, prompt)
-    with pytest.raises(DllmError, match="less than a block of 32; generate a block at least"):
+    with refuses("block of 32"):
         make_sampler(models("llada2"), gen_length=20)
 
 
@@ -206,8 +207,6 @@ SMALL = ModelConfig(
 
 def test_routers_stay_float32(tmp_path) -> None:
     """In a bfloat16 model, in its checkpoint, and in the hub's format and back."""
-    from dllm_jax.checkpoints import checkpoint
-
     model = random_model(SMALL)
     kinds = {name: str(x.dtype) for name, x in model.params.items()}
     wide = {"layers.1.mlp.router", "layers.1.mlp.bias"}
@@ -257,14 +256,14 @@ def test_an_sdar_checkpoint_that_does_not_say_its_blocks(name, tmp_path, capsys)
 
 
 def test_a_block_length_is_asked_of_sdar_alone(tmp_path) -> None:
-    with pytest.raises(DllmError, match="block_length is for sdar"):
+    with refuses("block_length"):
         convert.convert("llada2", GOLDENS / "checkpoints" / "llada2-tiny", tmp_path / "out", block_length=8)
 
 
 @pytest.mark.parametrize("change", ({"groups": 3}, {"top_groups": 9}, {"groups": 8}, {"score": "relu"}, {"scale": 0.0}))
 def test_experts_that_cannot_be_are_refused(change) -> None:
     assert SMALL.experts is not None
-    with pytest.raises(DllmError):
+    with refuses():
         dataclasses.replace(SMALL.experts, **change)
 
 
@@ -272,7 +271,7 @@ def test_experts_that_cannot_be_are_refused(change) -> None:
     "change", ({"attention": "causal"}, {"block_length": None}, {"block_length": 0}, {"rope_dim": 3}, {"rope_dim": 10})
 )
 def test_configs_that_cannot_be_are_refused(change) -> None:
-    with pytest.raises(DllmError):
+    with refuses():
         SMALL.replace(**change)
 
 
@@ -281,7 +280,7 @@ def test_configs_that_cannot_be_are_refused(change) -> None:
 
 @pytest.mark.parametrize(
     "family, rule",
-    [*((family, rule) for family in FAMILIES for rule in ("threshold", "eb")), ("fast-dllm-v2", "fast-dllm-v2")],
+    [("llada2", "threshold"), ("sdar", "eb"), ("fast-dllm-v2", "fast-dllm-v2")],
 )
 def test_a_pipeline_of_one_block_is_the_block_sampler(models, family, rule) -> None:
     """A block that follows a complete one alone: the same forwards, those that make its keys and values final too."""
@@ -293,7 +292,7 @@ def test_a_pipeline_of_one_block_is_the_block_sampler(models, family, rule) -> N
     assert_same(found, generate(model, rule, ExactCache()))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["sdar", "fast-dllm-v2"])
 def test_several_blocks_in_flight(models, family) -> None:
     """Of any number of blocks: a row is that of a batch, and buffers hold what recomputing everything gives."""
     model = models(family)

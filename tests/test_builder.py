@@ -5,18 +5,17 @@ import dataclasses
 import graphlib
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import pytest
+from conftest import refuses
 from test_renoise import CONFIG as CANVAS
 
 import convert
 import dllm_jax
 from convert import embedded
-from dllm_jax import DllmError, spec
+from dllm_jax import spec
 from dllm_jax.checkpoints import checkpoint
 from dllm_jax.cli import command
 from samplers import (
@@ -43,14 +42,8 @@ from samplers import (
 from samplers.cli import sample as cli
 from samplers.config.factory import defaults_of
 from samplers.config.registry import (
-    PLAIN,
-    USUAL,
-    SamplerConfig,
     fields_of,
     kind_of,
-    kinds_of,
-    options_of,
-    resolve,
     title,
 )
 
@@ -124,7 +117,7 @@ def test_how_tokens_are_drawn(llada_tiny):
     ends = make_sampler(llada_tiny, "llada:suppress=eos,defer=ends").sampling
     assert ends.suppress.tolist() == [128] and ends.defer.tolist() == [128, 131]
     assert str(parse_sampler("llada:suppress=eos,defer=none")) == "llada:suppress=eos,defer=none"
-    with pytest.raises(DllmError, match="suppress 'eot' is unknown; choose one of eos, ends"):
+    with refuses("'eot'"):
         parse_sampler("llada:suppress=eot")
 
 
@@ -134,7 +127,7 @@ def test_smoothing_in_all_its_forms(llada_tiny):
     assert made(smoothing="weight=0.2,growth=0.1") == Smoothing(weight=0.2, growth=0.1)
     assert made(smoothing_initial=0.3) == Smoothing(initial=0.3)
     assert made(smoothing=Smoothing(weight=0.1), smoothing_initial=0.3) == Smoothing(weight=0.1, initial=0.3)
-    with pytest.raises(DllmError, match="smoothing is 'much'; give True, a Smoothing, or None"):
+    with refuses("'much'"):
         made(smoothing="much")
 
 
@@ -159,7 +152,7 @@ def test_parts_may_be_objects(llada_tiny, verifier):
     assert made.rule == EB(0.2) and made.cache == VicinityCache(warmup=1)
     for given in (verifier, Verifier(verifier.denoiser)):
         assert isinstance(make_sampler(llada_tiny, "apd", verifier=given), APD)
-    with pytest.raises(DllmError, match="sampler is 3; give a name"):
+    with refuses("sampler is 3"):
         make_sampler(llada_tiny, 3)
 
 
@@ -169,9 +162,9 @@ def test_names_and_specs_mean_the_same(llada_tiny):
     assert title(one) == title(other) == "eb gamma=0.2 × dual refresh_every=3"
     text = generate(llada_tiny, PROMPT, sampler="eb:gamma=0.2,gen_length=16", block_length=8)
     assert text == generate(llada_tiny, PROMPT, rule="eb", gamma=0.2, gen_length=16, block_length=8)
-    with pytest.raises(DllmError, match="gamma is in the sampler and an option of its own"):
+    with refuses("gamma"):
         make_sampler(llada_tiny, "eb:gamma=0.2", gamma=0.1)
-    with pytest.raises(DllmError, match="names a model of its own"):
+    with refuses("eb@other"):
         make_sampler(llada_tiny, "eb@other")
 
 
@@ -206,35 +199,31 @@ def test_presets_change_with_their_rule(llada_tiny):
 
 
 @pytest.mark.parametrize(
-    "options, sentence",
+    ("name", "options"),
     [
-        ({"speed": 3}, "generation.json of llada-tiny: sampler threshold has no option 'speed'; it has threshold"),
-        ({"sampler": "best"}, "generation.json of llada-tiny: no unmasking rule or preset is called 'best'"),
-        ({"sampler": ["eb"]}, "generation.json of llada-tiny: no unmasking rule or preset is called \"['eb']\""),
-        ({"gen_length": "long"}, "generation.json of llada-tiny: sampler threshold: gen_length 'long' is no whole"),
-        ({"gen_length": [8]}, "generation.json of llada-tiny: sampler threshold: gen_length '[8]' is no whole number"),
-        ({"gen_length": 0}, "generation.json of llada-tiny: gen_length is 0; it must be at least 1"),
-        ({"threshold": -1.0}, "generation.json of llada-tiny: threshold is -1; it must be at least 0"),
+        ("'speed'", {"speed": 3}),
+        ("'best'", {"sampler": "best"}),
+        ("['eb']", {"sampler": ["eb"]}),
+        ("'long'", {"gen_length": "long"}),
+        ("[8]", {"gen_length": [8]}),
+        ("gen_length is 0", {"gen_length": 0}),
+        ("threshold is -1", {"threshold": -1.0}),
     ],
 )
-def test_bad_defaults_of_a_checkpoint_are_one_sentence(llada_tiny, options, sentence):
-    with pytest.raises(DllmError) as caught:
+def test_bad_defaults_of_a_checkpoint_are_one_sentence(llada_tiny, name, options):
+    with refuses("generation.json of llada-tiny: ", name):
         make_sampler(with_generation(llada_tiny, **options))
-    assert str(caught.value).startswith(sentence) and "\n" not in str(caught.value)
 
 
 def test_a_user_may_repair_a_checkpoint(llada_tiny):
     assert make_sampler(with_generation(llada_tiny, gen_length=0), gen_length=8).gen_length == 8
-    with pytest.raises(DllmError, match="^temperature is -1"):
-        make_sampler(with_generation(llada_tiny, gen_length=8), temperature=-1.0)
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", "\udc80"])
 def test_a_damaged_file_is_one_sentence(llada_tiny, tmp_path, content):
     (tmp_path / checkpoint.GENERATION_FILE).write_text(content, errors="surrogateescape")
-    with pytest.raises(DllmError) as caught:
+    with refuses("generation.json"):
         checkpoint.load_generation(tmp_path)
-    assert "generation.json" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_defaults_travel_with_a_checkpoint(llada_tiny, tmp_path):
@@ -246,26 +235,11 @@ def test_defaults_travel_with_a_checkpoint(llada_tiny, tmp_path):
     assert convert.verify(tmp_path / "hub", tmp_path / "again") > 0
 
 
-MAZE = "<ADJLIST_START>(3,0)(2,0);(2,0)(1,0);<ADJLIST_END><ORIGIN_START>(3,0)<ORIGIN_END><TARGET_START>(1,0)"
-EMBEDDED = {
-    "word-problems": ("Q: Eve has 12 pears. Eve finds 9. Eve loses 11.\nA: ", "12+9=21. 21-11=10. #### 10\n"),
-    "long-problems": (
-        "Q: Ann has 20 balls. Ann gets 28 more. Ann finds 2. Ann keeps one of 2 equal parts. Ann sells 6.\nA: ",
-        "20+28=48. 48+2=50. 50/2=25. 25-6=19. #### 19\n",
-    ),
-    "sudoku": ("436512\n", None),
-    "maze": (MAZE + "<TARGET_END><PATH_START>", None),
-}
-
-
-@pytest.mark.parametrize("name", EMBEDDED)
-def test_an_embedded_model_answers_without_flags(name, tmp_path, monkeypatch, capsys):
+def test_an_embedded_model_answers_without_flags(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("DLLM_JAX_HOME", str(tmp_path))
-    embedded.install(name)
-    prompt, wanted = EMBEDDED[name]
-    assert cli.main([prompt, "--model", name]) == 0
-    out = capsys.readouterr().out
-    assert out == wanted if wanted else len(out) > 16
+    embedded.install("word-problems")
+    assert cli.main(["Q: Eve has 12 pears. Eve finds 9. Eve loses 11.\nA: ", "--model", "word-problems"]) == 0
+    assert capsys.readouterr().out == "12+9=21. 21-11=10. #### 10\n"
 
 
 # Specs
@@ -300,23 +274,6 @@ def test_numbers_make_curves_and_the_rest_makes_series():
     assert len({found.series for found in parse_samplers("eb:gamma=0.1|1,proxy=entropy|margin")}) == 2
 
 
-def test_what_is_about_to_go_cannot_be_said(llada_tiny):
-    for kind in (*RULES.values(), *CACHES.values(), *LOOPS.values(), BlockSampler):
-        assert not {"sampling", "end_ids", "limits"} & {field.name for field in fields_of(kind)}
-    for options in ({"compat": True}, {"limits": (1, 1)}, {"sampling": Sampling()}):
-        with pytest.raises(DllmError, match="has no option"):
-            make_sampler(llada_tiny, **options)
-
-
-def test_options_are_those_of_the_parts():
-    for name in RULES:
-        for cache in CACHES:
-            settings = resolve(name, {"cache": cache}, USUAL)
-            own = {field.name for part in (RULES[name], CACHES[cache], Sampling) for field in fields_of(part)}
-            assert own <= options_of(settings).keys() and set(kinds_of(settings)) <= set(options_of(settings))
-    assert resolve("eb", {}, PLAIN) == SamplerConfig(BlockSampler, {"rule": "eb", "cache": "none"})
-
-
 # The house
 
 
@@ -336,11 +293,6 @@ def test_no_import_goes_in_a_circle():
                 found |= whole or {node.module}
         graph[name] = found & modules.keys() - {name}
     graphlib.TopologicalSorter(graph).prepare()
-
-
-@pytest.mark.parametrize("name", ["config.factory", "config.presets", "config.registry", "generate", "viewer.terminal"])
-def test_a_module_is_imported_alone(name):
-    subprocess.run([sys.executable, "-c", f"import samplers.{name}"], cwd=ROOT, check=True)
 
 
 # Compiled programs

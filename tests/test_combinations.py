@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import official
 import pytest
+from conftest import refuses
 from jax.sharding import PartitionSpec
 from test_engine import BLOCK, EOS, GEN, MASK, ROWS, RULES, assert_same_row, first_layers, run
 
@@ -184,10 +185,9 @@ def test_the_shifted_family_combines_as_well(dream, cache: str) -> None:
     assert (np.asarray(short.tokens) != MASK).all()
 
 
-@pytest.mark.parametrize("cache", CACHES)
-def test_a_generation_that_ends_within_a_block(llada, cache: str) -> None:
+def test_a_generation_that_ends_within_a_block(llada) -> None:
     """Cut off by `gen_lengths` it is what a sampler of just that length gives."""
-    rows, length = (0, 1), 2 * BLOCK + 3
+    cache, rows, length = "vicinity", (0, 1), 2 * BLOCK + 3
     cut = run(llada, sampler_of(cache, False, EB(0.5)), rows=rows, gen_lengths=jnp.full((2,), length))
     exact = BlockSampler(EB(0.5), length, BLOCK, CACHES[cache], stop=stop_on([EOS], vocab_size=136))
     whole = run(llada, exact, rows=rows)
@@ -221,16 +221,14 @@ def test_refreshing_in_time_adds_full_forwards(llada) -> None:
     often, rarely = (run(llada, plain(DualCache(every), TopK(1))) for every in (3, None))
     assert (rarely.cache_updates == GEN // BLOCK).all()
     assert (often.cache_updates > rarely.cache_updates).all() and (often.nfe == rarely.nfe).all()
-    with pytest.raises(Exception, match="refresh_every is 0; it must be at least 1"):
+    with refuses("refresh_every"):
         plain(DualCache(0))
 
 
-@pytest.mark.parametrize("cache", CACHES)
-def test_smoothing_of_no_weight_is_none(llada, cache: str) -> None:
+def test_smoothing_of_no_weight_is_none(llada) -> None:
     """EB has no threshold that smoothing could raise, so nothing is left of it."""
     nothing = Smoothing(weight=0.0, initial=0.0, growth=0.0)
-    policy = PrefixCache() if cache == "prefix" else CACHES[cache]  # smoothing counts refreshes as iterations
-    smooth, hard = (run(llada, plain(policy, EB(0.5), smoothing=one)) for one in (nothing, None))
+    smooth, hard = (run(llada, plain(CACHES["vicinity"], EB(0.5), smoothing=one)) for one in (nothing, None))
     for field in ("tokens", "decoded_at", "nfe", "full_forwards"):
         np.testing.assert_array_equal(getattr(smooth, field), getattr(hard, field))
 
@@ -264,9 +262,8 @@ def test_smoothing_holds_no_more_logits_than_a_block(llada) -> None:
         assert widths == {BLOCK}
 
 
-@pytest.mark.parametrize("smooth", [False, True])
-def test_guidance_of_no_scale_is_none(llada, smooth: bool) -> None:
-    guided, free = (run(llada, sampler_of("vicinity", smooth, EB(0.5), guidance=g)) for g in (0.0, None))
+def test_guidance_of_no_scale_is_none(llada) -> None:
+    guided, free = (run(llada, sampler_of("vicinity", True, EB(0.5), guidance=g)) for g in (0.0, None))
     for row in range(4):
         assert_same_row(guided, row, free, row)
 
@@ -279,17 +276,6 @@ def test_unrolling_wastes_forwards_and_changes_no_token(llada_tiny) -> None:
     eager = run(llada_tiny, plain(DualCache()))
     np.testing.assert_array_equal(lazy.tokens, eager.tokens)
     assert (lazy.nfe >= eager.nfe).all() and (lazy.nfe > eager.nfe).any()
-
-
-def test_stopping_early_cuts_the_whole_generation(llada_tiny) -> None:
-    """Without smoothing, what is written before the end is what is written without stopping."""
-    stops = [stop_on([token], vocab_size=136) for token in (ord("."), MASK)]
-    stopped, whole = (run(llada_tiny, plain(CACHES["vicinity"], stop=stop)) for stop in stops)
-    written = stopped.decoded_at >= 0
-    assert (stopped.nfe < whole.nfe).all()
-    np.testing.assert_array_equal(stopped.tokens[written], whole.tokens[written])
-    for row, length in enumerate(stopped.lengths):
-        assert whole.tokens[row].tolist().index(ord(".")) == length and written[row, : length + 1].all()
 
 
 def test_aligned_blocks_of_an_aligned_prompt_change_nothing(llada) -> None:
@@ -324,13 +310,3 @@ def test_on_a_mesh_it_is_the_same(llada) -> None:
     for found in (sample_jit(sampler, split, *placed), by_hand):
         for row in range(4):
             assert_same_row(jax.device_get(found), row, expected, row)
-
-
-def test_a_request_leaves_nothing_behind(llada) -> None:
-    """The same request again, after another one, is the same: no credit, cache or soft input outlives a request."""
-    sampler = sampler_of("vicinity", True, CELLS["credit"])
-    first = run(llada, sampler)
-    run(llada, sampler, rows=(2, 3, 0, 1))
-    again = run(llada, sampler)
-    for row in range(4):
-        assert_same_row(first, row, again, row)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import GOLDENS
+from conftest import GOLDENS, one_error, refuses
 from golden_ni import _mergeable, _merged
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +20,7 @@ from train_toys import Listed
 import convert.__main__ as convert_cli
 import evals.__main__ as evals_cli
 from convert.indicator import convert_indicator, export_indicator, names
-from dllm_jax import DllmError, Model, random_model
+from dllm_jax import Model, random_model
 from dllm_jax.checkpoints import checkpoint
 from dllm_jax.indicator import Indicator, IndicatorConfig, init_indicator, load_indicator, save_indicator
 from evals import trajectories
@@ -122,7 +122,7 @@ def test_the_published_weights_and_back(tmp_path, indicator, capsys) -> None:
 def test_a_pickle_needs_pytorch(tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     (tmp_path / "indicator.pth").write_bytes(b"")
-    with pytest.raises(DllmError, match=r"indicator\.pth needs PyTorch"):
+    with refuses("indicator.pth", "PyTorch"):
         convert_indicator(tmp_path / "indicator.pth", tmp_path / "out")
 
 
@@ -131,19 +131,18 @@ def test_other_tensors_are_refused_and_nothing_is_left(tmp_path) -> None:
 
     whole, path = state_dict(SOURCE), tmp_path / "broken.safetensors"
 
-    def complaint(tensors: dict[str, np.ndarray]) -> str:
+    def check(name: str, tensors: dict[str, np.ndarray]) -> None:
         save_file(tensors, path)
-        with pytest.raises(DllmError) as error:
+        with refuses(name):
             convert_indicator(path, tmp_path / "out")
         assert not (tmp_path / "out").exists()
-        return str(error.value)
 
-    assert "has no matrix hidden_states_proj.weight" in complaint({"a": whole["out_layer.1.bias"]})
-    assert "backbone.1.mlp.0.bias has shape None" in complaint({k: v for k, v in whole.items() if "1.mlp.0.b" not in k})
-    assert "holds another, which no indicator has" in complaint({**whole, "another": whole["out_layer.1.bias"]})
-    assert "contains NaN" in complaint({**whole, "out_layer.1.bias": np.full(2, np.nan, np.float32)})
+    check("hidden_states_proj.weight", {"a": whole["out_layer.1.bias"]})
+    check("backbone.1.mlp.0.bias", {k: v for k, v in whole.items() if "1.mlp.0.b" not in k})
+    check("another", {**whole, "another": whole["out_layer.1.bias"]})
+    check("NaN", {**whole, "out_layer.1.bias": np.full(2, np.nan, np.float32)})
     (tmp_path / "broken.json").write_text('{"depth": 3}')
-    assert "has depth 2, but its JSON file says 3" in complaint(whole)
+    check("depth", whole)
 
 
 def test_files_of_an_indicator(tmp_path, indicator) -> None:
@@ -152,23 +151,23 @@ def test_files_of_an_indicator(tmp_path, indicator) -> None:
     assert again.config == indicator.config and again.params["head.bias"].dtype == jnp.bfloat16
     export_indicator(tmp_path / "a", tmp_path / "b", dtype="bfloat16")
     assert convert_indicator(tmp_path / "b", tmp_path / "c") == indicator.config
-    with pytest.raises(DllmError, match="exists already"):
+    with refuses(str(tmp_path / "a")):
         save_indicator(tmp_path / "a", indicator)
-    with pytest.raises(DllmError, match="holds no indicator"):
+    with refuses(str(tmp_path)):
         load_indicator(tmp_path)
     (tmp_path / "a" / "indicator.json").write_text(json.dumps({**dataclasses.asdict(indicator.config), "width": 25}))
-    with pytest.raises(DllmError, match="its config wants"):
+    with refuses("config"):
         load_indicator(tmp_path / "a")
     (tmp_path / "a" / "indicator.json").write_text('{"depth": -1}')
-    with pytest.raises(DllmError, match="depth of the indicator is -1"):
+    with refuses("depth"):
         load_indicator(tmp_path / "a")
 
 
 # The rule ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cache", CACHES)
-def test_rows_are_independent(llada, indicator, cache: str) -> None:
+@pytest.mark.parametrize("cache", ["prefix", "vicinity"])
+def test_rows_are_independent(llada, indicator, compiled, cache: str) -> None:
     """Ragged prompts and canvases, an end token; the indicator acts as far ahead as a forward runs."""
     rule = NI(indicator, threshold=0.9, indicator_threshold=0.4, scope="rest")
     sampler = sampler_of(rule, cache, stop=stop_on([EOS], vocab_size=136))
@@ -178,10 +177,10 @@ def test_rows_are_independent(llada, indicator, cache: str) -> None:
         alone = run(llada, sampler, rows=(row,), gen_lengths=gen_lengths[row : row + 1])
         assert_same_row(together, row, alone, 0)
     # numbers and parameters are data: nothing is compiled for others
-    programs = sample_jit._cache_size()
+    compiled.clear()
     other = Indicator(indicator.config, {name: 0.5 * x for name, x in indicator.params.items()})
     run(llada, dataclasses.replace(sampler, rule=NI(other, 0.8, 0.7, scope="rest")), gen_lengths=gen_lengths)
-    assert sample_jit._cache_size() == programs
+    assert not compiled
 
 
 @pytest.mark.parametrize("cache", ["none", "dual"])
@@ -229,19 +228,19 @@ def test_guidance_temperature_and_deferred_tokens(llada, indicator) -> None:
 
 
 def test_mistakes_are_one_sentence(llada, indicator, tmp_path) -> None:
-    with pytest.raises(DllmError, match="rule ni needs indicator"):
+    with refuses("indicator"):
         make_sampler(llada, "ni")
-    with pytest.raises(DllmError, match="holds no indicator"):
+    with refuses(str(tmp_path)):
         make_sampler(llada, "ni", indicator=str(tmp_path))
-    with pytest.raises(DllmError, match=r"indicator_threshold is 1\.5; it must be between 0 and 1"):
+    with refuses("indicator_threshold"):
         sampler_of(NI(indicator, indicator_threshold=1.5))
-    with pytest.raises(DllmError, match="scope 'all' is unknown"):
+    with refuses("scope 'all'"):
         sampler_of(NI(indicator, scope="all"))
     small = init_indicator(IndicatorConfig(1, 4, 6, 6, 2, 2), jax.random.key(0))
-    with pytest.raises(DllmError, match="reads hidden states and embeddings of 6 and 6"):
+    with refuses("6 and 6"):
         run(llada, sampler_of(NI(small)))
     wide = init_indicator(dataclasses.replace(indicator.config, num_values=500), jax.random.key(0))
-    with pytest.raises(DllmError, match="reads the 500 best tokens"):
+    with refuses("500"):
         run(llada, sampler_of(NI(wide)))
 
 
@@ -348,12 +347,8 @@ def test_trajectories_survive_kills(sudoku, tmp_path, monkeypatch, capsys) -> No
     assert evals_cli.main([*split, "data=2,fsdp=2"]) == 0
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y[: len(x)]), read(tmp_path / "c"), whole)
     capsys.readouterr()
-    for axes, complaint in (
-        ("data=3", "4 examples (--batch-size) do not split over the 3 devices"),
-        ("rows=2", "--mesh has no axis 'rows'; use"),
-        ("data:2", "--mesh data:2 is no list of axes; write it like data=8"),
-    ):
-        assert evals_cli.main([*split, axes]) == 2 and complaint in capsys.readouterr().err
+    for axes, name in (("data=3", "--batch-size"), ("rows=2", "'rows'"), ("data:2", "data:2")):
+        assert evals_cli.main([*split, axes]) == 2 and name in one_error(capsys)
 
     task = make_task(SUDOKU)
     first = task.example("train", 0)
@@ -378,15 +373,15 @@ def test_trajectories_of_prompts_with_an_end(llada, tmp_path) -> None:
     found = shard.trajectories()
     np.testing.assert_array_equal(found.tokens == MASK, found.step == -1)
     assert [found.prompt[i, : found.prompt_lengths[i]].tolist() for i in range(4)] == ROWS
-    with pytest.raises(DllmError, match="was made with seed 0, not 1"):
+    with refuses("seed"):
         collect(seed=1)
-    with pytest.raises(DllmError, match="n is 0; it must be at least 1"):
+    with refuses("n is 0"):
         collect(n=0)
     shard.path.rename(tmp_path / "trajectories-00000002-00000006.npz")
-    with pytest.raises(DllmError, match="does not begin at prompt 0"):
+    with refuses("prompt 0"):
         collect()
     other = tmp_path / "other"
     other.mkdir()
     (other / "file").write_text("")
-    with pytest.raises(DllmError, match="holds something else than trajectories"):
+    with refuses(str(other)):
         trajectories.collect(llada, sampler, source, other, about={})

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import assert_equal
+from conftest import assert_equal, refuses
 
-from dllm_jax import DllmError, FunctionDenoiser, Span
+from dllm_jax import FunctionDenoiser, Span
 from dllm_jax.indicator import IndicatorConfig, init_indicator
 from dllm_jax.models.kv_cache import gather_rows, scatter_rows, slice_rows
 from dllm_jax.pytree import pytree
@@ -19,7 +19,6 @@ from samplers import (
     BlockSampler,
     DualCache,
     LeftRight,
-    NoCache,
     PipelineSampler,
     PrefixCache,
     Sampling,
@@ -36,7 +35,6 @@ GEN, BLOCK = 12, 6
 PROMPT = jnp.array([[1, 2, 3, 4, 5], [6, 7, 8, 0, 0], [9, 1, 0, 0, 0]])
 LENGTHS = jnp.array([5, 3, 2])
 OPTIONS = {"threshold": {"threshold": 0.3}, "llada": {"steps": 6}, "dream": {"steps": 6}, "remask": {"steps": 6}}
-ALL_RULES = [name for name in RULES if name != "ni"]  # which reads hidden states
 
 
 # A model with learned positions, layer norm and a single head per layer: nothing of it is ours ------------------------
@@ -153,8 +151,8 @@ def alone(sampler: Any, denoiser: Any, index: int, key: Any = None) -> Any:
 # A function ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ALL_RULES)
-def test_every_rule_runs_a_function_inside_ones_own_jit(name):
+@pytest.mark.parametrize("name", ["threshold", "credit", "remask"])
+def test_a_rule_runs_a_function_inside_ones_own_jit(name):
     """Closing over traced parameters, in a ragged batch, with temperature, top-p, guidance and a stop condition: every
     row as if it were alone."""
     keys = jax.random.split(jax.random.key(1), 3)
@@ -209,9 +207,8 @@ def test_new_weights_compile_nothing():
     assert len(traces) == count and not np.array_equal(first.tokens, other.tokens)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, top_k=5)], ids=["greedy", "drawn"])
-def test_a_function_from_left_to_right(sampling):
-    keys = jax.random.split(jax.random.key(3), 3)
+def test_a_function_from_left_to_right():
+    keys, sampling = jax.random.split(jax.random.key(3), 3), Sampling(0.8, top_k=5)
     sampler = LeftRight(GEN, tokens_per_step=3, lookahead=6, sampling=sampling, stop=stop_on([EOS], vocab_size=VOCAB))
     result = jax.jit(lambda *args: sample(sampler, own_function(), *args, key=keys))(PROMPT, LENGTHS)
     assert_same(row(result, 2), alone(sampler, own_function(), 2, keys))
@@ -230,55 +227,49 @@ def test_likelihoods_of_a_function():
 
 NI = init_indicator(IndicatorConfig(1, 8, DIM, DIM, 4, 2), jax.random.key(5))
 REFUSED = {
-    "dual": (blocks("threshold", cache=DualCache()), r"no key/value buffers; use BlockSampler with NoCache\(\)"),
-    "prefix": (blocks("threshold", cache=PrefixCache()), r"no key/value buffers; use BlockSampler with NoCache\(\)"),
-    "window": (LeftRight(GEN, window=2), "no key/value buffers; .* or LeftRight without a window"),
-    "pipeline": (PipelineSampler(GEN, BLOCK), r"no key/value buffers; use BlockSampler with NoCache\(\)"),
-    "smoothing": (blocks("topk", smoothing=Smoothing()), "no embeddings and no hidden states; leave out smoothing and"),
-    "ni": (
-        BlockSampler(RULES["ni"](indicator=NI), GEN, BLOCK),
-        r"no embeddings .* leave out .* rules that read hidden states \(NI\)",
-    ),
+    "dual": (blocks("threshold", cache=DualCache()), "buffers"),
+    "prefix": (blocks("threshold", cache=PrefixCache()), "buffers"),
+    "window": (LeftRight(GEN, window=2), "window"),
+    "pipeline": (PipelineSampler(GEN, BLOCK), "buffers"),
+    "smoothing": (blocks("topk", smoothing=Smoothing()), "smoothing"),
+    "ni": (BlockSampler(RULES["ni"](indicator=NI), GEN, BLOCK), "NI"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_a_function_cannot_do_is_said_at_the_start(name):
-    sampler, sentence = REFUSED[name]
-    with pytest.raises(DllmError, match=f"^a FunctionDenoiser has {sentence}"):
+    sampler, lacking = REFUSED[name]
+    with refuses("FunctionDenoiser", lacking):
         sampler.init(own_function(), PROMPT, LENGTHS)
 
 
 @pytest.mark.parametrize(
-    "options, sentence",
+    ("name", "options"),
     [
-        ({"fn": 3}, r"fn is of type int; give a function \(tokens, lengths\) -> logits"),
-        (
-            {"fn": lambda t: t},
-            r"fn cannot be traced with tokens \[1, 8\] and lengths \[1\] \(.*argument.*\); give a function",
-        ),
-        ({"fn": lambda t, n: t}, r"fn answers int32\[1, 8\] for tokens \[1, 8\]; it must give logits \[1, 8, V\]"),
-        ({"fn": lambda t, n: {"logits": t}}, r"fn answers a dict; it must give one array, logits \[1, 8, V\]"),
-        ({"fn": lambda t, n: jax.nn.one_hot(t, 19)[:, 1:]}, r"fn answers float32\[1, 7, 19\] for tokens \[1, 8\]"),
-        ({"fn": lambda t, n: jax.nn.one_hot(t, 19, dtype=jnp.int32)}, r"fn answers int32\[1, 8, 19\]"),
-        ({"fn": lambda t, n: np.asarray(t)}, r"fn cannot be traced .* give a function of int32 \[B, S\] and \[B\]"),
-        ({"mask_id": 19}, "mask_id 19 lies outside the vocabulary of 19 tokens"),
-        ({"eos_id": -1}, "eos_id -1 lies outside the vocabulary of 19 tokens"),
-        ({"mask_id": "mask"}, "mask_id is 'mask'; it must be a whole number"),
-        ({"min_prompt_length": 2}, "min_prompt_length is 2; it must be 0 or 1"),
+        ("int", {"fn": 3}),
+        ("[1, 8]", {"fn": lambda t: t}),
+        ("int32[1, 8]", {"fn": lambda t, n: t}),
+        ("dict", {"fn": lambda t, n: {"logits": t}}),
+        ("float32[1, 7, 19]", {"fn": lambda t, n: jax.nn.one_hot(t, 19)[:, 1:]}),
+        ("int32[1, 8, 19]", {"fn": lambda t, n: jax.nn.one_hot(t, 19, dtype=jnp.int32)}),
+        ("fn", {"fn": lambda t, n: np.asarray(t)}),
+        ("mask_id 19", {"mask_id": 19}),
+        ("eos_id -1", {"eos_id": -1}),
+        ("mask_id is 'mask'", {"mask_id": "mask"}),
+        ("min_prompt_length", {"min_prompt_length": 2}),
     ],
 )
-def test_functions_that_are_none_are_refused(options, sentence):
-    with pytest.raises(DllmError, match=sentence):
+def test_functions_that_are_none_are_refused(name, options):
+    with refuses(name):
         FunctionDenoiser(**{"fn": functools.partial(my_model, PARAMS), "mask_id": MASK, "eos_id": EOS, **options})
 
 
 def test_an_answer_that_depends_on_the_shape_is_refused():
     fn = lambda tokens, lengths: jax.nn.one_hot(tokens, VOCAB)[:, :8]
-    with pytest.raises(DllmError, match=r"fn answers float32\[3, 8, 19\] for tokens \[3, 17\]; it must give logits"):
+    with refuses("float32[3, 8, 19]", "[3, 17]"):
         sample_jit(blocks("topk"), FunctionDenoiser(fn, MASK, EOS), PROMPT, LENGTHS)
     denoiser, visible = own_function(), jnp.ones(PROMPT.shape, jnp.int32)
-    with pytest.raises(DllmError, match="attends in one way only; give a model's denoiser for block-causal attention"):
+    with refuses("block-causal"):
         denoiser.forward(PROMPT, visible)
 
 
@@ -291,8 +282,7 @@ def test_own_buffers_pass_the_kit():
     assert check_denoiser(own_function()) == checked[: checked.index("windows")]
 
 
-@pytest.mark.parametrize("cache", [NoCache(), DualCache(), DualCache(2), PrefixCache()], ids=str)
-@pytest.mark.parametrize("name", ["threshold", "eb"])
+@pytest.mark.parametrize(("name", "cache"), [("threshold", DualCache(2)), ("eb", PrefixCache())], ids=str)
 def test_rows_with_own_buffers_are_as_if_alone(name, cache):
     sampler = blocks(name, cache=cache, stop=stop_on([EOS], vocab_size=VOCAB))
     result = sample_jit(sampler, OWN, PROMPT, LENGTHS)

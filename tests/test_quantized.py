@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from conftest import one_error, refuses
 from hypothesis import given, settings
 from jax.extend.core import jaxprs_in_params
 from train_toys import LLADA, run_config
@@ -21,7 +22,7 @@ import convert
 import dllm_jax
 import train.lora
 from convert.__main__ import main as convert_main
-from dllm_jax import Denoiser, DllmError, Span
+from dllm_jax import Denoiser, Span
 from dllm_jax.checkpoints import checkpoint
 from dllm_jax.config import Experts
 from dllm_jax.families import published
@@ -386,12 +387,8 @@ def test_experts_lie_with_their_scales() -> None:
 @needs_eight
 def test_a_group_is_not_torn_apart() -> None:
     mesh = dllm_jax.make_mesh(tensor=2)
-    sentence = (
-        "^layers.0.mlp.down_proj.kernel: the 3 pairs of groups that int4 has along axis mlp do not split over 2 "
-        "devices; leave it whole by rules=.*, or quantize to int8$"
-    )
     torn = CONFIG.replace(mlp_dim=192, quantize="int4")
-    with pytest.raises(DllmError, match=sentence):
+    with refuses("layers.0.mlp.down_proj.kernel", "2 devices"):
         dllm_jax.param_shardings(torn, mesh)
     for fitting in (torn.replace(quantize="int8"), torn.replace(mlp_dim=512), torn.replace(quantize=None)):
         dllm_jax.param_shardings(fitting, mesh)
@@ -402,7 +399,6 @@ def test_a_group_is_not_torn_apart() -> None:
 
 @pytest.mark.parametrize("quantize", ["int3", "INT8", 8, ["int8"]])
 def test_unknown_bits(saved, tmp_path, quantize) -> None:
-    sentence = "is not supported; use int8 or int4$"
     source, out = hub_files.CHECKPOINTS / "llada-tiny", tmp_path / "out"
     for work in (
         lambda: dllm_jax.load(saved, quantize=quantize),
@@ -411,27 +407,24 @@ def test_unknown_bits(saved, tmp_path, quantize) -> None:
         lambda: convert.convert("llada", source, out, quantize=quantize),
         lambda: convert.convert("llada", "nobody/nothing", out, quantize=quantize),  # before anything is downloaded
     ):
-        with pytest.raises(DllmError, match=sentence):
+        with refuses(str(quantize)):
             work()
     assert not out.exists()
 
 
 def test_what_is_stored_is_not_quantized_to_something_else(stored) -> None:
     other = {"int8": "int4", "int4": "int8"}[stored.name]
-    sentence = f"is quantized to {stored.name} and cannot become {other}; load it as it is, or quantize the checkpoint"
-    with pytest.raises(DllmError, match=sentence):
+    with refuses(stored.name, other):
         dllm_jax.load(stored, quantize=other)
 
 
 def test_inputs_that_make_no_groups(tmp_path) -> None:
-    sentence = r"^layers.0.attn.k_proj.kernel has 48 inputs, no multiple of 64 as int4 needs; quantize to int8$"
-    with pytest.raises(DllmError, match=sentence):
+    with refuses("layers.0.attn.k_proj.kernel", "48"):
         dllm_jax.random_model(CONFIG.replace(embed_dim=48), quantize="int4")
     dllm_jax.random_model(CONFIG.replace(embed_dim=48), quantize="int8")
 
 
 def test_what_needs_plain_weights_says_so(stored, tmp_path) -> None:
-    sentence = f"is quantized to {stored.name} and cannot be {{}}; name the checkpoint that it was made from$"
     refused = {
         "exported": [lambda: convert.export(stored, tmp_path / "out")],
         "given adapters": [
@@ -442,14 +435,13 @@ def test_what_needs_plain_weights_says_so(stored, tmp_path) -> None:
     }
     for what, works in refused.items():
         for work in works:
-            with pytest.raises(DllmError, match=sentence.format(what)):
+            with refuses(stored.name, what):
                 work()
     assert not list(tmp_path.iterdir())
 
 
 def test_a_plain_stream_is_no_quantized_checkpoint(tmp_path) -> None:
-    sentence = "does not hold the config's parameters: missing embed.embedding.int8; "
-    with pytest.raises(DllmError, match=sentence):
+    with refuses("embed.embedding.int8"):
         checkpoint.save(tmp_path / "out", CONFIG.replace(quantize="int8"), random_model(CONFIG).params.items())
     assert not list(tmp_path.iterdir())
 
@@ -459,10 +451,10 @@ def test_a_config_that_says_otherwise_than_the_arrays(stored, tmp_path) -> None:
     values = json.loads((folder / "config.json").read_text())
     for quantize in (None, {"int8": "int4", "int4": "int8"}[stored.name]):
         (folder / "config.json").write_text(json.dumps(values | {"quantize": quantize}))
-        with pytest.raises(DllmError, match="params does not hold the config's parameters: missing "):
+        with refuses("params"):
             dllm_jax.load(folder)
     (folder / "config.json").write_text(json.dumps(values | {"quantize": "int2"}))
-    with pytest.raises(DllmError, match="quantize 'int2' is not supported"):
+    with refuses("'int2'"):
         dllm_jax.load(folder)
 
 
@@ -471,7 +463,7 @@ def test_weights_that_are_no_numbers(saved, tmp_path) -> None:
     params["lm_head.kernel"] = params["lm_head.kernel"].copy()
     params["lm_head.kernel"][3, 2] = np.nan
     checkpoint.save(tmp_path / "broken", CONFIG, params.items())
-    with pytest.raises(DllmError, match="lm_head.kernel contains NaN or infinity and cannot be quantized"):
+    with refuses("lm_head.kernel"):
         dllm_jax.load(tmp_path / "broken", quantize="int8")
 
 
@@ -483,7 +475,7 @@ def test_values_of_another_dtype(stored, tmp_path) -> None:
     arrays = dict(ocp.load(folder / "params"))
     shutil.rmtree(folder / "params")
     ocp.save(folder / "params", arrays | {"lm_head.kernel.int8": arrays["lm_head.kernel.int8"].astype(np.float32)})
-    with pytest.raises(DllmError, match="lm_head.kernel.int8 is stored as float32, not int8; convert the checkpoint"):
+    with refuses("lm_head.kernel.int8"):
         dllm_jax.load(folder)
 
 
@@ -499,6 +491,4 @@ def test_commands(capsys, llada_tiny, tmp_path) -> None:
     assert samplers_main([*short, "--model", str(llada_tiny.folder), "--quantize", "int4"]) == 0
     assert json.loads(capsys.readouterr().out)["settings"]["dtype"] == "int4 in float32"
     assert samplers_main([*short, "--model", str(out), "--quantize", "int8"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and "is quantized to int4 and cannot become int8" in error
-    assert math.isclose(error.count("\n"), 1)
+    assert "int4" in one_error(capsys)

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import refuses
 
 import convert
 import dllm_jax
-from dllm_jax import DllmError, ModelConfig, param_shardings
+from dllm_jax import ModelConfig, param_shardings
 from dllm_jax.config import Experts, Gemma
 from dllm_jax.families import FAMILIES, HubConfig
 from dllm_jax.models.denoiser import Denoiser
@@ -139,15 +140,16 @@ def test_rows_are_independent(model):
     assert (np.asarray(other) != np.asarray(result.tokens)).any(axis=1)[[0, 2]].all()
 
 
-def test_numbers_compile_nothing_and_may_differ_by_row(model):
+def test_numbers_compile_nothing_and_may_differ_by_row(model, compiled):
     numbers = {"steps": [5, 3, 1], "gamma": [1.0, 0.0, 9.0], "t_max": [0.5, 0.9, 0.3], "stability": [1, 0, 2]}
     rows = dataclasses.replace(SAMPLER, **{name: jnp.asarray(values) for name, values in numbers.items()})
-    result, before = run(model, rows), None
+    result = run(model, rows)
     for row in range(3):
         own = dataclasses.replace(SAMPLER, **{name: values[row] for name, values in numbers.items()})
         np.testing.assert_array_equal(run(model, own).tokens[row], result.tokens[row])
-        before = sample_jit._cache_size() if before is None else before
-    assert sample_jit._cache_size() == before
+        if row == 0:
+            compiled.clear()
+    assert not compiled
     assert result.nfe[2] == 3  # of three canvases one step each
 
 
@@ -194,11 +196,11 @@ def test_slots_give_what_a_row_alone_gives(model):
         alone = sample_jit(dataclasses.replace(sampler, **own), model.denoiser, prompt, lengths, key=keys)
         close = lambda mine, other: np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-5)
         jax.tree.map(close, request.result, jax.device_get(alone))
-    with pytest.raises(DllmError, match="given tokens cannot be kept"):
+    with refuses("given"):
         engine.submit(engine.request(ROWS[0], given=np.zeros(10, np.int32)))
     drawing = Engine(model, "renoise", slots=2, draws=True, **said)
     assert drawing.sampler.sampling == Sampling(top_p=1.0, top_k=VOCAB)
-    with pytest.raises(DllmError, match="no one temperature"):
+    with refuses("temperature"):
         drawing.request(ROWS[0], temperature=0.7)
 
 
@@ -261,33 +263,27 @@ LLADA = ModelConfig.from_json(
 
 
 @pytest.mark.parametrize(
-    ("use", "sentence"),
+    ("name", "use"),
     [
-        (
-            lambda m: generate(m, [[5]], sampler="threshold"),
-            "threshold cannot run a diffusion-gemma model; it takes ren",
-        ),
-        (lambda m: generate(m, [[5]], gen_length=2), "gen_length 2 is less than a block of 4"),
-        (lambda m: generate(m, [[5]], temperature=0.5), "renoise has no one temperature; set those of its first"),
-        (lambda m: generate(m, [[5]], defer="eos"), "defer has no effect where nothing is committed"),
-        (lambda m: generate(m, [[5]], steps=0), "steps is 0; it must be at least 1"),
-        (lambda m: generate(m, [[5]], threshold=0.5), "has no option 'threshold'"),
-        (lambda m: generate(m, [[5]], sampler=BlockSampler(Threshold(), 8, 4, align_blocks=True)), "no mask token and"),
-        (lambda m: sample_jit(SAMPLER, m.denoiser, jnp.ones((1, 2), int)), "renoise draws random numbers; pass key="),
-        (
-            lambda m: sample_jit(SAMPLER, dllm_jax.random_model(LLADA).denoiser, jnp.ones((1, 2), int)),
-            "renoise runs a decoder of a canvas",
-        ),
-        (lambda m: make_sampler(dllm_jax.random_model(LLADA), "renoise"), "renoise cannot run a diffusion-gemma model"),
-        (lambda m: CONFIG.replace(gemma=None), "canvas attention beside gemma = None"),
-        (lambda m: CONFIG.replace(mask_id=1), "a canvas of random tokens has no mask token"),
-        (lambda m: CONFIG.replace(experts=None), "the layers of gemma have experts"),
-        (lambda m: CONFIG.replace(num_layers=1), r"gemma.full_layers \[1\] are not among 1 layers"),
-        (lambda m: dataclasses.replace(CONFIG.gemma, rope_pairs=7), "rope_pairs 7 does not fit heads of 12 dimensions"),
+        ("renoise", lambda m: generate(m, [[5]], sampler="threshold")),
+        ("gen_length 2", lambda m: generate(m, [[5]], gen_length=2)),
+        ("temperature", lambda m: generate(m, [[5]], temperature=0.5)),
+        ("defer", lambda m: generate(m, [[5]], defer="eos")),
+        ("steps is 0", lambda m: generate(m, [[5]], steps=0)),
+        ("'threshold'", lambda m: generate(m, [[5]], threshold=0.5)),
+        ("mask token", lambda m: generate(m, [[5]], sampler=BlockSampler(Threshold(), 8, 4, align_blocks=True))),
+        ("key=", lambda m: sample_jit(SAMPLER, m.denoiser, jnp.ones((1, 2), int))),
+        ("canvas", lambda m: sample_jit(SAMPLER, dllm_jax.random_model(LLADA).denoiser, jnp.ones((1, 2), int))),
+        ("renoise", lambda m: make_sampler(dllm_jax.random_model(LLADA), "renoise")),
+        ("gemma", lambda m: CONFIG.replace(gemma=None)),
+        ("mask token", lambda m: CONFIG.replace(mask_id=1)),
+        ("experts", lambda m: CONFIG.replace(experts=None)),
+        ("gemma.full_layers", lambda m: CONFIG.replace(num_layers=1)),
+        ("rope_pairs", lambda m: dataclasses.replace(CONFIG.gemma, rope_pairs=7)),
     ],
 )
-def test_refusals(model, use, sentence):
-    with pytest.raises(DllmError, match=sentence):
+def test_refusals(model, name, use):
+    with refuses(name):
         use(model)
 
 
@@ -311,20 +307,20 @@ def test_config_as_written_and_in_other_words():
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    "changes",
     [
-        ({"hidden_activation": "silu"}, 'hidden_activation = "silu" is not implemented, only "gelu_pytorch_tanh"'),
-        ({"use_bidirectional_attention": "all"}, 'use_bidirectional_attention = "all" is not implemented'),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is .* which the last one is"),
-        ({"layer_types": ["full_attention"]}, "must be a list of 2 times sliding_attention or full_attention"),
-        ({"rope_parameters": None}, "rope_parameters is None, but must be an object"),
-        ({"per_layer_config": {"0": {"head_dim": 4}}}, "per_layer_config is .* for every full_attention layer"),
-        ({"num_experts": None}, "num_experts is None, but must be an integer"),
-        ({"attention_bias": True}, "attention_bias = true is not implemented"),
+        {"hidden_activation": "silu"},
+        {"use_bidirectional_attention": "all"},
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        {"layer_types": ["full_attention"]},
+        {"rope_parameters": None},
+        {"per_layer_config": {"0": {"head_dim": 4}}},
+        {"num_experts": None},
+        {"attention_bias": True},
     ],
 )
-def test_configs_that_are_not_implemented(changes, sentence):
-    with pytest.raises(DllmError, match=sentence):
+def test_configs_that_are_not_implemented(changes):
+    with refuses(*changes):
         read(**changes)
 
 

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import assert_equal
+from conftest import assert_equal, refuses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_combinations import CACHES, GEN_LENGTHS
 from test_engine import BLOCK, EOS, GEN, MASK, first_layers, run
 
-from dllm_jax import DllmError, Model
+from dllm_jax import Model
 from dllm_jax.models.denoiser import FunctionDenoiser
 from dllm_jax.pytree import pytree
 from samplers import (
@@ -178,21 +178,21 @@ def test_remask_below_a_threshold(confidence, predicted, standing, kind, step, t
 
 
 @pytest.mark.parametrize(
-    "rule, options, sentence",
+    ("name", "rule", "options"),
     [
-        ("edit", {"threshold": -0.1}, "threshold is -0.1; it must be at least 0"),
-        ("edit", {"editing_threshold": float("nan")}, "editing_threshold is nan; it must be at least 0"),
-        ("edit", {"max_post_steps": -1}, "max_post_steps is -1; it must be at least 0"),
-        ("edit", {"num_to_transfer": 0.5}, "num_to_transfer is 0.5; it must be at least 1"),
-        ("remask", {"steps": 3}, "steps 3 is not a multiple of the 2 blocks; choose a multiple"),
-        ("remask", {"steps": 4, "eta": 1.5}, "eta is 1.5; it must be between 0 and 1"),
-        ("remask", {"steps": 4, "schedule": "loop"}, "schedule 'loop' is unknown; choose one of conf, cap, rescale"),
-        ("remask", {"steps": 4, "threshold": -1}, "threshold is -1; it must be at least 0"),
-        ("remask", {"steps": 4, "budget": 1.5}, "budget is 1.5; it must be a whole number"),
+        ("threshold", "edit", {"threshold": -0.1}),
+        ("editing_threshold", "edit", {"editing_threshold": float("nan")}),
+        ("max_post_steps", "edit", {"max_post_steps": -1}),
+        ("num_to_transfer", "edit", {"num_to_transfer": 0.5}),
+        ("steps 3", "remask", {"steps": 3}),
+        ("eta", "remask", {"steps": 4, "eta": 1.5}),
+        ("'loop'", "remask", {"steps": 4, "schedule": "loop"}),
+        ("threshold", "remask", {"steps": 4, "threshold": -1}),
+        ("budget", "remask", {"steps": 4, "budget": 1.5}),
     ],
 )
-def test_numbers_that_make_no_sense(rule, options, sentence) -> None:
-    with pytest.raises(DllmError, match=sentence):
+def test_numbers_that_make_no_sense(name, rule, options) -> None:
+    with refuses(name):
         BlockSampler(RULES[rule](**options), gen_length=8, block_length=4)
 
 
@@ -366,8 +366,7 @@ def test_a_model_that_breaks_in_a_look_back_is_told() -> None:
 
 @pytest.mark.parametrize("rule", [Edit(), Remask(12)])
 def test_a_pipeline_refuses_them(rule) -> None:
-    sentence = "a rule that revises what is written cannot decide in a pipeline; use BlockSampler"
-    with pytest.raises(DllmError, match=sentence):
+    with refuses("BlockSampler"):
         PipelineSampler(gen_length=LENGTH, block_length=WIDTH, rule=rule).init(NEIGHBOURS, PROMPT)
 
 

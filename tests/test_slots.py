@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import assert_equal
+from conftest import assert_equal, refuses
 from test_apd import VERIFIER
 from test_engine import ROWS, first_layers
 
-from dllm_jax import DllmError, Model, load, make_mesh
+from dllm_jax import Model, load, make_mesh
 from dllm_jax.text.tokenizer import token_bytes
 from samplers import BlockSampler, Engine, Request, Result, TopK, make_sampler, sample_jit, stop_on
 from samplers.engine.engine import Stats
@@ -114,7 +114,6 @@ def test_as_alone_in_any_order_of_arrival(llada, spec: str) -> None:
     [
         ("threshold", {"threshold": 1}, {"threshold": 0.6}),
         ("threshold:threshold=0.6", {"temperature": 1}, {"temperature": 0.7}),
-        ("eb", {"gamma": 0}, {"gamma": 0.5}),
         ("eb", {"gamma": np.int64(0)}, {"gamma": 0.5}),
         ("topk:cache=none", {"guidance": 2}, {"guidance": 0.5}),
     ],
@@ -132,9 +131,9 @@ def test_numbers_of_a_request_have_the_type_of_their_field(llada, spec: str, bui
 def test_whole_numbers_of_a_request_are_not_rounded(llada) -> None:
     engine = Engine(llada, "topk:k=2", slots=2, prompt_length=WIDTH, **OPTIONS)
     for number in (1.5, 2.0, 10**12):
-        with pytest.raises(DllmError, match="k"):
+        with refuses("k"):
             engine.submit(dataclasses.replace(engine.request(ROWS[0]), numbers=(number,)))
-    with pytest.raises(DllmError, match="k"):
+    with refuses("k"):
         sample_jit(BlockSampler(TopK(jnp.asarray([1.5, 2.0])), 16), llada.denoiser, jnp.ones((2, 4), jnp.int32))
 
 
@@ -259,15 +258,6 @@ def test_with_an_indicator_and_a_verifier(llada, dream_tiny, ni_indicator) -> No
             assert_alone(one, request)
 
 
-def test_generate_gives_the_same(llada) -> None:
-    engine = Engine(llada, "threshold", slots=SLOTS, prompt_length=WIDTH, **OPTIONS)
-    found = [engine.submit(engine.request(row, seed=4)) for row in ROWS]
-    list(engine.results())
-    for request, row in zip(found, ROWS, strict=True):
-        (answer,) = generate(llada, [row], sampler="threshold", seed=4, **OPTIONS)
-        assert request.generation == answer
-
-
 def test_updates_tell_what_happened(llada) -> None:
     """Written positions are each told once, and what is final stays."""
     engine = Engine(llada, "threshold", slots=SLOTS, prompt_length=WIDTH, **OPTIONS)
@@ -297,7 +287,7 @@ def test_what_is_taken_back_leaves_its_slot(llada) -> None:
     engine.cancel(third)
     assert first.result is second.result is None and not third.cancelled
     assert_alone(engine, third)
-    with pytest.raises(DllmError, match="request 0 has not ended"):
+    with refuses("request 0"):
         first.generation  # noqa: B018
 
 
@@ -318,28 +308,28 @@ def test_on_a_mesh(llada_tiny, llada, caplog) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("name", "options"),
     [
-        ({"prompt": [65] * 100}, "the prompt has 100 tokens and this engine has room for 96"),
-        ({"gen_length": 25}, "gen_length 25 exceeds the engine's 24"),
-        ({"gen_length": 0}, "gen_length is 0; it must be at least 1"),
-        ({"temperature": 0.5}, "temperature would make another program; build an engine with it, or draws=True"),
-        ({"block_length": 4}, "block_length would make another program; build an engine with it"),
-        ({"gamma": 0.5}, "sampler threshold has no option 'gamma'"),
-        ({"threshold": -1.0}, "threshold is -1; it must be"),
-        ({"stop": "x"}, "stop is 'x'; give a list"),
-        ({"stop": [""]}, "a stop string is empty"),
-        ({"stop": ["\ud800"]}, "half a surrogate pair"),
-        ({"stop": list("123456789")}, "stop has 9 patterns; a request may bring 8"),
-        ({"stop": [700]}, "stop token 700 lies outside"),
-        ({"given": [1, 2]}, r"given has shape \[2\]; it must be \[24\]"),
-        ({"seed": -1}, "seed is -1"),
-        ({"ignore_eos": True}, "ignore_eos cannot be chosen by request"),
+        ("100 tokens", {"prompt": [65] * 100}),
+        ("gen_length 25", {"gen_length": 25}),
+        ("gen_length is 0", {"gen_length": 0}),
+        ("draws=True", {"temperature": 0.5}),
+        ("block_length", {"block_length": 4}),
+        ("'gamma'", {"gamma": 0.5}),
+        ("threshold is -1", {"threshold": -1.0}),
+        ("stop is 'x'", {"stop": "x"}),
+        ("stop string", {"stop": [""]}),
+        ("surrogate", {"stop": ["\ud800"]}),
+        ("9 patterns", {"stop": list("123456789")}),
+        ("token 700", {"stop": [700]}),
+        ("[24]", {"given": [1, 2]}),
+        ("seed", {"seed": -1}),
+        ("ignore_eos", {"ignore_eos": True}),
     ],
 )
-def test_bad_requests(llada, options: dict[str, Any], sentence: str) -> None:
+def test_bad_requests(llada, name: str, options: dict[str, Any]) -> None:
     engine = Engine(llada, "threshold", slots=2, prompt_length=WIDTH, **OPTIONS)
-    with pytest.raises(DllmError, match=sentence):
+    with refuses(name):
         engine.submit(engine.request(**{"prompt": ROWS[0], **options}))
     assert engine.idle
 
@@ -358,15 +348,11 @@ def test_a_prompt_that_is_surely_too_long_is_refused_before_it_is_encoded(llada,
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"slots": 0}, "slots is 0"),
-        ({"prompt_length": 5000}, "a prompt of 5000 tokens"),
-        ({"gen_length": 5000}, "canvas up to position"),
-    ],
+    ("name", "options"),
+    [("slots", {"slots": 0}), ("5000", {"prompt_length": 5000}), ("position", {"gen_length": 5000})],
 )
-def test_engines_that_cannot_be(llada, options: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(DllmError, match=sentence):
+def test_engines_that_cannot_be(llada, name: str, options: dict[str, Any]) -> None:
+    with refuses(name):
         Engine(llada, "threshold", **options)
 
 
@@ -376,7 +362,7 @@ def test_room_for_prompts_ends_with_the_context(llada) -> None:
     runner = Runner(llada, sampler, 2)
     runner._grow(480)
     assert runner._engine.prompt_length == llada.config.max_length - 24 == 488
-    with pytest.raises(DllmError, match="a prompt of 489 tokens and a canvas up to position 513 exceed the 512"):
+    with refuses("489 tokens"):
         Engine(llada, sampler, prompt_length=96).request([65] * 489)
 
 
