@@ -36,7 +36,7 @@ from samplers.cli import sample as cli
 from samplers.generation import answer
 from samplers.serving import middleware, page, scheduler, server
 from samplers.serving.cli import LogRate
-from samplers.serving.connections import SPARE_FILES, Connections, most_connections
+from samplers.serving.connections import SPARE_FILES, Connections, connection_limit
 from samplers.serving.errors import Fault
 from samplers.serving.scheduler import Limits
 from samplers.serving.schemas import ChatBody, TextBody
@@ -75,13 +75,13 @@ def start(model):
         if step is not None:
             engine.compile()
             engine.step = step(engine, engine.step)
-        at, began = server.bound("127.0.0.1", 0), queue.Queue()
-        told = lambda made: began.put((made, asyncio.get_running_loop()))
-        work = server.serve(engine, at, limits, began=told, **options)
+        at, started = server.bind_socket("127.0.0.1", 0), queue.Queue()
+        on_start = lambda made: started.put((made, asyncio.get_running_loop()))
+        work = server.serve(engine, at, limits, on_start=on_start, **options)
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             ended = pool.submit(asyncio.run, work)
             url = server.url_of(at)
-            made, loop = began.get(timeout=120)
+            made, loop = started.get(timeout=120)
             found = SimpleNamespace(url=url, engine=engine, server=made, loop=loop, ended=ended)
             wait_until(lambda: _status(url) is not None)
             try:
@@ -370,7 +370,7 @@ def test_a_bad_body_is_told_in_openais_words(served, number):
     error = answer.json()["error"]
     assert (answer.status_code, words in error["message"]) == (status, True), (answer.status_code, error)
     assert set(error) == {"message", "type", "param", "code"} and "\n" not in error["message"]
-    assert served.server.service.held == 0 and not served.ended.done()
+    assert served.server.service.in_flight == 0 and not served.ended.done()
 
 
 def test_openais_client_raises_its_own_errors(served):
@@ -542,7 +542,7 @@ def test_beyond_the_queue_there_is_a_429_and_what_was_admitted_is_answered(start
         concurrent.futures.ThreadPoolExecutor(8) as pool,
     ):
         first = _asking(pool, small.url, 5)
-        wait_until(lambda: small.server.service.held == 5)
+        wait_until(lambda: small.server.service.in_flight == 5)
         full = _ask(small.url)
         assert full.status_code == 429 and full.headers["Retry-After"]
         assert full.json()["error"]["type"] == "rate_limit_error"
@@ -569,7 +569,7 @@ def test_what_is_late_is_taken_back(start):
         assert whole.status_code == other.status_code == 503
         assert whole.json()["error"]["code"] == "deadline_exceeded"
         assert stream.status_code == 200 and "deadline" in stream.text and "[DONE]" not in stream.text
-        wait_until(lambda: late.server.service.held == 0)
+        wait_until(lambda: late.server.service.in_flight == 0)
         gate.set()
         wait_until(lambda: late.engine.idle)
 
@@ -585,12 +585,12 @@ def test_a_client_that_goes_away_frees_its_slot(start, stream):
         for count in range(1, 4):  # one in the slot, two that wait
             clients.append(socket.create_connection((host, int(port))))
             clients[-1].sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
-            wait_until(lambda count=count: slow.server.service.held == count)
+            wait_until(lambda count=count: slow.server.service.in_flight == count)
         turns.let(1)
         wait_until(lambda: slow.engine.busy == 1)
         for client in reversed(clients):
             client.close()
-        wait_until(lambda: slow.server.service.held == 0)
+        wait_until(lambda: slow.server.service.in_flight == 0)
         turns.let(9 * LENGTH)
         wait_until(lambda: slow.engine.idle)
         assert slow.engine.stats.steps < LENGTH  # not the steps of one answer
@@ -612,7 +612,7 @@ def test_when_the_engine_dies_everybody_hears_it(start):
     with start(slots=1, step=dying) as found, concurrent.futures.ThreadPoolExecutor(8) as pool:
         found.may_fail = True
         asked = _asking(pool, found.url, 3) + _asking(pool, found.url, 2, stream=True)
-        wait_until(lambda: found.server.service.held == 5)
+        wait_until(lambda: found.server.service.in_flight == 5)
         gate.set()
         answers = [answer.result() for answer in asked]
         assert [answer.status_code for answer in answers[:3]] == [500] * 3
@@ -656,7 +656,7 @@ def test_at_the_end_what_runs_is_finished_and_nothing_new_begun(start, alone):
     with start(slots=1, step=_gated(turns)) as slow, concurrent.futures.ThreadPoolExecutor(8) as pool:
         asked = _asking(pool, slow.url, 2) + _asking(pool, slow.url, 1, stream=True)
         turns.let(1)
-        wait_until(lambda: slow.server.service.held == 3 and slow.engine.busy)
+        wait_until(lambda: slow.server.service.in_flight == 3 and slow.engine.busy)
         slow.server.handle_exit(signal.SIGINT, None)
         wait_until(lambda: slow.server.service.draining)
         assert _ask(slow.url).status_code == 503 and _status(slow.url) == 503
@@ -671,7 +671,7 @@ def test_what_runs_longer_than_the_grace_is_broken_off_with_a_sentence(start):
     gate = threading.Event()
     with start(slots=1, step=_gated(gate), grace=0.1) as slow, concurrent.futures.ThreadPoolExecutor(8) as pool:
         (asked,) = _asking(pool, slow.url, 1)
-        wait_until(lambda: slow.server.service.held == 1)
+        wait_until(lambda: slow.server.service.in_flight == 1)
         slow.server.handle_exit(signal.SIGTERM, None)
         assert asked.result().status_code == 503 and "stopping" in asked.result().text
         gate.set()
@@ -705,7 +705,7 @@ def test_many_streams_and_random_disconnects(start, alone, count):
         texts = asyncio.run(all_of(found.url))
         left = {i for i in leaving if texts[i] is None}
         assert left and texts == [None if i in left else alone(f"Q: {i}", i).text for i in range(count)]
-        wait_until(lambda: found.engine.idle and found.server.service.held == 0)
+        wait_until(lambda: found.engine.idle and found.server.service.in_flight == 0)
         done = 'dllm_requests_total{outcome="done",route="/v1/completions"}'
         wait_until(lambda: _metric(found.url, done) >= count - len(leaving))
 
@@ -779,7 +779,7 @@ def test_where_all_connections_are_at_work_a_new_one_is_told(start):
     options = {"step": _gated(gate), "connections": Connections(3)}
     with start(slots=1, **options) as found, concurrent.futures.ThreadPoolExecutor(8) as pool:
         asked = _asking(pool, found.url, 3)
-        wait_until(lambda: found.server.service.held == 3)
+        wait_until(lambda: found.server.service.in_flight == 3)
         with _connect(found.url) as client:
             status, error = _read_all(client)
         assert (status, error["code"]) == (503, "too_many_connections")
@@ -795,7 +795,7 @@ def test_what_is_not_http_is_answered_in_json(served):
 
 
 def test_a_body_that_is_unfinished_at_the_end_is_answered_in_json(start, monkeypatch):
-    monkeypatch.setattr(server, "LEAVING_SECONDS", 0.0)
+    monkeypatch.setattr(server, "SHUTDOWN_SECONDS", 0.0)
     with start(grace=0.1) as found, _connect(found.url) as client:
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
         wait_until(lambda: found.server.server_state.tasks)
@@ -808,10 +808,10 @@ def test_the_limit_of_open_files_bounds_the_connections(monkeypatch):
     used = len(os.listdir("/dev/fd"))
     for limit, wanted in [(used + 1000, 100), (used + SPARE_FILES + 50, 50)]:
         monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
-        assert abs(most_connections(100) - wanted) < 5  # other tests' threads open files as well
+        assert abs(connection_limit(100) - wanted) < 5  # other tests' threads open files as well
     monkeypatch.setattr(resource, "getrlimit", lambda _: (used, used))
     with pytest.raises(DllmError, match="ulimit -n"):
-        most_connections(100)
+        connection_limit(100)
 
 
 def test_with_few_open_files_silent_clients_stop_nothing(llada_tiny, tmp_path):
@@ -843,7 +843,7 @@ def test_the_log_has_so_many_lines_a_second(caplog):
             logger.info("line %d", i)
         now[0] = 1.0
         logger.info("line %d", 10)
-    assert caplog.messages == ["line 0", "line 1", "line 2", "(7 lines left out) line 10"]
+    assert caplog.messages == ["line 0", "line 1", "line 2", "(7 lines dropped) line 10"]
 
 
 # What operators see ---------------------------------------------------------------------------------------------------
@@ -903,7 +903,7 @@ def test_the_command_serves_and_ends_at_an_interrupt(llada_tiny):
 def test_mistakes_of_the_command_are_one_sentence(llada_tiny, capsys, monkeypatch, tmp_path):
     folder = ["--model", str(llada_tiny.folder)]
     (tmp_path / "key").write_text("")
-    taken = server.bound("127.0.0.1", 0)
+    taken = server.bind_socket("127.0.0.1", 0)
     taken.listen()
     for said, words in [
         ([], "--model"),

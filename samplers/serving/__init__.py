@@ -1,10 +1,14 @@
-"""A server in the shape of OpenAI's on `samplers.Engine`: `python -m samplers serve --model DIR_OR_NAME`.
+"""A server with OpenAI's API on `samplers.Engine`: `python -m samplers serve --model DIR_OR_NAME`.
 
-    cli          the command line                   server         listening and shutting down
-    routes       paths and errors                   middleware     API key, hosts, body sizes, log
-    connections  limits on connections and silence  scheduler      admission, deadlines, answers
-    schemas      what a request may contain         shapes         how an answer is written
-    metrics      numbers for Prometheus             engine_thread  the thread that owns the engine
+A request passes these modules:
+
+    server         listens and shuts down; cli is its command line
+    connections    bounds the number of connections and closes silent ones
+    middleware     checks API key, host and body size; logs
+    routes         one function per path; errors are what a request gets instead of an answer
+    schemas        what a body may contain
+    scheduler      admits requests, keeps deadlines, makes answers; shapes writes them, metrics counts them
+    engine_thread  the thread that owns the engine
 
 Importing this package needs nothing beyond the library; its modules need the extra `serve`.
 """

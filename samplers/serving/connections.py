@@ -1,4 +1,4 @@
-"""Connections: how many there may be, and how long one may take to send a request or to read an answer."""
+"""Limits on connections: their number, and how long a client may take to send a request or to read an answer."""
 
 import asyncio
 import json
@@ -20,108 +20,108 @@ REQUEST_SECONDS = 10.0
 """Time from a connection's beginning, or from its last answer, until the header of the next request is complete."""
 
 READ_SECONDS = 60.0
-"""Time in which a client that has fallen behind must read some 50 kB of its answer."""
+"""Time in which a slow client must read some 50 kB of its answer."""
 
-AT_A_TIME = 4
-"""Connections that asyncio accepts before the first of them is looked at."""
+ACCEPTED_AT_ONCE = 4
+"""Connections that asyncio accepts before it handles the first of them."""
 
-SPARE_FILES = 4 * AT_A_TIME + 32
-"""Open files beside the connections: those accepted and not looked at, those being closed, and the engine's."""
+SPARE_FILES = 4 * ACCEPTED_AT_ONCE + 32
+"""Open files that are not connections in use: accepted ones, those being closed, and the engine's."""
 
-FEWEST = 8  # connections, below which a server makes no sense
+LEAST_CONNECTIONS = 8  # a server with fewer makes no sense
 
 
 class Connections:
-    """Makes uvicorn's connections, of which there are at most `most`: a new one takes the place of the one whose client
-    has been silent for longest, so that clients that neither send nor read do not keep others out."""
+    """Makes uvicorn's connections, at most `most`: a new one takes the place of the one whose client has been silent
+    for longest, so that clients that neither send nor read do not keep others out."""
 
     def __init__(
         self, most: int, *, request_seconds: float = REQUEST_SECONDS, read_seconds: float = READ_SECONDS
     ) -> None:
         self.most, self.request_seconds, self.read_seconds = most, request_seconds, read_seconds
-        self.silent: dict[Connection, None] = {}  # whose client has to send or to read, the longest first
+        self.silent: dict[Connection, None] = {}  # whose client must send or read, the longest silent first
 
-    def __call__(self, **given: Any) -> "Connection":
-        """As uvicorn asks for one."""
-        return Connection(self, **given)
+    def __call__(self, **options: Any) -> "Connection":
+        """A new connection, as uvicorn calls its protocol class."""
+        return Connection(self, **options)
 
 
 class Connection(H11Protocol):
     """A connection that ends when its client neither sends nor reads."""
 
-    def __init__(self, all: Connections, **given: Any) -> None:
-        super().__init__(**given)
-        self._all = all
+    def __init__(self, pool: Connections, **options: Any) -> None:
+        super().__init__(**options)
+        self._pool = pool
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._go_on()
-        if len(self.connections) > self._all.most:
+        self._watch_client()
+        if len(self.connections) > self._pool.most:
             self._make_room()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._all.silent.pop(self, None)
+        self._pool.silent.pop(self, None)
         self._stop_timer()
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
         super().handle_events()
         if self._answering:
-            self._go_on()
+            self._watch_client()
 
     def on_response_complete(self) -> None:
-        self._go_on()
+        self._watch_client()
         super().on_response_complete()  # which may find the next request
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._all.silent[self] = None
-        self._start_timer(self._all.read_seconds, self.transport.abort)
+        self._pool.silent[self] = None
+        self._start_timer(self._pool.read_seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._go_on()
+        self._watch_client()
 
     def send_400_response(self, msg: str) -> None:
-        """Of uvicorn, which answers in plain text."""
+        """Answers in JSON; uvicorn's own answer is plain text."""
         self._refuse(Fault(400, "the request is not valid HTTP", code="invalid_http"))
 
     @property
     def _answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _go_on(self) -> None:
-        """Notes whether the client has to send a request, where it has read its answers."""
+    def _watch_client(self) -> None:
+        """Starts the time for the next request once the client has read its answers, and stops it during an answer."""
         if self.flow.write_paused:
             return
         if not self._answering:
-            self._all.silent[self] = None
-            self._start_timer(self._all.request_seconds, self._late)
+            self._pool.silent[self] = None
+            self._start_timer(self._pool.request_seconds, self._refuse_late_header)
             return
         self._stop_timer()  # the application watches how long a body takes
         if not self.cycle.more_body:
-            self._all.silent.pop(self, None)
+            self._pool.silent.pop(self, None)
 
-    def _late(self) -> None:
+    def _refuse_late_header(self) -> None:
         if self.conn.trailing_data[0]:  # half a header
-            sentence = f"the header was not complete after {self._all.request_seconds:g} seconds"
+            sentence = f"the header was not complete after {self._pool.request_seconds:g} seconds"
             self._refuse(Fault(408, sentence, code="timeout"))
         else:
             self._close()
 
     def _make_room(self) -> None:
-        longest = next(iter(self._all.silent))
+        longest = next(iter(self._pool.silent))
         if longest is not self:
-            del self._all.silent[longest]
+            del self._pool.silent[longest]
             longest.transport.abort()
             return
-        LOG.warning("all %d connections are in use", self._all.most)
+        LOG.warning("all %d connections are in use", self._pool.most)
         sentence = "all connections of the server are in use; try again in a moment"
         self._refuse(Fault(503, sentence, code="too_many_connections"))
 
     def _refuse(self, fault: Fault) -> None:
-        """Says why, where no answer has begun, and closes."""
+        """Sends the fault if no answer has begun, and closes."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = json.dumps(fault.body).encode()
             length = ("Content-Length", str(len(body)))
@@ -133,9 +133,9 @@ class Connection(H11Protocol):
         self._close()
 
     def _close(self) -> None:
-        """Closes when the client has read what was sent; after a while anyway."""
+        """Closes when the client has read what was sent, or its time is over."""
         self.transport.close()
-        self._start_timer(self._all.read_seconds, self.transport.abort)
+        self._start_timer(self._pool.read_seconds, self.transport.abort)
 
     def _start_timer(self, seconds: float, call: Callable[[], None]) -> None:
         self._stop_timer()
@@ -147,11 +147,11 @@ class Connection(H11Protocol):
             self._timer = None
 
 
-def most_connections(wanted: int) -> int:
-    """As many connections as are wanted, or as the limit of open files leaves room for.
+def connection_limit(wanted: int) -> int:
+    """The number of connections that is wanted, or that the limit of open files allows if that is less.
 
     Raises:
-        DllmError: when that is next to none.
+        DllmError: when the limit leaves no room for a server.
     """
     try:
         import resource
@@ -162,7 +162,7 @@ def most_connections(wanted: int) -> int:
         return wanted
     used = len(os.listdir("/dev/fd"))
     room = limit - used - SPARE_FILES
-    if room < FEWEST:
-        least = used + SPARE_FILES + FEWEST
+    if room < LEAST_CONNECTIONS:
+        least = used + SPARE_FILES + LEAST_CONNECTIONS
         raise DllmError(f"the limit of open files is {limit}; the server needs at least {least}: ulimit -n {least}")
     return min(wanted, room)

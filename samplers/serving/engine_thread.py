@@ -1,4 +1,4 @@
-"""The one thread that owns the engine: it takes commands, runs steps, and hands what they did to the event loop."""
+"""The one thread that owns the engine: it takes commands, runs steps, and sends updates to the event loop."""
 
 import asyncio
 import contextlib
@@ -12,21 +12,22 @@ from samplers.engine.engine import Engine, Stats
 from samplers.engine.requests import Request, Update
 
 CALL_SECONDS = 0.02
-"""How long a call of the engine lasts if no client streams: a command waits at most that long."""
+"""Duration of an engine call when no client streams: a command waits at most that long."""
 
-MOST_STEPS = 64
+STEPS_PER_CALL = 64
+"""Most steps of one engine call."""
 
 
 @dataclasses.dataclass(eq=False)
 class Job:
-    """A request of the engine as the event loop sees it.
+    """One choice of an answer, which is one request of the engine.
 
     Attributes:
-        index: of the answer's choices.
-        request: the engine's.
+        index: its place among the choices.
+        request: the engine's request.
         seed: of its random numbers.
-        streamed: whether every step is reported, not the last alone.
-        latest: its last update that the event loop has not sent.
+        streamed: report every step, not only the last.
+        latest: the last update that was not sent to the client yet.
     """
 
     index: int
@@ -36,36 +37,36 @@ class Job:
     latest: Update | None = None
 
 
-class Reports(Protocol):
-    """Called in the event loop after every call of the engine."""
+class OnCall(Protocol):
+    """A function that is called in the event loop after every engine call."""
 
     def __call__(self, updates: list[tuple[Job, Update]], stats: Stats, busy: int, waiting: int) -> None:
         """
         Args:
-            updates: of the jobs that ended or are streamed.
-            stats: of this call alone.
-            busy: slots at work now.
+            updates: of streamed jobs, and of those that ended.
+            stats: of this engine call alone.
+            busy: slots in use now.
             waiting: requests in the engine's queue now.
         """
 
 
-class Worker(threading.Thread):
-    """Runs an engine for an event loop. Its methods are called there, and wait for nothing."""
+class EngineThread(threading.Thread):
+    """Runs an engine for an event loop, which calls its methods; none of them waits."""
 
     def __init__(
         self,
         engine: Engine,
         loop: asyncio.AbstractEventLoop,
-        report: Reports,
-        report_error: Callable[[BaseException], None],
+        on_call: OnCall,
+        on_error: Callable[[BaseException], None],
     ) -> None:
         """
         Args:
-            engine: which no other thread steps from now on.
-            report_error: called in the event loop when the engine has raised; the thread then ends.
+            engine: no other thread may step it from now on.
+            on_error: called in the event loop with an error of the engine; the thread then ends.
         """
         super().__init__(name="engine", daemon=True)
-        self._engine, self._loop, self._report, self._report_error = engine, loop, report, report_error
+        self._engine, self._loop, self._on_call, self._on_error = engine, loop, on_call, on_error
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._jobs: dict[Request, Job] = {}
         self._step_seconds = CALL_SECONDS
@@ -86,11 +87,11 @@ class Worker(threading.Thread):
         try:
             while self._run_commands():
                 self._step()
-        except BaseException as error:  # whatever it is, clients are waiting
-            self._call_in_loop(self._report_error, error)
+        except BaseException as error:  # clients wait, whatever it is
+            self._call_in_loop(self._on_error, error)
 
     def _run_commands(self) -> bool:
-        """Runs the commands that came meanwhile, and waits for one if the engine is idle; False at the end."""
+        """Runs the commands that have come, and waits for one while the engine is idle; False to stop."""
         while True:
             try:
                 command = self._commands.get(block=self._engine.idle)
@@ -100,7 +101,7 @@ class Worker(threading.Thread):
                 return False
             command()
             if self._engine.idle and self._commands.empty():
-                self._report_to_loop([], Stats())
+                self._send_updates([], Stats())
 
     def _step(self) -> None:
         before = self._engine.stats
@@ -112,13 +113,13 @@ class Worker(threading.Thread):
         for job, update in jobs:
             if update.done:
                 del self._jobs[job.request]
-        self._report_to_loop([(job, update) for job, update in jobs if job.streamed or update.done], stats)
+        self._send_updates([(job, update) for job, update in jobs if job.streamed or update.done], stats)
 
     def _steps(self) -> int:
-        """Steps of the next call: one if a job is streamed, else as many as fit into a call's time."""
+        """Steps of the next engine call: one if a job is streamed, else as many as fit into `CALL_SECONDS`."""
         if any(job.streamed for job in self._jobs.values()):
             return 1
-        return min(max(int(CALL_SECONDS / max(self._step_seconds, 1e-6)), 1), MOST_STEPS)
+        return min(max(int(CALL_SECONDS / max(self._step_seconds, 1e-6)), 1), STEPS_PER_CALL)
 
     def _submit(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
@@ -129,9 +130,9 @@ class Worker(threading.Thread):
             if self._jobs.pop(job.request, None) is not None:
                 self._engine.cancel(job.request)
 
-    def _report_to_loop(self, updates: list[tuple[Job, Update]], stats: Stats) -> None:
-        self._call_in_loop(self._report, updates, stats, self._engine.busy, self._engine.waiting)
+    def _send_updates(self, updates: list[tuple[Job, Update]], stats: Stats) -> None:
+        self._call_in_loop(self._on_call, updates, stats, self._engine.busy, self._engine.waiting)
 
     def _call_in_loop(self, call: Callable[..., None], *values: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop was closed: nobody is left to read it
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody reads it
             self._loop.call_soon_threadsafe(call, *values)

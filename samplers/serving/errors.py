@@ -1,4 +1,4 @@
-"""What is answered instead of a completion."""
+"""What a request gets instead of an answer."""
 
 from typing import Any
 
@@ -17,13 +17,13 @@ TYPES = {
 
 
 class Fault(Exception):
-    """A request that gets no completion, in the words of OpenAI's errors.
+    """A request that fails, as one of OpenAI's errors.
 
     Attributes:
-        status: of the answer.
-        outcome: in the metrics: what became of the request.
-        param: the field of the body that is at fault, if it is one.
-        code: for programs.
+        status: of HTTP.
+        outcome: how the request ended, in the metrics.
+        param: the body's field at fault; None where it is none.
+        code: the error's name for programs.
     """
 
     def __init__(
@@ -42,16 +42,16 @@ class Fault(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """As OpenAI writes it."""
+        """The error as OpenAI writes it."""
         kind = TYPES.get(self.status, "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-def unexpected() -> Fault:
-    """Of an error that nobody foresaw; what it says may hold another's text, so it is not told."""
+def internal_fault() -> Fault:
+    """The fault for an unforeseen error, without its message, which may hold another client's words."""
     return Fault(500, "the server made a mistake; its log says where", outcome="failed", code="internal_error")
 
 
-def stopping() -> Fault:
-    """Of a server that ends."""
+def stopping_fault() -> Fault:
+    """The fault for a request to a server that shuts down."""
     return Fault(503, "the server is stopping", outcome="stopped", code="stopping")

@@ -1,4 +1,4 @@
-"""Numbers for Prometheus; nothing of what anybody wrote."""
+"""Metrics for Prometheus, without any text of clients."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -12,26 +12,24 @@ _ANSWER = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
 
 
 class Metrics:
-    """The numbers of one server."""
+    """The metrics of one server."""
 
     def __init__(self, slots: int) -> None:
         self._registry = registry = CollectorRegistry()
-        self.requests = Counter(
-            "dllm_requests", "Requests by what became of them", ["route", "outcome"], registry=registry
-        )
+        self.requests = Counter("dllm_requests", "Requests by outcome", ["route", "outcome"], registry=registry)
         self._tokens = Counter("dllm_tokens", "Tokens of prompts and of answers", ["kind"], registry=registry)
         self._forwards = Counter("dllm_forwards", "Forwards of single requests", registry=registry)
-        self._steps = Counter("dllm_steps", "Steps, each a forward of all slots at work", registry=registry)
-        self._busy = Gauge("dllm_slots_busy", "Slots at work", registry=registry)
+        self._steps = Counter("dllm_steps", "Steps, each a forward of all slots in use", registry=registry)
+        self._busy = Gauge("dllm_slots_busy", "Slots in use", registry=registry)
         self._waiting = Gauge("dllm_queue_length", "Requests that wait for a slot", registry=registry)
         self._step_seconds = Histogram("dllm_step_seconds", "Time of a step", buckets=_STEP, registry=registry)
         self._answer_seconds = Histogram(
             "dllm_last_token_seconds", "Time from a request to its last token", buckets=_ANSWER, registry=registry
         )
-        Gauge("dllm_slots", "Slots that there are", registry=registry).set(slots)
+        Gauge("dllm_slots", "Slots of the engine", registry=registry).set(slots)
 
     def count_steps(self, stats: Stats, busy: int, waiting: int) -> None:
-        """Counts a call of the engine, after which so many slots are at work and so many requests wait."""
+        """Counts the steps of an engine call; after it `busy` slots are in use and `waiting` requests wait."""
         self._busy.set(busy)
         self._waiting.set(waiting)
         self._steps.inc(stats.steps)
@@ -47,5 +45,5 @@ class Metrics:
         self._answer_seconds.observe(seconds)
 
     def text(self) -> bytes:
-        """Everything, as Prometheus reads it."""
+        """All metrics in the format of Prometheus."""
         return generate_latest(self._registry)

@@ -1,4 +1,4 @@
-"""Around the routes: who may ask, how much may be sent, and what is written down about it."""
+"""Around the routes: who may ask, how much may be sent, and what is logged."""
 
 import asyncio
 import contextlib
@@ -15,31 +15,31 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from samplers.serving.errors import Fault, stopping, unexpected
-from samplers.serving.schemas import WRONG
+from samplers.serving.errors import Fault, internal_fault, stopping_fault
+from samplers.serving.schemas import OUR_ERROR
 
 LOG = logging.getLogger("samplers.serving")
 
-OPEN = ("/", "/health")
-"""What needs no key: a page without anything of anybody, and whether the server is well."""
+KEYLESS = ("/", "/health")
+"""Paths without a key: a page without data, and the server's health."""
 
-ROUTES = (*OPEN, "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/canvas")
-"""What is written down by name; other paths may be a client's own words."""
+ROUTES = (*KEYLESS, "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/canvas")
+"""Paths that are logged by name; others may be a client's own words."""
 
 BODY_SECONDS = 60.0
-DISCARDED, DISCARD_SECONDS = 16, 5.0  # of a body that is too large: times its limit
+DISCARDED, DISCARD_SECONDS = 16, 5.0  # what is read of a body that is too large: times the limit, and how long
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclasses.dataclass
 class Record:
-    """What is written down about a request; never a word of it.
+    """What is logged and counted of a request; never a word of its text.
 
     Attributes:
-        route: the path as this server writes it, "other" for paths of the client's own.
-        outcome: what became of it; None for what is not counted.
+        route: one of `ROUTES`, else "other".
+        outcome: how the request ended; None for one that is not counted.
         status: of the answer, 0 before it has begun.
-        read, wrote: tokens.
+        read, wrote: tokens of the prompt and of the answer.
     """
 
     route: str = "other"
@@ -56,17 +56,17 @@ def record_of(request: Request) -> Record:
 
 
 class Guard:
-    """An application that checks and logs requests to another."""
+    """An ASGI application that checks and logs requests to another."""
 
     def __init__(
         self, app: ASGIApp, requests: Counter, *, key: str | None, most_body: int, hosts: tuple[str, ...] | None
     ) -> None:
         """
         Args:
-            requests: counts them by route and outcome.
-            key: that a request must bring, None for none.
-            most_body: bytes of a body.
-            hosts: names under which the server may be asked, None for any.
+            requests: the counter of requests by route and outcome.
+            key: the API key that a request must have; None for none.
+            most_body: largest body, bytes.
+            hosts: allowed names in the Host header; None for any.
         """
         self._app, self._requests, self._hosts, self._most_body = app, requests, hosts, most_body
         self._key = None if key is None else key.encode()
@@ -79,65 +79,65 @@ class Guard:
         record = scope["dllm_record"] = Record(scope["path"] if scope["path"] in ROUTES else "other")
         start = time.perf_counter()
         try:
-            await self._answer(scope, receive, _noting(record, send))
+            await self._answer(scope, receive, _note_status(record, send))
         finally:
-            self._write_down(scope, record, time.perf_counter() - start)
+            self._log_request(scope, record, time.perf_counter() - start)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             self._check(scope)
-            await self._app(scope, self._bounded(receive), send)
+            await self._app(scope, self._bound(receive), send)
         except Fault as fault:
             if fault.status == 413:
                 await self._discard(receive)
-            await _refuse(fault, scope, receive, send)
-        except asyncio.CancelledError:  # uvicorn's, at the end
+            await _send_fault(fault, scope, receive, send)
+        except asyncio.CancelledError:  # by uvicorn, at shutdown
             if not scope["dllm_record"].status:
-                await _refuse(stopping(), scope, receive, send)
+                await _send_fault(stopping_fault(), scope, receive, send)
         except Exception as error:
-            LOG.error("%s", where(error))
+            LOG.error("%s", error_place(error))
             if not scope["dllm_record"].status:
-                await _refuse(unexpected(), scope, receive, send)
+                await _send_fault(internal_fault(), scope, receive, send)
 
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
         if self._hosts is not None and _host(headers) not in self._hosts:
             raise Fault(400, "this server answers on the machine that it runs on alone", code="unknown_host")
-        if self._key is not None and scope["path"] not in OPEN and not self._has_key(headers):
+        if self._key is not None and scope["path"] not in KEYLESS and not self._has_key(headers):
             raise Fault(401, "the API key is missing or wrong; send it as a bearer token", code="invalid_api_key")
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > self._most_body:
             raise self._too_large()
 
     def _has_key(self, headers: Headers) -> bool:
-        scheme, _, said = headers.get("authorization", "").partition(" ")
+        scheme, _, key = headers.get("authorization", "").partition(" ")
         assert self._key is not None
-        return hmac.compare_digest(said.strip().encode(), self._key) and scheme.lower() == "bearer"
+        return hmac.compare_digest(key.strip().encode(), self._key) and scheme.lower() == "bearer"
 
-    def _bounded(self, receive: Receive) -> Receive:
-        """`receive` that gives no more than a body may have, in the time that it may take."""
-        seen, until, complete = 0, time.monotonic() + BODY_SECONDS, False
+    def _bound(self, receive: Receive) -> Receive:
+        """`receive` with limits on the size of a body and on the time that it takes."""
+        received, until, complete = 0, time.monotonic() + BODY_SECONDS, False
 
-        async def bounded() -> Message:
-            nonlocal seen, complete
-            if complete:  # what follows is the client's going
+        async def receive_bounded() -> Message:
+            nonlocal received, complete
+            if complete:  # next is the client's disconnect
                 return await receive()
             try:
                 async with asyncio.timeout(until - time.monotonic()):
                     message = await receive()
             except TimeoutError:
-                raise Fault(408, f"the body was not there after {BODY_SECONDS:.0f} seconds") from None
-            seen += len(message.get("body", b""))
+                raise Fault(408, f"the body was not complete after {BODY_SECONDS:.0f} seconds") from None
+            received += len(message.get("body", b""))
             complete = not message.get("more_body", False)
-            if seen > self._most_body:
+            if received > self._most_body:
                 await self._discard(receive)
                 raise self._too_large()
             return message
 
-        return bounded
+        return receive_bounded
 
     async def _discard(self, receive: Receive) -> None:
-        """Reads on for a while what is not wanted: a client that is still sending would not read the answer."""
+        """Reads what follows for a while: a client that is still sending would not read the answer."""
         left = DISCARDED * self._most_body
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DISCARD_SECONDS):
@@ -150,7 +150,7 @@ class Guard:
     def _too_large(self) -> Fault:
         return Fault(413, f"the body is larger than {self._most_body} bytes, this server's limit", code="too_large")
 
-    def _write_down(self, scope: Scope, record: Record, seconds: float) -> None:
+    def _log_request(self, scope: Scope, record: Record, seconds: float) -> None:
         if record.outcome is not None:
             self._requests.labels(record.route, record.outcome).inc()
         tokens = f" {record.read}+{record.wrote} tokens" if record.read else ""
@@ -162,34 +162,34 @@ class Guard:
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 
-def where(error: BaseException) -> str:
-    """An error's kind and place; its words may be a client's."""
+def error_place(error: BaseException) -> str:
+    """An error's class and place, without its message, which may hold a client's words."""
     frames = traceback.extract_tb(error.__traceback__)
     at = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     return f"{type(error).__name__}{at}"
 
 
-def refusal(fault: Fault) -> JSONResponse:
-    """A fault as an answer."""
+def fault_response(fault: Fault) -> JSONResponse:
+    """A fault as a response."""
     headers = {"Retry-After": "1"} if fault.status in (429, 503) else {}
-    if fault.status in (408, 413):  # the rest of the body is not wanted
+    if fault.status in (408, 413):  # the rest of the body is not read
         headers["Connection"] = "close"
     return JSONResponse(fault.body, fault.status, headers)
 
 
-async def _refuse(fault: Fault, scope: Scope, receive: Receive, send: Send) -> None:
+async def _send_fault(fault: Fault, scope: Scope, receive: Receive, send: Send) -> None:
     scope["dllm_record"].outcome = fault.outcome
-    await refusal(fault)(scope, receive, send)
+    await fault_response(fault)(scope, receive, send)
 
 
-def _noting(record: Record, send: Send) -> Send:
-    async def noting(message: Message) -> None:
+def _note_status(record: Record, send: Send) -> Send:
+    async def send_noted(message: Message) -> None:
         if message["type"] == "http.response.start":
             record.status = message["status"]
         with contextlib.suppress(OSError):  # of a client that has gone
             await send(message)
 
-    return noting
+    return send_noted
 
 
 def _host(headers: Headers) -> str:
@@ -198,19 +198,19 @@ def _host(headers: Headers) -> str:
     return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
 
 
-def hosts_of(address: str) -> tuple[str, ...] | None:
-    """The names under which a server at this address is asked: its machine's own for one that is there alone, so that
-    no page of the web can reach it by a name that it lets point there."""
+def allowed_hosts(address: str) -> tuple[str, ...] | None:
+    """Names that the Host header may have: the machine's own for a server on a loopback address, so that no web page
+    reaches it through a name that points there; None, any name, for others."""
     return LOOPBACK if address in LOOPBACK else None
 
 
-def errors_of(problems: Any, body: Any) -> Fault:
-    """The one of pydantic's problems with a body that lies deepest, as a fault."""
+def invalid_body(problems: Any, body: Any) -> Fault:
+    """The fault for a body that pydantic refused: of its problems, the one that lies deepest."""
     found = [(_place(problem["loc"][1:], body), problem) for problem in problems]
     at, problem = max(found, key=lambda pair: len(pair[0]))
     if problem["type"] == "json_invalid":
         return Fault(400, "the body is no valid JSON", code="invalid_json")
-    ours, words = problem["type"] == WRONG, problem["msg"]
+    ours, words = problem["type"] == OUR_ERROR, problem["msg"]
     if not at:
         sentence = f"the body {words}" if ours else "the body must be a JSON object, sent as application/json"
         return Fault(400, sentence, code="invalid_body")
@@ -219,7 +219,7 @@ def errors_of(problems: Any, body: Any) -> Fault:
 
 
 def _place(path: Any, body: Any) -> list[str]:
-    """Where in a body a problem is, without the names that pydantic has for the types it tried."""
+    """The path to a problem in a body, without pydantic's names of the types that it tried."""
     found = []
     for i, part in enumerate(path):
         missing = isinstance(body, dict) and i == len(path) - 1

@@ -1,4 +1,4 @@
-"""The page that shows the canvas while it is written: one file, which loads nothing from anywhere."""
+"""The page that shows the canvas while it is written: one file, which loads nothing from other servers."""
 
 import base64
 import hashlib
@@ -11,7 +11,7 @@ PAGE = resources.files("samplers.serving").joinpath("view.html").read_text(encod
 
 
 def _hash_of(tag: str) -> str:
-    """Of the page's script or style, which alone is let run."""
+    """The hash of the page's script or style, the only ones that may run."""
     found = re.search(rf"<{tag}>(.*?)</{tag}>", PAGE, re.DOTALL)
     assert found is not None
     return base64.b64encode(hashlib.sha256(found[1].encode()).digest()).decode()

@@ -1,4 +1,4 @@
-"""The routes: OpenAI's, the canvas, and what operators look at."""
+"""The routes: OpenAI's, the canvas, and those for operators."""
 
 import asyncio
 import functools
@@ -11,9 +11,9 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingRes
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from samplers.serving.errors import Fault, unexpected
+from samplers.serving.errors import Fault, internal_fault
 from samplers.serving.metrics import CONTENT_TYPE
-from samplers.serving.middleware import LOG, Record, errors_of, record_of, refusal, where
+from samplers.serving.middleware import LOG, Record, error_place, fault_response, invalid_body, record_of
 from samplers.serving.page import HEADERS, PAGE
 from samplers.serving.scheduler import Service, Ticket, as_event
 from samplers.serving.schemas import CanvasBody, ChatBody, TextBody
@@ -23,10 +23,10 @@ T = TypeVar("T")
 
 
 def make_app(service: Service) -> FastAPI:
-    """An application whose routes ask a service."""
-    app = FastAPI(title="dllm_jax", openapi_url=None)  # whose pages about it load scripts from elsewhere
-    _add_looks(app, service)
-    _add_answers(app, service)
+    """The application with all routes of a service."""
+    app = FastAPI(title="dllm_jax", openapi_url=None)  # FastAPI's pages about the API load scripts from other servers
+    _add_status_routes(app, service)
+    _add_answer_routes(app, service)
     app.add_exception_handler(Fault, _on_fault)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http)
@@ -34,36 +34,35 @@ def make_app(service: Service) -> FastAPI:
     return app
 
 
-def _add_looks(app: FastAPI, service: Service) -> None:
-    """What does not ask the engine."""
-    look = functools.partial(app.api_route, methods=["GET", "HEAD"])
+def _add_status_routes(app: FastAPI, service: Service) -> None:
+    """Routes that do not use the engine."""
+    get = functools.partial(app.api_route, methods=["GET", "HEAD"])
 
-    @look("/")
+    @get("/")
     async def page() -> Response:
         return HTMLResponse(PAGE, headers=HEADERS)
 
-    @look("/health")
+    @get("/health")
     async def health() -> Response:
-        found = service.health
-        return JSONResponse({"status": found}, 200 if found == "ok" else 503)
+        return JSONResponse({"status": service.health}, 200 if service.health == "ok" else 503)
 
-    @look("/metrics")
+    @get("/metrics")
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE)
 
-    @look("/v1/models")
+    @get("/v1/models")
     async def models() -> Json:
         return {"object": "list", "data": [_model(service)]}
 
-    @look("/v1/models/{name:path}")
+    @get("/v1/models/{name:path}")
     async def model(name: str) -> Json:
         if name != service.name:
             raise Fault(404, "this model does not exist here", param="model", code="model_not_found")
         return _model(service)
 
 
-def _add_answers(app: FastAPI, service: Service) -> None:
-    """What asks the engine."""
+def _add_answer_routes(app: FastAPI, service: Service) -> None:
+    """Routes that use the engine."""
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatBody, request: Request) -> Response:
@@ -75,23 +74,23 @@ def _add_answers(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/canvas")
     async def canvas(body: CanvasBody, request: Request) -> Response:
-        ticket = await _unless_gone(request, service.open(body, streamed=True))
-        return Events(ticket, service.frames(body, ticket), _begun(request))
+        ticket = await _cancel_if_gone(request, service.admit(body, streamed=True))
+        return EventStream(ticket, service.canvas_events(body, ticket), _start_record(request))
 
 
 async def _complete(service: Service, body: ChatBody | TextBody, request: Request) -> Response:
-    record = _begun(request)
+    record = _start_record(request)
     if body.stream:
-        ticket = await _unless_gone(request, service.open(body, streamed=True))
-        return Events(ticket, service.parts(body, ticket), record)
-    answer = await _unless_gone(request, service.completion(body))
+        ticket = await _cancel_if_gone(request, service.admit(body, streamed=True))
+        return EventStream(ticket, service.chunks(body, ticket), record)
+    answer = await _cancel_if_gone(request, service.completion(body))
     record.outcome, usage = "done", answer["usage"]
     record.read, record.wrote = usage["prompt_tokens"], usage["completion_tokens"]
     return JSONResponse(answer)
 
 
-class Events(StreamingResponse):
-    """Messages as server-sent events, and [DONE] at the end; with whose client the work ends."""
+class EventStream(StreamingResponse):
+    """Messages as server-sent events, then [DONE]; when the client disconnects, the engine's work is cancelled."""
 
     media_type = "text/event-stream"
 
@@ -117,36 +116,36 @@ class Events(StreamingResponse):
             self._record.outcome = fault.outcome
             yield as_event(fault.body)
         except Exception as error:
-            LOG.error("%s", where(error))
+            LOG.error("%s", error_place(error))
             self._record.outcome = "failed"
-            yield as_event(unexpected().body)
+            yield as_event(internal_fault().body)
 
 
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What some work gives; it is broken off when the client goes away.
+async def _cancel_if_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of some work, which is cancelled when the client disconnects.
 
     Raises:
-        Fault: when it did, for nobody to read.
+        Fault: when it did; nobody reads it.
     """
-    going, working = asyncio.ensure_future(_gone(request)), asyncio.ensure_future(work)
+    leaving, working = asyncio.ensure_future(_wait_for_disconnect(request)), asyncio.ensure_future(work)
     try:
-        await asyncio.wait((going, working), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((leaving, working), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise Fault(499, "the client has gone", outcome="gone")
         return working.result()
     finally:
-        for task in (going, working):
+        for task in (leaving, working):
             task.cancel()
 
 
-async def _gone(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
-def _begun(request: Request) -> Record:
+def _start_record(request: Request) -> Record:
     record = record_of(request)
-    record.outcome = "gone"  # until it has another end
+    record.outcome = "gone"  # unless it ends otherwise
     return record
 
 
@@ -156,21 +155,21 @@ def _model(service: Service) -> Json:
 
 async def _on_fault(request: Request, fault: Any) -> Response:
     record_of(request).outcome = fault.outcome
-    return refusal(fault)
+    return fault_response(fault)
 
 
 async def _on_invalid(request: Request, error: Any) -> Response:
-    return await _on_fault(request, errors_of(error.errors(), error.body))
+    return await _on_fault(request, invalid_body(error.errors(), error.body))
 
 
 async def _on_http(request: Request, error: Any) -> Response:
-    """Of FastAPI's own: paths and methods that are not there, bodies that cannot be read."""
-    if isinstance(error.__cause__, Fault):  # of the guard, while the body was read
+    """FastAPI's own errors: unknown paths, wrong methods, unreadable bodies."""
+    if isinstance(error.__cause__, Fault):  # raised by the guard while the body was read
         return await _on_fault(request, error.__cause__)
     words = {404: "there is nothing at this path", 405: "this path does not take this method"}
     return await _on_fault(request, Fault(error.status_code, words.get(error.status_code, "the body cannot be read")))
 
 
 async def _on_error(request: Request, error: Any) -> Response:
-    """Of ours; the guard writes down where."""
-    return await _on_fault(request, unexpected())
+    """Unforeseen errors; the guard logs their place."""
+    return await _on_fault(request, internal_fault())

@@ -1,4 +1,4 @@
-"""Between HTTP and the engine: who is admitted, how long it may take, and what is answered."""
+"""Between HTTP and the engine: admission, deadlines and answers."""
 
 import asyncio
 import concurrent.futures
@@ -24,11 +24,11 @@ from samplers.engine.program import with_numbers
 from samplers.engine.requests import Request, Update
 from samplers.generation import Generation
 from samplers.sampler import describe_broken
-from samplers.serving.engine_thread import Job, Worker
-from samplers.serving.errors import Fault, stopping
+from samplers.serving.engine_thread import EngineThread, Job
+from samplers.serving.errors import Fault, stopping_fault
 from samplers.serving.metrics import Metrics
-from samplers.serving.schemas import Body, CanvasBody, ChatBody, Completing, TextBody
-from samplers.serving.shapes import Chat, Json, Shape, Text, token_scores, usage_of
+from samplers.serving.schemas import Body, CanvasBody, ChatBody, CompletionBody, TextBody
+from samplers.serving.shapes import ChatShape, Json, Shape, TextShape, token_scores, usage_of
 from samplers.text.decode import TextStream, text_of
 from samplers.text.prompts import PromptTooLong, encode_prompt
 
@@ -37,13 +37,13 @@ JOIN_SECONDS = 10.0
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What a server takes.
+    """Limits of a server.
 
     Attributes:
-        queue: requests that may wait while all slots are at work.
-        deadline: seconds that a request may take, waiting included; None for any time.
-        forwards: that an answer may take; None for four a position, or what the server's own sampler may take if that
-            is more.
+        queue: requests that may wait while all slots are in use.
+        deadline: seconds that a request may take, including its wait; None for no limit.
+        forwards: that an answer may take; None for four per position, or as many as the server's own sampler may take
+            if that is more.
     """
 
     queue: int = 64
@@ -52,35 +52,34 @@ class Limits:
 
 
 class Ticket:
-    """What the engine does for one HTTP request.
+    """One HTTP request in the engine.
 
     Attributes:
         jobs: one for each choice of the answer.
-        prompts: of how many prompts.
-        changed: set when there is news.
-        fault: why there will be none any more.
+        prompts: how many prompts they answer.
+        changed: set when there is an update or a fault.
+        fault: the reason why no update will come.
     """
 
     def __init__(self, jobs: Sequence[Job], prompts: int, until: float | None, service: "Service") -> None:
         """
         Args:
-            until: of the event loop's clock.
+            until: the deadline by the event loop's clock; None for none.
         """
         self.jobs, self.prompts, self._until, self._service = jobs, prompts, until, service
         self.changed = asyncio.Event()
         self.fault: Fault | None = None
 
     async def updates(self) -> AsyncIterator[tuple[Job, Update]]:
-        """News of the jobs, the last of each at least; a slow reader gets several steps as one.
+        """Updates of the jobs, the last of each at least; a slow reader gets several steps as one update.
 
         Raises:
             Fault: at the deadline, and when the engine has stopped.
         """
         left = len(self.jobs)
         while left:
-            with _deadline():
-                async with asyncio.timeout_at(self._until):
-                    await self.changed.wait()
+            async with _deadline(self._until):
+                await self.changed.wait()
             self.changed.clear()
             if self.fault is not None:
                 raise self.fault
@@ -91,30 +90,30 @@ class Ticket:
                     yield job, update
 
     async def answers(self) -> list[Generation]:
-        """The answers, when all are there.
+        """The answers, once all have ended.
 
         Raises:
-            Fault: as `updates`, and for a broken model.
+            Fault: as `updates`, and for logits that are not finite.
         """
         async for _ in self.updates():
             pass
         return [answer_of(job) for job in self.jobs]
 
     def close(self) -> None:
-        """Takes back what has not ended."""
+        """Cancels the jobs that have not ended."""
         self._service.close_ticket(self)
 
 
 class Service:
-    """An engine that answers bodies. To be made and used in one event loop.
+    """Answers bodies with an engine. Make and use it in one event loop.
 
     Attributes:
-        engine: which nobody else may use.
+        engine: nobody else may use it.
         metrics: of this server.
-        draining: whether nothing new is taken.
-        broken: the error that has stopped the engine.
-        held: requests of the engine that are waiting or running.
-        ended: called when the engine has stopped by an error.
+        draining: whether new requests are refused.
+        broken: the error that has stopped the engine; None while it runs.
+        in_flight: requests of the engine that are waiting or running.
+        on_broken: called when an error has stopped the engine.
     """
 
     def __init__(self, engine: Engine, limits: Limits) -> None:
@@ -124,31 +123,31 @@ class Service:
         """
         self.engine, self.limits, self.name = engine, limits, engine.model.name
         self.metrics = Metrics(engine.slots)
-        self.draining, self.held = False, 0
+        self.draining, self.in_flight = False, 0
         self.broken: BaseException | None = None
-        self.ended: Callable[[], None] = lambda: None
+        self.on_broken: Callable[[], None] = lambda: None
         self.created, self.fingerprint = int(time.time()), _fingerprint(engine)
-        self._strings = _strings(engine.model)
+        self._token_texts = _find_token_texts(engine.model)
         self._most_forwards = _most_forwards(engine, limits)
-        # Its own tokenizer: the event loop decodes meanwhile, and one is not made for two threads.
+        # With a tokenizer of its own: the event loop decodes meanwhile, and one tokenizer is not safe in two threads.
         self._reader = dataclasses.replace(engine.model, tokenizer=copy.deepcopy(engine.model.tokenizer))
         self._busy, self._waiting = 0, 0
         self._tickets: dict[Job, Ticket] = {}
-        self._begun: dict[Job, float] = {}
+        self._admitted_at: dict[Job, float] = {}
         self._encoding = concurrent.futures.ThreadPoolExecutor(1, "encoding")
         self._loop = asyncio.get_running_loop()
-        self._worker = Worker(engine, self._loop, self._apply, self._break)
-        self._worker.start()
+        self._thread = EngineThread(engine, self._loop, self._apply, self._fail)
+        self._thread.start()
 
     # Requests --------------------------------------------------------------------------------------------------------
 
     async def completion(self, body: ChatBody | TextBody) -> Json:
-        """An answer as a whole.
+        """A whole answer.
 
         Raises:
-            Fault: when there is none.
+            Fault: for a request that is refused or fails.
         """
-        shape, ticket = _shape(body), await self.open(body, streamed=False)
+        shape, ticket = _shape(body), await self.admit(body, streamed=False)
         try:
             answers = await ticket.answers()
         finally:
@@ -157,48 +156,51 @@ class Service:
         head = self._head(shape, shape.whole, ticket)
         return {**head, "choices": choices, "usage": usage_of(answers, ticket.prompts)}
 
-    async def parts(self, body: ChatBody | TextBody, ticket: Ticket) -> AsyncIterator[Json]:
-        """An answer bit by bit, of `open(body, streamed=True)`.
+    async def chunks(self, body: ChatBody | TextBody, ticket: Ticket) -> AsyncIterator[Json]:
+        """The chunks of an answer, while its text is written.
+
+        Args:
+            ticket: of `admit(body, streamed=True)`.
 
         Raises:
-            Fault: when it breaks off.
+            Fault: when the request fails.
         """
         shape = _shape(body)
-        head = self._head(shape, shape.part, ticket)
+        head = self._head(shape, shape.chunk, ticket)
         usage = {"usage": None} if body.with_usage else {}
-        part = lambda job, **said: {**head, "choices": [{"index": job.index, **_BLANK, **said}], **usage}
-        texts = {job: self._text(body) for job in ticket.jobs}
+        chunk = lambda job, **fields: {**head, "choices": [{"index": job.index, **_BLANK, **fields}], **usage}
+        texts = {job: self._text_stream(body) for job in ticket.jobs}
         if (opening := shape.opening()) is not None:
             for job in ticket.jobs:
-                yield part(job, **opening)
+                yield chunk(job, **opening)
         async for job, update in ticket.updates():
             if not update.done:
                 if new := texts[job].feed(update.tokens[: update.final].tolist()):
-                    yield part(job, **shape.delta(new))
+                    yield chunk(job, **shape.delta(new))
                 continue
             answer = answer_of(job)
-            rest, said = texts[job].finish(answer.tokens), self._logprobs(shape, body, answer)
-            if rest or said:
-                yield part(job, **shape.delta(rest), **said)
-            yield part(job, **shape.delta(""), finish_reason=self._reason(job, answer))
+            rest, scores = texts[job].finish(answer.tokens), self._logprobs(shape, body, answer)
+            if rest or scores:
+                yield chunk(job, **shape.delta(rest), **scores)
+            yield chunk(job, **shape.delta(""), finish_reason=self._reason(job, answer))
         if body.with_usage:
             answers = [job.request.generation for job in ticket.jobs]
             yield {**head, "choices": [], "usage": usage_of(answers, ticket.prompts)}
 
-    async def frames(self, body: CanvasBody, ticket: Ticket) -> AsyncIterator[Json]:
-        """The canvas, forward by forward: first how large it is, then cells as they change, then the answer.
+    async def canvas_events(self, body: CanvasBody, ticket: Ticket) -> AsyncIterator[Json]:
+        """The canvas, forward by forward: first its length, then cells as they change, then the answer.
 
         A cell is [position, text or None for a mask, whether it is final]. Where the reader, or this event loop, is
-        slower than the engine, an event tells of several forwards.
+        slower than the engine, an event covers several forwards.
 
         Raises:
-            Fault: when it breaks off.
+            Fault: when the request fails.
         """
         (job,), sampler = ticket.jobs, self.engine.sampler
         shown: list[tuple[str | None, bool]] = [(None, False)] * job.request.gen_length
         yield {"length": len(shown), "block": sampler.width, "seed": job.seed, "slots": self.engine.slots}
         async for _, update in ticket.updates():
-            cells = _cells(update, len(shown), self._strings)
+            cells = _cells(update, len(shown), self._token_texts)
             changed = [[at, *cell] for at, cell in enumerate(cells) if cell != shown[at]]
             shown = cells
             busy = {"busy": self._busy, "waiting": self._waiting}
@@ -206,50 +208,49 @@ class Service:
         answer = answer_of(job)
         yield {"text": answer.text, "finish_reason": self._reason(job, answer), "usage": usage_of([answer], 1)}
 
-    async def open(self, body: Body, *, streamed: bool) -> Ticket:
-        """Admits a request.
+    async def admit(self, body: Body, *, streamed: bool) -> Ticket:
+        """Gives a request to the engine.
 
         Raises:
-            Fault: for what is refused.
+            Fault: for a request that is refused.
         """
-        self._check_open(body)
-        prompts, copies = body.prompts, (body.n or 1) if isinstance(body, Completing) else 1
+        self._check_body(body)
+        prompts, copies = body.prompts, (body.n or 1) if isinstance(body, CompletionBody) else 1
         count = len(prompts) * copies
-        self._admit(count)
-        begun = self._loop.time()
-        until = None if self.limits.deadline is None else begun + self.limits.deadline
+        self._reserve(count)
+        start = self._loop.time()
+        until = None if self.limits.deadline is None else start + self.limits.deadline
         try:
-            with _deadline():
-                async with asyncio.timeout_at(until):
-                    work = self._loop.run_in_executor(self._encoding, self._requests, body, prompts, copies)
-                    made = await work
+            async with _deadline(until):
+                work = self._loop.run_in_executor(self._encoding, self._make_requests, body, prompts, copies)
+                made = await work
             self._check_alive()
         except BaseException:
-            self.held -= count
+            self.in_flight -= count
             raise
         jobs = [Job(index, request, seed, streamed) for index, (request, seed) in enumerate(made)]
         ticket = Ticket(jobs, len(prompts), until, self)
         self._tickets |= dict.fromkeys(jobs, ticket)
-        self._begun |= dict.fromkeys(jobs, begun)
-        self._worker.submit(jobs)
+        self._admitted_at |= dict.fromkeys(jobs, start)
+        self._thread.submit(jobs)
         return ticket
 
     # Life ------------------------------------------------------------------------------------------------------------
 
     async def drain(self, seconds: float) -> None:
-        """Takes nothing new and waits so long for what is there; what has not ended then is broken off."""
+        """Refuses new requests, waits so long for those in flight, and ends the others by a fault."""
         self.draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while self.held and self.broken is None:
+                while self.in_flight and self.broken is None:
                     await asyncio.sleep(0.02)
-        self.break_off(stopping())
+        self.break_off(stopping_fault())
 
     async def close(self) -> None:
-        """Ends the threads; a step that never ends is left behind."""
-        self._worker.stop()
+        """Ends the threads; a step that never ends is abandoned."""
+        self._thread.stop()
         self._encoding.shutdown(wait=False, cancel_futures=True)
-        await asyncio.to_thread(self._worker.join, JOIN_SECONDS)
+        await asyncio.to_thread(self._thread.join, JOIN_SECONDS)
 
     @property
     def health(self) -> str:
@@ -258,10 +259,10 @@ class Service:
 
     # -----------------------------------------------------------------------------------------------------------------
 
-    def _check_open(self, body: Body) -> None:
+    def _check_body(self, body: Body) -> None:
         self._check_alive()
         if self.draining:
-            raise stopping()
+            raise stopping_fault()
         if body.model not in (None, self.name):
             sentence = f"the model {body.model!r:.80} does not exist here; this server has {self.name}"
             raise Fault(404, sentence, param="model", code="model_not_found")
@@ -272,28 +273,28 @@ class Service:
 
     def _check_alive(self) -> None:
         if self.broken is not None:
-            raise _stopped()
+            raise _engine_fault()
 
-    def _admit(self, count: int) -> None:
+    def _reserve(self, count: int) -> None:
         room = self.engine.slots + self.limits.queue
         if count > room:
             raise Fault(400, f"the request asks for {count} answers; this server has room for {room}", param="n")
-        if self.held + count > room:
+        if self.in_flight + count > room:
             advice = "try again in a moment"
             raise Fault(
-                429, f"{self.held} requests are waiting or running; {advice}", outcome="full", code="queue_full"
+                429, f"{self.in_flight} requests are waiting or running; {advice}", outcome="full", code="queue_full"
             )
-        self.held += count
+        self.in_flight += count
 
-    def _requests(self, body: Body, prompts: Sequence[Any], copies: int) -> list[tuple[Request, int]]:
-        """The engine's requests and their seeds; not in the event loop, since long prompts take long."""
+    def _make_requests(self, body: Body, prompts: Sequence[Any], copies: int) -> list[tuple[Request, int]]:
+        """The engine's requests and their seeds. Not for the event loop: long prompts take long."""
         count, numbers = len(prompts) * copies, body.numbers
         self._check_numbers(numbers)
         seed = secrets.randbelow(2**32 - count) if body.seed is None else body.seed
-        said: dict[str, Any] = {"gen_length": body.length, "stop": body.stops, **numbers}
+        options: dict[str, Any] = {"gen_length": body.length, "stop": body.stops, **numbers}
         try:
-            ids = [row for prompt in prompts for row in [self._encoded(prompt)] * copies]
-            made = [(self.engine.request(row, seed=seed + i, **said), seed + i) for i, row in enumerate(ids)]
+            ids = [row for prompt in prompts for row in [self._encode(prompt)] * copies]
+            made = [(self.engine.request(row, seed=seed + i, **options), seed + i) for i, row in enumerate(ids)]
         except DllmError as error:
             raise Fault(400, str(error)) from None
         self._check_forwards(made[0][0])
@@ -313,7 +314,7 @@ class Service:
                 sentence = f"the answer may take {most} forwards, more than the {self._most_forwards} of this server"
                 raise Fault(400, f"{sentence}; ask for fewer steps", code="too_many_forwards")
 
-    def _encoded(self, prompt: Any) -> list[int]:
+    def _encode(self, prompt: Any) -> list[int]:
         room = self.engine.prompt_length
         try:
             ids, words = encode_prompt(self._reader, prompt, most=room), ""
@@ -326,41 +327,41 @@ class Service:
         return ids
 
     def _apply(self, updates: list[tuple[Job, Update]], stats: Stats, busy: int, waiting: int) -> None:
-        """Passes on what a call of the engine did."""
+        """Hands the updates of an engine call to their tickets."""
         self._busy, self._waiting = busy, waiting
         self.metrics.count_steps(stats, busy, waiting)
         for job, update in updates:
             ticket = self._tickets.get(job)
-            if ticket is None:  # cancelled meanwhile
+            if ticket is None:  # it was cancelled
                 continue
-            job.latest = update if job.latest is None else _merge(job.latest, update)
+            job.latest = update if job.latest is None else _merge_updates(job.latest, update)
             ticket.changed.set()
             if update.done:
-                self.metrics.count_answer(job.request, self._loop.time() - self._begun[job])
+                self.metrics.count_answer(job.request, self._loop.time() - self._admitted_at[job])
                 self._end(job)
 
-    def _break(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> None:
         self.broken = error
-        self.break_off(_stopped())
-        self.ended()
+        self.break_off(_engine_fault())
+        self.on_broken()
 
     def break_off(self, fault: Fault) -> None:
-        """Ends what waits and what runs by a fault; the first one tells why."""
+        """Ends all requests in flight by a fault; of several the first counts."""
         for ticket in set(self._tickets.values()):
             ticket.fault = ticket.fault or fault
             ticket.changed.set()
 
     def close_ticket(self, ticket: Ticket) -> None:
-        """Takes back what has not ended of it."""
+        """Cancels the jobs of a ticket that have not ended."""
         left = [job for job in ticket.jobs if job in self._tickets]
         if left:
-            self._worker.cancel(left)
+            self._thread.cancel(left)
         for job in left:
             self._end(job)
 
     def _end(self, job: Job) -> None:
-        del self._tickets[job], self._begun[job]
-        self.held -= 1
+        del self._tickets[job], self._admitted_at[job]
+        self.in_flight -= 1
 
     def _head(self, shape: Shape, kind: str, ticket: Ticket) -> Json:
         return {
@@ -373,8 +374,8 @@ class Service:
         }
 
     def _choice(self, shape: Shape, body: ChatBody | TextBody, job: Job, answer: Generation) -> Json:
-        said = {**shape.choice(answer.text), **self._logprobs(shape, body, answer)}
-        return {"index": job.index, **_BLANK, **said, "finish_reason": self._reason(job, answer)}
+        own = {**shape.choice(answer.text), **self._logprobs(shape, body, answer)}
+        return {"index": job.index, **_BLANK, **own, "finish_reason": self._reason(job, answer)}
 
     def _logprobs(self, shape: Shape, body: ChatBody | TextBody, answer: Generation) -> Json:
         if not body.with_logprobs:
@@ -382,7 +383,7 @@ class Service:
         return {"logprobs": shape.logprobs(token_scores(self.engine.model, answer, self._stops(body)))}
 
     def _reason(self, job: Job, answer: Generation) -> str:
-        """Whether an end token or a stop pattern ended it, or the canvas."""
+        """Why an answer ended: "stop", an end token or a stop pattern, or "length", a full canvas."""
         full = len(answer.tokens) == job.request.gen_length
         cut = answer.text != text_of(self.engine.model, answer.tokens)
         return "length" if full and not cut else "stop"
@@ -390,7 +391,7 @@ class Service:
     def _stops(self, body: Body) -> tuple[str | int, ...]:
         return (*self.engine.stop, *body.stops)
 
-    def _text(self, body: Body) -> TextStream:
+    def _text_stream(self, body: Body) -> TextStream:
         return TextStream(self.engine.model, self._stops(body), ignore_eos=self.engine.ignore_eos)
 
 
@@ -401,7 +402,7 @@ def answer_of(job: Job) -> Generation:
     """The answer of a job that has ended.
 
     Raises:
-        Fault: when the model's logits were no numbers.
+        Fault: when the model's logits were not finite.
     """
     request = job.request
     assert request.result is not None
@@ -417,11 +418,11 @@ def as_event(message: Json | str) -> bytes:
 
 
 def _shape(body: ChatBody | TextBody) -> Shape:
-    return Chat if isinstance(body, ChatBody) else Text
+    return ChatShape if isinstance(body, ChatBody) else TextShape
 
 
-def _merge(missed: Update, update: Update) -> Update:
-    """Two updates of a request as one: where it is after the second, with what both wrote."""
+def _merge_updates(missed: Update, update: Update) -> Update:
+    """Two updates of a request as one: its state after the second, with the positions that both wrote."""
     return dataclasses.replace(update, written=sorted({*missed.written, *update.written}))
 
 
@@ -430,12 +431,12 @@ def _cells(update: Update, length: int, strings: Sequence[str]) -> list[tuple[st
     return [(text(at), not update.pending[at]) for at in range(length)]
 
 
-def _strings(model: Model) -> list[str]:
-    """How each token looks alone; half a second for a large vocabulary."""
+def _find_token_texts(model: Model) -> list[str]:
+    """The text of each token alone; this takes half a second for a large vocabulary."""
     tokenizer, size = model.require_tokenizer(), model.config.vocab_size
     try:
         return token_strings(tokenizer, size)
-    except DllmError:  # its tokens do not simply follow each other
+    except DllmError:  # not byte-level
         return [str(tokenizer.decode([token])) for token in range(size)]
 
 
@@ -454,23 +455,25 @@ def _forwards(sampler: Any, prompt_length: int) -> int:
     return int(sampler.forwards(prompt_length)[1])
 
 
-@contextlib.contextmanager
-def _deadline() -> Any:
+@contextlib.asynccontextmanager
+async def _deadline(until: float | None) -> AsyncIterator[None]:
+    """A block that may take until some time of the event loop's clock; raises Fault if it takes longer."""
     try:
-        yield
+        async with asyncio.timeout_at(until):
+            yield
     except TimeoutError:
         sentence = "the answer was not ready at the server's deadline"
         raise Fault(503, sentence, outcome="late", code="deadline_exceeded") from None
 
 
-def _stopped() -> Fault:
+def _engine_fault() -> Fault:
     return Fault(
         500, "the engine has stopped by an error; the server will end", outcome="failed", code="engine_stopped"
     )
 
 
 def _fingerprint(engine: Engine) -> str:
-    """Of all that decides about answers but the request itself."""
+    """A hash of all that determines an answer but the request."""
     versions = (dllm_jax.__version__, jax.__version__, jax.default_backend())
     about = (engine.model.name, told_dtype(engine.model.params), title(engine.sampler), settings_of(engine.sampler))
     return "dllm_" + hashlib.sha256(repr((versions, about)).encode()).hexdigest()[:12]

@@ -1,5 +1,5 @@
-"""What the body of a request may say. Unknown fields are refused, as OpenAI does: a misspelt number would be a silent
-change of the answer."""
+"""What the body of a request may contain. As OpenAI does, unknown fields are refused: a misspelt number would change
+the answer silently."""
 
 from typing import Annotated, Any, Literal
 
@@ -10,17 +10,17 @@ from samplers.serving.errors import Fault
 
 MOST_NUMBER = 1e9
 MOST_ITEMS = 4096
-"""Fields and items of a body, the prompt's left out. Each that is wrong would cost an error of some 5 kB."""
+"""Most fields and items of a body, without the prompt's. Each wrong one would make an error of some 5 kB."""
 
-WRONG = "wrong"
-"""Type of pydantic's errors whose words are our own."""
+OUR_ERROR = "wrong"
+"""The type of pydantic's errors that have a message of ours."""
 
-UNREAD = frozenset(
+IGNORED = frozenset(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
 )
-"""OpenAI's fields that do not say anything about the answer."""
+"""OpenAI's fields that have no effect on the answer."""
 
-IDLE: dict[str, tuple[Any, ...]] = {
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "best_of": (None, 1),
     "echo": (None, False),
@@ -40,59 +40,61 @@ IDLE: dict[str, tuple[Any, ...]] = {
     "verbosity": (None,),
     "web_search_options": (None,),
 }
-"""OpenAI's fields that this server cannot do, and the values that ask for nothing."""
+"""OpenAI's fields that this server does not support, each with the values that ask for nothing."""
 
 
-def _text(value: str) -> str:
+def _check_text(value: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise PydanticCustomError(WRONG, "holds half of a surrogate pair, which is no character") from None
+        raise PydanticCustomError(OUR_ERROR, "holds half of a surrogate pair, which is no character") from None
     return value
 
 
-def _prompt(value: Any) -> Any:
-    """A prompt of /v1/completions, by a look that ends at the first thing that is wrong."""
+def _check_prompt(value: Any) -> Any:
+    """A prompt of /v1/completions, checked up to the first mistake."""
     lists = value if isinstance(value, list) and value and isinstance(value[0], list) else [value]
     if all(isinstance(ids, list) and all(type(token) is int for token in ids) for ids in lists):  # True is none
         return value
     texts = value if isinstance(value, list) else [value]
     if not all(isinstance(text, str) for text in texts):
-        raise PydanticCustomError(WRONG, "must be a text, a list of texts, token ids, or a list of lists of token ids")
-    return [_text(text) for text in texts]
+        raise PydanticCustomError(
+            OUR_ERROR, "must be a text, a list of texts, token ids, or a list of lists of token ids"
+        )
+    return [_check_text(text) for text in texts]
 
 
-def _stop(value: Any) -> Any:
+def _parse_stop(value: Any) -> Any:
     texts = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise PydanticCustomError(WRONG, "must be a text or a list of texts")
-    return tuple(_text(text) for text in texts)
+        raise PydanticCustomError(OUR_ERROR, "must be a text or a list of texts")
+    return tuple(_check_text(text) for text in texts)
 
 
-String = Annotated[str, AfterValidator(_text)]
+String = Annotated[str, AfterValidator(_check_text)]
 
 
-class Part(BaseModel):
-    """A part of a message; only texts are understood."""
+class TextPart(BaseModel):
+    """A part of a message; it must be text."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
     type: Literal["text"]
     text: String
 
 
-class Message(BaseModel):
-    """A turn of a conversation. What else an answer of this server has in its message may come back empty."""
+class ChatMessage(BaseModel):
+    """A turn of a conversation. Other fields of this server's own messages may come back empty."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     role: Literal["system", "developer", "user", "assistant"]
-    content: String | list[Part] | None = None
+    content: String | list[TextPart] | None = None
 
     @property
     def turn(self) -> dict[str, str]:
-        """As chat templates take it.
+        """The message as chat templates take it.
 
         Raises:
-            Fault: for what they have no place for.
+            Fault: for fields that they do not take.
         """
         for name, value in (self.model_extra or {}).items():
             if value not in (None, [], {}):
@@ -109,7 +111,7 @@ class StreamOptions(BaseModel):
 
 
 class Body(BaseModel):
-    """What all endpoints take. Beside its fields stand the numbers of the sampler, such as `threshold`."""
+    """The fields of all endpoints. The sampler's numbers, such as `threshold`, are further fields."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
     model: str | None = None
@@ -117,24 +119,24 @@ class Body(BaseModel):
     seed: int | None = Field(None, ge=0, lt=2**32)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    stops: Annotated[tuple[str, ...], PlainValidator(_stop)] = Field((), alias="stop")
+    stops: Annotated[tuple[str, ...], PlainValidator(_parse_stop)] = Field((), alias="stop")
 
     @model_validator(mode="before")
     @classmethod
     def _bound(cls, body: Any) -> Any:
-        """Counts what there is before each is looked at."""
+        """Counts all fields and items before any is checked."""
         left, inside = MOST_ITEMS, [{**body, "prompt": None}] if isinstance(body, dict) else []
         while inside:
             value = inside.pop()
             left -= len(value)
             if left < 0:
-                raise PydanticCustomError(WRONG, f"has more than {MOST_ITEMS} fields and items beside the prompt")
-            inside += [item for item in (value.values() if isinstance(value, dict) else value) if _holds(item)]
+                raise PydanticCustomError(OUR_ERROR, f"has more than {MOST_ITEMS} fields and items besides the prompt")
+            inside += [item for item in (value.values() if isinstance(value, dict) else value) if _is_container(item)]
         return body
 
     @property
     def prompts(self) -> list[Any]:
-        """What is to be answered, each as `generate` takes it."""
+        """The prompts, each as `generate` takes it."""
         raise NotImplementedError
 
     @property
@@ -144,34 +146,34 @@ class Body(BaseModel):
 
     @property
     def with_logprobs(self) -> bool:
-        """Whether the answer tells the log-probability of its tokens."""
+        """Whether the answer has the log-probability of its tokens."""
         return False
 
     def check(self) -> None:
-        """Raises Fault for fields that nobody knows, and OpenAI's that ask for what is not there."""
-        for name, value in self._others():
-            _number(name, value)
+        """Raises Fault for unknown fields, and for unsupported ones of OpenAI's."""
+        for name, value in self._extra_fields():
+            _check_number(name, value)
 
     @property
     def numbers(self) -> dict[str, int | float]:
-        """The sampler's for this request; raises Fault as `check`."""
-        said = {name: value for name in ("temperature", "top_p") if (value := getattr(self, name)) is not None}
-        return said | {name: _number(name, value) for name, value in self._others()}
+        """The sampler's numbers for this request; raises Fault as `check`."""
+        own = {name: value for name in ("temperature", "top_p") if (value := getattr(self, name)) is not None}
+        return own | {name: _check_number(name, value) for name, value in self._extra_fields()}
 
-    def _others(self) -> list[tuple[str, Any]]:
-        """The further fields that mean something."""
+    def _extra_fields(self) -> list[tuple[str, Any]]:
+        """The further fields that have an effect."""
         found = []
         for name, value in (self.model_extra or {}).items():
-            if name in UNREAD or (name in IDLE and any(_same(value, idle) for idle in IDLE[name])):
+            if name in IGNORED or (name in UNSUPPORTED and any(_is_idle(value, idle) for idle in UNSUPPORTED[name])):
                 continue
-            if name in IDLE:
+            if name in UNSUPPORTED:
                 raise Fault(400, f"{name} is not supported by this server; leave it out", param=name)
             found.append((name, value))
         return found
 
 
-class Completing(Body):
-    """What both of OpenAI's endpoints take."""
+class CompletionBody(Body):
+    """The fields of both of OpenAI's endpoints."""
 
     n: int | None = Field(None, ge=1, le=128)
     stream: bool | None = None
@@ -179,14 +181,14 @@ class Completing(Body):
 
     @property
     def with_usage(self) -> bool:
-        """Whether a stream ends with its usage."""
+        """Whether a stream ends with counts of tokens."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
-class ChatBody(Completing):
-    """Of /v1/chat/completions."""
+class ChatBody(CompletionBody):
+    """The body of /v1/chat/completions."""
 
-    messages: list[Message]
+    messages: list[ChatMessage]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -209,13 +211,13 @@ class ChatBody(Completing):
     def check(self) -> None:
         super().check()
         if self.top_logprobs:
-            raise Fault(400, "top_logprobs above 0 is not there; logprobs tells each token's own", param="top_logprobs")
+            raise Fault(400, "top_logprobs above 0 is not supported; use logprobs", param="top_logprobs")
 
 
-class TextBody(Completing):
-    """Of /v1/completions."""
+class TextBody(CompletionBody):
+    """The body of /v1/completions."""
 
-    prompt: Annotated[Any, PlainValidator(_prompt)]
+    prompt: Annotated[Any, PlainValidator(_check_prompt)]
     logprobs: int | None = Field(None, ge=0, le=5)
 
     @property
@@ -231,14 +233,14 @@ class TextBody(Completing):
     def check(self) -> None:
         super().check()
         if self.logprobs:
-            raise Fault(400, "logprobs above 0 is not there; logprobs=0 tells each token's own", param="logprobs")
+            raise Fault(400, "logprobs above 0 is not supported; use logprobs=0", param="logprobs")
 
 
 class CanvasBody(Body):
-    """Of /v1/canvas: a text as it is, or a conversation."""
+    """The body of /v1/canvas: a raw text, or a conversation."""
 
     prompt: String | None = None
-    messages: list[Message] | None = None
+    messages: list[ChatMessage] | None = None
 
     @property
     def prompts(self) -> list[Any]:
@@ -247,16 +249,16 @@ class CanvasBody(Body):
         return [self.prompt if self.messages is None else [message.turn for message in self.messages]]
 
 
-def _holds(value: Any) -> bool:
+def _is_container(value: Any) -> bool:
     return isinstance(value, dict | list)
 
 
-def _same(value: Any, idle: Any) -> bool:
-    """Equal, and not as 0 and False are."""
+def _is_idle(value: Any, idle: Any) -> bool:
+    """Equal, where 0 and False are different."""
     return bool(value == idle) and (isinstance(value, bool) == isinstance(idle, bool))
 
 
-def _number(name: str, value: Any) -> int | float:
+def _check_number(name: str, value: Any) -> int | float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         sentence = f"{name!r:.60} is not known, or is no number; OpenAI's fields and the sampler's numbers are"
         raise Fault(400, sentence, param=name[:60], code="unknown_parameter")

@@ -1,4 +1,4 @@
-"""Listening, and ending without losing what is being answered."""
+"""Listening, and a shutdown that finishes running answers."""
 
 import asyncio
 import socket
@@ -11,50 +11,50 @@ import uvicorn
 from dllm_jax import DllmError
 from dllm_jax.cli.command import out_of_memory
 from samplers.engine.engine import Engine
-from samplers.serving.connections import AT_A_TIME, Connections, most_connections
-from samplers.serving.errors import stopping
-from samplers.serving.middleware import Guard, hosts_of, where
+from samplers.serving.connections import ACCEPTED_AT_ONCE, Connections, connection_limit
+from samplers.serving.errors import stopping_fault
+from samplers.serving.middleware import Guard, allowed_hosts, error_place
 from samplers.serving.routes import make_app
 from samplers.serving.scheduler import Limits, Service
 
-TOLD_SECONDS = 1.0
-"""Time in which clients and whoever asks for /health hear that the engine has stopped."""
+BROKEN_SECONDS = 1.0
+"""Time in which clients and /health report that the engine has stopped, before the server ends."""
 
-LEAVING_SECONDS = 5.0
-"""Time in which the last answers are sent."""
+SHUTDOWN_SECONDS = 5.0
+"""Time in which the last answers are sent at shutdown."""
 
 BACKLOG = 2048
-"""Connections that the system keeps until they are accepted."""
+"""Connections that the system queues until they are accepted."""
 
 
 class Server(uvicorn.Server):
-    """Ends at SIGINT or SIGTERM when everything that was admitted is answered; at once at the second."""
+    """Ends at SIGINT or SIGTERM when all admitted requests are answered; at the second signal at once."""
 
     def __init__(self, config: uvicorn.Config, service: Service, grace: float) -> None:
         """
         Args:
-            grace: seconds that what was admitted has then.
+            grace: seconds that admitted requests have then.
         """
         super().__init__(config)
         self.service, self._grace = service, grace
         self._loop = asyncio.get_running_loop()
         self._ending: asyncio.Task[None] | None = None
-        service.ended = self.stop
+        service.on_broken = self.stop
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Of uvicorn, for signals."""
+        """Uvicorn's handler of signals."""
         self._loop.call_soon_threadsafe(self.stop)
 
     def stop(self) -> None:
-        """Ends; called again, ends at once. To be called in the event loop."""
+        """Shuts down; called again, at once. Call it in the event loop."""
         if self._ending is None:
             self._ending = asyncio.ensure_future(self._end())
             return
-        self.service.break_off(stopping())
+        self.service.break_off(stopping_fault())
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Of uvicorn, which has one number for what the system keeps and for what is accepted at a time."""
+        """Lengthens the system's queue, for which uvicorn takes the number of connections that it accepts at once."""
         await super().startup(sockets)
         for at in sockets or ():
             at.listen(BACKLOG)
@@ -62,12 +62,12 @@ class Server(uvicorn.Server):
     async def _end(self) -> None:
         await self.service.drain(self._grace)
         if self.service.broken is not None:
-            await asyncio.sleep(TOLD_SECONDS)
+            await asyncio.sleep(BROKEN_SECONDS)
         self.should_exit = True
 
 
-def bound(host: str, port: int) -> socket.socket:
-    """A socket at an address, which nobody can connect to yet.
+def bind_socket(host: str, port: int) -> socket.socket:
+    """A socket bound to an address, which does not listen yet.
 
     Raises:
         DllmError: when there is no such address, or it is taken.
@@ -83,7 +83,7 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 def url_of(at: socket.socket) -> str:
-    """The address of a socket as clients write it."""
+    """The URL of a socket."""
     host, port = at.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -97,18 +97,17 @@ async def serve(
     most_body: int = 1 << 20,
     grace: float = 30.0,
     connections: Connections | None = None,
-    began: Callable[[Server], None] = lambda server: None,
+    on_start: Callable[[Server], None] = lambda server: None,
 ) -> None:
-    """Serves an engine until it is told to stop.
+    """Serves an engine until it is stopped.
 
     Args:
         at: a bound socket.
-        key: that requests must bring.
-        most_body: bytes of a request's body.
-        grace: seconds that answers have when the server is to end.
-        connections: how many, and how long they may be silent; by default some more than there are requests, as far as
-            the limit of open files allows.
-        began: called before the first request is read.
+        key: the API key that requests must have; None for none.
+        most_body: largest body of a request, bytes.
+        grace: seconds that running answers have at shutdown.
+        connections: their limits; by default more connections than requests, as far as the limit of open files allows.
+        on_start: called before the first request is read.
 
     Raises:
         DllmError: when the limit of open files is too low, when the engine's own sampler may take more forwards than
@@ -122,27 +121,27 @@ async def serve(
         service.metrics.requests,
         key=key,
         most_body=most_body,
-        hosts=hosts_of(at.getsockname()[0]) if key is None else None,
+        hosts=allowed_hosts(at.getsockname()[0]) if key is None else None,
     )
-    http: Any = connections or Connections(most_connections(2 * (engine.slots + limits.queue) + 256))
+    http: Any = connections or Connections(connection_limit(2 * (engine.slots + limits.queue) + 256))
     config = uvicorn.Config(
         guard,
         http=http,
-        backlog=AT_A_TIME,
+        backlog=ACCEPTED_AT_ONCE,
         lifespan="off",
         access_log=False,
         log_config=None,
         server_header=False,
-        timeout_graceful_shutdown=int(LEAVING_SECONDS),
+        timeout_graceful_shutdown=int(SHUTDOWN_SECONDS),
         ws="none",
     )
     server = Server(config, service, grace)
-    began(server)
+    on_start(server)
     try:
         await server.serve(sockets=[at])
     finally:
         await service.close()
     if service.broken is not None:
-        if out_of_memory(service.broken):  # whose advice the command has
+        if out_of_memory(service.broken):  # the command prints advice
             raise service.broken
-        raise DllmError(f"the engine has stopped by an error: {where(service.broken)}") from service.broken
+        raise DllmError(f"the engine has stopped by an error: {error_place(service.broken)}") from service.broken

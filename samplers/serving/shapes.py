@@ -1,4 +1,4 @@
-"""How answers are written: chat completions and completions, whole and in parts."""
+"""How answers are written: chat completions and completions, whole and in chunks."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ Json = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class TokenScore:
-    """One token of an answer and what the model thought of it.
+    """A token of an answer and its log-probability.
 
     Attributes:
-        text: as it looks alone.
-        bytes: what it adds to the text; None where that depends on its neighbours.
-        logprob: None where no forward chose it.
-        offset: characters of the text before it.
+        text: its text alone.
+        bytes: what it adds to the answer's text; None where that depends on its neighbours.
+        logprob: in nats; None where no forward chose it.
+        offset: characters of the answer before it.
     """
 
     text: str
@@ -36,7 +36,7 @@ def token_scores(model: Model, answer: Generation, stops: Sequence[str | int]) -
     names = {i: name for name, i in special_tokens(tokenizer).items()}
     try:
         pieces = [token_bytes(tokenizer, model.config.vocab_size)[token] for token in answer.tokens]
-    except DllmError:  # its tokens do not simply follow each other
+    except DllmError:  # not byte-level
         texts = [str(tokenizer.decode([token])) for token in answer.tokens]
         return [TokenScore(text, None, x, 0) for text, x in zip(texts, answer.logprobs, strict=True)]
     whole, found, at = b"".join(pieces), [], 0
@@ -50,10 +50,11 @@ def token_scores(model: Model, answer: Generation, stops: Sequence[str | int]) -
 
 
 def usage_of(answers: Sequence[Generation], prompts: int) -> Json:
-    """Tokens that were read and written, and forwards.
+    """Counts of tokens and forwards.
 
     Args:
-        answers: `prompts` of them in a row are of different prompts, the others draw again.
+        answers: of all prompts in order, equally many for each.
+        prompts: how many prompts.
     """
     read = sum(answer.prompt_tokens for answer in answers[:: len(answers) // prompts])
     wrote = sum(len(answer.tokens) for answer in answers)
@@ -61,10 +62,10 @@ def usage_of(answers: Sequence[Generation], prompts: int) -> Json:
     return {"prompt_tokens": read, "completion_tokens": wrote, "total_tokens": read + wrote, "forwards": forwards}
 
 
-class Chat:
-    """Chat completions."""
+class ChatShape:
+    """Answers of /v1/chat/completions."""
 
-    prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     @staticmethod
     def choice(text: str) -> Json:
@@ -86,10 +87,10 @@ class Chat:
         return {"content": [entry(token) for token in tokens], "refusal": None}
 
 
-class Text:
-    """Completions."""
+class TextShape:
+    """Answers of /v1/completions."""
 
-    prefix, whole, part = "cmpl", "text_completion", "text_completion"
+    prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
 
     @staticmethod
     def choice(text: str) -> Json:
@@ -113,4 +114,4 @@ class Text:
         }
 
 
-Shape = type[Chat] | type[Text]
+Shape = type[ChatShape] | type[TextShape]
