@@ -21,6 +21,7 @@ from convert import embedded, published
 from convert.hub_folder import copied_files
 from convert.to_hub import export
 from dllm_jax.checkpoints import checkpoint
+from dllm_jax.families import REPOSITORIES
 from dllm_jax.params.specs import init_params
 from samplers import parse_samplers
 
@@ -62,7 +63,7 @@ def hub(tmp_path_factory):
         heads = 2 if config.num_kv_heads == config.num_heads else 1
         config = config.replace(**NARROW, **IDS, num_kv_heads=heads, dtype="float32")
         checkpoint.save(cache / name, config, init_params(config, jax.random.key(0)).items(), files=files)
-        repository = cache / f"models--{published.HUB[name].repository.replace('/', '--')}"
+        repository = cache / f"models--{REPOSITORIES[name].replace('/', '--')}"
         (repository / "refs").mkdir(parents=True)
         (repository / "refs" / "main").write_text("0" * 40)
         (repository / "snapshots").mkdir()
@@ -187,7 +188,7 @@ def test_what_both_branches_call_is_there(path):
             inspect.signature(found).bind_partial(*arguments, **keywords)
             checked += 1
         if found in (published.load, published.install) and isinstance(call.args[0], ast.Constant):
-            assert call.args[0].value in published.HUB
+            assert call.args[0].value in REPOSITORIES
     assert checked > 5
     parts = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
     texts = [node.value for node in nodes if isinstance(node, ast.Constant) and id(node) not in parts]
