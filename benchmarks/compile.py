@@ -46,7 +46,7 @@ from train import read_config
 from train.config import TrainConfig
 from train.losses import Batch
 from train.objectives import objective_of
-from train.setup import adapted
+from train.setup import adapt_config
 from train.step import Stepper
 from train.trainable import WholeModel
 from train.trainer import placement_of
@@ -214,18 +214,18 @@ def model_of(config: TrainConfig, layers: int = 0) -> ModelConfig:
             f"model.init is {config.model.init!r}, which is not the name of a published model; write "
             "model.init=llada-8b-base after the options"
         )
-    model = adapted(published(name), config.model.adapt) if config.model.adapt else published(name)
+    model = adapt_config(published(name), config.model.adapt) if config.model.adapt else published(name)
     if not layers:
-        return objective_of(config).fitted(model, config)
-    return objective_of(config).fitted(model.replace(num_layers=layers), config)
+        return objective_of(config).fit_model(model, config)
+    return objective_of(config).fit_model(model.replace(num_layers=layers), config)
 
 
 def training_step(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> Any:
     """One optimiser step of a run on rows of `data.length` tokens, lowered without weights and data."""
     stepper = Stepper(config, model, placement_of(config, model, mesh))
-    shapes = stepper.trained.shapes()
+    shapes = stepper.trainable.shapes()
     state = stepper.abstract({name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()})
-    whole = isinstance(stepper.trained, WholeModel)
+    whole = isinstance(stepper.trainable, WholeModel)
     frozen = {} if whole else abstract_params(model, config.compute.dtype, param_shardings(model, mesh))
     optimizer, length = config.optimizer, config.data.length
     rows = (optimizer.accumulate, optimizer.batch // optimizer.accumulate)
@@ -233,7 +233,7 @@ def training_step(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> Any:
     step = like((length,), jnp.int32) if stepper.objective.trajectories else None
     batch = Batch(like((length,), jnp.int32), like((length,), jnp.bool_), like((), jnp.int32), step)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    return stepper.jitted(state).lower(state, frozen, batch, key)
+    return stepper.jit_step(state).lower(state, frozen, batch, key)
 
 
 def label(own: Sequence[hlo.Instruction], at: hlo.Instruction | None) -> str:
@@ -459,7 +459,7 @@ def _generation(options: argparse.Namespace) -> tuple[Setting, dict[str, Any]]:
 
 
 def _training(options: argparse.Namespace) -> tuple[Setting, dict[str, Any]]:
-    """As `_generation`, of a run's settings."""
+    """The program of a run's settings, and its title."""
     if not options.config:
         raise DllmError("--what train needs the settings of a run; give --config train/configs/8b/NAME.toml")
     run = read_config(options.config, options.settings)

@@ -29,11 +29,11 @@ from evals.plots import Curve, Panel, draw
 from evals.tasks import make_task
 from samplers.engine.runner import Engines
 from train.curves import read_log
-from train.lora import with_adapters
+from train.lora import add_adapters
 from train.objectives import OBJECTIVES
 from train.run_dir import RunFolder, read_settings
-from train.settings import build
-from train.setup import prepare
+from train.settings import build_settings
+from train.setup import read_parts
 from train.step import training_mesh
 from train.trainer import Run, placement_of
 
@@ -75,15 +75,15 @@ def report(options: argparse.Namespace) -> Row:
 
 def _run(folder: Path) -> Run:
     values = read_settings(folder)
-    config = build(OBJECTIVES[values["command"]].config, values | {"out": str(folder)})
-    parts = prepare(config)
+    config = build_settings(OBJECTIVES[values["command"]].config, values | {"out": str(folder)})
+    parts = read_parts(config)
     return Run(config, parts, placement_of(config, parts.model, training_mesh(config)))
 
 
 def _model(run: Run, state: Any, base: Model) -> Model:
     lora = run.config.lora
     weights = state.average if run.config.checkpoint.weights == "ema" else state.trained
-    params = with_adapters(base.params, weights, lora.scale) if lora.rank else dict(weights)
+    params = add_adapters(base.params, weights, lora.scale) if lora.rank else dict(weights)
     return dataclasses.replace(base, params=params)
 
 

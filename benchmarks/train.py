@@ -27,8 +27,8 @@ from train.config import TrainConfig
 from train.data import Example
 from train.logs import step_flops
 from train.objectives.masked_diffusion import MaskedDiffusionConfig
-from train.settings import build
-from train.setup import prepare
+from train.settings import build_settings
+from train.setup import read_parts
 from train.step import training_mesh
 from train.trainer import Run, device_batch, placement_of
 
@@ -69,19 +69,19 @@ def settings(case: Mapping[str, Any], batch: int, dtype: str) -> TrainConfig:
         "optimizer": {"batch": batch, "accumulate": case.get("accumulate", 1)},
         "compute": {"remat": case.get("remat", "none"), "dtype": dtype},
     }
-    return build(MaskedDiffusionConfig, values)
+    return build_settings(MaskedDiffusionConfig, values)
 
 
 def measure(config: TrainConfig, repeats: int, patience: float, quick: bool) -> dict[str, Any]:
     """Times one case; see the module's text."""
-    parts = prepare(config)
+    parts = read_parts(config)
     run = Run(config, parts, placement_of(config, parts.model, training_mesh(config)))
     state, key = run.fresh(), jax.random.key(0)
     start = time.perf_counter()
     batch = device_batch(parts.rows, 0, config, run.placement.batch)
     data_seconds = time.perf_counter() - start
     start = time.perf_counter()
-    program = run.stepper.jitted(state).lower(state, {}, batch, key).compile()
+    program = run.stepper.jit_step(state).lower(state, {}, batch, key).compile()
     compile_seconds = time.perf_counter() - start
     ceiling = lambda: measure_ceilings(config.compute.dtype, quick=quick, repeats=3, patience=patience).matmul
 

@@ -22,7 +22,7 @@ from train.config import DataPart
 from train.data import Rows
 from train.data.shards import ABOUT_FILE, Trajectories
 from train.losses import Batch
-from train.objectives.indicator import RolledBack, auc, evidence, rolled_back
+from train.objectives.indicator import RolledBack, auc, gather_evidence, roll_back
 
 POINTS = 200  # of a curve, as it is written
 
@@ -180,13 +180,13 @@ def _states(rows: Rows, numbers: np.ndarray, seed: int, model: Model) -> RolledB
     steps = [max(int(row.step.max()) + 1, 1) for row in found if row.step is not None]
     draws = [np.random.default_rng([seed, int(i)]).integers(count) for i, count in zip(numbers, steps, strict=True)]
     keys = jax.random.split(jax.random.key(0), len(found))  # of dropout, of which there is none here
-    return rolled_back(batch, jnp.asarray(draws, jnp.int32), keys, model.denoiser.mask_id)
+    return roll_back(batch, jnp.asarray(draws, jnp.int32), keys, model.denoiser.mask_id)
 
 
 @jax.jit
 def _scored(indicator: Indicator, denoiser: Denoiser, states: RolledBack) -> tuple[jax.Array, ...]:
     """Scores of the indicator, of the model, masked positions and labels, each [B, W]."""
-    seen = evidence(indicator.config, denoiser, states)
+    seen = gather_evidence(indicator.config, denoiser, states)
     return indicator.scores(*seen.features), seen.confidence, seen.masked, seen.label
 
 

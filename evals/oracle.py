@@ -16,9 +16,9 @@ from evals.runner import prepare
 from evals.sampler import SamplerSpec
 from evals.tasks import Task
 from samplers.engine.runner import Engines
-from train.trajectory import Merged, Trajectory, merged, trajectory_of
+from train.trajectory import MergedSteps, Trajectory, merge_steps, trajectory_of
 
-_merged = jax.jit(merged)
+_merged = jax.jit(merge_steps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +114,7 @@ def oracle(
     )
 
 
-def _rows(index: list[int], nfe: np.ndarray, trajectory: Trajectory, order: Merged) -> list[OracleRow]:
+def _rows(index: list[int], nfe: np.ndarray, trajectory: Trajectory, order: MergedSteps) -> list[OracleRow]:
     steps = np.asarray(trajectory.step).max(axis=1) + 1
     return [
         OracleRow(

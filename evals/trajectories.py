@@ -35,7 +35,7 @@ from samplers.engine.requests import Request
 from samplers.engine.runner import Engines
 from samplers.sampler import Result, describe_broken
 from samplers.text.prompts import bucket_length, check_lengths, given_canvas, led_prompt, pad_prompts
-from train.data import ExampleLike, Setup, Source, size
+from train.data import ExampleLike, Setup, Source, count_examples
 from train.data.files import jsonl
 from train.data.shards import ABOUT_FILE, shards
 from train.trajectory import trajectory_of
@@ -79,7 +79,7 @@ def collect(
     Raises:
         DllmError: for bad numbers, a folder with something else, prompts that do not fit, and for a full disk.
     """
-    count = size(source)
+    count = count_examples(source)
     for name, value in (("n", n), ("batch_size", batch_size), ("shard_size", shard_size)):
         if value is not None and value < 1:
             raise DllmError(f"{name} is {value}; it must be at least 1")

@@ -11,18 +11,18 @@ from evals.sampler import parse_sampler
 from evals.tasks import make_task
 from samplers.engine.runner import Engines
 from train.config import WatchPart
-from train.logs import Look
+from train.logs import Evaluation
 
 _SHOWN = 4  # answers that are told
 
 
 class Accuracy:
-    """A `train.evaluation.Scorer`: the share of the same problems that is answered right."""
+    """A `train.evaluation.TaskScorer`: the share of the same problems that is answered right."""
 
     def __init__(
         self, model: Model, part: WatchPart, sampler: str, options: Mapping[str, Any], together: int, seed: int
     ) -> None:
-        """As `train.evaluation.Scorer` says.
+        """As `train.evaluation.TaskScorer` says.
 
         Raises:
             DllmError: as `evals.runner.run`.
@@ -41,7 +41,7 @@ class Accuracy:
         count, examples = len(self._examples), self._examples
         return prepare(model, self._task, spec, count, self._together, self._seed, self._split, examples=examples)[1]
 
-    def __call__(self, model: Model, options: Mapping[str, Any]) -> Look:
+    def __call__(self, model: Model, options: Mapping[str, Any]) -> Evaluation:
         """Accuracy with its standard error, forwards per answer, and the first answers."""
         batches = self._prepared(model, options)
         scores = batches.score(Engines(), False, self._sampler).scores()
@@ -51,4 +51,4 @@ class Accuracy:
             {"prompt": ask(row), "text": row.text, "nfe": row.nfe, "correct": row.correct}
             for row in scores["rows"][:_SHOWN]
         ]
-        return Look({name: scores[name] for name in names}, answers)
+        return Evaluation({name: scores[name] for name in names}, answers)

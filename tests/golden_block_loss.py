@@ -11,7 +11,7 @@ from golden_base import Assets, Case
 
 import dllm_jax
 from dllm_jax.families import find_family
-from train.objectives.block_diffusion import BlockDiffusion, BlockDiffusionPart, Copies
+from train.objectives.block_diffusion import BlockDiffusion, BlockDiffusionPart, NoisyCopies
 
 
 def run_loss(case: Case, assets: Assets) -> None:
@@ -35,7 +35,7 @@ def run_loss(case: Case, assets: Assets) -> None:
         np.testing.assert_allclose(loss, expected["loss"] + 2.0 * expected["confidence_loss"], atol=5e-6)
 
 
-def noised_of(case: Case, denoiser: dllm_jax.Denoiser, settings: BlockDiffusionPart) -> Copies:
+def noised_of(case: Case, denoiser: dllm_jax.Denoiser, settings: BlockDiffusionPart) -> NoisyCopies:
     """The case's rows, of which twins follow each other."""
     tokens, noisy = jnp.asarray(case["input_ids"]), jnp.asarray(case["noisy_input_ids"])
     masked, copies = noisy == denoiser.mask_id, settings.copies
@@ -43,7 +43,7 @@ def noised_of(case: Case, denoiser: dllm_jax.Denoiser, settings: BlockDiffusionP
     labels = np.asarray(case["labels"])
     assert (np.asarray(tokens) == labels)[np.asarray(masked)].all()
     by_row = lambda x: x.reshape(-1, copies, x.shape[1])
-    return Copies(
+    return NoisyCopies(
         by_row(noisy),
         by_row(tokens)[:, 0],
         by_row(weights),
@@ -53,7 +53,7 @@ def noised_of(case: Case, denoiser: dllm_jax.Denoiser, settings: BlockDiffusionP
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
-def _loss(config: dllm_jax.ModelConfig, params: dict, noised: Copies, settings: BlockDiffusionPart) -> Any:
+def _loss(config: dllm_jax.ModelConfig, params: dict, noised: NoisyCopies, settings: BlockDiffusionPart) -> Any:
     loss = lambda params: BlockDiffusion(settings).loss(
         dllm_jax.Denoiser(config, params), dllm_jax.Denoiser(config, {}), noised
     )

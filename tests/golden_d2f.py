@@ -18,9 +18,9 @@ from dllm_jax.models.denoiser import block_causal
 from samplers import PipelineSampler, stream
 from samplers.text.prompts import bucket_length
 from train.config import LoraPart
-from train.lora import beside
+from train.lora import attach_adapters
 from train.losses import Batch
-from train.objectives.d2f import D2F, Blocks, D2FPart, Draws, block_ratios, corrupt
+from train.objectives.d2f import D2F, BlockDraws, D2FPart, NoisyBlocks, block_ratios, corrupt_blocks
 
 _FORCED = {"default": "confidence", "neg_entropy": "entropy", "margin_confidence": "margin"}
 
@@ -109,10 +109,10 @@ def _run_noise(case: Case, assets: Assets) -> None:
     _noised(case, assets.model("llada-tiny").denoiser)
 
 
-_corrupt = jax.jit(corrupt, static_argnums=3)
+_corrupt = jax.jit(corrupt_blocks, static_argnums=3)
 
 
-def _noised(case: Case, denoiser: dllm_jax.Denoiser) -> tuple[D2FPart, Blocks]:
+def _noised(case: Case, denoiser: dllm_jax.Denoiser) -> tuple[D2FPart, NoisyBlocks]:
     """The case's batch, noised by its draws and compared. The official code takes the batch's number of blocks."""
     expected, tokens = case["expected"], jnp.asarray(case["input_ids"])
     settings = D2FPart(
@@ -120,7 +120,7 @@ def _noised(case: Case, denoiser: dllm_jax.Denoiser) -> tuple[D2FPart, Blocks]:
         end_padding=case["variant"] == "main",
         target="data" if case["args"].get("target") == "data_ce" else "teacher",
     )
-    draws = Draws(*(jnp.asarray(case["draws"][name], jnp.float32) for name in ("first", "increments", "tokens")))
+    draws = BlockDraws(*(jnp.asarray(case["draws"][name], jnp.float32) for name in ("first", "increments", "tokens")))
     targets = jnp.arange(tokens.shape[1]) >= jnp.asarray(case["prompt_lengths"])[:, None]
     batch = Batch(tokens, targets, jnp.full(len(tokens), tokens.shape[1]))
     blocks = jnp.full(len(tokens), draws.increments.shape[1] + 1)
@@ -136,12 +136,12 @@ def _noised(case: Case, denoiser: dllm_jax.Denoiser) -> tuple[D2FPart, Blocks]:
 
 @functools.partial(jax.jit, static_argnums=(0, 4, 5))
 def _loss(
-    config: dllm_jax.ModelConfig, params: dict, adapters: dict, noised: Blocks, settings: D2FPart, part: LoraPart
+    config: dllm_jax.ModelConfig, params: dict, adapters: dict, noised: NoisyBlocks, settings: D2FPart, part: LoraPart
 ) -> Any:
     base = dllm_jax.Denoiser(config, params)
 
     def loss(adapters: dict) -> Any:
-        return D2F(settings).loss(dllm_jax.Denoiser(config, beside(params, adapters, part)), base, noised)
+        return D2F(settings).loss(dllm_jax.Denoiser(config, attach_adapters(params, adapters, part)), base, noised)
 
     return jax.value_and_grad(loss, has_aux=True)(adapters)
 
@@ -170,7 +170,7 @@ def _run_loss(case: Case, assets: Assets) -> None:
         _check_gradient(gradient, expected)
 
 
-def _divergence(run: Callable[[Blocks], Any], noised: Blocks) -> float:
+def _divergence(run: Callable[[NoisyBlocks], Any], noised: NoisyBlocks) -> float:
     """The weighted mean of the divergence, from its plain means over positions of one weight."""
     weights = np.asarray(noised.weights)
     total = 0.0

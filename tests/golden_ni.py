@@ -15,11 +15,11 @@ from dllm_jax.indicator import Indicator, load_indicator
 from samplers import NI, BlockSampler, Threshold
 from samplers.rules.ni import features_of
 from samplers.tokens.predictions import Sampling, given, predict
-from train.trajectory import best_tokens, mergeable, merged, rolled_back, trajectory_of
+from train.trajectory import best_tokens, canvas_after, merge_steps, mergeable_steps, trajectory_of
 
 _forward = jax.jit(lambda indicator, *features: (indicator.logits(*features), indicator.scores(*features)))
-_merged = jax.jit(merged)
-_mergeable = jax.jit(mergeable)
+_merged = jax.jit(merge_steps)
+_mergeable = jax.jit(mergeable_steps)
 
 
 def run(case: Case, assets: Assets) -> None:
@@ -131,7 +131,7 @@ def _run_merge_labels(case: Case, assets: Assets) -> None:
 
 @jax.jit
 def _state(denoiser: Denoiser, trajectory: Any, reached: jax.Array) -> tuple[jax.Array, jax.Array]:
-    canvas = rolled_back(trajectory, reached, denoiser.mask_id)
+    canvas = canvas_after(trajectory, reached, denoiser.mask_id)
     return canvas, best_tokens(denoiser, trajectory, canvas) == trajectory.tokens
 
 

@@ -10,7 +10,7 @@ from dllm_jax import DllmError
 from evals.tasks import make_task
 from train import read_config, train
 from train.config import DataPart
-from train.data import Rows, made_by, source_of
+from train.data import Rows, make_referenced, source_of_split
 
 WORDS = {"task": "word-problems", "difficulty": "easy", "steps": [1, 2]}
 SETTINGS = """
@@ -33,8 +33,8 @@ mfu = false
 
 
 def rows(options, **part):
-    task = made_by("evals.tasks:make_task", options)
-    return task, Rows(source_of(task, "evals.tasks:make_task"), DataPart(**part), "sft", config_for(task), seed=0)
+    task = make_referenced("evals.tasks:make_task", options)
+    return task, Rows(source_of_split(task, "evals.tasks:make_task"), DataPart(**part), "sft", config_for(task), seed=0)
 
 
 def test_word_problems_fill_the_canvas_that_is_evaluated():
@@ -62,7 +62,7 @@ def test_puzzles_learn_their_blanks_and_paths_only():
 )
 def test_bad_options_are_one_sentence(options):
     with pytest.raises(DllmError) as caught:
-        made_by("evals.tasks:make_task", options)
+        make_referenced("evals.tasks:make_task", options)
     assert "\n" not in str(caught.value)
 
 

@@ -14,7 +14,7 @@ from evals.sampler import parse_sampler, parse_samplers
 from samplers import CACHES, LOOPS, PRESETS, RULES
 from samplers.config.registry import is_outside
 from train.objectives import OBJECTIVES, read_config
-from train.run_dir import LOOKED
+from train.run_dir import WATCH_SECONDS
 
 DOCUMENTS = pages.documents()
 EVERY = [pytest.param(block, id=block.where) for page in DOCUMENTS for block in pages.blocks(page)]
@@ -78,7 +78,7 @@ def logged(run):
 
 
 def evaluations(run):
-    return [line for line in logged(run) if LOOKED in line]
+    return [line for line in logged(run) if WATCH_SECONDS in line]
 
 
 CHECKS = {

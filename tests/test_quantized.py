@@ -35,7 +35,7 @@ from dllm_jax.params.specs import abstract_params, forms
 from dllm_jax.testing import check_denoiser
 from samplers import BlockSampler, DualCache, PrefixCache, Smoothing, Threshold, sample_jit
 from samplers.cli.sample import main as samplers_main
-from train.setup import prepare
+from train.setup import read_parts
 
 BITS = ("int8", "int4")
 # In four bits two groups of 32 inputs from the stream, four of 128 from the heads and from the hidden units.
@@ -429,9 +429,9 @@ def test_what_needs_plain_weights_says_so(stored, tmp_path) -> None:
         "exported": [lambda: convert.export(stored, tmp_path / "out")],
         "given adapters": [
             lambda: convert.convert_adapters(tmp_path, stored, tmp_path / "out"),
-            lambda: train.lora.merge(stored, tmp_path, tmp_path / "out"),
+            lambda: train.lora.merge_adapters(stored, tmp_path, tmp_path / "out"),
         ],
-        "trained": [lambda: prepare(run_config(tmp_path / "run", model={"init": str(stored)}))],
+        "trained": [lambda: read_parts(run_config(tmp_path / "run", model={"init": str(stored)}))],
     }
     for what, works in refused.items():
         for work in works:

@@ -93,7 +93,7 @@ def test_two_layers_of_a_recipe_are_compiled(name):
     found = bench.describe(bench.compiled("train", setting), setting)
     assert "vocabulary" in [row["loop"] for row in found["loops"]]
     assert not [fault for fault in bench.faults(found) if "sends" in fault]
-    trained = objective_of(config).trained(config, setting.config)
+    trained = objective_of(config).trainable(config, setting.config)
     masters = trained.shardings(setting.mesh)
     wanted = sum(12 * math.prod(masters[name].shard_shape(shape)) for name, shape in trained.shapes().items())
     if not isinstance(trained, WholeModel):

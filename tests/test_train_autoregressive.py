@@ -19,8 +19,8 @@ from samplers import LeftRight, sample_jit
 from train.losses import Batch
 from train.objectives import read_config
 from train.objectives.autoregressive import Autoregressive, AutoregressiveConfig, AutoregressivePart
-from train.settings import build
-from train.setup import adapted, prepare
+from train.settings import build_settings
+from train.setup import adapt_config, read_parts
 
 CAUSAL = LLADA.replace(family="qwen2", attention="causal", shift=True, qkv_bias=True)
 
@@ -28,7 +28,7 @@ CAUSAL = LLADA.replace(family="qwen2", attention="causal", shift=True, qkv_bias=
 def run_config(out, **changes):
     values = settings(out, model__published="qwen2.5-0.5b", model__config=causal_fields(), **changes)
     values["objective"] = {name: x for name, x in values.get("objective", {}).items() if name in ("kind", "chunk")}
-    return build(AutoregressiveConfig, values)
+    return build_settings(AutoregressiveConfig, values)
 
 
 def causal_fields():
@@ -70,7 +70,7 @@ def test_a_trained_model_decodes_with_its_cache(tmp_path):
     assert outcome.metrics["loss"] < 0.2
     model = dllm_jax.load(outcome.folder)
     assert model.config.attention == "causal"
-    row = prepare(config).rows(3)
+    row = read_parts(config).rows(3)
     prompt = jnp.asarray(row.tokens[: int(np.argmax(row.targets))])[None]
     cached = sample_jit(LeftRight(3, window=1, lookahead=1), model.denoiser, prompt)
     plain = sample_jit(LeftRight(3), model.denoiser, prompt)
@@ -84,26 +84,26 @@ def test_a_checkpoint_becomes_a_model_of_another_kind(tmp_path):
     checkpoint.save(folder, LLADA, params.items())
     values = settings(tmp_path / "ar", steps=1, optimizer__lr=0.0, optimizer__warmup=0)
     values |= {"model": {"init": str(folder), "adapt": "qwen2.5-0.5b"}, "objective": {}}
-    causal = dllm_jax.load(train.train(build(AutoregressiveConfig, values)).folder)
+    causal = dllm_jax.load(train.train(build_settings(AutoregressiveConfig, values)).folder)
     assert (causal.config.family, causal.config.attention, causal.config.shift) == ("qwen2", "causal", True)
     assert causal.config.embed_dim == LLADA.embed_dim
     for name, value in causal.denoiser.params.items():
         assert np.array_equal(value, params.get(name, jnp.zeros_like(value)))
-    back = adapted(causal.config, "dream-7b-base")
+    back = adapt_config(causal.config, "dream-7b-base")
     assert (back.family, back.attention, back.qkv_bias) == ("dream", "bidirectional", True)
     with pytest.raises(DllmError, match="only one of them has experts"):
-        adapted(LLADA, "llada-moe-7b-a1b-base")
+        adapt_config(LLADA, "llada-moe-7b-a1b-base")
     with pytest.raises(DllmError, match=r"set model\.init, or model\.published"):
         train.train(run_config(tmp_path / "none", model__adapt="dream-7b-base"))
 
 
 def test_models_are_trained_by_their_own_command(tmp_path):
-    both = build(
+    both = build_settings(
         AutoregressiveConfig, settings(tmp_path / "a", model__config=model_fields()) | {"objective": {"kind": "sft"}}
     )
     with pytest.raises(dllm_jax.DllmError, match="a llada model sees both ways"):
-        prepare(both)
+        read_parts(both)
     config = read_config("train/configs/ar-word-problems.toml", command="autoregressive")
-    assert prepare(config).model.attention == "causal"
+    assert read_parts(config).model.attention == "causal"
     with pytest.raises(dllm_jax.DllmError, match="there is no setting 'objective.eps'"):
         read_config("train/configs/ar-word-problems.toml", ["objective.eps=0.1"], "autoregressive")

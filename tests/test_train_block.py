@@ -22,9 +22,9 @@ from dllm_jax.models.transformer import bind
 from dllm_jax.params.specs import init_params
 from train.__main__ import main
 from train.losses import Batch, Noised
-from train.objectives.block_diffusion import BlockDiffusion, BlockDiffusionPart, corrupt
+from train.objectives.block_diffusion import BlockDiffusion, BlockDiffusionPart, corrupt_copies
 from train.objectives.masked_diffusion import MaskedDiffusion, MaskedDiffusionPart
-from train.setup import adapted
+from train.setup import adapt_config
 from train.step import REMAT
 
 B, T, L = 3, 12, 4
@@ -71,7 +71,7 @@ def doubled_logits(denoiser, noisy, clean):
 def test_loss_is_that_of_doubled_rows(config):
     """And however it is computed: layers as a loop and computed again, logits in chunks and groups."""
     denoiser, part = denoiser_of(config), BlockDiffusionPart(complementary=True, loss="bound", high=0.9)
-    noised = corrupt(jax.random.key(2), make_batch(), denoiser, part)
+    noised = corrupt_copies(jax.random.key(2), make_batch(), denoiser, part)
     assert noised.lengths.tolist() == [T, T, 8]
 
     def reference(params):
@@ -116,7 +116,7 @@ def test_a_single_block_is_masked_diffusion():
     config, part = SDAR.replace(block_length=T), BlockDiffusionPart(noise="sequence", loss="bound")
     denoiser, batch = denoiser_of(config), make_batch()
     batch = batch._replace(lengths=jnp.full(B, T), targets=jnp.broadcast_to(jnp.arange(T) >= 4, (B, T)))
-    noised = corrupt(jax.random.key(3), batch, denoiser, part)
+    noised = corrupt_copies(jax.random.key(3), batch, denoiser, part)
     found, _ = jax.jit(BlockDiffusion(part).loss)(denoiser, denoiser, noised)
     rows = Noised(noised.inputs[:, 0], batch.tokens, noised.weights[:, 0] / (T - 4), batch.lengths)
     plain = Denoiser(config.replace(attention="bidirectional", block_length=None), denoiser.params)
@@ -132,7 +132,7 @@ def test_noise(noise):
     tokens = jax.random.randint(jax.random.key(0), (rows, length), 0, 20)
     targets = jnp.broadcast_to(jnp.arange(length) >= 5, tokens.shape)
     batch = Batch(tokens, targets, jnp.full(rows, 62))
-    noised = corrupt(jax.random.key(1), batch, denoiser, part)
+    noised = corrupt_copies(jax.random.key(1), batch, denoiser, part)
     first, second = (np.asarray(noised.weights[:, copy]) for copy in (0, 1))
     assert ((first > 0) ^ (second > 0) == np.asarray(targets)).all()  # each target in just one, the filled ones too
     assert ((np.asarray(noised.inputs) == FAST.mask_id) == (np.asarray(noised.weights) > 0)).all()
@@ -145,9 +145,9 @@ def test_noise(noise):
     assert abs((first > 0)[:, 5:].mean() - share.mean()) < 0.05
     # A row's noise is its own: not the other rows' tokens, nor how the batch is divided, change it.
     other = batch._replace(tokens=tokens.at[1:].set(7))
-    np.testing.assert_array_equal(corrupt(jax.random.key(1), other, denoiser, part).inputs[0], noised.inputs[0])
+    np.testing.assert_array_equal(corrupt_copies(jax.random.key(1), other, denoiser, part).inputs[0], noised.inputs[0])
     halves = Batch(*(x.reshape(2, rows // 2, *x.shape[1:]) for x in batch[:3]))
-    again = corrupt(jax.random.key(1), halves, denoiser, part)
+    again = corrupt_copies(jax.random.key(1), halves, denoiser, part)
     np.testing.assert_array_equal(again.inputs.reshape(noised.inputs.shape), noised.inputs)
 
 
@@ -155,7 +155,7 @@ def test_wrong_tokens_and_masks_that_fill():
     part = BlockDiffusionPart(low=0.5, high=0.5, wrong=0.4, fill="mask")
     tokens = jax.random.randint(jax.random.key(0), (64, T), 0, 20)
     batch = Batch(tokens, jnp.broadcast_to(jnp.arange(T) < 10, tokens.shape), jnp.full(64, 10))
-    noised = corrupt(jax.random.key(1), batch, Denoiser(SDAR, {}), part)
+    noised = corrupt_copies(jax.random.key(1), batch, Denoiser(SDAR, {}), part)
     inputs, weights = noised.inputs[:, 0, :10], noised.weights[:, 0]
     masked, wrong = inputs == SDAR.mask_id, (inputs != SDAR.mask_id) & (inputs != tokens[:, :10])
     assert (weights[:, :10] == (masked | wrong)).all()
@@ -213,10 +213,10 @@ def test_an_autoregressive_model_becomes_one_of_blocks(tmp_path):
     assert (config.family, config.attention, config.block_length, config.shift) == ("fast-dllm-v2", "block", 4, True)
     model = {"init": str(tmp_path / "blocks" / "model")}
     assert run(block_settings(tmp_path / "lora", steps=2, lora={"rank": 2}) | {"model": model}) == 0
-    train.merge(tmp_path / "blocks" / "model", tmp_path / "lora" / "adapters", tmp_path / "merged")
+    train.merge_adapters(tmp_path / "blocks" / "model", tmp_path / "lora" / "adapters", tmp_path / "merged")
     assert dllm_jax.load(tmp_path / "merged").config == config
     without = dllm_jax.published("qwen2.5-0.5b")
-    assert adapted(without, "fast-dllm-v2-1.5b").mask_id == 151665  # the kind's, where the model has none
+    assert adapt_config(without, "fast-dllm-v2-1.5b").mask_id == 151665  # the kind's, where the model has none
 
 
 MISTAKES = {

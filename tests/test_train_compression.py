@@ -24,9 +24,9 @@ from train.data import Rows
 from train.data.shards import Trajectories, shards
 from train.losses import Batch
 from train.objectives import read_config
-from train.objectives.compression import Compression, CompressionConfig, CompressionPart, stamps
-from train.settings import build
-from train.setup import prepare
+from train.objectives.compression import Compression, CompressionConfig, CompressionPart, draw_states
+from train.settings import build_settings
+from train.setup import read_parts
 
 MASK, EOS, T = LLADA.mask_id, LLADA.eos_id, 12
 SUDOKU = "sudoku:box_rows=2,box_columns=2"
@@ -94,13 +94,13 @@ def test_the_source_gives_canvases_and_their_steps(folder):
 
 def test_two_states_are_any_pair_alike():
     draws = jax.random.uniform(jax.random.key(0), (4000, 2))
-    low, high = (np.asarray(x) for x in stamps(draws, jnp.full(4000, 3)))
+    low, high = (np.asarray(x) for x in draw_states(draws, jnp.full(4000, 3)))
     counts = np.bincount(low * 4 + high, minlength=16).reshape(4, 4)
     assert not np.tril(counts).any()
     assert np.abs(counts[np.triu_indices(4, 1)] - 4000 / 6).max() < 5 * math.sqrt(4000 / 6)
     edges = jnp.asarray([[0.0, 0.0], [0.9999999, 0.9999999]])
-    assert [x.tolist() for x in stamps(edges, jnp.array([1, 1]))] == [[0, 0], [1, 1]]
-    assert [x.tolist() for x in stamps(edges, jnp.array([0, 0]))] == [[0, 0], [0, 0]]
+    assert [x.tolist() for x in draw_states(edges, jnp.array([1, 1]))] == [[0, 0], [1, 1]]
+    assert [x.tolist() for x in draw_states(edges, jnp.array([0, 0]))] == [[0, 0], [0, 0]]
 
 
 @pytest.mark.parametrize("config", [LLADA, DREAM], ids=["llada", "dream"])
@@ -148,27 +148,27 @@ def base(tmp_path_factory):
 
 def test_training_lowers_the_loss(tmp_path, base, folder):
     values = compression_settings(tmp_path / "whole", base, folder, steps=20, optimizer__lr=3e-2)
-    outcome = train.train(build(CompressionConfig, values))
+    outcome = train.train(build_settings(CompressionConfig, values))
     lines = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["loss"] < 0.6 * lines[0]["loss"]
     assert dllm_jax.load(outcome.folder).config == dllm_jax.load(base).config
 
 
 def test_refusals(tmp_path, base, folder):
-    config = lambda **changes: build(CompressionConfig, compression_settings(tmp_path / "x", base, **changes))
+    config = lambda **changes: build_settings(CompressionConfig, compression_settings(tmp_path / "x", base, **changes))
     with pytest.raises(DllmError, match="holds no trajectories"):
-        prepare(config(folder=tmp_path))
+        read_parts(config(folder=tmp_path))
     unknown = write_folder(tmp_path / "unknown", correct=False)
     with pytest.raises(DllmError, match="does not say which answers are correct"):
-        prepare(config(folder=unknown))
+        read_parts(config(folder=unknown))
     with pytest.raises(DllmError, match=r"has \d+ tokens and data.length is 8"):
-        prepare(config(folder=folder, data__length=8)).rows(1)
+        read_parts(config(folder=folder, data__length=8)).rows(1)
     other = compression_settings(tmp_path / "x", base, folder)
     other["data"] = {"source": "train_toys:Reverse", "length": 12}
     with pytest.raises(DllmError, match="this command learns from trajectories"):
-        prepare(build(CompressionConfig, other))
+        read_parts(build_settings(CompressionConfig, other))
     with pytest.raises(DllmError, match=r"no setting 'data.options.corect'; did you mean 'data.options.correct'"):
-        prepare(config(folder=folder, data__options__corect=True))
+        read_parts(config(folder=folder, data__options__corect=True))
     config = read_config("train/configs/compression-long-problems.toml", command="compression")
     assert config.checkpoint.weights == "ema" and config.data.options["correct"]
     assert not (tmp_path / "x").exists()

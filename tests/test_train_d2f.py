@@ -16,8 +16,8 @@ from dllm_jax import Denoiser, DllmError
 from dllm_jax.params.specs import init_params
 from train.__main__ import main
 from train.losses import Batch
-from train.objectives.d2f import D2F, D2FConfig, D2FPart, Draws, block_ratios
-from train.settings import build
+from train.objectives.d2f import D2F, BlockDraws, D2FConfig, D2FPart, block_ratios
+from train.settings import build_settings
 
 B, T = 4, 13
 
@@ -38,7 +38,7 @@ def denoiser_of(config, seed=1):
 @pytest.mark.parametrize("schedule", ["monotone", "random"])
 def test_shares_stay_within_their_bounds(schedule):
     rng = np.random.default_rng(0)
-    draws = Draws(*(jnp.asarray(rng.random(shape), jnp.float32) for shape in ((500,), (500, 4), (500, 1))))
+    draws = BlockDraws(*(jnp.asarray(rng.random(shape), jnp.float32) for shape in ((500,), (500, 4), (500, 1))))
     ratios = np.asarray(block_ratios(draws, jnp.full(500, 5), schedule, 0.2, 0.7))
     assert ratios.min() >= 0.2
     assert ratios.max() < 0.7 + 1e-6
@@ -129,11 +129,11 @@ def test_runs_on_one_device_and_on_eight(tmp_path, capsys):
     assert all((adapters[name] == again[name]).all() for name in adapters)
     values = d2f_settings(tmp_path / "x", base)
     with pytest.raises(DllmError, match="set it to 32"):
-        build(D2FConfig, values | {"lora": {"rank": 0}})
+        build_settings(D2FConfig, values | {"lora": {"rank": 0}})
     with pytest.raises(DllmError, match=r"lora.dropout is 1.0; it must be"):
-        build(D2FConfig, values | {"lora": {"rank": 2, "dropout": 1.0}})
+        build_settings(D2FConfig, values | {"lora": {"rank": 2, "dropout": 1.0}})
     with pytest.raises(DllmError, match=r"objective.block_length is 0; it must be at least 1"):
-        build(D2FConfig, values | {"objective": {"block_length": 0}})
+        build_settings(D2FConfig, values | {"objective": {"block_length": 0}})
 
 
 def test_published_adapters_are_merged_or_kept_apart(tmp_path, llada_tiny, dream_tiny, capsys):
@@ -144,7 +144,7 @@ def test_published_adapters_are_merged_or_kept_apart(tmp_path, llada_tiny, dream
     assert convert_main([*arguments, "--out", str(tmp_path / "merged")]) == 0
     assert convert_main([*arguments, "--out", str(tmp_path / "apart"), "--apart"]) == 0
     assert "rank 4 for 16 matrices" in capsys.readouterr().out
-    train.merge(base, tmp_path / "apart", tmp_path / "later")
+    train.merge_adapters(base, tmp_path / "apart", tmp_path / "later")
     first, second = (dllm_jax.load(tmp_path / name).params for name in ("merged", "later"))
     name = "layers.3.attn.o_proj.kernel"
     assert (first[name] == second[name]).all()

@@ -18,7 +18,7 @@ from dllm_jax.checkpoints import checkpoint
 from train.__main__ import main
 from train.config import DataPart
 from train.data import Setup
-from train.data.checks import checked
+from train.data.checks import drop_bad_examples
 from train.data.files import jsonl
 from train.data.shards import Trajectories
 from train.optimizer import learning_rate
@@ -81,7 +81,7 @@ def test_a_bad_line_is_named_and_dropped_or_refused(name, tmp_path, llada_tiny):
     path.write_bytes(b"\xef\xbb\xbf" + GOOD.encode() + b"\n" + line + b"\n" + GOOD.encode())
     part = lambda on_bad: DataPart(length=16, answer_length=8, on_bad=on_bad)
     source = jsonl(Setup(llada_tiny.config, llada_tiny.tokenizer, 16, 8), path=str(path))
-    check = lambda on_bad: checked(source, part(on_bad), "sft", llada_tiny.config)
+    check = lambda on_bad: drop_bad_examples(source, part(on_bad), "sft", llada_tiny.config)
     if sentence is None:
         assert check("refuse") == (source, None)
         return
@@ -98,13 +98,13 @@ def test_many_bad_lines_are_counted_and_the_first_are_named(tmp_path, monkeypatc
     path = tmp_path / "data.jsonl"
     path.write_text("\n".join(['{"ids": [1]}', "[]"] * 4 + ['{"ids": [1, 2, 3]}'] * 3))
     source = jsonl(Setup(LLADA, None, 2), path=str(path))
-    look = lambda on_bad: checked(source, DataPart(length=2, on_bad=on_bad), "pretrain", LLADA)
+    look = lambda on_bad: drop_bad_examples(source, DataPart(length=2, on_bad=on_bad), "pretrain", LLADA)
     first = " .* ".join(f"line {number}: it is" for number in (2, 4, 6, 8))
     with pytest.raises(DllmError, match=f"{first} .* line 9 has .*; and 2 more; 7"):
         look("refuse")
     assert str(look("drop")[1]) == "7 of 11 examples are bad: 4 unreadable, 3 too long"
     monkeypatch.setattr("train.data.checks._TOLD", 5)
-    assert look("drop")[1].listed().splitlines()[4:] == [
+    assert look("drop")[1].listing().splitlines()[4:] == [
         f"{path} line 9 has 3 tokens and data.length is 2; raise it",
         "and 2 more",
     ]
@@ -117,7 +117,7 @@ def test_what_drop_long_leaves_out_has_no_room_for_its_canvas(tmp_path):
     for canvas in (0, 4):
         part = DataPart(length=10, answer_length=canvas, on_bad="drop")
         read = lambda drop, canvas=canvas: jsonl(Setup(LLADA, None, 10, canvas), path=str(path), drop_long=drop)
-        (kept, faults), (other, found) = (checked(read(drop), part, "sft", LLADA) for drop in (True, False))
+        (kept, faults), (other, found) = (drop_bad_examples(read(drop), part, "sft", LLADA) for drop in (True, False))
         assert faults is None and len(kept) == len(other) and found.kinds == {"too long": len(rows) - len(kept)}
         assert "too long" in str(found) and found.told[-1].startswith(f"{path} line 132 has ")
 
@@ -145,9 +145,9 @@ def test_what_a_source_of_ones_own_does_wrong(name):
     good = dllm_jax_example([1], [2])
     source = Coded([good, make, good])
     with pytest.raises(DllmError) as error:
-        checked(source, DataPart(length=8), "sft", LLADA)
+        drop_bad_examples(source, DataPart(length=8), "sft", LLADA)
     assert sentence in str(error.value)
-    left, faults = checked(source, DataPart(length=8, on_bad="drop"), "sft", LLADA)
+    left, faults = drop_bad_examples(source, DataPart(length=8, on_bad="drop"), "sft", LLADA)
     assert len(left) == 2 and faults.bad == [1] and left.name(1) == "example 2"
 
 
@@ -186,7 +186,7 @@ def test_what_a_long_check_found_is_kept_as_long_as_the_source_stays(tmp_path, m
     looked = []
     source = Coded([lambda i=i: looked.append(i) or dllm_jax_example([1] * i, [2]) for i in range(1, 9)])
     source.identity = "one"
-    look = lambda **part: checked(source, DataPart(**{"length": 6, "on_bad": "drop", **part}), "sft", LLADA)
+    look = lambda **part: drop_bad_examples(source, DataPart(**{"length": 6, "on_bad": "drop", **part}), "sft", LLADA)
     first, again = look(), look()
     assert first[1] == again[1] and first[1].bad == [5, 6, 7] and len(again[0]) == 5 and len(looked) == 8
     assert look(length=7)[1].bad == [6, 7] and len(looked) == 16
@@ -360,15 +360,15 @@ def test_a_full_disk_at_the_log_keeps_the_last_state(whole, tmp_path):
     log = out / "metrics.jsonl"
     kept = log.read_text()
     config = config_of(out)
-    original = RunFolder.go_on
+    original = RunFolder.resume_logs
 
-    def go_on(self, step, data, **options):
+    def resume_logs(self, step, data, **options):
         original(self, step, data, **options)
         log.unlink()
         log.symlink_to("/dev/full")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RunFolder, "go_on", go_on)
+        patch.setattr(RunFolder, "resume_logs", resume_logs)
         with pytest.raises(DllmError, match="the disk of .*metrics.jsonl is full") as error:
             train.train(config)
         assert "--out" not in str(error.value)  # which this command lacks
@@ -496,14 +496,14 @@ def test_an_update_that_explodes_is_no_success(tmp_path):
 
 @pytest.mark.parametrize("harm", [jnp.nan, 1e5])
 def test_an_update_that_spoils_the_weights_keeps_the_state_before(harm, whole, tmp_path, monkeypatch):
-    out, update = tmp_path / "run", Stepper._updated
+    out, update = tmp_path / "run", Stepper._update
 
     def spoilt(self, gradient, state):
         factor = jnp.where(state.step == 4, harm, 1.0)
         found = update(self, gradient, state)
         return dataclasses.replace(found, trained=jax.tree.map(lambda x: x * factor, found.trained))
 
-    monkeypatch.setattr(Stepper, "_updated", spoilt)
+    monkeypatch.setattr(Stepper, "_update", spoilt)
     with pytest.raises(DllmError, match="after step 5.*state 4 is kept"):
         train.train(config_of(out, checkpoint__every=1, checkpoint__keep=1))
     spoil_gradients(monkeypatch, 6)  # the run ends amid skipped steps
@@ -596,5 +596,5 @@ def test_reading_trajectories_that_are_gone_is_told_by_name(tmp_path):
     second = sorted(folder.glob("*.npz"))[1]
     second.write_bytes(second.read_bytes()[:100])
     assert source.identity != before
-    left, faults = checked(source, DataPart(length=12, on_bad="drop"), "sft", LLADA)
+    left, faults = drop_bad_examples(source, DataPart(length=12, on_bad="drop"), "sft", LLADA)
     assert len(left) == 4 and faults.kinds == {"unreadable": 3} and str(second) in faults.told[0]

@@ -25,10 +25,10 @@ from samplers.engine.program import run_steps_jit
 from samplers.tokens.predictions import Sampling, given, predict
 from train.__main__ import main
 from train.objectives import OBJECTIVES
-from train.objectives.grpo import Grpo, GrpoConfig, GrpoPart, drawn_states
+from train.objectives.grpo import Grpo, GrpoConfig, GrpoPart, choose_states
 from train.rollout import Rollout, RolloutPart, Rollouts, advantages, judge_of
-from train.settings import build
-from train.setup import prepare
+from train.settings import build_settings
+from train.setup import read_parts
 from train.step import training_mesh
 from train.trainer import Run, placement_of
 
@@ -47,11 +47,11 @@ def table(out, **changes):
 
 
 def config_of(out, **changes):
-    return build(GrpoConfig, table(out, **changes))
+    return build_settings(GrpoConfig, table(out, **changes))
 
 
 def run_of(config):
-    parts, _ = prepare(config).checked(config, progress=False)
+    parts, _ = read_parts(config).check_examples(config, progress=False)
     return Run(config, parts, placement_of(config, parts.model, training_mesh(config)))
 
 
@@ -161,7 +161,7 @@ def test_the_first_update_is_the_policy_gradient_and_clipped_ratios_teach_nothin
 
 def test_states_are_drawn_without_repetition_and_count_as_all_of_them_would():
     count = jnp.asarray([0, 1, 3, 5])
-    numbers, weight = drawn_states(jax.random.uniform(jax.random.key(0), (400, 4, T)), jnp.tile(count, (400, 1)), 3)
+    numbers, weight = choose_states(jax.random.uniform(jax.random.key(0), (400, 4, T)), jnp.tile(count, (400, 1)), 3)
     kept = np.where(weight > 0, numbers, -1)
     assert (np.asarray(weight > 0).sum(-1) == [0, 1, 3, 3]).all()
     assert all(len({*row[row >= 0]}) == (row >= 0).sum() for row in kept.reshape(-1, 3))
@@ -232,7 +232,7 @@ def test_the_learner_has_the_log_probabilities_of_the_sampler(tmp_path, sampler,
     run = run_of(config_of(tmp_path, **changes, objective={"states": CANVAS, "updates": 2}))
     state = often(run, LLADA.eos_id)
     batch = run.feed(0, 0, state)
-    noised = jax.tree.map(lambda x: np.asarray(x[0]), run.stepper.noised(batch, jax.random.key(0), jnp.int32(0)))
+    noised = jax.tree.map(lambda x: np.asarray(x[0]), run.stepper.add_noise(batch, jax.random.key(0), jnp.int32(0)))
     learned, drawn = noised.weights > 0, np.asarray(batch.drawn[0])
     assert (learned.sum(axis=1) == drawn).all() and drawn.any(axis=1).all()
     decided = [np.asarray(result.decoded_at[0]) for result in sampled[0].results]
@@ -303,7 +303,7 @@ CHANGES = {"steps": 12, "checkpoint__every": 4, "objective": {"updates": 2, "bet
 def test_killed_and_resumed_is_as_if_nothing_had_been(tmp_path, monkeypatch):
     """Rounds of four steps: a reward that dies ends the run in the second, a signal asks for its end in the third."""
     base = tmp_path / "base"
-    train.train(build(OBJECTIVES["masked-diffusion"].config, settings(base, steps=2)))
+    train.train(build_settings(OBJECTIVES["masked-diffusion"].config, settings(base, steps=2)))
     changes = CHANGES | {"model": {"init": str(base / "model")}, "lora": {"rank": 2}}
     train.train(config_of(tmp_path / "whole", **changes))
     out, reward, calls = tmp_path / "run", Liked.reward, itertools.count()
@@ -362,9 +362,9 @@ def test_devices_share_sampling_and_learning(tmp_path):
 
 def test_rewards_rise_and_nothing_is_compiled_again(tmp_path, monkeypatch):
     """A random model learns to write the tokens that are liked; prompts of one reward make room for others."""
-    sizes, begin = [], Rollouts._begin
+    sizes, begin = [], Rollouts._start_iteration
     programs = run_steps_jit._cache_size
-    monkeypatch.setattr(Rollouts, "_begin", lambda self, *a: sizes.append(programs()) or begin(self, *a))
+    monkeypatch.setattr(Rollouts, "_start_iteration", lambda self, *a: sizes.append(programs()) or begin(self, *a))
     rollout = {"sampler": "topk:k=2,proxy=entropy,ignore_eos=true", "prompts": 4, "redraw": 2, "slots": 12}
     train.train(
         config_of(tmp_path, steps=40, optimizer__batch=32, optimizer__lr=0.02, checkpoint__every=40, rollout=rollout)
@@ -423,7 +423,7 @@ def of_questions(spoken, out, **changes):
 def test_questions_of_a_file_are_rewarded_by_their_score(spoken, tmp_path):
     """In the model's tokens; what has no room beside an answer is told before; the model is sampled as before."""
     config = of_questions(spoken, tmp_path / "run", steps=2)
-    parts, (faults,) = prepare(config).checked(config, progress=False)
+    parts, (faults,) = read_parts(config).check_examples(config, progress=False)
     assert faults.kinds == {"too long": 1} and "questions.jsonl line 4" in faults.told[0]
     run = Run(config, parts, placement_of(config, parts.model, training_mesh(config)))
     batch, task = run.feed(0, 0, run.fresh()), parts.task

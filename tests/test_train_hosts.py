@@ -24,7 +24,7 @@ from dllm_jax.checkpoints import checkpoint
 from dllm_jax.parallel import multihost
 from train import multihost_stop
 from train.__main__ import main
-from train.multihost_stop import SharedStop
+from train.multihost_stop import SharedStopRequest
 from train.run_dir import States
 
 pytestmark = pytest.mark.processes
@@ -236,7 +236,7 @@ def test_processes_agree_on_a_step(asked, steps, done, monkeypatch):
 
     def process(index):
         here.index = index
-        stop = SharedStop(done)
+        stop = SharedStopRequest(done)
         if done and index == 1:
             stop.ask(signal.SIGTERM)
             begun.set()

@@ -28,9 +28,9 @@ from evals.indicator import precision_recall, score_indicator
 from samplers import NI
 from train.__main__ import main
 from train.objectives import read_config
-from train.objectives.indicator import FinalTokens, IndicatorPart, IndicatorRun, auc, evidence
-from train.settings import build
-from train.setup import prepare
+from train.objectives.indicator import FinalTokens, IndicatorPart, IndicatorRun, auc, gather_evidence
+from train.settings import build_settings
+from train.setup import read_parts
 
 LLADA, DREAM = (config.replace(num_layers=1) for config in (LLADA_TOY, DREAM_TOY))
 SHAPE = IndicatorConfig(depth=2, width=8, hidden_dim=16, embed_dim=16, num_values=3, num_tokens=2)
@@ -71,7 +71,7 @@ def test_labels_are_what_running_the_model_again_confirms(config, folder):
     denoiser, first = denoiser_of(config), config.shift
     batch, best = partly_right(denoiser, batch_of(folder))
     objective = FinalTokens(IndicatorPart())
-    read = jax.jit(lambda states: [evidence(SHAPE, denoiser, states, chunk=chunk) for chunk in (0, 21)])
+    read = jax.jit(lambda states: [gather_evidence(SHAPE, denoiser, states, chunk=chunk) for chunk in (0, 21)])
     labels, together = [], 0
     for number in range(3):
         states = objective.corrupt(jax.random.key(number), batch, denoiser)
@@ -108,7 +108,7 @@ def test_the_loss_and_what_is_reported(folder, monkeypatch):
 
     @jax.jit
     def read(indicator, denoiser):
-        seen = evidence(SHAPE, denoiser, states)
+        seen = gather_evidence(SHAPE, denoiser, states)
         return seen, indicator.logits(*seen.features)
 
     seen, logits = read(indicator, denoiser)
@@ -206,11 +206,11 @@ def test_refusals(tmp_path, base, folder):
         ({"data": {"source": "train_toys:Reverse", "length": 12}}, "this command learns from trajectories"),
     ):
         with pytest.raises(DllmError, match=sentence):
-            train.train(build(IndicatorRun, values | change))
+            train.train(build_settings(IndicatorRun, values | change))
     assert not (tmp_path / "x").exists()
     config = read_config("train/configs/ni-free-problems.toml", command="indicator")
     assert (config.indicator.width, config.optimizer.final_ratio) == (64, 0.0)
-    assert prepare(build(IndicatorRun, values)).rows(0).step is not None
+    assert read_parts(build_settings(IndicatorRun, values)).rows(0).step is not None
 
 
 def test_evals_of_an_indicator(tmp_path, base, folder, capsys):

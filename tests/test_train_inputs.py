@@ -24,8 +24,8 @@ from dllm_jax.suggestions import nearest
 from dllm_jax.text.tokenizer import encode_chat
 from train.__main__ import main
 from train.config import DataPart
-from train.data import Ahead, Rows, Setup, made_by
-from train.data.checks import checked
+from train.data import Ahead, Rows, Setup, make_referenced
+from train.data.checks import drop_bad_examples
 from train.data.files import jsonl, text
 from train.objectives import read_config
 
@@ -232,7 +232,7 @@ def test_mistakes_in_files_name_the_line(name, tmp_path):
     (tmp_path / "data.jsonl").write_text('{"ids": [1]}\n' + line)
     source = jsonl(Setup(LLADA, None, 8, cache=tmp_path / "cache"), path=str(tmp_path))
     with pytest.raises(DllmError) as error:
-        checked(source, DataPart(length=8), "pretrain", LLADA)
+        drop_bad_examples(source, DataPart(length=8), "pretrain", LLADA)
     assert sentence in str(error.value)
 
 
@@ -279,7 +279,7 @@ def test_other_mistakes(tmp_path, capsys):
     with pytest.raises(DllmError, match="holds no adapters"):
         train.load_adapters(tmp_path)
     with pytest.raises(DllmError, match="write it like module:name"):
-        made_by("train_toys:nothing", {})
+        make_referenced("train_toys:nothing", {})
 
 
 def test_a_diverged_run_stops_and_keeps_its_last_state(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from dllm_jax.config import Experts
 from dllm_jax.params.specs import init_params
 from samplers.likelihood.estimators import masked_loss
 from train.config import LoraPart
-from train.lora import adapter_shapes, beside
+from train.lora import adapter_shapes, attach_adapters
 from train.losses import Batch, Noised, diffusion_loss
 from train.objectives.masked_diffusion import corrupt, mask_probabilities
 from train.step import REMAT
@@ -109,7 +109,7 @@ def test_layers_as_a_loop_are_the_layers():
     config = LLADA.replace(num_layers=5, experts=experts)
     params, part = denoiser_of(config).params, LoraPart(rank=2, targets=("layers.4.attn.*",))
     ones = {name: 0.1 * jnp.ones(shape) for name, shape in adapter_shapes(config, part).items()}
-    kernels = beside(params, ones, part, jax.random.key(0))
+    kernels = attach_adapters(params, ones, part, jax.random.key(0))
     tokens, lengths = make_batch("sft").tokens, jnp.asarray(LENGTHS)
     run = jax.jit(lambda kernels, scan: Denoiser(config, kernels, scan=scan).forward(tokens, lengths), static_argnums=1)
     for found, wanted in zip(*(jax.tree.leaves(run(kernels, scan)) for scan in (True, False)), strict=True):

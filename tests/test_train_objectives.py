@@ -46,10 +46,10 @@ class AllMasked(CrossEntropy):
     about = "learn from nothing but masks"
     config = AllMaskedConfig
 
-    def fitted(self, model, config):
+    def fit_model(self, model, config):
         if config.data.length % 2:
             raise DllmError(f"data.length {config.data.length} is odd")
-        return super().fitted(model, config)
+        return super().fit_model(model, config)
 
     def passes(self, trained):
         return Passes(*(times + 1 for times in super().passes(trained)))

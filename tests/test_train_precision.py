@@ -19,7 +19,7 @@ from dllm_jax.params.specs import cast_for_training, init_params
 from train.losses import Batch
 from train.objectives import OBJECTIVES
 from train.rollout import Rollout
-from train.settings import build
+from train.settings import build_settings
 from train.step import Placement, Stepper, training_mesh
 from train.trainable import WholeModel
 
@@ -86,16 +86,16 @@ def stepper_of(case, dtype, parts=1, mesh=None):
     values["model"] = {"init": "base"} if "lora" in tables or command == "indicator" else {}
     if command == "grpo":
         values |= {"rollout": {"prompts": 2, "group": ROWS // 2}}
-    config = build(OBJECTIVES[command].config, values)
+    config = build_settings(OBJECTIVES[command].config, values)
     placed, model = training_mesh(config), FAMILIES[family]
-    trained = OBJECTIVES[command].of(config).trained(config, model)
+    trained = OBJECTIVES[command].of(config).trainable(config, model)
     return Stepper(config, model, Placement(placed, trained.shardings(placed))), trained
 
 
 def gradient_of(case, dtype, parts=1, mesh=None, short=False):
     """Of every trained parameter, and what was reported."""
     stepper, trained = stepper_of(case, dtype, parts, mesh)
-    model, place = stepper.trained.model, stepper.placement
+    model, place = stepper.trainable.model, stepper.placement
     weights = init_params(model, jax.random.key(0), dtype="float32")
     frozen = {}
     if trained.shapes().keys() != weights.keys():
@@ -109,7 +109,7 @@ def gradient_of(case, dtype, parts=1, mesh=None, short=False):
 
     @jax.jit
     def run(weights, frozen, batch):
-        noised = stepper.noised(batch, jax.random.key(1), jnp.int32(0))
+        noised = stepper.add_noise(batch, jax.random.key(1), jnp.int32(0))
         return stepper.gradient(weights, frozen, noised, jax.random.key(2))
 
     return jax.device_get(run(weights, frozen, batch))
@@ -149,11 +149,11 @@ def test_parts_of_a_batch_are_the_whole(name, parts, mesh):
 def test_results_keep_routers_in_float32(tmp_path):
     """In the checkpoint, loaded again, and in what is sampled while a run goes on."""
     model = FAMILIES["llada2"].replace(dtype="bfloat16")
-    config = build(OBJECTIVES["block-diffusion"].config, settings("out", model={}))
+    config = build_settings(OBJECTIVES["block-diffusion"].config, settings("out", model={}))
     trained, weights = WholeModel(config, model), init_params(model, jax.random.key(0), dtype="float32")
     trained.write(tmp_path / "model", weights, steps=1, files={})
     written = dllm_jax.load(tmp_path / "model").params
-    for params in (written, trained.sampled(weights, {}).params):
+    for params in (written, trained.for_sampling(weights, {}).params):
         for name, x in params.items():
             kept = name.endswith((".router", "mlp.bias"))
             assert x.dtype == ("float32" if kept else "bfloat16"), name

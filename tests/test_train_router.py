@@ -16,14 +16,14 @@ from dllm_jax.models.layers import rope_angles
 from dllm_jax.models.transformer import MoE, bind
 from dllm_jax.params.specs import init_params
 from train.config import LoraPart, RouterPart
-from train.lora import adapter_shapes, beside
+from train.lora import adapter_shapes, attach_adapters
 from train.losses import Batch, Noised, router_losses
 from train.objectives import OBJECTIVES
-from train.objectives.block_diffusion import BlockDiffusion, BlockDiffusionPart, Copies
+from train.objectives.block_diffusion import BlockDiffusion, BlockDiffusionPart, NoisyCopies
 from train.objectives.compression import Compression, CompressionPart
-from train.objectives.d2f import D2F, Blocks, D2FPart
+from train.objectives.d2f import D2F, D2FPart, NoisyBlocks
 from train.objectives.masked_diffusion import MaskedDiffusion, MaskedDiffusionPart
-from train.settings import build
+from train.settings import build_settings
 from train.step import REMAT
 
 B, T = 4, 12
@@ -100,7 +100,7 @@ def test_losses_are_the_formulas(scan, remat):
 def test_a_student_in_blocks_is_what_counts():
     denoiser, noised = denoiser_of(), make_noised()
     prompts = jnp.asarray([2, 0, 3, 1])
-    blocks = Blocks(*noised, prompts)
+    blocks = NoisyBlocks(*noised, prompts)
     part = D2FPart(block_length=4, target="data", chunk=8)
     run = lambda router: jax.jit(D2F(part, router=router).loss)(denoiser, denoiser, blocks)
     visible = jnp.minimum(block_causal(T, prompts, 4), noised.lengths[:, None])
@@ -115,7 +115,7 @@ def test_block_diffusion_counts_rows_and_their_copies():
     found = []
     for complementary in (False, True):
         copies = jnp.repeat(noised.tokens[:, None], 1 + complementary, axis=1)
-        rows = Copies(copies, noised.tokens, jnp.zeros(copies.shape), jnp.asarray(LENGTHS), noised.lengths)
+        rows = NoisyCopies(copies, noised.tokens, jnp.zeros(copies.shape), jnp.asarray(LENGTHS), noised.lengths)
         part = BlockDiffusionPart(complementary=complementary)
         found.append(jax.jit(BlockDiffusion(part, router=PART).loss)(denoiser, denoiser, rows))
     visible = jnp.minimum((jnp.arange(T) // 4 + 1) * 4, noised.lengths[:, None])
@@ -144,7 +144,7 @@ def test_gradients_are_differences():
 
     @jax.jit
     def penalty(routers, adapters):
-        learner = Denoiser(MOE, beside({**params, **routers}, adapters, part))
+        learner = Denoiser(MOE, attach_adapters({**params, **routers}, adapters, part))
         counted = jnp.arange(T) < noised.lengths[:, None]
         routing = learner.routed(noised.inputs, noised.lengths, counted)[2]
         return router_losses(routing, 1.0, 0.05)[0], routing.chosen
@@ -205,16 +205,16 @@ def test_a_run_on_a_mesh_is_a_run(tmp_path):
 )
 def test_where_there_are_none(command, model, sentence):
     kind = OBJECTIVES[command].config
-    config = build(kind, {"out": "out", "steps": 1000, "router": {"balance": 0.01}, "data": {"length": 32}})
+    config = build_settings(kind, {"out": "out", "steps": 1000, "router": {"balance": 0.01}, "data": {"length": 32}})
     with pytest.raises(DllmError, match=sentence):
-        OBJECTIVES[command].of(config).fitted(model, config)
+        OBJECTIVES[command].of(config).fit_model(model, config)
     with pytest.raises(DllmError, match="router.z is -1.0; it must be at least 0"):
-        build(kind, {"out": "out", "steps": 1000, "router": {"z": -1.0}})
+        build_settings(kind, {"out": "out", "steps": 1000, "router": {"z": -1.0}})
 
 
 def test_counted_are_positions_up_to_the_lengths():
     objective = MaskedDiffusion(MaskedDiffusionPart(), router=PART)
-    assert dataclasses.replace(objective, router=RouterPart()).counted(jnp.asarray([2]), 3) is None
-    assert objective.counted(jnp.asarray([2, 0]), 3).tolist() == [[True, True, False], [False] * 3]
+    assert dataclasses.replace(objective, router=RouterPart()).counted_positions(jnp.asarray([2]), 3) is None
+    assert objective.counted_positions(jnp.asarray([2, 0]), 3).tolist() == [[True, True, False], [False] * 3]
     batch = Batch(jnp.zeros((1, 3), jnp.int32), jnp.ones((1, 3), bool), jnp.asarray([2]))
     assert objective.corrupt(jax.random.key(0), batch, Denoiser(MOE, {})).lengths.tolist() == [2]

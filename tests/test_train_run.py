@@ -32,10 +32,10 @@ from samplers import generate
 from train.__main__ import main
 from train.config import LoraPart
 from train.data import Rows
-from train.lora import adapter_shapes, beside
-from train.optimizer import decayed, learning_rate, make_optimizer, update_average
-from train.run_dir import RunFolder, States, flat
-from train.setup import prepare
+from train.lora import adapter_shapes, attach_adapters
+from train.optimizer import decay_mask, learning_rate, make_optimizer, update_average
+from train.run_dir import RunFolder, States, flat_leaves
+from train.setup import read_parts
 from train.step import Placement, Stepper, training_mesh
 from train.trainer import device_batch
 
@@ -67,11 +67,11 @@ def assert_same(left, right):
 
 def one_step(config, steps=1):
     """State and metrics after some steps, without a folder."""
-    parts, mesh = prepare(config), training_mesh(config)
+    parts, mesh = read_parts(config), training_mesh(config)
     placement = Placement(mesh, param_shardings(parts.model, mesh))
     stepper = Stepper(config, parts.model, placement)
     state = stepper.start(init_params(parts.model, jax.random.key(0), dtype="float32", shardings=placement.trained))
-    program, metrics = stepper.jitted(state), []
+    program, metrics = stepper.jit_step(state), []
     for step in range(steps):
         batch = device_batch(parts.rows, step * config.optimizer.batch, config, placement.batch)
         state, metric = program(state, {}, batch, jax.random.key(0))
@@ -103,7 +103,7 @@ def test_a_mesh_changes_nothing(plain, chunk, scan, tmp_path):
     assert_close(found, plain)
     kernel = found[0].trained["layers.0.attn.q_proj.kernel"]
     assert len({str(shard.index) for shard in kernel.addressable_shards}) == 4  # fsdp x tensor
-    moments = [x for name, x in flat(found[0].optimizer).items() if name.endswith("layers.0.attn.q_proj.kernel")]
+    moments = [x for name, x in flat_leaves(found[0].optimizer).items() if name.endswith("layers.0.attn.q_proj.kernel")]
     assert len(moments) == 2 and all(x.sharding == kernel.sharding for x in moments)
 
 
@@ -113,12 +113,12 @@ def test_the_vocabulary_head_crosses_the_wire_once(tmp_path):
     axes = {"data": 2, "fsdp": 2, "tensor": 2}
     changes = {"model__config": model_fields(model), "compute__mesh": axes, "objective__chunk": 8}
     config = run_config(tmp_path, **changes)
-    parts, mesh = prepare(config), training_mesh(config)
+    parts, mesh = read_parts(config), training_mesh(config)
     placement = Placement(mesh, param_shardings(parts.model, mesh))
     stepper = Stepper(config, parts.model, placement)
     state = stepper.abstract(jax.eval_shape(lambda: init_params(parts.model, jax.random.key(0), dtype="float32")))
     batch = device_batch(parts.rows, 0, config, placement.batch)
-    text = stepper.jitted(state).lower(state, {}, batch, jax.random.key(0)).compile().as_text()
+    text = stepper.jit_step(state).lower(state, {}, batch, jax.random.key(0)).compile().as_text()
     root = hlo.loops(hlo.read(text), lambda own, at: "loop")
     head = model.embed_dim * model.vocab_size * 4 / axes["tensor"]
     sent = [(depth, sum(total for _, total in loop.collectives.values())) for depth, loop in root.walk()]
@@ -130,11 +130,11 @@ def test_the_vocabulary_head_crosses_the_wire_once(tmp_path):
 def test_the_collectives_of_a_step_are_in_no_conditional(model, tmp_path):
     """XLA's CPU backend runs conditionals in any order, in each process another: their collectives would not meet."""
     config = run_config(tmp_path, compute__mesh={"fsdp": 2}, model__config=model_fields(model))
-    parts, mesh = prepare(config), training_mesh(config)
+    parts, mesh = read_parts(config), training_mesh(config)
     stepper = Stepper(config, parts.model, Placement(mesh, param_shardings(parts.model, mesh)))
     state = stepper.abstract(jax.eval_shape(lambda: init_params(parts.model, jax.random.key(0), dtype="float32")))
     batch = device_batch(parts.rows, 0, config, stepper.placement.batch)
-    text = stepper.jitted(state).lower(state, {}, batch, jax.random.key(0)).compile().as_text()
+    text = stepper.jit_step(state).lower(state, {}, batch, jax.random.key(0)).compile().as_text()
     computations = dict(re.findall(r"^(?:ENTRY )?%([\w.-]+) \(.*?\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL))
     sends = lambda body: re.search(r" (all-|reduce-scatter|collective-)[a-z-]+\(", body) is not None
     assert any(map(sends, computations.values()))
@@ -162,7 +162,7 @@ def test_average_schedule_and_decay_mask():
     rate = learning_rate(part, 20)
     np.testing.assert_allclose([rate(0), rate(2), rate(4), rate(12), rate(20)], [0, 0.5, 1, 0.55, 0.1], atol=1e-6)
     params = {"a.kernel": jnp.ones((2, 2)), "a.bias": jnp.ones(2), "norm.scale": jnp.ones(2)}
-    assert decayed(params) == {"a.kernel": True, "a.bias": False, "norm.scale": False}
+    assert decay_mask(params) == {"a.kernel": True, "a.bias": False, "norm.scale": False}
     part = dataclasses.replace(part, lr=0.1, warmup=0, weight_decay=0.5)
     optimizer = make_optimizer(part, 20)
     updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
@@ -341,7 +341,7 @@ def test_a_changed_batch_repeats_no_rows_and_leaves_none_out(tmp_path, monkeypat
 
 def test_a_folder_belongs_to_one_process_at_a_time(tmp_path):
     config = run_config(tmp_path / "run", steps=3)
-    with RunFolder(config).begin(), pytest.raises(dllm_jax.DllmError, match="another process trains in"):
+    with RunFolder(config).hold(), pytest.raises(dllm_jax.DllmError, match="another process trains in"):
         train.train(config)
     half = tmp_path / "run" / "state" / "3.orbax-checkpoint-tmp"  # what another process is writing
     half.mkdir(parents=True)
@@ -358,7 +358,7 @@ def test_the_result_is_what_was_asked_for_last_and_written_by_one_process(tmp_pa
     original, writes = train.trainable.WholeModel.write, []
 
     def write(self, *arguments, **options):
-        with pytest.raises(DllmError, match="another process trains in"), RunFolder(of()).begin():
+        with pytest.raises(DllmError, match="another process trains in"), RunFolder(of()).hold():
             pass
         writes.append(options["steps"])
         original(self, *arguments, **options)
@@ -426,7 +426,7 @@ def test_lora_trains_adapters_only_and_merges(tmp_path):
     np.testing.assert_allclose(merged.params[name], plain.params[name] + 4.0 * a @ b, atol=1e-6)
     np.testing.assert_array_equal(merged.params["lm_head.kernel"], plain.params["lm_head.kernel"])
     tokens = jnp.arange(12)[None]
-    seen = train.with_adapters(plain.params, {n: jnp.asarray(x) for n, x in adapters.items()}, 4.0)
+    seen = train.add_adapters(plain.params, {n: jnp.asarray(x) for n, x in adapters.items()}, 4.0)
     np.testing.assert_allclose(merged.denoiser(tokens), dllm_jax.Denoiser(plain.config, seen)(tokens), atol=1e-5)
 
 
@@ -441,11 +441,11 @@ def test_adapters_beside_kernels_compute_what_merged_ones_do():
 
     @jax.jit
     def compare(adapters, key):
-        apart = lambda adapters: Denoiser(config, beside(params, adapters, part))(tokens)
-        merged = lambda adapters: Denoiser(config, train.with_adapters(params, adapters, part.scale))(tokens)
+        apart = lambda adapters: Denoiser(config, attach_adapters(params, adapters, part))(tokens)
+        merged = lambda adapters: Denoiser(config, train.add_adapters(params, adapters, part.scale))(tokens)
         values, pull = zip(*(jax.vjp(of, adapters) for of in (apart, merged)), strict=True)
         gradients = [back(jnp.cos(value))[0] for value, back in zip(values, pull, strict=True)]
-        return values, gradients, Denoiser(config, beside(params, adapters, part, key))(tokens)
+        return values, gradients, Denoiser(config, attach_adapters(params, adapters, part, key))(tokens)
 
     (apart, merged), gradients, dropped = compare(adapters, jax.random.key(2))
     np.testing.assert_allclose(apart, merged, rtol=1e-4, atol=1e-4)

@@ -23,15 +23,15 @@ from dllm_jax.params.specs import init_params
 from dllm_jax.text.tokenizer import encode_text, load_tokenizer
 from train.config import DataPart
 from train.data import Rows, Setup, cache, checks
-from train.data.checks import checked
+from train.data.checks import drop_bad_examples
 from train.data.files import arrayrecord, datasets, jsonl, parquet, text
-from train.data.fingerprint import fingerprint
-from train.data.heldout import draw, split
-from train.data.order import shuffled
+from train.data.fingerprint import data_fingerprint
+from train.data.heldout import heldout_draw, split_heldout
+from train.data.order import permute
 from train.losses import Batch
 from train.objectives import OBJECTIVES, objective_of
-from train.settings import build
-from train.setup import prepare
+from train.settings import build_settings
+from train.setup import read_parts
 
 PAIRS = [{"question": f"{i} + {i}?", "solution": str(2 * i), "source": "sums"} for i in range(60)]
 COLUMNS = {"prompt": "question", "answer": "solution"}
@@ -395,15 +395,15 @@ def test_a_damaged_cache_is_named(tmp_path, setup):
 
 @pytest.mark.parametrize("count", [1, 2, 5, 16, 17, 255, 256, 257, 1000])
 def test_a_shuffle_is_a_permutation(count):
-    orders = [[shuffled(place, count, (0, key)) for place in range(count)] for key in range(3)]
+    orders = [[permute(place, count, (0, key)) for place in range(count)] for key in range(3)]
     assert all(sorted(order) == list(range(count)) for order in orders)
     assert count < 5 or orders[0] != orders[1] != orders[2]
 
 
 def test_shuffles_are_uniform():
-    found = collections.Counter(tuple(shuffled(place, 4, (key,)) for place in range(4)) for key in range(960))
+    found = collections.Counter(tuple(permute(place, 4, (key,)) for place in range(4)) for key in range(960))
     assert len(found) == 24 and sum((n - 40) ** 2 / 40 for n in found.values()) < 50  # chi squared, p < 0.001
-    first = np.array([shuffled(0, 10**12, (key,)) for key in range(400)])
+    first = np.array([permute(0, 10**12, (key,)) for key in range(400)])
     assert abs(first.mean() / 10**12 - 0.5) < 0.06 and len(set(first)) == 400
 
 
@@ -456,9 +456,11 @@ def test_buckets_fill_rows_up_to_the_longest_as_LLaDA_does():
 
 
 def test_buckets_hold_whole_blocks():
-    config = build(OBJECTIVES["block-diffusion"].config, settings("x", objective={"block_length": 4}, data__bucket=6))
+    config = build_settings(
+        OBJECTIVES["block-diffusion"].config, settings("x", objective={"block_length": 4}, data__bucket=6)
+    )
     with pytest.raises(DllmError, match="data.bucket 6 is no whole number of blocks of 4; set it to 8"):
-        prepare(config)
+        read_parts(config)
 
 
 CASES = {
@@ -473,7 +475,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_how_long_rows_are_changes_no_loss(name):
     command = {"block": "block-diffusion", "row": "block-diffusion"}.get(name, name)
-    config = build(OBJECTIVES[command].config, settings("x", **CASES[name]))
+    config = build_settings(OBJECTIVES[command].config, settings("x", **CASES[name]))
     model = LLADA.replace(num_layers=1, attention="causal" if name == "autoregressive" else LLADA.attention)
     if command == "block-diffusion":
         model = model.replace(attention="block", block_length=4)
@@ -528,7 +530,7 @@ def test_rows_are_those_of_any_process(tmp_path):
 
     def rows(cache):
         config = run_config("x", data=of_lengths(tmp_path, tmp_path / cache))
-        return prepare(config).rows
+        return read_parts(config).rows
 
     one, (first, second) = rows("a"), (rows("b"), rows("a"))
     mine = [(first if i % 8 < 4 else second, i) for i in range(80)]
@@ -579,16 +581,16 @@ def test_a_scan_finds_what_looking_at_each_example_finds(kind, pack, tmp_path, m
     for canvas, piece in itertools.product((0, 12 if pack else 5), (1, 50, 10**6)):
         monkeypatch.setattr(cache, "_PIECE", piece)
         part = DataPart(length=10 if canvas == 5 else 12, answer_length=canvas, on_bad="drop")
-        look = lambda source, part=part: checked(source, part, kind, LLADA)
+        look = lambda source, part=part: drop_bad_examples(source, part, kind, LLADA)
         (left, found), (other, wanted) = look(source), look(Plain(source))
         assert found == wanted and (pack or len(found.kinds) > 1)
-        numbers = lambda source: [example.tobytes() for side in split(source, 0.3) for example in answers(side)]
+        numbers = lambda source: [example.tobytes() for side in split_heldout(source, 0.3) for example in answers(side)]
         for file in tmp_path.glob("cache/*/draws*"):
             file.unlink()
         assert numbers(left) == numbers(other) and len(left) == len(other)
     drop_long = jsonl(setup, path=str(tmp_path / "lines.jsonl"), drop_long=True)
     assert len(drop_long.draws()) == len(drop_long)
-    assert all(drop_long.draws()[i] == draw(drop_long.example(i)) for i in range(len(drop_long)))
+    assert all(drop_long.draws()[i] == heldout_draw(drop_long.example(i)) for i in range(len(drop_long)))
 
 
 def answers(source):
@@ -599,7 +601,7 @@ def answers(source):
 def test_a_start_looks_at_no_more_examples_of_more_data(pack, tmp_path, monkeypatch):
     """What is held out is hashed once; the next start, in this process or another, reads what was kept."""
     counts, made = [], []
-    for source in (cache.Tokenised, cache.Packed):
+    for source in (cache.TokenisedExamples, cache.PackedRows):
         example = source.example
         monkeypatch.setattr(source, "example", lambda self, i, of=example: made.append(i) or of(self, i))
     for count in (1000, 4000):
@@ -609,13 +611,13 @@ def test_a_start_looks_at_no_more_examples_of_more_data(pack, tmp_path, monkeypa
         data = {"source": "jsonl", "options": {"path": path, "pack": pack}, "cache": str(tmp_path / "cache")}
         data |= {"length": 12, "heldout": 0.2, "bucket": 4} | ({} if pack else {"answer_length": 6})
         config = run_config(tmp_path / "out", data=data, watch={"every": 2, "rows": 5})
-        first, _ = prepare(config).checked(config, progress=False)
-        fingerprint(first.rows.source)
+        first, _ = read_parts(config).check_examples(config, progress=False)
+        data_fingerprint(first.rows.source)
         counts.append(len(made))
         made.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(cache, "_draws", None)
-            again, _ = prepare(config).checked(config, progress=False)
+            patch.setattr(cache, "_heldout_draws", None)
+            again, _ = read_parts(config).check_examples(config, progress=False)
         made.clear()
         assert len(again.rows.source) == len(first.rows.source) < count
     assert counts[0] == counts[1] < 100
@@ -631,13 +633,13 @@ def test_of_large_data_ids_are_looked_at_as_they_come(tmp_path, monkeypatch):
     )
     write_lines(tmp_path / "long.jsonl", [*entries, long])
     with pytest.raises(DllmError, match=r"long.jsonl line 21 has 21 tokens"):
-        prepare(config("long.jsonl")).checked(config("long.jsonl"), progress=False)
+        read_parts(config("long.jsonl")).check_examples(config("long.jsonl"), progress=False)
     write_lines(tmp_path / "bad.jsonl", [*entries, bad])
-    parts, faults = prepare(config("bad.jsonl")).checked(config("bad.jsonl"), progress=False)
+    parts, faults = read_parts(config("bad.jsonl")).check_examples(config("bad.jsonl"), progress=False)
     assert not faults and not parts.rows.checked
     with pytest.raises(DllmError, match=r"bad.jsonl line 21 has the mask token"):
         for position in range(21):
             parts.rows(position)
     dropping = config("bad.jsonl", on_bad="drop")
-    parts, (faults,) = prepare(dropping).checked(dropping, progress=False)
+    parts, (faults,) = read_parts(dropping).check_examples(dropping, progress=False)
     assert faults.kinds == {"with a mask token": 1} and len(parts.rows.source) == 20 and parts.rows.checked

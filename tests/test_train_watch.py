@@ -27,14 +27,14 @@ from dllm_jax.checkpoints import checkpoint
 from evals.tasks import make_task
 from samplers import generate
 from train.__main__ import main
-from train.curves import joined
-from train.data.heldout import some, split
+from train.curves import join_short_lines
+from train.data.heldout import choose_examples, split_heldout
 from train.device_peaks import data_sheet
 from train.evaluation import HeldOut
 from train.objectives import OBJECTIVES
-from train.run_dir import LOOKED
-from train.settings import build
-from train.setup import prepare
+from train.run_dir import WATCH_SECONDS
+from train.settings import build_settings
+from train.setup import read_parts
 from train.step import training_mesh
 from train.trainer import placement_of
 
@@ -44,7 +44,9 @@ WATCHED = {"data__source": "train_toys:finite", "data__heldout": 0.3, "optimizer
 
 def looks(out):
     """The lines about looks, without times."""
-    return [{name: x for name, x in line.items() if name != LOOKED} for line in lines(out) if LOOKED in line]
+    return [
+        {name: x for name, x in line.items() if name != WATCH_SECONDS} for line in lines(out) if WATCH_SECONDS in line
+    ]
 
 
 def written(folder, prompts):
@@ -60,22 +62,22 @@ def test_what_is_held_out_stays_held_out_when_the_data_grow():
     rng = np.random.default_rng(0)
     examples = [dllm_jax_example(rng.integers(0, 10, 5), rng.integers(0, 10, 5)) for _ in range(400)]
     told = lambda source: {tuple(source.example(i).prompt_ids) for i in range(len(source))}
-    kept, held = split(Listed(examples[100:] + examples[100:110]), 0.2)
+    kept, held = split_heldout(Listed(examples[100:] + examples[100:110]), 0.2)
     assert 40 < len(held) < 85 and len(kept) + len(held) == 310 and not told(kept) & told(held)
-    more, more_held = split(Listed(examples), 0.2)
+    more, more_held = split_heldout(Listed(examples), 0.2)
     assert told(kept) < told(more) and told(held) < told(more_held)
-    assert told(split(Listed(examples), 0.1)[1]) < told(more_held)  # a larger share holds out those, and others
-    few = [some(more_held, 10).example(i) for i in range(10)]
-    assert len({tuple(one.prompt_ids) for one in few}) == 10 and len(some(Reverse(), 10)) == 10
+    assert told(split_heldout(Listed(examples), 0.1)[1]) < told(more_held)  # a larger share holds out those, and others
+    few = [choose_examples(more_held, 10).example(i) for i in range(10)]
+    assert len({tuple(one.prompt_ids) for one in few}) == 10 and len(choose_examples(Reverse(), 10)) == 10
     with pytest.raises(DllmError, match="holds out all examples of 1; choose another share"):
-        split(Listed([examples[0]]), 1.0)
+        split_heldout(Listed([examples[0]]), 1.0)
     with pytest.raises(DllmError, match="is for data with an end"):
-        split(Reverse(), 0.5)
+        split_heldout(Reverse(), 0.5)
 
 
 def test_a_run_never_sees_what_is_held_out(tmp_path):
     config = run_config(tmp_path, watch__every=1, **WATCHED)
-    parts, _ = prepare(config).checked(config, progress=False)
+    parts, _ = read_parts(config).check_examples(config, progress=False)
     told = lambda rows, count: {tuple(rows(i).tokens) for i in range(count)}
     kept, held = len(parts.rows.source), len(parts.heldout.source)
     assert kept + held == len(Finite()) and kept and held
@@ -84,7 +86,7 @@ def test_a_run_never_sees_what_is_held_out(tmp_path):
 
 def heldout_of(config):
     """The loss of held-out rows and the arrays of a model for it, and its rows."""
-    parts, _ = prepare(config).checked(config, progress=False)
+    parts, _ = read_parts(config).check_examples(config, progress=False)
     placement = placement_of(config, parts.model, training_mesh(config))
     weights = random_model(parts.model, key=5, mesh=placement.mesh).params
     return HeldOut(config, parts.heldout, parts.model, placement), weights, parts.heldout
@@ -100,7 +102,7 @@ def test_the_last_batch_counts_as_many_rows_as_it_has(tmp_path, mesh):
     sizes = {"embed_dim": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8, "mlp_dim": 16}
     values = settings(tmp_path, watch={"every": 1, "rows": 13}, compute__mesh=mesh, data__pad=False)
     values["model"] = {"published": "qwen2.5-0.5b", "config": fields | sizes | {"dtype": "float32"}}
-    measure, weights, rows = heldout_of(build(OBJECTIVES["autoregressive"].config, values | validation()))
+    measure, weights, rows = heldout_of(build_settings(OBJECTIVES["autoregressive"].config, values | validation()))
     found = measure(weights, {})
     denoiser, losses = Denoiser(rows.config, {name: jax.device_get(x) for name, x in weights.items()}), []
     assert causal.attention == "causal" and len(rows.source) == 13
@@ -124,7 +126,7 @@ def test_meshes_and_accumulation_measure_the_same(tmp_path):
     for changes in ({"optimizer__batch": 8}, {"compute__mesh": {"data": 2, "tensor": 2}}, {"optimizer__batch": 16}):
         parts = {"optimizer__accumulate": 2} if changes.get("optimizer__batch") == 16 else {}
         measure, weights, _ = heldout_of(
-            build(OBJECTIVES["masked-diffusion"].config, settings(tmp_path, **changes, **parts) | validation())
+            build_settings(OBJECTIVES["masked-diffusion"].config, settings(tmp_path, **changes, **parts) | validation())
         )
         found.append(measure(weights, {})["loss"])
     np.testing.assert_allclose(found, found[0], rtol=1e-5)
@@ -151,7 +153,7 @@ def test_looks_change_nothing_and_are_the_same_after_a_kill(tmp_path, monkeypatc
         train.train(run_config(out, **changes, watch=watch))
     monkeypatch.undo()
     with (out / "metrics.jsonl").open("a") as file:  # of a process that was killed later
-        file.write(json.dumps({"step": 8, "heldout_loss": 0.0, LOOKED: 1.0}) + "\n")
+        file.write(json.dumps({"step": 8, "heldout_loss": 0.0, WATCH_SECONDS: 1.0}) + "\n")
     with (out / "generations.jsonl").open("a") as file:
         file.write(json.dumps({"step": 8, "prompt": "?"}) + '\n{"step": 8, "pro')
     assert train.train(run_config(out, **changes, watch=watch)).started > 0
@@ -202,7 +204,7 @@ def test_every_objective_is_watched_under_the_same_noise(name, tmp_path, base):
         values["data"]["heldout"] = 0.4
     else:
         values["watch"] |= {"source": "train_toys:finite", "rows": 6}
-    train.train(build(OBJECTIVES[name].config, values))
+    train.train(build_settings(OBJECTIVES[name].config, values))
     first, *others = looks(tmp_path / "run")
     assert len(others) == 2 and np.isfinite(first["heldout_loss"]) and first["heldout_loss"] > 0
     assert all({**line, "step": 0} == first for line in others)
@@ -281,7 +283,7 @@ def test_a_mistake_is_one_sentence_before_anything_is_written(name, tmp_path):
 
 
 def test_an_objective_without_a_loss_of_rows_has_none_held_out(tmp_path, monkeypatch):
-    monkeypatch.setattr("train.objectives.masked_diffusion.MaskedDiffusion.still", lambda self: None)
+    monkeypatch.setattr("train.objectives.masked_diffusion.MaskedDiffusion.evaluation_settings", lambda self: None)
     for changes in (
         {"data__source": "train_toys:finite", "data__heldout": 0.3},
         {"watch__source": "train_toys:finite"},
@@ -332,9 +334,9 @@ def test_writers_get_what_the_log_gets_and_go_on(tmp_path, monkeypatch):
     assert opened == [{"logdir": str(out / "tensorboard"), "purge_step": step} for step in (1, 5)]
     scalars = [arguments for name, arguments, _ in board.told if name == "add_scalar"]
     for line in lines(out):
-        kind = "look" if LOOKED in line else "train"
+        kind = "look" if WATCH_SECONDS in line else "train"
         for name, value in line.items():
-            if name not in ("step", "mfu_of", LOOKED, "changed"):
+            if name not in ("step", "mfu_of", WATCH_SECONDS, "changed"):
                 told = [x for tag, x, step in scalars if (tag, step) == (f"{kind}/{name}", line["step"])]
                 np.testing.assert_allclose(told, value, rtol=1e-5)
                 assert told
@@ -377,7 +379,7 @@ def test_event_files_are_read_back(tmp_path):
             found |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
             data = data[16 + size :]
     for line in lines(out):
-        name = "look/heldout_loss" if LOOKED in line else "train/loss"
+        name = "look/heldout_loss" if WATCH_SECONDS in line else "train/loss"
         np.testing.assert_allclose(found[name, line["step"]], line[name.split("/")[1]], rtol=1e-5)
 
 
@@ -389,7 +391,9 @@ def test_curves_are_drawn_of_several_runs(tmp_path, capsys):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         told = [{"step": i, "loss": 3.0 - i / 10, "lr": 0.1} for i in range(1, 4)]
-        told += [{"step": i, "heldout_loss": 3.1, "accuracy": 0.5, "accuracy_stderr": 0.1, LOOKED: 1} for i in (0, 3)]
+        told += [
+            {"step": i, "heldout_loss": 3.1, "accuracy": 0.5, "accuracy_stderr": 0.1, WATCH_SECONDS: 1} for i in (0, 3)
+        ]
         told += [{"step": 2, "changed": {"optimizer.lr": [0.1, 0.2]}}]
         text = "".join(json.dumps(line) + "\n" for line in told)
         (tmp_path / name / "metrics.jsonl").write_text(text + '{"step": 4, "lo')
@@ -414,11 +418,11 @@ def test_a_step_alone_is_no_point_of_a_curve():
     """What an interruption cuts in two is one line again, with the mean of all its steps."""
     tell = lambda step, steps, loss, **more: {"step": step, "loss": loss, "steps": steps, "lr": 0.1, **more}
     log = [tell(10, 10, 3.0), tell(20, 10, 2.0), tell(21, 1, 9.0, note="x"), tell(30, 9, 2.0), tell(33, 3, 1.0)]
-    looks = [{"step": 20, "heldout_loss": 2.5, LOOKED: 1}]
-    found = joined([*log[:2], *looks, *log[2:]])
+    looks = [{"step": 20, "heldout_loss": 2.5, WATCH_SECONDS: 1}]
+    found = join_short_lines([*log[:2], *looks, *log[2:]])
     assert [line["step"] for line in found] == [10, 20, 20, 30, 33]
     assert found[3]["loss"] == pytest.approx(2.7) and found[3]["steps"] == 10 and found[4]["loss"] == 1.0
-    assert joined([{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}]) == [
+    assert join_short_lines([{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}]) == [
         {"step": 1, "loss": 1.0},
         {"step": 2, "loss": 2.0},
     ]  # of runs that did not count
@@ -438,6 +442,6 @@ def test_utilisation_is_of_the_data_sheet_where_there_is_one(tmp_path, monkeypat
     monkeypatch.setattr("train.logs.matmul_rate", lambda *_: pytest.fail("measured"))
     train.train(config := run_config(tmp_path / "run", steps=2, log__mfu=True, compute__mesh={"data": 2}))
     (line,) = lines(tmp_path / "run")
-    flops = 2 * train.logs.step_flops(config, prepare(config).model, 12)
+    flops = 2 * train.logs.step_flops(config, read_parts(config).model, 12)
     np.testing.assert_allclose(line["mfu"], flops / line["seconds"] / 2e12, rtol=1e-4)
     assert re.fullmatch(r"2 TFLOP/s of 2 x \S+, float32, data sheet", line["mfu_of"])

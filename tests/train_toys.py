@@ -10,7 +10,7 @@ import numpy as np
 
 import dllm_jax
 from train.objectives.masked_diffusion import MaskedDiffusionConfig
-from train.settings import build
+from train.settings import build_settings
 from train.step import Stepper
 
 LLADA = dllm_jax.published("llada-8b-base").replace(
@@ -107,7 +107,7 @@ def settings(out, **changes):
 
 
 def run_config(out, **changes) -> MaskedDiffusionConfig:
-    return build(MaskedDiffusionConfig, settings(out, **changes))
+    return build_settings(MaskedDiffusionConfig, settings(out, **changes))
 
 
 def write_toml(path, values):

@@ -4,8 +4,8 @@ model.
 
     from train import read_config, train
 
-    outcome = train(read_config("run.toml", ["steps=100"]))
-    model = dllm_jax.load(outcome.folder)
+    result = train(read_config("run.toml", ["steps=100"]))
+    model = dllm_jax.load(result.folder)
 
 See `train.config` for the settings, `train.objectives` for the losses and their own settings, `train.data` for the data
 (`evals.trajectories` makes such of a model's own), `train.trainable` for what can be trained, and `train.run_dir` for
@@ -13,25 +13,25 @@ what a run writes.
 """
 
 from train.config import TrainConfig
-from train.lora import load_adapters, merge, with_adapters
+from train.lora import add_adapters, load_adapters, merge_adapters
 from train.losses import Batch, Noised, diffusion_loss
 from train.multihost_stop import Interrupted
 from train.objectives import read_config
 from train.objectives.masked_diffusion import corrupt
-from train.trainer import Outcome, train, write_weights
+from train.trainer import TrainResult, train, write_weights
 
 __all__ = [
     "Batch",
     "Interrupted",
     "Noised",
-    "Outcome",
     "TrainConfig",
+    "TrainResult",
+    "add_adapters",
     "corrupt",
     "diffusion_loss",
     "load_adapters",
-    "merge",
+    "merge_adapters",
     "read_config",
     "train",
-    "with_adapters",
     "write_weights",
 ]

@@ -13,12 +13,12 @@ import jax
 from dllm_jax.cli.command import Parser, keep_programs
 from dllm_jax.errors import DllmError
 from dllm_jax.parallel import multihost
-from train.curves import FORMATS, USUAL, plot
-from train.lora import merge
+from train.curves import FORMATS, USUAL, plot_runs
+from train.lora import merge_adapters
 from train.multihost_stop import INTERRUPTED, Interrupted
 from train.objectives import OBJECTIVES, read_config
 from train.run_dir import read_settings
-from train.settings import build
+from train.settings import build_settings
 from train.settings_help import listing
 from train.trainer import train, write_weights
 
@@ -52,14 +52,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(reason, file=sys.stderr)
         return reason.status
     except (Exception, KeyboardInterrupt) as error:
-        status = _told(error)
+        status = _report_error(error)
         if multihost.count() > 1:
             multihost.leave(status)
         return status
     return 0
 
 
-def _told(error: BaseException) -> int:
+def _report_error(error: BaseException) -> int:
     """Says why a command ended, and with which status."""
     if isinstance(error, DllmError):
         print(f"error: {error}", file=sys.stderr)
@@ -167,17 +167,17 @@ def _write_model(options: argparse.Namespace) -> None:
     values = read_settings(options.folder) | {"out": options.folder}
     values["compute"] |= {"mesh": {}}
     kind = OBJECTIVES[values.get("command", "masked-diffusion")].config
-    step = write_weights(build(kind, values), options.out, overwrite=options.overwrite)
+    step = write_weights(build_settings(kind, values), options.out, overwrite=options.overwrite)
     print(f"{options.out}: the weights after step {step}")
 
 
 def _plot(options: argparse.Namespace) -> None:
-    drawn = plot(options.folders, options.out, options.metrics)
+    drawn = plot_runs(options.folders, options.out, options.metrics)
     print(f"{options.out}: {', '.join(drawn)} of {len(options.folders)} runs")
 
 
 def _merge(options: argparse.Namespace) -> None:
-    merge(options.base, options.adapters, options.out, overwrite=options.overwrite)
+    merge_adapters(options.base, options.adapters, options.out, overwrite=options.overwrite)
     print(f"{options.out}: {options.base} with {options.adapters} added")
 
 

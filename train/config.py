@@ -243,7 +243,7 @@ class WatchPart:
         sampler: that prompts and problems are answered by, such as "threshold:threshold=0.9,cache=dual". By default
             prompts by what the trained model's generation.json says, and problems by "threshold" without a cache; a
             causal model's by "leftright", and with an indicator that is trained by "ni".
-        scorer: "module:name" of what makes the task's `train.evaluation.Scorer`.
+        scorer: "module:name" of what makes the task's `train.evaluation.TaskScorer`.
     """
 
     every: int = setting(0, at_least=0)

@@ -11,7 +11,7 @@ from typing import Any
 from dllm_jax import buckets
 from dllm_jax.errors import DllmError
 from dllm_jax.storage import folder_path, write_file
-from train.run_dir import LOOKED, METRICS_FILE
+from train.run_dir import METRICS_FILE, WATCH_SECONDS
 
 FORMATS = ("png", "svg", "pdf")
 USUAL = ("loss", "lr", "accuracy")
@@ -20,7 +20,7 @@ _HELD_OUT = ("heldout_", "heldout_ema_")  # drawn with the metric of the steps
 Line = dict[str, Any]
 
 
-def plot(runs: Sequence[str | Path], out: str | Path, metrics: Sequence[str] = ()) -> list[str]:
+def plot_runs(runs: Sequence[str | Path], out: str | Path, metrics: Sequence[str] = ()) -> list[str]:
     """Draws metrics of one or several runs over their steps, and returns which.
 
     A panel shows a metric of the steps, its means between lines of the log joined, and what is held out of it dashed;
@@ -38,7 +38,7 @@ def plot(runs: Sequence[str | Path], out: str | Path, metrics: Sequence[str] = (
     out = Path(out)
     if out.suffix[1:] not in FORMATS:
         raise DllmError(f"{out} is no {', '.join(FORMATS[:-1])} or {FORMATS[-1]} file; name one by --out")
-    logs = {name: joined(read_log(run)) for name, run in zip(_names(runs), runs, strict=True)}
+    logs = {name: join_short_lines(read_log(run)) for name, run in zip(_names(runs), runs, strict=True)}
     there = {name for log in logs.values() for line in log for name in line if _is_number(line[name])}
     if missing := [name for name in metrics if name not in there]:
         raise DllmError(f"no run tells of {missing[0]!r}; there are {', '.join(sorted(there - {'step'}))}")
@@ -84,7 +84,7 @@ def _names(runs: Sequence[str | Path]) -> list[str]:
     return [str(path.relative_to(common)) for path in paths]
 
 
-def joined(log: Sequence[Line]) -> list[Line]:
+def join_short_lines(log: Sequence[Line]) -> list[Line]:
     """A log whose lines of less than half as many steps as most, as where a run was interrupted, are one with the next,
     with the means over the steps of both: a step alone is no point of a curve."""
     counts = collections.Counter(line["steps"] for line in log if "steps" in line)
@@ -123,7 +123,7 @@ def _figure(logs: dict[str, list[Line]], metrics: Sequence[str]) -> Any:
                     continue
                 label = run if name == metric else f"{run}: {name}"
                 style = {"color": f"C{number % 10}", "linestyle": ":" if "ema" in name else dashes, "label": label}
-                marker = mark or ("." if LOOKED in points[0] else "")
+                marker = mark or ("." if WATCH_SECONDS in points[0] else "")
                 errors = [line.get(f"{name}_stderr") for line in points]
                 bars = errors if all(error is not None for error in errors) else None
                 steps, values = [line["step"] for line in points], [line[name] for line in points]

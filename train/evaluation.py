@@ -19,25 +19,25 @@ from samplers.generate import generate
 from samplers.generate import prepare as prepared
 from train.batches import batch_of
 from train.config import RouterPart, TrainConfig, WatchPart
-from train.data import Rows, size
-from train.logs import Look, on_host
+from train.data import Rows, count_examples
+from train.logs import Evaluation, fetch_metrics
 from train.losses import Batch, Means, mean_values
 from train.objectives import objective_of
-from train.run_dir import LOOKED
+from train.run_dir import WATCH_SECONDS
 from train.setup import Parts
 from train.step import Placement, Stepper, TrainState
-from train.trainable import Params, Sampled
+from train.trainable import Params, SamplerInputs
 
 _NOISE = 2**30  # tells the noise of looks from that of steps, which are numbered from 0
 _TOGETHER = 32  # prompts or problems that are sampled at a time
 
 
-class Scorer(Protocol):
+class TaskScorer(Protocol):
     """What tells how good a model is at a task; `watch.scorer` names what makes one of a model without parameters (see
     `dllm_jax.checkpoints.loading.outline`), `WatchPart`, the sampler's text, those of its options that are trained, how
     many problems are sampled at a time, and a seed. Making one raises what is wrong with the settings."""
 
-    def __call__(self, model: Model, options: Mapping[str, Any]) -> Look:
+    def __call__(self, model: Model, options: Mapping[str, Any]) -> Evaluation:
         """The score of the model as it is now, and some of its answers."""
         ...
 
@@ -58,8 +58,8 @@ class Watch:
         part = config.watch
         self._config, self._part = config, part
         self._heldout: HeldOut | None = None
-        self._answers: Answers | None = None
-        self._scorer: Scorer | None = None
+        self._answers: PromptAnswers | None = None
+        self._scorer: TaskScorer | None = None
         asks = bool(part.prompts or part.file or part.task)
         if not part.every:
             return
@@ -74,12 +74,12 @@ class Watch:
             return
         if jax.process_count() > 1:
             raise DllmError("a run of several processes does not sample; leave out watch.prompts, file and task")
-        self._trained = objective_of(config).trained(config, parts.model)
+        self._trained = objective_of(config).trainable(config, parts.model)
         self._outline = parts.outline(config.out, Layout(placement.mesh) if placement.mesh.size > 1 else None)
-        sampled, sampler = self._trained.sampled({}, {}), _sampler(part, parts.model, config)
+        sampled, sampler = self._trained.for_sampling({}, {}), _sampler_text(part, parts.model, config)
         together = -(-_TOGETHER // placement.batch_parts) * placement.batch_parts
         if part.prompts or part.file:
-            self._answers = Answers(self._outline, part, sampler, sampled.options, together)
+            self._answers = PromptAnswers(self._outline, part, sampler, sampled.options, together)
         if part.task:
             make = spec.imported(part.scorer, "watch.scorer")
             self._scorer = make(self._outline, part, sampler, sampled.options, together, config.seed)
@@ -88,24 +88,24 @@ class Watch:
         """Whether there is a look after so many steps."""
         return self._part.every > 0 and (step % self._part.every == 0 or step == self._config.steps)
 
-    def __call__(self, state: TrainState, frozen: Params) -> Look:
+    def __call__(self, state: TrainState, frozen: Params) -> Evaluation:
         """Looks at the weights; answers and accuracy are of those that the trained model is to hold."""
         start, metrics = time.perf_counter(), dict[str, float]()
         if self._heldout is not None:
             metrics |= {f"heldout_{name}": x for name, x in self._heldout(state.trained, frozen).items()}
             if state.average is not None:
                 metrics |= {f"heldout_ema_{name}": x for name, x in self._heldout(state.average, frozen).items()}
-        looks: list[Scorer] = [look for look in (self._answers, self._scorer) if look is not None]
+        looks: list[TaskScorer] = [look for look in (self._answers, self._scorer) if look is not None]
         generations: list[dict[str, Any]] = []
         if looks:
             average = self._config.checkpoint.weights == "ema"
             weights = state.average if average and state.average is not None else state.trained
-            sampled: Sampled = self._trained.sampled(weights, frozen)
+            sampled: SamplerInputs = self._trained.for_sampling(weights, frozen)
             model = dataclasses.replace(self._outline, config=sampled.config, params=sampled.params)
             for look in looks:
                 seen = look(model, sampled.options)
                 metrics, generations = metrics | seen.metrics, generations + seen.generations
-        return Look({**metrics, LOOKED: time.perf_counter() - start}, generations)
+        return Evaluation({**metrics, WATCH_SECONDS: time.perf_counter() - start}, generations)
 
 
 class HeldOut:
@@ -117,14 +117,14 @@ class HeldOut:
         Args:
             rows: of a finite source.
         """
-        still = objective_of(config).still()
+        still = objective_of(config).evaluation_settings()
         lora = dataclasses.replace(config.lora, dropout=0.0)
         config = dataclasses.replace(config, objective=still, lora=lora, router=RouterPart())
         self._rows, self._sharding = rows, placement.batch
         self._stepper = Stepper(config, model, placement)
         self._measure = jax.jit(self._stepper.measure, out_shardings=placement.replicated)
         self._key = jax.jit(lambda: jax.random.key(config.seed), out_shardings=placement.replicated)
-        self._count = size(rows.source) or 0
+        self._count = count_examples(rows.source) or 0
 
     def __call__(self, weights: Params, frozen: Params) -> dict[str, float]:
         """What the objective reports of all rows, as of one batch."""
@@ -132,13 +132,13 @@ class HeldOut:
         for first in range(0, self._count, self._rows.batch):
             found.append(self._measure(weights, frozen, self._batch(first), jax.random.fold_in(key, first)))
         whole = jax.tree.map(lambda *parts: np.sum(parts, dtype=np.float64), *jax.device_get(found))
-        return on_host([mean_values(whole)])[0]
+        return fetch_metrics([mean_values(whole)])[0]
 
     def _batch(self, first: int) -> Batch:
         return batch_of(self._rows, first, (1, self._rows.batch), self._sharding, self._count)
 
 
-class Answers:
+class PromptAnswers:
     """Prompts that are answered at every look, by one program."""
 
     def __init__(self, model: Model, part: WatchPart, sampler: str, options: Mapping[str, Any], together: int) -> None:
@@ -156,17 +156,17 @@ class Answers:
         except DllmError as error:
             raise DllmError(f"watch: {error}") from None
 
-    def __call__(self, model: Model, options: Mapping[str, Any]) -> Look:
+    def __call__(self, model: Model, options: Mapping[str, Any]) -> Evaluation:
         """The answers."""
         missing = -len(self._prompts) % model.denoiser.batch_parts  # a mesh splits them evenly
         prompts = self._prompts + self._prompts[:1] * missing
         found = generate(model, prompts, batch_size=self._together, progress=False, **self._chosen, **options)
         pairs = zip(self._prompts, found[: len(self._prompts)], strict=True)
         text = lambda answer: answer.text if model.tokenizer else " ".join(map(str, answer.tokens))
-        return Look({}, [{"prompt": prompt, "text": text(answer), "nfe": answer.nfe} for prompt, answer in pairs])
+        return Evaluation({}, [{"prompt": prompt, "text": text(answer), "nfe": answer.nfe} for prompt, answer in pairs])
 
 
-def _sampler(part: WatchPart, model: ModelConfig, config: TrainConfig) -> str:
+def _sampler_text(part: WatchPart, model: ModelConfig, config: TrainConfig) -> str:
     """The sampler's text; empty where the model's own defaults hold."""
     usual = "ni" if config.command == "indicator" else "leftright" if model.is_causal else ""
     return part.sampler or usual

@@ -42,7 +42,7 @@ def step_flops(config: TrainConfig, model: ModelConfig, length: int) -> float:
     head = model.embed_dim * model.vocab_size / 2
     attention = 2 * length * model.num_heads * model.head_dim * model.num_layers
     objective = objective_of(config)
-    passes = objective.passes(objective.trained(config, model))
+    passes = objective.passes(objective.trainable(config, model))
     products = passes.layers * per_token + passes.attention * attention + passes.head * head
     return 2.0 * rows * length * products
 
@@ -72,7 +72,7 @@ def matmul_rate(dtype: str, size: int | None = None, repeats: int = 3) -> float:
     return 8 * 2 * size**3 / seconds
 
 
-class Look(NamedTuple):
+class Evaluation(NamedTuple):
     """What was seen of a run's weights, see `train.evaluation`.
 
     Attributes:
@@ -176,14 +176,14 @@ class Reporter:
         shown |= {"tok/s": f"{line['tokens_per_second']:.0f}"}
         self._show(shown | ({"mfu": f"{line['mfu']:.1%}"} if "mfu" in line else {}))
         of = {} if self._peak is None else {"mfu_of": self._peak.about}
-        self._tell(step, "train", line, of)
+        self._write_line(step, "train", line, of)
         self._done, self._start, self._lengths = step, time.perf_counter(), []
         return line
 
-    def look(self, step: int, seen: Look) -> None:
+    def report_evaluation(self, step: int, seen: Evaluation) -> None:
         """Writes what was seen of the weights after so many steps."""
         self._show({name: f"{seen.metrics[key]:.4g}" for name, key in _IN_BAR.items() if key in seen.metrics})
-        self._tell(step, "look", {"step": step, **seen.metrics})
+        self._write_line(step, "look", {"step": step, **seen.metrics})
         if self._silent or not seen.generations:
             return
         with self._writing(GENERATIONS_FILE) as path, path.open("a", encoding="utf-8") as file:
@@ -198,23 +198,25 @@ class Reporter:
         self._shown |= values
         self._bar.set_postfix(self._shown, refresh=False)
 
-    def _tell(self, step: int, kind: str, line: Mapping[str, float], texts: Mapping[str, str] | None = None) -> None:
+    def _write_line(
+        self, step: int, kind: str, line: Mapping[str, float], texts: Mapping[str, str] | None = None
+    ) -> None:
         if self._silent:
             return
-        told = {name: _rounded(value) for name, value in line.items()} | dict(texts or {})
+        told = {name: _round(value) for name, value in line.items()} | dict(texts or {})
         with self._writing(METRICS_FILE) as path, path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(told) + "\n")
         for writer in self._writers:
             writer.numbers(step, {f"{kind}/{name}": value for name, value in line.items() if name != "step"})
 
 
-def _rounded(value: float) -> float | None:
+def _round(value: float) -> float | None:
     """As JSON takes it, which has no number that is not finite."""
     if isinstance(value, int):
         return value
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
-def on_host(metrics: Sequence[Mapping[str, jax.Array | float]]) -> list[dict[str, float]]:
+def fetch_metrics(metrics: Sequence[Mapping[str, jax.Array | float]]) -> list[dict[str, float]]:
     """The scalars of several steps on the host; waits for the device."""
     return [{name: float(jnp.asarray(value)) for name, value in step.items()} for step in jax.device_get(metrics)]

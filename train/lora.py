@@ -2,8 +2,8 @@
 
     {"layers.0.attn.q_proj.lora_a": [in, rank], "layers.0.attn.q_proj.lora_b": [rank, out]}
 
-Training keeps the product apart from the weights (`beside`), for reasons in `dllm_jax.params.low_rank`; `with_adapters`
-and `merge` add it, which computes the same.
+Training keeps the product apart from the weights (`attach_adapters`), for reasons in `dllm_jax.params.low_rank`.
+`add_adapters` and `merge_adapters` add it, which computes the same.
 """
 
 import fnmatch
@@ -107,7 +107,7 @@ def _init_adapter(name: str, shape: tuple[int, int], key: jax.Array) -> jax.Arra
     return jax.random.normal(jax.random.fold_in(key, zlib.crc32(name.encode())), shape) / math.sqrt(shape[0])
 
 
-def with_adapters(
+def add_adapters(
     params: Mapping[str, jax.Array], adapters: Mapping[str, jax.Array], scale: float
 ) -> dict[str, jax.Array]:
     """The parameters with scale * A B added to their kernels in float32, in the kernels' dtypes."""
@@ -119,7 +119,7 @@ def with_adapters(
     return merged
 
 
-def beside(
+def attach_adapters(
     params: Mapping[str, jax.Array],
     adapters: Mapping[str, jax.Array],
     part: LoraPart,
@@ -140,7 +140,7 @@ def beside(
     return adapted
 
 
-def save_adapters(
+def write_adapters(
     out: Path, config: ModelConfig, part: LoraPart, adapters: Mapping[str, Any], *, base: str, overwrite: bool = False
 ) -> None:
     """Writes a folder with the adapters in the hub's format and the model's config; it appears whole at the end."""
@@ -150,7 +150,7 @@ def save_adapters(
 
 
 def load_adapters(folder: str | Path) -> tuple[ModelConfig, LoraPart, dict[str, np.ndarray], str]:
-    """What `save_adapters` wrote: the model's config, the settings, the adapters on the host, and the base's name.
+    """What `write_adapters` wrote: the model's config, the settings, the adapters on the host, and the base's name.
 
     Raises:
         DllmError: for a folder that is none of ours, or is damaged.
@@ -164,7 +164,7 @@ def load_adapters(folder: str | Path) -> tuple[ModelConfig, LoraPart, dict[str, 
     return config, LoraPart(found.rank, found.alpha, found.dropout, found.kernels), dict(found.values), found.base
 
 
-def check_start(config: ModelConfig, part: LoraPart, base: str | Path) -> None:
+def check_init(config: ModelConfig, part: LoraPart, base: str | Path) -> None:
     """Raises DllmError unless the adapters of `lora.init` are some that this run could have made.
 
     Args:
@@ -191,7 +191,7 @@ def check_start(config: ModelConfig, part: LoraPart, base: str | Path) -> None:
         )
 
 
-def merge(base: str | Path, adapters: str | Path, out: str | Path, *, overwrite: bool = False) -> None:
+def merge_adapters(base: str | Path, adapters: str | Path, out: str | Path, *, overwrite: bool = False) -> None:
     """Writes the plain checkpoint base + (alpha / rank) A B, tensor by tensor, in the base's dtype.
 
     Raises:

@@ -38,7 +38,7 @@ class Interrupted(Exception):
         self.status = status
 
 
-class Stop:
+class StopRequest:
     """Whether the run stops after a step. All processes ask after each step, and get the same answer.
 
     If a step does not end within `_OVERDUE` seconds of the signal, the process ends: nothing else leads out of it.
@@ -79,7 +79,7 @@ class Stop:
         return stops
 
 
-class SharedStop(Stop):
+class SharedStopRequest(StopRequest):
     """In several processes: the step after the last that any of them has begun.
 
     A process that receives a signal reports it to all. Each then holds on between two steps, reports its own step and
@@ -139,10 +139,15 @@ class SharedStop(Stop):
 
 
 @contextlib.contextmanager
-def stop_requests(done: int) -> Iterator[Stop]:
-    """Turns SIGINT and SIGTERM into a `Stop` between two steps of a run that has done so many; a second signal acts as
-    usual. Python delivers signals to the main thread alone: in another one only other processes can stop the run."""
-    stop = SharedStop(done) if multihost.count() > 1 else Stop()
+def stop_requests(done: int) -> Iterator[StopRequest]:
+    """Turns SIGINT and SIGTERM into a `StopRequest` between two steps; a second signal acts as usual.
+
+    Python delivers signals to the main thread alone: in another one only other processes can stop the run.
+
+    Args:
+        done: steps that the run has done.
+    """
+    stop = SharedStopRequest(done) if multihost.count() > 1 else StopRequest()
     main = threading.current_thread() is threading.main_thread()
     old = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)} if main else {}
 
@@ -165,7 +170,7 @@ def stop_requests(done: int) -> Iterator[Stop]:
 
 
 @contextlib.contextmanager
-def _signals_in_thread(stop: Stop) -> Iterator[None]:
+def _signals_in_thread(stop: StopRequest) -> Iterator[None]:
     """Hands signals to a thread: Python's handlers wait until the main thread comes back from a step."""
     here, there = socket.socketpair()
     there.setblocking(False)

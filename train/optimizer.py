@@ -50,13 +50,15 @@ def make_optimizer(part: OptimizerPart, steps: int) -> optax.GradientTransformat
             consistent_rms=_MUON_RMS,
         )
     else:
-        chosen = optax.adamw(rate, b1=part.b1, b2=part.b2, eps=part.eps, weight_decay=part.weight_decay, mask=decayed)
+        chosen = optax.adamw(
+            rate, b1=part.b1, b2=part.b2, eps=part.eps, weight_decay=part.weight_decay, mask=decay_mask
+        )
     if part.moments != "float32":
-        chosen = _kept_as(part.moments, chosen)
+        chosen = _round_moments(part.moments, chosen)
     return optax.chain(optax.clip_by_global_norm(part.clip), chosen) if part.clip else chosen
 
 
-def _kept_as(dtype: str, inner: optax.GradientTransformation) -> optax.GradientTransformation:
+def _round_moments(dtype: str, inner: optax.GradientTransformation) -> optax.GradientTransformation:
     """The same, computed in float32, with all moments rounded to `dtype` between steps (optax's `mu_dtype` rounds the
     first moments alone)."""
 
@@ -81,7 +83,7 @@ def _muon_axes(params: Mapping[str, Any]) -> dict[str, optax.contrib.MuonDimensi
     return {name: axes(x) if matrix(name, x) else None for name, x in params.items()}
 
 
-def decayed(params: Mapping[str, jax.Array]) -> dict[str, bool]:
+def decay_mask(params: Mapping[str, jax.Array]) -> dict[str, bool]:
     """Which parameters decay: those with two axes or more. A bias per expert has two and is told by its name."""
     return {name: _decays(name, x) for name, x in params.items()}
 

@@ -162,7 +162,7 @@ def judge_of(part: RolloutPart, task: Any) -> Judge:
     if hasattr(task, "reward"):
         if part.reward != "correct":
             raise DllmError(f'rollout.reward is "{part.reward}" but data.source has a reward of its own; leave it out')
-        return lambda example, ids: (float(task.reward(example, ids)), _accepted(task, example, ids))
+        return lambda example, ids: (float(task.reward(example, ids)), _is_correct(task, example, ids))
     if not hasattr(task, "verify"):
         raise DllmError(
             "data.source does not say how good an answer is; name a task, such as evals.tasks:make_task, or "
@@ -171,22 +171,22 @@ def judge_of(part: RolloutPart, task: Any) -> Judge:
     if part.reward == "partial":
         if in_words(task):
             raise DllmError('rollout.reward "partial" counts tokens, and the task has texts; reward what is "correct"')
-        return lambda example, ids: (float(task.partial(example, ids)), _accepted(task, example, ids))
+        return lambda example, ids: (float(task.partial(example, ids)), _is_correct(task, example, ids))
 
     def judge(example: Any, ids: list[int]) -> tuple[float, bool | None]:
-        correct = _accepted(task, example, ids)
+        correct = _is_correct(task, example, ids)
         return float(bool(correct)), correct
 
     return judge
 
 
-def _accepted(task: Any, example: Any, ids: list[int]) -> bool | None:
+def _is_correct(task: Any, example: Any, ids: list[int]) -> bool | None:
     """Whether a task's checker accepts an answer; None where it has none."""
     return bool(task.verify(example, ids).correct) if hasattr(task, "verify") else None
 
 
 @dataclasses.dataclass
-class Sampled:
+class Completions:
     """Groups of completions on the host.
 
     Attributes:
@@ -263,36 +263,36 @@ class Rollouts:
         iteration, rest = divmod(position, self.round * size)
         place = rest // size
         if iteration != self._iteration:
-            self._begin(iteration, step - place, state)
+            self._start_iteration(iteration, step - place, state)
         return self._batches[place]
 
-    def _begin(self, iteration: int, first: int, state: Any) -> None:
+    def _start_iteration(self, iteration: int, first: int, state: Any) -> None:
         """Samples an iteration's completions and makes the batches of its steps, `first` and so on."""
         start = time.perf_counter()
-        sampled = self._sampled(iteration, self._policy(state))
+        sampled = self._sample(iteration, self._policy(state))
         arrays = self._arrays(sampled)
         size = math.prod(self._batch)
         cut = lambda x, place: x[place * size : (place + 1) * size].reshape(*self._batch, *x.shape[1:])
-        batches = [jax.tree.map(lambda x, p=p: self._placed(cut(x, p)), arrays) for p in range(self._parts)]
+        batches = [jax.tree.map(lambda x, p=p: self._place(cut(x, p)), arrays) for p in range(self._parts)]
         batches *= self.round // self._parts
         if self.round > 1:
             batches = [x._replace(old=self._old(state, x, first + place)) for place, x in enumerate(batches)]
         self._iteration, self._batches = iteration, batches
         self.metrics["rollout_seconds"] = time.perf_counter() - start
 
-    def _placed(self, x: np.ndarray) -> jax.Array:
+    def _place(self, x: np.ndarray) -> jax.Array:
         return jax.make_array_from_callback(x.shape, self._sharding, lambda index: x[index])
 
     # Sampling --------------------------------------------------------------------------------------------------------
 
-    def _sampled(self, iteration: int, denoiser: Denoiser) -> Sampled:
+    def _sample(self, iteration: int, denoiser: Denoiser) -> Completions:
         """The groups to learn from. Prompts of other iterations, and those that replace some, are never the same rows
         of the data."""
         part = self._part
         model = Model(denoiser.config, dict(denoiser.params), None, "the model being trained", layout=denoiser.layout)
         room = max(self._rows.part.length - self._sampler.gen_length, denoiser.min_prompt_length, 1)
         engine = Engine(model, self._sampler, slots=part.slots or part.completions, prompt_length=room)
-        first, every = iteration * part.prompts * (part.redraw + 1), list[Sampled]()
+        first, every = iteration * part.prompts * (part.redraw + 1), list[Completions]()
         kept: list[tuple[int, int]] = []  # (of which draw, which group), those that teach something before the others
         same: list[tuple[int, int]] = []
         for draw in range(part.redraw + 1):
@@ -303,10 +303,10 @@ class Rollouts:
             apart = np.ptp(every[-1].rewards, axis=1) > 0
             kept += [(draw, int(group)) for group in np.flatnonzero(apart)]
             same += [(draw, int(group)) for group in np.flatnonzero(~apart)]
-        self._tell(every)
-        return _chosen(every, sorted([*kept, *same[len(same) - (part.prompts - len(kept)) :]]), part.group)
+        self._set_metrics(every)
+        return _choose_groups(every, sorted([*kept, *same[len(same) - (part.prompts - len(kept)) :]]), part.group)
 
-    def _groups(self, model: Model, engine: Engine, first: int, count: int) -> Sampled:
+    def _groups(self, model: Model, engine: Engine, first: int, count: int) -> Completions:
         """Completions of `count` prompts from position `first` of the data on; they are rewarded while others are
         sampled."""
         size = self._part.group
@@ -322,12 +322,12 @@ class Rollouts:
                 if sentence := describe_broken(request.result.broken_at, [number]):
                     raise DllmError(f"{sentence}; lower optimizer.lr, and go on from the last state")
                 found[number] = request.result
-                scores[number] = threads.submit(self._scored, examples[number // size], request.result)
+                scores[number] = threads.submit(self._score, examples[number // size], request.result)
             judged = [scores[number].result() for number in range(count * size)]
         rewards, correct = (np.asarray(x).reshape(count, size) for x in zip(*judged, strict=True))
         ordered = [found[number] for number in range(count * size)]
         checked = None if correct.dtype == object else correct
-        return Sampled(examples, ordered, rewards.astype(float), checked)
+        return Completions(examples, ordered, rewards.astype(float), checked)
 
     def _enqueue(self, model: Model, engine: Engine, example: ExampleLike, first: int) -> None:
         """Asks for a group, whose completions are called `first` and so on: these numbers decide their draws."""
@@ -349,7 +349,7 @@ class Rollouts:
     def _gen_length(self, example: ExampleLike) -> int:
         return self._sampler.gen_length if self._stops else len(example.answer_ids)
 
-    def _scored(self, example: ExampleLike, result: Result) -> tuple[float, bool | None]:
+    def _score(self, example: ExampleLike, result: Result) -> tuple[float, bool | None]:
         """The reward of an answer, and whether it is right; None where there is no checker."""
         end = int(result.lengths[0]) if self._stops else len(example.answer_ids)
         ids = np.asarray(result.tokens[0])[:end].tolist()
@@ -358,7 +358,7 @@ class Rollouts:
             raise DllmError(f"the reward of an answer is {reward}; give finite numbers")
         return reward, correct
 
-    def _tell(self, every: Sequence[Sampled]) -> None:
+    def _set_metrics(self, every: Sequence[Completions]) -> None:
         """Notes the metrics of all that was sampled."""
         rewards = np.concatenate([one.rewards for one in every])
         self.metrics = {"reward": float(rewards.mean())}
@@ -369,7 +369,7 @@ class Rollouts:
 
     # Arrays ----------------------------------------------------------------------------------------------------------
 
-    def _arrays(self, sampled: Sampled) -> Rollout:
+    def _arrays(self, sampled: Completions) -> Rollout:
         """The completions as arrays [P * group, ...] on the host."""
         results = jax.tree.map(lambda *rows: np.concatenate(rows), *sampled.results)
         steps = np.asarray(step_numbers(jnp.asarray(results.decoded_at)))
@@ -399,14 +399,14 @@ class Rollouts:
         return Rollout(tokens, step, drawn, lengths, better, share.astype(np.float32))  # type: ignore[arg-type]
 
 
-def _chosen(every: Sequence[Sampled], groups: Sequence[tuple[int, int]], size: int) -> Sampled:
+def _choose_groups(every: Sequence[Completions], groups: Sequence[tuple[int, int]], size: int) -> Completions:
     """Some groups of several draws."""
     results = [result for draw, group in groups for result in every[draw].results[group * size : (group + 1) * size]]
     rewards = np.stack([every[draw].rewards[group] for draw, group in groups])
-    return Sampled([every[draw].examples[group] for draw, group in groups], results, rewards, None)
+    return Completions([every[draw].examples[group] for draw, group in groups], results, rewards, None)
 
 
-def rounds_of(part: RolloutPart, batch: int, updates: int) -> int:
+def steps_per_round(part: RolloutPart, batch: int, updates: int) -> int:
     """Steps of an iteration.
 
     Raises:

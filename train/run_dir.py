@@ -9,7 +9,7 @@ out/adapters/       instead of it, the trained adapters of a LoRA run
 out/indicator/      or the trained indicator
 out/result.json     of which step and which weights that is
 out/dropped.txt     the examples that data.on_bad left out, and why
-out/data.json       what tells the data from other data, see `train.data.fingerprint`
+out/data.json       what tells the data from other data, see `train.data.fingerprint.data_fingerprint`
 
 The folder may be one in an object store, gs://bucket/run. Objects do not grow, so there the logs are kept locally while
 the run lasts, and sent before each state and at the end.
@@ -33,7 +33,7 @@ from dllm_jax.errors import DllmError
 from dllm_jax.parallel import multihost
 from dllm_jax.storage import folder_path, lock, sha256, write_error, write_file
 from train.config import TrainConfig
-from train.settings import build, differences, flat_names, on_resume, to_json, unknown_key
+from train.settings import build_settings, differences, flat_names, on_resume, to_json, unknown_key
 
 RUN_FILE, METRICS_FILE, STATE_FOLDER, RESULT_FILE = "run.json", "metrics.jsonl", "state", "result.json"
 DATA_FILE = "data.json"
@@ -43,12 +43,12 @@ CHECKSUMS_FILE = "checksums.sha256"
 _LOGS = {METRICS_FILE, GENERATIONS_FILE, WANDB_FILE}  # what a run that goes on reads of those
 DATA = "data"
 """What --allow-change calls other examples, beside the settings."""
-LOOKED = "look_seconds"
+WATCH_SECONDS = "look_seconds"
 """Key that tells lines of metrics about a look."""
 
 
 class RunFolder:
-    """A run's output folder; nothing is written before `begin`.
+    """A run's output folder; nothing is written before `hold`.
 
     Attributes:
         path: where it is.
@@ -83,7 +83,7 @@ class RunFolder:
         command = old.get("command", self._config.command)
         if command != self._config.command:
             raise DllmError(f"the run in {self.path} is one of python -m train {command}; choose another out")
-        for name, (was, now) in differences(self._whole(old), json.loads(to_json(self._config))).items():
+        for name, (was, now) in differences(self._with_defaults(old), json.loads(to_json(self._config))).items():
             rule = on_resume(self._config, name)
             if rule == "free":
                 continue
@@ -101,7 +101,7 @@ class RunFolder:
         """Compares the data with those that the run has learned from.
 
         Args:
-            data: their `train.data.fingerprint`.
+            data: their `train.data.fingerprint.data_fingerprint`.
 
         Raises:
             DllmError: when they differ, unless --allow-change names "data" or a setting of `[data]` that has changed.
@@ -125,15 +125,15 @@ class RunFolder:
             )
         self.changes[DATA] = old, dict(data)
 
-    def _whole(self, old: dict[str, Any]) -> dict[str, Any]:
+    def _with_defaults(self, old: dict[str, Any]) -> dict[str, Any]:
         """A run's settings, those that came into being after it at their defaults."""
         try:
-            return json.loads(to_json(build(type(self._config), old)))
+            return json.loads(to_json(build_settings(type(self._config), old)))
         except DllmError:  # of an older version, say
             return old
 
     @contextlib.contextmanager
-    def begin(self) -> Iterator[None]:
+    def hold(self) -> Iterator[None]:
         """Makes the folder, writes the settings, and holds the folder as long as the context lasts.
 
         Raises:
@@ -142,17 +142,17 @@ class RunFolder:
         with contextlib.ExitStack() as held:
             with multihost.agreed():
                 if not multihost.index():
-                    held.enter_context(self._held())
+                    held.enter_context(self._hold_folder())
                     if not self.changes:  # which are told in the log before
                         write_file(self.path / RUN_FILE, to_json(self._config) + "\n")
             yield
 
-    def _held(self) -> contextlib.AbstractContextManager[object]:
+    def _hold_folder(self) -> contextlib.AbstractContextManager[object]:
         """Holds the folder; in an object store, which has no locks, its logs alone."""
-        return self._logs_here() if buckets.is_address(self.path) else self._locked()
+        return self._local_logs() if buckets.is_address(self.path) else self._locked()
 
     @contextlib.contextmanager
-    def _logs_here(self) -> Iterator[None]:
+    def _local_logs(self) -> Iterator[None]:
         # What a writer still holds open goes when it may.
         with tempfile.TemporaryDirectory(prefix="dllm_jax-", ignore_cleanup_errors=True) as name:
             with buckets.reached(self.path):
@@ -220,7 +220,7 @@ class RunFolder:
             write_file(note, made)
         return out
 
-    def go_on(self, step: int, data: Mapping[str, Any], *, looks: bool = False) -> None:
+    def resume_logs(self, step: int, data: Mapping[str, Any], *, looks: bool = False) -> None:
         """Drops from the logs what was reported after `step`, and a line that was cut off; writes into them what
         changes from there on, and then the settings and what tells the data from others.
 
@@ -230,11 +230,11 @@ class RunFolder:
         """
         if multihost.index():
             return
-        kept = self._kept(METRICS_FILE, step, lambda entry: looks and LOOKED in entry)
+        kept = self._lines_until(METRICS_FILE, step, lambda entry: looks and WATCH_SECONDS in entry)
         if self.changes:
             line = json.dumps({"step": step, "changed": self.changes})
             kept += [line] if line not in kept else []
-        answers = self._kept(GENERATIONS_FILE, step, lambda _: looks)
+        answers = self._lines_until(GENERATIONS_FILE, step, lambda _: looks)
         for name, lines in ((METRICS_FILE, kept), (GENERATIONS_FILE, answers)):
             if lines or (self.logs / name).is_file():
                 write_file(self.logs / name, "".join(line + "\n" for line in lines))
@@ -242,7 +242,7 @@ class RunFolder:
             write_file(self.path / RUN_FILE, to_json(self._config) + "\n")
         write_file(self.path / DATA_FILE, json.dumps(data) + "\n")
 
-    def _kept(self, name: str, step: int, again: Callable[[Mapping[str, Any]], bool]) -> list[str]:
+    def _lines_until(self, name: str, step: int, again: Callable[[Mapping[str, Any]], bool]) -> list[str]:
         """The whole lines of a log up to `step`, but for those of the step that will come again."""
         path, kept = self.logs / name, list[str]()
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
@@ -319,7 +319,7 @@ class States:
         from orbax.checkpoint import v1 as ocp  # here, because it takes a second to import
 
         self._path, self._keep, self._clean, self._ocp = path, keep, clean, ocp
-        self._whole: int | None = None
+        self._with_defaults: int | None = None
         self._coming: tuple[int, Future[None]] | None = None  # the step that is being written
         self._thread = ThreadPoolExecutor(1)
 
@@ -336,7 +336,7 @@ class States:
                 cleanup_tmp_directories=self._clean,
             )
             found = self._checkpointer.latest
-        self._whole = None if found is None else found.step
+        self._with_defaults = None if found is None else found.step
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -356,7 +356,7 @@ class States:
             DllmError: as `save`.
         """
         self.wait()
-        return self._whole
+        return self._with_defaults
 
     @property
     def steps(self) -> list[int]:
@@ -373,7 +373,7 @@ class States:
         """
         self.wait()
         with self._writing():
-            begun = self._checkpointer.save_async(step, flat(state), custom_metadata=dict(notes), overwrite=True)
+            begun = self._checkpointer.save_async(step, flat_leaves(state), custom_metadata=dict(notes), overwrite=True)
             assert begun is not None  # the policy leaves none out
             self._coming = step, self._thread.submit(self._end, step, begun)
 
@@ -403,7 +403,7 @@ class States:
         (step, ending), self._coming = self._coming, None
         with self._writing():
             ending.result()
-        self._whole = step
+        self._with_defaults = step
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -428,9 +428,9 @@ class States:
             DllmError: when it is damaged or cannot be read.
         """
         self._verify(step)
-        wanted = flat(abstract)
+        wanted = flat_leaves(abstract)
         with self._reading(step):
-            stored = _alike(wanted, self._checkpointer.metadata(step).metadata)
+            stored = _match_names(wanted, self._checkpointer.metadata(step).metadata)
             leaves = self._checkpointer.load(step, {stored[name]: leaf for name, leaf in wanted.items()})
         return jax.tree.unflatten(jax.tree.structure(abstract), [leaves[stored[name]] for name in wanted])
 
@@ -470,9 +470,9 @@ class States:
             except OSError as error:
                 changed = f"{error.filename} ({error.strerror})"
             if changed:
-                raise DllmError(f"the state {folder} is damaged in {changed}; {self._instead(step)}")
+                raise DllmError(f"the state {folder} is damaged in {changed}; {self._remedy(step)}")
 
-    def _instead(self, step: int) -> str:
+    def _remedy(self, step: int) -> str:
         """What to do about a state that cannot be used."""
         before = [other for other in self.steps if other < step]
         return f"remove it to go on from state {before[-1]}" if before else "remove it to start anew"
@@ -486,7 +486,7 @@ class States:
             if buckets.is_address(self._path):
                 raise buckets.unreached(folder, error) from error
             reason = f" ({error})" if isinstance(error, DllmError) else ""
-            raise DllmError(f"the state {folder} could not be read{reason}; {self._instead(step)}") from error
+            raise DllmError(f"the state {folder} could not be read{reason}; {self._remedy(step)}") from error
 
 
 class StoredArrays(Mapping[str, np.ndarray]):
@@ -505,7 +505,7 @@ class StoredArrays(Mapping[str, np.ndarray]):
         return len(self._names)
 
 
-def _alike(wanted: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
+def _match_names(wanted: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
     """Names of a state's leaves -> those that a state on the disk has them under: places in optax's chains are others
     when one link, such as clipping, comes or goes; their order is not."""
 
@@ -519,7 +519,7 @@ def _alike(wanted: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
     return {one[2]: other[2] for one, other in pairs}
 
 
-def flat(tree: Any) -> dict[str, Any]:
+def flat_leaves(tree: Any) -> dict[str, Any]:
     """Leaves by name, in the tree's order: a form that does not depend on classes of ours or of optax."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {jax.tree_util.keystr(path, simple=True, separator="/").replace("/", ":"): leaf for path, leaf in leaves}

@@ -136,7 +136,7 @@ def _override(values: dict[str, Any], text: str) -> None:
     values[name] = value
 
 
-def build(kind: type[T], values: Mapping[str, Any], prefix: str = "") -> T:
+def build_settings(kind: type[T], values: Mapping[str, Any], prefix: str = "") -> T:
     """A settings dataclass from a table.
 
     Raises:
@@ -151,7 +151,7 @@ def build(kind: type[T], values: Mapping[str, Any], prefix: str = "") -> T:
         optional = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
         if name not in values and not optional:
             raise DllmError(f"{prefix}{name} is not set; write it into the config, or {prefix}{name}=VALUE behind it")
-    return kind(**{name: converted(value, hints[name], prefix + name) for name, value in values.items()})
+    return kind(**{name: convert_value(value, hints[name], prefix + name) for name, value in values.items()})
 
 
 def unknown_key(name: str, known: Iterable[str]) -> str:
@@ -160,7 +160,7 @@ def unknown_key(name: str, known: Iterable[str]) -> str:
     return f"there is no setting {name!r}; " + did_you_mean(name, known, f"known: {', '.join(known)}")
 
 
-def converted(value: Any, kind: Any, name: str) -> Any:
+def convert_value(value: Any, kind: Any, name: str) -> Any:
     """A TOML value as the type of a field.
 
     Raises:
@@ -169,7 +169,7 @@ def converted(value: Any, kind: Any, name: str) -> Any:
     if typing.get_origin(kind) in (typing.Union, types.UnionType):  # X | None: TOML has no None
         kind = next(part for part in typing.get_args(kind) if part is not types.NoneType)
     if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
-        return build(typing.cast(type, kind), value, f"{name}.")
+        return build_settings(typing.cast(type, kind), value, f"{name}.")
     if typing.get_origin(kind) is Literal:
         if value in typing.get_args(kind):
             return value
@@ -180,9 +180,9 @@ def converted(value: Any, kind: Any, name: str) -> Any:
         return value
     if typing.get_origin(kind) is dict and isinstance(value, dict):
         item = typing.get_args(kind)[1]
-        return {key: part if item is Any else converted(part, item, f"{name}.{key}") for key, part in value.items()}
+        return {key: part if item is Any else convert_value(part, item, f"{name}.{key}") for key, part in value.items()}
     if typing.get_origin(kind) is tuple and isinstance(value, list):
-        return tuple(converted(part, typing.get_args(kind)[0], name) for part in value)
+        return tuple(convert_value(part, typing.get_args(kind)[0], name) for part in value)
     raise DllmError(f"{name} is {value!r}; it must be {_WANTED.get(typing.get_origin(kind) or kind, 'a table')}")
 
 

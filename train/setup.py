@@ -16,12 +16,12 @@ from dllm_jax.families import published
 from dllm_jax.parallel.sharding import Layout
 from dllm_jax.text.tokenizer import has_tokenizer, load_tokenizer
 from train.config import DataPart, ModelPart, TrainConfig
-from train.data import SOURCES, Rows, Setup, Source, in_words, made_by, size, source_of
-from train.data.checks import Faults, checked, scans_all
-from train.data.heldout import some, split
-from train.lora import check_start, tokenizer_files
+from train.data import SOURCES, Rows, Setup, Source, count_examples, in_words, make_referenced, source_of_split
+from train.data.checks import BadExamples, drop_bad_examples, scans_all
+from train.data.heldout import choose_examples, split_heldout
+from train.lora import check_init, tokenizer_files
 from train.objectives import objective_of
-from train.settings import converted, unknown_key
+from train.settings import convert_value, unknown_key
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,23 +45,23 @@ class Parts:
     heldout: Rows | None = None
     task: Any = None
 
-    def checked(self, config: TrainConfig, *, progress: bool) -> tuple["Parts", list[Faults]]:
+    def check_examples(self, config: TrainConfig, *, progress: bool) -> tuple["Parts", list[BadExamples]]:
         """The parts with rows of good examples alone, and what was wrong with others, see `train.data.checks`."""
-        rows, faults = self._good(self.rows, progress)
+        rows, faults = self._drop_bad(self.rows, progress)
         heldout, more = self.heldout, None
         if config.data.heldout:
-            own, held = split(rows.source, config.data.heldout, progress=progress)
+            own, held = split_heldout(rows.source, config.data.heldout, progress=progress)
             rows = dataclasses.replace(rows, source=own)
             heldout = _heldout(config, held, self.model, checked=rows.checked) if config.watch.every else None
         elif heldout is not None:
-            heldout, more = self._good(heldout, progress)
+            heldout, more = self._drop_bad(heldout, progress)
         if heldout is not None:
-            heldout = dataclasses.replace(heldout, source=some(heldout.source, config.watch.rows))
+            heldout = dataclasses.replace(heldout, source=choose_examples(heldout.source, config.watch.rows))
         rows(0)  # of an endless source the first
         return dataclasses.replace(self, rows=rows, heldout=heldout), [found for found in (faults, more) if found]
 
-    def _good(self, rows: Rows, progress: bool) -> tuple[Rows, Faults | None]:
-        source, faults = checked(rows.source, rows.part, rows.kind, self.model, progress=progress)
+    def _drop_bad(self, rows: Rows, progress: bool) -> tuple[Rows, BadExamples | None]:
+        source, faults = drop_bad_examples(rows.source, rows.part, rows.kind, self.model, progress=progress)
         return dataclasses.replace(rows, source=source, checked=scans_all(source, rows.part)), faults
 
     def outline(self, name: str, layout: Layout | None) -> Model:
@@ -90,46 +90,46 @@ class Outline(NamedTuple):
         return {**self.files, **checkpoint.generation_file(self.generation)}
 
 
-def outline(config: TrainConfig) -> Outline:
+def read_outline(config: TrainConfig) -> Outline:
     """Reads and checks what the settings name but weights and data; a task of `data.source` is made all the same.
 
     Raises:
         DllmError: for missing checkpoints, and for parts that do not fit each other.
     """
-    task = None if config.data.source in SOURCES else _referenced(config.data)
+    task = None if config.data.source in SOURCES else _make_referenced(config.data)
     objective = objective_of(config)
-    model = objective.fitted(model_config(config.model, getattr(task, "vocabulary", None)), config)
+    model = objective.fit_model(model_config(config.model, getattr(task, "vocabulary", None)), config)
     if config.data.length > model.max_length:
         raise DllmError(
             f"data.length {config.data.length} exceeds the model's longest context of {model.max_length} tokens; lower "
             "it, or set model.config.max_length"
         )
     if config.lora.init:
-        objective.trained(config, model)  # says where there is no model to add them to
-        check_start(model, config.lora, config.model.init)
-    return Outline(model, _tokenizer_files(config.model, task), _generation(config, model, task), task)
+        objective.trainable(config, model)  # says where there is no model to add them to
+        check_init(model, config.lora, config.model.init)
+    return Outline(model, _tokenizer_files(config.model, task), _generation_defaults(config, model, task), task)
 
 
-def prepare(config: TrainConfig) -> Parts:
+def read_parts(config: TrainConfig) -> Parts:
     """Reads and checks everything that the settings name but weights.
 
     Raises:
         DllmError: for missing checkpoints or data, and for parts that do not fit each other.
     """
-    shell, objective = outline(config), objective_of(config)
+    shell, objective = read_outline(config), objective_of(config)
     model, files, task = shell.model, shell.files, shell.task
     cache = Path(config.data.cache).expanduser() if config.data.cache else None
     lengths = config.data.length, config.data.answer_length
     setup = functools.cache(lambda: Setup(model, _tokenizer(files, model), *lengths, cache))
     part = config.data
     if task is None:
-        source = _builtin(part, setup())
+        source = _builtin_source(part, setup())
     else:
         if config.objective.kind == "prompts" and in_words(task):
             task = task.bind(Model(model, {}, setup().tokenizer, str(config.model.init or "the model being trained")))
             part = dataclasses.replace(part, answer_length=task.answer_width)
-        source = source_of(task, part.source)
-    if config.data.heldout and objective.still() is None:
+        source = source_of_split(task, part.source)
+    if config.data.heldout and objective.evaluation_settings() is None:
         raise DllmError(f"python -m train {config.command} has no loss of rows by themselves; set data.heldout to 0")
     if config.data.random_length and config.objective.kind == "sft":
         raise DllmError('data.random_length is for objective.kind "pretrain"; set it to 0')
@@ -147,7 +147,7 @@ def prepare(config: TrainConfig) -> Parts:
 
 def _has_steps(source: Source) -> bool:
     """Whether examples are trajectories; one without examples is told of elsewhere."""
-    return size(source) == 0 or getattr(source.example(0), "step", None) is not None
+    return count_examples(source) == 0 or getattr(source.example(0), "step", None) is not None
 
 
 def _other_source(config: TrainConfig, setup: Callable[[], Setup], task: Any) -> Source | None:
@@ -156,20 +156,20 @@ def _other_source(config: TrainConfig, setup: Callable[[], Setup], task: Any) ->
     watch = config.watch
     if not watch.every:
         return None
-    if objective_of(config).still() is None:
+    if objective_of(config).evaluation_settings() is None:
         if watch.source:
             raise DllmError(f"python -m train {config.command} has no loss of rows by themselves; unset watch.source")
         return None
     if watch.source:
         part = dataclasses.replace(config.data, source=watch.source, options=watch.options)
         if watch.source in SOURCES:
-            return _builtin(part, setup(), "watch")
-        found = source_of(_referenced(part, "watch"), watch.source, "validation", "watch")
+            return _builtin_source(part, setup(), "watch")
+        found = source_of_split(_make_referenced(part, "watch"), watch.source, "validation", "watch")
     elif hasattr(task, "source") and not config.data.heldout:
         found = task.source("validation")
     else:
         return None
-    return found if isinstance(found, Sized) else some(found, watch.rows)
+    return found if isinstance(found, Sized) else choose_examples(found, watch.rows)
 
 
 def _heldout(config: TrainConfig, source: Source, model: ModelConfig, *, checked: bool = False) -> Rows:
@@ -180,7 +180,7 @@ def _heldout(config: TrainConfig, source: Source, model: ModelConfig, *, checked
     return Rows(source, part, config.objective.kind, model, config.seed, rows, checked)
 
 
-def _generation(config: TrainConfig, model: ModelConfig, task: Any) -> dict[str, Any]:
+def _generation_defaults(config: TrainConfig, model: ModelConfig, task: Any) -> dict[str, Any]:
     """How the trained model is sampled: a task's canvas in one block without a cache, else as the model before it, and
     as long as the answers that it is trained on; a block diffusion model in its blocks."""
     before = checkpoint.load_generation(checkpoint.find(config.model.init)) if config.model.init else {}
@@ -209,7 +209,7 @@ def model_config(part: ModelPart, vocabulary: Any = None) -> ModelConfig:
         checkpoint.require_plain(config, part.init, "trained")
         if vocabulary is not None and (config.mask_id, config.eos_id) != (vocabulary.mask_id, vocabulary.eos_id):
             raise DllmError(f"model.init {part.init} has other special tokens than the task in data.source; train anew")
-        return adapted(config, part.adapt) if part.adapt else config
+        return adapt_config(config, part.adapt) if part.adapt else config
     if part.adapt:
         raise DllmError(f"model.adapt {part.adapt} needs a checkpoint to adapt; set model.init, or model.published")
     values: dict[str, Any] = {}
@@ -220,11 +220,11 @@ def model_config(part: ModelPart, vocabulary: Any = None) -> ModelConfig:
     for name, value in part.config.items():
         if name not in hints:
             raise DllmError(unknown_key(f"model.config.{name}", [f"model.config.{known}" for known in hints]))
-        values[name] = converted(value, hints[name], f"model.config.{name}")
+        values[name] = convert_value(value, hints[name], f"model.config.{name}")
     return published(part.published).replace(**values)
 
 
-def adapted(config: ModelConfig, kind: str) -> ModelConfig:
+def adapt_config(config: ModelConfig, kind: str) -> ModelConfig:
     """A model's config with the family, attention, shift and biases of a published one, and its mask token where the
     model has none.
 
@@ -240,22 +240,23 @@ def adapted(config: ModelConfig, kind: str) -> ModelConfig:
     return config.replace(**same, mask_id=mask_id, qkv_bias=config.qkv_bias or like.qkv_bias)
 
 
-def _referenced(part: DataPart, table: str = "data") -> Any:
+def _make_referenced(part: DataPart, table: str = "data") -> Any:
     if not part.source:
         raise DllmError(f"data.source is not set; use {', '.join(SOURCES)} or module:name")
     if ":" not in part.source:
         raise DllmError(f"no data source is called {part.source!r}; use {', '.join(SOURCES)} or module:name")
-    return made_by(part.source, part.options, table)
+    return make_referenced(part.source, part.options, table)
 
 
-def _builtin(part: DataPart, setup: Setup, table: str = "data") -> Source:
+def _builtin_source(part: DataPart, setup: Setup, table: str = "data") -> Source:
     make = SOURCES[part.source]
     hints = typing.get_type_hints(make)
     known = [name for name in hints if name not in ("setup", "return")]
     for name in part.options:
         if name not in known:
             raise DllmError(unknown_key(f"{table}.options.{name}", [f"{table}.options.{option}" for option in known]))
-    options = {name: converted(value, hints[name], f"{table}.options.{name}") for name, value in part.options.items()}
+    convert = lambda name, value: convert_value(value, hints[name], f"{table}.options.{name}")
+    options = {name: convert(name, value) for name, value in part.options.items()}
     if "path" not in options:
         raise DllmError(f"{table}.options.path is not set; name the file or folder that {part.source} reads")
     return make(setup, **options)

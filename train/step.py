@@ -102,7 +102,7 @@ class Stepper:
     """Makes states and advances them; holds no arrays itself.
 
     Attributes:
-        trained: what is trained.
+        trainable: what is trained.
         optimizer: optax's transformation.
         objective: what is trained for.
         placement: where states and batches are.
@@ -111,7 +111,7 @@ class Stepper:
     def __init__(self, config: TrainConfig, model: ModelConfig, placement: Placement) -> None:
         self._config, self._model, self.placement = config, model, placement
         self.objective = objective_of(config)
-        self.trained = self.objective.trained(config, model)
+        self.trainable = self.objective.trainable(config, model)
         self.optimizer = make_optimizer(config.optimizer, config.steps)
         self._layout = Layout(placement.mesh) if placement.mesh.size > 1 else None
         platform = placement.mesh.devices.flat[0].platform
@@ -159,22 +159,22 @@ class Stepper:
             The next state, and scalars: those of the objective, grad_norm (before clipping), and skipped, whether one
             of them is no finite number: then nothing but the step's number has changed.
         """
-        noised = self.noised(batch, key, state.step)
+        noised = self.add_noise(batch, key, state.step)
         dropout = jax.random.fold_in(jax.random.fold_in(key, state.step), _DROPOUT)
         gradient, metrics = self.gradient(state.trained, frozen, noised, dropout)
         metrics["grad_norm"] = optax.tree.norm(gradient)
         # Not optax.apply_if_finite: it would put counts of its own into the states, and the average would still change.
         finite = jnp.all(jnp.isfinite(jnp.stack(jax.tree.leaves(metrics))))
-        state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), self._updated(gradient, state), state)
+        state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), self._update(gradient, state), state)
         return dataclasses.replace(state, step=state.step + 1), {**metrics, "skipped": ~finite}
 
-    def noised(self, batch: Any, key: jax.Array, step: jax.Array) -> Any:
+    def add_noise(self, batch: Any, key: jax.Array, step: jax.Array) -> Any:
         """A batch with the noise of a step; the key is the run's."""
         return self.objective.corrupt(jax.random.fold_in(key, step), batch, Denoiser(self._model, {}))
 
     def learner(self, trained: Params, frozen: Params) -> Any:
         """What an objective's loss takes as what is trained, with nothing left out of it."""
-        return self.trained.parts(trained, frozen, self._denoiser, None)[0]
+        return self.trainable.parts(trained, frozen, self._denoiser, None)[0]
 
     def measure(self, trained: Params, frozen: Params, batch: Batch, key: jax.Array) -> Means:
         """What the objective reports of a batch [1, rows, ...] that is not learned from.
@@ -185,7 +185,7 @@ class Stepper:
         noised = self.objective.corrupt(key, batch, Denoiser(self._model, {}))
         return self.means(trained, frozen, jax.tree.map(lambda x: x[0], noised), jax.random.fold_in(key, _DROPOUT))
 
-    def _updated(self, gradient: Params, state: TrainState) -> TrainState:
+    def _update(self, gradient: Params, state: TrainState) -> TrainState:
         """The state with a gradient applied; the step's number stays. The learning rate is that of this number, however
         many steps were skipped."""
         counts = optax.tree.set(state.optimizer, _counts_the_schedule, count=state.step)
@@ -205,7 +205,7 @@ class Stepper:
         floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
         return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in floats])), optax.tree.norm(state.trained)
 
-    def jitted(self, state: TrainState) -> Any:
+    def jit_step(self, state: TrainState) -> Any:
         """The step under `jax.jit`; the state's buffers are reused for the next state."""
         return jax.jit(
             self.__call__,
@@ -245,7 +245,7 @@ class Stepper:
 
     def means(self, trained: Params, frozen: Params, noised: Any, key: jax.Array) -> Means:
         """What the objective reports of [rows, T]; `key` as in `Trained.parts`."""
-        learner, base = self.trained.parts(trained, frozen, self._denoiser, key)
+        learner, base = self.trainable.parts(trained, frozen, self._denoiser, key)
         return self.objective.means(
             learner,
             base,

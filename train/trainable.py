@@ -1,6 +1,6 @@
 """What a run trains: the whole model, or adapters to it; what else there is, its objective knows.
 
-The trainer knows one form of them (`Trained`): arrays that the optimiser changes, arrays that stay, how an objective
+The trainer knows one form of them (`Trainable`): arrays that the optimiser changes, arrays that stay, how an objective
 reads both, and how the result is written.
 """
 
@@ -24,7 +24,7 @@ from dllm_jax.parallel.sharding import param_shardings
 from dllm_jax.params.low_rank import LowRankKernel
 from dllm_jax.params.specs import abstract_params, init_params
 from train.config import TrainConfig
-from train.lora import adapter_shapes, adapter_shardings, beside, init_adapters, save_adapters
+from train.lora import adapter_shapes, adapter_shardings, attach_adapters, init_adapters, write_adapters
 from train.run_dir import ADAPTERS_FOLDER, MODEL_FOLDER
 
 Params = Mapping[str, jax.Array]
@@ -32,7 +32,7 @@ Weights = Params | Mapping[str, np.ndarray]
 Kernels = Mapping[str, jax.Array | LowRankKernel]
 
 
-class Sampled(NamedTuple):
+class SamplerInputs(NamedTuple):
     """What samplers take.
 
     Attributes:
@@ -46,7 +46,7 @@ class Sampled(NamedTuple):
     options: dict[str, Any]
 
 
-class Trained(Protocol):
+class Trainable(Protocol):
     """What is trained.
 
     Attributes:
@@ -90,7 +90,7 @@ class Trained(Protocol):
         """
         ...
 
-    def sampled(self, weights: Params, frozen: Params) -> Sampled:
+    def for_sampling(self, weights: Params, frozen: Params) -> SamplerInputs:
         """What samplers take of the trained arrays, or of their average, as they are written in the end."""
         ...
 
@@ -135,20 +135,20 @@ class WholeModel:
     ) -> tuple[Any, Denoiser]:
         return denoiser(trained), Denoiser(self.model, {})
 
-    def sampled(self, weights: Params, frozen: Params) -> Sampled:
-        return Sampled(self.model, dict(_stored(self.model, weights)), {})
+    def for_sampling(self, weights: Params, frozen: Params) -> SamplerInputs:
+        return SamplerInputs(self.model, dict(_stored(self.model, weights)), {})
 
     def write(
         self, out: Path, weights: Weights, *, steps: int, files: Mapping[str, bytes], overwrite: bool = False
     ) -> None:
         """Writes a checkpoint of this library."""
-        source = source_of(self.config, steps)
+        source = provenance(self.config, steps)
         together, tensors = multihost.count() > 1, _stored(self.model, weights)
         checkpoint.save(out, self.model, tensors, files=files, source=source, overwrite=overwrite, together=together)
 
 
 @dataclasses.dataclass(frozen=True)
-class Adapters:
+class LoraModel:
     """Low-rank adapters of a frozen model."""
 
     config: TrainConfig
@@ -171,12 +171,12 @@ class Adapters:
     def parts(
         self, trained: Params, frozen: Params, denoiser: Callable[[Kernels], Denoiser], key: jax.Array | None
     ) -> tuple[Any, Denoiser]:
-        return denoiser(beside(frozen, trained, self.config.lora, key)), denoiser(frozen)
+        return denoiser(attach_adapters(frozen, trained, self.config.lora, key)), denoiser(frozen)
 
-    def sampled(self, weights: Params, frozen: Params) -> Sampled:
+    def for_sampling(self, weights: Params, frozen: Params) -> SamplerInputs:
         # The product stays apart, so that no second model is in memory.
         config = self.model.replace(dtype=self.config.compute.dtype)
-        return Sampled(config, beside(frozen, weights, self.config.lora), {})
+        return SamplerInputs(config, attach_adapters(frozen, weights, self.config.lora), {})
 
     def write(
         self, out: Path, weights: Weights, *, steps: int, files: Mapping[str, bytes], overwrite: bool = False
@@ -186,10 +186,10 @@ class Adapters:
         values = multihost.whole(weights)
         with multihost.agreed():
             if not multihost.index():
-                save_adapters(out, self.model, self.config.lora, values, base=base, overwrite=overwrite)
+                write_adapters(out, self.model, self.config.lora, values, base=base, overwrite=overwrite)
 
 
-def whole_or_adapters(config: TrainConfig, model: ModelConfig) -> Trained:
+def whole_or_adapters(config: TrainConfig, model: ModelConfig) -> Trainable:
     """The whole model, or adapters where `lora.rank` says so.
 
     Raises:
@@ -200,7 +200,7 @@ def whole_or_adapters(config: TrainConfig, model: ModelConfig) -> Trained:
             raise DllmError("lora.init names adapters to start from, and lora.rank is 0; set it to their rank")
         return WholeModel(config, model)
     check_frozen(config, "adapters need a model to be added to")
-    return Adapters(config, model)
+    return LoraModel(config, model)
 
 
 def check_frozen(config: TrainConfig, need: str) -> None:
@@ -230,6 +230,6 @@ def frozen_model(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> dict[st
     return checkpoint.load_params(folder, dtype=config.compute.dtype, shardings=param_shardings(model, mesh))
 
 
-def source_of(config: TrainConfig, steps: int) -> dict[str, Any]:
+def provenance(config: TrainConfig, steps: int) -> dict[str, Any]:
     """What a result keeps of how it was trained."""
     return {"trained": {"steps": steps, "weights": config.checkpoint.weights, "init": config.model.init}}

@@ -22,14 +22,14 @@ from dllm_jax.parallel import multihost
 from train.batches import device_batch
 from train.config import TrainConfig
 from train.data import Ahead
-from train.data.fingerprint import fingerprint
+from train.data.fingerprint import data_fingerprint
 from train.evaluation import Watch
-from train.logs import Reporter, on_host
+from train.logs import Reporter, fetch_metrics
 from train.multihost_stop import Interrupted, stop_requests
 from train.objectives import objective_of
 from train.optimizer import learning_rate
 from train.run_dir import DROPPED_FILE, STATE_FOLDER, RunFolder, States
-from train.setup import Parts, outline, prepare
+from train.setup import Parts, read_outline, read_parts
 from train.step import Placement, Stepper, TrainState, training_mesh
 from train.writers import check_writers
 
@@ -37,7 +37,7 @@ from train.writers import check_writers
 _MOST_GROWTH = 1000
 
 
-class Outcome(NamedTuple):
+class TrainResult(NamedTuple):
     """Attributes:
     step: steps done in all.
     started: steps that were done before this call.
@@ -51,7 +51,7 @@ class Outcome(NamedTuple):
     folder: Path
 
 
-def train(config: TrainConfig, *, progress: bool = False, allow_change: Collection[str] = ()) -> Outcome:
+def train(config: TrainConfig, *, progress: bool = False, allow_change: Collection[str] = ()) -> TrainResult:
     """Trains a model, or goes on with the run in `config.out`.
 
     Everything is checked, all of the data included, before anything is compiled or written. In a run of several
@@ -69,18 +69,18 @@ def train(config: TrainConfig, *, progress: bool = False, allow_change: Collecti
     """
     with multihost.agreed():
         check_writers(config.log.to)
-        parts, mesh = prepare(config), training_mesh(config)
+        parts, mesh = read_parts(config), training_mesh(config)
         folder = RunFolder(config, allow_change)
-        parts, faults = parts.checked(config, progress=progress)
-        data = fingerprint(parts.rows.source)
+        parts, faults = parts.check_examples(config, progress=progress)
+        data = data_fingerprint(parts.rows.source)
         placement = placement_of(config, parts.model, mesh)
         watch = Watch(config, parts, placement)
     with contextlib.ExitStack() as held:
         run = Run(config, parts, placement)
-        held.enter_context(folder.begin())
+        held.enter_context(folder.hold())
         states = held.enter_context(folder.states(training=True))
         if faults:
-            folder.write_dropped("".join(found.listed() for found in faults))
+            folder.write_dropped("".join(found.listing() for found in faults))
             told = "; ".join(map(str, faults))
             warnings.warn(f"{told}; they are left out, see {folder.path / DROPPED_FILE}", stacklevel=2)
         started = states.latest or 0
@@ -96,15 +96,15 @@ def train(config: TrainConfig, *, progress: bool = False, allow_change: Collecti
         skips = Skips(config, states, notes.get("skipped", 0))
         metrics: Mapping[str, float] = {}
         goes_on = started < config.steps
-        folder.go_on(started, data, looks=goes_on and watch.due(started))
+        folder.resume_logs(started, data, looks=goes_on and watch.due(started))
         if goes_on:
             state, metrics = run.advance(
                 state, started, notes["position"], states, folder, watch, skips, progress=progress
             )
         skips.check_all()
         write = lambda out: run.write(state, out, overwrite=True)
-        out = folder.write_result(run.trained.folder, config.steps, write)
-    return Outcome(config.steps, started, metrics, out)
+        out = folder.write_result(run.trainable.folder, config.steps, write)
+    return TrainResult(config.steps, started, metrics, out)
 
 
 def write_weights(config: TrainConfig, out: str | Path, *, overwrite: bool = False) -> int:
@@ -116,8 +116,8 @@ def write_weights(config: TrainConfig, out: str | Path, *, overwrite: bool = Fal
         DllmError: when there is no state.
     """
     storage.check_out(out, overwrite=overwrite)
-    shell = outline(config)
-    trained = objective_of(config).trained(config, shell.model)
+    shell = read_outline(config)
+    trained = objective_of(config).trainable(config, shell.model)
     with RunFolder(config).states(training=False) as states:
         step = states.latest
         if step is None:
@@ -131,14 +131,14 @@ def write_weights(config: TrainConfig, out: str | Path, *, overwrite: bool = Fal
 
 def placement_of(config: TrainConfig, model: ModelConfig, mesh: Any) -> Placement:
     """Where the arrays of a run are."""
-    return Placement(mesh, objective_of(config).trained(config, model).shardings(mesh))
+    return Placement(mesh, objective_of(config).trainable(config, model).shardings(mesh))
 
 
 class Run:
     """The parts of a run that hold no state.
 
     Attributes:
-        trained: what is trained.
+        trainable: what is trained.
         frozen: the arrays that are not.
         feed: what makes batches of the states, None where they are rows of the data.
     """
@@ -146,8 +146,8 @@ class Run:
     def __init__(self, config: TrainConfig, parts: Parts, placement: Placement) -> None:
         self.config, self.parts, self.placement = config, parts, placement
         self.stepper = Stepper(config, parts.model, placement)
-        self.trained = self.stepper.trained
-        self.frozen = self.trained.frozen(placement.mesh)
+        self.trainable = self.stepper.trainable
+        self.frozen = self.trainable.frozen(placement.mesh)
         self.feed = self.stepper.objective.feed(config, parts, self.stepper, self.frozen)
 
     def check_start(self, step: int, position: int, folder: RunFolder) -> None:
@@ -161,14 +161,14 @@ class Run:
 
     def fresh(self) -> TrainState:
         """The state before the first step."""
-        return self.stepper.start(self.trained.fresh(jax.random.key(self.config.seed), self.placement.trained))
+        return self.stepper.start(self.trainable.fresh(jax.random.key(self.config.seed), self.placement.trained))
 
     def restored(self, states: States, step: int) -> TrainState:
         """A state that was written."""
         shardings = self.placement.trained
         arrays = {
             name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=shardings[name])
-            for name, shape in self.trained.shapes().items()
+            for name, shape in self.trainable.shapes().items()
         }
         return states.load(step, self.stepper.abstract(arrays))
 
@@ -176,7 +176,7 @@ class Run:
         """Writes the trained weights, by all processes together."""
         weights = state.trained if self.config.checkpoint.weights == "raw" else state.average
         assert weights is not None
-        self.trained.write(out, weights, steps=int(state.step), files=self.parts.files, overwrite=overwrite)
+        self.trainable.write(out, weights, steps=int(state.step), files=self.parts.files, overwrite=overwrite)
 
     def advance(
         self,
@@ -212,14 +212,14 @@ class Run:
             Reporter(config, self.parts.model, folder.logs, done, progress=progress) as reporter,
         ):
             if watch.due(done):
-                self._look(done, state, watch, reporter)
+                self._evaluate(done, state, watch, reporter)
             programs: dict[int, Callable[..., tuple[TrainState, dict[str, jax.Array]]]] = {}  # by the rows' length
             for step in range(done + 1, config.steps + 1):
                 rows = feed(step - 1, at(step - 1), state) if feed else next(batches)
                 length = rows.tokens.shape[-1]
                 if length not in programs:
                     with reporter.paused("compiling"):
-                        programs[length] = self.stepper.jitted(state).lower(state, self.frozen, rows, key).compile()
+                        programs[length] = self.stepper.jit_step(state).lower(state, self.frozen, rows, key).compile()
                 state, metrics = programs[length](state, self.frozen, rows, key)
                 reporter.count(length)
                 pending.append({**metrics, **feed.metrics} if feed else metrics)
@@ -227,11 +227,11 @@ class Run:
                 between = not (feed and step % feed.round)
                 stopping = stop.after(step) and between
                 if watch.due(step) and not stopping:
-                    self._look(step, state, watch, reporter)
+                    self._evaluate(step, state, watch, reporter)
                 last = step == config.steps or stopping
                 keep = last or step % config.checkpoint.every == 0 or (owed and between)
                 if keep or step % config.log.every == 0:
-                    values = skips.means(on_host(pending), step)
+                    values = skips.means(fetch_metrics(pending), step)
                     line = reporter.report(step, {**values, "lr": float(schedule(step - 1))})
                     pending = []
                 if keep:
@@ -249,10 +249,10 @@ class Run:
         states.wait()
         return state, line
 
-    def _look(self, step: int, state: TrainState, watch: Watch, reporter: Reporter) -> None:
+    def _evaluate(self, step: int, state: TrainState, watch: Watch, reporter: Reporter) -> None:
         jax.block_until_ready(state)  # what is waited for is training
         with reporter.paused("looking"):
-            reporter.look(step, watch(state, self.frozen))
+            reporter.report_evaluation(step, watch(state, self.frozen))
 
 
 class Skips:
@@ -311,13 +311,13 @@ class Soundness:
     """Checks states before they are written over older ones."""
 
     def __init__(self, look: Callable[[TrainState], tuple[Any, Any]], state: TrainState, skips: Skips) -> None:
-        self._look, self._skips = look, skips
+        self._evaluate, self._skips = look, skips
         self._norm = float(look(state)[1])
 
     def check(self, state: TrainState, step: int) -> None:
         """Raises DllmError for a state with a number that is not finite, and for weights that have exploded since the
         last check."""
-        finite, norm = (value.item() for value in jax.device_get(self._look(state)))
+        finite, norm = (value.item() for value in jax.device_get(self._evaluate(state)))
         if not finite:
             raise self._skips.failed(f"the weights or the optimizer's moments after step {step} are not all finite")
         if not norm <= _MOST_GROWTH * max(self._norm, 1.0):

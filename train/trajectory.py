@@ -71,7 +71,7 @@ class Trajectory:
 
 
 @pytree()
-class Merged:
+class MergedSteps:
     """The lossless order of a trajectory.
 
     Attributes:
@@ -115,12 +115,12 @@ def step_numbers(decoded_at: jax.Array) -> jax.Array:
     return jax.vmap(dense)(decoded_at)
 
 
-def rolled_back(trajectory: Trajectory, reached: jax.Array, mask_id: int) -> jax.Array:
+def canvas_after(trajectory: Trajectory, reached: jax.Array, mask_id: int) -> jax.Array:
     """The canvas [B, G] after the first `reached` [B] steps."""
     return jnp.where(trajectory.step >= reached[:, None], mask_id, trajectory.tokens)
 
 
-def mergeable(step: jax.Array, right: jax.Array, reached: jax.Array) -> tuple[jax.Array, jax.Array]:
+def mergeable_steps(step: jax.Array, right: jax.Array, reached: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Which following steps may be done at once without changing the result (arXiv 2604.18471, algorithms 1 and 2).
 
     These are the steps up to the first that commits a position whose final token is not the one predicted now: a
@@ -152,24 +152,24 @@ def best_tokens(denoiser: DenoiserLike, trajectory: Trajectory, canvas: jax.Arra
     return predict(scores, Sampling(), mask_id=denoiser.mask_id, score_from="raw", draw=None).token
 
 
-def merged(denoiser: DenoiserLike, trajectory: Trajectory) -> Merged:
+def merge_steps(denoiser: DenoiserLike, trajectory: Trajectory) -> MergedSteps:
     """The lossless order: from the first state on, all steps that may be done at once are; for use inside `jit`.
 
     Its number of steps bounds what any order of unmasking can save that keeps the trajectory's states.
     """
 
-    def step(carry: tuple[jax.Array, Merged]) -> tuple[jax.Array, Merged]:
+    def step(carry: tuple[jax.Array, MergedSteps]) -> tuple[jax.Array, MergedSteps]:
         reached, done = carry
         active = reached < trajectory.steps
-        best = best_tokens(denoiser, trajectory, rolled_back(trajectory, reached, denoiser.mask_id))
+        best = best_tokens(denoiser, trajectory, canvas_after(trajectory, reached, denoiser.mask_id))
         right = best == trajectory.tokens
-        label, until = mergeable(trajectory.step, right, reached)
-        return jnp.where(active, until, reached), Merged(
+        label, until = mergeable_steps(trajectory.step, right, reached)
+        return jnp.where(active, until, reached), MergedSteps(
             jnp.where(label, done.steps[:, None], done.step),
             done.steps + active,
             done.forced + (active & jnp.any(label & ~right, axis=1)),
         )
 
     zeros = jnp.zeros_like(trajectory.steps)
-    start = Merged(jnp.full_like(trajectory.step, -1), zeros, zeros)
+    start = MergedSteps(jnp.full_like(trajectory.step, -1), zeros, zeros)
     return lax.while_loop(lambda carry: jnp.any(carry[0] < trajectory.steps), step, (zeros, start))[1]

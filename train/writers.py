@@ -30,7 +30,7 @@ class Writer(Protocol):
         ...
 
     def answers(self, step: int, generations: Sequence[Mapping[str, Any]]) -> None:
-        """Takes what was generated at a look, see `train.logs.Look`."""
+        """Takes what was generated at a look, see `train.logs.Evaluation`."""
         ...
 
     def close(self) -> None:

@@ -36,7 +36,7 @@ from samplers.generate import prepare
 from samplers.viewer.colors import colour_at
 from samplers.viewer.timeline import WRITTEN, Timeline, page_text, timeline_of
 from samplers.viewer.view import View, view_of
-from train import merge, read_config, train
+from train import merge_adapters, read_config, train
 
 ROOT = Path(__file__).parents[2]
 TINY, CONFIGS = ROOT / "tests" / "goldens" / "checkpoints", ROOT / "train" / "configs"
@@ -246,7 +246,7 @@ def student(folder: Path) -> Path:
     if not (out / "merged").is_dir():
         settings = [f"model.init={base}", f"out={out}", *STUDENT]
         run = train(read_config(CONFIGS / "d2f-word-problems.toml", settings, "d2f"))
-        merge(base, run.folder, out / "merged")
+        merge_adapters(base, run.folder, out / "merged")
     return out / "merged"
 
 

@@ -18,7 +18,7 @@ from dllm_jax import spec
 from dllm_jax.errors import DllmError
 from evals.presets.preset import Preset
 from samplers.config.factory import typed
-from train.settings import build
+from train.settings import build_settings
 
 FOLDER = Path(__file__).parent
 TASKS_FILE = "tasks.toml"
@@ -112,7 +112,7 @@ def _preset(name: str, values: Mapping[str, Any]) -> Preset:
     if not isinstance(sampler, dict):
         raise DllmError(f'{name}: sampler is {sampler!r}; write a table, as in sampler = {{ name = "llada" }}')
     values = {**values, "name": name, "sampler": _spec(name, sampler) if sampler else ""}
-    return build(Preset, values, f"{name}: ")
+    return build_settings(Preset, values, f"{name}: ")
 
 
 def _spec(name: str, table: Mapping[str, Any]) -> str:

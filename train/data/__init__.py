@@ -15,7 +15,16 @@ from collections.abc import Callable, Mapping
 from train.data.files import arrayrecord, datasets, jsonl, parquet, text
 from train.data.rows import Ahead, Row, Rows
 from train.data.shards import trajectories
-from train.data.source import Example, ExampleLike, Setup, Source, in_words, made_by, size, source_of
+from train.data.source import (
+    Example,
+    ExampleLike,
+    Setup,
+    Source,
+    count_examples,
+    in_words,
+    make_referenced,
+    source_of_split,
+)
 
 SOURCES: Mapping[str, Callable[..., Source]] = types.MappingProxyType(
     {
@@ -37,8 +46,8 @@ __all__ = [
     "Rows",
     "Setup",
     "Source",
+    "count_examples",
     "in_words",
-    "made_by",
-    "size",
-    "source_of",
+    "make_referenced",
+    "source_of_split",
 ]

@@ -28,7 +28,7 @@ from dllm_jax.checkpoints.checkpoint import home
 from dllm_jax.errors import DllmError
 from dllm_jax.storage import lock, write_file
 from dllm_jax.text.tokenizer import encode_texts
-from train.data.entries import EntryForm, Piece
+from train.data.entries import EntryForm, Segment
 from train.data.source import Example, Setup, progress
 
 ABOUT, TOKENS, INDEX, FAULTS = "about.json", "tokens.bin", "index.bin", "faults.jsonl"
@@ -78,7 +78,7 @@ class Flat(NamedTuple):
     prompts: np.ndarray
 
 
-class Tokenised:
+class TokenisedExamples:
     """A finite source: the examples of a cache folder, none of them in memory.
 
     Attributes:
@@ -100,7 +100,7 @@ class Tokenised:
         self._entries, self.folder, self.identity = entries, folder, folder.name
         try:
             self.faults = [json.loads(line) for line in (folder / FAULTS).read_text(encoding="utf-8").splitlines()]
-            self._index, self.tokens = _mapped(folder / INDEX, RECORD), _mapped(folder / TOKENS, np.dtype("<i4"))
+            self._index, self.tokens = _map_file(folder / INDEX, RECORD), _map_file(folder / TOKENS, np.dtype("<i4"))
             if len(self.tokens) != (self._index["end"][-1] if len(self._index) else 0):
                 raise ValueError("it has other tokens than its index says")
         except (OSError, ValueError) as error:
@@ -118,7 +118,7 @@ class Tokenised:
         """Example `index`."""
         number = self._number(index)
         end, prompt = (int(self._index[number][name]) for name in ("end", "prompt"))
-        tokens, given = _unfolded(self.tokens[self._start(number) : end])
+        tokens, given = _decode(self.tokens[self._start(number) : end])
         return Example(tokens[:prompt], tokens[prompt:], given[prompt:] if given[prompt:].any() else None)
 
     def lengths(self) -> np.ndarray:
@@ -135,23 +135,23 @@ class Tokenised:
         record = self._index[self._number(index)]
         return self._entries.name(int(record["file"]), int(record["number"]))
 
-    def scanned(self, of: Callable[[Flat], np.ndarray], *, shown: str | None = None) -> np.ndarray:
+    def map_examples(self, of: Callable[[Flat], np.ndarray], *, shown: str | None = None) -> np.ndarray:
         """What a function of NumPy says of each example, [N]; it is given some millions of tokens at a time.
 
         Args:
             shown: what a progress bar says; None shows none.
         """
-        found = _of_all(self._flat, _cuts(self._index["end"]), of, shown)
+        found = _map_pieces(self._flat, _piece_bounds(self._index["end"]), of, shown)
         return found if self._numbers is None else found[self._numbers]
 
     def draws(self, *, shown: str | None = None) -> np.ndarray:
-        """`train.data.heldout.draw` of each example in units of 2^-64, [N] uint64: hashed once, and kept.
+        """`train.data.heldout.heldout_draw` of each example in units of 2^-64, [N] uint64: hashed once, and kept.
 
         Args:
-            shown: as of `scanned`.
+            shown: as of `map_examples`.
         """
-        make = lambda: _of_all(self._flat, _cuts(self._index["end"]), _draws, shown)
-        found = _kept(self.folder / "draws.bin", len(self._index), make)
+        make = lambda: _map_pieces(self._flat, _piece_bounds(self._index["end"]), _heldout_draws, shown)
+        found = _load_or_make(self.folder / "draws.bin", len(self._index), make)
         return found if self._numbers is None else found[self._numbers]
 
     def _flat(self, first: int, end: int) -> Flat:
@@ -167,7 +167,7 @@ class Tokenised:
         return int(self._index["end"][number - 1]) if number else 0
 
 
-class Stored(NamedTuple):
+class StoredExample(NamedTuple):
     """An example as files hold it.
 
     Attributes:
@@ -179,14 +179,14 @@ class Stored(NamedTuple):
     stored: np.ndarray
 
 
-class Packed:
+class PackedRows:
     """A finite source: the examples of a cache one behind the other, cut into rows of one length, without the rest.
 
     Attributes:
         faults, identity: as of `Source`.
     """
 
-    def __init__(self, source: Tokenised, length: int) -> None:
+    def __init__(self, source: TokenisedExamples, length: int) -> None:
         self.faults, self.identity, self._folder = source.faults, source.identity, source.folder
         count = len(source.tokens) // length
         if not count and not self.faults:
@@ -200,7 +200,7 @@ class Packed:
 
     def example(self, index: int) -> Example:
         """Row `index`, all of it answer."""
-        tokens, given = _unfolded(self._rows[index])
+        tokens, given = _decode(self._rows[index])
         return Example(tokens[:0], tokens, given if given.any() else None)
 
     def lengths(self) -> np.ndarray:
@@ -216,12 +216,12 @@ class Packed:
         """Those of all rows in order, as in the file."""
         return self._rows.reshape(-1)
 
-    def scanned(self, of: Callable[[Flat], np.ndarray], *, shown: str | None = None) -> np.ndarray:
-        return _of_all(self._flat, self._row_cuts(), of, shown)
+    def map_examples(self, of: Callable[[Flat], np.ndarray], *, shown: str | None = None) -> np.ndarray:
+        return _map_pieces(self._flat, self._row_cuts(), of, shown)
 
     def draws(self, *, shown: str | None = None) -> np.ndarray:
-        make = lambda: _of_all(self._flat, self._row_cuts(), _draws, shown)
-        return _kept(self._folder / f"draws-{self._rows.shape[1]}.bin", len(self), make)
+        make = lambda: _map_pieces(self._flat, self._row_cuts(), _heldout_draws, shown)
+        return _load_or_make(self._folder / f"draws-{self._rows.shape[1]}.bin", len(self), make)
 
     def _flat(self, first: int, end: int) -> Flat:
         bounds = np.arange(end - first + 1) * self._rows.shape[1]
@@ -232,23 +232,23 @@ class Packed:
         return [*range(0, len(self), together), len(self)]
 
 
-def _cuts(ends: np.ndarray) -> list[int]:
+def _piece_bounds(ends: np.ndarray) -> list[int]:
     """Numbers of records, between which some `_PIECE` tokens lie, at least one record each: [0, ..., N]."""
     pieces = int(ends[-1]) // _PIECE if len(ends) else 0
     found = np.searchsorted(ends, np.arange(1, pieces + 1) * _PIECE, side="right")
     return np.unique(np.concatenate(([0], found, [len(ends)]))).tolist()
 
 
-def _of_all(
+def _map_pieces(
     flat: Callable[[int, int], Flat], cuts: list[int], of: Callable[[Flat], np.ndarray], shown: str | None
 ) -> np.ndarray:
     pieces = tqdm(itertools.pairwise(cuts), shown, len(cuts) - 1, delay=1.0, disable=shown is None)
     return np.concatenate([of(flat(first, end)) for first, end in pieces] or [np.zeros(0, bool)])
 
 
-def _draws(some: Flat) -> np.ndarray:
-    """`train.data.heldout.draw` of examples as they are stored, [N] uint64."""
-    tokens = memoryview(np.asarray(_unfolded(some.stored)[0], "<i4").tobytes())
+def _heldout_draws(some: Flat) -> np.ndarray:
+    """`train.data.heldout.heldout_draw` of examples as they are stored, [N] uint64."""
+    tokens = memoryview(np.asarray(_decode(some.stored)[0], "<i4").tobytes())
     bounds = (4 * some.bounds).tolist()
     found = bytearray()
     for prompt, start, end in zip(some.prompts.tolist(), bounds, bounds[1:], strict=False):
@@ -258,7 +258,7 @@ def _draws(some: Flat) -> np.ndarray:
     return np.frombuffer(bytes(found), "<u8")
 
 
-def _kept(path: Path, count: int, make: Callable[[], np.ndarray]) -> np.ndarray:
+def _load_or_make(path: Path, count: int, make: Callable[[], np.ndarray]) -> np.ndarray:
     """An array [count] of uint64 that is made once and then mapped; where the folder cannot be written, made each
     time."""
     there = lambda: path.is_file() and path.stat().st_size == 8 * count
@@ -267,12 +267,12 @@ def _kept(path: Path, count: int, make: Callable[[], np.ndarray]) -> np.ndarray:
             with _lock(path.parent):
                 if not there():
                     write_file(path, make().astype("<u8").tobytes())
-        return _mapped(path, np.dtype("<u8"))
+        return _map_file(path, np.dtype("<u8"))
     except (OSError, DllmError):
         return make()
 
 
-def tokenised(setup: Setup, entries: Entries, form: EntryForm, *, drop_long: bool = False) -> Tokenised:
+def tokenise(setup: Setup, entries: Entries, form: EntryForm, *, drop_long: bool = False) -> TokenisedExamples:
     """The entries' examples, from the cache where they are there.
 
     Args:
@@ -288,7 +288,7 @@ def tokenised(setup: Setup, entries: Entries, form: EntryForm, *, drop_long: boo
         "eos_id": setup.config.eos_id,
         "end_ids": list(setup.config.end_ids),
         "vocab_size": setup.config.vocab_size,
-        "tokenizer": _fingerprint(setup),
+        "tokenizer": _tokenizer_digest(setup),
     }
     key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:32]
     folder = (setup.cache or home() / "data") / key
@@ -296,13 +296,13 @@ def tokenised(setup: Setup, entries: Entries, form: EntryForm, *, drop_long: boo
         try:
             with _lock(folder):
                 if not (folder / ABOUT).is_file():
-                    _fill(folder, setup, entries, form)
+                    _tokenise_rest(folder, setup, entries, form)
                     write_file(folder / ABOUT, json.dumps(about, indent=2) + "\n")
         except OSError as error:
             raise DllmError(
                 f"the data could not be tokenised into {folder} ({error}); set data.cache to another"
             ) from None
-    return Tokenised(folder, entries, setup.fits if drop_long else None)
+    return TokenisedExamples(folder, entries, setup.fits if drop_long else None)
 
 
 def _lock(folder: Path) -> contextlib.AbstractContextManager[None]:
@@ -311,13 +311,13 @@ def _lock(folder: Path) -> contextlib.AbstractContextManager[None]:
     return lock(folder / ".lock", f"another process tokenises the data in {folder}; waiting for it", wait=True)
 
 
-def _fill(folder: Path, setup: Setup, entries: Entries, form: EntryForm) -> None:
+def _tokenise_rest(folder: Path, setup: Setup, entries: Entries, form: EntryForm) -> None:
     """Tokenises what is not yet in a folder.
 
     Raises:
         DllmError: where nothing of what is read first is an example: all entries' mistakes are told at once.
     """
-    last, end = _recovered(folder)
+    last, end = _recover(folder)
     with (
         (folder / TOKENS).open("ab") as tokens,
         (folder / FAULTS).open("ab") as faults,
@@ -326,7 +326,7 @@ def _fill(folder: Path, setup: Setup, entries: Entries, form: EntryForm) -> None
     ):
         rest = itertools.dropwhile(lambda entry: entry[:2] <= last, bar)
         for batch in _batches(setup, form, rest):
-            found = _encoded(setup, form, [pieces for *_, pieces in batch])
+            found = _encode(setup, form, [pieces for *_, pieces in batch])
             records = []
             for (file, number, _), made in zip(batch, found, strict=True):
                 if isinstance(made, str):
@@ -345,11 +345,11 @@ def _fill(folder: Path, setup: Setup, entries: Entries, form: EntryForm) -> None
             index.flush()
 
 
-def _recovered(folder: Path) -> tuple[tuple[int, int], int]:
+def _recover(folder: Path) -> tuple[tuple[int, int], int]:
     """Cuts the files behind the last entry that is whole for sure; that entry's place, and the tokens up to it."""
     for name in (TOKENS, INDEX, FAULTS):
         (folder / name).touch()
-    records = _mapped(folder / INDEX, RECORD)
+    records = _map_file(folder / INDEX, RECORD)
     if len(records):  # of the last entry there may be more examples
         records = records[(records["file"] != records["file"][-1]) | (records["number"] != records["number"][-1])]
     end, _, file, number = records[-1].tolist() if len(records) else (0, 0, -1, -1)
@@ -361,13 +361,13 @@ def _recovered(folder: Path) -> tuple[tuple[int, int], int]:
 
 def _batches(
     setup: Setup, form: EntryForm, entries: Iterable[tuple[int, int, Any]]
-) -> Iterator[list[tuple[int, int, list[Piece] | str]]]:
+) -> Iterator[list[tuple[int, int, list[Segment] | str]]]:
     """The examples of entries, or what is wrong with them, as many as are well encoded together."""
-    batch: list[tuple[int, int, list[Piece] | str]] = []
+    batch: list[tuple[int, int, list[Segment] | str]] = []
     size = 0
     for file, number, entry in entries:
         try:
-            examples: Sequence[list[Piece] | str] = form.examples(setup, entry)
+            examples: Sequence[list[Segment] | str] = form.examples(setup, entry)
         except DllmError as error:
             examples = [str(error)]
         batch += [(file, number, example) for example in examples]
@@ -379,7 +379,7 @@ def _batches(
         yield batch
 
 
-def _encoded(setup: Setup, form: EntryForm, examples: Sequence[list[Piece] | str]) -> list[Stored | str]:
+def _encode(setup: Setup, form: EntryForm, examples: Sequence[list[Segment] | str]) -> list[StoredExample | str]:
     """Examples as they are stored; of those that cannot be encoded what is wrong with them."""
     pieces = [piece for example in examples if not isinstance(example, str) for piece in example]
     try:
@@ -389,11 +389,11 @@ def _encoded(setup: Setup, form: EntryForm, examples: Sequence[list[Piece] | str
         if len(examples) == 1:
             return [str(error)]
         half = len(examples) // 2
-        return _encoded(setup, form, examples[:half]) + _encoded(setup, form, examples[half:])
-    return [example if isinstance(example, str) else _joined(example, encoded, form, setup) for example in examples]
+        return _encode(setup, form, examples[:half]) + _encode(setup, form, examples[half:])
+    return [example if isinstance(example, str) else _join(example, encoded, form, setup) for example in examples]
 
 
-def _joined(pieces: list[Piece], encoded: Iterator[list[int]], form: EntryForm, setup: Setup) -> Stored:
+def _join(pieces: list[Segment], encoded: Iterator[list[int]], form: EntryForm, setup: Setup) -> StoredExample:
     prompt, learned, stored = 0, False, list[int]()
     for piece in pieces:
         ids = next(encoded) if isinstance(piece.value, str) else piece.value
@@ -402,22 +402,22 @@ def _joined(pieces: list[Piece], encoded: Iterator[list[int]], form: EntryForm, 
         prompt = prompt if learned else len(stored)
     if form.pack and stored[-1:] != [setup.config.eos_id]:
         stored.append(setup.config.eos_id)
-    return Stored(prompt, np.asarray(stored, "<i4"))
+    return StoredExample(prompt, np.asarray(stored, "<i4"))
 
 
-def _unfolded(stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _decode(stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Token ids, and which of them are given, of what a file holds."""
     given = stored < 0
     return np.where(given, ~stored, stored).astype(np.int32), given
 
 
-def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
+def _map_file(path: Path, dtype: np.dtype) -> np.ndarray:
     """The whole records of a file."""
     count = path.stat().st_size // dtype.itemsize
     return np.asarray(np.memmap(path, dtype, "r", shape=(count,))) if count else np.zeros(0, dtype)
 
 
-def _fingerprint(setup: Setup) -> str:
+def _tokenizer_digest(setup: Setup) -> str:
     if setup.tokenizer is None:
         return ""
     tokenizer = setup.tokenizer

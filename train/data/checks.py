@@ -18,8 +18,8 @@ from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.storage import write_file
 from train.config import DataPart, Kind
-from train.data.cache import Flat, Packed, Tokenised
-from train.data.source import ExampleLike, Source, draws_of, lengths_of, name_of, prompts_of, size
+from train.data.cache import Flat, PackedRows, TokenisedExamples
+from train.data.source import ExampleLike, Source, count_examples, draws_of, example_name, lengths_of, prompt_lengths_of
 
 _SLOW = 5.0  # seconds, from which on what was found is worth a file
 _MOST = 2**31  # tokens that are all looked at before the first step: 8 GiB, read in some seconds to a minute
@@ -27,7 +27,7 @@ _TOLD = 1000  # sentences that are kept
 _NAMED = 5  # of them in a refusal
 
 
-class Fault(NamedTuple):
+class ExampleFault(NamedTuple):
     """Attributes:
     kind: in two words, for counting.
     text: the rest of a sentence that begins with the example's name.
@@ -38,7 +38,7 @@ class Fault(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Faults:
+class BadExamples:
     """What is wrong with a source.
 
     Attributes:
@@ -62,7 +62,7 @@ class Faults:
         kinds = ", ".join(f"{number} {kind}" for kind, number in self.kinds.items())
         return f"{self.total} of {self.count} examples are bad: {kinds}"
 
-    def listed(self) -> str:
+    def listing(self) -> str:
         """A line for each, and one about those that are not told."""
         more = [f"and {self.total - len(self.told)} more"] if self.total > len(self.told) else []
         return "".join(line + "\n" for line in [*self.told, *more])
@@ -88,22 +88,22 @@ class Chosen:
 
     def prompts(self) -> np.ndarray | None:
         """Tokens of each example's prompt, [N], where the source knows."""
-        prompts = prompts_of(self._source)
+        prompts = prompt_lengths_of(self._source)
         return None if prompts is None else prompts[self._numbers]
 
     def draws(self, *, shown: str | None) -> np.ndarray | None:
-        """`train.data.heldout.draw` of each example, [N], where the source keeps them."""
+        """`train.data.heldout.heldout_draw` of each example, [N], where the source keeps them."""
         draws = draws_of(self._source, shown=shown)
         return None if draws is None else draws[self._numbers]
 
     def name(self, index: int) -> str:
         """What it is called in its source."""
-        return name_of(self._source, int(self._numbers[index]))
+        return example_name(self._source, int(self._numbers[index]))
 
 
-def checked(
+def drop_bad_examples(
     source: Source, part: DataPart, kind: Kind, config: ModelConfig, *, progress: bool = False
-) -> tuple[Source, Faults | None]:
+) -> tuple[Source, BadExamples | None]:
     """A source whose examples all make rows, and what was wrong with others, which `data.on_bad` drops or refuses.
 
     All examples are looked at: one at a time, of tokenised data only those that a scan by NumPy finds doubtful. What
@@ -123,7 +123,7 @@ def checked(
         return source, None
     faults = _faults(source, len(source), part, kind, config, progress)
     if not faults.kinds:
-        size(source)  # is not 0
+        count_examples(source)  # is not 0
         return source, None
     if part.on_bad == "refuse" or faults.total == faults.count:
         raise DllmError(_refusal(faults))
@@ -131,41 +131,47 @@ def checked(
 
 
 def scans_all(source: Source, part: DataPart) -> bool:
-    """Whether `checked` looks at all tokens of a source. Of tokenised data with more than 2^31 of them it looks at the
-    lengths alone, unless bad examples are to be dropped."""
-    if not isinstance(source, Tokenised | Packed):
+    """Whether `drop_bad_examples` reads all tokens of a source. Of tokenised data with more than 2^31 of them it reads
+    the lengths alone, unless bad examples are to be dropped."""
+    if not isinstance(source, TokenisedExamples | PackedRows):
         return isinstance(source, Sized)
     return part.on_bad == "drop" or len(source.tokens) <= _MOST
 
 
-def fault_of(example: ExampleLike, part: DataPart, kind: Kind, config: ModelConfig) -> Fault | None:
+def find_fault(example: ExampleLike, part: DataPart, kind: Kind, config: ModelConfig) -> ExampleFault | None:
     """Why an example cannot be a row, None where it can."""
     prompt, answer = np.asarray(example.prompt_ids), np.asarray(example.answer_ids)
     given, step = example.given, getattr(example, "step", None)
     for name, ids in (("prompt", prompt), ("answer", answer)):
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-            return Fault("of wrong type", f"has a {name} that is no list of token ids")
+            return ExampleFault("of wrong type", f"has a {name} that is no list of token ids")
     for name, values in (("given", given), ("step", step)):
         if values is not None and np.shape(values) != answer.shape:
-            return Fault("of wrong type", f"has an answer of {answer.size} tokens and {np.size(values)} of {name}")
+            return ExampleFault(
+                "of wrong type", f"has an answer of {answer.size} tokens and {np.size(values)} of {name}"
+            )
     if too_long := _too_long(len(prompt), len(answer), part):
-        return Fault("too long", too_long)
+        return ExampleFault("too long", too_long)
     tokens = np.concatenate((prompt, answer))
     if not tokens.size:
-        return Fault("empty", "is empty; give every example at least one token")
+        return ExampleFault("empty", "is empty; give every example at least one token")
     if tokens.min() < 0 or tokens.max() >= config.vocab_size:
-        return Fault("outside the vocabulary", f"has token ids outside the vocabulary of {config.vocab_size}")
+        return ExampleFault("outside the vocabulary", f"has token ids outside the vocabulary of {config.vocab_size}")
     if kind == "prompts":
         return None
     learned = tokens if kind == "pretrain" else answer if given is None else answer[~np.asarray(given, bool)]
     if config.mask_id in learned:
-        return Fault("with a mask token", f"has the mask token {config.mask_id} in its answer; it cannot be learned")
+        return ExampleFault(
+            "with a mask token", f"has the mask token {config.mask_id} in its answer; it cannot be learned"
+        )
     if kind == "sft" and step is None and given is None:
         ends = (config.eos_id, *config.end_ids)
         if all(token in ends for token in answer):
-            return Fault("without an answer", "has an empty answer; give it at least one token that is no end token")
+            return ExampleFault(
+                "without an answer", "has an empty answer; give it at least one token that is no end token"
+            )
     elif kind == "sft" and not learned.size:
-        return Fault("without an answer", "has nothing to learn, all of its answer is given")
+        return ExampleFault("without an answer", "has nothing to learn, all of its answer is given")
     return None
 
 
@@ -183,12 +189,12 @@ def _too_long(prompt: int, answer: int, part: DataPart) -> str | None:
     return f"has {prompt + answer} tokens and data.length is {length}; raise it" if prompt + answer > length else None
 
 
-def _faults(source: Source, count: int, part: DataPart, kind: Kind, config: ModelConfig, progress: bool) -> Faults:
+def _faults(source: Source, count: int, part: DataPart, kind: Kind, config: ModelConfig, progress: bool) -> BadExamples:
     unread = list(getattr(source, "faults", ()))
     path = _path(source, count, part, kind, config)
     if path is not None and path.is_file():
         with contextlib.suppress(OSError, ValueError, TypeError):  # of a file that something has damaged
-            return Faults(**json.loads(path.read_text(encoding="utf-8")))
+            return BadExamples(**json.loads(path.read_text(encoding="utf-8")))
     start, bad, told = time.perf_counter(), list[int](), unread[:_TOLD]
     kinds = collections.Counter({"unreadable": len(unread)} if unread else {})
     numbers = _doubtful(source, part, kind, config, progress)
@@ -197,8 +203,8 @@ def _faults(source: Source, count: int, part: DataPart, kind: Kind, config: Mode
             bad.append(index)
             kinds[fault.kind] += 1
             if len(told) < _TOLD:
-                told.append(f"{name_of(source, index)} {fault.text}")
-    found = Faults(count + len(unread), bad, dict(kinds), told)
+                told.append(f"{example_name(source, index)} {fault.text}")
+    found = BadExamples(count + len(unread), bad, dict(kinds), told)
     if path is not None and time.perf_counter() - start > _SLOW:
         with contextlib.suppress(OSError, DllmError):  # looking again is all it costs
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -210,7 +216,7 @@ def _doubtful(source: Source, part: DataPart, kind: Kind, config: ModelConfig, p
     """The examples that may be bad: all, or of tokenised data those that NumPy finds, some millions of tokens at a
     time."""
     assert isinstance(source, Sized)
-    if not isinstance(source, Tokenised | Packed):
+    if not isinstance(source, TokenisedExamples | PackedRows):
         return range(len(source))
     canvas, length, scans = part.answer_length, part.length, scans_all(source, part)
 
@@ -234,20 +240,20 @@ def _doubtful(source: Source, part: DataPart, kind: Kind, config: ModelConfig, p
             found |= np.diff(counts[some.bounds]) == 0
         return found
 
-    found: list[int] = np.flatnonzero(source.scanned(doubtful, shown="checking" if progress else None)).tolist()
+    found: list[int] = np.flatnonzero(source.map_examples(doubtful, shown="checking" if progress else None)).tolist()
     return found
 
 
-def _seen(source: Source, index: int, part: DataPart, kind: Kind, config: ModelConfig) -> Fault | None:
+def _seen(source: Source, index: int, part: DataPart, kind: Kind, config: ModelConfig) -> ExampleFault | None:
     try:
-        return fault_of(source.example(index), part, kind, config)
+        return find_fault(source.example(index), part, kind, config)
     except DllmError as error:
-        return Fault("unreadable", f"cannot be read: {error}")
+        return ExampleFault("unreadable", f"cannot be read: {error}")
     except Exception as error:  # a source's own code raises whatever it does
-        return Fault("unreadable", f"cannot be made ({type(error).__name__}: {error})")
+        return ExampleFault("unreadable", f"cannot be made ({type(error).__name__}: {error})")
 
 
-def _refusal(faults: Faults) -> str:
+def _refusal(faults: BadExamples) -> str:
     """One sentence, with the first faults by name."""
     if faults.total == 1 < faults.count:
         return f'{faults.told[0]} (or leave it out by data.on_bad="drop")'

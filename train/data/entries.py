@@ -15,7 +15,7 @@ COLUMNS = ("prompt", "answer", "messages", "text", "ids")
 WANTED = "prompt and answer, messages, text or ids"
 
 
-class Piece(NamedTuple):
+class Segment(NamedTuple):
     """A part of an example.
 
     Attributes:
@@ -59,7 +59,7 @@ class EntryForm:
                 raise DllmError(f"it has {sorted(there)} and no {name!r}; correct data.options.columns")
         return list(self.columns.values()) or [name for name in there if name in COLUMNS]
 
-    def examples(self, setup: Setup, entry: Any) -> list[list[Piece]]:
+    def examples(self, setup: Setup, entry: Any) -> list[list[Segment]]:
         """The examples of an entry: an object, or JSON of one.
 
         It holds one of: "prompt" and "answer" (texts or token ids); "messages", a conversation that ends with the
@@ -82,23 +82,23 @@ class EntryForm:
             _check(setup, piece.value)
         return examples
 
-    def _pieces(self, setup: Setup, entry: Mapping[str, Any]) -> list[list[Piece]]:
+    def _pieces(self, setup: Setup, entry: Mapping[str, Any]) -> list[list[Segment]]:
         if {"prompt", "answer"} <= entry.keys():
-            end = [Piece([setup.config.eos_id], True)] if isinstance(entry["answer"], str) else []
-            return [[Piece(entry["prompt"], False), Piece(entry["answer"], True), *end]]
+            end = [Segment([setup.config.eos_id], True)] if isinstance(entry["answer"], str) else []
+            return [[Segment(entry["prompt"], False), Segment(entry["answer"], True), *end]]
         if entry.get("messages") is not None:
             return self._conversation(setup, entry["messages"])
         for name in ("text", "ids"):
             if name in entry:
-                return [[Piece(entry[name], True)]]
+                return [[Segment(entry[name], True)]]
         raise DllmError(
             f"it has {sorted(map(str, entry))}; it needs {WANTED}, or data.options.columns to say what is what"
         )
 
-    def _conversation(self, setup: Setup, messages: Any) -> list[list[Piece]]:
+    def _conversation(self, setup: Setup, messages: Any) -> list[list[Segment]]:
         tokenizer = setup.require_tokenizer()
         check_messages(messages)
-        messages = [_stripped(message) for message in messages]
+        messages = [_strip(message) for message in messages]
         if self.turns == "all":
             turns = chat_turns(tokenizer, messages)
             before = "".join(turn.given + turn.message + turn.end for turn in turns[:-1]) + turns[-1].given
@@ -116,17 +116,17 @@ class EntryForm:
         return examples
 
 
-def _stripped(message: Mapping[str, str]) -> Mapping[str, str]:
+def _strip(message: Mapping[str, str]) -> Mapping[str, str]:
     """White space around what the assistant writes is left out, as by some templates and not by others."""
     return {**message, "content": message["content"].strip()} if message["role"] == "assistant" else message
 
 
-def _turns(setup: Setup, turns: list[Turn]) -> list[Piece]:
+def _turns(setup: Setup, turns: list[Turn]) -> list[Segment]:
     pieces = []
     for turn in turns:
-        pieces += [Piece(turn.given, False), Piece(turn.message + turn.end, True)]
+        pieces += [Segment(turn.given, False), Segment(turn.message + turn.end, True)]
     stops = turns[-1].end_id in setup.config.end_ids
-    return pieces if stops else [*pieces, Piece([setup.config.eos_id], True)]
+    return pieces if stops else [*pieces, Segment([setup.config.eos_id], True)]
 
 
 def _check(setup: Setup, value: Any) -> None:

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from dllm_jax.errors import DllmError
-from train.data.cache import Entries, Packed, Tokenised, tokenised
+from train.data.cache import Entries, PackedRows, TokenisedExamples, tokenise
 from train.data.entries import EntryForm, Turns
 from train.data.source import Setup
 
 _PART = 1024  # rows, or characters by thousands, that are read together
 
 
-def text(setup: Setup, *, path: str, separator: str = "") -> Packed:
+def text(setup: Setup, *, path: str, separator: str = "") -> PackedRows:
     """Plain text files, packed into rows of the full length.
 
     Args:
@@ -30,7 +30,9 @@ def text(setup: Setup, *, path: str, separator: str = "") -> Packed:
             yield from ((file, number, {"text": part}) for number, part in enumerate(parts, start=1))
 
     identity = {"separator": separator, "files": _identities(files)}
-    return Packed(tokenised(setup, Entries(files, "document", identity, documents), EntryForm(pack=True)), setup.length)
+    return PackedRows(
+        tokenise(setup, Entries(files, "document", identity, documents), EntryForm(pack=True)), setup.length
+    )
 
 
 def jsonl(
@@ -41,7 +43,7 @@ def jsonl(
     turns: Turns = "all",
     pack: bool = False,
     drop_long: bool = False,
-) -> Tokenised | Packed:
+) -> TokenisedExamples | PackedRows:
     """JSON lines; see `train.data.entries.EntryForm` for what a line may hold.
 
     Args:
@@ -54,7 +56,7 @@ def jsonl(
 
     def lines() -> Iterator[tuple[int, int, Any]]:
         for file, name in enumerate(files):
-            with _opened(name) as stream:
+            with _open(name) as stream:
                 yield from ((file, number, line) for number, line in enumerate(stream, start=1) if line.strip())
 
     return _source(setup, Entries(files, "line", _identities(files), lines), columns, turns, pack, drop_long)
@@ -68,7 +70,7 @@ def parquet(
     turns: Turns = "all",
     pack: bool = False,
     drop_long: bool = False,
-) -> Tokenised | Packed:
+) -> TokenisedExamples | PackedRows:
     """Parquet files, whose rows are as JSON lines; other columns are not read.
 
     Args:
@@ -79,7 +81,7 @@ def parquet(
     files = _files(path, "*.parquet")
     form = EntryForm(columns or {})
 
-    opened = functools.partial(_made, library.ParquetFile, "Parquet")
+    opened = functools.partial(_open_by, library.ParquetFile, "Parquet")
 
     def rows() -> Iterator[tuple[int, int, Any]]:
         for file, name in enumerate(files):
@@ -110,7 +112,7 @@ def arrayrecord(
     turns: Turns = "all",
     pack: bool = False,
     drop_long: bool = False,
-) -> Tokenised | Packed:
+) -> TokenisedExamples | PackedRows:
     """ArrayRecord files, read by `grain`, whose records are JSON objects in UTF-8 as those of JSON lines.
 
     Args:
@@ -120,7 +122,7 @@ def arrayrecord(
     library = _library("grain.sources", "grain", "arrayrecord")
     files = _files(path, "*.array_record")
 
-    opened = functools.partial(_made, library.ArrayRecordDataSource, "ArrayRecord")
+    opened = functools.partial(_open_by, library.ArrayRecordDataSource, "ArrayRecord")
 
     def records() -> Iterator[tuple[int, int, Any]]:
         for file, name in enumerate(files):
@@ -143,7 +145,7 @@ def datasets(
     turns: Turns = "all",
     pack: bool = False,
     drop_long: bool = False,
-) -> Tokenised | Packed:
+) -> TokenisedExamples | PackedRows:
     """A data set of Hugging Face's `datasets`, whose rows are as JSON lines.
 
     Args:
@@ -181,11 +183,11 @@ def datasets(
 
 def _source(
     setup: Setup, entries: Entries, columns: Mapping[str, str] | None, turns: Turns, pack: bool, drop_long: bool
-) -> Tokenised | Packed:
+) -> TokenisedExamples | PackedRows:
     form = EntryForm(columns or {}, turns, pack)
     if pack:
-        return Packed(tokenised(setup, entries, form), setup.length)
-    return tokenised(setup, entries, form, drop_long=drop_long)
+        return PackedRows(tokenise(setup, entries, form), setup.length)
+    return tokenise(setup, entries, form, drop_long=drop_long)
 
 
 def _library(module: str, package: str, source: str) -> Any:
@@ -210,7 +212,7 @@ def _split(name: str, separator: str) -> Iterator[str]:
     yield rest
 
 
-def _made(reader: Callable[[str], Any], kind: str, name: str) -> Any:
+def _open_by(reader: Callable[[str], Any], kind: str, name: str) -> Any:
     """A library's reader of a file."""
     try:
         return reader(name)
@@ -218,7 +220,7 @@ def _made(reader: Callable[[str], Any], kind: str, name: str) -> Any:
         raise DllmError(f"{name} is no {kind} file that can be read ({error})") from None
 
 
-def _opened(name: str) -> Any:
+def _open(name: str) -> Any:
     try:
         return open(name, "rb")
     except OSError as error:

@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from train.data.source import Source, size
+from train.data.source import Source, count_examples
 
 _SAMPLE = 64  # examples that are read
 
 
-def fingerprint(source: Source) -> dict[str, Any]:
+def data_fingerprint(source: Source) -> dict[str, Any]:
     """The number of examples, and a digest of 64 of them.
 
     The 64 are spread evenly from the first to the last, and read whole: tokens, what is given, steps of trajectories.
@@ -20,7 +20,7 @@ def fingerprint(source: Source) -> dict[str, Any]:
     Returns:
         JSON: "examples", None of an endless source, and "digest".
     """
-    count = size(source)
+    count = count_examples(source)
     numbers = [0] if count is None else np.unique(np.linspace(0, count - 1, _SAMPLE).astype(np.int64)).tolist()
     digest = hashlib.blake2b(digest_size=16)
     for number in numbers:

@@ -7,17 +7,17 @@ from tqdm import tqdm
 
 from dllm_jax.errors import DllmError
 from train.data.checks import Chosen
-from train.data.order import shuffled
-from train.data.source import ExampleLike, Source, draws_of, size
+from train.data.order import permute
+from train.data.source import ExampleLike, Source, count_examples, draws_of
 
 _ORDER = (5,)  # of the examples that are looked at
 
 
-def split(source: Source, share: float, *, progress: bool = False) -> tuple[Source, Source]:
+def split_heldout(source: Source, share: float, *, progress: bool = False) -> tuple[Source, Source]:
     """A source without the examples that are held out, and these.
 
-    An example's tokens decide (`draw`): neither its place nor the others, so that none moves to the other side when a
-    file grows, and equal examples are on one side.
+    An example's tokens decide (`heldout_draw`), and neither its place nor other examples. So none moves to the other
+    side when a file grows, and equal examples are on one side.
 
     Args:
         share: of the examples, in (0, 1).
@@ -26,7 +26,7 @@ def split(source: Source, share: float, *, progress: bool = False) -> tuple[Sour
     Raises:
         DllmError: for an endless source, and where one side would be empty.
     """
-    count = size(source)
+    count = count_examples(source)
     if count is None:
         raise DllmError(
             "data.heldout is for data with an end, and this has none; set it to 0, and watch.source to other data"
@@ -34,7 +34,7 @@ def split(source: Source, share: float, *, progress: bool = False) -> tuple[Sour
     draws = draws_of(source, shown="held out" if progress else None)
     if draws is None:
         numbers = tqdm(range(count), desc="held out", unit=" examples", delay=1.0, disable=not progress)
-        draws = np.fromiter((draw(source.example(i)) for i in numbers), np.uint64, count)
+        draws = np.fromiter((heldout_draw(source.example(i)) for i in numbers), np.uint64, count)
     held = draws / 2.0**64 < share
     if held.all() or not held.any():
         where = "no example" if not held.any() else "all examples"
@@ -42,18 +42,18 @@ def split(source: Source, share: float, *, progress: bool = False) -> tuple[Sour
     return Chosen(source, np.flatnonzero(~held)), Chosen(source, np.flatnonzero(held))
 
 
-def draw(example: ExampleLike) -> int:
+def heldout_draw(example: ExampleLike) -> int:
     """A number in [0, 2^64) that an example's tokens decide."""
     prompt, answer = (np.asarray(ids, "<i4") for ids in (example.prompt_ids, example.answer_ids))
     said = len(prompt).to_bytes(8, "little") + prompt.tobytes() + answer.tobytes()
     return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "little")
 
 
-def some(source: Source, rows: int) -> Source:
+def choose_examples(source: Source, rows: int) -> Source:
     """So many examples, each once, the same each time; all of a finite source that has fewer."""
-    count = size(source)
+    count = count_examples(source)
     if count is None:
         return Chosen(source, np.arange(rows))
     if count <= rows:
         return source
-    return Chosen(source, np.sort([shuffled(place, count, _ORDER) for place in range(rows)]))
+    return Chosen(source, np.sort([permute(place, count, _ORDER) for place in range(rows)]))

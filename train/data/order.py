@@ -14,7 +14,7 @@ _ROUNDS = 8
 _WORD = 2**64 - 1
 
 
-def shuffled(place: int, count: int, key: Sequence[int]) -> int:
+def permute(place: int, count: int, key: Sequence[int]) -> int:
     """What a random permutation of range(count) has at `place`, in no memory.
 
     A Feistel network permutes the next power of 4 (at least 64), and is walked along until it comes to a number below
@@ -28,7 +28,7 @@ def shuffled(place: int, count: int, key: Sequence[int]) -> int:
     while True:
         left, right = place >> half, place & mask
         for round_key in keys:
-            left, right = right, left ^ (_mixed(right ^ round_key) & mask)
+            left, right = right, left ^ (_mix(right ^ round_key) & mask)
         place = left << half | right
         if place < count:
             return place
@@ -39,7 +39,7 @@ def _round_keys(key: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(np.random.SeedSequence(key).generate_state(_ROUNDS, np.uint64).tolist())
 
 
-def _mixed(x: int) -> int:
+def _mix(x: int) -> int:
     """A word in which each bit depends on each of `x`: the last steps of SplitMix64."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _WORD
@@ -63,7 +63,7 @@ class Order:
     def __call__(self, position: int) -> int:
         """The number of the example at a position."""
         epoch, place = divmod(position, self.count)
-        return shuffled(place, self.count, (*self.key, epoch)) if self.shuffle else place
+        return permute(place, self.count, (*self.key, epoch)) if self.shuffle else place
 
 
 class BucketOrder:
@@ -93,7 +93,7 @@ class BucketOrder:
         at = self._bucket(rank)
         start, end = int(self._starts[at]), int(self._ends[at])
         if self._order.shuffle:
-            rank = start + shuffled(rank - start, end - start, (*self._order.key, epoch, at))
+            rank = start + permute(rank - start, end - start, (*self._order.key, epoch, at))
         return int(self._examples[rank])
 
     def width(self, position: int) -> int:
@@ -122,5 +122,5 @@ class BucketOrder:
             return place - own
         number, row = divmod(place - before, size)
         if self._order.shuffle:
-            number = shuffled(number, end - first, (*self._order.key, epoch, len(self._starts)))
+            number = permute(number, end - first, (*self._order.key, epoch, len(self._starts)))
         return count - own + number * size + row

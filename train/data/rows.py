@@ -12,9 +12,9 @@ import numpy as np
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 from train.config import DataPart, Kind
-from train.data.checks import fault_of
+from train.data.checks import find_fault
 from train.data.order import BucketOrder, Order
-from train.data.source import ExampleLike, Source, lengths_of, name_of, progress, prompts_of, size
+from train.data.source import ExampleLike, Source, count_examples, example_name, lengths_of, progress, prompt_lengths_of
 
 T = TypeVar("T")
 _ORDER, _CUT = 1, 2  # purposes of random numbers
@@ -81,7 +81,7 @@ class Rows:
 
     @functools.cached_property
     def _order(self) -> Order | BucketOrder | None:
-        count = size(self.source)
+        count = count_examples(self.source)
         if count is None:
             if self.part.bucket:
                 raise DllmError("data.bucket needs to know all lengths and the source is endless; set it to 0")
@@ -92,7 +92,7 @@ class Rows:
     def _lengths(self, count: int) -> np.ndarray:
         """Positions that each example needs."""
         canvas = self.part.answer_length if self.part.pad else 0
-        known, prompts = lengths_of(self.source), prompts_of(self.source) if canvas else np.zeros(1, np.int64)
+        known, prompts = lengths_of(self.source), prompt_lengths_of(self.source) if canvas else np.zeros(1, np.int64)
         if known is not None and prompts is not None:
             return np.maximum(known, prompts + canvas)
         examples = map(self.source.example, progress(range(count), "lengths", " examples", count))
@@ -100,8 +100,8 @@ class Rows:
         return np.fromiter(needed, np.int64, count)
 
     def _fill(self, example: ExampleLike, index: int, width: int) -> Row:
-        if not self.checked and (fault := fault_of(example, self.part, self.kind, self.config)):
-            raise DllmError(f"{name_of(self.source, index)} {fault.text}")
+        if not self.checked and (fault := find_fault(example, self.part, self.kind, self.config)):
+            raise DllmError(f"{example_name(self.source, index)} {fault.text}")
         prompt, answer = example.prompt_ids, example.answer_ids
         canvas, used = self.part.answer_length, len(prompt) + len(answer)
         order = getattr(example, "step", None)  # a trajectory's canvas is as long as it was

@@ -103,7 +103,7 @@ class Setup:
         return self.tokenizer
 
 
-def size(source: Source) -> int | None:
+def count_examples(source: Source) -> int | None:
     """Number of examples, None for an endless source.
 
     Raises:
@@ -123,19 +123,19 @@ def lengths_of(source: Source) -> np.ndarray | None:
     return None if lengths is None else lengths()
 
 
-def prompts_of(source: Source) -> np.ndarray | None:
+def prompt_lengths_of(source: Source) -> np.ndarray | None:
     """How many tokens each example's prompt has, where a source knows."""
     prompts = getattr(source, "prompts", None)
     return None if prompts is None else prompts()
 
 
 def draws_of(source: Source, *, shown: str | None) -> np.ndarray | None:
-    """`train.data.heldout.draw` of each example of a source that keeps them, [N] uint64; None of another."""
+    """`train.data.heldout.heldout_draw` of each example of a source that keeps them, [N] uint64; None of another."""
     draws = getattr(source, "draws", None)
     return None if draws is None else draws(shown=shown)
 
 
-def name_of(source: Source, index: int) -> str:
+def example_name(source: Source, index: int) -> str:
     """What sentences call an example."""
     name = getattr(source, "name", None)
     return f"example {index}" if name is None else str(name(index))
@@ -146,7 +146,7 @@ def progress(items: Iterable[T], what: str, unit: str, total: int | None) -> "tq
     return tqdm(items, what, total, unit=unit, delay=2, mininterval=progress_bars.interval())
 
 
-def made_by(reference: str, options: Mapping[str, Any], table: str = "data") -> Any:
+def make_referenced(reference: str, options: Mapping[str, Any], table: str = "data") -> Any:
     """What a callable named "module:name" makes of the options: a source, or a task, whose `source("train")` is one.
 
     Args:
@@ -166,8 +166,8 @@ def made_by(reference: str, options: Mapping[str, Any], table: str = "data") -> 
     return target(**given)
 
 
-def source_of(made: Any, reference: str, split: str = "train", table: str = "data") -> Source:
-    """What `made_by` made, or the split of it where that is a task.
+def source_of_split(made: Any, reference: str, split: str = "train", table: str = "data") -> Source:
+    """What `make_referenced` made, or the split of it where that is a task.
 
     Raises:
         DllmError: when it is neither.

@@ -14,7 +14,7 @@ from train.objectives.d2f import D2F
 from train.objectives.grpo import Grpo
 from train.objectives.indicator import FinalTokens
 from train.objectives.masked_diffusion import MaskedDiffusion
-from train.settings import build, read_table
+from train.settings import build_settings, read_table
 
 OBJECTIVES: Mapping[str, type[Objective]] = types.MappingProxyType(
     {
@@ -44,4 +44,4 @@ def read_config(path: str | Path, overrides: Iterable[str] = (), command: str = 
     command = command or values.get("command", "masked-diffusion")
     if command not in OBJECTIVES:
         raise DllmError(f"{path}: command is {command!r}; choose one of {', '.join(OBJECTIVES)}")
-    return build(OBJECTIVES[command].config, values)
+    return build_settings(OBJECTIVES[command].config, values)

@@ -54,7 +54,7 @@ class Autoregressive(CrossEntropy):
 
     settings: AutoregressivePart
 
-    def fitted(self, model: ModelConfig, config: TrainConfig) -> ModelConfig:
+    def fit_model(self, model: ModelConfig, config: TrainConfig) -> ModelConfig:
         if not model.is_causal:
             raise DllmError(
                 f"a {model.family} model sees both ways, so it cannot be trained token by token; set model.published "

@@ -16,7 +16,7 @@ from dllm_jax.models.moe import Routing
 from dllm_jax.models.transformer import RematPolicy
 from train.config import DataPart, RouterPart, TrainConfig
 from train.losses import Mean, Means, Metrics, Noised, diffusion_loss, mean_values, router_losses
-from train.trainable import Trained, whole_or_adapters
+from train.trainable import Trainable, whole_or_adapters
 
 
 class Passes(NamedTuple):
@@ -66,7 +66,7 @@ class Objective(abc.ABC):
         about: what the command does, in a few words.
         config: class of its settings, which name the command.
         trajectories: whether it learns from trajectories alone.
-        routes: whether its loss adds those of the routers, by `counted` and `with_routers`.
+        routes: whether its loss adds those of the routers, by `counted_positions` and `add_router_losses`.
         settings: the table `objective`.
         router: the table `router`.
     """
@@ -84,7 +84,7 @@ class Objective(abc.ABC):
         """The objective of a run with settings of the class `config`."""
         return cls(config.objective, router=config.router)
 
-    def fitted(self, model: ModelConfig, config: Any) -> ModelConfig:
+    def fit_model(self, model: ModelConfig, config: Any) -> ModelConfig:
         """The model as it is trained.
 
         Raises:
@@ -114,7 +114,7 @@ class Objective(abc.ABC):
                 "is; leave out the table router"
             )
 
-    def trained(self, config: Any, model: ModelConfig) -> Trained:
+    def trainable(self, config: Any, model: ModelConfig) -> Trainable:
         """What is trained: the whole model, or adapters where `lora.rank` says so.
 
         Raises:
@@ -122,17 +122,17 @@ class Objective(abc.ABC):
         """
         return whole_or_adapters(config, model)
 
-    def passes(self, trained: Trained) -> Passes:
+    def passes(self, trained: Trainable) -> Passes:
         """What a step computes; gradients of frozen weights do not count."""
         return Passes(trained.passes, 3 if trained.passes > 1 else 1, trained.passes)
 
-    def counted(self, lengths: jax.Array, width: int) -> jax.Array | None:
+    def counted_positions(self, lengths: jax.Array, width: int) -> jax.Array | None:
         """Which of `width` positions of rows of these lengths [B] the routers' losses are of, [B, width] bool: those
         that count. None without such losses."""
         return None if self.router == RouterPart() else jnp.arange(width) < lengths[:, None]
 
-    def with_routers(self, loss: Mean, metrics: Means, routing: Routing | None) -> Means:
-        """A loss and what else is reported, with the routers' added where `counted` asked for them."""
+    def add_router_losses(self, loss: Mean, metrics: Means, routing: Routing | None) -> Means:
+        """A loss and what else is reported, with the routers' added where `counted_positions` asked for them."""
         if routing is None:
             return {"loss": loss, **metrics}
         more, reported = router_losses(routing, self.router.balance, self.router.z)
@@ -153,7 +153,7 @@ class Objective(abc.ABC):
         """
         return None
 
-    def still(self) -> Any:
+    def evaluation_settings(self) -> Any:
         """The settings under which rows are looked at that are not learned from: nothing left out, and what varies
         least. None for an objective that is no loss of rows by themselves, whose runs have no held-out loss."""
         return self.settings
@@ -211,9 +211,9 @@ class CrossEntropy(Objective):
     ) -> Means:
         options: Any = {"chunk": self.settings.chunk, "groups": groups, "remat": remat, "sharding": sharding}
         found = diffusion_loss(
-            denoiser, noised, counted=self.counted(noised.lengths, noised.tokens.shape[1]), **options
+            denoiser, noised, counted=self.counted_positions(noised.lengths, noised.tokens.shape[1]), **options
         )
-        return self.with_routers(found.loss, {"cross_entropy": found.cross_entropy}, found.routing)
+        return self.add_router_losses(found.loss, {"cross_entropy": found.cross_entropy}, found.routing)
 
 
 def check_whole_blocks(data: DataPart, block_length: int) -> None:

@@ -32,7 +32,7 @@ from train.config import Kind, TrainConfig
 from train.losses import Batch, Mean, Means, cross_entropies, head_sums, position_draws, routed_states
 from train.objectives.base import Objective, Passes, check_whole_blocks
 from train.settings import setting
-from train.trainable import Trained
+from train.trainable import Trainable
 
 Noise = Literal["block", "sequence"]
 BlockLoss = Literal["mean", "bound"]
@@ -105,7 +105,7 @@ class BlockDiffusionConfig(TrainConfig):
             )
 
 
-class Copies(NamedTuple):
+class NoisyCopies(NamedTuple):
     """A batch after the forward process, in C noisy copies of each row.
 
     Attributes:
@@ -135,7 +135,7 @@ def fill_blocks(batch: Batch, denoiser: Denoiser, settings: BlockDiffusionPart) 
     return Batch(tokens, targets, lengths)
 
 
-def corrupt(key: jax.Array, batch: Batch, denoiser: Denoiser, settings: BlockDiffusionPart) -> Copies:
+def corrupt_copies(key: jax.Array, batch: Batch, denoiser: Denoiser, settings: BlockDiffusionPart) -> NoisyCopies:
     """The forward process. The draws of a row depend on the key and on its number in the batch.
 
     (SDAR's code draws the masks of a row anew while there are none, up to ten times; here none are, as 1 / p asks.)
@@ -166,7 +166,7 @@ def corrupt(key: jax.Array, batch: Batch, denoiser: Denoiser, settings: BlockDif
         wrong = position_draws(draws, copies, length).reshape(masked.shape) < settings.wrong
         wrong &= targets & ~masked & (other != denoiser.mask_id)
         inputs, weights = jnp.where(wrong, other, inputs), jnp.where(wrong, 1.0, weights)
-    return Copies(inputs, batch.tokens, weights, jnp.sum(batch.targets, axis=-1), batch.lengths)
+    return NoisyCopies(inputs, batch.tokens, weights, jnp.sum(batch.targets, axis=-1), batch.lengths)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +179,7 @@ class BlockDiffusion(Objective):
 
     settings: BlockDiffusionPart
 
-    def fitted(self, model: ModelConfig, config: BlockDiffusionConfig) -> ModelConfig:
+    def fit_model(self, model: ModelConfig, config: BlockDiffusionConfig) -> ModelConfig:
         """The model in the blocks that it is trained in: a model of full attention becomes one of block diffusion if
         the settings give a block length."""
         model = self._in_blocks(model, config)
@@ -188,7 +188,7 @@ class BlockDiffusion(Objective):
                 f"a {model.family} model has no blocks; set objective.block_length for one of full attention, or "
                 "model.adapt to a kind that has, such as fast-dllm-v2-1.5b"
             )
-        return super().fitted(model, config)
+        return super().fit_model(model, config)
 
     def _in_blocks(self, model: ModelConfig, config: BlockDiffusionConfig) -> ModelConfig:
         length, own = self.settings.block_length or model.block_length, model.block_length
@@ -202,20 +202,20 @@ class BlockDiffusion(Objective):
         check_whole_blocks(config.data, length)
         return model.replace(attention="block", block_length=length)
 
-    def passes(self, trained: Trained) -> Passes:
+    def passes(self, trained: Trainable) -> Passes:
         """The clean row runs first, without the head, and then its noisy copies."""
         layers, attention, head = super().passes(trained)
         copies = self.settings.copies
         return Passes(layers * (1 + copies), attention * (1 + copies), head * copies)
 
-    def corrupt(self, key: jax.Array, batch: Batch, denoiser: Denoiser) -> Copies:
-        return corrupt(key, batch, denoiser, self.settings)
+    def corrupt(self, key: jax.Array, batch: Batch, denoiser: Denoiser) -> NoisyCopies:
+        return corrupt_copies(key, batch, denoiser, self.settings)
 
     def means(
         self,
         denoiser: Denoiser,
         base: Denoiser,
-        noised: Copies,
+        noised: NoisyCopies,
         *,
         groups: int = 1,
         remat: RematPolicy | None = None,
@@ -226,7 +226,7 @@ class BlockDiffusion(Objective):
         first, count = denoiser.min_prompt_length, noised.inputs.shape[1]
         each = lambda x: jnp.repeat(x, count, axis=0)  # for every copy
         flat = lambda x: x.reshape(-1, x.shape[-1])
-        counted = self.counted(noised.lengths, noised.tokens.shape[1])
+        counted = self.counted_positions(noised.lengths, noised.tokens.shape[1])
         inputs = denoiser.embed(noised.tokens)
         _, clean, of_clean = denoiser.routed(inputs, noised.lengths, counted, remat=remat)
         hidden, routing = routed_states(
@@ -249,7 +249,7 @@ class BlockDiffusion(Objective):
             metrics["entropy"] = Mean.of(*entropy)
             loss = loss.plus(self.settings.confidence * metrics["entropy"].value)
         both = None if routing is None else jax.tree.map(jnp.add, of_clean, routing)
-        return self.with_routers(loss, metrics, both)
+        return self.add_router_losses(loss, metrics, both)
 
 
 def _with_entropies(

@@ -43,7 +43,7 @@ class CompressionConfig(TrainConfig):
     command: Literal["compression"] = "compression"
 
 
-def stamps(draws: jax.Array, steps: jax.Array) -> tuple[jax.Array, jax.Array]:
+def draw_states(draws: jax.Array, steps: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Two states i < j of 0 ... steps, each pair equally likely; both 0 where there is no step.
 
     Args:
@@ -73,7 +73,7 @@ class Compression(CrossEntropy):
         """Two states of each trajectory: the earlier one, with weights where the later one has more tokens."""
         assert batch.step is not None
         draws = jax.random.uniform(key, (batch.lengths.size, 2)).reshape(*batch.lengths.shape, 2)
-        start, end = stamps(draws, jnp.max(batch.step, axis=-1) + 1)
+        start, end = draw_states(draws, jnp.max(batch.step, axis=-1) + 1)
         masked = batch.step >= start[..., None]
         targets = masked & (batch.step < end[..., None])
         inputs = jnp.where(masked, denoiser.mask_id, batch.tokens)

@@ -29,7 +29,7 @@ from train.config import Kind, TrainConfig
 from train.losses import Batch, Mean, Means, cross_entropies, head_sums, hidden_states, position_draws, routed_states
 from train.objectives.base import Objective, Passes, check_whole_blocks
 from train.settings import setting
-from train.trainable import Trained
+from train.trainable import Trainable
 
 Schedule = Literal["monotone", "random"]
 Target = Literal["teacher", "data"]
@@ -80,7 +80,7 @@ class D2FConfig(TrainConfig):
             )
 
 
-class Draws(NamedTuple):
+class BlockDraws(NamedTuple):
     """Uniform draws in [0, 1) for R rows of T positions and at most N blocks.
 
     Attributes:
@@ -94,7 +94,7 @@ class Draws(NamedTuple):
     tokens: jax.Array
 
 
-class Blocks(NamedTuple):
+class NoisyBlocks(NamedTuple):
     """A batch after the forward process.
 
     Attributes:
@@ -112,17 +112,17 @@ class Blocks(NamedTuple):
     prompt_lengths: jax.Array
 
 
-def draw(key: jax.Array, rows: int, length: int, block_length: int) -> Draws:
+def draw_blocks(key: jax.Array, rows: int, length: int, block_length: int) -> BlockDraws:
     """Fresh draws; a row's depend on the key and its number."""
     first, increments, tokens = jax.random.split(key, 3)
-    return Draws(
+    return BlockDraws(
         jax.random.uniform(first, (rows,)),
         position_draws(increments, rows, -(-length // block_length) - 1),
         position_draws(tokens, rows, length),
     )
 
 
-def block_ratios(draws: Draws, blocks: jax.Array, schedule: Schedule, low: float, high: float) -> jax.Array:
+def block_ratios(draws: BlockDraws, blocks: jax.Array, schedule: Schedule, low: float, high: float) -> jax.Array:
     """The share of masked positions of every block, [R, N].
 
     Monotone: p_1 = low + (high - low) u and p_b = p_(b-1) + v_b (high - p_1) / (blocks - 1), which never falls and
@@ -139,7 +139,7 @@ def block_ratios(draws: Draws, blocks: jax.Array, schedule: Schedule, low: float
     return jnp.minimum(jnp.concatenate([first, first + jnp.cumsum(step, axis=1)], axis=1), 1.0)
 
 
-def spans(batch: Batch, eos_id: int, *, end_padding: bool) -> tuple[jax.Array, jax.Array]:
+def block_spans(batch: Batch, eos_id: int, *, end_padding: bool) -> tuple[jax.Array, jax.Array]:
     """Where the blocks of each row begin, behind the prompt, and end: two [...] int32. A row without targets has none.
 
     Args:
@@ -152,9 +152,9 @@ def spans(batch: Batch, eos_id: int, *, end_padding: bool) -> tuple[jax.Array, j
     return first, jnp.maximum(jnp.max(jnp.where(learned, position + 1, 0), axis=-1), first)
 
 
-def corrupt(
-    batch: Batch, draws: Draws, denoiser: Denoiser, settings: D2FPart, blocks: jax.Array | None = None
-) -> Blocks:
+def corrupt_blocks(
+    batch: Batch, draws: BlockDraws, denoiser: Denoiser, settings: D2FPart, blocks: jax.Array | None = None
+) -> NoisyBlocks:
     """The forward process: masks the targets of each block independently with the block's share.
 
     Args:
@@ -163,7 +163,7 @@ def corrupt(
         blocks: [R], as in `block_ratios`; the rows' own numbers by default.
     """
     shape, length = batch.tokens.shape, batch.tokens.shape[-1]
-    first, end = spans(batch, denoiser.eos_id, end_padding=settings.end_padding)
+    first, end = block_spans(batch, denoiser.eos_id, end_padding=settings.end_padding)
     if denoiser.block_length is not None:
         first = first // denoiser.block_length * denoiser.block_length
     if blocks is None:
@@ -174,7 +174,7 @@ def corrupt(
     ratio = jnp.take_along_axis(ratios, block.reshape(-1, length), axis=1)
     targets = batch.targets & (position < end[..., None]) & (position >= denoiser.min_prompt_length)
     masked = targets & (draws.tokens < ratio).reshape(shape)
-    return Blocks(
+    return NoisyBlocks(
         inputs=jnp.where(masked, denoiser.mask_id, batch.tokens),
         tokens=batch.tokens,
         weights=jnp.where(masked, 1.0 / ratio.reshape(shape), 0.0),
@@ -193,15 +193,15 @@ class D2F(Objective):
 
     settings: D2FPart
 
-    def fitted(self, model: ModelConfig, config: D2FConfig) -> ModelConfig:
+    def fit_model(self, model: ModelConfig, config: D2FConfig) -> ModelConfig:
         if model.block_length is not None:
             if self.settings.block_length != model.block_length:
                 own, wanted = model.block_length, self.settings.block_length
                 raise DllmError(f"objective.block_length {wanted} is not the {model.family} model's; set it to {own}")
             check_whole_blocks(config.data, model.block_length)
-        return super().fitted(model, config)
+        return super().fit_model(model, config)
 
-    def passes(self, trained: Trained) -> Passes:
+    def passes(self, trained: Trainable) -> Passes:
         """The student's; a teacher adds its forward, and a block diffusion model's one more, over the clean rows."""
         layers, attention, head = super().passes(trained)
         if self.settings.target == "data":
@@ -209,15 +209,15 @@ class D2F(Objective):
         forwards = 1 if trained.model.block_length is None else 2
         return Passes(layers + forwards, attention + forwards, head + 1)
 
-    def corrupt(self, key: jax.Array, batch: Batch, denoiser: Denoiser) -> Blocks:
-        draws = draw(key, batch.lengths.size, batch.tokens.shape[-1], self.settings.block_length)
-        return corrupt(batch, draws, denoiser, self.settings)
+    def corrupt(self, key: jax.Array, batch: Batch, denoiser: Denoiser) -> NoisyBlocks:
+        draws = draw_blocks(key, batch.lengths.size, batch.tokens.shape[-1], self.settings.block_length)
+        return corrupt_blocks(batch, draws, denoiser, self.settings)
 
     def means(
         self,
         denoiser: Denoiser,
         base: Denoiser,
-        noised: Blocks,
+        noised: NoisyBlocks,
         *,
         groups: int = 1,
         remat: RematPolicy | None = None,
@@ -228,7 +228,7 @@ class D2F(Objective):
         first = denoiser.min_prompt_length
         visible = block_causal(noised.inputs.shape[1], noised.prompt_lengths, self.settings.block_length)
         visible = jnp.minimum(visible, noised.lengths[:, None])
-        counted = self.counted(noised.lengths, visible.shape[1])
+        counted = self.counted_positions(noised.lengths, visible.shape[1])
         hidden, routing = routed_states(denoiser, noised.inputs, visible, counted, remat=remat, sharding=sharding)
         weights = noised.weights[:, first:]
         count = jnp.sum(weights > 0)
@@ -240,10 +240,10 @@ class D2F(Objective):
             name = "kl"
             teacher = lax.stop_gradient(_teacher_states(base, noised, sharding))
             total, plain = sum_up(_teacher_sums, (denoiser, base), (hidden, teacher), weights)
-        return self.with_routers(Mean.of(total, count), {name: Mean.of(plain, count)}, routing)
+        return self.add_router_losses(Mean.of(total, count), {name: Mean.of(plain, count)}, routing)
 
 
-def _teacher_states(base: Denoiser, noised: Blocks, sharding: NamedSharding | None) -> jax.Array:
+def _teacher_states(base: Denoiser, noised: NoisyBlocks, sharding: NamedSharding | None) -> jax.Array:
     """Hidden states of the noisy rows: under full attention, or each block behind final tokens."""
     clean = None
     if base.block_length is not None:

@@ -37,9 +37,9 @@ from samplers.tokens.predictions import logprobs_of, readout
 from train.config import DataPart, Kind, TrainConfig
 from train.losses import Mean, Means, head_sums, hidden_states, position_draws
 from train.objectives.base import Objective, Passes
-from train.rollout import Advantage, Rollout, RolloutPart, Rollouts, rounds_of, sampler_for
+from train.rollout import Advantage, Rollout, RolloutPart, Rollouts, sampler_for, steps_per_round
 from train.settings import setting
-from train.trainable import Kernels, Params, Trained, WholeModel, check_frozen, frozen_model
+from train.trainable import Kernels, Params, Trainable, WholeModel, check_frozen, frozen_model
 
 _PLAIN = DataPart()
 _NEVER = -1e30  # a score of probability 0; with -inf, p log p and what weight 0 leaves out would be NaN
@@ -84,7 +84,7 @@ class GrpoConfig(TrainConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        steps = rounds_of(self.rollout, self.optimizer.batch, self.objective.updates)
+        steps = steps_per_round(self.rollout, self.optimizer.batch, self.objective.updates)
         for name, value in (("steps", self.steps), ("checkpoint.every", self.checkpoint.every)):
             if rest := value % steps:
                 advice = f"set it to {value - rest + steps}"
@@ -96,7 +96,7 @@ class GrpoConfig(TrainConfig):
                 raise DllmError(f"data.{name} is for learning from answers, and grpo samples its own; leave it out")
 
 
-class Scored(NamedTuple):
+class ScoredStates(NamedTuple):
     """States of completions, M of each, and what was drawn in them.
 
     Attributes:
@@ -116,7 +116,7 @@ class Scored(NamedTuple):
     old: jax.Array | None
 
 
-def drawn_states(uniform: jax.Array, count: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
+def choose_states(uniform: jax.Array, count: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
     """Some of the states 0 ... count - 1 of each row, every set of so many alike, all where there are no more.
 
     Args:
@@ -135,7 +135,7 @@ def drawn_states(uniform: jax.Array, count: jax.Array, most: int) -> tuple[jax.A
 
 
 @dataclasses.dataclass(frozen=True)
-class WholeBesideBase(WholeModel):
+class WholeModelAndBase(WholeModel):
     """All weights, and the model before training, which stays."""
 
     def frozen(self, mesh: Mesh) -> dict[str, jax.Array]:
@@ -170,18 +170,18 @@ class Grpo(Objective):
         """M, states of a completion that a step runs."""
         return self.settings.states if self.settings.shrink else 1
 
-    def trained(self, config: GrpoConfig, model: ModelConfig) -> Trained:
+    def trainable(self, config: GrpoConfig, model: ModelConfig) -> Trainable:
         if config.lora.rank or not self.settings.beta:
-            return super().trained(config, model)
+            return super().trainable(config, model)
         check_frozen(config, "objective.beta needs a model to stay near to")
-        return WholeBesideBase(config, model)
+        return WholeModelAndBase(config, model)
 
-    def passes(self, trained: Trained) -> Passes:
+    def passes(self, trained: Trainable) -> Passes:
         """Of learning; sampling is not counted."""
         base = int(self.settings.beta > 0)
         return Passes(*(self.states * (of_learner + base) for of_learner in super().passes(trained)))
 
-    def still(self) -> None:
+    def evaluation_settings(self) -> None:
         """None: rows have no loss by themselves, only completions and their rewards have."""
 
     def feed(self, config: GrpoConfig, parts: Any, stepper: Any, frozen: Mapping[str, jax.Array]) -> Rollouts:
@@ -197,7 +197,7 @@ class Grpo(Objective):
         @functools.partial(jax.jit, out_shardings=stepper.placement.batch)
         def old(trained: Params, frozen: Params, batch: Rollout, key: jax.Array, step: jax.Array) -> jax.Array:
             learner = stepper.learner(trained, frozen)
-            return lax.map(functools.partial(self.logprobs, learner), stepper.noised(batch, key, step))
+            return lax.map(functools.partial(self.logprobs, learner), stepper.add_noise(batch, key, step))
 
         model = parts.outline("the model being trained", None)
         return Rollouts(
@@ -213,20 +213,20 @@ class Grpo(Objective):
             sharding=stepper.placement.batch,
         )
 
-    def corrupt(self, key: jax.Array, batch: Rollout, denoiser: Denoiser) -> Scored:
+    def corrupt(self, key: jax.Array, batch: Rollout, denoiser: Denoiser) -> ScoredStates:
         """The states that a step learns from."""
         shape, length = batch.lengths.shape, batch.tokens.shape[-1]
         state_key, prompt_key = jax.random.split(key)
         draws = lambda key: position_draws(key, batch.lengths.size, length).reshape(*shape, length)
         shrink = self.settings.shrink or length
         group = jnp.where(batch.step >= 0, batch.step // shrink, -1)
-        chosen, weight = drawn_states(draws(state_key), group.max(axis=-1) + 1, min(self.states, length))
+        chosen, weight = choose_states(draws(state_key), group.max(axis=-1) + 1, min(self.states, length))
         unseen = batch.step[..., None, :] >= (chosen * shrink)[..., None]
         given = (batch.step < 0) & (jnp.arange(length) < batch.lengths[..., None])
         unseen |= (given & (draws(prompt_key) < self.settings.mask_prompt))[..., None, :]
         learned = batch.drawn[..., None, :] & (group[..., None, :] == chosen[..., None])
         share = (weight * batch.share[..., None])[..., None]
-        return Scored(
+        return ScoredStates(
             jnp.where(unseen, denoiser.mask_id, batch.tokens[..., None, :]),
             batch.tokens,
             jnp.where(learned, share, 0.0),
@@ -235,7 +235,7 @@ class Grpo(Objective):
             batch.old,
         )
 
-    def logprobs(self, learner: Denoiser, states: Scored) -> jax.Array:
+    def logprobs(self, learner: Denoiser, states: ScoredStates) -> jax.Array:
         """Log-probabilities of a completion's tokens in its states [B, ...]: [B, M, T] float32, 0 where there is no
         predictor."""
         hidden, tokens = self._hidden(learner, states), self._tokens(states)
@@ -248,7 +248,7 @@ class Grpo(Objective):
         self,
         learner: Denoiser,
         base: Denoiser,
-        states: Scored,
+        states: ScoredStates,
         /,
         *,
         groups: int = 1,
@@ -300,11 +300,11 @@ class Grpo(Objective):
         temperature, and the mask token out of reach, which sampling never draws."""
         return jnp.where(ids == model.mask_id, _NEVER, logits / self.temperature)
 
-    def _tokens(self, states: Scored) -> jax.Array:
+    def _tokens(self, states: ScoredStates) -> jax.Array:
         """[B * M, T] int32."""
         return jnp.broadcast_to(states.tokens[:, None], states.inputs.shape).reshape(-1, states.inputs.shape[-1])
 
-    def _hidden(self, model: Denoiser, states: Scored, **options: Any) -> jax.Array:
+    def _hidden(self, model: Denoiser, states: ScoredStates, **options: Any) -> jax.Array:
         """What predicts each position of every state, as `hidden_states`."""
         inputs = states.inputs.reshape(-1, states.inputs.shape[-1])
         return hidden_states(model, inputs, jnp.repeat(states.lengths, states.inputs.shape[1]), **options)

@@ -1,8 +1,8 @@
 """Training of the neural indicator (NI sampling, arXiv 2604.18471, section 4): `python -m train indicator`.
 
 Of a trajectory of n steps a state t ~ U{0, ..., n - 1} is restored. The frozen model predicts every masked position,
-and the merging criterion (`train.trajectory.mergeable`) says which of them could be written now without changing the
-result: these are the positives. The indicator reads what it reads in sampling (`features_of`), and learns by
+and the merging criterion (`train.trajectory.mergeable_steps`) gives those that could be written now without changing
+the result: these are the positives. The indicator reads what it reads in sampling (`features_of`), and learns by
 
     loss = mean over masked positions of the cross entropy of the two classes
 
@@ -34,8 +34,8 @@ from train.losses import Batch, Mean, Means, hidden_states, with_head_gathered
 from train.objectives.base import Objective
 from train.run_dir import INDICATOR_FOLDER
 from train.settings import setting
-from train.trainable import Kernels, Params, Sampled, Trained, Weights, check_frozen, frozen_model, source_of
-from train.trajectory import mergeable
+from train.trainable import Kernels, Params, SamplerInputs, Trainable, Weights, check_frozen, frozen_model, provenance
+from train.trajectory import mergeable_steps
 
 PUBLISHED_THRESHOLD = 0.89
 
@@ -139,14 +139,14 @@ class Evidence(NamedTuple):
     label: jax.Array
 
 
-def rolled_back(batch: Batch, reached: jax.Array, keys: jax.Array, mask_id: int) -> RolledBack:
+def roll_back(batch: Batch, reached: jax.Array, keys: jax.Array, mask_id: int) -> RolledBack:
     """Trajectories after their first `reached` [...] steps."""
     assert batch.step is not None
     inputs = jnp.where(batch.step >= reached[..., None], mask_id, batch.tokens)
     return RolledBack(inputs, batch.tokens, batch.step, batch.lengths, reached, keys)
 
 
-def evidence(
+def gather_evidence(
     config: IndicatorConfig,
     denoiser: Denoiser,
     rows: RolledBack,
@@ -183,7 +183,7 @@ def evidence(
     size = max(1, chunk // batch) if chunk else width
     with jax.named_scope("vocabulary"):  # what profiles show
         features, best, confidence = read(hidden) if size >= width else _in_columns(read, hidden, masked, size)
-    label, _ = mergeable(step, best == tokens, rows.reached)
+    label, _ = mergeable_steps(step, best == tokens, rows.reached)
     return Evidence(features, confidence, masked, label)
 
 
@@ -224,7 +224,7 @@ def auc(scores: jax.Array, label: jax.Array, masked: jax.Array) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class BesideModel:
+class IndicatorOfModel:
     """A neural indicator that reads what a frozen model computes; every device has all of it."""
 
     config: IndicatorRun
@@ -256,9 +256,9 @@ class BesideModel:
         # The indicator is computed in float32 whatever the model is.
         return Indicator(self.indicator, trained), denoiser(frozen)
 
-    def sampled(self, weights: Params, frozen: Params) -> Sampled:
+    def for_sampling(self, weights: Params, frozen: Params) -> SamplerInputs:
         config = self.model.replace(dtype=self.config.compute.dtype)
-        return Sampled(config, dict(frozen), {"indicator": Indicator(self.indicator, dict(weights))})
+        return SamplerInputs(config, dict(frozen), {"indicator": Indicator(self.indicator, dict(weights))})
 
     def write(
         self, out: Path, weights: Weights, *, steps: int, files: Mapping[str, bytes], overwrite: bool = False
@@ -267,7 +267,7 @@ class BesideModel:
         found = Indicator(self.indicator, {name: jnp.asarray(x) for name, x in multihost.whole(weights).items()})
         with multihost.agreed():
             if not multihost.index():
-                save_indicator(out, found, source=source_of(self.config, steps), overwrite=overwrite)
+                save_indicator(out, found, source=provenance(self.config, steps), overwrite=overwrite)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,7 +275,7 @@ class FinalTokens(Objective):
     """The objective with its settings.
 
     Attributes:
-        canvas: as in `evidence`.
+        canvas: as in `gather_evidence`.
     """
 
     about = "train a neural indicator (NI sampling) on a model's trajectories, or go on"
@@ -289,18 +289,18 @@ class FinalTokens(Objective):
     def of(cls, config: IndicatorRun) -> Self:
         return cls(config.objective, config.data.answer_length, router=config.router)
 
-    def trained(self, config: IndicatorRun, model: ModelConfig) -> Trained:
+    def trainable(self, config: IndicatorRun, model: ModelConfig) -> Trainable:
         """The indicator.
 
         Raises:
             DllmError: when there is no model that it could read, or it has too few tokens.
         """
         check_frozen(config, "an indicator needs a model to be trained for")
-        found = BesideModel(config, model)
+        found = IndicatorOfModel(config, model)
         found.indicator.check_vocabulary(model.vocab_size)
         return found
 
-    def still(self) -> IndicatorPart:
+    def evaluation_settings(self) -> IndicatorPart:
         """Without dropout."""
         return dataclasses.replace(self.settings, dropout=0.0)
 
@@ -313,7 +313,7 @@ class FinalTokens(Objective):
         draws = jax.random.uniform(state_key, (rows,)).reshape(shape)
         reached = jnp.minimum((draws * steps).astype(jnp.int32), steps - 1)
         keys = jax.vmap(lambda row: jax.random.fold_in(dropout_key, row))(jnp.arange(rows)).reshape(shape)
-        return rolled_back(batch, reached, keys, denoiser.mask_id)
+        return roll_back(batch, reached, keys, denoiser.mask_id)
 
     def means(
         self,
@@ -330,25 +330,27 @@ class FinalTokens(Objective):
         Of a batch in parts the AUC is the mean over these. Where no score is above, precision and recall are 0.
         """
         settings = self.settings
-        seen = evidence(indicator.config, base, noised, canvas=self.canvas, chunk=settings.chunk, sharding=sharding)
-        seen = lax.stop_gradient(seen)
-        logits = _dropped_out(indicator, seen, noised.keys, settings.dropout)
-        entropy = optax.softmax_cross_entropy_with_integer_labels(logits, seen.label.astype(jnp.int32))
-        weights = jnp.where(seen.label, settings.positive_weight, 1.0) * seen.masked
+        found = gather_evidence(
+            indicator.config, base, noised, canvas=self.canvas, chunk=settings.chunk, sharding=sharding
+        )
+        found = lax.stop_gradient(found)
+        logits = _drop_out_logits(indicator, found, noised.keys, settings.dropout)
+        entropy = optax.softmax_cross_entropy_with_integer_labels(logits, found.label.astype(jnp.int32))
+        weights = jnp.where(found.label, settings.positive_weight, 1.0) * found.masked
         loss = Mean.of(jnp.sum(weights * entropy), jnp.sum(weights))
         scores = jax.nn.softmax(lax.stop_gradient(logits))[..., 1]
-        chosen = seen.masked & (scores > PUBLISHED_THRESHOLD)
-        right, positives, masked = (jnp.sum(x) for x in (chosen & seen.label, seen.label, seen.masked))
+        chosen = found.masked & (scores > PUBLISHED_THRESHOLD)
+        right, positives, masked = (jnp.sum(x) for x in (chosen & found.label, found.label, found.masked))
         return {
             "loss": loss,
             "positives": Mean.of(positives, masked),
-            "auc": Mean.of(auc(scores, seen.label, seen.masked) * masked, masked),
+            "auc": Mean.of(auc(scores, found.label, found.masked) * masked, masked),
             "precision": Mean.of(right, jnp.sum(chosen)),
             "recall": Mean.of(right, positives),
         }
 
 
-def _dropped_out(indicator: Indicator, seen: Evidence, keys: jax.Array, rate: float) -> jax.Array:
+def _drop_out_logits(indicator: Indicator, seen: Evidence, keys: jax.Array, rate: float) -> jax.Array:
     """[B, W, 2] logits with dropout; that of a row depends on its key alone."""
     if not rate:
         return indicator.logits(*seen.features)

@@ -98,13 +98,13 @@ class MaskedDiffusion(CrossEntropy):
 
     settings: MaskedDiffusionPart
 
-    def fitted(self, model: ModelConfig, config: TrainConfig) -> ModelConfig:
+    def fit_model(self, model: ModelConfig, config: TrainConfig) -> ModelConfig:
         if model.has_blocks:
             advice = "train it by python -m train block-diffusion"
             raise DllmError(f"a {model.family} model sees final tokens before its block; {advice}")
-        return super().fitted(model, config)
+        return super().fit_model(model, config)
 
-    def still(self) -> MaskedDiffusionPart:
+    def evaluation_settings(self) -> MaskedDiffusionPart:
         """With the t of a batch spread evenly."""
         return dataclasses.replace(self.settings, stratified=True)
 
