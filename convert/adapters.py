@@ -186,7 +186,7 @@ def save_merged(
     checkpoint.save(out, config, tensors, files=copied_files(base), source=source, overwrite=overwrite)
 
 
-def added(kernel: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
+def add_low_rank(kernel: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
     """kernel + scale a b, computed in float32, in the kernel's dtype."""
     return (kernel.astype(jnp.float32) + scale * (a @ b)).astype(kernel.dtype)
 
@@ -198,7 +198,7 @@ def _merged_tensors(folder: Path, adapters: Adapters) -> Iterator[tuple[str, jax
             yield name, array
         else:
             a, b = (jnp.asarray(adapters.values[stem + end]) for end in (A, B))
-            yield name, added(jnp.asarray(array), a, b, adapters.alpha / adapters.rank)
+            yield name, add_low_rank(jnp.asarray(array), a, b, adapters.alpha / adapters.rank)
 
 
 def _matrices(config: ModelConfig) -> Iterator[Slot]:

@@ -270,8 +270,8 @@ class ModelConfig:
             raise DllmError(f"{where} holds no JSON object; convert the checkpoint again")
         for name, kind in (("experts", Experts), ("gemma", Gemma)):
             if isinstance(values.get(name), dict):
-                values[name] = kind(**_checked(kind, values[name], f"{where}: {name}"))
-        return cls(**_checked(cls, values, where))
+                values[name] = kind(**_check_fields(kind, values[name], f"{where}: {name}"))
+        return cls(**_check_fields(cls, values, where))
 
 
 def check_quantize(quantize: object) -> None:
@@ -280,7 +280,7 @@ def check_quantize(quantize: object) -> None:
         raise DllmError(f"quantize {quantize!r} is not supported; use int8 or int4")
 
 
-def _checked(cls: Any, values: dict[str, Any], where: str) -> dict[str, Any]:
+def _check_fields(cls: Any, values: dict[str, Any], where: str) -> dict[str, Any]:
     """JSON values as arguments of a config class: none unknown, none missing, all of the right type."""
     fields = {field.name: field for field in dataclasses.fields(cls)}
     if unknown := sorted(set(values) - set(fields)):

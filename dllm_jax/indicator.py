@@ -142,21 +142,21 @@ class Indicator:
         Returns:
             [..., 2] float32.
         """
-        z = jnp.concatenate(self._projected(hidden, embeddings, values), axis=-1)
+        z = jnp.concatenate(self._project(hidden, embeddings, values), axis=-1)
         z = self._linear("mix", z) if self.config.mix else z
         for number in range(self.config.depth):
             name = f"blocks.{number}"
             y = jax.nn.gelu(self._linear(f"{name}.up", self._norm(f"{name}.norm", z)), approximate=False)
-            y = self._linear(f"{name}.down", _dropped(y, dropout, 2 * number))
+            y = self._linear(f"{name}.down", _drop_out(y, dropout, 2 * number))
             shortcut = self._linear(f"{name}.shortcut", z) if f"{name}.shortcut.kernel" in self.params else z
-            z = shortcut + _dropped(y, dropout, 2 * number + 1)
+            z = shortcut + _drop_out(y, dropout, 2 * number + 1)
         return self._linear("head", self._norm("norm", z))
 
     def scores(self, hidden: jax.Array, embeddings: jax.Array, values: jax.Array) -> jax.Array:
         """Probability that the position may be committed, [...] float32; arguments as in `logits`."""
         return jax.nn.softmax(self.logits(hidden, embeddings, values), axis=-1)[..., 1]
 
-    def _projected(self, hidden: jax.Array, embeddings: jax.Array, values: jax.Array) -> list[jax.Array]:
+    def _project(self, hidden: jax.Array, embeddings: jax.Array, values: jax.Array) -> list[jax.Array]:
         parts = [self._linear("hidden_proj", hidden), self._linear("token_proj", embeddings[..., 0, :])]
         if self.config.num_values:
             parts.append(self._linear("values_proj", values))
@@ -176,7 +176,7 @@ class Indicator:
         return (x - mean) * jax.lax.rsqrt(variance + NORM_EPS) * scale + bias
 
 
-def _dropped(x: jax.Array, dropout: tuple[jax.Array, float] | None, place: int) -> jax.Array:
+def _drop_out(x: jax.Array, dropout: tuple[jax.Array, float] | None, place: int) -> jax.Array:
     """x with dropout; each place in the network has draws of its own."""
     if dropout is None:
         return x

@@ -368,7 +368,7 @@ def _padding(case: _Case) -> None:
         _same_buffers(case, what, kv, case.kv, at < case.lengths[:, None])
 
 
-def _strangers(case: _Case) -> None:
+def _independent_rows(case: _Case) -> None:
     """Each row alone without its padding, and all in other slots."""
     order = np.roll(np.arange(len(case.tokens)), 1)
     logits, _ = _run(case.denoiser, case.tokens[order], case.lengths[order])
@@ -514,7 +514,7 @@ _CHECKS: dict[str, Callable[[_Case], None]] = {
     "spans of outputs": _outputs,
     "tiles of the vocabulary": _tiles,
     "padding": _padding,
-    "rows are strangers": _strangers,
+    "rows are independent": _independent_rows,
     "vmap": _vmap,
     "windows": _window,
     "spans of outputs within windows": _window_outputs,

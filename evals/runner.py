@@ -13,7 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from dllm_jax import DllmError, Model, __version__
-from dllm_jax.params.quantized import told_dtype
+from dllm_jax.params.quantized import dtype_label
 from dllm_jax.text.tokenizer import token_bytes
 from evals import stderr
 from evals.distributed import ALONE, Processes
@@ -404,7 +404,7 @@ def surroundings(model: Model) -> dict[str, Any]:
     """The part of a report that says on what and with what."""
     devices, versions = jax.devices(), {name: version(name) for name in ("jax", "jaxlib", "numpy")}
     return {
-        "dtype": told_dtype(model.params),
+        "dtype": dtype_label(model.params),
         "parameters": sum(int(np.prod(value.shape)) for value in model.params.values()),
         "hardware": {
             "backend": jax.default_backend(),

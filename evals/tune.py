@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 from dllm_jax import Model
 from dllm_jax.errors import DllmError
-from dllm_jax.params.quantized import told_dtype
+from dllm_jax.params.quantized import dtype_label
 from dllm_jax.storage import write_file
 from evals import files, flags, plots
 from evals.aup_metric import front
@@ -356,7 +356,7 @@ class Scorer:
         self._held_out = questions["test"]
         self._record = Record(
             str(getattr(model, "folder", None) or model.name),
-            {**dataclasses.asdict(self.goal), **about, "seed": seed, "dtype": told_dtype(model.params)},
+            {**dataclasses.asdict(self.goal), **about, "seed": seed, "dtype": dtype_label(model.params)},
         )
         self._record.check(task, self._held_out)
 

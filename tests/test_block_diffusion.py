@@ -1,4 +1,4 @@
-"""Block diffusion: an exact cache is no approximation, rows are strangers, and what is asked for is possible."""
+"""Block diffusion: an exact cache is no approximation, rows are independent, and what is asked for is possible."""
 
 import dataclasses
 import functools

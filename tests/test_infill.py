@@ -1,4 +1,4 @@
-"""Texts with gaps: what is fixed stays, every gap is filled, rows are strangers, and mistakes are one sentence."""
+"""Texts with gaps: what is fixed stays, every gap is filled, rows are independent, and mistakes are one sentence."""
 
 import json
 import sys

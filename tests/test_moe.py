@@ -28,7 +28,7 @@ from dllm_jax.models import moe
 from dllm_jax.models.denoiser import Denoiser
 from dllm_jax.models.transformer import num_params
 from dllm_jax.parallel.sharding import Layout, ShardingRules
-from dllm_jax.params.quantized import Form, quantized
+from dllm_jax.params.quantized import Form, quantize_kernel
 from dllm_jax.params.specs import init_params
 from samplers import BlockSampler, DualCache, Threshold, sample_jit
 
@@ -243,8 +243,8 @@ def test_gradients_are_those_of_the_dense_product(way):
 @every_way
 def test_int8_and_the_gradient_through_it(way):
     x, ids, weights, *tables = operands(skew=True)
-    small = [quantized(table, Form("int8", axis, 1)) for table, axis in zip(tables, (2, 1), strict=True)]
-    large = [table.dequantized(jnp.float32) for table in small]
+    small = [quantize_kernel(table, Form("int8", axis, 1)) for table, axis in zip(tables, (2, 1), strict=True)]
+    large = [table.dequantize(jnp.float32) for table in small]
     np.testing.assert_allclose(way(x, ids, weights, *small), dense(x, ids, weights, *large), atol=1e-5)
     found = jax.jit(jax.grad(loss(way, ids), argnums=(0, 1)))(x, weights, *small)
     for ours, theirs in zip(found, jax.grad(loss(dense, ids), argnums=(0, 1))(x, weights, *large), strict=True):
@@ -273,7 +273,7 @@ def lowered(dtype, bits=None, platform="cuda", layout=None, **sizes):
     x, ids, weights, *tables = operands(dtype=dtype, **sizes)
     if bits is not None:
         groups = 1 if bits == "int8" else 4
-        tables = [quantized(table, Form(bits, axis, groups)) for table, axis in zip(tables, (2, 1), strict=True)]
+        tables = [quantize_kernel(table, Form(bits, axis, groups)) for table, axis in zip(tables, (2, 1), strict=True)]
     apply = jax.jit(lambda *operands: moe.apply_experts(*operands, layout))
     return apply.trace(x, ids, weights, *tables).lower(lowering_platforms=(platform,)).as_text()
 
@@ -313,7 +313,7 @@ def test_the_kernel_with_some_of_the_experts(bits):
     ids = jnp.where(ids == 5, 6, ids)
     tables = [table[2:6] for table in tables]
     if bits:
-        tables = [quantized(table, Form(bits, axis, 1)) for table, axis in zip(tables, (2, 1), strict=True)]
+        tables = [quantize_kernel(table, Form(bits, axis, 1)) for table, axis in zip(tables, (2, 1), strict=True)]
     found = KERNEL(x, ids, weights, *tables, jnp.int32(2))
     np.testing.assert_allclose(found, ROUNDS(x, ids, weights, *tables, jnp.int32(2)), atol=1e-5)
     nobody = KERNEL(x, ids * 0, weights, *tables, jnp.int32(2))

@@ -30,7 +30,7 @@ from dllm_jax.models.transformer import Tile
 from dllm_jax.parallel.sharding import Layout
 from dllm_jax.params.low_rank import LowRankKernel
 from dllm_jax.params.products import mixed_rows, product, product_of_sums, rows
-from dllm_jax.params.quantized import Form, QuantizedKernel, num_bytes, quantized, quantized_on_host
+from dllm_jax.params.quantized import Form, QuantizedKernel, num_bytes, quantize_kernel, quantize_on_host
 from dllm_jax.params.specs import abstract_params, forms
 from dllm_jax.testing import check_denoiser
 from samplers import BlockSampler, DualCache, PrefixCache, Smoothing, Threshold, sample_jit
@@ -52,13 +52,15 @@ def random_model(config, quantize=None, **options):
     if quantize is None:
         return dataclasses.replace(model, params=grown)
     config = config.replace(quantize=quantize)
-    params = {name: quantized(x, forms(config)[name]) if name in forms(config) else x for name, x in grown.items()}
+    params = {
+        name: quantize_kernel(x, forms(config)[name]) if name in forms(config) else x for name, x in grown.items()
+    }
     return dataclasses.replace(model, config=config, params=params)
 
 
 def plain(params):
     """What quantized parameters stand for, in float32."""
-    return {name: x.dequantized(jnp.float32) if isinstance(x, QuantizedKernel) else x for name, x in params.items()}
+    return {name: x.dequantize(jnp.float32) if isinstance(x, QuantizedKernel) else x for name, x in params.items()}
 
 
 @jax.jit
@@ -102,10 +104,10 @@ def test_no_weight_is_off_by_more_than_half_its_scale(data, bits, dtype, axis) -
     arrays = hypothesis.extra.numpy.arrays(np.float32, shape, elements=NUMBERS.map(np.float32))
     weights = data.draw(arrays).astype(dtype)
     groups = 1 if bits == "int8" else 2
-    kernel = quantized(weights, Form(bits, axis, groups))
+    kernel = quantize_kernel(weights, Form(bits, axis, groups))
     assert (kernel.values.dtype, kernel.scale.dtype, kernel.shape) == (np.int8, np.float32, shape)
     scale = np.repeat(kernel.scale, shape[axis] // groups, axis)
-    found = np.asarray(kernel.dequantized(jnp.float32)).astype(np.float64)
+    found = np.asarray(kernel.dequantize(jnp.float32)).astype(np.float64)
     assert (np.abs(found - weights.astype(np.float64)) <= scale * 0.50001).all()
 
 
@@ -115,16 +117,16 @@ def test_blocks_on_the_host_are_the_whole(monkeypatch, bits, shape, axis, groups
     weights = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     monkeypatch.setattr("dllm_jax.params.quantized.BLOCK_ELEMENTS", 20)
     form = Form(bits, axis, groups if bits == "int4" else 1)
-    assert_same(quantized_on_host(weights, form), quantized(weights, form))
+    assert_same(quantize_on_host(weights, form), quantize_kernel(weights, form))
 
 
 def test_four_bits_lie_two_to_a_byte() -> None:
     weights = np.random.default_rng(0).normal(size=(16, 2)).astype(np.float32)  # four groups of four inputs
-    kernel = quantized(weights, Form("int4", 0, 4))
+    kernel = quantize_kernel(weights, Form("int4", 0, 4))
     assert kernel.values.shape == (8, 2) and kernel.scale.shape == (4, 2) and kernel.shape == (16, 2)
     low, high = ((x.reshape(2, 4, 2)) for x in ((kernel.values << 4) >> 4, kernel.values >> 4))
     wanted = np.stack([low, high], 1) * kernel.scale.reshape(2, 2, 1, 2)
-    np.testing.assert_array_equal(np.asarray(kernel.dequantized(jnp.float32)), wanted.reshape(16, 2))
+    np.testing.assert_array_equal(np.asarray(kernel.dequantize(jnp.float32)), wanted.reshape(16, 2))
 
 
 # What is computed -----------------------------------------------------------------------------------------------------
@@ -133,8 +135,8 @@ def test_four_bits_lie_two_to_a_byte() -> None:
 @pytest.mark.parametrize("bits", BITS)
 def test_products_are_those_of_the_weights_they_stand_for(bits) -> None:
     keys = jax.random.split(jax.random.key(0), 3)
-    kernel = quantized(jax.random.normal(keys[0], (64, 24)), Form(bits, 0, 1 if bits == "int8" else 4))
-    weights, x = kernel.dequantized(jnp.float32), jax.random.normal(keys[1], (3, 5, 64))
+    kernel = quantize_kernel(jax.random.normal(keys[0], (64, 24)), Form(bits, 0, 1 if bits == "int8" else 4))
+    weights, x = kernel.dequantize(jnp.float32), jax.random.normal(keys[1], (3, 5, 64))
     for part in (x, x[0], x[0, 0]):
         np.testing.assert_allclose(product(part, kernel), part @ weights, atol=1e-5)
     np.testing.assert_allclose(jax.jit(product)(x, kernel), x @ weights, atol=1e-5)
@@ -150,10 +152,10 @@ def test_products_are_those_of_the_weights_they_stand_for(bits) -> None:
 
 
 def test_rows_and_mixtures_of_a_table() -> None:
-    table = quantized(
+    table = quantize_kernel(
         jax.random.normal(jax.random.key(0), (20, 8)) * jnp.logspace(-6, 0, 20)[:, None], Form("int8", 1, 1)
     )
-    weights = table.dequantized(jnp.float32)
+    weights = table.dequantize(jnp.float32)
     index = jnp.array([[3, 1], [19, 3]])
     np.testing.assert_array_equal(rows(table, index, jnp.float32), weights[index])
     shares = jax.nn.softmax(jax.random.normal(jax.random.key(1), (2, 3, 20)))

@@ -23,7 +23,7 @@ EVERY = [
     "spans of outputs",
     "tiles of the vocabulary",
     "padding",
-    "rows are strangers",
+    "rows are independent",
     "vmap",
     "windows",
     "spans of outputs within windows",

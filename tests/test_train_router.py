@@ -146,7 +146,7 @@ def test_gradients_are_differences():
     def penalty(routers, adapters):
         learner = Denoiser(MOE, attach_adapters({**params, **routers}, adapters, part))
         counted = jnp.arange(T) < noised.lengths[:, None]
-        routing = learner.routed(noised.inputs, noised.lengths, counted)[2]
+        routing = learner.forward_with_routing(noised.inputs, noised.lengths, counted)[2]
         return router_losses(routing, 1.0, 0.05)[0], routing.chosen
 
     gradient, _ = jax.jit(jax.grad(penalty, (0, 1), has_aux=True))(routers, adapters)

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from convert import adapters as hub
-from convert.adapters import KERNEL, A, B, added
+from convert.adapters import KERNEL, A, B, add_low_rank
 from dllm_jax import storage
 from dllm_jax.checkpoints import checkpoint
 from dllm_jax.config import ModelConfig
@@ -115,7 +115,7 @@ def add_adapters(
     for name, a in adapters.items():
         if name.endswith(A):
             kernel = name.removesuffix(A) + KERNEL
-            merged[kernel] = added(params[kernel], a, adapters[name.removesuffix(A) + B], scale)
+            merged[kernel] = add_low_rank(params[kernel], a, adapters[name.removesuffix(A) + B], scale)
     return merged
 
 

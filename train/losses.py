@@ -17,7 +17,7 @@ from dllm_jax.models.kv_cache import KVCache
 from dllm_jax.models.moe import Routing
 from dllm_jax.models.transformer import ParamSpec, RematPolicy, param_specs
 from dllm_jax.parallel.sharding import ShardingRules
-from dllm_jax.params.products import narrowed
+from dllm_jax.params.products import redirect_gradient
 
 Metrics = dict[str, jax.Array]
 
@@ -166,7 +166,9 @@ def routed_states(
     """`hidden_states`, and how the positions that are `counted` [B, T] bool were routed, see `Denoiser.routed`."""
     place = lambda x: x if sharding is None else lax.with_sharding_constraint(x, sharding)
     # All of them: layers that are a loop take no `outputs`.
-    hidden, _, routing = denoiser.routed(place(denoiser.embed(inputs)), visible, counted, before=before, remat=remat)
+    hidden, _, routing = denoiser.forward_with_routing(
+        place(denoiser.embed(inputs)), visible, counted, before=before, remat=remat
+    )
     return place(hidden[:, denoiser.min_prompt_length :]), routing
 
 
@@ -257,8 +259,8 @@ def _head_of_each_group(denoiser: Denoiser, groups: int, dtype: Any) -> dict[str
 
 
 def _narrowed(wide: jax.Array, value: jax.Array) -> jax.Array:
-    """`narrowed`, of what has a gradient."""
-    return narrowed(wide, value) if jnp.issubdtype(value.dtype, jnp.floating) else value
+    """`redirect_gradient`, of what has a gradient."""
+    return redirect_gradient(wide, value) if jnp.issubdtype(value.dtype, jnp.floating) else value
 
 
 def with_head_gathered(denoiser: Denoiser, sharding: NamedSharding | None) -> Denoiser:

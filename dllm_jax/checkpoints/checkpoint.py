@@ -30,7 +30,7 @@ from dllm_jax import buckets
 from dllm_jax.config import ModelConfig, Quantize
 from dllm_jax.errors import DllmError
 from dllm_jax.parallel import multihost
-from dllm_jax.params.quantized import LARGEST, QuantizedKernel, quantized_on_host
+from dllm_jax.params.quantized import LARGEST, QuantizedKernel, quantize_on_host
 from dllm_jax.params.specs import abstract_params, float32_params, forms
 from dllm_jax.storage import atomic_folder, folder_path, write_error
 from dllm_jax.suggestions import did_you_mean
@@ -259,7 +259,7 @@ def quantized_params(
     """
     for name, array in tensors:
         if form := forms(config).get(name):
-            kernel = quantized_on_host(array, form)
+            kernel = quantize_on_host(array, form)
             if not np.isfinite(kernel.scale).all():
                 raise DllmError(f"{where}: {name} contains NaN or infinity and cannot be quantized; convert it again")
             yield name, kernel

@@ -14,8 +14,8 @@ from jax import lax
 from dllm_jax.kernels.dispatch import kernels_run
 from dllm_jax.kernels.pallas_attention import UNSEEN, Backend, fill, fits, fused, fused_with_sums
 from dllm_jax.models.kv_cache import LayerKV
-from dllm_jax.parallel.layout import Layout
-from dllm_jax.params.products import narrowed
+from dllm_jax.parallel.layout import LayoutLike
+from dllm_jax.params.products import redirect_gradient
 
 QUERIES = 512
 """Queries whose scores exist at a time: of 32 heads and 4096 keys 256 MiB, instead of 2 GiB for as many queries."""
@@ -32,7 +32,7 @@ def attention(
     key: jax.Array,
     value: jax.Array,
     visible: jax.Array,
-    layout: Layout | None = None,
+    layout: LayoutLike | None = None,
     since: jax.Array | None = None,
 ) -> jax.Array:
     """softmax(query key / sqrt(H)) value, over the first `visible` keys of each query: [B, T, N, H].
@@ -55,7 +55,7 @@ def _on_platforms(
     kernel: Callable[..., jax.Array],
     otherwise: Callable[..., jax.Array],
     operands: tuple[jax.Array, ...],
-    layout: Layout | None,
+    layout: LayoutLike | None,
 ) -> jax.Array:
     """`kernel(backend, *operands)` where there is one that takes them, else `otherwise(*operands)`.
 
@@ -75,7 +75,7 @@ def _on_platforms(
     return lax.platform_dependent(*operands, **on, default=otherwise)
 
 
-def _heads_together(layout: Layout | None) -> bool:
+def _heads_together(layout: LayoutLike | None) -> bool:
     """Whether heads of keys lie where the queries' that share them do."""
     if layout is None or not jax.sharding.get_abstract_mesh().empty:
         return True
@@ -117,7 +117,7 @@ def attention_in_blocks(
     before: LayerKV,
     visible: jax.Array,
     block_length: int,
-    layout: Layout | None = None,
+    layout: LayoutLike | None = None,
 ) -> jax.Array:
     """`attention` whose keys and values are `own` in a query's block and `before` ahead of it: [B, T, N, H].
 
@@ -208,7 +208,7 @@ def _attend_in_blocks(
 def _reread(kv: LayerKV) -> Callable[[], LayerKV]:
     """What gives keys and values in every turn of a loop, with gradients that are added up in float32."""
     wide, fixed = [x.astype(jnp.float32) for x in kv], lax.stop_gradient(kv)
-    return lambda: LayerKV(*map(narrowed, wide, fixed))
+    return lambda: LayerKV(*map(redirect_gradient, wide, fixed))
 
 
 def _parts(x: jax.Array, size: int) -> jax.Array:

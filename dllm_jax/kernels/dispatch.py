@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from dllm_jax.parallel.layout import Layout
+from dllm_jax.parallel.layout import LayoutLike
 
 AMPERE = 8.0
 """CUDA compute capability from which on there are bfloat16 and Triton; all but a T4 of today's have it."""
@@ -43,7 +43,7 @@ def lowering_for(gpu: str | None) -> AbstractContextManager[None]:
     return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 
-def kernels_run(dtype: jnp.dtype, layout: Layout | None) -> bool:
+def kernels_run(dtype: jnp.dtype, layout: LayoutLike | None) -> bool:
     """Whether kernels may be used for arrays of this dtype: nobody turned them off, the GPU that is here, if one is,
     takes them, and every device will run its own part.
 
@@ -63,7 +63,7 @@ def before_ampere() -> bool:
     return capability[:1].isdigit() and float(capability) < AMPERE  # AMD's are names
 
 
-def _is_local(layout: Layout | None) -> bool:
+def _is_local(layout: LayoutLike | None) -> bool:
     """Whether it is known what each device runs: a compiler cannot split a kernel over devices."""
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty:  # the caller's

@@ -240,7 +240,7 @@ class Denoiser:
         shift = int(self.config.shift)
         assert before is None or (at is None and outputs is None)
         if at is None or kv is None:
-            return self.routed(inputs, visible, None, outputs=outputs, before=before, remat=remat)[:2]
+            return self.forward_with_routing(inputs, visible, None, outputs=outputs, before=before, remat=remat)[:2]
         if isinstance(at, Span):
             fed = Span(at.start - shift, at.width + shift)
             within = lambda x: slice_rows(x, *fed)
@@ -254,7 +254,7 @@ class Denoiser:
         hidden, kv, _ = self._run(within(inputs), positions, _of(visible, within), kv=kv, place=place)
         return hidden[:, : at.shape[1]], kv
 
-    def routed(
+    def forward_with_routing(
         self,
         inputs: jax.Array,
         visible: jax.Array,

@@ -15,7 +15,7 @@ from flax import nnx
 from dllm_jax.config import Experts, Gemma, ModelConfig
 from dllm_jax.models.layers import MLP, Linear, RMSNorm, Rope, SelfAttention, param, unit
 from dllm_jax.models.moe import apply_experts
-from dllm_jax.parallel.layout import Layout
+from dllm_jax.parallel.layout import LayoutLike
 from dllm_jax.params.products import in_float32
 
 
@@ -80,7 +80,7 @@ class GemmaExperts(nnx.Module):
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
         return weights * wide(self.expert_scale)[ids], ids
 
-    def __call__(self, x: jax.Array, routed_by: jax.Array, layout: Layout | None) -> jax.Array:
+    def __call__(self, x: jax.Array, routed_by: jax.Array, layout: LayoutLike | None) -> jax.Array:
         """What the experts make of x, chosen by other inputs, [B, T, D] all: in the `sums` of the dtype of x."""
         weights, ids = self.route(routed_by)
         tables = self.w_in.get_value(), self.w_out.get_value()
@@ -99,8 +99,8 @@ class GemmaLayer(nnx.Module):
         self.post_norm = norm()
         self.encoder_scalar, self.decoder_scalar = param((1,), (None,), "ones"), param((1,), (None,), "ones")
 
-    def behind(
-        self, x: jax.Array, attended: jax.Array, layout: Layout | None, decoder: bool, counted: jax.Array | None
+    def after_attention(
+        self, x: jax.Array, attended: jax.Array, layout: LayoutLike | None, decoder: bool, counted: jax.Array | None
     ) -> tuple[jax.Array, None]:
         """The layer's output [B, T, D] from its input and what attention makes of it; of its routing nothing is told,
         `counted` must be None."""

@@ -16,7 +16,7 @@ from jax.experimental.layout import with_layout_constraint
 from dllm_jax.config import ModelConfig
 from dllm_jax.kernels.attention import attention, attention_in_blocks
 from dllm_jax.models.kv_cache import LayerKV, scatter_rows, write_rows
-from dllm_jax.parallel.layout import Layout, LogicalAxes, apart_on_cuda
+from dllm_jax.parallel.layout import LayoutLike, LogicalAxes, apart_on_cuda
 from dllm_jax.params.products import ACTIVATIONS, Activation, in_float32, product, product_of_sums, sums
 
 Norm = Callable[[jax.Array], jax.Array]
@@ -120,11 +120,11 @@ def rope_table(
     they are used, in every layer and for every head."""
     angles = lambda positions: rope_angles(positions, head_dim, theta, turned)
 
-    def looked_up(positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def look_up(positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         cos, sin = (table[0][positions] for table in angles(jnp.arange(length, dtype=jnp.int32)[None]))
         return cos, sin
 
-    return jax.lax.platform_dependent(positions, cpu=looked_up, default=angles)
+    return jax.lax.platform_dependent(positions, cpu=look_up, default=angles)
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -223,7 +223,7 @@ class SelfAttention(nnx.Module):
         x = x if norm is None else norm(x)
         return x if self.clip is None else jnp.clip(x, -self.clip, self.clip)
 
-    def keys_values(self, x: jax.Array, cos: jax.Array, sin: jax.Array, layout: Layout | None = None) -> LayerKV:
+    def keys_values(self, x: jax.Array, cos: jax.Array, sin: jax.Array, layout: LayoutLike | None = None) -> LayerKV:
         # Of products of one array with several kernels CUDA's compiler makes one with all of them side by side, and to
         # have them so it copies the weights in every forward.
         x = apart_on_cuda(x)
@@ -241,7 +241,7 @@ class SelfAttention(nnx.Module):
         sin: jax.Array,
         kv: LayerKV,
         visible: jax.Array,
-        layout: Layout | None = None,
+        layout: LayoutLike | None = None,
         before: LayerKV | None = None,
         since: jax.Array | None = None,
     ) -> jax.Array:
@@ -255,7 +255,7 @@ class SelfAttention(nnx.Module):
         return self.o_proj(out.reshape(*x.shape[:-1], -1), sums(x.dtype))
 
 
-def in_order(x: jax.Array, axis: str, layout: Layout | None) -> jax.Array:
+def in_order(x: jax.Array, axis: str, layout: LayoutLike | None) -> jax.Array:
     """x [B, T, logical axis], on TPU with its axes in memory as they are written: left to itself the compiler wants
     heads before positions, and to get them so from the product it transposes the kernel in every step of a generation.
     """
@@ -263,14 +263,16 @@ def in_order(x: jax.Array, axis: str, layout: Layout | None) -> jax.Array:
     return jax.lax.platform_dependent(x, tpu=pin, default=lambda x: x)
 
 
-def heads_first(x: jax.Array, layout: Layout | None, platforms: Sequence[str]) -> jax.Array:
+def heads_first(x: jax.Array, layout: LayoutLike | None, platforms: Sequence[str]) -> jax.Array:
     """Keys or values [B, S, K, H], on these platforms with heads before positions in memory, as kernels of attention
     want them: where full and window forwards disagree, the loop around both copies all buffers in every step."""
     pin = _in_memory((0, 2, 1, 3), ("batch", None, "kv_heads", None), layout)
     return jax.lax.platform_dependent(x, **dict.fromkeys(platforms, pin), default=lambda x: x)
 
 
-def _in_memory(order: tuple[int, ...], axes: LogicalAxes, layout: Layout | None) -> Callable[[jax.Array], jax.Array]:
+def _in_memory(
+    order: tuple[int, ...], axes: LogicalAxes, layout: LayoutLike | None
+) -> Callable[[jax.Array], jax.Array]:
     """Pins the order of an array's axes in memory, the last one fastest."""
     pin = lambda x: with_layout_constraint(x, MemoryLayout(order))
     return pin if layout is None else layout.locally(pin, [axes], axes)  # the partitioner would gather what is pinned

@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding
 
 from dllm_jax.kernels import pallas_experts
 from dllm_jax.kernels.dispatch import kernels_run
-from dllm_jax.parallel.layout import Layout, MeshAxes, mesh_names
+from dllm_jax.parallel.layout import LayoutLike, MeshAxes, mesh_names
 from dllm_jax.params.products import ACTIVATIONS, Activation, Table, product, product_of_sums, sums
 from dllm_jax.params.quantized import QuantizedKernel
 
@@ -92,7 +92,7 @@ def apply_experts(
     weights: jax.Array,
     w_in: Table,
     w_out: Table,
-    layout: Layout | None = None,
+    layout: LayoutLike | None = None,
     activation: Activation = "silu",
 ) -> jax.Array:
     """sum_k weights[..., k] * expert[ids[..., k]](x), with expert(x) = (activation(x gate) * (x up)) w_out.
@@ -127,12 +127,12 @@ def apply_experts(
     return lax.platform_dependent(x, ids, weights, w_in, w_out, **on)
 
 
-def on_cpus(layout: Layout | None) -> bool:
+def on_cpus(layout: LayoutLike | None) -> bool:
     """Whether arrays lie on a mesh of CPUs."""
     return layout is not None and layout.mesh.devices.flat[0].platform == "cpu"
 
 
-def _groups(by: By, x: jax.Array, w_in: Table, layout: Layout | None) -> bool:
+def _groups(by: By, x: jax.Array, w_in: Table, layout: LayoutLike | None) -> bool:
     """Whether `in_groups` can run this, and on a mesh knows what each device is to run."""
     stored = not isinstance(w_in, QuantizedKernel) or w_in.bits == "int8"
     mesh = jax.sharding.get_abstract_mesh()
@@ -143,7 +143,7 @@ def _groups(by: By, x: jax.Array, w_in: Table, layout: Layout | None) -> bool:
     return layout is None or not {*mesh_names(*layout.spec(x, TOKENS))} & {*mesh_names(*_split(w_in, layout))}
 
 
-def _part(w_in: Table, layout: Layout | None) -> tuple[int, ...]:
+def _part(w_in: Table, layout: LayoutLike | None) -> tuple[int, ...]:
     """The shape of a device's part."""
     if layout is None:
         return w_in.shape
@@ -152,7 +152,7 @@ def _part(w_in: Table, layout: Layout | None) -> tuple[int, ...]:
 
 def _on_parts(
     by: By,
-    layout: Layout | None,
+    layout: LayoutLike | None,
     activation: Activation,
     x: jax.Array,
     ids: jax.Array,
@@ -178,7 +178,7 @@ def _on_parts(
     return mapped(x, ids, weights, *tables)
 
 
-def _split(w_in: Table, layout: Layout) -> tuple[MeshAxes, MeshAxes]:
+def _split(w_in: Table, layout: LayoutLike) -> tuple[MeshAxes, MeshAxes]:
     """The mesh axes that split the experts, and their hidden width."""
     experts, _, _, width = layout.spec(jax.tree.leaves(w_in)[0], AXES[0])
     return experts, width

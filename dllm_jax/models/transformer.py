@@ -33,7 +33,7 @@ from dllm_jax.models.layers import (
     tile_of,
 )
 from dllm_jax.models.moe import Routing, apply_experts, routing_of
-from dllm_jax.parallel.layout import Layout
+from dllm_jax.parallel.layout import LayoutLike
 from dllm_jax.params.products import of_outputs, product, rows, sums
 
 Params = Mapping[str, Any]  # arrays, and what stands for a kernel (`dllm_jax.params.products.Kernel`)
@@ -81,7 +81,7 @@ class MoE(nnx.Module):
         return weights * experts.scale, ids
 
     def __call__(
-        self, x: jax.Array, layout: Layout | None = None, counted: jax.Array | None = None
+        self, x: jax.Array, layout: LayoutLike | None = None, counted: jax.Array | None = None
     ) -> tuple[jax.Array, Routing | None]:
         """The experts' output [B, T, D], and how the tokens that are `counted` [B, T] bool were routed, if that is
         asked for."""
@@ -115,8 +115,8 @@ class Layer(nnx.Module):
         else:
             self.mlp = MoE(config, config.experts)
 
-    def behind(
-        self, x: jax.Array, attended: jax.Array, layout: Layout | None, decoder: bool, counted: jax.Array | None
+    def after_attention(
+        self, x: jax.Array, attended: jax.Array, layout: LayoutLike | None, decoder: bool, counted: jax.Array | None
     ) -> tuple[jax.Array, Routing | None]:
         """The layer's output [B, T, D] from its input and what attention makes of it, in the `sums` of the dtype; and
         the routing of the tokens that are `counted`, of a layer with experts.
@@ -169,7 +169,7 @@ class Transformer(nnx.Module):
         before: KVCache | None = None,
         outputs: tuple[jax.Array, int] | None = None,
         remat: RematPolicy | None = None,
-        layout: Layout | None = None,
+        layout: LayoutLike | None = None,
         scan: bool = False,
         decoder: bool = False,
         counted: jax.Array | None = None,
@@ -291,7 +291,7 @@ def _run_layer(
     skip: int,
     width: int,
     policy: RematPolicy | None,
-    layout: Layout | None,
+    layout: LayoutLike | None,
     decoder: bool,
 ) -> tuple[jax.Array, tuple[LayerKV, Routing | None]]:
     """One layer, with the arguments of `Transformer.forward`: its output, its keys and values, and its routing.
@@ -313,7 +313,7 @@ def _run_layer(
             own = lambda bound: bound if bound is None or bound.shape[1] == 1 else slice_rows(bound, first, width)
             visible, since = own(visible), own(since)
         attended = layer.attn.attend(y, cos, sin, kv, visible, layout, before, since)
-        x, routing = layer.behind(x, attended, layout, decoder, counted)
+        x, routing = layer.after_attention(x, attended, layout, decoder, counted)
         return x, (kv, routing)
 
     return (run if policy is None else jax.checkpoint(run, policy=policy))(layer, x)

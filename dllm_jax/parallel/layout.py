@@ -12,7 +12,7 @@ LogicalAxes = tuple[str | None, ...]
 MeshAxes = str | tuple[str, ...] | None
 
 
-class Layout(Protocol):
+class LayoutLike(Protocol):
     """What is asked of a `dllm_jax.parallel.sharding.Layout` in the backbone."""
 
     @property

@@ -30,7 +30,7 @@ class LowRankKernel:
     scale: float
     dropout: float
 
-    def added(self, x: jax.Array) -> jax.Array:
+    def adapter_output(self, x: jax.Array) -> jax.Array:
         """scale drop(x) A B, [..., in] -> [..., out] in the dtype of x."""
         if self.key is not None and self.dropout:
             keep = jax.random.bernoulli(self.key, 1.0 - self.dropout, x.shape)

@@ -42,7 +42,7 @@ def product(x: jax.Array, kernel: Kernel, dtype: jnp.dtype | None = None) -> jax
     """
     if isinstance(kernel, LowRankKernel):
         y = product(x, kernel.kernel, dtype)
-        return y + kernel.added(x).astype(y.dtype)
+        return y + kernel.adapter_output(x).astype(y.dtype)
     if isinstance(kernel, QuantizedKernel):
         return kernel.product(x, dtype)
     kernel = kernel.astype(x.dtype)
@@ -75,7 +75,7 @@ _product_to_float32.defjvp(_product_to_float32_jvp, symbolic_zeros=True)
 
 
 @jax.custom_jvp
-def narrowed(wide: jax.Array, value: jax.Array) -> jax.Array:
+def redirect_gradient(wide: jax.Array, value: jax.Array) -> jax.Array:
     """`value`, whose gradient goes to `wide`, the same numbers as float32.
 
     For what a loop reads in every turn: autodiff adds up the turns' gradients in the array's own dtype, and in bfloat16
@@ -84,7 +84,7 @@ def narrowed(wide: jax.Array, value: jax.Array) -> jax.Array:
     return value
 
 
-@narrowed.defjvp
+@redirect_gradient.defjvp
 def _(primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
     return primals[1], tangents[0].astype(primals[1].dtype)
 
@@ -146,7 +146,7 @@ def of_outputs(change: Callable[[jax.Array], jax.Array], kernel: Kernel) -> Kern
 def rows(table: Table, index: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """table[index] in `dtype`: [V, D] and [...] int32 -> [..., D]."""
     if isinstance(table, QuantizedKernel):
-        return jax.tree.map(lambda x: x[index], table).dequantized(dtype)
+        return jax.tree.map(lambda x: x[index], table).dequantize(dtype)
     return table[index].astype(dtype)
 
 

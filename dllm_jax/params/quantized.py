@@ -75,7 +75,7 @@ class QuantizedKernel:
         values = jnp.stack([(both << 4) >> 4, both >> 4], axis + 1)  # shifts to the right keep the sign
         return values.astype(dtype) * self.scale.reshape(*before, pairs, 2, 1, *behind).astype(dtype)
 
-    def dequantized(self, dtype: jnp.dtype) -> jax.Array:
+    def dequantize(self, dtype: jnp.dtype) -> jax.Array:
         """The array, [shape] in `dtype`."""
         return self.in_groups(dtype).reshape(self.shape)
 
@@ -94,7 +94,7 @@ class QuantizedKernel:
         return (y * self.scale[0]).astype(dtype or x.dtype)
 
 
-def quantized(array: Any, form: Form) -> QuantizedKernel:
+def quantize_kernel(array: Any, form: Form) -> QuantizedKernel:
     """A floating array as a `QuantizedKernel`, of numpy or of JAX as the array is; halves are rounded to even.
 
     A group of zeros (or of less than a scale can tell from it) has scale 1.
@@ -111,12 +111,12 @@ def quantized(array: Any, form: Form) -> QuantizedKernel:
     return QuantizedKernel(values.reshape(*before, -1, *behind), xp.squeeze(scale, axis + 1), form.bits)
 
 
-def quantized_on_host(array: np.ndarray, form: Form) -> QuantizedKernel:
+def quantize_on_host(array: np.ndarray, form: Form) -> QuantizedKernel:
     """`quantized` of a host array, a block at a time: there is no float32 copy of the whole."""
 
     def part_of(part: np.ndarray) -> QuantizedKernel:
         with np.errstate(invalid="ignore"):  # NaN shows in the scale
-            return quantized(part, form)
+            return quantize_kernel(part, form)
 
     across = 0 if form.axis else 1  # along which nothing is shared
     step = max(1, BLOCK_ELEMENTS * array.shape[across] // array.size)
@@ -126,7 +126,7 @@ def quantized_on_host(array: np.ndarray, form: Form) -> QuantizedKernel:
     return jax.tree.map(lambda *parts: np.concatenate(parts, across), *done)
 
 
-def told_dtype(params: Mapping[str, Any]) -> str:
+def dtype_label(params: Mapping[str, Any]) -> str:
     """What a model's parameters are stored as, for people: "bfloat16", or "int8 in bfloat16" of a quantized model."""
     found = [param for param in params.values() if isinstance(param, QuantizedKernel)]
     plain = next(param.dtype.name for param in params.values() if not isinstance(param, QuantizedKernel))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from dllm_jax.config import ModelConfig, Quantize
 from dllm_jax.errors import DllmError
 from dllm_jax.models.transformer import ParamSpec, param_specs
-from dllm_jax.params.quantized import Form, QuantizedKernel, quantized
+from dllm_jax.params.quantized import Form, QuantizedKernel, quantize_kernel
 
 INIT_STD = 0.02
 GROUP, LEAST_GROUP = 128, 32  # inputs that share a scale in int4: the largest power of two that gives pairs of groups
@@ -154,6 +154,6 @@ def _init_tensor(
         if spec.init == "zeros":
             return jnp.zeros(spec.shape, dtype)
         made = jax.random.normal(key, spec.shape, dtype) * jnp.asarray(INIT_STD, dtype)
-        return made if form is None else quantized(made, form)
+        return made if form is None else quantize_kernel(made, form)
 
     return jax.jit(init, out_shardings=sharding)

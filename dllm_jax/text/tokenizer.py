@@ -190,7 +190,7 @@ def chat_text(
         if turns[-1]["role"] != "assistant":
             raise DllmError(f"the last message is the {turns[-1]['role']}'s; only one of the assistant is continued")
         turns[-1]["content"] += _CUT
-    text = _rendered(tokenizer, turns, opened=not continued)
+    text = _render(tokenizer, turns, opened=not continued)
     if not continued:
         return text
     before, found, _ = text.partition(_CUT)  # templates end the turn behind it, and may open another
@@ -231,7 +231,7 @@ def chat_turns(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[
     own = [message for message in marked if message["role"] == "assistant"]
     for message in own:
         message["content"] = f"{_CUT}{message['content']}{_CUT}"
-    given, *rest = _rendered(tokenizer, marked, opened=False).split(_CUT)
+    given, *rest = _render(tokenizer, marked, opened=False).split(_CUT)
     if len(rest) != 2 * len(own):
         raise DllmError("the chat template leaves out or rewrites messages of the assistant, which cannot be learned")
     added = tokenizer.get_added_vocab()
@@ -244,7 +244,7 @@ def chat_turns(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[
     return turns
 
 
-def _rendered(tokenizer: "PreTrainedTokenizerBase", turns: list[dict[str, Any]], *, opened: bool) -> str:
+def _render(tokenizer: "PreTrainedTokenizerBase", turns: list[dict[str, Any]], *, opened: bool) -> str:
     """What the chat template makes of messages, with the assistant's turn opened behind them or not."""
     if not tokenizer.chat_template:
         raise DllmError(
@@ -328,12 +328,12 @@ def settled_test(tokenizer: "PreTrainedTokenizerBase") -> Callable[[str], bool] 
         by_name |= part["type"] == "ByteFallback"
         suffixes += [part["suffix"]] if part["type"] == "BPEDecoder" else []
 
-    def settled(token: str) -> bool:
+    def is_settled(token: str) -> bool:
         if by_name and token.startswith("<0x"):  # a run of bytes is a text, or if one does not fit none of them is
             return False
         return not any(suffix in token.removesuffix(suffix) for suffix in suffixes)  # a space, but at the text's end
 
-    return settled
+    return is_settled
 
 
 def _from_files(folder: Path) -> "PreTrainedTokenizerBase":

@@ -16,7 +16,7 @@ from typing import Any
 
 import dllm_jax
 from dllm_jax import DllmError, Model
-from dllm_jax.params.quantized import told_dtype
+from dllm_jax.params.quantized import dtype_label
 from evals import files
 from evals.presets import Preset
 from samplers.cli.outputs import Output, Share, part_of
@@ -100,7 +100,7 @@ def settings_of(model: Model, preset: Preset, seed: int) -> dict[str, Any]:
         "preset_hash": preset.hash,
         "model": model.name,
         "fingerprint": fingerprint(model),
-        "dtype": told_dtype(model.params),
+        "dtype": dtype_label(model.params),
         "seed": seed,
         "dllm_jax": dllm_jax.__version__,
     }

@@ -24,7 +24,7 @@ from tqdm import tqdm
 import dllm_jax
 from dllm_jax import DllmError, Model
 from dllm_jax.parallel.sharding import parse_mesh
-from dllm_jax.params.quantized import told_dtype
+from dllm_jax.params.quantized import dtype_label
 from dllm_jax.text.tokenizer import encode_text, special_tokens, token_bytes
 from evals import presets, stderr
 from evals.distributed import ALONE, Processes
@@ -485,7 +485,7 @@ class DllmLM(LM):
             "commit": _commit(),
             "counts": self.counts(),
         }
-        return {"model_name": self.model.name, "model_dtype": told_dtype(self.model.params), "dllm_jax": about}
+        return {"model_name": self.model.name, "model_dtype": dtype_label(self.model.params), "dllm_jax": about}
 
 
 def chosen(

@@ -13,7 +13,7 @@ import jax
 
 import dllm_jax
 from dllm_jax import Model
-from dllm_jax.params.quantized import told_dtype
+from dllm_jax.params.quantized import dtype_label
 from samplers.config.registry import settings_of, title
 from samplers.generation import Generation
 from samplers.infill import Infilling
@@ -56,7 +56,7 @@ def print_statistics(totals: Totals, seconds: float, speed: str, model: Model, s
         *([] if totals.verified is None else [drafts]),
         f"{tokens / max(seconds, 1e-9):.1f} tokens/s ({speed})",
         title(sampler),
-        f"{model.name}, {told_dtype(model.params)} on {device_of(model)}",
+        f"{model.name}, {dtype_label(model.params)} on {device_of(model)}",
     ]
     print_after(" | ".join(parts))
 
@@ -98,7 +98,7 @@ def settings_json(options: argparse.Namespace, said: Mapping[str, Any], name: st
 def run_json(model: Model) -> dict[str, Any]:
     """The settings of a run that are known once the model is loaded."""
     versions = {"dllm_jax": dllm_jax.__version__, "jax": jax.__version__, "python": platform.python_version()}
-    return {"device": device_of(model), "dtype": told_dtype(model.params), "versions": versions}
+    return {"device": device_of(model), "dtype": dtype_label(model.params), "versions": versions}
 
 
 def _finite(value: Any) -> Any:

@@ -38,7 +38,7 @@ from dllm_jax import DllmError, Model, spec
 from dllm_jax.checkpoints.loading import outline, planned_or_published
 from dllm_jax.cli import docs
 from dllm_jax.cli.command import Parser, run_printing
-from dllm_jax.params.quantized import told_dtype
+from dllm_jax.params.quantized import dtype_label
 from samplers.caches import CACHES
 from samplers.checks import check_number, check_whole
 from samplers.cli.batch_files import SLOTS, Loading, answer_file, check_flags
@@ -200,7 +200,7 @@ def _own_settings(options: argparse.Namespace, model: Model, together: int) -> l
     published = model.folder is None
     rows = [  # name, value, whether the command line says so, and where it comes from otherwise
         ("model", model.name, not published, "the published one"),
-        ("weights", told_dtype(model.params), not stored, "the published one" if published else "the checkpoint"),
+        ("weights", dtype_label(model.params), not stored, "the published one" if published else "the checkpoint"),
         ("chat", spec.written(chat), chat, "the library"),
         ("seed", str(options.seed), options.seed, "the library"),
         ("batch_size", str(together), batch, "the library"),

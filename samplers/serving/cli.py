@@ -17,7 +17,7 @@ import dllm_jax
 from dllm_jax import DllmError, Model
 from dllm_jax.checkpoints.loading import outline
 from dllm_jax.cli.command import Parser
-from dllm_jax.params.quantized import told_dtype
+from dllm_jax.params.quantized import dtype_label
 from samplers.checks import check_length, check_number, check_whole
 from samplers.cli.flags import add_model, add_sampler, said_by
 from samplers.config.factory import defaults_of, make_sampler, typed, with_verifier
@@ -147,7 +147,7 @@ def _share_verifier(model: Model, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _describe(engine: Engine) -> str:
-    sampler = f"{title(engine.sampler)}, {told_dtype(engine.model.params)}"
+    sampler = f"{title(engine.sampler)}, {dtype_label(engine.model.params)}"
     lengths = f"prompts up to {engine.prompt_length} tokens, answers up to {engine.sampler.gen_length}"
     return f"{engine.model.name} ({sampler}; {engine.slots} slots, {lengths})"
 

@@ -16,7 +16,7 @@ import jax
 
 import dllm_jax
 from dllm_jax import DllmError, Model
-from dllm_jax.params.quantized import told_dtype
+from dllm_jax.params.quantized import dtype_label
 from dllm_jax.text.tokenizer import token_strings
 from samplers.config.registry import settings_of, title
 from samplers.engine.engine import Engine, Stats
@@ -475,5 +475,5 @@ def _engine_fault() -> Fault:
 def _fingerprint(engine: Engine) -> str:
     """A hash of all that determines an answer but the request."""
     versions = (dllm_jax.__version__, jax.__version__, jax.default_backend())
-    about = (engine.model.name, told_dtype(engine.model.params), title(engine.sampler), settings_of(engine.sampler))
+    about = (engine.model.name, dtype_label(engine.model.params), title(engine.sampler), settings_of(engine.sampler))
     return "dllm_" + hashlib.sha256(repr((versions, about)).encode()).hexdigest()[:12]

@@ -228,7 +228,7 @@ class BlockDiffusion(Objective):
         flat = lambda x: x.reshape(-1, x.shape[-1])
         counted = self.counted_positions(noised.lengths, noised.tokens.shape[1])
         inputs = denoiser.embed(noised.tokens)
-        _, clean, of_clean = denoiser.routed(inputs, noised.lengths, counted, remat=remat)
+        _, clean, of_clean = denoiser.forward_with_routing(inputs, noised.lengths, counted, remat=remat)
         hidden, routing = routed_states(
             denoiser,
             flat(noised.inputs),
