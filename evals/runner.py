@@ -21,8 +21,8 @@ from evals.extraction import tokens_before_stop
 from evals.models import Models
 from evals.sampler import SamplerSpec, parse_sampler
 from evals.tasks import Example, Task, Verdict, make_task
-from evals.token_counts import CountedAnswer, answer_of, count_as, method_of
-from samplers import DraftResult, Generation, Result
+from evals.token_counts import CountedAnswer, answer_of, count_as, forwards_of, method_of, speed_of
+from samplers import Generation, Result
 from samplers.config.factory import CanvasSampler
 from samplers.engine.engine import Engine
 from samplers.engine.program import numbers_of
@@ -235,22 +235,14 @@ class _Outcome:
 
     def scores(self) -> dict[str, Any]:
         """The part of a report that was measured."""
-        rows, nfe = self.rows, [row.nfe for row in self.rows]
-        accuracy = _mean([row.correct for row in rows])
+        rows = self.rows
+        accuracy = float(np.mean([row.correct for row in rows]))
         return {
             "accuracy": accuracy,
             "accuracy_stderr": stderr.of_share(accuracy, len(rows)),
-            "strict_accuracy": _mean([row.strict for row in rows]),
-            "exact_match": _mean([row.exact for row in rows]),
-            "nfe": _mean(nfe),
-            "nfe_stderr": stderr.of_mean(nfe),
-            "full_forwards": _mean([row.full_forwards for row in rows]),
-            "tokens": _mean([row.tokens for row in rows]),
-            "tokens_per_forward": sum(row.tokens for row in rows) / max(sum(nfe), 1),
-            "committed_per_forward": sum(row.committed for row in rows) / max(sum(nfe), 1),
-            "verifier_forwards": _mean([row.verifier_forwards for row in rows]),
-            "tokens_per_second": sum(row.tokens for row in rows) / self.seconds,
-            "seconds": self.seconds,
+            "strict_accuracy": float(np.mean([row.strict for row in rows])),
+            "exact_match": float(np.mean([row.exact for row in rows])),
+            **speed_of([vars(row) for row in rows], self.seconds),
             "compile_seconds": self.compile_seconds,
             "occupancy": self.occupancy,
             "compat_count": self.compat_count,
@@ -370,10 +362,7 @@ class Batches:
             strict=verdict.strict,
             exact=verdict.exact,
             tokens=int((result.decoded_at[0, :end] >= 0).sum()),
-            nfe=int(result.nfe[0]),
-            full_forwards=int(result.full_forwards[0]),
-            committed=int((result.decoded_at[0] >= 0).sum()),
-            verifier_forwards=int(result.verifier_forwards[0]) if isinstance(result, DraftResult) else 0,
+            **forwards_of(result),
             ids=ids,
             text=self.task.show(ids),
         )
@@ -416,7 +405,3 @@ def surroundings(model: Model) -> dict[str, Any]:
         },
         "versions": {"dllm_jax": __version__, **versions, "python": platform.python_version()},
     }
-
-
-def _mean(values: Sequence[float]) -> float:
-    return float(np.mean(values))

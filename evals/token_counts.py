@@ -20,6 +20,8 @@ import numpy as np
 from dllm_jax import Model
 from dllm_jax.errors import DllmError
 from dllm_jax.text.tokenizer import encode_text
+from evals import stderr
+from samplers import DraftResult, Result
 from samplers.stopping import stop_at
 from samplers.text.decode import text_of
 
@@ -104,6 +106,39 @@ class PaperCount:
     mean_tokens_per_second: float | None = None
     mean_tokens_per_second_stderr: float | None = None
     distorts: str = ""
+
+
+def forwards_of(result: Result) -> dict[str, int]:
+    """The forwards of a result of one row, and the tokens that they wrote, those after the end too."""
+    return {
+        "nfe": int(result.nfe[0]),
+        "full_forwards": int(result.full_forwards[0]),
+        "verifier_forwards": int(result.verifier_forwards[0]) if isinstance(result, DraftResult) else 0,
+        "committed": int((result.decoded_at[0] >= 0).sum()),
+    }
+
+
+def speed_of(answers: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, float]:
+    """The library's own count: means per answer of `nfe` (with its standard error), `full_forwards`,
+    `verifier_forwards` and `tokens`; all tokens per forward and per second.
+
+    Args:
+        answers: each with what `forwards_of` has, and with `tokens`, those before its end.
+        seconds: of sampling all of them, without compilation.
+    """
+    mean = lambda name: float(np.mean([answer[name] for answer in answers]))
+    nfe, tokens = [answer["nfe"] for answer in answers], sum(answer["tokens"] for answer in answers)
+    return {
+        "nfe": mean("nfe"),
+        "nfe_stderr": stderr.of_mean(nfe),
+        "full_forwards": mean("full_forwards"),
+        "verifier_forwards": mean("verifier_forwards"),
+        "tokens": mean("tokens"),
+        "tokens_per_forward": tokens / max(sum(nfe), 1),
+        "committed_per_forward": sum(answer["committed"] for answer in answers) / max(sum(nfe), 1),
+        "tokens_per_second": tokens / max(seconds, 1e-9),
+        "seconds": seconds,
+    }
 
 
 def count_as(kinds: Sequence[str], model: Model, answers: Sequence[CountedAnswer], seconds: float) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from evals.__main__ import main
 from evals.harness import forms
 from evals.harness import model as harness_model
 from evals.harness.answers import fingerprint
-from evals.harness.model import DllmLM, chosen
+from evals.harness.model import DllmLM
 from evals.presets import Preset, Published
 from samplers.likelihood.scoring import Score
 
@@ -61,7 +61,7 @@ def dream_with_bos(dream_tiny, tmp_path_factory):
 
 
 def own(sampler=TINY, form="raw", **changes):
-    return chosen(None, sampler, form, changes)[0]
+    return presets.select(None, sampler, form, changes)[0]
 
 
 def likely(**options):
@@ -230,7 +230,7 @@ def test_a_killed_run_goes_on(llada_tiny, tmp_path, monkeypatch, ran):
     whole = DllmLM(llada_tiny, own(), progress=False, batch_size=2)
     texts = whole.generate_until(requests)
     ran.clear()
-    lm, add = make(), harness_model.Answers.add
+    lm, add = make(), harness_model.AnswerFile.add
 
     def killed(self, *arguments):
         if len(ran) == 4:
@@ -238,7 +238,7 @@ def test_a_killed_run_goes_on(llada_tiny, tmp_path, monkeypatch, ran):
         add(self, *arguments)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(harness_model.Answers, "add", killed)
+        patch.setattr(harness_model.AnswerFile, "add", killed)
         lm.generate_until(requests)
     (path,) = tmp_path.iterdir()
     assert len(path.read_text().splitlines()) == 3
@@ -404,7 +404,7 @@ def test_the_preset_decides_lengths_and_draws(llada_tiny):
 def test_the_task_decides_the_length_where_no_preset_does(llada_tiny):
     lm = DllmLM(llada_tiny, own("topk:k=4"), progress=False)
     lengths = [
-        lm._asked(asked(["a"], **said)[0], 0).gen_length for said in ({"max_gen_toks": 9}, {"max_tokens": 5}, {})
+        lm._text_request(asked(["a"], **said)[0], 0).gen_length for said in ({"max_gen_toks": 9}, {"max_tokens": 5}, {})
     ]
     assert lengths == [9, 5, 256]
     lm.generate_until(asked(["a"], max_gen_toks=5))
@@ -417,7 +417,7 @@ def test_the_task_decides_the_length_where_no_preset_does(llada_tiny):
 def test_long_prompts_lose_their_beginning(llada_tiny):
     lm = DllmLM(llada_tiny, own(max_prompt=6), progress=False)
     with pytest.warns(UserWarning, match="more than 6 tokens, such as one of 30"):
-        one = lm._asked(asked(["x" * 24 + "123456"])[0], 0)
+        one = lm._text_request(asked(["x" * 24 + "123456"])[0], 0)
     assert one.ids == encode_text(llada_tiny.tokenizer, "123456")
 
 
@@ -425,7 +425,7 @@ def test_long_prompts_lose_their_beginning(llada_tiny):
 def test_an_empty_prompt_is_a_start_token(name, empty, request):
     model = request.getfixturevalue(name)
     lm = DllmLM(model, own(), progress=False)
-    assert lm._asked(asked([""])[0], 0).ids == [getattr(model.config, empty)]
+    assert lm._text_request(asked([""])[0], 0).ids == [getattr(model.config, empty)]
 
 
 # What people say -----------------------------------------------------------------------------------------------------
@@ -481,7 +481,7 @@ def test_what_cannot_be_asked(llada_tiny):
     ([], "nothing was chosen; pass --preset NAME"),
     (["--preset", "no/such"], "no preset is called 'no/such'"),
     (["--sampler", "topk"], "nothing was chosen"),
-    (["--sampler", "topk", "--tasks", "words", "--preset", "x"], "--sampler has no effect beside --preset"),
+    (["--sampler", "topk", "--tasks", "words", "--preset", "x"], "--sampler has no effect"),
     (["--sampler", "topk", "--tasks", "words", "--set", "oops"], "--set: 'oops' is no option"),
 ])  # fmt: skip
 def test_bad_commands(flags, sentence, capsys):

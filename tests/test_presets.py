@@ -11,7 +11,7 @@ from dllm_jax import DllmError, Model
 from dllm_jax.families import PUBLISHED
 from evals import __main__ as cli
 from evals import stderr
-from evals.presets import check, comparison, find, modified, presets, resolved
+from evals.presets import check, comparison, describe_preset, find, modify, presets
 from evals.presets.checks import TASKS_FOLDER, known_tasks
 from evals.presets.preset import Preset, Published
 from evals.presets.reading import FOLDER, read
@@ -176,7 +176,7 @@ def test_nothing_is_wrong_with_any():
     assert [fault for preset in presets().values() for fault in check(preset, tasks)] == []
     assert all(name == preset.name and preset.status in "ABC" for name, preset in presets().items())
     assert not any(isinstance(preset.published, list) for preset in presets().values())
-    assert all(len(resolved(preset).splitlines()) > 15 for preset in presets().values())
+    assert all(len(describe_preset(preset).splitlines()) > 15 for preset in presets().values())
 
 
 def test_every_task_exists_and_reports_the_metrics():
@@ -340,9 +340,9 @@ def test_the_hash_is_of_what_changes_an_answer():
 
 def test_what_was_changed_is_told():
     preset = find("fast-dllm/llada-instruct/gsm8k/both")
-    assert modified(preset) == (preset, [])
-    assert modified(preset, gen_length=256, shots="5", threshold=0.9) == (preset, [])
-    changed, told = modified(preset, gen_length="512", cache="dual", shots=8, until=False, limit=20)
+    assert modify(preset) == (preset, [])
+    assert modify(preset, gen_length=256, shots="5", threshold=0.9) == (preset, [])
+    changed, told = modify(preset, gen_length="512", cache="dual", shots=8, until=False, limit=20)
     assert set(told) == {
         "gen_length: 256 -> 512",
         "cache: prefix -> dual",
@@ -351,19 +351,19 @@ def test_what_was_changed_is_told():
         "limit: none -> 20",
     }
     assert changed.spec.options["gen_length"] == 512 and changed.hash != preset.hash and changed.limit == 20
-    assert modified(preset, steps=16)[1] == ["steps: none -> 16"]
-    assert modified(preset, sampler="eb:gen_length=256")[1] == [f"sampler: {preset.sampler} -> eb:gen_length=256"]
+    assert modify(preset, steps=16)[1] == ["steps: none -> 16"]
+    assert modify(preset, sampler="eb:gen_length=256")[1] == [f"sampler: {preset.sampler} -> eb:gen_length=256"]
     scored = find("llada-base/piqa")
-    assert modified(scored, guidance=0.5)[1] == ["guidance: 0 -> 0.5"]
+    assert modify(scored, guidance=0.5)[1] == ["guidance: 0 -> 0.5"]
 
 
 def test_what_a_preset_leaves_to_the_user_is_no_change():
-    given, told = modified(find("apd/dream-instruct/gsm8k/r0.7"), verifier="runs/qwen")
+    given, told = modify(find("apd/dream-instruct/gsm8k/r0.7"), verifier="runs/qwen")
     assert told == [] and given.spec.options["verifier"] == "runs/qwen"
-    given, told = modified(find("ni/llada-instruct/mbpp/ni"), indicator="runs/ni", threshold=0.9)
+    given, told = modify(find("ni/llada-instruct/mbpp/ni"), indicator="runs/ni", threshold=0.9)
     assert told == ["threshold: 0.95 -> 0.9"] and given.spec.options["indicator"] == "runs/ni"
     with pytest.raises(DllmError, match="verifier 'a.b' cannot stand in a spec"):
-        modified(find("apd/dream-instruct/gsm8k/r0.7"), verifier="a|b")
+        modify(find("apd/dream-instruct/gsm8k/r0.7"), verifier="a|b")
 
 
 @pytest.mark.parametrize(
@@ -380,7 +380,7 @@ def test_what_a_preset_leaves_to_the_user_is_no_change():
 )
 def test_changes_that_make_no_sense(name, changes, sentence):
     with pytest.raises(DllmError) as error:
-        modified(find(name), **changes)
+        modify(find(name), **changes)
     assert sentence in str(error.value)
 
 
@@ -454,7 +454,7 @@ def test_rows_of_a_comparison():
 def test_a_comparison_is_shown(capsys):
     from rich.console import Console
 
-    preset, changes = modified(find("llada-base/gsm8k"), gen_length=64)
+    preset, changes = modify(find("llada-base/gsm8k"), gen_length=64)
     numbers = {"exact_match,flexible-extract": 0.1, "exact_match_stderr,flexible-extract": 0.01}
     Console(width=160).print(comparison(preset, results(preset, **numbers), changes).table())
     shown = capsys.readouterr().out

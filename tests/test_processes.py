@@ -25,9 +25,10 @@ pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance
 
 from evals.harness import model as harness_model
-from evals.harness.model import DllmLM, chosen
+from evals.harness.model import DllmLM
+from evals.harness.requests import slowest_seconds
 from evals.harness.tasks import functions
-from evals.presets import Preset
+from evals.presets import Preset, select
 from evals.sandbox import Outcome
 
 pytestmark = pytest.mark.processes
@@ -161,7 +162,7 @@ def ran(monkeypatch):
 
 def test_texts_are_shared_and_go_on(together, llada_tiny, tmp_path, ran):
     """By as many processes, or by others, whatever parts there are."""
-    preset = chosen(None, SAMPLER + ",temperature=1.0", None, {})[0]
+    preset = select(None, SAMPLER + ",temperature=1.0", None, {})[0]
 
     def work(mine=ALONE, answers=tmp_path):
         lm = DllmLM(llada_tiny, preset, answers=answers, processes=mine, progress=False, batch_size=2)
@@ -187,8 +188,8 @@ def test_texts_are_shared_and_go_on(together, llada_tiny, tmp_path, ran):
 
 def test_seconds_are_those_of_the_slowest_process():
     lines = [{"share": share, "wall": wall} for share, wall in [((0, 2), 1.0), ((1, 2), 5.0), ((0, 2), 2.0)]]
-    assert harness_model._slowest(lines) == 5.0
-    assert harness_model._slowest([*lines, {"share": [0, 1], "wall": 0.5}]) == 5.5  # another run, by one
+    assert slowest_seconds(lines) == 5.0
+    assert slowest_seconds([*lines, {"share": [0, 1], "wall": 0.5}]) == 5.5  # another run, by one
 
 
 def test_likelihoods_are_shared(together, llada_tiny, tmp_path):
@@ -218,7 +219,7 @@ def test_programs_are_judged_once(together, monkeypatch):
 
     def work(mine=ALONE):
         processes_module._MET.set(mine)  # as `meeting` does
-        return functions._judged(answers, [{}] * 4, lambda _, text: text)
+        return functions._run_answers(answers, [{}] * 4, lambda _, text: text)
 
     alone = work()
     assert [[one["program"] for one in row] for row in alone] == answers

@@ -1,8 +1,8 @@
-"""Answers that a run of the harness has, in memory and in a file, so that a run that was killed goes on where it was.
+"""Answers of a run of the harness, in memory and in a file, from which a killed run resumes.
 
-A file is of one preset, model and seed: its name holds a hash of all three, and every line says them. An answer is
-found by what it is the answer to: the prompt's ids, the stop strings, the length and the draws. Several processes write
-a part each, and whoever opens the file reads all parts that there are, by however many processes.
+A file has the answers of one preset, model and seed: a hash of the three is in its name, and the three are on every
+line. The key of an answer is a hash of the prompt's ids, the stop strings, the length and the draws. Each of several
+processes writes a part; the parts of any number of processes are read.
 """
 
 import contextlib
@@ -21,14 +21,14 @@ from evals import files
 from evals.presets import Preset
 from samplers.cli.outputs import Output, Share, part_of
 
-_ENDS = 2**16  # bytes of a file's beginning and of its end that are looked at
+_ENDS = 2**16  # bytes at a file's beginning and at its end that are hashed
 
 
-class Answers:
-    """What is known, by key.
+class AnswerFile:
+    """The known answers, by key.
 
     Attributes:
-        settings: preset, model and seed, which every line says.
+        settings: preset, model and seed, which every line has.
         path: the file that is written; None without one.
     """
 
@@ -52,8 +52,8 @@ class Answers:
             self.path = part_of(self._whole, share)
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[None]:
-        """Reads what is there, and holds this process's file as long as it is written.
+    def hold_file(self) -> Iterator[None]:
+        """Reads the files, and holds this process's own while it is written.
 
         Raises:
             DllmError: for a file of something else, and where it cannot be written.
@@ -76,14 +76,14 @@ class Answers:
         return self._known[key]
 
     def add(self, key: str, entry: Mapping[str, Any]) -> None:
-        """Keeps an answer."""
+        """Stores an answer."""
         line = {"line": key, **entry, "share": list(self._share), "settings": self.settings}
         if self._output is not None:
             self._output.append(line)
         self._known[key] = line
 
     def learn(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Takes what other processes answered, and keep."""
+        """Takes answers that other processes have stored."""
         self._known |= {line["line"]: dict(line) for line in lines}
 
 
@@ -94,7 +94,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def settings_of(model: Model, preset: Preset, seed: int) -> dict[str, Any]:
-    """Whatever decides answers, beside what they answer."""
+    """What decides answers, other than the questions."""
     return {
         "preset": preset.name,
         "preset_hash": preset.hash,
@@ -107,8 +107,8 @@ def settings_of(model: Model, preset: Preset, seed: int) -> dict[str, Any]:
 
 
 def fingerprint(model: Model) -> str:
-    """Tells models apart, at little cost: by the config, and by names, sizes and ends of the folder's files, the
-    tokenizer's among them; by the config alone where there is no folder."""
+    """A hash of the config and of the names, sizes and ends of the folder's files, the tokenizer's among them; of the
+    config alone without a folder."""
     folder, parts = model.folder, [model.config.to_json()]
     if folder is None:
         return digest(*parts)
@@ -128,6 +128,5 @@ def _ends(path: Path) -> str:
 
 
 def digest(*parts: Any) -> str:
-    """32 hexadecimal digits of what JSON can say, other things by their text."""
-    said = json.dumps(parts, sort_keys=True, default=str).encode()
-    return hashlib.blake2b(said, digest_size=16).hexdigest()
+    """32 hexadecimal digits of values as JSON, of others as text."""
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()

@@ -1,4 +1,4 @@
-"""`python -m evals lm`: published settings, or one's own, through lm-evaluation-harness."""
+"""`python -m evals lm`: published settings, or your own, through lm-evaluation-harness."""
 
 import argparse
 import dataclasses
@@ -29,7 +29,7 @@ TASKS = Path(__file__).parent / "tasks"
 
 def add(commands: Any) -> None:
     """The command and its flags."""
-    about = "published settings through lm-evaluation-harness, and what was published for them (docs/harness.md)"
+    about = "published settings through lm-evaluation-harness, next to the published scores (docs/harness.md)"
     add = command(commands, "lm", _run, about)
     add_model(add)
     add("--preset", action="append", default=[], metavar="NAME", help="or a beginning, llada-base/; repeatable")
@@ -39,7 +39,7 @@ def add(commands: Any) -> None:
     add("--include-path", action="append", default=[], metavar="DIR", help="folder of more tasks; repeatable")
     add("--limit", type=int, metavar="N", help="of each task the first N documents")
     add("--set", metavar="NAME=VALUE,...", help="changes the preset or its sampler, such as gen_length=128")
-    add("--out", metavar="DIR", help="write results, tables and answers there; the same command goes on where it was")
+    add("--out", metavar="DIR", help="write results, tables and answers there; the same command resumes")
     add("--log-samples", action="store_true", help="write every document with its answers, too")
     add("--batch-size", type=int, default=16, metavar="N", help="prompts, or masked copies, together (default: 16)")
     add("--seed", type=int, default=0, metavar="N", help="of the random numbers (default: 0)")
@@ -49,11 +49,11 @@ def add(commands: Any) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Evaluated:
-    """What came of a preset.
+class PresetRun:
+    """The outcome of a preset.
 
     Attributes:
-        changes: what is otherwise than in the published setting.
+        changes: how it differs from the published setting.
         model: what was run.
         results: the harness's.
         counts: as `DllmLM.counts`.
@@ -67,7 +67,7 @@ class Evaluated:
 
     @property
     def comparison(self) -> Comparison | None:
-        """Its scores beside the published ones; None for other tasks than the preset's."""
+        """Its scores next to the published ones; None for other tasks than the preset's."""
         known = self.results["results"].keys() | self.results.get("groups", {}).keys()
         if not self.preset.metrics or self.preset.task not in known:
             return None
@@ -81,14 +81,15 @@ def _run(options: argparse.Namespace) -> None:
         method_of(kind, sys.maxsize)
     settings = _settings(options)
     folder = None if options.out is None else files.make_folder(options.out)
-    tasks = _tasks([str(path) for path in (TASKS, *map(Path, options.include_path))], settings)
+    tasks = _task_manager([str(path) for path in (TASKS, *map(Path, options.include_path))], settings)
     models = models_of(options)
     if options.unsafe_code:
         os.environ |= {"HF_ALLOW_CODE_EVAL": "1", "DLLM_UNSAFE_PROGRAMS": "1"}  # for the harness's tasks and for ours
     found = []
     for preset, changes in settings:
-        print(presets.resolved(preset) + "".join(f"\nmodified: {change}" for change in changes), end="\n\n", flush=True)
-        found.append(_evaluated(options, models, tasks, preset, changes, folder))
+        lines = [presets.describe_preset(preset), *(f"modified: {change}" for change in changes)]
+        print("\n".join(lines), end="\n\n", flush=True)
+        found.append(_evaluate(options, models, tasks, preset, changes, folder))
         if folder is not None and options.processes.first:
             _write(folder, found)
     _print(found, console())
@@ -97,36 +98,36 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _settings(options: argparse.Namespace) -> list[tuple[Preset, list[str]]]:
-    """What is to be run, and how it differs from what was published."""
-    from evals.harness.model import chosen  # which needs the harness
-
+    """The presets to run, and how each differs from the published setting."""
     changes = spec.parse_options(options.set or "", "--set")
     changes |= {name: value for name, value in (("task", options.tasks), ("limit", options.limit)) if value is not None}
     if options.sampler is not None and options.preset:
-        raise DllmError("--sampler has no effect beside --preset; change a preset by --set")
+        raise DllmError("--sampler has no effect with --preset; change a preset by --set")
     if not options.preset and options.tasks is None:
         raise DllmError(
             "nothing was chosen; pass --preset NAME, or --tasks NAME, with --sampler SPEC where they generate"
         )
     if not options.preset:
-        return [chosen(None, options.sampler, options.form, changes)]
-    names = [name for pattern in options.preset for name in _matching(pattern)]
-    return [chosen(name, None, options.form, changes) for name in dict.fromkeys(names)]
+        return [presets.select(None, options.sampler, options.form, changes)]
+    names = [name for pattern in options.preset for name in _names_of(pattern)]
+    return [presets.select(name, None, options.form, changes) for name in dict.fromkeys(names)]
 
 
-def _matching(pattern: str) -> list[str]:
-    """The preset of a name, or all that begin with it, where it ends with a stroke."""
+def _names_of(pattern: str) -> list[str]:
+    """The name itself, or all names that begin with it if it ends with a slash."""
     found = [name for name in presets.presets() if pattern.endswith("/") and name.startswith(pattern)]
     return found or [presets.find(pattern).name]
 
 
-def _tasks(paths: Sequence[str], settings: Sequence[tuple[Preset, Any]]) -> Any:
-    """The harness's task manager; reading its own thousands of files takes a while, so only where they are needed.
+def _task_manager(paths: Sequence[str], settings: Sequence[tuple[Preset, Any]]) -> Any:
+    """The harness's task manager. It reads its own thousands of files, which takes a while, only if they are needed.
 
     Raises:
-        DllmError: for a task that there is not.
+        DllmError: for an unknown task, and without the harness.
     """
     from lm_eval.tasks import TaskManager
+
+    import evals.harness.model  # noqa: F401 - says what to install
 
     paths = [path for path in paths if Path(path).is_dir()]
     names = {name for preset, _ in settings for name in preset.task.split(",") if not Path(name).is_file()}
@@ -141,14 +142,14 @@ def _tasks(paths: Sequence[str], settings: Sequence[tuple[Preset, Any]]) -> Any:
     return found
 
 
-def _evaluated(
+def _evaluate(
     options: argparse.Namespace,
     models: Models,
     tasks: Any,
     preset: Preset,
     changes: Sequence[str],
     folder: Path | None,
-) -> Evaluated:
+) -> PresetRun:
     from lm_eval import simple_evaluate
 
     from evals.harness.forms import arguments_of
@@ -185,23 +186,23 @@ def _evaluated(
     for task, shots in results["n-shot"].items():
         if preset.shots not in (None, shots):
             print(f"warning: task {task} was run with {shots} examples, not {preset.shots}, as its own file says")
-    return Evaluated(preset, changes, lm.model, results, lm.counts())
+    return PresetRun(preset, changes, lm.model, results, lm.counts())
 
 
-def scores(found: Sequence[Evaluated]) -> Table:
+def scores(found: Sequence[PresetRun]) -> Table:
     """Every metric of every task, with its standard error."""
     table = Table("preset", "task", "shots", "metric", "score", "modified", box=box.SIMPLE)
     for one in found:
-        for row in rows(one):
+        for row in score_rows(one):
             scale = 100 if 0 <= row["score"] <= 1 else 1  # shares in percent, others as they are
             error = "" if row["stderr"] is None else f" ± {scale * row['stderr']:.1f}"
             shots = "" if row["shots"] is None else str(row["shots"])
-            told = (f"{scale * row['score']:.2f}{error}", ", ".join(one.changes))
-            table.add_row(one.preset.name, row["task"], shots, row["metric"], *told)
+            score = f"{scale * row['score']:.2f}{error}"
+            table.add_row(one.preset.name, row["task"], shots, row["metric"], score, ", ".join(one.changes))
     return table
 
 
-def rows(one: Evaluated) -> list[dict[str, Any]]:
+def score_rows(one: PresetRun) -> list[dict[str, Any]]:
     """The numbers of a preset: task, metric as the harness calls it, score, stderr (None for none) and shots."""
     found = []
     for task, numbers in {**one.results["results"], **one.results.get("groups", {})}.items():
@@ -216,14 +217,14 @@ def rows(one: Evaluated) -> list[dict[str, Any]]:
     return found
 
 
-def report_of(one: Evaluated) -> dict[str, Any] | None:
-    """The same as a sweep reports it, which `python -m evals aup` reads: the first metric of a task for whose texts a
-    sampler was run, as a share. None of likelihoods, where tasks of one's own are several, and of what is no share."""
-    metrics = [row for row in rows(one) if row["task"] == one.preset.task]
+def report_of(one: PresetRun) -> dict[str, Any] | None:
+    """A report as a sweep has it, for `python -m evals aup`: the preset's first metric, or the task's. None for
+    likelihoods, for several tasks, and for a metric that is no share."""
+    metrics = [row for row in score_rows(one) if row["task"] == one.preset.task]
     named = [row for name in one.preset.metrics for row in metrics if row["metric"] == name]
     if "texts" not in one.counts or not metrics:
         return None
-    first, n = [*named, *metrics][0], one.counts["texts"]
+    first, n = (named or metrics)[0], one.counts["texts"]
     accuracy, error = first["score"], first["stderr"]
     if not 0 <= accuracy <= 1:
         return None
@@ -240,22 +241,22 @@ def report_of(one: Evaluated) -> dict[str, Any] | None:
     }
 
 
-def speeds(found: Sequence[Evaluated]) -> Table:
-    """What the scores took."""
+def speeds(found: Sequence[PresetRun]) -> Table:
+    """Forwards and tokens of every preset."""
     table = Table("preset", "texts", "NFE", "tokens", "tokens/forward", "tokens/s", "likelihoods", box=box.SIMPLE)
     for one in found:
-        told = one.counts
+        counts = one.counts
         texts = ["", "", "", "", ""]
-        if "texts" in told:
-            nfe = f"{told['nfe']:.1f} ± {told['nfe_stderr']:.1f}"
-            speed = [f"{told[name]:.2f}" for name in ("tokens_per_forward", "tokens_per_second")]
-            texts = [str(told["texts"]), nfe, f"{told['tokens']:.1f}", *speed]
-        table.add_row(one.preset.name, *texts, str(told.get("likelihoods", "")))
+        if "texts" in counts:
+            nfe = f"{counts['nfe']:.1f} ± {counts['nfe_stderr']:.1f}"
+            speed = [f"{counts[name]:.2f}" for name in ("tokens_per_forward", "tokens_per_second")]
+            texts = [str(counts["texts"]), nfe, f"{counts['tokens']:.1f}", *speed]
+        table.add_row(one.preset.name, *texts, str(counts.get("likelihoods", "")))
     return table
 
 
-def _write(folder: Path, found: Sequence[Evaluated]) -> None:
-    """Everything so far, so that a run that is cut short loses nothing."""
+def _write(folder: Path, found: Sequence[PresetRun]) -> None:
+    """Writes everything so far, so that a killed run loses nothing."""
     from lm_eval.utils import handle_non_serializable
 
     last = found[-1]
@@ -264,27 +265,27 @@ def _write(folder: Path, found: Sequence[Evaluated]) -> None:
     for task, samples in last.results.get("samples", {}).items():
         lines = [json.dumps(one, default=handle_non_serializable, ensure_ascii=False) + "\n" for one in samples]
         write_file(own / f"samples_{task}.jsonl", "".join(lines))
-    kept = {name: value for name, value in last.results.items() if name != "samples"}
-    write_file(own / "results.json", as_json(kept))
-    told = [
+    scores_alone = {name: value for name, value in last.results.items() if name != "samples"}
+    write_file(own / "results.json", as_json(scores_alone))
+    summaries = [
         {
             "preset": dataclasses.asdict(one.preset),
             "preset_hash": one.preset.hash,
             "changes": list(one.changes),
-            "scores": rows(one),
+            "scores": score_rows(one),
             "comparison": None if (compared := one.comparison) is None else compared.as_json(),
             "counts": dict(one.counts),
         }
         for one in found
     ]
     reports = [report for one in found if (report := report_of(one)) is not None]
-    write_file(folder / "results.json", as_json({"presets": told, "reports": reports}))
+    write_file(folder / "results.json", as_json({"presets": summaries, "reports": reports}))
     with (wide := Console(width=160, color_system=None)).capture() as text:
         _print(found, wide)
     write_file(folder / "table.txt", text.get())
 
 
-def _print(found: Sequence[Evaluated], to: Console) -> None:
+def _print(found: Sequence[PresetRun], to: Console) -> None:
     for one in found:
         if (compared := one.comparison) is not None:
             to.print(compared.table())

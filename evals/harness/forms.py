@@ -1,4 +1,4 @@
-"""Prompts and answers as text: what stands in front, how a chat is written, where an answer is cut."""
+"""Prompts and answers as text: start tokens, chats, and where an answer is cut."""
 
 import bisect
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def arguments_of(form: str) -> dict[str, bool]:
-    """What makes the harness write prompts of a form.
+    """The harness's arguments for prompts of a form.
 
     "raw" is the few-shot text as it is; with a chat template "chat0" has no examples, "chat1" has them in one user's
     turn, and "chatN" has them as turns.
@@ -21,39 +21,39 @@ def arguments_of(form: str) -> dict[str, bool]:
     return {"apply_chat_template": form != "raw", "fewshot_as_multiturn": form == "chatN"}
 
 
-def rendered(
+def render_chat(
     tokenizer: "PreTrainedTokenizerBase", preset: Preset, messages: Sequence[Mapping[str, Any]], continued: bool
 ) -> str:
     """A conversation as the preset's form has it.
 
     Raises:
-        DllmError: when the harness was told another form than the preset's, and as `chat_text`.
+        DllmError: when the harness has another form than the preset, and as `chat_text`.
     """
     turns = sum(message["role"] == "user" for message in messages)
     first = messages[0]["content"] if messages[0]["role"] == "system" else ""
     if preset.form == "raw":
-        raise _another(preset, "leave --apply_chat_template out")
+        raise _form_error(preset, "leave --apply_chat_template out")
     if preset.form != "chatN" and turns > 1:
-        raise _another(preset, "pass --fewshot_as_multiturn false")
+        raise _form_error(preset, "pass --fewshot_as_multiturn false")
     if preset.form == "chatN" and preset.shots and turns == 1:
-        raise _another(preset, "pass --fewshot_as_multiturn true, and the preset's number of examples")
+        raise _form_error(preset, "pass --fewshot_as_multiturn true, and the preset's number of examples")
     if preset.system and not first.startswith(preset.system):
-        raise _another(preset, f"pass --system_instruction {preset.system!r}")
+        raise _form_error(preset, f"pass --system_instruction {preset.system!r}")
     return chat_text(tokenizer, messages, continued=continued)
 
 
 def check_templated(preset: Preset, templated: bool) -> None:
-    """Raises DllmError where a preset wants chat and the harness was not told so."""
+    """Raises DllmError if a preset's form is a chat and the harness applied no template."""
     if preset.form != "raw" and not templated:
-        raise _another(preset, "pass --apply_chat_template")
+        raise _form_error(preset, "pass --apply_chat_template")
 
 
-def _another(preset: Preset, advice: str) -> DllmError:
+def _form_error(preset: Preset, advice: str) -> DllmError:
     return DllmError(f"preset {preset.name} is of form {preset.form}, and the prompts are not; {advice}")
 
 
 def prompt_text(tokenizer: "PreTrainedTokenizerBase", preset: Preset, text: str) -> str:
-    """What is encoded, without special tokens, for a prompt: templates bring their own start token.
+    """A prompt's text with the preset's start tokens, to be encoded without special tokens: templates have their own.
 
     Raises:
         DllmError: when the preset wants a start token that the tokenizer does not have.
@@ -66,7 +66,7 @@ def prompt_text(tokenizer: "PreTrainedTokenizerBase", preset: Preset, text: str)
 def pair_ids(
     tokenizer: "PreTrainedTokenizerBase", preset: Preset, context: str, continuation: str
 ) -> tuple[list[int], list[int]]:
-    """Ids of a context and of what follows it, encoded together; spaces at the context's end are what follows'."""
+    """Ids of a context and its continuation, encoded together; spaces at the context's end belong to the latter."""
     bare = context.rstrip()
     whole = encode_text(tokenizer, prompt_text(tokenizer, preset, context + continuation))
     start = len(encode_text(tokenizer, prompt_text(tokenizer, preset, bare)))
@@ -77,7 +77,7 @@ def strings_of(until: Any) -> tuple[str, ...]:
     """The stop strings of a request.
 
     Raises:
-        DllmError: for what is none.
+        DllmError: for anything but a string or a list of strings.
     """
     found = [until] if isinstance(until, str) else [] if until is None else until
     if not isinstance(found, Sequence) or not all(isinstance(item, str) for item in found):
@@ -86,9 +86,9 @@ def strings_of(until: Any) -> tuple[str, ...]:
 
 
 def cut_answer(tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int], until: Sequence[str]) -> tuple[str, int]:
-    """The text before the first of each stop string, special tokens left out, and how many tokens it takes.
+    """The text before the first of each stop string, without special tokens, and how many tokens it takes.
 
-    Stop strings are looked for in the text with its special tokens, which they may name.
+    Unlike `samplers.text.decode.text_of` it finds stop strings that name special tokens.
     """
     decoded = lambda count: str(tokenizer.decode(list(ids[:count]), skip_special_tokens=False))
     whole = text = decoded(len(ids))

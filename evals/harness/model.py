@@ -1,10 +1,10 @@
-"""A model as lm-evaluation-harness takes it.
+"""A loaded model for lm-evaluation-harness.
 
     from evals.harness.model import DllmLM
     lm_eval.simple_evaluate(DllmLM(dllm_jax.load(folder), preset), tasks=["gsm8k"])
 
-The preset decides everything that a score depends on. World size stays 1 to the harness: devices are the engine's
-business. Neither needs torch.
+The preset decides everything that a score depends on. For the harness the world size is 1, because the engine divides
+the work over devices. Neither needs torch.
 """
 
 import collections
@@ -18,7 +18,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 from tqdm import tqdm
 
 import dllm_jax
@@ -26,13 +25,25 @@ from dllm_jax import DllmError, Model
 from dllm_jax.parallel.sharding import parse_mesh
 from dllm_jax.params.quantized import dtype_label
 from dllm_jax.text.tokenizer import encode_text, special_tokens, token_bytes
-from evals import presets, stderr
+from evals import presets
 from evals.distributed import ALONE, Processes
 from evals.harness import forms
-from evals.harness.answers import Answers, digest, settings_of
+from evals.harness.answers import AnswerFile, digest, settings_of
+from evals.harness.requests import (
+    LENGTHS,
+    PairRequest,
+    TextRequest,
+    document_of,
+    key_data_of,
+    length_of,
+    number_repeats,
+    slowest_seconds,
+    task_of,
+    whole_number,
+)
 from evals.models import Models
 from evals.presets import Preset
-from evals.token_counts import CountedAnswer, answer_of, count_as, method_of
+from evals.token_counts import CountedAnswer, answer_of, count_as, forwards_of, method_of, speed_of
 from samplers.checks import check_length, check_whole
 from samplers.cli.report import device_of
 from samplers.config.factory import CanvasSampler, defaults_of, parse_sampler
@@ -41,7 +52,6 @@ from samplers.engine.engine import MOST_STOPS
 from samplers.engine.requests import Request
 from samplers.engine.runner import Runner, slots_for
 from samplers.likelihood.scoring import score_each
-from samplers.loops.left_to_right import DraftResult
 from samplers.text.prompts import check_lengths, encode_prompt
 
 try:
@@ -52,56 +62,20 @@ except ImportError:
     raise DllmError("lm-evaluation-harness is not installed; pip install 'dllm_jax[lm-eval]'") from None
 
 SLOTS = 16
-"""Prompts that are worked on together, where nothing is said."""
-
-_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Asked:
-    """A request for text.
-
-    Attributes:
-        request: the harness's.
-        key: of its answer.
-        ids: of the prompt.
-        until: strings that its text is cut at.
-        gen_length: positions to generate.
-        draws: [2] uint32, the data of its typed key.
-    """
-
-    request: Instance
-    key: str
-    ids: list[int]
-    until: tuple[str, ...]
-    gen_length: int
-    draws: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True)
-class _Pair:
-    """A request for a likelihood: ids of the context and of what follows, the seed of the masks, and whether to find
-    out what greedy decoding gives."""
-
-    request: Instance
-    key: str
-    context: list[int]
-    continuation: list[int]
-    seed: int
-    greedy: bool
+"""Prompts that are sampled together by default."""
 
 
 @register_model("dllm_jax")
 class DllmLM(LM):
-    """A loaded model, asked as a preset says.
+    """A loaded model that answers as a preset says.
 
-    Answers do not depend on the order of requests nor on what runs beside them: each has draws of its own, a hash of
-    the seed, the document and the number of its repetition.
+    Answers depend neither on the order of requests nor on the batch: each has its own random numbers, a hash of the
+    seed, the document and the number of its repetition.
 
     Attributes:
         model, preset, seed: what runs.
-        answers: what is known already.
-        changes: what is otherwise than in the published setting.
+        answers: those that are known.
+        changes: how the preset differs from the published setting.
     """
 
     def __init__(
@@ -120,11 +94,11 @@ class DllmLM(LM):
     ) -> None:
         """
         Args:
-            batch_size: prompts, or masked copies of answers, that are worked on together.
-            answers: folder of a file of answers; a run that was killed goes on where it was.
-            counts: names of papers whose own counts of texts are told as well, see `counting.COUNTS`.
+            batch_size: prompts, or masked copies of answers, that run together.
+            answers: folder of a file of answers, from which a killed run resumes.
+            counts: names of papers whose counts of texts are added, see `evals.token_counts.COUNTS`.
             processes: those that share the requests; each gets all answers.
-            progress: a progress bar; by default where someone is watching.
+            progress: whether to show a progress bar; by default in a terminal.
             load: gives a verifier by its folder or name.
 
         Raises:
@@ -137,15 +111,15 @@ class DllmLM(LM):
             raise DllmError("answers of a model without a folder cannot be kept; leave answers out, or save the model")
         self.tokenizer = model.require_tokenizer()
         self.model, self.preset, self.seed, self.changes = model, preset, seed, tuple(changes)
-        self.answers = Answers(answers, settings_of(model, preset, seed), processes.share)
+        self.answers = AnswerFile(answers, settings_of(model, preset, seed), processes.share)
         self._processes, self._counts = processes, counts
         for kind in counts:
             method_of(kind, sys.maxsize)
         self._batch_size, self._progress = batch_size, progress
-        self._templated, self._told = False, set[Any]()
+        self._templated, self._warned = False, set[Any]()
         self._used: dict[str, None] = {}  # keys of the answers that were asked for
         self._spec = parse_sampler(preset.sampler) if preset.sampler else None
-        self._sampler = functools.cache(lambda length: self._built(length, load))
+        self._sampler = functools.cache(lambda length: self._build_sampler(length, load))
         if self._spec is not None:
             self._sampler(self._length or self._usual_length)
 
@@ -154,27 +128,28 @@ class DllmLM(LM):
         """From `--model_args`.
 
         Args:
-            arg_dict: `pretrained` (folder or name), `preset` or `sampler`, and if you like `form`, `seed`, `answers`,
-                `dtype`, `quantize`, `mesh`, `batch_size`; whatever else there is changes the preset.
-            additional_config: the harness's `batch_size`; its device means nothing here.
+            arg_dict: `pretrained` (folder or name), `preset` or `sampler`, and optionally `form`, `seed`, `answers`,
+                `dtype`, `quantize`, `mesh`, `batch_size`; anything else changes the preset.
+            additional_config: the harness's `batch_size`; its device is ignored.
 
         Raises:
-            DllmError: for what does not fit together, and as `dllm_jax.load`.
+            DllmError: for arguments that contradict each other, and as `dllm_jax.load`.
         """
-        said, more = dict(arg_dict), additional_config or {}
-        folder = said.pop("pretrained", None)
+        given, more = dict(arg_dict), additional_config or {}
+        folder = given.pop("pretrained", None)
         if not isinstance(folder, str):
             raise DllmError("no model was named; pass --model_args pretrained=DIR_OR_NAME,preset=NAME")
-        size = said.pop("batch_size", more.get("batch_size"))
-        batch_size = SLOTS if size in (None, "auto") else _whole("batch_size", size)
-        mesh = said.pop("mesh", None)
+        size = given.pop("batch_size", more.get("batch_size"))
+        batch_size = SLOTS if size in (None, "auto") else whole_number("batch_size", size)
+        mesh = given.pop("mesh", None)
         models = Models(
-            dtype=said.pop("dtype", None),
-            quantize=said.pop("quantize", None),
+            dtype=given.pop("dtype", None),
+            quantize=given.pop("quantize", None),
             mesh=None if mesh is None else parse_mesh(str(mesh), batch_size, "prompts at a time (batch_size)"),
         )
-        own = {name: said.pop(name) for name in ("seed", "answers") if name in said}
-        preset, changes = chosen(said.pop("preset", None), said.pop("sampler", None), said.pop("form", None), said)
+        own = {name: given.pop(name) for name in ("seed", "answers") if name in given}
+        name, sampler, form = (given.pop(key, None) for key in ("preset", "sampler", "form"))
+        preset, changes = presets.select(name, sampler, form, given)
         return cls(models.load(folder), preset, batch_size=batch_size, changes=changes, load=models.load, **own)
 
     @classmethod
@@ -187,13 +162,13 @@ class DllmLM(LM):
     # Chat ------------------------------------------------------------------------------------------------------------
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation as text; without `add_generation_prompt` it ends right behind the assistant's last message.
+        """A conversation as text; without `add_generation_prompt` it ends right after the assistant's last message.
 
         Raises:
             DllmError: for another form than the preset's, and as `dllm_jax.text.tokenizer.chat_text`.
         """
         self._templated = True
-        return forms.rendered(self.tokenizer, self.preset, chat_history, continued=not add_generation_prompt)
+        return forms.render_chat(self.tokenizer, self.preset, chat_history, continued=not add_generation_prompt)
 
     def chat_template(self, chat_template: bool | str = False) -> str:
         """The template itself, for the harness's log."""
@@ -201,8 +176,8 @@ class DllmLM(LM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Tells templates apart: part of the key of prompts that the harness keeps (`--cache_requests`), which it asks
-        for when it was told to apply a template, and in place of applying it."""
+        """Names the template in the key of the harness's stored prompts (`--cache_requests`). The harness reads it only
+        if it applies a template, or instead of applying it."""
         self._templated = True
         return f"{self.model.name}-{digest(self.tokenizer.chat_template)[:12]}"
 
@@ -215,67 +190,66 @@ class DllmLM(LM):
             DllmError: for prompts of another form than the preset's, or too long, and for stop strings that are none.
         """
         if self._spec is None:
-            problem = f"preset {self.preset.name} scores likelihoods, and {_name_of(requests)} asks for texts"
+            problem = f"preset {self.preset.name} scores likelihoods, and {task_of(requests)} asks for texts"
             raise DllmError(f"{problem}; choose one that generates, or a sampler")
         forms.check_templated(self.preset, self._templated)
-        asked = [self._asked(request, repeat) for request, repeat in zip(requests, _repeats(requests), strict=True)]
-        self._tell(asked)
+        pairs = zip(requests, number_repeats(requests), strict=True)
+        wanted = [self._text_request(request, repeat) for request, repeat in pairs]
+        self._warn_ignored(wanted)
         for kind in self._counts:
-            method_of(kind, len({one.key for one in asked}))
-        by_length: dict[int, list[_Asked]] = {}
-        for one in asked:
+            method_of(kind, len({one.key for one in wanted}))
+        by_length: dict[int, list[TextRequest]] = {}
+        for one in wanted:
             by_length.setdefault(one.gen_length, []).append(one)
         for length, group in by_length.items():
             check_lengths(self.model, self._sampler(length), [one.ids for one in group])
-        with self._shared([one.key for one in asked], "prompt", disable_tqdm) as (mine, bar):
+        with self._open_answers([one.key for one in wanted], "prompt", disable_tqdm) as (mine, bar):
             for length, group in by_length.items():
-                for one in self._run(self._sampler(length), group, mine):
-                    self.cache_hook.add_partial("generate_until", one.request.args, self.answers[one.key]["text"])
+                for one in self._generate(self._sampler(length), group, mine):
+                    self.cache_hook.add_partial("generate_until", one.instance.args, self.answers[one.key]["text"])
                     bar.update()
-        return [self.answers[one.key]["text"] for one in asked]
+        return [self.answers[one.key]["text"] for one in wanted]
 
-    def _asked(self, request: Instance, repeat: int) -> _Asked:
-        context, options, *more = request.args
+    def _text_request(self, instance: Instance, repeat: int) -> TextRequest:
+        context, options, *more = instance.args
         if more:
-            raise DllmError(f"{_name_of([request])} asks about images or sound; only text is understood")
+            raise DllmError(f"{task_of([instance])} asks about images or sound; only text is understood")
         until = forms.strings_of(options.get("until")) if self.preset.until else ()
-        said = next((options[name] for name in _LENGTHS if options.get(name) is not None), None)
-        length = self._length or (self._usual_length if said is None else _whole("max_gen_toks", said))
+        length = self._length or length_of(options) or self._usual_length
         check_length("max_gen_toks", length)
         text = forms.prompt_text(self.tokenizer, self.preset, context)
         ids = self._cut_left(encode_text(self.tokenizer, text), length)
         ids = encode_prompt(self.model, ids or self._beginning)
-        draws = digest(self.seed, request.doc, repeat)
-        return _Asked(request, digest(ids, until, length, draws), ids, until, length, _key_data(draws))
+        draws = digest(self.seed, instance.doc, repeat)
+        return TextRequest(instance, digest(ids, until, length, draws), ids, until, length, key_data_of(draws))
 
-    def _run(self, sampler: CanvasSampler, group: Sequence[_Asked], mine: Collection[str]) -> Iterator[_Asked]:
-        """Answers those of these keys that are not known yet; as many slots and as much room as if nothing were, so
-        that a run that goes on runs the same program."""
+    def _generate(
+        self, sampler: CanvasSampler, group: Sequence[TextRequest], mine: Collection[str]
+    ) -> Iterator[TextRequest]:
+        """Answers those of these keys that are not known yet. Slots and room are for the whole group, so that a resumed
+        run has the same program."""
         left = list({one.key: one for one in group if one.key in mine and one.key not in self.answers}.values())
-        early = {until: self._early(until) for until in {one.until for one in group}}
+        early = {until: self._early_stops(until) for until in {one.until for one in group}}
         slots = slots_for(self.model, self._processes.most(len(group)), self._batch_size)
         runner = Runner(self.model, sampler, slots)
         made = (Request(one.ids, one.gen_length, one.draws, stop=early[one.until]) for one in left)
         before = 0.0
         for one, request in zip(left, runner.run(made, longest=max(len(one.ids) for one in group)), strict=True):
-            self.answers.add(one.key, self._told_of(one, request, runner.stats.seconds - before, slots))
+            self.answers.add(one.key, self._line_of(one, request, runner.stats.seconds - before, slots))
             before = runner.stats.seconds
             yield one
 
-    def _told_of(self, one: _Asked, request: Request, wall: float, slots: int) -> dict[str, Any]:
-        """An answer's line, with all that somebody may count."""
+    def _line_of(self, one: TextRequest, request: Request, wall: float, slots: int) -> dict[str, Any]:
+        """An answer's line, with everything that is counted."""
         result = request.result
         assert result is not None
         text, tokens = forms.cut_answer(self.tokenizer, result.tokens[0, : int(result.lengths[0])].tolist(), one.until)
         return {
-            "task": one.request.task_name,
-            "doc_id": one.request.doc_id,
+            "task": one.instance.task_name,
+            "doc_id": one.instance.doc_id,
             "text": text,
             "tokens": tokens,
-            "nfe": int(result.nfe[0]),
-            "full_forwards": int(result.full_forwards[0]),
-            "verifier_forwards": int(result.verifier_forwards[0]) if isinstance(result, DraftResult) else 0,
-            "committed": int((result.decoded_at[0] >= 0).sum()),
+            **forwards_of(result),
             "seconds": request.seconds,
             "wall": wall,
             "slots": slots,
@@ -284,9 +258,9 @@ class DllmLM(LM):
             "canvas_ids": result.tokens[0].tolist(),
         }
 
-    def _early(self, until: tuple[str, ...]) -> tuple[str | int, ...]:
-        """Those of some stop strings that end a row at once. The text is cut at all of them in any case: what is
-        written behind one costs forwards alone."""
+    def _early_stops(self, until: tuple[str, ...]) -> tuple[str | int, ...]:
+        """The stop strings that end a row at once. The text is cut at all of them; what is written after another one
+        costs forwards only."""
         names = special_tokens(self.tokenizer)
         known = [names.get(item, item) for item in until]
         return tuple(item for item in known if isinstance(item, int) or self._finds_strings)[:MOST_STOPS]
@@ -299,14 +273,14 @@ class DllmLM(LM):
         except DllmError:
             return False
 
-    def _built(self, length: int, load: Callable[[str], Model]) -> CanvasSampler:
+    def _build_sampler(self, length: int, load: Callable[[str], Model]) -> CanvasSampler:
         assert self._spec is not None
         options = {**self._spec.options, "gen_length": length}
         return dataclasses.replace(self._spec, options=options).build(self.model, load=load)
 
     @functools.cached_property
     def _length(self) -> int | None:
-        """What the preset says, or the sampler's published setting that it names."""
+        """The preset's length, or that of the published setting that its sampler names; None for neither."""
         assert self._spec is not None
         found: int | None = resolve(self._spec.name, self._spec.options, PLAIN).options.get("gen_length")
         return found
@@ -315,67 +289,67 @@ class DllmLM(LM):
     def _usual_length(self) -> int:
         return int(defaults_of(self.model).options["gen_length"])
 
-    def _tell(self, asked: Sequence[_Asked]) -> None:
-        """Warns, once, of what tasks say otherwise than the preset."""
+    def _warn_ignored(self, wanted: Sequence[TextRequest]) -> None:
+        """Warns, once each, of settings of tasks that the preset replaces."""
         assert self._spec is not None
         ours: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0} | self._spec.settings
-        ours |= {} if self._length is None else dict.fromkeys(_LENGTHS, self._length)
+        ours |= {} if self._length is None else dict.fromkeys(LENGTHS, self._length)
         ours["do_sample"] = bool(ours["temperature"])
-        heard = {"until", *(_LENGTHS if self._length is None else ())}
-        for task, name, value in {(one.request.task_name, *item) for one in asked for item in _plain(one.request)}:
-            if name in heard or ours.get(name) == value or (task, name) in self._told:
+        used = {"until", *(LENGTHS if self._length is None else ())}
+        for task, name, value in {(one.instance.task_name, *item) for one in wanted for item in one.options}:
+            if name in used or ours.get(name) == value or (task, name) in self._warned:
                 continue
-            self._told.add((task, name))
-            told = f"{name}={value} of task {task} has no effect"
-            warnings.warn(f"{told}; the preset says {ours.get(name)}", stacklevel=3)
+            self._warned.add((task, name))
+            ignored = f"{name}={value} of task {task} has no effect"
+            warnings.warn(f"{ignored}; the preset says {ours.get(name)}", stacklevel=3)
 
     # Likelihood ------------------------------------------------------------------------------------------------------
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """(log-likelihood in nats, whether greedy decoding gives it) of (context, continuation), in order.
 
-        All continuations of a document are seen under the same masks. The second is looked for only where a document
-        has one continuation, since of several nothing reads it, and is False elsewhere.
+        All continuations of a document have the same masks. Greedy decoding runs only if a document has one
+        continuation, because nothing reads the second value of several, which is False.
 
         Raises:
             DllmError: for prompts of another form than the preset's, empty continuations, and those that are too long.
         """
         forms.check_templated(self.preset, self._templated)
-        asked = collections.Counter(_document(request) for request in requests)
-        pairs = [self._pair(request, asked[_document(request)] == 1) for request in requests]
-        with self._shared([pair.key for pair in pairs], "pair", disable_tqdm) as (mine, bar):
+        continuations = collections.Counter(map(document_of, requests))
+        pairs = [self._pair_request(one, greedy=continuations[document_of(one)] == 1) for one in requests]
+        with self._open_answers([pair.key for pair in pairs], "pair", disable_tqdm) as (mine, bar):
             left = {pair.key: pair for pair in pairs if pair.key in mine and pair.key not in self.answers}.values()
             for greedy in (False, True):
-                for _ in self._scored([pair for pair in left if pair.greedy == greedy], greedy):
+                for _ in self._score([pair for pair in left if pair.greedy == greedy], greedy):
                     bar.update()
         found = [self.answers[pair.key] for pair in pairs]
         return [(line["log_likelihood"], line["is_greedy"]) for line in found]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Not there.
+        """Not supported.
 
         Raises:
             NotImplementedError: always.
         """
         raise NotImplementedError(
-            f"{_name_of(requests)} asks for the likelihood of whole documents, for which no estimator of masked "
+            f"{task_of(requests)} asks for the likelihood of whole documents, for which no estimator of masked "
             "diffusion models was published; choose tasks that generate or compare answers"
         )
 
-    def _pair(self, request: Instance, greedy: bool) -> _Pair:
-        before, after = request.args[:2]
+    def _pair_request(self, instance: Instance, *, greedy: bool) -> PairRequest:
+        before, after = instance.args[:2]
         context, continuation = forms.pair_ids(self.tokenizer, self.preset, before, after)
         if not continuation:
-            raise DllmError(f"{_name_of([request])} has the continuation {after!r}, which adds no token to its context")
-        ends = self.preset.estimator == "dream"  # which sees an end behind the continuation
+            raise DllmError(f"{task_of([instance])} has the continuation {after!r}, which adds no token to its context")
+        ends = self.preset.estimator == "dream"  # which adds an end token after the continuation
         context = self._cut_left(context, len(continuation) + ends) or self._beginning
-        seed = int(digest(self.seed, request.doc)[:8], 16)
-        return _Pair(request, digest(context, continuation, seed, greedy), context, continuation, seed, greedy)
+        seed = int(digest(self.seed, instance.doc)[:8], 16)
+        return PairRequest(instance, digest(context, continuation, seed, greedy), context, continuation, seed, greedy)
 
-    def _scored(self, pairs: Sequence[_Pair], greedy: bool) -> Iterator[_Pair]:
+    def _score(self, pairs: Sequence[PairRequest], greedy: bool) -> Iterator[PairRequest]:
         preset = self.preset
         numbers: dict[str, Any] = {name: getattr(preset, name) for name in ("samples", "mc_batch", "guidance")}
-        found = score_each(
+        scores = score_each(
             self.model,
             [(pair.context, pair.continuation) for pair in pairs],
             seeds=[pair.seed for pair in pairs],
@@ -385,11 +359,11 @@ class DllmLM(LM):
             batch_size=self._batch_size,
             progress=False,
         )
-        for index, one in found:
-            request = pairs[index].request
-            told = {"task": request.task_name, "doc_id": request.doc_id, "choice": request.idx}
-            self.answers.add(pairs[index].key, told | vars(one))
-            self.cache_hook.add_partial("loglikelihood", request.args, (one.log_likelihood, one.is_greedy))
+        for index, score in scores:
+            instance = pairs[index].instance
+            about = {"task": instance.task_name, "doc_id": instance.doc_id, "choice": instance.idx}
+            self.answers.add(pairs[index].key, about | vars(score))
+            self.cache_hook.add_partial("loglikelihood", instance.args, (score.log_likelihood, score.is_greedy))
             yield pairs[index]
 
     # What both need --------------------------------------------------------------------------------------------------
@@ -400,24 +374,26 @@ class DllmLM(LM):
         config = self.model.config
         return [config.eos_id if config.bos_id is None else config.bos_id]
 
-    def _cut_left(self, ids: list[int], behind: int) -> list[int]:
-        """The last of a prompt's tokens, as many as the preset, or the context, has room for."""
-        room = self.model.config.max_length - behind
+    def _cut_left(self, ids: list[int], answer: int) -> list[int]:
+        """The last of a prompt's tokens, as many as the preset, or the context before so many of the answer, allows."""
+        room = self.model.config.max_length - answer
         limit = room if self.preset.max_prompt is None else min(self.preset.max_prompt, room)
-        if len(ids) > limit and limit > 0 and "cut" not in self._told:
-            self._told.add("cut")
-            told = f"prompts of more than {limit} tokens, such as one of {len(ids)}, lose their beginning"
-            warnings.warn(told, stacklevel=4)
+        if len(ids) > limit and limit > 0 and "cut" not in self._warned:
+            self._warned.add("cut")
+            lost = f"prompts of more than {limit} tokens, such as one of {len(ids)}, lose their beginning"
+            warnings.warn(lost, stacklevel=4)
         return ids[-limit:] if limit > 0 else ids
 
     @contextlib.contextmanager
-    def _shared(self, keys: Sequence[str], unit: str, hide: bool) -> "Iterator[tuple[Collection[str], tqdm[Any]]]":
-        """Opens the file of answers; gives the keys that are this process's to answer, and their progress bar; and
-        then all processes know the answers to all."""
+    def _open_answers(
+        self, keys: Sequence[str], unit: str, hide: bool
+    ) -> "Iterator[tuple[Collection[str], tqdm[Any]]]":
+        """Opens the file of answers. Yields the keys that this process answers, and their progress bar; afterwards all
+        processes know all answers."""
         wanted = list(dict.fromkeys(keys))
         mine = dict.fromkeys(self._processes.mine(wanted))
         hide_it = hide or self._progress is False or not self._processes.first
-        with self.answers.opened():
+        with self.answers.hold_file():
             about: dict[str, Any] = {"desc": self.preset.name, "unit": unit}
             about |= {"disable": hide_it or (None if self._progress is None else False)}
             with tqdm(total=len(mine), initial=sum(key in self.answers for key in mine), **about) as bar:
@@ -427,15 +403,15 @@ class DllmLM(LM):
         self._used |= dict.fromkeys(wanted)
 
     def set_cache_hook(self, cache_hook: Any) -> None:
-        """Takes the hook of `--use_cache`, whose keys say nothing of model and preset.
+        """Takes the hook of `--use_cache`, whose keys name neither model nor preset.
 
         Raises:
             DllmError: unless the file's name does.
         """
         where = getattr(cache_hook.dbdict, "filename", None)
         if where is not None and self.identity not in where:
-            advice = f"put {self.identity} into its name, or use answers=DIR, which knows them"
-            raise DllmError(f"the harness's cache {where} tells neither models nor presets apart; {advice}")
+            advice = f"put {self.identity} into its name, or use answers=DIR, whose files name them"
+            raise DllmError(f"the harness's cache {where} does not separate models and presets; {advice}")
         super().set_cache_hook(cache_hook)
 
     @property
@@ -444,30 +420,17 @@ class DllmLM(LM):
         return digest(self.answers.settings)[:12]
 
     def counts(self) -> dict[str, Any]:
-        """Of all texts so far, those of earlier runs too: how many, `nfe` (mean forwards, with its standard error),
-        `tokens` (mean, before the end or stop string), tokens per forward and, by the time of sampling without
-        compilation, of several processes the slowest one's, per second; what the papers that were asked for count
-        (`compat_count`). Of likelihoods the forwards."""
+        """Of all texts so far, those of earlier runs too: how many (`texts`), `compat_count` of the papers that were
+        asked for, and what `evals.token_counts.speed_of` has, over the seconds of the slowest process. Of likelihoods:
+        how many, and their forwards."""
         lines = [self.answers[key] for key in self._used]
         texts, forwards = [line for line in lines if "text" in line], [x["forwards"] for x in lines if "forwards" in x]
-        told: dict[str, Any] = {"likelihoods": len(forwards), "forwards": sum(forwards)} if forwards else {}
+        found: dict[str, Any] = {"likelihoods": len(forwards), "forwards": sum(forwards)} if forwards else {}
         if not texts:
-            return told
-        nfe, tokens = [line["nfe"] for line in texts], sum(line["tokens"] for line in texts)
-        seconds = _slowest(texts)
-        return told | {
-            "texts": len(texts),
-            "nfe": float(np.mean(nfe)),
-            "nfe_stderr": stderr.of_mean(nfe),
-            "full_forwards": float(np.mean([line["full_forwards"] for line in texts])),
-            "verifier_forwards": float(np.mean([line["verifier_forwards"] for line in texts])),
-            "tokens": tokens / len(texts),
-            "tokens_per_forward": tokens / max(sum(nfe), 1),
-            "committed_per_forward": sum(line["committed"] for line in texts) / max(sum(nfe), 1),
-            "tokens_per_second": tokens / max(seconds, 1e-9),
-            "seconds": seconds,
-            "compat_count": count_as(self._counts, self.model, list(map(self._counted_answer, texts)), seconds),
-        }
+            return found
+        seconds = slowest_seconds(texts)
+        compat = count_as(self._counts, self.model, list(map(self._counted_answer, texts)), seconds)
+        return found | {"texts": len(texts), **speed_of(texts, seconds), "compat_count": compat}
 
     def _counted_answer(self, line: Mapping[str, Any]) -> CountedAnswer:
         numbers = {name: line[name] for name in ("tokens", "nfe", "committed", "prompt_ids")}
@@ -475,7 +438,7 @@ class DllmLM(LM):
         return answer_of(self.model, line["canvas_ids"], line["until"], seconds=alone, **numbers)
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the harness adds to its results."""
+        """The settings and counts that the harness adds to its results."""
         about = {
             **self.answers.settings,
             "form": self.preset.form,
@@ -488,76 +451,9 @@ class DllmLM(LM):
         return {"model_name": self.model.name, "model_dtype": dtype_label(self.model.params), "dllm_jax": about}
 
 
-def chosen(
-    preset: str | None, sampler: str | None, form: str | None, changes: Mapping[str, Any]
-) -> tuple[Preset, list[str]]:
-    """The preset of a name, or a setting of one's own, and what was changed in it.
-
-    Args:
-        sampler: as it is written, where there is no preset; without it likelihoods are scored alone.
-        form: of prompts; "raw" for a setting of one's own if nothing is said.
-        changes: fields of the preset, or options of its sampler.
-
-    Raises:
-        DllmError: for both a preset and a sampler, and as `evals.presets.find` and `modified`.
-    """
-    if preset is not None and sampler is not None:
-        raise DllmError("pass a preset or a sampler, not both; a preset's is changed by its options")
-    if preset is not None:
-        return presets.modified(presets.find(preset), **changes, **({} if form is None else {"form": form}))
-    own: dict[str, Any] = {"name": "own", "model": "", "task": "", "shots": None, "form": form or "raw"}
-    own |= {"kind": "likelihood"} if sampler is None else {"sampler": str(parse_sampler(sampler))}
-    return presets.modified(Preset(**own), **changes)[0], []
-
-
-def _whole(what: str, value: Any) -> int:
-    try:
-        return int(value)
-    except (TypeError, ValueError):
-        raise DllmError(f"{what} is {value!r}; it must be a whole number") from None
-
-
-def _key_data(draws: str) -> np.ndarray:
-    """[2] uint32 of hexadecimal digits."""
-    return np.asarray([int(draws[:8], 16), int(draws[8:16], 16)], np.uint32)
-
-
-def _repeats(requests: Sequence[Instance]) -> list[int]:
-    """Which repetition each request is: the harness sends the same object as often as it wants answers."""
-    seen = collections.Counter[int]()
-    found = []
-    for request in requests:
-        found.append(seen[id(request)])
-        seen[id(request)] += 1
-    return found
-
-
-def _slowest(lines: Sequence[Mapping[str, Any]]) -> float:
-    """The seconds of answers, by each number of processes those of the one that took longest."""
-    spent = collections.Counter[tuple[int, int]]()
-    for line in lines:
-        process, processes = line["share"]
-        spent[processes, process] += line["wall"]
-    return sum(max(spent[key] for key in spent if key[0] == number) for number in {number for number, _ in spent})
-
-
-def _document(request: Instance) -> tuple[Any, ...]:
-    return request.task_name, request.doc_id, digest(request.doc)
-
-
-def _plain(request: Instance) -> list[tuple[str, Any]]:
-    """The numbers and words among a request's options."""
-    return [(name, value) for name, value in request.args[1].items() if isinstance(value, (int, float, str))]
-
-
-def _name_of(requests: Sequence[Instance]) -> str:
-    """The first one's task."""
-    return f"task {requests[0].task_name}" if requests else "a task"
-
-
 @functools.cache
 def _commit() -> str | None:
-    """Of the library's checkout; None where it is no checkout."""
+    """The commit of the library's checkout; None outside a checkout."""
     checkout = Path(__file__).parents[2]
     if not (checkout / ".git").exists():
         return None

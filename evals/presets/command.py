@@ -15,7 +15,7 @@ from dllm_jax.errors import DllmError
 from evals import files
 from evals.presets import find
 from evals.presets.checks import check
-from evals.presets.preset import Preset, resolved, unfolded
+from evals.presets.preset import Preset, all_options, describe_preset
 from evals.presets.reading import read
 
 
@@ -41,7 +41,7 @@ def _presets(options: argparse.Namespace) -> None:
     if options.json:
         print(files.as_json([as_json(preset) for preset in matching(found.values(), options.pattern)]), end="")
     elif options.pattern in found:
-        print(resolved(found[options.pattern]))
+        print(describe_preset(found[options.pattern]))
     else:
         console(otherwise=200).print(table(matching(found.values(), options.pattern)))
 
@@ -69,8 +69,8 @@ def matching(presets: Any, pattern: str) -> list[Preset]:
 
 
 def as_json(preset: Preset) -> dict[str, Any]:
-    """All of a preset, its sampler unfolded."""
-    options = {} if preset.kind == "likelihood" else unfolded(preset.spec)
+    """All of a preset, its sampler all_options."""
+    options = {} if preset.kind == "likelihood" else all_options(preset.spec)
     return {**dataclasses.asdict(preset), "options": options, "hash": preset.hash}
 
 
@@ -92,6 +92,6 @@ def _sampled(preset: Preset) -> tuple[str, str]:
         return "-", f"likelihood {preset.samples}/{preset.mc_batch}" + f" cfg={preset.guidance:g}" * (
             preset.guidance > 0
         )
-    options, decides = unfolded(preset.spec), preset.spec.without("gen_length").without("block_length")
+    options, decides = all_options(preset.spec), preset.spec.without("gen_length").without("block_length")
     length, block = options["gen_length"], options.get("block_length")
     return f"{length}/{block or length}", str(decides)

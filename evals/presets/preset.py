@@ -25,7 +25,7 @@ GIVEN = ("verifier", "indicator")
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-    """A number that somebody published.
+    """A published number.
 
     Attributes:
         value: the score, in percent.
@@ -47,9 +47,9 @@ class Published:
 
     def __str__(self) -> str:
         counts = {"NFE": self.nfe, "tokens/forward": self.tpf, "tokens/s": self.tps}
-        told = [f"{value:g} {name}" for name, value in counts.items() if value is not None]
+        numbers = [f"{value:g} {name}" for name, value in counts.items() if value is not None]
         where = [self.hardware] if self.hardware and self.tps is not None else []
-        return ", ".join([f"{self.value:g} ({self.what})", *told, *where, *([self.source] if self.source else [])])
+        return ", ".join([f"{self.value:g} ({self.what})", *numbers, *where, *([self.source] if self.source else [])])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,14 +58,14 @@ class Preset:
 
     Attributes:
         name: family/model/task/variant, as far as there are several.
-        model: the published checkpoint that the numbers are of; told, never loaded.
+        model: the published checkpoint that the numbers are of; reported, never loaded.
         task: of lm-eval, or one of ours, "dllm_...".
         shots: examples in the prompt; None is the task's own number.
         form: "raw" text; a chat without examples ("chat0"), with examples and question in one turn ("chat1"), or with
             examples as turns ("chatN").
         bos: beginnings of sequence in front of the prompt, besides what a template writes.
         system: the system message of a chat; None is the template's own.
-        limit: the first so many problems (of each subtask) are asked; None asks all.
+        limit: the first N problems (of each subtask) are asked; None asks all.
         kind: whether answers are generated, or given ones scored.
         sampler: what generates, as a spec (`samplers.config.factory`); by default with no cache and in one block.
         max_prompt: longest prompt in tokens, cut on the left; None is what the model's context leaves.
@@ -75,7 +75,7 @@ class Preset:
         estimator: of likelihoods, see `samplers.score`.
         metrics: as lm-eval names them, "exact_match,strict-match".
         published: what is to be compared with.
-        warnings: why the numbers may not be met, with the issues that say so.
+        warnings: why the numbers may not be met, with the issues that report it.
         status: "A" is complete in code, "B" has one or two fields that were inferred, "C" more.
         source: where the settings stand.
 
@@ -131,10 +131,10 @@ class Preset:
     @property
     def hash(self) -> str:
         """Of everything that changes an answer: neither what is known of it nor how many are asked for."""
-        told = {name: getattr(self, name) for name in ("kind", *_PROMPT, *_OF_KIND[self.kind])}
+        settings = {name: getattr(self, name) for name in ("kind", *_PROMPT, *_OF_KIND[self.kind])}
         if self.kind == "generate":
-            told["sampler"] = unfolded(self.spec)
-        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+            settings["sampler"] = all_options(self.spec)
+        return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
 _PROMPT = ("task", "shots", "form", "bos", "system", "max_prompt")
@@ -144,16 +144,16 @@ _OF_KIND: Mapping[Kind, tuple[str, ...]] = {
 }
 
 
-def unfolded(sampler: SamplerSpec) -> dict[str, Any]:
-    """A sampler's name and all its options, those that were not written as they are by default."""
+def all_options(sampler: SamplerSpec) -> dict[str, Any]:
+    """A sampler's name and all its options, unset ones with their defaults."""
     settings = resolve(sampler.name, sampler.options, PLAIN)
-    said, kinds = dict(settings.options), kinds_of(settings)
-    if isinstance(smoothing := said.get("smoothing"), Smoothing):
+    given, kinds = dict(settings.options), kinds_of(settings)
+    if isinstance(smoothing := given.get("smoothing"), Smoothing):
         numbers = {f"smoothing_{name}": value for name, value in vars(smoothing).items()}
-        said = {**said, "smoothing": True, **numbers}
-    if not said.get("smoothing"):
+        given |= {"smoothing": True, **numbers}
+    if not given.get("smoothing"):
         kinds = {option: kind for option, kind in kinds.items() if not option.startswith("smoothing_")}
-    owned = {option: said.get(option, _usual(settings, option)) for option in kinds}
+    owned = {option: given.get(option, _usual(settings, option)) for option in kinds}
     return {"sampler": called(settings), **owned}
 
 
@@ -165,8 +165,8 @@ def _usual(settings: SamplerConfig, option: str) -> Any:
     return settings.options.get("gen_length") if option == "steps" else None
 
 
-def modified(preset: Preset, **changes: Any) -> tuple[Preset, list[str]]:
-    """The preset with other settings, and what was changed, such as "gen_length: 512 -> 256".
+def modify(preset: Preset, **changes: Any) -> tuple[Preset, list[str]]:
+    """The preset with other settings, and the changes, such as "gen_length: 512 -> 256".
 
     A verifier or an indicator, which a preset leaves to the user, is no change.
 
@@ -181,20 +181,20 @@ def modified(preset: Preset, **changes: Any) -> tuple[Preset, list[str]]:
     hints = typing.get_type_hints(Preset)
     texts = {name: spec.written(value) for name, value in own.items()}
     values = spec.converted(texts, {name: hints[name] for name in own}, preset.name)
-    told = [_told(name, getattr(preset, name), value) for name, value in values.items()]
+    made = [_change(name, getattr(preset, name), value) for name, value in values.items()]
     found = dataclasses.replace(preset, **values)
     options = {name: value for name, value in changes.items() if name not in own}
     if options and preset.kind == "likelihood":
         raise DllmError(f"{preset.name} has no setting {next(iter(options))!r}; it has {', '.join(fields)}")
     if preset.kind == "generate":
-        before = unfolded(found.spec)
-        found = dataclasses.replace(found, sampler=_respecified(found, options)) if options else found
-        after = unfolded(found.spec)
-        told += [_told(name, before.get(name), after[name]) for name in options if name not in GIVEN]
-    return found, [change for change in told if change]
+        before = all_options(found.spec)
+        found = dataclasses.replace(found, sampler=_with_options(found, options)) if options else found
+        after = all_options(found.spec)
+        made += [_change(name, before.get(name), after[name]) for name in options if name not in GIVEN]
+    return found, [change for change in made if change]
 
 
-def _respecified(preset: Preset, options: Mapping[str, Any]) -> str:
+def _with_options(preset: Preset, options: Mapping[str, Any]) -> str:
     texts = {name: spec.written(value) for name, value in options.items()}
     for name, text in texts.items():
         if set(text) & set(",|@"):
@@ -205,33 +205,33 @@ def _respecified(preset: Preset, options: Mapping[str, Any]) -> str:
         raise DllmError(f"{preset.name}: {error}") from None
 
 
-def _told(name: str, old: Any, new: Any) -> str:
+def _change(name: str, old: Any, new: Any) -> str:
     return "" if old == new else f"{name}: {spec.written(old)} -> {spec.written(new)}"
 
 
-def resolved(preset: Preset) -> str:
-    """The whole preset, one setting a line: what is run, then what is known of it."""
+def describe_preset(preset: Preset) -> str:
+    """The whole preset, one setting a line: what is run, then what is published."""
     shown = [
         name for name in ("kind", *_PROMPT, "limit", *_OF_KIND[preset.kind]) if preset.form != "raw" or name != "system"
     ]
     rows = [("preset", preset.name), ("model", preset.model)]
-    rows += [(name, _written(name, getattr(preset, name))) for name in shown if name != "sampler"]
+    rows += [(name, _text_of(name, getattr(preset, name))) for name in shown if name != "sampler"]
     if preset.kind == "generate":
-        options = unfolded(preset.spec)
+        options = all_options(preset.spec)
         rows += [("sampler", options.pop("sampler"))]
-        rows += [(f"  {name}", _written(name, value)) for name, value in options.items()]
-    rows += _listed("metric", preset.metrics) + _listed("published", preset.published)
+        rows += [(f"  {name}", _text_of(name, value)) for name, value in options.items()]
+    rows += _lines_of("metric", preset.metrics) + _lines_of("published", preset.published)
     rows += [("status", f"{preset.status}, {preset.source}" if preset.source else preset.status), ("hash", preset.hash)]
-    rows += _listed("warning", preset.warnings)
+    rows += _lines_of("warning", preset.warnings)
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:{width}}  {value}" for name, value in rows)
 
 
-def _listed(name: str, values: Sequence[Any]) -> list[tuple[str, str]]:
+def _lines_of(name: str, values: Sequence[Any]) -> list[tuple[str, str]]:
     return [(name, str(value)) for value in values]
 
 
-def _written(name: str, value: Any) -> str:
+def _text_of(name: str, value: Any) -> str:
     if value is None:
         return _UNSET.get(name, "none")
     return spec.written(value)

@@ -1,4 +1,4 @@
-"""Our scores beside the published ones."""
+"""Our scores next to the published ones."""
 
 import dataclasses
 import math
@@ -20,8 +20,8 @@ ERRORS, POINTS = 2.0, 1.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """One of our scores beside one published number.
+class ScoreRow:
+    """One of our scores and one published number.
 
     Attributes:
         metric: as lm-eval names it.
@@ -29,8 +29,8 @@ class Row:
         stderr: its standard error in points: lm-eval's, and by Wilson's interval where it gives none, or 0; None where
             the number of problems is not known either, which then counts as 0.
         published: what it is compared with; None for a metric of which nothing is published.
-        told: "within", "below by 3.2", "above by 3.2" (points); "modified" or "limited to 20" where the run is not the
-            preset's and so is not judged; "" where there is nothing to compare.
+        told: "within", "below by 3.2", "above by 3.2" (points); "modified" or "limited to 20" if the run is not the
+            preset's, which is then not judged; "" where there is nothing to compare.
     """
 
     metric: str
@@ -42,11 +42,11 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Our scores beside the published ones.
+    """Our scores and the published ones.
 
     Attributes:
         preset: what was run, changes and all.
-        changes: what of it is not as published, see `modified`.
+        changes: what of it is not as published, see `modify`.
         model: what was run, where that is known.
         rows: for each metric one per published number.
         warnings: the preset's, and one where another model than the published was run.
@@ -55,15 +55,15 @@ class Comparison:
     preset: Preset
     changes: tuple[str, ...]
     model: str
-    rows: tuple[Row, ...]
+    rows: tuple[ScoreRow, ...]
     warnings: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
         """Everything, as JSON takes it."""
-        told = {"preset": self.preset.name, "hash": self.preset.hash, "status": self.preset.status}
-        told |= {"published_model": self.preset.model, "model": self.model, "source": self.preset.source}
+        about = {"preset": self.preset.name, "hash": self.preset.hash, "status": self.preset.status}
+        about |= {"published_model": self.preset.model, "model": self.model, "source": self.preset.source}
         rows = [dataclasses.asdict(row) for row in self.rows]
-        return {**told, "changes": list(self.changes), "rows": rows, "warnings": list(self.warnings)}
+        return {**about, "changes": list(self.changes), "rows": rows, "warnings": list(self.warnings)}
 
     def table(self) -> Table:
         """The rows as a table of rich; changes and warnings stand below it."""
@@ -93,7 +93,7 @@ def comparison(
         preset: what was run.
         results: what `lm_eval.simple_evaluate` returns, with `results["results"][task]["exact_match,none"]` and
             `"exact_match_stderr,none"` as shares of 1; without its "n-samples" the published error counts as ours.
-        changes: what `modified` said was changed.
+        changes: what `modify` said was changed.
         model: what was run; None leaves that out.
 
     Raises:
@@ -105,26 +105,26 @@ def comparison(
     numbers, unjudged, n = tasks[preset.task], _unjudged(preset, changes), _problems(results, preset.task)
     rows = []
     for metric in preset.metrics:
-        name, _, which = metric.partition(",")
-        ours, error = _percent(numbers.get(metric)), _percent(numbers.get(f"{name}_stderr,{which}"))
+        metric_name, _, which = metric.partition(",")
+        ours, error = _percent(numbers.get(metric)), _percent(numbers.get(f"{metric_name}_stderr,{which}"))
         error = error or (error if ours is None else _error_of(ours, n, error))
         found = [number for number in preset.published if number.metric in ("", metric)]
         for number in found:
             apart = math.hypot(error or 0.0, _error_of(number.value, n, error) or 0.0)
-            rows.append(Row(metric, ours, error, number, unjudged or _told(ours, apart, number.value)))
-        rows += [] if found else [Row(metric, ours, error, None, unjudged)]
+            rows.append(ScoreRow(metric, ours, error, number, unjudged or _judge(ours, apart, number.value)))
+        rows += [] if found else [ScoreRow(metric, ours, error, None, unjudged)]
     other = [] if model is None else other_model(preset, model)
-    called = "" if model is None else model.name
-    return Comparison(preset, tuple(changes), called, tuple(rows), (*other, *preset.warnings))
+    name = "" if model is None else model.name
+    return Comparison(preset, tuple(changes), name, tuple(rows), (*other, *preset.warnings))
 
 
 def other_model(preset: Preset, model: Model) -> list[str]:
-    """A sentence where a model plainly is not the one that a preset's numbers are of; base and instruct models are told
-    apart by their names alone."""
+    """A sentence where a model plainly is not the one that a preset's numbers are of; base and instruct models differ
+    in their names alone."""
     wanted, found = config_of(preset), model.config
     of = f"the published numbers are of {preset.model}"
     if wanted is not None and _size(wanted) != _size(found):
-        return [f"{of} ({_described(wanted)}), and {model.name} is {_described(found)}"]
+        return [f"{of} ({_describe_model(wanted)}), and {model.name} is {_describe_model(found)}"]
     kinds = [kind for kind in ("base", "instruct") if kind in preset.model.lower() and kind not in model.name.lower()]
     others = [kind for kind in ("base", "instruct") if kind in model.name.lower() and kind not in preset.model.lower()]
     return [f"{of}, and {model.name} calls itself {others[0]}"] if kinds and others else []
@@ -134,7 +134,7 @@ def _size(config: ModelConfig) -> tuple[str | int, ...]:
     return config.family, config.num_layers, config.embed_dim, config.vocab_size
 
 
-def _described(config: ModelConfig) -> str:
+def _describe_model(config: ModelConfig) -> str:
     return f"{config.family}, {config.num_layers} layers of {config.embed_dim}, {config.vocab_size} tokens"
 
 
@@ -163,7 +163,7 @@ def _error_of(score: float, n: int, otherwise: float | None) -> float | None:
     return 100 * stderr.of_share(score / 100, n) if n and 0 <= score <= 100 else otherwise
 
 
-def _told(ours: float | None, error: float, published: float) -> str:
+def _judge(ours: float | None, error: float, published: float) -> str:
     if ours is None:
         return "not measured"
     apart = ours - published
