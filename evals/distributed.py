@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
-from dllm_jax.parallel.multihost import Channel
-from samplers.cli.outputs import Share, joined
+from dllm_jax.parallel import multihost
 
 T = TypeVar("T")
 
@@ -25,25 +24,26 @@ class Processes:
     All have to gather equally often, in the same order.
 
     Attributes:
-        share: which of them this is.
+        index: which of them this is.
+        count: how many there are.
     """
 
-    def __init__(self, share: Share) -> None:
-        self.share = share
-        self._channel = Channel("evals", *share)
+    def __init__(self, index: int = 0, count: int = 1) -> None:
+        self.index, self.count = index, count
+        self._channel = multihost.Channel("evals", index, count)
 
     @property
     def first(self) -> bool:
         """Whether this one prints and writes."""
-        return self.share.process == 0
+        return self.index == 0
 
     def mine(self, items: Sequence[T]) -> Sequence[T]:
         """This one's part of what all share."""
-        return items[self.share.process :: self.share.processes]
+        return items[self.index :: self.count]
 
     def most(self, total: int) -> int:
         """Of so many items, the most that a process has."""
-        return -(-total // self.share.processes)
+        return -(-total // self.count)
 
     def each(self, items: Sequence[T], work: Callable[[Sequence[T]], Sequence[Any]]) -> list[Any]:
         """What `work` makes of each item, as JSON takes it, in their order; every process works on its part alone.
@@ -53,7 +53,7 @@ class Processes:
         """
         found: list[Any] = [None] * len(items)
         for process, part in enumerate(self.gather(list(work(self.mine(items))))):
-            found[process :: self.share.processes] = part
+            found[process :: self.count] = part
         return found
 
     def gather(self, own: Any) -> list[Any]:
@@ -63,7 +63,7 @@ class Processes:
             DllmError: the sentence of a process that failed.
         """
         waiting = Console(stderr=True).status("waiting for the other processes", spinner="line")
-        with waiting if self.share.processes > 1 else contextlib.nullcontext():
+        with waiting if self.count > 1 else contextlib.nullcontext():
             return self._channel.gather(own)
 
     def fail(self, error: BaseException) -> None:
@@ -71,7 +71,7 @@ class Processes:
         self._channel.fail(error)
 
 
-ALONE = Processes(Share())
+ALONE = Processes()
 _MET = contextvars.ContextVar("the processes that have met", default=ALONE)
 
 
@@ -82,18 +82,20 @@ def met() -> Processes:
 
 @contextlib.contextmanager
 def meeting(where: str | None) -> Iterator[Processes]:
-    """The processes of a command: alone for None, else those that meet as `samplers.cli.outputs.joined` says.
+    """The processes of a command: alone for None, else those that `multihost.join` meets.
 
+    Each reads, computes and writes for itself; one that ends waits for the others, which need the coordinator.
     The first one prints, the others keep silent but for errors. One that fails tells the others, which then end with
     its sentence when they have done their part.
 
     Raises:
-        DllmError: as `joined`.
+        DllmError: as `multihost.join`.
     """
     if where is None:
         yield ALONE
         return
-    processes = Processes(joined(where))
+    multihost.join(where, shutdown_timeout=multihost.MONTH)
+    processes = Processes(multihost.index(), multihost.count())
     token = _MET.set(processes)
     silent = contextlib.nullcontext() if processes.first else contextlib.redirect_stdout(io.StringIO())
     with silent:

@@ -19,7 +19,6 @@ import argparse
 import collections
 import dataclasses
 import hashlib
-import json
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from typing import Any, Literal
 
 from dllm_jax import Model
 from dllm_jax.errors import DllmError
+from dllm_jax.json_lines import JsonLines
 from dllm_jax.params.quantized import dtype_label
 from dllm_jax.storage import write_file
 from evals import files, flags, plots
@@ -38,7 +38,6 @@ from evals.paired_test import Pairs, at_least, at_most, best_bet, log_wealth, ne
 from evals.runner import check_count, prepare, run, surroundings
 from evals.sampler import SamplerSpec, all_samplers, parse_sampler, parse_samplers, read_grid
 from evals.tasks import Example, Task, make_task
-from samplers.cli.outputs import Output
 from samplers.engine.program import numbers_of, program_of
 from samplers.engine.runner import Engines
 
@@ -336,7 +335,7 @@ class Scorer:
         self._how: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "progress": progress}
         self._engines, self._drawn = Engines(), dict[Any, Mapping[str, list[Example]]]()
         self._entries = dict[tuple[str, str], list[Mapping[str, Any]]]()
-        self._output: Output | None = None
+        self._output: JsonLines | None = None
         self._settings: Mapping[str, Any] = {}
         self.goal = goal
         different = dict[Any, tuple[SamplerSpec, Any]]()  # with what was built, as keys are of things that are there
@@ -360,18 +359,17 @@ class Scorer:
         )
         self._record.check(task, self._held_out)
 
-    def keep(self, output: Output, settings: Mapping[str, Any]) -> None:
+    def keep(self, output: JsonLines, settings: Mapping[str, Any]) -> None:
         """Takes the outcomes of a file, and writes further ones there.
 
         Raises:
             DllmError: when it was made with other settings, or another process writes it.
         """
         output.compare(settings)
-        lines = output.path.read_bytes().splitlines()[: output.done] if output.done else []
+        entries = list(output.entries())
         output.begin()
         self._output, self._settings = output, settings
-        for line in lines:
-            entry = json.loads(line)
+        for entry in entries:
             self._entries.setdefault((entry["sampler"], entry["split"]), []).append(entry)
 
     def __call__(self, sampler: SamplerSpec, split: str, n: int) -> Outcomes:
@@ -506,7 +504,7 @@ def _tune(options: argparse.Namespace) -> None:
     names = ("model", "dtype", "quantize", "task", "reference", "seed")
     settings = {name: getattr(options, name) for name in names} | dataclasses.asdict(scorer.goal)
     settings |= {"samplers": _digest(scorer.samplers), "problems": scorer.problems}
-    with Output(folder / "outcomes.jsonl") as output:
+    with JsonLines(folder / "outcomes.jsonl") as output:
         scorer.keep(output, settings)
         about, told = {**settings, **surroundings(models.of(reference))}, 0
         for found in tune(scorer, reference, scorer.samplers, scorer.goal):

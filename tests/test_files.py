@@ -18,14 +18,11 @@ import pytest
 import samplers
 from dllm_jax import DllmError
 from dllm_jax.cli import progress_bars
-from samplers.cli import lines as lines_module
-from samplers.cli import outputs
+from dllm_jax.json_lines import JsonLines
 from samplers.cli import sample as cli
-from samplers.cli.lines import WRITTEN, LineFile, Room
-from samplers.cli.outputs import Output, Share, check_parts, merge, part_of
+from samplers.cli.batch_files import WRITTEN, LineRequests
 from samplers.cli.report import answer_json, speed_json
-from samplers.config.factory import settings_for
-from samplers.config.registry import options_of
+from samplers.text.prompt_files import Line, Needs, PromptFile, prompt_of, read_prompts
 
 SHAPE = {"gen_length": 16, "block_length": 8}
 FLAGS = ("--gen-length", "16", "--block-length", "8", "--batch-size", "3")
@@ -125,7 +122,7 @@ BAD = {
     '{"prompt": "a", "options": {"threshold": "0.5"}}': "threshold is '0.5'; options of a line are numbers",
     '{"prompt": "a", "options": {"threshold": null}}': "threshold is None; options of a line are numbers",
     '{"prompt": "a", "options": {"block_length": 4}}': "would make another program; pass it as a flag, for all lines",
-    '{"prompt": "a", "options": {"seed": 1}}': '"seed" stands beside "options", not in them',
+    '{"prompt": "a", "options": {"seed": 1}}': '"seed" is a key of the line, not of "options"',
     '{"prompt": "a", "options": {"key": 1}}': "sampler threshold has no option 'key'",
     '{"prompt": "a", "options": 5}': "options are an object",
     '{"prompt": "a", "gen_length": 17}': "gen_length 17 exceeds --gen-length 16; ask for less",
@@ -188,11 +185,11 @@ def test_an_interrupt_says_what_is_there(run, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         append(self, entry)
 
-    append = outputs.Output.append
-    monkeypatch.setattr(outputs.Output, "append", interrupted)
+    append = JsonLines.append
+    monkeypatch.setattr(JsonLines, "append", interrupted)
     path, out = write(tmp_path / "in.jsonl", *({"prompt": prompt} for prompt in PROMPTS[:3])), tmp_path / "out.jsonl"
     status, _, err = run("--prompts", path, "--out", out)
-    assert (status, err) == (130, f"interrupted; 2 lines answered in {out}; the same command goes on behind them\n")
+    assert (status, err) == (130, f"interrupted; 2 lines answered in {out}; the same command resumes\n")
 
 
 def test_where_nobody_watches_a_word_is_said_now_and_then(run, tmp_path, monkeypatch):
@@ -220,8 +217,15 @@ def unloaded(monkeypatch):
         (["--prompts", "IN", "--out", "FOLDER"], "is no regular file; choose another --out"),
         (["--prompts", "IN", "--out", "NOTES"], "notes holds something else than answers; choose another --out"),
         (["--prompts", "IN", "--out", "TORN"], "torn holds something else than answers; choose another --out"),
-        (["--prompts", "IN", "--out", "PART"], "is of a run by 3 processes; go on with as many"),
-        (["--prompts", "IN", "--distributed"], "--distributed answers a file by several processes; pass --prompts"),
+        (
+            ["--prompts", "IN", "--distributed"],
+            "--distributed answers a part of a file; pass --prompts",
+        ),
+        (["a", "--shard", "0/2"], "--shard answers a part of a file; pass --prompts FILE --out FILE"),
+        (["--prompts", "-", "--out", "OUT", "--shard", "0/2"], "--shard needs a regular file as --prompts"),
+        (["--prompts", "IN", "--out", "OUT", "--shard", "2/2"], "--shard 2/2: write I/N, with I from 0 to N - 1"),
+        (["--prompts", "IN", "--out", "OUT", "--shard", "1"], "--shard 1: write I/N"),
+        (["--prompts", "IN", "--out", "OUT", "--shard", "0/2", "--distributed"], "--shard has no effect with"),
         (["--prompts", "-", "--out", "OUT", "--distributed"], "--distributed needs a regular file as --prompts"),
         (
             ["--prompts", "IN", "--out", "OUT", "--distributed", "a:1,2,2"],
@@ -235,24 +239,11 @@ def test_mistakes_come_before_the_model(run, tmp_path, unloaded, arguments, sent
     write(tmp_path / "in.jsonl", {"prompt": "a"})
     (tmp_path / "notes").write_text("dear diary\n")
     (tmp_path / "torn").write_text("dear diary")
-    (tmp_path / "split.part-1-of-3").touch()
-    names = {"IN": "in.jsonl", "OUT": "out.jsonl", "FOLDER": "", "NOTES": "notes", "TORN": "torn", "PART": "split"}
+    names = {"IN": "in.jsonl", "OUT": "out.jsonl", "FOLDER": "", "NOTES": "notes", "TORN": "torn"}
     before = sorted(tmp_path.iterdir())
     status, out, err = run(*[tmp_path / names[word] if word in names else word for word in arguments], flags=())
     assert (status, out) == (2, "") and err.startswith("error: ") and sentence in err and err.count("\n") == 1
     assert sorted(tmp_path.iterdir()) == before and (tmp_path / "torn").read_text() == "dear diary"
-
-
-def test_another_file_is_not_gone_on_with(run, tmp_path, unloaded):
-    settings = {"model": "x"}
-    out = write(tmp_path / "out.jsonl", {"prompt": "b", "line": 1, "settings": settings})
-    source = LineFile(str(write(tmp_path / "in.jsonl", {"prompt": "a"}, {"prompt": "c"})))
-    from samplers.cli.batch_files import _behind
-
-    with pytest.raises(DllmError, match="line 1 of .* is not the answer to line 1 of"):
-        _behind(source, Output(out), Share())
-    with pytest.raises(DllmError, match='was made with model "x", not "y"; choose another --out'):
-        Output(out).compare({"model": "y", "device": "z"})
 
 
 CHANGES = {
@@ -262,36 +253,26 @@ CHANGES = {
     "a truth for a number": (0, {"prompt": "a", "id": True}),
     "no JSON any more": (1, "{"),
     "blank": (1, ""),
+    "a line less": (2, ""),
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_every_line_that_is_kept_answers_its_line(tmp_path, change):
-    """Not the last one alone; of one process, and of parts."""
-    from samplers.cli.batch_files import _behind
-
-    asked = [{"prompt": prompt, "id": number} for number, prompt in enumerate("abc", start=1)]
-    told = [{**entry, "line": number, "settings": {}} for number, entry in enumerate(asked, start=1)]
-    out, path = write(tmp_path / "out.jsonl", *told), write(tmp_path / "in.jsonl", *asked)
-    assert list(_behind(LineFile(str(path)), Output(out), Share())) == []
-    place, entry = CHANGES[change]
-    write(path, *(entry if number == place else one for number, one in enumerate(asked)))
-    with pytest.raises(DllmError, match=f"line {place + 1} of .* is not the answer"):
-        _behind(LineFile(str(path)), Output(out), Share())
-    write(out, *told[place::2])
-    with pytest.raises(DllmError, match="line 1 of .* is not the answer"):
-        _behind(LineFile(str(path)), Output(out), Share(place, 2))
-
-
-def test_a_torn_line_amid_the_output_is_not_kept(tmp_path):
-    from samplers.cli.batch_files import _behind
-
-    asked = [{"prompt": prompt} for prompt in "abc"]
-    told = [{**entry, "line": number, "settings": {}} for number, entry in enumerate(asked, start=1)]
-    source = LineFile(str(write(tmp_path / "in.jsonl", *asked)))
-    out = write(tmp_path / "out.jsonl", told[0], '{"prompt": "b", "li', told[2])
-    with pytest.raises(DllmError, match="line 2 of .* is not the answer to line 2"):
-        _behind(source, Output(out), Share())
+def test_every_line_that_is_kept_answers_its_line(run, tmp_path, monkeypatch):
+    """Not the last one alone; else nothing is loaded or written."""
+    entries = [{"prompt": prompt, "id": number} for number, prompt in enumerate("abc", start=1)]
+    path, out = write(tmp_path / "in.jsonl", *entries), tmp_path / "out.jsonl"
+    assert run("--prompts", path, "--out", out)[0] == 0
+    whole = out.read_text()
+    monkeypatch.setattr(cli.dllm_jax, "load", pytest.fail)
+    for name, (place, entry) in CHANGES.items():
+        write(path, *(entry if number == place else one for number, one in enumerate(entries)))
+        status, _, err = run("--prompts", path, "--out", out)
+        assert (status, err.count("\n")) == (2, 1) and f"line {place + 1} of {out} is not the answer" in err, name
+        assert out.read_text() == whole
+    write(path, *entries)
+    lines = whole.splitlines()
+    write(out, lines[0], '{"prompt": "b", "li', lines[2])
+    assert f"line 2 of {out} is not the answer to line 2" in run("--prompts", path, "--out", out)[2]
 
 
 @pytest.mark.parametrize("stop", ["\ud800", "\udcff"])  # the second is how a shell's \xff arrives
@@ -302,15 +283,11 @@ def test_a_stop_that_is_no_text_is_one_sentence(run, tmp_path, unloaded, stop):
         assert (status, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1 and "stop" in err
 
 
-def test_options_that_a_line_may_have_are_told_in_one_order(llada_tiny):
-    """Not in that of a set, which differs from run to run."""
-    desk = lines_module.Desk(llada_tiny, Room(1, False), sampler="threshold", **SHAPE)
-    with pytest.raises(DllmError) as refused:
-        desk.request(lines_module.Line(0, 1, b""), {"prompt": "a", "options": {"qqqqqq": 1}})
-    known = [
-        name for name in options_of(settings_for(llada_tiny, "threshold", SHAPE)) if name not in lines_module._SAID
-    ]
-    assert ", ".join(known) in str(refused.value)
+def test_an_unknown_option_of_a_line_names_the_known_ones(llada_tiny):
+    """In one order: that of a set differs from run to run."""
+    requests = LineRequests(llada_tiny, Needs(1, False), sampler="threshold", **SHAPE)
+    with pytest.raises(DllmError, match="qqqqqq.*threshold, temperature.*|qqqqqq.*temperature.*threshold"):
+        requests.request(Line(0, 1, b""), {"prompt": "a", "options": {"qqqqqq": 1}})
 
 
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -327,19 +304,19 @@ CHAT = [{"role": "user", "content": "Hi"}]
 )
 def test_what_files_have(tmp_path, name, text, wanted):
     (tmp_path / name).write_text(text, encoding="utf-8", newline="")
-    source = LineFile(str(tmp_path / name))
-    assert source.room() == Room(len(wanted), False)
+    source = PromptFile(str(tmp_path / name))
+    assert source.needs() == Needs(len(wanted), False)
     found = list(source.lines())
-    assert [(line.number, lines_module.prompt_of(source.own(line))) for line in found] == wanted
+    assert [(line.number, prompt_of(source.entry(line))) for line in found] == wanted
     assert [line.row for line in found] == list(range(len(wanted)))
-    assert lines_module.prompts_of(str(tmp_path / name)) == [prompt for _, prompt in wanted]
+    assert read_prompts(str(tmp_path / name)) == [prompt for _, prompt in wanted]
 
 
 def test_room_is_left_for_what_lines_bring(tmp_path):
-    room = lambda *entries: LineFile(str(write(tmp_path / "in.jsonl", *entries))).room()
+    room = lambda *entries: PromptFile(str(write(tmp_path / "in.jsonl", *entries))).needs()
     plain = {"prompt": "a"}
-    assert room(plain, {**plain, "options": {"threshold": 1}}) == Room(2, False)
-    assert room(plain, {**plain, "options": {"top_k": 1}}, "broken") == Room(3, True)
+    assert room(plain, {**plain, "options": {"threshold": 1}}) == Needs(2, False)
+    assert room(plain, {**plain, "options": {"top_k": 1}}, "broken") == Needs(3, True)
 
 
 def test_a_pipe_is_read_as_it_comes(run, monkeypatch, llada_tiny):
@@ -349,7 +326,7 @@ def test_a_pipe_is_read_as_it_comes(run, monkeypatch, llada_tiny):
     wanted = samplers.generate(llada_tiny, PROMPTS[:2], **SHAPE)
     status, out, err = run("--prompts", "-")
     assert (status, out) == (2, "".join(f"--- {n}\n{answer.text}\n" for n, answer in enumerate(wanted, 1)))
-    assert "error: line 3: temperature would make another program; of a pipe the first line says" in err
+    assert "error: line 3: temperature would make another program; the first line of a pipe decides" in err
 
 
 def test_every_key_of_an_answer_is_refused_in_a_line():
@@ -358,7 +335,7 @@ def test_every_key_of_an_answer_is_refused_in_a_line():
 
 
 def test_memory_does_not_grow_with_the_file(monkeypatch):
-    """A line without end is cut, and the lines of a pipe are looked at one by one."""
+    """A line without end is refused, and the lines of a pipe are read one by one."""
 
     class Endless(io.RawIOBase):
         left, seen = 40 * 2**20, 0
@@ -376,61 +353,41 @@ def test_memory_does_not_grow_with_the_file(monkeypatch):
 
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BufferedReader(Endless())))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    source = LineFile("-")
-    (line,) = source.lines()
-    with pytest.raises(DllmError, match="longer than 16 MiB; is this a file of prompts"):
-        source.own(line)
+    with pytest.raises(DllmError, match="line 1: longer than 16 MiB"):
+        PromptFile("-")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 70 * 1024
 
 
-def settled(path, *numbers):
+def write_answers(path, *numbers):
     for number in numbers:
-        with Output(path) as output:
+        with JsonLines(path) as output:
             output.begin()
             output.append({"line": number, "settings": {}})
 
 
-def test_a_full_disk_leaves_whole_lines(tmp_path, monkeypatch):
+def test_a_full_disk_leaves_whole_lines(tmp_path):
     path = tmp_path / "out.jsonl"
-    settled(path, 1)
-    real = os.write
-
-    def full(file, data):
-        if len(data) < 10:
-            raise OSError(28, "No space left on device")
-        return real(file, data[: len(data) - 9])
-
-    with Output(path) as output:
+    write_answers(path, 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with JsonLines(path) as output:
         output.begin()
-        monkeypatch.setattr(outputs.os, "write", full)
-        with pytest.raises(DllmError, match=r"could not be written \(No space left on device\); what is there stays"):
-            output.append({"line": 2, "settings": {}})
-        monkeypatch.undo()
-    assert (Output(path).done, path.read_bytes()[-1:]) == (1, b"\n")
-    settled(path, 2)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 9, limits[1]))
+        try:
+            with pytest.raises(DllmError, match=path.name):
+                output.append({"line": 2, "settings": {}})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert JsonLines(path).done == 1
+    write_answers(path, 2)
     assert [line["line"] for line in read(path)] == [1, 2]
 
 
 def test_a_file_belongs_to_one_process_at_a_time(tmp_path):
     path = tmp_path / "out.jsonl"
-    with Output(path) as one, Output(path) as other:
+    with JsonLines(path) as one, JsonLines(path) as other:
         one.begin()
         with pytest.raises(DllmError, match="another process writes .*; wait for it"):
             other.begin()
-
-
-@pytest.mark.parametrize("total", [1, 4, 5])
-def test_parts_are_put_together_by_whoever_is_last(tmp_path, total):
-    out = tmp_path / "out.jsonl"
-    shares = [Share(process, 3) for process in range(3)]
-    for share in reversed(shares):
-        assert not merge(out, share, total)
-        settled(part_of(out, share), *range(share.process, total, 3))
-    with pytest.raises(DllmError, match="is of a run by 3 processes"):
-        check_parts(out, Share(0, 2))
-    assert merge(out, shares[1], total) and merge(out, shares[0], total)
-    assert [line["line"] for line in read(out)] == list(range(total))
-    assert list(tmp_path.iterdir()) == [out]
 
 
 def started(llada_tiny, *arguments, **environment):
@@ -473,30 +430,32 @@ def test_killed_at_any_moment(run, tmp_path, llada_tiny, long_file):
     assert read(out) == read(whole) and len(read(out)) == 80
 
 
-def test_two_processes_one_of_which_is_killed(run, tmp_path, llada_tiny, long_file):
+def test_shards_are_concatenated(run, tmp_path, long_file):
     whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
-    assert started(llada_tiny, "--prompts", long_file, "--out", whole).wait() == 0
-
-    def pair():
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{free.getsockname()[1]}"
-        shared = ("--prompts", long_file, "--out", out, "--distributed")
-        return [started(llada_tiny, *shared, f"{address},2,{i}", JAX_NUM_CPU_DEVICES="2") for i in range(2)]
-
-    first = pair()
-    grown(part_of(out, Share(0, 2)), 5, first[0])
-    first[0].kill()  # the coordinator, whose death ends the other sooner or later
-    time.sleep(0.5)
-    first[1].kill()
-    for process in first:
-        process.communicate()
-    assert 5 <= lines_of(part_of(out, Share(0, 2))) < 40 and not out.exists()
-    second = pair()
-    told = [process.communicate(timeout=200)[1] for process in second]
-    assert [process.returncode for process in second] == [0, 0], told
+    drawn = ("--temperature", "0.7")
+    assert run("--prompts", long_file, "--out", whole, *drawn)[0] == 0
+    for index in range(3):
+        assert run("--prompts", long_file, "--out", out, "--shard", f"{index}/3", *drawn)[0] == 0
+    parts = sorted(tmp_path.glob("out.jsonl-*-of-00003"))
+    assert [lines_of(part) for part in parts] == [26, 27, 27] and not out.exists()
+    out.write_text("".join(part.read_text() for part in parts))
     without_logprobs = lambda path: [line | {"logprobs": None, "room": None} for line in read(path)]
     assert without_logprobs(out) == without_logprobs(whole)
-    third = pair()
-    told = [process.communicate(timeout=200)[1] for process in third]
-    assert all("is complete" in text for text in told) and list(tmp_path.glob("*part*")) == []
+    parts[1].write_text(parts[1].read_text()[:-20])
+    before = parts[0].read_bytes()
+    for index in range(3):
+        assert run("--prompts", long_file, "--out", out, "--shard", f"{index}/3", *drawn)[0] == 0
+    assert [lines_of(part) for part in parts] == [26, 27, 27] and parts[0].read_bytes() == before
+
+
+def test_processes_that_meet_answer_a_shard_each(tmp_path, llada_tiny):
+    path, out = write(tmp_path / "in.jsonl", *({"prompt": prompt} for prompt in PROMPTS)), tmp_path / "out.jsonl"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    flags = ("--prompts", path, "--out", out, "--distributed")
+    processes = [started(llada_tiny, *flags, f"{address},2,{i}", JAX_NUM_CPU_DEVICES="2") for i in range(2)]
+    told = [process.communicate(timeout=200)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], told
+    found = [line["prompt"] for part in sorted(tmp_path.glob("out.jsonl-*")) for line in read(part)]
+    assert found == PROMPTS

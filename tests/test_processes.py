@@ -18,7 +18,6 @@ from dllm_jax.parallel import multihost
 from evals import distributed as processes_module
 from evals.__main__ import main
 from evals.distributed import ALONE, Processes, meeting
-from samplers.cli.outputs import Share
 
 pytest.importorskip("lm_eval")
 
@@ -65,7 +64,7 @@ def together(monkeypatch):
         monkeypatch.setattr(multihost, "coordinator", lambda: coordinator)
 
         def one(process):
-            mine = Processes(Share(process, count))
+            mine = Processes(process, count)
             try:
                 return work(mine)
             except DllmError as error:
@@ -79,16 +78,16 @@ def together(monkeypatch):
 
 
 def test_everything_is_gathered_in_order(together):
-    work = lambda mine: [mine.gather([mine.share.process, "ä"]), mine.gather(list(mine.mine(range(5))))]
+    work = lambda mine: [mine.gather([mine.index, "ä"]), mine.gather(list(mine.mine(range(5))))]
     assert together(work, 3) == [[[[0, "ä"], [1, "ä"], [2, "ä"]], [[0, 3], [1, 4], [2]]]] * 3
     assert ALONE.gather({"a": 1}) == [{"a": 1}] and ALONE.mine("abc") == "abc" and ALONE.first
-    assert Processes(Share(1, 3)).most(7) == 3 and not Processes(Share(1, 3)).first
+    assert Processes(1, 3).most(7) == 3 and not Processes(1, 3).first
 
 
 def test_all_end_with_the_sentence_of_one(together):
     def work(mine):
         mine.gather(0)
-        if mine.share.process == 1:
+        if mine.index == 1:
             raise DllmError("the disk is full")
         return mine.gather(1)
 
@@ -97,11 +96,13 @@ def test_all_end_with_the_sentence_of_one(together):
 
 
 def test_others_than_the_first_keep_silent(monkeypatch, capsys):
+    monkeypatch.setattr(multihost, "join", lambda *_, **__: None)
+    monkeypatch.setattr(multihost, "count", lambda: 2)
     for process in (0, 1):
-        monkeypatch.setattr(processes_module, "joined", lambda where, process=process: Share(process, 2))
+        monkeypatch.setattr(multihost, "index", lambda process=process: process)
         with meeting("host:1,2,0") as found:
             assert processes_module.met() is found
-            print(f"I am {found.share.process}")
+            print(f"I am {found.index}")
         assert processes_module.met() is ALONE
     assert capsys.readouterr().out == "I am 0\n"
 
@@ -172,7 +173,7 @@ def test_texts_are_shared_and_go_on(together, llada_tiny, tmp_path, ran):
     assert len(set(whole[0])) == 7 and whole[1]["texts"] == 7
     ran.clear()
     assert together(work) == [whole, whole] and len(ran) == 7
-    parts = sorted(tmp_path.iterdir())
+    parts = sorted(tmp_path.glob("*.part-*"))
     assert [path.name.partition(".jsonl")[2] for path in parts] == [".part-0-of-2", ".part-1-of-2"]
     assert [len(path.read_text().splitlines()) for path in parts] == [4, 3]
     first = parts[0].read_text().splitlines(keepends=True)
@@ -292,14 +293,14 @@ def test_two_processes_of_the_harness(llada_tiny, tmp_path, monkeypatch):
     assert one["scores"] == two["scores"]
     counts = [{k: v for k, v in told["counts"].items() if "second" not in k} for told in (one, two)]
     assert counts[0] == counts[1] and counts[0]["texts"] == 5
-    assert len(list((tmp_path / "shared" / "answers").iterdir())) == 2
+    assert len(list((tmp_path / "shared" / "answers").glob("*.part-*"))) == 2
     found = pair(*flags, models=[llada_tiny.folder, tmp_path / "absent"])
     assert [one[0] for one in found] == [2, 2], found
     assert "error: process 1 of 2:" in found[0][2] and all("absent" in one[2] for one in found)
 
 
 def test_a_mesh_is_of_one_process(capsys, monkeypatch):
-    monkeypatch.setattr(processes_module, "joined", lambda where: Share(0, 1))
+    monkeypatch.setattr(multihost, "join", lambda *_, **__: None)
     flags = ["--task", "sudoku", "--sampler", "topk", "--model", "absent", "--mesh", "data=1", "--distributed"]
     assert main(["run", *flags]) == 2
     assert "leave --mesh out" in capsys.readouterr().err

@@ -14,9 +14,9 @@ from dllm_jax.checkpoints.loading import Model
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.parallel.sharding import Layout
-from samplers.cli.lines import prompts_of
 from samplers.generate import generate
 from samplers.generate import prepare as prepared
+from samplers.text.prompt_files import read_prompts
 from train.batches import batch_of
 from train.config import RouterPart, TrainConfig, WatchPart
 from train.data import Rows, count_examples
@@ -148,7 +148,7 @@ class PromptAnswers:
             options: of the sampler that are trained themselves.
             together: prompts that are sampled at a time.
         """
-        self._prompts: list[Any] = [*part.prompts, *(prompts_of(part.file) if part.file else [])]
+        self._prompts: list[Any] = [*part.prompts, *(read_prompts(part.file) if part.file else [])]
         self._chosen: dict[str, Any] = {"sampler": sampler or None, "chat": part.chat}
         self._together = together
         try:

@@ -16,10 +16,11 @@ from typing import Any
 
 import dllm_jax
 from dllm_jax import DllmError, Model
+from dllm_jax.json_lines import JsonLines
 from dllm_jax.params.quantized import dtype_label
 from evals import files
+from evals.distributed import ALONE, Processes
 from evals.presets import Preset
-from samplers.cli.outputs import Output, Share, part_of
 
 _ENDS = 2**16  # bytes at a file's beginning and at its end that are hashed
 
@@ -32,11 +33,11 @@ class AnswerFile:
         path: the file that is written; None without one.
     """
 
-    def __init__(self, folder: str | Path | None, settings: Mapping[str, Any], share: Share) -> None:
+    def __init__(self, folder: str | Path | None, settings: Mapping[str, Any], processes: Processes = ALONE) -> None:
         """
         Args:
             folder: of the file; None keeps answers in memory alone.
-            share: which of several processes this is.
+            processes: those that write a part each.
 
         Raises:
             DllmError: when the folder cannot be made.
@@ -44,12 +45,13 @@ class AnswerFile:
         self.settings = settings
         self.path: Path | None = None
         self._known: dict[str, dict[str, Any]] = {}
-        self._output: Output | None = None
-        self._share = share
+        self._output: JsonLines | None = None
+        self._share = processes.index, processes.count
         if folder is not None:
             name = re.sub(r"[^\w.-]+", "-", str(settings["preset"]))
             self._whole = files.make_folder(folder) / f"{name}-{digest(settings)[:12]}.jsonl"
-            self.path = part_of(self._whole, share)
+            part = f".part-{processes.index}-of-{processes.count}" if processes.count > 1 else ""
+            self.path = self._whole.with_name(self._whole.name + part)
 
     @contextlib.contextmanager
     def hold_file(self) -> Iterator[None]:
@@ -61,7 +63,7 @@ class AnswerFile:
         if self.path is None:
             yield
             return
-        with Output(self.path) as self._output:
+        with JsonLines(self.path) as self._output:
             self._output.compare(self.settings)
             self._output.begin()
             for ending in ("", ".part-*-of-*"):

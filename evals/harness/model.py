@@ -111,7 +111,7 @@ class DllmLM(LM):
             raise DllmError("answers of a model without a folder cannot be kept; leave answers out, or save the model")
         self.tokenizer = model.require_tokenizer()
         self.model, self.preset, self.seed, self.changes = model, preset, seed, tuple(changes)
-        self.answers = AnswerFile(answers, settings_of(model, preset, seed), processes.share)
+        self.answers = AnswerFile(answers, settings_of(model, preset, seed), processes)
         self._processes, self._counts = processes, counts
         for kind in counts:
             method_of(kind, sys.maxsize)

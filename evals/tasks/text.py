@@ -25,8 +25,8 @@ from dllm_jax.text.tokenizer import check_messages
 from evals.extraction import chosen_letter, last_number
 from evals.tasks.base import SPLITS, Example, Ids, Source, Task, Verdict, check_index, check_split
 from samplers.checks import check_length
-from samplers.cli.lines import LineFile, prompt_of
 from samplers.text.decode import text_of
+from samplers.text.prompt_files import PromptFile, prompt_of
 from samplers.text.prompts import encode_prompt
 
 Score = Callable[[str, tuple[str, ...]], bool]
@@ -215,18 +215,18 @@ def read_questions(file: str) -> tuple[Question, ...]:
     Raises:
         DllmError: naming the first line that is no question, or when the file cannot be read.
     """
-    lines = LineFile(file)
+    lines = PromptFile(file)
     found = []
     for line in lines.lines():
         try:
-            found.append(_question(lines.entry(line), lines.where(line)))
+            found.append(_question(lines.entry(line), lines.place(line)))
         except DllmError as error:
-            raise DllmError(f"{lines.where(line)}: {error}") from None
+            raise DllmError(f"{lines.place(line)}: {error}") from None
     return tuple(found)
 
 
 def _question(entry: Mapping[str, Any], where: str) -> Question:
-    prompt, targets, split = prompt_of(dict(entry)), entry.get("target"), entry.get("split", "test")
+    prompt, targets, split = prompt_of(entry), entry.get("target"), entry.get("split", "test")
     if not prompt:
         raise DllmError("the prompt is empty; write a question")
     if "messages" in entry:

@@ -1,9 +1,9 @@
-"""A file of prompts in, a file of answers out: lazily, in order, and again from where it was (docs/batch.md).
+"""A file of prompts in, a file of answers out: lazily, in order, resumable (docs/batch.md).
 
     python -m samplers --prompts in.jsonl --out out.jsonl
 
-What is answered is written at once, a line for a line, so a killed run has all that it had done; the same command goes
-on behind it. An answer depends on its line, the line's number and the seed alone.
+Each answer is written at once, so a killed run loses none, and the same command resumes it. An answer depends on its
+line, the line's number and the seed alone.
 """
 
 import argparse
@@ -11,19 +11,21 @@ import collections
 import dataclasses
 import itertools
 import json
-import shutil
+import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from tqdm import tqdm
 
 from dllm_jax import DllmError, Model
 from dllm_jax.cli import progress_bars
-from samplers.cli.lines import WRITTEN, Desk, Line, LineFile, Room
-from samplers.cli.outputs import Output, Share, check_parts, merge, part_of
+from dllm_jax.json_lines import JsonLines
+from dllm_jax.parallel import multihost
+from samplers.checks import refuse_unknown
 from samplers.cli.report import (
     Totals,
     answer_json,
@@ -34,298 +36,372 @@ from samplers.cli.report import (
     settings_json,
     speed_json,
 )
+from samplers.config.factory import settings_for
+from samplers.config.registry import called, options_of
+from samplers.engine.engine import Engine
 from samplers.engine.requests import Request
 from samplers.engine.runner import Runner
 from samplers.generation import Generation
+from samplers.text.prompt_files import LINE_OPTIONS, Line, Needs, PromptFile, prompt_of
 
 SLOTS = 16
-"""Prompts that are worked on together, where nothing is said."""
+"""Prompts of a file that run together by default."""
+WRITTEN = (
+    *("line", "error", "text", "gaps", "tokens", "logprobs", "prompt_tokens", "nfe", "full_forwards", "cache_updates"),
+    *("verifier_forwards", "tokens_per_forward", "decoded_at", "canvas", "room", "settings"),
+    *("seconds", "compile_seconds", "tokens_per_second"),
+)
+"""Keys of an output line, which an input line cannot have."""
 
-WIDE = 110
-"""Columns of a terminal from which on the bar has room for everything."""
-
-Emit = Callable[[dict[str, Any], Generation | None], None]  # a line of JSON, and the answer in it
+Emit = Callable[[dict[str, Any], Generation | None], None]  # takes a line of JSON, and the answer in it
 
 
-class Loading(NamedTuple):
-    """A model and the options of its sampler, first without parameters, then with them.
+class LazyModel(NamedTuple):
+    """A model and the options of its sampler, at first without parameters.
 
     Attributes:
-        bare: the model's outline.
-        said: options of the sampler as they were written.
-        outlined: what `Desk` takes, of outlines.
-        load: gives the model, and the same of it.
+        outline: the model without parameters.
+        written: options of the sampler as they were written.
+        options: what `LineRequests` takes, where verifiers are outlines, too.
+        load: loads the model, and gives it and its `options`.
     """
 
-    bare: Model
-    said: Mapping[str, Any]
-    outlined: Mapping[str, Any]
+    outline: Model
+    written: Mapping[str, Any]
+    options: Mapping[str, Any]
     load: Callable[[], tuple[Model, Mapping[str, Any]]]
 
 
-class _BadLine(DllmError):
-    """What is wrong with a line, where such lines are not skipped."""
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """The part of a file that a process answers: consecutive lines, so that the outputs of all shards are concatenated.
+
+    Attributes:
+        index: from 0.
+        count: of shards.
+    """
+
+    index: int = 0
+    count: int = 1
+
+    def rows(self, total: int) -> range:
+        """Rows of this shard, of a file with so many."""
+        return range(total * self.index // self.count, total * (self.index + 1) // self.count)
+
+    def path(self, out: Path) -> Path:
+        """Where this shard's answers are: in `out` if there is only one."""
+        return out if self.count == 1 else out.with_name(f"{out.name}-{self.index:05d}-of-{self.count:05d}")
 
 
-class Asked(NamedTuple):
-    """A line that was read: what it says, and what is wrong with it."""
+def shard_of(options: argparse.Namespace) -> Shard:
+    """The shard that --shard names, or the number of this process among those that meet by --distributed.
 
-    line: Line
-    own: dict[str, Any]
-    error: str | None
+    Raises:
+        DllmError: for what is no shard, and as `multihost.join`.
+    """
+    if options.distributed is not None:
+        multihost.join(options.distributed, shutdown_timeout=multihost.MONTH)
+        return Shard(multihost.index(), multihost.count())
+    if options.shard is None:
+        return Shard()
+    found = re.fullmatch(r"(\d+)/(\d+)", options.shard)
+    if not found or int(found[1]) >= int(found[2]):
+        raise DllmError(f"--shard {options.shard}: write I/N, with I from 0 to N - 1")
+    return Shard(int(found[1]), int(found[2]))
 
 
 def check_flags(options: argparse.Namespace) -> None:
     """Raises DllmError for flags of files that have no effect, and those that miss another."""
-    if options.out is not None and (options.prompts is None or options.infill is not None):
+    answers_file = options.prompts is not None and options.infill is None
+    if options.out is not None and not answers_file:
         raise DllmError("--out takes the answers to a file of prompts; name it by --prompts")
-    if options.distributed is not None and options.out is None:
-        raise DllmError("--distributed answers a file by several processes; pass --prompts FILE --out FILE")
-    if options.distributed is not None and not Path(options.prompts).is_file():
-        raise DllmError(f"--distributed needs a regular file as --prompts, which {options.prompts} is not")
-    if options.on_error is not None and (options.prompts is None or options.infill is not None):
+    if options.on_error is not None and not answers_file:
         raise DllmError("--on-error is about lines of --prompts; leave it out")
-    paths = [Path(name).resolve() for name in (options.prompts, options.out) if name is not None]
-    if options.out is not None and paths[0] == paths[1]:
+    if options.out is not None and Path(options.prompts).resolve() == Path(options.out).resolve():
         raise DllmError("--out and --prompts are the same file; choose another --out")
+    if options.shard is None and options.distributed is None:
+        return
+    flag = "--distributed" if options.shard is None else "--shard"
+    if options.out is None:
+        raise DllmError(f"{flag} answers a part of a file; pass --prompts FILE --out FILE")
+    if not Path(options.prompts).is_file():
+        raise DllmError(f"{flag} needs a regular file as --prompts, which {options.prompts} is not")
+    if options.shard is not None and options.distributed is not None:
+        raise DllmError("--shard has no effect with --distributed, which numbers the processes; leave one out")
 
 
-def answer_file(options: argparse.Namespace, loading: Loading, share: Share) -> None:
+def answer_file(options: argparse.Namespace, lazy: LazyModel, shard: Shard) -> None:
     """`python -m samplers --prompts FILE`, with and without `--out`.
 
     Raises:
         DllmError: for bad files and options, before the model is loaded where that is possible; and, unless bad lines
             are skipped, naming the first of them, when those before it are answered.
     """
-    source = LineFile(options.prompts)
-    room = source.room()
-    desk = Desk(loading.bare, room, **loading.outlined)
-    settings = settings_json(options, loading.said, loading.bare.name, desk.sampler)
-    settings |= {name: None for name, idle in _idle(loading.bare).items() if settings[name] == idle}
+    job = _Job(options, lazy, shard)
     if options.out is None:
-        show = _printing(options, room.total)
-        _Job(options, source, room, share, settings).answer(source.lines(), loading, desk, show)
+        job.run(job.lines(), _printer(options, job.needs.total))
         return
-    out = Path(options.out).expanduser()
-    with Output(part_of(out, share)) as output:
-        check_parts(out, share)
-        if not _ended(out, share, source, room, settings):
-            output.compare(settings)
-            job = _Job(options, source, room, share, settings)
-            job.answer(_behind(source, output, share), loading, desk, lambda told, _: output.append(told), output)
-    if share.processes == 1:
-        return
-    assert room.total is not None
-    if merge(out, share, room.total):
-        print_after(f"{out} is complete")
-    else:
-        print_after(f"{output.path} is complete; the last of {share.processes} processes puts the parts together")
+    with JsonLines(shard.path(Path(options.out).expanduser())) as output:
+        output.compare(job.settings)
+        lines = job.lines()
+        _skip_answered(lines, output, job.source)
+        first = next(lines, None)
+        if first is None:
+            print_after(f"{output.path}: nothing left to do, {output.done} lines are there")
+            return
+        try:
+            job.run(itertools.chain([first], lines), lambda line, _: output.append(line), output)
+        except _BadLineError as error:
+            advice = "mend the line and give the same command again, or add --on-error skip"
+            raise DllmError(f"{error}; {_count(output.done)} answered in {output.path}; {advice}") from None
+        except KeyboardInterrupt:
+            done = f"{_count(output.done)} answered in {output.path}"
+            raise KeyboardInterrupt(f"{done}; the same command resumes") from None
 
 
-def _idle(model: Model) -> dict[str, Any]:
-    """Numbers that an engine has where it only leaves room for those of lines, which is no setting."""
-    return {"top_p": 1.0, "top_k": model.config.vocab_size}
+class _BadLineError(DllmError):
+    """What is wrong with a line, where such lines are not skipped."""
 
 
-def _ended(out: Path, share: Share, source: LineFile, room: Room, settings: Mapping[str, Any]) -> bool:
-    """Whether several processes have made the whole."""
-    if share.processes == 1 or not out.exists():
-        return False
-    whole = Output(out)
-    whole.compare(settings)
-    if whole.done != room.total:
-        raise DllmError(f"{out} is of a run by one process; go on without --distributed, or choose another --out")
-    _behind(source, whole, Share())
-    return True
-
-
-def _behind(source: LineFile, output: Output, share: Share) -> Iterator[Line]:
-    """A process's lines behind those that are answered.
+def _skip_answered(lines: Iterator[Line], output: JsonLines, source: PromptFile) -> None:
+    """Takes from the lines those that the output answers.
 
     Raises:
-        DllmError: when a line that is there is not the answer to its line of the input, as that is now.
+        DllmError: when a line of the output is not the answer to its line of the input, as that is now.
     """
-    lines = itertools.islice(source.lines(), share.process, None, share.processes)
     for number, entry in enumerate(output.entries(), start=1):
         line = next(lines, None)
         if line is None or not _answers(entry, line, source):
             which = "a line" if line is None else f"line {line.number}"
             raise DllmError(
-                f"line {number} of {output.path} is not the answer to {which} of {source.called} as it is now; "
+                f"line {number} of {output.path} is not the answer to {which} of {source.title} as it is now; "
                 "delete it and what follows, or choose another --out"
             )
-    return lines
 
 
-def _answers(entry: Mapping[str, Any], line: Line, source: LineFile) -> bool:
+def _answers(entry: Mapping[str, Any], line: Line, source: PromptFile) -> bool:
     """Whether a line of output is about a line of input: it repeats all that this says."""
+    if entry.get("line") != line.number:
+        return False
     try:
-        own = source.own(line)
+        own = _own_entry(source, line)
     except DllmError:
-        return entry.get("line") == line.number and "error" in entry
+        return "error" in entry
     repeated = {name: value for name, value in entry.items() if name not in WRITTEN}
-    same = json.dumps(repeated, sort_keys=True) == json.dumps(own, sort_keys=True)  # true is not 1
-    return entry.get("line") == line.number and same
+    return json.dumps(repeated, sort_keys=True) == json.dumps(own, sort_keys=True)  # true is not 1
 
 
-def _printing(options: argparse.Namespace, total: int | None) -> Emit:
+def _own_entry(source: PromptFile, line: Line) -> dict[str, Any]:
+    """What a line says, all of which the output repeats.
+
+    Raises:
+        DllmError: as `PromptFile.entry`, and for keys that answers have.
+    """
+    entry = source.entry(line)
+    if taken := [name for name in entry if name in WRITTEN]:
+        raise DllmError(f'"{taken[0]}" is a key of the output; rename it')
+    return entry
+
+
+def _printer(options: argparse.Namespace, total: int | None) -> Emit:
     """Prints answers as they come, as JSON or as text."""
     numbers = itertools.count(1)
     of = "" if total is None else f" of {total}"
 
-    def show(told: dict[str, Any], answer: Generation | None) -> None:
+    def show(line: dict[str, Any], answer: Generation | None) -> None:
         number = next(numbers)
         if options.json:
-            print(json.dumps(told), flush=True)
+            print(json.dumps(line), flush=True)
             return
         if total != 1:
             print(f"--- {number}{of}")
         if answer is None:
-            print(f"line {told['line']}: {told['error']}", file=sys.stderr)
+            print(f"line {line['line']}: {line['error']}", file=sys.stderr)
         else:
             print_text(answer.text)
 
     return show
 
 
-@dataclasses.dataclass
 class _Job:
-    """The lines of one process on their way.
+    """Answers the lines of one shard.
 
     Attributes:
+        source: the file.
+        needs: of all its lines.
         settings: of the run, as far as they are known before the model is loaded.
-        tally, errors: of what was told.
-        asked: lines whose requests are under way, in their order.
     """
 
-    options: argparse.Namespace
-    source: LineFile
-    room: Room
-    share: Share
-    settings: dict[str, Any]
-    tally: Totals = dataclasses.field(default_factory=Totals)
-    errors: int = 0
-    asked: collections.deque[Asked] = dataclasses.field(default_factory=collections.deque)
+    def __init__(self, options: argparse.Namespace, lazy: LazyModel, shard: Shard) -> None:
+        """
+        Raises:
+            DllmError: for a bad file, and bad options of the sampler.
+        """
+        self.source = PromptFile(options.prompts)
+        self.needs = self.source.needs()
+        self._options, self._lazy = options, lazy
+        self._rows = None if self.needs.total is None else shard.rows(self.needs.total)
+        self._outlined = LineRequests(lazy.outline, self.needs, **lazy.options)
+        self.settings = settings_json(options, lazy.written, lazy.outline.name, self._outlined.sampler)
+        idle = {"top_p": 1.0, "top_k": lazy.outline.config.vocab_size}  # of a program that leaves room for lines'
+        self.settings |= {name: None for name, value in idle.items() if self.settings[name] == value}
+        self._totals, self._errors = Totals(), 0
+        self._waiting = collections.deque[tuple[dict[str, Any], str | None]]()  # what lines under way say, and errors
 
-    def answer(
-        self, lines: Iterator[Line], loading: Loading, desk: Desk, emit: Emit, output: Output | None = None
-    ) -> None:
-        """Answers lines, and hands on what is to be told of each, in their order.
+    def lines(self) -> Iterator[Line]:
+        """The shard's lines, once."""
+        rows = self._rows
+        return self.source.lines() if rows is None else itertools.islice(self.source.lines(), rows.start, rows.stop)
 
-        Args:
-            desk: of the model's outline.
+    def run(self, lines: Iterator[Line], emit: Emit, output: JsonLines | None = None) -> None:
+        """Answers lines, at least one, and hands on each line of output in their order.
 
         Raises:
             DllmError: see `answer_file`.
         """
-        first = next(lines, None)
-        if first is None:
-            assert output is not None
-            print_after(f"{output.path}: nothing left to do, {output.done} lines are there")
-            return
-        try:
-            self._read(first, desk)  # a mistake in all lines comes before gigabytes are read
-            self._answer(itertools.chain([first], lines), loading, emit, output)
-        except _BadLine as error:
-            again = "mend it, or pass --on-error skip"
-            if output is not None:
-                again = f"{_written(output)}; mend the line and give the same command again, or add --on-error skip"
-            raise DllmError(f"{error}; {again}") from None
-        except KeyboardInterrupt:
-            if output is None:
-                raise
-            raise KeyboardInterrupt(f"{_written(output)}; the same command goes on behind them") from None
-
-    def _answer(self, lines: Iterator[Line], loading: Loading, emit: Emit, output: Output | None) -> None:
-        """`answer`, once the first line was found to be sound."""
-        model, given = loading.load()
+        first = next(lines)
+        self._read(first, self._outlined)  # a mistake in all lines comes before gigabytes are read
+        self._waiting.clear()
+        model, options = self._lazy.load()
         settings = self.settings | run_json(model)
         if output is not None:
             output.compare(settings)
             output.begin()
-        desk = Desk(model, self.room, **given)
-        runner = Runner(model, desk.sampler, self._slots())
-        self._run(runner, self._requests(lines, desk), settings, emit, output)
+        requests = LineRequests(model, self.needs, **options)
+        most = self._options.batch_size or SLOTS
+        runner = Runner(model, requests.sampler, most if self._rows is None else min(most, len(self._rows)))
+        source = (self._read(line, requests) for line in itertools.chain([first], lines))
+        self._answer(runner, source, settings, emit, output)
         speed = f"{runner.stats.seconds:.3f} s, compiled before in {runner.stats.compile_seconds:.1f} s"
-        print_statistics(self.tally, runner.stats.seconds, speed, model, desk.sampler)
-        if self.errors:
-            have = "it has" if self.errors == 1 else "they have"
+        print_statistics(self._totals, runner.stats.seconds, speed, model, requests.sampler)
+        if self._errors:
+            have = "it has" if self._errors == 1 else "they have"
             where = "" if output is None else f"; {have} an 'error' in {output.path}"
-            print_after(f"{_lines(self.errors)} could not be answered{where}")
+            print_after(f"{_count(self._errors)} could not be answered{where}")
 
-    def _requests(self, lines: Iterable[Line], desk: Desk) -> Iterator[Request]:
-        for line in lines:
-            asked, request = self._read(line, desk)
-            self.asked.append(asked)
-            yield request
-
-    def _read(self, line: Line, desk: Desk) -> tuple[Asked, Request]:
-        """A line and its request; one that is cancelled already for a bad line, if these are skipped."""
+    def _read(self, line: Line, requests: "LineRequests") -> Request:
+        """A line's request; a cancelled one for a bad line, if these are skipped."""
         own: dict[str, Any] = {}
         try:
-            own = self.source.own(line)
-            return Asked(line, own, None), desk.request(line, own)
+            own = _own_entry(self.source, line)
+            request, problem = requests.request(line, own), None
         except DllmError as error:
-            if self.options.on_error != "skip":
-                raise _BadLine(f"{self.source.where(line)}: {error}") from None
-            nobody = Request([], 0, np.zeros(2, np.uint32), number=line.number, cancelled=True)
-            return Asked(line, own, str(error)), nobody
+            if self._options.on_error != "skip":
+                advice = "" if self._options.out is not None else "; mend it, or pass --on-error skip"
+                raise _BadLineError(f"{self.source.place(line)}: {error}{advice}") from None
+            request, problem = Request([], 0, np.zeros(2, np.uint32), number=line.number, cancelled=True), str(error)
+        self._waiting.append((own, problem))
+        return request
 
-    def _run(
+    def _answer(
         self,
         runner: Runner,
         requests: Iterator[Request],
         settings: dict[str, Any],
         emit: Emit,
-        output: Output | None,
+        output: JsonLines | None,
     ) -> None:
-        width = 0 if output is None else int(output.last.get("room") or 0)
+        width = 0 if output is None else int(output.last.get("room") or 0)  # a resumed run has the same program
         hidden = output is None and sys.stdout.isatty()  # a bar would stand among the answers
-        about: dict[str, Any] = {"desc": "answering", "unit": "line", "disable": hidden, "dynamic_ncols": True}
-        about |= {"mininterval": progress_bars.interval(), "delay": 0 if sys.stderr.isatty() else progress_bars.SELDOM}
-        total, compiling = None if self.room.total is None else self.share.of(self.room.total), 0.0
-        with tqdm(total=total, initial=0 if output is None else output.done, smoothing=0, **about) as bar:
+        look: dict[str, Any] = {"mininterval": progress_bars.interval(), "disable": hidden, "dynamic_ncols": True}
+        look["delay"] = 0 if sys.stderr.isatty() else progress_bars.SELDOM
+        total, done = None if self._rows is None else len(self._rows), 0 if output is None else output.done
+        with tqdm(desc="answering", unit="line", total=total, initial=done, **look) as bar:
             for request in runner.run(requests, longest=width):
-                asked = self.asked.popleft()
+                own, problem = self._waiting.popleft()
                 width = max(width, runner.room_for(len(request.prompt)))
-                told, answer = self._told(asked, request, runner, {"room": width, "settings": settings})
-                emit(told, answer)
-                if not hidden:
-                    bar.start_t += runner.stats.compile_seconds - compiling  # which is no work that comes again
-                    compiling = runner.stats.compile_seconds
-                bar.set_postfix_str(self._speed(runner), refresh=False)
+                line = {**own, "line": request.number}
+                shared = {"room": width, "settings": settings}
+                if problem is None:
+                    answer = request.generation
+                    self._totals.add(answer)
+                    speed = speed_json(answer, request.seconds, runner.stats.compile_seconds)
+                    emit({**line, **answer_json(answer), **shared, **speed}, answer)
+                else:
+                    self._errors += 1
+                    emit({**line, "error": problem, **shared}, None)
+                nfe = self._totals.nfe / max(self._totals.answers, 1)
+                speed_now = self._totals.tokens / max(runner.stats.seconds, 1e-9)
+                bar.set_postfix_str(f"{speed_now:.0f} tokens/s, NFE {nfe:.1f}", refresh=False)
                 bar.update()
 
-    def _told(
-        self, asked: Asked, request: Request, runner: Runner, always: dict[str, Any]
-    ) -> tuple[dict[str, Any], Generation | None]:
-        """A line of output, and the answer in it."""
-        told = {**asked.own, "line": asked.line.number}
-        if asked.error is not None:
-            self.errors += 1
-            return {**told, "error": asked.error, **always}, None
-        answer = request.generation
-        self.tally.add(answer)
-        speed = speed_json(answer, request.seconds, runner.stats.compile_seconds)
-        return {**told, **answer_json(answer), **always, **speed}, answer
 
-    def _slots(self) -> int:
-        """As many for a run that goes on as for one that was not cut off, so that both are one program."""
-        most = self.options.batch_size or SLOTS
-        return most if self.room.total is None else max(min(most, self.share.of(self.room.total)), 1)
+class LineRequests:
+    """Makes requests of lines. It holds an engine that never starts, so that a line means what it means to
+    `Engine.request`; a `Runner` of its sampler runs them.
 
-    def _speed(self, runner: Runner) -> str:
-        """What the progress bar tells."""
-        nfe = self.tally.nfe / max(self.tally.answers, 1)
-        stats = runner.stats
-        speed = self.tally.tokens / max(stats.seconds, 1e-9)
-        slots = f", {stats.occupancy:.0%} of the slots at work" if shutil.get_terminal_size().columns >= WIDE else ""
-        return f"{speed:.0f} tokens/s, NFE {nfe:.1f}{slots}"
+    Attributes:
+        sampler: with room for what lines change.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        needs: Needs,
+        *,
+        sampler: str | None,
+        seed: int = 0,
+        chat: bool = False,
+        system: str | None = None,
+        **options: Any,
+    ) -> None:
+        """
+        Args:
+            sampler, seed, chat, system, options: as in `samplers.generate`.
+
+        Raises:
+            DllmError: as `Engine`.
+        """
+        settings = settings_for(model, sampler, options)
+        length = settings.options.get("gen_length")
+        longest = max(model.config.max_length - length, 1) if isinstance(length, int) else None
+        self._engine = Engine(model, sampler, slots=1, prompt_length=longest, draws=needs.draws, **options)
+        self.sampler: Any = self._engine.sampler
+        self._chat: dict[str, Any] = {"chat": chat, "system": system}
+        self._key = jax.random.key(seed)
+        self._title = f"sampler {called(settings)}"
+        self._known = [name for name in options_of(settings) if name not in LINE_OPTIONS]
+        self._regular = needs.total is not None
+
+    def request(self, line: Line, entry: Mapping[str, Any]) -> Request:
+        """The request of a line, with the random numbers of its row in `generate`, unless it brings a seed.
+
+        Raises:
+            DllmError: as `Engine.request`.
+        """
+        prompt, numbers = prompt_of(entry), self._numbers(entry.get("options", {}))
+        options = {name: entry[name] for name in LINE_OPTIONS if name in entry}
+        if type(options.get("seed", 0)) is not int:
+            raise DllmError(f"seed is {options['seed']!r}; it must be a whole number")
+        key = None if "seed" in options else jax.random.fold_in(self._key, line.row)
+        try:
+            request = self._engine.request(prompt, key=key, **self._chat, **options, **numbers)
+        except DllmError as error:
+            raise DllmError(self._for_lines(str(error))) from None
+        request.number = line.number
+        return request
+
+    def _numbers(self, options: Any) -> dict[str, Any]:
+        """The options of a line, which are numbers of the sampler."""
+        if not isinstance(options, dict):
+            raise DllmError('options are an object, such as {"threshold": 0.8}')
+        if misplaced := [name for name in options if name in LINE_OPTIONS]:
+            raise DllmError(f'"{misplaced[0]}" is a key of the line, not of "options"; move it there')
+        refuse_unknown(self._title, options, self._known)
+        for name, value in options.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e30:
+                raise DllmError(f"{name} is {value!r}; options of a line are numbers, others are flags for all lines")
+        return options
+
+    def _for_lines(self, sentence: str) -> str:
+        """A sentence about an engine, for people who have none."""
+        problem, found, _ = sentence.partition("; build ")
+        if not found:
+            return sentence.replace("exceeds the engine's", "exceeds --gen-length").replace(", or build another", "")
+        if self._regular or "would make" not in problem:
+            return f"{problem}; pass it as a flag, for all lines"
+        return f"{problem}; the first line of a pipe decides: set it there too, or name a file"
 
 
-def _written(output: Output) -> str:
-    return f"{_lines(output.done)} answered in {output.path}"
-
-
-def _lines(count: int) -> str:
-    return "1 line" if count == 1 else f"{count} lines"
+def _count(lines: int) -> str:
+    return "1 line" if lines == 1 else f"{lines} lines"

@@ -10,7 +10,7 @@ text; with a prompt beside it, the text is the answer to that.
 `--save-view FILE.html` keeps how the canvas came about, forward by forward (docs/viewer.md); .gif and .png likewise.
 
 `python -m samplers --prompts in.jsonl --out out.jsonl --model DIR_OR_NAME` answers a file of any size, a line of
-JSON for each line; a run that was killed goes on where it was when the same command is given again (docs/batch.md).
+JSON for each line; after a kill the same command resumes, and `--shard I/N` answers part I of N (docs/batch.md).
 
 `python -m samplers --explain --model DIR_OR_NAME ...` says where every setting comes from, how many
 forwards there will be, and what memory they take. It reads no weights, and ends (docs/choose.md).
@@ -41,10 +41,8 @@ from dllm_jax.cli.command import Parser, run_printing
 from dllm_jax.params.quantized import dtype_label
 from samplers.caches import CACHES
 from samplers.checks import check_number, check_whole
-from samplers.cli.batch_files import SLOTS, Loading, answer_file, check_flags
+from samplers.cli.batch_files import SLOTS, LazyModel, answer_file, check_flags, shard_of
 from samplers.cli.flags import add_model, add_sampler, default_of, flag_of, own_parts, said_by, written_fields
-from samplers.cli.lines import prompts_of
-from samplers.cli.outputs import Share, joined
 from samplers.cli.report import Totals, answer_json, print_statistics, print_text, run_json, settings_json, speed_json
 from samplers.config.costs import costs_of
 from samplers.config.explain import Setting, explained_as_json, list_settings, print_explained
@@ -57,6 +55,7 @@ from samplers.generate import prepare
 from samplers.generation import Generation
 from samplers.infill import infilling_of, prepare_infill, requests_for
 from samplers.rules import RULES
+from samplers.text.prompt_files import read_prompts
 from samplers.text.prompts import bucket_length
 from samplers.tokens.smoothing import Smoothing
 from samplers.viewer.terminal import LiveView
@@ -97,7 +96,8 @@ def command_line(said: Sequence[str] = ()) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("prompt", nargs="*", help="one or more prompts; without any, the standard input is one")
     add("--prompts", metavar="FILE", help='one prompt per line, or JSON lines with "prompt" or "messages"; - is stdin')
-    add("--out", metavar="FILE", help="write JSON lines there, of --prompts; the same command goes on where it was")
+    add("--out", metavar="FILE", help="write JSON lines there, of --prompts; after a kill the same command resumes")
+    add("--shard", metavar="I/N", help="answer part I of N of --prompts, into OUT-0000I-of-0000N; I from 0 to N - 1")
     add("--on-error", choices=("stop", "skip"), help="at a bad line of --prompts (default: stop, when others are done)")
     add("--distributed", nargs="?", const="", metavar="HOST:PORT,N,I", help=_DISTRIBUTED)
     add(
@@ -126,7 +126,7 @@ def command_line(said: Sequence[str] = ()) -> argparse.ArgumentParser:
     return parser
 
 
-_DISTRIBUTED = "share --prompts among processes, as SLURM and others say, or as process I of N that meet there"
+_DISTRIBUTED = "answer a shard in each process: as SLURM and others number them, or as process I of N that meet there"
 
 
 def _run(options: argparse.Namespace, own: Mapping[str, Mapping[str, type]]) -> None:
@@ -141,9 +141,9 @@ def _run(options: argparse.Namespace, own: Mapping[str, Mapping[str, type]]) -> 
     if options.explain:
         _explain(options)
         return
-    share = Share() if options.distributed is None else joined(options.distributed)
+    shard = shard_of(options)
     if options.prompts is not None and options.infill is None and not options.prompt:
-        answer_file(options, _loading(options), share)
+        answer_file(options, _lazy_model(options), shard)
     else:
         _answer_all(options)
 
@@ -160,14 +160,14 @@ def _check_view(options: argparse.Namespace) -> None:
 def _explain(options: argparse.Namespace) -> None:
     """Prints where the settings come from and what a run takes, of shapes alone."""
     look = functools.partial(planned_or_published, dtype=options.dtype, quantize=options.quantize)
-    loading = _loading(options, look)
-    model = loading.bare
+    lazy = _lazy_model(options, look)
+    model = lazy.outline
     asked = bool(options.prompt) or options.prompts is not None or options.infill is not None
     spoken = asked and model.folder is not None  # else there is no tokenizer yet
     usual = [model.config.eos_id] * min(USUAL_PROMPT, model.config.max_length // 4)
     unspoken = _Job([{}], functools.partial(_prepare_prompts, [usual]))
     job = _job(options) if asked else unspoken
-    sampler, requests, _ = (job if spoken else unspoken).prepare(model, **loading.outlined)
+    sampler, requests, _ = (job if spoken else unspoken).prepare(model, **lazy.options)
     number = len(job.questions)
     together = min(options.batch_size or (SLOTS if options.prompts is not None else number), number)
     length = max(len(request.prompt) for request in requests)
@@ -177,8 +177,8 @@ def _explain(options: argparse.Namespace) -> None:
         settings.append(Setting("prompts", f"{number} of {options.prompts}", "the command line"))
     if not spoken:
         settings.append(Setting("prompt", f"{length} tokens", "the library"))
-    name, origin = loading.outlined["sampler"], "the command line"
-    settings += list_settings(resolve(name, loading.said, defaults_of(model), origin))
+    name, origin = lazy.options["sampler"], "the command line"
+    settings += list_settings(resolve(name, lazy.written, defaults_of(model), origin))
     if options.json:
         print(explained_as_json(settings, costs))
     else:
@@ -208,8 +208,8 @@ def _own_settings(options: argparse.Namespace, model: Model, together: int) -> l
     return [Setting(name, value, "the command line" if said else origin) for name, value, said, origin in rows]
 
 
-def _loading(options: argparse.Namespace, look: Callable[[str], Model] = outline) -> Loading:
-    """What is to be loaded.
+def _lazy_model(options: argparse.Namespace, look: Callable[[str], Model] = outline) -> LazyModel:
+    """The model and the options of its sampler.
 
     Args:
         look: gives a model without its parameters.
@@ -226,21 +226,21 @@ def _loading(options: argparse.Namespace, look: Callable[[str], Model] = outline
         with Console(stderr=True).status(f"loading {named}", spinner="line"):
             return load(named), {**with_verifier(said, load), **always}
 
-    return Loading(bare, said, {**with_verifier(said, look), **always}, load)
+    return LazyModel(bare, said, {**with_verifier(said, look), **always}, load)
 
 
 def _answer_all(options: argparse.Namespace) -> None:
     """Answers prompts or fills gaps that the command line, the standard input or a file gives: all in one run."""
-    job, loading = _job(options), _loading(options)
-    job.prepare(loading.bare, **loading.outlined)  # mistakes come before gigabytes are read
-    model, settings = loading.load()
+    job, lazy = _job(options), _lazy_model(options)
+    job.prepare(lazy.outline, **lazy.options)  # mistakes come before gigabytes are read
+    model, settings = lazy.load()
     sampler, requests, answer_of = job.prepare(model, **settings)
     live = _live_view(options) if len(requests) == 1 else None
     if live is None and not options.json:  # which leaves the standard error to errors
         print("compiling, then sampling ...", file=sys.stderr)
     traced = options.save_view is not None
     runner, ended = run_all(model, sampler, requests, options.batch_size, trace=traced, on_update=live)
-    shared = settings_json(options, loading.said, model.name, sampler) | run_json(model)
+    shared = settings_json(options, lazy.written, model.name, sampler) | run_json(model)
     answers = []
     with live or contextlib.nullcontext():
         for question, request in zip(job.questions, ended, strict=True):
@@ -321,7 +321,7 @@ def _prompts(options: argparse.Namespace) -> list[Any]:
     if options.prompt:
         return options.prompt
     if options.prompts is not None:
-        return prompts_of(options.prompts)
+        return read_prompts(options.prompts)
     if sys.stdin is None or sys.stdin.isatty():
         raise DllmError("no prompt was given; write one behind the command, or name a file by --prompts")
     try:
