@@ -173,7 +173,7 @@ def test_texts_are_shared_and_go_on(together, llada_tiny, tmp_path, ran):
     assert len(set(whole[0])) == 7 and whole[1]["texts"] == 7
     ran.clear()
     assert together(work) == [whole, whole] and len(ran) == 7
-    parts = sorted(tmp_path.glob("*.part-*"))
+    parts = sorted(tmp_path.glob("[!.]*.part-*"))
     assert [path.name.partition(".jsonl")[2] for path in parts] == [".part-0-of-2", ".part-1-of-2"]
     assert [len(path.read_text().splitlines()) for path in parts] == [4, 3]
     first = parts[0].read_text().splitlines(keepends=True)
@@ -200,7 +200,7 @@ def test_likelihoods_are_shared(together, llada_tiny, tmp_path):
         llada_tiny, preset, answers=tmp_path, processes=mine, progress=False
     ).loglikelihood(made)
     found = together(work)
-    assert found[0] == found[1] and len(list(tmp_path.glob("*.part-*"))) == 2
+    assert found[0] == found[1] and len(list(tmp_path.glob("[!.]*.part-*"))) == 2
     for path in tmp_path.iterdir():
         path.unlink()
     alone = work()
@@ -293,7 +293,7 @@ def test_two_processes_of_the_harness(llada_tiny, tmp_path, monkeypatch):
     assert one["scores"] == two["scores"]
     counts = [{k: v for k, v in told["counts"].items() if "second" not in k} for told in (one, two)]
     assert counts[0] == counts[1] and counts[0]["texts"] == 5
-    assert len(list((tmp_path / "shared" / "answers").glob("*.part-*"))) == 2
+    assert len(list((tmp_path / "shared" / "answers").glob("[!.]*.part-*"))) == 2
     found = pair(*flags, models=[llada_tiny.folder, tmp_path / "absent"])
     assert [one[0] for one in found] == [2, 2], found
     assert "error: process 1 of 2:" in found[0][2] and all("absent" in one[2] for one in found)
