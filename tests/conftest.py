@@ -70,11 +70,11 @@ def assert_equal(mine, theirs, name: str) -> None:
 
 
 @contextlib.contextmanager
-def refuses(*names):
-    """Asserts that what follows raises a DllmError of one line which has each of the names."""
+def refuses(*names, kind=None):
+    """Asserts that what follows raises a DllmError, or another `kind`, of one line which has each of the names."""
     from dllm_jax import DllmError  # here, because option parsing must not wait for Flax and Orbax
 
-    with pytest.raises(DllmError) as caught:
+    with pytest.raises(kind or DllmError) as caught:
         yield
     sentence = str(caught.value)
     assert "\n" not in sentence

@@ -126,7 +126,7 @@ def test_a_forward_alone_is_compiled(setting, what: str) -> None:
     assert program["loop"] == "program" and program["collectives"]["all-reduce"][0] > setting.config.num_layers
 
 
-@pytest.mark.parametrize("name", ["llada-sft-full", "llada-sft-lora", "llada-d2f", "llada-ni"])
+@pytest.mark.parametrize("name", ["llada-sft-lora", "llada-ni"])
 def test_training_is_compiled(name: str) -> None:
     """With adapters and indicators too; no loop sends the vocabulary head."""
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)

@@ -463,6 +463,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.processes
 def test_a_killed_run_leaves_nothing_and_can_be_started_again(tmp_path):
     out = tmp_path / "out"
     arguments = ["llada", "--source", str(source_of("llada")), "--out", str(out)]

@@ -14,7 +14,7 @@ from dllm_jax.cli import docs
 from dllm_jax.models.kv_cache import LayerKV
 from dllm_jax.models.transformer import num_params
 from dllm_jax.params.quantized import num_bytes
-from samplers import CACHES, RULES, BlockSampler, Smoothing, make_sampler, rules, sample, sample_jit
+from samplers import CACHES, RULES, BlockSampler, Smoothing, make_sampler, rules, sample_jit
 from samplers.cli import sample as cli
 from samplers.config.costs import costs_of
 from samplers.config.explain import list_settings, sized
@@ -107,7 +107,7 @@ def test_forwards_lie_within_what_was_told(rule, sure):
     """Of models that know nothing, something, and everything."""
     logits = sure * jax.random.normal(jax.random.key(0), (64, 16)).at[:, :2].set(-9.0)  # neither mask nor end
     denoiser = FunctionDenoiser(_looked_up, 0, 1, logits, 16)
-    result = sample(BlockSampler(rule, **LENGTHS), denoiser, jnp.full((3, 5), 7), key=jax.random.key(1))
+    result = sample_jit(BlockSampler(rule, **LENGTHS), denoiser, jnp.full((3, 5), 7), key=jax.random.key(1))
     least, most = BlockSampler(rule, **LENGTHS).forwards(5)
     assert least <= int(result.nfe.min()) and int(result.nfe.max()) <= most
     if isinstance(rule, rules.TopK | rules.LLaDA):

@@ -7,11 +7,11 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from conftest import refuses
 from jax import export as jax_export
 from test_quantized import MOE, random_model
 
 import dllm_jax
-from dllm_jax import DllmError
 from samplers import export, generate, make_sampler
 from samplers.generate import prepare
 from samplers.testing import TINY
@@ -94,15 +94,15 @@ def test_for_one_platform_alone_there_are_kernels(monkeypatch, platform, kernel)
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("name", "options"),
     [
-        ({"batch": 0}, "batch is 0; it must be at least 1"),
-        ({"prompt_length": 10**6}, "a prompt of 1000000 tokens and a canvas up to position 1000008 exceed the"),
-        ({"platforms": ["cpu", "npu"]}, "^platform 'npu' is unknown; use cpu, cuda, rocm, tpu$"),
-        ({"platforms": []}, "^no platform to export for; name some of cpu"),
+        ("batch", {"batch": 0}),
+        ("1000000 tokens", {"prompt_length": 10**6}),
+        ("'npu'", {"platforms": ["cpu", "npu"]}),
+        ("platform", {"platforms": []}),
     ],
 )
-def test_mistakes_get_a_sentence(llada_tiny, options, sentence) -> None:
+def test_mistakes_get_a_sentence(llada_tiny, name, options) -> None:
     sampler = make_sampler(llada_tiny, gen_length=8, block_length=8)
-    with pytest.raises(DllmError, match=sentence):
+    with refuses(name):
         export(sampler, llada_tiny, **{"prompt_length": 32, **options})

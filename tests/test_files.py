@@ -414,6 +414,7 @@ def long_file(tmp_path_factory):
     return write(tmp_path_factory.mktemp("long") / "in.jsonl", *entries)
 
 
+@pytest.mark.processes
 def test_killed_at_any_moment(run, tmp_path, llada_tiny, long_file):
     whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     drawn = ("--temperature", "0.7")

@@ -4,12 +4,12 @@ import json
 import sys
 
 import pytest
+from conftest import one_error, refuses
 
 import dllm_jax
 import samplers
 from convert import embedded
-from dllm_jax import DllmError
-from samplers import CACHES, infill
+from samplers import infill
 from samplers.cli import sample as cli
 from samplers.infill import Template, parse_template, prepare_infill
 from samplers.text.prompts import encode_prompt
@@ -46,30 +46,22 @@ def test_templates(text, pieces, lengths):
 
 @pytest.mark.parametrize("gap", ["<gap>", "<gap:>", "<gap:0>", "<gap:-1>", "<gap: 8>", "<gap:x>", "<gap 8>", "<gap=8>"])
 def test_gaps_without_a_length(gap):
-    with pytest.raises(DllmError) as caught:
+    with refuses(gap, "<gap:8>"):
         parse_template(f"a<gap:2>b{gap}")
-    assert str(caught.value) == (
-        f"{gap} says no length; write <gap:8> for a gap of 8 tokens, "
-        r"or for the text itself put a backslash before it, \<gap"
-    )
 
 
-GENERAL = [name for name, policy in CACHES.items() if not getattr(policy, "in_order", False)]
-
-
-@pytest.mark.parametrize("cache", GENERAL)
+@pytest.mark.parametrize("cache", ["none", "dual"])
 def test_rows_are_filled_as_alone(llada_tiny, cache):
-    """With every cache policy for any model; canvases and prompts of different lengths, one prompt empty."""
+    """Canvases and prompts of different lengths, one prompt empty."""
     rows = infill(llada_tiny, TEXTS, cache=cache, batch_size=2, **SHAPE)
     for found, text in zip(rows, TEXTS, strict=True):
         check(found, text)
-    number = list(CACHES).index(cache) % len(TEXTS)
-    assert infill(llada_tiny, TEXTS[number], cache=cache, **SHAPE) == rows[number]
+    assert infill(llada_tiny, TEXTS[1], cache=cache, **SHAPE) == rows[1]
     assert [row.prompt_tokens for row in rows] == [len("The capital is"), len("Tom has "), 0]
     assert len(rows[0].canvas) == len(rows[0].decoded_at) == 8 + len(", founded in") + 4 + 1
 
 
-@pytest.mark.parametrize("options", [{"sampler": "d2f"}, {"rule": "llada"}, {"rule": "edit"}, {"temperature": 1.0}])
+@pytest.mark.parametrize("options", [{"sampler": "d2f"}, {"rule": "llada", "temperature": 1.0}, {"rule": "edit"}])
 def test_samplers_that_fill(llada_tiny, options):
     """A row does not depend on the longest canvas, steps of a schedule and drawn numbers included."""
     rows = infill(llada_tiny, TEXTS[:2], **SHAPE, **options)
@@ -80,7 +72,7 @@ def test_samplers_that_fill(llada_tiny, options):
 
 def test_a_model_that_needs_a_first_token(dream_tiny):
     check(infill(dream_tiny, CAPITAL, **SHAPE), CAPITAL)
-    with pytest.raises(DllmError, match="dream-tiny has no start token, so a template cannot begin with a gap; begin"):
+    with refuses("dream-tiny"):
         infill(dream_tiny, "<gap:3> x")
 
 
@@ -120,45 +112,40 @@ def test_nothing_to_fill(llada_tiny):
 
 
 @pytest.mark.parametrize(
-    "templates, options, sentence",
+    ("name", "templates", "options"),
     [
-        ("no gap", {}, "'no gap' has no gap; write <gap:8> where 8 tokens are to be written"),
-        ([3], {}, "a template is a text with gaps such as <gap:8>, not a int"),
-        (3, {}, "templates is of type int; give a text with gaps or a list of them"),
-        ("a<|mask|><gap:2>", {}, "a template contains the mask token; write <gap:1> in its place"),
-        ("a<gap:512>", {}, "a prompt of 1 tokens and a canvas up to position 513 exceed the 512 tokens llada-tiny"),
-        ("a<gap:999999999>", {}, "exceed the 512 tokens llada-tiny was trained for; shorten one of them"),
-        (CAPITAL, {"gen_length": 8}, "gen_length has no effect on an infilling, which ends where its template does"),
-        (CAPITAL, {"stop": ["x"]}, "stop has no effect on an infilling"),
-        (CAPITAL, {"sampler": "leftright"}, "gaps cannot be filled by a sampler that writes from left to right"),
-        (CAPITAL, {"sampler": "apd"}, "gaps cannot be filled by a sampler that writes from left to right"),
-        (
-            CAPITAL,
-            {"sampler": samplers.BlockSampler(samplers.Threshold(), 8)},
-            "sampler is of type BlockSampler; give a name or a rule",
-        ),
-        (CAPITAL, {"rule": "best"}, "no unmasking rule is called 'best'"),
-        (CAPITAL, {"gamma": 1}, "sampler threshold has no option 'gamma'"),
-        (CAPITAL, {"block_length": "8"}, "block_length is the string '8'; give a number"),
-        (CAPITAL, {"suppress": "abc"}, "suppress is 'abc'; give a list"),
-        (CAPITAL, {"suppress": ["abc"]}, "suppress text 'abc' is 3 tokens"),
-        (CAPITAL, {"chat": True}, "chat and system say how a prompt is written; pass prompt= as well"),
-        (CAPITAL, {"prompt": ["a", "b"]}, "there are 2 prompts for 1 templates; give one for all, or one for each"),
-        (CAPITAL, {"prompt": ""}, "the prompt is empty"),
-        (CAPITAL, {"seed": -1}, "seed is -1"),
-        (CAPITAL, {"batch_size": 0}, "batch_size is 0"),
-        ("caf\u00e9<gap:2>", {}, "'caf\u00e9' cannot be expressed in this vocabulary"),
+        ("'no gap'", "no gap", {}),
+        ("int", [3], {}),
+        ("int", 3, {}),
+        ("mask token", "a<|mask|><gap:2>", {}),
+        ("position 513", "a<gap:512>", {}),
+        ("512 tokens", "a<gap:999999999>", {}),
+        ("gen_length", CAPITAL, {"gen_length": 8}),
+        ("stop", CAPITAL, {"stop": ["x"]}),
+        ("left to right", CAPITAL, {"sampler": "leftright"}),
+        ("left to right", CAPITAL, {"sampler": "apd"}),
+        ("BlockSampler", CAPITAL, {"sampler": samplers.BlockSampler(samplers.Threshold(), 8)}),
+        ("'best'", CAPITAL, {"rule": "best"}),
+        ("'gamma'", CAPITAL, {"gamma": 1}),
+        ("block_length", CAPITAL, {"block_length": "8"}),
+        ("'abc'", CAPITAL, {"suppress": "abc"}),
+        ("'abc'", CAPITAL, {"suppress": ["abc"]}),
+        ("prompt=", CAPITAL, {"chat": True}),
+        ("2 prompts", CAPITAL, {"prompt": ["a", "b"]}),
+        ("prompt", CAPITAL, {"prompt": ""}),
+        ("seed", CAPITAL, {"seed": -1}),
+        ("batch_size", CAPITAL, {"batch_size": 0}),
+        ("'caf\u00e9'", "caf\u00e9<gap:2>", {}),
     ],
 )
-def test_mistakes_are_one_sentence(monkeypatch, llada_tiny, templates, options, sentence):
+def test_mistakes_are_one_sentence(monkeypatch, llada_tiny, name, templates, options):
     monkeypatch.setattr(sys.modules[prepare_infill.__module__], "run_all", pytest.fail)  # nothing is to be sampled
-    with pytest.raises(DllmError) as caught:
+    with refuses(name):
         infill(llada_tiny, templates, **options)
-    assert sentence in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_model_without_a_tokenizer(llada_tiny):
-    with pytest.raises(DllmError, match="has no tokenizer"):
+    with refuses("tokenizer"):
         infill(dllm_jax.random_model(llada_tiny.config), CAPITAL)
 
 
@@ -202,16 +189,16 @@ def test_from_the_shell(run, llada_tiny):
 
 
 @pytest.mark.parametrize(
-    "arguments, sentence",
+    ("name", "arguments"),
     [
-        (["--infill", "a<gap>"], "<gap> says no length; write <gap:8>"),
-        (["--infill", CAPITAL, "--gen-length=8"], "gen_length has no effect on an infilling"),
-        (["--infill", CAPITAL, "--chat"], "chat and system say how a prompt is written"),
-        (["--infill", CAPITAL, "--sampler=leftright"], "gaps cannot be filled by a sampler that writes from left"),
-        (["a", "b", "--infill", CAPITAL], "there are 2 prompts for 1 templates"),
+        ("<gap>", ["--infill", "a<gap>"]),
+        ("gen_length", ["--infill", CAPITAL, "--gen-length=8"]),
+        ("chat", ["--infill", CAPITAL, "--chat"]),
+        ("left to right", ["--infill", CAPITAL, "--sampler=leftright"]),
+        ("2 prompts", ["a", "b", "--infill", CAPITAL]),
     ],
 )
-def test_mistakes_in_the_shell(run, monkeypatch, arguments, sentence):
+def test_mistakes_in_the_shell(llada_tiny, capsys, monkeypatch, name, arguments):
     monkeypatch.setattr(cli.dllm_jax, "load", pytest.fail)
-    status, out, err = run(*arguments)
-    assert (status, out) == (2, "") and err.startswith(f"error: {sentence}") and err.count("\n") == 1
+    assert cli.main([*arguments, "--model", str(llada_tiny.folder)]) == 2
+    assert name in one_error(capsys)

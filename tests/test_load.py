@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import refuses
 from jax.sharding import PartitionSpec as P
 
 import dllm_jax
@@ -117,7 +118,7 @@ def test_rules_change_the_shards(saved):
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 def test_a_mesh_that_does_not_divide_is_refused(saved):
-    with pytest.raises(dllm_jax.DllmError, match="does not split over 3 devices"):
+    with refuses("3 devices"):
         dllm_jax.load(saved, mesh=dllm_jax.make_mesh(tensor=3))
 
 
@@ -125,134 +126,95 @@ def test_a_mesh_that_does_not_divide_is_refused(saved):
 def test_heads_are_split_whole():
     """Eight devices divide the 3584 columns of Dream's queries and the 512 of its keys, but not its heads."""
     config, mesh = dllm_jax.published("dream-7b-instruct"), dllm_jax.make_mesh(tensor=8)
-    for rules, heads in (
-        (dllm_jax.ShardingRules(), "heads of 28"),
-        (dllm_jax.ShardingRules(heads=None), "kv_heads of 4"),
-    ):
-        sentence = (
-            f"^attention: axis {heads} whole heads does not split over 8 devices; use fewer, or leave it whole by"
-        )
-        with pytest.raises(dllm_jax.DllmError, match=sentence):
+    for rules, heads in ((dllm_jax.ShardingRules(), "28"), (dllm_jax.ShardingRules(heads=None), "kv_heads of 4")):
+        with refuses(heads, "8 devices"):
             dllm_jax.param_shardings(config, mesh, rules)
     four = dllm_jax.param_shardings(config, dllm_jax.make_mesh(tensor=4))
     assert four["layers.0.attn.k_proj.kernel"].spec == P(None, "tensor")
-
-
-def test_rules_without_a_mesh_are_refused(saved):
-    with pytest.raises(dllm_jax.DllmError, match="without a mesh; pass mesh="):
-        dllm_jax.load(saved, rules=dllm_jax.ShardingRules())
 
 
 def test_a_checkpoint_without_tokenizer(broken):
     (broken / "meta.json").unlink()
     model = dllm_jax.load(broken)
     assert model.tokenizer is None
-    with pytest.raises(dllm_jax.DllmError, match=r"broken has no tokenizer.*put the tokenizer.json \(or vocab.json"):
+    with refuses("broken", "tokenizer.json"):
         model.require_tokenizer()
-
-
-def test_a_damaged_tokenizer_is_not_passed_over(broken):
     (broken / "tokenizer.json").write_text("{")
-    with pytest.raises(
-        dllm_jax.DllmError, match="the tokenizer of .*broken could not be read .*; copy its files again"
-    ):
+    with refuses("broken"):
         dllm_jax.load(broken)
 
 
-def test_a_missing_folder(tmp_path):
-    with pytest.raises(dllm_jax.DllmError, match="no checkpoint at .*nowhere.*python -m convert"):
-        dllm_jax.load(tmp_path / "nowhere")
-
-
-def test_a_folder_from_the_hub_must_be_converted(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "llada"}')
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(dllm_jax.DllmError, match="is not a converted checkpoint .*convert it first: python -m convert"):
-        dllm_jax.load(tmp_path)
-
-
 @pytest.mark.parametrize(
-    ("file", "folder", "sentence"),
+    ("name", "file", "folder"),
     [
-        ("adapter_config.json", None, "it holds adapters, merge them: python -m train merge-lora"),
-        ("run.json", "model", "it is a training run, which wrote .*model$"),
-        ("run.json", "adapters", "it is a training run, which wrote .*adapters$"),
-        ("run.json", None, "it is a training run, which has not ended"),
+        ("merge-lora", "adapter_config.json", None),
+        ("model", "run.json", "model"),
+        ("adapters", "run.json", "adapters"),
+        ("run", "run.json", None),
     ],
 )
-def test_folders_of_training_say_which_folder_is_meant(tmp_path, file, folder, sentence):
+def test_folders_of_training_say_which_folder_is_meant(tmp_path, name, file, folder):
     (tmp_path / file).touch()
     if folder:
         (tmp_path / folder).mkdir()
-    with pytest.raises(dllm_jax.DllmError, match=sentence):
+    with refuses(str(tmp_path), name):
         dllm_jax.load(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [
-        (b"{", "config.json is not valid JSON"),
-        (b"\xff\xfe\x00", "config.json is not valid JSON"),
-        (b"[]", "config.json holds no JSON object"),
-        (b'{"model_type": "llada"}', r"config.json has unknown fields \['model_type'\]"),
-        (None, "config.json is missing; convert the checkpoint again"),
-    ],
-)
-def test_a_broken_config(broken, content, sentence):
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe\x00", b"[]", b'{"model_type": "llada"}', None])
+def test_a_broken_config(broken, content):
     (broken / "config.json").unlink()
     if content is not None:
         (broken / "config.json").write_bytes(content)
-    with pytest.raises(dllm_jax.DllmError, match=sentence):
+    with refuses("config.json"):
         dllm_jax.load(broken)
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("name", "changes"),
     [
-        ({"mlp_dim": "gone", "rope_theta": "gone"}, r"config.json lacks the fields \['mlp_dim', 'rope_theta'\]"),
-        ({"depth": 4}, r"config.json has unknown fields \['depth'\]"),
-        ({"experts": 4}, "config.json: experts cannot be 4"),
-        ({"experts": {"num_experts": 4}}, r"config.json: experts lacks the fields \['dim', 'per_token'\]"),
-        ({"clip_qkv": "8"}, "config.json: clip_qkv cannot be '8'"),
-        ({"num_layers": "two"}, "config.json: num_layers cannot be 'two'"),
-        ({"shift": "false"}, "config.json: shift cannot be 'false'"),
-        ({"rope_theta": float("nan")}, "config.json: rope_theta cannot be nan"),
-        ({"mask_id": True}, "config.json: mask_id cannot be True"),
-        ({"end_ids": [1.5]}, r"config.json: end_ids cannot be \[1.5\]"),
-        ({"vocab_size": 0}, "vocab_size is 0; it must be a positive integer"),
-        ({"dtype": "int8"}, "dtype 'int8' is not supported"),
-        ({"num_layers": 3}, "does not hold the config's parameters: missing layers.2"),
-        ({"num_layers": 1}, "does not hold the config's parameters: unexpected layers.1"),
-        ({"mlp_dim": 128}, r"has shape \[.*64.*\], not \[.*128.*\]"),
+        ("['mlp_dim', 'rope_theta']", {"mlp_dim": "gone", "rope_theta": "gone"}),
+        ("['depth']", {"depth": 4}),
+        ("experts", {"experts": 4}),
+        ("['dim', 'per_token']", {"experts": {"num_experts": 4}}),
+        ("clip_qkv", {"clip_qkv": "8"}),
+        ("num_layers", {"num_layers": "two"}),
+        ("shift", {"shift": "false"}),
+        ("rope_theta", {"rope_theta": float("nan")}),
+        ("mask_id", {"mask_id": True}),
+        ("end_ids", {"end_ids": [1.5]}),
+        ("vocab_size", {"vocab_size": 0}),
+        ("'int8'", {"dtype": "int8"}),
+        ("missing layers.2", {"num_layers": 3}),
+        ("unexpected layers.1", {"num_layers": 1}),
+        ("128", {"mlp_dim": 128}),
     ],
 )
-def test_a_config_that_does_not_fit(broken, changes, sentence):
+def test_a_config_that_does_not_fit(broken, name, changes):
     write_config(broken, **changes)
-    with pytest.raises(dllm_jax.DllmError, match=sentence):
+    with refuses(name):
         dllm_jax.load(broken)
 
 
 @pytest.mark.parametrize("name", ["_CHECKPOINT_METADATA", "state/_METADATA", "state/manifest.ocdbt"])
 def test_params_without_one_of_their_files(broken, name):
     (broken / "params" / name).unlink()
-    with pytest.raises(dllm_jax.DllmError, match="params could not be read .*convert the checkpoint again"):
+    with refuses("params"):
         dllm_jax.load(broken)
 
 
 def test_params_with_cut_data(broken):
     largest = max((path for path in (broken / "params").rglob("*") if path.is_file()), key=lambda p: p.stat().st_size)
     largest.write_bytes(largest.read_bytes()[:100])
-    with pytest.raises(dllm_jax.DllmError, match="params could not be read .*convert the checkpoint again"):
+    with refuses("params"):
         dllm_jax.load(broken)
 
 
 @pytest.mark.parametrize("dtype", ["float8", "float64", "int8", "bf16"])
 def test_unknown_dtypes(saved, dtype):
-    with pytest.raises(
-        dllm_jax.DllmError, match=f"dtype {dtype} is not supported; use one of bfloat16, float16, float32"
-    ):
+    with refuses(dtype):
         dllm_jax.load(saved, dtype=dtype)
-    with pytest.raises(dllm_jax.DllmError, match=f"dtype {dtype} is not supported"):
+    with refuses(dtype):
         dllm_jax.random_model(CONFIG, dtype=dtype)
 
 
@@ -263,15 +225,6 @@ def test_random_models_follow_their_key(params):
     other = dllm_jax.random_model(CONFIG, key=jax.random.key(1), dtype="bfloat16")
     assert other.params["embed.embedding"].dtype == jnp.bfloat16
     assert not np.array_equal(other.params["embed.embedding"], params["embed.embedding"])
-    with pytest.raises(dllm_jax.DllmError, match="the random model random has no tokenizer; give it token ids"):
-        model.require_tokenizer()
-
-
-def test_random_models_by_published_name(monkeypatch):
-    monkeypatch.setattr("dllm_jax.families.PUBLISHED", {"llada-tiny": CONFIG})
-    assert dllm_jax.random_model("llada-tiny").name == "llada-tiny"
-    with pytest.raises(dllm_jax.DllmError, match="no published model is called 'llada'; choose one of llada-tiny"):
-        dllm_jax.random_model("llada")
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")

@@ -1,6 +1,5 @@
 """`benchmarks.memory`, and that docs/memory.md and docs/choose.md say what the files of results say."""
 
-import csv
 import json
 import re
 
@@ -67,22 +66,3 @@ def test_what_it_advises_can_be_said():
     for words in said:
         options = parser.parse_args(words)
         said_by(options, parser.parse_args([]))
-
-
-def test_what_it_says_was_measured_is_in_the_results():
-    wanted = {  # folder, sampler -> solved and forwards as the page has them
-        ("eb-sudoku", "topk:proxy=confidence,k=1"): ("99.8%", "18.6"),
-        ("eb-sudoku", "eb:proxy=confidence,gamma=0.0001"): ("99.6%", "5.4"),
-        ("eb-maze", "eb:proxy=confidence,gamma=0.3"): ("90.6%", "1.6"),
-        ("d2f", "topk:k=1"): ("98.6%", "64"),
-        ("d2f", "threshold:threshold=0.95,cache=dual,block_length=32"): ("90.2%", "5.8"),
-        ("d2f", "d2f:block_length=16,tau_add=0.1,tau_act=0.95,threshold=0.9@runs/d2f-long-problems/merged"): (
-            "98.6%",
-            "4.9",
-        ),
-    }
-    for (folder, sampler), (solved, forwards) in wanted.items():
-        with open(ROOT / "evals" / "results" / folder / "results.csv", newline="") as file:
-            row = next(row for row in csv.DictReader(file) if row["sampler"] == sampler)
-        assert f"{float(row['accuracy']):.1%}" == solved and f"{float(row['nfe']):.1f}".removesuffix(".0") == forwards
-        assert f"| {solved} | {forwards} |" in CHOOSE

@@ -2,8 +2,8 @@
 
 import jax.numpy as jnp
 import pytest
+from conftest import refuses
 
-from dllm_jax import DllmError
 from dllm_jax.pytree import pytree
 from samplers import CACHES, DualCache, ExactCache, NoCache
 from samplers.testing import check_cache
@@ -100,38 +100,37 @@ class Growing(NoCache):
         return super().predict(denoiser, request, ())._replace(state=state + 0.5)
 
 
-BROKEN = {
-    Undecorated(): "a Undecorated is no pytree; decorate its class with dllm_jax.pytree.pytree",
-    Empty(): "a Empty is no cache policy; give it init and predict, or derive its class from BlockCache",
-    DualCache: "a .* is no cache policy; give it init and predict",
-    Forgetful(): "Forgetful with threshold: forward 0 of row 0 is its first, but no full one; nothing is stored",
-    Sociable(): "Sociable with threshold: a row is another beside other rows: at row .*, not",
-    Branching(): r"Branching with threshold cannot be traced \(.*\); its methods are traced, so no Python `if`",
-    OneOff(): "OneOff with threshold: forward 0 of row 0 counts as a full one, but gives other hidden states",
-    Nowhere(): "Nowhere with threshold: forward 0 of row 0 counts as a full one, but gives other hidden states",
-    Half(): "Half with threshold: forward 0 of row 0 runs a part of the active block alone",
-    Late(): "Late with threshold: forward .* of row . is told of a row that has ended",
-    Boasting(): "Boasting with threshold: forward 1 of row . counts as one that stored all keys and values",
-    Growing(): r"Growing with threshold: its state is int32\[3\] by init and float32\[3\] after a step",
+BROKEN = {  # what the sentence has
+    Undecorated(): "pytree",
+    Empty(): "BlockCache",
+    DualCache: "init and predict",
+    Forgetful(): "full",
+    Sociable(): "other rows",
+    Branching(): "Python `if`",
+    OneOff(): "hidden states",
+    Nowhere(): "hidden states",
+    Half(): "active block",
+    Late(): "ended",
+    Boasting(): "keys and values",
+    Growing(): "float32[3]",
 }
 
 
 @pytest.mark.parametrize("policy", BROKEN, ids=lambda policy: getattr(policy, "__name__", type(policy).__name__))
 def test_what_is_broken_is_named(policy):
-    with pytest.raises(AssertionError, match=BROKEN[policy]) as caught:
+    with refuses(BROKEN[policy], kind=AssertionError):
         check_cache(policy)
-    assert "\n" not in str(caught.value)
 
 
 def test_an_approximation_is_not_exact():
-    with pytest.raises(AssertionError, match="DualCache with threshold: it gives another result than no cache: at row"):
+    with refuses("DualCache", "no cache", kind=AssertionError):
         check_cache(DualCache(), exact=True)
 
 
 def test_what_cannot_be_checked_is_refused():
-    with pytest.raises(DllmError, match="refresh_every"):
+    with refuses("refresh_every"):
         check_cache(DualCache(0))
-    with pytest.raises(DllmError, match="exact cache is for block diffusion models"):
+    with refuses("exact cache"):
         check_cache(Plain())
 
 

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import one_error, refuses
 
-from dllm_jax import DllmError
 from dllm_jax.indicator import IndicatorConfig, init_indicator
 from dllm_jax.pytree import pytree
 from samplers import (
@@ -42,16 +42,19 @@ NEEDED = {  # rules with numbers that have no default
     "remask": lambda: Remask(8),
 }
 CACHES = ["none", "prefix", "dual", "vicinity", "exact", "sub-block"]
+WITH_ALL = ("threshold", "edit", "ni", "remask")  # others commit by their predictions alone, whatever cache made these
 CHECKS = ["tracing", "a row alone", "numbers per row"]
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_every_rule_keeps_its_promises_with_every_cache(name):
+def test_every_rule_keeps_its_promises(name):
     """A rule that cannot be made without numbers gets them in `NEEDED`."""
+    number = list(RULES).index(name)
+    caches = CACHES if name in WITH_ALL else [CACHES[number % len(CACHES)]]
     missing = [field.name for field in dataclasses.fields(RULES[name]) if field.default is dataclasses.MISSING]
     assert name in NEEDED or not missing, f"add {name} to NEEDED in this file, with {missing}"
     rule = NEEDED[name]() if name in NEEDED else RULES[name]()
-    assert check_rule(rule) == (CHECKS if numbers_of(rule) else CHECKS[:2]) + CACHES
+    assert check_rule(rule, caches=caches) == (CHECKS if numbers_of(rule) else CHECKS[:2]) + caches
 
 
 # Broken ones ---------------------------------------------------------------------------------------------------------
@@ -146,33 +149,32 @@ class Forgetting(Sure):
         return view.undecided, state + 0.5
 
 
-BROKEN = {
-    Undecorated(): "a Undecorated is no pytree; decorate its class with dllm_jax.pytree.pytree",
-    Branching(): "Branching with cache 'none' cannot be traced (.*); its methods are traced, so no Python `if` on arr",
-    Overwriting(): "position .* of row .*, was final, and is changed; commit undecided positions alone, or set revises",
-    Reopening(): r"position . of row ., whose forwards are \d+, was final, and is changed$",
-    Curious(): "a row is another beside other rows: at row .* is .*, not",
-    OneNumber(): r"cannot be traced \(.*\); a number may be \[B\], so use per_row",
-    Idle(): "Idle with cache 'none' has not ended after 320 forwards; bound them by most_steps",
-    Understated(): "row 0 took 2. forwards, but forwards says at most 16; correct most_steps, or forwards",
-    Drawing(): "the compiled loop gives another result than its steps one by one: at row",
-    Forgetting(): r"its state is int32\[3\] by init and float32\[3\] after a step; both must be alike",
+BROKEN = {  # what the sentence has
+    Undecorated(): "pytree",
+    Branching(): "Python `if`",
+    Overwriting(): "final",
+    Reopening(): "final",
+    Curious(): "other rows",
+    OneNumber(): "per_row",
+    Idle(): "most_steps",
+    Understated(): "forwards",
+    Drawing(): "compiled loop",
+    Forgetting(): "float32[3]",
 }
 
 
 @pytest.mark.parametrize("rule", BROKEN, ids=lambda rule: type(rule).__name__)
 def test_what_is_broken_is_named(rule):
-    with pytest.raises(AssertionError, match=BROKEN[rule]) as caught:
+    with refuses(BROKEN[rule], kind=AssertionError):
         check_rule(rule, caches=("none",))
-    assert "\n" not in str(caught.value)
 
 
 def test_what_cannot_be_checked_is_refused():
-    with pytest.raises(DllmError, match="threshold is -1; it must be"):
+    with refuses("threshold"):
         check_rule(Threshold(-1.0))
-    with pytest.raises(DllmError, match="no cache policy is called 'big'; choose one of none, prefix"):
+    with refuses("'big'"):
         check_rule(Threshold(), caches=("big",))
-    with pytest.raises(DllmError, match="steps 5 is not a multiple of the 4 blocks"):
+    with refuses("steps 5"):
         check_rule(LLaDA(5))
 
 
@@ -233,28 +235,27 @@ def test_a_rule_of_ones_own_has_a_name(own, llada_tiny):
 
 
 @pytest.mark.parametrize(
-    "name, sentence",
+    ("spec", "name"),
     [
-        ("no_rules:Lead", "rule 'no_rules:Lead' cannot be imported (No module named 'no_rules'); write it like module"),
-        ("broken_rules:Lead", "cannot be imported (No module named 'no_such_module')"),
-        ("own_rules:Led", "rule 'own_rules:Led' cannot be imported (module 'own_rules' has no attribute 'Led')"),
-        ("own_rules:function", "rule 'own_rules:function' is no unmasking rule; derive its class from samplers.Rule"),
-        ("own_rules:Often", "rule 'own_rules:Often' is no unmasking rule; derive"),
-        ("own_rules:Plain", "rule 'own_rules:Plain' is no pytree; decorate its class with dllm_jax.pytree.pytree"),
-        ("own_rules:Lead:led=1", "sampler own_rules:Lead has no option 'led'; did you mean 'lead'?"),
-        ("threshold:treshold", "'treshold' is no option; write it as option=value"),
-        ("treshold", "no unmasking rule or preset is called 'treshold'; did you mean 'threshold'? Choose one of"),
+        ("no_rules:Lead", "'no_rules'"),
+        ("broken_rules:Lead", "'no_such_module'"),
+        ("own_rules:Led", "'Led'"),
+        ("own_rules:function", "'own_rules:function'"),
+        ("own_rules:Often", "'own_rules:Often'"),
+        ("own_rules:Plain", "pytree"),
+        ("own_rules:Lead:led=1", "did you mean 'lead'"),
+        ("threshold:treshold", "'treshold'"),
+        ("treshold", "did you mean 'threshold'"),
     ],
 )
-def test_what_is_no_rule_is_said(own, llada_tiny, name, sentence):
-    with pytest.raises(DllmError) as caught:
-        make_sampler(llada_tiny, name)
-    assert sentence in str(caught.value) and "\n" not in str(caught.value)
+def test_what_is_no_rule_is_said(own, llada_tiny, spec, name):
+    with refuses(name):
+        make_sampler(llada_tiny, spec)
 
 
 def test_a_checkpoint_may_not_name_code(own, llada_tiny):
     for said in ({"rule": "own_rules:Lead"}, {"cache": "own_rules:Often"}, {"sampler": "own_rules:Lead"}):
-        with pytest.raises(DllmError, match=r"generation.json of .* is other code, which a checkpoint may not name"):
+        with refuses("generation.json", "own_rules:"):
             make_sampler(dataclasses.replace(llada_tiny, generation=said))
 
 
@@ -271,4 +272,4 @@ def test_the_shell_knows_it(own, llada_tiny, capsys):
     assert "own_rules:Lead: Commits what is far enough ahead." in listed and "--lead (default: 0.8)" in listed
     assert "own_rules:Often: " in listed
     assert cli.main(["a", "--rule", "no_rules:Lead", *model]) == 2
-    assert capsys.readouterr().err.startswith("error: rule 'no_rules:Lead' cannot be imported")
+    assert "'no_rules:Lead'" in one_error(capsys)

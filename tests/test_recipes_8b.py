@@ -33,11 +33,6 @@ def head(name):
     return "".join(line for line in (FOLDER / f"{name}.toml").open() if line.startswith("#"))
 
 
-def test_there_is_one_for_each():
-    wanted = {"llada-sft-full", "llada-sft-lora", "dream-sft", "llada-d2f", "dream-d2f", "llada-ni", "dream-ni"}
-    assert wanted | {"llada-moe-compression"} <= set(NAMES)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_is_whole(name):
     path = FOLDER / f"{name}.toml"
@@ -84,7 +79,7 @@ def test_the_memory_in_a_head_is_what_was_compiled(name):
             assert recipes.extended(few, more, layers) == row
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["llada-sft-full", "dream-d2f", "dream-ni", "llada-moe-compression"])
 def test_two_layers_of_a_recipe_are_compiled(name):
     """With the model's own widths and without any of its weights; the vocabulary head stays out of the loop over
     chunks, and the arguments are an eighth of what there is."""

@@ -3,9 +3,10 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from conftest import refuses
 from train_toys import DREAM, LLADA
 
-from dllm_jax import Denoiser, DllmError, FunctionDenoiser, make_mesh, param_shardings
+from dllm_jax import Denoiser, FunctionDenoiser, make_mesh, param_shardings
 from dllm_jax.config import Experts
 from dllm_jax.models.denoiser import Span
 from dllm_jax.parallel.sharding import Layout
@@ -178,38 +179,37 @@ class OtherMask(Denoiser):
     mask_id = LLADA.vocab_size
 
 
-PLACE = r"row \d, position \d+: the largest difference is [\d.e-]+, and [\d.e-]+ is allowed$"
-BROKEN = {
-    BeyondLengths: f"^other tokens behind a row's length: logits are not those of a forward over everything at {PLACE}",
-    NeighboursSeen: f"^a row alone and without padding: logits are not those in the batch at {PLACE}",
-    WritesAll: f"a window that writes some of its entries touches another: buffer 0 differs at {PLACE}",
-    WritesNothing: f"a forward over a window does not mend its own entries: buffer 0 differs at {PLACE}",
-    ReadsItsOwn: f"a window reads keys or values that it does not write, not the buffers': .* at {PLACE}",
-    RelativePositions: f"a forward over a window: logits are not those of a forward over everything at {PLACE}",
-    FirstOutputs: f"a span of outputs within a window: logits .* at {PLACE}",
-    OneLength: f"other tokens in a later block: logits .* at {PLACE}",
-    FirstTile: f"a tile of the vocabulary from entry 16 on: logits are not the columns of all at {PLACE}",
-    OtherRoom: r"keys and values of shape \[3, 24, 2, 8\] do not fit buffers of shape \[3, 2, 24, 8\]",
-    PlainEmbedding: f"embeddings instead of tokens: logits .* at {PLACE}",
+BROKEN = {  # what the sentence has
+    BeyondLengths: "behind a row's length",
+    NeighboursSeen: "a row alone",
+    WritesAll: "buffer 0",
+    WritesNothing: "buffer 0",
+    ReadsItsOwn: "reads keys or values",
+    RelativePositions: "a forward over a window",
+    FirstOutputs: "outputs within a window",
+    OneLength: "a later block",
+    FirstTile: "a tile of the vocabulary",
+    OtherRoom: "[3, 24, 2, 8]",
+    PlainEmbedding: "embeddings",
 }
 
 
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda cls: cls.__name__)
 def test_broken_ones_are_named(broken):
-    with pytest.raises(AssertionError, match=BROKEN[broken]):
+    with refuses(BROKEN[broken], kind=AssertionError):
         check_denoiser(broken(LLADA, weights(LLADA)))
 
 
 def test_a_shift_that_windows_forget_is_named():
-    with pytest.raises(AssertionError, match=f"a forward over a window: logits .* at {PLACE}"):
+    with refuses("a forward over a window", kind=AssertionError):
         check_denoiser(ShiftedOnce(DREAM, weights(DREAM)))
 
 
 def test_weights_in_which_no_mistake_would_show_are_refused():
     mute = {name: x * 0 if ".attn.o_proj" in name else x for name, x in weights(LLADA).items()}
-    with pytest.raises(AssertionError, match="logits hardly follow from other positions: .*; give larger weights"):
+    with refuses("larger weights", kind=AssertionError):
         check_denoiser(Denoiser(LLADA, mute))
-    with pytest.raises(AssertionError, match="logits are not finite at row 0, position 0"):
+    with refuses("row 0, position 0", kind=AssertionError):
         check_denoiser(Denoiser(LLADA, {name: x * jnp.nan for name, x in mute.items()}))
 
 
@@ -217,12 +217,12 @@ def test_what_is_no_denoiser_is_refused():
     class Plain:
         """No pytree."""
 
-    with pytest.raises(AssertionError, match="a Plain is no pytree; decorate its class"):
+    with refuses("Plain", "pytree", kind=AssertionError):
         check_denoiser(Plain())
-    with pytest.raises(AssertionError, match="mask_id 24 is no id of a vocabulary of 24 tokens"):
+    with refuses("mask_id 24", kind=AssertionError):
         check_denoiser(OtherMask(LLADA, weights(LLADA)))
     denoiser = Denoiser(LLADA, weights(LLADA))
-    with pytest.raises(DllmError, match=r"tokens have shape \[1, 12\]; give at least two rows of at least 10"):
+    with refuses("[1, 12]"):
         check_denoiser(denoiser, tokens=jnp.zeros((1, 12), jnp.int32))
-    with pytest.raises(DllmError, match=r"lengths are \[12, 3\]; give one of 10 to 12 for each row"):
+    with refuses("[12, 3]"):
         check_denoiser(denoiser, tokens=jnp.zeros((2, 12), jnp.int32), lengths=jnp.array([12, 3]))
