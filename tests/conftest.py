@@ -1,6 +1,7 @@
 """CPU with eight virtual devices, full float32 matmuls, kept compilations, and the tiny checkpoints as fixtures."""
 
 import contextlib
+import dataclasses
 import gc
 import itertools
 import logging
@@ -67,6 +68,12 @@ def assert_equal(mine, theirs, name: str) -> None:
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5, err_msg=name)
     else:
         np.testing.assert_array_equal(mine, theirs, err_msg=name)
+
+
+def assert_same_row(one, i: int, other, j: int) -> None:
+    """Row i of one result is row j of another."""
+    for field in dataclasses.fields(one):
+        assert_equal(getattr(one, field.name)[i], getattr(other, field.name)[j], field.name)
 
 
 @contextlib.contextmanager

@@ -79,15 +79,9 @@ def test_python_loop_writes_the_tokens_of_the_compiled_generation(job, programs,
     np.testing.assert_array_equal(compiled.nfe, [6, 6])
 
 
-def test_other_tokens_from_the_python_loop_are_refused(job):
-    with pytest.raises(dllm_jax.DllmError, match="other tokens"):
-        bench._check_same_tokens(job, {"rule": "threshold", "same_tokens": 0.9})
-
-
-def test_autoregressive_baseline_is_greedy_decoding(job, programs, prompts):
+def test_autoregressive_baseline_is_greedy_decoding(job, prompts):
     (prompt, lengths), denoiser = prompts, job.model.denoiser
-    contender = bench._contender(job, "ar", "", "causal", prompt, lengths, programs)
-    result = contender.run()
+    result = jax.jit(bench.autoregressive, static_argnums=0)(16, denoiser, prompt, lengths)
     whole = write_rows(jnp.pad(prompt, ((0, 0), (0, 16))), result.tokens, lengths)
     causal = dllm_jax.Denoiser(denoiser.config.replace(attention="causal", shift=False), denoiser.params)
     greedy = jnp.argmax(jax.jit(lambda model, tokens: model(tokens))(causal, whole), axis=-1)
@@ -152,10 +146,6 @@ def test_plan_of_a_gpu_and_what_time_does_not_allow(job, tmp_path):
 def test_mistakes_are_sentences(arguments, name, capsys):
     assert bench.main(arguments) == 2
     assert name in one_error(capsys)
-
-
-def test_values_of_rule_options():
-    assert bench.parse_rule("eb:gamma=0.2:proxy=margin") == ("eb", {"gamma": 0.2, "proxy": "margin"})
 
 
 def test_command_line_writes_json_and_csv(tmp_path):

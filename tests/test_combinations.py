@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import official
 import pytest
-from conftest import refuses
+from conftest import assert_same_row, refuses
 from jax.sharding import PartitionSpec
-from test_engine import BLOCK, EOS, GEN, MASK, ROWS, RULES, assert_same_row, first_layers, run
+from test_engine import BLOCK, EOS, GEN, MASK, ROWS, RULES, first_layers, run
 
 from dllm_jax import Model, batch_sharding, make_mesh, param_shardings
 from dllm_jax.pytree import pytree

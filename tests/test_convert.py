@@ -1,7 +1,6 @@
 """Conversion of the tiny checkpoints: right names and values, there and back, nothing half done, nothing forgotten."""
 
 import hashlib
-import io
 import json
 import os
 import signal
@@ -16,7 +15,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from conftest import one_error, refuses
-from orbax.checkpoint import v1 as ocp
 from safetensors import safe_open
 
 import convert
@@ -229,18 +227,6 @@ def test_dtypes(tmp_path, stored, dtype):
         expected = arrays[slot.hub].astype(dtype)
         np.testing.assert_array_equal(array.T if slot.transpose else array, expected, err_msg=slot.ours)
     assert convert.verify(source, tmp_path / "out") == len(arrays)
-
-
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (1, 8), (2, 3), (3, 7), (1000, 4)])
-def test_transposes_of_any_shape(tmp_path, rows, columns):
-    from convert import safetensors_reader, tensors
-
-    array = np.random.default_rng(0).standard_normal((rows, columns)).astype(BF16)
-    hub_files.write(tmp_path / "one.safetensors", {"w": array})
-    entry = safetensors_reader.read_header(tmp_path / "one.safetensors")["w"]
-    for dtype in (BF16, np.dtype(np.float32)):
-        found = tensors.load([tensors.Piece(entry, transpose=True)], (columns, rows), dtype)
-        np.testing.assert_array_equal(found, array.T.astype(dtype))
 
 
 def test_blocks_cover_a_tensor(tmp_path, monkeypatch):
@@ -481,22 +467,6 @@ def test_a_killed_run_leaves_nothing_and_can_be_started_again(tmp_path):
     assert main(arguments) == 0
     assert convert.verify(source_of("llada"), out) == 39
     assert os.listdir(tmp_path) == ["out"]
-
-
-def test_the_bar_says_that_what_was_read_is_being_written(tmp_path, monkeypatch):
-    """Which may take longer than reading; its clock goes on."""
-    seen, finalize, err = [], ocp.partial.finalize, io.StringIO()
-
-    def finalized(path):
-        time.sleep(2.2)
-        seen.append(err.getvalue())
-        finalize(path)
-
-    monkeypatch.setattr(ocp.partial, "finalize", finalized)
-    monkeypatch.setattr(sys, "stderr", err)
-    err.isatty = lambda: True
-    convert.convert("llada", source_of("llada"), tmp_path / "out", progress=True)
-    assert seen[0].count("writing: 100%") >= 3
 
 
 def test_an_interrupted_run_cleans_up(tmp_path, monkeypatch, capsys):

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import tomllib
 
 import jax
 import numpy as np
@@ -15,7 +14,6 @@ from convert.__main__ import main as convert_main
 from dllm_jax import DllmError
 from dllm_jax.checkpoints.checkpoint import EMBEDDED, find
 from evals.__main__ import main as evals_main
-from samplers.text.prompts import encode_prompt
 from train.objectives import read_config
 
 EXPECTED = {"word-problems": "word-problems", "long-problems": "word-problems", "sudoku": "sudoku", "maze": "maze"}
@@ -93,12 +91,6 @@ def test_a_copy_with_another_tokenizer_is_replaced(tmp_path):
     ).read_bytes()
 
 
-@pytest.mark.parametrize("name", EXPECTED)
-def test_none_has_a_chat_format(name, models):
-    with pytest.raises(DllmError, match="no chat template"):
-        encode_prompt(models[name], "Hello", chat=True)
-
-
 def test_a_folder_with_something_else_is_left_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("DLLM_JAX_HOME", str(tmp_path))
     (tmp_path / "maze").mkdir()
@@ -126,9 +118,3 @@ def test_models_are_installed_and_found_by_name(tmp_path, monkeypatch, capsys):
     assert "eb:gamma=0.1" in shown and "topk:k=8" in shown and shown.count("right") + shown.count("wrong") == 2
     shutil.rmtree(tmp_path / "sudoku")
     assert evals_main(["compare", "--model", "sudoku", "--task", task]) == 2
-
-
-def test_recipes_are_the_configs_that_train_reads():
-    for name in EXPECTED:
-        with (embedded.source(name) / "recipe.toml").open("rb") as file:
-            assert tomllib.load(file)["seed"] == 0

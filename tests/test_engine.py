@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import assert_equal
+from conftest import assert_same_row
 
 import dllm_jax
 import samplers
@@ -93,11 +93,6 @@ def run(model, sampler: BlockSampler, rows=tuple(range(4)), width: int = 96, **o
     return jax.device_get(
         sample_jit(sampler, model.denoiser, prompt, lengths, key=keys(4)[jnp.asarray(rows)], **options)
     )
-
-
-def assert_same_row(one: Result, i: int, other: Result, j: int) -> None:
-    for field in dataclasses.fields(Result):
-        assert_equal(getattr(one, field.name)[i], getattr(other, field.name)[j], field.name)
 
 
 @pytest.mark.parametrize(("rule", "cache"), GRID)

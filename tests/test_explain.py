@@ -234,10 +234,5 @@ def test_a_published_model_needs_no_checkpoint(capsys, monkeypatch, tmp_path):
     assert "no checkpoint at llada-9b" in capsys.readouterr().err
 
 
-def test_what_is_off_as_usual_is_one_line(explain):
-    out = " ".join(explain(PROMPT, "--cache", "none")[1].split())
-    assert "suppress, defer" in out and "cache none the command line" in out
-
-
 def test_sizes():
     assert [sized(n) for n in (512, 2**20, 3 * 2**29)] == ["0.5 KiB", "1.0 MiB", "1.50 GiB"]

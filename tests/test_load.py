@@ -76,13 +76,6 @@ def test_a_checkpoint_loads_whole(saved, params):
     assert "embed.embedding" not in repr(model)  # eight billion numbers would not help anybody
 
 
-def test_its_denoiser_predicts(saved):
-    model = dllm_jax.load(saved)
-    chat = [{"role": "user", "content": "Hi"}]
-    tokens = jnp.array([model.tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]])
-    assert model.denoiser(tokens).shape == (*tokens.shape, 136)
-
-
 def test_a_name_is_looked_up_at_home(saved, monkeypatch):
     monkeypatch.setenv("DLLM_JAX_HOME", str(saved.parent))
     assert dllm_jax.load("tiny").folder == saved

@@ -14,6 +14,7 @@ from conftest import refuses
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from test_bad_checkpoints import GATE, check_refused, refused
 from test_quantized import random_model
+from train_toys import LLADA
 
 import convert
 import dllm_jax
@@ -33,25 +34,19 @@ from dllm_jax.params.specs import init_params
 from samplers import BlockSampler, DualCache, Threshold, sample_jit
 
 SOURCE = hub_files.CHECKPOINTS / "lladamoe-tiny"
-SMALL = ModelConfig(
+SIZES = {"vocab_size": 32, "embed_dim": 16, "num_layers": 2, "num_kv_heads": 1, "head_dim": 8, "mlp_dim": 24}
+SMALL = LLADA.replace(
+    **SIZES,
     family="llada-moe",
-    vocab_size=32,
-    embed_dim=16,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    mlp_dim=24,
     rope_theta=100.0,
-    norm_eps=1e-5,
     max_length=64,
     eos_id=1,
     pad_id=1,
     mask_id=2,
+    bos_id=None,
     end_ids=(1,),
     qk_norm=True,
     experts=Experts(num_experts=6, per_token=2, dim=12),
-    dtype="float32",
 )
 
 

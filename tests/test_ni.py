@@ -9,17 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import GOLDENS, one_error, refuses
+from conftest import GOLDENS, assert_same_row, one_error, refuses
 from golden_ni import _mergeable, _merged
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_engine import BLOCK, EOS, GEN, MASK, ROWS, assert_same_row, first_layers, keys, run
+from test_engine import BLOCK, EOS, GEN, MASK, ROWS, first_layers, keys, run
 from test_evals_tasks import config_for
 from train_toys import Listed
 
 import convert.__main__ as convert_cli
 import evals.__main__ as evals_cli
-from convert.indicator import convert_indicator, export_indicator, names
+from convert.indicator import convert_indicator, export_indicator
 from dllm_jax import Model, random_model
 from dllm_jax.checkpoints import checkpoint
 from dllm_jax.indicator import Indicator, IndicatorConfig, init_indicator, load_indicator, save_indicator
@@ -89,14 +89,6 @@ def test_ranking_in_two_searches_is_top_k(size, count):
 
 
 # The indicator and its files -----------------------------------------------------------------------------------------
-
-
-def test_the_published_size() -> None:
-    made = jax.eval_shape(lambda key: init_indicator(IndicatorConfig(), key), jax.random.key(0))
-    assert sum(x.size for x in jax.tree.leaves(made)) == IndicatorConfig().num_params == 84_272_642
-    first = sum(x.size for name, x in made.params.items() if name.startswith("blocks.0."))
-    assert first == 12288 * 3072 + 12288 + 768 * 12288 + 768 + 2 * 3072 + 3072 * 768 + 768
-    assert names(IndicatorConfig())["backbone.0.mlp.3.weight"] == "blocks.0.down.kernel"
 
 
 def state_dict(source) -> dict[str, np.ndarray]:

@@ -129,12 +129,6 @@ def test_the_page_with_outputs_is_of_this_notebook(path):
 
 
 @each
-def test_a_notebook_says_what_it_takes_and_how_colab_opens_it(path):
-    title = sources(path, "markdown")[0]
-    assert "**In Colab:** " in title and "**With** " in title and "**Time:** " in title and "T4" in title
-
-
-@each
 def test_the_first_cell_installs_what_there_is(path, tmp_path, monkeypatch):
     """A wheel next to the notebook, or else a clone there, or else the checkout around it; with CUDA where there is an
     NVIDIA GPU. A folder of the library's name is not the library."""

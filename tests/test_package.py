@@ -171,15 +171,6 @@ def test_the_notice_names_all_that_is_embedded():
         assert any(name in notice for name in named) or path.parts[2] in notice, path
 
 
-def test_licence_and_notice_go_with_the_package():
-    """That they arrive, `make package` tries (`tests/installed.sh`)."""
-    assert PROJECT["license-files"] == ["LICENSE", "NOTICE"] and all(
-        (ROOT / name).is_file() for name in ("LICENSE", "NOTICE")
-    )
-    script = (ROOT / "tests" / "installed.sh").read_text()
-    assert "licenses/LICENSE" in script and "licenses/NOTICE" in script
-
-
 def test_folders_of_the_same_names_do_not_hide_the_packages(tmp_path):
     """As where a clone, or a project with data in `train/`, lies in the working directory."""
     for name in ("dllm_jax", "convert", "evals", "samplers", "train"):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import assert_equal, refuses
+from conftest import assert_same_row, refuses
 from jax.sharding import PartitionSpec
 from test_combinations import AnyOf
 from train_toys import DREAM, LLADA
@@ -231,11 +231,6 @@ def test_the_indicator_saves_forwards():
     assert (sometimes.nfe <= never.nfe).all() and (sometimes.nfe < never.nfe).any()
 
 
-def same_rows(one, i, other, j):
-    for name, mine in vars(one).items():
-        assert_equal(mine[i], getattr(other, name)[j], name)
-
-
 def test_rows_are_independent_at_a_temperature():
     """Drawn tokens are the row's own: whatever its slot, its neighbours and what lies behind its prompt."""
     denoiser = denoiser_of(LLADA)
@@ -248,7 +243,7 @@ def test_rows_are_independent_at_a_temperature():
         sampler = sampler_of(temperature=0.8, rows=rows)
         other = run(denoiser, sampler, **moved, given=GIVEN[rows], key=keys_of()[rows])
         for slot, row in enumerate(order):
-            same_rows(together, row, other, slot)
+            assert_same_row(together, row, other, slot)
     others = [run(denoiser, sampler_of(temperature=0.8), given=GIVEN, key=keys_of(seed)) for seed in (8, 9, 10)]
     differ = [(other.tokens != together.tokens).any(axis=1) for other in others]
     assert np.any(differ, axis=0).sum() >= ROWS - 2
@@ -290,7 +285,7 @@ def test_in_vmap_within_shard_map_it_is_the_same():
     )
     found = jax.device_get(jax.jit(mapped)(jax.device_get(denoiser), np.arange(ROWS), inputs))
     for row in range(ROWS):
-        same_rows(expected, row, jax.tree.map(lambda x: x[:, 0], found), row)
+        assert_same_row(expected, row, jax.tree.map(lambda x: x[:, 0], found), row)
 
 
 @pytest.mark.parametrize("options", [{"rule": EB(0.5)}, {"in_flight": 1}], ids=["eb", "one-in-flight"])

@@ -33,7 +33,7 @@ from samplers import (
     stop_on,
 )
 from samplers.rules import RULES, BlockView
-from samplers.rules.base import Change, progressing
+from samplers.rules.base import Change
 from samplers.tokens.noise import KeyNoise
 
 # Rules alone, against loops over numbers ------------------------------------------------------------------------------
@@ -368,14 +368,6 @@ def test_a_model_that_breaks_in_a_look_back_is_told() -> None:
 def test_a_pipeline_refuses_them(rule) -> None:
     with refuses("BlockSampler"):
         PipelineSampler(gen_length=LENGTH, block_length=WIDTH, rule=rule).init(NEIGHBOURS, PROMPT)
-
-
-def test_the_bound_takes_no_edit_back() -> None:
-    """In the last forward undecided positions are committed; what a rule reopens then keeps its token."""
-    view = dataclasses.replace(view_of(["open", "written"] * 3, [1] * W, 4), step=jnp.asarray([4]))
-    change = Change(jnp.where(view.undecided, HOLE, HOLE), view.undecided | True)
-    ended, last = progressing(Remask(5), change, predictions_of([0.5] * W, [2] * W), view)
-    assert last.all() and not ended.undecided.any() and ended.tokens[0].tolist() == [2, 1] * 3
 
 
 # With every cache policy ----------------------------------------------------------------------------------------------

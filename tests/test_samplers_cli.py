@@ -414,13 +414,6 @@ def test_the_live_view_needs_neither_unicode_nor_colour(frames, answer):
     assert "_" in out and "threshold=0.9 x dual" in out and "\x1b[1;7m" in out and "32m" not in out
 
 
-def test_a_title_is_short():
-    title = lambda rule, **options: registry.title(samplers.BlockSampler(rule, 16, **options))
-    assert title(samplers.Threshold(0.8), cache=samplers.DualCache()) == "threshold=0.8 × dual"
-    assert title(samplers.Dream(8, alg="origin")) == "dream steps=8 alg=origin × none"
-    assert registry.title(SimpleNamespace(gen_length=8)) == "SimpleNamespace"  # of somebody's own kind
-
-
 def test_a_long_canvas_scrolls_to_the_first_mask():
     texts = ["x"] * 100 + [None] * 100
     canvas = terminal.CanvasText(["head"], texts, (), 200)

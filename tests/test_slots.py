@@ -17,8 +17,9 @@ from test_engine import ROWS, first_layers
 from dllm_jax import Model, load, make_mesh
 from dllm_jax.text.tokenizer import token_bytes
 from samplers import BlockSampler, Engine, Request, Result, TopK, make_sampler, sample_jit, stop_on
+from samplers.engine import runner as runners
 from samplers.engine.engine import Stats
-from samplers.engine.program import for_rows
+from samplers.engine.program import numbers_of, with_numbers
 from samplers.engine.runner import Runner
 from samplers.generate import generate
 from samplers.stopping import end_tokens
@@ -55,19 +56,16 @@ def llada(llada_tiny) -> Model:
 
 def assert_alone(engine: Engine, request: Request) -> None:
     """Of the same request in a batch of one, by the usual loop."""
-    model, rows = engine.model, engine._slots._rows
-    stop = engine.sampler.stop
+    model, stop = engine.model, engine.sampler.stop
     if request.stop:
         tokens = end_tokens(model.config, request.stop, ignore_eos=stop is None)
         strings = [item for item in request.stop if isinstance(item, str)]
         pieces = token_bytes(model.tokenizer, model.config.vocab_size)
         stop = stop_on(tokens, strings=strings, vocab_size=model.config.vocab_size, token_bytes=pieces)
-    numbers = tuple(np.asarray([number]) for number in request.numbers or engine._slots.numbers)
-    alone = dataclasses.replace(rows, numbers=numbers)
-    sampler = for_rows(dataclasses.replace(engine.sampler, stop=stop), alone)
+    numbers = [np.asarray([number]) for number in request.numbers or numbers_of(engine.sampler)]
+    sampler = with_numbers(dataclasses.replace(engine.sampler, stop=stop), numbers)
     key = jax.random.wrap_key_data(jnp.asarray(request.key_data)[None])
-    given = None if request.given is None else jnp.asarray(request.given)[None]
-    options = {} if rows.given is None else {"given": given}
+    options = {} if request.given is None else {"given": jnp.asarray(request.given)[None]}
     lengths = jnp.asarray([request.gen_length])
     prompt = pad_prompts([request.prompt], WIDTH)
     result = jax.device_get(sample_jit(sampler, model.denoiser, *prompt, key=key, gen_lengths=lengths, **options))
@@ -357,13 +355,8 @@ def test_engines_that_cannot_be(llada, name: str, options: dict[str, Any]) -> No
 
 
 def test_room_for_prompts_ends_with_the_context(llada) -> None:
-    """A bucket may be longer than what the model was trained for leaves to prompts."""
-    sampler = make_sampler(llada, gen_length=24, block_length=8)
-    runner = Runner(llada, sampler, 2)
-    runner._grow(480)
-    assert runner._engine.prompt_length == llada.config.max_length - 24 == 488
     with refuses("489 tokens"):
-        Engine(llada, sampler, prompt_length=96).request([65] * 489)
+        Engine(llada, gen_length=24, block_length=8, prompt_length=96).request([65] * 489)
 
 
 def test_cancelled_requests_are_handed_out_in_their_place(llada) -> None:
@@ -377,7 +370,7 @@ def test_cancelled_requests_are_handed_out_in_their_place(llada) -> None:
 
     for number, request in enumerate(runner.run(requests())):
         assert request.number == number and len(read) - number <= Runner.AHEAD * 2 + 1
-    assert len(read) == 1000 and runner._engine is None
+    assert len(read) == 1000 and runner.stats.steps == 0
 
 
 class OneIsSlow:
@@ -402,8 +395,8 @@ class OneIsSlow:
 
 
 def test_few_requests_are_under_way_whatever_their_source(llada, monkeypatch) -> None:
-    runner, read = Runner(llada, make_sampler(llada, gen_length=24, block_length=8), 2), []
-    runner._make, most = lambda longest: OneIsSlow(), 0
+    monkeypatch.setattr(runners, "Engine", lambda *_, **__: OneIsSlow())
+    runner, read, most = Runner(llada, make_sampler(llada, gen_length=24, block_length=8), 2), [], 0
 
     def requests():
         for number in range(5000):
