@@ -1,16 +1,15 @@
-"""Infilling: texts with gaps, which a diffusion model fills with an eye to what stands on both sides.
+"""Infilling: a diffusion model fills gaps of a text, with the text on both sides as context.
 
 found = infill(model, "The capital is<gap:8>, founded in<gap:4>.")
 print(found.text, found.gaps)
 
-A template is fixed pieces and gaps. `<gap:8>` is a gap of 8 tokens: all of them are written, no more and no fewer. Each
-fixed piece is tokenised by itself, so borders of gaps are borders of tokens; since most vocabularies have the space
-before a word in the word's token, leave it to the gap. What stands before the first gap is the prompt, the rest is the
-canvas, in which fixed pieces are given tokens. Special tokens may be written in pieces: an end token behind the last
-gap tells the model that the text ends there.
+A template is fixed pieces and gaps. `<gap:8>` is a gap of exactly 8 tokens. Each fixed piece is tokenised alone, so
+borders of gaps are borders of tokens. Most vocabularies have the space before a word in the word's token: leave it to
+the gap. The text before the first gap is the prompt; the rest is the canvas, in which fixed pieces are given tokens.
+Pieces may have special tokens: an end token after the last gap shows the model that the text ends there.
 
-A backslash takes away what a gap means: `\\<gap:8>` is that text without the backslash, and `\\\\<gap:8>` a backslash
-and a gap. No other backslash means anything.
+A backslash escapes a gap: `\\<gap:8>` is that text without the backslash, and `\\\\<gap:8>` a backslash and a gap.
+Other backslashes stay as they are.
 """
 
 import dataclasses
@@ -37,16 +36,16 @@ from samplers.text.prompts import Prompt, bucket_length, check_width, encode_pro
 from samplers.tokens.noise import row_keys
 
 _GAP = re.compile(r"(\\*)<gap(?:[:=\s]([^<>]*))?>")
-_DECIDED = ("gen_length", "stop", "ignore_eos", "fill_after_eos")
-_LITERAL = r"for the text itself put a backslash before it, \<gap"
+_WITHOUT_EFFECT = ("gen_length", "stop", "ignore_eos", "fill_after_eos")
+_LITERAL = r"put a backslash before it for the text itself, \<gap"
 
 
 @dataclasses.dataclass(frozen=True)
 class Infilling(Generation):
-    """One template filled. The numbers are those of a `Generation`; `prompt_tokens` counts all before the first gap.
+    """A filled template. The numbers are as in `Generation`; `prompt_tokens` counts all before the first gap.
 
     Attributes:
-        text: the whole: the fixed pieces as they were written, and what stands in the gaps.
+        text: the whole text: the fixed pieces, and the text of the gaps.
         tokens: token ids of the gaps, one gap after another.
         gaps: the text of each gap.
     """
@@ -66,15 +65,15 @@ class Template(NamedTuple):
     lengths: tuple[int, ...]
 
 
-class Plan(NamedTuple):
-    """Everything that `infill` knows before the first forward.
+class InfillPlan(NamedTuple):
+    """Everything that `infill` prepares before the first forward.
 
     Attributes:
-        sampler: whose canvas has room for every row's.
+        sampler: its canvas has room for every row's.
         prompts: per row the tokens before the first gap.
-        canvases: per row the tokens behind [N] and which of them are given [N] bool.
+        canvases: per row the tokens after it [N] and which of them are given [N] bool.
         templates: of each row.
-        heads, pieces: per row the tokens of the template's first piece, and of those behind each gap.
+        heads, pieces: per row the tokens of the template's first piece, and of those after each gap.
         keys: a key per row.
     """
 
@@ -112,20 +111,20 @@ def infill(
 ) -> Infilling | list[Infilling]:
     """Fills the gaps of texts.
 
-    Every position of a gap gets a token that has a text: special tokens, end tokens among them, are suppressed there,
-    so an infilling never ends early. Blocks lie over the canvas, fixed pieces included. A row depends on its template,
-    its prompt, its number in the list and the seed; with `block_length=0`, one block, on the longest canvas as well
-    where a rule counts steps.
+    Every position of a gap gets a token with a text: special tokens, also end tokens, are suppressed, so an infilling
+    never ends early. Blocks cover the canvas, fixed pieces included. A row depends on its template, its prompt, its
+    number in the list and the seed; with `block_length=0` (one block) and a rule that counts steps also on the longest
+    canvas.
 
     Args:
-        templates: one text, or a list; see the module for how gaps are written. One that begins with a gap follows the
+        templates: one text, or a list; the module's docstring has the syntax. A text that begins with a gap follows the
             model's start token.
-        prompt: what the text is an answer to, which is then begun and ended by the fixed pieces: a prompt as
-            `generate` takes it, for all templates, or a list of one for each.
+        prompt: a prompt that the text answers, as `generate` takes it: one for all templates, or a list of one for
+            each.
         chat, system: of the prompt, as in `generate`.
-        sampler: a name, spec or rule for `make_sampler`; one that writes from left to right cannot fill gaps.
+        sampler: a name, spec or rule for `make_sampler`; samplers from left to right cannot fill gaps.
         seed, batch_size, progress, trace, on_update: as in `generate`.
-        options: see `make_sampler`. The template says where the text ends, so there is no `gen_length` nor `stop`.
+        options: see `make_sampler`. `gen_length` and `stop` are refused: the template determines where the text ends.
 
     Returns:
         An `Infilling` for a single text, else a list of them.
@@ -152,8 +151,8 @@ def prepare_infill(
     sampler: str | Rule | None = None,
     seed: int = 0,
     **options: Any,
-) -> Plan:
-    """Everything `infill` does before the first forward; the model's parameters are not looked at.
+) -> InfillPlan:
+    """Everything that `infill` does before the first forward; it does not use the model's parameters.
 
     Raises:
         DllmError: as `infill`.
@@ -164,16 +163,16 @@ def prepare_infill(
         raise DllmError(f"templates is of type {type(templates).__name__}; give a text with gaps or a list of them")
     check_seed(seed)
     parsed = [parse_template(text) for text in templates]
-    pieces = [[_piece(model, text) for text in template.pieces] for template in parsed]
-    asked = _asked(model, prompt, len(parsed), chat=chat, system=system)
-    prompts = [before + ids[0] or _start(model) for before, ids in zip(asked, pieces, strict=True)]
+    pieces = [[_encode_piece(model, text) for text in template.pieces] for template in parsed]
+    before_text = _encode_prompts(model, prompt, len(parsed), chat=chat, system=system)
+    prompts = [before + ids[0] or _start_tokens(model) for before, ids in zip(before_text, pieces, strict=True)]
     longest = max((len(row) for row in prompts), default=0)
     width = max((sum(t.lengths) + sum(map(len, ids[1:])) for ids, t in zip(pieces, parsed, strict=True)), default=1)
     made = _sampler(model, sampler, options, longest, width)
-    check_width(model, made, longest)  # before there is a canvas, which may be said to be huge
-    canvases = [_canvas(ids[1:], template.lengths) for ids, template in zip(pieces, parsed, strict=True)]
+    check_width(model, made, longest)  # before a canvas is made, which may be huge
+    canvases = [_make_canvas(ids[1:], template.lengths) for ids, template in zip(pieces, parsed, strict=True)]
     keys = row_keys(jax.random.key(seed), len(parsed))
-    return Plan(made, prompts, canvases, parsed, [ids[0] for ids in pieces], [ids[1:] for ids in pieces], keys)
+    return InfillPlan(made, prompts, canvases, parsed, [ids[0] for ids in pieces], [ids[1:] for ids in pieces], keys)
 
 
 def parse_template(text: str) -> Template:
@@ -192,7 +191,7 @@ def parse_template(text: str) -> Template:
         if slashes % 2:
             pieces[-1] += match[0][slashes:]
             continue
-        lengths.append(_length(match[0][slashes:], length))
+        lengths.append(_parse_length(match[0][slashes:], length))
         pieces.append("")
     pieces[-1] += text[end:]
     if not lengths:
@@ -200,49 +199,49 @@ def parse_template(text: str) -> Template:
     return Template(tuple(pieces), tuple(lengths))
 
 
-def _length(gap: str, length: str | None) -> int:
+def _parse_length(gap: str, length: str | None) -> int:
     """The number in a gap."""
     if not length or not re.fullmatch(r"[0-9]{1,9}", length) or int(length) < 1 or gap[4] != ":":
-        raise DllmError(f"{gap} says no length; write <gap:8> for a gap of 8 tokens, or {_LITERAL}")
+        raise DllmError(f"{gap} has no length; write <gap:8> for a gap of 8 tokens, or {_LITERAL}")
     return int(length)
 
 
-def _piece(model: Model, text: str) -> list[int]:
+def _encode_piece(model: Model, text: str) -> list[int]:
     ids = encode_text(model.require_tokenizer(), text) if text else []
     if model.denoiser.mask_id in ids:
         raise DllmError("a template contains the mask token; write <gap:1> in its place")
     return ids
 
 
-def _asked(model: Model, prompt: Any, count: int, *, chat: bool, system: str | None) -> list[list[int]]:
-    """Per template the tokens of what it is an answer to."""
+def _encode_prompts(model: Model, prompt: Any, count: int, *, chat: bool, system: str | None) -> list[list[int]]:
+    """Per template the tokens of the prompt that it answers."""
     if prompt is None:
         if chat or system is not None:
-            raise DllmError("chat and system say how a prompt is written; pass prompt= as well")
+            raise DllmError("chat and system are options of a prompt; pass prompt= as well")
         return [[] for _ in range(count)]
     encode = functools.partial(encode_prompt, model, chat=chat, system=system)
-    if isinstance(prompt, str) or not isinstance(prompt, Sequence) or _is_one(prompt):
+    if isinstance(prompt, str) or not isinstance(prompt, Sequence) or _is_single_prompt(prompt):
         return [encode(prompt)] * count
     if len(prompt) != count:
         raise DllmError(f"there are {len(prompt)} prompts for {count} templates; give one for all, or one for each")
     return [encode(one) for one in prompt]
 
 
-def _is_one(prompt: Sequence[Any]) -> bool:
+def _is_single_prompt(prompt: Sequence[Any]) -> bool:
     """Whether a list is token ids or messages, not prompts."""
     return any(isinstance(item, int | np.integer | Mapping) for item in prompt)
 
 
-def _start(model: Model) -> list[int]:
-    """What stands before a text that begins with a gap: the model's start token; nothing where it can do without."""
+def _start_tokens(model: Model) -> list[int]:
+    """The tokens before a text that begins with a gap: the start token, or none where the model needs none."""
     bos = model.config.bos_id
     if bos is None and model.denoiser.min_prompt_length:
         raise DllmError(f"{model.name} has no start token, so a template cannot begin with a gap; begin it with a text")
     return [] if bos is None else [bos]
 
 
-def _canvas(pieces: Sequence[Sequence[int]], lengths: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Gaps, each with the piece behind it: tokens [N] int32 and which of them are given [N] bool."""
+def _make_canvas(pieces: Sequence[Sequence[int]], lengths: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Gaps, each with the piece after it: tokens [N] int32 and which of them are given [N] bool."""
     parts = [part for length, piece in zip(lengths, pieces, strict=True) for part in ([0] * length, piece)]
     given = [np.full(len(part), number % 2 == 1) for number, part in enumerate(parts)]
     return np.asarray([token for part in parts for token in part], np.int32), np.concatenate(given)
@@ -253,7 +252,7 @@ def _sampler(
 ) -> CanvasSampler:
     """A sampler with room for the longest canvas, in whole blocks: so few lengths are ever compiled, and no row's
     schedule depends on the longest."""
-    if said := [option for option in _DECIDED if option in options]:
+    if said := [option for option in _WITHOUT_EFFECT if option in options]:
         raise DllmError(f"{said[0]} has no effect on an infilling, which ends where its template does; leave it out")
     if not (name is None or isinstance(name, str | Rule)):
         kind = type(name).__name__
@@ -281,8 +280,8 @@ def _suppressed(model: Model, said: Any) -> Any:
     return [*(said or ()), *sorted(set(range(model.config.vocab_size)) - texts)]
 
 
-def infilling_of(model: Model, plan: Plan, request: Request) -> Infilling:
-    """The row of a plan that a request was, when it has ended."""
+def infilling_of(model: Model, plan: InfillPlan, request: Request) -> Infilling:
+    """The infilling of a request that has ended."""
     assert request.result is not None
     row, result = request.number, request.result
     given, template = plan.canvases[row][1], plan.templates[row]
@@ -303,7 +302,7 @@ def infilling_of(model: Model, plan: Plan, request: Request) -> Infilling:
     return Infilling(**{**vars(answer(model, plan.prompts[row], result, 0, trace=request.trace)), **own})
 
 
-def requests_for(model: Model, plan: Plan) -> list[Request]:
+def requests_for(model: Model, plan: InfillPlan) -> list[Request]:
     """The rows of a plan as requests."""
     found = requests_of(plan.sampler, plan.prompts, plan.keys)
     for request, (tokens, given) in zip(found, plan.canvases, strict=True):
@@ -313,6 +312,6 @@ def requests_for(model: Model, plan: Plan) -> list[Request]:
 
 
 def _text_between(model: Model, before: Sequence[int], tokens: Sequence[int]) -> str:
-    """The text of tokens behind others: in some vocabularies the first of a text loses its space."""
+    """The text of tokens after others: in some vocabularies a text's first token loses its space."""
     first, both = text_of(model, before), text_of(model, [*before, *tokens])
     return both[len(first) :] if both.startswith(first) else text_of(model, tokens)

@@ -74,9 +74,9 @@ def test_greedy_check_agrees_with_the_sampler(llada_tiny) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"num_samples": 5, "batch_size": 2}, "num_samples 5 is not a multiple of batch_size 2"),
-        ({"answer": jnp.zeros((0,), jnp.int32)}, "the answer is empty"),
-        ({"prompt": PROMPT[None]}, "must be vectors of token ids"),
+        ({"num_samples": 5, "batch_size": 2}, "num_samples"),
+        ({"answer": jnp.zeros((0,), jnp.int32)}, "answer"),
+        ({"prompt": PROMPT[None]}, "prompt"),
     ],
 )
 def test_bad_requests(llada_tiny, options: dict, sentence: str) -> None:

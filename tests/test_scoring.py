@@ -14,7 +14,6 @@ from train_toys import DREAM, LLADA
 import dllm_jax
 from dllm_jax import DllmError
 from samplers import BlockSampler, TopK, sample_jit, score, score_each
-from samplers.likelihood import scoring
 from samplers.likelihood.estimators import draw_masks, log_likelihood
 from samplers.text.prompts import pad_prompts
 
@@ -123,8 +122,8 @@ def test_the_standard_error_is_that_of_many_estimates(request, estimator, mc_bat
     options = {"estimator": estimator, "samples": 16, "mc_batch": mc_batch, "batch_size": ROWS}
     found = score(model, [(PROMPT, answer)] * repeats, seeds=range(repeats), **options)
     spread = np.var([own.log_likelihood for own in found], ddof=1)
-    told = np.mean([own.stderr**2 for own in found])
-    assert 0.7 * spread < told < (1.5 if mc_batch < 16 else 3.0) * spread
+    reported = np.mean([own.stderr**2 for own in found])
+    assert 0.7 * spread < reported < (1.5 if mc_batch < 16 else 3.0) * spread
 
 
 def test_where_nothing_is_drawn_there_is_no_noise(llada):
@@ -207,46 +206,21 @@ def test_dream_covers_its_ratios_evenly_and_masks_by_them():
     assert np.abs(share - np.asarray(ratio)).max() < 5 * 0.5 / math.sqrt(64)
 
 
-@pytest.fixture
-def rows(monkeypatch):
-    """Everything that is run: of each sequence its different masks, and its copies with their weights."""
-    seen = {}
-
-    def masks(plan, pairs):
-        found = original(plan, pairs)
-        for pair, own in zip(pairs, found, strict=True):
-            seen[tuple(pair.tokens.tolist())] = [part.tolist() for part in own[:-1]]
-        return found
-
-    original = scoring._Plan._masks
-    monkeypatch.setattr(scoring._Plan, "_masks", masks)
-    return seen
-
-
 @pytest.mark.parametrize("estimator", ["llada", "dream"])
-def test_neighbours_order_and_padding_change_nothing(llada, rows, estimator):
-    """Masks and weights are the same to the last bit, the scores up to the rounding of other shapes."""
+def test_neighbours_order_and_padding_change_nothing(llada, estimator):
+    """Forwards, so different masks, are as many, and scores the same up to the rounding of other shapes."""
     options = {"samples": 16, "mc_batch": 8, "estimator": estimator}
     order = [3, 0, 4, 2, 1]
     longer = [*PAIRS, (PROMPT * 2, PROMPT)]  # which makes spans wider, and begins the first batch of another length
-    runs = [
-        (PAIRS, SEEDS, ROWS, range(5)),
-        ([PAIRS[i] for i in order], [SEEDS[i] for i in order], 5, np.argsort(order)),
-        (longer, [*SEEDS, 1], ROWS, range(5)),
-    ]
-    found, masks = [], []
-    for pairs, seeds, batch_size, places in runs:
-        rows.clear()
-        scores = score(llada, pairs, seeds=seeds, batch_size=batch_size, **options)
-        found.append([scores[place] for place in places])
-        masks.append({tokens: own for tokens, own in rows.items() if len(tokens) < 30})
-    assert len(masks[0]) == 5 and masks[0] == masks[1] == masks[2]
-    options["batch_size"] = ROWS
-    alone = [score(llada, [pair], seeds=[seed], **options)[0] for pair, seed in zip(PAIRS, SEEDS, strict=True)]
-    for other in (*found[1:], alone):
-        assert [own.forwards for own in other] == [own.forwards for own in found[0]]
-        values, wanted = ([(own.log_likelihood, own.stderr) for own in scores] for scores in (other, found[0]))
-        np.testing.assert_allclose(values, wanted, rtol=1e-4, atol=1e-5)
+    wanted = score(llada, PAIRS, seeds=SEEDS, batch_size=ROWS, **options)
+    mixed = score(llada, [PAIRS[i] for i in order], seeds=[SEEDS[i] for i in order], batch_size=5, **options)
+    beside = score(llada, longer, seeds=[*SEEDS, 1], batch_size=ROWS, **options)[:5]
+    pairs = zip(PAIRS, SEEDS, strict=True)
+    alone = [score(llada, [pair], seeds=[seed], batch_size=ROWS, **options)[0] for pair, seed in pairs]
+    for found in ([mixed[order.index(i)] for i in range(5)], beside, alone):
+        assert [own.forwards for own in found] == [own.forwards for own in wanted]
+        numbers = ([(own.log_likelihood, own.stderr) for own in scores] for scores in (found, wanted))
+        np.testing.assert_allclose(*numbers, rtol=1e-4, atol=1e-5)
 
 
 def test_prompts_are_cut_on_the_left(dream):
@@ -284,11 +258,11 @@ def test_scores_come_as_they_are_known(llada, capsys):
     assert score(llada, [], seeds=[]) == []
 
 
-def test_a_broken_model_is_told_in_one_sentence(llada):
+def test_a_broken_model_is_one_warning(llada):
     name = "layers.0.attn.q_proj.kernel"
     params = {**llada.params, name: llada.params[name].at[0, 0].set(jnp.nan)}
     broken = dataclasses.replace(llada, params=params)
-    with pytest.warns(RuntimeWarning, match="pair 3 and of 4 others is no number: the model's logits"):
+    with pytest.warns(RuntimeWarning, match="pair 3 and of 4 others"):
         found = score(broken, PAIRS, seeds=SEEDS, samples=16, mc_batch=8, batch_size=ROWS)
     assert all(math.isnan(own.log_likelihood) for own in found)
 
@@ -300,38 +274,35 @@ def test_a_mesh_gives_the_same(llada):
     for own, other in zip(score(split, PAIRS, **options), score(llada, PAIRS, **options), strict=True):
         near = {name: pytest.approx(getattr(other, name), rel=1e-4) for name in ("log_likelihood", "stderr")}
         assert own == dataclasses.replace(other, **near)
-    with pytest.raises(DllmError, match="9 rows of a batch do not split over the 2 devices"):
+    with pytest.raises(DllmError, match="9 .* 2 devices"):
         score(split, PAIRS, **{**options, "batch_size": 9})
 
 
 BAD = {
-    "no answer": ({"pairs": [(PROMPT, [])]}, "the answer of pair 0 is empty"),
-    "no prompt": ({"pairs": [([], [1])], "estimator": "dream"}, "the prompt of pair 0 is empty"),
-    "text": ({"pairs": [("Q:", "A")]}, "the prompt of pair 0 is no list of token ids"),
-    "no pair": ({"pairs": [PROMPT]}, "pair 0 is no pair of a prompt and an answer"),
-    "fractions": ({"pairs": [(PROMPT, [1.5])]}, "the answer of pair 0 is no list of token ids"),
-    "outside": ({"pairs": [(PROMPT, [1000])]}, "the answer of pair 0 has token 1000, outside the vocabulary"),
-    "mask": ({"pairs": [(PROMPT, [21])]}, "the answer of pair 0 contains the mask token"),
-    "long": ({"pairs": [(PROMPT * 100, [1])]}, "pair 0 has 1101 tokens and there is room for 64; shorten it, or let"),
-    "long answer": ({"pairs": [(PROMPT, PROMPT)], "max_length": 10}, "pair 0 has 22 tokens .* 10; shorten its answer"),
-    "limit": ({"max_length": 10**6}, "max_length is 1000000; it must be between 1 and 64"),
-    "seeds": ({"seeds": [1, 2]}, "there are 2 seeds for 1 pairs"),
-    "large seed": ({"seeds": [2**32]}, "the seed of pair 0 is 4294967296"),
-    "samples": ({"samples": 12, "mc_batch": 8}, "samples 12 is not a multiple of mc_batch 8"),
-    "estimator": (
-        {"estimator": "best"},
-        "estimator 'best' is unknown; choose one of llada, .* left-to-right, pseudo",
-    ),
-    "masks": ({"estimator": "exact", "samples": 4, "mc_batch": 1}, "has 3 tokens, so 7 masks, and samples is 4"),
-    "guidance": ({"guidance": -1}, "guidance is -1; it must be at least 0"),
-    "batch": ({"batch_size": 0}, "batch_size is 0; it must be at least 1"),
-    "model": ({"model": "llada"}, "model is of type str; load one by dllm_jax.load"),
+    "no answer": ({"pairs": [(PROMPT, [])]}, "pair 0"),
+    "no prompt": ({"pairs": [([], [1])], "estimator": "dream"}, "pair 0"),
+    "text": ({"pairs": [("Q:", "A")]}, "pair 0"),
+    "no pair": ({"pairs": [PROMPT]}, "pair 0"),
+    "fractions": ({"pairs": [(PROMPT, [1.5])]}, "pair 0"),
+    "outside": ({"pairs": [(PROMPT, [1000])]}, "1000"),
+    "mask": ({"pairs": [(PROMPT, [21])]}, "mask token"),
+    "long": ({"pairs": [(PROMPT * 100, [1])]}, "pair 0 .* 1101 .* 64"),
+    "long answer": ({"pairs": [(PROMPT, PROMPT)], "max_length": 10}, "pair 0 .* 22 .* 10"),
+    "limit": ({"max_length": 10**6}, "max_length .* 64"),
+    "seeds": ({"seeds": [1, 2]}, "2 seeds"),
+    "large seed": ({"seeds": [2**32]}, "seed of pair 0"),
+    "samples": ({"samples": 12, "mc_batch": 8}, "mc_batch"),
+    "estimator": ({"estimator": "best"}, "best.*pseudo"),
+    "masks": ({"estimator": "exact", "samples": 4, "mc_batch": 1}, "samples"),
+    "guidance": ({"guidance": -1}, "guidance"),
+    "batch": ({"batch_size": 0}, "batch_size"),
+    "model": ({"model": "llada"}, "model"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_mistakes_are_one_sentence_before_anything_runs(llada, name):
-    options, sentence = BAD[name]
+    options, words = BAD[name]
     arguments = {"model": llada, "pairs": [(PROMPT, [3, 4, 5])], "seeds": [0], **options}
-    with pytest.raises(DllmError, match=sentence):
-        score_each(**arguments)  # which runs nothing before its first score is asked for
+    with pytest.raises(DllmError, match=f"^[^\n]*{words}[^\n]*$"):
+        score_each(**arguments)  # it runs nothing before its first score is asked for

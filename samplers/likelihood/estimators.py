@@ -1,7 +1,7 @@
-"""Likelihood of an answer under a masked diffusion model, and whether greedy decoding would give it.
+"""Likelihood of an answer under a masked diffusion model, and whether greedy decoding gives it.
 
-Estimators of one bound, by masked copies of the answer: LLaDA's and Dream's, see `draw_masks`. Here everything is of
-one pair and can be jitted; `samplers.likelihood.scoring` takes thousands of pairs.
+The estimators, LLaDA's and Dream's (`draw_masks`), are of one bound, by masked copies of the answer. The functions here
+take one pair and can be jitted; `samplers.likelihood.scoring` takes thousands of pairs.
 """
 
 import functools
@@ -22,8 +22,8 @@ from samplers.tokens.guidance import Guided, paired
 from samplers.tokens.noise import KeyNoise, Purpose
 from samplers.tokens.predictions import logprobs_of, readout
 
-Estimator = Literal["llada", "llada-official", "dream"]
-ESTIMATORS: tuple[str, ...] = get_args(Estimator)
+DrawnEstimator = Literal["llada", "llada-official", "dream"]
+DRAWN_ESTIMATORS: tuple[str, ...] = get_args(DrawnEstimator)
 
 LEAST_RATIO = 1e-3  # of tokens that Dream's estimator masks
 
@@ -58,7 +58,7 @@ def draw_masks(
     *,
     num_samples: int,
     batch_size: int,
-    estimator: Estimator = "llada",
+    estimator: DrawnEstimator = "llada",
 ) -> tuple[jax.Array, jax.Array]:
     """The tokens that each copy of an answer masks.
 
@@ -108,7 +108,7 @@ def masked_logprobs(
     guidance: float | jax.Array | None = None,
     scored: jax.Array | None = None,
 ) -> jax.Array:
-    """What one forward gives the tokens under the masks, summed over each row. The head is read for the span alone, in
+    """Log-probabilities of the masked tokens by one forward, summed over each row. The head runs on the span alone, in
     tiles (`samplers.tokens.predictions`).
 
     Args:
@@ -156,13 +156,13 @@ def masked_loss(
     batch, width = perturbed.shape
     start = jnp.full((batch,), prompt.shape[0] if prompt_length is None else prompt_length, jnp.int32)
     answer_length = jnp.asarray(width if answer_length is None else answer_length, jnp.int32)
-    behind = lambda prompt, rows: write_rows(
+    place_after_prompt = lambda prompt, rows: write_rows(
         jnp.pad(jnp.broadcast_to(prompt, (batch, prompt.shape[0])), ((0, 0), (0, width))), rows, start
     )
     found = masked_logprobs(
         denoiser,
-        behind(prompt.astype(jnp.int32), jnp.broadcast_to(answer.astype(jnp.int32), (batch, width))),
-        behind(prompt < 0, (perturbed == denoiser.mask_id) & (jnp.arange(width) < answer_length)),
+        place_after_prompt(prompt.astype(jnp.int32), jnp.broadcast_to(answer.astype(jnp.int32), (batch, width))),
+        place_after_prompt(prompt < 0, (perturbed == denoiser.mask_id) & (jnp.arange(width) < answer_length)),
         start + answer_length,
         span=Span(start, width),
         prompt_lengths=start,
@@ -182,7 +182,7 @@ def log_likelihood(
     prompt_length: jax.Array | int | None = None,
     answer_length: jax.Array | int | None = None,
     guidance: float | jax.Array | None = None,
-    estimator: Estimator = "llada",
+    estimator: DrawnEstimator = "llada",
 ) -> jax.Array:
     """Monte Carlo lower bound of log p(answer | prompt) in nats (LLaDA, arXiv 2502.09992, equation 6 and appendix B).
 
@@ -193,7 +193,7 @@ def log_likelihood(
         prompt: [P] int32, answer: [A] int32; `prompt_length` and `answer_length` say how much of them counts.
         num_samples: masked copies in all, a multiple of batch_size; batch_size: those of one stratified batch.
         guidance: as in `masked_loss`.
-        estimator: see `draw_masks`. Of "dream" an end token stands behind the answer and is never masked.
+        estimator: see `draw_masks`. Of "dream" an end token follows the answer and is never masked.
 
     Raises:
         DllmError: when batch_size does not divide num_samples, or the prompt or answer is too short.
@@ -233,9 +233,9 @@ def log_likelihood(
 
 
 def check_samples(estimator: str, **numbers: int) -> None:
-    """Raises DllmError for an unknown estimator, and unless the first number, of copies, is a multiple of the second,
-    those of a batch; both by their names."""
-    check_choice("estimator", estimator, ESTIMATORS)
+    """Raises DllmError for an unknown estimator, and for a number of copies (the first) that the size of a batch (the
+    second) does not divide."""
+    check_choice("estimator", estimator, DRAWN_ESTIMATORS)
     for name, number in numbers.items():
         check_length(name, number)
     (copies, count), (batch, size) = numbers.items()
@@ -248,7 +248,7 @@ def least_prompt(denoiser: DenoiserLike, estimator: str) -> int:
     return max(denoiser.min_prompt_length, int(estimator == "dream"))
 
 
-def greedy(
+def decode_greedily(
     denoiser: DenoiserLike,
     prompt: jax.Array,
     answer: jax.Array,
@@ -257,7 +257,7 @@ def greedy(
     *,
     guidance: float | jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """As `is_greedy`, and the forwards that it took: [B] bool and [B] int32."""
+    """As `is_greedy`, with the number of forwards: [B] bool and [B] int32."""
     sampler = BlockSampler(TopK(1, proxy="confidence"), gen_length=answer.shape[1], guidance=guidance)
     result = sample(sampler, denoiser, prompt, prompt_lengths, gen_lengths=answer_lengths)
     length = answer.shape[1] if answer_lengths is None else answer_lengths[:, None]
@@ -274,7 +274,7 @@ def is_greedy(
     *,
     guidance: float | jax.Array | None = None,
 ) -> jax.Array:
-    """Whether decoding the surest position first, one per forward, reproduces the answer.
+    """Whether decoding the most confident position first, one per forward, gives the answer.
 
     Args:
         prompt: [B, P] int32 and answer: [B, A] int32, left-aligned.
@@ -283,4 +283,4 @@ def is_greedy(
     Returns:
         [B] bool.
     """
-    return greedy(denoiser, prompt, answer, prompt_lengths, answer_lengths, guidance=guidance)[0]
+    return decode_greedily(denoiser, prompt, answer, prompt_lengths, answer_lengths, guidance=guidance)[0]

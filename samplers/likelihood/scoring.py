@@ -23,8 +23,14 @@ from dllm_jax import DllmError, Model
 from dllm_jax.models.denoiser import DenoiserLike, Span
 from dllm_jax.parallel.sharding import batch_sharding, check_splits
 from samplers.checks import check_choice, check_length, check_number, check_whole
-from samplers.likelihood import estimators
-from samplers.likelihood.estimators import check_samples, draw_masks, greedy, least_prompt, masked_logprobs
+from samplers.likelihood.estimators import (
+    DRAWN_ESTIMATORS,
+    check_samples,
+    decode_greedily,
+    draw_masks,
+    least_prompt,
+    masked_logprobs,
+)
 from samplers.text.prompts import bucket_length, pad_prompts
 
 Estimator = Literal["llada", "llada-official", "dream", "exact", "left-to-right", "pseudo"]
@@ -33,20 +39,20 @@ ESTIMATORS: tuple[str, ...] = get_args(Estimator)
 T = TypeVar("T")
 
 Pair = tuple[Sequence[int], Sequence[int]]
-"""Token ids of a prompt and of the answer behind it."""
+"""Token ids of a prompt and of the answer after it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """What the model thinks of an answer.
+    """The score of an answer.
 
     Attributes:
         log_likelihood: the estimate of log p(answer | prompt), in nats.
-        is_greedy: whether decoding the surest position first, one per forward, gives the answer; False if not asked.
-        forwards: of the model that this took, a guided one counted once.
+        is_greedy: whether decoding the most confident position first, one per forward, gives the answer; False without
+            `greedy`.
+        forwards: of the model; a guided one counts once.
         stderr: standard error of `log_likelihood` over draws of masks, in nats, from the spread of the batches of
-            `mc_batch` copies, or of the copies where there is one batch; 0 where nothing is drawn, None where a single
-            copy says nothing of it.
+            `mc_batch` copies, or of the copies of a single batch; 0 where nothing is drawn, None for a single copy.
     """
 
     log_likelihood: float
@@ -56,7 +62,7 @@ class Score:
 
 
 def score(model: Model, pairs: Sequence[Pair], *, seeds: Sequence[int], **options: Any) -> list[Score]:
-    """Scores of all pairs in their order; arguments and errors are those of `score_each`."""
+    """Scores of all pairs in their order; arguments and errors as of `score_each`."""
     found = dict(score_each(model, pairs, seeds=seeds, **options))
     return [found[index] for index in range(len(pairs))]
 
@@ -75,7 +81,7 @@ def score_each(
     max_length: int | None = None,
     progress: bool | None = None,
 ) -> Iterator[tuple[int, Score]]:
-    """Scores pairs, and hands each out as soon as it is known, with its number in `pairs`: the longest first.
+    """Scores pairs and yields each score as soon as it is known, with its number in `pairs`: the longest first.
 
     A pair's draws depend on its seed alone, not on other pairs, batch_size or order, so its score is the same up to the
     rounding of forwards in batches of other shapes. Answers to one question should share a seed: their masks are then
@@ -90,22 +96,22 @@ def score_each(
             2^A - 1 of A tokens. "left-to-right" is the chain rule, the sum of log p(token | prompt, tokens before it),
             with what follows masked; "pseudo" the sum of log p(token | prompt, all other tokens): A forwards each.
         guidance: scale of classifier-free guidance, with the whole prompt masked; 0 runs without.
-        greedy: also find out whether greedy decoding gives the answer, in at most as many forwards as it has tokens.
+        greedy: also check whether greedy decoding gives the answer, in at most as many forwards as it has tokens.
         batch_size: rows of a forward, and pairs that are decoded together.
         max_length: longest sequence, "dream"'s end token included: prompts are cut on the left until they fit. None is
             the model's context, and what does not fit there is refused.
-        progress: a progress bar over pairs; by default where someone is watching.
+        progress: a progress bar over pairs; by default on a terminal.
 
     Raises:
         DllmError: for bad pairs or numbers; before anything is compiled.
 
     Warns:
-        RuntimeWarning: at the end, when log-likelihoods were not numbers, naming the first pair.
+        RuntimeWarning: at the end, for log-likelihoods that are not finite; it names the first pair.
     """
     if not isinstance(model, Model):
         raise DllmError(f"model is of type {type(model).__name__}; load one by dllm_jax.load")
     check_choice("estimator", estimator, ESTIMATORS)
-    drawn = estimator if estimator in estimators.ESTIMATORS else "llada"
+    drawn = estimator if estimator in DRAWN_ESTIMATORS else "llada"
     check_samples(drawn, samples=samples, mc_batch=mc_batch)
     check_number("guidance", guidance, 0)
     check_length("batch_size", batch_size)
@@ -113,16 +119,15 @@ def score_each(
         check_whole("max_length", max_length, 1, model.config.max_length)
     if model.layout is not None:
         check_splits(model.layout.mesh, batch_size, "rows of a batch")
-    plan = _Plan(model, samples, mc_batch, estimator, guidance or None, greedy, batch_size)
-    checked = _checked(plan, pairs, seeds, max_length)
-    return plan.run(checked, progress)
+    scorer = _Scorer(model, samples, mc_batch, estimator, guidance or None, greedy, batch_size)
+    return scorer.run(_check_pairs(scorer, pairs, seeds, max_length), progress)
 
 
 # Pairs ---------------------------------------------------------------------------------------------------------------
 
 
 class _Pair(NamedTuple):
-    """One pair: its number and seed, its sequence [T] int32, and how many tokens of that are prompt and answer."""
+    """A pair: its number and seed, its sequence [T] int32, and how many of its tokens are prompt and answer."""
 
     number: int
     seed: int
@@ -135,30 +140,33 @@ class _Pair(NamedTuple):
         return slice(self.prompt, self.prompt + self.answer)
 
 
-def _checked(plan: "_Plan", pairs: Sequence[Pair], seeds: Sequence[int], max_length: int | None) -> list[_Pair]:
+def _check_pairs(scorer: "_Scorer", pairs: Sequence[Pair], seeds: Sequence[int], max_length: int | None) -> list[_Pair]:
     if len(seeds) != len(pairs):
         raise DllmError(f"there are {len(seeds)} seeds for {len(pairs)} pairs; give each pair one")
     for number, seed in enumerate(seeds):
         if not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32:  # JAX drops the bits above
             raise DllmError(f"the seed of pair {number} is {seed!r}; it must be a whole number from 0 to 2^32 - 1")
     numbered = enumerate(zip(seeds, pairs, strict=True))
-    return [_pair(plan, number, int(seed), pair, max_length) for number, (seed, pair) in numbered]
+    return [_check_pair(scorer, number, int(seed), pair, max_length) for number, (seed, pair) in numbered]
 
 
-def _pair(plan: "_Plan", number: int, seed: int, pair: Pair, max_length: int | None) -> _Pair:
+def _check_pair(scorer: "_Scorer", number: int, seed: int, pair: Pair, max_length: int | None) -> _Pair:
     if isinstance(pair, str | bytes) or not hasattr(pair, "__len__") or len(pair) != 2:
         raise DllmError(f"pair {number} is no pair of a prompt and an answer, both token ids")
-    prompt, answer = _ids(plan.model, number, "prompt", pair[0]), _ids(plan.model, number, "answer", pair[1])
-    denoiser, least = plan.model.denoiser, least_prompt(plan.model.denoiser, plan.estimator)
+    prompt, answer = (
+        _check_ids(scorer.model, number, "prompt", pair[0]),
+        _check_ids(scorer.model, number, "answer", pair[1]),
+    )
+    denoiser, least = scorer.model.denoiser, least_prompt(scorer.model.denoiser, scorer.estimator)
     if not answer.size:
         raise DllmError(f"the answer of pair {number} is empty; give at least one token")
     if prompt.size < least:
         raise DllmError(f"the prompt of pair {number} is empty; give at least one token")
-    if plan.estimator == "exact" and 2**answer.size - 1 > plan.samples:
+    if scorer.estimator == "exact" and 2**answer.size - 1 > scorer.samples:
         needs = f"the answer of pair {number} has {answer.size} tokens, so {2**answer.size - 1} masks"
-        raise DllmError(f"{needs}, and samples is {plan.samples}; raise it, or use another estimator")
-    end = [denoiser.eos_id] if plan.estimator == "dream" else []
-    limit = plan.model.config.max_length if max_length is None else max_length
+        raise DllmError(f"{needs}, and samples is {scorer.samples}; raise it, or use another estimator")
+    end = [denoiser.eos_id] if scorer.estimator == "dream" else []
+    limit = scorer.model.config.max_length if max_length is None else max_length
     room = limit - answer.size - len(end)
     if room < (prompt.size if max_length is None else least):
         way_out = "shorten it, or let max_length cut its prompt" if max_length is None else "shorten its answer"
@@ -168,7 +176,7 @@ def _pair(plan: "_Plan", number: int, seed: int, pair: Pair, max_length: int | N
     return _Pair(number, seed, np.concatenate([prompt, answer, end]).astype(np.int32), prompt.size, answer.size)
 
 
-def _ids(model: Model, number: int, what: str, ids: Any) -> np.ndarray:
+def _check_ids(model: Model, number: int, what: str, ids: Any) -> np.ndarray:
     """Token ids as an array of whole numbers."""
     found = np.asarray(ids)
     if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
@@ -187,13 +195,13 @@ def _ids(model: Model, number: int, what: str, ids: Any) -> np.ndarray:
 
 
 class _Masks(NamedTuple):
-    """The different masks of an answer of A tokens, and what the estimate is made of: its copies.
+    """The distinct masks of an answer of A tokens, and the copies that the estimate is made of.
 
     Attributes:
         masked: [n, A] bool, a forward each.
         scored: [n, A] bool, the tokens whose log-probabilities are summed.
-        copies: [c] int, the mask of each copy; n for one without any, whose sum is 0.
-        weights: [c] float64, what the sum of each copy is multiplied by.
+        copies: [c] int, the number of each copy's mask; n for a copy without one, whose sum is 0.
+        weights: [c] float64, factors of the copies' sums.
         batches: of equally many copies, drawn independently; 0 where nothing was drawn.
     """
 
@@ -214,14 +222,14 @@ class _Masks(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames=("width", "num_samples", "batch_size", "estimator"))
-def _drawn(seeds: jax.Array, lengths: jax.Array, *, width: int, **options: Any) -> tuple[jax.Array, jax.Array]:
+def _draw(seeds: jax.Array, lengths: jax.Array, *, width: int, **options: Any) -> tuple[jax.Array, jax.Array]:
     """`draw_masks` for every pair, of the keys `jax.random.key(seed)`."""
     draw = lambda seed, length: draw_masks(jax.random.key(seed), length, width, **options)
     return jax.vmap(draw)(seeds, lengths)
 
 
-def _different(masked: np.ndarray, ratio: np.ndarray, batches: int) -> _Masks:
-    """Drawn copies [samples, A], equal ones run once, and not at all those without a mask, unless all are so."""
+def _merge_copies(masked: np.ndarray, ratio: np.ndarray, batches: int) -> _Masks:
+    """Drawn copies [samples, A]: equal ones are run once, those without a mask not at all unless all are."""
     _, first, copies = np.unique(np.packbits(masked, axis=1), axis=0, return_index=True, return_inverse=True)
     different, copies = masked[first], copies.reshape(-1)
     runs = different.any(axis=1) if masked.any() else np.ones(len(different), bool)
@@ -231,16 +239,16 @@ def _different(masked: np.ndarray, ratio: np.ndarray, batches: int) -> _Masks:
 
 
 @functools.cache
-def _every(length: int) -> _Masks:
-    """All masks of an answer, with the weights that LLaDA's copies have on average: 1 / (n C(A, n)) of n tokens."""
+def _all_masks(length: int) -> _Masks:
+    """All masks of an answer, with the mean weights of LLaDA's copies: 1 / (n C(A, n)) for n tokens."""
     masked = np.asarray(list(itertools.product((False, True), repeat=length))[1:])
     counts = masked.sum(axis=1)
     weights = np.asarray([1.0 / (n * math.comb(length, n)) for n in counts.tolist()])
     return _Masks(masked, masked, np.arange(len(masked)), weights)
 
 
-def _one_by_one(length: int, estimator: str) -> _Masks:
-    """Every token by itself: with what follows masked as well ("left-to-right"), or alone ("pseudo")."""
+def _single_tokens(length: int, estimator: str) -> _Masks:
+    """One mask per scored token: with all tokens after it ("left-to-right"), or alone ("pseudo")."""
     scored = np.eye(length, dtype=bool)
     masked = np.triu(np.ones((length, length), bool)) if estimator == "left-to-right" else scored
     return _Masks(masked, scored, np.arange(length), np.ones(length))
@@ -250,7 +258,7 @@ def _one_by_one(length: int, estimator: str) -> _Masks:
 
 
 class _Row(NamedTuple):
-    """A row of a forward: a pair under one of its masks, [A] bool, of which some tokens are scored, [A] bool."""
+    """A row of a forward: a pair, the number of one of its masks, the mask [A] bool, and its scored tokens [A] bool."""
 
     pair: _Pair
     number: int
@@ -259,25 +267,25 @@ class _Row(NamedTuple):
 
 
 @dataclasses.dataclass
-class _Tally:
-    """What is known of a pair so far: the sums [n] float64 of rows that came back, and how many are still out."""
+class _Progress:
+    """A pair that is being scored: the sums [n] float64 of its rows, and how many are still missing."""
 
     masks: _Masks
     is_greedy: bool
     forwards: int
     sums: np.ndarray = dataclasses.field(init=False)
-    out: int = dataclasses.field(init=False)
+    missing: int = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        self.out = len(self.masks.masked)
-        self.forwards += self.out
-        self.sums = np.zeros(self.out)
+        self.missing = len(self.masks.masked)
+        self.forwards += self.missing
+        self.sums = np.zeros(self.missing)
 
     def take(self, number: int, value: float) -> bool:
-        """Puts a row's sum in its place; whether it was the last."""
+        """Stores a row's sum; returns whether it was the last."""
         self.sums[number] = value
-        self.out -= 1
-        return not self.out
+        self.missing -= 1
+        return not self.missing
 
 
 @functools.partial(jax.jit, static_argnames="width")
@@ -297,19 +305,19 @@ def _sums(
     return masked_logprobs(denoiser, tokens, masked, lengths, **options)
 
 
-_greedy = jax.jit(greedy)
+_greedy = jax.jit(decode_greedily)
 
-AHEAD = 2  # batches that are on the device while the next is made
+BATCHES_IN_FLIGHT = 2  # batches on the device while the next is made
 
 
 @dataclasses.dataclass
-class _Plan:
-    """How pairs are scored: the arguments of `score_each`, and what follows from them.
+class _Scorer:
+    """Scores pairs by the arguments of `score_each`.
 
     Attributes:
-        guidance: None without.
-        widths: for each length of sequences, how many of their positions are scored: room for the longest answer among
-            pairs that are no longer, so that there is one program for each length.
+        guidance: None for none.
+        widths: for each length of sequences, how many of their positions are scored: enough for the longest answer
+            among pairs that are no longer, so that there is one program for each length.
     """
 
     model: Model
@@ -322,110 +330,110 @@ class _Plan:
     widths: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def run(self, pairs: Sequence[_Pair], progress: bool | None) -> Iterator[tuple[int, Score]]:
-        """The longest first: where memory is short, that shows at once; and rows of a batch are nearly of a length."""
+        """Yields scores, the longest pairs first: a lack of memory shows at once, and batches have little padding."""
         pairs, broken = sorted(pairs, key=lambda pair: len(pair.tokens), reverse=True), list[int]()
         widest = itertools.accumulate((pair.answer for pair in reversed(pairs)), max)
         self.widths = {self._room(pair): width for pair, width in zip(reversed(pairs), widest, strict=True)}
-        tallies: dict[int, _Tally] = {}
+        started: dict[int, _Progress] = {}
         hide = None if progress is None else not progress
         with tqdm(desc="scoring", unit="pair", total=len(pairs), disable=hide) as bar:
-            for row, value in self._answers(_parts(self._rows(pairs, tallies), self.batch_size)):
+            for row, value in self._run_batches(_batches(self._rows(pairs, started), self.batch_size)):
                 number = row.pair.number
-                if tallies[number].take(row.number, value):
-                    tally = tallies.pop(number)
-                    total, stderr = tally.masks.estimate(tally.sums)
+                if started[number].take(row.number, value):
+                    progressed = started.pop(number)
+                    total, stderr = progressed.masks.estimate(progressed.sums)
                     broken += [number] if math.isnan(total) else []
                     bar.update()
-                    yield number, Score(total, tally.is_greedy, tally.forwards, stderr)
+                    yield number, Score(total, progressed.is_greedy, progressed.forwards, stderr)
         if broken:
             others = f" and of {len(broken) - 1} others" if len(broken) > 1 else ""
             advice = "the model's logits were not finite; load it in float32, or check its weights"
             warnings.warn(f"the log-likelihood of pair {broken[0]}{others} is no number: {advice}", RuntimeWarning, 2)
 
     def _room(self, pair: _Pair) -> int:
-        """Positions of the sequences that a pair is run in."""
+        """Length of the sequences that a pair is run in."""
         return min(bucket_length(len(pair.tokens)), self.model.config.max_length)
 
-    def _rows(self, pairs: Iterable[_Pair], tallies: dict[int, _Tally]) -> Iterator[_Row]:
-        for part in _parts(pairs, self.batch_size):
-            decoded = self._decoded(part) if self.greedy else [(False, 0)] * len(part)
+    def _rows(self, pairs: Iterable[_Pair], started: dict[int, _Progress]) -> Iterator[_Row]:
+        for part in _batches(pairs, self.batch_size):
+            decoded = self._decode_greedily(part) if self.greedy else [(False, 0)] * len(part)
             for pair, (is_greedy, forwards), masks in zip(part, decoded, self._masks(part), strict=True):
-                tallies[pair.number] = _Tally(masks, is_greedy, forwards)
+                started[pair.number] = _Progress(masks, is_greedy, forwards)
                 each = zip(masks.masked, masks.scored, strict=True)
                 yield from (_Row(pair, number, *row) for number, row in enumerate(each))
 
     def _masks(self, pairs: list[_Pair]) -> list[_Masks]:
         if self.estimator == "exact":
-            return [_every(pair.answer) for pair in pairs]
+            return [_all_masks(pair.answer) for pair in pairs]
         if self.estimator in ("left-to-right", "pseudo"):
-            return [_one_by_one(pair.answer, self.estimator) for pair in pairs]
-        full = self._filled(pairs)
-        masked, ratio = _drawn(
+            return [_single_tokens(pair.answer, self.estimator) for pair in pairs]
+        full = self._fill(pairs)
+        masked, ratio = _draw(
             np.asarray([pair.seed for pair in full], np.uint32),
             np.asarray([pair.answer for pair in full], np.int32),
-            width=_power(max(pair.answer for pair in pairs)),
+            width=_next_power(max(pair.answer for pair in pairs)),
             num_samples=self.samples,
             batch_size=self.mc_batch,
             estimator=self.estimator,
         )
         own = zip(pairs, np.asarray(masked), np.asarray(ratio), strict=False)
         batches = lambda pair: 0 if pair.answer == 1 and self.estimator != "dream" else self.samples // self.mc_batch
-        return [_different(copies[:, : pair.answer], ratios, batches(pair)) for pair, copies, ratios in own]
+        return [_merge_copies(copies[:, : pair.answer], ratios, batches(pair)) for pair, copies, ratios in own]
 
-    def _decoded(self, pairs: list[_Pair]) -> list[tuple[bool, int]]:
-        """Of each pair whether greedy decoding gives its answer, and in how many forwards."""
-        full = self._filled(pairs)
+    def _decode_greedily(self, pairs: list[_Pair]) -> list[tuple[bool, int]]:
+        """For each pair whether greedy decoding gives its answer, and in how many forwards."""
+        full = self._fill(pairs)
         prompts, prompt_lengths = pad_prompts([pair.tokens[: pair.prompt].tolist() for pair in full])
         answers, lengths = pad_prompts(
-            [pair.tokens[pair.span].tolist() for pair in full], _power(max(pair.answer for pair in pairs))
+            [pair.tokens[pair.span].tolist() for pair in full], _next_power(max(pair.answer for pair in pairs))
         )
-        arrays = self._placed((prompts, answers, prompt_lengths, lengths))
+        arrays = self._place((prompts, answers, prompt_lengths, lengths))
         right, forwards = jax.device_get(_greedy(self.model.denoiser, *arrays, guidance=self.guidance))
         return list(zip(right.tolist(), forwards.tolist(), strict=True))[: len(pairs)]
 
-    def _answers(self, batches: Iterable[list[_Row]]) -> Iterator[tuple[_Row, float]]:
+    def _run_batches(self, batches: Iterable[list[_Row]]) -> Iterator[tuple[_Row, float]]:
         """Every row with its sum of log-probabilities."""
         running = collections.deque[tuple[list[_Row], jax.Array]]()
         for batch in batches:
             running.append((batch, self._forward(batch)))
-            if len(running) > AHEAD:
-                yield from _fetched(*running.popleft())
+            if len(running) > BATCHES_IN_FLIGHT:
+                yield from _fetch(*running.popleft())
         for batch, sums in running:
-            yield from _fetched(batch, sums)
+            yield from _fetch(batch, sums)
 
     def _forward(self, rows: list[_Row]) -> jax.Array:
-        room, rows = self._room(rows[0].pair), self._filled(rows)
+        room, rows = self._room(rows[0].pair), self._fill(rows)
         denoiser = self.model.denoiser
-        width = min(_power(self.widths[room]), room - denoiser.min_prompt_length)
+        width = min(_next_power(self.widths[room]), room - denoiser.min_prompt_length)
         tokens, (masked, scored) = np.zeros((len(rows), room), np.int32), np.zeros((2, len(rows), room), bool)
         for place, (pair, _, hidden, summed) in enumerate(rows):
             tokens[place, : len(pair.tokens)] = pair.tokens
             masked[place, pair.span], scored[place, pair.span] = hidden, summed
         lengths = np.asarray([len(row.pair.tokens) for row in rows], np.int32)
         prompts = np.asarray([row.pair.prompt for row in rows], np.int32)
-        arrays = self._placed((tokens, masked, lengths, prompts, np.minimum(prompts, room - width), scored))
+        arrays = self._place((tokens, masked, lengths, prompts, np.minimum(prompts, room - width), scored))
         return _sums(denoiser, *arrays, self.guidance, width=width)
 
-    def _filled(self, rows: list[T]) -> list[T]:
-        """As many as a batch has; the last one's room is filled by what is in it already."""
+    def _fill(self, rows: list[T]) -> list[T]:
+        """A full batch: copies of the first row fill the last batch."""
         return rows + rows[:1] * (self.batch_size - len(rows))
 
-    def _placed(self, arrays: Any) -> Any:
+    def _place(self, arrays: Any) -> Any:
         layout = self.model.layout
         return arrays if layout is None else jax.device_put(arrays, batch_sharding(layout.mesh, layout.rules))
 
 
-def _fetched(rows: list[_Row], sums: jax.Array) -> Iterator[tuple[_Row, float]]:
+def _fetch(rows: list[_Row], sums: jax.Array) -> Iterator[tuple[_Row, float]]:
     return zip(rows, jax.device_get(sums).tolist(), strict=False)
 
 
-def _parts(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    """Lists of so many items, the last one shorter."""
+def _batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """Lists of `size` items; the last may be shorter."""
     source = iter(items)
     while part := list(itertools.islice(source, size)):
         yield part
 
 
-def _power(count: int) -> int:
+def _next_power(count: int) -> int:
     """The next power of two, so that few widths are ever compiled."""
     return 1 << (count - 1).bit_length()
