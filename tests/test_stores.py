@@ -76,7 +76,7 @@ def test_a_run_that_is_interrupted_is_the_run_in_a_folder(bucket, local, tmp_pat
     assert f"{out}-again exists already" in capsys.readouterr().err
     assert main(["plot", "--run", out, "--out", str(tmp_path / "curves.png")]) == 0
     assert command(tmp_path, out, optimizer__lr=1.0) == 2
-    assert f"the run in {out} goes by optimizer.lr" in capsys.readouterr().err
+    assert f"the run in {out} has optimizer.lr" in capsys.readouterr().err
     assert command(tmp_path, "gs://bucket/interrupted") == 2
     assert "holds something that is no training run" in capsys.readouterr().err
 

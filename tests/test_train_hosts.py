@@ -25,7 +25,7 @@ from dllm_jax.parallel import multihost
 from train import multihost_stop
 from train.__main__ import main
 from train.multihost_stop import SharedStopRequest
-from train.run_dir import States
+from train.states import States
 
 pytestmark = pytest.mark.processes
 

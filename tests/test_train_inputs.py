@@ -291,7 +291,7 @@ def test_a_diverged_run_stops_and_keeps_its_last_state(tmp_path, monkeypatch):
     monkeypatch.undo()
     outcome = train.train(config)
     assert (outcome.started, outcome.step) == (4, 9)
-    with pytest.raises(DllmError, match=r"goes by optimizer.clip = 0.0, not 1.0"):
+    with pytest.raises(DllmError, match=r"optimizer.clip = 0.0, not 1.0"):
         train.train(run_config(out, steps=9, optimizer__skip=0, checkpoint__every=2))
     monkeypatch.setattr(train.trainer.States, "load", lambda *_: (_ for _ in ()).throw(DllmError("unused")))
     with pytest.raises(DllmError, match="exists already"):

@@ -89,7 +89,7 @@ def test_a_second_run_begins_where_the_first_ended(runs):
         json.loads(line)["loss"] for line in (folder / name / "metrics.jsonl").read_text().splitlines()
     ]
     assert losses("second")[0] < losses("first")[0]
-    with pytest.raises(DllmError, match="goes by lora.init = .*, not ''"):
+    with pytest.raises(DllmError, match="lora.init = .*, not ''"):
         train.train(of("second"))
 
 

@@ -108,5 +108,5 @@ def test_a_run_with_bfloat16_moments_goes_on_bit_for_bit(tmp_path):
     assert_same(latest_state(tmp_path / "cut"), latest_state(tmp_path / "whole"))
     rates = [line["lr"] for line in lines(tmp_path / "cut")]
     np.testing.assert_allclose(rates, [5e-3, 1e-2, 1e-2, 4e-3], rtol=1e-5)  # of steps 2, 3, 4 and 6
-    with pytest.raises(DllmError, match="goes by optimizer.moments = 'bfloat16', not 'float32'"):
+    with pytest.raises(DllmError, match="optimizer.moments = 'bfloat16', not 'float32'"):
         train.train(run_config(tmp_path / "cut", steps=6, **changes | {"optimizer__moments": "float32"}))

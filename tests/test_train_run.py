@@ -34,8 +34,9 @@ from train.config import LoraPart
 from train.data import Rows
 from train.lora import adapter_shapes, attach_adapters
 from train.optimizer import decay_mask, learning_rate, make_optimizer, update_average
-from train.run_dir import RunFolder, States, flat_leaves
+from train.run_dir import RunFolder
 from train.setup import read_parts
+from train.states import States, flat_leaves
 from train.step import Placement, Stepper, training_mesh
 from train.trainer import device_batch
 
@@ -415,7 +416,7 @@ def test_lora_trains_adapters_only_and_merges(tmp_path):
     del known["lora"]["dropout"]  # as of a run that is older than the setting
     (tmp_path / "lora" / "run.json").write_text(json.dumps(known))
     assert train.train(run_config(tmp_path / "lora", **changes)).started == outcome.step
-    with pytest.raises(DllmError, match=r"goes by lora.dropout = 0.0, not 0.5"):
+    with pytest.raises(DllmError, match=r"lora.dropout = 0.0, not 0.5"):
         train.train(run_config(tmp_path / "lora", **changes | {"lora": changes["lora"] | {"dropout": 0.5}}))
 
     arguments = ["merge-lora", "--base", str(base), "--adapters", str(outcome.folder), "--out", str(tmp_path / "m")]

@@ -334,7 +334,7 @@ def test_writers_get_what_the_log_gets_and_go_on(tmp_path, monkeypatch):
     assert opened == [{"logdir": str(out / "tensorboard"), "purge_step": step} for step in (1, 5)]
     scalars = [arguments for name, arguments, _ in board.told if name == "add_scalar"]
     for line in lines(out):
-        kind = "look" if WATCH_SECONDS in line else "train"
+        kind = "watch" if WATCH_SECONDS in line else "train"
         for name, value in line.items():
             if name not in ("step", "mfu_of", WATCH_SECONDS, "changed"):
                 told = [x for tag, x, step in scalars if (tag, step) == (f"{kind}/{name}", line["step"])]
@@ -346,7 +346,7 @@ def test_writers_get_what_the_log_gets_and_go_on(tmp_path, monkeypatch):
     logged = [arguments[0] for name, arguments, _ in weights.told if name == "log"]
     assert [one["train/lr"] for one in logged if one["step"] == 6 and "train/lr" in one]
     assert [name for name, *_ in weights.told].count("finish") == 2 and len(
-        [x for x in logged if "look/generations" in x]
+        [x for x in logged if "watch/generations" in x]
     ) == 4
     assert all("measured" in line["mfu_of"] for line in lines(out) if "mfu" in line)
 
@@ -379,7 +379,7 @@ def test_event_files_are_read_back(tmp_path):
             found |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
             data = data[16 + size :]
     for line in lines(out):
-        name = "look/heldout_loss" if WATCH_SECONDS in line else "train/loss"
+        name = "watch/heldout_loss" if WATCH_SECONDS in line else "train/loss"
         np.testing.assert_allclose(found[name, line["step"]], line[name.split("/")[1]], rtol=1e-5)
 
 

@@ -183,7 +183,7 @@ class Reporter:
     def report_evaluation(self, step: int, seen: Evaluation) -> None:
         """Writes what was seen of the weights after so many steps."""
         self._show({name: f"{seen.metrics[key]:.4g}" for name, key in _IN_BAR.items() if key in seen.metrics})
-        self._write_line(step, "look", {"step": step, **seen.metrics})
+        self._write_line(step, "watch", {"step": step, **seen.metrics})
         if self._silent or not seen.generations:
             return
         with self._writing(GENERATIONS_FILE) as path, path.open("a", encoding="utf-8") as file:

@@ -1,50 +1,45 @@
 """The output folder of a run.
 
 out/run.json        all settings
-out/metrics.jsonl   one line of metrics every few steps, and one for each look of `watch`
-out/generations.jsonl  what was answered then
-out/state/          the latest training states (Orbax), each whole or not there, with checksums of its files
+out/metrics.jsonl   one line of metrics every few steps, and one for each evaluation of `watch`
+out/generations.jsonl  the answers of these evaluations
+out/state/          the latest training states (Orbax), see `train.states`
 out/model/          the trained model as a checkpoint of this library, written at the end
 out/adapters/       instead of it, the trained adapters of a LoRA run
 out/indicator/      or the trained indicator
 out/result.json     of which step and which weights that is
 out/dropped.txt     the examples that data.on_bad left out, and why
-out/data.json       what tells the data from other data, see `train.data.fingerprint.data_fingerprint`
+out/data.json       by which a resumed run recognises its data, see `train.data.fingerprint`
 
-The folder may be one in an object store, gs://bucket/run. Objects do not grow, so there the logs are kept locally while
-the run lasts, and sent before each state and at the end.
+The folder may be in an object store, gs://bucket/run. Objects cannot be appended to, so the logs are then local files
+while the run lasts, which are uploaded before each state and at the end.
 """
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
-
-import jax
-import numpy as np
 
 from dllm_jax import buckets
 from dllm_jax.errors import DllmError
 from dllm_jax.parallel import multihost
-from dllm_jax.storage import folder_path, lock, sha256, write_error, write_file
+from dllm_jax.storage import folder_path, lock, write_error, write_file
 from train.config import TrainConfig
 from train.settings import build_settings, differences, flat_names, on_resume, to_json, unknown_key
+from train.states import States
 
 RUN_FILE, METRICS_FILE, STATE_FOLDER, RESULT_FILE = "run.json", "metrics.jsonl", "state", "result.json"
 DATA_FILE = "data.json"
 MODEL_FOLDER, ADAPTERS_FOLDER, INDICATOR_FOLDER = "model", "adapters", "indicator"
 DROPPED_FILE, GENERATIONS_FILE, WANDB_FILE = "dropped.txt", "generations.jsonl", "wandb-id"
-CHECKSUMS_FILE = "checksums.sha256"
-_LOGS = {METRICS_FILE, GENERATIONS_FILE, WANDB_FILE}  # what a run that goes on reads of those
+_LOGS = {METRICS_FILE, GENERATIONS_FILE, WANDB_FILE}  # what a resumed run continues
 DATA = "data"
-"""What --allow-change calls other examples, beside the settings."""
-WATCH_SECONDS = "look_seconds"
-"""Key that tells lines of metrics about a look."""
+"""The name of other examples for --allow-change, which otherwise takes settings."""
+WATCH_SECONDS = "watch_seconds"
+"""A metric that only lines about evaluations have: their duration."""
 
 
 class RunFolder:
@@ -52,18 +47,18 @@ class RunFolder:
 
     Attributes:
         path: where it is.
-        logs: where its logs grow: the same, unless that is in an object store.
-        changes: dotted key -> (old value, new value) of settings with which the run goes on otherwise.
+        logs: where its logs are appended to: the same folder, or a local one for a folder in an object store.
+        changes: dotted key -> (old value, new value) of settings that change when the run resumes.
     """
 
     def __init__(self, config: TrainConfig, allow_change: Collection[str] = ()) -> None:
-        """Looks at the folder.
+        """Compares the settings with those of a run in the folder.
 
         Args:
-            allow_change: dotted keys of settings that may be others than those that the run was started with.
+            allow_change: dotted keys of settings that may differ from the run's.
 
         Raises:
-            DllmError: when it holds something else, or a run with other settings.
+            DllmError: when the folder holds something else, or a run with other settings.
         """
         self.path = self.logs = folder_path(config.out)
         self._sent: buckets.Sent = {}
@@ -92,7 +87,7 @@ class RunFolder:
             if not grown and (fixed or name not in self._allowed):
                 advice = "" if fixed else f", allow it by --allow-change {name}"
                 raise DllmError(
-                    f"the run in {self.path} goes by {name} = {was!r}, not {now!r}; "
+                    f"the run in {self.path} has {name} = {was!r}, not {now!r}; "
                     f"restore the setting to continue it{advice}, or choose another out"
                 )
             self.changes[name] = was, now
@@ -101,7 +96,7 @@ class RunFolder:
         """Compares the data with those that the run has learned from.
 
         Args:
-            data: their `train.data.fingerprint.data_fingerprint`.
+            data: the fingerprint of the present data, see `train.data.fingerprint`.
 
         Raises:
             DllmError: when they differ, unless --allow-change names "data" or a setting of `[data]` that has changed.
@@ -120,13 +115,13 @@ class RunFolder:
             was, now = (found.get("examples") for found in (old, data))
             what = "holds other examples" if was == now else f"had {was} examples and has {now} now"
             raise DllmError(
-                f"the data of the run in {self.path} {what}, so that their order is another one; restore the data, or "
-                f"continue with these from the position that was reached, by --allow-change {DATA}"
+                f"the data of the run in {self.path} {what}, so their order differs; restore the data, or continue "
+                f"with these from the present position, by --allow-change {DATA}"
             )
         self.changes[DATA] = old, dict(data)
 
     def _with_defaults(self, old: dict[str, Any]) -> dict[str, Any]:
-        """A run's settings, those that came into being after it at their defaults."""
+        """A run's settings, with defaults for settings that are newer than the run."""
         try:
             return json.loads(to_json(build_settings(type(self._config), old)))
         except DllmError:  # of an older version, say
@@ -134,7 +129,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
-        """Makes the folder, writes the settings, and holds the folder as long as the context lasts.
+        """Makes the folder, writes the settings, and locks the folder as long as the context lasts.
 
         Raises:
             DllmError: when it cannot be written, or another process trains in it.
@@ -143,17 +138,17 @@ class RunFolder:
             with multihost.agreed():
                 if not multihost.index():
                     held.enter_context(self._hold_folder())
-                    if not self.changes:  # which are told in the log before
+                    if not self.changes:  # which `resume_logs` writes into the log first
                         write_file(self.path / RUN_FILE, to_json(self._config) + "\n")
             yield
 
     def _hold_folder(self) -> contextlib.AbstractContextManager[object]:
-        """Holds the folder; in an object store, which has no locks, its logs alone."""
-        return self._local_logs() if buckets.is_address(self.path) else self._locked()
+        """Locks the folder; in an object store, which has no locks, copies its logs here."""
+        return self._local_logs() if buckets.is_address(self.path) else self._lock()
 
     @contextlib.contextmanager
     def _local_logs(self) -> Iterator[None]:
-        # What a writer still holds open goes when it may.
+        # Errors are ignored because a writer may still hold a file open.
         with tempfile.TemporaryDirectory(prefix="dllm_jax-", ignore_cleanup_errors=True) as name:
             with buckets.reached(self.path):
                 for log in _LOGS.intersection(buckets.names(self.path)):
@@ -168,7 +163,8 @@ class RunFolder:
             self.send_logs()
 
     def send_logs(self) -> None:
-        """Sends what the logs tell to an object store; before a state, lest that be there without its lines.
+        """Uploads the logs to an object store. To be called before a state is written, which must not be there without
+        its lines.
 
         Raises:
             DllmError: when it cannot be reached.
@@ -177,8 +173,8 @@ class RunFolder:
             buckets.send(self.logs, self.path, self._sent)
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Holds the folder: two processes that train in one would overwrite each other's states."""
+    def _lock(self) -> Iterator[None]:
+        """Two processes that train in one folder would overwrite each other's states."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -187,16 +183,16 @@ class RunFolder:
         with lock(self.path / f".{RUN_FILE}.lock", busy):
             yield
 
-    def states(self, *, training: bool) -> "States":
+    def states(self, *, training: bool) -> States:
         """Its training states.
 
         Args:
-            training: remove what a killed run left half-written; a reader leaves what may be in the making.
+            training: remove what a killed run left half-written; a reader leaves what another process may be writing.
         """
         return States(self.path / STATE_FOLDER, self._config.checkpoint.keep, clean=training)
 
     def write_result(self, name: str, step: int, write: Callable[[Path], None]) -> Path:
-        """Writes the result of `step`, unless it is there; returns where it is.
+        """Writes the result of `step`, unless it is there, and returns its folder.
 
         Args:
             name: of its folder.
@@ -209,7 +205,7 @@ class RunFolder:
         if multihost.first_says(there):
             return out
         with multihost.agreed():
-            if not multihost.index():  # or the note would be of another one after a kill
+            if not multihost.index():  # a kill must not leave the note of another result
                 try:
                     with buckets.reached(note):
                         note.unlink(missing_ok=True)
@@ -220,21 +216,21 @@ class RunFolder:
             write_file(note, made)
         return out
 
-    def resume_logs(self, step: int, data: Mapping[str, Any], *, looks: bool = False) -> None:
-        """Drops from the logs what was reported after `step`, and a line that was cut off; writes into them what
-        changes from there on, and then the settings and what tells the data from others.
+    def resume_logs(self, step: int, data: Mapping[str, Any], *, evaluates: bool = False) -> None:
+        """Drops from the logs what was reported after `step`, and a line that was cut off. Then writes what changes
+        from there on into the log, and the settings and the data's fingerprint into their files.
 
         Args:
-            data: as of `compare_data`.
-            looks: whether the run begins with a look, of which lines of the same step tell as well.
+            data: the fingerprint of the present data.
+            evaluates: whether the run begins with an evaluation, which writes the lines about `step` again.
         """
         if multihost.index():
             return
-        kept = self._lines_until(METRICS_FILE, step, lambda entry: looks and WATCH_SECONDS in entry)
+        kept = self._lines_until(METRICS_FILE, step, lambda entry: evaluates and WATCH_SECONDS in entry)
         if self.changes:
             line = json.dumps({"step": step, "changed": self.changes})
             kept += [line] if line not in kept else []
-        answers = self._lines_until(GENERATIONS_FILE, step, lambda _: looks)
+        answers = self._lines_until(GENERATIONS_FILE, step, lambda _: evaluates)
         for name, lines in ((METRICS_FILE, kept), (GENERATIONS_FILE, answers)):
             if lines or (self.logs / name).is_file():
                 write_file(self.logs / name, "".join(line + "\n" for line in lines))
@@ -243,7 +239,7 @@ class RunFolder:
         write_file(self.path / DATA_FILE, json.dumps(data) + "\n")
 
     def _lines_until(self, name: str, step: int, again: Callable[[Mapping[str, Any]], bool]) -> list[str]:
-        """The whole lines of a log up to `step`, but for those of the step that will come again."""
+        """The whole lines of a log up to `step`, without lines about this step that will be written again."""
         path, kept = self.logs / name, list[str]()
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
             try:
@@ -255,14 +251,14 @@ class RunFolder:
         return kept
 
     def write_dropped(self, text: str) -> None:
-        """Says which examples were left out."""
+        """Writes which examples were left out."""
         if not multihost.index():
             write_file(self.path / DROPPED_FILE, text)
 
 
 def _check_allowed(config: TrainConfig, names: Collection[str]) -> None:
     """Raises DllmError for a name that is no setting, or of one that can never change."""
-    known = flat_names(dataclasses.asdict(config))  # the tables, and so `DATA`, among them
+    known = flat_names(dataclasses.asdict(config))  # with the tables, of which `DATA` is one
     for name in names:
         if name not in known:
             raise DllmError(unknown_key(name, known))
@@ -282,244 +278,3 @@ def read_settings(folder: str | Path) -> dict[str, Any]:
             return dict(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise DllmError(f"{folder} is no training run: {path} could not be read ({error})") from None
-
-
-def write_checksums(folder: Path) -> None:
-    """Notes the SHA-256 of every file in a folder, in a file as `sha256sum --check` reads it.
-
-    Raises:
-        OSError: when the disk is full or cannot be written.
-    """
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    lines = [f"{sha256(path)}  {path.relative_to(folder).as_posix()}\n" for path in files]
-    write_file(folder / CHECKSUMS_FILE, "".join(lines))
-
-
-def changed_files(folder: Path, part: int = 0, parts: int = 1) -> Iterator[str]:
-    """Names of files that are no longer what `write_checksums` found; none where it was never called.
-
-    Args:
-        part, parts: look at every `parts`-th file from number `part` on.
-    """
-    noted = folder / CHECKSUMS_FILE
-    if not noted.is_file():
-        return
-    lines = noted.read_text(encoding="utf-8", errors="replace").splitlines() or [""]
-    for line in lines[part::parts]:
-        wanted, _, name = line.partition("  ")
-        path = folder / name
-        if not path.is_file() or sha256(path) != wanted:
-            yield name or CHECKSUMS_FILE
-
-
-class States:
-    """Training states by step, the latest of them kept; use it by `with`."""
-
-    def __init__(self, path: Path, keep: int, *, clean: bool) -> None:
-        from orbax.checkpoint import v1 as ocp  # here, because it takes a second to import
-
-        self._path, self._keep, self._clean, self._ocp = path, keep, clean, ocp
-        self._with_defaults: int | None = None
-        self._coming: tuple[int, Future[None]] | None = None  # the step that is being written
-        self._thread = ThreadPoolExecutor(1)
-
-    def __enter__(self) -> "States":
-        ocp = self._ocp
-        context = ocp.Context()
-        context.array.saving.use_compression = False  # random mantissas do not shrink
-        with buckets.reached(self._path):
-            self._checkpointer = ocp.training.Checkpointer(
-                self._path,
-                context=context,
-                save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
-                preservation_policy=ocp.training.preservation_policies.LatestN(self._keep),
-                cleanup_tmp_directories=self._clean,
-            )
-            found = self._checkpointer.latest
-        self._with_defaults = None if found is None else found.step
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.wait()
-        elif self._coming is not None and multihost.count() > 1:
-            return  # the others, whom the write would wait for, may be gone
-        with contextlib.suppress(Exception) if kind else contextlib.nullcontext():
-            self._checkpointer.close()
-        self._thread.shutdown(wait=False)
-
-    @property
-    def latest(self) -> int | None:
-        """The step of the latest whole state; one that is being written is waited for.
-
-        Raises:
-            DllmError: as `save`.
-        """
-        self.wait()
-        return self._with_defaults
-
-    @property
-    def steps(self) -> list[int]:
-        """The steps of all whole states, ascending; as `latest`."""
-        self.wait()
-        return sorted(found.step for found in self._checkpointer.checkpoints)
-
-    def save(self, step: int, state: Any, notes: Mapping[str, Any]) -> None:
-        """Begins to write a state, whose buffers the next step may reuse. At most one is being written: another one is
-        waited for.
-
-        Raises:
-            DllmError: when the disk is full or cannot be written, for this state or the one before.
-        """
-        self.wait()
-        with self._writing():
-            begun = self._checkpointer.save_async(step, flat_leaves(state), custom_metadata=dict(notes), overwrite=True)
-            assert begun is not None  # the policy leaves none out
-            self._coming = step, self._thread.submit(self._end, step, begun)
-
-    def _end(self, step: int, begun: Any) -> None:
-        """Waits until Orbax has written a state, and notes its checksums; object stores have their own."""
-        begun.result()
-        if not multihost.index() and not buckets.is_address(self._path):
-            write_checksums(self._path / str(step))
-
-    def check(self) -> None:
-        """Says whether the write that has ended meanwhile, if any, went well.
-
-        Raises:
-            DllmError: as `save`.
-        """
-        if self._coming is not None and self._coming[1].done():
-            self.wait()
-
-    def wait(self) -> None:
-        """Waits for the state that is being written.
-
-        Raises:
-            DllmError: as `save`.
-        """
-        if self._coming is None:
-            return
-        (step, ending), self._coming = self._coming, None
-        with self._writing():
-            ending.result()
-        self._with_defaults = step
-
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # Orbax raises whatever its storage layer does
-            raise write_error(self._path, error) from error
-
-    def notes(self, step: int) -> dict[str, Any]:
-        """What was written with the state of a step.
-
-        Raises:
-            DllmError: when it cannot be read.
-        """
-        with self._reading(step):
-            return dict(self._checkpointer.metadata(step).custom_metadata or {})
-
-    def load(self, step: int, abstract: Any) -> Any:
-        """The state of a step, in the shardings of `abstract`; all processes read it together.
-
-        Raises:
-            DllmError: when it is damaged or cannot be read.
-        """
-        self._verify(step)
-        wanted = flat_leaves(abstract)
-        with self._reading(step):
-            stored = _match_names(wanted, self._checkpointer.metadata(step).metadata)
-            leaves = self._checkpointer.load(step, {stored[name]: leaf for name, leaf in wanted.items()})
-        return jax.tree.unflatten(jax.tree.structure(abstract), [leaves[stored[name]] for name in wanted])
-
-    def arrays(self, step: int, names: Mapping[str, str]) -> "StoredArrays":
-        """Some arrays of a step's state, which are read when they are asked for.
-
-        Args:
-            names: what they are called -> what they are called in the state.
-
-        Raises:
-            DllmError: when the state is damaged or cannot be read.
-        """
-        self._verify(step)
-        with self._reading(step):
-            stored = dict(self._checkpointer.metadata(step).metadata)
-        left_out = dict.fromkeys(stored, self._ocp.PLACEHOLDER)
-
-        def read(name: str) -> np.ndarray:
-            with self._reading(step):
-                like = np.empty(stored[name].shape, stored[name].dtype)
-                return np.asarray(self._checkpointer.load(step, {**left_out, name: like})[name])
-
-        return StoredArrays(names, read)
-
-    def _verify(self, step: int) -> None:
-        """Compares a state's files with their checksums, each process a share of them.
-
-        Raises:
-            DllmError: naming the first that differs.
-        """
-        folder = self._path / str(step)
-        if buckets.is_address(folder):
-            return
-        with multihost.agreed():
-            try:
-                changed = next(changed_files(folder, multihost.index(), multihost.count()), None)
-            except OSError as error:
-                changed = f"{error.filename} ({error.strerror})"
-            if changed:
-                raise DllmError(f"the state {folder} is damaged in {changed}; {self._remedy(step)}")
-
-    def _remedy(self, step: int) -> str:
-        """What to do about a state that cannot be used."""
-        before = [other for other in self.steps if other < step]
-        return f"remove it to go on from state {before[-1]}" if before else "remove it to start anew"
-
-    @contextlib.contextmanager
-    def _reading(self, step: int) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # whose words are Orbax's, about its own classes
-            folder = self._path / str(step)
-            if buckets.is_address(self._path):
-                raise buckets.unreached(folder, error) from error
-            reason = f" ({error})" if isinstance(error, DllmError) else ""
-            raise DllmError(f"the state {folder} could not be read{reason}; {self._remedy(step)}") from error
-
-
-class StoredArrays(Mapping[str, np.ndarray]):
-    """Arrays on the disk, each read anew when it is asked for."""
-
-    def __init__(self, names: Mapping[str, str], read: Callable[[str], np.ndarray]) -> None:
-        self._names, self._read = names, read
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return self._read(self._names[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
-def _match_names(wanted: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
-    """Names of a state's leaves -> those that a state on the disk has them under: places in optax's chains are others
-    when one link, such as clipping, comes or goes; their order is not."""
-
-    def by_order(names: Iterable[str]) -> list[tuple[list[str], list[int], str]]:
-        parts = ((name.split(":"), name) for name in names)
-        return sorted(([p for p in of if not p.isdigit()], [int(p) for p in of if p.isdigit()], n) for of, n in parts)
-
-    pairs = list(itertools.zip_longest(by_order(wanted), by_order(stored)))
-    if any(one is None or other is None or one[0] != other[0] for one, other in pairs):
-        raise DllmError("it holds other arrays than these settings ask for")
-    return {one[2]: other[2] for one, other in pairs}
-
-
-def flat_leaves(tree: Any) -> dict[str, Any]:
-    """Leaves by name, in the tree's order: a form that does not depend on classes of ours or of optax."""
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {jax.tree_util.keystr(path, simple=True, separator="/").replace("/", ":"): leaf for path, leaf in leaves}

@@ -28,8 +28,9 @@ from train.logs import Reporter, fetch_metrics
 from train.multihost_stop import Interrupted, stop_requests
 from train.objectives import objective_of
 from train.optimizer import learning_rate
-from train.run_dir import DROPPED_FILE, STATE_FOLDER, RunFolder, States
+from train.run_dir import DROPPED_FILE, STATE_FOLDER, RunFolder
 from train.setup import Parts, read_outline, read_parts
+from train.states import States
 from train.step import Placement, Stepper, TrainState, training_mesh
 from train.writers import check_writers
 
@@ -96,7 +97,7 @@ def train(config: TrainConfig, *, progress: bool = False, allow_change: Collecti
         skips = Skips(config, states, notes.get("skipped", 0))
         metrics: Mapping[str, float] = {}
         goes_on = started < config.steps
-        folder.resume_logs(started, data, looks=goes_on and watch.due(started))
+        folder.resume_logs(started, data, evaluates=goes_on and watch.due(started))
         if goes_on:
             state, metrics = run.advance(
                 state, started, notes["position"], states, folder, watch, skips, progress=progress

@@ -71,7 +71,7 @@ class TensorBoard:
         parts = [
             f"{indented(one['prompt'])}\nin {one['nfe']} forwards\n\n{indented(one['text'])}" for one in generations
         ]
-        self._writer.add_text("look/generations", "\n---\n".join(parts), step)
+        self._writer.add_text("watch/generations", "\n---\n".join(parts), step)
         self._writer.flush()
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class WandB:
     def answers(self, step: int, generations: Sequence[Mapping[str, Any]]) -> None:
         columns = ["prompt", "text", "nfe", "correct"]
         rows = [[str(one.get(name, "")) for name in columns] for one in generations]
-        self._run.log({"look/generations": self._library.Table(columns=columns, data=rows), "step": step})
+        self._run.log({"watch/generations": self._library.Table(columns=columns, data=rows), "step": step})
 
     def close(self) -> None:
         self._run.finish()
