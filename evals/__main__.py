@@ -40,7 +40,7 @@ from dllm_jax import DllmError, Model
 from dllm_jax.cli.command import Parser, console, run_printing
 from dllm_jax.indicator import load_indicator
 from dllm_jax.storage import write_file
-from evals import figures, files, leaderboard, plots, trajectories, tune
+from evals import figures, files, leaderboard, plots, trajectories
 from evals.distributed import meeting
 from evals.flags import add_batch, add_count, add_distributed, add_model, add_task, command, models_of
 from evals.harness import command as harness
@@ -55,6 +55,7 @@ from evals.tasks import SPLITS, DrawnTask, Task, WordProblems, make_task
 from evals.tasks.base import check_split
 from evals.tasks.word_problems import train_tokenizer
 from evals.token_counts import as_line
+from evals.tune import command as tune
 from samplers import Generation
 from samplers.viewer.view import check_path, view_of
 

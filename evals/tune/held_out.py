@@ -1,6 +1,6 @@
-"""Held-out problems: different from each other and from those of a search, and judged by one run alone (docs/tune.md).
+"""Held-out problems: different from each other and from those of a search, and used by one run alone (docs/tune.md).
 
-$DLLM_JAX_HOME/held-out/MODEL/RUN.json     the settings of a run, and hashes of the questions that it judged
+$DLLM_JAX_HOME/held-out/MODEL/RUN.json     the settings of a run, and hashes of the questions that it used
 """
 
 import hashlib
@@ -33,23 +33,23 @@ def draw_different(
     Returns:
         The examples, fewer where there are no more, and how many were left out before.
     """
-    found, seen = list[Example](), 0
-    while len(found) < n and (drawn := draw(task, split, n - len(found), progress, seen)):
-        seen, before = seen + len(drawn), len(found)
+    found, drawn_before = list[Example](), 0
+    while len(found) < n and (drawn := draw(task, split, n - len(found), progress, drawn_before)):
+        drawn_before, before = drawn_before + len(drawn), len(found)
         for example, own in zip(drawn, hashes_of(task, drawn), strict=True):
             if own not in taken:
                 taken.add(own)
                 found.append(example)
-        if task.count(split) is None and len(found) == before:  # a task that seems to have no others
+        if task.count(split) is None and len(found) == before:  # the task seems to have no others
             break
-    return found, seen - len(found)
+    return found, drawn_before - len(found)
 
 
-class Record:
-    """What a run has judged, for those that come later.
+class HeldOutRecord:
+    """The record of the held-out problems that a run used.
 
     Args:
-        model: whose answers are judged, as text.
+        model: which answers, as text.
         settings: of the run; one with the same settings is the same run.
     """
 
@@ -58,21 +58,21 @@ class Record:
         self._path = checkpoint.home() / "held-out" / _hash(model) / f"{_hash(json.dumps(settings))}.json"
 
     def check(self, task: Task, hashes: Sequence[str]) -> None:
-        """Raises DllmError when another run has judged some of these questions, or its record cannot be read."""
+        """Raises DllmError when another run used some of these questions, or its record cannot be read."""
         for path in sorted(self._path.parent.glob("*.json")):
             if path == self._path:
                 continue
-            judged, floor = _read(path)
-            if again := len(judged.intersection(hashes)):
+            used, floor = _read_record(path)
+            if again := len(used.intersection(hashes)):
                 others = "another seed= of the task" if isinstance(task, DrawnTask) else "new lines"
                 raise DllmError(
-                    f"a run with floor {floor} judged {again} of the {len(hashes)} held-out problems, so another bound "
-                    f"on them promises nothing; take others, by {others}, or remove {path} if nobody has seen what "
-                    "that run found"
+                    f"a run with floor {floor} used {again} of the {len(hashes)} held-out problems, so another bound "
+                    f"on them promises nothing; take others, by {others}, or remove {path} if nobody has read "
+                    "that run's results"
                 )
 
     def add(self, hashes: Sequence[str]) -> None:
-        """Writes that the run judges these questions, the first ones of its held-out problems.
+        """Records that the run uses these questions, the first ones of its held-out problems.
 
         Raises:
             DllmError: when that cannot be written.
@@ -85,7 +85,7 @@ class Record:
         write_file(self._path, files.as_json({"settings": self._settings, "problems": hashes}))
 
 
-def _read(path: Path) -> tuple[set[str], float]:
+def _read_record(path: Path) -> tuple[set[str], float]:
     """The hashes of a record, and its run's floor."""
     try:
         found = json.loads(path.read_bytes())
