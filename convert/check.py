@@ -63,6 +63,6 @@ def _count_differences(move: Move, stored: Any, config: ModelConfig) -> int:
     if not isinstance(stored, QuantizedKernel):
         return count_differences(move.pieces, stored)
     plain = load(move.pieces, move.shape, as_dtype(config.dtype))
-    ((_, again),) = checkpoint.quantized_params([(move.target, plain)], config, move.target)
+    ((_, again),) = checkpoint.quantize_params([(move.target, plain)], config, move.target)
     assert isinstance(again, QuantizedKernel)
     return int(np.sum(again.values != stored.values) + np.sum(again.scale != stored.scale))

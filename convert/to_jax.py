@@ -75,7 +75,7 @@ def convert(
     }
     files = copied_files(opened.folder) | checkpoint.generation_file(generation)
     with byte_bar(sum(move.nbytes for move in moves), progress) as bar, ticking(bar):
-        tensors = checkpoint.quantized_params(_stream(moves, config, notes, bar), config, opened.name)
+        tensors = checkpoint.quantize_params(_stream(moves, config, notes, bar), config, opened.name)
         checkpoint.save(out, config, tensors, files=files, source=notes, overwrite=overwrite)
     return config
 

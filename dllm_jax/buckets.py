@@ -47,7 +47,7 @@ def remote(address: str | Path) -> Path:
 
 
 @contextlib.contextmanager
-def reached(where: str | Path) -> Iterator[None]:
+def reach(where: str | Path) -> Iterator[None]:
     """Something that is done with an address; what is missing stays a FileNotFoundError, and local paths' errors stay.
 
     Raises:
@@ -59,11 +59,11 @@ def reached(where: str | Path) -> Iterator[None]:
         raise
     except Exception as error:  # of gcsfs, aiohttp, google.auth, Orbax
         if is_address(where):
-            raise unreached(where, error) from error
+            raise unreached_error(where, error) from error
         raise
 
 
-def unreached(where: str | Path, error: BaseException) -> DllmError:
+def unreached_error(where: str | Path, error: BaseException) -> DllmError:
     """The sentence for an address that could not be read or written."""
     advice = (
         "see that the network is up, and that your account may use the bucket (gcloud auth application-default login)"
@@ -71,7 +71,7 @@ def unreached(where: str | Path, error: BaseException) -> DllmError:
     return DllmError(f"{where} could not be reached ({multihost.first_line(error)}); {advice}")
 
 
-def names(folder: Path) -> list[str]:
+def list_names(folder: Path) -> list[str]:
     """Names of what is in a folder, local or remote; none where there is no such folder.
 
     Raises:
@@ -79,7 +79,7 @@ def names(folder: Path) -> list[str]:
     """
     if not is_address(folder):
         return [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
-    with reached(folder):
+    with reach(folder):
         try:
             found = _store().ls(str(folder), detail=False)
         except FileNotFoundError:
@@ -94,7 +94,7 @@ def remove(folder: Path) -> None:
     Raises:
         DllmError: when it cannot be reached.
     """
-    with reached(folder):
+    with reach(folder):
         found = _store().find(str(folder))
         depth = len(folder.parts)
         for part in (True, False):
@@ -121,7 +121,7 @@ def send(folder: Path, to: Path, sent: Sent | None = None) -> None:
             try:
                 _store().put_file(str(path), str(to / path.relative_to(folder).as_posix()))
             except Exception as error:  # of gcsfs, aiohttp, google.auth
-                raise unreached(to, error) from error
+                raise unreached_error(to, error) from error
             known[path] = now
 
 
@@ -160,7 +160,7 @@ def _copy(source: Path, paths: list[str], to: Path) -> None:
     above = len(str(source).removeprefix("gs://")) + 1
     shown = TqdmCallback(tqdm_kwargs={"desc": f"copying {source}", "unit": "file", "disable": None})
     try:
-        with reached(source):
+        with reach(source):
             _store().get(paths, [str(to / path[above:]) for path in paths], callback=shown)
     except DllmError as error:
         if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.ENOSPC:
@@ -170,7 +170,7 @@ def _copy(source: Path, paths: list[str], to: Path) -> None:
 
 def _objects(source: Path) -> dict[str, str]:
     """Paths of a folder's objects -> what changes when they do."""
-    with reached(source):
+    with reach(source):
         found: dict[str, Any] = {}
         with contextlib.suppress(FileNotFoundError):  # of the bucket
             found = _store().find(str(source), detail=True)

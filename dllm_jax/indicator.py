@@ -214,7 +214,7 @@ def save_indicator(
     from orbax.checkpoint import v1 as ocp  # here, because it takes a second to import
 
     check_indicator(indicator, "the indicator")
-    with storage.atomic_folder(out, overwrite=overwrite) as scratch, checkpoint.alone():
+    with storage.atomic_folder(out, overwrite=overwrite) as scratch, checkpoint.without_other_processes():
         try:
             ocp.save(scratch / PARAMS_FOLDER, dict(indicator.params))
             (scratch / CONFIG_FILE).write_text(json.dumps(dataclasses.asdict(indicator.config), indent=2) + "\n")

@@ -53,7 +53,7 @@ def parse_options(text: str, what: str) -> dict[str, str]:
     return options
 
 
-def converted(options: Mapping[str, str], kinds: Mapping[str, Any], what: str) -> dict[str, Any]:
+def convert_options(options: Mapping[str, str], kinds: Mapping[str, Any], what: str) -> dict[str, Any]:
     """Every option as the type that it should have.
 
     Args:
@@ -67,16 +67,16 @@ def converted(options: Mapping[str, str], kinds: Mapping[str, Any], what: str) -
     """
     for option in options:
         if option not in kinds:
-            raise DllmError(f"{what} has no option {option!r}; {did_you_mean(option, kinds, has(kinds))}")
+            raise DllmError(f"{what} has no option {option!r}; {did_you_mean(option, kinds, options_sentence(kinds))}")
     return {option: _convert(text, kinds[option], f"{what}: {option}") for option, text in options.items()}
 
 
-def has(options: Iterable[str]) -> str:
+def options_sentence(options: Iterable[str]) -> str:
     """What options there are, for sentences."""
     return f"it has {', '.join(options) or 'none'}"
 
 
-def imported(reference: str, what: str) -> Any:
+def import_object(reference: str, what: str) -> Any:
     """What code of somebody's own is called "module:name".
 
     Args:
@@ -92,10 +92,10 @@ def imported(reference: str, what: str) -> Any:
         raise DllmError(f"{what} {reference!r} cannot be imported ({error}); write it like module:name") from None
 
 
-def written(value: Any) -> str:
-    """A value as it is written in a spec; what `converted` reads."""
+def format_value(value: Any) -> str:
+    """A value as it is written in a spec; what `convert_options` reads."""
     if isinstance(value, (list, tuple)):
-        return "-".join(map(written, value))
+        return "-".join(map(format_value, value))
     if isinstance(value, float):
         return "inf" if math.isinf(value) else f"{value:.12g}"
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)

@@ -33,7 +33,7 @@ def write_file(path: str | Path, content: bytes | str) -> None:
     """
     path, data = Path(path), content.encode() if isinstance(content, str) else content
     if buckets.is_address(path):
-        with buckets.reached(path):
+        with buckets.reach(path):
             buckets.remote(path).write_bytes(data)
         return
     scratch = _hidden(path, f"{secrets.token_hex(8)}.partial")
@@ -124,7 +124,7 @@ def check_out(out: str | Path, *, overwrite: bool = False) -> None:
             cannot be reached.
     """
     out = folder_path(out)
-    exists = bool(buckets.names(out)) if buckets.is_address(out) else out.exists()
+    exists = bool(buckets.list_names(out)) if buckets.is_address(out) else out.exists()
     if exists and not overwrite:
         raise DllmError(f"{out} exists already; choose another --out, or pass --overwrite to replace it")
     if buckets.is_address(out):
@@ -158,12 +158,12 @@ def atomic_folder(out: str | Path, *, overwrite: bool = False, together: bool = 
         return
     with contextlib.ExitStack() as folder:
         scratch = _hidden(out, "partial")
-        with multihost.agreed():
+        with multihost.fail_together():
             if not multihost.index():
                 scratch = folder.enter_context(fill(out, overwrite=overwrite))
-        with multihost.agreed():
+        with multihost.fail_together():
             yield scratch
-        with multihost.agreed():
+        with multihost.fail_together():
             folder.close()
 
 
@@ -220,7 +220,7 @@ def _remove(folder: Path) -> None:
 def write_error(out: str | Path, error: Exception) -> Exception:
     """The sentence for a failed write, by a full disk or otherwise; an error of another kind comes back as it is."""
     if buckets.is_address(out):
-        return buckets.unreached(out, error)
+        return buckets.unreached_error(out, error)
     text = " ".join(str(part) for part in (error, error.__cause__, error.__context__))
     if "No space left" in text or "RESOURCE_EXHAUSTED" in text or "ENOSPC" in text or "Disk quota" in text:
         return DllmError(

@@ -49,7 +49,9 @@ def _of_table(table: Mapping[str, Any], path: str | Path) -> list[SamplerSpec]:
         raise DllmError(f"the grid {path}: model {model!r} is no folder or name; write one per [[sampler]]")
     lists = {k: v if isinstance(v, list) else [v] for k, v in table.items() if k not in (key, "model")}
     products = itertools.product(*lists.values())
-    return [typed(name, {k: spec.written(v) for k, v in zip(lists, values, strict=True)}, model) for values in products]
+    return [
+        typed(name, {k: spec.format_value(v) for k, v in zip(lists, values, strict=True)}, model) for values in products
+    ]
 
 
 def all_samplers(texts: Sequence[str], grid: str | Path | None = None) -> list[SamplerSpec]:

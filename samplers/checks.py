@@ -10,7 +10,7 @@ import numpy as np
 
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
-from dllm_jax.spec import has
+from dllm_jax.spec import options_sentence
 from dllm_jax.suggestions import did_you_mean
 
 T = TypeVar("T")
@@ -87,7 +87,7 @@ def refuse_unknown(
     if unknown := sorted(set(options) - set(known)):
         name, others = unknown[0], ", ".join(owners(unknown[0]))
         others = others and f"; {name} is an option of {others}"
-        raise DllmError(f"{what} has no option {name!r}; {did_you_mean(name, known, has(known))}{others}")
+        raise DllmError(f"{what} has no option {name!r}; {did_you_mean(name, known, options_sentence(known))}{others}")
 
 
 def assemble(what: str, kind: type[T], values: Mapping[str, Any]) -> T:

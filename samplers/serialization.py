@@ -66,12 +66,12 @@ def export(
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model.params)
 
     def run(params: dict[str, jax.Array], prompt: jax.Array, lengths: jax.Array, seed: jax.Array) -> dict[str, Any]:
-        denoiser = Denoiser(model.config, checkpoint.unflattened(params, like))
+        denoiser = Denoiser(model.config, checkpoint.unflatten_params(params, like))
         result = sample(sampler, denoiser, prompt, lengths, key=row_keys(jax.random.key(seed), batch))
         return vars(result)
 
     ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
-    arguments = (checkpoint.flattened(like), ints(batch, prompt_length), ints(batch), ints())
+    arguments = (checkpoint.flatten_params(like), ints(batch, prompt_length), ints(batch), ints())
     # The backbone pins layouts, and for one platform alone has kernels; who does not know a call never meets it.
     safe = [jax_export.DisabledSafetyCheck.custom_call(name) for name in ("LayoutConstraint", "__gpu$xla.gpu.triton")]
     gpu = GPU if tuple(platforms) == ("cuda",) else None

@@ -9,7 +9,7 @@ import pytest
 
 import dllm_jax
 from dllm_jax import FunctionDenoiser
-from dllm_jax.checkpoints.loading import planned
+from dllm_jax.checkpoints.loading import load_shapes
 from dllm_jax.cli import docs
 from dllm_jax.models.kv_cache import LayerKV
 from dllm_jax.models.transformer import num_params
@@ -137,7 +137,7 @@ def test_loops_of_their_own_keep_to_it_too(llada_tiny, spec):
 )
 def test_memory_is_that_of_the_state(llada_tiny, spec, positions):
     sampler = make_sampler(llada_tiny, spec, **LENGTHS)
-    told = costs_of(planned(llada_tiny.folder), sampler, 2, 32)
+    told = costs_of(load_shapes(llada_tiny.folder), sampler, 2, 32)
     state = sampler.init(llada_tiny.denoiser, jnp.ones((2, 32), jnp.int32), key=jax.random.key(0))
     layers = [x for x in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, LayerKV)) if isinstance(x, LayerKV)]
     assert told.weights == num_bytes(llada_tiny.params) and told.buffers == num_bytes(layers)
@@ -146,7 +146,7 @@ def test_memory_is_that_of_the_state(llada_tiny, spec, positions):
 
 
 def test_a_verifier_is_counted_and_writing_from_left_to_right_has_windows(dream_tiny, qwen2_tiny):
-    model, verifier = planned(dream_tiny.folder), planned(qwen2_tiny.folder)
+    model, verifier = load_shapes(dream_tiny.folder), load_shapes(qwen2_tiny.folder)
     sampler = make_sampler(model, "apd", verifier=verifier, gen_length=24, window=4, lookahead=8)
     told = costs_of(model, sampler, 2, 32)
     alone = costs_of(model, make_sampler(model, "leftright", gen_length=24, window=4, lookahead=8), 2, 32)
@@ -156,7 +156,7 @@ def test_a_verifier_is_counted_and_writing_from_left_to_right_has_windows(dream_
 
 
 def test_guidance_doubles_the_buffers_and_smoothing_keeps_embeddings(llada_tiny):
-    model = planned(llada_tiny.folder)
+    model = load_shapes(llada_tiny.folder)
     plain, guided, smooth = (
         costs_of(model, make_sampler(model, "threshold", cache="dual", **LENGTHS, **more), 1, 32)
         for more in ({}, {"guidance": 1.5}, {"smoothing": True})
@@ -166,7 +166,7 @@ def test_guidance_doubles_the_buffers_and_smoothing_keeps_embeddings(llada_tiny)
 
 
 def test_quantized_weights_are_counted_as_they_would_be_loaded(llada_tiny):
-    found = planned(llada_tiny.folder, quantize="int8", dtype="bfloat16")
+    found = load_shapes(llada_tiny.folder, quantize="int8", dtype="bfloat16")
     loaded = dllm_jax.load(llada_tiny.folder, quantize="int8", dtype="bfloat16")
     shapes = lambda params: jax.tree.map(lambda x: (x.shape, x.dtype.name), dict(params))
     assert shapes(found.params) == shapes(loaded.params) and found.config == loaded.config

@@ -38,7 +38,7 @@ def rows(page, heading, first):
 
 
 def written(value):
-    return "required" if value is dataclasses.MISSING else "none" if value is None else spec.written(value)
+    return "required" if value is dataclasses.MISSING else "none" if value is None else spec.format_value(value)
 
 
 def default_of(code):

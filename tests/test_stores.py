@@ -190,7 +190,7 @@ def test_addresses_that_mean_nothing_are_told(bucket, tmp_path, monkeypatch, cap
     assert capsys.readouterr().err.count("gs://bucket/absent is no training run") == 2
     with bucket.answering(lambda method, request: 401):
         with pytest.raises(DllmError, match="gs://bucket/run could not be reached .*gcloud auth"):
-            buckets.names(buckets.remote("gs://bucket/run"))
+            buckets.list_names(buckets.remote("gs://bucket/run"))
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: None if name == "gcsfs" else found(name, *of))
     assert command(tmp_path, "gs://bucket/run") == 2
@@ -201,4 +201,4 @@ def test_a_folder_is_told_from_an_address(tmp_path):
     for path in ("run", "/a/gs/b", "c:/x", "a/gs://b", tmp_path):
         assert not buckets.is_address(path), path
     assert str(buckets.remote(Path("gs://bucket/a") / "b")) == "gs://bucket/a/b"
-    assert buckets.names(tmp_path) == buckets.names(tmp_path / "absent") == []
+    assert buckets.list_names(tmp_path) == buckets.list_names(tmp_path / "absent") == []

@@ -139,7 +139,7 @@ def _add_output(command: argparse.ArgumentParser) -> None:
 
 def _train(options: argparse.Namespace) -> None:
     _join(options)
-    with multihost.agreed():
+    with multihost.fail_together():
         config = read_config(options.config, options.settings, options.command)
     outcome = train(config, progress=not options.no_progress, allow_change=options.allow_change)
     if multihost.index():

@@ -59,7 +59,7 @@ def read_log(run: str | Path) -> list[Line]:
     """
     path, found = folder_path(run) / METRICS_FILE, list[Line]()
     try:
-        with buckets.reached(path):
+        with buckets.reach(path):
             lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DllmError(f"{run} is no training run: {path} could not be read ({error})") from None

@@ -81,7 +81,7 @@ class Watch:
         if part.prompts or part.file:
             self._answers = PromptAnswers(self._outline, part, sampler, sampled.options, together)
         if part.task:
-            make = spec.imported(part.scorer, "watch.scorer")
+            make = spec.import_object(part.scorer, "watch.scorer")
             self._scorer = make(self._outline, part, sampler, sampled.options, together, config.seed)
 
     def due(self, step: int) -> bool:

@@ -67,7 +67,7 @@ class RunFolder:
         _check_allowed(config, allow_change)
         if not buckets.is_address(self.path) and self.path.exists() and not self.path.is_dir():
             raise DllmError(f"out {self.path} is a file; choose a folder")
-        found = buckets.names(self.path)
+        found = buckets.list_names(self.path)
         if RUN_FILE in found and not (self.path / RUN_FILE).is_dir():
             self._compare()
         elif [name for name in found if not name.startswith(f".{RUN_FILE}")]:
@@ -103,7 +103,7 @@ class RunFolder:
         """
         path = self.path / DATA_FILE
         try:
-            with buckets.reached(path):
+            with buckets.reach(path):
                 if not path.is_file():
                     return  # of a run by an older version
                 old = dict(json.loads(path.read_text()))
@@ -135,7 +135,7 @@ class RunFolder:
             DllmError: when it cannot be written, or another process trains in it.
         """
         with contextlib.ExitStack() as held:
-            with multihost.agreed():
+            with multihost.fail_together():
                 if not multihost.index():
                     held.enter_context(self._hold_folder())
                     if not self.changes:  # which `resume_logs` writes into the log first
@@ -150,8 +150,8 @@ class RunFolder:
     def _local_logs(self) -> Iterator[None]:
         # Errors are ignored because a writer may still hold a file open.
         with tempfile.TemporaryDirectory(prefix="dllm_jax-", ignore_cleanup_errors=True) as name:
-            with buckets.reached(self.path):
-                for log in _LOGS.intersection(buckets.names(self.path)):
+            with buckets.reach(self.path):
+                for log in _LOGS.intersection(buckets.list_names(self.path)):
                     (Path(name) / log).write_bytes((self.path / log).read_bytes())
             self.logs = Path(name)
             try:
@@ -200,14 +200,14 @@ class RunFolder:
         """
         out, note = self.path / name, self.path / RESULT_FILE
         made = json.dumps({"step": step, "weights": self._config.checkpoint.weights}) + "\n"
-        with buckets.reached(note):
+        with buckets.reach(note):
             there = out.is_dir() and note.is_file() and note.read_text() == made
-        if multihost.first_says(there):
+        if multihost.of_first_process(there):
             return out
-        with multihost.agreed():
+        with multihost.fail_together():
             if not multihost.index():  # a kill must not leave the note of another result
                 try:
-                    with buckets.reached(note):
+                    with buckets.reach(note):
                         note.unlink(missing_ok=True)
                 except OSError as error:
                     raise write_error(note, error) from None
@@ -274,7 +274,7 @@ def read_settings(folder: str | Path) -> dict[str, Any]:
     """
     path = folder_path(folder) / RUN_FILE
     try:
-        with buckets.reached(path):
+        with buckets.reach(path):
             return dict(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise DllmError(f"{folder} is no training run: {path} could not be read ({error})") from None

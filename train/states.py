@@ -67,7 +67,7 @@ class States:
         ocp = self._ocp
         context = ocp.Context()
         context.array.saving.use_compression = False  # random mantissas do not shrink
-        with buckets.reached(self._path):
+        with buckets.reach(self._path):
             self._checkpointer = ocp.training.Checkpointer(
                 self._path,
                 context=context,
@@ -203,7 +203,7 @@ class States:
         folder = self._path / str(step)
         if buckets.is_address(folder):
             return
-        with multihost.agreed(), self._reading(step):
+        with multihost.fail_together(), self._reading(step):
             if changed := next(changed_files(folder, multihost.index(), multihost.count()), None):
                 raise DllmError(f"it is damaged in {changed}")
 
@@ -219,7 +219,7 @@ class States:
         except Exception as error:  # whose words are Orbax's, about its own classes
             folder = self._path / str(step)
             if buckets.is_address(self._path):
-                raise buckets.unreached(folder, error) from error
+                raise buckets.unreached_error(folder, error) from error
             reason = f" ({error})" if isinstance(error, DllmError) else ""
             raise DllmError(f"the state {folder} could not be read{reason}; {self._remedy(step)}") from error
 

@@ -183,8 +183,8 @@ class LoraModel:
     ) -> None:
         """Writes a folder of adapters in the hub's format."""
         base = checkpoint.name_of(self.config.model.init)
-        values = multihost.whole(weights)
-        with multihost.agreed():
+        values = multihost.gather_arrays(weights)
+        with multihost.fail_together():
             if not multihost.index():
                 write_adapters(out, self.model, self.config.lora, values, base=base, overwrite=overwrite)
 

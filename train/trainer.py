@@ -68,7 +68,7 @@ def train(config: TrainConfig, *, progress: bool = False, allow_change: Collecti
             explode, and when most steps were skipped; the last good state is kept.
         Interrupted: after SIGINT or SIGTERM, in all processes after the same step.
     """
-    with multihost.agreed():
+    with multihost.fail_together():
         check_writers(config.log.to)
         parts, mesh = read_parts(config), training_mesh(config)
         folder = RunFolder(config, allow_change)
@@ -89,7 +89,7 @@ def train(config: TrainConfig, *, progress: bool = False, allow_change: Collecti
             raise DllmError(f"the run in {config.out} has done {started} steps; set steps to {started} or more")
         notes = {"position": 0}
         if started:
-            with multihost.agreed():
+            with multihost.fail_together():
                 notes |= states.notes(started)
                 folder.compare_data(data)
                 run.check_start(started, notes["position"], folder)

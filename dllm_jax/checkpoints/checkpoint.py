@@ -57,20 +57,20 @@ def find(path_or_name: str | Path) -> Path:
     Raises:
         DllmError: when there is none, it was not converted, or it cannot be reached.
     """
-    folder = located(path_or_name)
+    folder = find_or_none(path_or_name)
     if folder is None:
         make = "make one with python -m convert published NAME, embedded NAME (--help lists them), or of a folder"
         missing = f"no checkpoint at {path_or_name!s} and none of that name in {home()}"
         if path_or_name in EMBEDDED:
             raise DllmError(f"{missing}; it comes with the library: python -m convert embedded {path_or_name}")
-        raise DllmError(f"{missing}; {did_you_mean(Path(path_or_name).name, _names_beside(path_or_name), make)}")
+        raise DllmError(f"{missing}; {did_you_mean(Path(path_or_name).name, _nearby_names(path_or_name), make)}")
     if not (folder / PARAMS_FOLDER).is_dir():
         what = f"{folder} is not a converted checkpoint (it has no {PARAMS_FOLDER} folder)"
         raise DllmError(f"{what}; {_instead(folder)}")
     return folder
 
 
-def located(path_or_name: str | Path) -> Path | None:
+def find_or_none(path_or_name: str | Path) -> Path | None:
     """The folder that `find` means, whatever is in it; None where there is none.
 
     Raises:
@@ -83,7 +83,7 @@ def located(path_or_name: str | Path) -> Path | None:
         return None
 
 
-def _names_beside(path_or_name: str | Path) -> list[str]:
+def _nearby_names(path_or_name: str | Path) -> list[str]:
     """Names of the converted checkpoints where one was looked for."""
     places = (Path(path_or_name).expanduser().parent, home())
     try:
@@ -189,10 +189,10 @@ def load_params(
         device = SingleDeviceSharding(jax.local_devices()[0])
         wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), wanted)
     if quantize != config.quantize and quantize is not None:
-        tensors = quantized_params(iter_params(folder), config.replace(quantize=quantize), str(path))
+        tensors = quantize_params(iter_params(folder), config.replace(quantize=quantize), str(path))
         return {name: _put(param, wanted[name]) for name, param in tensors}
-    with alone() if shardings is None else contextlib.nullcontext():
-        return _restored(path, stored, wanted)
+    with without_other_processes() if shardings is None else contextlib.nullcontext():
+        return _restore(path, stored, wanted)
 
 
 def params_to_load(
@@ -213,10 +213,10 @@ def params_to_load(
     if len(dtypes) > 1:
         raise DllmError(f"{path} mixes the dtypes {sorted(dtypes)}; say which one to load with dtype=")
     check_names_and_shapes({name: tuple(entry.shape) for name, entry in stored.items()}, config, str(path))
-    return abstract_params(quantizing(config, quantize, str(folder)), dtypes.pop(), shardings)
+    return abstract_params(quantized_config(config, quantize, str(folder)), dtypes.pop(), shardings)
 
 
-def alone() -> Any:
+def without_other_processes() -> Any:
     """Where this process reads or writes for itself, whatever others that it has met do; Orbax would wait for all."""
     from orbax.checkpoint import v1 as ocp
 
@@ -229,7 +229,7 @@ def alone() -> Any:
     return ocp.Context(multiprocessing_options=only)
 
 
-def quantizing(config: ModelConfig, quantize: Quantize | None, where: str) -> ModelConfig:
+def quantized_config(config: ModelConfig, quantize: Quantize | None, where: str) -> ModelConfig:
     """The config of a checkpoint after quantizing it; as it is for None.
 
     Raises:
@@ -249,7 +249,7 @@ def require_plain(config: ModelConfig, where: str | Path, what: str) -> None:
         raise DllmError(f"{where} is quantized to {config.quantize} and cannot be {what}; {way_out}")
 
 
-def quantized_params(
+def quantize_params(
     tensors: Iterable[tuple[str, np.ndarray]], config: ModelConfig, where: str
 ) -> Iterator[tuple[str, np.ndarray | QuantizedKernel]]:
     """A stream of plain host arrays as a quantized model has them, in the same order.
@@ -271,27 +271,27 @@ def _put(param: Any, wanted: Any) -> Any:
     return jax.tree.map(lambda x, like: jax.device_put(x.astype(like.dtype), like.sharding), param, wanted)
 
 
-def _restored(path: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+def _restore(path: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters as they are stored, straight into the shardings of `wanted`."""
     from orbax.checkpoint import v1 as ocp  # here, because it takes two seconds to import
 
-    flat = flattened(wanted)
+    flat = flatten_params(wanted)
     for key, x in flat.items():
         if _is_quantized(key, stored) and stored[key].dtype != x.dtype:
             found = f"{stored[key].dtype}, not {x.dtype}"
             raise DllmError(f"{path}: {key} is stored as {found}; convert the checkpoint again")
     try:
-        return unflattened(dict(ocp.load(path, flat)), wanted)
+        return unflatten_params(dict(ocp.load(path, flat)), wanted)
     except Exception as error:  # Orbax raises whatever its storage layer does
         raise _read_error(path, error) from error
 
 
-def flattened(params: Mapping[str, Any]) -> dict[str, Any]:
+def flatten_params(params: Mapping[str, Any]) -> dict[str, Any]:
     """Parameters as they are stored: of a quantized kernel two arrays, with names of their own."""
     return {key: x for name, param in params.items() for key, x in _entries(name, param).items()}
 
 
-def unflattened(stored: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
+def unflatten_params(stored: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
     """Parameters such as `like` from what is stored of them."""
     put_together = lambda name, like: jax.tree.unflatten(
         jax.tree.structure(like), map(stored.get, _entries(name, like))
@@ -353,7 +353,7 @@ def _read_one(path: Path, stored: Mapping[str, Any], key: str) -> np.ndarray:
     placeholder = {other: ocp.PLACEHOLDER for other in stored}
     wanted = {**placeholder, key: np.empty(stored[key].shape, stored[key].dtype)}
     try:
-        with alone():
+        with without_other_processes():
             return np.asarray(ocp.load(path, wanted)[key])
     except Exception as error:  # Orbax raises whatever its storage layer does
         raise _read_error(path, error) from error
@@ -365,7 +365,7 @@ def check_names_and_shapes(found: Mapping[str, tuple[int, ...]], config: ModelCo
     Raises:
         DllmError: naming the first missing, unexpected and misshapen parameters together.
     """
-    wanted = {key: x.shape for key, x in flattened(abstract_params(config)).items()}
+    wanted = {key: x.shape for key, x in flatten_params(abstract_params(config)).items()}
     faults = [f"missing {name}" for name in sorted(wanted.keys() - found.keys())]
     faults += [f"unexpected {name}" for name in sorted(found.keys() - wanted.keys())]
     faults += [

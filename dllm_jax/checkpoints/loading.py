@@ -114,31 +114,21 @@ def outline(path_or_name: str | Path) -> Model:
     return Model(config, {}, tokenizer, folder.resolve().name, folder, checkpoint.load_generation(folder))
 
 
-def planned(path_or_name: str | Path, *, dtype: DTypeLike | None = None, quantize: Quantize | None = None) -> Model:
-    """What `load` would give on one device, with the shapes of its parameters instead of arrays.
+def load_shapes(path_or_name: str | Path, *, dtype: DTypeLike | None = None, quantize: Quantize | None = None) -> Model:
+    """The model that `load` would give on one device, with the shapes of its parameters instead of arrays.
 
-    Arguments and errors are those of `load`.
+    A published name (see `PUBLISHED`) that has no checkpoint here is what converting it would give, without a folder, a
+    tokenizer and settings of its own. Arguments and errors are those of `load`.
     """
+    name = str(path_or_name)
+    if name in PUBLISHED and checkpoint.find_or_none(name) is None:
+        config, _ = _as_asked(published(name), dtype, quantize, name)
+        return Model(config, abstract_params(config), None, name)
     found = outline(path_or_name)
     assert found.folder is not None
     config, cast = _as_asked(found.config, dtype, quantize, str(found.folder))
     params = checkpoint.params_to_load(found.folder, dtype=cast, quantize=quantize)
     return dataclasses.replace(found, config=config, params=params)
-
-
-def planned_or_published(
-    path_or_name: str | Path, *, dtype: DTypeLike | None = None, quantize: Quantize | None = None
-) -> Model:
-    """`planned`; of a published name (see `PUBLISHED`) that has no checkpoint here, what converting it would give,
-    without a folder, a tokenizer and settings of its own.
-
-    Arguments and errors are those of `load`.
-    """
-    name = str(path_or_name)
-    if name not in PUBLISHED or checkpoint.located(name) is not None:
-        return planned(path_or_name, dtype=dtype, quantize=quantize)
-    config, _ = _as_asked(published(name), dtype, quantize, name)
-    return Model(config, abstract_params(config), None, name)
 
 
 def random_model(
@@ -165,7 +155,7 @@ def random_model(
     name, config = "random", name_or_config
     if isinstance(config, str):
         name, config = config, published(config)
-    config = checkpoint.quantizing(config, quantize, name)
+    config = checkpoint.quantized_config(config, quantize, name)
     config = config.replace(dtype=_dtype_name(dtype) or config.dtype)
     key = jax.random.key(key) if isinstance(key, int) else key
     layout = _layout(mesh, rules)
@@ -182,7 +172,7 @@ def _as_asked(
     cast = _dtype_name(dtype)
     if cast is None and config.dtype == "bfloat16" and before_ampere():
         cast = "float16"
-    config = checkpoint.quantizing(config, quantize, where)
+    config = checkpoint.quantized_config(config, quantize, where)
     return config.replace(dtype=cast or config.dtype), cast
 
 

@@ -112,25 +112,25 @@ class Channel:
         if self.processes == 1:
             return [own]
         number = next(self._numbers)
-        self._tell(number, {"found": own})
-        return [self._heard(number, process)["found"] for process in range(self.processes)]
+        self._send(number, {"found": own})
+        return [self._receive(number, process)["found"] for process in range(self.processes)]
 
     def fail(self, error: BaseException) -> None:
         """Hands in, in place of what is gathered next, why there will be nothing."""
         if self.processes > 1:
             with contextlib.suppress(Exception):  # the coordinator may be what failed
-                self._tell(next(self._numbers), {"failed": sentence(error)})
+                self._send(next(self._numbers), {"failed": sentence(error)})
 
-    def _tell(self, number: int, told: Any) -> None:
+    def _send(self, number: int, message: Any) -> None:
         key = f"dllm_jax/{self._name}/{number}/{self.process}"
-        coordinator().key_value_set_bytes(key, zlib.compress(json.dumps(told).encode(), 1))
+        coordinator().key_value_set_bytes(key, zlib.compress(json.dumps(message).encode(), 1))
 
-    def _heard(self, number: int, process: int) -> Any:
+    def _receive(self, number: int, process: int) -> Any:
         key = f"dllm_jax/{self._name}/{number}/{process}"
-        told = json.loads(zlib.decompress(coordinator().blocking_key_value_get_bytes(key, MONTH * 1000)))
-        if "failed" in told:
-            raise DllmError(of(process, self.processes, told["failed"]))
-        return told
+        message = json.loads(zlib.decompress(coordinator().blocking_key_value_get_bytes(key, MONTH * 1000)))
+        if "failed" in message:
+            raise DllmError(name_process(process, self.processes, message["failed"]))
+        return message
 
 
 @functools.cache
@@ -139,7 +139,7 @@ def _agreement() -> Channel:
 
 
 @contextlib.contextmanager
-def agreed() -> Iterator[None]:
+def fail_together() -> Iterator[None]:
     """Something that all processes do, and that has gone well where it has for all. They pass here in the same order.
 
     Raises:
@@ -156,17 +156,17 @@ def agreed() -> Iterator[None]:
     _agreement().gather(None)
 
 
-def first_says(value: Any) -> Any:
+def of_first_process(value: Any) -> Any:
     """What process 0 hands in, as JSON takes it; all call this."""
     return value if count() == 1 else _agreement().gather(value)[0]
 
 
-def whole(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def gather_arrays(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Arrays that lie on the devices of all processes, on every host, in their order. All call this; for small ones."""
-    return {name: _whole(array) for name, array in arrays.items()}
+    return {name: _gather_array(array) for name, array in arrays.items()}
 
 
-def _whole(array: Any) -> np.ndarray:
+def _gather_array(array: Any) -> np.ndarray:
     if getattr(array, "is_fully_addressable", True):
         return np.asarray(array)
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))
@@ -178,13 +178,13 @@ def first_line(error: BaseException) -> str:
 
 
 def sentence(error: BaseException) -> str:
-    """What others are told of an error."""
+    """What other processes report of an error."""
     return first_line(error) if isinstance(error, DllmError) else f"{type(error).__name__}: {first_line(error)}"
 
 
-def of(process: int, processes: int, told: str) -> str:
+def name_process(process: int, processes: int, text: str) -> str:
     """A sentence with the process that it comes from."""
-    return f"process {process} of {processes}: {told}"
+    return f"process {process} of {processes}: {text}"
 
 
 def coordinator() -> Any:

@@ -14,7 +14,7 @@ from dllm_jax.models.transformer import param_specs
 from dllm_jax.parallel.layout import LogicalAxes, MeshAxes, mesh_names
 from dllm_jax.params.quantized import Form, QuantizedKernel
 from dllm_jax.params.specs import forms
-from dllm_jax.spec import converted, parse_options
+from dllm_jax.spec import convert_options, parse_options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,7 +210,7 @@ def parse_mesh(text: str, rows: int, unit: str) -> Mesh:
     axes are an error too."""
     try:
         options = parse_options(text, "--mesh")
-        axes = converted(options, dict.fromkeys(options, int), "--mesh")
+        axes = convert_options(options, dict.fromkeys(options, int), "--mesh")
     except DllmError:
         axes = {}
     if not axes:

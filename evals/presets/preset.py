@@ -161,7 +161,7 @@ def _usual(settings: SamplerConfig, option: str) -> Any:
     owner = options_of(settings)[option]
     found = {field.name: field.default for field in fields_of(owner.kind or settings.kind)}.get(owner.field, False)
     if found is not dataclasses.MISSING:
-        return found if found is None or isinstance(found, bool | int | float | str) else spec.written(found)
+        return found if found is None or isinstance(found, bool | int | float | str) else spec.format_value(found)
     return settings.options.get("gen_length") if option == "steps" else None
 
 
@@ -179,8 +179,8 @@ def modify(preset: Preset, **changes: Any) -> tuple[Preset, list[str]]:
     fields = (*_PROMPT, "limit", *_OF_KIND[preset.kind])
     own = {name: value for name, value in changes.items() if name in fields}
     hints = typing.get_type_hints(Preset)
-    texts = {name: spec.written(value) for name, value in own.items()}
-    values = spec.converted(texts, {name: hints[name] for name in own}, preset.name)
+    texts = {name: spec.format_value(value) for name, value in own.items()}
+    values = spec.convert_options(texts, {name: hints[name] for name in own}, preset.name)
     made = [_change(name, getattr(preset, name), value) for name, value in values.items()]
     found = dataclasses.replace(preset, **values)
     options = {name: value for name, value in changes.items() if name not in own}
@@ -195,7 +195,7 @@ def modify(preset: Preset, **changes: Any) -> tuple[Preset, list[str]]:
 
 
 def _with_options(preset: Preset, options: Mapping[str, Any]) -> str:
-    texts = {name: spec.written(value) for name, value in options.items()}
+    texts = {name: spec.format_value(value) for name, value in options.items()}
     for name, text in texts.items():
         if set(text) & set(",|@"):
             raise DllmError(f"{preset.name}: {name} {text!r} cannot stand in a spec; use one without , | and @")
@@ -206,7 +206,7 @@ def _with_options(preset: Preset, options: Mapping[str, Any]) -> str:
 
 
 def _change(name: str, old: Any, new: Any) -> str:
-    return "" if old == new else f"{name}: {spec.written(old)} -> {spec.written(new)}"
+    return "" if old == new else f"{name}: {spec.format_value(old)} -> {spec.format_value(new)}"
 
 
 def describe_preset(preset: Preset) -> str:
@@ -234,7 +234,7 @@ def _lines_of(name: str, values: Sequence[Any]) -> list[tuple[str, str]]:
 def _text_of(name: str, value: Any) -> str:
     if value is None:
         return _UNSET.get(name, "none")
-    return spec.written(value)
+    return spec.format_value(value)
 
 
 _UNSET = {

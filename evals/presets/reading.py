@@ -116,7 +116,7 @@ def _preset(name: str, values: Mapping[str, Any]) -> Preset:
 
 
 def _spec(name: str, table: Mapping[str, Any]) -> str:
-    options = {option: spec.written(value) for option, value in table.items() if option != "name"}
+    options = {option: spec.format_value(value) for option, value in table.items() if option != "name"}
     if "name" not in table:
         raise DllmError(f"{name}: the sampler has no name; write one beside {', '.join(options)}")
     return str(typed(table["name"], options))

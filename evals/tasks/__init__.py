@@ -50,8 +50,8 @@ def make_task(task: str, **options: Any) -> Task:
         raise DllmError(f"no task is called {name!r}; choose one of {', '.join(TASKS)}")
     if twice := sorted(set(written) & set(options)):
         raise DllmError(f"task {task!r} and the options both give {twice[0]}; leave one out")
-    every = {**written, **{option: spec.written(value) for option, value in options.items()}}
-    return TASKS[name](**spec.converted(every, option_kinds(name), f"task {name}"))
+    every = {**written, **{option: spec.format_value(value) for option, value in options.items()}}
+    return TASKS[name](**spec.convert_options(every, option_kinds(name), f"task {name}"))
 
 
 def option_kinds(name: str) -> dict[str, Any]:

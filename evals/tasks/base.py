@@ -160,7 +160,7 @@ class Task(abc.ABC):
         """The task as it is written on the command line, with what is not as usual."""
         fields = [field for field in dataclasses.fields(self) if field.repr]  # type: ignore[arg-type]
         changed = [field.name for field in fields if getattr(self, field.name) != field.default]
-        options = ",".join(f"{name}={spec.written(getattr(self, name))}" for name in changed)
+        options = ",".join(f"{name}={spec.format_value(getattr(self, name))}" for name in changed)
         return f"{self.name}:{options}" if options else self.name
 
 

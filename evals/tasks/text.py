@@ -287,7 +287,7 @@ def score_of(score: str) -> Score:
         raise DllmError(
             f"no score is called {score!r}; choose one of {', '.join(_SCORES)}, regex:PATTERN, MODULE:FUNCTION"
         )
-    function: Score = spec.imported(score, "score")
+    function: Score = spec.import_object(score, "score")
     if not callable(function):
         kind = type(function).__name__
         raise DllmError(f"score {score!r} is of type {kind}; name a function of an answer and its targets")

@@ -140,4 +140,4 @@ def default_of(kind: type, option: str) -> str:
     value = next(field.default for field in fields_of(kind) if field.name == option)
     if value is dataclasses.MISSING:
         return {"steps": "one per token", "gen_length": str(USUAL.options["gen_length"])}.get(option, "required")
-    return spec.written(value)
+    return spec.format_value(value)

@@ -35,7 +35,7 @@ from rich.console import Console
 
 import dllm_jax
 from dllm_jax import DllmError, Model, spec
-from dllm_jax.checkpoints.loading import outline, planned_or_published
+from dllm_jax.checkpoints.loading import load_shapes, outline
 from dllm_jax.cli import docs
 from dllm_jax.cli.command import Parser, run_printing
 from dllm_jax.params.quantized import dtype_label
@@ -159,7 +159,7 @@ def _check_view(options: argparse.Namespace) -> None:
 
 def _explain(options: argparse.Namespace) -> None:
     """Prints where the settings come from and what a run takes, of shapes alone."""
-    look = functools.partial(planned_or_published, dtype=options.dtype, quantize=options.quantize)
+    look = functools.partial(load_shapes, dtype=options.dtype, quantize=options.quantize)
     lazy = _lazy_model(options, look)
     model = lazy.outline
     asked = bool(options.prompt) or options.prompts is not None or options.infill is not None
@@ -201,7 +201,7 @@ def _own_settings(options: argparse.Namespace, model: Model, together: int) -> l
     rows = [  # name, value, whether the command line says so, and where it comes from otherwise
         ("model", model.name, not published, "the published one"),
         ("weights", dtype_label(model.params), not stored, "the published one" if published else "the checkpoint"),
-        ("chat", spec.written(chat), chat, "the library"),
+        ("chat", spec.format_value(chat), chat, "the library"),
         ("seed", str(options.seed), options.seed, "the library"),
         ("batch_size", str(together), batch, "the library"),
     ]

@@ -67,7 +67,7 @@ def costs_of(
     """What a sampler takes to answer `batch` prompts of up to `prompt_length` tokens together.
 
     Args:
-        model: with parameters or their shapes, as `dllm_jax.checkpoints.loading.planned` gives them.
+        model: with parameters or their shapes, as `dllm_jax.checkpoints.loading.load_shapes` gives them.
         kernels: whether kernels of our own run; by default whether they do on the device that is here.
     """
     seen = _Seen()

@@ -56,7 +56,7 @@ def _setting(option: str, config: SamplerConfig) -> Setting:
     if option in config.options:
         return Setting(option, _written(config.options[option]), config.origins.get(option, "the library"))
     if kind is Smoothing and isinstance(smoothing, Smoothing):
-        return Setting(option, spec.written(getattr(smoothing, place.field)), config.origins["smoothing"])
+        return Setting(option, spec.format_value(getattr(smoothing, place.field)), config.origins["smoothing"])
     if option == "ignore_eos":  # no field of a class
         return Setting(option, "false", "the library")
     owner = name_of(kind)
@@ -73,7 +73,7 @@ def _default(kind: type, field: str, final: SamplerConfig) -> str:
 def _written(value: Any) -> str:
     if dataclasses.is_dataclass(value):
         return "true" if isinstance(value, Smoothing) else name_of(type(value)) or type(value).__name__
-    return ", ".join(map(repr, value)) or "none" if isinstance(value, list | tuple) else spec.written(value)
+    return ", ".join(map(repr, value)) or "none" if isinstance(value, list | tuple) else spec.format_value(value)
 
 
 # Costs

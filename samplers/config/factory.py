@@ -164,7 +164,7 @@ def defaults_of(model: Model) -> SamplerConfig:
     if not model.generation:
         return usual
     with _of_checkpoint(model):
-        texts = {o: str(v) if isinstance(v, list | dict) else spec.written(v) for o, v in model.generation.items()}
+        texts = {o: str(v) if isinstance(v, list | dict) else spec.format_value(v) for o, v in model.generation.items()}
         if own := [name for name in ("sampler", "rule", "cache") if is_outside(texts.get(name))]:
             raise DllmError(
                 f"{own[0]} {texts[own[0]]!r} is other code, which a checkpoint may not name; say so yourself"
@@ -406,7 +406,7 @@ class SamplerSpec:
         return dataclasses.replace(self, options={k: v for k, v in self.options.items() if k != option})
 
     def __str__(self) -> str:
-        options = ",".join(f"{name}={spec.written(value)}" for name, value in self.options.items())
+        options = ",".join(f"{name}={spec.format_value(value)}" for name, value in self.options.items())
         at = "" if self.model is None else f"@{self.model}"
         return (f"{self.name}:{options}" if options else str(self.name)) + at
 
@@ -518,7 +518,7 @@ def typed(
     """
     settings, options = resolve(name, options, under), unfolded(options)
     texts = {option: value for option, value in options.items() if isinstance(value, str)}
-    values = spec.converted(texts, kinds_of(settings), f"sampler {name or called(settings)}")
+    values = spec.convert_options(texts, kinds_of(settings), f"sampler {name or called(settings)}")
     return SamplerSpec(name, {**options, **values}, model)
 
 

@@ -164,7 +164,7 @@ def _outside(part: str, name: str) -> type:
     Raises:
         DllmError: when it cannot be imported, or is none.
     """
-    kind: Any = spec.imported(name, part)
+    kind: Any = spec.import_object(name, part)
     what, base = f"{part} {name!r}", _CALLED[part]
     fits = isinstance(kind, type) and (issubclass(kind, Rule) if part == "rule" else hasattr(kind, "predict"))
     if not fits:
@@ -253,7 +253,7 @@ def unfolded(options: Mapping[str, Any]) -> dict[str, Any]:
     text = options.get("smoothing")
     if not isinstance(text, str) or "=" not in text:
         return dict(options)
-    numbers = spec.converted(spec.parse_options(text, "smoothing"), _hints(Smoothing), "smoothing")
+    numbers = spec.convert_options(spec.parse_options(text, "smoothing"), _hints(Smoothing), "smoothing")
     return {**options, "smoothing": True, **{f"smoothing_{name}": value for name, value in numbers.items()}}
 
 

@@ -155,7 +155,7 @@ def make_referenced(reference: str, options: Mapping[str, Any], table: str = "da
     Raises:
         DllmError: when it cannot be imported, or refuses the options.
     """
-    target = spec.imported(reference, f"{table}.source")
+    target = spec.import_object(reference, f"{table}.source")
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
     try:
         inspect.signature(target).bind(**given)

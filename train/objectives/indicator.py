@@ -264,8 +264,10 @@ class IndicatorOfModel:
         self, out: Path, weights: Weights, *, steps: int, files: Mapping[str, bytes], overwrite: bool = False
     ) -> None:
         """Writes a folder for `load_indicator`."""
-        found = Indicator(self.indicator, {name: jnp.asarray(x) for name, x in multihost.whole(weights).items()})
-        with multihost.agreed():
+        found = Indicator(
+            self.indicator, {name: jnp.asarray(x) for name, x in multihost.gather_arrays(weights).items()}
+        )
+        with multihost.fail_together():
             if not multihost.index():
                 save_indicator(out, found, source=provenance(self.config, steps), overwrite=overwrite)
 
