@@ -28,7 +28,7 @@ from samplers.engine.engine import Engine
 from samplers.engine.program import numbers_of
 from samplers.engine.requests import Request
 from samplers.engine.runner import Engines, run_all, slots_for, warn_at_end
-from samplers.text.prompts import check_lengths, given_canvas, led_prompt, pad_prompts
+from samplers.text.prompts import add_start_token, check_lengths, given_canvas, pad_prompts
 from samplers.tokens.noise import row_keys
 
 USUAL = 256
@@ -272,7 +272,7 @@ class Batches:
     ) -> None:
         self.model, self.task, self.sampler, self.size, self.examples = model, task, sampler, size, examples
         self.first, self.processes = first, processes
-        self._prompts = [led_prompt(model, example.prompt_ids) for example in examples]
+        self._prompts = [add_start_token(model, example.prompt_ids) for example in examples]
         check_lengths(model, sampler, self._prompts)
         self._width = max(task.prompt_width, *map(len, self._prompts))
         self.keys = np.asarray(jax.random.key_data(row_keys(jax.random.key(seed), first + len(examples))[first:]))

@@ -34,7 +34,7 @@ from samplers.engine.engine import Engine
 from samplers.engine.requests import Request
 from samplers.engine.runner import Engines
 from samplers.sampler import Result, describe_broken
-from samplers.text.prompts import bucket_length, check_lengths, given_canvas, led_prompt, pad_prompts
+from samplers.text.prompts import add_start_token, bucket_length, check_lengths, given_canvas, pad_prompts
 from train.data import ExampleLike, Setup, Source, count_examples
 from train.data.files import jsonl
 from train.data.shards import ABOUT_FILE, shards
@@ -192,7 +192,7 @@ class _Sampled:
     def shard(self, numbers: range, bar: "tqdm[Any]") -> dict[str, np.ndarray]:
         """The arrays of one file, see `Shard.load`."""
         examples = [self.source.example(number) for number in numbers]
-        rows = [led_prompt(self.model, example.prompt_ids) for example in examples]
+        rows = [add_start_token(self.model, example.prompt_ids) for example in examples]
         check_lengths(self.model, self.sampler, rows)
         width = bucket_length(max(map(len, rows)))
         engine = self.engines.of(self.model, self.sampler, self.batch_size, width)

@@ -20,7 +20,7 @@ from evals.runner import prepare
 from evals.tasks import Example, TextTask, WordProblems, make_task
 from evals.tasks.text import Question, write_questions
 from samplers import generate
-from samplers.text.prompts import encode_prompt, led_prompt
+from samplers.text.prompts import add_start_token, encode_prompt
 
 EXAMPLES = Path(evals.__file__).parent / "examples" / "questions.jsonl"
 SUM = {"prompt": "2 + 3?", "target": "5"}
@@ -185,10 +185,10 @@ def test_prompts_are_the_model_s_own_tokens(llada_tiny, file):
 
 def test_start_tokens_are_the_model_s(dream_tiny):
     starting = dataclasses.replace(dream_tiny, config=dream_tiny.config.replace(bos_id=7))
-    assert led_prompt(starting, []) == [7] and led_prompt(starting, [3, 4]) == [3, 4]
+    assert add_start_token(starting, []) == [7] and add_start_token(starting, [3, 4]) == [3, 4]
     without = dataclasses.replace(dream_tiny, config=dream_tiny.config.replace(bos_id=None))
     with pytest.raises(DllmError, match="a prompt is empty and .* has no start token"):
-        led_prompt(without, [])
+        add_start_token(without, [])
 
 
 def test_an_answer_ends_before_a_stop_string(llada_tiny, file):

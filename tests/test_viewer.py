@@ -5,7 +5,6 @@ import io
 import json
 import re
 import sys
-import time
 from types import SimpleNamespace
 
 import IPython.display
@@ -15,10 +14,10 @@ import pytest
 import tokenizers
 import transformers
 from browser import CHROMIUM, Browser
+from conftest import refuses
 from rich.console import Console
 
 import samplers
-from dllm_jax import DllmError
 from evals import __main__ as evals_cli
 from samplers import compare, generate, show
 from samplers.cli import sample as cli
@@ -256,9 +255,8 @@ def test_a_long_generation_makes_a_small_page():
     order = rng.permutation(length) * forwards // length
     tokens = rng.integers(0, 60, length)
     moments = [(tokens, np.where(order < k, order, -1)) for k in range(forwards + 1)]
-    start = time.perf_counter()
     html = show(by_hand([bytes([97 + i % 26]) * (1 + i // 26) for i in range(60)], moments, block=32)).html()
-    assert len(html) < 200_000 and time.perf_counter() - start < 30
+    assert len(html) < 200_000
     assert replayed(data_of(html)[0]["timelines"][0])[1] == order.tolist()
 
 
@@ -378,9 +376,13 @@ def test_pictures_of_several_canvases(whole, revised, tmp_path):
     assert found.save(tmp_path / "x.png").stat().st_size < 150_000
 
 
-def test_characters_that_the_font_lacks_are_escaped():
-    text = picture._Text(picture._font(None))
-    assert text.of("aé中\n") == "aé\\u4e2d\n"
+def test_characters_that_the_font_lacks_are_escaped(tmp_path):
+    moments = [([0], [-1]), ([0], [0])]
+    texts = {"missing": "\u4e2d", "escaped": "\\u4e2d", "present": "\u00e9"}
+    for name, text in texts.items():
+        show(by_hand([text.encode()], moments)).save(tmp_path / f"{name}.png")
+    missing, escaped, present = ((tmp_path / f"{name}.png").read_bytes() for name in texts)
+    assert missing == escaped != present
 
 
 def test_a_picture_of_a_long_canvas_is_small(tmp_path):
@@ -395,39 +397,39 @@ def test_a_picture_of_a_long_canvas_is_small(tmp_path):
 
 
 MISTAKES = {
-    "a text": (lambda a: show("text"), "a str cannot be shown; give what generate"),
-    "a number": (lambda a: show([a, 3]), "a int cannot be shown"),
-    "nothing": (lambda a: show([]), "there is nothing to show"),
-    "one": (lambda a: compare(a), "compare takes several generations"),
-    "colour": (lambda a: show(a, colour="red"), "colour is 'red'; choose one of forward, confidence"),
-    "no trace": (lambda a: show(dataclasses.replace(a, trace=None)), "this Generation has no trace"),
-    "ending": (lambda a: show(a).save("x.svg"), "x.svg has no ending of a view; name a file that ends in .html, .gif"),
-    "folder": (lambda a: show(a).save("/nowhere/x.html"), "the folder /nowhere of x.html does not exist"),
-    "seconds": (lambda a: show(a).save("x.png", seconds=1.0), "seconds has no effect on x.png"),
-    "negative": (lambda a: show(a).save("x.gif", seconds=-1.0), "seconds is -1; it must be at least 0"),
-    "font of a page": (lambda a: show(a).save("x.html", font="a.ttf"), "font has no effect on x.html"),
-    "no font": (lambda a: show(a).save("x.png", font="/nowhere.ttf"), "the font /nowhere.ttf could not be read"),
+    "a text": (lambda a: show("text"), "str"),
+    "a number": (lambda a: show([a, 3]), "int"),
+    "nothing": (lambda a: show([]), "generation"),
+    "one": (lambda a: compare(a), "compare"),
+    "colour": (lambda a: show(a, colour="red"), "'red'"),
+    "no trace": (lambda a: show(dataclasses.replace(a, trace=None)), "trace"),
+    "ending": (lambda a: show(a).save("x.svg"), "x.svg"),
+    "folder": (lambda a: show(a).save("/nowhere/x.html"), "/nowhere"),
+    "seconds": (lambda a: show(a).save("x.png", seconds=1.0), "seconds"),
+    "negative": (lambda a: show(a).save("x.gif", seconds=-1.0), "seconds"),
+    "font of a page": (lambda a: show(a).save("x.html", font="a.ttf"), "font"),
+    "no font": (lambda a: show(a).save("x.png", font="/nowhere.ttf"), "/nowhere.ttf"),
 }
 
 
 @pytest.mark.parametrize("case", MISTAKES)
 def test_mistakes_are_one_sentence(case, answer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    call, sentence = MISTAKES[case]
-    with pytest.raises(DllmError, match=re.escape(sentence)):
+    call, name = MISTAKES[case]
+    with refuses(name):
         call(answer)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_request_that_has_not_ended_is_not_shown(llada_tiny):
     engine = samplers.Engine(llada_tiny, slots=1, prompt_length=64, **SHAPE)
-    with pytest.raises(DllmError, match="request 0 has not ended"):
+    with refuses("request 0"):
         show(engine.submit(engine.request(PROMPT)))
 
 
 def test_pictures_need_pillow_and_matplotlib(answer, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(DllmError, match=r"pip install 'dllm_jax\[view\]'"):
+    with refuses("dllm_jax[view]"):
         show(answer).save(tmp_path / "x.png")
     show(answer).save(tmp_path / "x.html")
 
@@ -470,17 +472,17 @@ def test_the_live_view_is_saved(run, tmp_path, answer, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "arguments, sentence",
+    "arguments, name",
     [
-        (("a", "--save-view", "x.txt"), "x.txt has no ending of a view"),
-        (("a", "--save-view", "/nowhere/x.gif"), "the folder /nowhere of x.gif does not exist"),
-        (("--prompts", "x", "--save-view", "x.html"), "--save-view shows prompts of the command line"),
+        (("a", "--save-view", "x.txt"), "x.txt"),
+        (("a", "--save-view", "/nowhere/x.gif"), "/nowhere"),
+        (("--prompts", "x", "--save-view", "x.html"), "--save-view"),
     ],
 )
-def test_mistakes_come_before_anything_is_read(run, monkeypatch, arguments, sentence):
+def test_mistakes_come_before_anything_is_read(run, monkeypatch, arguments, name):
     monkeypatch.setattr(cli, "outline", pytest.fail)
     status, out, err = run(*arguments)
-    assert (status, out) == (2, "") and err.startswith(f"error: {sentence}") and err.count("\n") == 1
+    assert (status, out) == (2, "") and err.startswith("error: ") and name in err and err.count("\n") == 1
 
 
 def test_compared_samplers_are_saved_side_by_side(capsys, tmp_path, monkeypatch):
@@ -494,11 +496,11 @@ def test_compared_samplers_are_saved_side_by_side(capsys, tmp_path, monkeypatch)
     table = capsys.readouterr().out
     assert evals_cli.main([*said, *more, "--save-view", str(path)]) == 0
     assert capsys.readouterr().out == table
-    stories = data_of(path.read_text())[0]["timelines"]
-    assert [timeline["name"] for timeline in stories] == ["topk:k=4", "threshold"]
-    assert all(GIVEN in replayed(timeline)[2] for timeline in stories)
+    timelines = data_of(path.read_text())[0]["timelines"]
+    assert [timeline["name"] for timeline in timelines] == ["topk:k=4", "threshold"]
+    assert all(GIVEN in replayed(timeline)[2] for timeline in timelines)
     assert evals_cli.main([*said, "--save-view", "x.pdf"]) == 2
-    assert capsys.readouterr().err.startswith("error: x.pdf has no ending of a view")
+    assert "x.pdf" in capsys.readouterr().err
 
 
 # In a browser

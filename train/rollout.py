@@ -24,7 +24,7 @@ from samplers.engine.engine import Engine
 from samplers.engine.requests import Request
 from samplers.loops.block import BlockSampler
 from samplers.sampler import Result, describe_broken
-from samplers.text.prompts import given_canvas, led_prompt
+from samplers.text.prompts import add_start_token, given_canvas
 from train.data import ExampleLike, Rows, in_words
 from train.settings import setting
 from train.trajectory import step_numbers
@@ -331,7 +331,7 @@ class Rollouts:
 
     def _enqueue(self, model: Model, engine: Engine, example: ExampleLike, first: int) -> None:
         """Asks for a group, whose completions are called `first` and so on: these numbers decide their draws."""
-        prompt, length = led_prompt(model, example.prompt_ids), self._gen_length(example)
+        prompt, length = add_start_token(model, example.prompt_ids), self._gen_length(example)
         if len(prompt) + length > self._rows.part.length:
             raise DllmError(
                 f"a prompt of {len(prompt)} tokens and a canvas of {length} do not fit data.length "
@@ -381,7 +381,7 @@ class Rollouts:
         shell = Model(config, {}, None, "the model being trained")
         for row in range(count):
             example = sampled.examples[row // self._part.group]
-            prompt, size = led_prompt(shell, example.prompt_ids), self._gen_length(example)
+            prompt, size = add_start_token(shell, example.prompt_ids), self._gen_length(example)
             canvas = slice(len(prompt), len(prompt) + size)
             tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt) + size
             written = steps[row, :size] >= 0

@@ -1,4 +1,4 @@
-"""What tokens look like to people: text that moves no cursor, marks for what has none, one text per position."""
+"""Tokens as text for people: one printable text per position, with marks for line breaks, tabs and end tokens."""
 
 import codecs
 import functools
@@ -12,7 +12,7 @@ END = "\x03"  # stands for any end token until it is drawn
 
 
 class Vocabulary(Protocol):
-    """Whose tokens are spelled: a `Model`, or what is left of one in a `Trace`."""
+    """A tokenizer and a config: of a `Model` or a `Trace`."""
 
     @property
     def tokenizer(self) -> Any: ...
@@ -22,7 +22,7 @@ class Vocabulary(Protocol):
 
 
 class Glyphs(NamedTuple):
-    """Characters a frame is drawn with."""
+    """Characters that a canvas is drawn with."""
 
     mask: str
     border: str
@@ -36,14 +36,14 @@ ASCII = Glyphs("_", "|", "-", "x", {"\n": "\\n", "\t": "\\t", END: "$"})
 
 
 def printable(text: str, ascii_only: bool = False, marks: dict[str, str] | None = None) -> str:
-    """A text that moves no cursor and that every terminal can take: marks for some characters, escapes for others."""
+    """A text without control characters, for any terminal: marks for some characters, escapes for others."""
     marks = marks or {}
     shown = (marks.get(c) or (c if c.isprintable() else c.encode("unicode_escape").decode()) for c in text)
     return "".join(shown).encode("ascii" if ascii_only else "utf-8", "backslashreplace").decode()
 
 
 class Speller:
-    """What committed tokens look like: a character appears at the token that completes it, parts of one as \\xNN."""
+    """The texts of tokens: a character appears at the token that completes it, parts of one as \\xNN."""
 
     def __init__(self, model: Vocabulary) -> None:
         self._piece, self._names = _piece_of(model), dict[int, str]()
@@ -52,13 +52,13 @@ class Speller:
         self._names |= dict.fromkeys((model.config.eos_id, *model.config.end_ids), END)
 
     def __call__(self, tokens: Sequence[int], written: Sequence[bool]) -> list[str | None]:
-        """One text per position, None where nothing is written."""
+        """One text per position; None where nothing is written."""
         texts: list[str | None] = [None] * len(tokens)
         plain = [shown and token not in self._names for token, shown in zip(tokens, written, strict=True)]
         decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
         for i, token in enumerate(tokens):
             if plain[i]:
-                ends = not any(plain[i + 1 : i + 2])  # nothing follows that could complete a character
+                ends = not any(plain[i + 1 : i + 2])  # the next token cannot complete a character
                 texts[i] = decoder.decode(self._piece(token) or f"<{token}>".encode(), final=ends)
             elif written[i]:
                 texts[i] = self._names[token]
@@ -66,7 +66,7 @@ class Speller:
 
 
 def _piece_of(model: Vocabulary) -> Callable[[int], bytes]:
-    """The bytes of a token; ids as numbers where there is no tokenizer."""
+    """The bytes of a token; without a tokenizer its id in digits."""
     tokenizer = model.tokenizer
     if tokenizer is None:
         return lambda token: f"{token} ".encode()

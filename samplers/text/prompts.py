@@ -1,4 +1,4 @@
-"""Prompts: what people write as token ids, and rows of them as one array."""
+"""Prompts as token ids, and rows of them as one array."""
 
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -19,8 +19,8 @@ Prompt = str | Sequence[int] | Sequence[Message]
 
 
 def bucket_length(length: int) -> int:
-    """The padded prompt length: the next of 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024 ..., so that few lengths
-    are ever compiled and at most half of a prompt is padding."""
+    """The padded prompt length: the next of 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024 ... So few lengths are
+    compiled, and at most half of a prompt is padding."""
     if length <= 64:
         return 32 if length <= 32 else 64
     power = 1 << (length - 1).bit_length()
@@ -44,8 +44,7 @@ def pad_prompts(rows: Sequence[Sequence[int]], width: int | None = None) -> tupl
 def given_canvas(
     answers: Sequence[tuple[np.ndarray, np.ndarray | None]], width: int, mask_id: int | None
 ) -> np.ndarray | None:
-    """What canvases come with, [B, width] int32 with the mask id where a token is to be generated; None where nothing
-    is given.
+    """Initial canvases [B, width] int32 with the mask id where a token is to be generated; None where nothing is given.
 
     Args:
         answers: per row the tokens [N] and which of them are given, [N] bool or None for none.
@@ -65,7 +64,7 @@ def given_canvas(
 
 
 class PromptTooLong(DllmError):
-    """A prompt has more tokens than there is room for; `tokens` is a lower bound on how many."""
+    """A prompt with more tokens than fit; `tokens` is a lower bound on their number."""
 
     def __init__(self, tokens: int, most: int) -> None:
         super().__init__(f"the prompt has at least {tokens} tokens and there is room for {most}; shorten it")
@@ -78,36 +77,36 @@ def encode_prompt(
     """Token ids of a prompt: raw text, a user's chat message (`chat`), a list of messages, or ids as they are.
 
     Args:
-        most: tokens that there is room for; the model's context by default. A prompt whose size alone shows that it has
-            more is refused before it is encoded, which would take long. The ids that come back may still be more.
+        most: largest number of tokens; by default the model's context. A text whose size shows that it has more is
+            refused before it is encoded, which would take long. The returned ids may still be more.
 
     Raises:
         DllmError: for an empty prompt, ids outside the vocabulary, or a mask token in the prompt.
-        PromptTooLong: for a prompt that surely has more than `most` tokens.
+        PromptTooLong: for a prompt whose size shows that it has more than `most` tokens.
     """
     most = model.config.max_length if most is None else most
     if isinstance(prompt, str) and (chat or system is not None):
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(prompt, str):
-        return _checked_ids(model, _encoded(model, prompt, most))
+        return _check_ids(model, _encode(model, prompt, most))
     if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, (Sequence, np.ndarray, jax.Array)):
         raise DllmError(f"a prompt is a string, a list of token ids or a list of messages, not {reprlib.repr(prompt)}")
     if any(isinstance(item, Mapping) for item in prompt):
         head: list[Any] = [] if system is None else [{"role": "system", "content": system}]
-        return _checked_ids(model, _encoded(model, chat_text(model.require_tokenizer(), [*head, *prompt]), most))
+        return _check_ids(model, _encode(model, chat_text(model.require_tokenizer(), [*head, *prompt]), most))
     if len(prompt) > most:
         raise PromptTooLong(len(prompt), most)
-    return _checked_ids(model, prompt.tolist() if isinstance(prompt, (np.ndarray, jax.Array)) else prompt)
+    return _check_ids(model, prompt.tolist() if isinstance(prompt, (np.ndarray, jax.Array)) else prompt)
 
 
-def _encoded(model: Model, text: str, most: int) -> list[int]:
+def _encode(model: Model, text: str, most: int) -> list[int]:
     tokenizer = model.require_tokenizer()
     if (least := least_tokens(tokenizer, text)) > most:
         raise PromptTooLong(least, most)
     return encode_text(tokenizer, text)
 
 
-def _checked_ids(model: Model, ids: Sequence[Any]) -> list[int]:
+def _check_ids(model: Model, ids: Sequence[Any]) -> list[int]:
     if len(ids) < max(model.denoiser.min_prompt_length, 1):
         raise DllmError("the prompt is empty; give a prompt of at least one token")
     for token in ids:
@@ -117,8 +116,8 @@ def _checked_ids(model: Model, ids: Sequence[Any]) -> list[int]:
     return [int(token) for token in ids]
 
 
-def led_prompt(model: Model, ids: Sequence[int] | np.ndarray) -> list[int]:
-    """A prompt of data, led by the model's start token where the model needs a token and the data has none.
+def add_start_token(model: Model, ids: Sequence[int] | np.ndarray) -> list[int]:
+    """A prompt of data; for an empty prompt the start token where the model needs a token.
 
     Raises:
         DllmError: when the model has no start token.

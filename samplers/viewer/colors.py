@@ -1,7 +1,7 @@
 """The colours of a canvas, the same on terminals, pages and pictures.
 
-The scale is a straight line in OKLab (Ottosson 2020) from a dark blue to a light yellow. Its lightness rises all the
-way, and blue against yellow is what red-green colour vision deficiencies leave, so everybody sees the same order.
+The scale is a straight line in OKLab (Ottosson 2020) from dark blue to light yellow. Its lightness always rises, and
+red-green colour blindness leaves blue against yellow, so everybody sees the same order.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from typing import NamedTuple
 RGB = tuple[int, int, int]
 
 STEPS = 33
-"""Colours of the scale."""
+"""Number of colours of the scale."""
 
 _FIRST, _LAST = (0.30, 0.0, -0.11), (0.93, -0.03, 0.155)
 _TO_LMS = ((1, 0.3963377774, 0.2158037573), (1, -0.1055613458, -0.0638541728), (1, -0.0894841775, -1.2914855480))
@@ -26,11 +26,11 @@ PAPER = """
   --fresh: light-dark(#12824c, #35c07f); --fresh-ink: light-dark(#ffffff, #0b1510);
   --guess: light-dark(#9a5b00, #f0a93f); --accent: light-dark(#2456c8, #8db0ff);
 """
-"""The colours of pages besides, as CSS for light and dark; dim text has a contrast of 4.5 on paper and cards."""
+"""The other colours of pages, as CSS for light and dark; dim text has a contrast of 4.5 on paper and cards."""
 
 
 class Colour(NamedTuple):
-    """A colour of the scale, and black or white, whichever reads better on it (a contrast of 4.5 at least)."""
+    """A colour of the scale, and black or white for text on it (with a contrast of at least 4.5)."""
 
     ground: RGB
     ink: RGB
@@ -42,7 +42,7 @@ class Colour(NamedTuple):
 
 
 def colour_at(share: float) -> Colour:
-    """The colour of a share in [0, 1] of the way."""
+    """The colour at a place of the scale, in [0, 1]."""
     return SCALE[round(min(max(share, 0.0), 1.0) * (STEPS - 1))]
 
 
@@ -76,7 +76,7 @@ def _dot(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def _encoded(linear: float) -> int:
-    """Linear light as sRGB, what is outside moved to the border."""
+    """Linear light as sRGB, clipped."""
     x = min(max(linear, 0.0), 1.0)
     return round(255 * (12.92 * x if x <= 0.0031308 else 1.055 * x ** (1 / 2.4) - 0.055))
 

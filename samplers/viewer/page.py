@@ -1,4 +1,4 @@
-"""Timelines as a page: one file or one output of a notebook's cell, which loads nothing from anywhere."""
+"""Timelines as HTML: one file, or one output of a notebook's cell, which loads nothing from other servers."""
 
 import html
 import json
@@ -9,8 +9,10 @@ from importlib import resources
 from samplers.viewer.colors import PAPER, SCALE
 from samplers.viewer.timeline import Timeline, cells_at, page_text
 
-_PART = resources.files("samplers.viewer").joinpath("page.html").read_text(encoding="utf-8").replace("@PAPER@", PAPER)
-_HEAD, _, _TAIL = _PART.partition("@DATA@")
+_FRAGMENT = (
+    resources.files("samplers.viewer").joinpath("page.html").read_text(encoding="utf-8").replace("@PAPER@", PAPER)
+)
+_HEAD, _, _TAIL = _FRAGMENT.partition("@DATA@")
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -21,14 +23,14 @@ _PAGE = """<!doctype html>
 <style>:root {{ color-scheme: light dark; }} body {{ margin: 1rem; background: light-dark(#fbfaf7, #16171a); }}</style>
 </head>
 <body>
-{part}
+{fragment}
 </body>
 </html>
 """
 
 
-def part(timelines: Sequence[Timeline], colour: str) -> str:
-    """A part of a page, of which there may be any number in one; without scripts it shows how each canvas ended.
+def fragment(timelines: Sequence[Timeline], colour: str) -> str:
+    """An HTML fragment, of which a page may have any number; without scripts it shows how each canvas ended.
 
     Args:
         colour: what colours mean at first, "forward" or "confidence".
@@ -46,10 +48,10 @@ def part(timelines: Sequence[Timeline], colour: str) -> str:
     return _HEAD.replace("@ID@", name).replace("@FALLBACK@", canvases) + written + _TAIL.replace("@ID@", name)
 
 
-def page(timelines: Sequence[Timeline], colour: str) -> str:
+def full_page(timelines: Sequence[Timeline], colour: str) -> str:
     """A whole page."""
     title = html.escape(" | ".join(timeline.name for timeline in timelines))
-    return _PAGE.format(title=title, part=part(timelines, colour))
+    return _PAGE.format(title=title, fragment=fragment(timelines, colour))
 
 
 def _last_canvas(timeline: Timeline) -> str:

@@ -35,13 +35,13 @@ def png(timelines: Sequence[Timeline], colour: str, font: str | Path | None = No
 def gif(
     timelines: Sequence[Timeline], colour: str, font: str | Path | None = None, seconds: float | None = None
 ) -> bytes:
-    """A frame before the first forward and one after each, the last of which stays; over and over again.
+    """A looping film: a frame before the first forward and one after each; the last is held.
 
     Args:
-        seconds: of a frame; by default so long that all of them take 8 s, within bounds.
+        seconds: per frame; by default all of them take 8 s, within bounds.
 
     Raises:
-        DllmError: when Pillow or matplotlib are not installed, and for a font that cannot be read.
+        DllmError: without Pillow or matplotlib, and for a font that cannot be read.
     """
     drawing = _Drawing(timelines, colour, _font(font))
     palette = _palette(drawing)
@@ -55,7 +55,7 @@ def gif(
     return file.getvalue()
 
 
-def require() -> Any:
+def import_tools() -> Any:
     """Pillow's ImageFont and the file of matplotlib's monospaced font.
 
     Raises:
@@ -70,7 +70,7 @@ def require() -> Any:
 
 
 def _font(file: str | Path | None) -> Any:
-    fonts, usual = require()
+    fonts, usual = import_tools()
     try:
         return fonts.truetype(str(file or usual), SIZE)
     except OSError as error:
@@ -78,7 +78,7 @@ def _font(file: str | Path | None) -> Any:
 
 
 def _palette(drawing: "_Drawing") -> Any:
-    """A picture with the colours of all frames: the last frame, and one in the middle with masks."""
+    """An image with the palette of all frames, made of the last frame and of a middle one with masks."""
     from PIL import Image
 
     middle, number = None, drawing.last // 2
@@ -93,11 +93,11 @@ def _palette(drawing: "_Drawing") -> Any:
 
 
 class _Drawing:
-    """A picture that frames are drawn on, one over the other.
+    """An image that frames are drawn on, each over the one before.
 
     Attributes:
-        image: as it is now.
-        font: of all letters.
+        image: the current frame.
+        font: for all text.
         last: forwards of the longest timeline.
     """
 
@@ -112,7 +112,7 @@ class _Drawing:
         prompts = {timeline.prompt for timeline in timelines}
         self._prompt = prompts.pop() if len(prompts) == 1 else ""
         across = columns * (self._width + MARGIN) - MARGIN
-        lines = text.wrapped(page_text(self._prompt), across)[-3:] if self._prompt else []
+        lines = text.wrap(page_text(self._prompt), across)[-3:] if self._prompt else []
         top, place = MARGIN + LEADING * len(lines) + (MARGIN if lines else 0), list[tuple[int, int]]()
         for first in range(0, len(panels), columns):
             row = panels[first : first + columns]
@@ -125,10 +125,10 @@ class _Drawing:
         for number, line in enumerate(lines):
             self._draw.text((MARGIN, MARGIN + number * LEADING), line, DIM, font)
         self._panels = list(zip(panels, place, strict=True))
-        self._legend(top, colour)
+        self._draw_legend(top, colour)
 
     def frames(self) -> Iterator[Any]:
-        """The picture before the first forward and after each; always the same object."""
+        """The image before the first forward and after each; always the same object."""
         for panel, at in self._panels:
             panel.begin(self._draw, at)
         for forward in range(self.last + 1):
@@ -136,7 +136,7 @@ class _Drawing:
                 panel.draw(self._draw, at, forward)
             yield self.image
 
-    def _legend(self, top: int, colour: str) -> None:
+    def _draw_legend(self, top: int, colour: str) -> None:
         low, high = ("forward 1", str(self.last)) if colour == "forward" else ("confidence 0", "1")
         x, y = MARGIN, top
         self._draw.text((x, y), low, DIM, self.font)
@@ -160,81 +160,81 @@ class _Drawing:
 
 
 class _Text:
-    """What a font can draw."""
+    """Texts as a font can draw them."""
 
     def __init__(self, font: Any) -> None:
         self.font = font
         self._missing = bytes(font.getmask("\uffff"))
         self._drawn: dict[str, str] = {}
 
-    def of(self, text: str) -> str:
+    def drawable(self, text: str) -> str:
         """The text, with escapes for characters that the font lacks."""
-        return "".join(self._drawn.get(c) or self._look(c) for c in text)
+        return "".join(self._drawn.get(c) or self._check_glyph(c) for c in text)
 
     def width(self, text: str) -> int:
         return round(self.font.getlength(text))
 
-    def wrapped(self, text: str, width: int) -> list[str]:
-        """Lines that are no wider than so many pixels."""
+    def wrap(self, text: str, width: int) -> list[str]:
+        """Lines of at most `width` pixels."""
         lines = [""]
-        for c in self.of(text):
+        for c in self.drawable(text):
             if c == "\n" or self.width(lines[-1] + c) > width:
                 lines.append("")
             lines[-1] += c if c != "\n" else ""
         return lines
 
-    def _look(self, c: str) -> str:
+    def _check_glyph(self, c: str) -> str:
         lacks = c != "\n" and bytes(self.font.getmask(c)) == self._missing
         self._drawn[c] = printable(c, ascii_only=True) if lacks else c
         return self._drawn[c]
 
 
 class _Panel:
-    """The part of the picture that shows one timeline: its name, facts, canvas and forwards."""
+    """One timeline in the image: its name, facts, canvas and forwards."""
 
     def __init__(self, timeline: Timeline, colour: str, last: int, width: int, text: _Text) -> None:
         self.timeline, self._colour, self._last, self._width, self._text = timeline, colour, last, width, text
-        self._boxes, lines = self._placed()
+        self._boxes, lines = self._place_cells()
         self._canvas = 2 * LEADING + 4
         self._chart = self._canvas + lines * LEADING + 2 * MARGIN + 4
         self.height = self._chart + 24
         self._cells: list[Cell] = []
         self._fresh: set[int] = set()
 
-    def _placed(self) -> tuple[list[tuple[int, int, int]], int]:
-        """(x, line, width) of each cell, which has room for all texts it ever has, and the number of lines."""
+    def _place_cells(self) -> tuple[list[tuple[int, int, int]], int]:
+        """(x, line, width) of each cell, wide enough for all of its texts, and the number of lines."""
         widest, breaks = [self._text.width(UNICODE.mask)] * self.timeline.length, set[int]()
         for frame in self.timeline.frames:
             for change in frame:
-                text = self._text.of(page_text(change.text))
+                text = self._text.drawable(page_text(change.text))
                 widest[change.position] = max(widest[change.position], self._text.width(text.replace("\n", "")))
         for position, cell in enumerate(cells_at(self.timeline, self.timeline.forwards)):
             breaks |= {position} if "\n" in cell.text else set()
         boxes, x, line, room = list[tuple[int, int, int]](), 0, 0, self._width - 2 * MARGIN
-        for position, wide in enumerate(widest):
+        for position, width in enumerate(widest):
             x += 9 if position % self.timeline.block_length == 0 and x else 0
-            if x and x + wide > room:
+            if x and x + width > room:
                 x, line = 0, line + 1
-            boxes.append((x, line, min(wide, room)))
-            x += wide
+            boxes.append((x, line, min(width, room)))
+            x += width
             if position in breaks:
                 x, line = 0, line + 1
         return boxes, line + 1
 
     def begin(self, draw: Any, at: tuple[int, int]) -> None:
-        """An empty canvas."""
+        """Draws the empty canvas."""
         x, y = at
         self._cells, self._fresh = [Cell() for _ in range(self.timeline.length)], set()
-        draw.text((x, y), self._fitting(self.timeline.name), INK, self._text.font)
+        draw.text((x, y), self._shorten(self.timeline.name), INK, self._text.font)
         draw.rectangle((x, y + self._canvas, x + self._width, y + self._chart - 8), CARD, LINE)
         for position in range(self.timeline.length):
-            self._cell(draw, at, position)
+            self._draw_cell(draw, at, position)
             if position and position % self.timeline.block_length == 0:
-                left, top = self._corner(at, position)
+                left, top = self._corner_of(at, position)
                 draw.line((left - 5, top + 1, left - 5, top + LEADING - 3), LINE)
 
     def draw(self, draw: Any, at: tuple[int, int], forward: int) -> None:
-        """What a forward changed."""
+        """Draws what a forward changed."""
         x, y = at
         facts = self._facts(forward)
         if forward <= self.timeline.forwards:
@@ -245,14 +245,14 @@ class _Panel:
             at_now = (change.position for change in changes if self._cells[change.position].at == forward)
             self._fresh = set(at_now) if forward else set()
             for position in {change.position for change in changes} | before:
-                self._cell(draw, at, position)
+                self._draw_cell(draw, at, position)
         elif self._fresh:
             before, self._fresh = self._fresh, set()
             for position in before:
-                self._cell(draw, at, position)
+                self._draw_cell(draw, at, position)
         draw.rectangle((x, y + LEADING, x + self._width, y + 2 * LEADING), PAPER)
-        draw.text((x, y + LEADING), self._fitting(facts), DIM, self._text.font)
-        self._bars(draw, at, forward)
+        draw.text((x, y + LEADING), self._shorten(facts), DIM, self._text.font)
+        self._draw_bars(draw, at, forward)
 
     def _facts(self, forward: int) -> str:
         timeline = self.timeline
@@ -261,18 +261,18 @@ class _Panel:
             return f"forward {forward} of {timeline.forwards}, {done} written"
         return f"NFE {timeline.forwards}, {timeline.speed}"
 
-    def _fitting(self, text: str) -> str:
-        text = self._text.of(text)
+    def _shorten(self, text: str) -> str:
+        text = self._text.drawable(text)
         while self._text.width(text) > self._width:
             text = text[:-2] + "…"
         return text
 
-    def _corner(self, at: tuple[int, int], position: int) -> tuple[int, int]:
+    def _corner_of(self, at: tuple[int, int], position: int) -> tuple[int, int]:
         x, line, _ = self._boxes[position]
         return at[0] + MARGIN + x, at[1] + self._canvas + MARGIN + line * LEADING
 
-    def _cell(self, draw: Any, at: tuple[int, int], position: int) -> None:
-        left, top = self._corner(at, position)
+    def _draw_cell(self, draw: Any, at: tuple[int, int], position: int) -> None:
+        left, top = self._corner_of(at, position)
         cell, width = self._cells[position], self._boxes[position][2]
         right, bottom = left + max(width - 2, 0), top + LEADING - 3
         ground, ink = self._colours(cell)
@@ -281,7 +281,7 @@ class _Panel:
             draw.rectangle((left, top + 3, max(right - 1, left), bottom - 3), MASK)
         else:
             draw.rectangle((left, top, right, bottom), ground)
-            draw.text((left, top), self._text.of(page_text(cell.text)).replace("\n", ""), ink, self._text.font)
+            draw.text((left, top), self._text.drawable(page_text(cell.text)).replace("\n", ""), ink, self._text.font)
         if cell.previous:
             for below in (0, 2):
                 draw.line((left, bottom - below, right, bottom - below), ink if cell.kind is not None else DIM)
@@ -292,8 +292,8 @@ class _Panel:
         position = scale_position(cell, self._colour, self._last)
         return (CARD, DIM) if position is None else tuple(colour_at(position))  # type: ignore[return-value]
 
-    def _bars(self, draw: Any, at: tuple[int, int], forward: int) -> None:
-        """Tokens per forward, up to this one, and which were full."""
+    def _draw_bars(self, draw: Any, at: tuple[int, int], forward: int) -> None:
+        """Draws the tokens of each forward up to this one, and marks full forwards."""
         x, base = at[0], at[1] + self._chart + 16
         draw.rectangle((x, base - 16, x + self._width, base + 6), PAPER)
         counts = [sum(change.kind <= 1 for change in frame) for frame in self.timeline.frames]
@@ -306,5 +306,5 @@ class _Panel:
 
 
 def _grid(panels: int) -> tuple[int, int]:
-    """Columns, and characters in a line of each."""
+    """Columns of panels, and characters per line of each."""
     return (1, 80) if panels == 1 else (2, 48) if panels <= 4 else (3, 40)

@@ -24,15 +24,15 @@ MASK, FRESH, END_STYLE, BORDER = "dim", "bold reverse green", "dim", "dim"
 
 @dataclasses.dataclass(frozen=True)
 class CanvasText:
-    """A canvas after some forward; print it with rich.
+    """A canvas after a forward, for rich to print.
 
     Attributes:
-        header: facts for the line above.
-        texts: what stands at each position, None where it is masked.
+        header: facts in the line above the canvas.
+        texts: of each position; None where it is masked.
         fresh: positions that the last forward committed.
         block_length: positions between two borders.
-        styles: of each position besides, as rich writes them; "" for none.
-        whole: draw all of it, and not only what fits the screen.
+        styles: of each position, in rich's syntax; "" for none.
+        whole: draw all of it, not only what fits the screen.
     """
 
     header: Sequence[str]
@@ -47,14 +47,14 @@ class CanvasText:
         header = printable(f" {glyphs.dot} ".join(self.header).replace("×", glyphs.times), options.ascii_only)
         yield Text(header, style="bold", no_wrap=True, overflow="crop")
         lines, focus = self._lines(glyphs, options)
-        rows = max(options.max_height - 2, 1)  # the header, and a line that stays free for the cursor
+        rows = max(options.max_height - 2, 1)  # the header, and a free line for the cursor
         if console.is_terminal and len(lines) > rows and not self.whole:
             start = min(max(focus - rows // 3, 0), len(lines) - rows)
             lines = lines[start : start + rows]
         yield from lines
 
     def _lines(self, glyphs: Glyphs, options: ConsoleOptions) -> tuple[list[Text], int]:
-        """The canvas, broken between tokens, and the number of the line with the first mask."""
+        """The canvas, wrapped between tokens, and the number of the line with the first mask."""
         line = functools.partial(Text, no_wrap=True, overflow="crop")
         lines, used, focus, width = [line()], 0, None, max(options.max_width, 1)
         for piece, style, masked in self._pieces(glyphs, options.ascii_only):
@@ -67,7 +67,7 @@ class CanvasText:
         return lines, len(lines) - 1 if focus is None else focus
 
     def _pieces(self, glyphs: Glyphs, ascii_only: bool) -> Iterator[tuple[str, str, bool]]:
-        """(text, style, whether it is a mask) of everything in the canvas."""
+        """(text, style, whether it is a mask) of every token and border of the canvas."""
         for position, text in enumerate(self.texts):
             if position and position % self.block_length == 0:
                 yield glyphs.border, BORDER, False
@@ -89,8 +89,8 @@ class LiveView:
     def __init__(self, *, delay: float | None = None, console: Console | None = None, keep: bool = True) -> None:
         """
         Args:
-            delay: seconds to wait after each forward; by default just long enough that a small model can be followed.
-            console: where to draw; the standard output, or the notebook's cell, by default.
+            delay: seconds to wait after each forward; by default so long that you can follow a small model.
+            console: where to draw; by default the standard output or the notebook's cell.
             keep: leave the last canvas on the screen.
 
         Raises:
@@ -111,7 +111,7 @@ class LiveView:
         self._stack.close()
 
     def __call__(self, update: Update) -> None:
-        """Draws where a request is after a step."""
+        """Draws the canvas of a request after a step."""
         if update.request is not self._request:
             self._begin(update.request)
         trace, took = self._trace, time.perf_counter() - self._drawn_at
@@ -129,7 +129,7 @@ class LiveView:
         self._draw(0, 0, None)
 
     def _draw(self, nfe: int, full: int, fresh: int | None) -> None:
-        """Draws the cells, those marked that the forward `fresh` wrote."""
+        """Draws the cells, and marks those that the forward `fresh` wrote."""
         texts = [None if cell.kind is None else cell.text for cell in self._replay.cells]
         marked = {i for i, cell in enumerate(self._replay.cells) if fresh and cell.at == fresh}
         counts = [f"NFE {full} full + {nfe - full} window", f"{texts.count(None)} masks left"]
@@ -139,7 +139,7 @@ class LiveView:
 
 @contextlib.contextmanager
 def _screen(console: Console, keep: bool) -> Iterator[Callable[[ConsoleRenderable], None]]:
-    """Shows canvases, each in the place of the one before: on a terminal, or in the output of a notebook's cell."""
+    """Shows canvases, each in place of the one before, on a terminal or in the output of a notebook's cell."""
     if console.is_jupyter:  # rich's Live would need ipywidgets
         from IPython.display import clear_output
 

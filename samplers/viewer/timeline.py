@@ -1,4 +1,4 @@
-"""What happened on a canvas, forward by forward: the one replay of a `Trace`, which all viewers draw."""
+"""A `Trace` replayed forward by forward as a `Timeline`, which all viewers draw."""
 
 import dataclasses
 import math
@@ -13,11 +13,11 @@ from samplers.sampler import Result
 from samplers.text.display import END, Speller, printable
 
 WRITTEN, EDITED, REOPENED, GIVEN, UNWRITTEN, RESPELLED = range(6)
-"""Why a cell changes: a forward wrote it, replaced its token, or masked it again; it came with the canvas; it lies
-after the end, where nothing was written; its token is the same, but its text depends on new neighbours."""
+"""Why a cell changes: a forward wrote it, replaced its token, or masked it again; it was given; it is after the end,
+where nothing was written; its token is the same, but new neighbours change its text."""
 
 PAGE_MARKS = {"\n": "↵\n", "\t": "⇥", END: "∎"}
-"""Characters that need a mark; a line break is drawn and made."""
+"""Marks of characters; a line break is kept after its mark."""
 
 
 def page_text(text: str) -> str:
@@ -26,7 +26,7 @@ def page_text(text: str) -> str:
 
 
 class CellChange(NamedTuple):
-    """What a forward does to a cell.
+    """A change of a cell by a forward.
 
     Attributes:
         position: of the canvas.
@@ -61,7 +61,7 @@ class Cell:
     previous: tuple[str, ...] = ()
 
     def apply(self, change: CellChange, forward: int) -> None:
-        """Applies a change by a forward, from 1; 0 is the beginning."""
+        """Applies a change by a forward, from 1; 0 is the initial canvas."""
         if change.kind in (EDITED, REOPENED):
             self.previous = (*self.previous, self.text)
         if change.kind in (WRITTEN, EDITED):
@@ -73,29 +73,29 @@ class Cell:
 
 
 class Replay:
-    """A canvas that follows the results of one generation.
+    """The canvas of one generation, brought up to date by its results.
 
     Attributes:
-        cells: all positions, as they are now.
+        cells: all positions, in their current state.
     """
 
     def __init__(self, trace: Trace, spell: Speller | None = None) -> None:
         """
         Args:
-            trace: whose vocabulary and given positions count; its steps are not used.
+            trace: its vocabulary and given positions are used, its steps are not.
             spell: the vocabulary's speller, if there is one already.
         """
         self.cells = [Cell() for _ in trace.given]
         self._given, self._spell = trace.given, spell or Speller(trace)
 
     def advance(self, result: Result, forward: int, ended: bool) -> list[CellChange]:
-        """Brings the cells to where they are after some forwards.
+        """Brings the cells to their state after a forward.
 
         Args:
-            result: on the host, with a batch of one, after that forward, or after a later one: then what it wrote
-                until that forward, as if nothing had been replaced since.
+            result: on the host, with a batch of one, after that forward or a later one; of a later one it takes what
+                was written until that forward, as if nothing had been replaced since.
             forward: forwards so far.
-            ended: whether this is the end, where unwritten positions hold the end of the sequence.
+            ended: this is the last forward, after which unwritten positions hold end tokens.
 
         Returns:
             What changed.
@@ -193,7 +193,7 @@ class Timeline:
 
 
 def cells_at(timeline: Timeline, forward: int) -> list[Cell]:
-    """All positions after so many forwards."""
+    """All cells after so many forwards."""
     cells = [Cell() for _ in range(timeline.length)]
     for number, frame in enumerate(timeline.frames[: forward + 1]):
         for change in frame:
@@ -202,7 +202,7 @@ def cells_at(timeline: Timeline, forward: int) -> list[Cell]:
 
 
 def scale_position(cell: Cell, colour: str, last: int) -> float | None:
-    """Where on the scale of colours a cell is, in [0, 1]; None for one that no forward wrote.
+    """A cell's place on the scale of colours, in [0, 1]; None where no forward wrote it.
 
     Args:
         colour: what colours mean, "forward" or "confidence".
@@ -214,17 +214,17 @@ def scale_position(cell: Cell, colour: str, last: int) -> float | None:
 
 
 def timeline_of(generation: Generation, name: str | None = None) -> Timeline:
-    """How an answer came about.
+    """The timeline of an answer.
 
     Raises:
-        DllmError: for one that was put together by hand, of which nothing is known but its text.
+        DllmError: for an answer without a trace, which was made by hand.
     """
     trace = generation.trace
     if trace is None:
         raise DllmError("this Generation has no trace; show what generate, infill or an Engine returned")
     spell = Speller(trace)
     end = trace.steps[-1]
-    complete = len(trace.steps) > 1 or end.nfe[0] <= 1  # of one forward, its end tells all
+    complete = len(trace.steps) > 1 or end.nfe[0] <= 1  # the end is the only forward
     return Timeline(
         name=trace.sampler if name is None else name,
         prompt="".join(text or "" for text in spell(trace.prompt, [True] * len(trace.prompt))),
@@ -246,7 +246,7 @@ def _forwards(steps: Sequence[Result], count: str) -> list[int]:
 
 
 def _frames(trace: Trace, spell: Speller) -> Iterator[list[CellChange]]:
-    """What the canvas comes with, then what each forward changed."""
+    """The initial canvas, then the changes of each forward."""
     replay, end = Replay(trace, spell), int(trace.steps[-1].nfe[0])
     by_forward, step = {int(step.nfe[0]): step for step in trace.steps}, trace.steps[0]
     for forward in range(end + 1):

@@ -1,4 +1,4 @@
-"""`show` and `compare`: generations as people look at them."""
+"""`show`, `compare` and the views that they return."""
 
 import dataclasses
 import sys
@@ -24,17 +24,17 @@ from samplers.viewer.timeline import UNWRITTEN, Cell, Timeline, cells_at, scale_
 ENDINGS = (".html", ".gif", ".png")
 COLOURS = ("forward", "confidence")
 NARROWEST = 44
-"""Columns of a terminal that a canvas needs to stand beside another."""
+"""Columns of a terminal that each of several canvases side by side needs."""
 
 Answer = Generation | Request
 
 
 def show(answers: Answer | Sequence[Answer], *, colour: str = "forward") -> "View":
-    """Shows generations: in a notebook as HTML that goes through the forwards, on a terminal in colours.
+    """Shows generations: in a notebook as HTML that steps through the forwards, on a terminal in colours.
 
     Args:
         answers: what `generate`, `infill` or an `Engine` returned, or a list of them. Edits and full forwards are
-            marked where each forward was traced, by `trace=True`.
+            marked in answers made with `trace=True`.
         colour: what the colour of a token means: "forward", the one that wrote it, or "confidence", the model's
             probability of it then.
 
@@ -45,14 +45,14 @@ def show(answers: Answer | Sequence[Answer], *, colour: str = "forward") -> "Vie
         DllmError: for anything else.
     """
     listed = list(answers) if isinstance(answers, list | tuple) else [answers]
-    return view_of(listed, colour=colour).shown()
+    return view_of(listed, colour=colour).show()
 
 
 def compare(answers: Mapping[str, Answer] | Sequence[Answer], *, colour: str = "forward") -> "View":
     """Shows generations side by side, forward by forward.
 
     Args:
-        answers: name -> generation, or a list of generations that are called by their samplers.
+        answers: name -> generation, or a list of generations, which are named by their samplers.
         colour: as in `show`.
 
     Returns:
@@ -62,17 +62,17 @@ def compare(answers: Mapping[str, Answer] | Sequence[Answer], *, colour: str = "
         DllmError: for anything else.
     """
     if isinstance(answers, Mapping):
-        return view_of(list(answers.values()), [str(name) for name in answers], colour).shown()
+        return view_of(list(answers.values()), [str(name) for name in answers], colour).show()
     if isinstance(answers, Answer) or not isinstance(answers, Sequence):
         raise DllmError("compare takes several generations; give a dict or a list of them, or use show")
-    return view_of(list(answers), [None] * len(answers), colour).shown()
+    return view_of(list(answers), [None] * len(answers), colour).show()
 
 
 def view_of(answers: Sequence[Any], names: Sequence[str | None] | None = None, colour: str = "forward") -> "View":
-    """A view, which is not shown yet.
+    """A view, without showing it.
 
     Args:
-        names: of the answers, None for the sampler's; by default they are numbered where there are several.
+        names: of the answers, None for the sampler's name; by default several answers are numbered.
 
     Raises:
         DllmError: for answers that cannot be shown.
@@ -83,16 +83,16 @@ def view_of(answers: Sequence[Any], names: Sequence[str | None] | None = None, c
         raise DllmError("there is nothing to show; give at least one generation")
     if names is None:
         names = [None] if len(answers) == 1 else [f"{i} of {len(answers)}" for i in range(1, len(answers) + 1)]
-    timelines = [timeline_of(_generation(one), name) for one, name in zip(answers, names, strict=True)]
-    return View(_with_own_names(timelines), colour)
+    timelines = [timeline_of(_generation_of(one), name) for one, name in zip(answers, names, strict=True)]
+    return View(_number_names(timelines), colour)
 
 
 def check_path(path: str | Path) -> Path:
-    """Where a view can be saved.
+    """The path to save a view at.
 
     Raises:
-        DllmError: for another ending than .html, .gif and .png, a folder that does not exist, and pictures where there
-            is nothing to draw them with.
+        DllmError: for an ending other than .html, .gif and .png, a folder that does not exist, and pictures without
+            the packages to draw them.
     """
     found = Path(path).expanduser()
     if found.suffix.lower() not in ENDINGS:
@@ -102,15 +102,15 @@ def check_path(path: str | Path) -> Path:
     if found.is_dir():
         raise DllmError(f"{path} is a folder; name a file")
     if found.suffix.lower() != ".html":
-        picture.require()
+        picture.import_tools()
     return found
 
 
 class View:
-    """Generations as people look at them: a notebook's cell shows it, `save` writes it.
+    """Generations to look at: the output of a notebook's cell, or a file by `save`.
 
     Attributes:
-        timelines: what happened on each canvas.
+        timelines: one per generation.
         colour: what colours mean, "forward" or "confidence".
     """
 
@@ -119,14 +119,14 @@ class View:
         self._cell: int | None = None
 
     def html(self) -> str:
-        """A part of a page that needs nothing else; any number of them may be in one."""
-        return page.part(self.timelines, self.colour)
+        """An HTML fragment that needs nothing else; a page may have any number of them."""
+        return page.fragment(self.timelines, self.colour)
 
     def save(self, path: str | Path, *, seconds: float | None = None, font: str | Path | None = None) -> Path:
-        """Writes a page (.html), a film (.gif) or its end (.png), all of it or nothing.
+        """Writes a page (.html), a film (.gif) or its last frame (.png), the whole file or nothing.
 
         Args:
-            path: where; a file that is there is replaced.
+            path: the file; an existing one is replaced.
             seconds: of a frame of a film; by default all of them take 8 s, within bounds.
             font: a TrueType file for pictures; by default DejaVu Sans Mono, which has no Chinese, Japanese or Korean.
                 Characters that it lacks are drawn as escapes.
@@ -135,8 +135,8 @@ class View:
             The path.
 
         Raises:
-            DllmError: for another ending, options that have no effect, a font that cannot be read, and where the file
-                cannot be written.
+            DllmError: for another ending, options without effect, an unreadable font, and a file that cannot be
+                written.
         """
         found = check_path(path)
         kind = found.suffix.lower()
@@ -146,15 +146,15 @@ class View:
         if kind == ".html":
             if font is not None:
                 raise DllmError(f"font has no effect on {found.name}, whose reader has fonts; leave it out")
-            write_file(found, page.page(self.timelines, self.colour))
+            write_file(found, page.full_page(self.timelines, self.colour))
         elif kind == ".gif":
             write_file(found, picture.gif(self.timelines, self.colour, font, seconds))
         else:
             write_file(found, picture.png(self.timelines, self.colour, font))
         return found
 
-    def shown(self) -> "View":
-        """Itself, when it has been shown: in a notebook's cell, else on the standard output."""
+    def show(self) -> "View":
+        """Shows the view in a notebook's cell, else on the standard output, and returns it."""
         if (cell := _cell_number()) is not None:
             self._display()
             self._cell = cell
@@ -168,7 +168,7 @@ class View:
         display({"text/html": self.html(), "text/plain": repr(self)}, raw=True)
 
     def _ipython_display_(self) -> None:
-        """Shows it as the value of a cell, unless that cell has shown it already."""
+        """Shows the view as the value of a cell, unless the cell has shown it."""
         if self._cell is None or self._cell != _cell_number():
             self._display()
 
@@ -199,7 +199,7 @@ class View:
         yield _legend(self.colour, last, console)
 
 
-def _generation(answer: Any) -> Generation:
+def _generation_of(answer: Any) -> Generation:
     if isinstance(answer, Request):
         return answer.generation
     if isinstance(answer, Generation):
@@ -208,15 +208,15 @@ def _generation(answer: Any) -> Generation:
     raise DllmError(f"a {kind} cannot be shown; give what generate, infill or an Engine returned")
 
 
-def _with_own_names(timelines: Sequence[Timeline]) -> list[Timeline]:
-    """The timelines, numbered where they have the same name."""
+def _number_names(timelines: Sequence[Timeline]) -> list[Timeline]:
+    """The timelines, numbered where names repeat."""
     names = [timeline.name for timeline in timelines]
     number = lambda i: f"{names[i]} ({names[: i + 1].count(names[i])})" if names.count(names[i]) > 1 else names[i]
     return [dataclasses.replace(timeline, name=number(i)) for i, timeline in enumerate(timelines)]
 
 
 def _canvas_text(timeline: Timeline, colour: str, last: int) -> CanvasText:
-    """How a canvas ended."""
+    """The last state of a canvas."""
     cells = cells_at(timeline, timeline.forwards)
     edits = [f"{timeline.edits} edits"] if timeline.edits else []
     nfe = f"NFE {timeline.full_forwards} full + {timeline.forwards - timeline.full_forwards} window"
@@ -234,7 +234,7 @@ def _style(cell: Cell, position: float | None) -> str:
 
 
 def _legend(colour: str, last: int, console: Console) -> Text:
-    """What the colours mean; nothing where there are none."""
+    """The legend of the colours; empty without colours."""
     if console.no_color or console.color_system is None:
         return Text("")
     low, high = ("forward 1 ", f" {last}") if colour == "forward" else ("confidence 0 ", " 1")
@@ -245,7 +245,7 @@ def _legend(colour: str, last: int, console: Console) -> Text:
 
 
 def _cell_number() -> int | None:
-    """Of the notebook's cell that runs; None elsewhere."""
+    """The number of the running notebook cell; None outside of notebooks."""
     if "IPython" not in sys.modules:
         return None
     from IPython import get_ipython
