@@ -44,7 +44,7 @@ from dllm_jax.models.kv_cache import slice_rows, write_rows
 from dllm_jax.storage import write_file
 from samplers import CACHES, Result, make_sampler, parse_sampler, sample, stream
 from samplers.config.factory import CanvasSampler
-from samplers.config.registry import named
+from samplers.config.registry import part_class
 from samplers.text.prompts import check_lengths, encode_prompt, pad_prompts
 
 GOLDENS = Path(__file__).parents[1] / "tests" / "goldens"
@@ -328,7 +328,7 @@ def _ratio(row: Row, rows: Sequence[Row], engine: str, cache: str, same_rule: bo
 def parse_rule(text: str) -> tuple[str, Mapping[str, Any]]:
     """``"eb:gamma=0.2"`` -> ``("eb", {"gamma": 0.2})``."""
     name, colon, rest = text.partition(":")
-    named("rule", name)
+    part_class("rule", name)
     return name, parse_sampler(name + colon + rest.replace(":", ",")).options
 
 

@@ -11,7 +11,7 @@ belongs to one split by its content, so that what accuracy is measured on was ne
 
 from evals.aup_metric import aup
 from evals.runner import Report, run
-from evals.sampler import SamplerSpec, parse_sampler, parse_samplers
+from evals.sampler import SamplerConfig, parse_sampler, parse_samplers
 from evals.sweeps import Sweep, sweep
 from evals.tasks import SPLITS, TASKS, Example, Source, Task, Verdict, make_task
 from samplers.engine.runner import Engines
@@ -22,7 +22,7 @@ __all__ = [
     "TASKS",
     "Example",
     "Report",
-    "SamplerSpec",
+    "SamplerConfig",
     "Source",
     "Sweep",
     "Task",

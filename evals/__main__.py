@@ -49,7 +49,7 @@ from evals.models import Models
 from evals.oracle import OracleReport, oracle
 from evals.presets import command as presets
 from evals.runner import USUAL, Report, run, run_traced
-from evals.sampler import SamplerSpec, all_samplers, parse_sampler
+from evals.sampler import SamplerConfig, all_samplers, parse_sampler
 from evals.sweeps import Sweep, pareto_plot, sweep, write_tables
 from evals.tasks import SPLITS, DrawnTask, Task, WordProblems, make_task
 from evals.tasks.base import check_split
@@ -213,7 +213,7 @@ def _oracle(options: argparse.Namespace) -> None:
     _score(options, _oracle_of, _describe_oracle)
 
 
-def _oracle_of(models: Models, task: Task, sampler: SamplerSpec, **measuring: Any) -> OracleReport:
+def _oracle_of(models: Models, task: Task, sampler: SamplerConfig, **measuring: Any) -> OracleReport:
     return oracle(models.of(sampler), task, sampler.anywhere(), **measuring)
 
 
@@ -280,7 +280,7 @@ def _figure(name: str, options: argparse.Namespace) -> None:
     print(f"{len(found.reports)} points, {found.programs} programs; {made}")
 
 
-def _run_all(options: argparse.Namespace, task_text: str, samplers: Sequence[SamplerSpec]) -> tuple[Sweep, Path]:
+def _run_all(options: argparse.Namespace, task_text: str, samplers: Sequence[SamplerConfig]) -> tuple[Sweep, Path]:
     """Runs the samplers; the tables are on the disk after every one, so that a run that is cut short loses nothing."""
     task = make_task(task_text)
     check_split(options.split)

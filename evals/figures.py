@@ -17,7 +17,7 @@ import numpy as np
 from dllm_jax.errors import DllmError
 from evals import plots, stderr
 from evals.runner import Report
-from evals.sampler import SamplerSpec, parse_sampler, parse_samplers, unique
+from evals.sampler import SamplerConfig, parse_sampler, parse_samplers, unique
 from evals.sweeps import Sweep, title
 from evals.tasks import TASKS, Task, TextTask
 
@@ -40,7 +40,7 @@ class Line:
     front: bool = False
 
     @property
-    def samplers(self) -> list[SamplerSpec]:
+    def samplers(self) -> list[SamplerConfig]:
         return [sampler for text in self.specs for sampler in parse_samplers(text)]
 
 
@@ -159,7 +159,7 @@ Points = Mapping[str, Sequence[Point]]
 """Label of a line -> its points."""
 
 
-def samplers_of(lines: Sequence[Line]) -> list[SamplerSpec]:
+def samplers_of(lines: Sequence[Line]) -> list[SamplerConfig]:
     """All samplers of the lines, each once."""
     return unique(sampler for line in lines for sampler in line.samplers)
 

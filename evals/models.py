@@ -9,7 +9,7 @@ import dllm_jax
 from dllm_jax import DllmError, Model
 from dllm_jax.config import Quantize
 from evals.tasks import Task
-from samplers.config.factory import SamplerSpec
+from samplers.config.sampler_config import SamplerConfig
 
 
 class Models:
@@ -37,7 +37,7 @@ class Models:
                 self._loaded[path_or_name] = dllm_jax.load(path_or_name, **self._how)
         return self._loaded[path_or_name]
 
-    def of(self, sampler: SamplerSpec) -> Model:
+    def of(self, sampler: SamplerConfig) -> Model:
         """The model that a sampler runs.
 
         Raises:
@@ -48,12 +48,12 @@ class Models:
             raise DllmError(f"no model was named for {sampler}; pass --model DIR_OR_NAME, or write {sampler}@DIR")
         return self.load(found) if isinstance(found, str) else found
 
-    def build(self, sampler: SamplerSpec, task: Task) -> tuple[Model, Task, Any]:
+    def build(self, sampler: SamplerConfig, task: Task) -> tuple[Model, Task, Any]:
         """The sampler's model, the task in its tokens, and the sampler itself.
 
         Raises:
-            DllmError: as `of`, for a model that does not fit the task, and as `SamplerSpec.build`.
+            DllmError: as `of`, for a model that does not fit the task, and as `SamplerConfig.build`.
         """
         model = self.of(sampler)
         bound = task.bind(model)
-        return model, bound, sampler.anywhere().build(model, bound, self.load)
+        return model, bound, sampler.anywhere().for_canvas(bound).load_verifier(self.load).build(model)

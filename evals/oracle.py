@@ -13,7 +13,7 @@ import numpy as np
 
 from dllm_jax import Model
 from evals.runner import prepare
-from evals.sampler import SamplerSpec
+from evals.sampler import SamplerConfig
 from evals.tasks import Task
 from samplers.engine.runner import Engines
 from train.trajectory import MergedSteps, Trajectory, merge_steps, trajectory_of
@@ -77,7 +77,7 @@ class OracleReport:
 def oracle(
     model: Model,
     task: str | Task,
-    sampler: str | SamplerSpec,
+    sampler: str | SamplerConfig,
     *,
     n: int | None = None,
     batch_size: int = 64,

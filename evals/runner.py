@@ -19,7 +19,7 @@ from evals import stderr
 from evals.distributed import ALONE, Processes
 from evals.extraction import tokens_before_stop
 from evals.models import Models
-from evals.sampler import SamplerSpec, parse_sampler
+from evals.sampler import SamplerConfig, parse_sampler
 from evals.tasks import Example, Task, Verdict, make_task
 from evals.token_counts import CountedAnswer, answer_of, count_as, forwards_of, method_of, speed_of
 from samplers import Generation, Result
@@ -126,7 +126,7 @@ class Report:
 def run(
     model: Model | Models,
     task: str | Task,
-    sampler: str | SamplerSpec,
+    sampler: str | SamplerConfig,
     *,
     n: int | None = None,
     batch_size: int = 64,
@@ -169,7 +169,7 @@ def run(
 
 
 def run_traced(
-    model: Model | Models, task: str | Task, sampler: str | SamplerSpec, example: Example
+    model: Model | Models, task: str | Task, sampler: str | SamplerConfig, example: Example
 ) -> tuple[Row, Generation]:
     """`run` on one example, and the answer with the trace of every forward, for `samplers.show`."""
     _, batches = prepare(model, task, sampler, n=1, batch_size=1, seed=0, split="test", examples=[example])
@@ -181,7 +181,7 @@ def run_traced(
 def prepare(
     model: Model | Models,
     task: str | Task,
-    sampler: str | SamplerSpec,
+    sampler: str | SamplerConfig,
     n: int | None,
     batch_size: int,
     seed: int,
@@ -190,7 +190,7 @@ def prepare(
     examples: Sequence[Example] | None = None,
     processes: Processes = ALONE,
     progress: bool | None = None,
-) -> tuple[SamplerSpec, "Batches"]:
+) -> tuple[SamplerConfig, "Batches"]:
     """Everything before the first forward; arguments and errors are those of `run`, but that a sampler must not name
     another model than the one that is given."""
     spec = parse_sampler(sampler) if isinstance(sampler, str) else sampler
@@ -381,7 +381,7 @@ class Batches:
         return answer_of(self.model, result.tokens[0].tolist(), self.task.stop_strings, seconds=alone, **numbers)
 
 
-def _names(model: Model, task: Task, spec: SamplerSpec, sampler: CanvasSampler) -> dict[str, Any]:
+def _names(model: Model, task: Task, spec: SamplerConfig, sampler: CanvasSampler) -> dict[str, Any]:
     """The part of a report that says what was run."""
     plain = (bool, int, float, str, type(None))
     chosen = {name: value if isinstance(value, plain) else str(value) for name, value in spec.settings.items()}

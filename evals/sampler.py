@@ -1,4 +1,4 @@
-"""The samplers of a sweep: specs (`samplers.config.factory`) and grids."""
+"""The samplers of a sweep: specs (`samplers.config.sampler_config`) and grids."""
 
 import itertools
 import tomllib
@@ -8,12 +8,12 @@ from typing import Any
 
 from dllm_jax import spec
 from dllm_jax.errors import DllmError
-from samplers.config.factory import SamplerSpec, parse_sampler, parse_samplers, typed
+from samplers.config.sampler_config import SamplerConfig, parse_sampler, parse_samplers, read_options
 
-__all__ = ["SamplerSpec", "all_samplers", "parse_sampler", "parse_samplers", "read_grid", "unique"]
+__all__ = ["SamplerConfig", "all_samplers", "parse_sampler", "parse_samplers", "read_grid", "unique"]
 
 
-def read_grid(path: str | Path) -> list[SamplerSpec]:
+def read_grid(path: str | Path) -> list[SamplerConfig]:
     """The samplers of a TOML file: tables `[[sampler]]` with options, each a value or a list of values.
 
     `sampler` names the sampler and `model` what it runs; without `sampler`, `rule` is the name. So `sampler = "d2f"`
@@ -31,15 +31,15 @@ def read_grid(path: str | Path) -> list[SamplerSpec]:
     return list(itertools.chain.from_iterable(_of_table(table, path) for table in tables))
 
 
-def unique(samplers: Iterable[SamplerSpec]) -> list[SamplerSpec]:
+def unique(samplers: Iterable[SamplerConfig]) -> list[SamplerConfig]:
     """The samplers without repetitions, those of one series together."""
-    by_series: dict[str, dict[str, SamplerSpec]] = {}
+    by_series: dict[str, dict[str, SamplerConfig]] = {}
     for sampler in samplers:
         by_series.setdefault(sampler.series, {})[str(sampler)] = sampler
     return [sampler for group in by_series.values() for sampler in group.values()]
 
 
-def _of_table(table: Mapping[str, Any], path: str | Path) -> list[SamplerSpec]:
+def _of_table(table: Mapping[str, Any], path: str | Path) -> list[SamplerConfig]:
     key = "sampler" if "sampler" in table else "rule"
     name, model = table.get(key), table.get("model")
     if not isinstance(name, str):
@@ -49,12 +49,11 @@ def _of_table(table: Mapping[str, Any], path: str | Path) -> list[SamplerSpec]:
         raise DllmError(f"the grid {path}: model {model!r} is no folder or name; write one per [[sampler]]")
     lists = {k: v if isinstance(v, list) else [v] for k, v in table.items() if k not in (key, "model")}
     products = itertools.product(*lists.values())
-    return [
-        typed(name, {k: spec.format_value(v) for k, v in zip(lists, values, strict=True)}, model) for values in products
-    ]
+    texts = [{k: spec.format_value(v) for k, v in zip(lists, values, strict=True)} for values in products]
+    return [read_options(name, options, model=model) for options in texts]
 
 
-def all_samplers(texts: Sequence[str], grid: str | Path | None = None) -> list[SamplerSpec]:
+def all_samplers(texts: Sequence[str], grid: str | Path | None = None) -> list[SamplerConfig]:
     """The samplers of several specs and of a grid's file.
 
     Raises:

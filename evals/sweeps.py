@@ -13,7 +13,7 @@ from evals.aup_metric import ALPHA, DROP, ONE, from_one
 from evals.distributed import ALONE, Processes
 from evals.models import Models
 from evals.runner import Report, check_count, draw, run
-from evals.sampler import SamplerSpec
+from evals.sampler import SamplerConfig
 from evals.tasks import Example, Task
 from samplers.engine.runner import Engines
 
@@ -33,7 +33,7 @@ class Sweep:
         programs: how many were compiled; samplers that differ in numbers only share one.
     """
 
-    samplers: list[SamplerSpec] = dataclasses.field(default_factory=list)
+    samplers: list[SamplerConfig] = dataclasses.field(default_factory=list)
     reports: list[Report] = dataclasses.field(default_factory=list)
     programs: int = 0
 
@@ -84,7 +84,7 @@ class Sweep:
 def sweep(
     model: Model | Models,
     task: Task,
-    samplers: Sequence[SamplerSpec],
+    samplers: Sequence[SamplerConfig],
     *,
     n: int | None = None,
     batch_size: int = 64,

@@ -28,8 +28,9 @@ from dllm_jax.storage import write_file
 from evals.flags import add_batch, add_model, add_task, command, models_of
 from evals.models import Models
 from evals.tasks import Task, make_task
-from samplers.config.factory import CanvasSampler, SamplerSpec, parse_sampler
+from samplers.config.factory import CanvasSampler
 from samplers.config.registry import settings_of
+from samplers.config.sampler_config import SamplerConfig, parse_sampler
 from samplers.engine.engine import Engine
 from samplers.engine.requests import Request
 from samplers.engine.runner import Engines
@@ -101,7 +102,7 @@ def collect(
 
 def collect_from(
     model: Model | Models,
-    sampler: str | SamplerSpec,
+    sampler: str | SamplerConfig,
     out: str | Path,
     *,
     task: str | Task | None = None,
@@ -133,7 +134,7 @@ def collect_from(
     about: dict[str, Any] = {"data": str(task or data), "sampler": str(spec)}
     if data is not None:
         chosen = models.of(spec)
-        built = spec.anywhere().build(chosen, load=models.load)
+        built = spec.anywhere().load_verifier(models.load).build(chosen)
         setup = Setup(chosen.config, chosen.tokenizer, chosen.config.max_length)
         source: Source = jsonl(setup, path=str(data), turns="last")
         about["model"] = chosen.name

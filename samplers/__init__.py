@@ -15,9 +15,9 @@ from samplers.caches import (
     VicinityCache,
 )
 from samplers.canvas import Canvas
-from samplers.config.factory import SamplerSpec, make_sampler, parse_sampler, parse_samplers
 from samplers.config.presets import PRESETS
 from samplers.config.registry import LOOPS
+from samplers.config.sampler_config import SamplerConfig, make_sampler, parse_sampler, parse_samplers
 from samplers.engine.engine import Engine
 from samplers.engine.requests import Request, Update
 from samplers.generate import generate
@@ -99,7 +99,7 @@ __all__ = [
     "Result",
     "Rule",
     "Sampler",
-    "SamplerSpec",
+    "SamplerConfig",
     "Sampling",
     "Score",
     "Smoothing",

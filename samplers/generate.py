@@ -9,7 +9,8 @@ import numpy as np
 
 from dllm_jax import DllmError, Model
 from samplers.checks import check_length, check_seed
-from samplers.config.factory import CanvasSampler, sampler_of
+from samplers.config.factory import CanvasSampler
+from samplers.config.sampler_config import SamplerConfig, make_sampler
 from samplers.engine.requests import Update, requests_of
 from samplers.engine.runner import run_all
 from samplers.generation import Generation
@@ -30,7 +31,7 @@ def generate(
     model: Model,
     prompts: str | Sequence[Prompt],
     *,
-    sampler: str | Rule | CanvasSampler | None = None,
+    sampler: str | Rule | SamplerConfig | CanvasSampler | None = None,
     chat: bool = False,
     system: str | None = None,
     seed: int = 0,
@@ -46,7 +47,7 @@ def generate(
 
     Args:
         prompts: one string, or a list whose items are strings, token ids or lists of chat messages.
-        sampler: what to do: a sampler, or a name or spec that `make_sampler` makes one of, with `options`.
+        sampler, options: as `make_sampler` takes them.
         chat: take strings as a user's message in the model's chat format; system: with this system message.
         seed: of the random numbers, where any are drawn.
         batch_size: prompts that are worked on together, the next as soon as one has ended; all by default.
@@ -55,8 +56,6 @@ def generate(
             covered the whole sequence. The answers are the same; each step is then a call of its own, which is slower.
         on_update: called after every step with the `Update` of each prompt at work, such as a
             `samplers.viewer.terminal.LiveView`; each step is then a call of its own, too.
-        options: what `make_sampler` takes: rule, cache, gen_length, block_length, temperature, top_p, top_k, stop,
-            suppress, guidance, smoothing, and the numbers of the rule and the cache, such as threshold=0.9.
 
     Returns:
         A `Generation` for a single string, else a list of them.
@@ -80,7 +79,7 @@ def prepare(
     model: Model,
     prompts: Sequence[Prompt],
     *,
-    sampler: str | Rule | CanvasSampler | None = None,
+    sampler: str | Rule | SamplerConfig | CanvasSampler | None = None,
     chat: bool = False,
     system: str | None = None,
     seed: int = 0,
@@ -101,7 +100,7 @@ def prepare(
         ids = reprlib.repr(prompts.tolist() if isinstance(prompts, np.ndarray | jax.Array) else list(prompts))
         raise DllmError(f"prompts is {ids}; token ids of one prompt are a list in a list, [{ids}]")
     check_seed(seed)
-    sampler = sampler_of(model, sampler, options)
+    sampler = make_sampler(model, sampler, **options)
     rows = [encode_prompt(model, prompt, chat=chat, system=system) for prompt in prompts]
     check_lengths(model, sampler, rows)
     return sampler, rows, row_keys(jax.random.key(seed), len(rows))

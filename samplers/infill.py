@@ -25,7 +25,8 @@ import numpy as np
 from dllm_jax import DllmError, Model
 from dllm_jax.text.tokenizer import encode_text, special_tokens
 from samplers.checks import check_length, check_seed
-from samplers.config.factory import CanvasSampler, ends_called, make_sampler, settings_for
+from samplers.config.factory import CanvasSampler, find_end_ids
+from samplers.config.sampler_config import SamplerConfig, configure, make_sampler
 from samplers.engine.requests import Request, Update, requests_of
 from samplers.engine.runner import run_all
 from samplers.generation import Generation, answer, finite_or_none
@@ -101,7 +102,7 @@ def infill(
     prompt: Prompt | Sequence[Prompt] | None = None,
     chat: bool = False,
     system: str | None = None,
-    sampler: str | Rule | None = None,
+    sampler: str | Rule | SamplerConfig | None = None,
     seed: int = 0,
     batch_size: int | None = None,
     progress: bool | None = None,
@@ -148,7 +149,7 @@ def prepare_infill(
     prompt: Prompt | Sequence[Prompt] | None = None,
     chat: bool = False,
     system: str | None = None,
-    sampler: str | Rule | None = None,
+    sampler: str | Rule | SamplerConfig | None = None,
     seed: int = 0,
     **options: Any,
 ) -> InfillPlan:
@@ -248,31 +249,35 @@ def _make_canvas(pieces: Sequence[Sequence[int]], lengths: Sequence[int]) -> tup
 
 
 def _sampler(
-    model: Model, name: str | Rule | None, options: Mapping[str, Any], prompt_length: int, longest: int
+    model: Model,
+    sampler: str | Rule | SamplerConfig | None,
+    options: Mapping[str, Any],
+    prompt_length: int,
+    longest: int,
 ) -> CanvasSampler:
     """A sampler with room for the longest canvas, in whole blocks: so few lengths are ever compiled, and no row's
     schedule depends on the longest."""
-    if said := [option for option in _WITHOUT_EFFECT if option in options]:
-        raise DllmError(f"{said[0]} has no effect on an infilling, which ends where its template does; leave it out")
-    if not (name is None or isinstance(name, str | Rule)):
-        kind = type(name).__name__
+    if not (sampler is None or isinstance(sampler, str | Rule | SamplerConfig)):
+        kind = type(sampler).__name__
         raise DllmError(f"sampler is of type {kind}; give a name or a rule, since the template is its canvas")
-    settings = settings_for(model, name, options)
-    if issubclass(settings.kind, LeftToRight):
+    config = configure(model, sampler, options)
+    if written := [option for option in _WITHOUT_EFFECT if config.is_written(option)]:
+        raise DllmError(f"{written[0]} has no effect on an infilling, which ends where its template does; leave it out")
+    if issubclass(config.kind, LeftToRight):
         raise DllmError("gaps cannot be filled by a sampler that writes from left to right; use an unmasking rule")
-    block = settings.options.get("block_length", getattr(settings.kind, "block_length", None))
+    block = config.options.get("block_length", getattr(config.kind, "block_length", None))
     check_length("block_length", block or None, optional=True)
     room = -(-longest // block) * block if block else bucket_length(longest)
     length = max(min(room, model.config.max_length - prompt_length), longest)
-    decided = {"gen_length": length, "ignore_eos": True, "suppress": _suppressed(model, options.get("suppress"))}
-    if settings.options.get("fill_after_eos"):  # of the checkpoint; an end token in a piece ends nothing
+    decided = {"gen_length": length, "ignore_eos": True, "suppress": _suppressed(model, config.options.get("suppress"))}
+    if config.options.get("fill_after_eos"):  # of the checkpoint; an end token in a piece ends nothing
         decided["fill_after_eos"] = False
-    return make_sampler(model, name, **{**options, **decided})
+    return make_sampler(model, config.with_options(**decided))
 
 
 def _suppressed(model: Model, said: Any) -> Any:
     """What was said of `suppress`, and all tokens that have no text: special ones, and ids that no token has."""
-    said = ends_called(model.config, said)
+    said = find_end_ids(model.config, said)
     if said is not None and (isinstance(said, str) or not isinstance(said, Sequence)):
         return said  # which make_sampler refuses
     tokenizer = model.require_tokenizer()

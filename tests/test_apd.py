@@ -531,10 +531,11 @@ def test_evals_know_samplers_from_left_to_right() -> None:
     )
     specs = parse_samplers("apd:verifier=there,weight=0.3|0.6,window=2,lookahead=9,temperature=0.5")
     assert {spec.series for spec in specs} == {"apd:verifier=there,window=2,lookahead=9,temperature=0.5"}
-    built = specs[0].build(dataclasses.replace(beside, config=model.config), task, {"there": beside}.__getitem__)
+    config = specs[0].for_canvas(task).load_verifier({"there": beside}.__getitem__)
+    built = config.build(dataclasses.replace(beside, config=model.config))
     assert isinstance(built, APD) and (built.weight, built.window, built.lookahead) == (0.3, 2, 9)
     assert built.gen_length == task.answer_width
     with refuses("verifier"):
-        parse_samplers("apd:weight=0.5")[0].build(model, task)
+        parse_samplers("apd:weight=0.5")[0].for_canvas(task).build(model)
     with refuses("'cache'"):
         parse_samplers("leftright:cache=dual")

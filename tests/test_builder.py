@@ -40,12 +40,8 @@ from samplers import (
     parse_samplers,
 )
 from samplers.cli import sample as cli
-from samplers.config.factory import defaults_of
-from samplers.config.registry import (
-    fields_of,
-    kind_of,
-    title,
-)
+from samplers.config.registry import fields_of, title, type_of
+from samplers.config.sampler_config import defaults_of
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("dllm_jax", "convert", "samplers", "train", "evals", "benchmarks")
@@ -90,7 +86,7 @@ def test_every_field_is_reached_by_its_name(llada_tiny, verifier, ni_indicator, 
     options |= {field.removeprefix("most_"): 1} if field.startswith("most_") else {}
     default = next(f.default for f in fields_of(kind) if f.name == field)
     chosen = {"gen_length": 8, "block_length": 4, "canvas_length": 512 - 64, "steps": 4}
-    value = chosen.get(field) or another(kind_of(kind, field), default)
+    value = chosen.get(field) or another(type_of(kind, field), default)
     options |= {field: value}
     options |= {"cache": name} if place == "cache" else {}
     model = dllm_jax.random_model(CANVAS) if name == "renoise" else llada_tiny

@@ -222,9 +222,9 @@ def test_options_of_cache_policies_and_presets_are_known():
     assert sampler.settings == settings and sampler.numbers == {"threshold": 0.7} and sampler.series == "fast-dllm"
     task = make_task("word-problems:difficulty=hard")
     for name in PRESETS:
-        built = parse_sampler(name).build(oracle(task, n=1), task)
+        built = parse_sampler(name).for_canvas(task).build(oracle(task, n=1))
         assert built.gen_length == task.answer_width
-    assert parse_sampler("fast-dllm:gen_length=16").build(oracle(task, n=1), task).gen_length == 16
+    assert parse_sampler("fast-dllm:gen_length=16").for_canvas(task).build(oracle(task, n=1)).gen_length == 16
 
 
 def test_lists_make_one_sampler_per_value():
@@ -343,11 +343,11 @@ def test_a_sampler_that_names_its_model_is_read_and_written_alike():
     with pytest.raises(DllmError, match="sampler topk@other names a model of its own; load that one"):
         prepare(oracle(task), SUDOKU, "topk@other", 1, 1, 0, "test")
     with pytest.raises(DllmError, match="sampler topk@other names a model of its own; load that one"):
-        parse_sampler("topk@other").build(oracle(task), task)
+        parse_sampler("topk@other").build(oracle(task))
     verifier = oracle(task)
     verifier.config = verifier.config.replace(family="qwen2", attention="causal", mask_id=None)
     with pytest.raises(DllmError, match="sampler leftright: oracle has no mask token to mark undecided positions with"):
-        parse_sampler("leftright").build(verifier, task)
+        parse_sampler("leftright").for_canvas(task).build(verifier)
 
 
 def test_numbers_are_swept_by_one_program():
@@ -581,4 +581,4 @@ def test_the_shipped_grid_is_valid():
     samplers = read_grid(os.path.join(os.path.dirname(evals.__file__), "grids", "rules.toml"))
     assert len({sampler.series for sampler in samplers}) == 7
     for sampler in samplers:
-        sampler.build(oracle(task, n=1), task)
+        sampler.for_canvas(task).build(oracle(task, n=1))

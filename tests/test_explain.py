@@ -17,10 +17,10 @@ from dllm_jax.params.quantized import num_bytes
 from samplers import CACHES, RULES, BlockSampler, Smoothing, make_sampler, rules, sample_jit
 from samplers.cli import sample as cli
 from samplers.config.costs import costs_of
-from samplers.config.explain import list_settings, sized
-from samplers.config.factory import defaults_of, typed
+from samplers.config.explain import format_bytes, list_settings
 from samplers.config.presets import PRESETS, published_in
-from samplers.config.registry import LOOPS, fields_of, resolve
+from samplers.config.registry import LOOPS, fields_of
+from samplers.config.sampler_config import defaults_of, read_options
 from samplers.tokens.predictions import Sampling
 
 KINDS = {**RULES, **CACHES, **LOOPS, "sampler": BlockSampler, "draws": Sampling, "smoothing": Smoothing}
@@ -41,8 +41,7 @@ def explain(capsys, monkeypatch, llada_tiny):
 
 
 def rows_of(model, name=None, **said):
-    options = typed(name, said).options if said else {}
-    config = resolve(name, options, defaults_of(model), "the command line")
+    config = read_options(name, said, defaults_of(model), "the command line").over(defaults_of(model))
     return {row.name: row for row in list_settings(config)}
 
 
@@ -235,4 +234,4 @@ def test_a_published_model_needs_no_checkpoint(capsys, monkeypatch, tmp_path):
 
 
 def test_sizes():
-    assert [sized(n) for n in (512, 2**20, 3 * 2**29)] == ["0.5 KiB", "1.0 MiB", "1.50 GiB"]
+    assert [format_bytes(n) for n in (512, 2**20, 3 * 2**29)] == ["0.5 KiB", "1.0 MiB", "1.50 GiB"]

@@ -8,7 +8,7 @@ from conftest import ROOT
 
 from benchmarks import memory
 from samplers.cli import sample as cli
-from samplers.cli.flags import said_by
+from samplers.cli.flags import read_sampler_flags
 
 RESULTS = ROOT / "benchmarks" / "results"
 TOLD = json.loads((RESULTS / "memory.json").read_text())["rows"]
@@ -65,4 +65,4 @@ def test_what_it_advises_can_be_said():
     assert len(said) >= 6
     for words in said:
         options = parser.parse_args(words)
-        said_by(options, parser.parse_args([]))
+        read_sampler_flags(options, parser.parse_args([]))

@@ -16,7 +16,8 @@ from docs.tools import pictures
 from evals import presets
 from evals.sampler import parse_sampler
 from samplers import CACHES, PRESETS, RULES
-from samplers.config.registry import LOOPS, USUAL, SamplerConfig, kinds_of, options_of, resolve
+from samplers.config.registry import LOOPS
+from samplers.config.sampler_config import GENERATION_DEFAULTS, SamplerConfig
 from samplers.tokens.smoothing import Smoothing
 from train.objectives import OBJECTIVES
 
@@ -52,11 +53,15 @@ def default_of(code):
     if name == "smoothing":
         return written(Smoothing.__dataclass_fields__[option].default)
     if name in CACHES:
-        settings = SamplerConfig(USUAL.kind, {**USUAL.options, "cache": name})
+        settings = GENERATION_DEFAULTS.with_options(cache=name)
     else:
-        under = {"gen_length": USUAL.options["gen_length"]}  # all that a model with a canvas does not bring
-        settings = resolve(name, {}, SamplerConfig(LOOPS[name], under) if name == "renoise" else USUAL)
-    owner = options_of(settings)[option]
+        under = {
+            "gen_length": GENERATION_DEFAULTS.options["gen_length"]
+        }  # all that a model with a canvas does not bring
+        settings = SamplerConfig(name, {}).over(
+            SamplerConfig(name, under) if name == "renoise" else GENERATION_DEFAULTS
+        )
+    owner = settings.owners[option]
     fields = (owner.kind or settings.kind).__dataclass_fields__
     usual = False if option == "ignore_eos" else fields[owner.field].default
     if usual is dataclasses.MISSING and option == "steps":
@@ -95,7 +100,7 @@ def test_whatever_looks_like_a_sampler_is_one(page):
         if name in names and rest:
             assert "=" not in rest or parse_sampler(code), code
         elif found := re.fullmatch(r"((?:\w+=[\w.-]+)(?:,\w+=[\w.-]+)*)", code):
-            known = set().union(*(kinds_of(resolve(name, {}, USUAL)) for name in (*RULES, *LOOPS)))
+            known = set().union(*(SamplerConfig(name, {}).over(GENERATION_DEFAULTS).types for name in (*RULES, *LOOPS)))
             assert {pair.partition("=")[0] for pair in found[1].split(",")} <= known | {"top_k"}, code
 
 

@@ -15,7 +15,7 @@ from evals.presets import check, comparison, describe_preset, find, modify, pres
 from evals.presets.checks import TASKS_FOLDER, known_tasks
 from evals.presets.preset import Preset, Published
 from evals.presets.reading import FOLDER, read
-from samplers.config.factory import parse_sampler
+from samplers.config.sampler_config import parse_sampler
 
 PLAIN = ("x/y", "GSAI-ML/LLaDA-8B-Base", "gsm8k", 5, "raw")
 OURS = Preset(*PLAIN, sampler="llada:gen_length=64", metrics=("acc,none",), status="A", source="a table")

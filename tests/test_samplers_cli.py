@@ -23,9 +23,9 @@ from dllm_jax.checkpoints import checkpoint
 from samplers import CACHES, RULES, Generation, Rule, Smoothing
 from samplers.cli import flags, report
 from samplers.cli import sample as cli
-from samplers.cli.flags import said_by
+from samplers.cli.flags import read_sampler_flags
 from samplers.config import registry
-from samplers.config.factory import typed
+from samplers.config.sampler_config import GENERATION_DEFAULTS, SamplerConfig, read_options
 from samplers.engine.engine import Stats
 from samplers.text.display import END, Speller, printable
 from samplers.viewer import terminal
@@ -55,7 +55,8 @@ def asked(monkeypatch):
     seen, really = {}, cli.prepare
 
     def prepare(model, prompts, **options):
-        seen.update(options, prompts=prompts)
+        config = options["sampler"]
+        seen.update({**options, **config.options, "sampler": config.name}, prompts=prompts)
         return really(model, prompts, **options)
 
     def run_all(model, sampler, requests, batch_size, **_):
@@ -339,10 +340,11 @@ def test_a_rule_that_is_added_is_offered(monkeypatch, capsys):
         monkeypatch.setattr(module, "RULES", {**RULES, "new": New})
     monkeypatch.setattr(registry, "PARTS", {**registry.PARTS, "rule": cli.RULES})
     line = ["a", "--rule=new", "--weight=0.25", "--count=3", "--fast=true", "--kind=b"]
-    name, texts, model = said_by(cli.command_line().parse_intermixed_args(line), cli.command_line().parse_args([]))
+    parsed = cli.command_line().parse_intermixed_args(line)
+    name, texts = read_sampler_flags(parsed, cli.command_line().parse_args([]))
     wanted = {"rule": "new", "weight": 0.25, "count": 3, "fast": True, "kind": "b"}
-    assert typed(name, texts, under=registry.USUAL).options == wanted
-    assert "inner" not in set(registry.kinds_of(registry.SamplerConfig(registry.USUAL.kind, {"rule": "new"})))
+    assert read_options(name, texts, GENERATION_DEFAULTS).options == wanted
+    assert "inner" not in set(SamplerConfig(None, {"rule": "new"}).types)
     assert cli.main(["--list"]) == 0
     out = capsys.readouterr().out
     assert "--weight (default: 0.5) how much of it." in out and "--kind (default: a; one of a, b)" in out

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 
 from dllm_jax import Denoiser, Model
 from dllm_jax.errors import DllmError
-from samplers.config.factory import parse_sampler, refuse_twice
+from samplers.config.sampler_config import parse_sampler, refuse_twice
 from samplers.engine.engine import Engine
 from samplers.engine.requests import Request
 from samplers.loops.block import BlockSampler
@@ -130,8 +130,8 @@ def sampler_for(part: RolloutPart, model: Model, task: Any, gen_length: int) -> 
         raise DllmError(f"data.answer_length {one}; {other}")
     own = {} if canvas else {"gen_length": gen_length}
     refuse_twice(spec.options, own)
-    options = {**spec.options, **own, "temperature": part.temperature}
-    found = dataclasses.replace(spec, options=options).build(model, canvas)
+    spec = spec.with_options(**own, temperature=part.temperature)
+    found = (spec if canvas is None else spec.for_canvas(canvas)).build(model)
     advice = "learn from another sampler"
     if not isinstance(found, BlockSampler):
         raise DllmError(f"rollout.sampler {part.sampler} has a loop of its own, whose drafts are not learned; {advice}")

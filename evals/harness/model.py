@@ -9,7 +9,6 @@ the work over devices. Neither needs torch.
 
 import collections
 import contextlib
-import dataclasses
 import functools
 import subprocess
 import sys
@@ -46,8 +45,8 @@ from evals.presets import Preset
 from evals.token_counts import CountedAnswer, answer_of, count_as, forwards_of, method_of, speed_of
 from samplers.checks import check_length, check_whole
 from samplers.cli.report import device_of
-from samplers.config.factory import CanvasSampler, defaults_of, parse_sampler
-from samplers.config.registry import PLAIN, resolve
+from samplers.config.factory import CanvasSampler
+from samplers.config.sampler_config import EVALUATION_DEFAULTS, defaults_of, parse_sampler
 from samplers.engine.engine import MOST_STOPS
 from samplers.engine.requests import Request
 from samplers.engine.runner import Runner, slots_for
@@ -275,14 +274,13 @@ class DllmLM(LM):
 
     def _build_sampler(self, length: int, load: Callable[[str], Model]) -> CanvasSampler:
         assert self._spec is not None
-        options = {**self._spec.options, "gen_length": length}
-        return dataclasses.replace(self._spec, options=options).build(self.model, load=load)
+        return self._spec.with_options(gen_length=length).load_verifier(load).build(self.model)
 
     @functools.cached_property
     def _length(self) -> int | None:
         """The preset's length, or that of the published setting that its sampler names; None for neither."""
         assert self._spec is not None
-        found: int | None = resolve(self._spec.name, self._spec.options, PLAIN).options.get("gen_length")
+        found: int | None = self._spec.over(EVALUATION_DEFAULTS).options.get("gen_length")
         return found
 
     @functools.cached_property

@@ -9,7 +9,7 @@ from evals.presets.checks import check
 from evals.presets.preset import FORMS, Preset, Published, describe_preset, modify
 from evals.presets.reading import presets
 from evals.presets.report import Comparison, ScoreRow, comparison
-from samplers.config.factory import parse_sampler
+from samplers.config.sampler_config import parse_sampler
 
 __all__ = [
     "FORMS",

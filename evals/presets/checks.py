@@ -13,7 +13,7 @@ from dllm_jax.errors import DllmError
 from dllm_jax.families import PUBLISHED, REPOSITORIES
 from dllm_jax.indicator import Indicator, IndicatorConfig
 from evals.presets.preset import Preset
-from samplers.config.registry import PLAIN, options_of, resolve
+from samplers.config.sampler_config import EVALUATION_DEFAULTS
 from samplers.loops.verifier import Verifier
 
 TASKS_FOLDER = Path(__file__).parents[1] / "harness" / "tasks"
@@ -87,14 +87,14 @@ def _of_sampler(preset: Preset) -> Iterable[str]:
     config = config_of(preset) or PUBLISHED["llada-8b-instruct"]
     try:
         sampler = preset.spec
-        settings = resolve(sampler.name, sampler.options, PLAIN)
-        if "gen_length" not in settings.options:
+        found = sampler.over(EVALUATION_DEFAULTS)
+        if "gen_length" not in found.options:
             yield "the sampler says no gen_length"
             return
         unmade = {"verifier": _verifier, "indicator": _indicator}
-        given = {name: make(config) for name, make in unmade.items() if name in options_of(settings)}
+        given = {name: make(config) for name, make in unmade.items() if name in found.owners}
         model = Model(config, {}, None, preset.model)
-        built = type(sampler)(sampler.name, {**sampler.options, **given}).build(model)
+        built = sampler.with_options(**given).build(model)
     except DllmError as error:
         yield str(error)
         return

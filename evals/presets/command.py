@@ -69,7 +69,7 @@ def matching(presets: Any, pattern: str) -> list[Preset]:
 
 
 def as_json(preset: Preset) -> dict[str, Any]:
-    """All of a preset, its sampler all_options."""
+    """All of a preset, its sampler with all options."""
     options = {} if preset.kind == "likelihood" else all_options(preset.spec)
     return {**dataclasses.asdict(preset), "options": options, "hash": preset.hash}
 

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from dllm_jax import spec
 from dllm_jax.errors import DllmError
-from samplers.config.factory import SamplerSpec, parse_sampler, typed
-from samplers.config.registry import PLAIN, SamplerConfig, called, fields_of, kinds_of, options_of, resolve
+from samplers.config.registry import fields_of
+from samplers.config.sampler_config import EVALUATION_DEFAULTS, SamplerConfig, parse_sampler, read_options
 from samplers.likelihood.scoring import Estimator
 from samplers.tokens.smoothing import Smoothing
 
@@ -67,7 +67,7 @@ class Preset:
         system: the system message of a chat; None is the template's own.
         limit: the first N problems (of each subtask) are asked; None asks all.
         kind: whether answers are generated, or given ones scored.
-        sampler: what generates, as a spec (`samplers.config.factory`); by default with no cache and in one block.
+        sampler: what generates, as a spec (`samplers.parse_sampler`); by default with no cache and in one block.
         max_prompt: longest prompt in tokens, cut on the left; None is what the model's context leaves.
         until: whether answers are cut at the task's stop strings; they always are at an end token.
         samples: masked copies that a likelihood is estimated from; mc_batch: of them in one stratified batch.
@@ -124,7 +124,7 @@ class Preset:
             raise DllmError(f"{self.name}: samples {self.samples} is no multiple of mc_batch {self.mc_batch}; {advice}")
 
     @property
-    def spec(self) -> SamplerSpec:
+    def spec(self) -> SamplerConfig:
         """What generates; `build` makes it the sampler of a model."""
         return parse_sampler(self.sampler)
 
@@ -144,25 +144,25 @@ _OF_KIND: Mapping[Kind, tuple[str, ...]] = {
 }
 
 
-def all_options(sampler: SamplerSpec) -> dict[str, Any]:
+def all_options(sampler: SamplerConfig) -> dict[str, Any]:
     """A sampler's name and all its options, unset ones with their defaults."""
-    settings = resolve(sampler.name, sampler.options, PLAIN)
-    given, kinds = dict(settings.options), kinds_of(settings)
+    found = sampler.over(EVALUATION_DEFAULTS)
+    given, kinds = dict(found.options), found.types
     if isinstance(smoothing := given.get("smoothing"), Smoothing):
         numbers = {f"smoothing_{name}": value for name, value in vars(smoothing).items()}
         given |= {"smoothing": True, **numbers}
     if not given.get("smoothing"):
         kinds = {option: kind for option, kind in kinds.items() if not option.startswith("smoothing_")}
-    owned = {option: given.get(option, _usual(settings, option)) for option in kinds}
-    return {"sampler": called(settings), **owned}
+    owned = {option: given.get(option, _default_of(found, option)) for option in kinds}
+    return {"sampler": found.label, **owned}
 
 
-def _usual(settings: SamplerConfig, option: str) -> Any:
-    owner = options_of(settings)[option]
-    found = {field.name: field.default for field in fields_of(owner.kind or settings.kind)}.get(owner.field, False)
+def _default_of(config: SamplerConfig, option: str) -> Any:
+    owner = config.owners[option]
+    found = {field.name: field.default for field in fields_of(owner.kind or config.kind)}.get(owner.field, False)
     if found is not dataclasses.MISSING:
         return found if found is None or isinstance(found, bool | int | float | str) else spec.format_value(found)
-    return settings.options.get("gen_length") if option == "steps" else None
+    return config.options.get("gen_length") if option == "steps" else None
 
 
 def modify(preset: Preset, **changes: Any) -> tuple[Preset, list[str]]:
@@ -200,7 +200,7 @@ def _with_options(preset: Preset, options: Mapping[str, Any]) -> str:
         if set(text) & set(",|@"):
             raise DllmError(f"{preset.name}: {name} {text!r} cannot stand in a spec; use one without , | and @")
     try:
-        return str(typed(preset.spec.name, {**preset.spec.options, **texts}))
+        return str(read_options(preset.spec.name, {**preset.spec.options, **texts}))
     except DllmError as error:
         raise DllmError(f"{preset.name}: {error}") from None
 

@@ -17,7 +17,7 @@ from typing import Any
 from dllm_jax import spec
 from dllm_jax.errors import DllmError
 from evals.presets.preset import Preset
-from samplers.config.factory import typed
+from samplers.config.sampler_config import read_options
 from train.settings import build_settings
 
 FOLDER = Path(__file__).parent
@@ -119,4 +119,4 @@ def _spec(name: str, table: Mapping[str, Any]) -> str:
     options = {option: spec.format_value(value) for option, value in table.items() if option != "name"}
     if "name" not in table:
         raise DllmError(f"{name}: the sampler has no name; write one beside {', '.join(options)}")
-    return str(typed(table["name"], options))
+    return str(read_options(table["name"], options))

@@ -14,7 +14,7 @@ from dllm_jax.storage import write_file
 from evals import files, flags, plots
 from evals.models import Models
 from evals.runner import surroundings
-from evals.sampler import SamplerSpec, all_samplers, parse_sampler, parse_samplers, read_grid
+from evals.sampler import SamplerConfig, all_samplers, parse_sampler, parse_samplers, read_grid
 from evals.tasks import Task, make_task
 from evals.tune.scorer import TuneScorer, digest_of
 from evals.tune.trials import (
@@ -39,10 +39,10 @@ GRID = Path(__file__).parents[1] / "grids" / "tune.toml"
 def fastest(
     model: Model | Models,
     task: str | Task,
-    samplers: str | SamplerSpec | Sequence[str | SamplerSpec] = (),
+    samplers: str | SamplerConfig | Sequence[str | SamplerConfig] = (),
     *,
     floor: float,
-    reference: str | SamplerSpec = "topk",
+    reference: str | SamplerConfig = "topk",
     objective: Objective = "nfe",
     confidence: float = 0.95,
     n: int = 2000,
@@ -69,7 +69,7 @@ def fastest(
         RuntimeWarning: when problems were left out because they repeat others.
     """
     goal = Goal(floor, objective, confidence, n, n if validation is None else validation)
-    listed = [samplers] if isinstance(samplers, str | SamplerSpec) else samplers
+    listed = [samplers] if isinstance(samplers, str | SamplerConfig) else samplers
     tried = [x for text in listed for x in (parse_samplers(text) if isinstance(text, str) else [text])]
     against = parse_sampler(reference) if isinstance(reference, str) else reference
     models = model if isinstance(model, Models) else Models(model)

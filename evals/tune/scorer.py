@@ -11,7 +11,7 @@ from dllm_jax.json_lines import JsonLines
 from dllm_jax.params.quantized import dtype_label
 from evals.models import Models
 from evals.runner import prepare, run
-from evals.sampler import SamplerSpec
+from evals.sampler import SamplerConfig
 from evals.tasks import Example, Task
 from evals.tune.held_out import HeldOutRecord, draw_different, hashes_of
 from evals.tune.trials import Goal, Outcomes
@@ -34,8 +34,8 @@ class TuneScorer:
         self,
         models: Models,
         task: Task,
-        reference: SamplerSpec,
-        samplers: Sequence[SamplerSpec],
+        reference: SamplerConfig,
+        samplers: Sequence[SamplerConfig],
         goal: Goal,
         *,
         batch_size: int = 64,
@@ -59,7 +59,7 @@ class TuneScorer:
         self._output: JsonLines | None = None
         self._settings: Mapping[str, Any] = {}
         self.goal = goal
-        different = dict[Any, tuple[SamplerSpec, Any]]()  # with what was built, which keeps the ids in the keys alive
+        different = dict[Any, tuple[SamplerConfig, Any]]()  # with what was built, which keeps the ids in the keys alive
         for sampler in (reference, *samplers):
             for split, examples in self._examples(sampler).items():
                 batches = prepare(models, task, sampler, None, batch_size, seed, split, examples=examples)[1]
@@ -93,7 +93,7 @@ class TuneScorer:
         for entry in entries:
             self._entries.setdefault((entry["sampler"], entry["split"]), []).append(entry)
 
-    def __call__(self, sampler: SamplerSpec, split: str, n: int) -> Outcomes:
+    def __call__(self, sampler: SamplerConfig, split: str, n: int) -> Outcomes:
         """Outcomes on the first n problems of a split."""
         entries = self._entries.setdefault((str(sampler), split), [])
         while (done := sum(len(entry["nfe"]) for entry in entries)) < n:
@@ -103,7 +103,7 @@ class TuneScorer:
         seconds = [entry["seconds"] / len(entry["nfe"]) for entry in entries for _ in entry["nfe"]][:n]
         return Outcomes([bool(right) for right in correct], sum(nfe) / n, sum(seconds) / n)
 
-    def _run(self, sampler: SamplerSpec, split: str, first: int, n: int) -> Mapping[str, Any]:
+    def _run(self, sampler: SamplerConfig, split: str, first: int, n: int) -> Mapping[str, Any]:
         examples = self._examples(sampler)[split][first : first + n]
         if split == "test":
             self._record.add(self._held_out[: first + n])
@@ -122,7 +122,7 @@ class TuneScorer:
             self._output.append(entry)
         return entry
 
-    def _examples(self, sampler: SamplerSpec) -> Mapping[str, list[Example]]:
+    def _examples(self, sampler: SamplerConfig) -> Mapping[str, list[Example]]:
         """Split -> its problems; all models share them if the task has its own tokens."""
         model = self._models.of(sampler)
         bound = self._task.bind(model)

@@ -23,7 +23,7 @@ from dllm_jax.errors import DllmError
 from evals.aup_metric import front
 from evals.paired_test import Pairs, at_least, at_most, best_bet, log_wealth, needed
 from evals.runner import check_count
-from evals.sampler import SamplerSpec
+from evals.sampler import SamplerConfig
 
 FEWEST = 8  # samplers that enter the next round, if there are as many
 ENOUGH = 32  # problems of which any useful reference solves one
@@ -99,7 +99,7 @@ class Outcomes:
     seconds: float
 
 
-Score = Callable[[SamplerSpec, str, int], Outcomes]  # sampler, split, how many of its problems
+Score = Callable[[SamplerConfig, str, int], Outcomes]  # sampler, split, how many of its problems
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Trial:
 
     stage: str
     split: str
-    sampler: SamplerSpec
+    sampler: SamplerConfig
     pairs: Pairs
     at_least: float
     at_most: float
@@ -151,7 +151,7 @@ class Tuning:
     """All trials so far, in order."""
 
     goal: Goal
-    reference: SamplerSpec
+    reference: SamplerConfig
     trials: list[Trial] = dataclasses.field(default_factory=list)
 
     @property
@@ -199,7 +199,7 @@ def percent_down(share: float) -> str:
     return f"{math.floor(1000 * share + 1e-6) / 10:.1f}"
 
 
-def search(score: Score, reference: SamplerSpec, samplers: Sequence[SamplerSpec], goal: Goal) -> Iterator[Tuning]:
+def search(score: Score, reference: SamplerConfig, samplers: Sequence[SamplerConfig], goal: Goal) -> Iterator[Tuning]:
     """Searches, then proves; yields all trials after each round and each candidate.
 
     Raises:
@@ -227,7 +227,7 @@ def search(score: Score, reference: SamplerSpec, samplers: Sequence[SamplerSpec]
 
 
 def _try_sampler(
-    score: Score, goal: Goal, stage: str, split: str, reference: SamplerSpec, sampler: SamplerSpec, n: int
+    score: Score, goal: Goal, stage: str, split: str, reference: SamplerConfig, sampler: SamplerConfig, n: int
 ) -> Trial:
     outcomes = score(sampler, split, n)
     pairs = Pairs.of(score(reference, split, n).correct, outcomes.correct)

@@ -36,8 +36,7 @@ from samplers.cli.report import (
     settings_json,
     speed_json,
 )
-from samplers.config.factory import settings_for
-from samplers.config.registry import called, options_of
+from samplers.config.sampler_config import SamplerConfig, configure
 from samplers.engine.engine import Engine
 from samplers.engine.requests import Request
 from samplers.engine.runner import Runner
@@ -57,17 +56,17 @@ Emit = Callable[[dict[str, Any], Generation | None], None]  # takes a line of JS
 
 
 class LazyModel(NamedTuple):
-    """A model and the options of its sampler, at first without parameters.
+    """A model and its sampler, at first without parameters.
 
     Attributes:
         outline: the model without parameters.
-        written: options of the sampler as they were written.
+        sampler: as it was written.
         options: what `LineRequests` takes, where verifiers are outlines, too.
         load: loads the model, and gives it and its `options`.
     """
 
     outline: Model
-    written: Mapping[str, Any]
+    sampler: SamplerConfig
     options: Mapping[str, Any]
     load: Callable[[], tuple[Model, Mapping[str, Any]]]
 
@@ -242,7 +241,7 @@ class _Job:
         self._options, self._lazy = options, lazy
         self._rows = None if self.needs.total is None else shard.rows(self.needs.total)
         self._outlined = LineRequests(lazy.outline, self.needs, **lazy.options)
-        self.settings = settings_json(options, lazy.written, lazy.outline.name, self._outlined.sampler)
+        self.settings = settings_json(options, lazy.sampler.options, lazy.outline.name, self._outlined.sampler)
         idle = {"top_p": 1.0, "top_k": lazy.outline.config.vocab_size}  # of a program that leaves room for lines'
         self.settings |= {name: None for name, value in idle.items() if self.settings[name] == value}
         self._totals, self._errors = Totals(), 0
@@ -339,7 +338,7 @@ class LineRequests:
         model: Model,
         needs: Needs,
         *,
-        sampler: str | None,
+        sampler: str | SamplerConfig | None,
         seed: int = 0,
         chat: bool = False,
         system: str | None = None,
@@ -352,15 +351,15 @@ class LineRequests:
         Raises:
             DllmError: as `Engine`.
         """
-        settings = settings_for(model, sampler, options)
-        length = settings.options.get("gen_length")
+        config = configure(model, sampler, options)
+        length = config.options.get("gen_length")
         longest = max(model.config.max_length - length, 1) if isinstance(length, int) else None
-        self._engine = Engine(model, sampler, slots=1, prompt_length=longest, draws=needs.draws, **options)
+        self._engine = Engine(model, config, slots=1, prompt_length=longest, draws=needs.draws)
         self.sampler: Any = self._engine.sampler
         self._chat: dict[str, Any] = {"chat": chat, "system": system}
         self._key = jax.random.key(seed)
-        self._title = f"sampler {called(settings)}"
-        self._known = [name for name in options_of(settings) if name not in LINE_OPTIONS]
+        self._title = f"sampler {config.label}"
+        self._known = [name for name in config.owners if name not in LINE_OPTIONS]
         self._regular = needs.total is not None
 
     def request(self, line: Line, entry: Mapping[str, Any]) -> Request:

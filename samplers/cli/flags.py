@@ -3,15 +3,23 @@
 import argparse
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dllm_jax import DllmError, spec
+from dllm_jax import DllmError, Model, spec
 from dllm_jax.cli.command import Parser
 from samplers.caches import CACHES
-from samplers.config.factory import read, refuse_twice
 from samplers.config.presets import PRESETS
-from samplers.config.registry import LOOPS, PARTS, USUAL, fields_of, is_outside, kind_of, named
+from samplers.config.registry import LOOPS, PARTS, fields_of, is_outside, part_class, type_of
+from samplers.config.sampler_config import (
+    COMMAND_LINE,
+    GENERATION_DEFAULTS,
+    SamplerConfig,
+    defaults_of,
+    read_options,
+    refuse_twice,
+    split_spec,
+)
 from samplers.loops.block import BlockSampler
 from samplers.rules import RULES
 from samplers.tokens.predictions import Sampling
@@ -55,32 +63,54 @@ def own_parts(said: Sequence[str]) -> dict[str, dict[str, type]]:
     found = vars(parser.parse_known_args(said)[0])
     names = {part: [found[part]] for part in PARTS}
     if found["sampler"] is not None:
-        name, options, _ = read(found["sampler"])
+        name, options, _ = split_spec(found["sampler"])
         names["rule"].append(name)
         for part in PARTS:
             names[part].append(options.get(part))
-    return {part: {name: named(part, name) for name in names[part] if is_outside(name)} for part in PARTS}
+    return {part: {name: part_class(part, name) for name in names[part] if is_outside(name)} for part in PARTS}
 
 
-def said_by(options: argparse.Namespace, usual: argparse.Namespace) -> tuple[str | None, dict[str, Any], str | None]:
-    """The name of the sampler, its options as they were written, in its spec and by flags, and the model's name.
+def model_name(options: argparse.Namespace) -> str:
+    """The model's folder or name, in the sampler's spec or by its flag.
+
+    Raises:
+        DllmError: when there is none.
+    """
+    spec_model = None if options.sampler is None else split_spec(options.sampler)[2]
+    if (found := spec_model or options.model) is None:
+        raise DllmError("no model was named; pass --model DIR_OR_NAME")
+    return str(found)
+
+
+def read_flags(
+    options: argparse.Namespace, usual: argparse.Namespace, look: Callable[[str], Model]
+) -> tuple[Model, SamplerConfig]:
+    """The model and the sampler that flags and a spec name.
 
     Args:
         usual: what the parser gives for an empty command line.
+        look: gives a model, without its parameters, by its folder or name.
 
     Raises:
-        DllmError: for what is said twice, and an unknown preset.
+        DllmError: for what is written twice, unknown names, no model, and as `read_options`.
     """
+    name, written = read_sampler_flags(options, usual)
+    model = look(model_name(options))
+    return model, read_options(name, written, defaults_of(model), COMMAND_LINE)
+
+
+def read_sampler_flags(options: argparse.Namespace, usual: argparse.Namespace) -> tuple[str | None, dict[str, Any]]:
+    """The sampler's name and its options as they were written, in its spec and by flags; see `read_flags`."""
     flags = {name: value for name, value in vars(options).items() if name not in usual}
     if options.preset is not None and options.preset not in PRESETS:
         raise DllmError(f"no preset is called {options.preset!r}; choose one of {', '.join(PRESETS)}")
     if options.sampler is None:
-        return options.preset, flags, options.model
+        return options.preset, flags
     if options.preset is not None:
         raise DllmError("--preset has no effect beside --sampler; leave one out")
-    name, written, model = read(options.sampler)
+    name, written, _ = split_spec(options.sampler)
     refuse_twice(written, flags)
-    return name, {**written, **flags}, model or options.model
+    return name, {**written, **flags}
 
 
 def _add_sampling(group: Any) -> None:
@@ -119,7 +149,7 @@ def _add_part_options(group: Any, own: Mapping[str, type]) -> None:
             takers.setdefault(option, {})[name] = kind
     for option, kinds in takers.items():
         names = ", ".join(f"{name} (default: {default_of(kind, option)})" for name, kind in kinds.items())
-        words = sorted({word for kind in kinds.values() for word in spec.choices(kind_of(kind, option))})
+        words = sorted({word for kind in kinds.values() for word in spec.choices(type_of(kind, option))})
         about = f"of {names}" + (f": {', '.join(words)}" if words else "")
         if option not in common:
             group.add_argument(
@@ -129,7 +159,7 @@ def _add_part_options(group: Any, own: Mapping[str, type]) -> None:
 
 def written_fields(kind: type) -> list[str]:
     """What can be written of a rule, a cache policy or a sampler."""
-    return [field.name for field in fields_of(kind) if spec.is_writable(kind_of(kind, field.name))]
+    return [field.name for field in fields_of(kind) if spec.is_writable(type_of(kind, field.name))]
 
 
 def flag_of(option: str) -> str:
@@ -139,5 +169,6 @@ def flag_of(option: str) -> str:
 def default_of(kind: type, option: str) -> str:
     value = next(field.default for field in fields_of(kind) if field.name == option)
     if value is dataclasses.MISSING:
-        return {"steps": "one per token", "gen_length": str(USUAL.options["gen_length"])}.get(option, "required")
+        length = str(GENERATION_DEFAULTS.options["gen_length"])
+        return {"steps": "one per token", "gen_length": length}.get(option, "required")
     return spec.format_value(value)

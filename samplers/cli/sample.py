@@ -42,13 +42,23 @@ from dllm_jax.params.quantized import dtype_label
 from samplers.caches import CACHES
 from samplers.checks import check_number, check_whole
 from samplers.cli.batch_files import SLOTS, LazyModel, answer_file, check_flags, shard_of
-from samplers.cli.flags import add_model, add_sampler, default_of, flag_of, own_parts, said_by, written_fields
+from samplers.cli.flags import (
+    add_model,
+    add_sampler,
+    default_of,
+    flag_of,
+    model_name,
+    own_parts,
+    read_flags,
+    written_fields,
+)
 from samplers.cli.report import Totals, answer_json, print_statistics, print_text, run_json, settings_json, speed_json
 from samplers.config.costs import costs_of
 from samplers.config.explain import Setting, explained_as_json, list_settings, print_explained
-from samplers.config.factory import CanvasSampler, defaults_of, typed, with_verifier
+from samplers.config.factory import CanvasSampler
 from samplers.config.presets import PRESETS
-from samplers.config.registry import LOOPS, kind_of, resolve
+from samplers.config.registry import LOOPS, type_of
+from samplers.config.sampler_config import defaults_of
 from samplers.engine.requests import Request, requests_of
 from samplers.engine.runner import Runner, run_all
 from samplers.generate import prepare
@@ -177,8 +187,7 @@ def _explain(options: argparse.Namespace) -> None:
         settings.append(Setting("prompts", f"{number} of {options.prompts}", "the command line"))
     if not spoken:
         settings.append(Setting("prompt", f"{length} tokens", "the library"))
-    name, origin = lazy.options["sampler"], "the command line"
-    settings += list_settings(resolve(name, lazy.written, defaults_of(model), origin))
+    settings += list_settings(lazy.sampler.over(defaults_of(model)))
     if options.json:
         print(explained_as_json(settings, costs))
     else:
@@ -214,19 +223,15 @@ def _lazy_model(options: argparse.Namespace, look: Callable[[str], Model] = outl
     Args:
         look: gives a model without its parameters.
     """
-    name, texts, named = said_by(options, command_line().parse_args([]))
-    if named is None:
-        raise DllmError("no model was named; pass --model DIR_OR_NAME")
-    bare = look(named)
-    said = typed(name, texts, under=defaults_of(bare)).options
-    always = {"sampler": name, "chat": options.chat, "system": options.system, "seed": options.seed}
+    bare, sampler = read_flags(options, command_line().parse_args([]), look)
+    always = {"chat": options.chat, "system": options.system, "seed": options.seed}
 
     def load() -> tuple[Model, dict[str, Any]]:
         load = functools.partial(dllm_jax.load, dtype=options.dtype, quantize=options.quantize)
-        with Console(stderr=True).status(f"loading {named}", spinner="line"):
-            return load(named), {**with_verifier(said, load), **always}
+        with Console(stderr=True).status(f"loading {bare.name}", spinner="line"):
+            return load(model_name(options)), {"sampler": sampler.load_verifier(load), **always}
 
-    return LazyModel(bare, said, {**with_verifier(said, look), **always}, load)
+    return LazyModel(bare, sampler, {"sampler": sampler.load_verifier(look), **always}, load)
 
 
 def _answer_all(options: argparse.Namespace) -> None:
@@ -240,7 +245,7 @@ def _answer_all(options: argparse.Namespace) -> None:
         print("compiling, then sampling ...", file=sys.stderr)
     traced = options.save_view is not None
     runner, ended = run_all(model, sampler, requests, options.batch_size, trace=traced, on_update=live)
-    shared = settings_json(options, lazy.written, model.name, sampler) | run_json(model)
+    shared = settings_json(options, lazy.sampler.options, model.name, sampler) | run_json(model)
     answers = []
     with live or contextlib.nullcontext():
         for question, request in zip(job.questions, ended, strict=True):
@@ -299,7 +304,7 @@ def _job(options: argparse.Namespace) -> _Job:
 
 def _prepare_prompts(prompts: list[Any], model: Model, **settings: Any) -> Any:
     sampler, rows, keys = prepare(model, prompts, **settings)
-    requests = requests_of(sampler, rows, keys, settings.get("stop") or ())
+    requests = requests_of(sampler, rows, keys, settings["sampler"].options.get("stop") or ())
     return sampler, requests, lambda request: request.generation
 
 
@@ -352,7 +357,7 @@ def _listed(table: Mapping[str, type], width: int) -> Iterator[str]:
         yield from _wrapped(f"{name}: {docs.summary(kind)}", width, "  ")
         about = docs.attributes(kind)
         for option in written_fields(kind):
-            words = ", ".join(spec.choices(kind_of(kind, option)))
+            words = ", ".join(spec.choices(type_of(kind, option)))
             values = f"(default: {default_of(kind, option)}{words and f'; one of {words}'})"
             meaning, why = about.get(option, docs.About())
             told = f"{meaning} Default: {why}." if why else meaning

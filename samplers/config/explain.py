@@ -11,7 +11,8 @@ import jax
 
 from dllm_jax import spec
 from samplers.config.costs import Costs, device_memory
-from samplers.config.registry import LOOPS, PARTS, SamplerConfig, called, name_of, named, options_of
+from samplers.config.registry import LOOPS, PARTS, name_of, part_class
+from samplers.config.sampler_config import SamplerConfig
 from samplers.tokens.predictions import Sampling
 from samplers.tokens.smoothing import Smoothing
 
@@ -31,14 +32,14 @@ class Setting(NamedTuple):
 
 def list_settings(config: SamplerConfig) -> list[Setting]:
     """All settings of a sampler that have an effect, with their origins."""
-    loop = [Setting("sampler", called(config), config.origins.get("sampler", "the library"))]
+    loop = [Setting("sampler", config.label, config.origins.get("sampler", "the library"))]
     return (loop if config.kind in LOOPS.values() else []) + [_setting(option, config) for option in _in_order(config)]
 
 
 def _in_order(final: SamplerConfig) -> Iterator[str]:
-    """The options that have an effect: those of a part behind it."""
-    owners = options_of(final)
-    kinds = {part: named(part, name) for part in PARTS if isinstance(name := final.options.get(part), str)}
+    """The options that have an effect: those of a part follow it."""
+    owners = final.owners
+    kinds = {part: part_class(part, name) for part in PARTS if isinstance(name := final.options.get(part), str)}
     of = lambda kind: (option for option, owner in owners.items() if owner.kind is kind)
     for option in of(None):
         yield option
@@ -50,7 +51,7 @@ def _in_order(final: SamplerConfig) -> Iterator[str]:
 
 
 def _setting(option: str, config: SamplerConfig) -> Setting:
-    place = options_of(config)[option]
+    place = config.owners[option]
     kind = place.kind or config.kind
     smoothing = config.options.get("smoothing")
     if option in config.options:
@@ -79,7 +80,7 @@ def _written(value: Any) -> str:
 # Costs
 
 
-def costs_told(costs: Costs, gen_length: int) -> list[str]:
+def list_costs(costs: Costs, gen_length: int) -> list[str]:
     """What a run takes, a line each."""
     *windows, whole = costs.positions
     least, most = costs.forwards
@@ -90,22 +91,22 @@ def costs_told(costs: Costs, gen_length: int) -> list[str]:
         f"rows together: {costs.batch}, each of up to {costs.prompt_length} + {gen_length} positions",
         f"positions of a row that a forward runs: {run}",
         f"forwards of a row: {forwards}, fewer if an end token comes before",
-        f"weights: {sized(costs.weights)}",
-        f"keys and values: {sized(costs.buffers)}; other state: {sized(costs.state)}",
-        f"work beside them: about {sized(costs.work)}",
+        f"weights: {format_bytes(costs.weights)}",
+        f"keys and values: {format_bytes(costs.buffers)}; other state: {format_bytes(costs.state)}",
+        f"work beside them: about {format_bytes(costs.work)}",
     ]
-    total = f"together about {sized(costs.total)}"
+    total = f"together about {format_bytes(costs.total)}"
     if memory is None:
         return [*lines, f"{total}; how much memory {here} has is not known"]
     fits = "fits" if costs.total <= memory else f"does not fit; {SMALLER}"
-    return [*lines, f"{total} of {sized(memory)} ({here}): {fits}"]
+    return [*lines, f"{total} of {format_bytes(memory)} ({here}): {fits}"]
 
 
 SMALLER = "use --quantize int8 or int4, a smaller --batch-size, or a smaller --gen-length"
 """What helps where memory is short."""
 
 
-def sized(count: int) -> str:
+def format_bytes(count: int) -> str:
     """Bytes for people: 14.93 GiB, 32.0 MiB, 12.5 KiB."""
     unit, digits = next(((unit, d) for unit, d in (("GiB", 2), ("MiB", 1)) if count >= _UNITS[unit]), ("KiB", 1))
     return f"{count / _UNITS[unit]:.{digits}f} {unit}"
@@ -126,23 +127,23 @@ def print_explained(settings: Sequence[Setting], costs: Costs, gen_length: int) 
         text = f"not set: {', '.join(usual)}"
         print("\n".join(textwrap.wrap(text, width, subsequent_indent="  ")))
     print()
-    for line in costs_told(costs, gen_length):
+    for line in list_costs(costs, gen_length):
         print("\n".join(textwrap.wrap(line, width, subsequent_indent="  ")))
 
 
 def _is_left_out(setting: Setting) -> bool:
-    """Whether a setting is nothing that nobody has said, and no choice between parts."""
+    """Whether a setting is off by default, and no choice between parts."""
     nobody = setting.origin == "the library" or setting.origin.startswith("default of ")
     return nobody and setting.value in ("none", "false") and setting.name not in _CHOICES
 
 
 _CHOICES = ("chat", "cache", "block_length")
-"""What is told even where it is none."""
+"""What is printed even where it is none."""
 
 
 def explained_as_json(settings: Sequence[Setting], costs: Costs) -> str:
     """Both as one JSON object; memory in bytes."""
     memory = device_memory()
     fits = None if memory is None else costs.total <= memory
-    told = {**dataclasses.asdict(costs), "total": costs.total, "memory": memory, "fits": fits}
-    return json.dumps({"settings": [setting._asdict() for setting in settings], "costs": told})
+    shown = {**dataclasses.asdict(costs), "total": costs.total, "memory": memory, "fits": fits}
+    return json.dumps({"settings": [setting._asdict() for setting in settings], "costs": shown})

@@ -22,8 +22,8 @@ import numpy as np
 from dllm_jax import DllmError, Model
 from dllm_jax.text.tokenizer import token_bytes
 from samplers.checks import check_length, check_seed, check_whole, refuse_unknown
-from samplers.config.factory import CanvasSampler, build, sampler_of, settings_for
-from samplers.config.registry import SamplerConfig, called, options_of
+from samplers.config.factory import CanvasSampler
+from samplers.config.sampler_config import SamplerConfig, configure, make_sampler
 from samplers.engine.program import Progress, number_names, numbers_of, structure_of
 from samplers.engine.requests import Request, Update
 from samplers.engine.slots import Slots, with_draws
@@ -85,7 +85,7 @@ class Engine:
     def __init__(
         self,
         model: Model,
-        sampler: str | Rule | CanvasSampler | None = None,
+        sampler: str | Rule | SamplerConfig | CanvasSampler | None = None,
         *,
         slots: int = 8,
         prompt_length: int | None = None,
@@ -109,13 +109,16 @@ class Engine:
         check_length("slots", slots)
         check_whole("prompt_length", prompt_length, 0)
         self.model, self.slots = model, slots
-        self._settings: SamplerConfig | None = None
-        if sampler is None or isinstance(sampler, str | Rule):
-            self._settings = settings_for(model, sampler, options)
-        named = {} if self._settings is None else self._settings.options
-        self.stop: tuple[str | int, ...] = tuple(named.get("stop") or ())
-        self.ignore_eos = bool(named.get("ignore_eos"))
-        sampler = sampler_of(model, sampler, options)
+        self._config: SamplerConfig | None = None
+        if sampler is None or isinstance(sampler, str | Rule | SamplerConfig):
+            sampler, options = configure(model, sampler, options), {}
+            self._config = sampler
+        written = {} if self._config is None else self._config.options
+        self.stop: tuple[str | int, ...] = tuple(written.get("stop") or ())
+        self.ignore_eos = bool(written.get("ignore_eos"))
+        sampler = make_sampler(model, sampler, **options)
+        if "verifier" in written and self._config is not None:  # one for all requests: another is another program
+            self._config = self._config.with_options(verifier=vars(sampler)["verifier"])
         room = model.config.max_length - sampler.gen_length
         self.prompt_length = max(min(512, room), 1) if prompt_length is None else prompt_length
         check_width(model, sampler, self.prompt_length)
@@ -181,7 +184,7 @@ class Engine:
     @property
     def settable(self) -> list[str]:
         """Options that `request` takes as numbers; none if the engine was not built by a sampler's name."""
-        known = set() if self._settings is None else set(options_of(self._settings))
+        known = set() if self._config is None else set(self._config.owners)
         paths = [path.lstrip(".").replace(".", "_") for path in number_names(self.sampler)]
         found = (path if path in known else path.partition("_")[2] for path in paths)
         return sorted(name for name in found if name in known)
@@ -279,14 +282,14 @@ class Engine:
 
     def _numbers_with(self, options: dict[str, Any]) -> tuple[Any, ...]:
         """The sampler's numbers with some of them changed."""
-        if self._settings is None:
+        if self._config is None:
             raise DllmError(f"options {', '.join(sorted(options))} need an engine that was built by a sampler's name")
-        refuse_unknown(f"sampler {called(self._settings)}", options, options_of(self._settings))
+        refuse_unknown(f"sampler {self._config.label}", options, self._config.owners)
         if fixed := sorted(_FIXED & set(options)):
             raise DllmError(f"{fixed[0]} cannot be chosen by request; build another engine")
-        changed = {**self._settings.options, **options}
-        changed.pop("stop", None)  # compiling its strings would take longer than all else, and they are no numbers
-        found: Any = build(self.model, dataclasses.replace(self._settings, options=changed))
+        changed = self._config.with_options(**options)
+        # Compiling stop strings would take longer than all else, and they are no numbers.
+        found: Any = changed.without("stop").build(self.model)
         found = dataclasses.replace(found, stop=self.sampler.stop)
         found = with_draws(found, self.model.config.vocab_size) if self._draws else found
         if structure_of(found) != structure_of(self.sampler):

@@ -53,8 +53,8 @@ class BlockSampler:
     which say when a row leaves its block, where it goes, when it has ended and what an end token fills.
 
     Attributes:
-        rule: what is committed. It has no default of its own, see `registry.USUAL`.
-        gen_length: G, positions to generate. It has no default of its own, see `registry.USUAL`.
+        rule: what is committed. It has no default of its own, see `GENERATION_DEFAULTS`.
+        gen_length: G, positions to generate. It has no default of its own, see `GENERATION_DEFAULTS`.
         block_length: length of a block; the last may be shorter. None is one block. Default: none, nothing but the rule
             restricts the order.
         cache: which keys and values are reused. Default: none, exact.

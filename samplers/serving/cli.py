@@ -9,21 +9,19 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 import dllm_jax
-from dllm_jax import DllmError, Model
+from dllm_jax import DllmError
 from dllm_jax.checkpoints.loading import outline
 from dllm_jax.cli.command import Parser
 from dllm_jax.params.quantized import dtype_label
 from samplers.checks import check_length, check_number, check_whole
-from samplers.cli.flags import add_model, add_sampler, said_by
-from samplers.config.factory import defaults_of, make_sampler, typed, with_verifier
+from samplers.cli.flags import add_model, add_sampler, model_name, read_flags
 from samplers.config.registry import title
+from samplers.config.sampler_config import make_sampler
 from samplers.engine.engine import Engine
-from samplers.loops.verifier import verifier_for
 
 KEY_VARIABLE = "DLLM_API_KEY"
 LOG_LINES = 50  # per second
@@ -126,24 +124,14 @@ def _read_key(file: str | None) -> str | None:
 
 def _make_engine(options: argparse.Namespace, usual: argparse.Namespace) -> Engine:
     """The engine that the options describe."""
-    name, texts, named = said_by(options, usual)
-    assert named is not None
-    bare = outline(named)
+    bare, sampler = read_flags(options, usual, outline)
     bare.require_tokenizer()
-    given = typed(name, texts, under=defaults_of(bare)).options
-    make_sampler(bare, name, **with_verifier(given, outline))  # errors come before gigabytes are read
+    make_sampler(bare, sampler.load_verifier(outline))  # errors come before gigabytes are read
     load = functools.partial(dllm_jax.load, dtype=options.dtype, quantize=options.quantize)
-    with Console(stderr=True).status(f"loading {named}", spinner="line"):
-        model = load(named)
-        settings = _share_verifier(model, with_verifier(given, load))
+    with Console(stderr=True).status(f"loading {bare.name}", spinner="line"):
+        model, sampler = load(model_name(options)), sampler.load_verifier(load)
     room = {"slots": options.slots, "prompt_length": options.prompt_length}
-    return Engine(model, name, draws=options.draws, **room, **settings)
-
-
-def _share_verifier(model: Model, given: dict[str, Any]) -> dict[str, Any]:
-    """The options with one verifier for all requests: another one would compile another program."""
-    found = given.get("verifier")
-    return {**given, "verifier": verifier_for(model, found)} if isinstance(found, Model) else given
+    return Engine(model, sampler, draws=options.draws, **room)
 
 
 def _describe(engine: Engine) -> str:
