@@ -34,7 +34,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from benchmarks import hlo
-from dllm_jax import PUBLISHED, Denoiser, DllmError, Model, ModelConfig, published
+from dllm_jax import PUBLISHED, Denoiser, DllmError, Model, ModelConfig, published_config
 from dllm_jax.kernels.dispatch import lowering_for
 from dllm_jax.models.denoiser import Span
 from dllm_jax.parallel.sharding import Layout, ShardingRules, batch_parts, batch_sharding, param_shardings
@@ -214,7 +214,7 @@ def model_of(config: TrainConfig, layers: int = 0) -> ModelConfig:
             f"model.init is {config.model.init!r}, which is not the name of a published model; write "
             "model.init=llada-8b-base after the options"
         )
-    model = adapt_config(published(name), config.model.adapt) if config.model.adapt else published(name)
+    model = adapt_config(published_config(name), config.model.adapt) if config.model.adapt else published_config(name)
     if not layers:
         return objective_of(config).fit_model(model, config)
     return objective_of(config).fit_model(model.replace(num_layers=layers), config)
@@ -445,7 +445,7 @@ def _generation(options: argparse.Namespace) -> tuple[Setting, dict[str, Any]]:
         raise DllmError(f"--what {options.what} has no settings; --config and key=value are for --what train")
     options.mesh = options.mesh or "tensor=1"
     mesh = mesh_of(devices_of(options.target), options.mesh)
-    config = published(options.model)
+    config = published_config(options.model)
     config = config.replace(num_layers=options.layers or config.num_layers, quantize=options.quantize)
     shapes = ("batch", "prompt_length", "gen_length", "block_length")
     B, P, G, W = (getattr(options, name) for name in shapes)

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from dllm_jax.config import ModelConfig
-from dllm_jax.families import find_family, published
+from dllm_jax.families import find_family, published_config
 
 ROOT = Path(__file__).parents[1]
 NUM_SHARDS = 6
@@ -172,7 +172,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
     options.scratch.mkdir(parents=True, exist_ok=True)
-    config = published(options.model)
+    config = published_config(options.model)
     wanted = options.layers or config.num_layers
     num_layers = layers_that_fit(options.scratch, config, wanted)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -21,7 +21,7 @@ import jax
 
 from benchmarks.command import status_of
 from benchmarks.compile import GIB, MEMORY
-from dllm_jax import PUBLISHED, DllmError, Model, published
+from dllm_jax import PUBLISHED, DllmError, Model, published_config
 from dllm_jax.checkpoints.loading import load_shapes
 from dllm_jax.params.specs import abstract_params
 from samplers import make_sampler
@@ -46,7 +46,7 @@ def outlined(name: str, quantize: Any, dtype: str, layers: int | None = None) ->
     """
     if name not in PUBLISHED:
         return load_shapes(name, dtype=dtype, quantize=quantize)
-    config = published(name).replace(quantize=quantize)
+    config = published_config(name).replace(quantize=quantize)
     config = config if layers is None else config.replace(num_layers=layers)
     return Model(config, abstract_params(config, dtype), None, name)
 

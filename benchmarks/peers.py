@@ -30,7 +30,7 @@ import numpy as np
 import convert
 from benchmarks import command
 from benchmarks.sample import GOLDENS, describe_hardware
-from dllm_jax import DllmError, ModelConfig, published, random_model
+from dllm_jax import DllmError, ModelConfig, published_config, random_model
 from dllm_jax.checkpoints import checkpoint
 
 Row = dict[str, Any]
@@ -42,7 +42,7 @@ PEERS = {  # what is asked of a checkout, and which caches it has
     "bonsai": ("https://github.com/jax-ml/bonsai", "bonsai/models/llada/modeling.py", ("none",)),
 }
 RANDOM_SIZES = {  # 271 million parameters
-    "0.3b": published("llada-8b-instruct").replace(
+    "0.3b": published_config("llada-8b-instruct").replace(
         vocab_size=32000,
         embed_dim=1024,
         num_layers=16,

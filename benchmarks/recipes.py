@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks import compile as bench
 from benchmarks.command import status_of
-from dllm_jax import published
+from dllm_jax import published_config
 
 SIZES = ("argument_bytes", "temporary_bytes", "peak_bytes")
 KEPT = ("config", "target", "mesh", "model", "layers", "batch", "accumulate", "length", "jax", *SIZES, "memory_bytes")
@@ -51,7 +51,7 @@ def rows_of(path: str, target: str, settings: Sequence[str] = ()) -> list[dict[s
     if target.partition(":")[0] not in bench.GPUS:
         return [compiled(0)]
     few, more = compiled(FEW), compiled(MORE)
-    return [few, more, extended(few, more, published(more["model"]).num_layers)]
+    return [few, more, extended(few, more, published_config(more["model"]).num_layers)]
 
 
 def line(row: Mapping[str, Any]) -> str:

@@ -37,7 +37,7 @@ from jax import lax
 from benchmarks import roofline
 from benchmarks.command import status_of
 from benchmarks.roofline import Row
-from dllm_jax import PUBLISHED, Denoiser, DllmError, Model, load, published, random_model
+from dllm_jax import PUBLISHED, Denoiser, DllmError, Model, load, published_config, random_model
 from dllm_jax.config import Quantize
 from dllm_jax.models.denoiser import Span
 from dllm_jax.models.kv_cache import slice_rows, write_rows
@@ -341,7 +341,7 @@ def make_model(
         DllmError: for an unknown name, or a checkpoint that is to be cut.
     """
     if name in PUBLISHED:
-        config = published(name)
+        config = published_config(name)
         cut = config.replace(num_layers=layers or config.num_layers)
         label = name if cut == config else f"{name}, {layers} of {config.num_layers} layers"
         return dataclasses.replace(random_model(cut, dtype=dtype, quantize=quantize), name=label)

@@ -116,8 +116,8 @@ def _convert(options: argparse.Namespace) -> None:
     )
     seconds = time.perf_counter() - start
     note = FAMILIES[options.family].note
-    told = f"{num_params(config):,} parameters in {config.quantize or config.dtype}, {seconds:.1f} s"
-    print(f"{options.out}: {told}{f'; {note}' if note else ''}")
+    size = f"{num_params(config):,} parameters in {config.quantize or config.dtype}, {seconds:.1f} s"
+    print(f"{options.out}: {size}{f'; {note}' if note else ''}")
 
 
 def _embedded(options: argparse.Namespace) -> None:

@@ -70,7 +70,7 @@ def read_adapters(folder: str | Path, config: ModelConfig) -> Adapters:
         if not (folder / name).is_file():
             raise DllmError(f"{folder} holds no adapters (it has no {name}); name a folder that has them")
     settings = read_json(folder / SETTINGS_FILE)
-    rank, alpha = _checked_settings(settings, folder / SETTINGS_FILE)
+    rank, alpha = _rank_and_alpha(settings, folder / SETTINGS_FILE)
     entries = read_header(folder / WEIGHTS_FILE)
     slots = {slot.hub.removesuffix(".weight"): slot for slot in _matrices(config)}
     values: dict[str, np.ndarray] = {}
@@ -208,7 +208,7 @@ def _matrices(config: ModelConfig) -> Iterator[Slot]:
             yield slot
 
 
-def _checked_settings(settings: Mapping[str, Any], where: Path) -> tuple[int, float]:
+def _rank_and_alpha(settings: Mapping[str, Any], where: Path) -> tuple[int, float]:
     if settings.get("peft_type") != "LORA":
         raise DllmError(f"{where}: peft_type {settings.get('peft_type')!r} is not implemented, only LORA")
     for name in _OFF:

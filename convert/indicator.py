@@ -72,7 +72,7 @@ def convert_indicator(
     tensors = _read(path)
     config = _config_of(path, {name: x.shape for name, x in tensors.items()})
     params = {}
-    for theirs, ours in names(config).items():
+    for theirs, ours in published_names(config).items():
         array = tensors.pop(theirs)
         array = checked_cast(array, as_dtype(dtype or array.dtype.name), theirs)
         params[ours] = jnp.asarray(array.T if ours.endswith(".kernel") else array)
@@ -97,15 +97,15 @@ def export_indicator(folder: str | Path, out: str | Path, *, dtype: str | None =
     """
     check_out(out, source=folder, overwrite=overwrite, kind="*.safetensors")
     indicator = load_indicator(folder)
-    tensors = _published(indicator)
+    tensors = _published_tensors(indicator)
     if dtype is not None:
         tensors = {name: checked_cast(array, as_dtype(dtype), name) for name, array in tensors.items()}
     values = {theirs: getattr(indicator.config, ours) for theirs, ours in _FIELDS.items()}
     with storage.atomic_folder(out, overwrite=overwrite) as scratch:
         try:
             (scratch / WEIGHTS_FILE).write_bytes(_safetensors(tensors))
-            told = {**values, "use_positional_embedding": False, "dropout": 0.2}
-            (scratch / HUB_CONFIG_FILE).write_text(json.dumps(told, indent=2) + "\n")
+            settings = {**values, "use_positional_embedding": False, "dropout": 0.2}
+            (scratch / HUB_CONFIG_FILE).write_text(json.dumps(settings, indent=2) + "\n")
         except OSError as error:
             raise storage.write_error(out, error) from error
 
@@ -119,7 +119,7 @@ def verify_indicator(source: str | Path, folder: str | Path) -> int:
     Raises:
         DllmError: naming the first that differs.
     """
-    wanted, found = _read(_file_of(Path(source).expanduser())), _published(load_indicator(folder))
+    wanted, found = _read(_file_of(Path(source).expanduser())), _published_tensors(load_indicator(folder))
     if wanted.keys() != found.keys():
         raise DllmError(f"{folder} and {source} differ in {min(wanted.keys() ^ found.keys())}; convert it again")
     for name, array in found.items():
@@ -128,9 +128,9 @@ def verify_indicator(source: str | Path, folder: str | Path) -> int:
     return len(found)
 
 
-def _published(indicator: Indicator) -> dict[str, np.ndarray]:
+def _published_tensors(indicator: Indicator) -> dict[str, np.ndarray]:
     """The parameters under their published names and in their published layout."""
-    arrays = {theirs: np.asarray(indicator.params[ours]) for theirs, ours in names(indicator.config).items()}
+    arrays = {theirs: np.asarray(indicator.params[ours]) for theirs, ours in published_names(indicator.config).items()}
     return {name: np.ascontiguousarray(x.T if x.ndim == 2 else x) for name, x in arrays.items()}
 
 
@@ -139,7 +139,7 @@ def is_indicator(folder: str | Path) -> bool:
     return (Path(folder).expanduser() / CONFIG_FILE).is_file()
 
 
-def names(config: IndicatorConfig) -> dict[str, str]:
+def published_names(config: IndicatorConfig) -> dict[str, str]:
     """Published name -> ours, of all parameters; matrices are stored transposed."""
     modules = {ours: theirs for theirs, ours in _MODULES.items()}
     parts = {ours: theirs for theirs, ours in _OF_BLOCK.items()}
@@ -167,12 +167,12 @@ def _file_of(source: Path) -> Path:
 
 def _read(path: Path) -> dict[str, np.ndarray]:
     if path.suffix != ".safetensors":
-        return _unpickled(path)
+        return _read_pickle(path)
     entries = read_header(path)
     return {name: np.array(read_block(entry, slice(0, entry.shape[0]))) for name, entry in entries.items()}
 
 
-def _unpickled(path: Path) -> dict[str, np.ndarray]:
+def _read_pickle(path: Path) -> dict[str, np.ndarray]:
     """The tensors of a file that `torch.save` wrote, in float32. PyTorch's own reader runs nothing of the file."""
     try:
         import torch
@@ -191,7 +191,7 @@ def _config_of(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> IndicatorCo
     Raises:
         DllmError: naming the first tensor that is missing or does not fit.
     """
-    told = _told(path)
+    settings = _read_settings(path)
     wanted = ("hidden_states_proj.weight", "token_emb_proj.weight")
     if missing := [name for name in wanted if len(shapes.get(name, ())) != 2]:
         raise DllmError(f"{path} has no matrix {missing[0]}; is it an indicator of NI sampling?")
@@ -205,13 +205,13 @@ def _config_of(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> IndicatorCo
         embed_dim=embed_dim,
         num_values=columns("logits_proj.weight"),
         num_tokens=1 + columns("extra_token_proj.weight") // max(embed_dim, 1),
-        probabilities=bool(told.get("topk_norm", True)),
+        probabilities=bool(settings.get("topk_norm", True)),
         mix="concat_proj.weight" in shapes,
     )
     for theirs, ours in _FIELDS.items():
-        if theirs in told and (told[theirs] or 0) != getattr(config, ours):
-            raise DllmError(f"{path} has {theirs} {getattr(config, ours)}, but its JSON file says {told[theirs]}")
-    for theirs, ours in names(config).items():
+        if theirs in settings and (settings[theirs] or 0) != getattr(config, ours):
+            raise DllmError(f"{path} has {theirs} {getattr(config, ours)}, but its JSON file says {settings[theirs]}")
+    for theirs, ours in published_names(config).items():
         shape = config.shapes()[ours]
         shape = shape[::-1] if ours.endswith(".kernel") else shape
         if shapes.get(theirs) != shape:
@@ -219,20 +219,20 @@ def _config_of(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> IndicatorCo
     return config
 
 
-def _told(path: Path) -> dict[str, Any]:
+def _read_settings(path: Path) -> dict[str, Any]:
     """What the JSON file beside the weights says, if there is one."""
     beside = path.with_suffix(".json")
     if not beside.is_file():
         return {}
     try:
-        told = json.loads(beside.read_text(encoding="utf-8"))
+        settings = json.loads(beside.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DllmError(f"{beside} could not be read ({error}); remove it or download it again") from None
-    if not isinstance(told, dict):
+    if not isinstance(settings, dict):
         raise DllmError(f"{beside} is no JSON object; remove it or download it again")
-    if told.get("use_positional_embedding"):
+    if settings.get("use_positional_embedding"):
         raise DllmError(f"{beside} asks for positional embeddings, which no published indicator has or can run with")
-    return told
+    return settings
 
 
 def _safetensors(tensors: Mapping[str, np.ndarray]) -> bytes:

@@ -40,8 +40,8 @@ def plan_moves(family: Family, config: ModelConfig, entries: Mapping[str, Tensor
             layouts.
     """
     _check_counts(config, entries, where)
-    joined = _joined(family, config)
-    entries = {part.name: part for entry in entries.values() for part in _parts(entry, joined.get(entry.name))}
+    with_parts = _tensors_with_parts(family, config)
+    entries = {part.name: part for entry in entries.values() for part in _parts(entry, with_parts.get(entry.name))}
     stored = {name: entry for name, entry in entries.items() if not _is_ignored(family, name)}
     slots = _stored_layout(family, config, stored, where)
     tied = _hub_name(family, config.replace(tied_embeddings=False), HEAD) if config.tied_embeddings else None
@@ -70,7 +70,7 @@ def plan_moves(family: Family, config: ModelConfig, entries: Mapping[str, Tensor
 def _parts(entry: TensorEntry, found: list[Slot] | None) -> list[TensorEntry]:
     """The parts of a tensor that several of our parameters share, as tensors of their own; another one as it is."""
     if found is None or entry.shape != (sum(slot.shape[0] for slot in found), *found[0].shape[1:]):
-        return [entry]  # a wrong shape is told later
+        return [entry]  # a wrong shape is reported later
     starts = itertools.accumulate((math.prod(slot.shape) for slot in found), initial=0)
     return [
         dataclasses.replace(entry, name=slot.hub, shape=slot.shape, offset=entry.offset + start * entry.dtype.itemsize)
@@ -78,7 +78,7 @@ def _parts(entry: TensorEntry, found: list[Slot] | None) -> list[TensorEntry]:
     ]
 
 
-def _joined(family: Family, config: ModelConfig) -> dict[str, list[Slot]]:
+def _tensors_with_parts(family: Family, config: ModelConfig) -> dict[str, list[Slot]]:
     """The tensors that have parts, by name."""
     slots = (slot for layout in family.layouts for slot in layout.slots(config) if PART in slot.hub)
     grouped = itertools.groupby(slots, key=lambda slot: slot.tensor)
@@ -101,7 +101,7 @@ def _check_counts(config: ModelConfig, entries: Mapping[str, TensorEntry], where
 def _stored_layout(
     family: Family, config: ModelConfig, stored: Mapping[str, TensorEntry], where: str
 ) -> dict[str, Slot]:
-    """The slots by the hub's names of the layout that the tensors are in, told by the names that no other one has."""
+    """The slots by the hub's names of the layout that the tensors are in, known by the names that no other one has."""
     tables = [{slot.hub: slot for slot in layout.slots(config)} for layout in family.layouts]
     common = set(tables[0]).intersection(*tables)
     found = {index: name for index, table in enumerate(tables) for name in stored if name in table.keys() - common}

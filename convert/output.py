@@ -57,8 +57,8 @@ def byte_bar(total: int, shown: bool) -> "tqdm[Any]":
 
 
 @contextlib.contextmanager
-def ticking(bar: "tqdm[Any]") -> Iterator[None]:
-    """A block in which a bar's clock goes on, whether anything is counted or not."""
+def keep_refreshing(bar: "tqdm[Any]") -> Iterator[None]:
+    """Redraws a bar every second, so that its clock runs while nothing is counted."""
     if bar.disable:
         yield
         return

@@ -12,7 +12,7 @@ from dllm_jax import load as load_checkpoint
 from dllm_jax.checkpoints import checkpoint
 from dllm_jax.config import Quantize, check_quantize
 from dllm_jax.errors import DllmError
-from dllm_jax.families import REPOSITORIES, published
+from dllm_jax.families import REPOSITORIES, published_config
 
 
 def install(
@@ -24,21 +24,22 @@ def install(
 
     Args:
         name: a key of `dllm_jax.PUBLISHED`.
-        folder: where to; by default the name, with a quantized model's bits behind it ("llada-8b-instruct-int8"), under
-            `dllm_jax.checkpoints.checkpoint.home()`, where models are found by name.
+        folder: where to; by default the name, followed by the bits of a quantized model ("llada-8b-instruct-int8"),
+            under `dllm_jax.checkpoints.checkpoint.home()`, where models are found by name.
         quantize: "int8" or "int4" stores the kernels so.
         progress: show bars on stderr.
 
     Raises:
         DllmError: for an unknown name, when the folder holds something else, and as `convert.convert`.
     """
-    config = published(name)
+    config = published_config(name)
     check_quantize(quantize)
     out = checkpoint.home() / (f"{name}-{quantize}" if quantize else name) if folder is None else Path(folder)
     if not (out / checkpoint.PARAMS_FOLDER).is_dir():
         convert(config.family, REPOSITORIES[name], out, quantize=quantize, progress=progress)
     elif (found := checkpoint.load_config(out).quantize) != quantize:
-        raise DllmError(f"{out} holds {_told(found)} weights, not {_told(quantize)} ones; name another folder")
+        kinds = f"{found or 'unquantized'} weights, not {quantize or 'unquantized'} ones"
+        raise DllmError(f"{out} holds {kinds}; name another folder")
     return out
 
 
@@ -53,7 +54,3 @@ def load(name: str, *, quantize: Quantize | None = None, progress: bool = False,
         DllmError: as `install` and `dllm_jax.load`.
     """
     return load_checkpoint(install(name, quantize=quantize, progress=progress), **options)
-
-
-def _told(quantize: Quantize | None) -> str:
-    return quantize or "unquantized"

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from convert.hub_folder import copied_files
 from convert.moves import Move, plan_moves
-from convert.output import byte_bar, check_out, check_space, ticking
+from convert.output import byte_bar, check_out, check_space, keep_refreshing
 from convert.source import open_source
 from convert.tensors import as_dtype, load
 from dllm_jax.checkpoints import checkpoint
@@ -74,7 +74,7 @@ def convert(
         "config": dict(opened.hub.values),
     }
     files = copied_files(opened.folder) | checkpoint.generation_file(generation)
-    with byte_bar(sum(move.nbytes for move in moves), progress) as bar, ticking(bar):
+    with byte_bar(sum(move.nbytes for move in moves), progress) as bar, keep_refreshing(bar):
         tensors = checkpoint.quantize_params(_stream(moves, config, notes, bar), config, opened.name)
         checkpoint.save(out, config, tensors, files=files, source=notes, overwrite=overwrite)
     return config

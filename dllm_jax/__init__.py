@@ -13,7 +13,7 @@ Every mistake in the input is a `DllmError` with one sentence. Importing starts 
 from dllm_jax.checkpoints.loading import Model, load, random_model
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
-from dllm_jax.families import PUBLISHED, published
+from dllm_jax.families import PUBLISHED, published_config
 from dllm_jax.kernels.dispatch import use_kernels
 from dllm_jax.models.denoiser import Denoiser, DenoiserLike, FunctionDenoiser, Span, block_causal
 from dllm_jax.parallel.sharding import ShardingRules, batch_sharding, make_mesh, param_shardings
@@ -36,7 +36,7 @@ __all__ = [
     "load",
     "make_mesh",
     "param_shardings",
-    "published",
+    "published_config",
     "random_model",
     "use_kernels",
 ]

@@ -18,7 +18,7 @@ import numpy as np
 
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
-from dllm_jax.families import published
+from dllm_jax.families import published_config
 from dllm_jax.models.denoiser import Denoiser, DenoiserLike
 from dllm_jax.params.specs import init_params
 from dllm_jax.pytree import pytree
@@ -33,7 +33,7 @@ from samplers.sampler import Result, sample_jit, stream
 from samplers.tokens.noise import row_keys
 from samplers.tokens.smoothing import Smoothing
 
-TINY = published("llada-8b-base").replace(
+TINY = published_config("llada-8b-base").replace(
     vocab_size=24,
     embed_dim=16,
     num_layers=1,

@@ -137,7 +137,7 @@ def _run_python(block, names):
 
 def _stand_in(name, folder):
     """A checkpoint of a published model's format, with the embedded models' words and a chat format."""
-    config = dllm_jax.published(name)
+    config = dllm_jax.published_config(name)
     ids = {"vocab_size": 520, "eos_id": 0, "pad_id": 0, "mask_id": 1, "end_ids": (0, 2), "bos_id": 3}
     sizes = {"num_layers": 1, "embed_dim": 64, "num_heads": 4, "num_kv_heads": 4, "head_dim": 16, "mlp_dim": 64}
     config = config.replace(**sizes, **ids, max_length=2048, dtype="float32")

@@ -17,7 +17,7 @@ from test_evals_runner import oracle
 
 import dllm_jax
 from dllm_jax import Denoiser, make_mesh
-from dllm_jax.families import published
+from dllm_jax.families import published_config
 from dllm_jax.models.kv_cache import slice_rows
 from dllm_jax.pytree import pytree
 from evals.sampler import parse_samplers
@@ -56,7 +56,7 @@ PROMPTS = [[1, 2, 3, 4, 5], [7], [3, EOS, 8, 1, 2, 9, 4, 4, 2], [5, 1, 11]]
 
 
 def random_denoiser(name: str, seed: int, **changes) -> Denoiser:
-    config = published(name).replace(**SMALL, **changes)
+    config = published_config(name).replace(**SMALL, **changes)
     model = dllm_jax.random_model(config, key=seed, dtype="float32")
     params = {
         k: v if "norm" in k else v * (60 if "embed" in k or "lm_head" in k else 30) for k, v in model.params.items()

@@ -19,7 +19,7 @@ from dllm_jax.models.denoiser import Span
 from dllm_jax.models.kv_cache import slice_rows, write_rows
 
 ROOT = Path(__file__).parents[1]
-CONFIG = dllm_jax.published("llada-8b-instruct").replace(
+CONFIG = dllm_jax.published_config("llada-8b-instruct").replace(
     vocab_size=160,
     embed_dim=32,
     num_layers=2,

@@ -59,7 +59,7 @@ def test_every_preset_names_its_paper():
     assert all("arXiv" in published_in(name) for name in PRESETS)
 
 
-NOTHING = dllm_jax.Model(dllm_jax.published("sdar-1.7b-chat"), {}, None, "nothing")
+NOTHING = dllm_jax.Model(dllm_jax.published_config("sdar-1.7b-chat"), {}, None, "nothing")
 
 
 # Origins
@@ -227,7 +227,7 @@ def test_a_published_model_needs_no_checkpoint(capsys, monkeypatch, tmp_path):
         told = json.loads(capsys.readouterr().out)
         assert told["settings"][0]["origin"] == "the published one"
         weights.append((told["costs"]["weights"], told["costs"]["fits"]))
-    assert weights[0] == weights[2] == (2 * num_params(dllm_jax.published("llada-8b-instruct")), False)
+    assert weights[0] == weights[2] == (2 * num_params(dllm_jax.published_config("llada-8b-instruct")), False)
     assert weights[1][0] < 0.6 * weights[0][0] and weights[1][1]
     assert cli.main(["--explain", "--model", "llada-9b"]) == 2
     assert "no checkpoint at llada-9b" in capsys.readouterr().err

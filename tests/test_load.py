@@ -118,7 +118,7 @@ def test_a_mesh_that_does_not_divide_is_refused(saved):
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 def test_heads_are_split_whole():
     """Eight devices divide the 3584 columns of Dream's queries and the 512 of its keys, but not its heads."""
-    config, mesh = dllm_jax.published("dream-7b-instruct"), dllm_jax.make_mesh(tensor=8)
+    config, mesh = dllm_jax.published_config("dream-7b-instruct"), dllm_jax.make_mesh(tensor=8)
     for rules, heads in ((dllm_jax.ShardingRules(), "28"), (dllm_jax.ShardingRules(heads=None), "kv_heads of 4")):
         with refuses(heads, "8 devices"):
             dllm_jax.param_shardings(config, mesh, rules)

@@ -59,7 +59,7 @@ def hub(tmp_path_factory):
     tokenizer.pop("chat_template", None)
     files["tokenizer_config.json"] = json.dumps(tokenizer).encode()
     for name in ("fast-dllm-v2-1.5b", "llada-8b-instruct"):
-        config = dllm_jax.published(name)
+        config = dllm_jax.published_config(name)
         heads = 2 if config.num_kv_heads == config.num_heads else 1
         config = config.replace(**NARROW, **IDS, num_kv_heads=heads, dtype="float32")
         checkpoint.save(cache / name, config, init_params(config, jax.random.key(0)).items(), files=files)

@@ -32,7 +32,7 @@ def run_config(out, **changes):
 
 
 def causal_fields():
-    published = dataclasses.asdict(dllm_jax.published("qwen2.5-0.5b"))
+    published = dataclasses.asdict(dllm_jax.published_config("qwen2.5-0.5b"))
     fields = {name: x for name, x in dataclasses.asdict(CAUSAL).items() if x != published[name]}
     return {name: list(x) if isinstance(x, tuple) else x for name, x in fields.items()}
 

@@ -215,7 +215,7 @@ def test_an_autoregressive_model_becomes_one_of_blocks(tmp_path):
     assert run(block_settings(tmp_path / "lora", steps=2, lora={"rank": 2}) | {"model": model}) == 0
     train.merge_adapters(tmp_path / "blocks" / "model", tmp_path / "lora" / "adapters", tmp_path / "merged")
     assert dllm_jax.load(tmp_path / "merged").config == config
-    without = dllm_jax.published("qwen2.5-0.5b")
+    without = dllm_jax.published_config("qwen2.5-0.5b")
     assert adapt_config(without, "fast-dllm-v2-1.5b").mask_id == 151665  # the kind's, where the model has none
 
 

@@ -35,7 +35,7 @@ from train.lora import target_names
     ],
 )
 def test_words_and_exceptions(model, targets, wanted):
-    names = target_names(dllm_jax.published(model), LoraPart(rank=1, targets=tuple(targets)))
+    names = target_names(dllm_jax.published_config(model), LoraPart(rank=1, targets=tuple(targets)))
     layers = {
         name.removesuffix(".kernel").split(".", 2)[-1] if name.startswith("layers") else "lm_head" for name in names
     }
@@ -54,7 +54,7 @@ def test_words_and_exceptions(model, targets, wanted):
 )
 def test_targets_that_cannot_be(model, targets, sentence):
     with pytest.raises(DllmError, match=sentence):
-        target_names(dllm_jax.published(model), LoraPart(rank=1, targets=tuple(targets)))
+        target_names(dllm_jax.published_config(model), LoraPart(rank=1, targets=tuple(targets)))
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 from train_toys import LLADA, model_fields, run_config
 
 import train
-from dllm_jax import Denoiser, DllmError, published
+from dllm_jax import Denoiser, DllmError, published_config
 from dllm_jax.config import Experts
 from dllm_jax.models.denoiser import block_causal
 from dllm_jax.models.layers import rope_angles
@@ -198,7 +198,11 @@ def test_a_run_on_a_mesh_is_a_run(tmp_path):
     ("command", "model", "sentence"),
     [
         ("masked-diffusion", LLADA, "a llada model has no experts to balance; leave out the table router"),
-        ("block-diffusion", published("llada2.0-mini"), "the router of a llada2 model has no softmax, and is balanced"),
+        (
+            "block-diffusion",
+            published_config("llada2.0-mini"),
+            "the router of a llada2 model has no softmax, and is balanced",
+        ),
         ("autoregressive", LLADA.replace(attention="causal"), "a llada model has no experts to balance"),
         ("indicator", MOE, "python -m train indicator adds no losses of routers; leave out the table router"),
     ],

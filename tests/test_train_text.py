@@ -39,7 +39,7 @@ COLUMNS = {"prompt": "question", "answer": "solution"}
 
 def setup_of(folder, *, family="llada-8b-base", checkpoint="llada-tiny", added=(), end=None, length=16):
     """A tokenizer of ASCII characters, with more special tokens; `end` is the one that ends a turn."""
-    config = dllm_jax.published(family).replace(
+    config = dllm_jax.published_config(family).replace(
         vocab_size=140, eos_id=128, pad_id=128, mask_id=129, bos_id=None, end_ids=(128,)
     )
     tokenizer = load_tokenizer(GOLDENS / "checkpoints" / checkpoint, config)

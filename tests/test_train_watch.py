@@ -97,7 +97,7 @@ def test_the_last_batch_counts_as_many_rows_as_it_has(tmp_path, mesh):
     """The loss of a causal model, in which nothing is drawn, against rows one by one."""
     from train_toys import SPECIAL
 
-    causal = dllm_jax.published("qwen2.5-0.5b")
+    causal = dllm_jax.published_config("qwen2.5-0.5b")
     fields = {name: value for name, value in model_fields().items() if name in (*SPECIAL, "vocab_size", "max_length")}
     sizes = {"embed_dim": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8, "mlp_dim": 16}
     values = settings(tmp_path, watch={"every": 1, "rows": 13}, compute__mesh=mesh, data__pad=False)

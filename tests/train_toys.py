@@ -13,7 +13,7 @@ from train.objectives.masked_diffusion import MaskedDiffusionConfig
 from train.settings import build_settings
 from train.step import Stepper
 
-LLADA = dllm_jax.published("llada-8b-base").replace(
+LLADA = dllm_jax.published_config("llada-8b-base").replace(
     vocab_size=24,
     embed_dim=16,
     num_layers=2,
@@ -74,7 +74,7 @@ def dllm_jax_example(prompt, answer, given=None):
 
 def model_fields(model=LLADA):
     fields = dataclasses.asdict(model)
-    base = dataclasses.asdict(dllm_jax.published("llada-8b-base"))
+    base = dataclasses.asdict(dllm_jax.published_config("llada-8b-base"))
     changed = {name: value for name, value in fields.items() if value != base[name]}
     return _as_toml(changed)
 

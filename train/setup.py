@@ -12,7 +12,7 @@ from dllm_jax.checkpoints import checkpoint
 from dllm_jax.checkpoints.loading import Model
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
-from dllm_jax.families import published
+from dllm_jax.families import published_config
 from dllm_jax.parallel.sharding import Layout
 from dllm_jax.text.tokenizer import has_tokenizer, load_tokenizer
 from train.config import DataPart, ModelPart, TrainConfig
@@ -221,7 +221,7 @@ def model_config(part: ModelPart, vocabulary: Any = None) -> ModelConfig:
         if name not in hints:
             raise DllmError(unknown_key(f"model.config.{name}", [f"model.config.{known}" for known in hints]))
         values[name] = convert_value(value, hints[name], f"model.config.{name}")
-    return published(part.published).replace(**values)
+    return published_config(part.published).replace(**values)
 
 
 def adapt_config(config: ModelConfig, kind: str) -> ModelConfig:
@@ -231,7 +231,7 @@ def adapt_config(config: ModelConfig, kind: str) -> ModelConfig:
     Raises:
         DllmError: where the weights do not fit: experts, norms of queries and keys.
     """
-    like = published(kind)
+    like = published_config(kind)
     for name in ("experts", "qk_norm"):
         if bool(getattr(config, name)) != bool(getattr(like, name)):
             raise DllmError(f"a {config.family} model cannot become a {like.family} model: only one of them has {name}")

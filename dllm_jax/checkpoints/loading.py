@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from dllm_jax.checkpoints import checkpoint
 from dllm_jax.config import ModelConfig, Quantize
 from dllm_jax.errors import DllmError
-from dllm_jax.families import PUBLISHED, published
+from dllm_jax.families import PUBLISHED, published_config
 from dllm_jax.kernels.dispatch import before_ampere, lie_on_one_device
 from dllm_jax.models.denoiser import Denoiser
 from dllm_jax.parallel.sharding import Layout, ShardingRules, param_shardings
@@ -122,7 +122,7 @@ def load_shapes(path_or_name: str | Path, *, dtype: DTypeLike | None = None, qua
     """
     name = str(path_or_name)
     if name in PUBLISHED and checkpoint.find_or_none(name) is None:
-        config, _ = _as_asked(published(name), dtype, quantize, name)
+        config, _ = _as_asked(published_config(name), dtype, quantize, name)
         return Model(config, abstract_params(config), None, name)
     found = outline(path_or_name)
     assert found.folder is not None
@@ -154,7 +154,7 @@ def random_model(
     """
     name, config = "random", name_or_config
     if isinstance(config, str):
-        name, config = config, published(config)
+        name, config = config, published_config(config)
     config = checkpoint.quantized_config(config, quantize, name)
     config = config.replace(dtype=_dtype_name(dtype) or config.dtype)
     key = jax.random.key(key) if isinstance(key, int) else key

@@ -20,7 +20,7 @@ __all__ = [
     "Rule",
     "Slot",
     "find_family",
-    "published",
+    "published_config",
 ]
 
 FAMILIES: dict[str, Family] = {
@@ -53,8 +53,8 @@ def find_family(name: str) -> Family:
     return FAMILIES[name]
 
 
-def published(name: str) -> ModelConfig:
-    """The config of a published size by name, e.g. ``published("llada-8b-instruct")``.
+def published_config(name: str) -> ModelConfig:
+    """The config of a published size by name, e.g. ``published_config("llada-8b-instruct")``.
 
     Raises:
         DllmError: for a name that is not in `PUBLISHED`; the sentence lists those that are.

@@ -22,7 +22,7 @@ TASKS_FOLDER = Path(__file__).parents[1] / "harness" / "tasks"
 CHECKPOINTS = {repository: name for name, repository in REPOSITORIES.items()} | {
     "inclusionAI/LLaDA-MoE-7B-A1B-Instruct-TD": "llada-moe-7b-a1b-instruct"
 }
-"""Checkpoint -> its size, as `dllm_jax.published` has it."""
+"""Checkpoint -> its size, as `dllm_jax.published_config` has it."""
 
 
 def config_of(preset: Preset) -> ModelConfig | None:
