@@ -31,11 +31,12 @@ def write_file(path: str | Path, content: bytes | str) -> None:
     Raises:
         DllmError: when it cannot be written; what was there before is then untouched.
     """
-    path, data = Path(path), content.encode() if isinstance(content, str) else content
+    data = content.encode() if isinstance(content, str) else content
     if buckets.is_address(path):
         with buckets.reach(path):
             buckets.remote(path).write_bytes(data)
         return
+    path = Path(path)
     scratch = _hidden(path, f"{secrets.token_hex(8)}.partial")
     try:
         with contextlib.ExitStack() as failed:

@@ -4,10 +4,9 @@ import json
 import sys
 
 import pytest
-from conftest import one_error
+from conftest import one_error, refuses
 
 from benchmarks import peer_worker, peers
-from dllm_jax import DllmError
 from dllm_jax.checkpoints import checkpoint
 
 WORKER = peers.Worker
@@ -55,14 +54,14 @@ def test_processes_take_turns_and_rows_are_medians(pretending, capsys):
 
 
 @pytest.mark.parametrize(
-    ("code", "message"),
+    ("code", "name"),
     [
-        ('print(\'{"error": "ModuleNotFoundError: No module named torch"}\')', "other does not run .* named torch"),
-        ("pass", "the process of other ended without an answer"),
+        ('print(\'{"error": "ModuleNotFoundError: No module named torch"}\')', "torch"),
+        ("pass", "other"),
     ],
 )
-def test_errors_of_a_process_are_reported(code, message):
-    with pytest.raises(DllmError, match=message):
+def test_errors_of_a_process_are_reported(code, name):
+    with refuses(name):
         peers.Worker("other", [sys.executable, "-c", code])
 
 
@@ -89,7 +88,7 @@ def test_a_peer_without_its_packages(tmp_path, capsys):
     (tmp_path / "llada").mkdir()
     (tmp_path / "llada" / "generate.py").write_text("import a_package_that_nobody_has")
     assert peers.main(["--fast-dllm", str(tmp_path), "--sizes", "tiny", "--caches", "dual"]) == 2
-    assert "fast-dllm does not run in its Python, see --python: ModuleNotFoundError" in capsys.readouterr().err
+    assert "ModuleNotFoundError" in capsys.readouterr().err
 
 
 def test_this_library_as_a_worker(tmp_path):

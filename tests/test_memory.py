@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, one_error
 
 from benchmarks import memory
 from samplers.cli import sample as cli
@@ -52,7 +52,7 @@ def test_the_comparison_reads_what_compile_wrote(tmp_path, capsys):
 @pytest.mark.parametrize("line", [["nowhere"], ["--batch", "0"], ["--length", "256"]])
 def test_mistakes_are_a_sentence(line, capsys):
     assert memory.main(line) == 2
-    assert capsys.readouterr().err.startswith("error: ")
+    assert one_error(capsys)
 
 
 # docs/choose.md

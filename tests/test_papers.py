@@ -9,7 +9,7 @@ import tomllib
 import numpy as np
 import official
 import pytest
-from conftest import GOLDENS, ROOT
+from conftest import GOLDENS, ROOT, one_error
 
 from dllm_jax import spec
 from docs.tools import pictures
@@ -162,7 +162,7 @@ def test_pictures_show_what_forwards_ran(llada_tiny):
 @pytest.mark.parametrize("arguments", [["--out", "nowhere"], ["--out", ".", "portrait"]])
 def test_pictures_that_cannot_be_made(arguments, capsys):
     assert pictures.main(arguments) == 2
-    assert capsys.readouterr().err.startswith("error: ")
+    assert one_error(capsys)
 
 
 def test_pictures_are_small_and_told_in_words():

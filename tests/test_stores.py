@@ -8,12 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import one_error, refuses
 from test_train_run import assert_same, interrupting, latest_state, lines
 from train_toys import Reverse, run_config, settings, write_toml
 
 import dllm_jax
 import train
-from dllm_jax import DllmError, buckets
+from dllm_jax import buckets
 from dllm_jax.checkpoints import checkpoint
 from dllm_jax.indicator import load_indicator, save_indicator
 from train.__main__ import main
@@ -73,12 +74,12 @@ def test_a_run_that_is_interrupted_is_the_run_in_a_folder(bucket, local, tmp_pat
         assert main(["write-model", "--run", out, "--out", to]) == 0
         assert_same(dllm_jax.load(to).params, model.params)
     assert main(["write-model", "--run", out, "--out", f"{out}-again"]) == 2
-    assert f"{out}-again exists already" in capsys.readouterr().err
+    assert f"{out}-again" in capsys.readouterr().err
     assert main(["plot", "--run", out, "--out", str(tmp_path / "curves.png")]) == 0
     assert command(tmp_path, out, optimizer__lr=1.0) == 2
-    assert f"the run in {out} has optimizer.lr" in capsys.readouterr().err
+    assert "optimizer.lr" in capsys.readouterr().err
     assert command(tmp_path, "gs://bucket/interrupted") == 2
-    assert "holds something that is no training run" in capsys.readouterr().err
+    assert "gs://bucket/interrupted" in capsys.readouterr().err
 
 
 def test_adapters_begin_and_end_in_a_bucket(bucket, local, tmp_path):
@@ -142,7 +143,7 @@ def test_a_checkpoint_is_copied_once_and_again_when_it_changes(bucket, llada_tin
     bucket.files.pipe(f"{address}/generation.json", b"{}")
     objects, times = buckets._objects, iter(range(2))
     monkeypatch.setattr(buckets, "_objects", lambda source: objects(source) | {"written": str(next(times))})
-    with pytest.raises(DllmError, match="was written to while it was copied; try again"):
+    with refuses(address):
         checkpoint.find(address)
     monkeypatch.setattr(buckets, "_objects", objects)
     assert checkpoint.load_generation(checkpoint.find(address)) == {}
@@ -152,7 +153,7 @@ def test_a_checkpoint_is_copied_once_and_again_when_it_changes(bucket, llada_tin
 
     bucket.files.pipe(f"{address}/source.json", b"{}")
     monkeypatch.setattr(type(bucket.files), "_get_file", full)
-    with pytest.raises(DllmError, match="the disk of .* is full; free space, or set DLLM_JAX_HOME"):
+    with refuses("DLLM_JAX_HOME"):
         checkpoint.find(address)
     assert not list((tmp_path / "home").rglob("*.partial"))
 
@@ -163,38 +164,29 @@ def test_an_indicator_goes_to_a_bucket_and_comes_back(bucket, ni_indicator):
     again = load_indicator(address)
     assert again.config == found.config
     assert_same(again.params, found.params)
-    with pytest.raises(DllmError, match=f"{address} exists already"):
+    with refuses(address):
         save_indicator(address, found)
     save_indicator(address, found, source={"made": "again"}, overwrite=True)
     assert checkpoint.load_source(checkpoint.local_folder(address)) == {"made": "again"}
 
 
 def test_addresses_that_mean_nothing_are_told(bucket, tmp_path, monkeypatch, capsys):
-    for out, sentence in (
-        ("s3://bucket/run", "s3://bucket/run is no folder in Google Cloud Storage"),
-        ("gs://bucket", "write gs://BUCKET/FOLDER"),
-        ("gs://nobody/run", "there is no bucket gs://nobody; make it, or correct the address"),
-    ):
+    for out in ("s3://bucket/run", "gs://bucket", "gs://nobody/run"):
         assert command(tmp_path, out) == 2
-        said = capsys.readouterr().err
-        assert sentence in said and said.count("error: ") == 1, said
-    for address, sentence in (
-        ("gs://bucket/absent", "there is nothing at gs://bucket/absent"),
-        ("gs://nobody/model", "there is no bucket gs://nobody"),
-        ("hf://someone/model", "is no folder in Google Cloud Storage"),
-    ):
-        with pytest.raises(DllmError, match=sentence):
+        assert out.removesuffix("/run") in one_error(capsys)
+    for address in ("gs://bucket/absent", "gs://nobody/model", "hf://someone/model"):
+        with refuses(address.removesuffix("/model")):
             dllm_jax.load(address)
     assert main(["plot", "--run", "gs://bucket/absent", "--out", str(tmp_path / "curves.png")]) == 2
     assert main(["write-model", "--run", "gs://bucket/absent", "--out", str(tmp_path / "model")]) == 2
     assert capsys.readouterr().err.count("gs://bucket/absent is no training run") == 2
     with bucket.answering(lambda method, request: 401):
-        with pytest.raises(DllmError, match="gs://bucket/run could not be reached .*gcloud auth"):
+        with refuses("gs://bucket/run", "gcloud auth"):
             buckets.list_names(buckets.remote("gs://bucket/run"))
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: None if name == "gcsfs" else found(name, *of))
     assert command(tmp_path, "gs://bucket/run") == 2
-    assert 'gs://bucket/run needs the package gcsfs; install it: pip install "dllm_jax[gcs]"' in capsys.readouterr().err
+    assert "dllm_jax[gcs]" in one_error(capsys)
 
 
 def test_a_folder_is_told_from_an_address(tmp_path):
