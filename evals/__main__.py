@@ -40,13 +40,15 @@ from dllm_jax import DllmError, Model
 from dllm_jax.cli.command import Parser, console, run_printing
 from dllm_jax.indicator import load_indicator
 from dllm_jax.storage import write_file
-from evals import figures, files, leaderboard, plots, trajectories
+from evals import files, leaderboard, plots, trajectories
 from evals.distributed import meeting
+from evals.figures import draw_figure, samplers_of, summarize_figure
 from evals.flags import add_batch, add_count, add_distributed, add_model, add_task, command, models_of
 from evals.harness import command as harness
 from evals.indicator import score_indicator
 from evals.models import Models
 from evals.oracle import OracleReport, oracle
+from evals.paper_figures import FIGURES
 from evals.presets import command as presets
 from evals.runner import USUAL, Report, run, run_traced
 from evals.sampler import SamplerConfig, all_samplers, parse_sampler
@@ -144,7 +146,7 @@ def _add_figure(commands: Any) -> None:
     about = "a paper's figure: results.json, results.csv and the plot"
     parser = commands.add_parser("figure", help=about, description=about, allow_abbrev=False)
     chosen = parser.add_subparsers(required=True, metavar="FIGURE", parser_class=Parser)
-    for name, figure in figures.FIGURES.items():
+    for name, figure in FIGURES.items():
         add = command(chosen, name, functools.partial(_figure, name), figure.about)
         _add_measuring(add, n=figure.n)
         add("--task", default=figure.task, metavar="TASK", help=f"{figure.task_name} (default: {figure.task})")
@@ -265,15 +267,15 @@ def _sweep(options: argparse.Namespace) -> None:
 
 
 def _figure(name: str, options: argparse.Namespace) -> None:
-    figure = figures.FIGURES[name]
+    figure = FIGURES[name]
     if not figure.fits(make_task(options.task)):
         advice = "leave --task out, or give its options"
         raise DllmError(f"figure {name} is about {figure.task_name}, not {options.task}; {advice}")
     lines = figure.lines(options)
-    found, folder = _run_all(options, options.task, figures.samplers_of(lines))
-    more = figures.summary(figure, found, lines)
+    found, folder = _run_all(options, options.task, samplers_of(lines))
+    more = summarize_figure(figure, found, lines)
     write_tables(folder, found, more)
-    write_file(folder / f"{name}.png", figures.plot(figure, found, lines))
+    write_file(folder / f"{name}.png", draw_figure(figure, found, lines))
     for note in more["notes"]:
         print(note)
     made = f"results.json, results.csv, {name}.png in {folder}"

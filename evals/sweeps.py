@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dllm_jax import Model
 from dllm_jax.storage import write_file
 from evals import files, plots
@@ -23,6 +25,16 @@ COLUMNS = (
     "batch_size"
 ).split()
 
+AXES = {
+    "accuracy": plots.ACCURACY,
+    "nfe": "forwards per example (NFE)",
+    "tokens_per_second": "tokens per second",
+    "tokens_per_forward": "tokens per forward",
+    "committed_per_forward": "accepted per forward",
+    "tokens": "tokens per answer",
+}
+"""Field of a report -> its name on an axis."""
+
 
 @dataclasses.dataclass
 class Sweep:
@@ -38,13 +50,13 @@ class Sweep:
     programs: int = 0
 
     def rows(self) -> list[dict[str, Any]]:
-        """One flat row per sampler, with its model as it was named there, and its series."""
+        """One flat row per sampler, with its model as the sampler names it, and its series."""
         pairs = zip(self.samplers, self.reports, strict=True)
-        told = (
+        rows = (
             {**report.summary(), "model": sampler.model or report.model, "series": sampler.series}
             for sampler, report in pairs
         )
-        return [{name: row[name] for name in COLUMNS} for row in told]
+        return [{name: row[name] for name in COLUMNS} for row in rows]
 
     def series(self) -> dict[str, list[Report]]:
         """Series -> its reports, most forwards first; a sampler that names its model is in a series of that."""
@@ -94,7 +106,7 @@ def sweep(
     processes: Processes = ALONE,
     progress: bool | None = None,
 ) -> Iterator[Sweep]:
-    """Runs the samplers on the same examples and yields what is known after each.
+    """Runs the samplers on the same examples and yields the reports so far after each.
 
     Arguments and errors are those of `evals.run`; all models are loaded and all samplers built, and so checked, before
     the first one runs.
@@ -137,32 +149,55 @@ def write_tables(folder: Path, found: Sweep, more: Mapping[str, Any] = types.Map
 
 def pareto_plot(found: Sweep) -> bytes:
     """Accuracy against forwards and against tokens per second, with each series' AUP, as a PNG."""
-    areas = found.areas()
-    labels = {name: f"{name}  (AUP {areas[name]:.0f})" if name in areas else name for name in found.series()}
-    by_nfe = curves(found, "nfe", labels)
-    by_speed = curves(found, "tokens_per_second", labels)
-    panels = [
-        plots.Panel("forwards per example (NFE)", by_nfe, smaller_is_better=True),
-        plots.Panel("tokens per second", by_speed, smaller_is_better=False),
-    ]
+    areas, panels = found.areas(), []
+    for x, smaller_is_better in (("nfe", True), ("tokens_per_second", False)):
+        curves = [
+            curve_of(f"{name}  (AUP {areas[name]:.0f})" if name in areas else name, [[report] for report in reports], x)
+            for name, reports in found.series().items()
+        ]
+        panels.append(plots.Panel(AXES[x], curves, smaller_is_better))
     return plots.draw(panels, title(found))
 
 
-def curves(found: Sweep, x: str, labels: dict[str, str] | None = None) -> list[plots.Curve]:
-    """The series as curves over a field of the reports."""
-    return [
-        plots.Curve(
-            label=(labels or {}).get(name, name),
-            x=[getattr(report, x) for report in reports],
-            y=[100 * report.accuracy for report in reports],
-            y_error=[100 * report.accuracy_stderr for report in reports],
-        )
-        for name, reports in found.series().items()
-    ]
+def curve_of(
+    label: str,
+    points: Sequence[Sequence[Report]],
+    x: str | Sequence[float],
+    y: str = "accuracy",
+    *,
+    front: bool = False,
+) -> plots.Curve:
+    """A curve whose points are means over reports, with their standard deviation where one has several.
+
+    Args:
+        x: a field of the reports, or the places on the axis.
+        y: a field of the reports.
+        front: join the points of the Pareto front only.
+    """
+    scale = 100.0 if y == "accuracy" else 1.0
+    several = any(len(point) > 1 for point in points)
+    return plots.Curve(
+        label=label,
+        x=[_mean(point, x) for point in points] if isinstance(x, str) else x,
+        y=[scale * _mean(point, y) for point in points],
+        y_error=[scale * _mean(point, "accuracy_stderr") for point in points] if y == "accuracy" else None,
+        x_spread=[_spread(point, x) for point in points] if several and isinstance(x, str) else None,
+        y_spread=[scale * _spread(point, y) for point in points] if several else None,
+        front=front,
+    )
+
+
+def _mean(point: Sequence[Report], field: str) -> float:
+    return float(np.mean([getattr(report, field) for report in point]))
+
+
+def _spread(point: Sequence[Report], field: str) -> float:
+    """Standard deviation over the reports; 0 for one."""
+    return float(np.std([getattr(report, field) for report in point], ddof=1)) if len(point) > 1 else 0.0
 
 
 def title(found: Sweep) -> str:
-    """What was measured, in one line."""
+    """Models, task, examples, dtype and devices in one line."""
     first = found.reports[0]
     models = ", ".join(dict.fromkeys(row["model"] for row in found.rows()))
     kinds = ", ".join(dict.fromkeys(report.dtype for report in found.reports))

@@ -13,7 +13,7 @@ from test_evals_tasks import config_for
 from dllm_jax import random_model
 from dllm_jax.indicator import load_indicator
 from evals import __main__ as cli
-from evals import figures, plots, stderr, sweeps
+from evals import figures, paper_figures, plots, stderr, sweeps
 from evals.runner import Report
 from evals.tasks import make_task
 
@@ -73,7 +73,7 @@ def figure(capsys, tmp_path, measured):
 
 def points(name, **options):
     """All samplers of a figure."""
-    return figures.samplers_of(figures.FIGURES[name].lines(SimpleNamespace(**options)))
+    return figures.samplers_of(paper_figures.FIGURES[name].lines(SimpleNamespace(**options)))
 
 
 def programs(samplers):
@@ -96,7 +96,7 @@ def small(monkeypatch):
     fewer = lambda spec: re.sub(r"(?<==)([^=|,@]+)\|[^=,@]*\|([^=|,@]+)", r"\1|\2", spec)
     line = lambda line: dataclasses.replace(line, specs=[fewer(spec) for spec in line.specs])
     figure = lambda figure: dataclasses.replace(figure, templates=[line(one) for one in figure.templates])
-    monkeypatch.setattr(figures, "FIGURES", {name: figure(one) for name, one in figures.FIGURES.items()})
+    monkeypatch.setattr(cli, "FIGURES", {name: figure(one) for name, one in paper_figures.FIGURES.items()})
 
 
 def test_apd_compares_the_verifier_s_weight_with_fixed_steps(figure, measured):
@@ -155,21 +155,20 @@ def test_points_are_chosen_on_other_problems_than_they_are_measured_on():
 
     def point(threshold, first, second):
         rows = [SimpleNamespace(correct=i % 2 < 1, nfe=(first, second)[i % 2]) for i in range(40)]
-        return figures.Point([f"threshold:threshold={threshold}"], [SimpleNamespace(rows=rows)])
+        return [SimpleNamespace(rows=rows, sampler=f"threshold:threshold={threshold}")]
 
-    note = figures.compare("here", [point(0.9, 20.0, 20.0)], "NI", [point(0.5, 2.0, 10.0), point(0.7, 4.0, 4.0)])
+    note = figures.compare_lines("here", [point(0.9, 20.0, 20.0)], "NI", [point(0.5, 2.0, 10.0), point(0.7, 4.0, 4.0)])
     assert "NFE 10.00 (threshold 0.5; 0.0 %) against 20.00 (threshold 0.9; 0.0 %), ratio 2.00" in note
-    one = figures.Point(["threshold"], [SimpleNamespace(rows=[SimpleNamespace(correct=1, nfe=1)])])
-    assert "no points are compared" in figures.compare("here", [one], "NI", [one])
+    one = [SimpleNamespace(rows=[SimpleNamespace(correct=1, nfe=1)])]
+    assert "no points are compared" in figures.compare_lines("here", [one], "NI", [one])
 
 
 def test_a_point_over_several_indicators_has_a_spread():
     reports = [SimpleNamespace(accuracy=a, accuracy_stderr=0.1, nfe=n) for a, n in ((0.5, 8.0), (0.7, 10.0))]
-    point = figures.Point(["one", "two"], reports)
-    curve = figures._curve("label", [point, figures.Point(["one"], reports[:1])], "nfe", "accuracy")
+    curve = sweeps.curve_of("label", [reports, reports[:1]], "nfe")
     assert curve.x == [9.0, 8.0] and np.allclose(curve.y, [60, 50]) and np.allclose(curve.y_error, 10)
     assert np.allclose(curve.x_spread, [np.sqrt(2), 0]) and np.allclose(curve.y_spread, [10 * np.sqrt(2), 0])
-    alone = figures._curve("label", [figures.Point(["one"], reports[:1])], "nfe", "accuracy")
+    alone = sweeps.curve_of("label", [reports[:1]], "nfe")
     assert alone.x_spread is None and alone.y_spread is None
 
 

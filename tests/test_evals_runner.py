@@ -20,7 +20,7 @@ from dllm_jax.checkpoints import checkpoint
 from dllm_jax.models.transformer import tile_of
 from dllm_jax.pytree import pytree
 from evals import __main__ as cli
-from evals import aup_metric, figures, files, plots
+from evals import aup_metric, figures, files, paper_figures, plots
 from evals.models import Models
 from evals.runner import prepare
 from evals.sampler import all_samplers, parse_sampler, parse_samplers, read_grid
@@ -483,11 +483,11 @@ def test_sweep_writes_tables_and_a_plot(command, random_sudoku, tmp_path):
 
 def test_a_figure_is_one_command(command, random_sudoku, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    every = figures.samplers_of(figures.FIGURES["eb-maze"].lines(argparse.Namespace()))
+    every = figures.samplers_of(paper_figures.FIGURES["eb-maze"].lines(argparse.Namespace()))
     assert len(every) == 75 and len({sampler.series for sampler in every}) == 6
-    lines = [figures.Line("eb", ["eb:gamma=0|inf"]), figures.Line("topk", ["topk:k=1|16"])]
-    small = dataclasses.replace(figures.FIGURES["eb-sudoku"], templates=lines)
-    monkeypatch.setattr(figures, "FIGURES", {"eb-sudoku": small})
+    lines = [figures.FigureLine("eb", ["eb:gamma=0|inf"]), figures.FigureLine("topk", ["topk:k=1|16"])]
+    small = dataclasses.replace(paper_figures.FIGURES["eb-sudoku"], templates=lines)
+    monkeypatch.setattr(cli, "FIGURES", {"eb-sudoku": small})
     small = ("--model", random_sudoku, "--task", SUDOKU, "--n", 4, "--batch-size", 4)
     status, text, err = command("figure", "eb-sudoku", *small, "--out", tmp_path)
     assert status == 0 and sorted(os.listdir(tmp_path)) == ["eb-sudoku.png", "results.csv", "results.json"]

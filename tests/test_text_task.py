@@ -14,8 +14,8 @@ import evals
 from convert import embedded
 from dllm_jax import DllmError
 from evals import __main__ as cli
-from evals import figures
 from evals.extraction import chosen_letter, last_number
+from evals.paper_figures import FIGURES
 from evals.runner import prepare
 from evals.tasks import Example, TextTask, WordProblems, make_task
 from evals.tasks.text import Question, write_questions
@@ -265,9 +265,9 @@ def test_a_file_is_scored_whole_unless_a_number_is_said(llada_tiny, file):
 
 def test_figures_of_answers_in_words_take_a_file(file):
     task = make_task(f"text:file={file(SUM)}")
-    fits = {name for name, figure in figures.FIGURES.items() if figure.fits(task)}
+    fits = {name for name, figure in FIGURES.items() if figure.fits(task)}
     assert fits == {"apd", "d2f", "ni", "compression"}
-    assert not figures.FIGURES["eb-maze"].fits(make_task("sudoku")) and figures.FIGURES["apd"].fits(WordProblems())
+    assert not FIGURES["eb-maze"].fits(make_task("sudoku")) and FIGURES["apd"].fits(WordProblems())
 
 
 def test_a_tasks_problems_become_questions_for_any_model(llada_tiny, tmp_path):
