@@ -21,6 +21,7 @@ import numpy as np
 
 from dllm_jax import Model, spec
 from dllm_jax.errors import DllmError
+from dllm_jax.storage import write_file
 from dllm_jax.text.tokenizer import check_messages
 from evals.extraction import chosen_letter, last_number
 from evals.tasks.base import SPLITS, Example, Ids, Source, Task, Verdict, check_index, check_split
@@ -258,10 +259,7 @@ def write_questions(task: Task, file: str | Path, *, ask: str = "{}", **counts: 
         for example in (task.example(split, index) for index in range(count)):
             prompt = ask.replace("{}", task.question(example))
             lines.append({"prompt": prompt, "target": task.reference(example).strip(), "split": split})
-    try:
-        Path(file).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    except OSError as error:
-        raise DllmError(f"{file} cannot be written ({error.strerror}); name another file") from None
+    write_file(file, "".join(json.dumps(line) + "\n" for line in lines))
     return Path(file)
 
 

@@ -40,7 +40,6 @@ from samplers.config.sampler_config import SamplerConfig, configure
 from samplers.engine.engine import Engine
 from samplers.engine.requests import Request
 from samplers.engine.runner import Runner
-from samplers.generation import Generation
 from samplers.text.prompt_files import LINE_OPTIONS, Line, Needs, PromptFile, prompt_of
 
 SLOTS = 16
@@ -51,8 +50,6 @@ WRITTEN = (
     *("seconds", "compile_seconds", "tokens_per_second"),
 )
 """Keys of an output line, which an input line cannot have."""
-
-Emit = Callable[[dict[str, Any], Generation | None], None]  # takes a line of JSON, and the answer in it
 
 
 class LazyModel(NamedTuple):
@@ -138,18 +135,11 @@ def answer_file(options: argparse.Namespace, lazy: LazyModel, shard: Shard) -> N
     """
     job = _Job(options, lazy, shard)
     if options.out is None:
-        job.run(job.lines(), _printer(options, job.needs.total))
+        job.run(None)
         return
     with JsonLines(shard.path(Path(options.out).expanduser())) as output:
-        output.compare(job.settings)
-        lines = job.lines()
-        _skip_answered(lines, output, job.source)
-        first = next(lines, None)
-        if first is None:
-            print_after(f"{output.path}: nothing left to do, {output.done} lines are there")
-            return
         try:
-            job.run(itertools.chain([first], lines), lambda line, _: output.append(line), output)
+            job.run(output)
         except _BadLineError as error:
             advice = "mend the line and give the same command again, or add --on-error skip"
             raise DllmError(f"{error}; {_count(output.done)} answered in {output.path}; {advice}") from None
@@ -202,75 +192,53 @@ def _own_entry(source: PromptFile, line: Line) -> dict[str, Any]:
     return entry
 
 
-def _printer(options: argparse.Namespace, total: int | None) -> Emit:
-    """Prints answers as they come, as JSON or as text."""
-    numbers = itertools.count(1)
-    of = "" if total is None else f" of {total}"
-
-    def show(line: dict[str, Any], answer: Generation | None) -> None:
-        number = next(numbers)
-        if options.json:
-            print(json.dumps(line), flush=True)
-            return
-        if total != 1:
-            print(f"--- {number}{of}")
-        if answer is None:
-            print(f"line {line['line']}: {line['error']}", file=sys.stderr)
-        else:
-            print_text(answer.text)
-
-    return show
-
-
 class _Job:
-    """Answers the lines of one shard.
-
-    Attributes:
-        source: the file.
-        needs: of all its lines.
-        settings: of the run, as far as they are known before the model is loaded.
-    """
+    """Answers the lines of one shard."""
 
     def __init__(self, options: argparse.Namespace, lazy: LazyModel, shard: Shard) -> None:
         """
         Raises:
             DllmError: for a bad file, and bad options of the sampler.
         """
-        self.source = PromptFile(options.prompts)
-        self.needs = self.source.needs()
         self._options, self._lazy = options, lazy
-        self._rows = None if self.needs.total is None else shard.rows(self.needs.total)
-        self._outlined = LineRequests(lazy.outline, self.needs, **lazy.options)
-        self.settings = settings_json(options, lazy.sampler.options, lazy.outline.name, self._outlined.sampler)
+        self._source = PromptFile(options.prompts)
+        self._needs = self._source.needs()
+        self._rows = None if self._needs.total is None else shard.rows(self._needs.total)
+        self._outlined = LineRequests(lazy.outline, self._needs, **lazy.options)
+        self._settings = settings_json(options, lazy.sampler.options, lazy.outline.name, self._outlined.sampler)
         idle = {"top_p": 1.0, "top_k": lazy.outline.config.vocab_size}  # of a program that leaves room for lines'
-        self.settings |= {name: None for name, value in idle.items() if self.settings[name] == value}
+        self._settings |= {name: None for name, value in idle.items() if self._settings[name] == value}
         self._totals, self._errors = Totals(), 0
-        self._waiting = collections.deque[tuple[dict[str, Any], str | None]]()  # what lines under way say, and errors
+        self._running = collections.deque[tuple[dict[str, Any], str | None]]()  # of lines: what they say, and errors
 
-    def lines(self) -> Iterator[Line]:
-        """The shard's lines, once."""
-        rows = self._rows
-        return self.source.lines() if rows is None else itertools.islice(self.source.lines(), rows.start, rows.stop)
-
-    def run(self, lines: Iterator[Line], emit: Emit, output: JsonLines | None = None) -> None:
-        """Answers lines, at least one, and hands on each line of output in their order.
+    def run(self, output: JsonLines | None) -> None:
+        """Answers the lines that the output does not answer yet, and writes or prints the answers in their order.
 
         Raises:
             DllmError: see `answer_file`.
         """
-        first = next(lines)
-        self._read(first, self._outlined)  # a mistake in all lines comes before gigabytes are read
-        self._waiting.clear()
-        model, options = self._lazy.load()
-        settings = self.settings | run_json(model)
+        lines = self._source.lines()
+        if self._rows is not None:
+            lines = itertools.islice(lines, self._rows.start, self._rows.stop)
         if output is not None:
-            output.compare(settings)
+            output.compare(self._settings)
+            _skip_answered(lines, output, self._source)
+        first = next(lines, None)
+        if first is None:
+            assert output is not None
+            print_after(f"{output.path}: nothing left to do, {output.done} lines are there")
+            return
+        self._read(first, self._outlined)  # a mistake in all lines comes before gigabytes are read
+        self._running.clear()
+        model, options = self._lazy.load()
+        self._settings |= run_json(model)
+        if output is not None:
+            output.compare(self._settings)
             output.begin()
-        requests = LineRequests(model, self.needs, **options)
+        requests = LineRequests(model, self._needs, **options)
         most = self._options.batch_size or SLOTS
         runner = Runner(model, requests.sampler, most if self._rows is None else min(most, len(self._rows)))
-        source = (self._read(line, requests) for line in itertools.chain([first], lines))
-        self._answer(runner, source, settings, emit, output)
+        self._answer(runner, (self._read(line, requests) for line in itertools.chain([first], lines)), output)
         speed = f"{runner.stats.seconds:.3f} s, compiled before in {runner.stats.compile_seconds:.1f} s"
         print_statistics(self._totals, runner.stats.seconds, speed, model, requests.sampler)
         if self._errors:
@@ -282,47 +250,61 @@ class _Job:
         """A line's request; a cancelled one for a bad line, if these are skipped."""
         own: dict[str, Any] = {}
         try:
-            own = _own_entry(self.source, line)
+            own = _own_entry(self._source, line)
             request, problem = requests.request(line, own), None
         except DllmError as error:
             if self._options.on_error != "skip":
                 advice = "" if self._options.out is not None else "; mend it, or pass --on-error skip"
-                raise _BadLineError(f"{self.source.place(line)}: {error}{advice}") from None
+                raise _BadLineError(f"{self._source.place(line)}: {error}{advice}") from None
             request, problem = Request([], 0, np.zeros(2, np.uint32), number=line.number, cancelled=True), str(error)
-        self._waiting.append((own, problem))
+        self._running.append((own, problem))
         return request
 
-    def _answer(
-        self,
-        runner: Runner,
-        requests: Iterator[Request],
-        settings: dict[str, Any],
-        emit: Emit,
-        output: JsonLines | None,
-    ) -> None:
+    def _answer(self, runner: Runner, requests: Iterator[Request], output: JsonLines | None) -> None:
         width = 0 if output is None else int(output.last.get("room") or 0)  # a resumed run has the same program
-        hidden = output is None and sys.stdout.isatty()  # a bar would stand among the answers
-        look: dict[str, Any] = {"mininterval": progress_bars.interval(), "disable": hidden, "dynamic_ncols": True}
-        look["delay"] = 0 if sys.stderr.isatty() else progress_bars.SELDOM
-        total, done = None if self._rows is None else len(self._rows), 0 if output is None else output.done
-        with tqdm(desc="answering", unit="line", total=total, initial=done, **look) as bar:
+        write = self._print if output is None else output.append
+        with self._bar(output) as bar:
             for request in runner.run(requests, longest=width):
-                own, problem = self._waiting.popleft()
+                own, problem = self._running.popleft()
                 width = max(width, runner.room_for(len(request.prompt)))
-                line = {**own, "line": request.number}
-                shared = {"room": width, "settings": settings}
                 if problem is None:
                     answer = request.generation
                     self._totals.add(answer)
+                    result = answer_json(answer)
                     speed = speed_json(answer, request.seconds, runner.stats.compile_seconds)
-                    emit({**line, **answer_json(answer), **shared, **speed}, answer)
                 else:
                     self._errors += 1
-                    emit({**line, "error": problem, **shared}, None)
+                    result, speed = {"error": problem}, {}
+                write({**own, "line": request.number, **result, "room": width, "settings": self._settings, **speed})
                 nfe = self._totals.nfe / max(self._totals.answers, 1)
-                speed_now = self._totals.tokens / max(runner.stats.seconds, 1e-9)
-                bar.set_postfix_str(f"{speed_now:.0f} tokens/s, NFE {nfe:.1f}", refresh=False)
+                tokens = self._totals.tokens / max(runner.stats.seconds, 1e-9)
+                bar.set_postfix_str(f"{tokens:.0f} tokens/s, NFE {nfe:.1f}", refresh=False)
                 bar.update()
+
+    def _bar(self, output: JsonLines | None) -> "tqdm[Any]":
+        return tqdm(
+            desc="answering",
+            unit="line",
+            total=None if self._rows is None else len(self._rows),
+            initial=0 if output is None else output.done,
+            disable=output is None and sys.stdout.isatty(),  # it would stand among the answers
+            mininterval=progress_bars.interval(),
+            delay=0 if sys.stderr.isatty() else progress_bars.SELDOM,
+            dynamic_ncols=True,
+        )
+
+    def _print(self, line: dict[str, Any]) -> None:
+        """Prints a line of output: as JSON, or its text."""
+        if self._options.json:
+            print(json.dumps(line), flush=True)
+            return
+        total = self._needs.total
+        if total != 1:
+            print(f"--- {self._totals.answers + self._errors}" + ("" if total is None else f" of {total}"))
+        if "error" in line:
+            print(f"line {line['line']}: {line['error']}", file=sys.stderr)
+        else:
+            print_text(line["text"])
 
 
 class LineRequests:
