@@ -533,7 +533,7 @@ def test_a_browser_goes_through_the_forwards(whole, revised, browser, tmp_path):
     last = whole.nfe
     assert browser.run(f"{first}.dataset.forward") == str(last)
     assert browser.run(f"{second}.dataset.forward") == str(revised.nfe)
-    cells = f"[...{first}.querySelectorAll('.canvas .cell:not(.open)')]"
+    cells = f"[...{first}.querySelectorAll('.canvas .cell:not(.masked)')]"
     seen = lambda: browser.run(f"{cells}.map(cell => Number(cell.dataset.at))")
     heard = lambda: browser.run(f"{first}.querySelector('[aria-live]').textContent")
     said = []
