@@ -1,11 +1,11 @@
-"""Checks of an unmasking rule or a cache policy of your own: whether it keeps what the library promises of every one.
+"""Checks of an unmasking rule or a cache policy of your own: whether it keeps the library's promises.
 
     from samplers.testing import check_cache, check_rule
 
     print(check_rule(Lead(0.9)))  # what was checked; an AssertionError says in one sentence what fails, and where
     print(check_cache(EverySecond()))
 
-The models are tiny and random: the kit says nothing about how good the rule or the policy is.
+The models are tiny and random: the checks say nothing about how good the rule or the policy is.
 """
 
 import dataclasses
@@ -49,19 +49,19 @@ TINY = published_config("llada-8b-base").replace(
     end_ids=(20,),
     dtype="float32",
 )
-"""The model with attention to everything that rules are run on."""
+"""The model for rules, with full attention."""
 
 BLOCKS = TINY.replace(family="llada2", attention="block", block_length=4)
-"""The block diffusion model, for the caches that need one."""
+"""The block diffusion model, for caches that need one."""
 
 DEEPER = TINY.replace(num_layers=2)
-"""What cache policies are run on: keys and values of one layer follow from their own token alone."""
+"""The model for cache policies: keys and values of a single layer would depend on their own token alone."""
 
 SHIFTED = DEEPER.replace(family="dream", shift=True)
-"""One whose first position nothing predicts."""
+"""A model that does not predict the first position."""
 
 PROMPT_LENGTHS = (9, 5, 6)
-MOST_STEPS = 20  # for each position; what has not ended by then never will
+STEPS_PER_POSITION = 20  # a generation that takes more never ends
 
 
 def check_rule(
@@ -73,28 +73,27 @@ def check_rule(
     block_length: int = 4,
     key: jax.Array | None = None,
 ) -> list[str]:
-    """Runs a rule on a few rows of different lengths, with every cache policy that it can go with.
+    """Runs a rule on a few rows of different lengths, with every cache policy that suits it.
 
-    What every rule keeps: it can be traced; each number may be one for all rows or one per row; every generation ends,
-    and with every forward on a row something is decided, unless the rule bounds its forwards by `most_steps`; what is
-    final never changes, and only a rule that `revises` changes what it wrote, in its active block; a row is the same
-    alone and beside others; the compiled loop is its steps one by one; and the same keys give the same result.
+    The promises of every rule: it can be traced; each number may be one for all rows or one per row; every generation
+    ends; every forward on a row decides something, unless the rule bounds its forwards by `most_steps`; final tokens
+    never change, and only a rule that `revises` changes what it wrote, in its active block; a row is the same alone and
+    with others; the compiled loop equals its steps one by one; and the same keys give the same result.
 
     Args:
-        rule: with numbers at which some forwards commit one position and some several, so that mistakes show.
+        rule: choose numbers at which some forwards commit one position and some several, so that mistakes show.
         caches: names of cache policies, with their defaults.
-        denoiser: what is run; by default `TINY`, and for caches of block diffusion models `BLOCKS`, both with random
-            weights.
+        denoiser: the model; by default `TINY`, and `BLOCKS` for caches of block diffusion models, with random weights.
         gen_length, block_length: of the generations; a schedule of steps needs a multiple of their quotient.
-        key: source of what is random; `jax.random.key(0)` by default.
+        key: of the random numbers; `jax.random.key(0)` by default.
 
     Returns:
-        The names of the checks that were made, in order, those of the caches behind the others. What the sampler
-        refuses by a `DllmError` with one cache, and takes with another, is not among them.
+        The names of the checks that ran, in order, then those of the caches. A cache that the sampler refuses by a
+        `DllmError` is left out, unless all are refused.
 
     Raises:
-        AssertionError: one sentence with what fails, the cache, and where it shows the row, position and forward.
-        DllmError: for numbers that the rule itself refuses, and names that are no cache policies.
+        AssertionError: one sentence with what fails, the cache and, where it can, the row, position and forward.
+        DllmError: for numbers that the rule itself refuses, and names that are not cache policies.
     """
     name = type(rule).__name__
     require(isinstance(rule, Rule), f"a {name} is no rule; derive its class from samplers.Rule")
@@ -104,14 +103,14 @@ def check_rule(
     rule.check(gen_length, gen_length // block_length)
     key = jax.random.key(0) if key is None else key
 
-    def begin(cache: str) -> _Case:
+    def make_case(cache: str) -> _Case:
         policy: CachePolicy = CACHES[cache]()
         model = denoiser or _model_for(policy, 1, block_length, key)
-        return _begin(f"{name} with cache {cache!r}", rule, policy, model, gen_length, block_length, key)
+        return _make_case(f"{name} with cache {cache!r}", rule, policy, model, gen_length, block_length, key)
 
     checked: list[str] = []
     ran: list[str] = []
-    for cache, case in _accepted(caches, begin):
+    for cache, case in _accept_cases(caches, make_case):
         found = _check_steps(case)
         _check_loop(case, found)
         if not ran:
@@ -133,30 +132,29 @@ def check_cache(
     block_length: int = 4,
     key: jax.Array | None = None,
 ) -> list[str]:
-    """Runs a cache policy on a few rows of different lengths, under rules that ask different things of it.
+    """Runs a cache policy on a few rows of different lengths, with rules that need different things of it.
 
-    What every policy keeps: it can be traced; a row's first forward is a full one; what it counts as such gives the
-    hidden states of the model over everything; each forward runs all of the active block, and `Outcome.low` and `high`
-    say so; buffers are counted as rebuilt by full forwards alone, and nothing is told of rows that have ended; a row is
-    the same alone and beside others, and the compiled loop is its steps one by one. The rules are `threshold`, `edit`,
-    which changes what is written in the active block, and `threshold` with smoothing, which feeds embeddings and wants
-    the hidden states of everything that is run.
+    The promises of every policy: it can be traced; a row's first forward is a full one; a full forward gives the hidden
+    states of the model over everything; each forward runs all of the active block, within `Outcome.low` and `high`;
+    only full forwards count as rebuilding buffers, and rows that have ended count none; a row is the same alone and
+    with others; and the compiled loop equals its steps one by one. The rules are `threshold`; `edit`, which changes
+    written tokens of the active block; and `threshold` with smoothing, which feeds embeddings and needs the hidden
+    states of all positions that run.
 
     Args:
-        policy: with numbers at which it does all that it can do within a few forwards.
-        exact: whether generations must be those of `NoCache`, forward by forward; but for smoothing, which carries over
-            what was run.
-        denoiser: what is run; by default `DEEPER`, and `SHIFTED` under `threshold`, but `BLOCKS` for a policy that is
+        policy: choose numbers at which it does all that it can within a few forwards.
+        exact: whether generations must equal those of `NoCache`, forward by forward, except with smoothing, which
+            carries over hidden states.
+        denoiser: the model; by default `DEEPER`, also `SHIFTED` with `threshold`, and `BLOCKS` for a policy that is
             `in_order`; all with random weights.
         gen_length, block_length: of the generations.
-        key: source of what is random; `jax.random.key(0)` by default.
+        key: of the random numbers; `jax.random.key(0)` by default.
 
     Returns:
-        The names of what it was run with, in order. What the sampler or the policy refuses by a `DllmError`, but not of
-        all of these, is not among them.
+        The names of the cases that ran, in order. A case that is refused by a `DllmError` is left out, unless all are.
 
     Raises:
-        AssertionError: one sentence with what fails, under which rule, and where it shows the row and forward.
+        AssertionError: one sentence with what fails, the rule and, where it can, the row and forward.
         DllmError: for numbers that the policy itself refuses.
     """
     name = type(policy).__name__
@@ -169,27 +167,29 @@ def check_cache(
     key = jax.random.key(0) if key is None else key
     model = denoiser or _model_for(policy, DEEPER.num_layers, block_length, key)
 
-    asked: dict[str, tuple[Rule, Smoothing | None, DenoiserLike]] = {
+    cases: dict[str, tuple[Rule, Smoothing | None, DenoiserLike]] = {
         "threshold": (Threshold(), None, model),
         "edit": (Edit(), None, model),
         "smoothing": (Threshold(), Smoothing(), model),
     }
-    if denoiser is None and not _in_blocks(policy):
-        asked["threshold, shifted"] = (Threshold(), None, _random(SHIFTED, key))
+    if denoiser is None and not _is_in_order(policy):
+        cases["threshold, shifted"] = (Threshold(), None, _random_model(SHIFTED, key))
 
-    def begin(told: str) -> _Case:
-        rule, smoothing, model = asked[told]
-        return _begin(f"{name} with {told}", rule, policy, model, gen_length, block_length, key, smoothing)
+    def make_case(label: str) -> _Case:
+        rule, smoothing, model = cases[label]
+        return _make_case(f"{name} with {label}", rule, policy, model, gen_length, block_length, key, smoothing)
 
     ran: list[str] = []
-    for told, case in _accepted(asked, begin):
-        found = _check_steps(case.with_cache(_Watched(policy)))
+    for label, case in _accept_cases(cases, make_case):
+        found = _check_steps(case.with_cache(_CheckedPolicy(policy)))
         _check_loop(case, found)
         _check_alone(case, found)
         if exact and case.sampler.smoothing is None:
-            wanted = case.with_cache(NoCache()).sampled()
-            _same(case, "it gives another result than no cache", found, wanted, range(len(PROMPT_LENGTHS)), _TOKENS)
-        ran.append(told)
+            wanted = case.with_cache(NoCache()).sample()
+            _require_same(
+                case, "it gives another result than no cache", found, wanted, range(len(PROMPT_LENGTHS)), _TOKENS
+            )
+        ran.append(label)
     return ran
 
 
@@ -198,13 +198,13 @@ def _require_pytree(part: Any) -> None:
     require(not leaf, f"a {type(part).__name__} is no pytree; decorate its class with dllm_jax.pytree.pytree")
 
 
-def _accepted(names: Iterable[str], begin: Callable[[str], "_Case"]) -> Iterator[tuple[str, "_Case"]]:
-    """The cases that nobody refuses, one by one; raises the first DllmError when there are none."""
+def _accept_cases(names: Iterable[str], make_case: Callable[[str], "_Case"]) -> Iterator[tuple[str, "_Case"]]:
+    """The cases that are not refused, one by one; raises the first DllmError if all are."""
     refused: DllmError | None = None
     taken = False
     for name in names:
         try:
-            case = begin(name)
+            case = make_case(name)
         except DllmError as error:
             refused = refused or error
             continue
@@ -216,11 +216,11 @@ def _accepted(names: Iterable[str], begin: Callable[[str], "_Case"]) -> Iterator
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """A rule with a cache policy, and what is generated.
+    """A rule with a cache policy, and the rows to generate.
 
     Attributes:
-        name: of both, for sentences.
-        sampler, denoiser: what runs.
+        name: of both, for error messages.
+        sampler, denoiser: of the generation.
         prompt: [B, P].
         rows: arguments of `sample` that have a row axis, by name.
     """
@@ -232,34 +232,34 @@ class _Case:
     rows: Mapping[str, Any]
 
     def of_rows(self, rows: Sequence[int]) -> "_Case":
-        """The same of other rows."""
+        """The case with these rows."""
         chosen = jnp.asarray(rows)
         return dataclasses.replace(
             self, prompt=self.prompt[chosen], rows={name: x[chosen] for name, x in self.rows.items()}
         )
 
     def with_cache(self, policy: CachePolicy) -> "_Case":
-        """The same by another policy."""
+        """The case with another policy."""
         return dataclasses.replace(self, sampler=dataclasses.replace(self.sampler, cache=policy))
 
-    def sampled(self) -> Result:
-        """By the compiled loop, on the host."""
+    def sample(self) -> Result:
+        """The compiled loop's result, on the host."""
         found: Result = jax.device_get(sample_jit(self.sampler, self.denoiser, self.prompt, **self.rows))
         return found
 
 
-def _in_blocks(policy: CachePolicy) -> bool:
+def _is_in_order(policy: CachePolicy) -> bool:
     """Whether a policy is for block diffusion models."""
     return getattr(policy, "in_order", False)
 
 
 def _model_for(policy: CachePolicy, layers: int, block_length: int, key: jax.Array) -> Denoiser:
-    """A random model that a policy goes with."""
-    config = BLOCKS.replace(block_length=block_length) if _in_blocks(policy) else TINY
-    return _random(config.replace(num_layers=layers), key)
+    """A random model that suits a policy."""
+    config = BLOCKS.replace(block_length=block_length) if _is_in_order(policy) else TINY
+    return _random_model(config.replace(num_layers=layers), key)
 
 
-def _begin(
+def _make_case(
     name: str,
     rule: Rule,
     policy: CachePolicy,
@@ -269,7 +269,7 @@ def _begin(
     key: jax.Array,
     smoothing: Smoothing | None = None,
 ) -> _Case:
-    """Raises DllmError for what cannot be combined, and AssertionError for what cannot be traced."""
+    """A case; raises DllmError for parts that cannot be combined, AssertionError for parts that cannot be traced."""
     halves = block_length // 2 if isinstance(policy, SubBlockCache) else None
     sampler = BlockSampler(
         rule,
@@ -277,7 +277,7 @@ def _begin(
         block_length,
         policy,
         smoothing,
-        align_blocks=_in_blocks(policy),
+        align_blocks=_is_in_order(policy),
         sub_block_length=halves or None,
     )
     batch, width = len(PROMPT_LENGTHS), max(PROMPT_LENGTHS)
@@ -292,34 +292,36 @@ def _begin(
     }
     case = _Case(name, sampler, denoiser, tokens[0, :, :width], rows)
     advice = "its methods are traced, so no Python `if` on arrays, and what decides about the program is static"
-    state = _traced(case, advice, lambda: jax.eval_shape(_first, sampler, denoiser, case.prompt, rows))
-    after = _traced(case, advice, lambda: jax.eval_shape(lambda s, d, x: s.step(d, x), sampler, denoiser, state))
+    state = _require_traceable(case, advice, lambda: jax.eval_shape(_init_state, sampler, denoiser, case.prompt, rows))
+    after = _require_traceable(
+        case, advice, lambda: jax.eval_shape(lambda s, d, x: s.step(d, x), sampler, denoiser, state)
+    )
     for was, now in ((state.rule, after.rule), (state.cache, after.cache)):
         shapes = f"{_shapes(was)} by init and {_shapes(now)} after a step"
         require(_shapes(was) == _shapes(now), f"{case.name}: its state is {shapes}; both must be alike")
     return case
 
 
-def _first(sampler: Any, denoiser: Any, prompt: Any, rows: Any) -> Any:
+def _init_state(sampler: Any, denoiser: Any, prompt: Any, rows: Any) -> Any:
     return sampler.init(denoiser, prompt, **rows)
 
 
-def _traced(case: _Case, advice: str, trace: Callable[[], Any]) -> Any:
+def _require_traceable(case: _Case, advice: str, trace: Callable[[], Any]) -> Any:
     try:
         return trace()
     except (DllmError, AssertionError):
         raise
-    except Exception as error:  # whatever somebody else's code raises
-        said = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
-        raise AssertionError(f"{case.name} cannot be traced ({said}); {advice}") from error
+    except Exception as error:  # a user's code may raise anything
+        message = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+        raise AssertionError(f"{case.name} cannot be traced ({message}); {advice}") from error
 
 
 def _shapes(tree: Any) -> str:
     return str(jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree))
 
 
-def _random(config: ModelConfig, key: jax.Array) -> Denoiser:
-    """Weights that are not all tiny, so that the model is sure of some tokens and not of others."""
+def _random_model(config: ModelConfig, key: jax.Array) -> Denoiser:
+    """A model with random weights that are not all tiny, so that it is confident of some tokens and not of others."""
     params = init_params(config, key, dtype="float32")
     return Denoiser(config, {name: x * 150 if x.ndim > 1 else x for name, x in params.items()})
 
@@ -327,8 +329,8 @@ def _random(config: ModelConfig, key: jax.Array) -> Denoiser:
 # Step by step --------------------------------------------------------------------------------------------------------
 
 
-class _Seen(NamedTuple):
-    """A state on the host, [B, ...]; those of the generation [B, G]."""
+class _Snapshot(NamedTuple):
+    """A copy of a state on the host: arrays [B, ...], of the generation [B, G]."""
 
     prompt: np.ndarray
     tokens: np.ndarray
@@ -339,47 +341,47 @@ class _Seen(NamedTuple):
     done: np.ndarray
 
 
-def _seen(case: _Case, state: BlockState) -> _Seen:
-    """Copies, because a step works in place."""
+def _take_snapshot(case: _Case, state: BlockState) -> _Snapshot:
+    """A snapshot of copies, because a step works in place."""
     sampler, prompts, canvas = case.sampler, np.asarray(case.rows["prompt_lengths"]), state.canvas
     rows, position = np.array(canvas.tokens), np.arange(sampler.gen_length)
     before = prompts % sampler.width if sampler.align_blocks else prompts * 0
     active = (before[:, None] + position) // sampler.width == np.array(state.block)[:, None]
     prompt = np.where(np.arange(rows.shape[1]) < prompts[:, None], rows, -1)
     tokens = np.take_along_axis(rows, prompts[:, None] + position, axis=1)
-    return _Seen(
+    return _Snapshot(
         prompt, tokens, active, *map(np.array, (canvas.undecided, canvas.decoded_at >= 0, canvas.nfe, canvas.done))
     )
 
 
 def _check_steps(case: _Case) -> Result:
-    """Every step, and what stands at the end; the result on the host."""
-    sampler, most = case.sampler, MOST_STEPS * case.sampler.gen_length
+    """Checks every step and the end; returns the result on the host."""
+    sampler, most = case.sampler, STEPS_PER_POSITION * case.sampler.gen_length
     states: Iterator[BlockState] = stream(sampler, case.denoiser, case.prompt, **case.rows)
     state = next(states)
-    seen = _seen(case, state)
+    now = _take_snapshot(case, state)
     for number, state in enumerate(states):
         require(number < most, f"{case.name} has not ended after {most} forwards; bound them by most_steps")
-        before, seen = seen, _seen(case, state)
-        _check_step(case, before, seen)
-    for row, nfe in enumerate(seen.nfe.tolist()):
+        before, now = now, _take_snapshot(case, state)
+        _check_step(case, before, now)
+    for row, nfe in enumerate(now.nfe.tolist()):
         own = dataclasses.replace(sampler, gen_length=int(case.rows["gen_lengths"][row]))
         bound = own.forwards(int(case.rows["prompt_lengths"][row]))[1]
         advice = "correct most_steps, or forwards"
         require(
             nfe <= bound, f"{case.name}: row {row} took {nfe} forwards, but forwards says at most {bound}; {advice}"
         )
-    if isinstance(sampler.cache, _Watched):
+    if isinstance(sampler.cache, _CheckedPolicy):
         _check_forwards(case, state.cache)
-    _require_nowhere(case, seen.undecided, "is still undecided at the end", seen)
-    wrong = (seen.tokens < 0) | (seen.tokens >= case.denoiser.vocab_size) | (seen.tokens == case.denoiser.mask_id)
-    _require_nowhere(case, wrong & seen.written, "holds a mask, or no token of the vocabulary, at the end", seen)
+    _require_nowhere(case, now.undecided, "is still undecided at the end", now)
+    wrong = (now.tokens < 0) | (now.tokens >= case.denoiser.vocab_size) | (now.tokens == case.denoiser.mask_id)
+    _require_nowhere(case, wrong & now.written, "holds a mask, or no token of the vocabulary, at the end", now)
     result: Result = jax.device_get(sampler.result(case.denoiser, state))
     return result
 
 
-def _check_step(case: _Case, before: _Seen, after: _Seen) -> None:
-    """What one forward may do."""
+def _check_step(case: _Case, before: _Snapshot, after: _Snapshot) -> None:
+    """Checks what one forward changed."""
     rule = case.sampler.rule
     may = before.undecided | (before.written & before.active if rule.revises else np.zeros_like(before.undecided))
     changed = (
@@ -395,7 +397,7 @@ def _check_step(case: _Case, before: _Seen, after: _Seen) -> None:
     require(bounded or not stuck.any(), sentence)
 
 
-def _require_nowhere(case: _Case, where: np.ndarray, sentence: str, state: _Seen) -> None:
+def _require_nowhere(case: _Case, where: np.ndarray, sentence: str, state: _Snapshot) -> None:
     """Raises AssertionError for positions [B, G] at which a sentence holds."""
     if where.any():
         row, position = (int(index) for index in np.unravel_index(np.argmax(where), where.shape))
@@ -410,24 +412,24 @@ TOLERANCE = 1e-3  # of hidden states, as a share of the largest number among the
 _FAULTS = (
     "is its first, but no full one; nothing is stored that it could read",
     "counts as a full one, but gives other hidden states than the model over everything",
-    "runs a part of the active block alone, by what low and high say; they begin where the block does, or before",
-    "is told of a row that has ended",
+    "runs a part of the active block alone, by what low and high say; they make_case where the block does, or before",
+    "counts for a row that has ended",
     "counts as one that stored all keys and values, but not as a full one",
 )
 
 
 @pytree()
-class _Watched:
-    """A policy, and the first forward of each row at which what it tells is not so."""
+class _CheckedPolicy:
+    """A policy, and of each row the first forward at which each promise is broken."""
 
     policy: CachePolicy
 
     @property
     def in_order(self) -> bool:
-        return _in_blocks(self.policy)
+        return _is_in_order(self.policy)
 
     def init(self, denoiser: DenoiserLike, batch: int, length: int) -> tuple[Any, jax.Array]:
-        """The policy's state, and [B, faults] int32, -1 for none."""
+        """The policy's state, and the forwards of faults [B, faults] int32, -1 for none."""
         return self.policy.init(denoiser, batch, length), jnp.full((batch, len(_FAULTS)), -1)
 
     def predict(self, denoiser: DenoiserLike, request: Request, state: tuple[Any, jax.Array]) -> Outcome:
@@ -449,7 +451,7 @@ class _Watched:
 
 
 def _check_forwards(case: _Case, state: tuple[Any, jax.Array]) -> None:
-    """What a watched policy told."""
+    """Raises AssertionError for a broken promise of a checked policy."""
     for sentence, first in zip(_FAULTS, np.array(state[1]).T, strict=True):
         row = int(np.argmax(first >= 0))
         require(bool((first < 0).all()), f"{case.name}: forward {int(first[row])} of row {row} {sentence}")
@@ -461,7 +463,7 @@ _TOKENS = ("tokens", "decoded_at", "nfe", "edits")
 _FIELDS = (*_TOKENS, "full_forwards", "cache_updates")
 
 
-def _same(
+def _require_same(
     case: _Case, what: str, found: Result, wanted: Result, rows: Sequence[int], fields: Sequence[str] = _FIELDS
 ) -> None:
     """Raises AssertionError unless the rows of one result are these rows of another."""
@@ -475,30 +477,32 @@ def _same(
 
 
 def _check_loop(case: _Case, found: Result) -> None:
-    """The compiled loop against single steps and itself; rows beside other rows, and beside copies of themselves."""
+    """Compares the compiled loop with single steps and with itself, and rows with other neighbours."""
     rows = range(len(PROMPT_LENGTHS))
-    loop = case.sampled()
-    _same(case, "the compiled loop gives another result than its steps one by one", loop, found, rows)
-    _same(case, "the same keys give another result", case.sampled(), loop, rows)
+    loop = case.sample()
+    _require_same(case, "the compiled loop gives another result than its steps one by one", loop, found, rows)
+    _require_same(case, "the same keys give another result", case.sample(), loop, rows)
     for order in ([1, 2, 0], *([row] * len(rows) for row in rows)):
-        what = "a row is another beside other rows"
-        _same(case, what, case.of_rows(order).sampled(), found, order)
+        what = "a row differs with other rows in the batch"
+        _require_same(case, what, case.of_rows(order).sample(), found, order)
 
 
 def _check_alone(case: _Case, found: Result) -> None:
-    """A batch of one row without padding."""
+    """Checks a batch of one row without padding."""
     row = 1
     alone = case.of_rows([row])
     alone = dataclasses.replace(alone, prompt=alone.prompt[:, : PROMPT_LENGTHS[row]])
-    result = _traced(case, "it must take any number of rows, so use per_row and axes, not sizes", alone.sampled)
-    _same(case, "a row alone is another", result, found, [row])
+    result = _require_traceable(
+        case, "it must take any number of rows, so use per_row and axes, not sizes", alone.sample
+    )
+    _require_same(case, "a row alone differs", result, found, [row])
 
 
 def _check_numbers(case: _Case, found: Result) -> None:
-    """A value for each row."""
+    """Checks numbers of one value for each row."""
     rule, batch = case.sampler.rule, len(PROMPT_LENGTHS)
     pairs = zip(numbers_of(rule), number_dtypes_of(rule), strict=True)
     numbers = [np.full(batch, number, dtype) for number, dtype in pairs]
     rows = dataclasses.replace(case, sampler=dataclasses.replace(case.sampler, rule=with_numbers(rule, numbers)))
-    result = _traced(case, "a number may be [B], so use per_row(self.number) against [B, W]", rows.sampled)
-    _same(case, "with equal numbers for each row it gives another result", result, found, range(batch))
+    result = _require_traceable(case, "a number may be [B], so use per_row(self.number) against [B, W]", rows.sample)
+    _require_same(case, "with equal numbers for each row it gives another result", result, found, range(batch))
