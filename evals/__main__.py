@@ -59,6 +59,7 @@ from evals.tasks.word_problems import train_tokenizer
 from evals.token_counts import as_line
 from evals.tune import command as tune
 from samplers import Generation
+from samplers.config.sampler_config import EVALUATION_DEFAULTS
 from samplers.viewer.view import check_path, view_of
 
 COMPARED = (
@@ -117,6 +118,9 @@ def _add_run(commands: Any) -> None:
     add_distributed(add)
 
 
+_UNSET = f"Unset: {', '.join(f'{k}={v}' for k, v in EVALUATION_DEFAULTS.options.items())}, one block"
+
+
 def _add_scoring(add: Any) -> None:
     _add_measuring(add)
     add_task(add)
@@ -125,7 +129,7 @@ def _add_scoring(add: Any) -> None:
         required=True,
         action="append",
         metavar="SPEC",
-        help="RULE or PRESET, with options as in eb:gamma=0.1; @DIR is its model",
+        help=f"RULE or PRESET, with options as in eb:gamma=0.1; @DIR is its model. {_UNSET}",
     )
     add("--json", action="store_true", help="print the whole report as JSON")
     add("--results", metavar="FILE", help="write one JSON line per example")

@@ -261,15 +261,11 @@ def test_a_checkpoint_may_not_name_code(own, llada_tiny):
 
 def test_the_shell_knows_it(own, llada_tiny, capsys):
     model = ["--model", str(llada_tiny.folder), "--gen-length", "16", "--block-length", "8"]
-    for line in (["--rule", "own_rules:Lead", "--lead", "0.25"], ["--sampler", "own_rules:Lead:lead=0.25"]):
-        assert cli.main(["--explain", *line, *model]) == 0
-        text = " ".join(capsys.readouterr().out.split())
-        assert "rule own_rules:Lead the command line" in text and "lead 0.25 the command line" in text
+    assert cli.main(["--explain", "--sampler", "own_rules:Lead:lead=0.25,cache=own_rules:Often", *model]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "rule own_rules:Lead the command line" in text and "lead 0.25 the command line" in text
+    assert "cache own_rules:Often the command line" in text and "often 1 default of own_rules:Often" in text
     assert cli.main(["--explain", "--rule=own_rules:Lead", *model]) == 0
     assert "lead 0.8 default of own_rules:Lead" in " ".join(capsys.readouterr().out.split())
-    assert cli.main(["--list", "--rule", "own_rules:Lead", "--cache", "own_rules:Often"]) == 0
-    listed = capsys.readouterr().out
-    assert "own_rules:Lead: Commits what is far enough ahead." in listed and "--lead (default: 0.8)" in listed
-    assert "own_rules:Often: " in listed
     assert cli.main(["a", "--rule", "no_rules:Lead", *model]) == 2
     assert "'no_rules:Lead'" in one_error(capsys)

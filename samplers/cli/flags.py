@@ -3,14 +3,13 @@
 import argparse
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from dllm_jax import DllmError, Model, spec
-from dllm_jax.cli.command import Parser
 from samplers.caches import CACHES
 from samplers.config.presets import PRESETS
-from samplers.config.registry import LOOPS, PARTS, fields_of, is_outside, part_class, type_of
+from samplers.config.registry import LOOPS, fields_of, type_of
 from samplers.config.sampler_config import (
     COMMAND_LINE,
     GENERATION_DEFAULTS,
@@ -34,40 +33,14 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add("--quantize", metavar="BITS", help="int8 or int4: kernels in so many bits; as stored by default")
 
 
-def add_sampler(parser: argparse.ArgumentParser, said: Sequence[str] = ()) -> None:
-    """Flags of the sampler; only those that were written are in the options.
-
-    Args:
-        said: the command line, whose rule or cache policy of somebody's own has flags as well.
-
-    Raises:
-        DllmError: when such a part cannot be imported, or is none.
-    """
+def add_sampler(parser: argparse.ArgumentParser) -> None:
+    """Flags of the sampler; unset ones are not in the options. Those of your own classes are written in `--sampler`."""
     add = parser.add_argument
-    add("--sampler", metavar="SPEC", help=f"{', '.join(LOOPS)} or a rule, as in d2f:block_length=8@MODEL_DIR")
+    specs = "as in d2f:block_length=8@MODEL_DIR, or MODULE:CLASS:NAME=VALUE with options of your own class"
+    add("--sampler", metavar="SPEC", help=f"{', '.join(LOOPS)} or a rule, {specs}")
     add("--preset", metavar="NAME", help=f"published settings, changed by other options: {', '.join(PRESETS)}")
     _add_sampling(parser.add_argument_group("sampling", "defaults are the model's own, where it came with some"))
-    kinds = {name: kind for part in own_parts(said).values() for name, kind in part.items()}
-    _add_part_options(parser.add_argument_group("options of rules, cache policies and samplers", "see --list"), kinds)
-
-
-def own_parts(said: Sequence[str]) -> dict[str, dict[str, type]]:
-    """The rules and cache policies of somebody's own that a command line names, "module:Class": part -> name -> class.
-
-    Raises:
-        DllmError: when one cannot be imported, or is none.
-    """
-    parser = Parser(add_help=False, allow_abbrev=False)
-    for flag in ("--rule", "--cache", "--sampler"):
-        parser.add_argument(flag, nargs="?")
-    found = vars(parser.parse_known_args(said)[0])
-    names = {part: [found[part]] for part in PARTS}
-    if found["sampler"] is not None:
-        name, options, _ = split_spec(found["sampler"])
-        names["rule"].append(name)
-        for part in PARTS:
-            names[part].append(options.get(part))
-    return {part: {name: part_class(part, name) for name in names[part] if is_outside(name)} for part in PARTS}
+    _add_part_options(parser.add_argument_group("options of rules, cache policies and samplers", "see --list"))
 
 
 def model_name(options: argparse.Namespace) -> str:
@@ -140,11 +113,11 @@ def _add_sampling(group: Any) -> None:
     add("--canvas-length", metavar="N", help="pad prompt and canvas with masks to this length")
 
 
-def _add_part_options(group: Any, own: Mapping[str, type]) -> None:
+def _add_part_options(group: Any) -> None:
     """A flag for every field of a rule, a cache policy or a sampler that is not one of all samplers."""
     common = {field.name for field in (*fields_of(BlockSampler), *fields_of(Sampling))}
     takers: dict[str, dict[str, type]] = {}
-    for name, kind in {**RULES, **CACHES, **LOOPS, **own}.items():
+    for name, kind in {**RULES, **CACHES, **LOOPS}.items():
         for option in written_fields(kind):
             takers.setdefault(option, {})[name] = kind
     for option, kinds in takers.items():

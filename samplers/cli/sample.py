@@ -48,7 +48,6 @@ from samplers.cli.flags import (
     default_of,
     flag_of,
     model_name,
-    own_parts,
     read_flags,
     written_fields,
 )
@@ -77,26 +76,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs what it raises as well
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # an answer may hold what the terminal's encoding cannot
-    said = sys.argv[1:] if arguments is None else list(arguments)
-    if said[:1] == ["serve"]:
-        return _serve(said[1:])
-    work = lambda: _run(command_line(said).parse_intermixed_args(said), own_parts(said))
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if words[:1] == ["serve"]:
+        return _serve(words[1:])
+    work = lambda: _run(command_line().parse_intermixed_args(words))
     return run_printing(work, "use a smaller --batch-size or --gen-length")
 
 
-def _serve(said: Sequence[str]) -> int:
+def _serve(words: Sequence[str]) -> int:
     """`python -m samplers serve`, which brings what this command does without."""
     from samplers.serving.cli import run
 
-    return run_printing(lambda: run(said), "use fewer --slots, or a smaller --gen-length or --prompt-length")
+    return run_printing(lambda: run(words), "use fewer --slots, or a smaller --gen-length or --prompt-length")
 
 
-def command_line(said: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """What says how to sample is in the options only where it was written: defaults are the checkpoint's to say.
-
-    Args:
-        said: as `flags.add_sampler`.
-    """
+def command_line() -> argparse.ArgumentParser:
+    """The options, for the command itself and for `dllm completion`."""
     parser = Parser(
         prog="python -m samplers",
         description=__doc__,
@@ -127,7 +122,7 @@ def command_line(said: Sequence[str] = ()) -> argparse.ArgumentParser:
     add("--system", metavar="TEXT", help="system message; implies --chat")
     add("--seed", type=int, default=0, metavar="N", help="of the random numbers, where any are drawn (default: 0)")
     add("--batch-size", type=int, metavar="N", help="prompts sampled together (default: all; 16 of a file)")
-    add_sampler(parser, said)
+    add_sampler(parser)
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="one JSON object per prompt: text, tokens, decoded_at, speed, settings")
     add("--no-live", action="store_true", help="do not show the canvas while it is being unmasked")
@@ -139,9 +134,9 @@ def command_line(said: Sequence[str] = ()) -> argparse.ArgumentParser:
 _DISTRIBUTED = "answer a shard in each process: as SLURM and others number them, or as process I of N that meet there"
 
 
-def _run(options: argparse.Namespace, own: Mapping[str, Mapping[str, type]]) -> None:
+def _run(options: argparse.Namespace) -> None:
     if options.list:
-        print(_listing(own))
+        print(_list_all())
         return
     check_number("delay", options.delay, 0.0)
     check_number("batch_size", options.batch_size, 1)
@@ -335,34 +330,33 @@ def _prompts(options: argparse.Namespace) -> list[Any]:
         raise DllmError(f"the standard input could not be read ({error})") from None
 
 
-def _listing(own: Mapping[str, Mapping[str, type]]) -> str:
-    """All rules, cache policies and samplers with their options, smoothing, and the presets; and what the command line
-    names of somebody's own."""
+def _list_all() -> str:
+    """All rules, cache policies and samplers with their options, smoothing, and the presets."""
     width = min(shutil.get_terminal_size().columns, 110)
-    lines = ["rules, by --rule:", *_listed({**RULES, **own["rule"]}, width)]
-    lines += ["", "cache policies, by --cache:", *_listed({**CACHES, **own["cache"]}, width)]
+    lines = ["rules, by --rule:", *_list_options(RULES, width)]
+    lines += ["", "cache policies, by --cache:", *_list_options(CACHES, width)]
     lines += ["", "samplers with a loop of their own, by --sampler NAME:option=value,option=value or flags:"]
-    lines += [*_listed(LOOPS, width), "", *_wrapped(f"--smoothing: {docs.summary(Smoothing)}", width, "  ")]
+    lines += [*_list_options(LOOPS, width), "", *_wrap(f"--smoothing: {docs.summary(Smoothing)}", width, "  ")]
     lines += ["", "presets, by --preset:", ""]
     for name, options in PRESETS.items():
-        told = ", ".join(f"{option} {value}" for option, value in options.items() if option != "smoothing")
+        listed = ", ".join(f"{option} {value}" for option, value in options.items() if option != "smoothing")
         smooth = ", smoothing" if "smoothing" in options else ""
-        lines += _wrapped(f"{name}: {told}{smooth}", width, "  ")
+        lines += _wrap(f"{name}: {listed}{smooth}", width, "  ")
     return "\n".join(lines)
 
 
-def _listed(table: Mapping[str, type], width: int) -> Iterator[str]:
+def _list_options(table: Mapping[str, type], width: int) -> Iterator[str]:
     for name, kind in table.items():
         yield ""
-        yield from _wrapped(f"{name}: {docs.summary(kind)}", width, "  ")
+        yield from _wrap(f"{name}: {docs.summary(kind)}", width, "  ")
         about = docs.attributes(kind)
         for option in written_fields(kind):
             words = ", ".join(spec.choices(type_of(kind, option)))
             values = f"(default: {default_of(kind, option)}{words and f'; one of {words}'})"
             meaning, why = about.get(option, docs.About())
-            told = f"{meaning} Default: {why}." if why else meaning
-            yield from _wrapped(f"    {flag_of(option)} {values} {told}", width, "        ")
+            about_it = f"{meaning} Default: {why}." if why else meaning
+            yield from _wrap(f"    {flag_of(option)} {values} {about_it}", width, "        ")
 
 
-def _wrapped(text: str, width: int, indent: str) -> Iterator[str]:
+def _wrap(text: str, width: int, indent: str) -> Iterator[str]:
     yield from textwrap.wrap(text, width, subsequent_indent=indent)

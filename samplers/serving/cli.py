@@ -38,7 +38,7 @@ def run(arguments: Sequence[str]) -> None:
     Raises:
         DllmError: for bad options, without the extra `serve`, and when an error stops the engine.
     """
-    parser = command_line(arguments)
+    parser = command_line()
     options = parser.parse_args(arguments)
     try:
         from samplers.serving.scheduler import Limits
@@ -61,8 +61,8 @@ def run(arguments: Sequence[str]) -> None:
     asyncio.run(serve(engine, at, limits, on_start=on_start, **about))
 
 
-def command_line(words: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """The options, for the command itself and for `dllm completion`; `words` as for `flags.add_sampler`."""
+def command_line() -> argparse.ArgumentParser:
+    """The options, for the command itself and for `dllm completion`."""
     parser = Parser(
         prog="python -m samplers serve",
         description=_ABOUT,
@@ -89,7 +89,7 @@ def command_line(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     add("--grace", type=float, default=30.0, metavar="SECONDS", help="for running answers at shutdown (default: 30)")
     add("--max-body", type=int, default=1 << 20, metavar="BYTES", help="of a request (default: 1048576)")
     add("--api-key-file", metavar="FILE", help=f"file of the key that requests must have; or set {KEY_VARIABLE}")
-    add_sampler(parser, words)
+    add_sampler(parser)
     return parser
 
 
