@@ -91,7 +91,9 @@ def test_a_bad_line_is_named_and_dropped_or_refused(name, tmp_path, llada_tiny):
     told = str(error.value)
     assert f"{path} line 2" in told and sentence in told and 'data.on_bad="drop"' in told and "\n" not in told
     left, faults = check("drop")
-    assert (len(left), faults.count, len(faults.told)) == (2, 3, 1) and faults.told[0].startswith(f"{path} line 2")
+    assert (len(left), faults.count, len(faults.sentences)) == (2, 3, 1) and faults.sentences[0].startswith(
+        f"{path} line 2"
+    )
     assert [left.example(i).answer_ids.tolist() for i in (0, 1)] == [source.example(0).answer_ids.tolist()] * 2
 
 
@@ -104,7 +106,7 @@ def test_many_bad_lines_are_counted_and_the_first_are_named(tmp_path, monkeypatc
     with pytest.raises(DllmError, match=f"{first} .* line 9 has .*; and 2 more; 7"):
         look("refuse")
     assert str(look("drop")[1]) == "7 of 11 examples are bad: 4 unreadable, 3 too long"
-    monkeypatch.setattr("train.data.checks._TOLD", 5)
+    monkeypatch.setattr("train.data.checks._LISTED", 5)
     assert look("drop")[1].listing().splitlines()[4:] == [
         f"{path} line 9 has 3 tokens and data.length is 2; raise it",
         "and 2 more",
@@ -120,7 +122,7 @@ def test_what_drop_long_leaves_out_has_no_room_for_its_canvas(tmp_path):
         read = lambda drop, canvas=canvas: jsonl(Setup(LLADA, None, 10, canvas), path=str(path), drop_long=drop)
         (kept, faults), (other, found) = (drop_bad_examples(read(drop), part, "sft", LLADA) for drop in (True, False))
         assert faults is None and len(kept) == len(other) and found.kinds == {"too long": len(rows) - len(kept)}
-        assert "too long" in str(found) and found.told[-1].startswith(f"{path} line 132 has ")
+        assert "too long" in str(found) and found.sentences[-1].startswith(f"{path} line 132 has ")
 
 
 CODE = {
@@ -529,7 +531,7 @@ def test_no_state_is_written_while_steps_are_skipped(tmp_path, monkeypatch):
     monkeypatch.undo()
     spoil_gradients(monkeypatch, 7, 8, 9, 10)
     for _ in range(2):
-        with pytest.raises(DllmError, match="after 2 that were skipped; state 6 is kept.*go on from state 5"):
+        with pytest.raises(DllmError, match="after 2 that were skipped; state 6 is kept.*from state 5"):
             train.train(config_of(out, steps=10, optimizer__skip=2), allow_change=["optimizer.skip"])
 
 
@@ -598,4 +600,4 @@ def test_reading_trajectories_that_are_gone_is_told_by_name(tmp_path):
     second.write_bytes(second.read_bytes()[:100])
     assert source.identity != before
     left, faults = drop_bad_examples(source, DataPart(length=12, on_bad="drop"), "sft", LLADA)
-    assert len(left) == 4 and faults.kinds == {"unreadable": 3} and str(second) in faults.told[0]
+    assert len(left) == 4 and faults.kinds == {"unreadable": 3} and str(second) in faults.sentences[0]

@@ -421,10 +421,10 @@ def of_questions(spoken, out, **changes):
 
 
 def test_questions_of_a_file_are_rewarded_by_their_score(spoken, tmp_path):
-    """In the model's tokens; what has no room beside an answer is told before; the model is sampled as before."""
+    """In the model's tokens; what does not fit with an answer is named before; the model is sampled as before."""
     config = of_questions(spoken, tmp_path / "run", steps=2)
     parts, (faults,) = read_parts(config).check_examples(config, progress=False)
-    assert faults.kinds == {"too long": 1} and "questions.jsonl line 4" in faults.told[0]
+    assert faults.kinds == {"too long": 1} and "questions.jsonl line 4" in faults.sentences[0]
     run = Run(config, parts, placement_of(config, parts.model, training_mesh(config)))
     batch, task = run.feed(0, 0, run.fresh()), parts.task
     assert run.feed.metrics["reward"] == run.feed.metrics["accuracy"] and 0 < run.feed.metrics["reward"] < 1
@@ -448,7 +448,7 @@ def ends(ids, config):
 
 
 def test_questions_without_room_or_references_get_a_sentence(spoken, tmp_path):
-    with pytest.raises(DllmError, match="data.length 12 has no room for 6 more; raise it"):
+    with pytest.raises(DllmError, match="data.length 12 "):
         train.train(of_questions(spoken, tmp_path / "run", data__length=12))
     with pytest.raises(DllmError, match='"partial" counts tokens, and the task has texts'):
         train.train(of_questions(spoken, tmp_path / "run", rollout__reward="partial"))

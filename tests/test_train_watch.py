@@ -252,7 +252,7 @@ def count_compiled():
 
 PROBLEMS = {"source": "evals.tasks:make_task", "options": {"task": "word-problems"}}
 MISTAKES = {
-    "nothing to see": ({"watch__every": 2}, "there is nothing to look at; set data.heldout"),
+    "nothing to see": ({"watch__every": 2}, "watch.every is set"),
     "endless": ({"watch__every": 2, "data__heldout": 0.1}, "data.heldout is for data with an end"),
     "two": ({"watch__every": 2, "data__heldout": 0.1, "watch__source": "jsonl"}, "both give rows"),
     "no such source": ({"watch__every": 2, "watch__source": "nothing:there"}, "watch.source 'nothing:there' cannot"),
@@ -290,7 +290,7 @@ def test_an_objective_without_a_loss_of_rows_has_none_held_out(tmp_path, monkeyp
     ):
         with pytest.raises(DllmError, match="masked-diffusion has no loss of rows by themselves; "):
             train.train(run_config(tmp_path / "run", watch__every=1, **changes))
-    with pytest.raises(DllmError, match="there is nothing to look at"):
+    with pytest.raises(DllmError, match="watch.every is set"):
         train.train(run_config(tmp_path / "run", watch__every=1))
 
 
@@ -407,7 +407,7 @@ def test_curves_are_drawn_of_several_runs(tmp_path, capsys):
     assert "heldout_loss" in drawn and "<!-- two -->" in drawn and str(tmp_path) not in drawn
     for arguments, sentence in (
         ([*runs, "--out", str(tmp_path / "c.gif")], "is no png, svg or pdf file"),
-        ([*runs, "--out", str(tmp_path / "c.svg"), "--metric", "los"], "no run tells of 'los'; there are accuracy,"),
+        ([*runs, "--out", str(tmp_path / "c.svg"), "--metric", "los"], "'los'; there are accuracy,"),
         (["--run", str(tmp_path), "--out", "c.svg"], "is no training run"),
     ):
         assert main(["plot", *arguments]) == 2

@@ -1,15 +1,15 @@
 """Training of diffusion language models: `python -m train COMMAND --config FILE.toml key=value ...`, where COMMAND is
-masked-diffusion, block-diffusion, d2f, autoregressive, compression, grpo, or indicator, which trains a network beside a
-model.
+masked-diffusion, block-diffusion, d2f, autoregressive, compression, grpo, or indicator, which trains a small network
+that reads a frozen model.
 
     from train import read_config, train
 
     result = train(read_config("run.toml", ["steps=100"]))
     model = dllm_jax.load(result.folder)
 
-See `train.config` for the settings, `train.objectives` for the losses and their own settings, `train.data` for the data
-(`evals.trajectories` makes such of a model's own), `train.trainable` for what can be trained, and `train.run_dir` for
-what a run writes.
+See `train.config` for the settings, `train.objectives` for the losses and their settings, `train.data` for the data
+(`evals.trajectories` makes data of a model's own generations), `train.trainable` for what can be trained, and
+`train.run_dir` for what a run writes.
 """
 
 from train.config import TrainConfig

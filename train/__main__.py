@@ -38,8 +38,8 @@ class _Parser(Parser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; 0 when it worked, 2 after a mistake, which is printed as one sentence, 130 after SIGINT, and 75
-    after SIGTERM, when the run can go on."""
+    """Runs one command, and returns its status: 0 when it worked, 2 after an error, which is printed as one sentence,
+    130 after SIGINT, and 75 after SIGTERM, when the same command resumes the run."""
     for logger in ("absl", "asyncio", "gcsfs"):  # they raise what goes wrong, and log it as well
         logging.getLogger(logger).setLevel(logging.CRITICAL)
     try:
@@ -60,12 +60,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _report_error(error: BaseException) -> int:
-    """Says why a command ended, and with which status."""
+    """Prints why a command ended, and returns its status."""
     if isinstance(error, DllmError):
         print(f"error: {error}", file=sys.stderr)
         return _MISTAKE
     if isinstance(error, KeyboardInterrupt):
-        print("interrupted; the same command goes on from the last state", file=sys.stderr)
+        print("interrupted; the same command resumes from the last state", file=sys.stderr)
         return INTERRUPTED
     if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
         hint = "raise optimizer.accumulate, set compute.remat or objective.chunk, or use more devices"
@@ -109,7 +109,7 @@ def _add_plot(commands: Any) -> None:
 def _add_training(commands: Any, name: str, text: str) -> None:
     command = commands.add_parser(name, help=text, description=text)
     command.set_defaults(run=_train, command=name)
-    about = "print all settings with their defaults, and what they are"
+    about = "print all settings with meanings, ranges and defaults"
     command.add_argument("--settings", action=_Listing, nargs=0, dest=argparse.SUPPRESS, help=about)
     command.add_argument("--config", required=True, metavar="FILE", help="settings in TOML, see train/configs")
     command.add_argument("settings", nargs="*", metavar="key=value", help="changes, such as optimizer.lr=3e-4")
@@ -117,7 +117,7 @@ def _add_training(commands: Any, name: str, text: str) -> None:
     command.add_argument("--allow-change", action="append", default=[], metavar="KEY", help=about)
     command.add_argument("--no-progress", action="store_true", help="no progress bar")
     cluster = command.add_argument_group("several processes, each started with the same command")
-    about = "train together, as SLURM and others say, or as process I of N that meet there"
+    about = "train together: alone in a cluster such as SLURM, else as process I of N with process 0 at HOST:PORT"
     cluster.add_argument("--distributed", nargs="?", const="", metavar="HOST:PORT,N,I", help=about)
     cluster.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
     cluster.add_argument("--processes", type=int, metavar="N", help="how many there are")

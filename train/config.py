@@ -52,20 +52,20 @@ class DataPart:
         source: "text", "jsonl", "parquet", "arrayrecord", "datasets" or "trajectories" (see `train.data`), or
             "module:name" of a callable that makes a source or a task, such as "evals.tasks:make_task".
         options: arguments of the source.
-        length: positions per row, prompt and answer together; every row has exactly so many, without `bucket`.
-        bucket: put rows of nearly the same length into a batch, and make them as long as the longest needs, rounded up
-            to a multiple of this; one program is compiled for each length. 0 takes rows as they come.
-        answer_length: positions of the canvas behind each prompt; 0 makes it reach to the end of the row. Of
-            trajectories the longest canvas, by which an indicator computes nothing beside it.
-        pad: fill the canvas behind the answer with end tokens that are masked and learned like the answer, as LLaDA's
-            SFT does. False leaves them out: not attended to, no loss. The canvas of a trajectory is never filled up.
+        length: positions per row, prompt and answer together. Without `bucket` every row has exactly this length.
+        bucket: put rows of similar length into a batch, whose length is the longest row's, rounded up to a multiple of
+            this. One program is compiled for each length. 0 takes rows as they come.
+        answer_length: positions of the canvas after each prompt; 0 extends it to the end of the row. For trajectories
+            the longest canvas, outside of which an indicator computes nothing.
+        pad: fill the canvas after the answer with end tokens that are masked and learned like the answer, as LLaDA's
+            SFT does. False leaves them out: not attended to, no loss. The canvas of a trajectory is never filled.
         random_length: share of the rows that are cut to a random length (LLaDA's pre-training: 0.01).
         shuffle: go through a finite source in a new order each epoch.
         cache: folder for tokenised text, by default $DLLM_JAX_HOME/data (see `train.data.cache`).
-        heldout: share of the examples of a finite source that are never trained on, for the loss that `watch` tells;
-            what an example says decides, so that none changes sides when the data grow.
-        on_bad: examples of a finite source that make no row (too long, empty, no JSON ...) are all found before the
-            first step; "refuse" ends the run there, "drop" leaves them out and names them in out/dropped.txt.
+        heldout: share of the examples of a finite source that are never trained on, for the loss that `watch` reports.
+            An example's tokens decide, so none changes sides when the data grow.
+        on_bad: what happens if examples of a finite source make no row (too long, empty, no JSON ...). All are found
+            before the first step. "refuse" ends the run, "drop" leaves them out and lists them in out/dropped.txt.
     """
 
     source: str = ""
@@ -83,7 +83,7 @@ class DataPart:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerPart:
-    """The optimiser, its learning rate and what it remembers.
+    """The optimiser, its learning rate and its averages.
 
     Attributes:
         name: "adamw", or "muon" for the matrices of the layers and AdamW for the rest.
@@ -98,13 +98,13 @@ class OptimizerPart:
         eps: what AdamW adds to the square root that it divides by.
         weight_decay: of matrices only, never of norms and biases.
         clip: largest global norm of the gradient; 0 does not clip.
-        skip: steps in a row that are skipped because their loss or gradient is no finite number; with one more the run
-            ends, and a run of which most steps were skipped fails. What is skipped changes nothing, and is counted in
-            the metrics; no state is written meanwhile.
+        skip: steps in a row that may be skipped because their loss or gradient is not finite; one more ends the run. A
+            run of which most steps were skipped fails. A skipped step changes nothing and is counted in the metrics; no
+            state is written meanwhile.
         ema: decay of the moving average of the weights, 0 keeps none. In the first steps it is
             (1 + step) / (10 + step) if that is less.
-        moments: dtype in which moments are kept between steps. "bfloat16" halves their memory; what a moment forgets in
-            a step must then be more than what is lost by rounding, so that b1 and b2 are at most 0.98.
+        moments: dtype of the moments between steps. "bfloat16" halves their memory and needs b1 and b2 of at most 0.98:
+            a moment must change more in a step than rounding loses.
         batch: rows per step.
         accumulate: parts that a step's batch is computed in, one after another.
     """
@@ -129,7 +129,7 @@ class OptimizerPart:
 
 @dataclasses.dataclass(frozen=True)
 class ComputePart:
-    """How it is computed; the masters of the weights are float32 whatever stands here.
+    """How it is computed; the master weights are always float32.
 
     Attributes:
         dtype: of the forward and backward pass.
@@ -138,7 +138,7 @@ class ComputePart:
         scan: "on" runs the layers as a loop, which is compiled once instead of once a layer, and for which the weights
             are copied in `dtype` (as they are anyway where all are trained); "auto" does so on TPUs, whose compiler
             takes minutes a layer, and of experts on several GPUs, whose compiler would gather the experts of many
-            layers at a time; "off" never.
+            layers at once; "off" never.
         mesh: sizes of the mesh axes, such as {data = 2, fsdp = 2, tensor = 2}; empty is one device.
     """
 
@@ -176,8 +176,8 @@ class LoraPart:
 
 @dataclasses.dataclass(frozen=True)
 class RouterPart:
-    """Losses of the routers of a mixture of experts, beside the objective's, over the positions that count and that the
-    trained model reads; with either, `balance`, `router_z` and `largest_expert` (its share) are reported.
+    """Losses of the routers of a mixture of experts, added to the objective's, over the positions that count and that
+    the trained model reads; with either, `balance`, `router_z` and `largest_expert` (its share) are reported.
 
     For routers that choose by a softmax (LLaDA-MoE, SDAR). LLaDA2's balances its experts by the bias of a sigmoid,
     which no gradient changes.
@@ -197,8 +197,8 @@ class CheckpointPart:
 
     Attributes:
         every: steps between training states.
-        keep: how many of the latest states stay.
-        weights: what the trained model holds: the moving average or the last weights.
+        keep: how many of the latest states stay on the disk.
+        weights: what the trained model holds: "ema", the moving average, or "raw", the last weights.
     """
 
     every: int = setting(500, at_least=1)
@@ -208,13 +208,13 @@ class CheckpointPart:
 
 @dataclasses.dataclass(frozen=True)
 class LogPart:
-    """What is told.
+    """What is logged.
 
     Attributes:
         every: steps between lines of metrics; the host waits for the device only then.
-        mfu: report which share of the device's peak training uses: of its data sheet's, or where `train.device_peaks`
-            has none, of the rate of matrix products that is measured at the start.
-        to: where metrics and generations are told besides the run's files: "tensorboard", "wandb".
+        mfu: report the share of the device's peak that training uses. The peak is the data sheet's, or if
+            `train.device_peaks` has none, the rate of matrix products that is measured at the start.
+        to: where metrics and generations are logged besides the run's files: "tensorboard", "wandb".
     """
 
     every: int = setting(10, at_least=1)
@@ -224,25 +224,24 @@ class LogPart:
 
 @dataclasses.dataclass(frozen=True)
 class WatchPart:
-    """What is looked at while a run goes on; none of it changes the run.
+    """What is evaluated during a run; none of it changes the run.
 
-    Rows that are never trained on give a loss: those of `data.heldout`, or of another source, or, where a task is the
-    data source, of its validation split.
+    Rows that are never trained on give a held-out loss: those of `data.heldout`, of another source, or of the
+    validation split if the data source is a task.
 
     Attributes:
-        every: steps between looks, before the first step and after the last one too; 0 never looks, whatever else is
-            set here.
-        source, options: other data for the loss, as of `data`, whose other settings hold for it too; of a task the
-            validation split.
-        rows: that the loss is of, at most.
-        prompts: texts that are answered at every look.
-        file: of other texts, a line each as `python -m samplers --prompts` reads them.
+        every: steps between evaluations, which also come before the first and after the last step; 0 switches them off.
+        source, options: other data for the held-out loss, of a task its validation split. The other settings of `data`
+            hold for it too.
+        rows: most rows for the held-out loss.
+        prompts: texts that are answered at every evaluation.
+        file: more texts, one a line, as `python -m samplers --prompts` reads them.
         chat: whether texts are a user's messages in the model's chat format.
-        task: a task of `evals`, such as "word-problems:difficulty=long", whose accuracy is told.
+        task: a task of `evals`, such as "word-problems:difficulty=long", whose accuracy is reported.
         split, n: which of its examples, and how many.
-        sampler: that prompts and problems are answered by, such as "threshold:threshold=0.9,cache=dual". By default
-            prompts by what the trained model's generation.json says, and problems by "threshold" without a cache; a
-            causal model's by "leftright", and with an indicator that is trained by "ni".
+        sampler: the sampler of answers, such as "threshold:threshold=0.9,cache=dual". By default the one in the trained
+            model's generation.json answers prompts, and "threshold" without a cache problems; "leftright" answers for a
+            causal model, and "ni" for an indicator in training.
         scorer: "module:name" of what makes the task's `train.evaluation.TaskScorer`.
     """
 
@@ -261,11 +260,11 @@ class WatchPart:
 
 
 class ObjectiveSettings(Protocol):
-    """The table `objective`, which is another for each command.
+    """The table `objective`, of which each command has its own.
 
     Attributes:
-        kind: "sft" never masks the prompt; "pretrain" treats it as the rest of the document; "prompts" has no use for
-            answers but for what is given of them.
+        kind: "sft" never masks the prompt; "pretrain" treats it as the rest of the document; "prompts" uses of
+            answers only the positions that are given.
     """
 
     @property
@@ -278,9 +277,9 @@ class TrainConfig:
 
     Attributes:
         out: output folder; running the same config again continues there.
-        steps: optimiser steps in all; a run may go on with more, which stretches the learning rate's decay.
+        steps: optimiser steps in all; a resumed run may have more, which stretches the learning rate's decay.
         seed: of initial weights, noise and order of the data.
-        command: by which the settings that a run wrote are told from those of other commands.
+        command: the command that the settings are of.
     """
 
     out: str = setting(on_resume="free")

@@ -21,10 +21,9 @@ Line = dict[str, Any]
 
 
 def plot_runs(runs: Sequence[str | Path], out: str | Path, metrics: Sequence[str] = ()) -> list[str]:
-    """Draws metrics of one or several runs over their steps, and returns which.
+    """Draws metrics of one or several runs over their steps, and returns their names.
 
-    A panel shows a metric of the steps, its means between lines of the log joined, and what is held out of it dashed;
-    a standard error, where the log has one, as bars.
+    A panel shows a metric of the steps, and the same of held-out rows dashed. Standard errors in the log are bars.
 
     Args:
         runs: folders.
@@ -41,7 +40,7 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path, metrics: Sequence[str
     logs = {name: join_short_lines(read_log(run)) for name, run in zip(_names(runs), runs, strict=True)}
     there = {name for log in logs.values() for line in log for name in line if _is_number(line[name])}
     if missing := [name for name in metrics if name not in there]:
-        raise DllmError(f"no run tells of {missing[0]!r}; there are {', '.join(sorted(there - {'step'}))}")
+        raise DllmError(f"no run has the metric {missing[0]!r}; there are {', '.join(sorted(there - {'step'}))}")
     chosen = list(metrics) or [name for name in USUAL if name in there or any(h + name in there for h in _HELD_OUT)]
     if not chosen:
         raise DllmError(f"{runs[0]} has nothing to draw yet; wait for its first line")
@@ -76,7 +75,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _names(runs: Sequence[str | Path]) -> list[str]:
-    """What runs are called: without the folders that they are all in."""
+    """Names of runs: their folders, relative to the folder that all are in."""
     if any(buckets.is_address(run) for run in runs):
         return [str(run) for run in runs]
     paths = [Path(run).absolute() for run in runs]
@@ -85,8 +84,9 @@ def _names(runs: Sequence[str | Path]) -> list[str]:
 
 
 def join_short_lines(log: Sequence[Line]) -> list[Line]:
-    """A log whose lines of less than half as many steps as most, as where a run was interrupted, are one with the next,
-    with the means over the steps of both: a step alone is no point of a curve."""
+    """A log in which short lines are joined with the next, with means over the steps of both.
+
+    A line is short, as where a run was interrupted, if it is about less than half as many steps as most lines."""
     counts = collections.Counter(line["steps"] for line in log if "steps" in line)
     usual = counts.most_common(1)[0][0] if counts else 0
     found: list[Line] = []

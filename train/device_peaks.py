@@ -1,12 +1,12 @@
-"""What data sheets say of devices: the rate of dense matrix products, for utilisation that can be compared."""
+"""Rates of dense matrix products in devices' data sheets, for utilisation that can be compared."""
 
 import types
 from collections.abc import Mapping
 
 _TERA = 1e12
 
-# By `jax.Device.device_kind`: TFLOP/s with bfloat16 and with float32 operands, the latter as JAX multiplies them unless
-# told otherwise: rounded to bfloat16 on TPUs, to TF32 on NVIDIA's GPUs. None where the device has no such products.
+# By `jax.Device.device_kind`: TFLOP/s with bfloat16 and with float32 operands, the latter as JAX multiplies them by
+# default: rounded to bfloat16 on TPUs, to TF32 on NVIDIA's GPUs. None where the device has no such products.
 # Sources. TPUs: cloud.google.com/tpu/docs, "Peak compute per chip"; a device is a chip, but half of one on v2, v3 and
 # TPU7x. GPUs: NVIDIA's data sheets of A100, H100, H200, L4 and T4, and of HGX B200; where they count sparse products,
 # half of that.

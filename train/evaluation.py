@@ -1,5 +1,7 @@
-"""What is looked at while a run goes on: the loss of rows that it does not train on, answers to prompts, and a task's
-accuracy. A look reads the weights and changes nothing, so that a run with looks is the run without."""
+"""Evaluations during a run: the loss of held-out rows, answers to prompts, and a task's accuracy.
+
+An evaluation reads the weights and changes nothing, so a run with evaluations is the run without.
+"""
 
 import dataclasses
 import time
@@ -14,8 +16,7 @@ from dllm_jax.checkpoints.loading import Model
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.parallel.sharding import Layout
-from samplers.generate import generate
-from samplers.generate import prepare as prepared
+from samplers.generate import generate, prepare
 from samplers.text.prompt_files import read_prompts
 from train.batches import batch_of
 from train.config import RouterPart, TrainConfig, WatchPart
@@ -28,14 +29,16 @@ from train.setup import Parts
 from train.step import Placement, Stepper, TrainState
 from train.trainable import Params, SamplerInputs
 
-_NOISE = 2**30  # tells the noise of looks from that of steps, which are numbered from 0
-_TOGETHER = 32  # prompts or problems that are sampled at a time
+_NOISE = 2**30  # the noise of evaluations differs from that of steps, which are numbered from 0
+_TOGETHER = 32  # prompts or problems that are sampled in one batch
 
 
 class TaskScorer(Protocol):
-    """What tells how good a model is at a task; `watch.scorer` names what makes one of a model without parameters (see
-    `dllm_jax.checkpoints.loading.outline`), `WatchPart`, the sampler's text, those of its options that are trained, how
-    many problems are sampled at a time, and a seed. Making one raises what is wrong with the settings."""
+    """Scores a model at a task.
+
+    `watch.scorer` names what makes a scorer, from: a model without parameters (see
+    `dllm_jax.checkpoints.loading.outline`), the `WatchPart`, the sampler's text, those of its options that are trained,
+    how many problems are sampled in one batch, and a seed. It raises DllmError for settings that do not fit."""
 
     def __call__(self, model: Model, options: Mapping[str, Any]) -> Evaluation:
         """The score of the model as it is now, and some of its answers."""
@@ -43,16 +46,16 @@ class TaskScorer(Protocol):
 
 
 class Watch:
-    """Looks at a run's weights every so many steps, and before the first and after the last."""
+    """Evaluates a run's weights every `watch.every` steps, before the first step and after the last."""
 
     def __init__(self, config: TrainConfig, parts: Parts, placement: Placement) -> None:
         """Checks everything that can be checked before anything is compiled.
 
         Args:
-            parts: with checked rows.
+            parts: after `check_examples`.
 
         Raises:
-            DllmError: when there is nothing to look at, for prompts, samplers and tasks that do not fit the model, and
+            DllmError: when there is nothing to evaluate, for prompts, samplers and tasks that do not fit the model, and
                 for sampling in a run of several processes.
         """
         part = config.watch
@@ -65,7 +68,7 @@ class Watch:
             return
         if parts.heldout is None and not asks:
             raise DllmError(
-                "watch.every is set and there is nothing to look at; set data.heldout, watch.source, watch.prompts, "
+                "watch.every is set and there is nothing to evaluate; set data.heldout, watch.source, watch.prompts, "
                 "watch.file or watch.task"
             )
         if parts.heldout is not None:
@@ -85,32 +88,32 @@ class Watch:
             self._scorer = make(self._outline, part, sampler, sampled.options, together, config.seed)
 
     def due(self, step: int) -> bool:
-        """Whether there is a look after so many steps."""
+        """Whether there is an evaluation after this many steps."""
         return self._part.every > 0 and (step % self._part.every == 0 or step == self._config.steps)
 
     def __call__(self, state: TrainState, frozen: Params) -> Evaluation:
-        """Looks at the weights; answers and accuracy are of those that the trained model is to hold."""
+        """Evaluates the weights; answers and accuracy are of those that the result is to hold."""
         start, metrics = time.perf_counter(), dict[str, float]()
         if self._heldout is not None:
             metrics |= {f"heldout_{name}": x for name, x in self._heldout(state.trained, frozen).items()}
             if state.average is not None:
                 metrics |= {f"heldout_ema_{name}": x for name, x in self._heldout(state.average, frozen).items()}
-        looks: list[TaskScorer] = [look for look in (self._answers, self._scorer) if look is not None]
+        scorers: list[TaskScorer] = [scorer for scorer in (self._answers, self._scorer) if scorer is not None]
         generations: list[dict[str, Any]] = []
-        if looks:
+        if scorers:
             average = self._config.checkpoint.weights == "ema"
             weights = state.average if average and state.average is not None else state.trained
             sampled: SamplerInputs = self._trained.for_sampling(weights, frozen)
             model = dataclasses.replace(self._outline, config=sampled.config, params=sampled.params)
-            for look in looks:
-                seen = look(model, sampled.options)
-                metrics, generations = metrics | seen.metrics, generations + seen.generations
+            for scorer in scorers:
+                found = scorer(model, sampled.options)
+                metrics, generations = metrics | found.metrics, generations + found.generations
         return Evaluation({**metrics, WATCH_SECONDS: time.perf_counter() - start}, generations)
 
 
 class HeldOut:
-    """The objective on rows that are not trained on: each once, under the same noise each time, nothing left out, and
-    without what routers cost."""
+    """The objective on rows that are not trained on: each once, under the same noise each time, without dropout and
+    without the routers' losses."""
 
     def __init__(self, config: TrainConfig, rows: Rows, model: ModelConfig, placement: Placement) -> None:
         """
@@ -139,20 +142,20 @@ class HeldOut:
 
 
 class PromptAnswers:
-    """Prompts that are answered at every look, by one program."""
+    """Prompts that are answered at every evaluation, by one program."""
 
     def __init__(self, model: Model, part: WatchPart, sampler: str, options: Mapping[str, Any], together: int) -> None:
         """
         Args:
             model: without parameters.
             options: of the sampler that are trained themselves.
-            together: prompts that are sampled at a time.
+            together: prompts that are sampled in one batch.
         """
         self._prompts: list[Any] = [*part.prompts, *(read_prompts(part.file) if part.file else [])]
         self._chosen: dict[str, Any] = {"sampler": sampler or None, "chat": part.chat}
         self._together = together
         try:
-            prepared(model, self._prompts, **self._chosen, **options)
+            prepare(model, self._prompts, **self._chosen, **options)
         except DllmError as error:
             raise DllmError(f"watch: {error}") from None
 

@@ -1,4 +1,4 @@
-"""What a run tells while it goes: a progress bar, lines of JSON, other writers, and how much of the device it uses."""
+"""What a run reports: a progress bar, lines of JSON, other writers, and the share of the device's peak that it uses."""
 
 import contextlib
 import json
@@ -32,7 +32,7 @@ def step_flops(config: TrainConfig, model: ModelConfig, length: int) -> float:
 
     All layers on all positions and full attention; the vocabulary head on half of them, the share that is masked on
     average. What rematerialisation computes again does not count, nor do gradients of frozen weights, nor an indicator.
-    How often these are computed, the objective says.
+    The objective gives the number of passes.
 
     Args:
         length: positions per row.
@@ -73,11 +73,11 @@ def matmul_rate(dtype: str, size: int | None = None, repeats: int = 3) -> float:
 
 
 class Evaluation(NamedTuple):
-    """What was seen of a run's weights, see `train.evaluation`.
+    """One evaluation of a run's weights, see `train.evaluation`.
 
     Attributes:
         metrics: by name.
-        generations: "prompt", "text" and "nfe" of each answer, of a task's problems "correct" as well.
+        generations: "prompt", "text" and "nfe" of each answer; for a task's problems also "correct".
     """
 
     metrics: dict[str, float]
@@ -85,11 +85,11 @@ class Evaluation(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """What utilisation is a share of.
+    """The peak that utilisation is a share of.
 
     Attributes:
         rate: floating-point operations per second of all devices.
-        about: what it is, for people.
+        about: the peak and its source in words.
     """
 
     rate: float
@@ -106,7 +106,7 @@ class Peak(NamedTuple):
 
 
 class Reporter:
-    """Counts steps and writes what a run tells; silent in all processes but the first. Use it by `with`."""
+    """Counts steps and writes reports; silent in all processes but the first. Use it by `with`."""
 
     def __init__(self, config: TrainConfig, model: ModelConfig, folder: Path, done: int, *, progress: bool) -> None:
         """Prepares reports to the files of a run's folder, and to `log.to`, from step `done` on.
@@ -151,7 +151,7 @@ class Reporter:
 
     @contextlib.contextmanager
     def paused(self, doing: str) -> Iterator[None]:
-        """Leaves out what happens meanwhile, such as compilation, and says it in front of the bar."""
+        """Leaves the block's time, such as compilation, out of rates, and shows the activity in front of the bar."""
         start = time.perf_counter()
         self._bar.set_description(doing)
         yield
@@ -159,7 +159,7 @@ class Reporter:
         self._start += time.perf_counter() - start
 
     def count(self, length: int) -> None:
-        """Notes a step on rows of so many positions."""
+        """Counts a step on rows of this length."""
         self._lengths.append(length)
 
     def report(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -180,18 +180,18 @@ class Reporter:
         self._done, self._start, self._lengths = step, time.perf_counter(), []
         return line
 
-    def report_evaluation(self, step: int, seen: Evaluation) -> None:
-        """Writes what was seen of the weights after so many steps."""
-        self._show({name: f"{seen.metrics[key]:.4g}" for name, key in _IN_BAR.items() if key in seen.metrics})
-        self._write_line(step, "watch", {"step": step, **seen.metrics})
-        if self._silent or not seen.generations:
+    def report_evaluation(self, step: int, found: Evaluation) -> None:
+        """Writes the evaluation after this many steps."""
+        self._show({name: f"{found.metrics[key]:.4g}" for name, key in _IN_BAR.items() if key in found.metrics})
+        self._write_line(step, "watch", {"step": step, **found.metrics})
+        if self._silent or not found.generations:
             return
         with self._writing(GENERATIONS_FILE) as path, path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps({"step": step, **one}, ensure_ascii=False) + "\n" for one in seen.generations)
+            file.writelines(json.dumps({"step": step, **one}, ensure_ascii=False) + "\n" for one in found.generations)
         for writer in self._writers:
-            writer.answers(step, seen.generations)
+            writer.answers(step, found.generations)
         if not self._bar.disable:
-            first = seen.generations[0]
+            first = found.generations[0]
             self._bar.write(f"step {step}: {first['prompt']!r} -> {first['text']!r}", file=sys.stderr)
 
     def _show(self, values: Mapping[str, str]) -> None:
@@ -203,9 +203,9 @@ class Reporter:
     ) -> None:
         if self._silent:
             return
-        told = {name: _round(value) for name, value in line.items()} | dict(texts or {})
+        rounded = {name: _round(value) for name, value in line.items()} | dict(texts or {})
         with self._writing(METRICS_FILE) as path, path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(told) + "\n")
+            file.write(json.dumps(rounded) + "\n")
         for writer in self._writers:
             writer.numbers(step, {f"{kind}/{name}": value for name, value in line.items() if name != "step"})
 

@@ -182,7 +182,7 @@ def check_init(config: ModelConfig, part: LoraPart, base: str | Path) -> None:
     wanted = set(target_names(config, part))
     if other := sorted(wanted.symmetric_difference(found.targets)):
         missing = "no adapter" if other[0] in wanted else "an adapter"
-        raise DllmError(f"{where} has {missing} for {other[0]}, other than lora.targets says; set these to what it has")
+        raise DllmError(f"{where} has {missing} for {other[0]}, unlike lora.targets; set them to its kernels")
     made_from = str(checkpoint.load_source(folder).get("source") or base)
     if Path(named).expanduser().resolve() != Path(base).resolve() and named.rstrip("/") != made_from.rstrip("/"):
         raise DllmError(

@@ -52,7 +52,7 @@ Means = dict[str, Mean]
 
 
 def mean_values(means: Means) -> Metrics:
-    """What they are."""
+    """The values of means."""
     return {name: mean.value for name, mean in means.items()}
 
 
@@ -99,8 +99,8 @@ def position_draws(key: jax.Array, rows: int, length: int) -> jax.Array:
 class Losses(NamedTuple):
     """Attributes:
     loss: the mean over rows of the objective.
-    cross_entropy: the plain mean over masked positions, in nats: steadier, for people.
-    routing: of the layers with experts, if it was asked for.
+    cross_entropy: the plain mean over masked positions, in nats: steadier than the loss.
+    routing: of the layers with experts, if `counted` was given.
     """
 
     loss: Mean
@@ -126,7 +126,7 @@ def diffusion_loss(
             of devices that the batch is split over, so that no position leaves its device.
         remat: what of each layer is kept for the backward pass, see `Transformer.forward`.
         sharding: of arrays whose first axis is the batch; keeps the activations split by it alone.
-        counted: [B, T] bool, whose routing is told, see `Denoiser.routed`.
+        counted: [B, T] bool, positions whose routing is returned, see `Denoiser.routed`.
     """
     first = denoiser.min_prompt_length
     place: Any = {"remat": remat, "sharding": sharding}
@@ -148,8 +148,8 @@ def hidden_states(
     remat: RematPolicy | None = None,
     sharding: NamedSharding | None = None,
 ) -> jax.Array:
-    """What predicts each position that has a predictor, from tokens [B, T]: [B, T - min_prompt_length, D]. What a
-    position sees is said as in `Denoiser.forward`, such as by the rows' lengths [B]."""
+    """What predicts each position that has a predictor, from tokens [B, T]: [B, T - min_prompt_length, D]. `visible`
+    is as in `Denoiser.forward`, such as the rows' lengths [B]."""
     return routed_states(denoiser, inputs, visible, None, before=before, remat=remat, sharding=sharding)[0]
 
 
@@ -221,7 +221,7 @@ def head_sums(
     Args:
         sums: float32 scalars from the heads, arrays [C, ...] of positions and their weights [C]; a position of weight 0
             adds nothing.
-        heads: the models whose logits are asked for.
+        heads: the models whose logits `sums` reads.
         parts: arrays [B, T, ...].
         weights: [B, T] float32.
         chunk, groups, sharding: as in `diffusion_loss`.
@@ -265,7 +265,7 @@ def _narrowed(wide: jax.Array, value: jax.Array) -> jax.Array:
 
 def with_head_gathered(denoiser: Denoiser, sharding: NamedSharding | None) -> Denoiser:
     """The same model, with all rows of its vocabulary head on every device: for loops, which would gather it in each
-    turn. Of no use where a gradient is asked for, see `head_sums`."""
+    turn. Not for gradients, see `head_sums`."""
     head = _place_head({name: denoiser.params[name] for name in denoiser.head_names}, denoiser, sharding)
     return dataclasses.replace(denoiser, params={**denoiser.params, **head})
 

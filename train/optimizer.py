@@ -15,7 +15,7 @@ _MUON_RMS = 0.2  # root mean square of an update, in learning rates: that of Ada
 
 
 def learning_rate(part: OptimizerPart, steps: int) -> optax.Schedule:
-    """Linear warm-up from 0 to lr, then what `part.schedule` says, down to lr * final_ratio at the last step."""
+    """Linear warm-up from 0 to lr, then `part.schedule`, down to lr * final_ratio at the last step."""
     start, end, rest = part.lr if part.warmup == 0 else 0.0, part.lr * part.final_ratio, max(steps - part.warmup, 1)
     if part.schedule == "cosine":
         return optax.warmup_cosine_decay_schedule(start, part.lr, part.warmup, part.warmup + rest, end)
@@ -84,7 +84,7 @@ def _muon_axes(params: Mapping[str, Any]) -> dict[str, optax.contrib.MuonDimensi
 
 
 def decay_mask(params: Mapping[str, jax.Array]) -> dict[str, bool]:
-    """Which parameters decay: those with two axes or more. A bias per expert has two and is told by its name."""
+    """Which parameters decay: those with two axes or more. A bias per expert also has two; its name excludes it."""
     return {name: _decays(name, x) for name, x in params.items()}
 
 

@@ -36,8 +36,8 @@ def setting(
     Args:
         at_least, at_most: range of a number, bounds included.
         on_resume: whether a resumed run may have another value. "free": it may. "grow": a larger one; others by
-            `--allow-change`. "allow": by `--allow-change`. "never": states depend on it. What a table says holds for
-            its fields that say nothing. By default "allow".
+            `--allow-change`. "allow": by `--allow-change`. "never": states depend on it. A table's value holds for
+            its fields without one. Default: "allow".
     """
     metadata = {_RANGE: (at_least, at_most), _ON_RESUME: on_resume}
     return dataclasses.field(default=default, default_factory=default_factory, metadata=metadata)
@@ -150,7 +150,7 @@ def build_settings(kind: type[T], values: Mapping[str, Any], prefix: str = "") -
     for name, field in fields.items():
         optional = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
         if name not in values and not optional:
-            raise DllmError(f"{prefix}{name} is not set; write it into the config, or {prefix}{name}=VALUE behind it")
+            raise DllmError(f"{prefix}{name} is not set; write it into the config, or {prefix}{name}=VALUE after it")
     return kind(**{name: convert_value(value, hints[name], prefix + name) for name, value in values.items()})
 
 

@@ -34,7 +34,7 @@ class Parts:
     rows: training rows by position.
     files: of the trained checkpoint: the tokenizer's, empty where there is none, and how it is sampled.
     generation: how it is sampled.
-    heldout: rows for the loss that `watch` tells, each of them once; None where there are none.
+    heldout: rows for the loss that `watch` reports, each of them once; None where there are none.
     task: what a data.source of other code made: a task, or the source itself; None for a built-in one.
     """
 
@@ -105,7 +105,7 @@ def read_outline(config: TrainConfig) -> Outline:
             "it, or set model.config.max_length"
         )
     if config.lora.init:
-        objective.trainable(config, model)  # says where there is no model to add them to
+        objective.trainable(config, model)  # refuses a run without a model to add them to
         check_init(model, config.lora, config.model.init)
     return Outline(model, _tokenizer_files(config.model, task), _generation_defaults(config, model, task), task)
 
@@ -146,13 +146,13 @@ def read_parts(config: TrainConfig) -> Parts:
 
 
 def _has_steps(source: Source) -> bool:
-    """Whether examples are trajectories; one without examples is told of elsewhere."""
+    """Whether examples are trajectories; a source without examples is refused elsewhere."""
     return count_examples(source) == 0 or getattr(source.example(0), "step", None) is not None
 
 
 def _other_source(config: TrainConfig, setup: Callable[[], Setup], task: Any) -> Source | None:
-    """Data for the loss that `watch` tells, besides those that are trained on: what it names, or of a task that is
-    trained on the validation split."""
+    """Data for the loss that `watch` reports, other than the training data: what `watch.source` names, or the
+    validation split of the task that is trained on."""
     watch = config.watch
     if not watch.every:
         return None

@@ -31,7 +31,7 @@ from train.optimizer import make_optimizer, update_average
 from train.trainable import Kernels, Params
 
 _TABLE = "embed.embedding"
-_DROPOUT = 2**31 - 1  # told from the numbers that objectives fold into the same key
+_DROPOUT = 2**31 - 1  # objectives fold other numbers into the same key
 
 REMAT: Mapping[str, RematPolicy | None] = types.MappingProxyType(
     {
@@ -199,8 +199,8 @@ class Stepper:
     def soundness(self, state: TrainState) -> tuple[jax.Array, jax.Array]:
         """Whether all numbers of a state are finite, and the norm of what is trained.
 
-        Not a part of the step, which writes the next state over the last: one that still chose between them after
-        looking at both would hold both.
+        Not a part of the step, which writes the next state over the last: a step that chose between both would hold
+        both in memory.
         """
         floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
         return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in floats])), optax.tree.norm(state.trained)

@@ -1,6 +1,6 @@
-"""What a run trains: the whole model, or adapters to it; what else there is, its objective knows.
+"""What a run trains: the whole model, or adapters to it. Objectives define others, such as an indicator.
 
-The trainer knows one form of them (`Trainable`): arrays that the optimiser changes, arrays that stay, how an objective
+The trainer knows one interface (`Trainable`): arrays that the optimiser changes, arrays that stay, how an objective
 reads both, and how the result is written.
 """
 
@@ -33,12 +33,12 @@ Kernels = Mapping[str, jax.Array | LowRankKernel]
 
 
 class SamplerInputs(NamedTuple):
-    """What samplers take.
+    """What samplers take of a run.
 
     Attributes:
         config: of the model, with the dtype that it computes in.
         params: of the model.
-        options: of the sampler that are trained themselves.
+        options: of the sampler that are trained themselves, such as an indicator.
     """
 
     config: ModelConfig
@@ -190,7 +190,7 @@ class LoraModel:
 
 
 def whole_or_adapters(config: TrainConfig, model: ModelConfig) -> Trainable:
-    """The whole model, or adapters where `lora.rank` says so.
+    """The whole model, or adapters where `lora.rank` is set.
 
     Raises:
         DllmError: when there is no model that adapters could be added to.

@@ -53,15 +53,15 @@ class TrainResult(NamedTuple):
 
 
 def train(config: TrainConfig, *, progress: bool = False, allow_change: Collection[str] = ()) -> TrainResult:
-    """Trains a model, or goes on with the run in `config.out`.
+    """Trains a model, or resumes the run in `config.out`.
 
     Everything is checked, all of the data included, before anything is compiled or written. In a run of several
     processes, started by `jax.distributed.initialize`, every process calls this with the same config.
 
     Args:
         progress: show bars on stderr.
-        allow_change: settings, such as "optimizer.lr", that may be others than those that the run was started with, and
-            "data" for other examples; the log says since when. `steps` may grow without.
+        allow_change: settings, such as "optimizer.lr", that may differ from the run's, and "data" for other examples;
+            the log records the step. `steps` may grow without.
 
     Raises:
         DllmError: for mistakes in the settings or the data, when the loss stays no finite number, when the weights
@@ -82,8 +82,8 @@ def train(config: TrainConfig, *, progress: bool = False, allow_change: Collecti
         states = held.enter_context(folder.states(training=True))
         if faults:
             folder.write_dropped("".join(found.listing() for found in faults))
-            told = "; ".join(map(str, faults))
-            warnings.warn(f"{told}; they are left out, see {folder.path / DROPPED_FILE}", stacklevel=2)
+            summary = "; ".join(map(str, faults))
+            warnings.warn(f"{summary}; they are left out, see {folder.path / DROPPED_FILE}", stacklevel=2)
         started = states.latest or 0
         if started > config.steps:
             raise DllmError(f"the run in {config.out} has done {started} steps; set steps to {started} or more")
@@ -93,12 +93,12 @@ def train(config: TrainConfig, *, progress: bool = False, allow_change: Collecti
                 notes |= states.notes(started)
                 folder.compare_data(data)
                 run.check_start(started, notes["position"], folder)
-        state = run.restored(states, started) if started else run.fresh()
+        state = run.restore(states, started) if started else run.fresh()
         skips = Skips(config, states, notes.get("skipped", 0))
         metrics: Mapping[str, float] = {}
-        goes_on = started < config.steps
-        folder.resume_logs(started, data, evaluates=goes_on and watch.due(started))
-        if goes_on:
+        unfinished = started < config.steps
+        folder.resume_logs(started, data, evaluates=unfinished and watch.due(started))
+        if unfinished:
             state, metrics = run.advance(
                 state, started, notes["position"], states, folder, watch, skips, progress=progress
             )
@@ -109,9 +109,10 @@ def train(config: TrainConfig, *, progress: bool = False, allow_change: Collecti
 
 
 def write_weights(config: TrainConfig, out: str | Path, *, overwrite: bool = False) -> int:
-    """Writes the weights of a run's latest state as a checkpoint (or adapters, or an indicator), for a run that has not
-    ended; returns the state's step. No more than them is read, an array at a time, and no device holds any; the data
-    may be gone.
+    """Writes the weights of a run's latest state as a checkpoint (or adapters, or an indicator), and returns the step.
+
+    For a run that has not ended. Only the weights are read, one array after the other, and no device holds any. The
+    data may be gone.
 
     Raises:
         DllmError: when there is no state.
@@ -164,7 +165,7 @@ class Run:
         """The state before the first step."""
         return self.stepper.start(self.trainable.fresh(jax.random.key(self.config.seed), self.placement.trained))
 
-    def restored(self, states: States, step: int) -> TrainState:
+    def restore(self, states: States, step: int) -> TrainState:
         """A state that was written."""
         shardings = self.placement.trained
         arrays = {
@@ -191,11 +192,10 @@ class Run:
         *,
         progress: bool,
     ) -> tuple[TrainState, Mapping[str, float]]:
-        """Runs the steps that are left, from a position of the data on, writing metrics, what is seen at looks, and
-        states.
+        """Runs the remaining steps, from a position of the data on, and writes metrics, evaluations and states.
 
-        No state is written after a step that was skipped: the step before may be what spoilt the weights, and the last
-        good state would give way. The first step that is not skipped makes up for it.
+        No state is written after a skipped step: the step before may have spoilt the weights, and the last good state
+        would be removed. The state is written after the next step that is not skipped.
         """
         config = self.config
         at = lambda step: position + (step - done) * config.optimizer.batch
@@ -252,7 +252,7 @@ class Run:
 
     def _evaluate(self, step: int, state: TrainState, watch: Watch, reporter: Reporter) -> None:
         jax.block_until_ready(state)  # what is waited for is training
-        with reporter.paused("looking"):
+        with reporter.paused("evaluating"):
             reporter.report_evaluation(step, watch(state, self.frozen))
 
 
@@ -269,7 +269,7 @@ class Skips:
         self.in_a_row, self.in_all = 0, in_all  # no state is written in a row of them, so none is resumed in one
 
     def means(self, steps: list[dict[str, float]], last: int) -> dict[str, float]:
-        """Of the steps that end with number `last`; those that were skipped are counted where there are any.
+        """Means over the steps that end with number `last`, and the number of skipped ones if there are any.
 
         Raises:
             DllmError: when too many in a row were skipped.
@@ -295,10 +295,10 @@ class Skips:
             raise self.failed(f"{self.in_all} of {self._config.steps} steps were skipped, and no result is written")
 
     def failed(self, why: str) -> DllmError:
-        """The sentence for a run that diverged, with a way on from a state before that."""
+        """The error for a run that diverged, with the state to resume from."""
         part, written = self._config.optimizer, self._states.steps
         folder = f"{self._config.out}/{STATE_FOLDER}/{written[-1]}" if written else ""
-        before = f"remove {folder} to go on from state {written[-2]}" if len(written) > 1 else "choose another out"
+        before = f"remove {folder} to resume from state {written[-2]}" if len(written) > 1 else "choose another out"
         kept = f"state {written[-1]} is kept" if written else "no state was written before"
         again = f"; if that fails as well, {before}" if written else ""
         clip = "lower optimizer.clip" if part.clip else "set optimizer.clip"
@@ -311,14 +311,18 @@ class Skips:
 class Soundness:
     """Checks states before they are written over older ones."""
 
-    def __init__(self, look: Callable[[TrainState], tuple[Any, Any]], state: TrainState, skips: Skips) -> None:
-        self._evaluate, self._skips = look, skips
-        self._norm = float(look(state)[1])
+    def __init__(self, measure: Callable[[TrainState], tuple[Any, Any]], state: TrainState, skips: Skips) -> None:
+        """
+        Args:
+            measure: `Stepper.soundness`.
+        """
+        self._measure, self._skips = measure, skips
+        self._norm = float(measure(state)[1])
 
     def check(self, state: TrainState, step: int) -> None:
         """Raises DllmError for a state with a number that is not finite, and for weights that have exploded since the
         last check."""
-        finite, norm = (value.item() for value in jax.device_get(self._evaluate(state)))
+        finite, norm = (value.item() for value in jax.device_get(self._measure(state)))
         if not finite:
             raise self._skips.failed(f"the weights or the optimizer's moments after step {step} are not all finite")
         if not norm <= _MOST_GROWTH * max(self._norm, 1.0):

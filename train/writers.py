@@ -1,8 +1,8 @@
-"""Where metrics are told besides the run's own files: TensorBoard, by tensorboardX, and Weights & Biases, by wandb.
+"""Where metrics are logged besides the run's own files: TensorBoard, by tensorboardX, and Weights & Biases, by wandb.
 
 out/tensorboard/   event files
 out/wandb/         what its client keeps; with WANDB_MODE=offline nothing leaves the machine until `wandb sync`
-out/wandb-id       by which a run that goes on is the same run there
+out/wandb-id       by which a resumed run is the same run there
 """
 
 import dataclasses
@@ -23,18 +23,18 @@ _PACKAGES: Mapping[WriterName, str] = types.MappingProxyType({"tensorboard": "te
 
 
 class Writer(Protocol):
-    """Takes what a run tells."""
+    """Takes what a run reports."""
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
         """Takes numbers by name, such as "train/loss"."""
         ...
 
     def answers(self, step: int, generations: Sequence[Mapping[str, Any]]) -> None:
-        """Takes what was generated at a look, see `train.logs.Evaluation`."""
+        """Takes the generations of an evaluation, see `train.logs.Evaluation`."""
         ...
 
     def close(self) -> None:
-        """Writes what is still held back."""
+        """Writes what is still buffered."""
         ...
 
 
@@ -49,7 +49,7 @@ def writers(config: TrainConfig, folder: Path, done: int) -> list[Writer]:
 
     Args:
         folder: of the run.
-        done: steps that were done before; what was told of later ones does not count.
+        done: steps that were done before; earlier reports about later steps are void.
     """
     kinds: Mapping[WriterName, Callable[..., Writer]] = {"tensorboard": TensorBoard, "wandb": WandB}
     return [kinds[name](config, folder, done) for name in dict.fromkeys(config.log.to)]
@@ -79,8 +79,8 @@ class TensorBoard:
 
 
 class WandB:
-    """A run of Weights & Biases, which goes on where the folder's did. Its curves are over `step`: steps that a killed
-    run had told of come again with the same values."""
+    """A run of Weights & Biases, which a resumed run continues. Its curves are over `step`: steps that a killed run had
+    reported come again with the same values."""
 
     def __init__(self, config: TrainConfig, folder: Path, done: int) -> None:
         self._library = _library("wandb")

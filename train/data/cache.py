@@ -1,14 +1,13 @@
 """Text that is tokenised once: the examples of a source as flat files, which are mapped into memory.
 
 CACHE/KEY/about.json    where it comes from, written last: without it there is more to tokenise
-CACHE/KEY/tokens.bin    int32, the tokens of all examples one behind the other, ~id where nothing is learned in SFT
+CACHE/KEY/tokens.bin    int32, the concatenated tokens of all examples, ~id where nothing is learned in SFT
 CACHE/KEY/index.bin     a `RECORD` for each example, and for each entry that is none
 CACHE/KEY/faults.jsonl  why the latter are none
-CACHE/KEY/draws*.bin    uint64, what `data.heldout` draws for each record, or row of packed ones, once it was asked
+CACHE/KEY/draws*.bin    uint64, the `heldout_draw` of each record, or of each packed row; made on first use
 
-The key is of the data, of the tokenizer and of the settings that tokens depend on: so of `data.length` it is not. Files
-count as the same as long as name, size and time of change are. A process that is killed loses the entries since the
-last record, the next one goes on there; others wait.
+The key depends on the data, the tokenizer and the settings that change tokens, so not on `data.length`. Files are the
+same if name, size and time of change are. The process after a killed one resumes after the last record; others wait.
 """
 
 import contextlib
@@ -38,7 +37,7 @@ which entry of which file it is."""
 _FORMAT = 1
 _FAULTY = -1
 _CHARACTERS = 2**21  # that are encoded together
-_PIECE = 2**22  # tokens that are looked at together
+_PIECE = 2**22  # tokens that are scanned together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Entries:
         unit: what an entry of a file is: "line", "row".
         identity: changes where the data does; JSON.
         read: all of them in order: number of the file, number of the entry there, the entry (see `EntryForm`).
-        count: how many there are, None where only reading would tell.
+        count: how many there are, None if unknown before reading.
     """
 
     files: tuple[str, ...]
@@ -60,12 +59,12 @@ class Entries:
     count: int | None = None
 
     def name(self, file: int, number: int) -> str:
-        """What an entry is called."""
+        """An entry in words."""
         return f"{self.files[file]} {self.unit} {number}"
 
 
 class Flat(NamedTuple):
-    """Some examples one behind the other.
+    """Some concatenated examples.
 
     Attributes:
         stored: [T] int32, as in `TOKENS`.
@@ -92,7 +91,7 @@ class TokenisedExamples:
         """Opens a finished folder.
 
         Args:
-            fits: tells of numbers of tokens in prompts and in answers which examples to take; all by default.
+            fits: which examples to take, from numbers of tokens in prompts and in answers; all by default.
 
         Raises:
             DllmError: when it is damaged.
@@ -102,7 +101,7 @@ class TokenisedExamples:
             self.faults = [json.loads(line) for line in (folder / FAULTS).read_text(encoding="utf-8").splitlines()]
             self._index, self.tokens = _map_file(folder / INDEX, RECORD), _map_file(folder / TOKENS, np.dtype("<i4"))
             if len(self.tokens) != (self._index["end"][-1] if len(self._index) else 0):
-                raise ValueError("it has other tokens than its index says")
+                raise ValueError("its tokens are not those of its index")
         except (OSError, ValueError) as error:
             raise DllmError(f"{folder} is damaged ({error}); remove it, and it is made again") from None
         chosen = self._index["prompt"] != _FAULTY
@@ -131,15 +130,15 @@ class TokenisedExamples:
         return self._index["prompt"] if self._numbers is None else self._index["prompt"][self._numbers]
 
     def name(self, index: int) -> str:
-        """What example `index` is called: file and line."""
+        """Example `index` in words: file and line."""
         record = self._index[self._number(index)]
         return self._entries.name(int(record["file"]), int(record["number"]))
 
     def map_examples(self, of: Callable[[Flat], np.ndarray], *, shown: str | None = None) -> np.ndarray:
-        """What a function of NumPy says of each example, [N]; it is given some millions of tokens at a time.
+        """A NumPy function's values for all examples, [N]. It gets some millions of tokens at once.
 
         Args:
-            shown: what a progress bar says; None shows none.
+            shown: text of a progress bar; None shows none.
         """
         found = _map_pieces(self._flat, _piece_bounds(self._index["end"]), of, shown)
         return found if self._numbers is None else found[self._numbers]
@@ -148,7 +147,7 @@ class TokenisedExamples:
         """`train.data.heldout.heldout_draw` of each example in units of 2^-64, [N] uint64: hashed once, and kept.
 
         Args:
-            shown: as of `map_examples`.
+            shown: as in `map_examples`.
         """
         make = lambda: _map_pieces(self._flat, _piece_bounds(self._index["end"]), _heldout_draws, shown)
         found = _load_or_make(self.folder / "draws.bin", len(self._index), make)
@@ -180,7 +179,7 @@ class StoredExample(NamedTuple):
 
 
 class PackedRows:
-    """A finite source: the examples of a cache one behind the other, cut into rows of one length, without the rest.
+    """A finite source: the concatenated examples of a cache, cut into rows of one length, without the rest.
 
     Attributes:
         faults, identity: as of `Source`.
@@ -252,9 +251,9 @@ def _heldout_draws(some: Flat) -> np.ndarray:
     bounds = (4 * some.bounds).tolist()
     found = bytearray()
     for prompt, start, end in zip(some.prompts.tolist(), bounds, bounds[1:], strict=False):
-        said = hashlib.blake2b(prompt.to_bytes(8, "little"), digest_size=8)
-        said.update(tokens[start:end])
-        found += said.digest()
+        digest = hashlib.blake2b(prompt.to_bytes(8, "little"), digest_size=8)
+        digest.update(tokens[start:end])
+        found += digest.digest()
     return np.frombuffer(bytes(found), "<u8")
 
 
@@ -276,10 +275,10 @@ def tokenise(setup: Setup, entries: Entries, form: EntryForm, *, drop_long: bool
     """The entries' examples, from the cache where they are there.
 
     Args:
-        drop_long: leave out those that have no room in a row.
+        drop_long: leave out those that do not fit into a row.
 
     Raises:
-        DllmError: when the cache cannot be written, and where it seems that no entry is an example.
+        DllmError: when the cache cannot be written, and when no entry at the beginning is an example.
     """
     about = {
         "format": _FORMAT,
@@ -315,7 +314,7 @@ def _tokenise_rest(folder: Path, setup: Setup, entries: Entries, form: EntryForm
     """Tokenises what is not yet in a folder.
 
     Raises:
-        DllmError: where nothing of what is read first is an example: all entries' mistakes are told at once.
+        DllmError: when no entry of the first batch is an example, with the first entry's fault.
     """
     last, end = _recover(folder)
     with (
@@ -346,7 +345,11 @@ def _tokenise_rest(folder: Path, setup: Setup, entries: Entries, form: EntryForm
 
 
 def _recover(folder: Path) -> tuple[tuple[int, int], int]:
-    """Cuts the files behind the last entry that is whole for sure; that entry's place, and the tokens up to it."""
+    """Truncates the files after the last entry that is surely whole.
+
+    Returns:
+        The entry's (file, number), and how many tokens come up to its end.
+    """
     for name in (TOKENS, INDEX, FAULTS):
         (folder / name).touch()
     records = _map_file(folder / INDEX, RECORD)
@@ -362,7 +365,7 @@ def _recover(folder: Path) -> tuple[tuple[int, int], int]:
 def _batches(
     setup: Setup, form: EntryForm, entries: Iterable[tuple[int, int, Any]]
 ) -> Iterator[list[tuple[int, int, list[Segment] | str]]]:
-    """The examples of entries, or what is wrong with them, as many as are well encoded together."""
+    """The examples of entries, or what is wrong with them, in batches to encode together."""
     batch: list[tuple[int, int, list[Segment] | str]] = []
     size = 0
     for file, number, entry in entries:
@@ -380,7 +383,7 @@ def _batches(
 
 
 def _encode(setup: Setup, form: EntryForm, examples: Sequence[list[Segment] | str]) -> list[StoredExample | str]:
-    """Examples as they are stored; of those that cannot be encoded what is wrong with them."""
+    """Examples as they are stored, or why they cannot be encoded."""
     pieces = [piece for example in examples if not isinstance(example, str) for piece in example]
     try:
         texts = [piece.value for piece in pieces if isinstance(piece.value, str)]
@@ -406,7 +409,7 @@ def _join(pieces: list[Segment], encoded: Iterator[list[int]], form: EntryForm, 
 
 
 def _decode(stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids, and which of them are given, of what a file holds."""
+    """Token ids, and which of them are given, from a file's integers."""
     given = stored < 0
     return np.where(given, ~stored, stored).astype(np.int32), given
 

@@ -1,4 +1,4 @@
-"""What is wrong with examples, found before the first step: all of a finite source are looked at once."""
+"""Bad examples are found before the first step: all examples of a finite source are checked once."""
 
 import collections
 import contextlib
@@ -21,9 +21,9 @@ from train.config import DataPart, Kind
 from train.data.cache import Flat, PackedRows, TokenisedExamples
 from train.data.source import ExampleLike, Source, count_examples, draws_of, example_name, lengths_of, prompt_lengths_of
 
-_SLOW = 5.0  # seconds, from which on what was found is worth a file
-_MOST = 2**31  # tokens that are all looked at before the first step: 8 GiB, read in some seconds to a minute
-_TOLD = 1000  # sentences that are kept
+_SLOW = 5.0  # seconds; results of longer checks are kept in a file
+_MOST = 2**31  # most tokens that are all read before the first step: 8 GiB, some seconds to a minute
+_LISTED = 1000  # sentences that are kept
 _NAMED = 5  # of them in a refusal
 
 
@@ -45,13 +45,13 @@ class BadExamples:
         count: its examples, those among them that could not be read.
         bad: numbers of the bad ones among those that could be read, ascending.
         kinds: how many there are of each kind.
-        told: a sentence for each, of the first thousand.
+        sentences: one for each of the first thousand.
     """
 
     count: int
     bad: list[int]
     kinds: dict[str, int]
-    told: list[str]
+    sentences: list[str]
 
     @property
     def total(self) -> int:
@@ -63,13 +63,13 @@ class BadExamples:
         return f"{self.total} of {self.count} examples are bad: {kinds}"
 
     def listing(self) -> str:
-        """A line for each, and one about those that are not told."""
-        more = [f"and {self.total - len(self.told)} more"] if self.total > len(self.told) else []
-        return "".join(line + "\n" for line in [*self.told, *more])
+        """A line for each sentence, and one with the number of the others."""
+        rest = self.total - len(self.sentences)
+        return "".join(line + "\n" for line in [*self.sentences, *([f"and {rest} more"] if rest else [])])
 
 
 class Chosen:
-    """Some of the examples of a source, of which there are then finitely many."""
+    """Some examples of a source: a finite source."""
 
     def __init__(self, source: Source, numbers: np.ndarray) -> None:
         self._source, self._numbers = source, numbers
@@ -106,9 +106,9 @@ def drop_bad_examples(
 ) -> tuple[Source, BadExamples | None]:
     """A source whose examples all make rows, and what was wrong with others, which `data.on_bad` drops or refuses.
 
-    All examples are looked at: one at a time, of tokenised data only those that a scan by NumPy finds doubtful. What
-    took long is kept under $DLLM_JAX_HOME/checks, for sources that have an `identity`. The rows of an endless source,
-    and those of one for which `scans_all` is false, are looked at as they come, and refused.
+    All examples are checked, one after the other; of tokenised data only those that a scan by NumPy finds doubtful. If
+    that takes long, the result is kept under $DLLM_JAX_HOME/checks for sources that have an `identity`. The rows of an
+    endless source, and those of one for which `scans_all` is false, are checked when they are read, and refused.
 
     Args:
         progress: show a bar.
@@ -180,7 +180,7 @@ def _too_long(prompt: int, answer: int, part: DataPart) -> str | None:
     if prompt >= length:
         return f"has a prompt of {prompt} tokens and data.length is {length}; raise it"
     if canvas and not answer and prompt + canvas > length:
-        return f"has a prompt of {prompt} tokens, and data.length {length} has no room for {canvas} more; raise it"
+        return f"has a prompt of {prompt} tokens, and data.length {length} does not fit {canvas} more; raise it"
     if canvas and (answer > canvas or prompt + canvas > length):
         return (
             f"has a prompt of {prompt} and an answer of {answer} tokens, which do not fit data.length {length} with "
@@ -195,18 +195,18 @@ def _faults(source: Source, count: int, part: DataPart, kind: Kind, config: Mode
     if path is not None and path.is_file():
         with contextlib.suppress(OSError, ValueError, TypeError):  # of a file that something has damaged
             return BadExamples(**json.loads(path.read_text(encoding="utf-8")))
-    start, bad, told = time.perf_counter(), list[int](), unread[:_TOLD]
+    start, bad, sentences = time.perf_counter(), list[int](), unread[:_LISTED]
     kinds = collections.Counter({"unreadable": len(unread)} if unread else {})
     numbers = _doubtful(source, part, kind, config, progress)
     for index in tqdm(numbers, desc="checking", unit=" examples", delay=1.0, disable=not progress):
         if fault := _seen(source, index, part, kind, config):
             bad.append(index)
             kinds[fault.kind] += 1
-            if len(told) < _TOLD:
-                told.append(f"{example_name(source, index)} {fault.text}")
-    found = BadExamples(count + len(unread), bad, dict(kinds), told)
+            if len(sentences) < _LISTED:
+                sentences.append(f"{example_name(source, index)} {fault.text}")
+    found = BadExamples(count + len(unread), bad, dict(kinds), sentences)
     if path is not None and time.perf_counter() - start > _SLOW:
-        with contextlib.suppress(OSError, DllmError):  # looking again is all it costs
+        with contextlib.suppress(OSError, DllmError):  # then they are checked again
             path.parent.mkdir(parents=True, exist_ok=True)
             write_file(path, json.dumps(dataclasses.asdict(found)))
     return found
@@ -256,14 +256,14 @@ def _seen(source: Source, index: int, part: DataPart, kind: Kind, config: ModelC
 def _refusal(faults: BadExamples) -> str:
     """One sentence, with the first faults by name."""
     if faults.total == 1 < faults.count:
-        return f'{faults.told[0]} (or leave it out by data.on_bad="drop")'
-    first = "; ".join(faults.told[:_NAMED])
+        return f'{faults.sentences[0]} (or leave it out by data.on_bad="drop")'
+    first = "; ".join(faults.sentences[:_NAMED])
     more = f"; and {faults.total - _NAMED} more" if faults.total > _NAMED else ""
     return f'{first}{more}; {faults}; correct them, or leave them out by data.on_bad="drop"'
 
 
 def _path(source: Source, count: int, part: DataPart, kind: Kind, config: ModelConfig) -> Path | None:
-    """Where what is wrong with a source is kept, None where nothing says that the source is still the same."""
+    """The file for the result, None for a source without an `identity`."""
     identity = getattr(source, "identity", None)
     if identity is None:
         return None

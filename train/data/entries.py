@@ -36,7 +36,7 @@ class EntryForm:
         turns: of conversations: learn "all" messages of the assistant in one example; one example for "each", which
             shows nothing of what comes after it, the pairs that LLaDA's SFT (arXiv 2502.09992, section 2.3) draws from;
             or only the "last".
-        pack: end every example with the model's end token, so that they can stand one behind the other.
+        pack: end every example with the model's end token, so that examples can be concatenated.
     """
 
     columns: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -63,8 +63,8 @@ class EntryForm:
         """The examples of an entry: an object, or JSON of one.
 
         It holds one of: "prompt" and "answer" (texts or token ids); "messages", a conversation that ends with the
-        assistant's, in the model's chat format; "text" or "ids", a document. A text answer gets the end token behind
-        it; token ids are taken as they are. Messages of the assistant end as the chat template ends them (see
+        assistant's, in the model's chat format; "text" or "ids", a document. The end token is added to a text answer;
+        token ids are taken as they are. Messages of the assistant end as the chat template ends them (see
         `dllm_jax.text.tokenizer.chat_turns`), and the last with the model's end token where that ends no generation.
 
         Raises:
@@ -92,7 +92,7 @@ class EntryForm:
             if name in entry:
                 return [[Segment(entry[name], True)]]
         raise DllmError(
-            f"it has {sorted(map(str, entry))}; it needs {WANTED}, or data.options.columns to say what is what"
+            f"it has {sorted(map(str, entry))}; it needs {WANTED}; name its columns in data.options.columns"
         )
 
     def _conversation(self, setup: Setup, messages: Any) -> list[list[Segment]]:

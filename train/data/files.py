@@ -50,7 +50,7 @@ def jsonl(
         path: a file, a folder of .jsonl files, or a pattern.
         columns, turns: as of `EntryForm`.
         pack: join examples into rows of the full length, each ended by the end token; for pre-training.
-        drop_long: leave out examples that have no room in a row, their canvas included, which are refused otherwise.
+        drop_long: leave out examples that do not fit into a row with their canvas, which are refused otherwise.
     """
     files = _files(path, "*.jsonl")
 

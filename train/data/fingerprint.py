@@ -1,4 +1,4 @@
-"""What tells data from other data: how many examples there are, and what some of them say."""
+"""The fingerprint of data, by which a resumed run recognises them: the number of examples, and a digest of some."""
 
 import hashlib
 from typing import Any
@@ -14,8 +14,8 @@ def data_fingerprint(source: Source) -> dict[str, Any]:
     """The number of examples, and a digest of 64 of them.
 
     The 64 are spread evenly from the first to the last, and read whole: tokens, what is given, steps of trajectories.
-    Of an endless source, the first example alone is read. An edit that changes neither the number nor one of the 64 is
-    not seen.
+    Of an endless source, the first example alone is read. An edit that changes neither the number nor one of the 64
+    goes unnoticed.
 
     Returns:
         JSON: "examples", None of an endless source, and "digest".

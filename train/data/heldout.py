@@ -1,4 +1,4 @@
-"""Examples that are never trained on: a share of a finite source, chosen by what they say."""
+"""Examples that are never trained on: a share of a finite source, chosen by their tokens."""
 
 import hashlib
 
@@ -10,7 +10,7 @@ from train.data.checks import Chosen
 from train.data.order import permute
 from train.data.source import ExampleLike, Source, count_examples, draws_of
 
-_ORDER = (5,)  # of the examples that are looked at
+_ORDER = (5,)  # key of the permutation of `choose_examples`
 
 
 def split_heldout(source: Source, share: float, *, progress: bool = False) -> tuple[Source, Source]:
@@ -43,14 +43,14 @@ def split_heldout(source: Source, share: float, *, progress: bool = False) -> tu
 
 
 def heldout_draw(example: ExampleLike) -> int:
-    """A number in [0, 2^64) that an example's tokens decide."""
+    """A number in [0, 2^64) that depends on an example's tokens alone."""
     prompt, answer = (np.asarray(ids, "<i4") for ids in (example.prompt_ids, example.answer_ids))
-    said = len(prompt).to_bytes(8, "little") + prompt.tobytes() + answer.tobytes()
-    return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "little")
+    content = len(prompt).to_bytes(8, "little") + prompt.tobytes() + answer.tobytes()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
 def choose_examples(source: Source, rows: int) -> Source:
-    """So many examples, each once, the same each time; all of a finite source that has fewer."""
+    """`rows` examples, each once, the same every time; all of a finite source that has fewer."""
     count = count_examples(source)
     if count is None:
         return Chosen(source, np.arange(rows))

@@ -1,4 +1,4 @@
-"""In which order examples come: every position of an endless sequence can be asked for by itself.
+"""The order of examples: a function of the position in an endless sequence.
 
 Each epoch is another permutation of all examples, none of which is ever written down. With buckets it is one in which a
 batch's rows are of nearly the same length.
@@ -15,7 +15,7 @@ _WORD = 2**64 - 1
 
 
 def permute(place: int, count: int, key: Sequence[int]) -> int:
-    """What a random permutation of range(count) has at `place`, in no memory.
+    """The entry at `place` of a random permutation of range(count), computed without memory.
 
     A Feistel network permutes the next power of 4 (at least 64), and is walked along until it comes to a number below
     `count` (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002, section 4).
@@ -52,7 +52,7 @@ class Order:
 
     Attributes:
         count: N, of the examples.
-        key: what tells this order from others.
+        key: of the permutations, whole numbers from 0 on.
         shuffle: False keeps the examples as they are.
     """
 
@@ -69,8 +69,8 @@ class Order:
 class BucketOrder:
     """All examples, each once an epoch, in batches of nearly the same length.
 
-    An epoch's examples are sorted into buckets by length, each bucket is shuffled, and what then stands one behind the
-    other is cut into batches, which are shuffled too. A batch that two epochs share has the shortest rows of both.
+    An epoch's examples are sorted into buckets by length, each bucket is shuffled, and their concatenation is cut into
+    batches, which are shuffled too. A batch that two epochs share has the shortest rows of both.
     """
 
     def __init__(self, order: Order, lengths: np.ndarray, bucket: int, batch: int) -> None:
@@ -110,7 +110,7 @@ class BucketOrder:
         """Which of an epoch's sorted examples a position has.
 
         The first and the last of an epoch's positions may lie in batches that are shared with other epochs: they have
-        the first ranks. Whole batches have ranks one behind the other.
+        the first ranks. Whole batches have consecutive ranks.
         """
         count, size = self._order.count, self._batch
         epoch, place = divmod(position, count)

@@ -38,7 +38,7 @@ class Shard:
     end: int
 
     def load(self, names: Sequence[str] | None = None) -> dict[str, np.ndarray]:
-        """Its arrays, for N prompts: `prompts`, all prompts one behind the other, `prompt_lengths` [N], `gen_lengths`
+        """Its arrays, for N prompts: `prompts`, all prompts concatenated, `prompt_lengths` [N], `gen_lengths`
         [N], `tokens` [N, G] (the mask id where none was written), `step` [N, G] (see `train.trajectory.Trajectory`),
         `nfe` [N], and, of a task, `correct` [N] bool, whether its checker accepts the answer.
 
@@ -80,13 +80,13 @@ def shards(folder: str | Path) -> list[Shard]:
     end = 0
     for shard in found:
         if shard.first != end or shard.end <= shard.first:
-            raise DllmError(f"{shard.path} does not begin at prompt {end}; a file beside it is missing or too many")
+            raise DllmError(f"{shard.path} does not begin at prompt {end}; a file is missing, or one too many")
         end = shard.end
     return found
 
 
 class Trajectories:
-    """A finite source: the trajectories of a folder in order, each shard read when its first one is asked for, and kept
+    """A finite source: the trajectories of a folder in order, each shard read on first use, and kept
     in the small integers that it is stored in.
 
     An example's answer is the final canvas, mask tokens where nothing was ever written; its `step` says when each

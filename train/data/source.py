@@ -1,4 +1,4 @@
-"""What training data is: a source answers "example number index", so that a position in the data is one integer."""
+"""What training data is: a source gives examples by number, so a position in the data is one integer."""
 
 import dataclasses
 import inspect
@@ -26,7 +26,7 @@ class ExampleLike(Protocol):
     Attributes:
         prompt_ids: [P] integers, never masked in SFT; may be empty.
         answer_ids: [A] integers, to be learned; a document without prompt is all answer.
-        given: [A] bool, positions of the answer that the model is told and that are never masked; None where none is.
+        given: [A] bool, positions of the answer that the model gets and that are never masked; None where none is.
 
     A trajectory has a `step` as well, see `Example`.
     """
@@ -58,10 +58,9 @@ class Source(Protocol):
 
     `example` must be a pure function: the same index gives the same example in every process, for ever. A finite source
     also has `__len__`; one without is an endless generator. A source that knows held-out splits gives training's here.
-    More is used where it is there: `name(index)`, what sentences call an example; `faults`, a sentence for each entry
-    that is no example, which does not count as one; `identity`, JSON that changes when the examples do; `lengths()`, an
-    array of the tokens in each example, and `prompts()`, of those in its prompt, without which `data.bucket` goes
-    through all of them.
+    Optional are: `name(index)`, an example's name for error messages; `faults`, a sentence for each entry that is no
+    example; `identity`, JSON that changes when the examples do; `lengths()`, the number of tokens of each example, and
+    `prompts()`, of its prompt, without which `data.bucket` reads all examples.
     """
 
     def example(self, index: int) -> ExampleLike:
@@ -77,7 +76,7 @@ class Setup:
         config: of the model; its special ids.
         tokenizer: None where there is none.
         length: positions per row.
-        canvas: positions behind each prompt; 0 makes them reach to the end of the row.
+        canvas: positions after each prompt; 0 extends it to the end of the row.
         cache: folder for what is tokenised, see `train.data.cache`; None is $DLLM_JAX_HOME/data.
     """
 
@@ -88,9 +87,9 @@ class Setup:
     cache: Path | None = None
 
     def fits(self, prompt: np.ndarray, answer: np.ndarray) -> np.ndarray:
-        """Whether prompts and answers of so many tokens have room in a row."""
-        room = self.canvas or answer
-        return (prompt < self.length) & (answer <= room) & (prompt + room <= self.length)
+        """Whether prompts and answers of these numbers of tokens fit into a row."""
+        canvas = self.canvas or answer
+        return (prompt < self.length) & (answer <= canvas) & (prompt + canvas <= self.length)
 
     def require_tokenizer(self) -> "PreTrainedTokenizerBase":
         """The tokenizer.
@@ -136,7 +135,7 @@ def draws_of(source: Source, *, shown: str | None) -> np.ndarray | None:
 
 
 def example_name(source: Source, index: int) -> str:
-    """What sentences call an example."""
+    """An example's name for error messages."""
     name = getattr(source, "name", None)
     return f"example {index}" if name is None else str(name(index))
 
@@ -150,7 +149,7 @@ def make_referenced(reference: str, options: Mapping[str, Any], table: str = "da
     """What a callable named "module:name" makes of the options: a source, or a task, whose `source("train")` is one.
 
     Args:
-        table: of the settings that name it, for complaints.
+        table: of the settings that name it, for error messages.
 
     Raises:
         DllmError: when it cannot be imported, or refuses the options.

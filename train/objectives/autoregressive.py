@@ -25,8 +25,8 @@ class AutoregressivePart:
     """The loss of `python -m train autoregressive`.
 
     Attributes:
-        kind: as in `ObjectiveSettings`.
-        chunk: as in `MaskedDiffusionPart`.
+        kind: "sft" learns the answer, "pretrain" every token but the first.
+        chunk: positions whose logits exist at once; 0 computes the logits of all positions.
     """
 
     kind: Kind = "sft"
@@ -49,7 +49,7 @@ class Autoregressive(CrossEntropy):
     one: so it is the masked-diffusion loss of a row in which nothing is masked and every target counts alike.
     """
 
-    about = "train a causal model, for verifiers and baselines, or go on"
+    about = "train a causal model, for verifiers and baselines"
     config = AutoregressiveConfig
 
     settings: AutoregressivePart
@@ -57,8 +57,8 @@ class Autoregressive(CrossEntropy):
     def fit_model(self, model: ModelConfig, config: TrainConfig) -> ModelConfig:
         if not model.is_causal:
             raise DllmError(
-                f"a {model.family} model sees both ways, so it cannot be trained token by token; set model.published "
-                "to a causal one such as qwen2.5-0.5b"
+                f"a {model.family} model has bidirectional attention and cannot be trained token by token; set "
+                "model.published to a causal one such as qwen2.5-0.5b"
             )
         self.check_router(model, config)
         return model

@@ -1,4 +1,4 @@
-"""What an objective is: the settings of its command, what it asks of the model, what it trains, and its loss."""
+"""What an objective is: the settings of its command, its requirements on the model, what it trains, and its loss."""
 
 import abc
 import dataclasses
@@ -39,7 +39,7 @@ class Feed(Protocol):
     Attributes:
         round: steps whose batches are made of one state, which a run has to start from: so states are kept, and runs
             end, between two rounds alone.
-        metrics: numbers about the last batches, told beside those of the steps.
+        metrics: numbers about the last batches, reported with those of the steps.
     """
 
     @property
@@ -54,7 +54,7 @@ class Feed(Protocol):
 
     def __call__(self, step: int, position: int, state: Any) -> Any:
         """The batch of step `step` (from 0) at a position of the data, [accumulate, rows, ...] as `Objective.corrupt`
-        takes it, from the state before that step; only a round's first looks at it."""
+        takes it, from the state before that step; only a round's first batch uses the state."""
         ...
 
 
@@ -92,7 +92,7 @@ class Objective(abc.ABC):
         """
         if model.is_causal:
             advice = "train it by python -m train autoregressive"
-            raise DllmError(f"a {model.family} model sees only what is before; {advice}")
+            raise DllmError(f"a {model.family} model is causal; {advice}")
         if model.has_canvas:
             raise DllmError(f"a {model.family} model cannot be trained here; samplers run it")
         if model.mask_id is None:
@@ -101,7 +101,7 @@ class Objective(abc.ABC):
         return model
 
     def check_router(self, model: ModelConfig, config: TrainConfig) -> None:
-        """Raises DllmError where the table `router` asks for losses that there are none of."""
+        """Raises DllmError where the table `router` sets losses that the objective or the model does not have."""
         if self.router == RouterPart():
             return
         if not self.routes:
@@ -115,7 +115,7 @@ class Objective(abc.ABC):
             )
 
     def trainable(self, config: Any, model: ModelConfig) -> Trainable:
-        """What is trained: the whole model, or adapters where `lora.rank` says so.
+        """What is trained: the whole model, or adapters where `lora.rank` is set.
 
         Raises:
             DllmError: when there is no model where one must be frozen.
@@ -132,7 +132,7 @@ class Objective(abc.ABC):
         return None if self.router == RouterPart() else jnp.arange(width) < lengths[:, None]
 
     def add_router_losses(self, loss: Mean, metrics: Means, routing: Routing | None) -> Means:
-        """A loss and what else is reported, with the routers' added where `counted_positions` asked for them."""
+        """A loss and other metrics, with the routers' losses added if there are any."""
         if routing is None:
             return {"loss": loss, **metrics}
         more, reported = router_losses(routing, self.router.balance, self.router.z)
@@ -154,8 +154,10 @@ class Objective(abc.ABC):
         return None
 
     def evaluation_settings(self) -> Any:
-        """The settings under which rows are looked at that are not learned from: nothing left out, and what varies
-        least. None for an objective that is no loss of rows by themselves, whose runs have no held-out loss."""
+        """The settings for the loss of held-out rows: without dropout, and with the least variance.
+
+        None for an objective that has no loss of single rows, whose runs have no held-out loss.
+        """
         return self.settings
 
     @abc.abstractmethod
@@ -188,7 +190,7 @@ class Objective(abc.ABC):
 
         Args:
             learner: what is trained: a `Denoiser`, or an `Indicator`.
-            base: the frozen model under adapters or beside an indicator; without either it has no parameters.
+            base: the frozen model under adapters or an indicator; without either it has no parameters.
             groups, remat, sharding: as in `train.losses.diffusion_loss`.
         """
 

@@ -2,7 +2,7 @@
 v2 2509.26328): `python -m train block-diffusion`.
 
 A row is cut into blocks of L from its first position on. Each position of a noisy copy of the row sees the copy in its
-own block, and the row as it is in the blocks before: what a block sees when all blocks before it are decoded.
+own block, and the row as it is in the blocks before: as when all blocks before it are decoded.
 
     "mean"     loss = mean over masked positions of - log p(token)           (LLaDA2's SFT, Fast-dLLM v2)
     "bound"    loss = sum over masked positions of - log p(token) / p / number of targets      (SDAR)
@@ -47,7 +47,7 @@ class BlockDiffusionPart:
     complementary, fill "mask"; nothing else changed.
 
     Attributes:
-        kind: as in `ObjectiveSettings`.
+        kind: "sft" never masks the prompt; "pretrain" treats it as the rest of the document.
         block_length: L, which the trained model is sampled with too; 0 keeps the model's. Divides `data.length`.
         noise: draw the probability of being masked for each block, or one for each row.
         low, high: bounds of it.
@@ -57,9 +57,9 @@ class BlockDiffusionPart:
             for samplers that edit (LLaDA2.1).
         confidence: how often the mean entropy of right predictions is added to the loss (CAP's and dParallel's beta,
             published 2.0), which makes a model sure of what it knows: fewer forwards.
-        fill: what stands behind a row up to the end of its block, as sampling decodes whole blocks: "end" tokens that
-            are masked and learned, or "mask" tokens that are not. With `data.pad` that is behind the canvas.
-        chunk: as in `MaskedDiffusionPart`.
+        fill: what fills the rest of a row's last block, as sampling decodes whole blocks: "end" tokens that are masked
+            and learned, or "mask" tokens that are not. With `data.pad` that is after the canvas.
+        chunk: positions whose logits exist at once; 0 computes the logits of all positions.
     """
 
     kind: Kind = "sft"
@@ -128,17 +128,18 @@ def fill_blocks(batch: Batch, denoiser: Denoiser, settings: BlockDiffusionPart) 
     assert denoiser.block_length is not None
     position = jnp.arange(batch.tokens.shape[-1], dtype=jnp.int32)
     lengths = -(-batch.lengths // denoiser.block_length) * denoiser.block_length
-    behind = (position >= batch.lengths[..., None]) & (position < lengths[..., None])
+    filled = (position >= batch.lengths[..., None]) & (position < lengths[..., None])
     learned = settings.fill == "end"
-    tokens = jnp.where(behind, denoiser.eos_id if learned else denoiser.mask_id, batch.tokens)
-    targets = (batch.targets | (behind & learned)) & (position >= denoiser.min_prompt_length)
+    tokens = jnp.where(filled, denoiser.eos_id if learned else denoiser.mask_id, batch.tokens)
+    targets = (batch.targets | (filled & learned)) & (position >= denoiser.min_prompt_length)
     return Batch(tokens, targets, lengths)
 
 
 def corrupt_copies(key: jax.Array, batch: Batch, denoiser: Denoiser, settings: BlockDiffusionPart) -> NoisyCopies:
     """The forward process. The draws of a row depend on the key and on its number in the batch.
 
-    (SDAR's code draws the masks of a row anew while there are none, up to ten times; here none are, as 1 / p asks.)
+    (SDAR's code draws the masks of a row again while it has none, up to ten times. Here such a row stays: the weight
+    1 / p requires it.)
 
     Args:
         batch: with any leading axes; T is a multiple of the block's length.
@@ -173,7 +174,7 @@ def corrupt_copies(key: jax.Array, batch: Batch, denoiser: Denoiser, settings: B
 class BlockDiffusion(Objective):
     """The objective with its settings."""
 
-    about = "train a block diffusion model (LLaDA2, SDAR, Fast-dLLM v2), or go on"
+    about = "train a block diffusion model (LLaDA2, SDAR, Fast-dLLM v2)"
     config = BlockDiffusionConfig
     routes = True
 

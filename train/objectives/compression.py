@@ -1,8 +1,8 @@
 """Trajectory compression (dInfer, arXiv 2510.08666, appendix C.1): `python -m train compression`.
 
 A second stage of fine-tuning on the model's own trajectories. A trajectory of n steps has n + 1 states, s_0 all masked
-and s_n the final one. Of each, two states i < j are drawn, every pair alike; the model sees s_i and learns the final
-tokens of the positions that are masked there and written in s_j:
+and s_n the final one. Of each, two states i < j are drawn, every pair equally likely. The model gets s_i and learns the
+final tokens of the positions that are masked there and written in s_j:
 
     loss = mean over rows of the sum over these positions of - log p(final token | s_i)
 
@@ -27,7 +27,7 @@ class CompressionPart:
     """The loss of `python -m train compression`.
 
     Attributes:
-        chunk: as in `MaskedDiffusionPart`.
+        chunk: positions whose logits exist at once; 0 computes the logits of all positions.
     """
 
     chunk: int = setting(0, at_least=0)
@@ -63,7 +63,7 @@ def draw_states(draws: jax.Array, steps: jax.Array) -> tuple[jax.Array, jax.Arra
 class Compression(CrossEntropy):
     """The objective with its settings."""
 
-    about = "train a model to take its own trajectories in fewer steps, or go on"
+    about = "train a model to take its own trajectories in fewer steps"
     config = CompressionConfig
     trajectories = True
 

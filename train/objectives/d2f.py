@@ -40,14 +40,14 @@ class D2FPart:
     """The loss of `python -m train d2f`.
 
     Attributes:
-        kind: as in `ObjectiveSettings`; with "pretrain" there is no prompt, and all positions are blocks.
-        block_length: k, positions per block behind the prompt.
+        kind: "sft" never masks the prompt; with "pretrain" there is no prompt, and all positions are blocks.
+        block_length: k, positions per block after the prompt.
         schedule: "monotone" masks later blocks more than earlier ones, "random" draws each block's share anew.
         low, high: bounds of the shares of masked positions.
         target: "teacher" learns the base model's distribution under full attention, "data" the data's tokens.
-        end_padding: mask and learn end tokens behind the answer like text, which teaches the student to end early;
+        end_padding: mask and learn end tokens after the answer like text, which teaches the student to end early;
             False lays blocks only up to the last token that is none.
-        chunk: masked positions whose logits exist at a time.
+        chunk: masked positions whose logits exist at once.
     """
 
     kind: Kind = "sft"
@@ -140,10 +140,10 @@ def block_ratios(draws: BlockDraws, blocks: jax.Array, schedule: Schedule, low: 
 
 
 def block_spans(batch: Batch, eos_id: int, *, end_padding: bool) -> tuple[jax.Array, jax.Array]:
-    """Where the blocks of each row begin, behind the prompt, and end: two [...] int32. A row without targets has none.
+    """Where the blocks of each row begin, after the prompt, and end: two [...] int32. A row without targets has none.
 
     Args:
-        end_padding: whether end tokens behind the last other token belong to them.
+        end_padding: whether end tokens after the last other token belong to them.
     """
     length = batch.tokens.shape[-1]
     position = jnp.arange(length, dtype=jnp.int32)
@@ -187,7 +187,7 @@ def corrupt_blocks(
 class D2F(Objective):
     """The objective with its settings."""
 
-    about = "train adapters for pipelined decoding (discrete diffusion forcing), or go on"
+    about = "train adapters for pipelined decoding (discrete diffusion forcing)"
     config = D2FConfig
     routes = True
 
@@ -244,7 +244,7 @@ class D2F(Objective):
 
 
 def _teacher_states(base: Denoiser, noised: NoisyBlocks, sharding: NamedSharding | None) -> jax.Array:
-    """Hidden states of the noisy rows: under full attention, or each block behind final tokens."""
+    """Hidden states of the noisy rows: under full attention, or each block after final tokens."""
     clean = None
     if base.block_length is not None:
         clean = base.forward(base.embed(noised.tokens), noised.lengths)[1]

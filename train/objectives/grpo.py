@@ -1,6 +1,6 @@
 """Learning from rewards: GRPO on trajectories, `python -m train grpo`.
 
-A completion is a trajectory: in step t the model saw the state s_t and drew the tokens x_i of the positions A_t that
+A completion is a trajectory: in step t the model got the state s_t and drew the tokens x_i of the positions A_t that
 the rule chose. Its log-probability is the sum of those of all draws,
 
     log pi(trajectory) = sum over t, over i in A_t of log p(x_i | s_t)
@@ -59,7 +59,7 @@ class GrpoPart:
         clip: eps, how far the ratio may go from 1 before nothing is learned any more.
         beta: weight of KL to the model before training, which is kept for it; 0 leaves that out.
         updates: how often the completions of an iteration are learned.
-        chunk: as in `MaskedDiffusionPart`.
+        chunk: positions whose logits exist at once; 0 computes the logits of all positions.
     """
 
     shrink: int = setting(1, at_least=0)
@@ -117,7 +117,7 @@ class ScoredStates(NamedTuple):
 
 
 def choose_states(uniform: jax.Array, count: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
-    """Some of the states 0 ... count - 1 of each row, every set of so many alike, all where there are no more.
+    """Some of the states 0 ... count - 1 of each row, all sets equally likely; all states where there are no more.
 
     Args:
         uniform: [..., N] draws in [0, 1), N at least any count.
@@ -155,7 +155,7 @@ class Grpo(Objective):
         temperature: of the policy, whose probabilities are softmax(logits / temperature) over all tokens but the mask.
     """
 
-    about = "learn from rewards of sampled answers (GRPO), or go on"
+    about = "learn from rewards of sampled answers (GRPO)"
     config = GrpoConfig
 
     settings: GrpoPart
@@ -221,13 +221,13 @@ class Grpo(Objective):
         shrink = self.settings.shrink or length
         group = jnp.where(batch.step >= 0, batch.step // shrink, -1)
         chosen, weight = choose_states(draws(state_key), group.max(axis=-1) + 1, min(self.states, length))
-        unseen = batch.step[..., None, :] >= (chosen * shrink)[..., None]
+        masked = batch.step[..., None, :] >= (chosen * shrink)[..., None]
         given = (batch.step < 0) & (jnp.arange(length) < batch.lengths[..., None])
-        unseen |= (given & (draws(prompt_key) < self.settings.mask_prompt))[..., None, :]
+        masked |= (given & (draws(prompt_key) < self.settings.mask_prompt))[..., None, :]
         learned = batch.drawn[..., None, :] & (group[..., None, :] == chosen[..., None])
         share = (weight * batch.share[..., None])[..., None]
         return ScoredStates(
-            jnp.where(unseen, denoiser.mask_id, batch.tokens[..., None, :]),
+            jnp.where(masked, denoiser.mask_id, batch.tokens[..., None, :]),
             batch.tokens,
             jnp.where(learned, share, 0.0),
             batch.lengths,
@@ -273,7 +273,7 @@ class Grpo(Objective):
         return {"loss": mean, **means}
 
     def _sums(self, on_policy: bool, *arguments: Any) -> tuple[jax.Array, ...]:
-        """Sums over positions [C] of the loss, and of what is told: clipped ratios, entropy, KL."""
+        """Sums over positions [C] of the loss and of metrics: clipped ratios, entropy, KL."""
         *of_models, tokens, advantage, old, weights = arguments
         count = len(of_models) // 2
         log, *frozen = (self._log(head, x) for head, x in zip(of_models[:count], of_models[count:], strict=True))
@@ -283,13 +283,13 @@ class Grpo(Objective):
         bounded = jnp.clip(ratio, 1.0 - self.settings.clip, 1.0 + self.settings.clip)
         gain, counted = jnp.minimum(ratio * advantage, bounded * advantage), weights > 0
         total = lambda x: jnp.sum(jnp.where(counted, x, 0.0))
-        told = [total(bounded * advantage < ratio * advantage), total(-jnp.sum(jnp.exp(log) * log, axis=-1))]
+        metrics = [total(bounded * advantage < ratio * advantage), total(-jnp.sum(jnp.exp(log) * log, axis=-1))]
         if not frozen:
-            return (-jnp.sum(weights * gain), *map(lax.stop_gradient, told))
-        behind = own(frozen[0]) - new
-        kl = jnp.exp(behind) - behind - 1.0
+            return (-jnp.sum(weights * gain), *map(lax.stop_gradient, metrics))
+        gap = own(frozen[0]) - new
+        kl = jnp.exp(gap) - gap - 1.0
         loss = jnp.sum(weights * (self.settings.beta * kl - gain))
-        return (loss, *map(lax.stop_gradient, (*told, total(kl))))
+        return (loss, *map(lax.stop_gradient, (*metrics, total(kl))))
 
     def _log(self, model: Denoiser, hidden: jax.Array) -> jax.Array:
         """The policy's log-probabilities, [C, V]."""

@@ -99,7 +99,7 @@ class IndicatorRun(TrainConfig):
         }
         for name, changed in others.items():
             if changed:
-                raise DllmError(f"{name} is for training a model; beside an indicator it stays as it is: leave it out")
+                raise DllmError(f"{name} is for training a model, and an indicator's model is frozen; leave it out")
 
 
 class RolledBack(NamedTuple):
@@ -123,7 +123,7 @@ class RolledBack(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """What the frozen model says about positions of rolled-back rows: W = T - min_prompt_length of them, or as many as
+    """The frozen model's outputs at positions of rolled-back rows: W = T - min_prompt_length of them, or as many as
     the canvas has.
 
     Attributes:
@@ -158,9 +158,9 @@ def gather_evidence(
     """One forward of the model on rows [B, T], and what it gives away.
 
     Args:
-        config: says what the indicator reads.
+        config: the indicator's inputs.
         canvas: positions of a row that a step wrote, at most: the others are left out. 0 keeps all.
-        chunk: positions whose logits exist at a time, of all rows together; 0 computes the logits of all.
+        chunk: positions whose logits exist at once, of all rows together; 0 computes the logits of all.
         sharding: as in `train.losses.diffusion_loss`.
     """
     first = denoiser.min_prompt_length
@@ -280,7 +280,7 @@ class FinalTokens(Objective):
         canvas: as in `gather_evidence`.
     """
 
-    about = "train a neural indicator (NI sampling) on a model's trajectories, or go on"
+    about = "train a neural indicator (NI sampling) on a model's trajectories"
     config = IndicatorRun
     trajectories = True
 
@@ -352,12 +352,12 @@ class FinalTokens(Objective):
         }
 
 
-def _drop_out_logits(indicator: Indicator, seen: Evidence, keys: jax.Array, rate: float) -> jax.Array:
+def _drop_out_logits(indicator: Indicator, found: Evidence, keys: jax.Array, rate: float) -> jax.Array:
     """[B, W, 2] logits with dropout; that of a row depends on its key alone."""
     if not rate:
-        return indicator.logits(*seen.features)
+        return indicator.logits(*found.features)
 
     def one(key: jax.Array, hidden: jax.Array, embeddings: jax.Array, values: jax.Array) -> jax.Array:
         return indicator.logits(hidden, embeddings, values, (key, rate))
 
-    return jax.vmap(one)(keys, *seen.features)
+    return jax.vmap(one)(keys, *found.features)

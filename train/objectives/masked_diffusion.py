@@ -34,7 +34,7 @@ class MaskedDiffusionPart:
         eps: least mask probability; t ~ U(eps, 1) per row.
         stratified: spread the t of a batch evenly over (eps, 1) instead of drawing them independently; each is still
             uniform, the loss is as true and varies less.
-        chunk: positions whose logits exist at a time, for large vocabularies; 0 computes the logits of all positions.
+        chunk: positions whose logits exist at once, for large vocabularies; 0 computes the logits of all positions.
     """
 
     kind: Kind = "sft"
@@ -93,7 +93,7 @@ def corrupt(key: jax.Array, batch: Batch, denoiser: Denoiser, *, eps: float = 1e
 class MaskedDiffusion(CrossEntropy):
     """The objective with its settings."""
 
-    about = "train a model, or go on with a run"
+    about = "train a masked diffusion model"
     config = MaskedDiffusionConfig
 
     settings: MaskedDiffusionPart
@@ -101,7 +101,7 @@ class MaskedDiffusion(CrossEntropy):
     def fit_model(self, model: ModelConfig, config: TrainConfig) -> ModelConfig:
         if model.has_blocks:
             advice = "train it by python -m train block-diffusion"
-            raise DllmError(f"a {model.family} model sees final tokens before its block; {advice}")
+            raise DllmError(f"a {model.family} model is one of block diffusion; {advice}")
         return super().fit_model(model, config)
 
     def evaluation_settings(self) -> MaskedDiffusionPart:
