@@ -18,8 +18,8 @@ from samplers.tokens.predictions import Sampling, given, predict
 from train.trajectory import best_tokens, canvas_after, merge_steps, mergeable_steps, trajectory_of
 
 _forward = jax.jit(lambda indicator, *features: (indicator.logits(*features), indicator.scores(*features)))
-_merged = jax.jit(merge_steps)
-_mergeable = jax.jit(mergeable_steps)
+merged_order = jax.jit(merge_steps)
+mergeable_steps = jax.jit(mergeable_steps)
 
 
 def run(case: Case, assets: Assets) -> None:
@@ -100,7 +100,7 @@ def _run_merge_logic(case: Case, assets: Assets) -> None:
     step = np.zeros(len(right), np.int32)
     for number, positions in enumerate(case["order"]):
         step[positions] = number
-    label, until = _mergeable(step[None], right[None], jnp.asarray([case["rollback"]]))
+    label, until = mergeable_steps(step[None], right[None], jnp.asarray([case["rollback"]]))
     assert int(until[0]) - case["rollback"] == expected["merged_steps"]
     assert np.flatnonzero(label[0]).tolist() == sorted(expected["label_one"])
     waiting = ~np.asarray(label[0]) & (step >= case["rollback"])
@@ -119,11 +119,11 @@ def _run_merge_labels(case: Case, assets: Assets) -> None:
     for label in expected["labels"]:
         reached = jnp.asarray([label["rollback"]])
         canvas, right = _state(denoiser, trajectory, reached)
-        found, until = _mergeable(trajectory.step, right, reached)
+        found, until = mergeable_steps(trajectory.step, right, reached)
         assert int(until[0]) - label["rollback"] == label["merged_steps"]
         assert np.flatnonzero(found[0]).tolist() == sorted(label["label_one"])
         assert int((canvas == args["mask_id"])[0, : args["gen_length"]].sum()) == label["num_masked"]
-    order = _merged(denoiser, trajectory)
+    order = merged_order(denoiser, trajectory)
     steps = [np.flatnonzero(order.step[0] == number).tolist() for number in range(int(order.steps[0]))]
     assert steps == [sorted(step) for step in expected["merged_order"]]
     assert (int(order.steps[0]), int(order.forced[0])) == (expected["merged_steps"], 0)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import one_error
+from train_toys import LLADA
 
 import dllm_jax
 from benchmarks import attention, compare, on_gpu, roofline
@@ -19,21 +20,18 @@ from dllm_jax.models.denoiser import Span
 from dllm_jax.models.kv_cache import slice_rows, write_rows
 
 ROOT = Path(__file__).parents[1]
-CONFIG = dllm_jax.published_config("llada-8b-instruct").replace(
+CONFIG = LLADA.replace(  # shifted, the more general case
     vocab_size=160,
     embed_dim=32,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=2,
     head_dim=16,
     mlp_dim=64,
+    max_length=4096,
+    shift=True,
     eos_id=150,
     pad_id=150,
     mask_id=151,
     bos_id=152,
     end_ids=(150,),
-    shift=True,  # the more general case
-    dtype="float32",
 )
 
 

@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import GOLDENS, refuses
+from train_toys import LLADA
 
 import convert
 import dllm_jax
 from convert.__main__ import main as convert_main
 from dllm_jax import random_model
 from dllm_jax.checkpoints import checkpoint
-from dllm_jax.config import Experts, ModelConfig
+from dllm_jax.config import Experts
 from dllm_jax.indicator import IndicatorConfig, init_indicator
 from samplers import (
     EB,
@@ -180,22 +181,18 @@ def test_what_makes_no_sense_is_refused(models, llada_tiny) -> None:
         make_sampler(models("llada2"), gen_length=20)
 
 
-SMALL = ModelConfig(
+SMALL = LLADA.replace(
     family="llada2",
     vocab_size=40,
-    embed_dim=16,
-    num_layers=2,
-    num_heads=2,
     num_kv_heads=1,
-    head_dim=8,
     mlp_dim=24,
-    rope_theta=1e4,
     rope_dim=4,
     norm_eps=1e-6,
     max_length=64,
     eos_id=38,
     pad_id=38,
     mask_id=39,
+    bos_id=None,
     end_ids=(38,),
     attention="block",
     block_length=4,

@@ -13,30 +13,15 @@ import numpy as np
 import pytest
 from conftest import refuses
 from jax.sharding import PartitionSpec as P
+from train_toys import LLADA
 
 import dllm_jax
 from dllm_jax.checkpoints import checkpoint
 from dllm_jax.params.specs import init_params
 from dllm_jax.text.tokenizer import ASCII_VOCAB
 
-CONFIG = dllm_jax.ModelConfig(
-    family="llada",
-    vocab_size=136,
-    embed_dim=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=4,
-    head_dim=8,
-    mlp_dim=64,
-    rope_theta=1e4,
-    norm_eps=1e-5,
-    max_length=64,
-    eos_id=128,
-    pad_id=128,
-    mask_id=129,
-    end_ids=(128, 131),
-    dtype="float32",
-)
+SIZES = {"vocab_size": 136, "embed_dim": 32, "num_heads": 4, "num_kv_heads": 4, "mlp_dim": 64, "max_length": 64}
+CONFIG = LLADA.replace(**SIZES, eos_id=128, pad_id=128, mask_id=129, bos_id=None, end_ids=(128, 131))
 META = {"vocab": ASCII_VOCAB, "eos_id": 128, "mask_id": 129, "eot_id": 131}
 
 

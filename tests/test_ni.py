@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import GOLDENS, assert_same_row, one_error, refuses
-from golden_ni import _mergeable, _merged
+from golden_ni import mergeable_steps, merged_order
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_engine import BLOCK, EOS, GEN, MASK, ROWS, first_layers, keys, run
@@ -253,7 +253,7 @@ def test_the_criterion_in_words(data: st.DataObject) -> None:
         end += 1
     if reached < count and not right[step == reached].all():
         end = reached + 1
-    label, until = _mergeable(step[None], right[None], jnp.asarray([reached]))
+    label, until = mergeable_steps(step[None], right[None], jnp.asarray([reached]))
     assert int(until[0]) == end
     assert (np.asarray(label[0]) == ((step >= reached) & (step < end))).all()
 
@@ -269,7 +269,7 @@ def test_the_lossless_order_reproduces_the_trajectory(llada) -> None:
     prompt, lengths = pad_prompts(ROWS, 96)
     result, gen_lengths = run(llada, sampler, gen_lengths=jnp.asarray([24, 24, 19, 10])), jnp.asarray([24, 24, 19, 10])
     trajectory = trajectory_of(result, prompt, lengths, mask_id=MASK, gen_lengths=gen_lengths)
-    order = jax.device_get(_merged(llada.denoiser, trajectory))
+    order = jax.device_get(merged_order(llada.denoiser, trajectory))
     assert (order.forced == 0).all() and (order.steps <= result.nfe).all() and (order.steps < result.nfe).any()
     np.testing.assert_array_equal(order.step >= 0, result.decoded_at >= 0)
     np.testing.assert_array_equal(order.step.max(axis=1) + 1, order.steps)

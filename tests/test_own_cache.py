@@ -66,12 +66,6 @@ class OneOff(Telling):
 
 
 @pytree()
-class Nowhere(Telling):
-    def told(self, request, outcome):
-        return outcome._replace(hidden=outcome.hidden * jnp.nan)
-
-
-@pytree()
 class Half(Telling):
     def told(self, request, outcome):
         return outcome._replace(high=outcome.high * 0 + request.block_start + 2)
@@ -108,7 +102,6 @@ BROKEN = {  # what the sentence has
     Sociable(): "other rows",
     Branching(): "Python `if`",
     OneOff(): "hidden states",
-    Nowhere(): "hidden states",
     Half(): "active block",
     Late(): "ended",
     Boasting(): "keys and values",

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
-from typing import Literal
 
 import jax
 import pytest
@@ -20,12 +19,9 @@ from rich.console import Console
 import dllm_jax
 import samplers
 from dllm_jax.checkpoints import checkpoint
-from samplers import CACHES, RULES, Generation, Rule, Smoothing
-from samplers.cli import flags, report
+from samplers import CACHES, RULES, Generation, Smoothing
+from samplers.cli import report
 from samplers.cli import sample as cli
-from samplers.cli.flags import read_sampler_flags
-from samplers.config import registry
-from samplers.config.sampler_config import GENERATION_DEFAULTS, SamplerConfig, read_options
 from samplers.engine.engine import Stats
 from samplers.text.display import END, Speller, printable
 from samplers.viewer import terminal
@@ -318,36 +314,6 @@ def test_help_names_every_option_of_every_rule(capsys):
     assert stop.value.code == 0
     assert "of topk (default: confidence), eb (default: entropy): confidence, entropy, margin" in out
     assert "of llada (default: one per token), dream (default: one per token), threshold (default: none)" in out
-
-
-def test_a_rule_that_is_added_is_offered(monkeypatch, capsys):
-    @dataclasses.dataclass(frozen=True)
-    class New(Rule):
-        """Something new.
-
-        Attributes:
-            weight: how much
-                of it.
-        """
-
-        weight: float | jax.Array = 0.5
-        count: int | None = None
-        fast: bool = False
-        kind: Literal["a", "b"] = "a"
-        inner: Rule | None = None
-
-    for module in (cli, flags):
-        monkeypatch.setattr(module, "RULES", {**RULES, "new": New})
-    monkeypatch.setattr(registry, "PARTS", {**registry.PARTS, "rule": cli.RULES})
-    line = ["a", "--rule=new", "--weight=0.25", "--count=3", "--fast=true", "--kind=b"]
-    parsed = cli.command_line().parse_intermixed_args(line)
-    name, texts = read_sampler_flags(parsed, cli.command_line().parse_args([]))
-    wanted = {"rule": "new", "weight": 0.25, "count": 3, "fast": True, "kind": "b"}
-    assert read_options(name, texts, GENERATION_DEFAULTS).options == wanted
-    assert "inner" not in set(SamplerConfig(None, {"rule": "new"}).types)
-    assert cli.main(["--list"]) == 0
-    out = capsys.readouterr().out
-    assert "--weight (default: 0.5) how much of it." in out and "--kind (default: a; one of a, b)" in out
 
 
 def test_on_a_terminal_the_text_and_the_statistics_follow_the_live_view(run, monkeypatch, answer):

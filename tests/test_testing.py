@@ -112,14 +112,6 @@ class ReadsItsOwn(Denoiser):
 
 
 @pytree()
-class RelativePositions(Denoiser):
-    """Counts the positions of a window from the window's start."""
-
-    def _run(self, inputs, positions, visible, **options):
-        return super()._run(inputs, positions - positions[:, :1], visible, **options)
-
-
-@pytree()
 class ShiftedOnce(Denoiser):
     """Of a window, predicts the position behind each."""
 
@@ -185,7 +177,6 @@ BROKEN = {  # what the sentence has
     WritesAll: "buffer 0",
     WritesNothing: "buffer 0",
     ReadsItsOwn: "reads keys or values",
-    RelativePositions: "a forward over a window",
     FirstOutputs: "outputs within a window",
     OneLength: "a later block",
     FirstTile: "a tile of the vocabulary",
