@@ -20,7 +20,7 @@ def command(commands: Any, name: str, run: Any, about: str) -> Any:
 def add_model(add: Any) -> None:
     add("--model", metavar="DIR_OR_NAME", help="converted checkpoint, of samplers that name none by @DIR")
     add("--dtype", help="bfloat16, float16 or float32; as stored by default")
-    add("--quantize", metavar="BITS", help="int8 or int4: kernels in so many bits; as stored by default")
+    add("--quantize", metavar="BITS", help="int8 or int4: bits of kernels; as stored by default")
     add("--mesh", metavar="AXES", help="devices to split examples and model over, such as data=8 or data=2,tensor=4")
 
 
@@ -35,7 +35,7 @@ def add_distributed(add: Any) -> None:
 
 
 def add_count(add: Any) -> None:
-    about = f"count as a paper does, beside the library's own; repeatable: {', '.join(COUNTS)}"
+    about = f"count as a paper does, besides the library's own; repeatable: {', '.join(COUNTS)}"
     add("--count", action="append", default=[], metavar="NAME", dest="counts", help=about)
 
 

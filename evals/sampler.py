@@ -17,7 +17,7 @@ def read_grid(path: str | Path) -> list[SamplerConfig]:
     """The samplers of a TOML file: tables `[[sampler]]` with options, each a value or a list of values.
 
     `sampler` names the sampler and `model` what it runs; without `sampler`, `rule` is the name. So `sampler = "d2f"`
-    may stand beside the `rule` that decides in its blocks.
+    may come with the `rule` that decides in its blocks.
 
     Raises:
         DllmError: for a file that cannot be read, is not like that, or names no sampler.

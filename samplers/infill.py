@@ -269,20 +269,24 @@ def _sampler(
     check_length("block_length", block or None, optional=True)
     room = -(-longest // block) * block if block else bucket_length(longest)
     length = max(min(room, model.config.max_length - prompt_length), longest)
-    decided = {"gen_length": length, "ignore_eos": True, "suppress": _suppressed(model, config.options.get("suppress"))}
+    decided = {
+        "gen_length": length,
+        "ignore_eos": True,
+        "suppress": _suppress_textless(model, config.options.get("suppress")),
+    }
     if config.options.get("fill_after_eos"):  # of the checkpoint; an end token in a piece ends nothing
         decided["fill_after_eos"] = False
     return make_sampler(model, config.with_options(**decided))
 
 
-def _suppressed(model: Model, said: Any) -> Any:
-    """What was said of `suppress`, and all tokens that have no text: special ones, and ids that no token has."""
-    said = find_end_ids(model.config, said)
-    if said is not None and (isinstance(said, str) or not isinstance(said, Sequence)):
-        return said  # which make_sampler refuses
+def _suppress_textless(model: Model, written: Any) -> Any:
+    """The option `suppress` and all tokens that have no text: special ones, and ids that no token has."""
+    written = find_end_ids(model.config, written)
+    if written is not None and (isinstance(written, str) or not isinstance(written, Sequence)):
+        return written  # which make_sampler refuses
     tokenizer = model.require_tokenizer()
     texts = set(tokenizer.get_vocab().values()) - set(special_tokens(tokenizer).values())
-    return [*(said or ()), *sorted(set(range(model.config.vocab_size)) - texts)]
+    return [*(written or ()), *sorted(set(range(model.config.vocab_size)) - texts)]
 
 
 def infilling_of(model: Model, plan: InfillPlan, request: Request) -> Infilling:

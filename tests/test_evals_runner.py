@@ -532,7 +532,7 @@ def test_tokenizer_writes_the_files_of_a_checkpoint(command, tmp_path):
             "scores one sampler, not 2; leave others out",
         ),
         (["run", "--task", "maze", "--sampler", "eb"], "no model was named for eb; pass --model DIR_OR_NAME, or write"),
-        (["sweep", "--task", "maze", "--out", ".", "--sampler", "eb@"], "sampler 'eb@' has no model behind the @"),
+        (["sweep", "--task", "maze", "--out", ".", "--sampler", "eb@"], "sampler 'eb@' has no model after the @"),
         (["compare", "--task", "maze", "--sampler", "eb@/nowhere"], "no checkpoint at /nowhere"),
         (["run", "--model", "/nowhere", "--task", "maze", "--sampler", "topk"], "no checkpoint at /nowhere"),
         (["run", "--model", "x", "--task", "chess", "--sampler", "topk"], "no task is called 'chess'"),

@@ -18,7 +18,7 @@ from samplers import CACHES, RULES, BlockSampler, Smoothing, make_sampler, rules
 from samplers.cli import sample as cli
 from samplers.config.costs import costs_of
 from samplers.config.explain import format_bytes, list_settings
-from samplers.config.presets import PRESETS, published_in
+from samplers.config.presets import PRESETS, paper_of
 from samplers.config.registry import LOOPS, fields_of
 from samplers.config.sampler_config import defaults_of, read_options
 from samplers.tokens.predictions import Sampling
@@ -56,7 +56,7 @@ def test_every_option_says_what_it_is(name):
 
 
 def test_every_preset_names_its_paper():
-    assert all("arXiv" in published_in(name) for name in PRESETS)
+    assert all("arXiv" in paper_of(name) for name in PRESETS)
 
 
 NOTHING = dllm_jax.Model(dllm_jax.published_config("sdar-1.7b-chat"), {}, None, "nothing")

@@ -30,7 +30,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", metavar="DIR_OR_NAME", help="converted checkpoint: a folder, or a name in ~/.cache/dllm_jax")
     add("--dtype", help="bfloat16, float16 or float32; as stored by default")
-    add("--quantize", metavar="BITS", help="int8 or int4: kernels in so many bits; as stored by default")
+    add("--quantize", metavar="BITS", help="int8 or int4: bits of kernels; as stored by default")
 
 
 def add_sampler(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +80,7 @@ def read_sampler_flags(options: argparse.Namespace, usual: argparse.Namespace) -
     if options.sampler is None:
         return options.preset, flags
     if options.preset is not None:
-        raise DllmError("--preset has no effect beside --sampler; leave one out")
+        raise DllmError("--preset has no effect with --sampler; leave one out")
     name, written, _ = split_spec(options.sampler)
     refuse_twice(written, flags)
     return name, {**written, **flags}
@@ -102,14 +102,14 @@ def _add_sampling(group: Any) -> None:
     add("--smoothing", nargs="?", const="true", metavar="NAME=VALUE,...", help=f"iteration smoothing, with {numbers}")
     add("--temperature", metavar="T", help="0 takes the most probable token (default)")
     add("--top-p", metavar="P", help="draw from the smallest set of tokens above this probability")
-    add("--top-k", metavar="N", help="draw from so many most probable tokens")
+    add("--top-k", metavar="N", help="draw from the N most probable tokens")
     add("--cfg", metavar="SCALE", dest="guidance", help="classifier-free guidance (default: 0, none)")
     add("--stop", action="append", metavar="TEXT", help="end an answer before this text; repeatable")
     add("--stop-id", action="append", type=int, metavar="ID", dest="stop", help="the same for a token id")
     add("--suppress", action="append", metavar="TEXT", help="never write this text, which is one token; repeatable")
     add("--suppress-id", action="append", type=int, metavar="ID", dest="suppress", help="the same for a token id")
-    add("--ignore-eos", action="store_true", help="go on behind the model's end tokens")
-    add("--fill-after-eos", action="store_true", help="write nothing more behind an end-of-sequence token")
+    add("--ignore-eos", action="store_true", help="continue after the model's end tokens")
+    add("--fill-after-eos", action="store_true", help="write nothing more after an end-of-sequence token")
     add("--canvas-length", metavar="N", help="pad prompt and canvas with masks to this length")
 
 

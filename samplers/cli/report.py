@@ -84,15 +84,15 @@ def device_of(model: Model) -> str:
     return f"{len(devices)} x {devices[0].device_kind}" if len(devices) > 1 else devices[0].device_kind
 
 
-def settings_json(options: argparse.Namespace, said: Mapping[str, Any], name: str, sampler: Any) -> dict[str, Any]:
+def settings_json(options: argparse.Namespace, written: Mapping[str, Any], name: str, sampler: Any) -> dict[str, Any]:
     """The settings of a run, for its JSON: what is known before the model, of this name, is loaded."""
     always = {name: getattr(options, name) for name in ("chat", "system", "seed", "batch_size", "preset", "sampler")}
     draws = getattr(sampler, "draws", ("temperature", "top_p", "top_k"))
     drawn = {name: getattr(sampler.sampling, name) for name in draws}
-    told = {"stop": [], "ignore_eos": False, **drawn, **said, **settings_of(sampler), "block_length": sampler.width}
+    found = {"stop": [], "ignore_eos": False, **drawn, **written, **settings_of(sampler), "block_length": sampler.width}
     none = {"temperature": 0.0, "guidance": 0.0}
-    told |= {name: value for name, value in none.items() if told.get(name, 0) is None}
-    return {"model": name, **_finite(told), **always}
+    found |= {name: value for name, value in none.items() if found.get(name, 0) is None}
+    return {"model": name, **_finite(found), **always}
 
 
 def run_json(model: Model) -> dict[str, Any]:

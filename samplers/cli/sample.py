@@ -5,7 +5,7 @@ On a terminal the canvas is shown while it is being unmasked; through a pipe the
 statistics go to the standard error. A prompt is taken as it is: write line breaks as the shell does, $'like\\nthis'.
 
 `python -m samplers --infill "The capital is<gap:8>, founded in<gap:4>." --model DIR_OR_NAME` fills the gaps of a
-text; with a prompt beside it, the text is the answer to that.
+text; with a prompt as well, the text is the answer to that.
 
 `--save-view FILE.html` keeps how the canvas came about, forward by forward (docs/viewer.md); .gif and .png likewise.
 
@@ -16,7 +16,7 @@ JSON for each line; after a kill the same command resumes, and `--shard I/N` ans
 forwards there will be, and what memory they take. It reads no weights, and ends (docs/choose.md).
 
 `python -m samplers serve --model DIR_OR_NAME` is a server in the shape of OpenAI's (`... serve --help`). A first
-argument `serve` always means that; as a prompt the word goes behind an option: `--model DIR_OR_NAME serve`.
+argument `serve` always means that; as a prompt the word goes after an option: `--model DIR_OR_NAME serve`.
 """
 
 import argparse
@@ -53,7 +53,7 @@ from samplers.cli.flags import (
 )
 from samplers.cli.report import Totals, answer_json, print_statistics, print_text, run_json, settings_json, speed_json
 from samplers.config.costs import costs_of
-from samplers.config.explain import Setting, explained_as_json, list_settings, print_explained
+from samplers.config.explain import Setting, explanation_json, list_settings, print_explanation
 from samplers.config.factory import CanvasSampler
 from samplers.config.presets import PRESETS
 from samplers.config.registry import LOOPS, type_of
@@ -167,12 +167,12 @@ def _explain(options: argparse.Namespace) -> None:
     look = functools.partial(load_shapes, dtype=options.dtype, quantize=options.quantize)
     lazy = _lazy_model(options, look)
     model = lazy.outline
-    asked = bool(options.prompt) or options.prompts is not None or options.infill is not None
-    spoken = asked and model.folder is not None  # else there is no tokenizer yet
+    has_prompts = bool(options.prompt) or options.prompts is not None or options.infill is not None
+    encodable = has_prompts and model.folder is not None  # else there is no tokenizer yet
     usual = [model.config.eos_id] * min(USUAL_PROMPT, model.config.max_length // 4)
-    unspoken = _Job([{}], functools.partial(_prepare_prompts, [usual]))
-    job = _job(options) if asked else unspoken
-    sampler, requests, _ = (job if spoken else unspoken).prepare(model, **lazy.options)
+    stand_in = _Job([{}], functools.partial(_prepare_prompts, [usual]))
+    job = _job(options) if has_prompts else stand_in
+    sampler, requests, _ = (job if encodable else stand_in).prepare(model, **lazy.options)
     number = len(job.questions)
     together = min(options.batch_size or (SLOTS if options.prompts is not None else number), number)
     length = max(len(request.prompt) for request in requests)
@@ -180,13 +180,13 @@ def _explain(options: argparse.Namespace) -> None:
     settings = _own_settings(options, model, together)
     if options.prompts is not None:
         settings.append(Setting("prompts", f"{number} of {options.prompts}", "the command line"))
-    if not spoken:
+    if not encodable:
         settings.append(Setting("prompt", f"{length} tokens", "the library"))
     settings += list_settings(lazy.sampler.over(defaults_of(model)))
     if options.json:
-        print(explained_as_json(settings, costs))
+        print(explanation_json(settings, costs))
     else:
-        print_explained(settings, costs, sampler.gen_length)
+        print_explanation(settings, costs, sampler.gen_length)
 
 
 USUAL_PROMPT = 128
@@ -202,14 +202,14 @@ def _own_settings(options: argparse.Namespace, model: Model, together: int) -> l
     chat, batch = options.chat or options.system is not None, options.batch_size
     stored = options.dtype is None and options.quantize is None
     published = model.folder is None
-    rows = [  # name, value, whether the command line says so, and where it comes from otherwise
+    rows = [  # name, value, whether the command line has it, and its origin otherwise
         ("model", model.name, not published, "the published one"),
         ("weights", dtype_label(model.params), not stored, "the published one" if published else "the checkpoint"),
         ("chat", spec.format_value(chat), chat, "the library"),
         ("seed", str(options.seed), options.seed, "the library"),
         ("batch_size", str(together), batch, "the library"),
     ]
-    return [Setting(name, value, "the command line" if said else origin) for name, value, said, origin in rows]
+    return [Setting(name, value, "the command line" if written else origin) for name, value, written, origin in rows]
 
 
 def _lazy_model(options: argparse.Namespace, look: Callable[[str], Model] = outline) -> LazyModel:
@@ -259,7 +259,7 @@ def _answer_all(options: argparse.Namespace) -> None:
 
 
 def _live_view(options: argparse.Namespace) -> LiveView | None:
-    """Where the canvas is drawn while it is unmasked; None where nobody sees it or something else is wanted."""
+    """Where the canvas is drawn while it is unmasked; None where nobody watches or other output is wanted."""
     if options.json or options.no_live or options.infill or not sys.stdout.isatty():
         return None
     return LiveView(delay=options.delay, keep=False)
@@ -323,7 +323,7 @@ def _prompts(options: argparse.Namespace) -> list[Any]:
     if options.prompts is not None:
         return read_prompts(options.prompts)
     if sys.stdin is None or sys.stdin.isatty():
-        raise DllmError("no prompt was given; write one behind the command, or name a file by --prompts")
+        raise DllmError("no prompt was given; write one after the command, or name a file by --prompts")
     try:
         return [sys.stdin.read().removesuffix("\n")]
     except (OSError, UnicodeDecodeError) as error:

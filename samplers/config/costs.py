@@ -31,8 +31,8 @@ class Costs:
     """What a batch of generations takes. Memory is in bytes, of all devices together.
 
     Attributes:
-        batch, prompt_length: B rows, each with room for so many tokens of a prompt.
-        rows: positions of a row that forwards run, ascending -> how many rows run so many at a time. The last is a full
+        batch, prompt_length: B rows, each with room for a prompt of that length.
+        rows: positions of a row that forwards run, ascending -> how many rows run together. The last is a full
             forward, others are windows.
         forwards: fewest and most forwards of a row, if no end token ends it before.
         weights: of the model, and of a verifier.
@@ -70,16 +70,16 @@ def costs_of(
         model: with parameters or their shapes, as `dllm_jax.checkpoints.loading.load_shapes` gives them.
         kernels: whether kernels of our own run; by default whether they do on the device that is here.
     """
-    seen = _Seen()
-    denoiser = _Watched(**vars(model.denoiser), seen=seen)
+    shapes = _ForwardShapes()
+    denoiser = _RecordingDenoiser(**vars(model.denoiser), shapes=shapes)
     tokens, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((batch, prompt_length), (batch,)))
     key = jax.eval_shape(lambda: jax.random.key(0))
     begin = lambda sampler, denoiser, tokens, lengths, key: sampler.init(denoiser, tokens, lengths, key=key)
     state = jax.eval_shape(begin, sampler, denoiser, tokens, lengths, key)
-    seen.clear()  # what reads the prompt is no forward that decodes
+    shapes.clear()  # what reads the prompt is no forward that decodes
     jax.eval_shape(lambda sampler, denoiser, state: sampler.step(denoiser, state), sampler, denoiser, state)
     layers = [x for x in jax.tree.leaves(state, is_leaf=_is_layer) if _is_layer(x)]
-    rows = {positions: seen[positions] for positions in sorted(seen)}
+    rows = {positions: shapes[positions] for positions in sorted(shapes)}
     buffers, verifier = num_bytes(layers), getattr(sampler, "verifier", None)
     return Costs(
         batch,
@@ -99,7 +99,7 @@ def _kernels_run(denoiser: Denoiser) -> bool:
 
 
 def device_memory() -> int | None:
-    """Bytes of the first device, or of the host where it computes; None where nobody knows."""
+    """Bytes of the first device, or of the host where it computes; None where it is unknown."""
     device = jax.devices()[0]
     if device.platform == "cpu":
         known = {"SC_PHYS_PAGES", "SC_PAGE_SIZE"} <= getattr(os, "sysconf_names", {}).keys()
@@ -107,31 +107,31 @@ def device_memory() -> int | None:
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
-class _Seen(dict[int, int]):
-    """Positions of forwards -> the fewest rows that run so many, as shapes are also asked for of a batch that runs row
-    by row. One object is like itself alone, so that it can be static."""
+class _ForwardShapes(dict[int, int]):
+    """Positions of forwards -> the fewest rows that run that many: shapes are also traced of a batch that runs row by
+    row. One object equals itself alone, so that it can be static."""
 
     __hash__ = object.__hash__  # type: ignore[assignment]
     __eq__ = object.__eq__
 
-    def saw(self, rows: int, positions: int) -> None:
+    def record(self, rows: int, positions: int) -> None:
         self[positions] = min(rows, self.get(positions, rows))
 
 
-@pytree(static=("config", "layout", "scan", "seen"))
-class _Watched(Denoiser):
-    """A denoiser that tells which forwards are traced."""
+@pytree(static=("config", "layout", "scan", "shapes"))
+class _RecordingDenoiser(Denoiser):
+    """A denoiser that records the shapes of its forwards as they are traced."""
 
-    seen: _Seen = dataclasses.field(default_factory=_Seen)
+    shapes: _ForwardShapes = dataclasses.field(default_factory=_ForwardShapes)
 
     def forward(self, inputs: jax.Array, visible: jax.Array, **options: Any) -> tuple[jax.Array, KVCache]:
         at = options.get("at")
         width = inputs.shape[1] if at is None else at.width if isinstance(at, Span) else at.shape[1]
-        self.seen.saw(inputs.shape[0], width)
+        self.shapes.record(inputs.shape[0], width)
         return super().forward(inputs, visible, **options)
 
     def denoise(self, canvas: jax.Array, soft: jax.Array, start: jax.Array, kv: KVCache) -> tuple[jax.Array, KVCache]:
-        self.seen[canvas.shape[1]] = canvas.shape[0]  # all rows, where the encoder before it ran one after another
+        self.shapes[canvas.shape[1]] = canvas.shape[0]  # all rows, where the encoder before it ran one after another
         return super().denoise(canvas, soft, start, kv)
 
 
@@ -140,7 +140,7 @@ def _is_layer(part: Any) -> bool:
 
 
 def work_of(model: Model, sampler: Any, batch: int, rows: Mapping[int, int], kernels: bool) -> int:
-    """Bytes that a step needs beside weights and buffers: one layer's activations and, where no kernel keeps them on
+    """Bytes that a step needs besides weights and buffers: one layer's activations and, where no kernel keeps them on
     the chip, scores of attention; or a quantized kernel, where that is written out; and what the vocabulary is read by.
 
     Args:

@@ -93,7 +93,7 @@ def list_costs(costs: Costs, gen_length: int) -> list[str]:
         f"forwards of a row: {forwards}, fewer if an end token comes before",
         f"weights: {format_bytes(costs.weights)}",
         f"keys and values: {format_bytes(costs.buffers)}; other state: {format_bytes(costs.state)}",
-        f"work beside them: about {format_bytes(costs.work)}",
+        f"work besides them: about {format_bytes(costs.work)}",
     ]
     total = f"together about {format_bytes(costs.total)}"
     if memory is None:
@@ -115,8 +115,8 @@ def format_bytes(count: int) -> str:
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 
 
-def print_explained(settings: Sequence[Setting], costs: Costs, gen_length: int) -> None:
-    """Prints both, no wider than the terminal; what is off, as usual, by name alone."""
+def print_explanation(settings: Sequence[Setting], costs: Costs, gen_length: int) -> None:
+    """Prints both, no wider than the terminal; of what is off by default the name alone."""
     width = max(min(shutil.get_terminal_size().columns, 110), 40)
     names, values = (min(max(map(len, column)), width // 4) for column in list(zip(*settings, strict=True))[:2])
     usual = [setting.name for setting in settings if _is_left_out(setting)]
@@ -133,15 +133,15 @@ def print_explained(settings: Sequence[Setting], costs: Costs, gen_length: int) 
 
 def _is_left_out(setting: Setting) -> bool:
     """Whether a setting is off by default, and no choice between parts."""
-    nobody = setting.origin == "the library" or setting.origin.startswith("default of ")
-    return nobody and setting.value in ("none", "false") and setting.name not in _CHOICES
+    unset = setting.origin == "the library" or setting.origin.startswith("default of ")
+    return unset and setting.value in ("none", "false") and setting.name not in _CHOICES
 
 
 _CHOICES = ("chat", "cache", "block_length")
 """What is printed even where it is none."""
 
 
-def explained_as_json(settings: Sequence[Setting], costs: Costs) -> str:
+def explanation_json(settings: Sequence[Setting], costs: Costs) -> str:
     """Both as one JSON object; memory in bytes."""
     memory = device_memory()
     fits = None if memory is None else costs.total <= memory

@@ -49,7 +49,7 @@ class CanvasSampler(Sampler[Any], Protocol):
         ...
 
     def forwards(self, prompt_length: int) -> tuple[int, int]:
-        """Fewest and most forwards of a row behind such a prompt, if no end token ends it before."""
+        """Fewest and most forwards of a row after such a prompt, if no end token ends it before."""
         ...
 
 

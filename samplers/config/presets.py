@@ -36,6 +36,6 @@ PRESETS: Mapping[str, Mapping[str, Any]] = types.MappingProxyType(
 _PAPERS = {"llada-moe": "dInfer (arXiv 2510.08666), main table", "fast-dllm": "Fast-dLLM (arXiv 2505.22618)"}
 
 
-def published_in(name: str) -> str:
+def paper_of(name: str) -> str:
     """The paper that a preset's settings are from."""
     return next(paper for prefix, paper in _PAPERS.items() if name.startswith(prefix))

@@ -126,7 +126,7 @@ class SamplerConfig:
             One whose name is that of a loop, or None: a rule is then among the options.
 
         Raises:
-            DllmError: for unknown names, and options that nobody owns.
+            DllmError: for unknown names, and options that no part has.
         """
         name, loop = self.name, self.name if self.name in LOOPS else None
         rule = {"rule": name} if name in RULES or is_outside(name) else {}
@@ -159,7 +159,7 @@ class SamplerConfig:
         return dataclasses.replace(self, options={**kept, **self.options}, origins={**origins, **self.origins})
 
     def for_canvas(self, canvas: TaskCanvas) -> "SamplerConfig":
-        """The same with what a task decides and nobody wrote: the length, what ends an answer.
+        """The same with what a task decides and is not written: the length, what ends an answer.
 
         Raises:
             DllmError: where such an option is written and the canvas has a fixed length.
@@ -274,7 +274,7 @@ def make_sampler(
         options: fields of the sampler, of its rule (``rule="eb", gamma=0.1``) and of its cache policy
             (``cache="vicinity", warmup=2``), which may be given as objects. How tokens are drawn, as in `Sampling`:
             temperature: 0 takes the most probable token, the default.
-            top_p, top_k: draw from the smallest set of tokens above this probability, or from so many.
+            top_p, top_k: draw from the smallest set of tokens above this probability, or the k most probable.
             Of every `BlockSampler`:
             gen_length: positions to generate.
             guidance: scale of classifier-free guidance.
@@ -290,13 +290,13 @@ def make_sampler(
             steps: one per token where a rule cannot do without.
 
     Raises:
-        DllmError: for unknown names, options that nobody owns, numbers out of range, and options with a sampler.
+        DllmError: for unknown names, options that no part has, numbers out of range, and options with a sampler.
     """
     if not isinstance(sampler, str | Rule | SamplerConfig | None):
         if not hasattr(sampler, "step"):
             raise DllmError(f"sampler is {sampler!r}; give a name, such as 'threshold', a rule object or a sampler")
         if options:
-            raise DllmError(f"options {', '.join(sorted(options))} have no effect beside a sampler; set them in it")
+            raise DllmError(f"options {', '.join(sorted(options))} have no effect with a sampler; set them in it")
         return sampler
     config = configure(model, sampler, options)
     try:
@@ -312,7 +312,7 @@ def configure(model: Model, sampler: str | Rule | SamplerConfig | None, options:
     """What `make_sampler` builds: the sampler and its options over the model's defaults.
 
     Raises:
-        DllmError: for unknown names, and options that nobody owns.
+        DllmError: for unknown names, and options that no part has.
     """
     defaults = defaults_of(model)
     if isinstance(sampler, str):
@@ -404,7 +404,7 @@ def split_spec(text: str) -> tuple[str, dict[str, str], str | None]:
     """
     written, at, model = text.rpartition("@")
     if at and not (written and model):
-        raise DllmError(f"sampler {text!r} has no {'model behind' if written else 'name before'} the @; write NAME@DIR")
+        raise DllmError(f"sampler {text!r} has no {'model after' if written else 'name before'} the @; write NAME@DIR")
     return *_split_name(written if at else text), model if at else None
 
 
