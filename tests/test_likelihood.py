@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import refuses
 
-from dllm_jax import DllmError
 from samplers import BlockSampler, TopK, sample_jit
 from samplers.likelihood.estimators import draw_masks, is_greedy, log_likelihood, mask_counts, masked_loss
 
@@ -21,10 +21,10 @@ def test_counts_cover_every_number_evenly() -> None:
         assert sorted(np.asarray(mask_counts(jnp.asarray(first), 7, 7)).tolist()) == list(range(1, 8))
 
 
-def test_masks_are_as_many_as_said() -> None:
+def test_masks_are_as_many_as_their_ratio() -> None:
     masked, ratio = draw_masks(jax.random.key(1), 5, 6, num_samples=20, batch_size=10)
     np.testing.assert_allclose(masked.sum(axis=1) / 5, ratio)
-    assert not masked[:, 5:].any(), "what lies behind the answer's length is never masked"
+    assert not masked[:, 5:].any(), "nothing after the answer is masked"
     assert sorted(np.asarray(masked[:10].sum(axis=1)).tolist()) == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
     assert (masked[:, :5].sum(axis=0) > 0).all()
 
@@ -72,14 +72,14 @@ def test_greedy_check_agrees_with_the_sampler(llada_tiny) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("options", "name"),
     [
         ({"num_samples": 5, "batch_size": 2}, "num_samples"),
         ({"answer": jnp.zeros((0,), jnp.int32)}, "answer"),
         ({"prompt": PROMPT[None]}, "prompt"),
     ],
 )
-def test_bad_requests(llada_tiny, options: dict, sentence: str) -> None:
+def test_bad_requests(llada_tiny, options: dict, name: str) -> None:
     arguments = {"prompt": PROMPT, "answer": PROMPT[:2], "key": jax.random.key(0), **options}
-    with pytest.raises(DllmError, match=sentence):
+    with refuses(name):
         log_likelihood(llada_tiny.denoiser, **arguments)

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import refuses
 from train_toys import DREAM, LLADA
 
 import dllm_jax
-from dllm_jax import DllmError
 from samplers import BlockSampler, TopK, sample_jit, score, score_each
 from samplers.likelihood.estimators import draw_masks, log_likelihood
 from samplers.text.prompts import pad_prompts
@@ -274,7 +274,7 @@ def test_a_mesh_gives_the_same(llada):
     for own, other in zip(score(split, PAIRS, **options), score(llada, PAIRS, **options), strict=True):
         near = {name: pytest.approx(getattr(other, name), rel=1e-4) for name in ("log_likelihood", "stderr")}
         assert own == dataclasses.replace(other, **near)
-    with pytest.raises(DllmError, match="9 .* 2 devices"):
+    with refuses("9", "2 devices"):
         score(split, PAIRS, **{**options, "batch_size": 9})
 
 
@@ -286,13 +286,13 @@ BAD = {
     "fractions": ({"pairs": [(PROMPT, [1.5])]}, "pair 0"),
     "outside": ({"pairs": [(PROMPT, [1000])]}, "1000"),
     "mask": ({"pairs": [(PROMPT, [21])]}, "mask token"),
-    "long": ({"pairs": [(PROMPT * 100, [1])]}, "pair 0 .* 1101 .* 64"),
-    "long answer": ({"pairs": [(PROMPT, PROMPT)], "max_length": 10}, "pair 0 .* 22 .* 10"),
-    "limit": ({"max_length": 10**6}, "max_length .* 64"),
+    "long": ({"pairs": [(PROMPT * 100, [1])]}, "pair 0 1101 64"),
+    "long answer": ({"pairs": [(PROMPT, PROMPT)], "max_length": 10}, "pair 0 22 10"),
+    "limit": ({"max_length": 10**6}, "max_length 64"),
     "seeds": ({"seeds": [1, 2]}, "2 seeds"),
     "large seed": ({"seeds": [2**32]}, "seed of pair 0"),
     "samples": ({"samples": 12, "mc_batch": 8}, "mc_batch"),
-    "estimator": ({"estimator": "best"}, "best.*pseudo"),
+    "estimator": ({"estimator": "best"}, "best pseudo"),
     "masks": ({"estimator": "exact", "samples": 4, "mc_batch": 1}, "samples"),
     "guidance": ({"guidance": -1}, "guidance"),
     "batch": ({"batch_size": 0}, "batch_size"),
@@ -304,5 +304,5 @@ BAD = {
 def test_mistakes_are_one_sentence_before_anything_runs(llada, name):
     options, words = BAD[name]
     arguments = {"model": llada, "pairs": [(PROMPT, [3, 4, 5])], "seeds": [0], **options}
-    with pytest.raises(DllmError, match=f"^[^\n]*{words}[^\n]*$"):
+    with refuses(*words.split()):
         score_each(**arguments)  # it runs nothing before its first score is asked for

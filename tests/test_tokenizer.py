@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import tokenizers
 import transformers
+from conftest import refuses
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from dllm_jax.config import ModelConfig
-from dllm_jax.errors import DllmError
-from dllm_jax.families import FAMILIES
 from dllm_jax.text.tokenizer import (
     ASCII_VOCAB,
     encode_chat,
@@ -206,7 +205,7 @@ def test_remote_code_is_not_run(slow, slow_folder):
     assert not (slow_folder / "remote_code_ran").exists()
 
 
-def test_nothing_is_downloaded_or_said(slow_folder, tmp_path):
+def test_nothing_is_downloaded_or_printed(slow_folder, tmp_path):
     """Above 100,000 tokens transformers looks for Mistral's tokenizers; and it misses PyTorch when imported."""
     folder = copy(slow_folder, tmp_path)
     (folder / "config.json").write_text(config().to_json())
@@ -249,7 +248,7 @@ def test_added_tokens_missing_from_tokenizer_json_are_taken_from_its_config(fast
     folder = copy(fast_folder, tmp_path, tokenizer_config={"added_tokens_decoder": {"412": entry}})
     assert encode_text(load_tokenizer(folder, config()), "<|new|>") == [412]
     folder = copy(fast_folder, tmp_path, tokenizer_config={"added_tokens_decoder": {"406": entry}})
-    with pytest.raises(DllmError, match="disagree on the id of '<|new|>', 412 and 406"):
+    with refuses("<|new|>", "412", "406"):
         load_tokenizer(folder, config())
 
 
@@ -259,7 +258,7 @@ def test_ascii_vocabulary(tiny):
     assert tiny.decode(list(range(128))) == text
     assert encode_text(tiny, "a<|mask|><|eot_id|><|endoftext|>") == [97, 129, 131, 128]
     assert tiny.decode([97, 129, 130, 135, 98], skip_special_tokens=True) == "ab"  # nobody defines 130 and 135
-    with pytest.raises(DllmError, match="'caf\u00e9' cannot be expressed in this vocabulary"):
+    with refuses("caf\u00e9"):
         encode_text(tiny, "caf\u00e9")
 
 
@@ -270,15 +269,10 @@ def test_tiny_checkpoints_of_this_repository(goldens, name):
     assert special_tokens(tokenizer) == {"<|endoftext|>": 128, "<|mask|>": 129, "<|eot_id|>": 131}
 
 
-@pytest.mark.parametrize("text", [None, ["a"], b"a"])
-def test_only_strings_are_encoded(tiny, text):
-    with pytest.raises(DllmError, match="only strings can be encoded"):
-        encode_text(tiny, text)
-
-
-def test_half_a_surrogate_pair_is_refused(slow):
-    with pytest.raises(DllmError, match="cannot be expressed in this vocabulary"):
-        encode_text(slow, "\ud800")
+@pytest.mark.parametrize(("text", "name"), [(None, "NoneType"), (["a"], "list"), (b"a", "bytes"), ("\ud800", "ud800")])
+def test_only_texts_of_whole_characters_are_encoded(slow, text, name):
+    with refuses(name):
+        encode_text(slow, text)
 
 
 @pytest.mark.parametrize("which", ["fast", "slow", "tiny"])
@@ -294,7 +288,7 @@ def test_token_bytes_join_to_the_decoded_text(which, request):
 
 def test_characters_that_are_split_across_tokens(slow):
     ids, pieces = encode_text(slow, "🧪é"), token_bytes(slow, 416)
-    assert len(ids) > 2  # neither was seen in training
+    assert len(ids) > 2  # neither occurred in training
     assert b"".join(pieces[i] for i in ids) == "🧪é".encode()
     assert slow.decode(ids[:1]) == "\ufffd"
 
@@ -314,7 +308,7 @@ def test_token_strings_are_readable(slow):
 def test_bytes_of_other_decoders_are_refused():
     core = tokenizers.Tokenizer(models.WordLevel({"a": 0}))
     core.decoder = decoders.Metaspace()
-    with pytest.raises(DllmError, match=r"not for \['Metaspace'\]"):
+    with refuses("Metaspace"):
         token_bytes(transformers.PreTrainedTokenizerFast(tokenizer_object=core), 1)
 
 
@@ -323,7 +317,7 @@ TURNS = [{"role": "system", "content": "Be brief."}, USER, {"role": "assistant",
 AGAIN = {"role": "user", "content": "Why?"}
 
 
-def spoken(tokenizer, messages):
+def render(tokenizer, messages):
     return tokenizer.decode(encode_chat(tokenizer, messages))
 
 
@@ -346,15 +340,15 @@ def test_llada_single_turn(llada):
         "<|startoftext|><|start_header_id|>user<|end_header_id|>\n\nWhat is 2+2?<|eot_id|>"
         "<|start_header_id|>assistant<|end_header_id|>\n\n"
     )
-    assert spoken(llada, [USER]) == text
+    assert render(llada, [USER]) == text
     assert llada.apply_chat_template([USER], tokenize=False) == text  # the published template never asks
-    assert spoken(llada, [{"role": "user", "content": "  What is 2+2?\n"}]) == text
+    assert render(llada, [{"role": "user", "content": "  What is 2+2?\n"}]) == text
     ids = encode_chat(llada, [USER])
     assert ids[:2] == [130, 132] and ids.count(130) == 1 and ids[-3:] == [133, 10, 10]
 
 
 def test_llada_several_turns(llada):
-    assert spoken(llada, [*TURNS, AGAIN]) == (
+    assert render(llada, [*TURNS, AGAIN]) == (
         "<|startoftext|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
         "<|start_header_id|>user<|end_header_id|>\n\nWhat is 2+2?<|eot_id|>"
         "<|start_header_id|>assistant<|end_header_id|>\n\n4<|eot_id|>"
@@ -364,37 +358,33 @@ def test_llada_several_turns(llada):
 
 
 def test_llada_without_a_bos_token(tiny):
-    assert spoken(tiny, [USER]).startswith("<|start_header_id|>user<|end_header_id|>")
+    assert render(tiny, [USER]).startswith("<|start_header_id|>user<|end_header_id|>")
 
 
 def test_dream_single_turn(slow):
     text = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nWhat is 2+2?<|im_end|>\n"
-    assert spoken(slow, [USER]) == text + "<|im_start|>assistant\n"
+    assert render(slow, [USER]) == text + "<|im_start|>assistant\n"
     assert slow.apply_chat_template([USER], tokenize=False) == text
     assert encode_chat(slow, [USER])[0] == 401  # no BOS before a chat
     assert slow.apply_chat_template([USER], add_generation_prompt=True, return_dict=False) == encode_chat(slow, [USER])
 
 
 def test_dream_several_turns(slow):
-    assert spoken(slow, [*TURNS, AGAIN]) == (
+    assert render(slow, [*TURNS, AGAIN]) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is 2+2?<|im_end|>\n"
         "<|im_start|>assistant\n4<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
     )
 
 
-def test_qwen2_speaks_the_same_format_as_dream():
-    assert FAMILIES["qwen2"].chat_template == FAMILIES["dream"].chat_template
-
-
 def test_templates_of_the_folder_come_first(slow_folder, tmp_path):
     named = [{"name": "rag", "template": "no"}, {"name": "default", "template": "{{ bos_token }}{{ messages|length }}"}]
     folder = copy(slow_folder, tmp_path, tokenizer_config=dream_settings(chat_template=named))
-    assert spoken(load_tokenizer(folder, config()), TURNS) == "<|bos|>3"
+    assert render(load_tokenizer(folder, config()), TURNS) == "<|bos|>3"
     settings = dream_settings(chat_template="{{ messages[0]['content'] | tojson }}{{ eos_token }}")
     folder = copy(slow_folder, tmp_path, tokenizer_config=settings)
-    assert spoken(load_tokenizer(folder, config()), TURNS) == '"Be brief."<|endoftext|>'
+    assert render(load_tokenizer(folder, config()), TURNS) == '"Be brief."<|endoftext|>'
     (folder / "chat_template.jinja").write_text("{% if add_generation_prompt %}\nGo{% endif %}\n")
-    assert spoken(load_tokenizer(folder, config()), TURNS) == "Go"
+    assert render(load_tokenizer(folder, config()), TURNS) == "Go"
 
 
 @pytest.mark.parametrize(
@@ -413,60 +403,54 @@ def test_templates_of_the_folder_come_first(slow_folder, tmp_path):
 def test_failing_templates_give_a_sentence(slow_folder, tmp_path, template):
     settings = dream_settings(chat_template=template)
     tokenizer = load_tokenizer(copy(slow_folder, tmp_path, tokenizer_config=settings), config())
-    with pytest.raises(
-        DllmError, match=r"the chat template failed \(.+\); check the messages or the template"
-    ) as caught:
+    with refuses("template"):
         encode_chat(tokenizer, [USER])
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("messages", "sentence"),
+    ("messages", "name"),
     [
-        ([], "has no messages"),
-        ("Hello", "a list of messages, not a str"),
-        (USER, "a list of messages, not a dict"),
-        (None, "a list of messages, not a NoneType"),
-        (["Hello"], "message 0 is of type str"),
-        ([USER, {"content": "x"}], "message 1 has no role"),
-        ([{"role": "robot", "content": "x"}], "message 0 has the unknown role 'robot'"),
-        ([{"role": "user", "content": ["x"]}], "message 0 has list content"),
-        ([{"role": "user"}], "message 0 has NoneType content"),
+        ([], "no messages"),
+        ("Hello", "str"),
+        (USER, "dict"),
+        (None, "NoneType"),
+        (["Hello"], "message 0"),
+        ([USER, {"content": "x"}], "message 1"),
+        ([{"role": "robot", "content": "x"}], "'robot'"),
+        ([{"role": "user", "content": ["x"]}], "list"),
+        ([{"role": "user"}], "message 0"),
     ],
 )
-def test_bad_messages_are_refused(slow, messages, sentence):
-    with pytest.raises(DllmError, match=sentence):
+def test_bad_messages_are_refused(slow, messages, name):
+    with refuses(name):
         encode_chat(slow, messages)
 
 
-def test_an_empty_template_says_that_there_is_no_chat(tmp_path):
+def test_without_a_chat_template_there_are_no_conversations(fast_folder, tmp_path):
+    """The folder's may be empty; a family may have none."""
     write_meta(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": ""}')
-    with pytest.raises(DllmError, match="so its model takes no conversations"):
-        encode_chat(load_tokenizer(tmp_path, ascii_config()), [USER])
-
-
-def test_a_family_without_template_is_refused(fast_folder):
-    with pytest.raises(DllmError, match="the tokenizer has no chat template, .* put a chat_template.jinja"):
-        encode_chat(load_tokenizer(fast_folder, config("other")), [USER])
+    for tokenizer in (load_tokenizer(tmp_path, ascii_config()), load_tokenizer(fast_folder, config("other"))):
+        with refuses("chat_template.jinja"):
+            encode_chat(tokenizer, [USER])
 
 
 DECODER = "added_tokens_decoder"
-UNREADABLE = "the tokenizer of .* could not be read .*; copy its files again"
+UNREADABLE = "copy its files again"
 
 
 @pytest.mark.parametrize(
-    ("replaced", "sentence"),
+    ("replaced", "name"),
     [
-        ({"tokenizer_config": "{"}, "tokenizer_config.json is not valid JSON"),
-        ({"tokenizer_config": "[1]"}, "tokenizer_config.json holds no JSON object"),
+        ({"tokenizer_config": "{"}, "tokenizer_config.json"),
+        ({"tokenizer_config": "[1]"}, "tokenizer_config.json"),
         ({"tokenizer_config": {DECODER: [1]}}, UNREADABLE),
         ({"tokenizer_config": {DECODER: {"x": {"content": "<a>"}}}}, UNREADABLE),
         ({"tokenizer_config": {DECODER: {"400": {"special": True}}}}, UNREADABLE),
-        ({"tokenizer_config": {DECODER: {"5": {"content": "<a>"}}}}, "one id belongs to two tokens"),
-        ({"tokenizer_config": {DECODER: {"405": {"content": "a"}}}}, "disagree on the id of 'a'"),
-        ({"tokenizer_config": {DECODER: {"400": {"content": "<a>"}, "500": {"content": "<b>"}}}}, "ids up to 500"),
-        ({"tokenizer_config": dream_settings(mask_token="<|bos|>")}, "mask token is 410 but the model's is 411"),
+        ({"tokenizer_config": {DECODER: {"5": {"content": "<a>"}}}}, UNREADABLE),
+        ({"tokenizer_config": {DECODER: {"405": {"content": "a"}}}}, "'a'"),
+        ({"tokenizer_config": {DECODER: {"400": {"content": "<a>"}, "500": {"content": "<b>"}}}}, "500"),
+        ({"tokenizer_config": dream_settings(mask_token="<|bos|>")}, "mask token is 410"),
         ({"added_tokens": {"<a>": "1"}}, UNREADABLE),
         ({"added_tokens": '{"\\ud800": 412}'}, UNREADABLE),
         ({"tokenizer_config": {DECODER: {"412": {"content": "\ud800"}}}}, UNREADABLE),
@@ -478,38 +462,36 @@ UNREADABLE = "the tokenizer of .* could not be read .*; copy its files again"
         ({"vocab": "{"}, UNREADABLE),
     ],
 )
-def test_damaged_slow_files(slow_folder, tmp_path, replaced, sentence):
-    with pytest.raises(DllmError, match=sentence) as caught:
+def test_damaged_slow_files(slow_folder, tmp_path, replaced, name):
+    with refuses(name):
         load_tokenizer(copy(slow_folder, tmp_path, **replaced), config())
-    assert "\n" not in str(caught.value)
 
 
-def test_damaged_merges(slow_folder, tmp_path):
+@pytest.mark.parametrize("merges", [b"#version: 0.2\n\xc4\xa0 a b\n", b"\xff\xfe", None])
+def test_damaged_merges(slow_folder, tmp_path, merges):
     folder = copy(slow_folder, tmp_path)
-    for content in (b"#version: 0.2\n\xc4\xa0 a b\n", b"\xff\xfe"):
-        (folder / "merges.txt").write_bytes(content)
-        with pytest.raises(DllmError, match=UNREADABLE):
-            load_tokenizer(folder, config())
     (folder / "merges.txt").unlink()
-    with pytest.raises(DllmError, match="a vocab.json but no merges.txt"):
+    if merges is not None:
+        (folder / "merges.txt").write_bytes(merges)
+    with refuses("merges.txt" if merges is None else UNREADABLE):
         load_tokenizer(folder, config())
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"model": {"type": "Other"}}', "\x00"])
 def test_damaged_tokenizer_json(fast_folder, tmp_path, text):
-    with pytest.raises(DllmError, match=UNREADABLE):
+    with refuses(UNREADABLE):
         load_tokenizer(copy(fast_folder, tmp_path, tokenizer=text), config())
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(fast_folder):
-    with pytest.raises(DllmError, match="knows ids up to 411 but the model has 408"):
+    with refuses("411", "408"):
         load_tokenizer(fast_folder, config(vocab_size=408, mask_id=None, bos_id=None))
 
 
 @pytest.mark.parametrize("changes", [{"eos_id": 3}, {"mask_id": "129"}, {"eot_id": 128}, {"eos_id": True}])
 def test_meta_with_wrong_ids(tmp_path, changes):
     write_meta(tmp_path, **changes)
-    with pytest.raises(DllmError, match="must be different integers from 128 on"):
+    with refuses("meta.json"):
         load_tokenizer(tmp_path, ascii_config())
 
 
@@ -517,7 +499,7 @@ def test_folders_without_tokenizer(tmp_path):
     assert not has_tokenizer(tmp_path)
     (tmp_path / "meta.json").write_text('{"vocab": "something else"}')
     assert not has_tokenizer(tmp_path)
-    with pytest.raises(DllmError, match="has no tokenizer; put tokenizer.json"):
+    with refuses("tokenizer.json"):
         load_tokenizer(tmp_path, config())
     write_meta(tmp_path)
     assert has_tokenizer(tmp_path)
@@ -527,7 +509,7 @@ def test_folders_without_tokenizer(tmp_path):
 def test_the_least_number_of_tokens_is_no_more_than_there_are(which, request):
     tokenizer = request.getfixturevalue(which)
     found = [text for text in TEXTS if which != "tiny" or text.isascii()]
-    found += [] if which == "tiny" else ["\u03b9\u0308\u0301" * 50, "e\u0301" * 50]  # which NFC makes shorter
+    found += [] if which == "tiny" else ["\u03b9\u0308\u0301" * 50, "e\u0301" * 50]  # NFC makes these shorter
     for text in [*found, *tokenizer.get_vocab()]:
         assert least_tokens(tokenizer, text) <= len(encode_text(tokenizer, text))
     longest = max(map(len, token_bytes(tokenizer, 136 if which == "tiny" else 416)))
