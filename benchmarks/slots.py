@@ -27,7 +27,7 @@ from convert import embedded
 from dllm_jax import DllmError, Model
 from dllm_jax.indicator import IndicatorConfig, init_indicator
 from evals.models import Models
-from evals.runner import Batches, prepare
+from evals.runner import Batches, prepare_batches
 from samplers import NI, sample_jit
 from samplers.engine.runner import Engines
 from samplers.sampler import Result
@@ -44,7 +44,7 @@ BASELINE = "topk"
 
 def prepared(model: Model, name: str, sampler: str, n: int, slots: int) -> Batches:
     """The examples as requests of one sampler."""
-    found = prepare(Models(model), TASKS[name], "topk" if sampler == "ni" else sampler, n, slots, 0, "test")[1]
+    found = prepare_batches(Models(model), TASKS[name], "topk" if sampler == "ni" else sampler, n, slots, 0, "test")[1]
     if sampler == "ni":
         config = IndicatorConfig(2, 64, model.config.embed_dim, model.config.embed_dim, 8)
         plain: Any = found.sampler

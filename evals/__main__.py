@@ -71,7 +71,7 @@ COMPARED = (
     "threshold:threshold=0.9,cache=dual,block_length=8",
 )
 NUMBERS = 40
-"""Columns of a terminal that the table of `compare` needs beside samplers and answers."""
+"""Columns of a terminal that the table of `compare` needs besides samplers and answers."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -173,7 +173,7 @@ def _add_oracle(commands: Any) -> None:
 
 
 def _add_indicator(commands: Any) -> None:
-    about = "how well a trained indicator tells tokens that are final: precision_recall.csv and .png"
+    about = "how well a trained indicator recognises final tokens: precision_recall.csv and .png"
     add = command(commands, "indicator", _indicator, about)
     add_model(add)
     add("--indicator", required=True, metavar="DIR", help="folder that python -m train indicator wrote")
@@ -224,7 +224,7 @@ def _oracle_of(models: Models, task: Task, sampler: SamplerConfig, **measuring: 
 
 
 def _score(options: argparse.Namespace, score: Callable[..., Any], described: Callable[[Any], str]) -> None:
-    """Runs one sampler by `run` or `oracle`, whose reports are alike, and prints and writes what was asked for."""
+    """Runs one sampler by `run` or `oracle`, whose reports are alike, and prints and writes the report."""
     if len(options.sampler) > 1:
         raise DllmError(f"this scores one sampler, not {len(options.sampler)}; leave others out, or use sweep")
     task, sampler = make_task(options.task), parse_sampler(options.sampler[0])
@@ -252,7 +252,7 @@ def _indicator(options: argparse.Namespace) -> None:
     report = score_indicator(_load(options), indicator, options.trajectories, **chosen)
     write_file(folder / "precision_recall.csv", files.as_csv(report.rows()))
     write_file(folder / "precision_recall.png", report.plot())
-    print(report.told(options.precision))
+    print(report.describe(options.precision))
 
 
 def _sweep(options: argparse.Namespace) -> None:
@@ -311,7 +311,7 @@ def _compare(options: argparse.Namespace) -> None:
     shown = console()
     number = functools.partial(Column, justify="right", no_wrap=True)
     table = Table("sampler", number("forwards"), number("tokens/\nforward"), "", "answer", box=box.SIMPLE)
-    names = _wrapped(list(map(str, samplers)), shown.width)
+    names = _wrap_names(list(map(str, samplers)), shown.width)
     with contextlib.ExitStack() as stack:
         if shown.is_terminal:
             status = stack.enter_context(shown.status("sampling", spinner="line"))
@@ -333,8 +333,8 @@ def _compare(options: argparse.Namespace) -> None:
         view_of(answers, [str(sampler) for sampler in samplers]).save(options.save_view)
 
 
-def _wrapped(names: list[str], width: int) -> list[str]:
-    """Samplers as text, broken behind commas where their part of the terminal is too narrow."""
+def _wrap_names(names: list[str], width: int) -> list[str]:
+    """Samplers as text, broken after commas if their part of the terminal is too narrow."""
     room = max(3 * (width - NUMBERS) // 5, 8)
     return [textwrap.fill(name.replace(",", ", "), room, break_on_hyphens=False).replace(", ", ",") for name in names]
 

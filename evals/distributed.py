@@ -1,8 +1,7 @@
-"""Processes that share an evaluation: each answers its own part, and then all know everything and go on alike.
+"""Processes that share an evaluation: each answers its own part, and then all have all answers.
 
-What a process found travels through a channel (`dllm_jax/parallel/multihost.py`). A collective would keep the devices
-busy with waiting, for hours where one process has more left to do than the others, and wants as many devices in each.
-Files would need a file system that all see, and a place there, which `run` has not.
+Answers travel through a channel (`dllm_jax/parallel/multihost.py`). A collective would keep the devices of a process
+that waits busy, perhaps for hours, and needs equally many devices in each. Files would need a shared file system.
 """
 
 import contextlib
@@ -19,13 +18,13 @@ T = TypeVar("T")
 
 
 class Processes:
-    """The processes of an evaluation, as one of them sees them.
+    """The processes of an evaluation, from the view of one of them.
 
-    All have to gather equally often, in the same order.
+    All must gather equally often, in the same order.
 
     Attributes:
-        index: which of them this is.
-        count: how many there are.
+        index: of this process.
+        count: of all.
     """
 
     def __init__(self, index: int = 0, count: int = 1) -> None:
@@ -42,11 +41,11 @@ class Processes:
         return items[self.index :: self.count]
 
     def most(self, total: int) -> int:
-        """Of so many items, the most that a process has."""
+        """The most items of so many that one process has."""
         return -(-total // self.count)
 
     def each(self, items: Sequence[T], work: Callable[[Sequence[T]], Sequence[Any]]) -> list[Any]:
-        """What `work` makes of each item, as JSON takes it, in their order; every process works on its part alone.
+        """The result of `work` for each item, as JSON takes it, in their order; every process works on its part alone.
 
         Raises:
             DllmError: as `gather`.
@@ -57,7 +56,7 @@ class Processes:
         return found
 
     def gather(self, own: Any) -> list[Any]:
-        """What every process hands in, as JSON takes it, in their order. Waits as long as one needs.
+        """What every process hands in, as JSON takes it, in their order. Waits for the slowest.
 
         Raises:
             DllmError: the sentence of a process that failed.
@@ -67,17 +66,17 @@ class Processes:
             return self._channel.gather(own)
 
     def fail(self, error: BaseException) -> None:
-        """Hands in, in place of what is gathered next, why there will be nothing."""
+        """Hands in an error in place of what is gathered next."""
         self._channel.fail(error)
 
 
 ALONE = Processes()
-_MET = contextvars.ContextVar("the processes that have met", default=ALONE)
+_CURRENT = contextvars.ContextVar("the processes that have met", default=ALONE)
 
 
-def met() -> Processes:
+def current_processes() -> Processes:
     """The processes of the command that runs, inside `meeting`; elsewhere this one alone."""
-    return _MET.get()
+    return _CURRENT.get()
 
 
 @contextlib.contextmanager
@@ -85,8 +84,8 @@ def meeting(where: str | None) -> Iterator[Processes]:
     """The processes of a command: alone for None, else those that `multihost.join` meets.
 
     Each reads, computes and writes for itself; one that ends waits for the others, which need the coordinator.
-    The first one prints, the others keep silent but for errors. One that fails tells the others, which then end with
-    its sentence when they have done their part.
+    The first one prints, the others print errors only. If one fails, the others end with its
+    sentence when they have done their part.
 
     Raises:
         DllmError: as `multihost.join`.
@@ -96,7 +95,7 @@ def meeting(where: str | None) -> Iterator[Processes]:
         return
     multihost.join(where, shutdown_timeout=multihost.MONTH)
     processes = Processes(multihost.index(), multihost.count())
-    token = _MET.set(processes)
+    token = _CURRENT.set(processes)
     silent = contextlib.nullcontext() if processes.first else contextlib.redirect_stdout(io.StringIO())
     with silent:
         try:
@@ -105,4 +104,4 @@ def meeting(where: str | None) -> Iterator[Processes]:
             processes.fail(error)
             raise
         finally:
-            _MET.reset(token)
+            _CURRENT.reset(token)

@@ -1,4 +1,4 @@
-"""How well an indicator tells the tokens that are final already, on trajectories that it was not trained on.
+"""How well an indicator recognises tokens that are final already, on trajectories that it was not trained on.
 
 Of every trajectory one state is drawn and restored, as in training (`train.objectives.indicator`). At its masked
 positions the indicator's scores stand against the model's own: the probability of its best token, by which a threshold
@@ -61,10 +61,10 @@ class PrecisionRecall:
 
 @dataclasses.dataclass(frozen=True)
 class IndicatorReport:
-    """What an indicator is worth.
+    """The quality of an indicator.
 
     Attributes:
-        model, split: what was scored, and which examples the trajectories are of, "" where that is not known.
+        model, split: what was scored, and which examples the trajectories are of, "" if unknown.
         n, positions: trajectories, and masked positions of their states.
         positives: share of the positions whose tokens could have been written.
         auc, confidence_auc: of the indicator's scores, and of the probability of the best token.
@@ -104,7 +104,7 @@ class IndicatorReport:
         title = f"{self.model}: which masked tokens are final, {self.positions} positions"
         return draw([Panel("recall, %", curves, y_label="precision, %")], title)
 
-    def told(self, precision: float) -> str:
+    def describe(self, precision: float) -> str:
         """The report in one line, with the smallest threshold of a precision."""
         of = f"{self.n} {self.split} trajectories".replace("  ", " ")
         scored = f"AUC {self.auc:.3f} (probability alone {self.confidence_auc:.3f})"
@@ -142,9 +142,9 @@ def score_indicator(
     parts = []
     for first in range(0, count, batch_size):
         numbers = np.minimum(np.arange(first, first + batch_size), count - 1)
-        kept = min(count - first, batch_size)
-        found = _scored(indicator, model.denoiser, _states(rows, numbers, seed, model))
-        parts.append([np.asarray(x)[:kept] for x in found])
+        size = min(count - first, batch_size)
+        found = _score(indicator, model.denoiser, _states(rows, numbers, seed, model))
+        parts.append([np.asarray(x)[:size] for x in found])
     masked = np.concatenate([part[2].ravel() for part in parts])
     scores, confidence, label = (np.concatenate([part[i].ravel() for part in parts])[masked] for i in (0, 1, 3))
     if not len(scores):
@@ -184,10 +184,10 @@ def _states(rows: Rows, numbers: np.ndarray, seed: int, model: Model) -> RolledB
 
 
 @jax.jit
-def _scored(indicator: Indicator, denoiser: Denoiser, states: RolledBack) -> tuple[jax.Array, ...]:
+def _score(indicator: Indicator, denoiser: Denoiser, states: RolledBack) -> tuple[jax.Array, ...]:
     """Scores of the indicator, of the model, masked positions and labels, each [B, W]."""
-    seen = gather_evidence(indicator.config, denoiser, states)
-    return indicator.scores(*seen.features), seen.confidence, seen.masked, seen.label
+    found = gather_evidence(indicator.config, denoiser, states)
+    return indicator.scores(*found.features), found.confidence, found.masked, found.label
 
 
 def _split(folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""Our sweeps beside published points: accuracy over tokens per forward, and the area under it (AUP).
+"""Our sweeps and published points: accuracy over tokens per forward, and the area under it (AUP).
 
     python -m evals sweep --model DIR --task ... --sampler ... --out runs/mine --count d3llm
     python -m evals aup --results runs/mine --task gsm8k --out runs/aup
@@ -36,7 +36,7 @@ class Point:
 
     Attributes:
         accuracy: in percent, with its standard error where we measured it.
-        tokens_per_forward, nfe: None where the source does not tell it.
+        tokens_per_forward, nfe: None if the source does not report it.
         setting: in words, or the sampler's spec.
     """
 
@@ -94,17 +94,17 @@ def read_published() -> Mapping[str, Any]:
     return found
 
 
-def published(task: str) -> list[Method]:
+def published_methods(task: str) -> list[Method]:
     """The published methods on a benchmark, or on one of d3LLM's boards.
 
     Args:
         task: such as "math", whatever the prompt, or "d3llm/math", its points and prompts alone.
 
     Raises:
-        DllmError: for a task that nobody published.
+        DllmError: for a task without published points.
     """
-    if task not in tasks():
-        raise DllmError(f"no published points are of {task!r}; choose one of {', '.join(tasks())}")
+    if task not in published_tasks():
+        raise DllmError(f"no published points are of {task!r}; choose one of {', '.join(published_tasks())}")
     known, groups = read_published(), dict[tuple[str, ...], list[Mapping[str, Any]]]()
     for point in known["points"]:
         if task in (point["benchmark"], f"{BOARD}{point.get('board')}"):
@@ -116,8 +116,8 @@ def published(task: str) -> list[Method]:
     ]
 
 
-def tasks() -> list[str]:
-    """What something published is of, see `published`."""
+def published_tasks() -> list[str]:
+    """The tasks with published points, see `published_methods`."""
     points = read_published()["points"]
     return [*dict.fromkeys(point["benchmark"] for point in points), *(f"{BOARD}{board}" for board in LEADERBOARD)]
 
@@ -170,7 +170,7 @@ def _reports(path: Path) -> list[dict[str, Any]]:
     )
 
 
-def curves(reports: Sequence[Mapping[str, Any]]) -> list[Method]:
+def sampler_methods(reports: Sequence[Mapping[str, Any]]) -> list[Method]:
     """Our methods: samplers that differ in their numbers only are one, as in a sweep. All of a model and task begin at
     their most accurate report of one token per forward."""
     groups: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
@@ -184,9 +184,9 @@ def curves(reports: Sequence[Mapping[str, Any]]) -> list[Method]:
     ]
 
 
-def _base(reports: Sequence[Mapping[str, Any]], beside: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def _base(reports: Sequence[Mapping[str, Any]], fast: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The most accurate report of one token per forward, of the same model and task; None where there is none."""
-    same = (r for r in reports if (r["model"], r["task"]) == (beside["model"], beside["task"]))
+    same = (r for r in reports if (r["model"], r["task"]) == (fast["model"], fast["task"]))
     bases = (r for r in same if r["committed_per_forward"] <= ONE and r["tokens_per_forward"] > 0)
     return max(bases, key=lambda report: float(report["accuracy"]), default=None)
 
@@ -204,7 +204,7 @@ def two_points(base: Mapping[str, Any], fast: Mapping[str, Any]) -> tuple[Point,
 
 
 def two_point_methods(reports: Sequence[Mapping[str, Any]]) -> list[Method]:
-    """Our methods by that protocol: each accelerated sampler is one, beside the best of one token per forward of the
+    """Our methods by that protocol: each accelerated sampler is one, with the best of one token per forward of the
     same model and task.
 
     Raises:
@@ -230,10 +230,10 @@ def _point(report: Mapping[str, Any], tokens_per_forward: float) -> Point:
 # Outputs
 
 
-def rows(methods: Sequence[Method], best: float) -> list[dict[str, Any]]:
+def method_rows(methods: Sequence[Method], best: float) -> list[dict[str, Any]]:
     """One flat row per method with the point that has most tokens per forward, or fewest forwards; the largest area
     first, those without one at the end."""
-    told = [
+    table = [
         {
             "method": method.name,
             "model": method.model,
@@ -248,7 +248,7 @@ def rows(methods: Sequence[Method], best: float) -> list[dict[str, Any]]:
         }
         for method in methods
     ]
-    return sorted(told, key=lambda row: -(row["aup"] or 0.0))
+    return sorted(table, key=lambda row: -(row["aup"] or 0.0))
 
 
 def plot(methods: Sequence[Method], title: str) -> bytes:
@@ -269,7 +269,7 @@ def _panel(methods: Sequence[Method], field: str, label: str) -> plots.Panel:
     found = []
     for method in sorted(methods, key=lambda method: method.source is not None):
         known = [point for point in method.points if getattr(point, field)]
-        if field == "nfe" and method.source is not None:  # where both are told the other panel has it
+        if field == "nfe" and method.source is not None:  # the other panel has points with both
             known = [point for point in known if point.tokens_per_forward is None]
         known = sorted(known, key=lambda point: float(getattr(point, field)))
         if known:
@@ -293,29 +293,34 @@ def _curve(method: Method, points: Sequence[Point], field: str) -> plots.Curve:
 
 def add(commands: Any) -> None:
     """The command `python -m evals aup`."""
-    about = "sweeps beside published points: aup.json, aup.csv and aup.png"
+    about = "sweeps and published points: aup.json, aup.csv and aup.png"
     command = commands.add_parser("aup", help=about, description=about, allow_abbrev=False)
     command.set_defaults(command=_run)
     add = command.add_argument
     about = "folder of a sweep, or of lm, or its results.json; several may follow"
     add("--results", nargs="+", action="extend", required=True, metavar="PATH", help=about)
-    add("--task", required=True, metavar="NAME", help=f"published points to compare with: {', '.join(tasks())}")
+    add(
+        "--task",
+        required=True,
+        metavar="NAME",
+        help=f"published points to compare with: {', '.join(published_tasks())}",
+    )
     add("--two-points", action="store_true", help="d3LLM's protocol; needs sweeps with --count d3llm and topk:k=1")
     add("--out", required=True, metavar="DIR", help="folder of the results")
 
 
 def _run(options: argparse.Namespace) -> None:
     plots.require_matplotlib()
-    theirs, reports = published(options.task), reports_of(options.results)
-    ours = two_point_methods(reports) if options.two_points else curves(reports)
+    theirs, reports = published_methods(options.task), reports_of(options.results)
+    ours = two_point_methods(reports) if options.two_points else sampler_methods(reports)
     folder, methods = files.make_folder(options.out), [*ours, *theirs]
     best = best_accuracy(options.task, methods)
-    table = rows(methods, best)
-    told = [{**dataclasses.asdict(method), "aup": method.area(best)} for method in methods]
-    write_file(folder / "aup.json", files.as_json({"task": options.task, "best": best, "methods": told}))
+    table = method_rows(methods, best)
+    entries = [{**dataclasses.asdict(method), "aup": method.area(best)} for method in methods]
+    write_file(folder / "aup.json", files.as_json({"task": options.task, "best": best, "methods": entries}))
     write_file(folder / "aup.csv", files.as_csv(table))
     measured = ", ".join(dict.fromkeys(f"{method.model} on {method.task}" for method in ours))
-    write_file(folder / "aup.png", plot(methods, f"{measured}, beside published {options.task}"))
+    write_file(folder / "aup.png", plot(methods, f"{measured}, and published {options.task}"))
     _print(table, best)
     if areas := published_areas(options.task):
         y_max = f"{read_published()['best'][board_of(options.task)]:.2f}"

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from dllm_jax import Model
-from evals.runner import prepare
+from evals.runner import prepare_batches
 from evals.sampler import SamplerConfig
 from evals.tasks import Task
 from samplers.engine.runner import Engines
@@ -90,7 +90,7 @@ def oracle(
     Raises:
         DllmError: as `evals.run`.
     """
-    spec, batches = prepare(model, task, sampler, n, batch_size, seed, split, progress=progress)
+    spec, batches = prepare_batches(model, task, sampler, n, batch_size, seed, split, progress=progress)
     rows: list[OracleRow] = []
     ended = batches.results(batches.engine(Engines()), progress, f"oracle of {spec}")
     results = {request.number: result for request, result in ended}

@@ -9,7 +9,7 @@ from typing import Any
 from dllm_jax.errors import DllmError
 from evals.aup_metric import front
 
-# Okabe and Ito's colours, which all kinds of colour vision tell apart; markers and dashes repeat the distinction.
+# Okabe and Ito's colours, which all kinds of colour vision distinguish, as markers and dashes do.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 MARKERS = "osD^vPX*"
 DASHES = ("-", "--", ":")
@@ -29,7 +29,7 @@ class Curve:
         x_spread, y_spread: standard deviations over trained models, drawn as broad bars; None draws none.
         front: join only the points that no other of the curve beats, and draw the others faintly; for settings that
             have no order.
-        published: draw it in grey with its number for a mark, so that those of others are told apart from ours.
+        published: draw it in grey with its number for a mark, unlike our own.
         faint: draw all points faintly and join none.
     """
 

@@ -32,7 +32,7 @@ from samplers.text.prompts import add_start_token, check_lengths, given_canvas, 
 from samplers.tokens.noise import row_keys
 
 USUAL = 256
-"""Examples of a task that draws them, if nothing is said."""
+"""Examples of a task that draws them, by default."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Row:
         tokens: generated tokens before the first end, without what was given.
         nfe: forwards of the denoiser.
         full_forwards: those of them that covered the whole sequence.
-        committed: tokens that the forwards wrote, those behind the end too.
+        committed: tokens that the forwards wrote, those after the end too.
         verifier_forwards: forwards of the verifier, 0 where there is none.
         ids, text: the answer, up to and without its end.
     """
@@ -64,11 +64,11 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What one sampler achieved.
+    """The scores of one sampler.
 
     Attributes:
-        model, task, sampler: what was run; the sampler as its spec, `settings` as everything it was built with.
-        split, seed, n, batch_size: on what; `seed` is that of the sampler's random numbers, the task has its own.
+        model, task, sampler: what was run; the sampler as its spec, `settings` as all its options.
+        split, seed, n, batch_size: of the examples; `seed` is of the sampler's random numbers, the task has its own.
         accuracy: share of examples whose final answer is right, with its standard error by Wilson's interval.
         strict_accuracy: share whose steps are all right, too.
         exact_match: share whose tokens are those of the reference.
@@ -76,13 +76,13 @@ class Report:
             sequence.
         tokens: mean generated tokens per example up to and without the first end.
         tokens_per_forward: all tokens over all forwards (TPF).
-        committed_per_forward: the same with what was written behind the end; what APD calls accepted per iteration.
+        committed_per_forward: the same with what was written after the end; what APD calls accepted per iteration.
         verifier_forwards: mean forwards of the verifier per example, 0 where there is none.
-        tokens_per_second: without compilation and what the host does with answers.
+        tokens_per_second: without compilation and the host's work on answers.
         seconds: wall time of sampling everything, of several processes the slowest one's; `compile_seconds` apart, next
             to 0 where the program was there.
-        occupancy: share of the batch's rows that were at work, over all steps; what is missing is the last rows' end.
-        hardware, versions, dtype, parameters: on what and with what; devices are those of all processes.
+        occupancy: share of the batch's rows that were at work, over all steps.
+        hardware, versions, dtype, parameters: of the run; devices are those of all processes.
         compat_count: how the papers that were asked for count the same answers: name -> fields of `PaperCount` that
             they report. Speeds over each answer's own seconds need a batch of one.
         rows: every example.
@@ -141,19 +141,18 @@ def run(
 ) -> Report:
     """Scores a sampler on n examples of a task's split, from number `first` on.
 
-    Every row depends on its example, its index and the seed, not on what runs beside it or before:
-    `batch_size` examples at a time, the next as soon as one has ended. Another sampler that differs in numbers only
-    runs the same program.
+    Every row depends on its example, its index and the seed alone. `batch_size` examples run together, and the next
+    begins as soon as one has ended. Samplers that differ in numbers only run the same program.
 
     Args:
-        model: what runs; of several, the one that the sampler names.
+        model: the model, or several, of which the sampler names one.
         task, sampler: objects, or specs as on the command line.
-        n: how many; all where there are fewer. By default 256, or all that there are of a file.
-        examples: the examples themselves, if they were made before (for this model's tokens, see `Task.bind`).
-        counts: names of papers whose own counts are told as well, see `counting.COUNTS`.
-        engines: what ran before, to be shared by several runs.
+        n: examples, at most; by default 256, or all of a file.
+        examples: the examples themselves (for this model's tokens, see `Task.bind`).
+        counts: names of papers whose counts are added, see `evals.token_counts.COUNTS`.
+        engines: compiled programs, which several runs may share.
         processes: those that share the examples; each gets the whole report.
-        progress: a progress bar; by default where someone is watching.
+        progress: whether to show a progress bar; by default in a terminal.
 
     Raises:
         DllmError: for bad specs and numbers, a model of other tokens, or sequences longer than its context; before
@@ -161,24 +160,24 @@ def run(
     """
     models = model if isinstance(model, Models) else Models(model)
     drawn = (n, batch_size, seed, split, first, examples)
-    spec, batches = prepare(models, task, sampler, *drawn, processes=processes, progress=progress)
+    spec, batches = prepare_batches(models, task, sampler, *drawn, processes=processes, progress=progress)
     outcome = batches.score(engines or Engines(), progress, str(spec), counts)
     about: dict[str, Any] = {"split": split, "seed": seed, "n": len(batches.examples), "batch_size": batches.size}
     names = _names(batches.model, batches.task, spec, batches.sampler)
-    return Report(**names, **about, **outcome.scores(), **surroundings(batches.model))
+    return Report(**names, **about, **outcome.scores(), **environment_of(batches.model))
 
 
 def run_traced(
     model: Model | Models, task: str | Task, sampler: str | SamplerConfig, example: Example
 ) -> tuple[Row, Generation]:
     """`run` on one example, and the answer with the trace of every forward, for `samplers.show`."""
-    _, batches = prepare(model, task, sampler, n=1, batch_size=1, seed=0, split="test", examples=[example])
+    _, batches = prepare_batches(model, task, sampler, n=1, batch_size=1, seed=0, split="test", examples=[example])
     (request,) = run_all(batches.model, batches.sampler, [batches.request(0)], progress=False, trace=True)[1]
     assert request.result is not None
     return batches.row_of(request.result, 0), request.generation
 
 
-def prepare(
+def prepare_batches(
     model: Model | Models,
     task: str | Task,
     sampler: str | SamplerConfig,
@@ -191,8 +190,8 @@ def prepare(
     processes: Processes = ALONE,
     progress: bool | None = None,
 ) -> tuple[SamplerConfig, "Batches"]:
-    """Everything before the first forward; arguments and errors are those of `run`, but that a sampler must not name
-    another model than the one that is given."""
+    """Everything before the first forward, with the arguments and errors of `run`; if one model is given, the sampler
+    must not name another."""
     spec = parse_sampler(sampler) if isinstance(sampler, str) else sampler
     if not isinstance(model, Models):
         spec.check_unbound()
@@ -203,14 +202,14 @@ def prepare(
     check_count("batch_size", batch_size)
     if not isinstance(seed, int) or not 0 <= seed < 2**32:
         raise DllmError(f"seed is {seed!r}; it must be a whole number from 0 to {2**32 - 1}")
-    examples = draw(task, split, n, progress, first) if examples is None else examples[:n]
+    examples = draw_examples(task, split, n, progress, first) if examples is None else examples[:n]
     check_count("the number of examples", len(examples))
     slots = slots_for(chosen, processes.most(len(examples)), batch_size)
     return spec, Batches(chosen, task, built, examples, slots, seed, first, processes)
 
 
-def draw(task: Task, split: str, n: int | None, progress: bool | None = None, first: int = 0) -> list[Example]:
-    """n examples of a split from number `first` on, or all there are, with a progress bar where that takes long."""
+def draw_examples(task: Task, split: str, n: int | None, progress: bool | None = None, first: int = 0) -> list[Example]:
+    """n examples of a split from number `first` on, or all there are, with a progress bar if that takes long."""
     there, hide = task.count(split), None if progress is None else not progress
     end = first + (n or USUAL) if there is None else min(first + (n or there), there)
     numbers = tqdm(range(first, end), desc="drawing", unit="example", disable=hide, delay=2.0)
@@ -225,7 +224,7 @@ def check_count(what: str, value: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Outcome:
-    """What came out of all examples."""
+    """The outcome of all examples."""
 
     rows: Sequence[Row]
     seconds: float
@@ -254,7 +253,7 @@ class Batches:
     """A task's examples as requests to an engine.
 
     Attributes:
-        size: examples that are worked on together.
+        size: examples that run together.
         first: number of the first one in its split.
         processes: those that share the requests.
     """
@@ -278,7 +277,7 @@ class Batches:
         self.keys = np.asarray(jax.random.key_data(row_keys(jax.random.key(seed), first + len(examples))[first:]))
 
     def score(self, engines: Engines, progress: bool | None, name: str, counts: Sequence[str] = ()) -> _Outcome:
-        """Samples and judges everything."""
+        """Samples and verifies all examples."""
         for kind in counts:
             method_of(kind, len(self.examples))
             self.model.require_tokenizer()
@@ -291,19 +290,19 @@ class Batches:
                 answers.append((row.index, vars(self._counted_answer(request, result, row))))
         spent = vars(engine.stats - before)
         own = {"rows": [vars(row) for row in rows], "answers": answers, **spent}
-        return self._joined(self.processes.gather(own), counts)
+        return self._merge(self.processes.gather(own), counts)
 
-    def _joined(self, parts: Sequence[Mapping[str, Any]], counts: Sequence[str]) -> _Outcome:
-        """What the processes found, in the order of the examples; times are the slowest one's."""
+    def _merge(self, parts: Sequence[Mapping[str, Any]], counts: Sequence[str]) -> _Outcome:
+        """The outcomes of all processes, in the order of the examples; times are the slowest process's."""
         seconds, compile_seconds = (max(part[name] for part in parts) for name in ("seconds", "compile_seconds"))
         occupancy = sum(part["row_steps"] for part in parts) / max(sum(part["slot_steps"] for part in parts), 1)
-        rows = sorted((Row(**told) for part in parts for told in part["rows"]), key=lambda row: row.index)
-        answers = {index: CountedAnswer(**told) for part in parts for index, told in part["answers"]}
+        rows = sorted((Row(**row) for part in parts for row in part["rows"]), key=lambda row: row.index)
+        answers = {index: CountedAnswer(**answer) for part in parts for index, answer in part["answers"]}
         in_order = [answers[index] for index in sorted(answers)]
         return _Outcome(rows, seconds, compile_seconds, occupancy, count_as(counts, self.model, in_order, seconds))
 
     def engine(self, engines: Engines) -> Engine:
-        """What runs them."""
+        """The engine with slots for them."""
         return engines.of(self.model, self.sampler, self.size, self._width)
 
     def results(self, engine: Engine, progress: bool | None, name: str) -> Iterator[tuple[Request, Result]]:
@@ -348,7 +347,7 @@ class Batches:
         )
 
     def _length(self, example: Example) -> int:
-        """Positions to generate: the length of an answer is given away only where the task has a fixed canvas."""
+        """Positions to generate: the answer's own length only if the task has a fixed canvas."""
         return self.sampler.gen_length if self.task.stops else len(example.answer_ids)
 
     def row_of(self, result: Result, index: int) -> Row:
@@ -382,15 +381,15 @@ class Batches:
 
 
 def _names(model: Model, task: Task, spec: SamplerConfig, sampler: CanvasSampler) -> dict[str, Any]:
-    """The part of a report that says what was run."""
+    """The part of a report that names what was run."""
     plain = (bool, int, float, str, type(None))
     chosen = {name: value if isinstance(value, plain) else str(value) for name, value in spec.settings.items()}
     settings = {**chosen, "gen_length": sampler.gen_length, "block_length": sampler.width}
     return {"model": model.name, "task": str(task), "sampler": str(spec), "settings": settings}
 
 
-def surroundings(model: Model) -> dict[str, Any]:
-    """The part of a report that says on what and with what."""
+def environment_of(model: Model) -> dict[str, Any]:
+    """The part of a report that names the model's size, the hardware and the versions."""
     devices, versions = jax.devices(), {name: version(name) for name in ("jax", "jaxlib", "numpy")}
     return {
         "dtype": dtype_label(model.params),

@@ -12,5 +12,5 @@ def of_share(share: float, n: int) -> float:
 
 
 def of_mean(values: Sequence[float]) -> float:
-    """Of the mean of some numbers, by their sample standard deviation; 0 for one, which does not tell."""
+    """Of the mean of some numbers, by their sample standard deviation; 0 for one."""
     return float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else 0.0

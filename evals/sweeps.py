@@ -14,7 +14,7 @@ from evals import files, plots
 from evals.aup_metric import ALPHA, DROP, ONE, from_one
 from evals.distributed import ALONE, Processes
 from evals.models import Models
-from evals.runner import Report, check_count, draw, run
+from evals.runner import Report, check_count, draw_examples, run
 from evals.sampler import SamplerConfig
 from evals.tasks import Example, Task
 from samplers.engine.runner import Engines
@@ -120,7 +120,7 @@ def sweep(
     for sampler, (chosen, bound, _) in zip(samplers, built, strict=True):
         tokens = None if bound is task else id(chosen)  # a task with tokens of its own gives every model the same
         if tokens not in drawn:
-            drawn[tokens] = draw(bound, split, n, progress)
+            drawn[tokens] = draw_examples(bound, split, n, progress)
         report = run(
             models,
             task,

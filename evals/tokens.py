@@ -19,7 +19,7 @@ EOS, MASK, EOT, BOS = "<|endoftext|>", "<|mdm_mask|>", "<|eot_id|>", "<|startoft
 HEADERS = ("<|start_header_id|>", "<|end_header_id|>")  # of LLaDA's chat template
 FILES = ("tokenizer.json", "tokenizer_config.json")
 
-# A full stop, a colon, #### and a word before a number take the space behind them along, so that a number, of which two
+# A full stop, a colon, #### and a word before a number include the space after them, so that a number, of which two
 # digits at a time are one token, is the same token everywhere.
 _SPLIT = r"\p{N}{1,2}|[.:?]+ ?|#+ ?| ?\p{L}+(?: (?=\p{N}))?|\n\p{L}+|[^\s\p{L}\p{N}.:?#]|\s"
 

@@ -1,10 +1,10 @@
 """Trajectories as data: any sampler over many prompts, and for each generation the step that wrote each token.
 
-    out/trajectories.json                      what was run; the same command goes on where it was cut off
+    out/trajectories.json                      what was run; the same command resumes
     out/trajectories-00000000-00001024.npz     the prompts of these numbers, the last not included
 
-A shard appears whole under its final name or not at all, and says by its name which prompts it holds: after a kill none
-is lost but those of the shard that was being made, and none is there twice. A generation depends on its prompt, its
+A shard appears whole under its final name or not at all, and its name says which prompts it holds: a kill loses
+at most the shard that was being made, and no prompt is there twice. A generation depends on its prompt, its
 number and the seed alone, so that the result is the same however often it was cut off.
 """
 
@@ -71,7 +71,7 @@ def collect(
         shard_size: prompts per file, which is also what a kill costs at most.
         seed: of the sampler's random numbers.
         stops: whether an end token ends an answer; else a canvas is as long as the example's answer.
-        verify: whether an answer is right, to be kept as `correct`.
+        verify: whether an answer is right, stored as `correct`.
         progress: show a bar on stderr.
 
     Returns:
@@ -92,7 +92,7 @@ def collect(
     ran = {"seed": seed, "gen_length": sampler.gen_length, "settings": settings_of(sampler)}
     folder = _begin(Path(out).expanduser(), {**about, **ran})
     done = max((shard.end for shard in shards(folder)), default=0)
-    make = _Sampled(model, sampler, source, batch_size, seed, stops, verify)
+    make = _ShardSampler(model, sampler, source, batch_size, seed, stops, verify)
     with tqdm(total=total, initial=min(done, total), unit="prompt", disable=None if progress else True) as bar:
         for first in range(done, total, shard_size):
             last = min(first + shard_size, total)
@@ -110,10 +110,10 @@ def collect_from(
     split: str | None = None,
     **options: Any,
 ) -> int:
-    """`collect` for the problems of a task, whose checker's verdicts are kept, or for the prompts of a file.
+    """`collect` for the problems of a task, whose checker's verdicts are stored, or for the prompts of a file.
 
     Args:
-        model: what runs; of several, the one that the sampler names.
+        model: the model, or several, of which the sampler names one.
         sampler, task: objects, or specs as on the command line.
         data: in place of a task, JSON lines as for training: prompt and answer, or messages.
         split: of the task, "train" (the default) or "validation".
@@ -178,7 +178,7 @@ def _write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 @dataclasses.dataclass
-class _Sampled:
+class _ShardSampler:
     """Samples prompts by number, so many at a time, and makes the arrays of a file of them."""
 
     model: Model
@@ -228,7 +228,7 @@ class _Sampled:
         return self.sampler.gen_length if self.stops else len(example.answer_ids)
 
     def _speed(self, engine: Engine, found: Mapping[int, Result]) -> str:
-        """What the progress bar tells of this file."""
+        """The speed on this file, for the progress bar."""
         nfe = np.mean([result.nfe[0] for result in found.values()])
         return f"{engine.stats.row_steps / max(engine.stats.seconds, 1e-9):.0f} forwards/s, NFE {nfe:.1f}"
 
@@ -262,13 +262,13 @@ class _Sampled:
 
 def add(commands: Any) -> None:
     """The command `python -m evals trajectories`."""
-    flag = command(commands, "trajectories", _run, "sample prompts, and keep when each token was written")
+    flag = command(commands, "trajectories", _run, "sample prompts, and record when each token was written")
     add_model(flag)
     add_task(flag, required=False)
     flag("--data", metavar="FILE", help="instead of --task, JSON lines as for training: prompt and answer, or messages")
     flag("--split", metavar="SPLIT", help="of the task: train or validation (default: train)")
     flag("--sampler", required=True, metavar="SPEC", help="as in run, such as threshold:threshold=0.8,block_length=32")
-    flag("--out", required=True, metavar="DIR", help="folder of the trajectories; the same command goes on there")
+    flag("--out", required=True, metavar="DIR", help="folder of the trajectories; the same command resumes")
     flag("--n", type=int, metavar="N", help="prompts; by default all there are")
     add_batch(flag)
     flag("--shard-size", type=int, default=1024, metavar="N", help="prompts per file (default: 1024)")

@@ -6,14 +6,14 @@ from typing import Any
 
 from dllm_jax import Model
 from dllm_jax.errors import DllmError
-from evals.runner import draw, prepare
+from evals.runner import draw_examples, prepare_batches
 from evals.sampler import parse_sampler
 from evals.tasks import make_task
 from samplers.engine.runner import Engines
 from train.config import WatchPart
 from train.logs import Evaluation
 
-_SHOWN = 4  # answers that are told
+_SHOWN = 4  # answers that are reported
 
 
 class Accuracy:
@@ -30,7 +30,7 @@ class Accuracy:
         self._sampler, self._together, self._seed, self._split = sampler or "threshold", together, seed, part.split
         try:
             self._task = make_task(part.task).bind(model)
-            self._examples = draw(self._task, part.split, part.n, progress=False)
+            self._examples = draw_examples(self._task, part.split, part.n, progress=False)
             self._prepared(model, options)
         except DllmError as error:
             raise DllmError(f"watch.task: {error}") from None
@@ -39,7 +39,9 @@ class Accuracy:
         spec = parse_sampler(self._sampler)
         spec = dataclasses.replace(spec, options={**spec.options, **options})
         count, examples = len(self._examples), self._examples
-        return prepare(model, self._task, spec, count, self._together, self._seed, self._split, examples=examples)[1]
+        return prepare_batches(
+            model, self._task, spec, count, self._together, self._seed, self._split, examples=examples
+        )[1]
 
     def __call__(self, model: Model, options: Mapping[str, Any]) -> Evaluation:
         """Accuracy with its standard error, forwards per answer, and the first answers."""

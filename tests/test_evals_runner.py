@@ -22,7 +22,7 @@ from dllm_jax.pytree import pytree
 from evals import __main__ as cli
 from evals import aup_metric, figures, files, paper_figures, plots
 from evals.models import Models
-from evals.runner import prepare
+from evals.runner import prepare_batches
 from evals.sampler import all_samplers, parse_sampler, parse_samplers, read_grid
 from evals.tasks import make_task
 from samplers.config.presets import PRESETS
@@ -341,7 +341,7 @@ def test_a_sampler_that_names_its_model_is_read_and_written_alike():
         parse_sampler("@there")
     task = make_task(SUDOKU)
     with pytest.raises(DllmError, match="sampler topk@other names a model of its own; load that one"):
-        prepare(oracle(task), SUDOKU, "topk@other", 1, 1, 0, "test")
+        prepare_batches(oracle(task), SUDOKU, "topk@other", 1, 1, 0, "test")
     with pytest.raises(DllmError, match="sampler topk@other names a model of its own; load that one"):
         parse_sampler("topk@other").build(oracle(task))
     verifier = oracle(task)

@@ -154,7 +154,7 @@ def test_a_preset_of_a_family_end_to_end(family, form, sampler, request, monkeyp
     results = json.loads((tmp_path / f"{family}-words" / "results.json").read_text())
     assert results["config"]["dllm_jax"]["preset_hash"] == told["preset_hash"] != preset.hash
     samples = (tmp_path / f"{family}-words" / "samples_words_shots.jsonl").read_text().splitlines()
-    (answers,) = (tmp_path / "answers").iterdir()
+    (answers,) = (tmp_path / "answers").glob("*.jsonl")
     texts = [json.loads(line)["text"] for line in answers.read_text().splitlines()]
     assert [json.loads(line)["resps"][0][0] for line in samples] == texts
     assert told["preset_hash"] in answers.read_text() and "NFE" in (tmp_path / "table.txt").read_text()
@@ -240,7 +240,7 @@ def test_a_killed_run_goes_on(llada_tiny, tmp_path, monkeypatch, ran):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(harness_model.AnswerFile, "add", killed)
         lm.generate_until(requests)
-    (path,) = tmp_path.iterdir()
+    (path,) = tmp_path.glob("*.jsonl")
     assert len(path.read_text().splitlines()) == 3
     path.write_text(path.read_text() + '{"line": "torn')
     ran.clear()
@@ -252,7 +252,7 @@ def test_a_killed_run_goes_on(llada_tiny, tmp_path, monkeypatch, ran):
     assert make().generate_until(requests) == texts and not ran
     make(seed=1).generate_until(requests[:1])
     DllmLM(llada_tiny, own(until=False), answers=tmp_path, progress=False).generate_until(requests[:1])
-    assert len(ran) == 2 and len(list(tmp_path.iterdir())) == 3  # other settings, other files
+    assert len(ran) == 2 and len(list(tmp_path.glob("*.jsonl"))) == 3  # other settings, other files
 
 
 def test_another_model_never_gets_the_answers(llada_tiny, tmp_path):

@@ -60,7 +60,7 @@ def test_a_task_of_ours_from_a_preset_to_the_table(llada_tiny, tmp_path, capsys)
     lines = [json.loads(line) for line in samples.read_text().splitlines()]
     assert row["score"] == sum(line["exact_match"] for line in lines) / 2
     assert "The answer is 18" in lines[1]["arguments"][0][0] and "1 + 1?" in lines[1]["arguments"][0][0]
-    (answers,) = (tmp_path / "out" / "answers").iterdir()
+    (answers,) = (tmp_path / "out" / "answers").glob("*.jsonl")
     assert [len(json.loads(line)["prompt_ids"]) for line in answers.read_text().splitlines()] == [96, 96]
     assert "prompts of more than 96 tokens" in capsys.readouterr().err
 
@@ -125,14 +125,14 @@ def test_likelihoods_of_a_preset(llada_tiny, tmp_path):
 def test_programs_are_refused_before_anything_is_generated(llada_tiny, tmp_path, monkeypatch, capsys):
     """Where nothing can be confined; --unsafe-code runs them all the same."""
     refused, passed = {"refused": "unshare: Operation not permitted"}, {"passed": True, "reason": "", "seconds": 0.1}
-    monkeypatch.setattr(sandbox.running, "_boxed", lambda job: passed if job["unsafe"] else refused)
+    monkeypatch.setattr(sandbox.running, "_run_box", lambda job: passed if job["unsafe"] else refused)
     monkeypatch.setenv("HF_ALLOW_CODE_EVAL", "0")  # so that what the flag sets is taken back
     monkeypatch.setenv("DLLM_UNSAFE_PROGRAMS", "0")
     task = include(tmp_path, "dllm_humaneval_sanitize", HUMANEVAL)
     flags = ["--sampler", "topk:k=8,gen_length=8", *task]
     assert lm(llada_tiny, *flags, folder=tmp_path) == (2, None)
     assert "cannot confine a program" in capsys.readouterr().err
-    assert list((tmp_path / "out" / "answers").iterdir()) == []
+    assert list((tmp_path / "out" / "answers").glob("*.jsonl")) == []
     status, (told,) = lm(llada_tiny, *flags, "--unsafe-code", folder=tmp_path)
     assert status == 0 and told["scores"][0]["score"] == 1
     sandbox.require_box.cache_clear()

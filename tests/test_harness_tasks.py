@@ -367,7 +367,7 @@ def test_ifeval_without_its_packages(tmp_path, monkeypatch):
 
 def test_where_programs_cannot_run_the_task_is_refused_at_once(tmp_path, monkeypatch):
     refused, passed = {"refused": "unshare: Operation not permitted"}, {"passed": True, "reason": "", "seconds": 0.1}
-    monkeypatch.setattr(sandbox.running, "_boxed", lambda job: passed if job["unsafe"] else refused)
+    monkeypatch.setattr(sandbox.running, "_run_box", lambda job: passed if job["unsafe"] else refused)
     sandbox.require_box.cache_clear()
     with pytest.raises(DllmError, match="cannot confine a program"):
         evaluated(tmp_path, "humaneval_sanitize", [], HUMANEVAL)

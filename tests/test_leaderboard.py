@@ -11,11 +11,11 @@ from evals.aup_metric import LEADERBOARD, aup
 from evals.leaderboard import (
     PUBLISHED,
     best_accuracy,
-    curves,
-    published,
+    method_rows,
     published_areas,
+    published_methods,
     read_published,
-    rows,
+    sampler_methods,
     two_point_methods,
 )
 from evals.token_counts import COUNTS
@@ -51,7 +51,7 @@ def test_the_sheet_s_vector():
 
 @pytest.mark.parametrize("board", LEADERBOARD)
 def test_published_points_give_the_published_areas(board):
-    methods, areas = published(f"d3llm/{board}"), published_areas(f"d3llm/{board}")
+    methods, areas = published_methods(f"d3llm/{board}"), published_areas(f"d3llm/{board}")
     best = best_accuracy(f"d3llm/{board}", methods)
     found = {method.name: method.area(best) for method in methods}
     assert {"LLaDA", "Fast-dLLM", "D2F"} <= found.keys() <= areas.keys()
@@ -84,14 +84,14 @@ def test_the_data_file_is_as_it_says():
 
 
 def test_a_benchmark_has_all_prompts_and_a_board_d3llm_s_alone():
-    every, board = published("gsm8k"), published("d3llm/gsm8k-cot")
+    every, board = published_methods("gsm8k"), published_methods("d3llm/gsm8k-cot")
     assert {method.source for method in every} == {"d3LLM", "NI", "EB", "APD", "dInfer"}
     assert {method.source for method in board} == {"d3LLM"} and set(board) < set(every)
     assert next(m for m in every if m.name.startswith("NI")).area(100.0) is None
     with pytest.raises(DllmError, match="no published points are of 'chess'; choose one of gsm8k, math, "):
-        published("chess")
+        published_methods("chess")
     with pytest.raises(DllmError, match="of 'd3llm/None'"):
-        published("d3llm/None")
+        published_methods("d3llm/None")
 
 
 # Ours
@@ -99,13 +99,13 @@ def test_a_benchmark_has_all_prompts_and_a_board_d3llm_s_alone():
 
 def test_our_samplers_are_curves_by_their_numbers():
     reports = [SLOW, FAST, report("topk:k=2,proxy=entropy", 0.8, 1.2, 32.0), report("eb:gamma=1", 0.1, 0.0, 0.0)]
-    found = curves(reports)
+    found = sampler_methods(reports)
     assert [(m.name, len(m.points)) for m in found] == [("topk", 2), ("topk:proxy=entropy", 1), ("eb", 1)]
     assert found[0].area(80.0) == pytest.approx(aup([0.7, 2.6], [76.0, 74.0], 80.0)) and found[2].area(80.0) is None
     assert found[1].area(80.0) == pytest.approx(aup([0.7, found[1].points[0].tokens_per_forward], [76.0, 80.0], 80.0))
-    assert curves(reports[1:])[1].area(80.0) is None, "of several tokens per forward alone"
+    assert sampler_methods(reports[1:])[1].area(80.0) is None, "of several tokens per forward alone"
     assert (found[0].fastest.accuracy, found[0].fastest.tokens_per_forward) == (74.0, 2.6)
-    table = rows([*found[:2], *published("d3llm/gsm8k-cot")], 80.0)
+    table = method_rows([*found[:2], *published_methods("d3llm/gsm8k-cot")], 80.0)
     assert [row["aup"] for row in table] == sorted((row["aup"] for row in table), reverse=True)
 
 

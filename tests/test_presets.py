@@ -253,7 +253,7 @@ def test_what_is_inherited(written):
         ("shots = 3", 'system = "Be brief."', "family/b/d: a raw prompt has no system message"),
         ("shots = 3", 'kind = "likelihood"', "family/b/d: a likelihood has no sampler"),
         ("value = 1.0", "tps = 1.0", "family/a: published.value is not set"),
-        ('name = "llada", ', "", "family/a: the sampler has no name; write one beside gen_length"),
+        ('name = "llada", ', "", "family/a: the sampler has no name"),
         ('"llada"', '"lada"', "family/a: no unmasking rule or preset is called 'lada'"),
         ("block_length = 32", "blok = 32", "family/b: sampler llada has no option 'blok'"),
         ("block_length = 32", 'block_length = "x"', "family/b: sampler llada: block_length 'x' is no whole number"),

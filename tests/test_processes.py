@@ -102,9 +102,9 @@ def test_others_than_the_first_keep_silent(monkeypatch, capsys):
     for process in (0, 1):
         monkeypatch.setattr(multihost, "index", lambda process=process: process)
         with meeting("host:1,2,0") as found:
-            assert processes_module.met() is found
+            assert processes_module.current_processes() is found
             print(f"I am {found.index}")
-        assert processes_module.met() is ALONE
+        assert processes_module.current_processes() is ALONE
     assert capsys.readouterr().out == "I am 0\n"
 
 
@@ -220,7 +220,7 @@ def test_programs_are_judged_once(together, monkeypatch):
     answers = [[f"right {i}", f"wrong {i}"] for i in range(3)] + [["right 3"]]
 
     def work(mine=ALONE):
-        processes_module._MET.set(mine)  # as `meeting` does
+        processes_module._CURRENT.set(mine)  # as `meeting` does
         return functions._run_answers(answers, [{}] * 4, lambda _, text: text)
 
     alone = work()

@@ -433,7 +433,7 @@ def places(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def marked(places, monkeypatch):
-    monkeypatch.setitem(running._surroundings()["environment"], "MARK", places["mark"])
+    monkeypatch.setitem(running._shared_job()["environment"], "MARK", places["mark"])
     monkeypatch.setenv("DLLM_SECRET", "1")
     yield
     wait_until(lambda: not left_of(places["mark"]))  # one that was killed is there until the system has time for it
@@ -475,10 +475,10 @@ def test_hostile_programs_fail(name, places):
 )
 def test_the_hunt_for_the_token_is_a_real_one(name, kept, leaky, monkeypatch):
     """It finds the token where the harness keeps it less well, and where there is but one."""
-    harness = running._surroundings()["harness"]
+    harness = running._shared_job()["harness"]
     assert kept in harness
-    monkeypatch.setitem(running._surroundings(), "harness", harness.replace(kept, leaky))
-    monkeypatch.setitem(running._surroundings(), "tokens", 1)
+    monkeypatch.setitem(running._shared_job(), "harness", harness.replace(kept, leaky))
+    monkeypatch.setitem(running._shared_job(), "tokens", 1)
     assert run_program(hunting(name), **PATIENT).passed
 
 
@@ -498,7 +498,7 @@ def unfiltered(monkeypatch, tmp_path):
 @confined
 def test_without_the_filter_of_calls_a_parents_memory_is_read(unfiltered, monkeypatch):
     """And a warning says, once, that there is none."""
-    monkeypatch.setitem(running._surroundings(), "tokens", 1)
+    monkeypatch.setitem(running._shared_job(), "tokens", 1)
     running._warn_unfiltered.cache_clear()
     with pytest.warns(UserWarning, match="none here"):
         assert run_program(hunting("the token in its parent's memory"), **PATIENT).passed
@@ -610,7 +610,7 @@ def test_many_programs_keep_their_order(capfd):
 
 def boxed(code, *prefix, **changes):
     """Popen of a box, for what cannot be had by `run_program`."""
-    job = running._surroundings() | PATIENT | {"unsafe": False, "code": textwrap.dedent(code)} | changes
+    job = running._shared_job() | PATIENT | {"unsafe": False, "code": textwrap.dedent(code)} | changes
     pipe = subprocess.Popen(
         [*prefix, *job["python"], str(running._BOX)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ
     )
@@ -646,7 +646,7 @@ def test_where_no_box_can_be_had(monkeypatch):
     none = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"'
     answer = json.load(boxed("pass", *as_root("unshare", "--user", "--map-root-user"), "sh", "-c", none, "sh").stdout)
     assert answer == {"refused": "unshare: No space left on device"}
-    monkeypatch.setattr(running, "_boxed", lambda *_: answer)
+    monkeypatch.setattr(running, "_run_box", lambda *_: answer)
     with pytest.raises(DllmError, match=r"cannot confine a program \(unshare: No space.*unsafe"):
         run_program("pass")
 

@@ -16,7 +16,7 @@ from dllm_jax import DllmError
 from evals import __main__ as cli
 from evals.extraction import chosen_letter, last_number
 from evals.paper_figures import FIGURES
-from evals.runner import prepare
+from evals.runner import prepare_batches
 from evals.tasks import Example, TextTask, WordProblems, make_task
 from evals.tasks.text import Question, write_questions
 from samplers import generate
@@ -257,7 +257,7 @@ def test_commands_take_a_file(solver, tmp_path, capsys):
 
 def test_a_file_is_scored_whole_unless_a_number_is_said(llada_tiny, file):
     path = file(*[SUM] * 3)
-    batches = [prepare(llada_tiny, f"text:file={path}", "topk", n, 2, 0, "test")[1] for n in (None, 2, 9)]
+    batches = [prepare_batches(llada_tiny, f"text:file={path}", "topk", n, 2, 0, "test")[1] for n in (None, 2, 9)]
     assert [len(found.examples) for found in batches] == [3, 2, 3]
     with pytest.raises(DllmError, match="task text has no tokens to learn; train on"):
         make_task(f"text:file={path}").source("train")

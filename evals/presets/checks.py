@@ -43,19 +43,19 @@ def known_tasks() -> Mapping[str, frozenset[str]]:
     except ImportError:
         raise DllmError("the tasks are lm-eval's; install it by pip install 'dllm_jax[lm-eval]'") from None
     own = str(TASKS_FOLDER) if TASKS_FOLDER.is_dir() else None
-    return {name: _reported(entry.cfg or {}) for name, entry in TaskManager(include_path=own).task_index.items()}
+    return {name: _metrics_of(entry.cfg or {}) for name, entry in TaskManager(include_path=own).task_index.items()}
 
 
-def _reported(config: Mapping[str, Any]) -> frozenset[str]:
+def _metrics_of(config: Mapping[str, Any]) -> frozenset[str]:
     """The metrics of a task or a group, as the results name them; none of what has none of its own, such as a tag."""
     listed = lambda value: value if isinstance(value, list) else [value]
     found = listed(config.get("aggregate_metric_list" if "group" in config else "metric_list") or [])
     own = [one["name"] for one in config.get("filter_list") or [{"name": "none"}]]
     filters = lambda one: listed(one.get("filter_list", "none")) if "group" in config else own
-    return frozenset(f"{name},{which}" for one in found for name in _named(one) for which in filters(one))
+    return frozenset(f"{name},{which}" for one in found for name in _names_of_metric(one) for which in filters(one))
 
 
-def _named(metric: Mapping[str, Any]) -> list[str]:
+def _names_of_metric(metric: Mapping[str, Any]) -> list[str]:
     """The names under which a metric is reported: a function's own, or one for each k."""
     if "k" in metric:
         return [f"pass@{k}" for k in metric["k"]]
@@ -74,8 +74,8 @@ def check(preset: Preset, tasks: Mapping[str, Collection[str]] | None = None) ->
         where = f"evals/harness/tasks/{preset.task}.yaml" if preset.task.startswith("dllm_") else "lm-eval"
         found.append(f"there is no task {preset.task!r} in {where}")
     elif unknown := sorted(set(preset.metrics) - set(tasks[preset.task])):
-        told = ", ".join(sorted(tasks[preset.task])) or "nothing of its own"
-        found.append(f"task {preset.task} does not report {unknown[0]!r}; it reports {told}")
+        metrics = ", ".join(sorted(tasks[preset.task])) or "nothing of its own"
+        found.append(f"task {preset.task} does not report {unknown[0]!r}; it reports {metrics}")
     if config_of(preset) is None:
         found.append(f"model {preset.model!r} is unknown; its size belongs into evals/presets/checks.py")
     found += [] if preset.metrics else ["no metric is named; write what lm-eval reports, such as exact_match,none"]

@@ -130,7 +130,7 @@ class Preset:
 
     @property
     def hash(self) -> str:
-        """Of everything that changes an answer: neither what is known of it nor how many are asked for."""
+        """A hash of everything that changes an answer: neither of what is published nor of the number of problems."""
         settings = {name: getattr(self, name) for name in ("kind", *_PROMPT, *_OF_KIND[self.kind])}
         if self.kind == "generate":
             settings["sampler"] = all_options(self.spec)

@@ -99,7 +99,7 @@ def _merged(layers: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _all(kind: type, key: str, layers: list[dict[str, Any]]) -> list[Any]:
-    """What the layers say of a key; nothing where one of them says something of another type."""
+    """The values of a key in the layers; none if one of them has another type."""
     found = [layer[key] for layer in layers if key in layer]
     return found if all(isinstance(value, kind) for value in found) else []
 
@@ -118,5 +118,5 @@ def _preset(name: str, values: Mapping[str, Any]) -> Preset:
 def _spec(name: str, table: Mapping[str, Any]) -> str:
     options = {option: spec.format_value(value) for option, value in table.items() if option != "name"}
     if "name" not in table:
-        raise DllmError(f"{name}: the sampler has no name; write one beside {', '.join(options)}")
+        raise DllmError(f"{name}: the sampler has no name; write one next to {', '.join(options)}")
     return str(read_options(table["name"], options))

@@ -2,14 +2,14 @@
 
 A job comes as JSON on standard input, and the outcome goes as JSON to standard output. Three processes take part:
 
-    outside     makes the namespaces, and waits; whoever ends it ends everything
+    outside     makes the namespaces, and waits; its end ends everything
     keeper      process 1 of the new PID namespace: builds the file system, watches the clock, memory and the number
                 of processes, and judges; when it ends, the kernel ends everything in the namespace
     program     `program.py`, without privileges, in a session of its own, behind a filter of calls
 
 The file system holds the interpreter, its libraries and the installed packages, read-only, and one empty folder in
 memory. The old one is not hidden but gone: nothing that is not named in the job can be read. There is no /proc, no
-network interface that is up, and no process to be seen but the program's own.
+network interface that is up, and no process is visible but the program's own.
 """
 
 import contextlib
@@ -83,7 +83,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Refused(Exception):
-    """A part of the box could not be had."""
+    """A part of the box is not available."""
 
 
 def main() -> None:
@@ -94,27 +94,27 @@ def main() -> None:
             if sys.platform == "linux":
                 die_with_parent()
                 call("prctl", SUBREAPER, 1)  # what the program leaves behind becomes a child of this process
-            tell(judge(job, job["folder"], None, None))
+            print_outcome(run_and_judge(job, job["folder"], None, None))
             return
         die_with_parent()
         user = separate()
         if keeper := os.fork():
             _, status = os.waitpid(keeper, 0)
             if os.WIFSIGNALED(status):
-                tell(failed("its box was ended"))
+                print_outcome(failure("its box was ended"))
             return
         die_with_parent()
-        tell(judge(job, WORK, build(job), user))
+        print_outcome(run_and_judge(job, WORK, build_root(job), user))
         os._exit(0)
     except Refused as error:
-        tell({"refused": str(error)})
+        print_outcome({"refused": str(error)})
 
 
-def tell(outcome: dict[str, Any]) -> None:
+def print_outcome(outcome: dict[str, Any]) -> None:
     print(json.dumps(outcome), flush=True)
 
 
-def failed(reason: str) -> dict[str, Any]:
+def failure(reason: str) -> dict[str, Any]:
     return {"passed": False, "reason": reason, "seconds": 0.0}
 
 
@@ -137,7 +137,7 @@ def separate() -> int | None:
     """Leaves the namespaces of the machine; the next child is process 1 of a new one.
 
     Returns:
-        The user that the program is to run as: one that nobody is, of its own so that its processes are counted alone.
+        The user that the program is to run as: an unused one, so that its processes are counted alone.
         None without the right to become another; the program is then the same user in a user namespace of its own.
     """
     with contextlib.suppress(Refused):
@@ -161,7 +161,7 @@ def knows_all_users() -> bool:
         return file.read().split() == ["0", "0", str(2**32 - 1)]
 
 
-def build(job: dict[str, Any]) -> int:
+def build_root(job: dict[str, Any]) -> int:
     """Puts the new file system together and moves into it.
 
     Returns:
@@ -178,9 +178,9 @@ def build(job: dict[str, Any]) -> int:
     for path in sorted(job["readable"], key=len):
         if not any(path.startswith(f"{other}/") for other in held):
             held.append(path)
-            show(path)
+            expose(path)
     for name in DEVICES:
-        show(f"/dev/{name}", device=True)
+        expose(f"/dev/{name}", device=True)
     for name in (WORK, "/proc"):
         os.makedirs(name)
     call("mount", "tmpfs", WORK, "tmpfs", NOSUID | NODEV | NOEXEC, f"size={job['files']},nr_inodes=1000,mode=777")
@@ -203,8 +203,8 @@ def pivot_root_number() -> int:
     return numbers[machine]
 
 
-def show(path: str, device: bool = False) -> None:
-    """Lets a path of the old file system be seen in the new one, at the same place."""
+def expose(path: str, device: bool = False) -> None:
+    """Makes a path of the old file system visible in the new one, at the same place."""
     old = f"/old{path}"
     if not os.path.lexists(old):
         return
@@ -227,8 +227,8 @@ def read_only(path: str, flags: int) -> None:
     call("mount_setattr", AT_FDCWD, path, flags, ctypes.byref(attributes), size, number=MOUNT_SETATTR)
 
 
-def judge(job: dict[str, Any], folder: str, proc: int | None, user: int | None) -> dict[str, Any]:
-    """Runs the program until it ends or has had enough, ends all that it started, and says what came of it.
+def run_and_judge(job: dict[str, Any], folder: str, proc: int | None, user: int | None) -> dict[str, Any]:
+    """Runs the program until it ends or exceeds a limit, ends all that it started, and returns the outcome.
 
     It has passed if, and only if, one of many tokens came back: `program.py` sends it once the code has run to its end.
 
@@ -236,7 +236,7 @@ def judge(job: dict[str, Any], folder: str, proc: int | None, user: int | None) 
         Refused: when it cannot be started.
     """
     if sys.platform == "linux":
-        call("prctl", DUMPABLE, 0, 0, 0, 0)  # whoever is the same user cannot read this process, which has the tokens
+        call("prctl", DUMPABLE, 0, 0, 0, 0)  # a process of the same user cannot read this one, which has the tokens
     tokens = [os.urandom(16).hex().encode() for _ in range(job["tokens"])]
     believed = secrets.randbelow(len(tokens))
     answers, verdict = os.pipe()
@@ -250,8 +250,8 @@ def judge(job: dict[str, Any], folder: str, proc: int | None, user: int | None) 
         with contextlib.suppress(BrokenPipeError), program.stdin as pipe:  # type: ignore[union-attr]
             pipe.write(believed.to_bytes(2, "big") + b"".join(tokens) + job["code"].encode("utf-8", "surrogatepass"))
         while status is None and not excess:
-            message = received(answers, message, WATCHED_EVERY)
-            status = reaped(program.pid)
+            message = receive(answers, message, WATCHED_EVERY)
+            status = reap(program.pid)
             if status is None:
                 excess = too_much(job, time.monotonic() - started, proc, queued)
             elif processor_time([]) > job["seconds"]:
@@ -260,9 +260,9 @@ def judge(job: dict[str, Any], folder: str, proc: int | None, user: int | None) 
         excess = f"its box broke ({error})"
     seconds = time.monotonic() - started
     end_all(program.pid, confined=proc is not None)
-    message = received(answers, message, 0)
+    message = receive(answers, message, 0)
     passed = status == 0 and message == tokens[believed] and not excess
-    reason = "" if passed else excess or told(status, message)
+    reason = "" if passed else excess or failure_reason(status, message)
     return {"passed": passed, "reason": reason, "seconds": seconds, "unfiltered": "" if job["unsafe"] else unfiltered}
 
 
@@ -324,13 +324,13 @@ def filter_of_calls() -> tuple[bytes, str]:
     steps += [(jump_from, 0, 1, 0x40000000), (answer, 0, 0, refuse)]  # the second table of x86_64, "x32"
     for numbers in REFUSED_CALLS.values():
         steps += [(jump_if, 0, 1, numbers[column]), (answer, 0, 0, refuse)]
-    steps += [(jump_if, 0, 1, CLONE3), (answer, 0, 0, absent)]  # its flags cannot be seen; C libraries then take clone
+    steps += [(jump_if, 0, 1, CLONE3), (answer, 0, 0, absent)]  # its flags are hidden; C libraries then take clone
     steps += [(jump_if, 0, 3, CLONE[column]), (load, 0, 0, 16), (jump_any, 0, 1, NEW_NAMESPACES)]
     steps += [(answer, 0, 0, refuse), (answer, 0, 0, allow)]
     return b"".join(struct.pack("=HBBI", *step) for step in steps), ""
 
 
-def received(answers: int, message: bytes, wait: float) -> bytes:
+def receive(answers: int, message: bytes, wait: float) -> bytes:
     """The message with what the program has sent since, for which this waits. Too much of it is dropped."""
     if select.select([answers], [], [], wait)[0]:
         if more := os.read(answers, LONGEST_MESSAGE):
@@ -339,8 +339,8 @@ def received(answers: int, message: bytes, wait: float) -> bytes:
     return message
 
 
-def reaped(program: int) -> int | None:
-    """Takes leave of processes that ended, orphans among them; the program's status once it is one of them."""
+def reap(program: int) -> int | None:
+    """Waits for processes that ended, orphans among them; the program's status once it is one of them."""
     for _ in range(100):
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == program:
@@ -351,7 +351,7 @@ def reaped(program: int) -> int | None:
 
 
 def too_much(job: dict[str, Any], seconds: float, proc: int | None, queued: dict[str, float]) -> str:
-    """What the program and all that it started has had too much of: time, memory or processes.
+    """The limit that the program and all that it started exceed: time, memory or processes; "" for none.
 
     Time is that of the processor, so that a program passes however busy the machine is. The bound by the clock is for
     those that wait, and leaves out what they waited for a processor.
@@ -436,12 +436,12 @@ def children() -> list[int]:
         return []
 
 
-def told(status: int | None, message: bytes) -> str:
-    """Why it failed: by its own word, which may be a lie, or by how it ended."""
+def failure_reason(status: int | None, message: bytes) -> str:
+    """Why it failed: its own message, which may be a lie, or how it ended."""
     if status is not None and os.WIFSIGNALED(status):
         return f"it was ended by {signal.Signals(os.WTERMSIG(status)).name}"
-    said = "".join(c if c.isprintable() else " " for c in message.decode(errors="replace"))
-    return said[:300].strip() or "it ended before its tests did"
+    text = "".join(c if c.isprintable() else " " for c in message.decode(errors="replace"))
+    return text[:300].strip() or "it ended before its tests did"
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def steps(verdict: int, tokens: int) -> tuple[Callable[[], Any], ...]:
 
     def refuse(event: str, _: tuple[Any, ...]) -> None:
         if event in lists:
-            raise RuntimeError(f"{event} is not to be had here")
+            raise RuntimeError(f"{event} is not available here")
 
     sys.addaudithook(refuse)
     return partial(exec, compiled, vars(module)), send, partial(os._exit, 0), *sends

@@ -40,7 +40,7 @@ _ENVIRONMENT = {
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What came of a program.
+    """The outcome of a program.
 
     Attributes:
         passed: the code, tests included, ran to its end within its limits.
@@ -69,7 +69,7 @@ def run_program(
     of other processes and no privileges; what it prints is dropped. `docs/code-tasks.md` says what confines it.
 
     Args:
-        code: the program, with its tests behind it. `__name__` is not "__main__", as where code is run by `exec`.
+        code: the program, followed by its tests. `__name__` is not "__main__", as where code is run by `exec`.
         seconds: of the processor, for all its processes together, so that other load fails no program.
         wall: seconds by the clock for programs that wait, without those that they wait for a processor; by default ten
             times `seconds`. Ten times this is the end in any case.
@@ -89,16 +89,16 @@ def run_program(
     if not unsafe and sys.platform != "linux":
         raise DllmError(f"programs can be confined on Linux only, not on {sys.platform}; {_ADVICE}")
     limits = {"seconds": seconds, "wall": wall, "memory": memory, "files": files, "processes": processes}
-    job = _surroundings() | limits | {"unsafe": unsafe, "code": code}
+    job = _shared_job() | limits | {"unsafe": unsafe, "code": code}
     if not unsafe:
-        return _outcome(_boxed(job))
+        return _outcome_of(_run_box(job))
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        return _outcome(_boxed(job | {"folder": folder}))
+        return _outcome_of(_run_box(job | {"folder": folder}))
 
 
 @cache
 def require_box(unsafe: bool = False) -> None:
-    """Sees, once per process, that programs can be run at all, so that nothing long is done in vain.
+    """Checks, once per process, that programs can be run at all, before anything long begins.
 
     Raises:
         DllmError: where they cannot, as `run_program`.
@@ -132,12 +132,12 @@ def run_programs(
             raise
 
 
-_ADVICE = "run them on Linux; if you trust who wrote them, say unsafe=True, or DLLM_UNSAFE_PROGRAMS=1 for the tasks"
+_ADVICE = "run them on Linux; if you trust their author, pass unsafe=True, or DLLM_UNSAFE_PROGRAMS=1 for the tasks"
 
 
 @cache
-def _surroundings() -> dict[str, Any]:
-    """What every job says alike: the interpreter, what it may read, and its environment.
+def _shared_job() -> dict[str, Any]:
+    """What all jobs share: the interpreter, what it may read, and its environment.
 
     Its `site` is left out (-S): packages are to be imported from, but their start-up files are not to run.
     """
@@ -155,7 +155,7 @@ def _surroundings() -> dict[str, Any]:
     }
 
 
-def _boxed(job: dict[str, Any]) -> dict[str, Any]:
+def _run_box(job: dict[str, Any]) -> dict[str, Any]:
     """Runs `box.py`; nothing of it is left when this returns, in whatever way."""
     longest = 10 * job["wall"] + _STARTING
     box = subprocess.Popen(
@@ -182,7 +182,7 @@ def _boxed(job: dict[str, Any]) -> dict[str, Any]:
     return json.loads(answer) if answer else {"refused": lines[-1] if lines else "its box ended without a word"}
 
 
-def _outcome(answer: dict[str, Any]) -> Outcome:
+def _outcome_of(answer: dict[str, Any]) -> Outcome:
     if "refused" in answer:
         raise DllmError(f"this system cannot confine a program ({answer['refused']}); {_ADVICE}")
     if why := answer.pop("unfiltered", ""):

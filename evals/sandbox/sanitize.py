@@ -1,6 +1,6 @@
-"""The post-processing behind published HumanEval numbers of Dream-Base, Fast-dLLM and D2F ("sanitize").
+"""The post-processing of published HumanEval numbers of Dream-Base, Fast-dLLM and D2F ("sanitize").
 
-Of a text that has code in it stays what the function that is asked for needs: among the first lines the longest run
+Of a text with code, what the entry point needs stays: among the first lines the longest run
 that is Python, and of that the imports and the definitions that the entry point reaches. Where the model repeats the
 signature that it was given, the first one has no `return`, and goes.
 """
@@ -26,9 +26,9 @@ def sanitize(text: str, entry_point: str | None = None) -> str:
     body = _longest_code(text.replace("\t", "    ").split("\n")[:_LINES]).body
     imports = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
     defined = {name: node for node in body for name in _names(node)}  # the last one counts, as it does in Python
-    reached = set(defined) if entry_point is None else _reached(entry_point, defined)
-    kept = imports + [node for name, node in defined.items() if name in reached]
-    ordered = sorted({id(node): node for node in kept}.values(), key=body.index)
+    reached = set(defined) if entry_point is None else _reachable(entry_point, defined)
+    wanted = imports + [node for name, node in defined.items() if name in reached]
+    ordered = sorted({id(node): node for node in wanted}.values(), key=body.index)
     try:
         return "\n".join(ast.unparse(node) for node in ordered)
     except RecursionError:
@@ -40,7 +40,7 @@ def _longest_code(lines: list[str]) -> ast.Module:
     filled = list(itertools.accumulate((bool(line.strip()) for line in lines), initial=0))
     runs = [(filled[end] - filled[start], -start, -end) for start, end in _runs(lines)]
     for _, start, end in sorted(runs, reverse=True):
-        if (found := _parsed("\n".join(lines[-start:-end]))) is not None:
+        if (found := _parse("\n".join(lines[-start:-end]))) is not None:
             return found
     return ast.Module([], [])
 
@@ -52,7 +52,7 @@ def _runs(lines: list[str]) -> Iterator[tuple[int, int]]:
             yield from ((start, end + 1) for end in range(start, len(lines)) if lines[end].strip())
 
 
-def _parsed(code: str) -> ast.Module | None:
+def _parse(code: str) -> ast.Module | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of escapes that are none
@@ -75,7 +75,7 @@ def _names(node: ast.stmt) -> list[str]:
     return []
 
 
-def _reached(entry_point: str, defined: dict[str, ast.stmt]) -> set[str]:
+def _reachable(entry_point: str, defined: dict[str, ast.stmt]) -> set[str]:
     reached, ahead = set[str](), [entry_point]
     while ahead:
         name = ahead.pop()

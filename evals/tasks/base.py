@@ -37,7 +37,7 @@ class Example:
         prompt_ids: [P] int32, never masked; may be empty.
         answer_ids: [A] int32, the canvas as it should become, with an end token where the task has one; empty where
             many answers may be right.
-        given: [A] bool, positions of the answer that the model is told (a Sudoku's clues); None where none is.
+        given: [A] bool, positions of the answer that the model is given (a Sudoku's clues); None for none.
         problem: the canonical problem, which decides the split and is all that a verifier needs.
     """
 
@@ -54,7 +54,7 @@ class Example:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What a verifier says of an answer.
+    """A verifier's verdict on an answer.
 
     Attributes:
         correct: the final answer is right; this is what accuracy counts.
@@ -88,7 +88,7 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def verify(self, example: Example, ids: Ids) -> Verdict:
-        """Judges an answer, given up to and without its end; never raises, whatever the ids."""
+        """The verdict on an answer, given up to and without its end; never raises, whatever the ids."""
 
     def partial(self, example: Example, ids: Ids) -> float:
         """Share of the positions to be generated that are as in the reference: what training by rewards may be given
@@ -128,7 +128,7 @@ class Task(abc.ABC):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """Texts that end an answer, which they are no part of, besides the model's end tokens."""
+        """Texts that end an answer and are no part of it, besides the model's end tokens."""
         return ()
 
     def count(self, split: str) -> int | None:
@@ -157,7 +157,7 @@ class Task(abc.ABC):
         return Source(self, split)
 
     def __str__(self) -> str:
-        """The task as it is written on the command line, with what is not as usual."""
+        """The task as it is written on the command line, with the options that differ from the defaults."""
         fields = [field for field in dataclasses.fields(self) if field.repr]  # type: ignore[arg-type]
         changed = [field.name for field in fields if getattr(self, field.name) != field.default]
         options = ",".join(f"{name}={spec.format_value(getattr(self, name))}" for name in changed)

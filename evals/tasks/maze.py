@@ -1,4 +1,4 @@
-"""Mazes: the path between two cells of a random spanning tree, told as a shuffled list of edges.
+"""Mazes: the path between two cells of a random spanning tree, written as a shuffled list of edges.
 
 The "DFS mazes" of arXiv 2412.05117 as EB-Sampler's Figure 6 uses them (arXiv 2505.24857). One token per item:
 

@@ -5,7 +5,7 @@ clues and line ends are given, the blanks are masks. The number of blanks is dra
 
 Ids: 0 the end token (never on a board), 1 to 9 the digits, 10 the end of a line, 11 the start token, 12 the mask.
 
-Candidates are kept as one big integer per digit with a bit per cell, so that all cells of the board are looked at in a
+Candidates are kept as one big integer per digit with a bit per cell, so that all cells of the board are checked in a
 handful of operations; a puzzle stays unique without a clue when no solution has another digit there.
 """
 
@@ -84,7 +84,7 @@ class Sudoku(DrawnTask):
 
     @property
     def blank_range(self) -> tuple[int, int]:
-        """Fewest and most blanks that are asked for."""
+        """Fewest and most blanks."""
         cells = self.size**2
         return self.blanks or (round(0.37 * cells), round(0.68 * cells))
 
@@ -217,14 +217,14 @@ class Grid:
 
     def candidates(self, cells: Sequence[int]) -> list[int]:
         """What the clues leave open."""
-        placed, seen, filled = [0] * self.size, [0] * self.size, 0
+        placed, blocked, filled = [0] * self.size, [0] * self.size, 0
         for cell, digit in enumerate(cells):
             if digit:
                 placed[digit - 1] |= 1 << cell
-                seen[digit - 1] |= self.peers[cell]
+                blocked[digit - 1] |= self.peers[cell]
                 filled |= 1 << cell
         blank = self.full & ~filled
-        return [blank & ~seen[digit] | placed[digit] for digit in range(self.size)]
+        return [blank & ~blocked[digit] | placed[digit] for digit in range(self.size)]
 
     def can_go(self, clues: Sequence[int], cell: int) -> bool:
         """Whether the solution stays the only one without the clue in this cell."""

@@ -1,4 +1,4 @@
-"""One's own questions: a file of JSON lines, each with a prompt and the answers that are right.
+"""Your own questions: a file of JSON lines, each with a prompt and the answers that are right.
 
     python -m evals run --model DIR --task text:file=questions.jsonl,score=number --sampler threshold
 
@@ -57,17 +57,17 @@ class TextTask(Task):
 
     Attributes:
         file: JSON lines with "prompt" or "messages", and "target", a text or a list of them; "split" is one of train,
-            validation and test, which is where a line is that says nothing. Other keys are for the reader.
+            validation and test, by default "test". Other keys are for the reader.
         chat: put a prompt that is a text into the model's chat template, as the user's message.
         system: a system message in front of the conversation.
         score: when an answer is right. "exact": it is a target, spaces around it apart. "contains": a target is part of
             it. "number": its last number is the last one of a target. "choice": the letter that it chooses, the one
-            behind "answer is" or else the first that stands alone, is a target. "regex:PATTERN": what the pattern's
-            first group, or else the whole pattern, first finds is a target. "MODULE:FUNCTION": what a function of the
-            answer and a tuple of the targets says, True or False.
+            after "answer is" or else the first that stands alone, is a target. "regex:PATTERN": what the pattern's
+            first group, or else the whole pattern, first finds is a target. "MODULE:FUNCTION": a function of the
+            answer and a tuple of the targets says True or False.
         gen_length: positions to generate.
         stop: texts that end an answer, with | between them; \\n, \\t and \\\\ are a new line, a tab and a backslash.
-        questions: the file's, which is read if nothing is given.
+        questions: the file's, which is read by default.
         model: in whose tokens the examples are, see `bind`; without one they have no token ids.
     """
 
@@ -97,7 +97,7 @@ class TextTask(Task):
         check_index("index", index)
         last = self.count(split) - 1
         if index > last:
-            raise DllmError(f"index is {index}, but {self._told(split)}; the last index is {last}")
+            raise DllmError(f"index is {index}, but {self._describe_split(split)}; the last index is {last}")
         question = self._of(split)[index]
         ids = [] if self.model is None else self._encoded(question, self.model)
         return Example(np.array(ids, np.int32), np.zeros(0, np.int32), problem=question)
@@ -105,7 +105,7 @@ class TextTask(Task):
     def count(self, split: str) -> int:
         if not self._of(split):
             advice = f'give some lines "split": "{split}", or take a split that has some'
-            raise DllmError(f"{self._told(split)}; {advice}")
+            raise DllmError(f"{self._describe_split(split)}; {advice}")
         return len(self._of(split))
 
     def verify(self, example: Example, ids: Ids) -> Verdict:
@@ -172,7 +172,7 @@ class TextTask(Task):
         check_split(split)
         return [question for question in self._all if question.split == split]
 
-    def _told(self, split: str) -> str:
+    def _describe_split(self, split: str) -> str:
         counts = {name: len(self._of(name)) for name in SPLITS}
         every = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
         return f"{self.file} has {counts[split] or 'no'} {split} lines (of all: {every})"
@@ -188,7 +188,7 @@ class TextTask(Task):
         return score_of(self.score)
 
     def _check(self) -> None:
-        """Refuses targets that no answer could be right by, and functions that cannot be asked."""
+        """Refuses targets that no answer could be right by, and functions that fail."""
         fits, complaint = _NEEDS.get(self.score, (lambda target: True, ""))
         for question in self._all:
             for target in question.targets:
@@ -241,7 +241,7 @@ def _question(entry: Mapping[str, Any], where: str) -> Question:
 
 
 def write_questions(task: Task, file: str | Path, *, ask: str = "{}", **counts: int) -> Path:
-    """Writes a task's problems as questions that any model can be asked, with the reference as the target.
+    """Writes a task's problems as questions for any model, with the reference as the target.
 
     Args:
         task: one whose problems are words, such as `WordProblems`; not bound to a model.

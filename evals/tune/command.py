@@ -13,7 +13,7 @@ from dllm_jax.json_lines import JsonLines
 from dllm_jax.storage import write_file
 from evals import files, flags, plots
 from evals.models import Models
-from evals.runner import surroundings
+from evals.runner import environment_of
 from evals.sampler import SamplerConfig, all_samplers, parse_sampler, parse_samplers, read_grid
 from evals.tasks import Task, make_task
 from evals.tune.scorer import TuneScorer, digest_of
@@ -113,7 +113,7 @@ def _tune(options: argparse.Namespace) -> None:
     settings |= {"samplers": digest_of(scorer.samplers), "problems": scorer.problems}
     with JsonLines(folder / "outcomes.jsonl") as output:
         scorer.attach_file(output, settings)
-        about, printed = {**settings, **surroundings(models.of(reference))}, 0
+        about, printed = {**settings, **environment_of(models.of(reference))}, 0
         for found in search(scorer, reference, scorer.samplers, scorer.goal):
             _write(folder, found, about)
             print(_summary(found.trials[printed:]), flush=True)

@@ -13,7 +13,7 @@ from dllm_jax.checkpoints import checkpoint
 from dllm_jax.errors import DllmError
 from dllm_jax.storage import write_file
 from evals import files
-from evals.runner import draw
+from evals.runner import draw_examples
 from evals.tasks import DrawnTask, Example, Task
 
 
@@ -34,7 +34,7 @@ def draw_different(
         The examples, fewer where there are no more, and how many were left out before.
     """
     found, drawn_before = list[Example](), 0
-    while len(found) < n and (drawn := draw(task, split, n - len(found), progress, drawn_before)):
+    while len(found) < n and (drawn := draw_examples(task, split, n - len(found), progress, drawn_before)):
         drawn_before, before = drawn_before + len(drawn), len(found)
         for example, own in zip(drawn, hashes_of(task, drawn), strict=True):
             if own not in taken:

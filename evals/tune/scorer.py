@@ -10,7 +10,7 @@ from dllm_jax.errors import DllmError
 from dllm_jax.json_lines import JsonLines
 from dllm_jax.params.quantized import dtype_label
 from evals.models import Models
-from evals.runner import prepare, run
+from evals.runner import prepare_batches, run
 from evals.sampler import SamplerConfig
 from evals.tasks import Example, Task
 from evals.tune.held_out import HeldOutRecord, draw_different, hashes_of
@@ -62,7 +62,7 @@ class TuneScorer:
         different = dict[Any, tuple[SamplerConfig, Any]]()  # with what was built, which keeps the ids in the keys alive
         for sampler in (reference, *samplers):
             for split, examples in self._examples(sampler).items():
-                batches = prepare(models, task, sampler, None, batch_size, seed, split, examples=examples)[1]
+                batches = prepare_batches(models, task, sampler, None, batch_size, seed, split, examples=examples)[1]
             numbers = tuple(float(number) for number in numbers_of(batches.sampler))
             key = (id(batches.model), program_of(batches.sampler), numbers)
             different.setdefault(key, (sampler, batches.sampler))

@@ -1,7 +1,7 @@
-"""What the YAML files beside this one name by `!function`: how documents are prepared, and answers judged.
+"""The functions that the YAML files next to this one name by `!function`: they prepare documents and score answers.
 
-Programs run in the box of `evals.sandbox`, all of a task together. Where the machine has no box to offer, the task is
-refused before anything is generated, unless the environment says DLLM_UNSAFE_PROGRAMS=1.
+Programs run in the box of `evals.sandbox`, all of a task together. If the machine has no box, the task is refused
+before anything is generated, unless the environment has DLLM_UNSAFE_PROGRAMS=1.
 """
 
 import os
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dllm_jax.errors import DllmError
-from evals.distributed import met
+from evals.distributed import current_processes
 from evals.extraction import (
     before_fence,
     begin_done,
@@ -45,12 +45,12 @@ def _run_answers(answers: Answers, documents: Sequence[Doc], program: Callable[[
     """Filter: of each answer the program that was made of it, whether it passed, and why not. Processes that share an
     evaluation share the programs, so that each is run once."""
     programs = [program(doc, text) for texts, doc in zip(answers, documents, strict=True) for text in texts]
-    found = iter(met().each(programs, _run))
+    found = iter(current_processes().each(programs, _run))
     return [[next(found) for _ in texts] for texts in answers]
 
 
 def _run(programs: Sequence[str]) -> list[Doc]:
-    outcomes = run_programs(programs, unsafe=_unsafe(), progress=None if met().first else False)
+    outcomes = run_programs(programs, unsafe=_unsafe(), progress=None if current_processes().first else False)
     pairs = zip(programs, outcomes, strict=True)
     return [{"program": code, "passed": o.passed, "reason": o.reason} for code, o in pairs]
 
@@ -62,7 +62,7 @@ def pass_at_1(_: Doc, results: Sequence[Sequence[Doc]]) -> dict[str, float]:
 
 
 def humaneval_oc(answers: Answers, documents: Sequence[Doc]) -> list[list[Doc]]:
-    """The stub, and behind it the first fenced block, which repeats the signature."""
+    """The stub, and after it the first fenced block, which repeats the signature."""
     return _run_answers(answers, documents, lambda doc, text: _humaneval(doc, doc["prompt"] + first_fence(text)))
 
 
@@ -72,7 +72,7 @@ def humaneval_sanitize(answers: Answers, documents: Sequence[Doc]) -> list[list[
 
 
 def humaneval_prefixed(answers: Answers, documents: Sequence[Doc]) -> list[list[Doc]]:
-    """The stub that the prompt ends with, what was written behind it up to the closing fence, sanitized."""
+    """The stub that the prompt ends with, what was written after it up to the closing fence, sanitized."""
     return _run_answers(answers, documents, lambda doc, text: _humaneval(doc, _sanitized(doc, before_fence(text))))
 
 
@@ -95,7 +95,7 @@ def mbpp_sanitize(answers: Answers, documents: Sequence[Doc]) -> list[list[Doc]]
 
 
 def mbpp_prefixed(answers: Answers, documents: Sequence[Doc]) -> list[list[Doc]]:
-    """What was written behind the opening fence of the prompt."""
+    """What was written after the opening fence of the prompt."""
     return _run_answers(answers, documents, lambda doc, text: _mbpp(doc, before_fence(text)))
 
 
@@ -107,7 +107,7 @@ def mbpp_llada_moe(answers: Answers, documents: Sequence[Doc]) -> list[list[Doc]
 
 
 def _mbpp(doc: Doc, code: str) -> str:
-    """Set-up stands behind the code, whose classes it uses."""
+    """Set-up follows the code, whose classes it uses."""
     return "\n".join([code, *doc.get("test_imports", ()), doc.get("test_setup_code", ""), *doc["test_list"], ""])
 
 
@@ -125,7 +125,7 @@ def every_split(path: str, name: str | None = None, data_files: Any = None, **_:
 
 
 def number(doc: Doc, results: Sequence[str]) -> dict[str, float]:
-    """Whether the last number before a next question is that behind the reference's "####" (`process_results`)."""
+    """Whether the last number before a next question is the one after the reference's "####" (`process_results`)."""
     found, wanted = last_bare_number(results[0]), doc["answer"].rpartition("####")[2].replace(",", "")
     return {"exact_match": float(found is not None and abs(float(found) - float(wanted)) < 1e-6)}
 
@@ -152,12 +152,12 @@ def letters(answers: Answers, documents: Sequence[Doc]) -> list[list[str]]:
 
 
 def letters_behind_answer(answers: Answers, _: Sequence[Doc]) -> list[list[str]]:
-    """Filter: the letter behind "ANSWER:", of up to ten options."""
+    """Filter: the letter after "ANSWER:", of up to ten options."""
     return [[stated_letter(text, "ANSWER:", "ABCDEFGHIJ") or "" for text in texts] for texts in answers]
 
 
 def letters_behind_correct_answer(answers: Answers, _: Sequence[Doc]) -> list[list[str]]:
-    """Filter: the letter behind "The correct answer is", of four."""
+    """Filter: the letter after "The correct answer is", of four."""
     return [[stated_letter(text, "The correct answer is", "ABCD") or "" for text in texts] for texts in answers]
 
 
