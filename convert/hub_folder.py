@@ -11,7 +11,7 @@ from dllm_jax.families import HubConfig
 from dllm_jax.text.tokenizer import TOKENIZER_FILES
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
-# Copied beside converted weights. Names, not endings: nothing that could be code or a pickle slips in.
+# Copied along with converted weights. Names, not endings: nothing that could be code or a pickle slips in.
 COPIED_FILES = (*TOKENIZER_FILES, GENERATION_FILE, checkpoint.GENERATION_FILE)
 
 
@@ -34,7 +34,7 @@ def read_hub_config(folder: Path, name: str) -> HubConfig:
     """
     path = folder / CONFIG_FILE
     if not path.is_file():
-        raise DllmError(f"{path} is missing; a checkpoint in the hub's format has one beside its weights")
+        raise DllmError(f"{path} is missing; a checkpoint in the hub's format has one next to its weights")
     return with_tokenizer(read_json(path), folder, str(path), name)
 
 

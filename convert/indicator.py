@@ -1,6 +1,6 @@
 """NI-Sampling's indicator: from the published file, a pickled PyTorch state dict or safetensors, to ours and back.
 
-The published checkpoint has no config: sizes are read off the tensors' shapes. A JSON file of the same name beside it
+The published checkpoint has no config: sizes are read off the tensors' shapes. A JSON file of the same name next to it
 may say the rest, and must agree.
 """
 
@@ -186,7 +186,7 @@ def _read_pickle(path: Path) -> dict[str, np.ndarray]:
 
 
 def _config_of(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> IndicatorConfig:
-    """The config that the shapes speak of, and what a JSON file beside them adds.
+    """The config that the shapes speak of, and what a JSON file next to them adds.
 
     Raises:
         DllmError: naming the first tensor that is missing or does not fit.
@@ -220,18 +220,18 @@ def _config_of(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> IndicatorCo
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
-    """What the JSON file beside the weights says, if there is one."""
-    beside = path.with_suffix(".json")
-    if not beside.is_file():
+    """The settings in the JSON file next to the weights, {} without one."""
+    sidecar = path.with_suffix(".json")
+    if not sidecar.is_file():
         return {}
     try:
-        settings = json.loads(beside.read_text(encoding="utf-8"))
+        settings = json.loads(sidecar.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DllmError(f"{beside} could not be read ({error}); remove it or download it again") from None
+        raise DllmError(f"{sidecar} could not be read ({error}); remove it or download it again") from None
     if not isinstance(settings, dict):
-        raise DllmError(f"{beside} is no JSON object; remove it or download it again")
+        raise DllmError(f"{sidecar} is no JSON object; remove it or download it again")
     if settings.get("use_positional_embedding"):
-        raise DllmError(f"{beside} asks for positional embeddings, which no published indicator has or can run with")
+        raise DllmError(f"{sidecar} asks for positional embeddings, which no published indicator has or can run with")
     return settings
 
 

@@ -19,7 +19,7 @@ class Source:
     """A checkpoint in the hub's format.
 
     Attributes:
-        name: repository id, or the folder's name: what may be told to others about where it was.
+        name: repository id, or the folder's name: what notes say about where it was.
         revision: the commit of a downloaded repository.
     """
 

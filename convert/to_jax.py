@@ -83,7 +83,7 @@ def convert(
 def _stream(
     moves: list[Move], config: ModelConfig, notes: dict[str, Any], bar: "tqdm[Any]"
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """The converted tensors, not quantized yet, counted by a bar in bytes; files are hashed beside, and their hashes
+    """The converted tensors, not quantized yet, counted by a bar in bytes; files are hashed meanwhile, and their hashes
     noted before the stream ends.
 
     `checkpoint.save` writes the notes after the last tensor, so that a file is read from disk only once.

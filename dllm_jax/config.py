@@ -111,21 +111,20 @@ class ModelConfig:
     E experts.
 
     Attributes:
-        family: checkpoint family, decides tensor names and the chat template ("llada", "llada-moe", "dream", "qwen2",
-            "llada2", "sdar", "fast-dllm-v2", "diffusion-gemma").
+        family: a key of `dllm_jax.families.FAMILIES`, whose record has tensor names and the chat template.
         attention: which keys a query may see. "bidirectional" for dLLMs, "causal" for autoregressive verifiers, "block"
             for block diffusion: those of its own block and of all before, blocks counted from position 0. "canvas" for
             an encoder that is causal, and a decoder whose queries see all it has read and their canvas.
         block_length: of "block" attention, or of a canvas, as the model was trained; None for others.
         shift: True when raw logits at position i predict token i+1 (Dream, and every causal model); the
-            `Denoiser` undoes it, nothing else ever looks at it.
+            `Denoiser` undoes it, nothing else reads it.
         max_length: longest trained context, prompt and canvas together, in tokens.
         mask_id: the mask token, or None for a model that has none (an autoregressive verifier).
         end_ids: ids that end an answer: end of sequence, and end of turn where the family has one.
         mlp_dim: width of the feed-forward network; of a mixture of experts, that of its dense layers.
         rope_dim: leading dimensions of a head that are rotated, the others carry no position; None for all.
         clip_qkv: queries and keys (after their norm) and values are clamped to +- clip_qkv; None for no limit.
-        experts: the mixture of experts that replaces the feed-forward networks, or stands beside those of `gemma`; None
+        experts: the mixture of experts that replaces the feed-forward networks, or is added to those of `gemma`; None
             for a dense model.
         gemma: what makes the layers Gemma 4's, used as encoder and as decoder; None for all others.
         dtype: what the model computes in, and its weights are stored in; `dllm_jax.load` gives another.
@@ -191,7 +190,7 @@ class ModelConfig:
             known = "bidirectional, causal, block or canvas"
             raise DllmError(f"attention {self.attention!r} is not implemented; use {known}")
         if (self.attention in ("block", "canvas")) != (self.block_length is not None):
-            raise DllmError(f"block_length is {self.block_length} beside {self.attention} attention; it is for 'block'")
+            raise DllmError(f"block_length is {self.block_length} with {self.attention} attention; it is for 'block'")
         if self.block_length is not None and self.block_length < 1:
             raise DllmError(f"config field block_length is {self.block_length}; it must be a positive integer")
         self._check_gemma()
@@ -205,7 +204,7 @@ class ModelConfig:
     def _check_gemma(self) -> None:
         gemma = self.gemma
         if (gemma is not None) != self.has_canvas:
-            raise DllmError(f"{self.attention} attention beside gemma = {gemma}; the two belong together")
+            raise DllmError(f"{self.attention} attention with gemma = {gemma}; the two belong together")
         if gemma is None:
             return
         if self.mask_id is not None:

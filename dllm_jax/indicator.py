@@ -133,7 +133,7 @@ class Indicator:
         """The two scores, "wait" and "commit", of every position.
 
         Args:
-            hidden: [..., D], last hidden states behind the final norm.
+            hidden: [..., D], last hidden states after the final norm.
             embeddings: [..., K1, E], input embeddings of the best tokens, the one that would be written first.
             values: [..., K2], their scores in falling order, as `config.probabilities` says.
             dropout: for training, a typed key and the share in [0, 1) of each block's hidden units, and of what the

@@ -36,7 +36,7 @@ def check_denoiser(
     """Checks a denoiser on a few rows; run it once, in float32 and with weights that are not all tiny.
 
     What every denoiser has: ids and sizes, finite logits that follow from other positions, spans of outputs, tiles of
-    the vocabulary, rows that do not see each other or what lies behind their length, `jit` and `vmap`. Where it has
+    the vocabulary, rows that do not see each other or what lies after their length, `jit` and `vmap`. Where it has
     them: key/value buffers that windows and scattered positions read and mend, masks of what is written, a number of
     visible positions for each query, and embeddings.
 
@@ -324,10 +324,10 @@ def _context(case: _Case) -> None:
     """Without this, all other checks would mean little."""
     first = np.arange(case.tokens.shape[1]) == case.least
     logits, _ = _run(case.denoiser, case.other_tokens(np.broadcast_to(first, case.tokens.shape)), case.lengths)
-    behind = (case.valid & (np.arange(case.tokens.shape[1]) > case.least + 1))[..., None]
-    change, size = _size((logits - case.logits) * behind), _size(case.logits * behind)
+    after = (case.valid & (np.arange(case.tokens.shape[1]) > case.least + 1))[..., None]
+    change, size = _size((logits - case.logits) * after), _size(case.logits * after)
     sentence = (
-        f"logits hardly follow from other positions: another token at position {case.least} changes those behind by"
+        f"logits hardly follow from other positions: another token at position {case.least} changes those after by"
     )
     least = 10 * case.tolerance * size
     require(change > least, f"{sentence} {change:.3g}, not {least:.3g}; give larger weights, so that mistakes show")
@@ -362,7 +362,7 @@ def _padding(case: _Case) -> None:
     length = case.tokens.shape[1]
     at = np.broadcast_to(np.arange(length), case.tokens.shape)
     logits, kv = _run(case.denoiser, case.other_tokens(at >= case.lengths[:, None]), case.lengths)
-    what = "other tokens behind a row's length"
+    what = "other tokens after a row's length"
     _same_logits(case, what, logits, at)
     if case.kv is not None:
         _same_buffers(case, what, kv, case.kv, at < case.lengths[:, None])
@@ -392,14 +392,14 @@ def _vmap(case: _Case) -> None:
 
 
 def _window(case: _Case) -> None:
-    """Whatever stands in a window's entries, and behind a row's length, it is as if it had been computed anew."""
+    """Whatever stands in a window's entries, and after a row's length, it is as if it had been computed anew."""
     kv, length, starts = case.buffers(), case.tokens.shape[1], case.starts
-    at, behind = _span(starts, WIDTH), np.arange(length) >= case.lengths[:, None]
-    stale = case.spoiled(kv, _among(at, length) | behind)
+    at, after = _span(starts, WIDTH), np.arange(length) >= case.lengths[:, None]
+    stale = case.spoiled(kv, _among(at, length) | after)
     logits, new = _run(case.denoiser, case.tokens, case.lengths, at=starts, width=WIDTH, kv=stale)
     what = "a forward over a window"
     _same_logits(case, what, logits, at)
-    _same_buffers(case, f"{what} does not mend its own entries", new, kv, _among(at, length) & ~behind)
+    _same_buffers(case, f"{what} does not mend its own entries", new, kv, _among(at, length) & ~after)
     _same_buffers(case, f"{what} touches entries outside", new, stale, ~_among(at, length), exactly=True)
     for row in (0, len(starts) - 1):
         one = lambda x, row=row: x[row : row + 1]

@@ -172,7 +172,7 @@ class OtherMask(Denoiser):
 
 
 BROKEN = {  # what the sentence has
-    BeyondLengths: "behind a row's length",
+    BeyondLengths: "after a row's length",
     NeighboursSeen: "a row alone",
     WritesAll: "buffer 0",
     WritesNothing: "buffer 0",

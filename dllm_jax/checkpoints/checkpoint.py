@@ -394,7 +394,7 @@ def save(
     Args:
         out: the folder, which appears whole at the end.
         tensors: exactly the config's parameters, in any order; jax or numpy arrays, or a `QuantizedKernel` of two.
-        files: more files to put beside them, such as the tokenizer's.
+        files: more files to put next to them, such as the tokenizer's.
         source: JSON-able notes about the origin, read back by `load_source`.
         together: all processes of `jax.distributed` call this with the same stream of arrays that lie on the devices of
             all, and each writes what lies on its own, to a file system that all see.

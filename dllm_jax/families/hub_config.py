@@ -10,7 +10,7 @@ from dllm_jax.errors import DllmError
 
 @dataclasses.dataclass(frozen=True)
 class HubConfig:
-    """The fields of a `config.json`, and what the files beside it say about special tokens.
+    """The fields of a `config.json`, and what the files next to it say about special tokens.
 
     Attributes:
         values: the JSON object.

@@ -131,7 +131,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     if experts is None:
         return fields
     if experts != Experts(experts.num_experts, experts.per_token, experts.dim, normalize=experts.normalize):
-        raise DllmError("the experts of an sdar checkpoint have a plain softmax router and no shared one beside them")
+        raise DllmError("the experts of an sdar checkpoint have a plain softmax router and no shared one")
     return {
         **fields,
         "model_type": "sdar_moe",

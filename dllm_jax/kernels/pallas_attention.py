@@ -65,7 +65,7 @@ def filled(length: int) -> int:
 
 
 def fill(x: jax.Array, multiple: int) -> jax.Array:
-    """[B, T, ...] with zeros behind, up to a T that is a multiple."""
+    """[B, T, ...] with zeros after, up to a T that is a multiple."""
     return jnp.pad(x, [(0, -length % multiple if axis == 1 else 0) for axis, length in enumerate(x.shape)])
 
 

@@ -62,7 +62,7 @@ def experts(backend: Backend, x: jax.Array, order: jax.Array, sizes: jax.Array, 
         backend: "cuda", or "interpret", which runs one operation after the other on any platform.
         x: [N, D] bfloat16 or float32.
         order: [A] int32, the assignments sorted by expert.
-        sizes: [E] int32, how many each expert has; those behind all of them belong to no expert here.
+        sizes: [E] int32, how many each expert has; those after all of them belong to no expert here.
         w_in: [E, 2, D, F], gate first; w_out: [E, F, D]; either may be in int8.
     """
     tiles = _tiles(order, sizes)

@@ -220,10 +220,10 @@ class Denoiser:
         Args:
             inputs: the whole sequence: tokens [B, S] int32, or input embeddings [B, S, D].
             visible: how many of the first positions a query sees: [B, S] int32 by the query's position, or [B], the
-                same for all; of these a causal model's sees none behind itself, a block diffusion model's none behind
+                same for all; of these a causal model's sees none after itself, a block diffusion model's none after
                 its block. Of a model with a canvas this is the encoder, which is causal.
             at: the positions that are run: a `Span`, or any [B, T] (slower; those that are written must differ).
-                None runs all S and looks at no buffers. A span must end within the sequence, and begin at
+                None runs all S and reads no buffers. A span must end within the sequence, and begin at
                 `min_prompt_length` or later.
             kv: buffers of S positions, given exactly when `at` is.
             write: [B, T] bool, which positions' keys and values replace the buffers' entries; None for all.
@@ -267,7 +267,7 @@ class Denoiser:
         """`forward` of all S positions, which also tells how the layers with experts routed them, for training.
 
         Args:
-            counted: [B, S] bool, which positions that is told of; None asks for nothing. A shifted family's position
+            counted: [B, S] bool, the positions whose routing is counted; None counts none. A shifted family's position
                 is the one that is fed.
 
         Returns:
@@ -286,7 +286,7 @@ class Denoiser:
         """The decoder of a model with a canvas, `attention` "canvas", whose encoder is `forward`.
 
         Every position of the canvas sees all of it and what lies before it, of which the buffers hold what the encoder
-        made. The canvas's own keys and values are put behind that, where the encoder overwrites them when it reads the
+        made. The canvas's own keys and values are put after that, where the encoder overwrites them when it reads the
         finished canvas.
 
         Args:
@@ -337,7 +337,7 @@ class Denoiser:
         return dataclasses.replace(self, config=self.config.replace(block_length=length))
 
     def final_hidden(self, hidden: jax.Array) -> jax.Array:
-        """Hidden states behind the final norm, which the vocabulary head reads: [B, W, D] -> [B, W, D]."""
+        """Hidden states after the final norm, which the vocabulary head reads: [B, W, D] -> [B, W, D]."""
         return self._model.final_norm(hidden)
 
     def logits(self, hidden: jax.Array, tile: Tile | None = None) -> jax.Array:
@@ -359,7 +359,7 @@ def _of(visible: jax.Array, within: Callable[[jax.Array], jax.Array]) -> jax.Arr
 
 
 def block_causal(length: int, starts: jax.Array, block_length: int) -> jax.Array:
-    """What each position sees where a block sees itself and everything before it, and nothing behind: [B, length].
+    """What each position sees where a block sees itself and everything before it, and nothing after: [B, length].
 
     D2F (arXiv 2508.09192, section 3.2) counts blocks from the prompt's end; LLaDA2 from position 0.
 
@@ -368,7 +368,7 @@ def block_causal(length: int, starts: jax.Array, block_length: int) -> jax.Array
         block_length: L; block b >= 0 is [start + b L, start + (b + 1) L).
 
     Returns:
-        int32, the first position behind each position's block: `visible` of `Denoiser.forward`.
+        int32, the first position after each position's block: `visible` of `Denoiser.forward`.
     """
     place = jnp.arange(length, dtype=jnp.int32) - starts[:, None]
     return starts[:, None] + jnp.where(place < 0, 0, (place // block_length + 1) * block_length)
@@ -384,7 +384,7 @@ class FunctionDenoiser:
 
     Attributes:
         fn: traceable (tokens [B, S] int32, lengths [B] int32) -> logits [B, S, V]: entry i scores the token at i. Row
-            b is valid on [0, lengths[b]); what lies behind must not matter. With `params` given it is called as
+            b is valid on [0, lengths[b]); what lies after must not matter. With `params` given it is called as
             fn(params, tokens, lengths).
         mask_id, eos_id: ids of the mask token and of the end of the sequence.
         params: any pytree of arrays, the denoiser's data; None for none.

@@ -88,7 +88,7 @@ class GemmaExperts(nnx.Module):
 
 
 class GemmaLayer(nnx.Module):
-    """Attention, then a dense network beside a mixture of experts, each between two norms."""
+    """Attention, then a dense network next to a mixture of experts, each between two norms."""
 
     def __init__(self, config: ModelConfig, gemma: Gemma, index: int):
         assert config.experts is not None
@@ -102,7 +102,7 @@ class GemmaLayer(nnx.Module):
     def after_attention(
         self, x: jax.Array, attended: jax.Array, layout: LayoutLike | None, decoder: bool, counted: jax.Array | None
     ) -> tuple[jax.Array, None]:
-        """The layer's output [B, T, D] from its input and what attention makes of it; of its routing nothing is told,
+        """The layer's output [B, T, D] from its input and what attention makes of it; its routing is not reported,
         `counted` must be None."""
         assert counted is None
         x = x + self.attn_post_norm(attended)
@@ -112,7 +112,7 @@ class GemmaLayer(nnx.Module):
 
 
 class SelfConditioning(nnx.Module):
-    """What the decoder is told of the step before: unit(x + mlp(norm(soft)))."""
+    """What the decoder receives of the step before: unit(x + mlp(norm(soft)))."""
 
     def __init__(self, config: ModelConfig):
         self.norm = WideNorm(config, config.embed_dim)

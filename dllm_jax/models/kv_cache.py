@@ -80,7 +80,7 @@ def scatter_rows(buffer: jax.Array, new: jax.Array, positions: jax.Array, write:
     Where `write` [B, T] is False nothing is written. Positions that are written must differ.
     """
     if write is not None:
-        positions = jnp.where(write, positions, buffer.shape[1])  # behind the end, which is dropped
+        positions = jnp.where(write, positions, buffer.shape[1])  # after the end, which is dropped
     return jax.vmap(lambda row, value, at: row.at[at].set(value, mode="drop"))(buffer, new, positions)
 
 

@@ -190,10 +190,10 @@ def tile_of(table: jax.Array, axis: int, tile: Tile | None, parts: int) -> jax.A
     size = table.shape[axis] // parts
     if tile is None or tile.width == size:
         return table
-    before, behind = table.shape[:axis], table.shape[axis + 1 :]
-    split = table.reshape(*before, parts, size, *behind)
+    before, after = table.shape[:axis], table.shape[axis + 1 :]
+    split = table.reshape(*before, parts, size, *after)
     cut = jax.lax.dynamic_slice_in_dim(split, tile.start, tile.width, axis + 1)
-    return cut.reshape(*before, parts * tile.width, *behind)
+    return cut.reshape(*before, parts * tile.width, *after)
 
 
 class SelfAttention(nnx.Module):

@@ -222,7 +222,7 @@ def _in_groups(
     by_dot = functools.partial(_by_ragged_dot, activation)
     run = by_dot if by == "ragged_dot" else functools.partial(pallas_experts.experts, by)
     y = run(x.reshape(-1, x.shape[-1]), order, sizes, w_in, w_out)
-    if first is not None:  # nobody need have written those behind all groups
+    if first is not None:  # nobody need have written those after all groups
         y = jnp.where((expert < w_out.shape[0])[:, None], y, 0)
     return jnp.einsum("btkd,btk->btd", y.reshape(*ids.shape, -1), weights)
 

@@ -190,10 +190,10 @@ class Transformer(nnx.Module):
                 computed again (see `jax.checkpoint_policies`); None keeps everything.
             layout: how the parameters lie on a mesh; None for one device, and where the caller places everything.
             scan: for training, make layers that are alike one loop, which compiles as fast as one layer, and for which
-                their kernels are copied side by side. Without `kv` and `outputs` only; beside them it does nothing.
+                their kernels are copied side by side. Without `kv` and `outputs` only; with them it does nothing.
             decoder: of a model with a canvas, run its decoder, of which the inputs are the canvas: their sliding
                 windows all begin with that of its first position.
-            counted: [B, T] bool, of the inputs, without `outputs`: which of them the routing is told of; None asks for
+            counted: [B, T] bool, of the inputs, without `outputs`: the ones whose routing is counted; None counts
                 none.
 
         Returns:
@@ -217,8 +217,8 @@ class Transformer(nnx.Module):
                 step = lambda x, each, given=given: _run_layer(
                     each[0], x, *given, *none, each[1], counted, width=0, **static
                 )
-                beside = [None] * len(run) if before is None else before[len(new) : len(new) + len(run)]
-                stacked = jax.tree.map(lambda *each: jnp.stack(each), *zip(run, beside, strict=True))
+                earlier = [None] * len(run) if before is None else before[len(new) : len(new) + len(run)]
+                stacked = jax.tree.map(lambda *each: jnp.stack(each), *zip(run, earlier, strict=True))
                 x, (kvs, routing) = jax.lax.scan(step, x, stacked)
                 new += [LayerKV(kvs.key[index], kvs.value[index]) for index in range(len(run))]
                 routed += [] if routing is None else [routing]

@@ -1,7 +1,7 @@
 """Processes that work together: how they meet, and tell each other what they found or why they failed.
 
-What is told travels through the coordinator of `jax.distributed`, with which every process is in touch already. That
-needs no devices, which would be busy with waiting, and no file system that all see.
+Messages travel through the coordinator of `jax.distributed`, to which every process is connected already. That needs
+no devices, which would be busy with waiting, and no file system that all see.
 """
 
 import contextlib

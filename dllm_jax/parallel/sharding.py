@@ -22,7 +22,7 @@ class ShardingRules:
     """Which mesh axis splits each logical axis; None replicates it. Axes that a mesh does not have count as None.
 
     The defaults serve one device, tensor-parallel sampling and FSDP training alike: on a mesh without "fsdp" only the
-    tensor axis splits, and the other way round. With an "expert" axis every device keeps its own experts (and beside a
+    tensor axis splits, and the other way round. With an "expert" axis every device keeps its own experts (and with a
     "tensor" axis its share of their hidden width) and runs the tokens routed to them.
     """
 

@@ -1,4 +1,4 @@
-"""A kernel with a low-rank adapter beside it (LoRA, arXiv 2106.09685), which stands where a plain kernel would."""
+"""A kernel with a low-rank adapter (LoRA, arXiv 2106.09685), which stands where a plain kernel would."""
 
 import jax
 import jax.numpy as jnp

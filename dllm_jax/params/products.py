@@ -1,4 +1,4 @@
-"""What is done with kernels and tables, whether plain, with an adapter beside them, or quantized.
+"""What is done with kernels and tables, whether plain, with an adapter, or quantized.
 
 float16 has no number above 65504. What can exceed that in a Transformer is the stream that layers add to, the product
 of gate and up projections, and a sum of quantized weights; the rest is normalised, or in float32 anyway (scores of
@@ -158,7 +158,7 @@ def mixed_rows(weights: jax.Array, table: Table, dtype: jnp.dtype, result: jnp.d
     """
     if not isinstance(table, QuantizedKernel):
         return jnp.tensordot(weights.astype(dtype), table.astype(dtype), 1, preferred_element_type=result)
-    largest = jnp.max(table.scale)  # relative to it the scales fit beside probabilities in float16
+    largest = jnp.max(table.scale)  # relative to it the scales fit with probabilities in float16
     shares = weights * (table.scale[:, 0] / largest)
     y = jnp.tensordot(shares.astype(dtype), table.values.astype(dtype), 1, preferred_element_type=jnp.float32)
     return (y * largest).astype(result or dtype)

@@ -55,7 +55,7 @@ class QuantizedKernel:
 
     @property
     def axis(self) -> int:
-        """The axis that scales are shared along, told by the shapes: `vmap` counts axes anew."""
+        """The axis that scales are shared along, derived from the shapes: `vmap` counts axes anew."""
         pairs = enumerate(zip(self.values.shape, self.scale.shape, strict=True))
         return next((axis for axis, (size, scales) in pairs if size != scales), 0)
 
@@ -70,10 +70,10 @@ class QuantizedKernel:
         if self.bits == "int8":
             return self.values.astype(dtype) * self.scale.astype(dtype)
         axis, pairs = self.axis, self.scale.shape[self.axis] // 2
-        before, behind = self.values.shape[:axis], self.values.shape[axis + 1 :]
-        both = self.values.reshape(*before, pairs, -1, *behind)
+        before, after = self.values.shape[:axis], self.values.shape[axis + 1 :]
+        both = self.values.reshape(*before, pairs, -1, *after)
         values = jnp.stack([(both << 4) >> 4, both >> 4], axis + 1)  # shifts to the right keep the sign
-        return values.astype(dtype) * self.scale.reshape(*before, pairs, 2, 1, *behind).astype(dtype)
+        return values.astype(dtype) * self.scale.reshape(*before, pairs, 2, 1, *after).astype(dtype)
 
     def dequantize(self, dtype: jnp.dtype) -> jax.Array:
         """The array, [shape] in `dtype`."""
@@ -100,15 +100,15 @@ def quantize_kernel(array: Any, form: Form) -> QuantizedKernel:
     A group of zeros (or of less than a scale can tell from it) has scale 1.
     """
     xp, most, axis = array.__array_namespace__(), LARGEST[form.bits], form.axis
-    before, behind = array.shape[:axis], array.shape[axis + 1 :]
-    wide = array.astype(xp.float32).reshape(*before, form.groups, -1, *behind)
+    before, after = array.shape[:axis], array.shape[axis + 1 :]
+    wide = array.astype(xp.float32).reshape(*before, form.groups, -1, *after)
     scale = xp.max(xp.abs(wide), axis=axis + 1, keepdims=True) * np.float32(1 / most)  # as compilers divide
     scale = xp.where(scale < np.finfo(np.float32).tiny, xp.float32(1.0), scale)
     values = xp.clip(xp.rint(wide / scale), -most, most).astype(xp.int8)
     if form.bits == "int4":
-        both = xp.moveaxis(values.reshape(*before, form.groups // 2, 2, -1, *behind), axis + 1, 0)
+        both = xp.moveaxis(values.reshape(*before, form.groups // 2, 2, -1, *after), axis + 1, 0)
         values = (both[0] & 15) | (both[1] << 4)
-    return QuantizedKernel(values.reshape(*before, -1, *behind), xp.squeeze(scale, axis + 1), form.bits)
+    return QuantizedKernel(values.reshape(*before, -1, *after), xp.squeeze(scale, axis + 1), form.bits)
 
 
 def quantize_on_host(array: np.ndarray, form: Form) -> QuantizedKernel:

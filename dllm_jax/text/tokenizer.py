@@ -178,7 +178,7 @@ def chat_text(
 
     Args:
         messages: `[{"role": "user", "content": "..."}, ...]`; roles are system, user and assistant.
-        continued: the last message, the assistant's, is the beginning of what is to come: the text ends right behind
+        continued: the last message, the assistant's, is the beginning of what is to come: the text ends right after
             it. Otherwise the assistant's turn is opened.
 
     Raises:
@@ -193,7 +193,7 @@ def chat_text(
     text = _render(tokenizer, turns, opened=not continued)
     if not continued:
         return text
-    before, found, _ = text.partition(_CUT)  # templates end the turn behind it, and may open another
+    before, found, _ = text.partition(_CUT)  # templates end the turn after it, and may open another
     if not found:
         raise DllmError("the chat template leaves out the assistant's message, so that it cannot be continued")
     return before
@@ -219,7 +219,7 @@ def chat_turns(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[
     """A conversation that ends with the assistant's message, cut at what the assistant writes; joined the turns are the
     conversation as the template writes it, up to the end of the last.
 
-    A turn's end is what the template writes behind the last message, up to the first of the tokenizer's added tokens.
+    A turn's end is what the template writes after the last message, up to the first of the tokenizer's added tokens.
 
     Raises:
         DllmError: as `chat_text`, for a last message of another, and for a template that rewrites messages.
@@ -238,14 +238,14 @@ def chat_turns(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[
     found = re.search("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or "(?!)", rest[-1])
     end, end_id = (rest[-1][: found.end()], added[found.group()]) if found else ("", None)
     turns = []
-    for content, behind in zip(rest[::2], rest[1::2], strict=True):
-        turns.append(Turn(given, content, end, end_id) if behind.startswith(end) else Turn(given, content, "", None))
-        given = behind.removeprefix(end)
+    for content, after in zip(rest[::2], rest[1::2], strict=True):
+        turns.append(Turn(given, content, end, end_id) if after.startswith(end) else Turn(given, content, "", None))
+        given = after.removeprefix(end)
     return turns
 
 
 def _render(tokenizer: "PreTrainedTokenizerBase", turns: list[dict[str, Any]], *, opened: bool) -> str:
-    """What the chat template makes of messages, with the assistant's turn opened behind them or not."""
+    """What the chat template makes of messages, with the assistant's turn opened after them or not."""
     if not tokenizer.chat_template:
         raise DllmError(
             "the tokenizer has no chat template, so its model takes no conversations: write the prompt as it knows it, "
@@ -392,7 +392,7 @@ def _ascii(meta: Mapping[str, Any], path: Path) -> tokenizers.Tokenizer:
 
 
 def _added_tokens(folder: Path) -> dict[str, int]:
-    """Added token -> id, as the files beside the vocabulary say."""
+    """Added token -> id, as the files next to the vocabulary say."""
     decoder = _read_json(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
     return _read_json(folder / "added_tokens.json") | {entry["content"]: int(i) for i, entry in decoder.items()}
 
