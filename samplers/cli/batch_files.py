@@ -133,7 +133,7 @@ def answer_file(options: argparse.Namespace, lazy: LazyModel, shard: Shard) -> N
         DllmError: for bad files and options, before the model is loaded where that is possible; and, unless bad lines
             are skipped, naming the first of them, when those before it are answered.
     """
-    job = _Job(options, lazy, shard)
+    job = _FileRun(options, lazy, shard)
     if options.out is None:
         job.run(None)
         return
@@ -192,7 +192,7 @@ def _own_entry(source: PromptFile, line: Line) -> dict[str, Any]:
     return entry
 
 
-class _Job:
+class _FileRun:
     """Answers the lines of one shard."""
 
     def __init__(self, options: argparse.Namespace, lazy: LazyModel, shard: Shard) -> None:

@@ -85,7 +85,11 @@ def device_of(model: Model) -> str:
 
 
 def settings_json(options: argparse.Namespace, written: Mapping[str, Any], name: str, sampler: Any) -> dict[str, Any]:
-    """The settings of a run, for its JSON: what is known before the model, of this name, is loaded."""
+    """The settings of a run, for its JSON, that are known before the model of this name is loaded.
+
+    Args:
+        written: options of the sampler as they were written.
+    """
     always = {name: getattr(options, name) for name in ("chat", "system", "seed", "batch_size", "preset", "sampler")}
     draws = getattr(sampler, "draws", ("temperature", "top_p", "top_k"))
     drawn = {name: getattr(sampler.sampling, name) for name in draws}

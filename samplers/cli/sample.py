@@ -1,19 +1,19 @@
 """Samples from a converted checkpoint: `python -m samplers "prompt" --model DIR_OR_NAME --rule RULE --cache CACHE`,
 or `--sampler d2f:block_length=8,tau_add=0.1`, `--sampler apd --verifier DIR_OR_NAME --weight 0.7 --window 16`.
 
-On a terminal the canvas is shown while it is being unmasked; through a pipe the text alone is written, and the
+On a terminal the canvas is shown while it is being unmasked; through a pipe only the text is written, and the
 statistics go to the standard error. A prompt is taken as it is: write line breaks as the shell does, $'like\\nthis'.
 
 `python -m samplers --infill "The capital is<gap:8>, founded in<gap:4>." --model DIR_OR_NAME` fills the gaps of a
 text; with a prompt as well, the text is the answer to that.
 
-`--save-view FILE.html` keeps how the canvas came about, forward by forward (docs/viewer.md); .gif and .png likewise.
+`--save-view FILE.html` shows how the canvas was written, forward by forward (docs/viewer.md); also .gif and .png.
 
 `python -m samplers --prompts in.jsonl --out out.jsonl --model DIR_OR_NAME` answers a file of any size, a line of
 JSON for each line; after a kill the same command resumes, and `--shard I/N` answers part I of N (docs/batch.md).
 
-`python -m samplers --explain --model DIR_OR_NAME ...` says where every setting comes from, how many
-forwards there will be, and what memory they take. It reads no weights, and ends (docs/choose.md).
+`python -m samplers --explain --model DIR_OR_NAME ...` prints where every setting comes from, how many
+forwards there will be, and what memory they take. It reads no weights (docs/choose.md).
 
 `python -m samplers serve --model DIR_OR_NAME` is a server in the shape of OpenAI's (`... serve --help`). A first
 argument `serve` always means that; as a prompt the word goes after an option: `--model DIR_OR_NAME serve`.
@@ -167,20 +167,20 @@ def _explain(options: argparse.Namespace) -> None:
     look = functools.partial(load_shapes, dtype=options.dtype, quantize=options.quantize)
     lazy = _lazy_model(options, look)
     model = lazy.outline
-    has_prompts = bool(options.prompt) or options.prompts is not None or options.infill is not None
-    encodable = has_prompts and model.folder is not None  # else there is no tokenizer yet
-    usual = [model.config.eos_id] * min(USUAL_PROMPT, model.config.max_length // 4)
-    stand_in = _Job([{}], functools.partial(_prepare_prompts, [usual]))
-    job = _job(options) if has_prompts else stand_in
-    sampler, requests, _ = (job if encodable else stand_in).prepare(model, **lazy.options)
-    number = len(job.questions)
+    given = bool(options.prompt) or options.prompts is not None or options.infill is not None
+    encoded = given and model.folder is not None  # else there is no tokenizer yet
+    prompt = [model.config.eos_id] * min(USUAL_PROMPT, model.config.max_length // 4)
+    usual = _Questions([{}], functools.partial(_prepare_prompts, [prompt]))
+    questions = _questions_of(options) if given else usual
+    sampler, requests, _ = (questions if encoded else usual).prepare(model, **lazy.options)
+    number = len(questions.shown)
     together = min(options.batch_size or (SLOTS if options.prompts is not None else number), number)
     length = max(len(request.prompt) for request in requests)
     costs = costs_of(model, sampler, together, bucket_length(length))
     settings = _own_settings(options, model, together)
     if options.prompts is not None:
         settings.append(Setting("prompts", f"{number} of {options.prompts}", "the command line"))
-    if not encodable:
+    if not encoded:
         settings.append(Setting("prompt", f"{length} tokens", "the library"))
     settings += list_settings(lazy.sampler.over(defaults_of(model)))
     if options.json:
@@ -231,10 +231,10 @@ def _lazy_model(options: argparse.Namespace, look: Callable[[str], Model] = outl
 
 def _answer_all(options: argparse.Namespace) -> None:
     """Answers prompts or fills gaps that the command line, the standard input or a file gives: all in one run."""
-    job, lazy = _job(options), _lazy_model(options)
-    job.prepare(lazy.outline, **lazy.options)  # mistakes come before gigabytes are read
+    questions, lazy = _questions_of(options), _lazy_model(options)
+    questions.prepare(lazy.outline, **lazy.options)  # mistakes come before gigabytes are read
     model, settings = lazy.load()
-    sampler, requests, answer_of = job.prepare(model, **settings)
+    sampler, requests, answer_of = questions.prepare(model, **settings)
     live = _live_view(options) if len(requests) == 1 else None
     if live is None and not options.json:  # which leaves the standard error to errors
         print("compiling, then sampling ...", file=sys.stderr)
@@ -243,7 +243,7 @@ def _answer_all(options: argparse.Namespace) -> None:
     shared = settings_json(options, lazy.sampler.options, model.name, sampler) | run_json(model)
     answers = []
     with live or contextlib.nullcontext():
-        for question, request in zip(job.questions, ended, strict=True):
+        for question, request in zip(questions.shown, ended, strict=True):
             answers.append(answer_of(request))
             if options.json:
                 speed = speed_json(answers[-1], request.seconds, runner.stats.compile_seconds)
@@ -273,28 +273,28 @@ def _timing(options: argparse.Namespace, runner: Runner, live: bool) -> str:
     return f"{runner.stats.seconds:.3f} s{single}, compiled before in {runner.stats.compile_seconds:.1f} s{advice}"
 
 
-class _Job(NamedTuple):
-    """What the command line asks for.
+class _Questions(NamedTuple):
+    """The prompts and templates of the command line.
 
     Attributes:
-        questions: of each answer, for JSON: its prompt, and its template if there is one.
+        shown: of each answer, for JSON: its prompt, and its template if there is one.
         prepare: (model, settings) -> the sampler, the requests, and what makes the answer of one that has ended; raises
             DllmError for bad settings, and reads no parameters.
     """
 
-    questions: list[dict[str, Any]]
+    shown: list[dict[str, Any]]
     prepare: Callable[..., tuple[CanvasSampler, list[Request], Callable[[Request], Generation]]]
 
 
-def _job(options: argparse.Namespace) -> _Job:
+def _questions_of(options: argparse.Namespace) -> _Questions:
     if options.infill is None:
         prompts = _prompts(options)
-        return _Job([{"prompt": prompt} for prompt in prompts], functools.partial(_prepare_prompts, prompts))
+        return _Questions([{"prompt": prompt} for prompt in prompts], functools.partial(_prepare_prompts, prompts))
     templates = options.infill
     given: list[Any] = _prompts(options) if options.prompt or options.prompts is not None else [None]
     prompt, each = (given[0], given * len(templates)) if len(given) == 1 else (given, given)
-    questions = [{"prompt": one, "template": template} for one, template in zip(each, templates, strict=False)]
-    return _Job(questions, functools.partial(_prepare_infilling, templates, prompt))
+    shown = [{"prompt": one, "template": template} for one, template in zip(each, templates, strict=False)]
+    return _Questions(shown, functools.partial(_prepare_infilling, templates, prompt))
 
 
 def _prepare_prompts(prompts: list[Any], model: Model, **settings: Any) -> Any:
