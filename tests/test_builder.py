@@ -158,8 +158,15 @@ def test_names_and_specs_mean_the_same(llada_tiny):
     assert title(one) == title(other) == "eb gamma=0.2 × dual refresh_every=3"
     text = generate(llada_tiny, PROMPT, sampler="eb:gamma=0.2,gen_length=16", block_length=8)
     assert text == generate(llada_tiny, PROMPT, rule="eb", gamma=0.2, gen_length=16, block_length=8)
+    assert make_sampler(llada_tiny, one) is one
+    config = parse_sampler("eb:gamma=0.2")
+    assert generate(llada_tiny, PROMPT, sampler=config, gen_length=16, block_length=8) == text
+    with refuses("gamma"):
+        make_sampler(llada_tiny, config, gamma=0.1)
     with refuses("gamma"):
         make_sampler(llada_tiny, "eb:gamma=0.2", gamma=0.1)
+    with refuses("gen_length"):
+        make_sampler(llada_tiny, one, gen_length=8)
     with refuses("eb@other"):
         make_sampler(llada_tiny, "eb@other")
 

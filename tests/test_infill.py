@@ -121,6 +121,7 @@ def test_nothing_to_fill(llada_tiny):
         ("position 513", "a<gap:512>", {}),
         ("512 tokens", "a<gap:999999999>", {}),
         ("gen_length", CAPITAL, {"gen_length": 8}),
+        ("gen_length", CAPITAL, {"sampler": "topk:gen_length=8"}),
         ("stop", CAPITAL, {"stop": ["x"]}),
         ("left to right", CAPITAL, {"sampler": "leftright"}),
         ("left to right", CAPITAL, {"sampler": "apd"}),

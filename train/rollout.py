@@ -122,16 +122,15 @@ def sampler_for(part: RolloutPart, model: Model, task: Any, gen_length: int) -> 
     Raises:
         DllmError: for a spec that is none, and samplers whose draws are not those of the model's distribution.
     """
-    spec = parse_sampler(part.sampler)
-    refuse_twice({"temperature": 0} if "temperature" in spec.options else {}, {"temperature": part.temperature})
+    config = parse_sampler(part.sampler)
     canvas = task if hasattr(task, "answer_width") else None
     if (canvas is None) == (gen_length == 0):
         one, other = ("is the task's own", "leave it out") if canvas else ("is not set", "say how long answers may be")
         raise DllmError(f"data.answer_length {one}; {other}")
-    own = {} if canvas else {"gen_length": gen_length}
-    refuse_twice(spec.options, own)
-    spec = spec.with_options(**own, temperature=part.temperature)
-    found = (spec if canvas is None else spec.for_canvas(canvas)).build(model)
+    own = {"temperature": part.temperature, **({} if canvas else {"gen_length": gen_length})}
+    refuse_twice(config.options, own)
+    config = config.with_options(**own)
+    found = (config if canvas is None else config.for_canvas(canvas)).build(model)
     advice = "learn from another sampler"
     if not isinstance(found, BlockSampler):
         raise DllmError(f"rollout.sampler {part.sampler} has a loop of its own, whose drafts are not learned; {advice}")

@@ -67,23 +67,17 @@ def read_flags(
     Raises:
         DllmError: for what is written twice, unknown names, no model, and as `read_options`.
     """
-    name, written = read_sampler_flags(options, usual)
+    name, flags = options.preset, {name: value for name, value in vars(options).items() if name not in usual}
+    if name is not None and name not in PRESETS:
+        raise DllmError(f"no preset is called {name!r}; choose one of {', '.join(PRESETS)}")
+    if options.sampler is not None:
+        if name is not None:
+            raise DllmError("--preset has no effect with --sampler; leave one out")
+        name, written, _ = split_spec(options.sampler)
+        refuse_twice(written, flags)
+        flags |= written
     model = look(model_name(options))
-    return model, read_options(name, written, defaults_of(model), COMMAND_LINE)
-
-
-def read_sampler_flags(options: argparse.Namespace, usual: argparse.Namespace) -> tuple[str | None, dict[str, Any]]:
-    """The sampler's name and its options as they were written, in its spec and by flags; see `read_flags`."""
-    flags = {name: value for name, value in vars(options).items() if name not in usual}
-    if options.preset is not None and options.preset not in PRESETS:
-        raise DllmError(f"no preset is called {options.preset!r}; choose one of {', '.join(PRESETS)}")
-    if options.sampler is None:
-        return options.preset, flags
-    if options.preset is not None:
-        raise DllmError("--preset has no effect with --sampler; leave one out")
-    name, written, _ = split_spec(options.sampler)
-    refuse_twice(written, flags)
-    return name, {**written, **flags}
+    return model, read_options(name, flags, defaults_of(model), COMMAND_LINE)
 
 
 def _add_sampling(group: Any) -> None:

@@ -102,7 +102,7 @@ def part_class(part: str, name: str) -> type:
     if is_outside(name):
         return _outside(part, name)
     if name not in PARTS[part]:
-        raise DllmError(f"no {_PART_NAMES[part]} is called {name!r}; {choice_of(name, PARTS[part])}")
+        raise DllmError(f"no {_PART_NAMES[part]} is called {name!r}; {suggest_name(name, PARTS[part])}")
     return PARTS[part][name]
 
 
@@ -111,7 +111,7 @@ def is_outside(name: Any) -> bool:
     return isinstance(name, str) and ":" in name
 
 
-def choice_of(name: str, known: Iterable[str]) -> str:
+def suggest_name(name: str, known: Iterable[str]) -> str:
     """The end of a sentence about an unknown name."""
     near = nearest(name, known)
     own = f"choose one of {', '.join(known)}, or name a class of your own, module:Class"

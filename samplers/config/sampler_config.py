@@ -28,11 +28,11 @@ from samplers.config.registry import (
     LOOPS,
     PARTS,
     Owner,
-    choice_of,
     field_types,
     fields_of,
     is_outside,
     owners_of,
+    suggest_name,
     type_of,
 )
 from samplers.loops.block import BlockSampler
@@ -137,7 +137,7 @@ class SamplerConfig:
         elif name is not None and name in PRESETS:
             defaults = SamplerConfig.from_one(None, PRESETS[name], f"preset {name}")._fill(defaults)
         elif name is not None and not rule and loop is None:
-            names = choice_of(name, (*RULES, *PRESETS, *LOOPS))
+            names = suggest_name(name, (*RULES, *PRESETS, *LOOPS))
             raise DllmError(f"no unmasking rule or preset is called {name!r}; {names}")
         origins = {**self.origins, **{part: self.origins.get("sampler", "the library") for part in rule}}
         written = dataclasses.replace(self, name=loop, options={**self.options, **rule}, origins=origins)

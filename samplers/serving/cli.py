@@ -97,8 +97,7 @@ _DRAWS = "requests may not set temperature, top-p and top-k, which makes steps f
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    if options.model is None and "@" not in (options.sampler or ""):
-        raise DllmError("there is no model; pass --model DIR_OR_NAME")
+    model_name(options)
     check_length("slots", options.slots)
     check_length("prompt_length", options.prompt_length, optional=True)
     check_length("max_body", options.max_body)
