@@ -4,7 +4,7 @@
 
     print(check_denoiser(denoiser))  # what was checked; an AssertionError says in one sentence what differs, and where
 
-The reference is the denoiser itself, run over everything at once: the kit says nothing about its weights, and cannot
+The reference is the denoiser itself, run over everything at once: the checks say nothing about its weights, and cannot
 know that all its logits are one position off. For that, compare it with the model that the weights come from.
 """
 
@@ -35,10 +35,10 @@ def check_denoiser(
 ) -> list[str]:
     """Checks a denoiser on a few rows; run it once, in float32 and with weights that are not all tiny.
 
-    What every denoiser has: ids and sizes, finite logits that follow from other positions, spans of outputs, tiles of
-    the vocabulary, rows that do not see each other or what lies after their length, `jit` and `vmap`. Where it has
-    them: key/value buffers that windows and scattered positions read and mend, masks of what is written, a number of
-    visible positions for each query, and embeddings.
+    Checked of every denoiser: ids and sizes, finite logits that depend on other positions, spans of outputs, tiles of
+    the vocabulary, rows that depend neither on each other nor on tokens after their length, `jit` and `vmap`. Checked
+    where it has them: key/value buffers that windows and scattered positions read and rewrite, masks of writes, a
+    number of visible positions for each query, and embeddings.
 
     Args:
         denoiser: a pytree with the members of `DenoiserLike`.
@@ -324,10 +324,10 @@ def _context(case: _Case) -> None:
     """Without this, all other checks would mean little."""
     first = np.arange(case.tokens.shape[1]) == case.least
     logits, _ = _run(case.denoiser, case.other_tokens(np.broadcast_to(first, case.tokens.shape)), case.lengths)
-    after = (case.valid & (np.arange(case.tokens.shape[1]) > case.least + 1))[..., None]
-    change, size = _size((logits - case.logits) * after), _size(case.logits * after)
+    later = (case.valid & (np.arange(case.tokens.shape[1]) > case.least + 1))[..., None]
+    change, size = _size((logits - case.logits) * later), _size(case.logits * later)
     sentence = (
-        f"logits hardly follow from other positions: another token at position {case.least} changes those after by"
+        f"logits hardly follow from other positions: another token at position {case.least} changes later ones by"
     )
     least = 10 * case.tolerance * size
     require(change > least, f"{sentence} {change:.3g}, not {least:.3g}; give larger weights, so that mistakes show")
@@ -392,14 +392,14 @@ def _vmap(case: _Case) -> None:
 
 
 def _window(case: _Case) -> None:
-    """Whatever stands in a window's entries, and after a row's length, it is as if it had been computed anew."""
+    """Stale entries in a window and after a row's length have no effect."""
     kv, length, starts = case.buffers(), case.tokens.shape[1], case.starts
-    at, after = _span(starts, WIDTH), np.arange(length) >= case.lengths[:, None]
-    stale = case.spoiled(kv, _among(at, length) | after)
+    at, later = _span(starts, WIDTH), np.arange(length) >= case.lengths[:, None]
+    stale = case.spoiled(kv, _among(at, length) | later)
     logits, new = _run(case.denoiser, case.tokens, case.lengths, at=starts, width=WIDTH, kv=stale)
     what = "a forward over a window"
     _same_logits(case, what, logits, at)
-    _same_buffers(case, f"{what} does not mend its own entries", new, kv, _among(at, length) & ~after)
+    _same_buffers(case, f"{what} does not mend its own entries", new, kv, _among(at, length) & ~later)
     _same_buffers(case, f"{what} touches entries outside", new, stale, ~_among(at, length), exactly=True)
     for row in (0, len(starts) - 1):
         one = lambda x, row=row: x[row : row + 1]
@@ -458,7 +458,7 @@ def _scattered(case: _Case) -> None:
 
 
 def _block_causal(case: _Case) -> None:
-    """Positions see different numbers of others: a later block is not seen, and a window is as good as everything."""
+    """Positions see different numbers of others: a later block has no effect, and a window gives the same."""
     length, starts = case.tokens.shape[1], np.full(len(case.tokens), 3, np.int32)
     blocks = np.asarray(block_causal(length, jnp.asarray(starts), WIDTH))
     visible = np.minimum(blocks, case.lengths[:, None])

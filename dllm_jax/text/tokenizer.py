@@ -1,9 +1,9 @@
-"""Tokenizers of `transformers`, from the files of a checkpoint folder; nothing is downloaded and no code of it is run.
+"""Tokenizers of `transformers` from the files of a checkpoint folder; nothing is downloaded and none of its code runs.
 
-Three kinds of files are understood, the first one found is used:
+Three kinds of files are read; the first that exists is used:
 
 * `tokenizer.json`, the format of the `tokenizers` library (LLaDA, Qwen2.5).
-* `vocab.json` and `merges.txt` (Dream): transformers' Qwen2 tokenizer, whatever class the folder names.
+* `vocab.json` and `merges.txt` (Dream): transformers' Qwen2 tokenizer, even if the folder names another class.
 * `meta.json` with `"vocab": "token ids 0-127 are ASCII bytes"`, the tiny test checkpoints. The ids under `eos_id`,
   `mask_id` and `eot_id` become `<|endoftext|>`, `<|mask|>` and `<|eot_id|>`; the other ids are unused.
 
@@ -40,7 +40,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "meta.json",
 )
-"""Every file that is read from a folder; a converter copies those that exist."""
+"""Files that are read from a folder; converters copy those that exist."""
 
 ROLES = ("system", "user", "assistant")
 ASCII_VOCAB = "token ids 0-127 are ASCII bytes"
@@ -51,11 +51,11 @@ def load_tokenizer(folder: str | Path, config: ModelConfig | None = None) -> "Pr
     """The tokenizer of a checkpoint folder from its local files; see the module's text for which.
 
     Args:
-        config: the model's; its family's chat template and its special ids are used where the files name none.
+        config: the model's; gives the chat template of its family and special ids that the files lack.
 
     Raises:
-        DllmError: when the folder has no tokenizer files, they are damaged or contradict each other, or they do not fit
-            the model: ids outside its vocabulary, another mask token.
+        DllmError: for a folder without tokenizer files, for files that are damaged or contradict each other, and for a
+            tokenizer that does not fit the model: ids outside its vocabulary, another mask token.
     """
     folder = Path(folder)
     try:
@@ -64,18 +64,18 @@ def load_tokenizer(folder: str | Path, config: ModelConfig | None = None) -> "Pr
         _check_ids(tokenizer, _added_tokens(folder))
     except DllmError:
         raise
-    except Exception as error:  # the libraries raise anything, the plain Exception among it
+    except Exception as error:  # the libraries raise any type, also the plain Exception
         raise DllmError(
             f"the tokenizer of {folder} could not be read ({_reason(error)}); copy its files again"
         ) from None
-    tokenizer.clean_up_tokenization_spaces = False  # or a decoded text would not be the joined `token_bytes`
+    tokenizer.clean_up_tokenization_spaces = False  # else a decoded text is not the joined `token_bytes`
     if config is not None:
         _fit(tokenizer, config, folder)
     return tokenizer
 
 
 def has_tokenizer(folder: str | Path) -> bool:
-    """Whether a folder holds the files of a tokenizer, so that `load_tokenizer` can be expected to work."""
+    """Whether a folder has the files that `load_tokenizer` needs."""
     folder = Path(folder)
     if any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
         return True
@@ -83,10 +83,10 @@ def has_tokenizer(folder: str | Path) -> bool:
 
 
 def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
-    """Token ids of a text, no BOS in front; special tokens written in it become their ids.
+    """Token ids of a text, without a BOS; special tokens written in it become their ids.
 
     Raises:
-        DllmError: for anything but a string, and for characters that the vocabulary cannot express.
+        DllmError: for anything but a string, and for characters outside the vocabulary.
     """
     if not isinstance(text, str):
         raise DllmError(f"only strings can be encoded, not a {type(text).__name__}; encode the texts one by one")
@@ -97,10 +97,10 @@ def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
 
 
 def least_tokens(tokenizer: "PreTrainedTokenizerBase", text: str) -> int:
-    """A lower bound on the number of tokens of a text, found without encoding it: its bytes over the longest token's.
+    """A lower bound on the number of tokens of a text, without encoding it: its bytes over the longest token's.
 
-    Encoding takes seconds and 200 bytes of memory per byte of text; a limit is enforced by this first. The bound is 0
-    where the tokenizer may drop or replace parts of a text.
+    Encoding may take seconds, and takes 200 bytes of memory per byte of text, so limits are checked by this bound
+    first. It is 0 where the tokenizer may drop or replace parts of a text.
     """
     longest = _longest_token(tokenizer)
     if longest is None:
@@ -115,7 +115,7 @@ _NFC_SHRINKS = 3  # bytes before composition over bytes after it, at most: U+03B
 
 @functools.lru_cache(maxsize=4)
 def _longest_token(tokenizer: "PreTrainedTokenizerBase") -> int | None:
-    """Bytes of the longest token; None unless every byte of a text is in one of its tokens."""
+    """Bytes of the longest token; None if a byte of a text may be in none of its tokens."""
     core = tokenizer.backend_tokenizer
     changes, splits = _steps_of(core.normalizer, "normalizers"), _steps_of(core.pre_tokenizer, "pretokenizers")
     vocab = tokenizer.get_vocab()
@@ -140,7 +140,7 @@ def _steps_of(part: Any, name: str) -> list[dict[str, Any]]:
 
 
 def _keeps_bytes(change: Mapping[str, Any]) -> bool:
-    """Whether a step of a normalizer never makes a text shorter, but for NFC's composition."""
+    """Whether a step of a normalizer never shortens a text, except by NFC's composition."""
     if change["type"] == "Replace":
         pattern = change["pattern"].get("String")
         return pattern is not None and len(change["content"].encode()) >= len(pattern.encode())
@@ -148,26 +148,25 @@ def _keeps_bytes(change: Mapping[str, Any]) -> bool:
 
 
 def _keeps_text(split: Mapping[str, Any]) -> bool:
-    """Whether a step of a pre-tokenizer hands on all of the text."""
+    """Whether a step of a pre-tokenizer keeps all of the text."""
     if split["type"] == "Split":
         return bool(split["behavior"] != "Removed")
     return split["type"] in ("ByteLevel", "Digits", "Metaspace")
 
 
 def encode_texts(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[list[int]]:
-    """`encode_text` of each text, on all cores; one that cannot be encoded fails them all."""
+    """`encode_text` of each text, on all cores; raises its error for the first text that cannot be encoded."""
     if not texts:
         return []
     try:
         encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
-    except Exception:  # which of them it was, in a sentence
+    except Exception:  # encoded one by one, the text at fault is named
         return [encode_text(tokenizer, text) for text in texts]
     return cast(list[list[int]], encoded["input_ids"])
 
 
 def encode_chat(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Token ids of a conversation that the assistant is to continue, ready to be a prompt; arguments and errors are
-    those of `chat_text`."""
+    """Token ids of a conversation as a prompt for the assistant's answer; arguments and errors as of `chat_text`."""
     return encode_text(tokenizer, chat_text(tokenizer, messages))
 
 
@@ -178,8 +177,8 @@ def chat_text(
 
     Args:
         messages: `[{"role": "user", "content": "..."}, ...]`; roles are system, user and assistant.
-        continued: the last message, the assistant's, is the beginning of what is to come: the text ends right after
-            it. Otherwise the assistant's turn is opened.
+        continued: the last message, the assistant's, is the beginning of its answer, and the text ends right after it.
+            Otherwise the text ends with the opening of the assistant's turn.
 
     Raises:
         DllmError: for messages of another shape, a tokenizer without chat template, and a template that fails.
@@ -203,9 +202,9 @@ class Turn(NamedTuple):
     """A message of the assistant in the model's chat format.
 
     Attributes:
-        given: what stands between the assistant's message before and this one; all that is before it for the first.
-        message: what the assistant writes.
-        end: what ends its turn: "<|eot_id|>", "<|im_end|>"; "" of a template that ends turns with no token of its own.
+        given: the text between the assistant's previous message and this one; for the first all before it.
+        message: the assistant's text.
+        end: the end of its turn, such as "<|eot_id|>"; "" with a template that ends turns without a special token.
         end_id: the token that `end` ends with.
     """
 
@@ -219,7 +218,7 @@ def chat_turns(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[
     """A conversation that ends with the assistant's message, cut at what the assistant writes; joined the turns are the
     conversation as the template writes it, up to the end of the last.
 
-    A turn's end is what the template writes after the last message, up to the first of the tokenizer's added tokens.
+    A turn's end is what the template writes after the last message, through the first of the tokenizer's added tokens.
 
     Raises:
         DllmError: as `chat_text`, for a last message of another, and for a template that rewrites messages.
@@ -245,7 +244,7 @@ def chat_turns(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[
 
 
 def _render(tokenizer: "PreTrainedTokenizerBase", turns: list[dict[str, Any]], *, opened: bool) -> str:
-    """What the chat template makes of messages, with the assistant's turn opened after them or not."""
+    """The chat template's text of messages, with the assistant's turn opened after them or not."""
     if not tokenizer.chat_template:
         raise DllmError(
             "the tokenizer has no chat template, so its model takes no conversations: write the prompt as it knows it, "
@@ -283,16 +282,16 @@ def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int]:
 
 @functools.lru_cache(maxsize=4)  # half a second for a large vocabulary
 def token_bytes(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> tuple[bytes, ...]:
-    """What each id adds to a decoded text, in UTF-8: decoding is joining these and replacing broken characters.
+    """The UTF-8 bytes of each id: a decoded text is these joined, with broken characters replaced.
 
-    Special tokens and undefined ids add nothing. Stop strings are matched on these, across token borders. The table is
-    kept: tokens that are added to the tokenizer later are not in it.
+    Special tokens and undefined ids have none. Stop strings are matched on these bytes, across tokens. The table is
+    cached: tokens that are added to the tokenizer later are not in it.
 
     Args:
-        vocab_size: V, the model's, which is the length of the table.
+        vocab_size: the model's; the length of the table.
 
     Raises:
-        DllmError: for a tokenizer whose tokens do not simply follow each other (not byte-level, not plain).
+        DllmError: for a tokenizer that is neither byte-level nor plain, whose tokens' bytes depend on neighbours.
     """
     to_bytes, special = _piece_decoder(tokenizer), special_tokens(tokenizer)
     pieces = [b""] * vocab_size
@@ -303,7 +302,7 @@ def token_bytes(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> tuple[
 
 
 def token_strings(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> list[str]:
-    """How each id looks alone on a screen: special tokens by name, parts of a character as `\\xNN`.
+    """The text of each id alone: special tokens by name, parts of a character as `\\xNN`.
 
     Args and errors as of `token_bytes`.
     """
@@ -337,7 +336,7 @@ def settled_test(tokenizer: "PreTrainedTokenizerBase") -> Callable[[str], bool] 
 
 
 def _from_files(folder: Path) -> "PreTrainedTokenizerBase":
-    import transformers  # takes a second, so not before it is needed
+    import transformers  # takes a second, so only when needed
 
     parts: dict[str, Any] = {}
     if (folder / "tokenizer.json").is_file():
@@ -355,8 +354,8 @@ def _from_files(folder: Path) -> "PreTrainedTokenizerBase":
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps transformers' remarks off the standard error: that PyTorch is missing when it is imported, and that large
-    vocabularies might be one of Mistral's old ones."""
+    """Silences warnings of transformers: that PyTorch is missing, and that a large vocabulary might be an old one of
+    Mistral's."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -371,7 +370,7 @@ def _qwen2(folder: Path) -> tokenizers.Tokenizer:
     if not (folder / "merges.txt").is_file():
         raise DllmError(f"{folder} has a vocab.json but no merges.txt; copy that file too")
     vocab, merges = models.BPE.read_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
-    # Added tokens are put into the vocabulary so that each gets the id it was trained with, holes or not.
+    # Added tokens are part of the vocabulary, so that each keeps the id it was trained with, also after a gap.
     vocab = {**_added_tokens(folder), **vocab}
     if len(set(vocab.values())) < len(vocab):
         raise ValueError("one id belongs to two tokens")
@@ -392,7 +391,7 @@ def _ascii(meta: Mapping[str, Any], path: Path) -> tokenizers.Tokenizer:
 
 
 def _added_tokens(folder: Path) -> dict[str, int]:
-    """Added token -> id, as the files next to the vocabulary say."""
+    """Added token -> id, from the files next to the vocabulary."""
     decoder = _read_json(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
     return _read_json(folder / "added_tokens.json") | {entry["content"]: int(i) for i, entry in decoder.items()}
 
@@ -405,12 +404,12 @@ def _check_ids(tokenizer: "PreTrainedTokenizerBase", added: Mapping[str, int]) -
 
 
 def _fit(tokenizer: "PreTrainedTokenizerBase", config: ModelConfig, folder: Path) -> None:
-    """Completes a tokenizer from the model's config and refuses one of another model."""
+    """Completes a tokenizer from the model's config; refuses one of another model."""
     for name in ("bos", "eos", "pad", "mask"):
         i = getattr(config, f"{name}_id")
         if getattr(tokenizer, f"{name}_token") is None and i is not None:
             setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(i))
-    if tokenizer.chat_template is None:  # "" says that the model has no chat format
+    if tokenizer.chat_template is None:  # "" means that the model has no chat format
         family = FAMILIES.get(config.family)
         tokenizer.chat_template = family.chat_template if family else None
     advice = "use the model's own files"
