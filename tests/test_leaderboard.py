@@ -88,9 +88,9 @@ def test_a_benchmark_has_all_prompts_and_a_board_d3llm_s_alone():
     assert {method.source for method in every} == {"d3LLM", "NI", "EB", "APD", "dInfer"}
     assert {method.source for method in board} == {"d3LLM"} and set(board) < set(every)
     assert next(m for m in every if m.name.startswith("NI")).area(100.0) is None
-    with pytest.raises(DllmError, match="no published points are of 'chess'; choose one of gsm8k, math, "):
+    with pytest.raises(DllmError, match="'chess'"):
         published_methods("chess")
-    with pytest.raises(DllmError, match="of 'd3llm/None'"):
+    with pytest.raises(DllmError, match="'d3llm/None'"):
         published_methods("d3llm/None")
 
 
@@ -112,9 +112,9 @@ def test_our_samplers_are_curves_by_their_numbers():
 def test_two_points_are_counted_as_d3llm_does():
     (method,) = two_point_methods([SLOW, FAST])
     assert [(p.tokens_per_forward, p.accuracy) for p in method.points] == [(1.0, 76.0), (2.5, 74.0)]
-    with pytest.raises(DllmError, match="no report of m has one token per forward; sweep over topk:k=1 as well"):
+    with pytest.raises(DllmError, match="no report of m .*topk:k=1"):
         two_point_methods([FAST])
-    with pytest.raises(DllmError, match="topk:k=2 was not counted as d3LLM does; sweep again with --count d3llm"):
+    with pytest.raises(DllmError, match="topk:k=2 .*--count d3llm"):
         two_point_methods([SLOW, report("topk:k=2", 0.7, 1.5, 32.0)])
     with pytest.raises(DllmError, match="no report has more than one token per forward"):
         two_point_methods([SLOW])

@@ -20,17 +20,10 @@ from samplers.config.sampler_config import parse_sampler
 PLAIN = ("x/y", "GSAI-ML/LLaDA-8B-Base", "gsm8k", 5, "raw")
 OURS = Preset(*PLAIN, sampler="llada:gen_length=64", metrics=("acc,none",), status="A", source="a table")
 
-# Written from the papers a second time: name -> (task, shots, form, bos, spec, published).
+# One of each file, written from the papers a second time: name -> (task, shots, form, bos, spec, published).
 SPOTS = {
     "llada-base/gsm8k": ("gsm8k", 5, "raw", 0, "llada:gen_length=1024", 70.3),
-    "llada-base/bbh/512": ("bbh", 3, "raw", 0, "llada:gen_length=512", 50.4),
-    "llada-base/mbpp/256": ("mbpp", 3, "raw", 0, "llada:gen_length=256", 40.2),
-    "llada-base/humaneval": ("humaneval", 0, "raw", 0, "llada:gen_length=1024", 35.4),
-    "llada-base/math/random": ("minerva_math", 4, "raw", 0, "llada:gen_length=256,remasking=random", 9.2),
-    "llada-base/arc_c": ("arc_challenge", 0, "raw", 0, "", 45.9),
     "llada-base/truthfulqa/cfg": ("truthfulqa_mc2", 0, "raw", 0, "", 46.4),
-    "llada-base/ceval": ("ceval-valid", 5, "raw", 0, "", 70.5),
-    "llada-instruct/gsm8k": ("dllm_gsm8k_oc", 4, "chatN", 0, "llada:gen_length=512,defer=ends", 69.4),
     "llada-instruct/gsm8k/block": (
         "dllm_gsm8k_oc",
         4,
@@ -39,15 +32,9 @@ SPOTS = {
         "llada:gen_length=256,defer=none,block_length=8",
         78.6,
     ),
-    "llada-instruct/humaneval": ("dllm_humaneval_oc", 0, "chat0", 0, "llada:gen_length=512,suppress=eos", 49.4),
-    "llada-instruct/arc-c": ("dllm_arc_c_oc", 0, "chat0", 0, "llada:gen_length=512", 88.5),
     "llada-1.5/math": ("dllm_math_oc", 0, "chat0", 0, "llada:defer=ends,gen_length=1024,block_length=128", 42.6),
-    "dream-base/gsm8k": ("gsm8k_cot", 8, "raw", 1, "dream:gen_length=256,temperature=0,top_p=0.95", 77.2),
     "dream-base/mbpp": ("mbpp", 3, "raw", 1, "dream:gen_length=512,temperature=0.2,top_p=0.95", 56.2),
-    "dream-base/race": ("race", 0, "raw", 1, "", 44.7),
-    "dream-instruct/gsm8k": ("gsm8k_cot", 0, "chat0", 0, "dream:temperature=0.1,top_p=0.9,gen_length=256", 81.0),
     "dream-instruct/mmlu-pro": ("mmlu_pro", 4, "chat1", 0, "dream:temperature=0.1,top_p=0.9,gen_length=128", 43.3),
-    "dream-instruct/gpqa": ("gpqa_main_n_shot", 5, "chat1", 0, "", 33.0),
     "fast-dllm/llada-instruct/gsm8k/both": (
         "gsm8k",
         5,
@@ -55,38 +42,6 @@ SPOTS = {
         0,
         "threshold:gen_length=256,block_length=32,threshold=0.9,cache=prefix",
         78.5,
-    ),
-    "fast-dllm/llada-instruct/humaneval/512/prefix": (
-        "dllm_humaneval_sanitize",
-        0,
-        "chat0",
-        0,
-        "llada:gen_length=512,block_length=32,cache=prefix",
-        45.7,
-    ),
-    "fast-dllm/dream-base/math/512/parallel": (
-        "minerva_math",
-        4,
-        "raw",
-        1,
-        "threshold:gen_length=512,threshold=0.9,steps=16",
-        39.5,
-    ),
-    "d2f/llada-instruct/gsm8k": (
-        "gsm8k",
-        4,
-        "chatN",
-        1,
-        "d2f:tau_add=0.7,tau_act=0.95,threshold=0.9,block_length=64,gen_length=512",
-        77.3,
-    ),
-    "d2f/llada-instruct/humaneval": (
-        "dllm_humaneval_sanitize",
-        0,
-        "raw",
-        1,
-        "d2f:tau_add=0.1,tau_act=0.95,threshold=0.9,block_length=32,gen_length=512",
-        40.2,
     ),
     "d2f/dream-base/mbpp": (
         "mbpp",
@@ -120,7 +75,6 @@ SPOTS = {
         "apd:temperature=0.04,top_p=0.95,gen_length=256,weight=0.6,window=32,lookahead=200",
         77,
     ),
-    "apd/llada-instruct/gsm8k/conf128": ("gsm8k", 0, "chat0", 0, "llada:gen_length=256,steps=128", 52.6),
     "dinfer/llada-moe/mbpp/cache": ("dllm_mbpp_sanitized_llada_moe", 0, "chat0", 0, "llada-moe-cache", 67.45),
     "aup/llada-instruct/math/d2f": (
         "minerva_math",
@@ -144,24 +98,6 @@ def test_a_preset_says_what_its_paper_says(name):
         return
     wanted = parse_sampler(sampler)
     assert (preset.spec.name, dict(preset.spec.options)) == (wanted.name, dict(wanted.options))
-
-
-def test_numbers_beside_scores():
-    assert find("ni/llada-instruct/gsm8k/ni").published[0].nfe == 51.08
-    fast = find("fast-dllm/dream-base/mbpp/both").published[0]
-    assert (fast.tps, fast.hardware) == (76.0, "A100 80GB, batch 1")
-    assert find("dinfer/llada-moe/gsm8k/td").published[0].tpf == 6.12
-    assert [number.value for number in find("llada-1.5/gpqa").published] == [36.9, 34.8]
-    assert find("llada-base/gpqa/cfg").guidance == 0.5 and find("llada-base/truthfulqa/cfg").guidance == 2.0
-    one, many, dream = (find(name) for name in ("llada-base/mmlu", "llada-base/piqa", "dream-base/mmlu"))
-    assert [(p.samples, p.mc_batch, p.estimator) for p in (one, many, dream)] == [
-        (1, 1, "llada"),
-        (128, 8, "llada-official"),
-        (128, 32, "dream"),
-    ]
-    assert find("dream-instruct/mbpp").max_prompt == 1024 and find("apd/dream-instruct/math/r0.7").limit == 100
-    assert any("D2F #6" in text for text in find("d2f/dream-base/humaneval").warnings)
-    assert any("#13" in text for text in find("fast-dllm/llada-instruct/math/both").warnings)
 
 
 def all_tasks():
@@ -240,30 +176,30 @@ def test_what_is_inherited(written):
 @pytest.mark.parametrize(
     ("old", "new", "sentence"),
     [
-        ("[defaults]", "[defaults", "could not be read as TOML"),
-        ("[group.b]", "[groups]\n[group.b]", "there is no table 'groups'"),
-        ("[group.b]", "[group.e]\nshots = 1\n[group.b]", "group 'e' belongs to no preset"),
-        ("bos = 0\n", "", "family/a: bos is not stated; write it into the preset"),
-        ('form = "raw"\n', "", "family/a: form is not stated"),
-        ('form = "raw"', 'form = "chat9"', "family/a: form is 'chat9'; choose one of raw, chat0, chat1, chatN"),
-        ("shots = 3", 'shots = "3"', "family/b/d: shots is '3'; it must be a whole number"),
-        ("shots = 3", "shots = -1", "family/b/d: shots is -1; it must be at least 0"),
-        ("shots = 3", "shot = 3", "there is no setting 'family/b/d: shot'; did you mean 'family/b/d: shots'?"),
-        ("shots = 3", 'form = "chat0", shots = 3', "a chat0 has no examples and shots is 3; write chat1 or chatN"),
-        ("shots = 3", 'system = "Be brief."', "family/b/d: a raw prompt has no system message"),
-        ("shots = 3", 'kind = "likelihood"', "family/b/d: a likelihood has no sampler"),
-        ("value = 1.0", "tps = 1.0", "family/a: published.value is not set"),
+        ("[defaults]", "[defaults", "family.toml"),
+        ("[group.b]", "[groups]\n[group.b]", "'groups'"),
+        ("[group.b]", "[group.e]\nshots = 1\n[group.b]", "group 'e'"),
+        ("bos = 0\n", "", "family/a: bos"),
+        ('form = "raw"\n', "", "family/a: form"),
+        ('form = "raw"', 'form = "chat9"', "chat9"),
+        ("shots = 3", 'shots = "3"', "family/b/d: shots is '3'"),
+        ("shots = 3", "shots = -1", "family/b/d: shots is -1"),
+        ("shots = 3", "shot = 3", "family/b/d: shots"),
+        ("shots = 3", 'form = "chat0", shots = 3', "chat0"),
+        ("shots = 3", 'system = "Be brief."', "family/b/d: "),
+        ("shots = 3", 'kind = "likelihood"', "family/b/d: a likelihood"),
+        ("value = 1.0", "tps = 1.0", "published.value"),
         ('name = "llada", ', "", "family/a: the sampler has no name"),
-        ('"llada"', '"lada"', "family/a: no unmasking rule or preset is called 'lada'"),
-        ("block_length = 32", "blok = 32", "family/b: sampler llada has no option 'blok'"),
-        ("block_length = 32", 'block_length = "x"', "family/b: sampler llada: block_length 'x' is no whole number"),
-        ('"b" = {}', '"b" = 3', "'b' is no table; write its settings as"),
-        ('"b" = {}', '"b" = { sampler = "llada" }', "family/b: sampler is 'llada'; write a table"),
-        ('"b" = {}', '"b" = { warnings = "slow" }', "family/b: warnings is 'slow'; it must be a list"),
-        ('"b" = {}', '"b" = { published = [3] }', "family/b: published is 3; it must be"),
-        ('"b" = {}', '"b" = {}\n"b" = {}', "could not be read as TOML"),
-        ('{ name = "llada", gen_length = 64 }', '"llada"', "family/a: sampler is 'llada'; write a table"),
-        ('task = "gsm8k"', 'task = "other"', "family/a: metrics is not stated"),
+        ('"llada"', '"lada"', "'lada'"),
+        ("block_length = 32", "blok = 32", "'blok'"),
+        ("block_length = 32", 'block_length = "x"', "block_length 'x'"),
+        ('"b" = {}', '"b" = 3', "'b'"),
+        ('"b" = {}', '"b" = { sampler = "llada" }', "family/b: sampler"),
+        ('"b" = {}', '"b" = { warnings = "slow" }', "family/b: warnings"),
+        ('"b" = {}', '"b" = { published = [3] }', "family/b: published"),
+        ('"b" = {}', '"b" = {}\n"b" = {}', "family.toml"),
+        ('{ name = "llada", gen_length = 64 }', '"llada"', "family/a: sampler"),
+        ('task = "gsm8k"', 'task = "other"', "family/a: metrics"),
     ],
 )
 def test_a_fault_in_a_file_is_one_sentence(written, old, new, sentence):
@@ -273,32 +209,32 @@ def test_a_fault_in_a_file_is_one_sentence(written, old, new, sentence):
 
 
 def test_settings_that_contradict_each_other():
-    with pytest.raises(DllmError, match="samples 128 is no multiple of mc_batch 3"):
+    with pytest.raises(DllmError, match="mc_batch 3"):
         Preset(*PLAIN, kind="likelihood", mc_batch=3)
-    with pytest.raises(DllmError, match="sampler is not set; write what generates"):
+    with pytest.raises(DllmError, match="sampler is not set"):
         Preset(*PLAIN)
 
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"task": "gsm9k"}, "there is no task 'gsm9k' in lm-eval"),
-        ({"task": "dllm_none"}, "there is no task 'dllm_none' in evals/harness/tasks/dllm_none.yaml"),
-        ({"model": "some/model"}, "model 'some/model' is unknown"),
-        ({"metrics": ("acc",)}, "task gsm8k does not report 'acc'; it reports acc,none"),
-        ({"metrics": ()}, "no metric is named; write what lm-eval reports"),
-        ({"sampler": "llada"}, "the sampler says no gen_length"),
-        ({"sampler": "llada:gen_length=64,block_length=48"}, "gen_length 64 is no multiple of block_length 48"),
-        ({"sampler": "llada:gen_length=64,block_length=16,steps=6"}, "steps 6 is not a multiple of the 4 blocks"),
-        ({"sampler": "threshold:threshold=-1,gen_length=64"}, "threshold is -1; it must be"),
-        ({"sampler": "llada:gen_length=64,defer=eot"}, "defer 'eot' is unknown; choose one of eos, ends"),
-        ({"max_prompt": 4090}, "a prompt and gen_length 64 do not fit the model's 4096 positions"),
-        ({"published": (Published(value=101.0, source="x"),)}, "the published 101 is no percentage"),
-        ({"published": (Published(value=1.0),)}, "the published 1 has no source"),
-        ({"published": (Published(value=1.0, source="x", metric="f1,none"),)}, "is of 'f1,none', which is not among"),
+        ({"task": "gsm9k"}, "gsm9k"),
+        ({"task": "dllm_none"}, "dllm_none.yaml"),
+        ({"model": "some/model"}, "some/model"),
+        ({"metrics": ("acc",)}, "'acc'"),
+        ({"metrics": ()}, "metric"),
+        ({"sampler": "llada"}, "gen_length"),
+        ({"sampler": "llada:gen_length=64,block_length=48"}, "block_length 48"),
+        ({"sampler": "llada:gen_length=64,block_length=16,steps=6"}, "steps 6"),
+        ({"sampler": "threshold:threshold=-1,gen_length=64"}, "threshold is -1"),
+        ({"sampler": "llada:gen_length=64,defer=eot"}, "'eot'"),
+        ({"max_prompt": 4090}, "4096 positions"),
+        ({"published": (Published(value=101.0, source="x"),)}, "published 101"),
+        ({"published": (Published(value=1.0),)}, "no source"),
+        ({"published": (Published(value=1.0, source="x", metric="f1,none"),)}, "'f1,none'"),
         ({"published": (Published(value=1.0, what="reproduced by dllm", source="Dream, Table 1"),)}, "name dllm's"),
-        ({"published": (Published(value=1.0, source="x", nfe=0.0),)}, "the published nfe 0 is no positive number"),
-        ({"published": (Published(value=1.0, source="x", tps=2.0),)}, "2 tokens per second are of no hardware"),
+        ({"published": (Published(value=1.0, source="x", nfe=0.0),)}, "nfe 0"),
+        ({"published": (Published(value=1.0, source="x", tps=2.0),)}, "hardware"),
     ],
 )
 def test_check_finds(changes, sentence):
@@ -338,7 +274,7 @@ def test_the_hash_is_of_what_changes_an_answer():
         assert dataclasses.replace(scored, **{name: value}).hash != scored.hash, name
 
 
-def test_what_was_changed_is_told():
+def test_changes_are_reported():
     preset = find("fast-dllm/llada-instruct/gsm8k/both")
     assert modify(preset) == (preset, [])
     assert modify(preset, gen_length=256, shots="5", threshold=0.9) == (preset, [])
@@ -362,32 +298,32 @@ def test_what_a_preset_leaves_to_the_user_is_no_change():
     assert told == [] and given.spec.options["verifier"] == "runs/qwen"
     given, told = modify(find("ni/llada-instruct/mbpp/ni"), indicator="runs/ni", threshold=0.9)
     assert told == ["threshold: 0.95 -> 0.9"] and given.spec.options["indicator"] == "runs/ni"
-    with pytest.raises(DllmError, match="verifier 'a.b' cannot stand in a spec"):
+    with pytest.raises(DllmError, match="verifier 'a.b'"):
         modify(find("apd/dream-instruct/gsm8k/r0.7"), verifier="a|b")
 
 
 @pytest.mark.parametrize(
     ("name", "changes", "sentence"),
     [
-        ("llada-base/gsm8k", {"gen_len": 3}, "llada-base/gsm8k: sampler llada has no option 'gen_len'"),
-        ("llada-base/gsm8k", {"gen_length": "long"}, "gen_length 'long' is no whole number"),
-        ("llada-base/gsm8k", {"shots": "few"}, "llada-base/gsm8k: shots 'few' is no whole number"),
-        ("llada-base/gsm8k", {"form": "chat"}, "form 'chat' is unknown; choose one of raw, chat0, chat1, chatN"),
-        ("llada-base/gsm8k", {"published": ()}, "has no option 'published'"),
-        ("llada-base/piqa", {"gen_length": 3}, "llada-base/piqa has no setting 'gen_length'; it has task, shots"),
-        ("llada-base/piqa", {"mc_batch": 7}, "samples 128 is no multiple of mc_batch 7"),
+        ("llada-base/gsm8k", {"gen_len": 3}, "'gen_len'"),
+        ("llada-base/gsm8k", {"gen_length": "long"}, "gen_length 'long'"),
+        ("llada-base/gsm8k", {"shots": "few"}, "shots 'few'"),
+        ("llada-base/gsm8k", {"form": "chat"}, "form 'chat'"),
+        ("llada-base/gsm8k", {"published": ()}, "'published'"),
+        ("llada-base/piqa", {"gen_length": 3}, "'gen_length'"),
+        ("llada-base/piqa", {"mc_batch": 7}, "mc_batch 7"),
     ],
 )
 def test_changes_that_make_no_sense(name, changes, sentence):
     with pytest.raises(DllmError) as error:
         modify(find(name), **changes)
-    assert sentence in str(error.value)
+    assert sentence in str(error.value) and "\n" not in str(error.value)
 
 
 def test_an_unknown_name_is_answered_by_the_nearest():
-    with pytest.raises(DllmError, match="no preset is called 'llada-base/gms8k'; did you mean llada-base/gsm8k"):
+    with pytest.raises(DllmError, match="'llada-base/gms8k'.* llada-base/gsm8k"):
         find("llada-base/gms8k")
-    with pytest.raises(DllmError, match="did you mean ni/llada-instruct/mbpp/full"):
+    with pytest.raises(DllmError, match="ni/llada-instruct/mbpp/full"):
         find("ni/llada-instruct/mbpp")
 
 
@@ -447,7 +383,7 @@ def test_rows_of_a_comparison():
     math = find("llada-base/math")  # a number of one metric is not held against the other
     rows = comparison(math, results(math, **{"exact_match,none": 0.314, "math_verify,none": 0.4})).rows
     assert [(row.metric, row.told) for row in rows] == [("exact_match,none", "within")] * 2 + [("math_verify,none", "")]
-    with pytest.raises(DllmError, match="the results have no task 'minerva_math' of preset llada-base/math"):
+    with pytest.raises(DllmError, match="minerva_math"):
         comparison(math, results(preset))
 
 
