@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from convert.hub_folder import copied_files, read_json
+from convert.hub_folder import copied_files
 from convert.output import check_out
 from convert.safetensors_reader import read_header
 from convert.source import locate
@@ -26,6 +26,7 @@ from dllm_jax.checkpoints import checkpoint
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.families import Slot, find_family
+from dllm_jax.storage import read_json
 
 KERNEL, A, B = ".kernel", ".lora_a", ".lora_b"
 WEIGHTS_FILE, SETTINGS_FILE = "adapter_model.safetensors", "adapter_config.json"

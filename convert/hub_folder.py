@@ -1,6 +1,5 @@
 """The small files of a hub checkpoint: config.json, the generation config and the tokenizer's."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from dllm_jax.checkpoints import checkpoint
 from dllm_jax.errors import DllmError
 from dllm_jax.families import HubConfig
+from dllm_jax.storage import read_json
 from dllm_jax.text.tokenizer import TOKENIZER_FILES
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
@@ -48,28 +48,11 @@ def with_tokenizer(values: Mapping[str, Any], folder: Path, where: str, name: st
         values=values,
         where=where,
         name=name,
-        generation=_optional_json(folder / GENERATION_FILE),
-        tokenizer=_optional_json(folder / "tokenizer_config.json"),
-        meta=_optional_json(folder / "meta.json"),
+        generation=read_json(folder / GENERATION_FILE),
+        tokenizer=read_json(folder / "tokenizer_config.json"),
+        meta=read_json(folder / "meta.json"),
         tokens=_added_tokens(folder),
     )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises:
-        DllmError: when the file cannot be read or holds anything else.
-    """
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DllmError(f"{path} cannot be read ({error.strerror}); check the file") from None
-    except (ValueError, RecursionError):
-        raise DllmError(f"{path} is not valid JSON; download it again") from None
-    if not isinstance(values, dict):
-        raise DllmError(f"{path} holds no JSON object; download it again")
-    return values
 
 
 def copied_files(folder: Path) -> dict[str, bytes]:
@@ -82,10 +65,6 @@ def copied_files(folder: Path) -> dict[str, bytes]:
         return {name: (folder / name).read_bytes() for name in COPIED_FILES if (folder / name).is_file()}
     except OSError as error:
         raise DllmError(f"{error.filename} cannot be read ({error.strerror}); check the file") from None
-
-
-def _optional_json(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
 
 
 def _added_tokens(folder: Path) -> dict[str, int]:
@@ -102,10 +81,10 @@ def _added_tokens(folder: Path) -> dict[str, int]:
     found: dict[str, int] = {}
     for name, pairs in readers.items():
         try:
-            tokens = dict(pairs(_optional_json(folder / name)))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            if isinstance(error, DllmError):
-                raise
+            tokens = dict(pairs(read_json(folder / name)))
+        except DllmError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError):
             raise DllmError(f"the added tokens of {folder / name} are malformed; download it again") from None
         for text, token in tokens.items():
             if found.setdefault(text, token) != token:

@@ -222,14 +222,7 @@ def _config_of(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> IndicatorCo
 def _read_settings(path: Path) -> dict[str, Any]:
     """The settings in the JSON file next to the weights, {} without one."""
     sidecar = path.with_suffix(".json")
-    if not sidecar.is_file():
-        return {}
-    try:
-        settings = json.loads(sidecar.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DllmError(f"{sidecar} could not be read ({error}); remove it or download it again") from None
-    if not isinstance(settings, dict):
-        raise DllmError(f"{sidecar} is no JSON object; remove it or download it again")
+    settings = storage.read_json(sidecar)
     if settings.get("use_positional_embedding"):
         raise DllmError(f"{sidecar} asks for positional embeddings, which no published indicator has or can run with")
     return settings

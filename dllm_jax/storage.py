@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import json
 import os
 import re
 import secrets
@@ -11,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import filelock
 from tqdm import tqdm
@@ -20,6 +22,23 @@ from dllm_jax.errors import DllmError
 from dllm_jax.parallel import multihost
 
 # Files ---------------------------------------------------------------------------------------------------------------
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; {} where there is no such file.
+
+    Raises:
+        DllmError: when it cannot be read, or holds anything else.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DllmError(f"{path} could not be read as JSON ({error}); correct it, or copy it again") from None
+    if not isinstance(values, dict):
+        raise DllmError(f"{path} holds no JSON object; correct it, or copy it again")
+    return values
 
 
 def write_file(path: str | Path, content: bytes | str) -> None:

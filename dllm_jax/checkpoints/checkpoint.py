@@ -32,7 +32,7 @@ from dllm_jax.errors import DllmError
 from dllm_jax.parallel import multihost
 from dllm_jax.params.quantized import LARGEST, QuantizedKernel, quantize_on_host
 from dllm_jax.params.specs import abstract_params, float32_params, forms
-from dllm_jax.storage import atomic_folder, folder_path, write_error
+from dllm_jax.storage import atomic_folder, folder_path, read_json, write_error
 from dllm_jax.suggestions import did_you_mean
 
 CONFIG_FILE, SOURCE_FILE, PARAMS_FOLDER = "config.json", "source.json", "params"
@@ -131,8 +131,7 @@ def load_config(folder: str | Path) -> ModelConfig:
 
 def load_source(folder: str | Path) -> dict[str, Any]:
     """What the converter noted about the source: `{}` for a checkpoint that was trained here."""
-    path = Path(folder) / SOURCE_FILE
-    return json.loads(path.read_text()) if path.is_file() else {}
+    return read_json(Path(folder) / SOURCE_FILE)
 
 
 def load_generation(folder: str | Path) -> dict[str, Any]:
@@ -141,16 +140,7 @@ def load_generation(folder: str | Path) -> dict[str, Any]:
     Raises:
         DllmError: when the file is damaged.
     """
-    path = Path(folder) / GENERATION_FILE
-    if not path.is_file():
-        return {}
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DllmError(f"{path} could not be read ({error}); correct or remove it") from None
-    if not isinstance(values, dict):
-        raise DllmError(f'{path} holds no options; write it like {{"gen_length": 64}}, or remove it')
-    return values
+    return read_json(Path(folder) / GENERATION_FILE)
 
 
 def generation_file(options: Mapping[str, Any]) -> dict[str, bytes]:

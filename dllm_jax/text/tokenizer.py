@@ -26,6 +26,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.families import FAMILIES
+from dllm_jax.storage import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -79,7 +80,7 @@ def has_tokenizer(folder: str | Path) -> bool:
     folder = Path(folder)
     if any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
         return True
-    return _read_json(folder / "meta.json").get("vocab") == ASCII_VOCAB
+    return read_json(folder / "meta.json").get("vocab") == ASCII_VOCAB
 
 
 def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
@@ -343,7 +344,7 @@ def _from_files(folder: Path) -> "PreTrainedTokenizerBase":
         pass
     elif (folder / "vocab.json").is_file():
         parts = {"tokenizer_object": _qwen2(folder)}
-    elif (meta := _read_json(folder / "meta.json")).get("vocab") == ASCII_VOCAB:
+    elif (meta := read_json(folder / "meta.json")).get("vocab") == ASCII_VOCAB:
         parts = {"tokenizer_object": _ascii(meta, folder / "meta.json")}
     else:
         raise DllmError(f"{folder} has no tokenizer; put tokenizer.json, or vocab.json and merges.txt, into it")
@@ -392,8 +393,8 @@ def _ascii(meta: Mapping[str, Any], path: Path) -> tokenizers.Tokenizer:
 
 def _added_tokens(folder: Path) -> dict[str, int]:
     """Added token -> id, from the files next to the vocabulary."""
-    decoder = _read_json(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
-    return _read_json(folder / "added_tokens.json") | {entry["content"]: int(i) for i, entry in decoder.items()}
+    decoder = read_json(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
+    return read_json(folder / "added_tokens.json") | {entry["content"]: int(i) for i, entry in decoder.items()}
 
 
 def _check_ids(tokenizer: "PreTrainedTokenizerBase", added: Mapping[str, int]) -> None:
@@ -435,19 +436,6 @@ def _fault(message: Any) -> str | None:
     if not isinstance(message.get("content"), str):
         return f"has {type(message.get('content')).__name__} content where a string must be"
     return None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; {} when there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        values = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise DllmError(f"{path} is not valid JSON ({error}); copy the file again") from None
-    if not isinstance(values, dict):
-        raise DllmError(f"{path} holds no JSON object; copy the file again")
-    return values
 
 
 def _reason(error: Exception) -> str:
