@@ -192,25 +192,31 @@ def test_runs_on_one_device_and_on_eight_and_goes_on_bit_exactly(tmp_path, base,
     assert_same(*({n: np.asarray(x) for n, x in one.params.items()} for one in (found, again)))
 
 
-def test_refusals(tmp_path, base, folder):
+MISTAKES = [
+    ({"lora": {"rank": 2}}, "lora.rank"),
+    ({"optimizer": {"name": "muon", "warmup": 0}}, "optimizer.name"),
+    ({"objective": {"kind": "sft"}}, "'objective.kind'"),
+    ({"objective": {"dropout": 1.0}}, "objective.dropout"),
+    ({"indicator": {"widht": 8}}, "'indicator.width'"),
+    ({"indicator": {"num_values": 100}}, "100 best tokens"),
+    ({"indicator": {"depth": 0, "num_values": 3}}, "depth"),
+    ({"model": {}}, "model.init"),
+    ({"data": {"source": "train_toys:Reverse", "length": 12}}, "data.source"),
+]
+
+
+@pytest.mark.parametrize(("change", "name"), MISTAKES)
+def test_settings_that_cannot_work_are_refused(change, name, tmp_path, base, folder):
     values = run_settings(tmp_path / "x", base, folder)
-    for change, sentence in (
-        ({"lora": {"rank": 2}}, "lora.rank is for training a model"),
-        ({"optimizer": {"name": "muon", "warmup": 0}}, "optimizer.name is for training a model"),
-        ({"objective": {"kind": "sft"}}, "no setting 'objective.kind'"),
-        ({"objective": {"dropout": 1.0}}, "objective.dropout is 1.0; it must be between 0 and 0.999"),
-        ({"indicator": {"widht": 8}}, "no setting 'indicator.widht'; did you mean 'indicator.width'"),
-        ({"indicator": {"num_values": 100}}, "reads the 100 best tokens and the model has 24"),
-        ({"indicator": {"depth": 0, "num_values": 3}}, "depth of the indicator is 0"),
-        ({"model": {}}, "needs a model to be trained for; set model.init"),
-        ({"data": {"source": "train_toys:Reverse", "length": 12}}, "this command learns from trajectories"),
-    ):
-        with pytest.raises(DllmError, match=sentence):
-            train.train(build_settings(IndicatorRun, values | change))
+    with pytest.raises(DllmError, match=name):
+        train.train(build_settings(IndicatorRun, values | change))
     assert not (tmp_path / "x").exists()
+
+
+def test_the_published_recipe_and_rows_of_trajectories(tmp_path, base, folder):
     config = read_config("train/configs/ni-free-problems.toml", command="indicator")
     assert (config.indicator.width, config.optimizer.final_ratio) == (64, 0.0)
-    assert read_parts(build_settings(IndicatorRun, values)).rows(0).step is not None
+    assert read_parts(build_settings(IndicatorRun, run_settings(tmp_path / "x", base, folder))).rows(0).step is not None
 
 
 def test_evals_of_an_indicator(tmp_path, base, folder, capsys):

@@ -146,58 +146,59 @@ def test_example_configs_run_in_miniature(name, tmp_path, llada_tiny):
 
 FIVE = LLADA.replace(vocab_size=5, eos_id=4, pad_id=4, mask_id=3, bos_id=2, end_ids=(4,))
 MISTAKES = {
-    "unknown key": ({"optimizer__lrr": 1.0}, "no setting 'optimizer.lrr'; did you mean 'optimizer.lr'"),
+    "unknown key": ({"optimizer__lrr": 1.0}, "'optimizer.lr'"),
     "another library's key": (
         {"optimizer__learning_rate": 1.0},
-        "no setting 'optimizer.learning_rate'; did you mean 'optimizer.lr'",
+        "'optimizer.lr'",
     ),
-    "unknown part": ({"optimiser": {}}, "did you mean 'optimizer'"),
-    "wrong type": ({"optimizer__batch": 1.5}, "optimizer.batch is 1.5; it must be a whole number"),
-    "bool": ({"data__pad": "no"}, "data.pad is 'no'; it must be true or false"),
-    "choice": ({"objective__kind": "sfd"}, "objective.kind is 'sfd'; choose one of sft, pretrain"),
-    "range": ({"optimizer__b1": 2.0}, "optimizer.b1 is 2.0; it must be between"),
-    "no steps": ({"steps": 0}, "steps is 0; it must be at least 1"),
-    "accumulate": ({"optimizer__accumulate": 3}, "does not split into optimizer.accumulate 3"),
-    "warm-up": ({"optimizer__warmup": 7}, "longer than the 6 steps"),
-    "ema": ({"checkpoint__weights": "ema"}, "optimizer.ema is 0"),
-    "model field": ({"model__config": {"embed_dims": 8}}, "did you mean 'model.config.embed_dim'"),
-    "model type": ({"model__config": {"embed_dim": "8"}}, "model.config.embed_dim is '8'"),
-    "published": ({"model__published": "llada-9b"}, "no published model is called 'llada-9b'"),
-    "verifier": ({"model__published": "qwen2.5-0.5b", "model__config": {}}, "by python -m train autoregressive"),
-    "init and config": ({"model__init": "x"}, "has its own config"),
-    "no init": ({"model__init": "nowhere", "model__config": {}}, "no checkpoint at nowhere"),
-    "tokenizer": ({"model__tokenizer": "nowhere"}, "is no folder with a tokenizer's files"),
-    "mesh axis": ({"compute__mesh": {"pipe": 2}}, "no axis 'pipe'; use data, expert, fsdp, tensor"),
-    "mesh size": ({"compute__mesh": {"data": 16}}, "needs 16 devices and this process sees 8"),
-    "mesh zero": ({"compute__mesh": {"data": 0}}, "must be at least 1"),
-    "mesh rows": ({"compute__mesh": {"data": 8}, "optimizer__batch": 4}, "do not split over the 8 devices"),
-    "mesh split": ({"compute__mesh": {"tensor": 5}}, "does not split over 5 devices"),
-    "no source": ({"data__source": ""}, "data.source is not set"),
-    "unknown source": ({"data__source": "textt"}, "no data source is called 'textt'"),
-    "no module": ({"data__source": "nowhere:x"}, "cannot be imported"),
-    "no source made": ({"data__source": "builtins:dict"}, "has no example"),
-    "source options": ({"data__options": {"digit": 3}}, "data.options do not fit train_toys:Reverse"),
-    "no file": ({"data__source": "jsonl", "data__options": {"path": "nowhere.jsonl"}}, "no file is at nowhere.jsonl"),
-    "no path": ({"data__source": "jsonl"}, "data.options.path is not set"),
-    "file option": ({"data__source": "jsonl", "data__options": {"paht": "x"}}, "did you mean 'data.options.path'"),
-    "too long": ({"data__length": 9}, "example 0 has 10 tokens and data.length is 9"),
-    "long prompt": ({"data__length": 5}, "example 0 has a prompt of 5 tokens and data.length is 5"),
-    "canvas": ({"data__answer_length": 4}, "which do not fit data.length 12 with data.answer_length 4"),
-    "context": ({"data__length": 64}, "exceeds the model's longest context of 32"),
-    "vocabulary": ({"model__config": model_fields(FIVE)}, "outside the vocabulary of 5"),
-    "mask learned": ({"model__config": model_fields(LLADA.replace(mask_id=3))}, "has the mask token 3 in its answer"),
-    "random length": ({"data__random_length": 0.5}, 'is for objective.kind "pretrain"'),
-    "lora without base": ({"lora__rank": 2}, "adapters need a model to be added to"),
+    "unknown part": ({"optimiser": {}}, "'optimizer'"),
+    "wrong type": ({"optimizer__batch": 1.5}, "optimizer.batch"),
+    "bool": ({"data__pad": "no"}, "data.pad"),
+    "choice": ({"objective__kind": "sfd"}, "'sfd'"),
+    "range": ({"optimizer__b1": 2.0}, "optimizer.b1"),
+    "no steps": ({"steps": 0}, "steps is 0"),
+    "accumulate": ({"optimizer__accumulate": 3}, "optimizer.accumulate 3"),
+    "warm-up": ({"optimizer__warmup": 7}, "optimizer.warmup 7"),
+    "ema": ({"checkpoint__weights": "ema"}, "optimizer.ema"),
+    "model field": ({"model__config": {"embed_dims": 8}}, "'model.config.embed_dim'"),
+    "model type": ({"model__config": {"embed_dim": "8"}}, "model.config.embed_dim"),
+    "published": ({"model__published": "llada-9b"}, "'llada-9b'"),
+    "verifier": ({"model__published": "qwen2.5-0.5b", "model__config": {}}, "train autoregressive"),
+    "init and config": ({"model__init": "x"}, "model.init x"),
+    "no init": ({"model__init": "nowhere", "model__config": {}}, "nowhere"),
+    "tokenizer": ({"model__tokenizer": "nowhere"}, "model.tokenizer nowhere"),
+    "mesh axis": ({"compute__mesh": {"pipe": 2}}, "'pipe'"),
+    "mesh size": ({"compute__mesh": {"data": 16}}, "16 devices"),
+    "mesh zero": ({"compute__mesh": {"data": 0}}, "at least 1"),
+    "mesh rows": ({"compute__mesh": {"data": 8}, "optimizer__batch": 4}, "8 devices"),
+    "mesh split": ({"compute__mesh": {"tensor": 5}}, "5 devices"),
+    "no source": ({"data__source": ""}, "data.source"),
+    "unknown source": ({"data__source": "textt"}, "'textt'"),
+    "no module": ({"data__source": "nowhere:x"}, "nowhere:x"),
+    "no source made": ({"data__source": "builtins:dict"}, "'builtins:dict'"),
+    "source options": ({"data__options": {"digit": 3}}, "train_toys:Reverse"),
+    "no file": ({"data__source": "jsonl", "data__options": {"path": "nowhere.jsonl"}}, "nowhere.jsonl"),
+    "no path": ({"data__source": "jsonl"}, "data.options.path"),
+    "file option": ({"data__source": "jsonl", "data__options": {"paht": "x"}}, "'data.options.path'"),
+    "too long": ({"data__length": 9}, "example 0"),
+    "long prompt": ({"data__length": 5}, "example 0"),
+    "canvas": ({"data__answer_length": 4}, "data.answer_length 4"),
+    "context": ({"data__length": 64}, "data.length 64"),
+    "vocabulary": ({"model__config": model_fields(FIVE)}, "vocabulary of 5"),
+    "mask learned": ({"model__config": model_fields(LLADA.replace(mask_id=3))}, "mask token 3"),
+    "random length": ({"data__random_length": 0.5}, "data.random_length"),
+    "lora without base": ({"lora__rank": 2}, "model.init"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_in_settings_are_one_sentence(name, tmp_path, capsys):
-    changes, sentence = MISTAKES[name]
+    """It names the setting, or what is wrong in it."""
+    changes, offending = MISTAKES[name]
     path = write_toml(tmp_path / "run.toml", settings(tmp_path / "out", **changes))
     assert main(["masked-diffusion", "--config", str(path), "--no-progress"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1 and sentence in error
+    assert error.startswith("error: ") and error.count("\n") == 1 and offending in error
     assert not (tmp_path / "out").exists()
 
 
@@ -216,24 +217,11 @@ def test_settings_stand_where_one_likes(tmp_path, capsys):
     assert "unrecognized arguments: a=b" in capsys.readouterr().err
 
 
-BAD_LINES = {
-    "not json": ("{", "line 2: it is not valid JSON"),
-    "no object": ("[1]", "line 2: it is no object"),
-    "nothing in it": ('{"x": 1}', "line 2: it has ['x']; it needs"),
-    "ids": ('{"ids": [99]}', "line 2: it has token ids outside the vocabulary of 24"),
-    "kind": ('{"ids": [1.5]}', "is neither a text nor a list of token ids"),
-    "text without tokenizer": ('{"text": "x"}', "there is no tokenizer; set model.tokenizer"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_LINES)
-def test_mistakes_in_files_name_the_line(name, tmp_path):
-    line, sentence = BAD_LINES[name]
-    (tmp_path / "data.jsonl").write_text('{"ids": [1]}\n' + line)
+def test_text_without_a_tokenizer_is_refused_by_its_line(tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"ids": [1]}\n{"text": "x"}')
     source = jsonl(Setup(LLADA, None, 8, cache=tmp_path / "cache"), path=str(tmp_path))
-    with pytest.raises(DllmError) as error:
+    with pytest.raises(DllmError, match="line 2.*model.tokenizer"):
         drop_bad_examples(source, DataPart(length=8), "pretrain", LLADA)
-    assert sentence in str(error.value)
 
 
 def test_other_mistakes(tmp_path, capsys):

@@ -220,7 +220,11 @@ def test_accuracy_is_what_evals_run_says_of_the_trained_model(tmp_path):
     (tmp_path / "run.toml").write_text(f'out = "{tmp_path / "run"}"\n{table}{watch}\n')
     config, compiled = train.read_config(tmp_path / "run.toml"), count_compiled()
     outcome = train.train(config)
-    assert sorted(compiled) == ["jit(measure)", "jit(turn)", "jit(turn)"]  # of rows, prompts and problems, once each
+    assert sorted(compiled) == [
+        "jit(measure)",
+        "jit(run_steps)",
+        "jit(run_steps)",
+    ]  # of rows, prompts and problems, once each
     model = dllm_jax.load(outcome.folder)
     report = evals.run(model, config.watch.task, "threshold", n=6, batch_size=32, split="validation", seed=config.seed)
     first, last = looks(tmp_path / "run")
@@ -241,7 +245,7 @@ def count_compiled():
     found = []
 
     def heard(event, duration, fun_name="", **_):
-        if event == "/jax/core/compile/backend_compile_duration" and fun_name in ("jit(turn)", "jit(measure)"):
+        if event == "/jax/core/compile/backend_compile_duration" and fun_name in ("jit(run_steps)", "jit(measure)"):
             found.append(fun_name)
 
     jax.monitoring.register_event_duration_secs_listener(heard)
@@ -252,18 +256,18 @@ def count_compiled():
 
 PROBLEMS = {"source": "evals.tasks:make_task", "options": {"task": "word-problems"}}
 MISTAKES = {
-    "nothing to see": ({"watch__every": 2}, "watch.every is set"),
-    "endless": ({"watch__every": 2, "data__heldout": 0.1}, "data.heldout is for data with an end"),
-    "two": ({"watch__every": 2, "data__heldout": 0.1, "watch__source": "jsonl"}, "both give rows"),
-    "no such source": ({"watch__every": 2, "watch__source": "nothing:there"}, "watch.source 'nothing:there' cannot"),
-    "no path": ({"watch__every": 2, "watch__source": "jsonl"}, "watch.options.path is not set"),
-    "no tokenizer": ({"watch__every": 2, "watch__prompts": ["x"]}, "watch: the random model .* has no tokenizer"),
-    "sampler": ({"watch__every": 2, "watch__file": "FILE", "watch__sampler": "topkk"}, "watch: .*topkk"),
-    "task": ({"watch__every": 2, "watch__task": "word-problem"}, "watch.task: no task is called 'word-problem'"),
-    "other tokens": ({"watch__every": 2, "watch__task": "sudoku"}, "watch.task: .* needs"),
-    "scorer": ({"watch__every": 2, "watch__task": "maze", "watch__scorer": "evals"}, "watch.scorer 'evals' cannot"),
-    "rows": ({"watch__rows": 0}, "watch.rows is 0; it must be at least 1"),
-    "writer": ({"log__to": ["tensorbord"]}, "log.to is 'tensorbord'; choose one of tensorboard, wandb"),
+    "nothing to see": ({"watch__every": 2}, "watch.every"),
+    "endless": ({"watch__every": 2, "data__heldout": 0.1}, "data.heldout"),
+    "two": ({"watch__every": 2, "data__heldout": 0.1, "watch__source": "jsonl"}, "data.heldout and watch.source"),
+    "no such source": ({"watch__every": 2, "watch__source": "nothing:there"}, "nothing:there"),
+    "no path": ({"watch__every": 2, "watch__source": "jsonl"}, "watch.options.path"),
+    "no tokenizer": ({"watch__every": 2, "watch__prompts": ["x"]}, "tokenizer"),
+    "sampler": ({"watch__every": 2, "watch__file": "FILE", "watch__sampler": "topkk"}, "topkk"),
+    "task": ({"watch__every": 2, "watch__task": "word-problem"}, "'word-problem'"),
+    "other tokens": ({"watch__every": 2, "watch__task": "sudoku"}, "watch.task"),
+    "scorer": ({"watch__every": 2, "watch__task": "maze", "watch__scorer": "evals"}, "watch.scorer"),
+    "rows": ({"watch__rows": 0}, "watch.rows"),
+    "writer": ({"log__to": ["tensorbord"]}, "'tensorbord'"),
 }
 
 
@@ -275,10 +279,11 @@ def test_a_run_that_never_looks_may_say_at_what(tmp_path):
 
 @pytest.mark.parametrize("name", list(MISTAKES))
 def test_a_mistake_is_one_sentence_before_anything_is_written(name, tmp_path):
-    changes, sentence = MISTAKES[name]
+    changes, offending = MISTAKES[name]
     changes = {key: written(tmp_path, [[1]]) if x == "FILE" else x for key, x in changes.items()}
-    with pytest.raises(DllmError, match=sentence):
+    with pytest.raises(DllmError, match=offending) as error:
         train.train(run_config(tmp_path / "run", **changes))
+    assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
 
 
@@ -288,7 +293,7 @@ def test_an_objective_without_a_loss_of_rows_has_none_held_out(tmp_path, monkeyp
         {"data__source": "train_toys:finite", "data__heldout": 0.3},
         {"watch__source": "train_toys:finite"},
     ):
-        with pytest.raises(DllmError, match="masked-diffusion has no loss of rows by themselves; "):
+        with pytest.raises(DllmError, match="masked-diffusion"):
             train.train(run_config(tmp_path / "run", watch__every=1, **changes))
     with pytest.raises(DllmError, match="watch.every is set"):
         train.train(run_config(tmp_path / "run", watch__every=1))

@@ -35,7 +35,7 @@ Judge = Callable[[Any, list[int]], tuple[float, bool | None]]
 """Of an example, and the tokens that were generated for it: the reward, and whether a checker accepts them; None where
 there is no checker."""
 
-_DRAWS = 2**31 - 2  # told from the numbers of steps, which are folded into the same key
+_DRAWS = 2**31 - 2  # no step has this number; steps are folded into the same key
 _REWARDING = 8  # threads
 
 
@@ -53,8 +53,8 @@ class RolloutPart:
         redraw: how often other prompts are drawn in the place of those whose completions all have the same reward, and
             so teach nothing (the dynamic sampling of DAPO, arXiv 2503.14476). What is left then is learned as it is.
         slots: completions that are sampled together, the next as soon as one has ended; 0 is all of P times `group`.
-        reward: "correct" is 1 for an answer that the task's checker accepts, else 0. "partial" is what the task says
-            of answers that are right in parts, in [0, 1]. A source with a `reward` of its own gives that.
+        reward: "correct" is 1 for an answer that the task's checker accepts, else 0. "partial" is the task's
+            score of answers that are partly right, in [0, 1]. A source with a `reward` of its own gives that.
     """
 
     sampler: str = "threshold"
@@ -115,9 +115,9 @@ def sampler_for(part: RolloutPart, model: Model, task: Any, gen_length: int) -> 
     """The sampler of rollouts.
 
     Args:
-        model: whose weights are not asked for.
-        task: which says what canvas it wants, if it is one.
-        gen_length: positions of the canvas where no task says so, else 0.
+        model: its weights are not read.
+        task: the task, which may define the canvas.
+        gen_length: positions of the canvas, 0 if the task defines it.
 
     Raises:
         DllmError: for a spec that is none, and samplers whose draws are not those of the model's distribution.
@@ -125,8 +125,8 @@ def sampler_for(part: RolloutPart, model: Model, task: Any, gen_length: int) -> 
     config = parse_sampler(part.sampler)
     canvas = task if hasattr(task, "answer_width") else None
     if (canvas is None) == (gen_length == 0):
-        one, other = ("is the task's own", "leave it out") if canvas else ("is not set", "say how long answers may be")
-        raise DllmError(f"data.answer_length {one}; {other}")
+        fault = "is the task's own; leave it out" if canvas else "is not set; set it to the most tokens of an answer"
+        raise DllmError(f"data.answer_length {fault}")
     own = {"temperature": part.temperature, **({} if canvas else {"gen_length": gen_length})}
     refuse_twice(config.options, own)
     config = config.with_options(**own)
@@ -138,7 +138,7 @@ def sampler_for(part: RolloutPart, model: Model, task: Any, gen_length: int) -> 
         raise DllmError(f"rollout.sampler {part.sampler} takes back what it wrote, which is not learned; {advice}")
     if found.fill_after_eos:
         raise DllmError(
-            f"rollout.sampler {part.sampler}: fill_after_eos overwrites tokens that later forwards have seen, so what "
+            f"rollout.sampler {part.sampler}: fill_after_eos overwrites tokens that later forwards have read, so what "
             "was drawn can no longer be learned; leave it out"
         )
     names = ("guidance", "smoothing", "canvas_length")
@@ -153,7 +153,7 @@ def sampler_for(part: RolloutPart, model: Model, task: Any, gen_length: int) -> 
 
 
 def judge_of(part: RolloutPart, task: Any) -> Judge:
-    """What rewards answers: a source's own `reward(example, ids)`, or a task's checker, which is asked once for each.
+    """The function that rewards answers: a source's `reward(example, ids)`, or a task's checker, called once for each.
 
     Raises:
         DllmError: where there is neither.
@@ -164,7 +164,7 @@ def judge_of(part: RolloutPart, task: Any) -> Judge:
         return lambda example, ids: (float(task.reward(example, ids)), _is_correct(task, example, ids))
     if not hasattr(task, "verify"):
         raise DllmError(
-            "data.source does not say how good an answer is; name a task, such as evals.tasks:make_task, or "
+            "data.source has no rewards; name a task, such as evals.tasks:make_task, or "
             "module:name of a source that has reward(example, ids)"
         )
     if part.reward == "partial":
@@ -185,20 +185,25 @@ def _is_correct(task: Any, example: Any, ids: list[int]) -> bool | None:
 
 
 @dataclasses.dataclass
-class Completions:
-    """Groups of completions on the host.
+class Group:
+    """The completions of one prompt, on the host.
 
     Attributes:
-        examples: [P], what each group answers.
-        results: [P * group], one by one.
-        rewards: [P, group] float64.
-        correct: [P, group] bool, what the task's checker says; None where there is none.
+        example: what they answer.
+        results: one for each completion.
+        rewards: [group] float64.
+        correct: the task's checker's verdict on each completion; None where there is no checker.
     """
 
-    examples: list[ExampleLike]
+    example: ExampleLike
     results: list[Result]
     rewards: np.ndarray
-    correct: np.ndarray | None
+    correct: list[bool | None]
+
+    @property
+    def teaches(self) -> bool:
+        """Whether the rewards differ."""
+        return bool(np.ptp(self.rewards) > 0)
 
 
 class Rollouts:
@@ -256,7 +261,7 @@ class Rollouts:
         """The batch of step `step` (from 0); of the first of a round, the state that it begins with samples it.
 
         Args:
-            position: completions that were learned before, each as often as it was.
+            position: completions that were learned before, each counted as often as it was learned.
         """
         size = math.prod(self._batch)
         iteration, rest = divmod(position, self.round * size)
@@ -268,8 +273,7 @@ class Rollouts:
     def _start_iteration(self, iteration: int, first: int, state: Any) -> None:
         """Samples an iteration's completions and makes the batches of its steps, `first` and so on."""
         start = time.perf_counter()
-        sampled = self._sample(iteration, self._policy(state))
-        arrays = self._arrays(sampled)
+        arrays = self._arrays(self._sample(iteration, self._policy(state)))
         size = math.prod(self._batch)
         cut = lambda x, place: x[place * size : (place + 1) * size].reshape(*self._batch, *x.shape[1:])
         batches = [jax.tree.map(lambda x, p=p: self._place(cut(x, p)), arrays) for p in range(self._parts)]
@@ -284,29 +288,28 @@ class Rollouts:
 
     # Sampling --------------------------------------------------------------------------------------------------------
 
-    def _sample(self, iteration: int, denoiser: Denoiser) -> Completions:
-        """The groups to learn from. Prompts of other iterations, and those that replace some, are never the same rows
-        of the data."""
+    def _sample(self, iteration: int, denoiser: Denoiser) -> list[Group]:
+        """P groups to learn from: those that teach, and others only if these are too few.
+
+        Every draw takes its prompts from rows of the data that no other draw or iteration takes.
+        """
         part = self._part
         model = Model(denoiser.config, dict(denoiser.params), None, "the model being trained", layout=denoiser.layout)
-        room = max(self._rows.part.length - self._sampler.gen_length, denoiser.min_prompt_length, 1)
-        engine = Engine(model, self._sampler, slots=part.slots or part.completions, prompt_length=room)
-        first, every = iteration * part.prompts * (part.redraw + 1), list[Completions]()
-        kept: list[tuple[int, int]] = []  # (of which draw, which group), those that teach something before the others
-        same: list[tuple[int, int]] = []
+        longest = max(self._rows.part.length - self._sampler.gen_length, denoiser.min_prompt_length, 1)
+        engine = Engine(model, self._sampler, slots=part.slots or part.completions, prompt_length=longest)
+        first, groups, missing = iteration * part.prompts * (part.redraw + 1), list[Group](), part.prompts
         for draw in range(part.redraw + 1):
-            missing = part.prompts - len(kept)
+            groups += self._sample_groups(model, engine, first + draw * part.prompts, missing)
+            missing = part.prompts - sum(group.teaches for group in groups)
             if not missing:
                 break
-            every.append(self._groups(model, engine, first + draw * part.prompts, missing))
-            apart = np.ptp(every[-1].rewards, axis=1) > 0
-            kept += [(draw, int(group)) for group in np.flatnonzero(apart)]
-            same += [(draw, int(group)) for group in np.flatnonzero(~apart)]
-        self._set_metrics(every)
-        return _choose_groups(every, sorted([*kept, *same[len(same) - (part.prompts - len(kept)) :]]), part.group)
+        self._set_metrics(groups)
+        others = [number for number, group in enumerate(groups) if not group.teaches]
+        left_out = others[: len(others) - missing]
+        return [group for number, group in enumerate(groups) if number not in left_out]
 
-    def _groups(self, model: Model, engine: Engine, first: int, count: int) -> Completions:
-        """Completions of `count` prompts from position `first` of the data on; they are rewarded while others are
+    def _sample_groups(self, model: Model, engine: Engine, first: int, count: int) -> list[Group]:
+        """Groups for `count` prompts from position `first` of the data on. Completions are rewarded while others are
         sampled."""
         size = self._part.group
         examples = [self._rows.source.example(self._rows.index(first + number)) for number in range(count)]
@@ -319,17 +322,19 @@ class Rollouts:
                 assert request.result is not None
                 number = request.number - first * size
                 if sentence := describe_broken(request.result.broken_at, [number]):
-                    raise DllmError(f"{sentence}; lower optimizer.lr, and go on from the last state")
+                    raise DllmError(f"{sentence}; lower optimizer.lr, and resume from the last state")
                 found[number] = request.result
                 scores[number] = threads.submit(self._score, examples[number // size], request.result)
-            judged = [scores[number].result() for number in range(count * size)]
-        rewards, correct = (np.asarray(x).reshape(count, size) for x in zip(*judged, strict=True))
-        ordered = [found[number] for number in range(count * size)]
-        checked = None if correct.dtype == object else correct
-        return Completions(examples, ordered, rewards.astype(float), checked)
+            scored = [scores[number].result() for number in range(count * size)]
+        groups = []
+        for place, example in enumerate(examples):
+            numbers = range(place * size, (place + 1) * size)
+            rewards, correct = zip(*(scored[number] for number in numbers), strict=True)
+            groups.append(Group(example, [found[number] for number in numbers], np.asarray(rewards), list(correct)))
+        return groups
 
     def _enqueue(self, model: Model, engine: Engine, example: ExampleLike, first: int) -> None:
-        """Asks for a group, whose completions are called `first` and so on: these numbers decide their draws."""
+        """Requests a group. Its completions have the numbers from `first` on, which determine their draws."""
         prompt, length = add_start_token(model, example.prompt_ids), self._gen_length(example)
         if len(prompt) + length > self._rows.part.length:
             raise DllmError(
@@ -357,29 +362,29 @@ class Rollouts:
             raise DllmError(f"the reward of an answer is {reward}; give finite numbers")
         return reward, correct
 
-    def _set_metrics(self, every: Sequence[Completions]) -> None:
-        """Notes the metrics of all that was sampled."""
-        rewards = np.concatenate([one.rewards for one in every])
-        self.metrics = {"reward": float(rewards.mean())}
-        if correct := [one.correct for one in every if one.correct is not None]:
-            self.metrics["accuracy"] = float(np.concatenate(correct).mean())
-        self.metrics["same"] = float((np.ptp(rewards, axis=1) == 0).mean())
-        self.metrics["nfe"] = float(np.mean([result.nfe[0] for one in every for result in one.results]))
+    def _set_metrics(self, groups: Sequence[Group]) -> None:
+        """Sets the metrics of an iteration, of all groups that were sampled."""
+        self.metrics = {"reward": float(np.mean([group.rewards for group in groups]))}
+        correct = [verdict for group in groups for verdict in group.correct if verdict is not None]
+        if correct:
+            self.metrics["accuracy"] = float(np.mean(correct))
+        self.metrics["same"] = float(np.mean([not group.teaches for group in groups]))
+        self.metrics["nfe"] = float(np.mean([result.nfe[0] for group in groups for result in group.results]))
 
     # Arrays ----------------------------------------------------------------------------------------------------------
 
-    def _arrays(self, sampled: Completions) -> Rollout:
+    def _arrays(self, groups: Sequence[Group]) -> Rollout:
         """The completions as arrays [P * group, ...] on the host."""
-        results = jax.tree.map(lambda *rows: np.concatenate(rows), *sampled.results)
+        answers = [(group.example, result) for group in groups for result in group.results]
+        results = jax.tree.map(lambda *rows: np.concatenate(rows), *(result for _, result in answers))
         steps = np.asarray(step_numbers(jnp.asarray(results.decoded_at)))
-        count, length = len(sampled.results), self._rows.part.length
+        count, length = len(answers), self._rows.part.length
         config = self._rows.config
         tokens = np.full((count, length), config.eos_id, np.int32)
         step, drawn = np.full((count, length), -1, np.int32), np.zeros((count, length), bool)
         lengths = np.zeros(count, np.int32)
         shell = Model(config, {}, None, "the model being trained")
-        for row in range(count):
-            example = sampled.examples[row // self._part.group]
+        for row, (example, _) in enumerate(answers):
             prompt, size = add_start_token(shell, example.prompt_ids), self._gen_length(example)
             canvas = slice(len(prompt), len(prompt) + size)
             tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt) + size
@@ -394,15 +399,8 @@ class Rollouts:
         share = 1.0 / np.maximum(drawn.sum(axis=1), 1)
         if self._advantage == "dr-grpo":
             share = np.full(count, 1.0 / self._sampler.gen_length)
-        better = advantages(sampled.rewards, self._advantage).reshape(-1)
+        better = advantages(np.stack([group.rewards for group in groups]), self._advantage).reshape(-1)
         return Rollout(tokens, step, drawn, lengths, better, share.astype(np.float32))  # type: ignore[arg-type]
-
-
-def _choose_groups(every: Sequence[Completions], groups: Sequence[tuple[int, int]], size: int) -> Completions:
-    """Some groups of several draws."""
-    results = [result for draw, group in groups for result in every[draw].results[group * size : (group + 1) * size]]
-    rewards = np.stack([every[draw].rewards[group] for draw, group in groups])
-    return Completions([every[draw].examples[group] for draw, group in groups], results, rewards, None)
 
 
 def steps_per_round(part: RolloutPart, batch: int, updates: int) -> int:
