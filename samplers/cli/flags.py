@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -39,8 +38,14 @@ def add_sampler(parser: argparse.ArgumentParser) -> None:
     specs = "as in d2f:block_length=8@MODEL_DIR, or MODULE:CLASS:NAME=VALUE with options of your own class"
     add("--sampler", metavar="SPEC", help=f"{', '.join(LOOPS)} or a rule, {specs}")
     add("--preset", metavar="NAME", help=f"published settings, changed by other options: {', '.join(PRESETS)}")
-    _add_sampling(parser.add_argument_group("sampling", "defaults are the model's own, where it came with some"))
-    _add_part_options(parser.add_argument_group("options of rules, cache policies and samplers", "see --list"))
+    names: set[str] = set()
+
+    def add_to(group: Any) -> Callable[..., None]:
+        return lambda *flags, **how: names.add(group.add_argument(*flags, default=argparse.SUPPRESS, **how).dest)
+
+    _add_sampling(add_to(parser.add_argument_group("sampling", "defaults are the model's, where it came with some")))
+    _add_part_options(add_to(parser.add_argument_group("options of rules, cache policies and samplers", "see --list")))
+    parser.set_defaults(sampler_flags=names)
 
 
 def model_name(options: argparse.Namespace) -> str:
@@ -55,19 +60,17 @@ def model_name(options: argparse.Namespace) -> str:
     return str(found)
 
 
-def read_flags(
-    options: argparse.Namespace, usual: argparse.Namespace, look: Callable[[str], Model]
-) -> tuple[Model, SamplerConfig]:
+def read_flags(options: argparse.Namespace, look: Callable[[str], Model]) -> tuple[Model, SamplerConfig]:
     """The model and the sampler that flags and a spec name.
 
     Args:
-        usual: what the parser gives for an empty command line.
         look: gives a model, without its parameters, by its folder or name.
 
     Raises:
         DllmError: for what is written twice, unknown names, no model, and as `read_options`.
     """
-    name, flags = options.preset, {name: value for name, value in vars(options).items() if name not in usual}
+    name = options.preset
+    flags = {flag: value for flag, value in vars(options).items() if flag in options.sampler_flags}
     if name is not None and name not in PRESETS:
         raise DllmError(f"no preset is called {name!r}; choose one of {', '.join(PRESETS)}")
     if options.sampler is not None:
@@ -80,8 +83,7 @@ def read_flags(
     return model, read_options(name, flags, defaults_of(model), COMMAND_LINE)
 
 
-def _add_sampling(group: Any) -> None:
-    add = functools.partial(group.add_argument, default=argparse.SUPPRESS)
+def _add_sampling(add: Callable[..., None]) -> None:
     numbers = ", ".join(f"{field.name} ({field.default})" for field in dataclasses.fields(Smoothing))
     add("--rule", metavar="RULE", help=f"{', '.join(RULES)}, or MODULE:CLASS of your own (default: threshold)")
     add("--cache", metavar="CACHE", help=f"{', '.join(CACHES)}, or MODULE:CLASS of your own (default: dual)")
@@ -107,7 +109,7 @@ def _add_sampling(group: Any) -> None:
     add("--canvas-length", metavar="N", help="pad prompt and canvas with masks to this length")
 
 
-def _add_part_options(group: Any) -> None:
+def _add_part_options(add: Callable[..., None]) -> None:
     """A flag for every field of a rule, a cache policy or a sampler that is not one of all samplers."""
     common = {field.name for field in (*fields_of(BlockSampler), *fields_of(Sampling))}
     takers: dict[str, dict[str, type]] = {}
@@ -119,9 +121,7 @@ def _add_part_options(group: Any) -> None:
         words = sorted({word for kind in kinds.values() for word in spec.choices(type_of(kind, option))})
         about = f"of {names}" + (f": {', '.join(words)}" if words else "")
         if option not in common:
-            group.add_argument(
-                flag_of(option), metavar="VALUE", default=argparse.SUPPRESS, help=about.replace("%", "%%")
-            )
+            add(flag_of(option), metavar="VALUE", help=about.replace("%", "%%"))
 
 
 def written_fields(kind: type) -> list[str]:

@@ -218,7 +218,7 @@ def _lazy_model(options: argparse.Namespace, look: Callable[[str], Model] = outl
     Args:
         look: gives a model without its parameters.
     """
-    bare, sampler = read_flags(options, command_line().parse_args([]), look)
+    bare, sampler = read_flags(options, look)
     always = {"chat": options.chat, "system": options.system, "seed": options.seed}
 
     def load() -> tuple[Model, dict[str, Any]]:

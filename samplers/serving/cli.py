@@ -38,8 +38,7 @@ def run(arguments: Sequence[str]) -> None:
     Raises:
         DllmError: for bad options, without the extra `serve`, and when an error stops the engine.
     """
-    parser = command_line()
-    options = parser.parse_args(arguments)
+    options = command_line().parse_args(arguments)
     try:
         from samplers.serving.scheduler import Limits
         from samplers.serving.server import Server, bind_socket, serve, url_of
@@ -48,7 +47,7 @@ def run(arguments: Sequence[str]) -> None:
     _check_options(options)
     key = _read_key(options.api_key_file)
     at = bind_socket(options.host, options.port)
-    engine = _make_engine(options, parser.parse_args([]))
+    engine = _make_engine(options)
     _set_up_log()
     if key is None and not at.getsockname()[0].startswith(("127.", "::1")):
         print(f"warning: everybody who can reach {url_of(at)} may use it; set a key by --api-key-file", file=sys.stderr)
@@ -121,9 +120,9 @@ def _read_key(file: str | None) -> str | None:
     return key
 
 
-def _make_engine(options: argparse.Namespace, usual: argparse.Namespace) -> Engine:
+def _make_engine(options: argparse.Namespace) -> Engine:
     """The engine that the options describe."""
-    bare, sampler = read_flags(options, usual, outline)
+    bare, sampler = read_flags(options, outline)
     bare.require_tokenizer()
     make_sampler(bare, sampler.load_verifier(outline))  # errors come before gigabytes are read
     load = functools.partial(dllm_jax.load, dtype=options.dtype, quantize=options.quantize)
