@@ -17,6 +17,7 @@ import numpy as np
 from dllm_jax import Denoiser, DllmError, Model
 from dllm_jax.indicator import Indicator
 from evals.plots import Curve, Panel, draw
+from samplers.checks import check_length
 from samplers.text.prompts import bucket_length
 from train.config import DataPart
 from train.data import Rows
@@ -131,9 +132,8 @@ def score_indicator(
     Raises:
         DllmError: for bad numbers, a folder without trajectories, or an indicator or trajectories of another model.
     """
-    for name, value in (("n", n), ("batch_size", batch_size)):
-        if value is not None and value < 1:
-            raise DllmError(f"{name} is {value}; it must be at least 1")
+    check_length("n", n, optional=True)
+    check_length("batch_size", batch_size)
     folder = Path(trajectories).expanduser()
     source = Trajectories(folder, correct=False)
     length = bucket_length(source.width)

@@ -18,7 +18,7 @@ from evals.tasks import Task
 from samplers.engine.runner import Engines
 from train.trajectory import MergedSteps, Trajectory, merge_steps, trajectory_of
 
-_merged = jax.jit(merge_steps)
+_merge_compiled = jax.jit(merge_steps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,7 @@ def oracle(
     results = {request.number: result for request, result in ended}
     for index, result, known in batches.batch(results):
         trajectory = trajectory_of(result, **known, mask_id=model.denoiser.mask_id)
-        order = _merged(model.denoiser, trajectory)
+        order = _merge_compiled(model.denoiser, trajectory)
         found = _rows(index, *jax.device_get((result.nfe, trajectory, order)))
         rows += found[: len(batches.examples) - len(rows)]
     total = {name: np.asarray([getattr(row, name) for row in rows]) for name in ("nfe", "steps", "merged_steps")}

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from dllm_jax import DllmError, Model, __version__
+from dllm_jax import Model, __version__
 from dllm_jax.params.quantized import dtype_label
 from dllm_jax.text.tokenizer import token_bytes
 from evals import stderr
@@ -23,6 +23,7 @@ from evals.sampler import SamplerConfig, parse_sampler
 from evals.tasks import Example, Task, Verdict, make_task
 from evals.token_counts import CountedAnswer, answer_of, count_as, forwards_of, method_of, speed_of
 from samplers import Generation, Result
+from samplers.checks import check_length, check_whole
 from samplers.config.factory import CanvasSampler
 from samplers.engine.engine import Engine
 from samplers.engine.program import numbers_of
@@ -197,13 +198,11 @@ def prepare_batches(
         spec.check_unbound()
     models = model if isinstance(model, Models) else Models(model)
     chosen, task, built = models.build(spec, make_task(task) if isinstance(task, str) else task)
-    if n is not None:
-        check_count("n", n)
-    check_count("batch_size", batch_size)
-    if not isinstance(seed, int) or not 0 <= seed < 2**32:
-        raise DllmError(f"seed is {seed!r}; it must be a whole number from 0 to {2**32 - 1}")
+    check_length("n", n, optional=True)
+    check_length("batch_size", batch_size)
+    check_whole("seed", seed, 0, 2**32 - 1)
     examples = draw_examples(task, split, n, progress, first) if examples is None else examples[:n]
-    check_count("the number of examples", len(examples))
+    check_length("the number of examples", len(examples))
     slots = slots_for(chosen, processes.most(len(examples)), batch_size)
     return spec, Batches(chosen, task, built, examples, slots, seed, first, processes)
 
@@ -214,12 +213,6 @@ def draw_examples(task: Task, split: str, n: int | None, progress: bool | None =
     end = first + (n or USUAL) if there is None else min(first + (n or there), there)
     numbers = tqdm(range(first, end), desc="drawing", unit="example", disable=hide, delay=2.0)
     return [task.example(split, i) for i in numbers]
-
-
-def check_count(what: str, value: Any) -> None:
-    """Raises DllmError for anything but a whole number above 0."""
-    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
-        raise DllmError(f"{what} is {value!r}; it must be a whole number of at least 1")
 
 
 @dataclasses.dataclass(frozen=True)

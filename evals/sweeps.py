@@ -14,9 +14,10 @@ from evals import files, plots
 from evals.aup_metric import ALPHA, DROP, ONE, from_one
 from evals.distributed import ALONE, Processes
 from evals.models import Models
-from evals.runner import Report, check_count, draw_examples, run
+from evals.runner import Report, draw_examples, run
 from evals.sampler import SamplerConfig
 from evals.tasks import Example, Task
+from samplers.checks import check_length
 from samplers.engine.runner import Engines
 
 COLUMNS = (
@@ -112,9 +113,8 @@ def sweep(
     the first one runs.
     """
     models = model if isinstance(model, Models) else Models(model)
-    if n is not None:
-        check_count("n", n)
-    check_count("batch_size", batch_size)
+    check_length("n", n, optional=True)
+    check_length("batch_size", batch_size)
     built = [models.build(sampler, task) for sampler in samplers]
     drawn, engines, found = dict[Any, list[Example]](), Engines(), Sweep()
     for sampler, (chosen, bound, _) in zip(samplers, built, strict=True):

@@ -28,6 +28,7 @@ from dllm_jax.storage import write_file
 from evals.flags import add_batch, add_model, add_task, command, models_of
 from evals.models import Models
 from evals.tasks import Task, make_task
+from samplers.checks import check_length
 from samplers.config.factory import CanvasSampler
 from samplers.config.registry import settings_of
 from samplers.config.sampler_config import SamplerConfig, parse_sampler
@@ -81,9 +82,9 @@ def collect(
         DllmError: for bad numbers, a folder with something else, prompts that do not fit, and for a full disk.
     """
     count = count_examples(source)
-    for name, value in (("n", n), ("batch_size", batch_size), ("shard_size", shard_size)):
-        if value is not None and value < 1:
-            raise DllmError(f"{name} is {value}; it must be at least 1")
+    check_length("n", n, optional=True)
+    check_length("batch_size", batch_size)
+    check_length("shard_size", shard_size)
     if model.layout is not None:
         check_splits(model.layout.mesh, batch_size, _BATCH)
     if n is None and count is None:

@@ -12,7 +12,7 @@ from dllm_jax.text.tokenizer import encode_text, load_tokenizer, token_bytes
 from evals.tasks import SPLITS, TASKS, DrawnTask, make_task, split_of
 from evals.tasks.base import Draws
 from evals.tasks.maze import FIRST_CELL, _canonical
-from evals.tasks.sudoku import _renamed
+from evals.tasks.sudoku import rename_digits
 from evals.tasks.word_problems import NAMES, TOKENIZER, canonical, final_answer, train_tokenizer, worked_steps
 
 FREE = "word-problems:difficulty=long,steps=4-6,wording=free"
@@ -364,11 +364,11 @@ def test_a_pool_gives_ever_new_boards_in_the_split_of_their_solution():
     for split in SPLITS:
         boards = [task.example(split, index).problem for index in range(60)]
         assert len(set(boards)) == 60 and len({board.clues.count(0) for board in boards}) <= 3
-        assert all(split_of("sudoku", _renamed(board.solution)) == split for board in boards)
+        assert all(split_of("sudoku", rename_digits(board.solution)) == split for board in boards)
 
 
 def test_renaming_digits_makes_no_other_sudoku():
-    assert _renamed([3, 1, 0, 3, 2]) == _renamed([7, 2, 0, 7, 4]) != _renamed([3, 1, 0, 1, 2])
+    assert rename_digits([3, 1, 0, 3, 2]) == rename_digits([7, 2, 0, 7, 4]) != rename_digits([3, 1, 0, 1, 2])
 
 
 @pytest.mark.parametrize("name", GRIDS[:2])

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import difflib
 import json
 import os
 import sys
@@ -17,6 +16,7 @@ from rich.table import Table
 from dllm_jax import DllmError, Model, spec
 from dllm_jax.cli.command import console
 from dllm_jax.storage import write_file
+from dllm_jax.suggestions import did_you_mean
 from evals import files, presets, stderr
 from evals.flags import add_count, add_distributed, add_model, command, models_of
 from evals.models import Models
@@ -136,8 +136,7 @@ def _task_manager(paths: Sequence[str], settings: Sequence[tuple[Preset, Any]]) 
         with Console(stderr=True).status("reading the harness's tasks", spinner="line"):
             found = TaskManager(include_path=paths)
     if unknown := sorted(names - set(found.all_tasks)):
-        near = difflib.get_close_matches(unknown[0], found.all_tasks)
-        advice = f"did you mean {', '.join(near)}?" if near else "name its folder by --include-path"
+        advice = did_you_mean(unknown[0], found.all_tasks, "name its folder by --include-path")
         raise DllmError(f"no task is called {unknown[0]!r}; {advice}")
     return found
 

@@ -27,7 +27,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "pattern", nargs="?", default="*", metavar="NAME", help="a name, a part of one, or a pattern with *"
     )
-    parser.add_argument("--check", action="store_true", help="say what is wrong with them; needs lm-eval, no network")
+    parser.add_argument("--check", action="store_true", help="report their faults; needs lm-eval, no network")
     parser.add_argument("--json", action="store_true", help="print them as JSON")
 
 
@@ -39,15 +39,15 @@ def _presets(options: argparse.Namespace) -> None:
     if faults:
         raise DllmError(faults[0])
     if options.json:
-        print(files.as_json([as_json(preset) for preset in matching(found.values(), options.pattern)]), end="")
+        print(files.as_json([as_json(preset) for preset in select_matching(found.values(), options.pattern)]), end="")
     elif options.pattern in found:
         print(describe_preset(found[options.pattern]))
     else:
-        console(otherwise=200).print(table(matching(found.values(), options.pattern)))
+        console(otherwise=200).print(table(select_matching(found.values(), options.pattern)))
 
 
 def _check(found: dict[str, Preset], faults: list[str], pattern: str) -> None:
-    chosen = matching(found.values(), pattern) if found else []
+    chosen = select_matching(found.values(), pattern) if found else []
     faults = [*faults, *(fault for preset in chosen for fault in check(preset))]
     for fault in faults:
         print(fault)
@@ -56,7 +56,7 @@ def _check(found: dict[str, Preset], faults: list[str], pattern: str) -> None:
     print(f"{len(chosen)} presets, no faults")
 
 
-def matching(presets: Any, pattern: str) -> list[Preset]:
+def select_matching(presets: Any, pattern: str) -> list[Preset]:
     """The presets whose names a pattern fits, or are or contain it.
 
     Raises:
@@ -82,11 +82,11 @@ def table(presets: Sequence[Preset]) -> Table:
         scores = ", ".join(f"{number.value:g}" for number in preset.published)
         shots = "" if preset.shots is None else f"@{preset.shots}"
         prompt = f"{preset.task}{shots} {preset.form}{'+bos' * preset.bos}"
-        made.add_row(*(Text(cell) for cell in (preset.name, prompt, *_sampled(preset), scores, preset.status)))
+        made.add_row(*(Text(cell) for cell in (preset.name, prompt, *_describe_sampler(preset), scores, preset.status)))
     return made
 
 
-def _sampled(preset: Preset) -> tuple[str, str]:
+def _describe_sampler(preset: Preset) -> tuple[str, str]:
     """Lengths of a generation and its block, and what decides."""
     if preset.kind == "likelihood":
         return "-", f"likelihood {preset.samples}/{preset.mc_batch}" + f" cfg={preset.guidance:g}" * (

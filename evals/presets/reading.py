@@ -33,9 +33,9 @@ def read(folder: str | Path = FOLDER) -> tuple[dict[str, Preset], list[str]]:
     tasks = _table(Path(folder) / TASKS_FILE, faults)
     for path in sorted(Path(folder).glob("*.toml")):
         if path.name != TASKS_FILE:
-            for name, values in _of_file(path, faults).items():
+            for name, values in _settings_by_name(path, faults).items():
                 try:
-                    found[name] = _preset(name, _merged([tasks.get(str(values.get("task")), {}), values]))
+                    found[name] = _preset(name, _merge_layers([tasks.get(str(values.get("task")), {}), values]))
                 except DllmError as error:
                     faults.append(str(error) if str(error).startswith(name) else f"{name}: {error}")
     return found, faults
@@ -62,7 +62,7 @@ def _table(path: Path, faults: list[str]) -> dict[str, Any]:
         return {}
 
 
-def _of_file(path: Path, faults: list[str]) -> dict[str, dict[str, Any]]:
+def _settings_by_name(path: Path, faults: list[str]) -> dict[str, dict[str, Any]]:
     """Name -> settings, each with all that it inherits."""
     table = _table(path, faults)
     defaults, groups, named = (table.get(key, {}) for key in ("defaults", "group", "preset"))
@@ -77,20 +77,20 @@ def _of_file(path: Path, faults: list[str]) -> dict[str, dict[str, Any]]:
         taken = [group for group in groups if all(parts & set(part.split("|")) for part in group.split("/"))]
         used.update(taken)
         layers = [defaults, *(groups[group] for group in taken), own]
-        found[f"{path.stem}/{name}"] = _merged(layers)
+        found[f"{path.stem}/{name}"] = _merge_layers(layers)
     faults += [f"{path}: group {group!r} belongs to no preset" for group in groups if group not in used]
     return found
 
 
-def _merged(layers: list[dict[str, Any]]) -> dict[str, Any]:
+def _merge_layers(layers: list[dict[str, Any]]) -> dict[str, Any]:
     """One table of several, the last counting most; what is of the wrong type stays, to be found later."""
     found = {key: value for layer in layers for key, value in layer.items()}
-    if tables := _all(dict, "sampler", layers):
+    if tables := _values_of(dict, "sampler", layers):
         found["sampler"] = {key: value for table in tables for key, value in table.items()}
-    if lists := _all(list, "warnings", layers):
+    if lists := _values_of(list, "warnings", layers):
         found["warnings"] = [sentence for some in lists for sentence in some]
     *above, last = layers
-    shared = {key: value for table in _all(dict, "published", above) for key, value in table.items()}
+    shared = {key: value for table in _values_of(dict, "published", above) for key, value in table.items()}
     own = last.get("published", [])
     found["published"] = (
         [shared | one if isinstance(one, dict) else one for one in own] if isinstance(own, list) else own
@@ -98,7 +98,7 @@ def _merged(layers: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _all(kind: type, key: str, layers: list[dict[str, Any]]) -> list[Any]:
+def _values_of(kind: type, key: str, layers: list[dict[str, Any]]) -> list[Any]:
     """The values of a key in the layers; none if one of them has another type."""
     found = [layer[key] for layer in layers if key in layer]
     return found if all(isinstance(value, kind) for value in found) else []

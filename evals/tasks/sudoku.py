@@ -89,11 +89,11 @@ class Sudoku(DrawnTask):
         return self.blanks or (round(0.37 * cells), round(0.68 * cells))
 
     def example(self, split: str, index: int) -> Example:
-        board = self._exchanged(split, index) if self.pool else self._dug(split, index)
+        board = self._draw_exchange(split, index) if self.pool else self._draw_board(split, index)
         return Example(
             prompt_ids=np.zeros(0, np.int32),
-            answer_ids=self._serialised(board.solution),
-            given=self._serialised(board.clues) != 0,
+            answer_ids=self._serialise(board.solution),
+            given=self._serialise(board.clues) != 0,
             problem=board,
         )
 
@@ -120,14 +120,14 @@ class Sudoku(DrawnTask):
     def write_tokenizer(self, folder: str | Path) -> None:
         tokens.write_symbols(SYMBOLS, _PATTERN, folder)
 
-    def _dug(self, split: str, index: int) -> Board:
+    def _draw_board(self, split: str, index: int) -> Board:
         """Example `index` of the puzzles that are dug."""
         draws, grid = draws_for(self.name, self.seed, split, index), _grid(self.box_rows, self.box_columns)
         if self.size**2 < _FEWEST_CELLS_BY_SOLUTION:
             return draw_of_split(
                 self.name, split, lambda: self._dig(grid, grid.solution(draws), draws), self._canonical
             )
-        solution = draw_of_split(self.name, split, lambda: grid.solution(draws), _renamed)
+        solution = draw_of_split(self.name, split, lambda: grid.solution(draws), rename_digits)
         return self._dig(grid, solution, draws)
 
     def _dig(self, grid: "Grid", solution: Sequence[int], draws: Draws) -> Board:
@@ -143,9 +143,9 @@ class Sudoku(DrawnTask):
                 wanted -= 1
         return Board(tuple(clues), tuple(solution))
 
-    def _exchanged(self, split: str, index: int) -> Board:
+    def _draw_exchange(self, split: str, index: int) -> Board:
         """One of the pool with digits, rows and columns exchanged so that it stays in the split."""
-        base = self._pooled(split, index % self.pool)
+        base = self._pool_board(split, index % self.pool)
         draws = draws_for(f"{self.name} exchanged", self.seed, split, index)
         return draw_of_split(self.name, split, lambda: self._exchange(base, draws), self._canonical)
 
@@ -165,10 +165,10 @@ class Sudoku(DrawnTask):
         draws.shuffle(bands)
         return [line for lines in bands for line in lines]
 
-    def _pooled(self, split: str, number: int) -> Board:
+    def _pool_board(self, split: str, number: int) -> Board:
         known = self._pools.setdefault(split, {})
         if number not in known:
-            known[number] = tuple(map(bytes, self._dug(split, number)))
+            known[number] = tuple(map(bytes, self._draw_board(split, number)))
         return Board(*map(tuple, known[number]))
 
     @functools.cached_property
@@ -178,16 +178,16 @@ class Sudoku(DrawnTask):
 
     def _canonical(self, board: Board) -> str:
         by_solution = self.size**2 >= _FEWEST_CELLS_BY_SOLUTION
-        return _renamed(board.solution if by_solution else board.clues)
+        return rename_digits(board.solution if by_solution else board.clues)
 
-    def _serialised(self, cells: Sequence[int]) -> np.ndarray:
+    def _serialise(self, cells: Sequence[int]) -> np.ndarray:
         rows = np.array(cells, np.int32).reshape(self.size, self.size)
         lines = np.full((self.size, self.size + 1), LINE_END, np.int32)
         lines[:, :-1] = rows
         return lines.reshape(-1)[:-1]
 
 
-def _renamed(cells: Sequence[int]) -> str:
+def rename_digits(cells: Sequence[int]) -> str:
     """The cells with digits named in order of appearance, so that renaming digits makes no other problem."""
     names = {0: "."}
     return "".join([names.setdefault(cell, str(len(names))) for cell in cells])

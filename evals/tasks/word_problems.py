@@ -1,8 +1,8 @@
 """Arithmetic word problems with worked steps: `Tom has 12 books. Tom buys 23.` -> `12+23=35. #### 35`.
 
-Every sentence after the first is one step, every step one equation that goes on from the last result. A model must copy
-numbers, compute, and carry results on: written one token at a time that is easy, written in parallel the equations
-contradict each other, which is what unmasking rules are compared by.
+Every sentence after the first is one step, every step an equation that continues from the last result. A model must
+copy numbers, compute, and carry results on. One token at a time that is easy; in parallel the equations contradict each
+other, by which unmasking rules are compared.
 """
 
 import dataclasses
@@ -94,9 +94,9 @@ class WordProblems(DrawnTask):
     Attributes:
         difficulty: "easy": 1 or 2 steps of + and - with numbers up to 50 and one phrase each; "medium": 2 to 4 steps
             of + - * / up to 50; "hard": 2 to 4 steps up to 999; "long": 4 to 8 steps up to 50.
-        steps: fewest and most steps; None as the difficulty says.
-        max_total: largest number that occurs; None as the difficulty says.
-        operations: which of "+-*/" occur; None as the difficulty says.
+        steps: fewest and most steps; by default the difficulty's.
+        max_total: largest number that occurs; by default the difficulty's.
+        operations: which of "+-*/" occur; by default the difficulty's.
         wording: "terse" answers are equations alone; in "free" ones each stands in a sentence whose verb is anyone's
             choice, `Tom gets 12+23=35.`: a model cannot be sure of it, however much it knows.
         seed: another seed gives other examples of the same splits.
@@ -139,7 +139,7 @@ class WordProblems(DrawnTask):
         return DIFFICULTIES[self.difficulty]._replace(**{name: value for name, value in own.items() if value})
 
     def example(self, split: str, index: int) -> Example:
-        problem, question, answer = self._drawn(split, index)
+        problem, question, answer = self._draw_texts(split, index)
         codec, eos_id = self._coding
         return Example(
             prompt_ids=np.array(encode_text(codec, question), np.int32),
@@ -149,7 +149,7 @@ class WordProblems(DrawnTask):
 
     def texts(self, split: str, index: int) -> tuple[str, str]:
         """The same example as text: prompt and answer."""
-        return self._drawn(split, index)[1:]
+        return self._draw_texts(split, index)[1:]
 
     def verify(self, example: Example, ids: Ids) -> Verdict:
         problem: Problem = example.problem
@@ -197,14 +197,14 @@ class WordProblems(DrawnTask):
             return self.codec, self.eos_id
         return _own_codec(), self.vocabulary.eos_id
 
-    def _drawn(self, split: str, index: int) -> tuple[Problem, str, str]:
+    def _draw_texts(self, split: str, index: int) -> tuple[Problem, str, str]:
         """The problem, its question and the reference answer."""
         draws = draws_for(self.name, self.seed, split, index)
         problem = draw_of_split(self.name, split, lambda: self._problem(draws), canonical)
         name = draws.choice(NAMES)
         question = self._question(problem, name, draws)
         subjects = [f"{name} {_verb(draws)} " for _ in problem.steps] if self.wording == "free" else None
-        return problem, question, worked(problem, subjects)
+        return problem, question, solution_text(problem, subjects)
 
     def _problem(self, draws: Draws) -> Problem:
         limits = self.limits
@@ -264,7 +264,7 @@ def _verb(draws: Draws) -> str:
     return draws.choice([verb for verb, weight in zip(VERBS, VERB_WEIGHTS, strict=True) for _ in range(weight)])
 
 
-def worked(problem: Problem, subjects: Sequence[str] | None = None) -> str:
+def solution_text(problem: Problem, subjects: Sequence[str] | None = None) -> str:
     """The reference answer: `12+23=35. 35-5=30. #### 30`.
 
     Args:
@@ -281,7 +281,7 @@ _EQUATION = re.compile(r"([0-9]{1,9})\s*([-+*/])\s*([0-9]{1,9})\s*=\s*([0-9]{1,9
 
 
 def final_answer(text: str) -> int | None:
-    """The number behind the first ####, whatever follows it; None where there is none."""
+    """The number after the first ####, whatever follows it; None for none."""
     match = _ANSWER.search(text)
     return None if match is None else int(match[1])
 

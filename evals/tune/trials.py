@@ -22,8 +22,8 @@ from typing import Any, Literal
 from dllm_jax.errors import DllmError
 from evals.aup_metric import front
 from evals.paired_test import Pairs, at_least, at_most, best_bet, log_wealth, needed
-from evals.runner import check_count
 from evals.sampler import SamplerConfig
+from samplers.checks import check_length
 
 FEWEST = 8  # samplers that enter the next round, if there are as many
 ENOUGH = 32  # problems of which any useful reference solves one
@@ -59,8 +59,8 @@ class Goal:
             raise DllmError(f"confidence is {self.confidence:g}; it must be at least 0.5 and below 1")
         if self.objective not in ("nfe", "seconds"):
             raise DllmError(f"objective is {self.objective!r}; choose nfe or seconds")
-        check_count("n", self.n)
-        check_count("validation", self.validation)
+        check_length("n", self.n)
+        check_length("validation", self.validation)
 
     def check_provable(self) -> None:
         """Raises DllmError when there are too few held-out problems for the floor even if no problem is lost."""
