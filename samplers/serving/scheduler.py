@@ -112,7 +112,8 @@ class Service:
         metrics: of this server.
         draining: whether new requests are refused.
         broken: the error that has stopped the engine; None while it runs.
-        in_flight: requests of the engine that are waiting or running.
+        in_flight: requests of the engine that are being admitted, waiting or running.
+        tickets: of the admitted ones, by job.
         on_broken: called when an error has stopped the engine.
     """
 
@@ -132,7 +133,7 @@ class Service:
         # With a tokenizer of its own: the event loop decodes meanwhile, and one tokenizer is not safe in two threads.
         self._reader = dataclasses.replace(engine.model, tokenizer=copy.deepcopy(engine.model.tokenizer))
         self._busy, self._waiting = 0, 0
-        self._tickets: dict[Job, Ticket] = {}
+        self.tickets: dict[Job, Ticket] = {}
         self._admitted_at: dict[Job, float] = {}
         self._encoding = concurrent.futures.ThreadPoolExecutor(1, "encoding")
         self._loop = asyncio.get_running_loop()
@@ -230,7 +231,7 @@ class Service:
             raise
         jobs = [Job(index, request, seed, streamed) for index, (request, seed) in enumerate(made)]
         ticket = Ticket(jobs, len(prompts), until, self)
-        self._tickets |= dict.fromkeys(jobs, ticket)
+        self.tickets |= dict.fromkeys(jobs, ticket)
         self._admitted_at |= dict.fromkeys(jobs, start)
         self._thread.submit(jobs)
         return ticket
@@ -331,7 +332,7 @@ class Service:
         self._busy, self._waiting = busy, waiting
         self.metrics.count_steps(stats, busy, waiting)
         for job, update in updates:
-            ticket = self._tickets.get(job)
+            ticket = self.tickets.get(job)
             if ticket is None:  # it was cancelled
                 continue
             job.latest = update if job.latest is None else _merge_updates(job.latest, update)
@@ -347,20 +348,20 @@ class Service:
 
     def break_off(self, fault: Fault) -> None:
         """Ends all requests in flight by a fault; of several the first counts."""
-        for ticket in set(self._tickets.values()):
+        for ticket in set(self.tickets.values()):
             ticket.fault = ticket.fault or fault
             ticket.changed.set()
 
     def close_ticket(self, ticket: Ticket) -> None:
         """Cancels the jobs of a ticket that have not ended."""
-        left = [job for job in ticket.jobs if job in self._tickets]
+        left = [job for job in ticket.jobs if job in self.tickets]
         if left:
             self._thread.cancel(left)
         for job in left:
             self._end(job)
 
     def _end(self, job: Job) -> None:
-        del self._tickets[job], self._admitted_at[job]
+        del self.tickets[job], self._admitted_at[job]
         self.in_flight -= 1
 
     def _head(self, shape: Shape, kind: str, ticket: Ticket) -> Json:
