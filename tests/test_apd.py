@@ -24,6 +24,7 @@ from evals.sampler import parse_samplers
 from evals.tasks import make_task
 from samplers import (
     APD,
+    Engine,
     KeyNoise,
     LeftRight,
     Sampling,
@@ -522,7 +523,7 @@ def test_refusals_of_parts() -> None:
 # As samplers of the evaluations --------------------------------------------------------------------------------------
 
 
-def test_evals_know_samplers_from_left_to_right() -> None:
+def test_evals_know_samplers_from_left_to_right(monkeypatch) -> None:
     """`apd` and `leftright` are specs with options of their own; numbers make curves; verifiers are loaded."""
     task = make_task("maze:size=4")
     model = oracle(task)
@@ -532,7 +533,13 @@ def test_evals_know_samplers_from_left_to_right() -> None:
     specs = parse_samplers("apd:verifier=there,weight=0.3|0.6,window=2,lookahead=9,temperature=0.5")
     assert {spec.series for spec in specs} == {"apd:verifier=there,window=2,lookahead=9,temperature=0.5"}
     config = specs[0].for_canvas(task).load_verifier({"there": beside}.__getitem__)
-    built = config.build(dataclasses.replace(beside, config=model.config))
+    model_of_size = dataclasses.replace(beside, config=model.config)
+    built = config.build(model_of_size)
+    loaded: list[str] = []
+    monkeypatch.setattr(dllm_jax, "load", lambda name: loaded.append(name) or beside)
+    engine = Engine(model_of_size, specs[0].for_canvas(task), slots=1, prompt_length=8)
+    assert engine.request([1, 2], weight=0.5).numbers != engine.request([1, 2], weight=0.6).numbers
+    assert loaded == ["there"]
     assert isinstance(built, APD) and (built.weight, built.window, built.lookahead) == (0.3, 2, 9)
     assert built.gen_length == task.answer_width
     with refuses("verifier"):

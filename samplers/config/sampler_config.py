@@ -154,8 +154,8 @@ class SamplerConfig:
         ours, theirs = owners_of(self.kind, {**parts, **self.options}), defaults.owners
         same = {option: value for option, value in defaults.options.items() if ours.get(option) == theirs[option]}
         kept = {option: value for option, value in same.items() if option not in PARTS or option in parts}
-        taken = (*kept, "sampler") if self.name == defaults.name else (*kept,)
-        origins = {option: defaults.origins[option] for option in taken if option in defaults.origins}
+        taken = {*kept, *(["sampler"] if self.name == defaults.name else [])} - self.options.keys()
+        origins = {option: defaults.origins[option] for option in defaults.origins if option in taken}
         return dataclasses.replace(self, options={**kept, **self.options}, origins={**origins, **self.origins})
 
     def for_canvas(self, canvas: TaskCanvas) -> "SamplerConfig":
