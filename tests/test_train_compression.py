@@ -161,13 +161,13 @@ def test_refusals(tmp_path, base, folder):
     unknown = write_folder(tmp_path / "unknown", correct=False)
     with pytest.raises(DllmError, match="does not say which answers are correct"):
         read_parts(config(folder=unknown))
-    with pytest.raises(DllmError, match=r"has \d+ tokens and data.length is 8"):
+    with pytest.raises(DllmError, match="data.length is 8"):
         read_parts(config(folder=folder, data__length=8)).rows(1)
     other = compression_settings(tmp_path / "x", base, folder)
     other["data"] = {"source": "train_toys:Reverse", "length": 12}
-    with pytest.raises(DllmError, match="this command learns from trajectories"):
+    with pytest.raises(DllmError, match="data.source"):
         read_parts(build_settings(CompressionConfig, other))
-    with pytest.raises(DllmError, match=r"no setting 'data.options.corect'; did you mean 'data.options.correct'"):
+    with pytest.raises(DllmError, match="'data.options.correct'"):
         read_parts(config(folder=folder, data__options__corect=True))
     config = read_config("train/configs/compression-long-problems.toml", command="compression")
     assert config.checkpoint.weights == "ema" and config.data.options["correct"]

@@ -128,11 +128,11 @@ def test_runs_on_one_device_and_on_eight(tmp_path, capsys):
     again = train.load_adapters(tmp_path / "again")[2]
     assert all((adapters[name] == again[name]).all() for name in adapters)
     values = d2f_settings(tmp_path / "x", base)
-    with pytest.raises(DllmError, match="set it to 32"):
+    with pytest.raises(DllmError, match="lora.rank"):
         build_settings(D2FConfig, values | {"lora": {"rank": 0}})
-    with pytest.raises(DllmError, match=r"lora.dropout is 1.0; it must be"):
+    with pytest.raises(DllmError, match="lora.dropout"):
         build_settings(D2FConfig, values | {"lora": {"rank": 2, "dropout": 1.0}})
-    with pytest.raises(DllmError, match=r"objective.block_length is 0; it must be at least 1"):
+    with pytest.raises(DllmError, match="objective.block_length"):
         build_settings(D2FConfig, values | {"objective": {"block_length": 0}})
 
 

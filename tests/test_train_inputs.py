@@ -24,7 +24,7 @@ from dllm_jax.suggestions import nearest
 from dllm_jax.text.tokenizer import encode_chat
 from train.__main__ import main
 from train.config import DataPart
-from train.data import Ahead, Rows, Setup, make_referenced
+from train.data import Prefetcher, Rows, Setup, make_referenced
 from train.data.checks import drop_bad_examples
 from train.data.files import jsonl, text
 from train.objectives import read_config
@@ -67,11 +67,11 @@ def test_every_epoch_is_another_order_of_all_examples():
 
 
 def test_work_ahead_is_in_order_and_its_errors_arrive():
-    with Ahead(lambda i: i * i, 3, 50) as values:
+    with Prefetcher(lambda i: i * i, 3, 50) as values:
         assert list(values) == [i * i for i in range(3, 50)]
-    with Ahead(lambda i: 1 // (5 - i), 0, 50) as values, pytest.raises(ZeroDivisionError):
+    with Prefetcher(lambda i: 1 // (5 - i), 0, 50) as values, pytest.raises(ZeroDivisionError):
         list(values)
-    with Ahead(lambda i: i, 0, 10**9) as values:
+    with Prefetcher(lambda i: i, 0, 10**9) as values:
         assert next(values) == 0  # and leaving does not wait for the rest
 
 

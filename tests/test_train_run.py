@@ -334,9 +334,9 @@ def test_a_changed_batch_repeats_no_rows_and_leaves_none_out(tmp_path, monkeypat
     seen.clear()
     assert train.train(config(9, 2), allow_change=["optimizer.batch"]).started == 6
     assert [position for position in seen if position] == list(range(36, 42))
-    with pytest.raises(DllmError, match="data.bucket orders rows batch by batch"):
+    with pytest.raises(DllmError, match="data.bucket"):
         train.train(config(12, 8, bucket=4), allow_change=["optimizer.batch", "data.bucket"])
-    with pytest.raises(DllmError, match="data.bucket orders rows batch by batch"):  # 42 is amid a batch
+    with pytest.raises(DllmError, match="data.bucket"):  # 42 is amid a batch
         train.train(config(12, 4, bucket=4), allow_change=["optimizer.batch", "data.bucket"])
 
 

@@ -113,7 +113,7 @@ def test_splits_of_data_sets(tmp_path, setup, monkeypatch):
     library.DatasetDict(parts).save_to_disk(tmp_path / "saved")
     count = lambda folder, **options: len(datasets(setup, path=str(tmp_path / folder), columns=COLUMNS, **options))
     assert (count("saved"), count("saved", split="test")) == (9, 3)
-    with pytest.raises(DllmError, match="has no split 'dev'; set data.options.split to one of train, test"):
+    with pytest.raises(DllmError, match="'dev'.*data.options.split"):
         count("saved", split="dev")
     (tmp_path / "repository").mkdir()
     write_lines(tmp_path / "repository" / "train.jsonl", PAIRS)
@@ -135,24 +135,24 @@ def test_array_records(tmp_path, setup):
     lines = jsonl(setup, path=write_lines(tmp_path / "pairs.jsonl", PAIRS), columns=COLUMNS)
     assert tokens_of(found) == tokens_of(lines) and found.name(33).endswith("pairs-1.array_record record 1")
     (tmp_path / "broken.array_record").write_bytes(b"no records")
-    with pytest.raises(DllmError, match="broken.array_record is no ArrayRecord file"):
+    with pytest.raises(DllmError, match="broken.array_record"):
         arrayrecord(setup, path=str(tmp_path / "broken.array_record"))
 
 
 def test_missing_packages_are_named(monkeypatch, setup):
     for source, module in ((arrayrecord, "grain.sources"), (parquet, "pyarrow.parquet"), (datasets, "datasets")):
         monkeypatch.setitem(sys.modules, module, None)
-        with pytest.raises(DllmError, match=r'needs the package .*; install it: pip install "dllm_jax\[data\]"'):
+        with pytest.raises(DllmError, match=r"dllm_jax\[data\]"):
             source(setup, path="x")
 
 
 def test_mistakes_name_columns_and_lines(tmp_path, setup):
     path = write_lines(tmp_path / "pairs.jsonl", PAIRS)
-    with pytest.raises(DllmError, match=r"line 1: it has \['question', 'solution', 'source'\]; it needs prompt"):
+    with pytest.raises(DllmError, match="line 1.*'question'"):
         jsonl(setup, path=path)
-    with pytest.raises(DllmError, match=r"line 1: it has \['question', .*\] and no 'answers'; correct"):
+    with pytest.raises(DllmError, match="line 1.*'answers'"):
         jsonl(setup, path=path, columns={"prompt": "question", "answer": "answers"})
-    with pytest.raises(DllmError, match="no place for 'target'; it maps prompt, answer, messages, text, ids"):
+    with pytest.raises(DllmError, match="'target'"):
         jsonl(setup, path=path, columns={"target": "solution"})
     bad = [{"text": "ok"}, {"text": "ß"}, {"text": 3}, {"text": "ok"}, {"messages": "Hi"}]
     source = jsonl(setup, path=write_lines(tmp_path / "bad.jsonl", bad))
@@ -160,7 +160,7 @@ def test_mistakes_name_columns_and_lines(tmp_path, setup):
     assert [fault.split(": ")[0][-6:] for fault in source.faults] == ["line 2", "line 3", "line 5"]
     assert "'ß' cannot be expressed in this vocabulary" in source.faults[0]
     long = jsonl(setup, path=write_lines(tmp_path / "long.jsonl", [{"text": "ok"}, {"text": "much " * 9}]))
-    with pytest.raises(DllmError, match="long.jsonl line 2 has 45 tokens and data.length is 16"):
+    with pytest.raises(DllmError, match="long.jsonl line 2"):
         Rows(long, DataPart(length=16, shuffle=False), "sft", setup.config, 0)(1)
     canvas = dataclasses.replace(setup, canvas=9)
     path = write_lines(
@@ -169,7 +169,7 @@ def test_mistakes_name_columns_and_lines(tmp_path, setup):
     assert len(jsonl(setup, path=path, drop_long=True)) == 2 and len(jsonl(canvas, path=path, drop_long=True)) == 1
     pytest.importorskip("pyarrow")
     (tmp_path / "x.parquet").write_bytes(b"no table")
-    with pytest.raises(DllmError, match="x.parquet is no Parquet file"):
+    with pytest.raises(DllmError, match="x.parquet"):
         parquet(setup, path=str(tmp_path))
 
 
@@ -276,7 +276,7 @@ def test_conversations_that_cannot_be_learned(tmp_path):
     with pytest.raises(DllmError, match="leaves out or rewrites messages of the assistant"):
         jsonl(setup, path=path)
     setup.tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    with pytest.raises(DllmError, match='set data.options.turns to "each" or "last"'):
+    with pytest.raises(DllmError, match="data.options.turns"):
         jsonl(setup, path=path)
     assert len(jsonl(setup, path=path, turns="each")) == 2
 
@@ -386,7 +386,7 @@ def test_a_damaged_cache_is_named(tmp_path, setup):
     with pytest.raises(DllmError, match="is damaged .*; remove it"):
         jsonl(setup, path=path, columns=COLUMNS)
     (tmp_path / "file").write_text("")
-    with pytest.raises(DllmError, match="could not be tokenised into .*; set data.cache to another"):
+    with pytest.raises(DllmError, match="data.cache"):
         jsonl(Setup(setup.config, setup.tokenizer, 16, cache=tmp_path / "file"), path=path, columns=COLUMNS)
 
 
@@ -451,7 +451,7 @@ def test_buckets_fill_rows_up_to_the_longest_as_LLaDA_does():
     row = Rows(Listed(examples), canvas, "sft", LLADA, 0, batch=2)(0)
     assert (len(row.tokens), row.length, row.targets.sum()) == (12, 11, 10)
     endless = Rows(Reverse(), DataPart(length=20, bucket=4), "sft", LLADA, 0)
-    with pytest.raises(DllmError, match="data.bucket needs to know all lengths and the source is endless"):
+    with pytest.raises(DllmError, match="data.bucket"):
         endless(0)
 
 
@@ -459,7 +459,7 @@ def test_buckets_hold_whole_blocks():
     config = build_settings(
         OBJECTIVES["block-diffusion"].config, settings("x", objective={"block_length": 4}, data__bucket=6)
     )
-    with pytest.raises(DllmError, match="data.bucket 6 is no whole number of blocks of 4; set it to 8"):
+    with pytest.raises(DllmError, match="data.bucket 6 .* 8"):
         read_parts(config)
 
 
@@ -632,12 +632,12 @@ def test_of_large_data_ids_are_looked_at_as_they_come(tmp_path, monkeypatch):
         tmp_path / "out", data={"source": "jsonl", "options": {"path": str(tmp_path / name)}, "length": 12, **more}
     )
     write_lines(tmp_path / "long.jsonl", [*entries, long])
-    with pytest.raises(DllmError, match=r"long.jsonl line 21 has 21 tokens"):
+    with pytest.raises(DllmError, match="long.jsonl line 21"):
         read_parts(config("long.jsonl")).check_examples(config("long.jsonl"), progress=False)
     write_lines(tmp_path / "bad.jsonl", [*entries, bad])
     parts, faults = read_parts(config("bad.jsonl")).check_examples(config("bad.jsonl"), progress=False)
     assert not faults and not parts.rows.checked
-    with pytest.raises(DllmError, match=r"bad.jsonl line 21 has the mask token"):
+    with pytest.raises(DllmError, match="bad.jsonl line 21"):
         for position in range(21):
             parts.rows(position)
     dropping = config("bad.jsonl", on_bad="drop")

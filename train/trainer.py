@@ -21,7 +21,7 @@ from dllm_jax.errors import DllmError
 from dllm_jax.parallel import multihost
 from train.batches import device_batch
 from train.config import TrainConfig
-from train.data import Ahead
+from train.data import Prefetcher
 from train.data.fingerprint import data_fingerprint
 from train.evaluation import Watch
 from train.logs import Reporter, fetch_metrics
@@ -209,7 +209,7 @@ class Run:
         line: Mapping[str, float] = {}
         with (
             stop_requests(done) as stop,
-            Ahead(batch, done, done if feed else config.steps) as batches,
+            Prefetcher(batch, done, done if feed else config.steps) as batches,
             Reporter(config, self.parts.model, folder.logs, done, progress=progress) as reporter,
         ):
             if watch.due(done):

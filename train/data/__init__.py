@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable, Mapping
 
 from train.data.files import arrayrecord, datasets, jsonl, parquet, text
-from train.data.rows import Ahead, Row, Rows
+from train.data.rows import Prefetcher, Row, Rows
 from train.data.shards import trajectories
 from train.data.source import (
     Example,
@@ -39,9 +39,9 @@ SOURCES: Mapping[str, Callable[..., Source]] = types.MappingProxyType(
 
 __all__ = [
     "SOURCES",
-    "Ahead",
     "Example",
     "ExampleLike",
+    "Prefetcher",
     "Row",
     "Rows",
     "Setup",

@@ -122,12 +122,11 @@ class TokenisedExamples:
 
     def lengths(self) -> np.ndarray:
         """Tokens of each example, [N] int64."""
-        lengths = np.diff(self._index["end"], prepend=0)
-        return lengths if self._numbers is None else lengths[self._numbers]
+        return self._of_examples(np.diff(self._index["end"], prepend=0))
 
     def prompts(self) -> np.ndarray:
         """Tokens of each example's prompt, [N]."""
-        return self._index["prompt"] if self._numbers is None else self._index["prompt"][self._numbers]
+        return self._of_examples(self._index["prompt"])
 
     def name(self, index: int) -> str:
         """Example `index` in words: file and line."""
@@ -140,8 +139,7 @@ class TokenisedExamples:
         Args:
             shown: text of a progress bar; None shows none.
         """
-        found = _map_pieces(self._flat, _piece_bounds(self._index["end"]), of, shown)
-        return found if self._numbers is None else found[self._numbers]
+        return self._of_examples(_map_pieces(self._flat, _piece_bounds(self._index["end"]), of, shown))
 
     def draws(self, *, shown: str | None = None) -> np.ndarray:
         """`train.data.heldout.heldout_draw` of each example in units of 2^-64, [N] uint64: hashed once, and kept.
@@ -150,8 +148,7 @@ class TokenisedExamples:
             shown: as in `map_examples`.
         """
         make = lambda: _map_pieces(self._flat, _piece_bounds(self._index["end"]), _heldout_draws, shown)
-        found = _load_or_make(self.folder / "draws.bin", len(self._index), make)
-        return found if self._numbers is None else found[self._numbers]
+        return self._of_examples(_load_or_make(self.folder / "draws.bin", len(self._index), make))
 
     def _flat(self, first: int, end: int) -> Flat:
         """The examples of records, those that are none among them, without tokens."""
@@ -159,10 +156,16 @@ class TokenisedExamples:
         bounds = np.concatenate(([0], records["end"] - start))
         return Flat(self.tokens[start : start + int(bounds[-1])], bounds, np.maximum(records["prompt"], 0))
 
+    def _of_examples(self, values: np.ndarray) -> np.ndarray:
+        """Values of the examples, from values of all records."""
+        return values if self._numbers is None else values[self._numbers]
+
     def _number(self, index: int) -> int:
+        """The record of example `index`."""
         return index if self._numbers is None else int(self._numbers[index])
 
     def _start(self, number: int) -> int:
+        """Where a record's tokens begin."""
         return int(self._index["end"][number - 1]) if number else 0
 
 

@@ -68,7 +68,7 @@ class BadExamples:
         return "".join(line + "\n" for line in [*self.sentences, *([f"and {rest} more"] if rest else [])])
 
 
-class Chosen:
+class Subset:
     """Some examples of a source: a finite source."""
 
     def __init__(self, source: Source, numbers: np.ndarray) -> None:
@@ -127,7 +127,7 @@ def drop_bad_examples(
         return source, None
     if part.on_bad == "refuse" or faults.total == faults.count:
         raise DllmError(_refusal(faults))
-    return Chosen(source, np.delete(np.arange(len(source)), faults.bad)), faults
+    return Subset(source, np.delete(np.arange(len(source)), faults.bad)), faults
 
 
 def scans_all(source: Source, part: DataPart) -> bool:
@@ -199,7 +199,7 @@ def _faults(source: Source, count: int, part: DataPart, kind: Kind, config: Mode
     kinds = collections.Counter({"unreadable": len(unread)} if unread else {})
     numbers = _doubtful(source, part, kind, config, progress)
     for index in tqdm(numbers, desc="checking", unit=" examples", delay=1.0, disable=not progress):
-        if fault := _seen(source, index, part, kind, config):
+        if fault := _check_one(source, index, part, kind, config):
             bad.append(index)
             kinds[fault.kind] += 1
             if len(sentences) < _LISTED:
@@ -244,7 +244,7 @@ def _doubtful(source: Source, part: DataPart, kind: Kind, config: ModelConfig, p
     return found
 
 
-def _seen(source: Source, index: int, part: DataPart, kind: Kind, config: ModelConfig) -> ExampleFault | None:
+def _check_one(source: Source, index: int, part: DataPart, kind: Kind, config: ModelConfig) -> ExampleFault | None:
     try:
         return find_fault(source.example(index), part, kind, config)
     except DllmError as error:

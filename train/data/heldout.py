@@ -6,7 +6,7 @@ import numpy as np
 from tqdm import tqdm
 
 from dllm_jax.errors import DllmError
-from train.data.checks import Chosen
+from train.data.checks import Subset
 from train.data.order import permute
 from train.data.source import ExampleLike, Source, count_examples, draws_of
 
@@ -39,7 +39,7 @@ def split_heldout(source: Source, share: float, *, progress: bool = False) -> tu
     if held.all() or not held.any():
         where = "no example" if not held.any() else "all examples"
         raise DllmError(f"data.heldout {share:g} holds out {where} of {count}; choose another share, or watch.source")
-    return Chosen(source, np.flatnonzero(~held)), Chosen(source, np.flatnonzero(held))
+    return Subset(source, np.flatnonzero(~held)), Subset(source, np.flatnonzero(held))
 
 
 def heldout_draw(example: ExampleLike) -> int:
@@ -53,7 +53,7 @@ def choose_examples(source: Source, rows: int) -> Source:
     """`rows` examples, each once, the same every time; all of a finite source that has fewer."""
     count = count_examples(source)
     if count is None:
-        return Chosen(source, np.arange(rows))
+        return Subset(source, np.arange(rows))
     if count <= rows:
         return source
-    return Chosen(source, np.sort([permute(place, count, _ORDER) for place in range(rows)]))
+    return Subset(source, np.sort([permute(place, count, _ORDER) for place in range(rows)]))

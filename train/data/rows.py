@@ -121,14 +121,14 @@ class Rows:
         return Row(tokens, targets, end, step)
 
 
-class Ahead(Generic[T]):
-    """Values of make(start), make(start + 1), ... computed ahead of their use by a thread; use it by `with`."""
+class Prefetcher(Generic[T]):
+    """Values of make(start), make(start + 1), ..., which a thread computes before they are used. Use it by `with`."""
 
     def __init__(self, make: Callable[[int], T], start: int, stop: int, depth: int = 4) -> None:
         self._make, self._span = make, range(start, stop)
         self._ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(depth)
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread = threading.Thread(target=self._compute, daemon=True)
 
     def __enter__(self) -> Iterator[T]:
         self._thread.start()
@@ -136,7 +136,7 @@ class Ahead(Generic[T]):
 
     def __exit__(self, *_: object) -> None:
         self._closed.set()
-        while self._thread.is_alive():  # it may wait for room
+        while self._thread.is_alive():  # it may wait until the queue has a free place
             try:
                 self._ready.get_nowait()
             except queue.Empty:
@@ -149,7 +149,7 @@ class Ahead(Generic[T]):
                 raise error
             yield value  # type: ignore[misc]
 
-    def _work(self) -> None:
+    def _compute(self) -> None:
         try:
             for number in self._span:
                 if self._closed.is_set():
