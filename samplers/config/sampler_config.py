@@ -227,7 +227,7 @@ class SamplerConfig:
             DllmError: for numbers out of range, combinations that make no sense, and as `check_unbound`.
         """
         self.check_unbound()
-        if model.config.mask_id is None and not model.config.has_canvas:
+        if not _can_generate(model):
             problem = f"sampler {self.label}: {model.name} has no mask token to mark undecided positions with"
             raise DllmError(f"{problem}; use it as a verifier, or set an unused id as mask_id in its config")
         found = self.over(_fit(EVALUATION_DEFAULTS, model))
@@ -243,6 +243,10 @@ GENERATION_DEFAULTS = SamplerConfig.from_one(
 
 EVALUATION_DEFAULTS = SamplerConfig.from_one(None, {"rule": "threshold", "cache": "none"}, "evaluations")
 """Defaults where samplers are compared: no approximation but what is written, and one block."""
+
+
+def _can_generate(model: Model) -> bool:
+    return model.config.mask_id is not None or model.config.has_canvas
 
 
 def _is_traced(owner: Owner, sampler: type) -> bool:
@@ -302,7 +306,7 @@ def make_sampler(
     try:
         return config.build(model)
     except DllmError:
-        if model.generation:  # which may be at fault
+        if model.generation and _can_generate(model):  # the defaults may be at fault
             with _of_checkpoint(model):
                 defaults_of(model).build(model)
         raise
