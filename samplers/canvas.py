@@ -1,5 +1,5 @@
-"""The canvas: what every sampler reads and writes, whatever its loop. Which positions are undecided is a set, not a
-token, and a position that was written may be written again or opened again.
+"""The canvas: what every sampler reads and writes, whatever its loop. A set, not the mask token, says which positions
+are undecided, and a written position may be written or masked again.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ class Canvas:
     """The state that all samplers share; every leaf starts with the batch axis. G is the length of the generation.
 
     Attributes:
-        tokens: [B, S] int32: each row its prompt, at once followed by its canvas, then padding.
+        tokens: [B, S] int32: in each row the prompt, its canvas right after it, then padding.
         undecided: [B, G] bool, positions that are to be decided.
         prompt_lengths: [B] int32, where each row's canvas begins.
         gen_lengths: [B] int32, positions the row generates, at most G.
@@ -58,7 +58,7 @@ class Canvas:
         return self.undecided.shape[1]
 
     def generation(self, eos_id: int) -> jax.Array:
-        """The generation's tokens, [B, G]; what lies behind a row's own length reads as the end of the sequence."""
+        """The generation's tokens, [B, G]; positions after a row's own length read as the end of the sequence."""
         tokens = slice_rows(self.tokens, self.prompt_lengths, self.gen_length)
         return jnp.where(jnp.arange(self.gen_length) < self.gen_lengths[:, None], tokens, eos_id)
 
@@ -68,11 +68,12 @@ class Canvas:
         return self.prompt_lengths % width
 
     def of_window(self, x: jax.Array, start: jax.Array, width: int) -> jax.Array:
-        """What x [B, G] bool says of the sequence's positions start[b] ... , [B, W]; False outside the canvas."""
+        """x [B, G] bool at the sequence's positions start[b] ... , [B, W]; False outside the canvas."""
         return _shifted(x, start - self.prompt_lengths, width)
 
     def of_canvas(self, x: jax.Array, start: jax.Array) -> jax.Array:
-        """What x [B, W] about the sequence's positions start[b] ... says of the canvas, [B, G]; else False or 0."""
+        """x [B, W], of the sequence's positions start[b] ... , at the canvas's positions, [B, G]; False or 0
+        elsewhere."""
         return _shifted(x, self.prompt_lengths - start, self.gen_length)
 
     def write(
@@ -82,8 +83,8 @@ class Canvas:
 
         Args:
             start: [B] int32, the sequence's position of the first token.
-            tokens, logprobs, undecided: [B, W], new tokens, their log-probabilities, which count where something is
-                written, and what is undecided after them. What lies outside the canvas stays.
+            tokens, logprobs, undecided: [B, W], new tokens, their log-probabilities (used only where a token is
+                written), and what is undecided after them. Positions outside the canvas stay.
             rows: [B] bool, rows that are written.
         """
         width = tokens.shape[1]
@@ -118,7 +119,7 @@ class Canvas:
         )
 
     def stopped(self, stop: Stop | None, eos_id: int, pending: jax.Array) -> tuple["Canvas", jax.Array]:
-        """Reads on with the stop condition, and tells the rows [B] bool in which it holds by now.
+        """Advances the stop condition, and returns the rows [B] bool in which it now holds.
 
         Args:
             pending: [B, G] bool, positions that may still change, the undecided ones among them.
@@ -132,7 +133,7 @@ class Canvas:
         """The generation so far.
 
         Args:
-            end_ids: [n] int32, tokens that end it besides `eos_id`, for samplers whose stop condition has not these.
+            end_ids: [n] int32, tokens that end it besides `eos_id`, for samplers whose stop condition lacks them.
         """
         tokens = jnp.where(self.undecided, eos_id, self.generation(eos_id))
         ends = (tokens == eos_id) if end_ids is None else (tokens == eos_id) | jnp.isin(tokens, end_ids)
@@ -171,10 +172,10 @@ def begin(
     Args:
         length: S is the prompt's width and this, or `context` if that is longer.
         context: masks fill each row up to this length.
-        fill: the token that stands where nothing is written; the mask token by default.
+        fill: the token of positions that are not written; the mask token by default.
 
     Raises:
-        DllmError: for wrong shapes or dtypes, and for lengths that cannot be (where they are concrete: inside jit only
+        DllmError: for wrong shapes or dtypes, and for impossible lengths (where they are concrete: inside jit only
             shapes and dtypes are known).
     """
     prompt, prompt_lengths = checked_prompt(denoiser, prompt, prompt_lengths)

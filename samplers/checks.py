@@ -32,8 +32,8 @@ def check_number(what: str, value: Any, low: float, high: float = float("inf")) 
 
 
 def check_threshold(what: str, value: Any) -> None:
-    """`check_number` for what probabilities are compared with. A threshold that nothing reaches is inf or, as published
-    code writes it, a little above 1; 2 and 90 are somebody's mistake."""
+    """`check_number` for thresholds on probabilities. One that nothing reaches is inf or, as in published code, a
+    little above 1; 2 and 90 are refused as mistakes."""
     check_number(what, value, 0.0)
     if isinstance(value, (int, float, np.number)) and 1.1 < value < float("inf"):
         raise DllmError(f"{what} is {value:.12g}; it is a probability, such as 0.9; write inf for one nothing reaches")
@@ -55,8 +55,8 @@ def check_token(what: str, token: Any, config: ModelConfig) -> None:
 
 
 def check_seed(seed: Any) -> None:
-    """Raises DllmError unless a seed is a whole number of 32 bits: JAX drops the bits above, so that other seeds would
-    give equal numbers."""
+    """Raises DllmError unless a seed is a whole number of 32 bits: JAX drops the bits above, so two seeds would give
+    equal numbers."""
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
         raise DllmError(f"seed is {seed!r}; it must be a whole number")
     check_whole("seed", seed, 0, 2**32 - 1)
@@ -82,7 +82,7 @@ def refuse_unknown(
     known: Iterable[str],
     owners: Callable[[str], Sequence[str]] = lambda option: (),
 ) -> None:
-    """Raises DllmError for options that `what` does not have, and says who has the first of them."""
+    """Raises DllmError for options that `what` does not have, and names the parts that have the first of them."""
     known = list(known)
     if unknown := sorted(set(options) - set(known)):
         name, others = unknown[0], ", ".join(owners(unknown[0]))

@@ -49,12 +49,12 @@ def generate(
         prompts: one string, or a list whose items are strings, token ids or lists of chat messages.
         sampler, options: as `make_sampler` takes them.
         chat: take strings as a user's message in the model's chat format; system: with this system message.
-        seed: of the random numbers, where any are drawn.
-        batch_size: prompts that are worked on together, the next as soon as one has ended; all by default.
-        progress: a progress bar over prompts; by default where they do not all run together and someone is watching.
-        trace: keep what every forward did, for `show`: which token stood at a position before, and which forwards
+        seed: of the random numbers, if any are drawn.
+        batch_size: prompts that are sampled together, the next as soon as one has ended; all by default.
+        progress: a progress bar over prompts; by default on a terminal, if they do not all run together.
+        trace: keep what every forward did, for `show`: which token a position held before, and which forwards
             covered the whole sequence. The answers are the same; each step is then a call of its own, which is slower.
-        on_update: called after every step with the `Update` of each prompt at work, such as a
+        on_update: called after every step with the `Update` of each running prompt, such as a
             `samplers.viewer.terminal.LiveView`; each step is then a call of its own, too.
 
     Returns:
@@ -87,7 +87,7 @@ def prepare(
 ) -> tuple[CanvasSampler, list[list[int]], jax.Array]:
     """Everything `generate` does before the first forward: the sampler, the prompts' token ids and a key per prompt.
 
-    Arguments and errors are those of `generate`; the model's parameters are not looked at.
+    Arguments and errors are those of `generate`; the model's parameters are not read.
     """
     if not isinstance(model, Model):
         load = "load one by dllm_jax.load"

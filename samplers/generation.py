@@ -19,7 +19,7 @@ class Trace:
     """The history of an answer, which `samplers.show` draws. G positions.
 
     Attributes:
-        tokenizer, config: the model's, which say how its tokens are written.
+        tokenizer, config: the model's, which turn its tokens into text.
         sampler: its short name.
         block_length: positions between two borders.
         prompt: token ids.
@@ -53,7 +53,7 @@ class Generation:
         logprobs: of `tokens`, as in `Result`; None where no forward chose the token.
         verifier_forwards: forwards of the verifier, 0 for a sampler that writes from left to right without one; None
             for all other samplers.
-        trace: its history, which `samplers.show` draws; None for an answer that was put together by hand.
+        trace: its history, which `samplers.show` draws; None for an answer that was made by hand.
     """
 
     text: str

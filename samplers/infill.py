@@ -112,7 +112,7 @@ def infill(
 ) -> Infilling | list[Infilling]:
     """Fills the gaps of texts.
 
-    Every position of a gap gets a token with a text: special tokens, also end tokens, are suppressed, so an infilling
+    Every position of a gap gets a token that has text: special tokens, also end tokens, are suppressed, so an infilling
     never ends early. Blocks cover the canvas, fixed pieces included. A row depends on its template, its prompt, its
     number in the list and the seed; with `block_length=0` (one block) and a rule that counts steps also on the longest
     canvas.
@@ -255,7 +255,7 @@ def _sampler(
     prompt_length: int,
     longest: int,
 ) -> CanvasSampler:
-    """A sampler with room for the longest canvas, in whole blocks: so few lengths are ever compiled, and no row's
+    """A sampler with room for the longest canvas, in whole blocks: so few lengths are compiled, and no row's
     schedule depends on the longest."""
     if not (sampler is None or isinstance(sampler, str | Rule | SamplerConfig)):
         kind = type(sampler).__name__

@@ -1,4 +1,4 @@
-"""Refusals of what `sample` is called with, before anything is traced or compiled."""
+"""Checks of the arguments of `sample`, before anything is traced or compiled."""
 
 import dataclasses
 import functools
@@ -18,14 +18,14 @@ from samplers.tokens.noise import check_key
 def checked_call(
     sampler: Any, denoiser: Any, prompt: Any, prompt_lengths: Any, key: Any, options: dict[str, Any]
 ) -> Any:
-    """The prompt as an array, of a call that makes sense.
+    """Checks every argument, and returns the prompt as an array.
 
-    Types and shapes are always looked at; values where they are concrete, that is not inside somebody's `jit` or
-    `vmap`. A prompt that another program still computes is waited for.
+    Types and shapes are always checked; values only where they are concrete, that is outside your own `jit` or `vmap`.
+    The check waits for a prompt that another program still computes.
 
     Raises:
         DllmError: for what is no sampler, denoiser, prompt or key; numbers of the sampler that are neither one nor one
-            per row; lengths that cannot be, tokens outside the vocabulary, and rows longer than the model's context.
+            per row; impossible lengths, tokens outside the vocabulary, and rows longer than the model's context.
     """
     _check_sampler(sampler)
     _check_denoiser(denoiser)
@@ -117,7 +117,7 @@ def _concrete(array: Any) -> np.ndarray | None:
 
 
 def _check_tokens(prompt: Any, lengths: np.ndarray | None, vocab_size: int) -> None:
-    """What follows a row's length is not looked at: anything may stand there."""
+    """Tokens after a row's length are ignored."""
     ids = _concrete(prompt)
     if ids is None:
         return
@@ -162,13 +162,13 @@ def _check_context(
 
 
 def check_context(who: str, limit: int, prompt: int, total: int, block_length: int) -> None:
-    """Raises DllmError for a prompt of so many tokens, up to position `total` with its canvas, that is longer than the
-    context that somebody was trained for."""
+    """Raises DllmError if a prompt of `prompt` tokens and its canvas, up to position `total`, exceed the context that
+    `who` was trained for."""
     if total > limit:
         parts = f"a prompt of {prompt} tokens and a canvas up to position {total}"
         left = limit - prompt
         left -= left % block_length if left > block_length else 0  # whole blocks
-        fits = f"; a gen_length of {left} fits behind such a prompt" if left > 0 else ""
+        fits = f"; a gen_length of {left} fits after such a prompt" if left > 0 else ""
         raise DllmError(f"{parts} exceed the {limit} tokens {who} was trained for; shorten one of them{fits}")
 
 
@@ -202,10 +202,10 @@ def check_kept(what: str, value: Any, dtype: np.dtype) -> None:
 @functools.cache
 def number_dtypes(kind: type) -> dict[str, np.dtype]:
     """Names of a dataclass's fields that are numbers and may differ by row, and what each is an array of, whatever the
-    type of the Python number that somebody gives: a threshold of 1 is a float."""
+    type of the Python number: a threshold of 1 is a float."""
     try:
         hints = typing.get_type_hints(kind)
-    except Exception:  # of somebody else's class, whose names may mean nothing here
+    except Exception:  # of a class of your own, whose annotations may not resolve here
         return {}
     types = {name: set(spec.members(hint)) for name, hint in hints.items()}
     numbers = {name: found for name, found in types.items() if jax.Array in found and found & {int, float}}

@@ -34,9 +34,9 @@ def each_row(
     request: Any,
     kv: Any,
 ) -> tuple[jax.Array, Any]:
-    """Runs a forward for some rows alone, one after another, and puts what it gives into place.
+    """Runs a forward for some rows alone, one after another, and puts the results into place.
 
-    Where the batch lies on several devices, as many rows are run at a time, one of each part.
+    If the batch lies on several devices, one row of each part runs at a time.
 
     Args:
         rows: [B] bool.

@@ -31,8 +31,8 @@ class Result:
         full_forwards: [B] int32, those among them that covered the whole sequence.
         cache_updates: [B] int32, those among them whose keys and values were all stored for later ones.
         edits: [B] int32, how often a token that was written was replaced by another.
-        broken_at: [B] int32, the row's first forward whose logits were not finite where it decided; -1 for none. What
-            it wrote from there on means nothing.
+        broken_at: [B] int32, the row's first forward whose logits were not finite where it decided; -1 for none. Its
+            tokens from there on mean nothing.
     """
 
     tokens: jax.Array
@@ -90,14 +90,14 @@ def sample(
     Args:
         sampler: what to do, e.g. a `BlockSampler`.
         denoiser: the model.
-        prompt: [B, P] int32, left-aligned; what follows a row's prompt length is not looked at.
+        prompt: [B, P] int32, left-aligned; tokens after a row's prompt length are ignored.
         prompt_lengths: [B] int32; None means that all rows are P long.
         key: one typed key, or one per row [B]; needed by whatever draws random numbers.
         options: further arguments of the sampler's `init`.
 
     Raises:
-        DllmError: for arguments of wrong types and shapes, and, where they are concrete, for lengths that cannot be,
-            tokens outside the vocabulary, and rows that are longer than the model's context; before anything is traced.
+        DllmError: for arguments of wrong types and shapes, and, where they are concrete, for impossible lengths, tokens
+            outside the vocabulary, and rows that are longer than the model's context; before anything is traced.
     """
     prompt = checked_call(sampler, denoiser, prompt, prompt_lengths, key, options)
 
@@ -110,7 +110,7 @@ def sample(
 
 
 def _without_explicit_axes(run: Callable[..., Result], prompt: jax.Array) -> Callable[..., Result]:
-    """In a mesh with Explicit axes every operation must say its sharding; ours leave that to the compiler."""
+    """In a mesh with Explicit axes every operation must name its sharding; ours leave that to the compiler."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or not mesh.explicit_axes:
         return run
@@ -132,9 +132,9 @@ def sample_jit(
 ) -> Result:
     """`sample`, compiled once per combination of shapes and static choices; arguments and errors are those of `sample`.
 
-    Whether tokens and lengths make sense is looked at on the host: less than 0.1 ms a call on a CPU, and a wait for a
-    prompt that another program still computes; `jax.jit(sample)` leaves that out. It has what compiled functions have,
-    such as `sample_jit.lower`.
+    Tokens and lengths are checked on the host: less than 0.1 ms a call on a CPU, and a wait for a
+    prompt that another program still computes; `jax.jit(sample)` leaves that out. It has the methods of compiled
+    functions, such as `sample_jit.lower`.
     """
     check_is_pytree(denoiser)
     prompt = checked_call(sampler, denoiser, prompt, prompt_lengths, key, options)
@@ -161,8 +161,8 @@ def stream(
 ) -> Iterator[State]:
     """The same generation from a Python loop: yields the state before the first step and after each one.
 
-    For watching and for custom loops; each step is a compiled call of its own, so `sample` is faster. A step works in
-    place: it takes the state that was yielded before it, of which you copy what you want to keep.
+    For live views and custom loops; each step is a compiled call of its own, so `sample` is faster. A step works in
+    place: it consumes the state that was yielded before it; copy what you want to keep.
 
     Raises:
         DllmError: as `sample`, for the first state.
@@ -172,7 +172,7 @@ def stream(
     arguments = (sampler, denoiser, prompt, prompt_lengths, {"key": key, **options})
     theirs = {id(leaf) for leaf in jax.tree.leaves(arguments)}
     state = _init_jit(*arguments[:-1], **arguments[-1])
-    # What init hands through is the caller's own array, which no step may take.
+    # An array that init passes through is the caller's own; no step may consume it.
     state = jax.tree.map(lambda leaf: leaf.copy() if id(leaf) in theirs else leaf, state)
     yield state
     while not bool(jnp.all(sampler.is_done(state))):

@@ -1,4 +1,4 @@
-"""A whole generation as one portable program, which runs where JAX is and nothing of this library."""
+"""A whole generation as one portable program, which runs with JAX alone, without this library."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from samplers.text.prompts import check_width
 from samplers.tokens.noise import row_keys
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
-GPU = "NVIDIA A100"  # which kernels are lowered for: the least that runs them
+GPU = "NVIDIA A100"  # kernels are lowered for it: the smallest that runs them
 MOST_BYTES = 64 * 2**20  # of a sampler's own arrays, which become part of the program
 
 
@@ -38,18 +38,19 @@ def export(
     - params: name -> array as a checkpoint folder holds them: `orbax.checkpoint.v1.load(folder / "params")`, in the
       dtype of `model`;
     - prompt [batch, prompt_length] int32, left-aligned, and lengths [batch] int32;
-    - seed [] int32: rows draw what `generate` gives them with this seed.
+    - seed [] int32: rows draw the numbers of `generate` with this seed.
 
-    It returns the fields of `Result` by name. Rules' numbers are those of the sampler; JAX keeps programs readable for
-    half a year of its versions.
+    It returns the fields of `Result` by name. Rules' numbers are those of the sampler; Versions of JAX up to half a
+    year newer can read the program.
 
     Args:
         model: its parameters may be shapes (`jax.ShapeDtypeStruct`).
-        platforms: what it shall run on; each one is tried when the program runs there, none is needed here.
+        platforms: the platforms it can run on; none of them is needed here, and each is checked when the program runs
+            there.
 
     Raises:
-        DllmError: for sizes and platforms that are none, prompts that do not fit the model, a sampler that carries a
-            model of its own, and where the package that writes programs is missing.
+        DllmError: for bad sizes, unknown platforms, prompts that do not fit the model, a sampler that carries a
+            model of its own, and if the package that writes programs is missing.
     """
     check_length("batch", batch)
     check_length("prompt_length", prompt_length)
@@ -72,7 +73,7 @@ def export(
 
     ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
     arguments = (checkpoint.flatten_params(like), ints(batch, prompt_length), ints(batch), ints())
-    # The backbone pins layouts, and for one platform alone has kernels; who does not know a call never meets it.
+    # The Transformer pins layouts, and has kernels for a single platform; other platforms never run these calls.
     safe = [jax_export.DisabledSafetyCheck.custom_call(name) for name in ("LayoutConstraint", "__gpu$xla.gpu.triton")]
     gpu = GPU if tuple(platforms) == ("cuda",) else None
     with use_kernels(len(platforms) == 1), lowering_for(gpu):

@@ -163,7 +163,7 @@ def sequence_table(ids: tuple[int, ...], vocab_size: int) -> np.ndarray:
 
 
 def stop_bytes(text: str) -> bytes:
-    """What a stop string is matched by.
+    """The bytes that a stop string is matched by.
 
     Raises:
         DllmError: for an empty one, and for characters that no text has.
@@ -198,7 +198,7 @@ def begin(stop: Stop, batch: int) -> StopState:
 def advance(
     stop: Stop, state: StopState, generated: jax.Array, gen_lengths: jax.Array, pending: jax.Array
 ) -> StopState:
-    """Reads on over the tokens [B, G] up to each row's first position that may still change, `pending` [B, G] bool, or
+    """Advances over the tokens [B, G] up to each row's first position that may still change, `pending` [B, G] bool, or
     its length [B]; over a whole generation every token once."""
     width = generated.shape[1]
     frontier = jnp.where(pending.any(axis=1), jnp.argmax(pending, axis=1), gen_lengths).astype(jnp.int32)
@@ -231,7 +231,7 @@ class Matcher:
         """
         Args:
             patterns: strings, and single ids.
-            token_bytes: the bytes of each id; empty will do where there are no strings.
+            token_bytes: the bytes of each id; may be empty if there are no strings.
         """
         self._strings = [stop_bytes(text) for text in stop_strings(patterns)]
         self._ids = {item for item in patterns if not isinstance(item, str)}
@@ -239,7 +239,7 @@ class Matcher:
         self._read, self._text, self.length = 0, bytearray(), NEVER
 
     def read(self, tokens: np.ndarray) -> int:
-        """Reads on over all final tokens of the row so far [N], those of the call before among them: the length."""
+        """Reads all final tokens of the row so far [N], those of the previous call included, and returns the length."""
         for token in tokens[self._read :].tolist() if self.length == NEVER else ():
             before, self._read = len(self._text), self._read + 1
             if self._strings:

@@ -412,7 +412,7 @@ TOLERANCE = 1e-3  # of hidden states, as a share of the largest number among the
 _FAULTS = (
     "is its first, but no full one; nothing is stored that it could read",
     "counts as a full one, but gives other hidden states than the model over everything",
-    "runs a part of the active block alone, by what low and high say; they make_case where the block does, or before",
+    "runs only a part of the active block, by its low and high; they begin where the block does, or before",
     "counts for a row that has ended",
     "counts as one that stored all keys and values, but not as a full one",
 )

@@ -180,8 +180,8 @@ def _run_decode_steps(case: Case, assets: Assets) -> None:
     for number, expected in enumerate(case["expected_tokens"]):
         tokens, state = _decode_step(rule, state, tokens, logits[number], mask_id, number)
         if case["name"] == "threshold-all-mask-argmax-quirk":  # where the official code stalls, ours goes on
-            surest = np.argmax(np.delete(logits[number], mask_id, axis=-1).max(-1) - _logsumexp(logits[number]))
-            assert np.flatnonzero(tokens[0] != mask_id).tolist() == [surest]
+            most_confident = np.argmax(np.delete(logits[number], mask_id, axis=-1).max(-1) - _logsumexp(logits[number]))
+            assert np.flatnonzero(tokens[0] != mask_id).tolist() == [most_confident]
             return
         assert tokens[0].tolist() == expected
     for position, token, credit in case.get("expected_credit", []):

@@ -115,7 +115,7 @@ def test_whoever_knows_the_answers_gets_everything_right(name):
     assert report.accuracy_stderr == pytest.approx(1 / (2 * (N + 1)))  # Wilson's: nobody is right for certain
     examples = [task.example("test", i) for i in range(N)]
     if name == "word-problems":
-        targets = [task.answer_width] * N  # nothing tells where the answer ends, and the surest tokens come first
+        targets = [task.answer_width] * N  # nothing shows where it ends, and the most confident tokens come first
         tokens = [len(e.answer_ids) - 1 for e in examples]
         assert all(row.nfe <= math.ceil(width / 3) for row, width in zip(report.rows, targets, strict=True))
     else:

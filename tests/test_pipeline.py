@@ -63,8 +63,8 @@ def ni(steps, threshold):
     def decide(block, step, masks, num_blocks):
         per_block = max(steps // num_blocks, 1)
         quota = max(masks // per_block + (step < masks % per_block), 1)
-        surest = sorted(block, key=lambda i: -block[i][1])[:quota]
-        return [i for i in block if i in surest or block[i][1] >= threshold]
+        most_confident = sorted(block, key=lambda i: -block[i][1])[:quota]
+        return [i for i in block if i in most_confident or block[i][1] >= threshold]
 
     return decide
 

@@ -1,4 +1,5 @@
-"""What a cache policy is: how one step's hidden states come about, and which keys and values are kept for the next."""
+"""What a cache policy is: how one step's hidden states are computed, and which keys and values are kept for the
+next."""
 
 import dataclasses
 import functools
@@ -55,7 +56,7 @@ class Request:
 
 
 class Outcome(NamedTuple):
-    """What a policy answers: every active row has had one forward.
+    """What a policy returns: every active row has had one forward.
 
     Attributes:
         hidden: for `DenoiserLike.logits`: [B, width, D] of the span; of all positions, [B, S, D], when the request asks
@@ -117,7 +118,7 @@ def window_forward(denoiser: DenoiserLike, request: Request, window: Window, kv:
     if request.all_positions:
         hidden, new = run(None)
         return spread(hidden, span.start, request.length), new
-    # rows that are finished, or run everything, may lie outside the window: their hidden states are not looked at
+    # rows that are finished, or run everything, may lie outside the window: their hidden states are unused
     return run(Span(jnp.clip(request.start, span.start, span.start + span.width - request.width), request.width))
 
 
@@ -152,7 +153,7 @@ def own_positions(request: Request) -> jax.Array | None:
 
 @pytree()
 class BlockCacheState:
-    """Key/value buffers and what each row knows of its own part of them.
+    """Key/value buffers and what is known of each row's part of them.
 
     Attributes:
         kv: the buffers.
@@ -173,8 +174,8 @@ class BlockCache:
     by arithmetic anyway, and all others their window in the same step: no row waits for another.
 
     Attributes:
-        refresh_every: rebuild also in every so manieth forward behind the one that built them; None does at block
-            starts only. Default: none, as published; more refreshes are nearer to no cache, and slower.
+        refresh_every: rebuild also in every N-th forward after the one that built them; None rebuilds at block starts
+            only. Default: none, as published; more refreshes are nearer to no cache, and slower.
     """
 
     refresh_every: int | jax.Array | None = None

@@ -43,7 +43,8 @@ class ExactState(BlockCacheState):
 
 @pytree()
 class ExactCache(BlockCache):
-    """For models whose blocks see themselves and what lies before them (LLaDA2, arXiv 2512.15745; SDAR, 2510.06303).
+    """For models whose blocks attend to themselves and everything before them (LLaDA2, arXiv 2512.15745; SDAR,
+    2510.06303).
 
     A row's first forward runs its prompt and first block. Every other runs its block, against keys and values of all
     before, which are those of final tokens; the first forward of a block also runs the block before it, once more and
@@ -72,7 +73,7 @@ class ExactCache(BlockCache):
         return super().rebuilt(request, state, rows)
 
     def whole(self, denoiser: DenoiserLike, request: Request) -> tuple[jax.Array, Any]:
-        """Over prompt and first block alone (and the second, see `stale`): what lies behind is not seen."""
+        """Over prompt and first block alone (and the second, see `stale`): later positions are not attended to."""
         if request.all_positions or request.longest_suffix == request.length:
             return full_forward(denoiser, request)
         block_length: Any = denoiser.block_length  # type: ignore[attr-defined]
@@ -83,8 +84,8 @@ class ExactCache(BlockCache):
     def windows(self, denoiser: DenoiserLike, request: Request, state: BlockCacheState) -> Windows:
         assert isinstance(state, ExactState)
         one, two = (self.window(count * state.block_length, request, state) for count in (1, 2))
-        behind = request.active & ~self.stale(request, state) & (state.own(request) > state.final)
-        return Windows([one, two], behind.any().astype(jnp.int32), request.block_start, request.block_end)
+        outdated = request.active & ~self.stale(request, state) & (state.own(request) > state.final)
+        return Windows([one, two], outdated.any().astype(jnp.int32), request.block_start, request.block_end)
 
     def window(self, width: int, request: Request, state: ExactState) -> Window:
         """The last `width` positions of each row up to the end of its block, which may be cut off by the sequence's."""
@@ -96,7 +97,7 @@ class ExactCache(BlockCache):
 
 @pytree(static=("mask_id",))
 class SubBlockState(ExactState):
-    """`ExactState`, and what tells whether the entries of a row's block can be used.
+    """`ExactState`, and what decides whether the entries of a row's block can be used.
 
     Attributes:
         made_for: [B] int32, where the model's block begins whose entries are those of a whole forward; -1 for none.

@@ -14,12 +14,12 @@ class VicinityCache(BlockCache):
     """dInfer's vicinity refresh (arXiv 2510.08666): KV drifts most near what was just decoded, so that is kept fresh.
 
     A row's first forwards run everything (warm-up); then keys and values are stored, and rebuilt when the row enters a
-    block. All other forwards run the block and `prefix_look` positions before it and `after_look` behind it; only the
+    block. All other forwards run the block and `prefix_look` positions before it and `after_look` after it; only the
     block is decoded.
 
     Attributes:
-        prefix_look: positions before the block that are run with it. Default: dInfer's.
-        after_look: positions behind the block that are run with it. Default: dInfer's.
+        prefix_look: positions before the block that run with it. Default: dInfer's.
+        after_look: positions after the block that run with it. Default: dInfer's.
         warmup: forwards of a row that run everything and store nothing. Default: dInfer's.
     """
 

@@ -1,4 +1,4 @@
-"""Flags that say what runs and how it samples, for every command that does; defaults are the checkpoint's to say."""
+"""Flags of the model and its sampler, for every command that samples; their defaults come from the checkpoint."""
 
 import argparse
 import dataclasses
@@ -33,7 +33,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampler(parser: argparse.ArgumentParser) -> None:
-    """Flags of the sampler; unset ones are not in the options. Those of your own classes are written in `--sampler`."""
+    """Flags of the sampler; unset ones are left out. Write options of your own classes in `--sampler`."""
     add = parser.add_argument
     specs = "as in d2f:block_length=8@MODEL_DIR, or MODULE:CLASS:NAME=VALUE with options of your own class"
     add("--sampler", metavar="SPEC", help=f"{', '.join(LOOPS)} or a rule, {specs}")
@@ -43,7 +43,7 @@ def add_sampler(parser: argparse.ArgumentParser) -> None:
     def add_to(group: Any) -> Callable[..., None]:
         return lambda *flags, **how: names.add(group.add_argument(*flags, default=argparse.SUPPRESS, **how).dest)
 
-    _add_sampling(add_to(parser.add_argument_group("sampling", "defaults are the model's, where it came with some")))
+    _add_sampling(add_to(parser.add_argument_group("sampling", "defaults come from the checkpoint where it has them")))
     _add_part_options(add_to(parser.add_argument_group("options of rules, cache policies and samplers", "see --list")))
     parser.set_defaults(sampler_flags=names)
 
@@ -67,7 +67,7 @@ def read_flags(options: argparse.Namespace, look: Callable[[str], Model]) -> tup
         look: gives a model, without its parameters, by its folder or name.
 
     Raises:
-        DllmError: for what is written twice, unknown names, no model, and as `read_options`.
+        DllmError: for options that are written twice, unknown names, no model, and as `read_options`.
     """
     name = options.preset
     flags = {flag: value for flag, value in vars(options).items() if flag in options.sampler_flags}
@@ -89,11 +89,11 @@ def _add_sampling(add: Callable[..., None]) -> None:
     add("--cache", metavar="CACHE", help=f"{', '.join(CACHES)}, or MODULE:CLASS of your own (default: dual)")
     add("--gen-length", metavar="N", help="positions to generate (default: 256)")
     add("--block-length", metavar="N", help="length of a block, 0 is one block (default: 32)")
-    add("--align-blocks", action="store_true", help="blocks begin at multiples of their length, prompt included")
+    add("--align-blocks", action="store_true", help="begin blocks at multiples of their length, from the prompt on")
     add(
         "--sub-block-length",
         metavar="N",
-        help="a block diffusion model's blocks in smaller ones of this length",
+        help="decode a block diffusion model's blocks in smaller ones of this length",
     )
     add("--smoothing", nargs="?", const="true", metavar="NAME=VALUE,...", help=f"iteration smoothing, with {numbers}")
     add("--temperature", metavar="T", help="0 takes the most probable token (default)")
@@ -105,7 +105,7 @@ def _add_sampling(add: Callable[..., None]) -> None:
     add("--suppress", action="append", metavar="TEXT", help="never write this text, which is one token; repeatable")
     add("--suppress-id", action="append", type=int, metavar="ID", dest="suppress", help="the same for a token id")
     add("--ignore-eos", action="store_true", help="continue after the model's end tokens")
-    add("--fill-after-eos", action="store_true", help="write nothing more after an end-of-sequence token")
+    add("--fill-after-eos", action="store_true", help="fill the rest of the canvas with end tokens after the first one")
     add("--canvas-length", metavar="N", help="pad prompt and canvas with masks to this length")
 
 

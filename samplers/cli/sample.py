@@ -5,7 +5,7 @@ On a terminal the canvas is shown while it is being unmasked; through a pipe onl
 statistics go to the standard error. A prompt is taken as it is: write line breaks as the shell does, $'like\\nthis'.
 
 `python -m samplers --infill "The capital is<gap:8>, founded in<gap:4>." --model DIR_OR_NAME` fills the gaps of a
-text; with a prompt as well, the text is the answer to that.
+text; with a prompt, the text is the form of the answer to it.
 
 `--save-view FILE.html` shows how the canvas was written, forward by forward (docs/viewer.md); also .gif and .png.
 
@@ -15,8 +15,8 @@ JSON for each line; after a kill the same command resumes, and `--shard I/N` ans
 `python -m samplers --explain --model DIR_OR_NAME ...` prints where every setting comes from, how many
 forwards there will be, and what memory they take. It reads no weights (docs/choose.md).
 
-`python -m samplers serve --model DIR_OR_NAME` is a server in the shape of OpenAI's (`... serve --help`). A first
-argument `serve` always means that; as a prompt the word goes after an option: `--model DIR_OR_NAME serve`.
+`python -m samplers serve --model DIR_OR_NAME` runs a server with OpenAI's API (`... serve --help`). A first
+argument `serve` always means that; to prompt with that word, put it after an option: `--model DIR_OR_NAME serve`.
 """
 
 import argparse
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _serve(words: Sequence[str]) -> int:
-    """`python -m samplers serve`, which brings what this command does without."""
+    """`python -m samplers serve`, whose packages are imported only here."""
     from samplers.serving.cli import run
 
     return run_printing(lambda: run(words), "use fewer --slots, or a smaller --gen-length or --prompt-length")
@@ -101,37 +101,37 @@ def command_line() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("prompt", nargs="*", help="one or more prompts; without any, the standard input is one")
     add("--prompts", metavar="FILE", help='one prompt per line, or JSON lines with "prompt" or "messages"; - is stdin')
-    add("--out", metavar="FILE", help="write JSON lines there, of --prompts; after a kill the same command resumes")
+    add("--out", metavar="FILE", help="write answers to --prompts as JSON lines; after a kill the same command resumes")
     add("--shard", metavar="I/N", help="answer part I of N of --prompts, into OUT-0000I-of-0000N; I from 0 to N - 1")
-    add("--on-error", choices=("stop", "skip"), help="at a bad line of --prompts (default: stop, when others are done)")
+    add("--on-error", choices=("stop", "skip"), help="after a bad line of --prompts (default: stop after the others)")
     add("--distributed", nargs="?", const="", metavar="HOST:PORT,N,I", help=_DISTRIBUTED)
     add(
         "--infill",
         action="append",
         metavar="TEXT",
-        help="fill this text's gaps, <gap:8> is one of 8 tokens; repeatable",
+        help="fill this text's gaps; <gap:8> is a gap of 8 tokens; repeatable",
     )
     add_model(parser)
     add(
         "--explain",
         action="store_true",
-        help="print settings with their origins and what a run takes; loads nothing",
+        help="print every setting with its origin, the range of forwards, and the memory; loads no weights",
     )
     add("--list", action="store_true", help="print rules, cache policies and samplers with their options")
     add("--chat", action="store_true", help="take a prompt as a user's message in the model's chat format")
     add("--system", metavar="TEXT", help="system message; implies --chat")
-    add("--seed", type=int, default=0, metavar="N", help="of the random numbers, where any are drawn (default: 0)")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the random numbers, if any are drawn (default: 0)")
     add("--batch-size", type=int, metavar="N", help="prompts sampled together (default: all; 16 of a file)")
     add_sampler(parser)
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="one JSON object per prompt: text, tokens, decoded_at, speed, settings")
     add("--no-live", action="store_true", help="do not show the canvas while it is being unmasked")
-    add("--save-view", metavar="FILE", help="write how the canvas came about: .html, .gif or .png (docs/viewer.md)")
-    add("--delay", type=float, metavar="SECONDS", help="of the live view, after each forward")
+    add("--save-view", metavar="FILE", help="draw the canvas after every forward: .html, .gif or .png (docs/viewer.md)")
+    add("--delay", type=float, metavar="SECONDS", help="pause of the live view after each forward")
     return parser
 
 
-_DISTRIBUTED = "answer a shard in each process: as SLURM and others number them, or as process I of N that meet there"
+_DISTRIBUTED = "answer one shard in each process: numbered by the cluster (SLURM, ...), or as process I of N"
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -154,7 +154,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _check_view(options: argparse.Namespace) -> None:
-    """Raises DllmError for a --save-view that could not be written, or that has no effect."""
+    """Raises DllmError for a --save-view that cannot be written, or that has no effect."""
     if options.save_view is None:
         return
     check_path(options.save_view)
@@ -190,11 +190,11 @@ def _explain(options: argparse.Namespace) -> None:
 
 
 USUAL_PROMPT = 128
-"""Tokens of the prompt that `--explain` counts on where none is given."""
+"""Tokens of the prompt that `--explain` assumes if none is given."""
 
 
 def _own_settings(options: argparse.Namespace, model: Model, together: int) -> list[Setting]:
-    """The settings that are the command's.
+    """The command's own settings.
 
     Args:
         together: rows of a batch.
@@ -259,7 +259,7 @@ def _answer_all(options: argparse.Namespace) -> None:
 
 
 def _live_view(options: argparse.Namespace) -> LiveView | None:
-    """Where the canvas is drawn while it is unmasked; None where nobody watches or other output is wanted."""
+    """The live view of the canvas; None if the output is no terminal, or other output is asked for."""
     if options.json or options.no_live or options.infill or not sys.stdout.isatty():
         return None
     return LiveView(delay=options.delay, keep=False)

@@ -1,8 +1,8 @@
 """What a generation needs before anything is loaded or compiled: positions that a forward runs, forwards, memory.
 
 Shapes are traced, not estimated: parameters, buffers and states are what the program will have, and the positions of
-forwards are read off a step. What a compiler adds is arithmetic (`Costs.work`); `python -m benchmarks.memory --check`
-says how far off that is.
+forwards come from a traced step. What a compiler adds is arithmetic (`Costs.work`); `python -m benchmarks.memory
+--check` reports how far off that is.
 """
 
 import dataclasses
@@ -68,7 +68,7 @@ def costs_of(
 
     Args:
         model: with parameters or their shapes, as `dllm_jax.checkpoints.loading.load_shapes` gives them.
-        kernels: whether kernels of our own run; by default whether they do on the device that is here.
+        kernels: whether kernels of our own run; by default whether they do on this machine's device.
     """
     shapes = _ForwardShapes()
     denoiser = _RecordingDenoiser(**vars(model.denoiser), shapes=shapes)
@@ -109,7 +109,7 @@ def device_memory() -> int | None:
 
 class _ForwardShapes(dict[int, int]):
     """Positions of forwards -> the fewest rows that run that many: shapes are also traced of a batch that runs row by
-    row. One object equals itself alone, so that it can be static."""
+    row. Compared by identity, so that it can be static."""
 
     __hash__ = object.__hash__  # type: ignore[assignment]
     __eq__ = object.__eq__

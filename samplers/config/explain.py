@@ -116,7 +116,7 @@ _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 
 
 def print_explanation(settings: Sequence[Setting], costs: Costs, gen_length: int) -> None:
-    """Prints both, no wider than the terminal; of what is off by default the name alone."""
+    """Prints both, no wider than the terminal; options at their default "off" are listed by name only."""
     width = max(min(shutil.get_terminal_size().columns, 110), 40)
     names, values = (min(max(map(len, column)), width // 4) for column in list(zip(*settings, strict=True))[:2])
     usual = [setting.name for setting in settings if _is_left_out(setting)]
@@ -138,7 +138,7 @@ def _is_left_out(setting: Setting) -> bool:
 
 
 _CHOICES = ("chat", "cache", "block_length")
-"""What is printed even where it is none."""
+"""Settings that are printed even if they are unset."""
 
 
 def explanation_json(settings: Sequence[Setting], costs: Costs) -> str:

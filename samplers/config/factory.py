@@ -27,7 +27,7 @@ from samplers.tokens.smoothing import Smoothing
 
 
 class CanvasSampler(Sampler[Any], Protocol):
-    """A sampler that tells where it writes, as all here do; its state has a `canvas`.
+    """A sampler with a canvas, as all here; its state has a `canvas`.
 
     Attributes:
         gen_length: G, positions to generate.
@@ -49,7 +49,7 @@ class CanvasSampler(Sampler[Any], Protocol):
         ...
 
     def forwards(self, prompt_length: int) -> tuple[int, int]:
-        """Fewest and most forwards of a row after such a prompt, if no end token ends it before."""
+        """Fewest and most forwards of a row after a prompt of this length, if no end token ends it before."""
         ...
 
 

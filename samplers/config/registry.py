@@ -38,7 +38,7 @@ ENDS = ("eos", "ends")
 
 _PART_NAMES = {"rule": "unmasking rule", "cache": "cache policy"}
 _MADE = ("sampling", "end_ids")  # fields that are made of options of other names
-_TYPES = {  # of options that are written otherwise than their field is
+_TYPES = {  # of options that are not written as their field's type
     "rule": str,
     "cache": str,
     "verifier": str,
@@ -84,7 +84,7 @@ def owners_of(kind: type, options: Mapping[str, Any]) -> dict[str, Owner]:
 
 
 def type_of(kind: type, field: str) -> Any:
-    """The type of a field's values where they are written."""
+    """The type of a field's values as they are written."""
     return _TYPES[field] if field in _TYPES else field_types(kind)[field]
 
 
@@ -107,7 +107,7 @@ def part_class(part: str, name: str) -> type:
 
 
 def is_outside(name: Any) -> bool:
-    """Whether a name is that of a class of somebody's own, "module:Class"."""
+    """Whether a name is that of a user's own class, "module:Class"."""
     return isinstance(name, str) and ":" in name
 
 
@@ -119,7 +119,7 @@ def suggest_name(name: str, known: Iterable[str]) -> str:
 
 
 def _outside(part: str, name: str) -> type:
-    """A rule or cache policy of somebody's own.
+    """A user's own rule or cache policy.
 
     Raises:
         DllmError: when it cannot be imported, or is none.
@@ -150,7 +150,8 @@ def settings_of(part: Any) -> dict[str, Any]:
 
 def title(sampler: Any) -> str:
     """A sampler in a few words, `eb gamma=0.1 × dual`, `threshold=0.9 × vicinity warmup=2 × smoothing` or
-    `d2f threshold=0.5 block_length=8 × eb gamma=0.1`: its rule's first number, and others that are not as usual."""
+    `d2f threshold=0.5 block_length=8 × eb gamma=0.1`: its rule's first number, and the options that differ from their
+    defaults."""
     own = [] if isinstance(sampler, BlockSampler) else [_describe(sampler, ("gen_length", *PARTS))]
     parts = {name: getattr(sampler, name, None) for name in (*PARTS, "smoothing")}
     return " × ".join(own + [_describe(part) for part in parts.values() if part is not None])
@@ -173,14 +174,14 @@ def _name_of(part: Any) -> str | None:
 
 
 def name_of(kind: type) -> str | None:
-    """The name of a rule, a policy or a loop, "module:Class" where it is somebody's own; None of other classes."""
+    """The name of a rule, a policy or a loop, "module:Class" if it is a user's own; None of other classes."""
     found = next((name for name, one in {**RULES, **CACHES, **LOOPS}.items() if one is kind), None)
     own = issubclass(kind, Rule) or hasattr(kind, "predict")
     return f"{kind.__module__}:{kind.__qualname__}" if found is None and own else found
 
 
 def _describe(part: Any, hidden: tuple[str, ...] = ()) -> str:
-    if not dataclasses.is_dataclass(part):  # somebody's own
+    if not dataclasses.is_dataclass(part):  # a user's own
         return type(part).__name__
     settings = settings_of(part)
     name = settings.pop("name", None)

@@ -6,7 +6,7 @@ unmasking rule, of a preset, or of a sampler with a loop of its own: `d2f:block_
 A rule or cache policy of your own is `module:Class`, `own:Falling:bound=0.9,cache=own:Sparse`.
 What follows the last `@` is the model that the sampler runs, a folder or a name: `d2f:block_length=8@runs/d2f/model`.
 
-Options that are written count most, then a preset's, then defaults: `GENERATION_DEFAULTS` below those of the checkpoint
+Written options win, then a preset's, then defaults: `GENERATION_DEFAULTS` below those of the checkpoint
 where texts are generated, `EVALUATION_DEFAULTS` where samplers are compared.
 """
 
@@ -67,7 +67,7 @@ class TaskCanvas(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class SamplerConfig:
-    """A sampler before it meets a model: what is written, or, after `over`, with the defaults of what is not.
+    """A sampler without a model: the written options and, after `over`, the defaults of unset ones.
 
     Attributes:
         name: of an unmasking rule, of a preset, or of a sampler with a loop of its own; None leaves that open.
@@ -159,13 +159,13 @@ class SamplerConfig:
         return dataclasses.replace(self, options={**kept, **self.options}, origins={**origins, **self.origins})
 
     def for_canvas(self, canvas: TaskCanvas) -> "SamplerConfig":
-        """The same with what a task decides and is not written: the length, what ends an answer.
+        """The same with the task's values for unset options: the length, what ends an answer.
 
         Raises:
             DllmError: where such an option is written and the canvas has a fixed length.
         """
         if not canvas.stops and (fixed := sorted(set(_OF_CANVAS) & set(self.options))):
-            raise DllmError(f"sampler {self}: {fixed[0]} cannot be chosen, the canvas of {canvas.name} is what it is")
+            raise DllmError(f"sampler {self}: {fixed[0]} cannot be chosen; the canvas of {canvas.name} is fixed")
         own = {"gen_length": canvas.answer_width, "ignore_eos": not canvas.stops}
         stop = {"stop": canvas.stop_strings} if canvas.stop_strings else {}
         return dataclasses.replace(self, options={**own, **stop, **self.options})
@@ -215,7 +215,7 @@ class SamplerConfig:
         return (f"{self.name}:{options}" if options else str(self.name)) + at
 
     def check_unbound(self) -> None:
-        """Raises DllmError when it names its model: whoever builds it loads that one, and says so by `anywhere`."""
+        """Raises DllmError when it names its model: its builder loads that one, and calls `anywhere`."""
         if self.model is not None:
             raise DllmError(f"sampler {self} names a model of its own; load that one, and leave @{self.model} out")
 
@@ -274,7 +274,7 @@ def make_sampler(
         sampler: the name of an unmasking rule ("threshold", "eb", ...; all in `samplers.RULES`, or "module:Class" of
             your own), of a preset, or of a sampler with a loop of its own ("d2f", "apd", ...), with options if you
             like: "eb:gamma=0.1,cache=dual"; what `parse_sampler` made of such a text; a rule; or a sampler, which is
-            taken as it is. `rule=` says the same as a rule's name.
+            taken as it is. `rule=` does the same as a rule's name.
         options: fields of the sampler, of its rule (``rule="eb", gamma=0.1``) and of its cache policy
             (``cache="vicinity", warmup=2``), which may be given as objects. How tokens are drawn, as in `Sampling`:
             temperature: 0 takes the most probable token, the default.
@@ -291,7 +291,7 @@ def make_sampler(
             smoothing: True, numbers as in "weight=0.2,growth=0.1", or a `Smoothing`.
             verifier: a loaded causal model of the same tokens, its folder or name, or a `Verifier`.
             indicator: a folder, or an `Indicator`.
-            steps: one per token where a rule cannot do without.
+            steps: one per token if a rule needs them.
 
     Raises:
         DllmError: for unknown names, options that no part has, numbers out of range, and options with a sampler.
@@ -343,7 +343,7 @@ def defaults_of(model: Model) -> SamplerConfig:
         texts = {o: str(v) if isinstance(v, list | dict) else spec.format_value(v) for o, v in model.generation.items()}
         if own := [name for name in ("sampler", "rule", "cache") if is_outside(texts.get(name))]:
             raise DllmError(
-                f"{own[0]} {texts[own[0]]!r} is other code, which a checkpoint may not name; say so yourself"
+                f"{own[0]} {texts[own[0]]!r} is other code, which a checkpoint may not name; pass it yourself"
             )
         return read_options(texts.pop("sampler", None), texts, usual, "generation.json").over(usual)
 
@@ -413,7 +413,7 @@ def split_spec(text: str) -> tuple[str, dict[str, str], str | None]:
 
 
 def _split_name(text: str) -> spec.Spec:
-    """A name, which may be "module:Class", and its options: what stands between colons and has no "=" is no option."""
+    """A name, which may be "module:Class", and its options: text between colons without "=" is not an option."""
     name, _, rest = text.partition(":")
     own, colon, options = rest.partition(":")
     if not name or not own or "=" in own or "," in own or name in {**RULES, **LOOPS, **PRESETS}:
@@ -449,6 +449,6 @@ def _split_smoothing(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_twice(spec_options: Mapping[str, Any], others: Mapping[str, Any]) -> None:
-    """Raises DllmError for an option that stands in a spec and outside it."""
+    """Raises DllmError for an option that is both in a spec and outside it."""
     if twice := sorted(spec_options.keys() & others.keys()):
         raise DllmError(f"{twice[0]} is in the sampler and an option of its own; leave one out")

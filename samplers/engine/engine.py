@@ -46,8 +46,8 @@ class Stats:
 
     Attributes:
         seconds: wall time of all steps; `compile_seconds` is apart.
-        steps: in each, every slot at work had one forward.
-        row_steps: the sum over the steps of the slots at work; `slot_steps` that of all slots.
+        steps: in each, every busy slot had one forward.
+        row_steps: the sum over the steps of the busy slots; `slot_steps` that of all slots.
     """
 
     seconds: float = 0.0
@@ -64,20 +64,20 @@ class Stats:
 
     @property
     def occupancy(self) -> float:
-        """Share of the slots that were at work, over all steps."""
+        """Share of the slots that were busy, over all steps."""
         return self.row_steps / max(self.slot_steps, 1)
 
 
 class Engine:
     """A model and a sampler that answer any number of requests, a fixed number at a time.
 
-    One program is compiled for the admission of requests and steps, two with `draws`; no request compiles another. Not
-    for use by several threads at once, but for `request`.
+    One program is compiled for the admission of requests and steps, two with `draws`; no request compiles another. Only
+    `request` may be called by several threads at once.
 
     Attributes:
         model, sampler: what runs.
         slots: B, requests that run together.
-        prompt_length: P, the longest prompt there is room for.
+        prompt_length: P, the longest prompt; each slot reserves this many positions.
         stop, ignore_eos: the sampler's, if the engine was built by a name; else none.
         stats: what it did so far.
     """
@@ -96,10 +96,10 @@ class Engine:
         Args:
             sampler, options: as in `samplers.generate`.
             slots: B, requests that run together.
-            prompt_length: P, the longest prompt that there is room for; by default 512, or less where the model's
-                context ends.
-            draws: leave room for temperature, top_p and top_k of single requests. A second program, which is compiled
-                as well, runs while nobody uses them.
+            prompt_length: P, the longest prompt; each slot reserves this many positions; by default 512, or less where
+                the model's context ends.
+            draws: let single requests set temperature, top_p and top_k. A second program is compiled, which runs while
+                no request does.
 
         Raises:
             DllmError: for bad numbers and options; before anything is compiled.
@@ -145,7 +145,7 @@ class Engine:
         stop: Sequence[str | int] = (),
         **numbers: Any,
     ) -> Request:
-        """A request for `submit`, which may be made in any thread, whatever the engine does meanwhile.
+        """Makes a request for `submit`; any thread may call this, also while the engine runs.
 
         Its answer is that of ``generate(model, [prompt], seed=seed, ...)`` with the same sampler.
 
@@ -154,8 +154,8 @@ class Engine:
             seed: of its random numbers; or `key`, a typed key of its own.
             gen_length: positions to generate, at most the sampler's, which is the default.
             given: [G] int32, tokens the canvas comes with, the mask id where one is to be generated.
-            stop: strings or token ids that end it, at most `MOST_STOPS`, besides the sampler's. They are looked for
-                after each step, so while such a request runs the engine runs one step at a time.
+            stop: strings or token ids that end it, at most `MOST_STOPS`, besides the sampler's. They are checked after
+                each step, so while such a request runs the engine runs one step at a time.
             numbers: options of the sampler that are numbers (threshold=0.8, gamma=0.1, temperature=0.7), for this
                 request alone; see `settable`.
 
@@ -235,7 +235,7 @@ class Engine:
 
     @property
     def busy(self) -> int:
-        """Slots at work."""
+        """The busy slots."""
         return sum(request is not None for request in self._running)
 
     @property
@@ -275,7 +275,7 @@ class Engine:
         self._token_bytes(request.stop)  # a tokenizer may have none
 
     def _token_bytes(self, stop: Sequence[str | int]) -> Sequence[bytes]:
-        """The bytes of each token, which stop strings are found in; empty if there are no strings."""
+        """The bytes of each token, in which stop strings are found; empty if there are no strings."""
         if not stop_strings(stop):
             return ()
         return token_bytes(self.model.require_tokenizer(), self.model.config.vocab_size)

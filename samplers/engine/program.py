@@ -53,7 +53,7 @@ class Progress(NamedTuple):
         done: [B] bool.
         pending: [B, G] bool, positions that may still change.
         steps: int32, steps that were run.
-        row_steps: int32, the sum over these of the slots at work.
+        row_steps: int32, the sum over these of the busy slots.
     """
 
     result: Result
@@ -154,7 +154,7 @@ def run_steps(
         admitted: [B] bool, slots whose row begins.
         freed: [B] bool, slots whose row ends first, if one runs.
         most_steps: int32, steps at most.
-        wanted: int32, end as soon as so many rows have ended that ran.
+        wanted: int32, stop when this many of the running rows have ended.
     """
     state = _end(state, freed)
     state = _admit(sampler, denoiser, state, rows, admitted)
@@ -201,5 +201,5 @@ run_steps_jit = jax.jit(run_steps, donate_argnums=2)
 
 @functools.cache
 def run_steps_on(shardings: tuple[Any, ...], tree: Any) -> Any:
-    """`run_steps_jit` of slots that lie on a mesh: they stay as they lie, or the next call would compile again."""
+    """`run_steps_jit` for slots on a mesh: they keep their sharding, or the next call would compile again."""
     return jax.jit(run_steps, donate_argnums=2, out_shardings=(jax.tree.unflatten(tree, shardings), None))

@@ -100,7 +100,8 @@ class Runner:
         return self._former if self._engine is None else self._former + self._engine.stats
 
     def run(self, requests: Iterable[Request], longest: int = 0) -> Iterator[Request]:
-        """The same requests when they have ended. What the source raises is raised when those before it are done.
+        """The same requests when they have ended. An error of the source is raised after the requests before it are
+        done.
 
         Args:
             longest: tokens of the longest prompt, where it is known.
@@ -149,13 +150,14 @@ class Runner:
             order.append(self._engine.submit(source.pop()))
 
     def _grow(self, longest: int) -> None:
-        """Makes an engine with room for such a prompt."""
+        """Makes an engine with room for a prompt of this length."""
         self._former = self.stats
         self._engine = None  # before the next takes as much memory
         self._engine = self._make(self.room_for(longest))
 
     def room_for(self, longest: int) -> int:
-        """Positions kept for prompts, of which the longest has so many tokens: a bucket, within the model's context."""
+        """Positions reserved for prompts, the longest of which has this many tokens: a bucket, within the model's
+        context."""
         return max(min(bucket_length(longest), self._most), longest)
 
 
@@ -181,7 +183,7 @@ def run_all(
 
     Args:
         batch_size: slots, see `slots_for`; one for each request by default.
-        progress: whether there is a bar; by default if someone is watching.
+        progress: whether there is a bar; by default on a terminal.
         options: `trace` and `on_update`, see `Runner`.
     """
     runner = Runner(model, sampler, slots_for(model, len(requests), batch_size), **options)
@@ -191,7 +193,8 @@ def run_all(
 
 
 class _Source:
-    """Requests, the first of which can be looked at. What their maker raises is kept, and ends them."""
+    """Requests, the next of which can be read without being taken. An error of their source is stored, and ends
+    them."""
 
     def __init__(self, requests: Iterable[Request]) -> None:
         self._rest, self._first = iter(requests), list[Request]()

@@ -1,5 +1,5 @@
-"""Adaptive parallel decoding (APD, arXiv 2506.00413): a dLLM drafts from left to right, a small causal model beside it
-decides how much of the draft is kept. And its baseline, which always keeps the same number of tokens."""
+"""Adaptive parallel decoding (APD, arXiv 2506.00413): a dLLM drafts from left to right, a small causal model decides
+how much of the draft is kept. And its baseline, which always keeps the same number of tokens."""
 
 import dataclasses
 from typing import Any
@@ -33,8 +33,8 @@ class APD(LeftToRight):
     sample of the dLLM. Rejected positions get nothing of the target.
 
     Attributes:
-        verifier: the causal model, see `verifier_for`; its parameters are data. Which one fits is the tokenizer's to
-            say, so there is no default.
+        verifier: the causal model, see `verifier_for`; its parameters are data. It must have the dLLM's tokenizer, so
+            there is no default.
         gen_length: G, positions to generate. Default: 256, enough for a reasoned answer.
         weight: R, between 0 (the verifier alone decides) and 1 (all is accepted); scalar or [B]. Default: 0.7, within
             APD's trade-off from 0.1 (more tokens a forward) to 0.9.
@@ -42,12 +42,12 @@ class APD(LeftToRight):
             everything. Scalar or [B], at least 1. Default: none, exact.
         lookahead: M, masked positions that exist at once; None is all. Scalar or [B]. Default: none, exact.
         sampling: how the draft is drawn; greedy by default. Not with `defer`.
-        stop: when a row ends; only generated tokens are looked at. What the same step wrote behind the end stays in
-            `Result.tokens`, as `Result.lengths` says. Default: the model's end tokens.
+        stop: when a row ends; only generated tokens are checked. Tokens that the same step wrote after the end stay in
+            `Result.tokens`; `Result.lengths` leaves them out. Default: the model's end tokens.
         most_window, most_lookahead: the largest window and lookahead that the program has room for, so that changing
             them compiles nothing; None takes the numbers themselves, which must then be plain ones. Default: none, no
             more room than the numbers need.
-        limits: what follows from them; not to be given.
+        limits: derived from them; do not pass it.
     """
 
     verifier: Verifier

@@ -72,10 +72,10 @@ class BlockSampler:
             model's end tokens.
         guidance: scale of classifier-free guidance; None runs without. Default: none; it doubles the rows of each
             forward.
-        canvas_length: pad every row with masks to this total length, prompt included; masks behind the generation are
+        canvas_length: pad every row with masks to this total length, prompt included; masks after the generation are
             context and stay (EB-Sampler pads to the model's maximum length). None adds none; a row whose prompt and
-            generation are longer gets none. Default: none; masks behind the generation cost work.
-        fill_after_eos: as soon as an end-of-sequence token is final, all positions behind it become it, committed or
+            generation are longer gets none. Default: none; masks after the generation cost work.
+        fill_after_eos: as soon as an end-of-sequence token is final, all positions after it become it, committed or
             not, and count as context from then on (Fast-dLLM's early stop). Fewer forwards, slightly other tokens.
             Default: off, which changes no token.
     """
@@ -106,7 +106,7 @@ class BlockSampler:
         if self.canvas_length is not None and self.canvas_length < self.gen_length:
             total = "it counts the prompt and the generation"
             raise DllmError(f"canvas_length {self.canvas_length} is below gen_length {self.gen_length}; {total}")
-        if isinstance(self.rule, str | type) or isinstance(self.cache, str | type):  # which JAX never builds one of
+        if isinstance(self.rule, str | type) or isinstance(self.cache, str | type):  # JAX builds none of these
             self._check_parts()
         parts: tuple[Any, ...] = (self.cache, self.smoothing)
         for part in parts:
@@ -134,7 +134,7 @@ class BlockSampler:
         return [(start, min(start + self.width, end)) for start in range(first, end, self.width)]
 
     def forwards(self, prompt_length: int) -> tuple[int, int]:
-        """Fewest and most forwards of a row behind such a prompt, if no end token ends it before."""
+        """Fewest and most forwards of a row after a prompt of this length, if no end token ends it before."""
         spans = self.blocks(prompt_length)
         each = [self.rule.forwards(end - max(start, prompt_length), len(spans)) for start, end in spans]
         ahead = self.rule.reads_hidden and self.rule.looks_ahead(not isinstance(self.cache, NoCache))
@@ -156,7 +156,7 @@ class BlockSampler:
         Args:
             prompt, prompt_lengths, key: as in `samplers.sample`.
             gen_lengths: [B] int32, positions each row generates, at most `gen_length`, which is the default. A row's
-                canvas ends there; what lies behind is padding. Changing them recompiles nothing.
+                canvas ends there; later positions are padding. Changing them recompiles nothing.
             given: [B, G] int32, tokens the canvas comes with, the mask id where a token is to be generated; for
                 infilling. None generates all.
             noise: source of random numbers instead of `key`.
@@ -182,7 +182,7 @@ class BlockSampler:
             stop=self.stop,
         )
         batch, length = canvas.tokens.shape
-        if self.rule.reads_hidden:  # a model that has none says so here, before anything is compiled
+        if self.rule.reads_hidden:  # a model that has none raises here, before anything is compiled
             denoiser.embed(canvas.tokens[:1, :1])
         zeros = jnp.zeros((batch,), jnp.int32)
         state = BlockState(
@@ -213,10 +213,10 @@ class BlockSampler:
             best, sure = judged(guided, self.rule, self.sampling, hidden, logits, view.undecided & active[:, None])
             change = type(change)(jnp.where(best >= 0, best, change.tokens), change.undecided & (best < 0))
             logprobs = jnp.where(best >= 0, sure, logprobs)
-        beside = (
+        outside = (
             state.canvas.of_window(state.canvas.undecided, *request.span) & ~view.undecided
         )  # of other blocks in the span
-        canvas = state.canvas.write(request.start, change.tokens, logprobs, change.undecided | beside, active)
+        canvas = state.canvas.write(request.start, change.tokens, logprobs, change.undecided | outside, active)
         soft = state.soft
         if self.smoothing is not None and soft is not None and logits is not None:
             soft = self._soften(guided, request, outcome, logits, self.smoothing.alpha(canvas.nfe), soft)
@@ -277,7 +277,7 @@ class BlockSampler:
         return first // self.width, ~undecided.any(axis=1)
 
     def entered(self, state: BlockState, rows: jax.Array) -> BlockState:
-        """The state when some rows [B] bool have entered the block that it says."""
+        """The state after some rows [B] bool have entered the block that it names."""
         count = self.block_undecided(state).sum(axis=1, dtype=jnp.int32)
         return dataclasses.replace(
             state,
@@ -290,21 +290,21 @@ class BlockSampler:
         return stopped
 
     def filled(self, denoiser: DenoiserLike, state: BlockState, rows: jax.Array, outcome: Outcome) -> Canvas:
-        """The canvas with everything filled that lies behind the first end token of some rows [B], whose written tokens
+        """The canvas with everything filled after the first end token of some rows [B], whose written tokens
         are final."""
         canvas = state.canvas
         final = (canvas.generation(denoiser.eos_id) == denoiser.eos_id) & ~canvas.undecided
         position = jnp.arange(self.gen_length)
         first = jnp.where(final.any(axis=1), jnp.argmax(final, axis=1), self.gen_length)
-        behind = (position > first[:, None]) & (position < canvas.gen_lengths[:, None])
-        behind &= rows[:, None]
+        after = (position > first[:, None]) & (position < canvas.gen_lengths[:, None])
+        after &= rows[:, None]
         kept = slice_rows(canvas.tokens, canvas.prompt_lengths, self.gen_length)
-        replaced = behind & (kept != denoiser.eos_id)
+        replaced = after & (kept != denoiser.eos_id)
         return dataclasses.replace(
             canvas,
-            tokens=write_rows(canvas.tokens, jnp.where(behind, denoiser.eos_id, kept), canvas.prompt_lengths),
-            undecided=canvas.undecided & ~behind,
-            decoded_at=jnp.where(behind & canvas.undecided, canvas.nfe[:, None], canvas.decoded_at),
+            tokens=write_rows(canvas.tokens, jnp.where(after, denoiser.eos_id, kept), canvas.prompt_lengths),
+            undecided=canvas.undecided & ~after,
+            decoded_at=jnp.where(after & canvas.undecided, canvas.nfe[:, None], canvas.decoded_at),
             logprobs=jnp.where(replaced, jnp.nan, canvas.logprobs),
         )
 
@@ -353,7 +353,7 @@ class BlockSampler:
         return state.canvas.undecided & self._in_block(state)
 
     def _inputs(self, denoiser: DenoiserLike, state: BlockState) -> jax.Array:
-        """What the model is fed: tokens [B, S], or embeddings [B, S, D] that are soft where it is undecided; with
+        """The model's inputs: tokens [B, S], or embeddings [B, S, D] that are soft where it is undecided; with
         guidance pairs of them."""
         canvas, inputs = state.canvas, state.canvas.tokens
         on_sequence = lambda x: canvas.of_window(x, jnp.zeros_like(canvas.prompt_lengths), inputs.shape[1])
@@ -411,7 +411,7 @@ class BlockSampler:
         alpha: jax.Array,
         soft: jax.Array,
     ) -> jax.Array:
-        """The soft inputs after a forward, new at what it ran: the block from its logits, what lies behind it in pieces
+        """The soft inputs after a forward, new at what it ran: the block from its logits, what lies after it in pieces
         of a block's length, so that no more logits are held at once."""
 
         def write(soft: jax.Array, logits: jax.Array, start: jax.Array, first: jax.Array) -> jax.Array:
@@ -429,16 +429,16 @@ class BlockSampler:
         pieces = self._pieces(request.active, outcome.high - request.start - self.width)
         return lax.fori_loop(0, pieces, piece, write(soft, logits, request.start, request.start))
 
-    def _pieces(self, rows: jax.Array, behind: jax.Array) -> jax.Array:
-        """How many pieces of a block's length cover `behind` [B] positions of all these rows [B]."""
-        return -(-jnp.max(jnp.where(rows, jnp.maximum(behind, 0), 0)) // self.width)
+    def _pieces(self, rows: jax.Array, count: jax.Array) -> jax.Array:
+        """How many pieces of a block's length cover `count` [B] positions of these rows [B]."""
+        return -(-jnp.max(jnp.where(rows, jnp.maximum(count, 0), 0)) // self.width)
 
     @property
     def _looks_ahead(self) -> bool:
         return self.rule.reads_hidden and self.rule.looks_ahead(not isinstance(self.cache, NoCache))
 
     def _write_ahead(self, denoiser: DenoiserLike, request: Request, outcome: Outcome, canvas: Canvas) -> Canvas:
-        """Commits what the rule judges final behind the active block, as far as the forward ran, in pieces of a block's
+        """Commits what the rule judges final after the active block, as far as the forward ran, in pieces of a block's
         length, so that no more logits are held at once."""
         high = jnp.minimum(outcome.high, canvas.prompt_lengths + canvas.gen_lengths)
 
@@ -483,7 +483,7 @@ def check_rule(rule: Any, sampling: Any) -> None:
         raise DllmError(f"rule is {rule!r}; give a rule object, such as Threshold(); make_sampler takes names")
     kind = type(rule)
     if kind.adjust is not Rule.adjust and kind.reads_logits is Rule.reads_logits:
-        raise DllmError(f"{kind.__name__}.adjust is never asked; set reads_logits = True in the class, or leave it out")
+        raise DllmError(f"{kind.__name__}.adjust is never called; set reads_logits = True, or leave it out")
     check_is_sampling(sampling)
 
 

@@ -4,7 +4,7 @@ Discrete diffusion forcing (D2F, arXiv 2508.09192, section 4.3) for models that 
 (`train.objectives.d2f`), block diffusion models among them. A row's blocks form a pipeline: the next one is appended as
 soon as enough of the last is decoded, and while the block before it is not nearly complete it commits only what the
 model is sure of. Because no position sees a later block, the keys and values of a complete block are final: they are
-computed once with its final tokens, along with the forward of the blocks behind it, and never again.
+computed once with its final tokens, along with the forward of the blocks after it, and never again.
 """
 
 import dataclasses
@@ -98,14 +98,14 @@ class PipelineSampler:
 
     Before each forward a row appends at most one block: if no end token was committed yet and at least `tau_add` of its
     last block is decoded (the prompt counts as complete). A block is fully active while at least `tau_act` of the block
-    before it is decoded: there the rule decides, and if it chooses nothing the surest position is committed. In other
-    blocks a position must also be surer than `threshold`. The first block that has masks is always fully active, so
-    every forward that sees masks commits.
+    before it is decoded: there the rule decides, and if it chooses nothing the most confident position is committed. In
+    other blocks a position's confidence must also exceed `threshold`. The first block that has masks is always fully
+    active, so every forward that sees masks commits.
 
-    A rule that reads hidden states (`NI`) is asked once per forward, for all blocks in the pipeline: what it is sure of
-    is committed in blocks that are not fully active as well, where its word counts as much as `threshold`. Keys and
-    values of unfinished blocks are not kept, so nothing written ahead is stale, and it looks ahead by default; one that
-    does not (`scope="block"`) is asked for the fully active blocks alone.
+    A rule that reads hidden states (`NI`) is evaluated once per forward, for all blocks in the pipeline: what it judges
+    final is committed in blocks that are not fully active as well, with the same effect as `threshold`. Keys and values
+    of unfinished blocks are not kept, so nothing written ahead is stale, and it looks ahead by default; one that does
+    not (`scope="block"`) is evaluated for the fully active blocks alone.
 
     A row ends when all its appended blocks are complete and none may follow. Positions of blocks that were never
     appended read as the end of the sequence.
@@ -117,23 +117,23 @@ class PipelineSampler:
         gen_length: G, positions to generate. Default: 256, enough for a reasoned answer.
         block_length: L; the last block may be shorter (the official code leaves it out, which is `gen_lengths` rounded
             down to a multiple of L). Default: D2F's; take the one that the student was trained with.
-        align_blocks: blocks begin at multiples of L counted from the prompt's start, and not behind the prompt, so that
+        align_blocks: blocks begin at multiples of L counted from the prompt's start, and not at its end, so that
             a row's first may begin within its prompt, as a block diffusion model's do. Default: off, as in D2F.
         tau_add: decoded share of the last block at which the next is appended. Default: D2F's for most tasks.
         tau_act: decoded share of a block at which the next is fully active. Default: D2F's.
         threshold: tau_conf; a confidence must be above it in blocks that are not fully active. Default: D2F's.
-        rule: what is committed in fully active blocks; None is D2F's own, all that is surer than `threshold`. Default:
+        rule: what is committed in fully active blocks; None is D2F's own, all above `threshold`. Default:
             none, as published.
         forced: what orders the positions when the rule chooses none: the official code's "default", "neg_entropy" and
             "margin_confidence". Default: the official code's.
         in_flight: most blocks from the first whose keys and values are not final on; a row at the bound appends no
             block before one is cached, and may spend a forward on caching alone, which the unbounded official pipeline
             does not. None is no bound. Default: none, as published.
-        end_ids: [n] int32, tokens that end a row, behind which it appends no block; its answer ends before it.
+        end_ids: [n] int32, tokens that end a row, after which it appends no block; its answer ends before it.
             None is the end-of-sequence token.
         sampling: how tokens are drawn; greedy by default.
         stop: when a row ends although blocks in the pipeline have masks; None completes them all, as D2F does. Default:
-            none, as D2F; a row still appends nothing behind an end token.
+            none, as D2F; a row still appends nothing after an end token.
     """
 
     gen_length: int
@@ -163,7 +163,7 @@ class PipelineSampler:
             self.rule.check(self.gen_length, None if self.align_blocks else self.num_blocks)
         check_sampling(self.sampling)
 
-    canvas_length = None  # nothing lies behind the generation
+    canvas_length = None  # nothing follows the generation
 
     @property
     def width(self) -> int:
@@ -177,8 +177,9 @@ class PipelineSampler:
         return -(-(before + self.gen_length) // self.block_length)
 
     def forwards(self, prompt_length: int) -> tuple[int, int]:
-        """Fewest and most forwards of a row behind such a prompt, if no end token ends it before: one appends a block
-        at most, and commits a position at least, but for those of a row at the bound of its blocks in flight."""
+        """Fewest and most forwards of a row after a prompt of this length, if no end token ends it before: one appends
+        a block at most, and commits a position at least, but for those of a row at the bound of its blocks in
+        flight."""
         before = prompt_length % self.block_length if self.align_blocks else 0
         blocks = -(-(before + self.gen_length) // self.block_length)
         return blocks, self.gen_length + (0 if self.in_flight is None else blocks)
@@ -280,7 +281,7 @@ class PipelineSampler:
 
     def _alone(self, denoiser: DenoiserLike, state: PipelineState) -> jax.Array:
         """[B] bool, rows whose first block holds a position that is never predicted, and so not refreshed by a window:
-        until its keys and values are final it is run whole, and without company."""
+        until its keys and values are final it is run whole, and alone."""
         return (self._start(state.canvas) < denoiser.min_prompt_length) & (state.cached == 0)
 
     def _opening(self, denoiser: DenoiserLike, state: PipelineState) -> jax.Array:
@@ -353,7 +354,7 @@ class PipelineSampler:
         return found, kv
 
     def _nothing(self, state: PipelineState) -> "Found":
-        """What is found before any forward."""
+        """The decisions before any forward: none."""
         batch = state.cached.shape[0]
         token, finite = jnp.full((batch, self._length), -1, jnp.int32), jnp.ones((batch,), bool)
         logprob = jnp.zeros(token.shape, jnp.float32)
@@ -369,7 +370,7 @@ class PipelineSampler:
         first: jax.Array,
         found: "Found",
     ) -> "Found":
-        """What the hidden states [B, n L, D] of n blocks from block `first` [B] on decide in some rows [B] bool, beside
+        """What the hidden states [B, n L, D] of n blocks from block `first` [B] on decide in some rows [B] bool, with
         what was found in others."""
         batch, length, canvas = first.shape[0], self.block_length, state.canvas
         count = hidden.shape[1] // length
@@ -437,7 +438,7 @@ class PipelineSampler:
         rule_state: Any,
         best: tuple[jax.Array, jax.Array] | None,
     ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
-        """One block of every row, block [B], of `count` beside each other: the tokens that are committed [B, L], -1
+        """One block of every row, block [B], of `count` side by side: the tokens that are committed [B, L], -1
         elsewhere; their log-probabilities [B, L]; whether the logits were finite [B]; and the rule's new state."""
         first = block * self.block_length - self._prompt_part(state.canvas)
         positions = first[:, None] + jnp.arange(self.block_length, dtype=jnp.int32)
@@ -457,13 +458,13 @@ class PipelineSampler:
             heads=jnp.broadcast_to(jnp.arange(self.block_length) == 0, undecided.shape) if in_blocks else None,
         )
         predictions, rule_state = predicted(
-            denoiser, self._rule, self.sampling, hidden, view, rule_state, logits=logits, beside=count
+            denoiser, self._rule, self.sampling, hidden, view, rule_state, logits=logits, simultaneous=count
         )
         chosen, rule_state = self._rule.decide(predictions, view, rule_state)
         score = predictions.confidence if self.forced == "confidence" else -error_of(predictions, self.forced)
-        surest = undecided & (rank(score, undecided) == 0) & ~chosen.any(axis=1, keepdims=True)
+        forced = undecided & (rank(score, undecided) == 0) & ~chosen.any(axis=1, keepdims=True)
         above = chosen & (predictions.confidence > per_row(self.threshold))
-        select = jnp.where(full[:, None], chosen | surest, above)
+        select = jnp.where(full[:, None], chosen | forced, above)
         token, logprob = jnp.where(select, predictions.token, -1), predictions.logprob
         if best is not None:
             final = best[0] >= 0
@@ -513,5 +514,5 @@ def _window_widths(most: int) -> list[int]:
 
 
 def _after_prompt(ratio: jax.Array) -> jax.Array:
-    """Shares of the prompt, which is complete, and of the blocks behind it: [B, N] -> [B, N + 1]."""
+    """Shares of the prompt, which is complete, and of the blocks after it: [B, N] -> [B, N + 1]."""
     return jnp.concatenate([jnp.ones_like(ratio[:, :1]), ratio], axis=1)

@@ -29,7 +29,7 @@ class LeftRightState:
     """Everything a step reads and writes; all leaves but the buffers' start with the batch axis.
 
     Attributes:
-        canvas: tokens, what is undecided (all behind what was written), counters.
+        canvas: tokens, what is undecided (all after what was written), counters.
         written: [B], how many positions hold a token.
         accepted: [B], how many the row's last step wrote.
         most_accepted: [B], the most that one of its steps wrote.
@@ -47,7 +47,7 @@ class LeftRightState:
 
 @pytree()
 class DraftResult(Result):
-    """A `Result`, and how it came about.
+    """A `Result`, with the verifier's work.
 
     Attributes:
         verifier_forwards: [B] int32, forwards of the verifier; its reading of the prompt counts with the first.
@@ -59,7 +59,7 @@ class DraftResult(Result):
 
     @property
     def mean_accepted(self) -> jax.Array:
-        """[B] float32, tokens per step; those behind an end of the sequence count, as they were written."""
+        """[B] float32, tokens per step; those after an end of the sequence count, as they were written."""
         return (self.decoded_at >= 0).sum(axis=-1) / jnp.maximum(self.nfe, 1)
 
 
@@ -70,7 +70,7 @@ class Frontier:
     Attributes:
         tokens: [B, S'], as much of the sequence as a full forward may read.
         next: [B], the first position that is not written.
-        left, right: [B], the dLLM runs [left, right); behind it nothing exists.
+        left, right: [B], the dLLM runs [left, right); nothing exists after it.
         start: [B], L positions from here on cover [next, right); the same for a row whatever its neighbours.
         reach: L.
     """
@@ -127,7 +127,7 @@ class LeftToRight:
     most_lookahead: int | None
     limits: tuple[int, int] | None
 
-    canvas_length = None  # nothing lies behind the generation
+    canvas_length = None  # nothing follows the generation
     takes_given = False
 
     @property
@@ -314,7 +314,7 @@ class LeftToRight:
             start = jnp.maximum(jnp.minimum(jnp.minimum(front.left, front.start), tokens.shape[1] - width), least)
             span = Span(start, width)
             write = (span.positions >= front.left[:, None]) & (span.positions < front.right[:, None])
-            # rows that run everything may reach beyond the window: their hidden states are not looked at
+            # rows that run everything may reach beyond the window: their hidden states are unused
             outputs = Span(jnp.clip(front.start, start, start + width - self.reach), self.reach)
             write &= ~whole[:, None]
             found, kv = denoiser.forward(tokens, front.right, at=span, kv=kv, write=write, outputs=outputs)

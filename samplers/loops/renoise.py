@@ -1,9 +1,9 @@
 """Sampling a model with a canvas (DiffusionGemma): no mask token, no commitment. Every step draws the whole canvas
-anew, keeps what is sure together, and makes everything else random tokens again.
+anew, keeps what is jointly confident, and makes everything else random tokens again.
 
 A row's canvases come one after the other. The model's encoder reads what is finished, prompt and canvases, into buffers
-of keys and values; its decoder runs the canvas in every step, and is told of the step before by the embeddings that
-this one expected (self-conditioning).
+of keys and values; its decoder runs the canvas in every step, and receives the embeddings that the step before expected
+(self-conditioning).
 """
 
 import dataclasses
@@ -39,10 +39,10 @@ class RenoiseState:
 
     Attributes:
         canvas: tokens, counters; S = P and whole canvases. Its tokens are the best ones of the last step.
-        finished: [B] int32, canvases that are.
-        step: [B] int32, steps that the canvas at work has had.
-        unchanged: [B] int32, of these the last ones in which the best tokens were those of the step before.
-        noisy: [B, L] int32, what the next step's decoder sees.
+        finished: [B] int32, finished canvases.
+        step: [B] int32, steps of the current canvas so far.
+        unchanged: [B] int32, how many of its last steps left the best tokens as they were.
+        noisy: [B, L] int32, the input of the next step's decoder.
         best: [B, L] int32, the most probable tokens of the last step.
         soft: [B, L, D], the embeddings that it expected; zeros before a canvas's first.
         kv: key/value buffers of S positions.
@@ -66,11 +66,11 @@ class Renoise:
     t_min + (t_max - t_min) n / steps and a token is drawn everywhere. Those whose entropies, in rising order, sum up to
     at most gamma without the own one are kept (EB-Sampler's bound, arXiv 2505.24857; at least one), all others become
     random tokens again. Nothing stays committed. The canvas is finished when the most probable tokens were the same in
-    `stability` further steps and the mean entropy is below `confidence`, or behind the last step; these tokens are the
+    `stability` further steps and the mean entropy is below `confidence`, or after the last step; these tokens are the
     answer. A row ends with the canvas that has an end token.
 
-    In `Result`, `nfe` counts the decoder's forwards, `cache_updates` those ahead of which the encoder read a prompt or
-    a canvas, and `full_forwards` the ones ahead of which it read the prompt. Until its canvas is finished a token is
+    In `Result`, `nfe` counts the decoder's forwards, `cache_updates` those before which the encoder read a prompt or
+    a canvas, and `full_forwards` the ones before which it read the prompt. Until its canvas is finished a token is
     provisional; `edits` counts those that were replaced.
 
     Attributes:
@@ -99,7 +99,7 @@ class Renoise:
     sampling: Sampling = Sampling()
     stop: Stop | None = None
 
-    canvas_length = None  # nothing that is answered lies behind the generation
+    canvas_length = None  # no answer follows the generation
     takes_given = False
     draws = ("top_p", "top_k")
 
@@ -197,7 +197,7 @@ class Renoise:
         return vary_like(prompt, state)
 
     def step(self, denoiser: DenoiserLike, state: RenoiseState) -> RenoiseState:
-        """One forward of the decoder for every row that is not done, ahead of which the encoder reads the canvas that a
+        """One forward of the decoder for every row that is not done, before which the encoder reads the canvas that a
         row has finished."""
         model, canvas = with_canvas(denoiser), state.canvas
         ran, span = ~canvas.done, self._span(state)
@@ -246,7 +246,7 @@ class Renoise:
         return (place >= first[:, None]) & (place < state.canvas.gen_lengths[:, None])
 
     def _span(self, state: RenoiseState) -> Span:
-        """The canvas at work."""
+        """The current canvas."""
         number = jnp.minimum(state.finished, self.num_canvases - 1)  # of a row that is done, any
         return Span(state.canvas.prompt_lengths + number * self.block_length, self.block_length)
 
@@ -256,7 +256,7 @@ class Renoise:
         return low + (high - low) * ((steps - state.step) / steps)
 
     def _uniform(self, state: RenoiseState, purpose: Purpose, ids: jax.Array | None = None) -> jax.Array:
-        """Draws for the canvas at work."""
+        """Draws for the current canvas."""
         assert state.canvas.noise is not None
         positions = self._span(state).positions - state.canvas.prompt_lengths[:, None]
         return state.canvas.noise.uniform(purpose, state.canvas.nfe, positions, ids)
@@ -286,7 +286,7 @@ def with_canvas(denoiser: DenoiserLike) -> Denoiser:
 
 
 def _read_canvas(denoiser: Denoiser, tokens: jax.Array, span: Span, rows: jax.Array, kv: Any) -> Any:
-    """The buffers after the encoder has read, for some rows [B] bool, the canvas ahead of the span; each row alone, or
+    """The buffers after the encoder has read, for some rows [B] bool, the canvas before the span; each row alone, or
     one of each part of a batch that lies on several devices, so that it costs what these rows need."""
     parts = denoiser.batch_parts if rows.shape[0] % denoiser.batch_parts == 0 else 1
 

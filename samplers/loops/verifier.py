@@ -14,10 +14,10 @@ from dllm_jax.text.tokenizer import token_strings
 
 @pytree()
 class Verifier:
-    """A causal model beside a dLLM (arXiv 2506.00413, section 3.2): data of the sampler, never part of the program.
+    """A causal model next to a dLLM (arXiv 2506.00413, section 3.2): data of the sampler, never part of the program.
 
     Its keys and values lie in buffers as long as the sequence. A position's entry depends on the tokens up to it and on
-    nothing else, and no query sees what lies behind it: so rejected tokens are rolled back by writing over them.
+    nothing else, and no query attends to what comes after it: so rejected tokens are rolled back by writing over them.
 
     Attributes:
         denoiser: the model, `Model.denoiser` of a causal family; any size.
@@ -37,7 +37,7 @@ class Verifier:
             raise DllmError(f"a {config.family} model is not causal and cannot verify; give one of the qwen2 family")
 
     def check(self, vocab_size: int) -> None:
-        """Raises DllmError for a token map that does not fit a dLLM of so many tokens."""
+        """Raises DllmError for a token map that does not fit a dLLM with this vocabulary."""
         if self.token_map is None:
             return
         found = jnp.asarray(self.token_map)

@@ -20,7 +20,7 @@ PROXIES: tuple[Proxy, ...] = ("confidence", "entropy", "margin")
 
 @dataclasses.dataclass(frozen=True)
 class BlockView:
-    """The active block of every row as a rule sees it. W is the block length.
+    """The active block of every row, as a rule receives it. W is the block length.
 
     Attributes:
         undecided: [B, W] bool, the positions that may be committed now.
@@ -31,7 +31,7 @@ class BlockView:
         num_blocks: [B] int32, blocks of the row's generation.
         noise: source of random numbers, None where the caller gave none.
         nfe: [B] int32, forwards of the row before this one.
-        tokens: [B, W] int32, what stands in the block now.
+        tokens: [B, W] int32, the block's current tokens.
         written: [B, W] bool, the block's positions that hold a token of this generation.
         mask_id: the mask token's id.
         heads: [B, W] bool, positions that begin one of a block diffusion model's blocks; None of another model.
@@ -54,7 +54,7 @@ class BlockView:
     caution: jax.Array | None = None
 
     def at_least(self, threshold: "Number") -> jax.Array:
-        """A rule's threshold on the confidence as it counts now, against [B, W]."""
+        """A rule's threshold on the confidence, at least `caution`, against [B, W]."""
         wanted = per_row(threshold)
         return wanted if self.caution is None else jnp.maximum(wanted, self.caution[:, None])
 
@@ -78,7 +78,7 @@ class BlockView:
 
 
 class Change(NamedTuple):
-    """What a rule answers: the block after the forward.
+    """What a rule returns: the block after the forward.
 
     Attributes:
         tokens: [B, W] int32.
@@ -99,16 +99,16 @@ class Rule:
 
     Numbers are scalars, or [B] arrays for a value per row. State is a pytree of arrays with a leading batch axis.
 
-    Most rules say in `decide` which undecided positions are committed. One that `revises`, changing what is written or
-    opening it again, says in `change` how the block looks afterwards; its tokens are final once the block is complete.
+    Most rules choose in `decide` which undecided positions are committed. One that `revises`, that is changes written
+    tokens or masks them again, returns the new block from `change`; its tokens are final once the block is complete.
 
-    The engine sees to it that a generation ends: if a rule commits nothing, the most confident undecided position is
+    The sampler makes sure that a generation ends: if a rule commits nothing, the most confident undecided position is
     committed. A rule whose forwards may commit nothing, or that revises, bounds its forwards by `most_steps` instead.
     """
 
     score_from: ScoreFrom = "raw"
-    reads_hidden: bool = False  # whether `judge` is asked
-    reads_logits: bool = False  # whether `adjust` is asked; only then do logits of a whole block exist
+    reads_hidden: bool = False  # whether `judge` is called
+    reads_logits: bool = False  # whether `adjust` is called; only then do logits of a whole block exist
     revises: bool = False
 
     def check(self, gen_length: int, num_blocks: int | None) -> None:
@@ -120,7 +120,7 @@ class Rule:
         return ()
 
     def adjust(self, logits: jax.Array, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
-        """The logits [B, W, V] float32 that tokens and scores are taken from, and the new state. The engine asks rules
+        """The logits [B, W, V] float32 that tokens and scores are taken from, and the new state. Called only for rules
         that set `reads_logits`."""
         return logits, state
 
@@ -135,12 +135,12 @@ class Rule:
         return committed(select, predictions, view), state
 
     def most_steps(self, view: BlockView) -> jax.Array | None:
-        """[B] int32, after so many forwards on a block all that is undecided is committed and the row leaves it. None
-        if every forward is to commit something."""
+        """[B] int32, the forwards on a block after which all that is undecided is committed and the row leaves it. None
+        if every forward must commit something."""
         return None
 
     def forwards(self, undecided: int, num_blocks: int) -> tuple[int, int]:
-        """Fewest and most forwards on a block, as far as the rule's numbers tell without a model.
+        """Fewest and most forwards on a block, as far as the rule's numbers determine them.
 
         Args:
             undecided: the block's undecided positions when the row enters it.
@@ -163,10 +163,10 @@ class Rule:
         return ~left
 
     def judge(self, denoiser: DenoiserLike, hidden: jax.Array, logits: jax.Array, best: Predictions) -> jax.Array:
-        """Positions that are committed besides those of `decide`, [B, W] bool, by the model's hidden states. The engine
-        asks for the active block, and for later ones if the rule `looks_ahead`; it drops what is not undecided, and
-        what has the mask token or a deferred one as its best. What is committed this way is the best token, never a
-        drawn one.
+        """Positions that are committed besides those of `decide`, [B, W] bool, by the model's hidden states. The
+        sampler calls it for the active block, and for later ones if the rule `looks_ahead`; it drops positions that are
+        not undecided, and those whose best token is the mask or a deferred one. A position that is committed this way
+        gets its best token, never a drawn one.
 
         Args:
             hidden: [B, W, D], as `DenoiserLike.logits` takes them.
@@ -176,7 +176,7 @@ class Rule:
         raise NotImplementedError
 
     def looks_ahead(self, cached: bool) -> bool:
-        """Whether `judge` is asked for later blocks as well, as far as a forward runs them.
+        """Whether `judge` is called for later blocks as well, as far as a forward runs them.
 
         Args:
             cached: whether a cache policy reuses keys and values, in which tokens written ahead are still masks.
@@ -193,19 +193,19 @@ def predicted(
     state: Any,
     *,
     logits: jax.Array | None = None,
-    beside: int = 1,
+    simultaneous: int = 1,
 ) -> tuple[Predictions, Any]:
-    """What a rule gets to see of a block's hidden states [B, W, D], and its new state. Logits of the whole block exist
+    """What a rule receives of a block's hidden states [B, W, D], and its new state. Logits of the whole block exist
     only for rules that read them, and whatever such a rule makes of them, `Predictions.logprob` is the model's.
 
     Args:
         logits: [B, W, V] float32, of the hidden states, where the caller has them already.
-        beside: as in `Readout`.
+        simultaneous: as in `Readout`.
     """
     draw = None if sampling.temperature is None else functools.partial(view.draw, Purpose.TOKENS)
 
     def chosen(scores: Readout) -> Predictions:
-        scores = dataclasses.replace(scores, beside=beside)
+        scores = dataclasses.replace(scores, simultaneous=simultaneous)
         return predict(scores, sampling, mask_id=denoiser.mask_id, score_from=rule.score_from, draw=draw)
 
     if not rule.reads_logits:
@@ -230,12 +230,13 @@ def judged(
 
 
 def progressing(rule: Rule, change: Change, predictions: Predictions, view: BlockView) -> tuple[Change, jax.Array]:
-    """The change with what makes every generation end, and the rows [B] bool whose block ends with it: see `Rule`."""
+    """The change, completed so that every generation ends, and the rows [B] bool whose block ends with it: see
+    `Rule`."""
     most = rule.most_steps(view)
     if most is None:
         idle = ~jnp.any(view.undecided & ~change.undecided, axis=1, keepdims=True)
-        surest = jnp.argmax(jnp.where(view.undecided, predictions.confidence, -1.0), axis=1)[:, None]
-        forced = idle & view.undecided & (jnp.arange(view.undecided.shape[1]) == surest)
+        best = jnp.argmax(jnp.where(view.undecided, predictions.confidence, -1.0), axis=1)[:, None]
+        forced = idle & view.undecided & (jnp.arange(view.undecided.shape[1]) == best)
         return Change(jnp.where(forced, predictions.token, change.tokens), change.undecided & ~forced), idle[
             :, 0
         ] & False
@@ -253,7 +254,7 @@ def per_row(value: Number) -> jax.Array:
 def rank(score: jax.Array, candidates: jax.Array) -> jax.Array:
     """0 for the largest score among the candidates, 1 for the next ...; ties go to the lower position.
 
-    [B, W] -> [B, W] int32; all other positions rank behind them. Counting comparisons costs W^2
+    [B, W] -> [B, W] int32; all other positions rank after them. Counting comparisons costs W^2
     cheap operations and no sort.
     """
     score = jnp.where(candidates, score, -jnp.inf)
@@ -273,7 +274,7 @@ def not_masks(predictions: Predictions, undecided: jax.Array) -> jax.Array:
 
 
 def error_of(predictions: Predictions, proxy: Proxy) -> jax.Array:
-    """EB-Sampler's error proxy (section 3 of arXiv 2505.24857), [B, W]: smaller is surer."""
+    """EB-Sampler's error proxy (section 3 of arXiv 2505.24857), [B, W]: smaller is more confident."""
     match proxy:
         case "confidence":
             return -predictions.max_probability

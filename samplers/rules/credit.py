@@ -21,11 +21,12 @@ class Credit(Rule):
     ``logits + weight * ln(1 + C)`` replace the logits.
 
     Attributes:
-        threshold: every position whose confidence reaches it is committed, and always the surest. A position where the
-            mask token itself is most probable waits as long as there are others. Default: dInfer's published one.
-        tolerance: what is this close to the surest position is committed with it. Default: dInfer's.
+        threshold: every position whose confidence reaches it is committed, and always the most confident. A position
+            where the mask token itself is most probable waits as long as there are others. Default: dInfer's published
+            one.
+        tolerance: what is this close to the most confident position is committed with it. Default: dInfer's.
         weight: of the credit (alpha). Default: dInfer's.
-        boost: exponent of the gain (gamma); below 1 it favours unsure but stable predictions. Default: dInfer's.
+        boost: exponent of the gain (gamma); below 1 it favours uncertain but stable predictions. Default: dInfer's.
         decay: what is left of the credit from forward to forward (beta). Default: dInfer's.
     """
 

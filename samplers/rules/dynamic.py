@@ -1,4 +1,4 @@
-"""The rule of block diffusion models: what is sure enough, or else a step's share of the block."""
+"""The rule of block diffusion models: confident positions, or else a step's share of the block."""
 
 from typing import Any, Literal
 
@@ -17,14 +17,14 @@ ORDERS: tuple[Order, ...] = ("confidence", "position")
 @pytree(static=("order",))
 class Dynamic(Rule):
     """Commits every position whose confidence exceeds the threshold, if these are the step's share of the block's
-    positions or more, and else the share alone, the surest first.
+    positions or more, and else the share alone, the most confident first.
 
     SDAR's `low_confidence_dynamic` (arXiv 2510.06303), and LLaDA2.0's sampler (arXiv 2512.15745). Without a threshold
     it is `low_confidence_static`, and in order of position `sequential`.
 
     Attributes:
         threshold: above 1 nothing exceeds it; None commits the shares. Default: SDAR's.
-        steps: forwards that a block is shared over, the first ones get what is left over; None shares one position to
+        steps: forwards that a block is shared over, the first ones get the remainder; None shares one position to
             each. Default: none, the most careful.
         order: which positions are a share. Default: that of SDAR's and LLaDA2.0's sampler.
     """

@@ -1,4 +1,4 @@
-"""EB-Sampler: the longest prefix of the surest positions whose joint dependence error is bounded by entropy."""
+"""EB-Sampler: the longest prefix of the most confident positions whose joint dependence error is bounded by entropy."""
 
 from typing import Any
 

@@ -29,12 +29,13 @@ class Edit(Rule):
 
     Every forward does both, from the same predictions and with confidence strictly above the thresholds:
 
-    - undecided positions above `threshold` are committed, or the `num_to_transfer` surest if fewer are above it;
+    - undecided positions above `threshold` are committed, or the `num_to_transfer` most confident if fewer are above
+      it;
     - a written token is replaced where another one is predicted above `editing_threshold`.
 
     A block is complete when a forward found nothing undecided and replaces nothing, or after `max_post_steps`
     forwards that found nothing undecided. The published sampler's modes are (threshold, editing_threshold) = (0.5,
-    0.0) for speed and (0.7, 0.5) for quality; at 0.0 every other best token is written, and a block may swing until
+    0.0) for speed and (0.7, 0.5) for quality; at 0.0 every other best token is written, and a block may oscillate until
     its steps are spent. Prompt, given tokens and earlier blocks are never edited.
 
     Attributes:
@@ -92,5 +93,5 @@ class Edit(Rule):
         return ~left & (quiet | (state.post >= self.max_post_steps))
 
     def most_steps(self, view: BlockView) -> jax.Array:
-        """Every forward commits something or is one of those after."""
+        """Every forward commits a position, or is one of the `max_post_steps` after the last commit."""
         return view.block_undecided + self.max_post_steps

@@ -1,4 +1,4 @@
-"""Factor decoding: the more positions are committed together, the surer each must be."""
+"""Factor decoding: the more positions are committed together, the more confident each must be."""
 
 from typing import Any
 
@@ -12,7 +12,8 @@ from samplers.tokens.predictions import Predictions
 
 @pytree()
 class Factor(Rule):
-    """Commits the n surest positions for the largest n with (n + 1) (1 - c_n) <= factor (Fast-dLLM, 2505.22618).
+    """Commits the n most confident positions for the largest n with (n + 1) (1 - c_n) <= factor (Fast-dLLM,
+    2505.22618).
 
     The bound rises and the confidence falls with n, so every position can be tested by its own rank.
 

@@ -1,4 +1,4 @@
-"""Fast-dLLM v2's rule: threshold decoding behind a block's first token, which the block before it predicts."""
+"""Fast-dLLM v2's rule: threshold decoding after a block's first token, which the block before it predicts."""
 
 from typing import Any
 
@@ -13,11 +13,11 @@ from samplers.tokens.predictions import Predictions
 
 @pytree()
 class FastDllmV2(Rule):
-    """Commits every position whose confidence exceeds the threshold, and always the surest (arXiv 2509.26328).
+    """Commits every position whose confidence exceeds the threshold, and always the most confident (arXiv 2509.26328).
 
-    In a shifted model the first token of a block is predicted by the last position of the block before it, which sees
-    nothing of the block: the forward that makes that block's keys and values final commits this token and no other, as
-    an autoregressive model does. In models without blocks of their own it is threshold decoding.
+    In a shifted model the first token of a block is predicted by the last position of the block before it, which
+    attends to nothing of the block: the forward that makes that block's keys and values final commits this token and no
+    other, as an autoregressive model does. In models without blocks of their own it is threshold decoding.
 
     Attributes:
         threshold: 1 commits one position per step. Default: the published one.

@@ -1,4 +1,4 @@
-"""Hierarchical decoding: every run of masks gets its surest position, which cuts the run in two."""
+"""Hierarchical decoding: every run of masks gets its most confident position, which cuts the run in two."""
 
 from typing import Any
 
@@ -15,15 +15,17 @@ from samplers.tokens.predictions import Predictions
 class Hierarchical(Rule):
     """dInfer's hierarchical decoding (arXiv 2510.08666).
 
-    The masks of a block fall into segments, runs between decoded positions. Committed are the surest position of each
-    segment (ties together) if its confidence is above `low_threshold`, every position above `threshold`, and always
-    the surest of the block. As each commit splits its segment, 1, 2, 4, ... positions can be committed per forward.
+    The masks of a block fall into segments, runs between decoded positions. Committed are the most confident position
+    of each segment (ties together) if its confidence is above `low_threshold`, every position above `threshold`, and
+    always the most confident of the block. As each commit splits its segment, 1, 2, 4, ... positions can be committed
+    per forward.
 
     A position where the mask token itself is the most probable is no candidate while its segment has others.
 
     Attributes:
-        threshold: None commits nothing besides the segments' and the block's surest. Default: dInfer's published one.
-        low_threshold: None commits every segment's surest, however unsure. Default: dInfer's published one.
+        threshold: None commits nothing besides the segments' and the block's most confident. Default: dInfer's
+            published one.
+        low_threshold: None commits every segment's most confident, however uncertain. Default: dInfer's published one.
     """
 
     threshold: Number | None = 0.92

@@ -1,4 +1,4 @@
-"""LLaDA's own sampler: a fixed number of steps per block, the surest (or random) positions first."""
+"""LLaDA's own sampler: a fixed number of steps per block, the most confident (or random) positions first."""
 
 from typing import Any, Literal
 
@@ -22,8 +22,8 @@ class LLaDA(Rule):
     Attributes:
         steps: forwards of the whole generation, a multiple of the number of blocks. Default: one a position, the most
             careful; fewer are faster and lose accuracy.
-        remasking: "low_confidence" commits the surest positions, "random" random ones. Default: that of LLaDA's own
-            `generate`.
+        remasking: "low_confidence" commits the most confident positions, "random" random ones. Default: that of LLaDA's
+            own `generate`.
     """
 
     steps: int | jax.Array

@@ -1,4 +1,4 @@
-"""NI sampling: a usual sampler, and beside it a trained network that says which tokens are final already."""
+"""NI sampling: an ordinary rule, plus a trained network that predicts which tokens are already final."""
 
 from typing import Any, Literal
 
@@ -17,11 +17,11 @@ from samplers.tokens.predictions import Predictions, ranked
 
 @pytree(static=("scope",))
 class NI(Rule):
-    """Neural indicator sampling (arXiv 2604.18471): each forward commits a quota of the surest positions, all whose
-    confidence reaches a threshold, and all that the indicator scores above a threshold of its own.
+    """Neural indicator sampling (arXiv 2604.18471): each forward commits a quota of the most confident positions, all
+    whose confidence reaches a threshold, and all that the indicator scores above a threshold of its own.
 
     The first two concern the active block. The third does, too, wherever a cache is used; without one it concerns every
-    position behind it as well, which later blocks then find written.
+    position after it as well; later blocks then find those written.
 
     Attributes:
         indicator: the trained network, or the folder of one. It is trained for one model, so there is no default.
@@ -30,9 +30,10 @@ class NI(Rule):
         indicator_threshold: scores above it are committed; at 1 none are. Default: NI-Sampling's published one.
         steps: forwards of the whole generation, which set the quota as in LLaDA's sampler; None is one per forward.
             Default: none, so that the two thresholds decide.
-        scope: where the indicator is asked: in the active "block", in the "rest", which is all that a forward runs from
-            there on, or "auto", the published choice, the rest without a cache and the block with one. With a prefix
-            cache, whose forwards run all that is left, "rest" saves more (`evals/results`). Default: as published.
+        scope: where the indicator is evaluated: in the active "block", in the "rest", which is all that a forward runs
+            from there on, or "auto", the published choice, the rest without a cache and the block with one. With a
+            prefix cache, whose forwards run all that is left, "rest" saves more (`evals/results`). Default: as
+            published.
     """
 
     indicator: Indicator | str

@@ -1,4 +1,4 @@
-"""Remasking: what was committed may be opened again while steps are left."""
+"""Remasking: committed positions may be masked again while steps are left."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -16,7 +16,7 @@ class RemaskState(NamedTuple):
 
     Attributes:
         confidence: [B, W] float32, of a written token the confidence with which it was committed (ReMDM's psi).
-        reopened: [B] int32, how often a position was opened again.
+        reopened: [B] int32, how often a position was reopened.
     """
 
     confidence: jax.Array
@@ -25,8 +25,8 @@ class RemaskState(NamedTuple):
 
 @pytree(static=("schedule",))
 class Remask(Rule):
-    """ReMDM (arXiv 2503.00307), or tokens of which the model has become unsure; both in S = steps / number of blocks
-    forwards per block, of which the last commits all and reopens none. ReMDM itself uses one block.
+    """ReMDM (arXiv 2503.00307), or the reopening of tokens that the model has become uncertain of; both in S = steps /
+    number of blocks forwards per block, of which the last commits all and reopens none. ReMDM itself uses one block.
 
     ReMDM's sampler: time falls linearly, so that a_t = i / S and a_s = (i + 1) / S in forward i (from 0), and
 
@@ -37,19 +37,18 @@ class Remask(Rule):
     The published tokens are drawn: set `Sampling(temperature=1.0)`. With the defaults it is ReMDM-conf; more steps than
     positions are useful. eta = 0 is `Dream(steps, alg="origin", eps=0)`.
 
-    With a `threshold`, which is ours and deterministic: forward i commits the surest ceil(undecided / (S - i)), as
-    `LLaDA` does, and reopens the least probable written tokens below the threshold. A prediction tells the
-    probability that a standing token has now only if it is the token predicted; else at most what the other one
-    leaves and at most the largest of all, and that bound is compared. The block is complete when such a look finds
-    nothing to reopen.
+    With a `threshold`, which is ours and deterministic: forward i commits the most confident ceil(undecided / (S - i)),
+    as `LLaDA` does, and reopens the least probable written tokens below the threshold. A prediction gives a written
+    token's probability only if it is the predicted token; else at most what the other one leaves and at most the
+    largest of all, and that bound is compared. The block is complete when a forward finds nothing to reopen.
 
     Attributes:
         steps: forwards of the whole generation, a multiple of the number of blocks. Default: one a position; more of
-            them give more chances to mend.
+            them give more chances to correct tokens.
         schedule: sigma is min(eta, sigma_max) for "cap" and eta sigma_max for "rescale"; "conf" shares the latter among
             the block's written tokens by softmax(-psi), psi being the probability that each had when it was committed,
             and commits undecided positions with sigma = 0, as the published code does. Default: ReMDM-conf, which
-            spares what was committed surely.
+            spares tokens that were committed with confidence.
         eta: in [0, 1]. Default: all that the schedule allows.
         threshold: None is ReMDM, and `budget` counts only with a number. Default: none, ReMDM as published.
         budget: how often a block's positions are reopened in all; None is once for each on average. Default: none, so
@@ -86,7 +85,7 @@ class Remask(Rule):
         if self.threshold is None:
             commit, reopen = self._drawn(view, state)
         else:
-            commit, reopen = self._surest(predictions, view), self._doubted(predictions, view, state)
+            commit, reopen = self._most_confident(predictions, view), self._doubted(predictions, view, state)
         tokens = jnp.where(reopen, view.mask_id, jnp.where(commit, predictions.token, view.tokens))
         state = RemaskState(
             jnp.where(commit, predictions.confidence, state.confidence),
@@ -95,7 +94,7 @@ class Remask(Rule):
         return Change(tokens, (view.undecided & ~commit) | reopen), state
 
     def block_done(self, view: BlockView, left: jax.Array, state: Any) -> jax.Array:
-        """Nothing is left, and no forward but the last, or none at all, could reopen something."""
+        """Rows without undecided positions in which no forward, or only the last one, could reopen a position."""
         if self.threshold is None:
             settled = jnp.asarray(self.eta) <= 0
         else:
@@ -117,7 +116,7 @@ class Remask(Rule):
         commit = view.undecided & (draw < (1 + commit_sigma * i) / jnp.maximum(steps - i, 1))
         return commit, view.written & (draw < sigma)
 
-    def _surest(self, predictions: Predictions, view: BlockView) -> jax.Array:
+    def _most_confident(self, predictions: Predictions, view: BlockView) -> jax.Array:
         """The undecided positions that are committed, [B, W] bool, such that the steps left have about as many each."""
         left = jnp.maximum(self.most_steps(view) - view.step, 1)
         quota = -(-view.undecided.sum(axis=1, dtype=jnp.int32) // left)

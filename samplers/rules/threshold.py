@@ -1,4 +1,4 @@
-"""Confidence threshold: commit everything the model is sure enough of."""
+"""Confidence threshold: commit everything the model is confident enough of."""
 
 from typing import Any
 
@@ -13,7 +13,8 @@ from samplers.tokens.predictions import Predictions
 
 @pytree(static=("skip_masks",))
 class Threshold(Rule):
-    """Commits every position whose confidence reaches the threshold, and always the surest (Fast-dLLM, 2505.22618).
+    """Commits every position whose confidence reaches the threshold, and always the most confident (Fast-dLLM,
+    2505.22618).
 
     dInfer's definition (arXiv 2510.08666) is ``Threshold(0.8, tolerance=1e-5, skip_masks=True)``.
 
@@ -23,7 +24,8 @@ class Threshold(Rule):
         steps: None, or a brake on parallelism: after forward i (from 0) of a block at most (i + 1) / S of its masks are
             committed, S = steps / number of blocks (Fast-dLLM's block-free sampler for Dream). Default: none, as in
             Fast-dLLM's block sampler; a brake costs forwards.
-        tolerance: what is this close to the surest position is committed with it. Default: none, as in Fast-dLLM.
+        tolerance: what is this close to the most confident position is committed with it. Default: none, as in
+            Fast-dLLM.
         skip_masks: where the mask token itself is the most probable, a position waits as long as there are others. Else
             its best other token takes part. Default: off, as in Fast-dLLM; dInfer has it on.
     """
@@ -54,15 +56,15 @@ class Threshold(Rule):
 def reaching(
     confidence: jax.Array, view: BlockView, candidates: jax.Array, threshold: Number, tolerance: Number | None
 ) -> jax.Array:
-    """The candidates whose confidence reaches the threshold, and always the surest of them.
+    """The candidates whose confidence reaches the threshold, and always the most confident of them.
 
     Args:
         confidence: [B, W] float32.
         candidates: [B, W] bool, among `view.undecided`.
         threshold, tolerance: scalars or [B]; None is no tolerance.
     """
-    surest = rank(confidence, candidates) == 0
-    accepted = (confidence >= view.at_least(threshold)) | surest
+    highest = rank(confidence, candidates) == 0
+    accepted = (confidence >= view.at_least(threshold)) | highest
     if tolerance is not None:
         peak = jnp.where(candidates, confidence, -jnp.inf).max(axis=-1, keepdims=True)
         accepted |= confidence >= peak - per_row(tolerance)

@@ -1,4 +1,4 @@
-"""The k surest positions in every step, by any error proxy."""
+"""The k most confident positions in every step, by any error proxy."""
 
 from typing import Any
 

@@ -96,7 +96,7 @@ class Guided:
 
 
 def paired(denoiser: DenoiserLike, inputs: jax.Array, given: jax.Array) -> jax.Array:
-    """The inputs of a guided forward: tokens [B, S] or embeddings [B, S, D] and, beside them, the same with every
+    """The inputs of a guided forward: tokens [B, S] or embeddings [B, S, D] and, next to them, the same with every
     position masked that was not generated, `given` [B, S] bool: [B, 2, S] or [B, 2, S, D]."""
     if jnp.issubdtype(inputs.dtype, jnp.integer):
         return jnp.stack([inputs, jnp.where(given, denoiser.mask_id, inputs)], axis=1)

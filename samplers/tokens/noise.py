@@ -31,7 +31,8 @@ class Noise(Protocol):
         self, purpose: Purpose, step: jax.Array, positions: jax.Array, ids: jax.Array | None = None
     ) -> jax.Array:
         """Draws in (0, 1) for `positions` [B, W] (relative to the generation's start) at each row's `step` [B]:
-        [B, W] float32, or [B, W, n] for each of some ids [n] int32. One does not depend on which others are asked for.
+        [B, W] float32, or [B, W, n] for each of some ids [n] int32. A draw does not depend on which others are
+        requested.
         """
         ...
 
@@ -89,7 +90,7 @@ def source_of(noise: Noise | None, key: jax.Array | None, batch: int) -> Noise |
     """What a generation draws from: `noise`, or else one key or one per row; None for neither.
 
     Raises:
-        DllmError: for a key that is none, or of another number of rows.
+        DllmError: for what is no key, and keys of another number of rows.
     """
     check_key(key, batch)
     return KeyNoise(row_keys(key, batch)) if noise is None and key is not None else noise

@@ -1,4 +1,4 @@
-"""From hidden states to predictions: the token each position would get, and how sure the model is, in float32.
+"""From hidden states to predictions: the token each position would get, and how confident the model is, in float32.
 
 The vocabulary is read in tiles, of which one exists at a time: running statistics (Milakov and Gimelshein, arXiv
 1805.02867) give maximum, sum of exponentials, entropy and margin, and Gumbel noise draws, all in one pass. What top-p
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 TILE_ELEMENTS = 2**23  # float32 numbers of a tile, 32 MiB
 LANES = 128  # a tile's width is a multiple, and
-LEAST_LANES = 8  # at least so many of them, lest the head's product be too narrow for its weights
+LEAST_LANES = 8  # at least this many of them, or the head's product is too narrow for its weights
 DIGIT_BITS = 4  # of the threshold, that are found by one pass over several tiles
 
 
@@ -65,7 +65,7 @@ class Sampling:
 
 @pytree()
 class Predictions:
-    """What a rule may look at, each [B, W]; what it does not use is never computed.
+    """What a rule may use, each [B, W]; unused scores are never computed.
 
     Attributes:
         token: int32, the token that would be written; never the mask token.
@@ -100,14 +100,14 @@ class Readout:
         positions: (B, W).
         vocab_size: V.
         parts: how many parts a `Tile` sees the vocabulary as; divides V.
-        beside: readouts that `jax.vmap` runs beside each other; they share the room for tiles.
+        simultaneous: readouts that `jax.vmap` runs at once; they share the room for tiles.
     """
 
     of: Callable[[Tile], jax.Array]
     positions: tuple[int, ...]
     vocab_size: int
     parts: int = 1
-    beside: int = 1
+    simultaneous: int = 1
 
     @property
     def part(self) -> int:
@@ -117,7 +117,7 @@ class Readout:
     @property
     def width(self) -> int:
         """Entries of every part that a tile has; the last tile may be narrower."""
-        fitting = TILE_ELEMENTS // (math.prod(self.positions) * self.parts * self.beside)
+        fitting = TILE_ELEMENTS // (math.prod(self.positions) * self.parts * self.simultaneous)
         return min(self.part, max(fitting // LANES, LEAST_LANES) * LANES)
 
     def ids(self, tile: Tile) -> jax.Array:
@@ -167,7 +167,7 @@ def predict(
 
 
 class Drawn(NamedTuple):
-    """What one step knows of positions [B, W], none of which has a mask token.
+    """The draws and scores of positions [B, W], none of which has a mask token.
 
     Attributes:
         token: int32, drawn.
@@ -306,7 +306,7 @@ def truncate(z: jax.Array, survives: jax.Array | None, mask_id: int) -> jax.Arra
 
 @jax.named_scope("vocabulary")
 def _reduce(scores: Readout, read: Callable[[Tile], T], merge: Callable[[T, T], T]) -> T:
-    """What `merge` makes of `read` of all tiles; only one of them exists at a time.
+    """Merges `read` of all tiles, of which only one exists at a time.
 
     The last tile has what the full ones leave, so that no slice reaches beyond its part and is moved back. It is read
     first and outside the loop: its result has the type that the loop carries, also within `jax.shard_map`.
@@ -320,7 +320,7 @@ def _reduce(scores: Readout, read: Callable[[Tile], T], merge: Callable[[T, T], 
 
 
 def _once(scores: Readout, read: Callable[[Tile], T]) -> Callable[[Tile], T]:
-    """`read`, but where all is one tile it is done here and now, and not again in every pass."""
+    """`read`; if all is one tile it runs once, here, and not again in every pass."""
     if scores.width < scores.part:
         return read
     found = read(Tile(0, scores.part))
@@ -500,7 +500,7 @@ class _Tally(NamedTuple):
 
 
 def _scored(raw: jax.Array, ids: jax.Array, plan: _Plan, cut: _Cut | None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """A tile's logits without what is suppressed, the same tempered, and what is scored; `defer` is left to others."""
+    """A tile's logits without what is suppressed, the same tempered, and what is scored; `defer` is applied later."""
     logits = _without(raw, ids, plan.sampling.suppress)
     z = temper(logits, plan.sampling)
     if plan.score_from == "raw":
@@ -543,7 +543,7 @@ def _concluded(found: _Tally, plan: _Plan, cut: _Cut | None, vocab_size: int) ->
     finite = jnp.isfinite(found.peak)
     chosen = finite & (choice.value > -jnp.inf)
     token, raw = jnp.full_like(choice.token, int(plan.mask_id == 0)), jnp.full_like(choice.score, jnp.nan)
-    if cut is not None:  # nothing survives a second look only if the product's last bits came out otherwise
+    if cut is not None:  # nothing survives only if the last bits of this pass's product differ
         left = finite & (cut.best.value > -jnp.inf)
         token, raw = jnp.where(left, cut.best.token, token), jnp.where(left, cut.best.score, raw)
     token = jnp.where(chosen, choice.token, token)
