@@ -224,7 +224,7 @@ def training_step(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> Any:
     """One optimiser step of a run on rows of `data.length` tokens, lowered without weights and data."""
     stepper = Stepper(config, model, placement_of(config, model, mesh))
     shapes = stepper.trainable.shapes()
-    state = stepper.abstract({name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()})
+    state = stepper.abstract_state({name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()})
     whole = isinstance(stepper.trainable, WholeModel)
     frozen = {} if whole else abstract_params(model, config.compute.dtype, param_shardings(model, mesh))
     optimizer, length = config.optimizer, config.data.length

@@ -51,7 +51,7 @@ def report(options: argparse.Namespace) -> Row:
         base = dllm_jax.load(run.config.model.init, dtype=run.config.compute.dtype)
         with RunFolder(run.config).states(training=False) as states:
             for step in [0, *states.steps[options.every - 1 :: options.every]]:
-                model = _model(run, run.restore(states, step) if step else run.fresh(), base)
+                model = _model(run, run.restore(states, step) if step else run.initial_state(), base)
                 bound = task.bind(model)
                 examples = examples or [bound.example("test", i) for i in range(options.n)]
                 found = evals.run(

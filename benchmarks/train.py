@@ -76,7 +76,7 @@ def measure(config: TrainConfig, repeats: int, patience: float, quick: bool) -> 
     """Times one case; see the module's text."""
     parts = read_parts(config)
     run = Run(config, parts, placement_of(config, parts.model, training_mesh(config)))
-    state, key = run.fresh(), jax.random.key(0)
+    state, key = run.initial_state(), jax.random.key(0)
     start = time.perf_counter()
     batch = device_batch(parts.rows, 0, config, run.placement.batch)
     data_seconds = time.perf_counter() - start

@@ -214,7 +214,7 @@ SHORT_BLOCKS = (
 def often(run, token):
     """The state before the first step, but with weights by which about half of all tokens are `token`: every embedding,
     and so every hidden state, has a share that only this token's column of the head reads."""
-    state = run.fresh()
+    state = run.initial_state()
     weights = dict(state.trained)
     weights["embed.embedding"] = weights["embed.embedding"].at[:, 0].set(0.1)
     weights["lm_head.kernel"] = weights["lm_head.kernel"].at[0].set(0.0).at[0, token].set(1.0)
@@ -387,7 +387,7 @@ def test_tasks_check_answers(tmp_path):
     fields = {name: x for name, x in model_fields().items() if name not in (*SPECIAL, "vocab_size")}
     rollout = {"sampler": "topk:k=8", "prompts": 2, "group": 4, "reward": "partial"}
     run = run_of(config_of(tmp_path, data=data, model={"config": fields}, rollout=rollout))
-    batch = run.feed(0, 0, run.fresh())
+    batch = run.feed(0, 0, run.initial_state())
     assert 0 <= run.feed.metrics["accuracy"] <= run.feed.metrics["reward"] <= 1 and run.feed.metrics["reward"] > 0
     for row in range(8):
         example = run.parts.rows.source.example(row // 4)
@@ -426,7 +426,7 @@ def test_questions_of_a_file_are_rewarded_by_their_score(spoken, tmp_path):
     parts, (faults,) = read_parts(config).check_examples(config, progress=False)
     assert faults.kinds == {"too long": 1} and "questions.jsonl line 4" in faults.sentences[0]
     run = Run(config, parts, placement_of(config, parts.model, training_mesh(config)))
-    batch, task = run.feed(0, 0, run.fresh()), parts.task
+    batch, task = run.feed(0, 0, run.initial_state()), parts.task
     assert run.feed.metrics["reward"] == run.feed.metrics["accuracy"] and 0 < run.feed.metrics["reward"] < 1
     for row in range(8):
         example = parts.rows.source.example(parts.rows.index(row // 4))

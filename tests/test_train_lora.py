@@ -77,7 +77,8 @@ def test_a_second_run_begins_where_the_first_ended(runs):
     folder, of, first = runs
     config = of("second", init=str(first))
     written = train.load_adapters(first)[2]
-    fresh = train.trainer.Run(config, parts := train.trainer.read_parts(config), placement(config, parts)).fresh()
+    parts = train.trainer.read_parts(config)
+    fresh = train.trainer.Run(config, parts, placement(config, parts)).initial_state()
     assert fresh.step == 0 and not any(np.any(x) for x in jax.tree.leaves(fresh.optimizer) if x.ndim > 1)
     for name, value in written.items():
         np.testing.assert_array_equal(fresh.trained[name], value)
@@ -103,7 +104,7 @@ def test_on_a_mesh_they_lie_where_the_kernels_do(runs):
     config = train.config.dataclasses.replace(config, compute=train.config.ComputePart(mesh={"fsdp": 2, "tensor": 2}))
     parts = train.trainer.read_parts(config)
     place = placement(config, parts)
-    fresh = train.trainer.Run(config, parts, place).fresh()
+    fresh = train.trainer.Run(config, parts, place).initial_state()
     for name, value in train.load_adapters(first)[2].items():
         np.testing.assert_array_equal(fresh.trained[name], value)
         assert fresh.trained[name].sharding == place.trained[name]

@@ -124,7 +124,7 @@ class Stepper:
         shardings = self.shardings(jax.eval_shape(self._fresh, dict(trained)))
         return jax.jit(self._fresh, out_shardings=shardings, donate_argnums=0)(dict(trained))
 
-    def abstract(self, trained: Mapping[str, jax.ShapeDtypeStruct]) -> TrainState:
+    def abstract_state(self, trained: Mapping[str, jax.ShapeDtypeStruct]) -> TrainState:
         """Shapes, dtypes and shardings of a state without any memory."""
         state = jax.eval_shape(self._fresh, dict(trained))
         place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

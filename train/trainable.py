@@ -71,7 +71,7 @@ class Trainable(Protocol):
         """Sharding of every trained array."""
         ...
 
-    def fresh(self, key: jax.Array, shardings: Mapping[str, NamedSharding]) -> dict[str, jax.Array]:
+    def initial(self, key: jax.Array, shardings: Mapping[str, NamedSharding]) -> dict[str, jax.Array]:
         """The arrays before the first step."""
         ...
 
@@ -122,7 +122,7 @@ class WholeModel:
     def shardings(self, mesh: Mesh) -> Mapping[str, NamedSharding]:
         return param_shardings(self.model, mesh)
 
-    def fresh(self, key: jax.Array, shardings: Mapping[str, NamedSharding]) -> dict[str, jax.Array]:
+    def initial(self, key: jax.Array, shardings: Mapping[str, NamedSharding]) -> dict[str, jax.Array]:
         if self.config.model.init:
             return _loaded(checkpoint.find(self.config.model.init), self.model, shardings)
         return init_params(self.model, key, dtype="float32", shardings=shardings)
@@ -162,7 +162,7 @@ class LoraModel:
     def shardings(self, mesh: Mesh) -> Mapping[str, NamedSharding]:
         return adapter_shardings(self.model, self.config.lora, param_shardings(self.model, mesh))
 
-    def fresh(self, key: jax.Array, shardings: Mapping[str, NamedSharding]) -> dict[str, jax.Array]:
+    def initial(self, key: jax.Array, shardings: Mapping[str, NamedSharding]) -> dict[str, jax.Array]:
         return init_adapters(self.model, self.config.lora, key, shardings)
 
     def frozen(self, mesh: Mesh) -> dict[str, jax.Array]:

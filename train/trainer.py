@@ -93,7 +93,7 @@ def train(config: TrainConfig, *, progress: bool = False, allow_change: Collecti
                 notes |= states.notes(started)
                 folder.compare_data(data)
                 run.check_start(started, notes["position"], folder)
-        state = run.restore(states, started) if started else run.fresh()
+        state = run.restore(states, started) if started else run.initial_state()
         skips = Skips(config, states, notes.get("skipped", 0))
         metrics: Mapping[str, float] = {}
         unfinished = started < config.steps
@@ -161,9 +161,9 @@ class Run:
         if self.feed:
             self.feed.check_start(step, position)
 
-    def fresh(self) -> TrainState:
+    def initial_state(self) -> TrainState:
         """The state before the first step."""
-        return self.stepper.start(self.trainable.fresh(jax.random.key(self.config.seed), self.placement.trained))
+        return self.stepper.start(self.trainable.initial(jax.random.key(self.config.seed), self.placement.trained))
 
     def restore(self, states: States, step: int) -> TrainState:
         """A state that was written."""
@@ -172,7 +172,7 @@ class Run:
             name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=shardings[name])
             for name, shape in self.trainable.shapes().items()
         }
-        return states.load(step, self.stepper.abstract(arrays))
+        return states.load(step, self.stepper.abstract_state(arrays))
 
     def write(self, state: TrainState, out: Path, *, overwrite: bool) -> None:
         """Writes the trained weights, by all processes together."""
@@ -283,7 +283,7 @@ class Skips:
                     (name, values[name]) for name in ("loss", *values) if not math.isfinite(values[name])
                 )
                 since = f", after {most} that were skipped" if most else ""
-                raise self.failed(f"the {name.replace('_', ' ')} of step {number} is {value}{since}")
+                raise self.failure(f"the {name.replace('_', ' ')} of step {number} is {value}{since}")
         done = [values for values in steps if not values["skipped"]]
         means = {name: sum(values[name] for values in done) / len(done) for name in (done[0] if done else ())}
         means.pop("skipped", None)
@@ -292,9 +292,9 @@ class Skips:
     def check_all(self) -> None:
         """Raises DllmError when most steps of a run that has ended were skipped."""
         if 2 * self.in_all > self._config.steps:
-            raise self.failed(f"{self.in_all} of {self._config.steps} steps were skipped, and no result is written")
+            raise self.failure(f"{self.in_all} of {self._config.steps} steps were skipped, and no result is written")
 
-    def failed(self, why: str) -> DllmError:
+    def failure(self, why: str) -> DllmError:
         """The error for a run that diverged, with the state to resume from."""
         part, written = self._config.optimizer, self._states.steps
         folder = f"{self._config.out}/{STATE_FOLDER}/{written[-1]}" if written else ""
@@ -324,8 +324,8 @@ class Soundness:
         last check."""
         finite, norm = (value.item() for value in jax.device_get(self._measure(state)))
         if not finite:
-            raise self._skips.failed(f"the weights or the optimizer's moments after step {step} are not all finite")
+            raise self._skips.failure(f"the weights or the optimizer's moments after step {step} are not all finite")
         if not norm <= _MOST_GROWTH * max(self._norm, 1.0):
             grown = f"the norm of the weights is {norm:.3g} after step {step}, and was {self._norm:.3g}"
-            raise self._skips.failed(grown)
+            raise self._skips.failure(grown)
         self._norm = norm

@@ -244,7 +244,7 @@ class IndicatorOfModel:
     def shardings(self, mesh: Mesh) -> Mapping[str, NamedSharding]:
         return dict.fromkeys(self.shapes(), NamedSharding(mesh, PartitionSpec()))
 
-    def fresh(self, key: jax.Array, shardings: Mapping[str, NamedSharding]) -> dict[str, jax.Array]:
+    def initial(self, key: jax.Array, shardings: Mapping[str, NamedSharding]) -> dict[str, jax.Array]:
         return jax.jit(lambda key: init_indicator(self.indicator, key).params, out_shardings=dict(shardings))(key)
 
     def frozen(self, mesh: Mesh) -> dict[str, jax.Array]:
