@@ -42,19 +42,20 @@ NEEDED = {  # rules with numbers that have no default
     "remask": lambda: Remask(8),
 }
 CACHES = ["none", "prefix", "dual", "vicinity", "exact", "sub-block"]
-WITH_ALL = ("threshold", "edit", "ni", "remask")  # others commit by their predictions alone, whatever cache made these
+# Known to commit by predictions alone, whatever cache made these: checked without and with one. A new rule gets all.
+WITH_ONE = ("llada", "dream", "topk", "factor", "eb", "credit", "hierarchical", "dynamic", "fast-dllm-v2")
 CHECKS = ["tracing", "a row alone", "numbers per row"]
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_every_rule_keeps_its_promises(name):
     """A rule that cannot be made without numbers gets them in `NEEDED`."""
-    number = list(RULES).index(name)
-    caches = CACHES if name in WITH_ALL else [CACHES[number % len(CACHES)]]
+    caches = ["none", CACHES[1 + WITH_ONE.index(name) % 5]] if name in WITH_ONE else CACHES
     missing = [field.name for field in dataclasses.fields(RULES[name]) if field.default is dataclasses.MISSING]
     assert name in NEEDED or not missing, f"add {name} to NEEDED in this file, with {missing}"
     rule = NEEDED[name]() if name in NEEDED else RULES[name]()
-    assert check_rule(rule, caches=caches) == (CHECKS if numbers_of(rule) else CHECKS[:2]) + caches
+    key = jax.random.key(1)  # without two positions of equal scores, which programs round differently
+    assert check_rule(rule, caches=caches, key=key) == (CHECKS if numbers_of(rule) else CHECKS[:2]) + caches
 
 
 # Broken ones ---------------------------------------------------------------------------------------------------------
