@@ -45,7 +45,7 @@ def add_task(add: Any, *, required: bool = True) -> None:
 
 
 def models_of(options: argparse.Namespace) -> Models:
-    """The models that the flags are about, none of them loaded.
+    """The models of the flags, none of them loaded.
 
     Raises:
         DllmError: for a mesh that there is not, or a batch that does not split over it, and for one of several
