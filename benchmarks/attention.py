@@ -5,7 +5,7 @@ Every row is one shape, forward alone or with the gradients of queries, keys and
 entry), and the kernel's share of the measured rate of matrix products.
 
     python -m benchmarks.attention --json attention.json
-    python -m benchmarks.attention --interpret --shapes 1x256x256x2x2x64     # on any machine: right or not, no speed
+    python -m benchmarks.attention --interpret --shapes 1x256x256x2x2x64     # on any machine: errors, no speed
 """
 
 import argparse
@@ -95,7 +95,7 @@ def _several(program: Callable[..., Any], args: Sequence[jax.Array], calls: int)
 
 
 def backend_of(options: argparse.Namespace) -> Backend:
-    """Whose kernels run here.
+    """The backend whose kernels run here.
 
     Raises:
         DllmError: where none do.
@@ -106,7 +106,7 @@ def backend_of(options: argparse.Namespace) -> Backend:
     if here == "tpu":
         return "tpu"
     if here != "gpu":
-        raise DllmError(f"no kernels run on {here}; use a GPU or TPU, or --interpret to see that they are right")
+        raise DllmError(f"no kernels run on {here}; use a GPU or TPU, or --interpret to check their results")
     return "cuda"
 
 
@@ -114,7 +114,7 @@ def report(options: argparse.Namespace) -> Row:
     """Everything that is measured, and on what.
 
     Raises:
-        DllmError: as `backend_of`, and for shapes that are none.
+        DllmError: as `backend_of`, and for bad shapes.
     """
     try:
         shapes = [tuple(int(size) for size in text.split("x")) for text in options.shapes.split(",")]

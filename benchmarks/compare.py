@@ -25,7 +25,7 @@ class Benchmark(NamedTuple):
     """What is compared of a benchmark's rows.
 
     Attributes:
-        key: fields that say which row it is.
+        key: fields that identify a row.
         high: fields that are better high.
         low: fields that are better low.
     """

@@ -1,4 +1,4 @@
-"""What XLA makes of a program for a device that is not there: `python -m benchmarks.compile --help`.
+"""What XLA makes of a program for an absent device: `python -m benchmarks.compile --help`.
 
 Compiles for a TPU, an H100 or a T4 on any machine and reads the result: memory of each device, what every loop's body
 copies and sends, loops within the forward, predicates that a GPU's host reads, and on TPU the compiler's own estimate
@@ -56,7 +56,7 @@ MEMORY = {"v5e": 15.75, "v6e": 31.25, "v5p": 95.0, "h100": 79.1, "t4": 14.7}
 """GiB that a program may use of each kind of device."""
 
 GPUS = {name: Path(__file__).parent / "targets" / f"{name}.txtpb" for name in ("h100", "t4")}
-CUDA_FLAGS = "--xla_gpu_autotune_level=0"  # nothing can be tried
+CUDA_FLAGS = "--xla_gpu_autotune_level=0"  # nothing can be autotuned
 ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "true"}  # or libtpu looks for its machine
 WHAT = ("sample", "full", "window", "train")
 FORWARDS = ("full", "window")
@@ -80,7 +80,7 @@ def devices_of(target: str) -> list[Any]:
                 platform="cuda", target_config=text, topology=f"1x1x{size or 1}"
             ).devices
         return topologies.get_topology_desc(target, "tpu").devices
-    except Exception as error:  # whatever a plug-in that is missing makes of it
+    except Exception as error:  # whatever a missing plug-in raises
         extra = "jax[cuda12-local] and nvidia-cuda-nvcc-cu12" if kind in GPUS else "jax[tpu]"
         first = (str(error) or type(error).__name__).splitlines()[0]
         raise DllmError(f"nothing here compiles for {target} ({first}); install {extra}") from None
@@ -136,7 +136,7 @@ class Setting:
         return _name(self.dtype), (rows, self.length, config.num_kv_heads // parts, config.head_dim)
 
     def weight_shapes(self) -> set[hlo.Shape]:
-        """A device's part of every matrix, but for routers, whose copies nobody would notice."""
+        """A device's part of every matrix, but for routers, whose copies cost next to nothing."""
         named = self.denoiser().params.items()
         params = jax.tree.leaves([param for name, param in named if not name.endswith("router")])
         shapes = {(_name(param.dtype.name), param.sharding.shard_shape(param.shape)) for param in params}
@@ -253,7 +253,7 @@ def label(own: Sequence[hlo.Instruction], at: hlo.Instruction | None) -> str:
 
 
 def describe(program: Any, setting: Setting) -> dict[str, Any]:
-    """What there is to know about a compiled program; sizes in bytes, of one device."""
+    """The figures of a compiled program; sizes in bytes, of one device."""
     memory, text = program.memory_analysis(), program.as_text()
     found = hlo.read(text)
     root = hlo.loops(found, label)
@@ -348,7 +348,7 @@ def _cells(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> tuple[str, ..
 
 
 def faults(result: dict[str, Any]) -> list[str]:
-    """What a program should not do, a sentence for each."""
+    """The faults of a program, a sentence for each."""
     found = []
     for row in result["loops"]:
         for kind, what in (("kv", "key/value buffers"), ("weight", "weights")):
@@ -376,7 +376,7 @@ def parser() -> argparse.ArgumentParser:
     add("--what", default="sample", choices=WHAT, help="a whole generation (default), a forward, or a step of training")
     add("--config", metavar="FILE", help="of --what train: settings in TOML, such as train/configs/8b/llada-d2f.toml")
     add("settings", nargs="*", metavar="key=value", help="of --what train: changes, such as optimizer.batch=8")
-    add("--quantize", choices=["int8", "int4"], help="weights in so many bits")
+    add("--quantize", choices=["int8", "int4"], help="quantize weights to this many bits")
     add("--sampler", default="threshold:cache=dual", metavar="SPEC")
     add("--batch", type=int, default=1)
     add("--prompt-length", type=int, default=256)
@@ -410,7 +410,7 @@ def report(options: argparse.Namespace) -> dict[str, Any]:
     """Compiles, and describes the result.
 
     Raises:
-        DllmError: for settings that cannot be, and a program that the compiler refuses.
+        DllmError: for impossible settings, and a program that the compiler refuses.
     """
     for name in ("batch", "prompt_length", "gen_length", "block_length"):
         if (number := getattr(options, name)) < 1:
@@ -473,7 +473,7 @@ def _training(options: argparse.Namespace) -> tuple[Setting, dict[str, Any]]:
 
 
 def compile_here() -> None:
-    """Settings of JAX for a process that compiles for others."""
+    """Settings of JAX for a process that compiles for absent devices."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)
 

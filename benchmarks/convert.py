@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--scratch", type=Path, required=True, help="folder on a disk with about 35 GB free")
     parser.add_argument("--model", default="llada-8b-instruct", help="published size (default: llada-8b-instruct)")
     parser.add_argument("--layers", type=int, help="fewer for a quick run (default: all)")
-    parser.add_argument("--quantize", choices=("int8", "int4"), help="write kernels in so many bits")
+    parser.add_argument("--quantize", choices=("int8", "int4"), help="quantize kernels to this many bits")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
     options.scratch.mkdir(parents=True, exist_ok=True)

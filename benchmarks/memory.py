@@ -42,7 +42,7 @@ def outlined(name: str, quantize: Any, dtype: str, layers: int | None = None) ->
     """A model of shapes alone.
 
     Args:
-        layers: so many of a published size's, all by default.
+        layers: number of a published size's layers, all by default.
     """
     if name not in PUBLISHED:
         return load_shapes(name, dtype=dtype, quantize=quantize)
@@ -60,7 +60,7 @@ def needed(name: str, quantize: Any, batch: int, length: int, gen_length: int) -
         length: positions of a row, of which `gen_length` are generated.
 
     Raises:
-        DllmError: for unknown names, and what cannot be quantized so.
+        DllmError: for unknown names, and models that cannot be quantized this way.
     """
     model = outlined(name, quantize, "bfloat16")
     sampler = make_sampler(model, gen_length=gen_length, ignore_eos=True)
@@ -131,7 +131,7 @@ def parser() -> argparse.ArgumentParser:
     add("--quantize", nargs="+", default=["none", "int8", "int4"], choices=["none", "int8", "int4"])
     add("--batch", nargs="+", type=int, default=[1, 16], metavar="N")
     add("--length", nargs="+", type=int, default=[768], metavar="N", help="positions of a row, prompt included")
-    add("--gen-length", type=int, default=256, metavar="N", help="of which so many are generated")
+    add("--gen-length", type=int, default=256, metavar="N", help="how many of these are generated")
     add("--check", nargs="+", type=Path, metavar="FILE", help="compare with these files of benchmarks.compile instead")
     add("--json", type=Path, metavar="FILE", help="write the rows there")
     return made
@@ -141,7 +141,7 @@ def report(options: argparse.Namespace) -> list[dict[str, Any]]:
     """All rows.
 
     Raises:
-        DllmError: for unknown models and shapes that cannot be.
+        DllmError: for unknown models and impossible shapes.
     """
     if options.check:
         return compared(options.check)

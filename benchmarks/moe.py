@@ -38,7 +38,7 @@ from benchmarks.roofline import Ceilings, Row, measure_ceilings, timed
 from dllm_jax.models.moe import GROUPED, TILE_ROWS, in_groups, in_rounds
 
 Apply = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
-MOST_FLOPS = 1.5e12  # of what is run: more takes a CPU longer than anybody waits; its memory is still reported
+MOST_FLOPS = 1.5e12  # of what is run: more would take a CPU too long; its memory is still reported
 PATIENCE = 10.0  # seconds of repeats after which a variant is not repeated any more
 
 

@@ -2,7 +2,7 @@
 
 Runs these steps one after the other, each within its time; after one that fails comes the next:
 
-    attention   the kernels of attention, right or not, and against XLA's operations (`benchmarks.attention`)
+    attention   the kernels of attention: errors, and speed against XLA's operations (`benchmarks.attention`)
     experts     the kernel of experts against rounds, in time and result (`benchmarks.moe`)
     bfloat16    LLaDA-8B with random weights: the roofline of window and full forwards, generations against their
                 baselines and the sum of their forwards (`benchmarks.sample --suite gpu`)
@@ -31,7 +31,7 @@ STEPS: dict[str, tuple[int, tuple[str, ...]]] = {
         ("benchmarks.sample", *MODEL, "--quantize", "int8", "--roofline", "--batch", "1,8,32", "--time-limit", "100"),
     ),
 }
-"""Seconds after which a step is ended, and its module and options."""
+"""Seconds after which a step is stopped, and its module and options."""
 
 
 def run(folder: Path, names: Sequence[str]) -> list[str]:

@@ -2,9 +2,8 @@
 
     python -m benchmarks.peer_worker ENGINE JOB
 
-JOB is `benchmarks.peers.Job` in JSON. When it has loaded it writes a line, `{"versions": {...}}`; to every line
-`{"cache": "dual"}` it answers with one of what a generation gave and took; what goes wrong is a line
-`{"error": "..."}`. All lines are JSON.
+JOB is `benchmarks.peers.Job` in JSON. When it has loaded it writes a line, `{"versions": {...}}`; it answers every line
+`{"cache": "dual"}` with the tokens and times of a generation, or with `{"error": "..."}`. All lines are JSON.
 """
 
 import json
@@ -130,7 +129,7 @@ def main() -> None:
         answer({"versions": {name: version(name) for name in PACKAGES[engine]}})
         for line in sys.stdin:
             answer(timed(generate, json.loads(line)["cache"]))
-    except Exception as error:  # the process that asks says it
+    except Exception as error:  # the asking process reports it
         answer({"error": f"{type(error).__name__}: {error}".splitlines()[0]})
 
 

@@ -37,7 +37,7 @@ Row = dict[str, Any]
 
 ROOT = Path(__file__).parents[1]
 CACHES = ("none", "prefix", "dual")
-PEERS = {  # what is asked of a checkout, and which caches it has
+PEERS = {  # what a checkout must have, and which caches it has
     "fast-dllm": ("https://github.com/NVlabs/Fast-dLLM", "llada/generate.py", CACHES),
     "bonsai": ("https://github.com/jax-ml/bonsai", "bonsai/models/llada/modeling.py", ("none",)),
 }
@@ -88,7 +88,7 @@ class Worker:
     """A process that answers every line with a line, both JSON; see `benchmarks.peer_worker`.
 
     Attributes:
-        name: what errors call it.
+        name: its name in errors.
         hello: its first answer.
     """
 
@@ -218,7 +218,7 @@ def checkouts_of(options: argparse.Namespace) -> dict[str, Path]:
     given = {name: getattr(options, name.replace("-", "_")) for name in PEERS}
     found = {name: folder for name, folder in given.items() if folder is not None}
     if not found:
-        raise DllmError("nobody to compare with; give --fast-dllm DIR, --bonsai DIR or both")
+        raise DllmError("there is no peer to compare with; give --fast-dllm DIR, --bonsai DIR or both")
     for name, folder in found.items():
         url, file, _ = PEERS[name]
         if not (folder / file).is_file():

@@ -5,9 +5,9 @@ r"""How much device memory a training step of each recipe takes: `python -m benc
     python -m benchmarks.recipes --target v6e:4x4 train/configs/8b/llada2-sft.toml optimizer.accumulate=4 \
         compute.mesh.fsdp=16
 
-compiles the step with a run's own settings (`benchmarks.compile --what train`) and prints the line that stands in the
-recipe's head. On TPUs, where layers are a loop, all of them are compiled; on GPUs, where they are not, 4 and 6, and
-what the model asks for is the line through both.
+compiles the step with a run's own settings (`benchmarks.compile --what train`) and prints the line for the recipe's
+head. On TPUs, where layers are a loop, all of them are compiled; on GPUs, where they are not, 4 and 6, and the model's
+need is extrapolated from both.
 """
 
 import argparse
@@ -27,7 +27,7 @@ FEW, MORE = 4, 6  # layers whose difference is that of a layer
 
 
 def extended(few: Mapping[str, Any], more: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """The row of a model of so many layers from those of two smaller ones."""
+    """The row of a model of this many layers, extrapolated from two smaller ones."""
     share = (layers - few["layers"]) / (more["layers"] - few["layers"])
     sizes = {name: round(few[name] + share * (more[name] - few[name])) for name in SIZES}
     return {**more, **sizes, "layers": layers, "from": [few["layers"], more["layers"]]}
@@ -55,7 +55,7 @@ def rows_of(path: str, target: str, settings: Sequence[str] = ()) -> list[dict[s
 
 
 def line(row: Mapping[str, Any]) -> str:
-    """How the head of a recipe says it."""
+    """The line in the head of a recipe."""
     argument, temporary, peak = (f"{row[name] / bench.GIB:.1f}" for name in SIZES)
     of = f"{row['memory_bytes'] / bench.GIB:.0f}"
     return f"#   {row['target']:<12} {row['mesh']:<8} {peak:>5} of {of} (arguments {argument}, temporary {temporary})"

@@ -154,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sampler", required=True, help="spec of the sampler that answers")
     parser.add_argument("--n", type=int, default=2000, help="test problems (default: 2000)")
     parser.add_argument("--batch-size", type=int, default=256, metavar="N")
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="look at every Nth state (default: all)")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="evaluate every Nth state (default: all)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for results.json, results.csv and curve.png")
     options = parser.parse_args(arguments)
     options.dtype, options.json = None, None

@@ -55,7 +55,7 @@ def timed(call: Callable[[], Any], patience: float = 0.0) -> tuple[float, float 
     """Wall time of one call, and how many cores other processes kept busy meanwhile (None where that is unknown).
 
     Args:
-        patience: for this many seconds, wait for the rest of the machine to come to rest before the call, and repeat
+        patience: for this many seconds, wait until the rest of the machine is idle before the call, and repeat
             a call that was disturbed.
     """
     deadline = time.perf_counter() + patience

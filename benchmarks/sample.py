@@ -126,7 +126,7 @@ class Forwards:
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """Something that generates, compiled and ready; `run` returns while the device may still be at it."""
+    """Something that generates, compiled and ready; `run` returns while the device may still be running."""
 
     run: Callable[[], Result]
     compile_seconds: float
@@ -525,7 +525,7 @@ HEADINGS = (
 
 
 def format_rows(rows: Sequence[Row]) -> str:
-    """The table for people."""
+    """The table as text."""
     widths = [len(form.format(0 if ">" in form else "")) for form in COLUMNS.values()]
     for i, name in enumerate(list(COLUMNS)[:3]):
         widths[i] = max([widths[i], *(len(row[name]) for row in rows)])
@@ -570,7 +570,7 @@ def run(plan: Sequence[Group | Forwards], job: Job, report: Report, prompt_lengt
 
 
 def run_group(part: Group, job: Job, report: Report, prompt_length: int | None, programs: Programs) -> None:
-    """Measures a group's rows and adds them to the report, again and again as they get better."""
+    """Measures a group's rows and adds them to the report, and updates them after every repeat."""
     before = report.data["rows"]
     prompt, lengths = make_prompts(job.model, part.batch, prompt_length)
     check_lengths(job.model, job.sampler(part.rule, "none"), [[0] * prompt.shape[1]])
@@ -630,7 +630,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--ignore-eos", action="store_true", help="no stop condition; always so with random weights")
     made.add_argument("--repeats", type=int, default=5)
     made.add_argument("--roofline", action="store_true", help="time forwards alone, against measured ceilings")
-    made.add_argument("--quantize", choices=["int8", "int4"], help="weights in so many bits")
+    made.add_argument("--quantize", choices=["int8", "int4"], help="quantize weights to this many bits")
     made.add_argument("--suite", choices=["gpu"], help="a fixed plan for one GPU, done in eight minutes")
     made.add_argument("--time-limit", type=float, metavar="SECONDS", help="begin nothing after this")
     made.add_argument(

@@ -1,11 +1,11 @@
 """The server under load: `python -m benchmarks.serve --json benchmarks/results/serve-cpu.json`.
 
-Clients ask one after another for answers of 8, 16 or 32 positions, one token a forward, on the embedded model of word
-problems, each as soon as it has its last one, in three ways of one run:
+Each client asks for one answer after another of 8, 16 or 32 positions, one token a forward, on the embedded model of
+word problems, in three ways of one run:
 
 * engine: `python -m samplers serve`, whose slots take the next request as soon as they are free;
 * one at a time: the same server with a single slot;
-* naive batches: what waits, up to as many as the engine has slots, in one call of `sample_jit`, which is as
+* naive batches: the waiting requests, up to the engine's number of slots, in one call of `sample_jit`, which is as
   slow as its slowest row; in this process, so without HTTP.
 
 Ratios are of tokens per second to one at a time. Faults of clients are tested in `tests/test_serve.py`.
@@ -112,7 +112,7 @@ async def over_http(url: str) -> AsyncIterator[Ask]:
 
 @contextlib.asynccontextmanager
 async def in_batches(model: Model, size: int) -> AsyncIterator[Ask]:
-    """Answers what waits together, one batch after another."""
+    """Answers waiting requests together, one batch after another."""
     sampler = make_sampler(model, **SAMPLER)
     waiting: asyncio.Queue[tuple[Question, asyncio.Future[str]]] = asyncio.Queue()
 
@@ -149,7 +149,7 @@ async def in_batches(model: Model, size: int) -> AsyncIterator[Ask]:
 
 
 async def load(ask: Ask, work: Sequence[Question], clients: int) -> dict[str, Any]:
-    """So many clients do all the work together."""
+    """This many clients do all the work together."""
     await asyncio.gather(*(ask(question) for question in work[:2]))  # programs are compiled before
     left, seconds, wrong = list(reversed(work)), list[float](), 0
 

@@ -1,12 +1,12 @@
-"""What slots are worth: every sampler over many prompts, through an engine and in plain batches, on embedded models.
+"""The gain from slots: every sampler over many prompts, through an engine and in plain batches, on embedded models.
 
     python -m benchmarks.slots --json benchmarks/results/slots-cpu.json
 
 A row's `tokens_per_second` counts answers' tokens; `forwards_per_second` counts every row's forwards, so that its
 ratio to top-k's, `of_topk`, is the ratio of tokens per second at equal mean forwards. `over_batches` is the same work
 in batches of as many rows, which wait for their slowest. The two take turns; of several repeats the median counts. On
-CPU seconds are those of the process, all its threads together. The indicator is untrained: what it commits is worth
-nothing, what it costs is right.
+CPU seconds are those of the process, all its threads together. The indicator is untrained: its tokens mean nothing, its
+cost is right.
 """
 
 import argparse

@@ -54,7 +54,7 @@ def command_line() -> argparse.ArgumentParser:
         if FAMILIES[family].asks_block_length:
             about = "length of its blocks, where neither config.json nor its name says it"
             command.add_argument("--block-length", type=int, metavar="N", help=about)
-        command.add_argument("--quantize", metavar="BITS", help="int8 or int4: kernels in so many bits")
+        command.add_argument("--quantize", metavar="BITS", help="int8 or int4: quantize kernels to this many bits")
         _add_output(command)
     command = commands.add_parser("embedded", help="convert models that come with the library, to be found by name")
     command.set_defaults(run=_embedded)
@@ -62,7 +62,7 @@ def command_line() -> argparse.ArgumentParser:
     command = commands.add_parser("published", help="download and convert published models, to be found by name")
     command.set_defaults(run=_published)
     command.add_argument("names", nargs="+", metavar="NAME", help=", ".join(PUBLISHED))
-    command.add_argument("--quantize", metavar="BITS", help="int8 or int4: kernels in so many bits")
+    command.add_argument("--quantize", metavar="BITS", help="int8 or int4: quantize kernels to this many bits")
     command.add_argument("--no-progress", action="store_true", help="no progress bar")
     command = commands.add_parser("d2f-lora", help="add published low-rank adapters (peft) to a converted model")
     command.set_defaults(run=_add_adapters)

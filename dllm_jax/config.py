@@ -104,7 +104,7 @@ class Gemma:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Everything that tells one Transformer from another; hashable, so that jit can key on it.
+    """Everything in which Transformers differ; hashable, so that jit can key on it.
 
     Letters used in shapes throughout the library: B batch, T query positions, S key positions (buffer length),
     N query heads, K key/value heads, H head dim, D model width, F feed-forward width, V vocabulary, W window,
@@ -117,7 +117,7 @@ class ModelConfig:
             an encoder that is causal, and a decoder whose queries see all it has read and their canvas.
         block_length: of "block" attention, or of a canvas, as the model was trained; None for others.
         shift: True when raw logits at position i predict token i+1 (Dream, and every causal model); the
-            `Denoiser` undoes it, nothing else reads it.
+            `Denoiser` undoes it, and only it reads this field.
         max_length: longest trained context, prompt and canvas together, in tokens.
         mask_id: the mask token, or None for a model that has none (an autoregressive verifier).
         end_ids: ids that end an answer: end of sequence, and end of turn where the family has one.

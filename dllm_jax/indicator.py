@@ -87,7 +87,7 @@ class IndicatorConfig:
         return found | {"norm.scale": (width,), "norm.bias": (width,)} | _dense("head", width, 2)
 
     def check_vocabulary(self, size: int) -> int:
-        """How many of the best tokens are looked at, of a vocabulary of `size`.
+        """How many of the best tokens are read, of a vocabulary of `size`.
 
         Raises:
             DllmError: when it has fewer.

@@ -77,7 +77,7 @@ def options_sentence(options: Iterable[str]) -> str:
 
 
 def import_object(reference: str, what: str) -> Any:
-    """What code of somebody's own is called "module:name".
+    """What a user's own code is called "module:name".
 
     Args:
         what: named in the errors, such as "data.source".

@@ -108,7 +108,7 @@ class _Case:
     Attributes:
         denoiser: what is checked.
         tokens, lengths: [B, S] and [B], host arrays.
-        rng: random numbers, used up as the checks go on.
+        rng: random numbers, used up by the checks.
         tolerance: as in `check_denoiser`.
         logits: [B, S, V] of the forward over everything; entries from `lengths` on mean nothing.
         kv: its keys and values as they are in buffers of the denoiser's own; None where it has none.
@@ -473,7 +473,7 @@ def _block_causal(case: _Case) -> None:
         return
     _same_buffers(whole, what, changed, kv, ~later & case.valid)
     first = np.where(case.lengths >= 3 + 2 * WIDTH, 3 + WIDTH, 3).astype(np.int32)
-    stale = case.spoiled(kv, at >= first[:, None])  # what a later block has in the buffers is not looked at either
+    stale = case.spoiled(kv, at >= first[:, None])  # the buffers' entries of later blocks are not read either
     found, new = _run(case.denoiser, case.tokens, visible, at=first, width=WIDTH, kv=stale)
     what = "a window under a number of visible positions for each query"
     _same_logits(whole, what, found, _span(first, WIDTH))

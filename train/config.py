@@ -30,7 +30,7 @@ class ModelPart:
             shifted diffusion model of a causal one, as Dream was made of Qwen2.5 (arXiv 2508.15487),
             "fast-dllm-v2-1.5b" a block diffusion model of it, "qwen2.5-0.5b" a causal one of any. Biases that the kind
             has and the checkpoint lacks start at 0, and a model without a mask token takes the kind's.
-        published: the published config whose fields hold where `config` is silent (not with `init`).
+        published: the published config that supplies the fields which `config` leaves out (not with `init`).
         config: fields of `ModelConfig`, such as {embed_dim = 128, num_layers = 4} (not with `init`). A task that is
             the data source fills in the vocabulary's size and special ids.
         tokenizer: folder whose tokenizer files text is encoded with and the trained model gets; by default those of
@@ -63,7 +63,7 @@ class DataPart:
         shuffle: go through a finite source in a new order each epoch.
         cache: folder for tokenised text, by default $DLLM_JAX_HOME/data (see `train.data.cache`).
         heldout: share of the examples of a finite source that are never trained on, for the loss that `watch` reports.
-            An example's tokens decide, so none changes sides when the data grow.
+            A hash of an example's tokens decides, so no example changes sides when the data grow.
         on_bad: what happens if examples of a finite source make no row (too long, empty, no JSON ...). All are found
             before the first step. "refuse" ends the run, "drop" leaves them out and lists them in out/dropped.txt.
     """
@@ -156,9 +156,8 @@ class LoraPart:
         rank: 0 trains all weights.
         alpha: the adapters' product counts alpha / rank times.
         dropout: share of the adapters' inputs that are left out in training, in [0, 1).
-        targets: "attention", "mlp", "all-linear" (both, not the vocabulary's head), or patterns of parameter names as
-            shells write them, matched against "layers.0.attn.q_proj.kernel"; with a "!" before it, what is left out of
-            those before.
+        targets: "attention", "mlp", "all-linear" (both, not the vocabulary's head), or shell patterns of parameter
+            names such as "layers.0.attn.q_proj.kernel"; a pattern after "!" excludes its names from those before.
         init: folder of adapters to start from, of the same model, rank, alpha and kernels; by default they begin at 0.
     """
 
@@ -263,8 +262,8 @@ class ObjectiveSettings(Protocol):
     """The table `objective`, of which each command has its own.
 
     Attributes:
-        kind: "sft" never masks the prompt; "pretrain" treats it as the rest of the document; "prompts" uses of
-            answers only the positions that are given.
+        kind: "sft" never masks the prompt; "pretrain" treats it as the rest of the document; "prompts" uses only the
+            given positions of answers.
     """
 
     @property

@@ -90,7 +90,7 @@ class SharedStopRequest(StopRequest):
     """
 
     def __init__(self, done: int) -> None:
-        """Begins to listen, in a run that has done so many steps."""
+        """Begins to listen, in a run that has done this many steps."""
         super().__init__()
         self._here, self._all = multihost.index(), multihost.count()
         self._step, self._last, self._reported = done, math.inf, False
@@ -112,7 +112,7 @@ class SharedStopRequest(StopRequest):
         super().close()
         with self._lock:
             self._report_step()
-        self._post("word", "end")  # no other can stop any more: they would agree on a step that nobody reaches
+        self._post("word", "end")  # no other can stop any more: they would agree on a step that no process reaches
         self._listener.join(_PATIENCE)  # a thread inside the client would crash the interpreter at its end
 
     def _listen(self) -> None:

@@ -44,7 +44,7 @@ def attention(
         layout: how the heads lie on a mesh; None for one device, and where the caller places everything, which is done
             without kernels where there are several.
         since: [B, T or 1] int32, of the visible keys only those from here on are seen (a sliding window), which the
-            kernels cannot; None for all.
+            kernels do not support; None for all.
     """
     if since is not None:
         return in_parts(query, key, value, visible, since=since)
@@ -92,7 +92,7 @@ def in_parts(
 ) -> jax.Array:
     """`attention` in XLA's own operations.
 
-    From twice `queries` positions on they are taken so many at a time, and the scores of each part are computed again
+    From twice `queries` positions on they are taken `queries` at a time, and the scores of each part are computed again
     in the backward pass instead of being kept. A query's result is that of the whole: its softmax is its own.
     """
     length = query.shape[1]

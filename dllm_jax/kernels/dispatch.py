@@ -31,10 +31,10 @@ def lie_on_one_device(arrays: Any) -> bool:
 
 
 def lowering_for(gpu: str | None) -> AbstractContextManager[None]:
-    """A block in which programs are lowered for a GPU that need not be here: from JAX 0.12 on Triton asks which it is.
+    """A context in which programs are lowered for a GPU that may be absent: from JAX 0.12 on Triton asks which it is.
 
     Args:
-        gpu: its kind as JAX has it, such as "NVIDIA H100"; None for what is not lowered for one.
+        gpu: its kind as JAX has it, such as "NVIDIA H100"; None if nothing is lowered for one.
     """
     known = {field.name for field in dataclasses.fields(AbstractDevice)}
     if gpu is None or "platform" not in known:  # JAX 0.10.0, which asks nothing
@@ -44,8 +44,8 @@ def lowering_for(gpu: str | None) -> AbstractContextManager[None]:
 
 
 def kernels_run(dtype: jnp.dtype, layout: LayoutLike | None) -> bool:
-    """Whether kernels may be used for arrays of this dtype: nobody turned them off, the GPU that is here, if one is,
-    takes them, and every device will run its own part.
+    """Whether kernels may be used for arrays of this dtype: they are not turned off, this machine's GPU, if any,
+    supports them, and every device will run its own part.
 
     Float16 is left to XLA: it is what a T4, which is too old, has instead of bfloat16.
 
@@ -58,7 +58,7 @@ def kernels_run(dtype: jnp.dtype, layout: LayoutLike | None) -> bool:
 
 
 def before_ampere() -> bool:
-    """Whether the GPU that is here, if one is, is NVIDIA's and too old for bfloat16 and for Triton, such as a T4."""
+    """Whether this machine's GPU, if any, is NVIDIA's and too old for bfloat16 and for Triton, such as a T4."""
     capability = jax.devices()[0].compute_capability if jax.default_backend() == "gpu" else ""
     return capability[:1].isdigit() and float(capability) < AMPERE  # AMD's are names
 

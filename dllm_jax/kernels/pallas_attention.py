@@ -7,7 +7,7 @@ queries sees are left out. Scores lie as [keys, queries], so that a number for e
 
 A query sees the keys at [0, visible), a number per query that is data, which is every mask of every family. Most
 libraries' kernels take a length per row, or a mask that is known when the program is made or lies in memory; tokamax's
-take a range of keys per query as well. Nobody has timed these here on a GPU or TPU.
+take a range of keys per query as well. The kernels here have not been timed on a GPU or TPU.
 
 Shape letters: B batch, T queries, S keys, N heads, K heads of keys and values, H head size; R, C those of a tile.
 """

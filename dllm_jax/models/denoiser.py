@@ -40,9 +40,9 @@ class DenoiserLike(Protocol):
     """What samplers need of a model, which must be a pytree; see `Denoiser` for what each member means.
 
     A cache policy also needs `empty_cache`, smoothing `embed` and `expected_embedding`, and a rule that reads hidden
-    states `final_hidden` and `embed`; a model without them works with everything else. One whose positions see their
-    block and what lies before it says so by `block_length`, and `in_blocks` if that can be another. Key/value buffers
-    may be any pytree whose leaves begin with batch and position, [B, S, ...], the same from `empty_cache` and
+    states `final_hidden` and `embed`; a model without them works with everything else. A model whose positions attend
+    to their block and everything before it has a `block_length`, and `in_blocks` if that can be another. Key/value
+    buffers may be any pytree whose leaves begin with batch and position, [B, S, ...], the same from `empty_cache` and
     `forward`: samplers exchange their rows. `dllm_jax.testing.check_denoiser` checks a model of your own.
     """
 
@@ -87,18 +87,18 @@ class DenoiserLike(Protocol):
 
 
 def block_length_of(model: Any) -> int | None:
-    """Length of a block diffusion model's blocks, None for a model that is none."""
+    """Length of a block diffusion model's blocks, None for other models."""
     length: int | None = getattr(model, "block_length", None)
     return length
 
 
 @pytree(static=("config", "layout", "scan", "one_device"))
 class Denoiser:
-    """A model as samplers see it: a pytree whose only data is the flat parameter dict.
+    """A model as samplers use it: a pytree whose only data is the flat parameter dict.
 
     Positions always mean *target* positions: the hidden state returned for position i is the one whose logits predict
-    the token at i. Families whose raw logits are shifted by one (Dream) feed position i - 1 for it; nobody outside
-    this class knows. Rows are left-aligned: row b's RoPE positions start at 0.
+    the token at i. Families whose raw logits are shifted by one (Dream) feed position i - 1 for it; no code outside
+    this class depends on it. Rows are left-aligned: row b's RoPE positions start at 0.
 
     Attributes:
         config: what the model is.
@@ -264,7 +264,7 @@ class Denoiser:
         before: KVCache | None = None,
         remat: RematPolicy | None = None,
     ) -> tuple[jax.Array, KVCache, Routing | None]:
-        """`forward` of all S positions, which also tells how the layers with experts routed them, for training.
+        """`forward` of all S positions, which also returns the experts' routing, for training.
 
         Args:
             counted: [B, S] bool, the positions whose routing is counted; None counts none. A shifted family's position
@@ -285,9 +285,9 @@ class Denoiser:
     def denoise(self, canvas: jax.Array, soft: jax.Array, start: jax.Array, kv: KVCache) -> tuple[jax.Array, KVCache]:
         """The decoder of a model with a canvas, `attention` "canvas", whose encoder is `forward`.
 
-        Every position of the canvas sees all of it and what lies before it, of which the buffers hold what the encoder
-        made. The canvas's own keys and values are put after that, where the encoder overwrites them when it reads the
-        finished canvas.
+        Every position of the canvas attends to all of it and to everything before it, whose keys and values the encoder
+        stored in the buffers. The canvas's own keys and values are put after that, where the encoder overwrites them
+        when it reads the finished canvas.
 
         Args:
             canvas: tokens [B, L] int32.
@@ -359,7 +359,8 @@ def _of(visible: jax.Array, within: Callable[[jax.Array], jax.Array]) -> jax.Arr
 
 
 def block_causal(length: int, starts: jax.Array, block_length: int) -> jax.Array:
-    """What each position sees where a block sees itself and everything before it, and nothing after: [B, length].
+    """What each position attends to if a block attends to itself and everything before it, and nothing after: [B,
+    length].
 
     D2F (arXiv 2508.09192, section 3.2) counts blocks from the prompt's end; LLaDA2 from position 0.
 
@@ -392,7 +393,7 @@ class FunctionDenoiser:
         min_prompt_length: tokens that a prompt must have: 1 if nothing predicts the first position, else 0.
 
     Raises:
-        DllmError: for a function that cannot be traced or whose answer is not logits, and ids that it has not.
+        DllmError: for a function that cannot be traced or whose result is not logits, and ids that it lacks.
     """
 
     fn: Callable[..., jax.Array]
@@ -427,7 +428,7 @@ class FunctionDenoiser:
         tokens, lengths = jax.ShapeDtypeStruct((1, 8), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
         try:
             found = jax.eval_shape(self._logits, tokens, lengths)
-        except Exception as error:  # whatever somebody else's code raises
+        except Exception as error:  # whatever a user's code raises
             way_out = "give a function of int32 [B, S] and [B], or vocab_size= if it takes no sequence so short"
             raise DllmError(
                 f"fn cannot be traced with tokens [1, 8] and lengths [1] ({_first_line(error)}); {way_out}"
@@ -450,7 +451,7 @@ class FunctionDenoiser:
         """As `Denoiser.forward`, of everything: a function has no key/value buffers and one way to attend.
 
         Raises:
-            DllmError: when more is asked of it, or the function answers something else than logits [B, S, V].
+            DllmError: for other arguments, and if the function returns something other than logits [B, S, V].
         """
         if at is not None or kv is not None:
             self.empty_cache(*inputs.shape[:2])
@@ -497,11 +498,11 @@ def _first_line(error: Exception) -> str:
 
 
 def _checked_logits(found: Any, shape: tuple[int, ...], vocab_size: int | None = None) -> Any:
-    """What a function answered for tokens of this shape, if it is logits."""
+    """The function's result for tokens of this shape, if it is logits."""
     wanted = f"logits [{shape[0]}, {shape[1]}, {vocab_size or 'V'}]"
     if not hasattr(found, "shape") or not hasattr(found, "dtype"):
-        raise DllmError(f"fn answers a {type(found).__name__}; it must give one array, {wanted}")
+        raise DllmError(f"fn returns a {type(found).__name__}; it must give one array, {wanted}")
     fits = len(found.shape) == 3 and found.shape[:2] == shape and found.shape[2] == (vocab_size or found.shape[2])
     if not fits or not jnp.issubdtype(found.dtype, jnp.floating):
-        raise DllmError(f"fn answers {found.dtype}{list(found.shape)} for tokens {list(shape)}; it must give {wanted}")
+        raise DllmError(f"fn returns {found.dtype}{list(found.shape)} for tokens {list(shape)}; it must give {wanted}")
     return found

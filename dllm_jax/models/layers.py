@@ -103,8 +103,8 @@ def rope_angles(
     """cos and sin of the rotary angles in float32: [B, T] -> two [B, T, 1, H/2] arrays.
 
     Args:
-        turned: of the pairs of dimensions only the first so many turn, as all would, and the others have angle 0
-            (proportional RoPE); None turns all.
+        turned: of the pairs of dimensions only this many turn, the first ones, as all would, and the others have angle
+            0 (proportional RoPE); None turns all.
     """
     frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     if turned is not None:

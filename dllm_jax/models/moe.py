@@ -7,7 +7,7 @@ product of E times the work and memory, on CPU as on NVIDIA GPUs, which therefor
 
 On CPU, for int4 and float16, which neither kernel takes, and for gradients, a batched product over all experts reads
 all weights in place, once a round (`in_rounds`); it splits over the experts, over their hidden width and over the batch
-without a word about devices. A loop over tiles of one expert each, in XLA's own operations, slices the weights at
+without any annotation of devices. A loop over tiles of one expert each, in XLA's own operations, slices the weights at
 places that are data, so that a compiler has to gather split weights; it is also a long chain of small products.
 """
 
@@ -77,7 +77,7 @@ class Routing(NamedTuple):
 
 
 def routing_of(scores: jax.Array, ids: jax.Array, counted: jax.Array) -> Routing:
-    """What became of tokens with the router's scores [B, T, E] float32, which went to `ids` [B, T, k], where `counted`
+    """The routing of tokens with the router's scores [B, T, E] float32, which went to `ids` [B, T, k], where `counted`
     [B, T] bool."""
     total = lambda x: jnp.sum(jnp.where(counted.reshape(*counted.shape, *(1,) * (x.ndim - 2)), x, 0), axis=(0, 1))
     chosen = jnp.any(ids[..., None] == jnp.arange(scores.shape[-1]), axis=-2)
@@ -107,7 +107,7 @@ def apply_experts(
         weights: [B, T, k], in the dtype of x.
         w_in: [E, 2, D, F], gate first; w_out: [E, F, D]; either may be quantized.
         layout: how tokens and experts lie on a mesh; None for one device, and where the caller places everything (on
-            TPU tokens and experts that are split without a word here are gathered, unless there is a gradient; on CUDA
+            TPU tokens and experts that are split without a layout are gathered, unless there is a gradient; on CUDA
             they are run in rounds where there are several devices).
         activation: our kernel for CUDA has silu only; others are run in rounds there.
 
@@ -222,7 +222,7 @@ def _in_groups(
     by_dot = functools.partial(_by_ragged_dot, activation)
     run = by_dot if by == "ragged_dot" else functools.partial(pallas_experts.experts, by)
     y = run(x.reshape(-1, x.shape[-1]), order, sizes, w_in, w_out)
-    if first is not None:  # nobody need have written those after all groups
+    if first is not None:  # rows after all groups may be unwritten
         y = jnp.where((expert < w_out.shape[0])[:, None], y, 0)
     return jnp.einsum("btkd,btk->btd", y.reshape(*ids.shape, -1), weights)
 

@@ -2,7 +2,7 @@
 
 Modules are Flax NNX, used as plain pytrees: built without arrays (`nnx.Param` holds a `jax.ShapeDtypeStruct`), filled
 from a flat dict by `bind`, and only ever read. No mutable state, no `nnx.jit`, so they work inside `lax` loops, `vmap`
-and other people's jit. Shape letters are those of `ModelConfig`.
+and your own jit. Shape letters are those of `ModelConfig`.
 """
 
 import functools

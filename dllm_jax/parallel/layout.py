@@ -1,4 +1,4 @@
-"""What the backbone tells the compiler about where arrays lie; `dllm_jax.parallel.sharding` builds on it."""
+"""How the Transformer tells the compiler where arrays lie; `dllm_jax.parallel.sharding` builds on it."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
@@ -13,7 +13,7 @@ MeshAxes = str | tuple[str, ...] | None
 
 
 class LayoutLike(Protocol):
-    """What is asked of a `dllm_jax.parallel.sharding.Layout` in the backbone."""
+    """The part of a `dllm_jax.parallel.sharding.Layout` that the Transformer uses."""
 
     @property
     def mesh(self) -> Mesh: ...

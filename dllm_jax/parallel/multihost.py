@@ -1,4 +1,4 @@
-"""Processes that work together: how they meet, and tell each other what they found or why they failed.
+"""Processes that work together: how they connect, and report results and failures to each other.
 
 Messages travel through the coordinator of `jax.distributed`, to which every process is connected already. That needs
 no devices, which would be busy with waiting, and no file system that all see.
@@ -23,11 +23,11 @@ from jax.experimental import multihost_utils
 from dllm_jax.errors import DllmError
 
 _HEARTBEAT = 60  # seconds after which JAX aborts all processes when one of them has died in silence
-MONTH = 30 * 24 * 3600  # seconds: where nobody can say how long the others need
+MONTH = 30 * 24 * 3600  # seconds, for waits of unknown length
 
 
 def join(where: str, *, wait: int = 300, shutdown_timeout: int = 300) -> None:
-    """Meets the other processes of a command; to be called before anything is computed.
+    """Connects the processes of a command; to be called before anything is computed.
 
     Args:
         where: "HOST:PORT,N,I", the address of process 0, how many there are and which this is; empty for what
@@ -37,7 +37,7 @@ def join(where: str, *, wait: int = 300, shutdown_timeout: int = 300) -> None:
         shutdown_timeout: seconds that a process which ends waits for the others.
 
     Raises:
-        DllmError: for words that mean nothing, where there is no cluster, and when the processes cannot meet.
+        DllmError: for an address that cannot be read, where there is no cluster, and when the processes cannot meet.
     """
     found = re.fullmatch(r"([^,]+:\d+),(\d+),(\d+)", where) if where else None
     if where and (found is None or int(found[3]) >= int(found[2])):
@@ -60,16 +60,16 @@ def join(where: str, *, wait: int = 300, shutdown_timeout: int = 300) -> None:
         jax.devices()  # all find out together, before one fails in what it does alone
     except (RuntimeError, ValueError) as error:
         if not where and "should be defined" in str(error):
-            known = "SLURM, Open MPI, Kubernetes and TPU pods say who is who"
-            raise DllmError(f"there is no cluster here ({known}); say --distributed HOST:PORT,N,I") from None
-        hint = "see that all were started, or say --distributed HOST:PORT,N,I"
+            known = "SLURM, Open MPI, Kubernetes and TPU pods number their processes"
+            raise DllmError(f"there is no cluster here ({known}); pass --distributed HOST:PORT,N,I") from None
+        hint = "check that all were started, or pass --distributed HOST:PORT,N,I"
         raise DllmError(f"the processes did not meet ({first_line(error)}); {hint}") from None
     finally:
         overdue.cancel()
 
 
 def _overdue(where: str, seconds: int) -> NoReturn:
-    hint = "see that all were started"
+    hint = "check that all were started"
     print(f"error: not all processes met at {where} within {seconds} seconds; {hint}", file=sys.stderr)
     leave(2)
 
@@ -92,7 +92,7 @@ def index() -> int:
 
 
 class Channel:
-    """Values that every process hands in for all; they have to do so equally often, in the same order.
+    """Values that every process shares with all; each must do so equally often, in the same order.
 
     Attributes:
         process: which one this is.
@@ -116,7 +116,7 @@ class Channel:
         return [self._receive(number, process)["found"] for process in range(self.processes)]
 
     def fail(self, error: BaseException) -> None:
-        """Hands in, in place of what is gathered next, why there will be nothing."""
+        """Reports a failure in place of the next gathered value."""
         if self.processes > 1:
             with contextlib.suppress(Exception):  # the coordinator may be what failed
                 self._send(next(self._numbers), {"failed": sentence(error)})
@@ -140,7 +140,7 @@ def _agreement() -> Channel:
 
 @contextlib.contextmanager
 def fail_together() -> Iterator[None]:
-    """Something that all processes do, and that has gone well where it has for all. They pass here in the same order.
+    """A block that all processes run, in the same order, and that succeeds only if it does in all.
 
     Raises:
         DllmError: the sentence of a process in which it failed, in those in which it did not.

@@ -91,9 +91,10 @@ class Layout:
 
     def place(self, x: jax.Array, axes: LogicalAxes) -> jax.Array:
         """x with its logical axes split as the rules say; an axis that does not divide stays whole, and one on the
-        devices that split the weights' embed axis as well (FSDP) is left to the compiler, lest it gather weights.
+        devices that split the weights' embed axis as well (FSDP) is left to the compiler, which would otherwise gather
+        weights.
 
-        Inside a mesh of the caller's own (`jax.set_mesh`, `jax.shard_map`) nothing is said: there it is for the caller.
+        Inside a mesh of the caller's own (`jax.set_mesh`, `jax.shard_map`) no sharding is set: that is the caller's.
         """
         if not jax.sharding.get_abstract_mesh().empty:
             return x
@@ -181,8 +182,8 @@ def mesh_for_batch(axes: Mapping[str, int], rows: int, setting: str, unit: str) 
     """The mesh of settings such as {"data": 2, "tensor": 4}, for batches of `rows` rows; one device if there are none.
 
     Args:
-        setting: what people call the axes, for complaints.
-        unit: what people call the rows.
+        setting: name of the axes in errors.
+        unit: name of the rows in errors.
 
     Raises:
         DllmError: for an unknown axis, more devices than there are, devices of other processes left over, or a batch
@@ -219,7 +220,7 @@ def parse_mesh(text: str, rows: int, unit: str) -> Mesh:
 
 
 def check_splits(mesh: Mesh, rows: int, unit: str) -> None:
-    """Raises DllmError unless a mesh splits a batch of `rows` rows, which people call `unit`, into equal parts."""
+    """Raises DllmError unless a mesh splits a batch of `rows` rows, `unit` in errors, into equal parts."""
     parts = batch_parts(mesh)
     if rows % parts:
         raise DllmError(

@@ -64,7 +64,7 @@ def cast_for_training(config: ModelConfig, params: Mapping[str, Any]) -> dict[st
 
 
 def form_of(name: str, spec: ParamSpec, bits: Quantize) -> Form:
-    """How a parameter that can be quantized is, in so many bits.
+    """How a parameter that can be quantized is quantized, to this many bits.
 
     Raises:
         DllmError: as `forms`.

@@ -81,7 +81,7 @@ class Shard:
     count: int = 1
 
     def rows(self, total: int) -> range:
-        """Rows of this shard, of a file with so many."""
+        """Rows of this shard, of a file with this many."""
         return range(total * self.index // self.count, total * (self.index + 1) // self.count)
 
     def path(self, out: Path) -> Path:

@@ -138,6 +138,6 @@ def check_lengths(model: Model, sampler: CanvasSampler, rows: Sequence[Sequence[
 
 
 def check_width(model: Model, sampler: CanvasSampler, longest: int) -> None:
-    """As `check_lengths`, for a longest prompt of so many tokens."""
+    """As `check_lengths`, for a longest prompt of this many tokens."""
     total = max(longest + sampler.gen_length, sampler.canvas_length or 0)
     check_context(model.name, model.config.max_length, longest, total, sampler.width)

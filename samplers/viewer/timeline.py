@@ -193,7 +193,7 @@ class Timeline:
 
 
 def cells_at(timeline: Timeline, forward: int) -> list[Cell]:
-    """All cells after so many forwards."""
+    """All cells after this many forwards."""
     cells = [Cell() for _ in range(timeline.length)]
     for number, frame in enumerate(timeline.frames[: forward + 1]):
         for change in frame:

@@ -38,7 +38,7 @@ class Feed(Protocol):
 
     Attributes:
         round: steps whose batches are made of one state, which a run has to start from: so states are kept, and runs
-            end, between two rounds alone.
+            end, only between two rounds.
         metrics: numbers about the last batches, reported with those of the steps.
     """
 
@@ -48,8 +48,8 @@ class Feed(Protocol):
     def metrics(self) -> Mapping[str, float]: ...
 
     def check_start(self, step: int, position: int) -> None:
-        """Raises DllmError where a run cannot continue after `step` steps at a position of the data, because that is no
-        round's begin."""
+        """Raises DllmError where a run cannot continue after `step` steps at a position of the data, because no round
+        begins there."""
         ...
 
     def __call__(self, step: int, position: int, state: Any) -> Any:

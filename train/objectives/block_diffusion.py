@@ -56,7 +56,7 @@ class BlockDiffusionPart:
         wrong: share of the targets left unmasked that become random tokens and are learned too, each counting once:
             for samplers that edit (LLaDA2.1).
         confidence: how often the mean entropy of right predictions is added to the loss (CAP's and dParallel's beta,
-            published 2.0), which makes a model sure of what it knows: fewer forwards.
+            published 2.0), which makes a model more confident where it is right: fewer forwards.
         fill: what fills the rest of a row's last block, as sampling decodes whole blocks: "end" tokens that are masked
             and learned, or "mask" tokens that are not. With `data.pad` that is after the canvas.
         chunk: positions whose logits exist at once; 0 computes the logits of all positions.

@@ -14,9 +14,9 @@ completion's advantage within its group (`train.rollout.advantages`), the loss o
 
 with KL = q / p - log(q / p) - 1, q of the model before training, and share = 1 / draws, or 1 / canvas as Dr. GRPO.
 
-How far log p is from the exact one is `shrink`, the steps whose tokens are scored in one forward, in the state before
-the first of them (TraceRL, arXiv 2509.06949). 1 is exact; 0 takes all of them, from the empty canvas, which is
-diffu-GRPO's estimate (d1, arXiv 2504.12216) with `mask_prompt` 0.15.
+`shrink` sets how exact log p is: the number of steps whose tokens are scored in one forward, in the state before the
+first of them (TraceRL, arXiv 2509.06949). 1 is exact; 0 takes all of them, from the empty canvas, which is diffu-GRPO's
+estimate (d1, arXiv 2504.12216) with `mask_prompt` 0.15.
 """
 
 import dataclasses
@@ -51,12 +51,12 @@ class GrpoPart:
 
     Attributes:
         shrink: steps of a trajectory whose tokens are scored in one forward; 1 is exact, 0 takes all of them.
-        states: of a completion that a step learns from at most, drawn without repetition, each as much as it takes for
-            the sum over all to be right on average; all where there are no more.
+        states: most states of a completion that a step learns from, drawn without repetition and weighted so that the
+            sum over all is unbiased; all of them if there are fewer.
         mask_prompt: probability with which each token that was not generated is masked, by a draw of each step (d1).
         advantage: "grpo", over the standard deviation of the group's rewards, and the mean over a completion's tokens;
             "dr-grpo" without either (arXiv 2503.20783).
-        clip: eps, how far the ratio may go from 1 before nothing is learned any more.
+        clip: eps, how far the ratio may go from 1 before its gradient stops.
         beta: weight of KL to the model before training, which is kept for it; 0 leaves that out.
         updates: how often the completions of an iteration are learned.
         chunk: positions whose logits exist at once; 0 computes the logits of all positions.

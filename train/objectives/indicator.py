@@ -155,7 +155,7 @@ def gather_evidence(
     chunk: int = 0,
     sharding: NamedSharding | None = None,
 ) -> Evidence:
-    """One forward of the model on rows [B, T], and what it gives away.
+    """One forward of the model on rows [B, T], and what it shows about each position.
 
     Args:
         config: the indicator's inputs.

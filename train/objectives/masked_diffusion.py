@@ -33,7 +33,7 @@ class MaskedDiffusionPart:
         kind: "sft" never masks the prompt; "pretrain" treats it as the rest of the document.
         eps: least mask probability; t ~ U(eps, 1) per row.
         stratified: spread the t of a batch evenly over (eps, 1) instead of drawing them independently; each is still
-            uniform, the loss is as true and varies less.
+            uniform, the loss has the same mean and varies less.
         chunk: positions whose logits exist at once, for large vocabularies; 0 computes the logits of all positions.
     """
 
