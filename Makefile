@@ -25,7 +25,7 @@ PYTHONS := python3.11 python3.12 python3.13
 # The folders that hold Python of ours: mypy refuses the name of one that is empty or missing.
 PACKAGES := $(patsubst %/,%,$(sort $(dir $(wildcard $(addsuffix /*.py,dllm_jax convert samplers train evals benchmarks docs/tools)))))
 
-# PyTorch lies beside the environment, not in it: the tests must show that the library works without. On Linux x86-64
+# PyTorch lies next to the environment, not in it: the tests must show that the library works without. On Linux x86-64
 # the index's own wheels bring several GB of CUDA; where pip knows a place with a +cpu build, this version takes it.
 TORCH ?= torch==2.13.0
 PARITY := .parity

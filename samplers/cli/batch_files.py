@@ -90,7 +90,7 @@ class Shard:
 
 
 def shard_of(options: argparse.Namespace) -> Shard:
-    """The shard that --shard names, or the number of this process among those that meet by --distributed.
+    """The shard that --shard names, or the number of this process among those of --distributed.
 
     Raises:
         DllmError: for what is no shard, and as `multihost.join`.
@@ -107,7 +107,7 @@ def shard_of(options: argparse.Namespace) -> Shard:
 
 
 def check_flags(options: argparse.Namespace) -> None:
-    """Raises DllmError for flags of files that have no effect, and those that miss another."""
+    """Raises DllmError for flags of files that have no effect, and those that need another."""
     answers_file = options.prompts is not None and options.infill is None
     if options.out is not None and not answers_file:
         raise DllmError("--out takes the answers to a file of prompts; name it by --prompts")
@@ -141,7 +141,7 @@ def answer_file(options: argparse.Namespace, lazy: LazyModel, shard: Shard) -> N
         try:
             job.run(output)
         except _BadLineError as error:
-            advice = "mend the line and give the same command again, or add --on-error skip"
+            advice = "correct the line and run the same command again, or add --on-error skip"
             raise DllmError(f"{error}; {_count(output.done)} answered in {output.path}; {advice}") from None
         except KeyboardInterrupt:
             done = f"{_count(output.done)} answered in {output.path}"
@@ -149,7 +149,7 @@ def answer_file(options: argparse.Namespace, lazy: LazyModel, shard: Shard) -> N
 
 
 class _BadLineError(DllmError):
-    """What is wrong with a line, where such lines are not skipped."""
+    """The error of a line, if such lines are not skipped."""
 
 
 def _skip_answered(lines: Iterator[Line], output: JsonLines, source: PromptFile) -> None:
@@ -169,7 +169,7 @@ def _skip_answered(lines: Iterator[Line], output: JsonLines, source: PromptFile)
 
 
 def _answers(entry: Mapping[str, Any], line: Line, source: PromptFile) -> bool:
-    """Whether a line of output is about a line of input: it repeats all that this says."""
+    """Whether a line of output is about a line of input: it repeats all keys of it."""
     if entry.get("line") != line.number:
         return False
     try:
@@ -181,7 +181,7 @@ def _answers(entry: Mapping[str, Any], line: Line, source: PromptFile) -> bool:
 
 
 def _own_entry(source: PromptFile, line: Line) -> dict[str, Any]:
-    """What a line says, all of which the output repeats.
+    """The keys of a line, all of which the output repeats.
 
     Raises:
         DllmError: as `PromptFile.entry`, and for keys that answers have.
@@ -206,10 +206,10 @@ class _FileRun:
         self._rows = None if self._needs.total is None else shard.rows(self._needs.total)
         self._outlined = LineRequests(lazy.outline, self._needs, **lazy.options)
         self._settings = settings_json(options, lazy.sampler.options, lazy.outline.name, self._outlined.sampler)
-        idle = {"top_p": 1.0, "top_k": lazy.outline.config.vocab_size}  # of a program that leaves room for lines'
+        idle = {"top_p": 1.0, "top_k": lazy.outline.config.vocab_size}  # of a program in which lines may set these
         self._settings |= {name: None for name, value in idle.items() if self._settings[name] == value}
         self._totals, self._errors = Totals(), 0
-        self._running = collections.deque[tuple[dict[str, Any], str | None]]()  # of lines: what they say, and errors
+        self._running = collections.deque[tuple[dict[str, Any], str | None]]()  # of lines: their keys, and errors
 
     def run(self, output: JsonLines | None) -> None:
         """Answers the lines that the output does not answer yet, and writes or prints the answers in their order.
@@ -228,7 +228,7 @@ class _FileRun:
             assert output is not None
             print_after(f"{output.path}: nothing left to do, {output.done} lines are there")
             return
-        self._read(first, self._outlined)  # a mistake in all lines comes before gigabytes are read
+        self._read(first, self._outlined)  # a mistake in all lines is reported before gigabytes are read
         self._running.clear()
         model, options = self._lazy.load()
         self._settings |= run_json(model)
@@ -254,7 +254,7 @@ class _FileRun:
             request, problem = requests.request(line, own), None
         except DllmError as error:
             if self._options.on_error != "skip":
-                advice = "" if self._options.out is not None else "; mend it, or pass --on-error skip"
+                advice = "" if self._options.out is not None else "; correct it, or pass --on-error skip"
                 raise _BadLineError(f"{self._source.place(line)}: {error}{advice}") from None
             request, problem = Request([], 0, np.zeros(2, np.uint32), number=line.number, cancelled=True), str(error)
         self._running.append((own, problem))
@@ -287,7 +287,7 @@ class _FileRun:
             unit="line",
             total=None if self._rows is None else len(self._rows),
             initial=0 if output is None else output.done,
-            disable=output is None and sys.stdout.isatty(),  # it would stand among the answers
+            disable=output is None and sys.stdout.isatty(),  # it would appear among the answers
             mininterval=progress_bars.interval(),
             delay=0 if sys.stderr.isatty() else progress_bars.SELDOM,
             dynamic_ncols=True,
@@ -308,11 +308,11 @@ class _FileRun:
 
 
 class LineRequests:
-    """Makes requests of lines. It holds an engine that never starts, so that a line means what it means to
-    `Engine.request`; a `Runner` of its sampler runs them.
+    """Makes requests of lines. It holds an engine that never starts, so that lines are checked as by `Engine.request`;
+    a `Runner` of its sampler runs them.
 
     Attributes:
-        sampler: with room for what lines change.
+        sampler: its program covers every option that lines change.
     """
 
     def __init__(
@@ -375,7 +375,7 @@ class LineRequests:
         return options
 
     def _for_lines(self, sentence: str) -> str:
-        """A sentence about an engine, for people who have none."""
+        """An engine's error in the words of files of prompts."""
         problem, found, _ = sentence.partition("; build ")
         if not found:
             return sentence.replace("exceeds the engine's", "exceeds --gen-length").replace(", or build another", "")

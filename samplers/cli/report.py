@@ -62,7 +62,7 @@ def print_statistics(totals: Totals, seconds: float, speed: str, model: Model, s
 
 
 def print_after(line: str) -> None:
-    """Prints a line that is no answer: below the text on a terminal, else on the standard error."""
+    """Prints a line that is not an answer: below the text on a terminal, else on the standard error."""
     stream = sys.stdout if sys.stdout.isatty() else sys.stderr
     ascii_only = not (stream.encoding or "").lower().startswith("utf")
     print(printable(line.replace("×", "x") if ascii_only else line, ascii_only), file=stream)
@@ -79,7 +79,7 @@ def for_terminal(text: str) -> str:
 
 
 def device_of(model: Model) -> str:
-    """The devices of a model, as people call them."""
+    """The devices of a model, by their kind."""
     devices = sorted(jax.tree.leaves(model.params)[0].devices(), key=lambda device: device.id)
     return f"{len(devices)} x {devices[0].device_kind}" if len(devices) > 1 else devices[0].device_kind
 

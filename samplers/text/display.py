@@ -1,4 +1,4 @@
-"""Tokens as text for people: one printable text per position, with marks for line breaks, tabs and end tokens."""
+"""Tokens as readable text: one printable text per position, with marks for line breaks, tabs and end tokens."""
 
 import codecs
 import functools

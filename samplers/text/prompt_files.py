@@ -37,7 +37,7 @@ class Needs(NamedTuple):
 
     Attributes:
         total: lines that are not blank; None for a pipe.
-        draws: whether lines may draw otherwise than the command says.
+        draws: whether lines may set temperature, top_p or top_k.
     """
 
     total: int | None
@@ -88,10 +88,10 @@ class PromptFile:
         return Needs(total if self.regular else None, draws)
 
     def entry(self, line: Line) -> dict[str, Any]:
-        """What a line says.
+        """The keys of a line.
 
         Raises:
-            DllmError: for what is no UTF-8 or no JSON object.
+            DllmError: for a line that is not UTF-8 or not a JSON object.
         """
         try:
             text = line.data.decode("utf-8")

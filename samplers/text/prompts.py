@@ -77,7 +77,7 @@ def encode_prompt(
     """Token ids of a prompt: raw text, a user's chat message (`chat`), a list of messages, or ids as they are.
 
     Args:
-        most: largest number of tokens; by default the model's context. A text whose size shows that it has more is
+        most: largest number of tokens; by default the model's context. A text that must have more, by its size, is
             refused before it is encoded, which would take long. The returned ids may still be more.
 
     Raises:
