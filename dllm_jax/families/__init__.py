@@ -6,7 +6,7 @@ from types import MappingProxyType
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.families import diffusion_gemma, dream, fast_dllm_v2, llada, llada2, llada_moe, qwen2, sdar
-from dllm_jax.families.base import CheckpointLayout, Family, Published, Rule, Slot
+from dllm_jax.families.base import CheckpointLayout, Family, Published, Slot, TensorRule
 from dllm_jax.families.hub_config import HubConfig
 
 __all__ = [
@@ -17,7 +17,7 @@ __all__ = [
     "Family",
     "HubConfig",
     "Published",
-    "Rule",
+    "TensorRule",
     "Slot",
     "find_family",
     "published_config",

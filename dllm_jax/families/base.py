@@ -43,7 +43,7 @@ class Slot:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class TensorRule:
     """One line of a family's table, read in both directions.
 
     Attributes:
@@ -105,7 +105,7 @@ class CheckpointLayout:
 
     name: str
     architecture: str
-    rules: tuple[Rule, ...]
+    rules: tuple[TensorRule, ...]
 
     def holds(self, config: ModelConfig) -> bool:
         """Whether it has a place for every parameter of ours."""

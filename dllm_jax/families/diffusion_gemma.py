@@ -10,7 +10,7 @@ from typing import Any
 
 from dllm_jax.config import Experts, Gemma, ModelConfig
 from dllm_jax.errors import DllmError
-from dllm_jax.families.base import CheckpointLayout, Family, Rule
+from dllm_jax.families.base import CheckpointLayout, Family, TensorRule
 from dllm_jax.families.hub_config import HubConfig
 
 END_OF_TURN = "<turn|>"
@@ -45,23 +45,23 @@ _MATRICES = {f"self_attn.{name}_proj": f"attn.{name}_proj" for name in "qkvo"} |
 }
 _CONDITIONING = _DECODER + "self_conditioning."
 RULES = (
-    Rule(_DECODER + "embed_tokens.weight", "embed.embedding"),
-    *(Rule(f"{_LAYER}{hub}.weight", f"{_OURS}{ours}.scale") for hub, ours in _NORMS.items()),
-    *(Rule(f"{_LAYER}{hub}.weight", f"{_OURS}{ours}.kernel", transpose=True) for hub, ours in _MATRICES.items()),
-    Rule(_LAYER + "router.proj.weight", _OURS + "moe.router", transpose=True),
-    Rule(_LAYER + "router.scale", _OURS + "moe.router_scale"),
-    Rule(_LAYER + "router.per_expert_scale", _OURS + "moe.expert_scale"),
-    Rule(_LAYER + "experts.gate_up_proj", _OURS + "moe.w_in", transpose=True, place=("*", "*")),
-    Rule(_LAYER + "experts.down_proj", _OURS + "moe.w_out", transpose=True, place=("*",)),
-    Rule(_LAYER + "layer_scalar", _OURS + "decoder_scalar"),
-    Rule(_ENCODER + "layers.{layer}.layer_scalar", _OURS + "encoder_scalar"),
-    Rule(_DECODER + "norm.weight", "final_norm.scale"),
-    Rule(_CONDITIONING + "pre_norm.weight", "conditioning.norm.scale"),
+    TensorRule(_DECODER + "embed_tokens.weight", "embed.embedding"),
+    *(TensorRule(f"{_LAYER}{hub}.weight", f"{_OURS}{ours}.scale") for hub, ours in _NORMS.items()),
+    *(TensorRule(f"{_LAYER}{hub}.weight", f"{_OURS}{ours}.kernel", transpose=True) for hub, ours in _MATRICES.items()),
+    TensorRule(_LAYER + "router.proj.weight", _OURS + "moe.router", transpose=True),
+    TensorRule(_LAYER + "router.scale", _OURS + "moe.router_scale"),
+    TensorRule(_LAYER + "router.per_expert_scale", _OURS + "moe.expert_scale"),
+    TensorRule(_LAYER + "experts.gate_up_proj", _OURS + "moe.w_in", transpose=True, place=("*", "*")),
+    TensorRule(_LAYER + "experts.down_proj", _OURS + "moe.w_out", transpose=True, place=("*",)),
+    TensorRule(_LAYER + "layer_scalar", _OURS + "decoder_scalar"),
+    TensorRule(_ENCODER + "layers.{layer}.layer_scalar", _OURS + "encoder_scalar"),
+    TensorRule(_DECODER + "norm.weight", "final_norm.scale"),
+    TensorRule(_CONDITIONING + "pre_norm.weight", "conditioning.norm.scale"),
     *(
-        Rule(f"{_CONDITIONING}{name}_proj.weight", f"conditioning.mlp.{name}_proj.kernel", transpose=True)
+        TensorRule(f"{_CONDITIONING}{name}_proj.weight", f"conditioning.mlp.{name}_proj.kernel", transpose=True)
         for name in ("gate", "up", "down")
     ),
-    Rule("lm_head.weight", "lm_head.kernel", transpose=True),
+    TensorRule("lm_head.weight", "lm_head.kernel", transpose=True),
 )
 
 

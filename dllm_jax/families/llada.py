@@ -4,7 +4,7 @@ from typing import Any
 
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
-from dllm_jax.families.base import CheckpointLayout, Family, Published, Rule
+from dllm_jax.families.base import CheckpointLayout, Family, Published, TensorRule
 from dllm_jax.families.hub_config import HubConfig
 
 _8B = ModelConfig(
@@ -54,18 +54,18 @@ _SWITCHES: dict[str, Any] = {
 
 _BLOCK = "model.transformer.blocks.{layer}."
 _RULES = (
-    Rule("model.transformer.wte.weight", "embed.embedding"),
-    Rule(_BLOCK + "attn_norm.weight", "layers.{layer}.attn_norm.scale"),
-    Rule(_BLOCK + "q_proj.weight", "layers.{layer}.attn.q_proj.kernel", transpose=True),
-    Rule(_BLOCK + "k_proj.weight", "layers.{layer}.attn.k_proj.kernel", transpose=True),
-    Rule(_BLOCK + "v_proj.weight", "layers.{layer}.attn.v_proj.kernel", transpose=True),
-    Rule(_BLOCK + "attn_out.weight", "layers.{layer}.attn.o_proj.kernel", transpose=True),
-    Rule(_BLOCK + "ff_norm.weight", "layers.{layer}.mlp_norm.scale"),
-    Rule(_BLOCK + "ff_proj.weight", "layers.{layer}.mlp.gate_proj.kernel", transpose=True),
-    Rule(_BLOCK + "up_proj.weight", "layers.{layer}.mlp.up_proj.kernel", transpose=True),
-    Rule(_BLOCK + "ff_out.weight", "layers.{layer}.mlp.down_proj.kernel", transpose=True),
-    Rule("model.transformer.ln_f.weight", "final_norm.scale"),
-    Rule("model.transformer.ff_out.weight", "lm_head.kernel", transpose=True),  # not a layer's ff_out
+    TensorRule("model.transformer.wte.weight", "embed.embedding"),
+    TensorRule(_BLOCK + "attn_norm.weight", "layers.{layer}.attn_norm.scale"),
+    TensorRule(_BLOCK + "q_proj.weight", "layers.{layer}.attn.q_proj.kernel", transpose=True),
+    TensorRule(_BLOCK + "k_proj.weight", "layers.{layer}.attn.k_proj.kernel", transpose=True),
+    TensorRule(_BLOCK + "v_proj.weight", "layers.{layer}.attn.v_proj.kernel", transpose=True),
+    TensorRule(_BLOCK + "attn_out.weight", "layers.{layer}.attn.o_proj.kernel", transpose=True),
+    TensorRule(_BLOCK + "ff_norm.weight", "layers.{layer}.mlp_norm.scale"),
+    TensorRule(_BLOCK + "ff_proj.weight", "layers.{layer}.mlp.gate_proj.kernel", transpose=True),
+    TensorRule(_BLOCK + "up_proj.weight", "layers.{layer}.mlp.up_proj.kernel", transpose=True),
+    TensorRule(_BLOCK + "ff_out.weight", "layers.{layer}.mlp.down_proj.kernel", transpose=True),
+    TensorRule("model.transformer.ln_f.weight", "final_norm.scale"),
+    TensorRule("model.transformer.ff_out.weight", "lm_head.kernel", transpose=True),  # not a layer's ff_out
 )
 
 

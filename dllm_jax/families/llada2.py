@@ -9,7 +9,7 @@ from typing import Any
 from dllm_jax.config import Experts, ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.families import llada_moe
-from dllm_jax.families.base import CheckpointLayout, Family, Published, Rule
+from dllm_jax.families.base import CheckpointLayout, Family, Published, TensorRule
 from dllm_jax.families.hub_config import HubConfig
 
 BLOCK_LENGTH = 32  # of all published ones; in no config.json
@@ -77,34 +77,34 @@ _SWITCHES: dict[str, tuple[Any, ...]] = {
 _LAYER, _OURS = "model.layers.{layer}.", "layers.{layer}."
 _QKV, _EXPERT = _LAYER + "attention.query_key_value.weight", _LAYER + "mlp.experts.{expert}."
 _COMMON = (
-    Rule("model.word_embeddings.weight", "embed.embedding"),
-    Rule(_LAYER + "input_layernorm.weight", _OURS + "attn_norm.scale"),
-    Rule(_QKV + "/query", _OURS + "attn.q_proj.kernel", transpose=True),
-    Rule(_QKV + "/key", _OURS + "attn.k_proj.kernel", transpose=True),
-    Rule(_QKV + "/value", _OURS + "attn.v_proj.kernel", transpose=True),
-    Rule(_LAYER + "attention.query_layernorm.weight", _OURS + "attn.q_norm.scale"),
-    Rule(_LAYER + "attention.key_layernorm.weight", _OURS + "attn.k_norm.scale"),
-    Rule(_LAYER + "attention.dense.weight", _OURS + "attn.o_proj.kernel", transpose=True),
-    Rule(_LAYER + "post_attention_layernorm.weight", _OURS + "mlp_norm.scale"),
+    TensorRule("model.word_embeddings.weight", "embed.embedding"),
+    TensorRule(_LAYER + "input_layernorm.weight", _OURS + "attn_norm.scale"),
+    TensorRule(_QKV + "/query", _OURS + "attn.q_proj.kernel", transpose=True),
+    TensorRule(_QKV + "/key", _OURS + "attn.k_proj.kernel", transpose=True),
+    TensorRule(_QKV + "/value", _OURS + "attn.v_proj.kernel", transpose=True),
+    TensorRule(_LAYER + "attention.query_layernorm.weight", _OURS + "attn.q_norm.scale"),
+    TensorRule(_LAYER + "attention.key_layernorm.weight", _OURS + "attn.k_norm.scale"),
+    TensorRule(_LAYER + "attention.dense.weight", _OURS + "attn.o_proj.kernel", transpose=True),
+    TensorRule(_LAYER + "post_attention_layernorm.weight", _OURS + "mlp_norm.scale"),
     *(
-        Rule(_LAYER + f"mlp.{where}{name}_proj.weight", _OURS + f"mlp.{ours}{name}_proj.kernel", transpose=True)
+        TensorRule(_LAYER + f"mlp.{where}{name}_proj.weight", _OURS + f"mlp.{ours}{name}_proj.kernel", transpose=True)
         for where, ours in (("", ""), ("shared_experts.", "shared."))
         for name in ("gate", "up", "down")
     ),
-    Rule(_LAYER + "mlp.gate.weight", _OURS + "mlp.router", transpose=True),
-    Rule(_LAYER + "mlp.gate.expert_bias", _OURS + "mlp.bias"),
-    Rule("model.norm.weight", "final_norm.scale"),
-    Rule("lm_head.weight", "lm_head.kernel", transpose=True),
+    TensorRule(_LAYER + "mlp.gate.weight", _OURS + "mlp.router", transpose=True),
+    TensorRule(_LAYER + "mlp.gate.expert_bias", _OURS + "mlp.bias"),
+    TensorRule("model.norm.weight", "final_norm.scale"),
+    TensorRule("lm_head.weight", "lm_head.kernel", transpose=True),
 )
 _SINGLE = (
-    Rule(_EXPERT + "gate_proj.weight", _OURS + "mlp.w_in", transpose=True, place=("expert", 0)),
-    Rule(_EXPERT + "up_proj.weight", _OURS + "mlp.w_in", transpose=True, place=("expert", 1)),
-    Rule(_EXPERT + "down_proj.weight", _OURS + "mlp.w_out", transpose=True, place=("expert",)),
+    TensorRule(_EXPERT + "gate_proj.weight", _OURS + "mlp.w_in", transpose=True, place=("expert", 0)),
+    TensorRule(_EXPERT + "up_proj.weight", _OURS + "mlp.w_in", transpose=True, place=("expert", 1)),
+    TensorRule(_EXPERT + "down_proj.weight", _OURS + "mlp.w_out", transpose=True, place=("expert",)),
 )
 _MERGED = (
-    Rule(_LAYER + "mlp.experts.gate_proj", _OURS + "mlp.w_in", transpose=True, place=("*", 0)),
-    Rule(_LAYER + "mlp.experts.up_proj", _OURS + "mlp.w_in", transpose=True, place=("*", 1)),
-    Rule(_LAYER + "mlp.experts.down_proj", _OURS + "mlp.w_out", transpose=True, place=("*",)),
+    TensorRule(_LAYER + "mlp.experts.gate_proj", _OURS + "mlp.w_in", transpose=True, place=("*", 0)),
+    TensorRule(_LAYER + "mlp.experts.up_proj", _OURS + "mlp.w_in", transpose=True, place=("*", 1)),
+    TensorRule(_LAYER + "mlp.experts.down_proj", _OURS + "mlp.w_out", transpose=True, place=("*",)),
 )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from dllm_jax.config import Experts, ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.families import qwen2
-from dllm_jax.families.base import CheckpointLayout, Family, Published, Rule
+from dllm_jax.families.base import CheckpointLayout, Family, Published, TensorRule
 from dllm_jax.families.hub_config import HubConfig
 
 _7B = ModelConfig(
@@ -68,22 +68,22 @@ _LAYER, _OURS = "model.layers.{layer}.", "layers.{layer}."
 _EXPERT = _LAYER + "mlp.experts.{expert}."
 _COMMON = (
     *(rule for rule in qwen2.RULES if not rule.hub.endswith("bias")),
-    Rule(_LAYER + "self_attn.q_norm.weight", _OURS + "attn.q_norm.scale"),
-    Rule(_LAYER + "self_attn.k_norm.weight", _OURS + "attn.k_norm.scale"),
-    Rule(_LAYER + "mlp.gate.weight", _OURS + "mlp.router", transpose=True),
-    Rule(_LAYER + "mlp.expert_bias", _OURS + "mlp.bias"),
-    Rule(_LAYER + "shared_expert.gate_proj.weight", _OURS + "mlp.shared.gate_proj.kernel", transpose=True),
-    Rule(_LAYER + "shared_expert.up_proj.weight", _OURS + "mlp.shared.up_proj.kernel", transpose=True),
-    Rule(_LAYER + "shared_expert.down_proj.weight", _OURS + "mlp.shared.down_proj.kernel", transpose=True),
+    TensorRule(_LAYER + "self_attn.q_norm.weight", _OURS + "attn.q_norm.scale"),
+    TensorRule(_LAYER + "self_attn.k_norm.weight", _OURS + "attn.k_norm.scale"),
+    TensorRule(_LAYER + "mlp.gate.weight", _OURS + "mlp.router", transpose=True),
+    TensorRule(_LAYER + "mlp.expert_bias", _OURS + "mlp.bias"),
+    TensorRule(_LAYER + "shared_expert.gate_proj.weight", _OURS + "mlp.shared.gate_proj.kernel", transpose=True),
+    TensorRule(_LAYER + "shared_expert.up_proj.weight", _OURS + "mlp.shared.up_proj.kernel", transpose=True),
+    TensorRule(_LAYER + "shared_expert.down_proj.weight", _OURS + "mlp.shared.down_proj.kernel", transpose=True),
 )
 _UNFUSED = (
-    Rule(_EXPERT + "gate_proj.weight", _OURS + "mlp.w_in", transpose=True, place=("expert", 0)),
-    Rule(_EXPERT + "up_proj.weight", _OURS + "mlp.w_in", transpose=True, place=("expert", 1)),
-    Rule(_EXPERT + "down_proj.weight", _OURS + "mlp.w_out", transpose=True, place=("expert",)),
+    TensorRule(_EXPERT + "gate_proj.weight", _OURS + "mlp.w_in", transpose=True, place=("expert", 0)),
+    TensorRule(_EXPERT + "up_proj.weight", _OURS + "mlp.w_in", transpose=True, place=("expert", 1)),
+    TensorRule(_EXPERT + "down_proj.weight", _OURS + "mlp.w_out", transpose=True, place=("expert",)),
 )
 _FUSED = (
-    Rule(_LAYER + "mlp.w1", _OURS + "mlp.w_in", transpose=True, place=("*", "*")),
-    Rule(_LAYER + "mlp.w2", _OURS + "mlp.w_out", transpose=True, place=("*",)),
+    TensorRule(_LAYER + "mlp.w1", _OURS + "mlp.w_in", transpose=True, place=("*", "*")),
+    TensorRule(_LAYER + "mlp.w2", _OURS + "mlp.w_out", transpose=True, place=("*",)),
 )
 
 

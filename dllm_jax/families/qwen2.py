@@ -4,7 +4,7 @@ from typing import Any
 
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
-from dllm_jax.families.base import CheckpointLayout, Family, Published, Rule
+from dllm_jax.families.base import CheckpointLayout, Family, Published, TensorRule
 from dllm_jax.families.hub_config import HubConfig
 
 CONFIG_7B = ModelConfig(
@@ -47,21 +47,21 @@ END_OF_TURN = "<|im_end|>"
 
 _LAYER = "model.layers.{layer}."
 RULES = (
-    Rule("model.embed_tokens.weight", "embed.embedding"),
-    Rule(_LAYER + "input_layernorm.weight", "layers.{layer}.attn_norm.scale"),
-    Rule(_LAYER + "self_attn.q_proj.weight", "layers.{layer}.attn.q_proj.kernel", transpose=True),
-    Rule(_LAYER + "self_attn.k_proj.weight", "layers.{layer}.attn.k_proj.kernel", transpose=True),
-    Rule(_LAYER + "self_attn.v_proj.weight", "layers.{layer}.attn.v_proj.kernel", transpose=True),
-    Rule(_LAYER + "self_attn.q_proj.bias", "layers.{layer}.attn.q_proj.bias"),
-    Rule(_LAYER + "self_attn.k_proj.bias", "layers.{layer}.attn.k_proj.bias"),
-    Rule(_LAYER + "self_attn.v_proj.bias", "layers.{layer}.attn.v_proj.bias"),
-    Rule(_LAYER + "self_attn.o_proj.weight", "layers.{layer}.attn.o_proj.kernel", transpose=True),
-    Rule(_LAYER + "post_attention_layernorm.weight", "layers.{layer}.mlp_norm.scale"),
-    Rule(_LAYER + "mlp.gate_proj.weight", "layers.{layer}.mlp.gate_proj.kernel", transpose=True),
-    Rule(_LAYER + "mlp.up_proj.weight", "layers.{layer}.mlp.up_proj.kernel", transpose=True),
-    Rule(_LAYER + "mlp.down_proj.weight", "layers.{layer}.mlp.down_proj.kernel", transpose=True),
-    Rule("model.norm.weight", "final_norm.scale"),
-    Rule("lm_head.weight", "lm_head.kernel", transpose=True),
+    TensorRule("model.embed_tokens.weight", "embed.embedding"),
+    TensorRule(_LAYER + "input_layernorm.weight", "layers.{layer}.attn_norm.scale"),
+    TensorRule(_LAYER + "self_attn.q_proj.weight", "layers.{layer}.attn.q_proj.kernel", transpose=True),
+    TensorRule(_LAYER + "self_attn.k_proj.weight", "layers.{layer}.attn.k_proj.kernel", transpose=True),
+    TensorRule(_LAYER + "self_attn.v_proj.weight", "layers.{layer}.attn.v_proj.kernel", transpose=True),
+    TensorRule(_LAYER + "self_attn.q_proj.bias", "layers.{layer}.attn.q_proj.bias"),
+    TensorRule(_LAYER + "self_attn.k_proj.bias", "layers.{layer}.attn.k_proj.bias"),
+    TensorRule(_LAYER + "self_attn.v_proj.bias", "layers.{layer}.attn.v_proj.bias"),
+    TensorRule(_LAYER + "self_attn.o_proj.weight", "layers.{layer}.attn.o_proj.kernel", transpose=True),
+    TensorRule(_LAYER + "post_attention_layernorm.weight", "layers.{layer}.mlp_norm.scale"),
+    TensorRule(_LAYER + "mlp.gate_proj.weight", "layers.{layer}.mlp.gate_proj.kernel", transpose=True),
+    TensorRule(_LAYER + "mlp.up_proj.weight", "layers.{layer}.mlp.up_proj.kernel", transpose=True),
+    TensorRule(_LAYER + "mlp.down_proj.weight", "layers.{layer}.mlp.down_proj.kernel", transpose=True),
+    TensorRule("model.norm.weight", "final_norm.scale"),
+    TensorRule("lm_head.weight", "lm_head.kernel", transpose=True),
 )
 # Old versions of transformers stored the rotary frequencies, which follow from rope_theta.
 IGNORED = (r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",)

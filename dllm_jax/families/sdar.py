@@ -6,7 +6,7 @@ from typing import Any
 from dllm_jax.config import Experts, ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.families import qwen2
-from dllm_jax.families.base import CheckpointLayout, Family, Published, Rule
+from dllm_jax.families.base import CheckpointLayout, Family, Published, TensorRule
 from dllm_jax.families.hub_config import HubConfig
 
 _8B = ModelConfig(
@@ -44,14 +44,14 @@ _LAYER, _OURS = "model.layers.{layer}.", "layers.{layer}."
 _EXPERT = _LAYER + "mlp.experts.{expert}."
 RULES = (
     *(rule for rule in qwen2.RULES if not rule.hub.endswith("bias")),
-    Rule(_LAYER + "self_attn.q_norm.weight", _OURS + "attn.q_norm.scale"),
-    Rule(_LAYER + "self_attn.k_norm.weight", _OURS + "attn.k_norm.scale"),
+    TensorRule(_LAYER + "self_attn.q_norm.weight", _OURS + "attn.q_norm.scale"),
+    TensorRule(_LAYER + "self_attn.k_norm.weight", _OURS + "attn.k_norm.scale"),
 )
 _EXPERTS = (
-    Rule(_LAYER + "mlp.gate.weight", _OURS + "mlp.router", transpose=True),
-    Rule(_EXPERT + "gate_proj.weight", _OURS + "mlp.w_in", transpose=True, place=("expert", 0)),
-    Rule(_EXPERT + "up_proj.weight", _OURS + "mlp.w_in", transpose=True, place=("expert", 1)),
-    Rule(_EXPERT + "down_proj.weight", _OURS + "mlp.w_out", transpose=True, place=("expert",)),
+    TensorRule(_LAYER + "mlp.gate.weight", _OURS + "mlp.router", transpose=True),
+    TensorRule(_EXPERT + "gate_proj.weight", _OURS + "mlp.w_in", transpose=True, place=("expert", 0)),
+    TensorRule(_EXPERT + "up_proj.weight", _OURS + "mlp.w_in", transpose=True, place=("expert", 1)),
+    TensorRule(_EXPERT + "down_proj.weight", _OURS + "mlp.w_out", transpose=True, place=("expert",)),
 )
 
 
