@@ -19,7 +19,7 @@
     python -m evals presets [NAME] [--check] [--json]
     python -m evals lm --model DIR --preset llada-base/gsm8k --out DIR
 
-Examples come from the test split, whose problems no generator gives out for training.
+Examples come from the test split, which no generator uses for training.
 """
 
 import argparse
@@ -173,7 +173,7 @@ def _add_oracle(commands: Any) -> None:
 
 
 def _add_indicator(commands: Any) -> None:
-    about = "how well a trained indicator recognises final tokens: precision_recall.csv and .png"
+    about = "precision and recall of a trained indicator: precision_recall.csv and .png"
     add = command(commands, "indicator", _indicator, about)
     add_model(add)
     add("--indicator", required=True, metavar="DIR", help="folder that python -m train indicator wrote")
@@ -200,7 +200,7 @@ def _add_tokenizer(commands: Any) -> None:
     add = command(commands, "tokenizer", _tokenizer, "write a task's tokenizer, for the folder of a checkpoint")
     add_task(add)
     add("--out", required=True, metavar="DIR", help="folder of tokenizer.json and tokenizer_config.json")
-    add("--vocab-size", type=int, metavar="N", help="train the word problems' anew, with at most so many tokens")
+    add("--vocab-size", type=int, metavar="N", help="train a new one for word problems, with at most this many tokens")
 
 
 def _add_measuring(add: Any, n: int | None = None) -> None:
@@ -350,7 +350,7 @@ def _tokenizer(options: argparse.Namespace) -> None:
     if not isinstance(task, DrawnTask):
         raise DllmError(f"{task.name} is in the tokens of any model; there is none to write")
     if options.vocab_size is not None and not isinstance(task, WordProblems):
-        raise DllmError(f"--vocab-size is for word-problems; the tokens of {task.name} are what they are")
+        raise DllmError(f"--vocab-size is for word-problems; the tokens of {task.name} are fixed")
     if options.vocab_size is None:
         task.write_tokenizer(options.out)
         print(f"{task.vocabulary.size} tokens in {options.out}")

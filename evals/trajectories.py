@@ -180,7 +180,7 @@ def _write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 @dataclasses.dataclass
 class _ShardSampler:
-    """Samples prompts by number, so many at a time, and makes the arrays of a file of them."""
+    """Samples prompts by number, in batches, and makes the arrays of a file of them."""
 
     model: Model
     sampler: CanvasSampler

@@ -168,7 +168,7 @@ def _as_asked(
     config: ModelConfig, dtype: DTypeLike | None, quantize: Quantize | None, where: str
 ) -> tuple[ModelConfig, str | None]:
     """A stored model's config as it is loaded, and what its parameters are cast to: None as they are stored, in the
-    dtype that was asked for, or in float16 where the GPU that is here cannot compute in the model's own."""
+    dtype that was asked for, or in float16 where this machine's GPU cannot compute in the model's own."""
     cast = _dtype_name(dtype)
     if cast is None and config.dtype == "bfloat16" and before_ampere():
         cast = "float16"

@@ -199,7 +199,7 @@ class Transformer(nnx.Module):
         Returns:
             Hidden states before the final norm [B, T or width, D], in the `sums` of the dtype of x; the keys and
             values: the updated buffers, or without any those of the inputs; and how the layers with experts routed what
-            is `counted`, None where that is not asked for, or there are none.
+            is `counted`, None if `counted` is None, or there are none.
         """
         x = x.astype(sums(x.dtype))
         keys = x.shape[1] if kv is None else kv[0].key.shape[1]

@@ -16,7 +16,7 @@ from evals.presets.checks import config_of
 from evals.presets.preset import Preset, Published
 
 ERRORS, POINTS = 2.0, 1.0
-"""A score within so many standard errors and points of a published one counts as the same: platforms differ as much."""
+"""A score within these standard errors and points of a published one counts as the same: platforms differ as much."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -186,7 +186,7 @@ class LeftToRight:
             gen_lengths: [B] int32, positions each row generates, at most `gen_length`, which is the default. Changing
                 them recompiles nothing.
             given: must be None: what is written from left to right has no gaps to fill.
-            noise: source of random numbers instead of `key`. It is asked for positions counted from the first that is
+            noise: source of random numbers instead of `key`. It draws for positions counted from the first that is
                 drafted, so a `TableNoise` holds [steps, lookahead, V] uniforms.
 
         Raises:

@@ -149,8 +149,8 @@ class Renoise:
             prompt, prompt_lengths, key: as in `samplers.sample`.
             gen_lengths: [B] int32, positions each row generates, at most `gen_length`, which is the default.
             given: must be None: no token of a canvas is kept.
-            noise: source of random numbers instead of `key`. For `Purpose.CANVAS` it is asked at each row's count of
-                the forward that sees the random token.
+            noise: source of random numbers instead of `key`. For `Purpose.CANVAS` it is drawn from at each row's count
+                of the forward that sees the random token.
 
         Raises:
             DllmError: for another model, wrong shapes or dtypes, lengths that do not fit (where they are concrete), or
