@@ -228,7 +228,7 @@ def test_evals_of_an_indicator(tmp_path, base, folder, capsys):
     told = capsys.readouterr().out
     assert told.startswith("7 trajectories | AUC ") and told.count("\n") == 1
     report = score_indicator(dllm_jax.load(base), indicator, folder, batch_size=7)
-    assert report.told(0.1) + "\n" == told  # whatever the batch
+    assert report.describe(0.1) + "\n" == told  # whatever the batch
     rows = list(csv.DictReader((tmp_path / "out" / "precision_recall.csv").open()))
     assert {row["score"] for row in rows} == {"indicator", "probability"} and float(rows[-1]["recall"]) == 1.0
     assert (tmp_path / "out" / "precision_recall.png").read_bytes().startswith(b"\x89PNG")
