@@ -37,7 +37,7 @@ USUAL = 256
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class ScoredRow:
     """One example's outcome.
 
     Attributes:
@@ -117,7 +117,7 @@ class Report:
     hardware: dict[str, Any]
     versions: dict[str, str]
     compat_count: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
-    rows: tuple[Row, ...] = dataclasses.field(default=(), repr=False)
+    rows: tuple[ScoredRow, ...] = dataclasses.field(default=(), repr=False)
 
     def summary(self) -> dict[str, Any]:
         """Everything but the rows, as JSON takes it."""
@@ -170,7 +170,7 @@ def run(
 
 def run_traced(
     model: Model | Models, task: str | Task, sampler: str | SamplerConfig, example: Example
-) -> tuple[Row, Generation]:
+) -> tuple[ScoredRow, Generation]:
     """`run` on one example, and the answer with the trace of every forward, for `samplers.show`."""
     _, batches = prepare_batches(model, task, sampler, n=1, batch_size=1, seed=0, split="test", examples=[example])
     (request,) = run_all(batches.model, batches.sampler, [batches.request(0)], progress=False, trace=True)[1]
@@ -219,7 +219,7 @@ def draw_examples(task: Task, split: str, n: int | None, progress: bool | None =
 class _Outcome:
     """The outcome of all examples."""
 
-    rows: Sequence[Row]
+    rows: Sequence[ScoredRow]
     seconds: float
     compile_seconds: float
     occupancy: float
@@ -276,7 +276,7 @@ class Batches:
             self.model.require_tokenizer()
         engine = self.engine(engines)
         before = engine.stats
-        rows, answers = list[Row](), list[tuple[int, dict[str, Any]]]()
+        rows, answers = list[ScoredRow](), list[tuple[int, dict[str, Any]]]()
         for request, result in self.results(engine, progress, name):
             rows.append(row := self.row_of(result, request.number))
             if counts:
@@ -289,7 +289,7 @@ class Batches:
         """The outcomes of all processes, in the order of the examples; times are the slowest process's."""
         seconds, compile_seconds = (max(part[name] for part in parts) for name in ("seconds", "compile_seconds"))
         occupancy = sum(part["row_steps"] for part in parts) / max(sum(part["slot_steps"] for part in parts), 1)
-        rows = sorted((Row(**row) for part in parts for row in part["rows"]), key=lambda row: row.index)
+        rows = sorted((ScoredRow(**row) for part in parts for row in part["rows"]), key=lambda row: row.index)
         answers = {index: CountedAnswer(**answer) for part in parts for index, answer in part["answers"]}
         in_order = [answers[index] for index in sorted(answers)]
         return _Outcome(rows, seconds, compile_seconds, occupancy, count_as(counts, self.model, in_order, seconds))
@@ -343,12 +343,12 @@ class Batches:
         """Positions to generate: the answer's own length only if the task has a fixed canvas."""
         return self.sampler.gen_length if self.task.stops else len(example.answer_ids)
 
-    def row_of(self, result: Result, index: int) -> Row:
+    def row_of(self, result: Result, index: int) -> ScoredRow:
         example = self.examples[index]
         end = self._end(result) if self.task.stops else self._length(example)
         ids = result.tokens[0, :end].tolist()
         verdict: Verdict = self.task.verify(example, ids)
-        return Row(
+        return ScoredRow(
             index=self.first + index,
             correct=verdict.correct,
             strict=verdict.strict,
@@ -367,7 +367,7 @@ class Batches:
         pieces = token_bytes(self.model.require_tokenizer(), self.model.config.vocab_size)
         return tokens_before_stop([pieces[token] for token in ids], stop)
 
-    def _counted_answer(self, request: Request, result: Result, row: Row) -> CountedAnswer:
+    def _counted_answer(self, request: Request, result: Result, row: ScoredRow) -> CountedAnswer:
         numbers = {"tokens": row.tokens, "nfe": row.nfe, "committed": row.committed, "prompt_ids": request.prompt}
         alone = request.seconds if self.size == 1 else None
         return answer_of(self.model, result.tokens[0].tolist(), self.task.stop_strings, seconds=alone, **numbers)

@@ -23,7 +23,7 @@ from dllm_jax.models.denoiser import Denoiser, DenoiserLike
 from dllm_jax.params.specs import init_params
 from dllm_jax.pytree import pytree
 from dllm_jax.testing import require
-from samplers.caches import CACHES, CachePolicy, NoCache, Outcome, Request, SubBlockCache
+from samplers.caches import CACHES, CachePolicy, ForwardRequest, NoCache, Outcome, SubBlockCache
 from samplers.caches.base import full_forward
 from samplers.engine.program import number_dtypes_of, numbers_of, with_numbers
 from samplers.loops.block import BlockSampler, BlockState
@@ -432,7 +432,7 @@ class _CheckedPolicy:
         """The policy's state, and the forwards of faults [B, faults] int32, -1 for none."""
         return self.policy.init(denoiser, batch, length), jnp.full((batch, len(_FAULTS)), -1)
 
-    def predict(self, denoiser: DenoiserLike, request: Request, state: tuple[Any, jax.Array]) -> Outcome:
+    def predict(self, denoiser: DenoiserLike, request: ForwardRequest, state: tuple[Any, jax.Array]) -> Outcome:
         outcome = self.policy.predict(denoiser, request, state[0])
         whole, _ = full_forward(denoiser, request)
         positions = jnp.arange(request.length) if request.all_positions else request.span.positions

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from dllm_jax.models.denoiser import DenoiserLike
 from dllm_jax.pytree import pytree
 from samplers import rules
-from samplers.caches import DualCache, Outcome, PrefixCache, Request, VicinityCache
+from samplers.caches import DualCache, ForwardRequest, Outcome, PrefixCache, VicinityCache
 from samplers.caches.base import BlockCache, BlockCacheState
 from samplers.canvas import Canvas
 from samplers.checks import check_whole
@@ -140,18 +140,18 @@ class DInferCache(BlockCache):
     def init(self, denoiser: DenoiserLike, batch: int, length: int) -> DInferCacheState:
         return DInferCacheState(**vars(super().init(denoiser, batch, length)), builds=jnp.zeros((batch,), jnp.int32))
 
-    def stale(self, request: Request, state: BlockCacheState) -> jax.Array:
+    def stale(self, request: ForwardRequest, state: BlockCacheState) -> jax.Array:
         assert isinstance(state, DInferCacheState)
         iteration = request.nfe if self.smooth else request.nfe - state.builds
         return (state.built_for != request.block) | self.due(iteration, request, state)
 
-    def due(self, iteration: jax.Array, request: Request, state: BlockCacheState) -> jax.Array:
+    def due(self, iteration: jax.Array, request: ForwardRequest, state: BlockCacheState) -> jax.Array:
         """[B] bool, rows for which `refresh_every` asks for a rebuild."""
         if self.refresh_every is None:
             return iteration < 0
         return (iteration % jnp.asarray(self.refresh_every) == 0) & (state.built_at != request.nfe - 1)
 
-    def rebuilt(self, request: Request, state: BlockCacheState, rows: jax.Array) -> BlockCacheState:
+    def rebuilt(self, request: ForwardRequest, state: BlockCacheState, rows: jax.Array) -> BlockCacheState:
         assert isinstance(state, DInferCacheState)
         new = super().rebuilt(request, state, rows)
         assert isinstance(new, DInferCacheState)
@@ -176,12 +176,12 @@ class DInferVicinity(DInferCache, VicinityCache):
     """`VicinityCache` that counts forwards, refreshes in time from a row's second block on, and builds keys and values
     once more after one window when they were first stored in another block than the first."""
 
-    def stale(self, request: Request, state: BlockCacheState) -> jax.Array:
+    def stale(self, request: ForwardRequest, state: BlockCacheState) -> jax.Array:
         again = (state.built_for == _TWICE) & (state.built_at != request.nfe - 1)
         often = self.due(request.nfe, request, state) & (request.block > 0)
         return ((state.built_for != request.block) & (state.built_for != _TWICE)) | again | often
 
-    def rebuilt(self, request: Request, state: BlockCacheState, rows: jax.Array) -> BlockCacheState:
+    def rebuilt(self, request: ForwardRequest, state: BlockCacheState, rows: jax.Array) -> BlockCacheState:
         late = rows & (state.built_for == -1) & (request.block > 0)
         state = super().rebuilt(request, state, rows)
         return dataclasses.replace(state, built_for=jnp.where(late, _TWICE, state.built_for))

@@ -13,7 +13,7 @@ from evals import __main__ as cli
 from evals import stderr
 from evals.presets import check, comparison, describe_preset, find, modify, presets
 from evals.presets.checks import TASKS_FOLDER, known_tasks
-from evals.presets.preset import Preset, Published
+from evals.presets.preset import Preset, PublishedScore
 from evals.presets.reading import FOLDER, read
 from samplers.config.sampler_config import parse_sampler
 
@@ -168,7 +168,7 @@ def test_what_is_inherited(written):
         "llada:gen_length=64,block_length=32",
         "llada:gen_length=128,block_length=32",
     ]
-    assert found["family/a"].published == (Published(value=1.0, source="a paper"),)
+    assert found["family/a"].published == (PublishedScore(value=1.0, source="a paper"),)
     assert found["family/b"].published == () and found["family/b"].metrics == ("exact_match,strict-match",)
     assert (found["family/b/d"].warnings, found["family/b/d"].shots) == (("first", "second"), 3)
 
@@ -229,12 +229,15 @@ def test_settings_that_contradict_each_other():
         ({"sampler": "threshold:threshold=-1,gen_length=64"}, "threshold is -1"),
         ({"sampler": "llada:gen_length=64,defer=eot"}, "'eot'"),
         ({"max_prompt": 4090}, "4096 positions"),
-        ({"published": (Published(value=101.0, source="x"),)}, "published 101"),
-        ({"published": (Published(value=1.0),)}, "no source"),
-        ({"published": (Published(value=1.0, source="x", metric="f1,none"),)}, "'f1,none'"),
-        ({"published": (Published(value=1.0, what="reproduced by dllm", source="Dream, Table 1"),)}, "name dllm's"),
-        ({"published": (Published(value=1.0, source="x", nfe=0.0),)}, "nfe 0"),
-        ({"published": (Published(value=1.0, source="x", tps=2.0),)}, "hardware"),
+        ({"published": (PublishedScore(value=101.0, source="x"),)}, "published 101"),
+        ({"published": (PublishedScore(value=1.0),)}, "no source"),
+        ({"published": (PublishedScore(value=1.0, source="x", metric="f1,none"),)}, "'f1,none'"),
+        (
+            {"published": (PublishedScore(value=1.0, what="reproduced by dllm", source="Dream, Table 1"),)},
+            "name dllm's",
+        ),
+        ({"published": (PublishedScore(value=1.0, source="x", nfe=0.0),)}, "nfe 0"),
+        ({"published": (PublishedScore(value=1.0, source="x", tps=2.0),)}, "hardware"),
     ],
 )
 def test_check_finds(changes, sentence):
@@ -259,7 +262,7 @@ def test_what_others_measured_is_not_printed_as_the_papers():
 
 def test_the_hash_is_of_what_changes_an_answer():
     same = {"name": "z", "model": "m", "metrics": ("f1,none",), "status": "C", "source": "s", "warnings": ("w",)}
-    same |= {"published": (Published(value=1.0),), "limit": 3, "samples": 64, "guidance": 1.0}
+    same |= {"published": (PublishedScore(value=1.0),), "limit": 3, "samples": 64, "guidance": 1.0}
     for name, value in same.items():
         assert dataclasses.replace(OURS, **{name: value}).hash == OURS.hash, name
     other = {"task": "mbpp", "shots": 4, "form": "chat1", "bos": 1, "max_prompt": 9, "until": False}
@@ -335,7 +338,7 @@ def results(preset, **numbers):
 
 
 def scored(ours, error, value, changes=(), n=None, **more):
-    preset = dataclasses.replace(OURS, published=(Published(value=value, source="x"),), **more)
+    preset = dataclasses.replace(OURS, published=(PublishedScore(value=value, source="x"),), **more)
     numbers = {"acc,none": ours, "acc_stderr,none": error}
     asked = {} if n is None else {"n-samples": {preset.task: {"original": n, "effective": n}}}
     (row,) = comparison(preset, results(preset, **numbers) | asked, changes).rows
@@ -359,7 +362,7 @@ def test_what_counts_as_the_same():
 
 
 def test_a_group_has_the_problems_of_its_tasks():
-    preset = dataclasses.replace(OURS, published=(Published(value=70.0, source="x"),))
+    preset = dataclasses.replace(OURS, published=(PublishedScore(value=70.0, source="x"),))
     told = results(preset, **{"acc,none": 0.7, "acc_stderr,none": "N/A"})
     told |= {"group_subtasks": {preset.task: ["a", "b"], "b": ["c", "d"], "a": []}}
     told |= {"n-samples": {name: {"original": 9, "effective": 7} for name in "acd"}}

@@ -29,7 +29,7 @@ from evals.harness.model import DllmLM
 from evals.harness.requests import slowest_seconds
 from evals.harness.tasks import functions
 from evals.presets import Preset, select
-from evals.sandbox import Outcome
+from evals.sandbox import ProgramOutcome
 
 pytestmark = pytest.mark.processes
 
@@ -214,7 +214,7 @@ def test_programs_are_judged_once(together, monkeypatch):
 
     def run_programs(programs, **_):
         ran.extend(programs)
-        return [Outcome("right" in program, "" if "right" in program else "no", 0.1) for program in programs]
+        return [ProgramOutcome("right" in program, "" if "right" in program else "no", 0.1) for program in programs]
 
     monkeypatch.setattr(functions, "run_programs", run_programs)
     answers = [[f"right {i}", f"wrong {i}"] for i in range(3)] + [["right 3"]]

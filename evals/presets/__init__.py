@@ -6,7 +6,7 @@ from typing import Any
 
 from dllm_jax.errors import DllmError
 from evals.presets.checks import check
-from evals.presets.preset import FORMS, Preset, Published, describe_preset, modify
+from evals.presets.preset import FORMS, Preset, PublishedScore, describe_preset, modify
 from evals.presets.reading import presets
 from evals.presets.report import Comparison, ScoreRow, comparison
 from samplers.config.sampler_config import parse_sampler
@@ -15,7 +15,7 @@ __all__ = [
     "FORMS",
     "Comparison",
     "Preset",
-    "Published",
+    "PublishedScore",
     "ScoreRow",
     "check",
     "comparison",

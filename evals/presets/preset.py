@@ -24,7 +24,7 @@ GIVEN = ("verifier", "indicator")
 
 
 @dataclasses.dataclass(frozen=True)
-class Published:
+class PublishedScore:
     """A published number.
 
     Attributes:
@@ -100,7 +100,7 @@ class Preset:
     guidance: float = 0.0
     estimator: Estimator = "llada"
     metrics: tuple[str, ...] = ()
-    published: tuple[Published, ...] = ()
+    published: tuple[PublishedScore, ...] = ()
     warnings: tuple[str, ...] = ()
     status: Status = "C"
     source: str = ""

@@ -13,7 +13,7 @@ from dllm_jax import Model, ModelConfig
 from dllm_jax.errors import DllmError
 from evals import stderr
 from evals.presets.checks import config_of
-from evals.presets.preset import Preset, Published
+from evals.presets.preset import Preset, PublishedScore
 
 ERRORS, POINTS = 2.0, 1.0
 """A score within these standard errors and points of a published one counts as the same: platforms differ as much."""
@@ -36,7 +36,7 @@ class ScoreRow:
     metric: str
     ours: float | None
     stderr: float | None
-    published: Published | None
+    published: PublishedScore | None
     told: str
 
 

@@ -7,11 +7,11 @@
 `docs/code-tasks.md` says how a program is confined.
 """
 
-from evals.sandbox.running import Outcome, require_box, run_program, run_programs
+from evals.sandbox.running import ProgramOutcome, require_box, run_program, run_programs
 from evals.sandbox.sanitize import sanitize
 
 __all__ = [
-    "Outcome",
+    "ProgramOutcome",
     "require_box",
     "run_program",
     "run_programs",

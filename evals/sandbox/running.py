@@ -39,7 +39,7 @@ _ENVIRONMENT = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class ProgramOutcome:
     """The outcome of a program.
 
     Attributes:
@@ -62,7 +62,7 @@ def run_program(
     files: int = 16 << 20,
     processes: int = 16,
     unsafe: bool = False,
-) -> Outcome:
+) -> ProgramOutcome:
     """Runs a Python program in a box of its own and says whether it ran to its end.
 
     The program has the interpreter's library and the installed packages to read, an empty folder, no network, no view
@@ -108,7 +108,7 @@ def require_box(unsafe: bool = False) -> None:
 
 def run_programs(
     codes: Sequence[str], *, workers: int | None = None, progress: bool | None = None, **limits: Any
-) -> list[Outcome]:
+) -> list[ProgramOutcome]:
     """Runs many programs at a time, each as `run_program` does; the outcomes are in their order.
 
     Args:
@@ -182,12 +182,12 @@ def _run_box(job: dict[str, Any]) -> dict[str, Any]:
     return json.loads(answer) if answer else {"refused": lines[-1] if lines else "its box ended without a word"}
 
 
-def _outcome_of(answer: dict[str, Any]) -> Outcome:
+def _outcome_of(answer: dict[str, Any]) -> ProgramOutcome:
     if "refused" in answer:
         raise DllmError(f"this system cannot confine a program ({answer['refused']}); {_ADVICE}")
     if why := answer.pop("unfiltered", ""):
         _warn_unfiltered(why)
-    return Outcome(**answer)
+    return ProgramOutcome(**answer)
 
 
 @cache

@@ -46,7 +46,7 @@ VERBS = ("has", "gets", "finds", "buys", "loses")
 VERB_WEIGHTS = (8, 5, 3, 2, 2)  # how often each is chosen, of 20: as in language, some words are more usual
 
 
-class Limits(NamedTuple):
+class ProblemLimits(NamedTuple):
     """What a difficulty allows: numbers of steps, largest number anywhere, operations, factors of * and /."""
 
     steps: tuple[int, int]
@@ -56,12 +56,12 @@ class Limits(NamedTuple):
     phrases: int
 
 
-DIFFICULTIES: Mapping[str, Limits] = types.MappingProxyType(
+DIFFICULTIES: Mapping[str, ProblemLimits] = types.MappingProxyType(
     {
-        "easy": Limits(steps=(1, 2), max_total=50, operations="+-", factors=(2, 2), phrases=1),
-        "medium": Limits(steps=(2, 4), max_total=50, operations="+-*/", factors=(2, 4), phrases=3),
-        "hard": Limits(steps=(2, 4), max_total=999, operations="+-*/", factors=(2, 9), phrases=3),
-        "long": Limits(steps=(4, 8), max_total=50, operations="+-*/", factors=(2, 4), phrases=3),
+        "easy": ProblemLimits(steps=(1, 2), max_total=50, operations="+-", factors=(2, 2), phrases=1),
+        "medium": ProblemLimits(steps=(2, 4), max_total=50, operations="+-*/", factors=(2, 4), phrases=3),
+        "hard": ProblemLimits(steps=(2, 4), max_total=999, operations="+-*/", factors=(2, 9), phrases=3),
+        "long": ProblemLimits(steps=(4, 8), max_total=50, operations="+-*/", factors=(2, 4), phrases=3),
     }
 )
 
@@ -133,7 +133,7 @@ class WordProblems(DrawnTask):
             raise DllmError(f"operations {limits.operations} run out of numbers after a step or two; add + or -")
 
     @functools.cached_property
-    def limits(self) -> Limits:
+    def limits(self) -> ProblemLimits:
         """The difficulty's limits with this task's own changes."""
         own: dict[str, Any] = {"steps": self.steps, "max_total": self.max_total, "operations": self.operations}
         return DIFFICULTIES[self.difficulty]._replace(**{name: value for name, value in own.items() if value})
@@ -231,7 +231,7 @@ def _prompt(sentences: Sequence[str]) -> str:
     return f"Q: {' '.join(sentences)}\nA: "
 
 
-def _step(total: int, limits: Limits, draws: Draws) -> tuple[str, int] | None:
+def _step(total: int, limits: ProblemLimits, draws: Draws) -> tuple[str, int] | None:
     """A step that keeps the number between 1 and the limit, None where there is none."""
     low, high = limits.factors
     numbers = {

@@ -3,7 +3,7 @@
 import types
 from collections.abc import Mapping
 
-from samplers.caches.base import CachePolicy, Outcome, Request
+from samplers.caches.base import CachePolicy, ForwardRequest, Outcome
 from samplers.caches.dual import DualCache
 from samplers.caches.exact import ExactCache, SubBlockCache
 from samplers.caches.none import NoCache
@@ -29,7 +29,7 @@ __all__ = [
     "NoCache",
     "Outcome",
     "PrefixCache",
-    "Request",
+    "ForwardRequest",
     "SubBlockCache",
     "VicinityCache",
 ]

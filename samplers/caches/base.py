@@ -17,7 +17,7 @@ from samplers.rowwise import each_row, run_if
 
 
 @pytree(static=("length", "width", "longest_suffix", "ragged", "all_positions"))
-class Request:
+class ForwardRequest:
     """What one step asks of the policy. All positions are absolute; every leaf begins with the batch axis.
 
     Attributes:
@@ -82,12 +82,12 @@ class CachePolicy(Protocol):
         """State before the first forward, for sequences of `length` buffer positions."""
         ...
 
-    def predict(self, denoiser: DenoiserLike, request: Request, state: Any) -> Outcome:
+    def predict(self, denoiser: DenoiserLike, request: ForwardRequest, state: Any) -> Outcome:
         """Runs one forward for every active row."""
         ...
 
 
-def full_forward(denoiser: DenoiserLike, request: Request) -> tuple[jax.Array, Any]:
+def full_forward(denoiser: DenoiserLike, request: ForwardRequest) -> tuple[jax.Array, Any]:
     """A forward over everything: hidden states as `Outcome` wants them, and the keys and values of all positions."""
     if not request.all_positions:
         return denoiser.forward(request.inputs, request.lengths, outputs=request.span)
@@ -109,7 +109,7 @@ class Window(NamedTuple):
     write: jax.Array | None = None
 
 
-def window_forward(denoiser: DenoiserLike, request: Request, window: Window, kv: Any) -> tuple[jax.Array, Any]:
+def window_forward(denoiser: DenoiserLike, request: ForwardRequest, window: Window, kv: Any) -> tuple[jax.Array, Any]:
     """A forward over a window: hidden states as `Outcome` wants them, and the updated buffers."""
     span, write = window
     run = lambda outputs: denoiser.forward(
@@ -143,7 +143,7 @@ class Windows(NamedTuple):
     high: jax.Array
 
 
-def own_positions(request: Request) -> jax.Array | None:
+def own_positions(request: ForwardRequest) -> jax.Array | None:
     """Which positions of the active block's span are its own, [B, width] bool; None for all."""
     if not request.ragged:
         return None
@@ -187,27 +187,27 @@ class BlockCache:
     in_order: ClassVar[bool] = False
     """Whether rows enter all of their blocks, complete ones too, each for a forward at least."""
 
-    def windows(self, denoiser: DenoiserLike, request: Request, state: BlockCacheState) -> Windows:
+    def windows(self, denoiser: DenoiserLike, request: ForwardRequest, state: BlockCacheState) -> Windows:
         """The forwards over part of the sequence, none of which begins before the first position that the model can
         predict."""
         raise NotImplementedError
 
-    def whole(self, denoiser: DenoiserLike, request: Request) -> tuple[jax.Array, Any]:
+    def whole(self, denoiser: DenoiserLike, request: ForwardRequest) -> tuple[jax.Array, Any]:
         """The forward that rebuilds: hidden states as `Outcome` wants them, and keys and values from position 0 on."""
         return full_forward(denoiser, request)
 
-    def warming(self, request: Request) -> jax.Array:
+    def warming(self, request: ForwardRequest) -> jax.Array:
         """[B] bool, rows that run everything anew without relying on it later."""
         return request.active & False
 
-    def stale(self, request: Request, state: BlockCacheState) -> jax.Array:
+    def stale(self, request: ForwardRequest, state: BlockCacheState) -> jax.Array:
         """[B] bool, rows whose keys and values must be rebuilt before their next window."""
         stale = state.built_for != request.block
         if self.refresh_every is None:
             return stale
         return stale | (request.nfe - state.built_at >= jnp.asarray(self.refresh_every))
 
-    def rebuilt(self, request: Request, state: BlockCacheState, rows: jax.Array) -> BlockCacheState:
+    def rebuilt(self, request: ForwardRequest, state: BlockCacheState, rows: jax.Array) -> BlockCacheState:
         """The state after a forward in which some rows [B] bool rebuilt their keys and values."""
         return dataclasses.replace(
             state,
@@ -219,7 +219,7 @@ class BlockCache:
         none = jnp.full((batch,), -1, jnp.int32)
         return BlockCacheState(denoiser.empty_cache(batch, length), none, none - 1)
 
-    def predict(self, denoiser: DenoiserLike, request: Request, state: BlockCacheState) -> Outcome:
+    def predict(self, denoiser: DenoiserLike, request: ForwardRequest, state: BlockCacheState) -> Outcome:
         warming = request.active & self.warming(request)
         stale = request.active & ~warming & self.stale(request, state)
         full, one = warming | stale, request.active.shape[0] == 1

@@ -13,8 +13,8 @@ from dllm_jax.pytree import pytree
 from samplers.caches.base import (
     BlockCache,
     BlockCacheState,
+    ForwardRequest,
     Outcome,
-    Request,
     Window,
     Windows,
     full_forward,
@@ -36,7 +36,7 @@ class ExactState(BlockCacheState):
     block_length: int
     least: int
 
-    def own(self, request: Request) -> jax.Array:
+    def own(self, request: ForwardRequest) -> jax.Array:
         """[B] int32, where the model's block begins that the active block is, or is a part of."""
         return request.block_start // self.block_length * self.block_length
 
@@ -61,18 +61,18 @@ class ExactCache(BlockCache):
         least = denoiser.min_prompt_length
         return ExactState(**vars(state), final=jnp.zeros((batch,), jnp.int32), block_length=block_length, least=least)
 
-    def stale(self, request: Request, state: BlockCacheState) -> jax.Array:
+    def stale(self, request: ForwardRequest, state: BlockCacheState) -> jax.Array:
         """Rows that begin; and where the first position is never predicted, and so not refreshed by itself, those where
         it is not final."""
         assert isinstance(state, ExactState)
         return (state.built_for < 0) | (state.final < state.least)
 
-    def rebuilt(self, request: Request, state: BlockCacheState, rows: jax.Array) -> BlockCacheState:
+    def rebuilt(self, request: ForwardRequest, state: BlockCacheState, rows: jax.Array) -> BlockCacheState:
         assert isinstance(state, ExactState)
         state = dataclasses.replace(state, final=jnp.where(request.active, state.own(request), state.final))
         return super().rebuilt(request, state, rows)
 
-    def whole(self, denoiser: DenoiserLike, request: Request) -> tuple[jax.Array, Any]:
+    def whole(self, denoiser: DenoiserLike, request: ForwardRequest) -> tuple[jax.Array, Any]:
         """Over prompt and first block alone (and the second, see `stale`): later positions are not attended to."""
         if request.all_positions or request.longest_suffix == request.length:
             return full_forward(denoiser, request)
@@ -81,13 +81,13 @@ class ExactCache(BlockCache):
         length = min(request.length, room + block_length * (1 + denoiser.min_prompt_length))
         return full_forward(denoiser, dataclasses.replace(request, inputs=request.inputs[..., :length]))
 
-    def windows(self, denoiser: DenoiserLike, request: Request, state: BlockCacheState) -> Windows:
+    def windows(self, denoiser: DenoiserLike, request: ForwardRequest, state: BlockCacheState) -> Windows:
         assert isinstance(state, ExactState)
         one, two = (self.window(count * state.block_length, request, state) for count in (1, 2))
         outdated = request.active & ~self.stale(request, state) & (state.own(request) > state.final)
         return Windows([one, two], outdated.any().astype(jnp.int32), request.block_start, request.block_end)
 
-    def window(self, width: int, request: Request, state: ExactState) -> Window:
+    def window(self, width: int, request: ForwardRequest, state: ExactState) -> Window:
         """The last `width` positions of each row up to the end of its block, which may be cut off by the sequence's."""
         width = min(width, request.length - state.least)
         start = jnp.minimum(state.own(request) + state.block_length - width, request.start)
@@ -121,11 +121,11 @@ class SubBlockCache(ExactCache):
         state = super().init(denoiser, batch, length)
         return SubBlockState(**vars(state), made_for=state.built_for, mask_id=denoiser.mask_id)
 
-    def stale(self, request: Request, state: BlockCacheState) -> jax.Array:
+    def stale(self, request: ForwardRequest, state: BlockCacheState) -> jax.Array:
         assert isinstance(state, SubBlockState)
         return (state.built_for < 0) | (super().stale(request, state) & (self._blocks(request, state) > 0))
 
-    def windows(self, denoiser: DenoiserLike, request: Request, state: BlockCacheState) -> Windows:
+    def windows(self, denoiser: DenoiserLike, request: ForwardRequest, state: BlockCacheState) -> Windows:
         assert isinstance(state, SubBlockState)
         wide = [self.window(count * state.block_length, request, state) for count in (1, 2)]
         choice = self._blocks(request, state)
@@ -133,7 +133,7 @@ class SubBlockCache(ExactCache):
             [Window(request.span, own_positions(request)), *wide], choice, request.block_start, request.block_end
         )
 
-    def predict(self, denoiser: DenoiserLike, request: Request, state: BlockCacheState) -> Outcome:
+    def predict(self, denoiser: DenoiserLike, request: ForwardRequest, state: BlockCacheState) -> Outcome:
         assert isinstance(state, SubBlockState)
         own, outcome = state.own(request), super().predict(denoiser, request, state)
         whole = request.active & (outcome.full | (self._blocks(request, state) > 0))
@@ -141,14 +141,14 @@ class SubBlockCache(ExactCache):
         made_for = jnp.where(made, own, state.made_for)
         return outcome._replace(state=dataclasses.replace(outcome.state, made_for=made_for))
 
-    def _blocks(self, request: Request, state: SubBlockState) -> jax.Array:
+    def _blocks(self, request: ForwardRequest, state: SubBlockState) -> jax.Array:
         """[B] int32, of how many of the model's blocks each row runs everything; 0 runs the active one alone."""
         own = state.own(request)
         whole = (state.made_for != own) | _is_mask(request, state, request.block_start)
         return jnp.where(own > state.final, 2, whole.astype(jnp.int32))
 
 
-def _is_mask(request: Request, state: SubBlockState, positions: jax.Array) -> jax.Array:
+def _is_mask(request: ForwardRequest, state: SubBlockState, positions: jax.Array) -> jax.Array:
     """Whether the token at a position [B] of each row is the mask, [B] bool."""
     tokens = request.inputs
     if not jnp.issubdtype(tokens.dtype, jnp.integer):

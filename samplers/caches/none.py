@@ -4,7 +4,7 @@ from typing import Any
 
 from dllm_jax.models.denoiser import DenoiserLike
 from dllm_jax.pytree import pytree
-from samplers.caches.base import Outcome, Request, full_forward
+from samplers.caches.base import ForwardRequest, Outcome, full_forward
 
 
 @pytree()
@@ -14,7 +14,7 @@ class NoCache:
     def init(self, denoiser: DenoiserLike, batch: int, length: int) -> Any:
         return ()
 
-    def predict(self, denoiser: DenoiserLike, request: Request, state: Any) -> Outcome:
+    def predict(self, denoiser: DenoiserLike, request: ForwardRequest, state: Any) -> Outcome:
         hidden, _ = full_forward(denoiser, request)
         active, none = request.active, request.active & False
         return Outcome(hidden, state, active, none, request.block_start, request.lengths)

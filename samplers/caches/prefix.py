@@ -4,7 +4,7 @@ import jax.numpy as jnp
 
 from dllm_jax.models.denoiser import DenoiserLike, Span
 from dllm_jax.pytree import pytree
-from samplers.caches.base import BlockCache, BlockCacheState, Request, Window, Windows
+from samplers.caches.base import BlockCache, BlockCacheState, ForwardRequest, Window, Windows
 
 WIDTHS = 3
 """Windows that a program holds at most."""
@@ -18,7 +18,7 @@ class PrefixCache(BlockCache):
     all of the canvas, and runs the smallest that covers every row's suffix: a third more work than needed on average.
     """
 
-    def windows(self, denoiser: DenoiserLike, request: Request, state: BlockCacheState) -> Windows:
+    def windows(self, denoiser: DenoiserLike, request: ForwardRequest, state: BlockCacheState) -> Windows:
         first = denoiser.min_prompt_length
         end = jnp.maximum(request.lengths, request.start + request.width)  # a row's last block may be cut off
         needed = jnp.max(jnp.where(request.active, end - request.start, 0))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from dllm_jax.models.denoiser import DenoiserLike, Span
 from dllm_jax.pytree import pytree
-from samplers.caches.base import BlockCache, BlockCacheState, Request, Window, Windows
+from samplers.caches.base import BlockCache, BlockCacheState, ForwardRequest, Window, Windows
 from samplers.checks import check_whole
 
 
@@ -33,10 +33,10 @@ class VicinityCache(BlockCache):
             check_whole(name, getattr(self, name), 0)
         check_whole("warmup", self.warmup, 0)
 
-    def warming(self, request: Request) -> jax.Array:
+    def warming(self, request: ForwardRequest) -> jax.Array:
         return request.nfe < jnp.asarray(self.warmup)
 
-    def windows(self, denoiser: DenoiserLike, request: Request, state: BlockCacheState) -> Windows:
+    def windows(self, denoiser: DenoiserLike, request: ForwardRequest, state: BlockCacheState) -> Windows:
         first = denoiser.min_prompt_length
         width = min(self.prefix_look + request.width + self.after_look, request.length - first)
         low = jnp.maximum(request.block_start - self.prefix_look, first)

@@ -69,7 +69,7 @@ class LazyModel(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Shard:
+class LineShard:
     """The part of a file that a process answers: consecutive lines, so that the outputs of all shards are concatenated.
 
     Attributes:
@@ -89,7 +89,7 @@ class Shard:
         return out if self.count == 1 else out.with_name(f"{out.name}-{self.index:05d}-of-{self.count:05d}")
 
 
-def shard_of(options: argparse.Namespace) -> Shard:
+def shard_of(options: argparse.Namespace) -> LineShard:
     """The shard that --shard names, or the number of this process among those of --distributed.
 
     Raises:
@@ -97,13 +97,13 @@ def shard_of(options: argparse.Namespace) -> Shard:
     """
     if options.distributed is not None:
         multihost.join(options.distributed, shutdown_timeout=multihost.MONTH)
-        return Shard(multihost.index(), multihost.count())
+        return LineShard(multihost.index(), multihost.count())
     if options.shard is None:
-        return Shard()
+        return LineShard()
     found = re.fullmatch(r"(\d+)/(\d+)", options.shard)
     if not found or int(found[1]) >= int(found[2]):
         raise DllmError(f"--shard {options.shard}: write I/N, with I from 0 to N - 1")
-    return Shard(int(found[1]), int(found[2]))
+    return LineShard(int(found[1]), int(found[2]))
 
 
 def check_flags(options: argparse.Namespace) -> None:
@@ -126,7 +126,7 @@ def check_flags(options: argparse.Namespace) -> None:
         raise DllmError("--shard has no effect with --distributed, which numbers the processes; leave one out")
 
 
-def answer_file(options: argparse.Namespace, lazy: LazyModel, shard: Shard) -> None:
+def answer_file(options: argparse.Namespace, lazy: LazyModel, shard: LineShard) -> None:
     """`python -m samplers --prompts FILE`, with and without `--out`.
 
     Raises:
@@ -195,7 +195,7 @@ def _own_entry(source: PromptFile, line: Line) -> dict[str, Any]:
 class _FileRun:
     """Answers the lines of one shard."""
 
-    def __init__(self, options: argparse.Namespace, lazy: LazyModel, shard: Shard) -> None:
+    def __init__(self, options: argparse.Namespace, lazy: LazyModel, shard: LineShard) -> None:
         """
         Raises:
             DllmError: for a bad file, and bad options of the sampler.

@@ -27,7 +27,7 @@ _SHARED = (Verifier, Indicator, Stop)  # parts of a sampler whose arrays, scalar
 
 
 @pytree()
-class Rows:
+class SlotRows:
     """What requests differ in, a row for each slot: leaves [B, ...], NumPy's on the host.
 
     Attributes:
@@ -125,12 +125,12 @@ def with_numbers(sampler: Any, numbers: Sequence[Any]) -> Any:
     return jax.tree.map(lambda leaf: next(own) if _is_number(leaf) else leaf, sampler, is_leaf=_is_shared)
 
 
-def for_rows(sampler: Any, rows: Rows) -> Any:
+def for_rows(sampler: Any, rows: SlotRows) -> Any:
     """The sampler with each row's own numbers."""
     return with_numbers(sampler, rows.numbers)
 
 
-def begin(sampler: Any, denoiser: DenoiserLike, rows: Rows) -> Any:
+def begin(sampler: Any, denoiser: DenoiserLike, rows: SlotRows) -> Any:
     """The state of slots that are all free."""
     state = _init(sampler, denoiser, rows)
     return _end(state, jnp.ones_like(state.canvas.done))
@@ -140,7 +140,7 @@ def run_steps(
     sampler: Any,
     denoiser: DenoiserLike,
     state: Any,
-    rows: Rows,
+    rows: SlotRows,
     admitted: jax.Array,
     freed: jax.Array,
     most_steps: jax.Array,
@@ -175,7 +175,7 @@ def run_steps(
     return state, Progress(own.result(denoiser, state), own.is_done(state), own.pending(state), steps, row_steps)
 
 
-def _init(sampler: Any, denoiser: DenoiserLike, rows: Rows) -> Any:
+def _init(sampler: Any, denoiser: DenoiserLike, rows: SlotRows) -> Any:
     """The state before the first forward of some rows."""
     key = jax.random.wrap_key_data(rows.key_data)
     options = {} if rows.given is None else {"given": rows.given}
@@ -187,7 +187,7 @@ def _end(state: Any, rows: jax.Array) -> Any:
     return dataclasses.replace(state, canvas=dataclasses.replace(state.canvas, done=state.canvas.done | rows))
 
 
-def _admit(sampler: Any, denoiser: DenoiserLike, state: Any, rows: Rows, admitted: jax.Array) -> Any:
+def _admit(sampler: Any, denoiser: DenoiserLike, state: Any, rows: SlotRows, admitted: jax.Array) -> Any:
     """The state after `init` of the admitted rows, each alone: nothing that the other rows hold, such as their
     key/value buffers, is read or moved."""
     begin_row = lambda rows: (rows.prompt_lengths, _init(sampler, denoiser, rows))

@@ -13,7 +13,7 @@ from dllm_jax.parallel.sharding import batch_sharding, check_splits
 from samplers.config.factory import CanvasSampler
 from samplers.engine.program import (
     Progress,
-    Rows,
+    SlotRows,
     begin_jit,
     number_dtypes_of,
     number_names,
@@ -125,10 +125,10 @@ class Slots:
     def _place(self, arrays: Any) -> Any:
         return arrays if self._sharding is None else jax.device_put(arrays, self._sharding)
 
-    def _empty_rows(self, prompt_length: int) -> Rows:
+    def _empty_rows(self, prompt_length: int) -> SlotRows:
         batch, length, denoiser = self._count, self.sampler.gen_length, self._model.denoiser
         numbers = (np.full(batch, *pair) for pair in zip(self.numbers, self._dtypes, strict=True))
-        return Rows(
+        return SlotRows(
             prompt=np.zeros((batch, prompt_length), np.int32),
             prompt_lengths=np.full(batch, denoiser.min_prompt_length, np.int32),
             gen_lengths=np.full(batch, length, np.int32),

@@ -12,7 +12,7 @@ from dllm_jax.models.denoiser import DenoiserLike, Span, block_length_of
 from dllm_jax.models.kv_cache import slice_rows, write_rows
 from dllm_jax.pytree import pytree, vary_like
 from samplers import canvas as canvases
-from samplers.caches import CachePolicy, NoCache, Outcome, Request
+from samplers.caches import CachePolicy, ForwardRequest, NoCache, Outcome
 from samplers.canvas import Canvas
 from samplers.checks import check_length, check_number, check_whole
 from samplers.rules.base import BlockView, Rule, judged, predicted, progressing
@@ -362,7 +362,7 @@ class BlockSampler:
             inputs = denoiser.embed(inputs) + jnp.where(on_sequence(canvas.undecided)[..., None], state.soft, 0)
         return inputs if self.guidance is None else paired(denoiser, inputs, given)
 
-    def _look(self, denoiser: DenoiserLike, state: BlockState) -> tuple[BlockView, Request]:
+    def _look(self, denoiser: DenoiserLike, state: BlockState) -> tuple[BlockView, ForwardRequest]:
         canvas, least = state.canvas, denoiser.min_prompt_length
         prompt_part = self._prompt_part(canvas)
         first = state.block * self.width - prompt_part
@@ -385,7 +385,7 @@ class BlockSampler:
             caution=None if self.smoothing is None else self.smoothing.caution(canvas.nfe),
         )
         longest = self.gen_length + (self.width - 1 if self.align_blocks else 0)
-        request = Request(
+        request = ForwardRequest(
             inputs=self._inputs(denoiser, state),
             lengths=jnp.maximum(canvas.prompt_lengths + canvas.gen_lengths, self.canvas_length or 0),
             block=state.block,
@@ -405,7 +405,7 @@ class BlockSampler:
     def _soften(
         self,
         denoiser: DenoiserLike,
-        request: Request,
+        request: ForwardRequest,
         outcome: Outcome,
         logits: jax.Array,
         alpha: jax.Array,
@@ -437,7 +437,7 @@ class BlockSampler:
     def _looks_ahead(self) -> bool:
         return self.rule.reads_hidden and self.rule.looks_ahead(not isinstance(self.cache, NoCache))
 
-    def _write_ahead(self, denoiser: DenoiserLike, request: Request, outcome: Outcome, canvas: Canvas) -> Canvas:
+    def _write_ahead(self, denoiser: DenoiserLike, request: ForwardRequest, outcome: Outcome, canvas: Canvas) -> Canvas:
         """Commits what the rule judges final after the active block, as far as the forward ran, in pieces of a block's
         length, so that no more logits are held at once."""
         high = jnp.minimum(outcome.high, canvas.prompt_lengths + canvas.gen_lengths)

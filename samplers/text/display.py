@@ -11,7 +11,7 @@ from dllm_jax.text.tokenizer import special_tokens, token_bytes
 END = "\x03"  # stands for any end token until it is drawn
 
 
-class Vocabulary(Protocol):
+class HasTokens(Protocol):
     """A tokenizer and a config: of a `Model` or a `Trace`."""
 
     @property
@@ -45,7 +45,7 @@ def printable(text: str, ascii_only: bool = False, marks: dict[str, str] | None 
 class Speller:
     """The texts of tokens: a character appears at the token that completes it, parts of one as \\xNN."""
 
-    def __init__(self, model: Vocabulary) -> None:
+    def __init__(self, model: HasTokens) -> None:
         self._piece, self._names = _piece_of(model), dict[int, str]()
         if model.tokenizer is not None:
             self._names |= {token: name for name, token in special_tokens(model.tokenizer).items()}
@@ -65,7 +65,7 @@ class Speller:
         return texts
 
 
-def _piece_of(model: Vocabulary) -> Callable[[int], bytes]:
+def _piece_of(model: HasTokens) -> Callable[[int], bytes]:
     """The bytes of a token; without a tokenizer its id in digits."""
     tokenizer = model.tokenizer
     if tokenizer is None:
