@@ -30,7 +30,7 @@ from evals.harness import forms
 from evals.harness import model as harness_model
 from evals.harness.answers import fingerprint
 from evals.harness.model import DllmLM
-from evals.presets import Preset, Published
+from evals.presets import Preset, PublishedScore
 from samplers.likelihood.scoring import Score
 
 TASKS = Path(__file__).parent / "harness"
@@ -138,7 +138,7 @@ def test_a_preset_of_a_family_end_to_end(family, form, sampler, request, monkeyp
     """A tiny converted model, from the command line to the table."""
     model = request.getfixturevalue(family)
     bos = int(family == "dream_with_bos")
-    metrics = {"metrics": ("exact_match,answer",), "published": (Published(50.0),)}
+    metrics = {"metrics": ("exact_match,answer",), "published": (PublishedScore(50.0),)}
     preset = Preset(f"{family}/words", model.name, "words_shots", 2, form, bos, sampler=sampler, **metrics)
     monkeypatch.setattr(presets, "presets", lambda: {preset.name: preset})
     flags = ["--model", str(model.folder), "--preset", f"{family}/", "--include-path", ".", "--out", str(tmp_path)]
