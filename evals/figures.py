@@ -125,7 +125,7 @@ class Figure:
 
 
 Point = Sequence[Report]
-"""A place on a curve: one report, or those of several trained indicators, whose mean it is."""
+"""A point of a curve: one report, or the mean of the reports of several trained indicators."""
 
 
 def samplers_of(lines: Sequence[FigureLine]) -> list[SamplerConfig]:

@@ -75,13 +75,15 @@ _D2F = [
 _THRESHOLDS = "threshold:threshold=0.3|0.5|0.7|0.8|0.9|0.95"
 # A cache, its name, and the positions that the indicator scores: those of every forward.
 _NI_CACHES = (("none", "no cache", "rest"), ("prefix", "prefix cache", "rest"), ("dual", "dual cache", "block"))
+_NI_LABELS = {name: (f"threshold, {name}", f"NI and threshold 0.9, {name}") for _, name, _ in _NI_CACHES}
 _NI = [
     line
     for cache, name, scope in _NI_CACHES
+    for plain, helped in [_NI_LABELS[name]]
     for line in (
-        FigureLine(f"threshold, {name}", [f"{_THRESHOLDS},cache={cache},block_length={{block_length}}"]),
+        FigureLine(plain, [f"{_THRESHOLDS},cache={cache},block_length={{block_length}}"]),
         FigureLine(
-            f"NI and threshold 0.9, {name}",
+            helped,
             [
                 "ni:indicator={indicator},threshold=0.9,indicator_threshold=0.5|0.6|0.7|0.8|0.9,"
                 f"scope={scope},cache={cache},block_length={{block_length}}"
@@ -140,8 +142,8 @@ FIGURES: Mapping[str, Figure] = types.MappingProxyType(
             _FREE_WORDS,
             _NI,
             [
-                FigurePanel(cost, lines=[f"threshold, {name}", f"NI and threshold 0.9, {name}"])
-                for _, name, _ in _NI_CACHES
+                FigurePanel(cost, lines=labels)
+                for labels in _NI_LABELS.values()
                 for cost in ("nfe", "tokens_per_second")
             ],
             {
@@ -150,10 +152,7 @@ FIGURES: Mapping[str, Figure] = types.MappingProxyType(
                 ),
                 "--block-length": _BLOCK_LENGTH,
             },
-            [
-                EqualAccuracy(name, f"threshold, {name}", f"NI and threshold 0.9, {name}", "NI")
-                for _, name, _ in _NI_CACHES
-            ],
+            [EqualAccuracy(name, *labels, "NI") for name, labels in _NI_LABELS.items()],
         ),
         "compression": Figure(
             "a model before and after trajectory compression",

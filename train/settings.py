@@ -46,9 +46,9 @@ def setting(
 def range_of(field: "dataclasses.Field[Any]") -> str:
     """A field's range in words, such as "at least 0"; empty where it has none."""
     low, high = field.metadata.get(_RANGE, (-math.inf, math.inf))
-    if low == -math.inf:
-        return ""
-    return f"at least {low:.10g}" if high == math.inf else f"between {low:.10g} and {high:.10g}"
+    if math.isinf(low):
+        return "" if math.isinf(high) else f"at most {high:.10g}"
+    return f"at least {low:.10g}" if math.isinf(high) else f"between {low:.10g} and {high:.10g}"
 
 
 def check_ranges(settings: Any, prefix: str = "") -> None:
