@@ -123,8 +123,8 @@ class WordProblems(DrawnTask):
                 f"no wording is called {self.wording!r}; choose one of {', '.join(typing.get_args(Wording))}"
             )
         (low, high), limits = self.limits.steps, self.limits
-        if not 1 <= low <= high <= 9:
-            raise DllmError(f"steps {low}-{high} is no range; give the fewest and the most between 1 and 9, as 1-3")
+        if not 1 <= low <= high <= 99:
+            raise DllmError(f"steps {low}-{high} is no range; give the fewest and the most between 1 and 99, as 1-3")
         if not 8 <= limits.max_total <= 99_999:
             raise DllmError(f"max_total is {limits.max_total}; it must be between 8 and 99999")
         if not limits.operations or set(limits.operations) - set(PHRASES):
