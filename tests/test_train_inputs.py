@@ -1,5 +1,6 @@
 """Data that is read and rows that are made of it; and every mistake is one sentence before anything is written."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -23,11 +24,12 @@ from dllm_jax import DllmError
 from dllm_jax.suggestions import nearest
 from dllm_jax.text.tokenizer import encode_chat
 from train.__main__ import main
-from train.config import DataPart
+from train.config import DataPart, ModelPart
 from train.data import Prefetcher, Rows, Setup, make_referenced
 from train.data.checks import drop_bad_examples
 from train.data.files import jsonl, text
 from train.objectives import read_config
+from train.setup import model_config
 
 
 def rows_of(examples, kind="sft", **part):
@@ -200,6 +202,15 @@ def test_mistakes_in_settings_are_one_sentence(name, tmp_path, capsys):
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and offending in error
     assert not (tmp_path / "out").exists()
+
+
+def test_a_longer_context_is_all_that_may_differ_from_a_checkpoint(llada_tiny):
+    part = ModelPart(init=str(llada_tiny.folder), config={"max_length": 999, "rope_theta": 5e5})
+    assert model_config(part) == llada_tiny.config.replace(max_length=999, rope_theta=5e5)
+    with pytest.raises(DllmError, match=r"remove model.config.num_layers \(only max_length and rope_theta may differ"):
+        model_config(dataclasses.replace(part, config={"max_length": 999, "num_layers": 1}))
+    with pytest.raises(DllmError, match="model.config.max_length"):
+        model_config(dataclasses.replace(part, config={"max_length": "long"}))
 
 
 def test_settings_stand_where_one_likes(tmp_path, capsys):

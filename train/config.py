@@ -31,8 +31,9 @@ class ModelPart:
             "fast-dllm-v2-1.5b" a block diffusion model of it, "qwen2.5-0.5b" a causal one of any. Biases that the kind
             has and the checkpoint lacks start at 0, and a model without a mask token takes the kind's.
         published: the published config that supplies the fields which `config` leaves out (not with `init`).
-        config: fields of `ModelConfig`, such as {embed_dim = 128, num_layers = 4} (not with `init`). A task that is
-            the data source fills in the vocabulary's size and special ids.
+        config: fields of `ModelConfig`, such as {embed_dim = 128, num_layers = 4}. With `init` only `max_length` and
+            `rope_theta`, for training on longer rows than before. A task that is the data source fills in the
+            vocabulary's size and special ids.
         tokenizer: folder whose tokenizer files text is encoded with and the trained model gets; by default those of
             `init` or of the task.
     """

@@ -193,6 +193,10 @@ def _generation_defaults(config: TrainConfig, model: ModelConfig, task: Any) -> 
     return before | ({"gen_length": length} if length else {})
 
 
+OF_CONTEXT = ("max_length", "rope_theta")
+"""Fields of `model.config` that may differ from those of `model.init`: no parameter's shape depends on them."""
+
+
 def model_config(part: ModelPart, vocabulary: Any = None) -> ModelConfig:
     """The backbone's config.
 
@@ -200,12 +204,13 @@ def model_config(part: ModelPart, vocabulary: Any = None) -> ModelConfig:
         vocabulary: of the task that is trained on: its size and special ids, taken where `part.config` is silent.
 
     Raises:
-        DllmError: for unknown fields, values of another type, or both a checkpoint and fields.
+        DllmError: for unknown fields, values of another type, and a checkpoint with fields that it has already.
     """
     if part.init:
-        if part.config:
-            raise DllmError(f"model.init {part.init} has its own config; remove model.config")
-        config = checkpoint.load_config(checkpoint.find(part.init))
+        if other := sorted(part.config.keys() - OF_CONTEXT):
+            own = f"model.init {part.init} has its own config; remove model.config.{other[0]}"
+            raise DllmError(f"{own} (only {' and '.join(OF_CONTEXT)} may differ)")
+        config = checkpoint.load_config(checkpoint.find(part.init)).replace(**_config_values(part))
         checkpoint.require_plain(config, part.init, "trained")
         if vocabulary is not None and (config.mask_id, config.eos_id) != (vocabulary.mask_id, vocabulary.eos_id):
             raise DllmError(f"model.init {part.init} has other special tokens than the task in data.source; train anew")
@@ -216,12 +221,17 @@ def model_config(part: ModelPart, vocabulary: Any = None) -> ModelConfig:
     if vocabulary is not None:
         names = ("eos_id", "pad_id", "mask_id", "bos_id", "end_ids")
         values = {name: getattr(vocabulary, name) for name in names} | {"vocab_size": vocabulary.size}
-    hints = typing.get_type_hints(ModelConfig)
+    return published_config(part.published).replace(**values | _config_values(part))
+
+
+def _config_values(part: ModelPart) -> dict[str, Any]:
+    """`part.config` as values of `ModelConfig`'s fields."""
+    hints, values = typing.get_type_hints(ModelConfig), {}
     for name, value in part.config.items():
         if name not in hints:
             raise DllmError(unknown_key(f"model.config.{name}", [f"model.config.{known}" for known in hints]))
         values[name] = convert_value(value, hints[name], f"model.config.{name}")
-    return published_config(part.published).replace(**values)
+    return values
 
 
 def adapt_config(config: ModelConfig, kind: str) -> ModelConfig:
