@@ -45,6 +45,7 @@ from evals.distributed import meeting
 from evals.figures import draw_figure, samplers_of, summarize_figure
 from evals.flags import add_batch, add_count, add_distributed, add_model, add_task, command, models_of
 from evals.harness import command as harness
+from evals.harness import reproduce
 from evals.indicator import score_indicator
 from evals.models import Models
 from evals.oracle import OracleReport, oracle
@@ -104,6 +105,7 @@ def command_line() -> argparse.ArgumentParser:
     _add_show(commands)
     _add_tokenizer(commands)
     harness.add(commands)
+    reproduce.add(commands)
     presets.add(commands)
     leaderboard.add(commands)
     tune.add(commands)

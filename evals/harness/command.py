@@ -36,15 +36,20 @@ def add(commands: Any) -> None:
     add("--sampler", metavar="SPEC", help="in place of a preset, with --tasks: threshold:threshold=0.9,gen_length=256")
     add("--form", choices=presets.FORMS, help="of prompts: as they are, or chat with examples in one turn or as turns")
     add("--tasks", metavar="A,B", help="the harness's tasks, in place of the preset's")
+    add("--out", metavar="DIR", help="write results, tables and answers there; the same command resumes")
+    add_running(add)
+    add_distributed(add)
+
+
+def add_running(add: Any) -> None:
+    """The flags of everything that runs presets."""
     add("--include-path", action="append", default=[], metavar="DIR", help="folder of more tasks; repeatable")
     add("--limit", type=int, metavar="N", help="of each task the first N documents")
     add("--set", metavar="NAME=VALUE,...", help="changes the preset or its sampler, such as gen_length=128")
-    add("--out", metavar="DIR", help="write results, tables and answers there; the same command resumes")
     add("--log-samples", action="store_true", help="write every document with its answers, too")
     add("--batch-size", type=int, default=16, metavar="N", help="prompts, or masked copies, together (default: 16)")
     add("--seed", type=int, default=0, metavar="N", help="of the random numbers (default: 0)")
     add_count(add)
-    add_distributed(add)
     add("--unsafe-code", action="store_true", help="let tasks run generated code that is not confined")
 
 
@@ -77,21 +82,17 @@ class PresetRun:
 def _run(options: argparse.Namespace) -> None:
     if options.model is None:
         raise DllmError("no model was named; pass --model DIR_OR_NAME")
-    for kind in options.counts:
-        method_of(kind, sys.maxsize)
     settings = _settings(options)
     folder = None if options.out is None else files.make_folder(options.out)
-    tasks = _task_manager([str(path) for path in (TASKS, *map(Path, options.include_path))], settings)
+    tasks = read_tasks(options, [preset for preset, _ in settings])
     models = models_of(options)
-    if options.unsafe_code:
-        os.environ |= {"HF_ALLOW_CODE_EVAL": "1", "DLLM_UNSAFE_PROGRAMS": "1"}  # for the harness's tasks and for ours
     found = []
     for preset, changes in settings:
         lines = [presets.describe_preset(preset), *(f"modified: {change}" for change in changes)]
         print("\n".join(lines), end="\n\n", flush=True)
-        found.append(_evaluate(options, models, tasks, preset, changes, folder))
+        found.append(evaluate_preset(models, tasks, preset, changes, folder, options))
         if folder is not None and options.processes.first:
-            _write(folder, found)
+            write_results(folder, found)
     _print(found, console())
     if folder is not None:
         print(f"results.json, table.txt and a folder for each preset in {folder}")
@@ -99,7 +100,7 @@ def _run(options: argparse.Namespace) -> None:
 
 def _settings(options: argparse.Namespace) -> list[tuple[Preset, list[str]]]:
     """The presets to run, and how each differs from the published setting."""
-    changes = spec.parse_options(options.set or "", "--set")
+    changes = parse_changes(options)
     changes |= {name: value for name, value in (("task", options.tasks), ("limit", options.limit)) if value is not None}
     if options.sampler is not None and options.preset:
         raise DllmError("--sampler has no effect with --preset; change a preset by --set")
@@ -113,24 +114,34 @@ def _settings(options: argparse.Namespace) -> list[tuple[Preset, list[str]]]:
     return [presets.select(name, None, options.form, changes) for name in dict.fromkeys(names)]
 
 
+def parse_changes(options: argparse.Namespace) -> dict[str, str]:
+    """What `--set` changes, as it is written."""
+    return spec.parse_options(options.set or "", "--set")
+
+
 def _names_of(pattern: str) -> list[str]:
     """The name itself, or all names that begin with it if it ends with a slash."""
     found = [name for name in presets.presets() if pattern.endswith("/") and name.startswith(pattern)]
     return found or [presets.find(pattern).name]
 
 
-def _task_manager(paths: Sequence[str], settings: Sequence[tuple[Preset, Any]]) -> Any:
-    """The harness's task manager. It reads its own thousands of files, which takes a while, only if they are needed.
+def read_tasks(options: argparse.Namespace, chosen: Sequence[Preset]) -> Any:
+    """The harness's task manager, with the presets' tasks. It reads its own thousands of files, which takes a while,
+    only if they are needed. `--unsafe-code` holds from here on.
 
     Raises:
-        DllmError: for an unknown task, and without the harness.
+        DllmError: for an unknown task or count, and without the harness.
     """
+    for kind in options.counts:
+        method_of(kind, sys.maxsize)
+    if options.unsafe_code:
+        os.environ |= {"HF_ALLOW_CODE_EVAL": "1", "DLLM_UNSAFE_PROGRAMS": "1"}  # for the harness's tasks and for ours
     from lm_eval.tasks import TaskManager
 
     import evals.harness.model  # noqa: F401 - says what to install
 
-    paths = [path for path in paths if Path(path).is_dir()]
-    names = {name for preset, _ in settings for name in preset.task.split(",") if not Path(name).is_file()}
+    paths = [str(path) for path in (TASKS, *map(Path, options.include_path)) if path.is_dir()]
+    names = {name for preset in chosen for name in preset.task.split(",") if not Path(name).is_file()}
     found = TaskManager(include_path=paths, include_defaults=False)
     if not names <= set(found.all_subtasks):
         with Console(stderr=True).status("reading the harness's tasks", spinner="line"):
@@ -141,14 +152,26 @@ def _task_manager(paths: Sequence[str], settings: Sequence[tuple[Preset, Any]]) 
     return found
 
 
-def _evaluate(
-    options: argparse.Namespace,
+def evaluate_preset(
     models: Models,
     tasks: Any,
     preset: Preset,
     changes: Sequence[str],
     folder: Path | None,
+    options: argparse.Namespace,
 ) -> PresetRun:
+    """Runs a preset on the model of `options.model`.
+
+    Args:
+        models: where that is loaded, once for several presets.
+        tasks: as `read_tasks` gives them.
+        changes: how the preset differs from the published setting.
+        folder: where answers are kept; None keeps none.
+        options: the flags of `add_running` and `add_distributed`.
+
+    Raises:
+        DllmError: for everything that goes wrong in the harness, and as `dllm_jax.load`.
+    """
     from lm_eval import simple_evaluate
 
     from evals.harness.forms import arguments_of
@@ -180,7 +203,7 @@ def _evaluate(
         )
     except DllmError:
         raise
-    except (ValueError, KeyError, FileNotFoundError) as error:
+    except (AssertionError, ValueError, KeyError, FileNotFoundError) as error:
         raise DllmError(f"lm-evaluation-harness: {error}") from error
     for task, shots in results["n-shot"].items():
         if preset.shots not in (None, shots):
@@ -254,7 +277,7 @@ def speeds(found: Sequence[PresetRun]) -> Table:
     return table
 
 
-def _write(folder: Path, found: Sequence[PresetRun]) -> None:
+def write_results(folder: Path, found: Sequence[PresetRun]) -> None:
     """Writes everything so far, so that a killed run loses nothing."""
     from lm_eval.utils import handle_non_serializable
 
