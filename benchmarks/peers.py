@@ -3,7 +3,7 @@
 The same float32 weights, the same prompt and two tokens a step (LLaDA's fixed schedule, greedy) in
 
     fast-dllm    https://github.com/NVlabs/Fast-dLLM, in PyTorch: without a cache, prefix cache, dual cache
-    bonsai       https://github.com/jax-ml/bonsai, in Flax: it has no cache
+    bonsai       https://github.com/jax-ml/bonsai, in Flax, as it is and with its forward under nnx.jit; no cache
 
 each from a checkout of yours. Every implementation has a process of its own that is pinned to the same core and stays
 alive; they take turns, so that whatever else the machine does hits all alike. Seconds are medians, by wall time and
@@ -15,6 +15,7 @@ Ratios are above 1 where this library is faster. Every row says whether the toke
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import statistics
@@ -40,6 +41,7 @@ CACHES = ("none", "prefix", "dual")
 PEERS = {  # what a checkout must have, and which caches it has
     "fast-dllm": ("https://github.com/NVlabs/Fast-dLLM", "llada/generate.py", CACHES),
     "bonsai": ("https://github.com/jax-ml/bonsai", "bonsai/models/llada/modeling.py", ("none",)),
+    "bonsai-jit": ("https://github.com/jax-ml/bonsai", "bonsai/models/llada/modeling.py", ("none",)),
 }
 RANDOM_SIZES = {  # 271 million parameters
     "0.3b": published_config("llada-8b-instruct").replace(
@@ -175,8 +177,11 @@ def make_prompt(config: ModelConfig, length: int) -> list[int]:
     return np.random.default_rng(0).choice(ordinary, length).tolist()
 
 
-def measure(size: str, checkouts: dict[str, Path], options: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
-    """The rows of a size, and the versions that each process has."""
+def measure(
+    size: str, lengths: tuple[int, int], checkouts: dict[str, Path], options: argparse.Namespace
+) -> tuple[list[Row], dict[str, Any]]:
+    """The rows of a size with a prompt and a generation of some lengths, and the versions that each process has."""
+    prompt_length, gen_length = lengths
     workers: dict[str, Worker] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder, hub = checkpoints(size, Path(scratch))
@@ -184,11 +189,11 @@ def measure(size: str, checkouts: dict[str, Path], options: argparse.Namespace) 
         job = Job(
             folder=str(folder),
             hub=str(hub),
-            prompt=make_prompt(config, options.prompt_length),
+            prompt=make_prompt(config, prompt_length),
             mask_id=config.mask_id or 0,
-            gen_length=options.gen_length,
+            gen_length=gen_length,
             block_length=options.block_length,
-            steps=options.gen_length // 2,
+            steps=gen_length // 2,
             core=options.core,
         )
         try:
@@ -200,8 +205,10 @@ def measure(size: str, checkouts: dict[str, Path], options: argparse.Namespace) 
             pairs = [(name, cache) for name in checkouts for cache in PEERS[name][2] if cache in options.caches]
             rows = []
             for name, cache in pairs:
-                row = {"size": size, **in_turns(workers["ours"], workers[name], cache, options.repeats)}
-                print(f"{size}, {name}, {cache}: {row['cpu_ratio']:.2f}", file=sys.stderr)
+                about = {"size": size, "prompt_length": prompt_length, "gen_length": gen_length}
+                about["load_average"] = os.getloadavg()[0]  # of the minute before, this benchmark's own share included
+                row = about | in_turns(workers["ours"], workers[name], cache, options.repeats)
+                print(f"{size}, {_plus(lengths)}, {name}, {cache}: {row['cpu_ratio']:.2f}", file=sys.stderr)
                 rows.append(row)
         finally:
             for worker in workers.values():
@@ -215,7 +222,7 @@ def checkouts_of(options: argparse.Namespace) -> dict[str, Path]:
     Raises:
         DllmError: for none, and for folders that are no checkouts of them.
     """
-    given = {name: getattr(options, name.replace("-", "_")) for name in PEERS}
+    given = {name: getattr(options, name.removesuffix("-jit").replace("-", "_")) for name in PEERS}
     found = {name: folder for name, folder in given.items() if folder is not None}
     if not found:
         raise DllmError("there is no peer to compare with; give --fast-dllm DIR, --bonsai DIR or both")
@@ -237,8 +244,8 @@ def check_options(options: argparse.Namespace) -> None:
             raise DllmError(f"no {what} is called {unknown[0]!r}; choose from {', '.join(known)}")
     if options.repeats < 1:
         raise DllmError(f"--repeats is {options.repeats}; measure at least once")
-    if options.gen_length % options.block_length or options.block_length % 2:
-        raise DllmError("two tokens a step need a --block-length that is even and divides --gen-length")
+    if any(gen % options.block_length for _, gen in options.lengths) or options.block_length % 2:
+        raise DllmError("two tokens a step need a --block-length that is even and divides each generation of --lengths")
     if not hasattr(os, "sched_setaffinity"):
         raise DllmError("processes can be kept on one core on Linux only")
     if options.core not in os.sched_getaffinity(0):
@@ -262,8 +269,8 @@ def report(options: argparse.Namespace) -> Row:
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
     rows: list[Row] = []
-    for size in options.sizes:
-        found, versions = measure(size, checkouts, options)
+    for size, lengths in itertools.product(options.sizes, options.lengths):
+        found, versions = measure(size, lengths, checkouts, options)
         rows, about["versions"] = rows + found, versions
     return {**about, "rows": rows}
 
@@ -271,11 +278,14 @@ def report(options: argparse.Namespace) -> Row:
 def _command(checkouts: dict[str, Path], options: argparse.Namespace) -> str:
     """The command line, without where things lie on this machine."""
     lists = [f"--{name} {','.join(getattr(options, name))}" for name in ("sizes", "caches")]
-    numbers = [
-        f"--{name.replace('_', '-')} {getattr(options, name)}"
-        for name in ("prompt_length", "gen_length", "block_length", "repeats")
-    ]
-    return " ".join(["python -m benchmarks.peers", *(f"--{name} DIR" for name in checkouts), *lists, *numbers])
+    lists.append(f"--lengths {','.join(map(_plus, options.lengths))}")
+    numbers = [f"--block-length {options.block_length}", f"--repeats {options.repeats}"]
+    folders = [f"--{name} DIR" for name in checkouts if not name.endswith("-jit")]
+    return " ".join(["python -m benchmarks.peers", *folders, *lists, *numbers])
+
+
+def _plus(lengths: tuple[int, int]) -> str:
+    return "+".join(map(str, lengths))
 
 
 def _commit(folder: Path) -> str:
@@ -286,14 +296,24 @@ def _commit(folder: Path) -> str:
 
 def print_rows(rows: list[Row]) -> None:
     """A table: seconds of CPU of a generation, and what the peer takes over what this library takes."""
-    print(
-        f"{'size':6}{'peer':12}{'cache':8}{'forwards':>9}{'ours s':>9}{'peer s':>9}{'ratio':>7}{'wall':>7}  same tokens"
-    )
+    numbers = "".join(f"{name:>9}" for name in ("forwards", "ours s", "peer s"))
+    print(f"{'size':6}{'lengths':9}{'peer':12}{'cache':8}{numbers}{'ratio':>7}{'wall':>7}  same tokens")
     for row in rows:
         seconds = f"{row['ours_cpu_seconds']:9.3f}{row['peer_cpu_seconds']:9.3f}"
         ratios = f"{row['cpu_ratio']:7.2f}{row['ratio']:7.2f}"
         same = "yes" if row["same_tokens"] == 1.0 else f"{row['same_tokens']:.0%}"
-        print(f"{row['size']:6}{row['peer']:12}{row['cache']:8}{row['ours_forwards']:9}{seconds}{ratios}  {same}")
+        lengths = _plus((row["prompt_length"], row["gen_length"]))
+        print(
+            f"{row['size']:6}{lengths:9}{row['peer']:12}{row['cache']:8}{row['ours_forwards']:9}{seconds}{ratios}  {same}"
+        )
+
+
+def _lengths(text: str) -> list[tuple[int, int]]:
+    """Pairs of lengths, written as 64+64,128+128."""
+    pairs = [tuple(int(part) for part in pair.split("+")) for pair in text.split(",") if pair]
+    if not pairs or any(len(pair) != 2 or min(pair) < 1 for pair in pairs):
+        raise ValueError(text)
+    return [(prompt, generation) for prompt, generation in pairs]
 
 
 def _first_core() -> int:
@@ -311,8 +331,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--python", default=sys.executable, metavar="PATH", help="the peers' Python (default: this one)")
     made.add_argument("--sizes", type=names, default=list(SIZES), metavar="SIZE,SIZE", help="default tiny,0.3b")
     made.add_argument("--caches", type=names, default=list(CACHES), metavar="CACHE,CACHE", help="default all")
-    made.add_argument("--prompt-length", type=int, default=128)
-    made.add_argument("--gen-length", type=int, default=128)
+    usual, about = "64+64,128+128,256+256", "tokens of prompt and generation"
+    made.add_argument("--lengths", type=_lengths, default=usual, metavar="P+G,P+G", help=f"{about} (default {usual})")
     made.add_argument("--block-length", type=int, default=32)
     made.add_argument("--repeats", type=int, default=5, help="timed generations of each (default 5)")
     made.add_argument("--core", type=int, default=_first_core(), help="the CPU core that all run on")

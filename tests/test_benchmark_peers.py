@@ -47,9 +47,10 @@ def test_processes_take_turns_and_rows_are_medians(pretending, capsys):
     assert row["ours_first_seconds"] == 50.0 and row["ours_seconds_all"] == [1.0, 50.0, 1.0]
     assert (row["ours_seconds"], row["peer_seconds"], row["ratio"], row["cpu_ratio"]) == (1.0, 3.0, 3.0, 3.0)
     assert row["same_tokens"] == 0.75 and row["peer_forwards"] == 7
-    peers.print_rows([{"size": "tiny", **row}, {"size": "tiny", **row, "same_tokens": 1.0}])
+    about = {"size": "tiny", "prompt_length": 64, "gen_length": 128}
+    peers.print_rows([about | row, about | row | {"same_tokens": 1.0}])
     head, first, second = capsys.readouterr().out.splitlines()
-    assert head.endswith("same tokens") and first.split()[:3] == ["tiny", "other", "dual"]
+    assert head.endswith("same tokens") and first.split()[:4] == ["tiny", "64+128", "other", "dual"]
     assert first.endswith(" 3.00   3.00  75%") and second.endswith("  yes")
 
 
@@ -75,7 +76,7 @@ def test_mistakes_are_sentences(tmp_path, capsys):
         "'8b'": ["--sizes", "8b"],
         "'dul'": ["--caches", "dul"],
         "--repeats": ["--repeats", "0"],
-        "--gen-length": ["--block-length", "48"],
+        "--lengths": ["--block-length", "48"],
         "4096": ["--core", "4096"],
     }
     for name, arguments in mistakes.items():
@@ -113,7 +114,8 @@ def test_caches_that_a_peer_lacks_are_left_out(pretending, monkeypatch, tmp_path
 
     monkeypatch.setattr(peers, "Worker", worker)
     options = peers.parser().parse_args(["--repeats", "1", "--caches", "none,dual"])
-    rows, versions = peers.measure("tiny", {"bonsai": tmp_path}, options)
-    assert [(row["size"], row["cache"]) for row in rows] == [("tiny", "none")]
+    assert options.lengths == [(64, 64), (128, 128), (256, 256)]
+    rows, versions = peers.measure("tiny", (64, 32), {"bonsai": tmp_path}, options)
+    assert [(row["size"], row["cache"], row["gen_length"]) for row in rows] == [("tiny", "none", 32)]
     assert set(versions) == {"ours", "bonsai"} and log.read_text().count("none") == 4
     assert all(each._process.poll() is not None for each in started)
