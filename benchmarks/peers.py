@@ -303,9 +303,8 @@ def print_rows(rows: list[Row]) -> None:
         ratios = f"{row['cpu_ratio']:7.2f}{row['ratio']:7.2f}"
         same = "yes" if row["same_tokens"] == 1.0 else f"{row['same_tokens']:.0%}"
         lengths = _plus((row["prompt_length"], row["gen_length"]))
-        print(
-            f"{row['size']:6}{lengths:9}{row['peer']:12}{row['cache']:8}{row['ours_forwards']:9}{seconds}{ratios}  {same}"
-        )
+        what = f"{row['size']:6}{lengths:9}{row['peer']:12}{row['cache']:8}"
+        print(f"{what}{row['ours_forwards']:9}{seconds}{ratios}  {same}")
 
 
 def _lengths(text: str) -> list[tuple[int, int]]:
