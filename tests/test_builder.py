@@ -68,7 +68,7 @@ def another(kind, default):
     return 2 if int in members else 0.25
 
 
-OF_PARTS = ("rule", "cache", "smoothing", "stop", "verifier", "indicator")  # which have tests of their own
+OF_PARTS = ("rule", "base", "cache", "smoothing", "stop", "verifier", "indicator")  # which have tests of their own
 PLACES = [
     *(("rule", name, field.name) for name, kind in RULES.items() for field in fields_of(kind)),
     *(("cache", name, field.name) for name, kind in CACHES.items() for field in fields_of(kind)),

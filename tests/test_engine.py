@@ -57,6 +57,7 @@ RULES = {
     "threshold-capped": Threshold(0.3, steps=GEN // 2),
     "factor": Factor(1.2),
     "eb": EB(0.3, proxy="entropy"),
+    "eb-random": EB(0.3, proxy="random"),
 }
 CACHES = {"none": NoCache(), "prefix": PrefixCache(), "dual": DualCache()}
 # every rule with one policy, every policy with two rules: a rule sees only logits, so the full product adds nothing
@@ -138,6 +139,30 @@ def test_batch_equals_single_dream_with_stop(dream) -> None:
     together = run(dream, sampler)
     for row in range(4):
         assert_same_row(together, row, run(dream, sampler, rows=(row,)), 0)
+
+
+def test_eb_s_distribution_without_and_with_a_temperature(llada) -> None:
+    """Without one both are the model's; a low one leaves no entropy; gamma=inf writes every block at once."""
+    at = lambda score_from, temperature, gamma=0.3: run(
+        llada,
+        BlockSampler(
+            EB(gamma, score_from=score_from),
+            gen_length=GEN,
+            block_length=BLOCK,
+            cache=CACHES["dual"],
+            sampling=Sampling() if temperature is None else Sampling(temperature=temperature),
+        ),
+    )
+    raw, greedy = at("raw", None), at("sampling", None)
+    for row in range(4):
+        assert_same_row(raw, row, greedy, row)
+    cold = at("sampling", jnp.asarray([0.02, 0.02, 1.0, 1.0]))
+    warm = at("raw", jnp.asarray([0.02, 0.02, 1.0, 1.0]))
+    assert (cold.nfe[:2] < warm.nfe[:2]).all()
+    for row in (2, 3):  # at temperature 1 they are one distribution
+        np.testing.assert_array_equal(cold.tokens[row], warm.tokens[row])
+        np.testing.assert_array_equal(cold.decoded_at[row], warm.decoded_at[row])
+    assert (at("sampling", 0.8, jnp.inf).nfe == GEN // BLOCK).all()
 
 
 @pytest.mark.parametrize(("fixture", "cache"), [("llada", "dual"), ("dream", "prefix")])

@@ -20,26 +20,42 @@ from train_toys import Listed
 import convert.__main__ as convert_cli
 import evals.__main__ as evals_cli
 from convert.indicator import convert_indicator, export_indicator
-from dllm_jax import Model, random_model
+from dllm_jax import Denoiser, Model, random_model
 from dllm_jax.checkpoints import checkpoint
 from dllm_jax.indicator import Indicator, IndicatorConfig, init_indicator, load_indicator, save_indicator
+from dllm_jax.params.specs import init_params
 from evals import trajectories
 from evals.oracle import oracle
 from evals.tasks import make_task
 from samplers import (
+    EB,
     NI,
+    RULES,
     BlockSampler,
+    Credit,
+    Dream,
     DualCache,
+    Factor,
+    Hierarchical,
+    LLaDA,
     NoCache,
     PrefixCache,
+    Remask,
     Sampling,
     Smoothing,
     Threshold,
+    TopK,
     VicinityCache,
     make_sampler,
+    parse_sampler,
     sample_jit,
     stop_on,
 )
+from samplers.config.explain import list_settings
+from samplers.config.registry import title
+from samplers.config.sampler_config import configure
+from samplers.rules import Dynamic, FastDllmV2
+from samplers.testing import TINY, check_rule
 from samplers.text.prompts import pad_prompts
 from samplers.tokens.predictions import ranked
 from train.trajectory import best_tokens, step_numbers, trajectory_of
@@ -190,6 +206,89 @@ def test_an_indicator_that_never_or_always_agrees(llada, indicator, cache: str) 
     np.testing.assert_array_equal(auto.nfe, always.nfe if cache == "none" else block.nfe)
 
 
+BASES = {
+    "llada": LLaDA(8),
+    "dream": Dream(8, alg="topk_margin"),
+    "dream-origin": Dream(8, alg="origin"),
+    "topk": TopK(2, proxy="random"),
+    "threshold": Threshold(0.6, skip_masks=True),
+    "factor": Factor(0.8),
+    "eb": EB(0.4, score_from="sampling"),
+    "credit": Credit(0.6),
+    "hierarchical": Hierarchical(0.8, 0.4),
+    "dynamic": Dynamic(0.6, steps=2),
+    "fast-dllm-v2": FastDllmV2(0.5),
+}
+
+
+def tiny_indicator(seed: int = 1) -> Indicator:
+    sizes = {"hidden_dim": TINY.embed_dim, "embed_dim": TINY.embed_dim, "num_values": 4, "num_tokens": 2}
+    return init_indicator(IndicatorConfig(depth=1, width=8, **sizes), jax.random.key(seed))
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_a_base_rule_with_a_silent_indicator_is_that_rule(name) -> None:
+    """Tokens, forwards and the forward of every position, under every cache policy."""
+    params = init_params(TINY, jax.random.key(0), dtype="float32")
+    denoiser = Denoiser(TINY, {name: x * 150 if x.ndim > 1 else x for name, x in params.items()})
+    prompt, lengths = jax.random.randint(jax.random.key(2), (4, 9), 0, 20), jnp.asarray([9, 5, 6, 9])
+    for cache in CACHES.values():
+        make = lambda rule, cache=cache: BlockSampler(rule, gen_length=16, block_length=8, cache=cache)
+        results = [
+            jax.device_get(sample_jit(make(rule), denoiser, prompt, lengths, key=keys(4)))
+            for rule in (BASES[name], NI(tiny_indicator(), indicator_threshold=1.0, base=BASES[name]))
+        ]
+        assert (results[0].nfe > 2).any()
+        for row in range(4):
+            assert_same_row(*(one for result in results for one in (result, row)))
+
+
+def test_every_rule_that_fits_is_tried_as_a_base() -> None:
+    fits = {name for name, kind in RULES.items() if not (kind.revises or kind.reads_hidden)}
+    assert fits <= BASES.keys() and all(isinstance(BASES[name], RULES[name]) for name in fits)
+
+
+@pytest.mark.parametrize("name", ["credit", "dream-origin", "eb"])
+def test_a_base_rule_keeps_the_promises_of_rules(name) -> None:
+    """One with adjusted logits and a state, one whose forwards may commit nothing, and one with a number alone; the
+    indicator commits as well, and wherever its forwards reach."""
+    rule = NI(tiny_indicator(), indicator_threshold=0.5, scope="rest", base=BASES[name])
+    checked = check_rule(rule, caches=["none", "prefix", "dual"], key=jax.random.key(1))
+    assert checked == ["tracing", "a row alone", "numbers per row", "none", "prefix", "dual"]
+
+
+def test_a_base_rule_by_its_name(llada, ni_indicator) -> None:
+    """Its options are written as the indicator's own; those of the published base rule make way for them."""
+    made = lambda text: make_sampler(llada, text.replace("FOLDER", str(ni_indicator))).rule
+    assert made("ni:indicator=FOLDER,base=eb,gamma=0.2,indicator_threshold=0.7").base == EB(0.2)
+    assert made("ni:indicator=FOLDER,base=threshold,threshold=0.4,tolerance=0.1").base == Threshold(0.4, tolerance=0.1)
+    assert made("ni:indicator=FOLDER,base=dream,alg=topk_margin,gen_length=32").base == Dream(32, "topk_margin")
+    assert made("ni:indicator=FOLDER,threshold=0.4").base is None
+    nested = "d2f:rule=ni,indicator=FOLDER,base=threshold,rule_threshold=0.4,threshold=0.8"
+    assert made(nested).base == Threshold(0.4)
+    parsed = parse_sampler("ni:indicator=x,base=eb,gamma=0.2,proxy=margin")
+    assert str(parsed) == "ni:indicator=x,base=eb,gamma=0.2,proxy=margin"
+    assert parsed.numbers == {"gamma": 0.2} and parsed.series == "ni:indicator=x,base=eb,proxy=margin"
+    assert title(BlockSampler(NI(tiny_indicator(), base=EB(0.2, "margin")), 8)).endswith(
+        "base=(eb gamma=0.2 proxy=margin) × none"
+    )
+    options = {"sampler": "ni", "indicator": str(ni_indicator), "base": "eb", "gamma": 0.2}
+    published = dataclasses.replace(llada, generation=options)
+    assert (
+        make_sampler(published).rule.base == EB(0.2) and make_sampler(published, proxy="margin").rule.base.gamma == 0.2
+    )
+    assert make_sampler(published, "ni", base="factor").rule.base == Factor()
+    settings = {one.name: one.value for one in list_settings(configure(published, None, {}))}
+    assert settings["base"] == "eb" and settings["gamma"] == "0.2" and "steps" not in settings
+    for base, named in (("ni", "ni"), ("remask", "Remask"), ("edit", "Edit"), ("none", "'none'")):
+        with refuses(named):
+            make_sampler(llada, "ni", indicator=str(ni_indicator), base=base)
+    with refuses("'threshold'"):
+        make_sampler(llada, "ni", indicator=str(ni_indicator), base="eb", threshold=0.9)
+    with refuses("generation.json", "own:Rule"):
+        make_sampler(dataclasses.replace(published, generation={**published.generation, "base": "own:Rule"}))
+
+
 def test_the_shifted_family(dream) -> None:
     """Another shape of indicator, aligned blocks, smoothing and a short prompt; in a batch as alone."""
     dim = dream.config.embed_dim
@@ -228,6 +327,12 @@ def test_mistakes_are_one_sentence(llada, indicator, tmp_path) -> None:
         sampler_of(NI(indicator, indicator_threshold=1.5))
     with refuses("scope 'all'"):
         sampler_of(NI(indicator, scope="all"))
+    for named, base in (("'eb'", "eb"), ("base Remask", Remask(8)), ("base NI", NI(indicator))):
+        with refuses(named):
+            sampler_of(NI(indicator, base=base))
+    for number in ({"threshold": 0.5}, {"steps": 24}):
+        with refuses(next(iter(number)), "EB"):
+            sampler_of(NI(indicator, base=EB(), **number))
     small = init_indicator(IndicatorConfig(1, 4, 6, 6, 2, 2), jax.random.key(0))
     with refuses("6 and 6"):
         run(llada, sampler_of(NI(small)))

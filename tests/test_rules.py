@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import official
 import pytest
+from conftest import refuses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -207,6 +208,69 @@ def test_eb_select_equals_brute_force(error, entropy, candidates, gamma) -> None
     """Ties, zeros, one candidate and none, gamma 0 and infinity; values are multiples of 1/20, so sums are exact."""
     found = select(*(jnp.asarray(x)[None] for x in (error, entropy, candidates)), gamma + 1e-6)
     assert np.flatnonzero(np.asarray(found[0])).tolist() == eb_brute_force(error, entropy, candidates, gamma)
+
+
+@settings(max_examples=60)
+@given(scores, masks, st.integers(0, 5), st.sampled_from([0.0, 0.35, 1.0, math.inf]), st.integers(1, WIDTH))
+def test_a_random_order_is_that_of_the_draws(confidence, masked, step, gamma, k) -> None:
+    """Other draws in every forward; the bound is still of the entropies, here 1 - confidence."""
+    draws = np.asarray(view_of(masked, step=step).uniform()[0])
+    order = sorted((i for i in range(WIDTH) if masked[i]), key=lambda i: draws[i])
+    assert decide(TopK(k, proxy="random"), confidence, masked, step=step) == sorted(order[:k])
+    wanted = eb_brute_force(draws, [1 - x for x in confidence], masked, gamma)
+    assert decide(EB(gamma + 1e-6, proxy="random"), confidence, masked, step=step) == wanted
+
+
+def test_a_random_order_is_uniform_and_needs_a_key() -> None:
+    rows = 20_000
+    view = dataclasses.replace(
+        view_of([False, True, True, True]), noise=KeyNoise(jax.random.split(jax.random.key(0), rows))
+    )
+    repeat = lambda x: jnp.broadcast_to(x, (rows, *x.shape[1:]))
+    view = dataclasses.replace(
+        view, undecided=repeat(view.undecided), positions=repeat(view.positions), nfe=repeat(view.nfe)
+    )
+    predictions = jax.tree.map(repeat, predictions_of([0.9, 0.8, 0.7, 0.6]))
+    chosen, _ = TopK(1, proxy="random").decide(predictions, view, ())
+    share = np.asarray(chosen).mean(axis=0)
+    assert share[0] == 0 and abs(share[1:] - 1 / 3).max() < 5 * math.sqrt(2 / 9 / rows)
+    for rule in (TopK(1, proxy="random"), EB(proxy="random")):
+        with refuses("pass key"):
+            rule.decide(predictions, dataclasses.replace(view, noise=None), ())
+
+
+@pytest.mark.parametrize("proxy", ["confidence", "entropy", "margin"])
+@pytest.mark.parametrize("score_from", ["raw", "sampling"])
+def test_eb_of_the_distribution_that_is_drawn_from(score_from, proxy) -> None:
+    """Against NumPy in float64: temperature and top-p change p, and with it the order and the bound."""
+    logits = np.random.default_rng(1).normal(size=(64, WIDTH, 12)) * np.linspace(0.5, 6, 64)[:, None, None]
+    sampling = Sampling(temperature=0.5, top_p=0.8)
+    found = predict(
+        given_logits(jnp.asarray(logits, jnp.float32)),
+        sampling,
+        mask_id=MASK,
+        score_from=score_from,
+        draw=lambda ids: jnp.full((64, WIDTH, 12), 0.5),
+    )
+    p = np.exp(logits / 0.5 if score_from == "sampling" else logits)
+    p /= p.sum(axis=-1, keepdims=True)
+    if score_from == "sampling":
+        ordered = -np.sort(-p, axis=-1)
+        before = np.cumsum(ordered, axis=-1) - ordered
+        least = np.where(before <= 0.8, ordered, 1.0).min(axis=-1, keepdims=True)  # the last that is kept
+        p = np.where(p >= least, p, 0.0)
+        p /= p.sum(axis=-1, keepdims=True)
+    entropy = -(p * np.log(np.where(p > 0, p, 1.0))).sum(axis=-1)
+    best = -np.sort(-p, axis=-1)[..., :2]
+    error = {"confidence": -best[..., 0], "entropy": entropy, "margin": best[..., 1] - best[..., 0]}[proxy]
+    view = dataclasses.replace(view_of([True] * WIDTH), undecided=jnp.ones((64, WIDTH), bool))
+    chosen, _ = EB(1.5, proxy, score_from).decide(found, view, ())
+    counts = set()
+    for row in range(64):
+        wanted = eb_brute_force(error[row], entropy[row], [True] * WIDTH, 1.5)
+        assert np.flatnonzero(np.asarray(chosen[row])).tolist() == wanted
+        counts.add(len(wanted))
+    assert len(counts) > 2
 
 
 def counts_per_step(rule: Rule, masks: int) -> list[int]:

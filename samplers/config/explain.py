@@ -11,7 +11,7 @@ import jax
 
 from dllm_jax import spec
 from samplers.config.costs import Costs, device_memory
-from samplers.config.registry import LOOPS, PARTS, name_of, part_class
+from samplers.config.registry import BASE, LOOPS, PARTS, base_class, name_of, part_class
 from samplers.config.sampler_config import SamplerConfig
 from samplers.tokens.predictions import Sampling
 from samplers.tokens.smoothing import Smoothing
@@ -40,11 +40,18 @@ def _in_order(final: SamplerConfig) -> Iterator[str]:
     """The options that have an effect: those of a part follow it."""
     owners = final.owners
     kinds = {part: part_class(part, name) for part in PARTS if isinstance(name := final.options.get(part), str)}
+    if "rule" in kinds and (base := base_class(kinds["rule"], final.options)) is not None:
+        kinds[BASE] = base
     of = lambda kind: (option for option, owner in owners.items() if owner.kind is kind)
-    for option in of(None):
+
+    def with_parts(option: str) -> Iterator[str]:
         yield option
         if option in kinds:
-            yield from of(kinds[option])
+            for inner in of(kinds[option]):
+                yield from with_parts(inner)
+
+    for option in of(None):
+        yield from with_parts(option)
     yield from of(Sampling)
     if final.options.get("smoothing") not in (None, False):
         yield from of(Smoothing)

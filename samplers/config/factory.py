@@ -16,7 +16,7 @@ from dllm_jax.indicator import Indicator, load_indicator
 from dllm_jax.text.tokenizer import encode_text, token_bytes
 from samplers.caches import CachePolicy
 from samplers.checks import assemble, check_length, check_token
-from samplers.config.registry import ENDS, fields_of, owners_of, part_class
+from samplers.config.registry import BASE, ENDS, base_class, fields_of, owners_of, part_class
 from samplers.loops.renoise import Renoise
 from samplers.loops.verifier import Verifier, verifier_for
 from samplers.rules import Rule
@@ -112,6 +112,8 @@ def _rule(rule: Any, dealt: Dealt, gen_length: int, *, optional: bool) -> Rule |
         values = {"steps": gen_length, **values}
     if isinstance(values.get("indicator"), str | Path):
         values["indicator"] = _indicator(str(values["indicator"]))
+    if base_class(kind, values) is not None:
+        values[BASE] = _rule(values[BASE], dealt, gen_length, optional=False)
     return assemble(f"rule {rule}", kind, values)
 
 

@@ -3,6 +3,7 @@ Options are read off the fields of dataclasses: a new one is one file and one li
 
 An option belongs to a field of the sampler, of its rule, of its cache policy, of `Sampling` or of `Smoothing`. Where
 the sampler itself has a field of that name, the rule's is written `rule_NAME`; those of `Smoothing` `smoothing_NAME`.
+A rule may hold another, its `base`, whose options are written as its own.
 """
 
 import dataclasses
@@ -32,6 +33,9 @@ LOOPS: Mapping[str, type] = types.MappingProxyType(
 
 PARTS: Mapping[str, Mapping[str, type]] = types.MappingProxyType({"rule": RULES, "cache": CACHES})
 """Field of a sampler -> what may be named there."""
+
+BASE = "base"
+"""Field of a rule that holds another."""
 
 ENDS = ("eos", "ends")
 """Words for end tokens, whatever the model's are."""
@@ -74,8 +78,8 @@ def owners_of(kind: type, options: Mapping[str, Any]) -> dict[str, Owner]:
     for part in PARTS:
         name = options.get(part)
         if part in own and isinstance(name, str):
-            fields = [Owner(part_class(part, name), field.name) for field in fields_of(part_class(part, name))]
-            found |= {f"{part}_{owner.field}" if owner.field in own else owner.field: owner for owner in fields}
+            fields = _owners_in(part_class(part, name), options)
+            found |= {f"{part}_{field}" if field in own else field: owner for field, owner in fields.items()}
     found |= {name: Owner(None, name) for name in [*own, "ignore_eos"]}
     found |= {field.name: Owner(Sampling, field.name) for field in fields_of(Sampling)}
     if "smoothing" in own:
@@ -83,8 +87,37 @@ def owners_of(kind: type, options: Mapping[str, Any]) -> dict[str, Owner]:
     return found
 
 
+def _owners_in(kind: type, options: Mapping[str, Any]) -> dict[str, Owner]:
+    """Field -> its owner, of a rule or cache policy and the rule that it holds by name."""
+    found = {field.name: Owner(kind, field.name) for field in fields_of(kind)}
+    base = base_class(kind, options)
+    if base is None:
+        return found
+    if holds_rule(base):
+        raise DllmError(f"base {options[BASE]} has a base of its own; name a rule that has none")
+    own = {field: owner for field, owner in found.items() if field not in getattr(kind, "without_base", ())}
+    return own | {field.name: Owner(base, field.name) for field in fields_of(base)}
+
+
+def holds_rule(kind: type) -> bool:
+    """Whether a rule holds another, as its `base`."""
+    return any(field.name == BASE for field in fields_of(kind)) and Rule in spec.members(field_types(kind)[BASE])
+
+
+def base_class(kind: type, options: Mapping[str, Any]) -> type | None:
+    """The class of the rule that a rule of this class holds, if these options name one.
+
+    Raises:
+        DllmError: for an unknown rule.
+    """
+    name = options.get(BASE)
+    return part_class("rule", name) if isinstance(name, str) and holds_rule(kind) else None
+
+
 def type_of(kind: type, field: str) -> Any:
     """The type of a field's values as they are written."""
+    if field == BASE and holds_rule(kind):
+        return str
     return _TYPES[field] if field in _TYPES else field_types(kind)[field]
 
 
@@ -189,5 +222,9 @@ def _describe(part: Any, hidden: tuple[str, ...] = ()) -> str:
     first = next(iter(settings), None) if isinstance(part, Rule) else None
     usual = {field.name: field.default for field in dataclasses.fields(part)}
     changed = {option: value for option, value in settings.items() if option == first or value != usual[option]}
-    numbers = [f"{option}={value}" for option, value in changed.items() if option not in hidden]
+    words = {
+        option: f"({_describe(getattr(part, option))})" if option == BASE and value else value
+        for option, value in changed.items()
+    }
+    numbers = [f"{option}={value}" for option, value in words.items() if option not in hidden]
     return " ".join(numbers if name in settings else [name, *numbers])

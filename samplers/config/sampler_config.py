@@ -25,6 +25,7 @@ from samplers.checks import refuse_unknown
 from samplers.config.factory import CanvasSampler, build_sampler
 from samplers.config.presets import PRESETS
 from samplers.config.registry import (
+    BASE,
     LOOPS,
     PARTS,
     Owner,
@@ -148,7 +149,7 @@ class SamplerConfig:
 
     def _fill(self, defaults: "SamplerConfig") -> "SamplerConfig":
         """The same with those options of `defaults` that are unset and mean the same here."""
-        parts = {part: defaults.options[part] for part in PARTS if part in defaults.options}
+        parts = {part: defaults.options[part] for part in (*PARTS, BASE) if part in defaults.options}
         if self.kind is not defaults.kind:
             parts.pop("rule", None)  # of another sampler, where it does something else
         ours, theirs = owners_of(self.kind, {**parts, **self.options}), defaults.owners
@@ -341,7 +342,7 @@ def defaults_of(model: Model) -> SamplerConfig:
         return usual
     with _of_checkpoint(model):
         texts = {o: str(v) if isinstance(v, list | dict) else spec.format_value(v) for o, v in model.generation.items()}
-        if own := [name for name in ("sampler", "rule", "cache") if is_outside(texts.get(name))]:
+        if own := [name for name in ("sampler", *PARTS, BASE) if is_outside(texts.get(name))]:
             raise DllmError(
                 f"{own[0]} {texts[own[0]]!r} is other code, which a checkpoint may not name; pass it yourself"
             )

@@ -16,6 +16,7 @@ from samplers.tokens.predictions import Predictions, Readout, Sampling, ScoreFro
 Number = float | jax.Array
 Proxy = Literal["confidence", "entropy", "margin"]
 PROXIES: tuple[Proxy, ...] = ("confidence", "entropy", "margin")
+ProxyOrRandom = Literal[Proxy, "random"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,3 +283,12 @@ def error_of(predictions: Predictions, proxy: Proxy) -> jax.Array:
             return predictions.entropy
         case "margin":
             return -predictions.margin
+
+
+def ordering_of(predictions: Predictions, view: BlockView, proxy: ProxyOrRandom) -> jax.Array:
+    """What orders the positions, [B, W], the smallest first: an error proxy, or for "random" a draw.
+
+    Raises:
+        DllmError: for "random" when the generation was started without a key.
+    """
+    return view.uniform() if proxy == "random" else error_of(predictions, proxy)

@@ -8,11 +8,11 @@ from jax import lax
 
 from dllm_jax.pytree import pytree
 from samplers.checks import check_choice, check_number
-from samplers.rules.base import PROXIES, BlockView, Number, Proxy, Rule, error_of
-from samplers.tokens.predictions import Predictions
+from samplers.rules.base import PROXIES, BlockView, Number, ProxyOrRandom, Rule, ordering_of
+from samplers.tokens.predictions import Predictions, ScoreFrom
 
 
-@pytree(static=("proxy",))
+@pytree(static=("proxy", "score_from"))
 class EB(Rule):
     """Entropy-bounded unmasking (arXiv 2505.24857, algorithm 1).
 
@@ -20,19 +20,24 @@ class EB(Rule):
         gamma: bound on the sum minus the maximum of the committed positions' entropies, in nats; 0 commits about one
             position per step, infinity all. 0.1 is a good start. Default: a good start; where one wrong token spoils
             all, as in Sudoku, a thousandth of it (`evals/results`).
-        proxy: error that orders the positions: "confidence" suits LLaDA, "entropy" Dream. Default: the bound's own
-            measure.
+        proxy: error that orders the positions: "confidence" suits LLaDA, "entropy" Dream; "random" orders them by
+            chance and needs a key. Default: the bound's own measure.
+        score_from: "sampling" takes entropies and errors of the tempered and truncated distribution, from which the
+            tokens are drawn, the paper's p. "raw" takes those of the model's own. Default: raw, as at a low temperature
+            all other entropies fall to 0, and gamma no longer bounds anything.
     """
 
     gamma: Number = 0.1
-    proxy: Proxy = "entropy"
+    proxy: ProxyOrRandom = "entropy"
+    score_from: ScoreFrom = "raw"
 
     def check(self, gen_length: int, num_blocks: int | None) -> None:
         check_number("gamma", self.gamma, 0.0)
-        check_choice("proxy", self.proxy, PROXIES)
+        check_choice("proxy", self.proxy, (*PROXIES, "random"))
+        check_choice("score_from", self.score_from, ("raw", "sampling"))
 
     def decide(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
-        error = error_of(predictions, self.proxy)
+        error = ordering_of(predictions, view, self.proxy)
         return select(error, predictions.entropy, view.undecided, self.gamma), state
 
 

@@ -1,6 +1,7 @@
-"""NI sampling: an ordinary rule, plus a trained network that predicts which tokens are already final."""
+"""NI sampling: any ordinary rule, plus a trained network that predicts which tokens are already final."""
 
-from typing import Any, Literal
+import dataclasses
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,28 +13,31 @@ from dllm_jax.pytree import pytree
 from samplers.checks import check_choice, check_number, check_steps, check_threshold
 from samplers.rules.base import BlockView, Number, Rule, per_row
 from samplers.rules.llada import LLaDA
-from samplers.tokens.predictions import Predictions, ranked
+from samplers.tokens.predictions import Predictions, ScoreFrom, ranked
 
 
 @pytree(static=("scope",))
 class NI(Rule):
-    """Neural indicator sampling (arXiv 2604.18471): each forward commits a quota of the most confident positions, all
-    whose confidence reaches a threshold, and all that the indicator scores above a threshold of its own.
+    """Neural indicator sampling (arXiv 2604.18471): each forward commits what a base rule chooses, and all positions
+    that the indicator scores above a threshold of its own.
 
-    The first two concern the active block. The third does, too, wherever a cache is used; without one it concerns every
-    position after it as well; later blocks then find those written.
+    The published base rule is a quota of the most confident positions and all whose confidence reaches a threshold;
+    any rule that does not revise can take its place. It concerns the active block. The indicator does, too, wherever a
+    cache is used; without one it concerns every position after it as well; later blocks then find those written.
 
     Attributes:
         indicator: the trained network, or the folder of one. It is trained for one model, so there is no default.
-        threshold: least confidence; None commits by the quota and the indicator alone. Default: NI-Sampling's published
-            one.
+        threshold: least confidence of the published base rule; None commits by the quota and the indicator alone.
+            Default: NI-Sampling's published one.
         indicator_threshold: scores above it are committed; at 1 none are. Default: NI-Sampling's published one.
-        steps: forwards of the whole generation, which set the quota as in LLaDA's sampler; None is one per forward.
-            Default: none, so that the two thresholds decide.
+        steps: forwards of the whole generation, which set the published base rule's quota as in LLaDA's sampler; None
+            is one per forward. Default: none, so that the two thresholds decide.
         scope: where the indicator is evaluated: in the active "block", in the "rest", which is all that a forward runs
             from there on, or "auto", the published choice, the rest without a cache and the block with one. With a
             prefix cache, whose forwards run all that is left, "rest" saves more (`evals/results`). Default: as
             published.
+        base: another base rule, whose options then replace `threshold` and `steps`; None is the published one. It may
+            neither revise nor read hidden states. Default: as published.
     """
 
     indicator: Indicator | str
@@ -41,8 +45,22 @@ class NI(Rule):
     indicator_threshold: Number = 0.89
     steps: int | jax.Array | None = None
     scope: Literal["auto", "block", "rest"] = "auto"
+    base: Rule | None = None
 
     reads_hidden = True
+    without_base: ClassVar = ("threshold", "steps")  # of the published base rule
+
+    @property
+    def score_from(self) -> ScoreFrom:  # type: ignore[override]
+        return self._base.score_from
+
+    @property
+    def reads_logits(self) -> bool:  # type: ignore[override]
+        return self._base.reads_logits
+
+    @property
+    def _base(self) -> Rule:
+        return _Published(self.threshold, self.steps) if self.base is None else self.base
 
     def __post_init__(self) -> None:
         if isinstance(self.indicator, str):
@@ -51,14 +69,65 @@ class NI(Rule):
     def check(self, gen_length: int, num_blocks: int | None) -> None:
         if not isinstance(self.indicator, Indicator):
             raise DllmError(f"indicator is of type {type(self.indicator).__name__}; load one by load_indicator")
-        check_threshold("threshold", self.threshold)
         check_number("indicator_threshold", self.indicator_threshold, 0.0, 1.0)
         check_choice("scope", self.scope, ("auto", "block", "rest"))
-        if self.steps is not None:
-            check_steps(self.steps, num_blocks)
+        self._check_base()
+        self._base.check(gen_length, num_blocks)
+
+    def _check_base(self) -> None:
+        """Raises DllmError for a base that is no rule, or not one that fits, and for numbers that it replaces."""
+        if self.base is None:
+            return
+        if not isinstance(self.base, Rule):
+            raise DllmError(f"base is {self.base!r}; give a rule object, such as EB(); make_sampler takes names")
+        name = type(self.base).__name__
+        if self.base.revises or self.base.reads_hidden:
+            what = "revises what is written" if self.base.revises else "reads hidden states"
+            raise DllmError(f"base {name} {what}; give a rule that chooses positions by their predictions")
+        usual = {field.name: field.default for field in dataclasses.fields(self)}
+        for number in self.without_base:
+            value = getattr(self, number)
+            if isinstance(value, int | float) and value != usual[number]:
+                raise DllmError(f"{number} {value:g} is of the published base rule; leave it out with base {name}")
 
     def looks_ahead(self, cached: bool) -> bool:
         return self.scope == "rest" or (self.scope == "auto" and not cached)
+
+    def forwards(self, undecided: int, num_blocks: int) -> tuple[int, int]:
+        return 1, self._base.forwards(undecided, num_blocks)[1]
+
+    def init(self, batch: int, width: int, vocab_size: int) -> Any:
+        return self._base.init(batch, width, vocab_size)
+
+    def adjust(self, logits: jax.Array, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
+        return self._base.adjust(logits, view, state)
+
+    def decide(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
+        return self._base.decide(predictions, view, state)
+
+    def most_steps(self, view: BlockView) -> jax.Array | None:
+        return self._base.most_steps(view)
+
+    def block_done(self, view: BlockView, left: jax.Array, state: Any) -> jax.Array:
+        return self._base.block_done(view, left, state)
+
+    def judge(self, denoiser: DenoiserLike, hidden: jax.Array, logits: jax.Array, best: Predictions) -> jax.Array:
+        assert isinstance(self.indicator, Indicator)
+        features = features_of(self.indicator.config, denoiser, hidden, logits, best.token)
+        return self.indicator.scores(*features) > per_row(self.indicator_threshold)
+
+
+@pytree()
+class _Published(Rule):
+    """The base rule of NI-Sampling's code: LLaDA's quota, and all whose confidence reaches a threshold. See `NI`."""
+
+    threshold: Number | None
+    steps: int | jax.Array | None
+
+    def check(self, gen_length: int, num_blocks: int | None) -> None:
+        check_threshold("threshold", self.threshold)
+        if self.steps is not None:
+            check_steps(self.steps, num_blocks)
 
     def decide(self, predictions: Predictions, view: BlockView, state: Any) -> tuple[jax.Array, Any]:
         steps = view.block_undecided * view.num_blocks if self.steps is None else jnp.asarray(self.steps)
@@ -66,11 +135,6 @@ class NI(Rule):
         if self.threshold is not None:
             chosen |= view.undecided & (predictions.confidence >= view.at_least(self.threshold))
         return chosen, state
-
-    def judge(self, denoiser: DenoiserLike, hidden: jax.Array, logits: jax.Array, best: Predictions) -> jax.Array:
-        assert isinstance(self.indicator, Indicator)
-        features = features_of(self.indicator.config, denoiser, hidden, logits, best.token)
-        return self.indicator.scores(*features) > per_row(self.indicator_threshold)
 
 
 def features_of(
