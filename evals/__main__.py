@@ -170,7 +170,7 @@ def _add_compare(commands: Any) -> None:
 
 
 def _add_oracle(commands: Any) -> None:
-    about = "how few forwards would keep a sampler's trajectories as they are"
+    about = "how few forwards would keep a sampler's trajectories as they are, or their tokens alone"
     _add_scoring(command(commands, "oracle", _oracle, about))
 
 
@@ -374,7 +374,8 @@ def _measuring(options: argparse.Namespace) -> dict[str, Any]:
 def _describe_oracle(report: OracleReport) -> str:
     exact = "all of them lossless" if not report.forced else f"{100 * report.forced:.1f} % of these forced"
     steps = f"NFE {report.nfe:.2f} | {report.merged_steps:.2f} steps in the lossless order, {exact}"
-    return f"{steps} | {report.speed_up:.2f} times fewer forwards"
+    free = f"{report.unordered_steps:.2f} without the order, {100 * report.unordered_forced:.1f} % of these forced"
+    return f"{steps} | {report.speed_up:.2f} times fewer forwards | {free}"
 
 
 def _lines(report: Report) -> list[str]:

@@ -1,6 +1,7 @@
 """NI sampling: the indicator's files, the rule with every cache policy, lossless orders, trajectories as data."""
 
 import dataclasses
+import functools
 import json
 import os
 import sys
@@ -58,8 +59,10 @@ from samplers.rules import Dynamic, FastDllmV2
 from samplers.testing import TINY, check_rule
 from samplers.text.prompts import pad_prompts
 from samplers.tokens.predictions import ranked
-from train.trajectory import best_tokens, step_numbers, trajectory_of
+from train.trajectory import best_tokens, merge_steps, step_numbers, trajectory_of
 
+best_compiled = jax.jit(best_tokens)
+unordered = jax.jit(functools.partial(merge_steps, ordered=False))
 SOURCE = GOLDENS / "ni-indicator-llada-tiny.safetensors"
 SUDOKU = "sudoku:box_rows=2,box_columns=2"
 CACHES = {
@@ -379,11 +382,41 @@ def test_the_lossless_order_reproduces_the_trajectory(llada) -> None:
     np.testing.assert_array_equal(order.step >= 0, result.decoded_at >= 0)
     np.testing.assert_array_equal(order.step.max(axis=1) + 1, order.steps)
     canvas = np.full((4, GEN), MASK)
-    replay = jax.jit(best_tokens)
     for number in range(order.steps.max()):
-        best = np.asarray(replay(llada.denoiser, trajectory, jnp.asarray(canvas)))
+        best = np.asarray(best_compiled(llada.denoiser, trajectory, jnp.asarray(canvas)))
         canvas = np.where(order.step == number, best, canvas)
     np.testing.assert_array_equal(canvas, trajectory.tokens)
+
+
+def test_the_unordered_oracle_by_brute_force(llada, dream) -> None:
+    """Every forward writes all positions that it predicts rightly, in any order; the trajectory's next step if there
+    are none. Final tokens that the model does not predict make such forwards."""
+    forced = 0
+    for model, sampler in ((llada, sampler_of(Threshold(0.8))), (dream, sampler_of(Threshold(0.5), "dual"))):
+        prompt, lengths = pad_prompts(ROWS, 96)
+        gen_lengths = jnp.asarray([24, 24, 19, 10])
+        result = run(model, sampler, gen_lengths=gen_lengths)
+        trajectory = trajectory_of(result, prompt, lengths, mask_id=MASK, gen_lengths=gen_lengths)
+        wrong = dataclasses.replace(trajectory, tokens=trajectory.tokens.at[:, 3].set(7))
+        for one in (trajectory, wrong):
+            found = jax.device_get(unordered(model.denoiser, one))
+            tokens, step = np.asarray(one.tokens), np.asarray(one.step)
+            left, wanted, count = step >= 0, np.full((4, GEN), -1), np.zeros((2, 4), int)
+            while left.any():
+                canvas = np.where(left, MASK, tokens)
+                right = left & (np.asarray(best_compiled(model.denoiser, one, jnp.asarray(canvas))) == tokens)
+                for row in np.flatnonzero(left.any(axis=1)):
+                    now = right[row]
+                    if not now.any():
+                        now, count[1, row] = left[row] & (step[row] == step[row][left[row]].min()), count[1, row] + 1
+                    wanted[row, now], count[0, row] = count[0, row], count[0, row] + 1
+                    left[row] &= ~now
+            np.testing.assert_array_equal(found.step, wanted)
+            np.testing.assert_array_equal((found.steps, found.forced), count)
+            forced += count[1].sum()
+        ordered = jax.device_get(merged_order(model.denoiser, trajectory))
+        assert unordered(model.denoiser, trajectory).steps.sum() < ordered.steps.sum()
+    assert forced > 0
 
 
 @pytest.fixture(scope="module")
@@ -402,11 +435,14 @@ def test_the_oracle_of_a_task(sudoku, tmp_path, capsys) -> None:
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [row["index"] for row in rows] == list(range(5))
     assert told["nfe"] == np.mean([row["nfe"] for row in rows]) and told["forced"] == 0
+    assert told["unordered_steps"] == np.mean([row["unordered_steps"] for row in rows])
+    assert 1 <= told["unordered_steps"] <= told["nfe"] and 0 <= told["unordered_forced"] <= 1
     assert told["speed_up"] == sum(row["nfe"] for row in rows) / sum(row["merged_steps"] for row in rows)
     report = oracle(model, SUDOKU, "topk:k=1", n=5, batch_size=5)
     assert [vars(row) for row in report.rows] == rows  # whatever the batch
     assert evals_cli.main(["oracle", *what]) == 0
-    assert "all of them lossless" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "all of them lossless" in said and f"{told['unordered_steps']:.2f} without the order" in said
 
 
 # Trajectories as data ------------------------------------------------------------------------------------------------

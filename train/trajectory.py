@@ -72,10 +72,10 @@ class Trajectory:
 
 @pytree()
 class MergedSteps:
-    """The lossless order of a trajectory.
+    """The lossless order of a trajectory, or the one of a bound without an order (see `merge_steps`).
 
     Attributes:
-        step: [B, G] int32, as in `Trajectory`, when all steps that can be one are.
+        step: [B, G] int32, as in `Trajectory`, when all that can be committed at once is.
         steps: [B] int32, how many are left: forwards that would have given the same result.
         forced: [B] int32, those of them whose own forward would have given another token: none where the trajectory was
             made by the model's most probable tokens without an approximation.
@@ -152,19 +152,30 @@ def best_tokens(denoiser: DenoiserLike, trajectory: Trajectory, canvas: jax.Arra
     return predict(scores, Sampling(), mask_id=denoiser.mask_id, score_from="raw", draw=None).token
 
 
-def merge_steps(denoiser: DenoiserLike, trajectory: Trajectory) -> MergedSteps:
+def merge_steps(denoiser: DenoiserLike, trajectory: Trajectory, *, ordered: bool = True) -> MergedSteps:
     """The lossless order: from the first state on, all steps that may be done at once are; for use inside `jit`.
 
     Its number of steps bounds what any order of unmasking can save that keeps the trajectory's states.
+
+    Args:
+        ordered: if False, the paper's bound without the order: every forward commits all undecided positions whose
+            final token is predicted now, whatever their step. It keeps the tokens but not the states, so a forward may
+            predict none of them; then the trajectory's next step is forced.
     """
 
     def step(carry: tuple[jax.Array, MergedSteps]) -> tuple[jax.Array, MergedSteps]:
-        reached, done = carry
-        active = reached < trajectory.steps
-        best = best_tokens(denoiser, trajectory, canvas_after(trajectory, reached, denoiser.mask_id))
-        right = best == trajectory.tokens
-        label, until = mergeable_steps(trajectory.step, right, reached)
-        return jnp.where(active, until, reached), MergedSteps(
+        undecided, done = carry
+        active = jnp.any(undecided, axis=1)
+        canvas = jnp.where(undecided, denoiser.mask_id, trajectory.tokens)
+        right = best_tokens(denoiser, trajectory, canvas) == trajectory.tokens
+        reached = jnp.min(jnp.where(undecided, trajectory.step, trajectory.steps[:, None]), axis=1)
+        if ordered:
+            label, _ = mergeable_steps(trajectory.step, right, reached)
+        else:
+            found = undecided & right
+            following = undecided & (trajectory.step == reached[:, None])
+            label = jnp.where(jnp.any(found, axis=1, keepdims=True), found, following)
+        return undecided & ~label, MergedSteps(
             jnp.where(label, done.steps[:, None], done.step),
             done.steps + active,
             done.forced + (active & jnp.any(label & ~right, axis=1)),
@@ -172,4 +183,4 @@ def merge_steps(denoiser: DenoiserLike, trajectory: Trajectory) -> MergedSteps:
 
     zeros = jnp.zeros_like(trajectory.steps)
     start = MergedSteps(jnp.full_like(trajectory.step, -1), zeros, zeros)
-    return lax.while_loop(lambda carry: jnp.any(carry[0] < trajectory.steps), step, (zeros, start))[1]
+    return lax.while_loop(lambda carry: jnp.any(carry[0]), step, (trajectory.step >= 0, start))[1]
