@@ -1,5 +1,6 @@
 """The golden cases of adaptive parallel decoding: the same noise, the same accepted tokens."""
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -40,7 +41,7 @@ def _sampler(case: Case, assets: Assets, vocab_size: int) -> APD | LeftRight:
     if args["sampler"] == "leftright":
         return official.LeftRight(tokens_per_step=jnp.asarray(args["tokens_per_step"]), **options)
     verifier = Verifier(assets.model(case["verifier"]).denoiser)
-    kind = {"coupled": APD, "greedy": official.APD}[args["target"]]
+    kind = {"coupled": APD, "greedy": functools.partial(official.APD, noise="none")}[args["target"]]
     return kind(verifier, weight=args["mixture_weight"], **options)
 
 

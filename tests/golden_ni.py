@@ -15,7 +15,7 @@ from dllm_jax.indicator import Indicator, load_indicator
 from samplers import NI, BlockSampler, Threshold
 from samplers.rules.ni import features_of
 from samplers.tokens.predictions import Sampling, given, predict
-from train.trajectory import best_tokens, canvas_after, merge_steps, mergeable_steps, trajectory_of
+from train.trajectory import best_tokens, merge_steps, mergeable_steps, trajectory_of
 
 _forward = jax.jit(lambda indicator, *features: (indicator.logits(*features), indicator.scores(*features)))
 merged_order = jax.jit(merge_steps)
@@ -131,7 +131,7 @@ def _run_merge_labels(case: Case, assets: Assets) -> None:
 
 @jax.jit
 def _state(denoiser: Denoiser, trajectory: Any, reached: jax.Array) -> tuple[jax.Array, jax.Array]:
-    canvas = canvas_after(trajectory, reached, denoiser.mask_id)
+    canvas = jnp.where(trajectory.step >= reached[:, None], denoiser.mask_id, trajectory.tokens)
     return canvas, best_tokens(denoiser, trajectory, canvas) == trajectory.tokens
 
 

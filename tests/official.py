@@ -19,7 +19,7 @@ from samplers.canvas import Canvas
 from samplers.checks import check_whole
 from samplers.loops import apd
 from samplers.loops.block import BlockSampler, BlockState
-from samplers.loops.left_to_right import Draft
+from samplers.loops.left_to_right import LeftToRight
 from samplers.rules.base import BlockView, Rule, rank
 from samplers.tokens.noise import Purpose
 from samplers.tokens.predictions import Predictions, ScoreFrom, column
@@ -291,26 +291,22 @@ class DInfer(BlockSampler):
         return jnp.clip(self._count(state) // self.per_iteration, 1, self.most)
 
 
-@pytree()
-class APD(apd.APD):
-    """The official code's target has neither noise nor temperature nor top-p, argmax(R z + (1 - R) v), and its draft's
-    temperature counts twice, argmax(z / T + T g)."""
+class SquaredTemperature(LeftToRight):
+    """The draft's temperature counts twice, argmax(z / T + T g) (APD)."""
 
     def perturbed(self, z: jax.Array, noise: jax.Array) -> jax.Array:
         assert self.sampling.temperature is not None  # else nothing is drawn
         return z + column(self.sampling.temperature) * noise
 
-    def target(self, denoiser: DenoiserLike, draft: Draft, scores: jax.Array) -> jax.Array:
-        return jnp.argmax(jnp.where(self.allowed(denoiser), self.mixed(draft, scores), -jnp.inf), axis=-1)
+
+@pytree()
+class APD(SquaredTemperature, apd.APD):
+    """With `noise="none"` the official code's."""
 
 
 @pytree()
-class LeftRight(apd.LeftRight):
-    """The temperature counts twice, as in `APD`."""
-
-    def perturbed(self, z: jax.Array, noise: jax.Array) -> jax.Array:
-        assert self.sampling.temperature is not None  # else nothing is drawn
-        return z + column(self.sampling.temperature) * noise
+class LeftRight(SquaredTemperature, apd.LeftRight):
+    """The official code's."""
 
 
 @pytree()

@@ -16,7 +16,7 @@ from conftest import assert_same_row, refuses
 from test_evals_runner import oracle
 
 import dllm_jax
-from dllm_jax import Denoiser, make_mesh
+from dllm_jax import Denoiser, FunctionDenoiser, make_mesh
 from dllm_jax.families import published_config
 from dllm_jax.models.kv_cache import slice_rows
 from dllm_jax.pytree import pytree
@@ -102,6 +102,7 @@ def reference(denoiser: Denoiser, prompt: list[int], key: jax.Array, weight, tem
         right = min(cur + lookahead, len(prompt) + GEN)
         uniform = noise.uniform(Purpose.TOKENS, jnp.asarray([len(counts)]), jnp.arange(GEN)[None], jnp.arange(V))
         g = np.asarray(gumbel(uniform))[0, : right - cur] if temperature else 0.0
+        other = noise.uniform(Purpose.TARGET, jnp.asarray([len(counts)]), jnp.arange(GEN)[None], jnp.arange(V))
         z = np.asarray(_logits(denoiser, jnp.asarray(x), jnp.asarray(right)))[cur:right]
         scale = temperature or 1.0
         cut = z < np.sort(z, axis=-1)[:, -top_k, None]
@@ -111,8 +112,9 @@ def reference(denoiser: Denoiser, prompt: list[int], key: jax.Array, weight, tem
         trial[cur:right] = draft
         v = np.asarray(_logits(VERIFIER.denoiser, jnp.asarray(trial), jnp.asarray(right)))[cur:right]
         mixed = weight * z + (1 - weight) * v
-        if target == "coupled" and temperature:
-            mixed = np.where(cut, -np.inf, mixed / temperature + g)
+        if target in ("shared", "independent") and temperature:
+            own = np.asarray(gumbel(other))[0, : right - cur] if target == "independent" else g
+            mixed = np.where(cut, -np.inf, mixed / temperature + own)
         mixed[:, MASK] = -np.inf
         agrees = draft == mixed.argmax(-1)
         agrees[0] = True
@@ -122,14 +124,18 @@ def reference(denoiser: Denoiser, prompt: list[int], key: jax.Array, weight, tem
     return out, counts
 
 
-@pytest.mark.parametrize(("model", "target"), [("dream", "coupled"), ("llada", "greedy"), ("llada", "coupled")])
+@pytest.mark.parametrize(
+    ("model", "target"),
+    [("dream", "shared"), ("llada", "none"), ("llada", "shared"), ("dream", "independent"), ("dream", "greedy")],
+)
 def test_equals_a_reference_without_caches(model: str, target: str) -> None:
     """Weights and temperatures differ by row; one program for all."""
     weight, temperature = [0.8, 0.5, 0.3, 0.6], [1.0, 0.7, 0.0, 0.4]
     lookahead, top_k = [16, 6, 16, 9], [V, 5, 3, V]
-    sampler = {"coupled": APD, "greedy": official.APD}[target](
+    sampler = (official.APD if target == "greedy" else APD)(
         VERIFIER,
         GEN,
+        noise="none" if target == "greedy" else target,
         weight=jnp.asarray(weight),
         lookahead=jnp.asarray(lookahead),
         most_lookahead=GEN,
@@ -212,6 +218,73 @@ def test_coupling_disagrees_as_little_as_it_must(many) -> None:
         assert distance - slack <= rate <= 2 * distance / (1 + distance) + slack
         tested += 1
     assert tested >= 3
+
+
+@pytree()
+class Fixed(Verifier):
+    """Gives the same scores everywhere."""
+
+    logits: jax.Array | None = None
+
+    def scores(self, tokens, lengths, kv, at, write, vocab_size):
+        return jnp.broadcast_to(self.logits, (*write.shape, V)), kv
+
+
+@pytest.mark.parametrize("weight", [0.2, 0.5, 0.9])
+def test_acceptance_is_as_likely_as_theory_says(weight) -> None:
+    """The positions after the first: of independent draws sum p q, of draws with shared noise the sum over tokens of
+    1 / sum_y max(p_y / p_x, q_y / q_x), without noise p of the best token; within 5 standard deviations, with fixed
+    keys. Sharing accepts most; whatever the target, the draft is a sample of p."""
+    z, v = (np.random.default_rng(seed).normal(size=V).astype(np.float32) * 1.5 for seed in (0, 1))
+    denoiser = FunctionDenoiser(lambda z, tokens, lengths: jnp.broadcast_to(z, (*tokens.shape, V)), MASK, EOS, z, V)
+    prompt, lengths = jnp.tile(jnp.asarray([PROMPTS[0]]), (MANY, 1)), jnp.full((MANY,), 5)
+    temperature, top_p, rates = 0.7, 0.9, {}
+    order = np.argsort(-z)
+    before = np.cumsum(softmax_of_all(z / temperature)[order]) - softmax_of_all(z / temperature)[order]
+    left = np.zeros(V, bool)
+    left[order[before <= top_p]] = True
+    left[MASK] = False
+    over_left = lambda x: softmax_of_all(np.where(left, x, -np.inf))
+    mixed = weight * z + (1 - weight) * v
+    p, q = over_left(z / temperature), over_left(mixed / temperature)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        larger = np.maximum(p[None] / p[:, None], q[None] / q[:, None])[np.ix_(left, left)].sum(axis=1)
+    best = np.where(np.arange(V) == MASK, -np.inf, mixed).argmax()
+    exact = {"shared": (1 / larger).sum(), "independent": (p * q).sum(), "none": p[best]}
+    for noise, wanted in exact.items():
+        sampler = APD(
+            Fixed(VERIFIER.denoiser, logits=jnp.asarray(v)),
+            3,
+            weight=weight,
+            noise=noise,
+            sampling=Sampling(temperature=temperature, top_p=top_p),
+        )
+        result = jax.device_get(sample_jit(sampler, denoiser, prompt, lengths, key=keys(MANY)))
+        assert_drawn_from(result.tokens[:, 0], p)
+        rates[noise] = [(result.decoded_at[:, position] == 0).mean() for position in (1, 2)]
+        for rate, chance in zip(rates[noise], (wanted, wanted**2), strict=True):
+            assert abs(rate - chance) <= 5 * np.sqrt(chance * (1 - chance) / MANY), (noise, rate, chance)
+    assert rates["shared"][0] > rates["independent"][0] and exact["shared"] > exact["independent"]
+
+
+def softmax_of_all(z: np.ndarray) -> np.ndarray:
+    weight = np.exp(z.astype(np.float64) - z.max())
+    return weight / weight.sum()
+
+
+def test_only_shared_noise_accepts_all_that_the_dllm_alone_decides() -> None:
+    """At weight 1 target and draft are one distribution. Without a temperature there is no noise to choose."""
+    options = {"weight": 1.0, "sampling": Sampling(temperature=2.0)}
+    forwards = {
+        noise: run(APD(VERIFIER, GEN, noise=noise, **options)).nfe for noise in ("shared", "independent", "none")
+    }
+    assert (forwards["shared"] == 1).all() and (forwards["independent"] > 1).all() and (forwards["none"] > 1).all()
+    greedy = [run(APD(VERIFIER, GEN, weight=0.6, noise=noise)) for noise in forwards]
+    for row in range(4):
+        assert_same_row(greedy[0], row, greedy[1], row)
+        assert_same_row(greedy[0], row, greedy[2], row)
+    with refuses("noise 'some'"):
+        APD(VERIFIER, GEN, noise="some")
 
 
 def test_the_ends_of_the_weight() -> None:

@@ -115,11 +115,6 @@ def step_numbers(decoded_at: jax.Array) -> jax.Array:
     return jax.vmap(dense)(decoded_at)
 
 
-def canvas_after(trajectory: Trajectory, reached: jax.Array, mask_id: int) -> jax.Array:
-    """The canvas [B, G] after the first `reached` [B] steps."""
-    return jnp.where(trajectory.step >= reached[:, None], mask_id, trajectory.tokens)
-
-
 def mergeable_steps(step: jax.Array, right: jax.Array, reached: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Which following steps may be done at once without changing the result (arXiv 2604.18471, algorithms 1 and 2).
 

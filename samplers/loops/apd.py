@@ -2,7 +2,7 @@
 how much of the draft is kept. And its baseline, which always keeps the same number of tokens."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,24 +13,27 @@ from dllm_jax.models.denoiser import DenoiserLike
 from dllm_jax.models.kv_cache import write_rows
 from dllm_jax.pytree import pytree
 from samplers.canvas import Canvas, checked_prompt
-from samplers.checks import check_number, check_whole
+from samplers.checks import check_choice, check_number, check_whole
 from samplers.loops.left_to_right import Draft, Frontier, LeftRightState, LeftToRight, Whole
 from samplers.loops.verifier import Verifier
 from samplers.stopping import Stop
+from samplers.tokens.noise import Purpose
 from samplers.tokens.predictions import Sampling, column
+
+TargetNoise = Literal["shared", "independent", "none"]
 
 STATIC = ("gen_length", "most_window", "most_lookahead", "limits")
 
 
-@pytree(static=STATIC)
+@pytree(static=(*STATIC, "noise"))
 class APD(LeftToRight):
     """Writes as much of the dLLM's draft as a product of experts with an autoregressive verifier agrees with.
 
     In each step the dLLM draws a token for every undecided position; the verifier reads them in one forward; the target
-    of a position is drawn from ``p_D^weight p_A^(1 - weight)`` with the *same* Gumbel noise g (the universal coupling
-    of section 3.2): at temperature T argmax over what top-p and top-k leave of ``R z / T + (1 - R) v / T + g``. The
-    draft is written up to the first position where the two differ. The first position is always written: it is an exact
-    sample of the dLLM. Rejected positions get nothing of the target.
+    of a position is drawn from ``p_D^weight p_A^(1 - weight)``: at temperature T argmax over what top-p and top-k leave
+    of ``R z / T + (1 - R) v / T + g``, g being Gumbel noise. The draft is written up to the first position where the
+    two differ. The first position is always written: it is an exact sample of the dLLM. Rejected positions get nothing
+    of the target.
 
     Attributes:
         verifier: the causal model, see `verifier_for`; its parameters are data. It must have the dLLM's tokenizer, so
@@ -47,7 +50,11 @@ class APD(LeftToRight):
         most_window, most_lookahead: the largest window and lookahead that the program has room for, so that changing
             them compiles nothing; None takes the numbers themselves, which must then be plain ones. Default: none, no
             more room than the numbers need.
-        limits: derived from them; do not pass it.
+        noise: g of the target: that of the draft ("shared", the universal coupling of section 3.2, by which most is
+            accepted), fresh noise ("independent"), or "none", with which the target is the best token of the models'
+            mixture at temperature 1 over all tokens, as in the official code. At temperature 0 all are the same.
+            Default: shared, as in the paper.
+        limits: derived from the rooms; do not pass it.
     """
 
     verifier: Verifier
@@ -59,11 +66,13 @@ class APD(LeftToRight):
     stop: Stop | None = None
     most_window: int | None = None
     most_lookahead: int | None = None
+    noise: TargetNoise = "shared"
     limits: tuple[int, int] | None = dataclasses.field(init=False, default=None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_number("weight", self.weight, 0.0, 1.0)
+        check_choice("noise", self.noise, ("shared", "independent", "none"))
 
     def start_parts(self, denoiser: DenoiserLike) -> None:
         if not isinstance(self.verifier, Verifier):
@@ -86,32 +95,29 @@ class APD(LeftToRight):
         scores, kv = self.verifier.scores(
             tokens, front.right, state.verifier_kv, front.span, front.undecided, denoiser.vocab_size
         )
-        agreed = draft.token == self.target(denoiser, draft, scores)
+        agreed = draft.token == self.target(denoiser, state, front, draft, scores)
         agreed |= front.span.positions <= front.next[:, None]  # what is written already, and the first position
         return jnp.cumprod(agreed, axis=1).astype(bool), kv
 
-    def target(self, denoiser: DenoiserLike, draft: Draft, scores: jax.Array) -> jax.Array:
+    def target(
+        self, denoiser: DenoiserLike, state: LeftRightState, front: Frontier, draft: Draft, scores: jax.Array
+    ) -> jax.Array:
         """The token that the product of experts draws at each position, [B, L].
 
         Args:
             scores: the verifier's logits [B, L, V].
         """
-        mixed, allowed = self.mixed(draft, scores), self.allowed(denoiser)
-        if self.sampling.temperature is None or draft.noise is None:
+        weight = column(self.weight).astype(jnp.float32)
+        mixed = weight * draft.logits + (1.0 - weight) * scores
+        allowed = ~self.blocked(denoiser) & (jnp.arange(denoiser.vocab_size) != denoiser.mask_id)
+        if draft.noise is None or self.noise == "none":
             return jnp.argmax(jnp.where(allowed, mixed, -jnp.inf), axis=-1)
-        temperature = column(self.sampling.temperature)
-        mixed = mixed / jnp.where(temperature > 0, temperature, 1.0) + draft.noise
+        temperature, noise = column(self.sampling.temperature), draft.noise  # type: ignore[arg-type]
+        if self.noise == "independent":
+            noise = jnp.where(temperature > 0, self.draw_gumbel(denoiser, state, front, Purpose.TARGET), 0.0)
+        mixed = mixed / jnp.where(temperature > 0, temperature, 1.0) + noise
         left = jnp.where(temperature > 0, draft.candidates, allowed)
         return jnp.argmax(jnp.where(left, mixed, -jnp.inf), axis=-1)
-
-    def mixed(self, draft: Draft, scores: jax.Array) -> jax.Array:
-        """R z + (1 - R) v, [B, L, V]."""
-        weight = column(self.weight).astype(jnp.float32)
-        return weight * draft.logits + (1.0 - weight) * scores
-
-    def allowed(self, denoiser: DenoiserLike) -> jax.Array:
-        """[V] bool, ids that may be written."""
-        return ~self.blocked(denoiser) & (jnp.arange(denoiser.vocab_size) != denoiser.mask_id)
 
 
 @pytree(static=STATIC)

@@ -330,10 +330,20 @@ class LeftToRight:
         z = jnp.where(self.blocked(denoiser), -jnp.inf, temper(logits, sampling))
         z = truncate(z, kept(z, sampling), denoiser.mask_id)
         if sampling.temperature is not None:
-            noise = gumbel(_uniform(denoiser, state, front))
+            noise = self.draw_gumbel(denoiser, state, front, Purpose.TOKENS)
             noise = jnp.where(column(sampling.temperature) > 0, noise, 0.0)
         drawn = z if noise is None else self.perturbed(z, noise)
         return Draft(jnp.argmax(drawn, axis=-1).astype(jnp.int32), logits, z > -jnp.inf, noise)
+
+    def draw_gumbel(
+        self, denoiser: DenoiserLike, state: LeftRightState, front: Frontier, purpose: Purpose
+    ) -> jax.Array:
+        """Standard Gumbel noise for every position that is drafted and every id, [B, L, V]."""
+        if state.canvas.noise is None:
+            raise ValueError("a temperature needs a source of random numbers")
+        ahead = jnp.maximum(front.span.positions - front.next[:, None], 0)
+        ids = jnp.arange(denoiser.vocab_size)
+        return gumbel(state.canvas.noise.uniform(purpose, state.canvas.nfe, ahead, ids))
 
     def perturbed(self, z: jax.Array, noise: jax.Array) -> jax.Array:
         """The tempered logits [B, L, V] with Gumbel noise, whose largest is the draw."""
@@ -344,13 +354,6 @@ class LeftToRight:
         canvas, stopped = state.canvas.stopped(self.stop, denoiser.eos_id, state.canvas.undecided)
         done = canvas.done | (state.written >= canvas.gen_lengths) | stopped
         return dataclasses.replace(state, canvas=dataclasses.replace(canvas, done=done))
-
-
-def _uniform(denoiser: DenoiserLike, state: LeftRightState, front: Frontier) -> jax.Array:
-    if state.canvas.noise is None:
-        raise ValueError("a temperature needs a source of random numbers")
-    ahead = jnp.maximum(front.span.positions - front.next[:, None], 0)
-    return state.canvas.noise.uniform(Purpose.TOKENS, state.canvas.nfe, ahead, jnp.arange(denoiser.vocab_size))
 
 
 def _limit(what: str, value: Any, most: int | None, otherwise: int) -> int:

@@ -22,6 +22,7 @@ class Purpose(enum.IntEnum):
     ORDER = 1
     SHARE = 2
     CANVAS = 3
+    TARGET = 4
 
 
 class Noise(Protocol):
