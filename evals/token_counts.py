@@ -321,10 +321,16 @@ COUNTS: Mapping[str, CountMethod] = types.MappingProxyType(
         "dinfer": CountMethod(
             _less_prompt,
             ("nfe", *_TOTALS, "mean_tokens_per_forward", "mean_tokens_per_second"),
-            "dInfer's benchmark (arXiv 2510.08666, code fce4e32); the paper says tokens before the first end token",
-            "tokens after an end token count, and an end token in the prompt takes one away; the paper's ratios are "
-            "means of the answers' own",
+            "dInfer's benchmark (arXiv 2510.08666, code fce4e32)",
+            "tokens after an end token count, and an end token in the prompt takes one away",
             time="answers",
+        ),
+        "dinfer-paper": CountMethod(
+            _before_eos,
+            ("nfe", "mean_tokens_per_forward", *_MEANS[1:]),
+            "dInfer's paper (arXiv 2510.08666): tokens before the first end token, means over sequences",
+            "stop strings do not end an answer; both ratios are means of the answers' own, in which short ones weigh as "
+            "much as long ones",
         ),
         "d3llm": CountMethod(
             _encoded_again,

@@ -99,6 +99,9 @@ def test_a_rule_inside_the_pipeline_keeps_its_own_threshold(llada_tiny):
     made = make_sampler(llada_tiny, "d2f", rule="threshold", rule_threshold=0.3, threshold=0.7, skip_masks=True)
     assert isinstance(made, PipelineSampler) and (made.threshold, made.rule) == (0.7, Threshold(0.3, skip_masks=True))
     assert list(made.end_ids) == list(llada_tiny.config.end_ids) and made.stop is None
+    text = "d2f:in_flight=1,tau_add=0.9,tau_act=0.5,rule=eb,gamma=0.2,gen_length=96"
+    serial = make_sampler(llada_tiny, text)
+    assert (serial.most_in_flight, serial.tau_add, serial.tau_act, serial.rule) == (1, 0.9, 0.5, EB(0.2))
     ignoring = make_sampler(llada_tiny, "d2f", ignore_eos=True, stop=[65], gen_length=16)
     assert ignoring.end_ids.size == 0 and ignoring.stop is not None and ignoring.block_length == 16
 

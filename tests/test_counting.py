@@ -93,6 +93,19 @@ def test_dinfer_takes_the_prompt_s_length_from_all_that_is_no_end():
     }
 
 
+def test_dinfer_s_paper_counts_before_the_first_end_and_takes_means_over_sequences():
+    # 6, as an end of a turn is none, and 1
+    speeds = 6 / 0.5, 1 / 2.0
+    assert counted("dinfer-paper") == {
+        "n": 2,
+        "tokens": 3.5,
+        "nfe": 3,
+        "mean_tokens_per_forward": pytest.approx((6 / 2 + 1 / 4) / 2),
+        "mean_tokens_per_second": pytest.approx(sum(speeds) / 2),
+        "mean_tokens_per_second_stderr": pytest.approx((speeds[0] - speeds[1]) / 2 / 2**0.5),
+    }
+
+
 def test_d3llm_leaves_the_first_ten_out():
     found = counted("d3llm", [OTHER] * 10 + [ONE] * 3)
     assert found == {

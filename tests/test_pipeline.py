@@ -163,7 +163,8 @@ MORE = {
     "prompt_lengths": np.array([6, 3, 5, 1, 6, 2, 4, 5]),
     "gen_lengths": np.array([12, 10, 3, 12, 7, 12, 9, 12]),
 }
-NUMBERS = {"tau_add": 0.1 + 0.5 * SPREAD[::-1], "tau_act": 0.95 - 0.5 * SPREAD, "threshold": 0.35 + 0.2 * SPREAD}
+# tau_add lies below tau_act in the first rows, above it in the last
+NUMBERS = {"tau_add": 0.1 + 0.8 * SPREAD, "tau_act": 0.95 - 0.5 * SPREAD, "threshold": 0.35 + 0.2 * SPREAD}
 RULES = {"ni": (0, 0.15 + 0.2 * SPREAD), "eb": (1, np.ones_like(SPREAD))}  # number, the indicator's threshold
 EB_GAMMA = 0.4 + 2 * SPREAD
 
