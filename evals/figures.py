@@ -65,12 +65,14 @@ class EqualAccuracy:
         subject: what the sentence begins with.
         plain, helped: labels of the lines.
         name: of the helped line, in the sentence.
+        baseline: of the plain line, in the sentence.
     """
 
     subject: str
     plain: str
     helped: str
     name: str
+    baseline: str = "threshold"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +152,9 @@ def draw_figure(figure: Figure, found: Sweep, lines: Sequence[FigureLine]) -> by
     points, fronts = points_of(found, lines), {line.label for line in lines if line.front}
     panels = []
     for panel in figure.panels:
-        shown = {label: points[label] for label in panel.lines or points}
+        shown = {label: points[label] for label in panel.lines or points if label in points}
+        if not shown:
+            continue
         x: str | Sequence[float] = panel.x
         smaller = panel.x == "nfe" if panel.front else None
         ticks = None
@@ -166,12 +170,16 @@ def draw_figure(figure: Figure, found: Sweep, lines: Sequence[FigureLine]) -> by
 def summarize_figure(figure: Figure, found: Sweep, lines: Sequence[FigureLine]) -> dict[str, Any]:
     """What results.json has besides the reports: the samplers of every curve, and the comparisons."""
     points = points_of(found, lines)
-    compared = [one for one in figure.comparisons if one.helped in points]
-    notes = [compare_lines(one.subject, points[one.plain], one.name, points[one.helped]) for one in compared]
+    compared = [one for one in figure.comparisons if {one.plain, one.helped} <= points.keys()]
+    notes = [
+        compare_lines(one.subject, points[one.plain], one.name, points[one.helped], one.baseline) for one in compared
+    ]
     return {"curves": {line.label: [str(sampler) for sampler in line.samplers] for line in lines}, "notes": notes}
 
 
-def compare_lines(subject: str, plain: Sequence[Point], name: str, helped: Sequence[Point]) -> str:
+def compare_lines(
+    subject: str, plain: Sequence[Point], name: str, helped: Sequence[Point], baseline: str = "threshold"
+) -> str:
     """A sentence: the fewest forwards within one standard error of the best plain accuracy. Points are chosen on
     half of the problems and measured on the others: the best of many is too good on the problems that chose it."""
     rows = len(plain[0][0].rows)
@@ -181,7 +189,7 @@ def compare_lines(subject: str, plain: Sequence[Point], name: str, helped: Seque
     best = max(plain, key=lambda point: (_half(point, "correct", chosen_on), -_half(point, "nfe", chosen_on)))
     accuracy = _half(best, "correct", chosen_on)
     floor = accuracy - stderr.of_share(accuracy, rows - rows // 2)
-    at = f"{subject}: at accuracy within one standard error of the best threshold's (at least {100 * floor:.1f} %)"
+    at = f"{subject}: at accuracy within one standard error of the best {baseline}'s (at least {100 * floor:.1f} %)"
     ours, theirs = ([p for p in some if _half(p, "correct", chosen_on) >= floor] for some in (helped, plain))
     if not ours:
         return f"{at} no {name} point stands"
@@ -199,8 +207,10 @@ def _half(point: Point, field: str, which: int) -> float:
 
 
 def _describe(point: Point, which: int) -> str:
-    """A point with its forwards and accuracy on a half of the problems, and its numbers."""
-    numbers = ", ".join(f"{name} {value:g}" for name, value in parse_sampler(point[0].sampler).numbers.items())
+    """A point with its forwards and accuracy on a half of the problems, its numbers and the length of its blocks."""
+    sampler = parse_sampler(point[0].sampler)
+    varied = {**sampler.numbers, **{k: v for k, v in sampler.options.items() if k == "block_length"}}
+    numbers = ", ".join(f"{name} {value:g}" for name, value in varied.items())
     each = [_half([report], "nfe", which) for report in point]
     several = f" +- {np.std(each, ddof=1):.2f} over {len(each)} indicators" if len(each) > 1 else ""
     return f"{_half(point, 'nfe', which):.2f}{several} ({numbers}; {100 * _half(point, 'correct', which):.1f} %)"

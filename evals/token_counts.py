@@ -329,8 +329,8 @@ COUNTS: Mapping[str, CountMethod] = types.MappingProxyType(
             _before_eos,
             ("nfe", "mean_tokens_per_forward", *_MEANS[1:]),
             "dInfer's paper (arXiv 2510.08666): tokens before the first end token, means over sequences",
-            "stop strings do not end an answer; both ratios are means of the answers' own, in which short ones weigh as "
-            "much as long ones",
+            "stop strings do not end an answer; both ratios are means of the answers' own, in which short ones weigh "
+            "as much as long ones",
         ),
         "d3llm": CountMethod(
             _encoded_again,

@@ -18,12 +18,14 @@ from evals.runner import Report
 from evals.tasks import make_task
 
 WORDS = make_task("word-problems:difficulty=easy")
+BLOCKS = {"family": "llada2", "attention": "block", "block_length": 8}
 CAUSAL = {"family": "qwen2", "attention": "causal", "shift": True}
 
 
 def toy(name):
-    """A model of the word problems' tokens; one whose name begins with ar is causal."""
-    config = config_for(WORDS, **(CAUSAL if name.startswith("ar") else {}))
+    """A model of the word problems' tokens; one whose name begins with ar is causal, with block one of blocks."""
+    kinds = {"ar": CAUSAL, "bl": BLOCKS}
+    config = config_for(WORDS, **kinds.get(name[:2], {}))
     return dataclasses.replace(random_model(config, key=0), name=name, tokenizer=WORDS._coding[0])
 
 
@@ -81,12 +83,19 @@ def programs(samplers):
 
 
 def test_figures_are_of_many_points_and_few_programs():
-    apd = [points("apd", verifier="ar", few_programs=few) for few in (False, True)]
-    assert list(map(len, apd)) == [65, 65] and list(map(programs, apd)) == [23, 6]
-    d2f = [points("d2f", student="student", ar=ar) for ar in ("ar", None)]
-    assert list(map(len, d2f)) == [62, 61] and list(map(programs, d2f)) == [11, 10]
+    apd = [
+        points("apd", verifier="ar", ar=ar, few_programs=few)
+        for ar, few in ((None, False), (None, True), ("ar2", True))
+    ]
+    assert list(map(len, apd)) == [65 + 11, 76, 82] and list(map(programs, apd)) == [28, 11, 13]
+    d2f = [points("d2f", student="student", ar=ar, block_model=block) for ar, block in (("ar", "block"), (None, None))]
+    assert list(map(len, d2f)) == [61 + 10 + 15 + 3 * 8 + 6, 110] and list(map(programs, d2f)) == [17, 15]
     ni = points("ni", indicator=["a", "b"], block_length=16)
-    assert len(ni) == 3 * (6 + 5 * 2) and programs(ni) == 6
+    assert len(ni) == 3 * (6 + 5 + 4 + 3 + 4 * 5 * 2) + 5 * 2 and programs(ni) == 3 * 8 + 1
+    dinfer = [points("dinfer", compressed=compressed) for compressed in (None, "c")]
+    assert list(map(len, dinfer)) == [3 * 2 * (4 + 4 + 3), 132] and list(map(programs, dinfer)) == [18, 36]
+    fast = points("fast-dllm")
+    assert len(fast) == 1 + (6 + 5) * 3 * 4 and programs(fast) == 1 + 2 * 3 * 4
     assert [len(points("compression", compressed="b", control=c, block_length=16)) for c in ("c", None)] == [18, 12]
 
 
@@ -101,39 +110,88 @@ def small(monkeypatch):
 
 def test_apd_compares_the_verifier_s_weight_with_fixed_steps(figure, measured):
     status, out, err, results = figure("apd", "--verifier", "ar")
-    assert status == 0 and "17 points, 11 programs" in out
+    assert status == 0 and "25 points, 16 programs" in out
     curves = results["curves"]
-    assert list(map(len, curves.values())) == [2, 2, 3, 3, 8, 1] and results["notes"] == []
+    assert list(map(len, curves.values())) == [2, 2, 3, 3, 8, 1, 2, 2, 2, 1, 1]
+    first, second = results["notes"]
+    assert first.startswith(
+        "APD, independent noise, temperature 0.2: at accuracy within one standard error of the best"
+    )
+    assert "best shared noise's" in first and second.startswith("APD, no noise")
     assert curves["fixed k, left to right"][0] == curves["window W, k = 1"][0] == curves["lookahead M, k = 1"][0]
     assert curves["lookahead M, k = 1"][-1] == "leftright:tokens_per_step=1,lookahead=4"
     assert curves["verifier alone"] == ["leftright:window=1,lookahead=1@ar"]
-    assert [model for model, _ in measured].count("ar") == 1
+    assert [model for model, _ in measured].count("ar") == 2  # with and without a temperature
+    status, out, err, results = figure("apd", "--verifier", "ar", "--ar", "ar2")
+    assert status == 0 and "28 points" in out
+    assert results["curves"]["APD, verified by it"][0] == "apd:verifier=ar2,weight=0.1"
+    assert results["curves"]["autoregressive model"] == ["leftright:window=1,lookahead=1@ar2"]
 
 
 def test_d2f_sets_the_student_beside_its_teacher_and_an_autoregressive_model(figure, measured):
     status, out, err, results = figure("d2f", "--student", "student", "--ar", "ar")
-    assert status == 0 and "18 points, 8 programs" in out
-    assert list(map(len, results["curves"].values())) == [1, 4, 4, 4, 4, 1]
+    assert status == 0 and "34 points, 12 programs" in out
+    assert list(map(len, results["curves"].values())) == [1, 4, 4, 4, 4, 4, 4, 4, 4, 1]
     models = [model for model, _ in measured]
-    assert {name: models.count(name) for name in set(models)} == {"model": 5, "student": 12, "ar": 1}
+    assert {name: models.count(name) for name in set(models)} == {"model": 9, "student": 24, "ar": 1}
+    assert [note.partition(":")[0] for note in results["notes"]] == [
+        "D2F",
+        "D2F, one block in flight",
+        "D2F, single state",
+    ]
+    assert "block_length" in results["notes"][0]
+    alone = results["curves"]["D2F, one block in flight"][-1]
+    assert alone == "d2f:block_length=32,tau_add=0.1,tau_act=0.95,threshold=0.95,in_flight=1@student"
     single = results["curves"]["D2F, single state"][0]
     assert single == "d2f:block_length=8,tau_add=0.95,tau_act=0.95,threshold=0.5@student"
+    status, out, err, results = figure("d2f", "--student", "student", "--block-model", "block")
+    assert status == 0 and results["curves"]["block diffusion model"] == [
+        "threshold:threshold=0.5@block",
+        "threshold:threshold=0.95@block",
+    ]
+    assert results["notes"][-1].startswith("block diffusion model: at accuracy")
+
+
+def test_fast_dllm_compares_caches_and_rules_with_the_threshold_without_a_cache(figure):
+    status, out, err, results = figure("fast-dllm")
+    assert status == 0 and "25 points, 13 programs" in out
+    labels = [label for label in results["curves"] if label not in ("one token per forward", "threshold, no cache")]
+    assert [note.partition(":")[0] for note in results["notes"]] == labels and len(labels) == 5
+    assert results["curves"]["factor, dual cache"][-1] == "factor:factor=2,cache=dual,block_length=64"
+
+
+def test_dinfer_has_every_decoder_with_every_cache_and_smoothing_and_a_compressed_model(figure, measured):
+    status, out, err, results = figure("dinfer")
+    assert status == 0 and "36 points, 18 programs" in out
+    assert len(results["curves"]) == 18 and len(results["notes"]) == 15
+    smooth = results["curves"]["hierarchical and smoothing, vicinity"][0]
+    assert smooth == "hierarchical:threshold=0.8,low_threshold=0.62,cache=vicinity,block_length=32,smoothing=true"
+    measured.clear()
+    status, out, err, results = figure("dinfer", "--compressed", "after")
+    assert status == 0 and "72 points" in out and len(results["notes"]) == 33
+    assert [model for model, _ in measured].count("after") == 36
+    assert any(note.startswith("compressed, credit, dual cache: at accuracy") for note in results["notes"])
 
 
 def test_ni_averages_over_indicators_and_compares_at_equal_accuracy(figure, monkeypatch, ni_indicator):
     loaded = load_indicator(ni_indicator)
     monkeypatch.setattr("samplers.config.factory.load_indicator", lambda path: loaded)
     status, out, err, results = figure("ni", "--indicator", "a", "--indicator", "bcd")
-    assert status == 0 and "18 points, 6 programs" in out
-    first, second, third = results["notes"]
+    assert status == 0 and "76 points, 25 programs" in out
+    notes = {note.partition(":")[0]: note for note in results["notes"]}
+    assert len(notes) == 3 * 7 + 1
+    first = notes["NI and threshold 0.9, no cache"]
     best = 1 / (1 + 0.03)
     least = 100 * (best - stderr.of_share(best, 2))
     assert first.startswith(
-        f"no cache: at accuracy within one standard error of the best threshold's (at least {least:.1f}"
+        "NI and threshold 0.9, no cache: at accuracy within one standard error of the best threshold's "
+        f"(at least {least:.1f}"
     )
     assert "chosen on 2 problems, measured on 1 others" in first
     assert "+- 1.41 over 2 indicators" in first and "ratio" in first and first in out
-    assert second.startswith("prefix cache") and third.startswith("dual cache")
+    assert {"NI and threshold 0.9, prefix cache", "NI and credit, dual cache"} <= notes.keys()
+    rest = "NI and threshold 0.9, dual cache, rest"
+    assert rest in notes and all("scope=rest,cache=dual" in sampler for sampler in results["curves"][rest])
     status, out, err, _ = figure("ni", "--indicator", "a", "--indicator", "a")
     assert (status, out) == (2, "") and "a was given twice" in err
 
