@@ -111,13 +111,15 @@ def figure(panels: Sequence[Panel], title: str, columns: int | None = None, capt
         _draw_panel(ax, panel, labels, ours)
     for ax in axes[len(panels) :]:
         ax.set_axis_off()
+    size = 6 if many else 8
+    label_width = size / 130 * max(map(len, labels)) + 0.5  # inches, with the line's sample
     handles = {name: handle for ax in axes for handle, name in zip(*ax.get_legend_handles_labels(), strict=True)}
     drawn.legend(
         [handles[label] for label in labels],
         labels,
         loc="outside lower center",
-        ncols=min(len(labels), columns + 1),
-        fontsize=6 if many else 8,
+        ncols=max(min(len(labels), columns + 1, int(drawn.get_figwidth() // label_width)), 1),
+        fontsize=size,
         frameon=False,
         title=textwrap.fill(caption, int(20 * drawn.get_figwidth())),
         title_fontsize=6,

@@ -254,5 +254,9 @@ def test_panels_are_laid_out_in_rows_and_share_their_legend():
     assert [text.get_text() for text in drawn.legends[0].get_texts()] == ["b", "a"]
     one, other, _, empty = drawn.axes
     assert [label.get_text() for label in one.get_xticklabels()] == ["none", "8"] and not empty.axison
+    long = [plots.Curve(f"{'a long label, ' * 6}{n}", [1], [9.0]) for n in range(4)]
+    wide = plots.figure([plots.Panel("NFE", long)] * 2, "title")
+    wide.draw_without_rendering()
+    assert wide.legends[0].get_window_extent().width <= wide.bbox.width  # no label is cut
     joined = next(line for line in other.get_lines() if line.get_label() == "a")
     assert list(joined.get_xdata()) == [1, 3]  # the third point is beaten

@@ -24,6 +24,7 @@ from samplers import (
     Predictions,
     PrefixCache,
     Sampling,
+    Smoothing,
     Threshold,
     TopK,
 )
@@ -176,6 +177,18 @@ def test_caution_raises_thresholds_only() -> None:
     assert taken(Threshold(0.5)) == [0]
     assert taken(Threshold(0.97)) == [0]
     assert taken(Hierarchical(0.5, 0.55)) == [0, 3, 6]
+
+
+@pytest.mark.parametrize(("threshold", "first"), [(0.8, 10), (0.9, 5), (0.95, 3)])
+def test_a_threshold_acts_only_from_where_smoothing_s_schedule_has_fallen_to_it(threshold, first) -> None:
+    """As dInfer's page says: max(threshold, 1 - 0.02 t), t from 0; a position just above the threshold waits before."""
+    confidence, masked = [threshold + 0.005, 0.999, *[0.0] * 6], [True, True] + [False] * 6
+
+    def taken(t: int) -> list[int]:
+        view = dataclasses.replace(view_of(masked, step=t), caution=Smoothing().caution(jnp.asarray([t])))
+        return np.flatnonzero(Threshold(threshold).decide(predictions_of(confidence), view, ())[0][0]).tolist()
+
+    assert [taken(t) for t in range(first + 3)] == [[1]] * first + [[0, 1]] * 3
 
 
 @settings(max_examples=60)

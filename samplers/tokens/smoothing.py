@@ -14,7 +14,8 @@ class Smoothing:
     After each forward, a position that is still masked goes into the next one as
     ``embedding(mask) + alpha(t) * sum over v of p_v embedding(v)``, p being its predicted distribution over the whole
     vocabulary; t counts the row's forwards. Meanwhile rules that have a threshold on the confidence use at least
-    ``1 - threshold_decay * t`` (EB, top-k, factor and schedules have none and are not affected).
+    ``1 - threshold_decay * t`` (EB, top-k, factor and schedules have none and are not affected). A row that ends within
+    ``(1 - threshold) / threshold_decay`` forwards never uses its threshold itself.
 
     Attributes:
         weight: largest alpha (dInfer's `cont_weight`). Default: dInfer's.
