@@ -40,6 +40,7 @@ from samplers import (
     Hierarchical,
     LLaDA,
     NoCache,
+    PipelineSampler,
     PrefixCache,
     Remask,
     Sampling,
@@ -244,6 +245,16 @@ def test_a_base_rule_with_a_silent_indicator_is_that_rule(name) -> None:
         assert (results[0].nfe > 2).any()
         for row in range(4):
             assert_same_row(*(one for result in results for one in (result, row)))
+
+
+def test_a_base_rule_with_a_state_inside_the_pipeline(llada, indicator) -> None:
+    """Credit adjusts logits and remembers each block; silent, the indicator changes nothing of that."""
+    results = [
+        run(llada, PipelineSampler(GEN, BLOCK, tau_add=0.2, tau_act=0.6, threshold=0.5, rule=rule))
+        for rule in (Credit(0.6), NI(indicator, indicator_threshold=1.0, base=Credit(0.6)))
+    ]
+    for row in range(4):
+        assert_same_row(results[0], row, results[1], row)
 
 
 def test_every_rule_that_fits_is_tried_as_a_base() -> None:
