@@ -40,7 +40,7 @@ from dllm_jax import DllmError, Model
 from dllm_jax.cli.command import Parser, console, run_printing
 from dllm_jax.indicator import load_indicator
 from dllm_jax.storage import write_file
-from evals import files, leaderboard, plots, trajectories
+from evals import files, leaderboard, plots, stderr, trajectories
 from evals.distributed import meeting
 from evals.figures import draw_figure, samplers_of, summarize_figure
 from evals.flags import add_batch, add_count, add_distributed, add_model, add_task, command, models_of
@@ -386,7 +386,7 @@ def _lines(report: Report) -> list[str]:
 def describe(report: Report) -> str:
     """A report in one line."""
     parts = [
-        f"accuracy {100 * report.accuracy:5.1f} +- {100 * report.accuracy_stderr:.1f} %",
+        f"accuracy {stderr.as_percent(report.accuracy, report.accuracy_stderr):>12} %",
         f"strict {100 * report.strict_accuracy:5.1f} %",
         f"NFE {report.nfe:6.2f}",
         f"{report.tokens_per_forward:5.2f} tokens per forward",

@@ -213,7 +213,9 @@ def _describe(point: Point, which: int) -> str:
     numbers = ", ".join(f"{name} {value:g}" for name, value in varied.items())
     each = [_half([report], "nfe", which) for report in point]
     several = f" +- {np.std(each, ddof=1):.2f} over {len(each)} indicators" if len(each) > 1 else ""
-    return f"{_half(point, 'nfe', which):.2f}{several} ({numbers}; {100 * _half(point, 'correct', which):.1f} %)"
+    accuracy, problems = _half(point, "correct", which), len(point[0].rows[which::2])
+    solved = stderr.as_percent(accuracy, stderr.of_share(accuracy, problems))
+    return f"{_half(point, 'nfe', which):.2f}{several} ({numbers}; {solved} %)"
 
 
 def _as_option(value: Any) -> str:

@@ -21,7 +21,7 @@ from rich.table import Table
 from dllm_jax.cli.command import console
 from dllm_jax.errors import DllmError
 from dllm_jax.storage import write_file
-from evals import files, plots
+from evals import files, plots, stderr
 from evals.aup_metric import LEADERBOARD, ONE, from_one
 from evals.sampler import parse_sampler
 
@@ -242,6 +242,7 @@ def method_rows(methods: Sequence[Method], best: float) -> list[dict[str, Any]]:
             "counting": method.counting,
             "points": len(method.points),
             "fastest_accuracy": method.fastest.accuracy,
+            "fastest_accuracy_stderr": method.fastest.accuracy_stderr,
             "fastest_tokens_per_forward": method.fastest.tokens_per_forward,
             "fastest_nfe": method.fastest.nfe,
             "aup": method.area(best),
@@ -335,8 +336,10 @@ def _print(table: Sequence[Mapping[str, Any]], best: float) -> None:
     number = lambda value, form: "-" if value is None else format(value, form)
     for row in table:
         accuracy, rho, nfe = (row[f"fastest_{name}"] for name in ("accuracy", "tokens_per_forward", "nfe"))
-        numbers = (accuracy, ".2f"), (rho, ".2f"), (nfe, ".1f"), (row["points"], "d"), (row["aup"], ".1f")
+        error = row["fastest_accuracy_stderr"]
+        score = number(accuracy, ".2f") if error is None else stderr.as_percent(accuracy / 100, error / 100)
+        numbers = (rho, ".2f"), (nfe, ".1f"), (row["points"], "d"), (row["aup"], ".1f")
         style = "bold" if row["source"] == "ours" else None
         words = (row[name] for name in ("method", "model", "source", "counting"))
-        shown.add_row(*words, *(number(*pair) for pair in numbers), style=style)
+        shown.add_row(*words, score, *(number(*pair) for pair in numbers), style=style)
     console().print(shown)

@@ -216,7 +216,7 @@ def test_points_are_chosen_on_other_problems_than_they_are_measured_on():
         return [SimpleNamespace(rows=rows, sampler=f"threshold:threshold={threshold}")]
 
     note = figures.compare_lines("here", [point(0.9, 20.0, 20.0)], "NI", [point(0.5, 2.0, 10.0), point(0.7, 4.0, 4.0)])
-    assert "NFE 10.00 (threshold 0.5; 0.0 %) against 20.00 (threshold 0.9; 0.0 %), ratio 2.00" in note
+    assert "NFE 10.00 (threshold 0.5; 0.0 +- 2.4 %) against 20.00 (threshold 0.9; 0.0 +- 2.4 %), ratio 2.00" in note
     one = [SimpleNamespace(rows=[SimpleNamespace(correct=1, nfe=1)])]
     assert "no points are compared" in figures.compare_lines("here", [one], "NI", [one])
 
@@ -260,3 +260,12 @@ def test_panels_are_laid_out_in_rows_and_share_their_legend():
     assert wide.legends[0].get_window_extent().width <= wide.bbox.width  # no label is cut
     joined = next(line for line in other.get_lines() if line.get_label() == "a")
     assert list(joined.get_xdata()) == [1, 3]  # the third point is beaten
+
+
+def test_a_legend_of_long_names_fits_its_figure():
+    pytest.importorskip("matplotlib")
+    names = [f"{name}:{60 * 'x'}" for name in "abc"]
+    drawn = plots.figure(2 * [plots.Panel("NFE", [plots.Curve(name, [1], [90]) for name in names])], "title")
+    drawn.canvas.draw()
+    box = drawn.legends[0].get_window_extent()
+    assert 0 <= box.x0 < box.x1 <= drawn.bbox.width

@@ -20,7 +20,7 @@ from dllm_jax.checkpoints import checkpoint
 from dllm_jax.models.transformer import tile_of
 from dllm_jax.pytree import pytree
 from evals import __main__ as cli
-from evals import aup_metric, figures, files, paper_figures, plots
+from evals import aup_metric, figures, files, paper_figures, plots, stderr
 from evals.models import Models
 from evals.runner import prepare_batches
 from evals.sampler import all_samplers, parse_sampler, parse_samplers, read_grid
@@ -126,6 +126,13 @@ def test_whoever_knows_the_answers_gets_everything_right(name):
     assert report.nfe == pytest.approx(np.mean([row.nfe for row in report.rows]))
     assert report.tokens_per_forward == pytest.approx(sum(tokens) / sum(row.nfe for row in report.rows))
     assert report.full_forwards == report.nfe and report.seconds > 0 and report.tokens_per_second > 0
+
+
+def test_a_share_is_printed_with_an_error_that_is_not_0():
+    shown = [
+        stderr.as_percent(share, stderr.of_share(share, n)) for share, n in ((0.986328125, 512), (1, 512), (1, 5000))
+    ]
+    assert shown == ["98.6 +- 0.5", "100.0 +- 0.1", "100.00 +- 0.01"]
 
 
 def test_accuracy_counts_what_is_right_and_does_not_depend_on_the_batch_size():

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,8 +12,9 @@ pytest.importorskip("lm_eval")
 import yaml
 from test_programs import confined
 
-from evals import sandbox
+from evals import sandbox, stderr
 from evals.__main__ import main
+from evals.harness import command
 from evals.harness.tasks import FOLDER
 
 TASKS = Path(__file__).parent / "harness"
@@ -146,3 +148,11 @@ def test_programs_are_run_in_their_box(llada_tiny, tmp_path):
     assert status == 0 and told["scores"][0] | {"score": 0.0} == told["scores"][0]
     (samples,) = (tmp_path / "out").glob("*/samples_own.jsonl")
     assert json.loads(samples.read_text())["filtered_resps"][0][0]["passed"] is False
+
+
+def test_a_score_without_a_miss_has_an_error():
+    """lm-eval's is 0 there; what is no share keeps its own."""
+    numbers = {"exact_match,none": 1.0, "exact_match_stderr,none": 0.0, "mean,none": 7.0, "mean_stderr,none": 0.0}
+    results = {"results": {"own": numbers}, "n-shot": {}, "n-samples": {"own": {"effective": 10}}}
+    exact, mean = command.score_rows(SimpleNamespace(results=results))
+    assert exact["stderr"] == stderr.of_share(1.0, 10) > 0 and mean["stderr"] == 0

@@ -126,7 +126,8 @@ def test_a_sweep_beside_published_points_is_one_command(tmp_path, capsys):
     out = tmp_path / "out"
     run = ["aup", "--results", str(tmp_path), "--task", "gsm8k", "--out", str(out)]
     assert cli.main(run) == 0
-    assert "1 methods of ours, " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "1 methods of ours, " in printed and "+-" in printed
     assert sorted(os.listdir(out)) == ["aup.csv", "aup.json", "aup.png"]
     assert (out / "aup.png").read_bytes().startswith(b"\x89PNG")
     found = json.loads((out / "aup.json").read_text())

@@ -16,7 +16,7 @@ from convert import embedded
 from dllm_jax import DllmError, random_model
 from dllm_jax.checkpoints import checkpoint
 from evals import __main__ as cli
-from evals import flags, paired_test, tune
+from evals import flags, paired_test, stderr, tune
 from evals.models import Models
 from evals.paired_test import Pairs
 from evals.sampler import parse_sampler, read_grid
@@ -294,6 +294,23 @@ def test_from_the_shell_to_the_table(by_heart, command, tmp_path):
     assert {row["fate"] for row in rows} == {"reference", "goes on", "others were better", "proven"}
     assert (tmp_path / "tuning.png").read_bytes().startswith(b"\x89PNG")
     assert rows[-1]["stage"] == "held out" and rows[-1]["split"] == "test"
+
+
+def test_the_picture_has_errors_and_what_is_promised(monkeypatch):
+    """Accuracy with its error; the floor and the chosen sampler's bound are shares of what the reference solves."""
+    found, _ = run_fake(LADDER)
+    drawn = {}
+    monkeypatch.setattr("evals.plots.draw", lambda panels, title: drawn.update(panel=panels[0]) or b"")
+    tune.plot(found)
+    best, curves = found.chosen, {curve.label: curve for curve in drawn["panel"].curves}
+    chosen, bound = curves[f"chosen: {best.sampler}"], curves["its lower bound, 95 % confidence"]
+    assert chosen.y == [100 * best.pairs.accuracy]
+    assert chosen.y_error == [100 * stderr.of_share(best.pairs.accuracy, best.pairs.n)]
+    assert list(bound.y) == [100 * best.at_least] and drawn["panel"].level == (95.0, "floor")
+    assert all(min(curve.y_error) > 0 for name, curve in curves.items() if curve is not bound)
+    hopeless, _ = run_fake({"topk:k=2": (0.9, 25.0)})
+    tune.plot(hopeless)
+    assert hopeless.chosen is None and not any("bound" in curve.label for curve in drawn["panel"].curves)
 
 
 def test_from_python_it_is_the_same(by_heart, command, tmp_path):

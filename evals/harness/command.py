@@ -21,6 +21,7 @@ from evals import files, presets, stderr
 from evals.flags import add_count, add_distributed, add_model, command, models_of
 from evals.models import Models
 from evals.presets import Comparison, Preset
+from evals.presets.report import problems_of
 from evals.token_counts import as_line, method_of
 
 TASKS = Path(__file__).parent / "tasks"
@@ -234,6 +235,8 @@ def score_rows(one: PresetRun) -> list[dict[str, Any]]:
                 continue
             error = numbers.get(f"{name}_stderr,{kind}")
             error = error if isinstance(error, float) else None
+            if error == 0 and 0 <= score <= 1 and (n := problems_of(one.results, task)):
+                error = stderr.of_share(score, n)  # lm-eval knows no error where all answers are right, or all wrong
             shots = one.results["n-shot"].get(task)
             found.append({"task": task, "metric": metric, "score": score, "stderr": error, "shots": shots})
     return found

@@ -102,7 +102,7 @@ def comparison(
     tasks = {**results.get("groups", {}), **results["results"]}
     if preset.task not in tasks:
         raise DllmError(f"the results have no task {preset.task!r} of preset {preset.name}; they have {list(tasks)}")
-    numbers, unjudged, n = tasks[preset.task], _unjudged(preset, changes), _problems(results, preset.task)
+    numbers, unjudged, n = tasks[preset.task], _unjudged(preset, changes), problems_of(results, preset.task)
     rows = []
     for metric in preset.metrics:
         metric_name, _, which = metric.partition(",")
@@ -150,11 +150,11 @@ def _percent(value: Any) -> float | None:
     return 100 * value if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def _problems(results: Mapping[str, Any], task: str) -> int:
+def problems_of(results: Mapping[str, Any], task: str) -> int:
     """How many problems of a task, or of all tasks of a group, were asked; 0 where the results do not say."""
     parts = results.get("group_subtasks", {}).get(task)
     if parts:
-        return sum(_problems(results, part) for part in parts)
+        return sum(problems_of(results, part) for part in parts)
     return int(results.get("n-samples", {}).get(task, {}).get("effective", 0))
 
 

@@ -11,7 +11,7 @@ from dllm_jax import Model
 from dllm_jax.errors import DllmError
 from dllm_jax.json_lines import JsonLines
 from dllm_jax.storage import write_file
-from evals import files, flags, plots
+from evals import files, flags, plots, stderr
 from evals.models import Models
 from evals.runner import environment_of
 from evals.sampler import SamplerConfig, all_samplers, parse_sampler, parse_samplers, read_grid
@@ -150,28 +150,33 @@ _DROPPED = {BEATEN: "slower or less accurate", BELOW: "below the floor here", SU
 
 
 def plot(found: Tuning) -> bytes:
-    """Cost against the share that is kept, each sampler at its last trial, as a PNG."""
+    """Accuracy over cost, each sampler at its last trial with the standard error, the floor of the promise, and the
+    chosen sampler's lower bound, as a PNG. The floor and the bound are shares of what the reference solves of the
+    chosen sampler's problems, or of those of the last trial where none was proven."""
     latest = {str(trial.sampler): trial for trial in found.trials}
     dropped = [SURELY_BELOW, BELOW, BEATEN]
     groups = {"reference": [REFERENCE], "dropped": dropped, "not proven": [GOES_ON, UNPROVEN], "proven": [PROVEN]}
-    low = max(100 * found.goal.floor - 15, 0)
+    best = found.chosen
+    solved = (best or found.trials[-1]).pairs.reference_accuracy
+    floor = 100 * found.goal.floor * solved
+    low = max(floor - 15, 0)
     curves = []
     for label, fates in groups.items():
-        points = [t for t in latest.values() if t.fate in fates and t is not found.chosen]
-        shown = sorted((found.cost(t), 100 * t.pairs.kept) for t in points if 100 * t.pairs.kept >= low)
+        points = [t for t in latest.values() if t.fate in fates and t is not best]
+        shown = sorted((t for t in points if 100 * t.pairs.accuracy >= low), key=found.cost)
         below = f" ({len(points) - len(shown)} below the plot)" if len(shown) < len(points) else ""
         if shown:
-            x, y = zip(*shown, strict=True)
-            curves.append(plots.Curve(label + below, x, y, faint=label == "dropped"))
-    if (best := found.chosen) is not None:
-        curves.append(plots.Curve(f"chosen: {best.sampler}", [found.cost(best)], [100 * best.pairs.kept]))
+            curves.append(_curve(label + below, found, shown))
+    if best is not None:
+        curves.append(_curve(f"chosen: {best.sampler}", found, [best]))
+        bound, name = 100 * best.at_least * solved, f"its lower bound, {100 * found.goal.confidence:g} % confidence"
+        curves.append(plots.Curve(name, [found.cost(best)], [bound]))
     label = "forwards per problem (NFE)" if found.goal.objective == "nfe" else "seconds per problem"
-    top = max((y for curve in curves for y in curve.y), default=100)
-    panel = plots.Panel(
-        label,
-        curves,
-        y_label="of the reference's accuracy, %",
-        level=(100 * found.goal.floor, "floor"),
-        y_range=(low, max(top, 100) + 1),
-    )
+    panel = plots.Panel(label, curves, level=(floor, "floor"), y_range=(low, 101))
     return plots.draw([panel], f"{len(latest) - 1} samplers next to {found.reference}")
+
+
+def _curve(label: str, found: Tuning, trials: Sequence[Trial]) -> plots.Curve:
+    accuracies = [100 * trial.pairs.accuracy for trial in trials]
+    errors = [100 * stderr.of_share(trial.pairs.accuracy, trial.pairs.n) for trial in trials]
+    return plots.Curve(label, list(map(found.cost, trials)), accuracies, errors, faint=label.startswith("dropped"))

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 from dllm_jax.errors import DllmError
+from evals import stderr
 from evals.aup_metric import front
 from evals.paired_test import Pairs, at_least, at_most, best_bet, log_wealth, needed
 from evals.sampler import SamplerConfig
@@ -133,6 +134,7 @@ class Trial:
             "n": pairs.n,
             "sampler": str(self.sampler),
             "accuracy": pairs.accuracy,
+            "accuracy_stderr": stderr.of_share(pairs.accuracy, pairs.n),
             "reference_accuracy": pairs.reference_accuracy,
             "difference": pairs.accuracy - pairs.reference_accuracy,
             "kept": pairs.kept,
