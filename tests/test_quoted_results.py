@@ -1,0 +1,164 @@
+"""Numbers that pages quote are those of evals/results, with their errors, and conclusions are the same everywhere.
+
+Every table with the columns `results` and `sampler` is checked; docs/papers/index.md says what its columns mean.
+"""
+
+import csv
+import json
+import re
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+from evals import stderr
+from evals.sampler import parse_sampler
+
+RESULTS = ROOT / "evals" / "results"
+FILES = [ROOT / "README.md", RESULTS / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FILES += sorted((ROOT / "docs" / "papers").glob("*.md"))
+PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in FILES}
+PAPERS = [page for page in PAGES if page.startswith("docs/papers/") and not page.endswith("index.md")]
+OUTCOMES = {"reproduced", "not reproduced", "not testable here"}
+MEASURED = ("accuracy", "nfe", "tokens_per_forward", "n", "tokens_per_second")
+PLAIN = {"tokens_per_second": ".0f", "tokens_per_forward": ".2f", "n": ".0f"}
+
+
+def tables(text):
+    """The tables of a page, each a list of rows: column -> cell without code marks; a bar in a cell is \\|."""
+    for table in re.findall(r"(?:^\|.*\|\n)+", text, re.MULTILINE):
+        cells = ([cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in table.splitlines())
+        head, _, *body = ([cell.replace("`", "").replace("\\|", "|") for cell in row] for row in cells)
+        yield [dict(zip(head, row, strict=True)) for row in body]
+
+
+def quoting(page):
+    return [rows for rows in tables(PAGES[page]) if {"results", "sampler"} <= rows[0].keys()]
+
+
+QUOTING = [page for page in PAGES if quoting(page)]
+QUOTED = [
+    pytest.param(row, id=f"{page}:{row['sampler']}") for page in QUOTING for rows in quoting(page) for row in rows
+]
+
+
+def read(folder, split="test"):
+    """Sampler -> its row of results.csv; of tuning.csv that with most problems of a split."""
+    name = "results.csv" if (RESULTS / folder / "results.csv").is_file() else "tuning.csv"
+    with (RESULTS / folder / name).open(newline="") as file:
+        rows = sorted(csv.DictReader(file), key=lambda row: int(row["n"]))
+    return {row["sampler"]: row for row in rows if row.get("split", split) == split}
+
+
+def measured(row):
+    """The rows behind a quoted one: that of its sampler, or those with its options, which may differ in the indicator
+    alone: then it is the mean over trained seeds."""
+    found = read(row["results"])
+    names = [row["sampler"]] if row["sampler"] in found else [name for name in found if is_a(name, row["sampler"])]
+    different = {str(parse_sampler(name).without("indicator")) for name in names}
+    assert len(different) == 1, f"{row['sampler']} is {len(different)} samplers of {row['results']}"
+    return [found[name] for name in names]
+
+
+def is_a(name, kind):
+    """Whether a sampler has the name, model and options of another, such as ni:cache=prefix."""
+    sampler, like = parse_sampler(name), parse_sampler(kind)
+    options = {"cache": "none", **sampler.options}
+    return (sampler.name, sampler.model) == (like.name, like.model) and like.options.items() <= options.items()
+
+
+def number(column, rows):
+    """A cell as pages write it."""
+    values = [float(row[column]) for row in rows]
+    if column in PLAIN:
+        return format(np.mean(values), PLAIN[column])
+    several = stderr.of_mean(values)
+    if column == "accuracy":
+        error = several if len(rows) > 1 else stderr.of_share(values[0], int(rows[0]["n"]))
+        return stderr.as_percent(np.mean(values), error).replace("+-", "±")
+    error = several if len(rows) > 1 else float(rows[0].get("nfe_stderr") or 0)
+    return f"{np.mean(values):.2f}" + (f" ± {error:.2f}" if error else "")
+
+
+def choice(folder, kind=""):
+    """The fewest forwards within one standard error of the best accuracy, among samplers of a kind such as
+    "threshold:cache=dual", or among all."""
+    among = {name: row for name, row in read(folder, "validation").items() if not kind or is_a(name, kind)}
+    best = max(among.values(), key=lambda row: float(row["accuracy"]))
+    floor = float(best["accuracy"]) - stderr.of_share(float(best["accuracy"]), int(best["n"]))
+    good = {name: float(row["nfe"]) for name, row in among.items() if float(row["accuracy"]) >= floor}
+    return min(good, key=good.get)
+
+
+def claims(page):
+    return [row for table in tables(PAGES[page]) for row in table if "claim" in row and row["claim"]]
+
+
+@pytest.mark.parametrize("row", QUOTED)
+def test_numbers_are_those_of_the_results(row):
+    rows = measured(row)
+    assert row["accuracy"]
+    for column in row.keys() & set(MEASURED):
+        left_out = column == "tokens_per_second" and not row[column]  # a speed of another run
+        assert left_out or row[column] == number(column, rows), column
+
+
+@pytest.mark.parametrize("page", QUOTING)
+def test_speeds_are_compared_within_one_run(page):
+    for rows in quoting(page):
+        assert len({row["results"] for row in rows if row.get("tokens_per_second")}) < 2
+
+
+@pytest.mark.parametrize("row", QUOTED)
+def test_what_is_called_the_best_was_chosen_on_other_problems(row):
+    assert row.get("chosen on") or "best" not in " ".join(row.values())
+    if row.get("chosen on"):
+        folder, _, kind = row["chosen on"].partition(": ")
+        assert row["sampler"] == choice(folder, kind)
+        ours, others = (json.loads((RESULTS / name / "results.json").read_text()) for name in (row["results"], folder))
+        about = [{(report["task"], report["split"]) for report in found["reports"]} for found in (ours, others)]
+        assert about == [{(task, "test")} for task, _ in about[1]] + [{(task, "validation") for task, _ in about[1]}]
+
+
+def test_a_choice_is_the_fewest_forwards_within_one_standard_error(tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "RESULTS", tmp_path)
+    rows = [("topk", 0.95, 64), ("topk:k=2", 0.94, 32), ("topk:k=4", 0.9, 16), ("eb:cache=dual", 0.935, 4)]
+    (tmp_path / "toy").mkdir()
+    lines = ["sampler,accuracy,nfe,n", *(f"{name},{accuracy},{nfe},256" for name, accuracy, nfe in rows)]
+    (tmp_path / "toy" / "results.csv").write_text("\n".join(lines) + "\n")
+    assert [choice("toy"), choice("toy", "topk"), choice("toy", "topk:cache=none")] == ["topk:k=2"] * 3
+    assert choice("toy", "eb:cache=dual") == "eb:cache=dual"
+
+
+@pytest.mark.parametrize("page", PAPERS)
+def test_every_paper_has_claims_with_an_outcome(page):
+    (ours,) = re.findall(r"^## Ours\n\n(.*?)(?=^## )", PAGES[page], re.MULTILINE | re.DOTALL)
+    assert ours.startswith("| claim | published | outcome |\n")
+    assert claims(page) and {row["outcome"] for row in claims(page)} <= OUTCOMES
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/results.md"])
+def test_an_overview_says_what_the_papers_pages_say(page):
+    """Claim and outcome, in the same words; a row that has a claim links its paper's page."""
+    found = claims(page)
+    assert len(found) >= 6
+    for row in found:
+        paper = re.search(r"papers/([\w-]+)\.md", row["paper"])[1]
+        assert {"claim": row["claim"], "outcome": row["outcome"]}.items() <= next(
+            (one for one in claims(f"docs/papers/{paper}.md") if one["claim"] == row["claim"]), {}
+        ).items(), row["claim"]
+    if page == "docs/results.md":
+        linked = {re.search(r"papers/([\w-]+)\.md", row["paper"])[1] for row in found}
+        assert linked == {page.removeprefix("docs/papers/").removesuffix(".md") for page in PAPERS}
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.rglob("*.json")), ids=lambda path: str(path.relative_to(RESULTS)))
+def test_every_recorded_accuracy_has_wilson_s_error(path):
+    told = json.loads(path.read_text())
+    rows = [row for name in ("reports", "trials", "rows") for row in told.get(name, ())]
+    if path.with_suffix(".csv").is_file():
+        with path.with_suffix(".csv").open(newline="") as file:
+            rows += csv.DictReader(file)
+    for row in (row for row in rows if "accuracy" in row):
+        n = int(row.get("n") or told["about"]["n"])
+        assert float(row["accuracy_stderr"]) == pytest.approx(stderr.of_share(float(row["accuracy"]), n)), row
