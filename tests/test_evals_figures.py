@@ -260,12 +260,3 @@ def test_panels_are_laid_out_in_rows_and_share_their_legend():
     assert wide.legends[0].get_window_extent().width <= wide.bbox.width  # no label is cut
     joined = next(line for line in other.get_lines() if line.get_label() == "a")
     assert list(joined.get_xdata()) == [1, 3]  # the third point is beaten
-
-
-def test_a_legend_of_long_names_fits_its_figure():
-    pytest.importorskip("matplotlib")
-    names = [f"{name}:{60 * 'x'}" for name in "abc"]
-    drawn = plots.figure(2 * [plots.Panel("NFE", [plots.Curve(name, [1], [90]) for name in names])], "title")
-    drawn.canvas.draw()
-    box = drawn.legends[0].get_window_extent()
-    assert 0 <= box.x0 < box.x1 <= drawn.bbox.width
