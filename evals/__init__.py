@@ -10,6 +10,7 @@ belongs to one split by its content, so that what accuracy is measured on was ne
 """
 
 from evals.aup_metric import aup
+from evals.decomposition import Decomposition, decompose
 from evals.runner import Report, run
 from evals.sampler import SamplerConfig, parse_sampler, parse_samplers
 from evals.sweeps import Sweep, sweep
@@ -17,6 +18,7 @@ from evals.tasks import SPLITS, TASKS, Example, Source, Task, Verdict, make_task
 from samplers.engine.runner import Engines
 
 __all__ = [
+    "Decomposition",
     "Engines",
     "SPLITS",
     "TASKS",
@@ -28,6 +30,7 @@ __all__ = [
     "Task",
     "Verdict",
     "aup",
+    "decompose",
     "make_task",
     "parse_sampler",
     "parse_samplers",

@@ -164,7 +164,7 @@ def run(
     spec, batches = prepare_batches(models, task, sampler, *drawn, processes=processes, progress=progress)
     outcome = batches.score(engines or Engines(), progress, str(spec), counts)
     about: dict[str, Any] = {"split": split, "seed": seed, "n": len(batches.examples), "batch_size": batches.size}
-    names = _names(batches.model, batches.task, spec, batches.sampler)
+    names = names_of(spec, batches)
     return Report(**names, **about, **outcome.scores(), **environment_of(batches.model))
 
 
@@ -315,16 +315,20 @@ class Batches:
         gen_lengths, given; the last batch is filled up with the last example."""
         for start in range(0, len(self.examples), self.size):
             index = [min(i, len(self.examples) - 1) for i in range(start, start + self.size)]
-            examples = [self.examples[i] for i in index]
-            prompt, lengths = pad_prompts([self._prompts[i] for i in index], self._width)
-            answers = [(example.answer_ids, example.given) for example in examples]
-            known = {
-                "prompt": prompt,
-                "prompt_lengths": lengths,
-                "gen_lengths": jnp.asarray([self._length(example) for example in examples], jnp.int32),
-                "given": given_canvas(answers, self.sampler.gen_length, self.model.config.mask_id),
-            }
-            yield index, jax.tree.map(lambda *rows: np.concatenate(rows), *(results[i] for i in index)), known
+            merged = jax.tree.map(lambda *rows: np.concatenate(rows), *(results[i] for i in index))
+            yield index, merged, self.inputs(index)
+
+    def inputs(self, index: Sequence[int]) -> dict[str, Any]:
+        """What generations of some examples begin with: prompt, prompt_lengths, gen_lengths, given."""
+        examples = [self.examples[i] for i in index]
+        prompt, lengths = pad_prompts([self._prompts[i] for i in index], self._width)
+        answers = [(example.answer_ids, example.given) for example in examples]
+        return {
+            "prompt": prompt,
+            "prompt_lengths": lengths,
+            "gen_lengths": jnp.asarray([self._length(example) for example in examples], jnp.int32),
+            "given": given_canvas(answers, self.sampler.gen_length, self.model.config.mask_id),
+        }
 
     def request(self, index: int) -> Request:
         """An example as a request with the sampler's own numbers."""
@@ -373,12 +377,12 @@ class Batches:
         return answer_of(self.model, result.tokens[0].tolist(), self.task.stop_strings, seconds=alone, **numbers)
 
 
-def _names(model: Model, task: Task, spec: SamplerConfig, sampler: CanvasSampler) -> dict[str, Any]:
+def names_of(spec: SamplerConfig, batches: Batches) -> dict[str, Any]:
     """The part of a report that names what was run."""
     plain = (bool, int, float, str, type(None))
     chosen = {name: value if isinstance(value, plain) else str(value) for name, value in spec.settings.items()}
-    settings = {**chosen, "gen_length": sampler.gen_length, "block_length": sampler.width}
-    return {"model": model.name, "task": str(task), "sampler": str(spec), "settings": settings}
+    settings = {**chosen, "gen_length": batches.sampler.gen_length, "block_length": batches.sampler.width}
+    return {"model": batches.model.name, "task": str(batches.task), "sampler": str(spec), "settings": settings}
 
 
 def environment_of(model: Model) -> dict[str, Any]:

@@ -63,8 +63,8 @@ class Owner(NamedTuple):
 
 def fields_of(kind: type) -> list[dataclasses.Field]:
     """The fields of a rule, a policy or a sampler that options can be about."""
-    found = dataclasses.fields(kind)
-    return [field for field in found if field.init and field.name not in _MADE]
+    found = [field for field in dataclasses.fields(kind) if field.init and field.name not in _MADE]
+    return [field for field in found if kind is not Sampling or field.name != "target"]  # that is data
 
 
 def owners_of(kind: type, options: Mapping[str, Any]) -> dict[str, Owner]:

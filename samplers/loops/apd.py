@@ -73,6 +73,8 @@ class APD(LeftToRight):
         super().__post_init__()
         check_number("weight", self.weight, 0.0, 1.0)
         check_choice("noise", self.noise, ("shared", "independent", "none"))
+        if isinstance(self.sampling, Sampling) and self.sampling.target is not None:
+            raise DllmError("apd writes a draft that its verifier agrees with, and a target is none; use leftright")
 
     def start_parts(self, denoiser: DenoiserLike) -> None:
         if not isinstance(self.verifier, Verifier):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dllm_jax.errors import DllmError
-from dllm_jax.models.denoiser import DenoiserLike, Span, block_length_of
+from dllm_jax.models.denoiser import DenoiserLike, Span, block_causal, block_length_of
 from dllm_jax.models.kv_cache import slice_rows, write_rows
 from dllm_jax.pytree import pytree, vary_like
 from samplers import canvas as canvases
@@ -114,7 +114,7 @@ class BlockSampler:
                 part.check()
         if isinstance(self.rule, Rule):
             self.rule.check(self.gen_length, None if self.align_blocks else -(-self.gen_length // self.width))
-        check_sampling(self.sampling)
+        check_sampling(self.sampling, revises=getattr(self.rule, "revises", False))
         check_number("guidance", self.guidance, 0.0)
 
     @property
@@ -210,7 +210,8 @@ class BlockSampler:
         change, last = progressing(self.rule, change, predictions, view)
         logprobs = jnp.where(change.tokens == predictions.token, predictions.logprob, jnp.nan)
         if self.rule.reads_hidden and logits is not None:
-            best, sure = judged(guided, self.rule, self.sampling, hidden, logits, view.undecided & active[:, None])
+            asked = view.undecided & active[:, None]
+            best, sure = judged(guided, self.rule, self.sampling, hidden, logits, asked, view.positions)
             change = type(change)(jnp.where(best >= 0, best, change.tokens), change.undecided & (best < 0))
             logprobs = jnp.where(best >= 0, sure, logprobs)
         outside = (
@@ -245,6 +246,15 @@ class BlockSampler:
     def result(self, denoiser: DenoiserLike, state: BlockState) -> Result:
         """The generation so far."""
         return state.canvas.result(denoiser.eos_id)
+
+    def visible(self, denoiser: DenoiserLike, canvas: Canvas) -> jax.Array:
+        """What a forward without a cache sees, as `Denoiser.forward` takes it: [B] int32, of a block diffusion model
+        [B, S]."""
+        ends = self._ends(canvas)
+        length = block_length_of(self._in_blocks(denoiser))
+        if length is None:
+            return ends
+        return jnp.minimum(block_causal(canvas.tokens.shape[1], jnp.zeros_like(ends), length), ends[:, None])
 
     def pending(self, state: BlockState) -> jax.Array:
         """[B, G] bool, positions that may still change: the undecided ones, and under a rule that revises those of the
@@ -332,6 +342,10 @@ class BlockSampler:
         found: DenoiserLike = denoiser.in_blocks(self.block_length)
         return found
 
+    def _ends(self, canvas: Canvas) -> jax.Array:
+        """[B] int32, where each row's sequence ends, the masks after its generation included."""
+        return jnp.maximum(canvas.prompt_lengths + canvas.gen_lengths, self.canvas_length or 0)
+
     def _guided(self, denoiser: DenoiserLike) -> DenoiserLike:
         return denoiser if self.guidance is None else Guided(denoiser, self.guidance)
 
@@ -387,7 +401,7 @@ class BlockSampler:
         longest = self.gen_length + (self.width - 1 if self.align_blocks else 0)
         request = ForwardRequest(
             inputs=self._inputs(denoiser, state),
-            lengths=jnp.maximum(canvas.prompt_lengths + canvas.gen_lengths, self.canvas_length or 0),
+            lengths=self._ends(canvas),
             block=state.block,
             block_start=jnp.maximum(canvas.prompt_lengths + first, least),
             block_end=canvas.prompt_lengths + jnp.minimum(first + self.width, canvas.gen_lengths),
@@ -449,7 +463,8 @@ class BlockSampler:
             undecided = canvas.of_window(canvas.undecided, start, self.width)
             asked = undecided & request.active[:, None] & (positions >= first[:, None]) & (positions < high[:, None])
             hidden = slice_rows(outcome.hidden, start, self.width)
-            best, sure = judged(denoiser, self.rule, self.sampling, hidden, denoiser.logits(hidden), asked)
+            logits, place = denoiser.logits(hidden), positions - canvas.prompt_lengths[:, None]
+            best, sure = judged(denoiser, self.rule, self.sampling, hidden, logits, asked, place)
             tokens = jnp.where(best >= 0, best, slice_rows(canvas.tokens, start, self.width))
             return canvas.write(start, tokens, sure, undecided & (best < 0), request.active)
 
@@ -469,9 +484,13 @@ class BlockSampler:
         return self.entered(dataclasses.replace(state, canvas=canvas), entering)
 
 
-def check_sampling(sampling: Any) -> None:
-    """Raises DllmError for numbers that make no sense."""
+def check_sampling(sampling: Any, *, revises: bool = False) -> None:
+    """Raises DllmError for numbers that make no sense, and for a target where what is written is revised."""
     if isinstance(sampling, Sampling):
+        if revises and sampling.target is not None:
+            raise DllmError(
+                "a target is written once, and this sampler revises what it wrote; choose one that does not"
+            )
         check_number("temperature", sampling.temperature, 0.0)
         check_number("top_p", sampling.top_p, 0.0, 1.0)
         check_whole("top_k", sampling.top_k, 1)

@@ -266,6 +266,13 @@ class PipelineSampler:
         """[B, G] bool, positions that may still change: the undecided ones."""
         return state.canvas.undecided
 
+    def visible(self, denoiser: DenoiserLike, canvas: Canvas) -> jax.Array:
+        """[B, S] int32, how many positions each sees; to a block diffusion model the prompt is blocks as well."""
+        start = self._start(canvas)
+        begin = start if block_length_of(denoiser) is None else jnp.zeros_like(start)
+        visible = block_causal(canvas.tokens.shape[1], begin, self.block_length)
+        return jnp.minimum(visible, (canvas.prompt_lengths + canvas.gen_lengths)[:, None])
+
     @property
     def _length(self) -> int:
         """Positions of all blocks, N L."""
@@ -287,13 +294,6 @@ class PipelineSampler:
     def _opening(self, denoiser: DenoiserLike, state: PipelineState) -> jax.Array:
         """[B] bool, rows whose next forward is over prompt and first block."""
         return ~state.canvas.done & ((state.canvas.nfe == 0) | self._alone(denoiser, state))
-
-    def _visible(self, denoiser: DenoiserLike, canvas: Canvas) -> jax.Array:
-        """[B, S] int32, how many positions each sees; to a block diffusion model the prompt is blocks as well."""
-        start = self._start(canvas)
-        begin = start if block_length_of(denoiser) is None else jnp.zeros_like(start)
-        visible = block_causal(canvas.tokens.shape[1], begin, self.block_length)
-        return jnp.minimum(visible, (canvas.prompt_lengths + canvas.gen_lengths)[:, None])
 
     def _blocks(self, denoiser: DenoiserLike, state: PipelineState) -> Blocks:
         count, length, canvas = self.num_blocks, self.block_length, state.canvas
@@ -327,7 +327,7 @@ class PipelineSampler:
         """What every row's forward decides, and the buffers: of a row's first one over its prompt and first block, of
         the others over the smallest window that holds every row's blocks in flight."""
         canvas, nothing, start = state.canvas, self._nothing(state), self._start(state.canvas)
-        visible, opening = self._visible(denoiser, canvas), self._opening(denoiser, state)
+        visible, opening = self.visible(denoiser, canvas), self._opening(denoiser, state)
         others = ~canvas.done & ~opening
         length = canvas.tokens.shape[1] - self._length + self.block_length
         request = Opening(canvas.tokens[:, :length], visible[:, :length], start, self.block_length)
@@ -385,6 +385,7 @@ class PipelineSampler:
         undecided, full = of_window(blocks.undecided & live), of_window(before) >= jnp.asarray(self.tau_act)[..., None]
         tokens = slice_rows(canvas.tokens, start, self._length).reshape(batch, -1, length)
         logits = denoiser.logits(hidden) if self._rule.reads_hidden else None
+        place = (first * length - self._prompt_part(canvas))[:, None] + jnp.arange(count * length, dtype=jnp.int32)
         decide = lambda *parts: self._decide_block(denoiser, state, blocks.total, count, *parts)
         token, logprob, finite, new = jax.vmap(decide, in_axes=1, out_axes=1)(
             by_block(hidden),
@@ -397,7 +398,7 @@ class PipelineSampler:
             of_window(canvas.nfe[:, None] - state.appended_at),
             of_window(entered),
             jax.tree.map(of_window, state.rule),
-            jax.tree.map(by_block, self._judged(denoiser, hidden, logits, undecided, full)),
+            jax.tree.map(by_block, self._judged(denoiser, hidden, logits, undecided, full, place)),
         )
         mine = of_window(live[..., 0]) & rows[:, None]
         put = lambda old, new: write_rows(old, new, first, mine)
@@ -410,15 +411,22 @@ class PipelineSampler:
         )
 
     def _judged(
-        self, denoiser: DenoiserLike, hidden: jax.Array, logits: jax.Array | None, undecided: jax.Array, full: jax.Array
+        self,
+        denoiser: DenoiserLike,
+        hidden: jax.Array,
+        logits: jax.Array | None,
+        undecided: jax.Array,
+        full: jax.Array,
+        positions: jax.Array,
     ) -> tuple[jax.Array, jax.Array] | None:
-        """What the rule judges final of the undecided positions [B, n, L] of n blocks by their hidden states
-        [B, n L, D]: the best tokens there, else -1, and the best tokens' log-probabilities, [B, n L] each; None for a
-        rule that reads none."""
+        """What the rule judges final of the undecided positions [B, n, L] of n blocks, [B, n L] in the generation, by
+        their hidden states [B, n L, D]: the best tokens there, else -1, and the best tokens' log-probabilities,
+        [B, n L] each; None for a rule that reads none."""
         if logits is None:
             return None
         asked = undecided if self._rule.looks_ahead(cached=False) else undecided & full[..., None]
-        return judged(denoiser, self._rule, self.sampling, hidden, logits, asked.reshape(logits.shape[:2]))
+        asked = asked.reshape(logits.shape[:2])
+        return judged(denoiser, self._rule, self.sampling, hidden, logits, asked, positions)
 
     def _decide_block(
         self,

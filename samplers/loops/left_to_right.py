@@ -264,6 +264,10 @@ class LeftToRight:
         forwards = jnp.zeros_like(nfe) if state.verifier_kv is None else nfe
         return DraftResult(**vars(found), verifier_forwards=forwards, most_accepted=state.most_accepted)
 
+    def visible(self, denoiser: DenoiserLike, canvas: Canvas) -> jax.Array:
+        """[B] int32, what a forward without window and lookahead sees, as `Denoiser.forward` takes it."""
+        return canvas.prompt_lengths + canvas.gen_lengths
+
     def pending(self, state: LeftRightState) -> jax.Array:
         """[B, G] bool, positions that may still change: the undecided ones."""
         return state.canvas.undecided
@@ -332,8 +336,10 @@ class LeftToRight:
         if sampling.temperature is not None:
             noise = self.draw_gumbel(denoiser, state, front, Purpose.TOKENS)
             noise = jnp.where(column(sampling.temperature) > 0, noise, 0.0)
-        drawn = z if noise is None else self.perturbed(z, noise)
-        return Draft(jnp.argmax(drawn, axis=-1).astype(jnp.int32), logits, z > -jnp.inf, noise)
+        token = jnp.argmax(z if noise is None else self.perturbed(z, noise), axis=-1).astype(jnp.int32)
+        if sampling.target is not None:
+            token = sampling.target_at(front.span.positions - state.canvas.prompt_lengths[:, None])
+        return Draft(token, logits, z > -jnp.inf, noise)
 
     def draw_gumbel(
         self, denoiser: DenoiserLike, state: LeftRightState, front: Frontier, purpose: Purpose

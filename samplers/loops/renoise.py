@@ -110,7 +110,7 @@ class Renoise:
         check_whole("stability", self.stability, 0)
         for name in ("gamma", "t_max", "t_min", "confidence"):
             check_number(name, getattr(self, name), 0.0)
-        check_sampling(self.sampling)
+        check_sampling(self.sampling, revises=True)
         if self.sampling.temperature is not None:
             raise DllmError("renoise has no one temperature; set those of its first and last step, t_max and t_min")
         if self.sampling.defer is not None:

@@ -11,7 +11,16 @@ import jax.numpy as jnp
 from dllm_jax.errors import DllmError
 from dllm_jax.models.denoiser import DenoiserLike
 from samplers.tokens.noise import Noise, Purpose, gumbel
-from samplers.tokens.predictions import Predictions, Readout, Sampling, ScoreFrom, given, logprob_of, predict, readout
+from samplers.tokens.predictions import (
+    Predictions,
+    Sampling,
+    ScoreFrom,
+    given,
+    logprob_of,
+    logprobs_of,
+    predict,
+    readout,
+)
 
 Number = float | jax.Array
 Proxy = Literal["confidence", "entropy", "margin"]
@@ -204,30 +213,49 @@ def predicted(
         simultaneous: as in `Readout`.
     """
     draw = None if sampling.temperature is None else functools.partial(view.draw, Purpose.TOKENS)
-
-    def chosen(scores: Readout) -> Predictions:
-        scores = dataclasses.replace(scores, simultaneous=simultaneous)
-        return predict(scores, sampling, mask_id=denoiser.mask_id, score_from=rule.score_from, draw=draw)
-
-    if not rule.reads_logits:
-        return chosen(readout(denoiser, hidden) if logits is None else given(logits)), state
-    own = denoiser.logits(hidden) if logits is None else logits
-    adjusted, state = rule.adjust(own, view, state)
-    found = chosen(given(adjusted))
-    return dataclasses.replace(found, logprob=logprob_of(own, found.token)), state
+    tiled = functools.partial(dataclasses.replace, simultaneous=simultaneous)
+    if rule.reads_logits and logits is None:
+        logits = denoiser.logits(hidden)
+    own = tiled(readout(denoiser, hidden) if logits is None else given(logits))
+    scores = own
+    if rule.reads_logits:
+        assert logits is not None
+        adjusted, state = rule.adjust(logits, view, state)
+        scores = tiled(given(adjusted))
+    found = predict(scores, sampling, mask_id=denoiser.mask_id, score_from=rule.score_from, draw=draw)
+    if sampling.target is not None:
+        token = sampling.target_at(view.positions)
+        found = dataclasses.replace(found, token=token, logprob=logprobs_of(own, token))
+    elif logits is not None and rule.reads_logits:
+        found = dataclasses.replace(found, logprob=logprob_of(logits, found.token))
+    return found, state
 
 
 def judged(
-    denoiser: DenoiserLike, rule: Rule, sampling: Sampling, hidden: jax.Array, logits: jax.Array, undecided: jax.Array
+    denoiser: DenoiserLike,
+    rule: Rule,
+    sampling: Sampling,
+    hidden: jax.Array,
+    logits: jax.Array,
+    undecided: jax.Array,
+    positions: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Of some undecided positions [B, W] those that a rule judges final by hidden states [B, W, D] and their logits
-    [B, W, V]: the best token there, -1 elsewhere, [B, W] int32; and the best tokens' log-probabilities, float32."""
+    [B, W, V]: the best token there, -1 elsewhere, [B, W] int32; and the best tokens' log-probabilities, float32.
+
+    Args:
+        positions: [B, W] int32, relative to the start of the generation.
+    """
     plain = Sampling(suppress=sampling.suppress, defer=sampling.defer)
     best = predict(given(logits), plain, mask_id=denoiser.mask_id, score_from="raw", draw=None)
     final = rule.judge(denoiser, hidden, logits, best) & undecided & ~best.mask_wins & best.finite
     if plain.defer is not None:
         final &= ~jnp.isin(best.token, plain.defer)
-    return jnp.where(final, best.token, -1), best.logprob
+    token, logprob = best.token, best.logprob
+    if sampling.target is not None:
+        token = sampling.target_at(positions)
+        logprob = logprob_of(logits, token)
+    return jnp.where(final, token, -1), logprob
 
 
 def progressing(rule: Rule, change: Change, predictions: Predictions, view: BlockView) -> tuple[Change, jax.Array]:

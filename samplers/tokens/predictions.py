@@ -54,6 +54,9 @@ class Sampling:
         defer: [n] int32 ids whose positions are committed last: after the token is chosen their logits count as -inf in
             every score, so that such a position has confidence 0 (LLaDA's `confidence_eos_eot_inf`), and the worst of
             every other score. Default: none; end tokens are wanted where answers have an end.
+        target: [B, G] int32, tokens that are written in place of the predicted ones (teacher forcing). What is written
+            when stays the rule's choice by its own predictions, and `Predictions.logprob` is the target's. Not with
+            samplers that revise what they wrote. None writes what is predicted; it is no option.
     """
 
     temperature: float | jax.Array | None = None
@@ -61,6 +64,12 @@ class Sampling:
     top_k: int | jax.Array | None = None
     suppress: jax.Array | None = None
     defer: jax.Array | None = None
+    target: jax.Array | None = None
+
+    def target_at(self, positions: jax.Array) -> jax.Array:
+        """The target at positions [B, W] of the generation: [B, W] int32, any token outside it."""
+        assert self.target is not None
+        return jnp.take_along_axis(self.target, jnp.clip(positions, 0, self.target.shape[1] - 1), axis=1)
 
 
 @pytree()
