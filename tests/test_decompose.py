@@ -285,7 +285,7 @@ ASSIGNMENTS = np.array(list(itertools.product(range(V), repeat=3)))
 
 def conditionals(joint, tokens, lengths):
     """The exact conditionals of a joint distribution, log p [V, V, V]: logits [B, 3, V + 2]."""
-    logs = jnp.pad(joint.reshape(-1), (0, 1))[:-1]
+    logs = joint.reshape(-1)
     everywhere = (tokens[:, None] == ASSIGNMENTS) | (tokens[:, None] == V)  # [B, V^3, 3]
     found = []
     for i in range(3):
@@ -364,9 +364,8 @@ def sudoku():
         ("edit", ["edit", "revises"]),
         ("topk:temperature=0.5", ["temperature", "leave it out"]),
         ("topk:fill_after_eos=true", ["fill_after_eos", "leave it out"]),
-        ("topk:stop=x", ["stop", "leave it out"]),
         ("topk:ignore_eos=true", ["ignore_eos", "leave it out"]),
-        ("topk:gen_length=4", ["4 tokens", "gen_length"]),
+        ("topk:gen_length=4", ["example 1", "6 tokens", "gen_length is 4"]),
         ("topk@elsewhere", ["topk", "model"]),
     ],
 )
@@ -375,7 +374,12 @@ def test_what_cannot_be_decomposed_is_refused_in_one_sentence(spec, names):
         evals.decompose(far_from_uniform(LLADA), Toy(), spec, n=2, progress=False)
 
 
-def test_examples_need_a_reference(sudoku):
+def test_stop_strings_are_refused():
+    with refuses("stop", "leave it out"):
+        evals.decompose(far_from_uniform(LLADA), Toy(), parse_sampler("topk").with_options(stop=["x"]), n=2)
+
+
+def test_examples_need_a_reference():
     class Open(Toy):
         def example(self, split, index):
             return Example(np.array([1, 2]), np.zeros(0, int))
@@ -402,15 +406,15 @@ def test_what_is_given_does_not_count(sudoku):
 def test_the_command(sudoku, tmp_path, capsys):
     checkpoint.save(tmp_path / "model", sudoku.config, sudoku.params.items())
     what = ["decompose", "--model", tmp_path / "model", "--task", SUDOKU, "--n", 3, "--out", tmp_path / "out"]
-    arguments = [*map(str, what), "--sampler", "topk:k=1|3", "--sampler", "eb:gamma=1.0"]
+    arguments = [*map(str, what), "--sampler", "topk:k=1|3", "--sampler", "eb:gamma=1"]
     assert cli.main(arguments) == 0
     printed = capsys.readouterr().out
-    assert "eb:gamma=1.0" in printed and "3 samplers" in printed
+    assert "eb:gamma=1\n" in printed and "3 samplers" in printed
     assert (tmp_path / "out" / "decompose.png").read_bytes().startswith(b"\x89PNG")
     summaries = json.loads((tmp_path / "out" / "results.json").read_text())["decompositions"]
     rows = list(csv.DictReader((tmp_path / "out" / "results.csv").open()))
     steps = list(csv.DictReader((tmp_path / "out" / "steps.csv").open()))
-    assert [row["sampler"] for row in rows] == ["topk:k=1", "topk:k=3", "eb:gamma=1.0"]
+    assert [row["sampler"] for row in rows] == ["topk:k=1", "topk:k=3", "eb:gamma=1"]
     one = evals.decompose(sudoku, SUDOKU, "topk:k=3", n=3, progress=False)
     for name, value in one.summary().items():
         if isinstance(value, float):
