@@ -215,9 +215,9 @@ def _prepare(
     if getattr(built, "fill_after_eos", False):
         raise DllmError(f"sampler {spec}: fill_after_eos writes tokens that no forward predicted; leave it out")
     for number, example in enumerate(batches.examples):
-        if not (length := len(example.answer_ids)):
+        if not example.targets.any():
             raise DllmError(f"{problems} has examples without a reference; decompose needs a task with right answers")
-        if length > built.gen_length:
+        if (length := len(example.answer_ids)) > built.gen_length:
             longer = f"the answer of {split} example {number} has {length} tokens"
             raise DllmError(f"sampler {spec}: {longer} and gen_length is {built.gen_length}; raise it")
     try:
@@ -236,7 +236,7 @@ def _measure(spec: SamplerConfig, batches: Batches, seed: int, split: str, progr
     rows = sorted(_decompose_all(batches, progress, str(spec)), key=lambda row: row.index)
     column = lambda name: [getattr(row, name) for row in rows]
     positions = sum(column("positions"))
-    found: dict[str, float] = {name: float(np.mean(column(name))) for name in ("positions", "all_forwards")}
+    found: dict[str, Any] = {name: float(np.mean(column(name))) for name in ("positions", "all_forwards")}
     for name in ("forwards", *PARTS):
         found |= {name: float(np.mean(column(name))), f"{name}_stderr": stderr.of_mean(column(name))}
     for name in ("wrong_together", "wrong_one_by_one"):
@@ -255,14 +255,15 @@ def _decompose_all(batches: Batches, progress: bool | None, name: str) -> Iterat
     order = np.argsort(counted.sum(axis=1), kind="stable").tolist()
     hide = None if progress is None else not progress
     with tqdm(total=len(order), desc=name, unit="example", disable=hide) as bar:
-        for start in range(0, len(order), batches.size):
-            chunk = order[start : start + batches.size]
+        for first in range(0, len(order), batches.size):
+            chunk = order[first : first + batches.size]
             index = chunk + chunk[-1:] * (batches.size - len(chunk))  # one program for all
             inputs, forced = batches.inputs(index), _force(batches.sampler, targets[index])
             keys = jax.random.wrap_key_data(jnp.asarray(batches.keys[index]))
             result = sample_jit(forced, model.denoiser, **inputs, key=keys)
-            start = _begin(forced, model.denoiser, inputs)
-            exact = _conditionals(model.denoiser, *start, targets[index], counted[index], result.decoded_at)
+            canvas, visible = _begin(forced, model.denoiser, inputs)
+            what = targets[index], counted[index], result.decoded_at
+            exact = _conditionals(model.denoiser, canvas, visible, *what)
             result, exact = jax.device_get((result, exact))
             if sentence := describe_broken(result.broken_at, index):
                 raise DllmError(f"{sentence}; nothing is decomposed")
@@ -277,10 +278,9 @@ def _target(model: Model, batches: Batches, number: int, length: int) -> tuple[n
     example, position = batches.examples[number], np.arange(length)
     target = np.full(length, model.config.eos_id, np.int32)
     target[: len(example.answer_ids)] = example.answer_ids
-    if not batches.task.stops:
-        return target, np.pad(example.targets, (0, length - len(example.answer_ids)))
-    ends = np.isin(target, model.config.end_ids)
-    return target, position <= (np.argmax(ends) if ends.any() else length)
+    counted = np.pad(example.targets, (0, length - len(example.answer_ids)), constant_values=batches.task.stops)
+    ends = np.isin(target, model.config.end_ids) & batches.task.stops
+    return target, counted & (position <= (np.argmax(ends) if ends.any() else length))
 
 
 def _row_of(index: int, counted: np.ndarray, result: Any, exact: "Conditionals") -> DecomposedRow:
@@ -447,17 +447,30 @@ def draw(found: Sequence[Decomposition]) -> bytes:
         nats = np.asarray([getattr(one, name) for one in ordered])
         axes.barh(place, nats, left=np.where(nats < 0, below, above), height=0.7, color=colour, label=label)
         above, below = above + np.maximum(nats, 0), below + np.minimum(nats, 0)
-    bounds = [one.model_error + one.bound for one in ordered]
-    axes.plot(bounds, place, "D", color="black", markersize=4, label="model + EB's bound on writing together")
-    right = np.maximum(above, bounds)
+    bounds = np.asarray([one.model_error + one.bound for one in ordered])
+    total, error = ([getattr(one, name) for one in ordered] for name in ("nats", "nats_stderr"))
+    axes.errorbar(total, place, xerr=error, fmt="none", ecolor="0.2", elinewidth=1.0, capsize=2)
+    look = {"color": "black", "markerfacecolor": "white", "markersize": 4.5}
+    axes.plot(bounds, place, "D", label="the model's own + EB's bound on writing together", **look)
+    right = np.max([above, bounds, np.add(total, error)], axis=0)
     for at, (one, end) in enumerate(zip(ordered, right, strict=True)):
-        axes.annotate(f"{one.forwards:.1f}", (end, at), (6, 0), textcoords="offset points", va="center", fontsize=8)
+        text = f"{one.forwards:.1f} forwards"
+        axes.annotate(text, (end, at), (6, 0), textcoords="offset points", va="center", fontsize=8)
     axes.set_yticks(place, [one.sampler for one in ordered], fontsize=8)
-    axes.set_xlabel("nats per answer; the number at a bar's end is its forwards")
-    axes.set_xlim(min(1.05 * below.min(), 0), 1.08 * right.max())
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel("nats per answer, with the standard error of their sum")
+    axes.set_xlim(min(1.05 * below.min(), 0), 1.2 * right.max())
     axes.grid(axis="x", alpha=0.25, linewidth=0.6)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    handles, labels = axes.get_legend_handles_labels()  # the marker comes first
+    figure.legend(
+        handles[1:] + handles[:1],
+        labels[1:] + labels[:1],
+        loc="outside lower center",
+        ncols=4,
+        fontsize=8,
+        frameon=False,
+    )
     first = found[0]
     figure.suptitle(f"{first.model} on {first.task}, {first.n} {first.split} examples", fontsize=10)
     file = io.BytesIO()
