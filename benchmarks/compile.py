@@ -34,8 +34,8 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from benchmarks import hlo
-from dllm_jax import PUBLISHED, Denoiser, DllmError, Model, ModelConfig, published_config
-from dllm_jax.kernels.dispatch import lowering_for
+from dllm_jax import PUBLISHED, Denoiser, DllmError, Model, ModelConfig, published_config, use_kernels
+from dllm_jax.kernels.dispatch import Name
 from dllm_jax.models.denoiser import Span
 from dllm_jax.parallel.sharding import Layout, ShardingRules, batch_parts, batch_sharding, param_shardings
 from dllm_jax.params.quantized import QuantizedKernel
@@ -97,6 +97,8 @@ class Setting:
         dtype: of the weights.
         sampler: a spec, such as "threshold:cache=dual".
         run: settings of training; rows have prompt_length + gen_length tokens, `batch` of them are computed at a time.
+        implementation: of attention and experts. "auto" is "xla" for an absent device: cuDNN does not compile without
+            the GPU, and no other kernel is used before it was tried.
     """
 
     config: ModelConfig
@@ -108,12 +110,13 @@ class Setting:
     dtype: str
     sampler: str
     run: TrainConfig | None = None
+    implementation: Name = "auto"
 
     @classmethod
-    def of(cls, run: TrainConfig, mesh: Mesh, layers: int = 0) -> "Setting":
+    def of(cls, run: TrainConfig, mesh: Mesh, layers: int = 0, implementation: Name = "auto") -> "Setting":
         """That of a step of training, with some layers of the model or all (0)."""
         rows = run.optimizer.batch // run.optimizer.accumulate
-        return cls(model_of(run, layers), mesh, rows, 0, run.data.length, 1, run.compute.dtype, "", run)
+        return cls(model_of(run, layers), mesh, rows, 0, run.data.length, 1, run.compute.dtype, "", run, implementation)
 
     @property
     def length(self) -> int:
@@ -127,7 +130,9 @@ class Setting:
     def denoiser(self) -> Denoiser:
         """The model without its weights."""
         params = abstract_params(self.config, self.dtype, param_shardings(self.config, self.mesh))
-        return Denoiser(self.config, params, Layout(self.mesh) if self.mesh.size > 1 else None)
+        if self.mesh.size > 1:
+            return Denoiser(self.config, params, Layout(self.mesh))
+        return Denoiser(self.config, params, device=self.mesh.devices.flat[0])
 
     def kv_shape(self) -> hlo.Shape:
         """A device's part of a layer's buffer of keys."""
@@ -162,8 +167,7 @@ def compiled(what: str, setting: Setting) -> Any:
 
     Forwards end with what is read off the block's logits, and hand on the buffers.
     """
-    device = setting.mesh.devices.flat[0]
-    with lowering_for(device.device_kind if device.platform == "gpu" else None):
+    with use_kernels(setting.implementation):
         return lowered(what, setting).compile()
 
 
@@ -449,7 +453,9 @@ def _generation(options: argparse.Namespace) -> tuple[Setting, dict[str, Any]]:
     config = config.replace(num_layers=options.layers or config.num_layers, quantize=options.quantize)
     shapes = ("batch", "prompt_length", "gen_length", "block_length")
     B, P, G, W = (getattr(options, name) for name in shapes)
-    setting = Setting(config, mesh, B, P, G, W, options.dtype, options.sampler)
+    setting = Setting(
+        config, mesh, B, P, G, W, options.dtype, options.sampler, implementation=options.implementation
+    )
     what = f"{options.sampler} " if options.what == "sample" else ""
     what += f"{options.quantize} " if options.quantize else ""
     title = f"{options.target} {options.mesh} {options.model} {config.num_layers} layers {what}{options.what}"
@@ -464,7 +470,7 @@ def _training(options: argparse.Namespace) -> tuple[Setting, dict[str, Any]]:
         raise DllmError("--what train needs the settings of a run; give --config train/configs/8b/NAME.toml")
     run = read_config(options.config, options.settings)
     axes = options.mesh or ",".join(f"{axis}={size}" for axis, size in run.compute.mesh.items()) or "tensor=1"
-    setting = Setting.of(run, mesh_of(devices_of(options.target), axes), options.layers)
+    setting = Setting.of(run, mesh_of(devices_of(options.target), axes), options.layers, options.implementation)
     name = Path(options.config).stem
     title = " ".join([options.target, axes, name, f"{setting.config.num_layers} layers train", *options.settings])
     about = {"config": name, "settings": options.settings, "mesh": axes, "model": Path(run.model.init).name}

@@ -10,7 +10,6 @@ from jax import export as jax_export
 
 from dllm_jax import Denoiser, DllmError, Model, use_kernels
 from dllm_jax.checkpoints import checkpoint
-from dllm_jax.kernels.dispatch import lowering_for
 from dllm_jax.params.quantized import num_bytes
 from samplers.checks import check_length
 from samplers.config.factory import CanvasSampler
@@ -19,7 +18,6 @@ from samplers.text.prompts import check_width
 from samplers.tokens.noise import row_keys
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
-GPU = "NVIDIA A100"  # kernels are lowered for it: the smallest that runs them
 MOST_BYTES = 64 * 2**20  # of a sampler's own arrays, which become part of the program
 
 
@@ -41,7 +39,7 @@ def export(
     - seed [] int32: rows draw the numbers of `generate` with this seed.
 
     It returns the fields of `Result` by name. Rules' numbers are those of the sampler; Versions of JAX up to half a
-    year newer can read the program.
+    year newer can read the program. It has XLA's own operations alone: a kernel is tried on its device before it is used.
 
     Args:
         model: its parameters may be shapes (`jax.ShapeDtypeStruct`).
@@ -73,9 +71,7 @@ def export(
 
     ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
     arguments = (checkpoint.flatten_params(like), ints(batch, prompt_length), ints(batch), ints())
-    # The Transformer pins layouts, and has kernels for a single platform; other platforms never run these calls.
-    safe = [jax_export.DisabledSafetyCheck.custom_call(name) for name in ("LayoutConstraint", "__gpu$xla.gpu.triton")]
-    gpu = GPU if tuple(platforms) == ("cuda",) else None
-    with use_kernels(len(platforms) == 1), lowering_for(gpu):
+    safe = [jax_export.DisabledSafetyCheck.custom_call("LayoutConstraint")]  # the Transformer's, on TPU
+    with use_kernels("xla"):
         exported = jax_export.export(jax.jit(run), platforms=tuple(platforms), disabled_checks=safe)(*arguments)
     return exported.serialize()

@@ -261,7 +261,8 @@ class Stepper:
         params = cast_for_training(model, kernels)
         # Gathered for the lookup: rows of a table that is split by columns would be split so as well, not by batch.
         params[_TABLE] = lax.with_sharding_constraint(params[_TABLE], self._table_sharding)
-        return Denoiser(model, params, self._layout, self._scan, self.placement.mesh.size == 1)
+        alone = self.placement.mesh.devices.flat[0] if self.placement.mesh.size == 1 else None
+        return Denoiser(model, params, self._layout, self._scan, alone)
 
 
 def _counts_the_schedule(path: Any, _: Any) -> bool:

@@ -15,7 +15,7 @@ from dllm_jax.checkpoints import checkpoint
 from dllm_jax.config import ModelConfig, Quantize
 from dllm_jax.errors import DllmError
 from dllm_jax.families import PUBLISHED, published_config
-from dllm_jax.kernels.dispatch import before_ampere, lie_on_one_device
+from dllm_jax.kernels.dispatch import before_ampere, device_of
 from dllm_jax.models.denoiser import Denoiser
 from dllm_jax.parallel.sharding import Layout, ShardingRules, param_shardings
 from dllm_jax.params.specs import abstract_params, init_params
@@ -52,8 +52,8 @@ class Model:
     @functools.cached_property  # engines ask in every step, and where hundreds of arrays lie takes a while to see
     def denoiser(self) -> Denoiser:
         """The model as samplers take it."""
-        alone = self.layout is None and lie_on_one_device(self.params)
-        return Denoiser(self.config, self.params, self.layout, one_device=alone)
+        device = device_of(self.params) if self.layout is None else None
+        return Denoiser(self.config, self.params, self.layout, device=device)
 
     def require_tokenizer(self) -> "PreTrainedTokenizerBase":
         """The tokenizer, for callers that were given text.

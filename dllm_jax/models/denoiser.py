@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
-from dllm_jax.kernels.dispatch import one_device
+from dllm_jax.kernels.dispatch import on_device
 from dllm_jax.models import kv_cache
 from dllm_jax.models.kv_cache import KVCache, gather_rows, slice_rows
 from dllm_jax.models.layers import Place, Tile, tile_of
@@ -92,7 +92,7 @@ def block_length_of(model: Any) -> int | None:
     return length
 
 
-@pytree(static=("config", "layout", "scan", "one_device"))
+@pytree(static=("config", "layout", "scan", "device"))
 class Denoiser:
     """A model as samplers use it: a pytree whose only data is the flat parameter dict.
 
@@ -106,14 +106,15 @@ class Denoiser:
         layout: the mesh that the parameters lie on, so that buffers and hidden states are split alike; None for one
             device, and where the caller places everything.
         scan: run layers as a loop where there are no buffers, for training: see `Transformer.forward`.
-        one_device: all arrays lie on one device, though there may be others: kernels need to know.
+        device: that all arrays lie on, though there may be others, here or absent: kernels need to know. None for a mesh,
+            and where nobody knows.
     """
 
     config: ModelConfig
     params: Params
     layout: Layout | None = None
     scan: bool = False
-    one_device: bool = False
+    device: jax.Device | None = None
 
     @property
     def mask_id(self) -> int:
@@ -317,7 +318,7 @@ class Denoiser:
         x = model.embed_tokens(inputs) if jnp.issubdtype(inputs.dtype, jnp.integer) else inputs
         place = lambda x: x if self.layout is None else self.layout.place(x, ("batch", None, None))
         profiled = jax.named_scope("window_forward" if "kv" in options else "full_forward")
-        with profiled, one_device(self.one_device):
+        with profiled, on_device(self.device):
             hidden, kv, routing = model.forward(
                 place(x), positions, visible, layout=self.layout, scan=self.scan, **options
             )

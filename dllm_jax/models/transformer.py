@@ -32,7 +32,8 @@ from dllm_jax.models.layers import (
     rope_table,
     tile_of,
 )
-from dllm_jax.models.moe import Routing, apply_experts, routing_of
+from dllm_jax.kernels.experts import apply_experts
+from dllm_jax.models.moe import Routing, routing_of
 from dllm_jax.parallel.layout import LayoutLike
 from dllm_jax.params.products import of_outputs, product, rows, sums
 

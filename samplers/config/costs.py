@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from dllm_jax import Denoiser, Model, ModelConfig
-from dllm_jax.kernels.attention import QUERIES
-from dllm_jax.kernels.dispatch import kernels_run, one_device
+from dllm_jax.kernels.attention import ATTENTION, FUSED_FROM
+from dllm_jax.kernels.attention.xla import QUERIES
+from dllm_jax.kernels.dispatch import before_ampere, choose, on_device, platform_of
 from dllm_jax.models.denoiser import Span
 from dllm_jax.models.kv_cache import KVCache, LayerKV
 from dllm_jax.params.quantized import num_bytes
@@ -62,13 +63,19 @@ class Costs:
 
 
 def costs_of(
-    model: Model, sampler: CanvasSampler, batch: int, prompt_length: int, *, kernels: bool | None = None
+    model: Model,
+    sampler: CanvasSampler,
+    batch: int,
+    prompt_length: int,
+    *,
+    scores: bool | None = None,
+    written_out: bool | None = None,
 ) -> Costs:
     """What a sampler takes to answer `batch` prompts of up to `prompt_length` tokens together.
 
     Args:
         model: with parameters or their shapes, as `dllm_jax.checkpoints.loading.load_shapes` gives them.
-        kernels: whether kernels of our own run; by default whether they do on this machine's device.
+        scores, written_out: as of `work_of`; by default as on this machine's device.
     """
     shapes = _ForwardShapes()
     denoiser = _RecordingDenoiser(**vars(model.denoiser), shapes=shapes)
@@ -81,6 +88,8 @@ def costs_of(
     layers = [x for x in jax.tree.leaves(state, is_leaf=_is_layer) if _is_layer(x)]
     rows = {positions: shapes[positions] for positions in sorted(shapes)}
     buffers, verifier = num_bytes(layers), getattr(sampler, "verifier", None)
+    scores = _has_scores(denoiser, max(rows)) if scores is None else scores
+    written_out = _writes_out(denoiser) if written_out is None else written_out
     return Costs(
         batch,
         prompt_length,
@@ -89,13 +98,25 @@ def costs_of(
         num_bytes(model.params) + (num_bytes(verifier) if verifier is not None else 0),
         buffers,
         num_bytes(state) - buffers,
-        work_of(model, sampler, batch, rows, _kernels_run(denoiser) if kernels is None else kernels),
+        work_of(model, sampler, batch, rows, scores=scores, written_out=written_out),
     )
 
 
-def _kernels_run(denoiser: Denoiser) -> bool:
-    with one_device(denoiser.one_device):
-        return kernels_run(denoiser.dtype, None)
+def _has_scores(denoiser: Denoiser, positions: int) -> bool:
+    """Whether a full forward on this machine's first device has no kernel of attention."""
+    config, dtype = denoiser.config, denoiser.dtype
+    shapes = [(1, positions, heads, config.head_dim) for heads in (config.num_heads, *[config.num_kv_heads] * 2)]
+    of_row = config.attention == "bidirectional"
+    visible = jax.ShapeDtypeStruct((1, 1 if of_row else positions), jnp.int32)
+    operands = *(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes), visible
+    device = denoiser.device or jax.local_devices()[0]
+    with on_device(device):
+        return positions < FUSED_FROM or platform_of(device) not in choose(ATTENTION, operands, denoiser.layout)
+
+
+def _writes_out(denoiser: Denoiser) -> bool:
+    """Whether this machine's first device has a quantized kernel in full before a product."""
+    return jax.local_devices()[0].platform == "cpu" or before_ampere() or denoiser.dtype == jnp.float16
 
 
 def device_memory() -> int | None:
@@ -139,20 +160,23 @@ def _is_layer(part: Any) -> bool:
     return isinstance(part, LayerKV)
 
 
-def work_of(model: Model, sampler: Any, batch: int, rows: Mapping[int, int], kernels: bool) -> int:
+def work_of(
+    model: Model, sampler: Any, batch: int, rows: Mapping[int, int], *, scores: bool, written_out: bool
+) -> int:
     """Bytes that a step needs besides weights and buffers: one layer's activations and, where no kernel keeps them on
     the chip, scores of attention; or a quantized kernel, where that is written out; and what the vocabulary is read by.
 
     Args:
         rows: as in `Costs`.
-        kernels: whether kernels of our own run.
+        scores: attention is in XLA's operations, which have the scores of some queries in memory.
+        written_out: quantized kernels are made whole before a product: on CPU, on GPUs before Ampere, in float16.
     """
     config, size = model.config, model.denoiser.dtype.itemsize
     layer = size * (2 * _hidden(config) + 4 * config.embed_dim)
-    scores = 0 if kernels else 4 * config.num_heads * max(rows)
-    forward = max(count * (run * layer + min(run, QUERIES) * scores) for run, count in rows.items())
-    written_out = max((math.prod(model.params[name].shape) for name in forms(config)), default=0) * size
-    return max(forward, 0 if kernels else written_out) + _readout(model, sampler, batch)
+    of_query = 4 * config.num_heads * max(rows) if scores else 0
+    forward = max(count * (run * layer + min(run, QUERIES) * of_query) for run, count in rows.items())
+    largest = max((math.prod(model.params[name].shape) for name in forms(config)), default=0) * size
+    return max(forward, largest if written_out else 0) + _readout(model, sampler, batch)
 
 
 def _readout(model: Model, sampler: Any, batch: int) -> int:

@@ -1,13 +1,12 @@
-"""Attention whose scores never leave the chip: kernels for TPU and NVIDIA GPUs, forward and backward.
+"""Attention on TPUs whose scores never leave the chip: Pallas kernels, forward and backward.
 
-One Pallas kernel each for the result, the gradient of queries and that of keys and values, as in FlashAttention-2
+One kernel each for the result, the gradient of queries and that of keys and values, as in FlashAttention-2
 (arXiv 2307.08691): a tile of queries meets the keys tile by tile, with a running maximum and sum, and the backward pass
 computes the scores again from what the forward pass kept, the logarithm of each query's sum. Tiles that none of its
 queries sees are left out. Scores lie as [keys, queries], so that a number for each query is a row.
 
-A query sees the keys at [0, visible), a number per query that is data, which is every mask of every family. Most
-libraries' kernels take a length per row, or a mask that is known when the program is made or lies in memory; tokamax's
-take a range of keys per query as well. The kernels here have not been timed on a GPU or TPU.
+No TPU ran them yet: they compile for one, and their numbers are tested in Pallas' interpreter. So they are used where
+`use_kernels("tpu")` asks for them only.
 
 Shape letters: B batch, T queries, S keys, N heads, K heads of keys and values, H head size; R, C those of a tile.
 """
@@ -15,113 +14,118 @@ Shape letters: B batch, T queries, S keys, N heads, K heads of keys and values, 
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as for_tpu
-from jax.experimental.pallas import triton as for_gpu
 
-Backend = Literal["tpu", "cuda", "interpret"]
+from dllm_jax.kernels.attention.xla import UNSEEN, attend_own_blocks, block_starts, fill, merge
 
-MULTIPLE = 256
-"""What lengths are filled up to: the width of every tile divides it."""
+TILE = 256
+"""Width of every tile, of which lengths are filled up to a multiple."""
 
 HEAD_DIMS = (64, 128, 256)
-"""What a GPU's kernels take: powers of two."""
-
-UNSEEN = -1e30
-"""Score of a key that a query does not see: finite, so that one that sees none gets a mean instead of NaN."""
 
 VMEM = 16 * 2**20
-"""Bytes of a TPU core's own memory that a kernel may fill: all that a v4 has, an eighth of a v5e's."""
+"""Bytes of a core's own memory that a kernel may fill: all that a v4 has, an eighth of a v5e's."""
 
 
-def fits(backend: Backend, length: int, keys: int, head_dim: int, dtype: jnp.dtype) -> bool:
-    """Whether a platform's kernels take operands of these sizes.
+def refusal(
+    device: jax.Device | None, query: Any, key: Any, value: Any, visible: Any, since: Any = None
+) -> str | None:
+    """Why they cannot attend, None if they can; operands as of `attend` or their shapes."""
+    return "they know no sliding window" if since is not None else refusal_in_blocks(device, query, key)
 
-    A TPU's own memory has to hold all keys and values of one head, in the backward pass its queries and their gradient,
-    and at the same time those of the next head; a GPU's shared memory a few tiles of heads of at most 512 bytes.
+
+def refusal_in_blocks(device: jax.Device | None, query: Any, key: Any, *others: Any) -> str | None:
+    """As `refusal`, of `attend_in_blocks`.
+
+    A core's own memory has to hold all keys and values of one head, in the backward pass its queries and their
+    gradient, and at the same time those of the next head.
     """
-    taken = 4 * filled(max(length, keys)) * max(head_dim, 128) * dtype.itemsize  # a TPU fills rows up to 128 lanes
-    if backend == "tpu" and taken > VMEM * 5 // 8:
-        return False
-    return head_dim in HEAD_DIMS and head_dim * dtype.itemsize <= 512
+    size, width = query.shape[3], jnp.dtype(query.dtype).itemsize
+    if query.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"they are for float32 and bfloat16, and the model computes in {query.dtype}"
+    if size not in HEAD_DIMS or size * width > 512:
+        return f"heads of {size} in {query.dtype} are not of 64, 128 or 256 numbers in 512 bytes"
+    longest = max(query.shape[1], key.shape[1])
+    if 4 * -(-longest // TILE) * TILE * max(size, 128) * width > VMEM * 5 // 8:  # rows are filled up to 128 lanes
+        return f"{longest} positions of a head do not fit into a core's memory"
+    return None
 
 
-def _tiles(backend: Backend, x: jax.Array) -> tuple[int, int]:
-    """Width of a tile that stays, and of those that pass by. A GPU's leave room in the 99 KiB of shared memory that the
-    smallest since Ampere have (compiled for compute capability 8.9)."""
-    if backend == "tpu":
-        return 256, 256
-    return (64, 64) if x.shape[3] * x.dtype.itemsize <= 256 else (32, 32)
-
-
-def filled(length: int) -> int:
-    """The next multiple of what tiles divide."""
-    return -(-length // MULTIPLE) * MULTIPLE
-
-
-def fill(x: jax.Array, multiple: int) -> jax.Array:
-    """[B, T, ...] with zeros after, up to a T that is a multiple."""
-    return jnp.pad(x, [(0, -length % multiple if axis == 1 else 0) for axis, length in enumerate(x.shape)])
-
-
-def fused(backend: Backend, query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array) -> jax.Array:
+def attend(
+    device: Any, query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array, *, interpret: bool = False
+) -> jax.Array:
     """softmax(query key / sqrt(H)) value over the first `visible` keys of each query: [B, T, N, H], with a gradient.
 
     Products are as exact as the platform's default, sums and softmax in float32.
 
     Args:
-        backend: whose kernels; "interpret" runs a GPU's one operation after the other, on any platform.
+        device: of no interest.
         query: [B, T, N, H].
         key, value: [B, S, K, H], K dividing N.
-        visible: [B, T] int32.
+        visible: [B, T or 1] int32.
+        interpret: run one operation after the other, on any platform.
     """
-    return fused_with_sums(backend, query, key, value, visible)[0]
+    return attend_with_sums(query, key, value, visible, interpret)[0]
 
 
-def fused_with_sums(
-    backend: Backend, query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array
+def attend_in_blocks(device: Any, block_length: int, *operands: jax.Array, interpret: bool = False) -> jax.Array:
+    """`attention_in_blocks` by the kernels for what lies before each block, of which the rest is a small part.
+
+    Args:
+        operands: query, own keys and values, those before, and visible [B, T or 1].
+        device, interpret: as of `attend`.
+    """
+    query, key, value, *before, visible = operands
+    end = jnp.minimum(block_starts(query, block_length), visible)
+    part, sums = attend_with_sums(query, before[0], before[1], end, interpret)
+    return merge(*attend_own_blocks(block_length, query, key, value, visible), part, sums)
+
+
+def attend_with_sums(
+    query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """`fused`, and the logarithm of each query's sum of exponentials, [B, T, N] float32, to merge it with a result over
-    other keys. Where a query sees none it is next to minus infinity."""
-    visible = jnp.minimum(visible, key.shape[1])
-    heads_first = (jnp.swapaxes(fill(x, MULTIPLE), 1, 2) for x in (query, key, value))
-    out, sums = _attend(backend, *heads_first, fill(visible, MULTIPLE)[:, None, None])
+    """`attend`, and the logarithm of each query's sum of exponentials, [B, T, N] float32, to merge it with a result
+    over other keys. Where a query sees none it is next to minus infinity."""
+    visible = jnp.broadcast_to(jnp.minimum(visible, key.shape[1]), query.shape[:2])
+    heads_first = (jnp.swapaxes(fill(x, TILE), 1, 2) for x in (query, key, value))
+    out, sums = _attend(interpret, *heads_first, fill(visible, TILE)[:, None, None])
     positions_first = lambda x: jnp.swapaxes(x, 1, 2)[:, : query.shape[1]]
     return positions_first(out), positions_first(sums[:, :, 0])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
-    backend: Backend, query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array
+    interpret: bool, query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """[B, N, T, H], [B, K, S, H] twice and [B, 1, 1, T] -> [B, N, T, H] and [B, N, 1, T], of filled lengths."""
-    return _forward(backend, query, key, value, visible)[0]
+    return _forward(interpret, query, key, value, visible)[0]
 
 
-def _forward(backend: Backend, *operands: jax.Array) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
+def _forward(interpret: bool, *operands: jax.Array) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
     query, key, value, visible = operands
     rows = jax.ShapeDtypeStruct((*query.shape[:2], 1, query.shape[2]), jnp.float32)  # [B, N, 1, T]
-    out, sums = _kernel(_result, backend, [query, visible], [key, value], [query, rows])
+    out, sums = _kernel(_result, interpret, [query, visible], [key, value], [query, rows])
     return (out, sums), (*operands, out, sums)
 
 
 def _backward(
-    backend: Backend, saved: tuple[jax.Array, ...], gradients: tuple[jax.Array, jax.Array]
+    interpret: bool, saved: tuple[jax.Array, ...], gradients: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array | None, ...]:
     query, key, value, visible, out, sums = saved
     gradient, of_sums = gradients
     mean = jnp.sum(gradient.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)[:, :, None]  # [B, N, 1, T]
     mean -= of_sums  # a score changes its query's sum by the key's weight
     of_queries = [query, visible, gradient, sums, mean]
-    (to_query,) = _kernel(_query_gradient, backend, of_queries, [key, value], [query])
+    (to_query,) = _kernel(_query_gradient, interpret, of_queries, [key, value], [query])
     # One for every head of queries, whose sum is that of the head they share.
     each = jax.ShapeDtypeStruct((*query.shape[:2], *key.shape[2:]), jnp.float32)
-    to_heads = _kernel(_key_value_gradient, backend, [key, value], of_queries, [each, each])
+    to_heads = _kernel(_key_value_gradient, interpret, [key, value], of_queries, [each, each])
     shared = lambda x: x.reshape(*key.shape[:2], -1, *key.shape[2:]).sum(2)
     return to_query, *(shared(x).astype(key.dtype) for x in to_heads), None
 
@@ -131,7 +135,7 @@ _attend.defvjp(_forward, _backward)
 
 def _kernel(
     body: Callable[..., None],
-    backend: Backend,
+    interpret: bool,
     tiled: Sequence[jax.Array],
     whole: Sequence[jax.Array],
     outputs: Sequence[Any],
@@ -141,7 +145,6 @@ def _kernel(
     Arrays are [B, heads, length, H], or [B, heads, 1, length] of a number each; the heads of queries share what has
     fewer. A kernel sees a tile of `tiled`, the first of which has H, and of `outputs`, and all of `whole` by tiles.
     """
-    stays, passes = _tiles(backend, tiled[0])
     batch, heads = outputs[0].shape[:2]
     length = outputs[0].shape[2]
 
@@ -156,23 +159,19 @@ def _kernel(
 
     varies = jax.typeof(tiled[0]).manual_axis_type  # in a caller's `shard_map`
     call = pl.pallas_call(
-        functools.partial(body, passes),
-        grid=(batch, heads, length // stays),
-        in_specs=[spec(x, stays) for x in tiled] + [spec(x, None) for x in whole],
-        out_specs=[spec(x, stays) for x in outputs],
+        functools.partial(body, TILE),
+        grid=(batch, heads, length // TILE),
+        in_specs=[spec(x, TILE) for x in tiled] + [spec(x, None) for x in whole],
+        out_specs=[spec(x, TILE) for x in outputs],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varies) for x in outputs],
-        compiler_params=_PARAMS[backend],
-        interpret=backend == "interpret",
+        compiler_params=None if interpret else _PARAMS,
+        interpret=interpret,
         name=body.__name__.strip("_"),
     )
     return call(*tiled, *whole)
 
 
-_PARAMS: dict[str, Any] = {
-    "tpu": for_tpu.CompilerParams(dimension_semantics=("parallel",) * 3, vmem_limit_bytes=VMEM),
-    "cuda": for_gpu.CompilerParams(num_warps=4, num_stages=2),
-    "interpret": None,
-}
+_PARAMS = for_tpu.CompilerParams(dimension_semantics=("parallel",) * 3, vmem_limit_bytes=VMEM)
 
 
 def _dot(x: jax.Array, y: jax.Array, axis_of_x: int, axis_of_y: int) -> jax.Array:

@@ -1,5 +1,5 @@
-"""Attention in which a query sees the first keys, or the last of those, with softmax in float32: fused on TPU and on
-NVIDIA GPUs, else in XLA's own operations, which are the reference, with the scores of some queries at a time.
+"""Attention in XLA's own operations, with the scores of some queries at a time: the fallback of every kernel, and what
+kernels merge their part of a block's keys with.
 
 Shape letters: B batch, T queries, S keys, N heads, K heads of keys and values, H head size.
 """
@@ -11,75 +11,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dllm_jax.kernels.dispatch import kernels_run
-from dllm_jax.kernels.pallas_attention import UNSEEN, Backend, fill, fits, fused, fused_with_sums
 from dllm_jax.models.kv_cache import LayerKV
-from dllm_jax.parallel.layout import LayoutLike
 from dllm_jax.params.products import redirect_gradient
 
 QUERIES = 512
 """Queries whose scores exist at a time: of 32 heads and 4096 keys 256 MiB, instead of 2 GiB for as many queries."""
 
-FUSED_FROM = 256
-"""Queries from which kernels are used: of fewer, such as a block's, the scores are less than the keys and values."""
-
-QUERY, KEYS = ("batch", None, "heads", None), ("batch", None, "kv_heads", None)
-"""Logical axes of queries, and of keys and values."""
+UNSEEN = -1e30
+"""Score of a key that a query does not see: finite, so that one that sees none gets a mean instead of NaN."""
 
 
-def attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    visible: jax.Array,
-    layout: LayoutLike | None = None,
-    since: jax.Array | None = None,
-) -> jax.Array:
-    """softmax(query key / sqrt(H)) value, over the first `visible` keys of each query: [B, T, N, H].
-
-    Args:
-        query: [B, T, N, H].
-        key, value: [B, S, K, H], K dividing N.
-        visible: [B, T or 1] int32.
-        layout: how the heads lie on a mesh; None for one device, and where the caller places everything, which is done
-            without kernels where there are several.
-        since: [B, T or 1] int32, of the visible keys only those from here on are seen (a sliding window), which the
-            kernels do not support; None for all.
-    """
-    if since is not None:
-        return in_parts(query, key, value, visible, since=since)
-    return _on_platforms(fused, in_parts, (query, key, value, visible), layout)
-
-
-def _on_platforms(
-    kernel: Callable[..., jax.Array],
-    otherwise: Callable[..., jax.Array],
-    operands: tuple[jax.Array, ...],
-    layout: LayoutLike | None,
-) -> jax.Array:
-    """`kernel(backend, *operands)` where there is one that takes them, else `otherwise(*operands)`.
-
-    Args:
-        operands: queries, some pairs of keys and values, and what is visible.
-        layout: as of `attention`.
-    """
-    query, key, *others, visible = operands
-    if query.shape[1] < FUSED_FROM or not kernels_run(query.dtype, layout) or not _heads_together(layout):
-        return otherwise(*operands)
-    operands = query, key, *others, jnp.broadcast_to(visible, query.shape[:2])
-    axes = (QUERY, *(KEYS for _ in operands[1:-1]), ("batch", None))
-    locally = (lambda function: function) if layout is None else lambda function: layout.locally(function, axes, QUERY)
-    backends: tuple[Backend, ...] = ("tpu", "cuda")
-    taken = [each for each in backends if fits(each, query.shape[1], key.shape[1], query.shape[3], query.dtype)]
-    on = {backend: locally(functools.partial(kernel, backend)) for backend in taken}
-    return lax.platform_dependent(*operands, **on, default=otherwise)
-
-
-def _heads_together(layout: LayoutLike | None) -> bool:
-    """Whether heads of keys lie where the queries' that share them do."""
-    if layout is None or not jax.sharding.get_abstract_mesh().empty:
-        return True
-    return layout.parts("heads") == layout.parts("kv_heads")
+def fill(x: jax.Array, multiple: int) -> jax.Array:
+    """[B, T, ...] with zeros after, up to a T that is a multiple."""
+    return jnp.pad(x, [(0, -length % multiple if axis == 1 else 0) for axis, length in enumerate(x.shape)])
 
 
 def in_parts(
@@ -87,8 +31,8 @@ def in_parts(
     key: jax.Array,
     value: jax.Array,
     visible: jax.Array,
-    queries: int = QUERIES,
     since: jax.Array | None = None,
+    queries: int = QUERIES,
 ) -> jax.Array:
     """`attention` in XLA's own operations.
 
@@ -111,47 +55,25 @@ def in_parts(
     return jnp.moveaxis(found, 0, 1).reshape(query.shape[0], -1, *query.shape[2:])[:, :length]
 
 
-def attention_in_blocks(
-    query: jax.Array,
-    own: LayerKV,
-    before: LayerKV,
-    visible: jax.Array,
-    block_length: int,
-    layout: LayoutLike | None = None,
-) -> jax.Array:
-    """`attention` whose keys and values are `own` in a query's block and `before` ahead of it: [B, T, N, H].
-
-    Args:
-        query: [B, T, N, H] of all positions, float32 or bfloat16.
-        own, before: of the same positions, [B, T, K, H] each, K dividing N.
-        visible: [B, T or 1] int32, at most the end of a query's block.
-        block_length: L, dividing T; block c is [c L, (c + 1) L).
-        layout: as of `attention`.
-    """
-    fused, otherwise = (functools.partial(run, block_length) for run in (blocks_fused, blocks_in_parts))
-    return _on_platforms(fused, otherwise, (query, *own, *before, visible), layout)
+def block_starts(query: jax.Array, block_length: int) -> jax.Array:
+    """The first position of each query's block, [T] int32."""
+    return jnp.arange(query.shape[1], dtype=jnp.int32) // block_length * block_length
 
 
-def blocks_fused(block_length: int, backend: Backend, *operands: jax.Array) -> jax.Array:
-    """`attention_in_blocks` by a kernel for what lies ahead of each block, of which the rest is a small part.
-
-    Args:
-        operands: query, own keys and values, those before, and visible [B, T].
-    """
-    query, key, value, *before, visible = operands
-    starts = jnp.arange(query.shape[1], dtype=jnp.int32) // block_length * block_length
-    ahead, sums = fused_with_sums(backend, query, before[0], before[1], jnp.minimum(starts, visible))
-    of_own = jax.checkpoint(functools.partial(_own_blocks, block_length))  # keeps no scores for the backward pass
-    in_block, own_sums = of_own(query, key, value, visible)
+def merge(own: jax.Array, own_sums: jax.Array, before: jax.Array, sums: jax.Array) -> jax.Array:
+    """Attention to both of two sets of keys, from the results [B, T, N, H] and the logarithms of the sums of
+    exponentials [B, T, N] of each; in the dtype of `before`."""
     share = jax.nn.sigmoid(own_sums - sums)[..., None]
-    return (in_block * share + ahead.astype(jnp.float32) * (1.0 - share)).astype(query.dtype)
+    return (own * share + before.astype(jnp.float32) * (1.0 - share)).astype(before.dtype)
 
 
-def _own_blocks(
+@functools.partial(jax.checkpoint, static_argnums=0)  # keeps no scores for the backward pass
+def attend_own_blocks(
     block_length: int, query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Attention to a query's own block alone: [B, T, N, H] float32, and the logarithm of each sum, [B, T, N]."""
     (batch, length, heads, size), groups = query.shape, key.shape[2]
+    visible = jnp.broadcast_to(visible, (batch, length))
     fold = lambda x, *heads: x.reshape(batch, -1, block_length, *heads)
     score = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     scores = score("bclkgh,bcmkh->bclkgm", fold(query, groups, heads // groups, size), fold(key, groups, size))
@@ -165,7 +87,11 @@ def _own_blocks(
 
 def blocks_in_parts(block_length: int, *operands: jax.Array) -> jax.Array:
     """`attention_in_blocks` in XLA's own operations, one softmax over both, for whole blocks of about `QUERIES` queries
-    at a time as `in_parts`; operands as of `blocks_fused`."""
+    at a time as `in_parts`.
+
+    Args:
+        operands: query, own keys and values, those before, and visible [B, T or 1].
+    """
     query, *kvs, visible = operands
     own, before = LayerKV(*kvs[:2]), LayerKV(*kvs[2:])
     shape, heads = query.shape, own.key.shape[2]
