@@ -60,6 +60,8 @@ CUDA_FLAGS = "--xla_gpu_autotune_level=0"  # nothing can be autotuned
 ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "true"}  # or libtpu looks for its machine
 WHAT = ("sample", "full", "window", "train")
 FORWARDS = ("full", "window")
+CALLS = {"cudnn": "__cudnn$fmha", "tokamax": "mosaic_gpu", "tpu": "tpu_custom_call"}
+"""What each implementation is in a compiled program; XLA may have kernels of its own that look like the TPU's."""
 
 
 def devices_of(target: str) -> list[Any]:
@@ -296,6 +298,8 @@ def describe(program: Any, setting: Setting) -> dict[str, Any]:
         "argument_bytes": memory.argument_size_in_bytes,
         "temporary_bytes": memory.temp_size_in_bytes,
         "peak_bytes": peak,
+        "implementation": setting.implementation,
+        "calls": {name: text.count(f'custom_call_target="{target}') for name, target in CALLS.items()},
         "loops": rows,
     }
 
@@ -353,7 +357,12 @@ def _cells(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> tuple[str, ..
 
 def faults(result: dict[str, Any]) -> list[str]:
     """The faults of a program, a sentence for each."""
-    found = []
+    found, wanted = [], result["implementation"]
+    for name, count in result["calls"].items():
+        if wanted == name and not count:
+            found.append(f"no kernel of {name} is in the program, though --implementation asks for it")
+        if wanted in ("auto", "xla") and count and name != "tpu":
+            found.append(f"the program has {count} kernels of {name}, and --implementation {wanted} has none")
     for row in result["loops"]:
         for kind, what in (("kv", "key/value buffers"), ("weight", "weights")):
             if row["depth"] and row[f"{kind}_copies"]:
@@ -382,6 +391,12 @@ def parser() -> argparse.ArgumentParser:
     add("settings", nargs="*", metavar="key=value", help="of --what train: changes, such as optimizer.batch=8")
     add("--quantize", choices=["int8", "int4"], help="quantize weights to this many bits")
     add("--sampler", default="threshold:cache=dual", metavar="SPEC")
+    add(
+        "--implementation",
+        default="auto",
+        choices=["auto", "xla", "tokamax", "tpu"],
+        help="of attention and experts: auto is xla for an absent device, and cuDNN does not compile without the GPU",
+    )
     add("--batch", type=int, default=1)
     add("--prompt-length", type=int, default=256)
     add("--gen-length", type=int, default=256)

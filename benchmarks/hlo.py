@@ -204,8 +204,8 @@ def moved(program: Program, loop: Loop, counts: Callable[[Shape], bool]) -> tupl
 
 def made(loop: Loop, counts: Callable[[Shape], bool]) -> int:
     """How many arrays that count a turn writes to memory, by whatever kernel of the compiler's."""
-    ours = lambda each: each.scope.endswith("pallas_call")  # of rows, whose number may be that of a matrix
-    writes = [each for each in loop.own if each.opcode not in FREE and not ours(each)]
+    by_kernel = lambda each: each.scope.endswith("pallas_call")  # rows, whose number may be that of a matrix
+    writes = [each for each in loop.own if each.opcode not in FREE and not by_kernel(each)]
     return sum(counts(shape) for each in writes for shape in each.shapes)
 
 

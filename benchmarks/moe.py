@@ -2,9 +2,9 @@
 
 Every row of the table is one implementation at one dtype, number of tokens and kind of routing:
 
-    rounds       the library's on CPU (`dllm_jax.models.moe`), compiled with the routing as data
-    groups       the library's on TPU, tokens sorted by expert and `jax.lax.ragged_dot`, and on NVIDIA GPUs, a kernel of
-                 our own; elsewhere a dense product
+    rounds       the library's on CPU (`dllm_jax.kernels.experts`), compiled with the routing as data
+    groups       the library's on TPU, tokens sorted by expert and `jax.lax.ragged_dot`, and on NVIDIA GPUs where
+                 tokamax runs, by its kernels; elsewhere a dense product
     loop         every expert in turn on all tokens, weighted by the router (zero where it was not chosen)
     einsum       the same as two products over all experts at once
 
@@ -25,7 +25,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks.roofline import Ceilings, Row, measure_ceilings, timed
-from dllm_jax.models.moe import GROUPED, TILE_ROWS, in_groups, in_rounds
+from dllm_jax.kernels.experts import EXPERTS, RAGGED, TILE_ROWS, Grouped, in_groups, in_rounds
 
 Apply = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 MOST_FLOPS = 1.5e12  # of what is run: more would take a CPU too long; its memory is still reported
@@ -62,12 +62,13 @@ def rounds(*operands: Any) -> jax.Array:
 
 def groups(*operands: jax.Array) -> jax.Array:
     """The library's grouped products, as on this device."""
-    return in_groups(GROUPED.get(_platform(), "ragged_dot"), *operands)
+    return in_groups(_grouped(*operands), *operands)
 
 
-def _platform() -> str:
-    """As XLA names what it lowers for."""
-    return {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+def _grouped(*operands: jax.Array) -> Grouped:
+    """By tokamax where it runs these here, else by `jax.lax.ragged_dot`."""
+    device, (kernel,) = jax.local_devices()[0], EXPERTS.kernels
+    return Grouped(None if kernel.refusal(device, *operands) else device)
 
 
 def _shares(ids: jax.Array, weights: jax.Array, experts: int) -> jax.Array:
@@ -76,7 +77,7 @@ def _shares(ids: jax.Array, weights: jax.Array, experts: int) -> jax.Array:
 
 
 def loop(x: jax.Array, ids: jax.Array, weights: jax.Array, w_in: jax.Array, w_out: jax.Array) -> jax.Array:
-    """Every expert in turn, on all tokens; arguments and result as of `dllm_jax.models.moe.apply_experts`."""
+    """Every expert in turn, on all tokens; arguments and result as of `dllm_jax.kernels.experts.apply_experts`."""
     shares = _shares(ids, weights, len(w_in))
 
     def add(number: jax.Array, total: jax.Array) -> jax.Array:
@@ -87,7 +88,7 @@ def loop(x: jax.Array, ids: jax.Array, weights: jax.Array, w_in: jax.Array, w_ou
 
 
 def einsum(x: jax.Array, ids: jax.Array, weights: jax.Array, w_in: jax.Array, w_out: jax.Array) -> jax.Array:
-    """All experts on all tokens at once; arguments and result as of `dllm_jax.models.moe.apply_experts`."""
+    """All experts on all tokens at once; arguments and result as of `dllm_jax.kernels.experts.apply_experts`."""
     copies = jnp.broadcast_to(x, (len(w_in), 2, *x.shape))  # else XLA transposes the weights
     hidden = jnp.einsum("egbtd,egdf->egbtf", copies, w_in)
     every = jnp.einsum("ebtf,efd->ebtd", jax.nn.silu(hidden[:, 0]) * hidden[:, 1], w_out)
@@ -117,10 +118,11 @@ def floor_seconds(size: Size, ids: jax.Array, dtype: str, ceilings: Ceilings) ->
     return max((reading, "weights"), (arithmetic, "arithmetic"))
 
 
-def flops(variant: str, size: Size, tokens: int) -> float:
+def flops(variant: str, size: Size, operands: Sequence[jax.Array]) -> float:
     """What a variant multiplies at least: whether it will be run at all. Groups are dense per assignment without
     a kernel."""
-    groups = size.per_token * (1 if _platform() in GROUPED else size.experts)
+    tokens, has_kernel = operands[0].shape[1], jax.default_backend() in RAGGED or _grouped(*operands).device
+    groups = size.per_token * (1 if has_kernel else size.experts)
     rows = {"rounds": size.per_token, "groups": groups}.get(variant, size.experts)
     return 6.0 * rows * tokens * size.dim * size.width
 
@@ -142,7 +144,7 @@ def measure(
             {"variant": name, "dtype": dtype, "tokens": tokens, "routing": routing}
             | {"temp_mib": memory.temp_size_in_bytes / 2**20 if memory else None, "compile_seconds": compile_seconds}
         )
-    running = [row for row in rows if flops(row["variant"], size, tokens) <= MOST_FLOPS]
+    running = [row for row in rows if flops(row["variant"], size, operands) <= MOST_FLOPS]
     results = {row["variant"]: jax.block_until_ready(programs[row["variant"]](*operands)) for row in running}
     times: dict[str, list[tuple[float, float | None]]] = {row["variant"]: [] for row in running}
     for _ in range(repeats):

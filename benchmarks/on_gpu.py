@@ -2,8 +2,9 @@
 
 Runs these steps one after the other, each within its time; after one that fails comes the next:
 
-    attention   the kernels of attention: errors, and speed against XLA's operations (`benchmarks.attention`)
-    experts     the kernel of experts against rounds, in time and result (`benchmarks.moe`)
+    doctor      every implementation against the reference (`dllm_jax.doctor`)
+    attention   cuDNN and tokamax: errors, and speed against XLA's operations (`benchmarks.attention`)
+    experts     tokamax's grouped products against rounds, in time and result (`benchmarks.moe`)
     bfloat16    LLaDA-8B with random weights: the roofline of window and full forwards, generations against their
                 baselines and the sum of their forwards (`benchmarks.sample --suite gpu`)
     int8        the roofline with weights in 8 bits, at batch 1, 8 and 32
@@ -20,12 +21,13 @@ from pathlib import Path
 MODEL = ("--model", "llada-8b-instruct", "--dtype", "bfloat16")
 CHECK = "import jax, flax, optax, orbax.checkpoint, transformers; assert jax.default_backend() == 'gpu', jax.devices()"
 STEPS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "doctor": (60, ("dllm_jax.doctor",)),
     "attention": (90, ("benchmarks.attention",)),
     "experts": (
         70,
         ("benchmarks.moe", "--dtypes", "bfloat16", "--tokens", "32,256,4096", "--variants", "rounds,groups"),
     ),
-    "bfloat16": (290, ("benchmarks.sample", *MODEL, "--suite", "gpu", "--time-limit", "230")),
+    "bfloat16": (250, ("benchmarks.sample", *MODEL, "--suite", "gpu", "--time-limit", "200")),
     "int8": (
         140,
         ("benchmarks.sample", *MODEL, "--quantize", "int8", "--roofline", "--batch", "1,8,32", "--time-limit", "100"),
@@ -40,7 +42,7 @@ def run(folder: Path, names: Sequence[str]) -> list[str]:
     failed = []
     for name in names:
         seconds, (module, *options) = STEPS[name]
-        words = [sys.executable, "-m", module, *options, "--json", str(folder / f"{name}.json")]
+        words = [sys.executable, "-m", module, *options, "--out" if name == "doctor" else "--json", str(folder / f"{name}.json")]
         print(f"{name}: {' '.join(words[1:])}", flush=True)
         with (folder / f"{name}.log").open("w") as log:
             status: int | str

@@ -178,8 +178,8 @@ def test_attention_is_right_by_its_own_benchmark(tmp_path, capsys):
     options = ["--interpret", "--shapes", "1x64x80x4x2x64", "--repeats", "1", "--calls", "1"]
     assert attention.main([*options, "--json", str(tmp_path / "out.json")]) == 0
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert [row["gradient"] for row in rows] == [False, True] and all(row["kernel_error"] < 1e-5 for row in rows)
-    assert len(capsys.readouterr().out.splitlines()) == 3
+    assert [row["gradient"] for row in rows] == [False, True] * 2 and all(row["kernel_error"] < 1e-5 for row in rows)
+    assert len(capsys.readouterr().out.splitlines()) == 5
     for arguments, name in (([], "cpu"), (["--shapes", "1x2"], "1x2")):
         assert attention.main(arguments) == 2 and name in one_error(capsys)
 

@@ -147,8 +147,9 @@ def test_faults_are_named() -> None:
     row["largest_sent_bytes"] = head["largest_sent_bytes"] = 2**20
     unpacked = {**head, "loop": "full", "dequantized": 3}
     rows = [row, {**row, "depth": 0, "serial_writes": 0}, head, unpacked]
-    assert bench.faults({"head_bytes": 2**20 + 1, "loops": [head]}) == []
-    found = bench.faults({"head_bytes": 2**20, "loops": rows})
+    result = {"implementation": "auto", "calls": {"cudnn": 0, "tokamax": 0, "tpu": 0}, "head_bytes": 2**20}
+    assert bench.faults({**result, "head_bytes": 2**20 + 1, "loops": [head]}) == []
+    found = bench.faults({**result, "loops": rows})
     assert found[2:] == [
         "the body of loop 'vocabulary' sends an array as large as a device's part of the head",
         "the body of loop 'full' writes 3 quantized matrices out in full",
@@ -178,7 +179,17 @@ def test_mistakes_get_a_sentence(arguments, name: str, capsys, monkeypatch) -> N
     assert name in one_error(capsys)
 
 
-def test_what_our_kernels_write_is_no_matrix() -> None:
+def test_a_kernel_that_is_meant_is_in_the_program(setting) -> None:
+    """And none that is not; in programs for CPU there is none."""
+    found = bench.describe(bench.compiled("window", setting), setting)
+    assert found["implementation"] == "auto" and found["calls"] == {"cudnn": 0, "tokamax": 0, "tpu": 0}
+    about = lambda implementation, **calls: {**found, "implementation": implementation, "calls": found["calls"] | calls}
+    kernels = lambda result: [fault for fault in bench.faults(result) if "kernel" in fault]
+    assert len(kernels(about("tokamax"))) == 1 and not kernels(about("tokamax", tokamax=2))
+    assert len(kernels(about("xla", tokamax=2))) == 1 and not kernels(about("xla", tpu=2))
+
+
+def test_what_kernels_write_is_no_matrix() -> None:
     """Though rows may be as many as a matrix has."""
     write = lambda scope: hlo.Instruction("custom-call", (("bf16", (8, 8)),), (), scope, 0, None, "")
     loop = hlo.Loop("step", [write("jit(f)/experts/pallas_call"), write("jit(f)/dot_general")], [])

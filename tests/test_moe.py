@@ -24,8 +24,8 @@ from dllm_jax.checkpoints import checkpoint
 from dllm_jax.config import Experts, ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.families import FAMILIES, PUBLISHED, HubConfig
-from dllm_jax.kernels import pallas_experts
-from dllm_jax.models import moe
+from dllm_jax.kernels import experts as moe
+from dllm_jax.kernels.experts.xla import Grouped
 from dllm_jax.models.denoiser import Denoiser
 from dllm_jax.models.transformer import num_params
 from dllm_jax.parallel.sharding import Layout, ShardingRules
@@ -181,10 +181,8 @@ def operands(batch=3, length=20, experts=8, per_token=2, dtype=jnp.float32, skew
 
 
 ROUNDS, ONE_ROUND = (functools.partial(moe.in_rounds, tile_rows) for tile_rows in (8, 1000))
-GROUPS, KERNEL = (functools.partial(moe.in_groups, by) for by in ("ragged_dot", "interpret"))
-every_way = pytest.mark.parametrize(
-    "way", [ROUNDS, ONE_ROUND, GROUPS, KERNEL], ids=["rounds", "one round", "groups", "kernel"]
-)  # groups are TPU's and CUDA's, and run anywhere
+GROUPS = functools.partial(moe.in_groups, Grouped())
+every_way = pytest.mark.parametrize("way", [ROUNDS, ONE_ROUND, GROUPS], ids=["rounds", "one round", "groups"])
 
 
 def loss(apply, ids):
@@ -246,7 +244,7 @@ def test_int8_and_the_gradient_through_it(way):
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
-@pytest.mark.parametrize("way", [ROUNDS, KERNEL], ids=["rounds", "kernel"])
+@pytest.mark.parametrize("way", [ROUNDS, GROUPS], ids=["rounds", "groups"])
 def test_mapped_over_tokens_or_experts(way):
     x, ids, weights, w_in, w_out = operands()
     rows = jax.vmap(lambda *row: way(*(part[None] for part in row), w_in, w_out)[0])
@@ -277,48 +275,25 @@ def lowered(dtype, bits=None, platform="cuda", layout=None, **sizes):
     ("dtype", "bits", "grouped"),
     [("bfloat16", None, True), ("float32", "int8", True), ("bfloat16", "int4", False), ("float16", None, False)],
 )
-def test_tpus_and_gpus_have_a_kernel_for_groups(monkeypatch, lowers_for_gpus, dtype, bits, grouped):
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
+def test_tpus_have_a_kernel_for_groups(dtype, bits, grouped):
+    """XLA's, so that it is no choice."""
     for platform in ("tpu", "cuda", "cpu"):
-        text = lowered(dtype, bits, platform)
-        assert ("ragged_dot" in text) == (grouped and platform == "tpu")
-        assert ("triton" in text) == (grouped and platform == "cuda")
-
-
-def test_where_gpus_run_rounds(monkeypatch, lowers_for_gpus):
-    """By choice, where an old one is, and where nobody says what lies on which device."""
-    assert "triton" not in lowered("bfloat16"), "the arrays may lie on several of the devices"
-    monkeypatch.setattr(moe, "on_cpus", lambda layout: False)  # as a mesh of GPUs would have it
-    assert "triton" in lowered("bfloat16", layout=Layout(dllm_jax.make_mesh(expert=4, tensor=2)))
-    assert "triton" not in lowered("bfloat16", layout=Layout(dllm_jax.make_mesh(tensor=4))), "8 of 32 columns"
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
-    assert "triton" in lowered("bfloat16")
-    with dllm_jax.use_kernels(False):
-        assert "triton" not in lowered("bfloat16") and "ragged_dot" in lowered("bfloat16", platform="tpu")
-    device = type("Device", (), {"compute_capability": "7.5"})()
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "devices", lambda *_: [device])
-    assert "triton" not in lowered("bfloat16")
+        with dllm_jax.use_kernels("xla"):
+            assert ("ragged_dot" in lowered(dtype, bits, platform)) == (grouped and platform == "tpu")
 
 
 @pytest.mark.parametrize("bits", [None, "int8"])
-def test_the_kernel_with_some_of_the_experts(bits):
+def test_groups_with_some_of_the_experts(bits):
     """Of 8 experts those from the third on, one without a token; sizes of no tile; what is elsewhere adds zero."""
     x, ids, weights, *tables = operands(length=37, per_token=3, skew=True)
     ids = jnp.where(ids == 5, 6, ids)
     tables = [table[2:6] for table in tables]
     if bits:
         tables = [quantize_kernel(table, Form(bits, axis, 1)) for table, axis in zip(tables, (2, 1), strict=True)]
-    found = KERNEL(x, ids, weights, *tables, jnp.int32(2))
+    found = GROUPS(x, ids, weights, *tables, jnp.int32(2))
     np.testing.assert_allclose(found, ROUNDS(x, ids, weights, *tables, jnp.int32(2)), atol=1e-5)
-    nobody = KERNEL(x, ids * 0, weights, *tables, jnp.int32(2))
+    nobody = GROUPS(x, ids * 0, weights, *tables, jnp.int32(2))
     np.testing.assert_array_equal(nobody, 0)
-
-
-def test_what_the_kernel_takes():
-    """Sizes that tiles divide, and no more weights than their numbers have bits for."""
-    assert pallas_experts.fits((64, 2, 2048, 1024)) and pallas_experts.fits((8, 2, 48, 16))
-    assert not pallas_experts.fits((8, 2, 48, 24)) and not pallas_experts.fits((512, 2, 4096, 512))
 
 
 def test_gradients_of_the_router_reach_its_weights(monkeypatch):
@@ -359,25 +334,6 @@ def test_inside_loops_vmap_and_shard_map(monkeypatch, tile_rows):
     spec = PartitionSpec("data")
     mapped = jax.jit(jax.shard_map(apply, mesh=mesh, in_specs=spec, out_specs=spec))
     np.testing.assert_allclose(mapped(x, ids, weights), wanted, atol=1e-5)
-
-
-def test_the_kernel_in_a_callers_shard_map(lowers_for_gpus):
-    """Whose axes the result is said to vary over, though the interpreter cannot say it."""
-    *tokens, w_in, w_out = operands(batch=2)
-    spec = PartitionSpec("data")
-    mapped = lambda apply, **how: jax.jit(
-        jax.shard_map(
-            lambda *tokens: apply(*tokens, w_in, w_out),
-            mesh=dllm_jax.make_mesh(data=2),
-            in_specs=spec,
-            out_specs=spec,
-            **how,
-        )
-    )
-    found = mapped(KERNEL, check_vma=False)(*tokens)
-    np.testing.assert_allclose(found, dense(*tokens, w_in, w_out), atol=1e-5)
-    checked = mapped(moe.apply_experts).trace(*tokens).lower(lowering_platforms=("cuda",))
-    assert "triton" in checked.as_text()
 
 
 # --- meshes -----------------------------------------------------------------------------------------------------------
@@ -426,10 +382,10 @@ def gathered(program):
     return max(int(np.prod([int(size) for size in shape.split(",") if size])) for shape in shapes)
 
 
-@pytest.fixture(params=["ragged_dot", "interpret"])
-def groups_here(monkeypatch, request):
-    """Grouped products on this platform as on TPU, and as on CUDA."""
-    monkeypatch.setattr(moe, "GROUPED", {"cpu": request.param})
+@pytest.fixture
+def groups_here(monkeypatch):
+    """Grouped products on this platform as on TPU."""
+    monkeypatch.setattr(moe, "RAGGED", ("cpu",))
     jax.clear_caches()
     yield
     jax.clear_caches()

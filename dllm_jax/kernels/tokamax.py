@@ -21,12 +21,18 @@ CAPABILITIES = (9.0, 11.0)
 """Compute capabilities from the first on, up to the second: Hopper and Blackwell of data centers."""
 
 
-def refusal(device: jax.Device | None) -> str | None:
-    """Why no kernel of tokamax runs on a device, None if some do."""
+def missing() -> str | None:
+    """What keeps every kernel of tokamax from running, None if nothing does."""
     if importlib.util.find_spec("tokamax") is None:
         return "tokamax is not installed; pip install 'dllm_jax[kernels]'"
-    if version("tokamax") not in PINNED:
-        return f"tokamax is {version('tokamax')}, and it was tried with {' and '.join(PINNED)} only"
+    installed = version("tokamax")
+    return None if installed in PINNED else f"tokamax is {installed}, and it was tried with {' and '.join(PINNED)} only"
+
+
+def refusal(device: jax.Device | None) -> str | None:
+    """Why no kernel of tokamax runs on a device, None if some do."""
+    if (reason := missing()) is not None:
+        return reason
     has = capability(device)
     if has is None:
         return "there is no NVIDIA GPU to compile it for"

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dllm_jax.kernels.dispatch import AMPERE, capability, present
+from dllm_jax.kernels import dispatch
 
 MULTIPLE, MOST, MOST_BEFORE_HOPPER = 8, 256, 128
 """What head sizes are a multiple of, and the largest, from compute capability 9.0 on and before."""
@@ -18,10 +18,10 @@ def refusal(
     device: jax.Device | None, query: Any, key: Any, value: Any, visible: Any, since: Any = None
 ) -> str | None:
     """Why it cannot attend, None if it can; operands as of `attend` or their shapes."""
-    has, size = capability(device), query.shape[3]
-    if has is None or device not in present("cuda"):
+    has, size = dispatch.capability(device), query.shape[3]
+    if has is None or device not in dispatch.present("cuda"):
         return "cuDNN compiles on a machine with the NVIDIA GPU alone"
-    if has < AMPERE:
+    if has < dispatch.AMPERE:
         return f"cuDNN's kernels are for compute capability 8.0 and later, and {device.device_kind} has {has}"  # type: ignore[union-attr]
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"cuDNN's kernels are for bfloat16 and float16, and the model computes in {query.dtype}"
