@@ -5,7 +5,7 @@ queries, keys and values: seconds of both in turns (medians of repeats), their r
 in float32 (largest difference over the largest entry), and the kernel's share of the measured rate of matrix products.
 
     python -m benchmarks.attention --json attention.json
-    python -m benchmarks.attention --interpret --shapes 1x256x256x2x2x64     # the TPU's on any machine: errors, no speed
+    python -m benchmarks.attention --interpret --shapes 1x256x256x2x2x64    # the TPU's on any machine: errors, no speed
 """
 
 import argparse
@@ -152,11 +152,12 @@ def report(options: argparse.Namespace) -> Row:
 
 def print_rows(rows: Sequence[Row]) -> None:
     """A line per row."""
-    print(f"{'kernel':9}{'visible':10}{'shape':28}{'gradient':9}{'kernel ms':>10}{'xla ms':>9}{'speedup':>8}{'of rate':>8}  errors: kernel, xla")
+    head = f"{'kernel':9}{'visible':10}{'shape':28}{'gradient':9}"
+    print(f"{head}{'kernel ms':>10}{'xla ms':>9}{'speedup':>8}{'of rate':>8}  errors: kernel, xla")
     for row in rows:
+        head = f"{row['implementation']:9}{row['visible']:10}{row['shape']:28}{'yes' if row['gradient'] else 'no':9}"
         times = f"{1e3 * row['kernel_seconds']:10.3f}{1e3 * row['xla_seconds']:9.3f}{row['speedup']:8.2f}"
-        rest = f"{row['share_of_matmul_rate']:8.1%}  {row['kernel_error']:.1e}, {row['xla_error']:.1e}"
-        print(f"{row['implementation']:9}{row['visible']:10}{row['shape']:28}{'yes' if row['gradient'] else 'no':9}{times}{rest}")
+        print(f"{head}{times}{row['share_of_matmul_rate']:8.1%}  {row['kernel_error']:.1e}, {row['xla_error']:.1e}")
 
 
 def parser() -> argparse.ArgumentParser:

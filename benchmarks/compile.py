@@ -468,9 +468,7 @@ def _generation(options: argparse.Namespace) -> tuple[Setting, dict[str, Any]]:
     config = config.replace(num_layers=options.layers or config.num_layers, quantize=options.quantize)
     shapes = ("batch", "prompt_length", "gen_length", "block_length")
     B, P, G, W = (getattr(options, name) for name in shapes)
-    setting = Setting(
-        config, mesh, B, P, G, W, options.dtype, options.sampler, implementation=options.implementation
-    )
+    setting = Setting(config, mesh, B, P, G, W, options.dtype, options.sampler, implementation=options.implementation)
     what = f"{options.sampler} " if options.what == "sample" else ""
     what += f"{options.quantize} " if options.quantize else ""
     title = f"{options.target} {options.mesh} {options.model} {config.num_layers} layers {what}{options.what}"

@@ -33,7 +33,7 @@ MODELS = (
 )
 DEVICES: Mapping[str, float] = {**MEMORY, "l4": 22.0, "a100-40": 39.0, "a100-80": 79.0}
 """GiB that a program can have; of L4 and A100, for which nothing was compiled, a little less than the data sheet's."""
-NO_KERNELS = ("t4",)
+BEFORE_AMPERE = ("t4",)
 SHARE = 0.97
 """The share of a device's memory that a program may take to count as fitting: the arithmetic errs by less."""
 
@@ -52,8 +52,8 @@ def outlined(name: str, quantize: Any, dtype: str, layers: int | None = None) ->
 
 
 def needed(name: str, quantize: Any, batch: int, length: int, gen_length: int) -> tuple[Costs, Costs]:
-    """What a model takes with its usual sampler: its own blocks and cache, or 32 positions and the dual cache. First in
-    bfloat16 with kernels of our own, then in float16 without.
+    """What a model takes with its usual sampler: its own blocks and cache, or 32 positions and the dual cache, with
+    attention in XLA's operations. First in bfloat16, then in float16, in which quantized kernels are written out.
 
     Args:
         name: of a published size, or a converted checkpoint.
@@ -64,20 +64,20 @@ def needed(name: str, quantize: Any, batch: int, length: int, gen_length: int) -
     """
     model = outlined(name, quantize, "bfloat16")
     sampler = make_sampler(model, gen_length=gen_length, ignore_eos=True)
-    costs = costs_of(model, sampler, batch, length - gen_length, kernels=True)
-    work = work_of(model, sampler, batch, costs.rows, kernels=False)  # float16 has bfloat16's bytes
+    costs = costs_of(model, sampler, batch, length - gen_length, scores=True, written_out=False)
+    work = work_of(model, sampler, batch, costs.rows, scores=True, written_out=True)  # float16 has bfloat16's bytes
     return costs, dataclasses.replace(costs, work=work)
 
 
 def row_of(name: str, quantize: Any, batch: int, length: int, gen_length: int) -> dict[str, Any]:
     """One row of the table, in bytes, and the devices that it fits on."""
     costs, old = needed(name, quantize, batch, length, gen_length)
-    needs = {device: (old if device in NO_KERNELS else costs).total for device in DEVICES}
+    needs = {device: (old if device in BEFORE_AMPERE else costs).total for device in DEVICES}
     by_size = sorted(DEVICES, key=DEVICES.__getitem__)
     fits = [device for device in by_size if needs[device] <= SHARE * DEVICES[device] * GIB]
     parts = {part: getattr(costs, part) for part in ("weights", "buffers", "state", "work", "total")}
     about = {"model": name, "quantize": quantize, "batch": batch, "length": length, "gen_length": gen_length}
-    return {**about, **parts, "total_without_kernels": old.total, "fits": fits}
+    return {**about, **parts, "total_float16": old.total, "fits": fits}
 
 
 def compared(files: Iterable[Path]) -> list[dict[str, Any]]:
@@ -91,15 +91,17 @@ def _compared(entry: Mapping[str, Any]) -> dict[str, Any]:
     model = outlined(entry["model"], entry.get("quantize"), entry["dtype"], entry["layers"])
     options = {"gen_length": entry["gen_length"], "block_length": entry["block_length"], "ignore_eos": True}
     sampler = make_sampler(model, entry["sampler"], **options)
-    kernels = entry["target"] != "t4"
-    costs = costs_of(model, sampler, entry["batch"], entry["prompt_length"], kernels=kernels)
+    old = entry["target"] in BEFORE_AMPERE
+    # Entries without the name of an implementation were compiled with kernels of attention that this library had.
+    scores = old or entry.get("implementation") in ("auto", "xla")
+    costs = costs_of(model, sampler, entry["batch"], entry["prompt_length"], scores=scores, written_out=old)
     peak = entry["peak_bytes"]
     return {"title": entry["title"], "arithmetic": costs.total, "compiled": peak, "off": costs.total / peak - 1}
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
     """Prints the table, in Markdown."""
-    columns = ("weights", "buffers", "work", "total", "total_without_kernels")
+    columns = ("weights", "buffers", "work", "total", "total_float16")
     print(f"| model | weights as | rows x positions | {' | '.join(columns)} | fits |")
     print("|---" * (len(columns) + 4) + "|")
     for row in rows:

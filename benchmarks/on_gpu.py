@@ -42,7 +42,14 @@ def run(folder: Path, names: Sequence[str]) -> list[str]:
     failed = []
     for name in names:
         seconds, (module, *options) = STEPS[name]
-        words = [sys.executable, "-m", module, *options, "--out" if name == "doctor" else "--json", str(folder / f"{name}.json")]
+        words = [
+            sys.executable,
+            "-m",
+            module,
+            *options,
+            "--out" if name == "doctor" else "--json",
+            str(folder / f"{name}.json"),
+        ]
         print(f"{name}: {' '.join(words[1:])}", flush=True)
         with (folder / f"{name}.log").open("w") as log:
             status: int | str

@@ -39,7 +39,7 @@ def export(
     - seed [] int32: rows draw the numbers of `generate` with this seed.
 
     It returns the fields of `Result` by name. Rules' numbers are those of the sampler; Versions of JAX up to half a
-    year newer can read the program. It has XLA's own operations alone: a kernel is tried on its device before it is used.
+    year newer can read the program. It has XLA's own operations alone, because a kernel is tried before it is used.
 
     Args:
         model: its parameters may be shapes (`jax.ShapeDtypeStruct`).

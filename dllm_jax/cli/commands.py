@@ -24,7 +24,9 @@ COMMANDS: Mapping[str, Command] = {
     "serve": Command("a server in the shape of OpenAI's", ("samplers", "serve"), "samplers.serving.cli"),
     "train": Command("train and fine-tune models, students and indicators", ("train",), "train.__main__"),
     "eval": Command("score samplers on tasks, sweep, compare, plot", ("evals",), "evals.__main__"),
-    "doctor": Command("what runs on this machine, and whether it is right", ("dllm_jax.doctor",), "dllm_jax.doctor.__main__"),
+    "doctor": Command(
+        "what runs on this machine, and whether it is right", ("dllm_jax.doctor",), "dllm_jax.doctor.__main__"
+    ),
 }
 COMPLETION = "print what makes a shell complete all this: bash, zsh or fish"
 """What the command `completion` is for."""

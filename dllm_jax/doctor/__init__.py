@@ -33,7 +33,11 @@ def examine() -> dict[str, Any]:
     checks = [row for operation in OPERATIONS for row in _check(operation, device)]
     choices = [row for operation in OPERATIONS for row in _choices(operation, device)]
     problems = [problem for problem in (_unused_gpu(device),) if problem]
-    problems += [f"{row['operation']} by {row['implementation']} in {row['dtype']}: {row['problem']}" for row in checks if not row["ok"]]
+    problems += [
+        f"{row['operation']} by {row['implementation']} in {row['dtype']}: {row['problem']}"
+        for row in checks
+        if not row["ok"]
+    ]
     verdict = "; ".join(problems) or f"everything that can run on {device.device_kind} is right"
     return {**about, "choices": choices, "checks": checks, "ok": not problems, "verdict": verdict}
 

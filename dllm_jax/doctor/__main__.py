@@ -1,7 +1,7 @@
 """Reports what is on this machine, which implementation of attention and experts it takes, and whether each is right.
 
-    python -m dllm_jax.doctor
-    python -m dllm_jax.doctor --out doctor.json       # attach this file to a bug report
+python -m dllm_jax.doctor
+python -m dllm_jax.doctor --out doctor.json       # attach this file to a bug report
 """
 
 import argparse
@@ -65,7 +65,10 @@ def show(found: dict[str, Any]) -> None:
     checks = Table("operation", "implementation", "dtype", "largest error", "seconds", "", box=None)
     for row in found["checks"]:
         worst = max((error for error in row["errors"].values() if error is not None), default=None)
-        error, seconds = "-" if worst is None else f"{worst:.1e}", "-" if row["seconds"] is None else str(row["seconds"])
+        error, seconds = (
+            "-" if worst is None else f"{worst:.1e}",
+            "-" if row["seconds"] is None else str(row["seconds"]),
+        )
         what = (row["operation"], row["implementation"], row["dtype"])
         checks.add_row(*what, error, seconds, "right" if row["ok"] else row["problem"])
     for table in (choices, checks):

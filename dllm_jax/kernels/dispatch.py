@@ -42,7 +42,7 @@ def use_kernels(implementation: Name | bool) -> AbstractContextManager[None]:
     Raises:
         DllmError: for another name.
     """
-    name = {True: "auto", False: "xla"}.get(implementation, implementation)  # type: ignore[call-overload]
+    name = {True: "auto", False: "xla"}[implementation] if isinstance(implementation, bool) else implementation
     context: AbstractContextManager[None] = _asked(_known(name))
     return context
 
@@ -114,8 +114,8 @@ class Operation:
         found, shapes = [], self.shapes(dtype)
         for name, operands in self.examples().items():
             if kernel is None or kernel.refusal(device, *shapes[name]) is None:
-                pair = (functools.partial(function, *self.static) for function in (run, self.reference))
-                found += compare(*pair, operands, device, dtype, self.operands, name)
+                own, reference = (functools.partial(function, *self.static) for function in (run, self.reference))
+                found += compare(own, reference, operands, device, dtype, self.operands, name)
         return found
 
     def shapes(self, dtype: str) -> dict[str, list[jax.ShapeDtypeStruct]]:

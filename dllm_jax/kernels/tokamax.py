@@ -45,12 +45,12 @@ def refusal(device: jax.Device | None) -> str | None:
 def tracing_for(device: jax.Device) -> Iterator[None]:
     """A block whose kernels of tokamax are traced for a device, which may be absent: it asks JAX's default device what
     there is, reads flags from the command line unless they count as read, and logs every shape it has no timings of."""
-    from absl import flags, logging as absl_logging
+    from absl import flags
     from tokamax import config
 
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()
-    logger = absl_logging.get_absl_logger()
+    logger = logging.getLogger("absl")
     logger.addFilter(_unless_about_timings)
     try:
         with config.cross_compile(True), jax.default_device(device):

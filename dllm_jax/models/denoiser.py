@@ -106,8 +106,8 @@ class Denoiser:
         layout: the mesh that the parameters lie on, so that buffers and hidden states are split alike; None for one
             device, and where the caller places everything.
         scan: run layers as a loop where there are no buffers, for training: see `Transformer.forward`.
-        device: that all arrays lie on, though there may be others, here or absent: kernels need to know. None for a mesh,
-            and where nobody knows.
+        device: that all arrays lie on, though there may be others, here or absent: kernels need to know. None for a
+            mesh, and where nobody knows.
     """
 
     config: ModelConfig

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dllm_jax.config import Experts, Gemma, ModelConfig
-from dllm_jax.models.layers import MLP, Linear, RMSNorm, Rope, SelfAttention, param, unit
 from dllm_jax.kernels.experts import apply_experts
+from dllm_jax.models.layers import MLP, Linear, RMSNorm, Rope, SelfAttention, param, unit
 from dllm_jax.parallel.layout import LayoutLike
 from dllm_jax.params.products import in_float32
 

@@ -17,6 +17,7 @@ from flax import nnx
 
 from dllm_jax.config import Experts, ModelConfig
 from dllm_jax.errors import DllmError
+from dllm_jax.kernels.experts import apply_experts
 from dllm_jax.models.gemma import GemmaLayer, SelfConditioning, WideNorm
 from dllm_jax.models.kv_cache import KVCache, LayerKV, slice_rows
 from dllm_jax.models.layers import (
@@ -32,7 +33,6 @@ from dllm_jax.models.layers import (
     rope_table,
     tile_of,
 )
-from dllm_jax.kernels.experts import apply_experts
 from dllm_jax.models.moe import Routing, routing_of
 from dllm_jax.parallel.layout import LayoutLike
 from dllm_jax.params.products import of_outputs, product, rows, sums

@@ -160,9 +160,7 @@ def _is_layer(part: Any) -> bool:
     return isinstance(part, LayerKV)
 
 
-def work_of(
-    model: Model, sampler: Any, batch: int, rows: Mapping[int, int], *, scores: bool, written_out: bool
-) -> int:
+def work_of(model: Model, sampler: Any, batch: int, rows: Mapping[int, int], *, scores: bool, written_out: bool) -> int:
     """Bytes that a step needs besides weights and buffers: one layer's activations and, where no kernel keeps them on
     the chip, scores of attention; or a quantized kernel, where that is written out; and what the vocabulary is read by.
 

@@ -104,7 +104,11 @@ def _on_platforms(
 
 def _why_not_on_parts(layout: LayoutLike | None) -> str | None:
     """Why devices cannot run a kernel on their own heads, None if they can."""
-    if layout is None or not jax.sharding.get_abstract_mesh().empty or layout.parts("heads") == layout.parts("kv_heads"):
+    if (
+        layout is None
+        or not jax.sharding.get_abstract_mesh().empty
+        or layout.parts("heads") == layout.parts("kv_heads")
+    ):
         return None
     return "heads of keys do not lie where the queries' that share them do"
 

@@ -14,9 +14,7 @@ MULTIPLE, MOST, MOST_BEFORE_HOPPER = 8, 256, 128
 """What head sizes are a multiple of, and the largest, from compute capability 9.0 on and before."""
 
 
-def refusal(
-    device: jax.Device | None, query: Any, key: Any, value: Any, visible: Any, since: Any = None
-) -> str | None:
+def refusal(device: jax.Device | None, query: Any, key: Any, value: Any, visible: Any, since: Any = None) -> str | None:
     """Why it cannot attend, None if it can; operands as of `attend` or their shapes."""
     has, size = dispatch.capability(device), query.shape[3]
     if has is None or device not in dispatch.present("cuda"):

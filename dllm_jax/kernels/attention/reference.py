@@ -26,7 +26,9 @@ def attend_in_blocks(block_length: int, *operands: jax.Array) -> jax.Array:
     query, key, value, key_before, value_before, visible = operands
     place = jnp.arange(query.shape[1])
     start = (place // block_length * block_length)[:, None]
-    seen = jnp.concatenate([place < jnp.minimum(start, visible[..., None]), (place >= start) & (place < visible[..., None])], -1)
+    seen = jnp.concatenate(
+        [place < jnp.minimum(start, visible[..., None]), (place >= start) & (place < visible[..., None])], -1
+    )
     both = (jnp.concatenate(pair, axis=1) for pair in ((key_before, key), (value_before, value)))
     key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in both)
     scores = jnp.einsum("btnh,bsnh->bnts", query, key) * query.shape[3] ** -0.5

@@ -12,7 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from dllm_jax.kernels import tokamax as package
-from dllm_jax.kernels.attention.xla import attend_own_blocks, block_starts, merge
+from dllm_jax.kernels.attention.xla import attend_own_blocks, block_starts, fill, merge
+
+MULTIPLE = 128
+"""What lengths are filled up to, because the kernels fail at others."""
 
 
 def refusal(device: jax.Device | None, query: Any, *others: Any) -> str | None:
@@ -58,21 +61,25 @@ def _forward(device: jax.Device, *operands: Any) -> tuple[jax.Array, tuple]:
 
 
 def _backward(device: jax.Device, saved: tuple, gradient: jax.Array) -> tuple:
-    return *_gradients(device, *saved, gradient), None, None
+    *operands, out, sums = saved
+    return *_gradients(device, tuple(operands), out, sums, gradient), None, None
 
 
 _attend.defvjp(_forward, _backward)
 
 
+_fill = functools.partial(fill, multiple=MULTIPLE)
+
+
 def _bind(query: jax.Array, key: jax.Array, value: jax.Array, start: Any, end: jax.Array) -> tuple[Any, Any]:
-    """The operation, and its arguments with defaults filled in."""
+    """The operation, and its arguments with filled lengths and with defaults."""
     from tokamax._src.ops.attention import base
     from tokamax._src.ops.attention.pallas_mosaic_gpu import PallasMosaicGpuFlashAttention
 
     operation = PallasMosaicGpuFlashAttention()
-    of_heads = lambda bound: None if bound is None else bound[:, None]  # [B, 1, T]
+    of_heads = lambda bound: None if bound is None else _fill(bound)[:, None]  # [B, 1, T]
     mask = base.Mask(k_start=of_heads(start), k_end=of_heads(end))
-    return operation, operation.bind(query, key, value, mask=mask, return_residuals=True)
+    return operation, operation.bind(*map(_fill, (query, key, value)), mask=mask, return_residuals=True)
 
 
 def _kernel(
@@ -80,29 +87,23 @@ def _kernel(
 ) -> tuple[jax.Array, jax.Array]:
     """[B, T, N, H], and the logarithm of each query's sum of exponentials, [B, T, N] float32."""
     with package.tracing_for(device):
-        operation, bound = _bind(query, key, value, start, end)
+        operation, bound = _bind(query, key, value, start, jnp.maximum(end, 1))
         out, (most, total) = operation(*bound.args, **bound.kwargs)
-    return out, jnp.swapaxes(most + jnp.log(total), 1, 2)
+    length = query.shape[1]
+    return out[:, :length], jnp.swapaxes(most + jnp.log(total), 1, 2)[:, :length]
 
 
 def _gradients(
-    device: jax.Device,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    start: Any,
-    end: jax.Array,
-    out: jax.Array,
-    sums: jax.Array,
-    gradient: jax.Array,
+    device: jax.Device, operands: tuple, out: jax.Array, sums: jax.Array, gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Of query, key and value. Where other keys count too, `out` and `sums` are those of all keys."""
+    query, key, value, start, end = operands
     with package.tracing_for(device):
         operation, bound = _bind(query, key, value, start, end)
         options = {name: each for name, each in bound.kwargs.items() if name != "return_residuals"}
-        residuals = jnp.swapaxes(sums, 1, 2), jnp.ones((query.shape[0], *query.shape[2:0:-1]), jnp.float32)
-        found = operation.vjp(residuals, out, gradient, *bound.args, **options)
-    return found["q"], found["k"], found["v"]
+        most = jnp.swapaxes(_fill(sums), 1, 2)
+        found = operation.vjp((most, jnp.ones_like(most)), _fill(out), _fill(gradient), *bound.args, **options)
+    return found["q"][:, : query.shape[1]], found["k"][:, : key.shape[1]], found["v"][:, : key.shape[1]]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -120,7 +121,7 @@ def _forward_in_blocks(
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     query, key, value, *before, visible = operands
     end = jnp.minimum(block_starts(query, block_length), visible)
-    part, sums = _kernel(device, query, before[0], before[1], None, jnp.maximum(end, 1))
+    part, sums = _kernel(device, query, before[0], before[1], None, end)
     none = (end < 1)[..., None]  # of the first block; what the kernel gives of no key is not defined
     part, sums = jnp.where(none[..., None], 0, part), jnp.where(none, -1e30, sums)
     own, own_sums = attend_own_blocks(block_length, query, key, value, visible)
@@ -130,9 +131,13 @@ def _forward_in_blocks(
 
 def _backward_in_blocks(device: jax.Device, block_length: int, saved: tuple, gradient: jax.Array) -> tuple:
     (query, key, value, *before, visible), end, part, sums, out, total = saved
-    of_own = lambda *own: merge(*attend_own_blocks(block_length, *own, visible), part, sums)
+
+    def of_own(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        own, own_sums = attend_own_blocks(block_length, query, key, value, visible)
+        return merge(own, own_sums, part, sums)
+
     by_own, *to_own = jax.vjp(of_own, query, key, value)[1](gradient)
-    by_before, *to_before = _gradients(device, query, before[0], before[1], None, end, out, total, gradient)
+    by_before, *to_before = _gradients(device, (query, *before, None, end), out, total, gradient)
     return by_own + by_before, *to_own, *to_before, None
 
 

@@ -33,9 +33,7 @@ VMEM = 16 * 2**20
 """Bytes of a core's own memory that a kernel may fill: all that a v4 has, an eighth of a v5e's."""
 
 
-def refusal(
-    device: jax.Device | None, query: Any, key: Any, value: Any, visible: Any, since: Any = None
-) -> str | None:
+def refusal(device: jax.Device | None, query: Any, key: Any, value: Any, visible: Any, since: Any = None) -> str | None:
     """Why they cannot attend, None if they can; operands as of `attend` or their shapes."""
     return "they know no sliding window" if since is not None else refusal_in_blocks(device, query, key)
 
@@ -84,7 +82,8 @@ def attend_in_blocks(device: Any, block_length: int, *operands: jax.Array, inter
     query, key, value, *before, visible = operands
     end = jnp.minimum(block_starts(query, block_length), visible)
     part, sums = attend_with_sums(query, before[0], before[1], end, interpret)
-    return merge(*attend_own_blocks(block_length, query, key, value, visible), part, sums)
+    own, own_sums = attend_own_blocks(block_length, query, key, value, visible)
+    return merge(own, own_sums, part, sums)
 
 
 def attend_with_sums(

@@ -33,6 +33,6 @@ def ragged_dot(device: jax.Device, rows: jax.Array, tables: jax.Array, sizes: ja
 
     with package.tracing_for(device):
         out: jax.Array = tokamax.ragged_dot(
-            rows, tables.astype(rows.dtype), sizes, precision=jax.lax.Precision.DEFAULT, implementation="mosaic"
+            rows, tables, sizes, precision=jax.lax.Precision.DEFAULT, implementation="mosaic"
         )
     return out

@@ -34,10 +34,9 @@ class Grouped(NamedTuple):
 
     def __call__(self, rows: jax.Array, tables: Table, sizes: jax.Array) -> jax.Array:
         """Rows sorted by group times their groups' matrices, in their dtype: [A, in], [G, in, out], [G] -> [A, out]."""
-        if self.device is not None:
-            return tokamax.ragged_dot(self.device, rows, tables, sizes)
         if not isinstance(tables, QuantizedKernel):
-            return lax.ragged_dot(rows, tables.astype(rows.dtype), sizes)
+            of_device = lax.ragged_dot if self.device is None else functools.partial(tokamax.ragged_dot, self.device)
+            return of_device(rows, tables.astype(rows.dtype), sizes)
         y = lax.ragged_dot(rows, tables.values, sizes, preferred_element_type=jnp.dtype(jnp.float32))
         group = jnp.repeat(jnp.arange(len(sizes)), sizes, total_repeat_length=len(rows))
         return (y * tables.scale[group, 0]).astype(rows.dtype)
