@@ -2,7 +2,7 @@
 
 Compiles for a TPU, an H100 or a T4 on any machine and reads the result: memory of each device, what every loop's body
 copies and sends, loops within the forward, predicates that a GPU's host reads, and on TPU the compiler's own estimate
-of cycles (asynchronous transfers, collectives and kernels of our own are not in it, so compare versions of one program
+of cycles (asynchronous transfers, collectives and Pallas kernels are not in it, so compare versions of one program
 by it, not programs with each other). Nothing is run.
 
     python -m benchmarks.compile --target v5e:2x2 --mesh tensor=4 --batch 8

@@ -204,7 +204,9 @@ def parse(module, arguments):
         return parse_and_leave
 
     printed = io.StringIO()
-    imported = importlib.import_module(module if "." in module else f"{module}.__main__")
+    imported = importlib.import_module(module)
+    if hasattr(imported, "__path__"):  # a package
+        imported = importlib.import_module(f"{module}.__main__")
     platforms = jax.config.jax_platforms
     with contextlib.ExitStack() as patched:
         patched.enter_context(mock.patch.object(sys, "argv", [module, *arguments]))

@@ -107,7 +107,7 @@ def test_queries_in_parts_attend_like_all(monkeypatch):
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(query, own, before)
 
     whole = values()
-    monkeypatch.setattr(attention, "QUERIES", 9)
+    monkeypatch.setattr(attention.xla, "QUERIES", 9)
     for found, wanted in zip(jax.tree.leaves(values()), jax.tree.leaves(whole), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 

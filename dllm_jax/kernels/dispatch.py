@@ -151,10 +151,12 @@ def choose(
     chosen: dict[str, tuple[Kernel, jax.Device | None]] = {}
     named = [each for each in operation.kernels if (each.automatic if name == "auto" else each.name == name)]
     for kernel in named if reason is None else []:
+        if kernel.platform in chosen:  # of those behind it none is tried either
+            continue
         device = device_for(kernel.platform, layout)
         reason = why_not(operation, kernel, device, operands, layout, automatic=name == "auto")
         if reason is None:
-            chosen.setdefault(kernel.platform, (kernel, device))
+            chosen[kernel.platform] = kernel, device
     if name != "auto" and not chosen:
         reason = reason if named else "it has no such implementation"
         problem = f"{operation.name} cannot be computed by {name}: {reason}"
