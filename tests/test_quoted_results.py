@@ -23,6 +23,8 @@ OUTCOMES = {"reproduced", "not reproduced", "not testable here"}
 MEASURED = ("accuracy", "nfe", "tokens_per_forward", "n", "tokens_per_second")
 PLAIN = {"tokens_per_second": ".0f", "tokens_per_forward": ".2f", "n": ".0f"}
 
+QUOTED_PEERS = "Fast-dLLM, no cache", "prefix cache", "dual cache", "bonsai, no cache", "the same under nnx.jit"
+
 
 def tables(text):
     """The tables of a page, each a list of rows: column -> cell without code marks; a bar in a cell is \\|."""
@@ -151,6 +153,22 @@ def test_an_overview_says_what_the_papers_pages_say(page):
     if page == "docs/results.md":
         linked = {re.search(r"papers/([\w-]+)\.md", row["paper"])[1] for row in found}
         assert linked == {page.removeprefix("docs/papers/").removesuffix(".md") for page in PAPERS}
+
+
+def test_ratios_to_other_implementations_are_those_measured():
+    told = json.loads((ROOT / "benchmarks" / "results" / "peers-cpu.json").read_text())["rows"]
+    place = lambda row: (row["size"], row["gen_length"], row["peer"], row["cache"])
+    ratios = {place(row): f"{row['cpu_ratio']:.2f}" for row in told}
+    columns = dict(zip(QUOTED_PEERS, [("fast-dllm", c) for c in ("none", "prefix", "dual")], strict=False))
+    columns |= dict(zip(QUOTED_PEERS[3:], [("bonsai", "none"), ("bonsai-jit", "none")], strict=True))
+    (rows,) = (rows for rows in tables(PAGES["docs/results.md"]) if "model, lengths" in rows[0])
+    for row in rows:
+        model, length = re.fullmatch(r"(\w+(?: M)?), (\d+) \+ \2", row["model, lengths"]).groups()
+        size = {"tiny": "tiny", "271 M": "0.3b"}[model]
+        assert {name: ratios.get((size, int(length), *key), "not run") for name, key in columns.items()} == {
+            name: row[name] for name in columns
+        }
+    assert len([cell for row in rows for cell in row.values() if re.fullmatch(r"[\d.]+", cell)]) == len(ratios)
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.rglob("*.json")), ids=lambda path: str(path.relative_to(RESULTS)))
