@@ -181,7 +181,7 @@ def test_a_preset_is_changed_by_what_is_written(run, asked):
     assert (found["cache"]["name"], found["cache"]["warmup"], found["gen_length"]) == ("vicinity", 4, 16)
     assert found["align_blocks"] and found["smoothing"] == dataclasses.asdict(Smoothing(weight=0.3))
     found = settings("--preset", "llada-moe-cache", "--rule", "eb", "--cache=dual", *SHORT)
-    assert found["rule"] == {"name": "eb", "gamma": 0.1, "proxy": "entropy"}
+    assert found["rule"] == {"name": "eb", "gamma": 0.1, "proxy": "entropy", "score_from": "raw"}
     assert found["cache"] == {"name": "dual", "refresh_every": None} and found["align_blocks"]
 
 
@@ -275,7 +275,7 @@ def test_flags_may_stand_beside_a_sampler(run, asked):
 def test_infinity_is_valid_json(run, asked):
     status, out, err = run("a", "--rule", "eb", "--gamma", "inf", "--json")
     line = json.loads(out, parse_constant=pytest.fail)
-    assert line["settings"]["rule"] == {"name": "eb", "gamma": "inf", "proxy": "entropy"}
+    assert line["settings"]["rule"] == {"name": "eb", "gamma": "inf", "proxy": "entropy", "score_from": "raw"}
     status, out, err = run("a", "--sampler", "d2f:rule=eb,gamma=inf", "--json")
     assert json.loads(out, parse_constant=pytest.fail)["settings"]["rule"] == line["settings"]["rule"]
 

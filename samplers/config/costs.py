@@ -106,8 +106,8 @@ def _has_scores(denoiser: Denoiser, positions: int) -> bool:
     """Whether a full forward on this machine's first device has no kernel of attention."""
     config, dtype = denoiser.config, denoiser.dtype
     shapes = [(1, positions, heads, config.head_dim) for heads in (config.num_heads, *[config.num_kv_heads] * 2)]
-    of_row = config.attention == "bidirectional"
-    visible = jax.ShapeDtypeStruct((1, 1 if of_row else positions), jnp.int32)
+    of_query = config.is_causal or config.has_blocks or config.has_canvas
+    visible = jax.ShapeDtypeStruct((1, positions if of_query else 1), jnp.int32)
     operands = *(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes), visible
     device = denoiser.device or jax.local_devices()[0]
     with on_device(device):
