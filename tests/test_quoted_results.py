@@ -155,6 +155,18 @@ def test_an_overview_says_what_the_papers_pages_say(page):
         assert linked == {page.removeprefix("docs/papers/").removesuffix(".md") for page in PAPERS}
 
 
+def test_forwards_of_oracles_are_those_recorded():
+    with (RESULTS / "oracle" / "results.csv").open(newline="") as file:
+        told = {row["model"]: row for row in csv.DictReader(file)}
+    columns = {"one token per forward": "nfe", "lossless order": "merged_steps", "without the order": "unordered_steps"}
+    (rows,) = (rows for rows in tables(PAGES["docs/papers/ni-sampling.md"]) if "oracle" in rows[0])
+    assert [row["oracle"] for row in rows] == list(told)
+    for row in rows:
+        for column, name in columns.items():
+            value, error = (float(told[row["oracle"]][field]) for field in (name, f"{name}_stderr"))
+            assert row[column] == f"{value:.2f}" + (f" ± {error:.2f}" if error else "")
+
+
 def test_ratios_to_other_implementations_are_those_measured():
     told = json.loads((ROOT / "benchmarks" / "results" / "peers-cpu.json").read_text())["rows"]
     place = lambda row: (row["size"], row["gen_length"], row["peer"], row["cache"])
