@@ -189,7 +189,29 @@ def test_a_gpu_s_steps_go_on_where_one_fails(tmp_path, monkeypatch, capsys):
     assert on_gpu.main([str(tmp_path / "none")]) == 2
     assert "this Python cannot measure a GPU" in capsys.readouterr().out and not (tmp_path / "none").exists()
     monkeypatch.setattr(on_gpu, "CHECK", "pass")
-    steps = {"one": (60, ("json.tool", "--help")), "two": (60, ("json.tool", "--nothing")), "slow": (0, ("json.tool",))}
+    commands = {"one": (60, "--help"), "two": (60, "--nothing"), "slow": (0, "--help")}
+    steps = {name: on_gpu.Step(limit, ("json.tool", option), ()) for name, (limit, option) in commands.items()}
     monkeypatch.setattr(on_gpu, "STEPS", steps)
     assert on_gpu.run(tmp_path, list(steps)) == ["two (2)", "slow (not done after 0 s)"]
     assert "usage" in (tmp_path / "one.log").read_text()
+    capsys.readouterr()
+    assert on_gpu.run(tmp_path, ["one", "two"]) == ["two (2)"]
+    assert "one: there already" in capsys.readouterr().out
+    told = json.loads((tmp_path / "on_gpu.json").read_text())
+    assert {name: one["status"] for name, one in told.items()} == {"one": 0, "two": 2, "slow": "not done after 0 s"}
+    assert "| two | failed: 2 |" in (tmp_path / "on_gpu.md").read_text()
+
+
+def test_a_gpu_s_steps_are_rehearsed_from_end_to_end(tmp_path):
+    """With small shapes on this machine, so that nothing fails on a GPU that a CPU would show."""
+    assert on_gpu.main([str(tmp_path), "--rehearse"]) == 0
+    told = json.loads((tmp_path / "on_gpu.json").read_text())
+    assert list(told) == list(on_gpu.STEPS) and all(one["result"] for one in told.values())
+    assert [row["same"] for row in told["tokens"]["result"]["rows"]] == [1.0] * 4
+    assert told["doctor"]["result"]["ok"]
+    page = (tmp_path / "on_gpu.md").read_text()
+    assert "A rehearsal" in page and all(f"| {name} | ran |" in page for name in on_gpu.STEPS)
+
+
+def test_the_seconds_of_a_gpu_s_steps_are_ten_minutes():
+    assert sum(step.seconds for step in on_gpu.STEPS.values()) <= 600
