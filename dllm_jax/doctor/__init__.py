@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from dllm_jax.kernels import OPERATIONS
-from dllm_jax.kernels.checks import MOST
+from dllm_jax.kernels.checks import MOST, describe
 from dllm_jax.kernels.dispatch import Kernel, Operation, capability, on_device, platform_of, why_not
 
 PACKAGES = ("dllm_jax", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "flax", "numpy", "tokamax")
@@ -95,8 +95,8 @@ def _check(operation: Operation, device: jax.Device) -> Iterator[dict[str, Any]]
             try:
                 found = operation.check(kernel, device, dtype)
             except Exception as error:  # whatever a compiler, a driver or a missing library raises
-                problem = f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
-                yield {**row, "dtype": dtype, "ok": False, "problem": problem, "errors": {}, "seconds": None}
+                row |= {"dtype": dtype, "ok": False, "problem": describe(error)}
+                yield {**row, "errors": {}, "seconds": None}
                 continue
             if found:
                 seconds, wrong = time.perf_counter() - start, next((each for each in found if not each.ok), None)

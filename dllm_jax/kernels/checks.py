@@ -68,6 +68,11 @@ def compare(
     return [Check(f"{example}, {what}", _error(found, wanted), MOST[dtype]) for what, found, wanted in named]
 
 
+def describe(error: Exception) -> str:
+    """An error's type and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
+
+
 def _loss(function: Callable[..., jax.Array], *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
     out = function(*operands)
     return jnp.sum(jnp.sin(out.astype(jnp.float32))), out

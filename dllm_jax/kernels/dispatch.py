@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from dllm_jax.errors import DllmError
-from dllm_jax.kernels.checks import Check, compare
+from dllm_jax.kernels.checks import Check, compare, describe
 from dllm_jax.parallel.layout import LayoutLike
 
 Name = Literal["auto", "xla", "cudnn", "tokamax", "tpu"]
@@ -200,7 +200,7 @@ def failure(operation: Operation, kernel: Kernel, device: jax.Device) -> str | N
             checks = operation.check(kernel, device, "bfloat16")
             found.append(next((check.sentence for check in checks if not check.ok), None))
         except Exception as error:  # whatever a compiler, a driver or a missing library raises
-            found.append(f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}")
+            found.append(describe(error))
 
     thread = threading.Thread(target=run)
     thread.start()
