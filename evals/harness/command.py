@@ -280,12 +280,17 @@ def speeds(found: Sequence[PresetRun]) -> Table:
     return table
 
 
+def folder_of(preset: Preset, folder: Path) -> Path:
+    """Where a preset's own files lie in a folder of results."""
+    return folder / preset.name.replace("/", "-")
+
+
 def write_results(folder: Path, found: Sequence[PresetRun]) -> None:
     """Writes everything so far, so that a killed run loses nothing."""
     from lm_eval.utils import handle_non_serializable
 
     last = found[-1]
-    own = files.make_folder(folder / last.preset.name.replace("/", "-"))
+    own = files.make_folder(folder_of(last.preset, folder))
     as_json = lambda value: json.dumps(value, indent=1, default=handle_non_serializable, ensure_ascii=False) + "\n"
     for task, samples in last.results.get("samples", {}).items():
         lines = [json.dumps(one, default=handle_non_serializable, ensure_ascii=False) + "\n" for one in samples]

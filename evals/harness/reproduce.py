@@ -20,7 +20,7 @@ from dllm_jax.storage import write_file
 from dllm_jax.suggestions import did_you_mean
 from evals import files, presets
 from evals.flags import add_distributed, command, models_of
-from evals.harness.command import add_running, evaluate_preset, parse_changes, read_tasks, write_results
+from evals.harness.command import add_running, evaluate_preset, folder_of, parse_changes, read_tasks, write_results
 from evals.presets import Preset
 from evals.presets.preset import GIVEN
 
@@ -153,11 +153,10 @@ def _run(options: argparse.Namespace) -> None:
         return
     if options.out is None:
         raise DllmError("no folder was named; pass --out DIR, or --plan to print the commands")
-    if not (ready := [job for job in jobs if not job.missing]):
+    if all(job.missing for job in jobs):
         raise DllmError(f"none of {len(jobs)} presets can run: {jobs[0].missing}")
     folder, rows = files.make_folder(options.out), dict[str, Row]()
-    tasks = read_tasks(options, [job.preset for job in ready])
-    for job, row in _rows(jobs, tasks, folder, options):
+    for job, row in _rows(jobs, folder, options):
         rows[job.preset.name] = row
         if options.processes.first:
             write_file(folder / PAGE, page(options.paper, jobs, rows))
@@ -167,7 +166,7 @@ def _run(options: argparse.Namespace) -> None:
         raise DllmError(f"{len(failed)} presets failed, the first {failed[0]['preset']}: {failed[0]['failed']}")
 
 
-def _rows(jobs: Sequence[Job], tasks: Any, folder: Path, options: argparse.Namespace) -> Iterator[tuple[Job, Row]]:
+def _rows(jobs: Sequence[Job], folder: Path, options: argparse.Namespace) -> Iterator[tuple[Job, Row]]:
     """The row of every preset that can run; those of an earlier run come first, and what fails does not stop others."""
     todo = []
     for job in jobs:
@@ -175,12 +174,13 @@ def _rows(jobs: Sequence[Job], tasks: Any, folder: Path, options: argparse.Names
             yield job, row
         elif not job.missing:
             todo.append(job)
+    tasks = read_tasks(options, [job.preset for job in todo]) if todo else None
     model, models = None, models_of(options)
     for number, job in enumerate(todo, start=1):
         print(f"{job.preset.name} ({number} of {len(todo)})", flush=True)
         if job.model != model:  # the one before leaves memory
             model, models = job.model, models_of(options)
-        own = files.make_folder(_folder_of(job, folder))
+        own = files.make_folder(folder_of(job.preset, folder))
         about = {"preset": job.preset.name, "hash": job.preset.hash, "changes": list(job.changes), "model": model}
         arguments = argparse.Namespace(**{**vars(options), "model": model})
         try:
@@ -197,14 +197,10 @@ def _rows(jobs: Sequence[Job], tasks: Any, folder: Path, options: argparse.Names
         yield job, row
 
 
-def _folder_of(job: Job, folder: Path) -> Path:
-    return folder / job.preset.name.replace("/", "-")
-
-
 def _read_row(job: Job, folder: Path) -> Row | None:
     """The row that an earlier run wrote with the same settings and model."""
     try:
-        row: Row = json.loads((_folder_of(job, folder) / ROW).read_text(encoding="utf-8"))
+        row: Row = json.loads((folder_of(job.preset, folder) / ROW).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     wanted = {"hash": job.preset.hash, "changes": list(job.changes), "model": job.model}
