@@ -9,18 +9,20 @@ from typing import Any
 from dllm_jax import spec
 from dllm_jax.errors import DllmError
 from evals.tasks.base import SPLITS, DrawnTask, Draws, Example, Source, Task, Verdict, split_of
+from evals.tasks.chains import Chains
 from evals.tasks.maze import Mazes
 from evals.tasks.sudoku import Sudoku
 from evals.tasks.text import TextTask
 from evals.tasks.word_problems import WordProblems
 
 TASKS: Mapping[str, type[Task]] = types.MappingProxyType(
-    {task.name: task for task in (WordProblems, Sudoku, Mazes, TextTask)}
+    {task.name: task for task in (WordProblems, Sudoku, Mazes, Chains, TextTask)}
 )
 
 __all__ = [
     "SPLITS",
     "TASKS",
+    "Chains",
     "DrawnTask",
     "Draws",
     "Example",

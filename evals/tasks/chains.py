@@ -1,0 +1,150 @@
+"""Chains of dependent digits: a canvas on which what is written together, in which order and by which keys decides.
+
+The prompt has one symbol for every digit of the answer, in the same order:
+
+    7     the digit is 7
+    ?     the digit is anyone's choice
+    d     the digit is the one on its left plus 3 (a to j are 0 to 9), modulo 10
+    D     the digit is the one on its right plus 3 (A to J)
+
+    ?cAD7bb   might be   024 0 7 8 9: every chain has one 7 or ?, capitals before it and small letters behind it
+
+Nothing has to be computed but sums of two digits, yet a digit is known only when its neighbour is. Digits of different
+chains can be written together, two of one chain behind a ? cannot before one of them is there, and a chain whose known
+digit is on the right is read from right to left. An answer is right when all of its digits are.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from dllm_jax.errors import DllmError
+from evals import tokens
+from evals.tasks.base import DrawnTask, Draws, Example, Ids, Verdict, draw_of_split, draws_for
+from evals.tokens import Vocabulary
+
+_DIGITS, _LEFT, _RIGHT, _ANY = "0123456789", "abcdefghij", "ABCDEFGHIJ", "?"
+SYMBOLS = {
+    tokens.EOS: 0,
+    **{symbol: 1 + i for i, symbol in enumerate(_DIGITS + _LEFT + _RIGHT + _ANY)},
+    tokens.BOS: 32,
+    tokens.MASK: 33,
+}
+_FIRST = SYMBOLS["0"]
+_PATTERN = r"<\|\w+\|>|[0-9a-jA-J?]"
+
+Start = Literal["left", "anywhere"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Chains(DrawnTask):
+    """Chains of digits, each its neighbour's plus a number.
+
+    Attributes:
+        length: digits of an answer.
+        chain: shortest and longest chain; the last of an answer may be shorter.
+        start: where a chain's 7 or ? stands: on its "left", so that it is read from left to right, or "anywhere".
+        free: share of the chains that start with a ?, from 0 to 1.
+        seed: another seed gives other examples of the same splits.
+    """
+
+    name: ClassVar[str] = "chains"
+
+    length: int = 256
+    chain: tuple[int, int] = (8, 40)
+    start: Start = "anywhere"
+    free: float = 0.25
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        low, high = self.chain
+        if not 1 <= low <= high:
+            raise DllmError(f"chain {low}-{high} is no range of lengths; give the shortest and the longest, as 8-40")
+        if self.length < max(low, 8):
+            raise DllmError(f"length is {self.length}; an answer has at least {max(low, 8)} digits")
+        if self.start not in ("left", "anywhere"):
+            raise DllmError(f"start is {self.start!r}; choose left or anywhere")
+        if not 0 <= self.free <= 1:
+            raise DllmError(f"free is {self.free}; give a share of the chains between 0 and 1")
+
+    def example(self, split: str, index: int) -> Example:
+        draws = draws_for(self.name, self.seed, split, index)
+        symbols = draw_of_split(self.name, split, lambda: self._draw_symbols(draws), lambda drawn: drawn)
+        return Example(
+            prompt_ids=np.array([SYMBOLS[symbol] for symbol in symbols], np.int32),
+            answer_ids=np.array([_FIRST + digit for digit in _solve(symbols, draws)], np.int32),
+            problem=symbols,
+        )
+
+    def verify(self, example: Example, ids: Ids) -> Verdict:
+        correct = bool(self._kept(example, ids).all())
+        return Verdict(correct=correct, strict=correct, exact=bool(np.array_equal(ids, example.answer_ids)))
+
+    def partial(self, example: Example, ids: Ids) -> float:
+        """Share of the prompt's symbols that the answer keeps."""
+        return float(self._kept(example, ids).mean())
+
+    def show(self, ids: Ids) -> str:
+        return tokens.join(SYMBOLS, ids)
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return tokens.vocabulary_of_symbols(SYMBOLS)
+
+    @property
+    def prompt_width(self) -> int:
+        return self.length
+
+    @property
+    def answer_width(self) -> int:
+        return self.length
+
+    def write_tokenizer(self, folder: str | Path) -> None:
+        tokens.write_symbols(SYMBOLS, _PATTERN, folder)
+
+    def _draw_symbols(self, draws: Draws) -> str:
+        """A prompt: chains until the answer is full."""
+        symbols: list[str] = []
+        while (rest := self.length - len(symbols)) > 0:
+            count = min(draws.between(*self.chain), rest)
+            start = 0 if self.start == "left" else draws.below(count)
+            symbols += [draws.choice(_RIGHT) for _ in range(start)]
+            symbols.append(_ANY if draws.below(1000) < 1000 * self.free else draws.choice(_DIGITS))
+            symbols += [draws.choice(_LEFT) for _ in range(count - start - 1)]
+        return "".join(symbols)
+
+    @staticmethod
+    def _kept(example: Example, ids: Ids) -> np.ndarray:
+        """[A] bool, which symbols of the prompt the digits of an answer satisfy."""
+        symbols: str = example.problem
+        digits = np.full(len(symbols) + 2, -1)  # with a place on either side that is no digit
+        written = np.array(list(ids)[: len(symbols)], int) - _FIRST
+        digits[1 : 1 + len(written)] = np.where((written >= 0) & (written < 10), written, -1)
+        own = digits[1:-1]
+        kinds, numbers = _table(symbols)
+        beside = np.where(kinds == 1, digits[:-2], digits[2:])
+        wanted = np.where(kinds == 0, numbers, np.where(beside < 0, -2, (beside + numbers) % 10))
+        return (own >= 0) & ((kinds == 3) | (own == wanted))
+
+
+@functools.lru_cache(maxsize=64)
+def _table(symbols: str) -> tuple[np.ndarray, np.ndarray]:
+    """[A] kinds (0 a digit, 1 a link to the left, 2 one to the right, 3 anything) and [A] numbers of a prompt."""
+    places = np.array([(_DIGITS + _LEFT + _RIGHT + _ANY).index(symbol) for symbol in symbols])
+    return places // 10, places % 10
+
+
+def _solve(symbols: Sequence[str], draws: Draws) -> list[int]:
+    """The digits of an answer; those of a ? are drawn."""
+    digits = [int(symbol) if symbol in _DIGITS else draws.below(10) if symbol == _ANY else -1 for symbol in symbols]
+    for i, symbol in enumerate(symbols):
+        if symbol in _LEFT:
+            digits[i] = (digits[i - 1] + _LEFT.index(symbol)) % 10
+    for i in range(len(symbols) - 1, -1, -1):
+        if symbols[i] in _RIGHT:
+            digits[i] = (digits[i + 1] + _RIGHT.index(symbols[i])) % 10
+    return digits
