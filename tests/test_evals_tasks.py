@@ -1,6 +1,7 @@
 """Tasks: what the generators draw, that splits are disjoint, and that verifiers accept the truth and nothing else."""
 
 import hashlib
+import re
 
 import numpy as np
 import pytest
@@ -18,7 +19,8 @@ from evals.tasks.word_problems import NAMES, TOKENIZER, canonical, final_answer,
 FREE = "word-problems:difficulty=long,steps=4-6,wording=free"
 WORDS = ["word-problems:difficulty=easy", "word-problems", "word-problems:difficulty=hard", FREE]
 GRIDS = ["sudoku:box_rows=2,box_columns=2", "sudoku:box_rows=2,pool=2", "sudoku", "sudoku:pool=1"]
-SMALL = [*WORDS, *GRIDS[:2], "maze:size=4", "maze"]
+CHAINS = ["chains:length=24,chain=1-8", "chains:length=16,chain=2-5,start=left,free=1"]
+SMALL = [*WORDS, *GRIDS[:2], "maze:size=4", "maze", *CHAINS]
 
 DRAWN = [name for name, task in TASKS.items() if issubclass(task, DrawnTask)]
 PINNED = {
@@ -162,6 +164,11 @@ def test_the_tokenizer_loads_from_a_checkpoint_folder(name, tmp_path):
         ("sudoku:pool=-1", "pool is -1"),
         ("maze:size=3", "size is 3"),
         ("maze:size=3.5", "'3.5'"),
+        ("chains:chain=9-8", "9-8"),
+        ("chains:chain=0-8", "0-8"),
+        ("chains:length=4,chain=1-8", "length is 4"),
+        ("chains:start=right", "'right'"),
+        ("chains:free=1.5", "free is 1.5"),
         ("word-problems:difficulty=odd", "'odd'"),
     ],
 )
@@ -443,6 +450,73 @@ def test_mazes_of_one_tree_are_in_one_split():
 
     trees = {split: {tree(split, index) for index in range(150)} for split in SPLITS}
     assert not trees["train"] & trees["test"] and not trees["train"] & trees["validation"]
+
+
+# Chains
+
+
+def keeps(symbols, digits):
+    """Which symbols the digits keep, one after another."""
+    kept = []
+    for i, symbol in enumerate(symbols):
+        beside = i - 1 if symbol.islower() else i + 1
+        if symbol == "?" or symbol.isdigit():
+            kept.append(symbol == "?" or digits[i] == int(symbol))
+        else:
+            there = 0 <= beside < len(digits) and digits[beside] >= 0
+            kept.append(there and digits[i] == (digits[beside] + ord(symbol.lower()) - ord("a")) % 10)
+    return kept
+
+
+@pytest.mark.parametrize("name", ["chains", *CHAINS])
+def test_a_chain_is_one_start_with_capitals_before_and_small_letters_behind(name):
+    task = make_task(name)
+    low, high = task.chain
+    for index in range(10):
+        example = task.example("validation", index)
+        symbols, digits = task.show(example.answer_ids)[::2], task.show(example.answer_ids)[1::2]
+        assert symbols == example.problem and len(symbols) == task.length
+        assert example.given.tolist() == [True, False] * task.length and not len(example.prompt_ids)
+        assert all(keeps(symbols, list(map(int, digits))))
+        chains = re.findall("[A-J]*[0-9?][a-j]*", symbols)
+        assert "".join(chains) == symbols and all(len(chain) <= high for chain in chains)
+        assert all(len(chain) >= low for chain in chains[:-1])
+        if task.start == "left":
+            assert not re.search("[A-J]", symbols)
+        if task.free == 1:
+            assert not re.search("[0-9]", symbols)
+
+
+def test_the_share_of_free_chains_is_the_options():
+    symbols = "".join(make_task("chains:free=0.25").example("train", i).problem for i in range(60))
+    starts = re.findall("[0-9?]", symbols)
+    assert abs(starts.count("?") / len(starts) - 0.25) < 4 * (0.25 * 0.75 / len(starts)) ** 0.5
+
+
+@given(st.integers(0, 20), st.lists(st.tuples(st.integers(0, 23), st.integers(0, 33)), max_size=6), st.integers(0, 48))
+def test_a_chain_is_right_when_every_digit_keeps_its_symbol(index, changes, length):
+    task = make_task(CHAINS[0])
+    example = task.example("test", index)
+    ids = example.answer_ids.copy()
+    for place, new in changes:
+        ids[2 * place + 1] = new
+    ids = ids[:length]
+    digits = [int(i) - 1 if 1 <= i <= 10 else -99 for i in ids[1::2]]
+    kept = keeps(example.problem, digits + [-99] * (task.length - len(digits)))
+    kept = [ok and place < len(digits) and digits[place] >= 0 for place, ok in enumerate(kept)]
+    assert task.verify(example, ids).correct == all(kept)
+    assert task.partial(example, ids) == pytest.approx(sum(kept) / task.length)
+
+
+def test_another_solution_of_a_free_chain_is_right_and_not_exact():
+    task = make_task("chains:length=8,chain=8-8,free=1")
+    example = task.example("test", 0)
+    ids = example.answer_ids.copy()
+    ids[1::2] = (ids[1::2] - 1 + 1) % 10 + 1  # every digit one more
+    verdict = task.verify(example, ids)
+    assert verdict.correct and not verdict.exact and task.verify(example, example.answer_ids).exact
+    ids[3] = ids[3] % 10 + 1
+    assert not task.verify(example, ids).correct and 0 < task.partial(example, ids) < 1
 
 
 def test_words_after_which_a_text_ends_are_special():

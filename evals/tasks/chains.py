@@ -1,17 +1,22 @@
-"""Chains of dependent digits: a canvas on which what is written together, in which order and by which keys decides.
+"""Chains of digits, each its neighbour's plus a number: what is written together, in which order, and by which keys
+decides whether they agree.
 
-The prompt has one symbol for every digit of the answer, in the same order:
+The canvas is pairs of a symbol, which is given, and a digit, which is a mask:
 
     7     the digit is 7
     ?     the digit is anyone's choice
     d     the digit is the one on its left plus 3 (a to j are 0 to 9), modulo 10
     D     the digit is the one on its right plus 3 (A to J)
 
-    ?cAD7bb   might be   024 0 7 8 9: every chain has one 7 or ?, capitals before it and small letters behind it
+    ?.c.A.D.7.b.b.     might become     ?0c2A0D077b8b9
 
-Nothing has to be computed but sums of two digits, yet a digit is known only when its neighbour is. Digits of different
-chains can be written together, two of one chain behind a ? cannot before one of them is there, and a chain whose known
-digit is on the right is read from right to left. An answer is right when all of its digits are.
+(The 0 of A is that of D, which is the 7 on its right plus 3.) A chain is one 7 or ?, capitals before it and small
+letters behind it. Every digit is a sum of two, but it is known only when its neighbour is: digits of different chains
+can be written together, those behind a ? cannot before one of them is there, and a chain whose 7 stands on the right is
+read from right to left. An answer is right when all of its digits are.
+
+Ids: 0 the end token (never in a chain), 1 to 10 the digits, 11 to 20 a to j, 21 to 30 A to J, 31 the question mark,
+32 the start token, 33 the mask.
 """
 
 import dataclasses
@@ -75,8 +80,9 @@ class Chains(DrawnTask):
         draws = draws_for(self.name, self.seed, split, index)
         symbols = draw_of_split(self.name, split, lambda: self._draw_symbols(draws), lambda drawn: drawn)
         return Example(
-            prompt_ids=np.array([SYMBOLS[symbol] for symbol in symbols], np.int32),
-            answer_ids=np.array([_FIRST + digit for digit in _solve(symbols, draws)], np.int32),
+            prompt_ids=np.zeros(0, np.int32),
+            answer_ids=_pairs(symbols, _solve(symbols, draws)),
+            given=np.tile([True, False], self.length),
             problem=symbols,
         )
 
@@ -97,11 +103,11 @@ class Chains(DrawnTask):
 
     @property
     def prompt_width(self) -> int:
-        return self.length
+        return 0
 
     @property
     def answer_width(self) -> int:
-        return self.length
+        return 2 * self.length
 
     def write_tokenizer(self, folder: str | Path) -> None:
         tokens.write_symbols(SYMBOLS, _PATTERN, folder)
@@ -122,7 +128,7 @@ class Chains(DrawnTask):
         """[A] bool, which symbols of the prompt the digits of an answer satisfy."""
         symbols: str = example.problem
         digits = np.full(len(symbols) + 2, -1)  # with a place on either side that is no digit
-        written = np.array(list(ids)[: len(symbols)], int) - _FIRST
+        written = np.array(list(ids)[1 : 2 * len(symbols) : 2], int) - _FIRST
         digits[1 : 1 + len(written)] = np.where((written >= 0) & (written < 10), written, -1)
         own = digits[1:-1]
         kinds, numbers = _table(symbols)
@@ -136,6 +142,12 @@ def _table(symbols: str) -> tuple[np.ndarray, np.ndarray]:
     """[A] kinds (0 a digit, 1 a link to the left, 2 one to the right, 3 anything) and [A] numbers of a prompt."""
     places = np.array([(_DIGITS + _LEFT + _RIGHT + _ANY).index(symbol) for symbol in symbols])
     return places // 10, places % 10
+
+
+def _pairs(symbols: str, digits: Sequence[int]) -> np.ndarray:
+    """[2 A] int32, every symbol and its digit."""
+    pairs = [(SYMBOLS[symbol], _FIRST + digit) for symbol, digit in zip(symbols, digits, strict=True)]
+    return np.array(pairs, np.int32).reshape(-1)
 
 
 def _solve(symbols: Sequence[str], draws: Draws) -> list[int]:
