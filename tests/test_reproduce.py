@@ -63,7 +63,9 @@ def test_a_paper_from_stand_ins_to_its_page(call, llada_tiny, dream_tiny, tmp_pa
     assert all("| 77.3 (paper) |" in line and "| modified |" in line and "52.5 / " in line for line in scores)
     assert any(line.startswith(f"| `{second}`") and "not run" in line for line in page.splitlines())
     assert f"--base dream-7b-base --out {DREAM}, or pass --model {DREAM}=DIR" in page
-    row = json.loads((tmp_path / "out" / first.replace("/", "-") / "row.json").read_text())
+    own = tmp_path / "out" / first.replace("/", "-")
+    assert (own / "results.json").exists() and not [path for path in own.iterdir() if path.is_dir()]
+    row = json.loads((own / "row.json").read_text())
     assert row["comparison"]["rows"][0]["ours"] is not None and row["counts"]["texts"] == 2
     status, out, _, page, ran = call(
         "--model", f"{LLADA}={llada_tiny.folder}", "--model", f"{DREAM}={dream_tiny.folder}"
@@ -72,6 +74,9 @@ def test_a_paper_from_stand_ins_to_its_page(call, llada_tiny, dream_tiny, tmp_pa
     run = next(line for line in page.splitlines() if line.startswith("python -m evals lm") and second in line)
     assert run.split()[4:] == [*f"--model {dream_tiny.folder} --preset {second} --limit 2".split(), "--set", SHORT,
                                "--out", str(tmp_path / "out")]  # fmt: skip
+    status, _, _, page, ran = call("--model", f"{LLADA}={llada_tiny.folder}", "--dtype", "bfloat16")
+    assert status == 0 and ran == [first]  # other weights are measured anew
+    assert f"--preset {first} --limit 2 --dtype bfloat16 --set" in page
 
 
 def test_what_fails_stops_nothing_else(call, llada_tiny, tmp_path):

@@ -93,6 +93,7 @@ def _run(options: argparse.Namespace) -> None:
         print("\n".join(lines), end="\n\n", flush=True)
         found.append(evaluate_preset(models, tasks, preset, changes, folder, options))
         if folder is not None and options.processes.first:
+            write_preset(folder, found[-1])
             write_results(folder, found)
     _print(found, console())
     if folder is not None:
@@ -285,18 +286,23 @@ def folder_of(preset: Preset, folder: Path) -> Path:
     return folder / preset.name.replace("/", "-")
 
 
-def write_results(folder: Path, found: Sequence[PresetRun]) -> None:
-    """Writes everything so far, so that a killed run loses nothing."""
+def write_preset(folder: Path, one: PresetRun) -> None:
+    """Writes the harness's own results of a preset, and its samples, in the preset's folder."""
+    own = files.make_folder(folder_of(one.preset, folder))
+    for task, samples in one.results.get("samples", {}).items():
+        write_file(own / f"samples_{task}.jsonl", "".join(_as_json(sample) for sample in samples))
+    scores_alone = {name: value for name, value in one.results.items() if name != "samples"}
+    write_file(own / "results.json", _as_json(scores_alone, indent=1))
+
+
+def _as_json(value: Any, indent: int | None = None) -> str:
     from lm_eval.utils import handle_non_serializable
 
-    last = found[-1]
-    own = files.make_folder(folder_of(last.preset, folder))
-    as_json = lambda value: json.dumps(value, indent=1, default=handle_non_serializable, ensure_ascii=False) + "\n"
-    for task, samples in last.results.get("samples", {}).items():
-        lines = [json.dumps(one, default=handle_non_serializable, ensure_ascii=False) + "\n" for one in samples]
-        write_file(own / f"samples_{task}.jsonl", "".join(lines))
-    scores_alone = {name: value for name, value in last.results.items() if name != "samples"}
-    write_file(own / "results.json", as_json(scores_alone))
+    return json.dumps(value, indent=indent, default=handle_non_serializable, ensure_ascii=False) + "\n"
+
+
+def write_results(folder: Path, found: Sequence[PresetRun]) -> None:
+    """Writes the summary of everything so far, so that a killed run loses nothing."""
     summaries = [
         {
             "preset": dataclasses.asdict(one.preset),
@@ -309,7 +315,7 @@ def write_results(folder: Path, found: Sequence[PresetRun]) -> None:
         for one in found
     ]
     reports = [report for one in found if (report := report_of(one)) is not None]
-    write_file(folder / "results.json", as_json({"presets": summaries, "reports": reports}))
+    write_file(folder / "results.json", _as_json({"presets": summaries, "reports": reports}, indent=1))
     with (wide := Console(width=160, color_system=None)).capture() as text:
         _print(found, wide)
     write_file(folder / "table.txt", text.get())

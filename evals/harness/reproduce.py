@@ -2,7 +2,7 @@
 
 out/index.md           the page: published and own numbers side by side, and the command of every row
 out/PRESET/            as of `python -m evals lm --out`: the harness's results and the answers
-out/PRESET/row.json    the row of the page; the same command resumes with the first preset that has none
+out/PRESET/row.json    the row of the page; the same command resumes with the presets that have none
 """
 
 import argparse
@@ -20,7 +20,7 @@ from dllm_jax.storage import write_file
 from dllm_jax.suggestions import did_you_mean
 from evals import files, presets
 from evals.flags import add_distributed, command, models_of
-from evals.harness.command import add_running, evaluate_preset, folder_of, parse_changes, read_tasks, write_results
+from evals.harness.command import add_running, evaluate_preset, folder_of, parse_changes, read_tasks, write_preset
 from evals.presets import Preset
 from evals.presets.preset import GIVEN
 
@@ -28,7 +28,8 @@ ROW = "row.json"
 PAGE = "index.md"
 
 Row = dict[str, Any]
-"""A preset on the page: `preset`, `hash`, `changes`, `model`, `comparison` (`Comparison.as_json`), `counts`."""
+"""A preset on the page: `preset`, `comparison` (`Comparison.as_json`), `counts`, and what it was run with: `hash`,
+`changes`, `model`, `dtype`, `quantize`."""
 
 
 def add(commands: Any) -> None:
@@ -63,6 +64,7 @@ class Job:
         preset, changes: as `presets.select` gives them.
         model: folder or name of the checkpoint; None where there is none.
         missing: what keeps it from running, in a sentence with the remedy; "" for nothing.
+        dtype, quantize: of the weights; None as they are stored.
         command: what runs it alone.
     """
 
@@ -70,7 +72,15 @@ class Job:
     changes: Sequence[str]
     model: str | None
     missing: str
+    dtype: str | None
+    quantize: str | None
     command: str
+
+    @property
+    def identity(self) -> Row:
+        """What the row of an earlier run must have in common with it."""
+        same = {"hash": self.preset.hash, "changes": list(self.changes), "model": self.model}
+        return same | {"dtype": self.dtype, "quantize": self.quantize}
 
 
 def plan(paper: str, options: argparse.Namespace) -> list[Job]:
@@ -119,9 +129,11 @@ def _job(preset: Preset, folders: Mapping[str, str], changes: Mapping[str, str],
     limit = {} if options.limit is None else {"limit": options.limit}
     own, told = presets.select(preset.name, None, None, settings | limit)
     words = ["python", "-m", "evals", "lm", "--model", model or f"{name}-DIR", "--preset", preset.name]
-    words += [word for key, value in limit.items() for word in (f"--{key}", str(value))]
+    given = {**limit, "dtype": options.dtype, "quantize": options.quantize}
+    words += [word for key, value in given.items() if value is not None for word in (f"--{key}", str(value))]
     words += ["--set", ",".join(f"{key}={value}" for key, value in settings.items())] if settings else []
-    return Job(own, told, model, "; ".join(missing), shlex.join([*words, "--out", options.out or "DIR"]))
+    command = shlex.join([*words, "--out", options.out or "DIR"])
+    return Job(own, told, model, "; ".join(missing), options.dtype, options.quantize, command)
 
 
 def _converted(repository: str) -> str | None:
@@ -180,11 +192,10 @@ def _rows(jobs: Sequence[Job], folder: Path, options: argparse.Namespace) -> Ite
         print(f"{job.preset.name} ({number} of {len(todo)})", flush=True)
         if job.model != model:  # the one before leaves memory
             model, models = job.model, models_of(options)
-        own = files.make_folder(folder_of(job.preset, folder))
-        about = {"preset": job.preset.name, "hash": job.preset.hash, "changes": list(job.changes), "model": model}
+        about = {"preset": job.preset.name, **job.identity}
         arguments = argparse.Namespace(**{**vars(options), "model": model})
         try:
-            found = evaluate_preset(models, tasks, job.preset, job.changes, own, arguments)
+            found = evaluate_preset(models, tasks, job.preset, job.changes, folder, arguments)
         except DllmError as error:
             print(f"failed: {error}", flush=True)
             yield job, about | {"failed": str(error)}
@@ -192,19 +203,18 @@ def _rows(jobs: Sequence[Job], folder: Path, options: argparse.Namespace) -> Ite
         compared = None if found.comparison is None else found.comparison.as_json()
         row = about | {"comparison": compared, "counts": dict(found.counts)}
         if options.processes.first:
-            write_results(own, [found])
-            write_file(own / ROW, files.as_json(row))
+            write_preset(folder, found)
+            write_file(folder_of(job.preset, folder) / ROW, files.as_json(row))
         yield job, row
 
 
 def _read_row(job: Job, folder: Path) -> Row | None:
-    """The row that an earlier run wrote with the same settings and model."""
+    """The row that an earlier run wrote with the same settings and weights."""
     try:
         row: Row = json.loads((folder_of(job.preset, folder) / ROW).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    wanted = {"hash": job.preset.hash, "changes": list(job.changes), "model": job.model}
-    return row if wanted.items() <= row.items() else None
+    return row if job.identity.items() <= row.items() else None
 
 
 COLUMNS = "preset", "status", "metric", "published", "ours", "", "forwards", "tokens per forward", "tokens per second"
