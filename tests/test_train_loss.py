@@ -1,5 +1,7 @@
 """The objective against its formula, and every way of computing it against the plain one."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,13 @@ from samplers.likelihood.estimators import masked_loss
 from train.config import LoraPart
 from train.lora import adapter_shapes, attach_adapters
 from train.losses import Batch, Noised, diffusion_loss
-from train.objectives.masked_diffusion import corrupt, mask_probabilities
+from train.objectives.masked_diffusion import (
+    MaskedDiffusion,
+    MaskedDiffusionPart,
+    corrupt,
+    mask_probabilities,
+    soft_inputs,
+)
 from train.step import REMAT
 
 B, T = 4, 12
@@ -101,6 +109,41 @@ def test_chunks_and_remat_change_nothing(config):
         np.testing.assert_allclose(losses[:2], plain[:2], rtol=2e-6)
         for name in wanted:
             np.testing.assert_allclose(found[name], wanted[name], rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("config", [LLADA, DREAM], ids=["llada", "dream"])
+def test_soft_inputs_are_what_smoothing_adds(config):
+    """Masks get what one forward expects there; its predictions have no gradient, and chunks change nothing."""
+    denoiser, first = denoiser_of(config), 1 if config.shift else 0
+    noised = corrupt(jax.random.key(5), make_batch("sft"), denoiser)._replace(alpha=jnp.array([0.3, 0.0, 0.1, 0.2]))
+    logits = np.asarray(jax.jit(Denoiser.__call__)(denoiser, noised.inputs, noised.lengths), np.float64)
+    share = np.exp(logits - logits.max(-1, keepdims=True))
+    expected = (share / share.sum(-1, keepdims=True)) @ np.asarray(denoiser.params["embed.embedding"], np.float64)
+    masked = np.asarray(noised.inputs)[..., None] == denoiser.mask_id
+    wanted = np.where(masked, expected * np.asarray(noised.alpha)[:, None, None], 0)
+    for chunk in (0, 5, 1000):
+        found = jax.jit(functools.partial(soft_inputs, chunk=chunk))(denoiser, noised)
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+    assert masked[:, first:].any() and not np.asarray(found)[1].any()
+
+    objective = MaskedDiffusion(MaskedDiffusionPart(smoothing=0.3))
+    learn = lambda params: objective.loss(Denoiser(config, params), Denoiser(config, {}), noised)[0]
+    constant = lambda params: diffusion_loss(Denoiser(config, params), noised, soft=jnp.asarray(wanted)).loss.value
+    for one, other in zip(*(jax.tree.leaves(jax.jit(jax.value_and_grad(loss))(denoiser.params))
+                            for loss in (learn, constant)), strict=True):  # fmt: skip
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5)
+    assert abs(learn(denoiser.params) - diffusion_loss(denoiser, noised).loss.value) > 1e-3
+
+
+def test_weights_of_soft_inputs_are_drawn_for_each_row():
+    batch = Batch(*(jnp.zeros((512, *x.shape[1:]), x.dtype) for x in make_batch("sft")[:3]))
+    draw = lambda smoothing: MaskedDiffusion(MaskedDiffusionPart(smoothing=smoothing)).corrupt(
+        jax.random.key(0), batch, Denoiser(LLADA, {})
+    )
+    assert draw(0.0).alpha is None
+    alpha, plain = np.asarray(draw(0.3).alpha), draw(0.0)
+    assert alpha.shape == (512,) and 0 <= alpha.min() < 0.01 and 0.29 < alpha.max() < 0.3
+    np.testing.assert_array_equal(draw(0.3).inputs, plain.inputs)  # the masks are the same without
 
 
 def test_layers_as_a_loop_are_the_layers():

@@ -54,6 +54,7 @@ OF_FAMILIES = {
 OF_OBJECTIVES = {
     "bound": ("sdar", "block-diffusion", SHARES | {"loss": "bound", "complementary": True}),
     "confidence": ("sdar", "block-diffusion", SHARES | {"confidence": 2.0, "chunk": 256}),
+    "smoothing": ("llada", "masked-diffusion", {"eps": 0.5, "smoothing": 0.3, "chunk": 256}),
     "adapters": ("llada2", "block-diffusion", SHARES, {"lora": LORA}),
     "routers": ("llada-moe", "masked-diffusion", {"eps": 0.5}, {"router": {"balance": 0.01, "z": 0.001}}),
     "d2f": ("llada", "d2f", SHARES, {"lora": LORA}),

@@ -82,12 +82,14 @@ class Noised(NamedTuple):
         tokens: [..., T] int32, as they were.
         weights: [..., T] float32: of each position's cross entropy, 1 / (t targets) where masked, else 0.
         lengths: [...] int32.
+        alpha: [...] float32, weight of the soft inputs of each row; None where there are none.
     """
 
     inputs: jax.Array
     tokens: jax.Array
     weights: jax.Array
     lengths: jax.Array
+    alpha: jax.Array | None = None
 
 
 def position_draws(key: jax.Array, rows: int, length: int) -> jax.Array:
@@ -117,6 +119,7 @@ def diffusion_loss(
     remat: RematPolicy | None = None,
     sharding: NamedSharding | None = None,
     counted: jax.Array | None = None,
+    soft: jax.Array | None = None,
 ) -> Losses:
     """The objective on a noised batch [B, T].
 
@@ -127,9 +130,10 @@ def diffusion_loss(
         remat: what of each layer is kept for the backward pass, see `Transformer.forward`.
         sharding: of arrays whose first axis is the batch; keeps the activations split by it alone.
         counted: [B, T] bool, positions whose routing is returned, see `Denoiser.routed`.
+        soft: [B, T, D], what is added to the inputs' embeddings.
     """
     first = denoiser.min_prompt_length
-    place: Any = {"remat": remat, "sharding": sharding}
+    place: Any = {"remat": remat, "sharding": sharding, "soft": soft}
     hidden, routing = routed_states(denoiser, noised.inputs, noised.lengths, counted, **place)
     tokens, weights = noised.tokens[:, first:], noised.weights[:, first:]
     total, plain = head_sums(
@@ -162,13 +166,15 @@ def routed_states(
     before: KVCache | None = None,
     remat: RematPolicy | None = None,
     sharding: NamedSharding | None = None,
+    soft: jax.Array | None = None,
 ) -> tuple[jax.Array, Routing | None]:
-    """`hidden_states`, and how the positions that are `counted` [B, T] bool were routed, see `Denoiser.routed`."""
+    """`hidden_states`, and how the positions that are `counted` [B, T] bool were routed, see `Denoiser.routed`; `soft`
+    [B, T, D] is added to the inputs' embeddings."""
     place = lambda x: x if sharding is None else lax.with_sharding_constraint(x, sharding)
+    embedded = denoiser.embed(inputs)
+    embedded = embedded if soft is None else embedded + soft.astype(embedded.dtype)
     # All of them: layers that are a loop take no `outputs`.
-    hidden, _, routing = denoiser.forward_with_routing(
-        place(denoiser.embed(inputs)), visible, counted, before=before, remat=remat
-    )
+    hidden, _, routing = denoiser.forward_with_routing(place(embedded), visible, counted, before=before, remat=remat)
     return place(hidden[:, denoiser.min_prompt_length :]), routing
 
 

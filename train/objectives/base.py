@@ -200,6 +200,11 @@ class CrossEntropy(Objective):
 
     routes = True
 
+    def soften(self, denoiser: Denoiser, noised: Noised, **options: Any) -> jax.Array | None:
+        """What is added to the embeddings of the inputs, [B, T, D]; None for nothing. Options are those of
+        `train.losses.hidden_states`."""
+        return None
+
     def means(
         self,
         denoiser: Denoiser,
@@ -211,9 +216,11 @@ class CrossEntropy(Objective):
         remat: RematPolicy | None = None,
         sharding: NamedSharding | None = None,
     ) -> Means:
-        options: Any = {"chunk": self.settings.chunk, "groups": groups, "remat": remat, "sharding": sharding}
+        place: Any = {"remat": remat, "sharding": sharding}
+        counted = self.counted_positions(noised.lengths, noised.tokens.shape[1])
+        options: Any = {"chunk": self.settings.chunk, "groups": groups, **place}
         found = diffusion_loss(
-            denoiser, noised, counted=self.counted_positions(noised.lengths, noised.tokens.shape[1]), **options
+            denoiser, noised, counted=counted, soft=self.soften(denoiser, noised, **place), **options
         )
         return self.add_router_losses(found.loss, {"cross_entropy": found.cross_entropy}, found.routing)
 

@@ -6,23 +6,30 @@ every position, SFT the answer (its end-token padding included). Dream (arXiv 25
 which the `Denoiser` undoes: the first position of a shifted family has no predictor, is never masked and carries no
 loss.
 
+With `smoothing`, masks carry what a first forward expects in their place, as in iteration smoothing (dInfer, arXiv
+2510.08666): without that a model meets soft inputs at sampling alone.
+
 A row's loss times its number of targets is the estimate of -log p by `samplers.likelihood.estimators.masked_loss`, with
 t in the place of the share of masked tokens.
 """
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.models.denoiser import Denoiser
 from train.config import Kind, TrainConfig
-from train.losses import Batch, Noised, position_draws
-from train.objectives.base import CrossEntropy
+from train.losses import Batch, Noised, hidden_states, position_draws
+from train.objectives.base import CrossEntropy, Passes
 from train.settings import setting
+from train.trainable import Trainable
+
+_SOFT = 1  # of the noise's key, for the weights of soft inputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,12 +41,15 @@ class MaskedDiffusionPart:
         eps: least mask probability; t ~ U(eps, 1) per row.
         stratified: spread the t of a batch evenly over (eps, 1) instead of drawing them independently; each is still
             uniform, the loss has the same mean and varies less.
+        smoothing: largest weight of soft inputs, such as the 0.3 of `samplers.Smoothing`; 0 has none. Every row draws
+            its own from U(0, smoothing), and a step takes one forward more, whose predictions have no gradient.
         chunk: positions whose logits exist at once, for large vocabularies; 0 computes the logits of all positions.
     """
 
     kind: Kind = "sft"
     eps: float = setting(1e-3, at_least=1e-6, at_most=1)
     stratified: bool = False
+    smoothing: float = setting(0.0, at_least=0, at_most=1)
     chunk: int = setting(0, at_least=0)
 
 
@@ -89,6 +99,25 @@ def corrupt(key: jax.Array, batch: Batch, denoiser: Denoiser, *, eps: float = 1e
     return Noised(jnp.where(masked, denoiser.mask_id, batch.tokens), batch.tokens, weights, batch.lengths)
 
 
+def soft_inputs(denoiser: Denoiser, noised: Noised, *, chunk: int = 0, **options: Any) -> jax.Array:
+    """What smoothing adds to the embeddings of masks after one forward: [B, T, D] in the model's dtype, no gradient.
+
+    Args:
+        chunk: positions of a row whose logits exist at once; 0 for all.
+        options: of `train.losses.hidden_states`.
+    """
+    assert noised.alpha is not None
+    denoiser, first = lax.stop_gradient(denoiser), denoiser.min_prompt_length
+    hidden = hidden_states(denoiser, noised.inputs, noised.lengths, **options)
+    rows, length, width = hidden.shape
+    size = min(chunk or length, length)
+    parts = jnp.pad(hidden, ((0, 0), (0, -length % size), (0, 0))).reshape(rows, -1, size, width)
+    mixed = lax.map(lambda part: denoiser.expected_embedding(denoiser.logits(part)), parts.swapaxes(0, 1))
+    mixed = mixed.swapaxes(0, 1).reshape(rows, -1, width)[:, :length] * noised.alpha[:, None, None]
+    masked = noised.weights[:, first:, None] > 0
+    return jnp.pad(jnp.where(masked, mixed, 0).astype(denoiser.dtype), ((0, 0), (first, 0), (0, 0)))
+
+
 @dataclasses.dataclass(frozen=True)
 class MaskedDiffusion(CrossEntropy):
     """The objective with its settings."""
@@ -108,5 +137,18 @@ class MaskedDiffusion(CrossEntropy):
         """With the t of a batch spread evenly."""
         return dataclasses.replace(self.settings, stratified=True)
 
+    def passes(self, trained: Trainable) -> Passes:
+        found = super().passes(trained)
+        return Passes(*(count + 1 for count in found)) if self.settings.smoothing else found
+
     def corrupt(self, key: jax.Array, batch: Batch, denoiser: Denoiser) -> Noised:
-        return corrupt(key, batch, denoiser, eps=self.settings.eps, stratified=self.settings.stratified)
+        noised = corrupt(key, batch, denoiser, eps=self.settings.eps, stratified=self.settings.stratified)
+        if not self.settings.smoothing:
+            return noised
+        draws = jax.random.uniform(jax.random.fold_in(key, _SOFT), noised.lengths.shape)
+        return noised._replace(alpha=self.settings.smoothing * draws)
+
+    def soften(self, denoiser: Denoiser, noised: Noised, **options: Any) -> jax.Array | None:
+        if noised.alpha is None:
+            return None
+        return soft_inputs(denoiser, noised, chunk=self.settings.chunk, **options)
