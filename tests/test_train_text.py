@@ -262,6 +262,17 @@ def test_what_the_template_writes_behind_a_message_is_learned(name, tmp_path):
     assert learned == "".join(part.split("]")[0] for part in wanted.split("[")[1:])
 
 
+def test_a_question_and_its_answer_are_a_conversation(tmp_path):
+    setup = setup_of(tmp_path, end="<|eot_id|>", added=HEADERS)
+    named = {"user": "question", "assistant": "solution"}
+    row = {"question": TALK[0]["content"], "solution": TALK[1]["content"], "more": 3}
+    pair = jsonl(setup, path=write_lines(tmp_path / "pair.jsonl", [row]), columns=named)
+    talk = jsonl(setup, path=write_lines(tmp_path / "talk.jsonl", [{"messages": TALK[:2]}]))
+    assert tokens_of(pair) == tokens_of(talk)
+    with pytest.raises(DllmError, match="line 1: .*content"):
+        jsonl(setup, path=write_lines(tmp_path / "pair.jsonl", [row | {"solution": None}]), columns=named)
+
+
 def test_conversations_that_cannot_be_learned(tmp_path):
     setup = setup_of(tmp_path, end="<|eot_id|>", added=HEADERS)
     for messages, sentence in (

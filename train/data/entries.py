@@ -11,8 +11,8 @@ from dllm_jax.text.tokenizer import Turn, chat_text, chat_turns, check_messages
 from train.data.source import Setup
 
 Turns = Literal["all", "each", "last"]
-COLUMNS = ("prompt", "answer", "messages", "text", "ids")
-WANTED = "prompt and answer, messages, text or ids"
+COLUMNS = ("prompt", "answer", "user", "assistant", "messages", "text", "ids")
+WANTED = "prompt and answer, user and assistant, messages, text or ids"
 
 
 class Segment(NamedTuple):
@@ -63,7 +63,8 @@ class EntryForm:
         """The examples of an entry: an object, or JSON of one.
 
         It holds one of: "prompt" and "answer" (texts or token ids); "messages", a conversation that ends with the
-        assistant's, in the model's chat format; "text" or "ids", a document. The end token is added to a text answer;
+        assistant's, in the model's chat format, or "user" and "assistant", one of two messages; "text" or "ids", a
+        document. The end token is added to a text answer;
         token ids are taken as they are. Messages of the assistant end as the chat template ends them (see
         `dllm_jax.text.tokenizer.chat_turns`), and the last with the model's end token where that ends no generation.
 
@@ -86,6 +87,9 @@ class EntryForm:
         if {"prompt", "answer"} <= entry.keys():
             end = [Segment([setup.config.eos_id], True)] if isinstance(entry["answer"], str) else []
             return [[Segment(entry["prompt"], False), Segment(entry["answer"], True), *end]]
+        if {"user", "assistant"} <= entry.keys():
+            pair = [{"role": role, "content": entry[role]} for role in ("user", "assistant")]
+            return self._conversation(setup, pair)
         if entry.get("messages") is not None:
             return self._conversation(setup, entry["messages"])
         for name in ("text", "ids"):
