@@ -37,7 +37,7 @@ from dllm_jax.storage import write_file
 from evals import files, plots, stderr
 from evals.flags import add_batch, add_model, add_task, command, models_of
 from evals.models import Models
-from evals.runner import USUAL, Batches, environment_of, names_of, prepare_batches
+from evals.runner import USUAL, Batches, Measurement, environment_of, names_of, prepare_batches
 from evals.sampler import SamplerConfig, all_samplers, parse_sampler
 from evals.tasks import SPLITS, Example, Task, make_task
 from evals.tasks.base import check_split
@@ -95,12 +95,11 @@ class DecomposedRow:
         return len(self.steps)
 
 
-@dataclasses.dataclass(frozen=True)
-class Decomposition:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decomposition(Measurement):
     """Why a sampler loses. Nats are means per answer, each with its standard error over the answers.
 
     Attributes:
-        model, task, sampler, settings, split, seed, n, batch_size: as in `Report`.
         positions: mean tokens of an answer, its first end token included.
         forwards: mean forwards that wrote some of them; `all_forwards` those that wrote the whole canvas.
         nats: minus the log-probability of the data, as the sampler read it; the sum of the next three.
@@ -111,18 +110,9 @@ class Decomposition:
         wrong_together: share of the positions where greedy decoding by the exact model is wrong, all positions of a
             step together, with Wilson's standard error as if positions were independent.
         wrong_one_by_one: the same, one position after the other.
-        dtype, parameters, hardware, versions: of the run.
         rows: every example.
     """
 
-    model: str
-    task: str
-    sampler: str
-    settings: dict[str, Any]
-    split: str
-    seed: int
-    n: int
-    batch_size: int
     positions: float
     forwards: float
     forwards_stderr: float
@@ -141,15 +131,7 @@ class Decomposition:
     wrong_together_stderr: float
     wrong_one_by_one: float
     wrong_one_by_one_stderr: float
-    dtype: str
-    parameters: int
-    hardware: dict[str, Any]
-    versions: dict[str, str]
     rows: tuple[DecomposedRow, ...] = dataclasses.field(default=(), repr=False)
-
-    def summary(self) -> dict[str, Any]:
-        """Everything but the rows, as JSON takes it."""
-        return {name: value for name, value in vars(self).items() if name != "rows"}
 
     def by_written(self) -> list[dict[str, Any]]:
         """Of forwards that wrote equally many tokens of the answer: how many there were, and their mean nats."""

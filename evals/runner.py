@@ -63,13 +63,39 @@ class ScoredRow:
     text: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """The scores of one sampler.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What was run, and where.
 
     Attributes:
         model, task, sampler: what was run; the sampler as its spec, `settings` as all its options.
         split, seed, n, batch_size: of the examples; `seed` is of the sampler's random numbers, the task has its own.
+        hardware, versions, dtype, parameters: of the run; devices are those of all processes.
+    """
+
+    model: str
+    task: str
+    sampler: str
+    settings: dict[str, Any]
+    split: str
+    seed: int
+    n: int
+    batch_size: int
+    dtype: str
+    parameters: int
+    hardware: dict[str, Any]
+    versions: dict[str, str]
+
+    def summary(self) -> dict[str, Any]:
+        """Everything but the rows, as JSON takes it."""
+        return {name: value for name, value in vars(self).items() if name != "rows"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report(Measurement):
+    """The scores of one sampler.
+
+    Attributes:
         accuracy: share of examples whose final answer is right, with its standard error by Wilson's interval.
         strict_accuracy: share whose steps are all right, too.
         exact_match: share whose tokens are those of the reference.
@@ -83,20 +109,11 @@ class Report:
         seconds: wall time of sampling everything, of several processes the slowest one's; `compile_seconds` apart, next
             to 0 where the program was there.
         occupancy: share of the batch's rows that were at work, over all steps.
-        hardware, versions, dtype, parameters: of the run; devices are those of all processes.
         compat_count: how the papers that were asked for count the same answers: name -> fields of `PaperCount` that
             they report. Speeds over each answer's own seconds need a batch of one.
         rows: every example.
     """
 
-    model: str
-    task: str
-    sampler: str
-    settings: dict[str, Any]
-    split: str
-    seed: int
-    n: int
-    batch_size: int
     accuracy: float
     accuracy_stderr: float
     strict_accuracy: float
@@ -112,16 +129,8 @@ class Report:
     seconds: float
     compile_seconds: float
     occupancy: float
-    dtype: str
-    parameters: int
-    hardware: dict[str, Any]
-    versions: dict[str, str]
     compat_count: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     rows: tuple[ScoredRow, ...] = dataclasses.field(default=(), repr=False)
-
-    def summary(self) -> dict[str, Any]:
-        """Everything but the rows, as JSON takes it."""
-        return {name: value for name, value in vars(self).items() if name != "rows"}
 
 
 def run(
