@@ -21,7 +21,7 @@ from evals.extraction import tokens_before_stop
 from evals.models import Models
 from evals.sampler import SamplerConfig, parse_sampler
 from evals.tasks import Example, Task, Verdict, make_task
-from evals.token_counts import CountedAnswer, answer_of, count_as, forwards_of, method_of, speed_of
+from evals.token_counts import CountedAnswer, answer_of, complete_at, count_as, forwards_of, method_of, speed_of
 from samplers import Generation, Result
 from samplers.checks import check_length, check_whole
 from samplers.config.factory import CanvasSampler
@@ -381,9 +381,10 @@ class Batches:
         return tokens_before_stop([pieces[token] for token in ids], stop)
 
     def _counted_answer(self, request: Request, result: Result, row: ScoredRow) -> CountedAnswer:
+        stop, alone = self.task.stop_strings, request.seconds if self.size == 1 else None
         numbers = {"tokens": row.tokens, "nfe": row.nfe, "committed": row.committed, "prompt_ids": request.prompt}
-        alone = request.seconds if self.size == 1 else None
-        return answer_of(self.model, result.tokens[0].tolist(), self.task.stop_strings, seconds=alone, **numbers)
+        numbers["complete_at"] = complete_at(result, len(row.ids), self.model, stop)
+        return answer_of(self.model, result.tokens[0].tolist(), stop, seconds=alone, **numbers)
 
 
 def names_of(spec: SamplerConfig, batches: Batches) -> dict[str, Any]:

@@ -45,6 +45,8 @@ class CountedAnswer:
         nfe: forwards of the denoiser.
         committed: tokens that the forwards wrote, wherever they stand.
         seconds: from its admission to its end; None where others ran at the same time, since their shares are unknown.
+        complete_at: forwards after which the answer and what ends it were written, see `complete_at`; None where that
+            is not known.
     """
 
     prompt_ids: Sequence[int]
@@ -55,6 +57,7 @@ class CountedAnswer:
     nfe: int
     committed: int
     seconds: float | None
+    complete_at: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +91,7 @@ class PaperCount:
         n: answers that were counted.
         tokens: mean per answer.
         nfe: mean forwards per answer.
+        nfe_until: the mean of those after which an answer and what ends it were written.
         total_nfe: of all answers.
         tokens_per_forward, tokens_per_second: ratios of totals.
         mean_tokens_per_forward, mean_tokens_per_second: means of the answers' own ratios, the latter with the standard
@@ -99,6 +103,7 @@ class PaperCount:
     n: int
     tokens: float
     nfe: float | None = None
+    nfe_until: float | None = None
     total_nfe: int | None = None
     tokens_per_forward: float | None = None
     tokens_per_second: float | None = None
@@ -116,6 +121,29 @@ def forwards_of(result: Result) -> dict[str, int]:
         "verifier_forwards": int(result.verifier_forwards[0]) if isinstance(result, DraftResult) else 0,
         "committed": int((result.decoded_at[0] >= 0).sum()),
     }
+
+
+def complete_at(result: Result, tokens: int, model: Model, stop: Sequence[str]) -> int:
+    """After how many forwards a row's answer, and the end token or stop string that ends it, were written: what a
+    sampler that stops there takes. All forwards where nothing ends it.
+
+    Args:
+        result: of one row.
+        tokens: of the answer before its end.
+        stop: strings that end it, besides the model's end tokens.
+    """
+
+    def ends(ids: list[int]) -> bool:
+        if not set(ids).isdisjoint(model.config.end_ids):
+            return True
+        text = str(model.require_tokenizer().decode(ids, skip_special_tokens=False)) if stop else ""
+        return any(item in text for item in stop)
+
+    ids = result.tokens[0].tolist()
+    end = tokens if ends(ids) else len(ids)
+    while end < len(ids) and not ends(ids[:end]):
+        end += 1
+    return int(result.decoded_at[0, :end].max(initial=-1)) + 1
 
 
 def speed_of(answers: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, float]:
@@ -195,6 +223,8 @@ def count(kind: str, answers: Sequence[CountedAnswer], *, eos_id: int, encode: E
         "tokens_per_second": float(tokens.sum() / max(seconds, 1e-9)) if method.time == "loop" else None,
         "mean_tokens_per_forward": float((tokens / nfe).mean()),
     }
+    until = [answer.complete_at for answer in answers if answer.complete_at is not None]
+    every["nfe_until"] = float(np.mean(until)) if len(until) == len(answers) else None
     own = [answer.seconds for answer in answers]
     if None not in own:
         every |= _own_speeds(tokens, np.asarray(own, float), method.time == "answers")
@@ -267,6 +297,12 @@ _MEANS = ("nfe", "mean_tokens_per_second", "mean_tokens_per_second_stderr")
 
 COUNTS: Mapping[str, CountMethod] = types.MappingProxyType(
     {
+        "eb": CountMethod(
+            lambda answer, eos_id, encode: answer.tokens,
+            ("nfe", "nfe_until"),
+            "EB-Sampler's Tables 1 and 4 to 6 (arXiv 2505.24857): columns full and generate-until, of one run",
+            "with ignore_eos=true the forwards are those of the whole canvas, nfe_until those up to the answer's end",
+        ),
         "fast-dllm-llada": CountMethod(
             _encoded_again,
             ("total_nfe", *_SPEED),

@@ -1,14 +1,18 @@
 """Counts of the papers on answers made by hand, and on a run's own."""
 
 import json
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+import dllm_jax
 import evals
+from convert import embedded
 from dllm_jax import DllmError
 from evals import __main__ as cli
 from evals.extraction import tokens_before_stop
-from evals.token_counts import COUNTS, CountedAnswer, count
+from evals.token_counts import COUNTS, CountedAnswer, complete_at, count
 
 EOS, EOT = 0, 1
 # Prompt of three tokens, one of them an end token; eight positions, of which the first four are the answer, then the
@@ -22,6 +26,7 @@ ONE = CountedAnswer(
     nfe=2,
     committed=6,
     seconds=0.5,
+    complete_at=1,
 )
 OTHER = CountedAnswer(
     prompt_ids=[5],
@@ -32,6 +37,7 @@ OTHER = CountedAnswer(
     nfe=4,
     committed=8,
     seconds=2.0,
+    complete_at=4,
 )
 
 
@@ -124,6 +130,32 @@ def test_speeds_of_single_answers_need_their_own_seconds():
     assert set(counted("apd", together)) == {"n", "tokens", "nfe"}
     assert set(counted("dinfer", together)) == {"n", "tokens", "nfe", "tokens_per_forward", "mean_tokens_per_forward"}
     assert counted("ni", together) == counted("ni")
+
+
+def test_eb_has_two_numbers_of_forwards_of_one_run():
+    assert counted("eb") == {"n": 2, "tokens": 2.5, "nfe": 3, "nfe_until": 2.5}
+    unknown = [CountedAnswer(**{**vars(ONE), "complete_at": None}), OTHER]
+    assert counted("eb", unknown) == {"n": 2, "tokens": 2.5, "nfe": 3}
+
+
+@pytest.mark.parametrize("blocks", ["", ",block_length=8"])
+def test_forwards_until_the_end_are_those_of_a_run_that_ends_there(blocks, tmp_path):
+    model = dllm_jax.load(embedded.install("word-problems", tmp_path / "model"))
+    run = {"n": 8, "batch_size": 8, "progress": False, "counts": ["eb"]}
+    whole = evals.run(model, "word-problems", f"topk:k=2,ignore_eos=true{blocks}", **run)
+    early = evals.run(model, "word-problems", f"topk:k=2{blocks}", **run)
+    assert whole.compat_count["eb"]["nfe"] == whole.nfe == 16
+    assert whole.compat_count["eb"]["nfe_until"] == early.compat_count["eb"]["nfe_until"] == early.nfe
+    assert not blocks or early.nfe < 16  # in one block the answer's digits come last
+
+
+def test_an_answer_is_complete_with_the_whole_stop_string(llada_tiny):
+    ids = llada_tiny.tokenizer("a=4;;b", add_special_tokens=False)["input_ids"]
+    assert len(ids) == 6
+    result = SimpleNamespace(tokens=np.array([ids]), decoded_at=np.array([[0, 1, -1, 2, 4, 7]]))
+    assert complete_at(result, 3, llada_tiny, [";;"]) == 5  # forward 4 wrote the second semicolon
+    assert complete_at(result, 6, llada_tiny, ["!"]) == complete_at(result, 6, llada_tiny, []) == 8
+    assert complete_at(result, 1, llada_tiny, ["="]) == 2
 
 
 def test_every_count_says_where_it_was_read_and_what_it_distorts():

@@ -42,7 +42,7 @@ from evals.harness.requests import (
 )
 from evals.models import Models
 from evals.presets import Preset
-from evals.token_counts import CountedAnswer, answer_of, count_as, forwards_of, method_of, speed_of
+from evals.token_counts import CountedAnswer, answer_of, complete_at, count_as, forwards_of, method_of, speed_of
 from samplers.checks import check_length, check_whole
 from samplers.cli.report import device_of
 from samplers.config.factory import CanvasSampler
@@ -249,6 +249,7 @@ class DllmLM(LM):
             "text": text,
             "tokens": tokens,
             **forwards_of(result),
+            "complete_at": complete_at(result, tokens, self.model, one.until),
             "seconds": request.seconds,
             "wall": wall,
             "slots": slots,
@@ -432,6 +433,7 @@ class DllmLM(LM):
 
     def _counted_answer(self, line: Mapping[str, Any]) -> CountedAnswer:
         numbers = {name: line[name] for name in ("tokens", "nfe", "committed", "prompt_ids")}
+        numbers["complete_at"] = line.get("complete_at")  # a line of an earlier version has none
         alone = line["seconds"] if line["slots"] == 1 else None
         return answer_of(self.model, line["canvas_ids"], line["until"], seconds=alone, **numbers)
 
