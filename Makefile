@@ -127,6 +127,11 @@ TASK_word-problems := word-problems
 TASK_long-problems := word-problems:difficulty=long
 TASK_sudoku := sudoku:box_rows=2,box_columns=3
 TASK_maze := maze:size=4
+TASK_chains := chains:length=64
+
+embedded-chains: | runs/chains-short/model
+runs/chains-short/model: $(READY)
+	$(PY) -m train masked-diffusion --config train/configs/chains-short.toml
 
 embedded-%: export DLLM_JAX_HOME := $(CURDIR)/.demo
 embedded-%: $(READY)

@@ -93,11 +93,14 @@ def _logits(denoiser: Denoiser, tokens: jax.Array, length: jax.Array) -> jax.Arr
     return denoiser(tokens[None], length[None])[0]
 
 
-def reference(denoiser: Denoiser, prompt: list[int], key: jax.Array, weight, temperature, lookahead, target, top_k=V):
-    """The tokens, and how many of them each step accepted."""
-    x, out, counts = np.asarray(prompt + [MASK] * GEN), [], []
+def reference(
+    denoiser: Denoiser, prompt: list[int], key: jax.Array, weight, temperature, lookahead, target, top_k=V, given=None
+):
+    """The tokens, and how many of them each step accepted; of given ones none."""
+    given = np.full(GEN, MASK) if given is None else np.asarray(given)
+    x, out, counts = np.asarray([*prompt, *given]), [], []
     noise = KeyNoise(key[None])
-    while len(out) < GEN:
+    while (given[len(out) :] == MASK).any():
         cur = len(prompt) + len(out)
         right = min(cur + lookahead, len(prompt) + GEN)
         uniform = noise.uniform(Purpose.TOKENS, jnp.asarray([len(counts)]), jnp.arange(GEN)[None], jnp.arange(V))
@@ -108,6 +111,8 @@ def reference(denoiser: Denoiser, prompt: list[int], key: jax.Array, weight, tem
         cut = z < np.sort(z, axis=-1)[:, -top_k, None]
         cut[:, MASK] = True
         draft = np.where(cut, -np.inf, z / scale + g * (temperature if target == "greedy" else 1.0)).argmax(-1)
+        known = given[len(out) : len(out) + len(draft)]
+        draft = np.where(known == MASK, draft, known)
         trial = x.copy()
         trial[cur:right] = draft
         v = np.asarray(_logits(VERIFIER.denoiser, jnp.asarray(trial), jnp.asarray(right)))[cur:right]
@@ -117,11 +122,11 @@ def reference(denoiser: Denoiser, prompt: list[int], key: jax.Array, weight, tem
             mixed = np.where(cut, -np.inf, mixed / temperature + own)
         mixed[:, MASK] = -np.inf
         agrees = draft == mixed.argmax(-1)
-        agrees[0] = True
+        agrees |= (known != MASK) | (np.cumsum(known == MASK) == 1)
         n = len(agrees) if agrees.all() else int(agrees.argmin())
         x[cur : cur + n] = draft[:n]
-        out, counts = [*out, *draft[:n].tolist()], [*counts, n]
-    return out, counts
+        out, counts = [*out, *draft[:n].tolist()], [*counts, int((known[:n] == MASK).sum())]
+    return [*out, *given[len(out) :].tolist()], counts
 
 
 @pytest.mark.parametrize(
@@ -152,6 +157,47 @@ def test_equals_a_reference_without_caches(model: str, target: str) -> None:
         np.testing.assert_allclose(result.mean_accepted[row], np.mean(counts), rtol=1e-6)
         total += counts
     assert max(total) > 1 and min(total) == 1
+
+
+@pytest.mark.parametrize("kind", ["apd", "one", "three", "window"])
+def test_given_tokens_are_written_in_their_turn(kind: str) -> None:
+    """They cost no forward, whether they stand alone, in a run that is longer than the lookahead, or at the end."""
+    given = np.full((4, GEN), MASK)
+    given[0, ::2], given[1, [0, 1, 9]], given[2, 3:12], given[3, -4:] = 3, 7, 5, 2
+    options = {"lookahead": 6} | ({"window": GEN + 12} if kind == "window" else {})
+    count = 3 if kind == "three" else 1
+    weight = 0.6 if kind in ("apd", "window") else 1.0
+    sampler = APD(VERIFIER, GEN, weight=weight, **options) if weight < 1 else LeftRight(GEN, count, **options)
+    result = run(sampler, given=jnp.asarray(given))
+    for row in range(4):
+        if weight < 1:
+            rest = (keys(4)[row], weight, 0.0, 6, "none")
+            tokens, counts = reference(DREAM, PROMPTS[row], *rest, given=given[row])
+        else:
+            tokens, counts = left_to_right(PROMPTS[row], given[row], count, 6)
+        assert result.tokens[row].tolist() == tokens and accepted(result, row) == counts
+        assert result.nfe[row] == len(counts) and result.most_accepted[row] == max(counts)
+        known = given[row] != MASK
+        assert (result.tokens[row] == given[row])[known].all() and (
+            result.decoded_at[row] < 0
+        ).tolist() == known.tolist()
+        alone = run(sampler, rows=(row,), given=jnp.asarray(given[row : row + 1]))
+        assert_same_row(result, row, alone, 0)
+
+
+def left_to_right(prompt, given, count, lookahead):
+    """The tokens, and how many each step wrote, of steps that write `count` tokens."""
+    x, written, counts = np.asarray([*prompt, *given]), 0, []
+    while (given[written:] == MASK).any():
+        cur = len(prompt) + written
+        right = min(cur + lookahead, len(prompt) + GEN)
+        z = np.array(_logits(DREAM, jnp.asarray(x), jnp.asarray(right)))[cur:right]
+        z[:, MASK] = -np.inf
+        known = given[written : written + len(z)]
+        n = int((np.cumsum(known == MASK) <= count).sum())
+        x[cur : cur + n] = np.where(known == MASK, z.argmax(-1), known)[:n]
+        written, counts = written + n, [*counts, int((known[:n] == MASK).sum())]
+    return x[len(prompt) :].tolist(), counts
 
 
 # Distributions -------------------------------------------------------------------------------------------------------
@@ -575,7 +621,7 @@ def test_refusals_when_built(name: str, options: dict) -> None:
         ("int32[3]", APD(Verifier(VERIFIER.denoiser, jnp.zeros(3, int)), 8), {}),
         ("prompt", APD(VERIFIER, 8), {"prompt": jnp.zeros((1, 0), int)}),
         ("length 0 of row 0", APD(VERIFIER, 8), {"prompt_lengths": jnp.asarray([0])}),
-        ("given", APD(VERIFIER, 8), {"given": jnp.zeros((1, 8), int)}),
+        ("given", APD(VERIFIER, 8), {"given": jnp.zeros((1, 7), int)}),
         ("key=", APD(VERIFIER, 8, sampling=Sampling(temperature=1.0)), {}),
         ("defer", LeftRight(8, sampling=Sampling(defer=jnp.asarray([1]))), {}),
         ("sampling is None", LeftRight(8, sampling=None), {}),

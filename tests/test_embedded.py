@@ -17,9 +17,15 @@ from dllm_jax.checkpoints.checkpoint import EMBEDDED, find
 from evals.__main__ import main as evals_main
 from train.objectives import read_config
 
-EXPECTED = {"word-problems": "word-problems", "long-problems": "word-problems", "sudoku": "sudoku", "maze": "maze"}
+EXPECTED = {
+    "chains": "chains",
+    "word-problems": "word-problems",
+    "long-problems": "word-problems",
+    "sudoku": "sudoku",
+    "maze": "maze",
+}
 LEAST = 0.9
-EXAMPLES = {"long-problems": 12}  # of 64 forwards each
+EXAMPLES = {"long-problems": 12, "chains": 12}  # of 64 forwards each
 
 
 @pytest.fixture(scope="module")

@@ -41,7 +41,7 @@ SCALE = "scale"
 GROUP_BYTES = 256 * 2**20  # written at a time: bounds the writer's memory, whatever the checkpoint's size
 
 
-EMBEDDED = ("long-problems", "maze", "sudoku", "word-problems")
+EMBEDDED = ("chains", "long-problems", "maze", "sudoku", "word-problems")
 """Names of the models that come with the library."""
 
 

@@ -98,7 +98,7 @@ class APD(LeftToRight):
             tokens, front.right, state.verifier_kv, front.span, front.undecided, denoiser.vocab_size
         )
         agreed = draft.token == self.target(denoiser, state, front, draft, scores)
-        agreed |= front.span.positions <= front.next[:, None]  # what is written already, and the first position
+        agreed |= ~front.open | front.among_first(1)  # what is written already or given, and the first that is drafted
         return jnp.cumprod(agreed, axis=1).astype(bool), kv
 
     def target(
@@ -159,5 +159,4 @@ class LeftRight(LeftToRight):
     def write(
         self, denoiser: DenoiserLike, state: LeftRightState, front: Frontier, draft: Draft
     ) -> tuple[jax.Array, Any]:
-        end = front.next + jnp.maximum(jnp.asarray(self.tokens_per_step), 1)
-        return front.span.positions < end[:, None], None
+        return front.among_first(jnp.maximum(jnp.asarray(self.tokens_per_step), 1)), None

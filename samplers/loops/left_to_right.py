@@ -72,6 +72,7 @@ class Frontier:
         next: [B], the first position that is not written.
         left, right: [B], the dLLM runs [left, right); nothing exists after it.
         start: [B], L positions from here on cover [next, right); the same for a row whatever its neighbours.
+        open: [B, L] bool, which of these are to be drafted; a token that was given is written as it is.
         reach: L.
     """
 
@@ -80,6 +81,7 @@ class Frontier:
     left: jax.Array
     right: jax.Array
     start: jax.Array
+    open: jax.Array
     reach: int
 
     @property
@@ -89,9 +91,18 @@ class Frontier:
 
     @property
     def undecided(self) -> jax.Array:
-        """[B, L] bool, which of these are to be drafted."""
+        """[B, L] bool, which of these are to be written."""
         positions = self.span.positions
         return (positions >= self.next[:, None]) & (positions < self.right[:, None])
+
+    def among_first(self, count: jax.Array | int) -> jax.Array:
+        """[B, L] bool, the positions from `start` up to the `count`-th that is drafted, and what was given behind it.
+
+        Args:
+            count: scalar or [B].
+        """
+        rank = jnp.cumsum(self.open & self.undecided, axis=1)
+        return rank <= jnp.broadcast_to(jnp.asarray(count), rank.shape[:1])[:, None]
 
 
 class Draft(NamedTuple):
@@ -128,7 +139,6 @@ class LeftToRight:
     limits: tuple[int, int] | None
 
     canvas_length = None  # nothing follows the generation
-    takes_given = False
 
     @property
     def width(self) -> int:
@@ -176,7 +186,7 @@ class LeftToRight:
         *,
         key: jax.Array | None = None,
         gen_lengths: jax.Array | None = None,
-        given: None = None,
+        given: jax.Array | None = None,
         noise: Noise | None = None,
     ) -> LeftRightState:
         """The state before the first forward of the dLLM; a verifier has read the prompt.
@@ -185,7 +195,8 @@ class LeftToRight:
             prompt, prompt_lengths, key: as in `samplers.sample`.
             gen_lengths: [B] int32, positions each row generates, at most `gen_length`, which is the default. Changing
                 them recompiles nothing.
-            given: must be None: what is written from left to right has no gaps to fill.
+            given: [B, G] int32, tokens the canvas comes with, the mask id where a token is to be generated. They are
+                written in their turn, as no token of a step.
             noise: source of random numbers instead of `key`. It draws for positions counted from the first that is
                 drafted, so a `TableNoise` holds [steps, lookahead, V] uniforms.
 
@@ -196,8 +207,6 @@ class LeftToRight:
         check_is_sampling(self.sampling)
         if self.sampling.defer is not None:
             raise DllmError("defer has no effect on what is written from left to right; leave it out, or use suppress")
-        if given is not None:
-            raise DllmError("given tokens cannot be kept by a sampler that writes from left to right; use BlockSampler")
         self.start_parts(denoiser)
         canvas = canvases.begin(
             denoiser,
@@ -207,6 +216,7 @@ class LeftToRight:
             length=self.gen_length,
             key=key,
             gen_lengths=gen_lengths,
+            given=given,
             noise=noise,
             stop=self.stop,
         )
@@ -248,7 +258,7 @@ class LeftToRight:
             ),
             written=state.written + accepted,
             accepted=jnp.where(ran, accepted, state.accepted),
-            most_accepted=jnp.maximum(state.most_accepted, accepted),
+            most_accepted=jnp.maximum(state.most_accepted, (select & front.open).sum(axis=1, dtype=jnp.int32)),
             kv=kv,
             verifier_kv=verifier_kv,
         )
@@ -300,7 +310,8 @@ class LeftToRight:
             needed = max(length - self.gen_length + self.reach, self._window_width(length, least) + least)
             length = min(needed, length)
         start = canvas.prompt_lengths + jnp.minimum(state.written, self.gen_length - self.reach)
-        return Frontier(canvas.tokens[:, :length], first, left, right, start, self.reach)
+        undecided = canvas.of_window(canvas.undecided, start, self.reach)
+        return Frontier(canvas.tokens[:, :length], first, left, right, start, undecided, self.reach)
 
     def _forward(
         self, denoiser: DenoiserLike, state: LeftRightState, front: Frontier
@@ -339,6 +350,7 @@ class LeftToRight:
         token = jnp.argmax(z if noise is None else self.perturbed(z, noise), axis=-1).astype(jnp.int32)
         if sampling.target is not None:
             token = sampling.target_at(front.span.positions - state.canvas.prompt_lengths[:, None])
+        token = jnp.where(front.open, token, slice_rows(state.canvas.tokens, *front.span))
         return Draft(token, logits, z > -jnp.inf, noise)
 
     def draw_gumbel(
@@ -358,7 +370,7 @@ class LeftToRight:
     def _move_on(self, denoiser: DenoiserLike, state: LeftRightState) -> LeftRightState:
         """Ends rows that are full, or whose stop condition holds."""
         canvas, stopped = state.canvas.stopped(self.stop, denoiser.eos_id, state.canvas.undecided)
-        done = canvas.done | (state.written >= canvas.gen_lengths) | stopped
+        done = canvas.done | ~canvas.undecided.any(axis=1) | stopped
         return dataclasses.replace(state, canvas=dataclasses.replace(canvas, done=done))
 
 
