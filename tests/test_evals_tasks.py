@@ -32,6 +32,8 @@ PINNED = {
     "sudoku:pool=2": "e23fe45de840b676",
     "maze": "68524987e7efa449",
     "maze:size=5": "b3a9ed2e58965393",
+    "chains": "4398fb67aa085cbb",
+    "chains:length=24,chain=2-9,start=left,free=0.5,seed=1": "82a0704f73a2d35f",
 }
 
 

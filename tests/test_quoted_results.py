@@ -20,8 +20,8 @@ FILES += sorted((ROOT / "docs" / "papers").glob("*.md"))
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in FILES}
 PAPERS = [page for page in PAGES if page.startswith("docs/papers/") and not page.endswith("index.md")]
 OUTCOMES = {"reproduced", "not reproduced", "not testable here"}
-MEASURED = ("accuracy", "nfe", "tokens_per_forward", "n", "tokens_per_second")
-PLAIN = {"tokens_per_second": ".0f", "tokens_per_forward": ".2f", "n": ".0f"}
+MEASURED = ("accuracy", "nfe", "nfe_until", "tokens_per_forward", "n", "tokens_per_second")
+PLAIN = {"tokens_per_second": ".0f", "tokens_per_forward": ".2f", "n": ".0f", "nfe_until": ".2f"}
 
 QUOTED_PEERS = "Fast-dLLM, no cache", "prefix cache", "dual cache", "bonsai, no cache", "the same under nnx.jit"
 
@@ -49,7 +49,12 @@ def read(folder, split="test"):
     name = "results.csv" if (RESULTS / folder / "results.csv").is_file() else "tuning.csv"
     with (RESULTS / folder / name).open(newline="") as file:
         rows = sorted(csv.DictReader(file), key=lambda row: int(row["n"]))
-    return {row["sampler"]: row for row in rows if row.get("split", split) == split}
+    found = {row["sampler"]: row for row in rows if row.get("split", split) == split}
+    told = (RESULTS / folder / name).with_suffix(".json")
+    for report in json.loads(told.read_text()).get("reports", ()) if told.is_file() else ():
+        if report["sampler"] in found and "eb" in report.get("compat_count", ()):
+            found[report["sampler"]]["nfe_until"] = report["compat_count"]["eb"]["nfe_until"]
+    return found
 
 
 def measured(row):
