@@ -22,8 +22,9 @@ import json
 import math
 import os
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from dllm_jax.parallel.sharding import Layout, ShardingRules, batch_parts, batch
 from dllm_jax.params.quantized import QuantizedKernel
 from dllm_jax.params.specs import abstract_params
 from samplers import make_sampler, sample
+from samplers.command_buffers import COMMAND_BUFFERS
 from samplers.tokens.predictions import Sampling, predict, readout
 from train import read_config
 from train.config import TrainConfig
@@ -58,6 +60,7 @@ MEMORY = {"v5e": 15.75, "v6e": 31.25, "v5p": 95.0, "h100": 79.1, "t4": 14.7}
 GPUS = {name: Path(__file__).parent / "targets" / f"{name}.txtpb" for name in ("h100", "t4")}
 CUDA_FLAGS = "--xla_gpu_autotune_level=0"  # nothing can be autotuned
 ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "true"}  # or libtpu looks for its machine
+LAUNCHES = ".thunk_sequence_after_thunk_passes.txt"
 WHAT = ("sample", "full", "window", "train")
 FORWARDS = ("full", "window")
 CALLS = {"cudnn": "__cudnn$fmha", "tokamax": "mosaic_gpu", "tpu": "tpu_custom_call"}
@@ -164,13 +167,27 @@ def _name(dtype: str) -> str:
     return {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int8": "s8"}[dtype]
 
 
-def compiled(what: str, setting: Setting) -> Any:
+def compiled(what: str, setting: Setting, options: Mapping[str, str] | None = None) -> Any:
     """The compiled program: a whole generation, a forward over everything, one over a block, or a step of training.
 
     Forwards end with what is read off the block's logits, and hand on the buffers.
+
+    Args:
+        options: of XLA's compiler, for this program.
     """
     with use_kernels(setting.implementation):
-        return lowered(what, setting).compile()
+        return lowered(what, setting).compile(compiler_options=dict(options) if options else None)
+
+
+def compile_launches(what: str, setting: Setting, options: Mapping[str, str] | None = None) -> tuple[Any, str]:
+    """The same, and the text of what a GPU's host launches, empty for other devices: XLA puts kernels into command
+    buffers after it has printed the program."""
+    if setting.mesh.devices.flat[0].platform != "gpu":
+        return compiled(what, setting, options), ""
+    with tempfile.TemporaryDirectory() as folder:
+        program = compiled(what, setting, {**(options or {}), "xla_dump_to": folder})
+        (file,) = Path(folder).glob(f"*{LAUNCHES}")
+        return program, file.read_text()
 
 
 def lowered(what: str, setting: Setting) -> Any:
@@ -258,8 +275,12 @@ def label(own: Sequence[hlo.Instruction], at: hlo.Instruction | None) -> str:
     return "step" if path == ["jit(sample)", "while"] else min(layers, default="loop")
 
 
-def describe(program: Any, setting: Setting) -> dict[str, Any]:
-    """The figures of a compiled program; sizes in bytes, of one device."""
+def describe(program: Any, setting: Setting, launched: str = "") -> dict[str, Any]:
+    """The figures of a compiled program; sizes in bytes, of one device.
+
+    Args:
+        launched: what a GPU's host launches, from `compile_launches`.
+    """
     memory, text = program.memory_analysis(), program.as_text()
     found = hlo.read(text)
     root = hlo.loops(found, label)
@@ -268,9 +289,10 @@ def describe(program: Any, setting: Setting) -> dict[str, Any]:
     is_kernel = lambda shape: any(hlo.is_like(shape, kernel) for kernel in kernels)
     rows = []
     on_gpu = setting.mesh.devices.flat[0].platform == "gpu"
+    buffers, inside = buffered(root, launched)
     for depth, loop in root.walk():
         kv_copies = hlo.moved(found, loop, lambda shape: len(shape[1]) > 2 and hlo.is_like(shape, kv))
-        weight_copies = hlo.moved(found, loop, is_weight)
+        weight_copies, work = hlo.moved(found, loop, is_weight), hlo.work(found, loop)
         rows.append(
             {
                 "loop": loop.name,
@@ -278,9 +300,11 @@ def describe(program: Any, setting: Setting) -> dict[str, Any]:
                 "trips": loop.trips,
                 "kernels": loop.kernels,
                 "inner_loops": len(loop.inner),
-                "host_reads": host_reads(loop) if on_gpu and depth == 1 and not loop.trips else None,
+                "host_reads": host_reads(loop, inside) if on_gpu and depth == 1 and not loop.trips else None,
                 "serial_writes": sum(inner.name == "scatter" for inner in loop.inner),
                 "cycles": loop.cycles,
+                "bytes": sum(moved for moved, _ in work),
+                "flops": sum(flops for _, flops in work),
                 "kv_copies": kv_copies[0],
                 "kv_copy_bytes": kv_copies[1],
                 "weight_copies": weight_copies[0],
@@ -299,16 +323,34 @@ def describe(program: Any, setting: Setting) -> dict[str, Any]:
         "temporary_bytes": memory.temp_size_in_bytes,
         "peak_bytes": peak,
         "implementation": setting.implementation,
+        "command_buffers": buffers,
         "calls": {name: text.count(f'custom_call_target="{target}') for name, target in CALLS.items()},
         "loops": rows,
     }
 
 
-def host_reads(loop: hlo.Loop) -> list[int]:
-    """Predicates that a GPU's host reads in a turn of a loop that is in no command buffer, least and most: its own, and
-    of each loop within whose turns are not known one, or two where that has a turn. A TPU's host reads none."""
-    asked = sum(inner.trips is None for inner in loop.inner)
-    return [1 + asked, 1 + 2 * asked]
+def buffered(root: hlo.Loop, launched: str) -> tuple[int | None, set[int]]:
+    """How many command buffers a GPU's host launches, and the `id` of each loop that is in one; None without a text.
+
+    Raises:
+        DllmError: where the text has other loops than the program.
+    """
+    if not launched:
+        return None, set()
+    count, inside = hlo.command_buffers(launched)
+    found = [loop for depth, loop in root.walk() if depth]
+    if len(found) != len(inside):
+        raise DllmError(f"XLA launches {len(inside)} loops of {len(found)}; this version of it prints them otherwise")
+    return count, {id(loop) for loop, within in zip(found, inside, strict=True) if within}
+
+
+def host_reads(loop: hlo.Loop, inside: Container[int] = ()) -> list[int]:
+    """Predicates that a GPU's host reads in a turn of a loop, least and most: its own, and of each loop within whose
+    turns are not known one, or two where that has a turn. It reads none of loops in command buffers (`buffered`); a
+    TPU's host reads none at all."""
+    asked = sum(inner.trips is None and id(inner) not in inside for inner in loop.inner)
+    own = id(loop) not in inside
+    return [own + asked, own + 2 * asked]
 
 
 def holds(shape: hlo.Shape, weight: hlo.Shape) -> bool:
@@ -329,7 +371,10 @@ def table(result: dict[str, Any]) -> str:
     """A line for the memory, and one for every loop."""
     verdict = "fits" if result["fits"] else "does not fit"
     sizes = [f"{name} {result[f'{name}_bytes'] / GIB:.2f} GiB" for name in ("argument", "temporary", "peak")]
-    lines = [f"{result['title']}: {', '.join(sizes)}: {verdict} {result['memory_bytes'] / GIB:.2f} GiB a device"]
+    memory = f"{verdict} {result['memory_bytes'] / GIB:.2f} GiB a device"
+    if result["command_buffers"] is not None:
+        memory += f", {result['command_buffers']} command buffers"
+    lines = [f"{result['title']}: {', '.join(sizes)}: {memory}"]
     cells = [COLUMNS] + [_cells(row, result["loops"]) for row in result["loops"]]
     widths = [max(len(row[i]) for row in cells) for i in range(len(COLUMNS))]
     return "\n".join(
@@ -397,6 +442,7 @@ def parser() -> argparse.ArgumentParser:
         choices=["auto", "xla", "tokamax", "tpu"],
         help="of attention and experts: auto is xla for an absent device, and cuDNN does not compile without the GPU",
     )
+    add("--command-buffers", action="store_true", help="on a GPU, the loops too in command buffers (CUDA graphs)")
     add("--batch", type=int, default=1)
     add("--prompt-length", type=int, default=256)
     add("--gen-length", type=int, default=256)
@@ -435,15 +481,18 @@ def report(options: argparse.Namespace) -> dict[str, Any]:
         if (number := getattr(options, name)) < 1:
             raise DllmError(f"--{name.replace('_', '-')} is {number}; it must be at least 1")
     setting, about = _training(options) if options.what == "train" else _generation(options)
+    if options.command_buffers and setting.mesh.devices.flat[0].platform != "gpu":
+        raise DllmError(f"--command-buffers is for GPUs, and {options.target} is none; leave it out")
     start = time.perf_counter()
     try:
-        program = compiled(options.what, setting)
+        buffers = COMMAND_BUFFERS if options.command_buffers else None
+        program, launched = compile_launches(options.what, setting, buffers)
     except jax.errors.JaxRuntimeError as error:
         raise DllmError(f"{options.target} refuses the program: {str(error).splitlines()[0]}") from None
     seconds = time.perf_counter() - start
     if options.hlo:
         options.hlo.write_text(program.as_text())
-    found = describe(program, setting)
+    found = describe(program, setting, launched)
     memory = int(MEMORY[options.target.partition(":")[0]] * GIB)
     return {
         **about,

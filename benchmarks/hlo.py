@@ -15,7 +15,9 @@ FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while
 MOVES = {"copy", "transpose", "reshape", "bitcast", "concatenate", "parameter", "convert", "constant", "tuple"}
 CALLED = re.compile(r"(?:calls|body|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-ARRAY = re.compile(r"\b(pred|bf16|[sufc]\d+(?:e\w+)?)\[([\d,]*)\]")
+ARRAY = re.compile(r"\b(pred|bf16|[sufc]\d+(?:e\w+)?)\[([\d,]*)\](\{[^}]*\})?")
+SLICES = ("dynamic-slice", "slice", "gather")  # read what they return
+UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # in place; the number of the operand with what is new
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +32,11 @@ class Instruction:
         cycles: the compiler's estimate, 0 where it gives none (the TPU's gives it).
         trips: how often a loop's body runs, where that is known.
         channel: number of a collective; its pieces, if there are several, share it.
+        name: unique in the program.
+        operands: names of what it reads.
+        text: the whole line, after its name.
+        near: of each result, whether it lies in a memory on the chip, such as a TPU's VMEM.
+        is_root: whether it is what its computation returns.
     """
 
     opcode: str
@@ -39,6 +46,11 @@ class Instruction:
     cycles: int
     trips: int | None
     channel: str
+    name: str = ""
+    operands: tuple[str, ...] = ()
+    text: str = ""
+    near: tuple[bool, ...] = ()
+    is_root: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +59,11 @@ class Program:
 
     computations: Mapping[str, Sequence[Instruction]]
     entry: str
+
+    @functools.cached_property
+    def by_name(self) -> Mapping[str, Instruction]:
+        """Every instruction."""
+        return {each.name: each for own in self.computations.values() for each in own}
 
 
 def read(text: str) -> Program:
@@ -60,25 +77,33 @@ def read(text: str) -> Program:
         elif line == "}":
             current = None
         elif current is not None and " = " in line:
-            current.append(_instruction(line.partition(" = ")[2]))
+            name, _, text = line.partition(" = ")
+            current.append(_instruction(name, text))
     return Program(computations, entry)
 
 
-def _instruction(text: str) -> Instruction:
+def _instruction(name: str, text: str) -> Instruction:
     end = _closing(text) if text.startswith("(") else text.index(" ")
     opcode = re.match(r" ?([\w\-]+)\(", text[end:])
     called = CALLED.findall(text) + [name.strip(" %") for names in BRANCHES.findall(text) for name in names.split(",")]
     scope, cycles = re.search(r'op_name="([^"]*)"', text), re.search(r'"estimated_cycles":"(\d+)"', text)
     trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', text)
     channel = re.search(r"channel_id=(\d+)", text)
+    arrays = ARRAY.findall(text[:end])
+    arguments = text[end + text[end:].find("(") :]
     return Instruction(
         opcode[1] if opcode else "",
-        tuple((kind, tuple(int(d) for d in dims.split(",") if d)) for kind, dims in ARRAY.findall(text[:end])),
+        tuple((kind, tuple(int(d) for d in dims.split(",") if d)) for kind, dims, _ in arrays),
         tuple(called),
         scope[1] if scope else "",
         int(cycles[1]) if cycles else 0,
         int(trips[1]) if trips else None,
         channel[1] if channel else "",
+        name.split()[-1].lstrip("%"),
+        tuple(re.findall(r"%([\w.\-]+)", arguments[: _closing(arguments)])),
+        text,
+        tuple("S(" in layout for _, _, layout in arrays),
+        "ROOT " in name,
     )
 
 
@@ -111,7 +136,8 @@ class Loop:
         own: the instructions that one turn runs, those of inner loops and of fusions aside.
         inner: the loops within.
         sent: its collectives, those within fusions among them.
-        trips: turns, where they are known.
+        trips: turns, where the compiler says them.
+        counted: turns, where the condition compares a number with a constant.
     """
 
     name: str
@@ -119,6 +145,7 @@ class Loop:
     inner: Sequence["Loop"]
     sent: Sequence[Instruction] = ()
     trips: int | None = None
+    counted: int | None = None
 
     def walk(self, depth: int = 0) -> Iterator[tuple[int, "Loop"]]:
         """This and all loops within, each with how deep it lies."""
@@ -134,8 +161,7 @@ class Loop:
     @property
     def kernels(self) -> int:
         """Instructions of one turn that a device runs, inner loops aside."""
-        started = [each for each in self.own if each.opcode not in FREE and not each.opcode.endswith("-done")]
-        return len(started)
+        return sum(map(is_kernel, self.own))
 
     @property
     def collectives(self) -> dict[str, tuple[int, int]]:
@@ -177,9 +203,19 @@ def loops(program: Program, label: Callable[[Sequence[Instruction], Instruction 
     def loop(name: str, at: Instruction | None) -> Loop:
         own = list(body(name))
         inner = [loop(each.called[0], each) for each in own if each.opcode == "while"]
-        return Loop(label(own, at), own, inner, sent(own), at.trips if at else None)
+        trips = at.trips if at else None
+        return Loop(label(own, at), own, inner, sent(own), trips, trips or (_counted(program, at) if at else None))
 
     return loop(program.entry, None)
+
+
+def _counted(program: Program, loop: Instruction) -> int | None:
+    condition = program.computations[re.findall(r"condition=%?([\w.\-]+)", loop.text)[0]]
+    if not any(each.is_root and "direction=LT" in each.text for each in condition):
+        return None
+    limits = [re.search(r"s32\[\].* constant\((\d+)\)", each.text) for each in condition]
+    found = [int(limit[1]) for limit in limits if limit]
+    return found[0] if len(found) == 1 else None
 
 
 def moved(program: Program, loop: Loop, counts: Callable[[Shape], bool]) -> tuple[int, int]:
@@ -213,3 +249,111 @@ def is_like(shape: Shape, other: Shape) -> bool:
     """Whether one array is the other with its axes in some order."""
     axes = lambda shape: sorted(size for size in shape[1] if size > 1)
     return shape[0] == other[0] and axes(shape) == axes(other)
+
+
+def work(program: Program, loop: Loop) -> list[tuple[int, int]]:
+    """What each kernel of one turn does: bytes that it moves to and from the device's large memory, and FLOPs of its
+    products.
+
+    A slice, also one within a fusion, reads what it returns; an update in place writes what is new and reads nothing of
+    the rest.
+    """
+    return [(_bytes(program, each), _flops(program, each)) for each in loop.own if is_kernel(each)]
+
+
+def is_kernel(each: Instruction) -> bool:
+    """Whether a device runs this by itself."""
+    return each.opcode not in FREE and not each.opcode.endswith("-done")
+
+
+def _bytes(program: Program, each: Instruction) -> int:
+    return _written(program, each) + sum(
+        _read(program, each, place)
+        for place, name in enumerate(each.operands)
+        if (source := program.by_name.get(name)) and source.near[:1] != (True,)
+    )
+
+
+def _read(program: Program, each: Instruction, place: int) -> int:
+    """Bytes of an operand that an instruction reads."""
+    source = program.by_name.get(each.operands[place])
+    whole = size(source.shapes[0]) if source and source.shapes else 0
+    if each.opcode in SLICES and place == 0:
+        return min(whole, size(each.shapes[0]))
+    if each.opcode == "slice-start":
+        return size(each.shapes[1])
+    if each.opcode in UPDATES and place == 0:
+        return 0
+    if each.opcode != "fusion":
+        return whole
+    inner = program.computations[each.called[0]]
+    names = {one.name for one in inner if one.opcode == "parameter" and f"parameter({place})" in one.text}
+    return min(whole, _uses(program, inner, names))
+
+
+def _uses(program: Program, inner: Sequence[Instruction], names: set[str]) -> int:
+    """Bytes that a computation reads of a value with these names."""
+    total = 0
+    for one in inner:
+        for place, name in enumerate(one.operands):
+            if name in names:
+                same = one.opcode == "bitcast"
+                total += _uses(program, inner, {one.name}) if same else _read(program, one, place)
+    return total
+
+
+def _written(program: Program, each: Instruction) -> int:
+    if each.opcode == "slice-start":
+        return 0 if each.near[1] else size(each.shapes[1])
+    results = each.shapes[:1] if each.opcode.endswith("-start") or "__cublas" in each.text else each.shapes
+    sizes = [0 if near else size(shape) for shape, near in zip(results, each.near, strict=False)]
+    if each.opcode == "fusion":
+        (root,) = (one for one in program.computations[each.called[0]] if one.is_root)
+        roots = [program.by_name[name] for name in root.operands] if root.opcode == "tuple" else [root]
+        sizes = [min(a, _updated(program, one)) for a, one in zip(sizes, roots, strict=False)]
+    elif each.opcode in UPDATES:
+        sizes = [min(sizes[0], _updated(program, each))]
+    return sum(sizes)
+
+
+def _updated(program: Program, each: Instruction) -> int:
+    """Bytes of a result that are new."""
+    if each.opcode == "bitcast" and each.operands[0] in program.by_name:
+        return _updated(program, program.by_name[each.operands[0]])
+    if each.opcode in UPDATES:
+        return size(program.by_name[each.operands[UPDATES[each.opcode]]].shapes[0])
+    return sum(map(size, each.shapes))
+
+
+def _flops(program: Program, each: Instruction) -> int:
+    if each.opcode == "fusion":
+        return sum(_flops(program, one) for name in each.called for one in program.computations[name])
+    if each.opcode not in ("dot", "convolution") or each.operands[0] not in program.by_name:
+        return 0
+    left, right = (program.by_name[name].shapes[0][1] for name in each.operands[:2])
+    if each.opcode == "dot":
+        axes = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", each.text)
+        summed = math.prod(left[int(axis)] for axis in axes[1].split(",") if axis) if axes else 1
+    else:  # a TPU's product: a spatial axis is one of the batch where the left side is dilated, else one that is summed
+        labels = re.search(r"dim_labels=\w+_(\w+)->", each.text)
+        spatial = lambda label: label.isdigit() and "lhs_dilate" not in each.text
+        names = labels[1] if labels else ""
+        summed = math.prod(n for n, label in zip(right, names, strict=False) if label == "i" or spatial(label))
+    return 2 * elements(each.shapes[0]) * summed
+
+
+def command_buffers(launched: str) -> tuple[int, list[bool]]:
+    """How many command buffers a GPU's host launches, and of every loop, in the program's order, whether it is in one.
+
+    Args:
+        launched: XLA's text of thunks, each indented by its depth.
+    """
+    buffers, loops, around = 0, [], []
+    for depth, kind in re.findall(r"^( *)\d+: k(\w+)", launched, re.MULTILINE):
+        around = [one for one in around if one < len(depth)]  # depths of the command buffers that this is in
+        if kind == "While":
+            loops.append(bool(around))
+        if kind == "CommandBuffer":
+            buffers += not around
+            around.append(len(depth))
+    return buffers, loops

@@ -6,6 +6,7 @@ Runs these steps, what is worth most first, each within its time; after one that
     tokens      a small model's answers on the GPU and on the CPU, token for token (`benchmarks.same_tokens`)
     bfloat16    LLaDA-8B with random weights at 1, 8 and 32 rows: the roofline of window and full forwards, generations
                 against their baselines and the sum of their forwards (`benchmarks.sample --suite gpu`)
+    buffers     the same generations, each as one command buffer (`--command-buffers`)
     attention   cuDNN and tokamax: errors, and speed against XLA's operations (`benchmarks.attention`)
     experts     tokamax's grouped products against rounds, in time and result (`benchmarks.moe`)
     int8        the roofline with weights in 8 bits, at 1, 8 and 32 rows
@@ -28,6 +29,8 @@ from dllm_jax.storage import write_file
 
 CHECK = "import jax, flax, optax, orbax.checkpoint, transformers; assert jax.default_backend() == 'gpu', jax.devices()"
 MODEL = ("--model", "llada-8b-instruct", "--dtype", "bfloat16")
+DUAL = ("--rules", "topk:k=4", "--caches", "dual", "--baselines", "", "--ignore-eos")
+SHORT = ("--rules", "topk:k=4", "--caches", "dual", "--gen-length", "8", "--block-length", "8")
 SMALL = ("--model", "tiny", "--dtype", "float32", "--repeats", "1")
 
 
@@ -57,12 +60,17 @@ STEPS: dict[str, Step] = {
     "doctor": Step(50, ("dllm_jax.doctor",), (), "--out"),
     "tokens": Step(50, ("benchmarks.same_tokens",), ("--n", "2")),
     "bfloat16": Step(
-        230,
-        ("benchmarks.sample", *MODEL, "--suite", "gpu", "--time-limit", "200"),
-        (*SMALL, "--rules", "topk:k=4", "--caches", "dual", "--gen-length", "8", "--block-length", "8", "--roofline"),
+        200,
+        ("benchmarks.sample", *MODEL, "--suite", "gpu", "--time-limit", "170"),
+        (*SMALL, *SHORT, "--roofline"),
+    ),
+    "buffers": Step(
+        60,
+        ("benchmarks.sample", *MODEL, *DUAL, "--batch", "1,8", "--time-limit", "50", "--command-buffers"),
+        (*SMALL, *SHORT),  # without, as a rehearsal has no such GPU
     ),
     "attention": Step(
-        80,
+        70,
         ("benchmarks.attention",),
         ("--interpret", "--shapes", "1x64x80x4x2x64", "--repeats", "1", "--calls", "1"),
     ),
@@ -72,8 +80,8 @@ STEPS: dict[str, Step] = {
         ("--size", "tiny", "--tokens", "8", "--dtypes", "float32", "--routings", "even", "--repeats", "1"),
     ),
     "int8": Step(
-        120,
-        ("benchmarks.sample", *MODEL, "--quantize", "int8", "--roofline", "--batch", "1,8,32", "--time-limit", "100"),
+        100,
+        ("benchmarks.sample", *MODEL, "--quantize", "int8", "--roofline", "--batch", "1,8,32", "--time-limit", "80"),
         (*SMALL, "--quantize", "int8", "--roofline", "--gen-length", "8", "--block-length", "8"),
     ),
 }

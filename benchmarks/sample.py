@@ -43,6 +43,8 @@ from dllm_jax.models.denoiser import Span
 from dllm_jax.models.kv_cache import slice_rows, write_rows
 from dllm_jax.storage import write_file
 from samplers import CACHES, Result, make_sampler, parse_sampler, sample, stream
+from samplers.cli.flags import command_buffers_of
+from samplers.command_buffers import COMMAND_BUFFERS, asked_for_command_buffers
 from samplers.config.factory import CanvasSampler
 from samplers.config.registry import part_class
 from samplers.text.prompts import check_lengths, encode_prompt, pad_prompts
@@ -149,7 +151,9 @@ class Programs:
         if key not in self._made:
             start = time.perf_counter()
             # A function of its own: JAX's caches take dataclasses of different types for equal when their fields are.
-            program = jax.jit(lambda *arguments: function(*arguments)).lower(*arguments).compile()
+            options = dict(COMMAND_BUFFERS) if asked_for_command_buffers() else None
+            program = jax.jit(lambda *arguments: function(*arguments), compiler_options=options)
+            program = program.lower(*arguments).compile()
             self._made[key] = (program, time.perf_counter() - start)
         program, seconds = self._made[key]
         return Contender(lambda: program(*arguments), seconds, _program_bytes(program))
@@ -631,6 +635,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--repeats", type=int, default=5)
     made.add_argument("--roofline", action="store_true", help="time forwards alone, against measured ceilings")
     made.add_argument("--quantize", choices=["int8", "int4"], help="quantize weights to this many bits")
+    made.add_argument("--command-buffers", action="store_true", help="generations as one CUDA graph (NVIDIA GPU)")
     made.add_argument("--suite", choices=["gpu"], help="a fixed plan for one GPU, done in eight minutes")
     made.add_argument("--time-limit", type=float, metavar="SECONDS", help="begin nothing after this")
     made.add_argument(
@@ -659,7 +664,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parser().parse_args(arguments)
     jax.config.update("jax_enable_compilation_cache", False)  # or compile times would be those of reading a file
-    return status_of(lambda: _measure(options, arguments))
+
+    def work() -> None:
+        with command_buffers_of(options):
+            _measure(options, arguments)
+
+    return status_of(work)
 
 
 def _measure(options: argparse.Namespace, arguments: Sequence[str]) -> None:

@@ -15,6 +15,7 @@ from samplers.caches import (
     VicinityCache,
 )
 from samplers.canvas import Canvas
+from samplers.command_buffers import use_command_buffers
 from samplers.config.presets import PRESETS
 from samplers.config.registry import LOOPS
 from samplers.config.sampler_config import SamplerConfig, make_sampler, parse_sampler, parse_samplers
@@ -126,5 +127,6 @@ __all__ = [
     "stop_on",
     "stream",
     "text_of",
+    "use_command_buffers",
     "verifier_for",
 ]

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 
 from dllm_jax.models.denoiser import DenoiserLike
 from dllm_jax.pytree import pytree
+from samplers.command_buffers import COMMAND_BUFFERS, asked_for_command_buffers
 from samplers.inputs import check_is_pytree, checked_call
 
 State = TypeVar("State")
@@ -119,6 +120,7 @@ def _without_explicit_axes(run: Callable[..., Result], prompt: jax.Array) -> Cal
 
 
 _sample_jit = jax.jit(sample)
+_sample_buffered = jax.jit(sample, compiler_options=dict(COMMAND_BUFFERS))
 
 
 def sample_jit(
@@ -138,7 +140,8 @@ def sample_jit(
     """
     check_is_pytree(denoiser)
     prompt = checked_call(sampler, denoiser, prompt, prompt_lengths, key, options)
-    result: Result = _sample_jit(sampler, denoiser, prompt, prompt_lengths, key=key, **options)
+    run = _sample_buffered if asked_for_command_buffers() else _sample_jit
+    result: Result = run(sampler, denoiser, prompt, prompt_lengths, key=key, **options)
     return result
 
 

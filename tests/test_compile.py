@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from conftest import one_error
+from conftest import one_error, refuses
 from jax.sharding import AxisType, Mesh
 from train_toys import LLADA
 
@@ -83,6 +83,67 @@ def test_loops_are_found_with_what_a_turn_costs() -> None:
     assert bench.host_reads(hlo.Loop("step", (), (full, window, tiles))) == [3, 5]
     assert step.kernels == 7  # two fusions, the start of a transfer, a concatenation, three all-reduces
     assert step.collectives == {"all-reduce": (3, 8 * 4 * 4 + 2 * 8 * 16 * 4 * 2), "all-gather": (1, 8 * 4 * 4)}
+
+
+LAUNCHED = """000: kCommandBuffer [source       | next=002 (1)]
+    001: kCustomKernel [source       | sink        ] loop_fusion grid: [1, 1, 1]
+002: kWhile         [prev=000 (1) | sink        ]
+condition:
+    003: kCustomKernel [source | sink] input_reduce_fusion grid: [1, 1, 1]
+  body:
+    000: kCommandBuffer [source       | next=005 (1)]
+        004: kWhile         [source       | sink        ]
+condition:
+            006: kCustomKernel [source | sink] test grid: [1, 1, 1]
+    005: kCopy         [prev=004 (1) | sink        ] kCopy
+"""
+
+
+def test_loops_in_command_buffers_are_found() -> None:
+    assert hlo.command_buffers(LAUNCHED) == (2, [False, True])
+    root = hlo.loops(hlo.read(PROGRAM), bench.label)
+    (step,) = root.inner
+    inside = {id(loop) for loop in step.inner}
+    assert bench.buffered(root, LAUNCHED) == (2, inside)
+    assert bench.buffered(root, "") == (None, set())
+    assert bench.host_reads(step, inside) == [1, 1] and bench.host_reads(step, {*inside, id(step)}) == [0, 0]
+    asks = hlo.Loop("step", (), (hlo.Loop("full", (), ()), hlo.Loop("window", (), ())))
+    assert bench.host_reads(asks, {id(asks.inner[0])}) == [2, 3]
+    with refuses("launches 2 loops"):
+        bench.buffered(step, LAUNCHED)
+
+
+WORK = """HloModule jit_f
+
+%takes (p.1: bf16[64,16], p.2: bf16[8,4]) -> bf16[64,16] {
+  %p.1 = bf16[64,16]{1,0} parameter(0)
+  %p.2 = bf16[8,4]{1,0} parameter(1)
+  %same = bf16[64,16]{1,0} bitcast(%p.1)
+  %part = bf16[8,16]{1,0} dynamic-slice(%same, %i, %i), dynamic_slice_sizes={8,16}
+  %dot.1 = bf16[4,16]{1,0} dot(%p.2, %part), lhs_contracting_dims={0}, rhs_contracting_dims={0}
+  ROOT %put = bf16[64,16]{1,0} dynamic-update-slice(%p.1, %dot.1, %i, %i)
+}
+
+ENTRY %main (x: bf16[64,16], y: bf16[8,4]) -> bf16[64,16] {
+  %x = bf16[64,16]{1,0} parameter(0)
+  %y = bf16[8,4]{1,0} parameter(1)
+  %near = bf16[8,4]{1,0:S(1)} copy(%y)
+  %i = s32[] constant(0)
+  %conv = f32[2,8,3]{2,1,0} convolution(%y.1, %w.1), window={size=2 stride=1 lhs_dilate=2}, dim_labels=0bf_0io->0bf
+  %y.1 = f32[2,8,5]{2,1,0:S(1)} copy(%conv)
+  %w.1 = f32[2,5,3]{2,1,0:S(1)} copy(%conv)
+  ROOT %out = bf16[64,16]{1,0} fusion(%x, %near), kind=kLoop, calls=%takes
+}
+"""
+
+
+def test_work_is_what_a_kernel_moves_and_multiplies() -> None:
+    """Slices read what they take, updates in place write what is new, and a memory on the chip is free."""
+    program = hlo.read(WORK)
+    copy, product, *_, out = hlo.work(program, hlo.loops(program, bench.label))
+    assert copy == (8 * 4 * 2, 0)  # read, and written to the chip
+    assert product == (2 * 8 * 3 * 4, 2 * (2 * 8 * 3) * 5)  # the dilated axis is one of the batch
+    assert out == (8 * 16 * 2 + 4 * 16 * 2, 2 * (4 * 16) * 8)
 
 
 def test_copies_are_told_from_work_and_from_transfers() -> None:
@@ -167,6 +228,7 @@ def test_faults_are_named() -> None:
         (["--target", "v5e:2x2", "--mesh", "tensor"], "--mesh tensor"),
         (["--target", "v5e:2x2", "--mesh", "tensor=9"], "--mesh tensor=9"),
         (["--target", "v5e:2x2", "--batch", "0"], "--batch"),
+        (["--target", "v5e:2x2", "--command-buffers"], "--command-buffers"),
         (["--target", "v5e:2x2", "--what", "train"], "--config"),
         (["--target", "v5e:2x2", "data.length=8"], "--what sample"),
         (["--target", "v5e:2x2", "--what", "train", "--config", "train/configs/maze.toml"], "model.init"),

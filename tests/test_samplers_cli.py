@@ -207,6 +207,7 @@ def test_a_preset_is_changed_by_what_is_written(run, asked):
         ("/nowhere", ["--sampler=apd:verifier=/nowhere"]),
         ("tau_add", ["--sampler=d2f:tau_add=2"]),
         ("a prompt of 1 tokens", ["--gen-length=1000"]),
+        ("NVIDIA", ["--command-buffers"]),
     ],
 )
 def test_mistakes_come_before_the_parameters_are_read(llada_tiny, capsys, monkeypatch, name, options):

@@ -16,10 +16,21 @@ from test_engine import ROWS, first_layers
 
 from dllm_jax import Model, load, make_mesh
 from dllm_jax.text.tokenizer import token_bytes
-from samplers import BlockSampler, Engine, Request, Result, TopK, make_sampler, sample_jit, stop_on
+from samplers import (
+    BlockSampler,
+    Engine,
+    Request,
+    Result,
+    TopK,
+    make_sampler,
+    sample_jit,
+    stop_on,
+    use_command_buffers,
+)
+from samplers import sampler as sampling
 from samplers.engine import runner as runners
 from samplers.engine.engine import Stats
-from samplers.engine.program import numbers_of, with_numbers
+from samplers.engine.program import numbers_of, run_steps_buffered, with_numbers
 from samplers.engine.runner import Runner
 from samplers.generate import generate
 from samplers.stopping import end_tokens
@@ -124,6 +135,28 @@ def test_numbers_of_a_request_have_the_type_of_their_field(llada, spec: str, bui
     for request, options in zip(requests, (built | asked, built), strict=True):
         (answer,) = generate(llada, [ROWS[0]], sampler=spec, seed=3, **OPTIONS, **options)
         assert request.generation == answer
+
+
+def test_command_buffers_are_an_option_of_both_programs(llada, monkeypatch) -> None:
+    """Also of an engine whose steps are called elsewhere. XLA checks the option's kinds for a CPU too."""
+    with refuses("NVIDIA"):
+        use_command_buffers()
+    gpu = SimpleNamespace(client=SimpleNamespace(platform_version="PJRT CUDA 12.8"), device_kind="NVIDIA H100")
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "default_backend", lambda: "gpu")
+        patch.setattr(jax, "devices", lambda: [gpu])
+        context = use_command_buffers()
+    sampler = make_sampler(llada, "topk:k=8", ignore_eos=True, **OPTIONS)
+    arguments = (sampler, llada.denoiser, *pad_prompts([ROWS[0]]))
+    alone, known = sample_jit(*arguments), run_steps_buffered._cache_size()
+    with context:
+        buffered = sample_jit(*arguments)
+        engine = Engine(llada, sampler, slots=1, prompt_length=WIDTH)
+    request = engine.submit(engine.request(ROWS[0]))
+    assert list(engine.results()) == [request]
+    assert sampling._sample_buffered._cache_size() == 1 and run_steps_buffered._cache_size() == known + 1
+    jax.tree.map(np.testing.assert_array_equal, alone, buffered)
+    np.testing.assert_array_equal(request.generation.tokens, alone.tokens[0][: alone.lengths[0]])
 
 
 def test_whole_numbers_of_a_request_are_not_rounded(llada) -> None:

@@ -3,10 +3,12 @@
 import argparse
 import dataclasses
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from dllm_jax import DllmError, Model, spec
 from samplers.caches import CACHES
+from samplers.command_buffers import use_command_buffers
 from samplers.config.presets import PRESETS
 from samplers.config.registry import LOOPS, fields_of, type_of
 from samplers.config.sampler_config import (
@@ -30,6 +32,12 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add("--model", metavar="DIR_OR_NAME", help="converted checkpoint: a folder, or a name in ~/.cache/dllm_jax")
     add("--dtype", help="bfloat16, float16 or float32; as stored by default")
     add("--quantize", metavar="BITS", help="int8 or int4: bits of kernels; as stored by default")
+    add("--command-buffers", action="store_true", help="run each generation as one CUDA graph (one NVIDIA GPU)")
+
+
+def command_buffers_of(options: argparse.Namespace) -> AbstractContextManager[None]:
+    """In which to build what samples: `use_command_buffers` if the flag asks for it."""
+    return use_command_buffers() if options.command_buffers else nullcontext()
 
 
 def add_sampler(parser: argparse.ArgumentParser) -> None:

@@ -45,6 +45,7 @@ from samplers.cli.batch_files import SLOTS, LazyModel, answer_file, check_flags,
 from samplers.cli.flags import (
     add_model,
     add_sampler,
+    command_buffers_of,
     default_of,
     flag_of,
     model_name,
@@ -148,9 +149,11 @@ def _run(options: argparse.Namespace) -> None:
         return
     shard = shard_of(options)
     if options.prompts is not None and options.infill is None and not options.prompt:
-        answer_file(options, _lazy_model(options), shard)
+        answer = functools.partial(answer_file, options, _lazy_model(options), shard)
     else:
-        _answer_all(options)
+        answer = functools.partial(_answer_all, options)
+    with command_buffers_of(options):
+        answer()
 
 
 def _check_view(options: argparse.Namespace) -> None:
@@ -208,6 +211,7 @@ def _own_settings(options: argparse.Namespace, model: Model, together: int) -> l
         ("chat", spec.format_value(chat), chat, "the library"),
         ("seed", str(options.seed), options.seed, "the library"),
         ("batch_size", str(together), batch, "the library"),
+        ("command_buffers", spec.format_value(options.command_buffers), options.command_buffers, "the library"),
     ]
     return [Setting(name, value, "the command line" if written else origin) for name, value, written, origin in rows]
 

@@ -17,6 +17,7 @@ from jax import lax
 from dllm_jax.indicator import Indicator
 from dllm_jax.models.denoiser import DenoiserLike
 from dllm_jax.pytree import pytree
+from samplers.command_buffers import COMMAND_BUFFERS
 from samplers.inputs import number_dtypes
 from samplers.loops.verifier import Verifier
 from samplers.rowwise import each_row
@@ -197,9 +198,12 @@ def _admit(sampler: Any, denoiser: DenoiserLike, state: Any, rows: SlotRows, adm
 # The parameters are kept as inputs so that the first state lies on their devices: else `run_steps` is compiled twice.
 begin_jit = jax.jit(begin, keep_unused=True)
 run_steps_jit = jax.jit(run_steps, donate_argnums=2)
+run_steps_buffered = jax.jit(run_steps, donate_argnums=2, compiler_options=dict(COMMAND_BUFFERS))
 
 
 @functools.cache
-def run_steps_on(shardings: tuple[Any, ...], tree: Any) -> Any:
-    """`run_steps_jit` for slots on a mesh: they keep their sharding, or the next call would compile again."""
-    return jax.jit(run_steps, donate_argnums=2, out_shardings=(jax.tree.unflatten(tree, shardings), None))
+def run_steps_on(shardings: tuple[Any, ...], tree: Any, buffered: bool) -> Any:
+    """The same for slots on a mesh: they keep their sharding, or the next call would compile again."""
+    options = dict(COMMAND_BUFFERS) if buffered else None
+    out = (jax.tree.unflatten(tree, shardings), None)
+    return jax.jit(run_steps, donate_argnums=2, out_shardings=out, compiler_options=options)

@@ -10,6 +10,7 @@ import numpy as np
 
 from dllm_jax import Model
 from dllm_jax.parallel.sharding import batch_sharding, check_splits
+from samplers.command_buffers import asked_for_command_buffers
 from samplers.config.factory import CanvasSampler
 from samplers.engine.program import (
     Progress,
@@ -18,6 +19,7 @@ from samplers.engine.program import (
     number_dtypes_of,
     number_names,
     numbers_of,
+    run_steps_buffered,
     run_steps_jit,
     run_steps_on,
 )
@@ -60,7 +62,8 @@ class Slots:
         self.takes_given: bool = getattr(self.sampler, "takes_given", True)
         self._rows = self._empty_rows(prompt_length)
         self._state: Any = None
-        self._program: Any = run_steps_jit
+        self._buffered = asked_for_command_buffers()  # here: another thread may make the calls
+        self._program: Any = run_steps_buffered if self._buffered else run_steps_jit
 
     def check_numbers(self, numbers: Sequence[Any]) -> None:
         """Raises DllmError for numbers that the rows cannot hold as they are."""
@@ -79,7 +82,7 @@ class Slots:
             on_all = lambda x: jax.device_put(x, self._sharding) if x.sharding.is_fully_replicated else x
             leaves, tree = jax.tree.flatten(jax.tree.map(on_all, self._state))
             self._state = jax.tree.unflatten(tree, leaves)
-            self._program = run_steps_on(tuple(leaf.sharding for leaf in leaves), tree)
+            self._program = run_steps_on(tuple(leaf.sharding for leaf in leaves), tree, self._buffered)
         none = np.zeros(self._count, bool)
         for draws in (True, False) if self._draws else (False,):
             self._call(none, none, 0, 1, draws)

@@ -18,7 +18,7 @@ from dllm_jax.checkpoints.loading import outline
 from dllm_jax.cli.command import Parser
 from dllm_jax.params.quantized import dtype_label
 from samplers.checks import check_length, check_number, check_whole
-from samplers.cli.flags import add_model, add_sampler, model_name, read_flags
+from samplers.cli.flags import add_model, add_sampler, command_buffers_of, model_name, read_flags
 from samplers.config.registry import title
 from samplers.config.sampler_config import make_sampler
 from samplers.engine.engine import Engine
@@ -47,7 +47,8 @@ def run(arguments: Sequence[str]) -> None:
     _check_options(options)
     key = _read_key(options.api_key_file)
     at = bind_socket(options.host, options.port)
-    engine = _make_engine(options)
+    with command_buffers_of(options):
+        engine = _make_engine(options)
     _set_up_log()
     if key is None and not at.getsockname()[0].startswith(("127.", "::1")):
         print(f"warning: everybody who can reach {url_of(at)} may use it; set a key by --api-key-file", file=sys.stderr)
