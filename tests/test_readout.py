@@ -279,3 +279,10 @@ def test_a_generation_is_the_same_in_tiles(small_tiles, llada_tiny, monkeypatch)
         monkeypatch.setattr(predictions, "TILE_ELEMENTS", 2**23)
         np.testing.assert_array_equal(tiled, tokens(**options))
         jax.clear_caches()
+
+
+def test_logits_of_up_to_256_mib_are_one_tile() -> None:
+    """A GPU copies the head's part of a smaller tile; LLaDA-8B's blocks of 8 rows fit, those of 32 do not."""
+    width = lambda batch, **known: predictions.Readout(pytest.fail, (batch, 32), 126464, **known).width
+    assert width(1) == width(8) == 126464 and width(8, parts=8) == 126464 // 8
+    assert width(32) == 8192 and width(32, parts=8) == 1024 and width(8, simultaneous=4) == 8192

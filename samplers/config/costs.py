@@ -24,7 +24,7 @@ from dllm_jax.params.quantized import num_bytes
 from dllm_jax.params.specs import forms
 from dllm_jax.pytree import pytree
 from samplers.config.factory import CanvasSampler
-from samplers.tokens.predictions import TILE_ELEMENTS
+from samplers.tokens.predictions import TILE_ELEMENTS, TILES_IN_ONE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +181,7 @@ def _readout(model: Model, sampler: Any, batch: int) -> int:
     """Bytes of logits, and of the part of the vocabulary head that a tile of them needs, which GPUs copy."""
     rule, positions, words = getattr(sampler, "rule", None), batch * sampler.width, model.config.vocab_size
     reads = rule is None or rule.reads_logits or rule.reads_hidden or getattr(sampler, "smoothing", None) is not None
-    if reads or positions * words <= TILE_ELEMENTS:
+    if reads or positions * words <= TILES_IN_ONE * TILE_ELEMENTS:
         return 4 * positions * words
     return 4 * TILE_ELEMENTS + TILE_ELEMENTS // positions * model.config.embed_dim * model.denoiser.dtype.itemsize
 

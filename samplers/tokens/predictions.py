@@ -31,6 +31,7 @@ NO_MASK = -1  # the mask token of a model that has none
 T = TypeVar("T")
 
 TILE_ELEMENTS = 2**23  # float32 numbers of a tile, 32 MiB
+TILES_IN_ONE = 8  # the room in which all is one tile: of several, GPUs copy each one's part of the head in every pass
 LANES = 128  # a tile's width is a multiple, and
 LEAST_LANES = 8  # at least this many of them, or the head's product is too narrow for its weights
 DIGIT_BITS = 4  # of the threshold, that are found by one pass over several tiles
@@ -126,7 +127,10 @@ class Readout:
     @property
     def width(self) -> int:
         """Entries of every part that a tile has; the last tile may be narrower."""
-        fitting = TILE_ELEMENTS // (math.prod(self.positions) * self.parts * self.simultaneous)
+        columns = math.prod(self.positions) * self.parts * self.simultaneous
+        if columns * self.part <= TILES_IN_ONE * TILE_ELEMENTS:
+            return self.part
+        fitting = TILE_ELEMENTS // columns
         return min(self.part, max(fitting // LANES, LEAST_LANES) * LANES)
 
     def ids(self, tile: Tile) -> jax.Array:
