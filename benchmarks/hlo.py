@@ -348,9 +348,11 @@ def command_buffers(launched: str) -> tuple[int, list[bool]]:
     Args:
         launched: XLA's text of thunks, each indented by its depth.
     """
-    buffers, loops, around = 0, [], []
+    buffers = 0
+    loops: list[bool] = []
+    around: list[int] = []  # depths of the command buffers that a line is in
     for depth, kind in re.findall(r"^( *)\d+: k(\w+)", launched, re.MULTILINE):
-        around = [one for one in around if one < len(depth)]  # depths of the command buffers that this is in
+        around = [one for one in around if one < len(depth)]
         if kind == "While":
             loops.append(bool(around))
         if kind == "CommandBuffer":
