@@ -297,8 +297,10 @@ def _uses(program: Program, inner: Sequence[Instruction], names: set[str]) -> in
     for one in inner:
         for place, name in enumerate(one.operands):
             if name in names:
-                same = one.opcode == "bitcast"
-                total += _uses(program, inner, {one.name}) if same else _read(program, one, place)
+                if one.opcode != "bitcast":
+                    total += _read(program, one, place)
+                else:  # what a fusion in a fusion hands on is read there
+                    total += size(one.shapes[0]) if one.is_root else _uses(program, inner, {one.name})
     return total
 
 

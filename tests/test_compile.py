@@ -115,10 +115,17 @@ def test_loops_in_command_buffers_are_found() -> None:
 
 WORK = """HloModule jit_f
 
-%takes (p.1: bf16[64,16], p.2: bf16[8,4]) -> bf16[64,16] {
+%hands_on (p.3: bf16[4,8]) -> bf16[8,4] {
+  %p.3 = bf16[4,8]{1,0} parameter(0)
+  ROOT %turned = bf16[8,4]{0,1} bitcast(%p.3)
+}
+
+%takes (p.1: bf16[64,16], p.2: bf16[8,4], p.4: bf16[4,8]) -> bf16[64,16] {
   %p.1 = bf16[64,16]{1,0} parameter(0)
   %p.2 = bf16[8,4]{1,0} parameter(1)
+  %p.4 = bf16[4,8]{1,0} parameter(2)
   %same = bf16[64,16]{1,0} bitcast(%p.1)
+  %inner = bf16[8,4]{0,1} fusion(%p.4), kind=kLoop, calls=%hands_on
   %part = bf16[8,16]{1,0} dynamic-slice(%same, %i, %i), dynamic_slice_sizes={8,16}
   %dot.1 = bf16[4,16]{1,0} dot(%p.2, %part), lhs_contracting_dims={0}, rhs_contracting_dims={0}
   ROOT %put = bf16[64,16]{1,0} dynamic-update-slice(%p.1, %dot.1, %i, %i)
@@ -127,12 +134,13 @@ WORK = """HloModule jit_f
 ENTRY %main (x: bf16[64,16], y: bf16[8,4]) -> bf16[64,16] {
   %x = bf16[64,16]{1,0} parameter(0)
   %y = bf16[8,4]{1,0} parameter(1)
+  %z = bf16[4,8]{1,0} constant(0)
   %near = bf16[8,4]{1,0:S(1)} copy(%y)
   %i = s32[] constant(0)
   %conv = f32[2,8,3]{2,1,0} convolution(%y.1, %w.1), window={size=2 stride=1 lhs_dilate=2}, dim_labels=0bf_0io->0bf
   %y.1 = f32[2,8,5]{2,1,0:S(1)} copy(%conv)
   %w.1 = f32[2,5,3]{2,1,0:S(1)} copy(%conv)
-  ROOT %out = bf16[64,16]{1,0} fusion(%x, %near), kind=kLoop, calls=%takes
+  ROOT %out = bf16[64,16]{1,0} fusion(%x, %near, %z), kind=kLoop, calls=%takes
 }
 """
 
@@ -143,7 +151,7 @@ def test_work_is_what_a_kernel_moves_and_multiplies() -> None:
     copy, product, *_, out = hlo.work(program, hlo.loops(program, bench.label))
     assert copy == (8 * 4 * 2, 0)  # read, and written to the chip
     assert product == (2 * 8 * 3 * 4, 2 * (2 * 8 * 3) * 5)  # the dilated axis is one of the batch
-    assert out == (8 * 16 * 2 + 4 * 16 * 2, 2 * (4 * 16) * 8)
+    assert out == (8 * 16 * 2 + 4 * 8 * 2 + 4 * 16 * 2, 2 * (4 * 16) * 8)
 
 
 def test_copies_are_told_from_work_and_from_transfers() -> None:
