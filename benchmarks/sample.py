@@ -152,8 +152,8 @@ class Programs:
             start = time.perf_counter()
             # A function of its own: JAX's caches take dataclasses of different types for equal when their fields are.
             options = dict(COMMAND_BUFFERS) if asked_for_command_buffers() else None
-            program = jax.jit(lambda *arguments: function(*arguments), compiler_options=options)
-            program = program.lower(*arguments).compile()
+            run = jax.jit(lambda *arguments: function(*arguments), compiler_options=options)
+            program = run.lower(*arguments).compile()
             self._made[key] = (program, time.perf_counter() - start)
         program, seconds = self._made[key]
         return Contender(lambda: program(*arguments), seconds, _program_bytes(program))
