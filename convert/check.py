@@ -35,6 +35,8 @@ def verify(source: str | Path, folder: str | Path, *, revision: str | None = Non
     """
     folder = checkpoint.find(folder)
     config = checkpoint.load_config(folder)
+    if "calibrated" in checkpoint.load_source(folder):
+        raise DllmError(f"{folder} was quantized for its inputs, in no source's bits; verify what it was made from")
     family = find_family(config.family)
     opened = open_source(source, family, revision, config.block_length)
     expected = dataclasses.asdict(family.read_config(opened.hub).replace(dtype=config.dtype, quantize=config.quantize))

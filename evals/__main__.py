@@ -12,6 +12,7 @@
     python -m evals oracle --model DIR --task sudoku --sampler threshold:threshold=0.9
     python -m evals trajectories --model DIR --task maze --sampler topk --n 1000 --out DIR
     python -m evals indicator --model DIR --indicator DIR --trajectories DIR --out DIR
+    python -m evals quantize --model DIR --task maze:size=4 --out DIR
     python -m evals tune --model DIR --task sudoku --floor 0.99 --out DIR
     python -m evals show --task maze:size=5 --split train
     python -m evals run --model DIR --task text:file=questions.jsonl,score=number --sampler threshold --count d3llm
@@ -41,7 +42,7 @@ from dllm_jax import DllmError, Model
 from dllm_jax.cli.command import Parser, console, run_printing
 from dllm_jax.indicator import load_indicator
 from dllm_jax.storage import write_file
-from evals import decomposition, files, leaderboard, plots, stderr, trajectories
+from evals import decomposition, files, leaderboard, plots, quantize, stderr, trajectories
 from evals.distributed import meeting
 from evals.figures import draw_figure, samplers_of, summarize_figure
 from evals.flags import add_batch, add_count, add_distributed, add_model, add_task, command, models_of
@@ -111,6 +112,7 @@ def command_line() -> argparse.ArgumentParser:
     leaderboard.add(commands)
     tune.add(commands)
     trajectories.add(commands)
+    quantize.add(commands)
     decomposition.add(commands)
     return parser
 

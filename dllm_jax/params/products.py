@@ -18,11 +18,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
+from dllm_jax.params.gptq import ObservedKernel
 from dllm_jax.params.low_rank import LowRankKernel
 from dllm_jax.params.quantized import QuantizedKernel
 
 Table = jax.Array | QuantizedKernel
-Kernel = Table | LowRankKernel
+Kernel = Table | LowRankKernel | ObservedKernel
 
 Activation = Literal["silu", "gelu"]
 
@@ -45,6 +46,9 @@ def product(x: jax.Array, kernel: Kernel, dtype: jnp.dtype | None = None) -> jax
         return y + kernel.adapter_output(x).astype(y.dtype)
     if isinstance(kernel, QuantizedKernel):
         return kernel.product(x, dtype)
+    if isinstance(kernel, ObservedKernel):
+        kernel.observe(x)
+        kernel = kernel.kernel
     kernel = kernel.astype(x.dtype)
     if x.dtype == jnp.bfloat16 and dtype == jnp.float32:
         return _product_to_float32(x, kernel)

@@ -1,14 +1,16 @@
 """Kernels in 8 and 4 bits, which stand where plain ones would (weight-only quantization).
 
 A weight is a small whole number times a float32 scale, which is the largest magnitude of the weights that share it over
-127 or 7, so that none is off by more than half of it. In int8 all inputs of an output share a scale (per channel), in
-int4 up to 128 neighbouring inputs do (per group). Products are computed in the dtype of the activations.
+127 or 7.5, so that none is off by more than half of it: four bits hold -8 to 7. In int8 all inputs of an output share a
+scale (per channel), in int4 up to 128 neighbouring inputs do (per group). Products are computed in the dtype of the
+activations.
 
 Four bits lie two to a byte, in memory as on disk: the same place of two neighbouring groups, so that shifts and a stack
 undo it. `jnp.int4` is not used: committed arrays of it are refused by programs that were compiled ahead of time (jax
 0.10, on CPU), and Orbax gives each number a byte.
 """
 
+import math
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +23,7 @@ import numpy as np
 from dllm_jax.config import Quantize
 from dllm_jax.pytree import pytree
 
-LARGEST: Mapping[Quantize, int] = {"int8": 127, "int4": 7}
+LARGEST: Mapping[Quantize, float] = {"int8": 127, "int4": 7.5}  # of a group's weights, in its scale
 BLOCK_ELEMENTS = 2**22  # of float32, quantized at a time on the host
 
 
@@ -99,12 +101,30 @@ def quantize_kernel(array: Any, form: Form) -> QuantizedKernel:
 
     A group of zeros (or of less than a scale can tell from it) has scale 1.
     """
-    xp, most, axis = array.__array_namespace__(), LARGEST[form.bits], form.axis
+    xp, axis = array.__array_namespace__(), form.axis
     before, after = array.shape[:axis], array.shape[axis + 1 :]
     wide = array.astype(xp.float32).reshape(*before, form.groups, -1, *after)
-    scale = xp.max(xp.abs(wide), axis=axis + 1, keepdims=True) * np.float32(1 / most)  # as compilers divide
-    scale = xp.where(scale < np.finfo(np.float32).tiny, xp.float32(1.0), scale)
-    values = xp.clip(xp.rint(wide / scale), -most, most).astype(xp.int8)
+    scale = shared_scale(wide, axis + 1, form.bits)
+    return pack(round_to(form.bits, wide / scale), scale, form)
+
+
+def shared_scale(weights: Any, axis: int, bits: Quantize) -> Any:
+    """The scale of the float32 weights that lie along an axis, which is kept with size 1."""
+    xp = weights.__array_namespace__()
+    scale = xp.max(xp.abs(weights), axis=axis, keepdims=True) * np.float32(1 / LARGEST[bits])  # as compilers divide
+    return xp.where(scale < np.finfo(np.float32).tiny, xp.float32(1.0), scale)
+
+
+def round_to(bits: Quantize, multiples: Any) -> Any:
+    """The nearest whole numbers in int8, -127 to 127 or -8 to 7, of multiples of a scale."""
+    xp, most = multiples.__array_namespace__(), LARGEST[bits]
+    return xp.clip(xp.rint(multiples), -math.ceil(most), math.floor(most)).astype(xp.int8)
+
+
+def pack(values: Any, scale: Any, form: Form) -> QuantizedKernel:
+    """Whole numbers in groups [..., groups, group, ...] int8 and their scales [..., groups, 1, ...] as a kernel."""
+    xp, axis = values.__array_namespace__(), form.axis
+    before, after = values.shape[:axis], values.shape[axis + 2 :]
     if form.bits == "int4":
         both = xp.moveaxis(values.reshape(*before, form.groups // 2, 2, -1, *after), axis + 1, 0)
         values = (both[0] & 15) | (both[1] << 4)
