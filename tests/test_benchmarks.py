@@ -14,7 +14,7 @@ from conftest import one_error
 from train_toys import LLADA
 
 import dllm_jax
-from benchmarks import attention, compare, on_gpu, roofline
+from benchmarks import attention, compare, first_call, on_gpu, roofline
 from benchmarks import sample as bench
 from dllm_jax.models.denoiser import Span
 from dllm_jax.models.kv_cache import slice_rows, write_rows
@@ -215,3 +215,17 @@ def test_a_gpu_s_steps_are_rehearsed_from_end_to_end(tmp_path):
 
 def test_the_seconds_of_a_gpu_s_steps_are_ten_minutes():
     assert sum(step.seconds for step in on_gpu.STEPS.values()) <= 600
+
+
+def test_first_calls_are_rehearsed(llada_tiny, tmp_path, capsys):
+    """Two samplers, each in two processes of its own; what the model refuses is a row with the reason."""
+    file = tmp_path / "first.json"
+    given = ["--model", str(llada_tiny.folder), "--gen-length", "8", "--json", str(file)]
+    assert first_call.main([*given, "--sampler", "topk", "--sampler", "renoise"]) == 0
+    topk, renoise = json.loads(file.read_text())["rows"]
+    assert finite_and_positive(topk, ["empty", "kept", "next", "load"]) and topk["sampler"] == "topk"
+    assert topk["saved"] == 1 - topk["kept"] / topk["empty"]
+    assert renoise.keys() == {"sampler", "refused"} and "llada" in renoise["refused"]
+    table = capsys.readouterr().out
+    assert "topk" in table and renoise["refused"] in table
+    assert first_call.main([*given, "--sampler", "topp"]) == 2 and "topp" in one_error(capsys)
