@@ -198,3 +198,23 @@ def test_every_recorded_accuracy_has_wilson_s_error(path):
     for row in (row for row in rows if "accuracy" in row):
         n = int(row.get("n") or told["about"]["n"])
         assert float(row["accuracy_stderr"]) == pytest.approx(stderr.of_share(float(row["accuracy"]), n)), row
+
+
+def test_what_few_bits_cost_is_quoted_as_measured():
+    measured = json.loads((RESULTS / "quantize" / "results.json").read_text())["rows"]
+    columns = {"float32": "float32", "int8": "int8", "int4": "int4", "calibrated int4": "int4 gptq"}
+    found = {(row["model"], row["weights"]): row for row in measured if not row.get("seed")}
+    solved, apart = (rows for rows in tables(PAGES["docs/quantize.md"]) if "calibrated int4" in rows[0])
+    for rows, name, factor, unit in ((solved, "accuracy", 100, "%"), (apart, "divergence", 1000, "")):
+        assert len(rows) == 4
+        for (model, *_), cells in ((list(row.values()), row) for row in rows):
+            for column in cells.keys() & columns.keys():
+                row = found[model, columns[column]]
+                wanted = f"{factor * row[name]:.2f} ± {factor * row[f'{name}_stderr']:.2f}{unit}"
+                assert cells[column] == wanted, (model, column)
+    text = re.sub(r"\s+", " ", PAGES["docs/quantize.md"])
+    others = {(row["model"], row["seed"]): f"{100 * row['accuracy']:.2f}" for row in measured if row.get("seed")}
+    for model in ("sudoku", "long-problems"):
+        assert f"{others[model, 1]} and {others[model, 2]}% on `{model}`" in text
+    lost = lambda weights: "loses {lost} and gains {won}".format(**found["long-problems", weights])
+    assert lost("int4 gptq") in text and lost("int4") in text
