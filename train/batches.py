@@ -2,7 +2,7 @@
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
 
 from train.config import TrainConfig
 from train.data import Row, Rows
@@ -15,7 +15,7 @@ def device_batch(rows: Rows, first: int, config: TrainConfig, sharding: NamedSha
     return batch_of(rows, first, (parts, size // parts), sharding)
 
 
-def batch_of(rows: Rows, first: int, shape: tuple[int, int], sharding: NamedSharding, end: int | None = None) -> Batch:
+def batch_of(rows: Rows, first: int, shape: tuple[int, int], sharding: Sharding, end: int | None = None) -> Batch:
     """The rows from number `first` on.
 
     Args:
