@@ -21,7 +21,7 @@ from evals.__main__ import main as evals_main
 from evals.quantize import _batches, _quantized, divergence, quantize_checkpoint
 from samplers import generate
 
-FORM = Form("int4", 0, 4)  # of 256 inputs, two blocks of the algorithm
+FORM = Form("int4", 0, 4)  # of 256 inputs, which are two blocks of the algorithm
 
 
 def correlated(rows=2000, inputs=256, sources=64):
@@ -48,23 +48,21 @@ def test_products_are_closer_for_the_inputs_it_was_rounded_for() -> None:
     assert_same(found.scale, nearest.scale)
 
 
-def test_it_is_the_algorithm_without_blocks_in_the_order_of_the_moments() -> None:
+def test_it_is_the_algorithm_without_blocks_in_the_order_of_the_moments(monkeypatch) -> None:
     """Equations 2 and 3 of the paper: after each input the inverse of what is left is computed anew."""
-    x, weights = correlated()
-    weights, moments = weights[:, :3].astype(np.float64), (x.T @ x).astype(np.float64)
-    damped = moments + 0.01 * np.diag(moments).mean() * np.eye(256)
-    scales = np.repeat(np.abs(weights.reshape(4, 64, 3)).max(axis=1) / 7.5, 64, axis=0)
-    left, wanted = weights.copy(), np.empty(weights.shape)
-    order = list(np.argsort(-np.diag(moments), kind="stable"))
+    monkeypatch.setattr("dllm_jax.params.gptq.BLOCK", 24)
+    x, weights = correlated(inputs=64, sources=16)
+    moments, order = (x.T @ x).astype(np.float64), list(np.argsort(-np.diag(x.T @ x), kind="stable"))
+    damped = moments + 0.01 * np.diag(moments).mean() * np.eye(64)
+    scales = np.repeat(np.abs(weights.reshape(4, 16, 24)).max(axis=1) / 7.5, 16, axis=0)
+    left, wanted = weights.astype(np.float64), np.empty(weights.shape)
     while order:
         inverse, at = np.linalg.inv(damped[np.ix_(order, order)]), order[0]
         wanted[at] = np.clip(np.rint(left[at] / scales[at]), -8, 7) * scales[at]
         left[order] -= np.outer(inverse[0], (left[at] - wanted[at]) / inverse[0, 0])
         order.pop(0)
-    found = quantize_for_inputs(weights.astype(np.float32), moments, FORM).dequantize(jnp.float32)
-    assert (
-        np.abs(np.asarray(found) - wanted) < 1e-5
-    ).mean() > 0.9  # one on an edge may fall to either side, and change others
+    found = np.asarray(quantize_for_inputs(weights, moments, FORM).dequantize(jnp.float32))
+    assert (np.abs(found - wanted) < 1e-5).mean() > 0.9  # one on an edge may fall to either side, and change others
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 1e6])
