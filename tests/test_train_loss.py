@@ -198,7 +198,7 @@ def test_noise_does_not_depend_on_how_a_batch_is_divided():
     whole = corrupt(jax.random.key(0), batch, denoiser, stratified=True)
     divided = jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), batch)
     parts = corrupt(jax.random.key(0), divided, denoiser, stratified=True)
-    for a, b in zip(whole, parts, strict=True):
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
         np.testing.assert_array_equal(a, b.reshape(a.shape))
 
 
