@@ -12,13 +12,14 @@ fixed by NumPy's compatibility policy, whereas the distributions built on them m
 import abc
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
 from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 
 from dllm_jax import Model, spec
 from dllm_jax.errors import DllmError
+from evals import tokens
 from evals.tokens import Vocabulary
 
 T = TypeVar("T")
@@ -191,6 +192,31 @@ class DrawnTask(Task):
                 f"needs {own.size}, {own.mask_id} and {own.eos_id}; evaluate a model that was trained on this task"
             )
         return self
+
+
+class SymbolTask(DrawnTask):
+    """Base of tasks in one token per symbol.
+
+    Attributes:
+        pattern: regular expression of a symbol in text.
+    """
+
+    pattern: ClassVar[str]
+
+    @property
+    @abc.abstractmethod
+    def symbols(self) -> Mapping[str, int]:
+        """Symbol -> id, special tokens among them."""
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return tokens.vocabulary_of_symbols(self.symbols)
+
+    def show(self, ids: Ids) -> str:
+        return tokens.join(self.symbols, ids)
+
+    def write_tokenizer(self, folder: Any) -> None:
+        tokens.write_symbols(self.symbols, self.pattern, folder)
 
 
 @dataclasses.dataclass(frozen=True)

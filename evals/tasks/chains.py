@@ -21,16 +21,14 @@ Ids: 0 the end token (never in a chain), 1 to 10 the digits, 11 to 20 a to j, 21
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
 import numpy as np
 
 from dllm_jax.errors import DllmError
 from evals import tokens
-from evals.tasks.base import DrawnTask, Draws, Example, Ids, Verdict, draw_of_split, draws_for
-from evals.tokens import Vocabulary
+from evals.tasks.base import Draws, Example, Ids, SymbolTask, Verdict, draw_of_split, draws_for
 
 _DIGITS, _LEFT, _RIGHT, _ANY = "0123456789", "abcdefghij", "ABCDEFGHIJ", "?"
 SYMBOLS = {
@@ -46,7 +44,7 @@ Start = Literal["left", "anywhere"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Chains(DrawnTask):
+class Chains(SymbolTask):
     """Chains of digits, each its neighbour's plus a number.
 
     Attributes:
@@ -58,6 +56,7 @@ class Chains(DrawnTask):
     """
 
     name: ClassVar[str] = "chains"
+    pattern: ClassVar[str] = _PATTERN
 
     length: int = 256
     chain: tuple[int, int] = (8, 40)
@@ -94,12 +93,9 @@ class Chains(DrawnTask):
         """Share of the prompt's symbols that the answer keeps."""
         return float(self._kept(example, ids).mean())
 
-    def show(self, ids: Ids) -> str:
-        return tokens.join(SYMBOLS, ids)
-
     @property
-    def vocabulary(self) -> Vocabulary:
-        return tokens.vocabulary_of_symbols(SYMBOLS)
+    def symbols(self) -> Mapping[str, int]:
+        return SYMBOLS
 
     @property
     def prompt_width(self) -> int:
@@ -108,9 +104,6 @@ class Chains(DrawnTask):
     @property
     def answer_width(self) -> int:
         return 2 * self.length
-
-    def write_tokenizer(self, folder: str | Path) -> None:
-        tokens.write_symbols(SYMBOLS, _PATTERN, folder)
 
     def _draw_symbols(self, draws: Draws) -> str:
         """A prompt: chains until the answer is full."""

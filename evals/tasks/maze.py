@@ -13,16 +13,14 @@ Ids: 0 the end token (never in a maze), 1 to 9 the markers, 10 the start token, 
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 
 from dllm_jax.errors import DllmError
 from evals import tokens
-from evals.tasks.base import DrawnTask, Draws, Example, Ids, Verdict, draw_of_split, draws_for
-from evals.tokens import Vocabulary
+from evals.tasks.base import Draws, Example, Ids, SymbolTask, Verdict, draw_of_split, draws_for
 
 MARKERS = (
     "<ADJLIST_START>",
@@ -48,7 +46,7 @@ class Maze(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Mazes(DrawnTask):
+class Mazes(SymbolTask):
     """Mazes without loops on a square grid, by randomised depth-first search.
 
     Attributes:
@@ -57,6 +55,7 @@ class Mazes(DrawnTask):
     """
 
     name: ClassVar[str] = "maze"
+    pattern: ClassVar[str] = _PATTERN
 
     size: int = 10
     seed: int = 0
@@ -87,12 +86,9 @@ class Mazes(DrawnTask):
         correct = path == [FIRST_CELL + cell for cell in maze.path]
         return Verdict(correct=correct, strict=correct, exact=bool(np.array_equal(ids, example.answer_ids)))
 
-    def show(self, ids: Ids) -> str:
-        return tokens.join(_symbols(self.size), ids)
-
     @property
-    def vocabulary(self) -> Vocabulary:
-        return tokens.vocabulary_of_symbols(_symbols(self.size))
+    def symbols(self) -> Mapping[str, int]:
+        return _symbols(self.size)
 
     @property
     def prompt_width(self) -> int:
@@ -101,9 +97,6 @@ class Mazes(DrawnTask):
     @property
     def answer_width(self) -> int:
         return self.size**2 + 1
-
-    def write_tokenizer(self, folder: str | Path) -> None:
-        tokens.write_symbols(_symbols(self.size), _PATTERN, folder)
 
     def _prompt(self, edges: Sequence[tuple[int, int]], origin: int, target: int, draws: Draws) -> np.ndarray:
         """The maze up to <PATH_START>, its edges in random order and direction."""

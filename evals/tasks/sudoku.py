@@ -11,16 +11,14 @@ handful of operations; a puzzle stays unique without a clue when no solution has
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 
 from dllm_jax.errors import DllmError
 from evals import tokens
-from evals.tasks.base import DrawnTask, Draws, Example, Ids, Verdict, draw_of_split, draws_for
-from evals.tokens import Vocabulary
+from evals.tasks.base import Draws, Example, Ids, SymbolTask, Verdict, draw_of_split, draws_for
 
 LINE_END = 10
 SYMBOLS = {
@@ -42,7 +40,7 @@ class Board(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Sudoku(DrawnTask):
+class Sudoku(SymbolTask):
     """Sudoku puzzles with exactly one solution.
 
     Attributes:
@@ -58,6 +56,7 @@ class Sudoku(DrawnTask):
     """
 
     name: ClassVar[str] = "sudoku"
+    pattern: ClassVar[str] = _PATTERN
 
     box_rows: int = 3
     box_columns: int = 3
@@ -102,12 +101,9 @@ class Sudoku(DrawnTask):
         exact = bool(np.array_equal(ids, example.answer_ids))
         return Verdict(correct=exact, strict=exact, exact=exact)
 
-    def show(self, ids: Ids) -> str:
-        return tokens.join(SYMBOLS, ids)
-
     @property
-    def vocabulary(self) -> Vocabulary:
-        return tokens.vocabulary_of_symbols(SYMBOLS)
+    def symbols(self) -> Mapping[str, int]:
+        return SYMBOLS
 
     @property
     def prompt_width(self) -> int:
@@ -116,9 +112,6 @@ class Sudoku(DrawnTask):
     @property
     def answer_width(self) -> int:
         return self.size**2 + self.size - 1
-
-    def write_tokenizer(self, folder: str | Path) -> None:
-        tokens.write_symbols(SYMBOLS, _PATTERN, folder)
 
     def _draw_board(self, split: str, index: int) -> Board:
         """Example `index` of the puzzles that are dug."""
