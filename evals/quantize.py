@@ -53,7 +53,7 @@ class Divergence(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Batches:
+class MaskedRows:
     """Masked rows in batches of one shape, the same in every pass.
 
     Attributes:
@@ -147,7 +147,7 @@ def _check_model(model: Model) -> ModelConfig:
 
 def _batches(
     model: Model, task: str | None, data: str | Path | None, n: int, batch_size: int, seed: int
-) -> tuple[Batches, Batches | None]:
+) -> tuple[MaskedRows, MaskedRows | None]:
     """The rows to calibrate with, and those to compare with."""
     keys = jax.random.split(jax.random.key(seed))
     if task is not None:
@@ -157,19 +157,19 @@ def _batches(
         sources: list[Source] = [bound.source("train"), bound.source("validation")]
         made = [Rows(source, part, "sft", model.config, seed) for source in sources]
         return (
-            Batches(made[0], seed * n, n, batch_size, keys[_ROUND_KEY]),
-            Batches(made[1], seed * n, n, batch_size, keys[_CHECK_KEY]),
+            MaskedRows(made[0], seed * n, n, batch_size, keys[_ROUND_KEY]),
+            MaskedRows(made[1], seed * n, n, batch_size, keys[_CHECK_KEY]),
         )
     source = jsonl(Setup(model.config, model.tokenizer, model.config.max_length), path=str(data))
     count, lengths = count_examples(source), lengths_of(source)
     assert count is not None and lengths is not None
     rows = Rows(source, DataPart(length=max(2, int(lengths.max())), pad=False), "sft", model.config, seed)
-    used = Batches(rows, 0, min(n, count), batch_size, keys[_ROUND_KEY])
+    used = MaskedRows(rows, 0, min(n, count), batch_size, keys[_ROUND_KEY])
     left = min(n, count - used.count)
-    return used, Batches(rows, used.count, left, batch_size, keys[_CHECK_KEY]) if left else None
+    return used, MaskedRows(rows, used.count, left, batch_size, keys[_CHECK_KEY]) if left else None
 
 
-def _quantized(model: Model, config: ModelConfig, batches: Batches, progress: bool) -> Iterator[tuple[str, Any]]:
+def _quantized(model: Model, config: ModelConfig, batches: MaskedRows, progress: bool) -> Iterator[tuple[str, Any]]:
     """The parameters of the model in int4: first what is rounded to nearest, then the kernels of layer after layer."""
     made = forms(config)
     layers: dict[str, list[str]] = {}
@@ -199,7 +199,7 @@ class _Moments:
         self._kernels = kernels
         self._found: dict[int, np.ndarray] = {}
 
-    def of(self, denoiser: Denoiser, names: list[str], batches: Batches) -> dict[str, np.ndarray]:
+    def of(self, denoiser: Denoiser, names: list[str], batches: MaskedRows) -> dict[str, np.ndarray]:
         """The moments [in, in] float64 of some kernels, over all rows, by name."""
         self._found = {self._kernels.index(name): np.zeros((denoiser.params[name].shape[0],) * 2) for name in names}
         numbers = {name: np.int32(at if at in self._found else -1) for at, name in enumerate(self._kernels)}
@@ -228,7 +228,7 @@ def _observe(
     return dataclasses.replace(denoiser, params={**denoiser.params, **observed}).forward(inputs, lengths)[0]
 
 
-def divergence(plain: Denoiser, quantized: Denoiser, batches: Batches) -> Divergence:
+def divergence(plain: Denoiser, quantized: Denoiser, batches: MaskedRows) -> Divergence:
     """How far a model's predictions of masked tokens are from the plain one's."""
     pairs = [np.stack(_divergences(plain, quantized, batch), -1) for batch in batches(plain)]
     sums, counts = np.concatenate(pairs).astype(np.float64)[: batches.count].T

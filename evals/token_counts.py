@@ -223,8 +223,9 @@ def count(kind: str, answers: Sequence[CountedAnswer], *, eos_id: int, encode: E
         "tokens_per_second": float(tokens.sum() / max(seconds, 1e-9)) if method.time == "loop" else None,
         "mean_tokens_per_forward": float((tokens / nfe).mean()),
     }
-    until = [answer.complete_at for answer in answers if answer.complete_at is not None]
-    every["nfe_until"] = float(np.mean(until)) if len(until) == len(answers) else None
+    until = [answer.complete_at for answer in answers]
+    if None not in until:
+        every["nfe_until"] = float(np.mean(np.asarray(until, float)))
     own = [answer.seconds for answer in answers]
     if None not in own:
         every |= _own_speeds(tokens, np.asarray(own, float), method.time == "answers")

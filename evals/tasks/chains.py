@@ -20,7 +20,6 @@ Ids: 0 the end token (never in a chain), 1 to 10 the digits, 11 to 20 a to j, 21
 """
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
@@ -90,7 +89,7 @@ class Chains(SymbolTask):
         return Verdict(correct=correct, strict=correct, exact=bool(np.array_equal(ids, example.answer_ids)))
 
     def partial(self, example: Example, ids: Ids) -> float:
-        """Share of the prompt's symbols that the answer keeps."""
+        """Share of the symbols that the digits keep."""
         return float(self._kept(example, ids).mean())
 
     @property
@@ -106,7 +105,7 @@ class Chains(SymbolTask):
         return 2 * self.length
 
     def _draw_symbols(self, draws: Draws) -> str:
-        """A prompt: chains until the answer is full."""
+        """The symbols: chains until the answer is full."""
         symbols: list[str] = []
         while (rest := self.length - len(symbols)) > 0:
             count = min(draws.between(*self.chain), rest)
@@ -118,7 +117,7 @@ class Chains(SymbolTask):
 
     @staticmethod
     def _kept(example: Example, ids: Ids) -> np.ndarray:
-        """[A] bool, which symbols of the prompt the digits of an answer satisfy."""
+        """[A] bool, which symbols the digits of an answer keep."""
         symbols: str = example.problem
         digits = np.full(len(symbols) + 2, -1)  # with a place on either side that is no digit
         written = np.array(list(ids)[1 : 2 * len(symbols) : 2], int) - _FIRST
@@ -130,9 +129,8 @@ class Chains(SymbolTask):
         return (own >= 0) & ((kinds == 3) | (own == wanted))
 
 
-@functools.lru_cache(maxsize=64)
 def _table(symbols: str) -> tuple[np.ndarray, np.ndarray]:
-    """[A] kinds (0 a digit, 1 a link to the left, 2 one to the right, 3 anything) and [A] numbers of a prompt."""
+    """[A] kinds (0 a digit, 1 a link to the left, 2 one to the right, 3 anything) and [A] numbers of symbols."""
     places = np.array([(_DIGITS + _LEFT + _RIGHT + _ANY).index(symbol) for symbol in symbols])
     return places // 10, places % 10
 
