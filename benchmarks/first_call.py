@@ -20,10 +20,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import jax
-
 import dllm_jax
 from benchmarks import command
+from benchmarks.sample import describe_hardware
 from convert import embedded
 from dllm_jax import DllmError
 from samplers import LOOPS, RULES, generate, parse_sampler
@@ -54,8 +53,8 @@ def measure(model: str, sampler: str, gen_length: int) -> Row:
             if "refused" in found:
                 return row | found
             row |= {name: found["first"], "next": found["next"], "load": found["load"]}
-        files = [path for path in Path(folder).rglob("*") if path.is_file()]
-    return row | {"saved": 1 - row["kept"] / row["empty"], "kept_bytes": sum(path.stat().st_size for path in files)}
+        row["kept_bytes"] = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
+    return row | {"saved": 1 - row["kept"] / row["empty"]}
 
 
 def _in_a_process(model: str, sampler: str, gen_length: int, folder: str) -> Row:
@@ -78,8 +77,7 @@ def report(options: argparse.Namespace) -> Row:
     samplers = [str(parse_sampler(text)) for text in options.sampler or (*RULES, *LOOPS)]
     return {
         "command": f"python -m benchmarks.first_call --model {options.model} --gen-length {options.gen_length}",
-        "device": jax.devices()[0].device_kind,
-        "cpu_cores": os.cpu_count(),
+        "hardware": describe_hardware(),
         "versions": {"jax": version("jax")},
         "rows": [measure(model, sampler, options.gen_length) for sampler in samplers],
     }
