@@ -416,6 +416,23 @@ def test_examples_need_a_reference():
         evals.decompose(far_from_uniform(LLADA), Open(), "topk", n=2, progress=False)
 
 
+def test_texts_of_a_file_are_answers(llada_tiny, tmp_path):
+    """Of a question with one target its tokens count, and an end token where there is room for one."""
+    lines = [{"prompt": "1 + 1 =", "target": text} for text in ("two", "2", "one more than one")]
+    file = tmp_path / "questions.jsonl"
+    write = lambda lines: file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write(lines)
+    lengths = [len(llada_tiny.tokenizer.encode(line["target"], add_special_tokens=False)) for line in lines]
+    longest = max(lengths)
+    task = f"text:file={file},gen_length={longest}"
+    found = evals.decompose(llada_tiny, task, "topk:k=2", progress=False)
+    assert [row.positions for row in found.rows] == [min(length + 1, longest) for length in lengths]
+    assert min(lengths) < longest and found.nats > 0
+    write([*lines, {"prompt": "1 + 1 =", "target": ["2", "two"]}])
+    with refuses("one right answer"):
+        evals.decompose(llada_tiny, task, "topk:k=2", progress=False)
+
+
 def test_logits_that_are_not_finite_are_refused():
     model = random_model(LLADA, key=1)
     broken = dataclasses.replace(model, params={name: x * jnp.nan for name, x in model.params.items()})

@@ -149,6 +149,10 @@ class Task(abc.ABC):
         """The right answer, for people."""
         return self.show(example.answer_ids)
 
+    def reference_ids(self, example: Example) -> Ids:
+        """The tokens [A] of the one right answer; empty where there may be others."""
+        return [int(i) for i in example.answer_ids]
+
     def source(self, split: str = "train") -> "Source":
         """The examples of a split for training.
 

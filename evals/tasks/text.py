@@ -22,7 +22,7 @@ import numpy as np
 from dllm_jax import Model, spec
 from dllm_jax.errors import DllmError
 from dllm_jax.storage import write_file
-from dllm_jax.text.tokenizer import check_messages
+from dllm_jax.text.tokenizer import check_messages, encode_text
 from evals.extraction import chosen_letter, last_number
 from evals.tasks.base import SPLITS, Example, Ids, Source, Task, Verdict, check_index, check_split
 from samplers.checks import check_length
@@ -132,6 +132,10 @@ class TextTask(Task):
 
     def reference(self, example: Example) -> str:
         return "\n".join(example.problem.targets)
+
+    def reference_ids(self, example: Example) -> Ids:
+        targets = example.problem.targets
+        return [] if self.model is None or len(targets) > 1 else encode_text(self.model.require_tokenizer(), targets[0])
 
     @property
     def prompt_width(self) -> int:
