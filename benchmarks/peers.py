@@ -43,23 +43,30 @@ PEERS = {  # what a checkout must have, and which caches it has
     "bonsai": ("https://github.com/jax-ml/bonsai", "bonsai/models/llada/modeling.py", ("none",)),
     "bonsai-jit": ("https://github.com/jax-ml/bonsai", "bonsai/models/llada/modeling.py", ("none",)),
 }
-RANDOM_SIZES = {  # 271 million parameters
-    "0.3b": published_config("llada-8b-instruct").replace(
-        vocab_size=32000,
-        embed_dim=1024,
-        num_layers=16,
-        num_heads=16,
-        num_kv_heads=16,
+
+
+def _random(vocab_size: int, embed_dim: int, num_layers: int, mlp_dim: int) -> ModelConfig:
+    """LLaDA in these sizes, with heads of 64."""
+    heads = embed_dim // 64
+    return published_config("llada-8b-instruct").replace(
+        vocab_size=vocab_size,
+        embed_dim=embed_dim,
+        num_layers=num_layers,
+        num_heads=heads,
+        num_kv_heads=heads,
         head_dim=64,
-        mlp_dim=2816,
-        mask_id=31999,
+        mlp_dim=mlp_dim,
+        mask_id=vocab_size - 1,
         eos_id=2,
         pad_id=2,
         bos_id=1,
         end_ids=(2,),
         dtype="float32",
     )
-}
+
+
+RANDOM_SIZES = {"30m": _random(8192, 384, 13, 1024), "0.3b": _random(32000, 1024, 16, 2816)}
+"""Random weights: 29 and 271 million parameters."""
 SIZES = ("tiny", *RANDOM_SIZES)
 
 
@@ -328,7 +335,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--fast-dllm", type=Path, metavar="DIR", help="a checkout of NVlabs/Fast-dLLM")
     made.add_argument("--bonsai", type=Path, metavar="DIR", help="a checkout of jax-ml/bonsai")
     made.add_argument("--python", default=sys.executable, metavar="PATH", help="the peers' Python (default: this one)")
-    made.add_argument("--sizes", type=names, default=list(SIZES), metavar="SIZE,SIZE", help="default tiny,0.3b")
+    made.add_argument("--sizes", type=names, default=list(SIZES), metavar="SIZE,SIZE", help="default tiny,30m,0.3b")
     made.add_argument("--caches", type=names, default=list(CACHES), metavar="CACHE,CACHE", help="default all")
     usual, about = "64+64,128+128,256+256", "tokens of prompt and generation"
     made.add_argument("--lengths", type=_lengths, default=usual, metavar="P+G,P+G", help=f"{about} (default {usual})")

@@ -150,13 +150,30 @@ def _attend(
     mask = (place < visible[..., None])[:, None]  # [B, 1, T or 1, S]
     if since is not None:
         mask &= (place >= since[..., None])[:, None]
-    attend = functools.partial(jax.nn.dot_product_attention, mask=mask)
-    if query.dtype != jnp.float16:
-        return attend(query, key, value)
 
-    def in_float32(*operands: jax.Array) -> jax.Array:
-        query, key, value = (x.astype(jnp.float32) for x in operands)
-        return attend(query, key, value).astype(jnp.float16)
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) -> jax.Array:
+        return jax.nn.dot_product_attention(query, key, value, mask=mask)
 
-    # JAX asks for float16 products with float32 sums, which compilers for CPU and TPU do not know.
-    return lax.platform_dependent(query, key, value, cuda=attend, default=in_float32)
+    def in_float32(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) -> jax.Array:
+        wide = (x.astype(jnp.float32) for x in (query, key, value))
+        return attend(*wide, mask).astype(query.dtype)
+
+    # JAX asks for float16 products with float32 sums, which a compiler for TPU does not know.
+    other = in_float32 if query.dtype == jnp.float16 else attend
+    return lax.platform_dependent(query, key, value, mask, cpu=_attend_on_cpu, cuda=attend, default=other)
+
+
+def _attend_on_cpu(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) -> jax.Array:
+    """In float32 and with heads before positions, which a CPU multiplies two to three times as fast as the order of
+    `jax.nn.dot_product_attention`.
+
+    Args:
+        mask: [B, 1, T or 1, S] bool, true where a key is seen.
+    """
+    (batch, length, heads, size), groups = query.shape, key.shape[2]
+    fold = lambda x: jnp.moveaxis(x.astype(jnp.float32), 2, 1).reshape(batch, groups, -1, size)
+    scores = jnp.einsum("bkth,bksh->bkts", fold(query) * size**-0.5, fold(key))  # T are those of all heads of a group
+    seen = jnp.broadcast_to(mask[:, :, None], (batch, 1, heads // groups, length, key.shape[1]))
+    scores = jnp.where(seen.reshape(batch, 1, -1, key.shape[1]), scores, UNSEEN)
+    found = jnp.einsum("bkts,bksh->bkth", jax.nn.softmax(scores, axis=-1), fold(value))
+    return jnp.moveaxis(found.reshape(batch, heads, length, size), 1, 2).astype(query.dtype)
