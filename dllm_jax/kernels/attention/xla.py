@@ -155,8 +155,8 @@ def _attend(
         return jax.nn.dot_product_attention(query, key, value, mask=mask)
 
     def in_float32(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) -> jax.Array:
-        wide = (x.astype(jnp.float32) for x in (query, key, value))
-        return attend(*wide, mask).astype(query.dtype)
+        wide = lambda x: x.astype(jnp.float32)
+        return attend(wide(query), wide(key), wide(value), mask).astype(query.dtype)
 
     # JAX asks for float16 products with float32 sums, which a compiler for TPU does not know.
     other = in_float32 if query.dtype == jnp.float16 else attend
