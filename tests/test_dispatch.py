@@ -19,6 +19,7 @@ from dllm_jax.kernels import tokamax as package
 from dllm_jax.kernels.attention import ATTENTION, IN_BLOCKS, attention, attention_in_blocks
 from dllm_jax.kernels.dispatch import choose, device_of, on_device, use_kernels
 from dllm_jax.kernels.experts import EXPERTS, apply_experts
+from dllm_jax.models.denoiser import Span
 from dllm_jax.models.kv_cache import LayerKV
 from dllm_jax.parallel.sharding import Layout, make_mesh
 from dllm_jax.params.quantized import Form, quantize_kernel
@@ -321,3 +322,17 @@ def test_a_model_s_denoiser_says_where_it_lies(machine, cudnn_here):
     run = jax.jit(lambda denoiser, tokens, lengths: denoiser.forward(tokens, lengths)[0])
     arguments = model.denoiser, jnp.zeros((2, 512), int), jnp.array([512, 300])
     assert calls(run.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()) == {FORWARD}
+
+
+@pytest.mark.filterwarnings("ignore:attention cannot be computed by tokamax")
+@pytest.mark.parametrize(("platform", "asked", "pinned"), [("cuda", "xla", True), ("cuda", "tokamax", False)])
+def test_buffers_lie_as_their_reader_wants_them(machine, platform, asked, pinned):
+    """Heads before positions for XLA's products and cuDNN; tokamax would transpose whole buffers in every window."""
+    machine(platform, H100)
+    denoiser = dllm_jax.random_model(LLADA).denoiser
+    run = jax.jit(
+        lambda denoiser, *x: denoiser.forward(*x, at=Span(jnp.zeros(2, int), 8), kv=denoiser.empty_cache(2, 16))
+    )
+    with use_kernels(asked):
+        lowered = run.trace(denoiser, jnp.zeros((2, 16), int), jnp.array([16, 9])).lower(lowering_platforms=(platform,))
+    assert ("LayoutConstraint" in lowered.as_text()) == pinned

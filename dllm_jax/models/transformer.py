@@ -17,6 +17,7 @@ from flax import nnx
 
 from dllm_jax.config import Experts, ModelConfig
 from dllm_jax.errors import DllmError
+from dllm_jax.kernels.dispatch import asked_for
 from dllm_jax.kernels.experts import apply_experts
 from dllm_jax.models.gemma import GemmaLayer, SelfConditioning, WideNorm
 from dllm_jax.models.kv_cache import KVCache, LayerKV, slice_rows
@@ -307,7 +308,8 @@ def _run_layer(
         kv = layer.attn.keys_values(y, cos, sin, layout)
         if buffers is not None and at is not None:
             kv = LayerKV(*map(Place(at, skip, write).put, buffers, kv))
-        pinned = ("tpu", "cuda") if buffers is None else ("cuda",)  # on TPU a window's follow the full forward's
+        pinned = ["tpu"] if buffers is None else []  # a window's follow the full forward's
+        pinned += [] if asked_for(None) == "tokamax" else ["cuda"]  # tokamax's kernels read positions before heads
         kv = LayerKV(*(heads_first(part, layout, pinned) for part in kv))
         if first is not None:
             x, y, cos, sin = (slice_rows(part, first, width) for part in (x, y, cos, sin))
