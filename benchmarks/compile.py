@@ -181,13 +181,21 @@ def compiled(what: str, setting: Setting, options: Mapping[str, str] | None = No
 
 def compile_launches(what: str, setting: Setting, options: Mapping[str, str] | None = None) -> tuple[Any, str]:
     """The same, and the text of what a GPU's host launches, empty for other devices: XLA puts kernels into command
-    buffers after it has printed the program."""
-    if setting.mesh.devices.flat[0].platform != "gpu":
-        return compiled(what, setting, options), ""
-    with tempfile.TemporaryDirectory() as folder:
-        program = compiled(what, setting, {**(options or {}), "xla_dump_to": folder})
-        (file,) = Path(folder).glob(f"*{LAUNCHES}")
-        return program, file.read_text()
+    buffers after it has printed the program.
+
+    Raises:
+        DllmError: for a program or an option that the compiler refuses.
+    """
+    device = setting.mesh.devices.flat[0]
+    try:
+        if device.platform != "gpu":
+            return compiled(what, setting, options), ""
+        with tempfile.TemporaryDirectory() as folder:
+            program = compiled(what, setting, {**(options or {}), "xla_dump_to": folder})
+            (file,) = Path(folder).glob(f"*{LAUNCHES}")
+            return program, file.read_text()
+    except jax.errors.JaxRuntimeError as error:
+        raise DllmError(f"the compiler for {device.device_kind} refuses: {str(error).splitlines()[0]}") from None
 
 
 def lowered(what: str, setting: Setting) -> Any:
@@ -275,15 +283,23 @@ def label(own: Sequence[hlo.Instruction], at: hlo.Instruction | None) -> str:
     return "step" if path == ["jit(sample)", "while"] else min(layers, default="loop")
 
 
-def describe(program: Any, setting: Setting, launched: str = "") -> dict[str, Any]:
+def parse(program: Any) -> tuple[hlo.Program, hlo.Loop]:
+    """A compiled program, and the tree of its loops."""
+    found = hlo.read(program.as_text())
+    return found, hlo.loops(found, label)
+
+
+def describe(
+    program: Any, setting: Setting, launched: str = "", parsed: tuple[hlo.Program, hlo.Loop] | None = None
+) -> dict[str, Any]:
     """The figures of a compiled program; sizes in bytes, of one device.
 
     Args:
         launched: what a GPU's host launches, from `compile_launches`.
+        parsed: from `parse`, where that has been done.
     """
-    memory, text = program.memory_analysis(), program.as_text()
-    found = hlo.read(text)
-    root = hlo.loops(found, label)
+    memory = program.memory_analysis()
+    found, root = parsed or parse(program)
     kv, weights, kernels = setting.kv_shape(), setting.weight_shapes(), setting.kernel_shapes()
     is_weight = lambda shape: any(holds(shape, weight) for weight in weights)
     is_kernel = lambda shape: any(hlo.is_like(shape, kernel) for kernel in kernels)
@@ -324,7 +340,10 @@ def describe(program: Any, setting: Setting, launched: str = "") -> dict[str, An
         "peak_bytes": peak,
         "implementation": setting.implementation,
         "command_buffers": buffers,
-        "calls": {name: text.count(f'custom_call_target="{target}') for name, target in CALLS.items()},
+        "calls": {
+            name: sum(f'custom_call_target="{target}' in each.text for each in found.by_name.values())
+            for name, target in CALLS.items()
+        },
         "loops": rows,
     }
 
@@ -436,12 +455,7 @@ def parser() -> argparse.ArgumentParser:
     add("settings", nargs="*", metavar="key=value", help="of --what train: changes, such as optimizer.batch=8")
     add("--quantize", choices=["int8", "int4"], help="quantize weights to this many bits")
     add("--sampler", default="threshold:cache=dual", metavar="SPEC")
-    add(
-        "--implementation",
-        default="auto",
-        choices=["auto", "xla", "tokamax", "tpu"],
-        help="of attention and experts: auto is xla for an absent device, and cuDNN does not compile without the GPU",
-    )
+    add_implementation(made)
     add("--command-buffers", action="store_true", help="on a GPU, the loops too in command buffers (CUDA graphs)")
     add("--batch", type=int, default=1)
     add("--prompt-length", type=int, default=256)
@@ -452,6 +466,16 @@ def parser() -> argparse.ArgumentParser:
     add("--hlo", type=Path, metavar="FILE", help="write the compiled program's text")
     add("--json", type=Path, metavar="FILE", help="add the result to this file's list")
     return made
+
+
+def add_implementation(made: argparse.ArgumentParser) -> None:
+    """Adds `--implementation`."""
+    made.add_argument(
+        "--implementation",
+        default="auto",
+        choices=["auto", "xla", "tokamax", "tpu"],
+        help="of attention and experts: auto is xla for an absent device, and cuDNN does not compile without the GPU",
+    )
 
 
 def mesh_of(devices: Sequence[Any], axes: str) -> Mesh:
@@ -484,11 +508,7 @@ def report(options: argparse.Namespace) -> dict[str, Any]:
     if options.command_buffers and setting.mesh.devices.flat[0].platform != "gpu":
         raise DllmError(f"--command-buffers is for GPUs, and {options.target} is none; leave it out")
     start = time.perf_counter()
-    try:
-        buffers = COMMAND_BUFFERS if options.command_buffers else None
-        program, launched = compile_launches(options.what, setting, buffers)
-    except jax.errors.JaxRuntimeError as error:
-        raise DllmError(f"{options.target} refuses the program: {str(error).splitlines()[0]}") from None
+    program, launched = compile_launches(options.what, setting, COMMAND_BUFFERS if options.command_buffers else None)
     seconds = time.perf_counter() - start
     if options.hlo:
         options.hlo.write_text(program.as_text())

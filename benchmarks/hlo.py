@@ -245,6 +245,17 @@ def made(loop: Loop, counts: Callable[[Shape], bool]) -> int:
     return sum(counts(shape) for each in writes for shape in each.shapes)
 
 
+def group_size(each: Instruction, devices: int) -> int:
+    """Between how many of the program's devices a collective sends."""
+    if axes := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", each.text):
+        sizes = dict(re.findall(r"('\w+')=(\d+)", axes[1]))
+        return math.prod(int(sizes[name]) for name in re.findall(r"'\w+'", axes[2]))
+    if counted := re.search(r"replica_groups=\[\d+,(\d+)\]", each.text):
+        return int(counted[1])
+    listed = re.search(r"replica_groups=\{\{([\d,]+)\}", each.text)
+    return len(listed[1].split(",")) if listed else devices
+
+
 def is_like(shape: Shape, other: Shape) -> bool:
     """Whether one array is the other with its axes in some order."""
     axes = lambda shape: sorted(size for size in shape[1] if size > 1)

@@ -7,9 +7,10 @@ is run: a model that no measurement has checked.** It says:
 * A kernel on a GPU takes the longer of its bytes over the memory's rate and its FLOPs over the peak, and `GAP` more.
   On a TPU kernels overlap with transfers, so a turn takes the longest of all bytes, all FLOPs and the compiler's own
   cycles.
-* A collective goes round a ring in both directions and overlaps with nothing; each hop costs `HOP`.
+* A collective goes round a ring of its devices in both directions, of two over one link, and overlaps with nothing;
+  each hop costs `HOP`.
 * Whenever the host of a GPU reads a predicate, the device waits for `READ`; in a command buffer it reads none.
-* Experts are balanced: one round of each layer's.
+* Experts are balanced: one round of each layer's. A kernel that XLA did not make counts by its bytes alone.
 * All rows keep pace. A block takes as many forwards as it has tokens over `tokens_per_forward`. With the dual cache
   the first of a block is a full one, of one row at a time; with the exact cache a row has one full forward, and the
   first of every later block runs two blocks.
@@ -107,7 +108,7 @@ def turn(program: hlo.Program, loop: hlo.Loop, chip: Chip, devices: int, reads: 
         busy, gaps = max(moved / chip.memory, flops / chip.flops, loop.cycles / chip.clock), 0.0
     else:
         busy, gaps = sum(max(a / chip.memory, b / chip.flops) for a, b in work), GAP * len(work)
-    sent = sum(send_seconds(kind, *found, chip, devices) for kind, found in loop.collectives.items())
+    sent = sum(send_seconds(each, chip, hlo.group_size(each, devices)) for each in loop.sent)
     total = {"bytes": moved, "flops": flops, "busy": busy, "sent": sent, "gaps": gaps, "reads": reads * READ}
     for inner in loop.inner:
         if loop.name != "step" or inner.name not in programs.FORWARDS:
@@ -115,12 +116,14 @@ def turn(program: hlo.Program, loop: hlo.Loop, chip: Chip, devices: int, reads: 
     return total
 
 
-def send_seconds(kind: str, count: int, size: float, chip: Chip, devices: int) -> float:
-    """Seconds of some collectives that send `size` bytes in all, over a ring of all devices in both directions."""
+def send_seconds(each: hlo.Instruction, chip: Chip, devices: int) -> float:
+    """Seconds of a collective over a ring of its devices, in both directions where there are more than two."""
+    kind, size = each.opcode.removesuffix("-start"), hlo.size(each.shapes[-1])
     if kind == "collective-permute":
-        return count * HOP + size / chip.ring
+        return HOP + size / chip.ring
     phases = 2 if kind == "all-reduce" else 1  # reduce, then gather
-    return phases * (count * HOP * devices / 2 + size / chip.ring * (devices - 1) / devices)
+    rate = chip.ring if devices > 2 else chip.ring / 2
+    return phases * (HOP * devices / 2 + size / rate * (devices - 1) / devices)
 
 
 def add(a: Numbers, b: Numbers, times: float = 1.0) -> Numbers:
@@ -157,11 +160,13 @@ def describe(options: argparse.Namespace, batch: int, layers: int) -> tuple[dict
     usage, kind = MODELS[options.model], options.target.partition(":")[0]
     mesh = programs.mesh_of(programs.devices_of(options.target), options.mesh)
     config = published_config(options.model).replace(num_layers=layers)
-    setting = programs.Setting(config, mesh, batch, P, G, usage.block_length, "bfloat16", usage.sampler)
-    built, launched = programs.compile_launches("sample", setting)
-    found = programs.describe(built, setting, launched)
-    program = hlo.read(built.as_text())
-    (step,) = (loop for loop in hlo.loops(program, programs.label).inner if loop.name == "step")
+    setting = programs.Setting(
+        config, mesh, batch, P, G, usage.block_length, "bfloat16", usage.sampler, implementation=options.implementation
+    )
+    built, launched = programs.compile_launches("sample", setting, options.xla)
+    program, root = programs.parse(built)
+    found = programs.describe(built, setting, launched, (program, root))
+    (step,) = (loop for loop in root.inner if loop.name == "step")
     reads = next(row["host_reads"] for row in found["loops"] if row["loop"] == "step")
     loops = {"step": turn(program, step, CHIPS[kind], mesh.size, sum(reads or [0]) / 2)}
     for loop in step.inner:
@@ -169,6 +174,12 @@ def describe(options: argparse.Namespace, batch: int, layers: int) -> tuple[dict
             name = loop.name if loop.name not in loops else f"{loop.name} of two blocks"
             loops[name] = turn(program, loop, CHIPS[kind], mesh.size)
     return {**found, "batch_parts": batch_parts(mesh), "devices": mesh.size}, loops
+
+
+def key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What tells one setting from another, in the order of the file."""
+    how = sorted(row["xla"].items())
+    return row["model"], row["target"], row["mesh"], row["implementation"], how, row["batch"]
 
 
 def predict(options: argparse.Namespace, batch: int) -> dict[str, Any]:
@@ -188,6 +199,8 @@ def predict(options: argparse.Namespace, batch: int) -> dict[str, Any]:
         "mesh": options.mesh,
         "model": options.model,
         "batch": batch,
+        "implementation": options.implementation,
+        "xla": options.xla,
         "versions": {name: metadata.version(name) for name in COMPILERS[kind]},
         "peak_bytes": line("peak_bytes"),
         "fits": line("peak_bytes") <= programs.MEMORY[kind] * programs.GIB,
@@ -221,9 +234,11 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
     for row in rows:
         milliseconds = {name: f"{1e3 * seconds(turn):.2f}" for name, turn in row["loops"].items()}
+        how = [row["implementation"]] * (row["implementation"] != "auto")
+        how += [f"{name}={value}" for name, value in row["xla"].items()]
         cells = (
             row["model"],
-            f"{row['target']} {row['mesh']}",
+            " ".join([row["target"], row["mesh"], *how]),
             row["batch"],
             milliseconds["window"],
             f"{1e3 * row['window_floor_seconds']:.2f}",
@@ -251,6 +266,8 @@ def parser() -> argparse.ArgumentParser:
     add("--mesh", metavar="AXIS=N,...", help="default: one H100, and tensor=8 on eight chips")
     add("--model", default="llada-8b-instruct", choices=sorted(MODELS), metavar="NAME", help=", ".join(MODELS))
     add("--batch", default="1,8,32,128", metavar="N,...", help="rows (default: 1,8,32,128)")
+    programs.add_implementation(made)
+    add("--xla", default="", metavar="NAME=VALUE,...", help="options of XLA's compiler")
     add(
         "--json",
         type=Path,
@@ -274,6 +291,10 @@ def report(options: argparse.Namespace) -> None:
     if kind not in CHIPS:
         raise DllmError(f"--target {options.target} has no rates here; name one of {', '.join(CHIPS)}, as in v5e:2x4")
     options.mesh = options.mesh or MESHES.get(options.target, "tensor=1")
+    pairs = [pair.partition("=") for pair in options.xla.split(",") if pair]
+    if not all(value for _, _, value in pairs):
+        raise DllmError(f"--xla {options.xla} is no list of options; write it like xla_gpu_enable_triton_gemm=false")
+    options.xla = {name: value for name, _, value in pairs}
     try:
         batches = [int(batch) for batch in options.batch.split(",")]
     except ValueError:
@@ -285,7 +306,6 @@ def report(options: argparse.Namespace) -> None:
         print(table([row]).splitlines()[2], flush=True)
         if options.json:
             known = json.loads(options.json.read_text())["rows"] if options.json.exists() else []
-            key = lambda one: tuple(one[name] for name in ("model", "target", "mesh", "batch"))
             rows = sorted([*(one for one in known if key(one) != key(row)), row], key=key)
             assumed = {"gap": GAP, "read": READ, "hop": HOP, "layers": LAYERS, "prompt_length": P, "gen_length": G}
             about = {"assumed": assumed, "chips": {name: dataclasses.asdict(chip) for name, chip in CHIPS.items()}}

@@ -71,8 +71,25 @@ def test_a_turn_of_a_tpu_s_loop(program) -> None:
     found = predict.turn(program, step, TPU, 4)
     assert found["busy"] == pytest.approx(12 + 3 * 1.6) and found["gaps"] == 0
     assert found["sent"] == pytest.approx(2 * (2 * predict.HOP + 160 / 10 * 3 / 4))
-    assert predict.send_seconds("all-gather", 3, 80, TPU, 8) == pytest.approx(12 * predict.HOP + 80 / 10 * 7 / 8)
-    assert predict.send_seconds("collective-permute", 2, 80, TPU, 8) == pytest.approx(2 * predict.HOP + 8)
+
+
+def test_a_collective_goes_round_its_own_devices() -> None:
+    """Of eight devices in groups, as XLA writes them; two have one link between them."""
+    send = lambda kind, groups: hlo.Instruction(kind, (("bf16", (4, 10)),), (), "", 0, None, "", text=groups)
+    seconds = lambda each: predict.send_seconds(each, TPU, hlo.group_size(each, 8))
+    everyone = send("all-gather", "replica_groups={}, dimensions={0}")
+    assert seconds(everyone) == pytest.approx(4 * predict.HOP + 80 / 10 * 7 / 8)
+    for groups in (
+        "mesh['a'=2,'b'=4] {'b'}",
+        "[2,4]<=[8]",
+        "{{0,1,2,3},{4,5,6,7}}",
+        "mesh['a'=2,'b'=2,'c'=2] {'a','c'}",
+    ):
+        each = send("all-reduce-start", f"replica_groups={groups}, to_apply=%add")
+        assert seconds(each) == pytest.approx(2 * (2 * predict.HOP + 80 / 10 * 3 / 4)), groups
+    pair = send("all-gather", "replica_groups=[4,2]<=[8]")
+    assert seconds(pair) == pytest.approx(predict.HOP + 80 / 5 / 2)
+    assert seconds(send("collective-permute", "source_target_pairs={{0,1},{1,0}}")) == pytest.approx(predict.HOP + 8)
 
 
 def test_layers_lie_on_a_line() -> None:
@@ -98,6 +115,7 @@ def test_a_generation_is_the_sum_of_its_turns() -> None:
         (["--target", "v9"], "--target v9"),
         (["--target", "h100", "--batch", "8,x"], "--batch 8,x"),
         (["--target", "h100", "--batch", "0"], "--batch 0"),
+        (["--target", "h100", "--xla", "xla_gpu_enable_triton_gemm"], "--xla xla_gpu_enable_triton_gemm"),
         (["--target", "v5e:2x4", "--mesh", "tensor=16"], "--mesh tensor=16"),
     ],
 )
