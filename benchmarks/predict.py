@@ -73,21 +73,25 @@ class Usage:
     Attributes:
         tokens_per_forward: published.
         source: where, and for what.
+        mesh: of eight chips; key/value heads are split whole.
     """
 
     sampler: str
     block_length: int
     tokens_per_forward: float
     source: str
+    mesh: str = "tensor=8"
 
 
 MODELS = {
     "llada-8b-instruct": Usage("threshold:cache=dual", 32, 2.77, "Fast-dLLM, dual cache, GSM8K, measured by d3LLM"),
-    "llada2.0-mini": Usage("threshold:cache=exact", 32, 2.6, "its report, threshold 0.95, mean of 33 tasks"),
+    "llada2.0-mini": Usage(
+        "threshold:cache=exact", 32, 2.6, "its report, threshold 0.95, mean of 33 tasks", "expert=2,tensor=4"
+    ),
     "sdar-8b-chat": Usage("threshold:cache=exact", 4, 2.0, "its report: dynamic 'more than twice' static, 30B"),
 }
 COMPILERS = {"h100": ("jax", "jax-cuda12-pjrt"), "v5e": ("jax", "libtpu"), "v6e": ("jax", "libtpu")}
-MESHES = {"h100": "tensor=1", "v5e:2x4": "tensor=8", "v6e:2x4": "tensor=8"}
+TARGETS, BATCHES = ("h100", "v5e:2x4", "v6e:2x4"), (1, 8, 32, 128)
 PUBLISHED = (
     ("SGLang, LLaDA2.1-mini, H20", {1: 592, 8: 1923, 32: 2853, 128: 3412}, "sglang issue 33322"),
     ("tpu-inference, Fast-dLLM v2, v7x, TP4 x DP2", {32: 9920}, "tpu-inference 3440; autoregressive 4790"),
@@ -176,10 +180,22 @@ def describe(options: argparse.Namespace, batch: int, layers: int) -> tuple[dict
     return {**found, "batch_parts": batch_parts(mesh), "devices": mesh.size}, loops
 
 
+def default_mesh(model: str, target: str) -> str:
+    """That of all eight chips, or one device."""
+    return MODELS[model].mesh if target.endswith(":2x4") else "tensor=1"
+
+
+def how(row: Mapping[str, Any]) -> str:
+    """The options that a setting differs by from the model's first one on a target, empty for that itself."""
+    mesh = [f"--mesh {row['mesh']}"] if row["mesh"] != default_mesh(row["model"], row["target"]) else []
+    implementation = [f"--implementation {row['implementation']}"] if row["implementation"] != "auto" else []
+    xla = ",".join(f"{name}={value}" for name, value in row["xla"].items())
+    return " ".join([*mesh, *implementation, *([f"--xla {xla}"] if xla else [])])
+
+
 def key(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """What tells one setting from another, in the order of the file."""
-    how = sorted(row["xla"].items())
-    return row["model"], row["target"], row["mesh"], row["implementation"], how, row["batch"]
+    return row["model"], row["target"], row["mesh"], row["implementation"], sorted(row["xla"].items()), row["batch"]
 
 
 def predict(options: argparse.Namespace, batch: int) -> dict[str, Any]:
@@ -229,31 +245,75 @@ COLUMNS = (
 )
 
 
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A table."""
+    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in [columns, ["---"] * len(columns), *rows])
+
+
+def cells(row: Mapping[str, Any]) -> list[Any]:
+    """A prediction's line of the long table."""
+    milliseconds = {name: f"{1e3 * seconds(turn):.2f}" for name, turn in row["loops"].items()}
+    return [
+        row["model"],
+        f"{row['target']} {row['mesh']} {how({**row, 'mesh': default_mesh(row['model'], row['target'])})}".rstrip(),
+        row["batch"],
+        milliseconds["window"],
+        f"{1e3 * row['window_floor_seconds']:.2f}",
+        milliseconds["full"],
+        milliseconds["step"],
+        f"{row['peak_bytes'] / programs.GIB:.1f}" + ("" if row["fits"] else ", does not fit"),
+        f"{row['tokens_per_second_at_1']:,.0f}",
+        f"{row['tokens_per_second']:,.0f} at {row['tokens_per_forward']:g}",
+    ]
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown: tokens per second at the published number per forward, by model, target and rows."""
+    found = {(row["model"], row["target"], row["batch"]): row for row in rows if not how(row)}
+
+    def cell(row: Mapping[str, Any] | None) -> str:
+        if row is None:
+            return "-"
+        return f"{row['tokens_per_second']:,.0f}" if row["fits"] else "does not fit"
+
+    lines = [
+        [
+            f"{model}, `{usage.sampler}`, {usage.tokens_per_forward:g} a forward",
+            f"{target} `{default_mesh(model, target)}`",
+            *(cell(found.get((model, target, batch))) for batch in BATCHES),
+        ]
+        for model, usage in MODELS.items()
+        for target in TARGETS
+    ]
+    return markdown(["model", "target", *(f"{batch} row{'s' * (batch > 1)}" for batch in BATCHES)], lines)
+
+
+def variants(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown: what other options make of a setting."""
+    first = {(row["model"], row["target"], row["batch"]): row for row in rows if not how(row)}
+    lines = []
+    for row in rows:
+        before = first.get((row["model"], row["target"], row["batch"]))
+        if how(row) and before is not None:
+            both = before, row
+            times = [
+                "{:.2f} to {:.2f}".format(*(1e3 * seconds(x["loops"][name]) for x in both))
+                for name in ("window", "full")
+            ]
+            speeds = "{:,.0f} to {:,.0f}".format(*(x["tokens_per_second"] for x in both))
+            lines.append([row["model"], row["target"], f"`{how(row)}`", row["batch"], *times, speeds])
+    return markdown(["model", "target", "options", "rows", "window, ms", "full", "tokens/s"], lines)
+
+
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Markdown: the predictions, and what is published of other models on other devices."""
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
-    for row in rows:
-        milliseconds = {name: f"{1e3 * seconds(turn):.2f}" for name, turn in row["loops"].items()}
-        how = [row["implementation"]] * (row["implementation"] != "auto")
-        how += [f"{name}={value}" for name, value in row["xla"].items()]
-        cells = (
-            row["model"],
-            " ".join([row["target"], row["mesh"], *how]),
-            row["batch"],
-            milliseconds["window"],
-            f"{1e3 * row['window_floor_seconds']:.2f}",
-            milliseconds["full"],
-            milliseconds["step"],
-            f"{row['peak_bytes'] / programs.GIB:.1f}" + ("" if row["fits"] else ", does not fit"),
-            f"{row['tokens_per_second_at_1']:,.0f}",
-            f"{row['tokens_per_second']:,.0f} at {row['tokens_per_forward']:g}",
-        )
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    lines += ["", "Published, of other models on other devices:", "", "| system | clients | tokens/s | source |"]
-    lines += ["|---|---|---|---|"]
-    for system, speeds, source in PUBLISHED:
-        lines += [f"| {system} | {clients} | {speed:,} | {source} |" for clients, speed in speeds.items()]
-    return "\n".join(lines)
+    published = [[system, *each, source] for system, speeds, source in PUBLISHED for each in speeds.items()]
+    published = [[system, clients, f"{speed:,}", source] for system, clients, speed, source in published]
+    others = "Published, of other models on other devices:"
+    long = markdown(COLUMNS, list(map(cells, rows)))
+    return "\n\n".join(
+        [summary(rows), variants(rows), long, others, markdown(["system", "clients", "tokens/s", "source"], published)]
+    )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -263,7 +323,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add = made.add_argument
     add("--target", metavar="NAME", help="h100, v5e:2x4 or v6e:2x4, or another topology of theirs")
-    add("--mesh", metavar="AXIS=N,...", help="default: one H100, and tensor=8 on eight chips")
+    add("--mesh", metavar="AXIS=N,...", help="default: one H100, and all of eight chips")
     add("--model", default="llada-8b-instruct", choices=sorted(MODELS), metavar="NAME", help=", ".join(MODELS))
     add("--batch", default="1,8,32,128", metavar="N,...", help="rows (default: 1,8,32,128)")
     programs.add_implementation(made)
@@ -274,7 +334,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="add to this file, in place of what it has of a setting",
     )
-    add("--show", type=Path, metavar="FILE", help="print the table of this file, and compile nothing")
+    add("--show", type=Path, metavar="FILE", help="print this file's tables, and compile nothing")
     return made
 
 
@@ -290,7 +350,7 @@ def report(options: argparse.Namespace) -> None:
     kind = (options.target or "").partition(":")[0]
     if kind not in CHIPS:
         raise DllmError(f"--target {options.target} has no rates here; name one of {', '.join(CHIPS)}, as in v5e:2x4")
-    options.mesh = options.mesh or MESHES.get(options.target, "tensor=1")
+    options.mesh = options.mesh or default_mesh(options.model, options.target)
     pairs = [pair.partition("=") for pair in options.xla.split(",") if pair]
     if not all(value for _, _, value in pairs):
         raise DllmError(f"--xla {options.xla} is no list of options; write it like xla_gpu_enable_triton_gemm=false")
@@ -303,7 +363,7 @@ def report(options: argparse.Namespace) -> None:
         raise DllmError(f"--batch {options.batch} is no list of rows; write numbers from 1 on, such as 1,8,32")
     for batch in batches:
         row = predict(options, batch)
-        print(table([row]).splitlines()[2], flush=True)
+        print(markdown(COLUMNS, [cells(row)]).splitlines()[2], flush=True)
         if options.json:
             known = json.loads(options.json.read_text())["rows"] if options.json.exists() else []
             rows = sorted([*(one for one in known if key(one) != key(row)), row], key=key)

@@ -4,7 +4,7 @@ import json
 
 import jax
 import pytest
-from conftest import one_error
+from conftest import ROOT, one_error
 
 from benchmarks import compile as programs
 from benchmarks import hlo, predict
@@ -125,10 +125,38 @@ def test_mistakes_get_a_sentence(arguments, name: str, capsys, monkeypatch) -> N
     assert name in one_error(capsys)
 
 
+ROWS = json.loads((ROOT / "benchmarks" / "results" / "predicted.json").read_text())["rows"]
+
+
 def test_the_committed_predictions_are_printed(capsys) -> None:
-    file = "benchmarks/results/predicted.json"
-    assert predict.main(["--show", file]) == 0
+    assert predict.main(["--show", "benchmarks/results/predicted.json"]) == 0
     told = capsys.readouterr().out
-    rows = json.loads(open(file).read())["rows"]
-    assert told.count("\n| llada-8b-instruct |") == sum(row["model"] == "llada-8b-instruct" for row in rows) > 0
+    for name in predict.MODELS:  # and a line for each target in the first table
+        others = len(predict.TARGETS) + sum(row["model"] == name and bool(predict.how(row)) for row in ROWS)
+        assert told.count(f"\n| {name}") == others + sum(row["model"] == name for row in ROWS)
     assert "SGLang, LLaDA2.1-mini, H20 | 128 | 3,412" in told
+
+
+def test_the_page_s_tables_are_those_of_the_file() -> None:
+    page = (ROOT / "docs" / "results.md").read_text()
+    for table in (predict.summary(ROWS), predict.variants(ROWS)):
+        assert table in page
+
+
+def test_a_table_says_what_is_missing_or_does_not_fit() -> None:
+    (row,) = (
+        row
+        for row in ROWS
+        if row["target"] == "h100"
+        and row["model"] == "llada-8b-instruct"
+        and row["batch"] == 1
+        and not predict.how(row)
+    )
+    lines = predict.summary([row, {**row, "batch": 8, "fits": False}]).splitlines()
+    assert lines[2].endswith(f"| {row['tokens_per_second']:,.0f} | does not fit | - | - |") and lines[3].endswith(
+        "| - | - | - | - |"
+    )
+    other = {**row, "mesh": "data=2", "implementation": "tokamax", "xla": {"a": "1", "b": "2"}}
+    assert predict.how(other) == "--mesh data=2 --implementation tokamax --xla a=1,b=2"
+    assert predict.summary([row, other]) == predict.summary([row]), "its place is in the second table"
+    assert len(predict.variants([row, other]).splitlines()) == 3 and len(predict.variants([other]).splitlines()) == 2
