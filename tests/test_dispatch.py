@@ -8,6 +8,7 @@ import warnings
 import jax
 import jax.export
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from conftest import refuses
 from train_toys import LLADA
@@ -17,6 +18,7 @@ from dllm_jax.kernels import attention as module
 from dllm_jax.kernels import dispatch
 from dllm_jax.kernels import tokamax as package
 from dllm_jax.kernels.attention import ATTENTION, IN_BLOCKS, attention, attention_in_blocks
+from dllm_jax.kernels.checks import compare
 from dllm_jax.kernels.dispatch import choose, device_of, on_device, use_kernels
 from dllm_jax.kernels.experts import EXPERTS, apply_experts
 from dllm_jax.models.denoiser import Span
@@ -232,7 +234,15 @@ def test_a_kernel_is_tried_once_and_used(monkeypatch):
     with on_device(device):
         chosen = [choose(operation, shapes(), None) for _ in range(2)]
     assert chosen == [{"cpu": (kernel, device)}] * 2
-    assert len(tries) == len(operation.examples()), "a forward and a gradient are one program"
+    assert len(tries) == 2 * len(operation.examples()), "a forward and a gradient"
+
+
+def test_a_kernel_that_is_wrong_without_a_gradient_is_found():
+    """Its forward is not compared as what a gradient's own rule computes."""
+    kernel = jax.custom_vjp(lambda x: 2 * x)
+    kernel.defvjp(lambda x: (x, None), lambda _, gradient: (gradient,))
+    checks = compare(kernel, lambda x: x, [np.ones(3, np.float32)], jax.devices()[0], "float32", ["x"], "ones")
+    assert {check.what: check.ok for check in checks} == {"ones, forward": False, "ones, gradient of x": True}
 
 
 # --- in the lowered program -------------------------------------------------------------------------------------------
