@@ -5,7 +5,7 @@
 #   make slow PART=1/2    half of them; goldens too     make docs       the site, into site/
 #   make format     rewrite the code in ruff's style    make package    wheel and source, tried where nothing else is installed
 #   make lowest     the least versions that are allowed make lock       take the newest versions, if they pass the tests
-#   make clean      remove everything that make made
+#   make newest     kernels with the newest JAX         make clean      remove everything that make made
 #   make PYTHON=... the Python to build .venv with      make goldens GOLDENS=DIR    those of another folder
 #   make LOCKED=0 ...  build .venv of the newest versions, not of those in requirements.lock
 
@@ -39,7 +39,7 @@ MESH ?= $(if $(GPU),tensor=1,tensor=4)
 AOT := .aot/$(firstword $(subst :, ,$(TARGET)))
 AOT_PACKAGES = $(if $(GPU),'jax[cuda12-local]'==$$jax nvidia-cuda-nvcc-cu12,'jax[tpu]'==$$jax)
 
-.PHONY: test lint format typecheck pytest slow slow-list goldens parity package lowest lock compile-check docs demo clean
+.PHONY: test lint format typecheck pytest slow slow-list goldens parity package lowest newest lock compile-check docs demo clean
 
 test: lint typecheck pytest
 
@@ -100,6 +100,19 @@ lowest:
 	tests/installed.sh .lowest; \
 	.lowest/bin/python -m pytest -q -n auto -m 'not slow' tests/test_load.py tests/test_explain.py
 
+# Kernels and one forward of each family with the newest JAX, which needs Python 3.12; NPROC: tests/test_interpreted.py.
+NEWER := python3.13 python3.12 python3 $(wildcard $(HOME)/.pyenv/versions/3.1[2-9].*/bin/python)
+newest:
+	@found=; \
+	for python in $(NEWER); do \
+		if $$python -c '$(subst 11,12,$(USABLE))' 2>/dev/null; then found=$$python; break; fi; \
+	done; \
+	if [ -z "$$found" ]; then echo "skipped: there is no python3.12 or newer"; exit 0; fi; \
+	set -e; rm -rf .newest; $$found -m venv .newest; \
+	.newest/bin/python -m pip install -q -e '.[kernels]' pytest pytest-xdist hypothesis; \
+	NPROC=32 .newest/bin/python -m pytest -q -n auto --dist worksteal -m 'not slow' -k 'not test_goldens or forward' \
+		tests/test_interpreted.py tests/test_attention.py tests/test_experts.py tests/test_goldens.py
+
 # The newest versions become those of requirements.lock when they have passed the tests.
 lock:
 	rm -rf $(VENV)
@@ -144,7 +157,7 @@ embedded-%: $(READY)
 	$(PY) -m evals run --model $* --task $(TASK_$*) --sampler topk --n 2000 --json > convert/embedded/$*/scores.json
 
 clean:
-	rm -rf $(VENV) $(PARITY) .aot .package .lowest .demo .jax_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
+	rm -rf $(VENV) $(PARITY) .aot .package .lowest .newest .demo .jax_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
 
 # An environment that does not run (its Python is gone) is made anew, one that runs is kept.
 ifneq ($(shell $(PY) -c '$(USABLE)' 2>/dev/null && echo runs),runs)

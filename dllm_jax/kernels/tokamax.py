@@ -1,7 +1,8 @@
 """What both operations need of `tokamax`, the optional package of kernels that the extra `kernels` installs.
 
 Its kernels for NVIDIA GPUs of compute capability 9.x and 10.x are used by name: its own choice goes by JAX's default
-device. No GPU ran them with this library yet; they compile ahead of time for an H100.
+device. No GPU ran them with this library yet; they compile ahead of time for an H100, and some run in JAX's interpreter
+(`tests/test_interpreted.py`).
 """
 
 import contextlib
