@@ -321,9 +321,13 @@ def _shapes(tree: Any) -> str:
 
 
 def _random_model(config: ModelConfig, key: jax.Array) -> Denoiser:
-    """A model with random weights that are not all tiny, so that it is confident of some tokens and not of others."""
+    """A model with random weights that are not all tiny, so that it is confident of some tokens and not of others.
+
+    Queries and keys are smaller: scores of hundreds would make much of rounding, which differs between batches.
+    """
     params = init_params(config, key, dtype="float32")
-    return Denoiser(config, {name: x * 150 if x.ndim > 1 else x for name, x in params.items()})
+    scale = lambda name: 30 if "q_proj" in name or "k_proj" in name else 150
+    return Denoiser(config, {name: x * scale(name) if x.ndim > 1 else x for name, x in params.items()})
 
 
 # Step by step --------------------------------------------------------------------------------------------------------
