@@ -196,12 +196,11 @@ def _prepare(
         raise DllmError(f"sampler {spec}: temperature has no meaning here, as {why}; leave it out")
     if getattr(built, "fill_after_eos", False):
         raise DllmError(f"sampler {spec}: fill_after_eos writes tokens that no forward predicted; leave it out")
-    for number, example in enumerate(batches.examples):
-        if not (length := len(batches.task.reference_ids(example))):
-            raise DllmError(
-                f"{problems} has examples without a reference; decompose needs a task with one right answer"
-            )
-        if length > built.gen_length:
+    for number, example in enumerate(map(batches.task.with_reference, batches.examples)):
+        if not example.targets.any():
+            needs = "decompose needs a task with one right answer"
+            raise DllmError(f"{problems} has examples without a reference; {needs}")
+        if (length := len(example.answer_ids)) > built.gen_length:
             longer = f"the answer of {split} example {number} has {length} tokens"
             raise DllmError(f"sampler {spec}: {longer} and gen_length is {built.gen_length}; raise it")
     try:
@@ -259,12 +258,10 @@ def _decompose_all(batches: Batches, progress: bool | None, name: str) -> Iterat
 
 def _target(model: Model, batches: Batches, number: int, length: int) -> tuple[np.ndarray, np.ndarray]:
     """The tokens of an example's canvas [G], end tokens after its answer, and which of them count."""
-    example, position = batches.examples[number], np.arange(length)
-    ids = batches.task.reference_ids(example)
+    example, position = batches.task.with_reference(batches.examples[number]), np.arange(length)
     target = np.full(length, model.config.eos_id, np.int32)
-    target[: len(ids)] = ids
-    counted = (position >= len(ids)) & batches.task.stops
-    counted[: len(ids)] = True if example.given is None else ~example.given
+    target[: len(example.answer_ids)] = example.answer_ids
+    counted = np.pad(example.targets, (0, length - len(example.answer_ids)), constant_values=batches.task.stops)
     ends = np.isin(target, model.config.end_ids) & batches.task.stops
     return target, counted & (position <= (np.argmax(ends) if ends.any() else length))
 

@@ -149,9 +149,9 @@ class Task(abc.ABC):
         """The right answer, for people."""
         return self.show(example.answer_ids)
 
-    def reference_ids(self, example: Example) -> Ids:
-        """The tokens [A] of the one right answer; empty where there may be others."""
-        return [int(i) for i in example.answer_ids]
+    def with_reference(self, example: Example) -> Example:
+        """The example with the tokens of its one right answer, where it has one."""
+        return example
 
     def source(self, split: str = "train") -> "Source":
         """The examples of a split for training.

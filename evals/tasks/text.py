@@ -133,9 +133,12 @@ class TextTask(Task):
     def reference(self, example: Example) -> str:
         return "\n".join(example.problem.targets)
 
-    def reference_ids(self, example: Example) -> Ids:
+    def with_reference(self, example: Example) -> Example:
         targets = example.problem.targets
-        return [] if self.model is None or len(targets) > 1 else encode_text(self.model.require_tokenizer(), targets[0])
+        if self.model is None or len(targets) > 1:
+            return example
+        ids = encode_text(self.model.require_tokenizer(), targets[0])
+        return dataclasses.replace(example, answer_ids=np.array(ids, np.int32))
 
     @property
     def prompt_width(self) -> int:
