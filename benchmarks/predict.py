@@ -267,9 +267,14 @@ def cells(row: Mapping[str, Any]) -> list[Any]:
     ]
 
 
+def first_of(rows: Sequence[Mapping[str, Any]]) -> Mapping[tuple[Any, ...], Mapping[str, Any]]:
+    """The settings without options of their own, by model, target and rows."""
+    return {(row["model"], row["target"], row["batch"]): row for row in rows if not how(row)}
+
+
 def summary(rows: Sequence[Mapping[str, Any]]) -> str:
     """Markdown: tokens per second at the published number per forward, by model, target and rows."""
-    found = {(row["model"], row["target"], row["batch"]): row for row in rows if not how(row)}
+    found = first_of(rows)
 
     def cell(row: Mapping[str, Any] | None) -> str:
         if row is None:
@@ -290,7 +295,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def variants(rows: Sequence[Mapping[str, Any]]) -> str:
     """Markdown: what other options make of a setting."""
-    first = {(row["model"], row["target"], row["batch"]): row for row in rows if not how(row)}
+    first = first_of(rows)
     lines = []
     for row in rows:
         before = first.get((row["model"], row["target"], row["batch"]))
