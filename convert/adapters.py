@@ -22,7 +22,7 @@ from convert.safetensors_reader import read_header
 from convert.source import locate
 from convert.tensors import Piece, load
 from dllm_jax import storage
-from dllm_jax.checkpoints import checkpoint
+from dllm_jax.checkpoints import checkpoint, draft_adapter
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.families import Slot, find_family
@@ -92,6 +92,34 @@ def read_adapters(folder: str | Path, config: ModelConfig) -> Adapters:
     dropout = settings.get("lora_dropout")
     base = str(settings.get("base_model_name_or_path") or "")
     return Adapters(values, rank, alpha, base, float(dropout) if isinstance(dropout, int | float) else 0.0)
+
+
+def read_draft_adapter(folder: Path, config: ModelConfig) -> dict[str, bytes]:
+    """Of a published repository the file in our format with the adapters that its model drafts with; {} without any.
+
+    Raises:
+        DllmError: as `read_adapters`.
+    """
+    name = find_family(config.family).draft_adapter
+    if name is None or not (folder / name).is_dir():
+        return {}
+    found = read_adapters(folder / name, config)
+    stems = [kernel.removesuffix(KERNEL) for kernel in found.kernels]
+    pairs = {stem + KERNEL: (found.values[stem + A], found.values[stem + B]) for stem in stems}
+    return draft_adapter.adapter_file(pairs, found.alpha / found.rank)
+
+
+def write_draft_adapter(folder: Path, out: Path, config: ModelConfig) -> None:
+    """Writes what `read_draft_adapter` reads into an export of one of our checkpoints, if that has any."""
+    name, found = find_family(config.family).draft_adapter, draft_adapter.read_adapter(folder, config)
+    if name is None or found is None:
+        return
+    pairs, scale = found
+    values = {k.removesuffix(KERNEL) + end: x for k, pair in pairs.items() for end, x in zip((A, B), pair, strict=True)}
+    rank = next(iter(values.values())).shape[1]
+    (out / name).mkdir()
+    base = str(checkpoint.load_source(folder).get("source") or "")
+    write_adapters(out / name, config, Adapters(values, rank, scale * rank, base))
 
 
 def write_adapters(folder: Path, config: ModelConfig, adapters: Adapters) -> None:

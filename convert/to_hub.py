@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from convert.adapters import write_draft_adapter
 from convert.hub_folder import CONFIG_FILE, GENERATION_FILE, copied_files, with_tokenizer
 from convert.output import byte_bar, check_out, check_space
 from convert.safetensors_reader import BLOCK_BYTES, DTYPES, INDEX_FILE, SINGLE_FILE
@@ -70,6 +71,7 @@ def export(
             _write_weights(scratch, folder, shards, config, progress)
             for name, content in files.items():
                 (scratch / name).write_bytes(content)
+            write_draft_adapter(folder, scratch, config)
         except OSError as error:
             raise storage.write_error(out, error) from error
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from convert.adapters import read_draft_adapter
 from convert.hub_folder import copied_files
 from convert.moves import Move, plan_moves
 from convert.output import byte_bar, check_out, check_space, keep_refreshing
@@ -74,6 +75,7 @@ def convert(
         "config": dict(opened.hub.values),
     }
     files = copied_files(opened.folder) | checkpoint.generation_file(generation)
+    files |= read_draft_adapter(opened.folder, config)
     with byte_bar(sum(move.nbytes for move in moves), progress) as bar, keep_refreshing(bar):
         tensors = checkpoint.quantize_params(_stream(moves, config, notes, bar), config, opened.name)
         checkpoint.save(out, config, tensors, files=files, source=notes, overwrite=overwrite)

@@ -4,11 +4,12 @@ import dataclasses
 import json
 import math
 import types
+import typing
 from typing import Any, Literal
 
 from dllm_jax.errors import DllmError
 
-Attention = Literal["bidirectional", "causal", "block", "canvas"]
+Attention = Literal["bidirectional", "causal", "block", "causal-block", "canvas"]
 RouterScore = Literal["softmax", "sigmoid"]
 Quantize = Literal["int8", "int4"]
 
@@ -103,6 +104,38 @@ class Gemma:
 
 
 @dataclasses.dataclass(frozen=True)
+class Yarn:
+    """YaRN's rotary frequencies (arXiv 2309.00071), and the query scale that Llama 4 and Ministral 3 have with them.
+
+    A pair of dimensions that turns at most `beta_slow` times within the original length turns `factor` times slower, one
+    that turns `beta_fast` times or more as before, and those between in between.
+
+    Attributes:
+        factor: how much longer positions may become; below 1 the slow pairs turn faster.
+        original_length: O, positions that the model was trained on before.
+        beta_fast, beta_slow: turns within O positions.
+        attention_factor: cosines and sines are multiplied by it.
+        query_scale: b; queries at position p are multiplied by 1 + b ln(1 + floor(p / O)). 0 for none.
+    """
+
+    factor: float
+    original_length: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    query_scale: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.original_length < 1:
+            raise DllmError(f"config field yarn.original_length is {self.original_length}; it must be positive")
+        for name in ("factor", "beta_fast", "beta_slow", "attention_factor"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise DllmError(f"config field yarn.{name} is {getattr(self, name)}; it must be a positive number")
+        if not 0 <= self.query_scale < math.inf:
+            raise DllmError(f"config field yarn.query_scale is {self.query_scale}; it must not be negative")
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Everything in which Transformers differ; hashable, so that jit can key on it.
 
@@ -113,9 +146,12 @@ class ModelConfig:
     Attributes:
         family: a key of `dllm_jax.families.FAMILIES`, whose record has tensor names and the chat template.
         attention: which keys a query may see. "bidirectional" for dLLMs, "causal" for autoregressive verifiers, "block"
-            for block diffusion: those of its own block and of all before, blocks counted from position 0. "canvas" for
-            an encoder that is causal, and a decoder whose queries see all it has read and their canvas.
-        block_length: of "block" attention, or of a canvas, as the model was trained; None for others.
+            for block diffusion: those of its own block and of all before, blocks counted from position 0.
+            "causal-block" for block diffusion over a causal context: the caller says per position what it sees, all up
+            to itself where tokens are read, or the whole block where one is drafted; blocks begin anywhere. "canvas"
+            for an encoder that is causal, and a decoder whose queries see all it has read and their canvas.
+        block_length: of "block" and "causal-block" attention, or of a canvas, as the model was trained; None for
+            others.
         shift: True when raw logits at position i predict token i+1 (Dream, and every causal model); the
             `Denoiser` undoes it, and only it reads this field.
         max_length: longest trained context, prompt and canvas together, in tokens.
@@ -123,6 +159,7 @@ class ModelConfig:
         end_ids: ids that end an answer: end of sequence, and end of turn where the family has one.
         mlp_dim: width of the feed-forward network; of a mixture of experts, that of its dense layers.
         rope_dim: leading dimensions of a head that are rotated, the others carry no position; None for all.
+        yarn: how the rotary frequencies are stretched; None for plain ones.
         clip_qkv: queries and keys (after their norm) and values are clamped to +- clip_qkv; None for no limit.
         experts: the mixture of experts that replaces the feed-forward networks, or is added to those of `gemma`; None
             for a dense model.
@@ -150,6 +187,7 @@ class ModelConfig:
     attention: Attention = "bidirectional"
     block_length: int | None = None
     rope_dim: int | None = None
+    yarn: Yarn | None = None
     shift: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -186,10 +224,10 @@ class ModelConfig:
             raise DllmError(f"experts.dense_layers names layer {self.experts.dense_layers[-1]} of {self.num_layers}")
         if self.experts and self.experts.dense_layers and self.experts.dense_layers[0] < 0:
             raise DllmError(f"experts.dense_layers names layer {self.experts.dense_layers[0]}; layers start at 0")
-        if self.attention not in ("bidirectional", "causal", "block", "canvas"):
-            known = "bidirectional, causal, block or canvas"
-            raise DllmError(f"attention {self.attention!r} is not implemented; use {known}")
-        if (self.attention in ("block", "canvas")) != (self.block_length is not None):
+        if self.attention not in typing.get_args(Attention):
+            known = ", ".join(typing.get_args(Attention))
+            raise DllmError(f"attention {self.attention!r} is not implemented; use one of {known}")
+        if (self.attention in ("block", "causal-block", "canvas")) != (self.block_length is not None):
             raise DllmError(f"block_length is {self.block_length} with {self.attention} attention; it is for 'block'")
         if self.block_length is not None and self.block_length < 1:
             raise DllmError(f"config field block_length is {self.block_length}; it must be a positive integer")
@@ -227,6 +265,12 @@ class ModelConfig:
     def has_blocks(self) -> bool:
         """Whether a query sees its own block and those before it: block diffusion."""
         return self.attention == "block"
+
+    @property
+    def has_causal_context(self) -> bool:
+        """Whether blocks are drafted over tokens that are read causally, and one set of weights does both:
+        Nemotron-Labs-Diffusion."""
+        return self.attention == "causal-block"
 
     @property
     def has_canvas(self) -> bool:
@@ -267,7 +311,7 @@ class ModelConfig:
             raise DllmError(f"{where} is not valid JSON ({error}); convert the checkpoint again") from None
         if not isinstance(values, dict):
             raise DllmError(f"{where} holds no JSON object; convert the checkpoint again")
-        for name, kind in (("experts", Experts), ("gemma", Gemma)):
+        for name, kind in (("experts", Experts), ("gemma", Gemma), ("yarn", Yarn)):
             if isinstance(values.get(name), dict):
                 values[name] = kind(**_check_fields(kind, values[name], f"{where}: {name}"))
         return cls(**_check_fields(cls, values, where))
@@ -303,6 +347,6 @@ def _has_type(value: Any, kind: Any) -> bool:
         return isinstance(value, list) and all(type(item) is int for item in value)
     if kind is float:
         return type(value) in (int, float) and math.isfinite(value)
-    if kind in (int, str, bool, Experts, Gemma):
+    if kind in (int, str, bool, Experts, Gemma, Yarn):
         return type(value) is kind
     return True

@@ -7,6 +7,7 @@ import golden_apd
 import golden_block
 import golden_d2f
 import golden_dinfer
+import golden_nemotron
 import golden_ni
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ from safetensors import safe_open
 import convert
 import dllm_jax
 from dllm_jax.models.denoiser import Span
-from dllm_jax.models.layers import rope_angles
+from dllm_jax.models.layers import Rope, rope_angles
 from dllm_jax.models.transformer import bind
 from samplers import (
     CACHES,
@@ -339,12 +340,12 @@ def _moe_trace(denoiser: dllm_jax.Denoiser, tokens: jax.Array) -> tuple[list[jax
     model = bind(denoiser.config, denoiser.params)
     positions = jnp.arange(tokens.shape[1])[None]
     visible = jnp.full((1, 1), tokens.shape[1])
-    cos, sin = rope_angles(positions, denoiser.config.head_dim, denoiser.config.rope_theta)
+    turn = rope_angles(positions, Rope(denoiser.config.head_dim, denoiser.config.rope_theta))
     x = model.embed_tokens(tokens)
     hidden, routes = [x], []
     for layer in model.layers:
         y = layer.attn_norm(x)
-        x = x + layer.attn.attend(y, cos, sin, layer.attn.keys_values(y, cos, sin), visible)
+        x = x + layer.attn.attend(y, turn, layer.attn.keys_values(y, turn), visible)
         y = layer.mlp_norm(x)
         routes.append(layer.mlp.route(layer.mlp.scores(y)))
         x = x + layer.mlp(y)[0]
@@ -381,5 +382,6 @@ FAMILIES: dict[str, Family] = {
     "apd": Family(cases_of, golden_apd.run, one_of=8),
     "llada2": Family(cases_of, golden_block.run, one_of=8, one_unit_of=2, sampled=False),
     "sdar": Family(cases_of, golden_block.run, one_of=4, one_unit_of=2, sampled=False),
+    "nemotron-diffusion": Family(cases_of, golden_nemotron.run),
     "fast-dllm-v2": Family(cases_of, golden_block.run, one_of=4, one_unit_of=2, sampled=False),
 }

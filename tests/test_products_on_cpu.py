@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dllm_jax.models.layers import rope_angles, rope_table
+from dllm_jax.models.layers import Rope, rope_angles, rope_table
 from dllm_jax.params.products import product
 
 
@@ -38,9 +38,9 @@ def test_gradients_of_products_by_columns():
 
 def test_angles_that_are_looked_up():
     positions = jnp.array([[0, 5, 63], [7, 7, 8]], jnp.int32)
-    angles = jax.jit(lambda positions: rope_table(positions, 64, 16, 500.0))
-    for found, expected in zip(angles(positions), rope_angles(positions, 16, 500.0), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-    direct = jax.jit(lambda positions: rope_angles(positions, 16, 500.0))
+    angles = jax.jit(lambda positions: rope_table(positions, 64, Rope(16, 500.0)))
+    close = lambda found, expected: np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, angles(positions), rope_angles(positions, Rope(16, 500.0)))
+    direct = jax.jit(lambda positions: rope_angles(positions, Rope(16, 500.0)))
     lowered = lambda function: function.trace(positions).lower(lowering_platforms=("tpu",)).as_text().count("cosine")
     assert lowered(angles) == lowered(direct) == 1

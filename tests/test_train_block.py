@@ -17,7 +17,7 @@ from dllm_jax import Denoiser
 from dllm_jax.checkpoints.checkpoint import load_generation
 from dllm_jax.kernels import attention
 from dllm_jax.models.kv_cache import LayerKV
-from dllm_jax.models.layers import rope_angles, rotate
+from dllm_jax.models.layers import Rope, rope_angles, rotate
 from dllm_jax.models.transformer import bind
 from dllm_jax.params.specs import init_params
 from train.__main__ import main
@@ -51,12 +51,12 @@ def doubled_logits(denoiser, noisy, clean):
     is_clean = jnp.arange(2 * length) >= length
     own = (is_clean[:, None] == is_clean) & (block[:, None] == block)
     mask = own | (is_clean & (block < block[:, None]))  # [queries, keys]; of one's own half, or clean ones before
-    cos, sin = rope_angles(jnp.tile(jnp.arange(length), 2)[None], config.head_dim, config.rope_theta)
+    turn = rope_angles(jnp.tile(jnp.arange(length), 2)[None], Rope(config.head_dim, config.rope_theta))
     x = model.embed_tokens(jnp.concatenate([noisy, clean], axis=1))
     for layer in model.layers:
         y = layer.attn_norm(x)
-        key, value = layer.attn.keys_values(y, cos, sin)
-        query = rotate(layer.attn.heads(layer.attn.q_proj(y), layer.attn.q_norm), cos, sin)
+        key, value = layer.attn.keys_values(y, turn)
+        query = rotate(layer.attn.heads(layer.attn.q_proj(y), layer.attn.q_norm), turn.cos, turn.sin)
         key, value = (jnp.repeat(part, config.num_heads // config.num_kv_heads, axis=2) for part in (key, value))
         scores = jnp.einsum("bqnh,bknh->bnqk", query, key) / config.head_dim**0.5
         weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1)

@@ -12,7 +12,7 @@ import train
 from dllm_jax import Denoiser, DllmError, published_config
 from dllm_jax.config import Experts
 from dllm_jax.models.denoiser import block_causal
-from dllm_jax.models.layers import rope_angles
+from dllm_jax.models.layers import Rope, rope_angles
 from dllm_jax.models.transformer import MoE, bind
 from dllm_jax.params.specs import init_params
 from train.config import LoraPart, RouterPart
@@ -54,11 +54,11 @@ def reference(denoiser, inputs, visible):
     """Both losses and the largest share, layer by layer in float64 on what the routers read; [B, T], [B, T or 1]."""
     model, experts = bind(denoiser.config, denoiser.params), denoiser.config.experts
     positions = jnp.broadcast_to(jnp.arange(T), inputs.shape)
-    cos, sin = rope_angles(positions, denoiser.config.head_dim, denoiser.config.rope_theta)
+    turn = rope_angles(positions, Rope(denoiser.config.head_dim, denoiser.config.rope_theta))
     x, balance, z, shares = model.embed_tokens(inputs), [], [], []
     for layer in model.layers:
         y = layer.attn_norm(x)
-        x = x + layer.attn.attend(y, cos, sin, layer.attn.keys_values(y, cos, sin), visible)
+        x = x + layer.attn.attend(y, turn, layer.attn.keys_values(y, turn), visible)
         y = layer.mlp_norm(x)
         if not isinstance(layer.mlp, MoE):
             x = x + layer.mlp(y)

@@ -12,12 +12,14 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from dllm_jax.checkpoints import checkpoint
+from dllm_jax.checkpoints.draft_adapter import load_adapter
 from dllm_jax.config import ModelConfig, Quantize
 from dllm_jax.errors import DllmError
 from dllm_jax.families import PUBLISHED, published_config
 from dllm_jax.kernels.dispatch import before_ampere, device_of
 from dllm_jax.models.denoiser import Denoiser
 from dllm_jax.parallel.sharding import Layout, ShardingRules, param_shardings
+from dllm_jax.params.low_rank import LowRank
 from dllm_jax.params.specs import abstract_params, init_params
 from dllm_jax.text.tokenizer import has_tokenizer, load_tokenizer
 
@@ -39,6 +41,7 @@ class Model:
         generation: options of `samplers.make_sampler` that it came with, in `generation.json`, and that stand in for
             what is not said; "sampler" among them may name a sampler.
         layout: the mesh that it was loaded onto, None for one device.
+        draft_adapter: adapters that are on where the model drafts, in self-speculation; None for none.
     """
 
     config: ModelConfig
@@ -48,6 +51,7 @@ class Model:
     folder: Path | None = None
     generation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     layout: Layout | None = None
+    draft_adapter: LowRank | None = dataclasses.field(default=None, repr=False)
 
     @functools.cached_property  # engines ask in every step, and where hundreds of arrays lie takes a while to see
     def denoiser(self) -> Denoiser:
@@ -99,7 +103,8 @@ def load(
     config, cast = _as_asked(found.config, dtype, quantize, str(found.folder))
     shardings = None if layout is None else param_shardings(config, layout.mesh, layout.rules)
     params = checkpoint.load_params(found.folder, dtype=cast, shardings=shardings, quantize=quantize)
-    return dataclasses.replace(found, config=config, params=params, layout=layout)
+    adapter = load_adapter(found.folder, config, layout)
+    return dataclasses.replace(found, config=config, params=params, layout=layout, draft_adapter=adapter)
 
 
 def outline(path_or_name: str | Path) -> Model:
@@ -128,7 +133,8 @@ def load_shapes(path_or_name: str | Path, *, dtype: DTypeLike | None = None, qua
     assert found.folder is not None
     config, cast = _as_asked(found.config, dtype, quantize, str(found.folder))
     params = checkpoint.params_to_load(found.folder, dtype=cast, quantize=quantize)
-    return dataclasses.replace(found, config=config, params=params)
+    adapter = jax.eval_shape(lambda: load_adapter(found.folder, config))
+    return dataclasses.replace(found, config=config, params=params, draft_adapter=adapter)
 
 
 def random_model(

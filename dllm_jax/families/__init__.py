@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
-from dllm_jax.families import diffusion_gemma, dream, fast_dllm_v2, llada, llada2, llada_moe, qwen2, sdar
+from dllm_jax.families import diffusion_gemma, dream, fast_dllm_v2, llada, llada2, llada_moe, nemotron, qwen2, sdar
 from dllm_jax.families.base import CheckpointLayout, Family, Published, Slot, TensorRule
 from dllm_jax.families.hub_config import HubConfig
 
@@ -31,6 +31,7 @@ FAMILIES: dict[str, Family] = {
     "dream": dream.FAMILY,
     "sdar": sdar.FAMILY,
     "fast-dllm-v2": fast_dllm_v2.FAMILY,
+    "nemotron": nemotron.FAMILY,
     "diffusion-gemma": diffusion_gemma.FAMILY,
     "qwen2": qwen2.FAMILY,
 }

@@ -155,6 +155,8 @@ class Family:
         ignored: regular expressions of tensors that hold no parameters.
         marker: a field of config.json that only this family has among those of its model_types; None if it needs none.
         note: what a conversion reports to the user; None for nothing.
+        draft_adapter: folder of a published repository with the low-rank adapters that are on where the model drafts;
+            None where there are none.
         asks_block_length: whether published files may leave open how long blocks are, so that the user may have to say.
     """
 
@@ -171,6 +173,7 @@ class Family:
     ignored: tuple[str, ...] = ()
     marker: str | None = None
     note: str | None = None
+    draft_adapter: str | None = None
     asks_block_length: bool = False
 
     @property

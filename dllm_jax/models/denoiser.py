@@ -20,6 +20,7 @@ from dllm_jax.models.layers import Place, Tile, tile_of
 from dllm_jax.models.moe import Routing
 from dllm_jax.models.transformer import Params, RematPolicy, Transformer, bind, embedding_scale
 from dllm_jax.parallel.sharding import Layout
+from dllm_jax.params.low_rank import LowRank
 from dllm_jax.params.products import mixed_rows
 from dllm_jax.pytree import pytree
 
@@ -140,8 +141,8 @@ class Denoiser:
 
     @property
     def min_prompt_length(self) -> int:
-        """Tokens a prompt must have: 1 for shifted families, whose first position has no predictor, else 0."""
-        return int(self.config.shift)
+        """Tokens a prompt must have: 1 for families that predict a position from the one before, else 0."""
+        return int(self.config.shift or self.config.has_causal_context)
 
     @property
     def batch_parts(self) -> int:
@@ -158,7 +159,34 @@ class Denoiser:
     @property
     def block_length(self) -> int | None:
         """Length of the blocks of a block diffusion model, counted from position 0; None for another."""
-        return self.config.block_length
+        return None if self.config.has_causal_context else self.config.block_length
+
+    @property
+    def as_causal(self) -> "Denoiser":
+        """The same weights read causally, row i predicting token i + 1, as a verifier or for `autoregressive`.
+
+        Raises:
+            DllmError: for a model that was not trained to be read so.
+        """
+        config = self.config
+        if config.is_causal:
+            return self
+        if not config.has_causal_context:
+            raise DllmError(f"a {config.family} model cannot be read causally; give a causal one")
+        return dataclasses.replace(self, config=config.replace(attention="causal", block_length=None, shift=True))
+
+    @property
+    def unshifted(self) -> "Denoiser":
+        """The same without the shift by one: the hidden state at i is that of input i, whatever it predicts."""
+        return dataclasses.replace(self, config=self.config.replace(shift=False))
+
+    def with_adapter(self, adapter: LowRank, rows: jax.Array | None = None) -> "Denoiser":
+        """The model with low-rank adapters on some of its kernels.
+
+        Args:
+            rows: [B] bool, rows of the batch that they act on; None for all.
+        """
+        return dataclasses.replace(self, params=adapter.attach(self.params, rows))
 
     @property
     def head_names(self) -> tuple[str, str]:
@@ -222,7 +250,7 @@ class Denoiser:
             inputs: the whole sequence: tokens [B, S] int32, or input embeddings [B, S, D].
             visible: how many of the first positions a query sees: [B, S] int32 by the query's position, or [B], the
                 same for all; of these a causal model's sees none after itself, a block diffusion model's none after
-                its block. Of a model with a canvas this is the encoder, which is causal.
+                its block, and one with a causal context all, as in a block that is drafted. Of a model with a canvas this is the encoder, which is causal.
             at: the positions that are run: a `Span`, or any [B, T] (slower; those that are written must differ).
                 None runs all S and reads no buffers. A span must end within the sequence, and begin at
                 `min_prompt_length` or later.
@@ -311,8 +339,8 @@ class Denoiser:
         """`Transformer.forward` of what is fed, tokens or embeddings, with `visible` [B] or [B, T]."""
         model = self._model
         if visible.ndim == 1:
-            blocks = {"causal": 1, "canvas": 1, "block": self.config.block_length, "bidirectional": None}
-            bound = blocks[self.config.attention]
+            blocks = {"causal": 1, "canvas": 1, "block": self.config.block_length}
+            bound = blocks.get(self.config.attention)
             ends = visible[:, None]
             visible = ends if bound is None else jnp.minimum((positions // bound + 1) * bound, ends)
         x = model.embed_tokens(inputs) if jnp.issubdtype(inputs.dtype, jnp.integer) else inputs

@@ -4,6 +4,7 @@ Modules are Flax NNX, used as plain pytrees (`dllm_jax.models.transformer`). Sha
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from flax import nnx
 from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
 
-from dllm_jax.config import ModelConfig
+from dllm_jax.config import ModelConfig, Yarn
 from dllm_jax.kernels.attention import attention, attention_in_blocks
 from dllm_jax.models.kv_cache import LayerKV, scatter_rows, write_rows
 from dllm_jax.parallel.layout import LayoutLike, LogicalAxes, apart_on_cuda
@@ -89,42 +90,65 @@ def unit(x: jax.Array, eps: float) -> jax.Array:
 
 
 class Rope(NamedTuple):
-    """The rotary embedding of a layer: how many dimensions of a head are its, the base of its frequencies, and how many
-    of the pairs of dimensions turn, None for all."""
+    """The rotary embedding of a layer: how many dimensions of a head are its, the base of its frequencies, how many of
+    the pairs of dimensions turn, the first ones, the others having angle 0 (proportional RoPE), None for all; and how
+    the frequencies are stretched."""
 
     dim: int
     theta: float
     turned: int | None = None
+    yarn: Yarn | None = None
 
 
-def rope_angles(
-    positions: jax.Array, head_dim: int, theta: float, turned: int | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """cos and sin of the rotary angles in float32: [B, T] -> two [B, T, 1, H/2] arrays.
+class Turn(NamedTuple):
+    """What turns the heads of positions: cos and sin of the rotary angles, float32 [B, T, 1, H/2] each, and what queries
+    are multiplied by after that, float32 [B, T, 1, 1]; None for nothing."""
 
-    Args:
-        turned: of the pairs of dimensions only this many turn, the first ones, as all would, and the others have angle
-            0 (proportional RoPE); None turns all.
-    """
-    frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    if turned is not None:
-        frequency = jnp.where(jnp.arange(head_dim // 2) < turned, frequency, 0.0)
-    angle = positions.astype(jnp.float32)[..., None, None] * frequency  # a product, not a matmul: exact positions
-    return jnp.cos(angle), jnp.sin(angle)
+    cos: jax.Array
+    sin: jax.Array
+    query_scale: jax.Array | None = None
 
 
-def rope_table(
-    positions: jax.Array, length: int, head_dim: int, theta: float, turned: int | None = None
-) -> tuple[jax.Array, jax.Array]:
+def rope_frequencies(rope: Rope) -> jax.Array:
+    """The angle by which each pair of dimensions turns from one position to the next, [H/2] float32."""
+    frequency = rope.theta ** (-jnp.arange(0, rope.dim, 2, dtype=jnp.float32) / rope.dim)
+    pair = jnp.arange(rope.dim // 2, dtype=jnp.float32)
+    if rope.turned is not None:
+        frequency = jnp.where(pair < rope.turned, frequency, 0.0)
+    if (yarn := rope.yarn) is not None:
+        turning = lambda turns: (  # the pair that turns so often within the original length
+            rope.dim * math.log(yarn.original_length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        )
+        low = max(math.floor(turning(yarn.beta_fast)), 0)
+        high = min(math.ceil(turning(yarn.beta_slow)), rope.dim - 1)
+        slow = jnp.clip((pair - low) / (high - low if high > low else 0.001), 0.0, 1.0)
+        frequency = frequency * (1.0 - slow) + frequency / yarn.factor * slow
+    return frequency
+
+
+def rope_angles(positions: jax.Array, rope: Rope) -> Turn:
+    """What turns the heads of positions [B, T]."""
+    angle = positions.astype(jnp.float32)[..., None, None] * rope_frequencies(rope)  # no matmul: exact positions
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    if (yarn := rope.yarn) is None:
+        return Turn(cos, sin)
+    scale = None
+    if yarn.query_scale:
+        times = (positions // yarn.original_length).astype(jnp.float32)[..., None, None]
+        scale = 1.0 + yarn.query_scale * jnp.log1p(times)
+    return Turn(cos * yarn.attention_factor, sin * yarn.attention_factor, scale)
+
+
+def rope_table(positions: jax.Array, length: int, rope: Rope) -> Turn:
     """`rope_angles` of positions within `length`, on CPU looked up: left to itself the compiler computes cosines where
     they are used, in every layer and for every head."""
-    angles = lambda positions: rope_angles(positions, head_dim, theta, turned)
+    angles = lambda positions: rope_angles(positions, rope)
 
-    def look_up(positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        cos, sin = (table[0][positions] for table in angles(jnp.arange(length, dtype=jnp.int32)[None]))
-        return cos, sin
+    def look_up(positions: jax.Array) -> Turn:
+        return jax.tree.map(lambda table: table[0][positions], angles(jnp.arange(length, dtype=jnp.int32)[None]))
 
-    return jax.lax.platform_dependent(positions, cpu=look_up, default=angles)
+    found: Turn = jax.lax.platform_dependent(positions, cpu=look_up, default=angles)
+    return found
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -215,7 +239,7 @@ class SelfAttention(nnx.Module):
         self.k_norm = RMSNorm(config, config.head_dim, "head_dim") if config.qk_norm else None
         self.v_norm: Norm | None = None
         self.head_dim, self.clip, self.block_length = config.head_dim, config.clip_qkv, config.block_length
-        self.rope = Rope(config.rope_dim or config.head_dim, config.rope_theta)
+        self.rope = Rope(config.rope_dim or config.head_dim, config.rope_theta, yarn=config.yarn)
         self.window: int | None = None
 
     def heads(self, x: jax.Array, norm: Norm | None) -> jax.Array:
@@ -223,7 +247,7 @@ class SelfAttention(nnx.Module):
         x = x if norm is None else norm(x)
         return x if self.clip is None else jnp.clip(x, -self.clip, self.clip)
 
-    def keys_values(self, x: jax.Array, cos: jax.Array, sin: jax.Array, layout: LayoutLike | None = None) -> LayerKV:
+    def keys_values(self, x: jax.Array, turn: Turn, layout: LayoutLike | None = None) -> LayerKV:
         # Of products of one array with several kernels CUDA's compiler makes one with all of them side by side, and to
         # have them so it copies the weights in every forward.
         x = apart_on_cuda(x)
@@ -232,13 +256,12 @@ class SelfAttention(nnx.Module):
             x, key = apart_on_cuda((x, key))
             value = in_order(self.v_proj(x), "kv_heads", layout)
         key, value = self.heads(key, self.k_norm), self.heads(value, self.v_norm)
-        return LayerKV(rotate(key, cos, sin), value)  # [B, T, K, H] each
+        return LayerKV(rotate(key, turn.cos, turn.sin), value)  # [B, T, K, H] each
 
     def attend(
         self,
         x: jax.Array,
-        cos: jax.Array,
-        sin: jax.Array,
+        turn: Turn,
         kv: LayerKV,
         visible: jax.Array,
         layout: LayoutLike | None = None,
@@ -246,7 +269,9 @@ class SelfAttention(nnx.Module):
         since: jax.Array | None = None,
     ) -> jax.Array:
         query = self.heads(in_order(self.q_proj(x), "heads", layout), self.q_norm)
-        query = rotate(query, cos, sin)  # [B, T, N, H]
+        query = rotate(query, turn.cos, turn.sin)  # [B, T, N, H]
+        if turn.query_scale is not None:
+            query = query * turn.query_scale.astype(query.dtype)  # rounded before the product, as published code does
         if before is None:
             out = attention(query, kv.key, kv.value, visible, layout, since)
         else:

@@ -29,6 +29,7 @@ from dllm_jax.models.layers import (
     RMSNorm,
     SelfAttention,
     Tile,
+    Turn,
     heads_first,
     param,
     rope_table,
@@ -206,7 +207,7 @@ class Transformer(nnx.Module):
         x = x.astype(sums(x.dtype))
         keys = x.shape[1] if kv is None else kv[0].key.shape[1]
         ropes = dict.fromkeys(layer.attn.rope for layer in self.layers)
-        tables = {rope: rope_table(positions, keys, *rope) for rope in ropes}
+        tables = {rope: rope_table(positions, keys, rope) for rope in ropes}
         bounds = lambda layer: (visible, _since(layer.attn.window, positions, decoder))
         at, write = (None, None) if place is None else (place.at, place.write)
         static = {"skip": 0 if place is None else place.skip, "policy": remat, "layout": layout, "decoder": decoder}
@@ -281,7 +282,7 @@ def _since(window: int | None, positions: jax.Array, decoder: bool) -> jax.Array
 def _run_layer(
     layer: Layer | GemmaLayer,
     x: jax.Array,
-    rope: tuple[jax.Array, jax.Array],
+    turn: Turn,
     bounds: tuple[jax.Array, jax.Array | None],
     buffers: LayerKV | None,
     at: jax.Array | None,
@@ -303,19 +304,19 @@ def _run_layer(
     """
 
     def run(layer: Layer | GemmaLayer, x: jax.Array) -> tuple[jax.Array, tuple[LayerKV, Routing | None]]:
-        (cos, sin), (visible, since) = rope, bounds
+        own_turn, (visible, since) = turn, bounds
         y = layer.attn_norm(x)
-        kv = layer.attn.keys_values(y, cos, sin, layout)
+        kv = layer.attn.keys_values(y, own_turn, layout)
         if buffers is not None and at is not None:
             kv = LayerKV(*map(Place(at, skip, write).put, buffers, kv))
         pinned = ["tpu"] if buffers is None else []  # a window's follow the full forward's
         pinned += [] if asked_for(None) == "tokamax" else ["cuda"]  # tokamax's kernels read positions before heads
         kv = LayerKV(*(heads_first(part, layout, pinned) for part in kv))
         if first is not None:
-            x, y, cos, sin = (slice_rows(part, first, width) for part in (x, y, cos, sin))
+            x, y, own_turn = jax.tree.map(lambda part: slice_rows(part, first, width), (x, y, own_turn))
             own = lambda bound: bound if bound is None or bound.shape[1] == 1 else slice_rows(bound, first, width)
             visible, since = own(visible), own(since)
-        attended = layer.attn.attend(y, cos, sin, kv, visible, layout, before, since)
+        attended = layer.attn.attend(y, own_turn, kv, visible, layout, before, since)
         x, routing = layer.after_attention(x, attended, layout, decoder, counted)
         return x, (kv, routing)
 
