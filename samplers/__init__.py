@@ -26,10 +26,13 @@ from samplers.generation import Generation
 from samplers.infill import Infilling, infill
 from samplers.likelihood.scoring import Score, score, score_each
 from samplers.loops.apd import APD, LeftRight
+from samplers.loops.autoregressive import Autoregressive
 from samplers.loops.block import BlockSampler, BlockState
+from samplers.loops.causal_context import ContextBlocks, ContextState
 from samplers.loops.d2f import PipelineSampler, PipelineState
 from samplers.loops.left_to_right import DraftResult, LeftToRight
 from samplers.loops.renoise import Renoise, RenoiseState
+from samplers.loops.self_speculation import SelfSpeculation
 from samplers.loops.verifier import Verifier, verifier_for
 from samplers.rules import (
     EB,
@@ -64,10 +67,13 @@ __all__ = [
     "NI",
     "PRESETS",
     "RULES",
+    "Autoregressive",
     "BlockSampler",
     "BlockState",
     "CachePolicy",
     "Canvas",
+    "ContextBlocks",
+    "ContextState",
     "Credit",
     "DraftResult",
     "Dream",
@@ -103,6 +109,7 @@ __all__ = [
     "SamplerConfig",
     "Sampling",
     "Score",
+    "SelfSpeculation",
     "Smoothing",
     "Stop",
     "TextStream",

@@ -1,5 +1,9 @@
 """Cases of Nemotron-Labs-Diffusion: its three samplers, forwards with and without a cache, rotary angles, its loss."""
 
+import dataclasses
+from typing import Any
+
+import golden_base
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,12 +15,90 @@ from dllm_jax.families.nemotron import read_yarn
 from dllm_jax.models.denoiser import Denoiser, Span
 from dllm_jax.models.layers import Rope, rope_angles, rope_frequencies
 from dllm_jax.params.low_rank import LowRank
+from samplers import Autoregressive, ContextBlocks, Result, SelfSpeculation, Threshold, TopK, stop_on
+from samplers.text.prompts import bucket_length
+from train.trajectory import steps_of
 
 
 def run(case: Case, assets: Assets) -> None:
     """One case, whatever kind it is."""
     kinds = {"forward": _run_forward, "cached_forward": _run_cached_forward, "rope": _run_rope}
-    kinds[case["kind"]](case, assets)
+    samplers = {
+        "nemotron-ar": _run_autoregressive,
+        "nemotron-diffusion": _run_diffusion,
+        "nemotron-linear-spec": _run_self_speculation,
+    }
+    (samplers[case["args"]["sampler"]] if case["kind"] == "generate" else kinds[case["kind"]])(case, assets)
+
+
+def _sampled(case: Case, assets: Assets, sampler: Any) -> Result:
+    """The case's prompt, sampled; numbers and lengths are data, so that cases share programs."""
+    args, denoiser = case["args"], assets.model(case["checkpoint"]).denoiser
+    eos_id, budget = args["eos_id"], args["max_thinking_tokens"]
+    sampler = dataclasses.replace(
+        sampler,
+        stop=None if eos_id is None else stop_on([eos_id], vocab_size=denoiser.vocab_size),
+        thinking_budget=None if budget is None else jnp.asarray(budget),
+        end_think=None if budget is None else jnp.asarray(args["end_think_id"]),
+    )
+    assert args["temperature"] == 0
+    return golden_base.sample_rows(denoiser, sampler, [case["prompt"]], [args["max_new_tokens"]])
+
+
+def _room(args: dict) -> int:
+    return max(64, bucket_length(args["max_new_tokens"]))
+
+
+def _answer(result: Result, eos_id: int | None) -> list[int]:
+    """What was written, up to and with the first end token."""
+    written = (np.asarray(result.decoded_at[0]) >= 0) | (np.arange(len(result.tokens[0])) < int(result.lengths[0]))
+    tokens = np.asarray(result.tokens[0])[written].tolist()
+    return tokens[: tokens.index(eos_id) + 1] if eos_id in tokens else tokens
+
+
+def _run_autoregressive(case: Case, assets: Assets) -> None:
+    args, expected = case["args"], case["expected"]
+    result = _sampled(case, assets, Autoregressive(_room(args)))
+    assert _answer(result, args["eos_id"]) == expected["tokens"]
+    assert int(result.nfe[0]) == expected["nfe"]
+
+
+def _run_diffusion(case: Case, assets: Assets) -> None:
+    """Published code reads the last block as well, counts no prompt, and runs a block whose first token is the end."""
+    args, expected = case["args"], case["expected"]
+    context, budget = args["causal_context"], args["max_thinking_tokens"]
+    rule = TopK(1) if args["threshold"] is None else Threshold(args["threshold"])
+    result = _sampled(case, assets, ContextBlocks(rule, _room(args), args["block_length"], causal_context=context))
+    answer, length = _answer(result, args["eos_id"]), len(expected["tokens"])
+    assert answer[:length] == expected["tokens"]
+    steps = [[[at, int(result.tokens[0, at])] for at in places] for places in steps_of(result, 0)]
+    reads = [number for number, forward in enumerate(expected["forwards"]) if forward[2]]
+    drafts = iter(expected["steps"])
+    wanted = [None if forward[2] else next(drafts) for forward in expected["forwards"]][:-1]  # None is a read
+    if context and answer[-1] == args["eos_id"] and (length - 1) % args["block_length"] == 0:
+        wanted = wanted[: reads[-2] + 1]
+    assert int(result.nfe[0]) == len(steps) == len(wanted)
+    for own, step in zip(steps, wanted, strict=True):
+        if step is not None:
+            assert own == step
+        else:  # the first token of the next block, and perhaps the one that ends a thought
+            places = [at for at, _ in own if at != budget]
+            assert len(places) == (1 if context else 0) or own[0][0] == budget
+
+
+def _run_self_speculation(case: Case, assets: Assets) -> None:
+    """Published code returns what the last read wrote beyond the length; what was drafted is not in a `Result`."""
+    args, expected = case["args"], case["expected"]
+    rule = Threshold(args["threshold"]) if args["threshold"] else None
+    adapter = _adapter(args["lora"], case, assets)
+    result = _sampled(case, assets, SelfSpeculation(_room(args), args["block_length"], rule, adapter))
+    assert _answer(result, args["eos_id"]) == expected["tokens"][: args["max_new_tokens"]]
+    assert int(result.nfe[0]) == expected["nfe"]
+    assert int(result.verifier_forwards[0]) == 1 + len(expected["accepted"])
+    written = np.asarray(result.decoded_at[0])
+    counts = [int((written == forward).sum()) for forward in np.unique(written[written >= 0])]
+    assert counts[0] == 1
+    assert counts[1:-1] == expected["accepted"][:-1] and counts[-1] <= expected["accepted"][-1]
 
 
 def _adapter(name: str | None, case: Case, assets: Assets) -> LowRank | None:

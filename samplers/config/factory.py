@@ -13,10 +13,13 @@ import dllm_jax
 from dllm_jax import Model, ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.indicator import Indicator, load_indicator
+from dllm_jax.params.low_rank import LowRank
 from dllm_jax.text.tokenizer import encode_text, token_bytes
 from samplers.caches import CachePolicy
 from samplers.checks import assemble, check_length, check_token
 from samplers.config.registry import BASE, ENDS, base_class, fields_of, owners_of, part_class
+from samplers.loops.block import BlockSampler
+from samplers.loops.causal_context import ContextBlocks
 from samplers.loops.renoise import Renoise
 from samplers.loops.verifier import Verifier, verifier_for
 from samplers.rules import Rule
@@ -65,6 +68,8 @@ def build_sampler(model: Model, kind: type, options: Mapping[str, Any], what: st
     if model.config.has_canvas != (kind is Renoise):
         fitting = "give one with a canvas, diffusion-gemma" if kind is Renoise else "it takes renoise"
         raise DllmError(f"{what} cannot run a {model.config.family} model; {fitting}")
+    if model.config.has_causal_context and kind is BlockSampler:
+        kind, options = ContextBlocks, _of_context(model, options, what)
     dealt: dict[type | None, dict[str, Any]] = {}  # owner -> its fields' values
     owners = owners_of(kind, options)
     for option, value in options.items():
@@ -74,9 +79,10 @@ def build_sampler(model: Model, kind: type, options: Mapping[str, Any], what: st
     length, ignore_eos = fields["gen_length"], own.pop("ignore_eos", False)
     check_length("gen_length", length)
     appends = "end_ids" in fields  # what ends a generation is that no block follows an end token
+    optional = any(field.name == "rule" and field.default is None for field in dataclasses.fields(kind))
     made: dict[str, Callable[[], Any]] = {
         "block_length": lambda: _block_length(model, fields["block_length"], length),
-        "rule": lambda: _rule(fields["rule"], dealt, length, optional=appends),
+        "rule": lambda: _rule(fields["rule"], dealt, length, optional=optional),
         "cache": lambda: _cache(fields["cache"], dealt),
         "smoothing": lambda: _smoothing(fields["smoothing"], dealt.get(Smoothing, {})),
         "sampling": lambda: _sampling(model, dealt.get(Sampling, {})),
@@ -84,11 +90,51 @@ def build_sampler(model: Model, kind: type, options: Mapping[str, Any], what: st
         "stop": lambda: _stop(model, fields["stop"], ignore_eos or appends),
         "end_ids": lambda: jnp.asarray(end_tokens(model.config, ignore_eos=ignore_eos), jnp.int32),
     }
+    if any(fields.get(name) is not None for name in ("thinking_budget", "end_think")):
+        made["end_think"] = lambda: _end_of_thought(model, fields["end_think"])
+    if "adapter" in fields:
+        made["adapter"] = lambda: _adapter(model, fields["adapter"])
     values = own | {name: make() for name, make in made.items() if name in fields}
     if "verifier" in own:
         values["verifier"] = _verifier(model, own["verifier"])
     found: CanvasSampler = assemble(what, kind, values)
     return found
+
+
+def _of_context(model: Model, options: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """The options that `ContextBlocks` has, of those of a `BlockSampler`.
+
+    Raises:
+        DllmError: for others that would do something.
+    """
+    own = owners_of(ContextBlocks, options)
+    usual = {field.name: field.default for field in dataclasses.fields(BlockSampler)} | {"cache": "exact"}
+    for option, value in options.items():
+        if option not in own and not (option in usual and value in (usual[option], None)):
+            why = "which reads every token once, exactly" if option == "cache" else "whose blocks follow a causal context"
+            raise DllmError(f"{what}: {option} has no effect on a {model.config.family} model, {why}; leave it out")
+    return {option: value for option, value in options.items() if option in own}
+
+
+def _end_of_thought(model: Model, token: Any) -> int:
+    """The token that ends a thought, by default the tokenizer's own."""
+    if token is None or isinstance(token, str):
+        text = "</think>" if token is None else token
+        found = dict(model.require_tokenizer().get_vocab()).get(text)
+        if found is None:
+            raise DllmError(f"the tokenizer of {model.name} has no token {text!r} that ends a thought; set end_think")
+        return int(found)
+    check_token("end_think", token, model.config)
+    return int(token)
+
+
+def _adapter(model: Model, adapter: Any) -> LowRank | None:
+    """The checkpoint's adapter for drafts, unless it is unwanted; or another."""
+    if isinstance(adapter, LowRank):
+        return adapter
+    if adapter is True and model.draft_adapter is None:
+        raise DllmError(f"{model.name} came without an adapter for drafts; leave adapter out")
+    return None if adapter is False else model.draft_adapter
 
 
 Dealt = Mapping[type | None, Mapping[str, Any]]

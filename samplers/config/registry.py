@@ -19,15 +19,24 @@ from dllm_jax.indicator import Indicator
 from dllm_jax.suggestions import nearest
 from samplers.caches import CACHES
 from samplers.loops.apd import APD, LeftRight
+from samplers.loops.autoregressive import Autoregressive
 from samplers.loops.block import BlockSampler
 from samplers.loops.d2f import PipelineSampler
 from samplers.loops.renoise import Renoise
+from samplers.loops.self_speculation import SelfSpeculation
 from samplers.rules import RULES, Rule
 from samplers.tokens.predictions import Sampling
 from samplers.tokens.smoothing import Smoothing
 
 LOOPS: Mapping[str, type] = types.MappingProxyType(
-    {"d2f": PipelineSampler, "apd": APD, "leftright": LeftRight, "renoise": Renoise}
+    {
+        "d2f": PipelineSampler,
+        "apd": APD,
+        "leftright": LeftRight,
+        "autoregressive": Autoregressive,
+        "self-speculation": SelfSpeculation,
+        "renoise": Renoise,
+    }
 )
 """Samplers that are no `BlockSampler`."""
 
@@ -46,6 +55,8 @@ _TYPES = {  # of options that are not written as their field's type
     "rule": str,
     "cache": str,
     "verifier": str,
+    "adapter": bool,
+    "end_think": str | int,
     "smoothing": bool,
     "ignore_eos": bool,
     "block_length": int | None,

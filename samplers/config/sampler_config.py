@@ -360,7 +360,8 @@ def _fit(defaults: SamplerConfig, model: Model) -> SamplerConfig:
         own = SamplerConfig.from_one("renoise", {"block_length": length}, "the model")
         origins = {**own.origins, **{name: defaults.origins[name] for name in canvas}}
         return dataclasses.replace(own.with_options(**canvas), origins=origins)
-    own = SamplerConfig.from_one(None, {"block_length": length, "align_blocks": True, "cache": "exact"}, "the model")
+    aligned = {} if model.config.has_causal_context else {"align_blocks": True}
+    own = SamplerConfig.from_one(None, {"block_length": length, **aligned, "cache": "exact"}, "the model")
     return own.over(defaults)
 
 

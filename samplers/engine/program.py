@@ -16,6 +16,7 @@ from jax import lax
 
 from dllm_jax.indicator import Indicator
 from dllm_jax.models.denoiser import DenoiserLike
+from dllm_jax.params.low_rank import LowRank
 from dllm_jax.pytree import pytree
 from samplers.command_buffers import COMMAND_BUFFERS
 from samplers.inputs import number_dtypes
@@ -24,7 +25,7 @@ from samplers.rowwise import each_row
 from samplers.sampler import Result
 from samplers.stopping import Stop
 
-_SHARED = (Verifier, Indicator, Stop)  # parts of a sampler whose arrays, scalars too, are the same for all requests
+_SHARED = (Verifier, Indicator, LowRank, Stop)  # parts of a sampler whose arrays, scalars too, are the same for all requests
 
 
 @pytree()

@@ -15,7 +15,7 @@ from samplers import canvas as canvases
 from samplers.caches import CachePolicy, ForwardRequest, NoCache, Outcome
 from samplers.canvas import Canvas
 from samplers.checks import check_length, check_number, check_whole
-from samplers.rules.base import BlockView, Rule, judged, predicted, progressing
+from samplers.rules.base import BlockView, Rule, decided, judged
 from samplers.sampler import Result
 from samplers.stopping import Stop
 from samplers.tokens.guidance import Guided, paired
@@ -203,21 +203,14 @@ class BlockSampler:
         view, request = self._look(denoiser, state)
         outcome = self.cache.predict(guided, request, state.cache)
         hidden = slice_rows(outcome.hidden, *request.span) if request.all_positions else outcome.hidden
-        whole = self.rule.reads_hidden or self.smoothing is not None  # these need the block's logits as well
-        logits = guided.logits(hidden) if whole else None
-        predictions, rule = predicted(guided, self.rule, self.sampling, hidden, view, state.rule, logits=logits)
-        change, rule = self.rule.change(predictions, view, rule)
-        change, last = progressing(self.rule, change, predictions, view)
-        logprobs = jnp.where(change.tokens == predictions.token, predictions.logprob, jnp.nan)
-        if self.rule.reads_hidden and logits is not None:
-            asked = view.undecided & active[:, None]
-            best, sure = judged(guided, self.rule, self.sampling, hidden, logits, asked, view.positions)
-            change = type(change)(jnp.where(best >= 0, best, change.tokens), change.undecided & (best < 0))
-            logprobs = jnp.where(best >= 0, sure, logprobs)
+        logits = None if self.smoothing is None else guided.logits(hidden)
+        decision = decided(guided, self.rule, self.sampling, hidden, view, state.rule, active, logits=logits)
+        change, logits = decision.change, decision.logits
         outside = (
             state.canvas.of_window(state.canvas.undecided, *request.span) & ~view.undecided
         )  # of other blocks in the span
-        canvas = state.canvas.write(request.start, change.tokens, logprobs, change.undecided | outside, active)
+        undecided = change.undecided | outside
+        canvas = state.canvas.write(request.start, change.tokens, decision.logprobs, undecided, active)
         soft = state.soft
         if self.smoothing is not None and soft is not None and logits is not None:
             soft = self._soften(guided, request, outcome, logits, self.smoothing.alpha(canvas.nfe), soft)
@@ -225,17 +218,17 @@ class BlockSampler:
             state,
             canvas=self._write_ahead(guided, request, outcome, canvas) if self._looks_ahead else canvas,
             block_step=state.block_step + active,
-            rule=jax.tree.map(lambda new, old: jnp.where(_like(active, new), new, old), rule, state.rule),
+            rule=jax.tree.map(lambda new, old: jnp.where(_like(active, new), new, old), decision.state, state.rule),
             cache=outcome.state,
             soft=soft,
         )
         if self.fill_after_eos and not self.rule.revises:
             state = dataclasses.replace(state, canvas=self.filled(denoiser, state, active, outcome))
-        leaving, state = self.leaves(state, view, outcome, last)
+        leaving, state = self.leaves(state, view, outcome, decision.last)
         if self.fill_after_eos and self.rule.revises:  # nothing of a block is final before
             state = dataclasses.replace(state, canvas=self.filled(denoiser, state, leaving, outcome))
         asked = view.undecided | view.written if self.rule.revises else view.undecided
-        finite = jnp.all(predictions.finite | ~asked, axis=1)
+        finite = jnp.all(decision.predictions.finite | ~asked, axis=1)
         canvas = state.canvas.counted(active, outcome.full, outcome.updated, finite)
         return self._move_on(denoiser, dataclasses.replace(state, canvas=canvas), leaving)
 

@@ -275,6 +275,57 @@ def progressing(rule: Rule, change: Change, predictions: Predictions, view: Bloc
     return Change(tokens, change.undecided & ~forced), last
 
 
+class Decision(NamedTuple):
+    """What became of a block in a forward.
+
+    Attributes:
+        predictions: what the rule received.
+        change: the block after it.
+        logprobs: [B, W] float32, log-probabilities of what was written; NaN for what was not predicted.
+        last: [B] bool, rows whose block ends with this forward.
+        state: of the rule.
+        logits: [B, W, V] float32, where they were made.
+    """
+
+    predictions: Predictions
+    change: Change
+    logprobs: jax.Array
+    last: jax.Array
+    state: Any
+    logits: jax.Array | None
+
+
+def decided(
+    denoiser: DenoiserLike,
+    rule: Rule,
+    sampling: Sampling,
+    hidden: jax.Array,
+    view: BlockView,
+    state: Any,
+    active: jax.Array,
+    *,
+    logits: jax.Array | None = None,
+) -> Decision:
+    """What a rule makes of a block's hidden states [B, W, D], completed so that every generation ends.
+
+    Args:
+        active: [B] bool, rows in which the rule may judge by hidden states.
+        logits: as in `predicted`; made here for rules that read logits or hidden states.
+    """
+    if logits is None and (rule.reads_hidden or rule.reads_logits):
+        logits = denoiser.logits(hidden)
+    predictions, state = predicted(denoiser, rule, sampling, hidden, view, state, logits=logits)
+    change, state = rule.change(predictions, view, state)
+    change, last = progressing(rule, change, predictions, view)
+    logprobs = jnp.where(change.tokens == predictions.token, predictions.logprob, jnp.nan)
+    if rule.reads_hidden and logits is not None:
+        asked = view.undecided & active[:, None]
+        best, sure = judged(denoiser, rule, sampling, hidden, logits, asked, view.positions)
+        change = Change(jnp.where(best >= 0, best, change.tokens), change.undecided & (best < 0))
+        logprobs = jnp.where(best >= 0, sure, logprobs)
+    return Decision(predictions, change, logprobs, last, state, logits)
+
+
 def per_row(value: Number) -> jax.Array:
     """A scalar or [B] number as something that broadcasts against [B, W]."""
     return jnp.asarray(value)[..., None]
