@@ -47,7 +47,7 @@ def noised_of(case: Case, denoiser: dllm_jax.Denoiser, settings: BlockDiffusionP
         by_row(noisy),
         by_row(tokens)[:, 0],
         by_row(weights),
-        jnp.asarray((labels >= 0).sum(axis=1).reshape(-1, copies).sum(axis=1) // copies),
+        by_row(jnp.asarray(labels >= 0))[:, 0],
         jnp.full(len(tokens) // copies, tokens.shape[1]),
     )
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from golden_base import Assets, Case
+from golden_block_loss import norms
 
 import convert.adapters
 from dllm_jax.families.hub_config import HubConfig
@@ -17,12 +18,20 @@ from dllm_jax.models.layers import Rope, rope_angles, rope_frequencies
 from dllm_jax.params.low_rank import LowRank
 from samplers import Autoregressive, ContextBlocks, Result, SelfSpeculation, Threshold, TopK, stop_on
 from samplers.text.prompts import bucket_length
+from train.losses import Means
+from train.objectives.block_diffusion import NoisyCopies
+from train.objectives.joint import Joint, JointPart
 from train.trajectory import steps_of
 
 
 def run(case: Case, assets: Assets) -> None:
     """One case, whatever kind it is."""
-    kinds = {"forward": _run_forward, "cached_forward": _run_cached_forward, "rope": _run_rope}
+    kinds = {
+        "forward": _run_forward,
+        "cached_forward": _run_cached_forward,
+        "rope": _run_rope,
+        "joint_loss": _run_joint_loss,
+    }
     samplers = {
         "nemotron-ar": _run_autoregressive,
         "nemotron-diffusion": _run_diffusion,
@@ -162,3 +171,31 @@ def _run_rope(case: Case, assets: Assets) -> None:
     assert turn.query_scale is not None
     np.testing.assert_allclose(turn.query_scale[0, :, 0, 0], expected["query_scale"], rtol=1e-6)
     np.testing.assert_allclose(turn.cos[0, 0, 0], np.full(args["head_dim"] // 2, yarn.attention_factor), rtol=1e-6)
+
+
+def _run_joint_loss(case: Case, assets: Assets) -> None:
+    """Published code leaves the division of its sums to the caller; NeMo Automodel's loss is ours."""
+    args, expected, config = case["args"], case["expected"], assets.model(case["checkpoint"]).config
+    objective = Joint(JointPart(weight=args["dlm_loss_weight"], next_token=args["ar_loss_weight"]))
+    config = config.replace(block_length=args["block_length"])
+    tokens, noisy = jnp.asarray(case["input_ids"]), jnp.asarray(case["noisy_input_ids"])
+    masked, share = noisy == config.mask_id, jnp.asarray(args["p_mask"])[:, None]
+    targets = jnp.asarray(case["loss_mask"]) > 0 if "loss_mask" in case else jnp.ones_like(masked)
+    lengths = jnp.full(len(tokens), tokens.shape[1])
+    noised = NoisyCopies(noisy[:, None], tokens, jnp.where(masked, 1.0 / share, 0.0)[:, None], targets, lengths)
+
+    def loss(params: dict) -> tuple[jax.Array, Means]:
+        means = objective.means(Denoiser(config, params), Denoiser(config, {}), noised)
+        if args["reduction"] == "automodel":
+            return means["loss"].value, means
+        return args["dlm_loss_weight"] * means["diffusion"].total + means["next_token"].total, means
+
+    (found, means), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(assets.model(case["checkpoint"]).params)
+    np.testing.assert_allclose(found, expected["loss"], rtol=2e-6)
+    if args["reduction"] == "hub":
+        np.testing.assert_allclose(means["diffusion"].total, expected["diffusion_sum"], rtol=2e-6)
+        np.testing.assert_allclose(means["next_token"].total, expected["ar_sum"], rtol=2e-6)
+        assert int(masked.sum()) + tokens.shape[1] == expected["count"]
+    own = norms(gradient, config)
+    for name, norm in expected["grad_norms"].items():
+        np.testing.assert_allclose(own[name], norm, rtol=5e-5, err_msg=name)

@@ -187,6 +187,8 @@ def _generation_defaults(config: TrainConfig, model: ModelConfig, task: Any) -> 
     width = getattr(task, "answer_width", None)
     if model.has_blocks:
         before |= {"block_length": model.block_length, "align_blocks": True, "cache": "exact"}
+    elif model.has_causal_context:
+        before |= {"block_length": model.block_length}
     elif width and not in_words(task):
         return {"gen_length": width, "block_length": width, "cache": "none"}
     length = width or config.data.answer_length

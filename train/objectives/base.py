@@ -93,6 +93,8 @@ class Objective(abc.ABC):
         if model.is_causal:
             advice = "train it by python -m train autoregressive"
             raise DllmError(f"a {model.family} model is causal; {advice}")
+        if model.has_causal_context:
+            raise DllmError(f"a {model.family} model is read causally and in blocks; train it by python -m train joint")
         if model.has_canvas:
             raise DllmError(f"a {model.family} model cannot be trained here; samplers run it")
         if model.mask_id is None:

@@ -112,7 +112,7 @@ class NoisyCopies(NamedTuple):
         inputs: [..., C, T] int32, tokens with masks.
         tokens: [..., T] int32, as they were, filled up to a whole number of blocks.
         weights: [..., C, T] float32, of each position's cross entropy; 0 where nothing is learned.
-        targets: [...] int32, positions of the row that may be masked.
+        targets: [..., T] bool, positions of the row that may be masked.
         lengths: [...] int32, positions that count, a whole number of blocks.
     """
 
@@ -167,7 +167,7 @@ def corrupt_copies(key: jax.Array, batch: Batch, denoiser: Denoiser, settings: B
         wrong = position_draws(draws, copies, length).reshape(masked.shape) < settings.wrong
         wrong &= targets & ~masked & (other != denoiser.mask_id)
         inputs, weights = jnp.where(wrong, other, inputs), jnp.where(wrong, 1.0, weights)
-    return NoisyCopies(inputs, batch.tokens, weights, jnp.sum(batch.targets, axis=-1), batch.lengths)
+    return NoisyCopies(inputs, batch.tokens, weights, batch.targets, batch.lengths)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,7 +229,9 @@ class BlockDiffusion(Objective):
         flat = lambda x: x.reshape(-1, x.shape[-1])
         counted = self.counted_positions(noised.lengths, noised.tokens.shape[1])
         inputs = denoiser.embed(noised.tokens)
-        _, clean, of_clean = denoiser.forward_with_routing(inputs, noised.lengths, counted, remat=remat)
+        read, clean, of_clean = denoiser.forward_with_routing(
+            inputs, self.visible_to_clean(noised), counted, remat=remat
+        )
         hidden, routing = routed_states(
             denoiser,
             flat(noised.inputs),
@@ -244,13 +246,41 @@ class BlockDiffusion(Objective):
         sums = _with_entropies if self.settings.confidence else cross_entropies
         total, plain, *entropy = sum_up(sums, (denoiser,), (hidden, tokens), weights)
         learned = jnp.sum(weights > 0)
-        loss = Mean.of(total, learned if self.settings.loss == "mean" else count * jnp.sum(noised.targets))
-        metrics = {"cross_entropy": Mean.of(plain, learned)}
+        loss, metrics = self.diffusion_mean(total, learned, noised), {"cross_entropy": Mean.of(plain, learned)}
         if entropy:
             metrics["entropy"] = Mean.of(*entropy)
             loss = loss.plus(self.settings.confidence * metrics["entropy"].value)
+        loss, metrics = self.with_clean_loss(loss, metrics, denoiser, read, noised, groups, sharding)
         both = None if routing is None else jax.tree.map(jnp.add, of_clean, routing)
         return self.add_router_losses(loss, metrics, both)
+
+    # What a subclass may do otherwise --------------------------------------------------------------------------------
+
+    def visible_to_clean(self, noised: NoisyCopies) -> jax.Array:
+        """What positions of the row as it is see, `visible` of `Denoiser.forward`."""
+        return noised.lengths
+
+    def diffusion_mean(self, total: jax.Array, learned: jax.Array, noised: NoisyCopies) -> Mean:
+        """The loss of the noisy copies.
+
+        Args:
+            total: weighted sum of the cross entropies.
+            learned: number of positions that are learned.
+        """
+        return Mean.of(total, learned if self.settings.loss == "mean" else self.settings.copies * noised.targets.sum())
+
+    def with_clean_loss(
+        self,
+        loss: Mean,
+        metrics: Means,
+        denoiser: Denoiser,
+        hidden: jax.Array,
+        noised: NoisyCopies,
+        groups: int,
+        sharding: NamedSharding | None,
+    ) -> tuple[Mean, Means]:
+        """The loss and other metrics, after a loss of the row as it is, whose hidden states are [B, T, D], is added."""
+        return loss, metrics
 
 
 def _with_entropies(
