@@ -107,8 +107,8 @@ class Gemma:
 class Yarn:
     """YaRN's rotary frequencies (arXiv 2309.00071), and the query scale that Llama 4 and Ministral 3 have with them.
 
-    A pair of dimensions that turns at most `beta_slow` times within the original length turns `factor` times slower, one
-    that turns `beta_fast` times or more as before, and those between in between.
+    A pair of dimensions that turns at most `beta_slow` times within the original length turns `factor` times slower,
+    one that turns `beta_fast` times or more as before, and those between in between.
 
     Attributes:
         factor: how much longer positions may become; below 1 the slow pairs turn faster.

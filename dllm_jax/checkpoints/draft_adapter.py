@@ -22,11 +22,15 @@ _A, _B = ".a", ".b"
 
 def adapter_file(values: Mapping[str, tuple[np.ndarray, np.ndarray]], scale: float) -> dict[str, bytes]:
     """The file's name and content, for kernels' names with their A [in, rank] and B [rank, out], float32."""
-    parts = {name + end: np.ascontiguousarray(x) for name, pair in values.items() for end, x in zip((_A, _B), pair)}
+    parts = {name + _A: a for name, (a, _) in values.items()} | {name + _B: b for name, (_, b) in values.items()}
+    parts = {name: np.ascontiguousarray(x) for name, x in parts.items()}
     return {FILE: save(parts, metadata={"scale": repr(scale)})}
 
 
-def read_adapter(folder: str | Path, config: ModelConfig) -> tuple[dict[str, tuple[np.ndarray, np.ndarray]], float] | None:
+Pairs = dict[str, tuple[np.ndarray, np.ndarray]]
+
+
+def read_adapter(folder: str | Path, config: ModelConfig) -> tuple[Pairs, float] | None:
     """What `adapter_file` wrote, on the host; None for a checkpoint without.
 
     Raises:
@@ -41,7 +45,7 @@ def read_adapter(folder: str | Path, config: ModelConfig) -> tuple[dict[str, tup
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
     except Exception as error:  # what safetensors raises is no common class
         raise DllmError(f"{path} cannot be read ({error}); convert the checkpoint again") from None
-    specs, pairs = param_specs(config), {}
+    specs, pairs = param_specs(config), Pairs()
     for name in dict.fromkeys(key.removesuffix(_A).removesuffix(_B) for key in found):
         a, b = found.get(name + _A), found.get(name + _B)
         shape = specs[name].shape if name in specs else None

@@ -133,7 +133,7 @@ def load_shapes(path_or_name: str | Path, *, dtype: DTypeLike | None = None, qua
     assert found.folder is not None
     config, cast = _as_asked(found.config, dtype, quantize, str(found.folder))
     params = checkpoint.params_to_load(found.folder, dtype=cast, quantize=quantize)
-    adapter = jax.eval_shape(lambda: load_adapter(found.folder, config))
+    adapter = jax.eval_shape(functools.partial(load_adapter, found.folder, config))
     return dataclasses.replace(found, config=config, params=params, draft_adapter=adapter)
 
 

@@ -106,7 +106,7 @@ def read_config(hub: HubConfig) -> ModelConfig:
 
 
 def read_yarn(rope: HubConfig) -> Yarn | None:
-    """YaRN as `rope_parameters` of transformers describe it, with Ministral 3's query scale; None for plain frequencies.
+    """YaRN as transformers' `rope_parameters` describe it, with Ministral 3's query scale; None for plain frequencies.
 
     Raises:
         DllmError: for another kind of frequencies, and numbers that are missing or out of range.

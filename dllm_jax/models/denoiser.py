@@ -250,7 +250,8 @@ class Denoiser:
             inputs: the whole sequence: tokens [B, S] int32, or input embeddings [B, S, D].
             visible: how many of the first positions a query sees: [B, S] int32 by the query's position, or [B], the
                 same for all; of these a causal model's sees none after itself, a block diffusion model's none after
-                its block, and one with a causal context all, as in a block that is drafted. Of a model with a canvas this is the encoder, which is causal.
+                its block, and one with a causal context all, as in a block that is drafted.
+                Of a model with a canvas this is the encoder, which is causal.
             at: the positions that are run: a `Span`, or any [B, T] (slower; those that are written must differ).
                 None runs all S and reads no buffers. A span must end within the sequence, and begin at
                 `min_prompt_length` or later.

@@ -101,8 +101,8 @@ class Rope(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """What turns the heads of positions: cos and sin of the rotary angles, float32 [B, T, 1, H/2] each, and what queries
-    are multiplied by after that, float32 [B, T, 1, 1]; None for nothing."""
+    """What turns the heads of positions: cos and sin of the rotary angles, float32 [B, T, 1, H/2] each, and what
+    queries are multiplied by after that, float32 [B, T, 1, 1]; None for nothing."""
 
     cos: jax.Array
     sin: jax.Array

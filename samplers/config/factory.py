@@ -111,8 +111,8 @@ def _of_context(model: Model, options: Mapping[str, Any], what: str) -> dict[str
     usual = {field.name: field.default for field in dataclasses.fields(BlockSampler)} | {"cache": "exact"}
     for option, value in options.items():
         if option not in own and not (option in usual and value in (usual[option], None)):
-            why = "which reads every token once, exactly" if option == "cache" else "whose blocks follow a causal context"
-            raise DllmError(f"{what}: {option} has no effect on a {model.config.family} model, {why}; leave it out")
+            why = "reads every token once, exactly" if option == "cache" else "drafts blocks over a causal context"
+            raise DllmError(f"{what}: {option} is not for a {model.config.family} model, which {why}; leave it out")
     return {option: value for option, value in options.items() if option in own}
 
 

@@ -25,7 +25,8 @@ from samplers.rowwise import each_row
 from samplers.sampler import Result
 from samplers.stopping import Stop
 
-_SHARED = (Verifier, Indicator, LowRank, Stop)  # parts of a sampler whose arrays, scalars too, are the same for all requests
+# Parts of a sampler whose arrays, scalars too, are the same for all requests.
+_SHARED = (Verifier, Indicator, LowRank, Stop)
 
 
 @pytree()

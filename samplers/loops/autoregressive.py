@@ -1,4 +1,4 @@
-"""Token by token: autoregressive generation with keys and values, of causal models and of those with a causal context."""
+"""Token by token: autoregressive generation of causal models and of those with a causal context."""
 
 from typing import ClassVar
 

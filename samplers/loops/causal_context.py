@@ -1,12 +1,12 @@
-"""Block diffusion over a causal context, for models that read and draft with one set of weights (Nemotron-Labs-Diffusion,
-arXiv 2607.05722): what `ContextBlocks` and `SelfSpeculation` share.
+"""Block diffusion over a causal context, for models that read and draft with one set of weights
+(Nemotron-Labs-Diffusion, arXiv 2607.05722), and what it shares with `SelfSpeculation` and `Autoregressive`.
 
     read    causal; stores keys and values that stay; row i predicts token i + 1
     draft   the block sees all that was read and all of itself; row i predicts token i
 
-A block begins with a token that is known already, its seed: a read predicts the one after it. A row reads or drafts, and
-both are a forward over the L positions of its block, so rows of a batch never wait for each other. A draft's keys and
-values are written after what was read, where the next forward overwrites them: nothing is rolled back.
+A block begins with a token that is known already, its seed: a read predicts the one after it. A row reads or drafts,
+and both are a forward over the L positions of its block, so rows of a batch never wait for each other. A draft's keys
+and values are written after what was read, where the next forward overwrites them: nothing is rolled back.
 """
 
 import dataclasses
@@ -391,9 +391,10 @@ class CausalContext:
         end = start - canvas.prompt_lengths
         place, forced = self.budget_place(end)
         generation = slice_rows(canvas.tokens, canvas.prompt_lengths, self.gen_length)
-        earlier = (jnp.arange(self.gen_length) < end[:, None]) & ~canvas.undecided & (generation == self._end_think(end))
+        ends = self._end_think(end)
+        earlier = (jnp.arange(self.gen_length) < end[:, None]) & ~canvas.undecided & (generation == ends)
         last = jnp.cumsum(new, axis=1) == new.sum(axis=1, keepdims=True)
-        thought = earlier.any(axis=1) | (new & ~last & (tokens == self._end_think(end))).any(axis=1)
+        thought = earlier.any(axis=1) | (new & ~last & (tokens == ends)).any(axis=1)
         return canvas.prompt_lengths + place, reads & forced & ~thought
 
 
@@ -417,8 +418,8 @@ class ContextBlocks(CausalContext):
         thinking_budget: position of the answer at which a thought ends, where the model has not ended it. Default:
             none.
         end_think: the token that ends a thought. Default: the tokenizer's `</think>`.
-        causal_context: read causally, as the published models were trained. False reads the prompt, and then each block,
-            with attention in both directions, and blocks have no seed. Default: on.
+        causal_context: read causally, as the published models were trained. False reads the prompt, and then each
+            block, with attention in both directions, and blocks have no seed. Default: on.
     """
 
     rule: Rule

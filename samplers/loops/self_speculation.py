@@ -1,7 +1,6 @@
 """Self-speculation (arXiv 2607.05722, linear): a model drafts a block and reads it causally, and what it would have
 written itself is kept."""
 
-import dataclasses
 from typing import Literal
 
 import jax
@@ -19,7 +18,7 @@ from samplers.loops.left_to_right import DraftResult
 from samplers.rules.base import Decision, Rule
 from samplers.stopping import Stop
 from samplers.tokens.noise import Purpose, gumbel
-from samplers.tokens.predictions import Predictions, Sampling, column, kept, logprob_of, temper, truncate
+from samplers.tokens.predictions import Predictions, Sampling, kept, logprob_of, temper, truncate
 
 Accept = Literal["match", "residual"]
 
@@ -38,7 +37,8 @@ class SelfSpeculation(CausalContext):
         gen_length: G, positions to generate; a last draft that reaches beyond is cut. Default: 256, enough for a
             reasoned answer.
         block_length: L, the last token and L - 1 that are drafted. Default: 32, as published.
-        rule: what of a draft is committed in each of its forwards; None takes all from one. Default: none, as published.
+        rule: what of a draft is committed in each of its forwards; None takes all from one. Default: none, as
+            published.
         adapter: adapters that are on where the model drafts, not where it reads; None for none. Default: the
             checkpoint's, if it has any.
         accept: at a temperature, "match" draws a token of the read and compares, as published; "residual" accepts a
@@ -48,8 +48,8 @@ class SelfSpeculation(CausalContext):
         sampling: how tokens are drawn; greedy by default.
         stop: when a row ends. Tokens that the same read wrote after the end stay in `Result.tokens`; `Result.lengths`
             leaves them out. Default: the model's end tokens.
-        thinking_budget: tokens after which a thought ends, where the model has not ended it: the next token of a read is
-            `end_think` then. Default: none.
+        thinking_budget: tokens after which a thought ends, where the model has not ended it: the next token of a read
+            is `end_think` then. Default: none.
         end_think: the token that ends a thought. Default: the tokenizer's `</think>`.
     """
 

@@ -12,7 +12,7 @@ with p the probability of being masked, drawn for each row.
 
 import dataclasses
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -67,12 +67,12 @@ class Joint(BlockDiffusion):
     """The objective with its settings."""
 
     about = "train a model that is read causally and drafts blocks (Nemotron-Labs-Diffusion)"
-    config = JointConfig
+    config = JointConfig  # type: ignore[assignment]
     routes = False
 
     settings: JointPart
 
-    def fit_model(self, model: ModelConfig, config: JointConfig) -> ModelConfig:
+    def fit_model(self, model: ModelConfig, config: TrainConfig) -> ModelConfig:
         """The model in the blocks that it is trained in."""
         if not model.has_causal_context:
             raise DllmError(
@@ -95,7 +95,7 @@ class Joint(BlockDiffusion):
     def corrupt(self, key: jax.Array, batch: Batch, denoiser: Denoiser) -> NoisyCopies:
         return corrupt_copies(key, batch, in_blocks(denoiser), self.settings)
 
-    def means(self, denoiser: Denoiser, base: Denoiser, noised: NoisyCopies, **options) -> Means:  # type: ignore[no-untyped-def, override]
+    def means(self, denoiser: Denoiser, base: Denoiser, noised: NoisyCopies, **options: Any) -> Means:
         """Reports both losses without their weights, and the plain mean cross entropy of masked positions, in nats."""
         return super().means(in_blocks(denoiser), base, noised, **options)
 
