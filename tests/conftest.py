@@ -215,11 +215,11 @@ def goldens(request):
     return request.config.getoption("--goldens") or GOLDENS
 
 
-def converted(family, tmp_path_factory):
+def converted(family, tmp_path_factory, name=""):
     import convert  # here, because option parsing must not wait for Flax and Orbax
     import dllm_jax
 
-    name = f"{family.replace('-', '')}-tiny"
+    name = name or f"{family.replace('-', '')}-tiny"
     out = tmp_path_factory.mktemp("checkpoints") / name
     convert.convert(family, GOLDENS / "checkpoints" / name, out)
     return dllm_jax.load(out)
@@ -247,6 +247,12 @@ def dream_tiny(tmp_path_factory):
 def qwen2_tiny(tmp_path_factory):
     """The tiny autoregressive Qwen2, likewise."""
     return converted("qwen2", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def nemotron_tiny(tmp_path_factory):
+    """Nemotron-Labs-Diffusion's."""
+    return converted("nemotron", tmp_path_factory, "nemotron-diffusion-tiny")
 
 
 @pytest.fixture(scope="session")

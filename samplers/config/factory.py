@@ -17,7 +17,7 @@ from dllm_jax.params.low_rank import LowRank
 from dllm_jax.text.tokenizer import encode_text, token_bytes
 from samplers.caches import CachePolicy
 from samplers.checks import assemble, check_length, check_token
-from samplers.config.registry import BASE, ENDS, base_class, fields_of, owners_of, part_class
+from samplers.config.registry import BASE, ENDS, SELF, base_class, fields_of, owners_of, part_class
 from samplers.loops.block import BlockSampler
 from samplers.loops.causal_context import ContextBlocks
 from samplers.loops.renoise import Renoise
@@ -142,6 +142,8 @@ Dealt = Mapping[type | None, Mapping[str, Any]]
 
 def _block_length(model: Model, length: Any, gen_length: int) -> int:
     check_length("block_length", length or None, optional=True)
+    if model.config.has_causal_context:  # a last block is cut, or drafted as a whole
+        return length or gen_length
     if model.config.block_length is not None and length and length > gen_length:
         raise DllmError(f"gen_length {gen_length} is less than a block of {length}; generate a block at least")
     return min(length or gen_length, gen_length)
@@ -237,4 +239,6 @@ def _stop(model: Model, stop: Sequence[str | int] | None, ignore_eos: bool) -> S
 def _verifier(model: Model, verifier: Any) -> Verifier:
     if isinstance(verifier, Verifier):
         return verifier
+    if verifier == SELF:
+        return Verifier(model.denoiser.as_causal)
     return verifier_for(model, verifier if isinstance(verifier, Model) else dllm_jax.load(verifier))

@@ -49,6 +49,9 @@ BASE = "base"
 ENDS = ("eos", "ends")
 """Words for end tokens, whatever the model's are."""
 
+SELF = "self"
+"""A verifier's name for the model itself, read causally."""
+
 _PART_NAMES = {"rule": "unmasking rule", "cache": "cache policy"}
 _MADE = ("sampling", "end_ids")  # fields that are made of options of other names
 _TYPES = {  # of options that are not written as their field's type

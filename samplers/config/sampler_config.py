@@ -28,6 +28,7 @@ from samplers.config.registry import (
     BASE,
     LOOPS,
     PARTS,
+    SELF,
     Owner,
     field_types,
     fields_of,
@@ -174,7 +175,8 @@ class SamplerConfig:
     def load_verifier(self, load: Callable[[str], Model]) -> "SamplerConfig":
         """The same with the verifier as a model, where there is one."""
         verifier = self.options.get("verifier")
-        return self.with_options(verifier=load(verifier)) if isinstance(verifier, str) else self
+        loads = isinstance(verifier, str) and verifier != SELF
+        return self.with_options(verifier=load(verifier)) if loads else self
 
     def with_options(self, **options: Any) -> "SamplerConfig":
         """The same with other options as well."""
@@ -290,7 +292,8 @@ def make_sampler(
             suppress, defer: lists of token ids, or of texts that are one token each; "word" and " word" are two. "eos"
                 is the model's end-of-sequence token and "ends" all its end tokens, the only ones that a spec can name.
             smoothing: True, numbers as in "weight=0.2,growth=0.1", or a `Smoothing`.
-            verifier: a loaded causal model of the same tokens, its folder or name, or a `Verifier`.
+            verifier: a loaded causal model of the same tokens, its folder or name, a `Verifier`, or "self": the model
+                itself, where that can be read causally.
             indicator: a folder, or an `Indicator`.
             steps: one per token if a rule needs them.
 

@@ -5,7 +5,7 @@ take one pair and can be jitted; `samplers.likelihood.scoring` takes thousands o
 """
 
 import functools
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from dllm_jax.errors import DllmError
 from dllm_jax.models.denoiser import DenoiserLike, Span
 from dllm_jax.models.kv_cache import slice_rows, write_rows
 from samplers.checks import check_choice, check_length
+from samplers.loops.autoregressive import Autoregressive
 from samplers.loops.block import BlockSampler
 from samplers.rules import TopK
 from samplers.sampler import sample
@@ -258,7 +259,10 @@ def decode_greedily(
     guidance: float | jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """As `is_greedy`, with the number of forwards: [B] bool and [B] int32."""
-    sampler = BlockSampler(TopK(1, proxy="confidence"), gen_length=answer.shape[1], guidance=guidance)
+    config = getattr(denoiser, "config", None)
+    sampler: Any = BlockSampler(TopK(1, proxy="confidence"), gen_length=answer.shape[1], guidance=guidance)
+    if config is not None and config.is_causal:
+        sampler = Autoregressive(answer.shape[1])
     result = sample(sampler, denoiser, prompt, prompt_lengths, gen_lengths=answer_lengths)
     length = answer.shape[1] if answer_lengths is None else answer_lengths[:, None]
     right = jnp.all((result.tokens == answer) | (jnp.arange(answer.shape[1]) >= length), axis=1)
@@ -274,7 +278,8 @@ def is_greedy(
     *,
     guidance: float | jax.Array | None = None,
 ) -> jax.Array:
-    """Whether decoding the most confident position first, one per forward, gives the answer.
+    """Whether decoding the most confident position first, one per forward, gives the answer; of a causal model, whether
+    greedy generation does.
 
     Args:
         prompt: [B, P] int32 and answer: [B, A] int32, left-aligned.

@@ -117,6 +117,11 @@ def score_each(
     check_length("batch_size", batch_size)
     if max_length is not None:
         check_whole("max_length", max_length, 1, model.config.max_length)
+    if model.config.has_causal_context:
+        if estimator != "left-to-right":
+            what = f"the likelihood of a {model.config.family} model is that of its causal reading"
+            raise DllmError(f"{what}; set estimator to left-to-right, which is exact")
+        model = dataclasses.replace(model, config=model.denoiser.as_causal.config)
     if model.layout is not None:
         check_splits(model.layout.mesh, batch_size, "rows of a batch")
     scorer = _Scorer(model, samples, mc_batch, estimator, guidance or None, greedy, batch_size)

@@ -324,6 +324,9 @@ class BlockSampler:
 
     def _check_blocks(self, denoiser: DenoiserLike) -> None:
         """Raises DllmError for a block diffusion model whose blocks are not the sampler's, and the reverse."""
+        config = getattr(denoiser, "config", None)
+        if config is not None and config.has_causal_context:
+            raise DllmError(f"a {config.family} model drafts over a causal context; use ContextBlocks, or make_sampler")
         check_alignment(denoiser, self.align_blocks)
         if self.sub_block_length is not None and block_length_of(denoiser) is None:
             raise DllmError("sub_block_length is for block diffusion models; set block_length for this one")

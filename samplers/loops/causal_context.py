@@ -87,6 +87,8 @@ class CausalContext:
         if self.drafting_rule.revises:
             raise DllmError("a rule that revises what it wrote does not fit a causal context; choose another")
         self.drafting_rule.check(self.gen_length, self.num_blocks)
+        if isinstance(self.sampling, Sampling) and self.sampling.target is not None:
+            raise DllmError("no target can be written over a causal context, which reads what it wrote")
         check_whole("thinking_budget", self.thinking_budget, 0)
         if self.thinking_budget is not None and self.end_think is None:
             raise DllmError("thinking_budget needs end_think, the token that ends a thought; pass it as well")

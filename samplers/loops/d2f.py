@@ -211,6 +211,8 @@ class PipelineSampler:
         config = getattr(denoiser, "config", None)
         if config is not None and config.is_causal:
             raise DllmError(f"a {config.family} model has causal attention; give a diffusion model")
+        if config is not None and config.has_causal_context:
+            raise DllmError(f"a {config.family} model was not trained to draft several blocks at once; name a rule")
         check_alignment(denoiser, self.align_blocks)
         canvas = canvases.begin(
             denoiser,

@@ -319,11 +319,13 @@ class LeftToRight:
         """Hidden states [B, L, D] from `front.start` on, the buffers, and the rows whose forward ran everything."""
         tokens, active, least = state.canvas.tokens, ~state.canvas.done, denoiser.min_prompt_length
         if state.kv is None:
-            return denoiser.forward(tokens, front.right, outputs=front.span)[0], None, active
+            return denoiser.forward(tokens, _visible(denoiser, tokens, front), outputs=front.span)[0], None, active
         # The first position of a shifted family is never in a window: windows that begin there run everything.
         whole = active & ((state.canvas.nfe == 0) | (front.left < least))
         width = self._window_width(tokens.shape[1], least)
-        alone = lambda part: denoiser.forward(part.tokens, part.right, outputs=part.span)
+        alone = lambda part: denoiser.forward(
+            part.tokens, _visible(denoiser, part.tokens, part), outputs=part.span
+        )
 
         def windowed(hidden: jax.Array, kv: Any) -> tuple[jax.Array, Any]:
             start = jnp.maximum(jnp.minimum(jnp.minimum(front.left, front.start), tokens.shape[1] - width), least)
@@ -332,7 +334,8 @@ class LeftToRight:
             # rows that run everything may reach beyond the window: their hidden states are unused
             outputs = Span(jnp.clip(front.start, start, start + width - self.reach), self.reach)
             write &= ~whole[:, None]
-            found, kv = denoiser.forward(tokens, front.right, at=span, kv=kv, write=write, outputs=outputs)
+            visible = _visible(denoiser, tokens, front)
+            found, kv = denoiser.forward(tokens, visible, at=span, kv=kv, write=write, outputs=outputs)
             return jnp.where(whole[:, None, None], hidden, found), kv
 
         hidden, kv = each_row(whole, denoiser.batch_parts, alone, front, state.kv)
@@ -372,6 +375,16 @@ class LeftToRight:
         canvas, stopped = state.canvas.stopped(self.stop, denoiser.eos_id, state.canvas.undecided)
         done = canvas.done | ~canvas.undecided.any(axis=1) | stopped
         return dataclasses.replace(state, canvas=dataclasses.replace(canvas, done=done))
+
+
+def _visible(denoiser: DenoiserLike, tokens: jax.Array, front: Frontier) -> jax.Array:
+    """What a forward over these tokens [B, S] sees, as `Denoiser.forward` takes it: everything, of a model with a
+    causal context what is written causally."""
+    config = getattr(denoiser, "config", None)
+    if config is None or not config.has_causal_context:
+        return front.right
+    position = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    return jnp.where(position < front.next[:, None], position + 1, front.right[:, None])
 
 
 def _limit(what: str, value: Any, most: int | None, otherwise: int) -> int:

@@ -71,8 +71,6 @@ class SelfSpeculation(CausalContext):
         if self.accept == "residual" and self.rule is not None:
             why = "a rule that chooses among drawn tokens changes their distribution, which the residual would need"
             raise DllmError(f"accept=residual takes no rule: {why}; leave rule out, or use match")
-        if self.sampling.target is not None:
-            raise DllmError("self-speculation writes what it reads, and a target is none; use another sampler")
 
     @property
     def needs_logits(self) -> bool:  # type: ignore[override]
