@@ -77,7 +77,7 @@ def _run_diffusion(case: Case, assets: Assets) -> None:
     args, expected = case["args"], case["expected"]
     context, budget = args["causal_context"], args["max_thinking_tokens"]
     rule = TopK(1) if args["threshold"] is None else Threshold(args["threshold"])
-    result = _sampled(case, assets, ContextBlocks(rule, _room(args), args["block_length"], causal_context=context))
+    result = _sampled(case, assets, ContextBlocks(_room(args), args["block_length"], rule, causal_context=context))
     answer, length = _answer(result, args["eos_id"]), len(expected["tokens"])
     assert answer[:length] == expected["tokens"]
     steps = [[[at, int(result.tokens[0, at])] for at in places] for places in steps_of(result, 0)]

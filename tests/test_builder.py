@@ -42,6 +42,7 @@ from samplers import (
 from samplers.cli import sample as cli
 from samplers.config.registry import fields_of, title, type_of
 from samplers.config.sampler_config import defaults_of
+from samplers.loops.causal_context import CausalContext
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("dllm_jax", "convert", "samplers", "train", "evals", "benchmarks")
@@ -79,17 +80,20 @@ PLACES = [place for place in PLACES if place[2] not in OF_PARTS]
 
 
 @pytest.mark.parametrize("place, name, field", PLACES)
-def test_every_field_is_reached_by_its_name(llada_tiny, verifier, ni_indicator, place, name, field):
+def test_every_field_is_reached_by_its_name(llada_tiny, nemotron_tiny, verifier, ni_indicator, place, name, field):
     kind = {**RULES, **CACHES, **LOOPS}[name] if place != "sampler" else BlockSampler
     options = {"gen_length": 16}
     options |= {"indicator": str(ni_indicator)} if name == "ni" else {"verifier": verifier} if name == "apd" else {}
     options |= {field.removeprefix("most_"): 1} if field.startswith("most_") else {}
+    options |= {"end_think": 35} if field == "thinking_budget" else {}
     default = next(f.default for f in fields_of(kind) if f.name == field)
     chosen = {"gen_length": 8, "block_length": 4, "canvas_length": 512 - 64, "steps": 4}
     value = chosen.get(field) or another(type_of(kind, field), default)
     options |= {field: value}
     options |= {"cache": name} if place == "cache" else {}
     model = dllm_jax.random_model(CANVAS) if name == "renoise" else llada_tiny
+    model = nemotron_tiny if issubclass(kind, CausalContext) else model
+    value = model.draft_adapter if field == "adapter" else value
     sampler = make_sampler(model, "eb" if place == "cache" else name, **options)
     part = getattr(sampler, place) if place in ("rule", "cache") else sampler
     assert getattr(part, field) == value

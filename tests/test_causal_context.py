@@ -114,7 +114,7 @@ def blocks_written_out(model: Model, prompt: list[int], length: int, block: int,
 @pytest.mark.parametrize("which", ["model", "rough"])
 def test_blocks_equal_a_loop_without_a_cache(which, request) -> None:
     found_model = request.getfixturevalue(which)
-    found = run(found_model, ContextBlocks(Threshold(0.7), GEN, 7), PROMPTS[:2])  # the last block is shorter
+    found = run(found_model, ContextBlocks(GEN, 7, Threshold(0.7)), PROMPTS[:2])  # the last block is shorter
     for row, prompt in enumerate(PROMPTS[:2]):
         tokens, forwards = blocks_written_out(found_model, prompt, GEN, 7, 0.7)
         assert found.tokens[row].tolist() == tokens
@@ -326,7 +326,7 @@ def test_adapters_act_on_their_rows_alone(model) -> None:
 def test_a_thought_ends_within_its_budget(model) -> None:
     """Where the model has not ended it; and what follows depends on it."""
     plain = run(model, Autoregressive(GEN)).tokens
-    for sampler in (Autoregressive(GEN), SelfSpeculation(GEN, 4), ContextBlocks(Threshold(0.9), GEN, 4)):
+    for sampler in (Autoregressive(GEN), SelfSpeculation(GEN, 4), ContextBlocks(GEN, 4)):
         found = run(model, dataclasses.replace(sampler, thinking_budget=6, end_think=33)).tokens
         first = [row.tolist().index(33) for row in found]  # of a read that accepts a draft the last token
         assert min(first) >= 6 and max(first) <= (9 if isinstance(sampler, SelfSpeculation) else 6)

@@ -21,6 +21,7 @@ from samplers.caches import CACHES
 from samplers.loops.apd import APD, LeftRight
 from samplers.loops.autoregressive import Autoregressive
 from samplers.loops.block import BlockSampler
+from samplers.loops.causal_context import ContextBlocks
 from samplers.loops.d2f import PipelineSampler
 from samplers.loops.renoise import Renoise
 from samplers.loops.self_speculation import SelfSpeculation
@@ -34,6 +35,7 @@ LOOPS: Mapping[str, type] = types.MappingProxyType(
         "apd": APD,
         "leftright": LeftRight,
         "autoregressive": Autoregressive,
+        "context-blocks": ContextBlocks,
         "self-speculation": SelfSpeculation,
         "renoise": Renoise,
     }

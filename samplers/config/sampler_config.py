@@ -175,8 +175,9 @@ class SamplerConfig:
     def load_verifier(self, load: Callable[[str], Model]) -> "SamplerConfig":
         """The same with the verifier as a model, where there is one."""
         verifier = self.options.get("verifier")
-        loads = isinstance(verifier, str) and verifier != SELF
-        return self.with_options(verifier=load(verifier)) if loads else self
+        if not isinstance(verifier, str) or verifier == SELF:
+            return self
+        return self.with_options(verifier=load(verifier))
 
     def with_options(self, **options: Any) -> "SamplerConfig":
         """The same with other options as well."""

@@ -408,15 +408,16 @@ class ContextBlocks(CausalContext):
     """Block diffusion over a causal context (arXiv 2607.05722): a rule decides inside each block, whose first token is
     the causal model's; a finished block is read once, which stores it and predicts the next block's first token.
 
-    What `BlockSampler` is for other models, by the same options; blocks begin at the prompt's end. In `Result`, `nfe`
-    counts the read of the prompt and of every finished block but the last, `cache_updates` these reads.
+    For these models a rule's name makes it, as it makes a `BlockSampler` for others; blocks begin at the prompt's end.
+    In `Result`, `nfe` counts the read of the prompt and of every finished block but the last, `cache_updates` these
+    reads.
 
     Attributes:
-        rule: what is committed.
-        gen_length: G, positions to generate.
-        block_length: L.
+        gen_length: G, positions to generate. Default: 256, enough for a reasoned answer.
+        block_length: L. Default: 32, as published.
+        rule: what is committed. Default: a threshold of 0.9, as published.
         sampling: how tokens are drawn; greedy by default.
-        stop: when a row ends before its canvas is full; None runs to the end.
+        stop: when a row ends before its canvas is full; None runs to the end. Default: the model's end tokens.
         thinking_budget: position of the answer at which a thought ends, where the model has not ended it. Default:
             none.
         end_think: the token that ends a thought. Default: the tokenizer's `</think>`.
@@ -424,9 +425,9 @@ class ContextBlocks(CausalContext):
             block, with attention in both directions, and blocks have no seed. Default: on.
     """
 
-    rule: Rule
     gen_length: int
-    block_length: int
+    block_length: int = 32
+    rule: Rule = Threshold()
     sampling: Sampling = Sampling()
     stop: Stop | None = None
     thinking_budget: Whole | None = None

@@ -323,9 +323,7 @@ class LeftToRight:
         # The first position of a shifted family is never in a window: windows that begin there run everything.
         whole = active & ((state.canvas.nfe == 0) | (front.left < least))
         width = self._window_width(tokens.shape[1], least)
-        alone = lambda part: denoiser.forward(
-            part.tokens, _visible(denoiser, part.tokens, part), outputs=part.span
-        )
+        alone = lambda part: denoiser.forward(part.tokens, _visible(denoiser, part.tokens, part), outputs=part.span)
 
         def windowed(hidden: jax.Array, kv: Any) -> tuple[jax.Array, Any]:
             start = jnp.maximum(jnp.minimum(jnp.minimum(front.left, front.start), tokens.shape[1] - width), least)
