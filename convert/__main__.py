@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from convert import convert, convert_adapters, embedded, export, published, verify
+from convert.adapters import install_draft_adapter
 from convert.indicator import convert_indicator, export_indicator, is_indicator, verify_indicator
 from dllm_jax.cli.command import Parser
 from dllm_jax.cli.interrupts import INTERRUPTED, interruptible
@@ -73,6 +74,13 @@ def command_line() -> argparse.ArgumentParser:
     command.add_argument("--any-base", action="store_true", help="do not compare the base's name with theirs")
     command.add_argument("--out", required=True, metavar="DIR", help="folder that does not exist yet")
     command.add_argument("--overwrite", action="store_true", help="replace --out if it holds what this writes")
+    command = commands.add_parser("draft-adapter", help="give a converted model adapters for its drafts")
+    command.set_defaults(run=_install_draft_adapter)
+    command.add_argument(
+        "--source", required=True, metavar="DIR", help="the adapters (peft), such as a run's adapters/"
+    )
+    command.add_argument("--model", required=True, metavar="DIR_OR_NAME", help="the converted model, which is changed")
+    command.add_argument("--overwrite", action="store_true", help="replace the adapters that it has")
     command = commands.add_parser("ni-indicator", help="convert an indicator of NI sampling")
     command.set_defaults(run=_convert_indicator)
     command.add_argument("--source", required=True, metavar="FILE", help="the published .pth file, or a .safetensors")
@@ -142,6 +150,11 @@ def _add_adapters(options: argparse.Namespace) -> None:
     )
     what = "kept apart" if options.apart else f"merged into {options.base}"
     print(f"{options.out}: adapters of rank {found.rank} for {len(found.kernels)} matrices, {what}")
+
+
+def _install_draft_adapter(options: argparse.Namespace) -> None:
+    found = install_draft_adapter(options.source, options.model, overwrite=options.overwrite)
+    print(f"{options.model}: drafts with adapters of rank {found.rank} for {len(found.kernels)} matrices")
 
 
 def _convert_indicator(options: argparse.Namespace) -> None:

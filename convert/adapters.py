@@ -104,9 +104,37 @@ def read_draft_adapter(folder: Path, config: ModelConfig) -> dict[str, bytes]:
     if name is None or not (folder / name).is_dir():
         return {}
     found = read_adapters(folder / name, config)
-    stems = [kernel.removesuffix(KERNEL) for kernel in found.kernels]
-    pairs = {stem + KERNEL: (found.values[stem + A], found.values[stem + B]) for stem in stems}
-    return draft_adapter.adapter_file(pairs, found.alpha / found.rank)
+    return draft_adapter.adapter_file(_pairs(found), found.alpha / found.rank)
+
+
+def install_draft_adapter(source: str | Path, model: str | Path, *, overwrite: bool = False) -> Adapters:
+    """Puts adapters in the hub's format into a converted model's checkpoint, as those that it drafts with.
+
+    Args:
+        source: folder with the adapters, such as `adapters` of a run of `python -m train joint`.
+        model: the checkpoint, which is changed.
+        overwrite: replace those that it has.
+
+    Raises:
+        DllmError: when either is missing or damaged, they do not belong together, or it has some already.
+    """
+    folder = checkpoint.find(model)
+    config = checkpoint.load_config(folder)
+    if not config.has_causal_context:
+        raise DllmError(
+            f"{folder} holds a {config.family} model, which does not draft for itself; merge adapters into it"
+        )
+    if (folder / draft_adapter.FILE).exists() and not overwrite:
+        raise DllmError(f"{folder} has a draft adapter already; pass --overwrite to replace it")
+    found = read_adapters(Path(source), config)
+    ((name, content),) = draft_adapter.adapter_file(_pairs(found), found.alpha / found.rank).items()
+    storage.write_file(folder / name, content)
+    return found
+
+
+def _pairs(adapters: Adapters) -> draft_adapter.Pairs:
+    stems = [kernel.removesuffix(KERNEL) for kernel in adapters.kernels]
+    return {stem + KERNEL: (adapters.values[stem + A], adapters.values[stem + B]) for stem in stems}
 
 
 def write_draft_adapter(folder: Path, out: Path, config: ModelConfig) -> None:

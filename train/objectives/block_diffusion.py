@@ -228,10 +228,8 @@ class BlockDiffusion(Objective):
         each = lambda x: jnp.repeat(x, count, axis=0)  # for every copy
         flat = lambda x: x.reshape(-1, x.shape[-1])
         counted = self.counted_positions(noised.lengths, noised.tokens.shape[1])
-        inputs = denoiser.embed(noised.tokens)
-        read, clean, of_clean = denoiser.forward_with_routing(
-            inputs, self.visible_to_clean(noised), counted, remat=remat
-        )
+        inputs, reader = denoiser.embed(noised.tokens), self.reader(denoiser, base)
+        read, clean, of_clean = reader.forward_with_routing(inputs, self.visible_to_clean(noised), counted, remat=remat)
         hidden, routing = routed_states(
             denoiser,
             flat(noised.inputs),
@@ -255,6 +253,10 @@ class BlockDiffusion(Objective):
         return self.add_router_losses(loss, metrics, both)
 
     # What a subclass may do otherwise --------------------------------------------------------------------------------
+
+    def reader(self, denoiser: Denoiser, base: Denoiser) -> Denoiser:
+        """What runs the row as it is."""
+        return denoiser
 
     def visible_to_clean(self, noised: NoisyCopies) -> jax.Array:
         """What positions of the row as it is see, `visible` of `Denoiser.forward`."""

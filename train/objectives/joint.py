@@ -8,6 +8,9 @@ the row as it is before them, as in `train/objectives/block_diffusion.py`:
            + next_token * sum over targets of - log p(token | all before it)  /  their number
 
 with p the probability of being masked, drawn for each row.
+
+With `objective.draft_adapter` low-rank adapters alone are trained, for drafts: they are on in the noised row, whose
+blocks are masked but for their first token, as self-speculation drafts them, and off in the row as it is.
 """
 
 import dataclasses
@@ -46,12 +49,15 @@ class JointPart(BlockDiffusionPart):
         loss: "bound" counts a masked position 1 / p times, "mean" once.
         weight: of the diffusion loss.
         next_token: weight of the causal loss.
+        draft_adapter: train the adapters that are on where the model drafts, and nothing else; needs `lora.rank`.
+            `python -m convert draft-adapter` puts them into the model's checkpoint.
     """
 
     noise: Noise = "sequence"
     loss: BlockLoss = "bound"
     weight: float = setting(0.3, at_least=0)
     next_token: float = setting(1.0, at_least=0)
+    draft_adapter: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +90,8 @@ class Joint(BlockDiffusion):
         check_whole_blocks(config.data, length)
         if model.mask_id is None:
             raise DllmError(f"a {model.family} model has no mask token and cannot be trained; set model.config.mask_id")
+        if self.settings.draft_adapter and not config.lora.rank:
+            raise DllmError("objective.draft_adapter trains adapters, and lora.rank is 0; set it, to 128 as published")
         self.check_router(model, config)
         return model.replace(block_length=length)
 
@@ -93,11 +101,22 @@ class Joint(BlockDiffusion):
         return Passes(layers, attention, head + trained.passes)
 
     def corrupt(self, key: jax.Array, batch: Batch, denoiser: Denoiser) -> NoisyCopies:
-        return corrupt_copies(key, batch, in_blocks(denoiser), self.settings)
+        settings = self.settings
+        if not settings.draft_adapter:
+            return corrupt_copies(key, batch, in_blocks(denoiser), settings)
+        noised = corrupt_copies(key, batch, in_blocks(denoiser), dataclasses.replace(settings, low=1.0, high=1.0))
+        block_length = denoiser.config.block_length
+        assert block_length is not None
+        seed = jnp.arange(noised.tokens.shape[-1]) % block_length == 0
+        inputs = jnp.where(seed, noised.tokens[..., None, :], noised.inputs)
+        return noised._replace(inputs=inputs, weights=jnp.where(seed, 0.0, noised.weights))
 
     def means(self, denoiser: Denoiser, base: Denoiser, noised: NoisyCopies, **options: Any) -> Means:
         """Reports both losses without their weights, and the plain mean cross entropy of masked positions, in nats."""
-        return super().means(in_blocks(denoiser), base, noised, **options)
+        return super().means(in_blocks(denoiser), in_blocks(base), noised, **options)
+
+    def reader(self, denoiser: Denoiser, base: Denoiser) -> Denoiser:
+        return base if self.settings.draft_adapter else denoiser
 
     def visible_to_clean(self, noised: NoisyCopies) -> jax.Array:
         """All before each position and itself."""
@@ -117,6 +136,8 @@ class Joint(BlockDiffusion):
         groups: int,
         sharding: NamedSharding | None,
     ) -> tuple[Mean, Means]:
+        if self.settings.draft_adapter:
+            return loss, metrics
         weights = noised.targets[:, 1:].astype(jnp.float32)
         sum_up = functools.partial(head_sums, chunk=self.settings.chunk, groups=groups, sharding=sharding)
         total, _ = sum_up(cross_entropies, (denoiser,), (hidden[:, :-1], noised.tokens[:, 1:]), weights)
