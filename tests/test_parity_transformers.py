@@ -10,6 +10,8 @@ import pytest
 import convert
 import dllm_jax
 from dllm_jax.config import Experts, ModelConfig
+from dllm_jax.families.hub_config import HubConfig
+from dllm_jax.families.nemotron import read_yarn
 from dllm_jax.models.denoiser import Denoiser, Span
 
 torch = pytest.importorskip("torch")
@@ -21,8 +23,14 @@ LENGTHS = np.array([13, 9], np.int32)  # of a right-padded batch
 LLAMA = (transformers.LlamaConfig, transformers.LlamaForCausalLM)
 QWEN2 = (transformers.Qwen2Config, transformers.Qwen2ForCausalLM)
 QWEN3_MOE = (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM)
+MINISTRAL3 = (transformers.Ministral3Config, transformers.Ministral3ForCausalLM)
+YARN = {
+    **{"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 4},
+    **{"beta_fast": 4.0, "beta_slow": 0.5, "mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.3},
+}
 MOE = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=False, head_dim=16)
 
+# Nemotron-Labs-Diffusion is Ministral 3, read causally or with a block that sees all of itself.
 # A LLaDA checkpoint is Llama without its causal mask, a Dream one is Qwen2 and a LLaDA-MoE one Qwen3-MoE without it.
 MODELS = {
     "llama": (LLAMA, dict(kv_heads=4, tied=False)),
@@ -31,6 +39,7 @@ MODELS = {
     "qwen2": (QWEN2, dict(kv_heads=4, tied=False)),
     "qwen2-gqa": (QWEN2, dict(kv_heads=2, tied=False)),
     "qwen2-gqa-tied": (QWEN2, dict(kv_heads=2, tied=True)),
+    "ministral3": (MINISTRAL3, dict(kv_heads=2, tied=False, head_dim=32, sliding_window=None, rope_parameters=YARN)),
     "moe": (QWEN3_MOE, dict(kv_heads=4, tied=False, **MOE)),
     "moe-gqa-dense-layer": (QWEN3_MOE, dict(kv_heads=2, tied=False, mlp_only_layers=[1], **MOE)),
 }
@@ -54,6 +63,7 @@ NAMES = {
 def reference(architecture, *, kv_heads, tied, **more):
     """A transformers model whose every weight is random: its own initialiser leaves biases zero and norms one."""
     config_class, model_class = architecture
+    plain = {"rope_type": "default", "rope_theta": 500.0}  # turns visibly within a few positions
     config = config_class(
         vocab_size=101,
         hidden_size=64,
@@ -63,7 +73,7 @@ def reference(architecture, *, kv_heads, tied, **more):
         num_key_value_heads=kv_heads,
         max_position_embeddings=64,
         rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 500.0},  # turns visibly within a few positions
+        rope_parameters=more.pop("rope_parameters", plain),
         tie_word_embeddings=tied,
         eos_token_id=0,
         pad_token_id=0,
@@ -91,7 +101,7 @@ def denoiser(model, attention, shift):
         num_layers=theirs.num_hidden_layers,
         num_heads=theirs.num_attention_heads,
         num_kv_heads=theirs.num_key_value_heads,
-        head_dim=theirs.hidden_size // theirs.num_attention_heads,
+        head_dim=getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads,
         mlp_dim=theirs.intermediate_size,
         rope_theta=theirs.rope_parameters["rope_theta"],
         norm_eps=theirs.rms_norm_eps,
@@ -104,6 +114,7 @@ def denoiser(model, attention, shift):
         shift=shift,
         qkv_bias=is_qwen2,
         qk_norm=is_moe,
+        yarn=read_yarn(HubConfig(theirs.rope_parameters, "rope_parameters")),
         experts=experts_of(theirs) if is_moe else None,
         tied_embeddings=theirs.tie_word_embeddings,
         dtype="float32",
