@@ -189,6 +189,28 @@ _FAST = [
     for rule, spec in _FAST_RULES.items()
 ]
 
+# A model that is read causally and drafts blocks: its three modes, and APD with itself as the verifier.
+_THRESHOLD = "block diffusion, threshold"
+_SELF_BLOCKS = "block_length=4|8|16|32"
+_NEMOTRON_RULES = {
+    _THRESHOLD: "threshold:threshold=0.5|0.7|0.8|0.9|0.95|0.99",
+    "block diffusion, EB": "eb:gamma=0.01|0.03|0.1|0.3|1",
+    "block diffusion, credit": "credit:threshold=0.7|0.8|0.9|0.95",
+    "block diffusion, hierarchical": f"hierarchical:{_HIERARCHICAL},low_threshold=0.62",
+    "block diffusion, factor": "factor:factor=0.1|0.25|0.5|1|2",
+}
+_SELF = "self-speculation"
+_NEMOTRON = [
+    FigureLine("autoregressive", ["autoregressive"]),
+    FigureLine("block diffusion, one token per forward", ["topk:k=1,block_length=8|32"]),
+    *(FigureLine(name, [f"{spec},block_length=8|32"], front=True) for name, spec in _NEMOTRON_RULES.items()),
+    FigureLine(_SELF, [f"{_SELF}:{_SELF_BLOCKS}"]),
+    FigureLine(f"{_SELF}, draft adapter", [f"{_SELF}:{_SELF_BLOCKS}@{{drafting}}"]),
+    FigureLine(f"{_SELF}, drafts by a threshold", [f"{_SELF}:{_SELF_BLOCKS},rule=threshold,threshold=0.5|0.9"]),
+    FigureLine("APD, verified by itself", ["apd:verifier=self,weight=0|0.1|0.3|0.5|0.7|0.9,lookahead=32,window=1"]),
+    FigureLine("D2F", ["d2f:block_length=16,tau_add=0.1,threshold=0.5|0.7|0.9|0.95@{student}"]),
+]
+
 _LONG_PROBLEMS = "word-problems:difficulty=long"
 _FREE_WORDS = f"{_LONG_PROBLEMS},steps=4-6,wording=free"
 
@@ -262,6 +284,17 @@ FIGURES: Mapping[str, Figure] = types.MappingProxyType(
                 "--block-length": _BLOCK_LENGTH,
             },
             [compared for lines in _NI.values() for compared in _against(*_labels(lines))],
+        ),
+        "nemotron": Figure(
+            "Nemotron-Labs-Diffusion's three modes on a model of one's own",
+            _LONG_PROBLEMS,
+            _NEMOTRON,
+            [FigurePanel("tokens_per_forward"), FigurePanel("nfe")],
+            {
+                "--drafting": _flag("the model with a draft adapter", metavar="DIR_OR_NAME"),
+                "--student": _flag("model that D2F trained", metavar="DIR_OR_NAME"),
+            },
+            _against(_THRESHOLD, *_NEMOTRON_RULES, _SELF, f"{_SELF}, draft adapter", "APD, verified by itself"),
         ),
         "compression": Figure(
             "a model before and after trajectory compression",

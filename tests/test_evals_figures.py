@@ -96,6 +96,8 @@ def test_figures_are_of_many_points_and_few_programs():
     assert list(map(len, dinfer)) == [3 * 2 * (4 + 4 + 3), 132] and list(map(programs, dinfer)) == [18, 36]
     fast = points("fast-dllm")
     assert len(fast) == 1 + (6 + 5) * 3 * 4 and programs(fast) == 1 + 2 * 3 * 4
+    nemotron = points("nemotron", drafting="drafts", student=None)
+    assert len(nemotron) == 1 + 2 + 2 * (6 + 5 + 4 + 3 + 5) + 4 + 4 + 8 + 6 and programs(nemotron) == 1 + 2 * 6 + 12 + 1
     assert [len(points("compression", compressed="b", control=c, block_length=16)) for c in ("c", None)] == [18, 12]
 
 

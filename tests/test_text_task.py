@@ -266,7 +266,7 @@ def test_a_file_is_scored_whole_unless_a_number_is_said(llada_tiny, file):
 def test_figures_of_answers_in_words_take_a_file(file):
     task = make_task(f"text:file={file(SUM)}")
     fits = {name for name, figure in FIGURES.items() if figure.fits(task)}
-    assert fits == {"apd", "fast-dllm", "dinfer", "d2f", "ni", "compression"}
+    assert fits == {"apd", "fast-dllm", "dinfer", "d2f", "ni", "nemotron", "compression"}
     assert not FIGURES["eb-maze"].fits(make_task("sudoku")) and FIGURES["apd"].fits(WordProblems())
 
 
