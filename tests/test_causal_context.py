@@ -16,9 +16,11 @@ import convert
 import dllm_jax
 from dllm_jax import Model, load, make_mesh
 from dllm_jax.checkpoints import draft_adapter
+from dllm_jax.indicator import IndicatorConfig, init_indicator
 from dllm_jax.params.low_rank import LowRank
 from dllm_jax.params.specs import init_params
 from samplers import (
+    NI,
     Autoregressive,
     BlockSampler,
     ContextBlocks,
@@ -178,6 +180,23 @@ def test_batch_equals_single(model, spec: str) -> None:
         own = {"key": keys[row : row + 1], "gen_lengths": lengths[row : row + 1]}
         alone = sample_jit(sampler, model.denoiser, *padded, **own)
         assert_same_row(found, row, jax.device_get(alone), 0)
+
+
+def test_an_indicator_inside_blocks(model) -> None:
+    """Whatever it judges is written besides the usual rule's; rows stay independent."""
+    config = model.config
+    shape = IndicatorConfig(1, 16, config.embed_dim, config.embed_dim, num_values=8, num_tokens=2)
+    indicator = init_indicator(shape, jax.random.key(0))
+    found = {}
+    for threshold in (0.0, 1.0):
+        rule = NI(indicator, indicator_threshold=threshold, base=Threshold(0.9))
+        sampler = ContextBlocks(GEN, 8, rule)
+        found[threshold] = run(model, sampler)
+        alone = sample_jit(sampler, model.denoiser, *pad_prompts(PROMPTS[:1], pad_prompts(PROMPTS)[0].shape[1]))
+        assert_same_row(found[threshold], 0, jax.device_get(alone), 0)
+    plain = run(model, ContextBlocks(GEN, 8))
+    assert found[1.0].tokens.tolist() == plain.tokens.tolist() and found[1.0].nfe.tolist() == plain.nfe.tolist()
+    assert (found[0.0].nfe == 2 * GEN // 8).all()  # a read and one draft of each block
 
 
 def test_a_verifier_that_is_the_model_itself(model) -> None:

@@ -79,7 +79,8 @@ class SelfSpeculation(CausalContext):
 
     def forwards(self, prompt_length: int) -> tuple[int, int]:
         """Fewest and most forwards of a row, if no end token ends it before."""
-        drafts = (0, 0) if self.block_length == 1 else self.drafting_rule.forwards(self.block_length - 1, 1)
+        masks = self.block_length - 1
+        drafts = (min(masks, 1),) * 2 if self.rule is None or not masks else self.rule.forwards(masks, 1)
         cycles = -(-(self.gen_length - 1) // self.block_length)
         return 1 + cycles * (1 + drafts[0]), 1 + (self.gen_length - 1) * (1 + drafts[1])
 
