@@ -534,7 +534,8 @@ def _generation(options: argparse.Namespace) -> tuple[Setting, dict[str, Any]]:
     options.mesh = options.mesh or "tensor=1"
     mesh = mesh_of(devices_of(options.target), options.mesh)
     config = published_config(options.model)
-    config = config.replace(num_layers=options.layers or config.num_layers, quantize=options.quantize)
+    layers = options.layers or config.num_layers
+    config = config.replace(num_layers=layers, quantize=options.quantize, dtype=options.dtype)
     shapes = ("batch", "prompt_length", "gen_length", "block_length")
     B, P, G, W = (getattr(options, name) for name in shapes)
     setting = Setting(config, mesh, B, P, G, W, options.dtype, options.sampler, implementation=options.implementation)
