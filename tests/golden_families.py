@@ -382,6 +382,6 @@ FAMILIES: dict[str, Family] = {
     "apd": Family(cases_of, golden_apd.run, one_of=8),
     "llada2": Family(cases_of, golden_block.run, one_of=8, one_unit_of=2, sampled=False),
     "sdar": Family(cases_of, golden_block.run, one_of=4, one_unit_of=2, sampled=False),
-    "nemotron-diffusion": Family(cases_of, golden_nemotron.run),
+    "nemotron-diffusion": Family(cases_of, golden_nemotron.run, one_of=4, one_unit_of=2),
     "fast-dllm-v2": Family(cases_of, golden_block.run, one_of=4, one_unit_of=2, sampled=False),
 }

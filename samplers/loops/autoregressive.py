@@ -43,8 +43,7 @@ class Autoregressive(CausalContext):
     def new_seed(
         self, state: ContextState, found: Predictions, logits: jax.Array | None, known: jax.Array, prompt: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        given = jnp.take_along_axis(state.canvas.tokens, state.start[:, None] + 1, axis=1)
-        return jnp.where(known, given, found.token), ~known, jnp.ones_like(state.start)
+        return found.token, ~known, jnp.ones_like(state.start)
 
     def drafted(self, canvas: Canvas, state: ContextState, decision: Decision, rows: jax.Array) -> Canvas:
         return canvas

@@ -120,8 +120,8 @@ class CausalContext:
             prompt: [B] bool, rows that read their prompt, whose first row alone counts.
 
         Returns:
-            Tokens [B, L] int32, for the positions after each of the block; which of them are new, bool; and by how many
-            positions the block moves on, [B] int32, at least one.
+            Tokens [B, L] int32, for the positions after each of the block; which of them are written, bool, as far as
+            they are undecided; and by how many positions the block moves on, [B] int32, at least one.
         """
         raise NotImplementedError
 
@@ -344,6 +344,7 @@ class CausalContext:
         count = jnp.where(prompt, 1, count)
         new &= undecided & reads[:, None] & (jnp.arange(self.block_length) < count[:, None])
         start = state.start + jnp.where(reads, count, 0)
+        tokens = jnp.where(new, tokens, slice_rows(canvas.tokens, after, self.block_length))
         place, forced = self._end_of_thought(canvas, start, tokens, new, reads)
         here = forced[:, None] & (after[:, None] + jnp.arange(self.block_length) == place[:, None])
         tokens = jnp.where(here, self._end_think(start), tokens)
@@ -448,8 +449,7 @@ class ContextBlocks(CausalContext):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         count = jnp.where(prompt, 1, self.block_length)
         last = jnp.arange(self.block_length) == count[:, None] - 1
-        after = slice_rows(state.canvas.tokens, state.start + 1, self.block_length)
-        return jnp.where(last & ~known, found.token, after), last & self.causal_context, count
+        return found.token, last & self.causal_context, count
 
     def drafted(self, canvas: Canvas, state: ContextState, decision: Decision, rows: jax.Array) -> Canvas:
         return canvas.write(state.start, decision.change.tokens, decision.logprobs, decision.change.undecided, rows)

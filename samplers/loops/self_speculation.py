@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 from dllm_jax.errors import DllmError
 from dllm_jax.models.denoiser import DenoiserLike
-from dllm_jax.models.kv_cache import slice_rows
 from dllm_jax.params.low_rank import LowRank
 from dllm_jax.pytree import pytree
 from samplers.canvas import Canvas
@@ -94,7 +93,6 @@ class SelfSpeculation(CausalContext):
         self, state: ContextState, found: Predictions, logits: jax.Array | None, known: jax.Array, prompt: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         drafted = jnp.roll(state.block, -1, axis=1)
-        given = slice_rows(state.canvas.tokens, state.start + 1, self.block_length)
         token, agrees = found.token, found.token == drafted
         if state.scores is not None and logits is not None:
             token, agrees = self._residual(state, found, logits, drafted)
@@ -102,8 +100,7 @@ class SelfSpeculation(CausalContext):
         agrees = (agrees | known).at[:, -1].set(False)
         count = 1 + jnp.cumprod(agrees, axis=1, dtype=jnp.int32).sum(axis=1)
         accepted = jnp.arange(self.block_length) < count[:, None] - 1
-        token = jnp.where(accepted, drafted, token)
-        return jnp.where(known, given, token), jnp.ones_like(agrees), count
+        return jnp.where(accepted, drafted, token), jnp.ones_like(agrees), count
 
     def _residual(
         self, state: ContextState, found: Predictions, logits: jax.Array, drafted: jax.Array
