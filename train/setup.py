@@ -187,7 +187,8 @@ def _generation_defaults(config: TrainConfig, model: ModelConfig, task: Any) -> 
     width = getattr(task, "answer_width", None)
     if model.has_blocks:
         before |= {"block_length": model.block_length, "align_blocks": True, "cache": "exact"}
-    elif model.has_causal_context:
+    elif model.has_causal_context:  # whose blocks and cache are its own
+        before = {name: value for name, value in before.items() if name not in ("cache", "align_blocks")}
         before |= {"block_length": model.block_length}
     elif width and not in_words(task):
         return {"gen_length": width, "block_length": width, "cache": "none"}
