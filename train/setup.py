@@ -12,7 +12,7 @@ from dllm_jax.checkpoints import checkpoint
 from dllm_jax.checkpoints.loading import Model
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
-from dllm_jax.families import published_config
+from dllm_jax.families import find_family, published_config
 from dllm_jax.parallel.sharding import Layout
 from dllm_jax.text.tokenizer import has_tokenizer, load_tokenizer
 from train.config import DataPart, ModelPart, TrainConfig
@@ -239,7 +239,7 @@ def _config_values(part: ModelPart) -> dict[str, Any]:
 
 def adapt_config(config: ModelConfig, kind: str) -> ModelConfig:
     """A model's config with the family, attention, shift and biases of a published one, and its mask token where the
-    model has none.
+    model has none. Its own family where the other's checkpoints have no place for its parameters.
 
     Raises:
         DllmError: where the weights do not fit: experts, norms of queries and keys.
@@ -250,7 +250,9 @@ def adapt_config(config: ModelConfig, kind: str) -> ModelConfig:
             raise DllmError(f"a {config.family} model cannot become a {like.family} model: only one of them has {name}")
     same = {name: getattr(like, name) for name in ("family", "attention", "block_length", "shift")}
     mask_id = like.mask_id if config.mask_id is None else config.mask_id
-    return config.replace(**same, mask_id=mask_id, qkv_bias=config.qkv_bias or like.qkv_bias)
+    found = config.replace(**same, mask_id=mask_id, qkv_bias=config.qkv_bias or like.qkv_bias)
+    fits = any(layout.holds(found) for layout in find_family(found.family).layouts)
+    return found if fits else found.replace(family=config.family)
 
 
 def _make_referenced(part: DataPart, table: str = "data") -> Any:
