@@ -29,6 +29,7 @@ from samplers.engine.engine import Engine
 from samplers.engine.program import numbers_of
 from samplers.engine.requests import Request
 from samplers.engine.runner import Engines, run_all, slots_for, warn_at_end
+from samplers.inputs import open_id
 from samplers.text.prompts import add_start_token, check_lengths, given_canvas, pad_prompts
 from samplers.tokens.noise import row_keys
 
@@ -336,13 +337,13 @@ class Batches:
             "prompt": prompt,
             "prompt_lengths": lengths,
             "gen_lengths": jnp.asarray([self._length(example) for example in examples], jnp.int32),
-            "given": given_canvas(answers, self.sampler.gen_length, self.model.config.mask_id),
+            "given": given_canvas(answers, self.sampler.gen_length, open_id(self.model.denoiser)),
         }
 
     def request(self, index: int) -> Request:
         """An example as a request with the sampler's own numbers."""
-        example, mask_id = self.examples[index], self.model.config.mask_id
-        given = given_canvas([(example.answer_ids, example.given)], self.sampler.gen_length, mask_id)
+        example, missing = self.examples[index], open_id(self.model.denoiser)
+        given = given_canvas([(example.answer_ids, example.given)], self.sampler.gen_length, missing)
         return Request(
             prompt=self._prompts[index],
             gen_length=self._length(example),

@@ -35,6 +35,7 @@ from samplers.config.sampler_config import SamplerConfig, parse_sampler
 from samplers.engine.engine import Engine
 from samplers.engine.requests import Request
 from samplers.engine.runner import Engines
+from samplers.inputs import open_id
 from samplers.sampler import Result, describe_broken
 from samplers.text.prompts import add_start_token, bucket_length, check_lengths, given_canvas, pad_prompts
 from train.data import ExampleLike, Setup, Source, count_examples
@@ -213,10 +214,10 @@ class _ShardSampler:
     def _requests(self, numbers: range, examples: list[ExampleLike], rows: list[list[int]]) -> Iterator[Request]:
         """Long answers first, so that few rows are at work at the end of a file."""
         keys = jax.vmap(lambda number: jax.random.fold_in(jax.random.key(self.seed), number))(jnp.asarray(numbers))
-        key_data, mask_id = np.asarray(jax.random.key_data(keys)), self.model.denoiser.mask_id
+        key_data, missing = np.asarray(jax.random.key_data(keys)), open_id(self.model.denoiser)
         for i in sorted(range(len(rows)), key=lambda i: -self._length(examples[i])):
             answer = (np.asarray(examples[i].answer_ids), examples[i].given)
-            given = given_canvas([answer], self.sampler.gen_length, mask_id)
+            given = given_canvas([answer], self.sampler.gen_length, missing)
             yield Request(
                 prompt=rows[i],
                 gen_length=self._length(examples[i]),
@@ -238,7 +239,7 @@ class _ShardSampler:
         answers = [(np.asarray(example.answer_ids), example.given) for example in examples]
         known: dict[str, Any] = {
             "gen_lengths": jnp.asarray([self._length(example) for example in examples], jnp.int32),
-            "given": given_canvas(answers, self.sampler.gen_length, self.model.denoiser.mask_id),
+            "given": given_canvas(answers, self.sampler.gen_length, open_id(self.model.denoiser)),
         }
         found = trajectory_of(result, prompt, lengths, mask_id=self.model.denoiser.mask_id, **known)
         tokens, step = np.asarray(found.tokens), np.asarray(found.step)

@@ -13,7 +13,7 @@ from dllm_jax.models.denoiser import DenoiserLike
 from dllm_jax.models.kv_cache import slice_rows, write_rows
 from dllm_jax.pytree import pytree
 from samplers import stopping
-from samplers.inputs import check_given, check_lengths
+from samplers.inputs import check_given, check_lengths, open_id
 from samplers.sampler import Result
 from samplers.stopping import Stop, StopState
 from samplers.tokens.noise import Noise, source_of
@@ -180,16 +180,19 @@ def begin(
     """
     prompt, prompt_lengths = checked_prompt(denoiser, prompt, prompt_lengths)
     batch, width = prompt.shape
-    check_given(given, (batch, gen_length), denoiser.vocab_size)
+    check_given(given, (batch, gen_length), denoiser)
     gen_lengths = _checked_lengths("gen", gen_lengths, batch, 1, gen_length)
     noise = source_of(noise, key, batch)
     position = jnp.arange(max(width + length, context))
     tokens = jnp.pad(prompt, ((0, 0), (0, len(position) - width)))
-    tokens = jnp.where(position >= prompt_lengths[:, None], denoiser.mask_id if fill is None else fill, tokens)
+    fill = denoiser.mask_id if fill is None else fill
+    tokens = jnp.where(position >= prompt_lengths[:, None], fill, tokens)
     undecided = jnp.arange(gen_length) < gen_lengths[:, None]
     if given is not None:
         given = jnp.asarray(given, jnp.int32)
-        tokens, undecided = write_rows(tokens, given, prompt_lengths), undecided & (given == denoiser.mask_id)
+        missing = given == open_id(denoiser)
+        tokens = write_rows(tokens, jnp.where(missing, fill, given), prompt_lengths)
+        undecided &= missing
     end = jnp.maximum(prompt_lengths + gen_lengths, context)
     zeros = jnp.zeros((batch,), jnp.int32)
     return Canvas(

@@ -30,6 +30,7 @@ from samplers.config.sampler_config import SamplerConfig, configure, make_sample
 from samplers.engine.requests import Request, Update, requests_of
 from samplers.engine.runner import run_all
 from samplers.generation import Generation, answer, finite_or_none
+from samplers.inputs import open_id
 from samplers.loops.left_to_right import LeftToRight
 from samplers.rules import Rule
 from samplers.text.decode import text_of
@@ -209,7 +210,7 @@ def _parse_length(gap: str, length: str | None) -> int:
 
 def _encode_piece(model: Model, text: str) -> list[int]:
     ids = encode_text(model.require_tokenizer(), text) if text else []
-    if model.denoiser.mask_id in ids:
+    if open_id(model.denoiser) in ids:
         raise DllmError("a template contains the mask token; write <gap:1> in its place")
     return ids
 
@@ -315,7 +316,7 @@ def requests_for(model: Model, plan: InfillPlan) -> list[Request]:
     """The rows of a plan as requests."""
     found = requests_of(plan.sampler, plan.prompts, plan.keys)
     for request, (tokens, given) in zip(found, plan.canvases, strict=True):
-        canvas = given_canvas([(tokens, given)], plan.sampler.gen_length, model.denoiser.mask_id)
+        canvas = given_canvas([(tokens, given)], plan.sampler.gen_length, open_id(model.denoiser))
         request.given, request.gen_length = None if canvas is None else canvas[0], len(tokens)
     return found
 

@@ -38,7 +38,7 @@ def checked_call(
     lengths = check_lengths("prompt", prompt_lengths, batch, denoiser.min_prompt_length, width)
     _check_tokens(prompt, lengths, denoiser.vocab_size)
     if (gen_length := getattr(sampler, "gen_length", None)) is not None:
-        check_given(options.get("given"), (batch, gen_length), denoiser.vocab_size)
+        check_given(options.get("given"), (batch, gen_length), denoiser)
         most = check_lengths("gen", options.get("gen_lengths"), batch, 1, gen_length)
         prompts, generations = width if lengths is None else lengths, gen_length if most is None else most
         _check_context(denoiser, prompts, generations, getattr(sampler, "width", 1))
@@ -125,7 +125,13 @@ def _check_tokens(prompt: Any, lengths: np.ndarray | None, vocab_size: int) -> N
     _refuse_outside("prompt", ids, vocab_size, counted)
 
 
-def check_given(given: Any, shape: tuple[int, ...], vocab_size: int) -> None:
+def open_id(denoiser: DenoiserLike) -> int:
+    """What stands in `given` for a token that is to be generated: the mask token, or -1 for a model without one."""
+    config = getattr(denoiser, "config", None)
+    return -1 if config is not None and config.mask_id is None else denoiser.mask_id
+
+
+def check_given(given: Any, shape: tuple[int, ...], denoiser: DenoiserLike) -> None:
     """Checks the tokens that canvases come with; None is none.
 
     Raises:
@@ -138,9 +144,11 @@ def check_given(given: Any, shape: tuple[int, ...], vocab_size: int) -> None:
     if found.shape != shape:
         raise DllmError(f"given has shape {list(found.shape)}; it must be {list(shape)}, the generation of every row")
     if not jnp.issubdtype(found.dtype, jnp.integer):
-        raise DllmError(f"given is {found.dtype}; it must be integer token ids, the mask id where one is missing")
+        missing = f"{open_id(denoiser)} where one is missing"
+        raise DllmError(f"given is {found.dtype}; it must be integer token ids, {missing}")
     if (ids := _concrete(found)) is not None:
-        _refuse_outside("given", np.atleast_2d(ids), vocab_size)
+        ids = np.atleast_2d(ids)
+        _refuse_outside("given", ids, denoiser.vocab_size, ids != open_id(denoiser))
 
 
 def _refuse_outside(what: str, ids: np.ndarray, vocab_size: int, counted: np.ndarray | bool = True) -> None:

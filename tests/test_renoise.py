@@ -15,7 +15,19 @@ from dllm_jax import ModelConfig, param_shardings
 from dllm_jax.config import Experts, Gemma
 from dllm_jax.families import FAMILIES, HubConfig
 from dllm_jax.models.denoiser import Denoiser
-from samplers import Engine, Renoise, Sampling, Threshold, generate, make_sampler, sample_jit, stop_on, stream
+from samplers import (
+    Engine,
+    Renoise,
+    Request,
+    Sampling,
+    Threshold,
+    generate,
+    infill,
+    make_sampler,
+    sample_jit,
+    stop_on,
+    stream,
+)
 from samplers.config.costs import costs_of
 from samplers.loops.block import BlockSampler
 from samplers.tokens import predictions
@@ -75,8 +87,9 @@ def test_what_it_takes_is_told(model):
     assert told.forwards[0] <= int(found.nfe.min()) and int(found.nfe.max()) <= told.forwards[1]
 
 
-def written_out(denoiser, prompt, key, sampler, gen_length):
-    """One row, step by step on the host, everything encoded anew for each canvas: tokens and steps of each canvas."""
+def written_out(denoiser, prompt, key, sampler, gen_length, given=()):
+    """One row, step by step on the host, everything encoded anew for each canvas: tokens and steps of each canvas.
+    `given` has the tokens of some positions, -1 for the others."""
     uniform = lambda purpose, ids=None: jax.jit(
         lambda nfe, first: KeyNoise(key[None]).uniform(purpose, nfe[None], first + jnp.arange(L)[None], ids)[0]
     )
@@ -86,10 +99,13 @@ def written_out(denoiser, prompt, key, sampler, gen_length):
     decode = jax.jit(lambda canvas, soft, end, kv: denoiser.logits(denoiser.denoise(canvas, soft, end, kv)[0])[0])
     table = np.asarray(denoiser.embed(jnp.arange(VOCAB)[None])[0], np.float64)
     known, nfe, counts = list(prompt), 0, []
+    given = np.pad(np.asarray(given, int), (0, 3 * L - len(given)), constant_values=-1)
     for first in range(0, gen_length, L):
+        own = given[first : first + L]
+        free, pin = own < 0, lambda tokens, own=own: np.where(own < 0, tokens, own)
         end = jnp.asarray([len(known)])
         kv = encode(jnp.asarray([known + [0] * (24 - len(known))]), end)
-        canvas, soft, last, same = fill(nfe, first), np.zeros((L, 16)), None, 0
+        canvas, soft, last, same = pin(fill(nfe, first)), np.zeros((L, 16)), None, 0
         for n in range(sampler.steps, 0, -1):
             z = decode(jnp.asarray(canvas)[None], jnp.asarray(soft, jnp.float32)[None], end, kv)
             z = np.asarray(z, np.float64)
@@ -99,14 +115,14 @@ def written_out(denoiser, prompt, key, sampler, gen_length):
             entropy = -(p * np.log(p)).sum(-1)
             gumbel = -np.log(-np.log(np.asarray(tokens_of(jnp.asarray(nfe), first), np.float64)))
             token = (z + gumbel).argmax(-1)
-            order = np.argsort(entropy)
+            order = np.flatnonzero(free)[np.argsort(entropy[free])]
             kept = np.zeros(L, bool)
             kept[order] = np.cumsum(entropy[order]) - entropy[order] <= sampler.gamma
-            best, nfe = z.argmax(-1), nfe + 1
-            canvas, soft = np.where(kept, token, fill(nfe, first)), p @ table
+            best, nfe = pin(z.argmax(-1)), nfe + 1
+            canvas, soft = pin(np.where(kept, token, fill(nfe, first))), p @ table
             same = same + 1 if last is not None and (best == last).all() else 0
             last = best
-            if same >= sampler.stability and entropy.mean() < sampler.confidence:
+            if not free.any() or (same >= sampler.stability and entropy[free].mean() < sampler.confidence):
                 break
         known += last.tolist()
         counts.append(sampler.steps - n + 1)
@@ -123,6 +139,49 @@ def test_as_written_out_without_a_cache(model):
         assert (result.nfe[row], result.cache_updates[row], result.full_forwards[row]) == (sum(counts), 3, 1)
         every += counts
     assert len(set(every)) > 1 and (np.asarray(result.broken_at) == -1).all()
+
+
+GIVEN = [
+    [-1, 40, -1, 41, -1, -1, -1, -1, 42, 43],
+    [44, 45, 46, 47, -1, -1, 2, -1, -1, -1],  # a whole canvas
+    [-1] * 10,
+]
+
+
+def test_given_tokens_stay_and_are_seen(model):
+    """As written out; a canvas that comes whole takes one step; rows do not see each other's."""
+    keys = row_keys(jax.random.key(4), len(ROWS))
+    result, free = run(model, given=jnp.asarray(GIVEN)), run(model)
+    for row, prompt in enumerate(ROWS):
+        tokens, counts = written_out(model.denoiser, prompt, keys[row], SAMPLER, 10, GIVEN[row])
+        np.testing.assert_array_equal(result.tokens[row], tokens)
+        assert int(result.nfe[row]) == sum(counts)
+        kept = np.asarray(GIVEN[row]) >= 0
+        assert (np.asarray(result.tokens[row])[kept] == np.asarray(GIVEN[row])[kept]).all()
+        assert ((np.asarray(result.decoded_at[row]) < 0) == kept).all()
+        assert np.isnan(np.asarray(result.logprobs[row])[kept]).all()
+    assert result.tokens[2].tolist() == free.tokens[2].tolist()
+    assert result.tokens[0].tolist() != free.tokens[0].tolist()
+    engine = Engine(model, SAMPLER, slots=2, prompt_length=8)
+    asked = [
+        Request(ROWS[row], 10, np.asarray(jax.random.key_data(keys[row])), given=np.asarray(GIVEN[row], np.int32))
+        for row in (2, 0, 1)
+    ]
+    for request in asked:
+        engine.submit(request)
+    list(engine.results())
+    for request, row in zip(asked, (2, 0, 1), strict=True):
+        assert request.result.tokens[0].tolist() == result.tokens[row].tolist()
+        assert request.result.nfe[0] == result.nfe[row]
+
+
+def test_infilling(llada_tiny):
+    """Gaps of a text, with a tokenizer; and an answer of which only a span may change."""
+    config = CONFIG.replace(vocab_size=llada_tiny.config.vocab_size, eos_id=128, pad_id=128, end_ids=(128,))
+    model = dataclasses.replace(dllm_jax.random_model(config), tokenizer=llada_tiny.tokenizer)
+    found, other = infill(model, ["12 + 12 = <gap:2>. So<gap:3>!", "a<gap:1>b"], steps=4)
+    assert found.text.startswith("12 + 12 = ") and found.text.endswith("!") and [len(g) for g in found.gaps] == [2, 3]
+    assert ". So" in found.text and other.text[0] == "a" and other.text[-1] == "b"
 
 
 def test_rows_are_independent(model):
@@ -196,8 +255,8 @@ def test_slots_give_what_a_row_alone_gives(model):
         alone = sample_jit(dataclasses.replace(sampler, **own), model.denoiser, prompt, lengths, key=keys)
         close = lambda mine, other: np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-5)
         jax.tree.map(close, request.result, jax.device_get(alone))
-    with refuses("given"):
-        engine.submit(engine.request(ROWS[0], given=np.zeros(10, np.int32)))
+    with refuses("given", "outside the vocabulary"):
+        engine.submit(engine.request(ROWS[0], given=np.full(10, VOCAB, np.int32)))
     drawing = Engine(model, "renoise", slots=2, draws=True, **said)
     assert drawing.sampler.sampling == Sampling(top_p=1.0, top_k=VOCAB)
     with refuses("temperature"):

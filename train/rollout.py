@@ -22,6 +22,7 @@ from dllm_jax.errors import DllmError
 from samplers.config.sampler_config import parse_sampler, refuse_twice
 from samplers.engine.engine import Engine
 from samplers.engine.requests import Request
+from samplers.inputs import open_id
 from samplers.loops.block import BlockSampler
 from samplers.sampler import Result, describe_broken
 from samplers.text.prompts import add_start_token, given_canvas
@@ -342,7 +343,7 @@ class Rollouts:
                 f"{self._rows.part.length}; raise it"
             )
         answer = (np.asarray(example.answer_ids), example.given)
-        given = given_canvas([answer], self._sampler.gen_length, model.denoiser.mask_id)
+        given = given_canvas([answer], self._sampler.gen_length, open_id(model.denoiser))
         numbers = first + np.arange(self._part.group)
         key = jax.random.fold_in(jax.random.key(self._rows.seed), _DRAWS)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.asarray(numbers, jnp.uint32))

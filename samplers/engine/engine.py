@@ -264,9 +264,7 @@ class Engine:
             room = f"this engine has room for {self.prompt_length}; build it with a larger prompt_length"
             raise DllmError(f"the prompt has {len(request.prompt)} tokens and {room}")
         if request.given is not None:
-            check_given(request.given, (self.sampler.gen_length,), self.model.config.vocab_size)
-            if not self._slots.takes_given:
-                raise DllmError("given tokens cannot be kept by this sampler; use BlockSampler")
+            check_given(request.given, (self.sampler.gen_length,), self.model.denoiser)
         if request.numbers is not None:
             self._slots.check_numbers(request.numbers)
         check_stop(request.stop, self.model.config)

@@ -34,8 +34,7 @@ class SlotRows:
     """What requests differ in, a row for each slot: leaves [B, ...], NumPy's on the host.
 
     Attributes:
-        prompt, prompt_lengths, gen_lengths, given: as in `BlockSampler.init`; `given` is None for a sampler that takes
-            none.
+        prompt, prompt_lengths, gen_lengths, given: as in `BlockSampler.init`.
         key_data: [B, 2] uint32, of each request's typed key.
         numbers: of the sampler, in the order of `numbers_of`.
     """

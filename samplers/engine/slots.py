@@ -24,7 +24,7 @@ from samplers.engine.program import (
     run_steps_on,
 )
 from samplers.engine.requests import Request
-from samplers.inputs import check_kept
+from samplers.inputs import check_kept, open_id
 
 
 def with_draws(sampler: Any, vocab_size: int) -> Any:
@@ -41,7 +41,6 @@ class Slots:
     Attributes:
         sampler: what runs; with `draws`, with numbers for temperature, top_p and top_k.
         numbers: its numbers, of requests that bring none.
-        takes_given: whether a request's canvas may come with tokens.
     """
 
     def __init__(self, model: Model, sampler: CanvasSampler, count: int, prompt_length: int, draws: bool) -> None:
@@ -59,7 +58,6 @@ class Slots:
         if layout is not None:
             check_splits(layout.mesh, count, "slots (batch_size)")
         self._sharding = None if layout is None else batch_sharding(layout.mesh)
-        self.takes_given: bool = getattr(self.sampler, "takes_given", True)
         self._rows = self._empty_rows(prompt_length)
         self._state: Any = None
         self._buffered = asked_for_command_buffers()  # here: another thread may make the calls
@@ -93,8 +91,7 @@ class Slots:
         rows.prompt[slot, : len(ids)] = ids
         rows.prompt_lengths[slot], rows.gen_lengths[slot] = len(ids), request.gen_length
         rows.key_data[slot] = request.key_data
-        if rows.given is not None:
-            rows.given[slot] = self._model.denoiser.mask_id if request.given is None else request.given
+        rows.given[slot] = open_id(self._model.denoiser) if request.given is None else request.given
         for array, number in zip(rows.numbers, request.numbers or self.numbers, strict=True):
             array[slot] = number
 
@@ -135,7 +132,7 @@ class Slots:
             prompt=np.zeros((batch, prompt_length), np.int32),
             prompt_lengths=np.full(batch, denoiser.min_prompt_length, np.int32),
             gen_lengths=np.full(batch, length, np.int32),
-            given=np.full((batch, length), denoiser.mask_id, np.int32) if self.takes_given else None,
+            given=np.full((batch, length), open_id(denoiser), np.int32),
             key_data=np.zeros((batch, 2), np.uint32),
             numbers=tuple(numbers),
         )

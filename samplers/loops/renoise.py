@@ -16,7 +16,7 @@ from jax import lax
 
 from dllm_jax.errors import DllmError
 from dllm_jax.models.denoiser import Denoiser, DenoiserLike, Span
-from dllm_jax.models.kv_cache import put_rows, take_rows
+from dllm_jax.models.kv_cache import put_rows, slice_rows, take_rows
 from dllm_jax.pytree import pytree, vary_like
 from samplers import canvas as canvases
 from samplers.canvas import Canvas
@@ -45,6 +45,7 @@ class RenoiseState:
         noisy: [B, L] int32, the input of the next step's decoder.
         best: [B, L] int32, the most probable tokens of the last step.
         soft: [B, L, D], the embeddings that it expected; zeros before a canvas's first.
+        given: [B, N L] int32, tokens that all N canvases come with, -1 where one is to be generated.
         kv: key/value buffers of S positions.
     """
 
@@ -55,6 +56,7 @@ class RenoiseState:
     noisy: jax.Array
     best: jax.Array
     soft: jax.Array
+    given: jax.Array
     kv: Any
 
 
@@ -71,7 +73,8 @@ class Renoise:
 
     In `Result`, `nfe` counts the decoder's forwards, `cache_updates` those before which the encoder read a prompt or
     a canvas, and `full_forwards` the ones before which it read the prompt. Until its canvas is finished a token is
-    provisional; `edits` counts those that were replaced.
+    provisional; `edits` counts those that were replaced. Given tokens stay in every step's input and in the canvas, and
+    count in no entropy.
 
     Attributes:
         gen_length: G, positions to generate; a last canvas that reaches beyond is cut. Default: 256, a whole canvas of
@@ -100,7 +103,6 @@ class Renoise:
     stop: Stop | None = None
 
     canvas_length = None  # no answer follows the generation
-    takes_given = False
     draws = ("top_p", "top_k")
 
     def __post_init__(self) -> None:
@@ -140,7 +142,7 @@ class Renoise:
         *,
         key: jax.Array | None = None,
         gen_lengths: jax.Array | None = None,
-        given: None = None,
+        given: jax.Array | None = None,
         noise: Noise | None = None,
     ) -> RenoiseState:
         """The state before the first step; the encoder has read the prompts.
@@ -148,7 +150,7 @@ class Renoise:
         Args:
             prompt, prompt_lengths, key: as in `samplers.sample`.
             gen_lengths: [B] int32, positions each row generates, at most `gen_length`, which is the default.
-            given: must be None: no token of a canvas is kept.
+            given: [B, G] int32, tokens the canvases come with, -1 where one is to be generated; for infilling.
             noise: source of random numbers instead of `key`. For `Purpose.CANVAS` it is drawn from at each row's count
                 of the forward that sees the random token.
 
@@ -157,8 +159,6 @@ class Renoise:
                 a missing key.
         """
         model = with_canvas(denoiser)
-        if given is not None:
-            raise DllmError("given tokens cannot be kept by renoise, which draws whole canvases; use BlockSampler")
         length = self.num_canvases * self.block_length
         canvas = canvases.begin(
             model,
@@ -168,6 +168,7 @@ class Renoise:
             length=length,
             key=key,
             gen_lengths=gen_lengths,
+            given=given,
             noise=noise,
             stop=self.stop,
             fill=model.eos_id,
@@ -191,9 +192,12 @@ class Renoise:
             noisy=none,
             best=none,
             soft=jnp.zeros(embeddings.shape, embeddings.dtype),
+            given=jnp.full((batch, length), -1, jnp.int32),
             kv=kv,
         )
-        state = dataclasses.replace(state, noisy=self._random_tokens(model, state))
+        if given is not None:
+            state = dataclasses.replace(state, given=state.given.at[:, : self.gen_length].set(given))
+        state = dataclasses.replace(state, noisy=self._pin(state, self._random_tokens(model, state)))
         return vary_like(prompt, state)
 
     def step(self, denoiser: DenoiserLike, state: RenoiseState) -> RenoiseState:
@@ -210,26 +214,27 @@ class Renoise:
             draw=lambda ids: self._uniform(state, Purpose.TOKENS, ids),
             mix=model.mixed_embeddings,
         )
-        same = (state.step > 0) & (found.best == state.best).all(axis=1)
+        free, best = self._given(state) < 0, self._pin(state, found.best)
+        same = (state.step > 0) & (best == state.best).all(axis=1)
         unchanged = jnp.where(same, state.unchanged + 1, 0)
-        calm = (unchanged >= jnp.asarray(self.stability)) & (found.entropy.mean(axis=1) < jnp.asarray(self.confidence))
-        ends = ran & (calm | (state.step + 1 >= jnp.asarray(self.steps)))
+        entropy = jnp.where(free, found.entropy, 0.0).sum(axis=1) / jnp.maximum(free.sum(axis=1), 1)
+        calm = (unchanged >= jnp.asarray(self.stability)) & (entropy < jnp.asarray(self.confidence))
+        ends = ran & (calm | (state.step + 1 >= jnp.asarray(self.steps)) | ~free.any(axis=1))
         finite = found.finite.all(axis=1)
-        canvas = canvas.write(span.start, found.best, found.logprob, jnp.zeros_like(found.finite), ran)
+        canvas = canvas.write(span.start, best, found.logprob, jnp.zeros_like(found.finite), ran)
         state = dataclasses.replace(
             state,
             canvas=canvas.counted(ran, reads & (state.finished == 0), reads, finite),
             finished=state.finished + ends,
             step=jnp.where(ends, 0, state.step + 1),
             unchanged=unchanged,
-            best=found.best,
+            best=best,
             soft=jnp.where(ends[:, None, None], 0, found.soft).astype(state.soft.dtype),
             kv=kv,
         )
-        everywhere = jnp.ones_like(found.finite)
-        kept = select(found.entropy, found.entropy, everywhere, self.gamma) & ~ends[:, None]
+        kept = select(found.entropy, found.entropy, free, self.gamma) & ~ends[:, None]
         noisy = jnp.where(kept, found.token, self._random_tokens(model, state))
-        return self._ended(model, dataclasses.replace(state, noisy=noisy))
+        return self._ended(model, dataclasses.replace(state, noisy=self._pin(state, noisy)))
 
     def is_done(self, state: RenoiseState) -> jax.Array:
         """[B] bool: rows whose generation has ended."""
@@ -249,6 +254,16 @@ class Renoise:
         """The current canvas."""
         number = jnp.minimum(state.finished, self.num_canvases - 1)  # of a row that is done, any
         return Span(state.canvas.prompt_lengths + number * self.block_length, self.block_length)
+
+    def _given(self, state: RenoiseState) -> jax.Array:
+        """[B, L] int32, tokens that the current canvas came with, -1 elsewhere."""
+        number = jnp.minimum(state.finished, self.num_canvases - 1)
+        return slice_rows(state.given, number * self.block_length, self.block_length)
+
+    def _pin(self, state: RenoiseState, tokens: jax.Array) -> jax.Array:
+        """Tokens [B, L] of the current canvas, with those that it came with in their places."""
+        given = self._given(state)
+        return jnp.where(given < 0, tokens, given)
 
     def _temperature(self, state: RenoiseState) -> jax.Array:
         """Of each row's next step, [B]."""

@@ -42,24 +42,20 @@ def pad_prompts(rows: Sequence[Sequence[int]], width: int | None = None) -> tupl
 
 
 def given_canvas(
-    answers: Sequence[tuple[np.ndarray, np.ndarray | None]], width: int, mask_id: int | None
+    answers: Sequence[tuple[np.ndarray, np.ndarray | None]], width: int, missing: int
 ) -> np.ndarray | None:
-    """Initial canvases [B, width] int32 with the mask id where a token is to be generated; None where nothing is given.
+    """Initial canvases [B, width] int32, `missing` where a token is to be generated; None where nothing is given.
 
     Args:
         answers: per row the tokens [N] and which of them are given, [N] bool or None for none.
-
-    Raises:
-        DllmError: when something is given and the model has no mask token.
+        missing: `samplers.inputs.open_id` of the model.
     """
     if all(given is None for _, given in answers):
         return None
-    if mask_id is None:
-        raise DllmError("answers with given tokens need a model with a mask token; take another model, or another task")
-    canvas = np.full((len(answers), width), mask_id, np.int32)
+    canvas = np.full((len(answers), width), missing, np.int32)
     for row, (ids, given) in enumerate(answers):
         if given is not None:
-            canvas[row, : len(ids)] = np.where(given, ids, mask_id)
+            canvas[row, : len(ids)] = np.where(given, ids, missing)
     return canvas
 
 
