@@ -21,7 +21,7 @@ from convert.output import check_out
 from convert.safetensors_reader import read_header
 from convert.source import locate
 from convert.tensors import Piece, load
-from dllm_jax import storage
+from dllm_jax import buckets, storage
 from dllm_jax.checkpoints import checkpoint, draft_adapter
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
@@ -118,6 +118,8 @@ def install_draft_adapter(source: str | Path, model: str | Path, *, overwrite: b
     Raises:
         DllmError: when either is missing or damaged, they do not belong together, or it has some already.
     """
+    if buckets.is_address(model):
+        raise DllmError(f"{model} is in an object store, and its checkpoint is changed in place; give a folder")
     folder = checkpoint.find(model)
     config = checkpoint.load_config(folder)
     if not config.has_causal_context:

@@ -18,6 +18,7 @@ from dllm_jax import Model, load, make_mesh
 from dllm_jax.checkpoints import draft_adapter
 from dllm_jax.indicator import IndicatorConfig, init_indicator
 from dllm_jax.params.low_rank import LowRank
+from dllm_jax.params.quantized import num_bytes
 from dllm_jax.params.specs import init_params
 from samplers import (
     NI,
@@ -35,6 +36,7 @@ from samplers import (
     score,
     stop_on,
 )
+from samplers.config.costs import costs_of
 from samplers.generate import generate
 from samplers.testing import TINY as LLADA
 from samplers.text.prompts import pad_prompts
@@ -205,6 +207,7 @@ def test_a_verifier_that_is_the_model_itself(model) -> None:
     assert isinstance(sampler.verifier, Verifier) and sampler.verifier.denoiser.config.is_causal
     whole = run(model, sampler)
     same_answers(run(model, dataclasses.replace(sampler, window=1)), whole)
+    assert costs_of(model, sampler, 1, 32).weights == num_bytes(model.params)
     with refuses("cannot be read causally"):
         _ = dllm_jax.Denoiser(LLADA, {}).as_causal
 

@@ -88,6 +88,7 @@ def costs_of(
     layers = [x for x in jax.tree.leaves(state, is_leaf=_is_layer) if _is_layer(x)]
     rows = {positions: shapes[positions] for positions in sorted(shapes)}
     buffers, verifier = num_bytes(layers), getattr(sampler, "verifier", None)
+    shared = verifier is not None and getattr(verifier.denoiser, "params", None) is model.params
     scores = _has_scores(denoiser, max(rows)) if scores is None else scores
     written_out = _writes_out(denoiser) if written_out is None else written_out
     return Costs(
@@ -95,7 +96,7 @@ def costs_of(
         prompt_length,
         rows,
         sampler.forwards(prompt_length),
-        num_bytes(model.params) + (num_bytes(verifier) if verifier is not None else 0),
+        num_bytes(model.params) + (0 if verifier is None or shared else num_bytes(verifier)),
         buffers,
         num_bytes(state) - buffers,
         work_of(model, sampler, batch, rows, scores=scores, written_out=written_out),
