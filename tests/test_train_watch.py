@@ -180,6 +180,10 @@ def objective_settings(name, out, base, folder):
     if name == "indicator":
         values = indicator_settings(out, base, folder, objective={"dropout": 0.5})
         return values, "ni:gen_length=4"
+    if name == "joint":
+        model = {"init": str(base), "adapt": "nemotron-diffusion-3b"}
+        values = settings(out, model=model, data__length=16, objective={"block_length": 4})
+        return values, "self-speculation:gen_length=4,block_length=4"
     if name == "autoregressive":
         values = settings(out, data__answer_length=6)  # which is how long its answers are
         values["model"]["published"] = "qwen2.5-0.5b"
