@@ -207,7 +207,9 @@ def lowered(what: str, setting: Setting) -> Any:
         model = Model(setting.config, dict(denoiser.params), None, "absent")
         options = {"gen_length": setting.gen_length, "block_length": W, "ignore_eos": True}
         sampler = make_sampler(model, setting.sampler, **options)
-        return jax.jit(sample).lower(sampler, denoiser, setting.ints(B, setting.prompt_length), setting.ints(B))
+        key = jax.eval_shape(lambda: jax.random.key(0)) if setting.config.has_canvas else None
+        prompt = setting.ints(B, setting.prompt_length), setting.ints(B)
+        return jax.jit(sample).lower(sampler, denoiser, *prompt, key=key)
 
     def read(denoiser: Denoiser, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
         found = predict(readout(denoiser, hidden), Sampling(), mask_id=denoiser.mask_id, score_from="raw", draw=None)

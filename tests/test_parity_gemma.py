@@ -14,6 +14,8 @@ from dllm_jax.models.denoiser import Span
 from dllm_jax.pytree import pytree
 from samplers import Renoise, sample_jit, stop_on
 from samplers.tokens.noise import Purpose
+from train.losses import Batch
+from train.objectives.uniform_diffusion import UniformDiffusion, UniformDiffusionPart
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -213,6 +215,51 @@ def test_generations(theirs, ours, stability, monkeypatch):
         assert length == len(wanted) or wanted[length] == 1
         assert result.nfe[row] == sum(counts[row][:canvases])
         assert result.cache_updates[row] == canvases
+
+
+def test_training(theirs, ours):
+    """Both losses of uniform-diffusion and their gradients, written out with what transformers' model returns."""
+    part = UniformDiffusionPart(next_token=0.5)
+    objective, denoiser, total = UniformDiffusion(part), ours.denoiser, PROMPT + 2 * CANVAS
+    tokens, place = jnp.asarray(random_tokens(10, total, batch=4)), jnp.arange(total)
+    batch = Batch(tokens, jnp.broadcast_to(place >= PROMPT, tokens.shape), jnp.full((4,), total, jnp.int32))
+    noised = objective.corrupt(jax.random.key(1), batch, denoiser)
+    assert len(set(noised.start.tolist())) == len(set(noised.conditioned.tolist())) == 2
+    of = lambda params: objective.loss(dataclasses.replace(denoiser, params=params), denoiser, noised)[0]
+    value, gradient = jax.value_and_grad(of)(dict(ours.params))
+
+    theirs.zero_grad()
+    entropy, wanted = torch.nn.functional.cross_entropy, 0.0
+    for row, start in enumerate(noised.start.tolist()):
+        inputs, canvas, own = long(noised.inputs[row])[None], long(noised.canvas[row]), long(tokens[row])[None]
+        run = lambda own=own, start=start, inputs=inputs, **options: theirs(
+            input_ids=own[:, :start], decoder_input_ids=inputs, **options
+        )
+        with torch.no_grad():
+            first = run().logits
+        mask = torch.tensor([bool(noised.conditioned[row])])
+        logits = run(self_conditioning_logits=first, self_conditioning_mask=mask).logits
+        read = theirs.lm_head(theirs(input_ids=own, decoder_input_ids=inputs).encoder_last_hidden_state)[0, :-1]
+        wanted = wanted + entropy(logits[0], canvas) / 4
+        wanted = wanted + 0.5 * entropy(30 * torch.tanh(read / 30), own[0, 1:]) / 4
+    wanted.backward()
+    np.testing.assert_allclose(value, wanted.item(), rtol=1e-5)
+    layers, decoder = theirs.model.decoder.layers, theirs.model.decoder
+    pairs = {
+        "embed.embedding": decoder.embed_tokens.weight.grad,
+        "conditioning.mlp.down_proj.kernel": decoder.self_conditioning.down_proj.weight.grad.T,
+        "final_norm.scale": decoder.norm.weight.grad,
+    }
+    for number, layer in enumerate(layers):
+        pairs[f"layers.{number}.attn.q_proj.kernel"] = layer.self_attn.q_proj.weight.grad.T
+        pairs[f"layers.{number}.attn.k_proj.kernel"] = layer.self_attn.k_proj.weight.grad.T
+        pairs[f"layers.{number}.moe.router"] = layer.router.proj.weight.grad.T
+        pairs[f"layers.{number}.moe.w_out"] = layer.experts.down_proj.grad.transpose(1, 2)
+        pairs[f"layers.{number}.attn_norm.scale"] = layer.input_layernorm.weight.grad
+    for name, found in pairs.items():
+        scale = found.abs().max().item()
+        assert scale > 0
+        np.testing.assert_allclose(gradient[name], found.numpy(), rtol=0, atol=2e-4 * scale, err_msg=name)
 
 
 def test_saved_and_back(theirs, ours, tmp_path):

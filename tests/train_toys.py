@@ -72,9 +72,9 @@ def dllm_jax_example(prompt, answer, given=None):
     return Example(np.asarray(prompt), np.asarray(answer), given)
 
 
-def model_fields(model=LLADA):
+def model_fields(model=LLADA, published="llada-8b-base"):
     fields = dataclasses.asdict(model)
-    base = dataclasses.asdict(dllm_jax.published_config("llada-8b-base"))
+    base = dataclasses.asdict(dllm_jax.published_config(published))
     changed = {name: value for name, value in fields.items() if value != base[name]}
     return _as_toml(changed)
 

@@ -36,6 +36,7 @@ class ModelPart:
             vocabulary's size and special ids.
         tokenizer: folder whose tokenizer files text is encoded with and the trained model gets; by default those of
             `init` or of the task.
+        freeze: shell patterns of parameters that stay as they are where others are trained, such as "*.moe.router*".
     """
 
     init: str = ""
@@ -43,6 +44,7 @@ class ModelPart:
     published: str = "llada-8b-base"
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
     tokenizer: str = ""
+    freeze: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

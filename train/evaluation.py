@@ -171,5 +171,6 @@ class PromptAnswers:
 
 def _sampler_text(part: WatchPart, model: ModelConfig, config: TrainConfig) -> str:
     """The sampler's text; empty where the model's own defaults hold."""
-    usual = "ni" if config.command == "indicator" else "leftright" if model.is_causal else ""
-    return part.sampler or usual
+    if part.sampler or config.command == "indicator":
+        return part.sampler or "ni"
+    return "leftright" if model.is_causal else "renoise" if model.has_canvas else ""

@@ -178,6 +178,21 @@ def routed_states(
     return place(hidden[:, denoiser.min_prompt_length :]), routing
 
 
+def expected_embeddings(denoiser: Denoiser, hidden: jax.Array, *, chunk: int = 0) -> jax.Array:
+    """`Denoiser.expected_embedding` of hidden states, [B, T, D] -> [B, T, D] in the model's dtype. The table of
+    embeddings alone has a gradient.
+
+    Args:
+        chunk: positions of a row whose logits exist at once; 0 for all.
+    """
+    rows, length, width = hidden.shape
+    size = min(chunk or length, length)
+    parts = jnp.pad(hidden, ((0, 0), (0, -length % size), (0, 0))).reshape(rows, -1, size, width)
+    expect = lambda part: denoiser.expected_embedding(lax.stop_gradient(denoiser.logits(part)))
+    mixed = lax.map(jax.checkpoint(expect), parts.swapaxes(0, 1))
+    return mixed.swapaxes(0, 1).reshape(rows, -1, width)[:, :length]
+
+
 def router_losses(routing: Routing, balance: float, z: float) -> tuple[jax.Array, Metrics]:
     """What routing costs, and what is reported of it: `balance`, 1 where all experts are used alike, `router_z`, and
     the largest expert's share of a layer's assignments.

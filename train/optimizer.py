@@ -1,6 +1,7 @@
 """AdamW or Muon with warm-up, a schedule and clipping, and the moving average of the weights; all of it optax's."""
 
-from collections.abc import Mapping
+import fnmatch
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
+from dllm_jax.errors import DllmError
 from train.config import OptimizerPart
 
 _MUON_MOMENTUM = 0.95
@@ -29,12 +31,34 @@ def learning_rate(part: OptimizerPart, steps: int) -> optax.Schedule:
     return optax.join_schedules([warmup, *after], [part.warmup, *boundaries])
 
 
-def make_optimizer(part: OptimizerPart, steps: int) -> optax.GradientTransformation:
+def frozen_names(trained: Iterable[str], patterns: Iterable[str]) -> frozenset[str]:
+    """The trained arrays that stay as they are (`model.freeze`).
+
+    Raises:
+        DllmError: for a pattern that matches none, and where nothing else is left.
+    """
+    names, found = list(trained), set[str]()
+    for pattern in patterns:
+        matched = fnmatch.filter(names, pattern)
+        if not matched:
+            raise DllmError(f"model.freeze: {pattern!r} matches nothing that is trained, such as {names[0]}")
+        found |= set(matched)
+    if found >= set(names):
+        raise DllmError("model.freeze matches everything that is trained; leave something to be trained")
+    return frozenset(found)
+
+
+def make_optimizer(
+    part: OptimizerPart, steps: int, frozen: frozenset[str] = frozenset()
+) -> optax.GradientTransformation:
     """Clipping by global norm, then AdamW (arXiv 1711.05101) or Muon; norms and biases do not decay.
 
     Muon orthogonalises the momentum of the matrices between embedding and head (Jordan, 2024), with updates of AdamW's
     size (Liu et al., arXiv 2502.16982), so that AdamW's learning rates hold; AdamW changes everything else. The moments
     of both are kept in `part.moments` between steps.
+
+    Args:
+        frozen: names of parameters that stay as they are; no moments are kept of them.
     """
     rate = learning_rate(part, steps)
     if part.name == "muon":
@@ -55,7 +79,11 @@ def make_optimizer(part: OptimizerPart, steps: int) -> optax.GradientTransformat
         )
     if part.moments != "float32":
         chosen = _round_moments(part.moments, chosen)
-    return optax.chain(optax.clip_by_global_norm(part.clip), chosen) if part.clip else chosen
+    chosen = optax.chain(optax.clip_by_global_norm(part.clip), chosen) if part.clip else chosen
+    if not frozen:
+        return chosen
+    which = lambda params: {name: "frozen" if name in frozen else "trained" for name in params}
+    return optax.partition({"trained": chosen, "frozen": optax.set_to_zero()}, which)
 
 
 def _round_moments(dtype: str, inner: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -78,7 +106,7 @@ def _muon_axes(params: Mapping[str, Any]) -> dict[str, optax.contrib.MuonDimensi
 
     Experts [E, D, F] are a batch of matrices.
     """
-    matrix = lambda name, x: name.startswith("layers.") and not isinstance(x, optax.MaskedNode) and _decays(name, x)
+    matrix = lambda name, x: name.startswith("layers.") and _decays(name, x)
     axes = lambda x: optax.contrib.MuonDimensionNumbers(x.ndim - 2, x.ndim - 1)
     return {name: axes(x) if matrix(name, x) else None for name, x in params.items()}
 
@@ -88,8 +116,8 @@ def decay_mask(params: Mapping[str, jax.Array]) -> dict[str, bool]:
     return {name: _decays(name, x) for name, x in params.items()}
 
 
-def _decays(name: str, x: jax.Array) -> bool:
-    return x.ndim > 1 and not name.endswith((".bias", ".scale"))
+def _decays(name: str, x: Any) -> bool:
+    return not isinstance(x, optax.MaskedNode) and x.ndim > 1 and not name.endswith((".bias", ".scale"))
 
 
 def update_average(

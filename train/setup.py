@@ -190,6 +190,8 @@ def _generation_defaults(config: TrainConfig, model: ModelConfig, task: Any) -> 
     elif model.has_causal_context:  # whose blocks and cache are its own
         before = {name: value for name, value in before.items() if name not in ("cache", "align_blocks")}
         before |= {"block_length": model.block_length}
+    elif model.has_canvas:
+        before |= {"block_length": model.block_length}
     elif width and not in_words(task):
         return {"gen_length": width, "block_length": width, "cache": "none"}
     length = width or config.data.answer_length

@@ -27,7 +27,7 @@ from dllm_jax.pytree import pytree
 from train.config import TrainConfig
 from train.losses import Batch, Means, Metrics, mean_values
 from train.objectives import objective_of
-from train.optimizer import make_optimizer, update_average
+from train.optimizer import frozen_names, make_optimizer, update_average
 from train.trainable import Kernels, Params
 
 _TABLE = "embed.embedding"
@@ -112,7 +112,8 @@ class Stepper:
         self._config, self._model, self.placement = config, model, placement
         self.objective = objective_of(config)
         self.trainable = self.objective.trainable(config, model)
-        self.optimizer = make_optimizer(config.optimizer, config.steps)
+        self._frozen = frozen_names(self.trainable.shapes(), config.model.freeze)
+        self.optimizer = make_optimizer(config.optimizer, config.steps, self._frozen)
         self._layout = Layout(placement.mesh) if placement.mesh.size > 1 else None
         platform = placement.mesh.devices.flat[0].platform
         wanted = platform == "tpu" or (platform == "gpu" and model.experts is not None and placement.mesh.size > 1)
@@ -224,6 +225,8 @@ class Stepper:
 
         def part(noised: Any, key: jax.Array) -> tuple[Params, Means]:
             def total(trained: dict[str, jax.Array]) -> tuple[jax.Array, Means]:
+                stay = lambda name, x: lax.stop_gradient(x) if name in self._frozen else x
+                trained = {name: stay(name, x) for name, x in trained.items()}
                 means = self.means(trained, frozen, noised, key)
                 return means["loss"].total, means
 

@@ -106,7 +106,7 @@ class Denoiser:
         params: flat name -> array, or what stands for a kernel (`dllm_jax.params.products.Kernel`).
         layout: the mesh that the parameters lie on, so that buffers and hidden states are split alike; None for one
             device, and where the caller places everything.
-        scan: run layers as a loop where there are no buffers, for training: see `Transformer.forward`.
+        scan: run layers as a loop where training does: see `Transformer.forward`.
         device: that all arrays lie on, though there may be others, here or absent: kernels need to know. None for a
             mesh, and where nobody knows.
     """
@@ -312,7 +312,15 @@ class Denoiser:
             hidden = jnp.concatenate([hidden[:, :1], hidden[:, :-1]], axis=1)
         return hidden, kv, routing
 
-    def denoise(self, canvas: jax.Array, soft: jax.Array, start: jax.Array, kv: KVCache) -> tuple[jax.Array, KVCache]:
+    def denoise(
+        self,
+        canvas: jax.Array,
+        soft: jax.Array,
+        start: jax.Array,
+        kv: KVCache,
+        *,
+        remat: RematPolicy | None = None,
+    ) -> tuple[jax.Array, KVCache]:
         """The decoder of a model with a canvas, `attention` "canvas", whose encoder is `forward`.
 
         Every position of the canvas attends to all of it and to everything before it, whose keys and values the encoder
@@ -324,6 +332,7 @@ class Denoiser:
             soft: [B, L, D], the embeddings that the step before expected there; zeros in the first.
             start: [B] int32, the canvas's first position.
             kv: buffers of at least start[b] + L positions.
+            remat: as in `Transformer.forward`, for training.
 
         Returns:
             Hidden states [B, L, D] for `logits`, and the buffers.
@@ -332,7 +341,8 @@ class Denoiser:
         assert model.conditioning is not None
         inputs = model.conditioning(model.embed_tokens(canvas), soft.astype(self.dtype))
         end = (start + span.width)[:, None]
-        return self._run(inputs, span.positions, end, kv=kv, place=Place(start), decoder=True)[:2]
+        options: dict[str, Any] = {"place": Place(start), "decoder": True, "remat": remat}
+        return self._run(inputs, span.positions, end, kv=kv, **options)[:2]
 
     def _run(
         self, inputs: jax.Array, positions: jax.Array, visible: jax.Array, **options: Any

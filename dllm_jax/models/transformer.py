@@ -193,7 +193,7 @@ class Transformer(nnx.Module):
                 computed again (see `jax.checkpoint_policies`); None keeps everything.
             layout: how the parameters lie on a mesh; None for one device, and where the caller places everything.
             scan: for training, make layers that are alike one loop, which compiles as fast as one layer, and for which
-                their kernels are copied side by side. Without `kv` and `outputs` only; with them it does nothing.
+                their kernels are copied side by side. With `outputs`, or with `kv` but for a decoder, it does nothing.
             decoder: of a model with a canvas, run its decoder, of which the inputs are the canvas: their sliding
                 windows all begin with that of its first position.
             counted: [B, T] bool, of the inputs, without `outputs`: the ones whose routing is counted; None counts
@@ -213,15 +213,15 @@ class Transformer(nnx.Module):
         static = {"skip": 0 if place is None else place.skip, "policy": remat, "layout": layout, "decoder": decoder}
         new: list[LayerKV] = []
         routed: list[Routing] = []  # each with an axis of layers
-        if scan and kv is None and outputs is None:
-            none = (None,) * 4
+        if scan and outputs is None and (kv is None or decoder):
             for run in self._alike():
                 given = tables[run[0].attn.rope], bounds(run[0])
                 step = lambda x, each, given=given: _run_layer(
-                    each[0], x, *given, *none, each[1], counted, width=0, **static
+                    each[0], x, *given, each[1], at, write, None, each[2], counted, width=0, **static
                 )
-                earlier = [None] * len(run) if before is None else before[len(new) : len(new) + len(run)]
-                stacked = jax.tree.map(lambda *each: jnp.stack(each), *zip(run, earlier, strict=True))
+                these = slice(len(new), len(new) + len(run))
+                own = [[None] * len(run) if each is None else each[these] for each in (kv, before)]
+                stacked = jax.tree.map(lambda *each: jnp.stack(each), *zip(run, *own, strict=True))
                 x, (kvs, routing) = jax.lax.scan(step, x, stacked)
                 new += [LayerKV(kvs.key[index], kvs.value[index]) for index in range(len(run))]
                 routed += [] if routing is None else [routing]

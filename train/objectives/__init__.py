@@ -15,12 +15,23 @@ from train.objectives.grpo import Grpo
 from train.objectives.indicator import FinalTokens
 from train.objectives.joint import Joint
 from train.objectives.masked_diffusion import MaskedDiffusion
+from train.objectives.uniform_diffusion import UniformDiffusion
 from train.settings import build_settings, read_table
 
 OBJECTIVES: Mapping[str, type[Objective]] = types.MappingProxyType(
     {
         objective.config.command: objective
-        for objective in (MaskedDiffusion, D2F, BlockDiffusion, Joint, Autoregressive, FinalTokens, Compression, Grpo)
+        for objective in (
+            MaskedDiffusion,
+            D2F,
+            BlockDiffusion,
+            Joint,
+            UniformDiffusion,
+            Autoregressive,
+            FinalTokens,
+            Compression,
+            Grpo,
+        )
     }
 )
 

@@ -96,7 +96,7 @@ class Objective(abc.ABC):
         if model.has_causal_context:
             raise DllmError(f"a {model.family} model is read causally and in blocks; train it by python -m train joint")
         if model.has_canvas:
-            raise DllmError(f"a {model.family} model cannot be trained here; samplers run it")
+            raise DllmError(f"a {model.family} model has a canvas; train it by python -m train uniform-diffusion")
         if model.mask_id is None:
             raise DllmError(f"a {model.family} model has no mask token and cannot be trained; set model.config.mask_id")
         self.check_router(model, config)

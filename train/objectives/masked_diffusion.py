@@ -24,7 +24,7 @@ from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.models.denoiser import Denoiser
 from train.config import Kind, TrainConfig
-from train.losses import Batch, Noised, hidden_states, position_draws
+from train.losses import Batch, Noised, expected_embeddings, hidden_states, position_draws
 from train.objectives.base import CrossEntropy, Passes
 from train.settings import setting
 from train.trainable import Trainable
@@ -109,11 +109,7 @@ def soft_inputs(denoiser: Denoiser, noised: Noised, *, chunk: int = 0, **options
     assert noised.alpha is not None
     denoiser, first = lax.stop_gradient(denoiser), denoiser.min_prompt_length
     hidden = hidden_states(denoiser, noised.inputs, noised.lengths, **options)
-    rows, length, width = hidden.shape
-    size = min(chunk or length, length)
-    parts = jnp.pad(hidden, ((0, 0), (0, -length % size), (0, 0))).reshape(rows, -1, size, width)
-    mixed = lax.map(lambda part: denoiser.expected_embedding(denoiser.logits(part)), parts.swapaxes(0, 1))
-    mixed = mixed.swapaxes(0, 1).reshape(rows, -1, width)[:, :length] * noised.alpha[:, None, None]
+    mixed = expected_embeddings(denoiser, hidden, chunk=chunk) * noised.alpha[:, None, None]
     masked = noised.weights[:, first:, None] > 0
     return jnp.pad(jnp.where(masked, mixed, 0).astype(denoiser.dtype), ((0, 0), (first, 0), (0, 0)))
 
