@@ -3,13 +3,14 @@
 found = infill(model, "The capital is<gap:8>, founded in<gap:4>.")
 print(found.text, found.gaps)
 
-A template is fixed pieces and gaps. `<gap:8>` is a gap of exactly 8 tokens. Each fixed piece is tokenised alone, so
+A template is fixed pieces and gaps. `<gap:8>` is a gap of exactly 8 tokens; `<edit>a text</edit>` is one of as many as
+the text has, which a model without a mask token (DiffusionGemma) starts from. Each fixed piece is tokenised alone, so
 borders of gaps are borders of tokens. Most vocabularies have the space before a word in the word's token: leave it to
 the gap. The text before the first gap is the prompt; the rest is the canvas, in which fixed pieces are given tokens.
 Pieces may have special tokens: an end token after the last gap shows the model that the text ends there.
 
-A backslash escapes a gap: `\\<gap:8>` is that text without the backslash, and `\\\\<gap:8>` a backslash and a gap.
-Other backslashes stay as they are.
+A backslash escapes a gap: `\\<gap:8>` is that text without the backslash, and `\\\\<gap:8>` a backslash and a gap;
+`\\<edit>` likewise. Other backslashes stay as they are.
 """
 
 import dataclasses
@@ -30,14 +31,14 @@ from samplers.config.sampler_config import SamplerConfig, configure, make_sample
 from samplers.engine.requests import Request, Update, requests_of
 from samplers.engine.runner import run_all
 from samplers.generation import Generation, answer, finite_or_none
-from samplers.inputs import open_id
+from samplers.inputs import open_id, start_from
 from samplers.loops.left_to_right import LeftToRight
 from samplers.rules import Rule
 from samplers.text.decode import text_of
-from samplers.text.prompts import Prompt, bucket_length, check_width, encode_prompt, given_canvas
+from samplers.text.prompts import Prompt, bucket_length, check_width, encode_prompt
 from samplers.tokens.noise import row_keys
 
-_GAP = re.compile(r"(\\*)<gap(?:[:=\s]([^<>]*))?>")
+_GAP = re.compile(r"(\\*)(?:<gap(?:[:=\s]([^<>]*))?>|<edit>(?:(.*?)</edit>)?)", re.DOTALL)
 _WITHOUT_EFFECT = ("gen_length", "stop", "ignore_eos", "fill_after_eos")
 _LITERAL = r"put a backslash before it for the text itself, \<gap"
 
@@ -60,11 +61,11 @@ class Template(NamedTuple):
 
     Attributes:
         pieces: fixed texts, one more than there are gaps; any may be empty.
-        lengths: tokens of each gap.
+        gaps: of each its tokens' number, or the text that is to be edited.
     """
 
     pieces: tuple[str, ...]
-    lengths: tuple[int, ...]
+    gaps: tuple[int | str, ...]
 
 
 class InfillPlan(NamedTuple):
@@ -73,8 +74,10 @@ class InfillPlan(NamedTuple):
     Attributes:
         sampler: its canvas has room for every row's.
         prompts: per row the tokens before the first gap.
-        canvases: per row the tokens after it [N] and which of them are given [N] bool.
+        canvases: per row the tokens after it [N], -1 in gaps and the old ones in edited texts, and which of them are
+            given [N] bool.
         templates: of each row.
+        lengths: per row the tokens of each gap.
         heads, pieces: per row the tokens of the template's first piece, and of those after each gap.
         keys: a key per row.
     """
@@ -83,6 +86,7 @@ class InfillPlan(NamedTuple):
     prompts: list[list[int]]
     canvases: list[tuple[np.ndarray, np.ndarray]]
     templates: list[Template]
+    lengths: list[list[int]]
     heads: list[list[int]]
     pieces: list[list[list[int]]]
     keys: jax.Array
@@ -166,46 +170,59 @@ def prepare_infill(
     check_seed(seed)
     parsed = [parse_template(text) for text in templates]
     pieces = [[_encode_piece(model, text) for text in template.pieces] for template in parsed]
+    spans = [[_encode_gap(model, gap) for gap in template.gaps] for template in parsed]
     before_text = _encode_prompts(model, prompt, len(parsed), chat=chat, system=system)
     prompts = [before + ids[0] or _start_tokens(model) for before, ids in zip(before_text, pieces, strict=True)]
     longest = max((len(row) for row in prompts), default=0)
-    width = max((sum(t.lengths) + sum(map(len, ids[1:])) for ids, t in zip(pieces, parsed, strict=True)), default=1)
+    width = max((sum(map(len, [*own, *ids[1:]])) for ids, own in zip(pieces, spans, strict=True)), default=1)
     made = _sampler(model, sampler, options, longest, width)
     check_width(model, made, longest)  # before a canvas is made, which may be huge
-    canvases = [_make_canvas(ids[1:], template.lengths) for ids, template in zip(pieces, parsed, strict=True)]
+    canvases = [_make_canvas(ids[1:], own) for ids, own in zip(pieces, spans, strict=True)]
+    heads, rest, lengths = [ids[0] for ids in pieces], [ids[1:] for ids in pieces], [[*map(len, own)] for own in spans]
     keys = row_keys(jax.random.key(seed), len(parsed))
-    return InfillPlan(made, prompts, canvases, parsed, [ids[0] for ids in pieces], [ids[1:] for ids in pieces], keys)
+    return InfillPlan(made, prompts, canvases, parsed, lengths, heads, rest, keys)
 
 
 def parse_template(text: str) -> Template:
     """Reads a text with gaps.
 
     Raises:
-        DllmError: for no string, no gap, and a gap without a length of at least 1.
+        DllmError: for no string, no gap, a gap without a length of at least 1, and an edited text that is empty or does
+            not end.
     """
     if not isinstance(text, str):
         raise DllmError(f"a template is a text with gaps such as <gap:8>, not a {type(text).__name__}")
-    pieces, lengths, end = [""], list[int](), 0
+    pieces, gaps, end = [""], list[int | str](), 0
     for match in _GAP.finditer(text):
-        slashes, length = len(match[1]), match[2]
+        slashes = len(match[1])
         pieces[-1] += text[end : match.start()] + "\\" * (slashes // 2)
         end = match.end()
         if slashes % 2:
             pieces[-1] += match[0][slashes:]
             continue
-        lengths.append(_parse_length(match[0][slashes:], length))
+        gaps.append(_parse_gap(match[0][slashes:], match[2], match[3]))
         pieces.append("")
     pieces[-1] += text[end:]
-    if not lengths:
+    if not gaps:
         raise DllmError(f"{text[:40]!r} has no gap; write <gap:8> where 8 tokens are to be written")
-    return Template(tuple(pieces), tuple(lengths))
+    return Template(tuple(pieces), tuple(gaps))
 
 
-def _parse_length(gap: str, length: str | None) -> int:
-    """The number in a gap."""
+def _parse_gap(gap: str, length: str | None, old: str | None) -> int | str:
+    """The number in a gap, or the text that is to be edited."""
+    if gap.startswith("<edit>"):
+        if not old:
+            what = "has no text" if gap.endswith("</edit>") else "has no </edit>"
+            raise DllmError(f"<edit> {what}; write <edit>a text</edit>, or {_LITERAL.replace('gap', 'edit')}")
+        return old
     if not length or not re.fullmatch(r"[0-9]{1,9}", length) or int(length) < 1 or gap[4] != ":":
         raise DllmError(f"{gap} has no length; write <gap:8> for a gap of 8 tokens, or {_LITERAL}")
     return int(length)
+
+
+def _encode_gap(model: Model, gap: int | str) -> np.ndarray:
+    """What the gap's positions start from: tokens of a text, or -1."""
+    return np.asarray(_encode_piece(model, gap) if isinstance(gap, str) else [-1] * gap, np.int32)
 
 
 def _encode_piece(model: Model, text: str) -> list[int]:
@@ -242,11 +259,11 @@ def _start_tokens(model: Model) -> list[int]:
     return [] if bos is None else [bos]
 
 
-def _make_canvas(pieces: Sequence[Sequence[int]], lengths: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+def _make_canvas(pieces: Sequence[Sequence[int]], gaps: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Gaps, each with the piece after it: tokens [N] int32 and which of them are given [N] bool."""
-    parts = [part for length, piece in zip(lengths, pieces, strict=True) for part in ([0] * length, piece)]
+    parts = [part for own, piece in zip(gaps, pieces, strict=True) for part in (own, np.asarray(piece, np.int32))]
     given = [np.full(len(part), number % 2 == 1) for number, part in enumerate(parts)]
-    return np.asarray([token for part in parts for token in part], np.int32), np.concatenate(given)
+    return np.concatenate(parts), np.concatenate(given)
 
 
 def _sampler(
@@ -297,7 +314,7 @@ def infilling_of(model: Model, plan: InfillPlan, request: Request) -> Infilling:
     given, template = plan.canvases[row][1], plan.templates[row]
     canvas = result.tokens[0, : len(given)].tolist()
     head, gaps, start = plan.heads[row], list[str](), 0
-    for length, piece in zip(template.lengths, plan.pieces[row], strict=True):
+    for length, piece in zip(plan.lengths[row], plan.pieces[row], strict=True):
         gaps.append(_text_between(model, [*head, *canvas[:start]], canvas[start : start + length]))
         start += length + len(piece)
     text = "".join(itertools.chain(*zip(template.pieces, [*gaps, ""], strict=True)))
@@ -314,10 +331,12 @@ def infilling_of(model: Model, plan: InfillPlan, request: Request) -> Infilling:
 
 def requests_for(model: Model, plan: InfillPlan) -> list[Request]:
     """The rows of a plan as requests."""
-    found = requests_of(plan.sampler, plan.prompts, plan.keys)
+    found, missing = requests_of(plan.sampler, plan.prompts, plan.keys), open_id(model.denoiser)
     for request, (tokens, given) in zip(found, plan.canvases, strict=True):
-        canvas = given_canvas([(tokens, given)], plan.sampler.gen_length, open_id(model.denoiser))
-        request.given, request.gen_length = None if canvas is None else canvas[0], len(tokens)
+        start = np.where(tokens < 0, missing, start_from(tokens)) if missing < 0 else missing
+        request.given = np.full(plan.sampler.gen_length, missing, np.int32)
+        request.given[: len(tokens)] = np.where(given, tokens, start)
+        request.gen_length = len(tokens)
     return found
 
 

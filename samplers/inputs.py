@@ -131,6 +131,17 @@ def open_id(denoiser: DenoiserLike) -> int:
     return -1 if config is not None and config.mask_id is None else denoiser.mask_id
 
 
+def start_from(tokens: Any) -> Any:
+    """What stands in `given`, of a model without a mask token, for positions that start from these tokens in place of
+    random ones and may change."""
+    return -2 - tokens
+
+
+def is_given(given: Any, denoiser: DenoiserLike) -> Any:
+    """Which tokens of `given` stay as they are, a bool array of its shape."""
+    return (given >= 0) & (given != open_id(denoiser))
+
+
 def check_given(given: Any, shape: tuple[int, ...], denoiser: DenoiserLike) -> None:
     """Checks the tokens that canvases come with; None is none.
 
@@ -147,8 +158,9 @@ def check_given(given: Any, shape: tuple[int, ...], denoiser: DenoiserLike) -> N
         missing = f"{open_id(denoiser)} where one is missing"
         raise DllmError(f"given is {found.dtype}; it must be integer token ids, {missing}")
     if (ids := _concrete(found)) is not None:
-        ids = np.atleast_2d(ids)
-        _refuse_outside("given", ids, denoiser.vocab_size, ids != open_id(denoiser))
+        ids, missing = np.atleast_2d(ids), open_id(denoiser)
+        starts = np.where((ids < -1) & (missing < 0), start_from(ids), ids)  # which is its own inverse
+        _refuse_outside("given", starts, denoiser.vocab_size, ids != missing)
 
 
 def _refuse_outside(what: str, ids: np.ndarray, vocab_size: int, counted: np.ndarray | bool = True) -> None:

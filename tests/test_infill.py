@@ -22,15 +22,15 @@ SHAPE = {"block_length": 8}
 def check(found, text):
     """An infilling's parts fit its template, and all gaps are filled with text."""
     template = parse_template(text)
-    assert len(found.gaps) == len(template.lengths)
+    assert len(found.gaps) == len(template.gaps)
     gaps = [*found.gaps, ""]
     assert found.text == "".join(piece + gap for piece, gap in zip(template.pieces, gaps, strict=True))
-    assert len(found.tokens) == found.committed == sum(template.lengths)
+    assert len(found.tokens) == found.committed == sum(template.gaps)
     assert not set(found.tokens) & {128, 129, 130, 131, 132, 133, 134, 135}  # these have no text
 
 
 @pytest.mark.parametrize(
-    "text, pieces, lengths",
+    "text, pieces, gaps",
     [
         (CAPITAL, ("The capital is", ", founded in", "."), (8, 4)),
         ("<gap:1><gap:02>", ("", "", ""), (1, 2)),
@@ -38,10 +38,24 @@ def check(found, text):
         (r"a\\<gap:8>", ("a\\", ""), (8,)),
         (r"a\\\<gap> \n<gap:8>", ("a\\<gap> \\n", ""), (8,)),
         ("<gaps> <gap <GAP:2> gap:3><gap:1>", ("<gaps> <gap <GAP:2> gap:3>", ""), (1,)),
+        ("a <edit>b\n</edit><gap:2></edit><edit>c</edit>", ("a ", "", "</edit>", ""), ("b\n", 2, "c")),
+        (r"\<edit>b</edit><edit>c</edit>", ("<edit>b</edit>", ""), ("c",)),
     ],
 )
-def test_templates(text, pieces, lengths):
-    assert parse_template(text) == Template(pieces, lengths)
+def test_templates(text, pieces, gaps):
+    assert parse_template(text) == Template(pieces, gaps)
+
+
+@pytest.mark.parametrize(("text", "sentence"), [("a<edit>b", "has no </edit>"), ("<edit></edit>", "has no text")])
+def test_edits_without_a_text(text, sentence):
+    with refuses(sentence):
+        parse_template(text)
+
+
+def test_an_edit_is_a_gap_of_its_text(llada_tiny):
+    """Of a model with a mask token, which does not see what it replaces."""
+    edit, gap = infill(llada_tiny, ["The <edit>old</edit> end", "The <gap:3> end"], **SHAPE)
+    assert (edit.text, edit.gaps) == (gap.text, gap.gaps)
 
 
 @pytest.mark.parametrize("gap", ["<gap>", "<gap:>", "<gap:0>", "<gap:-1>", "<gap: 8>", "<gap:x>", "<gap 8>", "<gap=8>"])

@@ -29,6 +29,8 @@ from samplers import (
     stream,
 )
 from samplers.config.costs import costs_of
+from samplers.infill import prepare_infill, requests_for
+from samplers.inputs import start_from
 from samplers.loops.block import BlockSampler
 from samplers.tokens import predictions
 from samplers.tokens.noise import KeyNoise, Purpose, row_keys
@@ -89,7 +91,7 @@ def test_what_it_takes_is_told(model):
 
 def written_out(denoiser, prompt, key, sampler, gen_length, given=()):
     """One row, step by step on the host, everything encoded anew for each canvas: tokens and steps of each canvas.
-    `given` has the tokens of some positions, -1 for the others."""
+    `given` has the tokens of some positions, and tokens that others start from, -1 for the rest."""
     uniform = lambda purpose, ids=None: jax.jit(
         lambda nfe, first: KeyNoise(key[None]).uniform(purpose, nfe[None], first + jnp.arange(L)[None], ids)[0]
     )
@@ -102,10 +104,11 @@ def written_out(denoiser, prompt, key, sampler, gen_length, given=()):
     given = np.pad(np.asarray(given, int), (0, 3 * L - len(given)), constant_values=-1)
     for first in range(0, gen_length, L):
         own = given[first : first + L]
+        start = np.where(own < -1, start_from(own), fill(nfe, first))
         free, pin = own < 0, lambda tokens, own=own: np.where(own < 0, tokens, own)
         end = jnp.asarray([len(known)])
         kv = encode(jnp.asarray([known + [0] * (24 - len(known))]), end)
-        canvas, soft, last, same = pin(fill(nfe, first)), np.zeros((L, 16)), None, 0
+        canvas, soft, last, same = pin(start), np.zeros((L, 16)), None, 0
         for n in range(sampler.steps, 0, -1):
             z = decode(jnp.asarray(canvas)[None], jnp.asarray(soft, jnp.float32)[None], end, kv)
             z = np.asarray(z, np.float64)
@@ -146,25 +149,28 @@ GIVEN = [
     [44, 45, 46, 47, -1, -1, 2, -1, -1, -1],  # a whole canvas
     [-1] * 10,
 ]
+STARTED = [[*map(start_from, [40, 41, 42, 43, 44, 45]), -1, 7, 8, 9], [-1] * 7 + [start_from(0)] * 3, [-1] * 10]
 
 
-def test_given_tokens_stay_and_are_seen(model):
-    """As written out; a canvas that comes whole takes one step; rows do not see each other's."""
+@pytest.mark.parametrize("given", [GIVEN, STARTED])
+def test_given_tokens_stay_and_are_seen(model, given):
+    """As written out; a canvas that comes whole takes one step; rows do not see each other's. Tokens to start from are
+    seen by the first step of their canvas alone."""
     keys = row_keys(jax.random.key(4), len(ROWS))
-    result, free = run(model, given=jnp.asarray(GIVEN)), run(model)
+    result, free = run(model, given=jnp.asarray(given)), run(model)
     for row, prompt in enumerate(ROWS):
-        tokens, counts = written_out(model.denoiser, prompt, keys[row], SAMPLER, 10, GIVEN[row])
+        tokens, counts = written_out(model.denoiser, prompt, keys[row], SAMPLER, 10, given[row])
         np.testing.assert_array_equal(result.tokens[row], tokens)
         assert int(result.nfe[row]) == sum(counts)
-        kept = np.asarray(GIVEN[row]) >= 0
-        assert (np.asarray(result.tokens[row])[kept] == np.asarray(GIVEN[row])[kept]).all()
+        kept = np.asarray(given[row]) >= 0
+        assert (np.asarray(result.tokens[row])[kept] == np.asarray(given[row])[kept]).all()
         assert ((np.asarray(result.decoded_at[row]) < 0) == kept).all()
         assert np.isnan(np.asarray(result.logprobs[row])[kept]).all()
     assert result.tokens[2].tolist() == free.tokens[2].tolist()
     assert result.tokens[0].tolist() != free.tokens[0].tolist()
     engine = Engine(model, SAMPLER, slots=2, prompt_length=8)
     asked = [
-        Request(ROWS[row], 10, np.asarray(jax.random.key_data(keys[row])), given=np.asarray(GIVEN[row], np.int32))
+        Request(ROWS[row], 10, np.asarray(jax.random.key_data(keys[row])), given=np.asarray(given[row], np.int32))
         for row in (2, 0, 1)
     ]
     for request in asked:
@@ -182,6 +188,10 @@ def test_infilling(llada_tiny):
     found, other = infill(model, ["12 + 12 = <gap:2>. So<gap:3>!", "a<gap:1>b"], steps=4)
     assert found.text.startswith("12 + 12 = ") and found.text.endswith("!") and [len(g) for g in found.gaps] == [2, 3]
     assert ". So" in found.text and other.text[0] == "a" and other.text[-1] == "b"
+    plan = prepare_infill(model, ["12 <edit>+ 1</edit> = <gap:2>"], steps=4)
+    (request,) = requests_for(model, plan)
+    old, (space, equals, _) = model.tokenizer.encode("+ 1"), model.tokenizer.encode(" = ")
+    assert request.given[:8].tolist() == [*map(start_from, old), space, equals, space, -1, -1]
 
 
 def test_rows_are_independent(model):
@@ -257,6 +267,8 @@ def test_slots_give_what_a_row_alone_gives(model):
         jax.tree.map(close, request.result, jax.device_get(alone))
     with refuses("given", "outside the vocabulary"):
         engine.submit(engine.request(ROWS[0], given=np.full(10, VOCAB, np.int32)))
+    with refuses("given token 48", "outside the vocabulary"):
+        engine.submit(engine.request(ROWS[0], given=np.full(10, start_from(VOCAB), np.int32)))
     drawing = Engine(model, "renoise", slots=2, draws=True, **said)
     assert drawing.sampler.sampling == Sampling(top_p=1.0, top_k=VOCAB)
     with refuses("temperature"):

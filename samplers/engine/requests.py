@@ -13,7 +13,7 @@ from samplers.config.factory import CanvasSampler
 from samplers.config.registry import title
 from samplers.engine.program import with_numbers
 from samplers.generation import Generation, Trace, answer
-from samplers.inputs import open_id
+from samplers.inputs import is_given
 from samplers.sampler import Result
 
 
@@ -74,7 +74,7 @@ class Request:
         assert self._model is not None
         sampler = self._sampler if self.numbers is None else with_numbers(self._sampler, self.numbers)
         length = self.gen_length
-        given = None if self.given is None else np.asarray(self.given[:length]) != open_id(self._model.denoiser)
+        given = None if self.given is None else is_given(np.asarray(self.given[:length]), self._model.denoiser)
         return Trace(
             tokenizer=self._model.tokenizer,
             config=self._model.config,

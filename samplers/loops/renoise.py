@@ -21,6 +21,7 @@ from dllm_jax.pytree import pytree, vary_like
 from samplers import canvas as canvases
 from samplers.canvas import Canvas
 from samplers.checks import check_length, check_number, check_whole
+from samplers.inputs import start_from
 from samplers.loops.block import check_sampling
 from samplers.rowwise import run_if
 from samplers.rules.base import Number
@@ -45,7 +46,8 @@ class RenoiseState:
         noisy: [B, L] int32, the input of the next step's decoder.
         best: [B, L] int32, the most probable tokens of the last step.
         soft: [B, L, D], the embeddings that it expected; zeros before a canvas's first.
-        given: [B, N L] int32, tokens that all N canvases come with, -1 where one is to be generated.
+        given: [B, N L] int32, tokens that all N canvases come with, -1 where one is to be generated, below that
+            where it starts from one (`samplers.inputs.start_from`).
         kv: key/value buffers of S positions.
     """
 
@@ -74,7 +76,8 @@ class Renoise:
     In `Result`, `nfe` counts the decoder's forwards, `cache_updates` those before which the encoder read a prompt or
     a canvas, and `full_forwards` the ones before which it read the prompt. Until its canvas is finished a token is
     provisional; `edits` counts those that were replaced. Given tokens stay in every step's input and in the canvas, and
-    count in no entropy.
+    count in no entropy; tokens to start from are in the first step's input alone, as `decoder_input_ids` in
+    transformers.
 
     Attributes:
         gen_length: G, positions to generate; a last canvas that reaches beyond is cut. Default: 256, a whole canvas of
@@ -150,7 +153,8 @@ class Renoise:
         Args:
             prompt, prompt_lengths, key: as in `samplers.sample`.
             gen_lengths: [B] int32, positions each row generates, at most `gen_length`, which is the default.
-            given: [B, G] int32, tokens the canvases come with, -1 where one is to be generated; for infilling.
+            given: [B, G] int32, tokens the canvases come with, -1 where one is to be generated, and -2 - t where one
+                is that starts from token t instead of a random one; for infilling and edits.
             noise: source of random numbers instead of `key`. For `Purpose.CANVAS` it is drawn from at each row's count
                 of the forward that sees the random token.
 
@@ -168,7 +172,7 @@ class Renoise:
             length=length,
             key=key,
             gen_lengths=gen_lengths,
-            given=given,
+            given=None if given is None else jnp.maximum(jnp.asarray(given, jnp.int32), -1),
             noise=noise,
             stop=self.stop,
             fill=model.eos_id,
@@ -197,7 +201,7 @@ class Renoise:
         )
         if given is not None:
             state = dataclasses.replace(state, given=state.given.at[:, : self.gen_length].set(given))
-        state = dataclasses.replace(state, noisy=self._pin(state, self._random_tokens(model, state)))
+        state = dataclasses.replace(state, noisy=self._enter(state, self._random_tokens(model, state)))
         return vary_like(prompt, state)
 
     def step(self, denoiser: DenoiserLike, state: RenoiseState) -> RenoiseState:
@@ -234,7 +238,7 @@ class Renoise:
         )
         kept = select(found.entropy, found.entropy, free, self.gamma) & ~ends[:, None]
         noisy = jnp.where(kept, found.token, self._random_tokens(model, state))
-        return self._ended(model, dataclasses.replace(state, noisy=self._pin(state, noisy)))
+        return self._ended(model, dataclasses.replace(state, noisy=self._enter(state, noisy)))
 
     def is_done(self, state: RenoiseState) -> jax.Array:
         """[B] bool: rows whose generation has ended."""
@@ -256,7 +260,7 @@ class Renoise:
         return Span(state.canvas.prompt_lengths + number * self.block_length, self.block_length)
 
     def _given(self, state: RenoiseState) -> jax.Array:
-        """[B, L] int32, tokens that the current canvas came with, -1 elsewhere."""
+        """[B, L] int32, `given` of the current canvas."""
         number = jnp.minimum(state.finished, self.num_canvases - 1)
         return slice_rows(state.given, number * self.block_length, self.block_length)
 
@@ -264,6 +268,11 @@ class Renoise:
         """Tokens [B, L] of the current canvas, with those that it came with in their places."""
         given = self._given(state)
         return jnp.where(given < 0, tokens, given)
+
+    def _enter(self, state: RenoiseState, noisy: jax.Array) -> jax.Array:
+        """The input [B, L] of the next step: in a canvas's first one, with the tokens that it starts from."""
+        starts = (self._given(state) < -1) & (state.step == 0)[:, None]
+        return self._pin(state, jnp.where(starts, start_from(self._given(state)), noisy))
 
     def _temperature(self, state: RenoiseState) -> jax.Array:
         """Of each row's next step, [B]."""
