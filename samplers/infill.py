@@ -170,15 +170,19 @@ def prepare_infill(
     check_seed(seed)
     parsed = [parse_template(text) for text in templates]
     pieces = [[_encode_piece(model, text) for text in template.pieces] for template in parsed]
-    spans = [[_encode_gap(model, gap) for gap in template.gaps] for template in parsed]
+    edited = [[_encode_piece(model, gap) if isinstance(gap, str) else None for gap in one.gaps] for one in parsed]
+    lengths = [
+        [gap if isinstance(gap, int) else len(old or ()) for gap, old in zip(one.gaps, own, strict=True)]
+        for one, own in zip(parsed, edited, strict=True)
+    ]
     before_text = _encode_prompts(model, prompt, len(parsed), chat=chat, system=system)
     prompts = [before + ids[0] or _start_tokens(model) for before, ids in zip(before_text, pieces, strict=True)]
     longest = max((len(row) for row in prompts), default=0)
-    width = max((sum(map(len, [*own, *ids[1:]])) for ids, own in zip(pieces, spans, strict=True)), default=1)
+    width = max((sum(own) + sum(map(len, ids[1:])) for ids, own in zip(pieces, lengths, strict=True)), default=1)
     made = _sampler(model, sampler, options, longest, width)
     check_width(model, made, longest)  # before a canvas is made, which may be huge
-    canvases = [_make_canvas(ids[1:], own) for ids, own in zip(pieces, spans, strict=True)]
-    heads, rest, lengths = [ids[0] for ids in pieces], [ids[1:] for ids in pieces], [[*map(len, own)] for own in spans]
+    canvases = [_make_canvas(ids[1:], old, own) for ids, old, own in zip(pieces, edited, lengths, strict=True)]
+    heads, rest = [ids[0] for ids in pieces], [ids[1:] for ids in pieces]
     keys = row_keys(jax.random.key(seed), len(parsed))
     return InfillPlan(made, prompts, canvases, parsed, lengths, heads, rest, keys)
 
@@ -220,11 +224,6 @@ def _parse_gap(gap: str, length: str | None, old: str | None) -> int | str:
     return int(length)
 
 
-def _encode_gap(model: Model, gap: int | str) -> np.ndarray:
-    """What the gap's positions start from: tokens of a text, or -1."""
-    return np.asarray(_encode_piece(model, gap) if isinstance(gap, str) else [-1] * gap, np.int32)
-
-
 def _encode_piece(model: Model, text: str) -> list[int]:
     ids = encode_text(model.require_tokenizer(), text) if text else []
     if open_id(model.denoiser) in ids:
@@ -259,11 +258,17 @@ def _start_tokens(model: Model) -> list[int]:
     return [] if bos is None else [bos]
 
 
-def _make_canvas(pieces: Sequence[Sequence[int]], gaps: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Gaps, each with the piece after it: tokens [N] int32 and which of them are given [N] bool."""
-    parts = [part for own, piece in zip(gaps, pieces, strict=True) for part in (own, np.asarray(piece, np.int32))]
-    given = [np.full(len(part), number % 2 == 1) for number, part in enumerate(parts)]
-    return np.concatenate(parts), np.concatenate(given)
+def _make_canvas(
+    pieces: Sequence[Sequence[int]], edited: Sequence[Sequence[int] | None], lengths: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Gaps, each with the piece after it: tokens [N] int32, which begin with an edited text's or -1 in a gap, and which
+    of them are given [N] bool."""
+    tokens, given = [], []
+    for piece, old, length in zip(pieces, edited, lengths, strict=True):
+        tokens += [np.full(length, -1, np.int32) if old is None else np.asarray(old, np.int32)]
+        tokens += [np.asarray(piece, np.int32)]
+        given += [np.zeros(length, bool), np.ones(len(piece), bool)]
+    return np.concatenate(tokens), np.concatenate(given)
 
 
 def _sampler(

@@ -151,14 +151,13 @@ def check_given(given: Any, shape: tuple[int, ...], denoiser: DenoiserLike) -> N
     """
     if given is None:
         return
-    found = _as_array("given", given)
+    found, missing = _as_array("given", given), open_id(denoiser)
     if found.shape != shape:
         raise DllmError(f"given has shape {list(found.shape)}; it must be {list(shape)}, the generation of every row")
     if not jnp.issubdtype(found.dtype, jnp.integer):
-        missing = f"{open_id(denoiser)} where one is missing"
-        raise DllmError(f"given is {found.dtype}; it must be integer token ids, {missing}")
+        raise DllmError(f"given is {found.dtype}; it must be integer token ids, {missing} where one is missing")
     if (ids := _concrete(found)) is not None:
-        ids, missing = np.atleast_2d(ids), open_id(denoiser)
+        ids = np.atleast_2d(ids)
         starts = np.where((ids < -1) & (missing < 0), start_from(ids), ids)  # which is its own inverse
         _refuse_outside("given", starts, denoiser.vocab_size, ids != missing)
 

@@ -152,9 +152,11 @@ class _RecordingDenoiser(Denoiser):
         self.shapes.record(inputs.shape[0], width)
         return super().forward(inputs, visible, **options)
 
-    def denoise(self, canvas: jax.Array, soft: jax.Array, start: jax.Array, kv: KVCache) -> tuple[jax.Array, KVCache]:
+    def denoise(
+        self, canvas: jax.Array, soft: jax.Array, start: jax.Array, kv: KVCache, **options: Any
+    ) -> tuple[jax.Array, KVCache]:
         self.shapes[canvas.shape[1]] = canvas.shape[0]  # all rows, where the encoder before it ran one after another
-        return super().denoise(canvas, soft, start, kv)
+        return super().denoise(canvas, soft, start, kv, **options)
 
 
 def _is_layer(part: Any) -> bool:

@@ -139,8 +139,7 @@ def corrupt_canvases(key: jax.Array, batch: Batch, denoiser: Denoiser, settings:
     found = (start, canvas, inputs, (count > 0).astype(jnp.float32), conditioned)
     position = jnp.arange(width)
     learned = (position > 0) & (position < batch.lengths[..., None]) & (settings.prompt | batch.targets)
-    found = (x.reshape(*shape, *x.shape[1:]) for x in found)
-    return NoisedCanvas(batch.tokens, learned, batch.lengths, *found)
+    return NoisedCanvas(batch.tokens, learned, batch.lengths, *(x.reshape(*shape, *x.shape[1:]) for x in found))
 
 
 @dataclasses.dataclass(frozen=True)
