@@ -19,6 +19,8 @@ from samplers.command_buffers import use_command_buffers
 from samplers.config.presets import PRESETS
 from samplers.config.registry import LOOPS
 from samplers.config.sampler_config import SamplerConfig, make_sampler, parse_sampler, parse_samplers
+from samplers.decisions.answers import Decision
+from samplers.decisions.decide import decide
 from samplers.engine.engine import Engine
 from samplers.engine.requests import Request, Update
 from samplers.generate import generate
@@ -75,6 +77,7 @@ __all__ = [
     "ContextBlocks",
     "ContextState",
     "Credit",
+    "Decision",
     "DraftResult",
     "Dream",
     "DualCache",
@@ -120,6 +123,7 @@ __all__ = [
     "VicinityCache",
     "View",
     "compare",
+    "decide",
     "export",
     "generate",
     "infill",

@@ -1,11 +1,9 @@
 """Text in, text out: prompts are encoded, pass through the slots of one compiled program, and are decoded."""
 
-import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import jax
-import numpy as np
 
 from dllm_jax import DllmError, Model
 from samplers.checks import check_length, check_seed
@@ -15,7 +13,7 @@ from samplers.engine.requests import Update, requests_of
 from samplers.engine.runner import run_all
 from samplers.generation import Generation
 from samplers.rules import Rule
-from samplers.text.prompts import Prompt, check_lengths, encode_prompt
+from samplers.text.prompts import Prompt, check_lengths, check_prompts, encode_prompt
 from samplers.tokens.noise import row_keys
 
 
@@ -93,12 +91,7 @@ def prepare(
         load = "load one by dllm_jax.load"
         own = "samplers.sample_jit(sampler, denoiser, prompt) runs a denoiser of your own"
         raise DllmError(f"model is of type {type(model).__name__}; {own if hasattr(model, 'forward') else load}")
-    if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, (Sequence, np.ndarray, jax.Array)):
-        raise DllmError(f"prompts is {reprlib.repr(prompts)}; give a string or a list of prompts")
-    flat = isinstance(prompts, np.ndarray | jax.Array) and prompts.ndim == 1
-    if flat or any(isinstance(item, int | np.integer) for item in prompts):
-        ids = reprlib.repr(prompts.tolist() if isinstance(prompts, np.ndarray | jax.Array) else list(prompts))
-        raise DllmError(f"prompts is {ids}; token ids of one prompt are a list in a list, [{ids}]")
+    check_prompts(prompts)
     check_seed(seed)
     sampler = make_sampler(model, sampler, **options)
     rows = [encode_prompt(model, prompt, chat=chat, system=system) for prompt in prompts]

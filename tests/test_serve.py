@@ -31,10 +31,10 @@ from convert import embedded
 from dllm_jax import DllmError
 from dllm_jax.families import FAMILIES
 from dllm_jax.text.tokenizer import load_tokenizer
-from samplers import Engine, generate, make_sampler, sample_jit
+from samplers import Engine, decide, generate, make_sampler, sample_jit
 from samplers.cli import sample as cli
 from samplers.generation import answer
-from samplers.serving import middleware, page, scheduler, server
+from samplers.serving import engine_thread, middleware, page, scheduler, server
 from samplers.serving.cli import LogRate
 from samplers.serving.connections import SPARE_FILES, Connections, connection_limit
 from samplers.serving.errors import Fault
@@ -369,6 +369,87 @@ def test_a_bad_body_gets_an_error_of_openais_format(served, number):
     assert (answer.status_code, words in error["message"]) == (status, True), (answer.status_code, error)
     assert set(error) == {"message", "type", "param", "code"} and "\n" not in error["message"]
     assert served.server.service.in_flight == 0 and not served.ended.done()
+
+
+CHOICE = {"answer": ["yes", "no"], "urgency": [1, 2, 3, 4, 5]}
+
+
+@pytest.mark.parametrize("options", [{}, {"gamma": 0.0}, {"joint": True, "temperature": 2.0}])
+def test_a_decision_is_the_librarys(served, model, options):
+    """Of several clients at once, beside answers; as one prompt and as a conversation."""
+    asked = [f"Q: Is {number} even? A:" + " " * (number % 3) for number in range(6)]
+
+    def call(prompt):
+        body = {"prompt": prompt, "fields": CHOICE, "template": "{answer} {urgency}", "seed": 3, **options}
+        answer = httpx.post(served.url + "/v1/decide", json=body, timeout=120)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        others = [pool.submit(served.client.completions.create, model="tiny", prompt=PROMPT) for _ in range(2)]
+        found = list(pool.map(call, asked))
+        assert all(other.result().choices[0].text for other in others)
+    wanted = decide(model, asked, CHOICE, template="{answer} {urgency}", seed=3, **options)
+    for mine, own in zip(found, wanted, strict=True):
+        assert mine["object"] == "decision" and mine["values"] == own.values and mine["seed"] == 3
+        for name, shares in own.to_json()["probabilities"].items():
+            assert mine["probabilities"][name] == pytest.approx(shares, abs=1e-4)
+        assert mine["usage"]["prompt_tokens"] == own.prompt_tokens and mine["usage"]["forwards"] == own.nfe
+        assert ("joint" in mine) == ("dependence" in mine) == ("joint" in options)
+    body = {"messages": _user("Why?"), "fields": CHOICE, "template": "{answer} {urgency}"}
+    chat = httpx.post(served.url + "/v1/decide", json=body, timeout=60).json()
+    own = decide(model, "Why?", CHOICE, chat=True, template="{answer} {urgency}")
+    assert chat["values"] == own.values and chat["usage"]["prompt_tokens"] == own.prompt_tokens
+    assert served.server.service.in_flight == 0
+
+
+BAD_DECISIONS = [
+    ({}, 422, "fields"),
+    ({"fields": CHOICE}, 400, "prompt"),
+    ({"prompt": "a", "fields": {}}, 400, "fields"),
+    ({"prompt": "a", "fields": {"a": ["x"]}}, 400, "at least two"),
+    ({"prompt": "a", "fields": {"a": ["x", "\ud800"]}}, 422, "fields"),
+    ({"prompt": "a", "fields": {"a": ["x", None]}}, 400, "None"),
+    ({"prompt": "a", "fields": CHOICE, "template": "{answer}"}, 400, "urgency"),
+    ({"prompt": "a", "fields": CHOICE, "template": "x " * 99 + "{answer}{urgency}"}, 400, "takes 16"),
+    ({"prompt": "a", "fields": CHOICE, "temperature": 0}, 400, "temperature"),
+    ({"prompt": "a", "fields": CHOICE, "max_tokens": 3}, 400, "max_tokens"),
+    ({"prompt": "a", "fields": CHOICE, "stop": "x"}, 400, "stop"),
+    ({"prompt": "a", "fields": CHOICE, "threshold": 0.5}, 400, "threshold"),
+    ({"prompt": "a", "fields": CHOICE, "stream": True}, 400, "stream"),
+    (
+        {"prompt": "a", "fields": {n: [*range(9)] for n in "abc"}, "template": "{a}{b}{c}", "joint": True},
+        400,
+        "fewer values",
+    ),
+    ({"prompt": [5] * 500, "fields": CHOICE}, 422, "prompt"),
+    ({"prompt": "a " * 500, "fields": CHOICE}, 400, "takes 64"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(BAD_DECISIONS)))
+def test_a_bad_decision_gets_an_error(served, number):
+    body, status, words = BAD_DECISIONS[number]
+    headers = {"Content-Type": "application/json"}
+    answer = httpx.post(served.url + "/v1/decide", content=json.dumps(body), headers=headers, timeout=60)
+    error = answer.json()["error"]
+    assert (answer.status_code, words in error["message"]) == (status, True), (answer.status_code, error)
+    assert "\n" not in error["message"] and served.server.service.in_flight == 0
+
+
+@pytest.mark.parametrize(("broken", "words"), [([None], "not finite"), (RuntimeError("no memory"), "mistake")])
+def test_a_decision_that_fails_ends_alone(served, monkeypatch, broken, words):
+    def answer(*_):
+        if isinstance(broken, Exception):
+            raise broken
+        return broken
+
+    monkeypatch.setattr(engine_thread, "answer_questions", answer)
+    body = {"prompt": "a", "fields": CHOICE, "template": "{answer}{urgency}"}
+    found = httpx.post(served.url + "/v1/decide", json=body, timeout=60)
+    assert found.status_code == 500 and words in found.json()["error"]["message"]
+    assert served.client.completions.create(model="tiny", prompt=PROMPT).choices[0].text
+    assert served.server.service.in_flight == 0
 
 
 def test_openais_client_raises_its_own_errors(served):

@@ -21,6 +21,7 @@ class Command(NamedTuple):
 COMMANDS: Mapping[str, Command] = {
     "convert": Command("checkpoints of the hub into this library's, and back", ("convert",), "convert.__main__"),
     "sample": Command("answer prompts, fill gaps", ("samplers",), "samplers.cli.sample"),
+    "decide": Command("choices and scores from one forward", ("samplers", "decide"), "samplers.cli.decide"),
     "serve": Command("a server in the shape of OpenAI's", ("samplers", "serve"), "samplers.serving.cli"),
     "train": Command("train and fine-tune models, students and indicators", ("train",), "train.__main__"),
     "eval": Command("score samplers on tasks, sweep, compare, plot", ("evals",), "evals.__main__"),

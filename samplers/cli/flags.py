@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -22,17 +23,25 @@ from samplers.config.sampler_config import (
 )
 from samplers.loops.block import BlockSampler
 from samplers.rules import RULES
+from samplers.text.prompt_files import read_prompts
 from samplers.tokens.predictions import Sampling
 from samplers.tokens.smoothing import Smoothing
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Flags of the model."""
+    """Flags of the model, and of the loop that samples from it."""
+    add_weights(parser)
+    parser.add_argument(
+        "--command-buffers", action="store_true", help="run each generation as one CUDA graph (one NVIDIA GPU)"
+    )
+
+
+def add_weights(parser: argparse.ArgumentParser) -> None:
+    """Flags of the model alone."""
     add = parser.add_argument
     add("--model", metavar="DIR_OR_NAME", help="converted checkpoint: a folder, or a name in ~/.cache/dllm_jax")
     add("--dtype", help="bfloat16, float16 or float32; as stored by default")
     add("--quantize", metavar="BITS", help="int8 or int4: bits of kernels; as stored by default")
-    add("--command-buffers", action="store_true", help="run each generation as one CUDA graph (one NVIDIA GPU)")
 
 
 def command_buffers_of(options: argparse.Namespace) -> AbstractContextManager[None]:
@@ -54,6 +63,22 @@ def add_sampler(parser: argparse.ArgumentParser) -> None:
     _add_sampling(add_to(parser.add_argument_group("sampling", "defaults come from the checkpoint where it has them")))
     _add_part_options(add_to(parser.add_argument_group("options of rules, cache policies and samplers", "see --list")))
     parser.set_defaults(sampler_flags=names)
+
+
+def prompts_of(options: argparse.Namespace) -> list[Any]:
+    """The prompts of the command line, a file, or the standard input."""
+    if options.prompt and options.prompts is not None:
+        raise DllmError("prompts were given both on the command line and by --prompts; choose one")
+    if options.prompt:
+        return options.prompt
+    if options.prompts is not None:
+        return read_prompts(options.prompts)
+    if sys.stdin is None or sys.stdin.isatty():
+        raise DllmError("no prompt was given; write one after the command, or name a file by --prompts")
+    try:
+        return [sys.stdin.read().removesuffix("\n")]
+    except (OSError, UnicodeDecodeError) as error:
+        raise DllmError(f"the standard input could not be read ({error})") from None
 
 
 def model_name(options: argparse.Namespace) -> str:

@@ -15,8 +15,9 @@ JSON for each line; after a kill the same command resumes, and `--shard I/N` ans
 `python -m samplers --explain --model DIR_OR_NAME ...` prints where every setting comes from, how many
 forwards there will be, and what memory they take. It reads no weights (docs/choose.md).
 
-`python -m samplers serve --model DIR_OR_NAME` runs a server with OpenAI's API (`... serve --help`). A first
-argument `serve` always means that; to prompt with that word, put it after an option: `--model DIR_OR_NAME serve`.
+`python -m samplers serve --model DIR_OR_NAME` runs a server with OpenAI's API (`... serve --help`), and
+`python -m samplers decide` reads choices and scores from one forward (`... decide --help`). These first arguments
+always mean that; to prompt with such a word, put it after an option: `--model DIR_OR_NAME serve`.
 """
 
 import argparse
@@ -49,6 +50,7 @@ from samplers.cli.flags import (
     default_of,
     flag_of,
     model_name,
+    prompts_of,
     read_flags,
     written_fields,
 )
@@ -65,7 +67,6 @@ from samplers.generate import prepare
 from samplers.generation import Generation
 from samplers.infill import infilling_of, prepare_infill, requests_for
 from samplers.rules import RULES
-from samplers.text.prompt_files import read_prompts
 from samplers.text.prompts import bucket_length
 from samplers.tokens.smoothing import Smoothing
 from samplers.viewer.terminal import LiveView
@@ -80,6 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else list(arguments)
     if words[:1] == ["serve"]:
         return _serve(words[1:])
+    if words[:1] == ["decide"]:
+        return _decide(words[1:])
     work = lambda: _run(command_line().parse_intermixed_args(words))
     return run_printing(work, "use a smaller --batch-size or --gen-length")
 
@@ -89,6 +92,13 @@ def _serve(words: Sequence[str]) -> int:
     from samplers.serving.cli import run
 
     return run_printing(lambda: run(words), "use fewer --slots, or a smaller --gen-length or --prompt-length")
+
+
+def _decide(words: Sequence[str]) -> int:
+    """`python -m samplers decide`."""
+    from samplers.cli.decide import run
+
+    return run_printing(lambda: run(words), "use a smaller --batch-size")
 
 
 def command_line() -> argparse.ArgumentParser:
@@ -292,10 +302,10 @@ class _Questions(NamedTuple):
 
 def _questions_of(options: argparse.Namespace) -> _Questions:
     if options.infill is None:
-        prompts = _prompts(options)
+        prompts = prompts_of(options)
         return _Questions([{"prompt": prompt} for prompt in prompts], functools.partial(_prepare_prompts, prompts))
     templates = options.infill
-    given: list[Any] = _prompts(options) if options.prompt or options.prompts is not None else [None]
+    given: list[Any] = prompts_of(options) if options.prompt or options.prompts is not None else [None]
     prompt, each = (given[0], given * len(templates)) if len(given) == 1 else (given, given)
     shown = [{"prompt": one, "template": template} for one, template in zip(each, templates, strict=False)]
     return _Questions(shown, functools.partial(_prepare_infilling, templates, prompt))
@@ -317,21 +327,6 @@ def _print_texts(answers: Sequence[Generation]) -> None:
         if len(answers) > 1:
             print(f"--- {number} of {len(answers)}")
         print_text(answer.text)
-
-
-def _prompts(options: argparse.Namespace) -> list[Any]:
-    if options.prompt and options.prompts is not None:
-        raise DllmError("prompts were given both on the command line and by --prompts; choose one")
-    if options.prompt:
-        return options.prompt
-    if options.prompts is not None:
-        return read_prompts(options.prompts)
-    if sys.stdin is None or sys.stdin.isatty():
-        raise DllmError("no prompt was given; write one after the command, or name a file by --prompts")
-    try:
-        return [sys.stdin.read().removesuffix("\n")]
-    except (OSError, UnicodeDecodeError) as error:
-        raise DllmError(f"the standard input could not be read ({error})") from None
 
 
 def _list_all() -> str:

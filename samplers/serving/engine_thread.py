@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from samplers.decisions.answers import Decision, answer_questions
+from samplers.decisions.questions import Question
 from samplers.engine.engine import Engine, Stats
 from samplers.engine.requests import Request, Update
 
@@ -69,6 +71,7 @@ class EngineThread(threading.Thread):
         self._engine, self._loop, self._on_call, self._on_error = engine, loop, on_call, on_error
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._jobs: dict[Request, Job] = {}
+        self._questions: list[tuple[Question, asyncio.Future[Decision | None]]] = []
         self._step_seconds = CALL_SECONDS
 
     def submit(self, jobs: Sequence[Job]) -> None:
@@ -76,6 +79,12 @@ class EngineThread(threading.Thread):
 
     def cancel(self, jobs: Sequence[Job]) -> None:
         self._commands.put(lambda: self._cancel(jobs))
+
+    def decide(self, question: Question) -> "asyncio.Future[Decision | None]":
+        """The decision, None where the logits are not finite. Questions that wait are read together, between steps."""
+        future: asyncio.Future[Decision | None] = self._loop.create_future()
+        self._commands.put(lambda: self._questions.append((question, future)))
+        return future
 
     def stop(self) -> None:
         """Ends the thread after the call that is running."""
@@ -86,7 +95,9 @@ class EngineThread(threading.Thread):
     def run(self) -> None:
         try:
             while self._run_commands():
-                self._step()
+                self._decide()
+                if not self._engine.idle:
+                    self._step()
         except BaseException as error:  # clients wait, whatever it is
             self._call_in_loop(self._on_error, error)
 
@@ -94,7 +105,7 @@ class EngineThread(threading.Thread):
         """Runs the commands that have come, and waits for one while the engine is idle; False to stop."""
         while True:
             try:
-                command = self._commands.get(block=self._engine.idle)
+                command = self._commands.get(block=self._engine.idle and not self._questions)
             except queue.Empty:
                 return True
             if command is None:
@@ -114,6 +125,19 @@ class EngineThread(threading.Thread):
             if update.done:
                 del self._jobs[job.request]
         self._send_updates([(job, update) for job, update in jobs if job.streamed or update.done], stats)
+
+    def _decide(self) -> None:
+        """Answers the questions that wait. An error, such as a lack of memory, ends them alone."""
+        asked, self._questions = [pair for pair in self._questions if not pair[1].done()], []
+        if not asked:
+            return
+        found: Sequence[Decision | None | Exception]
+        try:
+            found = answer_questions(self._engine.model, [question for question, _ in asked], self._engine.slots)
+        except Exception as error:
+            found = [error] * len(asked)
+        for (_, future), answer in zip(asked, found, strict=True):
+            self._call_in_loop(_settle, future, answer)
 
     def _steps(self) -> int:
         """Steps of the next engine call: one if a job is streamed, else as many as fit into `CALL_SECONDS`."""
@@ -136,3 +160,13 @@ class EngineThread(threading.Thread):
     def _call_in_loop(self, call: Callable[..., None], *values: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody reads it
             self._loop.call_soon_threadsafe(call, *values)
+
+
+def _settle(future: "asyncio.Future[Decision | None]", answer: "Decision | None | Exception") -> None:
+    """Ends a future that nobody has cancelled; in the event loop."""
+    if future.done():
+        return
+    if isinstance(answer, Exception):
+        future.set_exception(answer)
+    else:
+        future.set_result(answer)

@@ -2,6 +2,7 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from samplers.decisions.answers import Decision
 from samplers.engine.engine import Stats
 from samplers.engine.requests import Request
 
@@ -42,6 +43,12 @@ class Metrics:
         self._tokens.labels("prompt").inc(len(request.prompt))
         self._tokens.labels("completion").inc(int(request.result.lengths[0]))
         self._forwards.inc(int(request.result.nfe[0]))
+        self._answer_seconds.observe(seconds)
+
+    def count_decision(self, decision: Decision, seconds: float) -> None:
+        """Counts a decision."""
+        self._tokens.labels("prompt").inc(decision.prompt_tokens)
+        self._forwards.inc(decision.nfe)
         self._answer_seconds.observe(seconds)
 
     def text(self) -> bytes:

@@ -23,7 +23,7 @@ LOG = logging.getLogger("samplers.serving")
 KEYLESS = ("/", "/health")
 """Paths without a key: a page without data, and the server's health."""
 
-ROUTES = (*KEYLESS, "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/canvas")
+ROUTES = (*KEYLESS, "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/canvas", "/v1/decide")
 """Paths that are logged by name; others may be a client's own words."""
 
 BODY_SECONDS = 60.0

@@ -16,7 +16,7 @@ from samplers.serving.metrics import CONTENT_TYPE
 from samplers.serving.middleware import LOG, Record, error_place, fault_response, invalid_body, record_of
 from samplers.serving.page import HEADERS, PAGE
 from samplers.serving.scheduler import Service, Ticket, as_event
-from samplers.serving.schemas import CanvasBody, ChatBody, TextBody
+from samplers.serving.schemas import CanvasBody, ChatBody, DecideBody, TextBody
 from samplers.serving.shapes import Json
 
 T = TypeVar("T")
@@ -71,6 +71,13 @@ def _add_answer_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions")
     async def text(body: TextBody, request: Request) -> Response:
         return await _complete(service, body, request)
+
+    @app.post("/v1/decide")
+    async def decide(body: DecideBody, request: Request) -> Response:
+        record = _start_record(request)
+        answer = await _cancel_if_gone(request, service.decide(body))
+        record.outcome, record.read = "done", answer["usage"]["prompt_tokens"]
+        return JSONResponse(answer)
 
     @app.post("/v1/canvas")
     async def canvas(body: CanvasBody, request: Request) -> Response:

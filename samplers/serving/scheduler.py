@@ -19,6 +19,7 @@ from dllm_jax import DllmError, Model
 from dllm_jax.params.quantized import dtype_label
 from dllm_jax.text.tokenizer import token_strings
 from samplers.config.registry import settings_of, title
+from samplers.decisions.questions import Question, prepare_questions
 from samplers.engine.engine import Engine, Stats
 from samplers.engine.program import with_numbers
 from samplers.engine.requests import Request, Update
@@ -27,7 +28,7 @@ from samplers.sampler import describe_broken
 from samplers.serving.engine_thread import EngineThread, Job
 from samplers.serving.errors import Fault, stopping_fault
 from samplers.serving.metrics import Metrics
-from samplers.serving.schemas import Body, CanvasBody, ChatBody, CompletionBody, TextBody
+from samplers.serving.schemas import Body, CanvasBody, ChatBody, CompletionBody, DecideBody, TextBody
 from samplers.serving.shapes import ChatShape, Json, Shape, TextShape, token_scores, usage_of
 from samplers.text.decode import TextStream, text_of
 from samplers.text.prompts import PromptTooLong, encode_prompt
@@ -135,6 +136,7 @@ class Service:
         self._busy, self._waiting = 0, 0
         self.tickets: dict[Job, Ticket] = {}
         self._admitted_at: dict[Job, float] = {}
+        self._deciding: set[Any] = set()
         self._encoding = concurrent.futures.ThreadPoolExecutor(1, "encoding")
         self._loop = asyncio.get_running_loop()
         self._thread = EngineThread(engine, self._loop, self._apply, self._fail)
@@ -208,6 +210,34 @@ class Service:
             yield {"forward": update.nfe, "written": update.written, "cells": changed, **busy}
         answer = answer_of(job)
         yield {"text": answer.text, "finish_reason": self._reason(job, answer), "usage": usage_of([answer], 1)}
+
+    async def decide(self, body: DecideBody) -> Json:
+        """A decision.
+
+        Raises:
+            Fault: for a request that is refused or fails.
+        """
+        self._check_body(body)
+        self._reserve(1)
+        start = self._loop.time()
+        future = None
+        try:
+            async with _deadline(None if self.limits.deadline is None else start + self.limits.deadline):
+                question, seed = await self._loop.run_in_executor(self._encoding, self._make_question, body)
+                self._check_alive()
+                future = self._thread.decide(question)
+                self._deciding.add(future)
+                decision = await future
+        finally:
+            self.in_flight -= 1
+            self._deciding.discard(future)
+        if decision is None:
+            raise _broken_fault()
+        self.metrics.count_decision(decision, self._loop.time() - start)
+        read = decision.prompt_tokens
+        usage = {"prompt_tokens": read, "completion_tokens": 0, "total_tokens": read, "forwards": decision.nfe}
+        found = {name: value for name, value in decision.to_json().items() if name not in ("prompt_tokens", "nfe")}
+        return {**self._named("decision", "decision", seed), **found, "usage": usage}
 
     async def admit(self, body: Body, *, streamed: bool) -> Ticket:
         """Gives a request to the engine.
@@ -301,6 +331,25 @@ class Service:
         self._check_forwards(made[0][0])
         return made
 
+    def _make_question(self, body: DecideBody) -> tuple[Question, int]:
+        """The question and its seed. Not for the event loop."""
+        (prompt,), seed = body.prompts, secrets.randbelow(2**32) if body.seed is None else body.seed
+        self._encode(prompt)  # refused by this server's own limit first
+        options: dict[str, Any] = {"template": body.template, "gamma": body.gamma, "joint": body.joint, "seed": seed}
+        temperature = 1.0 if body.temperature is None else body.temperature
+        try:
+            (question,) = prepare_questions(self._reader, [prompt], body.fields, temperature=temperature, **options)
+        except DllmError as error:
+            raise Fault(400, str(error)) from None
+        form, room = question.form, self.engine.sampler.gen_length
+        if form.longest > room:
+            sentence = f"the template has up to {form.longest} tokens; this server takes {room}"
+            raise Fault(400, sentence, param="template", code="context_length_exceeded")
+        if form.most_rows > self._most_forwards:
+            sentence = f"the decision may take {form.most_rows} sequences, more than the {self._most_forwards}"
+            raise Fault(400, f"{sentence} of this server; give fewer values", code="too_many_forwards")
+        return question, seed
+
     def _check_numbers(self, numbers: Mapping[str, int | float]) -> None:
         idle, settable = {"temperature": 0, "top_p": 1}, self.engine.settable
         for name, value in numbers.items():
@@ -351,6 +400,9 @@ class Service:
         for ticket in set(self.tickets.values()):
             ticket.fault = ticket.fault or fault
             ticket.changed.set()
+        for future in self._deciding:
+            if not future.done():
+                future.set_exception(fault)
 
     def close_ticket(self, ticket: Ticket) -> None:
         """Cancels the jobs of a ticket that have not ended."""
@@ -365,13 +417,16 @@ class Service:
         self.in_flight -= 1
 
     def _head(self, shape: Shape, kind: str, ticket: Ticket) -> Json:
+        return self._named(shape.prefix, kind, ticket.jobs[0].seed)
+
+    def _named(self, prefix: str, kind: str, seed: int) -> Json:
         return {
-            "id": f"{shape.prefix}-{secrets.token_hex(12)}",
+            "id": f"{prefix}-{secrets.token_hex(12)}",
             "object": kind,
             "created": int(time.time()),
             "model": self.name,
             "system_fingerprint": self.fingerprint,
-            "seed": ticket.jobs[0].seed,
+            "seed": seed,
         }
 
     def _choice(self, shape: Shape, body: ChatBody | TextBody, job: Job, answer: Generation) -> Json:
@@ -408,7 +463,7 @@ def answer_of(job: Job) -> Generation:
     request = job.request
     assert request.result is not None
     if describe_broken(request.result.broken_at, [request.number]):
-        raise Fault(500, "the model's logits were not finite, so there is no answer", outcome="failed")
+        raise _broken_fault()
     return request.generation
 
 
@@ -465,6 +520,10 @@ async def _deadline(until: float | None) -> AsyncIterator[None]:
     except TimeoutError:
         sentence = "the answer was not ready at the server's deadline"
         raise Fault(503, sentence, outcome="late", code="deadline_exceeded") from None
+
+
+def _broken_fault() -> Fault:
+    return Fault(500, "the model's logits were not finite, so there is no answer", outcome="failed")
 
 
 def _engine_fault() -> Fault:

@@ -71,6 +71,10 @@ def _parse_stop(value: Any) -> Any:
     return tuple(_check_text(text) for text in texts)
 
 
+def _check_if_text(value: Any) -> Any:
+    return _check_text(value) if isinstance(value, str) else value
+
+
 String = Annotated[str, AfterValidator(_check_text)]
 
 
@@ -236,8 +240,8 @@ class TextBody(CompletionBody):
             raise Fault(400, "logprobs above 0 is not supported; use logprobs=0", param="logprobs")
 
 
-class CanvasBody(Body):
-    """The body of /v1/canvas: a raw text, or a conversation."""
+class PromptBody(Body):
+    """A body with one prompt: a raw text, or a conversation."""
 
     prompt: String | None = None
     messages: list[ChatMessage] | None = None
@@ -247,6 +251,25 @@ class CanvasBody(Body):
         if (self.prompt is None) == (self.messages is None):
             raise Fault(400, "give either a prompt or messages", param="prompt")
         return [self.prompt if self.messages is None else [message.turn for message in self.messages]]
+
+
+class CanvasBody(PromptBody):
+    """The body of /v1/canvas."""
+
+
+class DecideBody(PromptBody):
+    """The body of /v1/decide; `temperature` divides scores."""
+
+    fields: dict[String, list[Annotated[Any, AfterValidator(_check_if_text)]]]
+    template: String | None = None
+    gamma: float | None = Field(None, ge=0)
+    joint: bool = False
+
+    def check(self) -> None:
+        super().check()
+        idle = {"max_tokens": self.max_tokens, "top_p": self.top_p, "stop": self.stops or None}
+        if name := next((name for name, value in (*idle.items(), *self._extra_fields()) if value is not None), None):
+            raise Fault(400, f"{name!r:.60} has no effect on a decision; leave it out", param=name[:60])
 
 
 def _is_container(value: Any) -> bool:

@@ -67,6 +67,16 @@ class PromptTooLong(DllmError):
         self.tokens = tokens
 
 
+def check_prompts(prompts: Any) -> None:
+    """Raises DllmError for what is no list of prompts."""
+    if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, (Sequence, np.ndarray, jax.Array)):
+        raise DllmError(f"prompts is {reprlib.repr(prompts)}; give a string or a list of prompts")
+    flat = isinstance(prompts, np.ndarray | jax.Array) and prompts.ndim == 1
+    if flat or any(isinstance(item, int | np.integer) for item in prompts):
+        ids = reprlib.repr(prompts.tolist() if isinstance(prompts, np.ndarray | jax.Array) else list(prompts))
+        raise DllmError(f"prompts is {ids}; token ids of one prompt are a list in a list, [{ids}]")
+
+
 def encode_prompt(
     model: Model, prompt: Prompt, *, chat: bool = False, system: str | None = None, most: int | None = None
 ) -> list[int]:

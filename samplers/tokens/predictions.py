@@ -242,11 +242,20 @@ def logprob_of(logits: jax.Array, token: jax.Array) -> jax.Array:
 
 
 def logprobs_of(scores: Readout, token: jax.Array) -> jax.Array:
-    """Log-probabilities of tokens [B, W] int32, read tile by tile: [B, W] float32; NaN where a score is."""
+    """Log-probabilities of tokens, read tile by tile; NaN where a score is.
+
+    Args:
+        token: [B, W] int32, or [B, W, C] for several at a position.
+
+    Returns:
+        float32 of the same shape.
+    """
 
     def read(tile: Tile) -> tuple[jax.Array, jax.Array, jax.Array]:
         logits = scores.of(tile)
-        peak, own = logits.max(axis=-1), jnp.where(scores.ids(tile) == token[..., None], logits, -jnp.inf).max(axis=-1)
+        peak, ids = logits.max(axis=-1), scores.ids(tile)
+        score = lambda token: jnp.where(ids == token[..., None], logits, -jnp.inf).max(axis=-1)
+        own = score(token) if token.ndim == 2 else jax.vmap(score, in_axes=-1, out_axes=-1)(token)
         return peak, jnp.exp(logits - _centre(peak)[..., None]).sum(axis=-1), own
 
     def merge(one: Any, other: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -255,6 +264,7 @@ def logprobs_of(scores: Readout, token: jax.Array) -> jax.Array:
         return peak, total, jnp.maximum(one[2], other[2])
 
     peak, total, own = _reduce(scores, read, merge)
+    peak, total = (x if token.ndim == 2 else x[..., None] for x in (peak, total))
     return own - peak - jnp.log(total)
 
 

@@ -1,0 +1,1 @@
+"""Typed decisions: choices and scores read from the canvas."""
