@@ -13,11 +13,14 @@ from conftest import one_error, refuses
 from test_renoise import CONFIG as CANVAS
 
 import dllm_jax
+from convert import embedded
 from dllm_jax import Denoiser, FunctionDenoiser, make_mesh
 from dllm_jax.models.denoiser import Span
+from dllm_jax.text.tokenizer import load_tokenizer
 from samplers import Renoise, Sampling, decide, sample_jit
 from samplers.cli import decide as command
 from samplers.cli import sample as cli
+from samplers.decisions.questions import prepare_questions
 from samplers.text.prompts import encode_prompt
 
 A, B = 97, 98  # what the byte-level tokenizer makes of "a" and "b"
@@ -85,9 +88,7 @@ def test_independent_slots_are_each_combination_scored(independent, temperature)
     scores = by_hand(logprobs, [*fields.values()], ids_of, (len(" and ") + len(".") + 1, len(".") + 1)) / temperature
     shares = np.exp(scores - scores.max())
     shares /= shares.sum()
-    options = {"template": "It is:{word} and {n}.", "temperature": temperature}
-    # A slot's spaces belong to its values, so the second field's have three tokens, the first of them a space.
-    options["template"] = "It is:{word} and-{n}."
+    options = {"template": "It is {word} and {n}.", "temperature": temperature}
     found = decide(model, "Q", fields, **options)
     joint = decide(model, "Q", fields, joint=True, **options)
     for decision in (found, joint):
@@ -106,7 +107,7 @@ def test_independent_slots_are_each_combination_scored(independent, temperature)
 
 def _word(logprobs):
     """The score of the first field's first value."""
-    return logprobs[len(" and-10.") + 1, A]
+    return logprobs[len(" and 10.") + 1, A]
 
 
 def test_dependent_slots_are_told(dependent):
@@ -130,20 +131,16 @@ def test_the_surest_field_is_decided_first(dependent, gamma, nfe):
 
 
 def by_forward(model, prompt, forward):
-    """The probabilities of `FIELDS` with the default template, from one forward's logits [1, S, V]."""
-    ids = encode_prompt(model, prompt)
-    text = ("" if ids[-1] == 10 or not isinstance(prompt, str) else "\n") + "answer:   \nurgency:"
+    """The probabilities of `FIELDS` with the default template, from one forward's logits [1, S, V] for each length."""
+    ids, mask = encode_prompt(model, prompt), model.denoiser.mask_id
     spell = lambda text: [ord(c) for c in text]
+    before = spell(("" if ids[-1] == 10 or not isinstance(prompt, str) else "\n") + "answer: ")
     shares = {}
-    for value in ("yes", "no"):
-        mask = model.denoiser.mask_id
-        body = spell(text.split("   ")[0]) + [mask] * (len(value) + 1) + spell("\nurgency:") + [mask] * 2
-        tokens = jnp.asarray([ids + body + [model.denoiser.eos_id]])
-        logprobs = jax.nn.log_softmax(forward(tokens, len(ids)))[0]
-        first = len(ids) + len(text.split("   ")[0])
-        shares[value] = sum(logprobs[first + at, ord(c)] for at, c in enumerate(f" {value}"))
-        if value == "no":  # the shortest values' row
-            urgency = [logprobs[len(tokens[0]) - 3, 32] + logprobs[len(tokens[0]) - 2, 48 + n] for n in range(1, 6)]
+    for value in ("yes", "no"):  # the second's canvas is that of the shortest values
+        body = [*before, *[mask] * len(value), *spell("\nurgency: "), mask, model.denoiser.eos_id]
+        logprobs = jax.nn.log_softmax(forward(jnp.asarray([ids + body]), len(ids)))[0]
+        shares[value] = sum(logprobs[len(ids) + len(before) + at, ord(c)] for at, c in enumerate(value))
+        urgency = [logprobs[len(ids) + len(body) - 2, ord(str(n))] for n in range(1, 6)]
     softmax = lambda scores: np.asarray(jax.nn.softmax(jnp.asarray(scores)))
     return softmax([shares["yes"], shares["no"]]), softmax(urgency)
 
@@ -224,6 +221,20 @@ def test_a_mesh_decides_alike(llada_tiny):
         decide(split, PROMPTS, FIELDS, batch_size=6)
 
 
+def test_spaces_are_where_the_tokenizer_has_them(llada_tiny):
+    """With tokens `: ` and ` e`: a number's space is the piece's, and a word's that begins so is its own."""
+    ids = {"vocab_size": 517, "eos_id": 0, "pad_id": 0, "mask_id": 1, "end_ids": (0, 2), "bos_id": 3}
+    config = llada_tiny.config.replace(num_layers=1, **ids)
+    tokenizer = load_tokenizer(embedded.source("word-problems"), config)
+    model = dataclasses.replace(dllm_jax.random_model(config), tokenizer=tokenizer)
+    fields = {"n": [35, 7], "word": ["even", "eggs"]}
+    (question,) = prepare_questions(model, ["Q"], fields, template="n: {n}, it is {word}.", **PLAIN)
+    texts = lambda rows: [tokenizer.decode(row) for row in rows]
+    assert texts(question.form.pieces) == ["n: ", ", it is", ".<|endoftext|>"]
+    assert [texts(field.ids) for field in question.form.fields] == [["35", "7"], [" even", " eggs"]]
+    assert question.form.fields[0].lengths == [1]
+
+
 def test_templates_and_values(llada_tiny):
     """Braces, spaces, JSON's spelling, chats, and the order of slots."""
     fields = {"flag": [True, False], "x": [0.5, 1, "one"], "text": ["a, b", "c"]}
@@ -247,6 +258,7 @@ def test_logits_that_are_not_finite(llada_tiny):
         decide(model, "Q", FIELDS)
 
 
+PLAIN = {"gamma": None, "joint": False, "temperature": 1.0}
 TWO = {"a": ["x", "y"], "b": ["x", "y"]}
 MISTAKES = [
     ("fields", {"fields": ["a"]}),
@@ -331,11 +343,11 @@ def test_a_denoiser_of_its_own_length(llada_tiny):
     """Prompts up to the context's end: the sequence is not rounded up beyond it, and the window moves back."""
     model = dataclasses.replace(llada_tiny, config=llada_tiny.config.replace(max_length=40))
     assert isinstance(model.denoiser, Denoiser)
-    prompt = [65] * (40 - len("x= yes") - 1)
-    found = decide(model, [prompt], {"a": ["yes", "no"]}, template="x= {a}")[0]
+    prompt = [65] * (40 - len("x=yes") - 1)
+    found = decide(model, [prompt], {"a": ["yes", "no"]}, template="x={a}")[0]
     ids, mask = prompt + [ord("x"), ord("=")], model.denoiser.mask_id
     scores = []
-    for value in (" yes", " no"):
+    for value in ("yes", "no"):
         tokens = jnp.asarray([ids + [mask] * len(value) + [model.denoiser.eos_id]])
         logprobs = jax.nn.log_softmax(model.denoiser(tokens))[0]
         scores.append(sum(logprobs[len(ids) + at, ord(c)] for at, c in enumerate(value)))

@@ -54,7 +54,8 @@ def decide(  # type: ignore[misc]  # the overloads leave out the options' names
         prompts: as in `generate`: one string, or a list whose items are strings, token ids or lists of messages.
         fields: of each field its values: different strings, numbers or booleans, at least two.
         template: the text after the prompt, with `{name}` where a field's value stands; `{{` and `}}` are braces. Each
-            piece of text is tokenised alone, and spaces before a slot go to its values. Default: a line `name: {name}`
+            piece of text is tokenised alone; the spaces before a slot are tokens of its values where the tokenizer
+            would join them. Default: a line `name: {name}`
             for each field, after a line break if the prompt is a text without one. An end token follows.
         chat: take strings as a user's message in the model's chat format; system: with this system message.
         gamma: bound in nats on the entropies of fields that are decided by one forward (EB-Sampler, arXiv 2505.24857,

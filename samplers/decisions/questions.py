@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 import string
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -186,29 +186,38 @@ def _check_fields(fields: Mapping[str, Iterable[Any]]) -> dict[str, list[Any]]:
 
 def _form_of(model: Model, fields: Mapping[str, list[Any]], template: str, **options: Any) -> Form:
     tokenizer = model.require_tokenizer()
-    names, texts = _parse(template, fields)
 
-    def encode(text: str, what: str) -> list[int]:
+    def encode(text: str) -> list[int]:
         ids = encode_text(tokenizer, text) if text else []
         if open_id(model.denoiser) in ids:
-            raise DllmError(f"{what} contains the mask token; leave it out")
+            raise DllmError("the template or a value contains the mask token; leave it out")
         return ids
 
-    spaces = [text[len(text.rstrip(" ")) :] for text in texts[:-1]]
-    pieces = [encode(text.rstrip(" ") if at < len(names) else text, "the template") for at, text in enumerate(texts)]
-    pieces[-1].append(model.denoiser.eos_id)
-    made = []
-    for name, before in zip(names, spaces, strict=True):
-        values = fields[name]
-        own = [encode(before + value_text(value), f"a value of {name}") for value in values]
+    names, texts = _parse(template, fields)
+    made, pieces = list[Field](), list[list[int]]()
+    for name, text in zip(names, texts, strict=False):
+        values = [value_text(value) for value in fields[name]]
+        end = _end_of_piece(encode, text, values)
+        pieces.append(encode(text[:end]))
+        own = [encode(text[end:] + value) for value in values]
         if same := next((at for at, ids in enumerate(own) if own.index(ids) < at), None):
-            pair = f"{value_text(values[own.index(own[same])])} and {value_text(values[same])}"
+            pair = f"{values[own.index(own[same])]} and {values[same]}"
             raise DllmError(f"{pair}, values of {name}, have the same tokens; leave one out")
-        made.append(Field(name, values, own))
-    form = Form(made, pieces, **options)
+        made.append(Field(name, fields[name], own))
+    form = Form(made, [*pieces, [*encode(texts[-1]), model.denoiser.eos_id]], **options)
     if form.joint and (count := math.prod(len(field.values) for field in made)) > MOST_COMBINATIONS:
         raise DllmError(f"there are {count} combinations of values, more than {MOST_COMBINATIONS}; leave out joint")
     return form
+
+
+def _end_of_piece(encode: Callable[[str], list[int]], text: str, values: Sequence[str]) -> int:
+    """Where a piece of text ends: before its last spaces if more values have their usual tokens together with them."""
+    whole = [encode(text + value) for value in values]
+    pieces = {end: encode(text[:end]) for end in (len(text), len(text.rstrip(" ")))}
+    usual = lambda end: sum(
+        ids == pieces[end] + encode(text[end:] + value) for ids, value in zip(whole, values, strict=True)
+    )
+    return max(pieces, key=usual)
 
 
 def _parse(template: str, fields: Mapping[str, Any]) -> tuple[list[str], list[str]]:
