@@ -7,7 +7,7 @@ r"""How much device memory a training step of each recipe takes: `python -m benc
 
 compiles the step with a run's own settings (`benchmarks.compile --what train`) and prints the line for the recipe's
 head. On TPUs, where layers are a loop, all of them are compiled; on GPUs, where they are not, 4 and 6, and the model's
-need is extrapolated from both.
+need is extrapolated from both, where layers are alike.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from typing import Any
 from benchmarks import compile as bench
 from benchmarks.command import status_of
 from dllm_jax import published_config
+from train import read_config
 
 SIZES = ("argument_bytes", "temporary_bytes", "peak_bytes")
 KEPT = ("config", "target", "mesh", "model", "layers", "batch", "accumulate", "length", "jax", *SIZES, "memory_bytes")
@@ -48,7 +49,8 @@ def rows_of(path: str, target: str, settings: Sequence[str] = ()) -> list[dict[s
         result = bench.report(bench.parser().parse_args(arguments))
         return {name: result[name] for name in KEPT}
 
-    if target.partition(":")[0] not in bench.GPUS:
+    alike = published_config(read_config(path).model.init).gemma is None
+    if target.partition(":")[0] not in bench.GPUS or not alike:
         return [compiled(0)]
     few, more = compiled(FEW), compiled(MORE)
     return [few, more, extended(few, more, published_config(more["model"]).num_layers)]

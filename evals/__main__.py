@@ -9,6 +9,7 @@
     python -m evals figure ni --model DIR --indicator DIR --indicator DIR --out DIR
     python -m evals compare --model word-problems --task word-problems --index 3
     python -m evals decompose --model DIR --task sudoku --sampler 'topk:k=1|4' --sampler 'eb:gamma=0.1|1' --out DIR
+    python -m evals decide --model DIR --task word-problems:wording=fields --gamma 0.1 --joint --out DIR
     python -m evals oracle --model DIR --task sudoku --sampler threshold:threshold=0.9
     python -m evals trajectories --model DIR --task maze --sampler topk --n 1000 --out DIR
     python -m evals indicator --model DIR --indicator DIR --trajectories DIR --out DIR
@@ -42,7 +43,7 @@ from dllm_jax import DllmError, Model
 from dllm_jax.cli.command import Parser, console, run_printing
 from dllm_jax.indicator import load_indicator
 from dllm_jax.storage import write_file
-from evals import decomposition, files, leaderboard, plots, quantize, stderr, trajectories
+from evals import decisions, decomposition, files, leaderboard, plots, quantize, stderr, trajectories
 from evals.distributed import meeting
 from evals.figures import draw_figure, samplers_of, summarize_figure
 from evals.flags import add_batch, add_count, add_distributed, add_model, add_task, command, models_of
@@ -114,6 +115,7 @@ def command_line() -> argparse.ArgumentParser:
     trajectories.add(commands)
     quantize.add(commands)
     decomposition.add(commands)
+    decisions.add(commands)
     return parser
 
 

@@ -132,6 +132,16 @@ class Task(abc.ABC):
         """Texts that end an answer and are no part of it, besides the model's end tokens."""
         return ()
 
+    @property
+    def fields(self) -> Mapping[str, Sequence[Any]] | None:
+        """Of a task of typed decisions the values of each field, in the order of `samplers.decide`'s default template,
+        which its answers are written by; None for other tasks."""
+        return None
+
+    def decided(self, example: Example) -> Mapping[str, Any]:
+        """The right value of each field."""
+        return {}
+
     def count(self, split: str) -> int | None:
         """Number of examples of a split, None where there is no end of them."""
         return None

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Difficulty = Literal["easy", "medium", "hard", "long"]
-Wording = Literal["terse", "free"]
+Wording = Literal["terse", "free", "fields"]
 
 TOKENIZER = Path(__file__).parents[1] / "tokenizers" / "word-problems"
 
@@ -98,7 +98,8 @@ class WordProblems(DrawnTask):
         max_total: largest number that occurs; by default the difficulty's.
         operations: which of "+-*/" occur; by default the difficulty's.
         wording: "terse" answers are equations alone; in "free" ones each stands in a sentence whose verb is anyone's
-            choice, `Tom gets 12+23=35.`: a model cannot be sure of it, however much it knows.
+            choice, `Tom gets 12+23=35.`: a model cannot be sure of it, however much it knows. "fields" ones are typed
+            decisions without steps: a line each of `fields`, such as `even: no`.
         seed: another seed gives other examples of the same splits.
         codec, eos_id: the transformers tokenizer and its end id; the task's own by default. `bind` sets a model's.
     """
@@ -154,12 +155,22 @@ class WordProblems(DrawnTask):
     def verify(self, example: Example, ids: Ids) -> Verdict:
         problem: Problem = example.problem
         text, reference = self.show(ids), example.answer_ids[:-1]
-        correct = final_answer(text) == problem.answer
-        return Verdict(
-            correct=correct,
-            strict=correct and worked_steps(text, words=self.wording == "free") == problem.equations(),
-            exact=len(ids) == len(reference) and bool(np.array_equal(ids, reference)),
-        )
+        if self.wording == "fields":
+            correct = strict = text == fields_text(problem)
+        else:
+            correct = final_answer(text) == problem.answer
+            strict = correct and worked_steps(text, words=self.wording == "free") == problem.equations()
+        exact = len(ids) == len(reference) and bool(np.array_equal(ids, reference))
+        return Verdict(correct=correct, strict=strict, exact=exact)
+
+    @property
+    def fields(self) -> Mapping[str, Sequence[Any]] | None:
+        if self.wording != "fields":
+            return None
+        return {"answer": range(1, self.limits.max_total + 1), "even": ("yes", "no"), "more": ("yes", "no")}
+
+    def decided(self, example: Example) -> Mapping[str, Any]:
+        return field_values(example.problem)
 
     def show(self, ids: Ids) -> str:
         codec = self._coding[0]
@@ -180,6 +191,8 @@ class WordProblems(DrawnTask):
     @functools.cached_property
     def answer_width(self) -> int:
         digits = "8" * len(str(self.limits.max_total))
+        if self.wording == "fields":
+            return -(-(len(encode_text(self._coding[0], f"answer: {digits}\neven: yes\nmore: yes")) + 1) // 8) * 8
         subjects = [f"{name} {verb} " for name in NAMES for verb in VERBS] if self.wording == "free" else [""]
         steps = lambda subject: f"{subject}{digits}+{digits}={digits}. " * self.limits.steps[1]
         longest = max(len(encode_text(self._coding[0], f"{steps(subject)}#### {digits}")) for subject in subjects)
@@ -203,6 +216,8 @@ class WordProblems(DrawnTask):
         problem = draw_of_split(self.name, split, lambda: self._problem(draws), canonical)
         name = draws.choice(NAMES)
         question = self._question(problem, name, draws)
+        if self.wording == "fields":
+            return problem, question, fields_text(problem)
         subjects = [f"{name} {_verb(draws)} " for _ in problem.steps] if self.wording == "free" else None
         return problem, question, solution_text(problem, subjects)
 
@@ -274,6 +289,18 @@ def solution_text(problem: Problem, subjects: Sequence[str] | None = None) -> st
     equations = (f"{left}{operation}{right}={result}. " for left, operation, right, result in problem.equations())
     steps = "".join(subject + equation for subject, equation in zip(before, equations, strict=True))
     return f"{steps}#### {problem.answer}"
+
+
+def field_values(problem: Problem) -> dict[str, Any]:
+    """The decisions: the answer, whether it is even, and whether it is more than there was at first."""
+    word = {True: "yes", False: "no"}
+    answer = problem.answer
+    return {"answer": answer, "even": word[answer % 2 == 0], "more": word[answer > problem.start]}
+
+
+def fields_text(problem: Problem) -> str:
+    """The reference answer of wording "fields": `answer: 35`, a line for each field."""
+    return "\n".join(f"{name}: {value}" for name, value in field_values(problem).items())
 
 
 _ANSWER = re.compile(r"####\s*([0-9]{1,9})(?![0-9]|[.,][0-9])")

@@ -211,7 +211,8 @@ def _normalised(scores: np.ndarray, temperature: float) -> np.ndarray:
 
 def _mass_of(field: Field, scores: np.ndarray) -> float:
     lengths = np.asarray([len(ids) for ids in field.ids])
-    return max(float(np.exp(scores[lengths == length]).sum()) for length in field.lengths)
+    share = max(float(np.exp(scores[lengths == length]).sum()) for length in field.lengths)
+    return min(share, 1.0)  # which rounding may exceed
 
 
 def _log(shares: np.ndarray) -> np.ndarray:
