@@ -156,9 +156,13 @@ def prepare_infill(
     system: str | None = None,
     sampler: str | Rule | SamplerConfig | None = None,
     seed: int = 0,
+    made: CanvasSampler | None = None,
     **options: Any,
 ) -> InfillPlan:
     """Everything that `infill` does before the first forward; it does not use the model's parameters.
+
+    Args:
+        made: a sampler that is built already, of `config_for_gaps`, instead of one for these templates.
 
     Raises:
         DllmError: as `infill`.
@@ -179,7 +183,11 @@ def prepare_infill(
     prompts = [before + ids[0] or _start_tokens(model) for before, ids in zip(before_text, pieces, strict=True)]
     longest = max((len(row) for row in prompts), default=0)
     width = max((sum(own) + sum(map(len, ids[1:])) for ids, own in zip(pieces, lengths, strict=True)), default=1)
-    made = _sampler(model, sampler, options, longest, width)
+    if made is None:
+        made = _sampler(model, sampler, options, longest, width)
+    elif width > made.gen_length:
+        room = f"there is room for {made.gen_length}; shorten it"
+        raise DllmError(f"the template has {width} tokens from its first gap on and {room}")
     check_width(model, made, longest)  # before a canvas is made, which may be huge
     canvases = [_make_canvas(ids[1:], old, own) for ids, old, own in zip(pieces, edited, lengths, strict=True)]
     heads, rest = [ids[0] for ids in pieces], [ids[1:] for ids in pieces]
@@ -286,20 +294,26 @@ def _sampler(
     config = configure(model, sampler, options)
     if written := [option for option in _WITHOUT_EFFECT if config.is_written(option)]:
         raise DllmError(f"{written[0]} has no effect on an infilling, which ends where its template does; leave it out")
-    if issubclass(config.kind, LeftToRight):
-        raise DllmError("gaps cannot be filled by a sampler that writes from left to right; use an unmasking rule")
+    config = config_for_gaps(model, config)
     block = config.options.get("block_length", getattr(config.kind, "block_length", None))
     check_length("block_length", block or None, optional=True)
     room = -(-longest // block) * block if block else bucket_length(longest)
     length = max(min(room, model.config.max_length - prompt_length), longest)
-    decided = {
-        "gen_length": length,
-        "ignore_eos": True,
-        "suppress": _suppress_textless(model, config.options.get("suppress")),
-    }
+    return make_sampler(model, config.with_options(gen_length=length))
+
+
+def config_for_gaps(model: Model, config: SamplerConfig) -> SamplerConfig:
+    """The sampler for canvases that end where they end, with text in every gap.
+
+    Raises:
+        DllmError: for a sampler that writes from left to right.
+    """
+    if issubclass(config.kind, LeftToRight):
+        raise DllmError("gaps cannot be filled by a sampler that writes from left to right; use an unmasking rule")
+    decided = {"ignore_eos": True, "suppress": _suppress_textless(model, config.options.get("suppress"))}
     if config.options.get("fill_after_eos"):  # of the checkpoint; an end token in a piece ends nothing
         decided["fill_after_eos"] = False
-    return make_sampler(model, config.with_options(**decided))
+    return config.without("stop").with_options(**decided)
 
 
 def _suppress_textless(model: Model, written: Any) -> Any:
@@ -312,10 +326,10 @@ def _suppress_textless(model: Model, written: Any) -> Any:
     return [*(written or ()), *sorted(set(range(model.config.vocab_size)) - texts)]
 
 
-def infilling_of(model: Model, plan: InfillPlan, request: Request) -> Infilling:
-    """The infilling of a request that has ended."""
+def infilling_of(model: Model, plan: InfillPlan, request: Request, row: int | None = None) -> Infilling:
+    """The infilling of a request that has ended; `row` is its row of the plan, by default its number."""
     assert request.result is not None
-    row, result = request.number, request.result
+    row, result = request.number if row is None else row, request.result
     given, template = plan.canvases[row][1], plan.templates[row]
     canvas = result.tokens[0, : len(given)].tolist()
     head, gaps, start = plan.heads[row], list[str](), 0

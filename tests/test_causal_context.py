@@ -303,9 +303,10 @@ def test_on_a_mesh(model, tmp_path) -> None:
         assert found.tokens.tolist() == one.tokens.tolist() and found.nfe.tolist() == one.nfe.tolist()
 
 
-def test_quantized_models_draft_and_read(model, tmp_path) -> None:
-    convert.convert("nemotron", TINY, tmp_path / "int8", quantize="int8")
-    found_model = load(tmp_path / "int8")
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_quantized_models_draft_and_read(model, tmp_path, bits) -> None:
+    convert.convert("nemotron", TINY, tmp_path / bits, quantize=bits)
+    found_model = load(tmp_path / bits)
     assert found_model.draft_adapter is not None
     found = run(found_model, make_sampler(found_model, "self-speculation", gen_length=GEN))
     same_answers(found, run(found_model, make_sampler(found_model, "autoregressive", gen_length=GEN)))

@@ -31,7 +31,7 @@ from convert import embedded
 from dllm_jax import DllmError
 from dllm_jax.families import FAMILIES
 from dllm_jax.text.tokenizer import load_tokenizer
-from samplers import Engine, decide, generate, make_sampler, sample_jit
+from samplers import Engine, decide, generate, infill, make_sampler, sample_jit
 from samplers.cli import sample as cli
 from samplers.generation import answer
 from samplers.serving import engine_thread, middleware, page, scheduler, server
@@ -369,6 +369,53 @@ def test_a_bad_body_gets_an_error_of_openais_format(served, number):
     assert (answer.status_code, words in error["message"]) == (status, True), (answer.status_code, error)
     assert set(error) == {"message", "type", "param", "code"} and "\n" not in error["message"]
     assert served.server.service.in_flight == 0 and not served.ended.done()
+
+
+GAPS = ["Tom has<gap:3>.", "<gap:2>12 + 12 = <edit>24</edit>!", "Q: <gap:4>\nA:<gap:2>"]
+
+
+def test_an_infilling_is_the_librarys(served, model):
+    """Of several clients at once, beside answers; alone and as the form of an answer, with numbers."""
+    bodies = [{"template": text, "seed": 2, "threshold": 0.004 + number / 4} for number, text in enumerate(GAPS)]
+    bodies += [{"template": GAPS[0], "prompt": PROMPT, "temperature": 0.7, "seed": 4}]
+    bodies += [{"template": GAPS[0], "messages": _user("Why?"), "seed": 5}]
+    call = lambda body: httpx.post(served.url + "/v1/infill", json=body, timeout=120)
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        others = [pool.submit(served.client.completions.create, model="tiny", prompt=PROMPT) for _ in range(2)]
+        found = list(pool.map(call, bodies))
+        assert all(other.result().choices[0].text for other in others)
+    shape = {name: value for name, value in SHAPE.items() if name != "gen_length"}
+    for body, response in zip(bodies, found, strict=True):
+        assert response.status_code == 200, response.text
+        mine, numbers = response.json(), {name: body[name] for name in ("threshold", "temperature") if name in body}
+        asked = {"prompt": "Why?", "chat": True} if "messages" in body else {"prompt": body.get("prompt")}
+        own = infill(model, body["template"], sampler="threshold", seed=body["seed"], **asked, **numbers, **shape)
+        assert (mine["text"], mine["gaps"], mine["seed"]) == (own.text, own.gaps, body["seed"])
+        assert mine["usage"]["forwards"] == own.nfe and mine["usage"]["prompt_tokens"] == own.prompt_tokens
+    assert served.server.service.in_flight == 0
+
+
+BAD_INFILLINGS = [
+    ({}, 422, "template"),
+    ({"template": "a"}, 400, "no gap"),
+    ({"template": "a<gap>"}, 400, "no length"),
+    ({"template": "a<gap:99>"}, 400, "room for 16"),
+    ({"template": "a " * 99 + "<gap:2>"}, 400, "takes 64"),
+    ({"template": "a<gap:2>", "prompt": "a " * 500}, 400, "takes 64"),
+    ({"template": "a<gap:2>", "prompt": "a", "messages": []}, 400, "either"),
+    ({"template": "a<gap:2>", "max_tokens": 3}, 400, "max_tokens"),
+    ({"template": "a<gap:2>", "stop": "x"}, 400, "stop"),
+    ({"template": "a<gap:2>", "treshold": 1}, 400, "threshold, top_k, top_p"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(BAD_INFILLINGS)))
+def test_a_bad_infilling_gets_an_error(served, number):
+    body, status, words = BAD_INFILLINGS[number]
+    answer = httpx.post(served.url + "/v1/infill", json=body, timeout=60)
+    error = answer.json()["error"]
+    assert (answer.status_code, words in error["message"]) == (status, True), (answer.status_code, error)
+    assert "\n" not in error["message"] and served.server.service.in_flight == 0
 
 
 CHOICE = {"answer": ["yes", "no"], "urgency": [1, 2, 3, 4, 5]}

@@ -13,7 +13,7 @@ admitted.
 import collections
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -76,8 +76,10 @@ class Engine:
 
     Attributes:
         model, sampler: what runs.
+        config: the sampler before it was built, if it was by a name; else None.
         slots: B, requests that run together.
         prompt_length: P, the longest prompt; each slot reserves this many positions.
+        draws: whether single requests may set temperature, top_p and top_k.
         stop, ignore_eos: the sampler's, if the engine was built by a name; else none.
         stats: what it did so far.
     """
@@ -109,20 +111,20 @@ class Engine:
         check_length("slots", slots)
         check_whole("prompt_length", prompt_length, 0)
         self.model, self.slots = model, slots
-        self._config: SamplerConfig | None = None
+        self.config: SamplerConfig | None = None
         if sampler is None or isinstance(sampler, str | Rule | SamplerConfig):
             sampler, options = configure(model, sampler, options), {}
-            self._config = sampler
-        written = {} if self._config is None else self._config.options
+            self.config = sampler
+        written = {} if self.config is None else self.config.options
         self.stop: tuple[str | int, ...] = tuple(written.get("stop") or ())
         self.ignore_eos = bool(written.get("ignore_eos"))
         sampler = make_sampler(model, sampler, **options)
-        if "verifier" in written and self._config is not None:  # one for all requests: another is another program
-            self._config = self._config.with_options(verifier=vars(sampler)["verifier"])
+        if "verifier" in written and self.config is not None:  # one for all requests: another is another program
+            self.config = self.config.with_options(verifier=vars(sampler)["verifier"])
         room = model.config.max_length - sampler.gen_length
         self.prompt_length = max(min(512, room), 1) if prompt_length is None else prompt_length
         check_width(model, sampler, self.prompt_length)
-        self._draws = draws
+        self.draws = draws
         self._slots = Slots(model, sampler, slots, self.prompt_length, draws)
         self.sampler: Any = self._slots.sampler
         self.stats = Stats()
@@ -174,17 +176,35 @@ class Engine:
             gen_length=gen_length or most,
             key_data=np.asarray(jax.random.key_data(own)),
             given=None if given is None else np.asarray(given),
-            numbers=self._numbers_with(numbers) if numbers else None,
+            numbers=self.numbers_with(numbers) if numbers else None,
             stop=tuple(stop),
             sampler_stop=self.stop,
         )
         self._check(made)
         return made
 
+    def numbers_with(self, options: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The sampler's numbers with some of them changed, for `Request.numbers`; errors as of `request`."""
+        if self.config is None:
+            raise DllmError(f"options {', '.join(sorted(options))} need an engine that was built by a sampler's name")
+        refuse_unknown(f"sampler {self.config.label}", options, self.config.owners)
+        if fixed := sorted(_FIXED & set(options)):
+            raise DllmError(f"{fixed[0]} cannot be chosen by request; build another engine")
+        changed = self.config.with_options(**options)
+        # Compiling stop strings would take longer than all else, and they are no numbers.
+        found: Any = changed.without("stop").build(self.model)
+        found = dataclasses.replace(found, stop=self.sampler.stop)
+        found = with_draws(found, self.model.config.vocab_size) if self.draws else found
+        if structure_of(found) != structure_of(self.sampler):
+            names = ", ".join(sorted(options))
+            room = "" if self.draws else ", or draws=True for temperature, top_p and top_k"
+            raise DllmError(f"{names} would make another program; build an engine with it{room}")
+        return numbers_of(found)
+
     @property
     def settable(self) -> list[str]:
         """Options that `request` takes as numbers; none if the engine was not built by a sampler's name."""
-        known = set() if self._config is None else set(self._config.owners)
+        known = set() if self.config is None else set(self.config.owners)
         paths = [path.lstrip(".").replace(".", "_") for path in number_names(self.sampler)]
         found = (path if path in known else path.partition("_")[2] for path in paths)
         return sorted(name for name in found if name in known)
@@ -277,24 +297,6 @@ class Engine:
         if not stop_strings(stop):
             return ()
         return token_bytes(self.model.require_tokenizer(), self.model.config.vocab_size)
-
-    def _numbers_with(self, options: dict[str, Any]) -> tuple[Any, ...]:
-        """The sampler's numbers with some of them changed."""
-        if self._config is None:
-            raise DllmError(f"options {', '.join(sorted(options))} need an engine that was built by a sampler's name")
-        refuse_unknown(f"sampler {self._config.label}", options, self._config.owners)
-        if fixed := sorted(_FIXED & set(options)):
-            raise DllmError(f"{fixed[0]} cannot be chosen by request; build another engine")
-        changed = self._config.with_options(**options)
-        # Compiling stop strings would take longer than all else, and they are no numbers.
-        found: Any = changed.without("stop").build(self.model)
-        found = dataclasses.replace(found, stop=self.sampler.stop)
-        found = with_draws(found, self.model.config.vocab_size) if self._draws else found
-        if structure_of(found) != structure_of(self.sampler):
-            names = ", ".join(sorted(options))
-            room = "" if self._draws else ", or draws=True for temperature, top_p and top_k"
-            raise DllmError(f"{names} would make another program; build an engine with it{room}")
-        return numbers_of(found)
 
     def _run(self, most: int | None) -> tuple[Progress, list[tuple[int, Request]]]:
         """Runs steps as `step` says: where the slots are, and each request that ran with its slot."""

@@ -1,4 +1,4 @@
-"""The one thread that owns the engine: it takes commands, runs steps, and sends updates to the event loop."""
+"""The one thread that owns the engines: it takes commands, runs steps, and sends updates to the event loop."""
 
 import asyncio
 import contextlib
@@ -12,6 +12,7 @@ from samplers.decisions.answers import Decision, answer_questions
 from samplers.decisions.questions import Question
 from samplers.engine.engine import Engine, Stats
 from samplers.engine.requests import Request, Update
+from samplers.infill import InfillPlan
 
 CALL_SECONDS = 0.02
 """Duration of an engine call when no client streams: a command waits at most that long."""
@@ -29,6 +30,8 @@ class Job:
         request: the engine's request.
         seed: of its random numbers.
         streamed: report every step, not only the last.
+        engine: that runs it.
+        plan: of an infilling; None for another request.
         latest: the last update that was not sent to the client yet.
     """
 
@@ -36,6 +39,8 @@ class Job:
     request: Request
     seed: int
     streamed: bool
+    engine: Engine
+    plan: InfillPlan | None = None
     latest: Update | None = None
 
 
@@ -53,7 +58,8 @@ class OnCall(Protocol):
 
 
 class EngineThread(threading.Thread):
-    """Runs an engine for an event loop, which calls its methods; none of them waits."""
+    """Runs engines for an event loop, which calls its methods; none of them waits. A job's engine is stepped from its
+    submission on."""
 
     def __init__(
         self,
@@ -64,11 +70,11 @@ class EngineThread(threading.Thread):
     ) -> None:
         """
         Args:
-            engine: no other thread may step it from now on.
+            engine: that reads questions. No other thread may step it, or a job's, from now on.
             on_error: called in the event loop with an error of the engine; the thread then ends.
         """
         super().__init__(name="engine", daemon=True)
-        self._engine, self._loop, self._on_call, self._on_error = engine, loop, on_call, on_error
+        self._engines, self._loop, self._on_call, self._on_error = [engine], loop, on_call, on_error
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._jobs: dict[Request, Job] = {}
         self._questions: list[tuple[Question, asyncio.Future[Decision | None]]] = []
@@ -96,28 +102,33 @@ class EngineThread(threading.Thread):
         try:
             while self._run_commands():
                 self._decide()
-                if not self._engine.idle:
-                    self._step()
+                for engine in self._engines:
+                    if not engine.idle:
+                        self._step(engine)
         except BaseException as error:  # clients wait, whatever it is
             self._call_in_loop(self._on_error, error)
 
     def _run_commands(self) -> bool:
-        """Runs the commands that have come, and waits for one while the engine is idle; False to stop."""
+        """Runs the commands that have come, and waits for one while there is nothing to do; False to stop."""
         while True:
             try:
-                command = self._commands.get(block=self._engine.idle and not self._questions)
+                command = self._commands.get(block=self._idle and not self._questions)
             except queue.Empty:
                 return True
             if command is None:
                 return False
             command()
-            if self._engine.idle and self._commands.empty():
+            if self._idle and self._commands.empty():
                 self._send_updates([], Stats())
 
-    def _step(self) -> None:
-        before = self._engine.stats
-        updates = self._engine.step(self._steps())
-        stats = self._engine.stats - before
+    @property
+    def _idle(self) -> bool:
+        return all(engine.idle for engine in self._engines)
+
+    def _step(self, engine: Engine) -> None:
+        before = engine.stats
+        updates = engine.step(self._steps())
+        stats = engine.stats - before
         if stats.steps:
             self._step_seconds += 0.3 * (stats.seconds / stats.steps - self._step_seconds)
         jobs = [(self._jobs[update.request], update) for update in updates]
@@ -133,7 +144,8 @@ class EngineThread(threading.Thread):
             return
         found: Sequence[Decision | None | Exception]
         try:
-            found = answer_questions(self._engine.model, [question for question, _ in asked], self._engine.slots)
+            engine = self._engines[0]
+            found = answer_questions(engine.model, [question for question, _ in asked], engine.slots)
         except Exception as error:
             found = [error] * len(asked)
         for (_, future), answer in zip(asked, found, strict=True):
@@ -147,15 +159,17 @@ class EngineThread(threading.Thread):
 
     def _submit(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
-            self._jobs[self._engine.submit(job.request)] = job
+            self._engines += [job.engine] * (job.engine not in self._engines)
+            self._jobs[job.engine.submit(job.request)] = job
 
     def _cancel(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
             if self._jobs.pop(job.request, None) is not None:
-                self._engine.cancel(job.request)
+                job.engine.cancel(job.request)
 
     def _send_updates(self, updates: list[tuple[Job, Update]], stats: Stats) -> None:
-        self._call_in_loop(self._on_call, updates, stats, self._engine.busy, self._engine.waiting)
+        busy, waiting = (sum(getattr(engine, name) for engine in self._engines) for name in ("busy", "waiting"))
+        self._call_in_loop(self._on_call, updates, stats, busy, waiting)
 
     def _call_in_loop(self, call: Callable[..., None], *values: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody reads it

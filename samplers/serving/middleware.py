@@ -23,7 +23,9 @@ LOG = logging.getLogger("samplers.serving")
 KEYLESS = ("/", "/health")
 """Paths without a key: a page without data, and the server's health."""
 
-ROUTES = (*KEYLESS, "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/canvas", "/v1/decide")
+_ANSWERS = ("/v1/chat/completions", "/v1/completions", "/v1/canvas", "/v1/infill", "/v1/decide")
+
+ROUTES = (*KEYLESS, "/metrics", "/v1/models", *_ANSWERS)
 """Paths that are logged by name; others may be a client's own words."""
 
 BODY_SECONDS = 60.0

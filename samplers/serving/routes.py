@@ -16,7 +16,7 @@ from samplers.serving.metrics import CONTENT_TYPE
 from samplers.serving.middleware import LOG, Record, error_place, fault_response, invalid_body, record_of
 from samplers.serving.page import HEADERS, PAGE
 from samplers.serving.scheduler import Service, Ticket, as_event
-from samplers.serving.schemas import CanvasBody, ChatBody, DecideBody, TextBody
+from samplers.serving.schemas import CanvasBody, ChatBody, DecideBody, InfillBody, TextBody
 from samplers.serving.shapes import Json
 
 T = TypeVar("T")
@@ -72,12 +72,13 @@ def _add_answer_routes(app: FastAPI, service: Service) -> None:
     async def text(body: TextBody, request: Request) -> Response:
         return await _complete(service, body, request)
 
+    @app.post("/v1/infill")
+    async def infill(body: InfillBody, request: Request) -> Response:
+        return await _answer(service.infill(body), request)
+
     @app.post("/v1/decide")
     async def decide(body: DecideBody, request: Request) -> Response:
-        record = _start_record(request)
-        answer = await _cancel_if_gone(request, service.decide(body))
-        record.outcome, record.read = "done", answer["usage"]["prompt_tokens"]
-        return JSONResponse(answer)
+        return await _answer(service.decide(body), request)
 
     @app.post("/v1/canvas")
     async def canvas(body: CanvasBody, request: Request) -> Response:
@@ -86,11 +87,15 @@ def _add_answer_routes(app: FastAPI, service: Service) -> None:
 
 
 async def _complete(service: Service, body: ChatBody | TextBody, request: Request) -> Response:
-    record = _start_record(request)
     if body.stream:
         ticket = await _cancel_if_gone(request, service.admit(body, streamed=True))
-        return EventStream(ticket, service.chunks(body, ticket), record)
-    answer = await _cancel_if_gone(request, service.completion(body))
+        return EventStream(ticket, service.chunks(body, ticket), _start_record(request))
+    return await _answer(service.completion(body), request)
+
+
+async def _answer(work: Coroutine[Any, Any, Json], request: Request) -> Response:
+    record = _start_record(request)
+    answer = await _cancel_if_gone(request, work)
     record.outcome, usage = "done", answer["usage"]
     record.read, record.wrote = usage["prompt_tokens"], usage["completion_tokens"]
     return JSONResponse(answer)

@@ -24,11 +24,12 @@ from samplers.engine.engine import Engine, Stats
 from samplers.engine.program import with_numbers
 from samplers.engine.requests import Request, Update
 from samplers.generation import Generation
+from samplers.infill import config_for_gaps, infilling_of, prepare_infill, requests_for
 from samplers.sampler import describe_broken
 from samplers.serving.engine_thread import EngineThread, Job
 from samplers.serving.errors import Fault, stopping_fault
 from samplers.serving.metrics import Metrics
-from samplers.serving.schemas import Body, CanvasBody, ChatBody, CompletionBody, DecideBody, TextBody
+from samplers.serving.schemas import Body, CanvasBody, ChatBody, CompletionBody, DecideBody, InfillBody, TextBody
 from samplers.serving.shapes import ChatShape, Json, Shape, TextShape, token_scores, usage_of
 from samplers.text.decode import TextStream, text_of
 from samplers.text.prompts import PromptTooLong, encode_prompt
@@ -137,6 +138,7 @@ class Service:
         self.tickets: dict[Job, Ticket] = {}
         self._admitted_at: dict[Job, float] = {}
         self._deciding: set[Any] = set()
+        self._gaps: Engine | None = None
         self._encoding = concurrent.futures.ThreadPoolExecutor(1, "encoding")
         self._loop = asyncio.get_running_loop()
         self._thread = EngineThread(engine, self._loop, self._apply, self._fail)
@@ -211,6 +213,23 @@ class Service:
         answer = answer_of(job)
         yield {"text": answer.text, "finish_reason": self._reason(job, answer), "usage": usage_of([answer], 1)}
 
+    async def infill(self, body: InfillBody) -> Json:
+        """A text with its gaps filled.
+
+        Raises:
+            Fault: for a request that is refused or fails.
+        """
+        ticket = await self.admit(body, streamed=False)
+        try:
+            await ticket.answers()
+        finally:
+            ticket.close()
+        (job,) = ticket.jobs
+        assert job.plan is not None
+        found = infilling_of(self._reader, job.plan, job.request, 0)
+        head = self._named("infilling", "infilling", job.seed)
+        return {**head, "text": found.text, "gaps": found.gaps, "usage": usage_of([found], 1)}
+
     async def decide(self, body: DecideBody) -> Json:
         """A decision.
 
@@ -247,20 +266,22 @@ class Service:
         """
         self._check_body(body)
         prompts, copies = body.prompts, (body.n or 1) if isinstance(body, CompletionBody) else 1
-        count = len(prompts) * copies
+        count = 1 if isinstance(body, InfillBody) else len(prompts) * copies
         self._reserve(count)
         start = self._loop.time()
         until = None if self.limits.deadline is None else start + self.limits.deadline
         try:
             async with _deadline(until):
-                work = self._loop.run_in_executor(self._encoding, self._make_requests, body, prompts, copies)
-                made = await work
+                if isinstance(body, InfillBody):
+                    work = self._loop.run_in_executor(self._encoding, self._make_infilling, body)
+                else:
+                    work = self._loop.run_in_executor(self._encoding, self._make_jobs, body, prompts, copies, streamed)
+                jobs = await work
             self._check_alive()
         except BaseException:
             self.in_flight -= count
             raise
-        jobs = [Job(index, request, seed, streamed) for index, (request, seed) in enumerate(made)]
-        ticket = Ticket(jobs, len(prompts), until, self)
+        ticket = Ticket(jobs, max(len(prompts), 1), until, self)
         self.tickets |= dict.fromkeys(jobs, ticket)
         self._admitted_at |= dict.fromkeys(jobs, start)
         self._thread.submit(jobs)
@@ -317,19 +338,52 @@ class Service:
             )
         self.in_flight += count
 
-    def _make_requests(self, body: Body, prompts: Sequence[Any], copies: int) -> list[tuple[Request, int]]:
-        """The engine's requests and their seeds. Not for the event loop: long prompts take long."""
+    def _make_jobs(self, body: Body, prompts: Sequence[Any], copies: int, streamed: bool) -> list[Job]:
+        """The engine's jobs. Not for the event loop: long prompts take long."""
         count, numbers = len(prompts) * copies, body.numbers
         self._check_numbers(numbers)
         seed = secrets.randbelow(2**32 - count) if body.seed is None else body.seed
         options: dict[str, Any] = {"gen_length": body.length, "stop": body.stops, **numbers}
         try:
             ids = [row for prompt in prompts for row in [self._encode(prompt)] * copies]
-            made = [(self.engine.request(row, seed=seed + i, **options), seed + i) for i, row in enumerate(ids)]
+            made = [self.engine.request(row, seed=seed + i, **options) for i, row in enumerate(ids)]
         except DllmError as error:
             raise Fault(400, str(error)) from None
-        self._check_forwards(made[0][0])
-        return made
+        self._check_forwards(made[0])
+        return [Job(i, request, seed + i, streamed, self.engine) for i, request in enumerate(made)]
+
+    def _make_infilling(self, body: InfillBody) -> list[Job]:
+        """The job of an infilling, for the engine that fills gaps. Not for the event loop."""
+        seed, numbers = secrets.randbelow(2**32) if body.seed is None else body.seed, body.numbers
+        self._check_numbers(numbers)
+        for prompt in body.prompts:
+            self._encode(prompt)  # refused by this server's own limit first
+        try:
+            engine = self._infiller()
+            prompt = body.prompts[0] if body.prompts else None
+            plan = prepare_infill(self._reader, [body.template], prompt=prompt, seed=seed, made=engine.sampler)
+            (request,) = requests_for(self._reader, plan)
+            if len(request.prompt) > engine.prompt_length:
+                raise DllmError(
+                    f"the text before the first gap has {len(request.prompt)} tokens; this server takes "
+                    f"{engine.prompt_length}"
+                )
+            request.number, request.numbers = -1, engine.numbers_with(numbers) if numbers else None
+        except DllmError as error:
+            raise Fault(400, str(error)) from None
+        self._check_forwards(request)
+        return [Job(0, request, seed, False, engine, plan)]
+
+    def _infiller(self) -> Engine:
+        """The engine that fills gaps, made for the first that ask: without end tokens, and with text in every gap."""
+        if self._gaps is None:
+            engine = self.engine
+            if engine.config is None:
+                raise DllmError("this server's sampler fills no gaps; start it with one by name")
+            config = config_for_gaps(engine.model, engine.config)
+            room = {"slots": engine.slots, "prompt_length": engine.prompt_length}
+            self._gaps = Engine(engine.model, config, draws=engine.draws, **room)
+        return self._gaps
 
     def _make_question(self, body: DecideBody) -> tuple[Question, int]:
         """The question and its seed. Not for the event loop."""

@@ -257,6 +257,20 @@ class CanvasBody(PromptBody):
     """The body of /v1/canvas."""
 
 
+class InfillBody(PromptBody):
+    """The body of /v1/infill: a text with gaps, with or without a prompt that it answers."""
+
+    template: String
+
+    @property
+    def prompts(self) -> list[Any]:
+        return [] if self.prompt is None and self.messages is None else super().prompts
+
+    def check(self) -> None:
+        super().check()
+        _refuse({"max_tokens": self.max_tokens, "stop": self.stops or None}, "an infilling")
+
+
 class DecideBody(PromptBody):
     """The body of /v1/decide; `temperature` divides scores."""
 
@@ -268,8 +282,13 @@ class DecideBody(PromptBody):
     def check(self) -> None:
         super().check()
         idle = {"max_tokens": self.max_tokens, "top_p": self.top_p, "stop": self.stops or None}
-        if name := next((name for name, value in (*idle.items(), *self._extra_fields()) if value is not None), None):
-            raise Fault(400, f"{name!r:.60} has no effect on a decision; leave it out", param=name[:60])
+        _refuse({**idle, **dict(self._extra_fields())}, "a decision")
+
+
+def _refuse(idle: dict[str, Any], what: str) -> None:
+    """Raises Fault for a field that has no effect, if it is given."""
+    if name := next((name for name, value in idle.items() if value is not None), None):
+        raise Fault(400, f"{name!r:.60} has no effect on {what}; leave it out", param=name[:60])
 
 
 def _is_container(value: Any) -> bool:
