@@ -29,7 +29,8 @@ from samplers.config.costs import Costs, costs_of, work_of
 
 MODELS = (
     *("llada-8b-instruct", "dream-7b-instruct", "llada-moe-7b-a1b-instruct", "llada2.0-mini", "sdar-1.7b-chat"),
-    *("sdar-8b-chat", "sdar-30b-a3b-chat", "fast-dllm-v2-1.5b", "fast-dllm-v2-7b"),
+    *("sdar-8b-chat", "sdar-30b-a3b-chat", "fast-dllm-v2-1.5b", "fast-dllm-v2-7b", "nemotron-diffusion-3b"),
+    *("nemotron-diffusion-8b", "nemotron-diffusion-14b", "diffusion-gemma-26b"),
 )
 DEVICES: Mapping[str, float] = {**MEMORY, "l4": 22.0, "a100-40": 39.0, "a100-80": 79.0}
 """GiB that a program can have; of L4 and A100, for which nothing was compiled, a little less than the data sheet's."""
