@@ -59,9 +59,8 @@ class Scored:
 
     def summary(self) -> dict[str, Any]:
         """As a row of CSV."""
-        found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        del found["pairs"]
-        return {**found, **found.pop("by_field")}
+        names = [field.name for field in dataclasses.fields(self) if field.name not in ("by_field", "pairs")]
+        return {name: getattr(self, name) for name in names} | dict(self.by_field)
 
 
 def score_decisions(
