@@ -125,7 +125,7 @@ def test_the_version_is_one(capsys):
     assert capsys.readouterr().out == f"dllm {dllm_jax.__version__}\n"
 
 
-COMMANDS = "convert, sample, serve, train, eval, doctor, completion"
+COMMANDS = "convert, sample, decide, serve, train, eval, doctor, completion"
 
 
 @pytest.mark.parametrize("said", [[], ["--help"]])

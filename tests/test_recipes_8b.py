@@ -50,7 +50,9 @@ def test_a_recipe_is_whole(name):
     assert bool(config.lora.rank) == (f"runs/{name}/adapters" in said)
     for preset in re.findall(r"--preset (\S+)", said):
         presets.find(preset)
-    assert "google-deepmind/gemma" in said or "arXiv" in said or "llada-sft-full.toml" in said or "llada-d2f.toml" in said
+    assert (
+        "google-deepmind/gemma" in said or "arXiv" in said or "llada-sft-full.toml" in said or "llada-d2f.toml" in said
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -51,9 +51,7 @@ FIELDS = {"published": PUBLISHED, "config": model_fields(SMALL, PUBLISHED)}
 
 
 def settings_of(out, **changes):
-    return build_settings(
-        OBJECTIVES["uniform-diffusion"].config, settings(out, **{"model": FIELDS, "data__pad": False, **changes})
-    )
+    return build_settings(OBJECTIVES["uniform-diffusion"].config, settings(out, **{"model": FIELDS, **changes}))
 
 
 def test_every_run_of_targets_is_cut_into_canvases() -> None:
