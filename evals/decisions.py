@@ -27,7 +27,7 @@ from samplers import Decision, decide
 
 BINS = 10
 RESAMPLED = 500  # times, for the standard error of a calibration error
-TEMPERATURES = (0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0)
+TEMPERATURES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 3.0)
 
 
 @dataclasses.dataclass(frozen=True)

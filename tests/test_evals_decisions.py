@@ -5,10 +5,11 @@ import json
 
 import numpy as np
 import pytest
-from conftest import one_error
+from conftest import ROOT, one_error
 
 from convert import embedded
 from evals import __main__ as evals
+from evals import stderr
 from evals.decisions import bins_of, calibration_error
 from evals.tasks import make_task
 
@@ -43,6 +44,26 @@ def test_the_calibration_error_is_the_mean_distance_in_bins():
     wanted = [(0.35, 0.0, 0.25), (np.mean([0.95, 0.91, 1.0]), 2 / 3, 0.75)]
     np.testing.assert_allclose(bins_of(pairs), wanted)
     np.testing.assert_allclose(calibration_error(pairs), 0.25 * 0.35 + 0.75 * (wanted[1][0] - 2 / 3))
+
+
+def test_the_page_quotes_the_file():
+    """Every row, with its errors, in docs/decide.md."""
+    page = (ROOT / "docs" / "decide.md").read_text()
+    with (ROOT / "evals" / "results" / "decisions" / "results.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) >= 8 and {row["n"] for row in rows} == {"512"}
+    for row in rows:
+        assert f"\n| `{row['way']}` | {line_of(row)} |\n" in page
+
+
+def line_of(row):
+    number = {name: float(value) for name, value in row.items() if value and name != "way"}
+    right = stderr.as_percent(number["accuracy"], number["accuracy_stderr"]).replace("+-", "±")
+    cells = [right, f"{number['forwards']:.2f}", f"{number['rows']:.3g}"]
+    for name, digits in (("calibration", 3), ("nats", 3)):
+        error = number.get(f"{name}_stderr")
+        cells.append("" if error is None else f"{number[name]:.{digits}f} ± {error:.{digits}f}")
+    return " | ".join(cells).replace("|  |", "| |").removesuffix(" ")
 
 
 def test_the_command(model, tmp_path, capsys):
