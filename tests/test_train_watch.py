@@ -17,6 +17,7 @@ from test_train_compression import compression_settings, write_folder
 from test_train_d2f import d2f_settings
 from test_train_indicator import run_settings as indicator_settings
 from test_train_run import assert_same, interrupting, latest_state, lines
+from test_train_uniform import FIELDS as CANVAS_FIELDS
 from train_toys import LLADA, Finite, Listed, Reverse, dllm_jax_example, model_fields, run_config, settings
 
 import dllm_jax
@@ -184,6 +185,8 @@ def objective_settings(name, out, base, folder):
         model = {"init": str(base), "adapt": "nemotron-diffusion-3b"}
         values = settings(out, model=model, data__length=16, objective={"block_length": 4})
         return values, "self-speculation:gen_length=4,block_length=4"
+    if name == "uniform-diffusion":
+        return settings(out, model=CANVAS_FIELDS, data__length=16), "renoise:gen_length=6,steps=3"
     if name == "autoregressive":
         values = settings(out, data__answer_length=6)  # which is how long its answers are
         values["model"]["published"] = "qwen2.5-0.5b"
