@@ -31,6 +31,11 @@ def empty(heads: Sequence[tuple[int, int]], batch: int, length: int, dtype: jnp.
     return tuple(LayerKV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for shape in shapes)
 
 
+def with_room(kv: KVCache, count: int) -> KVCache:
+    """Buffers with so many further positions, which are zeros."""
+    return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, count), (0, 0), (0, 0))), kv)
+
+
 def slice_rows(x: jax.Array, start: jax.Array, width: int) -> jax.Array:
     """x[b, start[b] : start[b] + width] for every row: [B, S, ...] and [B] -> [B, width, ...].
 

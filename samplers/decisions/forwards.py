@@ -10,11 +10,11 @@ import numpy as np
 
 from dllm_jax import Model
 from dllm_jax.models.denoiser import Denoiser, DenoiserLike, Span
-from dllm_jax.models.kv_cache import slice_rows
+from dllm_jax.models.kv_cache import slice_rows, with_room
 from dllm_jax.parallel.sharding import batch_sharding
 from samplers.decisions.questions import Question, Row
-from samplers.text.prompts import bucket_length
-from samplers.tokens.noise import KeyNoise, Purpose
+from samplers.text.prompts import bucket_length, next_power
+from samplers.tokens.noise import KeyNoise, Purpose, token_of
 from samplers.tokens.predictions import logprobs_of, readout
 
 Scores = dict[tuple[int, int], float]
@@ -39,7 +39,7 @@ def read_rows(
 def _read_batch(model: Model, rows: Sequence[tuple[Question, Row]], batch_size: int) -> list[Scores]:
     """One forward. Shapes are rounded up to powers of two or buckets, so that few programs are compiled."""
     denoiser, config, layout = model.denoiser, model.config, model.layout
-    count = batch_size if layout is not None else min(_next_power(len(rows)), batch_size)
+    count = batch_size if layout is not None else min(next_power(len(rows)), batch_size)
     filled = [*rows, *[rows[0]] * (count - len(rows))]
     starts = np.asarray([len(question.prompt) for question, _ in filled], np.int32)
     if config.has_canvas:
@@ -48,11 +48,11 @@ def _read_batch(model: Model, rows: Sequence[tuple[Question, Row]], batch_size: 
     else:
         ends = starts + np.asarray([len(row.body) for _, row in filled], np.int32)
         room = min(bucket_length(int(ends.max())), config.max_length)
-        width = min(_next_power(int((ends - starts).max())), room - denoiser.min_prompt_length)
+        width = min(next_power(int((ends - starts).max())), room - denoiser.min_prompt_length)
     tokens = np.full((count, room), denoiser.eos_id, np.int32)
-    places = np.zeros((count, _next_power(max(len(row.wanted) for _, row in rows))), np.int32)
+    places = np.zeros((count, next_power(max(len(row.wanted) for _, row in rows))), np.int32)
     widest = max(len(ids) for _, row in rows for ids in row.wanted.values())
-    wanted = np.zeros((*places.shape, _next_power(widest)), np.int32)
+    wanted = np.zeros((*places.shape, next_power(widest)), np.int32)
     for at, (question, row) in enumerate(filled):
         end = starts[at] + len(row.body)
         tokens[at, :end] = [*question.prompt, *row.body]
@@ -117,13 +117,8 @@ def _denoise(model: Denoiser, tokens: jax.Array, starts: jax.Array, keys: jax.Ar
     """Hidden states [B, L, D] of canvases with random tokens in open places, by one step of the decoder."""
     canvas = slice_rows(tokens, starts, width)
     place = jnp.broadcast_to(jnp.arange(width), canvas.shape)
-    drawn = KeyNoise(keys).uniform(Purpose.CANVAS, jnp.zeros_like(starts), place) * model.vocab_size
-    canvas = jnp.where(canvas < 0, jnp.minimum(drawn.astype(jnp.int32), model.vocab_size - 1), canvas)
+    drawn = KeyNoise(keys).uniform(Purpose.CANVAS, jnp.zeros_like(starts), place)
+    canvas = jnp.where(canvas < 0, token_of(drawn, model.vocab_size), canvas)
     _, read = model.forward(tokens[:, : tokens.shape[1] - width], starts)
-    kv = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, width), (0, 0), (0, 0))), read)
     soft = jnp.zeros((*canvas.shape, model.config.embed_dim), model.dtype)
-    return model.denoise(canvas, soft, starts, kv)[0]
-
-
-def _next_power(count: int) -> int:
-    return 1 << (count - 1).bit_length()
+    return model.denoise(canvas, soft, starts, with_room(read, width))[0]

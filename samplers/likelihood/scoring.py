@@ -31,7 +31,7 @@ from samplers.likelihood.estimators import (
     least_prompt,
     masked_logprobs,
 )
-from samplers.text.prompts import bucket_length, pad_prompts
+from samplers.text.prompts import bucket_length, next_power, pad_prompts
 
 Estimator = Literal["llada", "llada-official", "dream", "exact", "left-to-right", "pseudo"]
 ESTIMATORS: tuple[str, ...] = get_args(Estimator)
@@ -376,7 +376,7 @@ class _Scorer:
         masked, ratio = _draw(
             np.asarray([pair.seed for pair in full], np.uint32),
             np.asarray([pair.answer for pair in full], np.int32),
-            width=_next_power(max(pair.answer for pair in pairs)),
+            width=next_power(max(pair.answer for pair in pairs)),
             num_samples=self.samples,
             batch_size=self.mc_batch,
             estimator=self.estimator,
@@ -390,7 +390,7 @@ class _Scorer:
         full = self._fill(pairs)
         prompts, prompt_lengths = pad_prompts([pair.tokens[: pair.prompt].tolist() for pair in full])
         answers, lengths = pad_prompts(
-            [pair.tokens[pair.span].tolist() for pair in full], _next_power(max(pair.answer for pair in pairs))
+            [pair.tokens[pair.span].tolist() for pair in full], next_power(max(pair.answer for pair in pairs))
         )
         arrays = self._place((prompts, answers, prompt_lengths, lengths))
         right, forwards = jax.device_get(_greedy(self.model.denoiser, *arrays, guidance=self.guidance))
@@ -409,7 +409,7 @@ class _Scorer:
     def _forward(self, rows: list[_Row]) -> jax.Array:
         room, rows = self._room(rows[0].pair), self._fill(rows)
         denoiser = self.model.denoiser
-        width = min(_next_power(self.widths[room]), room - denoiser.min_prompt_length)
+        width = min(next_power(self.widths[room]), room - denoiser.min_prompt_length)
         tokens, (masked, scored) = np.zeros((len(rows), room), np.int32), np.zeros((2, len(rows), room), bool)
         for place, (pair, _, hidden, summed) in enumerate(rows):
             tokens[place, : len(pair.tokens)] = pair.tokens
@@ -437,8 +437,3 @@ def _batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
     source = iter(items)
     while part := list(itertools.islice(source, size)):
         yield part
-
-
-def _next_power(count: int) -> int:
-    """The next power of two, so that few widths are ever compiled."""
-    return 1 << (count - 1).bit_length()

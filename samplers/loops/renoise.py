@@ -28,7 +28,7 @@ from samplers.rules.base import Number
 from samplers.rules.eb import select
 from samplers.sampler import Result
 from samplers.stopping import Stop
-from samplers.tokens.noise import Noise, Purpose
+from samplers.tokens.noise import Noise, Purpose, token_of
 from samplers.tokens.predictions import Sampling, draw_and_expect, readout
 
 Whole = int | jax.Array
@@ -287,8 +287,7 @@ class Renoise:
 
     def _random_tokens(self, denoiser: Denoiser, state: RenoiseState) -> jax.Array:
         """Tokens [B, L] int32 for the next forward, each of the vocabulary as likely as any other."""
-        found = self._uniform(state, Purpose.CANVAS) * denoiser.vocab_size
-        return jnp.minimum(found.astype(jnp.int32), denoiser.vocab_size - 1)
+        return token_of(self._uniform(state, Purpose.CANVAS), denoiser.vocab_size)
 
     def _ended(self, denoiser: Denoiser, state: RenoiseState) -> RenoiseState:
         """Which rows have ended."""

@@ -27,6 +27,11 @@ def bucket_length(length: int) -> int:
     return power * 3 // 4 if length <= power * 3 // 4 else power
 
 
+def next_power(count: int) -> int:
+    """The next power of two, so that few widths are ever compiled."""
+    return 1 << (count - 1).bit_length()
+
+
 def pad_prompts(rows: Sequence[Sequence[int]], width: int | None = None) -> tuple[jax.Array, jax.Array]:
     """Prompts as one left-aligned array.
 

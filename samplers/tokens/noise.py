@@ -104,6 +104,11 @@ def row_keys(key: jax.Array, batch: int) -> jax.Array:
     return jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(batch))
 
 
+def token_of(uniform: jax.Array, vocab_size: int) -> jax.Array:
+    """Tokens int32 from uniforms, each of the vocabulary as likely as any other."""
+    return jnp.minimum((uniform * vocab_size).astype(jnp.int32), vocab_size - 1)
+
+
 def gumbel(uniform: jax.Array) -> jax.Array:
     """Standard Gumbel noise -ln(-ln u) from uniforms."""
     tiny = jnp.finfo(jnp.float32).tiny

@@ -29,7 +29,7 @@ from jax.sharding import NamedSharding
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.models.denoiser import Denoiser
-from dllm_jax.models.kv_cache import KVCache, slice_rows
+from dllm_jax.models.kv_cache import KVCache, slice_rows, with_room
 from dllm_jax.models.transformer import RematPolicy
 from train.config import DataPart, Kind, TrainConfig
 from train.losses import Batch, Mean, Means, cross_entropies, expected_embeddings, head_sums, position_draws
@@ -208,5 +208,5 @@ def run_decoder(
     denoiser: Denoiser, noised: NoisedCanvas, soft: jax.Array, kv: KVCache, *, remat: RematPolicy | None = None
 ) -> jax.Array:
     """Hidden states [B, L, D] of the canvases, from the keys and values that the encoder has for the rows."""
-    room = lambda x: jnp.pad(x, ((0, 0), (0, noised.inputs.shape[1]), (0, 0), (0, 0)))
-    return denoiser.denoise(noised.inputs, soft, noised.start, jax.tree.map(room, kv), remat=remat)[0]
+    kv = with_room(kv, noised.inputs.shape[1])
+    return denoiser.denoise(noised.inputs, soft, noised.start, kv, remat=remat)[0]
