@@ -42,8 +42,8 @@ def run(arguments: Sequence[str]) -> None:
     if options.model is None:
         raise DllmError("no model was named; pass --model DIR_OR_NAME")
     prompts, fields = prompts_of(options), _fields_of(options.field or [])
-    settings = {name: getattr(options, name) for name in ("template", "chat", "system", "gamma", "joint", "seed")}
-    settings |= {"temperature": options.temperature}
+    names = ("template", "chat", "system", "gamma", "joint", "temperature", "seed")
+    settings = {name: getattr(options, name) for name in names}
     bare = outline(options.model)
     prepare_questions(bare, prompts, fields, **settings)  # mistakes come before gigabytes are read
     with Console(stderr=True).status(f"loading {bare.name}", spinner="line"):
@@ -76,29 +76,12 @@ def command_line() -> argparse.ArgumentParser:
     add("--prompts", metavar="FILE", help='one prompt per line, or JSON lines with "prompt" or "messages"')
     add("--field", action="append", metavar="NAME=VALUES", help=_FIELD)
     add("--template", metavar="TEXT", help="what follows the prompt, with {name} where a field's value stands")
-    add(
-        "--gamma",
-        type=float,
-        metavar="NATS",
-        help="decide the surest fields first, within this bound",
-    )
+    add("--gamma", type=float, metavar="NATS", help="decide the surest fields first, within this bound")
     add("--joint", action="store_true", help="score every combination of values by the chain rule")
-    add(
-        "--temperature",
-        type=float,
-        default=1.0,
-        metavar="T",
-        help="divides the values' scores (default: 1)",
-    )
+    add("--temperature", type=float, default=1.0, metavar="T", help="divides the values' scores (default: 1)")
     add("--chat", action="store_true", help="take a prompt as a user's message in the model's chat format")
     add("--system", metavar="TEXT", help="system message; implies --chat")
-    add(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="N",
-        help="of a model without a mask token (default: 0)",
-    )
+    add("--seed", type=int, default=0, metavar="N", help="of a model without a mask token (default: 0)")
     add("--batch-size", type=int, default=32, metavar="N", help="sequences of a forward (default: 32)")
     add("--json", action="store_true", help="one JSON object per prompt")
     add_weights(parser)

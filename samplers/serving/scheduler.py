@@ -356,11 +356,9 @@ class Service:
         """The job of an infilling, for the engine that fills gaps. Not for the event loop."""
         seed, numbers = secrets.randbelow(2**32) if body.seed is None else body.seed, body.numbers
         self._check_numbers(numbers)
-        for prompt in body.prompts:
-            self._encode(prompt)  # refused by this server's own limit first
+        prompt = next(map(self._encode, body.prompts), None)
         try:
             engine = self._infiller()
-            prompt = body.prompts[0] if body.prompts else None
             plan = prepare_infill(self._reader, [body.template], prompt=prompt, seed=seed, made=engine.sampler)
             (request,) = requests_for(self._reader, plan)
             if len(request.prompt) > engine.prompt_length:
