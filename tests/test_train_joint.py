@@ -1,9 +1,7 @@
 """Training of models that read causally and draft blocks: the joint objective, its adapters for drafts, and runs."""
 
 import dataclasses
-import os
 import shutil
-import signal
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +9,7 @@ import numpy as np
 import pytest
 from conftest import refuses
 from test_train_grpo import assert_same, latest_state
+from test_train_run import interrupting
 from train_toys import LLADA, Reverse, model_fields, settings
 
 import convert
@@ -103,15 +102,8 @@ def test_runs_end_resume_and_draft(tmp_path, monkeypatch) -> None:
     """A run that is stopped goes on bit for bit; adapters for drafts are trained on it, installed, and change no
     token of greedy self-speculation."""
     whole = train.train(settings_of(tmp_path / "whole", steps=8, checkpoint__every=4))
-    example = Reverse.example
-
-    def stopping(self, index):
-        if index == 40:  # of the sixth step
-            os.kill(os.getpid(), signal.SIGTERM)
-        return example(self, index)
-
     with monkeypatch.context() as patch:
-        patch.setattr(Reverse, "example", stopping)
+        patch.setattr(Reverse, "example", interrupting(Reverse.example, 40))  # of the sixth step
         with pytest.raises(train.Interrupted):
             train.train(settings_of(tmp_path / "run", steps=8, checkpoint__every=4))
     outcome = train.train(settings_of(tmp_path / "run", steps=8, checkpoint__every=4))

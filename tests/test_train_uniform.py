@@ -3,8 +3,6 @@
 
 import dataclasses
 import json
-import os
-import signal
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +11,7 @@ import pytest
 from conftest import refuses
 from test_renoise import CONFIG
 from test_train_grpo import assert_same, latest_state
+from test_train_run import interrupting
 from train_toys import LLADA, Reverse, model_fields, settings
 
 import convert
@@ -146,15 +145,8 @@ def test_runs_end_resume_and_sample(tmp_path, base, monkeypatch) -> None:
     own = {"init": str(base), "freeze": ["*.moe.router*"]}
     changes = {"model": own, "steps": 8, "checkpoint__every": 4, "optimizer__accumulate": 2}
     whole = train.train(settings_of(tmp_path / "whole", **changes))
-    example = Reverse.example
-
-    def stopping(self, index):
-        if index == 40:  # of the sixth step
-            os.kill(os.getpid(), signal.SIGTERM)
-        return example(self, index)
-
     with monkeypatch.context() as patch:
-        patch.setattr(Reverse, "example", stopping)
+        patch.setattr(Reverse, "example", interrupting(Reverse.example, 40))  # of the sixth step
         with pytest.raises(train.Interrupted):
             train.train(settings_of(tmp_path / "run", **changes))
     outcome = train.train(settings_of(tmp_path / "run", **changes))
