@@ -22,7 +22,7 @@ class LayerKV(NamedTuple):
 
 KVCache = tuple[LayerKV, ...]
 
-UNROLLED_ROWS = 32  # of a batch that are written one by one where that is faster; the program grows with them
+UNROLLED_ROWS = 32  # that are written one by one where that is faster, more in rounds; the program grows with them
 
 
 def empty(heads: Sequence[tuple[int, int]], batch: int, length: int, dtype: jnp.dtype) -> KVCache:
@@ -57,8 +57,6 @@ def write_rows(buffer: jax.Array, new: jax.Array, start: jax.Array, write: jax.A
         new = jnp.where(mask, new, slice_rows(buffer, start, new.shape[1]))
     if buffer.shape[0] == 1:
         return lax.dynamic_update_slice_in_dim(buffer, new, start[0], axis=1)
-    if buffer.shape[0] > UNROLLED_ROWS:
-        return _write_together(buffer, new, start)
     return lax.platform_dependent(buffer, new, start, tpu=_write_one_by_one, default=_write_together)
 
 
@@ -73,10 +71,13 @@ def _write_together(buffer: jax.Array, new: jax.Array, start: jax.Array) -> jax.
 
 
 def _write_one_by_one(buffer: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
-    for row in range(buffer.shape[0]):
-        at = [jnp.int32(row), start[row], *[jnp.int32(0)] * (buffer.ndim - 2)]
-        buffer = lax.dynamic_update_slice(buffer, new[row : row + 1], at)
-    return buffer
+    rows, zeros = buffer.shape[0], [jnp.int32(0)] * (buffer.ndim - 2)
+
+    def write(row: jax.Array, buffer: jax.Array) -> jax.Array:
+        value = lax.dynamic_slice_in_dim(new, row, 1, axis=0)
+        return lax.dynamic_update_slice(buffer, value, [row, start[row], *zeros])
+
+    return lax.fori_loop(0, rows, write, buffer, unroll=min(rows, UNROLLED_ROWS))
 
 
 def scatter_rows(buffer: jax.Array, new: jax.Array, positions: jax.Array, write: jax.Array | None = None) -> jax.Array:
