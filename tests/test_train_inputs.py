@@ -104,7 +104,7 @@ def test_text_is_packed_and_json_lines_are_encoded(tmp_path, llada_tiny):
     assert made[2].answer_ids.tolist() == [*encode("Yes"), llada_tiny.config.end_ids[-1]]
     assert made[3].answer_ids.tolist() == encode("abc") and not len(made[3].prompt_ids)
     assert len(jsonl(setup, path=str(file), drop_long=True)) < 5
-    assert len(jsonl(setup, path=str(file), pack=True).example(0).answer_ids) == 16
+    assert len(jsonl(setup, path=str(file), concatenate=True).example(0).answer_ids) == 16
 
 
 @pytest.mark.parametrize("name", ["llada-tiny-text", "8b/llada-sft-lora"])
@@ -244,7 +244,7 @@ def test_other_mistakes(tmp_path, capsys):
     with pytest.raises(DllmError, match="empty; give every example"):
         rows_of([dllm_jax_example([], [])])(0)
     with pytest.raises(DllmError, match="less than one row"):
-        jsonl(Setup(LLADA, None, 8, cache=tmp_path / "cache"), path=str(tmp_path / "empty.jsonl"), pack=True)
+        jsonl(Setup(LLADA, None, 8, cache=tmp_path / "cache"), path=str(tmp_path / "empty.jsonl"), concatenate=True)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("x")
     with pytest.raises(DllmError, match="holds something that is no training run"):

@@ -177,7 +177,7 @@ def test_packing_loses_nothing_but_the_last_row(tmp_path, setup):
     documents = ["one", "two, rather longer than a row", "", "three"]
     stream = [i for d in documents for i in [*encode_text(setup.tokenizer, d), 128]]
     path = write_lines(tmp_path / "documents.jsonl", [{"text": document} for document in documents])
-    source = jsonl(setup, path=path, pack=True)
+    source = jsonl(setup, path=path, concatenate=True)
     assert len(source) == len(stream) // 16
     assert [i for row in tokens_of(source) for i in row[1]] == stream[: len(source) * 16]
     (tmp_path / "documents.txt").write_text("--".join(documents))
@@ -186,7 +186,7 @@ def test_packing_loses_nothing_but_the_last_row(tmp_path, setup):
     assert [i for row in tokens_of(source) for i in row[1]] == stream[: len(source) * 16]
     # Pairs have an end token of their own already, and prompts in packed rows are given.
     path = write_lines(tmp_path / "pairs.jsonl", [{"prompt": "abc", "answer": "de"}] * 8)
-    row = jsonl(setup, path=path, pack=True).example(0)
+    row = jsonl(setup, path=path, concatenate=True).example(0)
     assert row.answer_ids.tolist() == [97, 98, 99, 100, 101, 128] * 2 + [97, 98, 99, 100]
     assert row.given.tolist() == [True, True, True, False, False, False] * 2 + [True, True, True, False]
 
@@ -320,7 +320,7 @@ def test_text_is_tokenised_once(tmp_path, setup, small_batches):
     longer = Setup(setup.config, setup.tokenizer, 99, cache=setup.cache)
     jsonl(longer, path=path, columns=COLUMNS)
     assert not small_batches  # the length of rows is no matter of tokens
-    again(pack=True)
+    again(concatenate=True)
     again(columns={"text": "question"})
     assert sum(small_batches) == 180 and len(list(setup.cache.iterdir())) == 3
     small_batches.clear()
@@ -588,7 +588,7 @@ def random_entries(seed, count):
 def test_a_scan_finds_what_looking_at_each_example_finds(kind, pack, tmp_path, monkeypatch):
     """The same faults and the same held-out examples, whatever the size of the pieces."""
     setup = Setup(LLADA, None, 12, cache=tmp_path / "cache")
-    source = jsonl(setup, path=write_lines(tmp_path / "lines.jsonl", random_entries(len(kind), 300)), pack=pack)
+    source = jsonl(setup, path=write_lines(tmp_path / "lines.jsonl", random_entries(len(kind), 300)), concatenate=pack)
     for canvas, piece in itertools.product((0, 12 if pack else 5), (1, 50, 10**6)):
         monkeypatch.setattr(cache, "_PIECE", piece)
         part = DataPart(length=10 if canvas == 5 else 12, answer_length=canvas, on_bad="drop")
@@ -612,14 +612,14 @@ def answers(source):
 def test_a_start_looks_at_no_more_examples_of_more_data(pack, tmp_path, monkeypatch):
     """What is held out is hashed once; the next start, in this process or another, reads what was kept."""
     counts, made = [], []
-    for source in (cache.TokenisedExamples, cache.PackedRows):
+    for source in (cache.TokenisedExamples, cache.StreamRows):
         example = source.example
         monkeypatch.setattr(source, "example", lambda self, i, of=example: made.append(i) or of(self, i))
     for count in (1000, 4000):
         path = write_lines(
             tmp_path / f"{count}.jsonl", [{"prompt": [i % 9], "answer": [i % 7] * 4} for i in range(count)]
         )
-        data = {"source": "jsonl", "options": {"path": path, "pack": pack}, "cache": str(tmp_path / "cache")}
+        data = {"source": "jsonl", "options": {"path": path, "concatenate": pack}, "cache": str(tmp_path / "cache")}
         data |= {"length": 12, "heldout": 0.2, "bucket": 4} | ({} if pack else {"answer_length": 6})
         config = run_config(tmp_path / "out", data=data, watch={"every": 2, "rows": 5})
         first, _ = read_parts(config).check_examples(config, progress=False)

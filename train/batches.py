@@ -6,7 +6,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from train.config import TrainConfig
 from train.data import Row, Rows
-from train.losses import Batch
+from train.losses import Batch, Documents
 
 
 def device_batch(rows: Rows, first: int, config: TrainConfig, sharding: NamedSharding) -> Batch:
@@ -37,7 +37,13 @@ def batch_of(rows: Rows, first: int, shape: tuple[int, int], sharding: Sharding,
             steps[at] = row.step
     ordered = any(row.step is not None for row in found.values())
     place = lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
-    return Batch(place(tokens), place(targets), place(lengths), place(steps) if ordered else None)
+    documents = None
+    if rows.part.pack:
+        bounds = np.zeros((2, *shape, length), np.int32)
+        for at, row in found.items():
+            bounds[:, *at] = np.stack(row.documents or ())
+        documents = Documents(*map(place, bounds))
+    return Batch(place(tokens), place(targets), place(lengths), place(steps) if ordered else None, documents)
 
 
 def _row(rows: Rows, number: int, end: int | None) -> Row:
@@ -45,4 +51,4 @@ def _row(rows: Rows, number: int, end: int | None) -> Row:
     if end is None or number < end:
         return row
     step = None if row.step is None else np.full_like(row.step, -1)
-    return Row(row.tokens, np.zeros_like(row.targets), 0, step)
+    return Row(row.tokens, np.zeros_like(row.targets), 0, step, row.documents)

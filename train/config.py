@@ -56,6 +56,8 @@ class DataPart:
             "module:name" of a callable that makes a source or a task, such as "evals.tasks:make_task".
         options: arguments of the source.
         length: positions per row, prompt and answer together. Without `bucket` every row has exactly this length.
+        pack: put several whole examples into each row, as many as fit. None of them sees another, and each one's
+            positions begin at 0. Documents of pre-training that are longer than a row are cut.
         bucket: put rows of similar length into a batch, whose length is the longest row's, rounded up to a multiple of
             this. One program is compiled for each length. 0 takes rows as they come.
         answer_length: positions of the canvas after each prompt; 0 extends it to the end of the row. For trajectories
@@ -78,6 +80,7 @@ class DataPart:
     pad: bool = True
     random_length: float = setting(0.0, at_least=0, at_most=1)
     shuffle: bool = True
+    pack: bool = False
     bucket: int = setting(0, at_least=0)
     cache: str = setting("", on_resume="free")
     heldout: float = setting(0.0, at_least=0, at_most=0.9)
@@ -312,8 +315,22 @@ class TrainConfig:
             raise DllmError('checkpoint.weights is "ema" but optimizer.ema is 0; set a decay such as 0.999')
         if self.data.answer_length > self.data.length:
             raise DllmError(f"data.answer_length exceeds data.length {self.data.length}; lower it")
+        _check_packing(self.data)
         if self.data.heldout and self.watch.source:
             raise DllmError("data.heldout and watch.source both give rows for the loss of watch; set one of them")
+
+
+def _check_packing(part: DataPart) -> None:
+    if not part.pack:
+        return
+    for name in ("bucket", "random_length"):
+        if getattr(part, name):
+            raise DllmError(f"data.pack fills rows with whole examples; set data.{name} to 0")
+    if part.pad and not part.answer_length:
+        raise DllmError(
+            "data.pad fills the rest of a row, and with data.pack the next example begins there; set data.pad to "
+            "false, or data.answer_length to the length of each canvas"
+        )
 
 
 def _check_finite(settings: Mapping[str, Any], prefix: str = "") -> None:

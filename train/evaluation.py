@@ -20,7 +20,7 @@ from samplers.generate import generate, prepare
 from samplers.text.prompt_files import read_prompts
 from train.batches import batch_of
 from train.config import RouterPart, TrainConfig, WatchPart
-from train.data import Rows, count_examples
+from train.data import Rows
 from train.logs import Evaluation, fetch_metrics
 from train.losses import Batch, Means, mean_values
 from train.objectives import objective_of
@@ -127,7 +127,7 @@ class HeldOut:
         self._stepper = Stepper(config, model, placement)
         self._measure = jax.jit(self._stepper.measure, out_shardings=placement.replicated)
         self._key = jax.jit(lambda: jax.random.key(config.seed), out_shardings=placement.replicated)
-        self._count = count_examples(rows.source) or 0
+        self._count = rows.count or 0
 
     def __call__(self, weights: Params, frozen: Params) -> dict[str, float]:
         """What the objective reports of all rows, as of one batch."""

@@ -18,6 +18,7 @@ from dllm_jax.models.moe import Routing
 from dllm_jax.models.transformer import ParamSpec, RematPolicy, param_specs
 from dllm_jax.parallel.sharding import ShardingRules
 from dllm_jax.params.products import redirect_gradient
+from train.config import Kind
 
 Metrics = dict[str, jax.Array]
 
@@ -56,6 +57,18 @@ def mean_values(means: Means) -> Metrics:
     return {name: mean.value for name, mean in means.items()}
 
 
+class Documents(NamedTuple):
+    """Which document of its row each position belongs to: it sees nothing of others, and is counted from its first.
+
+    Attributes:
+        first: [..., T] int32, the document's first position.
+        end: [..., T] int32, the first position after it.
+    """
+
+    first: jax.Array
+    end: jax.Array
+
+
 class Batch(NamedTuple):
     """Rows to learn from.
 
@@ -66,12 +79,27 @@ class Batch(NamedTuple):
             targets, only fills a batch up and counts in no mean.
         step: [..., T] int32, of trajectories: number of the step that wrote each position, -1 where none did; None of
             other data.
+        documents: of rows that hold several (`data.pack`); None where a row is one.
     """
 
     tokens: jax.Array
     targets: jax.Array
     lengths: jax.Array
     step: jax.Array | None = None
+    documents: Documents | None = None
+
+    @property
+    def places(self) -> jax.Array:
+        """[T] or [..., T] int32, each position counted from the first of its document."""
+        place = jnp.arange(self.tokens.shape[-1], dtype=jnp.int32)
+        return place if self.documents is None else place - self.documents.first
+
+    def of_document(self, x: jax.Array) -> jax.Array:
+        """Sums of [..., T] over each position's document, [..., T]."""
+        assert self.documents is not None
+        sums = jnp.pad(jnp.cumsum(x, axis=-1), [*[(0, 0)] * (x.ndim - 1), (1, 0)])
+        up_to = lambda place: jnp.take_along_axis(sums, place, axis=-1)
+        return up_to(self.documents.end) - up_to(self.documents.first)
 
 
 class Noised(NamedTuple):
@@ -83,6 +111,9 @@ class Noised(NamedTuple):
         weights: [..., T] float32: of each position's cross entropy, 1 / (t targets) where masked, else 0.
         lengths: [...] int32.
         alpha: [...] float32, weight of the soft inputs of each row; None where there are none.
+        documents: of the batch.
+        examples: [...] int32, how many examples each row counts as in the mean; None where each counts once, and a
+            row of length 0 not at all.
     """
 
     inputs: jax.Array
@@ -90,6 +121,8 @@ class Noised(NamedTuple):
     weights: jax.Array
     lengths: jax.Array
     alpha: jax.Array | None = None
+    documents: Documents | None = None
+    examples: jax.Array | None = None
 
 
 def position_draws(key: jax.Array, rows: int, length: int) -> jax.Array:
@@ -98,9 +131,18 @@ def position_draws(key: jax.Array, rows: int, length: int) -> jax.Array:
     return jax.random.uniform(key, (length, rows)).T
 
 
+def example_weights(batch: Batch, targets: jax.Array, kind: Kind) -> tuple[jax.Array, jax.Array | None]:
+    """What a target [..., T] bool counts in a loss whose examples count alike, [..., T or 1] float32, and `examples` of
+    `Noised`. The examples are rows; documents where a row holds several and `kind` is "sft"."""
+    if batch.documents is None or kind != "sft":
+        return 1.0 / jnp.maximum(jnp.sum(targets, axis=-1, keepdims=True), 1), None
+    count = batch.of_document(targets)
+    return 1.0 / jnp.maximum(count, 1), jnp.sum((batch.places == 0) & (count > 0), axis=-1)
+
+
 class Losses(NamedTuple):
     """Attributes:
-    loss: the mean over rows of the objective.
+    loss: the mean over examples of the objective.
     cross_entropy: the plain mean over masked positions, in nats: steadier than the loss.
     routing: of the layers with experts, if `counted` was given.
     """
@@ -133,13 +175,14 @@ def diffusion_loss(
         soft: [B, T, D], what is added to the inputs' embeddings.
     """
     first = denoiser.min_prompt_length
-    place: Any = {"remat": remat, "sharding": sharding, "soft": soft}
+    place: Any = {"remat": remat, "sharding": sharding, "soft": soft, "documents": noised.documents}
     hidden, routing = routed_states(denoiser, noised.inputs, noised.lengths, counted, **place)
     tokens, weights = noised.tokens[:, first:], noised.weights[:, first:]
     total, plain = head_sums(
         cross_entropies, (denoiser,), (hidden, tokens), weights, chunk=chunk, groups=groups, sharding=sharding
     )
-    loss, cross_entropy = Mean.of(total, jnp.sum(noised.lengths > 0)), Mean.of(plain, jnp.sum(weights > 0))
+    examples = noised.lengths > 0 if noised.examples is None else noised.examples
+    loss, cross_entropy = Mean.of(total, jnp.sum(examples)), Mean.of(plain, jnp.sum(weights > 0))
     return Losses(loss, cross_entropy, routing)
 
 
@@ -151,10 +194,12 @@ def hidden_states(
     before: KVCache | None = None,
     remat: RematPolicy | None = None,
     sharding: NamedSharding | None = None,
+    documents: Documents | None = None,
 ) -> jax.Array:
     """What predicts each position that has a predictor, from tokens [B, T]: [B, T - min_prompt_length, D]. `visible`
-    is as in `Denoiser.forward`, such as the rows' lengths [B]."""
-    return routed_states(denoiser, inputs, visible, None, before=before, remat=remat, sharding=sharding)[0]
+    is as in `Denoiser.forward`, such as the rows' lengths [B]; with documents it is not read."""
+    place: Any = {"before": before, "remat": remat, "sharding": sharding, "documents": documents}
+    return routed_states(denoiser, inputs, visible, None, **place)[0]
 
 
 def routed_states(
@@ -167,14 +212,18 @@ def routed_states(
     remat: RematPolicy | None = None,
     sharding: NamedSharding | None = None,
     soft: jax.Array | None = None,
+    documents: Documents | None = None,
 ) -> tuple[jax.Array, Routing | None]:
     """`hidden_states`, and how the positions that are `counted` [B, T] bool were routed, see `Denoiser.routed`; `soft`
     [B, T, D] is added to the inputs' embeddings."""
     place = lambda x: x if sharding is None else lax.with_sharding_constraint(x, sharding)
     embedded = denoiser.embed(inputs)
     embedded = embedded if soft is None else embedded + soft.astype(embedded.dtype)
+    visible, since = (visible, None) if documents is None else (documents.end, documents.first)
     # All of them: layers that are a loop take no `outputs`.
-    hidden, _, routing = denoiser.forward_with_routing(place(embedded), visible, counted, before=before, remat=remat)
+    hidden, _, routing = denoiser.forward_with_routing(
+        place(embedded), visible, counted, before=before, remat=remat, since=since
+    )
     return place(hidden[:, denoiser.min_prompt_length :]), routing
 
 

@@ -120,7 +120,9 @@ def read_parts(config: TrainConfig) -> Parts:
     model, files, task = shell.model, shell.files, shell.task
     cache = Path(config.data.cache).expanduser() if config.data.cache else None
     lengths = config.data.length, config.data.answer_length
-    setup = functools.cache(lambda: Setup(model, _tokenizer(files, model), *lengths, cache))
+    if config.data.pack and not objective.packs:
+        raise DllmError(f"python -m train {config.command} takes one example a row; set data.pack to false")
+    setup = functools.cache(lambda: Setup(model, _tokenizer(files, model), *lengths, cache, config.data.pack))
     part = config.data
     if task is None:
         source = _builtin_source(part, setup())

@@ -74,6 +74,8 @@ def train(config: TrainConfig, *, progress: bool = False, allow_change: Collecti
         folder = RunFolder(config, allow_change)
         parts, faults = parts.check_examples(config, progress=progress)
         data = data_fingerprint(parts.rows.source)
+        if (padding := parts.rows.padding) is not None:
+            data |= {"rows": parts.rows.count, "padding": round(padding, 6)}
         placement = placement_of(config, parts.model, mesh)
         watch = Watch(config, parts, placement)
     with contextlib.ExitStack() as held:

@@ -293,20 +293,27 @@ class Denoiser:
         outputs: Span | None = None,
         before: KVCache | None = None,
         remat: RematPolicy | None = None,
+        since: jax.Array | None = None,
     ) -> tuple[jax.Array, KVCache, Routing | None]:
         """`forward` of all S positions, which also returns the experts' routing, for training.
 
         Args:
             counted: [B, S] bool, the positions whose routing is counted; None counts none. A shifted family's position
                 is the one that is fed.
+            since: of rows that hold several documents, [B, S] int32, the first position of each position's document:
+                positions are counted from there, and it sees none before. `visible` [B, S] is then the document's end,
+                and within it what the model's attention sees. A shifted family's first position of a document has no
+                predictor: its hidden state is the last of the document before.
 
         Returns:
             As `forward`, and the routing, with an axis of layers; None where nothing is asked for, or nothing routed.
         """
         positions = jnp.broadcast_to(jnp.arange(inputs.shape[1], dtype=jnp.int32), inputs.shape[:2])
+        positions = positions if since is None else positions - since
         shift = int(self.config.shift)
         outer = None if outputs is None else (outputs.start - shift, outputs.width)
         options: dict[str, Any] = {"before": before, "outputs": outer, "remat": remat, "counted": counted}
+        options["since"] = since
         hidden, kv, routing = self._run(inputs, positions, visible, **options)
         if shift and outputs is None:
             hidden = jnp.concatenate([hidden[:, :1], hidden[:, :-1]], axis=1)
@@ -349,11 +356,12 @@ class Denoiser:
     ) -> tuple[jax.Array, KVCache, Routing | None]:
         """`Transformer.forward` of what is fed, tokens or embeddings, with `visible` [B] or [B, T]."""
         model = self._model
-        if visible.ndim == 1:
+        since = options.get("since")
+        if visible.ndim == 1 or since is not None:
             blocks = {"causal": 1, "canvas": 1, "block": self.config.block_length}
             bound = blocks.get(self.config.attention)
-            ends = visible[:, None]
-            visible = ends if bound is None else jnp.minimum((positions // bound + 1) * bound, ends)
+            ends, first = visible.reshape(len(visible), -1), 0 if since is None else since
+            visible = ends if bound is None else jnp.minimum(first + (positions // bound + 1) * bound, ends)
         x = model.embed_tokens(inputs) if jnp.issubdtype(inputs.dtype, jnp.integer) else inputs
         place = lambda x: x if self.layout is None else self.layout.place(x, ("batch", None, None))
         profiled = jax.named_scope("window_forward" if "kv" in options else "full_forward")

@@ -276,7 +276,7 @@ class SelfAttention(nnx.Module):
             out = attention(query, kv.key, kv.value, visible, layout, since)
         else:
             assert self.block_length is not None
-            out = attention_in_blocks(query, kv, before, visible, self.block_length, layout)
+            out = attention_in_blocks(query, kv, before, visible, self.block_length, layout, since)
         return self.o_proj(out.reshape(*x.shape[:-1], -1), sums(x.dtype))
 
 

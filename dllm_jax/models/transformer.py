@@ -176,6 +176,7 @@ class Transformer(nnx.Module):
         scan: bool = False,
         decoder: bool = False,
         counted: jax.Array | None = None,
+        since: jax.Array | None = None,
     ) -> tuple[jax.Array, KVCache, Routing | None]:
         """Runs all layers over embedded inputs.
 
@@ -198,6 +199,7 @@ class Transformer(nnx.Module):
                 windows all begin with that of its first position.
             counted: [B, T] bool, of the inputs, without `outputs`: the ones whose routing is counted; None counts
                 none.
+            since: [B, T] int32, the first key that each input sees, from which on `positions` count; None for key 0.
 
         Returns:
             Hidden states before the final norm [B, T or width, D], in the `sums` of the dtype of x; the keys and
@@ -208,7 +210,7 @@ class Transformer(nnx.Module):
         keys = x.shape[1] if kv is None else kv[0].key.shape[1]
         ropes = dict.fromkeys(layer.attn.rope for layer in self.layers)
         tables = {rope: rope_table(positions, keys, rope) for rope in ropes}
-        bounds = lambda layer: (visible, _since(layer.attn.window, positions, decoder))
+        bounds = lambda layer: (visible, _since(layer.attn.window, positions, decoder, since))
         at, write = (None, None) if place is None else (place.at, place.write)
         static = {"skip": 0 if place is None else place.skip, "policy": remat, "layout": layout, "decoder": decoder}
         new: list[LayerKV] = []
@@ -271,11 +273,12 @@ def _joined(routed: list[Routing]) -> Routing | None:
     return jax.tree.map(lambda *each: jnp.concatenate(each), *routed) if routed else None
 
 
-def _since(window: int | None, positions: jax.Array, decoder: bool) -> jax.Array | None:
-    """The first key that each position sees through a window, [B, T or 1]; None for all."""
+def _since(window: int | None, positions: jax.Array, decoder: bool, since: jax.Array | None) -> jax.Array | None:
+    """The first key that each position sees through a window, and of its document, [B, T or 1]; None for all."""
     if window is None:
-        return None
-    return (positions[:, :1] if decoder else positions) + 1 - window
+        return since
+    first = (positions[:, :1] if decoder else positions) + 1 - window
+    return first if since is None else since + jnp.maximum(first, 0)
 
 
 @functools.partial(jax.jit, static_argnames=("skip", "width", "policy", "layout", "decoder"))

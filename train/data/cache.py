@@ -181,7 +181,7 @@ class StoredExample(NamedTuple):
     stored: np.ndarray
 
 
-class PackedRows:
+class StreamRows:
     """A finite source: the concatenated examples of a cache, cut into rows of one length, without the rest.
 
     Attributes:

@@ -18,7 +18,7 @@ from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.storage import write_file
 from train.config import DataPart, Kind
-from train.data.cache import Flat, PackedRows, TokenisedExamples
+from train.data.cache import Flat, StreamRows, TokenisedExamples
 from train.data.source import ExampleLike, Source, count_examples, draws_of, example_name, lengths_of, prompt_lengths_of
 
 _SLOW = 5.0  # seconds; results of longer checks are kept in a file
@@ -133,7 +133,7 @@ def drop_bad_examples(
 def scans_all(source: Source, part: DataPart) -> bool:
     """Whether `drop_bad_examples` reads all tokens of a source. Of tokenised data with more than 2^31 of them it reads
     the lengths alone, unless bad examples are to be dropped."""
-    if not isinstance(source, TokenisedExamples | PackedRows):
+    if not isinstance(source, TokenisedExamples | StreamRows):
         return isinstance(source, Sized)
     return part.on_bad == "drop" or len(source.tokens) <= _MOST
 
@@ -150,7 +150,8 @@ def find_fault(example: ExampleLike, part: DataPart, kind: Kind, config: ModelCo
             return ExampleFault(
                 "of wrong type", f"has an answer of {answer.size} tokens and {np.size(values)} of {name}"
             )
-    if too_long := _too_long(len(prompt), len(answer), part):
+    cut = part.pack and kind == "pretrain"
+    if not cut and (too_long := _too_long(len(prompt), len(answer), part)):
         return ExampleFault("too long", too_long)
     tokens = np.concatenate((prompt, answer))
     if not tokens.size:
@@ -216,7 +217,7 @@ def _doubtful(source: Source, part: DataPart, kind: Kind, config: ModelConfig, p
     """The examples that may be bad: all, or of tokenised data those that NumPy finds, some millions of tokens at a
     time."""
     assert isinstance(source, Sized)
-    if not isinstance(source, TokenisedExamples | PackedRows):
+    if not isinstance(source, TokenisedExamples | StreamRows):
         return range(len(source))
     canvas, length, scans = part.answer_length, part.length, scans_all(source, part)
 

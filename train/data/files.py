@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from dllm_jax.errors import DllmError
-from train.data.cache import Entries, PackedRows, TokenisedExamples, tokenise
+from train.data.cache import Entries, StreamRows, TokenisedExamples, tokenise
 from train.data.entries import EntryForm, Turns
 from train.data.source import Setup
 
 _PART = 1024  # rows, or characters by thousands, that are read together
 
 
-def text(setup: Setup, *, path: str, separator: str = "") -> PackedRows:
-    """Plain text files, packed into rows of the full length.
+def text(setup: Setup, *, path: str, separator: str = "") -> TokenisedExamples | StreamRows:
+    """Plain text files, concatenated and cut into rows of the full length; with `data.pack` documents.
 
     Args:
         path: a file, a folder of .txt files, or a pattern such as "books/*.txt".
@@ -30,9 +30,8 @@ def text(setup: Setup, *, path: str, separator: str = "") -> PackedRows:
             yield from ((file, number, {"text": part}) for number, part in enumerate(parts, start=1))
 
     identity = {"separator": separator, "files": _identities(files)}
-    return PackedRows(
-        tokenise(setup, Entries(files, "document", identity, documents), EntryForm(pack=True)), setup.length
-    )
+    found = tokenise(setup, Entries(files, "document", identity, documents), EntryForm(pack=True))
+    return found if setup.pack else StreamRows(found, setup.length)
 
 
 def jsonl(
@@ -41,15 +40,15 @@ def jsonl(
     path: str,
     columns: dict[str, str] | None = None,
     turns: Turns = "all",
-    pack: bool = False,
+    concatenate: bool = False,
     drop_long: bool = False,
-) -> TokenisedExamples | PackedRows:
+) -> TokenisedExamples | StreamRows:
     """JSON lines; see `train.data.entries.EntryForm` for what a line may hold.
 
     Args:
         path: a file, a folder of .jsonl files, or a pattern.
         columns, turns: as of `EntryForm`.
-        pack: join examples into rows of the full length, each ended by the end token; for pre-training.
+        concatenate: join examples into rows of the full length, each ended by the end token; for pre-training.
         drop_long: leave out examples that do not fit into a row with their canvas, which are refused otherwise.
     """
     files = _files(path, "*.jsonl")
@@ -59,7 +58,7 @@ def jsonl(
             with _open(name) as stream:
                 yield from ((file, number, line) for number, line in enumerate(stream, start=1) if line.strip())
 
-    return _source(setup, Entries(files, "line", _identities(files), lines), columns, turns, pack, drop_long)
+    return _source(setup, Entries(files, "line", _identities(files), lines), columns, turns, concatenate, drop_long)
 
 
 def parquet(
@@ -68,14 +67,14 @@ def parquet(
     path: str,
     columns: dict[str, str] | None = None,
     turns: Turns = "all",
-    pack: bool = False,
+    concatenate: bool = False,
     drop_long: bool = False,
-) -> TokenisedExamples | PackedRows:
+) -> TokenisedExamples | StreamRows:
     """Parquet files, whose rows are as JSON lines; other columns are not read.
 
     Args:
         path: a file, a folder of .parquet files, or a pattern.
-        columns, turns, pack, drop_long: as of `jsonl`.
+        columns, turns, concatenate, drop_long: as of `jsonl`.
     """
     library = _library("pyarrow.parquet", "pyarrow", "parquet")
     files = _files(path, "*.parquet")
@@ -101,7 +100,7 @@ def parquet(
         with opened(name) as table:
             count += table.metadata.num_rows
     entries = Entries(files, "row", _identities(files), rows, count)
-    return _source(setup, entries, columns, turns, pack, drop_long)
+    return _source(setup, entries, columns, turns, concatenate, drop_long)
 
 
 def arrayrecord(
@@ -110,14 +109,14 @@ def arrayrecord(
     path: str,
     columns: dict[str, str] | None = None,
     turns: Turns = "all",
-    pack: bool = False,
+    concatenate: bool = False,
     drop_long: bool = False,
-) -> TokenisedExamples | PackedRows:
+) -> TokenisedExamples | StreamRows:
     """ArrayRecord files, read by `grain`, whose records are JSON objects in UTF-8 as those of JSON lines.
 
     Args:
         path: a file, a folder of .array_record files, or a pattern.
-        columns, turns, pack, drop_long: as of `jsonl`.
+        columns, turns, concatenate, drop_long: as of `jsonl`.
     """
     library = _library("grain.sources", "grain", "arrayrecord")
     files = _files(path, "*.array_record")
@@ -132,7 +131,7 @@ def arrayrecord(
                     yield from ((file, start + number, record) for number, record in enumerate(part, start=1))
 
     entries = Entries(files, "record", _identities(files), records, sum(len(opened(name)) for name in files))
-    return _source(setup, entries, columns, turns, pack, drop_long)
+    return _source(setup, entries, columns, turns, concatenate, drop_long)
 
 
 def datasets(
@@ -143,9 +142,9 @@ def datasets(
     split: str = "train",
     columns: dict[str, str] | None = None,
     turns: Turns = "all",
-    pack: bool = False,
+    concatenate: bool = False,
     drop_long: bool = False,
-) -> TokenisedExamples | PackedRows:
+) -> TokenisedExamples | StreamRows:
     """A data set of Hugging Face's `datasets`, whose rows are as JSON lines.
 
     Args:
@@ -153,7 +152,7 @@ def datasets(
             "openai/gsm8k", or a folder like one.
         name: which configuration of those of the hub.
         split: such as "train", or, of those of the hub, "train[:1%]".
-        columns, turns, pack, drop_long: as of `jsonl`.
+        columns, turns, concatenate, drop_long: as of `jsonl`.
     """
     library = _library("datasets", "datasets", "datasets")
     folder = Path(path).expanduser()
@@ -178,15 +177,17 @@ def datasets(
         yield from ((0, number, row) for number, row in enumerate(chosen))
 
     entries = Entries((path,), "row", [path, table._fingerprint], rows, len(table))
-    return _source(setup, entries, columns, turns, pack, drop_long)
+    return _source(setup, entries, columns, turns, concatenate, drop_long)
 
 
 def _source(
-    setup: Setup, entries: Entries, columns: Mapping[str, str] | None, turns: Turns, pack: bool, drop_long: bool
-) -> TokenisedExamples | PackedRows:
-    form = EntryForm(columns or {}, turns, pack)
-    if pack:
-        return PackedRows(tokenise(setup, entries, form), setup.length)
+    setup: Setup, entries: Entries, columns: Mapping[str, str] | None, turns: Turns, concatenate: bool, drop_long: bool
+) -> TokenisedExamples | StreamRows:
+    if concatenate and setup.pack:
+        raise DllmError("data.pack keeps examples apart and data.options.concatenate joins them; set one of them")
+    form = EntryForm(columns or {}, turns, concatenate or setup.pack)
+    if concatenate:
+        return StreamRows(tokenise(setup, entries, form), setup.length)
     return tokenise(setup, entries, form, drop_long=drop_long)
 
 

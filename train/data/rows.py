@@ -14,6 +14,7 @@ from dllm_jax.errors import DllmError
 from train.config import DataPart, Kind
 from train.data.checks import find_fault
 from train.data.order import BucketOrder, Order
+from train.data.packing import Packing, Piece
 from train.data.source import ExampleLike, Source, count_examples, example_name, lengths_of, progress, prompt_lengths_of
 
 T = TypeVar("T")
@@ -26,12 +27,14 @@ class Row(NamedTuple):
     targets: [T] bool, positions that are learned.
     length: positions that count.
     step: [T] int32, of a trajectory: the step that wrote each position, -1 where none did; None for other data.
+    documents: of a row of several examples, see `train.losses.Documents`.
     """
 
     tokens: np.ndarray
     targets: np.ndarray
     length: int
     step: np.ndarray | None = None
+    documents: tuple[np.ndarray, np.ndarray] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +64,8 @@ class Rows:
             DllmError: when its example does not fit, and for buckets of an endless source.
         """
         index, width = self.index(position), self.width(position)
+        if self._packing is not None:
+            return self._join(self._packing.row(index), width)
         row = self._fill(self.source.example(index), index, width)
         draws = np.random.default_rng([self.seed, _CUT, position]) if self.part.random_length else None
         if draws is None or draws.random() >= self.part.random_length:
@@ -70,9 +75,19 @@ class Rows:
         return row._replace(targets=targets, length=min(length, row.length))
 
     def index(self, position: int) -> int:
-        """The number of the example at a position: the position itself in an endless source, else a new order of all
-        examples each epoch."""
+        """The number of the example at a position, with `DataPart.pack` of the row: the position itself in an endless
+        source, else a new order of all of them each epoch."""
         return self._order(position) if self._order else position
+
+    @property
+    def count(self) -> int | None:
+        """Rows of an epoch, None for an endless source."""
+        return count_examples(self.source) if self._packing is None else len(self._packing)
+
+    @property
+    def padding(self) -> float | None:
+        """Share of all positions that hold no token, of rows of several examples."""
+        return None if self._packing is None else self._packing.padding
 
     def width(self, position: int) -> int:
         """T of the rows that are in a position's batch."""
@@ -80,9 +95,16 @@ class Rows:
         return min(self._order.width(position), length) if isinstance(self._order, BucketOrder) else length
 
     @functools.cached_property
+    def _packing(self) -> Packing | None:
+        if not self.part.pack:
+            return None
+        if (count := count_examples(self.source)) is None:
+            raise DllmError("data.pack needs to know all lengths and the source is endless; set it to false")
+        return Packing(self._lengths(count), self.part.length, self.config.block_length or 1)
+
+    @functools.cached_property
     def _order(self) -> Order | BucketOrder | None:
-        count = count_examples(self.source)
-        if count is None:
+        if (count := self.count) is None:
             if self.part.bucket:
                 raise DllmError("data.bucket needs to know all lengths and the source is endless; set it to 0")
             return None
@@ -91,13 +113,33 @@ class Rows:
 
     def _lengths(self, count: int) -> np.ndarray:
         """Positions that each example needs."""
-        canvas = self.part.answer_length if self.part.pad else 0
+        canvas = self._canvas
         known, prompts = lengths_of(self.source), prompt_lengths_of(self.source) if canvas else np.zeros(1, np.int64)
         if known is not None and prompts is not None:
             return np.maximum(known, prompts + canvas)
         examples = map(self.source.example, progress(range(count), "lengths", " examples", count))
         needed = (len(e.prompt_ids) + max(canvas, len(e.answer_ids)) for e in examples)
         return np.fromiter(needed, np.int64, count)
+
+    def _join(self, pieces: list[Piece], width: int) -> Row:
+        """A row of several examples."""
+        tokens, targets = np.full(width, self.config.eos_id, np.int32), np.zeros(width, bool)
+        first, end, at, align = np.zeros(width, np.int32), np.zeros(width, np.int32), 0, self.config.block_length or 1
+        used = 0
+        for piece in pieces:
+            example = self.source.example(piece.example)
+            whole = len(example.prompt_ids) + max(self._canvas, len(example.answer_ids))
+            row, size = self._fill(example, piece.example, whole), piece.end - piece.start
+            here, used = slice(at, at + size), at + size
+            tokens[here], targets[here] = (x[piece.start : piece.end] for x in (row.tokens, row.targets))
+            first[at:], end[at:] = at, used
+            at += -(-size // align) * align
+        return Row(tokens, targets, used, None, (first, end))
+
+    @property
+    def _canvas(self) -> int:
+        """Positions of each example's canvas that are filled up; 0 for none."""
+        return self.part.answer_length if self.part.pad else 0
 
     def _fill(self, example: ExampleLike, index: int, width: int) -> Row:
         if not self.checked and (fault := find_fault(example, self.part, self.kind, self.config)):

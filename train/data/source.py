@@ -60,7 +60,7 @@ class Source(Protocol):
     also has `__len__`; one without is an endless generator. A source that knows held-out splits gives training's here.
     Optional are: `name(index)`, an example's name for error messages; `faults`, a sentence for each entry that is no
     example; `identity`, JSON that changes when the examples do; `lengths()`, the number of tokens of each example, and
-    `prompts()`, of its prompt, without which `data.bucket` reads all examples.
+    `prompts()`, of its prompt, without which `data.bucket` and `data.pack` read all examples.
     """
 
     def example(self, index: int) -> ExampleLike:
@@ -78,6 +78,7 @@ class Setup:
         length: positions per row.
         canvas: positions after each prompt; 0 extends it to the end of the row.
         cache: folder for what is tokenised, see `train.data.cache`; None is $DLLM_JAX_HOME/data.
+        pack: whether rows hold several examples, see `train.config.DataPart`.
     """
 
     config: ModelConfig
@@ -85,6 +86,7 @@ class Setup:
     length: int
     canvas: int = 0
     cache: Path | None = None
+    pack: bool = False
 
     def fits(self, prompt: np.ndarray, answer: np.ndarray) -> np.ndarray:
         """Whether prompts and answers of these numbers of tokens fit into a row."""

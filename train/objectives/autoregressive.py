@@ -15,7 +15,7 @@ from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.models.denoiser import Denoiser
 from train.config import Kind, TrainConfig
-from train.losses import Batch, Noised
+from train.losses import Batch, Noised, example_weights
 from train.objectives.base import CrossEntropy
 from train.settings import setting
 
@@ -51,6 +51,7 @@ class Autoregressive(CrossEntropy):
 
     about = "train a causal model, for verifiers and baselines"
     config = AutoregressiveConfig
+    packs = True
 
     settings: AutoregressivePart
 
@@ -65,6 +66,7 @@ class Autoregressive(CrossEntropy):
 
     def corrupt(self, key: jax.Array, batch: Batch, denoiser: Denoiser) -> Noised:
         """Nothing is drawn: weights of the rows as they are."""
-        targets = batch.targets & (jnp.arange(batch.tokens.shape[-1]) >= denoiser.min_prompt_length)
-        count = jnp.maximum(jnp.sum(targets, axis=-1, keepdims=True), 1)
-        return Noised(batch.tokens, batch.tokens, jnp.where(targets, 1.0 / count, 0.0), batch.lengths)
+        targets = batch.targets & (batch.places >= denoiser.min_prompt_length)
+        weights, examples = example_weights(batch, targets, self.settings.kind)
+        weights = jnp.where(targets, weights, 0.0)
+        return Noised(batch.tokens, batch.tokens, weights, batch.lengths, None, batch.documents, examples)

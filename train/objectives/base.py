@@ -67,6 +67,7 @@ class Objective(abc.ABC):
         config: class of its settings, which name the command.
         trajectories: whether it learns from trajectories alone.
         routes: whether its loss adds those of the routers, by `counted_positions` and `add_router_losses`.
+        packs: whether it takes rows of several documents (`data.pack`).
         settings: the table `objective`.
         router: the table `router`.
     """
@@ -75,6 +76,7 @@ class Objective(abc.ABC):
     config: ClassVar[type[TrainConfig]]
     trajectories: ClassVar[bool] = False
     routes: ClassVar[bool] = False
+    packs: ClassVar[bool] = False
 
     settings: Any
     router: RouterPart = dataclasses.field(default_factory=RouterPart, kw_only=True)

@@ -29,7 +29,7 @@ from dllm_jax.errors import DllmError
 from dllm_jax.models.denoiser import Denoiser
 from dllm_jax.models.transformer import RematPolicy
 from train.config import Kind, TrainConfig
-from train.losses import Batch, Mean, Means, cross_entropies, head_sums, position_draws, routed_states
+from train.losses import Batch, Documents, Mean, Means, cross_entropies, head_sums, position_draws, routed_states
 from train.objectives.base import Objective, Passes, check_whole_blocks
 from train.settings import setting
 from train.trainable import Trainable
@@ -114,6 +114,7 @@ class NoisyCopies(NamedTuple):
         weights: [..., C, T] float32, of each position's cross entropy; 0 where nothing is learned.
         targets: [..., T] bool, positions of the row that may be masked.
         lengths: [...] int32, positions that count, a whole number of blocks.
+        documents: of rows that hold several, each a whole number of blocks.
     """
 
     inputs: jax.Array
@@ -121,18 +122,23 @@ class NoisyCopies(NamedTuple):
     weights: jax.Array
     targets: jax.Array
     lengths: jax.Array
+    documents: Documents | None = None
 
 
 def fill_blocks(batch: Batch, denoiser: Denoiser, settings: BlockDiffusionPart) -> Batch:
-    """The rows with their last block filled up, with end tokens that are learned, or masks that are not."""
+    """The rows, or the documents in them, with their last block filled up, with end tokens that are learned, or masks
+    that are not."""
     assert denoiser.block_length is not None
     position = jnp.arange(batch.tokens.shape[-1], dtype=jnp.int32)
-    lengths = -(-batch.lengths // denoiser.block_length) * denoiser.block_length
-    filled = (position >= batch.lengths[..., None]) & (position < lengths[..., None])
+    up = lambda length: -(-length // denoiser.block_length) * denoiser.block_length
+    documents, end = batch.documents, batch.lengths[..., None]
+    if documents is not None:
+        end, documents = documents.end, documents._replace(end=documents.first + up(documents.end - documents.first))
+    filled = (position >= end) & (position < (up(end) if documents is None else documents.end))
     learned = settings.fill == "end"
     tokens = jnp.where(filled, denoiser.eos_id if learned else denoiser.mask_id, batch.tokens)
-    targets = (batch.targets | (filled & learned)) & (position >= denoiser.min_prompt_length)
-    return Batch(tokens, targets, lengths)
+    targets = (batch.targets | (filled & learned)) & (batch.places >= denoiser.min_prompt_length)
+    return Batch(tokens, targets, up(batch.lengths), documents=documents)
 
 
 def corrupt_copies(key: jax.Array, batch: Batch, denoiser: Denoiser, settings: BlockDiffusionPart) -> NoisyCopies:
@@ -149,10 +155,13 @@ def corrupt_copies(key: jax.Array, batch: Batch, denoiser: Denoiser, settings: B
     batch = fill_blocks(batch, denoiser, settings)
     tokens, targets = batch.tokens[..., None, :], batch.targets[..., None, :]
     rows, length = batch.lengths.size, batch.tokens.shape[-1]
-    shares = length // denoiser.block_length if settings.noise == "block" else 1
+    in_blocks = settings.noise == "block"
+    shares = length // denoiser.block_length if in_blocks else 1 if batch.documents is None else length
     share_key, mask_key, wrong_key = jax.random.split(key, 3)
     share = settings.low + (settings.high - settings.low) * position_draws(share_key, rows, shares)
     share = jnp.repeat(share, length // shares, axis=1).reshape(tokens.shape)
+    if batch.documents is not None and not in_blocks:
+        share = jnp.take_along_axis(share, batch.documents.first[..., None, :], axis=-1)
     masked = targets & (position_draws(mask_key, rows, length).reshape(tokens.shape) < share)
     if settings.complementary:
         masked = jnp.concatenate([masked, targets & ~masked], axis=-2)
@@ -167,7 +176,7 @@ def corrupt_copies(key: jax.Array, batch: Batch, denoiser: Denoiser, settings: B
         wrong = position_draws(draws, copies, length).reshape(masked.shape) < settings.wrong
         wrong &= targets & ~masked & (other != denoiser.mask_id)
         inputs, weights = jnp.where(wrong, other, inputs), jnp.where(wrong, 1.0, weights)
-    return NoisyCopies(inputs, batch.tokens, weights, batch.targets, batch.lengths)
+    return NoisyCopies(inputs, batch.tokens, weights, batch.targets, batch.lengths, batch.documents)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +185,7 @@ class BlockDiffusion(Objective):
 
     about = "train a block diffusion model (LLaDA2, SDAR, Fast-dLLM v2)"
     config = BlockDiffusionConfig
-    routes = True
+    routes = packs = True
 
     settings: BlockDiffusionPart
 
@@ -228,8 +237,10 @@ class BlockDiffusion(Objective):
         each = lambda x: jnp.repeat(x, count, axis=0)  # for every copy
         flat = lambda x: x.reshape(-1, x.shape[-1])
         counted = self.counted_positions(noised.lengths, noised.tokens.shape[1])
-        inputs, reader = denoiser.embed(noised.tokens), self.reader(denoiser, base)
-        read, clean, of_clean = reader.forward_with_routing(inputs, self.visible_to_clean(noised), counted, remat=remat)
+        inputs, reader, documents = denoiser.embed(noised.tokens), self.reader(denoiser, base), noised.documents
+        visible = self.visible_to_clean(noised) if documents is None else documents.end
+        since = None if documents is None else documents.first
+        read, clean, of_clean = reader.forward_with_routing(inputs, visible, counted, remat=remat, since=since)
         hidden, routing = routed_states(
             denoiser,
             flat(noised.inputs),
@@ -238,6 +249,7 @@ class BlockDiffusion(Objective):
             before=jax.tree.map(each, clean),
             remat=remat,
             sharding=sharding,
+            documents=jax.tree.map(each, documents),
         )
         tokens, weights = each(noised.tokens)[:, first:], flat(noised.weights)[:, first:]
         sum_up = functools.partial(head_sums, chunk=self.settings.chunk, groups=groups, sharding=sharding)

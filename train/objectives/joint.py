@@ -74,7 +74,7 @@ class Joint(BlockDiffusion):
 
     about = "train a model that is read causally and drafts blocks (Nemotron-Labs-Diffusion)"
     config = JointConfig  # type: ignore[assignment]
-    routes = False
+    routes = packs = False
 
     settings: JointPart
 

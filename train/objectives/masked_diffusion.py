@@ -24,12 +24,12 @@ from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.models.denoiser import Denoiser
 from train.config import Kind, TrainConfig
-from train.losses import Batch, Noised, expected_embeddings, hidden_states, position_draws
+from train.losses import Batch, Noised, example_weights, expected_embeddings, hidden_states, position_draws
 from train.objectives.base import CrossEntropy, Passes
 from train.settings import setting
 from train.trainable import Trainable
 
-_SOFT = 1  # of the noise's key, for the weights of soft inputs
+_SOFT, _DOCUMENTS = 1, 2  # of the noise's key, for the weights of soft inputs and for documents
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +77,17 @@ def mask_probabilities(key: jax.Array, rows: int, eps: float, *, stratified: boo
     return (1.0 - eps) * u + eps
 
 
-def corrupt(key: jax.Array, batch: Batch, denoiser: Denoiser, *, eps: float = 1e-3, stratified: bool = False) -> Noised:
-    """The forward process: masks each row's targets independently with the row's probability.
+def corrupt(
+    key: jax.Array,
+    batch: Batch,
+    denoiser: Denoiser,
+    *,
+    eps: float = 1e-3,
+    stratified: bool = False,
+    kind: Kind = "sft",
+) -> Noised:
+    """The forward process: masks each row's targets independently with the row's probability, or of rows that hold
+    several documents with each document's.
 
     The draw of a row depends on the key and on its number in the batch, not on how the batch is divided into leading
     axes or devices.
@@ -86,17 +95,23 @@ def corrupt(key: jax.Array, batch: Batch, denoiser: Denoiser, *, eps: float = 1e
     Args:
         batch: with any leading axes.
         denoiser: for the mask token and the positions that have no predictor; its parameters are not read.
+        kind: of "sft" each document counts alike, of "pretrain" each row.
     """
     length = batch.tokens.shape[-1]
     shape, rows = batch.lengths.shape, batch.lengths.size
     row_key, token_key = jax.random.split(key)
     probability = mask_probabilities(row_key, rows, eps, stratified=stratified).reshape(shape)[..., None]
+    if batch.documents is not None:
+        own = position_draws(jax.random.fold_in(key, _DOCUMENTS), rows, length).reshape(batch.tokens.shape)
+        turn = jnp.take_along_axis(own, batch.documents.first, axis=-1)  # of the circle, where a turn is uniform too
+        probability = eps + (probability - eps + (1.0 - eps) * turn) % (1.0 - eps)
     draws = position_draws(token_key, rows, length).reshape(batch.tokens.shape)
-    targets = batch.targets & (jnp.arange(length) >= denoiser.min_prompt_length)
+    targets = batch.targets & (batch.places >= denoiser.min_prompt_length)
     masked = targets & (draws < probability)
-    count = jnp.maximum(jnp.sum(targets, axis=-1, keepdims=True), 1)
-    weights = jnp.where(masked, 1.0 / (probability * count), 0.0)
-    return Noised(jnp.where(masked, denoiser.mask_id, batch.tokens), batch.tokens, weights, batch.lengths)
+    weights, examples = example_weights(batch, targets, kind)
+    weights = jnp.where(masked, weights / probability, 0.0)
+    inputs = jnp.where(masked, denoiser.mask_id, batch.tokens)
+    return Noised(inputs, batch.tokens, weights, batch.lengths, None, batch.documents, examples)
 
 
 def soft_inputs(denoiser: Denoiser, noised: Noised, *, chunk: int = 0, **options: Any) -> jax.Array:
@@ -108,7 +123,7 @@ def soft_inputs(denoiser: Denoiser, noised: Noised, *, chunk: int = 0, **options
     """
     assert noised.alpha is not None
     denoiser, first = lax.stop_gradient(denoiser), denoiser.min_prompt_length
-    hidden = hidden_states(denoiser, noised.inputs, noised.lengths, **options)
+    hidden = hidden_states(denoiser, noised.inputs, noised.lengths, documents=noised.documents, **options)
     mixed = expected_embeddings(denoiser, hidden, chunk=chunk) * noised.alpha[:, None, None]
     masked = noised.weights[:, first:, None] > 0
     return jnp.pad(jnp.where(masked, mixed, 0).astype(denoiser.dtype), ((0, 0), (first, 0), (0, 0)))
@@ -120,6 +135,7 @@ class MaskedDiffusion(CrossEntropy):
 
     about = "train a masked diffusion model"
     config = MaskedDiffusionConfig
+    packs = True
 
     settings: MaskedDiffusionPart
 
@@ -138,7 +154,8 @@ class MaskedDiffusion(CrossEntropy):
         return Passes(*(count + 1 for count in found)) if self.settings.smoothing else found
 
     def corrupt(self, key: jax.Array, batch: Batch, denoiser: Denoiser) -> Noised:
-        noised = corrupt(key, batch, denoiser, eps=self.settings.eps, stratified=self.settings.stratified)
+        settings = self.settings
+        noised = corrupt(key, batch, denoiser, eps=settings.eps, stratified=settings.stratified, kind=settings.kind)
         if not self.settings.smoothing:
             return noised
         draws = jax.random.uniform(jax.random.fold_in(key, _SOFT), noised.lengths.shape)

@@ -5,7 +5,7 @@
 | `xla` | everywhere | everything | where nothing else fits |
 | `cudnn` | NVIDIA GPUs from compute capability 8.0 on | one length per row, bfloat16 and float16 | yes |
 | `tokamax` | compute capability 9.x and 10.x, where it is installed | bfloat16 and float16 | yes |
-| `tpu` | TPUs | what fits into a core's memory, no sliding window | no: only the compiler has seen it |
+| `tpu` | TPUs | what fits into a core's memory, no first key | no: only the compiler has seen it |
 
 Shape letters: B batch, T queries, S keys, N heads, K heads of keys and values, H head size.
 """
@@ -49,7 +49,8 @@ def attention(
         visible: [B, T or 1] int32; what a query with 0 gets is some number.
         layout: how the heads lie on a mesh; None for one device, and where the caller places everything, which is done
             without kernels where there are several.
-        since: [B, T or 1] int32, of the visible keys only those from here on are seen (a sliding window); None for all.
+        since: [B, T or 1] int32, of the visible keys only those from here on are seen (a sliding window, or several
+            documents in a row); None for all.
         implementation: as of `use_kernels`, which decides by default.
 
     Raises:
@@ -67,6 +68,7 @@ def attention_in_blocks(
     visible: jax.Array,
     block_length: int,
     layout: LayoutLike | None = None,
+    since: jax.Array | None = None,
     implementation: Name | None = None,
 ) -> jax.Array:
     """`attention` whose keys and values are `own` in a query's block and `before` ahead of it: [B, T, N, H].
@@ -76,9 +78,11 @@ def attention_in_blocks(
         own, before: of the same positions, [B, T, K, H] each, K dividing N.
         visible: [B, T or 1] int32, at most the end of a query's block.
         block_length: L, dividing T; block c is [c L, (c + 1) L).
+        since: [B, T or 1] int32, at most the start of a query's block.
         layout, implementation: as of `attention`.
     """
-    operands, axes = (query, *own, *before, visible), (QUERY, KEYS, KEYS, KEYS, KEYS, ROWS)
+    operands = (query, *own, *before, visible) + (() if since is None else (since,))
+    axes = (QUERY, KEYS, KEYS, KEYS, KEYS, ROWS, ROWS)[: len(operands)]
     return _on_platforms(IN_BLOCKS, operands, axes, layout, implementation, block_length)
 
 
@@ -129,7 +133,9 @@ def _examples_in_blocks() -> Mapping[str, Sequence[np.ndarray]]:
     """The same in blocks of 32, with other keys and values before them."""
     query, key, value = _arrays()
     *_, ends = _examples()["a length per query"]
-    return {"blocks of 32": (query, key, value, key[:, ::-1], value[:, ::-1], ends)}
+    operands = (query, key, value, key[:, ::-1], value[:, ::-1], ends)
+    since = 64 * (np.maximum(ends - 1, 0) // 64)  # documents of two blocks
+    return {"blocks of 32": operands, "documents in blocks of 32": (*operands, since)}
 
 
 def _arrays() -> list[np.ndarray]:
@@ -160,7 +166,7 @@ IN_BLOCKS = Operation(
         Kernel("tpu", "tpu", tpu.refusal_in_blocks, tpu.attend_in_blocks, automatic=False),
     ),
     COST,
-    ("query", "key", "value", "key before", "value before", "visible"),
+    ("query", "key", "value", "key before", "value before", "visible", "since"),
     _examples_in_blocks,
     (32,),
 )

@@ -21,14 +21,14 @@ def attend_in_blocks(block_length: int, *operands: jax.Array) -> jax.Array:
     """`attention_in_blocks`: over the keys `before` ahead of a query's block, and `own` within it.
 
     Args:
-        operands: query, own keys and values, those before, and visible.
+        operands: query, own keys and values, those before, visible, and since if there is one.
     """
-    query, key, value, key_before, value_before, visible = operands
+    query, key, value, key_before, value_before, visible, *since = operands
     place = jnp.arange(query.shape[1])
     start = (place // block_length * block_length)[:, None]
-    seen = jnp.concatenate(
-        [place < jnp.minimum(start, visible[..., None]), (place >= start) & (place < visible[..., None])], -1
-    )
+    ahead = place < jnp.minimum(start, visible[..., None])
+    ahead = ahead & (place >= since[0][..., None]) if since else ahead
+    seen = jnp.concatenate([ahead, (place >= start) & (place < visible[..., None])], -1)
     both = (jnp.concatenate(pair, axis=1) for pair in ((key_before, key), (value_before, value)))
     key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in both)
     scores = jnp.einsum("btnh,bsnh->bnts", query, key) * query.shape[3] ** -0.5

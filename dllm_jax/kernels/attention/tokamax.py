@@ -111,7 +111,7 @@ def attend_in_blocks(device: jax.Device, block_length: int, *operands: jax.Array
     """`attention_in_blocks` by a kernel for what lies before each block, of which the rest is a small part.
 
     Args:
-        operands: query, own keys and values, those before, and visible [B, T or 1].
+        operands: query, own keys and values, those before, visible [B, T or 1], and since if there is one.
     """
     return _forward_in_blocks(device, block_length, *operands)[0]
 
@@ -119,26 +119,29 @@ def attend_in_blocks(device: jax.Device, block_length: int, *operands: jax.Array
 def _forward_in_blocks(
     device: jax.Device, block_length: int, *operands: jax.Array
 ) -> tuple[jax.Array, tuple[Any, ...]]:
-    query, key, value, *before, visible = operands
+    (query, key, value, *before, visible), since = operands[:6], operands[6:]
     end = jnp.minimum(block_starts(query, block_length), visible)
-    part, sums = _kernel(device, query, before[0], before[1], None, end)
-    none = (end < 1)[..., None]  # of the first block; what the kernel gives of no key is not defined
+    start = jnp.minimum(since[0], end) if since else None
+    some = None if start is None else jnp.minimum(start, jnp.maximum(end - 1, 0))
+    part, sums = _kernel(device, query, before[0], before[1], some, end)
+    none = (end <= (0 if start is None else start))[..., None]  # what the kernel gives of no key is not defined
     part, sums = jnp.where(none[..., None], 0, part), jnp.where(none, -1e30, sums)
     own, own_sums = attend_own_blocks(block_length, query, key, value, visible)
     out = merge(own, own_sums, part, sums)
-    return out, (operands, end, part, sums, out, jnp.logaddexp(own_sums, sums))
+    return out, (operands, start, end, part, sums, out, jnp.logaddexp(own_sums, sums))
 
 
 def _backward_in_blocks(device: jax.Device, block_length: int, saved: tuple, gradient: jax.Array) -> tuple:
-    (query, key, value, *before, visible), end, part, sums, out, total = saved
+    operands, start, end, part, sums, out, total = saved
+    query, key, value, *before, visible = operands[:6]
 
     def of_own(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         own, own_sums = attend_own_blocks(block_length, query, key, value, visible)
         return merge(own, own_sums, part, sums)
 
     by_own, *to_own = jax.vjp(of_own, query, key, value)[1](gradient)
-    by_before, *to_before = _gradients(device, (query, *before, None, end), out, total, gradient)
-    return by_own + by_before, *to_own, *to_before, None
+    by_before, *to_before = _gradients(device, (query, *before, start, end), out, total, gradient)
+    return by_own + by_before, *to_own, *to_before, *[None] * len(operands[5:])
 
 
 attend_in_blocks.defvjp(_forward_in_blocks, _backward_in_blocks)

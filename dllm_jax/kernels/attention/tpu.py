@@ -35,11 +35,18 @@ VMEM = 16 * 2**20
 
 def refusal(device: jax.Device | None, query: Any, key: Any, value: Any, visible: Any, since: Any = None) -> str | None:
     """Why they cannot attend, None if they can; operands as of `attend` or their shapes."""
-    return "they know no sliding window" if since is not None else refusal_in_blocks(device, query, key)
+    if since is not None:
+        return "they know no first key, of a sliding window or of a document"
+    return _refusal(query, key)
 
 
-def refusal_in_blocks(device: jax.Device | None, query: Any, key: Any, *others: Any) -> str | None:
-    """As `refusal`, of `attend_in_blocks`.
+def refusal_in_blocks(device: jax.Device | None, *operands: Any) -> str | None:
+    """As `refusal`, of `attend_in_blocks`."""
+    return refusal(device, *operands[:3], *operands[5:])
+
+
+def _refusal(query: Any, key: Any) -> str | None:
+    """Why sizes do not fit.
 
     A core's own memory has to hold all keys and values of one head, in the backward pass its queries and their
     gradient, and at the same time those of the next head.

@@ -90,16 +90,15 @@ def blocks_in_parts(block_length: int, *operands: jax.Array) -> jax.Array:
     at a time as `in_parts`.
 
     Args:
-        operands: query, own keys and values, those before, and visible [B, T or 1].
+        operands: query, own keys and values, those before, visible [B, T or 1], and since if there is one.
     """
-    query, *kvs, visible = operands
-    own, before = LayerKV(*kvs[:2]), LayerKV(*kvs[2:])
+    query, own, before = operands[0], LayerKV(*operands[1:3]), LayerKV(*operands[3:5])
     shape, heads = query.shape, own.key.shape[2]
     fold = lambda x, *heads: x.reshape(shape[0], -1, block_length, *heads)  # [B, C, L, ...]
-    visible = fold(jnp.broadcast_to(visible, shape[:2]))
+    visible, *since = (fold(jnp.broadcast_to(x, shape[:2])) for x in operands[5:])
     starts = jnp.broadcast_to(jnp.arange(0, shape[1], block_length, dtype=jnp.int32), visible.shape[:2])
     keys_values = (fold(x, heads, shape[3]) for x in own)
-    blocks = fold(query, heads, shape[2] // heads, shape[3]), *keys_values, starts, visible
+    blocks = fold(query, heads, shape[2] // heads, shape[3]), *keys_values, starts, visible, *since
     count, size = visible.shape[1], max(QUERIES // block_length, 1)
     if count < 2 * size:
         return _attend_in_blocks(before, *blocks).reshape(shape)
@@ -110,7 +109,13 @@ def blocks_in_parts(block_length: int, *operands: jax.Array) -> jax.Array:
 
 
 def _attend_in_blocks(
-    before: LayerKV, query: jax.Array, key: jax.Array, value: jax.Array, starts: jax.Array, visible: jax.Array
+    before: LayerKV,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    starts: jax.Array,
+    visible: jax.Array,
+    since: jax.Array | None = None,
 ) -> jax.Array:
     """Of C blocks of L queries, G of whose heads share one of keys: [B, C, L, K, G, H].
 
@@ -118,11 +123,13 @@ def _attend_in_blocks(
         before: [B, S, K, H] each.
         query: [B, C, L, K, G, H].
         key, value: [B, C, L, K, H].
-        starts, visible: [B, C] and [B, C, L] int32.
+        starts, visible, since: [B, C], [B, C, L] and [B, C, L] int32.
     """
     kept, starts, visible = before.key.shape[1], starts[:, :, None, None], visible[..., None]
     score = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-    seen = jnp.arange(kept) < jnp.minimum(starts, visible), starts + jnp.arange(key.shape[2]) < visible
+    ahead = jnp.arange(kept) < jnp.minimum(starts, visible)
+    ahead = ahead if since is None else ahead & (jnp.arange(kept) >= since[..., None])
+    seen = ahead, starts + jnp.arange(key.shape[2]) < visible
     scores = score("bclkgh,bskh->bckgls", query, before.key), score("bclkgh,bcmkh->bckglm", query, key)
     scale = query.shape[-1] ** -0.5
     masked = [jnp.where(see[:, :, None, None], x * scale, UNSEEN) for see, x in zip(seen, scores, strict=True)]
