@@ -52,8 +52,8 @@ class DataPart:
     """What it is trained on.
 
     Attributes:
-        source: "text", "jsonl", "parquet", "arrayrecord", "datasets" or "trajectories" (see `train.data`), or
-            "module:name" of a callable that makes a source or a task, such as "evals.tasks:make_task".
+        source: "text", "jsonl", "parquet", "arrayrecord", "datasets" or "trajectories" (see `train.data`), a "mixture"
+            of such, or "module:name" of a callable that makes a source or a task, such as "evals.tasks:make_task".
         options: arguments of the source.
         length: positions per row, prompt and answer together. Without `bucket` every row has exactly this length.
         pack: put several whole examples into each row, as many as fit. None of them sees another, and each one's

@@ -2,11 +2,14 @@
 
 import dataclasses
 import functools
+import math
 import tempfile
 import typing
 from collections.abc import Callable, Mapping, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from dllm_jax.checkpoints import checkpoint
 from dllm_jax.checkpoints.loading import Model
@@ -17,14 +20,18 @@ from dllm_jax.parallel.sharding import Layout
 from dllm_jax.text.tokenizer import has_tokenizer, load_tokenizer
 from train.config import DataPart, ModelPart, TrainConfig
 from train.data import SOURCES, Rows, Setup, Source, count_examples, in_words, make_referenced, source_of_split
-from train.data.checks import BadExamples, drop_bad_examples, scans_all
+from train.data.checks import BadExamples, Subset, drop_bad_examples, scans_all
 from train.data.heldout import choose_examples, split_heldout
+from train.data.mixture import Mixture, epochs_of
 from train.lora import check_init, tokenizer_files
 from train.objectives import objective_of
 from train.settings import convert_value, unknown_key
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+MIXTURE = "mixture"
+_NAMES = f"{', '.join(SOURCES)}, {MIXTURE} or module:name"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +103,7 @@ def read_outline(config: TrainConfig) -> Outline:
     Raises:
         DllmError: for missing checkpoints, and for parts that do not fit each other.
     """
-    task = None if config.data.source in SOURCES else _make_referenced(config.data)
+    task = None if config.data.source in (*SOURCES, MIXTURE) else _make_referenced(config.data)
     objective = objective_of(config)
     model = objective.fit_model(model_config(config.model, getattr(task, "vocabulary", None)), config)
     if config.data.length > model.max_length:
@@ -164,7 +171,7 @@ def _other_source(config: TrainConfig, setup: Callable[[], Setup], task: Any) ->
         return None
     if watch.source:
         part = dataclasses.replace(config.data, source=watch.source, options=watch.options)
-        if watch.source in SOURCES:
+        if watch.source in (*SOURCES, MIXTURE):
             return _builtin_source(part, setup(), "watch")
         found = source_of_split(_make_referenced(part, "watch"), watch.source, "validation", "watch")
     elif hasattr(task, "source") and not config.data.heldout:
@@ -261,13 +268,45 @@ def adapt_config(config: ModelConfig, kind: str) -> ModelConfig:
 
 def _make_referenced(part: DataPart, table: str = "data") -> Any:
     if not part.source:
-        raise DllmError(f"data.source is not set; use {', '.join(SOURCES)} or module:name")
+        raise DllmError(f"data.source is not set; use {_NAMES}")
     if ":" not in part.source:
-        raise DllmError(f"no data source is called {part.source!r}; use {', '.join(SOURCES)} or module:name")
+        raise DllmError(f"no data source is called {part.source!r}; use {_NAMES}")
     return make_referenced(part.source, part.options, table)
 
 
+def _mixture(part: DataPart, setup: Setup, table: str) -> Mixture:
+    """What `data.options.sources` lists, with each source's share of the examples (`weight`) or how often each of its
+    examples comes (`epochs`)."""
+    entries = part.options.get("sources")
+    if part.options.keys() - {"sources"} or not entries or not all(isinstance(entry, dict) for entry in entries):
+        raise DllmError(f"a mixture has {table}.options.sources, a list of tables with source, options and weight")
+    sources, times = list[Source](), {name: list[float]() for name in ("weight", "epochs")}
+    for number, entry in enumerate(entries):
+        here = f"{table}.options.sources[{number}]"
+        for name in entry.keys() - {"source", "options", "take", *times}:
+            raise DllmError(f"{here} has no {name}; it takes source, options, weight, epochs and take")
+        own = dataclasses.replace(part, source=entry.get("source", ""), options=entry.get("options", {}))
+        if own.source in SOURCES:
+            found = _builtin_source(own, setup, here)
+        else:
+            found = source_of_split(_make_referenced(own, here), own.source, table=here)
+        take = convert_value(entry.get("take", 0), int, f"{here}.take")
+        sources.append(Subset(found, np.arange(take)) if take > 0 else found)
+        for name in times.keys() & entry.keys():
+            value = convert_value(entry[name], float, f"{here}.{name}")
+            if not 0 < value < math.inf:
+                raise DllmError(f"{here}.{name} is {value:g}; give a number above 0")
+            times[name].append(value)
+    if sorted(map(len, times.values())) != [0, len(sources)]:
+        raise DllmError(f"each of {table}.options.sources needs a weight, or each its epochs; give all of them one")
+    if times["epochs"]:
+        return Mixture(sources, times["epochs"])
+    return Mixture(sources, epochs_of(times["weight"], [count_examples(source) or 1 for source in sources]))
+
+
 def _builtin_source(part: DataPart, setup: Setup, table: str = "data") -> Source:
+    if part.source == MIXTURE:
+        return _mixture(part, setup, table)
     make = SOURCES[part.source]
     hints = typing.get_type_hints(make)
     known = [name for name in hints if name not in ("setup", "return")]

@@ -6,6 +6,7 @@ parquet       Parquet files with such columns
 arrayrecord   ArrayRecord files of such JSON
 datasets      data sets of Hugging Face's hub, or saved by its `datasets`
 trajectories  generations with the step that wrote each token, by `python -m evals trajectories`
+mixture       several of these, some of them more often than others
 module:name   whatever that callable makes: a `Source`, or a task with `source("train")`
 """
 

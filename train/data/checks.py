@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Sequence, Sized
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 from tqdm import tqdm
@@ -19,6 +19,7 @@ from dllm_jax.errors import DllmError
 from dllm_jax.storage import write_file
 from train.config import DataPart, Kind
 from train.data.cache import Flat, StreamRows, TokenisedExamples
+from train.data.mixture import Mixture
 from train.data.source import ExampleLike, Source, count_examples, draws_of, example_name, lengths_of, prompt_lengths_of
 
 _SLOW = 5.0  # seconds; results of longer checks are kept in a file
@@ -52,6 +53,15 @@ class BadExamples:
     bad: list[int]
     kinds: dict[str, int]
     sentences: list[str]
+
+    @classmethod
+    def of_all(cls, parts: Sequence["BadExamples"]) -> Self:
+        """What is wrong with several sources; the numbers are those of each."""
+        kinds: collections.Counter[str] = collections.Counter()
+        for part in parts:
+            kinds.update(part.kinds)
+        join = lambda name: [x for part in parts for x in getattr(part, name)]
+        return cls(sum(part.count for part in parts), join("bad"), dict(kinds), join("sentences")[:_LISTED])
 
     @property
     def total(self) -> int:
@@ -117,6 +127,10 @@ def drop_bad_examples(
         DllmError: for bad examples that are refused, where none is left, and where an endless source's are to be
             dropped.
     """
+    if isinstance(source, Mixture):
+        parts = [drop_bad_examples(one, part, kind, config, progress=progress) for one in source.sources]
+        bad = [found for _, found in parts if found]
+        return Mixture([one for one, _ in parts], source.epochs), BadExamples.of_all(bad) if bad else None
     if not isinstance(source, Sized):
         if part.on_bad == "drop":
             raise DllmError('data.on_bad "drop" is for data with an end, and this has none; set it to "refuse"')
@@ -133,6 +147,8 @@ def drop_bad_examples(
 def scans_all(source: Source, part: DataPart) -> bool:
     """Whether `drop_bad_examples` reads all tokens of a source. Of tokenised data with more than 2^31 of them it reads
     the lengths alone, unless bad examples are to be dropped."""
+    if isinstance(source, Mixture):
+        return all(scans_all(one, part) for one in source.sources)
     if not isinstance(source, TokenisedExamples | StreamRows):
         return isinstance(source, Sized)
     return part.on_bad == "drop" or len(source.tokens) <= _MOST
