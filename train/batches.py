@@ -38,7 +38,7 @@ def batch_of(rows: Rows, first: int, shape: tuple[int, int], sharding: Sharding,
     ordered = any(row.step is not None for row in found.values())
     place = lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
     documents = None
-    if rows.part.pack:
+    if rows.in_documents:
         bounds = np.zeros((2, *shape, length), np.int32)
         for at, row in found.items():
             bounds[:, *at] = np.stack(row.documents or ())

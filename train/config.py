@@ -9,7 +9,7 @@ import numpy as np
 from dllm_jax.errors import DllmError
 from train.settings import check_ranges, setting
 
-Kind = Literal["sft", "pretrain", "prompts"]
+Kind = Literal["sft", "pretrain", "prompts", "pairs"]
 Dtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "layers", "matmuls"]
 Scan = Literal["auto", "on", "off"]
@@ -85,6 +85,13 @@ class DataPart:
     cache: str = setting("", on_resume="free")
     heldout: float = setting(0.0, at_least=0, at_most=0.9)
     on_bad: OnBad = "refuse"
+
+
+@dataclasses.dataclass(frozen=True)
+class UnfilledDataPart(DataPart):
+    """`DataPart`, whose rows end with their answers by default."""
+
+    pad: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,7 +276,7 @@ class ObjectiveSettings(Protocol):
 
     Attributes:
         kind: "sft" never masks the prompt; "pretrain" treats it as the rest of the document; "prompts" uses only the
-            given positions of answers.
+            given positions of answers; "pairs" are a better and a worse answer of a prompt.
     """
 
     @property
@@ -315,21 +322,25 @@ class TrainConfig:
             raise DllmError('checkpoint.weights is "ema" but optimizer.ema is 0; set a decay such as 0.999')
         if self.data.answer_length > self.data.length:
             raise DllmError(f"data.answer_length exceeds data.length {self.data.length}; lower it")
-        _check_packing(self.data)
+        if self.data.pack:
+            _check_packing(self.data)
         if self.data.heldout and self.watch.source:
             raise DllmError("data.heldout and watch.source both give rows for the loss of watch; set one of them")
 
 
 def _check_packing(part: DataPart) -> None:
-    if not part.pack:
-        return
     for name in ("bucket", "random_length"):
         if getattr(part, name):
             raise DllmError(f"data.pack fills rows with whole examples; set data.{name} to 0")
+    check_canvas(part, "data.pack")
+
+
+def check_canvas(part: DataPart, why: str) -> None:
+    """Raises DllmError where rows of several documents would be filled up to their ends."""
     if part.pad and not part.answer_length:
         raise DllmError(
-            "data.pad fills the rest of a row, and with data.pack the next example begins there; set data.pad to "
-            "false, or data.answer_length to the length of each canvas"
+            f"data.pad fills the rest of a row, and with {why} the next answer begins there; set data.pad to false, or "
+            "data.answer_length to the length of each canvas"
         )
 
 

@@ -289,8 +289,8 @@ def head_sums(
     the wire once for each chunk, is summed over the devices after the last.
 
     Args:
-        sums: float32 scalars from the heads, arrays [C, ...] of positions and their weights [C]; a position of weight 0
-            adds nothing.
+        sums: float32 sums from the heads, arrays [C, ...] of positions and their weights [C], scalars or of any shape;
+            a position of weight 0 adds nothing.
         heads: the models whose logits `sums` reads.
         parts: arrays [B, T, ...].
         weights: [B, T] float32.
@@ -310,7 +310,8 @@ def head_sums(
         # Said again in here for the gradients, which the compiler would split otherwise.
         again = (jax.tree.map(_narrowed, *each) for each in zip(wide, own, strict=True))
         placed = [place(mine, head) for mine, head in zip(again, heads, strict=True)]
-        return tuple(map(jnp.sum, jax.vmap(of_group)(placed, tuple(_split(x, sharding, batch) for x in part))))
+        found = jax.vmap(of_group)(placed, tuple(_split(x, sharding, batch) for x in part))
+        return tuple(jnp.sum(x, axis=0) for x in found)
 
     with jax.named_scope("vocabulary"):  # what profiles show
         return _in_chunks(of_all, parts, max(1, chunk // groups)) if chunk else of_all(*parts)

@@ -203,6 +203,19 @@ def whole_or_adapters(config: TrainConfig, model: ModelConfig) -> Trainable:
     return LoraModel(config, model)
 
 
+@dataclasses.dataclass(frozen=True)
+class WholeModelAndBase(WholeModel):
+    """All weights, and the model before training, which stays."""
+
+    def frozen(self, mesh: Mesh) -> dict[str, jax.Array]:
+        return frozen_model(self.config, self.model, mesh)
+
+    def parts(
+        self, trained: Params, frozen: Params, denoiser: Callable[[Kernels], Denoiser], key: jax.Array | None
+    ) -> tuple[Any, Denoiser]:
+        return denoiser(trained), denoiser(frozen)
+
+
 def check_frozen(config: TrainConfig, need: str) -> None:
     """Raises DllmError where there is no model that can stay as it is."""
     if not config.model.init:

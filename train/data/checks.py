@@ -20,7 +20,16 @@ from dllm_jax.storage import write_file
 from train.config import DataPart, Kind
 from train.data.cache import Flat, StreamRows, TokenisedExamples
 from train.data.mixture import Mixture
-from train.data.source import ExampleLike, Source, count_examples, draws_of, example_name, lengths_of, prompt_lengths_of
+from train.data.source import (
+    Example,
+    ExampleLike,
+    Source,
+    count_examples,
+    draws_of,
+    example_name,
+    lengths_of,
+    prompt_lengths_of,
+)
 
 _SLOW = 5.0  # seconds; results of longer checks are kept in a file
 _MOST = 2**31  # most tokens that are all read before the first step: 8 GiB, some seconds to a minute
@@ -166,8 +175,8 @@ def find_fault(example: ExampleLike, part: DataPart, kind: Kind, config: ModelCo
             return ExampleFault(
                 "of wrong type", f"has an answer of {answer.size} tokens and {np.size(values)} of {name}"
             )
-    cut = part.pack and kind == "pretrain"
-    if not cut and (too_long := _too_long(len(prompt), len(answer), part)):
+    unbounded = kind == "pairs" or (part.pack and kind == "pretrain")
+    if not unbounded and (too_long := _too_long(len(prompt), len(answer), part)):
         return ExampleFault("too long", too_long)
     tokens = np.concatenate((prompt, answer))
     if not tokens.size:
@@ -181,6 +190,8 @@ def find_fault(example: ExampleLike, part: DataPart, kind: Kind, config: ModelCo
         return ExampleFault(
             "with a mask token", f"has the mask token {config.mask_id} in its answer; it cannot be learned"
         )
+    if kind == "pairs":
+        return _find_pair_fault(example, part)
     if kind == "sft" and step is None and given is None:
         ends = (config.eos_id, *config.end_ids)
         if all(token in ends for token in answer):
@@ -189,6 +200,36 @@ def find_fault(example: ExampleLike, part: DataPart, kind: Kind, config: ModelCo
             )
     elif kind == "sft" and not learned.size:
         return ExampleFault("without an answer", "has nothing to learn, all of its answer is given")
+    return None
+
+
+def split_pair(example: ExampleLike) -> tuple[Example, Example] | None:
+    """The better and the worse answer of a pair, each with the prompt; None of an example that is no pair: two runs of
+    given tokens, each with a run of learned ones after it."""
+    prompt, answer = example.prompt_ids, example.answer_ids
+    given = np.zeros(len(answer), bool) if example.given is None else np.asarray(example.given, bool)
+    changes = np.flatnonzero(given[1:] != given[:-1]) + 1
+    if not len(prompt) or not len(given) or given[0] or given[-1] or len(changes) != 2:
+        return None
+    first, second = changes
+    return Example(prompt, answer[:first]), Example(answer[first:second], answer[second:])
+
+
+def _find_pair_fault(example: ExampleLike, part: DataPart) -> ExampleFault | None:
+    if (pair := split_pair(example)) is None:
+        return ExampleFault("no pair", "is no pair of answers to a prompt; give it prompt, chosen and rejected")
+    canvas, needed = part.answer_length, 0
+    for half in pair:
+        prompt, answer = len(half.prompt_ids), len(half.answer_ids)
+        if canvas and answer > canvas:
+            return ExampleFault(
+                "too long", f"has an answer of {answer} tokens and data.answer_length is {canvas}; raise it"
+            )
+        needed += prompt + (max(canvas, answer) if part.pad else answer)
+    if needed > part.length:
+        return ExampleFault(
+            "too long", f"needs {needed} positions for both answers and data.length is {part.length}; raise it"
+        )
     return None
 
 
@@ -250,7 +291,9 @@ def _doubtful(source: Source, part: DataPart, kind: Kind, config: ModelConfig, p
         if kind != "prompts":
             wrong |= (ids == config.mask_id) & (learned | (kind == "pretrain"))
         found[np.searchsorted(some.bounds, np.flatnonzero(wrong), side="right") - 1] = True
-        if kind == "sft":
+        if kind == "pairs":
+            found[:] = True  # each is looked at
+        elif kind == "sft":
             for end in {config.eos_id, *config.end_ids}:
                 learned &= ids != end
             counts = np.concatenate(([0], np.cumsum(learned)))

@@ -11,8 +11,8 @@ from dllm_jax.text.tokenizer import Turn, chat_text, chat_turns, check_messages
 from train.data.source import Setup
 
 Turns = Literal["all", "each", "last"]
-COLUMNS = ("prompt", "answer", "user", "assistant", "messages", "text", "ids")
-WANTED = "prompt and answer, user and assistant, messages, text or ids"
+COLUMNS = ("prompt", "answer", "user", "assistant", "messages", "text", "ids", "chosen", "rejected")
+WANTED = "prompt and answer, user and assistant, messages, text or ids, or chosen and rejected"
 
 
 class Segment(NamedTuple):
@@ -64,7 +64,8 @@ class EntryForm:
 
         It holds one of: "prompt" and "answer" (texts or token ids); "messages", a conversation that ends with the
         assistant's, in the model's chat format, or "user" and "assistant", one of two messages; "text" or "ids", a
-        document. The end token is added to a text answer;
+        document; or "chosen" and "rejected", a better and a worse answer to "prompt", texts or token ids, or
+        messages, where "prompt" may be missing because both begin with it. The end token is added to a text answer;
         token ids are taken as they are. Messages of the assistant end as the chat template ends them (see
         `dllm_jax.text.tokenizer.chat_turns`), and the last with the model's end token where that ends no generation.
 
@@ -84,6 +85,8 @@ class EntryForm:
         return examples
 
     def _pieces(self, setup: Setup, entry: Mapping[str, Any]) -> list[list[Segment]]:
+        if {"chosen", "rejected"} <= entry.keys():
+            return [self._answers(setup, entry, "chosen") + self._answers(setup, entry, "rejected")]
         if {"prompt", "answer"} <= entry.keys():
             end = [Segment([setup.config.eos_id], True)] if isinstance(entry["answer"], str) else []
             return [[Segment(entry["prompt"], False), Segment(entry["answer"], True), *end]]
@@ -98,6 +101,15 @@ class EntryForm:
         raise DllmError(
             f"it has {sorted(map(str, entry))}; it needs {WANTED}; name its columns in data.options.columns"
         )
+
+    def _answers(self, setup: Setup, entry: Mapping[str, Any], name: str) -> list[Segment]:
+        """The prompt and one of two answers."""
+        prompt, answer = entry.get("prompt", []), entry[name]
+        if isinstance(answer, list) and answer and isinstance(answer[0], Mapping):
+            if isinstance(prompt, str):
+                prompt = [{"role": "user", "content": prompt}]
+            return dataclasses.replace(self, turns="last")._conversation(setup, [*prompt, *answer])[0]
+        return self._pieces(setup, {"prompt": prompt, "answer": answer})[0]
 
     def _conversation(self, setup: Setup, messages: Any) -> list[list[Segment]]:
         tokenizer = setup.require_tokenizer()

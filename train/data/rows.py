@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -12,9 +12,9 @@ import numpy as np
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 from train.config import DataPart, Kind
-from train.data.checks import find_fault
+from train.data.checks import find_fault, split_pair
 from train.data.order import BucketOrder, Order
-from train.data.packing import Packing, Piece
+from train.data.packing import Packing
 from train.data.source import ExampleLike, Source, count_examples, example_name, lengths_of, progress, prompt_lengths_of
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class Rows:
 
     Attributes:
         part: lengths, padding and shuffling.
-        kind: "sft" or "pretrain"; the latter makes the prompt a part of the answer.
+        kind: "pretrain" makes the prompt a part of the answer; "pairs" are two documents.
         seed: of the order and of random lengths.
         batch: rows that are computed together, which `DataPart.bucket` makes equally wide.
         checked: whether all examples are known to make rows, see `train.data.checks`.
@@ -65,7 +65,7 @@ class Rows:
         """
         index, width = self.index(position), self.width(position)
         if self._packing is not None:
-            return self._join(self._packing.row(index), width)
+            return self._join(self._pieces(index), width)
         row = self._fill(self.source.example(index), index, width)
         draws = np.random.default_rng([self.seed, _CUT, position]) if self.part.random_length else None
         if draws is None or draws.random() >= self.part.random_length:
@@ -83,6 +83,11 @@ class Rows:
     def count(self) -> int | None:
         """Rows of an epoch, None for an endless source."""
         return count_examples(self.source) if self._packing is None else len(self._packing)
+
+    @property
+    def in_documents(self) -> bool:
+        """Whether rows hold several documents."""
+        return self.part.pack or self.kind == "pairs"
 
     @property
     def padding(self) -> float | None:
@@ -118,22 +123,26 @@ class Rows:
         if known is not None and prompts is not None:
             return np.maximum(known, prompts + canvas)
         examples = map(self.source.example, progress(range(count), "lengths", " examples", count))
-        needed = (len(e.prompt_ids) + max(canvas, len(e.answer_ids)) for e in examples)
-        return np.fromiter(needed, np.int64, count)
+        return np.fromiter(map(self._positions, examples), np.int64, count)
 
-    def _join(self, pieces: list[Piece], width: int) -> Row:
-        """A row of several examples."""
+    def _pieces(self, number: int) -> Iterator[Row]:
+        """What stands in a packed row."""
+        assert self._packing is not None
+        for example, start, end in self._packing.row(number):
+            found = self.source.example(example)
+            row = self._fill(found, example, self._positions(found))
+            yield Row(row.tokens[start:end], row.targets[start:end], end - start)
+
+    def _join(self, parts: Iterable[Row], width: int) -> Row:
+        """A row of several documents, each of the whole of its own row."""
         tokens, targets = np.full(width, self.config.eos_id, np.int32), np.zeros(width, bool)
-        first, end, at, align = np.zeros(width, np.int32), np.zeros(width, np.int32), 0, self.config.block_length or 1
-        used = 0
-        for piece in pieces:
-            example = self.source.example(piece.example)
-            whole = len(example.prompt_ids) + max(self._canvas, len(example.answer_ids))
-            row, size = self._fill(example, piece.example, whole), piece.end - piece.start
-            here, used = slice(at, at + size), at + size
-            tokens[here], targets[here] = (x[piece.start : piece.end] for x in (row.tokens, row.targets))
+        first, end = np.zeros(width, np.int32), np.zeros(width, np.int32)
+        at, used, align = 0, 0, self.config.block_length or 1
+        for part in parts:
+            used = at + part.length
+            tokens[at:used], targets[at:used] = part.tokens, part.targets
             first[at:], end[at:] = at, used
-            at += -(-size // align) * align
+            at += -(-part.length // align) * align
         return Row(tokens, targets, used, None, (first, end))
 
     @property
@@ -141,9 +150,18 @@ class Rows:
         """Positions of each example's canvas that are filled up; 0 for none."""
         return self.part.answer_length if self.part.pad else 0
 
+    def _positions(self, example: ExampleLike) -> int:
+        """Positions that an example needs where it has no rest of a row to fill."""
+        return len(example.prompt_ids) + max(self._canvas, len(example.answer_ids))
+
     def _fill(self, example: ExampleLike, index: int, width: int) -> Row:
         if not self.checked and (fault := find_fault(example, self.part, self.kind, self.config)):
             raise DllmError(f"{example_name(self.source, index)} {fault.text}")
+        if self.kind == "pairs" and (pair := split_pair(example)):
+            return self._join([self._row(half, self._positions(half)) for half in pair], width)
+        return self._row(example, width)
+
+    def _row(self, example: ExampleLike, width: int) -> Row:
         prompt, answer = example.prompt_ids, example.answer_ids
         canvas, used = self.part.answer_length, len(prompt) + len(answer)
         order = getattr(example, "step", None)  # a trajectory's canvas is as long as it was
@@ -152,7 +170,7 @@ class Rows:
         tokens[: len(prompt)] = prompt
         tokens[len(prompt) : used] = answer
         targets = np.arange(width) < end
-        if self.kind == "sft":
+        if self.kind in ("sft", "pairs"):
             targets[: len(prompt)] = False
             if example.given is not None:
                 targets[len(prompt) : used] &= ~np.asarray(example.given, bool)

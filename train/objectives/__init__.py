@@ -11,6 +11,7 @@ from train.objectives.base import Feed, Objective, Passes
 from train.objectives.block_diffusion import BlockDiffusion
 from train.objectives.compression import Compression
 from train.objectives.d2f import D2F
+from train.objectives.dpo import Dpo
 from train.objectives.grpo import Grpo
 from train.objectives.indicator import FinalTokens
 from train.objectives.joint import Joint
@@ -30,6 +31,7 @@ OBJECTIVES: Mapping[str, type[Objective]] = types.MappingProxyType(
             Autoregressive,
             FinalTokens,
             Compression,
+            Dpo,
             Grpo,
         )
     }

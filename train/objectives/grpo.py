@@ -21,13 +21,13 @@ estimate (d1, arXiv 2504.12216) with `mask_prompt` 0.15.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
@@ -39,7 +39,7 @@ from train.losses import Mean, Means, head_sums, hidden_states, position_draws
 from train.objectives.base import Objective, Passes
 from train.rollout import Advantage, Rollout, RolloutPart, Rollouts, sampler_for, steps_per_round
 from train.settings import setting
-from train.trainable import Kernels, Params, Trainable, WholeModel, check_frozen, frozen_model
+from train.trainable import Params, Trainable, WholeModelAndBase, check_frozen
 
 _PLAIN = DataPart()
 _NEVER = -1e30  # a score of probability 0; with -inf, p log p and what weight 0 leaves out would be NaN
@@ -132,19 +132,6 @@ def choose_states(uniform: jax.Array, count: jax.Array, most: int) -> tuple[jax.
     drawn = jnp.minimum(count, most)[..., None]
     weight = count[..., None] / jnp.maximum(drawn, 1)
     return order.astype(jnp.int32), jnp.where(jnp.arange(order.shape[-1]) < drawn, weight, 0.0)
-
-
-@dataclasses.dataclass(frozen=True)
-class WholeModelAndBase(WholeModel):
-    """All weights, and the model before training, which stays."""
-
-    def frozen(self, mesh: Mesh) -> dict[str, jax.Array]:
-        return frozen_model(self.config, self.model, mesh)
-
-    def parts(
-        self, trained: Params, frozen: Params, denoiser: Callable[[Kernels], Denoiser], key: jax.Array | None
-    ) -> tuple[Any, Denoiser]:
-        return denoiser(trained), denoiser(frozen)
 
 
 @dataclasses.dataclass(frozen=True)

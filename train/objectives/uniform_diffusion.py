@@ -31,7 +31,7 @@ from dllm_jax.errors import DllmError
 from dllm_jax.models.denoiser import Denoiser
 from dllm_jax.models.kv_cache import KVCache, slice_rows, with_room
 from dllm_jax.models.transformer import RematPolicy
-from train.config import DataPart, Kind, TrainConfig
+from train.config import Kind, TrainConfig, UnfilledDataPart
 from train.losses import Batch, Mean, Means, cross_entropies, expected_embeddings, head_sums, position_draws
 from train.objectives.base import Objective
 from train.settings import setting
@@ -61,17 +61,10 @@ class UniformDiffusionPart:
 
 
 @dataclasses.dataclass(frozen=True)
-class CanvasDataPart(DataPart):
-    """`DataPart`, whose rows are not filled: the last canvas of an answer is."""
-
-    pad: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
 class UniformDiffusionConfig(TrainConfig):
     """A run of `python -m train uniform-diffusion`."""
 
-    data: CanvasDataPart = dataclasses.field(default_factory=CanvasDataPart)
+    data: UnfilledDataPart = dataclasses.field(default_factory=UnfilledDataPart)
     objective: UniformDiffusionPart = dataclasses.field(default_factory=UniformDiffusionPart)
     command: Literal["uniform-diffusion"] = "uniform-diffusion"
 
