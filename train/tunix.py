@@ -43,12 +43,12 @@ class DenoiserModule(nnx.Module):
             raise DllmError(f"a {config.family} model is not one of masked diffusion; train it by python -m train")
         if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(denoiser)):
             raise DllmError("quantized parameters cannot be trained; load the model without quantization")
-        self._variables = nnx.data(jax.tree.map(nnx.Param, denoiser))
+        self.variables = nnx.data(jax.tree.map(nnx.Param, denoiser))
 
     @property
     def denoiser(self) -> Denoiser:
         """The denoiser with the arrays as they are now."""
-        pure: Denoiser = nnx.as_pure(self._variables)
+        pure: Denoiser = nnx.as_pure(self.variables)
         return pure
 
 
