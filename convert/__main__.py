@@ -1,4 +1,4 @@
-"""The command line: `python -m convert FAMILY | published | embedded | ni-indicator | verify | export`."""
+"""The command line: `python -m convert FAMILY | published | embedded | ni-indicator | verify | export | push`."""
 
 import argparse
 import logging
@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from convert import convert, convert_adapters, embedded, export, published, verify
+from convert import convert, convert_adapters, embedded, export, published, push, verify
 from convert.adapters import install_draft_adapter
 from convert.indicator import convert_indicator, export_indicator, is_indicator, verify_indicator
 from dllm_jax.cli.command import Parser
@@ -99,11 +99,26 @@ def command_line() -> argparse.ArgumentParser:
     command.add_argument("--layout", metavar="NAME", help=f"how tensors are stacked; {'; '.join(several)}")
     command.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="such as 5GB (default) or 500MiB")
     _add_output(command)
+    command = commands.add_parser("push", help="upload a checkpoint or adapters to the hub, with a model card")
+    command.set_defaults(run=_push)
+    command.add_argument("model", metavar="MODEL", help="folder or name of a checkpoint, or folder of adapters")
+    command.add_argument("--to", required=True, metavar="USER/NAME", help="the repository, made if it does not exist")
+    command.add_argument("--private", action="store_true", help="make a new repository private")
+    command.add_argument("--revision", metavar="BRANCH", help="branch, made if it does not exist (default: main)")
+    command.add_argument("--message", metavar="TEXT", help="of the commit")
+    command.add_argument("--license", metavar="NAME", help="the hub's word for the license, such as apache-2.0")
+    about = "repository of the model it was made from, where its notes do not say it"
+    command.add_argument("--base-model", metavar="USER/NAME", help=about)
+    command.add_argument("--card", metavar="FILE", help="a model card of your own, instead of the one that is written")
+    command.add_argument("--dry-run", action="store_true", help="write the files into --out and upload nothing")
+    _add_output(command, out="folder that keeps the files (default: a temporary one)")
     return parser
 
 
-def _add_output(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--out", required=True, metavar="DIR", help="folder that does not exist yet")
+def _add_output(command: argparse.ArgumentParser, out: str | None = None) -> None:
+    """Adds the options of what is written; `out` is the help of an --out that may be left out."""
+    about = out or "folder that does not exist yet"
+    command.add_argument("--out", required=out is None, metavar="DIR", help=about)
     command.add_argument("--dtype", metavar="DTYPE", help="bfloat16, float16 or float32; as stored by default")
     command.add_argument("--overwrite", action="store_true", help="replace --out if it holds a checkpoint")
     command.add_argument("--no-progress", action="store_true", help="no progress bar")
@@ -188,6 +203,32 @@ def _export(options: argparse.Namespace) -> None:
         progress=not options.no_progress,
     )
     print(f"{options.out}: written in the hub's format")
+
+
+def _push(options: argparse.Namespace) -> None:
+    if options.no_progress:
+        from huggingface_hub.utils import disable_progress_bars
+
+        disable_progress_bars()
+    pushed = push(
+        options.model,
+        options.to,
+        out=options.out,
+        dry_run=options.dry_run,
+        private=options.private,
+        revision=options.revision,
+        message=options.message,
+        license=options.license,
+        base_model=options.base_model,
+        card=options.card,
+        dtype=options.dtype,
+        overwrite=options.overwrite,
+        progress=not options.no_progress,
+    )
+    for name, size in pushed.files.items():
+        print(f"{size:>14,} bytes  {name}")
+    what = f"{len(pushed.files)} files, {sum(pushed.files.values()):,} bytes"
+    print(f"{options.to}: {what}, {pushed.url or f'written to {options.out}, nothing uploaded'}")
 
 
 def _parse_size(text: str) -> int:

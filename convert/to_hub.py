@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -34,6 +34,7 @@ def export(
     dtype: str | None = None,
     layout: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    files: Mapping[str, bytes] | None = None,
     overwrite: bool = False,
     progress: bool = False,
 ) -> None:
@@ -47,6 +48,7 @@ def export(
         dtype: "bfloat16", "float16" or "float32"; the stored one by default.
         layout: for a family that has several, such as "fused" for llada-moe; the usual one by default.
         max_shard_bytes: size above which the weights are split into several files; a tensor is never split.
+        files: more files to put next to them, such as a model card.
         overwrite: replace `out` if it holds safetensors files already.
         progress: show a bar on stderr when that is a terminal.
 
@@ -63,13 +65,13 @@ def export(
     family = find_family(config.family)
     chosen = family.layout(layout, config)
     check_out(out, source=folder, overwrite=overwrite, kind="*.safetensors")
-    files = _config_files(folder, family, chosen, config) | copied_files(folder)
+    small = {**_config_files(folder, family, chosen, config), **copied_files(folder), **(files or {})}
     shards = _shards(chosen, config, max_shard_bytes)
     check_space(out, num_params(config) * as_dtype(config.dtype).itemsize)
     with storage.atomic_folder(out, overwrite=overwrite) as scratch:
         try:
             _write_weights(scratch, folder, shards, config, progress)
-            for name, content in files.items():
+            for name, content in small.items():
                 (scratch / name).write_bytes(content)
             write_draft_adapter(folder, scratch, config)
         except OSError as error:
