@@ -24,6 +24,7 @@ from dllm_jax.checkpoints import checkpoint
 from dllm_jax.parallel import multihost
 from train import multihost_stop
 from train.__main__ import main
+from train.config import CheckpointPart
 from train.multihost_stop import SharedStopRequest
 from train.states import States
 
@@ -104,7 +105,7 @@ def test_two_processes_that_are_killed_and_stopped_end_like_one(tmp_path):
     assert statuses == [75, 75], said
     told = [text.splitlines()[-1] for text in said]
     assert told[0] == told[1] and told[0].startswith("interrupted after step ")
-    with States(out / "state", 2, clean=False) as states:
+    with States(out / "state", CheckpointPart(), clean=False) as states:
         assert f"after step {states.latest};" in told[0] and 40 <= states.latest < 120
     statuses, said = Pair(tmp_path, out, **changes, **slow).end()
     assert statuses == [0, 0] and f"written to {out}/model" in said[0] and "written" not in said[1], said
