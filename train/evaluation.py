@@ -23,7 +23,7 @@ from train.batches import batch_of
 from train.config import RouterPart, TrainConfig, WatchPart
 from train.data import Rows, count_examples
 from train.logs import Evaluation, fetch_metrics
-from train.losses import Batch, Means, mean_values
+from train.losses import LEVELS, Batch, Means, mean_values
 from train.objectives import objective_of
 from train.run_dir import WATCH_SECONDS
 from train.setup import Parts
@@ -159,7 +159,9 @@ class HeldOut:
         for first in range(0, self._count, self._rows.batch):
             found.append(self._measure(weights, frozen, self._batch(first), jax.random.fold_in(key, first)))
         whole = jax.tree.map(lambda *parts: np.sum(parts, dtype=np.float64), *jax.device_get(found))
-        return fetch_metrics([mean_values(whole)])[0]
+        # Few rows may have no t in a quarter.
+        some = {name: mean for name, mean in whole.items() if name not in LEVELS or mean.weight >= 1}
+        return fetch_metrics([mean_values(some)])[0]
 
     def _batch(self, first: int) -> Batch:
         return batch_of(self._rows, first, (1, self._rows.batch), self._sharding, self._count)

@@ -21,6 +21,9 @@ from dllm_jax.params.products import redirect_gradient
 
 Metrics = dict[str, jax.Array]
 
+LEVELS = tuple(f"cross_entropy_t{low}-{low + 25}" for low in (0, 25, 50, 75))
+"""Names of the cross entropy of rows with t in each quarter of (0, 1), in percent."""
+
 
 class Mean(NamedTuple):
     """A mean that is not divided yet: the sums of the parts of a batch are those of the whole batch.
@@ -83,6 +86,7 @@ class Noised(NamedTuple):
         weights: [..., T] float32: of each position's cross entropy, 1 / (t targets) where masked, else 0.
         lengths: [...] int32.
         alpha: [...] float32, weight of the soft inputs of each row; None where there are none.
+        level: [...] float32, t of each row, where cross entropies are reported by it; else None.
     """
 
     inputs: jax.Array
@@ -90,6 +94,7 @@ class Noised(NamedTuple):
     weights: jax.Array
     lengths: jax.Array
     alpha: jax.Array | None = None
+    level: jax.Array | None = None
 
 
 def position_draws(key: jax.Array, rows: int, length: int) -> jax.Array:
@@ -102,11 +107,13 @@ class Losses(NamedTuple):
     """Attributes:
     loss: the mean over rows of the objective.
     cross_entropy: the plain mean over masked positions, in nats: steadier than the loss.
+    by_level: the same of rows with t in each of `LEVELS`, by its name, if the batch has levels; else empty.
     routing: of the layers with experts, if `counted` was given.
     """
 
     loss: Mean
     cross_entropy: Mean
+    by_level: Means
     routing: Routing | None
 
 
@@ -136,11 +143,15 @@ def diffusion_loss(
     place: Any = {"remat": remat, "sharding": sharding, "soft": soft}
     hidden, routing = routed_states(denoiser, noised.inputs, noised.lengths, counted, **place)
     tokens, weights = noised.tokens[:, first:], noised.weights[:, first:]
-    total, plain = head_sums(
-        cross_entropies, (denoiser,), (hidden, tokens), weights, chunk=chunk, groups=groups, sharding=sharding
-    )
+    sums, parts = cross_entropies, (hidden, tokens)
+    if noised.level is not None:
+        number = jnp.minimum((noised.level * len(LEVELS)).astype(jnp.int32), len(LEVELS) - 1)
+        sums, parts = level_entropies, (*parts, jnp.broadcast_to(number[:, None], tokens.shape))
+    total, plain, *apart = head_sums(sums, (denoiser,), parts, weights, chunk=chunk, groups=groups, sharding=sharding)
     loss, cross_entropy = Mean.of(total, jnp.sum(noised.lengths > 0)), Mean.of(plain, jnp.sum(weights > 0))
-    return Losses(loss, cross_entropy, routing)
+    count = lambda number: jnp.sum((weights > 0) & (parts[-1] == number))
+    by_level = {LEVELS[number]: Mean.of(part, count(number)) for number, part in enumerate(apart)}
+    return Losses(loss, cross_entropy, by_level, routing)
 
 
 def hidden_states(
@@ -220,6 +231,16 @@ def cross_entropies(
     """Weighted and plain sum of the cross entropies where the weight is not zero; [C, D], [C], [C]."""
     entropy = optax.softmax_cross_entropy_with_integer_labels(denoiser.logits(hidden), tokens)
     return jnp.sum(weights * entropy), jnp.sum(jnp.where(weights > 0, entropy, 0.0))
+
+
+def level_entropies(
+    denoiser: Denoiser, hidden: jax.Array, tokens: jax.Array, level: jax.Array, weights: jax.Array
+) -> tuple[jax.Array, ...]:
+    """The sums of `cross_entropies`, and the plain one of each of `LEVELS`, of positions with its number [C] int32."""
+    entropy = optax.softmax_cross_entropy_with_integer_labels(denoiser.logits(hidden), tokens)
+    plain = jnp.where(weights > 0, entropy, 0.0)
+    apart = (jnp.sum(jnp.where(level == number, plain, 0.0)) for number in range(len(LEVELS)))
+    return jnp.sum(weights * entropy), jnp.sum(plain), *apart
 
 
 def head_sums(

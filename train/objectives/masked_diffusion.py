@@ -96,7 +96,8 @@ def corrupt(key: jax.Array, batch: Batch, denoiser: Denoiser, *, eps: float = 1e
     masked = targets & (draws < probability)
     count = jnp.maximum(jnp.sum(targets, axis=-1, keepdims=True), 1)
     weights = jnp.where(masked, 1.0 / (probability * count), 0.0)
-    return Noised(jnp.where(masked, denoiser.mask_id, batch.tokens), batch.tokens, weights, batch.lengths)
+    inputs = jnp.where(masked, denoiser.mask_id, batch.tokens)
+    return Noised(inputs, batch.tokens, weights, batch.lengths, level=probability[..., 0])
 
 
 def soft_inputs(denoiser: Denoiser, noised: Noised, *, chunk: int = 0, **options: Any) -> jax.Array:
@@ -138,6 +139,9 @@ class MaskedDiffusion(CrossEntropy):
         return Passes(*(count + 1 for count in found)) if self.settings.smoothing else found
 
     def corrupt(self, key: jax.Array, batch: Batch, denoiser: Denoiser) -> Noised:
+        return self.corrupt_heldout(key, batch, denoiser)._replace(level=None)
+
+    def corrupt_heldout(self, key: jax.Array, batch: Batch, denoiser: Denoiser) -> Noised:
         noised = corrupt(key, batch, denoiser, eps=self.settings.eps, stratified=self.settings.stratified)
         if not self.settings.smoothing:
             return noised
