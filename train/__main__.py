@@ -17,6 +17,7 @@ from train.curves import FORMATS, USUAL, plot_runs
 from train.lora import merge_adapters
 from train.multihost_stop import INTERRUPTED, Interrupted
 from train.objectives import OBJECTIVES, config_of_run, read_config
+from train.report import write_report
 from train.settings_help import listing
 from train.trainer import train, write_weights
 
@@ -90,6 +91,7 @@ def command_line() -> argparse.ArgumentParser:
     which.add_argument("--best", action="store_const", const="best", dest="step", help=about)
     _add_output(command)
     _add_plot(commands)
+    _add_report(commands)
     command = commands.add_parser("merge-lora", help="add trained adapters to their base model")
     command.set_defaults(run=_merge)
     command.add_argument("--base", required=True, metavar="DIR_OR_NAME", help="the model they were trained on")
@@ -106,6 +108,13 @@ def _add_plot(commands: Any) -> None:
     command.add_argument("--out", required=True, metavar="FILE", help=f"what ends in {', '.join(FORMATS)}")
     about = f"a name in the log; repeatable (default: {', '.join(USUAL)})"
     command.add_argument("--metric", action="append", default=[], metavar="NAME", dest="metrics", help=about)
+
+
+def _add_report(commands: Any) -> None:
+    command = commands.add_parser("report", help="write one page about one or several runs, to send to somebody")
+    command.set_defaults(run=_report)
+    command.add_argument("folders", nargs="+", metavar="DIR", help="output folder of a run")
+    command.add_argument("--out", metavar="FILE", help="the page (default: report.html in the first DIR)")
 
 
 def _add_training(commands: Any, name: str, text: str) -> None:
@@ -174,6 +183,10 @@ def _write_model(options: argparse.Namespace) -> None:
 def _plot(options: argparse.Namespace) -> None:
     drawn = plot_runs(options.folders, options.out, options.metrics)
     print(f"{options.out}: {', '.join(drawn)} of {len(options.folders)} runs")
+
+
+def _report(options: argparse.Namespace) -> None:
+    print(f"{write_report(options.folders, options.out)}: {len(options.folders)} runs")
 
 
 def _merge(options: argparse.Namespace) -> None:

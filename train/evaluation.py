@@ -170,6 +170,8 @@ class HeldOut:
 class PromptAnswers:
     """Prompts that are answered at every evaluation, by one program."""
 
+    names: Sequence[str] = ()
+
     def __init__(self, model: Model, part: WatchPart, sampler: str, options: Mapping[str, Any], together: int) -> None:
         """
         Args:

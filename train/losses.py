@@ -143,7 +143,8 @@ def diffusion_loss(
     place: Any = {"remat": remat, "sharding": sharding, "soft": soft}
     hidden, routing = routed_states(denoiser, noised.inputs, noised.lengths, counted, **place)
     tokens, weights = noised.tokens[:, first:], noised.weights[:, first:]
-    sums, parts = cross_entropies, (hidden, tokens)
+    sums: Callable[..., tuple[jax.Array, ...]] = cross_entropies
+    parts: tuple[jax.Array, ...] = (hidden, tokens)
     if noised.level is not None:
         number = jnp.minimum((noised.level * len(LEVELS)).astype(jnp.int32), len(LEVELS) - 1)
         sums, parts = level_entropies, (*parts, jnp.broadcast_to(number[:, None], tokens.shape))
