@@ -203,9 +203,9 @@ class CheckpointPart:
         keep_every: states of steps that are multiples of this stay as well; 0 for none.
         best: how many of the best states by `metric` stay as well. One of `every` and `watch.every` is a multiple of
             the other; a state without an evaluation at its step is none of the best.
-        metric: a number that evaluations report, such as "heldout_loss". Lower is better of those on held-out rows but
-            auc, precision and recall; higher is better of a task's but nfe, and of names that end in loss or
-            perplexity.
+        metric: a number that evaluations report, such as "heldout_loss", or "heldout_ema_loss" where `weights` is
+            "ema". On held-out rows lower is better, but of auc, precision and recall higher; of a task's numbers higher
+            is better, but of nfe and of names that end in "loss" or "perplexity" lower.
         weights: what the trained model holds: "ema", the moving average, or "raw", the last weights.
     """
 

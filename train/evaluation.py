@@ -97,11 +97,14 @@ class Watch:
 
     def check_metric(self, frozen: Params) -> None:
         """Raises DllmError for a `checkpoint.metric` that evaluations do not report; compiles nothing."""
-        wanted, names = self._config.checkpoint.metric, list(self._scorer.names if self._scorer else ())
+        wanted = self._config.checkpoint.metric
+        if not wanted:
+            return
+        names = list(self._scorer.names if self._scorer else ())
         if self._heldout is not None:
             kinds = ("", "ema_") if self._config.optimizer.ema else ("",)
             names += [f"heldout_{kind}{name}" for kind in kinds for name in self._heldout.names(frozen)]
-        if wanted and wanted not in names:
+        if wanted not in names:
             there = ", ".join(sorted(names)) or "none"
             raise DllmError(f"checkpoint.metric {wanted!r} is no number that evaluations report; there are {there}")
 
