@@ -19,6 +19,8 @@ _SHOWN = 4  # answers that are reported
 class Accuracy:
     """A `train.evaluation.TaskScorer`: the share of the same problems that is answered right."""
 
+    names = ("accuracy", "accuracy_stderr", "nfe", "tokens_per_forward")
+
     def __init__(
         self, model: Model, part: WatchPart, sampler: str, options: Mapping[str, Any], together: int, seed: int
     ) -> None:
@@ -47,10 +49,9 @@ class Accuracy:
         """Accuracy with its standard error, forwards per answer, and the first answers."""
         batches = self._prepared(model, options)
         scores = batches.score(Engines(), False, self._sampler).scores()
-        names = ("accuracy", "accuracy_stderr", "nfe", "tokens_per_forward")
         ask = lambda row: batches.task.question(self._examples[row.index])
         answers = [
             {"prompt": ask(row), "text": row.text, "nfe": row.nfe, "correct": row.correct}
             for row in scores["rows"][:_SHOWN]
         ]
-        return Evaluation({name: scores[name] for name in names}, answers)
+        return Evaluation({name: scores[name] for name in self.names}, answers)

@@ -63,7 +63,8 @@ def check_training_page(printed, folder):
     assert last["heldout_loss"] != first["heldout_loss"] < 0.5
     answers = [json.loads(line) for line in (folder / "runs" / "tune" / "generations.jsonl").open()]
     assert answers[0]["text"].endswith("#### 17") and len(answers) == 3 * (1 + 4)
-    assert (folder / "curves.svg").is_file()
+    assert (folder / "curves.svg").is_file() and (folder / "step-12" / "adapter_config.json").is_file()
+    assert "heldout_cross_entropy_t0-25" in (folder / "runs" / "tune" / "report.html").read_text()
 
 
 def check_questions(printed, folder):

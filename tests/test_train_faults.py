@@ -16,7 +16,7 @@ import train
 from dllm_jax import DllmError, random_model
 from dllm_jax.checkpoints import checkpoint
 from train.__main__ import main
-from train.config import DataPart
+from train.config import CheckpointPart, DataPart
 from train.data import Setup
 from train.data.checks import drop_bad_examples
 from train.data.files import jsonl
@@ -346,7 +346,7 @@ def test_a_state_is_that_of_its_step_whatever_becomes_of_its_buffers(tmp_path):
     arrays = {str(i): jnp.arange(2e5) * i for i in range(20)}
     wanted = jax.tree.map(np.array, arrays)
     step = jax.jit(lambda arrays: jax.tree.map(lambda x: x - 1e6, arrays), donate_argnums=0)
-    with States(tmp_path, 2, clean=True) as states:
+    with States(tmp_path, CheckpointPart(), clean=True) as states:
         for number in (1, 2):
             states.save(number, arrays, {})
             arrays = jax.block_until_ready(step(arrays))
@@ -453,7 +453,7 @@ def test_a_folder_that_cannot_be_used_is_one_sentence(name, whole, tmp_path):
     harm(out)
     with pytest.raises(DllmError, match=sentence):
         train.train(config_of(out))
-    with States(out / "state", 2, clean=False) as states:
+    with States(out / "state", CheckpointPart(), clean=False) as states:
         assert states.latest == 4
 
 
@@ -526,7 +526,7 @@ def test_no_state_is_written_while_steps_are_skipped(tmp_path, monkeypatch):
     spoil_gradients(monkeypatch, 3, 4)
     train.train(config_of(out))
     assert written == [2, 5, 6]
-    with States(out / "state", 2, clean=False) as states:
+    with States(out / "state", CheckpointPart(), clean=False) as states:
         assert [states.notes(step)["skipped"] for step in states.steps] == [2, 2]
     monkeypatch.undo()
     spoil_gradients(monkeypatch, 7, 8, 9, 10)

@@ -24,6 +24,7 @@ from dllm_jax.checkpoints import checkpoint
 from dllm_jax.parallel import multihost
 from train import multihost_stop
 from train.__main__ import main
+from train.config import CheckpointPart
 from train.multihost_stop import SharedStopRequest
 from train.states import States
 
@@ -104,7 +105,7 @@ def test_two_processes_that_are_killed_and_stopped_end_like_one(tmp_path):
     assert statuses == [75, 75], said
     told = [text.splitlines()[-1] for text in said]
     assert told[0] == told[1] and told[0].startswith("interrupted after step ")
-    with States(out / "state", 2, clean=False) as states:
+    with States(out / "state", CheckpointPart(), clean=False) as states:
         assert f"after step {states.latest};" in told[0] and 40 <= states.latest < 120
     statuses, said = Pair(tmp_path, out, **changes, **slow).end()
     assert statuses == [0, 0] and f"written to {out}/model" in said[0] and "written" not in said[1], said
@@ -122,10 +123,15 @@ def test_two_processes_that_are_killed_and_stopped_end_like_one(tmp_path):
     assert (tmp_path / "hub" / "config.json").is_file()
 
 
+def kept_states(out, part):
+    with States(out / "state", CheckpointPart(**part), clean=False) as states:
+        return states.metrics
+
+
 def test_two_processes_train_like_one(tmp_path):
     """The same mesh in one process gives the same numbers, but for the order of the terms in sums over devices."""
-    changes = {"steps": 4, "checkpoint__every": 4, "optimizer__ema": 0.5, "checkpoint__weights": "ema"}
-    changes |= {"watch": {"every": 4}}
+    kept = {"every": 2, "keep": 1, "best": 2, "metric": "heldout_loss", "weights": "ema"}
+    changes = {"steps": 6, "checkpoint": kept, "optimizer__ema": 0.5, "watch": {"every": 2}}
     of = lambda name: {**of_lengths(tmp_path, tmp_path / f"{name}-cache"), "heldout": 0.3}
     data = {name: of(name) for name in ("one", "two")}
     train.train(run_config(tmp_path / "one", compute__mesh=MESH, data=data["one"], **changes))
@@ -134,6 +140,10 @@ def test_two_processes_train_like_one(tmp_path):
     first, second = losses(tmp_path / "one"), losses(tmp_path / "two")
     assert [step for step, _ in first] == [step for step, _ in second]
     np.testing.assert_allclose([loss for _, loss in second], [loss for _, loss in first], rtol=1e-4)
+    states = [kept_states(tmp_path / name, kept) for name in ("one", "two")]
+    assert list(states[0]) == list(states[1]) and len(states[0]) >= 2 and 6 in states[0]
+    for one, two in zip(*(found.values() for found in states), strict=True):
+        np.testing.assert_allclose(two["heldout_loss"], one["heldout_loss"], rtol=1e-4)
     wanted = dllm_jax.load(tmp_path / "one" / "model").params
     for name, x in dllm_jax.load(tmp_path / "two" / "model").params.items():
         np.testing.assert_allclose(x, wanted[name], atol=2e-4, err_msg=name)

@@ -107,6 +107,7 @@ def test_chunks_and_remat_change_nothing(config):
     ):
         (_, losses), found = gradient(**options)
         np.testing.assert_allclose(losses[:2], plain[:2], rtol=2e-6)
+        np.testing.assert_allclose(*(list(one.by_level.values()) for one in (losses, plain)), rtol=2e-6)
         for name in wanted:
             np.testing.assert_allclose(found[name], wanted[name], rtol=1e-4, atol=1e-6, err_msg=name)
 

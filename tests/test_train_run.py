@@ -30,7 +30,7 @@ from dllm_jax.params.products import product
 from dllm_jax.params.specs import init_params
 from samplers import generate
 from train.__main__ import main
-from train.config import LoraPart
+from train.config import CheckpointPart, LoraPart
 from train.data import Rows
 from train.lora import adapter_shapes, attach_adapters
 from train.optimizer import decay_mask, learning_rate, make_optimizer, update_average
@@ -53,7 +53,7 @@ def latest_state(out):
     """Every leaf of the latest state by name, on the host."""
     from orbax.checkpoint import v1 as ocp
 
-    with States(Path(out) / "state", 2, clean=False) as states:
+    with States(Path(out) / "state", CheckpointPart(), clean=False) as states:
         step = states.latest
     path = Path(out) / "state" / str(step)
     like = {name: np.empty(x.shape, x.dtype) for name, x in ocp.metadata(path).metadata.items()}

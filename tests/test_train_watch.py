@@ -1,5 +1,6 @@
 """What a run looks at while it trains: it changes nothing, is the same after a kill, and is what evaluation says."""
 
+import dataclasses
 import json
 import re
 import struct
@@ -27,11 +28,14 @@ from dllm_jax import Denoiser, DllmError, random_model
 from dllm_jax.checkpoints import checkpoint
 from evals.tasks import make_task
 from samplers import generate
+from train import evaluation
 from train.__main__ import main
+from train.batches import batch_of
 from train.curves import join_short_lines
 from train.data.heldout import choose_examples, split_heldout
 from train.device_peaks import data_sheet
 from train.evaluation import HeldOut
+from train.losses import LEVELS
 from train.objectives import OBJECTIVES
 from train.run_dir import WATCH_SECONDS
 from train.settings import build_settings
@@ -40,6 +44,7 @@ from train.step import training_mesh
 from train.trainer import placement_of
 
 ROOT = Path(__file__).parents[1]
+MASKED = OBJECTIVES["masked-diffusion"]
 WATCHED = {"data__source": "train_toys:finite", "data__heldout": 0.3, "optimizer__ema": 0.9}
 
 
@@ -114,6 +119,37 @@ def test_the_last_batch_counts_as_many_rows_as_it_has(tmp_path, mesh):
         losses.append(-np.mean([log[i, row.tokens[i]] for i in at]))
     np.testing.assert_allclose(found["loss"], np.mean(losses), rtol=1e-5)
     np.testing.assert_allclose(found["cross_entropy"], np.mean(losses), rtol=1e-5)  # all answers are of one length
+
+
+@pytest.mark.parametrize("changes", [{}, {"objective__chunk": 5, "compute__mesh": {"data": 2}}])
+def test_cross_entropy_by_noise_level(changes, tmp_path):
+    """Against every masked position by itself, with the t that its weight tells."""
+    config = build_settings(MASKED.config, settings(tmp_path, **changes) | validation())
+    measure, weights, rows = heldout_of(config)
+    found, objective = measure(weights, {}), MASKED.of(config)
+    objective = dataclasses.replace(objective, settings=objective.evaluation_settings())
+    denoiser = Denoiser(rows.config, {name: jax.device_get(x) for name, x in weights.items()})
+    entropies = {name: [] for name in LEVELS}
+    for first in (0, 8):
+        batch = batch_of(rows, first, (1, 8), jax.sharding.SingleDeviceSharding(jax.devices()[0]), end=13)
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), evaluation._NOISE), first)
+        noised = jax.tree.map(lambda x: x[0], objective.corrupt(key, batch, denoiser))
+        assert noised.level is None
+        log = jax.nn.log_softmax(denoiser(noised.inputs, noised.lengths))
+        count = batch.targets[0].sum(axis=1)
+        for row, position in np.argwhere(noised.weights > 0):
+            quarter = int(4 / (noised.weights[row, position] * count[row]))
+            entropies[LEVELS[quarter]].append(-log[row, position, noised.tokens[row, position]])
+    assert all(entropies.values())
+    for name, values in entropies.items():
+        np.testing.assert_allclose(found[name], np.mean(values), rtol=1e-5, err_msg=name)
+    np.testing.assert_allclose(found["cross_entropy"], np.mean(sum(entropies.values(), [])), rtol=1e-5)
+
+
+def test_few_rows_have_few_noise_levels_and_steps_report_none(tmp_path):
+    train.train(run_config(tmp_path, steps=2, watch={"every": 2, "source": "train_toys:finite", "rows": 1}))
+    found = [sum(name.removeprefix("heldout_") in LEVELS for name in line) for line in lines(tmp_path)]
+    assert found == [1, 1, 0]
 
 
 def validation():
@@ -262,6 +298,12 @@ def count_compiled():
 # Mistakes
 
 PROBLEMS = {"source": "evals.tasks:make_task", "options": {"task": "word-problems"}}
+BEST = {
+    "checkpoint__best": 1,
+    "checkpoint__metric": "heldout_loss",
+    "watch__every": 3,
+    "watch__source": "train_toys:finite",
+}
 MISTAKES = {
     "nothing to see": ({"watch__every": 2}, "watch.every"),
     "endless": ({"watch__every": 2, "data__heldout": 0.1}, "data.heldout"),
@@ -275,6 +317,13 @@ MISTAKES = {
     "scorer": ({"watch__every": 2, "watch__task": "maze", "watch__scorer": "evals"}, "watch.scorer"),
     "rows": ({"watch__rows": 0}, "watch.rows"),
     "writer": ({"log__to": ["tensorbord"]}, "'tensorbord'"),
+    "kept never": ({"checkpoint__keep_every": 4}, "checkpoint.keep_every 4 is no multiple of checkpoint.every 3"),
+    "best by nothing": ({"checkpoint__best": 1}, "set checkpoint.metric"),
+    "metric of none": ({"checkpoint__metric": "heldout_loss"}, "checkpoint.best is 0"),
+    "best unseen": ({"checkpoint__best": 1, "checkpoint__metric": "heldout_loss"}, "watch.every is 0"),
+    "best between": (BEST | {"checkpoint__every": 4, "watch__every": 6}, "a multiple of watch.every 6"),
+    "best of no number": (BEST | {"checkpoint__metric": "heldout_los"}, "there are heldout_cross_entropy, "),
+    "best without average": (BEST | {"checkpoint__metric": "heldout_ema_loss"}, "'heldout_ema_loss' is no number"),
 }
 
 

@@ -16,9 +16,8 @@ from dllm_jax.parallel import multihost
 from train.curves import FORMATS, USUAL, plot_runs
 from train.lora import merge_adapters
 from train.multihost_stop import INTERRUPTED, Interrupted
-from train.objectives import OBJECTIVES, read_config
-from train.run_dir import read_settings
-from train.settings import build_settings
+from train.objectives import OBJECTIVES, config_of_run, read_config
+from train.report import write_report
 from train.settings_help import listing
 from train.trainer import train, write_weights
 
@@ -83,11 +82,16 @@ def command_line() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, objective in OBJECTIVES.items():
         _add_training(commands, name, objective.about)
-    command = commands.add_parser("write-model", help="write the weights of a run's latest state as a checkpoint")
+    command = commands.add_parser("write-model", help="write the weights of a run's state as a checkpoint")
     command.set_defaults(run=_write_model)
     command.add_argument("--run", required=True, metavar="DIR", dest="folder", help="output folder of a run")
+    which = command.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, metavar="N", help="of a state that is there (default: the latest)")
+    about = "the best state by checkpoint.metric"
+    which.add_argument("--best", action="store_const", const="best", dest="step", help=about)
     _add_output(command)
     _add_plot(commands)
+    _add_report(commands)
     command = commands.add_parser("merge-lora", help="add trained adapters to their base model")
     command.set_defaults(run=_merge)
     command.add_argument("--base", required=True, metavar="DIR_OR_NAME", help="the model they were trained on")
@@ -104,6 +108,13 @@ def _add_plot(commands: Any) -> None:
     command.add_argument("--out", required=True, metavar="FILE", help=f"what ends in {', '.join(FORMATS)}")
     about = f"a name in the log; repeatable (default: {', '.join(USUAL)})"
     command.add_argument("--metric", action="append", default=[], metavar="NAME", dest="metrics", help=about)
+
+
+def _add_report(commands: Any) -> None:
+    command = commands.add_parser("report", help="write one page about one or several runs, to send to somebody")
+    command.set_defaults(run=_report)
+    command.add_argument("folders", nargs="+", metavar="DIR", help="output folder of a run")
+    command.add_argument("--out", metavar="FILE", help="the page (default: report.html in the first DIR)")
 
 
 def _add_training(commands: Any, name: str, text: str) -> None:
@@ -164,16 +175,18 @@ def _join(options: argparse.Namespace) -> None:
 
 
 def _write_model(options: argparse.Namespace) -> None:
-    values = read_settings(options.folder) | {"out": options.folder}
-    values["compute"] |= {"mesh": {}}
-    kind = OBJECTIVES[values.get("command", "masked-diffusion")].config
-    step = write_weights(build_settings(kind, values), options.out, overwrite=options.overwrite)
+    config = config_of_run(options.folder)
+    step = write_weights(config, options.out, step=options.step, overwrite=options.overwrite)
     print(f"{options.out}: the weights after step {step}")
 
 
 def _plot(options: argparse.Namespace) -> None:
     drawn = plot_runs(options.folders, options.out, options.metrics)
     print(f"{options.out}: {', '.join(drawn)} of {len(options.folders)} runs")
+
+
+def _report(options: argparse.Namespace) -> None:
+    print(f"{write_report(options.folders, options.out)}: {len(options.folders)} runs")
 
 
 def _merge(options: argparse.Namespace) -> None:

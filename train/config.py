@@ -210,12 +210,28 @@ class CheckpointPart:
     Attributes:
         every: steps between training states.
         keep: how many of the latest states stay on the disk.
+        keep_every: states of steps that are multiples of this stay as well; 0 for none.
+        best: how many of the best states by `metric` stay as well. One of `every` and `watch.every` is a multiple of
+            the other; a state without an evaluation at its step is none of the best.
+        metric: a number that evaluations report, such as "heldout_loss", or "heldout_ema_loss" where `weights` is
+            "ema". On held-out rows lower is better, but of auc, precision and recall higher; of a task's numbers higher
+            is better, but of nfe and of names that end in "loss" or "perplexity" lower.
         weights: what the trained model holds: "ema", the moving average, or "raw", the last weights.
     """
 
     every: int = setting(500, at_least=1)
     keep: int = setting(2, at_least=1)
+    keep_every: int = setting(0, at_least=0)
+    best: int = setting(0, at_least=0)
+    metric: str = ""
     weights: Weights = "raw"
+
+    @property
+    def lower_is_better(self) -> bool:
+        """Whether the best states are those where `metric` is low."""
+        if self.metric.startswith("heldout_"):
+            return not self.metric.endswith(("auc", "precision", "recall"))
+        return self.metric.endswith(("nfe", "loss", "perplexity"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,6 +336,7 @@ class TrainConfig:
         _check_optimizer(self.optimizer, self.steps)
         if self.checkpoint.weights == "ema" and not self.optimizer.ema:
             raise DllmError('checkpoint.weights is "ema" but optimizer.ema is 0; set a decay such as 0.999')
+        _check_kept(self.checkpoint, self.watch)
         if self.data.answer_length > self.data.length:
             raise DllmError(f"data.answer_length exceeds data.length {self.data.length}; lower it")
         if self.data.pack:
@@ -341,6 +358,26 @@ def check_canvas(part: DataPart, why: str) -> None:
         raise DllmError(
             f"data.pad fills the rest of a row, and with {why} the next answer begins there; set data.pad to false, or "
             "data.answer_length to the length of each canvas"
+        )
+
+
+def _check_kept(part: CheckpointPart, watch: WatchPart) -> None:
+    """Raises DllmError for states that are to stay and that no run of these settings has."""
+    if part.keep_every % part.every:
+        raise DllmError(
+            f"checkpoint.keep_every {part.keep_every} is no multiple of checkpoint.every {part.every}, the steps that "
+            "have a state; choose a multiple"
+        )
+    if part.best and not part.metric:
+        raise DllmError('checkpoint.best is set and no metric; set checkpoint.metric, such as "heldout_loss"')
+    if part.metric and not part.best:
+        raise DllmError("checkpoint.metric is set and checkpoint.best is 0; set how many of the best states stay")
+    if part.best and not watch.every:
+        raise DllmError("checkpoint.best needs evaluations, and watch.every is 0; set it to checkpoint.every")
+    if part.best and part.every % watch.every and watch.every % part.every:
+        raise DllmError(
+            f"checkpoint.best compares states at evaluations, and few steps have both: set checkpoint.every "
+            f"{part.every} to a multiple of watch.every {watch.every}, or the other way round"
         )
 
 

@@ -4,7 +4,7 @@ import collections
 import io
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,26 +37,46 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path, metrics: Sequence[str
     out = Path(out)
     if out.suffix[1:] not in FORMATS:
         raise DllmError(f"{out} is no {', '.join(FORMATS[:-1])} or {FORMATS[-1]} file; name one by --out")
-    logs = {name: join_short_lines(read_log(run)) for name, run in zip(_names(runs), runs, strict=True)}
-    there = {name for log in logs.values() for line in log for name in line if _is_number(line[name])}
+    logs = read_logs(runs)
+    there = metric_names(logs)
     if missing := [name for name in metrics if name not in there]:
         raise DllmError(f"no run has the metric {missing[0]!r}; there are {', '.join(sorted(there - {'step'}))}")
-    chosen = list(metrics) or [name for name in USUAL if name in there or any(h + name in there for h in _HELD_OUT)]
+    chosen = list(metrics) or drawable(USUAL, there)
     if not chosen:
         raise DllmError(f"{runs[0]} has nothing to draw yet; wait for its first line")
-    file = io.BytesIO()
-    _figure(logs, chosen).savefig(file, format=out.suffix[1:], dpi=160)
-    write_file(out, file.getvalue())
+    write_file(out, draw(logs, chosen, out.suffix[1:]))
     return chosen
 
 
-def read_log(run: str | Path) -> list[Line]:
+def read_logs(runs: Sequence[str | Path]) -> dict[str, list[Line]]:
+    """The logs of runs by short names, without short lines.
+
+    Raises:
+        DllmError: as `read_log`.
+    """
+    return {name: join_short_lines(read_log(run)) for name, run in zip(short_names(runs), runs, strict=True)}
+
+
+def metric_names(logs: Mapping[str, Sequence[Line]]) -> set[str]:
+    """What any log has numbers of."""
+    return {name for log in logs.values() for line in log for name in line if is_number(line[name])}
+
+
+def drawable(metrics: Sequence[str], there: Collection[str]) -> list[str]:
+    """Those of some metrics that are there, of the steps or of held-out rows."""
+    return [name for name in metrics if name in there or any(held + name in there for held in _HELD_OUT)]
+
+
+def read_log(run: str | Path, name: str = METRICS_FILE) -> list[Line]:
     """The lines of a run's log in order, without one that is being written.
+
+    Args:
+        name: of the log in the run's folder.
 
     Raises:
         DllmError: for a folder without one.
     """
-    path, found = folder_path(run) / METRICS_FILE, list[Line]()
+    path, found = folder_path(run) / name, list[Line]()
     try:
         with buckets.reach(path):
             lines = path.read_text(encoding="utf-8").splitlines()
@@ -70,11 +90,12 @@ def read_log(run: str | Path) -> list[Line]:
     return found
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether a value of a line is a metric's."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _names(runs: Sequence[str | Path]) -> list[str]:
+def short_names(runs: Sequence[str | Path]) -> list[str]:
     """Names of runs: their folders, relative to the folder that all are in."""
     if any(buckets.is_address(run) for run in runs):
         return [str(run) for run in runs]
@@ -103,13 +124,18 @@ def join_short_lines(log: Sequence[Line]) -> list[Line]:
 
 
 def _mean(parts: Sequence[Line]) -> Line:
-    names = [name for name in parts[-1] if all(_is_number(line.get(name)) for line in parts)]
+    names = [name for name in parts[-1] if all(is_number(line.get(name)) for line in parts)]
     steps = sum(line["steps"] for line in parts)
     means = {name: sum(line["steps"] * line[name] for line in parts) / steps for name in names}
     return {**parts[-1], **means, "step": parts[-1]["step"], "steps": steps}
 
 
-def _figure(logs: dict[str, list[Line]], metrics: Sequence[str]) -> Any:
+def draw(logs: Mapping[str, Sequence[Line]], metrics: Sequence[str], kind: str) -> bytes:
+    """A panel of each metric, as a file whose kind is one of `FORMATS`.
+
+    Raises:
+        DllmError: without matplotlib.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -118,7 +144,7 @@ def _figure(logs: dict[str, list[Line]], metrics: Sequence[str]) -> Any:
     for ax, metric in zip(figure.subplots(1, len(metrics), squeeze=False)[0], metrics, strict=True):
         for number, (run, log) in enumerate(logs.items()):
             for name, dashes, mark in ((metric, "-", ""), *((held + metric, "--", ".") for held in _HELD_OUT)):
-                points = [line for line in log if _is_number(line.get(name))]
+                points = [line for line in log if is_number(line.get(name))]
                 if not points:
                     continue
                 label = run if name == metric else f"{run}: {name}"
@@ -133,4 +159,6 @@ def _figure(logs: dict[str, list[Line]], metrics: Sequence[str]) -> Any:
         ax.grid(alpha=0.25, linewidth=0.6)
         ax.spines[["top", "right"]].set_visible(False)
         ax.legend(fontsize=7, frameon=False)
-    return figure
+    file = io.BytesIO()
+    figure.savefig(file, format=kind, dpi=160)
+    return file.getvalue()

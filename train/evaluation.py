@@ -5,10 +5,11 @@ An evaluation reads the weights and changes nothing, so a run with evaluations i
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dllm_jax import spec
@@ -22,7 +23,7 @@ from train.batches import batch_of
 from train.config import RouterPart, TrainConfig, WatchPart
 from train.data import Rows
 from train.logs import Evaluation, fetch_metrics
-from train.losses import Batch, Means, mean_values
+from train.losses import LEVELS, Batch, Means, mean_values
 from train.objectives import objective_of
 from train.run_dir import WATCH_SECONDS
 from train.setup import Parts
@@ -38,7 +39,14 @@ class TaskScorer(Protocol):
 
     `watch.scorer` names what makes a scorer, from: a model without parameters (see
     `dllm_jax.checkpoints.loading.outline`), the `WatchPart`, the sampler's text, those of its options that are trained,
-    how many problems are sampled in one batch, and a seed. It raises DllmError for settings that do not fit."""
+    how many problems are sampled in one batch, and a seed. It raises DllmError for settings that do not fit.
+
+    Attributes:
+        names: of its metrics, one of which `checkpoint.metric` may be.
+    """
+
+    @property
+    def names(self) -> Sequence[str]: ...
 
     def __call__(self, model: Model, options: Mapping[str, Any]) -> Evaluation:
         """The score of the model as it is now, and some of its answers."""
@@ -87,6 +95,19 @@ class Watch:
             make = spec.import_object(part.scorer, "watch.scorer")
             self._scorer = make(self._outline, part, sampler, sampled.options, together, config.seed)
 
+    def check_metric(self, frozen: Params) -> None:
+        """Raises DllmError for a `checkpoint.metric` that evaluations do not report; compiles nothing."""
+        wanted = self._config.checkpoint.metric
+        if not wanted:
+            return
+        names = list(self._scorer.names if self._scorer else ())
+        if self._heldout is not None:
+            kinds = ("", "ema_") if self._config.optimizer.ema else ("",)
+            names += [f"heldout_{kind}{name}" for kind in kinds for name in self._heldout.names(frozen)]
+        if wanted not in names:
+            there = ", ".join(sorted(names)) or "none"
+            raise DllmError(f"checkpoint.metric {wanted!r} is no number that evaluations report; there are {there}")
+
     def due(self, step: int) -> bool:
         """Whether there is an evaluation after this many steps."""
         return self._part.every > 0 and (step % self._part.every == 0 or step == self._config.steps)
@@ -129,13 +150,21 @@ class HeldOut:
         self._key = jax.jit(lambda: jax.random.key(config.seed), out_shardings=placement.replicated)
         self._count = rows.count or 0
 
+    def names(self, frozen: Params) -> list[str]:
+        """Of what the objective reports."""
+        shapes = self._stepper.trainable.shapes().items()
+        weights = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes}
+        return list(jax.eval_shape(self._stepper.measure, weights, frozen, self._batch(0), jax.random.key(0)))
+
     def __call__(self, weights: Params, frozen: Params) -> dict[str, float]:
         """What the objective reports of all rows, as of one batch."""
         found, key = list[Means](), jax.random.fold_in(self._key(), _NOISE)
         for first in range(0, self._count, self._rows.batch):
             found.append(self._measure(weights, frozen, self._batch(first), jax.random.fold_in(key, first)))
         whole = jax.tree.map(lambda *parts: np.sum(parts, dtype=np.float64), *jax.device_get(found))
-        return fetch_metrics([mean_values(whole)])[0]
+        # Few rows may have no t in a quarter.
+        some = {name: mean for name, mean in whole.items() if name not in LEVELS or mean.weight >= 1}
+        return fetch_metrics([mean_values(some)])[0]
 
     def _batch(self, first: int) -> Batch:
         return batch_of(self._rows, first, (1, self._rows.batch), self._sharding, self._count)
@@ -143,6 +172,8 @@ class HeldOut:
 
 class PromptAnswers:
     """Prompts that are answered at every evaluation, by one program."""
+
+    names: Sequence[str] = ()
 
     def __init__(self, model: Model, part: WatchPart, sampler: str, options: Mapping[str, Any], together: int) -> None:
         """

@@ -22,6 +22,9 @@ from train.config import Kind
 
 Metrics = dict[str, jax.Array]
 
+LEVELS = tuple(f"cross_entropy_t{low}-{low + 25}" for low in (0, 25, 50, 75))
+"""Names of the cross entropy of rows with t in each quarter of (0, 1), in percent."""
+
 
 class Mean(NamedTuple):
     """A mean that is not divided yet: the sums of the parts of a batch are those of the whole batch.
@@ -114,6 +117,7 @@ class Noised(NamedTuple):
         documents: of the batch.
         examples: [...] int32, how many examples each row counts as in the mean; None where each counts once, and a
             row of length 0 not at all.
+        level: [..., T or 1] float32, t of each example, where cross entropies are reported by it; else None.
     """
 
     inputs: jax.Array
@@ -123,6 +127,7 @@ class Noised(NamedTuple):
     alpha: jax.Array | None = None
     documents: Documents | None = None
     examples: jax.Array | None = None
+    level: jax.Array | None = None
 
 
 def position_draws(key: jax.Array, rows: int, length: int) -> jax.Array:
@@ -144,11 +149,13 @@ class Losses(NamedTuple):
     """Attributes:
     loss: the mean over examples of the objective.
     cross_entropy: the plain mean over masked positions, in nats: steadier than the loss.
+    by_level: the same of rows with t in each of `LEVELS`, by its name, if the batch has levels; else empty.
     routing: of the layers with experts, if `counted` was given.
     """
 
     loss: Mean
     cross_entropy: Mean
+    by_level: Means
     routing: Routing | None
 
 
@@ -178,12 +185,17 @@ def diffusion_loss(
     place: Any = {"remat": remat, "sharding": sharding, "soft": soft, "documents": noised.documents}
     hidden, routing = routed_states(denoiser, noised.inputs, noised.lengths, counted, **place)
     tokens, weights = noised.tokens[:, first:], noised.weights[:, first:]
-    total, plain = head_sums(
-        cross_entropies, (denoiser,), (hidden, tokens), weights, chunk=chunk, groups=groups, sharding=sharding
-    )
+    sums: Callable[..., tuple[jax.Array, ...]] = cross_entropies
+    parts: tuple[jax.Array, ...] = (hidden, tokens)
+    if noised.level is not None:
+        number = jnp.minimum((noised.level * len(LEVELS)).astype(jnp.int32), len(LEVELS) - 1)
+        sums, parts = level_entropies, (*parts, jnp.broadcast_to(number, noised.weights.shape)[:, first:])
+    total, plain, *apart = head_sums(sums, (denoiser,), parts, weights, chunk=chunk, groups=groups, sharding=sharding)
     examples = noised.lengths > 0 if noised.examples is None else noised.examples
     loss, cross_entropy = Mean.of(total, jnp.sum(examples)), Mean.of(plain, jnp.sum(weights > 0))
-    return Losses(loss, cross_entropy, routing)
+    count = lambda number: jnp.sum((weights > 0) & (parts[-1] == number))
+    by_level = {LEVELS[number]: Mean.of(part, count(number)) for number, part in enumerate(apart)}
+    return Losses(loss, cross_entropy, by_level, routing)
 
 
 def hidden_states(
@@ -269,6 +281,16 @@ def cross_entropies(
     """Weighted and plain sum of the cross entropies where the weight is not zero; [C, D], [C], [C]."""
     entropy = optax.softmax_cross_entropy_with_integer_labels(denoiser.logits(hidden), tokens)
     return jnp.sum(weights * entropy), jnp.sum(jnp.where(weights > 0, entropy, 0.0))
+
+
+def level_entropies(
+    denoiser: Denoiser, hidden: jax.Array, tokens: jax.Array, level: jax.Array, weights: jax.Array
+) -> tuple[jax.Array, ...]:
+    """The sums of `cross_entropies`, and the plain one of each of `LEVELS`, of positions with its number [C] int32."""
+    entropy = optax.softmax_cross_entropy_with_integer_labels(denoiser.logits(hidden), tokens)
+    plain = jnp.where(weights > 0, entropy, 0.0)
+    apart = (jnp.sum(jnp.where(level == number, plain, 0.0)) for number in range(len(LEVELS)))
+    return jnp.sum(weights * entropy), jnp.sum(plain), *apart
 
 
 def head_sums(

@@ -3,7 +3,7 @@
 out/run.json        all settings
 out/metrics.jsonl   one line of metrics every few steps, and one for each evaluation of `watch`
 out/generations.jsonl  the answers of these evaluations
-out/state/          the latest training states (Orbax), see `train.states`
+out/state/          the training states that stay (Orbax), see `train.states`
 out/model/          the trained model as a checkpoint of this library, written at the end
 out/adapters/       instead of it, the trained adapters of a LoRA run
 out/indicator/      or the trained indicator
@@ -189,7 +189,7 @@ class RunFolder:
         Args:
             training: remove what a killed run left half-written; a reader leaves what another process may be writing.
         """
-        return States(self.path / STATE_FOLDER, self._config.checkpoint.keep, clean=training)
+        return States(self.path / STATE_FOLDER, self._config.checkpoint, clean=training)
 
     def write_result(self, name: str, step: int, write: Callable[[Path], None]) -> Path:
         """Writes the result of `step`, unless it is there, and returns its folder.

@@ -2,9 +2,11 @@
 
 import contextlib
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -14,6 +16,7 @@ from dllm_jax import buckets
 from dllm_jax.errors import DllmError
 from dllm_jax.parallel import multihost
 from dllm_jax.storage import sha256, write_error, write_file
+from train.config import CheckpointPart
 
 CHECKSUMS_FILE = "checksums.sha256"
 
@@ -47,18 +50,18 @@ def changed_files(folder: Path, part: int = 0, parts: int = 1) -> Iterator[str]:
 
 
 class States:
-    """Training states by step, of which the latest stay. Use it by `with`."""
+    """Training states by step, of which the latest stay, and others by `CheckpointPart`. Use it by `with`."""
 
-    def __init__(self, path: Path, keep: int, *, clean: bool) -> None:
+    def __init__(self, path: Path, part: CheckpointPart, *, clean: bool) -> None:
         """
         Args:
             path: the folder of all states.
-            keep: how many of the latest stay.
+            part: which of them stay.
             clean: remove what a killed run left half-written.
         """
         from orbax.checkpoint import v1 as ocp  # here, because it takes a second to import
 
-        self._path, self._keep, self._clean, self._ocp = path, keep, clean, ocp
+        self._path, self._part, self._clean, self._ocp = path, part, clean, ocp
         self._latest: int | None = None
         self._pending: tuple[int, Future[None]] | None = None  # the step that is being written
         self._thread = ThreadPoolExecutor(1)
@@ -72,12 +75,27 @@ class States:
                 self._path,
                 context=context,
                 save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
-                preservation_policy=ocp.training.preservation_policies.LatestN(self._keep),
+                preservation_policy=self._preservation(),
                 cleanup_tmp_directories=self._clean,
             )
             found = self._checkpointer.latest
         self._latest = None if found is None else found.step
         return self
+
+    def _preservation(self) -> Any:
+        """Orbax's policy for the states that stay."""
+        part, policies = self._part, self._ocp.training.preservation_policies
+        found = [policies.LatestN(part.keep)]
+        if part.keep_every:
+            found.append(policies.EveryNSteps(part.keep_every))
+        if part.best:
+            found.append(policies.BestN(get_metric_fn=self._score, n=part.best, keep_checkpoints_without_metrics=False))
+        return policies.AnyPreservationPolicy(found)
+
+    def _score(self, metrics: Mapping[str, float]) -> float:
+        """How good a state is, higher is better; the worst without the metric."""
+        value = metrics.get(self._part.metric)
+        return -math.inf if value is None else -value if self._part.lower_is_better else value
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
@@ -101,18 +119,41 @@ class States:
     @property
     def steps(self) -> list[int]:
         """The steps of all whole states, ascending; as `latest`."""
-        self.wait()
-        return sorted(found.step for found in self._checkpointer.checkpoints)
+        return list(self.metrics)
 
-    def save(self, step: int, state: Any, notes: Mapping[str, Any]) -> None:
+    @property
+    def metrics(self) -> dict[int, Mapping[str, float]]:
+        """What the evaluation at each step of `steps` reported, empty where there was none; as `latest`."""
+        self.wait()
+        return {found.step: found.metrics or {} for found in self._checkpointer.checkpoints}
+
+    @property
+    def best(self) -> int | None:
+        """The step of the best of all whole states by `CheckpointPart.metric`, of equals the latest; None where none
+        has it. As `latest`."""
+        scores = {step: score for step, found in self.metrics.items() if (score := self._score(found)) > -math.inf}
+        return max(scores, key=lambda step: (scores[step], step), default=None)
+
+    def save(
+        self, step: int, state: Any, notes: Mapping[str, Any], metrics: Mapping[str, float] = MappingProxyType({})
+    ) -> None:
         """Begins to write a state, whose buffers the next step may reuse, after any write in progress.
+
+        Args:
+            metrics: of the evaluation at this step, the same in all processes; those that are not finite are left out.
 
         Raises:
             DllmError: when the disk is full or cannot be written, for this state or the one before.
         """
         self.wait()
         with self._writing():
-            begun = self._checkpointer.save_async(step, flat_leaves(state), custom_metadata=dict(notes), overwrite=True)
+            begun = self._checkpointer.save_async(
+                step,
+                flat_leaves(state),
+                metrics={name: value for name, value in metrics.items() if math.isfinite(value)} or None,
+                custom_metadata=dict(notes),
+                overwrite=True,
+            )
             assert begun is not None  # the policy leaves none out
             self._pending = step, self._thread.submit(self._end, step, begun)
 

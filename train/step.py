@@ -183,7 +183,7 @@ class Stepper:
         Args:
             key: of the batch's noise.
         """
-        noised = self.objective.corrupt(key, batch, Denoiser(self._model, {}))
+        noised = self.objective.corrupt_heldout(key, batch, Denoiser(self._model, {}))
         return self.means(trained, frozen, jax.tree.map(lambda x: x[0], noised), jax.random.fold_in(key, _DROPOUT))
 
     def _update(self, gradient: Params, state: TrainState) -> TrainState:

@@ -10,7 +10,7 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from train.logs import Reporter, fetch_metrics
 from train.multihost_stop import Interrupted, stop_requests
 from train.objectives import objective_of
 from train.optimizer import learning_rate
-from train.run_dir import DROPPED_FILE, STATE_FOLDER, RunFolder
+from train.run_dir import DROPPED_FILE, STATE_FOLDER, WATCH_SECONDS, RunFolder
 from train.setup import Parts, read_outline, read_parts
 from train.states import States
 from train.step import Placement, Stepper, TrainState, training_mesh
@@ -80,6 +80,7 @@ def train(config: TrainConfig, *, progress: bool = False, allow_change: Collecti
         watch = Watch(config, parts, placement)
     with contextlib.ExitStack() as held:
         run = Run(config, parts, placement)
+        watch.check_metric(run.frozen)
         held.enter_context(folder.hold())
         states = held.enter_context(folder.states(training=True))
         if faults:
@@ -110,22 +111,33 @@ def train(config: TrainConfig, *, progress: bool = False, allow_change: Collecti
     return TrainResult(config.steps, started, metrics, out)
 
 
-def write_weights(config: TrainConfig, out: str | Path, *, overwrite: bool = False) -> int:
-    """Writes the weights of a run's latest state as a checkpoint (or adapters, or an indicator), and returns the step.
+def write_weights(
+    config: TrainConfig, out: str | Path, *, step: int | Literal["best"] | None = None, overwrite: bool = False
+) -> int:
+    """Writes the weights of a run's state as a checkpoint (or adapters, or an indicator), and returns the step.
 
-    For a run that has not ended. Only the weights are read, one array after the other, and no device holds any. The
-    data may be gone.
+    Also for a run that has not ended. Only the weights are read, one array after the other, and no device holds any.
+    The data may be gone.
+
+    Args:
+        step: of the state: by default the latest; "best" is the best by `checkpoint.metric`.
 
     Raises:
-        DllmError: when there is no state.
+        DllmError: when there is no such state.
     """
     storage.check_out(out, overwrite=overwrite)
     shell = read_outline(config)
     trained = objective_of(config).trainable(config, shell.model)
     with RunFolder(config).states(training=False) as states:
-        step = states.latest
-        if step is None:
+        if not states.steps:
             raise DllmError(f"the run in {config.out} has no state yet; train at least checkpoint.every steps")
+        step = states.best if step == "best" else states.latest if step is None else step
+        if step is None:
+            why = f"none has {config.checkpoint.metric!r}" if config.checkpoint.best else "checkpoint.best is 0"
+            raise DllmError(f"the run in {config.out} has no best state, as {why}; name a step, or take the latest")
+        if step not in states.steps:
+            there = ", ".join(map(str, states.steps))
+            raise DllmError(f"the run in {config.out} keeps no state of step {step}; there are {there}")
         kind = "trained" if config.checkpoint.weights == "raw" else "average"
         weights = states.arrays(step, {name: f"{kind}:{name}" for name in trained.shapes()})
         files = shell.checkpoint_files
@@ -229,8 +241,9 @@ class Run:
                 states.check()
                 between = not (feed and step % feed.round)
                 stopping = stop.after(step) and between
-                if watch.due(step) and not stopping:
-                    self._evaluate(step, state, watch, reporter)
+                found: Mapping[str, float] = {}
+                if watch.due(step) and (not stopping or config.checkpoint.best):  # whose states need it now
+                    found = self._evaluate(step, state, watch, reporter)
                 last = step == config.steps or stopping
                 keep = last or step % config.checkpoint.every == 0 or (owed and between)
                 if keep or step % config.log.every == 0:
@@ -244,7 +257,7 @@ class Run:
                 if keep and not owed:
                     with reporter.paused("saving"):
                         folder.send_logs()
-                        states.save(step, state, {"position": at(step), "skipped": skips.in_all})
+                        states.save(step, state, {"position": at(step), "skipped": skips.in_all}, found)
                         kept = step
                 if stopping and step < config.steps:
                     states.wait()
@@ -252,10 +265,13 @@ class Run:
         states.wait()
         return state, line
 
-    def _evaluate(self, step: int, state: TrainState, watch: Watch, reporter: Reporter) -> None:
+    def _evaluate(self, step: int, state: TrainState, watch: Watch, reporter: Reporter) -> dict[str, float]:
+        """Evaluates and reports, and returns the metrics but the duration, which differs between processes."""
         jax.block_until_ready(state)  # what is waited for is training
         with reporter.paused("evaluating"):
-            reporter.report_evaluation(step, watch(state, self.frozen))
+            evaluation = watch(state, self.frozen)
+            reporter.report_evaluation(step, evaluation)
+        return {name: value for name, value in evaluation.metrics.items() if name != WATCH_SECONDS}
 
 
 class Skips:

@@ -17,6 +17,7 @@ from train.objectives.indicator import FinalTokens
 from train.objectives.joint import Joint
 from train.objectives.masked_diffusion import MaskedDiffusion
 from train.objectives.uniform_diffusion import UniformDiffusion
+from train.run_dir import read_settings
 from train.settings import build_settings, read_table
 
 OBJECTIVES: Mapping[str, type[Objective]] = types.MappingProxyType(
@@ -37,7 +38,7 @@ OBJECTIVES: Mapping[str, type[Objective]] = types.MappingProxyType(
     }
 )
 
-__all__ = ["OBJECTIVES", "Feed", "Objective", "Passes", "objective_of", "read_config"]
+__all__ = ["OBJECTIVES", "Feed", "Objective", "Passes", "config_of_run", "objective_of", "read_config"]
 
 
 def objective_of(config: TrainConfig) -> Objective:
@@ -59,3 +60,14 @@ def read_config(path: str | Path, overrides: Iterable[str] = (), command: str = 
     if command not in OBJECTIVES:
         raise DllmError(f"{path}: command is {command!r}; choose one of {', '.join(OBJECTIVES)}")
     return build_settings(OBJECTIVES[command].config, values)
+
+
+def config_of_run(folder: str | Path) -> TrainConfig:
+    """The settings of the run in a folder, wherever that is by now, for one device.
+
+    Raises:
+        DllmError: for a folder without a run.
+    """
+    values = read_settings(folder) | {"out": str(folder)}
+    values["compute"] |= {"mesh": {}}
+    return build_settings(OBJECTIVES[values.get("command", "masked-diffusion")].config, values)

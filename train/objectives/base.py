@@ -172,6 +172,10 @@ class Objective(abc.ABC):
             batch: a `Batch`, or what the objective's `feed` makes.
         """
 
+    def corrupt_heldout(self, key: jax.Array, batch: Any, denoiser: Denoiser) -> Any:
+        """`corrupt` of rows that are not learned from, of which `means` may report more."""
+        return self.corrupt(key, batch, denoiser)
+
     def loss(self, *arguments: Any, **options: Any) -> tuple[jax.Array, Metrics]:
         """The loss, scalar float32, and all that is reported, of the arguments of `means`."""
         values = mean_values(self.means(*arguments, **options))
@@ -226,7 +230,9 @@ class CrossEntropy(Objective):
         found = diffusion_loss(
             denoiser, noised, counted=counted, soft=self.soften(denoiser, noised, **place), **options
         )
-        return self.add_router_losses(found.loss, {"cross_entropy": found.cross_entropy}, found.routing)
+        return self.add_router_losses(
+            found.loss, {"cross_entropy": found.cross_entropy, **found.by_level}, found.routing
+        )
 
 
 def check_whole_blocks(data: DataPart, block_length: int) -> None:

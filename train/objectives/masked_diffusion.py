@@ -111,7 +111,7 @@ def corrupt(
     weights, examples = example_weights(batch, targets, kind)
     weights = jnp.where(masked, weights / probability, 0.0)
     inputs = jnp.where(masked, denoiser.mask_id, batch.tokens)
-    return Noised(inputs, batch.tokens, weights, batch.lengths, None, batch.documents, examples)
+    return Noised(inputs, batch.tokens, weights, batch.lengths, None, batch.documents, examples, probability)
 
 
 def soft_inputs(denoiser: Denoiser, noised: Noised, *, chunk: int = 0, **options: Any) -> jax.Array:
@@ -154,6 +154,9 @@ class MaskedDiffusion(CrossEntropy):
         return Passes(*(count + 1 for count in found)) if self.settings.smoothing else found
 
     def corrupt(self, key: jax.Array, batch: Batch, denoiser: Denoiser) -> Noised:
+        return self.corrupt_heldout(key, batch, denoiser)._replace(level=None)
+
+    def corrupt_heldout(self, key: jax.Array, batch: Batch, denoiser: Denoiser) -> Noised:
         settings = self.settings
         noised = corrupt(key, batch, denoiser, eps=settings.eps, stratified=settings.stratified, kind=settings.kind)
         if not self.settings.smoothing:
