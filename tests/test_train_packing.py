@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 from test_train_block import FAST, SDAR, L, denoiser_of
 from test_train_run import one_step
+from test_train_text import setup_of
 from train_toys import DREAM, LLADA, Listed, dllm_jax_example, run_config, settings
 
 import train
 from dllm_jax import Denoiser, DllmError
 from train.config import DataPart
-from train.data import Rows
+from train.data import Rows, Setup
+from train.data.files import jsonl, text
 from train.data.packing import Packing
 from train.losses import Batch, Documents
 from train.objectives.autoregressive import Autoregressive, AutoregressivePart
@@ -224,13 +226,17 @@ def test_a_mesh_changes_nothing_of_packed_rows(tmp_path):
 
 
 def test_texts_are_documents(tmp_path):
-    """`text` gives documents instead of one stream where they are packed, with an end token after each."""
-    from train.data import Setup
-    from train.data.files import jsonl
-
+    """Instead of one stream, with an end token after each; answers stay as they are."""
+    in_words = dataclasses.replace(setup_of(tmp_path), pack=True)
+    (tmp_path / "book.txt").write_text("one\n\ntwo, three\n\nfour")
+    found = text(in_words, path=str(tmp_path / "book.txt"), separator="\n\n")
+    assert found.lengths().tolist() == [4, 11, 5] and found.example(0).answer_ids[-1] == in_words.config.eos_id
     setup = Setup(LLADA, None, 16, cache=tmp_path / "cache", pack=True)
     path = lines(tmp_path)["options"]["path"]
     assert jsonl(setup, path=path).example(2).answer_ids.tolist() == [2, 2, 2, 20]
+    answers = tmp_path / "answers.jsonl"
+    answers.write_text('{"prompt": [1], "answer": [2, 3]}\n')
+    assert jsonl(setup, path=str(answers)).example(0).answer_ids.tolist() == [2, 3]  # as without packing
     with pytest.raises(DllmError, match="data.options.concatenate joins them; set one"):
         jsonl(setup, path=path, concatenate=True)
 

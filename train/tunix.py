@@ -71,10 +71,12 @@ def batch_fields(noised: Noised) -> dict[str, Any]:
         `loss_weights` [B, T] float32, 1 / (t targets) where masked, else 0.
 
     Raises:
-        DllmError: for rows with soft inputs, or with other leading axes.
+        DllmError: for rows with soft inputs or several documents, or with other leading axes.
     """
     if noised.alpha is not None:
         raise DllmError("Tunix's batch has no soft inputs; set smoothing to 0")
+    if noised.documents is not None:
+        raise DllmError("Tunix's batch has one example a row; give rows without documents")
     if noised.inputs.ndim != 2:
         raise DllmError(f"Tunix's batch is [batch, length]; these rows are {list(noised.inputs.shape)}")
     return {

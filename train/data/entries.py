@@ -37,11 +37,13 @@ class EntryForm:
             shows nothing of what comes after it, the pairs that LLaDA's SFT (arXiv 2502.09992, section 2.3) draws from;
             or only the "last".
         pack: end every example with the model's end token, so that examples can be concatenated.
+        end_documents: end documents with it, and leave answers and conversations as they are.
     """
 
     columns: Mapping[str, str] = dataclasses.field(default_factory=dict)
     turns: Turns = "all"
     pack: bool = False
+    end_documents: bool = False
 
     def __post_init__(self) -> None:
         for name in self.columns:
@@ -97,7 +99,9 @@ class EntryForm:
             return self._conversation(setup, entry["messages"])
         for name in ("text", "ids"):
             if name in entry:
-                return [[Segment(entry[name], True)]]
+                document, eos_id = entry[name], setup.config.eos_id
+                whole = not self.end_documents or (isinstance(document, list) and document[-1:] == [eos_id])
+                return [[Segment(document, True), *([] if whole else [Segment([eos_id], True)])]]
         raise DllmError(
             f"it has {sorted(map(str, entry))}; it needs {WANTED}; name its columns in data.options.columns"
         )

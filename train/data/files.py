@@ -185,7 +185,7 @@ def _source(
 ) -> TokenisedExamples | StreamRows:
     if concatenate and setup.pack:
         raise DllmError("data.pack keeps examples apart and data.options.concatenate joins them; set one of them")
-    form = EntryForm(columns or {}, turns, concatenate or setup.pack)
+    form = EntryForm(columns or {}, turns, concatenate, setup.pack)
     if concatenate:
         return StreamRows(tokenise(setup, entries, form), setup.length)
     return tokenise(setup, entries, form, drop_long=drop_long)
