@@ -15,6 +15,7 @@ from dllm_jax.kernels import attention as module
 from dllm_jax.kernels.attention import ATTENTION, IN_BLOCKS, attention, reference, tokamax, tpu, xla
 from dllm_jax.kernels.attention.xla import blocks_in_parts, in_parts
 from dllm_jax.kernels.dispatch import use_kernels
+from dllm_jax.models import kv_cache
 from dllm_jax.parallel.sharding import Layout, make_mesh
 
 B, N, K, H, S = 2, 4, 2, 8, 23
@@ -232,3 +233,14 @@ def test_the_pinned_tokamax_has_what_is_used() -> None:
     assert callable(operation.vjp) and len(bound.args) == 3 and {"mask", "return_residuals"} <= bound.kwargs.keys()
     seen = base.Mask(k_start=jnp.array([[[1, 0]]]), k_end=jnp.array([[[2, 1]]])).as_array(2, 3)
     np.testing.assert_array_equal(seen[0, 0], [[False, True, False], [True, False, False]])
+
+
+@pytest.mark.parametrize("rows", [2, 32, 33, 70])
+def test_rows_are_written_one_by_one_as_together(rows) -> None:
+    """A TPU's way and the others', beyond the rows that are unrolled as well."""
+    keys = jax.random.split(jax.random.key(rows), 3)
+    buffer, new = jax.random.normal(keys[0], (rows, 9, 2, 4)), jax.random.normal(keys[1], (rows, 3, 2, 4))
+    start = jax.random.randint(keys[2], (rows,), 0, 9)  # some beyond the end, which are moved back
+    found = jax.jit(kv_cache._write_one_by_one)(buffer, new, start)
+    np.testing.assert_array_equal(found, kv_cache._write_together(buffer, new, start))
+    assert not np.array_equal(found, buffer)
