@@ -47,6 +47,8 @@ def test_both_answers_have_a_canvas():
     row = Rows(Listed([pair([1, 2], [3, 20], [4, 5, 20])]), part, "pairs", LLADA, 0)(0)
     assert row.tokens.tolist() == [1, 2, 3, 20, 20, 20, 20, 1, 2, 4, 5, 20, 20, 20, 20, 20] and row.length == 14
     assert np.flatnonzero(row.targets).tolist() == [2, 3, 4, 5, 6, 9, 10, 11, 12, 13]
+    buckets = DataPart(length=T, answer_length=5, shuffle=False, bucket=7)
+    assert Rows(Listed([pair([1, 2], [3, 20], [4, 5, 20])]), buckets, "pairs", LLADA, 0).width(0) == 14
     assert [x.tolist() for x in row.documents] == [[0] * 7 + [7] * 9, [7] * 7 + [14] * 9]
 
 

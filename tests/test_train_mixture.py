@@ -71,6 +71,12 @@ def config(tmp_path, entries, name="run", **changes):
     return run_config(tmp_path / name, data={**data, "cache": str(tmp_path / "cache")}, **changes)
 
 
+def test_a_mixture_may_hold_another(tmp_path):
+    path = lines(tmp_path / "a.jsonl", range(6))
+    inner = {"source": "mixture", "options": {"sources": [entry(path, epochs=2)]}, "epochs": 0.5}
+    assert len(read_parts(config(tmp_path, [inner, entry(path, epochs=1)])).rows.source) == 12
+
+
 def test_a_run_of_a_mixture(tmp_path):
     """Of a file, a stream of text rows and an endless source's first examples; packed, and resumed."""
     ids = tmp_path / "ids.jsonl"
@@ -114,6 +120,7 @@ def test_bad_examples_of_a_part_are_named(tmp_path):
         ([{"source": "train_toys:finite", "weight": 1}, {"source": "train_toys:finite", "epochs": 1}], "all of them"),
         ([{"source": "train_toys:finite", "weight": 0}], r"sources\[0\].weight is 0; give a number above 0"),
         ([{"source": "none", "weight": 1}], "no data source is called 'none'"),
+        ([{"source": "train_toys:finite", "weight": 1, "take": 21}], "take is 21, and the source has 20 examples"),
     ],
 )
 def test_bad_settings(tmp_path, entries, message):

@@ -286,12 +286,16 @@ def _mixture(part: DataPart, setup: Setup, table: str) -> Mixture:
         for name in entry.keys() - {"source", "options", "take", *times}:
             raise DllmError(f"{here} has no {name}; it takes source, options, weight, epochs and take")
         own = dataclasses.replace(part, source=entry.get("source", ""), options=entry.get("options", {}))
-        if own.source in SOURCES:
+        if own.source in (*SOURCES, MIXTURE):
             found = _builtin_source(own, setup, here)
         else:
             found = source_of_split(_make_referenced(own, here), own.source, table=here)
-        take = convert_value(entry.get("take", 0), int, f"{here}.take")
-        sources.append(Subset(found, np.arange(take)) if take > 0 else found)
+        if take := convert_value(entry.get("take", 0), int, f"{here}.take"):
+            there = count_examples(found)
+            if take < 0 or (there is not None and take > there):
+                raise DllmError(f"{here}.take is {take}, and the source has {there} examples; give a number of them")
+            found = Subset(found, np.arange(take))
+        sources.append(found)
         for name in times.keys() & entry.keys():
             value = convert_value(entry[name], float, f"{here}.{name}")
             if not 0 < value < math.inf:

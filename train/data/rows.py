@@ -120,7 +120,7 @@ class Rows:
         """Positions that each example needs."""
         canvas = self._canvas
         known, prompts = lengths_of(self.source), prompt_lengths_of(self.source) if canvas else np.zeros(1, np.int64)
-        if known is not None and prompts is not None:
+        if known is not None and prompts is not None and not (canvas and self.kind == "pairs"):
             return np.maximum(known, prompts + canvas)
         examples = map(self.source.example, progress(range(count), "lengths", " examples", count))
         return np.fromiter(map(self._positions, examples), np.int64, count)
@@ -152,6 +152,8 @@ class Rows:
 
     def _positions(self, example: ExampleLike) -> int:
         """Positions that an example needs where it has no rest of a row to fill."""
+        if self.kind == "pairs" and (pair := split_pair(example)):
+            return sum(map(self._positions, pair))
         return len(example.prompt_ids) + max(self._canvas, len(example.answer_ids))
 
     def _fill(self, example: ExampleLike, index: int, width: int) -> Row:
