@@ -40,7 +40,7 @@ def rows(options, **part):
 def test_word_problems_fill_the_canvas_that_is_evaluated():
     task, row = rows(WORDS, length=56, answer_length=16)
     assert task == make_task("word-problems:difficulty=easy,steps=1-2") and task.answer_width == 16
-    example, (tokens, targets, length, _) = task.example("train", 5), row(5)
+    example, (tokens, targets, length, *_) = task.example("train", 5), row(5)
     prompt = len(example.prompt_ids)
     assert length == prompt + task.answer_width and targets.sum() == task.answer_width and targets[prompt]
     answer = tokens[prompt:length]
@@ -50,10 +50,10 @@ def test_word_problems_fill_the_canvas_that_is_evaluated():
 
 def test_puzzles_learn_their_blanks_and_paths_only():
     task, row = rows({"task": "sudoku", "box_rows": 2, "pool": 4}, length=41, pad=False)
-    example, (tokens, targets, length, _) = task.example("train", 7), row(7)
+    example, (tokens, targets, length, *_) = task.example("train", 7), row(7)
     assert length == 41 and np.array_equal(targets, example.targets) and np.array_equal(tokens, example.answer_ids)
     task, row = rows({"task": "maze", "size": 4}, length=54 + 17, pad=False)
-    example, (tokens, targets, length, _) = task.example("train", 7), row(7)
+    example, (tokens, targets, length, *_) = task.example("train", 7), row(7)
     assert targets.sum() == len(example.answer_ids) and length == len(example.prompt_ids) + len(example.answer_ids)
 
 

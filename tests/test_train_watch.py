@@ -221,6 +221,9 @@ def objective_settings(name, out, base, folder):
         model = {"init": str(base), "adapt": "nemotron-diffusion-3b"}
         values = settings(out, model=model, data__length=16, objective={"block_length": 4})
         return values, "self-speculation:gen_length=4,block_length=4"
+    if name == "dpo":
+        changes = {"lora": {"rank": 2}, "model": {"init": str(base)}, "data__source": "train_toys:pairs"}
+        return settings(out, **changes), "topk:gen_length=4"
     if name == "uniform-diffusion":
         return settings(out, model=CANVAS_FIELDS, data__length=16), "renoise:gen_length=6,steps=3"
     if name == "autoregressive":
@@ -246,7 +249,7 @@ def test_every_objective_is_watched_under_the_same_noise(name, tmp_path, base):
     if name in ("compression", "indicator"):
         values["data"]["heldout"] = 0.4
     else:
-        values["watch"] |= {"source": "train_toys:finite", "rows": 6}
+        values["watch"] |= {"source": "train_toys:pairs" if name == "dpo" else "train_toys:finite", "rows": 6}
     train.train(build_settings(OBJECTIVES[name].config, values))
     first, *others = looks(tmp_path / "run")
     assert len(others) == 2 and np.isfinite(first["heldout_loss"]) and first["heldout_loss"] > 0

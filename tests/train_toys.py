@@ -163,6 +163,12 @@ def finite():
     return Finite()
 
 
+def pairs():
+    """Twenty pairs: the better answer repeats the prompt's digit, the worse one another."""
+    given = np.array([False, True, False])
+    return Listed([dllm_jax_example([i % 10], [i % 10, i % 10, (i + 3) % 10], given) for i in range(20)])
+
+
 def spoil_gradients(monkeypatch, *bad):
     """NaN gradients at steps of these numbers, from 1 on."""
     call, gradient = Stepper.__call__, Stepper.gradient
