@@ -2,7 +2,7 @@
 
 family, sizes         config.json
 where it came from    source.json
-how it was trained    source.json, and run.json, result.json and metrics.jsonl of the run whose result it is
+how it was trained    source.json, and run.json, result.json and metrics.jsonl in the folder of its training run
 how it is sampled     generation.json
 """
 
@@ -97,7 +97,7 @@ def model_card(
         _table("Model", _about(config, adapters)),
         *_origin(folder, base, adapters),
         *_training(folder, base, adapters),
-        *_sampling(folder, adapters),
+        *_sampling(folder),
         _usage(folder, config, repository, adapters, base, revision),
     ]
     return f"---\n{front.to_yaml()}\n---\n\n" + "\n\n".join(sections) + "\n"
@@ -194,7 +194,7 @@ def _shorten_paths(value: Any) -> Any:
     return _FOLDERS.sub("", value) if isinstance(value, str) else value
 
 
-def _sampling(folder: Path, adapters: Adapters | None) -> Iterator[str]:
+def _sampling(folder: Path) -> Iterator[str]:
     options = checkpoint.load_generation(folder)
     if options:
         about = "The samplers of this library start from `generation.json`:"

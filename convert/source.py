@@ -6,7 +6,7 @@ from pathlib import Path
 
 from convert.hub_folder import folder_name, read_hub_config
 from convert.safetensors_reader import TensorEntry, read_folder
-from dllm_jax.errors import DllmError
+from dllm_jax.errors import DllmError, first_line
 from dllm_jax.families import FAMILIES, Family, HubConfig
 
 # Weights, settings and tokenizers as plain data; no code and no pickles reach the disk.
@@ -100,8 +100,7 @@ def _download(repository: str, revision: str | None) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=list(DOWNLOADED)))
     except Exception as error:  # HTTP, cache and file errors of several libraries
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise DllmError(
-            f"there is no folder {repository}, and downloading it from the hub failed ({reason}); "
+            f"there is no folder {repository}, and downloading it from the hub failed ({first_line(error)}); "
             "check the name, the connection and the login"
         ) from error

@@ -15,7 +15,7 @@ from convert.to_hub import export
 from dllm_jax import storage
 from dllm_jax.checkpoints import checkpoint
 from dllm_jax.config import ModelConfig
-from dllm_jax.errors import DllmError
+from dllm_jax.errors import DllmError, first_line
 
 # Names that an export's weights have; those of an earlier push may be other ones of them.
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
@@ -108,9 +108,9 @@ def _check_name(repository: str) -> None:
     try:
         validate_repo_id(repository)
     except HFValidationError as error:
-        raise DllmError(f"{repository!r} is no repository's name ({_first_line(error)}); write USER/NAME") from None
+        raise DllmError(f"{repository!r} is no repository's name ({first_line(error)}); write USER/NAME") from None
     if "/" not in repository:
-        raise DllmError(f"{repository!r} does not say whose repository it is; write USER/{repository}")
+        raise DllmError(f"the repository {repository!r} has no owner; write USER/{repository}")
 
 
 def _find(model: str | Path, base_model: str | None, dtype: str | None) -> tuple[Path, Adapters | None]:
@@ -144,7 +144,7 @@ def _read_card(path: str | Path, license: str | None) -> bytes:
         metadata_load(path)
         return Path(path).read_bytes()
     except Exception as error:  # of the file, its encoding or its YAML
-        raise DllmError(f"{path} is no model card ({_first_line(error)}); correct the file") from None
+        raise DllmError(f"{path} is no model card ({first_line(error)}); correct the file") from None
 
 
 def _write_adapters(
@@ -199,11 +199,7 @@ def _hub_error(repository: str, error: Exception) -> DllmError:
     if status == 403:
         remedy = "choose a name under your own account, or a token that may write to it"
         return DllmError(f"the hub does not let this token write to {repository}; {remedy}")
-    why = _first_line(error)
+    why = first_line(error)
     return DllmError(
         f"{repository} was not pushed, because the hub failed ({why}); check the connection, and try again"
     )
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,4 +1,4 @@
-"""The one exception that user mistakes raise."""
+"""The one exception that user mistakes raise, and what it quotes of others."""
 
 
 class DllmError(ValueError):
@@ -6,3 +6,8 @@ class DllmError(ValueError):
 
     Command lines print the sentence and exit with status 2; everything else lets it propagate.
     """
+
+
+def first_line(error: Exception) -> str:
+    """The first line of another's error, or its class where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dllm_jax.config import ModelConfig
-from dllm_jax.errors import DllmError
+from dllm_jax.errors import DllmError, first_line
 from dllm_jax.families import published_config
 from dllm_jax.models.denoiser import Denoiser, DenoiserLike
 from dllm_jax.params.specs import init_params
@@ -312,7 +312,7 @@ def _require_traceable(case: _Case, advice: str, trace: Callable[[], Any]) -> An
     except (DllmError, AssertionError):
         raise
     except Exception as error:  # a user's code may raise anything
-        message = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+        message = first_line(error).rstrip(".")
         raise AssertionError(f"{case.name} cannot be traced ({message}); {advice}") from error
 
 

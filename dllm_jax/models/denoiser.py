@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from dllm_jax.config import ModelConfig
-from dllm_jax.errors import DllmError
+from dllm_jax.errors import DllmError, first_line
 from dllm_jax.kernels.dispatch import on_device
 from dllm_jax.models import kv_cache
 from dllm_jax.models.kv_cache import KVCache, gather_rows, slice_rows
@@ -312,8 +312,13 @@ class Denoiser:
         positions = positions if since is None else positions - since
         shift = int(self.config.shift)
         outer = None if outputs is None else (outputs.start - shift, outputs.width)
-        options: dict[str, Any] = {"before": before, "outputs": outer, "remat": remat, "counted": counted}
-        options["since"] = since
+        options: dict[str, Any] = {
+            "before": before,
+            "outputs": outer,
+            "remat": remat,
+            "counted": counted,
+            "since": since,
+        }
         hidden, kv, routing = self._run(inputs, positions, visible, **options)
         if shift and outputs is None:
             hidden = jnp.concatenate([hidden[:, :1], hidden[:, :-1]], axis=1)
@@ -479,7 +484,7 @@ class FunctionDenoiser:
         except Exception as error:  # whatever a user's code raises
             way_out = "give a function of int32 [B, S] and [B], or vocab_size= if it takes no sequence so short"
             raise DllmError(
-                f"fn cannot be traced with tokens [1, 8] and lengths [1] ({_first_line(error)}); {way_out}"
+                f"fn cannot be traced with tokens [1, 8] and lengths [1] ({first_line(error).rstrip('.')}); {way_out}"
             ) from error
         return _checked_logits(found, (1, 8)).shape[2]
 
@@ -539,10 +544,6 @@ def _whole(name: str, value: Any) -> int:
         return operator.index(value)
     except TypeError:
         raise DllmError(f"{name} is {value!r}; it must be a whole number") from None
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
 
 
 def _checked_logits(found: Any, shape: tuple[int, ...], vocab_size: int | None = None) -> Any:
