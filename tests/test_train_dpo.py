@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_train_text import CHATML, setup_of
-from train_toys import DREAM, LLADA, Listed, dllm_jax_example, settings
+from train_toys import DREAM, LLADA, Listed, batch_of_rows, dllm_jax_example, settings
 
 import train
 from dllm_jax import Denoiser, DllmError
@@ -16,7 +16,6 @@ from dllm_jax.params.specs import init_params
 from train.config import DataPart
 from train.data import Rows
 from train.data.files import jsonl
-from train.losses import Batch, Documents
 from train.objectives.dpo import Dpo, DpoConfig, DpoPart
 from train.settings import build_settings
 
@@ -36,10 +35,7 @@ def batch_of(pairs):
     rows = Rows(
         Listed([pair(*each) for each in pairs]), DataPart(length=T, pad=False, shuffle=False), "pairs", LLADA, 0
     )
-    found = [rows(position) for position in range(len(pairs))]
-    stack = lambda name: jnp.asarray(np.stack([getattr(row, name) for row in found]))
-    documents = Documents(*(jnp.asarray(np.stack(x)) for x in zip(*(row.documents for row in found), strict=True)))
-    return Batch(stack("tokens"), stack("targets"), stack("length"), None, documents)
+    return batch_of_rows(rows, len(pairs))
 
 
 def test_both_answers_have_a_canvas():

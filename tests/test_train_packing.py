@@ -10,7 +10,7 @@ import pytest
 from test_train_block import FAST, SDAR, L, denoiser_of
 from test_train_run import one_step
 from test_train_text import setup_of
-from train_toys import DREAM, LLADA, Listed, dllm_jax_example, run_config, settings
+from train_toys import DREAM, LLADA, Listed, batch_of_rows, dllm_jax_example, run_config, settings
 
 import train
 from dllm_jax import Denoiser, DllmError
@@ -48,13 +48,6 @@ def packed_rows(config, source, **changes):
     return Rows(Listed(source), part, "sft", config, seed=0)
 
 
-def batch_of(rows, count):
-    found = [rows(position) for position in range(count)]
-    stack = lambda name: jnp.asarray(np.stack([getattr(row, name) for row in found]))
-    documents = Documents(*(jnp.asarray(np.stack(x)) for x in zip(*(row.documents for row in found), strict=True)))
-    return Batch(stack("tokens"), stack("targets"), stack("length"), None, documents)
-
-
 def apart(noised):
     """The same with every document in a row of its own."""
     first, end, spans = *map(np.asarray, noised.documents), []
@@ -79,7 +72,7 @@ def test_a_packed_batch_is_its_examples_in_rows_of_their_own(name):
     """The same masks, the same loss and gradient."""
     config, objective = OBJECTIVES[name]
     denoiser = denoiser_of(config)
-    batch = batch_of(packed_rows(config, examples()), 2)
+    batch = batch_of_rows(packed_rows(config, examples()), 2)
     assert len(np.unique(np.asarray(batch.documents.first[0]))) > 1
     noised = objective.corrupt(jax.random.key(2), batch, denoiser)
     alone = apart(noised)
@@ -98,7 +91,7 @@ def test_a_packed_batch_is_its_examples_in_rows_of_their_own(name):
 
 @pytest.mark.parametrize("config", [LLADA, DREAM, CAUSAL, SDAR], ids=lambda config: config.family)
 def test_no_document_sees_another(config):
-    denoiser, batch = denoiser_of(config), batch_of(packed_rows(config, examples()), 2)
+    denoiser, batch = denoiser_of(config), batch_of_rows(packed_rows(config, examples()), 2)
     first = np.asarray(batch.documents.first[0])
     middle = np.unique(first)[1]
 
@@ -139,7 +132,7 @@ def test_documents_have_masks_of_their_own():
 
 def test_pretraining_counts_positions_alike():
     """Each row once, whatever its documents' lengths."""
-    batch = batch_of(packed_rows(LLADA, examples()), 2)
+    batch = batch_of_rows(packed_rows(LLADA, examples()), 2)
     noised = Autoregressive(AutoregressivePart(kind="pretrain")).corrupt(None, batch, Denoiser(CAUSAL, {}))
     weights = np.asarray(noised.weights)
     assert noised.examples is None

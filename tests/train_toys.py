@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dllm_jax
+from train.batches import batch_of
 from train.objectives.masked_diffusion import MaskedDiffusionConfig
 from train.settings import build_settings
 from train.step import Stepper
@@ -161,6 +162,12 @@ class Finite:
 
 def finite():
     return Finite()
+
+
+def batch_of_rows(rows, count):
+    """The first rows as one batch [count, T] on one device."""
+    found = batch_of(rows, 0, (1, count), jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    return jax.tree.map(lambda x: x[0], found)
 
 
 def pairs():
