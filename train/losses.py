@@ -198,6 +198,11 @@ def diffusion_loss(
     return Losses(loss, cross_entropy, by_level, routing)
 
 
+def seen_keys(visible: jax.Array, documents: Documents | None) -> tuple[jax.Array, jax.Array | None]:
+    """`visible` and `since` of `Denoiser.forward_with_routing`: where rows hold several documents, theirs."""
+    return (visible, None) if documents is None else (documents.end, documents.first)
+
+
 def hidden_states(
     denoiser: Denoiser,
     inputs: jax.Array,
@@ -231,7 +236,7 @@ def routed_states(
     place = lambda x: x if sharding is None else lax.with_sharding_constraint(x, sharding)
     embedded = denoiser.embed(inputs)
     embedded = embedded if soft is None else embedded + soft.astype(embedded.dtype)
-    visible, since = (visible, None) if documents is None else (documents.end, documents.first)
+    visible, since = seen_keys(visible, documents)
     # All of them: layers that are a loop take no `outputs`.
     hidden, _, routing = denoiser.forward_with_routing(
         place(embedded), visible, counted, before=before, remat=remat, since=since

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MIXTURE = "mixture"
-_NAMES = f"{', '.join(SOURCES)}, {MIXTURE} or module:name"
+_BUILTIN = (*SOURCES, MIXTURE)
+_NAMES = f"{', '.join(_BUILTIN)} or module:name"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +104,7 @@ def read_outline(config: TrainConfig) -> Outline:
     Raises:
         DllmError: for missing checkpoints, and for parts that do not fit each other.
     """
-    task = None if config.data.source in (*SOURCES, MIXTURE) else _make_referenced(config.data)
+    task = None if config.data.source in _BUILTIN else _make_referenced(config.data)
     objective = objective_of(config)
     model = objective.fit_model(model_config(config.model, getattr(task, "vocabulary", None)), config)
     if config.data.length > model.max_length:
@@ -171,7 +172,7 @@ def _other_source(config: TrainConfig, setup: Callable[[], Setup], task: Any) ->
         return None
     if watch.source:
         part = dataclasses.replace(config.data, source=watch.source, options=watch.options)
-        if watch.source in (*SOURCES, MIXTURE):
+        if watch.source in _BUILTIN:
             return _builtin_source(part, setup(), "watch")
         found = source_of_split(_make_referenced(part, "watch"), watch.source, "validation", "watch")
     elif hasattr(task, "source") and not config.data.heldout:
@@ -286,7 +287,7 @@ def _mixture(part: DataPart, setup: Setup, table: str) -> Mixture:
         for name in entry.keys() - {"source", "options", "take", *times}:
             raise DllmError(f"{here} has no {name}; it takes source, options, weight, epochs and take")
         own = dataclasses.replace(part, source=entry.get("source", ""), options=entry.get("options", {}))
-        if own.source in (*SOURCES, MIXTURE):
+        if own.source in _BUILTIN:
             found = _builtin_source(own, setup, here)
         else:
             found = source_of_split(_make_referenced(own, here), own.source, table=here)

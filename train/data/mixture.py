@@ -26,7 +26,6 @@ class Mixture:
     Attributes:
         sources: S finite sources.
         epochs: [S], how often each source's examples come; at least one example of each does.
-        faults: as of `Source`, of all.
     """
 
     def __init__(self, sources: Sequence[Source], epochs: Sequence[float]) -> None:
@@ -34,7 +33,7 @@ class Mixture:
         self._counts = [_count(source) for source in sources]
         numbers = [max(round(n * times), 1) for n, times in zip(self._counts, epochs, strict=True)]
         self._ends = np.cumsum(numbers)
-        self.faults = [fault for source in sources for fault in getattr(source, "faults", ())]
+        self._starts = self._ends - numbers
 
     @property
     def identity(self) -> list[Any] | None:
@@ -68,16 +67,16 @@ class Mixture:
 
     def _find(self, index: int) -> tuple[Source, int]:
         place = int(np.searchsorted(self._ends, index, side="right"))
-        return self.sources[place], int(self._numbers(place, index - (self._ends[place - 1] if place else 0)))
+        return self.sources[place], int(self._numbers(place, index - self._starts[place]))
 
     def _numbers(self, place: int, at: Any) -> Any:
         """Numbers of a source's examples that stand at these of its places here."""
-        count, start = self._counts[place], self._ends[place - 1] if place else 0
-        whole, rest = divmod(int(self._ends[place] - start), count)
+        count = self._counts[place]
+        whole, rest = divmod(int(self._ends[place] - self._starts[place]), count)
         return np.where(at < whole * count, at % count, (at - whole * count) * count // max(rest, 1))
 
     def _join(self, of: Callable[[Source], np.ndarray | None]) -> np.ndarray | None:
-        found, parts = list(map(of, self.sources)), np.diff(self._ends, prepend=0)
+        found, parts = list(map(of, self.sources)), self._ends - self._starts
         known = [values for values in found if values is not None]
         if len(known) < len(found):
             return None

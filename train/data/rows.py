@@ -105,7 +105,7 @@ class Rows:
             return None
         if (count := count_examples(self.source)) is None:
             raise DllmError("data.pack needs to know all lengths and the source is endless; set it to false")
-        return Packing(self._lengths(count), self.part.length, self.config.block_length or 1)
+        return Packing(self._lengths(count), self.part.length, self._align)
 
     @functools.cached_property
     def _order(self) -> Order | BucketOrder | None:
@@ -137,13 +137,18 @@ class Rows:
         """A row of several documents, each of the whole of its own row."""
         tokens, targets = np.full(width, self.config.eos_id, np.int32), np.zeros(width, bool)
         first, end = np.zeros(width, np.int32), np.zeros(width, np.int32)
-        at, used, align = 0, 0, self.config.block_length or 1
+        at, used, align = 0, 0, self._align
         for part in parts:
             used = at + part.length
             tokens[at:used], targets[at:used] = part.tokens, part.targets
             first[at:], end[at:] = at, used
             at += -(-part.length // align) * align
         return Row(tokens, targets, used, None, (first, end))
+
+    @property
+    def _align(self) -> int:
+        """What documents begin at multiples of in a row: a block diffusion model's blocks."""
+        return self.config.block_length or 1
 
     @property
     def _canvas(self) -> int:

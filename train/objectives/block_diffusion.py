@@ -29,7 +29,17 @@ from dllm_jax.errors import DllmError
 from dllm_jax.models.denoiser import Denoiser
 from dllm_jax.models.transformer import RematPolicy
 from train.config import Kind, TrainConfig
-from train.losses import Batch, Documents, Mean, Means, cross_entropies, head_sums, position_draws, routed_states
+from train.losses import (
+    Batch,
+    Documents,
+    Mean,
+    Means,
+    cross_entropies,
+    head_sums,
+    position_draws,
+    routed_states,
+    seen_keys,
+)
 from train.objectives.base import Objective, Passes, check_whole_blocks
 from train.settings import setting
 from train.trainable import Trainable
@@ -237,9 +247,8 @@ class BlockDiffusion(Objective):
         each = lambda x: jnp.repeat(x, count, axis=0)  # for every copy
         flat = lambda x: x.reshape(-1, x.shape[-1])
         counted = self.counted_positions(noised.lengths, noised.tokens.shape[1])
-        inputs, reader, documents = denoiser.embed(noised.tokens), self.reader(denoiser, base), noised.documents
-        visible = self.visible_to_clean(noised) if documents is None else documents.end
-        since = None if documents is None else documents.first
+        inputs, reader = denoiser.embed(noised.tokens), self.reader(denoiser, base)
+        visible, since = seen_keys(self.visible_to_clean(noised), noised.documents)
         read, clean, of_clean = reader.forward_with_routing(inputs, visible, counted, remat=remat, since=since)
         hidden, routing = routed_states(
             denoiser,
@@ -249,7 +258,7 @@ class BlockDiffusion(Objective):
             before=jax.tree.map(each, clean),
             remat=remat,
             sharding=sharding,
-            documents=jax.tree.map(each, documents),
+            documents=jax.tree.map(each, noised.documents),
         )
         tokens, weights = each(noised.tokens)[:, first:], flat(noised.weights)[:, first:]
         sum_up = functools.partial(head_sums, chunk=self.settings.chunk, groups=groups, sharding=sharding)

@@ -168,7 +168,7 @@ class Dpo(Objective):
         now, then = head_sums(
             sums, (learner, base), (hidden, before, *own), weights, chunk=part.chunk, groups=groups, sharding=sharding
         )
-        gained = part.beta * (now - lax.stop_gradient(then))  # [B, 2], of the better and the worse answer
+        gained = part.beta * (now - then)  # [B, 2], of the better and the worse answer
         margin, counted = gained[:, 0] - gained[:, 1], pairs.lengths > 0
         tokens = jnp.maximum(jnp.sum(pairs.targets & pairs.better, axis=-1), 1)
         learned = -now[:, 0] / tokens
