@@ -81,6 +81,7 @@ def command_line() -> argparse.ArgumentParser:
     add("--slots", type=int, default=8, metavar="N", help="requests that run together (default: 8)")
     add("--prompt-length", type=int, metavar="N", help="tokens of the longest prompt (default: 512)")
     add("--no-draws", dest="draws", action="store_false", help=_DRAWS)
+    add("--no-buckets", dest="buckets", action="store_false", help=_BUCKETS)
     add("--queue", type=int, default=64, metavar="N", help="requests that may wait; others get a 429 (default: 64)")
     deadline = "of a request, including its wait; 0 for none (default: 600)"
     add("--deadline", type=float, default=600.0, metavar="SECONDS", help=deadline)
@@ -93,6 +94,7 @@ def command_line() -> argparse.ArgumentParser:
     return parser
 
 
+_BUCKETS = "run all slots in every step, and compile no programs for fewer rows and shorter prompts"
 _DRAWS = "requests may not set temperature, top-p and top-k, which makes steps faster"
 
 
@@ -130,7 +132,7 @@ def _make_engine(options: argparse.Namespace) -> Engine:
     with Console(stderr=True).status(f"loading {bare.name}", spinner="line"):
         model, sampler = load(model_name(options)), sampler.load_verifier(load)
     room = {"slots": options.slots, "prompt_length": options.prompt_length}
-    return Engine(model, sampler, draws=options.draws, **room)
+    return Engine(model, sampler, draws=options.draws, buckets=options.buckets, **room)
 
 
 def _describe(engine: Engine) -> str:

@@ -379,7 +379,7 @@ class Service:
             if engine.config is None:
                 raise DllmError("this server's sampler fills no gaps; start it with one by name")
             config = config_for_gaps(engine.model, engine.config)
-            room = {"slots": engine.slots, "prompt_length": engine.prompt_length}
+            room = {"slots": engine.slots, "prompt_length": engine.prompt_length, "buckets": engine.buckets}
             self._gaps = Engine(engine.model, config, draws=engine.draws, **room)
         return self._gaps
 
