@@ -131,7 +131,7 @@ class Service:
             DllmError: when the engine's sampler itself may take more forwards than the limit.
         """
         self.engine, self.limits, self.name = engine, limits, engine.model.name
-        self.metrics = Metrics(engine.slots)
+        self.metrics = Metrics(engine)
         self.draining, self._in_flight_of = False, collections.Counter[str]()
         self.broken: BaseException | None = None
         self.on_broken: Callable[[], None] = lambda: None
