@@ -22,12 +22,12 @@ import numpy as np
 from dllm_jax import DllmError, Model
 from dllm_jax.text.tokenizer import token_bytes
 from samplers.checks import check_length, check_seed, check_whole, refuse_unknown
-from samplers.config.factory import CanvasSampler
+from samplers.config.factory import CanvasSampler, refuse_stop
 from samplers.config.sampler_config import SamplerConfig, configure, make_sampler
 from samplers.engine.program import Progress, number_names, numbers_of, structure_of
 from samplers.engine.requests import Request, Update
 from samplers.engine.slots import Slots, with_draws
-from samplers.inputs import check_given
+from samplers.inputs import check_given, given_tokens
 from samplers.rules import Rule
 from samplers.stopping import NEVER, Matcher, check_stop, stop_strings
 from samplers.text.prompts import Prompt, check_width, encode_prompt
@@ -287,6 +287,9 @@ class Engine:
             check_given(request.given, (self.sampler.gen_length,), self.model.denoiser)
         if request.numbers is not None:
             self._slots.check_numbers(request.numbers)
+        if (constraint := getattr(self.sampler, "constraint", None)) is not None:
+            refuse_stop(request.stop)
+            constraint.check(request.gen_length, given_tokens(request.given, self.model.denoiser))
         check_stop(request.stop, self.model.config)
         if len(set(request.stop)) > MOST_STOPS:
             raise DllmError(f"stop has {len(set(request.stop))} patterns; a request may bring {MOST_STOPS}")

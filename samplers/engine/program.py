@@ -19,6 +19,7 @@ from dllm_jax.models.denoiser import DenoiserLike
 from dllm_jax.params.low_rank import LowRank
 from dllm_jax.pytree import pytree
 from samplers.command_buffers import COMMAND_BUFFERS
+from samplers.constraints.constraint import Constraint
 from samplers.inputs import number_dtypes
 from samplers.loops.verifier import Verifier
 from samplers.rowwise import each_row
@@ -26,7 +27,7 @@ from samplers.sampler import Result
 from samplers.stopping import Stop
 
 # Parts of a sampler whose arrays, scalars too, are the same for all requests.
-_SHARED = (Verifier, Indicator, LowRank, Stop)
+_SHARED = (Verifier, Indicator, LowRank, Stop, Constraint)
 
 
 @pytree()
