@@ -35,18 +35,18 @@ def _pattern(schema: str) -> dict[str, object]:
 
 
 def _table(regex: str, last: str, states: int) -> dict[str, object]:
-    """The automaton over bytes of an expression and a last character: {"start", "accept": [states], "edges": [[state, byte, next]]}."""
+    """The automaton over bytes of an expression with a last character after it, which has so many states at most:
+    {"start", "accept": [states], "edges": [[state, byte, next]]}."""
     from outlines_core import Index, Vocabulary
 
-    end, closing = 256, ""
-    words = Vocabulary(end, {bytes([byte]): [byte] for byte in range(256)})
-    try:  # the group around it below would let a closing bracket too many pass
-        Index(f"{regex}(", words)
-    except Exception as error:
-        closing = str(error)
-    if "unopened group" in closing:
-        return {"error": "unopened group"}
-    index = Index(f"(?:{regex}){last}", words)
+    end = 256
+    index = Index(f"(?:{regex}){last}", Vocabulary(end, {bytes([byte]): [byte] for byte in range(256)}))
+    if ")" in regex:  # one too many would close the group above
+        try:
+            Index(regex, Vocabulary(end, {b"a": [0]}))
+        except ValueError as error:
+            if "Failed to build" in str(error):
+                raise
     found = index.get_transitions()
     if len(found) > states:
         return {"error": f"it has {len(found)} states, of {states} at most"}
