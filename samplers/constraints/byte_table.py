@@ -7,7 +7,7 @@ A short pattern can have more states than any memory holds, and the package that
 import json
 import sys
 
-SECONDS = 20
+SECONDS = 10
 MEMORY = 4 * 2**30  # bytes
 
 
