@@ -2,6 +2,7 @@
 and whenever it was admitted."""
 
 import dataclasses
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +33,7 @@ from samplers.engine import runner as runners
 from samplers.engine.engine import Stats
 from samplers.engine.program import numbers_of, run_steps_buffered, with_numbers
 from samplers.engine.runner import Runner
+from samplers.engine.slots import Size, Slots, sizes_up_to
 from samplers.generate import generate
 from samplers.stopping import end_tokens
 from samplers.text import prompts
@@ -65,7 +67,7 @@ def llada(llada_tiny) -> Model:
     return first_layers(llada_tiny, 1)
 
 
-def assert_alone(engine: Engine, request: Request) -> None:
+def assert_alone(engine: Engine, request: Request, width: int = WIDTH) -> None:
     """Of the same request in a batch of one, by the usual loop."""
     model, stop = engine.model, engine.sampler.stop
     if request.stop:
@@ -78,7 +80,7 @@ def assert_alone(engine: Engine, request: Request) -> None:
     key = jax.random.wrap_key_data(jnp.asarray(request.key_data)[None])
     options = {} if request.given is None else {"given": jnp.asarray(request.given)[None]}
     lengths = jnp.asarray([request.gen_length])
-    prompt = pad_prompts([request.prompt], WIDTH)
+    prompt = pad_prompts([request.prompt], width)
     result = jax.device_get(sample_jit(sampler, model.denoiser, *prompt, key=key, gen_lengths=lengths, **options))
     assert_same(request.result, result)
 
@@ -335,6 +337,101 @@ def test_on_a_mesh(llada_tiny, llada, caplog) -> None:
         list(engine.results())
     assert not [record for record in caplog.records if "Compiling jit(run_steps)" in record.message]
     for one, other in pairs:
+        assert_same(one.result, other.result)
+
+
+def settled(engine: Engine) -> Engine:
+    """The engine, once all programs that it asked for are compiled."""
+    while engine.compiling:
+        time.sleep(0.01)
+    return engine
+
+
+BUCKETS = [
+    "threshold:cache=dual",
+    "hierarchical:cache=vicinity,smoothing=true",
+    "topk:k=2,guidance=0.5,cache=dual",
+    "dream:steps=12,alg_temp=0.5,temperature=0.2",
+    "d2f:rule=eb,gamma=0.3,in_flight=2",
+]
+
+
+@pytest.mark.parametrize("spec", BUCKETS)
+def test_as_alone_in_programs_of_any_size(llada, spec: str, caplog) -> None:
+    """Rows that move to smaller and larger programs while they run, and to shorter and longer buffers."""
+    engine = Engine(llada, spec, slots=4, prompt_length=128, buckets=True, **OPTIONS)
+    rng, sizes, found = np.random.default_rng(1), set(), list[Request]()
+    for count in (1, 4, 2, 3):
+        for _ in range(2 * count):
+            prompt = ROWS[rng.integers(4)] if count % 2 else [int(token) for token in rng.integers(40, 100, 90)]
+            numbers = SPECS[spec][rng.integers(len(SPECS[spec]))]
+            found.append(engine.submit(engine.request(prompt, seed=int(rng.integers(9)), **numbers)))
+        while not engine.idle:
+            before = engine.stats
+            engine.step(3)
+            steps = engine.stats - before
+            sizes.add(engine._slots.size)
+            assert steps.row_steps <= steps.slot_steps == steps.steps * engine.rows
+            settled(engine)
+    assert {size.rows for size in sizes} == {1, 2, 4} and {size.prompt_length for size in sizes} == {64, 128}
+    for request in found:
+        assert_alone(engine, request, 128)
+    with jax.log_compiles():
+        again = engine.submit(engine.request(ROWS[0]))
+        list(engine.results())
+    assert engine.rows == 1 and not [line for line in caplog.messages if "Compiling jit(run_steps)" in line]
+    assert_alone(engine, again, 128)
+
+
+def test_a_program_that_cannot_be_compiled_leaves_the_larger_one(llada, monkeypatch) -> None:
+    compile_size = Slots._compile
+
+    def fail(self: Slots, size: Size) -> Any:
+        if size.rows == 1:
+            raise RuntimeError("out of memory\nin detail")
+        return compile_size(self, size)
+
+    monkeypatch.setattr(Slots, "_compile", fail)
+    engine = Engine(llada, "threshold", slots=2, prompt_length=WIDTH, buckets=True, **OPTIONS)
+    with pytest.warns(UserWarning, match=r"1 rows and prompts of 96 tokens was not compiled.*\(out of memory\)"):
+        engine.compile()
+        settled(engine)
+    request = engine.submit(engine.request(ROWS[0]))
+    assert list(engine.results()) == [request] and engine.rows == 2
+    assert_alone(engine, request)
+
+
+@pytest.mark.parametrize(
+    ("largest", "parts", "rows", "lengths"),
+    [
+        ((8, 512), 1, [1, 2, 4, 8], [64, 128, 256, 512]),
+        ((6, 100), 1, [1, 2, 4, 6], [100]),
+        ((12, 129), 4, [4, 8, 12], [65, 129]),
+        ((1, 0), 1, [1], [0]),
+    ],
+)
+def test_sizes(largest: tuple[int, int], parts: int, rows: list[int], lengths: list[int]) -> None:
+    found = sizes_up_to(Size(*largest), parts)
+    assert found == [(count, length) for count in rows for length in lengths]
+
+
+def test_sizes_on_a_mesh(llada_tiny, llada) -> None:
+    """Four devices share each size's slots, so the fewest are four."""
+    split = first_layers(load(llada_tiny.folder, mesh=make_mesh(data=4, tensor=2)), 1)
+    engine = Engine(split, "threshold:threshold=0.6", slots=8, prompt_length=WIDTH, buckets=True, **OPTIONS)
+    engine.compile()
+    settled(engine)
+    requests = [engine.submit(engine.request(row, seed=i)) for i, row in enumerate(ROWS * 2)]
+    engine.step()
+    assert engine.rows == 8
+    for request in requests[3:]:
+        engine.cancel(request)
+    list(engine.results())
+    assert engine.rows == 4
+    alone = Engine(llada, "threshold:threshold=0.6", slots=SLOTS, prompt_length=WIDTH, **OPTIONS)
+    others = [alone.submit(alone.request(row, seed=i)) for i, row in enumerate(ROWS[:3])]
+    list(alone.results())
+    for one, other in zip(requests, others, strict=False):
         assert_same(one.result, other.result)
 
 

@@ -96,9 +96,11 @@ def _(primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]) -> tuple[
 def _suits_ynnpack(rows: int, inputs: int, outputs: int) -> bool:
     """Whether YNNPACK, XLA's own choice of a library for float32 products on CPU, is the faster one.
 
-    It arranges the kernel anew in every product, which only many rows make up for; `docs/results.md` has timings.
+    It arranges the kernel anew in every product, which only many rows make up for. Eigen reads the kernel by columns of
+    a few outputs; where a row is a multiple of 4 KiB, all of them compete for the same lines of the cache.
+    `docs/results.md` has timings.
     """
-    return outputs <= inputs < 16 * rows
+    return inputs < 32 * rows and (outputs <= inputs or outputs % 1024 == 0)
 
 
 def _product_by_columns(x: jax.Array, kernel: jax.Array, dtype: jnp.dtype | None) -> jax.Array:

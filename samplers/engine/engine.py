@@ -12,6 +12,7 @@ admitted.
 
 import collections
 import dataclasses
+import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -26,7 +27,7 @@ from samplers.config.factory import CanvasSampler, refuse_stop
 from samplers.config.sampler_config import SamplerConfig, configure, make_sampler
 from samplers.engine.program import Progress, number_names, numbers_of, structure_of
 from samplers.engine.requests import Request, Update
-from samplers.engine.slots import Slots, with_draws
+from samplers.engine.slots import Size, Slots, with_draws
 from samplers.inputs import check_given, given_tokens
 from samplers.rules import Rule
 from samplers.stopping import NEVER, Matcher, check_stop, stop_strings
@@ -71,8 +72,9 @@ class Stats:
 class Engine:
     """A model and a sampler that answer any number of requests, a fixed number at a time.
 
-    One program is compiled for the admission of requests and steps, two with `draws`; no request compiles another. Only
-    `request` may be called by several threads at once.
+    One program is compiled for the admission of requests and steps, two with `draws`; no request compiles another. With
+    `buckets` there are several sizes of it, compiled while larger ones run. Only `request` may be called by several
+    threads at once.
 
     Attributes:
         model, sampler: what runs.
@@ -80,6 +82,8 @@ class Engine:
         slots: B, requests that run together.
         prompt_length: P, the longest prompt; each slot reserves this many positions.
         draws: whether single requests may set temperature, top_p and top_k.
+        buckets: whether the number of rows follows the requests.
+        rows: slots of the program that runs, which are all of them without `buckets`.
         stop, ignore_eos: the sampler's, if the engine was built by a name; else none.
         stats: what it did so far.
     """
@@ -92,6 +96,7 @@ class Engine:
         slots: int = 8,
         prompt_length: int | None = None,
         draws: bool = False,
+        buckets: bool = False,
         **options: Any,
     ) -> None:
         """
@@ -102,6 +107,9 @@ class Engine:
                 the model's context ends.
             draws: let single requests set temperature, top_p and top_k. A second program is compiled, which runs while
                 no request does.
+            buckets: run a program of 1, 2, 4 ... rows, and for prompts of 64, 128 ... tokens, whichever is the smallest
+                with room for the requests, so that a step costs what is in it. They are compiled by another thread when
+                requests first fit them, and each takes room for an empty copy of its slots meanwhile.
 
         Raises:
             DllmError: for bad numbers and options; before anything is compiled.
@@ -124,14 +132,13 @@ class Engine:
         room = model.config.max_length - sampler.gen_length
         self.prompt_length = max(min(512, room), 1) if prompt_length is None else prompt_length
         check_width(model, sampler, self.prompt_length)
-        self.draws = draws
-        self._slots = Slots(model, sampler, slots, self.prompt_length, draws)
+        self.draws, self.buckets = draws, buckets
+        self._slots = Slots(model, sampler, slots, self.prompt_length, draws, buckets)
         self.sampler: Any = self._slots.sampler
         self.stats = Stats()
         self._waiting: collections.deque[Request] = collections.deque()
         self._running: list[Request | None] = [None] * slots
         self._matchers: dict[Request, Matcher] = {}  # of requests in slots that bring stop patterns
-        self._reported = np.zeros(slots, np.int32)  # forwards of each slot's request that updates have reported
         self._count = 0
 
     def request(
@@ -268,6 +275,15 @@ class Engine:
         """Whether there is nothing to do."""
         return not self.waiting and not self.busy
 
+    @property
+    def rows(self) -> int:
+        return self._slots.size.rows
+
+    @property
+    def compiling(self) -> bool:
+        """Whether a program of another size is being compiled."""
+        return self._slots.compiling
+
     def compile(self) -> None:
         """Compiles the program now, and not in the first step."""
         if not self._slots.compiled:
@@ -304,13 +320,14 @@ class Engine:
     def _run(self, most: int | None) -> tuple[Progress, list[tuple[int, Request]]]:
         """Runs steps as `step` says: where the slots are, and each request that ran with its slot."""
         self.compile()
+        self._fit()
         free = np.asarray([request is None for request in self._running])
         admitted, start = self._admit(), time.perf_counter()
-        wanted = self.slots if most is None and not self._waiting else 1
+        wanted = self.rows if most is None and not self._waiting else 1
         most = 1 if self._matchers else _UNBOUNDED if most is None else most
         progress = self._end_at_stops(self._slots.run(admitted, free, most, wanted))
         seconds, steps = time.perf_counter() - start, int(progress.steps)
-        self.stats += Stats(seconds, 0.0, steps, int(progress.row_steps), steps * self.slots)
+        self.stats += Stats(seconds, 0.0, steps, int(progress.row_steps), steps * self.rows)
         ran = [(slot, request) for slot, request in enumerate(self._running) if request is not None]
         for slot, request in ran:
             if progress.done[slot]:
@@ -319,16 +336,27 @@ class Engine:
                 self._free(request)
         return progress, ran
 
+    def _fit(self) -> None:
+        """Changes to a program with room for the running requests, and for those that a slot is free for."""
+        running = [request for request in self._running if request is not None]
+        coming = list(itertools.islice(self._waiting, self.slots - len(running)))
+        longest = max(len(request.prompt) for request in [*running, *coming])
+        needed = Size(len(running) + len(coming), longest)
+        if self._slots.fit([request.slot for request in running if request.slot is not None], needed):
+            for slot, request in enumerate(running):
+                request.slot = slot
+            self._running = [*running, *[None] * (self.rows - len(running))]
+
     def _admit(self) -> np.ndarray:
         """Gives free slots to waiting requests, [B] bool."""
-        admitted = np.zeros(self.slots, bool)
-        for slot in range(self.slots):
+        admitted = np.zeros(self.rows, bool)
+        for slot in range(self.rows):
             if self._running[slot] is None and self._waiting:
                 request = self._waiting.popleft()
                 self._slots.write(slot, request)
                 if request.stop:
                     self._matchers[request] = Matcher(request.stop, self._token_bytes(request.stop))
-                request.slot, self._running[slot], self._reported[slot] = slot, request, 0
+                request.slot, self._running[slot], request.reported = slot, request, 0
                 request.seconds = -self.stats.seconds
                 admitted[slot] = True
         return admitted
@@ -349,8 +377,8 @@ class Engine:
     def _update(self, slot: int, request: Request, progress: Progress) -> Update:
         result: Any = jax.tree.map(lambda x: x[slot : slot + 1], progress.result)
         done, pending, nfe = bool(progress.done[slot]), progress.pending[slot], int(result.nfe[0])
-        written = np.flatnonzero(result.decoded_at[0] >= self._reported[slot]).tolist()
-        self._reported[slot] = nfe
+        written = np.flatnonzero(result.decoded_at[0] >= request.reported).tolist()
+        request.reported = nfe
         return Update(
             request=request,
             nfe=nfe,

@@ -197,6 +197,21 @@ def _admit(sampler: Any, denoiser: DenoiserLike, state: Any, rows: SlotRows, adm
     return each_row(admitted, denoiser.batch_parts, begin_row, rows, state)[1]
 
 
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def move_rows(x: jax.Array, index: jax.Array, batch: int, shape: tuple[int, ...]) -> jax.Array:
+    """Some rows of a leaf of the state, for slots of another size: [n B, ...] to `shape`, [n B', ...].
+
+    Args:
+        index: [B'] int32, which of the B = `batch` rows each is; n entries of the leaf belong to one.
+        shape: where it is shorter than that of x positions at the end are cut off, where it is longer there are zeros.
+    """
+    rows = x.reshape(batch, -1, *x.shape[1:])[index].reshape(shape[0], *x.shape[1:])
+    rows = rows[tuple(slice(length) for length in shape)]
+    if rows.shape == shape:  # keys of random numbers cannot be padded
+        return rows
+    return jnp.pad(rows, [(0, length - own) for length, own in zip(shape, rows.shape, strict=True)])
+
+
 # The parameters are kept as inputs so that the first state lies on their devices: else `run_steps` is compiled twice.
 begin_jit = jax.jit(begin, keep_unused=True)
 run_steps_jit = jax.jit(run_steps, donate_argnums=2)

@@ -34,6 +34,7 @@ class Request:
         result: on the host, with a batch of one; None until it has ended.
         seconds: from its admission to its end, together with whatever ran in the other slots.
         cancelled: whether it was cancelled.
+        reported: its forwards that updates have reported.
         steps: its result after each step so far, if these are kept (`keep_step`).
     """
 
@@ -49,6 +50,7 @@ class Request:
     result: Result | None = None
     seconds: float = 0.0
     cancelled: bool = False
+    reported: int = 0
     steps: list[Result] = dataclasses.field(default_factory=list, repr=False)
     _model: Model | None = dataclasses.field(default=None, repr=False)
     _sampler: Any = dataclasses.field(default=None, repr=False)

@@ -1,14 +1,22 @@
-"""The slots of an engine on the device: their rows, the state of the loop, and the program that runs them."""
+"""The slots of an engine on the device: their rows, the state of the loop, and the program that runs them.
 
+With `buckets` there is a program for 1, 2, 4 ... rows, and for prompts of 64, 128 ... tokens, and the smallest that has
+room for the requests runs. A change of size copies the rows of the running requests once; steps copy nothing. Programs
+are compiled by another thread when they are wanted, and the next larger one runs until then.
+"""
+
+import concurrent.futures
 import dataclasses
 import itertools
+import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from dllm_jax import Model
+from dllm_jax.errors import first_line
 from dllm_jax.parallel.sharding import batch_sharding, check_splits
 from samplers.command_buffers import asked_for_command_buffers
 from samplers.config.factory import CanvasSampler
@@ -16,6 +24,7 @@ from samplers.engine.program import (
     Progress,
     SlotRows,
     begin_jit,
+    move_rows,
     number_dtypes_of,
     number_names,
     numbers_of,
@@ -35,20 +44,48 @@ def with_draws(sampler: Any, vocab_size: int) -> Any:
     return dataclasses.replace(sampler, sampling=dataclasses.replace(found, **missing))
 
 
+LEAST_PROMPT = 64
+"""Tokens of the shortest prompts that have programs of their own."""
+
+
+class Size(NamedTuple):
+    """The size of a program: B rows, with room for prompts of P tokens."""
+
+    rows: int
+    prompt_length: int
+
+    def fits(self, other: "Size") -> bool:
+        """Whether it has room for what another has room for."""
+        return self.rows >= other.rows and self.prompt_length >= other.prompt_length
+
+
+def sizes_up_to(largest: Size, parts: int) -> list[Size]:
+    """The sizes of programs: halves of halves of the largest, that is rows by powers of two, which as many devices
+    share, and prompts down to `LEAST_PROMPT`."""
+    rows = {min(parts << power, largest.rows) for power in range(largest.rows.bit_length() + 1)}
+    lengths = {largest.prompt_length}
+    while min(lengths) >= 2 * LEAST_PROMPT:
+        lengths.add(-(-min(lengths) // 2))
+    return [Size(*pair) for pair in itertools.product(sorted(rows), sorted(lengths))]
+
+
 class Slots:
-    """B rows that one compiled program runs; two programs with `draws`, the second for when no request draws.
+    """Rows that one compiled program of each size runs; two with `draws`, the second for when no request draws.
 
     Attributes:
         sampler: what runs; with `draws`, with numbers for temperature, top_p and top_k.
         numbers: its numbers, of requests that bring none.
+        size: of the program that runs.
     """
 
-    def __init__(self, model: Model, sampler: CanvasSampler, count: int, prompt_length: int, draws: bool) -> None:
+    def __init__(
+        self, model: Model, sampler: CanvasSampler, count: int, prompt_length: int, draws: bool, buckets: bool
+    ) -> None:
         """
         Raises:
             DllmError: for numbers that no array holds as they are, and slots that the devices of a mesh cannot share.
         """
-        self._model, self._count, self._draws, self._without_draws = model, count, draws, sampler
+        self._model, self._draws, self._without_draws = model, draws, sampler
         self.sampler: Any = with_draws(sampler, model.config.vocab_size) if draws else sampler
         self.numbers, self._dtypes = numbers_of(self.sampler), number_dtypes_of(self.sampler)
         self.check_numbers(self.numbers)
@@ -58,8 +95,13 @@ class Slots:
         if layout is not None:
             check_splits(layout.mesh, count, "slots (batch_size)")
         self._sharding = None if layout is None else batch_sharding(layout.mesh)
-        self._rows = self._empty_rows(prompt_length)
+        self.size = self._largest = Size(count, prompt_length)
+        self._rows = self._empty_rows()
         self._state: Any = None
+        self._sizes = sizes_up_to(self.size, model.denoiser.batch_parts) if buckets else [self.size]
+        self._shapes: dict[Size, list[tuple[int, ...]]] = {}  # of the state's leaves, for each program that is compiled
+        self._compiling: dict[Size, concurrent.futures.Future[None]] = {}
+        self._compiler = concurrent.futures.ThreadPoolExecutor(1, "compiling")
         self._buffered = asked_for_command_buffers()  # here: another thread may make the calls
         self._program: Any = run_steps_buffered if self._buffered else run_steps_jit
 
@@ -73,17 +115,69 @@ class Slots:
         """Whether `compile` was called."""
         return self._state is not None
 
+    @property
+    def compiling(self) -> bool:
+        """Whether a program is being compiled by the other thread."""
+        return not all(future.done() for future in self._compiling.values())
+
     def compile(self) -> None:
-        """Makes the state and compiles the program, by a run that does nothing."""
-        self._state = begin_jit(self.sampler, self._model.denoiser, self._place(self._rows))
+        """Makes the state and compiles the largest program; the program for the fewest rows follows in the other
+        thread."""
+        self._state = self._compile(self._largest)
+        self._want(Size(self._sizes[0].rows, self._largest.prompt_length))
+
+    def fit(self, slots: Sequence[int], needed: Size) -> bool:
+        """Changes to the cheapest compiled size with room for `needed`, and asks for the best one.
+
+        Args:
+            slots: those of the running requests, which become the slots 0, 1, ... if the size changes.
+
+        Returns:
+            Whether it changed.
+        """
+        cost = lambda size: size.rows * (size.prompt_length + self.sampler.gen_length)
+        fitting = sorted((size for size in self._sizes if size.fits(needed)), key=cost)
+        self._want(fitting[0])
+        best = next(size for size in fitting if size in self._shapes)
+        if best == self.size:
+            return False
+        others = [slot for slot in range(self._largest.rows) if slot not in slots]
+        self._rows = jax.tree.map(lambda x: x[[*slots, *others]], self._rows)
+        index = np.resize(np.asarray([*slots, 0], np.int32), best.rows)  # whatever is in the others, they are free
+        leaves, tree = jax.tree.flatten(self._state)
+        for number, shape in enumerate(self._shapes[best]):
+            old = leaves[number]
+            leaves[number] = jax.device_put(move_rows(old, index, self.size.rows, shape), old.sharding)
+            old.delete()  # so that two states never exist at once
+        self._state, self.size = jax.tree.unflatten(tree, leaves), best
+        return True
+
+    def _want(self, size: Size) -> None:
+        """Has a program compiled by the other thread, once."""
+        if size not in self._shapes and size not in self._compiling:
+            self._compiling[size] = self._compiler.submit(self._compile_ahead, size)
+
+    def _compile_ahead(self, size: Size) -> None:
+        try:
+            self._compile(size)
+        except Exception as error:  # the larger one stays in use
+            about = f"the program for {size.rows} rows and prompts of {size.prompt_length} tokens was not compiled"
+            warnings.warn(f"{about}, so a larger one runs in its place ({first_line(error)})", stacklevel=1)
+
+    def _compile(self, size: Size) -> Any:
+        """Compiles the programs of a size by a run that does nothing; the state after it."""
+        rows = self._place(self._rows_of(self._empty_rows(), size))
+        state = begin_jit(self.sampler, self._model.denoiser, rows)
         if self._sharding is not None:
             on_all = lambda x: jax.device_put(x, self._sharding) if x.sharding.is_fully_replicated else x
-            leaves, tree = jax.tree.flatten(jax.tree.map(on_all, self._state))
-            self._state = jax.tree.unflatten(tree, leaves)
+            leaves, tree = jax.tree.flatten(jax.tree.map(on_all, state))
+            state = jax.tree.unflatten(tree, leaves)
             self._program = run_steps_on(tuple(leaf.sharding for leaf in leaves), tree, self._buffered)
-        none = np.zeros(self._count, bool)
+        none = np.zeros(size.rows, bool)
         for draws in (True, False) if self._draws else (False,):
-            self._call(none, none, 0, 1, draws)
+            state, _ = self._call(state, rows, none, none, 0, 1, draws)
+        self._shapes[size] = [leaf.shape for leaf in jax.tree.leaves(state)]
+        return state
 
     def write(self, slot: int, request: Request) -> None:
         """Writes a request into its row, for the `run` that admits it."""
@@ -102,31 +196,48 @@ class Slots:
             admitted: [B] bool, slots whose row begins.
             free: [B] bool, slots without a request, those of the admitted among them.
         """
-        draws = self._draws and self._draws_now(admitted | ~free)
-        return self._call(admitted, free, most_steps, wanted, draws)
+        draws = self._draws and self._draws_now(np.flatnonzero(admitted | ~free))
+        rows = self._rows_of(self._rows, self.size)
+        self._state, progress = self._call(self._state, rows, admitted, free, most_steps, wanted, draws)
+        return progress
 
     def _draws_now(self, busy: np.ndarray) -> bool:
-        """Whether a request uses the numbers of `with_draws`; else the program without them gives the same, sooner."""
+        """Whether a request in slots `busy` uses the numbers of `with_draws`; else the program without them gives the
+        same, sooner."""
         pairs = zip(self._rows.numbers, self.numbers, strict=True)
         added = itertools.compress(pairs, [not own for own in self._is_own])
         return any((array[busy] != idle).any() for array, idle in added)
 
-    def _call(self, admitted: np.ndarray, free: np.ndarray, most_steps: int, wanted: int, draws: bool) -> Progress:
-        sampler, rows = self.sampler, self._rows
+    def _call(
+        self,
+        state: Any,
+        rows: SlotRows,
+        admitted: np.ndarray,
+        free: np.ndarray,
+        most_steps: int,
+        wanted: int,
+        draws: bool,
+    ) -> tuple[Any, Progress]:
+        sampler = self.sampler
         if not draws:
             sampler = self._without_draws
             rows = dataclasses.replace(rows, numbers=tuple(itertools.compress(rows.numbers, self._is_own)))
         rows, *masks = self._place((rows, admitted, free))
         bounds = np.int32(most_steps), np.int32(wanted)
-        self._state, progress = self._program(sampler, self._model.denoiser, self._state, rows, *masks, *bounds)
+        state, progress = self._program(sampler, self._model.denoiser, state, rows, *masks, *bounds)
         found: Progress = jax.device_get(progress)
-        return found
+        return state, found
+
+    def _rows_of(self, rows: SlotRows, size: Size) -> SlotRows:
+        """Those of the first slots, with so much of their prompts."""
+        first = jax.tree.map(lambda x: x[: size.rows], rows)
+        return dataclasses.replace(first, prompt=np.ascontiguousarray(first.prompt[:, : size.prompt_length]))
 
     def _place(self, arrays: Any) -> Any:
         return arrays if self._sharding is None else jax.device_put(arrays, self._sharding)
 
-    def _empty_rows(self, prompt_length: int) -> SlotRows:
-        batch, length, denoiser = self._count, self.sampler.gen_length, self._model.denoiser
+    def _empty_rows(self) -> SlotRows:
+        (batch, prompt_length), length, denoiser = self._largest, self.sampler.gen_length, self._model.denoiser
         numbers = (np.full(batch, *pair) for pair in zip(self.numbers, self._dtypes, strict=True))
         return SlotRows(
             prompt=np.zeros((batch, prompt_length), np.int32),
