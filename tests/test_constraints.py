@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import assert_same_row, refuses
+from conftest import assert_same_row, refuses, wait_until
 from test_engine import EOS, MASK, ROWS, first_layers, keys
 
 from dllm_jax import FunctionDenoiser, Model
@@ -20,6 +20,7 @@ from samplers import (
     Dream,
     DualCache,
     Dynamic,
+    Engine,
     Factor,
     Hierarchical,
     LLaDA,
@@ -39,6 +40,7 @@ from samplers import canvas as canvases
 from samplers.constraints import automaton as automata
 from samplers.constraints.automaton import bytes_of, constraint_of, schema_regex, token_constraint
 from samplers.constraints.constraint import DEAD, START, Constraint
+from samplers.engine.program import run_steps_jit
 from samplers.rules.base import Change
 from samplers.text.prompts import pad_prompts
 from samplers.tokens.predictions import given, predict
@@ -373,6 +375,8 @@ def test_schemas_are_json_of_their_kind() -> None:
     for value in SCHEMA["properties"]["s"]["enum"]:
         assert matches(json.dumps({"n": -3, "ok": True, "s": value}))
     assert not matches('{"n": 1.5, "ok": true, "s": "a"}') and not matches('{"n": 1, "ok": true}')
+    machine = bytes_of(schema_regex({"type": "string", "pattern": "^a|b$"}))
+    assert matches('"a"') and matches('"b"') and not matches('"a') and not matches('b"')
     machine = bytes_of(schema_regex({"type": "object"}))
     deep = {"a": {"b": [1, "é", None], "c": {}}, "d": [[-1.5e-7]], "e": 'quote " and \\ and \n'}
     assert matches(json.dumps(deep, ensure_ascii=False)) and matches("{}") and not matches('{"a": {"b": {"c": {}}}}')
@@ -382,6 +386,12 @@ def test_schemas_are_json_of_their_kind() -> None:
     ("schema", "word"),
     [
         ({"type": "integer", "minimum": 3}, "minimum"),
+        ({"type": "object", "additionalProperties": {"type": "null"}, "maxProperties": 2}, "maxProperties"),
+        ({"type": "string", "pattern": "[a-z]+", "minLength": 3}, "minLength, pattern"),
+        ({"type": "object", "anyOf": [{"type": "null"}]}, "anyOf, type"),
+        ({"type": "object", "properties": {'a"b': {"type": "null"}}}, "property"),
+        ({"type": "object", "properties": {}, "required": ["x"]}, "requires 'x'"),
+        ({"type": "string", "format": "email"}, "email"),
         ({"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}, "uniqueItems"),
         ({"anyOf": [{"type": "string"}, {"not": {"type": "null"}}]}, "not"),
         ({"allOf": [{"type": "string"}, {"maxLength": 3}]}, "allOf"),
@@ -456,3 +466,55 @@ def test_a_missing_package_is_named(llada, monkeypatch) -> None:
     monkeypatch.setattr(automata.importlib.util, "find_spec", lambda name: None)
     with refuses("outlines-core", "dllm_jax[constraints]"):
         make_sampler(llada, gen_length=16, regex="never seen before")
+
+
+# Requests ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("buckets", [False, True])
+def test_requests_bring_their_own_form(llada, buckets: bool) -> None:
+    """Requests with different forms, and with none, in one engine: each gets the answer of `generate` alone, and none
+    compiles a program."""
+    options = {"gen_length": 24, "block_length": 8, "cache": "prefix"}
+    room = {"slots": 2, "prompt_length": 64, "constraint_states": 128}
+    engine = Engine(llada, "threshold:threshold=0.3", draws=not buckets, buckets=buckets, **room, **options)
+    engine.compile()
+    wait_until(lambda: not engine.compiling)
+    programs = run_steps_jit._cache_size()
+    asked = [
+        {"regex": "[0-9]{2,9}=[0-9]+"},
+        {},
+        {"regex": "(yes|no)!"} | ({} if buckets else {"temperature": 0.9}),
+        {},
+    ]
+    requests = [engine.submit(engine.request(f"Q: number {i}?", seed=i, **own)) for i, own in enumerate(asked)]
+    assert all(list(engine.results()))
+    if not buckets:
+        assert run_steps_jit._cache_size() == programs
+    for number, (request, own) in enumerate(zip(requests, asked, strict=True)):
+        sampler = make_sampler(llada, "threshold:threshold=0.3", **options, **own)
+        (alone,) = generate(llada, [f"Q: number {number}?"], sampler=sampler, seed=number)
+        assert request.generation.tokens == alone.tokens and request.generation.nfe == alone.nfe
+        assert "regex" not in own or re.fullmatch(own["regex"], request.generation.text)
+
+
+def test_what_an_engine_has_no_room_for_is_refused(llada) -> None:
+    options = {"gen_length": 16, "prompt_length": 16, "slots": 1}
+    engine = Engine(llada, "threshold", constraint_states=32, **options)
+    for own, word in [
+        ({"regex": "[a-z]{40}"}, "32"),
+        ({"regex": "[a-z]{20}"}, "20 tokens"),
+        ({"regex": "[a-z]+", "stop": ["b"]}, "stop"),
+        ({"regex": "[a-z]{9}", "gen_length": 8}, "9 tokens"),
+        ({"regex": "a", "json_schema": SCHEMA}, "both"),
+    ]:
+        with refuses(word):
+            engine.request("Q", **own)
+    with refuses("constraint_states"):
+        Engine(llada, "threshold", **options).request("Q", regex="a+")
+    with refuses("constraint_states"):
+        Engine(llada, "threshold", regex="a+", constraint_states=32, **options)
+    with refuses("constraint_states"):
+        Engine(llada, "d2f", constraint_states=32, **options)
+    with refuses("Remask"):
+        Engine(llada, "remask", constraint_states=32, **options)

@@ -31,18 +31,22 @@ ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 OBJECT_DEPTH = 3
 
-# What the regular expression of a schema keeps; each other keyword would be ignored.
-_KEPT = set(
-    "type properties required items prefixItems minItems maxItems minLength maxLength pattern format enum const anyOf "
-    "oneOf allOf additionalProperties minProperties maxProperties $ref $defs definitions".split()
-)
 _NOTES = set(
     "title description default examples deprecated readOnly writeOnly discriminator $schema $id $comment".split()
 )
-_SCHEMAS = {"items", "additionalProperties"}
-_LISTS = {"anyOf", "oneOf", "allOf", "prefixItems"}
 _TABLES = {"properties", "$defs", "definitions"}
-
+_LISTS = {"anyOf", "oneOf", "allOf", "prefixItems"}
+_SCHEMAS = {"items", "additionalProperties"}
+# What outlines-core keeps of a schema; it ignores other keywords, and some of these beside others.
+_TOGETHER = [
+    {"type", "properties", "required", "additionalProperties"},
+    {"type", "items", "minItems", "maxItems"},
+    {"type", "minLength", "maxLength"},
+    *({"type", word} for word in ("prefixItems", "pattern", "format", "enum", "const")),
+    *({word} for word in ("anyOf", "oneOf", "allOf", "$ref")),
+]
+_FORMATS = ("date", "date-time", "uuid")  # its expressions of others let a string end within
+_DEEPEST = 50  # schemas in each other
 
 _LAST = "\U0010ffff"
 """No character, and none of an answer. It follows the whole expression, because outlines-core loses transitions from
@@ -109,9 +113,8 @@ def schema_regex(schema: Mapping[str, Any]) -> str:
         raise DllmError(f"json_schema is of type {type(schema).__name__}; give a schema such as {dict(ANY_OBJECT)}")
     if schema == ANY_OBJECT:
         return _object_regex(OBJECT_DEPTH)
-    _check_schema(schema)
     try:
-        text = json.dumps(schema)
+        text = json.dumps(_kept(schema))
     except (TypeError, ValueError) as error:
         raise DllmError(f"json_schema is no JSON ({error}); give plain values") from None
     return str(_run_worker("json_schema", {"schema": text})["regex"])
@@ -129,35 +132,63 @@ def _object_regex(depth: int) -> str:
     return table(value)
 
 
-def _check_schema(schema: Any) -> None:
-    """Raises DllmError for the first keyword that would be ignored or break the text."""
+def _kept(schema: Any, depth: int = 0) -> Any:
+    """The schema as outlines-core keeps it.
+
+    Raises:
+        DllmError: for the first keyword that would be ignored or break the text, and for deep nesting.
+    """
     if not isinstance(schema, Mapping):
-        return
+        return schema
+    words = {*schema} - _NOTES - {"$defs", "definitions"}
+    known = set[str]().union(*_TOGETHER)
+    if depth > _DEEPEST:
+        raise DllmError(f"json_schema nests more than {_DEEPEST} schemas; simplify it")
+    if unknown := sorted(map(str, words - known)):
+        raise DllmError(f"json_schema has {unknown[0]!r:.60}, which is not kept; leave it out, and check the answer")
+    if not any(words <= together for together in _TOGETHER):
+        raise DllmError(f"json_schema has {', '.join(sorted(words))} together, not all of which are kept; split them")
+    found = {}
     for word, value in schema.items():
-        if word in _NOTES:
-            continue
-        if word not in _KEPT or (word == "allOf" and isinstance(value, list) and len(value) > 1):
-            raise DllmError(f"json_schema has {word!r:.60}, which is not kept here; leave it out and check the answer")
-        if word == "pattern" and isinstance(value, str):
-            _check_pattern(value)
-        inner: list[Any] = []
+        found[word] = value
         if word in _TABLES and isinstance(value, Mapping):
-            inner = [*value.values()]
+            found[word] = {name: _kept(one, depth + 1) for name, one in value.items()}
         elif word in _LISTS and isinstance(value, list):
-            inner = value
+            found[word] = [_kept(one, depth + 1) for one in value]
         elif word in _SCHEMAS:
-            inner = [value]
-        for one in inner:
-            _check_schema(one)
+            found[word] = _kept(value, depth + 1)
+    _check_names(schema)
+    if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1:
+        raise DllmError("json_schema has an allOf of several schemas, which is not kept here; merge them into one")
+    if schema.get("format") not in (None, *_FORMATS):
+        raise DllmError(f"json_schema has the format {schema['format']!r:.60}; kept are {', '.join(_FORMATS)}")
+    if isinstance(schema.get("pattern"), str):
+        found["pattern"] = f"^(?:{_within_string(schema['pattern'])})$"
+    return found
 
 
-def _check_pattern(pattern: str) -> None:
-    """Raises DllmError for a pattern of strings that would end the string, or leave it no JSON."""
-    table = bytes_of(pattern).table
-    if table[:, [*range(0x20), ord('"'), ord("\\")]].any():
+def _check_names(schema: Mapping[str, Any]) -> None:
+    """Raises DllmError for properties that cannot be named, and for names that stand for none."""
+    names = schema.get("properties", {})
+    names = [*names] if isinstance(names, Mapping) else []
+    if wrong := [name for name in names if json.dumps(name, ensure_ascii=False) != f'"{name}"']:
+        raise DllmError(f"json_schema has the property {wrong[0]!r:.60}; names without quotes and backslashes are kept")
+    required = schema.get("required", [])
+    if missing := [name for name in required if name not in names] if isinstance(required, list) else []:
+        raise DllmError(f"json_schema requires {missing[0]!r:.60}, which is none of its properties; describe it there")
+
+
+def _within_string(pattern: str) -> str:
+    """A pattern without its anchors.
+
+    Raises:
+        DllmError: if what it matches would end a JSON string, or leave it no JSON.
+    """
+    if bytes_of(pattern).table[:, [*range(0x20), ord('"'), ord("\\")]].any():
         what = "matches quotes, backslashes or control characters, which end a JSON string"
         advice = r'exclude them, as [^"\\\x00-\x1f] does'
         raise DllmError(f"the pattern {pattern!r:.60} of json_schema {what}; {advice}")
+    return _without_anchors(pattern)
 
 
 @functools.lru_cache(maxsize=256)
@@ -264,8 +295,8 @@ def _walk(table: np.ndarray, pieces: Sequence[bytes]) -> np.ndarray:
     ends = np.cumsum(lengths[order])
     text = np.frombuffer(b"".join(pieces[i] for i in order), np.uint8)
     found = np.zeros((len(table), len(pieces)), np.int16)
-    for first in range(0, len(table), _TOGETHER):
-        rows = slice(first, first + _TOGETHER)
+    for first in range(0, len(table), _CHUNK):
+        rows = slice(first, first + _CHUNK)
         state = np.repeat(np.arange(len(table), dtype=np.int16)[rows, None], len(pieces), axis=1)
         for at in range(int(lengths.max(initial=0))):
             live = int(np.searchsorted(-lengths[order], -at))  # tokens longer than `at`
@@ -275,7 +306,7 @@ def _walk(table: np.ndarray, pieces: Sequence[bytes]) -> np.ndarray:
     return found
 
 
-_TOGETHER = 16  # states, so that what is read and written stays in the processor's cache
+_CHUNK = 16  # states, so that what is read and written stays in the processor's cache
 
 
 def token_constraint(states: np.ndarray, accept: np.ndarray) -> Constraint:

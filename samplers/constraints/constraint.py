@@ -28,6 +28,17 @@ DEAD, START = 0, 1
 WORD = 32
 
 
+def any_form(vocab_size: int, states: int, classes: int) -> "Constraint":
+    """One that every answer keeps, in NumPy's arrays with room for so many states and classes."""
+    one = np.zeros((1, WORD), bool)
+    one[0, START] = True
+    leads = np.zeros((1, WORD, 1), np.uint32)
+    leads[0, START] = 1 << START
+    table = np.where(one, START, DEAD).astype(np.int16)[:, None]
+    none = np.zeros((1, vocab_size), np.int32)
+    return Constraint(none, table, one, leads, leads, none[:, :1], none[:, 0]).padded(states, classes)
+
+
 @pytree()
 class Constraint:
     """An automaton over tokens of Q states and C classes of tokens, which answers must bring to acceptance. R is 1 for
@@ -55,13 +66,20 @@ class Constraint:
         """Q and C."""
         return self.table.shape[2], self.table.shape[1]
 
+    @property
+    def used(self) -> tuple[int, int]:
+        """Q and C without what is there for room alone: the last state and the last class that have a token."""
+        live = np.asarray(self.after).any(axis=(0, 2)) | np.asarray(self.accept).any(axis=0)
+        return 1 + int(np.flatnonzero(live)[-1]), 1 + int(np.asarray(self.classes).max())
+
     def padded(self, states: int, classes: int) -> "Constraint":
-        """The same, in NumPy's arrays, with room for more states and classes."""
+        """The same, in NumPy's arrays, with this room for states and classes, at least the `used` ones."""
         words = states // WORD
         shapes = {"table": (classes, states), "accept": (states,), "after": (states, words), "before": (states, words)}
         grown = {}
         for name, shape in {**shapes, "example": (classes,)}.items():
             old = np.asarray(getattr(self, name))
+            old = old[(slice(None), *map(slice, shape))]
             grown[name] = np.pad(old, [(0, 0), *((0, new - n) for n, new in zip(old.shape[1:], shape, strict=True))])
         return dataclasses.replace(self, **grown)
 

@@ -82,6 +82,7 @@ def command_line() -> argparse.ArgumentParser:
     add("--prompt-length", type=int, metavar="N", help="tokens of the longest prompt (default: 512)")
     add("--no-draws", dest="draws", action="store_false", help=_DRAWS)
     add("--no-buckets", dest="buckets", action="store_false", help=_BUCKETS)
+    add("--constraint-states", type=int, default=0, metavar="N", help=_CONSTRAINTS)
     add("--queue", type=int, default=64, metavar="N", help="requests that may wait; others get a 429 (default: 64)")
     deadline = "of a request, including its wait; 0 for none (default: 600)"
     add("--deadline", type=float, default=600.0, metavar="SECONDS", help=deadline)
@@ -97,6 +98,7 @@ def command_line() -> argparse.ArgumentParser:
 
 _BUCKETS = "run all slots in every step, and compile no programs for fewer rows and shorter prompts"
 _CLAMP = "refuse max_tokens above --gen-length; by default they count as --gen-length"
+_CONSTRAINTS = "let requests set regex and response_format, with automata of so many states (default: 0, none may)"
 _DRAWS = "requests may not set temperature, top-p and top-k, which makes steps faster"
 
 
@@ -105,6 +107,7 @@ def _check_options(options: argparse.Namespace) -> None:
     check_length("slots", options.slots)
     check_length("prompt_length", options.prompt_length, optional=True)
     check_length("max_body", options.max_body)
+    check_whole("constraint_states", options.constraint_states, 0)
     check_whole("queue", options.queue, 0)
     check_whole("port", options.port, 0, 65535)
     check_length("max_forwards", options.max_forwards, optional=True)
@@ -134,6 +137,7 @@ def _make_engine(options: argparse.Namespace) -> Engine:
     with Console(stderr=True).status(f"loading {bare.name}", spinner="line"):
         model, sampler = load(model_name(options)), sampler.load_verifier(load)
     room = {"slots": options.slots, "prompt_length": options.prompt_length}
+    room["constraint_states"] = options.constraint_states
     return Engine(model, sampler, draws=options.draws, buckets=options.buckets, **room)
 
 
