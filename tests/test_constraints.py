@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import assert_same_row, refuses, wait_until
+from conftest import assert_same_row, one_error, refuses, wait_until
 from test_engine import EOS, MASK, ROWS, first_layers, keys
 
 from dllm_jax import FunctionDenoiser, Model
@@ -37,6 +37,7 @@ from samplers import (
     sample_jit,
 )
 from samplers import canvas as canvases
+from samplers.cli import sample as cli
 from samplers.constraints import automaton as automata
 from samplers.constraints.automaton import bytes_of, constraint_of, schema_regex, token_constraint
 from samplers.constraints.constraint import DEAD, START, Constraint
@@ -424,13 +425,24 @@ def test_texts_match(llada, rule: str) -> None:
         assert re.fullmatch(pattern, answer.text), answer.text
 
 
-def test_texts_parse(llada, tmp_path, capsys) -> None:
-    """From Python and from the command, which read the same schema."""
+def test_texts_parse(llada) -> None:
     options = {"gen_length": 40, "block_length": 10, "suppress": ["7"]}
     (answer,) = generate(llada, ["Q: one?"], json_schema=SCHEMA, **options)
     found = json.loads(answer.text)
     assert found.keys() == {"n", "ok", "s"} and type(found["n"]) is int and found["s"] in ("a", 'b"\\', None, 2.5)
     assert "7" not in answer.text
+
+
+def test_the_command_takes_a_schema_and_an_expression(llada_tiny, tmp_path, capsys) -> None:
+    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
+    model = ["--model", str(llada_tiny.folder), "--gen-length", "40", "--no-live"]
+    assert cli.main(["Q: one?", *model, "--json-schema", str(tmp_path / "schema.json"), "--json"]) == 0
+    line = json.loads(capsys.readouterr().out)
+    assert json.loads(line["text"]).keys() == {"n", "ok", "s"}
+    assert cli.main(["Q: one?", *model, "--explain", "--regex", "(a|b)+"]) == 0
+    assert "(a|b)+" in capsys.readouterr().out
+    assert cli.main(["Q: one?", *model, "--json-schema", str(tmp_path / "none.json")]) == 2
+    assert "--json-schema" in one_error(capsys)
 
 
 def test_a_template_and_a_form(llada) -> None:
