@@ -19,6 +19,8 @@ from samplers.command_buffers import use_command_buffers
 from samplers.config.presets import PRESETS
 from samplers.config.registry import LOOPS
 from samplers.config.sampler_config import SamplerConfig, make_sampler, parse_sampler, parse_samplers
+from samplers.constraints.automaton import constraint_for
+from samplers.constraints.constraint import Constraint
 from samplers.decisions.answers import Decision
 from samplers.decisions.decide import decide
 from samplers.engine.engine import Engine
@@ -74,6 +76,7 @@ __all__ = [
     "BlockState",
     "CachePolicy",
     "Canvas",
+    "Constraint",
     "ContextBlocks",
     "ContextState",
     "Credit",
@@ -123,6 +126,7 @@ __all__ = [
     "VicinityCache",
     "View",
     "compare",
+    "constraint_for",
     "decide",
     "export",
     "generate",

@@ -42,6 +42,13 @@ def checked_call(
         most = check_lengths("gen", options.get("gen_lengths"), batch, 1, gen_length)
         prompts, generations = width if lengths is None else lengths, gen_length if most is None else most
         _check_context(denoiser, prompts, generations, getattr(sampler, "width", 1))
+        if (constraint := getattr(sampler, "constraint", None)) is not None:
+            if constraint.least.shape[0] not in (1, batch):
+                raise DllmError(f"the constraint is of {constraint.least.shape[0]} rows; give one, or {batch}")
+            unknown = most is None and options.get("gen_lengths") is not None
+            given = None if unknown else given_tokens(options.get("given"), denoiser)
+            for row, length in enumerate(np.broadcast_to(generations, batch).tolist()):
+                constraint.check(length, None if given is None else given[row], row)
     return prompt
 
 
@@ -140,6 +147,12 @@ def start_from(tokens: Any) -> Any:
 def is_given(given: Any, denoiser: DenoiserLike) -> Any:
     """Which tokens of `given` stay as they are, a bool array of its shape."""
     return (given >= 0) & (given != open_id(denoiser))
+
+
+def given_tokens(given: Any, denoiser: DenoiserLike) -> np.ndarray | None:
+    """Tokens that canvases come with, on the host, -1 where one is to be generated; None where they are not known."""
+    found = None if given is None else _concrete(_as_array("given", given))
+    return None if found is None else np.where(is_given(found, denoiser), found, -1)
 
 
 def check_given(given: Any, shape: tuple[int, ...], denoiser: DenoiserLike) -> None:

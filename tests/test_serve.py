@@ -1213,3 +1213,39 @@ def test_a_browser_shows_errors(served, browser):
     browser.run("document.getElementById('prompt').value = 'a'; document.getElementById('numbers').value = 'bogus=1'")
     browser.run("document.getElementById('form').requestSubmit()")
     browser.wait("document.getElementById('state').textContent.includes(\"'bogus' cannot be set\")")
+
+
+def test_answers_have_the_form_that_is_asked_for(start):
+    """response_format as OpenAI's, regex beside it; each body that cannot be kept is one sentence."""
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    named = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    with start(room={"constraint_states": 320, "draws": False}, slots=2) as found:
+        client = _client(found.url)
+        chat = lambda **options: client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "Hi"}], seed=1, **options
+        )
+        assert json.loads(chat(response_format=named).choices[0].message.content)["a"] in (1, 2)
+        assert type(json.loads(chat(response_format={"type": "json_object"}).choices[0].message.content)) is dict
+        assert re.fullmatch("[a-f]{3}", chat(extra_body={"regex": "[a-f]{3}"}).choices[0].message.content)
+        pieces = client.completions.create(
+            model="tiny", prompt=PROMPT, seed=1, stream=True, extra_body={"regex": "x?[0-9]{2}"}
+        )
+        assert re.fullmatch("x?[0-9]{2}", "".join(chunk.choices[0].text for chunk in pieces))
+        plain = chat(response_format={"type": "text"}).choices[0].message.content
+        assert plain == chat().choices[0].message.content
+        for options, word in [
+            ({"extra_body": {"regex": "("}}, "regex"),
+            ({"extra_body": {"regex": "[a-z]{999}"}}, "states"),
+            ({"extra_body": {"regex": "é{40}"}}, "tokens"),
+            ({"extra_body": {"regex": "a+"}, "stop": "b"}, "stop"),
+            ({"extra_body": {"regex": "a+"}, "response_format": named}, "regex"),
+            ({"response_format": {"type": "json_schema"}}, "json_schema"),
+            ({"response_format": {**named, "json_schema": {"name": "x", "schema": {"minimum": 3}}}}, "minimum"),
+        ]:
+            with pytest.raises(openai.BadRequestError, match=word):
+                chat(**options)
+
+
+def test_a_form_needs_a_server_with_room_for_it(served):
+    with pytest.raises(openai.BadRequestError, match="constraint_states"):
+        served.client.completions.create(model="tiny", prompt=PROMPT, extra_body={"regex": "a+"})

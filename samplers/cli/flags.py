@@ -2,9 +2,11 @@
 
 import argparse
 import dataclasses
+import json
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 from dllm_jax import DllmError, Model, spec
@@ -104,6 +106,8 @@ def read_flags(options: argparse.Namespace, look: Callable[[str], Model]) -> tup
     """
     name = options.preset
     flags = {flag: value for flag, value in vars(options).items() if flag in options.sampler_flags}
+    if "json_schema" in flags:
+        flags["json_schema"] = _read_schema(flags["json_schema"])
     if name is not None and name not in PRESETS:
         raise DllmError(f"no preset is called {name!r}; choose one of {', '.join(PRESETS)}")
     if options.sampler is not None:
@@ -114,6 +118,14 @@ def read_flags(options: argparse.Namespace, look: Callable[[str], Model]) -> tup
         flags |= written
     model = look(model_name(options))
     return model, read_options(name, flags, defaults_of(model), COMMAND_LINE)
+
+
+def _read_schema(path: str) -> Any:
+    """A JSON file."""
+    try:
+        return json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise DllmError(f"--json-schema: {path} could not be read as JSON ({error})") from None
 
 
 def _add_sampling(add: Callable[..., None]) -> None:
@@ -139,6 +151,8 @@ def _add_sampling(add: Callable[..., None]) -> None:
     add("--suppress-id", action="append", type=int, metavar="ID", dest="suppress", help="the same for a token id")
     add("--ignore-eos", action="store_true", help="continue after the model's end tokens")
     add("--fill-after-eos", action="store_true", help="fill the rest of the canvas with end tokens after the first one")
+    add("--regex", metavar="PATTERN", help="a regular expression that the whole answer matches")
+    add("--json-schema", metavar="FILE", help="a JSON schema; the answer is JSON of it")
     add("--canvas-length", metavar="N", help="pad prompt and canvas with masks to this length")
 
 

@@ -11,7 +11,7 @@ import jax
 
 from dllm_jax import spec
 from samplers.config.costs import Costs, device_memory
-from samplers.config.registry import BASE, LOOPS, PARTS, base_class, name_of, part_class
+from samplers.config.registry import BASE, FORMS, LOOPS, PARTS, base_class, name_of, part_class
 from samplers.config.sampler_config import SamplerConfig
 from samplers.tokens.predictions import Sampling
 from samplers.tokens.smoothing import Smoothing
@@ -65,8 +65,8 @@ def _setting(option: str, config: SamplerConfig) -> Setting:
         return Setting(option, _written(config.options[option]), config.origins.get(option, "the library"))
     if kind is Smoothing and isinstance(smoothing, Smoothing):
         return Setting(option, spec.format_value(getattr(smoothing, place.field)), config.origins["smoothing"])
-    if option == "ignore_eos":  # no field of a class
-        return Setting(option, "false", "the library")
+    if option in ("ignore_eos", *FORMS):  # no field of a class
+        return Setting(option, "none" if option in FORMS else "false", "the library")
     owner = name_of(kind)
     return Setting(option, _default(kind, place.field, config), f"default of {owner}" if owner else "the library")
 

@@ -17,7 +17,9 @@ from dllm_jax.params.low_rank import LowRank
 from dllm_jax.text.tokenizer import encode_text, token_bytes
 from samplers.caches import CachePolicy
 from samplers.checks import assemble, check_length, check_token
-from samplers.config.registry import BASE, ENDS, SELF, base_class, fields_of, owners_of, part_class
+from samplers.config.registry import BASE, ENDS, FORMS, SELF, base_class, fields_of, owners_of, part_class
+from samplers.constraints.automaton import constraint_for
+from samplers.constraints.constraint import Constraint
 from samplers.loops.block import BlockSampler
 from samplers.loops.causal_context import ContextBlocks
 from samplers.loops.renoise import Renoise
@@ -77,6 +79,7 @@ def build_sampler(model: Model, kind: type, options: Mapping[str, Any], what: st
     own = dealt.get(None, {})
     fields: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(kind)} | own
     length, ignore_eos = fields["gen_length"], own.pop("ignore_eos", False)
+    form = {name: own.pop(name) for name in FORMS if name in own}
     check_length("gen_length", length)
     appends = "end_ids" in fields  # what ends a generation is that no block follows an end token
     optional = any(field.name == "rule" and field.default is None for field in dataclasses.fields(kind))
@@ -92,6 +95,9 @@ def build_sampler(model: Model, kind: type, options: Mapping[str, Any], what: st
     }
     if any(fields.get(name) is not None for name in ("thinking_budget", "end_think")):
         made["end_think"] = lambda: _end_of_thought(model, fields["end_think"])
+    if any(value is not None for value in form.values()):
+        others = {"suppress": dealt.get(Sampling, {}).get("suppress"), "stop": fields["stop"]}
+        made["constraint"] = lambda: jax.tree.map(jnp.asarray, build_constraint(model, form, **others))
     if "adapter" in fields:
         made["adapter"] = lambda: _adapter(model, fields["adapter"])
     values = own | {name: make() for name, make in made.items() if name in fields}
@@ -99,6 +105,30 @@ def build_sampler(model: Model, kind: type, options: Mapping[str, Any], what: st
         values["verifier"] = _verifier(model, own["verifier"])
     found: CanvasSampler = assemble(what, kind, values)
     return found
+
+
+def build_constraint(
+    model: Model, form: Mapping[str, Any], *, suppress: Any = None, stop: Sequence[str | int] | None = None
+) -> Constraint:
+    """The constraint that options of `FORMS` describe, in NumPy's arrays.
+
+    Args:
+        suppress, stop: options of the sampler.
+
+    Raises:
+        DllmError: for stop patterns, which would cut an answer before its form is complete; and as `constraint_for`.
+    """
+    refuse_stop(stop)
+    found = _token_array(model, "suppress", suppress)
+    never = [] if found is None else found.tolist()
+    config = model.config
+    return constraint_for(model.require_tokenizer(), config.vocab_size, config.end_ids, never=never, **form)
+
+
+def refuse_stop(stop: Sequence[str | int] | None) -> None:
+    """Raises DllmError for stop patterns of answers that have a form."""
+    if stop:
+        raise DllmError(f"stop {stop[0]!r} may cut an answer before its form is complete; leave out stop, or the form")
 
 
 def _of_context(model: Model, options: Mapping[str, Any], what: str) -> dict[str, Any]:

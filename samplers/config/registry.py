@@ -55,7 +55,10 @@ SELF = "self"
 """A verifier's name for the model itself, read causally."""
 
 _PART_NAMES = {"rule": "unmasking rule", "cache": "cache policy"}
-_MADE = ("sampling", "end_ids")  # fields that are made of options of other names
+_MADE = ("sampling", "end_ids", "constraint")  # fields that are made of options of other names
+FORMS = ("regex", "json_schema")
+"""Options that make a sampler's constraint."""
+
 _TYPES = {  # of options that are not written as their field's type
     "rule": str,
     "cache": str,
@@ -67,6 +70,8 @@ _TYPES = {  # of options that are not written as their field's type
     "block_length": int | None,
     "suppress": Literal["eos", "ends"] | None,
     "defer": Literal["eos", "ends"] | None,
+    "regex": str | None,
+    "json_schema": dict | None,
 }
 
 
@@ -96,7 +101,8 @@ def owners_of(kind: type, options: Mapping[str, Any]) -> dict[str, Owner]:
         if part in own and isinstance(name, str):
             fields = _owners_in(part_class(part, name), options)
             found |= {f"{part}_{field}" if field in own else field: owner for field, owner in fields.items()}
-    found |= {name: Owner(None, name) for name in [*own, "ignore_eos"]}
+    forms = FORMS if "constraint" in field_types(kind) else ()
+    found |= {name: Owner(None, name) for name in [*own, "ignore_eos", *forms]}
     found |= {field.name: Owner(Sampling, field.name) for field in fields_of(Sampling)}
     if "smoothing" in own:
         found |= {f"smoothing_{field.name}": Owner(Smoothing, field.name) for field in fields_of(Smoothing)}

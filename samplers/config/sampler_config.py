@@ -290,6 +290,8 @@ def make_sampler(
             block_length: capped at gen_length; 0 and None are one block.
             stop: strings or token ids that end an answer, in addition to the model's own end tokens.
             ignore_eos: do not end at the model's end tokens.
+            regex: a regular expression that the whole answer matches.
+            json_schema: a JSON schema, as a dict, that the answer is JSON of (see docs/constraints.md).
             suppress, defer: lists of token ids, or of texts that are one token each; "word" and " word" are two. "eos"
                 is the model's end-of-sequence token and "ends" all its end tokens, the only ones that a spec can name.
             smoothing: True, numbers as in "weight=0.2,growth=0.1", or a `Smoothing`.

@@ -23,19 +23,21 @@ import numpy as np
 from dllm_jax import DllmError, Model
 from dllm_jax.text.tokenizer import token_bytes
 from samplers.checks import check_length, check_seed, check_whole, refuse_unknown
-from samplers.config.factory import CanvasSampler
+from samplers.config.factory import CanvasSampler, build_constraint, refuse_stop
+from samplers.config.registry import FORMS
 from samplers.config.sampler_config import SamplerConfig, configure, make_sampler
+from samplers.constraints.constraint import Constraint
 from samplers.engine.prefill import USUAL_BYTES, USUAL_CHUNK, Prefill, PrefixStore, Reading, supports_prefill
 from samplers.engine.program import Progress, number_names, numbers_of, structure_of
 from samplers.engine.requests import Request, Update
 from samplers.engine.slots import Size, Slots, with_draws
-from samplers.inputs import check_given
+from samplers.inputs import check_given, given_tokens
 from samplers.rules import Rule
 from samplers.stopping import NEVER, Matcher, check_stop, stop_strings
 from samplers.text.prompts import Prompt, check_width, encode_prompt
 from samplers.tokens.noise import row_keys
 
-_FIXED = {"ignore_eos", "verifier", "indicator"}  # options of the program that `structure_of` does not compare
+_FIXED = {"ignore_eos", "verifier", "indicator", *FORMS}  # options of the program that `structure_of` does not compare
 _UNBOUNDED = np.iinfo(np.int32).max
 
 MOST_STOPS = 8
@@ -73,9 +75,9 @@ class Stats:
 class Engine:
     """A model and a sampler that answer any number of requests, a fixed number at a time.
 
-    One program is compiled for the admission of requests and steps, two with `draws`; no request compiles another. With
-    `buckets` there are several sizes of it, compiled while larger ones run. Only `request` may be called by several
-    threads at once.
+    One program is compiled for the admission of requests and steps, one more with `draws` and one more with
+    `constraint_states`; no request compiles another. With `buckets` there are several sizes of each, compiled while
+    larger ones run. Only `request` may be called by several threads at once.
 
     Attributes:
         model, sampler: what runs.
@@ -101,6 +103,7 @@ class Engine:
         buckets: bool = False,
         prefix_cache: int | None = 0,
         prefill_chunk: int | None = None,
+        constraint_states: int = 0,
         **options: Any,
     ) -> None:
         """
@@ -119,6 +122,9 @@ class Engine:
                 256 MiB for these, in pieces of 512 positions, and nothing for others.
             prefill_chunk: positions of a prompt that are read between two steps; None reads a prompt at once. For the
                 same models.
+            constraint_states: let single requests set regex or json_schema whose automaton has so many states at most;
+                0 lets none. A further program is compiled, which runs while a request has one, and each slot takes some
+                4 bytes per token of the vocabulary and 2 per state and state.
 
         Raises:
             DllmError: for bad numbers and options; before anything is compiled.
@@ -142,7 +148,8 @@ class Engine:
         self.prompt_length = max(min(512, room), 1) if prompt_length is None else prompt_length
         check_width(model, sampler, self.prompt_length)
         self.draws, self.buckets = draws, buckets
-        self._slots = Slots(model, sampler, slots, self.prompt_length, draws, buckets)
+        check_whole("constraint_states", constraint_states, 0)
+        self._slots = Slots(model, sampler, slots, self.prompt_length, draws, buckets, constraint_states)
         self.sampler: Any = self._slots.sampler
         self._prefill: Prefill | None = None
         if prefix_cache is None and supports_prefill(model, sampler):
@@ -167,6 +174,8 @@ class Engine:
         gen_length: int | None = None,
         given: Any = None,
         stop: Sequence[str | int] = (),
+        regex: str | None = None,
+        json_schema: Mapping[str, Any] | None = None,
         **numbers: Any,
     ) -> Request:
         """Makes a request for `submit`; any thread may call this, also while the engine runs.
@@ -180,6 +189,8 @@ class Engine:
             given: [G] int32, tokens the canvas comes with, the mask id where one is to be generated.
             stop: strings or token ids that end it, at most `MOST_STOPS`, besides the sampler's. They are checked after
                 each step, so while such a request runs the engine runs one step at a time.
+            regex, json_schema: the form of its answer, as in `samplers.make_sampler`, of an engine with
+                `constraint_states`.
             numbers: options of the sampler that are numbers (threshold=0.8, gamma=0.1, temperature=0.7), for this
                 request alone; see `settable`.
 
@@ -199,11 +210,31 @@ class Engine:
             key_data=np.asarray(jax.random.key_data(own)),
             given=None if given is None else np.asarray(given),
             numbers=self.numbers_with(numbers) if numbers else None,
+            constraint=self.constraint_of({"regex": regex, "json_schema": json_schema}, stop),
             stop=tuple(stop),
             sampler_stop=self.stop,
         )
         self._check(made)
         return made
+
+    def constraint_of(self, form: Mapping[str, Any], stop: Sequence[str | int] = ()) -> Constraint | None:
+        """A request's constraint, with this engine's room, from a cache after the first time; errors as of `request`.
+
+        Args:
+            form: values of regex and json_schema.
+            stop: the request's.
+        """
+        if all(value is None for value in form.values()):
+            return None
+        if self._slots.any_form is None:
+            raise DllmError("regex and json_schema of a request need room; build the engine with constraint_states=512")
+        suppress = None if self.config is None else self.config.options.get("suppress")
+        found = build_constraint(self.model, form, suppress=suppress, stop=[*stop, *self.stop])
+        (states, classes), room = found.used, self._slots.any_form.sizes
+        if states > room[0] or classes > room[1]:
+            has = f"{states} states and {classes} classes of tokens"
+            raise DllmError(f"the form has {has}; this engine has room for {room[0]} and {room[1]}; simplify it")
+        return found.padded(*room)
 
     def numbers_with(self, options: Mapping[str, Any]) -> tuple[Any, ...]:
         """The sampler's numbers with some of them changed, for `Request.numbers`; errors as of `request`."""
@@ -322,6 +353,9 @@ class Engine:
             check_given(request.given, (self.sampler.gen_length,), self.model.denoiser)
         if request.numbers is not None:
             self._slots.check_numbers(request.numbers)
+        if (constraint := request.constraint or getattr(self.sampler, "constraint", None)) is not None:
+            refuse_stop(request.stop)
+            constraint.check(request.gen_length, given_tokens(request.given, self.model.denoiser))
         check_stop(request.stop, self.model.config)
         if len(set(request.stop)) > MOST_STOPS:
             raise DllmError(f"stop has {len(set(request.stop))} patterns; a request may bring {MOST_STOPS}")

@@ -19,6 +19,7 @@ from dllm_jax.models.denoiser import DenoiserLike
 from dllm_jax.params.low_rank import LowRank
 from dllm_jax.pytree import pytree
 from samplers.command_buffers import COMMAND_BUFFERS
+from samplers.constraints.constraint import START, Constraint
 from samplers.inputs import number_dtypes
 from samplers.loops.verifier import Verifier
 from samplers.rowwise import each_row
@@ -26,7 +27,7 @@ from samplers.sampler import Result
 from samplers.stopping import Stop
 
 # Parts of a sampler whose arrays, scalars too, are the same for all requests.
-_SHARED = (Verifier, Indicator, LowRank, Stop)
+_SHARED = (Verifier, Indicator, LowRank, Stop, Constraint)
 
 
 @pytree()
@@ -37,6 +38,7 @@ class SlotRows:
         prompt, prompt_lengths, gen_lengths, given: as in `BlockSampler.init`.
         key_data: [B, 2] uint32, of each request's typed key.
         numbers: of the sampler, in the order of `numbers_of`.
+        constraint: of each request's answer; None for slots whose requests bring none.
     """
 
     prompt: Any
@@ -45,6 +47,7 @@ class SlotRows:
     given: Any
     key_data: Any
     numbers: tuple[Any, ...]
+    constraint: Constraint | None = None
 
 
 class Progress(NamedTuple):
@@ -128,8 +131,9 @@ def with_numbers(sampler: Any, numbers: Sequence[Any]) -> Any:
 
 
 def for_rows(sampler: Any, rows: SlotRows) -> Any:
-    """The sampler with each row's own numbers."""
-    return with_numbers(sampler, rows.numbers)
+    """The sampler with each row's own numbers and constraint."""
+    found = with_numbers(sampler, rows.numbers)
+    return found if rows.constraint is None else dataclasses.replace(found, constraint=rows.constraint)
 
 
 def begin(sampler: Any, denoiser: DenoiserLike, rows: SlotRows) -> Any:
@@ -192,7 +196,7 @@ def _end(state: Any, rows: jax.Array) -> Any:
 def _admit(sampler: Any, denoiser: DenoiserLike, state: Any, rows: SlotRows, admitted: jax.Array) -> Any:
     """The state after `init` of the admitted rows, each alone: nothing that the other rows hold, such as their
     key/value buffers, is read or moved."""
-    begin_row = lambda rows: (rows.prompt_lengths, _init(sampler, denoiser, rows))
+    begin_row = lambda rows: (rows.prompt_lengths, _with_form(_init(sampler, denoiser, rows), state))
     return each_row(admitted, denoiser.batch_parts, begin_row, rows, state)[1]
 
 
@@ -215,6 +219,16 @@ def move_rows(x: jax.Array, index: jax.Array, batch: int, shape: tuple[int, ...]
     if rows.shape == shape:  # keys of random numbers cannot be padded
         return rows
     return jnp.pad(rows, [(0, length - own) for length, own in zip(shape, rows.shape, strict=True)])
+
+
+def _with_form(new: Any, state: Any) -> Any:
+    """New rows of any form, where some rows of the state have one."""
+    form = getattr(state, "form", None)
+    if form is None or new.form is not None:
+        return new
+    zeros = jnp.zeros_like(new.canvas.prompt_lengths)
+    ends = jnp.ones((len(zeros), *form.ends.shape[1:]), bool)
+    return dataclasses.replace(new, form=dataclasses.replace(form, read=zeros, state=zeros + START, ends=ends))
 
 
 # The parameters are kept as inputs so that the first state lies on their devices: else `run_steps` is compiled twice.

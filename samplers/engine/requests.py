@@ -11,6 +11,7 @@ import numpy as np
 from dllm_jax import DllmError, Model
 from samplers.config.factory import CanvasSampler
 from samplers.config.registry import title
+from samplers.constraints.constraint import Constraint
 from samplers.engine.program import with_numbers
 from samplers.generation import Generation, Trace, answer
 from samplers.inputs import is_given
@@ -27,6 +28,7 @@ class Request:
         key_data: [2] uint32, of its typed key.
         given: [G] int32, tokens the canvas comes with, as in `BlockSampler.init`; None for none.
         numbers: the sampler's for this request, in the order of `program.numbers_of`; None for the engine's own.
+        constraint: the form of its answer, in NumPy's arrays of the engine's sizes; None for any.
         stop: strings and token ids that end it, besides those of the engine's sampler.
         sampler_stop: those of the engine's sampler; the text is cut at their strings, too.
         number: its name; by default the engine counts from 0 in the order of submission.
@@ -44,6 +46,7 @@ class Request:
     key_data: np.ndarray
     given: np.ndarray | None = None
     numbers: tuple[Any, ...] | None = None
+    constraint: Constraint | None = None
     stop: Sequence[str | int] = ()
     sampler_stop: Sequence[str | int] = ()
     number: int = -1

@@ -16,10 +16,11 @@ import jax
 import numpy as np
 
 from dllm_jax import Model
-from dllm_jax.errors import first_line
+from dllm_jax.errors import DllmError, first_line
 from dllm_jax.parallel.sharding import batch_sharding, check_splits
 from samplers.command_buffers import asked_for_command_buffers
 from samplers.config.factory import CanvasSampler
+from samplers.constraints.constraint import Constraint, any_form
 from samplers.engine.program import (
     Progress,
     SlotRows,
@@ -70,17 +71,45 @@ def sizes_up_to(largest: Size, parts: int) -> list[Size]:
     return [Size(*pair) for pair in itertools.product(sorted(rows), sorted(lengths))]
 
 
+def room_for_forms(sampler: Any, vocab_size: int, states: int) -> Constraint | None:
+    """What a slot whose request brings no constraint has in the place of one; None where no request does.
+
+    Args:
+        states: of the largest automaton that a request may bring, 0 for none; it may have as many classes of tokens.
+
+    Raises:
+        DllmError: for a sampler that keeps no constraints, or has one.
+    """
+    if not states:
+        return None
+    if not hasattr(sampler, "constraint") or sampler.constraint is not None:
+        why = "has a form of its own" if hasattr(sampler, "constraint") else "keeps no form"
+        raise DllmError(f"a {type(sampler).__name__} {why}, so requests bring none; leave out constraint_states")
+    found = any_form(vocab_size, -(-states // 32) * 32, states)
+    dataclasses.replace(sampler, constraint=found)  # which its parts may refuse
+    return found
+
+
 class Slots:
-    """Rows that one compiled program of each size runs; two with `draws`, the second for when no request draws.
+    """Rows that one compiled program of each size runs; with `draws` another one while a request draws, and with room
+    for constraints another one while a request has one.
 
     Attributes:
         sampler: what runs; with `draws`, with numbers for temperature, top_p and top_k.
         numbers: its numbers, of requests that bring none.
         size: of the program that runs.
+        any_form: as of `room_for_forms`.
     """
 
     def __init__(
-        self, model: Model, sampler: CanvasSampler, count: int, prompt_length: int, draws: bool, buckets: bool
+        self,
+        model: Model,
+        sampler: CanvasSampler,
+        count: int,
+        prompt_length: int,
+        draws: bool,
+        buckets: bool,
+        constraint_states: int = 0,
     ) -> None:
         """
         Raises:
@@ -92,6 +121,9 @@ class Slots:
         self.check_numbers(self.numbers)
         names = set(number_names(sampler))
         self._is_own = [name in names for name in number_names(self.sampler)]  # and not one of `with_draws`
+        self.any_form = room_for_forms(sampler, model.config.vocab_size, constraint_states)
+        self._has_form = np.zeros(count, bool)  # of each slot, whether its request brought one
+        self._forms: Constraint | None = None  # those of the rows, on the device; None when others were written
         layout = getattr(model.denoiser, "layout", None)
         if layout is not None:
             check_splits(layout.mesh, count, "slots (batch_size)")
@@ -143,7 +175,8 @@ class Slots:
         if best == self.size:
             return False
         others = [slot for slot in range(self._largest.rows) if slot not in slots]
-        self._rows = jax.tree.map(lambda x: x[[*slots, *others]], self._rows)
+        self._rows, self._has_form = jax.tree.map(lambda x: x[[*slots, *others]], (self._rows, self._has_form))
+        self._forms = None
         index = np.resize(np.asarray([*slots, 0], np.int32), best.rows)  # whatever is in the others, they are free
         leaves, tree = jax.tree.flatten(self._state)
         for number, shape in enumerate(self._shapes[best]):
@@ -168,6 +201,7 @@ class Slots:
     def _compile(self, size: Size) -> Any:
         """Compiles the programs of a size by a run that does nothing; the state after it."""
         rows = self._place(self._rows_of(self._empty_rows(), size))
+        rows = dataclasses.replace(rows, constraint=jax.device_put(rows.constraint, self._sharding))
         state = begin_jit(self.sampler, self._model.denoiser, rows)
         if self._sharding is not None:
             on_all = lambda x: jax.device_put(x, self._sharding) if x.sharding.is_fully_replicated else x
@@ -175,8 +209,9 @@ class Slots:
             state = jax.tree.unflatten(tree, leaves)
             self._program = run_steps_on(tuple(leaf.sharding for leaf in leaves), tree, self._buffered)
         none = np.zeros(size.rows, bool)
-        for draws in (True, False) if self._draws else (False,):
-            state, _ = self._call(state, rows, none, none, 0, 1, draws)
+        kinds = {(self._draws, self.any_form is not None), (self._draws, False), (False, False)}
+        for draws, forms in sorted(kinds, reverse=True):
+            state, _ = self._call(state, rows, none, none, 0, 1, draws, forms)
         self._shapes[size] = [leaf.shape for leaf in jax.tree.leaves(state)]
         return state
 
@@ -189,6 +224,10 @@ class Slots:
         rows.given[slot] = open_id(self._model.denoiser) if request.given is None else request.given
         for array, number in zip(rows.numbers, request.numbers or self.numbers, strict=True):
             array[slot] = number
+        if self.any_form is not None and (request.constraint is not None or self._has_form[slot]):
+            own = self.any_form if request.constraint is None else request.constraint
+            jax.tree.map(lambda rows, one: rows.__setitem__(slot, one[0]), rows.constraint, own)
+            self._has_form[slot], self._forms = request.constraint is not None, None
 
     def put_prompt(self, slot: int, kv: Any, whole: int) -> None:
         """Gives the row that was admitted to a slot the keys and values of its first `whole` positions."""
@@ -201,9 +240,15 @@ class Slots:
             admitted: [B] bool, slots whose row begins.
             free: [B] bool, slots without a request, those of the admitted among them.
         """
-        draws = self._draws and self._draws_now(np.flatnonzero(admitted | ~free))
+        busy = np.flatnonzero(admitted | ~free)
+        forms = bool(self._has_form[busy].any())
+        draws = self._draws and (forms or self._draws_now(busy))  # no program has constraints alone
         rows = self._rows_of(self._rows, self.size)
-        self._state, progress = self._call(self._state, rows, admitted, free, most_steps, wanted, draws)
+        if forms:  # several MB, which are not sent anew in each call
+            if self._forms is None:
+                self._forms = jax.device_put(rows.constraint, self._sharding)
+            rows = dataclasses.replace(rows, constraint=self._forms)
+        self._state, progress = self._call(self._state, rows, admitted, free, most_steps, wanted, draws, forms)
         return progress
 
     def _draws_now(self, busy: np.ndarray) -> bool:
@@ -222,8 +267,11 @@ class Slots:
         most_steps: int,
         wanted: int,
         draws: bool,
+        forms: bool,
     ) -> tuple[Any, Progress]:
         sampler = self.sampler
+        if not forms:
+            rows = dataclasses.replace(rows, constraint=None)
         if not draws:
             sampler = self._without_draws
             rows = dataclasses.replace(rows, numbers=tuple(itertools.compress(rows.numbers, self._is_own)))
@@ -251,4 +299,5 @@ class Slots:
             given=np.full((batch, length), open_id(denoiser), np.int32),
             key_data=np.zeros((batch, 2), np.uint32),
             numbers=tuple(numbers),
+            constraint=jax.tree.map(lambda x: np.repeat(x, batch, axis=0), self.any_form),
         )

@@ -15,6 +15,7 @@ from samplers import canvas as canvases
 from samplers.caches import CachePolicy, ForwardRequest, NoCache, Outcome
 from samplers.canvas import Canvas
 from samplers.checks import check_length, check_number, check_whole
+from samplers.constraints.constraint import Constraint, ConstraintState
 from samplers.rules.base import BlockView, Rule, decided, judged
 from samplers.sampler import Result
 from samplers.stopping import Stop
@@ -34,6 +35,7 @@ class BlockState:
             when it was entered.
         rule, cache: state of the rule and the cache policy.
         soft: [B, S, D], what smoothing adds to the embedding of a position while it is undecided; None without.
+        form: how far the constraint has read; None without one.
     """
 
     canvas: Canvas
@@ -43,6 +45,7 @@ class BlockState:
     rule: Any
     cache: Any
     soft: jax.Array | None
+    form: ConstraintState | None
 
 
 @pytree(static=("gen_length", "block_length", "align_blocks", "sub_block_length", "canvas_length", "fill_after_eos"))
@@ -78,6 +81,8 @@ class BlockSampler:
         fill_after_eos: as soon as an end-of-sequence token is final, all positions after it become it, committed or
             not, and count as context from then on (Fast-dLLM's early stop). Fewer forwards, slightly other tokens.
             Default: off, which changes no token.
+        constraint: the form of the answer, which every finished row has: `samplers.constraint_for` makes one. Not for
+            rules that revise, whose forwards may commit nothing, or that look ahead. None is any.
     """
 
     rule: Rule
@@ -92,6 +97,7 @@ class BlockSampler:
     guidance: float | jax.Array | None = None
     canvas_length: int | None = None
     fill_after_eos: bool = False
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         check_length("gen_length", self.gen_length)
@@ -116,6 +122,8 @@ class BlockSampler:
             self.rule.check(self.gen_length, None if self.align_blocks else -(-self.gen_length // self.width))
         check_sampling(self.sampling, revises=getattr(self.rule, "revises", False))
         check_number("guidance", self.guidance, 0.0)
+        if self.constraint is not None:
+            self._check_constraint(self.constraint)
 
     @property
     def width(self) -> int:
@@ -137,8 +145,8 @@ class BlockSampler:
         """Fewest and most forwards of a row after a prompt of this length, if no end token ends it before."""
         spans = self.blocks(prompt_length)
         each = [self.rule.forwards(end - max(start, prompt_length), len(spans)) for start, end in spans]
-        ahead = self.rule.reads_hidden and self.rule.looks_ahead(not isinstance(self.cache, NoCache))
-        return 1 if ahead else sum(least for least, _ in each), sum(most for _, most in each)
+        least = 1 if self._looks_ahead else sum(least for least, _ in each)
+        return least, sum(most for _, most in each) if self.constraint is None else self.gen_length
 
     def init(
         self,
@@ -193,6 +201,7 @@ class BlockSampler:
             rule=self.rule.init(batch, self.width, denoiser.vocab_size),
             cache=self.cache.init(self._guided(denoiser), batch, length),
             soft=None if self.smoothing is None else jnp.zeros_like(denoiser.embed(canvas.tokens)),
+            form=None if self.constraint is None else self.constraint.begin(canvas),
         )
         return self._move_on(denoiser, vary_like(prompt, state), jnp.ones((batch,), bool))
 
@@ -203,8 +212,12 @@ class BlockSampler:
         view, request = self._look(denoiser, state)
         outcome = self.cache.predict(guided, request, state.cache)
         hidden = slice_rows(outcome.hidden, *request.span) if request.all_positions else outcome.hidden
-        logits = None if self.smoothing is None else guided.logits(hidden)
-        decision = decided(guided, self.rule, self.sampling, hidden, view, state.rule, active, logits=logits)
+        logits, form, window = None if self.smoothing is None else guided.logits(hidden), state.form, None
+        if self.constraint is not None and form is not None:
+            form, window = self.constraint.look(form, state.canvas, request.start, self.width)
+        decision = decided(
+            guided, self.rule, self.sampling, hidden, view, state.rule, active, logits=logits, form=window
+        )
         change, logits = decision.change, decision.logits
         outside = (
             state.canvas.of_window(state.canvas.undecided, *request.span) & ~view.undecided
@@ -221,6 +234,7 @@ class BlockSampler:
             rule=jax.tree.map(lambda new, old: jnp.where(_like(active, new), new, old), decision.state, state.rule),
             cache=outcome.state,
             soft=soft,
+            form=form,
         )
         if self.fill_after_eos and not self.rule.revises:
             state = dataclasses.replace(state, canvas=self.filled(denoiser, state, active, outcome))
@@ -321,6 +335,25 @@ class BlockSampler:
             raise DllmError(f"cache is {self.cache!r}; {ways}")
         if not (self.smoothing is None or isinstance(self.smoothing, Smoothing)):
             raise DllmError(f"smoothing is {self.smoothing!r}; give a Smoothing or None")
+
+    def _check_constraint(self, constraint: Constraint) -> None:
+        """Raises DllmError for what is no constraint, one with longer answers alone, and parts that cannot keep it."""
+        if not isinstance(constraint, Constraint):
+            raise DllmError(f"constraint is a {type(constraint).__name__}; make one by samplers.constraint_for")
+        constraint.check(self.gen_length)
+        if not isinstance(self.rule, Rule):
+            return
+        name = type(self.rule).__name__
+        if self.rule.revises:
+            raise DllmError(f"{name} changes what it wrote, which breaks a constraint; choose a rule that does not")
+        if self.rule.may_idle:
+            raise DllmError(
+                f"{name} writes all that is left in its last forward, which breaks a constraint; use another"
+            )
+        if self._looks_ahead:
+            raise DllmError(f"{name} writes after the active block, where no constraint is kept; set scope='block'")
+        if self.sampling.target is not None:
+            raise DllmError("a target may break the constraint; leave one of them out")
 
     def _check_blocks(self, denoiser: DenoiserLike) -> None:
         """Raises DllmError for a block diffusion model whose blocks are not the sampler's, and the reverse."""

@@ -3,7 +3,7 @@ undecided."""
 
 import dataclasses
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -104,6 +104,26 @@ def committed(select: jax.Array, predictions: Predictions, view: BlockView) -> C
     return Change(jnp.where(select, predictions.token, view.tokens), view.undecided & ~select)
 
 
+class Form(Protocol):
+    """What the form of the answer asks of a window; `samplers.constraints.constraint.Window` is one."""
+
+    def allowed(self, ids: jax.Array) -> jax.Array:
+        """Which of some tokens [n] fit at each position: [B, W, n] bool."""
+        ...
+
+    def mended(self, token: jax.Array) -> jax.Array:
+        """Tokens [B, W] int32, each that does not fit replaced by one that does."""
+        ...
+
+    def joint(self, change: Change, tokens: jax.Array) -> Change:
+        """The change without what does not fit together with the rest of it.
+
+        Args:
+            tokens: [B, W] int32, of the window before the change.
+        """
+        ...
+
+
 class Rule:
     """Base of all unmasking rules; subclasses are pytrees (`dllm_jax.pytree`) whose numbers are traced leaves.
 
@@ -156,11 +176,13 @@ class Rule:
             undecided: the block's undecided positions when the row enters it.
             num_blocks: blocks of the row's generation.
         """
-        no, none = jnp.zeros((1, undecided), bool), jnp.zeros((1,), jnp.int32)
-        entered, blocks = jnp.full((1,), undecided), jnp.full((1,), num_blocks)
-        view = BlockView(~no, no + none, none, none, entered, blocks, None, none, no + none, no, 0)
-        most = self.most_steps(view)
+        most = self.most_steps(_view_entered(undecided, num_blocks))
         return 1, undecided if most is None else int(jnp.max(most))
+
+    @property
+    def may_idle(self) -> bool:
+        """Whether forwards may commit nothing, and `most_steps` bounds them."""
+        return self.most_steps(_view_entered(1, 1)) is not None
 
     def block_done(self, view: BlockView, left: jax.Array, state: Any) -> jax.Array:
         """[B] bool, whether a row may leave its block after this forward.
@@ -194,6 +216,13 @@ class Rule:
         return False
 
 
+def _view_entered(undecided: int, num_blocks: int) -> BlockView:
+    """A row as it enters a block of this many positions, all undecided."""
+    no, none = jnp.zeros((1, undecided), bool), jnp.zeros((1,), jnp.int32)
+    entered, blocks = jnp.full((1,), undecided), jnp.full((1,), num_blocks)
+    return BlockView(~no, no + none, none, none, entered, blocks, None, none, no + none, no, 0)
+
+
 def predicted(
     denoiser: DenoiserLike,
     rule: Rule,
@@ -204,6 +233,7 @@ def predicted(
     *,
     logits: jax.Array | None = None,
     simultaneous: int = 1,
+    form: Form | None = None,
 ) -> tuple[Predictions, Any]:
     """What a rule receives of a block's hidden states [B, W, D], and its new state. Logits of the whole block exist
     only for rules that read them, and whatever such a rule makes of them, `Predictions.logprob` is the model's.
@@ -211,6 +241,7 @@ def predicted(
     Args:
         logits: [B, W, V] float32, of the hidden states, where the caller has them already.
         simultaneous: as in `Readout`.
+        form: tokens and scores are of what fits it, which is all for None.
     """
     draw = None if sampling.temperature is None else functools.partial(view.draw, Purpose.TOKENS)
     tiled = functools.partial(dataclasses.replace, simultaneous=simultaneous)
@@ -220,9 +251,15 @@ def predicted(
     scores = own
     if rule.reads_logits:
         assert logits is not None
-        adjusted, state = rule.adjust(logits, view, state)
+        fitting = logits
+        if form is not None:  # a rule's memory is of what may be written
+            fitting = jnp.where(form.allowed(jnp.arange(logits.shape[-1])), logits, -jnp.inf)
+        adjusted, state = rule.adjust(fitting, view, state)
         scores = tiled(given(adjusted))
-    found = predict(scores, sampling, mask_id=denoiser.mask_id, score_from=rule.score_from, draw=draw)
+    allowed = None if form is None else form.allowed
+    found = predict(scores, sampling, mask_id=denoiser.mask_id, score_from=rule.score_from, draw=draw, allowed=allowed)
+    if form is not None:
+        found = dataclasses.replace(found, token=form.mended(found.token))
     if sampling.target is not None:
         token = sampling.target_at(view.positions)
         found = dataclasses.replace(found, token=token, logprob=logprobs_of(own, token))
@@ -239,15 +276,17 @@ def judged(
     logits: jax.Array,
     undecided: jax.Array,
     positions: jax.Array,
+    form: Form | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Of some undecided positions [B, W] those that a rule judges final by hidden states [B, W, D] and their logits
     [B, W, V]: the best token there, -1 elsewhere, [B, W] int32; and the best tokens' log-probabilities, float32.
 
     Args:
         positions: [B, W] int32, relative to the start of the generation.
+        form: as in `predicted`.
     """
-    plain = Sampling(suppress=sampling.suppress, defer=sampling.defer)
-    best = predict(given(logits), plain, mask_id=denoiser.mask_id, score_from="raw", draw=None)
+    plain, allowed = Sampling(suppress=sampling.suppress, defer=sampling.defer), None if form is None else form.allowed
+    best = predict(given(logits), plain, mask_id=denoiser.mask_id, score_from="raw", draw=None, allowed=allowed)
     final = rule.judge(denoiser, hidden, logits, best) & undecided & ~best.mask_wins & best.finite
     if plain.defer is not None:
         final &= ~jnp.isin(best.token, plain.defer)
@@ -305,24 +344,28 @@ def decided(
     active: jax.Array,
     *,
     logits: jax.Array | None = None,
+    form: Form | None = None,
 ) -> Decision:
     """What a rule makes of a block's hidden states [B, W, D], completed so that every generation ends.
 
     Args:
         active: [B] bool, rows in which the rule may judge by hidden states.
         logits: as in `predicted`; made here for rules that read logits or hidden states.
+        form: what is written must fit it, together; None is no form.
     """
     if logits is None and (rule.reads_hidden or rule.reads_logits):
         logits = denoiser.logits(hidden)
-    predictions, state = predicted(denoiser, rule, sampling, hidden, view, state, logits=logits)
+    predictions, state = predicted(denoiser, rule, sampling, hidden, view, state, logits=logits, form=form)
     change, state = rule.change(predictions, view, state)
     change, last = progressing(rule, change, predictions, view)
     logprobs = jnp.where(change.tokens == predictions.token, predictions.logprob, jnp.nan)
     if rule.reads_hidden and logits is not None:
         asked = view.undecided & active[:, None]
-        best, sure = judged(denoiser, rule, sampling, hidden, logits, asked, view.positions)
+        best, sure = judged(denoiser, rule, sampling, hidden, logits, asked, view.positions, form)
         change = Change(jnp.where(best >= 0, best, change.tokens), change.undecided & (best < 0))
         logprobs = jnp.where(best >= 0, sure, logprobs)
+    if form is not None:
+        change = form.joint(change, view.tokens)
     return Decision(predictions, change, logprobs, last, state, logits)
 
 

@@ -84,6 +84,7 @@ def command_line() -> argparse.ArgumentParser:
     add("--no-buckets", dest="buckets", action="store_false", help=_BUCKETS)
     add("--prefix-cache", type=int, metavar="MIB", help=_PREFIXES)
     add("--prefill-chunk", type=int, metavar="N", help=_CHUNK)
+    add("--constraint-states", type=int, default=0, metavar="N", help=_CONSTRAINTS)
     add("--queue", type=int, default=64, metavar="N", help="requests that may wait; others get a 429 (default: 64)")
     deadline = "of a request, including its wait; 0 for none (default: 600)"
     add("--deadline", type=float, default=600.0, metavar="SECONDS", help=deadline)
@@ -101,6 +102,7 @@ _BUCKETS = "run all slots in every step, and compile no programs for fewer rows 
 _PREFIXES = "keys and values of prompts that are kept (default: 256 where the model and sampler allow it, else 0)"
 _CHUNK = "positions of a prompt that are read between two steps (default: 512 where --prefix-cache is not given)"
 _CLAMP = "refuse max_tokens above --gen-length; by default they count as --gen-length"
+_CONSTRAINTS = "let requests set regex and response_format, with automata of so many states (default: 0, none may)"
 _DRAWS = "requests may not set temperature, top-p and top-k, which makes steps faster"
 
 
@@ -109,6 +111,7 @@ def _check_options(options: argparse.Namespace) -> None:
     check_length("slots", options.slots)
     check_length("prompt_length", options.prompt_length, optional=True)
     check_length("max_body", options.max_body)
+    check_whole("constraint_states", options.constraint_states, 0)
     check_whole("queue", options.queue, 0)
     check_whole("port", options.port, 0, 65535)
     check_whole("prefix_cache", options.prefix_cache, 0)
@@ -140,7 +143,7 @@ def _make_engine(options: argparse.Namespace) -> Engine:
     with Console(stderr=True).status(f"loading {bare.name}", spinner="line"):
         model, sampler = load(model_name(options)), sampler.load_verifier(load)
     prefixes = None if options.prefix_cache is None else options.prefix_cache << 20
-    names = ("slots", "prompt_length", "draws", "buckets", "prefill_chunk")
+    names = ("slots", "prompt_length", "draws", "buckets", "prefill_chunk", "constraint_states")
     return Engine(model, sampler, prefix_cache=prefixes, **{name: getattr(options, name) for name in names})
 
 

@@ -146,6 +146,7 @@ class Service:
         self._deciding: set[Any] = set()
         self._gaps: Engine | None = None
         self._encoding = concurrent.futures.ThreadPoolExecutor(1, "encoding")
+        self._forming = concurrent.futures.ThreadPoolExecutor(1, "forming")
         self._loop = asyncio.get_running_loop()
         self._thread = EngineThread(engine, self._loop, self._apply, self._fail)
         self._thread.start()
@@ -283,6 +284,8 @@ class Service:
         until = None if self.limits.deadline is None else start + self.limits.deadline
         try:
             async with _deadline(until):
+                if body.form:  # some seconds the first time, in which other requests are encoded
+                    await self._loop.run_in_executor(self._forming, self._compile_form, body.form)
                 about = (body, client, prompts, copies, streamed)
                 jobs = await self._loop.run_in_executor(self._encoding, self._make_jobs, *about)
             self._check_alive()
@@ -310,6 +313,7 @@ class Service:
         """Ends the threads; a step that never ends is abandoned."""
         self._thread.stop()
         self._encoding.shutdown(wait=False, cancel_futures=True)
+        self._forming.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._thread.join, JOIN_SECONDS)
 
     @property
@@ -365,7 +369,7 @@ class Service:
             encoded = [None if prompt is None else self._encode(prompt) for prompt in prompts or [None]]
             rows: list[Any] = [row for row in encoded for _ in range(copies)]
             if (template := self._template(body)) is None:
-                options: dict[str, Any] = {"gen_length": self._length(body), "stop": body.stops, **numbers}
+                options: dict[str, Any] = {"gen_length": self._length(body), "stop": body.stops, **numbers, **body.form}
                 made = [self.engine.request(row, seed=seed + i, **options) for i, row in enumerate(rows)]
                 jobs = [Job(i, request, seed + i, streamed, self.engine, client) for i, request in enumerate(made)]
             else:
@@ -375,6 +379,13 @@ class Service:
             raise Fault(400, str(error)) from None
         self._check_forwards(jobs[0].request)
         return jobs
+
+    def _compile_form(self, form: Mapping[str, Any]) -> None:
+        """Compiles the form of an answer, which a cache keeps. Not for the event loop."""
+        try:
+            self.engine.constraint_of(form)
+        except DllmError as error:
+            raise Fault(400, str(error), param="response_format" if "json_schema" in form else "regex") from None
 
     def _template(self, body: Body) -> str | None:
         """What is to be filled: an infilling's template, or a gap and the suffix after it."""

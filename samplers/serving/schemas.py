@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
+from samplers.constraints.automaton import ANY_OBJECT
 from samplers.serving.errors import Fault
 
 MOST_NUMBER = 1e9
@@ -32,7 +33,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prediction": (None,),
     "presence_penalty": (None, 0),
     "reasoning_effort": (None, "none"),
-    "response_format": (None, {"type": "text"}),
     "tool_choice": (None, "none", "auto"),
     "tools": (None, []),
     "verbosity": (None,),
@@ -106,6 +106,24 @@ class ChatMessage(BaseModel):
         return {"role": "system" if self.role == "developer" else self.role, "content": str(text)}
 
 
+class NamedSchema(BaseModel):
+    """The schema of a response format. Its name has no effect, and it is always kept, strict or not."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    name: String
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: String | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """The form of an answer, as OpenAI writes it."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+
 class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
     include_usage: bool | None = None
@@ -156,6 +174,11 @@ class Body(BaseModel):
         """Whether it has them as the most probable tokens, too."""
         return False
 
+    @property
+    def form(self) -> dict[str, Any]:
+        """The form of the answer, as `Engine.request` takes it."""
+        return {}
+
     def check(self) -> None:
         """Raises Fault for unknown fields, and for unsupported ones of OpenAI's."""
         for name, value in self._extra_fields():
@@ -185,6 +208,24 @@ class CompletionBody(Body):
     n: int | None = Field(None, ge=1, le=128)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    regex: String | None = None
+
+    @property
+    def form(self) -> dict[str, Any]:
+        wanted = self.response_format
+        if wanted is None or wanted.type == "text":
+            return {} if self.regex is None else {"regex": self.regex}
+        if self.regex is not None:
+            raise Fault(400, "regex and response_format both say what the answer looks like; give one", param="regex")
+        if (wanted.type == "json_schema") != (wanted.json_schema is not None):
+            raise Fault(400, "a response_format has a json_schema if that is its type", param="response_format")
+        return {"json_schema": ANY_OBJECT if wanted.json_schema is None else wanted.json_schema.schema_}
+
+    def check(self) -> None:
+        super().check()
+        if self.form and self.stops:
+            raise Fault(400, "stop may cut an answer before its form is complete; leave one of them out", param="stop")
 
     @property
     def with_usage(self) -> bool:
@@ -254,7 +295,8 @@ class TextBody(CompletionBody):
         if self.echo and self.logprobs is not None:
             raise Fault(400, "the prompt of an echo has no logprobs here; leave one of them out", param="echo")
         if self.suffix:
-            _refuse({"stop": self.stops or None, "echo": self.echo or None}, "a text before a suffix")
+            idle = {"stop": self.stops or None, "echo": self.echo or None, "regex": self.form or None}
+            _refuse(idle, "a text before a suffix")
 
 
 class PromptBody(Body):

@@ -24,6 +24,9 @@ ScoreFrom = Literal["raw", "sampling"]
 Draw = Callable[[jax.Array], jax.Array]
 """Uniforms in (0, 1), [B, W, n], for ids [n] int32."""
 
+Allowed = Callable[[jax.Array], jax.Array]
+"""Which of some ids [n] int32 may be written, [B, W, n] bool."""
+
 Mix = Callable[[jax.Array, Tile], jax.Array]
 
 NO_MASK = -1  # the mask token of a model that has none
@@ -86,7 +89,7 @@ class Predictions:
         max_probability: largest probability over the vocabulary.
         margin: difference of the two largest probabilities.
         entropy: of the distribution over the whole vocabulary, in nats, not below 0.
-        mask_wins: bool, whether the mask token itself has the largest logit.
+        mask_wins: bool, whether the mask token itself has the largest logit; never where it may not be written.
         finite: bool, whether the model's logits are numbers: none is NaN, and the largest is not infinite (single ones
             may be -inf). Where they are not, the token is any but the mask token and every score is its worst.
     """
@@ -157,6 +160,7 @@ def predict(
     mask_id: int,
     score_from: ScoreFrom,
     draw: Draw | None,
+    allowed: Allowed | None = None,
 ) -> Predictions:
     """Chooses tokens and scores them. Of equals the lowest id wins.
 
@@ -169,12 +173,14 @@ def predict(
         mask_id: this id is never chosen; its probability still counts in every score.
         score_from: "raw" scores the model's own distribution, "sampling" the tempered and truncated one (Dream's).
         draw: needed when `sampling.temperature` is not None.
+        allowed: what may be written; every score is then of the distribution over it, the mask token's share too, so
+            that a position where one token may be written is certain of it. None is all.
     """
     logits = _once(scores, scores.of)
-    plan = _Plan(sampling, mask_id, score_from, draw)
+    plan = _Plan(sampling, mask_id, score_from, draw, allowed)
     cuts = sampling.top_p is not None or sampling.top_k is not None
     counts = sampling.temperature is not None or score_from == "sampling"  # the best token survives anyway
-    cut = _cut(scores, logits, sampling, mask_id) if cuts and counts else None
+    cut = _cut(scores, logits, plan) if cuts and counts else None
     found = _reduce(scores, lambda tile: _tally(logits(tile), scores.ids(tile), plan, cut), _tallied)
     return _concluded(found, plan, cut, scores.vocab_size)
 
@@ -207,9 +213,9 @@ def draw_and_expect(scores: Readout, sampling: Sampling, *, draw: Draw, mix: Mix
         sampling: with a temperature.
         mix: weights of a tile's tokens, [B, W, parts * width] float32, and the tile -> the sum of their embeddings.
     """
-    plan, logits = _Plan(sampling, NO_MASK, "sampling", draw), _once(scores, scores.of)
+    plan, logits = _Plan(sampling, NO_MASK, "sampling", draw, None), _once(scores, scores.of)
     cuts = sampling.top_p is not None or sampling.top_k is not None
-    cut = _cut(scores, logits, sampling, NO_MASK) if cuts else None
+    cut = _cut(scores, logits, plan) if cuts else None
 
     def read(tile: Tile) -> tuple[_Tally, jax.Array]:
         raw, ids = logits(tile), scores.ids(tile)
@@ -430,8 +436,9 @@ class _Cut(NamedTuple):
     best: _Best
 
 
-def _cut(scores: Readout, logits: Callable[[Tile], jax.Array], sampling: Sampling, mask_id: int) -> _Cut:
-    tempered = lambda raw, ids: temper(_without(raw, ids, sampling.suppress), sampling)
+def _cut(scores: Readout, logits: Callable[[Tile], jax.Array], plan: "_Plan") -> _Cut:
+    sampling, mask_id = plan.sampling, plan.mask_id
+    tempered = lambda raw, ids: temper(_writable(raw, ids, plan), sampling)
 
     def read(tile: Tile) -> tuple[_Mass, _Best]:
         raw, ids = logits(tile), scores.ids(tile)
@@ -502,6 +509,7 @@ class _Plan(NamedTuple):
     mask_id: int
     score_from: ScoreFrom
     draw: Draw | None
+    allowed: Allowed | None
 
 
 class _Tally(NamedTuple):
@@ -522,9 +530,15 @@ class _Tally(NamedTuple):
     total: jax.Array | None
 
 
+def _writable(raw: jax.Array, ids: jax.Array, plan: _Plan) -> jax.Array:
+    """A tile's logits with -inf at what may not be written."""
+    logits = _without(raw, ids, plan.sampling.suppress)
+    return logits if plan.allowed is None else jnp.where(plan.allowed(ids), logits, -jnp.inf)
+
+
 def _scored(raw: jax.Array, ids: jax.Array, plan: _Plan, cut: _Cut | None) -> tuple[jax.Array, jax.Array, jax.Array]:
     """A tile's logits without what is suppressed, the same tempered, and what is scored; `defer` is applied later."""
-    logits = _without(raw, ids, plan.sampling.suppress)
+    logits = _writable(raw, ids, plan)
     z = temper(logits, plan.sampling)
     if plan.score_from == "raw":
         return logits, z, logits
