@@ -1,5 +1,6 @@
 """Tiny models and data for the tests of training."""
 
+import copy
 import dataclasses
 import json
 import time
@@ -103,7 +104,7 @@ def settings(out, **changes):
         table = values
         for part in tables:
             table = table.setdefault(part, {})
-        table[last] = value
+        table[last] = copy.deepcopy(value)  # later changes are of this table alone
     return values
 
 

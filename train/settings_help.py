@@ -47,4 +47,4 @@ def _line(field: "dataclasses.Field[Any]") -> str:
     value: Any = field.default
     if field.default_factory is not dataclasses.MISSING:
         value = field.default_factory()
-    return f"# {field.name} = ..." if value is dataclasses.MISSING else f"{field.name} = {json.dumps(value)}"
+    return f"# {field.name} = ..." if value in (dataclasses.MISSING, None) else f"{field.name} = {json.dumps(value)}"
