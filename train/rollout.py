@@ -3,6 +3,9 @@
 An iteration samples a group of completions for each of some prompts, by the weights that the state has at its start,
 and learns from them in one round of steps. Everything is a pure function of these weights, the seed and the number of
 the iteration, so a run that starts again from a state between two rounds repeats what the killed one did.
+
+Several processes run one engine over the mesh in lock-step: each takes the same requests and reads the same progress.
+Rewards may come from slow programs, so each group has one process that computes them and shares them with the others.
 """
 
 import concurrent.futures
@@ -19,6 +22,7 @@ from jax.sharding import NamedSharding
 
 from dllm_jax import Denoiser, Model
 from dllm_jax.errors import DllmError
+from dllm_jax.parallel import multihost
 from samplers.config.sampler_config import parse_sampler, refuse_twice
 from samplers.engine.engine import Engine
 from samplers.engine.requests import Request
@@ -327,13 +331,15 @@ class Rollouts:
 
     def _sample_groups(self, model: Model, engine: Engine, first: int, count: int) -> list[Group]:
         """Groups for `count` prompts from position `first` of the data on. Completions are rewarded while others are
-        sampled."""
+        sampled, the groups in turn by one of the processes each."""
         size = self._part.num_generations
-        examples = [self._rows.source.example(self._rows.index(first + number)) for number in range(count)]
-        for number, example in enumerate(examples):
-            self._enqueue(model, engine, example, (first + number) * size)
+        with multihost.fail_together():
+            examples = [self._rows.source.example(self._rows.index(first + number)) for number in range(count)]
+            for number, example in enumerate(examples):
+                self._enqueue(model, engine, example, (first + number) * size)
         found: dict[int, Result] = {}
-        with concurrent.futures.ThreadPoolExecutor(_REWARDING) as threads:
+        own = range(multihost.index(), count, multihost.count())
+        with multihost.fail_together(), concurrent.futures.ThreadPoolExecutor(_REWARDING) as threads:
             scores = {}
             for request in engine.results():
                 assert request.result is not None
@@ -341,13 +347,14 @@ class Rollouts:
                 if sentence := describe_broken(request.result.broken_at, [number]):
                     raise DllmError(f"{sentence}; lower optimizer.lr, and resume from the last state")
                 found[number] = request.result
-                scores[number] = threads.submit(self._score, examples[number // size], request.result)
-            scored = [scores[number].result() for number in range(count * size)]
-        groups = []
+                if (place := number // size) in own:
+                    scores[number] = threads.submit(self._score, examples[place], request.result)
+            scored = [[scores[place * size + number].result() for number in range(size)] for place in own]
+        parts, groups = multihost.gather(scored), []
         for place, example in enumerate(examples):
-            numbers = range(place * size, (place + 1) * size)
-            rewards, correct = zip(*(scored[number] for number in numbers), strict=True)
-            groups.append(Group(example, [found[number] for number in numbers], np.asarray(rewards), list(correct)))
+            rewards, correct = zip(*parts[place % len(parts)][place // len(parts)], strict=True)
+            results = [found[place * size + number] for number in range(size)]
+            groups.append(Group(example, results, np.asarray(rewards), list(correct)))
         return groups
 
     def _enqueue(self, model: Model, engine: Engine, example: ExampleLike, first: int) -> None:

@@ -115,19 +115,27 @@ class Channel:
         self._send(number, {"found": own})
         return [self._receive(number, process)["found"] for process in range(self.processes)]
 
-    def fail(self, error: BaseException) -> None:
-        """Reports a failure in place of the next gathered value."""
+    def fail(self, error: BaseException, wait: int = 0) -> None:
+        """Reports a failure in place of the next gathered value.
+
+        Args:
+            wait: seconds that process 0 waits at most until the others gather: the coordinator ends with it, and JAX
+                ends those that have not heard of the failure by then.
+        """
         if self.processes > 1:
             with contextlib.suppress(Exception):  # the coordinator may be what failed
-                self._send(next(self._numbers), {"failed": sentence(error)})
+                number = next(self._numbers)
+                self._send(number, {"failed": sentence(error)})
+                for other in range(1, self.processes) if wait and not self.process else ():
+                    self._receive(number, other, wait)
 
     def _send(self, number: int, message: Any) -> None:
         key = f"dllm_jax/{self._name}/{number}/{self.process}"
         coordinator().key_value_set_bytes(key, zlib.compress(json.dumps(message).encode(), 1))
 
-    def _receive(self, number: int, process: int) -> Any:
+    def _receive(self, number: int, process: int, wait: int = MONTH) -> Any:
         key = f"dllm_jax/{self._name}/{number}/{process}"
-        message = json.loads(zlib.decompress(coordinator().blocking_key_value_get_bytes(key, MONTH * 1000)))
+        message = json.loads(zlib.decompress(coordinator().blocking_key_value_get_bytes(key, wait * 1000)))
         if "failed" in message:
             raise DllmError(name_process(process, self.processes, message["failed"]))
         return message
@@ -151,14 +159,19 @@ def fail_together() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        _agreement().fail(error)
+        _agreement().fail(error, _HEARTBEAT)
         raise
     _agreement().gather(None)
 
 
+def gather(own: Any) -> list[Any]:
+    """What every process hands in, as JSON takes it, in their order; all call this."""
+    return [own] if count() == 1 else _agreement().gather(own)
+
+
 def of_first_process(value: Any) -> Any:
     """What process 0 hands in, as JSON takes it; all call this."""
-    return value if count() == 1 else _agreement().gather(value)[0]
+    return gather(value)[0]
 
 
 def gather_arrays(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:

@@ -191,8 +191,6 @@ class Grpo(Objective):
         Raises:
             DllmError: for samplers that cannot be learned from, and data without rewards.
         """
-        if jax.process_count() > 1:
-            raise DllmError("grpo samples in one process; start it with one, whose mesh has all devices")
         key = jax.jit(lambda: jax.random.key(config.seed), out_shardings=stepper.placement.replicated)()
 
         @functools.partial(jax.jit, out_shardings=stepper.placement.batch)
