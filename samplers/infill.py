@@ -195,6 +195,11 @@ def prepare_infill(
     return InfillPlan(made, prompts, canvases, parsed, lengths, heads, rest, keys)
 
 
+def escape_gaps(text: str) -> str:
+    """A template that is this text, without gaps."""
+    return _GAP.sub(lambda match: match[1] + "\\" + match[0], text)
+
+
 def parse_template(text: str) -> Template:
     """Reads a text with gaps.
 

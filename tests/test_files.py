@@ -86,7 +86,7 @@ def test_a_file_is_answered_like_a_list(run, tmp_path, sampled):
         assert (status, told, read(out)) == (0, "", found) and "tokens/s" in err
     before = out.read_bytes()
     status, _, err = run("--prompts", path, "--out", out, *drawn)
-    assert status == 0 and "nothing left to do, 7 lines are there" in err and out.read_bytes() == before
+    assert status == 0 and "nothing left to do, 7 lines answered" in err and out.read_bytes() == before
     for other, sentence in [
         (("--temperature", "0.8", "--seed", "4"), "was made with seed 3, not 4; choose another --out"),
         (("--seed", "3"), "was made with temperature 0.8, not 0.0"),
@@ -173,6 +173,25 @@ def test_skipping_goes_on_behind_a_bad_line(run, tmp_path):
     status, _, err = run("--prompts", path, "--out", out, "--on-error", "skip")
     assert status == 0 and f"1 line could not be answered; it has an 'error' in {out}\n" in err
     assert ["error" in line for line in read(out)] == [False, True]
+
+
+def test_a_run_can_fail_for_bad_lines_when_the_others_are_answered(run, tmp_path):
+    lines = [{"prompt": ""}, {"prompt": PROMPTS[0]}]
+    path, out = write(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl"
+    status, _, err = run("--prompts", path, "--out", out, "--on-error", "fail")
+    assert status == 2 and f"error: 1 line could not be answered; it has an 'error' in {out}\n" in err
+    assert ["error" in line for line in read(out)] == [True, False]
+
+
+def test_no_prompts_have_no_answers(run, tmp_path, unloaded):
+    for name, text in [("in.jsonl", ""), ("in.txt", " \n\n")]:
+        path, out = tmp_path / name, tmp_path / f"{name}.out"
+        path.write_text(text)
+        status, told, err = run("--prompts", path, "--out", out, flags=())
+        assert (status, told, out.read_text()) == (0, "", "") and "0 lines answered" in err
+        assert run("--prompts", path, flags=())[:2] == (0, "")
+        with refuses("no prompts"):
+            read_prompts(str(path))
 
 
 def test_an_interrupt_says_what_is_there(run, tmp_path, monkeypatch):

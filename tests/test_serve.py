@@ -38,6 +38,7 @@ from samplers.serving import engine_thread, middleware, page, scheduler, server
 from samplers.serving.cli import LogRate
 from samplers.serving.connections import SPARE_FILES, Connections, connection_limit
 from samplers.serving.errors import Fault
+from samplers.serving.fair_queue import FairQueue
 from samplers.serving.scheduler import Limits
 from samplers.serving.schemas import ChatBody, TextBody
 from samplers.text import prompts
@@ -71,8 +72,8 @@ def start(model):
     """Starts servers: a context of one in a thread of its own."""
 
     @contextlib.contextmanager
-    def call(*, sampler="threshold", slots=4, step=None, draws=True, limits=NONE, **options):
-        engine = Engine(model, sampler, slots=slots, prompt_length=64, draws=draws, **SHAPE)
+    def call(*, sampler="threshold", slots=4, step=None, draws=True, buckets=False, limits=NONE, **options):
+        engine = Engine(model, sampler, slots=slots, prompt_length=64, draws=draws, buckets=buckets, **SHAPE)
         if step is not None:
             engine.compile()
             engine.step = step(engine, engine.step)
@@ -99,7 +100,7 @@ def start(model):
 @pytest.fixture(scope="module")
 def served(start):
     """A server for all tests that leave it as it was."""
-    with start() as found:
+    with start(buckets=True) as found:
         found.client = _client(found.url)
         yield found
 
@@ -223,6 +224,48 @@ def test_stop_strings_and_max_tokens_end_an_answer(served, alone):
     assert chat.usage.completion_tokens <= 2
 
 
+def test_more_tokens_than_there_are_mean_all_of_them(served, start, alone):
+    wanted = alone(PROMPT, 1)
+    ask = lambda **options: served.client.completions.create(model="tiny", prompt=PROMPT, seed=1, **options)
+    found = ask(max_tokens=10**6)
+    assert (found.choices[0].text, found.usage.max_tokens) == (wanted.text, LENGTH)
+    assert "max_tokens" not in ask(max_tokens=LENGTH).usage.to_dict()
+    *_, last = ask(max_tokens=10**6, stream=True, stream_options={"include_usage": True})
+    assert last.usage.max_tokens == LENGTH
+    with start(limits=dataclasses.replace(NONE, clamp=False)) as strict:
+        refused = _ask(strict.url, max_tokens=LENGTH + 1)
+        assert refused.status_code == 400 and f"exceeds {LENGTH}" in refused.text
+
+
+def test_an_echo_is_the_prompt_before_the_answer(served, model, alone):
+    ids = model.tokenizer.encode(PROMPT, add_special_tokens=False)
+    for prompt in (PROMPT, ids):
+        ask = lambda prompt=prompt, **own: served.client.completions.create(
+            model="tiny", prompt=prompt, seed=1, n=2, echo=True, **own
+        )
+        wanted = [PROMPT + alone(PROMPT, seed).text for seed in (1, 2)]
+        assert [choice.text for choice in ask().choices] == wanted
+        texts = ["", ""]
+        for part in ask(stream=True):
+            texts[part.choices[0].index] += part.choices[0].text
+        assert texts == wanted
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_suffix_makes_a_gap_before_it(served, model, stream):
+    """The suffix is text, whatever it looks like."""
+    suffix = "\\<gap:3>"
+    template = "<gap:4>\\\\\\<gap:3>"
+    wanted = [infill(model, template, prompt=PROMPT, sampler="threshold", seed=s, block_length=8) for s in (5, 6)]
+    options = {"suffix": suffix, "max_tokens": 4, "seed": 5, "n": 2, "stream": stream}
+    found = served.client.completions.create(model="tiny", prompt=PROMPT, **options)
+    texts = ["", ""]
+    for choice in [part.choices[0] for part in found] if stream else found.choices:
+        texts[choice.index] += choice.text
+        assert choice.finish_reason in ((None, "length") if stream else ("length",))
+    assert texts == [one.gaps[0] for one in wanted] and wanted[0].text.endswith(suffix)
+
+
 def test_without_a_seed_one_is_drawn_and_reported(served, alone):
     ask = lambda: served.client.completions.create(model="tiny", prompt=PROMPT, temperature=1.0)
     first, second = ask(), ask()
@@ -329,7 +372,6 @@ BAD = [
     ({"prompt": "<|mdm_mask|>"}, 400, "mask"),
     ({"prompt": "a", "max_tokens": "3"}, 422, "max_tokens"),
     ({"prompt": "a", "max_tokens": 0}, 422, "max_tokens"),
-    ({"prompt": "a", "max_tokens": LENGTH + 1}, 400, f"exceeds {LENGTH}"),
     ({"prompt": "a", "temperature": -1}, 422, "temperature"),
     ({"prompt": "a", "temperature": float("nan")}, 422, "temperature"),
     ({"prompt": "a", "top_p": 0}, 422, "top_p"),
@@ -341,9 +383,10 @@ BAD = [
     ({"prompt": "a", "stop": ""}, 400, "empty"),
     ({"prompt": "a", "stop": ["a"] * 3 + list("bcdefghijk")}, 400, "patterns"),
     ({"prompt": "a", "stop": [1]}, 422, "stop"),
-    ({"prompt": "a", "logprobs": 3}, 400, "logprobs=0"),
-    ({"prompt": "a", "suffix": "b"}, 400, "suffix"),
-    ({"prompt": "a", "echo": True}, 400, "echo"),
+    ({"prompt": "a", "logprobs": 3}, 400, "logprobs=1"),
+    ({"prompt": "a", "suffix": "b", "stop": "c"}, 400, "'stop' has no effect on a text before a suffix"),
+    ({"prompt": "a", "suffix": "b" * 5000}, 400, f"room for {LENGTH}"),
+    ({"prompt": "a", "echo": True, "logprobs": 0}, 400, "echo"),
     ({"prompt": "a", "presence_penalty": 0.5}, 400, "presence_penalty"),
     ({"prompt": "a", "model": "other"}, 404, "other"),
     ({"prompt": "a", "treshold": 0.5}, 400, "threshold, top_k, top_p"),
@@ -600,8 +643,8 @@ def test_forwards_of_an_answer_are_bounded(start):
             scheduler.Service(small.engine, Limits(forwards=LENGTH - 1))
 
 
-def test_a_key_is_asked_for(start):
-    with start(key=SECRET) as closed:
+def test_one_of_the_keys_is_asked_for(start):
+    with start(keys=["another", SECRET]) as closed:
         assert _status(closed.url) == 200 and httpx.get(closed.url + "/").status_code == 200
         for path in ("/v1/models", "/metrics", "/nothing"):
             assert httpx.get(closed.url + path).status_code == 401
@@ -610,7 +653,8 @@ def test_a_key_is_asked_for(start):
             assert httpx.post(closed.url + "/v1/completions", json={}, headers=said).status_code == 401
         with pytest.raises(openai.AuthenticationError):
             _client(closed.url, "no").models.list()
-        assert _client(closed.url, SECRET).completions.create(model="tiny", prompt=PROMPT).choices
+        for key in (SECRET, "another"):
+            assert _client(closed.url, key).completions.create(model="tiny", prompt=PROMPT).choices
 
 
 def test_without_room_for_drawing_a_temperature_is_refused(start):
@@ -672,6 +716,40 @@ def test_beyond_the_queue_there_is_a_429_and_what_was_admitted_is_answered(start
         assert texts == [alone(PROMPT, seed).text for seed in range(5)]
         assert _ask(small.url).status_code == 200
         assert _metric(small.url, 'dllm_requests_total{outcome="full",route="/v1/completions"}') == 2
+
+
+def test_clients_take_turns(start):
+    """A client that fills the queue with copies neither shuts others out nor makes them wait for all of its own."""
+    turns, ended = Turnstile(), []
+    with (
+        start(slots=1, keys=["one", "two"], limits=Limits(3, None), step=_gated(turns)) as small,
+        concurrent.futures.ThreadPoolExecutor(8) as pool,
+    ):
+        service = small.server.service
+
+        def ask(key, **options):
+            body, said = {"prompt": PROMPT, "max_tokens": 1, **options}, {"Authorization": f"Bearer {key}"}
+            answer = httpx.post(small.url + "/v1/completions", json=body, headers=said, timeout=60)
+            ended.append((key, answer.status_code))
+
+        asked = [pool.submit(ask, "one", n=4)]
+        wait_until(lambda: service.in_flight == 4 and small.engine.busy + small.engine.waiting == 1)
+        ask("one")
+        asked.append(pool.submit(ask, "two"))
+        wait_until(lambda: service.in_flight == 5)
+        turns.let(1000)
+        for one in asked:
+            one.result()
+        assert ended == [("one", 429), ("two", 200), ("one", 200)]
+
+
+def test_a_fair_queue():
+    queue = FairQueue()
+    for client, item in [("a", 1), ("a", 2), ("b", 3), ("a", 4), ("c", 5)]:
+        queue.push(client, item)
+    queue.remove("c", 5)
+    queue.remove("a", 7)
+    assert len(queue) == 4 and [queue.pop() for _ in range(len(queue))] == [1, 3, 2, 4]
 
 
 def test_late_requests_are_cancelled(start):
@@ -1050,9 +1128,9 @@ def test_a_deadline_of_none_is_no_deadline(llada_tiny, monkeypatch):
         limits.append(found)
 
     monkeypatch.setattr(server, "serve", serve)
-    for words in ([], ["--deadline", "0"], ["--deadline", "5", "--max-forwards", "9"]):
+    for words in ([], ["--deadline", "0"], ["--deadline", "5", "--max-forwards", "9", "--no-clamp"]):
         assert cli.main(["serve", "--model", str(llada_tiny.folder), "--port", "0", *SMALL, *words]) == 0
-    assert limits == [Limits(64, 600.0, None), Limits(64, None, None), Limits(64, 5.0, 9)]
+    assert limits == [Limits(64, 600.0, None), Limits(64, None, None), Limits(64, 5.0, 9, False)]
 
 
 def test_the_word_serve_can_be_a_prompt(llada_tiny, capsys):

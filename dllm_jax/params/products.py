@@ -100,7 +100,7 @@ def _suits_ynnpack(rows: int, inputs: int, outputs: int) -> bool:
     a few outputs; where a row is a multiple of 4 KiB, all of them compete for the same lines of the cache.
     `docs/results.md` has timings.
     """
-    return inputs < 24 * rows and (outputs <= inputs or outputs % 1024 == 0)
+    return inputs < 32 * rows and (outputs <= inputs or outputs % 1024 == 0)
 
 
 def _product_by_columns(x: jax.Array, kernel: jax.Array, dtype: jnp.dtype | None) -> jax.Array:

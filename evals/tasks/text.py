@@ -221,7 +221,7 @@ def read_questions(file: str) -> tuple[Question, ...]:
     """The lines of a file.
 
     Raises:
-        DllmError: naming the first line that is no question, or when the file cannot be read.
+        DllmError: naming the first line that is no question, or when the file cannot be read or has no lines.
     """
     lines = PromptFile(file)
     found = []
@@ -230,6 +230,8 @@ def read_questions(file: str) -> tuple[Question, ...]:
             found.append(_question(lines.entry(line), lines.place(line)))
         except DllmError as error:
             raise DllmError(f"{lines.place(line)}: {error}") from None
+    if not found:
+        raise DllmError(f"{lines.title} has no questions; write one per line")
     return tuple(found)
 
 

@@ -131,7 +131,7 @@ def answer_file(options: argparse.Namespace, lazy: LazyModel, shard: LineShard) 
 
     Raises:
         DllmError: for bad files and options, before the model is loaded where that is possible; and, unless bad lines
-            are skipped, naming the first of them, when those before it are answered.
+            are skipped, naming the first of them when those before it are answered, or counting them at the end.
     """
     job = _FileRun(options, lazy, shard)
     if options.out is None:
@@ -225,8 +225,9 @@ class _FileRun:
             _skip_answered(lines, output, self._source)
         first = next(lines, None)
         if first is None:
-            assert output is not None
-            print_after(f"{output.path}: nothing left to do, {output.done} lines are there")
+            if output is not None:
+                output.begin()
+                print_after(f"{output.path}: nothing left to do, {_count(output.done)} answered")
             return
         self._read(first, self._outlined)  # a mistake in all lines is reported before gigabytes are read
         self._running.clear()
@@ -244,7 +245,10 @@ class _FileRun:
         if self._errors:
             have = "it has" if self._errors == 1 else "they have"
             where = "" if output is None else f"; {have} an 'error' in {output.path}"
-            print_after(f"{_count(self._errors)} could not be answered{where}")
+            sentence = f"{_count(self._errors)} could not be answered{where}"
+            if self._options.on_error == "fail":
+                raise DllmError(sentence)
+            print_after(sentence)
 
     def _read(self, line: Line, requests: "LineRequests") -> Request:
         """A line's request; a cancelled one for a bad line, if these are skipped."""
@@ -253,7 +257,7 @@ class _FileRun:
             own = _own_entry(self._source, line)
             request, problem = requests.request(line, own), None
         except DllmError as error:
-            if self._options.on_error != "skip":
+            if self._options.on_error in (None, "stop"):
                 advice = "" if self._options.out is not None else "; correct it, or pass --on-error skip"
                 raise _BadLineError(f"{self._source.place(line)}: {error}{advice}") from None
             request, problem = Request([], 0, np.zeros(2, np.uint32), number=line.number, cancelled=True), str(error)

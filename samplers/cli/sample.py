@@ -114,7 +114,7 @@ def command_line() -> argparse.ArgumentParser:
     add("--prompts", metavar="FILE", help='one prompt per line, or JSON lines with "prompt" or "messages"; - is stdin')
     add("--out", metavar="FILE", help="write answers to --prompts as JSON lines; after a kill the same command resumes")
     add("--shard", metavar="I/N", help="answer part I of N of --prompts, into OUT-0000I-of-0000N; I from 0 to N - 1")
-    add("--on-error", choices=("stop", "skip"), help="after a bad line of --prompts (default: stop after the others)")
+    add("--on-error", choices=("stop", "skip", "fail"), help=_ON_ERROR)
     add("--distributed", nargs="?", const="", metavar="HOST:PORT,N,I", help=_DISTRIBUTED)
     add(
         "--infill",
@@ -142,6 +142,7 @@ def command_line() -> argparse.ArgumentParser:
     return parser
 
 
+_ON_ERROR = "after a bad line of --prompts (default: stop after the others); fail: skip it, and end with status 2"
 _DISTRIBUTED = "answer one shard in each process: numbered by the cluster (SLURM, ...), or as process I of N"
 
 

@@ -45,19 +45,19 @@ def run(arguments: Sequence[str]) -> None:
     except ModuleNotFoundError as error:
         raise DllmError(f"serving needs the package {error.name}; pip install 'dllm_jax[serve]'") from None
     _check_options(options)
-    key = _read_key(options.api_key_file)
+    keys = _read_keys(options.api_key_file)
     at = bind_socket(options.host, options.port)
     with command_buffers_of(options):
         engine = _make_engine(options)
     _set_up_log()
-    if key is None and not at.getsockname()[0].startswith(("127.", "::1")):
+    if not keys and not at.getsockname()[0].startswith(("127.", "::1")):
         print(f"warning: everybody who can reach {url_of(at)} may use it; set a key by --api-key-file", file=sys.stderr)
 
     def on_start(server: Server) -> None:
         print(f"serving {_describe(engine)} at {url_of(at)}", flush=True)
 
-    limits = Limits(options.queue, options.deadline or None, options.max_forwards)
-    about = {"key": key, "most_body": options.max_body, "grace": options.grace}
+    limits = Limits(options.queue, options.deadline or None, options.max_forwards, options.clamp)
+    about = {"keys": keys, "most_body": options.max_body, "grace": options.grace}
     asyncio.run(serve(engine, at, limits, on_start=on_start, **about))
 
 
@@ -87,14 +87,16 @@ def command_line() -> argparse.ArgumentParser:
     add("--deadline", type=float, default=600.0, metavar="SECONDS", help=deadline)
     forwards = "that an answer may take (default: 4 per position, or as many as the sampler given here takes)"
     add("--max-forwards", type=int, metavar="N", help=forwards)
+    add("--no-clamp", dest="clamp", action="store_false", help=_CLAMP)
     add("--grace", type=float, default=30.0, metavar="SECONDS", help="for running answers at shutdown (default: 30)")
     add("--max-body", type=int, default=1 << 20, metavar="BYTES", help="of a request (default: 1048576)")
-    add("--api-key-file", metavar="FILE", help=f"file of the key that requests must have; or set {KEY_VARIABLE}")
+    add("--api-key-file", metavar="FILE", help=f"keys of clients, one on a line; or set {KEY_VARIABLE} to one")
     add_sampler(parser)
     return parser
 
 
 _BUCKETS = "run all slots in every step, and compile no programs for fewer rows and shorter prompts"
+_CLAMP = "refuse max_tokens above --gen-length; by default they count as --gen-length"
 _DRAWS = "requests may not set temperature, top-p and top-k, which makes steps faster"
 
 
@@ -110,17 +112,17 @@ def _check_options(options: argparse.Namespace) -> None:
     check_number("grace", options.grace, 0.0)
 
 
-def _read_key(file: str | None) -> str | None:
-    """The key that requests must have; None for none."""
+def _read_keys(file: str | None) -> list[str]:
+    """The keys, one of which requests must have; none for no check."""
     if file is None:
-        return os.environ.get(KEY_VARIABLE) or None
+        return list(filter(None, [os.environ.get(KEY_VARIABLE)]))
     try:
-        key = Path(file).read_text().strip()
+        keys = list(filter(None, map(str.strip, Path(file).read_text().splitlines())))
     except (OSError, UnicodeDecodeError) as error:
-        raise DllmError(f"the API key could not be read from {file} ({error})") from None
-    if not key or not key.isascii() or not key.isprintable():
-        raise DllmError(f"{file} must hold one key of plain characters on one line")
-    return key
+        raise DllmError(f"the API keys could not be read from {file} ({error})") from None
+    if not keys or not all(key.isascii() and key.isprintable() for key in keys):
+        raise DllmError(f"{file} must hold keys of plain characters, one on a line")
+    return keys
 
 
 def _make_engine(options: argparse.Namespace) -> Engine:

@@ -13,6 +13,7 @@ from samplers.decisions.questions import Question
 from samplers.engine.engine import Engine, Stats
 from samplers.engine.requests import Request, Update
 from samplers.infill import InfillPlan
+from samplers.serving.fair_queue import FairQueue
 
 CALL_SECONDS = 0.02
 """Duration of an engine call when no client streams: a command waits at most that long."""
@@ -31,6 +32,7 @@ class Job:
         seed: of its random numbers.
         streamed: report every step, not only the last.
         engine: that runs it.
+        client: who asked for it.
         plan: of an infilling; None for another request.
         latest: the last update that was not sent to the client yet.
     """
@@ -40,6 +42,7 @@ class Job:
     seed: int
     streamed: bool
     engine: Engine
+    client: str
     plan: InfillPlan | None = None
     latest: Update | None = None
 
@@ -53,13 +56,13 @@ class OnCall(Protocol):
             updates: of streamed jobs, and of those that ended.
             stats: of this engine call alone.
             busy: slots in use now.
-            waiting: requests in the engine's queue now.
+            waiting: requests that wait for a slot now.
         """
 
 
 class EngineThread(threading.Thread):
     """Runs engines for an event loop, which calls its methods; none of them waits. A job's engine is stepped from its
-    submission on."""
+    submission on. Clients take turns in getting free slots."""
 
     def __init__(
         self,
@@ -74,7 +77,8 @@ class EngineThread(threading.Thread):
             on_error: called in the event loop with an error of the engine; the thread then ends.
         """
         super().__init__(name="engine", daemon=True)
-        self._engines, self._loop, self._on_call, self._on_error = [engine], loop, on_call, on_error
+        self._loop, self._on_call, self._on_error = loop, on_call, on_error
+        self._engines: dict[Engine, FairQueue[Job]] = {engine: FairQueue()}  # and what waits for their slots
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._jobs: dict[Request, Job] = {}
         self._questions: list[tuple[Question, asyncio.Future[Decision | None]]] = []
@@ -102,7 +106,8 @@ class EngineThread(threading.Thread):
         try:
             while self._run_commands():
                 self._decide()
-                for engine in self._engines:
+                for engine, queue in self._engines.items():
+                    self._fill(engine, queue)
                     if not engine.idle:
                         self._step(engine)
         except BaseException as error:  # clients wait, whatever it is
@@ -123,7 +128,13 @@ class EngineThread(threading.Thread):
 
     @property
     def _idle(self) -> bool:
-        return all(engine.idle for engine in self._engines)
+        return all(engine.idle and not queue for engine, queue in self._engines.items())
+
+    def _fill(self, engine: Engine, queue: "FairQueue[Job]") -> None:
+        """Submits as many jobs as the engine has free slots."""
+        while queue and engine.busy + engine.waiting < engine.slots:
+            job = queue.pop()
+            self._jobs[engine.submit(job.request)] = job
 
     def _step(self, engine: Engine) -> None:
         before = engine.stats
@@ -144,7 +155,7 @@ class EngineThread(threading.Thread):
             return
         found: Sequence[Decision | None | Exception]
         try:
-            engine = self._engines[0]
+            engine = next(iter(self._engines))
             found = answer_questions(engine.model, [question for question, _ in asked], engine.slots)
         except Exception as error:
             found = [error] * len(asked)
@@ -159,16 +170,17 @@ class EngineThread(threading.Thread):
 
     def _submit(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
-            self._engines += [job.engine] * (job.engine not in self._engines)
-            self._jobs[job.engine.submit(job.request)] = job
+            self._engines.setdefault(job.engine, FairQueue()).push(job.client, job)
 
     def _cancel(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
+            self._engines[job.engine].remove(job.client, job)
             if self._jobs.pop(job.request, None) is not None:
                 job.engine.cancel(job.request)
 
     def _send_updates(self, updates: list[tuple[Job, Update]], stats: Stats) -> None:
-        busy, waiting = (sum(getattr(engine, name) for engine in self._engines) for name in ("busy", "waiting"))
+        busy = sum(engine.busy for engine in self._engines)
+        waiting = sum(engine.waiting + len(queue) for engine, queue in self._engines.items())
         self._call_in_loop(self._on_call, updates, stats, busy, waiting)
 
     def _call_in_loop(self, call: Callable[..., None], *values: Any) -> None:

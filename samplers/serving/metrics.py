@@ -3,7 +3,7 @@
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from samplers.decisions.answers import Decision
-from samplers.engine.engine import Stats
+from samplers.engine.engine import Engine, Stats
 from samplers.engine.requests import Request
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -15,7 +15,7 @@ _ANSWER = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
 class Metrics:
     """The metrics of one server."""
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._registry = registry = CollectorRegistry()
         self.requests = Counter("dllm_requests", "Requests by outcome", ["route", "outcome"], registry=registry)
         self._tokens = Counter("dllm_tokens", "Tokens of prompts and of answers", ["kind"], registry=registry)
@@ -27,7 +27,11 @@ class Metrics:
         self._answer_seconds = Histogram(
             "dllm_last_token_seconds", "Time from a request to its last token", buckets=_ANSWER, registry=registry
         )
-        Gauge("dllm_slots", "Slots of the engine", registry=registry).set(slots)
+        Gauge("dllm_slots", "Slots of the engine", registry=registry).set(engine.slots)
+        rows = Gauge("dllm_rows", "Rows of the program that ran last", registry=registry)
+        rows.set_function(lambda: engine.rows)
+        compiling = Gauge("dllm_compiling", "Whether a program of another size is being compiled", registry=registry)
+        compiling.set_function(lambda: engine.compiling)
 
     def count_steps(self, stats: Stats, busy: int, waiting: int) -> None:
         """Counts the steps of an engine call; after it `busy` slots are in use and `waiting` requests wait."""

@@ -7,6 +7,7 @@ import hmac
 import logging
 import time
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
 from prometheus_client import Counter
@@ -57,21 +58,27 @@ def record_of(request: Request) -> Record:
     return found
 
 
+def client_of(request: Request) -> str:
+    """Who asks: the number of the key, or without keys the address."""
+    found: str = request.scope["dllm_client"]
+    return found
+
+
 class Guard:
     """An ASGI application that checks and logs requests to another."""
 
     def __init__(
-        self, app: ASGIApp, requests: Counter, *, key: str | None, most_body: int, hosts: tuple[str, ...] | None
+        self, app: ASGIApp, requests: Counter, *, keys: Sequence[str], most_body: int, hosts: tuple[str, ...] | None
     ) -> None:
         """
         Args:
             requests: the counter of requests by route and outcome.
-            key: the API key that a request must have; None for none.
+            keys: the API keys, one of which a request must have; none for no check.
             most_body: largest body, bytes.
             hosts: allowed names in the Host header; None for any.
         """
         self._app, self._requests, self._hosts, self._most_body = app, requests, hosts, most_body
-        self._key = None if key is None else key.encode()
+        self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -105,16 +112,20 @@ class Guard:
         headers = Headers(scope=scope)
         if self._hosts is not None and _host(headers) not in self._hosts:
             raise Fault(400, "this server answers on the machine that it runs on alone", code="unknown_host")
-        if self._key is not None and scope["path"] not in KEYLESS and not self._has_key(headers):
-            raise Fault(401, "the API key is missing or wrong; send it as a bearer token", code="invalid_api_key")
+        scope["dllm_client"] = scope["client"][0] if scope["client"] else ""
+        if self._keys and scope["path"] not in KEYLESS:
+            scope["dllm_client"] = self._key_of(headers)
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > self._most_body:
             raise self._too_large()
 
-    def _has_key(self, headers: Headers) -> bool:
+    def _key_of(self, headers: Headers) -> str:
+        """The number of the request's key; each is compared in constant time."""
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        assert self._key is not None
-        return hmac.compare_digest(key.strip().encode(), self._key) and scheme.lower() == "bearer"
+        same = [hmac.compare_digest(key.strip().encode(), own) for own in self._keys]
+        if not any(same) or scheme.lower() != "bearer":
+            raise Fault(401, "the API key is missing or wrong; send it as a bearer token", code="invalid_api_key")
+        return f"key {same.index(True)}"
 
     def _bound(self, receive: Receive) -> Receive:
         """`receive` with limits on the size of a body and on the time that it takes."""

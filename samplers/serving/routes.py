@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from samplers.serving.errors import Fault, internal_fault
 from samplers.serving.metrics import CONTENT_TYPE
-from samplers.serving.middleware import LOG, Record, error_place, fault_response, invalid_body, record_of
+from samplers.serving.middleware import LOG, Record, client_of, error_place, fault_response, invalid_body, record_of
 from samplers.serving.page import HEADERS, PAGE
 from samplers.serving.scheduler import Service, Ticket, as_event
 from samplers.serving.schemas import CanvasBody, ChatBody, DecideBody, InfillBody, TextBody
@@ -74,23 +74,23 @@ def _add_answer_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/infill")
     async def infill(body: InfillBody, request: Request) -> Response:
-        return await _answer(service.infill(body), request)
+        return await _answer(service.infill(body, client_of(request)), request)
 
     @app.post("/v1/decide")
     async def decide(body: DecideBody, request: Request) -> Response:
-        return await _answer(service.decide(body), request)
+        return await _answer(service.decide(body, client_of(request)), request)
 
     @app.post("/v1/canvas")
     async def canvas(body: CanvasBody, request: Request) -> Response:
-        ticket = await _cancel_if_gone(request, service.admit(body, streamed=True))
+        ticket = await _cancel_if_gone(request, service.admit(body, client_of(request), streamed=True))
         return EventStream(ticket, service.canvas_events(body, ticket), _start_record(request))
 
 
 async def _complete(service: Service, body: ChatBody | TextBody, request: Request) -> Response:
     if body.stream:
-        ticket = await _cancel_if_gone(request, service.admit(body, streamed=True))
+        ticket = await _cancel_if_gone(request, service.admit(body, client_of(request), streamed=True))
         return EventStream(ticket, service.chunks(body, ticket), _start_record(request))
-    return await _answer(service.completion(body), request)
+    return await _answer(service.completion(body, client_of(request)), request)
 
 
 async def _answer(work: Coroutine[Any, Any, Json], request: Request) -> Response:

@@ -1,6 +1,7 @@
 """Between HTTP and the engine: admission, deadlines and answers."""
 
 import asyncio
+import collections
 import concurrent.futures
 import contextlib
 import copy
@@ -24,7 +25,7 @@ from samplers.engine.engine import Engine, Stats
 from samplers.engine.program import with_numbers
 from samplers.engine.requests import Request, Update
 from samplers.generation import Generation
-from samplers.infill import config_for_gaps, infilling_of, prepare_infill, requests_for
+from samplers.infill import Infilling, config_for_gaps, escape_gaps, infilling_of, prepare_infill, requests_for
 from samplers.sampler import describe_broken
 from samplers.serving.engine_thread import EngineThread, Job
 from samplers.serving.errors import Fault, stopping_fault
@@ -36,6 +37,9 @@ from samplers.text.prompts import PromptTooLong, encode_prompt
 
 JOIN_SECONDS = 10.0
 
+GAP_TOKENS = 16
+"""Tokens before a suffix where `max_tokens` is not given, as in OpenAI's API."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
@@ -46,11 +50,13 @@ class Limits:
         deadline: seconds that a request may take, including its wait; None for no limit.
         forwards: that an answer may take; None for four per position, or as many as the server's own sampler may take
             if that is more.
+        clamp: let `max_tokens` above the canvas mean all of it, instead of refusing them.
     """
 
     queue: int = 64
     deadline: float | None = 600.0
     forwards: int | None = None
+    clamp: bool = True
 
 
 class Ticket:
@@ -99,7 +105,7 @@ class Ticket:
         """
         async for _ in self.updates():
             pass
-        return [answer_of(job) for job in self.jobs]
+        return [answer_of(self._service.reader, job) for job in self.jobs]
 
     def close(self) -> None:
         """Cancels the jobs that have not ended."""
@@ -114,7 +120,7 @@ class Service:
         metrics: of this server.
         draining: whether new requests are refused.
         broken: the error that has stopped the engine; None while it runs.
-        in_flight: requests of the engine that are being admitted, waiting or running.
+        reader: the engine's model for the event loop, with a tokenizer of its own.
         tickets: of the admitted ones, by job.
         on_broken: called when an error has stopped the engine.
     """
@@ -125,15 +131,15 @@ class Service:
             DllmError: when the engine's sampler itself may take more forwards than the limit.
         """
         self.engine, self.limits, self.name = engine, limits, engine.model.name
-        self.metrics = Metrics(engine.slots)
-        self.draining, self.in_flight = False, 0
+        self.metrics = Metrics(engine)
+        self.draining, self._in_flight_of = False, collections.Counter[str]()
         self.broken: BaseException | None = None
         self.on_broken: Callable[[], None] = lambda: None
         self.created, self.fingerprint = int(time.time()), _fingerprint(engine)
         self._token_texts = _find_token_texts(engine.model)
         self._most_forwards = _most_forwards(engine, limits)
         # With a tokenizer of its own: the event loop decodes meanwhile, and one tokenizer is not safe in two threads.
-        self._reader = dataclasses.replace(engine.model, tokenizer=copy.deepcopy(engine.model.tokenizer))
+        self.reader = dataclasses.replace(engine.model, tokenizer=copy.deepcopy(engine.model.tokenizer))
         self._busy, self._waiting = 0, 0
         self.tickets: dict[Job, Ticket] = {}
         self._admitted_at: dict[Job, float] = {}
@@ -146,26 +152,26 @@ class Service:
 
     # Requests --------------------------------------------------------------------------------------------------------
 
-    async def completion(self, body: ChatBody | TextBody) -> Json:
+    async def completion(self, body: ChatBody | TextBody, client: str) -> Json:
         """A whole answer.
 
         Raises:
             Fault: for a request that is refused or fails.
         """
-        shape, ticket = _shape(body), await self.admit(body, streamed=False)
+        shape, ticket = _shape(body), await self.admit(body, client, streamed=False)
         try:
             answers = await ticket.answers()
         finally:
             ticket.close()
         choices = [self._choice(shape, body, *pair) for pair in zip(ticket.jobs, answers, strict=True)]
         head = self._head(shape, shape.whole, ticket)
-        return {**head, "choices": choices, "usage": usage_of(answers, ticket.prompts)}
+        return {**head, "choices": choices, "usage": self._usage(body, answers, ticket)}
 
     async def chunks(self, body: ChatBody | TextBody, ticket: Ticket) -> AsyncIterator[Json]:
         """The chunks of an answer, while its text is written.
 
         Args:
-            ticket: of `admit(body, streamed=True)`.
+            ticket: of `admit`, streamed.
 
         Raises:
             Fault: when the request fails.
@@ -175,22 +181,25 @@ class Service:
         usage = {"usage": None} if body.with_usage else {}
         chunk = lambda job, **fields: {**head, "choices": [{"index": job.index, **_BLANK, **fields}], **usage}
         texts = {job: self._text_stream(body) for job in ticket.jobs}
-        if (opening := shape.opening()) is not None:
-            for job in ticket.jobs:
+        for job in ticket.jobs:
+            if (opening := shape.opening()) is not None:
                 yield chunk(job, **opening)
+            if echo := self._echo(body, job):
+                yield chunk(job, **shape.delta(echo))
         async for job, update in ticket.updates():
             if not update.done:
-                if new := texts[job].feed(update.tokens[: update.final].tolist()):
+                if job.plan is None and (new := texts[job].feed(update.tokens[: update.final].tolist())):
                     yield chunk(job, **shape.delta(new))
                 continue
-            answer = answer_of(job)
-            rest, scores = texts[job].finish(answer.tokens), self._logprobs(shape, body, answer)
+            answer = answer_of(self.reader, job)
+            rest = texts[job].finish(answer.tokens) if job.plan is None else _text(answer)
+            scores = self._logprobs(shape, body, answer)
             if rest or scores:
                 yield chunk(job, **shape.delta(rest), **scores)
             yield chunk(job, **shape.delta(""), finish_reason=self._reason(job, answer))
         if body.with_usage:
             answers = [job.request.generation for job in ticket.jobs]
-            yield {**head, "choices": [], "usage": usage_of(answers, ticket.prompts)}
+            yield {**head, "choices": [], "usage": self._usage(body, answers, ticket)}
 
     async def canvas_events(self, body: CanvasBody, ticket: Ticket) -> AsyncIterator[Json]:
         """The canvas, forward by forward: first its length, then cells as they change, then the answer.
@@ -210,34 +219,33 @@ class Service:
             shown = cells
             busy = {"busy": self._busy, "waiting": self._waiting}
             yield {"forward": update.nfe, "written": update.written, "cells": changed, **busy}
-        answer = answer_of(job)
-        yield {"text": answer.text, "finish_reason": self._reason(job, answer), "usage": usage_of([answer], 1)}
+        answer = answer_of(self.reader, job)
+        usage = self._usage(body, [answer], ticket)
+        yield {"text": answer.text, "finish_reason": self._reason(job, answer), "usage": usage}
 
-    async def infill(self, body: InfillBody) -> Json:
+    async def infill(self, body: InfillBody, client: str) -> Json:
         """A text with its gaps filled.
 
         Raises:
             Fault: for a request that is refused or fails.
         """
-        ticket = await self.admit(body, streamed=False)
+        ticket = await self.admit(body, client, streamed=False)
         try:
-            await ticket.answers()
+            (found,) = await ticket.answers()
         finally:
             ticket.close()
-        (job,) = ticket.jobs
-        assert job.plan is not None
-        found = infilling_of(self._reader, job.plan, job.request, 0)
-        head = self._named("infilling", "infilling", job.seed)
+        assert isinstance(found, Infilling)
+        head = self._named("infilling", "infilling", ticket.jobs[0].seed)
         return {**head, "text": found.text, "gaps": found.gaps, "usage": usage_of([found], 1)}
 
-    async def decide(self, body: DecideBody) -> Json:
+    async def decide(self, body: DecideBody, client: str) -> Json:
         """A decision.
 
         Raises:
             Fault: for a request that is refused or fails.
         """
         self._check_body(body)
-        self._reserve(1)
+        self._reserve(client, 1)
         start = self._loop.time()
         future = None
         try:
@@ -248,7 +256,7 @@ class Service:
                 self._deciding.add(future)
                 decision = await future
         finally:
-            self.in_flight -= 1
+            self._release(client, 1)
             self._deciding.discard(future)
         if decision is None:
             raise _broken_fault()
@@ -258,28 +266,28 @@ class Service:
         found = {name: value for name, value in decision.to_json().items() if name not in ("prompt_tokens", "nfe")}
         return {**self._named("decision", "decision", seed), **found, "usage": usage}
 
-    async def admit(self, body: Body, *, streamed: bool) -> Ticket:
+    async def admit(self, body: Body, client: str, *, streamed: bool) -> Ticket:
         """Gives a request to the engine.
+
+        Args:
+            client: who asks; clients take turns.
 
         Raises:
             Fault: for a request that is refused.
         """
         self._check_body(body)
         prompts, copies = body.prompts, (body.n or 1) if isinstance(body, CompletionBody) else 1
-        count = 1 if isinstance(body, InfillBody) else len(prompts) * copies
-        self._reserve(count)
+        count = max(len(prompts), 1) * copies
+        self._reserve(client, count)
         start = self._loop.time()
         until = None if self.limits.deadline is None else start + self.limits.deadline
         try:
             async with _deadline(until):
-                if isinstance(body, InfillBody):
-                    work = self._loop.run_in_executor(self._encoding, self._make_infilling, body)
-                else:
-                    work = self._loop.run_in_executor(self._encoding, self._make_jobs, body, prompts, copies, streamed)
-                jobs = await work
+                about = (body, client, prompts, copies, streamed)
+                jobs = await self._loop.run_in_executor(self._encoding, self._make_jobs, *about)
             self._check_alive()
         except BaseException:
-            self.in_flight -= count
+            self._release(client, count)
             raise
         ticket = Ticket(jobs, max(len(prompts), 1), until, self)
         self.tickets |= dict.fromkeys(jobs, ticket)
@@ -320,57 +328,78 @@ class Service:
             raise Fault(404, sentence, param="model", code="model_not_found")
         body.check()
         most = self.engine.sampler.gen_length
-        if body.length is not None and body.length > most:
+        if body.length is not None and body.length > most and not self.limits.clamp:
             raise Fault(400, f"max_tokens {body.length} exceeds {most}, this server's limit", param="max_tokens")
 
     def _check_alive(self) -> None:
         if self.broken is not None:
             raise _engine_fault()
 
-    def _reserve(self, count: int) -> None:
+    def _reserve(self, client: str, count: int) -> None:
+        """Gives a client places. One that has none gets them even if others have filled the queue, up to twice."""
         room = self.engine.slots + self.limits.queue
         if count > room:
             raise Fault(400, f"the request asks for {count} answers; this server has room for {room}", param="n")
-        if self.in_flight + count > room:
-            advice = "try again in a moment"
-            raise Fault(
-                429, f"{self.in_flight} requests are waiting or running; {advice}", outcome="full", code="queue_full"
-            )
-        self.in_flight += count
+        if self.in_flight + count > (room if self._in_flight_of[client] else 2 * room):
+            sentence = f"{self.in_flight} requests are waiting or running; try again in a moment"
+            raise Fault(429, sentence, outcome="full", code="queue_full")
+        self._in_flight_of[client] += count
 
-    def _make_jobs(self, body: Body, prompts: Sequence[Any], copies: int, streamed: bool) -> list[Job]:
-        """The engine's jobs. Not for the event loop: long prompts take long."""
-        count, numbers = len(prompts) * copies, body.numbers
+    def _release(self, client: str, count: int) -> None:
+        self._in_flight_of[client] -= count
+        if not self._in_flight_of[client]:
+            del self._in_flight_of[client]
+
+    @property
+    def in_flight(self) -> int:
+        """Requests of the engine that are being admitted, waiting or running."""
+        return self._in_flight_of.total()
+
+    def _make_jobs(self, body: Body, client: str, prompts: Sequence[Any], copies: int, streamed: bool) -> list[Job]:
+        """The jobs of a request, for the engine or the one that fills gaps. Not for the event loop: long prompts take
+        long."""
+        count, numbers = max(len(prompts), 1) * copies, body.numbers
         self._check_numbers(numbers)
         seed = secrets.randbelow(2**32 - count) if body.seed is None else body.seed
-        options: dict[str, Any] = {"gen_length": body.length, "stop": body.stops, **numbers}
         try:
-            ids = [row for prompt in prompts for row in [self._encode(prompt)] * copies]
-            made = [self.engine.request(row, seed=seed + i, **options) for i, row in enumerate(ids)]
+            encoded = [None if prompt is None else self._encode(prompt) for prompt in prompts or [None]]
+            rows: list[Any] = [row for row in encoded for _ in range(copies)]
+            if (template := self._template(body)) is None:
+                options: dict[str, Any] = {"gen_length": self._length(body), "stop": body.stops, **numbers}
+                made = [self.engine.request(row, seed=seed + i, **options) for i, row in enumerate(rows)]
+                jobs = [Job(i, request, seed + i, streamed, self.engine, client) for i, request in enumerate(made)]
+            else:
+                pairs = enumerate(rows)
+                jobs = [self._make_infilling(template, row, i, seed + i, numbers, client) for i, row in pairs]
         except DllmError as error:
             raise Fault(400, str(error)) from None
-        self._check_forwards(made[0])
-        return [Job(i, request, seed + i, streamed, self.engine) for i, request in enumerate(made)]
+        self._check_forwards(jobs[0].request)
+        return jobs
 
-    def _make_infilling(self, body: InfillBody) -> list[Job]:
-        """The job of an infilling, for the engine that fills gaps. Not for the event loop."""
-        seed, numbers = secrets.randbelow(2**32) if body.seed is None else body.seed, body.numbers
-        self._check_numbers(numbers)
-        prompt = next(map(self._encode, body.prompts), None)
-        try:
-            engine = self._infiller()
-            plan = prepare_infill(self._reader, [body.template], prompt=prompt, seed=seed, made=engine.sampler)
-            (request,) = requests_for(self._reader, plan)
-            if len(request.prompt) > engine.prompt_length:
-                raise DllmError(
-                    f"the text before the first gap has {len(request.prompt)} tokens; this server takes "
-                    f"{engine.prompt_length}"
-                )
-            request.number, request.numbers = -1, engine.numbers_with(numbers) if numbers else None
-        except DllmError as error:
-            raise Fault(400, str(error)) from None
-        self._check_forwards(request)
-        return [Job(0, request, seed, False, engine, plan)]
+    def _template(self, body: Body) -> str | None:
+        """What is to be filled: an infilling's template, or a gap and the suffix after it."""
+        if isinstance(body, InfillBody):
+            return body.template
+        if not isinstance(body, TextBody) or not body.suffix:
+            return None
+        return f"<gap:{self._length(body) or GAP_TOKENS}>{escape_gaps(body.suffix)}"
+
+    def _length(self, body: Body) -> int | None:
+        """Positions that an answer gets; None for as many as there are."""
+        return None if body.length is None else min(body.length, self.engine.sampler.gen_length)
+
+    def _make_infilling(
+        self, template: str, prompt: Any, index: int, seed: int, numbers: Mapping[str, int | float], client: str
+    ) -> Job:
+        """Raises DllmError for what cannot be filled."""
+        engine = self._infiller()
+        plan = prepare_infill(self.reader, [template], prompt=prompt, seed=seed, made=engine.sampler)
+        (request,) = requests_for(self.reader, plan)
+        if len(request.prompt) > engine.prompt_length:
+            words = f"the text before the first gap has {len(request.prompt)} tokens"
+            raise DllmError(f"{words}; this server takes {engine.prompt_length}")
+        request.number, request.numbers = -1, engine.numbers_with(numbers) if numbers else None
+        return Job(index, request, seed, False, engine, client, plan)
 
     def _infiller(self) -> Engine:
         """The engine that fills gaps, made for the first that ask: without end tokens, and with text in every gap."""
@@ -379,7 +408,11 @@ class Service:
             if engine.config is None:
                 raise DllmError("this server's sampler fills no gaps; start it with one by name")
             config = config_for_gaps(engine.model, engine.config)
-            room = {"slots": engine.slots, "prompt_length": engine.prompt_length, "buckets": engine.buckets}
+            room: dict[str, Any] = {
+                "slots": engine.slots,
+                "prompt_length": engine.prompt_length,
+                "buckets": engine.buckets,
+            }
             self._gaps = Engine(engine.model, config, draws=engine.draws, **room)
         return self._gaps
 
@@ -390,7 +423,7 @@ class Service:
         options: dict[str, Any] = {"template": body.template, "gamma": body.gamma, "joint": body.joint, "seed": seed}
         temperature = 1.0 if body.temperature is None else body.temperature
         try:
-            (question,) = prepare_questions(self._reader, [prompt], body.fields, temperature=temperature, **options)
+            (question,) = prepare_questions(self.reader, [prompt], body.fields, temperature=temperature, **options)
         except DllmError as error:
             raise Fault(400, str(error)) from None
         form, room = question.form, self.engine.sampler.gen_length
@@ -419,7 +452,7 @@ class Service:
     def _encode(self, prompt: Any) -> list[int]:
         room = self.engine.prompt_length
         try:
-            ids, words = encode_prompt(self._reader, prompt, most=room), ""
+            ids, words = encode_prompt(self.reader, prompt, most=room), ""
             count = len(ids)
         except PromptTooLong as error:
             count, words = error.tokens, "at least "
@@ -466,7 +499,7 @@ class Service:
 
     def _end(self, job: Job) -> None:
         del self.tickets[job], self._admitted_at[job]
-        self.in_flight -= 1
+        self._release(job.client, 1)
 
     def _head(self, shape: Shape, kind: str, ticket: Ticket) -> Json:
         return self._named(shape.prefix, kind, ticket.jobs[0].seed)
@@ -482,16 +515,33 @@ class Service:
         }
 
     def _choice(self, shape: Shape, body: ChatBody | TextBody, job: Job, answer: Generation) -> Json:
-        own = {**shape.choice(answer.text), **self._logprobs(shape, body, answer)}
+        text = self._echo(body, job) + _text(answer)
+        own = {**shape.choice(text), **self._logprobs(shape, body, answer)}
         return {"index": job.index, **_BLANK, **own, "finish_reason": self._reason(job, answer)}
+
+    def _usage(self, body: Body, answers: Sequence[Generation], ticket: Ticket) -> Json:
+        """As `usage_of`, and `max_tokens` where less were generated than asked for because the canvas is no longer."""
+        most = self.engine.sampler.gen_length
+        clamped = {"max_tokens": most} if body.length is not None and body.length > most else {}
+        return usage_of(answers, ticket.prompts) | clamped
+
+    def _echo(self, body: Body, job: Job) -> str:
+        """The prompt's text, if it is wanted."""
+        if not isinstance(body, TextBody) or not body.echo:
+            return ""
+        prompt = body.prompts[job.index // (body.n or 1)]
+        return prompt if isinstance(prompt, str) else str(self.reader.require_tokenizer().decode(prompt))
 
     def _logprobs(self, shape: Shape, body: ChatBody | TextBody, answer: Generation) -> Json:
         if not body.with_logprobs:
             return {}
-        return {"logprobs": shape.logprobs(token_scores(self.engine.model, answer, self._stops(body)))}
+        scores = token_scores(self.engine.model, answer, self._stops(body))
+        return {"logprobs": shape.logprobs(scores, body.with_alternatives)}
 
     def _reason(self, job: Job, answer: Generation) -> str:
         """Why an answer ended: "stop", an end token or a stop pattern, or "length", a full canvas."""
+        if job.plan is not None:  # a gap is as long as it was asked to be
+            return "length"
         full = len(answer.tokens) == job.request.gen_length
         cut = answer.text != text_of(self.engine.model, answer.tokens)
         return "length" if full and not cut else "stop"
@@ -506,8 +556,8 @@ class Service:
 _BLANK: Json = {"logprobs": None, "finish_reason": None}
 
 
-def answer_of(job: Job) -> Generation:
-    """The answer of a job that has ended.
+def answer_of(reader: Model, job: Job) -> Generation:
+    """The answer of a job that has ended; of one that fills gaps an `Infilling`.
 
     Raises:
         Fault: when the model's logits were not finite.
@@ -516,7 +566,12 @@ def answer_of(job: Job) -> Generation:
     assert request.result is not None
     if describe_broken(request.result.broken_at, [request.number]):
         raise _broken_fault()
-    return request.generation
+    return request.generation if job.plan is None else infilling_of(reader, job.plan, request, 0)
+
+
+def _text(answer: Generation) -> str:
+    """What was generated."""
+    return "".join(answer.gaps) if isinstance(answer, Infilling) else answer.text
 
 
 def as_event(message: Json | str) -> bytes:

@@ -23,7 +23,6 @@ IGNORED = frozenset(
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "best_of": (None, 1),
-    "echo": (None, False),
     "frequency_penalty": (None, 0),
     "function_call": (None, "none", "auto"),
     "functions": (None, []),
@@ -34,7 +33,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (None, 0),
     "reasoning_effort": (None, "none"),
     "response_format": (None, {"type": "text"}),
-    "suffix": (None, ""),
     "tool_choice": (None, "none", "auto"),
     "tools": (None, []),
     "verbosity": (None,),
@@ -153,6 +151,11 @@ class Body(BaseModel):
         """Whether the answer has the log-probability of its tokens."""
         return False
 
+    @property
+    def with_alternatives(self) -> bool:
+        """Whether it has them as the most probable tokens, too."""
+        return False
+
     def check(self) -> None:
         """Raises Fault for unknown fields, and for unsupported ones of OpenAI's."""
         for name, value in self._extra_fields():
@@ -212,10 +215,14 @@ class ChatBody(CompletionBody):
     def with_logprobs(self) -> bool:
         return bool(self.logprobs)
 
+    @property
+    def with_alternatives(self) -> bool:
+        return bool(self.top_logprobs)
+
     def check(self) -> None:
         super().check()
-        if self.top_logprobs:
-            raise Fault(400, "top_logprobs above 0 is not supported; use logprobs", param="top_logprobs")
+        if (self.top_logprobs or 0) > 1:
+            raise Fault(400, "top_logprobs above 1 is not supported; use 1", param="top_logprobs")
 
 
 class TextBody(CompletionBody):
@@ -223,6 +230,8 @@ class TextBody(CompletionBody):
 
     prompt: Annotated[Any, PlainValidator(_check_prompt)]
     logprobs: int | None = Field(None, ge=0, le=5)
+    echo: bool | None = None
+    suffix: String | None = None
 
     @property
     def prompts(self) -> list[Any]:
@@ -234,10 +243,18 @@ class TextBody(CompletionBody):
     def with_logprobs(self) -> bool:
         return self.logprobs is not None
 
+    @property
+    def with_alternatives(self) -> bool:
+        return bool(self.logprobs)
+
     def check(self) -> None:
         super().check()
-        if self.logprobs:
-            raise Fault(400, "logprobs above 0 is not supported; use logprobs=0", param="logprobs")
+        if (self.logprobs or 0) > 1:
+            raise Fault(400, "logprobs above 1 is not supported; use logprobs=1", param="logprobs")
+        if self.echo and self.logprobs is not None:
+            raise Fault(400, "the prompt of an echo has no logprobs here; leave one of them out", param="echo")
+        if self.suffix:
+            _refuse({"stop": self.stops or None, "echo": self.echo or None}, "a text before a suffix")
 
 
 class PromptBody(Body):

@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -93,7 +93,7 @@ async def serve(
     at: socket.socket,
     limits: Limits,
     *,
-    key: str | None = None,
+    keys: Sequence[str] = (),
     most_body: int = 1 << 20,
     grace: float = 30.0,
     connections: Connections | None = None,
@@ -103,7 +103,7 @@ async def serve(
 
     Args:
         at: a bound socket.
-        key: the API key that requests must have; None for none.
+        keys: the API keys, one of which requests must have; none for no check.
         most_body: largest body of a request, bytes.
         grace: seconds that running answers have at shutdown.
         connections: their limits; by default more connections than requests, as far as the limit of open files allows.
@@ -119,9 +119,9 @@ async def serve(
     guard = Guard(
         make_app(service),
         service.metrics.requests,
-        key=key,
+        keys=keys,
         most_body=most_body,
-        hosts=allowed_hosts(at.getsockname()[0]) if key is None else None,
+        hosts=allowed_hosts(at.getsockname()[0]) if not keys else None,
     )
     http: Any = connections or Connections(connection_limit(2 * (engine.slots + limits.queue) + 256))
     config = uvicorn.Config(

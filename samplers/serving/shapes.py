@@ -80,9 +80,10 @@ class ChatShape:
         return {"delta": {"content": text} if text else {}}
 
     @staticmethod
-    def logprobs(tokens: Sequence[TokenScore]) -> Json:
+    def logprobs(tokens: Sequence[TokenScore], alternatives: bool) -> Json:
         def entry(token: TokenScore) -> Json:
-            return {"token": token.text, "bytes": token.bytes, "logprob": token.logprob, "top_logprobs": []}
+            own = {"token": token.text, "bytes": token.bytes, "logprob": token.logprob}
+            return {**own, "top_logprobs": [own] if alternatives else []}
 
         return {"content": [entry(token) for token in tokens], "refusal": None}
 
@@ -105,11 +106,11 @@ class TextShape:
         return {"text": text}
 
     @staticmethod
-    def logprobs(tokens: Sequence[TokenScore]) -> Json:
+    def logprobs(tokens: Sequence[TokenScore], alternatives: bool) -> Json:
         return {
             "tokens": [token.text for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": None,
+            "top_logprobs": [{token.text: token.logprob} for token in tokens] if alternatives else None,
             "text_offset": [token.offset for token in tokens],
         }
 

@@ -56,16 +56,13 @@ class PromptFile:
     def __init__(self, name: str) -> None:
         """
         Raises:
-            DllmError: when it cannot be read, or has nothing but blank lines.
+            DllmError: when it cannot be read.
         """
         self._name, self.title = name, "the standard input" if name == "-" else name
         self.regular = name != "-" and Path(name).is_file()
         self._lines = self._read()
-        first = next(self._lines, None)
-        if first is None:
-            raise DllmError(f"{self.title} has no prompts; write one per line")
-        self._first = first
-        self.is_json = name.endswith((".jsonl", ".ndjson")) or _holds_prompt(first.data)
+        self._first = list(itertools.islice(self._lines, 1))
+        self.is_json = name.endswith((".jsonl", ".ndjson")) or any(_holds_prompt(line.data) for line in self._first)
 
     def place(self, line: Line) -> str:
         """The line's name in sentences."""
@@ -77,12 +74,12 @@ class PromptFile:
         Raises:
             DllmError: when the file cannot be read, and for a line of more than 16 MiB.
         """
-        return itertools.chain([self._first], self._lines)
+        return itertools.chain(self._first, self._lines)
 
     def needs(self) -> Needs:
         """What the lines need: a regular file is read for it; of a pipe the first line is all that is there."""
         total, draws = 0, False
-        for line in self._read() if self.regular else [self._first]:
+        for line in self._read() if self.regular else self._first:
             total += 1
             draws |= self.is_json and any(name in line.data for name in _DRAWN)
         return Needs(total if self.regular else None, draws)
@@ -157,7 +154,7 @@ def read_prompts(name: str) -> list[Any]:
     """All prompts of a file at once, where lines have no options.
 
     Raises:
-        DllmError: naming the first line that has none, or options.
+        DllmError: for a file without lines, and naming the first line that has no prompt, or options.
     """
     file, found = PromptFile(name), list[Any]()
     for line in file.lines():
@@ -168,4 +165,6 @@ def read_prompts(name: str) -> list[Any]:
             found.append(prompt_of(entry))
         except DllmError as error:
             raise DllmError(f"{file.place(line)}: {error}") from None
+    if not found:
+        raise DllmError(f"{file.title} has no prompts; write one per line")
     return found
