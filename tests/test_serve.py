@@ -72,8 +72,9 @@ def start(model):
     """Starts servers: a context of one in a thread of its own."""
 
     @contextlib.contextmanager
-    def call(*, sampler="threshold", slots=4, step=None, draws=True, buckets=False, limits=NONE, **options):
-        engine = Engine(model, sampler, slots=slots, prompt_length=64, draws=draws, buckets=buckets, **SHAPE)
+    def call(*, of=model, sampler="threshold", slots=4, step=None, limits=NONE, room=None, **options):
+        given = {"slots": slots, "prompt_length": 64, "draws": True, **SHAPE, **(room or {})}
+        engine = Engine(of, sampler, **given)
         if step is not None:
             engine.compile()
             engine.step = step(engine, engine.step)
@@ -100,7 +101,7 @@ def start(model):
 @pytest.fixture(scope="module")
 def served(start):
     """A server for all tests that leave it as it was."""
-    with start(buckets=True) as found:
+    with start(room={"buckets": True}) as found:
         found.client = _client(found.url)
         yield found
 
@@ -643,6 +644,20 @@ def test_forwards_of_an_answer_are_bounded(start):
             scheduler.Service(small.engine, Limits(forwards=LENGTH - 1))
 
 
+def test_a_prompt_that_begins_like_another_is_read_once(start, model):
+    config = model.config.replace(family="sdar", attention="block", block_length=BLOCK)
+    blocks = dataclasses.replace(dllm_jax.random_model(config, key=2), tokenizer=model.tokenizer, name="tiny")
+    with start(of=blocks, room={"cache": "exact", "prefix_cache": 1 << 20}) as found:
+        ids = [[*range(40, 90)], [*range(40, 80), 33]]
+        answer = lambda prompt, **own: _ask(found.url, prompt, seed=1, **own).json()
+        usages = [answer(prompt, n=2)["usage"] for prompt in (ids[0], ids[1], ids)]
+        assert [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages] == [0, 40, 48 + 40]
+        choices = answer(ids[1])["choices"]
+        assert _metric(found.url, 'dllm_tokens_total{kind="cached"}') == 48 + 2 * 40 + 2 * 48 + 2 * 40 + 40
+    with start(of=blocks, room={"cache": "exact"}) as plain:
+        assert choices == _ask(plain.url, ids[1], seed=1).json()["choices"]
+
+
 def test_one_of_the_keys_is_asked_for(start):
     with start(keys=["another", SECRET]) as closed:
         assert _status(closed.url) == 200 and httpx.get(closed.url + "/").status_code == 200
@@ -658,7 +673,7 @@ def test_one_of_the_keys_is_asked_for(start):
 
 
 def test_without_room_for_drawing_a_temperature_is_refused(start):
-    with start(draws=False) as plain:
+    with start(room={"draws": False}) as plain:
         assert _ask(plain.url, temperature=0, top_p=1).status_code == 200
         refused = _ask(plain.url, temperature=0.5)
         assert refused.status_code == 400 and "temperature" in refused.json()["error"]["message"]

@@ -1,10 +1,11 @@
 """Exact cache of block diffusion: keys and values of complete blocks are final, and nothing is ever refreshed."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from dllm_jax.errors import DllmError
 from dllm_jax.models.denoiser import DenoiserLike, Span, block_length_of
@@ -35,6 +36,16 @@ class ExactState(BlockCacheState):
     final: jax.Array
     block_length: int
     least: int
+
+    def after_reading(self, row: jax.Array, kv: Any, whole: jax.Array) -> Self:
+        """The state in which the first blocks of a row, `whole` positions, are read already.
+
+        Args:
+            kv: their keys and values, [1, N, ...] at positions 0 ... N - 1, some of which may be beyond the buffers.
+        """
+        put = lambda old, new: lax.dynamic_update_slice(old, new[:, : old.shape[1]], (row, 0, 0, 0))
+        kv, final = jax.tree.map(put, self.kv, kv), self.final.at[row].set(whole)
+        return dataclasses.replace(self, kv=kv, final=final, built_for=self.built_for.at[row].set(0))
 
     def own(self, request: ForwardRequest) -> jax.Array:
         """[B] int32, where the model's block begins that the active block is, or is a part of."""

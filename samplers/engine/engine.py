@@ -25,6 +25,7 @@ from dllm_jax.text.tokenizer import token_bytes
 from samplers.checks import check_length, check_seed, check_whole, refuse_unknown
 from samplers.config.factory import CanvasSampler
 from samplers.config.sampler_config import SamplerConfig, configure, make_sampler
+from samplers.engine.prefill import USUAL_BYTES, USUAL_CHUNK, Prefill, PrefixStore, Reading, supports_prefill
 from samplers.engine.program import Progress, number_names, numbers_of, structure_of
 from samplers.engine.requests import Request, Update
 from samplers.engine.slots import Size, Slots, with_draws
@@ -83,6 +84,7 @@ class Engine:
         prompt_length: P, the longest prompt; each slot reserves this many positions.
         draws: whether single requests may set temperature, top_p and top_k.
         buckets: whether the number of rows follows the requests.
+        prefixes: the kept prefixes, None where prompts are not read before their first step.
         rows: slots of the program that runs, which are all of them without `buckets`.
         stop, ignore_eos: the sampler's, if the engine was built by a name; else none.
         stats: what it did so far.
@@ -97,6 +99,8 @@ class Engine:
         prompt_length: int | None = None,
         draws: bool = False,
         buckets: bool = False,
+        prefix_cache: int | None = 0,
+        prefill_chunk: int | None = None,
         **options: Any,
     ) -> None:
         """
@@ -110,6 +114,11 @@ class Engine:
             buckets: run a program of 1, 2, 4 ... rows, and for prompts of 64, 128 ... tokens, whichever is the smallest
                 with room for the requests, so that a step costs what is in it. They are compiled by another thread when
                 requests first fit them, and each takes room for an empty copy of its slots meanwhile.
+            prefix_cache: bytes of keys and values of prompts that are kept on the device, so that requests which begin
+                alike read their common beginning once. For block diffusion models under the exact cache; None is
+                256 MiB for these, in pieces of 512 positions, and nothing for others.
+            prefill_chunk: positions of a prompt that are read between two steps; None reads a prompt at once. For the
+                same models.
 
         Raises:
             DllmError: for bad numbers and options; before anything is compiled.
@@ -135,6 +144,12 @@ class Engine:
         self.draws, self.buckets = draws, buckets
         self._slots = Slots(model, sampler, slots, self.prompt_length, draws, buckets)
         self.sampler: Any = self._slots.sampler
+        self._prefill: Prefill | None = None
+        if prefix_cache is None and supports_prefill(model, sampler):
+            prefix_cache, prefill_chunk = USUAL_BYTES, prefill_chunk or USUAL_CHUNK
+        if prefix_cache or prefill_chunk is not None:
+            self._prefill = Prefill(model, sampler, self.prompt_length, prefill_chunk, prefix_cache or 0)
+        self._reading: dict[Request, Reading | None] = {}  # requests in slots, before and while their prompt is read
         self.stats = Stats()
         self._waiting: collections.deque[Request] = collections.deque()
         self._running: list[Request | None] = [None] * slots
@@ -280,6 +295,10 @@ class Engine:
         return self._slots.size.rows
 
     @property
+    def prefixes(self) -> PrefixStore | None:
+        return None if self._prefill is None else self._prefill.store
+
+    @property
     def compiling(self) -> bool:
         """Whether a program of another size is being compiled."""
         return self._slots.compiling
@@ -319,13 +338,15 @@ class Engine:
         self.compile()
         self._fit()
         free = np.asarray([request is None for request in self._running])
-        admitted, start = self._admit(), time.perf_counter()
+        start, admitted = time.perf_counter(), self._admit()
+        self._read_prompts(admitted, free)
         wanted = self.rows if most is None and not self._waiting else 1
-        most = 1 if self._matchers else _UNBOUNDED if most is None else most
+        most = 1 if self._matchers or self._reading else _UNBOUNDED if most is None else most
         progress = self._end_at_stops(self._slots.run(admitted, free, most, wanted))
         seconds, steps = time.perf_counter() - start, int(progress.steps)
         self.stats += Stats(seconds, 0.0, steps, int(progress.row_steps), steps * self.rows)
-        ran = [(slot, request) for slot, request in enumerate(self._running) if request is not None]
+        slots = enumerate(self._running)
+        ran = [(slot, request) for slot, request in slots if request is not None and request not in self._reading]
         for slot, request in ran:
             if progress.done[slot]:
                 request.result = jax.tree.map(lambda x, slot=slot: x[slot : slot + 1].copy(), progress.result)
@@ -358,12 +379,40 @@ class Engine:
                 admitted[slot] = True
         return admitted
 
+    def _read_prompts(self, admitted: np.ndarray, free: np.ndarray) -> None:
+        """Reads as much of prompts as one call may. A row begins once its prompt is read and counts as free until then.
+        Changes both arrays, which are as `Slots.run` takes them."""
+        if self._prefill is None:
+            return
+        for request in self._running:
+            if request is not None and admitted[request.slot] and self._prefill.reads(request.prompt):
+                self._reading[request], admitted[request.slot] = None, False
+        room = self._prefill.chunk
+        for request, begun in list(self._reading.items()):
+            slot = request.slot
+            assert slot is not None
+            free[slot] = True
+            if not room:
+                continue
+            if begun is None:  # only now, as a prompt before it may begin alike
+                begun = self._reading[request] = self._prefill.begin(request.prompt)
+                request.cached = begun.read
+            room -= self._prefill.read(begun, room)
+            if begun.done:
+                del self._reading[request]
+                begins = np.arange(self.rows) == slot
+                self._slots.run(begins, free, 0, 1)
+                self._slots.put_prompt(slot, begun.kv, begun.whole)
+                free[slot] = False
+
     def _end_at_stops(self, progress: Progress) -> Progress:
         """The progress with the rows ended in which a request's own stop pattern is complete and final."""
         done: Any = np.array(progress.done)
         lengths: Any = np.array(progress.result.lengths)
         tokens: Any = progress.result.tokens
         for request, matcher in self._matchers.items():
+            if request in self._reading:
+                continue
             slot = request.slot
             assert slot is not None
             length = matcher.read(tokens[slot, : _final_length(progress, slot, request)])
@@ -391,6 +440,7 @@ class Engine:
     def _free(self, request: Request) -> None:
         assert request.slot is not None
         self._matchers.pop(request, None)
+        self._reading.pop(request, None)
         self._running[request.slot], request.slot = None, None
 
 

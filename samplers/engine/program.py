@@ -197,6 +197,12 @@ def _admit(sampler: Any, denoiser: DenoiserLike, state: Any, rows: SlotRows, adm
     return each_row(admitted, denoiser.batch_parts, begin_row, rows, state)[1]
 
 
+@functools.partial(jax.jit, donate_argnums=0)
+def put_prompt(state: Any, row: jax.Array, kv: Any, whole: jax.Array) -> Any:
+    """The state after the first blocks of a row's prompt were read, see `ExactState.after_reading`."""
+    return dataclasses.replace(state, cache=state.cache.after_reading(row, kv, whole))
+
+
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def move_rows(x: jax.Array, index: jax.Array, batch: int, shape: tuple[int, ...]) -> jax.Array:
     """Some rows of a leaf of the state, for slots of another size: [n B, ...] to `shape`, [n B', ...].

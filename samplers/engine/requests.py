@@ -34,6 +34,7 @@ class Request:
         result: on the host, with a batch of one; None until it has ended.
         seconds: from its admission to its end, together with whatever ran in the other slots.
         cancelled: whether it was cancelled.
+        cached: tokens of its prompt that were not read, as a kept prompt begins with them.
         reported: its forwards that updates have reported.
         steps: its result after each step so far, if these are kept (`keep_step`).
     """
@@ -50,6 +51,7 @@ class Request:
     result: Result | None = None
     seconds: float = 0.0
     cancelled: bool = False
+    cached: int = 0
     reported: int = 0
     steps: list[Result] = dataclasses.field(default_factory=list, repr=False)
     _model: Model | None = dataclasses.field(default=None, repr=False)

@@ -28,6 +28,7 @@ from samplers.engine.program import (
     number_dtypes_of,
     number_names,
     numbers_of,
+    put_prompt,
     run_steps_buffered,
     run_steps_jit,
     run_steps_on,
@@ -190,6 +191,10 @@ class Slots:
         rows.given[slot] = open_id(self._model.denoiser) if request.given is None else request.given
         for array, number in zip(rows.numbers, request.numbers or self.numbers, strict=True):
             array[slot] = number
+
+    def put_prompt(self, slot: int, kv: Any, whole: int) -> None:
+        """Gives the row that was admitted to a slot the keys and values of its first `whole` positions."""
+        self._state = put_prompt(self._state, np.int32(slot), kv, np.int32(whole))
 
     def run(self, admitted: np.ndarray, free: np.ndarray, most_steps: int, wanted: int) -> Progress:
         """`run_steps` over the rows as they were written; the progress lies on the host.

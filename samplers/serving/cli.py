@@ -82,6 +82,8 @@ def command_line() -> argparse.ArgumentParser:
     add("--prompt-length", type=int, metavar="N", help="tokens of the longest prompt (default: 512)")
     add("--no-draws", dest="draws", action="store_false", help=_DRAWS)
     add("--no-buckets", dest="buckets", action="store_false", help=_BUCKETS)
+    add("--prefix-cache", type=int, metavar="MIB", help=_PREFIXES)
+    add("--prefill-chunk", type=int, metavar="N", help=_CHUNK)
     add("--queue", type=int, default=64, metavar="N", help="requests that may wait; others get a 429 (default: 64)")
     deadline = "of a request, including its wait; 0 for none (default: 600)"
     add("--deadline", type=float, default=600.0, metavar="SECONDS", help=deadline)
@@ -96,6 +98,8 @@ def command_line() -> argparse.ArgumentParser:
 
 
 _BUCKETS = "run all slots in every step, and compile no programs for fewer rows and shorter prompts"
+_PREFIXES = "keys and values of prompts that are kept (default: 256 where the model and sampler allow it, else 0)"
+_CHUNK = "positions of a prompt that are read between two steps (default: 512 where --prefix-cache is not given)"
 _CLAMP = "refuse max_tokens above --gen-length; by default they count as --gen-length"
 _DRAWS = "requests may not set temperature, top-p and top-k, which makes steps faster"
 
@@ -107,6 +111,8 @@ def _check_options(options: argparse.Namespace) -> None:
     check_length("max_body", options.max_body)
     check_whole("queue", options.queue, 0)
     check_whole("port", options.port, 0, 65535)
+    check_whole("prefix_cache", options.prefix_cache, 0)
+    check_length("prefill_chunk", options.prefill_chunk, optional=True)
     check_length("max_forwards", options.max_forwards, optional=True)
     check_number("deadline", options.deadline, 0.0)
     check_number("grace", options.grace, 0.0)
@@ -133,8 +139,9 @@ def _make_engine(options: argparse.Namespace) -> Engine:
     load = functools.partial(dllm_jax.load, dtype=options.dtype, quantize=options.quantize)
     with Console(stderr=True).status(f"loading {bare.name}", spinner="line"):
         model, sampler = load(model_name(options)), sampler.load_verifier(load)
-    room = {"slots": options.slots, "prompt_length": options.prompt_length}
-    return Engine(model, sampler, draws=options.draws, buckets=options.buckets, **room)
+    prefixes = None if options.prefix_cache is None else options.prefix_cache << 20
+    names = ("slots", "prompt_length", "draws", "buckets", "prefill_chunk")
+    return Engine(model, sampler, prefix_cache=prefixes, **{name: getattr(options, name) for name in names})
 
 
 def _describe(engine: Engine) -> str:

@@ -18,7 +18,12 @@ class Metrics:
     def __init__(self, engine: Engine) -> None:
         self._registry = registry = CollectorRegistry()
         self.requests = Counter("dllm_requests", "Requests by outcome", ["route", "outcome"], registry=registry)
-        self._tokens = Counter("dllm_tokens", "Tokens of prompts and of answers", ["kind"], registry=registry)
+        self._tokens = Counter(
+            "dllm_tokens",
+            "Tokens of prompts, those of them that were not read again, and of answers",
+            ["kind"],
+            registry=registry,
+        )
         self._forwards = Counter("dllm_forwards", "Forwards of single requests", registry=registry)
         self._steps = Counter("dllm_steps", "Steps, each a forward of all slots in use", registry=registry)
         self._busy = Gauge("dllm_slots_busy", "Slots in use", registry=registry)
@@ -45,6 +50,7 @@ class Metrics:
         """Counts a request that has ended."""
         assert request.result is not None
         self._tokens.labels("prompt").inc(len(request.prompt))
+        self._tokens.labels("cached").inc(request.cached)
         self._tokens.labels("completion").inc(int(request.result.lengths[0]))
         self._forwards.inc(int(request.result.nfe[0]))
         self._answer_seconds.observe(seconds)

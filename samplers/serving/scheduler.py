@@ -523,7 +523,9 @@ class Service:
         """As `usage_of`, and `max_tokens` where less were generated than asked for because the canvas is no longer."""
         most = self.engine.sampler.gen_length
         clamped = {"max_tokens": most} if body.length is not None and body.length > most else {}
-        return usage_of(answers, ticket.prompts) | clamped
+        copies = len(ticket.jobs) // ticket.prompts
+        cached = sum(job.request.cached for job in ticket.jobs[::copies])
+        return usage_of(answers, ticket.prompts, None if self.engine.prefixes is None else cached) | clamped
 
     def _echo(self, body: Body, job: Job) -> str:
         """The prompt's text, if it is wanted."""
