@@ -3,7 +3,7 @@
     python -m benchmarks.estimates train/configs/grpo-sudoku.toml --sampler topk:k=4 --sampler threshold \
         --json benchmarks/results/estimates-sudoku-cpu.json
 
-Completions are those of a first iteration of `python -m train grpo` at temperature 1, of a model before training.
+Completions are those of a first iteration of `python -m train grpo` at temperature 1, of a model as it is.
 `shrink` 1 scores each draw in the state that it was drawn in, which is exact; s scores the draws of s steps in the
 state before the first of them (TraceRL); 0 scores all of them in the empty canvas (diffu-GRPO), with `mask_prompt`
 after this share of the prompt was masked.
@@ -157,10 +157,11 @@ def report(options: argparse.Namespace) -> dict[str, Any]:
 def show(rows: Sequence[Row]) -> None:
     """A line per row."""
     for row in rows:
+        of_gradients = math.nan if row["cosine"] is None else row["cosine"]
         print(
             f"{row['task']:14} {row['sampler']:10} shrink {row['shrink']} mask_prompt {row['mask_prompt']:<4} "
             f"states {row['states']:5.2f}  log p {row['logprob']:.4f}, bias {row['bias']:+.4f} +- "
-            f"{row['bias_stderr']:.4f}, rank {row['rank_correlation']:.3f}, cosine {math.nan if row['cosine'] is None else row['cosine']:.3f}",
+            f"{row['bias_stderr']:.4f}, rank {row['rank_correlation']:.3f}, cosine {of_gradients:.3f}",
             flush=True,
         )
 
