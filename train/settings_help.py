@@ -14,7 +14,7 @@ _FIXED = "command"  # no setting, but the command that has them
 
 
 def listing(kind: type, width: int = 120) -> str:
-    """The settings of a class as a TOML file, with comments; each at its default, those without one
+    """The settings of a class as a TOML file, with comments; each at its default, those without one, or with None,
     left out, as a comment.
 
     Args:

@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import threading
+import time
 import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
@@ -24,6 +25,7 @@ from dllm_jax.errors import DllmError
 
 _HEARTBEAT = 60  # seconds after which JAX aborts all processes when one of them has died in silence
 MONTH = 30 * 24 * 3600  # seconds, for waits of unknown length
+_ALL_FAILED = threading.Event()
 
 
 def join(where: str, *, wait: int = 300, shutdown_timeout: int = 300) -> None:
@@ -75,9 +77,21 @@ def _overdue(where: str, seconds: int) -> NoReturn:
 
 
 def leave(status: int) -> NoReturn:
-    """Ends this process without waiting for others, which have failed or are about to."""
+    """Ends this process without waiting for others, which have failed or are about to.
+
+    After a failure that all hear of (`fail_together`) process 0 waits until they have left, a minute at most: the
+    coordinator ends with it, and then JAX ends them.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
+    if _ALL_FAILED.is_set():
+        key, until = "dllm_jax/left/{}", time.monotonic() + _HEARTBEAT
+        with contextlib.suppress(Exception):  # somebody has not heard of it in time
+            if index():
+                coordinator().key_value_set(key.format(index()), "")
+            for other in range(1, count()) if not index() else ():
+                seconds = max(until - time.monotonic(), 0)
+                coordinator().blocking_key_value_get(key.format(other), int(1000 * seconds))
     os._exit(status)
 
 
@@ -115,27 +129,19 @@ class Channel:
         self._send(number, {"found": own})
         return [self._receive(number, process)["found"] for process in range(self.processes)]
 
-    def fail(self, error: BaseException, wait: int = 0) -> None:
-        """Reports a failure in place of the next gathered value.
-
-        Args:
-            wait: seconds that process 0 waits at most until the others gather: the coordinator ends with it, and JAX
-                ends those that have not heard of the failure by then.
-        """
+    def fail(self, error: BaseException) -> None:
+        """Reports a failure in place of the next gathered value."""
         if self.processes > 1:
             with contextlib.suppress(Exception):  # the coordinator may be what failed
-                number = next(self._numbers)
-                self._send(number, {"failed": sentence(error)})
-                for other in range(1, self.processes) if wait and not self.process else ():
-                    self._receive(number, other, wait)
+                self._send(next(self._numbers), {"failed": sentence(error)})
 
     def _send(self, number: int, message: Any) -> None:
         key = f"dllm_jax/{self._name}/{number}/{self.process}"
         coordinator().key_value_set_bytes(key, zlib.compress(json.dumps(message).encode(), 1))
 
-    def _receive(self, number: int, process: int, wait: int = MONTH) -> Any:
+    def _receive(self, number: int, process: int) -> Any:
         key = f"dllm_jax/{self._name}/{number}/{process}"
-        message = json.loads(zlib.decompress(coordinator().blocking_key_value_get_bytes(key, wait * 1000)))
+        message = json.loads(zlib.decompress(coordinator().blocking_key_value_get_bytes(key, MONTH * 1000)))
         if "failed" in message:
             raise DllmError(name_process(process, self.processes, message["failed"]))
         return message
@@ -157,11 +163,15 @@ def fail_together() -> Iterator[None]:
         yield
         return
     try:
-        yield
-    except BaseException as error:
-        _agreement().fail(error, _HEARTBEAT)
+        try:
+            yield
+        except BaseException as error:
+            _agreement().fail(error)
+            raise
+        _agreement().gather(None)
+    except Exception:
+        _ALL_FAILED.set()
         raise
-    _agreement().gather(None)
 
 
 def gather(own: Any) -> list[Any]:
