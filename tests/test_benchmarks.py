@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import one_error
+from test_train_grpo import CANVAS, MASK, config_of
 from train_toys import LLADA
 
 import dllm_jax
-from benchmarks import attention, compare, first_call, on_gpu, roofline
+from benchmarks import attention, compare, estimates, first_call, on_gpu, roofline
 from benchmarks import sample as bench
 from dllm_jax.models.denoiser import Span
 from dllm_jax.models.kv_cache import slice_rows, write_rows
@@ -229,3 +230,23 @@ def test_first_calls_are_rehearsed(llada_tiny, tmp_path, capsys):
     table = capsys.readouterr().out
     assert "topk" in table and renoise["refused"] in table
     assert first_call.main([*given, "--sampler", "topp"]) == 2 and "topp" in one_error(capsys)
+
+
+def test_estimates_of_log_probabilities(tmp_path):
+    """That of the empty canvas is one forward, and the gradient of the exact one is training's."""
+    run, state, batch = estimates.completions(config_of(tmp_path, objective={"states": CANVAS}))
+    exact, gradient = estimates.estimate(run, state, batch, 1, 0.0)
+    empty, _ = estimates.estimate(run, state, batch, 0, 0.0)
+    tokens, drawn = np.asarray(batch.tokens[0]), np.asarray(batch.drawn[0])
+    inputs = jnp.where(batch.step[0] >= 0, MASK, tokens)
+    logits = run.stepper.learner(state.trained, {})(inputs, batch.lengths[0])
+    log = jax.nn.log_softmax(logits.at[..., MASK].set(-jnp.inf))
+    own = np.take_along_axis(np.asarray(log), tokens[..., None], axis=-1)[..., 0]
+    np.testing.assert_allclose(empty, np.where(drawn, own, 0).sum(axis=1) / drawn.sum(axis=1), atol=1e-5)
+    assert np.abs(exact - empty).max() > 1e-3
+    noised = run.stepper.add_noise(batch, jax.random.key(0), jnp.int32(0))
+    trained, _ = run.stepper.gradient(state.trained, {}, noised, jax.random.key(1))
+    np.testing.assert_allclose(estimates.cosine(gradient, trained), 1, rtol=1e-5)
+    found = estimates.compared(np.asarray([0.5, 0.1, 0.2, 0.2]), np.asarray([0.4, 0.3, 0.2, 0.2]), 2)
+    np.testing.assert_allclose([found["bias"], found["bias_stderr"]], [-0.025, 0.025])
+    np.testing.assert_array_equal(estimates.ranks(np.asarray([0.5, 0.1, 0.2, 0.2])), [4, 1, 2.5, 2.5])

@@ -188,6 +188,26 @@ def test_ratios_to_other_implementations_are_those_measured():
     assert len([cell for row in rows for cell in row.values() if re.fullmatch(r"[\d.]+", cell)]) == len(ratios)
 
 
+def test_estimates_of_log_probabilities_are_the_benchmarks():
+    paths = sorted((ROOT / "benchmarks" / "results").glob("estimates-*.json"))
+    wanted = [
+        {
+            "task": row["task"],
+            "sampler": row["sampler"],
+            "shrink": f"{row['shrink']}" + (f", mask_prompt {row['mask_prompt']}" if row["mask_prompt"] else ""),
+            "states": f"{row['states']:.1f}",
+            "log p": f"{row['logprob']:.4f}",
+            "bias": "exact" if row["shrink"] == 1 else f"{row['bias']:+.4f} ± {row['bias_stderr']:.4f}",
+            "rank correlation": f"{row['rank_correlation']:.2f}",
+            "learned": f"{row['learned'] * row['completions']:.0f}",
+            "cosine": "-" if row["cosine"] is None else f"{row['cosine']:.2f}",
+        }
+        for path in paths
+        for row in json.loads(path.read_text())["rows"]
+    ]
+    assert wanted in list(tables(PAGES["docs/rewards.md"]))
+
+
 @pytest.mark.parametrize("path", sorted(RESULTS.rglob("*.json")), ids=lambda path: str(path.relative_to(RESULTS)))
 def test_every_recorded_accuracy_has_wilson_s_error(path):
     told = json.loads(path.read_text())

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 import os
 import signal
 
@@ -24,9 +25,11 @@ from evals.tasks import make_task
 from samplers.engine.program import run_steps_jit
 from samplers.tokens.predictions import Sampling, given, predict
 from train.__main__ import main
+from train.losses import mean_values
 from train.objectives import OBJECTIVES
 from train.objectives.grpo import Grpo, GrpoConfig, GrpoPart, choose_states
-from train.rollout import Rollout, RolloutPart, Rollouts, advantages, judge_of
+from train.rollout import Rollout, RolloutPart, Rollouts, advantages, judge_of, token_shares
+from train.run_dir import read_settings
 from train.settings import build_settings
 from train.setup import read_parts
 from train.step import training_mesh
@@ -35,15 +38,17 @@ from train.trainer import Run, placement_of
 T, CANVAS, MASK = 12, 6, LLADA.mask_id
 
 
+LIKED = {
+    "data": {"source": "train_toys:Liked", "length": T, "answer_length": CANVAS},
+    "rollout": {"sampler": "topk:k=2,proxy=entropy,ignore_eos=true", "prompts": 2, "num_generations": 4},
+    "checkpoint__every": 2,
+    "log__every": 1,
+}
+
+
 def table(out, **changes):
     """A small run on `Liked`: two prompts of four completions, learned in one step."""
-    usual = {
-        "data": {"source": "train_toys:Liked", "length": T, "answer_length": CANVAS},
-        "rollout": {"sampler": "topk:k=2,proxy=entropy,ignore_eos=true", "prompts": 2, "group": 4},
-        "checkpoint__every": 2,
-        "log__every": 1,
-    }
-    return settings(out, **{**usual, **changes})
+    return settings(out, **{**LIKED, **changes})
 
 
 def config_of(out, **changes):
@@ -87,7 +92,7 @@ def reference(part, temperature, model, base, batch, old):
             for place in np.flatnonzero((step >= first) & (step < first + shrink) & np.asarray(batch.drawn[row])):
                 new, a = log[place, tokens[place]], batch.advantage[row]
                 ratio = jnp.exp(new - old[row, place])
-                gain = jnp.minimum(ratio * a, jnp.clip(ratio, 1 - part.clip, 1 + part.clip) * a)
+                gain = jnp.minimum(ratio * a, jnp.clip(ratio, 1 - part.epsilon, 1 + part.epsilon) * a)
                 q = frozen[place, tokens[place]]
                 kls.append(jnp.exp(q - new) - (q - new) - 1)
                 total += batch.share[row] * (part.beta * kls[-1] - gain)
@@ -129,9 +134,11 @@ def test_the_loss_is_the_formula(shrink, chunk, shift):
         np.testing.assert_allclose(x, slope[name], rtol=2e-3, atol=2e-5, err_msg=name)
 
 
-def test_the_first_update_is_the_policy_gradient_and_clipped_ratios_teach_nothing():
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_the_first_update_is_the_policy_gradient_and_clipped_ratios_teach_nothing(level):
     params = init_params(LLADA, jax.random.key(0), dtype="float32")
-    objective, key = Grpo(GrpoPart(states=T, clip=0.2)), jax.random.key(2)
+    part, key = GrpoPart(states=T, epsilon=0.2, importance_sampling_level=level), jax.random.key(2)
+    objective = Grpo(part)
     batch, _ = completions()
     noised = objective.corrupt(key, batch, Denoiser(LLADA, {}))
 
@@ -142,7 +149,7 @@ def test_the_first_update_is_the_policy_gradient_and_clipped_ratios_teach_nothin
 
     def plain(params):  # - mean of A log pi
         new = objective.logprobs(Denoiser(LLADA, params), noised)
-        return -jnp.sum(noised.weights * batch.advantage[:, None, None] * new) / 3
+        return -jnp.sum(noised.weights * (batch.share * batch.advantage)[:, None, None] * new) / 3
 
     old = objective.logprobs(Denoiser(LLADA, params), noised)
     wanted = jax.grad(plain)(params)
@@ -157,6 +164,58 @@ def test_the_first_update_is_the_policy_gradient_and_clipped_ratios_teach_nothin
     assert metrics["clipped"] == 1 and all(not np.any(x) for x in found.values())
     loss, metrics, found = gradient(jnp.where(better, old + 1, old - 1))  # gone too far the other way
     assert metrics["clipped"] == 0 and all(np.any(x) for name, x in found.items() if "kernel" in name)
+
+
+CHOICES = [
+    {"epsilon_high": 0.5},
+    {"loss_type": "bnpo"},
+    {"loss_type": "dr_grpo"},
+    {"loss_type": "dapo", "epsilon_high": 0.5},
+    {"importance_sampling_level": "sequence"},
+    {"importance_sampling_level": "sequence", "loss_type": "dapo", "epsilon_high": 0.5},
+]
+
+
+def by_hand(part, drawn, new, old, q, advantage):
+    """The loss of a batch of several parts: arrays [parts, rows, T] of draws and log-probabilities, [parts, rows]."""
+    draws, ratio, a = drawn.sum(axis=2), np.exp(new - old), advantage[..., None]
+    if part.importance_sampling_level == "sequence":
+        mean = np.where(drawn, new - old, 0).sum(axis=2) / draws
+        ratio = np.broadcast_to(np.exp(mean)[..., None], drawn.shape)
+    high = part.epsilon if part.epsilon_high is None else part.epsilon_high
+    kl = np.exp(q - new) - (q - new) - 1
+    loss = part.beta * kl - np.minimum(ratio * a, np.clip(ratio, 1 - part.epsilon, 1 + high) * a)
+    loss = np.where(drawn, loss, 0)
+    if part.loss_type == "grpo":
+        return (loss.sum(axis=2) / draws).mean()
+    if part.loss_type == "bnpo":
+        return (loss.sum(axis=(1, 2)) / draws.sum(axis=1)).mean()
+    return loss.sum() / (draws.sum() if part.loss_type == "dapo" else draws.size * CANVAS)
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: "-".join(map(str, choice.values())))
+def test_choices_are_their_formulas(choice):
+    """Of a batch in two parts with different numbers of draws; ratios lie on both sides of both bounds, so that each
+    choice changes the loss by more than the tolerance, which is of rounding."""
+    part = GrpoPart(states=T, beta=0.3, **choice)
+    objective, usual = Grpo(part), GrpoPart(states=T, beta=0.3)
+    learner, base = (Denoiser(LLADA, init_params(LLADA, jax.random.key(seed), dtype="float32")) for seed in (0, 1))
+    first, _ = completions()
+    parts, arrays = [], []
+    for seed, kept in enumerate((T, 1)):  # of the second part only what the first two steps drew
+        drawn = first.drawn & (first.step <= kept)
+        share = token_shares(np.asarray(drawn.sum(axis=1)), part.loss_type, CANVAS)
+        batch = first._replace(drawn=drawn, share=jnp.asarray(share))
+        noised = objective.corrupt(jax.random.key(2), batch, learner)
+        new, q = (objective.logprobs(model, noised) for model in (learner, base))
+        noised = noised._replace(old=new + 0.5 * jax.random.normal(jax.random.key(seed), new.shape))
+        parts.append(objective.means(learner, base, noised))
+        of_draw = lambda x, noised=noised: np.where(noised.weights > 0, x, 0).sum(axis=1, dtype=np.float64)
+        arrays.append((np.asarray(drawn), *map(of_draw, (new, noised.old, q)), np.asarray(batch.advantage)))
+    arrays = [np.stack(pair) for pair in zip(*arrays, strict=True)]
+    found = mean_values(jax.tree.map(jnp.add, *parts))
+    np.testing.assert_allclose(found["loss"], by_hand(part, *arrays), rtol=1e-4)
+    assert abs(by_hand(usual, *arrays) - by_hand(part, *arrays)) > 0.01
 
 
 def test_states_are_drawn_without_repetition_and_count_as_all_of_them_would():
@@ -197,11 +256,15 @@ def test_answers_are_checked_once(tmp_path, monkeypatch):
 
 def test_advantages():
     rewards = np.asarray([[1.0, 0.0, 0.0, 1.0], [0.7, 0.7, 0.7, 0.7], [0.1, 0.1, 0.1, 0.4]])
-    found = advantages(rewards, "grpo")
+    found = advantages(rewards, "group")
     np.testing.assert_allclose(found[0], [1, -1, -1, 1])
     assert (found[1] == 0).all()
     np.testing.assert_allclose(found[2].std(), 1, rtol=1e-6)
-    np.testing.assert_allclose(advantages(rewards, "dr-grpo")[2], [-0.075, -0.075, -0.075, 0.225], rtol=1e-6)
+    np.testing.assert_allclose(advantages(rewards, "none")[2], [-0.075, -0.075, -0.075, 0.225], rtol=1e-6)
+    every = [1.0] * 2 + [0.0] * 2 + [0.7] * 4 + [0.1] * 3 + [0.4]
+    spread = math.sqrt(sum((x - sum(every) / 12) ** 2 for x in every) / 12)
+    wanted = np.asarray([[0.5, -0.5, -0.5, 0.5], [0, 0, 0, 0], [-0.075, -0.075, -0.075, 0.225]]) / spread
+    np.testing.assert_allclose(advantages(rewards, "batch"), wanted, rtol=1e-6)
 
 
 SHORT_BLOCKS = (
@@ -228,13 +291,18 @@ def test_the_learner_has_the_log_probabilities_of_the_sampler(tmp_path, sampler,
     one, and what lies behind is then never written."""
     sampled, arrays = [], Rollouts._arrays
     monkeypatch.setattr(Rollouts, "_arrays", lambda self, found: sampled.append(found) or arrays(self, found))
-    changes = {"rollout__sampler": sampler, "rollout__group": 8, "optimizer__batch": 16}
-    run = run_of(config_of(tmp_path, **changes, objective={"states": CANVAS, "updates": 2}))
+    changes = {"rollout__sampler": sampler, "rollout__num_generations": 8, "optimizer__batch": 16}
+    objective = {"states": CANVAS, "num_iterations": 2, "loss_type": "dr_grpo", "scale_rewards": "none"}
+    run = run_of(config_of(tmp_path, **changes, objective=objective))
     state = often(run, LLADA.eos_id)
     batch = run.feed(0, 0, state)
     noised = jax.tree.map(lambda x: np.asarray(x[0]), run.stepper.add_noise(batch, jax.random.key(0), jnp.int32(0)))
     learned, drawn = noised.weights > 0, np.asarray(batch.drawn[0])
     assert (learned.sum(axis=1) == drawn).all() and drawn.any(axis=1).all()
+    rewards = np.stack([group.rewards for group in sampled[0]])
+    better = (rewards - rewards.mean(axis=1, keepdims=True)).reshape(-1)
+    np.testing.assert_allclose(batch.advantage[0], better, atol=1e-6)
+    np.testing.assert_allclose(batch.share[0], 1 / CANVAS)
     decided = [np.asarray(result.decoded_at[0]) for group in sampled[0] for result in group.results]
     assert sum((steps < 0).any() for steps in decided) >= 2 and max(map(max, decided)) > 0
     model, inputs = Denoiser(LLADA, dict(state.trained)), noised.inputs
@@ -297,7 +365,7 @@ def told(out):
     return [{name: x for name, x in line.items() if name not in timed} for line in lines(out)]
 
 
-CHANGES = {"steps": 12, "checkpoint__every": 4, "objective": {"updates": 2, "beta": 0.1}, "optimizer__batch": 4}
+CHANGES = {"steps": 12, "checkpoint__every": 4, "objective": {"num_iterations": 2, "beta": 0.1}, "optimizer__batch": 4}
 
 
 def test_killed_and_resumed_is_as_if_nothing_had_been(tmp_path, monkeypatch):
@@ -341,14 +409,14 @@ def test_a_changed_batch_goes_on_with_the_next_prompts(tmp_path, monkeypatch):
     asked.clear()
     assert train.train(changed(4, steps=4), allow_change=["optimizer.batch"]).started == 2
     assert set(asked) == {0, 4, 5}  # 0 is looked at before
-    amid = {"steps": 8, "checkpoint__every": 8, "objective": {"updates": 4}}
+    amid = {"steps": 8, "checkpoint__every": 8, "objective": {"num_iterations": 4}}
     with pytest.raises(DllmError, match="restore optimizer.batch"):
-        train.train(changed(4, **amid), allow_change=["objective.updates"])
+        train.train(changed(4, **amid), allow_change=["objective.num_iterations"])
 
 
 def test_devices_share_sampling_and_learning(tmp_path):
     # One iteration: weights that have learned differ by rounding, and the next one's draws may then be others.
-    changes = CHANGES | {"steps": 4, "objective": {"updates": 2, "chunk": 16}}
+    changes = CHANGES | {"steps": 4, "objective": {"num_iterations": 2, "chunk": 16}}
     outs = [tmp_path / name for name in ("one", "many")]
     for out, mesh in zip(outs, ({}, {"data": 2, "fsdp": 2}), strict=True):
         train.train(config_of(out, compute__mesh=mesh, **changes))
@@ -385,7 +453,7 @@ def test_tasks_check_answers(tmp_path):
     options = {"task": "sudoku", "box_rows": 2, "box_columns": 2}
     data = {"source": "evals.tasks:make_task", "length": 19, "options": options}
     fields = {name: x for name, x in model_fields().items() if name not in (*SPECIAL, "vocab_size")}
-    rollout = {"sampler": "topk:k=8", "prompts": 2, "group": 4, "reward": "partial"}
+    rollout = {"sampler": "topk:k=8", "prompts": 2, "num_generations": 4, "reward": "partial"}
     run = run_of(config_of(tmp_path, data=data, model={"config": fields}, rollout=rollout))
     batch = run.feed(0, 0, run.initial_state())
     assert 0 <= run.feed.metrics["accuracy"] <= run.feed.metrics["reward"] <= 1 and run.feed.metrics["reward"] > 0
@@ -416,7 +484,7 @@ def of_questions(spoken, out, **changes):
     options = {"task": "text", "file": str(spoken / "questions.jsonl"), "score": "train_toys:even", "gen_length": 6}
     data = {"source": "evals.tasks:make_task", "length": 24, "on_bad": "drop", "options": options}
     model = {"init": str(spoken / "model"), "config": {}}
-    rollout = {"sampler": "topk:k=2,proxy=entropy", "prompts": 2, "group": 4}
+    rollout = {"sampler": "topk:k=2,proxy=entropy", "prompts": 2, "num_generations": 4}
     return config_of(out, data=data, model=model, rollout=rollout, **changes)
 
 
@@ -456,11 +524,12 @@ def test_questions_without_room_or_references_get_a_sentence(spoken, tmp_path):
 
 
 MISTAKES = [
-    ({"rollout__group": 1}, "rollout.group"),
+    ({"rollout__num_generations": 1}, "rollout.num_generations"),
     ({"rollout__temperature": 0.0}, "rollout.temperature"),
     ({"rollout__prompts": 3}, "rollout.prompts 3"),
-    ({"objective": {"updates": 4}}, "set it to 8"),
-    ({"checkpoint__every": 3, "objective": {"updates": 2}}, "checkpoint.every 3"),
+    ({"objective": {"num_iterations": 4}}, "set it to 8"),
+    ({"objective": {"epsilon_high": -0.1}}, "objective.epsilon_high"),
+    ({"checkpoint__every": 3, "objective": {"num_iterations": 2}}, "checkpoint.every 3"),
     ({"lora": {"rank": 2, "dropout": 0.1}}, "lora.dropout"),
     ({"data__bucket": 4}, "data.bucket"),
     ({"objective": {"beta": 0.1}}, "objective.beta"),
@@ -501,3 +570,4 @@ def test_one_command(tmp_path, capsys):
     assert main(["grpo", "--config", str(path), "--no-progress"]) == 0
     assert "2 steps" in capsys.readouterr().out
     assert dllm_jax.load(tmp_path / "run" / "model").config.mask_id == MASK
+    assert build_settings(GrpoConfig, read_settings(tmp_path / "run")).objective == GrpoPart()

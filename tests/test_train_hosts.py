@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from test_train_grpo import LIKED
 from test_train_run import ENVIRONMENT, assert_same, interrupting, latest_state, lines
 from train_toys import LLADA, Reverse, model_fields, of_lengths, run_config, settings, write_toml
 
@@ -26,6 +27,8 @@ from train import multihost_stop
 from train.__main__ import main
 from train.config import CheckpointPart
 from train.multihost_stop import SharedStopRequest
+from train.objectives.grpo import GrpoConfig
+from train.settings import build_settings
 from train.states import States
 
 pytestmark = pytest.mark.processes
@@ -36,9 +39,9 @@ MESH = {"data": 2, "fsdp": 2}
 class Pair:
     """Two processes of a run, by default with two devices each; what they say is in files."""
 
-    def __init__(self, tmp_path, out, own=((), ()), devices=2, **changes):
+    def __init__(self, tmp_path, out, own=((), ()), devices=2, command="masked-diffusion", **changes):
         toml = write_toml(tmp_path / "run.toml", settings(out, **{"compute__mesh": MESH, **changes}))
-        run = [sys.executable, "-m", "train", "masked-diffusion", "--config", str(toml), "--no-progress"]
+        run = [sys.executable, "-m", "train", command, "--config", str(toml), "--no-progress"]
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -171,6 +174,48 @@ def test_two_processes_write_adapters(tmp_path):
     assert (config, part, base) == (two[0], two[1], two[3])
     for name, value in one.items():
         np.testing.assert_allclose(two[2][name], value, atol=2e-4, err_msg=name)
+
+
+def test_two_processes_sample_and_learn_like_one(tmp_path):
+    """Rewards of each group are computed by one of them. A run that is stopped and resumed ends like one that is not,
+    bit by bit; one process with the same mesh gives the same numbers, but for the order of the terms in sums over
+    devices. By such a difference, of 1e-6, a draw of the second round is another one for one seed in thousands."""
+    data = LIKED["data"] | {"source": "train_toys:SlowLiked"}
+    logs = {name: tmp_path / f"{name}.txt" for name in ("one", "two", "stopped")}
+    options = lambda name: {"data": data | {"options": {"log": str(logs[name]), "seconds": float(name == "stopped")}}}
+    changes = LIKED | {"steps": 6, "objective": {"num_iterations": 2, "loss_type": "dapo"}, "optimizer__ema": 0.9}
+    stopped = Pair(tmp_path, tmp_path / "stopped", command="grpo", **changes | options("stopped"))
+    stopped.at(2)
+    stopped.processes[1].terminate()
+    statuses, said = stopped.end()
+    assert statuses == [75, 75], said
+    with States(tmp_path / "stopped" / "state", CheckpointPart(), clean=False) as states:
+        assert states.latest == 4
+    for name in ("stopped", "two"):
+        statuses, said = Pair(tmp_path, tmp_path / name, command="grpo", **changes | options(name)).end()
+        assert statuses == [0, 0], said
+    assert_same(*(latest_state(tmp_path / name) for name in ("stopped", "two")))
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "two")
+    one = settings(tmp_path / "one", compute__mesh=MESH, **changes | options("one"))
+    train.train(build_settings(GrpoConfig, one))
+    wanted, found = (losses(tmp_path / name) for name in ("one", "two"))
+    np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-5)  # losses of advantages, which are about 0
+    rewards = [[line["reward"] for line in lines(tmp_path / name)] for name in ("one", "two")]
+    assert rewards[0] == rewards[1] and len(set(rewards[0])) > 1
+    for name, x in latest_state(tmp_path / "one").items():
+        np.testing.assert_allclose(latest_state(tmp_path / "two")[name], x, atol=2e-4, err_msg=name)
+    by_process = [logs[name].read_text().split() for name in ("one", "two")]
+    assert sorted(by_process[1]) == ["0"] * 12 + ["1"] * 12 and by_process[0] == ["0"] * 24
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_reward_that_fails_ends_both(tmp_path, process):
+    """With its sentence, also where the other's rewards take longer."""
+    data = LIKED["data"] | {"source": "train_toys:SlowLiked", "options": {"fails": process, "seconds": 2.0}}
+    statuses, said = Pair(tmp_path, tmp_path / "run", command="grpo", **LIKED | {"data": data}).end()
+    assert statuses == [2, 2], said
+    sentences = ["the sandbox is gone", f"process {process} of 2: the sandbox is gone"]
+    assert [errors(text) for text in said] == [[f"error: {sentences[number != process]}"] for number in range(2)]
 
 
 def test_a_process_that_fails_ends_both(tmp_path):

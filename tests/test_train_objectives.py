@@ -95,10 +95,12 @@ def test_all_settings_are_listed_with_what_they_are(name, capsys):
     needed = {"lora": LoraPart(rank=1)} if name == "d2f" else {}
     values = json.loads(to_json(OBJECTIVES[name].config(out="", steps=1000, **needed)))
     values["lora"]["rank"] = 0
+    unset = [key for key, value in values["objective"].items() if value is None]
+    values["objective"] = {key: value for key, value in values["objective"].items() if key not in unset}
     wanted = {key: value for key, value in values.items() if key not in ("out", "steps", "command")}
     assert ended.value.code == 0 and tomllib.loads(text) == wanted
     lines = text.splitlines()
-    assert "# out = ..." in lines and "# steps = ..." in lines
+    assert {f"# {key} = ..." for key in ("out", "steps", *unset)} <= {*lines}
     for above, line in itertools.pairwise(lines):
         assert line.startswith("#") or " = " not in line or above.startswith("# "), line
 

@@ -86,7 +86,7 @@ def stepper_of(case, dtype, parts=1, mesh=None):
     values = settings("out", compute=compute, optimizer=optimizer, objective=objective, data__length=LENGTH, **tables)
     values["model"] = {"init": "base"} if "lora" in tables or command == "indicator" else {}
     if command == "grpo":
-        values |= {"rollout": {"prompts": 2, "group": ROWS // 2}}
+        values |= {"rollout": {"prompts": 2, "num_generations": ROWS // 2}}
     config = build_settings(OBJECTIVES[command].config, values)
     placed, model = training_mesh(config), FAMILIES[family]
     trained = OBJECTIVES[command].of(config).trainable(config, model)

@@ -1,5 +1,6 @@
 """Tiny models and data for the tests of training."""
 
+import copy
 import dataclasses
 import json
 import time
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dllm_jax
+from dllm_jax import DllmError
 from train.batches import batch_of
 from train.objectives.masked_diffusion import MaskedDiffusionConfig
 from train.settings import build_settings
@@ -103,7 +105,7 @@ def settings(out, **changes):
         table = values
         for part in tables:
             table = table.setdefault(part, {})
-        table[last] = value
+        table[last] = copy.deepcopy(value)  # later changes are of this table alone
     return values
 
 
@@ -205,3 +207,21 @@ class Liked:
 
     def reward(self, example, ids):
         return sum(token < self.below for token in ids) / 6
+
+
+@dataclasses.dataclass(frozen=True)
+class SlowLiked(Liked):
+    """The same with rewards that take their time, write down which process computes them, and fail in one."""
+
+    seconds: float = 0.0
+    log: str = ""
+    fails: int = -1
+
+    def reward(self, example, ids):
+        if jax.process_index() == self.fails:
+            raise DllmError("the sandbox is gone")
+        time.sleep(self.seconds)
+        if self.log:
+            with open(self.log, "a") as file:
+                file.write(f"{jax.process_index()}\n")
+        return super().reward(example, ids)

@@ -3,6 +3,9 @@
 An iteration samples a group of completions for each of some prompts, by the weights that the state has at its start,
 and learns from them in one round of steps. Everything is a pure function of these weights, the seed and the number of
 the iteration, so a run that starts again from a state between two rounds repeats what the killed one did.
+
+Several processes run one engine over the mesh in lock-step: each takes the same requests and reads the same progress.
+Rewards may come from slow programs, so each group has one process that computes them and shares them with the others.
 """
 
 import concurrent.futures
@@ -19,6 +22,7 @@ from jax.sharding import NamedSharding
 
 from dllm_jax import Denoiser, Model
 from dllm_jax.errors import DllmError
+from dllm_jax.parallel import multihost
 from samplers.config.sampler_config import parse_sampler, refuse_twice
 from samplers.engine.engine import Engine
 from samplers.engine.requests import Request
@@ -31,7 +35,8 @@ from train.settings import setting
 from train.trajectory import step_numbers
 
 Reward = Literal["correct", "partial"]
-Advantage = Literal["grpo", "dr-grpo"]
+LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
+ScaleRewards = Literal["group", "batch", "none"]
 Judge = Callable[[Any, list[int]], tuple[float, bool | None]]
 """Of an example, and the tokens that were generated for it: the reward, and whether a checker accepts them; None where
 there is no checker."""
@@ -50,10 +55,10 @@ class RolloutPart:
             tokens are drawn from.
         temperature: of the draws, and of the distribution whose log-probabilities are learned.
         prompts: P, of an iteration.
-        group: completions of each prompt, which are compared with one another.
+        num_generations: completions of each prompt, a group, which are compared with one another.
         redraw: how often other prompts are drawn in the place of those whose completions all have the same reward, and
             so teach nothing (the dynamic sampling of DAPO, arXiv 2503.14476). What is left then is learned as it is.
-        slots: completions that are sampled together, the next as soon as one has ended; 0 is all of P times `group`.
+        slots: completions that are sampled together, the next as soon as one has ended; 0 is all of an iteration.
         reward: "correct" is 1 for an answer that the task's checker accepts, else 0. "partial" is the task's
             score of answers that are partly right, in [0, 1]. A source with a `reward` of its own gives that.
     """
@@ -61,7 +66,7 @@ class RolloutPart:
     sampler: str = "threshold"
     temperature: float = setting(1.0, at_least=1e-3)
     prompts: int = setting(8, at_least=1)
-    group: int = setting(8, at_least=2)
+    num_generations: int = setting(8, at_least=2)
     redraw: int = setting(0, at_least=0)
     slots: int = setting(0, at_least=0)
     reward: Reward = "correct"
@@ -69,7 +74,7 @@ class RolloutPart:
     @property
     def completions(self) -> int:
         """Of an iteration."""
-        return self.prompts * self.group
+        return self.prompts * self.num_generations
 
 
 class Rollout(NamedTuple):
@@ -81,7 +86,7 @@ class Rollout(NamedTuple):
         drawn: [..., T] bool, positions whose token was drawn from the model.
         lengths: [...] int32, positions that count.
         advantage: [...] float32, of the completion within its group.
-        share: [...] float32, how much each of its drawn tokens counts.
+        share: [...] float32, how much each of its drawn tokens counts, see `GrpoPart.loss_type`.
         old: [..., M, T] float32, log-probabilities of the tokens in M states by the weights that sampled them; None
             where these are the weights that learn.
     """
@@ -95,21 +100,34 @@ class Rollout(NamedTuple):
     old: jax.Array | None = None
 
 
-def advantages(rewards: np.ndarray, kind: Advantage) -> np.ndarray:
-    """What completions are better by than their group: r - mean(r), and for "grpo" over the group's standard deviation
-    (DeepSeekMath, arXiv 2402.03300); without it as Dr. GRPO (arXiv 2503.20783). 0 where all rewards are equal.
+def advantages(rewards: np.ndarray, scale: ScaleRewards) -> np.ndarray:
+    """What completions are better by than their group: r - mean(r), over the standard deviation of the group's
+    rewards (DeepSeekMath, arXiv 2402.03300) or of all ("batch"). 0 where the group's rewards are equal.
 
     Args:
-        rewards: [P, group] float64.
+        rewards: [P, num_generations] float64.
 
     Returns:
-        [P, group] float32.
+        [P, num_generations] float32.
     """
     apart = np.ptp(rewards, axis=1, keepdims=True) > 0
     found = np.where(apart, rewards - rewards.mean(axis=1, keepdims=True), 0.0)
-    if kind == "grpo":
-        found = found / np.where(apart, rewards.std(axis=1, keepdims=True), 1.0)
+    if scale != "none":
+        spread = rewards.std(axis=1, keepdims=True) if scale == "group" else rewards.std()
+        found = found / np.where(apart, spread, 1.0)
     return found.astype(np.float32)
+
+
+def token_shares(draws: np.ndarray, loss_type: LossType, canvas: int) -> np.ndarray:
+    """How much each drawn token of completions counts, [N] float32, before `Grpo.means` divides by how many completions
+    or tokens there are.
+
+    Args:
+        draws: [N] of each completion.
+        canvas: positions of it.
+    """
+    per = {"grpo": np.maximum(draws, 1), "dr_grpo": canvas}.get(loss_type, 1)
+    return np.broadcast_to(1.0 / per, draws.shape).astype(np.float32)
 
 
 def sampler_for(part: RolloutPart, model: Model, task: Any, gen_length: int) -> BlockSampler:
@@ -192,7 +210,7 @@ class Group:
     Attributes:
         example: what they answer.
         results: one for each completion.
-        rewards: [group] float64.
+        rewards: [num_generations] float64.
         correct: the task's checker's verdict on each completion; None where there is no checker.
     """
 
@@ -224,8 +242,9 @@ class Rollouts:
         sampler: BlockSampler,
         *,
         batch: tuple[int, int],
-        updates: int,
-        advantage: Advantage,
+        num_iterations: int,
+        loss_type: LossType,
+        scale_rewards: ScaleRewards,
         policy: Callable[[Any], Denoiser],
         old: Callable[[Any, Rollout, int], jax.Array],
         sharding: NamedSharding,
@@ -235,7 +254,7 @@ class Rollouts:
             rows: of which the examples and their order are taken.
             task: the task, or a source with a `reward`.
             batch: of a step: parts that are computed one after another, and completions of each.
-            updates: how often an iteration's completions are learned.
+            num_iterations, loss_type, scale_rewards: as in `GrpoPart`.
             policy: the model with a state's weights, as it samples.
             old: log-probabilities of a batch's tokens by a state's weights, as the step of that number asks for them.
             sharding: of a step's batch.
@@ -243,10 +262,11 @@ class Rollouts:
         self._part, self._rows, self._task, self._sampler = part, rows, task, sampler
         self._judge = judge_of(part, task)
         self._stops = getattr(task, "stops", True)
-        self._batch, self._advantage, self._policy, self._old = batch, advantage, policy, old
+        self._batch, self._policy, self._old = batch, policy, old
+        self._loss_type, self._scale_rewards = loss_type, scale_rewards
         self._sharding = sharding
         self._parts = part.completions // math.prod(batch)
-        self.round = self._parts * updates
+        self.round = self._parts * num_iterations
         self.metrics: dict[str, float] = {}
         self._iteration, self._batches = -1, list[Rollout]()
 
@@ -255,7 +275,7 @@ class Rollouts:
         if step % self.round or position % (self.round * math.prod(self._batch)):
             raise DllmError(
                 f"step {step} is amid an iteration of {self.round} steps; restore optimizer.batch, rollout.prompts, "
-                "rollout.group and objective.updates"
+                "rollout.num_generations and objective.num_iterations"
             )
 
     def __call__(self, step: int, position: int, state: Any) -> Rollout:
@@ -311,13 +331,15 @@ class Rollouts:
 
     def _sample_groups(self, model: Model, engine: Engine, first: int, count: int) -> list[Group]:
         """Groups for `count` prompts from position `first` of the data on. Completions are rewarded while others are
-        sampled."""
-        size = self._part.group
-        examples = [self._rows.source.example(self._rows.index(first + number)) for number in range(count)]
-        for number, example in enumerate(examples):
-            self._enqueue(model, engine, example, (first + number) * size)
+        sampled, the groups in turn by one of the processes each."""
+        size = self._part.num_generations
+        with multihost.fail_together():
+            examples = [self._rows.source.example(self._rows.index(first + number)) for number in range(count)]
+            for number, example in enumerate(examples):
+                self._enqueue(model, engine, example, (first + number) * size)
         found: dict[int, Result] = {}
-        with concurrent.futures.ThreadPoolExecutor(_REWARDING) as threads:
+        own = range(multihost.index(), count, multihost.count())
+        with multihost.fail_together(), concurrent.futures.ThreadPoolExecutor(_REWARDING) as threads:
             scores = {}
             for request in engine.results():
                 assert request.result is not None
@@ -325,13 +347,14 @@ class Rollouts:
                 if sentence := describe_broken(request.result.broken_at, [number]):
                     raise DllmError(f"{sentence}; lower optimizer.lr, and resume from the last state")
                 found[number] = request.result
-                scores[number] = threads.submit(self._score, examples[number // size], request.result)
-            scored = [scores[number].result() for number in range(count * size)]
-        groups = []
+                if (place := number // size) in own:
+                    scores[number] = threads.submit(self._score, examples[place], request.result)
+            scored = [[scores[place * size + number].result() for number in range(size)] for place in own]
+        parts, groups = multihost.gather(scored), []
         for place, example in enumerate(examples):
-            numbers = range(place * size, (place + 1) * size)
-            rewards, correct = zip(*(scored[number] for number in numbers), strict=True)
-            groups.append(Group(example, [found[number] for number in numbers], np.asarray(rewards), list(correct)))
+            rewards, correct = zip(*parts[place % len(parts)][place // len(parts)], strict=True)
+            results = [found[place * size + number] for number in range(size)]
+            groups.append(Group(example, results, np.asarray(rewards), list(correct)))
         return groups
 
     def _enqueue(self, model: Model, engine: Engine, example: ExampleLike, first: int) -> None:
@@ -344,7 +367,7 @@ class Rollouts:
             )
         answer = (np.asarray(example.answer_ids), example.given)
         given = given_canvas([answer], self._sampler.gen_length, open_id(model.denoiser))
-        numbers = first + np.arange(self._part.group)
+        numbers = first + np.arange(self._part.num_generations)
         key = jax.random.fold_in(jax.random.key(self._rows.seed), _DRAWS)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.asarray(numbers, jnp.uint32))
         for number, data in zip(numbers.tolist(), np.asarray(jax.random.key_data(keys)), strict=True):
@@ -375,7 +398,7 @@ class Rollouts:
     # Arrays ----------------------------------------------------------------------------------------------------------
 
     def _arrays(self, groups: Sequence[Group]) -> Rollout:
-        """The completions as arrays [P * group, ...] on the host."""
+        """The completions as arrays [completions, ...] on the host."""
         answers = [(group.example, result) for group in groups for result in group.results]
         results = jax.tree.map(lambda *rows: np.concatenate(rows), *(result for _, result in answers))
         steps = np.asarray(step_numbers(jnp.asarray(results.decoded_at)))
@@ -397,14 +420,12 @@ class Rollouts:
             tokens[row, canvas] = np.where(written, results.tokens[row, :size], rest)
             step[row, canvas] = steps[row, :size]
             drawn[row, canvas] = written & np.isfinite(results.logprobs[row, :size])
-        share = 1.0 / np.maximum(drawn.sum(axis=1), 1)
-        if self._advantage == "dr-grpo":
-            share = np.full(count, 1.0 / self._sampler.gen_length)
-        better = advantages(np.stack([group.rewards for group in groups]), self._advantage).reshape(-1)
-        return Rollout(tokens, step, drawn, lengths, better, share.astype(np.float32))  # type: ignore[arg-type]
+        share = token_shares(drawn.sum(axis=1), self._loss_type, self._sampler.gen_length)
+        better = advantages(np.stack([group.rewards for group in groups]), self._scale_rewards).reshape(-1)
+        return Rollout(tokens, step, drawn, lengths, better, share)  # type: ignore[arg-type]
 
 
-def steps_per_round(part: RolloutPart, batch: int, updates: int) -> int:
+def steps_per_round(part: RolloutPart, batch: int, num_iterations: int) -> int:
     """Steps of an iteration.
 
     Raises:
@@ -412,7 +433,7 @@ def steps_per_round(part: RolloutPart, batch: int, updates: int) -> int:
     """
     if part.completions % batch:
         raise DllmError(
-            f"rollout.prompts {part.prompts} times rollout.group {part.group} are {part.completions} completions, no "
-            f"whole number of batches of optimizer.batch {batch}; change one of them"
+            f"rollout.prompts {part.prompts} times rollout.num_generations {part.num_generations} are "
+            f"{part.completions} completions, no whole number of batches of optimizer.batch {batch}; change one of them"
         )
-    return part.completions // batch * updates
+    return part.completions // batch * num_iterations

@@ -57,7 +57,7 @@ def check_ranges(settings: Any, prefix: str = "") -> None:
         value, name = getattr(settings, field.name), prefix + field.name
         if dataclasses.is_dataclass(value):
             check_ranges(value, f"{name}.")
-        elif range_of(field):
+        elif range_of(field) and value is not None:
             low, high = field.metadata[_RANGE]
             if not low <= value <= high:
                 raise DllmError(f"{name} is {value}; it must be {range_of(field)}")
@@ -166,7 +166,9 @@ def convert_value(value: Any, kind: Any, name: str) -> Any:
     Raises:
         DllmError: when it is of another type; the sentence starts with `name`.
     """
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):  # X | None: TOML has no None
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):  # X | None: TOML has no None, but run.json has
+        if value is None:
+            return None
         kind = next(part for part in typing.get_args(kind) if part is not types.NoneType)
     if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
         return build_settings(typing.cast(type, kind), value, f"{name}.")

@@ -14,7 +14,7 @@ _FIXED = "command"  # no setting, but the command that has them
 
 
 def listing(kind: type, width: int = 120) -> str:
-    """The settings of a class as a TOML file, with comments; each at its default, those without one
+    """The settings of a class as a TOML file, with comments; each at its default, those without one, or with None,
     left out, as a comment.
 
     Args:
@@ -47,4 +47,4 @@ def _line(field: "dataclasses.Field[Any]") -> str:
     value: Any = field.default
     if field.default_factory is not dataclasses.MISSING:
         value = field.default_factory()
-    return f"# {field.name} = ..." if value is dataclasses.MISSING else f"{field.name} = {json.dumps(value)}"
+    return f"# {field.name} = ..." if value in (dataclasses.MISSING, None) else f"{field.name} = {json.dumps(value)}"

@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import threading
+import time
 import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
@@ -24,6 +25,7 @@ from dllm_jax.errors import DllmError
 
 _HEARTBEAT = 60  # seconds after which JAX aborts all processes when one of them has died in silence
 MONTH = 30 * 24 * 3600  # seconds, for waits of unknown length
+_ALL_FAILED = threading.Event()
 
 
 def join(where: str, *, wait: int = 300, shutdown_timeout: int = 300) -> None:
@@ -75,9 +77,21 @@ def _overdue(where: str, seconds: int) -> NoReturn:
 
 
 def leave(status: int) -> NoReturn:
-    """Ends this process without waiting for others, which have failed or are about to."""
+    """Ends this process without waiting for others, which have failed or are about to.
+
+    After a failure that all hear of (`fail_together`) process 0 waits until they have left, a minute at most: the
+    coordinator ends with it, and then JAX ends them.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
+    if _ALL_FAILED.is_set():
+        key, until = "dllm_jax/left/{}", time.monotonic() + _HEARTBEAT
+        with contextlib.suppress(Exception):  # somebody has not heard of it in time
+            if index():
+                coordinator().key_value_set(key.format(index()), "")
+            for other in range(1, count()) if not index() else ():
+                seconds = max(until - time.monotonic(), 0)
+                coordinator().blocking_key_value_get(key.format(other), int(1000 * seconds))
     os._exit(status)
 
 
@@ -149,16 +163,25 @@ def fail_together() -> Iterator[None]:
         yield
         return
     try:
-        yield
-    except BaseException as error:
-        _agreement().fail(error)
+        try:
+            yield
+        except BaseException as error:
+            _agreement().fail(error)
+            raise
+        _agreement().gather(None)
+    except Exception:
+        _ALL_FAILED.set()
         raise
-    _agreement().gather(None)
+
+
+def gather(own: Any) -> list[Any]:
+    """What every process hands in, as JSON takes it, in their order; all call this."""
+    return [own] if count() == 1 else _agreement().gather(own)
 
 
 def of_first_process(value: Any) -> Any:
     """What process 0 hands in, as JSON takes it; all call this."""
-    return value if count() == 1 else _agreement().gather(value)[0]
+    return gather(value)[0]
 
 
 def gather_arrays(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:

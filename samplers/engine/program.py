@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dllm_jax.indicator import Indicator
 from dllm_jax.models.denoiser import DenoiserLike
@@ -238,8 +239,13 @@ run_steps_buffered = jax.jit(run_steps, donate_argnums=2, compiler_options=dict(
 
 
 @functools.cache
-def run_steps_on(shardings: tuple[Any, ...], tree: Any, buffered: bool) -> Any:
-    """The same for slots on a mesh: they keep their sharding, or the next call would compile again."""
+def run_steps_on(shardings: tuple[Any, ...], tree: Any, buffered: bool, everywhere: bool) -> Any:
+    """The same for slots on a mesh: they keep their sharding, or the next call would compile again.
+
+    Args:
+        everywhere: give every device all of the progress, so that each of several processes can read it.
+    """
     options = dict(COMMAND_BUFFERS) if buffered else None
-    out = (jax.tree.unflatten(tree, shardings), None)
+    progress = NamedSharding(shardings[0].mesh, PartitionSpec()) if everywhere else None
+    out = (jax.tree.unflatten(tree, shardings), progress)
     return jax.jit(run_steps, donate_argnums=2, out_shardings=out, compiler_options=options)

@@ -128,6 +128,7 @@ class Slots:
         if layout is not None:
             check_splits(layout.mesh, count, "slots (batch_size)")
         self._sharding = None if layout is None else batch_sharding(layout.mesh)
+        self._apart = layout is not None and jax.process_count() > 1
         self.size = self._largest = Size(count, prompt_length)
         self._rows = self._empty_rows()
         self._state: Any = None
@@ -200,14 +201,15 @@ class Slots:
 
     def _compile(self, size: Size) -> Any:
         """Compiles the programs of a size by a run that does nothing; the state after it."""
-        rows = self._place(self._rows_of(self._empty_rows(), size))
+        rows = self._rows_of(self._empty_rows(), size)
+        state = begin_jit(self.sampler, self._model.denoiser, self._place(rows))
         rows = dataclasses.replace(rows, constraint=jax.device_put(rows.constraint, self._sharding))
-        state = begin_jit(self.sampler, self._model.denoiser, rows)
         if self._sharding is not None:
             on_all = lambda x: jax.device_put(x, self._sharding) if x.sharding.is_fully_replicated else x
             leaves, tree = jax.tree.flatten(jax.tree.map(on_all, state))
             state = jax.tree.unflatten(tree, leaves)
-            self._program = run_steps_on(tuple(leaf.sharding for leaf in leaves), tree, self._buffered)
+            shardings = tuple(leaf.sharding for leaf in leaves)
+            self._program = run_steps_on(shardings, tree, self._buffered, self._apart)
         none = np.zeros(size.rows, bool)
         kinds = {(self._draws, self.any_form is not None), (self._draws, False), (False, False)}
         for draws, forms in sorted(kinds, reverse=True):
@@ -287,7 +289,11 @@ class Slots:
         return dataclasses.replace(first, prompt=np.ascontiguousarray(first.prompt[:, : size.prompt_length]))
 
     def _place(self, arrays: Any) -> Any:
-        return arrays if self._sharding is None else jax.device_put(arrays, self._sharding)
+        sharding = self._sharding
+        if sharding is None or not self._apart:
+            return arrays if sharding is None else jax.device_put(arrays, sharding)
+        # Not `device_put`, in which the processes would compare all arrays first.
+        return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index]), arrays)
 
     def _empty_rows(self) -> SlotRows:
         (batch, prompt_length), length, denoiser = self._largest, self.sampler.gen_length, self._model.denoiser

@@ -10,9 +10,11 @@ choice itself is treated as given. p is what tokens are drawn from: softmax(logi
 token, which is never drawn. With R = p / p_old, of the weights that learn over those that sampled, and A the
 completion's advantage within its group (`train.rollout.advantages`), the loss of GRPO (DeepSeekMath, 2402.03300) is
 
-    loss = mean over completions of the sum over draws of share (beta KL - min(R A, clip(R, 1 - eps, 1 + eps) A))
+    loss = mean over completions of the mean over draws of beta KL - min(R A, clip(R, 1 - epsilon, 1 + epsilon_high) A)
 
-with KL = q / p - log(q / p) - 1, q of the model before training, and share = 1 / draws, or 1 / canvas as Dr. GRPO.
+with KL = q / p - log(q / p) - 1, q of the model before training. `loss_type` says how the sum over draws is divided
+otherwise. At `importance_sampling_level` "sequence" R is the completion's: the geometric mean of its draws' R (GSPO,
+arXiv 2507.18071). Settings have the names that they have in TRL's `GRPOConfig`.
 
 `shrink` sets how exact log p is: the number of steps whose tokens are scored in one forward, in the state before the
 first of them (TraceRL, arXiv 2509.06949). 1 is exact; 0 takes all of them, from the empty canvas, which is diffu-GRPO's
@@ -37,7 +39,7 @@ from samplers.tokens.predictions import logprobs_of, readout
 from train.config import DataPart, Kind, TrainConfig
 from train.losses import Mean, Means, head_sums, hidden_states, position_draws
 from train.objectives.base import Objective, Passes
-from train.rollout import Advantage, Rollout, RolloutPart, Rollouts, sampler_for, steps_per_round
+from train.rollout import LossType, Rollout, RolloutPart, Rollouts, ScaleRewards, sampler_for, steps_per_round
 from train.settings import setting
 from train.trainable import Params, Trainable, WholeModelAndBase, check_frozen
 
@@ -54,21 +56,30 @@ class GrpoPart:
         states: most states of a completion that a step learns from, drawn without repetition and weighted so that the
             sum over all is unbiased; all of them if there are fewer.
         mask_prompt: probability with which each token that was not generated is masked, by a draw of each step (d1).
-        advantage: "grpo", over the standard deviation of the group's rewards, and the mean over a completion's tokens;
-            "dr-grpo" without either (arXiv 2503.20783).
-        clip: eps, how far the ratio may go from 1 before its gradient stops.
+        num_iterations: how often the completions of an iteration are learned.
+        epsilon: how far the ratio may go from 1 before its gradient stops.
+        epsilon_high: the same above 1 ("clip-higher", DAPO, arXiv 2503.14476); by default `epsilon`.
+        importance_sampling_level: what has a ratio and is clipped: each "token", or the whole "sequence", whose ratio
+            is the geometric mean of its tokens'. It is estimated where `states` leaves some out.
+        loss_type: what a sum over tokens is divided by. "grpo": the completion's tokens, and their mean over
+            completions is the loss. "bnpo": the tokens of all completions of a part of `optimizer.accumulate`. "dapo":
+            those of the whole batch. "dr_grpo": completions times the canvas (Dr. GRPO, arXiv 2503.20783).
+        scale_rewards: what rewards less the group's mean are divided by: the standard deviation of the "group", or of
+            all rewards of an iteration ("batch"), or nothing ("none").
         beta: weight of KL to the model before training, which is kept for it; 0 leaves that out.
-        updates: how often the completions of an iteration are learned.
         chunk: positions whose logits exist at once; 0 computes the logits of all positions.
     """
 
     shrink: int = setting(1, at_least=0)
     states: int = setting(8, at_least=1)
     mask_prompt: float = setting(0.0, at_least=0, at_most=1)
-    advantage: Advantage = "grpo"
-    clip: float = setting(0.2, at_least=0)
+    num_iterations: int = setting(1, at_least=1)
+    epsilon: float = setting(0.2, at_least=0)
+    epsilon_high: float | None = setting(None, at_least=0)
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    loss_type: LossType = "grpo"
+    scale_rewards: ScaleRewards = "group"
     beta: float = setting(0.0, at_least=0)
-    updates: int = setting(1, at_least=1)
     chunk: int = setting(0, at_least=0)
 
     kind: ClassVar[Kind] = "prompts"
@@ -84,7 +95,7 @@ class GrpoConfig(TrainConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        steps = steps_per_round(self.rollout, self.optimizer.batch, self.objective.updates)
+        steps = steps_per_round(self.rollout, self.optimizer.batch, self.objective.num_iterations)
         for name, value in (("steps", self.steps), ("checkpoint.every", self.checkpoint.every)):
             if rest := value % steps:
                 advice = f"set it to {value - rest + steps}"
@@ -102,17 +113,20 @@ class ScoredStates(NamedTuple):
     Attributes:
         inputs: [..., M, T] int32, with masks.
         tokens: [..., T] int32, the completion.
-        weights: [..., M, T] float32, of the loss of each draw; 0 where none is learned.
+        weights: [..., M, T] float32, of each draw that is learned in a state, so that the sum over all M states is
+            one over all draws; 0 where none is learned.
         lengths: [...] int32.
-        advantage: [...] float32.
-        old: as in `Rollout`.
+        draws: [...] int32, of the completion.
+        advantage, share, old: as in `Rollout`.
     """
 
     inputs: jax.Array
     tokens: jax.Array
     weights: jax.Array
     lengths: jax.Array
+    draws: jax.Array
     advantage: jax.Array
+    share: jax.Array
     old: jax.Array | None
 
 
@@ -177,8 +191,6 @@ class Grpo(Objective):
         Raises:
             DllmError: for samplers that cannot be learned from, and data without rewards.
         """
-        if jax.process_count() > 1:
-            raise DllmError("grpo samples in one process; start it with one, whose mesh has all devices")
         key = jax.jit(lambda: jax.random.key(config.seed), out_shardings=stepper.placement.replicated)()
 
         @functools.partial(jax.jit, out_shardings=stepper.placement.batch)
@@ -193,8 +205,9 @@ class Grpo(Objective):
             parts.task,
             sampler_for(config.rollout, model, parts.task, config.data.answer_length),
             batch=(config.optimizer.accumulate, config.optimizer.batch // config.optimizer.accumulate),
-            updates=self.settings.updates,
-            advantage=self.settings.advantage,
+            num_iterations=self.settings.num_iterations,
+            loss_type=self.settings.loss_type,
+            scale_rewards=self.settings.scale_rewards,
             policy=lambda state: stepper.learner(state.trained, frozen),
             old=lambda state, batch, step: old(state.trained, frozen, batch, key, jnp.int32(step)),
             sharding=stepper.placement.batch,
@@ -212,13 +225,14 @@ class Grpo(Objective):
         given = (batch.step < 0) & (jnp.arange(length) < batch.lengths[..., None])
         masked |= (given & (draws(prompt_key) < self.settings.mask_prompt))[..., None, :]
         learned = batch.drawn[..., None, :] & (group[..., None, :] == chosen[..., None])
-        share = (weight * batch.share[..., None])[..., None]
         return ScoredStates(
             jnp.where(masked, denoiser.mask_id, batch.tokens[..., None, :]),
             batch.tokens,
-            jnp.where(learned, share, 0.0),
+            jnp.where(learned, weight[..., None], 0.0),
             batch.lengths,
+            jnp.sum(batch.drawn, axis=-1),
             batch.advantage,
+            batch.share,
             batch.old,
         )
 
@@ -242,41 +256,60 @@ class Grpo(Objective):
         remat: RematPolicy | None = None,
         sharding: NamedSharding | None = None,
     ) -> Means:
-        """Reports `clipped`, `entropy` and `kl`, means over the draws that are learned."""
-        first, on_policy = learner.min_prompt_length, states.old is None
+        """Reports `clipped`, `entropy` and `kl`, means over the draws that are learned; `clipped` of whole completions
+        where these have one ratio each."""
+        part, count, first = self.settings, len(states.lengths), learner.min_prompt_length
         rows = self._tokens(states).shape
         every = lambda x: jnp.broadcast_to(x, states.weights.shape).reshape(rows)[:, first:]
+        each = lambda x: every(x[:, None, None])
         old = every(jnp.zeros(()) if states.old is None else states.old)
         heads, hidden = [learner], [self._hidden(learner, states, remat=remat, sharding=sharding)]
-        if self.settings.beta:
+        if part.beta:
             heads.append(base)
             hidden.append(lax.stop_gradient(self._hidden(base, states, sharding=sharding)))
-        parts = (*hidden, every(states.tokens[:, None]), every(states.advantage[:, None, None]), old)
-        sums = functools.partial(self._sums, on_policy)
-        options: dict[str, Any] = {"chunk": self.settings.chunk, "groups": groups, "sharding": sharding}
-        loss, *others = head_sums(sums, tuple(heads), parts, every(states.weights), **options)
-        draws, mean = jnp.sum(states.weights > 0), Mean.of(loss, len(states.lengths))
-        means = {name: Mean.of(x, draws) for name, x in zip(("clipped", "entropy", "kl"), others, strict=False)}
-        return {"loss": mean, **means}
+        own = (every(states.tokens[:, None]), each(states.advantage), each(jnp.arange(count)), old)
+        sums = functools.partial(self._sums, count, states.old is None)
+        options: dict[str, Any] = {"chunk": part.chunk, "groups": groups, "sharding": sharding}
+        gain, clipped, entropy, *kl = head_sums(sums, tuple(heads), (*hidden, *own), every(states.weights), **options)
+        learned = jnp.sum(states.weights > 0)
+        clips = Mean.of(clipped, learned)
+        if part.importance_sampling_level == "sequence":
+            draws = jnp.maximum(states.draws, 1)
+            gain, clipped = self._gain(gain / draws, states.advantage)
+            gain, clips = gain * draws, Mean.of(lax.stop_gradient(jnp.sum(clipped)), count)
+        total, tokens = jnp.sum(states.share * ((part.beta * kl[0] if kl else 0.0) - gain)), jnp.sum(states.draws)
+        loss = Mean.of(total, tokens if part.loss_type == "dapo" else count)
+        if part.loss_type == "bnpo":
+            loss = Mean.of(total / jnp.maximum(tokens, 1), 1)
+        metrics = {"clipped": clips, "entropy": Mean.of(entropy, learned)}
+        return {"loss": loss, **metrics, **({"kl": Mean.of(kl[1], learned)} if kl else {})}
 
-    def _sums(self, on_policy: bool, *arguments: Any) -> tuple[jax.Array, ...]:
-        """Sums over positions [C] of the loss and of metrics: clipped ratios, entropy, KL."""
-        *of_models, tokens, advantage, old, weights = arguments
-        count = len(of_models) // 2
-        log, *frozen = (self._log(head, x) for head, x in zip(of_models[:count], of_models[count:], strict=True))
+    def _gain(self, log_ratio: jax.Array, advantage: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What a step gains by ratios, and whether they are clipped."""
+        low, high = self.settings.epsilon, self.settings.epsilon_high
+        ratio = jnp.exp(log_ratio)
+        bounded = jnp.clip(ratio, 1.0 - low, 1.0 + (low if high is None else high)) * advantage
+        return jnp.minimum(ratio * advantage, bounded), bounded < ratio * advantage
+
+    def _sums(self, count: int, on_policy: bool, *arguments: Any) -> tuple[jax.Array, ...]:
+        """Sums over positions [C]: of each completion's gains [count], or of the logarithms of its ratios where they
+        make one; of clipped ratios and entropy; and of KL, of each completion and of all."""
+        *of_models, tokens, advantage, row, old, weights = arguments
+        half = len(of_models) // 2
+        log, *frozen = (self._log(head, x) for head, x in zip(of_models[:half], of_models[half:], strict=True))
         own = lambda log: jnp.take_along_axis(log, tokens[:, None], axis=-1)[:, 0]
+        of_rows = lambda x: jax.ops.segment_sum(weights * x, row, count)
+        total = lambda x: lax.stop_gradient(jnp.sum(jnp.where(weights > 0, x, 0.0)))
         new = own(log)
-        ratio = jnp.exp(new - (lax.stop_gradient(new) if on_policy else old))
-        bounded = jnp.clip(ratio, 1.0 - self.settings.clip, 1.0 + self.settings.clip)
-        gain, counted = jnp.minimum(ratio * advantage, bounded * advantage), weights > 0
-        total = lambda x: jnp.sum(jnp.where(counted, x, 0.0))
-        metrics = [total(bounded * advantage < ratio * advantage), total(-jnp.sum(jnp.exp(log) * log, axis=-1))]
+        log_ratio = new - (lax.stop_gradient(new) if on_policy else old)
+        gain, clipped = self._gain(log_ratio, advantage)
+        whole = self.settings.importance_sampling_level == "sequence"
+        found = of_rows(log_ratio if whole else gain), total(clipped), total(-jnp.sum(jnp.exp(log) * log, axis=-1))
         if not frozen:
-            return (-jnp.sum(weights * gain), *map(lax.stop_gradient, metrics))
+            return found
         gap = own(frozen[0]) - new
         kl = jnp.exp(gap) - gap - 1.0
-        loss = jnp.sum(weights * (self.settings.beta * kl - gain))
-        return (loss, *map(lax.stop_gradient, (*metrics, total(kl))))
+        return *found, of_rows(kl), total(kl)
 
     def _log(self, model: Denoiser, hidden: jax.Array) -> jax.Array:
         """The policy's log-probabilities, [C, V]."""
