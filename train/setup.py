@@ -225,11 +225,13 @@ def model_config(part: ModelPart, vocabulary: Any = None) -> ModelConfig:
         DllmError: for unknown fields, values of another type, and a checkpoint with fields that it has already.
     """
     if part.init:
+        other, own = sorted(part.config.keys() - {*OF_CONTEXT, "mask_id"}), f"model.init {part.init} has its own"
+        if other:
+            may = f"only {' and '.join(OF_CONTEXT)} may differ, and mask_id where it has none"
+            raise DllmError(f"{own} config; remove model.config.{other[0]} ({may})")
         config = checkpoint.load_config(checkpoint.find(part.init))
-        free = OF_CONTEXT if config.mask_id is not None else (*OF_CONTEXT, "mask_id")
-        if other := sorted(part.config.keys() - set(free)):
-            own = f"model.init {part.init} has its own config; remove model.config.{other[0]}"
-            raise DllmError(f"{own} (only {' and '.join(free)} may differ)")
+        if config.mask_id is not None and "mask_id" in part.config:
+            raise DllmError(f"{own} mask token, {config.mask_id}; remove model.config.mask_id")
         config = config.replace(**_config_values(part))
         checkpoint.require_plain(config, part.init, "trained")
         if vocabulary is not None and (config.mask_id, config.eos_id) != (vocabulary.mask_id, vocabulary.eos_id):

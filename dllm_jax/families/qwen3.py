@@ -53,6 +53,8 @@ EXPERT_RULES = (
     TensorRule(_EXPERT + "down_proj.weight", _OURS + "mlp.w_out", transpose=True, place=("expert",)),
 )
 
+_NUMBERS = "num_experts", "num_local_experts"  # the latter of what transformers 5 saves
+
 
 def read_config(hub: HubConfig) -> ModelConfig:
     """The ModelConfig of a Qwen3 config.json.
@@ -62,15 +64,16 @@ def read_config(hub: HubConfig) -> ModelConfig:
     """
     hub.require(attention_bias=False)
     hub.integer("head_dim")  # which is not hidden_size / heads
-    experts = _experts(hub) if "num_experts" in hub.values else None
+    number = next((name for name in _NUMBERS if name in hub.values), None)
+    experts = _experts(hub, number) if number else None
     return qwen2.read_config(hub).replace(family="qwen3", qkv_bias=False, qk_norm=True, experts=experts)
 
 
-def _experts(hub: HubConfig) -> Experts:
+def _experts(hub: HubConfig, number: str) -> Experts:
     hub.allow("decoder_sparse_step", 1)
     hub.allow("mlp_only_layers", [])
     return Experts(
-        num_experts=hub.integer("num_experts"),
+        num_experts=hub.integer(number),
         per_token=hub.integer("num_experts_per_tok"),
         dim=hub.integer("moe_intermediate_size"),
         normalize=hub.boolean("norm_topk_prob"),
