@@ -172,8 +172,7 @@ def test_wrong_tokens_and_masks_that_fill():
 
 
 def block_settings(out, **changes):
-    objective = {"block_length": 4, "complementary": True, "anneal_attention": 2}
-    values = settings(out, objective=objective, **changes)
+    values = settings(out, objective={"block_length": 4, "complementary": True}, **changes)
     values["model"]["config"] |= {"family": "sdar", "attention": "block", "block_length": 8, "qk_norm": True}
     return values
 
@@ -190,8 +189,10 @@ def losses(out):
 
 
 def test_runs_learn_go_on_bit_for_bit_and_split_over_devices(tmp_path, monkeypatch):
-    assert run(block_settings(tmp_path / "one", steps=12)) == 0
-    assert run(block_settings(tmp_path / "two", steps=12, compute__mesh={"data": 2}, objective__chunk=8)) == 0
+    """With attention that opens until after the step that a run resumes from."""
+    long = {"steps": 12, "objective__anneal_attention": 10}
+    assert run(block_settings(tmp_path / "one", **long)) == 0
+    assert run(block_settings(tmp_path / "two", **long, compute__mesh={"data": 2}, objective__chunk=8)) == 0
     np.testing.assert_allclose(losses(tmp_path / "one"), losses(tmp_path / "two"), rtol=1e-3)
     assert losses(tmp_path / "one")[-1] < losses(tmp_path / "one")[0] - 0.2
     example = Reverse.example
@@ -202,9 +203,9 @@ def test_runs_learn_go_on_bit_for_bit_and_split_over_devices(tmp_path, monkeypat
         return example(self, index)
 
     monkeypatch.setattr(Reverse, "example", interrupted)
-    assert run(block_settings(tmp_path / "part", steps=12)) == 130
+    assert run(block_settings(tmp_path / "part", **long)) == 130
     monkeypatch.undo()
-    assert run(block_settings(tmp_path / "part", steps=12)) == 0
+    assert run(block_settings(tmp_path / "part", **long)) == 0
     whole, part = (dllm_jax.load(tmp_path / name / "model") for name in ("one", "part"))
     assert all((whole.params[name] == part.params[name]).all() for name in whole.params)
     assert whole.config.block_length == 4
