@@ -80,7 +80,7 @@ def _parts(entry: TensorEntry, found: list[Slot] | None) -> list[TensorEntry]:
 
 def _tensors_with_parts(family: Family, config: ModelConfig) -> dict[str, list[Slot]]:
     """The tensors that have parts, by name."""
-    slots = (slot for layout in family.layouts for slot in layout.slots(config) if PART in slot.hub)
+    slots = (slot for layout in family.layouts_of(config) for slot in layout.slots(config) if PART in slot.hub)
     grouped = itertools.groupby(slots, key=lambda slot: slot.tensor)
     return {name: list(parts) for name, parts in grouped}
 
@@ -102,7 +102,7 @@ def _stored_layout(
     family: Family, config: ModelConfig, stored: Mapping[str, TensorEntry], where: str
 ) -> dict[str, Slot]:
     """The slots by the hub's names of the layout that the tensors are in, known by the names that no other one has."""
-    tables = [{slot.hub: slot for slot in layout.slots(config)} for layout in family.layouts]
+    tables = [{slot.hub: slot for slot in layout.slots(config)} for layout in family.layouts_of(config)]
     common = set(tables[0]).intersection(*tables)
     found = {index: name for index, table in enumerate(tables) for name in stored if name in table.keys() - common}
     if len(found) > 1:
@@ -123,7 +123,7 @@ def _pieces(slot: Slot, entry: TensorEntry) -> Iterator[Piece]:
 
 
 def _hub_name(family: Family, config: ModelConfig, ours: str) -> str:
-    return next(slot.hub for slot in family.layouts[0].slots(config) if slot.ours == ours)
+    return next(slot.hub for slot in family.layout(None, config).slots(config) if slot.ours == ours)
 
 
 def _check_tied_head(head: TensorEntry, embedding: TensorEntry | None, where: str) -> None:

@@ -120,6 +120,14 @@ QWEN_05B = {
     **{"tie_word_embeddings": True, "hidden_act": "silu", "use_sliding_window": False},
     **{"bos_token_id": 151643, "eos_token_id": 151643},
 }
+QWEN3_8B = {
+    **{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36},
+    **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288},
+    **{"vocab_size": 151936, "max_position_embeddings": 32768, "max_window_layers": 36, "rms_norm_eps": 1e-06},
+    **{"rope_theta": 1000000, "rope_scaling": None, "tie_word_embeddings": False, "hidden_act": "silu"},
+    **{"use_sliding_window": False, "sliding_window": None, "attention_bias": False, "attention_dropout": 0.0},
+    **{"bos_token_id": 151643, "eos_token_id": 151643},
+}
 QWEN_TOKENIZER = {
     "tokenizer": {"pad_token": "<|endoftext|>"},
     "tokens": {"<|endoftext|>": 151643, "<|im_end|>": 151645},
@@ -132,6 +140,7 @@ QWEN_TOKENIZER = {
         pytest.param("llada", LLADA_8B, {}, "llada-8b-instruct", id="llada-8b"),
         pytest.param("dream", DREAM_7B, {}, "dream-7b-instruct", id="dream-7b"),
         pytest.param("qwen2", QWEN_05B, QWEN_TOKENIZER, "qwen2.5-0.5b", id="qwen2.5-0.5b"),
+        pytest.param("qwen3", QWEN3_8B, QWEN_TOKENIZER, "qwen3-8b-base", id="qwen3-8b"),
         pytest.param(
             "qwen2",
             {**{k: v for k, v in QWEN_05B.items() if k != "rope_theta"}, "layer_types": ["full_attention"] * 24}

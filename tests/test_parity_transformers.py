@@ -22,6 +22,7 @@ LENGTHS = np.array([13, 9], np.int32)  # of a right-padded batch
 
 LLAMA = (transformers.LlamaConfig, transformers.LlamaForCausalLM)
 QWEN2 = (transformers.Qwen2Config, transformers.Qwen2ForCausalLM)
+QWEN3 = (transformers.Qwen3Config, transformers.Qwen3ForCausalLM)
 QWEN3_MOE = (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM)
 MINISTRAL3 = (transformers.Ministral3Config, transformers.Ministral3ForCausalLM)
 YARN = {
@@ -249,12 +250,21 @@ def test_causal_windows_one_after_the_other(model):
     assert_close(jnp.concatenate(logits, axis=1), reference_logits(model, tokens, "causal"))
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_saved_by_transformers_and_back(tied, tmp_path):
+SAVED = {
+    "qwen2": ("qwen2", QWEN2, dict(tied=False)),
+    "qwen2-tied": ("qwen2", QWEN2, dict(tied=True)),
+    "qwen3-tied": ("qwen3", QWEN3, dict(tied=True, head_dim=32)),
+    "qwen3-moe": ("qwen3", QWEN3_MOE, dict(tied=False, **MOE | {"norm_topk_prob": True})),
+}
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_saved_by_transformers_and_back(name, tmp_path):
     """What transformers saves is converted and gives its logits; what we write back, transformers loads."""
-    theirs = reference(QWEN2, kv_heads=2, tied=tied)
+    family, architecture, sizes = SAVED[name]
+    theirs = reference(architecture, kv_heads=2, **sizes)
     theirs.save_pretrained(tmp_path / "saved")
-    convert.convert("qwen2", tmp_path / "saved", tmp_path / "ours")
+    convert.convert(family, tmp_path / "saved", tmp_path / "ours")
     tokens = random_tokens(6)
     want = reference_logits(theirs, tokens, "causal")
     assert_close(dllm_jax.load(tmp_path / "ours").denoiser(tokens)[:, 1:], want[:, :-1])

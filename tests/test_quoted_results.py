@@ -160,6 +160,22 @@ def test_an_overview_says_what_the_papers_pages_say(page):
         assert linked == {page.removeprefix("docs/papers/").removesuffix(".md") for page in PAPERS}
 
 
+def test_bits_per_byte_are_those_of_the_logs():
+    """The mean over seeds of the averaged weights' loss at the last evaluation, and of several its standard error."""
+    (rows,) = (rows for rows in tables(PAGES["docs/training.md"]) if "bits per byte" in rows[0])
+    assert {row["logs"] for row in rows} == {path.name.rpartition("-")[0] for path in (RESULTS / "a2d").glob("*.jsonl")}
+    for row in rows:
+        logs = sorted((RESULTS / "a2d").glob(f"{row['logs']}-[0-9].jsonl"))
+        lines = [[json.loads(line) for line in log.read_text().splitlines()] for log in logs]
+        last = [
+            max((line for line in log if "heldout_ema_loss" in line), key=lambda line: line["step"]) for log in lines
+        ]
+        values = [line["heldout_ema_loss"] / np.log(2) for line in last]
+        assert row["seeds"] == str(len(values)) and row["steps"].split(" + ")[-1] == str(last[0]["step"])
+        error = f" ± {stderr.of_mean(values):.3f}" if len(values) > 1 else ""
+        assert row["bits per byte"] == f"{np.mean(values):.3f}{error}"
+
+
 def test_forwards_of_oracles_are_those_recorded():
     with (RESULTS / "oracle" / "results.csv").open(newline="") as file:
         told = {row["model"]: row for row in csv.DictReader(file)}

@@ -44,12 +44,15 @@ def denoiser_of(config):
     return Denoiser(config, {name: x * 8 if x.ndim > 1 else x for name, x in params.items()})  # far from uniform
 
 
-def doubled_logits(denoiser, noisy, clean):
-    """The published form: rows [noisy; clean] under a mask of four parts, every layer written out."""
+def doubled_logits(denoiser, noisy, clean, share=1.0):
+    """The published form: rows [noisy; clean] under a mask of four parts, every layer written out; of the own block
+    all up to a position, and a share of what is left of it."""
     config, model, length = denoiser.config, bind(denoiser.config, denoiser.params), clean.shape[1]
     block = jnp.tile(jnp.arange(length) // config.block_length, 2)
     is_clean = jnp.arange(2 * length) >= length
-    own = (is_clean[:, None] == is_clean) & (block[:, None] == block)
+    place = jnp.tile(jnp.arange(length) % config.block_length, 2)
+    until = place + jnp.round(share * (config.block_length - 1 - place))
+    own = (is_clean[:, None] == is_clean) & (block[:, None] == block) & (place <= until[:, None])
     mask = own | (is_clean & (block < block[:, None]))  # [queries, keys]; of one's own half, or clean ones before
     turn = rope_angles(jnp.tile(jnp.arange(length), 2)[None], Rope(config.head_dim, config.rope_theta))
     x = model.embed_tokens(jnp.concatenate([noisy, clean], axis=1))
@@ -67,17 +70,22 @@ def doubled_logits(denoiser, noisy, clean):
     return jnp.roll(logits, 1, axis=1) if config.shift else logits
 
 
+@pytest.mark.parametrize("step", [None, 0, 3], ids=["whole", "causal", "annealed"])
 @pytest.mark.parametrize("config", [SDAR, FAST], ids=["sdar", "fast-dllm-v2"])
-def test_loss_is_that_of_doubled_rows(config):
+def test_loss_is_that_of_doubled_rows(config, step):
     """And however it is computed: layers as a loop and computed again, logits in chunks and groups."""
-    denoiser, part = denoiser_of(config), BlockDiffusionPart(complementary=True, loss="bound", high=0.9)
+    steps = 0 if step is None else 5
+    part = BlockDiffusionPart(complementary=True, loss="bound", high=0.9, anneal_attention=steps)
+    denoiser, share = denoiser_of(config), 1.0 if step is None else step / steps
     noised = corrupt_copies(jax.random.key(2), make_batch(), denoiser, part)
+    noised = BlockDiffusion(part).at_step(noised, jnp.int32(step or 0))
+    assert (noised.ahead is None) == (step is None)
     assert noised.lengths.tolist() == [T, T, 8]
 
     def reference(params):
         flat = lambda x: x.reshape(-1, T)
         clean = jnp.repeat(noised.tokens, 2, axis=0)
-        logits = doubled_logits(Denoiser(config, params), flat(noised.inputs), clean)
+        logits = doubled_logits(Denoiser(config, params), flat(noised.inputs), clean, share)
         entropy = optax.softmax_cross_entropy_with_integer_labels(logits, clean)
         return jnp.sum(flat(noised.weights) * entropy) / (2 * jnp.sum(noised.targets))
 
@@ -181,8 +189,10 @@ def losses(out):
 
 
 def test_runs_learn_go_on_bit_for_bit_and_split_over_devices(tmp_path, monkeypatch):
-    assert run(block_settings(tmp_path / "one", steps=12)) == 0
-    assert run(block_settings(tmp_path / "two", steps=12, compute__mesh={"data": 2}, objective__chunk=8)) == 0
+    """With attention that opens until after the step that a run resumes from."""
+    long = {"steps": 12, "objective__anneal_attention": 10}
+    assert run(block_settings(tmp_path / "one", **long)) == 0
+    assert run(block_settings(tmp_path / "two", **long, compute__mesh={"data": 2}, objective__chunk=8)) == 0
     np.testing.assert_allclose(losses(tmp_path / "one"), losses(tmp_path / "two"), rtol=1e-3)
     assert losses(tmp_path / "one")[-1] < losses(tmp_path / "one")[0] - 0.2
     example = Reverse.example
@@ -193,9 +203,9 @@ def test_runs_learn_go_on_bit_for_bit_and_split_over_devices(tmp_path, monkeypat
         return example(self, index)
 
     monkeypatch.setattr(Reverse, "example", interrupted)
-    assert run(block_settings(tmp_path / "part", steps=12)) == 130
+    assert run(block_settings(tmp_path / "part", **long)) == 130
     monkeypatch.undo()
-    assert run(block_settings(tmp_path / "part", steps=12)) == 0
+    assert run(block_settings(tmp_path / "part", **long)) == 0
     whole, part = (dllm_jax.load(tmp_path / name / "model") for name in ("one", "part"))
     assert all((whole.params[name] == part.params[name]).all() for name in whole.params)
     assert whole.config.block_length == 4

@@ -29,10 +29,12 @@ CAUSAL = LLADA.replace(family="qwen2", attention="causal", shift=True, qkv_bias=
 OBJECTIVES = {
     "llada": (LLADA, MaskedDiffusion(MaskedDiffusionPart(eps=0.3))),
     "dream": (DREAM, MaskedDiffusion(MaskedDiffusionPart(eps=0.3))),
+    "annealed": (DREAM, MaskedDiffusion(MaskedDiffusionPart(eps=0.3, anneal_attention=5))),
     "smoothing": (LLADA, MaskedDiffusion(MaskedDiffusionPart(eps=0.3, smoothing=0.5))),
     "causal": (CAUSAL, Autoregressive(AutoregressivePart())),
     "sdar": (SDAR, BlockDiffusion(BlockDiffusionPart(low=0.3, loss="bound", noise="sequence"))),
     "fast-dllm-v2": (FAST, BlockDiffusion(BlockDiffusionPart(low=0.3, high=0.9, complementary=True, fill="mask"))),
+    "annealed-blocks": (FAST, BlockDiffusion(BlockDiffusionPart(low=0.3, anneal_attention=5))),
 }
 
 
@@ -61,8 +63,9 @@ def apart(noised):
 
     lengths = jnp.asarray([stop - start for _, start, stop in spans], jnp.int32)
     fields = {name: cut(x) for name, x in noised._asdict().items() if x is not None and np.ndim(x) > 1}
-    if getattr(noised, "alpha", None) is not None:
-        fields["alpha"] = jnp.asarray([noised.alpha[row] for row, *_ in spans])
+    for name in ("alpha", "ahead"):
+        if getattr(noised, name, None) is not None:
+            fields[name] = jnp.asarray([getattr(noised, name)[row] for row, *_ in spans])
     nothing = {name: None for name in ("documents", "examples") if hasattr(noised, name)}
     return noised._replace(**{**fields, "lengths": lengths, **nothing})
 
@@ -74,7 +77,7 @@ def test_a_packed_batch_is_its_examples_in_rows_of_their_own(name):
     denoiser = denoiser_of(config)
     batch = batch_of_rows(packed_rows(config, examples()), 2)
     assert len(np.unique(np.asarray(batch.documents.first[0]))) > 1
-    noised = objective.corrupt(jax.random.key(2), batch, denoiser)
+    noised = objective.at_step(objective.corrupt(jax.random.key(2), batch, denoiser), jnp.int32(2))
     alone = apart(noised)
     assert len(alone.lengths) == 6 and int(jnp.sum(alone.weights > 0)) == int(jnp.sum(noised.weights > 0)) > 5
 

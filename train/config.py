@@ -28,12 +28,13 @@ class ModelPart:
         init: a converted or trained checkpoint to start from, by folder or name; empty starts from random weights.
         adapt: a published config whose kind the model of `init` becomes, with its own sizes: "dream-7b-base" makes a
             shifted diffusion model of a causal one, as Dream was made of Qwen2.5 (arXiv 2508.15487),
-            "fast-dllm-v2-1.5b" a block diffusion model of it, "qwen2.5-0.5b" a causal one of any. Biases that the kind
-            has and the checkpoint lacks start at 0, and a model without a mask token takes the kind's.
+            "fast-dllm-v2-1.5b" a block diffusion model of it, "sdar-8b-chat" one of Qwen3 without the shift,
+            "qwen2.5-0.5b" a causal one of any. Weights stay as they are; biases that the kind has and the checkpoint
+            lacks start at 0. A model without a mask token takes the kind's, or `config.mask_id`.
         published: the published config that supplies the fields which `config` leaves out (not with `init`).
         config: fields of `ModelConfig`, such as {embed_dim = 128, num_layers = 4}. With `init` only `max_length` and
-            `rope_theta`, for training on longer rows than before. A task that is the data source fills in the
-            vocabulary's size and special ids.
+            `rope_theta`, for training on longer rows than before, and `mask_id` where the checkpoint has none. A task
+            that is the data source fills in the vocabulary's size and special ids.
         tokenizer: folder whose tokenizer files text is encoded with and the trained model gets; by default those of
             `init` or of the task.
         freeze: shell patterns of parameters that stay as they are where others are trained, such as "*.moe.router*".

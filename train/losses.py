@@ -118,6 +118,7 @@ class Noised(NamedTuple):
         examples: [...] int32, how many examples each row counts as in the mean; None where each counts once, and a
             row of length 0 not at all.
         level: [..., T or 1] float32, t of each example, where cross entropies are reported by it; else None.
+        ahead: as of `seen_keys`, the same in all rows, [...] float32; None for all.
     """
 
     inputs: jax.Array
@@ -128,6 +129,12 @@ class Noised(NamedTuple):
     documents: Documents | None = None
     examples: jax.Array | None = None
     level: jax.Array | None = None
+    ahead: jax.Array | None = None
+
+
+def annealed_ahead(lengths: jax.Array, step: jax.Array, steps: int) -> jax.Array | None:
+    """`ahead` of rows of these lengths [...] at a step: step / steps, and 1 from `steps` on; None with 0 steps."""
+    return jnp.broadcast_to(jnp.minimum(step / steps, 1.0), lengths.shape) if steps else None
 
 
 def position_draws(key: jax.Array, rows: int, length: int) -> jax.Array:
@@ -182,7 +189,8 @@ def diffusion_loss(
         soft: [B, T, D], what is added to the inputs' embeddings.
     """
     first = denoiser.min_prompt_length
-    place: Any = {"remat": remat, "sharding": sharding, "soft": soft, "documents": noised.documents}
+    seen: Any = {"documents": noised.documents, "ahead": noised.ahead}
+    place: Any = {"remat": remat, "sharding": sharding, "soft": soft, **seen}
     hidden, routing = routed_states(denoiser, noised.inputs, noised.lengths, counted, **place)
     tokens, weights = noised.tokens[:, first:], noised.weights[:, first:]
     sums: Callable[..., tuple[jax.Array, ...]] = cross_entropies
@@ -198,9 +206,23 @@ def diffusion_loss(
     return Losses(loss, cross_entropy, by_level, routing)
 
 
-def seen_keys(visible: jax.Array, documents: Documents | None) -> tuple[jax.Array, jax.Array | None]:
-    """`visible` and `since` of `Denoiser.forward_with_routing`: where rows hold several documents, theirs."""
-    return (visible, None) if documents is None else (documents.end, documents.first)
+def seen_keys(
+    denoiser: Denoiser, visible: jax.Array, documents: Documents | None, ahead: jax.Array | None, length: int
+) -> tuple[jax.Array, jax.Array | None]:
+    """`visible` and `since` of `Denoiser.forward_with_routing` for rows of T = `length` positions: where rows hold
+    several documents, theirs.
+
+    Args:
+        ahead: [B] float32 in [0, 1], share that each position sees of what the model shows it after itself: 0 is causal
+            attention, and 1 or None the model's.
+    """
+    visible, since = (visible, None) if documents is None else (documents.end, documents.first)
+    if ahead is None:
+        return visible, since
+    own = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (len(visible), length))
+    end = denoiser.seen_until(own if since is None else own - since, visible, since)
+    least = jnp.minimum(own + 1, end)
+    return least + jnp.round(ahead[:, None] * (end - least)).astype(jnp.int32), since
 
 
 def hidden_states(
@@ -212,10 +234,12 @@ def hidden_states(
     remat: RematPolicy | None = None,
     sharding: NamedSharding | None = None,
     documents: Documents | None = None,
+    ahead: jax.Array | None = None,
 ) -> jax.Array:
     """What predicts each position that has a predictor, from tokens [B, T]: [B, T - min_prompt_length, D]. `visible`
-    is as in `Denoiser.forward`, such as the rows' lengths [B]; with documents it is not read."""
-    place: Any = {"before": before, "remat": remat, "sharding": sharding, "documents": documents}
+    is as in `Denoiser.forward`, such as the rows' lengths [B]; with documents it is not read. `ahead` is as of
+    `seen_keys`."""
+    place: Any = {"before": before, "remat": remat, "sharding": sharding, "documents": documents, "ahead": ahead}
     return routed_states(denoiser, inputs, visible, None, **place)[0]
 
 
@@ -230,13 +254,14 @@ def routed_states(
     sharding: NamedSharding | None = None,
     soft: jax.Array | None = None,
     documents: Documents | None = None,
+    ahead: jax.Array | None = None,
 ) -> tuple[jax.Array, Routing | None]:
     """`hidden_states`, and how the positions that are `counted` [B, T] bool were routed, see `Denoiser.routed`; `soft`
     [B, T, D] is added to the inputs' embeddings."""
     place = lambda x: x if sharding is None else lax.with_sharding_constraint(x, sharding)
     embedded = denoiser.embed(inputs)
     embedded = embedded if soft is None else embedded + soft.astype(embedded.dtype)
-    visible, since = seen_keys(visible, documents)
+    visible, since = seen_keys(denoiser, visible, documents, ahead, inputs.shape[1])
     # All of them: layers that are a loop take no `outputs`.
     hidden, _, routing = denoiser.forward_with_routing(
         place(embedded), visible, counted, before=before, remat=remat, since=since

@@ -115,7 +115,10 @@ def read_outline(config: TrainConfig) -> Outline:
     if config.lora.init:
         objective.trainable(config, model)  # refuses a run without a model to add them to
         check_init(model, config.lora, config.model.init)
-    return Outline(model, _tokenizer_files(config.model, task), _generation_defaults(config, model, task), task)
+    files = _tokenizer_files(config.model, task)
+    if config.model.adapt:
+        _check_unused_mask(files, model)
+    return Outline(model, files, _generation_defaults(config, model, task), task)
 
 
 def read_parts(config: TrainConfig) -> Parts:
@@ -222,10 +225,14 @@ def model_config(part: ModelPart, vocabulary: Any = None) -> ModelConfig:
         DllmError: for unknown fields, values of another type, and a checkpoint with fields that it has already.
     """
     if part.init:
-        if other := sorted(part.config.keys() - OF_CONTEXT):
-            own = f"model.init {part.init} has its own config; remove model.config.{other[0]}"
-            raise DllmError(f"{own} (only {' and '.join(OF_CONTEXT)} may differ)")
-        config = checkpoint.load_config(checkpoint.find(part.init)).replace(**_config_values(part))
+        other, own = sorted(part.config.keys() - {*OF_CONTEXT, "mask_id"}), f"model.init {part.init} has its own"
+        if other:
+            may = f"only {' and '.join(OF_CONTEXT)} may differ, and mask_id where it has none"
+            raise DllmError(f"{own} config; remove model.config.{other[0]} ({may})")
+        config = checkpoint.load_config(checkpoint.find(part.init))
+        if config.mask_id is not None and "mask_id" in part.config:
+            raise DllmError(f"{own} mask token, {config.mask_id}; remove model.config.mask_id")
+        config = config.replace(**_config_values(part))
         checkpoint.require_plain(config, part.init, "trained")
         if vocabulary is not None and (config.mask_id, config.eos_id) != (vocabulary.mask_id, vocabulary.eos_id):
             raise DllmError(f"model.init {part.init} has other special tokens than the task in data.source; train anew")
@@ -254,7 +261,8 @@ def adapt_config(config: ModelConfig, kind: str) -> ModelConfig:
     model has none. Its own family where the other's checkpoints have no place for its parameters.
 
     Raises:
-        DllmError: where the weights do not fit: experts, norms of queries and keys.
+        DllmError: where the weights do not fit: experts, norms of queries and keys; for a mask token that lies outside
+            the vocabulary, or is another special token.
     """
     like = published_config(kind)
     for name in ("experts", "qk_norm"):
@@ -262,6 +270,13 @@ def adapt_config(config: ModelConfig, kind: str) -> ModelConfig:
             raise DllmError(f"a {config.family} model cannot become a {like.family} model: only one of them has {name}")
     same = {name: getattr(like, name) for name in ("family", "attention", "block_length", "shift")}
     mask_id = like.mask_id if config.mask_id is None else config.mask_id
+    taken = [name for name, token in config.replace(mask_id=None).special_ids().items() if token == mask_id]
+    if mask_id is not None and (taken or mask_id >= config.vocab_size):
+        why = f"is its {taken[0]}" if taken else f"lies outside its vocabulary of {config.vocab_size} tokens"
+        raise DllmError(
+            f"the mask token {mask_id} for a {config.family} model as a {like.family} model {why}; set "
+            "model.config.mask_id to an id that no text has"
+        )
     found = config.replace(**same, mask_id=mask_id, qkv_bias=config.qkv_bias or like.qkv_bias)
     fits = any(layout.holds(found) for layout in find_family(found.family).layouts)
     return found if fits else found.replace(family=config.family)
@@ -336,6 +351,18 @@ def _tokenizer_files(part: ModelPart, task: Any) -> Mapping[str, bytes]:
             task.write_tokenizer(Path(folder_name))
             return tokenizer_files(folder_name)
     return tokenizer_files(checkpoint.find(part.init)) if part.init else {}
+
+
+def _check_unused_mask(files: Mapping[str, bytes], model: ModelConfig) -> None:
+    """Raises DllmError where text is made of the mask token, as of one that a model got when it was adapted."""
+    tokenizer = _tokenizer(files, model)
+    if tokenizer is None or model.mask_id is None or model.mask_id in tokenizer.added_tokens_decoder:
+        return
+    if (text := tokenizer.convert_ids_to_tokens(model.mask_id)) is not None:
+        raise DllmError(
+            f"the mask token {model.mask_id} is the tokenizer's {text!r}, which text is made of; set "
+            "model.config.mask_id to an id that no text has"
+        )
 
 
 def _tokenizer(files: Mapping[str, bytes], model: ModelConfig) -> "PreTrainedTokenizerBase | None":

@@ -171,7 +171,8 @@ class Stepper:
 
     def add_noise(self, batch: Any, key: jax.Array, step: jax.Array) -> Any:
         """A batch with the noise of a step; the key is the run's."""
-        return self.objective.corrupt(jax.random.fold_in(key, step), batch, Denoiser(self._model, {}))
+        noised = self.objective.corrupt(jax.random.fold_in(key, step), batch, Denoiser(self._model, {}))
+        return self.objective.at_step(noised, step)
 
     def learner(self, trained: Params, frozen: Params) -> Any:
         """What an objective's loss takes as what is trained, with nothing left out of it."""

@@ -5,7 +5,18 @@ from types import MappingProxyType
 
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
-from dllm_jax.families import diffusion_gemma, dream, fast_dllm_v2, llada, llada2, llada_moe, nemotron, qwen2, sdar
+from dllm_jax.families import (
+    diffusion_gemma,
+    dream,
+    fast_dllm_v2,
+    llada,
+    llada2,
+    llada_moe,
+    nemotron,
+    qwen2,
+    qwen3,
+    sdar,
+)
 from dllm_jax.families.base import CheckpointLayout, Family, Published, Slot, TensorRule
 from dllm_jax.families.hub_config import HubConfig
 
@@ -34,6 +45,7 @@ FAMILIES: dict[str, Family] = {
     "nemotron": nemotron.FAMILY,
     "diffusion-gemma": diffusion_gemma.FAMILY,
     "qwen2": qwen2.FAMILY,
+    "qwen3": qwen3.FAMILY,
 }
 
 _MODELS = {name: model for family in FAMILIES.values() for name, model in family.published.items()}

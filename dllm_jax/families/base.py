@@ -185,14 +185,18 @@ class Family:
         """A checkpoint's `generation.json` where the source has none."""
         return {**self.generation, **(self.read_generation(hub) if self.read_generation else {})}
 
+    def layouts_of(self, config: ModelConfig) -> tuple[CheckpointLayout, ...]:
+        """Those that hold a model's parameters; where none does the first, whose `slots` name what has no place."""
+        return tuple(layout for layout in self.layouts if layout.holds(config)) or self.layouts[:1]
+
     def layout(self, name: str | None, config: ModelConfig) -> CheckpointLayout:
         """The layout of that name, or without one the first that holds the model's parameters.
 
         Raises:
             DllmError: when the family has none of that name; the sentence lists those it has.
         """
-        if name is None:  # where none holds them, the first tells which it has no place for
-            return next((layout for layout in self.layouts if layout.holds(config)), self.layouts[0])
+        if name is None:
+            return self.layouts_of(config)[0]
         if len(self.layouts) == 1:
             raise DllmError(f"there is only one layout of {self.name} checkpoints; leave --layout out")
         for layout in self.layouts:

@@ -3,56 +3,19 @@
 import re
 from typing import Any
 
-from dllm_jax.config import Experts, ModelConfig
+from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
-from dllm_jax.families import qwen2
-from dllm_jax.families.base import CheckpointLayout, Family, Published, TensorRule
+from dllm_jax.families import qwen2, qwen3
+from dllm_jax.families.base import CheckpointLayout, Family, Published
 from dllm_jax.families.hub_config import HubConfig
 
-_8B = ModelConfig(
-    family="sdar",
-    vocab_size=151936,
-    embed_dim=4096,
-    num_layers=36,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    mlp_dim=12288,
-    rope_theta=1000000.0,
-    norm_eps=1e-6,
-    max_length=32768,
-    eos_id=151643,
-    pad_id=151643,
-    mask_id=151669,
-    end_ids=(151643, 151645),
-    attention="block",
-    block_length=4,
-    qk_norm=True,
-)
-_30B_A3B = _8B.replace(
-    embed_dim=2048,
-    num_layers=48,
-    num_kv_heads=4,
-    mlp_dim=6144,
-    experts=Experts(num_experts=128, per_token=8, dim=768, normalize=True),
+_8B, _30B_A3B = (
+    config.replace(family="sdar", attention="block", block_length=4, shift=False, mask_id=151669)
+    for config in (qwen3.CONFIG_8B, qwen3.CONFIG_30B_A3B)
 )
 
 _MASK = "<|MASK|>"
 _PUBLISHED, _UNNAMED = r"SDAR-[\d.]+B(-A\d+B)?(-[a-z]+)?", 4  # names without -bN, and the length of their blocks
-
-_LAYER, _OURS = "model.layers.{layer}.", "layers.{layer}."
-_EXPERT = _LAYER + "mlp.experts.{expert}."
-RULES = (
-    *(rule for rule in qwen2.RULES if not rule.hub.endswith("bias")),
-    TensorRule(_LAYER + "self_attn.q_norm.weight", _OURS + "attn.q_norm.scale"),
-    TensorRule(_LAYER + "self_attn.k_norm.weight", _OURS + "attn.k_norm.scale"),
-)
-_EXPERTS = (
-    TensorRule(_LAYER + "mlp.gate.weight", _OURS + "mlp.router", transpose=True),
-    TensorRule(_EXPERT + "gate_proj.weight", _OURS + "mlp.w_in", transpose=True, place=("expert", 0)),
-    TensorRule(_EXPERT + "up_proj.weight", _OURS + "mlp.w_in", transpose=True, place=("expert", 1)),
-    TensorRule(_EXPERT + "down_proj.weight", _OURS + "mlp.w_out", transpose=True, place=("expert",)),
-)
 
 
 def read_config(hub: HubConfig) -> ModelConfig:
@@ -65,19 +28,14 @@ def read_config(hub: HubConfig) -> ModelConfig:
         DllmError: naming the field that is missing, or whose value the backbone does not implement; where nothing says
             how long blocks are, or two things do and differ.
     """
-    hub.require(attention_bias=False)
-    hub.integer("head_dim")  # which is not hidden_size / heads
-    base = qwen2.read_config(hub)
+    base = qwen3.read_config(hub)
     known = base.vocab_size == _8B.vocab_size
     return base.replace(
         family="sdar",
         attention="block",
         block_length=_block_length(hub),
         shift=False,
-        qkv_bias=False,
-        qk_norm=True,
         mask_id=hub.mask_id(hub.tokens.get(_MASK, _8B.mask_id if known else None)),
-        experts=_experts(hub) if "num_experts" in hub.values else None,
     )
 
 
@@ -103,50 +61,26 @@ def _named_block_length(name: str) -> int | None:
     return _UNNAMED if re.fullmatch(_PUBLISHED, own, re.IGNORECASE) else None
 
 
-def _experts(hub: HubConfig) -> Experts:
-    hub.allow("decoder_sparse_step", 1)
-    hub.allow("mlp_only_layers", [])
-    return Experts(
-        num_experts=hub.integer("num_experts"),
-        per_token=hub.integer("num_experts_per_tok"),
-        dim=hub.integer("moe_intermediate_size"),
-        normalize=hub.boolean("norm_topk_prob"),
-    )
-
-
 def write_config(config: ModelConfig) -> dict[str, Any]:
     """An SDAR config.json from a ModelConfig.
 
     Raises:
         DllmError: for experts that this format cannot describe.
     """
-    fields = {
-        **qwen2.write_config(config),
-        "model_type": "sdar",
-        "attention_bias": False,
-        "block_size": config.block_length,
-        "mask_token_id": config.mask_id,
-    }
-    experts = config.experts
-    if experts is None:
-        return fields
-    if experts != Experts(experts.num_experts, experts.per_token, experts.dim, normalize=experts.normalize):
-        raise DllmError("the experts of an sdar checkpoint have a plain softmax router and no shared one")
+    fields = qwen3.write_config(config)
     return {
         **fields,
-        "model_type": "sdar_moe",
-        "num_experts": experts.num_experts,
-        "num_experts_per_tok": experts.per_token,
-        "moe_intermediate_size": experts.dim,
-        "norm_topk_prob": experts.normalize,
+        "model_type": str(fields["model_type"]).replace("qwen3", "sdar"),
+        "block_size": config.block_length,
+        "mask_token_id": config.mask_id,
     }
 
 
 FAMILY = Family(
     name="sdar",
     layouts=(
-        CheckpointLayout("dense", "SDARForCausalLM", RULES),
-        CheckpointLayout("experts", "SDARMoeForCausalLM", RULES + _EXPERTS),
+        CheckpointLayout("dense", "SDARForCausalLM", qwen3.RULES),
+        CheckpointLayout("experts", "SDARMoeForCausalLM", qwen3.EXPERT_RULES),
     ),
     model_types=("sdar", "sdar_moe"),
     read_config=read_config,

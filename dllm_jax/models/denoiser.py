@@ -356,17 +356,25 @@ class Denoiser:
         options: dict[str, Any] = {"place": Place(start), "decoder": True, "remat": remat}
         return self._run(inputs, span.positions, end, kv=kv, **options)[:2]
 
+    def seen_until(self, positions: jax.Array, visible: jax.Array, since: jax.Array | None = None) -> jax.Array:
+        """Where the keys end that each position sees, [B, T or 1] int32: of `visible` and `since` as
+        `forward_with_routing` takes them what the model's attention shows; `visible` [B, T] alone is that already.
+
+        Args:
+            positions: [B, T] int32, counted from the first of the row or of the document.
+        """
+        if visible.ndim == 2 and since is None:
+            return visible
+        bound = {"causal": 1, "canvas": 1, "block": self.config.block_length}.get(self.config.attention)
+        ends, first = visible.reshape(len(visible), -1), 0 if since is None else since
+        return ends if bound is None else jnp.minimum(first + (positions // bound + 1) * bound, ends)
+
     def _run(
         self, inputs: jax.Array, positions: jax.Array, visible: jax.Array, **options: Any
     ) -> tuple[jax.Array, KVCache, Routing | None]:
         """`Transformer.forward` of what is fed, tokens or embeddings, with `visible` [B] or [B, T]."""
         model = self._model
-        since = options.get("since")
-        if visible.ndim == 1 or since is not None:
-            blocks = {"causal": 1, "canvas": 1, "block": self.config.block_length}
-            bound = blocks.get(self.config.attention)
-            ends, first = visible.reshape(len(visible), -1), 0 if since is None else since
-            visible = ends if bound is None else jnp.minimum(first + (positions // bound + 1) * bound, ends)
+        visible = self.seen_until(positions, visible, options.get("since"))
         x = model.embed_tokens(inputs) if jnp.issubdtype(inputs.dtype, jnp.integer) else inputs
         place = lambda x: x if self.layout is None else self.layout.place(x, ("batch", None, None))
         profiled = jax.named_scope("window_forward" if "kv" in options else "full_forward")

@@ -93,7 +93,10 @@ class Objective(abc.ABC):
             DllmError: for a model that the command cannot train.
         """
         if model.is_causal:
-            advice = "train it by python -m train autoregressive"
+            advice = (
+                "set model.adapt to what it shall become, such as dream-7b-base, or train it by python -m train "
+                "autoregressive"
+            )
             raise DllmError(f"a {model.family} model is causal; {advice}")
         if model.has_causal_context:
             raise DllmError(f"a {model.family} model is read causally and in blocks; train it by python -m train joint")
@@ -172,6 +175,10 @@ class Objective(abc.ABC):
             batch: a `Batch`, or what the objective's `feed` makes.
         """
 
+    def at_step(self, noised: Any, step: jax.Array) -> Any:
+        """A noised batch as step `step` (from 0) learns from it; held-out rows are measured without."""
+        return noised
+
     def corrupt_heldout(self, key: jax.Array, batch: Any, denoiser: Denoiser) -> Any:
         """`corrupt` of rows that are not learned from, of which `means` may report more."""
         return self.corrupt(key, batch, denoiser)
@@ -232,6 +239,15 @@ class CrossEntropy(Objective):
         )
         return self.add_router_losses(
             found.loss, {"cross_entropy": found.cross_entropy, **found.by_level}, found.routing
+        )
+
+
+def check_annealing(steps: int, run: int) -> None:
+    """Raises DllmError where a run ends before its attention is the model's (`objective.anneal_attention`)."""
+    if steps > run:
+        raise DllmError(
+            f"objective.anneal_attention {steps} is longer than the run of {run} steps, whose model would be sampled "
+            f"with more attention than it was trained with; set it to {run} or less"
         )
 
 

@@ -34,13 +34,14 @@ from train.losses import (
     Documents,
     Mean,
     Means,
+    annealed_ahead,
     cross_entropies,
     head_sums,
     position_draws,
     routed_states,
     seen_keys,
 )
-from train.objectives.base import Objective, Passes, check_whole_blocks
+from train.objectives.base import Objective, Passes, check_annealing, check_whole_blocks
 from train.settings import setting
 from train.trainable import Trainable
 
@@ -70,6 +71,9 @@ class BlockDiffusionPart:
         fill: what fills the rest of a row's last block, as sampling decodes whole blocks: "end" tokens that are masked
             and learned, or "mask" tokens that are not. With `data.pad` that is after the canvas.
         chunk: positions whose logits exist at once; 0 computes the logits of all positions.
+        anneal_attention: steps from causal attention to that of blocks, for models that were autoregressive: at step t
+            a position sees, besides all before it and itself, the next t / anneal_attention of the rest of its block,
+            rounded. See `train.objectives.masked_diffusion`.
     """
 
     kind: Kind = "sft"
@@ -83,6 +87,7 @@ class BlockDiffusionPart:
     confidence: float = setting(0.0, at_least=0)
     fill: Fill = "end"
     chunk: int = setting(0, at_least=0)
+    anneal_attention: int = setting(0, at_least=0)
 
     @property
     def copies(self) -> int:
@@ -108,6 +113,7 @@ class BlockDiffusionConfig(TrainConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_annealing(self.objective.anneal_attention, self.steps)
         if self.data.random_length and self.objective.fill == "end":
             raise DllmError(
                 "data.random_length cuts texts where they do not end, and end tokens would be learned there; set "
@@ -125,6 +131,7 @@ class NoisyCopies(NamedTuple):
         targets: [..., T] bool, positions of the row that may be masked.
         lengths: [...] int32, positions that count, a whole number of blocks.
         documents: of rows that hold several, each a whole number of blocks.
+        ahead: as of `train.losses.seen_keys`, of the copies and of the row as it is, [...] float32; None for all.
     """
 
     inputs: jax.Array
@@ -133,6 +140,7 @@ class NoisyCopies(NamedTuple):
     targets: jax.Array
     lengths: jax.Array
     documents: Documents | None = None
+    ahead: jax.Array | None = None
 
 
 def fill_blocks(batch: Batch, denoiser: Denoiser, settings: BlockDiffusionPart) -> Batch:
@@ -206,7 +214,7 @@ class BlockDiffusion(Objective):
         if not model.has_blocks:
             raise DllmError(
                 f"a {model.family} model has no blocks; set objective.block_length for one of full attention, or "
-                "model.adapt to a kind that has, such as fast-dllm-v2-1.5b"
+                "model.adapt to a kind that has, such as fast-dllm-v2-1.5b (of Qwen2.5) or sdar-8b-chat (of Qwen3)"
             )
         return super().fit_model(model, config)
 
@@ -231,6 +239,9 @@ class BlockDiffusion(Objective):
     def corrupt(self, key: jax.Array, batch: Batch, denoiser: Denoiser) -> NoisyCopies:
         return corrupt_copies(key, batch, denoiser, self.settings)
 
+    def at_step(self, noised: NoisyCopies, step: jax.Array) -> NoisyCopies:
+        return noised._replace(ahead=annealed_ahead(noised.lengths, step, self.settings.anneal_attention))
+
     def means(
         self,
         denoiser: Denoiser,
@@ -248,7 +259,9 @@ class BlockDiffusion(Objective):
         flat = lambda x: x.reshape(-1, x.shape[-1])
         counted = self.counted_positions(noised.lengths, noised.tokens.shape[1])
         inputs, reader = denoiser.embed(noised.tokens), self.reader(denoiser, base)
-        visible, since = seen_keys(self.visible_to_clean(noised), noised.documents)
+        visible, since = seen_keys(
+            reader, self.visible_to_clean(noised), noised.documents, noised.ahead, noised.tokens.shape[1]
+        )
         read, clean, of_clean = reader.forward_with_routing(inputs, visible, counted, remat=remat, since=since)
         hidden, routing = routed_states(
             denoiser,
@@ -259,6 +272,7 @@ class BlockDiffusion(Objective):
             remat=remat,
             sharding=sharding,
             documents=jax.tree.map(each, noised.documents),
+            ahead=jax.tree.map(each, noised.ahead),
         )
         tokens, weights = each(noised.tokens)[:, first:], flat(noised.weights)[:, first:]
         sum_up = functools.partial(head_sums, chunk=self.settings.chunk, groups=groups, sharding=sharding)

@@ -26,7 +26,7 @@ from dllm_jax.errors import DllmError
 from dllm_jax.models.denoiser import Denoiser
 from train.config import TrainConfig
 from train.losses import Batch, Mean, Means, cross_entropies, head_sums
-from train.objectives.base import Passes, check_whole_blocks
+from train.objectives.base import Passes, check_annealing, check_whole_blocks
 from train.objectives.block_diffusion import (
     BlockDiffusion,
     BlockDiffusionPart,
@@ -66,6 +66,10 @@ class JointConfig(TrainConfig):
 
     objective: JointPart = dataclasses.field(default_factory=JointPart)
     command: Literal["joint"] = "joint"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_annealing(self.objective.anneal_attention, self.steps)
 
 
 @dataclasses.dataclass(frozen=True)

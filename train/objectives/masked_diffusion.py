@@ -24,8 +24,16 @@ from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.models.denoiser import Denoiser
 from train.config import Kind, TrainConfig
-from train.losses import Batch, Noised, example_weights, expected_embeddings, hidden_states, position_draws
-from train.objectives.base import CrossEntropy, Passes
+from train.losses import (
+    Batch,
+    Noised,
+    annealed_ahead,
+    example_weights,
+    expected_embeddings,
+    hidden_states,
+    position_draws,
+)
+from train.objectives.base import CrossEntropy, Passes, check_annealing
 from train.settings import setting
 from train.trainable import Trainable
 
@@ -44,6 +52,10 @@ class MaskedDiffusionPart:
         smoothing: largest weight of soft inputs, such as the 0.3 of `samplers.Smoothing`; 0 has none. Every row draws
             its own from U(0, smoothing), and a step takes one forward more, whose predictions have no gradient.
         chunk: positions whose logits exist at once, for large vocabularies; 0 computes the logits of all positions.
+        anneal_attention: steps from causal attention to the model's, for models that were autoregressive: at step t a
+            position sees, besides all before it and itself, the next t / anneal_attention of what it sees in the end.
+            So its view grows from the left. (DiffuLLaMA, arXiv 2410.17891, shows random later positions instead.) Of
+            later steps, of held-out rows and with 0 all is seen.
     """
 
     kind: Kind = "sft"
@@ -51,6 +63,7 @@ class MaskedDiffusionPart:
     stratified: bool = False
     smoothing: float = setting(0.0, at_least=0, at_most=1)
     chunk: int = setting(0, at_least=0)
+    anneal_attention: int = setting(0, at_least=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +72,10 @@ class MaskedDiffusionConfig(TrainConfig):
 
     objective: MaskedDiffusionPart = dataclasses.field(default_factory=MaskedDiffusionPart)
     command: Literal["masked-diffusion"] = "masked-diffusion"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_annealing(self.objective.anneal_attention, self.steps)
 
 
 def mask_probabilities(key: jax.Array, rows: int, eps: float, *, stratified: bool = False) -> jax.Array:
@@ -123,7 +140,8 @@ def soft_inputs(denoiser: Denoiser, noised: Noised, *, chunk: int = 0, **options
     """
     assert noised.alpha is not None
     denoiser, first = lax.stop_gradient(denoiser), denoiser.min_prompt_length
-    hidden = hidden_states(denoiser, noised.inputs, noised.lengths, documents=noised.documents, **options)
+    options |= {"documents": noised.documents, "ahead": noised.ahead}
+    hidden = hidden_states(denoiser, noised.inputs, noised.lengths, **options)
     mixed = expected_embeddings(denoiser, hidden, chunk=chunk) * noised.alpha[:, None, None]
     masked = noised.weights[:, first:, None] > 0
     return jnp.pad(jnp.where(masked, mixed, 0).astype(denoiser.dtype), ((0, 0), (first, 0), (0, 0)))
@@ -163,6 +181,9 @@ class MaskedDiffusion(CrossEntropy):
             return noised
         draws = jax.random.uniform(jax.random.fold_in(key, _SOFT), noised.lengths.shape)
         return noised._replace(alpha=self.settings.smoothing * draws)
+
+    def at_step(self, noised: Noised, step: jax.Array) -> Noised:
+        return noised._replace(ahead=annealed_ahead(noised.lengths, step, self.settings.anneal_attention))
 
     def soften(self, denoiser: Denoiser, noised: Noised, **options: Any) -> jax.Array | None:
         if noised.alpha is None:
