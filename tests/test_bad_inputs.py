@@ -296,14 +296,13 @@ COMMANDS = [
     ("read", ["--model", "LLADA", "--prompts", "TMP"]),
     *(
         (name, ["--model", "LLADA", "--prompts", f"TMP/{name.split(' ')[0]}"])
-        for name in ("bytes line 1", "blank", "broken.jsonl line 2", "keys.jsonl line 1", "number.jsonl line 1")
+        for name in ("bytes line 1", "broken.jsonl line 2", "keys.jsonl line 1", "number.jsonl line 1")
     ),
     ("deep.jsonl line 1", ["--model", "LLADA", "--prompts", "TMP/deep.jsonl"]),
     ("message 0", ["--model", "LLADA", "--prompts", "TMP/role.jsonl"]),
 ]
 FILES = {
     "bytes": b"\xff\xfe\xfd",
-    "blank": b"\n \r\n",
     "broken.jsonl": b'\n{"prompt": \n',
     "keys.jsonl": b'{"question": "a"}\n',
     "number.jsonl": b'{"prompt": 5}\n',

@@ -11,10 +11,17 @@ from dllm_jax.params.products import product
 
 @pytest.mark.parametrize(
     ("shape", "outputs", "by_columns"),
-    [((2, 4, 128), 96, True), ((2, 4, 96), 128, True), ((2, 8, 128), 128, False), ((128,), 64, True)],
+    [
+        ((2, 2, 128), 96, True),
+        ((2, 4, 96), 128, True),
+        ((2, 4, 96), 1024, False),
+        ((2, 4, 128), 128, False),
+        ((128,), 64, True),
+        ((128,), 1024, True),
+    ],
 )
 def test_products_by_columns(shape, outputs, by_columns):
-    """Few rows, or more outputs than inputs, go by columns."""
+    """Few rows, or more outputs than inputs unless these are a multiple of 4 KiB, go by columns."""
     x, kernel = (
         jax.random.normal(jax.random.key(seed), size) for seed, size in ((0, shape), (1, (shape[-1], outputs)))
     )
