@@ -30,6 +30,7 @@ from samplers import (
 )
 from samplers import sampler as sampling
 from samplers.engine import runner as runners
+from samplers.engine import slots
 from samplers.engine.engine import Stats
 from samplers.engine.program import numbers_of, run_steps_buffered, with_numbers
 from samplers.engine.runner import Runner
@@ -361,14 +362,17 @@ def test_as_alone_in_programs_of_any_size(llada, spec: str, caplog) -> None:
     """Rows that move to smaller and larger programs while they run, and to shorter and longer buffers."""
     engine = Engine(llada, spec, slots=4, prompt_length=128, buckets=True, **OPTIONS)
     rng, sizes, found = np.random.default_rng(1), set(), list[Request]()
-    for count in (1, 4, 2, 3):
-        for _ in range(2 * count):
+    for count in (1, 8, 2, 5):
+        for number in range(count):
+            if number == 1:
+                engine.step()  # the others come while the first runs
+                settled(engine)
             prompt = ROWS[rng.integers(4)] if count % 2 else [int(token) for token in rng.integers(40, 100, 90)]
             numbers = SPECS[spec][rng.integers(len(SPECS[spec]))]
             found.append(engine.submit(engine.request(prompt, seed=int(rng.integers(9)), **numbers)))
         while not engine.idle:
             before = engine.stats
-            engine.step(3)
+            engine.step()
             steps = engine.stats - before
             sizes.add(engine._slots.size)
             assert steps.row_steps <= steps.slot_steps == steps.steps * engine.rows
@@ -415,8 +419,9 @@ def test_sizes(largest: tuple[int, int], parts: int, rows: list[int], lengths: l
     assert found == [(count, length) for count in rows for length in lengths]
 
 
-def test_sizes_on_a_mesh(llada_tiny, llada) -> None:
-    """Four devices share each size's slots, so the fewest are four."""
+def test_sizes_on_a_mesh(llada_tiny, llada, monkeypatch) -> None:
+    """Four devices share each size's slots, so the fewest are four. Rows that run move at once."""
+    monkeypatch.setattr(slots, "PATIENCE", 1)
     split = first_layers(load(llada_tiny.folder, mesh=make_mesh(data=4, tensor=2)), 1)
     engine = Engine(split, "threshold:threshold=0.6", slots=8, prompt_length=WIDTH, buckets=True, **OPTIONS)
     engine.compile()

@@ -46,6 +46,9 @@ def with_draws(sampler: Any, vocab_size: int) -> Any:
     return dataclasses.replace(sampler, sampling=dataclasses.replace(found, **missing))
 
 
+PATIENCE = 8
+"""Calls in a row that a smaller size must have room for before running rows are copied into it."""
+
 LEAST_PROMPT = 64
 """Tokens of the shortest prompts that have programs of their own."""
 
@@ -135,6 +138,7 @@ class Slots:
         self._sizes = sizes_up_to(self.size, model.denoiser.batch_parts) if buckets else [self.size]
         self._shapes: dict[Size, list[tuple[int, ...]]] = {}  # of the state's leaves, for each program that is compiled
         self._compiling: dict[Size, concurrent.futures.Future[None]] = {}
+        self._too_large = 0  # calls in a row for which a smaller size had room
         self._compiler = concurrent.futures.ThreadPoolExecutor(1, "compiling")
         self._buffered = asked_for_command_buffers()  # here: another thread may make the calls
         self._program: Any = run_steps_buffered if self._buffered else run_steps_jit
@@ -161,7 +165,8 @@ class Slots:
         self._want(Size(self._sizes[0].rows, self._largest.prompt_length))
 
     def fit(self, slots: Sequence[int], needed: Size) -> bool:
-        """Changes to the cheapest compiled size with room for `needed`, and asks for the best one.
+        """Changes to the cheapest compiled size with room for `needed`, and asks for the best one. It changes from one
+        with room to spare when nothing runs, or after a while, so that requests which come and go copy nothing.
 
         Args:
             slots: those of the running requests, which become the slots 0, 1, ... if the size changes.
@@ -173,8 +178,11 @@ class Slots:
         fitting = sorted((size for size in self._sizes if size.fits(needed)), key=cost)
         self._want(fitting[0])
         best = next(size for size in fitting if size in self._shapes)
-        if best == self.size:
+        waits = best != self.size and self.size.fits(needed) and len(slots) > 0
+        self._too_large = self._too_large + 1 if waits else 0
+        if best == self.size or 0 < self._too_large < PATIENCE:
             return False
+        self._too_large = 0
         others = [slot for slot in range(self._largest.rows) if slot not in slots]
         self._rows, self._has_form = jax.tree.map(lambda x: x[[*slots, *others]], (self._rows, self._has_form))
         self._forms = None
