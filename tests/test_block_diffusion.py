@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import GOLDENS, refuses
+from conftest import GOLDENS, converted, refuses
 from train_toys import LLADA
 
 import convert
@@ -42,20 +42,12 @@ from samplers.tokens.noise import row_keys
 
 SHAPE = {"gen_length": 40, "block_length": 8, "align_blocks": True}
 PROMPTS = [list(b"Q: Sam has 21 pens."), list(b"Sam"), list(b"Max buys 3 apples, Eve 12. How many?"), list(b"12345678")]
-FAMILIES = {"llada2": "llada2-tiny", "sdar": "sdar-tiny", "fast-dllm-v2": "fastdllmv2-tiny"}
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """A converted model of each family, by name."""
-
-    @functools.cache
-    def load(family):
-        out = tmp_path_factory.mktemp("blocks") / family
-        convert.convert(family, GOLDENS / "checkpoints" / FAMILIES[family], out)
-        return dllm_jax.load(out)
-
-    return load
+    return functools.cache(lambda family: converted(family, tmp_path_factory))
 
 
 def generate(model, rule, cache, prompts=PROMPTS, **options):

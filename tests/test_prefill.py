@@ -7,36 +7,22 @@ import time
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import GOLDENS, refuses
+from conftest import converted, refuses
 
-import convert
 import dllm_jax
 from dllm_jax import make_mesh
 from samplers import Engine, Request
 from samplers.engine.prefill import LEAST_KEPT, Prefix, PrefixStore
 
 SHAPE = {"gen_length": 24, "block_length": 8}
-FAMILIES = {"llada2": "llada2-tiny", "sdar": "sdar-tiny", "fast-dllm-v2": "fastdllmv2-tiny"}
 SYSTEM = list(b"You count things, and answer with one number alone. ")  # 52 tokens, six whole blocks
 QUESTIONS = [b"Tom has 3.", b"Kim has 31 shells and finds 25 more of them in the sand. How many?", b"", b"Ann."]
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """A converted checkpoint of each family, by name."""
-
-    @functools.cache
-    def make(family):
-        out = tmp_path_factory.mktemp("prefill") / family
-        convert.convert(family, GOLDENS / "checkpoints" / FAMILIES[family], out)
-        return out
-
-    return make
-
-
-@pytest.fixture(scope="module")
-def models(folders):
-    return functools.cache(lambda family: dllm_jax.load(folders(family)))
+def models(tmp_path_factory):
+    """A converted model of each family, by name."""
+    return functools.cache(lambda family: converted(family, tmp_path_factory))
 
 
 def engine_of(model, **options) -> Engine:
@@ -125,14 +111,14 @@ def test_what_is_taken_back_while_it_is_read_leaves_its_slot(models, stop) -> No
     assert_same(second, answers(engine_of(models("llada2")), [SYSTEM[:20]], stop=stop)[0])
 
 
-def test_on_a_mesh(folders, models) -> None:
+def test_on_a_mesh(models) -> None:
     """Heads over two devices. A split batch is refused."""
-    split = dllm_jax.load(folders("sdar"), mesh=make_mesh(tensor=2))
+    split = dllm_jax.load(models("sdar").folder, mesh=make_mesh(tensor=2))
     prompts = [SYSTEM + list(text) for text in QUESTIONS]
     plain = answers(engine_of(models("sdar")), prompts)
     for one, other in zip(answers(engine_of(split, prefix_cache=1 << 20), prompts), plain, strict=True):
         assert_same(one, other)
-    apart = dllm_jax.load(folders("sdar"), mesh=make_mesh(data=2))
+    apart = dllm_jax.load(models("sdar").folder, mesh=make_mesh(data=2))
     with refuses("devices that share each row"):
         engine_of(apart, slots=2, prefix_cache=1 << 20)
 
