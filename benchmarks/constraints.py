@@ -23,6 +23,7 @@ import jax.numpy as jnp
 
 import dllm_jax
 from benchmarks import command
+from evals import stderr
 from samplers import BlockSampler, TopK, constraint_for, sample_jit
 from samplers.constraints.automaton import bytes_of, constraint_of, schema_regex
 from samplers.text.prompts import pad_prompts
@@ -81,7 +82,7 @@ def _generations(options: argparse.Namespace) -> list[dict[str, Any]]:
                 "forwards": pairs[0][0][1],
                 "cpu_seconds": statistics.median(one[0] for one, _ in pairs),
                 "ratio": statistics.mean(ratios),
-                "ratio_stderr": statistics.stdev(ratios) / len(ratios) ** 0.5,
+                "ratio_stderr": stderr.of_mean(ratios),
                 "n": len(ratios),
             }
         )

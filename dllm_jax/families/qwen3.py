@@ -8,24 +8,15 @@ from dllm_jax.families import qwen2
 from dllm_jax.families.base import CheckpointLayout, Family, Published, TensorRule
 from dllm_jax.families.hub_config import HubConfig
 
-CONFIG_8B = ModelConfig(
+CONFIG_8B = qwen2.CONFIG_7B.replace(
     family="qwen3",
     vocab_size=151936,
     embed_dim=4096,
     num_layers=36,
     num_heads=32,
     num_kv_heads=8,
-    head_dim=128,
     mlp_dim=12288,
-    rope_theta=1000000.0,
-    norm_eps=1e-6,
-    max_length=32768,
-    eos_id=151643,
-    pad_id=151643,
-    mask_id=None,
-    end_ids=(151643, 151645),
-    attention="causal",
-    shift=True,
+    qkv_bias=False,
     qk_norm=True,
 )
 _4B = CONFIG_8B.replace(embed_dim=2560, mlp_dim=9728, tied_embeddings=True)

@@ -5,11 +5,10 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from dllm_jax.errors import DllmError
 from dllm_jax.models.denoiser import DenoiserLike, Span, block_length_of
-from dllm_jax.models.kv_cache import slice_rows
+from dllm_jax.models.kv_cache import put_rows, slice_rows
 from dllm_jax.pytree import pytree
 from samplers.caches.base import (
     BlockCache,
@@ -43,7 +42,7 @@ class ExactState(BlockCacheState):
         Args:
             kv: their keys and values, [1, N, ...] at positions 0 ... N - 1, some of which may be beyond the buffers.
         """
-        put = lambda old, new: lax.dynamic_update_slice(old, new[:, : old.shape[1]], (row, 0, 0, 0))
+        put = lambda old, new: put_rows(old, new[:, : old.shape[1]], row[None])
         kv, final = jax.tree.map(put, self.kv, kv), self.final.at[row].set(whole)
         return dataclasses.replace(self, kv=kv, final=final, built_for=self.built_for.at[row].set(0))
 

@@ -14,10 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from dllm_jax import DllmError, Model
 from dllm_jax.models.denoiser import Denoiser, Span
+from dllm_jax.models.kv_cache import put_rows, with_room
 from samplers.caches import ExactCache
 from samplers.checks import check_length, check_whole
 from samplers.config.factory import CanvasSampler
@@ -180,7 +180,7 @@ class Prefill:
         count = count // self._block * self._block
         if prefix is None or not count:
             return Reading(tokens, whole, 0, self._denoiser.empty_cache(1, self._length))
-        return Reading(tokens, whole, count, _widened(prefix.kv, self._length))
+        return Reading(tokens, whole, count, _widened(prefix.kv, self._length - prefix.kv[0].key.shape[1]))
 
     def read(self, reading: Reading, room: int) -> int:
         """Reads the next piece, and keeps the prompt after the last.
@@ -223,7 +223,7 @@ def supports_prefill(model: Model, sampler: CanvasSampler) -> bool:
 def _read_first(denoiser: Denoiser, kv: Any, tokens: jax.Array, low: jax.Array, high: jax.Array, width: int) -> Any:
     """The buffers with the keys and values of the first `width` positions; `low` is 0."""
     _, new = denoiser.forward(tokens[:, :width], high, outputs=Span(low + denoiser.min_prompt_length, 1))
-    return jax.tree.map(lambda old, new: lax.dynamic_update_slice(old, new.astype(old.dtype), (0,) * 4), kv, new)
+    return jax.tree.map(lambda old, new: put_rows(old, new, jnp.zeros(1, jnp.int32)), kv, new)
 
 
 @functools.partial(jax.jit, static_argnums=5, donate_argnums=1)
@@ -239,6 +239,4 @@ def _narrowed(kv: Any, width: int) -> Any:
     return jax.tree.map(lambda x: x[:, :width], kv)
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _widened(kv: Any, length: int) -> Any:
-    return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, 0))), kv)
+_widened = jax.jit(with_room, static_argnums=1)

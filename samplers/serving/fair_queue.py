@@ -10,7 +10,7 @@ class FairQueue(Generic[T]):
     """A queue that gives the first item of each client in turn. A client's own items keep their order."""
 
     def __init__(self) -> None:
-        self._items: dict[str, collections.deque[T]] = {}  # the client whose turn it is comes first
+        self._items: dict[str, collections.deque[T]] = {}  # by client, in the order of their turns
 
     def __len__(self) -> int:
         return sum(map(len, self._items.values()))

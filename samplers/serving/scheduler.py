@@ -419,12 +419,14 @@ class Service:
             if engine.config is None:
                 raise DllmError("this server's sampler fills no gaps; start it with one by name")
             config = config_for_gaps(engine.model, engine.config)
-            room: dict[str, Any] = {
-                "slots": engine.slots,
-                "prompt_length": engine.prompt_length,
-                "buckets": engine.buckets,
-            }
-            self._gaps = Engine(engine.model, config, draws=engine.draws, **room)
+            self._gaps = Engine(
+                engine.model,
+                config,
+                slots=engine.slots,
+                prompt_length=engine.prompt_length,
+                draws=engine.draws,
+                buckets=engine.buckets,
+            )
         return self._gaps
 
     def _make_question(self, body: DecideBody) -> tuple[Question, int]:
@@ -534,9 +536,8 @@ class Service:
         """As `usage_of`, and `max_tokens` where less were generated than asked for because the canvas is no longer."""
         most = self.engine.sampler.gen_length
         clamped = {"max_tokens": most} if body.length is not None and body.length > most else {}
-        copies = len(ticket.jobs) // ticket.prompts
-        cached = sum(job.request.cached for job in ticket.jobs[::copies])
-        return usage_of(answers, ticket.prompts, None if self.engine.prefixes is None else cached) | clamped
+        cached = None if self.engine.prefixes is None else [job.request.cached for job in ticket.jobs]
+        return usage_of(answers, ticket.prompts, cached) | clamped
 
     def _echo(self, body: Body, job: Job) -> str:
         """The prompt's text, if it is wanted."""

@@ -49,19 +49,20 @@ def token_scores(model: Model, answer: Generation, stops: Sequence[str | int]) -
     return found
 
 
-def usage_of(answers: Sequence[Generation], prompts: int, cached: int | None = None) -> Json:
+def usage_of(answers: Sequence[Generation], prompts: int, cached: Sequence[int] | None = None) -> Json:
     """Counts of tokens and forwards.
 
     Args:
         answers: of all prompts in order, equally many for each.
         prompts: how many prompts.
-        cached: tokens of prompts that were not read, where prompts are kept.
+        cached: of each answer the tokens of its prompt that were not read, where prompts are kept.
     """
-    read = sum(answer.prompt_tokens for answer in answers[:: len(answers) // prompts])
+    copies = len(answers) // prompts
+    read = sum(answer.prompt_tokens for answer in answers[::copies])
     wrote = sum(len(answer.tokens) for answer in answers)
     forwards = sum(answer.nfe for answer in answers)
     found = {"prompt_tokens": read, "completion_tokens": wrote, "total_tokens": read + wrote, "forwards": forwards}
-    return found if cached is None else {**found, "prompt_tokens_details": {"cached_tokens": cached}}
+    return found if cached is None else {**found, "prompt_tokens_details": {"cached_tokens": sum(cached[::copies])}}
 
 
 class ChatShape:
