@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import httpx
@@ -946,7 +947,10 @@ def _read_all(client):
     "sent", [b"", HALF_HEADER, b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"]
 )
 def test_silent_clients_keep_nobody_out(start, sent):
-    with start(connections=Connections(8, request_seconds=3600)) as found, contextlib.ExitStack() as stack:
+    with (
+        start(connections=Connections(8, keep_seconds=3600, request_seconds=3600)) as found,
+        contextlib.ExitStack() as stack,
+    ):
         silent = [stack.enter_context(_connect(found.url)) for _ in range(30)]
         for client in silent:
             with contextlib.suppress(ConnectionError):  # some have been closed already
@@ -958,7 +962,7 @@ def test_silent_clients_keep_nobody_out(start, sent):
 
 
 def test_a_header_that_does_not_come_is_waited_for_so_long(start):
-    with start(connections=Connections(64, request_seconds=1.0)) as found:
+    with start(connections=Connections(64, keep_seconds=2.0, request_seconds=1.0)) as found:
         with _connect(found.url) as silent, _connect(found.url) as begun, _connect(found.url) as again:
             begun.sendall(HALF_HEADER)
             again.sendall(HALF_HEADER + b"\r\n")
@@ -970,6 +974,18 @@ def test_a_header_that_does_not_come_is_waited_for_so_long(start):
             status, error = _read_all(begun)
             assert (status, error["code"]) == (408, "timeout")
             assert first.startswith(b"HTTP/1.1 200") and _read_all(again)[0] == 408
+
+
+def test_a_connection_stays_open_between_requests_longer_than_a_header_may_take(start):
+    with start(connections=Connections(64, request_seconds=0.2)) as found, _connect(found.url) as client:
+        for _ in range(2):
+            time.sleep(0.6)
+            client.sendall(HALF_HEADER)
+            client.sendall(b"\r\n")
+            answer = b""
+            while b"}" not in answer:
+                answer += client.recv(65536)
+            assert answer.startswith(b"HTTP/1.1 200")
 
 
 def test_a_client_that_does_not_read_is_closed(start):

@@ -17,7 +17,11 @@ from samplers.serving.errors import Fault
 LOG = logging.getLogger("samplers.serving")
 
 REQUEST_SECONDS = 10.0
-"""Time from a connection's beginning, or from its last answer, until the header of the next request is complete."""
+"""Time from the first byte of a request's header until it is complete."""
+
+KEEP_SECONDS = 75
+"""Time that a connection without a request stays open. Clients and proxies keep theirs for up to a minute, and a
+request that is sent while the connection closes is lost."""
 
 READ_SECONDS = 60.0
 """Time in which a slow client must read some 50 kB of its answer."""
@@ -36,9 +40,15 @@ class Connections:
     for longest, so that clients that neither send nor read do not keep others out."""
 
     def __init__(
-        self, most: int, *, request_seconds: float = REQUEST_SECONDS, read_seconds: float = READ_SECONDS
+        self,
+        most: int,
+        *,
+        keep_seconds: float = KEEP_SECONDS,
+        request_seconds: float = REQUEST_SECONDS,
+        read_seconds: float = READ_SECONDS,
     ) -> None:
-        self.most, self.request_seconds, self.read_seconds = most, request_seconds, read_seconds
+        self.most, self.keep_seconds = most, keep_seconds
+        self.request_seconds, self.read_seconds = request_seconds, read_seconds
         self.silent: dict[Connection, None] = {}  # whose client must send or read, the longest silent first
 
     def __call__(self, **options: Any) -> "Connection":
@@ -52,6 +62,7 @@ class Connection(H11Protocol):
     def __init__(self, pool: Connections, **options: Any) -> None:
         super().__init__(**options)
         self._pool = pool
+        self._begun = False  # whether part of a header has arrived
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -67,7 +78,7 @@ class Connection(H11Protocol):
 
     def handle_events(self) -> None:
         super().handle_events()
-        if self._answering:
+        if self._answering or self._has_part != self._begun:
             self._watch_client()
 
     def on_response_complete(self) -> None:
@@ -91,20 +102,27 @@ class Connection(H11Protocol):
     def _answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
+    @property
+    def _has_part(self) -> bool:
+        """Whether part of a header waits for the rest."""
+        return bool(self.conn.trailing_data[0])
+
     def _watch_client(self) -> None:
         """Starts the time for the next request once the client has read its answers, and stops it during an answer."""
         if self.flow.write_paused:
             return
+        self._begun = not self._answering and self._has_part
         if not self._answering:
             self._pool.silent[self] = None
-            self._start_timer(self._pool.request_seconds, self._refuse_late_header)
+            seconds = self._pool.request_seconds if self._begun else self._pool.keep_seconds
+            self._start_timer(seconds, self._refuse_late_header)
             return
         self._stop_timer()  # the application watches how long a body takes
         if not self.cycle.more_body:
             self._pool.silent.pop(self, None)
 
     def _refuse_late_header(self) -> None:
-        if self.conn.trailing_data[0]:  # half a header
+        if self._begun:
             sentence = f"the header was not complete after {self._pool.request_seconds:g} seconds"
             self._refuse(Fault(408, sentence, code="timeout"))
         else:

@@ -11,7 +11,7 @@ import uvicorn
 from dllm_jax import DllmError
 from dllm_jax.cli.command import out_of_memory
 from samplers.engine.engine import Engine
-from samplers.serving.connections import ACCEPTED_AT_ONCE, Connections, connection_limit
+from samplers.serving.connections import ACCEPTED_AT_ONCE, KEEP_SECONDS, Connections, connection_limit
 from samplers.serving.errors import stopping_fault
 from samplers.serving.middleware import Guard, allowed_hosts, error_place
 from samplers.serving.routes import make_app
@@ -132,6 +132,7 @@ async def serve(
         access_log=False,
         log_config=None,
         server_header=False,
+        timeout_keep_alive=KEEP_SECONDS,
         timeout_graceful_shutdown=int(SHUTDOWN_SECONDS),
         ws="none",
     )
