@@ -235,12 +235,14 @@ def test_the_pinned_tokamax_has_what_is_used() -> None:
     np.testing.assert_array_equal(seen[0, 0], [[False, True, False], [True, False, False]])
 
 
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("rows", [2, 32, 33, 70])
-def test_rows_are_written_one_by_one_as_together(rows) -> None:
+def test_rows_are_written_one_by_one_as_together(rows, masked) -> None:
     """A TPU's way and the others', beyond the rows that are unrolled as well."""
-    keys = jax.random.split(jax.random.key(rows), 3)
+    keys = jax.random.split(jax.random.key(rows), 4)
     buffer, new = jax.random.normal(keys[0], (rows, 9, 2, 4)), jax.random.normal(keys[1], (rows, 3, 2, 4))
     start = jax.random.randint(keys[2], (rows,), 0, 9)  # some beyond the end, which are moved back
-    found = jax.jit(kv_cache._write_one_by_one)(buffer, new, start)
-    np.testing.assert_array_equal(found, kv_cache._write_together(buffer, new, start))
+    write = jax.random.bernoulli(keys[3], 0.5, (rows, 3, 1, 1)) if masked else None
+    found = jax.jit(kv_cache._write_one_by_one)(buffer, new, start, write)
+    np.testing.assert_array_equal(found, kv_cache._write_together(buffer, new, start, write))
     assert not np.array_equal(found, buffer)

@@ -53,31 +53,47 @@ def write_rows(buffer: jax.Array, new: jax.Array, start: jax.Array, write: jax.A
     a shorter span.
     """
     if write is not None:
-        mask = write.reshape(write.shape + (1,) * (new.ndim - 2))
-        new = jnp.where(mask, new, slice_rows(buffer, start, new.shape[1]))
+        write = write.reshape(write.shape + (1,) * (new.ndim - 2))
     if buffer.shape[0] == 1:
+        new = _or_old(new, slice_rows(buffer, start, new.shape[1]), write)
         return lax.dynamic_update_slice_in_dim(buffer, new, start[0], axis=1)
-    return lax.platform_dependent(buffer, new, start, tpu=_write_one_by_one, default=_write_together)
+    return lax.platform_dependent(buffer, new, start, write, tpu=_write_one_by_one, default=_write_together)
 
 
-def _write_together(buffer: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+def _or_old(new: jax.Array, old: jax.Array, write: jax.Array | None) -> jax.Array:
+    return new if write is None else jnp.where(write, new, old)
+
+
+def _write_together(buffer: jax.Array, new: jax.Array, start: jax.Array, write: jax.Array | None) -> jax.Array:
     """All rows by one scatter: a single kernel on GPU, but a loop over the rows on TPU.
 
     On GPU what is written is made apart: where it is partly the buffer's old content, a kernel that read and wrote the
     buffer would need a copy of it.
     """
-    new = apart_on_cuda(new)
+    new = apart_on_cuda(_or_old(new, slice_rows(buffer, start, new.shape[1]), write))
     return jax.vmap(lambda row, value, at: lax.dynamic_update_slice_in_dim(row, value, at, axis=0))(buffer, new, start)
 
 
-def _write_one_by_one(buffer: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
-    rows, zeros = buffer.shape[0], [jnp.int32(0)] * (buffer.ndim - 2)
+def _write_one_by_one(buffer: jax.Array, new: jax.Array, start: jax.Array, write: jax.Array | None) -> jax.Array:
+    """Row by row, in rounds where there are many.
 
-    def write(row: jax.Array, buffer: jax.Array) -> jax.Array:
-        value = lax.dynamic_slice_in_dim(new, row, 1, axis=0)
-        return lax.dynamic_update_slice(buffer, value, [row, start[row], *zeros])
+    A TPU tiles an array's last two axes. Attention reads [B, K, S, H]; a gather of the old content, or a loop that
+    carries [B, S, K, H], would make it copy the buffer from and to another layout.
+    """
+    rows, heads_first = buffer.shape[0], buffer.ndim == 4 and buffer.shape[0] > UNROLLED_ROWS
+    ordered = lambda x: jnp.swapaxes(x, 1, 2) if heads_first else x
+    of_row = lambda x, row: lax.dynamic_slice_in_dim(x, row, 1, axis=0)
+    buffer, new, write = ordered(buffer), ordered(new), None if write is None else ordered(write)
+    zeros = [jnp.int32(0)] * (buffer.ndim - 1)
 
-    return lax.fori_loop(0, rows, write, buffer, unroll=min(rows, UNROLLED_ROWS))
+    def put(row: jax.Array, buffer: jax.Array) -> jax.Array:
+        value, at = of_row(new, row), [row, *zeros]
+        at[2 if heads_first else 1] = start[row]
+        if write is not None:
+            value = _or_old(value, lax.dynamic_slice(buffer, at, value.shape), of_row(write, row))
+        return lax.dynamic_update_slice(buffer, value, at)
+
+    return ordered(lax.fori_loop(0, rows, put, buffer, unroll=min(rows, UNROLLED_ROWS)))
 
 
 def scatter_rows(buffer: jax.Array, new: jax.Array, positions: jax.Array, write: jax.Array | None = None) -> jax.Array:
