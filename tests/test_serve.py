@@ -30,7 +30,7 @@ import dllm_jax
 from convert import embedded
 from dllm_jax import DllmError
 from dllm_jax.families import FAMILIES
-from dllm_jax.text.tokenizer import load_tokenizer
+from dllm_jax.text.tokenizer import encode_chat, load_tokenizer, without_special_tokens
 from samplers import Engine, decide, generate, infill, make_sampler, sample_jit
 from samplers.cli import sample as cli
 from samplers.generation import answer
@@ -209,6 +209,38 @@ def test_token_ids_are_a_prompt(served, model, alone):
         assert found.choices[0].text == alone(PROMPT, 2).text
 
 
+TYPED = "<|mdm_mask|> or <|eot_id|>"
+
+
+def test_special_tokens_that_clients_write_are_text(served, model, alone):
+    text = dataclasses.replace(model, tokenizer=without_special_tokens(model.tokenizer))
+    post = lambda path, **body: httpx.post(f"{served.url}/v1/{path}", json={"seed": 2, **body}, timeout=120).json()
+    ids = encode_prompt(text, TYPED)
+    assert set(ids).isdisjoint(range(6)) and model.tokenizer.decode(ids) == TYPED
+    found = post("completions", prompt=TYPED)
+    assert (found["choices"][0]["text"], found["usage"]["prompt_tokens"]) == (alone(ids, 2).text, len(ids))
+    asked = _user(TYPED)
+    ids = encode_chat(text.tokenizer, asked)
+    assert [i for i in ids if i < 6] == [i for i in encode_chat(model.tokenizer, _user("a")) if i < 6]
+    found = post("chat/completions", messages=asked)
+    assert found["choices"][0]["message"]["content"] == alone(ids, 2).text
+    own = infill(text, f"{TYPED}<gap:2><|eot_id|>", prompt=TYPED, sampler="threshold", seed=2, block_length=BLOCK)
+    found = post("infill", template=f"{TYPED}<gap:2><|eot_id|>", prompt=TYPED)
+    assert (found["text"], found["usage"]["prompt_tokens"]) == (own.text, own.prompt_tokens)
+    own = decide(text, TYPED, CHOICE, template="<|eot_id|>{answer} {urgency}")
+    found = post("decide", prompt=TYPED, fields=CHOICE, template="<|eot_id|>{answer} {urgency}")
+    assert (found["values"], found["usage"]["prompt_tokens"]) == (own.values, own.prompt_tokens)
+    found = post("completions", prompt=[4, 5, 60])
+    assert found["choices"][0]["text"] == alone([4, 5, 60], 2).text, "ids stay ids"
+
+
+def test_special_tokens_become_ids_where_the_operator_says_so(start, alone):
+    with start(slots=1, limits=dataclasses.replace(NONE, special_tokens=True)) as found:
+        answer = _ask(found.url, "a<|eot_id|>", seed=2).json()
+        assert (answer["choices"][0]["text"], answer["usage"]["prompt_tokens"]) == (alone("a<|eot_id|>", 2).text, 2)
+        assert "mask token" in _ask(found.url, TYPED).json()["error"]["message"]
+
+
 def test_stop_strings_and_max_tokens_end_an_answer(served, alone):
     text = alone(PROMPT, 1).text
     stop = text[3:5]
@@ -370,7 +402,7 @@ BAD = [
     ({"prompt": "a", "max_completion_tokens": 3}, 400, "max_completion_tokens"),
     ({"prompt": "a", "user": [0] * 5000}, 400, "4096"),
     ({"prompt": "a", "user": [[0] * 3000, {str(i): i for i in range(3000)}]}, 400, "4096"),
-    ({"prompt": "<|mdm_mask|>"}, 400, "mask"),
+    ({"prompt": [1]}, 400, "mask"),
     ({"prompt": "a", "max_tokens": "3"}, 422, "max_tokens"),
     ({"prompt": "a", "max_tokens": 0}, 422, "max_tokens"),
     ({"prompt": "a", "temperature": -1}, 422, "temperature"),
@@ -618,7 +650,7 @@ def test_names_in_errors_are_those_of_the_body(served):
 
 def test_a_prompt_that_is_surely_too_long_is_not_encoded(served, monkeypatch):
     encoded = []
-    monkeypatch.setattr(prompts, "encode_text", lambda tokenizer, text: encoded.append(text) or [5])
+    monkeypatch.setattr(prompts, "encode_pieces", lambda tokenizer, pieces: encoded.extend(pieces) or [5])
     for prompt in ("a " * 100_000, ["a " * 100_000]):
         error = _ask(served.url, prompt).json()["error"]
         assert error["code"] == "context_length_exceeded" and not encoded
@@ -1143,9 +1175,10 @@ def test_a_deadline_of_none_is_no_deadline(llada_tiny, monkeypatch):
         limits.append(found)
 
     monkeypatch.setattr(server, "serve", serve)
-    for words in ([], ["--deadline", "0"], ["--deadline", "5", "--max-forwards", "9", "--no-clamp"]):
+    third = ["--deadline", "5", "--max-forwards", "9", "--no-clamp", "--allow-special-tokens"]
+    for words in ([], ["--deadline", "0"], third):
         assert cli.main(["serve", "--model", str(llada_tiny.folder), "--port", "0", *SMALL, *words]) == 0
-    assert limits == [Limits(64, 600.0, None), Limits(64, None, None), Limits(64, 5.0, 9, False)]
+    assert limits == [Limits(64, 600.0, None), Limits(64, None, None), Limits(64, 5.0, 9, False, True)]
 
 
 def test_the_word_serve_can_be_a_prompt(llada_tiny, capsys):

@@ -470,7 +470,7 @@ def test_bad_requests(llada, name: str, options: dict[str, Any]) -> None:
 def test_a_prompt_that_is_surely_too_long_is_refused_before_it_is_encoded(llada, monkeypatch) -> None:
     engine = Engine(llada, "threshold", slots=2, prompt_length=WIDTH, **OPTIONS)
     encoded = []
-    monkeypatch.setattr(prompts, "encode_text", lambda tokenizer, text: encoded.append(text) or [65])
+    monkeypatch.setattr(prompts, "encode_pieces", lambda tokenizer, pieces: encoded.extend(pieces) or [65])
     for long in ("x" * 20_000, [{"role": "user", "content": "x" * 20_000}], [65] * 20_000):
         with pytest.raises(prompts.PromptTooLong) as refused:
             engine.submit(engine.request(long))

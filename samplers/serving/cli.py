@@ -56,7 +56,8 @@ def run(arguments: Sequence[str]) -> None:
     def on_start(server: Server) -> None:
         print(f"serving {_describe(engine)} at {url_of(at)}", flush=True)
 
-    limits = Limits(options.queue, options.deadline or None, options.max_forwards, options.clamp)
+    bounds = options.queue, options.deadline or None, options.max_forwards
+    limits = Limits(*bounds, options.clamp, options.special_tokens)
     about = {"keys": keys, "most_body": options.max_body, "grace": options.grace}
     asyncio.run(serve(engine, at, limits, on_start=on_start, **about))
 
@@ -91,6 +92,7 @@ def command_line() -> argparse.ArgumentParser:
     forwards = "that an answer may take (default: 4 per position, or as many as the sampler given here takes)"
     add("--max-forwards", type=int, metavar="N", help=forwards)
     add("--no-clamp", dest="clamp", action="store_false", help=_CLAMP)
+    add("--allow-special-tokens", dest="special_tokens", action="store_true", help=_SPECIAL)
     add("--grace", type=float, default=30.0, metavar="SECONDS", help="for running answers at shutdown (default: 30)")
     add("--max-body", type=int, default=1 << 20, metavar="BYTES", help="of a request (default: 1048576)")
     add("--api-key-file", metavar="FILE", help=f"keys of clients, one on a line; or set {KEY_VARIABLE} to one")
@@ -103,6 +105,7 @@ _PREFIXES = "keys and values of prompts that are kept (default: 256 where the mo
 _CHUNK = "positions of a prompt that are read between two steps (default: 512 where --prefix-cache is not given)"
 _CLAMP = "refuse max_tokens above --gen-length; by default they count as --gen-length"
 _CONSTRAINTS = "let requests set regex and response_format, with automata of so many states (default: 0, none may)"
+_SPECIAL = "special tokens in texts of clients become their ids; by default they are text like any other"
 _DRAWS = "requests may not set temperature, top-p and top-k, which makes steps faster"
 
 

@@ -18,7 +18,7 @@ import jax
 import dllm_jax
 from dllm_jax import DllmError, Model
 from dllm_jax.params.quantized import dtype_label
-from dllm_jax.text.tokenizer import token_strings
+from dllm_jax.text.tokenizer import token_strings, without_special_tokens
 from samplers.config.registry import settings_of, title
 from samplers.decisions.questions import Question, prepare_questions
 from samplers.engine.engine import Engine, Stats
@@ -51,12 +51,14 @@ class Limits:
         forwards: that an answer may take; None for four per position, or as many as the server's own sampler may take
             if that is more.
         clamp: let `max_tokens` above the canvas mean all of it, instead of refusing them.
+        special_tokens: let special tokens that clients write become their ids, instead of text.
     """
 
     queue: int = 64
     deadline: float | None = 600.0
     forwards: int | None = None
     clamp: bool = True
+    special_tokens: bool = False
 
 
 class Ticket:
@@ -128,7 +130,8 @@ class Service:
     def __init__(self, engine: Engine, limits: Limits) -> None:
         """
         Raises:
-            DllmError: when the engine's sampler itself may take more forwards than the limit.
+            DllmError: when the engine's sampler itself may take more forwards than the limit, and as
+                `without_special_tokens`.
         """
         self.engine, self.limits, self.name = engine, limits, engine.model.name
         self.metrics = Metrics(engine)
@@ -139,7 +142,8 @@ class Service:
         self._token_texts = _find_token_texts(engine.model)
         self._most_forwards = _most_forwards(engine, limits)
         # With a tokenizer of its own: the event loop decodes meanwhile, and one tokenizer is not safe in two threads.
-        self.reader = dataclasses.replace(engine.model, tokenizer=copy.deepcopy(engine.model.tokenizer))
+        own = copy.deepcopy if limits.special_tokens else without_special_tokens
+        self.reader = dataclasses.replace(engine.model, tokenizer=own(engine.model.require_tokenizer()))
         self._busy, self._waiting = 0, 0
         self.tickets: dict[Job, Ticket] = {}
         self._admitted_at: dict[Job, float] = {}
