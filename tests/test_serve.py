@@ -299,6 +299,19 @@ def test_a_suffix_makes_a_gap_before_it(served, model, stream):
     assert texts == [one.gaps[0] for one in wanted] and wanted[0].text.endswith(suffix)
 
 
+def test_a_logit_bias_chooses_tokens(served, model, alone):
+    (seven,) = model.tokenizer.encode("7", add_special_tokens=False)
+    options = {"model": "tiny", "max_tokens": 4, "seed": 1, "logit_bias": {str(seven): 100, "0": -100}}
+    found = served.client.completions.create(prompt=PROMPT, **options)
+    assert found.choices[0].text == "7777"
+    assert served.client.completions.create(prompt=PROMPT, suffix="!", **options).choices[0].text == "7777"
+    whole = served.client.chat.completions.create(messages=_user("a"), **options)
+    assert whole.choices[0].message.content == "7777"
+    body = {"template": "a<gap:2>b", "logit_bias": {str(seven): 100}}
+    assert httpx.post(served.url + "/v1/infill", json=body, timeout=120).json()["gaps"] == ["77"]
+    assert _ask(served.url, seed=1, logit_bias={}).json()["choices"][0]["text"] == alone(PROMPT, 1).text
+
+
 def test_without_a_seed_one_is_drawn_and_reported(served, alone):
     ask = lambda: served.client.completions.create(model="tiny", prompt=PROMPT, temperature=1.0)
     first, second = ask(), ask()
@@ -421,6 +434,11 @@ BAD = [
     ({"prompt": "a", "suffix": "b" * 5000}, 400, f"room for {LENGTH}"),
     ({"prompt": "a", "echo": True, "logprobs": 0}, 400, "echo"),
     ({"prompt": "a", "presence_penalty": 0.5}, 400, "presence_penalty"),
+    ({"prompt": "a", "logit_bias": {"a": 1}}, 422, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"5": 101}}, 422, "100"),
+    ({"prompt": "a", "logit_bias": {str(i): 1 for i in range(301)}}, 422, "300"),
+    ({"prompt": "a", "logit_bias": {"99999": 1}}, 400, "vocabulary"),
+    ({"prompt": "a", "logit_bias": {"1": 1}}, 400, "mask"),
     ({"prompt": "a", "model": "other"}, 404, "other"),
     ({"prompt": "a", "treshold": 0.5}, 400, "threshold, top_k, top_p"),
     ({"prompt": "a", "threshold": "0.5"}, 400, "threshold"),
@@ -481,6 +499,7 @@ BAD_INFILLINGS = [
     ({"template": "a<gap:2>", "prompt": "a", "messages": []}, 400, "either"),
     ({"template": "a<gap:2>", "max_tokens": 3}, 400, "max_tokens"),
     ({"template": "a<gap:2>", "stop": "x"}, 400, "stop"),
+    ({"template": "a<gap:2>", "logit_bias": {"1": 1}}, 400, "mask"),
     ({"template": "a<gap:2>", "treshold": 1}, 400, "threshold, top_k, top_p"),
 ]
 
@@ -538,6 +557,7 @@ BAD_DECISIONS = [
     ({"prompt": "a", "fields": CHOICE, "temperature": 0}, 400, "temperature"),
     ({"prompt": "a", "fields": CHOICE, "max_tokens": 3}, 400, "max_tokens"),
     ({"prompt": "a", "fields": CHOICE, "stop": "x"}, 400, "stop"),
+    ({"prompt": "a", "fields": CHOICE, "logit_bias": {"5": 1}}, 400, "logit_bias"),
     ({"prompt": "a", "fields": CHOICE, "threshold": 0.5}, 400, "threshold"),
     ({"prompt": "a", "fields": CHOICE, "stream": True}, 400, "stream"),
     (

@@ -40,6 +40,8 @@ class SlotRows:
         key_data: [B, 2] uint32, of each request's typed key.
         numbers: of the sampler, in the order of `numbers_of`.
         constraint: of each request's answer; None for slots whose requests bring none.
+        bias: ids [B, N] int32, those outside the vocabulary for none, and what is added to their logits, [B, N]
+            float32; None for slots whose requests bring none.
     """
 
     prompt: Any
@@ -49,6 +51,7 @@ class SlotRows:
     key_data: Any
     numbers: tuple[Any, ...]
     constraint: Constraint | None = None
+    bias: tuple[Any, Any] | None = None
 
 
 class Progress(NamedTuple):
@@ -165,7 +168,7 @@ def run_steps(
     """
     state = _end(state, freed)
     state = _admit(sampler, denoiser, state, rows, admitted)
-    own = for_rows(sampler, rows)
+    own, biased = for_rows(sampler, rows), _biased(denoiser, rows.bias)
     began = ~own.is_done(state)
 
     def continues(carry: tuple[Any, jax.Array, jax.Array]) -> jax.Array:
@@ -176,7 +179,7 @@ def run_steps(
     def step(carry: tuple[Any, jax.Array, jax.Array]) -> tuple[Any, jax.Array, jax.Array]:
         state, steps, row_steps = carry
         busy = (~own.is_done(state)).sum(dtype=jnp.int32)
-        return own.step(denoiser, state), steps + 1, row_steps + busy
+        return own.step(biased, state), steps + 1, row_steps + busy
 
     state, steps, row_steps = lax.while_loop(continues, step, (state, jnp.int32(0), jnp.int32(0)))
     return state, Progress(own.result(denoiser, state), own.is_done(state), own.pending(state), steps, row_steps)
@@ -188,6 +191,14 @@ def _init(sampler: Any, denoiser: DenoiserLike, rows: SlotRows) -> Any:
     options = {} if rows.given is None else {"given": rows.given}
     own = for_rows(sampler, rows)
     return own.init(denoiser, rows.prompt, rows.prompt_lengths, key=key, gen_lengths=rows.gen_lengths, **options)
+
+
+def _biased(denoiser: Any, bias: tuple[jax.Array, jax.Array] | None) -> Any:
+    """The model with each row's own bias."""
+    if bias is None:
+        return denoiser
+    row = jnp.zeros(denoiser.vocab_size, jnp.float32)
+    return denoiser.with_bias(jax.vmap(lambda ids, added: row.at[ids].add(added, mode="drop"))(*bias))
 
 
 def _end(state: Any, rows: jax.Array) -> Any:

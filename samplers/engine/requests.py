@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +29,7 @@ class Request:
         given: [G] int32, tokens the canvas comes with, as in `BlockSampler.init`; None for none.
         numbers: the sampler's for this request, in the order of `program.numbers_of`; None for the engine's own.
         constraint: the form of its answer, in NumPy's arrays of the engine's sizes; None for any.
+        logit_bias: token id -> what is added to its logits; None for nothing.
         stop: strings and token ids that end it, besides those of the engine's sampler.
         sampler_stop: those of the engine's sampler; the text is cut at their strings, too.
         number: its name; by default the engine counts from 0 in the order of submission.
@@ -47,6 +48,7 @@ class Request:
     given: np.ndarray | None = None
     numbers: tuple[Any, ...] | None = None
     constraint: Constraint | None = None
+    logit_bias: Mapping[int, float] | None = None
     stop: Sequence[str | int] = ()
     sampler_stop: Sequence[str | int] = ()
     number: int = -1

@@ -49,6 +49,9 @@ def with_draws(sampler: Any, vocab_size: int) -> Any:
 PATIENCE = 8
 """Calls in a row that a smaller size must have room for before running rows are copied into it."""
 
+MOST_BIASES = 300
+"""Tokens whose logits a request may change, as in OpenAI's API."""
+
 LEAST_PROMPT = 64
 """Tokens of the shortest prompts that have programs of their own."""
 
@@ -94,8 +97,8 @@ def room_for_forms(sampler: Any, vocab_size: int, states: int) -> Constraint | N
 
 
 class Slots:
-    """Rows that one compiled program of each size runs; with `draws` another one while a request draws, and with room
-    for constraints another one while a request has one.
+    """Rows that one compiled program of each size runs; with `draws` another one while a request draws or changes
+    logits, and with room for constraints another one while a request has one.
 
     Attributes:
         sampler: what runs; with `draws`, with numbers for temperature, top_p and top_k.
@@ -147,6 +150,11 @@ class Slots:
         """Raises DllmError for numbers that the rows cannot hold as they are."""
         for name, number, dtype in zip(number_names(self.sampler), numbers, self._dtypes, strict=True):
             check_kept(name.rpartition(".")[2], number, dtype)
+
+    @property
+    def takes_bias(self) -> bool:
+        """Whether requests may change logits."""
+        return self._draws and hasattr(self._model.denoiser, "with_bias")
 
     @property
     def compiled(self) -> bool:
@@ -234,6 +242,10 @@ class Slots:
         rows.given[slot] = open_id(self._model.denoiser) if request.given is None else request.given
         for array, number in zip(rows.numbers, request.numbers or self.numbers, strict=True):
             array[slot] = number
+        if rows.bias is not None:
+            (ids, added), bias = rows.bias, request.logit_bias or {}
+            ids[slot], added[slot] = self._model.config.vocab_size, 0.0
+            ids[slot, : len(bias)], added[slot, : len(bias)] = [*bias], [*bias.values()]
         if self.any_form is not None and (request.constraint is not None or self._has_form[slot]):
             own = self.any_form if request.constraint is None else request.constraint
             jax.tree.map(lambda rows, one: rows.__setitem__(slot, one[0]), rows.constraint, own)
@@ -262,11 +274,12 @@ class Slots:
         return progress
 
     def _draws_now(self, busy: np.ndarray) -> bool:
-        """Whether a request in slots `busy` uses the numbers of `with_draws`; else the program without them gives the
-        same, sooner."""
+        """Whether a request in slots `busy` uses the numbers of `with_draws`, or a bias; else the program without them
+        gives the same, sooner."""
         pairs = zip(self._rows.numbers, self.numbers, strict=True)
         added = itertools.compress(pairs, [not own for own in self._is_own])
-        return any((array[busy] != idle).any() for array, idle in added)
+        biased = self._rows.bias is not None and self._rows.bias[1][busy].any()
+        return bool(biased) or any((array[busy] != idle).any() for array, idle in added)
 
     def _call(
         self,
@@ -284,7 +297,8 @@ class Slots:
             rows = dataclasses.replace(rows, constraint=None)
         if not draws:
             sampler = self._without_draws
-            rows = dataclasses.replace(rows, numbers=tuple(itertools.compress(rows.numbers, self._is_own)))
+            own = tuple(itertools.compress(rows.numbers, self._is_own))
+            rows = dataclasses.replace(rows, numbers=own, bias=None)
         rows, *masks = self._place((rows, admitted, free))
         bounds = np.int32(most_steps), np.int32(wanted)
         state, progress = self._program(sampler, self._model.denoiser, state, rows, *masks, *bounds)
@@ -306,6 +320,7 @@ class Slots:
     def _empty_rows(self) -> SlotRows:
         (batch, prompt_length), length, denoiser = self._largest, self.sampler.gen_length, self._model.denoiser
         numbers = (np.full(batch, *pair) for pair in zip(self.numbers, self._dtypes, strict=True))
+        added = np.zeros((batch, MOST_BIASES), np.float32)
         return SlotRows(
             prompt=np.zeros((batch, prompt_length), np.int32),
             prompt_lengths=np.full(batch, denoiser.min_prompt_length, np.int32),
@@ -314,4 +329,5 @@ class Slots:
             key_data=np.zeros((batch, 2), np.uint32),
             numbers=tuple(numbers),
             constraint=jax.tree.map(lambda x: np.repeat(x, batch, axis=0), self.any_form),
+            bias=(np.full(added.shape, denoiser.vocab_size, np.int32), added) if self.takes_bias else None,
         )

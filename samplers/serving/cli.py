@@ -106,7 +106,7 @@ _CHUNK = "positions of a prompt that are read between two steps (default: 512 wh
 _CLAMP = "refuse max_tokens above --gen-length; by default they count as --gen-length"
 _CONSTRAINTS = "let requests set regex and response_format, with automata of so many states (default: 0, none may)"
 _SPECIAL = "special tokens in texts of clients become their ids; by default they are text like any other"
-_DRAWS = "requests may not set temperature, top-p and top-k, which makes steps faster"
+_DRAWS = "requests may not set temperature, top-p, top-k and logit_bias, which makes steps faster"
 
 
 def _check_options(options: argparse.Namespace) -> None:

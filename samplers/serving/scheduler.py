@@ -373,12 +373,13 @@ class Service:
             encoded = [None if prompt is None else self._encode(prompt) for prompt in prompts or [None]]
             rows: list[Any] = [row for row in encoded for _ in range(copies)]
             if (template := self._template(body)) is None:
-                options: dict[str, Any] = {"gen_length": self._length(body), "stop": body.stops, **numbers, **body.form}
+                options: dict[str, Any] = {"gen_length": self._length(body), "stop": body.stops}
+                options |= {"logit_bias": body.bias, **numbers, **body.form}
                 made = [self.engine.request(row, seed=seed + i, **options) for i, row in enumerate(rows)]
                 jobs = [Job(i, request, seed + i, streamed, self.engine, client) for i, request in enumerate(made)]
             else:
                 pairs = enumerate(rows)
-                jobs = [self._make_infilling(template, row, i, seed + i, numbers, client) for i, row in pairs]
+                jobs = [self._make_infilling(template, row, i, seed + i, body, client) for i, row in pairs]
         except DllmError as error:
             raise Fault(400, str(error)) from None
         self._check_forwards(jobs[0].request)
@@ -403,17 +404,17 @@ class Service:
         """Positions that an answer gets; None for as many as there are."""
         return None if body.length is None else min(body.length, self.engine.sampler.gen_length)
 
-    def _make_infilling(
-        self, template: str, prompt: Any, index: int, seed: int, numbers: Mapping[str, int | float], client: str
-    ) -> Job:
+    def _make_infilling(self, template: str, prompt: Any, index: int, seed: int, body: Body, client: str) -> Job:
         """Raises DllmError for what cannot be filled."""
-        engine = self._infiller()
+        engine, numbers = self._infiller(), body.numbers
+        engine.check_bias(body.bias)
         plan = prepare_infill(self.reader, [template], prompt=prompt, seed=seed, made=engine.sampler)
         (request,) = requests_for(self.reader, plan)
         if len(request.prompt) > engine.prompt_length:
             words = f"the text before the first gap has {len(request.prompt)} tokens"
             raise DllmError(f"{words}; this server takes {engine.prompt_length}")
         request.number, request.numbers = -1, engine.numbers_with(numbers) if numbers else None
+        request.logit_bias = body.bias
         return Job(index, request, seed, False, engine, client, plan)
 
     def _infiller(self) -> Engine:

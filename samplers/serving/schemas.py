@@ -7,6 +7,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidato
 from pydantic_core import PydanticCustomError
 
 from samplers.constraints.automaton import ANY_OBJECT
+from samplers.engine.slots import MOST_BIASES
 from samplers.serving.errors import Fault
 
 MOST_NUMBER = 1e9
@@ -27,7 +28,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (None, 0),
     "function_call": (None, "none", "auto"),
     "functions": (None, []),
-    "logit_bias": (None, {}),
     "modalities": (None, ["text"]),
     "parallel_tool_calls": (None, True, False),
     "prediction": (None,),
@@ -74,6 +74,8 @@ def _check_if_text(value: Any) -> Any:
 
 
 String = Annotated[str, AfterValidator(_check_text)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+TokenId = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,8})$")]
 
 
 class TextPart(BaseModel):
@@ -139,6 +141,7 @@ class Body(BaseModel):
     seed: int | None = Field(None, ge=0, lt=2**32)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
+    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MOST_BIASES)] | None = None
     stops: Annotated[tuple[str, ...], PlainValidator(_parse_stop)] = Field((), alias="stop")
 
     @model_validator(mode="before")
@@ -178,6 +181,11 @@ class Body(BaseModel):
     def form(self) -> dict[str, Any]:
         """The form of the answer, as `Engine.request` takes it."""
         return {}
+
+    @property
+    def bias(self) -> dict[int, float] | None:
+        """What is added to logits, as `Engine.request` takes it."""
+        return None if self.logit_bias is None else {int(token): added for token, added in self.logit_bias.items()}
 
     def check(self) -> None:
         """Raises Fault for unknown fields, and for unsupported ones of OpenAI's."""
@@ -341,6 +349,7 @@ class DecideBody(PromptBody):
     def check(self) -> None:
         super().check()
         idle = {"max_tokens": self.max_tokens, "top_p": self.top_p, "stop": self.stops or None}
+        idle["logit_bias"] = self.logit_bias or None
         _refuse({**idle, **dict(self._extra_fields())}, "a decision")
 
 
