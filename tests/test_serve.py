@@ -333,6 +333,28 @@ def test_logprobs_are_those_of_the_written_tokens(served, alone):
     assert text.text_offset[0] == 0 and text.text_offset == sorted(text.text_offset)
 
 
+def test_the_most_probable_tokens_come_with_each_of_an_answer(start, alone):
+    with start(slots=2, room={"top_logprobs": 20}) as found:
+        client, options = _client(found.url), {"model": "tiny", "seed": 1}
+        wanted = alone(_user("a"), 1)
+        chat = {**options, "messages": _user("a"), "logprobs": True, "top_logprobs": 20}
+        content = client.chat.completions.create(**chat).choices[0].logprobs.content
+        assert [token.logprob for token in content] == pytest.approx(wanted.logprobs, abs=1e-4)
+        for token in content:
+            first, *others = token.top_logprobs
+            assert len(others) == 19 and (first.token, first.bytes) == (token.token, token.bytes)
+            assert token.logprob == pytest.approx(first.logprob, abs=1e-4) and first.logprob >= others[0].logprob
+        parts = client.chat.completions.create(**chat, stream=True)
+        streamed = [token for part in parts if part.choices[0].logprobs for token in part.choices[0].logprobs.content]
+        assert streamed == content
+        drawn = client.completions.create(**options, prompt=PROMPT, logprobs=2, temperature=1.0).choices[0].logprobs
+        for token, logprob, top in zip(drawn.tokens, drawn.token_logprobs, drawn.top_logprobs, strict=True):
+            assert top[token] == pytest.approx(logprob, abs=1e-4), "the drawn one besides"
+            assert max(top.values()) == next(iter(top.values())) and 1 <= len(top) <= 3  # two may have one text
+        plain = client.completions.create(**options, prompt=PROMPT)
+        assert plain.choices[0].text == alone(PROMPT, 1).text and plain.choices[0].logprobs is None
+
+
 @pytest.mark.parametrize(
     "prompt", ["caf\u00e9 \u6f22\u5b57 \U0001f600", "a\u0301\u200d\ufeff", "\x00\r\n", "\u202e" * 9]
 )
@@ -429,7 +451,9 @@ BAD = [
     ({"prompt": "a", "stop": ""}, 400, "empty"),
     ({"prompt": "a", "stop": ["a"] * 3 + list("bcdefghijk")}, 400, "patterns"),
     ({"prompt": "a", "stop": [1]}, 422, "stop"),
-    ({"prompt": "a", "logprobs": 3}, 400, "logprobs=1"),
+    ({"prompt": "a", "logprobs": 3}, 400, "--top-logprobs"),
+    ({"prompt": "a", "logprobs": 6}, 422, "5"),
+    ({"prompt": "a", "logprobs": 2, "suffix": "b"}, 400, "'logprobs' has no effect"),
     ({"prompt": "a", "suffix": "b", "stop": "c"}, 400, "'stop' has no effect on a text before a suffix"),
     ({"prompt": "a", "suffix": "b" * 5000}, 400, f"room for {LENGTH}"),
     ({"prompt": "a", "echo": True, "logprobs": 0}, 400, "echo"),

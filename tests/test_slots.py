@@ -545,6 +545,69 @@ def test_a_bias_bans_and_forces(llada) -> None:
     assert [request.generation.text for request in requests[1:]] == ["yes!", "no!"]
 
 
+TOP = [
+    "threshold:cache=dual,threshold=0.5",
+    "topk:k=8,guidance=0.5,block_length=24,cache=none",
+    "edit:cache=prefix",
+    "credit:cache=none,smoothing=true,fill_after_eos=true",
+]
+
+
+@pytest.mark.parametrize("spec", TOP)
+def test_the_most_probable_tokens_of_each_position(llada, spec: str) -> None:
+    """Requests that ask for them have the tokens of those that do not, whatever else runs."""
+    options = {key: value for key, value in OPTIONS.items() if f"{key}=" not in spec}
+    engine = Engine(llada, spec, slots=2, prompt_length=WIDTH, draws=True, top_logprobs=6, **options)
+    asked = [{}, {"top_logprobs": 3}, {"top_logprobs": 6, "temperature": 0.9}, {"top_logprobs": 6} | BIAS, {}]
+    requests = [engine.submit(engine.request(ROWS[i % 4], seed=i, **own)) for i, own in enumerate(asked)]
+    list(engine.results())
+    for request, own in zip(requests, asked, strict=True):
+        assert_alone(engine, request)
+        if not own:
+            assert request.top is None
+            continue
+        ids, logprobs = request.top
+        chosen = np.flatnonzero(~np.isnan(request.result.logprobs[0]))
+        assert ids.shape == logprobs.shape == (GEN, 6) and len(chosen)
+        assert (np.diff(logprobs[chosen]) <= 0).all() and (np.exp(logprobs[chosen]).sum(axis=1) < 1 + 1e-5).all()
+        assert not (ids[chosen] == llada.config.mask_id).any()
+        for place in chosen:
+            assert len(set(ids[place])) == 6
+            mine, token = request.result.logprobs[0, place], request.result.tokens[0, place]
+            among = logprobs[place][ids[place] == token]
+            np.testing.assert_allclose(mine, among[0] if len(among) else min(mine, logprobs[place, -1]), atol=1e-4)
+        if "temperature" not in own and "credit" not in spec:
+            np.testing.assert_allclose(logprobs[chosen, 0], request.result.logprobs[0, chosen], atol=1e-4)
+
+
+def test_the_most_probable_tokens_are_those_of_the_logits(llada) -> None:
+    """One forward that writes everything, by NumPy, in a program of any size."""
+    room = {"slots": 2, "prompt_length": WIDTH, "top_logprobs": 20, "buckets": True}
+    engine = Engine(llada, "topk:k=8", gen_length=8, **room)
+    for _ in range(2):  # of two rows, then of one
+        request = engine.submit(engine.request(ROWS[0], top_logprobs=20))
+        list(settled(engine).results())
+        rows = jnp.asarray([ROWS[0] + [llada.config.mask_id] * 8])
+        wanted = np.array(jax.nn.log_softmax(llada.denoiser(rows)))[0, len(ROWS[0]) :]
+        ids, logprobs = request.top
+        np.testing.assert_allclose(logprobs, np.take_along_axis(wanted, ids, axis=1), atol=1e-4)
+        wanted[:, llada.config.mask_id] = -np.inf
+        np.testing.assert_allclose(logprobs, -np.sort(-wanted)[:, :20], atol=1e-4)
+    assert engine.rows == 1
+
+
+def test_engines_and_requests_without_alternatives(llada) -> None:
+    options = {"slots": 1, "prompt_length": WIDTH}
+    with refuses("top_logprobs", "leave out"):
+        Engine(llada, "d2f", top_logprobs=2, **OPTIONS, **options)
+    with refuses("top_logprobs is 21"):
+        Engine(llada, "threshold", top_logprobs=21, **OPTIONS, **options)
+    engine = Engine(llada, "threshold", top_logprobs=2, **OPTIONS, **options)
+    for wrong, name in ((3, "--top-logprobs"), (-1, "top_logprobs is -1"), (1.5, "whole number")):
+        with refuses(name):
+            engine.request(ROWS[0], top_logprobs=wrong)
+
+
 def test_a_prompt_that_is_surely_too_long_is_refused_before_it_is_encoded(llada, monkeypatch) -> None:
     engine = Engine(llada, "threshold", slots=2, prompt_length=WIDTH, **OPTIONS)
     encoded = []

@@ -40,6 +40,9 @@ from samplers.tokens.noise import row_keys
 _FIXED = {"ignore_eos", "verifier", "indicator", *FORMS}  # options of the program that `structure_of` does not compare
 _UNBOUNDED = np.iinfo(np.int32).max
 
+MOST_TOP = 20
+"""Most probable tokens of a position that requests may ask for, as in OpenAI's API."""
+
 MOST_STOPS = 8
 """Stop patterns that a request may bring."""
 
@@ -76,8 +79,8 @@ class Engine:
     """A model and a sampler that answer any number of requests, a fixed number at a time.
 
     One program is compiled for the admission of requests and steps, one more with `draws` and one more with
-    `constraint_states`; no request compiles another. With `buckets` there are several sizes of each, compiled while
-    larger ones run. Only `request` may be called by several threads at once.
+    `constraint_states`; no request compiles another, but the first with `top_logprobs`. With `buckets` there are
+    several sizes of each, compiled while larger ones run. Only `request` may be called by several threads at once.
 
     Attributes:
         model, sampler: what runs.
@@ -86,6 +89,7 @@ class Engine:
         prompt_length: P, the longest prompt; each slot reserves this many positions.
         draws: whether single requests may set temperature, top_p, top_k and logit_bias.
         buckets: whether the number of rows follows the requests.
+        top_logprobs: most probable tokens of each position that requests may ask for.
         prefixes: the kept prefixes, None where prompts are not read before their first step.
         rows: slots of the program that runs, which are all of them without `buckets`.
         stop, ignore_eos: the sampler's, if the engine was built by a name; else none.
@@ -104,6 +108,7 @@ class Engine:
         prefix_cache: int | None = 0,
         prefill_chunk: int | None = None,
         constraint_states: int = 0,
+        top_logprobs: int = 0,
         **options: Any,
     ) -> None:
         """
@@ -125,6 +130,9 @@ class Engine:
             constraint_states: let single requests set regex or json_schema whose automaton has so many states at most;
                 0 lets none. A further program is compiled, which runs while a request has one, and each slot takes some
                 4 bytes per token of the vocabulary and 2 per state and state.
+            top_logprobs: K, the most probable tokens of each position that single requests may ask for, at most
+                `MOST_TOP`; 0 lets none. A further program is compiled when the first one does, which runs while one
+                does, and each slot takes 8 K bytes per position.
 
         Raises:
             DllmError: for bad numbers and options; before anything is compiled.
@@ -149,7 +157,9 @@ class Engine:
         check_width(model, sampler, self.prompt_length)
         self.draws, self.buckets = draws, buckets
         check_whole("constraint_states", constraint_states, 0)
-        self._slots = Slots(model, sampler, slots, self.prompt_length, draws, buckets, constraint_states)
+        check_whole("top_logprobs", top_logprobs, 0, min(MOST_TOP, model.config.vocab_size - 1))
+        self.top_logprobs = top_logprobs
+        self._slots = Slots(model, sampler, slots, self.prompt_length, draws, buckets, constraint_states, top_logprobs)
         self.sampler: Any = self._slots.sampler
         self._prefill: Prefill | None = None
         if prefix_cache is None and supports_prefill(model, sampler):
@@ -177,6 +187,7 @@ class Engine:
         regex: str | None = None,
         json_schema: Mapping[str, Any] | None = None,
         logit_bias: Mapping[int, float] | None = None,
+        top_logprobs: int = 0,
         **numbers: Any,
     ) -> Request:
         """Makes a request for `submit`; any thread may call this, also while the engine runs.
@@ -195,6 +206,8 @@ class Engine:
             logit_bias: token id -> number from -100 to 100 that is added to the model's logits of it at every position,
                 before anything else, at most `slots.MOST_BIASES`; -100 as good as bans a token. Log-probabilities are
                 of these logits. Of an engine with `draws`.
+            top_logprobs: keep so many of the most probable tokens of each position, or more, in `Request.top`; of an
+                engine with `top_logprobs`.
             numbers: options of the sampler that are numbers (threshold=0.8, gamma=0.1, temperature=0.7), for this
                 request alone; see `settable`.
 
@@ -216,6 +229,7 @@ class Engine:
             numbers=self.numbers_with(numbers) if numbers else None,
             constraint=self.constraint_of({"regex": regex, "json_schema": json_schema}, stop),
             logit_bias=logit_bias,
+            top_logprobs=top_logprobs,
             stop=tuple(stop),
             sampler_stop=self.stop,
         )
@@ -376,6 +390,12 @@ class Engine:
         if request.numbers is not None:
             self._slots.check_numbers(request.numbers)
         self.check_bias(request.logit_bias)
+        check_whole("top_logprobs", request.top_logprobs, 0)
+        if request.top_logprobs > self.top_logprobs:
+            wanted = f"top_logprobs={request.top_logprobs}"
+            raise DllmError(
+                f"{wanted} of a request needs room; build the engine with {wanted}, a server with --top-logprobs"
+            )
         if (constraint := request.constraint or getattr(self.sampler, "constraint", None)) is not None:
             refuse_stop(request.stop)
             constraint.check(request.gen_length, given_tokens(request.given, self.model.denoiser))
@@ -407,6 +427,8 @@ class Engine:
         for slot, request in ran:
             if progress.done[slot]:
                 request.result = jax.tree.map(lambda x, slot=slot: x[slot : slot + 1].copy(), progress.result)
+                if request.top_logprobs:
+                    request.top = jax.tree.map(lambda x, slot=slot: x[slot].copy(), progress.top)
                 request.seconds += self.stats.seconds
                 self._free(request)
         return progress, ran

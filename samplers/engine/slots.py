@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dllm_jax import Model
@@ -20,6 +21,7 @@ from dllm_jax.errors import DllmError, first_line
 from dllm_jax.parallel.sharding import batch_sharding, check_splits
 from samplers.command_buffers import asked_for_command_buffers
 from samplers.config.factory import CanvasSampler
+from samplers.config.registry import title
 from samplers.constraints.constraint import Constraint, any_form
 from samplers.engine.program import (
     Progress,
@@ -36,6 +38,7 @@ from samplers.engine.program import (
 )
 from samplers.engine.requests import Request
 from samplers.inputs import check_kept, open_id
+from samplers.loops.block import BlockSampler
 
 
 def with_draws(sampler: Any, vocab_size: int) -> Any:
@@ -105,6 +108,7 @@ class Slots:
         numbers: its numbers, of requests that bring none.
         size: of the program that runs.
         any_form: as of `room_for_forms`.
+        top: most probable tokens that requests may ask for.
     """
 
     def __init__(
@@ -116,6 +120,7 @@ class Slots:
         draws: bool,
         buckets: bool,
         constraint_states: int = 0,
+        top: int = 0,
     ) -> None:
         """
         Raises:
@@ -129,6 +134,9 @@ class Slots:
         self._is_own = [name in names for name in number_names(self.sampler)]  # and not one of `with_draws`
         self.any_form = room_for_forms(sampler, model.config.vocab_size, constraint_states)
         self._has_form = np.zeros(count, bool)  # of each slot, whether its request brought one
+        if top and (not isinstance(sampler, BlockSampler) or sampler.looks_ahead):
+            raise DllmError(f"{title(sampler)} keeps no alternatives to tokens; leave out top_logprobs")
+        self.top, self._wants_top = top, np.zeros(count, bool)
         self._forms: Constraint | None = None  # those of the rows, on the device; None when others were written
         layout = getattr(model.denoiser, "layout", None)
         if layout is not None:
@@ -192,7 +200,8 @@ class Slots:
             return False
         self._too_large = 0
         others = [slot for slot in range(self._largest.rows) if slot not in slots]
-        self._rows, self._has_form = jax.tree.map(lambda x: x[[*slots, *others]], (self._rows, self._has_form))
+        moved = jax.tree.map(lambda x: x[[*slots, *others]], (self._rows, self._has_form, self._wants_top))
+        self._rows, self._has_form, self._wants_top = moved
         self._forms = None
         index = np.resize(np.asarray([*slots, 0], np.int32), best.rows)  # whatever is in the others, they are free
         leaves, tree = jax.tree.flatten(self._state)
@@ -219,6 +228,9 @@ class Slots:
         """Compiles the programs of a size by a run that does nothing; the state after it."""
         rows = self._rows_of(self._empty_rows(), size)
         state = begin_jit(self.sampler, self._model.denoiser, self._place(rows))
+        if self.top:
+            shape = size.rows, self.sampler.gen_length, self.top
+            state = dataclasses.replace(state, top=(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)))
         rows = dataclasses.replace(rows, constraint=jax.device_put(rows.constraint, self._sharding))
         if self._sharding is not None:
             on_all = lambda x: jax.device_put(x, self._sharding) if x.sharding.is_fully_replicated else x
@@ -240,6 +252,7 @@ class Slots:
         rows.prompt_lengths[slot], rows.gen_lengths[slot] = len(ids), request.gen_length
         rows.key_data[slot] = request.key_data
         rows.given[slot] = open_id(self._model.denoiser) if request.given is None else request.given
+        self._wants_top[slot] = request.top_logprobs > 0
         for array, number in zip(rows.numbers, request.numbers or self.numbers, strict=True):
             array[slot] = number
         if rows.bias is not None:
@@ -265,7 +278,7 @@ class Slots:
         busy = np.flatnonzero(admitted | ~free)
         forms = bool(self._has_form[busy].any())
         draws = self._draws and (forms or self._draws_now(busy))  # no program has constraints alone
-        rows = self._rows_of(self._rows, self.size)
+        rows = dataclasses.replace(self._rows_of(self._rows, self.size), top=bool(self._wants_top[busy].any()))
         if forms:  # several MB, which are not sent anew in each call
             if self._forms is None:
                 self._forms = jax.device_put(rows.constraint, self._sharding)

@@ -86,6 +86,7 @@ def command_line() -> argparse.ArgumentParser:
     add("--prefix-cache", type=int, metavar="MIB", help=_PREFIXES)
     add("--prefill-chunk", type=int, metavar="N", help=_CHUNK)
     add("--constraint-states", type=int, default=0, metavar="N", help=_CONSTRAINTS)
+    add("--top-logprobs", type=int, default=0, metavar="K", help=_TOP)
     add("--queue", type=int, default=64, metavar="N", help="requests that may wait; others get a 429 (default: 64)")
     deadline = "of a request, including its wait; 0 for none (default: 600)"
     add("--deadline", type=float, default=600.0, metavar="SECONDS", help=deadline)
@@ -105,6 +106,7 @@ _PREFIXES = "keys and values of prompts that are kept (default: 256 where the mo
 _CHUNK = "positions of a prompt that are read between two steps (default: 512 where --prefix-cache is not given)"
 _CLAMP = "refuse max_tokens above --gen-length; by default they count as --gen-length"
 _CONSTRAINTS = "let requests set regex and response_format, with automata of so many states (default: 0, none may)"
+_TOP = "let requests ask for so many of each position's most probable tokens, at most 20 (default: 0, none may)"
 _SPECIAL = "special tokens in texts of clients become their ids; by default they are text like any other"
 _DRAWS = "requests may not set temperature, top-p, top-k and logit_bias, which makes steps faster"
 
@@ -146,7 +148,7 @@ def _make_engine(options: argparse.Namespace) -> Engine:
     with Console(stderr=True).status(f"loading {bare.name}", spinner="line"):
         model, sampler = load(model_name(options)), sampler.load_verifier(load)
     prefixes = None if options.prefix_cache is None else options.prefix_cache << 20
-    names = ("slots", "prompt_length", "draws", "buckets", "prefill_chunk", "constraint_states")
+    names = ("slots", "prompt_length", "draws", "buckets", "prefill_chunk", "constraint_states", "top_logprobs")
     return Engine(model, sampler, prefix_cache=prefixes, **{name: getattr(options, name) for name in names})
 
 

@@ -198,7 +198,7 @@ class Service:
                 continue
             answer = answer_of(self.reader, job)
             rest = texts[job].finish(answer.tokens) if job.plan is None else _text(answer)
-            scores = self._logprobs(shape, body, answer)
+            scores = self._logprobs(shape, body, job, answer)
             if rest or scores:
                 yield chunk(job, **shape.delta(rest), **scores)
             yield chunk(job, **shape.delta(""), finish_reason=self._reason(job, answer))
@@ -374,7 +374,7 @@ class Service:
             rows: list[Any] = [row for row in encoded for _ in range(copies)]
             if (template := self._template(body)) is None:
                 options: dict[str, Any] = {"gen_length": self._length(body), "stop": body.stops}
-                options |= {"logit_bias": body.bias, **numbers, **body.form}
+                options |= {"logit_bias": body.bias, "top_logprobs": self._top(body), **numbers, **body.form}
                 made = [self.engine.request(row, seed=seed + i, **options) for i, row in enumerate(rows)]
                 jobs = [Job(i, request, seed + i, streamed, self.engine, client) for i, request in enumerate(made)]
             else:
@@ -384,6 +384,10 @@ class Service:
             raise Fault(400, str(error)) from None
         self._check_forwards(jobs[0].request)
         return jobs
+
+    def _top(self, body: Body) -> int:
+        """The most probable tokens that the engine keeps for an answer; 1 is the token itself where it keeps none."""
+        return body.top if self.engine.top_logprobs or body.top > 1 else 0
 
     def _compile_form(self, form: Mapping[str, Any]) -> None:
         """Compiles the form of an answer, which a cache keeps. Not for the event loop."""
@@ -534,7 +538,7 @@ class Service:
 
     def _choice(self, shape: Shape, body: ChatBody | TextBody, job: Job, answer: Generation) -> Json:
         text = self._echo(body, job) + _text(answer)
-        own = {**shape.choice(text), **self._logprobs(shape, body, answer)}
+        own = {**shape.choice(text), **self._logprobs(shape, body, job, answer)}
         return {"index": job.index, **_BLANK, **own, "finish_reason": self._reason(job, answer)}
 
     def _usage(self, body: Body, answers: Sequence[Generation], ticket: Ticket) -> Json:
@@ -551,11 +555,11 @@ class Service:
         prompt = body.prompts[job.index // (body.n or 1)]
         return prompt if isinstance(prompt, str) else str(self.reader.require_tokenizer().decode(prompt))
 
-    def _logprobs(self, shape: Shape, body: ChatBody | TextBody, answer: Generation) -> Json:
+    def _logprobs(self, shape: Shape, body: ChatBody | TextBody, job: Job, answer: Generation) -> Json:
         if not body.with_logprobs:
             return {}
-        scores = token_scores(self.engine.model, answer, self._stops(body))
-        return {"logprobs": shape.logprobs(scores, body.with_alternatives)}
+        alternatives = body.top, job.request.top
+        return {"logprobs": shape.logprobs(token_scores(self.engine.model, answer, self._stops(body), *alternatives))}
 
     def _reason(self, job: Job, answer: Generation) -> str:
         """Why an answer ended: "stop", an end token or a stop pattern, or "length", a full canvas."""

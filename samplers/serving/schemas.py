@@ -173,9 +173,9 @@ class Body(BaseModel):
         return False
 
     @property
-    def with_alternatives(self) -> bool:
-        """Whether it has them as the most probable tokens, too."""
-        return False
+    def top(self) -> int:
+        """How many of the most probable tokens it has for each."""
+        return 0
 
     @property
     def form(self) -> dict[str, Any]:
@@ -265,13 +265,8 @@ class ChatBody(CompletionBody):
         return bool(self.logprobs)
 
     @property
-    def with_alternatives(self) -> bool:
-        return bool(self.top_logprobs)
-
-    def check(self) -> None:
-        super().check()
-        if (self.top_logprobs or 0) > 1:
-            raise Fault(400, "top_logprobs above 1 is not supported; use 1", param="top_logprobs")
+    def top(self) -> int:
+        return (self.top_logprobs or 0) if self.logprobs else 0
 
 
 class TextBody(CompletionBody):
@@ -293,18 +288,17 @@ class TextBody(CompletionBody):
         return self.logprobs is not None
 
     @property
-    def with_alternatives(self) -> bool:
-        return bool(self.logprobs)
+    def top(self) -> int:
+        return self.logprobs or 0
 
     def check(self) -> None:
         super().check()
-        if (self.logprobs or 0) > 1:
-            raise Fault(400, "logprobs above 1 is not supported; use logprobs=1", param="logprobs")
         if self.echo and self.logprobs is not None:
             raise Fault(400, "the prompt of an echo has no logprobs here; leave one of them out", param="echo")
         if self.suffix:
+            more = self.top if self.top > 1 else None
             idle = {"stop": self.stops or None, "echo": self.echo or None, "regex": self.form or None}
-            _refuse(idle, "a text before a suffix")
+            _refuse({**idle, "logprobs": more}, "a text before a suffix")
 
 
 class PromptBody(Body):
