@@ -180,6 +180,53 @@ def test_a_chat_is_that_of_generate_streamed_and_not(served, alone):
     assert served.client.chat.completions.create(**{**options, "messages": given}).choices == whole.choices
 
 
+def _message(url, **body):
+    body = {"model": "tiny", "max_tokens": LENGTH, "messages": _user("How many?"), "seed": 3, **body}
+    return httpx.post(url + "/v1/messages", json=body, timeout=60)
+
+
+def test_a_message_has_anthropics_form(served, alone):
+    wanted = alone([{"role": "system", "content": "Be brief."}, *_user("How many?")], 3)
+    parts = [
+        {"type": "text", "text": "Be "},
+        {"type": "text", "text": "brief.", "cache_control": {"type": "ephemeral"}},
+    ]
+    usage = {"input_tokens": wanted.prompt_tokens, "output_tokens": len(wanted.tokens)}
+    reason = "max_tokens" if len(wanted.tokens) == LENGTH else "end_turn"
+    ending = {"stop_reason": reason, "stop_sequence": None}
+    for system in ("Be brief.", parts):
+        found = _message(served.url, system=system).json()
+        assert found.pop("id").startswith("msg_")
+        head = {"type": "message", "role": "assistant", "model": "tiny"}
+        assert found == {**head, "content": [{"type": "text", "text": wanted.text}], **ending, "usage": usage}
+    lines = _message(served.url, system=parts, stream=True).text.split("\n")
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    names = [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
+    assert names == [event["type"] for event in events]
+    begin, block, *deltas, stopped, last, end = events
+    message = begin["message"]
+    assert (begin["type"], message["content"], message["usage"]) == ("message_start", [], {**usage, "output_tokens": 0})
+    assert block == {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
+    assert {event["type"] for event in deltas} == {"content_block_delta"} and len(deltas) > 1
+    assert "".join(event["delta"]["text"] for event in deltas) == wanted.text
+    assert stopped == {"type": "content_block_stop", "index": 0} and end == {"type": "message_stop"}
+    assert last == {"type": "message_delta", "delta": ending, "usage": usage}
+
+
+def test_a_message_ends_at_a_stop_sequence(served, alone):
+    text = alone(PROMPT, 1).text
+    stop = re.search("[ -~]{2}", text)[0]
+    found = served.client.completions.create(model="tiny", prompt=PROMPT, seed=1, stop=["\u00e9", stop]).choices[0]
+    assert (found.text, found.finish_reason, found.stop_reason) == (text[: text.index(stop)], "stop", stop)
+    text = alone(_user("How many?"), 3).text
+    stop = re.search("[ -~]{2}", text)[0]
+    found = _message(served.url, stop_sequences=[stop, "\u00e9"]).json()
+    assert (found["stop_reason"], found["stop_sequence"]) == ("stop_sequence", stop)
+    assert found["content"][0]["text"] == text[: text.index(stop)]
+    short = _message(served.url, max_tokens=2, temperature=0.5, top_p=0.9, top_k=5, metadata={"user_id": "a"}).json()
+    assert (short["stop_reason"], short["usage"]["output_tokens"]) == ("max_tokens", 2)
+
+
 def test_text_is_streamed_while_it_is_written(served, alone):
     parts = served.client.completions.create(model="tiny", prompt=PROMPT, seed=5, stream=True)
     texts = [part.choices[0].text for part in parts]
@@ -489,6 +536,30 @@ def test_a_bad_body_gets_an_error_of_openais_format(served, number):
     assert served.server.service.in_flight == 0 and not served.ended.done()
 
 
+BAD_MESSAGES = [
+    ({"max_tokens": None}, 422, "invalid_request_error", "max_tokens"),
+    ({"messages": []}, 400, "invalid_request_error", "no messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 422, "invalid_request_error", "'text'"),
+    ({"messages": [*_user("a"), {"role": "assistant", "content": "b"}]}, 400, "invalid_request_error", "assistant's"),
+    ({"tools": [{"name": "a"}]}, 400, "invalid_request_error", "tools is not supported"),
+    ({"thinking": {"type": "enabled"}}, 400, "invalid_request_error", "thinking"),
+    ({"n": 2}, 400, "invalid_request_error", "'n'"),
+    ({"stop": "a"}, 400, "invalid_request_error", "'stop'"),
+    ({"model": "other"}, 404, "not_found_error", "other"),
+    ({"stream": True, "temperature": 9}, 422, "invalid_request_error", "temperature"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(BAD_MESSAGES)))
+def test_a_bad_message_gets_an_error_of_anthropics_format(served, number):
+    body, status, kind, words = BAD_MESSAGES[number]
+    answer = _message(served.url, **body)
+    error = answer.json()
+    assert (answer.status_code, error["type"], set(error["error"])) == (status, "error", {"type", "message"}), error
+    assert error["error"]["type"] == kind and words in error["error"]["message"], error
+    assert served.server.service.in_flight == 0
+
+
 GAPS = ["Tom has<gap:3>.", "<gap:2>12 + 12 = <edit>24</edit>!", "Q: <gap:4>\nA:<gap:2>"]
 
 
@@ -744,6 +815,10 @@ def test_one_of_the_keys_is_asked_for(start):
             assert httpx.post(closed.url + "/v1/completions", json={}, headers=said).status_code == 401
         with pytest.raises(openai.AuthenticationError):
             _client(closed.url, "no").models.list()
+        for key, status in ((SECRET, 200), ("no", 401)):
+            body = {"max_tokens": 1, "messages": _user("a")}
+            found = httpx.post(closed.url + "/v1/messages", headers={"x-api-key": key}, json=body, timeout=60)
+            assert (found.status_code, found.json()["type"]) == (status, "message" if status == 200 else "error")
         for key in (SECRET, "another"):
             assert _client(closed.url, key).completions.create(model="tiny", prompt=PROMPT).choices
 

@@ -30,8 +30,9 @@ from samplers.sampler import describe_broken
 from samplers.serving.engine_thread import EngineThread, Job
 from samplers.serving.errors import Fault, stopping_fault
 from samplers.serving.metrics import Metrics
-from samplers.serving.schemas import Body, CanvasBody, ChatBody, CompletionBody, DecideBody, InfillBody, TextBody
+from samplers.serving.schemas import Body, CanvasBody, CompletionBody, DecideBody, InfillBody, TextBody
 from samplers.serving.shapes import ChatShape, Json, Shape, TextShape, token_scores, usage_of
+from samplers.stopping import stop_strings
 from samplers.text.decode import TextStream, text_of
 from samplers.text.prompts import PromptTooLong, encode_prompt
 
@@ -157,7 +158,7 @@ class Service:
 
     # Requests --------------------------------------------------------------------------------------------------------
 
-    async def completion(self, body: ChatBody | TextBody, client: str) -> Json:
+    async def completion(self, body: CompletionBody, client: str) -> Json:
         """A whole answer.
 
         Raises:
@@ -172,7 +173,7 @@ class Service:
         head = self._head(shape, shape.whole, ticket)
         return {**head, "choices": choices, "usage": self._usage(body, answers, ticket)}
 
-    async def chunks(self, body: ChatBody | TextBody, ticket: Ticket) -> AsyncIterator[Json]:
+    async def chunks(self, body: CompletionBody, ticket: Ticket) -> AsyncIterator[Json]:
         """The chunks of an answer, while its text is written.
 
         Args:
@@ -201,7 +202,7 @@ class Service:
             scores = self._logprobs(shape, body, job, answer)
             if rest or scores:
                 yield chunk(job, **shape.delta(rest), **scores)
-            yield chunk(job, **shape.delta(""), finish_reason=self._reason(job, answer))
+            yield chunk(job, **shape.delta(""), **self._ending(body, job, answer))
         if body.with_usage:
             answers = [job.request.generation for job in ticket.jobs]
             yield {**head, "choices": [], "usage": self._usage(body, answers, ticket)}
@@ -536,10 +537,10 @@ class Service:
             "seed": seed,
         }
 
-    def _choice(self, shape: Shape, body: ChatBody | TextBody, job: Job, answer: Generation) -> Json:
+    def _choice(self, shape: Shape, body: CompletionBody, job: Job, answer: Generation) -> Json:
         text = self._echo(body, job) + _text(answer)
         own = {**shape.choice(text), **self._logprobs(shape, body, job, answer)}
-        return {"index": job.index, **_BLANK, **own, "finish_reason": self._reason(job, answer)}
+        return {"index": job.index, **_BLANK, **own, **self._ending(body, job, answer)}
 
     def _usage(self, body: Body, answers: Sequence[Generation], ticket: Ticket) -> Json:
         """As `usage_of`, and `max_tokens` where less were generated than asked for because the canvas is no longer."""
@@ -555,7 +556,7 @@ class Service:
         prompt = body.prompts[job.index // (body.n or 1)]
         return prompt if isinstance(prompt, str) else str(self.reader.require_tokenizer().decode(prompt))
 
-    def _logprobs(self, shape: Shape, body: ChatBody | TextBody, job: Job, answer: Generation) -> Json:
+    def _logprobs(self, shape: Shape, body: CompletionBody, job: Job, answer: Generation) -> Json:
         if not body.with_logprobs:
             return {}
         alternatives = body.top, job.request.top
@@ -569,6 +570,12 @@ class Service:
         cut = answer.text != text_of(self.engine.model, answer.tokens)
         return "length" if full and not cut else "stop"
 
+    def _ending(self, body: CompletionBody, job: Job, answer: Generation) -> Json:
+        """Why an answer ended, and the stop string that did it, if one did."""
+        rest = "" if job.plan is not None else text_of(self.engine.model, answer.tokens)[len(answer.text) :]
+        stop = next((text for text in stop_strings(self._stops(body)) if rest.startswith(text)), None)
+        return {"finish_reason": self._reason(job, answer), "stop_reason": stop}
+
     def _stops(self, body: Body) -> tuple[str | int, ...]:
         return (*self.engine.stop, *body.stops)
 
@@ -576,7 +583,7 @@ class Service:
         return TextStream(self.engine.model, self._stops(body), ignore_eos=self.engine.ignore_eos)
 
 
-_BLANK: Json = {"logprobs": None, "finish_reason": None}
+_BLANK: Json = {"logprobs": None, "finish_reason": None, "stop_reason": None}
 
 
 def answer_of(reader: Model, job: Job) -> Generation:
@@ -598,13 +605,15 @@ def _text(answer: Generation) -> str:
 
 
 def as_event(message: Json | str) -> bytes:
-    """A message as a server-sent event."""
-    text = message if isinstance(message, str) else json.dumps(message, ensure_ascii=False, separators=(",", ":"))
-    return f"data: {text}\n\n".encode()
+    """A message as a server-sent event, which is called by its type if it has one."""
+    if isinstance(message, str):
+        return f"data: {message}\n\n".encode()
+    name = f"event: {message['type']}\n" if "type" in message else ""
+    return f"{name}data: {json.dumps(message, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
 
 
-def _shape(body: ChatBody | TextBody) -> Shape:
-    return ChatShape if isinstance(body, ChatBody) else TextShape
+def _shape(body: Body) -> Shape:
+    return TextShape if isinstance(body, TextBody) else ChatShape
 
 
 def _merge_updates(missed: Update, update: Update) -> Update:

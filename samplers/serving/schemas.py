@@ -29,16 +29,18 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "function_call": (None, "none", "auto"),
     "functions": (None, []),
     "modalities": (None, ["text"]),
+    "mcp_servers": (None, []),
     "parallel_tool_calls": (None, True, False),
     "prediction": (None,),
     "presence_penalty": (None, 0),
     "reasoning_effort": (None, "none"),
+    "thinking": (None, {"type": "disabled"}),
     "tool_choice": (None, "none", "auto"),
     "tools": (None, []),
     "verbosity": (None,),
     "web_search_options": (None,),
 }
-"""OpenAI's fields that this server does not support, each with the values that ask for nothing."""
+"""OpenAI's and Anthropic's fields that this server does not support, each with the values that ask for nothing."""
 
 
 def _check_text(value: str) -> str:
@@ -84,6 +86,7 @@ class TextPart(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
     type: Literal["text"]
     text: String
+    cache_control: Any = None
 
 
 class ChatMessage(BaseModel):
@@ -299,6 +302,30 @@ class TextBody(CompletionBody):
             more = self.top if self.top > 1 else None
             idle = {"stop": self.stops or None, "echo": self.echo or None, "regex": self.form or None}
             _refuse({**idle, "logprobs": more}, "a text before a suffix")
+
+
+class MessageBody(CompletionBody):
+    """The body of /v1/messages, Anthropic's."""
+
+    max_tokens: int = Field(ge=1)
+    messages: list[ChatMessage]
+    system: String | list[TextPart] = ""
+    stops: Annotated[tuple[str, ...], PlainValidator(_parse_stop)] = Field((), alias="stop_sequences")
+
+    @property
+    def prompts(self) -> list[Any]:
+        head = [ChatMessage(role="system", content=self.system)] if self.system else []
+        return [[message.turn for message in [*head, *self.messages]]]
+
+    @property
+    def with_usage(self) -> bool:
+        return True
+
+    def check(self) -> None:
+        super().check()
+        _refuse({"n": self.n}, "a message, which is one answer")
+        if self.messages and self.messages[-1].role == "assistant":
+            raise Fault(400, "the last message is the assistant's; end with one of the user", param="messages")
 
 
 class PromptBody(Body):
