@@ -263,7 +263,8 @@ class Engine:
         if not isinstance(bias, Mapping) or not all(map(number, bias.values())):
             raise DllmError("logit_bias is no table of token ids and numbers; give one such as {11: -100}")
         if bias and not self._slots.takes_bias:
-            raise DllmError("logit_bias of a request needs its program; build the engine with draws=True")
+            needs = "a model with with_bias, and a program of its own; build the engine with draws=True"
+            raise DllmError(f"logit_bias of a request needs {needs}")
         if len(bias) > MOST_BIASES:
             raise DllmError(f"logit_bias has {len(bias)} tokens; a request may bring {MOST_BIASES}")
         for token, added in bias.items():

@@ -26,10 +26,10 @@ from samplers.engine.engine import Engine
 KEY_VARIABLE = "DLLM_API_KEY"
 LOG_LINES = 50  # per second
 
-_ABOUT = """Serves a model with OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models; also /v1/canvas,
-/v1/infill, /v1/decide, /health, /metrics, and a page at / that shows the canvas while it is written. A request's body
-may set the sampler's numbers (threshold, gamma ...), with OpenAI's client in `extra_body`. Ctrl-C finishes running
-answers. More is in docs/serving.md."""
+_ABOUT = """Serves a model with OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models; also Anthropic's
+/v1/messages, /v1/canvas, /v1/infill, /v1/decide, /health, /metrics, and a page at / that shows the canvas while it is
+written. A request's body may set the sampler's numbers (threshold, gamma ...), with OpenAI's client in `extra_body`.
+Ctrl-C finishes running answers. More is in docs/serving.md."""
 
 
 def run(arguments: Sequence[str]) -> None:

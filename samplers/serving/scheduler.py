@@ -101,13 +101,16 @@ class Ticket:
                     yield job, update
 
     async def answers(self) -> list[Generation]:
-        """The answers, once all have ended.
+        """The answers, once all have ended; otherwise the ticket is closed.
 
         Raises:
             Fault: as `updates`, and for logits that are not finite.
         """
-        async for _ in self.updates():
-            pass
+        try:
+            async for _ in self.updates():
+                pass
+        finally:
+            self.close()
         return [answer_of(self._service.reader, job) for job in self.jobs]
 
     def close(self) -> None:
@@ -165,10 +168,7 @@ class Service:
             Fault: for a request that is refused or fails.
         """
         shape, ticket = _shape(body), await self.admit(body, client, streamed=False)
-        try:
-            answers = await ticket.answers()
-        finally:
-            ticket.close()
+        answers = await ticket.answers()
         choices = [self._choice(shape, body, *pair) for pair in zip(ticket.jobs, answers, strict=True)]
         head = self._head(shape, shape.whole, ticket)
         return {**head, "choices": choices, "usage": self._usage(body, answers, ticket)}
@@ -236,10 +236,7 @@ class Service:
             Fault: for a request that is refused or fails.
         """
         ticket = await self.admit(body, client, streamed=False)
-        try:
-            (found,) = await ticket.answers()
-        finally:
-            ticket.close()
+        (found,) = await ticket.answers()
         assert isinstance(found, Infilling)
         head = self._named("infilling", "infilling", ticket.jobs[0].seed)
         return {**head, "text": found.text, "gaps": found.gaps, "usage": usage_of([found], 1)}

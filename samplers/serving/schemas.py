@@ -369,8 +369,8 @@ class DecideBody(PromptBody):
 
     def check(self) -> None:
         super().check()
-        idle = {"max_tokens": self.max_tokens, "top_p": self.top_p, "stop": self.stops or None}
-        idle["logit_bias"] = self.logit_bias or None
+        own = {"max_tokens": self.max_tokens, "top_p": self.top_p, "stop": self.stops, "logit_bias": self.logit_bias}
+        idle = {name: value or None for name, value in own.items()}
         _refuse({**idle, **dict(self._extra_fields())}, "a decision")
 
 
