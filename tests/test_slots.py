@@ -341,9 +341,11 @@ def test_on_a_mesh(llada_tiny, llada, caplog) -> None:
     """Slots split over four devices, and heads over two."""
     mesh = make_mesh(data=4, tensor=2)
     split = first_layers(load(llada_tiny.folder, mesh=mesh), 1)
-    engine = Engine(split, "threshold:threshold=0.6", slots=8, prompt_length=WIDTH, **OPTIONS)
-    alone = Engine(llada, "threshold:threshold=0.6", slots=SLOTS, prompt_length=WIDTH, **OPTIONS)
-    pairs = [[each.submit(each.request(row, seed=i)) for each in (engine, alone)] for i, row in enumerate(ROWS * 3)]
+    options = {"prompt_length": WIDTH, "draws": True, "top_logprobs": 3, **OPTIONS}
+    engine = Engine(split, "threshold:threshold=0.6", slots=8, **options)
+    alone = Engine(llada, "threshold:threshold=0.6", slots=SLOTS, **options)
+    asked = [(row, {"seed": i} | (BIAS | {"top_logprobs": 3} if i % 2 else {})) for i, row in enumerate(ROWS * 3)]
+    pairs = [[each.submit(each.request(row, **own)) for each in (engine, alone)] for row, own in asked]
     list(alone.results())
     engine.step()
     with jax.log_compiles():
@@ -351,6 +353,9 @@ def test_on_a_mesh(llada_tiny, llada, caplog) -> None:
     assert not [record for record in caplog.records if "Compiling jit(run_steps)" in record.message]
     for one, other in pairs:
         assert_same(one.result, other.result)
+        assert (one.top is None) == (other.top is None)
+        if one.top is not None:
+            np.testing.assert_allclose(one.top[1], other.top[1], atol=1e-4)
 
 
 def settled(engine: Engine) -> Engine:
