@@ -72,7 +72,7 @@ class Canvas:
         return _shifted(x, start - self.prompt_lengths, width)
 
     def of_canvas(self, x: jax.Array, start: jax.Array) -> jax.Array:
-        """x [B, W], of the sequence's positions start[b] ... , at the canvas's positions, [B, G]; False or 0
+        """x [B, W, ...], of the sequence's positions start[b] ... , at the canvas's positions, [B, G, ...]; False or 0
         elsewhere."""
         return _shifted(x, self.prompt_lengths - start, self.gen_length)
 
@@ -145,11 +145,12 @@ class Canvas:
 
 
 def _shifted(x: jax.Array, shift: jax.Array, width: int) -> jax.Array:
-    """x[b, shift[b] : shift[b] + width] of x [B, N], False or 0 outside: [B, width]."""
+    """x[b, shift[b] : shift[b] + width] of x [B, N, ...], False or 0 outside: [B, width, ...]."""
     place = shift[:, None] + jnp.arange(width)
     inside = (place >= 0) & (place < x.shape[1])
-    found = jnp.take_along_axis(x, jnp.clip(place, 0, x.shape[1] - 1), axis=1)
-    return jnp.where(inside, found, jnp.zeros_like(found))
+    over = lambda y: y.reshape(*y.shape, *[1] * (x.ndim - 2))
+    found = jnp.take_along_axis(x, over(jnp.clip(place, 0, x.shape[1] - 1)), axis=1)
+    return jnp.where(over(inside), found, jnp.zeros_like(found))
 
 
 def begin(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import GOLDENS, assert_same_row, refuses
-from test_slots import arrivals, assert_alone
+from test_slots import BIAS, arrivals, assert_alone
 
 import convert
 import dllm_jax
@@ -261,8 +261,8 @@ def test_temperature_zero_draws_nothing_of_the_residual(model) -> None:
 @pytest.mark.parametrize(
     ("spec", "numbers"),
     [
-        ("threshold:block_length=8", [{"threshold": 0.5}, {"threshold": 0.99}, {"temperature": 0.7}]),
-        ("self-speculation:block_length=8", [{}, {"temperature": 0.9}]),
+        ("threshold:block_length=8", [{"threshold": 0.5}, {"threshold": 0.99}, {"temperature": 0.7} | BIAS]),
+        ("self-speculation:block_length=8", [BIAS, {"temperature": 0.9}]),
         ("self-speculation:accept=residual,temperature=0.5", [{}, {"temperature": 1.0}]),
         ("autoregressive", [{}]),
     ],

@@ -19,7 +19,7 @@ from samplers import EB, BlockSampler, KeyNoise, Sampling, Threshold, TopK, samp
 from samplers.tokens import predictions
 from samplers.tokens.guidance import Guided
 from samplers.tokens.noise import Purpose
-from samplers.tokens.predictions import Predictions, logprobs_of, predict, readout
+from samplers.tokens.predictions import Predictions, logprobs_of, most_probable, predict, readout
 from samplers.tokens.predictions import given as scores_of
 
 ROWS, WIDTH, V = 2, 3, 136
@@ -76,6 +76,19 @@ def test_logprobs_of_tokens_in_tiles(small_tiles, parts: int) -> None:
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
     broken = jax.jit(lambda logits: logprobs_of(scores_of(logits, parts), tokens))(logits.at[1, 1, 40].set(jnp.nan))
     assert np.argwhere(np.isnan(broken)).tolist() == [[1, 1]]
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("count", [1, 5, 20])
+def test_the_most_probable_tokens_in_tiles(small_tiles, parts: int, count: int) -> None:
+    """Of the whole distribution, without the mask token; tiles may be narrower than what is asked for."""
+    logits, mask = some_logits(4, False).at[..., 9].set(30.0), 9
+    ids, logprobs = jax.jit(lambda logits: most_probable(scores_of(logits, parts), count, mask))(logits)
+    wanted = np.array(jax.nn.log_softmax(logits))
+    wanted[..., mask] = -np.inf
+    order = np.argsort(-wanted, axis=-1)[..., :count]
+    np.testing.assert_array_equal(ids, order)
+    np.testing.assert_allclose(logprobs, np.take_along_axis(wanted, order, axis=-1), rtol=1e-5)
 
 
 def predictor(score_from: str, mask_id: int, parts: int, sampling: Sampling):

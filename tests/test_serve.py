@@ -31,7 +31,7 @@ import dllm_jax
 from convert import embedded
 from dllm_jax import DllmError
 from dllm_jax.families import FAMILIES
-from dllm_jax.text.tokenizer import load_tokenizer
+from dllm_jax.text.tokenizer import encode_chat, load_tokenizer, without_special_tokens
 from samplers import Engine, decide, generate, infill, make_sampler, sample_jit
 from samplers.cli import sample as cli
 from samplers.generation import answer
@@ -181,6 +181,53 @@ def test_a_chat_is_that_of_generate_streamed_and_not(served, alone):
     assert served.client.chat.completions.create(**{**options, "messages": given}).choices == whole.choices
 
 
+def _message(url, **body):
+    body = {"model": "tiny", "max_tokens": LENGTH, "messages": _user("How many?"), "seed": 3, **body}
+    return httpx.post(url + "/v1/messages", json=body, timeout=60)
+
+
+def test_a_message_has_anthropics_form(served, alone):
+    wanted = alone([{"role": "system", "content": "Be brief."}, *_user("How many?")], 3)
+    parts = [
+        {"type": "text", "text": "Be "},
+        {"type": "text", "text": "brief.", "cache_control": {"type": "ephemeral"}},
+    ]
+    usage = {"input_tokens": wanted.prompt_tokens, "output_tokens": len(wanted.tokens)}
+    reason = "max_tokens" if len(wanted.tokens) == LENGTH else "end_turn"
+    ending = {"stop_reason": reason, "stop_sequence": None}
+    for system in ("Be brief.", parts):
+        found = _message(served.url, system=system).json()
+        assert found.pop("id").startswith("msg_")
+        head = {"type": "message", "role": "assistant", "model": "tiny"}
+        assert found == {**head, "content": [{"type": "text", "text": wanted.text}], **ending, "usage": usage}
+    lines = _message(served.url, system=parts, stream=True).text.split("\n")
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    names = [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
+    assert names == [event["type"] for event in events]
+    begin, block, *deltas, stopped, last, end = events
+    message = begin["message"]
+    assert (begin["type"], message["content"], message["usage"]) == ("message_start", [], {**usage, "output_tokens": 0})
+    assert block == {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
+    assert {event["type"] for event in deltas} == {"content_block_delta"} and len(deltas) > 1
+    assert "".join(event["delta"]["text"] for event in deltas) == wanted.text
+    assert stopped == {"type": "content_block_stop", "index": 0} and end == {"type": "message_stop"}
+    assert last == {"type": "message_delta", "delta": ending, "usage": usage}
+
+
+def test_a_message_ends_at_a_stop_sequence(served, alone):
+    text = alone(PROMPT, 1).text
+    stop = re.search("[ -~]{2}", text)[0]
+    found = served.client.completions.create(model="tiny", prompt=PROMPT, seed=1, stop=["\u00e9", stop]).choices[0]
+    assert (found.text, found.finish_reason, found.stop_reason) == (text[: text.index(stop)], "stop", stop)
+    text = alone(_user("How many?"), 3).text
+    stop = re.search("[ -~]{2}", text)[0]
+    found = _message(served.url, stop_sequences=[stop, "\u00e9"]).json()
+    assert (found["stop_reason"], found["stop_sequence"]) == ("stop_sequence", stop)
+    assert found["content"][0]["text"] == text[: text.index(stop)]
+    short = _message(served.url, max_tokens=2, temperature=0.5, top_p=0.9, top_k=5, metadata={"user_id": "a"}).json()
+    assert (short["stop_reason"], short["usage"]["output_tokens"]) == ("max_tokens", 2)
+
+
 def test_text_is_streamed_while_it_is_written(served, alone):
     parts = served.client.completions.create(model="tiny", prompt=PROMPT, seed=5, stream=True)
     texts = [part.choices[0].text for part in parts]
@@ -208,6 +255,38 @@ def test_token_ids_are_a_prompt(served, model, alone):
     for prompt in (ids, [ids]):
         found = served.client.completions.create(model="tiny", prompt=prompt, seed=2)
         assert found.choices[0].text == alone(PROMPT, 2).text
+
+
+TYPED = "<|mdm_mask|> or <|eot_id|>"
+
+
+def test_special_tokens_that_clients_write_are_text(served, model, alone):
+    text = dataclasses.replace(model, tokenizer=without_special_tokens(model.tokenizer))
+    post = lambda path, **body: httpx.post(f"{served.url}/v1/{path}", json={"seed": 2, **body}, timeout=120).json()
+    ids = encode_prompt(text, TYPED)
+    assert set(ids).isdisjoint(range(6)) and model.tokenizer.decode(ids) == TYPED
+    found = post("completions", prompt=TYPED)
+    assert (found["choices"][0]["text"], found["usage"]["prompt_tokens"]) == (alone(ids, 2).text, len(ids))
+    asked = _user(TYPED)
+    ids = encode_chat(text.tokenizer, asked)
+    assert [i for i in ids if i < 6] == [i for i in encode_chat(model.tokenizer, _user("a")) if i < 6]
+    found = post("chat/completions", messages=asked)
+    assert found["choices"][0]["message"]["content"] == alone(ids, 2).text
+    own = infill(text, f"{TYPED}<gap:2><|eot_id|>", prompt=TYPED, sampler="threshold", seed=2, block_length=BLOCK)
+    found = post("infill", template=f"{TYPED}<gap:2><|eot_id|>", prompt=TYPED)
+    assert (found["text"], found["usage"]["prompt_tokens"]) == (own.text, own.prompt_tokens)
+    own = decide(text, TYPED, CHOICE, template="<|eot_id|>{answer} {urgency}")
+    found = post("decide", prompt=TYPED, fields=CHOICE, template="<|eot_id|>{answer} {urgency}")
+    assert (found["values"], found["usage"]["prompt_tokens"]) == (own.values, own.prompt_tokens)
+    found = post("completions", prompt=[4, 5, 60])
+    assert found["choices"][0]["text"] == alone([4, 5, 60], 2).text, "ids stay ids"
+
+
+def test_special_tokens_become_ids_where_the_operator_says_so(start, alone):
+    with start(slots=1, limits=dataclasses.replace(NONE, special_tokens=True)) as found:
+        answer = _ask(found.url, "a<|eot_id|>", seed=2).json()
+        assert (answer["choices"][0]["text"], answer["usage"]["prompt_tokens"]) == (alone("a<|eot_id|>", 2).text, 2)
+        assert "mask token" in _ask(found.url, TYPED).json()["error"]["message"]
 
 
 def test_stop_strings_and_max_tokens_end_an_answer(served, alone):
@@ -268,6 +347,19 @@ def test_a_suffix_makes_a_gap_before_it(served, model, stream):
     assert texts == [one.gaps[0] for one in wanted] and wanted[0].text.endswith(suffix)
 
 
+def test_a_logit_bias_chooses_tokens(served, model, alone):
+    (seven,) = model.tokenizer.encode("7", add_special_tokens=False)
+    options = {"model": "tiny", "max_tokens": 4, "seed": 1, "logit_bias": {str(seven): 100, "0": -100}}
+    found = served.client.completions.create(prompt=PROMPT, **options)
+    assert found.choices[0].text == "7777"
+    assert served.client.completions.create(prompt=PROMPT, suffix="!", **options).choices[0].text == "7777"
+    whole = served.client.chat.completions.create(messages=_user("a"), **options)
+    assert whole.choices[0].message.content == "7777"
+    body = {"template": "a<gap:2>b", "logit_bias": {str(seven): 100}}
+    assert httpx.post(served.url + "/v1/infill", json=body, timeout=120).json()["gaps"] == ["77"]
+    assert _ask(served.url, seed=1, logit_bias={}).json()["choices"][0]["text"] == alone(PROMPT, 1).text
+
+
 def test_without_a_seed_one_is_drawn_and_reported(served, alone):
     ask = lambda: served.client.completions.create(model="tiny", prompt=PROMPT, temperature=1.0)
     first, second = ask(), ask()
@@ -287,6 +379,28 @@ def test_logprobs_are_those_of_the_written_tokens(served, alone):
     text = served.client.completions.create(model="tiny", prompt=PROMPT, seed=1, logprobs=0).choices[0].logprobs
     assert text.token_logprobs == pytest.approx(alone(PROMPT, 1).logprobs, abs=1e-4)
     assert text.text_offset[0] == 0 and text.text_offset == sorted(text.text_offset)
+
+
+def test_the_most_probable_tokens_come_with_each_of_an_answer(start, alone):
+    with start(slots=2, room={"top_logprobs": 20}) as found:
+        client, options = _client(found.url), {"model": "tiny", "seed": 1}
+        wanted = alone(_user("a"), 1)
+        chat = {**options, "messages": _user("a"), "logprobs": True, "top_logprobs": 20}
+        content = client.chat.completions.create(**chat).choices[0].logprobs.content
+        assert [token.logprob for token in content] == pytest.approx(wanted.logprobs, abs=1e-4)
+        for token in content:
+            first, *others = token.top_logprobs
+            assert len(others) == 19 and (first.token, first.bytes) == (token.token, token.bytes)
+            assert token.logprob == pytest.approx(first.logprob, abs=1e-4) and first.logprob >= others[0].logprob
+        parts = client.chat.completions.create(**chat, stream=True)
+        streamed = [token for part in parts if part.choices[0].logprobs for token in part.choices[0].logprobs.content]
+        assert streamed == content
+        drawn = client.completions.create(**options, prompt=PROMPT, logprobs=2, temperature=1.0).choices[0].logprobs
+        for token, logprob, top in zip(drawn.tokens, drawn.token_logprobs, drawn.top_logprobs, strict=True):
+            assert top[token] == pytest.approx(logprob, abs=1e-4), "the drawn one besides"
+            assert max(top.values()) >= logprob and 1 <= len(top) <= 3  # two may have one text
+        plain = client.completions.create(**options, prompt=PROMPT)
+        assert plain.choices[0].text == alone(PROMPT, 1).text and plain.choices[0].logprobs is None
 
 
 @pytest.mark.parametrize(
@@ -371,7 +485,7 @@ BAD = [
     ({"prompt": "a", "max_completion_tokens": 3}, 400, "max_completion_tokens"),
     ({"prompt": "a", "user": [0] * 5000}, 400, "4096"),
     ({"prompt": "a", "user": [[0] * 3000, {str(i): i for i in range(3000)}]}, 400, "4096"),
-    ({"prompt": "<|mdm_mask|>"}, 400, "mask"),
+    ({"prompt": [1]}, 400, "mask"),
     ({"prompt": "a", "max_tokens": "3"}, 422, "max_tokens"),
     ({"prompt": "a", "max_tokens": 0}, 422, "max_tokens"),
     ({"prompt": "a", "temperature": -1}, 422, "temperature"),
@@ -385,11 +499,18 @@ BAD = [
     ({"prompt": "a", "stop": ""}, 400, "empty"),
     ({"prompt": "a", "stop": ["a"] * 3 + list("bcdefghijk")}, 400, "patterns"),
     ({"prompt": "a", "stop": [1]}, 422, "stop"),
-    ({"prompt": "a", "logprobs": 3}, 400, "logprobs=1"),
+    ({"prompt": "a", "logprobs": 3}, 400, "--top-logprobs"),
+    ({"prompt": "a", "logprobs": 6}, 422, "5"),
+    ({"prompt": "a", "logprobs": 2, "suffix": "b"}, 400, "'logprobs' has no effect"),
     ({"prompt": "a", "suffix": "b", "stop": "c"}, 400, "'stop' has no effect on a text before a suffix"),
     ({"prompt": "a", "suffix": "b" * 5000}, 400, f"room for {LENGTH}"),
     ({"prompt": "a", "echo": True, "logprobs": 0}, 400, "echo"),
     ({"prompt": "a", "presence_penalty": 0.5}, 400, "presence_penalty"),
+    ({"prompt": "a", "logit_bias": {"a": 1}}, 422, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"5": 101}}, 422, "100"),
+    ({"prompt": "a", "logit_bias": {str(i): 1 for i in range(301)}}, 422, "300"),
+    ({"prompt": "a", "logit_bias": {"99999": 1}}, 400, "vocabulary"),
+    ({"prompt": "a", "logit_bias": {"1": 1}}, 400, "mask"),
     ({"prompt": "a", "model": "other"}, 404, "other"),
     ({"prompt": "a", "treshold": 0.5}, 400, "threshold, top_k, top_p"),
     ({"prompt": "a", "threshold": "0.5"}, 400, "threshold"),
@@ -414,6 +535,30 @@ def test_a_bad_body_gets_an_error_of_openais_format(served, number):
     assert (answer.status_code, words in error["message"]) == (status, True), (answer.status_code, error)
     assert set(error) == {"message", "type", "param", "code"} and "\n" not in error["message"]
     assert served.server.service.in_flight == 0 and not served.ended.done()
+
+
+BAD_MESSAGES = [
+    ({"max_tokens": None}, 422, "invalid_request_error", "max_tokens"),
+    ({"messages": []}, 400, "invalid_request_error", "empty"),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 422, "invalid_request_error", "'text'"),
+    ({"messages": [*_user("a"), {"role": "assistant", "content": "b"}]}, 400, "invalid_request_error", "assistant's"),
+    ({"tools": [{"name": "a"}]}, 400, "invalid_request_error", "tools is not supported"),
+    ({"thinking": {"type": "enabled"}}, 400, "invalid_request_error", "thinking"),
+    ({"n": 2}, 400, "invalid_request_error", "'n'"),
+    ({"stop": "a"}, 400, "invalid_request_error", "'stop'"),
+    ({"model": "other"}, 404, "not_found_error", "other"),
+    ({"stream": True, "temperature": 9}, 422, "invalid_request_error", "temperature"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(BAD_MESSAGES)))
+def test_a_bad_message_gets_an_error_of_anthropics_format(served, number):
+    body, status, kind, words = BAD_MESSAGES[number]
+    answer = _message(served.url, **body)
+    error = answer.json()
+    assert (answer.status_code, error["type"], set(error["error"])) == (status, "error", {"type", "message"}), error
+    assert error["error"]["type"] == kind and words in error["error"]["message"], error
+    assert served.server.service.in_flight == 0
 
 
 GAPS = ["Tom has<gap:3>.", "<gap:2>12 + 12 = <edit>24</edit>!", "Q: <gap:4>\nA:<gap:2>"]
@@ -450,6 +595,7 @@ BAD_INFILLINGS = [
     ({"template": "a<gap:2>", "prompt": "a", "messages": []}, 400, "either"),
     ({"template": "a<gap:2>", "max_tokens": 3}, 400, "max_tokens"),
     ({"template": "a<gap:2>", "stop": "x"}, 400, "stop"),
+    ({"template": "a<gap:2>", "logit_bias": {"1": 1}}, 400, "mask"),
     ({"template": "a<gap:2>", "treshold": 1}, 400, "threshold, top_k, top_p"),
 ]
 
@@ -507,6 +653,7 @@ BAD_DECISIONS = [
     ({"prompt": "a", "fields": CHOICE, "temperature": 0}, 400, "temperature"),
     ({"prompt": "a", "fields": CHOICE, "max_tokens": 3}, 400, "max_tokens"),
     ({"prompt": "a", "fields": CHOICE, "stop": "x"}, 400, "stop"),
+    ({"prompt": "a", "fields": CHOICE, "logit_bias": {"5": 1}}, 400, "logit_bias"),
     ({"prompt": "a", "fields": CHOICE, "threshold": 0.5}, 400, "threshold"),
     ({"prompt": "a", "fields": CHOICE, "stream": True}, 400, "stream"),
     (
@@ -619,7 +766,7 @@ def test_names_in_errors_are_those_of_the_body(served):
 
 def test_a_prompt_that_is_surely_too_long_is_not_encoded(served, monkeypatch):
     encoded = []
-    monkeypatch.setattr(prompts, "encode_text", lambda tokenizer, text: encoded.append(text) or [5])
+    monkeypatch.setattr(prompts, "encode_pieces", lambda tokenizer, pieces: encoded.extend(pieces) or [5])
     for prompt in ("a " * 100_000, ["a " * 100_000]):
         error = _ask(served.url, prompt).json()["error"]
         assert error["code"] == "context_length_exceeded" and not encoded
@@ -669,6 +816,10 @@ def test_one_of_the_keys_is_asked_for(start):
             assert httpx.post(closed.url + "/v1/completions", json={}, headers=said).status_code == 401
         with pytest.raises(openai.AuthenticationError):
             _client(closed.url, "no").models.list()
+        for key, status in ((SECRET, 200), ("no", 401)):
+            body = {"max_tokens": 1, "messages": _user("a")}
+            found = httpx.post(closed.url + "/v1/messages", headers={"x-api-key": key}, json=body, timeout=60)
+            assert (found.status_code, found.json()["type"]) == (status, "message" if status == 200 else "error")
         for key in (SECRET, "another"):
             assert _client(closed.url, key).completions.create(model="tiny", prompt=PROMPT).choices
 
@@ -1159,9 +1310,10 @@ def test_a_deadline_of_none_is_no_deadline(llada_tiny, monkeypatch):
         limits.append(found)
 
     monkeypatch.setattr(server, "serve", serve)
-    for words in ([], ["--deadline", "0"], ["--deadline", "5", "--max-forwards", "9", "--no-clamp"]):
+    third = ["--deadline", "5", "--max-forwards", "9", "--no-clamp", "--allow-special-tokens"]
+    for words in ([], ["--deadline", "0"], third):
         assert cli.main(["serve", "--model", str(llada_tiny.folder), "--port", "0", *SMALL, *words]) == 0
-    assert limits == [Limits(64, 600.0, None), Limits(64, None, None), Limits(64, 5.0, 9, False)]
+    assert limits == [Limits(64, 600.0, None), Limits(64, None, None), Limits(64, 5.0, 9, False, True)]
 
 
 def test_the_word_serve_can_be_a_prompt(llada_tiny, capsys):

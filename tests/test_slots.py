@@ -44,23 +44,29 @@ from samplers.text.prompts import pad_prompts
 GEN, WIDTH, SLOTS = 24, 96, 3
 OPTIONS = {"gen_length": GEN, "block_length": 8}
 
+BIAS = {"logit_bias": {ord("1"): 6.0, ord("2"): 4.0, ord(" "): -100, 0: 0.5}}
+
 # sampler -> numbers that requests differ in
 SPECS: dict[str, list[dict[str, Any]]] = {
     "threshold:cache=dual": [{"threshold": 0.3}, {"threshold": 0.95}, {}],
-    "eb:cache=none": [{"gamma": 0.01}, {"gamma": 1.0}, {"temperature": 0.8}, {"top_p": 0.6, "temperature": 1.0}],
-    "credit:cache=prefix,refresh_every=3": [{"threshold": 0.5}, {"refresh_every": 2}],
+    "eb:cache=none": [{"gamma": 0.01}, {"gamma": 1.0}, {"temperature": 0.8} | BIAS, {"top_p": 0.6, "temperature": 1.0}],
+    "credit:cache=prefix,refresh_every=3": [{"threshold": 0.5}, {"refresh_every": 2}, BIAS],
     "hierarchical:cache=vicinity,smoothing=true": [
         {"threshold": 0.8},
         {"low_threshold": 0.2},
         {"smoothing_weight": 0.5},
     ],
-    "topk:k=2,guidance=0.5,cache=dual": [{"k": 1}, {"guidance": 1.5}],
+    "topk:k=2,guidance=0.5,cache=dual": [{"k": 1}, {"guidance": 1.5} | BIAS],
     "dream:steps=12,alg_temp=0.5,temperature=0.2": [{"steps": 24}, {"alg_temp": 1.0}],
     "remask:steps=12": [{"steps": 24}],
     "edit:cache=prefix": [{"threshold": 0.4}],
-    "d2f:rule=eb,gamma=0.3,in_flight=2": [{"tau_add": 0.5}, {"gamma": 0.01}, {"tau_act": 0.2}],
-    "leftright:tokens_per_step=2,window=4,most_window=6,lookahead=5": [{"tokens_per_step": 3}, {"window": 6}],
+    "d2f:rule=eb,gamma=0.3,in_flight=2": [{"tau_add": 0.5}, {"gamma": 0.01} | BIAS, {"tau_act": 0.2}],
+    "leftright:tokens_per_step=2,window=4,most_window=6,lookahead=5": [{"tokens_per_step": 3} | BIAS, {"window": 6}],
 }
+
+
+def needs_draws(numbers: list[dict[str, Any]]) -> bool:
+    return any({"top_p", "logit_bias"} & own.keys() for own in numbers)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +88,12 @@ def assert_alone(engine: Engine, request: Request, width: int = WIDTH) -> None:
     options = {} if request.given is None else {"given": jnp.asarray(request.given)[None]}
     lengths = jnp.asarray([request.gen_length])
     prompt = pad_prompts([request.prompt], width)
-    result = jax.device_get(sample_jit(sampler, model.denoiser, *prompt, key=key, gen_lengths=lengths, **options))
+    denoiser = model.denoiser
+    if request.logit_bias:
+        bias = np.zeros((1, denoiser.vocab_size), np.float32)
+        bias[0, [*request.logit_bias]] = [*request.logit_bias.values()]
+        denoiser = denoiser.with_bias(jnp.asarray(bias))
+    result = jax.device_get(sample_jit(sampler, denoiser, *prompt, key=key, gen_lengths=lengths, **options))
     assert_same(request.result, result)
 
 
@@ -109,8 +120,8 @@ def arrivals(engine: Engine, numbers: list[dict[str, Any]], rng: np.random.Gener
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_as_alone_in_any_order_of_arrival(llada, spec: str) -> None:
-    draws = any("top_p" in numbers for numbers in SPECS[spec])
     options = {"gen_length": GEN} if spec.startswith("leftright") else OPTIONS
+    draws = needs_draws(SPECS[spec])
     engine = Engine(llada, spec, slots=SLOTS, prompt_length=WIDTH, draws=draws, **options)
     found = arrivals(engine, SPECS[spec], np.random.default_rng(0), 9)
     ended = [request for request in found if request.result is not None]
@@ -180,6 +191,7 @@ def test_one_program_whatever_comes(llada, caplog) -> None:
         {"temperature": 1.0, "top_k": 3},
         {"stop": ["12", "\n"]},
         {"stop": [7], "gen_length": 3},
+        {"logit_bias": {7: 1.5}},
     ]
     found = []
     with jax.log_compiles():
@@ -329,9 +341,11 @@ def test_on_a_mesh(llada_tiny, llada, caplog) -> None:
     """Slots split over four devices, and heads over two."""
     mesh = make_mesh(data=4, tensor=2)
     split = first_layers(load(llada_tiny.folder, mesh=mesh), 1)
-    engine = Engine(split, "threshold:threshold=0.6", slots=8, prompt_length=WIDTH, **OPTIONS)
-    alone = Engine(llada, "threshold:threshold=0.6", slots=SLOTS, prompt_length=WIDTH, **OPTIONS)
-    pairs = [[each.submit(each.request(row, seed=i)) for each in (engine, alone)] for i, row in enumerate(ROWS * 3)]
+    options = {"prompt_length": WIDTH, "draws": True, "top_logprobs": 3, **OPTIONS}
+    engine = Engine(split, "threshold:threshold=0.6", slots=8, **options)
+    alone = Engine(llada, "threshold:threshold=0.6", slots=SLOTS, **options)
+    asked = [(row, {"seed": i} | (BIAS | {"top_logprobs": 3} if i % 2 else {})) for i, row in enumerate(ROWS * 3)]
+    pairs = [[each.submit(each.request(row, **own)) for each in (engine, alone)] for row, own in asked]
     list(alone.results())
     engine.step()
     with jax.log_compiles():
@@ -339,6 +353,9 @@ def test_on_a_mesh(llada_tiny, llada, caplog) -> None:
     assert not [record for record in caplog.records if "Compiling jit(run_steps)" in record.message]
     for one, other in pairs:
         assert_same(one.result, other.result)
+        assert (one.top is None) == (other.top is None)
+        if one.top is not None:
+            np.testing.assert_allclose(one.top[1], other.top[1], atol=1e-4)
 
 
 def settled(engine: Engine) -> Engine:
@@ -360,7 +377,8 @@ BUCKETS = [
 @pytest.mark.parametrize("spec", BUCKETS)
 def test_as_alone_in_programs_of_any_size(llada, spec: str, caplog) -> None:
     """Rows that move to smaller and larger programs while they run, and to shorter and longer buffers."""
-    engine = Engine(llada, spec, slots=4, prompt_length=128, buckets=True, **OPTIONS)
+    draws = needs_draws(SPECS[spec])
+    engine = Engine(llada, spec, slots=4, prompt_length=128, buckets=True, draws=draws, **OPTIONS)
     rng, sizes, found = np.random.default_rng(1), set(), list[Request]()
     for count in (1, 8, 2, 5):
         for number in range(count):
@@ -447,6 +465,10 @@ def test_sizes_on_a_mesh(llada_tiny, llada, monkeypatch) -> None:
         ("gen_length 25", {"gen_length": 25}),
         ("gen_length is 0", {"gen_length": 0}),
         ("draws=True", {"temperature": 0.5}),
+        ("draws=True", {"logit_bias": {5: 1}}),
+        ("table", {"logit_bias": [5]}),
+        ("table", {"logit_bias": {5: "1"}}),
+        ("table", {"logit_bias": {5: None}}),
         ("block_length", {"block_length": 4}),
         ("'gamma'", {"gamma": 0.5}),
         ("threshold is -1", {"threshold": -1.0}),
@@ -467,10 +489,134 @@ def test_bad_requests(llada, name: str, options: dict[str, Any]) -> None:
     assert engine.idle
 
 
+@pytest.mark.parametrize(
+    ("name", "bias"),
+    [
+        ("301 tokens", dict.fromkeys(range(301), 1)),
+        ("token 700 lies outside", {700: 1}),
+        ("token '5'", {"5": 1}),
+        ("token 5 is 101", {5: 101}),
+        ("token 5 is nan", {5: float("nan")}),
+        ("mask token", {129: 1}),
+    ],
+)
+def test_bad_biases(llada, name: str, bias: Any) -> None:
+    engine = Engine(llada, "threshold", slots=2, prompt_length=WIDTH, draws=True, **OPTIONS)
+    with refuses(name):
+        engine.request(ROWS[0], logit_bias=bias)
+    assert engine.request(ROWS[0], logit_bias={}).logit_bias == {}
+
+
+@pytest.mark.parametrize("guidance", [0.0, 0.5])
+def test_a_bias_is_added_to_the_logits(llada, guidance: float) -> None:
+    """One forward that writes everything, by NumPy: after guidance, before what is left out; beside a request without
+    a bias."""
+    room = {"slots": 2, "prompt_length": WIDTH, "draws": True, "gen_length": 8}
+    engine = Engine(llada, "topk:k=8", suppress=[50], guidance=guidance, **room)
+    bias = np.zeros(llada.config.vocab_size, np.float32)
+    bias[[49, 50, 32, 128]] = 7, 100, -100, -3
+    own = {int(token): float(bias[token]) for token in np.flatnonzero(bias)}
+    requests = [engine.submit(engine.request(ROWS[0], logit_bias=table)) for table in (own, None)]
+    list(engine.results())
+    mask = llada.config.mask_id
+    rows = np.full((2, len(ROWS[0]) + 8), mask)
+    rows[0, : len(ROWS[0])] = ROWS[0]
+    first, second = np.asarray(llada.denoiser(jnp.asarray(rows)), np.float64)[:, len(ROWS[0]) :]
+    logits = second + (guidance + 1) * (first - second)
+    for request, added in zip(requests, (bias, 0 * bias), strict=True):
+        z, result = logits + added, request.result
+        logprobs = z - np.log(np.exp(z - z.max(-1, keepdims=True)).sum(-1, keepdims=True)) - z.max(-1, keepdims=True)
+        mine = np.take_along_axis(logprobs, result.tokens[0][:, None], 1)[:, 0]
+        assert (result.nfe[0], result.tokens[0].tolist().count(50)) == (1, 0), "suppress comes after"
+        np.testing.assert_allclose(result.logprobs[0], mine, atol=1e-4)
+        logprobs[:, [50, mask]] = -np.inf
+        np.testing.assert_allclose(mine, logprobs.max(-1), atol=1e-4)  # the best, or its equal in float32
+    assert requests[0].result.tokens.tolist() != requests[1].result.tokens.tolist()
+
+
+def test_a_bias_bans_and_forces(llada) -> None:
+    """Also beside a form, within which the bias chooses."""
+    room = {"slots": 2, "prompt_length": WIDTH, "draws": True, "constraint_states": 32}
+    engine = Engine(llada, "threshold:cache=dual", **room, **OPTIONS)
+    plain, forced = (engine.submit(engine.request(ROWS[0], logit_bias=own)) for own in (None, {65: 100}))
+    list(engine.results())
+    assert set(forced.result.tokens[0].tolist()) == {65} and 65 not in plain.result.tokens[0]
+    banned = dict.fromkeys(map(int, plain.result.tokens[0]), -100)
+    asked = [{"logit_bias": banned}]
+    asked += [{"regex": "(yes|no)!", "logit_bias": {ord(char): 100}} for char in "yn"]
+    requests = [engine.submit(engine.request(ROWS[0], **own)) for own in asked]
+    list(engine.results())
+    assert banned.keys().isdisjoint(requests[0].result.tokens[0].tolist())
+    assert [request.generation.text for request in requests[1:]] == ["yes!", "no!"]
+
+
+TOP = [
+    "threshold:cache=dual,threshold=0.5",
+    "topk:k=8,guidance=0.5,block_length=24,cache=none",
+    "edit:cache=prefix",
+    "credit:cache=none,smoothing=true,fill_after_eos=true",
+]
+
+
+@pytest.mark.parametrize("spec", TOP)
+def test_the_most_probable_tokens_of_each_position(llada, spec: str) -> None:
+    """Requests that ask for them have the tokens of those that do not, whatever else runs."""
+    options = {key: value for key, value in OPTIONS.items() if f"{key}=" not in spec}
+    engine = Engine(llada, spec, slots=2, prompt_length=WIDTH, draws=True, top_logprobs=6, **options)
+    asked = [{}, {"top_logprobs": 3}, {"top_logprobs": 6, "temperature": 0.9}, {"top_logprobs": 6} | BIAS, {}]
+    requests = [engine.submit(engine.request(ROWS[i % 4], seed=i, **own)) for i, own in enumerate(asked)]
+    list(engine.results())
+    for request, own in zip(requests, asked, strict=True):
+        assert_alone(engine, request)
+        if not own:
+            assert request.top is None
+            continue
+        ids, logprobs = request.top
+        chosen = np.flatnonzero(~np.isnan(request.result.logprobs[0]))
+        assert ids.shape == logprobs.shape == (GEN, 6) and len(chosen)
+        assert (np.diff(logprobs[chosen]) <= 0).all() and (np.exp(logprobs[chosen]).sum(axis=1) < 1 + 1e-5).all()
+        assert not (ids[chosen] == llada.config.mask_id).any()
+        for place in chosen:
+            assert len(set(ids[place])) == 6
+            mine, token = request.result.logprobs[0, place], request.result.tokens[0, place]
+            among = logprobs[place][ids[place] == token]
+            np.testing.assert_allclose(mine, among[0] if len(among) else min(mine, logprobs[place, -1]), atol=1e-4)
+        if "temperature" not in own and "credit" not in spec:
+            np.testing.assert_allclose(logprobs[chosen, 0], request.result.logprobs[0, chosen], atol=1e-4)
+
+
+def test_the_most_probable_tokens_are_those_of_the_logits(llada) -> None:
+    """One forward that writes everything, by NumPy, in a program of any size."""
+    room = {"slots": 2, "prompt_length": WIDTH, "top_logprobs": 20, "buckets": True}
+    engine = Engine(llada, "topk:k=8", gen_length=8, **room)
+    for _ in range(2):  # of two rows, then of one
+        request = engine.submit(engine.request(ROWS[0], top_logprobs=20))
+        list(settled(engine).results())
+        rows = jnp.asarray([ROWS[0] + [llada.config.mask_id] * 8])
+        wanted = np.array(jax.nn.log_softmax(llada.denoiser(rows)))[0, len(ROWS[0]) :]
+        ids, logprobs = request.top
+        np.testing.assert_allclose(logprobs, np.take_along_axis(wanted, ids, axis=1), atol=1e-4)
+        wanted[:, llada.config.mask_id] = -np.inf
+        np.testing.assert_allclose(logprobs, -np.sort(-wanted)[:, :20], atol=1e-4)
+    assert engine.rows == 1
+
+
+def test_engines_and_requests_without_alternatives(llada) -> None:
+    options = {"slots": 1, "prompt_length": WIDTH}
+    with refuses("top_logprobs", "leave out"):
+        Engine(llada, "d2f", top_logprobs=2, **OPTIONS, **options)
+    with refuses("top_logprobs is 21"):
+        Engine(llada, "threshold", top_logprobs=21, **OPTIONS, **options)
+    engine = Engine(llada, "threshold", top_logprobs=2, **OPTIONS, **options)
+    for wrong, name in ((3, "--top-logprobs"), (-1, "top_logprobs is -1"), (1.5, "whole number")):
+        with refuses(name):
+            engine.request(ROWS[0], top_logprobs=wrong)
+
+
 def test_a_prompt_that_is_surely_too_long_is_refused_before_it_is_encoded(llada, monkeypatch) -> None:
     engine = Engine(llada, "threshold", slots=2, prompt_length=WIDTH, **OPTIONS)
     encoded = []
-    monkeypatch.setattr(prompts, "encode_text", lambda tokenizer, text: encoded.append(text) or [65])
+    monkeypatch.setattr(prompts, "encode_pieces", lambda tokenizer, pieces: encoded.extend(pieces) or [65])
     for long in ("x" * 20_000, [{"role": "user", "content": "x" * 20_000}], [65] * 20_000):
         with pytest.raises(prompts.PromptTooLong) as refused:
             engine.submit(engine.request(long))

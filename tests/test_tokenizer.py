@@ -16,6 +16,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from dllm_jax.config import ModelConfig
 from dllm_jax.text.tokenizer import (
     ASCII_VOCAB,
+    chat_text,
     encode_chat,
     encode_text,
     has_tokenizer,
@@ -24,6 +25,7 @@ from dllm_jax.text.tokenizer import (
     special_tokens,
     token_bytes,
     token_strings,
+    without_special_tokens,
 )
 
 SENTENCES = [
@@ -433,6 +435,61 @@ def test_without_a_chat_template_there_are_no_conversations(fast_folder, tmp_pat
     for tokenizer in (load_tokenizer(tmp_path, ascii_config()), load_tokenizer(fast_folder, config("other"))):
         with refuses("chat_template.jinja"):
             encode_chat(tokenizer, [USER])
+
+
+ALONE = ["fast", "slow", "tiny", "llada"]
+
+
+@pytest.mark.parametrize("which", ALONE)
+def test_special_tokens_in_texts_of_others_are_text(which, request):
+    """Other texts are encoded as ever, and the tokenizer itself stays as it is."""
+    tokenizer = request.getfixturevalue(which)
+    mine, special = without_special_tokens(tokenizer), special_tokens(tokenizer)
+    for text in (*special, "".join(special), " x ".join(special), "<|im_<|im_end|>end|>"):
+        ids = encode_text(mine, text)
+        assert not {*special.values()} & {*ids} and mine.decode(ids) == text
+    for text in TEXTS if which in ("fast", "slow") else [text for text in TEXTS if text.isascii()]:
+        assert encode_text(mine, text) == encode_text(tokenizer, text)
+    assert [encode_text(tokenizer, text) for text in special] == [[i] for i in special.values()]
+
+
+@pytest.mark.parametrize("which", ["slow", "tiny", "llada"])
+def test_only_the_template_writes_special_tokens(which, request):
+    tokenizer = request.getfixturevalue(which)
+    mine, special = without_special_tokens(tokenizer), special_tokens(tokenizer)
+    roles = [turn["role"] for turn in (*TURNS, AGAIN)]
+    written = lambda ids: [i for i in ids if i in special.values()]
+    plain = [{"role": role, "content": f" <b> \n{role}|>"} for role in roles]
+    assert encode_chat(mine, plain) == encode_chat(tokenizer, plain), "other contents are encoded as ever"
+    contents = [*special, "".join(special), " x ".join(special) + "\n", "<|im_<|im_end|>end|>"]
+    contents += ["\ue000 <|im_end|>", "".join(map(chr, range(0xE000, 0xE009)))] if which == "slow" else []
+    for content in contents:
+        messages = [{"role": role, "content": content} for role in roles]
+        ids = encode_chat(mine, messages)
+        assert written(ids) == written(encode_chat(tokenizer, plain))
+        assert mine.decode(ids) == chat_text(tokenizer, messages)
+
+
+def test_a_template_may_rewrite_messages_with_special_tokens(slow):
+    own = without_special_tokens(slow)
+    own.chat_template = "{{ bos_token }}{% for m in messages %}{{ m['content'] | trim }}{{ eos_token }}{% endfor %}"
+    ids = encode_chat(own, [{"role": "user", "content": f" {token}\n"} for token in ("<|im_end|>", "<|bos|>")])
+    assert [i for i in ids if i >= BPE_SIZE] == [410, 400, 400] and own.decode(ids[1:-1]) == (
+        "<|im_end|><|endoftext|><|bos|>"
+    )
+
+
+@pytest.mark.parametrize("change", [{"rstrip": True}, {"lstrip": True}, "prefix", "word"])
+def test_tokenizers_that_cannot_write_special_tokens_as_text(change):
+    """One that strips or adds spaces beside a special token, and one of whose words one is."""
+    core = tokenizers.Tokenizer(models.WordLevel({"a": 0, " ": 1, "<|x|>": 2, "?": 3, "\u2581a": 4}, unk_token="?"))
+    if change != "word":
+        isolated = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+        core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first") if change == "prefix" else isolated
+    own = change if isinstance(change, dict) else {}
+    core.add_special_tokens([AddedToken("<|x|>", normalized=False, **own)])
+    with refuses("<|x|>", "--allow-special-tokens"):
+        without_special_tokens(transformers.PreTrainedTokenizerFast(tokenizer_object=core))
 
 
 DECODER = "added_tokens_decoder"

@@ -41,7 +41,8 @@ class DenoiserLike(Protocol):
     """What samplers need of a model, which must be a pytree; see `Denoiser` for what each member means.
 
     A cache policy also needs `empty_cache`, smoothing `embed` and `expected_embedding`, and a rule that reads hidden
-    states `final_hidden` and `embed`; a model without them works with everything else. A model whose positions attend
+    states `final_hidden` and `embed`, and requests that change logits `with_bias`; a model without them works with
+    everything else. A model whose positions attend
     to their block and everything before it has a `block_length`, and `in_blocks` if that can be another. Key/value
     buffers may be any pytree whose leaves begin with batch and position, [B, S, ...], the same from `empty_cache` and
     `forward`: samplers exchange their rows. `dllm_jax.testing.check_denoiser` checks a model of your own.
@@ -109,6 +110,7 @@ class Denoiser:
         scan: run layers as a loop where training does: see `Transformer.forward`.
         device: that all arrays lie on, though there may be others, here or absent: kernels need to know. None for a
             mesh, and where nobody knows.
+        bias: [B, V] float32, of a batch of B rows what `logits` adds to each row's; None for nothing.
     """
 
     config: ModelConfig
@@ -116,6 +118,7 @@ class Denoiser:
     layout: Layout | None = None
     scan: bool = False
     device: jax.Device | None = None
+    bias: jax.Array | None = None
 
     @property
     def mask_id(self) -> int:
@@ -187,6 +190,11 @@ class Denoiser:
             rows: [B] bool, rows of the batch that they act on; None for all.
         """
         return dataclasses.replace(self, params=adapter.attach(self.params, rows))
+
+    def with_bias(self, bias: jax.Array) -> "Denoiser":
+        """The model with numbers added to its logits, [B, V] float32. Guided logits are raised by just as much: both
+        halves are, and their difference stays."""
+        return dataclasses.replace(self, bias=bias)
 
     @property
     def head_names(self) -> tuple[str, str]:
@@ -404,7 +412,8 @@ class Denoiser:
     def logits(self, hidden: jax.Array, tile: Tile | None = None) -> jax.Array:
         """Vocabulary scores of hidden states, [..., D] -> [..., V] float32; of a tile of the vocabulary,
         [..., vocab_parts * width]."""
-        return self._model.logits(hidden, tile, self.vocab_parts)
+        scores = self._model.logits(hidden, tile, self.vocab_parts)
+        return scores if self.bias is None else scores + tile_of(self.bias, 1, tile, self.vocab_parts)[:, None]
 
     def __call__(self, tokens: jax.Array, lengths: jax.Array | None = None) -> jax.Array:
         """Aligned logits of every position, [B, S] int32 -> [B, S, V] float32: entry i scores the token at i.

@@ -12,11 +12,12 @@ over the family's built-in one.
 """
 
 import contextlib
+import copy
 import functools
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -84,7 +85,8 @@ def has_tokenizer(folder: str | Path) -> bool:
 
 
 def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
-    """Token ids of a text, without a BOS; special tokens written in it become their ids.
+    """Token ids of a text, without a BOS; special tokens written in it become their ids, unless the tokenizer is one of
+    `without_special_tokens`.
 
     Raises:
         DllmError: for anything but a string, and for characters outside the vocabulary.
@@ -166,9 +168,56 @@ def encode_texts(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> 
     return cast(list[list[int]], encoded["input_ids"])
 
 
+def without_special_tokens(tokenizer: "PreTrainedTokenizerBase") -> "PreTrainedTokenizerBase":
+    """A copy for texts of others, in which special tokens are text like any other: `encode_text` gives no special id,
+    and `chat_pieces` those alone that the template writes.
+
+    Raises:
+        DllmError: for a tokenizer that cannot do that, or encodes a text in another way beside a special token.
+    """
+    found = copy.deepcopy(tokenizer)
+    found.split_special_tokens = True
+    special = special_tokens(found)
+    for token, i in special.items():
+        with contextlib.suppress(DllmError):  # a small vocabulary may lack the characters, and refuses them later
+            wanted = [i, *encode_text(found, " a "), i, *encode_text(found, "a")]
+            whole = encode_text(tokenizer, f"{token} a {token}a")
+            if whole != wanted or set(special.values()) & {*encode_text(found, token)}:
+                break
+    else:
+        return found
+    raise DllmError(f"the tokenizer cannot write {token} as plain text; serve it with --allow-special-tokens")
+
+
+def chat_pieces(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, Any]]) -> list[str | int]:
+    """A conversation as `chat_text` writes it, in pieces for `encode_pieces`; errors as of that.
+
+    One piece as a rule. With a tokenizer of `without_special_tokens` the template's special tokens are pieces of their
+    own, as ids, and those that messages hold stay text.
+    """
+    if not tokenizer.split_special_tokens:
+        return [chat_text(tokenizer, messages)]
+    check_messages(messages)
+    special = special_tokens(tokenizer)
+    pattern = _any_of(special)
+    # A character that no message holds, behind every one of a special token in a message, tells it from the template's.
+    texts = "".join(message["content"] for message in messages)
+    mark = next((char for char in map(chr, range(0xE000, 0xF900)) if char not in texts), "\ue000")
+    marked = lambda text: re.sub(pattern, lambda match: "".join(char + mark for char in match[0]), text)
+    turns = [{**message, "content": marked(message["content"])} for message in messages]
+    pieces = re.split(f"({pattern})(?!{mark})", chat_text(tokenizer, turns))
+    return [special[piece] if place % 2 else piece.replace(mark, "") for place, piece in enumerate(pieces)]
+
+
+def encode_pieces(tokenizer: "PreTrainedTokenizerBase", pieces: Sequence[str | int]) -> list[int]:
+    """Token ids of texts and of single tokens, one after another; errors as of `encode_text`."""
+    encoded = ([piece] if isinstance(piece, int) else encode_text(tokenizer, piece) for piece in pieces)
+    return [token for ids in encoded for token in ids]
+
+
 def encode_chat(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, Any]]) -> list[int]:
     """Token ids of a conversation as a prompt for the assistant's answer; arguments and errors as of `chat_text`."""
-    return encode_text(tokenizer, chat_text(tokenizer, messages))
+    return encode_pieces(tokenizer, chat_pieces(tokenizer, messages))
 
 
 def chat_text(
@@ -235,7 +284,7 @@ def chat_turns(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[
     if len(rest) != 2 * len(own):
         raise DllmError("the chat template leaves out or rewrites messages of the assistant, which cannot be learned")
     added = tokenizer.get_added_vocab()
-    found = re.search("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or "(?!)", rest[-1])
+    found = re.search(_any_of(added), rest[-1])
     end, end_id = (rest[-1][: found.end()], added[found.group()]) if found else ("", None)
     turns = []
     for content, after in zip(rest[::2], rest[1::2], strict=True):
@@ -255,6 +304,11 @@ def _render(tokenizer: "PreTrainedTokenizerBase", turns: list[dict[str, Any]], *
         return str(tokenizer.apply_chat_template(turns, add_generation_prompt=opened, tokenize=False))
     except Exception as error:  # a template can fail in any way a program can
         raise DllmError(f"the chat template failed ({_reason(error)}); check the messages or the template") from error
+
+
+def _any_of(tokens: Iterable[str]) -> str:
+    """A pattern of the longest of some tokens; of nothing if there are none."""
+    return "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)"
 
 
 _CUT = "\ue000cut\ue000"  # of a private use area, which no template and no benchmark knows

@@ -22,7 +22,7 @@ import numpy as np
 
 from dllm_jax import DllmError, Model
 from dllm_jax.text.tokenizer import token_bytes
-from samplers.checks import check_length, check_seed, check_whole, refuse_unknown
+from samplers.checks import check_length, check_number, check_seed, check_token, check_whole, refuse_unknown
 from samplers.config.factory import CanvasSampler, build_constraint, refuse_stop
 from samplers.config.registry import FORMS
 from samplers.config.sampler_config import SamplerConfig, configure, make_sampler
@@ -30,7 +30,7 @@ from samplers.constraints.constraint import Constraint
 from samplers.engine.prefill import USUAL_BYTES, USUAL_CHUNK, Prefill, PrefixStore, Reading, supports_prefill
 from samplers.engine.program import Progress, number_names, numbers_of, structure_of
 from samplers.engine.requests import Request, Update
-from samplers.engine.slots import Size, Slots, with_draws
+from samplers.engine.slots import MOST_BIASES, Size, Slots, with_draws
 from samplers.inputs import check_given, given_tokens
 from samplers.rules import Rule
 from samplers.stopping import NEVER, Matcher, check_stop, stop_strings
@@ -39,6 +39,9 @@ from samplers.tokens.noise import row_keys
 
 _FIXED = {"ignore_eos", "verifier", "indicator", *FORMS}  # options of the program that `structure_of` does not compare
 _UNBOUNDED = np.iinfo(np.int32).max
+
+MOST_TOP = 20
+"""Most probable tokens of a position that requests may ask for, as in OpenAI's API."""
 
 MOST_STOPS = 8
 """Stop patterns that a request may bring."""
@@ -76,16 +79,17 @@ class Engine:
     """A model and a sampler that answer any number of requests, a fixed number at a time.
 
     One program is compiled for the admission of requests and steps, one more with `draws` and one more with
-    `constraint_states`; no request compiles another. With `buckets` there are several sizes of each, compiled while
-    larger ones run. Only `request` may be called by several threads at once.
+    `constraint_states`; no request compiles another, but the first with `top_logprobs`. With `buckets` there are
+    several sizes of each, compiled while larger ones run. Only `request` may be called by several threads at once.
 
     Attributes:
         model, sampler: what runs.
         config: the sampler before it was built, if it was by a name; else None.
         slots: B, requests that run together.
         prompt_length: P, the longest prompt; each slot reserves this many positions.
-        draws: whether single requests may set temperature, top_p and top_k.
+        draws: whether single requests may set temperature, top_p, top_k and logit_bias.
         buckets: whether the number of rows follows the requests.
+        top_logprobs: most probable tokens of each position that requests may ask for.
         prefixes: the kept prefixes, None where prompts are not read before their first step.
         rows: slots of the program that runs, which are all of them without `buckets`.
         stop, ignore_eos: the sampler's, if the engine was built by a name; else none.
@@ -104,6 +108,7 @@ class Engine:
         prefix_cache: int | None = 0,
         prefill_chunk: int | None = None,
         constraint_states: int = 0,
+        top_logprobs: int = 0,
         **options: Any,
     ) -> None:
         """
@@ -112,8 +117,8 @@ class Engine:
             slots: B, requests that run together.
             prompt_length: P, the longest prompt; each slot reserves this many positions; by default 512, or less where
                 the model's context ends.
-            draws: let single requests set temperature, top_p and top_k. A second program is compiled, which runs while
-                no request does.
+            draws: let single requests set temperature, top_p, top_k and logit_bias. A second program is compiled, which
+                runs while no request does.
             buckets: run a program of 1, 2, 4 ... rows, and for prompts of 64, 128 ... tokens, whichever is the smallest
                 with room for the requests, so that a step costs what is in it. They are compiled by another thread when
                 requests first fit them, and each takes room for an empty copy of its slots meanwhile.
@@ -125,6 +130,9 @@ class Engine:
             constraint_states: let single requests set regex or json_schema whose automaton has so many states at most;
                 0 lets none. A further program is compiled, which runs while a request has one, and each slot takes some
                 4 bytes per token of the vocabulary and 2 per state and state.
+            top_logprobs: K, the most probable tokens of each position that single requests may ask for, at most
+                `MOST_TOP`; 0 lets none. A further program is compiled when the first one does, which runs while one
+                does, and each slot takes 8 K bytes per position.
 
         Raises:
             DllmError: for bad numbers and options; before anything is compiled.
@@ -149,7 +157,9 @@ class Engine:
         check_width(model, sampler, self.prompt_length)
         self.draws, self.buckets = draws, buckets
         check_whole("constraint_states", constraint_states, 0)
-        self._slots = Slots(model, sampler, slots, self.prompt_length, draws, buckets, constraint_states)
+        check_whole("top_logprobs", top_logprobs, 0, min(MOST_TOP, model.config.vocab_size - 1))
+        self.top_logprobs = top_logprobs
+        self._slots = Slots(model, sampler, slots, self.prompt_length, draws, buckets, constraint_states, top_logprobs)
         self.sampler: Any = self._slots.sampler
         self._prefill: Prefill | None = None
         if prefix_cache is None and supports_prefill(model, sampler):
@@ -176,6 +186,8 @@ class Engine:
         stop: Sequence[str | int] = (),
         regex: str | None = None,
         json_schema: Mapping[str, Any] | None = None,
+        logit_bias: Mapping[int, float] | None = None,
+        top_logprobs: int = 0,
         **numbers: Any,
     ) -> Request:
         """Makes a request for `submit`; any thread may call this, also while the engine runs.
@@ -191,6 +203,11 @@ class Engine:
                 each step, so while such a request runs the engine runs one step at a time.
             regex, json_schema: the form of its answer, as in `samplers.make_sampler`, of an engine with
                 `constraint_states`.
+            logit_bias: token id -> number from -100 to 100 that is added to the model's logits of it at every position,
+                before anything else, at most `slots.MOST_BIASES`; -100 as good as bans a token. Log-probabilities are
+                of these logits. Of an engine with `draws`.
+            top_logprobs: keep so many of the most probable tokens of each position, or more, in `Request.top`; of an
+                engine with `top_logprobs`.
             numbers: options of the sampler that are numbers (threshold=0.8, gamma=0.1, temperature=0.7), for this
                 request alone; see `settable`.
 
@@ -211,6 +228,8 @@ class Engine:
             given=None if given is None else np.asarray(given),
             numbers=self.numbers_with(numbers) if numbers else None,
             constraint=self.constraint_of({"regex": regex, "json_schema": json_schema}, stop),
+            logit_bias=logit_bias,
+            top_logprobs=top_logprobs,
             stop=tuple(stop),
             sampler_stop=self.stop,
         )
@@ -235,6 +254,24 @@ class Engine:
             has = f"{states} states and {classes} classes of tokens"
             raise DllmError(f"the form has {has}; this engine has room for {room[0]} and {room[1]}; simplify it")
         return found.padded(*room)
+
+    def check_bias(self, bias: Mapping[int, float] | None) -> None:
+        """Raises DllmError for a `logit_bias` that is none, or that the program has no room for."""
+        if bias is None:
+            return
+        number = lambda x: isinstance(x, int | float | np.number) and not isinstance(x, bool)
+        if not isinstance(bias, Mapping) or not all(map(number, bias.values())):
+            raise DllmError("logit_bias is no table of token ids and numbers; give one such as {11: -100}")
+        if bias and not self._slots.takes_bias:
+            needs = "a model with with_bias, and a program of its own; build the engine with draws=True"
+            raise DllmError(f"logit_bias of a request needs {needs}")
+        if len(bias) > MOST_BIASES:
+            raise DllmError(f"logit_bias has {len(bias)} tokens; a request may bring {MOST_BIASES}")
+        for token, added in bias.items():
+            check_token("logit_bias", token, self.model.config)
+            check_number(f"logit_bias of token {token}", added, -100.0, 100.0)
+            if token == self.model.config.mask_id:
+                raise DllmError("the mask token is never written; leave it out of logit_bias")
 
     def numbers_with(self, options: Mapping[str, Any]) -> tuple[Any, ...]:
         """The sampler's numbers with some of them changed, for `Request.numbers`; errors as of `request`."""
@@ -353,6 +390,13 @@ class Engine:
             check_given(request.given, (self.sampler.gen_length,), self.model.denoiser)
         if request.numbers is not None:
             self._slots.check_numbers(request.numbers)
+        self.check_bias(request.logit_bias)
+        check_whole("top_logprobs", request.top_logprobs, 0)
+        if request.top_logprobs > self.top_logprobs:
+            wanted = f"top_logprobs={request.top_logprobs}"
+            raise DllmError(
+                f"{wanted} of a request needs room; build the engine with {wanted}, a server with --top-logprobs"
+            )
         if (constraint := request.constraint or getattr(self.sampler, "constraint", None)) is not None:
             refuse_stop(request.stop)
             constraint.check(request.gen_length, given_tokens(request.given, self.model.denoiser))
@@ -384,6 +428,8 @@ class Engine:
         for slot, request in ran:
             if progress.done[slot]:
                 request.result = jax.tree.map(lambda x, slot=slot: x[slot : slot + 1].copy(), progress.result)
+                if request.top_logprobs:
+                    request.top = jax.tree.map(lambda x, slot=slot: x[slot].copy(), progress.top)
                 request.seconds += self.stats.seconds
                 self._free(request)
         return progress, ran

@@ -31,7 +31,7 @@ from samplers.stopping import Stop
 _SHARED = (Verifier, Indicator, LowRank, Stop, Constraint)
 
 
-@pytree()
+@pytree(static=("top",))
 class SlotRows:
     """What requests differ in, a row for each slot: leaves [B, ...], NumPy's on the host.
 
@@ -40,6 +40,9 @@ class SlotRows:
         key_data: [B, 2] uint32, of each request's typed key.
         numbers: of the sampler, in the order of `numbers_of`.
         constraint: of each request's answer; None for slots whose requests bring none.
+        bias: ids [B, N] int32, those outside the vocabulary for none, and what is added to their logits, [B, N]
+            float32; None for slots whose requests bring none.
+        top: whether the program keeps the most probable tokens, where the state has room for them.
     """
 
     prompt: Any
@@ -49,6 +52,8 @@ class SlotRows:
     key_data: Any
     numbers: tuple[Any, ...]
     constraint: Constraint | None = None
+    bias: tuple[Any, Any] | None = None
+    top: bool = False
 
 
 class Progress(NamedTuple):
@@ -60,6 +65,7 @@ class Progress(NamedTuple):
         pending: [B, G] bool, positions that may still change.
         steps: int32, steps that were run.
         row_steps: int32, the sum over these of the busy slots.
+        top: of every slot so far, as in `BlockState`; None where the program keeps none.
     """
 
     result: Result
@@ -67,6 +73,7 @@ class Progress(NamedTuple):
     pending: Any
     steps: Any
     row_steps: Any
+    top: Any = None
 
 
 def numbers_of(sampler: Any) -> tuple[Any, ...]:
@@ -164,8 +171,11 @@ def run_steps(
         wanted: int32, stop when this many of the running rows have ended.
     """
     state = _end(state, freed)
+    unused = None if rows.top else getattr(state, "top", None)
+    if unused is not None:
+        state = dataclasses.replace(state, top=None)
     state = _admit(sampler, denoiser, state, rows, admitted)
-    own = for_rows(sampler, rows)
+    own, biased = for_rows(sampler, rows), _biased(denoiser, rows.bias)
     began = ~own.is_done(state)
 
     def continues(carry: tuple[Any, jax.Array, jax.Array]) -> jax.Array:
@@ -176,10 +186,13 @@ def run_steps(
     def step(carry: tuple[Any, jax.Array, jax.Array]) -> tuple[Any, jax.Array, jax.Array]:
         state, steps, row_steps = carry
         busy = (~own.is_done(state)).sum(dtype=jnp.int32)
-        return own.step(denoiser, state), steps + 1, row_steps + busy
+        return own.step(biased, state), steps + 1, row_steps + busy
 
     state, steps, row_steps = lax.while_loop(continues, step, (state, jnp.int32(0), jnp.int32(0)))
-    return state, Progress(own.result(denoiser, state), own.is_done(state), own.pending(state), steps, row_steps)
+    progress = Progress(own.result(denoiser, state), own.is_done(state), own.pending(state), steps, row_steps)
+    if unused is not None:
+        state = dataclasses.replace(state, top=unused)
+    return state, progress._replace(top=state.top) if rows.top else progress
 
 
 def _init(sampler: Any, denoiser: DenoiserLike, rows: SlotRows) -> Any:
@@ -190,6 +203,14 @@ def _init(sampler: Any, denoiser: DenoiserLike, rows: SlotRows) -> Any:
     return own.init(denoiser, rows.prompt, rows.prompt_lengths, key=key, gen_lengths=rows.gen_lengths, **options)
 
 
+def _biased(denoiser: Any, bias: tuple[jax.Array, jax.Array] | None) -> Any:
+    """The model with each row's own bias."""
+    if bias is None:
+        return denoiser
+    row = jnp.zeros(denoiser.vocab_size, jnp.float32)
+    return denoiser.with_bias(jax.vmap(lambda ids, added: row.at[ids].add(added, mode="drop"))(*bias))
+
+
 def _end(state: Any, rows: jax.Array) -> Any:
     return dataclasses.replace(state, canvas=dataclasses.replace(state.canvas, done=state.canvas.done | rows))
 
@@ -197,7 +218,7 @@ def _end(state: Any, rows: jax.Array) -> Any:
 def _admit(sampler: Any, denoiser: DenoiserLike, state: Any, rows: SlotRows, admitted: jax.Array) -> Any:
     """The state after `init` of the admitted rows, each alone: nothing that the other rows hold, such as their
     key/value buffers, is read or moved."""
-    begin_row = lambda rows: (rows.prompt_lengths, _with_form(_init(sampler, denoiser, rows), state))
+    begin_row = lambda rows: (rows.prompt_lengths, _with_room(_init(sampler, denoiser, rows), state))
     return each_row(admitted, denoiser.batch_parts, begin_row, rows, state)[1]
 
 
@@ -222,9 +243,12 @@ def move_rows(x: jax.Array, index: jax.Array, batch: int, shape: tuple[int, ...]
     return jnp.pad(rows, [(0, length - own) for length, own in zip(shape, rows.shape, strict=True)])
 
 
-def _with_form(new: Any, state: Any) -> Any:
-    """New rows of any form, where some rows of the state have one."""
-    form = getattr(state, "form", None)
+def _with_room(new: Any, state: Any) -> Any:
+    """New rows of any form, where some rows of the state have one, and with room for the most probable tokens."""
+    form, top = getattr(state, "form", None), getattr(state, "top", None)
+    if top is not None:
+        zeros = jax.tree.map(lambda x: jnp.zeros((len(new.canvas.done), *x.shape[1:]), x.dtype), top)
+        new = dataclasses.replace(new, top=zeros)
     if form is None or new.form is not None:
         return new
     zeros = jnp.zeros_like(new.canvas.prompt_lengths)

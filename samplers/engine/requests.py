@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,11 +29,16 @@ class Request:
         given: [G] int32, tokens the canvas comes with, as in `BlockSampler.init`; None for none.
         numbers: the sampler's for this request, in the order of `program.numbers_of`; None for the engine's own.
         constraint: the form of its answer, in NumPy's arrays of the engine's sizes; None for any.
+        logit_bias: token id -> what is added to its logits; None for nothing.
+        top_logprobs: most probable tokens to keep of each position, 0 for none.
         stop: strings and token ids that end it, besides those of the engine's sampler.
         sampler_stop: those of the engine's sampler; the text is cut at their strings, too.
         number: its name; by default the engine counts from 0 in the order of submission.
         slot: where it runs; None before and after.
         result: on the host, with a batch of one; None until it has ended.
+        top: with `top_logprobs`, once it has ended, the most probable tokens [G, K] int32 of the forward that wrote
+            each position, the most probable first, and their log-probabilities [G, K] float32, of the distribution that
+            `Result.logprobs` is of, without the mask token. Where no forward chose the token they mean nothing.
         seconds: from its admission to its end, together with whatever ran in the other slots.
         cancelled: whether it was cancelled.
         cached: tokens of its prompt that were not read, as a kept prompt begins with them.
@@ -47,11 +52,14 @@ class Request:
     given: np.ndarray | None = None
     numbers: tuple[Any, ...] | None = None
     constraint: Constraint | None = None
+    logit_bias: Mapping[int, float] | None = None
+    top_logprobs: int = 0
     stop: Sequence[str | int] = ()
     sampler_stop: Sequence[str | int] = ()
     number: int = -1
     slot: int | None = None
     result: Result | None = None
+    top: tuple[np.ndarray, np.ndarray] | None = None
     seconds: float = 0.0
     cancelled: bool = False
     cached: int = 0

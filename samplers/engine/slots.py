@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dllm_jax import Model
@@ -20,6 +21,7 @@ from dllm_jax.errors import DllmError, first_line
 from dllm_jax.parallel.sharding import batch_sharding, check_splits
 from samplers.command_buffers import asked_for_command_buffers
 from samplers.config.factory import CanvasSampler
+from samplers.config.registry import title
 from samplers.constraints.constraint import Constraint, any_form
 from samplers.engine.program import (
     Progress,
@@ -36,6 +38,7 @@ from samplers.engine.program import (
 )
 from samplers.engine.requests import Request
 from samplers.inputs import check_kept, open_id
+from samplers.loops.block import BlockSampler
 
 
 def with_draws(sampler: Any, vocab_size: int) -> Any:
@@ -48,6 +51,9 @@ def with_draws(sampler: Any, vocab_size: int) -> Any:
 
 PATIENCE = 8
 """Calls in a row that a smaller size must have room for before running rows are copied into it."""
+
+MOST_BIASES = 300
+"""Tokens whose logits a request may change, as in OpenAI's API."""
 
 LEAST_PROMPT = 64
 """Tokens of the shortest prompts that have programs of their own."""
@@ -94,14 +100,15 @@ def room_for_forms(sampler: Any, vocab_size: int, states: int) -> Constraint | N
 
 
 class Slots:
-    """Rows that one compiled program of each size runs; with `draws` another one while a request draws, and with room
-    for constraints another one while a request has one.
+    """Rows that one compiled program of each size runs; with `draws` another one while a request draws or changes
+    logits, and with room for constraints another one while a request has one.
 
     Attributes:
         sampler: what runs; with `draws`, with numbers for temperature, top_p and top_k.
         numbers: its numbers, of requests that bring none.
         size: of the program that runs.
         any_form: as of `room_for_forms`.
+        top: most probable tokens that requests may ask for.
     """
 
     def __init__(
@@ -113,6 +120,7 @@ class Slots:
         draws: bool,
         buckets: bool,
         constraint_states: int = 0,
+        top: int = 0,
     ) -> None:
         """
         Raises:
@@ -126,6 +134,9 @@ class Slots:
         self._is_own = [name in names for name in number_names(self.sampler)]  # and not one of `with_draws`
         self.any_form = room_for_forms(sampler, model.config.vocab_size, constraint_states)
         self._has_form = np.zeros(count, bool)  # of each slot, whether its request brought one
+        if top and (not isinstance(sampler, BlockSampler) or sampler.looks_ahead):
+            raise DllmError(f"{title(sampler)} keeps no alternatives to tokens; leave out top_logprobs")
+        self.top, self._wants_top = top, np.zeros(count, bool)
         self._forms: Constraint | None = None  # those of the rows, on the device; None when others were written
         layout = getattr(model.denoiser, "layout", None)
         if layout is not None:
@@ -147,6 +158,11 @@ class Slots:
         """Raises DllmError for numbers that the rows cannot hold as they are."""
         for name, number, dtype in zip(number_names(self.sampler), numbers, self._dtypes, strict=True):
             check_kept(name.rpartition(".")[2], number, dtype)
+
+    @property
+    def takes_bias(self) -> bool:
+        """Whether requests may change logits."""
+        return self._draws and hasattr(self._model.denoiser, "with_bias")
 
     @property
     def compiled(self) -> bool:
@@ -184,7 +200,8 @@ class Slots:
             return False
         self._too_large = 0
         others = [slot for slot in range(self._largest.rows) if slot not in slots]
-        self._rows, self._has_form = jax.tree.map(lambda x: x[[*slots, *others]], (self._rows, self._has_form))
+        moved = jax.tree.map(lambda x: x[[*slots, *others]], (self._rows, self._has_form, self._wants_top))
+        self._rows, self._has_form, self._wants_top = moved
         self._forms = None
         index = np.resize(np.asarray([*slots, 0], np.int32), best.rows)  # whatever is in the others, they are free
         leaves, tree = jax.tree.flatten(self._state)
@@ -211,6 +228,9 @@ class Slots:
         """Compiles the programs of a size by a run that does nothing; the state after it."""
         rows = self._rows_of(self._empty_rows(), size)
         state = begin_jit(self.sampler, self._model.denoiser, self._place(rows))
+        if self.top:
+            shape = size.rows, self.sampler.gen_length, self.top
+            state = dataclasses.replace(state, top=(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)))
         rows = dataclasses.replace(rows, constraint=jax.device_put(rows.constraint, self._sharding))
         if self._sharding is not None:
             on_all = lambda x: jax.device_put(x, self._sharding) if x.sharding.is_fully_replicated else x
@@ -232,8 +252,13 @@ class Slots:
         rows.prompt_lengths[slot], rows.gen_lengths[slot] = len(ids), request.gen_length
         rows.key_data[slot] = request.key_data
         rows.given[slot] = open_id(self._model.denoiser) if request.given is None else request.given
+        self._wants_top[slot] = request.top_logprobs > 0
         for array, number in zip(rows.numbers, request.numbers or self.numbers, strict=True):
             array[slot] = number
+        if rows.bias is not None:
+            (ids, added), bias = rows.bias, request.logit_bias or {}
+            ids[slot], added[slot] = self._model.config.vocab_size, 0.0
+            ids[slot, : len(bias)], added[slot, : len(bias)] = [*bias], [*bias.values()]
         if self.any_form is not None and (request.constraint is not None or self._has_form[slot]):
             own = self.any_form if request.constraint is None else request.constraint
             jax.tree.map(lambda rows, one: rows.__setitem__(slot, one[0]), rows.constraint, own)
@@ -253,7 +278,7 @@ class Slots:
         busy = np.flatnonzero(admitted | ~free)
         forms = bool(self._has_form[busy].any())
         draws = self._draws and (forms or self._draws_now(busy))  # no program has constraints alone
-        rows = self._rows_of(self._rows, self.size)
+        rows = dataclasses.replace(self._rows_of(self._rows, self.size), top=bool(self._wants_top[busy].any()))
         if forms:  # several MB, which are not sent anew in each call
             if self._forms is None:
                 self._forms = jax.device_put(rows.constraint, self._sharding)
@@ -262,11 +287,12 @@ class Slots:
         return progress
 
     def _draws_now(self, busy: np.ndarray) -> bool:
-        """Whether a request in slots `busy` uses the numbers of `with_draws`; else the program without them gives the
-        same, sooner."""
+        """Whether a request in slots `busy` uses the numbers of `with_draws`, or a bias; else the program without them
+        gives the same, sooner."""
         pairs = zip(self._rows.numbers, self.numbers, strict=True)
         added = itertools.compress(pairs, [not own for own in self._is_own])
-        return any((array[busy] != idle).any() for array, idle in added)
+        biased = self._rows.bias is not None and self._rows.bias[1][busy].any()
+        return bool(biased) or any((array[busy] != idle).any() for array, idle in added)
 
     def _call(
         self,
@@ -284,7 +310,8 @@ class Slots:
             rows = dataclasses.replace(rows, constraint=None)
         if not draws:
             sampler = self._without_draws
-            rows = dataclasses.replace(rows, numbers=tuple(itertools.compress(rows.numbers, self._is_own)))
+            own = tuple(itertools.compress(rows.numbers, self._is_own))
+            rows = dataclasses.replace(rows, numbers=own, bias=None)
         rows, *masks = self._place((rows, admitted, free))
         bounds = np.int32(most_steps), np.int32(wanted)
         state, progress = self._program(sampler, self._model.denoiser, state, rows, *masks, *bounds)
@@ -306,6 +333,7 @@ class Slots:
     def _empty_rows(self) -> SlotRows:
         (batch, prompt_length), length, denoiser = self._largest, self.sampler.gen_length, self._model.denoiser
         numbers = (np.full(batch, *pair) for pair in zip(self.numbers, self._dtypes, strict=True))
+        added = np.zeros((batch, MOST_BIASES), np.float32)
         return SlotRows(
             prompt=np.zeros((batch, prompt_length), np.int32),
             prompt_lengths=np.full(batch, denoiser.min_prompt_length, np.int32),
@@ -314,4 +342,5 @@ class Slots:
             key_data=np.zeros((batch, 2), np.uint32),
             numbers=tuple(numbers),
             constraint=jax.tree.map(lambda x: np.repeat(x, batch, axis=0), self.any_form),
+            bias=(np.full(added.shape, denoiser.vocab_size, np.int32), added) if self.takes_bias else None,
         )

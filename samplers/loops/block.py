@@ -21,7 +21,7 @@ from samplers.sampler import Result
 from samplers.stopping import Stop
 from samplers.tokens.guidance import Guided, paired
 from samplers.tokens.noise import Noise
-from samplers.tokens.predictions import Sampling
+from samplers.tokens.predictions import Sampling, given, most_probable, readout
 from samplers.tokens.smoothing import Smoothing
 
 
@@ -36,6 +36,8 @@ class BlockState:
         rule, cache: state of the rule and the cache policy.
         soft: [B, S, D], what smoothing adds to the embedding of a position while it is undecided; None without.
         form: how far the constraint has read; None without one.
+        top: the most probable tokens [B, G, K] int32 of the forward that wrote each position, and their
+            log-probabilities [B, G, K] float32; None where nobody asks for them.
     """
 
     canvas: Canvas
@@ -46,6 +48,7 @@ class BlockState:
     cache: Any
     soft: jax.Array | None
     form: ConstraintState | None
+    top: tuple[jax.Array, jax.Array] | None
 
 
 @pytree(static=("gen_length", "block_length", "align_blocks", "sub_block_length", "canvas_length", "fill_after_eos"))
@@ -145,7 +148,7 @@ class BlockSampler:
         """Fewest and most forwards of a row after a prompt of this length, if no end token ends it before."""
         spans = self.blocks(prompt_length)
         each = [self.rule.forwards(end - max(start, prompt_length), len(spans)) for start, end in spans]
-        least = 1 if self._looks_ahead else sum(least for least, _ in each)
+        least = 1 if self.looks_ahead else sum(least for least, _ in each)
         return least, sum(most for _, most in each) if self.constraint is None else self.gen_length
 
     def init(
@@ -202,6 +205,7 @@ class BlockSampler:
             cache=self.cache.init(self._guided(denoiser), batch, length),
             soft=None if self.smoothing is None else jnp.zeros_like(denoiser.embed(canvas.tokens)),
             form=None if self.constraint is None else self.constraint.begin(canvas),
+            top=None,
         )
         return self._move_on(denoiser, vary_like(prompt, state), jnp.ones((batch,), bool))
 
@@ -224,17 +228,25 @@ class BlockSampler:
         )  # of other blocks in the span
         undecided = change.undecided | outside
         canvas = state.canvas.write(request.start, change.tokens, decision.logprobs, undecided, active)
+        top = state.top
+        if top is not None:
+            scores = readout(guided, hidden) if logits is None else given(logits)
+            found = most_probable(scores, top[0].shape[2], denoiser.mask_id)
+            wrote = active[:, None] & (canvas.decoded_at == canvas.nfe[:, None])
+            put = lambda old, new: jnp.where(wrote[..., None], canvas.of_canvas(new, request.start), old)
+            top = jax.tree.map(put, top, found)
         soft = state.soft
         if self.smoothing is not None and soft is not None and logits is not None:
             soft = self._soften(guided, request, outcome, logits, self.smoothing.alpha(canvas.nfe), soft)
         state = dataclasses.replace(
             state,
-            canvas=self._write_ahead(guided, request, outcome, canvas) if self._looks_ahead else canvas,
+            canvas=self._write_ahead(guided, request, outcome, canvas) if self.looks_ahead else canvas,
             block_step=state.block_step + active,
             rule=jax.tree.map(lambda new, old: jnp.where(_like(active, new), new, old), decision.state, state.rule),
             cache=outcome.state,
             soft=soft,
             form=form,
+            top=top,
         )
         if self.fill_after_eos and not self.rule.revises:
             state = dataclasses.replace(state, canvas=self.filled(denoiser, state, active, outcome))
@@ -350,7 +362,7 @@ class BlockSampler:
             raise DllmError(
                 f"{name} writes all that is left in its last forward, which breaks a constraint; use another"
             )
-        if self._looks_ahead:
+        if self.looks_ahead:
             raise DllmError(f"{name} writes after the active block, where no constraint is kept; set scope='block'")
         if self.sampling.target is not None:
             raise DllmError("a target may break the constraint; leave one of them out")
@@ -441,7 +453,7 @@ class BlockSampler:
             width=self.width,
             longest_suffix=longest if self.canvas_length is None else canvas.tokens.shape[1],
             ragged=self.align_blocks or self.gen_length % self.width != 0,
-            all_positions=self.smoothing is not None or self._looks_ahead,
+            all_positions=self.smoothing is not None or self.looks_ahead,
         )
         return view, request
 
@@ -477,7 +489,8 @@ class BlockSampler:
         return -(-jnp.max(jnp.where(rows, jnp.maximum(count, 0), 0)) // self.width)
 
     @property
-    def _looks_ahead(self) -> bool:
+    def looks_ahead(self) -> bool:
+        """Whether positions after the active block may be written."""
         return self.rule.reads_hidden and self.rule.looks_ahead(not isinstance(self.cache, NoCache))
 
     def _write_ahead(self, denoiser: DenoiserLike, request: ForwardRequest, outcome: Outcome, canvas: Canvas) -> Canvas:

@@ -26,10 +26,10 @@ from samplers.engine.engine import Engine
 KEY_VARIABLE = "DLLM_API_KEY"
 LOG_LINES = 50  # per second
 
-_ABOUT = """Serves a model with OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models; also /v1/canvas,
-/v1/infill, /v1/decide, /health, /metrics, and a page at / that shows the canvas while it is written. A request's body
-may set the sampler's numbers (threshold, gamma ...), with OpenAI's client in `extra_body`. Ctrl-C finishes running
-answers. More is in docs/serving.md."""
+_ABOUT = """Serves a model with OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models; also Anthropic's
+/v1/messages, /v1/canvas, /v1/infill, /v1/decide, /health, /metrics, and a page at / that shows the canvas while it is
+written. A request's body may set the sampler's numbers (threshold, gamma ...), with OpenAI's client in `extra_body`.
+Ctrl-C finishes running answers. More is in docs/serving.md."""
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -56,7 +56,8 @@ def run(arguments: Sequence[str]) -> None:
     def on_start(server: Server) -> None:
         print(f"serving {_describe(engine)} at {url_of(at)}", flush=True)
 
-    limits = Limits(options.queue, options.deadline or None, options.max_forwards, options.clamp)
+    bounds = options.queue, options.deadline or None, options.max_forwards
+    limits = Limits(*bounds, options.clamp, options.special_tokens)
     about = {"keys": keys, "most_body": options.max_body, "grace": options.grace}
     asyncio.run(serve(engine, at, limits, on_start=on_start, **about))
 
@@ -85,12 +86,14 @@ def command_line() -> argparse.ArgumentParser:
     add("--prefix-cache", type=int, metavar="MIB", help=_PREFIXES)
     add("--prefill-chunk", type=int, metavar="N", help=_CHUNK)
     add("--constraint-states", type=int, default=0, metavar="N", help=_CONSTRAINTS)
+    add("--top-logprobs", type=int, default=0, metavar="K", help=_TOP)
     add("--queue", type=int, default=64, metavar="N", help="requests that may wait; others get a 429 (default: 64)")
     deadline = "of a request, including its wait; 0 for none (default: 600)"
     add("--deadline", type=float, default=600.0, metavar="SECONDS", help=deadline)
     forwards = "that an answer may take (default: 4 per position, or as many as the sampler given here takes)"
     add("--max-forwards", type=int, metavar="N", help=forwards)
     add("--no-clamp", dest="clamp", action="store_false", help=_CLAMP)
+    add("--allow-special-tokens", dest="special_tokens", action="store_true", help=_SPECIAL)
     add("--grace", type=float, default=30.0, metavar="SECONDS", help="for running answers at shutdown (default: 30)")
     add("--max-body", type=int, default=1 << 20, metavar="BYTES", help="of a request (default: 1048576)")
     add("--api-key-file", metavar="FILE", help=f"keys of clients, one on a line; or set {KEY_VARIABLE} to one")
@@ -103,7 +106,9 @@ _PREFIXES = "keys and values of prompts that are kept (default: 256 where the mo
 _CHUNK = "positions of a prompt that are read between two steps (default: 512 where --prefix-cache is not given)"
 _CLAMP = "refuse max_tokens above --gen-length; by default they count as --gen-length"
 _CONSTRAINTS = "let requests set regex and response_format, with automata of so many states (default: 0, none may)"
-_DRAWS = "requests may not set temperature, top-p and top-k, which makes steps faster"
+_TOP = "let requests ask for so many of each position's most probable tokens, at most 20 (default: 0, none may)"
+_SPECIAL = "special tokens in texts of clients become their ids; by default they are text like any other"
+_DRAWS = "requests may not set temperature, top-p, top-k and logit_bias, which makes steps faster"
 
 
 def _check_options(options: argparse.Namespace) -> None:
@@ -143,7 +148,7 @@ def _make_engine(options: argparse.Namespace) -> Engine:
     with Console(stderr=True).status(f"loading {bare.name}", spinner="line"):
         model, sampler = load(model_name(options)), sampler.load_verifier(load)
     prefixes = None if options.prefix_cache is None else options.prefix_cache << 20
-    names = ("slots", "prompt_length", "draws", "buckets", "prefill_chunk", "constraint_states")
+    names = ("slots", "prompt_length", "draws", "buckets", "prefill_chunk", "constraint_states", "top_logprobs")
     return Engine(model, sampler, prefix_cache=prefixes, **{name: getattr(options, name) for name in names})
 
 

@@ -141,7 +141,7 @@ class Connection(H11Protocol):
     def _refuse(self, fault: Fault) -> None:
         """Sends the fault if no answer has begun, and closes."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            body = json.dumps(fault.body).encode()
+            body = json.dumps(fault.body("")).encode()
             length = ("Content-Length", str(len(body)))
             headers = [("Content-Type", "application/json"), length, ("Connection", "close")]
             phrase = HTTPStatus(fault.status).phrase.encode()

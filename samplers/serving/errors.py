@@ -15,9 +15,12 @@ TYPES = {
     503: "unavailable_error",
 }
 
+MESSAGES = "/v1/messages"
+"""The path whose errors have Anthropic's form."""
+
 
 class Fault(Exception):
-    """A request that fails, as one of OpenAI's errors.
+    """A request that fails, as one of OpenAI's errors, or Anthropic's.
 
     Attributes:
         status: of HTTP.
@@ -40,9 +43,13 @@ class Fault(Exception):
         sendable = lambda text: text.encode(errors="replace").decode()  # JSON may bring halves of surrogate pairs
         self.message, self.param = sendable(message), None if param is None else sendable(param)
 
-    @property
-    def body(self) -> dict[str, Any]:
-        """The error as OpenAI writes it."""
+    def body(self, path: str) -> dict[str, Any]:
+        """The error as the API at a path writes it."""
+        if path == MESSAGES:
+            kind = {413: "request_too_large", 503: "overloaded_error"}.get(
+                self.status, TYPES.get(self.status, "api_error")
+            )
+            return {"type": "error", "error": {"type": kind, "message": self.message}}
         kind = TYPES.get(self.status, "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 

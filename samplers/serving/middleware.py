@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from samplers.serving.errors import Fault, internal_fault, stopping_fault
+from samplers.serving.errors import MESSAGES, Fault, internal_fault, stopping_fault
 from samplers.serving.schemas import OUR_ERROR
 
 LOG = logging.getLogger("samplers.serving")
@@ -24,7 +24,7 @@ LOG = logging.getLogger("samplers.serving")
 KEYLESS = ("/", "/health")
 """Paths without a key: a page without data, and the server's health."""
 
-_ANSWERS = ("/v1/chat/completions", "/v1/completions", "/v1/canvas", "/v1/infill", "/v1/decide")
+_ANSWERS = ("/v1/chat/completions", "/v1/completions", MESSAGES, "/v1/canvas", "/v1/infill", "/v1/decide")
 
 ROUTES = (*KEYLESS, "/metrics", "/v1/models", *_ANSWERS)
 """Paths that are logged by name; others may be a client's own words."""
@@ -121,8 +121,9 @@ class Guard:
 
     def _key_of(self, headers: Headers) -> str:
         """The number of the request's key; each is compared in constant time."""
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        same = [hmac.compare_digest(key.strip().encode(), own) for own in self._keys]
+        own = f"bearer {headers.get('x-api-key', '')}"  # as Anthropic's clients send it
+        scheme, _, key = headers.get("authorization", own).partition(" ")
+        same = [hmac.compare_digest(key.strip().encode(), known) for known in self._keys]
         if not any(same) or scheme.lower() != "bearer":
             raise Fault(401, "the API key is missing or wrong; send it as a bearer token", code="invalid_api_key")
         return f"key {same.index(True)}"
@@ -182,17 +183,17 @@ def error_place(error: BaseException) -> str:
     return f"{type(error).__name__}{at}"
 
 
-def fault_response(fault: Fault) -> JSONResponse:
-    """A fault as a response."""
+def fault_response(fault: Fault, scope: Scope) -> JSONResponse:
+    """A fault as a response to a request of this scope."""
     headers = {"Retry-After": "1"} if fault.status in (429, 503) else {}
     if fault.status in (408, 413):  # the rest of the body is not read
         headers["Connection"] = "close"
-    return JSONResponse(fault.body, fault.status, headers)
+    return JSONResponse(fault.body(scope["path"]), fault.status, headers)
 
 
 async def _send_fault(fault: Fault, scope: Scope, receive: Receive, send: Send) -> None:
     scope["dllm_record"].outcome = fault.outcome
-    await fault_response(fault)(scope, receive, send)
+    await fault_response(fault, scope)(scope, receive, send)
 
 
 def _note_status(record: Record, send: Send) -> Send:

@@ -2,7 +2,7 @@
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -11,12 +11,13 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingRes
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from samplers.serving.errors import Fault, internal_fault
+from samplers.serving.errors import MESSAGES, Fault, internal_fault
+from samplers.serving.messages import as_events, as_message
 from samplers.serving.metrics import CONTENT_TYPE
 from samplers.serving.middleware import LOG, Record, client_of, error_place, fault_response, invalid_body, record_of
 from samplers.serving.page import HEADERS, PAGE
 from samplers.serving.scheduler import Service, Ticket, as_event
-from samplers.serving.schemas import CanvasBody, ChatBody, DecideBody, InfillBody, TextBody
+from samplers.serving.schemas import CanvasBody, ChatBody, CompletionBody, DecideBody, InfillBody, MessageBody, TextBody
 from samplers.serving.shapes import Json
 
 T = TypeVar("T")
@@ -72,6 +73,10 @@ def _add_answer_routes(app: FastAPI, service: Service) -> None:
     async def text(body: TextBody, request: Request) -> Response:
         return await _complete(service, body, request)
 
+    @app.post(MESSAGES)
+    async def messages(body: MessageBody, request: Request) -> Response:
+        return await _complete(service, body, request)
+
     @app.post("/v1/infill")
     async def infill(body: InfillBody, request: Request) -> Response:
         return await _answer(service.infill(body, client_of(request)), request)
@@ -86,23 +91,29 @@ def _add_answer_routes(app: FastAPI, service: Service) -> None:
         return EventStream(ticket, service.canvas_events(body, ticket), _start_record(request))
 
 
-async def _complete(service: Service, body: ChatBody | TextBody, request: Request) -> Response:
+async def _complete(service: Service, body: CompletionBody, request: Request) -> Response:
+    is_message = isinstance(body, MessageBody)
     if body.stream:
         ticket = await _cancel_if_gone(request, service.admit(body, client_of(request), streamed=True))
-        return EventStream(ticket, service.chunks(body, ticket), _start_record(request))
-    return await _answer(service.completion(body, client_of(request)), request)
+        chunks = service.chunks(body, ticket)
+        events = as_events(chunks, len(ticket.jobs[0].request.prompt)) if is_message else chunks
+        return EventStream(ticket, events, _start_record(request))
+    form = as_message if is_message else None
+    return await _answer(service.completion(body, client_of(request)), request, form)
 
 
-async def _answer(work: Coroutine[Any, Any, Json], request: Request) -> Response:
+async def _answer(
+    work: Coroutine[Any, Any, Json], request: Request, form: Callable[[Json], Json] | None = None
+) -> Response:
     record = _start_record(request)
     answer = await _cancel_if_gone(request, work)
     record.outcome, usage = "done", answer["usage"]
     record.read, record.wrote = usage["prompt_tokens"], usage["completion_tokens"]
-    return JSONResponse(answer)
+    return JSONResponse(answer if form is None else form(answer))
 
 
 class EventStream(StreamingResponse):
-    """Messages as server-sent events, then [DONE]; when the client disconnects, the engine's work is cancelled."""
+    """Messages as server-sent events, and OpenAI's [DONE]; when the client leaves, the engine's work is cancelled."""
 
     media_type = "text/event-stream"
 
@@ -121,16 +132,17 @@ class EventStream(StreamingResponse):
         try:
             async for message in messages:
                 yield as_event(message)
-            yield as_event("[DONE]")
+            if self._record.route != MESSAGES:
+                yield as_event("[DONE]")
             self._record.outcome = "done"
             self._record.wrote = sum(len(job.request.generation.tokens) for job in self._ticket.jobs)
         except Fault as fault:
             self._record.outcome = fault.outcome
-            yield as_event(fault.body)
+            yield as_event(fault.body(self._record.route))
         except Exception as error:
             LOG.error("%s", error_place(error))
             self._record.outcome = "failed"
-            yield as_event(internal_fault().body)
+            yield as_event(internal_fault().body(self._record.route))
 
 
 async def _cancel_if_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -167,7 +179,7 @@ def _model(service: Service) -> Json:
 
 async def _on_fault(request: Request, fault: Any) -> Response:
     record_of(request).outcome = fault.outcome
-    return fault_response(fault)
+    return fault_response(fault, request.scope)
 
 
 async def _on_invalid(request: Request, error: Any) -> Response:

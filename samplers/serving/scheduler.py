@@ -18,7 +18,7 @@ import jax
 import dllm_jax
 from dllm_jax import DllmError, Model
 from dllm_jax.params.quantized import dtype_label
-from dllm_jax.text.tokenizer import token_strings
+from dllm_jax.text.tokenizer import token_strings, without_special_tokens
 from samplers.config.registry import settings_of, title
 from samplers.decisions.questions import Question, prepare_questions
 from samplers.engine.engine import Engine, Stats
@@ -30,8 +30,9 @@ from samplers.sampler import describe_broken
 from samplers.serving.engine_thread import EngineThread, Job
 from samplers.serving.errors import Fault, stopping_fault
 from samplers.serving.metrics import Metrics
-from samplers.serving.schemas import Body, CanvasBody, ChatBody, CompletionBody, DecideBody, InfillBody, TextBody
+from samplers.serving.schemas import Body, CanvasBody, CompletionBody, DecideBody, InfillBody, TextBody
 from samplers.serving.shapes import ChatShape, Json, Shape, TextShape, token_scores, usage_of
+from samplers.stopping import stop_strings
 from samplers.text.decode import TextStream, text_of
 from samplers.text.prompts import PromptTooLong, encode_prompt
 
@@ -51,12 +52,14 @@ class Limits:
         forwards: that an answer may take; None for four per position, or as many as the server's own sampler may take
             if that is more.
         clamp: let `max_tokens` above the canvas mean all of it, instead of refusing them.
+        special_tokens: let special tokens that clients write become their ids, instead of text.
     """
 
     queue: int = 64
     deadline: float | None = 600.0
     forwards: int | None = None
     clamp: bool = True
+    special_tokens: bool = False
 
 
 class Ticket:
@@ -98,13 +101,16 @@ class Ticket:
                     yield job, update
 
     async def answers(self) -> list[Generation]:
-        """The answers, once all have ended.
+        """The answers, once all have ended; otherwise the ticket is closed.
 
         Raises:
             Fault: as `updates`, and for logits that are not finite.
         """
-        async for _ in self.updates():
-            pass
+        try:
+            async for _ in self.updates():
+                pass
+        finally:
+            self.close()
         return [answer_of(self._service.reader, job) for job in self.jobs]
 
     def close(self) -> None:
@@ -128,7 +134,8 @@ class Service:
     def __init__(self, engine: Engine, limits: Limits) -> None:
         """
         Raises:
-            DllmError: when the engine's sampler itself may take more forwards than the limit.
+            DllmError: when the engine's sampler itself may take more forwards than the limit, and as
+                `without_special_tokens`.
         """
         self.engine, self.limits, self.name = engine, limits, engine.model.name
         self.metrics = Metrics(engine)
@@ -139,7 +146,8 @@ class Service:
         self._token_texts = _find_token_texts(engine.model)
         self._most_forwards = _most_forwards(engine, limits)
         # With a tokenizer of its own: the event loop decodes meanwhile, and one tokenizer is not safe in two threads.
-        self.reader = dataclasses.replace(engine.model, tokenizer=copy.deepcopy(engine.model.tokenizer))
+        own = copy.deepcopy if limits.special_tokens else without_special_tokens
+        self.reader = dataclasses.replace(engine.model, tokenizer=own(engine.model.require_tokenizer()))
         self._busy, self._waiting = 0, 0
         self.tickets: dict[Job, Ticket] = {}
         self._admitted_at: dict[Job, float] = {}
@@ -153,22 +161,19 @@ class Service:
 
     # Requests --------------------------------------------------------------------------------------------------------
 
-    async def completion(self, body: ChatBody | TextBody, client: str) -> Json:
+    async def completion(self, body: CompletionBody, client: str) -> Json:
         """A whole answer.
 
         Raises:
             Fault: for a request that is refused or fails.
         """
         shape, ticket = _shape(body), await self.admit(body, client, streamed=False)
-        try:
-            answers = await ticket.answers()
-        finally:
-            ticket.close()
+        answers = await ticket.answers()
         choices = [self._choice(shape, body, *pair) for pair in zip(ticket.jobs, answers, strict=True)]
         head = self._head(shape, shape.whole, ticket)
         return {**head, "choices": choices, "usage": self._usage(body, answers, ticket)}
 
-    async def chunks(self, body: ChatBody | TextBody, ticket: Ticket) -> AsyncIterator[Json]:
+    async def chunks(self, body: CompletionBody, ticket: Ticket) -> AsyncIterator[Json]:
         """The chunks of an answer, while its text is written.
 
         Args:
@@ -194,10 +199,10 @@ class Service:
                 continue
             answer = answer_of(self.reader, job)
             rest = texts[job].finish(answer.tokens) if job.plan is None else _text(answer)
-            scores = self._logprobs(shape, body, answer)
+            scores = self._logprobs(shape, body, job, answer)
             if rest or scores:
                 yield chunk(job, **shape.delta(rest), **scores)
-            yield chunk(job, **shape.delta(""), finish_reason=self._reason(job, answer))
+            yield chunk(job, **shape.delta(""), **self._ending(body, job, answer))
         if body.with_usage:
             answers = [job.request.generation for job in ticket.jobs]
             yield {**head, "choices": [], "usage": self._usage(body, answers, ticket)}
@@ -231,10 +236,7 @@ class Service:
             Fault: for a request that is refused or fails.
         """
         ticket = await self.admit(body, client, streamed=False)
-        try:
-            (found,) = await ticket.answers()
-        finally:
-            ticket.close()
+        (found,) = await ticket.answers()
         assert isinstance(found, Infilling)
         head = self._named("infilling", "infilling", ticket.jobs[0].seed)
         return {**head, "text": found.text, "gaps": found.gaps, "usage": usage_of([found], 1)}
@@ -369,16 +371,21 @@ class Service:
             encoded = [None if prompt is None else self._encode(prompt) for prompt in prompts or [None]]
             rows: list[Any] = [row for row in encoded for _ in range(copies)]
             if (template := self._template(body)) is None:
-                options: dict[str, Any] = {"gen_length": self._length(body), "stop": body.stops, **numbers, **body.form}
+                options: dict[str, Any] = {"gen_length": self._length(body), "stop": body.stops}
+                options |= {"logit_bias": body.bias, "top_logprobs": self._top(body), **numbers, **body.form}
                 made = [self.engine.request(row, seed=seed + i, **options) for i, row in enumerate(rows)]
                 jobs = [Job(i, request, seed + i, streamed, self.engine, client) for i, request in enumerate(made)]
             else:
                 pairs = enumerate(rows)
-                jobs = [self._make_infilling(template, row, i, seed + i, numbers, client) for i, row in pairs]
+                jobs = [self._make_infilling(template, row, i, seed + i, body, client) for i, row in pairs]
         except DllmError as error:
             raise Fault(400, str(error)) from None
         self._check_forwards(jobs[0].request)
         return jobs
+
+    def _top(self, body: Body) -> int:
+        """The most probable tokens that the engine keeps for an answer; 1 is the token itself where it keeps none."""
+        return body.top if self.engine.top_logprobs or body.top > 1 else 0
 
     def _compile_form(self, form: Mapping[str, Any]) -> None:
         """Compiles the form of an answer, which a cache keeps. Not for the event loop."""
@@ -399,17 +406,17 @@ class Service:
         """Positions that an answer gets; None for as many as there are."""
         return None if body.length is None else min(body.length, self.engine.sampler.gen_length)
 
-    def _make_infilling(
-        self, template: str, prompt: Any, index: int, seed: int, numbers: Mapping[str, int | float], client: str
-    ) -> Job:
+    def _make_infilling(self, template: str, prompt: Any, index: int, seed: int, body: Body, client: str) -> Job:
         """Raises DllmError for what cannot be filled."""
-        engine = self._infiller()
+        engine, numbers = self._infiller(), body.numbers
+        engine.check_bias(body.bias)
         plan = prepare_infill(self.reader, [template], prompt=prompt, seed=seed, made=engine.sampler)
         (request,) = requests_for(self.reader, plan)
         if len(request.prompt) > engine.prompt_length:
             words = f"the text before the first gap has {len(request.prompt)} tokens"
             raise DllmError(f"{words}; this server takes {engine.prompt_length}")
         request.number, request.numbers = -1, engine.numbers_with(numbers) if numbers else None
+        request.logit_bias = body.bias
         return Job(index, request, seed, False, engine, client, plan)
 
     def _infiller(self) -> Engine:
@@ -527,10 +534,10 @@ class Service:
             "seed": seed,
         }
 
-    def _choice(self, shape: Shape, body: ChatBody | TextBody, job: Job, answer: Generation) -> Json:
+    def _choice(self, shape: Shape, body: CompletionBody, job: Job, answer: Generation) -> Json:
         text = self._echo(body, job) + _text(answer)
-        own = {**shape.choice(text), **self._logprobs(shape, body, answer)}
-        return {"index": job.index, **_BLANK, **own, "finish_reason": self._reason(job, answer)}
+        own = {**shape.choice(text), **self._logprobs(shape, body, job, answer)}
+        return {"index": job.index, **_BLANK, **own, **self._ending(body, job, answer)}
 
     def _usage(self, body: Body, answers: Sequence[Generation], ticket: Ticket) -> Json:
         """As `usage_of`, and `max_tokens` where less were generated than asked for because the canvas is no longer."""
@@ -546,11 +553,11 @@ class Service:
         prompt = body.prompts[job.index // (body.n or 1)]
         return prompt if isinstance(prompt, str) else str(self.reader.require_tokenizer().decode(prompt))
 
-    def _logprobs(self, shape: Shape, body: ChatBody | TextBody, answer: Generation) -> Json:
+    def _logprobs(self, shape: Shape, body: CompletionBody, job: Job, answer: Generation) -> Json:
         if not body.with_logprobs:
             return {}
-        scores = token_scores(self.engine.model, answer, self._stops(body))
-        return {"logprobs": shape.logprobs(scores, body.with_alternatives)}
+        alternatives = body.top, job.request.top
+        return {"logprobs": shape.logprobs(token_scores(self.engine.model, answer, self._stops(body), *alternatives))}
 
     def _reason(self, job: Job, answer: Generation) -> str:
         """Why an answer ended: "stop", an end token or a stop pattern, or "length", a full canvas."""
@@ -560,6 +567,12 @@ class Service:
         cut = answer.text != text_of(self.engine.model, answer.tokens)
         return "length" if full and not cut else "stop"
 
+    def _ending(self, body: CompletionBody, job: Job, answer: Generation) -> Json:
+        """Why an answer ended, and the stop string that did it, if one did."""
+        rest = "" if job.plan is not None else text_of(self.engine.model, answer.tokens)[len(answer.text) :]
+        stop = next((text for text in stop_strings(self._stops(body)) if rest.startswith(text)), None)
+        return {"finish_reason": self._reason(job, answer), "stop_reason": stop}
+
     def _stops(self, body: Body) -> tuple[str | int, ...]:
         return (*self.engine.stop, *body.stops)
 
@@ -567,7 +580,7 @@ class Service:
         return TextStream(self.engine.model, self._stops(body), ignore_eos=self.engine.ignore_eos)
 
 
-_BLANK: Json = {"logprobs": None, "finish_reason": None}
+_BLANK: Json = {"logprobs": None, "finish_reason": None, "stop_reason": None}
 
 
 def answer_of(reader: Model, job: Job) -> Generation:
@@ -589,13 +602,15 @@ def _text(answer: Generation) -> str:
 
 
 def as_event(message: Json | str) -> bytes:
-    """A message as a server-sent event."""
-    text = message if isinstance(message, str) else json.dumps(message, ensure_ascii=False, separators=(",", ":"))
-    return f"data: {text}\n\n".encode()
+    """A message as a server-sent event, which is called by its type if it has one."""
+    if isinstance(message, str):
+        return f"data: {message}\n\n".encode()
+    name = f"event: {message['type']}\n" if "type" in message else ""
+    return f"{name}data: {json.dumps(message, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
 
 
-def _shape(body: ChatBody | TextBody) -> Shape:
-    return ChatShape if isinstance(body, ChatBody) else TextShape
+def _shape(body: Body) -> Shape:
+    return TextShape if isinstance(body, TextBody) else ChatShape
 
 
 def _merge_updates(missed: Update, update: Update) -> Update:

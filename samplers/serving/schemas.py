@@ -7,6 +7,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidato
 from pydantic_core import PydanticCustomError
 
 from samplers.constraints.automaton import ANY_OBJECT
+from samplers.engine.slots import MOST_BIASES
 from samplers.serving.errors import Fault
 
 MOST_NUMBER = 1e9
@@ -27,18 +28,19 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (None, 0),
     "function_call": (None, "none", "auto"),
     "functions": (None, []),
-    "logit_bias": (None, {}),
     "modalities": (None, ["text"]),
+    "mcp_servers": (None, []),
     "parallel_tool_calls": (None, True, False),
     "prediction": (None,),
     "presence_penalty": (None, 0),
     "reasoning_effort": (None, "none"),
+    "thinking": (None, {"type": "disabled"}),
     "tool_choice": (None, "none", "auto"),
     "tools": (None, []),
     "verbosity": (None,),
     "web_search_options": (None,),
 }
-"""OpenAI's fields that this server does not support, each with the values that ask for nothing."""
+"""OpenAI's and Anthropic's fields that this server does not support, each with the values that ask for nothing."""
 
 
 def _check_text(value: str) -> str:
@@ -74,6 +76,8 @@ def _check_if_text(value: Any) -> Any:
 
 
 String = Annotated[str, AfterValidator(_check_text)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+TokenId = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,8})$")]
 
 
 class TextPart(BaseModel):
@@ -82,6 +86,7 @@ class TextPart(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
     type: Literal["text"]
     text: String
+    cache_control: Any = None
 
 
 class ChatMessage(BaseModel):
@@ -139,6 +144,7 @@ class Body(BaseModel):
     seed: int | None = Field(None, ge=0, lt=2**32)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
+    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MOST_BIASES)] | None = None
     stops: Annotated[tuple[str, ...], PlainValidator(_parse_stop)] = Field((), alias="stop")
 
     @model_validator(mode="before")
@@ -170,14 +176,19 @@ class Body(BaseModel):
         return False
 
     @property
-    def with_alternatives(self) -> bool:
-        """Whether it has them as the most probable tokens, too."""
-        return False
+    def top(self) -> int:
+        """How many of the most probable tokens it has for each."""
+        return 0
 
     @property
     def form(self) -> dict[str, Any]:
         """The form of the answer, as `Engine.request` takes it."""
         return {}
+
+    @property
+    def bias(self) -> dict[int, float] | None:
+        """What is added to logits, as `Engine.request` takes it."""
+        return None if self.logit_bias is None else {int(token): added for token, added in self.logit_bias.items()}
 
     def check(self) -> None:
         """Raises Fault for unknown fields, and for unsupported ones of OpenAI's."""
@@ -257,13 +268,8 @@ class ChatBody(CompletionBody):
         return bool(self.logprobs)
 
     @property
-    def with_alternatives(self) -> bool:
-        return bool(self.top_logprobs)
-
-    def check(self) -> None:
-        super().check()
-        if (self.top_logprobs or 0) > 1:
-            raise Fault(400, "top_logprobs above 1 is not supported; use 1", param="top_logprobs")
+    def top(self) -> int:
+        return (self.top_logprobs or 0) if self.logprobs else 0
 
 
 class TextBody(CompletionBody):
@@ -285,18 +291,41 @@ class TextBody(CompletionBody):
         return self.logprobs is not None
 
     @property
-    def with_alternatives(self) -> bool:
-        return bool(self.logprobs)
+    def top(self) -> int:
+        return self.logprobs or 0
 
     def check(self) -> None:
         super().check()
-        if (self.logprobs or 0) > 1:
-            raise Fault(400, "logprobs above 1 is not supported; use logprobs=1", param="logprobs")
         if self.echo and self.logprobs is not None:
             raise Fault(400, "the prompt of an echo has no logprobs here; leave one of them out", param="echo")
         if self.suffix:
+            more = self.top if self.top > 1 else None
             idle = {"stop": self.stops or None, "echo": self.echo or None, "regex": self.form or None}
-            _refuse(idle, "a text before a suffix")
+            _refuse({**idle, "logprobs": more}, "a text before a suffix")
+
+
+class MessageBody(CompletionBody):
+    """The body of /v1/messages, Anthropic's."""
+
+    max_tokens: int = Field(ge=1)
+    messages: list[ChatMessage]
+    system: String | list[TextPart] = ""
+    stops: Annotated[tuple[str, ...], PlainValidator(_parse_stop)] = Field((), alias="stop_sequences")
+
+    @property
+    def prompts(self) -> list[Any]:
+        head = [ChatMessage(role="system", content=self.system)] if self.system else []
+        return [[message.turn for message in [*head, *self.messages]]]
+
+    @property
+    def with_usage(self) -> bool:
+        return True
+
+    def check(self) -> None:
+        super().check()
+        _refuse({"n": self.n}, "a message, which is one answer")
+        if self.messages and self.messages[-1].role == "assistant":
+            raise Fault(400, "the last message is the assistant's; end with one of the user", param="messages")
 
 
 class PromptBody(Body):
@@ -340,7 +369,8 @@ class DecideBody(PromptBody):
 
     def check(self) -> None:
         super().check()
-        idle = {"max_tokens": self.max_tokens, "top_p": self.top_p, "stop": self.stops or None}
+        own = {"max_tokens": self.max_tokens, "top_p": self.top_p, "stop": self.stops, "logit_bias": self.logit_bias}
+        idle = {name: value or None for name, value in own.items()}
         _refuse({**idle, **dict(self._extra_fields())}, "a decision")
 
 

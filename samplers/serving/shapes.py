@@ -1,5 +1,6 @@
 """How answers are written: chat completions and completions, whole and in chunks."""
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +13,9 @@ from samplers.stopping import stop_at, stop_strings
 
 Json = dict[str, Any]
 
+LEAST_LOGPROB = -9999.0
+"""The log-probability of what is impossible, as in OpenAI's API."""
+
 
 @dataclasses.dataclass(frozen=True)
 class TokenScore:
@@ -22,30 +26,52 @@ class TokenScore:
         bytes: what it adds to the answer's text; None where that depends on its neighbours.
         logprob: in nats; None where no forward chose it.
         offset: characters of the answer before it.
+        top: the most probable tokens in the forward that chose it, if they are wanted.
     """
 
     text: str
     bytes: list[int] | None
     logprob: float | None
-    offset: int
+    offset: int = 0
+    top: Sequence["TokenScore"] = ()
 
 
-def token_scores(model: Model, answer: Generation, stops: Sequence[str | int]) -> list[TokenScore]:
-    """The tokens of an answer's text, up to the one in which a stop string begins."""
+def token_scores(
+    model: Model, answer: Generation, stops: Sequence[str | int], count: int = 0, top: Any = None
+) -> list[TokenScore]:
+    """The tokens of an answer's text, up to the one in which a stop string begins.
+
+    Args:
+        count: most probable tokens that are wanted with each.
+        top: as in `Request`; None for each token as its own only one.
+    """
     tokenizer = model.require_tokenizer()
     names = {i: name for name, i in special_tokens(tokenizer).items()}
-    try:
-        pieces = [token_bytes(tokenizer, model.config.vocab_size)[token] for token in answer.tokens]
-    except DllmError:  # not byte-level
-        texts = [str(tokenizer.decode([token])) for token in answer.tokens]
-        return [TokenScore(text, None, x, 0) for text, x in zip(texts, answer.logprobs, strict=True)]
-    whole, found, at = b"".join(pieces), [], 0
+    known: Sequence[bytes] | None = None
+    with contextlib.suppress(DllmError):  # not byte-level
+        known = token_bytes(tokenizer, model.config.vocab_size)
+
+    def score(token: int, logprob: float | None) -> TokenScore:
+        if known is None:
+            return TokenScore(str(tokenizer.decode([token])), None, logprob)
+        return TokenScore(names.get(token) or known[token].decode("utf-8", "replace"), list(known[token]), logprob)
+
+    def most_probable(place: int, own: TokenScore) -> list[TokenScore]:
+        if top is None or own.logprob is None:  # nothing chose it
+            return [own][:count]
+        pairs = zip(top[0][place, :count].tolist(), top[1][place, :count].tolist(), strict=True)
+        return [score(token, max(logprob, LEAST_LOGPROB)) for token, logprob in pairs]
+
+    scores = [score(*pair) for pair in zip(answer.tokens, answer.logprobs, strict=True)]
+    scores = [dataclasses.replace(own, top=most_probable(place, own)) for place, own in enumerate(scores)]
+    if known is None:
+        return scores
+    whole, found, at = b"".join(known[token] for token in answer.tokens), [], 0
     end = stop_at(whole, [text.encode() for text in stop_strings(stops)])
-    for token, piece, x in zip(answer.tokens, pieces, answer.logprobs, strict=True):
+    for own in scores:
         if at < end or (at == end == len(whole)):
-            text = names.get(token) or piece.decode("utf-8", "replace")
-            found.append(TokenScore(text, list(piece), x, len(whole[:at].decode("utf-8", "replace"))))
-        at += len(piece)
+            found.append(dataclasses.replace(own, offset=len(whole[:at].decode("utf-8", "replace"))))
+        at += len(own.bytes or ())
     return found
 
 
@@ -83,12 +109,10 @@ class ChatShape:
         return {"delta": {"content": text} if text else {}}
 
     @staticmethod
-    def logprobs(tokens: Sequence[TokenScore], alternatives: bool) -> Json:
-        def entry(token: TokenScore) -> Json:
-            own = {"token": token.text, "bytes": token.bytes, "logprob": token.logprob}
-            return {**own, "top_logprobs": [own] if alternatives else []}
-
-        return {"content": [entry(token) for token in tokens], "refusal": None}
+    def logprobs(tokens: Sequence[TokenScore]) -> Json:
+        entry = lambda token: {"token": token.text, "bytes": token.bytes, "logprob": token.logprob}
+        content = [{**entry(token), "top_logprobs": [*map(entry, token.top)]} for token in tokens]
+        return {"content": content, "refusal": None}
 
 
 class TextShape:
@@ -109,11 +133,12 @@ class TextShape:
         return {"text": text}
 
     @staticmethod
-    def logprobs(tokens: Sequence[TokenScore], alternatives: bool) -> Json:
+    def logprobs(tokens: Sequence[TokenScore]) -> Json:
+        by_text = lambda token: {one.text: one.logprob for one in (*token.top, token)}
         return {
             "tokens": [token.text for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [{token.text: token.logprob} for token in tokens] if alternatives else None,
+            "top_logprobs": [*map(by_text, tokens)] if any(token.top for token in tokens) else None,
             "text_offset": [token.offset for token in tokens],
         }
 

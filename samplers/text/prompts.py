@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dllm_jax import DllmError, Model
-from dllm_jax.text.tokenizer import chat_text, encode_text, least_tokens
+from dllm_jax.text.tokenizer import chat_pieces, encode_pieces, least_tokens
 from samplers.checks import check_token
 from samplers.config.factory import CanvasSampler
 from samplers.inputs import check_context
@@ -99,22 +99,22 @@ def encode_prompt(
     if isinstance(prompt, str) and (chat or system is not None):
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(prompt, str):
-        return _check_ids(model, _encode(model, prompt, most))
+        return _check_ids(model, _encode(model, [prompt], most))
     if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, (Sequence, np.ndarray, jax.Array)):
         raise DllmError(f"a prompt is a string, a list of token ids or a list of messages, not {reprlib.repr(prompt)}")
     if any(isinstance(item, Mapping) for item in prompt):
         head: list[Any] = [] if system is None else [{"role": "system", "content": system}]
-        return _check_ids(model, _encode(model, chat_text(model.require_tokenizer(), [*head, *prompt]), most))
+        return _check_ids(model, _encode(model, chat_pieces(model.require_tokenizer(), [*head, *prompt]), most))
     if len(prompt) > most:
         raise PromptTooLong(len(prompt), most)
     return _check_ids(model, prompt.tolist() if isinstance(prompt, (np.ndarray, jax.Array)) else prompt)
 
 
-def _encode(model: Model, text: str, most: int) -> list[int]:
+def _encode(model: Model, pieces: Sequence[str | int], most: int) -> list[int]:
     tokenizer = model.require_tokenizer()
-    if (least := least_tokens(tokenizer, text)) > most:
+    if (least := sum(1 if isinstance(piece, int) else least_tokens(tokenizer, piece) for piece in pieces)) > most:
         raise PromptTooLong(least, most)
-    return encode_text(tokenizer, text)
+    return encode_pieces(tokenizer, pieces)
 
 
 def _check_ids(model: Model, ids: Sequence[Any]) -> list[int]:

@@ -274,6 +274,29 @@ def logprobs_of(scores: Readout, token: jax.Array) -> jax.Array:
     return own - peak - jnp.log(total)
 
 
+def most_probable(scores: Readout, count: int, mask_id: int) -> tuple[jax.Array, jax.Array]:
+    """The tokens of the largest log-probabilities, the most probable first, but the mask token, whose share counts;
+    read tile by tile: [B, W, count] int32 and float32."""
+
+    def read(tile: Tile) -> tuple[jax.Array, ...]:
+        logits, ids = scores.of(tile), scores.ids(tile)
+        peak, most = logits.max(axis=-1), min(count, len(ids))
+        values, place = ranked(jnp.where(ids == mask_id, -jnp.inf, logits), most)
+        pad = lambda x, missing: jnp.pad(x, [(0, 0), (0, 0), (0, count - most)], constant_values=missing)
+        total = jnp.exp(logits - _centre(peak)[..., None]).sum(axis=-1)
+        return pad(values, -jnp.inf), pad(ids[place], 0), peak, total
+
+    def merge(one: Any, other: Any) -> tuple[jax.Array, ...]:
+        values, ids = (jnp.concatenate(pair, axis=-1) for pair in zip(one[:2], other[:2], strict=True))
+        values, place = lax.top_k(values, count)
+        peak = jnp.maximum(one[2], other[2])
+        total = sum(jnp.exp(part[2] - _centre(peak)) * part[3] for part in (one, other))
+        return values, jnp.take_along_axis(ids, place, axis=-1), peak, total
+
+    values, ids, peak, total = _reduce(scores, read, merge)
+    return ids, values - (_centre(peak) + jnp.log(total))[..., None]
+
+
 def column(value: float | jax.Array) -> jax.Array:
     """A scalar or [B] number as something that broadcasts against [B, W, V]."""
     return jnp.asarray(value)[..., None, None]
