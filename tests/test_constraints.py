@@ -40,6 +40,7 @@ from samplers import canvas as canvases
 from samplers.cli import sample as cli
 from samplers.constraints import automaton as automata
 from samplers.constraints.automaton import bytes_of, constraint_of, schema_regex, token_constraint
+from samplers.constraints.byte_table import is_balanced
 from samplers.constraints.constraint import DEAD, START, Constraint
 from samplers.engine.program import run_steps_jit
 from samplers.rules.base import Change
@@ -414,6 +415,12 @@ BROKEN = [("(", "regex"), ("a)(b", "regex"), ("(?=a)b", "regex"), ("(a|b)*a(a|b)
 def test_expressions_that_cannot_be_compiled_are_refused(pattern: str, word: str) -> None:
     with refuses(word):
         bytes_of(pattern)
+
+
+@pytest.mark.parametrize("pattern", ["a", "(a)[)](b)", r"\)(a)[]()]\(", "(a(b)|c)"])
+def test_pairs_of_parentheses_are_found_without_building_anything(pattern: str) -> None:
+    assert is_balanced(pattern) and is_balanced(schema_regex({"type": "object"}))
+    assert not any(map(is_balanced, (f"{pattern})(", f"[{pattern}[a]]", f"(?x){pattern}")))
 
 
 @pytest.mark.parametrize("rule", ["threshold", "eb", "topk"])
