@@ -86,6 +86,7 @@ class Engine:
         prompt_length: P, the longest prompt; each slot reserves this many positions.
         draws: whether single requests may set temperature, top_p and top_k.
         buckets: whether the number of rows follows the requests.
+        constraint_states: of the largest automaton that a request may bring.
         prefixes: the kept prefixes, None where prompts are not read before their first step.
         rows: slots of the program that runs, which are all of them without `buckets`.
         stop, ignore_eos: the sampler's, if the engine was built by a name; else none.
@@ -149,6 +150,7 @@ class Engine:
         check_width(model, sampler, self.prompt_length)
         self.draws, self.buckets = draws, buckets
         check_whole("constraint_states", constraint_states, 0)
+        self.constraint_states = constraint_states
         self._slots = Slots(model, sampler, slots, self.prompt_length, draws, buckets, constraint_states)
         self.sampler: Any = self._slots.sampler
         self._prefill: Prefill | None = None
@@ -214,7 +216,7 @@ class Engine:
             stop=tuple(stop),
             sampler_stop=self.stop,
         )
-        self._check(made)
+        self.check(made)
         return made
 
     def constraint_of(self, form: Mapping[str, Any], stop: Sequence[str | int] = ()) -> Constraint | None:
@@ -270,7 +272,7 @@ class Engine:
         """
         if not isinstance(request, Request):
             raise DllmError(f"the request is a {type(request).__name__}; make one by engine.request(prompt, ...)")
-        self._check(request)
+        self.check(request)
         request.number = self._count if request.number < 0 else request.number
         request.bind(self.model, self.sampler)
         self._count += 1
@@ -343,7 +345,7 @@ class Engine:
 
     # -----------------------------------------------------------------------------------------------------------------
 
-    def _check(self, request: Request) -> None:
+    def check(self, request: Request) -> None:
         """Raises DllmError for a request that the program has no room for."""
         check_width(self.model, self.sampler, len(request.prompt))
         if len(request.prompt) > self.prompt_length:

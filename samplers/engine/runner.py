@@ -92,8 +92,9 @@ class Runner:
         """
         self.slots, self._trace, self._on_update = slots, trace, on_update
         self._most = model.config.max_length - sampler.gen_length
-        room = {"slots": slots, "constraint_states": constraint_states}
-        self._make = lambda longest: Engine(model, sampler, prompt_length=longest, **room)
+        self._make = lambda longest: Engine(
+            model, sampler, slots=slots, prompt_length=longest, constraint_states=constraint_states
+        )
         self._engine: Engine | None = None
         self._former = Stats()  # of engines that were replaced
 
