@@ -361,6 +361,7 @@ def test_room_is_left_for_what_lines_bring(tmp_path):
         ({"options": {"temperature": 1}}, "temperature would make another program"),
         ({"regex": "a"}, "regex and json_schema of a request need room"),
     ],
+    ids=["draw", "form"],
 )
 def test_a_pipe_is_read_as_it_comes(run, monkeypatch, llada_tiny, own, problem):
     text = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS[:2])

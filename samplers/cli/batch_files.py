@@ -345,7 +345,7 @@ class LineRequests:
         length = config.options.get("gen_length")
         longest = max(model.config.max_length - length, 1) if isinstance(length, int) else None
         self.constraint_states = FORM_STATES if needs.forms else 0
-        room = {"draws": needs.draws, "constraint_states": self.constraint_states}
+        room: dict[str, Any] = {"draws": needs.draws, "constraint_states": self.constraint_states}
         try:
             self._engine = Engine(model, config, slots=1, prompt_length=longest, **room)
         except DllmError as error:
