@@ -27,6 +27,7 @@ from dllm_jax import DllmError, Model
 from dllm_jax.text.tokenizer import encode_text, special_tokens
 from samplers.checks import check_length, check_seed
 from samplers.config.factory import CanvasSampler, find_end_ids
+from samplers.config.registry import FORMS
 from samplers.config.sampler_config import SamplerConfig, configure, make_sampler
 from samplers.engine.requests import Request, Update, requests_of
 from samplers.engine.runner import run_all
@@ -131,6 +132,8 @@ def infill(
         sampler: a name, spec or rule for `make_sampler`; samplers from left to right cannot fill gaps.
         seed, batch_size, progress, trace, on_update: as in `generate`.
         options: see `make_sampler`. `gen_length` and `stop` are refused: the template determines where the text ends.
+            regex and json_schema are the form of the text from the first gap on; a list has the form of each gap, None
+            for any text.
 
     Returns:
         An `Infilling` for a single text, else a list of them.
@@ -162,7 +165,8 @@ def prepare_infill(
     """Everything that `infill` does before the first forward; it does not use the model's parameters.
 
     Args:
-        made: a sampler that is built already, of `config_for_gaps`, instead of one for these templates.
+        made: a sampler that is built already, of `config_for_gaps`, instead of one for these templates; of the
+            options, forms of a request are then checked.
 
     Raises:
         DllmError: as `infill`.
@@ -184,10 +188,12 @@ def prepare_infill(
     longest = max((len(row) for row in prompts), default=0)
     width = max((sum(own) + sum(map(len, ids[1:])) for ids, own in zip(pieces, lengths, strict=True)), default=1)
     if made is None:
-        made = _sampler(model, sampler, options, longest, width)
+        made = _sampler(model, sampler, options, parsed, longest, width)
     elif width > made.gen_length:
         room = f"there is room for {made.gen_length}; shorten it"
         raise DllmError(f"the template has {width} tokens from its first gap on and {room}")
+    else:
+        _check_forms(options, parsed)
     check_width(model, made, longest)  # before a canvas is made, which may be huge
     canvases = [_make_canvas(ids[1:], old, own) for ids, old, own in zip(pieces, edited, lengths, strict=True)]
     heads, rest = [ids[0] for ids in pieces], [ids[1:] for ids in pieces]
@@ -288,6 +294,7 @@ def _sampler(
     model: Model,
     sampler: str | Rule | SamplerConfig | None,
     options: Mapping[str, Any],
+    templates: Sequence[Template],
     prompt_length: int,
     longest: int,
 ) -> CanvasSampler:
@@ -299,12 +306,25 @@ def _sampler(
     config = configure(model, sampler, options)
     if written := [option for option in _WITHOUT_EFFECT if config.is_written(option)]:
         raise DllmError(f"{written[0]} has no effect on an infilling, which ends where its template does; leave it out")
+    _check_forms(config.options, templates)
     config = config_for_gaps(model, config)
     block = config.options.get("block_length", getattr(config.kind, "block_length", None))
     check_length("block_length", block or None, optional=True)
     room = -(-longest // block) * block if block else bucket_length(longest)
     length = max(min(room, model.config.max_length - prompt_length), longest)
     return make_sampler(model, config.with_options(gen_length=length))
+
+
+def _check_forms(options: Mapping[str, Any], templates: Sequence[Template]) -> None:
+    """Raises DllmError for a list of forms that does not have one for each gap, and for gaps without a border."""
+    listed = {name: options[name] for name in FORMS if isinstance(options.get(name), list | tuple)}
+    for name, forms in listed.items():
+        for template in templates:
+            if len(forms) != len(template.gaps):
+                count = f"the length of {name} is {len(forms)}, and the number of gaps {len(template.gaps)}"
+                raise DllmError(f"{count}; give one form for each gap, None for any text")
+            if "" in template.pieces[1:-1]:
+                raise DllmError(f"{name} has a form for each gap, and two gaps adjoin; put a text between them")
 
 
 def config_for_gaps(model: Model, config: SamplerConfig) -> SamplerConfig:

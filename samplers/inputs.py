@@ -45,9 +45,10 @@ def checked_call(
         if (constraint := getattr(sampler, "constraint", None)) is not None:
             if constraint.least.shape[0] not in (1, batch):
                 raise DllmError(f"the constraint is of {constraint.least.shape[0]} rows; give one, or {batch}")
-            unknown = most is None and options.get("gen_lengths") is not None
-            given = None if unknown else given_tokens(options.get("given"), denoiser)
-            for row, length in enumerate(np.broadcast_to(generations, batch).tolist()):
+            given = given_tokens(options.get("given"), denoiser)
+            known = {"given": given, "gen_lengths": most}  # on the host
+            unknown = [name for name, value in known.items() if value is None and options.get(name) is not None]
+            for row, length in enumerate([] if unknown else np.broadcast_to(generations, batch).tolist()):
                 constraint.check(length, None if given is None else given[row], row)
     return prompt
 

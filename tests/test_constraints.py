@@ -40,6 +40,7 @@ from samplers import canvas as canvases
 from samplers.cli import sample as cli
 from samplers.constraints import automaton as automata
 from samplers.constraints.automaton import bytes_of, constraint_of, schema_regex, token_constraint
+from samplers.constraints.byte_table import is_balanced
 from samplers.constraints.constraint import DEAD, START, Constraint
 from samplers.engine.program import run_steps_jit
 from samplers.rules.base import Change
@@ -158,7 +159,7 @@ def test_tokens_that_fit_alone_but_not_together_wait() -> None:
     chosen = undecided & (draw.random(undecided.shape) < 0.7)
     fits = np.asarray(window.allowed(jnp.arange(V)))
     words = np.where(chosen, np.argmax(fits * draw.random(fits.shape), axis=2), tokens)
-    change = window.joint(Change(jnp.asarray(words), jnp.asarray(undecided & ~chosen)), jnp.asarray(tokens))
+    change = window.joint(Change(jnp.asarray(words), jnp.asarray(undecided & ~chosen)))
     left = np.asarray(change.undecided)
     for row, (_, _, _, _, first, fitting) in enumerate(CASES):
         kept = fitting
@@ -378,6 +379,8 @@ def test_schemas_are_json_of_their_kind() -> None:
     assert not matches('{"n": 1.5, "ok": true, "s": "a"}') and not matches('{"n": 1, "ok": true}')
     machine = bytes_of(schema_regex({"type": "string", "pattern": "^a|b$"}))
     assert matches('"a"') and matches('"b"') and not matches('"a') and not matches('b"')
+    either = bytes_of(schema_regex({"oneOf": [{"type": "integer"}, {"type": "number"}]}))
+    assert either.accept[either.table[START, ord("3")]]  # which is both, and so not oneOf's
     machine = bytes_of(schema_regex({"type": "object"}))
     deep = {"a": {"b": [1, "é", None], "c": {}}, "d": [[-1.5e-7]], "e": 'quote " and \\ and \n'}
     assert matches(json.dumps(deep, ensure_ascii=False)) and matches("{}") and not matches('{"a": {"b": {"c": {}}}}')
@@ -414,6 +417,12 @@ BROKEN = [("(", "regex"), ("a)(b", "regex"), ("(?=a)b", "regex"), ("(a|b)*a(a|b)
 def test_expressions_that_cannot_be_compiled_are_refused(pattern: str, word: str) -> None:
     with refuses(word):
         bytes_of(pattern)
+
+
+@pytest.mark.parametrize("pattern", ["a", "(a)[)](b)", r"\)(a)[]()]\(", "(a(b)|c)"])
+def test_pairs_of_parentheses_are_found_without_building_anything(pattern: str) -> None:
+    assert is_balanced(pattern) and is_balanced(schema_regex({"type": "object"}))
+    assert not any(map(is_balanced, (f"{pattern})(", f"[{pattern}[a]]", f"(?x){pattern}")))
 
 
 @pytest.mark.parametrize("rule", ["threshold", "eb", "topk"])

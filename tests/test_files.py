@@ -106,6 +106,21 @@ def test_lines_bring_numbers_of_their_own(run, tmp_path, alone):
     assert list(first)[-3:] == list(TIMES)
 
 
+def test_lines_bring_forms_of_their_own(run, tmp_path, llada_tiny):
+    forms = [{"regex": "[0-9]{2,9}"}, {}, {"json_schema": {"enum": [10, "b"]}}, {"regex": "(yes|no)!", "gen_length": 8}]
+    entries = [{"prompt": PROMPTS[n], "seed": n, **form} for n, form in enumerate(forms)]
+    path = write(tmp_path / "in.jsonl", *entries)
+    status, out, err = run("--prompts", path, "--json")
+    for line, entry in zip(map(json.loads, out.splitlines()), entries, strict=True):
+        own = {name: value for name, value in entry.items() if name != "prompt"}
+        (alone,) = samplers.generate(llada_tiny, [entry["prompt"]], **SHAPE | own)
+        assert (line["text"], line["tokens"], line["nfe"]) == (alone.text, alone.tokens, alone.nfe)
+        assert entry.items() <= line.items()
+    for flags in (("--regex", "a+"), ("--sampler", "leftright")):
+        status, out, err = run("--prompts", path, *flags, flags=FLAGS[:2])
+        assert (status, out) == (2, "") and "leave out regex and json_schema of lines" in err
+
+
 BAD = {  # a line, and what its sentence has
     '{"prompt": ""}': "prompt",
     '{"prompt": "a<|mask|>"}': "mask token",
@@ -134,6 +149,14 @@ BAD = {  # a line, and what its sentence has
     '{"prompt": "a", "stop": [""]}': "stop string",
     json.dumps({"prompt": "a", "stop": list("123456789")}): "9 patterns",
     '{"prompt": "a", "stop": ["\\ud800"]}': "surrogate",
+    '{"prompt": "a", "regex": "("}': "regex cannot be compiled",
+    '{"prompt": "a", "regex": 7}': "regex is 7",
+    '{"prompt": "a", "regex": "[a-z]{17}"}': "17 tokens",
+    '{"prompt": "a", "regex": "[a-z]{600}"}': "has room for 512",
+    '{"prompt": "a", "regex": "a", "stop": ["b"]}': "stop 'b'",
+    '{"prompt": "a", "json_schema": {"minimum": 3}}': "'minimum'",
+    '{"prompt": "a", "json_schema": "object"}': "json_schema is of type str",
+    '{"prompt": "a", "options": {"regex": "a"}}': '"regex" is a key of the line',
     json.dumps({"prompt": [65] * 600}): "600 tokens",
     '{"prompt": [999]}': "token 999",
     '{"prompt": "\\ud800"}': "vocabulary",
@@ -329,16 +352,25 @@ def test_room_is_left_for_what_lines_bring(tmp_path):
     plain = {"prompt": "a"}
     assert room(plain, {**plain, "options": {"threshold": 1}}) == Needs(2, False)
     assert room(plain, {**plain, "options": {"top_k": 1}}, "broken") == Needs(3, True)
+    assert room(plain, {**plain, "regex": "a"}) == room({**plain, "json_schema": {}}, plain) == Needs(2, False, True)
 
 
-def test_a_pipe_is_read_as_it_comes(run, monkeypatch, llada_tiny):
+@pytest.mark.parametrize(
+    ("own", "problem"),
+    [
+        ({"options": {"temperature": 1}}, "temperature would make another program"),
+        ({"regex": "a"}, "regex and json_schema of a request need room"),
+    ],
+    ids=["draw", "form"],
+)
+def test_a_pipe_is_read_as_it_comes(run, monkeypatch, llada_tiny, own, problem):
     text = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS[:2])
-    more = json.dumps({"prompt": "a", "options": {"temperature": 1}}) + "\n"
+    more = json.dumps({"prompt": "a", **own}) + "\n"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO((text + more).encode())))
     wanted = samplers.generate(llada_tiny, PROMPTS[:2], **SHAPE)
     status, out, err = run("--prompts", "-")
     assert (status, out) == (2, "".join(f"--- {n}\n{answer.text}\n" for n, answer in enumerate(wanted, 1)))
-    assert "error: line 3: temperature would make another program; the first line of a pipe decides" in err
+    assert f"error: line 3: {problem}; the first line of a pipe decides" in err
 
 
 def test_every_key_of_an_answer_is_refused_in_a_line():

@@ -1399,6 +1399,23 @@ def test_answers_have_the_form_that_is_asked_for(start):
             model="tiny", prompt=PROMPT, seed=1, stream=True, extra_body={"regex": "x?[0-9]{2}"}
         )
         assert re.fullmatch("x?[0-9]{2}", "".join(chunk.choices[0].text for chunk in pieces))
+        for path, body, pattern in [
+            ("canvas", {"prompt": PROMPT, "regex": "x?[0-9]{2}"}, "x?[0-9]{2}"),
+            ("canvas", {"messages": _user("Hi"), "response_format": named}, r'{ ?"a" ?: ?[12] ?}'),
+            ("infill", {"template": "It is<gap:4>.", "regex": " [0-9]{3}."}, r"It is [0-9]{3}\."),
+            ("infill", {"template": "<gap:3> to<gap:2>", "regex": ["[a-c]+", None]}, "(?s)[a-c]{3} to.*"),
+        ]:
+            answer = httpx.post(f"{found.url}/v1/{path}", json={**body, "seed": 1}, timeout=120)
+            last = [line for line in answer.text.splitlines() if "{" in line][-1]
+            assert re.fullmatch(pattern, json.loads(last.removeprefix("data: "))["text"]), answer.text
+        for path, body, word in [
+            ("canvas", {"prompt": PROMPT, "regex": "("}, "regex"),
+            ("canvas", {"prompt": PROMPT, "regex": "a", "stop": "b"}, "stop"),
+            ("infill", {"template": "It is<gap:4>.", "regex": "[0-9]{3}."}, "given"),
+            ("infill", {"template": "It is<gap:4>.", "regex": ["a+", "b+"]}, "number of gaps 1"),
+        ]:
+            answer = httpx.post(f"{found.url}/v1/{path}", json=body, timeout=60)
+            assert answer.status_code == 400 and word in answer.json()["error"]["message"], answer.text
         plain = chat(response_format={"type": "text"}).choices[0].message.content
         assert plain == chat().choices[0].message.content
         for options, word in [
@@ -1417,3 +1434,5 @@ def test_answers_have_the_form_that_is_asked_for(start):
 def test_a_form_needs_a_server_with_room_for_it(served):
     with pytest.raises(openai.BadRequestError, match="constraint_states"):
         served.client.completions.create(model="tiny", prompt=PROMPT, extra_body={"regex": "a+"})
+    answer = httpx.post(served.url + "/v1/infill", json={"template": "a<gap:2>", "regex": "[ab]+"}, timeout=60)
+    assert answer.status_code == 400 and "constraint_states" in answer.json()["error"]["message"]

@@ -44,6 +44,8 @@ from samplers.text.prompt_files import LINE_OPTIONS, Line, Needs, PromptFile, pr
 
 SLOTS = 16
 """Prompts of a file that run together by default."""
+FORM_STATES = 512
+"""States that the automaton of a line's `regex` or `json_schema` may have, as of `Engine`."""
 WRITTEN = (
     *("line", "error", "text", "gaps", "tokens", "logprobs", "prompt_tokens", "nfe", "full_forwards", "cache_updates"),
     *("verifier_forwards", "tokens_per_forward", "decoded_at", "canvas", "room", "settings"),
@@ -238,7 +240,8 @@ class _FileRun:
             output.begin()
         requests = LineRequests(model, self._needs, **options)
         most = self._options.batch_size or SLOTS
-        runner = Runner(model, requests.sampler, most if self._rows is None else min(most, len(self._rows)))
+        slots = most if self._rows is None else min(most, len(self._rows))
+        runner = Runner(model, requests.sampler, slots, constraint_states=requests.constraint_states)
         self._answer(runner, (self._read(line, requests) for line in itertools.chain([first], lines)), output)
         speed = f"{runner.stats.seconds:.3f} s, compiled before in {runner.stats.compile_seconds:.1f} s"
         print_statistics(self._totals, runner.stats.seconds, speed, model, requests.sampler)
@@ -317,6 +320,7 @@ class LineRequests:
 
     Attributes:
         sampler: its program covers every option that lines change.
+        constraint_states: room for the forms that lines bring, as of `Engine`.
     """
 
     def __init__(
@@ -340,7 +344,12 @@ class LineRequests:
         config = configure(model, sampler, options)
         length = config.options.get("gen_length")
         longest = max(model.config.max_length - length, 1) if isinstance(length, int) else None
-        self._engine = Engine(model, config, slots=1, prompt_length=longest, draws=needs.draws)
+        self.constraint_states = FORM_STATES if needs.forms else 0
+        room: dict[str, Any] = {"draws": needs.draws, "constraint_states": self.constraint_states}
+        try:
+            self._engine = Engine(model, config, slots=1, prompt_length=longest, **room)
+        except DllmError as error:
+            raise DllmError(str(error).replace("constraint_states", "regex and json_schema of lines")) from None
         self.sampler: Any = self._engine.sampler
         self._chat: dict[str, Any] = {"chat": chat, "system": system}
         self._key = jax.random.key(seed)
@@ -383,7 +392,7 @@ class LineRequests:
         problem, found, _ = sentence.partition("; build ")
         if not found:
             return sentence.replace("exceeds the engine's", "exceeds --gen-length").replace(", or build another", "")
-        if self._regular or "would make" not in problem:
+        if self._regular or not ("would make" in problem or "need room" in problem):
             return f"{problem}; pass it as a flag, for all lines"
         return f"{problem}; the first line of a pipe decides: set it there too, or name a file"
 

@@ -26,6 +26,7 @@ from samplers.config.factory import CanvasSampler, build_sampler
 from samplers.config.presets import PRESETS
 from samplers.config.registry import (
     BASE,
+    FORMS,
     LOOPS,
     PARTS,
     SELF,
@@ -144,6 +145,9 @@ class SamplerConfig:
         origins = {**self.origins, **{part: self.origins.get("sampler", "the library") for part in rule}}
         written = dataclasses.replace(self, name=loop, options={**self.options, **rule}, origins=origins)
         found = written._fill(defaults)
+        form = next((option for option in FORMS if option in self.options), None)
+        if form is not None and "constraint" not in field_types(found.kind):
+            raise DllmError(f"sampler {name}: {form} is kept by unmasking rules, not by this loop; name a rule instead")
         known = [option for option in found.owners if option not in rule]
         refuse_unknown(f"sampler {name or found.label}", self.options, known, _parts_with)
         return found
@@ -291,7 +295,8 @@ def make_sampler(
             stop: strings or token ids that end an answer, in addition to the model's own end tokens.
             ignore_eos: do not end at the model's end tokens.
             regex: a regular expression that the whole answer matches.
-            json_schema: a JSON schema, as a dict, that the answer is JSON of (see docs/constraints.md).
+            json_schema: a JSON schema, as a dict, that the answer is JSON of (see docs/constraints.md). For `infill`,
+                a list of either has one for each gap.
             suppress, defer: lists of token ids, or of texts that are one token each; "word" and " word" are two. "eos"
                 is the model's end-of-sequence token and "ends" all its end tokens, the only ones that a spec can name.
             smoothing: True, numbers as in "weight=0.2,growth=0.1", or a `Smoothing`.

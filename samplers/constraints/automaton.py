@@ -18,7 +18,7 @@ import numpy as np
 from dllm_jax.errors import DllmError
 from dllm_jax.text.tokenizer import token_bytes
 from samplers.constraints import byte_table
-from samplers.constraints.constraint import DEAD, START, Constraint
+from samplers.constraints.constraint import DEAD, READ, START, Constraint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,6 +30,7 @@ ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 """The schema of any JSON object: one whose objects and lists are at most `OBJECT_DEPTH` deep, itself counted."""
 
 OBJECT_DEPTH = 3
+_ANY_TEXT = "(?s:.*)"
 
 _NOTES = set(
     "title description default examples deprecated readOnly writeOnly discriminator $schema $id $comment".split()
@@ -65,12 +66,13 @@ def constraint_for(
     vocab_size: int,
     end_ids: Sequence[int],
     *,
-    regex: str | None = None,
-    json_schema: Mapping[str, Any] | None = None,
+    regex: str | Sequence[str | None] | None = None,
+    json_schema: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
     never: Sequence[int] = (),
 ) -> Constraint:
     """The constraint that a whole answer matches a regular expression, or is JSON of a schema; in NumPy's arrays.
 
+    A list has the form of each gap of a canvas, which comes with what is between and after the gaps; None is any text.
     The same question is answered from a cache, so the arrays are shared: do not change them.
 
     Args:
@@ -86,21 +88,34 @@ def constraint_for(
     """
     if (regex is None) == (json_schema is None):
         raise DllmError("regex and json_schema both say what an answer looks like; give one of them")
-    if json_schema is not None:
-        regex = schema_regex(json_schema)
+    form: Any = regex if json_schema is None else json_schema
+    read = _checked_regex if json_schema is None else schema_regex
+    has_gaps = isinstance(form, list | tuple) and len(form) > 0
+    regexes = [_ANY_TEXT if one is None else read(one) for one in (form if has_gaps else [form])]
+    return _compiled(tuple(regexes), has_gaps, tokenizer, vocab_size, tuple(end_ids), tuple(sorted(never)))
+
+
+def _checked_regex(regex: Any) -> str:
     if not isinstance(regex, str) or not regex:
         raise DllmError(f"regex is {regex!r}; give a regular expression that the whole answer matches")
-    return _compiled(regex, tokenizer, vocab_size, tuple(end_ids), tuple(sorted(never)))
+    return regex
 
 
 @functools.lru_cache(maxsize=64)
 def _compiled(
-    regex: str, tokenizer: "PreTrainedTokenizerBase", vocab_size: int, end_ids: tuple[int, ...], never: tuple[int, ...]
+    regexes: tuple[str, ...],
+    has_gaps: bool,
+    tokenizer: "PreTrainedTokenizerBase",
+    vocab_size: int,
+    end_ids: tuple[int, ...],
+    never: tuple[int, ...],
 ) -> Constraint:
     pieces = list(token_bytes(tokenizer, vocab_size))
     for token in never:
         pieces[token] = b""
-    return constraint_of(bytes_of(regex), pieces, [token for token in end_ids if token not in never])
+    if has_gaps:
+        return gaps_constraint([bytes_of(regex) for regex in regexes], pieces)
+    return constraint_of(bytes_of(regexes[0]), pieces, [token for token in end_ids if token not in never])
 
 
 def schema_regex(schema: Mapping[str, Any]) -> str:
@@ -117,6 +132,11 @@ def schema_regex(schema: Mapping[str, Any]) -> str:
         text = json.dumps(_kept(schema))
     except (TypeError, ValueError) as error:
         raise DllmError(f"json_schema is no JSON ({error}); give plain values") from None
+    return _regex_of_schema(text)
+
+
+@functools.lru_cache(maxsize=256)
+def _regex_of_schema(text: str) -> str:
     return str(_run_worker("json_schema", {"schema": text})["regex"])
 
 
@@ -287,6 +307,33 @@ def constraint_of(machine: Bytes, pieces: Sequence[bytes], end_ids: Sequence[int
     return token_constraint(states, np.append(machine.accept, True))
 
 
+def gaps_constraint(machines: Sequence[Bytes], pieces: Sequence[bytes]) -> Constraint:
+    """The constraint of a canvas whose gaps have an automaton over bytes each, in NumPy's arrays.
+
+    The automata follow each other: from where one accepts, a token that the canvas came with leads to the next one's
+    beginning, and further ones stay there. So the gap before must end as its form does.
+
+    Raises:
+        DllmError: if a gap's form has no tokens, and for too many states.
+    """
+    if (total := 1 + sum(len(machine.accept) for machine in machines)) > MOST_STATES:
+        raise DllmError(f"the forms of all gaps have {total} states, of {MOST_STATES} at most; simplify them")
+    states, fixed, first = list[np.ndarray](), list[np.ndarray](), 0
+    for number, (table, accept) in enumerate(machines):
+        own = _walk(table, pieces)
+        own[own != DEAD] += first
+        after = np.where(accept, first + len(table), DEAD)
+        if number:  # all share the first one's dead state; in its place is where what the canvas came with leads
+            own[DEAD], after[DEAD] = own[START], first
+        states.append(own)
+        fixed.append(after)
+        first += len(table)
+    last = np.zeros(total, bool)
+    last[first - len(table) + START : first], last[first] = accept[START:], True
+    states.append(np.zeros_like(states[0][:1]))
+    return token_constraint(np.concatenate(states), last, np.append(np.concatenate(fixed), first))
+
+
 def _walk(table: np.ndarray, pieces: Sequence[bytes]) -> np.ndarray:
     """The state after each token from each state, [Q, V]; dead for tokens without bytes. The longest tokens come first,
     so that those that still have a byte are a prefix."""
@@ -309,30 +356,35 @@ def _walk(table: np.ndarray, pieces: Sequence[bytes]) -> np.ndarray:
 _CHUNK = 16  # states, so that what is read and written stays in the processor's cache
 
 
-def token_constraint(states: np.ndarray, accept: np.ndarray) -> Constraint:
+def token_constraint(states: np.ndarray, accept: np.ndarray, fixed: np.ndarray | None = None) -> Constraint:
     """The constraint of an automaton over tokens, in NumPy's arrays, without the states that no answer passes through.
 
     Args:
         states: [Q, V] int16, the next state; see `DEAD` and `START`.
         accept: [Q] bool, states in which an answer may end.
+        fixed: [Q], as of `Constraint`; by default every token is read.
 
     Raises:
         DllmError: if no sequence of tokens is accepted.
     """
+    fixed = np.full(len(states), READ) if fixed is None else fixed
     leads = np.zeros((len(states), len(states)), bool)
     for state, row in enumerate(states):
         leads[state, row] = True
     leads[:, DEAD] = leads[DEAD] = False
+    steps = leads.copy()
+    steps[fixed > DEAD, fixed[fixed > DEAD]] = True
     least = np.where(accept, 0, len(states))  # tokens to the nearest acceptance
     least[DEAD] = len(states)
     reached = np.arange(len(states)) == START
     for _ in range(len(states)):
-        least = np.minimum(least, 1 + np.where(leads, least, len(states)).min(axis=1))
-        reached = reached | leads[reached].any(axis=0)
+        least = np.minimum(least, 1 + np.where(steps, least, len(states)).min(axis=1))
+        reached = reached | steps[reached].any(axis=0)
     if least[START] >= len(states):
         raise DllmError("no sequence of this model's tokens matches; change the regex or json_schema")
     kept = reached & (least < len(states))  # START is the first of them
-    states = np.where(kept, np.cumsum(kept), DEAD).astype(np.int16)[states[kept]]
+    numbers = np.where(kept, np.cumsum(kept), DEAD).astype(np.int16)
+    states, fixed = numbers[states[kept]], np.where(fixed == READ, READ, numbers[fixed])[kept].astype(np.int16)
     classes = _number_rows(states.T)
     examples = np.unique(classes, return_index=True)[1].astype(np.int32)
     rows, columns = _room(1 + len(states), 32), _room(len(examples), 16)
@@ -346,6 +398,7 @@ def token_constraint(states: np.ndarray, accept: np.ndarray) -> Constraint:
         before=_words(leads.transpose(0, 2, 1)),
         example=padded(examples, columns),
         least=least[[START]].astype(np.int32),
+        fixed=padded(np.append(np.int16(DEAD), fixed), rows),
     )
 
 

@@ -4,7 +4,9 @@
 A short pattern can have more states than any memory holds, and the package that compiles it has no bound of its own.
 """
 
+import itertools
 import json
+import re
 import sys
 
 SECONDS = 10
@@ -41,7 +43,7 @@ def _table(regex: str, last: str, states: int) -> dict[str, object]:
 
     end = 256
     index = Index(f"(?:{regex}){last}", Vocabulary(end, {bytes([byte]): [byte] for byte in range(256)}))
-    if ")" in regex:  # one too many would close the group above
+    if not is_balanced(regex):  # a parenthesis too many would close the group above
         try:
             Index(regex, Vocabulary(end, {b"a": [0]}))
         except ValueError as error:
@@ -52,6 +54,15 @@ def _table(regex: str, last: str, states: int) -> dict[str, object]:
         return {"error": f"it has {len(found)} states, of {states} at most"}
     edges = [[state, byte, to] for state, row in found.items() for byte, to in row.items() if byte != end]
     return {"start": index.get_initial_state(), "accept": sorted(index.get_final_states()), "edges": edges}
+
+
+def is_balanced(regex: str) -> bool:
+    """Whether no parenthesis is closed that was not opened; False also for sets in sets and for comments, unread."""
+    plain = re.sub(r"\\.", "", regex, flags=re.DOTALL)  # without what is escaped
+    if re.search(r"\[\^?\]?[^\]]*\[|\(\?[a-zA-Z-]*x", plain):
+        return False
+    plain = re.sub(r"\[\^?\]?[^\]]*\]", "", plain)
+    return min(itertools.accumulate((x == "(") - (x == ")") for x in plain), default=0) >= 0
 
 
 if __name__ == "__main__":

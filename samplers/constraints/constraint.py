@@ -25,6 +25,9 @@ from samplers.rules.base import Change
 DEAD, START = 0, 1
 """States of every automaton: the one that nothing leads out of, and the first."""
 
+READ = -1
+"""In the place of a state: a token that the canvas came with is read as any other."""
+
 WORD = 32
 
 
@@ -35,8 +38,8 @@ def any_form(vocab_size: int, states: int, classes: int) -> "Constraint":
     leads = np.zeros((1, WORD, 1), np.uint32)
     leads[0, START] = 1 << START
     table = np.where(one, START, DEAD).astype(np.int16)[:, None]
-    none = np.zeros((1, vocab_size), np.int32)
-    return Constraint(none, table, one, leads, leads, none[:, :1], none[:, 0]).padded(states, classes)
+    none, read = np.zeros((1, vocab_size), np.int32), np.full((1, WORD), READ, np.int16)
+    return Constraint(none, table, one, leads, leads, none[:, :1], none[:, 0], read).padded(states, classes)
 
 
 @pytree()
@@ -51,6 +54,7 @@ class Constraint:
         after, before: [R, Q, Q / 32] uint32, bits of the states that one token leads to from each, and from which.
         example: [R, C] int32, a token of each class.
         least: [R] int32, tokens of the shortest answer.
+        fixed: [R, Q] int16, the state after a token that the canvas came with, whatever it is; or `READ`.
     """
 
     classes: Any
@@ -60,6 +64,7 @@ class Constraint:
     before: Any
     example: Any
     least: Any
+    fixed: Any
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -75,13 +80,18 @@ class Constraint:
     def padded(self, states: int, classes: int) -> "Constraint":
         """The same, in NumPy's arrays, with this room for states and classes, at least the `used` ones."""
         words = states // WORD
-        shapes = {"table": (classes, states), "accept": (states,), "after": (states, words), "before": (states, words)}
+        tables = {"table": (classes, states), "after": (states, words), "before": (states, words)}
         grown = {}
-        for name, shape in {**shapes, "example": (classes,)}.items():
+        for name, shape in {**tables, "accept": (states,), "fixed": (states,), "example": (classes,)}.items():
             old = np.asarray(getattr(self, name))
             old = old[(slice(None), *map(slice, shape))]
             grown[name] = np.pad(old, [(0, 0), *((0, new - n) for n, new in zip(old.shape[1:], shape, strict=True))])
         return dataclasses.replace(self, **grown)
+
+    def check_length(self, gen_length: int, row: int = 0) -> None:
+        """Raises DllmError if the shortest answer is longer; inside a program nothing is checked."""
+        if not isinstance(self.least, jax.core.Tracer) and (least := int(self.least[row])) > gen_length:
+            raise DllmError(f"the shortest answer of this form has {least} tokens; gen_length is {gen_length}")
 
     def check(self, gen_length: int, given: np.ndarray | None = None, row: int = 0) -> None:
         """Raises DllmError if no answer of this length is accepted; inside a program nothing is checked.
@@ -93,24 +103,25 @@ class Constraint:
         if any(isinstance(leaf, jax.core.Tracer) for leaf in (self.least, self.table)):
             return
         row = min(row, self.least.shape[0] - 1)
-        if (least := int(self.least[row])) > gen_length:
-            raise DllmError(f"the shortest answer of this form has {least} tokens; gen_length is {gen_length}")
-        if given is None:
-            return
-        classes, table, accept, after = (
-            np.asarray(x[row]) for x in (self.classes, self.table, self.accept, self.after)
+        self.check_length(gen_length, row)
+        classes, table, accept, after, fixed = (
+            np.asarray(x[row]) for x in (self.classes, self.table, self.accept, self.after, self.fixed)
         )
-        leads = np.unpackbits(after.astype("<u4").view(np.uint8), axis=1, bitorder="little").astype(bool)
-        for token in given[gen_length - 1 :: -1]:
-            accept = accept[table[classes[token]]] if token >= 0 else (leads & accept).any(axis=1)
+        for token in [READ] * gen_length if given is None else given[gen_length - 1 :: -1]:
+            if token < 0:
+                bits = np.packbits(accept, bitorder="little").view("<u4")
+                accept = ((after & bits) != 0).any(axis=1)
+            else:
+                accept = accept[np.where(fixed == READ, table[classes[token]], fixed)]
         if not accept[START]:
-            raise DllmError("the given tokens fit no answer of this form and length; correct them or the constraint")
+            what = "" if given is None else " with the given ones"
+            raise DllmError(f"no text of {gen_length} tokens{what} has this form; correct the form, or the length")
 
     # Inside a program ------------------------------------------------------------------------------------------------
 
     def begin(self, canvas: Canvas) -> "ConstraintState":
         """The state before anything is written."""
-        tokens = slice_rows(canvas.tokens, canvas.prompt_lengths, canvas.gen_length)
+        tokens = _tokens(canvas, canvas.prompt_lengths, canvas.gen_length)
         inside = jnp.arange(canvas.gen_length) < canvas.gen_lengths[:, None]
 
         def of_row(own: Constraint, *cells: jax.Array) -> jax.Array:
@@ -131,7 +142,7 @@ class Constraint:
         """
         state = self._read(state, canvas)
         place = (start - canvas.prompt_lengths)[:, None] + jnp.arange(width)
-        tokens, undecided = slice_rows(canvas.tokens, start, width), canvas.of_window(canvas.undecided, start, width)
+        tokens, undecided = _tokens(canvas, start, width), canvas.of_window(canvas.undecided, start, width)
         inside = (place >= state.read[:, None]) & (place < canvas.gen_lengths[:, None])
         end = jnp.clip(place[:, -1] + 1, 0, canvas.gen_length)
         last = jnp.take_along_axis(state.ends, end[:, None, None], axis=1)[:, 0]
@@ -143,7 +154,7 @@ class Constraint:
             return begun, later, own._fitting(reached, later) | _words(~cells[-1])
 
         begun, later, fits = self._each(of_row, state.state, last, tokens, undecided, inside)
-        return state, Window(self, begun, later, fits, undecided, inside)
+        return state, Window(self, begun, later, fits, tokens, undecided, inside)
 
     def _each(self, of: Callable[..., Any], *rows: jax.Array) -> Any:
         """A function of a row's own constraint, without its axis R, and other arrays, of every row."""
@@ -153,16 +164,16 @@ class Constraint:
 
     def _read(self, state: "ConstraintState", canvas: Canvas) -> "ConstraintState":
         """The state after reading up to each row's first undecided position."""
-        undecided = canvas.undecided
+        undecided, tokens = canvas.undecided, _tokens(canvas, canvas.prompt_lengths, canvas.gen_length)
         frontier = jnp.where(undecided.any(axis=1), jnp.argmax(undecided, axis=1), canvas.gen_lengths).astype(jnp.int32)
 
         def next_state(own: Constraint, state: jax.Array, token: jax.Array) -> jax.Array:
-            return own.table[own.classes[token], state].astype(jnp.int32)
+            return own._next(token)[state].astype(jnp.int32)
 
         def read(s: ConstraintState) -> ConstraintState:
             go = s.read < frontier
-            at = (canvas.prompt_lengths + s.read)[:, None]
-            token = jnp.take_along_axis(canvas.tokens, jnp.minimum(at, canvas.tokens.shape[1] - 1), axis=1)[:, 0]
+            at = jnp.minimum(s.read, canvas.gen_length - 1)[:, None]
+            token = jnp.take_along_axis(tokens, at, axis=1)[:, 0]
             new = jnp.where(go, self._each(next_state, s.state, token), s.state)
             return dataclasses.replace(s, read=s.read + go, state=new)
 
@@ -170,13 +181,19 @@ class Constraint:
 
     # Of one row, without the axis R
 
+    def _next(self, token: jax.Array) -> jax.Array:
+        """The state after each, [Q], by a token as of `_tokens`."""
+        came = token < 0
+        after = self.table[self.classes[jnp.where(came, ~token, token)]]
+        return jnp.where(came & (self.fixed != READ), self.fixed, after)
+
     def _backward(self, last: jax.Array, tokens: jax.Array, undecided: jax.Array, inside: jax.Array) -> jax.Array:
         """B before each of some positions [W]: [W, Q] bool, from B after the last of them [Q]."""
 
         def step(later: jax.Array, cell: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
             token, is_undecided, is_inside = cell
             free = ((self.after & _words(later)) != 0).any(axis=-1)
-            found = jnp.where(is_undecided, free, later[self.table[self.classes[token]]])
+            found = jnp.where(is_undecided, free, later[self._next(token)])
             found = jnp.where(is_inside, found, later)
             return found, found
 
@@ -198,7 +215,7 @@ class Constraint:
 
     def _taken(self, states: jax.Array, token: jax.Array) -> jax.Array:
         """F after a token."""
-        return jnp.zeros_like(states).at[self.table[self.classes[token]]].max(states).at[DEAD].set(False)
+        return jnp.zeros_like(states).at[self._next(token)].max(states).at[DEAD].set(False)
 
     def _fitting(self, reached: jax.Array, later: jax.Array) -> jax.Array:
         """Which classes fit at each position: [C, W / 32] uint32, bits of the positions.
@@ -234,6 +251,7 @@ class Window(NamedTuple):
         begun: [B, Q] bool, the state at the first undecided position.
         later: [B, W, Q] bool, the states after each position from which the rest can end in acceptance.
         fits: [B, C, W / 32] uint32, bits of the positions at which each class fits: all where nothing is undecided.
+        tokens: [B, W] int32, as of `_tokens`.
         undecided, inside: [B, W] bool; positions that are not inside are outside the canvas, or read already.
     """
 
@@ -241,6 +259,7 @@ class Window(NamedTuple):
     begun: jax.Array
     later: jax.Array
     fits: jax.Array
+    tokens: jax.Array
     undecided: jax.Array
     inside: jax.Array
 
@@ -265,12 +284,8 @@ class Window(NamedTuple):
         found: jax.Array = self.constraint._each(of_row, self.fits, token)
         return found
 
-    def joint(self, change: Change, tokens: jax.Array) -> Change:
-        """The change without what does not fit with what it writes further left.
-
-        Args:
-            tokens: [B, W] int32, of the window before the change.
-        """
+    def joint(self, change: Change) -> Change:
+        """The change without what does not fit with what it writes further left."""
 
         def of_row(own: Constraint, begun: jax.Array, *cells: jax.Array) -> jax.Array:
             def step(carry: Any, cell: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
@@ -284,10 +299,18 @@ class Window(NamedTuple):
             return lax.scan(step, (begun, vary_like(begun, jnp.bool_(True))), cells)[1]
 
         chosen = self.undecided & ~change.undecided
-        cells = change.tokens, self.later, self.undecided, chosen, self.inside
+        tokens = jnp.where(self.undecided, change.tokens, self.tokens)
+        cells = tokens, self.later, self.undecided, chosen, self.inside
         writes = self.constraint._each(of_row, self.begun, *cells)
         waits = chosen & ~writes
-        return Change(jnp.where(waits, tokens, change.tokens), change.undecided | waits)
+        return Change(jnp.where(waits, self.tokens, change.tokens), change.undecided | waits)
+
+
+def _tokens(canvas: Canvas, start: jax.Array, width: int) -> jax.Array:
+    """The tokens of a window [B, W] int32; those that the canvas came with, which no forward wrote, as ~id."""
+    came = canvas.of_window(~canvas.undecided & (canvas.decoded_at < 0), start, width)
+    tokens = slice_rows(canvas.tokens, start, width)
+    return jnp.where(came, ~tokens, tokens)
 
 
 def _words(flags: jax.Array) -> jax.Array:

@@ -90,6 +90,7 @@ class Engine:
         draws: whether single requests may set temperature, top_p, top_k and logit_bias.
         buckets: whether the number of rows follows the requests.
         top_logprobs: most probable tokens of each position that requests may ask for.
+        constraint_states: of the largest automaton that a request may bring.
         prefixes: the kept prefixes, None where prompts are not read before their first step.
         rows: slots of the program that runs, which are all of them without `buckets`.
         stop, ignore_eos: the sampler's, if the engine was built by a name; else none.
@@ -159,6 +160,7 @@ class Engine:
         check_whole("constraint_states", constraint_states, 0)
         check_whole("top_logprobs", top_logprobs, 0, min(MOST_TOP, model.config.vocab_size - 1))
         self.top_logprobs = top_logprobs
+        self.constraint_states = constraint_states
         self._slots = Slots(model, sampler, slots, self.prompt_length, draws, buckets, constraint_states, top_logprobs)
         self.sampler: Any = self._slots.sampler
         self._prefill: Prefill | None = None
@@ -233,7 +235,7 @@ class Engine:
             stop=tuple(stop),
             sampler_stop=self.stop,
         )
-        self._check(made)
+        self.check(made)
         return made
 
     def constraint_of(self, form: Mapping[str, Any], stop: Sequence[str | int] = ()) -> Constraint | None:
@@ -255,7 +257,7 @@ class Engine:
             raise DllmError(f"the form has {has}; this engine has room for {room[0]} and {room[1]}; simplify it")
         return found.padded(*room)
 
-    def check_bias(self, bias: Mapping[int, float] | None) -> None:
+    def _check_bias(self, bias: Mapping[int, float] | None) -> None:
         """Raises DllmError for a `logit_bias` that is none, or that the program has no room for."""
         if bias is None:
             return
@@ -307,7 +309,7 @@ class Engine:
         """
         if not isinstance(request, Request):
             raise DllmError(f"the request is a {type(request).__name__}; make one by engine.request(prompt, ...)")
-        self._check(request)
+        self.check(request)
         request.number = self._count if request.number < 0 else request.number
         request.bind(self.model, self.sampler)
         self._count += 1
@@ -380,7 +382,7 @@ class Engine:
 
     # -----------------------------------------------------------------------------------------------------------------
 
-    def _check(self, request: Request) -> None:
+    def check(self, request: Request) -> None:
         """Raises DllmError for a request that the program has no room for."""
         check_width(self.model, self.sampler, len(request.prompt))
         if len(request.prompt) > self.prompt_length:
@@ -390,7 +392,7 @@ class Engine:
             check_given(request.given, (self.sampler.gen_length,), self.model.denoiser)
         if request.numbers is not None:
             self._slots.check_numbers(request.numbers)
-        self.check_bias(request.logit_bias)
+        self._check_bias(request.logit_bias)
         check_whole("top_logprobs", request.top_logprobs, 0)
         if request.top_logprobs > self.top_logprobs:
             wanted = f"top_logprobs={request.top_logprobs}"

@@ -81,16 +81,20 @@ class Runner:
         *,
         trace: bool = False,
         on_update: Callable[[Update], None] | None = None,
+        constraint_states: int = 0,
     ) -> None:
         """
         Args:
             slots: requests that run together.
             trace: keep each request's result after every step, for its `trace`; every step is then a call of its own.
             on_update: called after every step with what it did to each request; likewise.
+            constraint_states: as of `Engine`, of requests that bring a form.
         """
         self.slots, self._trace, self._on_update = slots, trace, on_update
         self._most = model.config.max_length - sampler.gen_length
-        self._make = lambda longest: Engine(model, sampler, slots=slots, prompt_length=longest)
+        self._make = lambda longest: Engine(
+            model, sampler, slots=slots, prompt_length=longest, constraint_states=constraint_states
+        )
         self._engine: Engine | None = None
         self._former = Stats()  # of engines that were replaced
 

@@ -352,7 +352,7 @@ class BlockSampler:
         """Raises DllmError for what is no constraint, one with longer answers alone, and parts that cannot keep it."""
         if not isinstance(constraint, Constraint):
             raise DllmError(f"constraint is a {type(constraint).__name__}; make one by samplers.constraint_for")
-        constraint.check(self.gen_length)
+        constraint.check_length(self.gen_length)
         if not isinstance(self.rule, Rule):
             return
         name = type(self.rule).__name__

@@ -115,12 +115,8 @@ class Form(Protocol):
         """Tokens [B, W] int32, each that does not fit replaced by one that does."""
         ...
 
-    def joint(self, change: Change, tokens: jax.Array) -> Change:
-        """The change without what does not fit together with the rest of it.
-
-        Args:
-            tokens: [B, W] int32, of the window before the change.
-        """
+    def joint(self, change: Change) -> Change:
+        """The change without what does not fit together with the rest of it."""
         ...
 
 
@@ -365,7 +361,7 @@ def decided(
         change = Change(jnp.where(best >= 0, best, change.tokens), change.undecided & (best < 0))
         logprobs = jnp.where(best >= 0, sure, logprobs)
     if form is not None:
-        change = form.joint(change, view.tokens)
+        change = form.joint(change)
     return Decision(predictions, change, logprobs, last, state, logits)
 
 

@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import secrets
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
@@ -153,6 +154,7 @@ class Service:
         self._admitted_at: dict[Job, float] = {}
         self._deciding: set[Any] = set()
         self._gaps: Engine | None = None
+        self._making_gaps = threading.Lock()
         self._encoding = concurrent.futures.ThreadPoolExecutor(1, "encoding")
         self._forming = concurrent.futures.ThreadPoolExecutor(1, "forming")
         self._loop = asyncio.get_running_loop()
@@ -287,7 +289,7 @@ class Service:
         try:
             async with _deadline(until):
                 if body.form:  # some seconds the first time, in which other requests are encoded
-                    await self._loop.run_in_executor(self._forming, self._compile_form, body.form)
+                    await self._loop.run_in_executor(self._forming, self._compile_form, body)
                 about = (body, client, prompts, copies, streamed)
                 jobs = await self._loop.run_in_executor(self._encoding, self._make_jobs, *about)
             self._check_alive()
@@ -387,12 +389,13 @@ class Service:
         """The most probable tokens that the engine keeps for an answer; 1 is the token itself where it keeps none."""
         return body.top if self.engine.top_logprobs or body.top > 1 else 0
 
-    def _compile_form(self, form: Mapping[str, Any]) -> None:
+    def _compile_form(self, body: Body) -> None:
         """Compiles the form of an answer, which a cache keeps. Not for the event loop."""
         try:
-            self.engine.constraint_of(form)
+            engine = self._infiller() if isinstance(body, InfillBody) else self.engine
+            engine.constraint_of(body.form)
         except DllmError as error:
-            raise Fault(400, str(error), param="response_format" if "json_schema" in form else "regex") from None
+            raise Fault(400, str(error), param="response_format" if "json_schema" in body.form else "regex") from None
 
     def _template(self, body: Body) -> str | None:
         """What is to be filled: an infilling's template, or a gap and the suffix after it."""
@@ -409,32 +412,31 @@ class Service:
     def _make_infilling(self, template: str, prompt: Any, index: int, seed: int, body: Body, client: str) -> Job:
         """Raises DllmError for what cannot be filled."""
         engine, numbers = self._infiller(), body.numbers
-        engine.check_bias(body.bias)
-        plan = prepare_infill(self.reader, [template], prompt=prompt, seed=seed, made=engine.sampler)
+        plan = prepare_infill(self.reader, [template], prompt=prompt, seed=seed, made=engine.sampler, **body.form)
         (request,) = requests_for(self.reader, plan)
         if len(request.prompt) > engine.prompt_length:
             words = f"the text before the first gap has {len(request.prompt)} tokens"
             raise DllmError(f"{words}; this server takes {engine.prompt_length}")
         request.number, request.numbers = -1, engine.numbers_with(numbers) if numbers else None
-        request.logit_bias = body.bias
+        request.logit_bias, request.constraint = body.bias, engine.constraint_of(body.form)
+        engine.check(request)
         return Job(index, request, seed, False, engine, client, plan)
 
     def _infiller(self) -> Engine:
         """The engine that fills gaps, made for the first that ask: without end tokens, and with text in every gap."""
-        if self._gaps is None:
-            engine = self.engine
-            if engine.config is None:
-                raise DllmError("this server's sampler fills no gaps; start it with one by name")
-            config = config_for_gaps(engine.model, engine.config)
-            self._gaps = Engine(
-                engine.model,
-                config,
-                slots=engine.slots,
-                prompt_length=engine.prompt_length,
-                draws=engine.draws,
-                buckets=engine.buckets,
-            )
-        return self._gaps
+        with self._making_gaps:
+            if self._gaps is None:
+                self._gaps = self._make_infiller()
+            return self._gaps
+
+    def _make_infiller(self) -> Engine:
+        """Raises DllmError for a sampler that fills no gaps."""
+        engine = self.engine
+        if engine.config is None:
+            raise DllmError("this server's sampler fills no gaps; start it with one by name")
+        config = config_for_gaps(engine.model, engine.config)
+        names = ("slots", "prompt_length", "draws", "buckets", "constraint_states")
+        return Engine(engine.model, config, **{name: getattr(engine, name) for name in names})
 
     def _make_question(self, body: DecideBody) -> tuple[Question, int]:
         """The question and its seed. Not for the event loop."""

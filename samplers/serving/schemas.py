@@ -213,12 +213,9 @@ class Body(BaseModel):
         return found
 
 
-class CompletionBody(Body):
-    """The fields of both of OpenAI's endpoints."""
+class FormedBody(Body):
+    """The fields of answers that may have a form."""
 
-    n: int | None = Field(None, ge=1, le=128)
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     regex: String | None = None
 
@@ -237,6 +234,14 @@ class CompletionBody(Body):
         super().check()
         if self.form and self.stops:
             raise Fault(400, "stop may cut an answer before its form is complete; leave one of them out", param="stop")
+
+
+class CompletionBody(FormedBody):
+    """The fields of both of OpenAI's endpoints."""
+
+    n: int | None = Field(None, ge=1, le=128)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
 
     @property
     def with_usage(self) -> bool:
@@ -341,7 +346,7 @@ class PromptBody(Body):
         return [self.prompt if self.messages is None else [message.turn for message in self.messages]]
 
 
-class CanvasBody(PromptBody):
+class CanvasBody(PromptBody, FormedBody):
     """The body of /v1/canvas."""
 
 
@@ -349,6 +354,11 @@ class InfillBody(PromptBody):
     """The body of /v1/infill: a text with gaps, with or without a prompt that it answers."""
 
     template: String
+    regex: String | list[String | None] | None = None
+
+    @property
+    def form(self) -> dict[str, Any]:
+        return {} if self.regex is None else {"regex": self.regex}
 
     @property
     def prompts(self) -> list[Any]:

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dllm_jax import DllmError
+from samplers.config.registry import FORMS
 
-LINE_OPTIONS = ("gen_length", "seed", "stop")
+LINE_OPTIONS = ("gen_length", "seed", "stop", *FORMS)
 """Keys of a line that change its own answer, besides its `options`."""
 _LONGEST = 16 * 2**20  # bytes of a line
 _DRAWN = (b'"temperature"', b'"top_p"', b'"top_k"')
+_FORMED = tuple(f'"{name}"'.encode() for name in FORMS)
 
 
 class Line(NamedTuple):
@@ -38,10 +40,12 @@ class Needs(NamedTuple):
     Attributes:
         total: lines that are not blank; None for a pipe.
         draws: whether lines may set temperature, top_p or top_k.
+        forms: whether lines may set regex or json_schema.
     """
 
     total: int | None
     draws: bool
+    forms: bool = False
 
 
 class PromptFile:
@@ -78,11 +82,12 @@ class PromptFile:
 
     def needs(self) -> Needs:
         """What the lines need: a regular file is read for it; of a pipe the first line is all that is there."""
-        total, draws = 0, False
+        total, draws, forms = 0, False, False
         for line in self._read() if self.regular else self._first:
             total += 1
             draws |= self.is_json and any(name in line.data for name in _DRAWN)
-        return Needs(total if self.regular else None, draws)
+            forms |= self.is_json and any(name in line.data for name in _FORMED)
+        return Needs(total if self.regular else None, draws, forms)
 
     def entry(self, line: Line) -> dict[str, Any]:
         """The keys of a line.
