@@ -33,7 +33,7 @@ from dllm_jax.errors import DllmError
 from dllm_jax.params.specs import init_params
 
 PACKAGES = ("benchmarks", "docs", "convert", "dllm_jax", "evals", "samplers", "train")
-DATA = {"json", "jinja", "text", "toml", "yaml"}
+DATA = {"json", "jinja", "nginx", "text", "toml", "yaml"}
 RUN = {"python", "sh"}
 _BLOCK = re.compile(
     r"(?:`(?P<file>[\w-]+\.\w+)`(?:[^`\n]|\n(?!\n))*:\n\n)?(?:^<!-- not run: (?P<reason>.*?) -->\n)?"

@@ -255,3 +255,26 @@ def test_what_few_bits_cost_is_quoted_as_measured():
         assert f"{others[model, 1]} and {others[model, 2]}% on `{model}`" in text
     counts = [found["long-problems", weights][name] for weights in ("int4 gptq", "int4") for name in ("lost", "won")]
     assert "it loses {} problems and gains {}; plain int4 loses {} and gains {}.".format(*counts) in text
+
+
+def test_the_siege_is_quoted_as_it_was():
+    told = json.loads((ROOT / "benchmarks" / "results" / "siege-cpu.json").read_text())
+    found = {row["kind"]: row for row in told["rows"]}
+    cell = lambda kind, outcome: f"{found[kind][outcome]:,}" if found.get(kind, {}).get(outcome) else ""
+    both = lambda kind, outcome: sum(found.get(f"{kind}{how}", {}).get(outcome, 0) for how in ("", ", streamed"))
+    wanted = [
+        {
+            "request": kind,
+            "whole": cell(kind, "done"),
+            "streamed": cell(f"{kind}, streamed", "done"),
+            "429": f"{both(kind, 'full'):,}" if both(kind, "full") else "",
+            "other error": cell(kind, "refused"),
+            "client left": f"{both(kind, 'left'):,}" if both(kind, "left") else "",
+        }
+        for kind in dict.fromkeys(kind.removesuffix(", streamed") for kind in found)
+    ]
+    assert wanted in list(tables(PAGES["docs/serving.md"]))
+    text = re.sub(r"\s+", " ", PAGES["docs/serving.md"])
+    assert f"{told['answers']:,} answers in {told['seconds']:.0f} s" in text
+    memory = [f"{own['resident']:.0f} MiB after {own['answers']:,}" for own in told["memory_mib"]]
+    assert f"{memory[0]} answers, {', '.join(memory[1:])}" in text

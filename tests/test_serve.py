@@ -87,7 +87,6 @@ def start(model):
             url = server.url_of(at)
             made, loop = started.get(timeout=120)
             found = SimpleNamespace(url=url, engine=engine, server=made, loop=loop, ended=ended)
-            wait_until(lambda: _status(url) is not None)
             try:
                 yield found
             finally:
@@ -339,9 +338,11 @@ def test_a_suffix_makes_a_gap_before_it(served, model, stream):
     template = "<gap:4>\\\\\\<gap:3>"
     wanted = [infill(model, template, prompt=PROMPT, sampler="threshold", seed=s, block_length=8) for s in (5, 6)]
     options = {"suffix": suffix, "max_tokens": 4, "seed": 5, "n": 2, "stream": stream}
+    options |= {"stream_options": {"include_usage": True}} if stream else {}
     found = served.client.completions.create(model="tiny", prompt=PROMPT, **options)
-    texts = ["", ""]
-    for choice in [part.choices[0] for part in found] if stream else found.choices:
+    parts, texts = list(found) if stream else [found], ["", ""]
+    assert parts[-1].usage.completion_tokens == sum(len(one.tokens) for one in wanted)
+    for choice in [choice for part in parts for choice in part.choices]:
         texts[choice.index] += choice.text
         assert choice.finish_reason in ((None, "length") if stream else ("length",))
     assert texts == [one.gaps[0] for one in wanted] and wanted[0].text.endswith(suffix)
@@ -719,7 +720,8 @@ def test_other_paths_methods_and_content_types_are_refused(served):
     assert rebound.status_code == 400 and rebound.json()["error"]["code"] == "unknown_host"
 
 
-def test_an_oversize_body_is_refused_however_it_comes(start):
+def test_an_oversize_body_is_refused_however_it_comes(start, monkeypatch):
+    monkeypatch.setattr(middleware, "DISCARD_SECONDS", 3600.0)  # nothing is waited for that has come
     with start(most_body=2000) as small:
         body = json.dumps({"prompt": "a" * 3_000_000}).encode()
         chunks = lambda: (body[at : at + 1000] for at in range(0, len(body), 1000))
@@ -728,6 +730,11 @@ def test_an_oversize_body_is_refused_however_it_comes(start):
                 small.url + "/v1/completions", content=content, headers={"Content-Type": "application/json"}, timeout=60
             )
             assert answer.status_code == 413 and answer.json()["error"]["code"] == "too_large"
+        with _connect(small.url) as client:
+            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            at_once = f"{head}Transfer-Encoding: chunked\r\n\r\nbb8\r\n{'a' * 3000}\r\n0\r\n\r\n"
+            client.sendall(at_once.encode())
+            assert _read_all(client)[0] == 413
         with pytest.raises(openai.APIStatusError, match="2000 bytes") as caught:
             _client(small.url).completions.create(model="tiny", prompt="a" * 5000)
         assert caught.value.status_code == 413

@@ -1,5 +1,7 @@
 """Metrics for Prometheus, without any text of clients."""
 
+from collections.abc import Callable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from samplers.decisions.answers import Decision
@@ -15,7 +17,11 @@ _ANSWER = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
 class Metrics:
     """The metrics of one server."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, compiling: Callable[[], bool]) -> None:
+        """
+        Args:
+            compiling: whether a program is being compiled, of this engine or another.
+        """
         self._registry = registry = CollectorRegistry()
         self.requests = Counter("dllm_requests", "Requests by outcome", ["route", "outcome"], registry=registry)
         self._tokens = Counter(
@@ -35,8 +41,8 @@ class Metrics:
         Gauge("dllm_slots", "Slots of the engine", registry=registry).set(engine.slots)
         rows = Gauge("dllm_rows", "Rows of the program that ran last", registry=registry)
         rows.set_function(lambda: engine.rows)
-        compiling = Gauge("dllm_compiling", "Whether a program of another size is being compiled", registry=registry)
-        compiling.set_function(lambda: engine.compiling)
+        about = "Whether a program of another size is being compiled"
+        Gauge("dllm_compiling", about, registry=registry).set_function(compiling)
 
     def count_steps(self, stats: Stats, busy: int, waiting: int) -> None:
         """Counts the steps of an engine call; after it `busy` slots are in use and `waiting` requests wait."""

@@ -144,7 +144,8 @@ class Guard:
             received += len(message.get("body", b""))
             complete = not message.get("more_body", False)
             if received > self._most_body:
-                await self._discard(receive)
+                if not complete:
+                    await self._discard(receive)
                 raise self._too_large()
             return message
 

@@ -135,7 +135,7 @@ class EventStream(StreamingResponse):
             if self._record.route != MESSAGES:
                 yield as_event("[DONE]")
             self._record.outcome = "done"
-            self._record.wrote = sum(len(job.request.generation.tokens) for job in self._ticket.jobs)
+            self._record.wrote = sum(len(answer.tokens) for answer in self._ticket.ended())
         except Fault as fault:
             self._record.outcome = fault.outcome
             yield as_event(fault.body(self._record.route))

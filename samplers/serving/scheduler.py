@@ -112,6 +112,10 @@ class Ticket:
                 pass
         finally:
             self.close()
+        return self.ended()
+
+    def ended(self) -> list[Generation]:
+        """The answers of jobs that have all ended; raises Fault for logits that are not finite."""
         return [answer_of(self._service.reader, job) for job in self.jobs]
 
     def close(self) -> None:
@@ -139,7 +143,9 @@ class Service:
                 `without_special_tokens`.
         """
         self.engine, self.limits, self.name = engine, limits, engine.model.name
-        self.metrics = Metrics(engine)
+        self._gaps: Engine | None = None
+        self._making_gaps = threading.Lock()
+        self.metrics = Metrics(engine, lambda: engine.compiling or (self._gaps is not None and self._gaps.compiling))
         self.draining, self._in_flight_of = False, collections.Counter[str]()
         self.broken: BaseException | None = None
         self.on_broken: Callable[[], None] = lambda: None
@@ -153,8 +159,6 @@ class Service:
         self.tickets: dict[Job, Ticket] = {}
         self._admitted_at: dict[Job, float] = {}
         self._deciding: set[Any] = set()
-        self._gaps: Engine | None = None
-        self._making_gaps = threading.Lock()
         self._encoding = concurrent.futures.ThreadPoolExecutor(1, "encoding")
         self._forming = concurrent.futures.ThreadPoolExecutor(1, "forming")
         self._loop = asyncio.get_running_loop()
@@ -206,8 +210,7 @@ class Service:
                 yield chunk(job, **shape.delta(rest), **scores)
             yield chunk(job, **shape.delta(""), **self._ending(body, job, answer))
         if body.with_usage:
-            answers = [job.request.generation for job in ticket.jobs]
-            yield {**head, "choices": [], "usage": self._usage(body, answers, ticket)}
+            yield {**head, "choices": [], "usage": self._usage(body, ticket.ended(), ticket)}
 
     async def canvas_events(self, body: CanvasBody, ticket: Ticket) -> AsyncIterator[Json]:
         """The canvas, forward by forward: first its length, then cells as they change, then the answer.

@@ -30,13 +30,16 @@ BACKLOG = 2048
 class Server(uvicorn.Server):
     """Ends at SIGINT or SIGTERM when all admitted requests are answered; at the second signal at once."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, grace: float) -> None:
+    def __init__(
+        self, config: uvicorn.Config, service: Service, grace: float, on_start: "Callable[[Server], None]"
+    ) -> None:
         """
         Args:
             grace: seconds that admitted requests have then.
+            on_start: called once it listens.
         """
         super().__init__(config)
-        self.service, self._grace = service, grace
+        self.service, self._grace, self._on_start = service, grace, on_start
         self._loop = asyncio.get_running_loop()
         self._ending: asyncio.Task[None] | None = None
         service.on_broken = self.stop
@@ -58,6 +61,7 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         for at in sockets or ():
             at.listen(BACKLOG)
+        self._on_start(self)
 
     async def _end(self) -> None:
         await self.service.drain(self._grace)
@@ -107,7 +111,7 @@ async def serve(
         most_body: largest body of a request, bytes.
         grace: seconds that running answers have at shutdown.
         connections: their limits; by default more connections than requests, as far as the limit of open files allows.
-        on_start: called before the first request is read.
+        on_start: called once clients can connect.
 
     Raises:
         DllmError: when the limit of open files is too low, when the engine's own sampler may take more forwards than
@@ -136,8 +140,7 @@ async def serve(
         timeout_graceful_shutdown=int(SHUTDOWN_SECONDS),
         ws="none",
     )
-    server = Server(config, service, grace)
-    on_start(server)
+    server = Server(config, service, grace, on_start)
     try:
         await server.serve(sockets=[at])
     finally:
