@@ -66,7 +66,7 @@ SLOW_BUT := --ignore=tests/test_goldens.py --ignore=tests/test_combinations.py
 # Finds out which tests take long, by running all of them; with a cold cache, and nothing else to do for the machine.
 slow-list: $(HARNESS)
 	rm -rf .jax_cache
-	$(PY) -m pytest -q -n auto --dist worksteal --list-slow 5
+	$(PY) -m pytest -q -n auto --dist worksteal --list-slow 3
 
 goldens: $(READY)
 	DLLM_JAX_AS_USERS=1 $(PY) -m pytest -q -n auto --dist worksteal tests/test_goldens.py tests/test_combinations.py --goldens=$(GOLDENS) $(addprefix --part=,$(PART))
