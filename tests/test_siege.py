@@ -569,8 +569,9 @@ def test_a_siege_of_ten_minutes(folder, tmp_path):
     assert not [own for own in log.read_text().splitlines() if not re.fullmatch(line, own)]
     if path := os.environ.get("DLLM_JAX_SIEGE_JSON"):
         Path(path).write_text(json.dumps({"cores": len(os.sched_getaffinity(0)), **found}, indent=2) + "\n")
-    first, *_, last = (own["resident"] for own in found["memory_mib"])
-    assert last - first < MOST_GROWTH, found["memory_mib"]
+    if SECONDS >= 600:  # in a shorter one the first fifth ends before the allocator has what it keeps for later
+        first, *_, last = (own["resident"] for own in found["memory_mib"])
+        assert last - first < MOST_GROWTH, found["memory_mib"]
 
 
 # Two servers ----------------------------------------------------------------------------------------------------------
