@@ -408,7 +408,11 @@ class Siege:
 
     async def oversize(self, rng, client):
         body = json.dumps({"prompt": "a" * rng.randrange(MOST_BODY, 20 * MOST_BODY)}).encode()
-        await self._refused("oversize", 413, client, "/v1/completions", body, chunked=rng.random() < 0.5)
+        try:
+            await self._refused("oversize", 413, client, "/v1/completions", body, chunked=rng.random() < 0.5)
+        except Cut as cut:  # the server closes with some of the body unread, and TCP may then drop what it wrote last
+            assert cut.status == 413
+            self.counts["oversize", "refused"] += 1
 
     async def _refused(self, kind, wanted, client, path, content, **options):
         self.sent += 1
