@@ -570,7 +570,8 @@ def test_a_siege_of_ten_minutes(folder, tmp_path):
     line = (
         r"[-\d]+ [\d:,]+ (\(\d+ lines dropped\) )?(POST|GET) \S+ (\d{3}|-) [\d.]+ s( \d+\+\d+ tokens)?( client gone)?"
     )
-    assert not [own for own in log.read_text().splitlines() if not re.fullmatch(line, own)]
+    gone = r"|[-\d]+ [\d:,]+ socket\.send\(\) raised exception\."  # asyncio's word for a client that has left
+    assert not [own for own in log.read_text().splitlines() if not re.fullmatch(line + gone, own)]
     if path := os.environ.get("DLLM_JAX_SIEGE_JSON"):
         Path(path).write_text(json.dumps({"cores": len(os.sched_getaffinity(0)), **found}, indent=2) + "\n")
     if SECONDS >= 600:  # in a shorter one the first fifth ends before the allocator has what it keeps for later
