@@ -42,10 +42,10 @@ class DenoiserLike(Protocol):
 
     A cache policy also needs `empty_cache`, smoothing `embed` and `expected_embedding`, and a rule that reads hidden
     states `final_hidden` and `embed`, and requests that change logits `with_bias`; a model without them works with
-    everything else. A model whose positions attend
-    to their block and everything before it has a `block_length`, and `in_blocks` if that can be another. Key/value
-    buffers may be any pytree whose leaves begin with batch and position, [B, S, ...], the same from `empty_cache` and
-    `forward`: samplers exchange their rows. `dllm_jax.testing.check_denoiser` checks a model of your own.
+    everything else. A model whose positions attend to their block and everything before it has a `block_length`, and
+    `in_blocks` if that can be another. Key/value buffers may be any pytree whose leaves begin with batch and position,
+    [B, S, ...], the same from `empty_cache` and `forward`: samplers exchange their rows.
+    `dllm_jax.testing.check_denoiser` checks a model of your own.
     """
 
     @property

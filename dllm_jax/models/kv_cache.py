@@ -55,13 +55,13 @@ def write_rows(buffer: jax.Array, new: jax.Array, start: jax.Array, write: jax.A
     if write is not None:
         write = write.reshape(write.shape + (1,) * (new.ndim - 2))
     if buffer.shape[0] == 1:
-        new = _or_old(new, slice_rows(buffer, start, new.shape[1]), write)
+        new = _or_old(buffer, new, start, write)
         return lax.dynamic_update_slice_in_dim(buffer, new, start[0], axis=1)
     return lax.platform_dependent(buffer, new, start, write, tpu=_write_one_by_one, default=_write_together)
 
 
-def _or_old(new: jax.Array, old: jax.Array, write: jax.Array | None) -> jax.Array:
-    return new if write is None else jnp.where(write, new, old)
+def _or_old(buffer: jax.Array, new: jax.Array, start: jax.Array, write: jax.Array | None) -> jax.Array:
+    return new if write is None else jnp.where(write, new, slice_rows(buffer, start, new.shape[1]))
 
 
 def _write_together(buffer: jax.Array, new: jax.Array, start: jax.Array, write: jax.Array | None) -> jax.Array:
@@ -70,7 +70,7 @@ def _write_together(buffer: jax.Array, new: jax.Array, start: jax.Array, write: 
     On GPU what is written is made apart: where it is partly the buffer's old content, a kernel that read and wrote the
     buffer would need a copy of it.
     """
-    new = apart_on_cuda(_or_old(new, slice_rows(buffer, start, new.shape[1]), write))
+    new = apart_on_cuda(_or_old(buffer, new, start, write))
     return jax.vmap(lambda row, value, at: lax.dynamic_update_slice_in_dim(row, value, at, axis=0))(buffer, new, start)
 
 
@@ -90,7 +90,7 @@ def _write_one_by_one(buffer: jax.Array, new: jax.Array, start: jax.Array, write
         value, at = of_row(new, row), [row, *zeros]
         at[2 if heads_first else 1] = start[row]
         if write is not None:
-            value = _or_old(value, lax.dynamic_slice(buffer, at, value.shape), of_row(write, row))
+            value = jnp.where(of_row(write, row), value, lax.dynamic_slice(buffer, at, value.shape))
         return lax.dynamic_update_slice(buffer, value, at)
 
     return ordered(lax.fori_loop(0, rows, put, buffer, unroll=min(rows, UNROLLED_ROWS)))

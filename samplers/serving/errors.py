@@ -15,6 +15,8 @@ TYPES = {
     503: "unavailable_error",
 }
 
+MESSAGE_TYPES = {**TYPES, 413: "request_too_large", 503: "overloaded_error"}
+
 MESSAGES = "/v1/messages"
 """The path whose errors have Anthropic's form."""
 
@@ -46,9 +48,7 @@ class Fault(Exception):
     def body(self, path: str) -> dict[str, Any]:
         """The error as the API at a path writes it."""
         if path == MESSAGES:
-            kind = {413: "request_too_large", 503: "overloaded_error"}.get(
-                self.status, TYPES.get(self.status, "api_error")
-            )
+            kind = MESSAGE_TYPES.get(self.status, "api_error")
             return {"type": "error", "error": {"type": kind, "message": self.message}}
         kind = TYPES.get(self.status, "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}

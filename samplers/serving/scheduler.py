@@ -574,8 +574,9 @@ class Service:
 
     def _ending(self, body: CompletionBody, job: Job, answer: Generation) -> Json:
         """Why an answer ended, and the stop string that did it, if one did."""
-        rest = "" if job.plan is not None else text_of(self.engine.model, answer.tokens)[len(answer.text) :]
-        stop = next((text for text in stop_strings(self._stops(body)) if rest.startswith(text)), None)
+        stops = () if job.plan is not None else stop_strings(self._stops(body))
+        rest = text_of(self.engine.model, answer.tokens)[len(answer.text) :] if stops else ""
+        stop = next((text for text in stops if rest.startswith(text)), None)
         return {"finish_reason": self._reason(job, answer), "stop_reason": stop}
 
     def _stops(self, body: Body) -> tuple[str | int, ...]:

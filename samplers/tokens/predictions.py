@@ -257,19 +257,16 @@ def logprobs_of(scores: Readout, token: jax.Array) -> jax.Array:
         float32 of the same shape.
     """
 
-    def read(tile: Tile) -> tuple[jax.Array, jax.Array, jax.Array]:
-        logits = scores.of(tile)
-        peak, ids = logits.max(axis=-1), scores.ids(tile)
+    def read(tile: Tile) -> tuple[_Sum, jax.Array]:
+        logits, ids = scores.of(tile), scores.ids(tile)
         score = lambda token: jnp.where(ids == token[..., None], logits, -jnp.inf).max(axis=-1)
         own = score(token) if token.ndim == 2 else jax.vmap(score, in_axes=-1, out_axes=-1)(token)
-        return peak, jnp.exp(logits - _centre(peak)[..., None]).sum(axis=-1), own
+        return _sum(logits), own
 
-    def merge(one: Any, other: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-        peak = jnp.maximum(one[0], other[0])
-        total = sum(jnp.exp(part[0] - _centre(peak)) * part[1] for part in (one, other))
-        return peak, total, jnp.maximum(one[2], other[2])
+    def merge(one: tuple[_Sum, jax.Array], other: tuple[_Sum, jax.Array]) -> tuple[_Sum, jax.Array]:
+        return _summed(one[0], other[0]), jnp.maximum(one[1], other[1])
 
-    peak, total, own = _reduce(scores, read, merge)
+    (peak, total), own = _reduce(scores, read, merge)
     peak, total = (x if token.ndim == 2 else x[..., None] for x in (peak, total))
     return own - peak - jnp.log(total)
 
@@ -278,22 +275,19 @@ def most_probable(scores: Readout, count: int, mask_id: int) -> tuple[jax.Array,
     """The tokens of the largest log-probabilities, the most probable first, but the mask token, whose share counts;
     read tile by tile: [B, W, count] int32 and float32."""
 
-    def read(tile: Tile) -> tuple[jax.Array, ...]:
+    def read(tile: Tile) -> tuple[jax.Array, jax.Array, _Sum]:
         logits, ids = scores.of(tile), scores.ids(tile)
-        peak, most = logits.max(axis=-1), min(count, len(ids))
+        most = min(count, len(ids))
         values, place = ranked(jnp.where(ids == mask_id, -jnp.inf, logits), most)
         pad = lambda x, missing: jnp.pad(x, [(0, 0), (0, 0), (0, count - most)], constant_values=missing)
-        total = jnp.exp(logits - _centre(peak)[..., None]).sum(axis=-1)
-        return pad(values, -jnp.inf), pad(ids[place], 0), peak, total
+        return pad(values, -jnp.inf), pad(ids[place], 0), _sum(logits)
 
-    def merge(one: Any, other: Any) -> tuple[jax.Array, ...]:
+    def merge(one: Any, other: Any) -> tuple[jax.Array, jax.Array, _Sum]:
         values, ids = (jnp.concatenate(pair, axis=-1) for pair in zip(one[:2], other[:2], strict=True))
         values, place = lax.top_k(values, count)
-        peak = jnp.maximum(one[2], other[2])
-        total = sum(jnp.exp(part[2] - _centre(peak)) * part[3] for part in (one, other))
-        return values, jnp.take_along_axis(ids, place, axis=-1), peak, total
+        return values, jnp.take_along_axis(ids, place, axis=-1), _summed(one[2], other[2])
 
-    values, ids, peak, total = _reduce(scores, read, merge)
+    values, ids, (peak, total) = _reduce(scores, read, merge)
     return ids, values - (_centre(peak) + jnp.log(total))[..., None]
 
 
@@ -385,6 +379,24 @@ def _without(scores: jax.Array, ids: jax.Array, unwanted: jax.Array | None) -> j
 
 
 # Running statistics, all [B, W] --------------------------------------------------------------------------------------
+
+
+class _Sum(NamedTuple):
+    """Of logits: the largest, and the sum of e^(logit - peak)."""
+
+    peak: jax.Array
+    total: jax.Array
+
+
+def _sum(logits: jax.Array) -> _Sum:
+    peak = logits.max(axis=-1)
+    return _Sum(peak, jnp.exp(logits - _centre(peak)[..., None]).sum(axis=-1))
+
+
+def _summed(one: _Sum, other: _Sum) -> _Sum:
+    peak = jnp.maximum(one.peak, other.peak)
+    share = lambda part: jnp.exp(part.peak - _centre(peak)) * part.total
+    return _Sum(peak, share(one) + share(other))
 
 
 class _Mass(NamedTuple):
