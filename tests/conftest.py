@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import re
+import socket
 import time
 import warnings
 from collections import Counter
@@ -107,6 +108,14 @@ def compiled():
     jax.monitoring.register_event_duration_secs_listener(listen)
     yield names
     jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def free_ports(count):
+    with contextlib.ExitStack() as stack:
+        found = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in found:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in found]
 
 
 def wait_until(true, seconds=60):

@@ -6,7 +6,6 @@ import os
 import random
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import refuses
+from conftest import free_ports, refuses
 
 import samplers
 from dllm_jax.cli import progress_bars
@@ -495,9 +494,7 @@ def test_shards_are_concatenated(run, tmp_path, long_file):
 
 def test_processes_that_meet_answer_a_shard_each(tmp_path, llada_tiny):
     path, out = write(tmp_path / "in.jsonl", *({"prompt": prompt} for prompt in PROMPTS)), tmp_path / "out.jsonl"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_ports(1)[0]}"
     flags = ("--prompts", path, "--out", out, "--distributed")
     processes = [started(llada_tiny, *flags, f"{address},2,{i}", JAX_NUM_CPU_DEVICES="2") for i in range(2)]
     told = [process.communicate(timeout=200)[1] for process in processes]

@@ -4,14 +4,13 @@ import concurrent.futures
 import dataclasses
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
-from conftest import one_error
+from conftest import free_ports, one_error
 
 import evals
 from dllm_jax import DllmError
@@ -235,9 +234,7 @@ def test_programs_are_judged_once(together, monkeypatch):
 
 def pair(*arguments, models):
     """Two processes over loopback: what became of them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_ports(1)[0]}"
     where = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu"}
     started = [
         subprocess.Popen(

@@ -25,7 +25,7 @@ import h11
 import httpx
 import pages
 import pytest
-from conftest import wait_until
+from conftest import free_ports, wait_until
 
 from convert import embedded
 
@@ -580,14 +580,6 @@ def test_a_siege_of_ten_minutes(folder, tmp_path):
 
 
 # Two servers ----------------------------------------------------------------------------------------------------------
-
-
-def free_ports(count):
-    with contextlib.ExitStack() as stack:
-        found = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in found:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in found]
 
 
 def listens(port):

@@ -4,7 +4,6 @@ import concurrent.futures
 import itertools
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from conftest import free_ports
 from test_train_grpo import LIKED
 from test_train_run import ENVIRONMENT, assert_same, interrupting, latest_state, lines
 from train_toys import LLADA, Reverse, model_fields, of_lengths, run_config, settings, write_toml
@@ -42,9 +42,7 @@ class Pair:
     def __init__(self, tmp_path, out, own=((), ()), devices=2, command="masked-diffusion", **changes):
         toml = write_toml(tmp_path / "run.toml", settings(out, **{"compute__mesh": MESH, **changes}))
         run = [sys.executable, "-m", "train", command, "--config", str(toml), "--no-progress"]
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{free.getsockname()[1]}"
+        address = f"127.0.0.1:{free_ports(1)[0]}"
         environment = os.environ | ENVIRONMENT | {"JAX_NUM_CPU_DEVICES": str(devices)}
         self.out, self.files = Path(out), [tmp_path / f"said-{i}.txt" for i in range(2)]
         self.processes = [
