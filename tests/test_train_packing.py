@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_train_block import FAST, SDAR, L, denoiser_of
+from test_train_block import FAST, SDAR, TWO, L, denoiser_of
 from test_train_run import one_step
 from test_train_text import setup_of
 from train_toys import DREAM, LLADA, Listed, batch_of_rows, dllm_jax_example, run_config, settings
@@ -35,6 +35,7 @@ OBJECTIVES = {
     "sdar": (SDAR, BlockDiffusion(BlockDiffusionPart(low=0.3, loss="bound", noise="sequence"))),
     "fast-dllm-v2": (FAST, BlockDiffusion(BlockDiffusionPart(low=0.3, high=0.9, complementary=True, fill="mask"))),
     "annealed-blocks": (FAST, BlockDiffusion(BlockDiffusionPart(low=0.3, anneal_attention=5))),
+    "in-flight": (TWO, BlockDiffusion(BlockDiffusionPart(low=0.3, complementary=True, in_flight=2))),
 }
 
 
@@ -45,9 +46,9 @@ def examples(count=6, longest=11):
     return [dllm_jax_example(draw(i % 4), draw(2 + (5 * i) % (longest - 4))) for i in range(count)]
 
 
-def packed_rows(config, source, **changes):
-    part = DataPart(length=T, pad=False, pack=True, shuffle=False, **changes)
-    return Rows(Listed(source), part, "sft", config, seed=0)
+def packed_rows(config, source, in_flight=1):
+    part = DataPart(length=T, pad=False, pack=True, shuffle=False)
+    return Rows(Listed(source), part, "sft", config, seed=0, in_flight=in_flight)
 
 
 def apart(noised):
@@ -75,8 +76,9 @@ def test_a_packed_batch_is_its_examples_in_rows_of_their_own(name):
     """The same masks, the same loss and gradient."""
     config, objective = OBJECTIVES[name]
     denoiser = denoiser_of(config)
-    batch = batch_of_rows(packed_rows(config, examples()), 2)
+    batch = batch_of_rows(packed_rows(config, examples(), objective.in_flight), 2)
     assert len(np.unique(np.asarray(batch.documents.first[0]))) > 1
+    assert (np.asarray(batch.documents.first) % ((config.block_length or 1) * objective.in_flight) == 0).all()
     noised = objective.at_step(objective.corrupt(jax.random.key(2), batch, denoiser), jnp.int32(2))
     alone = apart(noised)
     assert len(alone.lengths) == 6 and int(jnp.sum(alone.weights > 0)) == int(jnp.sum(noised.weights > 0)) > 5
