@@ -169,6 +169,8 @@ def test_packing(width, align):
 def test_packing_fills_rows_that_can_be_full():
     assert len(Packing(np.array([7, 1, 5, 3, 2, 6]), 8)) == 3
     assert [len(Packing(np.array(sizes), 8)) for sizes in ([], [8], [0, 0], [9])] == [0, 1, 0, 2]
+    groups = Packing(np.array([1, 13, 4, 7, 14]), 14, align=4)  # the last group of a row is not whole
+    assert [[piece.example for piece in groups.row(number)] for number in range(len(groups))] == [[1], [4], [0, 3], [2]]
 
 
 def test_rows_of_several_examples():
