@@ -23,6 +23,7 @@ from train.objectives.autoregressive import Autoregressive, AutoregressivePart
 from train.objectives.block_diffusion import BlockDiffusion, BlockDiffusionConfig, BlockDiffusionPart
 from train.objectives.masked_diffusion import MaskedDiffusion, MaskedDiffusionPart
 from train.settings import build_settings
+from train.setup import read_parts
 
 T = 24
 CAUSAL = LLADA.replace(family="qwen2", attention="causal", shift=True, qkv_bias=True, mask_id=None)
@@ -272,3 +273,8 @@ def test_blocks_begin_with_documents(tmp_path):
     config = build_settings(BlockDiffusionConfig, settings(tmp_path / "run", **changes, steps=2))
     assert train.train(config).metrics["loss"] > 0
     assert dataclasses.asdict(config)["data"]["pack"] and L == 4
+    for in_flight in (1, 2):  # and groups of blocks do
+        changed = dataclasses.replace(config, objective=BlockDiffusionPart(kind="pretrain", in_flight=in_flight))
+        rows = read_parts(changed).rows
+        first = np.concatenate([rows(number).documents[0] for number in range(rows.count)])
+        assert (first % (L * in_flight) == 0).all() and first.max() == 16 - L * in_flight
