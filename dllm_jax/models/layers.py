@@ -267,13 +267,14 @@ class SelfAttention(nnx.Module):
         layout: LayoutLike | None = None,
         before: LayerKV | None = None,
         since: jax.Array | None = None,
+        causal: bool = False,
     ) -> jax.Array:
         query = self.heads(in_order(self.q_proj(x), "heads", layout), self.q_norm)
         query = rotate(query, turn.cos, turn.sin)  # [B, T, N, H]
         if turn.query_scale is not None:
             query = query * turn.query_scale.astype(query.dtype)  # rounded before the product, as published code does
         if before is None:
-            out = attention(query, kv.key, kv.value, visible, layout, since)
+            out = attention(query, kv.key, kv.value, visible, layout, since, causal=causal)
         else:
             assert self.block_length is not None
             out = attention_in_blocks(query, kv, before, visible, self.block_length, layout, since)
