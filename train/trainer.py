@@ -19,9 +19,9 @@ from dllm_jax import storage
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.parallel import multihost
-from train.batches import device_batch
+from train.batches import HostBatches, place_batch
 from train.config import TrainConfig
-from train.data import Prefetcher
+from train.data import Loader
 from train.data.fingerprint import data_fingerprint
 from train.evaluation import Watch
 from train.logs import Reporter, fetch_metrics
@@ -157,6 +157,7 @@ class Run:
         trainable: what is trained.
         frozen: the arrays that are not.
         feed: what makes batches of the states, None where they are rows of the data.
+        loader: of this process's part of the batches, by positions of the data.
     """
 
     def __init__(self, config: TrainConfig, parts: Parts, placement: Placement) -> None:
@@ -165,6 +166,8 @@ class Run:
         self.trainable = self.stepper.trainable
         self.frozen = self.trainable.frozen(placement.mesh)
         self.feed = self.stepper.objective.feed(config, parts, self.stepper, self.frozen)
+        make = HostBatches.of_steps(parts.rows, config, placement.batch)
+        self.loader = Loader(make, 0 if self.feed else config.data.workers)
 
     def check_start(self, step: int, position: int, folder: RunFolder) -> None:
         """Raises DllmError for changes with which the run cannot continue after `step` steps, at `position` of the
@@ -215,22 +218,22 @@ class Run:
         at = lambda step: position + (step - done) * config.optimizer.batch
         key = jax.jit(lambda: jax.random.key(config.seed), out_shardings=self.placement.replicated)()
         schedule = learning_rate(config.optimizer, config.steps)
-        batch = lambda step: device_batch(self.parts.rows, at(step), config, self.placement.batch)
         pending: list[Mapping[str, Any]] = []
         feed = self.feed
+        numbers = range(position, at(done if feed else config.steps), config.optimizer.batch)
         sound = Soundness(jax.jit(self.stepper.soundness), state, skips)
         kept, owed = done, False  # the step of the last state, and whether one should have been written since
         line: Mapping[str, float] = {}
         with (
             stop_requests(done) as stop,
-            Prefetcher(batch, done, done if feed else config.steps) as batches,
+            self.loader.values(numbers) as batches,
             Reporter(config, self.parts.model, folder.logs, done, progress=progress) as reporter,
         ):
             if watch.due(done):
                 self._evaluate(done, state, watch, reporter)
             programs: dict[int, Callable[..., tuple[TrainState, dict[str, jax.Array]]]] = {}  # by the rows' length
             for step in range(done + 1, config.steps + 1):
-                rows = feed(step - 1, at(step - 1), state) if feed else next(batches)
+                rows = feed(step - 1, at(step - 1), state) if feed else place_batch(next(batches), self.placement.batch)
                 length = rows.tokens.shape[-1]
                 if length not in programs:
                     with reporter.paused("compiling"):
