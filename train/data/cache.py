@@ -356,8 +356,10 @@ def _tokenise_rest(folder: Path, setup: Setup, entries: Entries, form: EntryForm
         contextlib.ExitStack() as stack,
     ):
         rest = itertools.dropwhile(lambda entry: entry[:2] <= last, bar)
-        encode = functools.partial(_encode_batch, setup, form)
-        encoded = stack.enter_context(contextlib.closing(map_in_order(encode, _batches(rest), setup.workers)))
+        encode = functools.partial(encode_batch, setup, form)
+        encoded = stack.enter_context(
+            contextlib.closing(map_in_order(encode, batch_entries(rest, setup.workers), setup.workers))
+        )
         for found in encoded:
             records = []
             for file, number, made in found:
@@ -396,14 +398,15 @@ def _recover(folder: Path) -> tuple[tuple[int, int], int]:
     return (file, number), end
 
 
-def _batches(entries: Iterable[tuple[int, int, Any]]) -> Iterator[list[tuple[int, int, Any]]]:
-    """Entries in batches to encode together."""
+def batch_entries(entries: Iterable[tuple[int, int, Any]], workers: int) -> Iterator[list[tuple[int, int, Any]]]:
+    """Entries in batches to encode together, smaller ones where processes do."""
+    most = _CHARACTERS // 8 if workers else _CHARACTERS
     batch: list[tuple[int, int, Any]] = []
     size = 0
     for entry in entries:
         batch.append(entry)
         size += 100 + _size(entry[-1])
-        if size >= _CHARACTERS:
+        if size >= most:
             yield batch
             batch, size = [], 0
     if batch:
@@ -419,7 +422,7 @@ def _size(entry: Any) -> int:
     return len(entry) if isinstance(entry, Sized) else 1
 
 
-def _encode_batch(
+def encode_batch(
     setup: Setup, form: EntryForm, batch: list[tuple[int, int, Any]]
 ) -> list[tuple[int, int, StoredExample | str]]:
     """The examples of entries as they are stored, or what is wrong with them."""

@@ -19,6 +19,7 @@ import jax
 from absl import flags
 
 from dllm_jax.errors import DllmError, first_line
+from dllm_jax.text.tokenizer import quiet_transformers
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -65,7 +66,7 @@ class Loader(Generic[T]):
             iterator = iter(data.mp_prefetch(grain.MultiprocessingOptions(workers, _AHEAD_EACH), _begin_worker))
             iterator.get_state()  # makes the parts of all processes, so that they start together and all are closed
         try:
-            with _signals_blocked():
+            with _signals_blocked() if workers else contextlib.nullcontext():
                 iterator.start_prefetch()
             with contextlib.closing(_values(iterator)) as values:
                 yield values
@@ -87,8 +88,7 @@ class _Portable:
 
     @functools.cached_property
     def _make(self) -> Callable[[int], Any]:
-        found: Callable[[int], Any] = pickle.loads(self._pickled)
-        return found
+        return _unpickle(self._pickled)
 
     def __call__(self, number: int) -> bytes:
         value, error = _attempt(lambda number: self._make(number), number)
@@ -99,6 +99,12 @@ class _Portable:
             except Exception:
                 error = RuntimeError(f"{type(error).__name__}: {error}")
         return pickle.dumps((value, error))
+
+
+def _unpickle(pickled: bytes) -> Callable[[Any], Any]:
+    with quiet_transformers():  # whose tokenizers may be among it
+        found: Callable[[Any], Any] = pickle.loads(pickled)
+    return found
 
 
 def _attempt(make: Callable[[int], T], number: int) -> tuple[T | None, BaseException | None]:
@@ -165,7 +171,7 @@ _work: Callable[[Any], Any]
 def _begin_work(pickled: bytes) -> None:
     global _work
     _begin_process(signal.SIGINT)
-    _work = pickle.loads(pickled)
+    _work = _unpickle(pickled)
 
 
 def _do_work(item: Any) -> Any:
