@@ -8,7 +8,7 @@ starts again from a state repeats what the killed one did.
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -25,6 +25,7 @@ from train.data import Loader
 from train.data.fingerprint import data_fingerprint
 from train.evaluation import Watch
 from train.logs import Reporter, fetch_metrics
+from train.losses import Batch
 from train.multihost_stop import Interrupted, stop_requests
 from train.objectives import objective_of
 from train.optimizer import learning_rate
@@ -157,7 +158,7 @@ class Run:
         trainable: what is trained.
         frozen: the arrays that are not.
         feed: what makes batches of the states, None where they are rows of the data.
-        loader: of this process's part of the batches, by positions of the data.
+        loader: of this process's part of the batches, by positions of the data; None where `feed` makes them.
     """
 
     def __init__(self, config: TrainConfig, parts: Parts, placement: Placement) -> None:
@@ -166,8 +167,9 @@ class Run:
         self.trainable = self.stepper.trainable
         self.frozen = self.trainable.frozen(placement.mesh)
         self.feed = self.stepper.objective.feed(config, parts, self.stepper, self.frozen)
-        make = HostBatches.of_steps(parts.rows, config, placement.batch)
-        self.loader = Loader(make, 0 if self.feed else config.data.workers)
+        self.loader: Loader[Batch] | None = None
+        if not self.feed:
+            self.loader = Loader(HostBatches.of_steps(parts.rows, config, placement.batch), config.data.workers)
 
     def check_start(self, step: int, position: int, folder: RunFolder) -> None:
         """Raises DllmError for changes with which the run cannot continue after `step` steps, at `position` of the
@@ -220,13 +222,15 @@ class Run:
         schedule = learning_rate(config.optimizer, config.steps)
         pending: list[Mapping[str, Any]] = []
         feed = self.feed
-        numbers = range(position, at(done if feed else config.steps), config.optimizer.batch)
+        loaded: contextlib.AbstractContextManager[Iterator[Batch]] = contextlib.nullcontext(iter(()))
+        if self.loader:
+            loaded = self.loader.values(range(position, at(config.steps), config.optimizer.batch))
         sound = Soundness(jax.jit(self.stepper.soundness), state, skips)
         kept, owed = done, False  # the step of the last state, and whether one should have been written since
         line: Mapping[str, float] = {}
         with (
             stop_requests(done) as stop,
-            self.loader.values(numbers) as batches,
+            loaded as batches,
             Reporter(config, self.parts.model, folder.logs, done, progress=progress) as reporter,
         ):
             if watch.due(done):
