@@ -23,6 +23,7 @@ import numpy as np
 
 from benchmarks.roofline import measure_ceilings, timed
 from dllm_jax.models.transformer import num_params
+from train.batches import device_batch
 from train.config import TrainConfig
 from train.data import Example
 from train.logs import step_flops
@@ -30,7 +31,7 @@ from train.objectives.masked_diffusion import MaskedDiffusionConfig
 from train.settings import build_settings
 from train.setup import read_parts
 from train.step import training_mesh
-from train.trainer import Run, device_batch, placement_of
+from train.trainer import Run, placement_of
 
 SMALL = {"vocab_size": 136, "embed_dim": 128, "num_layers": 4, "num_heads": 4, "num_kv_heads": 4, "head_dim": 32}
 LARGER = {"vocab_size": 1000, "embed_dim": 256, "num_layers": 6, "num_heads": 8, "num_kv_heads": 8, "head_dim": 32}

@@ -15,7 +15,7 @@ from test_train_grpo import CANVAS, MASK, config_of
 from train_toys import LLADA
 
 import dllm_jax
-from benchmarks import attention, compare, estimates, first_call, on_gpu, roofline
+from benchmarks import attention, compare, data, estimates, first_call, on_gpu, roofline
 from benchmarks import sample as bench
 from dllm_jax.models.denoiser import Span
 from dllm_jax.models.kv_cache import slice_rows, write_rows
@@ -230,6 +230,16 @@ def test_first_calls_are_rehearsed(llada_tiny, tmp_path, capsys):
     table = capsys.readouterr().out
     assert "topk" in table and renoise["refused"] in table
     assert first_call.main([*given, "--sampler", "topp"]) == 2 and "topp" in one_error(capsys)
+
+
+def test_data_is_measured_without_processes(tmp_path):
+    path = tmp_path / "data.json"
+    arguments = ["--workers", "0", "--repeats", "2", "--seconds", "0.05", "--megabytes", "0.6", "--json", str(path)]
+    assert data.main(arguments) == 0
+    rows = json.loads(path.read_text())["rows"]
+    numbers = [row.keys() & {"start", "speed", "own_cpu"} for row in rows]
+    assert [len(names) for names in numbers] == [2, 3, 3, 1] and all(row["n"] == 2 for row in rows)
+    assert all(0 < row[name][0] <= row[name][1] <= row[name][2] for row in rows for name in row.keys() & numbers[1])
 
 
 def test_estimates_of_log_probabilities(tmp_path):

@@ -23,7 +23,7 @@ PACKAGES = ("convert", "dllm_jax", "evals", "samplers", "train")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # Used without an import of ours: by transformers (chat templates), by jax.export, by the harness (answers in LaTeX),
 # and by a module that is looked up by its name (`train.data.files`).
-BY_OTHERS = {"jinja2", "flatbuffers", "antlr4-python3-runtime", "sympy", "math-verify", "grain", "pyarrow"}
+BY_OTHERS = {"jinja2", "flatbuffers", "antlr4-python3-runtime", "sympy", "math-verify", "pyarrow"}
 NEVER_MISSED = {"IPython"}  # asked for only inside a notebook, which is it
 
 

@@ -278,3 +278,19 @@ def test_the_siege_is_quoted_as_it_was():
     assert f"{told['answers']:,} answers in {told['seconds']:.0f} s" in text
     memory = [f"{own['resident']:.0f} MiB after {own['answers']:,}" for own in told["memory_mib"]]
     assert f"{memory[0]} answers, {', '.join(memory[1:])}" in text
+
+
+def test_what_worker_processes_cost_is_quoted_as_measured():
+    told = json.loads((ROOT / "benchmarks" / "results" / "data-cpu.json").read_text())
+    found = {(row["what"], str(row["workers"])): row for row in told["rows"]}
+    (rows,) = (rows for rows in tables(PAGES["docs/data.md"]) if "0 workers" in rows[0])
+    kinds = {"text": "rows of text", "task": "rows of a task in Python", "conv": "conversations (MB)", "10^9": None}
+    assert len(rows) == 7 and {row["n"] for row in told["rows"]} == {3}
+    for cells in rows:
+        name, *measured = cells.values()
+        what = next(kinds[part] or "start, 10^9 examples" for part in kinds if part in name)
+        key = "start" if "first batch" in name else "speed" if name.endswith("a second") else "own_cpu"
+        shown = lambda x: f"{x:,.0f}" if x >= 100 else f"{x:.2g}"
+        for workers, cell in enumerate(measured):
+            least, median, most = found[what, str(workers)][key]
+            assert cell == f"{shown(median)} ({shown(least)} - {shown(most)})", (name, workers)

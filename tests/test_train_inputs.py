@@ -25,7 +25,7 @@ from dllm_jax.suggestions import nearest
 from dllm_jax.text.tokenizer import encode_chat
 from train.__main__ import main
 from train.config import DataPart, ModelPart
-from train.data import Prefetcher, Rows, Setup, make_referenced
+from train.data import Rows, Setup, make_referenced
 from train.data.checks import drop_bad_examples
 from train.data.files import jsonl, text
 from train.objectives import read_config
@@ -66,15 +66,6 @@ def test_every_epoch_is_another_order_of_all_examples():
     assert epochs[1] == [rows.index(9 + i) for i in range(9)]
     endless = Rows(Reverse(), DataPart(length=12), "sft", LLADA, seed=0)
     assert [endless.index(i) for i in (0, 7, 10**12)] == [0, 7, 10**12]
-
-
-def test_work_ahead_is_in_order_and_its_errors_arrive():
-    with Prefetcher(lambda i: i * i, 3, 50) as values:
-        assert list(values) == [i * i for i in range(3, 50)]
-    with Prefetcher(lambda i: 1 // (5 - i), 0, 50) as values, pytest.raises(ZeroDivisionError):
-        list(values)
-    with Prefetcher(lambda i: i, 0, 10**9) as values:
-        assert next(values) == 0  # and leaving does not wait for the rest
 
 
 def test_text_is_packed_and_json_lines_are_encoded(tmp_path, llada_tiny):

@@ -30,6 +30,7 @@ from dllm_jax.params.products import product
 from dllm_jax.params.specs import init_params
 from samplers import generate
 from train.__main__ import main
+from train.batches import device_batch
 from train.config import CheckpointPart, LoraPart
 from train.data import Rows
 from train.lora import adapter_shapes, attach_adapters
@@ -38,7 +39,6 @@ from train.run_dir import RunFolder
 from train.setup import read_parts
 from train.states import States, flat_leaves
 from train.step import Placement, Stepper, training_mesh
-from train.trainer import device_batch
 
 ROOT = Path(__file__).parents[1]
 MOE = LLADA.replace(family="llada-moe", qk_norm=True, experts=Experts(num_experts=4, per_token=2, dim=8))

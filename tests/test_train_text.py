@@ -123,7 +123,6 @@ def test_splits_of_data_sets(tmp_path, setup, monkeypatch):
 
 
 def test_array_records(tmp_path, setup):
-    pytest.importorskip("grain.sources")
     from array_record.python.array_record_module import ArrayRecordWriter
 
     for number, part in enumerate((PAIRS[:33], PAIRS[33:])):
@@ -140,7 +139,7 @@ def test_array_records(tmp_path, setup):
 
 
 def test_missing_packages_are_named(monkeypatch, setup):
-    for source, module in ((arrayrecord, "grain.sources"), (parquet, "pyarrow.parquet"), (datasets, "datasets")):
+    for source, module in ((parquet, "pyarrow.parquet"), (datasets, "datasets")):
         monkeypatch.setitem(sys.modules, module, None)
         with pytest.raises(DllmError, match=r"dllm_jax\[data\]"):
             source(setup, path="x")

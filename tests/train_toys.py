@@ -3,6 +3,10 @@
 import copy
 import dataclasses
 import json
+import os
+import signal
+import sys
+import threading
 import time
 
 import jax
@@ -47,6 +51,49 @@ class Reverse:
     def example(self, index):
         digits = np.random.default_rng([self.seed, index]).integers(0, 10, self.digits)
         return dllm_jax_example(digits, digits[::-1])
+
+
+class TwoWords(Exception):
+    """An error that cannot be pickled as it is."""
+
+    def __init__(self, one, two):
+        super().__init__(f"{one} {two}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Failing(Reverse):
+    """The same up to an example that ends in some way; `seconds` are how long one takes."""
+
+    at: int = -1
+    how: str = ""
+    seconds: float = 0.0
+
+    def example(self, index):
+        time.sleep(self.seconds)
+        if index == self.at:
+            if self.how == "refuses":
+                raise DllmError("example 21 is gone; fetch it again")
+            if self.how == "disk":
+                raise OSError(5, "Input/output error", "local.jsonl")
+            if self.how == "two words":
+                raise TwoWords("no", "more")
+            if self.how == "exits":
+                sys.exit(0)
+            if self.how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().example(index)
+
+
+class Locked(Reverse):
+    """A source that cannot be pickled."""
+
+    def __init__(self):
+        object.__setattr__(self, "lock", threading.Lock())
+
+
+def about_process(number):
+    """What a function of a loader finds where it runs."""
+    return number, jax.config.jax_platforms, jax.devices()[0].platform, signal.getsignal(signal.SIGINT), os.getpid()
 
 
 def even(text, targets):

@@ -67,6 +67,9 @@ class DataPart:
             SFT does. False leaves them out: not attended to, no loss. The canvas of a trajectory is never filled.
         random_length: share of the rows that are cut to a random length (LLaDA's pre-training: 0.01).
         shuffle: go through a finite source in a new order each epoch.
+        workers: processes that compute rows and tokenise text; 0 does so in this one, where a thread computes rows
+            ahead. The batches are the same for every number. Of GRPO only text is tokenised so: rollouts are its
+            batches. The source must be one that can be pickled.
         cache: folder for tokenised text, by default $DLLM_JAX_HOME/data (see `train.data.cache`).
         heldout: share of the examples of a finite source that are never trained on, for the loss that `watch` reports.
             A hash of an example's tokens decides, so no example changes sides when the data grow.
@@ -83,6 +86,7 @@ class DataPart:
     shuffle: bool = True
     pack: bool = False
     bucket: int = setting(0, at_least=0)
+    workers: int = setting(0, at_least=0, on_resume="free")
     cache: str = setting("", on_resume="free")
     heldout: float = setting(0.0, at_least=0, at_most=0.9)
     on_bad: OnBad = "refuse"

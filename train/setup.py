@@ -133,8 +133,8 @@ def read_parts(config: TrainConfig) -> Parts:
     lengths = config.data.length, config.data.answer_length
     if config.data.pack and not objective.packs:
         raise DllmError(f"python -m train {config.command} takes one example a row; set data.pack to false")
-    setup = functools.cache(lambda: Setup(model, _tokenizer(files, model), *lengths, cache, config.data.pack))
     part = config.data
+    setup = functools.cache(lambda: Setup(model, _tokenizer(files, model), *lengths, cache, part.pack, part.workers))
     if task is None:
         source = _builtin_source(part, setup())
     else:

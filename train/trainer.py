@@ -8,7 +8,7 @@ starts again from a state repeats what the killed one did.
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -19,12 +19,13 @@ from dllm_jax import storage
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.parallel import multihost
-from train.batches import device_batch
+from train.batches import HostBatches, place_batch
 from train.config import TrainConfig
-from train.data import Prefetcher
+from train.data import Loader
 from train.data.fingerprint import data_fingerprint
 from train.evaluation import Watch
 from train.logs import Reporter, fetch_metrics
+from train.losses import Batch
 from train.multihost_stop import Interrupted, stop_requests
 from train.objectives import objective_of
 from train.optimizer import learning_rate
@@ -157,6 +158,7 @@ class Run:
         trainable: what is trained.
         frozen: the arrays that are not.
         feed: what makes batches of the states, None where they are rows of the data.
+        loader: of this process's part of the batches, by positions of the data; None where `feed` makes them.
     """
 
     def __init__(self, config: TrainConfig, parts: Parts, placement: Placement) -> None:
@@ -165,6 +167,9 @@ class Run:
         self.trainable = self.stepper.trainable
         self.frozen = self.trainable.frozen(placement.mesh)
         self.feed = self.stepper.objective.feed(config, parts, self.stepper, self.frozen)
+        self.loader: Loader[Batch] | None = None
+        if not self.feed:
+            self.loader = Loader(HostBatches.of_steps(parts.rows, config, placement.batch), config.data.workers)
 
     def check_start(self, step: int, position: int, folder: RunFolder) -> None:
         """Raises DllmError for changes with which the run cannot continue after `step` steps, at `position` of the
@@ -215,22 +220,24 @@ class Run:
         at = lambda step: position + (step - done) * config.optimizer.batch
         key = jax.jit(lambda: jax.random.key(config.seed), out_shardings=self.placement.replicated)()
         schedule = learning_rate(config.optimizer, config.steps)
-        batch = lambda step: device_batch(self.parts.rows, at(step), config, self.placement.batch)
         pending: list[Mapping[str, Any]] = []
         feed = self.feed
+        loaded: contextlib.AbstractContextManager[Iterator[Batch]] = contextlib.nullcontext(iter(()))
+        if self.loader:
+            loaded = self.loader.values(range(position, at(config.steps), config.optimizer.batch))
         sound = Soundness(jax.jit(self.stepper.soundness), state, skips)
         kept, owed = done, False  # the step of the last state, and whether one should have been written since
         line: Mapping[str, float] = {}
         with (
             stop_requests(done) as stop,
-            Prefetcher(batch, done, done if feed else config.steps) as batches,
+            loaded as batches,
             Reporter(config, self.parts.model, folder.logs, done, progress=progress) as reporter,
         ):
             if watch.due(done):
                 self._evaluate(done, state, watch, reporter)
             programs: dict[int, Callable[..., tuple[TrainState, dict[str, jax.Array]]]] = {}  # by the rows' length
             for step in range(done + 1, config.steps + 1):
-                rows = feed(step - 1, at(step - 1), state) if feed else next(batches)
+                rows = feed(step - 1, at(step - 1), state) if feed else place_batch(next(batches), self.placement.batch)
                 length = rows.tokens.shape[-1]
                 if length not in programs:
                     with reporter.paused("compiling"):

@@ -61,7 +61,7 @@ def load_tokenizer(folder: str | Path, config: ModelConfig | None = None) -> "Pr
     """
     folder = Path(folder)
     try:
-        with _quiet():
+        with quiet_transformers():
             tokenizer = _from_files(folder)
         _check_ids(tokenizer, _added_tokens(folder))
     except DllmError:
@@ -408,7 +408,7 @@ def _from_files(folder: Path) -> "PreTrainedTokenizerBase":
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Silences warnings of transformers: that PyTorch is missing, and that a large vocabulary might be an old one of
     Mistral's."""
     before = logging.root.manager.disable

@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable, Mapping
 
 from train.data.files import arrayrecord, datasets, jsonl, parquet, text
-from train.data.rows import Prefetcher, Row, Rows
+from train.data.rows import Row, Rows
 from train.data.shards import trajectories
 from train.data.source import (
     Example,
@@ -26,6 +26,7 @@ from train.data.source import (
     make_referenced,
     source_of_split,
 )
+from train.data.workers import Loader
 
 SOURCES: Mapping[str, Callable[..., Source]] = types.MappingProxyType(
     {
@@ -42,7 +43,7 @@ __all__ = [
     "SOURCES",
     "Example",
     "ExampleLike",
-    "Prefetcher",
+    "Loader",
     "Row",
     "Rows",
     "Setup",

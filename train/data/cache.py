@@ -12,11 +12,12 @@ same if name, size and time of change are. The process after a killed one resume
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from dllm_jax.storage import lock, write_file
 from dllm_jax.text.tokenizer import encode_texts
 from train.data.entries import EntryForm, Segment
 from train.data.source import Example, Setup, progress
+from train.data.workers import map_in_order
 
 ABOUT, TOKENS, INDEX, FAULTS = "about.json", "tokens.bin", "index.bin", "faults.jsonl"
 RECORD = np.dtype([("end", "<i8"), ("prompt", "<i4"), ("file", "<i4"), ("number", "<i8")])
@@ -60,7 +62,11 @@ class Entries:
 
     def name(self, file: int, number: int) -> str:
         """An entry in words."""
-        return f"{self.files[file]} {self.unit} {number}"
+        return _entry_name(self.files, self.unit, file, number)
+
+
+def _entry_name(files: Sequence[str], unit: str, file: int, number: int) -> str:
+    return f"{files[file]} {unit} {number}"
 
 
 class Flat(NamedTuple):
@@ -96,10 +102,10 @@ class TokenisedExamples:
         Raises:
             DllmError: when it is damaged.
         """
-        self._entries, self.folder, self.identity = entries, folder, folder.name
+        self._files, self._unit, self.folder, self.identity = entries.files, entries.unit, folder, folder.name
         try:
             self.faults = [json.loads(line) for line in (folder / FAULTS).read_text(encoding="utf-8").splitlines()]
-            self._index, self.tokens = _map_file(folder / INDEX, RECORD), _map_file(folder / TOKENS, np.dtype("<i4"))
+            self._map()
             if len(self.tokens) != (self._index["end"][-1] if len(self._index) else 0):
                 raise ValueError("its tokens are not those of its index")
         except (OSError, ValueError) as error:
@@ -109,6 +115,16 @@ class TokenisedExamples:
             prompts = self._index["prompt"]
             chosen &= fits(prompts, np.diff(self._index["end"], prepend=0) - prompts)
         self._numbers = None if chosen.all() else np.flatnonzero(chosen)
+
+    def _map(self) -> None:
+        self._index, self.tokens = _map_file(self.folder / INDEX, RECORD), _map_tokens(self.folder)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_index", "tokens")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._map()  # as every process does for itself
 
     def __len__(self) -> int:
         return len(self._index if self._numbers is None else self._numbers)
@@ -131,7 +147,7 @@ class TokenisedExamples:
     def name(self, index: int) -> str:
         """Example `index` in words: file and line."""
         record = self._index[self._number(index)]
-        return self._entries.name(int(record["file"]), int(record["number"]))
+        return _entry_name(self._files, self._unit, int(record["file"]), int(record["number"]))
 
     def map_examples(self, of: Callable[[Flat], np.ndarray], *, shown: str | None = None) -> np.ndarray:
         """A NumPy function's values for all examples, [N]. It gets some millions of tokens at once.
@@ -195,7 +211,19 @@ class StreamRows:
             raise DllmError(
                 f"the documents hold {len(source.tokens)} tokens, less than one row of {length}; lower data.length"
             )
-        self._rows = source.tokens[: count * length].reshape(count, length)
+        self._shape = count, length
+        self._map()
+
+    def _map(self) -> None:
+        count, length = self._shape
+        self._rows = _map_tokens(self._folder)[: count * length].reshape(count, length)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_rows"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._map()
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -325,12 +353,16 @@ def _tokenise_rest(folder: Path, setup: Setup, entries: Entries, form: EntryForm
         (folder / FAULTS).open("ab") as faults,
         (folder / INDEX).open("ab") as index,
         progress(entries.read(), "tokenising", f" {entries.unit}s", entries.count) as bar,
+        contextlib.ExitStack() as stack,
     ):
         rest = itertools.dropwhile(lambda entry: entry[:2] <= last, bar)
-        for batch in _batches(setup, form, rest):
-            found = _encode(setup, form, [pieces for *_, pieces in batch])
+        encode = functools.partial(encode_batch, setup, form)
+        encoded = stack.enter_context(
+            contextlib.closing(map_in_order(encode, batch_entries(rest, setup.workers), setup.workers))
+        )
+        for found in encoded:
             records = []
-            for (file, number, _), made in zip(batch, found, strict=True):
+            for file, number, made in found:
                 if isinstance(made, str):
                     faults.write(json.dumps(f"{entries.name(file, number)}: {made}").encode() + b"\n")
                     records.append((end, _FAULTY, file, number))
@@ -338,8 +370,9 @@ def _tokenise_rest(folder: Path, setup: Setup, entries: Entries, form: EntryForm
                     tokens.write(made.stored.tobytes())
                     end += len(made.stored)
                     records.append((end, made.prompt, file, number))
-            if end == 0 and isinstance(found[0], str):
-                raise DllmError(f"{entries.name(*batch[0][:2])}: {found[0]}")
+            file, number, made = found[0]
+            if end == 0 and isinstance(made, str):
+                raise DllmError(f"{entries.name(file, number)}: {made}")
             for written in (tokens, faults):  # before the records that speak of them
                 written.flush()
                 os.fsync(written.fileno())
@@ -365,24 +398,43 @@ def _recover(folder: Path) -> tuple[tuple[int, int], int]:
     return (file, number), end
 
 
-def _batches(
-    setup: Setup, form: EntryForm, entries: Iterable[tuple[int, int, Any]]
-) -> Iterator[list[tuple[int, int, list[Segment] | str]]]:
-    """The examples of entries, or what is wrong with them, in batches to encode together."""
-    batch: list[tuple[int, int, list[Segment] | str]] = []
+def batch_entries(entries: Iterable[tuple[int, int, Any]], workers: int) -> Iterator[list[tuple[int, int, Any]]]:
+    """Entries in batches to encode together, smaller ones where processes do."""
+    most = _CHARACTERS // 8 if workers else _CHARACTERS
+    batch: list[tuple[int, int, Any]] = []
     size = 0
-    for file, number, entry in entries:
-        try:
-            examples: Sequence[list[Segment] | str] = form.examples(setup, entry)
-        except DllmError as error:
-            examples = [str(error)]
-        batch += [(file, number, example) for example in examples]
-        size += 100 + sum(len(piece.value) for example in examples if not isinstance(example, str) for piece in example)
-        if size >= _CHARACTERS:
+    for entry in entries:
+        batch.append(entry)
+        size += 100 + _size(entry[-1])
+        if size >= most:
             yield batch
             batch, size = [], 0
     if batch:
         yield batch
+
+
+def _size(entry: Any) -> int:
+    """About how many characters and token ids an entry has."""
+    if isinstance(entry, Mapping):
+        return sum(map(_size, entry.values()))
+    if isinstance(entry, list) and entry and isinstance(entry[0], Mapping):
+        return sum(map(_size, entry))
+    return len(entry) if isinstance(entry, Sized) else 1
+
+
+def encode_batch(
+    setup: Setup, form: EntryForm, batch: list[tuple[int, int, Any]]
+) -> list[tuple[int, int, StoredExample | str]]:
+    """The examples of entries as they are stored, or what is wrong with them."""
+    numbers, examples = list[tuple[int, int]](), list[list[Segment] | str]()
+    for file, number, entry in batch:
+        try:
+            made: Sequence[list[Segment] | str] = form.examples(setup, entry)
+        except DllmError as error:
+            made = [str(error)]
+        examples += made
+        numbers += [(file, number)] * len(made)
+    return [(*at, found) for at, found in zip(numbers, _encode(setup, form, examples), strict=True)]
 
 
 def _encode(setup: Setup, form: EntryForm, examples: Sequence[list[Segment] | str]) -> list[StoredExample | str]:
@@ -421,6 +473,10 @@ def _map_file(path: Path, dtype: np.dtype) -> np.ndarray:
     """The whole records of a file."""
     count = path.stat().st_size // dtype.itemsize
     return np.asarray(np.memmap(path, dtype, "r", shape=(count,))) if count else np.zeros(0, dtype)
+
+
+def _map_tokens(folder: Path) -> np.ndarray:
+    return _map_file(folder / TOKENS, np.dtype("<i4"))
 
 
 def _tokenizer_digest(setup: Setup) -> str:

@@ -118,10 +118,11 @@ def arrayrecord(
         path: a file, a folder of .array_record files, or a pattern.
         columns, turns, concatenate, drop_long: as of `jsonl`.
     """
-    library = _library("grain.sources", "grain", "arrayrecord")
+    from grain.sources import ArrayRecordDataSource  # takes half a second
+
     files = _files(path, "*.array_record")
 
-    opened = functools.partial(_open_by, library.ArrayRecordDataSource, "ArrayRecord")
+    opened = functools.partial(_open_by, ArrayRecordDataSource, "ArrayRecord")
 
     def records() -> Iterator[tuple[int, int, Any]]:
         for file, name in enumerate(files):

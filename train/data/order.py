@@ -19,6 +19,7 @@ def permute(place: int, count: int, key: Sequence[int]) -> int:
 
     A Feistel network permutes the next power of 4 (at least 64), and is walked along until it comes to a number below
     `count` (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002, section 4).
+    `grain.experimental.index_shuffle` (0.2.18) does the same, but for a `count` of 65,537 is no permutation.
 
     Args:
         key: of the permutation: whole numbers from 0 on.

@@ -2,10 +2,8 @@
 
 import dataclasses
 import functools
-import queue
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,7 +15,6 @@ from train.data.order import BucketOrder, Order
 from train.data.packing import Packing
 from train.data.source import ExampleLike, Source, count_examples, example_name, lengths_of, progress, prompt_lengths_of
 
-T = TypeVar("T")
 _ORDER, _CUT = 1, 2  # purposes of random numbers
 
 
@@ -188,41 +185,3 @@ class Rows:
             step = np.full(width, -1, np.int32)
             step[len(prompt) : used] = order
         return Row(tokens, targets, end, step)
-
-
-class Prefetcher(Generic[T]):
-    """Values of make(start), make(start + 1), ..., which a thread computes before they are used. Use it by `with`."""
-
-    def __init__(self, make: Callable[[int], T], start: int, stop: int, depth: int = 4) -> None:
-        self._make, self._span = make, range(start, stop)
-        self._ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(depth)
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._compute, daemon=True)
-
-    def __enter__(self) -> Iterator[T]:
-        self._thread.start()
-        return self._values()
-
-    def __exit__(self, *_: object) -> None:
-        self._closed.set()
-        while self._thread.is_alive():  # it may wait until the queue has a free place
-            try:
-                self._ready.get_nowait()
-            except queue.Empty:
-                self._thread.join(0.05)
-
-    def _values(self) -> Iterator[T]:
-        for _ in self._span:
-            value, error = self._ready.get()
-            if error is not None:
-                raise error
-            yield value  # type: ignore[misc]
-
-    def _compute(self) -> None:
-        try:
-            for number in self._span:
-                if self._closed.is_set():
-                    return
-                self._ready.put((self._make(number), None))
-        except BaseException as error:  # raised where the value would have been used
-            self._ready.put((None, error))

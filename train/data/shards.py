@@ -11,6 +11,7 @@ import zipfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -120,6 +121,9 @@ class Trajectories:
             self.width = max(self.width, int(lengths.max(initial=0)))
             chosen.append(shard.first + rows)
         self._numbers = np.concatenate(chosen)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_loaded": {}}  # every process reads shards for itself
 
     def __len__(self) -> int:
         return len(self._numbers)

@@ -79,6 +79,7 @@ class Setup:
         canvas: positions after each prompt; 0 extends it to the end of the row.
         cache: folder for what is tokenised, see `train.data.cache`; None is $DLLM_JAX_HOME/data.
         pack: whether rows hold several examples, see `train.config.DataPart`.
+        workers: processes that tokenise; 0 is this one.
     """
 
     config: ModelConfig
@@ -87,6 +88,7 @@ class Setup:
     canvas: int = 0
     cache: Path | None = None
     pack: bool = False
+    workers: int = 0
 
     def fits(self, prompt: np.ndarray, answer: np.ndarray) -> np.ndarray:
         """Whether prompts and answers of these numbers of tokens fit into a row."""
