@@ -32,7 +32,7 @@ from samplers.serving.engine_thread import EngineThread, Job
 from samplers.serving.errors import Fault, stopping_fault
 from samplers.serving.metrics import Metrics
 from samplers.serving.schemas import Body, CanvasBody, CompletionBody, DecideBody, InfillBody, TextBody
-from samplers.serving.shapes import ChatShape, Json, Shape, TextShape, token_scores, usage_of
+from samplers.serving.shapes import Json, Shape, token_scores, usage_of
 from samplers.stopping import stop_strings
 from samplers.text.decode import TextStream, text_of
 from samplers.text.prompts import PromptTooLong, encode_prompt
@@ -173,10 +173,10 @@ class Service:
         Raises:
             Fault: for a request that is refused or fails.
         """
-        shape, ticket = _shape(body), await self.admit(body, client, streamed=False)
+        shape, ticket = body.shape, await self.admit(body, client, streamed=False)
         answers = await ticket.answers()
         choices = [self._choice(shape, body, *pair) for pair in zip(ticket.jobs, answers, strict=True)]
-        head = self._head(shape, shape.whole, ticket)
+        head = self._named(shape.prefix, shape.whole, ticket.jobs[0].seed)
         return {**head, "choices": choices, "usage": self._usage(body, answers, ticket)}
 
     async def chunks(self, body: CompletionBody, ticket: Ticket) -> AsyncIterator[Json]:
@@ -188,8 +188,8 @@ class Service:
         Raises:
             Fault: when the request fails.
         """
-        shape = _shape(body)
-        head = self._head(shape, shape.chunk, ticket)
+        shape = body.shape
+        head = self._named(shape.prefix, shape.chunk, ticket.jobs[0].seed)
         usage = {"usage": None} if body.with_usage else {}
         chunk = lambda job, **fields: {**head, "choices": [{"index": job.index, **_BLANK, **fields}], **usage}
         texts = {job: self._text_stream(body) for job in ticket.jobs}
@@ -232,7 +232,7 @@ class Service:
             yield {"forward": update.nfe, "written": update.written, "cells": changed, **busy}
         answer = answer_of(self.reader, job)
         usage = self._usage(body, [answer], ticket)
-        yield {"text": answer.text, "finish_reason": self._reason(job, answer), "usage": usage}
+        yield {"text": answer.text, "finish_reason": self._ending(body, job, answer)["finish_reason"], "usage": usage}
 
     async def infill(self, body: InfillBody, client: str) -> Json:
         """A text with its gaps filled.
@@ -526,9 +526,6 @@ class Service:
         del self.tickets[job], self._admitted_at[job]
         self._release(job.client, 1)
 
-    def _head(self, shape: Shape, kind: str, ticket: Ticket) -> Json:
-        return self._named(shape.prefix, kind, ticket.jobs[0].seed)
-
     def _named(self, prefix: str, kind: str, seed: int) -> Json:
         return {
             "id": f"{prefix}-{secrets.token_hex(12)}",
@@ -564,20 +561,16 @@ class Service:
         alternatives = body.top, job.request.top
         return {"logprobs": shape.logprobs(token_scores(self.engine.model, answer, self._stops(body), *alternatives))}
 
-    def _reason(self, job: Job, answer: Generation) -> str:
-        """Why an answer ended: "stop", an end token or a stop pattern, or "length", a full canvas."""
+    def _ending(self, body: Body, job: Job, answer: Generation) -> Json:
+        """Why an answer ended: "stop", an end token or a stop pattern, or "length", a full canvas; and the stop string
+        that did it, if one did."""
         if job.plan is not None:  # a gap is as long as it was asked to be
-            return "length"
+            return {"finish_reason": "length", "stop_reason": None}
+        stops = stop_strings(self._stops(body))
+        cut = text_of(self.engine.model, answer.tokens)[len(answer.text) :] if stops else ""
         full = len(answer.tokens) == job.request.gen_length
-        cut = answer.text != text_of(self.engine.model, answer.tokens)
-        return "length" if full and not cut else "stop"
-
-    def _ending(self, body: CompletionBody, job: Job, answer: Generation) -> Json:
-        """Why an answer ended, and the stop string that did it, if one did."""
-        stops = () if job.plan is not None else stop_strings(self._stops(body))
-        rest = text_of(self.engine.model, answer.tokens)[len(answer.text) :] if stops else ""
-        stop = next((text for text in stops if rest.startswith(text)), None)
-        return {"finish_reason": self._reason(job, answer), "stop_reason": stop}
+        stop = next((text for text in stops if cut.startswith(text)), None)
+        return {"finish_reason": "length" if full and not cut else "stop", "stop_reason": stop}
 
     def _stops(self, body: Body) -> tuple[str | int, ...]:
         return (*self.engine.stop, *body.stops)
@@ -613,10 +606,6 @@ def as_event(message: Json | str) -> bytes:
         return f"data: {message}\n\n".encode()
     name = f"event: {message['type']}\n" if "type" in message else ""
     return f"{name}data: {json.dumps(message, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
-
-
-def _shape(body: Body) -> Shape:
-    return TextShape if isinstance(body, TextBody) else ChatShape
 
 
 def _merge_updates(missed: Update, update: Update) -> Update:
