@@ -1166,8 +1166,11 @@ def test_a_connection_after_an_answer_is_closed_by_one_timer(start):
         assert client.recv(1) == b""
     with start(connections=Connections(64)) as found, _connect(found.url) as client:
         _ask_health(client)
-        (own,) = found.server.server_state.connections
-        assert own.timeout_keep_alive_task is None
+
+        async def timers():  # in the loop, so after all that an answer's end does
+            return [own.timeout_keep_alive_task for own in found.server.server_state.connections]
+
+        assert asyncio.run_coroutine_threadsafe(timers(), found.loop).result(60) == [None]
 
 
 class Recorder(Connections):

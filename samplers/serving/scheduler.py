@@ -120,7 +120,7 @@ class Ticket:
 
     def close(self) -> None:
         """Cancels the jobs that have not ended."""
-        self._service.close_ticket(self)
+        self._service.cancel(self.jobs)
 
 
 class Service:
@@ -514,10 +514,9 @@ class Service:
             if not future.done():
                 future.set_exception(fault)
 
-    def close_ticket(self, ticket: Ticket) -> None:
-        """Cancels the jobs of a ticket that have not ended."""
-        left = [job for job in ticket.jobs if job in self.tickets]
-        if left:
+    def cancel(self, jobs: Sequence[Job]) -> None:
+        """Cancels those that have not ended."""
+        if left := [job for job in jobs if job in self.tickets]:
             self._thread.cancel(left)
         for job in left:
             self._end(job)
