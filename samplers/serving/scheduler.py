@@ -124,7 +124,8 @@ class Ticket:
 
 
 class Service:
-    """Answers bodies with an engine. Make and use it in one event loop.
+    """Answers bodies with an engine. Make and use it in one event loop. What takes a body raises Fault for one that is
+    refused or fails.
 
     Attributes:
         engine: nobody else may use it.
@@ -168,11 +169,7 @@ class Service:
     # Requests --------------------------------------------------------------------------------------------------------
 
     async def completion(self, body: CompletionBody, client: str) -> Json:
-        """A whole answer.
-
-        Raises:
-            Fault: for a request that is refused or fails.
-        """
+        """A whole answer."""
         shape, ticket = body.shape, await self.admit(body, client, streamed=False)
         answers = await ticket.answers()
         choices = [self._choice(shape, body, *pair) for pair in zip(ticket.jobs, answers, strict=True)]
@@ -184,9 +181,6 @@ class Service:
 
         Args:
             ticket: of `admit`, streamed.
-
-        Raises:
-            Fault: when the request fails.
         """
         shape = body.shape
         head = self._named(shape.prefix, shape.chunk, ticket.jobs[0].seed)
@@ -217,9 +211,6 @@ class Service:
 
         A cell is [position, text or None for a mask, whether it is final]. Where the reader, or this event loop, is
         slower than the engine, an event covers several forwards.
-
-        Raises:
-            Fault: when the request fails.
         """
         (job,), sampler = ticket.jobs, self.engine.sampler
         shown: list[tuple[str | None, bool]] = [(None, False)] * job.request.gen_length
@@ -235,11 +226,7 @@ class Service:
         yield {"text": answer.text, "finish_reason": self._ending(body, job, answer)["finish_reason"], "usage": usage}
 
     async def infill(self, body: InfillBody, client: str) -> Json:
-        """A text with its gaps filled.
-
-        Raises:
-            Fault: for a request that is refused or fails.
-        """
+        """A text with its gaps filled."""
         ticket = await self.admit(body, client, streamed=False)
         (found,) = await ticket.answers()
         assert isinstance(found, Infilling)
@@ -247,11 +234,7 @@ class Service:
         return {**head, "text": found.text, "gaps": found.gaps, "usage": usage_of([found], 1)}
 
     async def decide(self, body: DecideBody, client: str) -> Json:
-        """A decision.
-
-        Raises:
-            Fault: for a request that is refused or fails.
-        """
+        """A decision."""
         self._check_body(body)
         self._reserve(client, 1)
         start = self._loop.time()
@@ -279,9 +262,6 @@ class Service:
 
         Args:
             client: who asks; clients take turns.
-
-        Raises:
-            Fault: for a request that is refused.
         """
         self._check_body(body)
         prompts, copies = body.prompts, (body.n or 1) if isinstance(body, CompletionBody) else 1
@@ -426,20 +406,17 @@ class Service:
         return Job(index, request, seed, False, engine, client, plan)
 
     def _infiller(self) -> Engine:
-        """The engine that fills gaps, made for the first that ask: without end tokens, and with text in every gap."""
-        with self._making_gaps:
-            if self._gaps is None:
-                self._gaps = self._make_infiller()
-            return self._gaps
-
-    def _make_infiller(self) -> Engine:
-        """Raises DllmError for a sampler that fills no gaps."""
+        """The engine that fills gaps, made for the first that ask: without end tokens, and with text in every gap.
+        Raises DllmError for a sampler that fills none."""
         engine = self.engine
         if engine.config is None:
             raise DllmError("this server's sampler fills no gaps; start it with one by name")
-        config = config_for_gaps(engine.model, engine.config)
-        names = ("slots", "prompt_length", "draws", "buckets", "constraint_states")
-        return Engine(engine.model, config, **{name: getattr(engine, name) for name in names})
+        with self._making_gaps:
+            if self._gaps is None:
+                config = config_for_gaps(engine.model, engine.config)
+                names = ("slots", "prompt_length", "draws", "buckets", "constraint_states")
+                self._gaps = Engine(engine.model, config, **{name: getattr(engine, name) for name in names})
+            return self._gaps
 
     def _make_question(self, body: DecideBody) -> tuple[Question, int]:
         """The question and its seed. Not for the event loop."""
@@ -494,7 +471,8 @@ class Service:
             ticket = self.tickets.get(job)
             if ticket is None:  # it was cancelled
                 continue
-            job.latest = update if job.latest is None else _merge_updates(job.latest, update)
+            missed = () if job.latest is None else job.latest.written
+            job.latest = dataclasses.replace(update, written=sorted({*missed, *update.written}))
             ticket.changed.set()
             if update.done:
                 self.metrics.count_answer(job.request, self._loop.time() - self._admitted_at[job])
@@ -605,11 +583,6 @@ def as_event(message: Json | str) -> bytes:
         return f"data: {message}\n\n".encode()
     name = f"event: {message['type']}\n" if "type" in message else ""
     return f"{name}data: {json.dumps(message, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
-
-
-def _merge_updates(missed: Update, update: Update) -> Update:
-    """Two updates of a request as one: its state after the second, with the positions that both wrote."""
-    return dataclasses.replace(update, written=sorted({*missed.written, *update.written}))
 
 
 def _cells(update: Update, length: int, strings: Sequence[str]) -> list[tuple[str | None, bool]]:
