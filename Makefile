@@ -37,6 +37,9 @@ TARGET ?= v5e:2x2
 GPU := $(filter h100 t4,$(TARGET))
 MESH ?= $(if $(GPU),tensor=1,tensor=4)
 AOT := .aot/$(firstword $(subst :, ,$(TARGET)))
+# TPUs treat buffers with one key head a chip, and with more than 32 rows, otherwise.
+ONE_HEAD_A_CHIP = --target $(notdir $(AOT)):2x4 --mesh tensor=8 --model sdar-8b-chat --layers 2 --batch 40 \
+	--sampler threshold:cache=exact --block-length 4
 AOT_PACKAGES = $(if $(GPU),'jax[cuda12-local]'==$$jax nvidia-cuda-nvcc-cu12,'jax[tpu]'==$$jax)
 
 .PHONY: test lint format typecheck pytest slow slow-list goldens parity package lowest newest lock compile-check docs demo clean
@@ -121,6 +124,7 @@ lock:
 
 compile-check: $(READY) $(AOT)/.installed
 	$(AOT)/bin/python -m benchmarks.compile --target $(TARGET) --mesh $(MESH) --batch 8 --check
+	$(if $(GPU),,$(AOT)/bin/python -m benchmarks.compile $(ONE_HEAD_A_CHIP) --check)
 
 # Warnings end it: a link to nothing, a page that the map does not name, a name in the reference that is none.
 docs: export NO_MKDOCS_2_WARNING := 1

@@ -24,7 +24,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -497,8 +497,13 @@ def mesh_of(devices: Sequence[Any], axes: str) -> Mesh:
     return Mesh(shape, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
-def report(options: argparse.Namespace) -> dict[str, Any]:
+def report(
+    options: argparse.Namespace, more: Callable[[Setting, hlo.Program, hlo.Loop], dict[str, Any]] | None = None
+) -> dict[str, Any]:
     """Compiles, and describes the result.
+
+    Args:
+        more: further figures of a setting, its program and its loops.
 
     Raises:
         DllmError: for impossible settings, and a program that the compiler refuses.
@@ -514,7 +519,8 @@ def report(options: argparse.Namespace) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     if options.hlo:
         options.hlo.write_text(program.as_text())
-    found = describe(program, setting, launched)
+    parsed = parse(program)
+    found = describe(program, setting, launched, parsed) | (more(setting, *parsed) if more else {})
     memory = int(MEMORY[options.target.partition(":")[0]] * GIB)
     return {
         **about,

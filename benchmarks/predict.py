@@ -47,7 +47,7 @@ class Chip:
     Attributes:
         flops: of bfloat16 products, per second.
         memory: bytes per second.
-        ring: bytes per second that a chip sends to both neighbours of a ring; none for a single device.
+        ring: bytes per second that a chip sends to both neighbours of a ring, or a GPU through its switch.
         clock: cycles per second of a TPU, by its FLOPs: no data sheet has it.
         source: where the numbers are from.
     """
@@ -62,7 +62,12 @@ class Chip:
 CHIPS = {
     "v5e": Chip(197e12, 819e9, 100e9, 1.5e9, "cloud.google.com/tpu/docs/v5e: 400 GB/s over 4 ports, both directions"),
     "v6e": Chip(918e12, 1640e9, 200e9, 1.75e9, "cloud.google.com/tpu/docs/v6e: 800 GB/s over 4 ports, both directions"),
-    "h100": Chip(989e12, 3350e9, 0.0, 0.0, "nvidia.com, H100 SXM data sheet: dense bfloat16"),
+    "v5p": Chip(
+        459e12, 2765e9, 200e9, 1.75e9, "cloud.google.com/tpu/docs/v5p: 1200 GB/s over 6 ports, both directions"
+    ),
+    "h100": Chip(
+        989e12, 3350e9, 450e9, 0.0, "nvidia.com, H100 SXM data sheet: dense bfloat16, NVLink in one direction"
+    ),
 }
 
 
@@ -90,7 +95,7 @@ MODELS = {
     ),
     "sdar-8b-chat": Usage("threshold:cache=exact", 4, 2.0, "its report: dynamic 'more than twice' static, 30B"),
 }
-COMPILERS = {"h100": ("jax", "jax-cuda12-pjrt"), "v5e": ("jax", "libtpu"), "v6e": ("jax", "libtpu")}
+COMPILERS = {"h100": ("jax", "jax-cuda12-pjrt"), **dict.fromkeys(("v5e", "v6e", "v5p"), ("jax", "libtpu"))}
 TARGETS, BATCHES = ("h100", "v5e:2x4", "v6e:2x4"), (1, 8, 32, 128)
 PUBLISHED = (
     ("SGLang, LLaDA2.1-mini, H20", {1: 592, 8: 1923, 32: 2853, 128: 3412}, "sglang issue 33322"),

@@ -8,9 +8,14 @@ r"""How much device memory a training step of each recipe takes: `python -m benc
 compiles the step with a run's own settings (`benchmarks.compile --what train`) and prints the line for the recipe's
 head. On TPUs, where layers are a loop, all of them are compiled; on GPUs, where they are not, 4 and 6, and the model's
 need is extrapolated from both, where layers are alike.
+
+The second line is a step's model FLOPs utilisation as `benchmarks.predict` would have it: a model of the compiled
+program, which nothing has checked. The lower number has no transfer between devices overlap with anything, the higher
+one all of them with everything.
 """
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,20 +23,25 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import compile as bench
+from benchmarks import hlo, predict
 from benchmarks.command import status_of
-from dllm_jax import published_config
+from dllm_jax import DllmError, published_config
 from train import read_config
+from train.logs import step_flops
 
 SIZES = ("argument_bytes", "temporary_bytes", "peak_bytes")
-KEPT = ("config", "target", "mesh", "model", "layers", "batch", "accumulate", "length", "jax", *SIZES, "memory_bytes")
+SECONDS = ("busy_seconds", "sent_seconds", "model_seconds")
+ABOUT = ("config", "target", "mesh", "model", "layers", "batch", "accumulate", "length", "jax", "memory_bytes")
+KEPT = (*ABOUT, *SIZES, *SECONDS)
 FEW, MORE = 4, 6  # layers whose difference is that of a layer
 
 
 def extended(few: Mapping[str, Any], more: Mapping[str, Any], layers: int) -> dict[str, Any]:
     """The row of a model of this many layers, extrapolated from two smaller ones."""
     share = (layers - few["layers"]) / (more["layers"] - few["layers"])
-    sizes = {name: round(few[name] + share * (more[name] - few[name])) for name in SIZES}
-    return {**more, **sizes, "layers": layers, "from": [few["layers"], more["layers"]]}
+    line = {name: few[name] + share * (more[name] - few[name]) for name in (*SIZES, *SECONDS) if name in few}
+    line |= {name: round(line[name]) for name in SIZES}
+    return {**more, **line, "layers": layers, "from": [few["layers"], more["layers"]]}
 
 
 def rows_of(path: str, target: str, settings: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -41,19 +51,38 @@ def rows_of(path: str, target: str, settings: Sequence[str] = ()) -> list[dict[s
         settings: of training, as after `python -m train`, that differ from the recipe's.
 
     Raises:
-        DllmError: as `benchmarks.compile.report`.
+        DllmError: as `benchmarks.compile.report`, and for a target without rates.
     """
+    kind = target.partition(":")[0]
+    if kind not in predict.CHIPS:
+        raise DllmError(f"--target {target!r} has no rates here; name one of {', '.join(predict.CHIPS)}")
+    chip = predict.CHIPS[kind]
 
     def compiled(layers: int) -> dict[str, Any]:
         arguments = ["--target", target, "--what", "train", "--config", path, "--layers", str(layers), *settings]
-        result = bench.report(bench.parser().parse_args(arguments))
+        result = bench.report(bench.parser().parse_args(arguments), functools.partial(step_seconds, chip))
         return {name: result[name] for name in KEPT}
 
     alike = published_config(read_config(path).model.init).gemma is None
-    if target.partition(":")[0] not in bench.GPUS or not alike:
+    if kind not in bench.GPUS or not alike:
         return [compiled(0)]
     few, more = compiled(FEW), compiled(MORE)
     return [few, more, extended(few, more, published_config(more["model"]).num_layers)]
+
+
+def step_seconds(chip: predict.Chip, setting: bench.Setting, program: hlo.Program, root: hlo.Loop) -> dict[str, float]:
+    """What a step takes by `predict.turn`, and by its model FLOPs alone at the peak of all devices."""
+    assert setting.run is not None
+    devices = setting.mesh.size
+    found = predict.turn(program, root, chip, devices)
+    model = step_flops(setting.run, setting.config, setting.run.data.length) / chip.flops / devices
+    return {"busy_seconds": found["busy"] + found["gaps"], "sent_seconds": found["sent"], "model_seconds": model}
+
+
+def utilisation(row: Mapping[str, Any]) -> tuple[float, float]:
+    """Model FLOPs utilisation where no transfer overlaps, and where all do."""
+    busy, sent, model = (row[name] for name in SECONDS)
+    return model / (busy + sent), model / max(busy, sent)
 
 
 def line(row: Mapping[str, Any]) -> str:
@@ -65,7 +94,7 @@ def line(row: Mapping[str, Any]) -> str:
 
 def merged(old: Iterable[dict[str, Any]], new: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows in order, later ones instead of earlier ones of the same program."""
-    key = lambda row: (row["config"], row["target"], row["layers"])
+    key = lambda row: (row["config"], row["target"], row["layers"], row["length"])
     return [dict(row) for _, row in sorted({key(row): row for row in (*old, *new)}.items())]
 
 
@@ -86,7 +115,8 @@ def _compile(options: argparse.Namespace) -> None:
     settings = [text for text in options.configs if "=" in text]
     for path in (text for text in options.configs if "=" not in text):
         rows = rows_of(path, options.target, settings)
-        print(f"{path}\n{line(rows[-1])}", flush=True)
+        low, high = utilisation(rows[-1])
+        print(f"{path}\n{line(rows[-1])}\nmodel FLOPs utilisation {low:.0%} to {high:.0%}", flush=True)
         if options.json:
             before = json.loads(options.json.read_text()) if options.json.exists() else []
             options.json.write_text(json.dumps(merged(before, rows), indent=1) + "\n")

@@ -53,7 +53,7 @@ def report(options: argparse.Namespace) -> Row:
             for step in [0, *states.steps[options.every - 1 :: options.every]]:
                 model = _model(run, run.restore(states, step) if step else run.initial_state(), base)
                 bound = task.bind(model)
-                examples = examples or [bound.example("test", i) for i in range(options.n)]
+                examples = examples or [bound.example(options.split, i) for i in range(options.n)]
                 found = evals.run(
                     model,
                     bound,
@@ -69,7 +69,7 @@ def report(options: argparse.Namespace) -> Row:
                 surroundings = {"hardware": found.hardware, "versions": found.versions}
                 print({name: rows[-1][name] for name in COLUMNS}, flush=True)
     logs = {folder.name: read_log(folder) for folder in options.runs}
-    about = {name: str(getattr(options, name)) for name in ("task", "sampler", "n")}
+    about = {name: str(getattr(options, name)) for name in ("task", "sampler", "split", "n")}
     return {"about": about, **surroundings, "rows": rows, "training": logs}
 
 
@@ -152,7 +152,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output folders of runs")
     parser.add_argument("--task", required=True, help="as for python -m evals")
     parser.add_argument("--sampler", required=True, help="spec of the sampler that answers")
-    parser.add_argument("--n", type=int, default=2000, help="test problems (default: 2000)")
+    parser.add_argument("--split", default="test", choices=["test", "validation"], help="problems (default: test)")
+    parser.add_argument("--n", type=int, default=2000, help="how many of them (default: 2000)")
     parser.add_argument("--batch-size", type=int, default=256, metavar="N")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="evaluate every Nth state (default: all)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for results.json, results.csv and curve.png")

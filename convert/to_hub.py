@@ -96,11 +96,12 @@ def _config_files(folder: Path, family: Family, layout: CheckpointLayout, config
         original = original | (architectures if len(family.layouts) > 1 else {})
         key = "dtype" if "dtype" in original else "torch_dtype"
         return {CONFIG_FILE: _json(original if notes["dtypes"] == [config.dtype] else {**original, key: config.dtype})}
-    if config.attention != family.attention:
-        what = f"{folder} has {config.attention} attention"
-        raise DllmError(f"{what}, which a {family.name} checkpoint of the hub's format cannot say; keep it in ours")
+    written = {**architectures, **family.write_config(config), "torch_dtype": config.dtype}
+    if lost := _lost(written, folder, family, config):
+        what = f"{', '.join(f'{name} = {getattr(config, name)}' for name in lost)} of {folder}"
+        raise DllmError(f"a {family.name} checkpoint of the hub's format cannot say {what}; keep it in ours")
     return {
-        CONFIG_FILE: _json({**architectures, **family.write_config(config), "torch_dtype": config.dtype}),
+        CONFIG_FILE: _json(written),
         GENERATION_FILE: _json({"eos_token_id": list(config.end_ids), "pad_token_id": config.pad_id}),
     }
 
@@ -108,11 +109,17 @@ def _config_files(folder: Path, family: Family, layout: CheckpointLayout, config
 def _describes(original: dict[str, Any], folder: Path, family: Family, config: ModelConfig) -> bool:
     """Whether the config.json of the conversion is still true: training may have changed the model since."""
     try:
-        read = family.read_config(with_tokenizer(original, folder, CONFIG_FILE, name=""))
+        return not _lost(original, folder, family, config)
     except DllmError:
         return False
+
+
+def _lost(values: dict[str, Any], folder: Path, family: Family, config: ModelConfig) -> list[str]:
+    """Fields of a model's config that a config.json reads back otherwise."""
+    read = family.read_config(with_tokenizer(values, folder, CONFIG_FILE, name=""))
     # Not in config.json: the dtype is the tensors', and these ids are the tokenizer's.
-    return read.replace(dtype=config.dtype, bos_id=config.bos_id, end_ids=config.end_ids) == config
+    read = read.replace(dtype=config.dtype, bos_id=config.bos_id, end_ids=config.end_ids)
+    return [name for name, value in vars(config).items() if getattr(read, name) != value]
 
 
 def _json(values: dict[str, Any]) -> bytes:

@@ -136,6 +136,31 @@ class Yarn:
 
 
 @dataclasses.dataclass(frozen=True)
+class Llama3Rope:
+    """Rotary frequencies of Llama 3.1 and later, as its reference code stretches them.
+
+    A pair of dimensions that turns at most `low_frequency` times within the original length turns `factor` times
+    slower, one that turns `high_frequency` times or more as before, and those between in between.
+
+    Attributes:
+        factor: how much longer positions may become.
+        original_length: O, positions that the model was trained on before.
+        low_frequency, high_frequency: turns within O positions, the first one below the second.
+    """
+
+    factor: float
+    original_length: int
+    low_frequency: float = 1.0
+    high_frequency: float = 4.0
+
+    def __post_init__(self) -> None:
+        if self.original_length < 1 or not 0 < self.factor < math.inf:
+            raise DllmError(f"config field llama3 is {self}; factor and original_length must be positive")
+        if not 0 < self.low_frequency < self.high_frequency < math.inf:
+            raise DllmError(f"config field llama3 is {self}; low_frequency must be positive and below high_frequency")
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Everything in which Transformers differ; hashable, so that jit can key on it.
 
@@ -159,7 +184,7 @@ class ModelConfig:
         end_ids: ids that end an answer: end of sequence, and end of turn where the family has one.
         mlp_dim: width of the feed-forward network; of a mixture of experts, that of its dense layers.
         rope_dim: leading dimensions of a head that are rotated, the others carry no position; None for all.
-        yarn: how the rotary frequencies are stretched; None for plain ones.
+        yarn, llama3: how the rotary frequencies are stretched, in one of these ways; None for plain ones.
         clip_qkv: queries and keys (after their norm) and values are clamped to +- clip_qkv; None for no limit.
         experts: the mixture of experts that replaces the feed-forward networks, or is added to those of `gemma`; None
             for a dense model.
@@ -188,6 +213,7 @@ class ModelConfig:
     block_length: int | None = None
     rope_dim: int | None = None
     yarn: Yarn | None = None
+    llama3: Llama3Rope | None = None
     shift: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -218,6 +244,8 @@ class ModelConfig:
             raise DllmError(f"head_dim {self.head_dim} is odd; rotary embeddings need an even one")
         if self.rope_dim is not None and (self.rope_dim % 2 or not 2 <= self.rope_dim <= self.head_dim):
             raise DllmError(f"rope_dim is {self.rope_dim}; it must be an even number up to head_dim {self.head_dim}")
+        if self.yarn is not None and self.llama3 is not None:
+            raise DllmError("config fields yarn and llama3 both stretch the rotary frequencies; give one of them")
         if self.clip_qkv is not None and not self.clip_qkv > 0:
             raise DllmError(f"clip_qkv is {self.clip_qkv}; it must be a positive number, or None")
         if self.experts and self.experts.dense_layers and not self.experts.dense_layers[-1] < self.num_layers:
@@ -311,7 +339,7 @@ class ModelConfig:
             raise DllmError(f"{where} is not valid JSON ({error}); convert the checkpoint again") from None
         if not isinstance(values, dict):
             raise DllmError(f"{where} holds no JSON object; convert the checkpoint again")
-        for name, kind in (("experts", Experts), ("gemma", Gemma), ("yarn", Yarn)):
+        for name, kind in (("experts", Experts), ("gemma", Gemma), ("yarn", Yarn), ("llama3", Llama3Rope)):
             if isinstance(values.get(name), dict):
                 values[name] = kind(**_check_fields(kind, values[name], f"{where}: {name}"))
         return cls(**_check_fields(cls, values, where))

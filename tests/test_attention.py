@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from dllm_jax.kernels import attention as module
-from dllm_jax.kernels.attention import ATTENTION, IN_BLOCKS, attention, reference, tokamax, tpu, xla
+from dllm_jax.kernels.attention import ATTENTION, CAUSAL, IN_BLOCKS, attention, reference, tokamax, tpu, xla
 from dllm_jax.kernels.attention.xla import blocks_in_parts, in_parts
 from dllm_jax.kernels.dispatch import use_kernels
 from dllm_jax.models import kv_cache
@@ -66,7 +66,7 @@ def kernel_of(operation, name):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["xla", "xla elsewhere", "tpu", pytest.param("tokamax", marks=needs_tokamax)])
-@pytest.mark.parametrize("operation", [ATTENTION, IN_BLOCKS], ids=lambda each: each.name)
+@pytest.mark.parametrize("operation", [ATTENTION, CAUSAL, IN_BLOCKS], ids=lambda each: each.name)
 def test_every_implementation_is_the_reference(request, monkeypatch, operation, name, dtype) -> None:
     """Of all examples that it takes, forward and gradient, ragged `visible` among them."""
     if name == "tokamax":
@@ -75,10 +75,20 @@ def test_every_implementation_is_the_reference(request, monkeypatch, operation, 
         monkeypatch.setattr(xla, "attend_on_cpu", xla.attend_by_jax)
     kernel = kernel_of(operation, name)
     checks = operation.check(kernel, jax.devices()[0], dtype)
-    expected = len(operation.examples()) - (name == "tpu")  # which has no first key
+    expected = len(operation.examples()) - (name == "tpu" and operation is not CAUSAL)  # which has no first key
     assert len({check.what.split(",")[0] for check in checks}) == expected
     most = {"float32": 1e-5, "bfloat16": 1e-2}[dtype]
     assert all(check.error < most for check in checks), checks
+
+
+@pytest.mark.parametrize(("operation", "example"), [(ATTENTION, "a length per row"), (CAUSAL, "causal")])
+def test_cudnn_is_asked_for_the_reference(monkeypatch, operation, example) -> None:
+    """What JAX computes where it is asked for the same of XLA; nothing here runs cuDNN."""
+    in_xla = functools.partial(jax.nn.dot_product_attention, implementation="xla")
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *x, implementation, **options: in_xla(*x, **options))
+    one = dataclasses.replace(operation, examples=lambda: {example: operation.examples()[example]})
+    checks = one.check(kernel_of(operation, "cudnn"), jax.devices()[0], "float32")
+    assert len(checks) == 4 and all(check.error < 1e-5 for check in checks), checks
 
 
 @pytest.mark.parametrize("name", ["tpu", "xla", pytest.param("tokamax", marks=needs_tokamax)])

@@ -28,6 +28,7 @@ from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.families import FAMILIES, PUBLISHED, HubConfig
 from dllm_jax.models.denoiser import Denoiser
+from dllm_jax.models.layers import Rope, rope_frequencies
 from dllm_jax.params.specs import abstract_params, init_params
 
 TINY = ("llada", "dream", "qwen2")  # LLaDA-MoE has its own tests in test_moe.py
@@ -128,6 +129,18 @@ QWEN3_8B = {
     **{"use_sliding_window": False, "sliding_window": None, "attention_bias": False, "attention_dropout": 0.0},
     **{"bos_token_id": 151643, "eos_token_id": 151643},
 }
+LLAMA_1B = {
+    **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16},
+    **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 8192},
+    **{"vocab_size": 128256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-05, "rope_theta": 500000.0},
+    "rope_scaling": {
+        **{"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3"},
+        "original_max_position_embeddings": 8192,
+    },
+    **{"tie_word_embeddings": True, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    **{"bos_token_id": 128000, "eos_token_id": 128001, "pretraining_tp": 1, "use_cache": True},
+}
+LLAMA_TOKENIZER = {"tokens": {"<|begin_of_text|>": 128000, "<|end_of_text|>": 128001, "<|eot_id|>": 128009}}
 QWEN_TOKENIZER = {
     "tokenizer": {"pad_token": "<|endoftext|>"},
     "tokens": {"<|endoftext|>": 151643, "<|im_end|>": 151645},
@@ -141,6 +154,7 @@ QWEN_TOKENIZER = {
         pytest.param("dream", DREAM_7B, {}, "dream-7b-instruct", id="dream-7b"),
         pytest.param("qwen2", QWEN_05B, QWEN_TOKENIZER, "qwen2.5-0.5b", id="qwen2.5-0.5b"),
         pytest.param("qwen3", QWEN3_8B, QWEN_TOKENIZER, "qwen3-8b-base", id="qwen3-8b"),
+        pytest.param("llama", LLAMA_1B, LLAMA_TOKENIZER, "llama-3.2-1b", id="llama-3.2-1b"),
         pytest.param(
             "qwen2",
             {**{k: v for k, v in QWEN_05B.items() if k != "rope_theta"}, "layer_types": ["full_attention"] * 24}
@@ -173,9 +187,9 @@ def test_special_ids_of_llada(values, tokens, expected):
     assert config.num_kv_heads == 32
 
 
-@pytest.mark.parametrize("family", TINY)
+@pytest.mark.parametrize("family", [*TINY, "llama"])
 def test_junk_in_any_field_gives_a_config_or_a_sentence(family):
-    values = {"llada": LLADA_8B, "dream": DREAM_7B, "qwen2": QWEN_05B | {"pad_token_id": 1}}[family]
+    values = {"llada": LLADA_8B, "dream": DREAM_7B, "qwen2": QWEN_05B | {"pad_token_id": 1}, "llama": LLAMA_1B}[family]
     junk = (None, True, -1, 0, 3, 1.5, float("nan"), 10**30, "x", [], [1], {}, {"rope_type": "default"})
     for name in [*values, "rope_parameters", "layer_types", "head_dim", "rope_scaling"]:
         for value in junk:
@@ -183,6 +197,19 @@ def test_junk_in_any_field_gives_a_config_or_a_sentence(family):
                 FAMILIES[family].read_config(HubConfig(values | {name: value}, "config.json"))
             except DllmError as error:
                 assert "\n" not in str(error)
+
+
+def test_llama_3_turns_slow_pairs_slower():
+    """Pairs that turn once or less within the original length by the factor, those that turn 4 times or more not."""
+    stretched, plain = (
+        np.asarray(rope_frequencies(Rope(64, 500000.0, llama3=llama3)))
+        for llama3 in (PUBLISHED["llama-3.2-1b"].llama3, None)
+    )
+    turns = 8192 * plain / (2 * np.pi)
+    np.testing.assert_allclose(stretched[turns <= 1], plain[turns <= 1] / 32, rtol=1e-6)
+    np.testing.assert_array_equal(stretched[turns >= 4], plain[turns >= 4])
+    between = (turns > 1) & (turns < 4)
+    assert between.any() and (plain[between] / 32 < stretched[between]).all() and (stretched < plain)[between].all()
 
 
 def test_end_of_turn_from_tokenizer_files(tmp_path):

@@ -2,6 +2,7 @@
 a kernel is wrong or cannot run."""
 
 import dataclasses
+import functools
 import re
 import warnings
 
@@ -17,7 +18,7 @@ import dllm_jax
 from dllm_jax.kernels import attention as module
 from dllm_jax.kernels import dispatch
 from dllm_jax.kernels import tokamax as package
-from dllm_jax.kernels.attention import ATTENTION, IN_BLOCKS, attention, attention_in_blocks
+from dllm_jax.kernels.attention import ATTENTION, CAUSAL, IN_BLOCKS, attention, attention_in_blocks
 from dllm_jax.kernels.checks import compare
 from dllm_jax.kernels.dispatch import choose, device_of, on_device, use_kernels
 from dllm_jax.kernels.experts import EXPERTS, apply_experts
@@ -99,6 +100,26 @@ def test_attention_takes(machine, platform, capability, tokamax, asked, call, ta
     with use_kernels(asked):
         chosen = choose(ATTENTION, shapes(**call), None)
     assert chosen.keys() <= {platform}
+    assert (chosen[platform][0].name if chosen else "xla") == taken
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "tokamax", "asked", "taken"),
+    [
+        ("cpu", None, True, "auto", "xla"),
+        ("cuda", A100, False, "auto", "cudnn"),
+        ("cuda", H100, True, "auto", "cudnn"),
+        ("cuda", H100, True, "tokamax", "tokamax"),
+        ("cuda", H100, True, "xla", "xla"),
+        ("cuda", T4, False, "auto", "xla"),
+        ("tpu", None, False, "auto", "xla"),
+        ("tpu", None, False, "tpu", "tpu"),
+    ],
+)
+def test_causal_attention_takes(machine, platform, capability, tokamax, asked, taken):
+    machine(platform, capability, tokamax)
+    with use_kernels(asked):
+        chosen = choose(CAUSAL, shapes(per_query=True), None)
     assert (chosen[platform][0].name if chosen else "xla") == taken
 
 
@@ -283,6 +304,9 @@ def test_the_program_has_cudnn_where_it_is_meant(cudnn_here):
         assert not lowered("cuda")
     with use_kernels("cudnn"):
         assert lowered("cuda", length=32) == {FORWARD}
+    causal = functools.partial(attention, causal=True)
+    assert lowered("cuda", causal, gradient=True, per_query=True) == {FORWARD, BACKWARD}
+    assert not lowered("cuda", causal, window=True), "padding may see nothing"
 
 
 def test_cudnn_in_vmap_and_on_a_mesh(cudnn_here):
@@ -332,6 +356,11 @@ def test_a_model_s_denoiser_says_where_it_lies(machine, cudnn_here):
     run = jax.jit(lambda denoiser, tokens, lengths: denoiser.forward(tokens, lengths)[0])
     arguments = model.denoiser, jnp.zeros((2, 512), int), jnp.array([512, 300])
     assert calls(run.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()) == {FORWARD}
+    causal = dataclasses.replace(model.denoiser, config=config.replace(attention="causal"))
+    text = run.trace(causal, *arguments[1:]).lower(lowering_platforms=("cuda",)).as_text()
+    assert calls(text) == {FORWARD} and "PADDING_CAUSAL" in text
+    per_position = causal, arguments[1], jnp.full((2, 512), 512)
+    assert not calls(run.trace(*per_position).lower(lowering_platforms=("cuda",)).as_text())
 
 
 @pytest.mark.filterwarnings("ignore:attention cannot be computed by tokamax")

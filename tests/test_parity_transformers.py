@@ -250,7 +250,13 @@ def test_causal_windows_one_after_the_other(model):
     assert_close(jnp.concatenate(logits, axis=1), reference_logits(model, tokens, "causal"))
 
 
+LLAMA3 = {
+    **{"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 16},
+    **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+}
 SAVED = {
+    "llama": ("llama", LLAMA, dict(tied=False)),
+    "llama3-tied": ("llama", LLAMA, dict(tied=True, head_dim=32, rope_parameters=LLAMA3)),
     "qwen2": ("qwen2", QWEN2, dict(tied=False)),
     "qwen2-tied": ("qwen2", QWEN2, dict(tied=True)),
     "qwen3-tied": ("qwen3", QWEN3, dict(tied=True, head_dim=32)),

@@ -107,17 +107,20 @@ def test_two_layers_of_a_recipe_are_compiled(name):
 def test_rows_take_the_place_of_those_before(tmp_path, capsys, monkeypatch):
     row = {"config": "llada-d2f", "target": "v6e:2x4", "mesh": "fsdp=8", "model": "llada-8b-instruct", "layers": 32}
     row |= {"argument_bytes": 2**30, "temporary_bytes": 2**31, "peak_bytes": 3 * 2**30, "memory_bytes": 2**35}
+    row |= {"length": 1024, "busy_seconds": 3.0, "sent_seconds": 1.0, "model_seconds": 1.5}
     asked = []
-    compiled = lambda options: asked.append(options.settings) or {name: row.get(name) for name in recipes.KEPT}
+    compiled = lambda options, more: asked.append(options.settings) or {name: row.get(name) for name in recipes.KEPT}
     monkeypatch.setattr(bench, "report", compiled)
     out = tmp_path / "rows.json"
-    out.write_text(json.dumps([{**row, "peak_bytes": 1}, {**row, "target": "h100:8"}]))
+    others = [{**row, "target": "h100:8"}, {**row, "length": 32768}]
+    out.write_text(json.dumps([{**row, "peak_bytes": 1}, *others]))
     path = str(FOLDER / "llada-d2f.toml")
     assert recipes.main([path, "optimizer.accumulate=4", "--target", "v6e:2x4", "--json", str(out)]) == 0
     assert asked == [["optimizer.accumulate=4"]]
-    assert capsys.readouterr().out == f"{path}\n#   v6e:2x4      fsdp=8     3.0 of 32 (arguments 1.0, temporary 2.0)\n"
+    told = "#   v6e:2x4      fsdp=8     3.0 of 32 (arguments 1.0, temporary 2.0)\nmodel FLOPs utilisation 38% to 50%\n"
+    assert capsys.readouterr().out == f"{path}\n{told}"
     found = json.loads(out.read_text())
-    assert [each["target"] for each in found] == ["h100:8", "v6e:2x4"] and found[1]["peak_bytes"] == row["peak_bytes"]
+    assert [found[0], found[2]] == others and found[1].items() >= row.items()
     monkeypatch.undo()
     assert recipes.main([path, "--target", "v9"]) == 2
     assert "'v9'" in one_error(capsys)

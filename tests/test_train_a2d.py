@@ -16,6 +16,7 @@ import dllm_jax
 import train
 from dllm_jax import Denoiser
 from dllm_jax.checkpoints import checkpoint
+from dllm_jax.config import Llama3Rope
 from dllm_jax.params.specs import init_params
 from samplers import make_sampler, sample
 from train.objectives.block_diffusion import BlockDiffusionConfig
@@ -26,7 +27,8 @@ from train.setup import adapt_config
 CAUSAL = {"attention": "causal", "shift": True, "mask_id": None}
 QWEN2 = LLADA.replace(family="qwen2", qkv_bias=True, num_kv_heads=1, tied_embeddings=True, **CAUSAL)
 QWEN3 = LLADA.replace(family="qwen3", qk_norm=True, num_kv_heads=1, bos_id=None, **CAUSAL)
-KINDS = {"dream-7b-base": QWEN2, "fast-dllm-v2-1.5b": QWEN2, "sdar-8b-chat": QWEN3}
+LLAMA = LLADA.replace(family="llama", num_kv_heads=1, **CAUSAL)
+KINDS = {"llada-8b-base": LLAMA, "dream-7b-base": QWEN2, "fast-dllm-v2-1.5b": QWEN2, "sdar-8b-chat": QWEN3}
 STEPS = 4
 
 
@@ -53,14 +55,14 @@ def test_a_run_from_a_checkpoint_writes_a_model_that_samples_and_goes_to_the_hub
     checkpoint.save(tmp_path / "causal", config, params.items())
     values = settings(tmp_path / "run", steps=1, optimizer__lr=0.0, optimizer__warmup=0)
     values["model"] = {"init": str(tmp_path / "causal"), "adapt": kind, "config": {"mask_id": 21}}
-    if name == "dream":
+    if name in ("dream", "llada"):
         build = run_config(tmp_path / "run", steps=1, optimizer__lr=0.0, optimizer__warmup=0)
         build = dataclasses.replace(build, model=dataclasses.replace(build.model, **values["model"]))
     else:
         build = build_settings(BlockDiffusionConfig, values | {"objective": {"block_length": 4}})
     model = dllm_jax.load(train.train(build).folder)
     assert (model.config.family, model.config.mask_id, model.config.eos_id) == (name, 21, config.eos_id)
-    assert model.config.block_length == (None if name == "dream" else 4)
+    assert model.config.block_length == (None if name in ("dream", "llada") else 4)
     assert model.params.keys() == params.keys()
     for parameter, value in params.items():
         np.testing.assert_array_equal(model.params[parameter], value, err_msg=parameter)
@@ -72,6 +74,19 @@ def test_a_run_from_a_checkpoint_writes_a_model_that_samples_and_goes_to_the_hub
     again = dllm_jax.load(tmp_path / "again")
     assert again.config.replace(bos_id=None) == model.config.replace(bos_id=None)
     assert all((again.params[parameter] == value).all() for parameter, value in model.params.items())
+
+
+def test_a_format_that_cannot_say_what_a_model_is(tmp_path):
+    """Llama 3's stretched frequencies are none of LLaDA's: ours keeps them, and an export would lose them."""
+    config = LLAMA.replace(llama3=Llama3Rope(8.0, 8))
+    checkpoint.save(tmp_path / "causal", config, init_params(config, jax.random.key(0), dtype="float32").items())
+    build = run_config(tmp_path / "run", steps=1, optimizer__warmup=0)
+    part = {"init": str(tmp_path / "causal"), "adapt": "llada-8b-base", "config": {"mask_id": 21}}
+    folder = train.train(dataclasses.replace(build, model=dataclasses.replace(build.model, **part))).folder
+    assert dllm_jax.load(folder).config.llama3 == config.llama3
+    with refuses("a llada checkpoint of the hub's format cannot say llama3 = Llama3Rope(factor=8.0"):
+        convert.export(folder, tmp_path / "hub")
+    assert not (tmp_path / "hub").exists()
 
 
 def test_what_cannot_become_a_diffusion_model_is_refused(tmp_path):

@@ -2,18 +2,21 @@
 
 import concurrent.futures
 import itertools
+import json
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import tomllib
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from conftest import free_ports
+from test_evals_training import SETTINGS
 from test_train_grpo import LIKED
 from test_train_run import ENVIRONMENT, assert_same, interrupting, latest_state, lines
 from train_toys import LLADA, Reverse, model_fields, of_lengths, run_config, settings, write_toml
@@ -204,6 +207,24 @@ def test_two_processes_sample_and_learn_like_one(tmp_path):
         np.testing.assert_allclose(latest_state(tmp_path / "two")[name], x, atol=2e-4, err_msg=name)
     by_process = [logs[name].read_text().split() for name in ("one", "two")]
     assert sorted(by_process[1]) == ["0"] * 12 + ["1"] * 12 and by_process[0] == ["0"] * 24
+
+
+def test_two_processes_answer_like_one(tmp_path):
+    """Prompts and a task, with the weights where they are. Before the first step nothing is summed over devices."""
+    table = tomllib.loads(SETTINGS)
+    watch = {"every": 2, "task": "word-problems:difficulty=easy", "n": 6, "prompts": ["Q: Tom has 2 books."]}
+    kept = {"every": 2, "best": 1, "metric": "accuracy"}
+    changes = {"watch": watch, "checkpoint": kept, "steps": 2, "optimizer__batch": 4, "optimizer__warmup": 1}
+    changes |= {name: table[name] for name in ("model", "data")}
+    train.train(run_config(tmp_path / "one", compute__mesh=MESH, **changes))
+    statuses, said = Pair(tmp_path, tmp_path / "two", **changes).end()
+    assert statuses == [0, 0], said
+    told = [(tmp_path / name / "generations.jsonl").read_text().splitlines() for name in ("one", "two")]
+    first = [[line for line in map(json.loads, text) if line["step"] == 0] for text in told]
+    assert first[0] == first[1] and len(first[0]) == 5 and len(told[1]) == 10
+    scores = [[line["accuracy"] for line in lines(tmp_path / name) if "accuracy" in line] for name in ("one", "two")]
+    assert scores[0][0] == scores[1][0] and len(scores[1]) == 2
+    assert kept_states(tmp_path / "two", kept)[2]["accuracy"] == scores[1][1]
 
 
 @pytest.mark.parametrize("process", [0, 1])

@@ -1,6 +1,7 @@
 """Evaluations during a run: the loss of held-out rows, answers to prompts, and a task's accuracy.
 
-An evaluation reads the weights and changes nothing, so a run with evaluations is the run without.
+An evaluation reads the weights and changes nothing, so a run with evaluations is the run without. Several processes
+run one engine over the mesh in lock-step, and each checks all answers; what the first one counts holds.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ from dllm_jax import spec
 from dllm_jax.checkpoints.loading import Model
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
+from dllm_jax.parallel import multihost
 from dllm_jax.parallel.sharding import Layout
 from samplers.generate import generate, prepare
 from samplers.text.prompt_files import read_prompts
@@ -63,8 +65,7 @@ class Watch:
             parts: after `check_examples`.
 
         Raises:
-            DllmError: when there is nothing to evaluate, for prompts, samplers and tasks that do not fit the model, and
-                for sampling in a run of several processes.
+            DllmError: when there is nothing to evaluate, and for prompts, samplers and tasks that do not fit the model.
         """
         part = config.watch
         self._config, self._part = config, part
@@ -83,8 +84,6 @@ class Watch:
             self._heldout = HeldOut(config, parts.heldout, parts.model, placement)
         if not asks:
             return
-        if jax.process_count() > 1:
-            raise DllmError("a run of several processes does not sample; leave out watch.prompts, file and task")
         self._trained = objective_of(config).trainable(config, parts.model)
         self._outline = parts.outline(config.out, Layout(placement.mesh) if placement.mesh.size > 1 else None)
         sampled, sampler = self._trained.for_sampling({}, {}), _sampler_text(part, parts.model, config)
@@ -127,8 +126,10 @@ class Watch:
             sampled: SamplerInputs = self._trained.for_sampling(weights, frozen)
             model = dataclasses.replace(self._outline, config=sampled.config, params=sampled.params)
             for scorer in scorers:
-                found = scorer(model, sampled.options)
-                metrics, generations = metrics | found.metrics, generations + found.generations
+                with multihost.fail_together():
+                    found = scorer(model, sampled.options)
+                metrics |= multihost.of_first_process(dict(found.metrics))  # by which the best states are kept
+                generations += found.generations
         return Evaluation({**metrics, WATCH_SECONDS: time.perf_counter() - start}, generations)
 
 

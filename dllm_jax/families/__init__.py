@@ -12,6 +12,7 @@ from dllm_jax.families import (
     llada,
     llada2,
     llada_moe,
+    llama,
     nemotron,
     qwen2,
     qwen3,
@@ -46,6 +47,7 @@ FAMILIES: dict[str, Family] = {
     "diffusion-gemma": diffusion_gemma.FAMILY,
     "qwen2": qwen2.FAMILY,
     "qwen3": qwen3.FAMILY,
+    "llama": llama.FAMILY,
 }
 
 _MODELS = {name: model for family in FAMILIES.values() for name, model in family.published.items()}

@@ -382,13 +382,16 @@ class Denoiser:
     ) -> tuple[jax.Array, KVCache, Routing | None]:
         """`Transformer.forward` of what is fed, tokens or embeddings, with `visible` [B] or [B, T]."""
         model = self._model
-        visible = self.seen_until(positions, visible, options.get("since"))
+        since = options.get("since")
+        given = visible.ndim == 2 or since is not None or "kv" in options
+        causal = self.config.attention in ("causal", "canvas") and not given
+        visible = self.seen_until(positions, visible, since)
         x = model.embed_tokens(inputs) if jnp.issubdtype(inputs.dtype, jnp.integer) else inputs
         place = lambda x: x if self.layout is None else self.layout.place(x, ("batch", None, None))
         profiled = jax.named_scope("window_forward" if "kv" in options else "full_forward")
         with profiled, on_device(self.device):
             hidden, kv, routing = model.forward(
-                place(x), positions, visible, layout=self.layout, scan=self.scan, **options
+                place(x), positions, visible, layout=self.layout, scan=self.scan, causal=causal, **options
             )
         return place(hidden), self._placed(kv), routing
 

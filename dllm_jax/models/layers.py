@@ -14,7 +14,7 @@ from flax import nnx
 from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
 
-from dllm_jax.config import ModelConfig, Yarn
+from dllm_jax.config import Llama3Rope, ModelConfig, Yarn
 from dllm_jax.kernels.attention import attention, attention_in_blocks
 from dllm_jax.models.kv_cache import LayerKV, scatter_rows, write_rows
 from dllm_jax.parallel.layout import LayoutLike, LogicalAxes, apart_on_cuda
@@ -98,6 +98,7 @@ class Rope(NamedTuple):
     theta: float
     turned: int | None = None
     yarn: Yarn | None = None
+    llama3: Llama3Rope | None = None
 
 
 class Turn(NamedTuple):
@@ -123,6 +124,11 @@ def rope_frequencies(rope: Rope) -> jax.Array:
         high = min(math.ceil(turning(yarn.beta_slow)), rope.dim - 1)
         slow = jnp.clip((pair - low) / (high - low if high > low else 0.001), 0.0, 1.0)
         frequency = frequency * (1.0 - slow) + frequency / yarn.factor * slow
+    if (llama3 := rope.llama3) is not None:
+        turns = llama3.original_length * frequency / (2 * math.pi)
+        fast = (turns - llama3.low_frequency) / (llama3.high_frequency - llama3.low_frequency)
+        fast = jnp.clip(fast, 0.0, 1.0)
+        frequency = frequency / llama3.factor * (1.0 - fast) + frequency * fast
     return frequency
 
 
@@ -239,7 +245,8 @@ class SelfAttention(nnx.Module):
         self.k_norm = RMSNorm(config, config.head_dim, "head_dim") if config.qk_norm else None
         self.v_norm: Norm | None = None
         self.head_dim, self.clip, self.block_length = config.head_dim, config.clip_qkv, config.block_length
-        self.rope = Rope(config.rope_dim or config.head_dim, config.rope_theta, yarn=config.yarn)
+        size = config.rope_dim or config.head_dim
+        self.rope = Rope(size, config.rope_theta, yarn=config.yarn, llama3=config.llama3)
         self.window: int | None = None
 
     def heads(self, x: jax.Array, norm: Norm | None) -> jax.Array:
@@ -267,13 +274,14 @@ class SelfAttention(nnx.Module):
         layout: LayoutLike | None = None,
         before: LayerKV | None = None,
         since: jax.Array | None = None,
+        causal: bool = False,
     ) -> jax.Array:
         query = self.heads(in_order(self.q_proj(x), "heads", layout), self.q_norm)
         query = rotate(query, turn.cos, turn.sin)  # [B, T, N, H]
         if turn.query_scale is not None:
             query = query * turn.query_scale.astype(query.dtype)  # rounded before the product, as published code does
         if before is None:
-            out = attention(query, kv.key, kv.value, visible, layout, since)
+            out = attention(query, kv.key, kv.value, visible, layout, since, causal=causal)
         else:
             assert self.block_length is not None
             out = attention_in_blocks(query, kv, before, visible, self.block_length, layout, since)

@@ -177,6 +177,7 @@ class Transformer(nnx.Module):
         decoder: bool = False,
         counted: jax.Array | None = None,
         since: jax.Array | None = None,
+        causal: bool = False,
     ) -> tuple[jax.Array, KVCache, Routing | None]:
         """Runs all layers over embedded inputs.
 
@@ -200,6 +201,7 @@ class Transformer(nnx.Module):
             counted: [B, T] bool, of the inputs, without `outputs`: the ones whose routing is counted; None counts
                 none.
             since: [B, T] int32, the first key that each input sees, from which on `positions` count; None for key 0.
+            causal: without `kv` and `since`: `visible` is the smaller of an input's number + 1 and its row's length.
 
         Returns:
             Hidden states before the final norm [B, T or width, D], in the `sums` of the dtype of x; the keys and
@@ -212,7 +214,8 @@ class Transformer(nnx.Module):
         tables = {rope: rope_table(positions, keys, rope) for rope in ropes}
         bounds = lambda layer: (visible, _since(layer.attn.window, positions, decoder, since))
         at, write = (None, None) if place is None else (place.at, place.write)
-        static = {"skip": 0 if place is None else place.skip, "policy": remat, "layout": layout, "decoder": decoder}
+        skip = 0 if place is None else place.skip
+        static = {"skip": skip, "policy": remat, "layout": layout, "decoder": decoder, "causal": causal}
         new: list[LayerKV] = []
         routed: list[Routing] = []  # each with an axis of layers
         if scan and outputs is None and (kv is None or decoder):
@@ -281,7 +284,7 @@ def _since(window: int | None, positions: jax.Array, decoder: bool, since: jax.A
     return first if since is None else since + jnp.maximum(first, 0)
 
 
-@functools.partial(jax.jit, static_argnames=("skip", "width", "policy", "layout", "decoder"))
+@functools.partial(jax.jit, static_argnames=("skip", "width", "policy", "layout", "decoder", "causal"))
 def _run_layer(
     layer: Layer | GemmaLayer,
     x: jax.Array,
@@ -299,6 +302,7 @@ def _run_layer(
     policy: RematPolicy | None,
     layout: LayoutLike | None,
     decoder: bool,
+    causal: bool,
 ) -> tuple[jax.Array, tuple[LayerKV, Routing | None]]:
     """One layer, with the arguments of `Transformer.forward`: its output, its keys and values, and its routing.
     `bounds` are `visible` and `since` of `attention`.
@@ -319,7 +323,7 @@ def _run_layer(
             x, y, own_turn = jax.tree.map(lambda part: slice_rows(part, first, width), (x, y, own_turn))
             own = lambda bound: bound if bound is None or bound.shape[1] == 1 else slice_rows(bound, first, width)
             visible, since = own(visible), own(since)
-        attended = layer.attn.attend(y, own_turn, kv, visible, layout, before, since)
+        attended = layer.attn.attend(y, own_turn, kv, visible, layout, before, since, causal and first is None)
         x, routing = layer.after_attention(x, attended, layout, decoder, counted)
         return x, (kv, routing)
 

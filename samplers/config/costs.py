@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from dllm_jax import Denoiser, Model, ModelConfig
-from dllm_jax.kernels.attention import ATTENTION, FUSED_FROM
+from dllm_jax.kernels.attention import ATTENTION, CAUSAL, FUSED_FROM
 from dllm_jax.kernels.attention.xla import QUERIES
 from dllm_jax.kernels.dispatch import before_ampere, choose, on_device, platform_of
 from dllm_jax.models.denoiser import Span
@@ -110,9 +110,9 @@ def _has_scores(denoiser: Denoiser, positions: int) -> bool:
     of_query = config.is_causal or config.has_blocks or config.has_canvas
     visible = jax.ShapeDtypeStruct((1, positions if of_query else 1), jnp.int32)
     operands = *(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes), visible
-    device = denoiser.device or jax.local_devices()[0]
+    device, operation = denoiser.device or jax.local_devices()[0], CAUSAL if config.is_causal else ATTENTION
     with on_device(device):
-        return positions < FUSED_FROM or platform_of(device) not in choose(ATTENTION, operands, denoiser.layout)
+        return positions < FUSED_FROM or platform_of(device) not in choose(operation, operands, denoiser.layout)
 
 
 def _writes_out(denoiser: Denoiser) -> bool:

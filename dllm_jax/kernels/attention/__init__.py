@@ -3,13 +3,14 @@
 | implementation | runs | takes | in "auto" |
 |---|---|---|---|
 | `xla` | everywhere | everything | where nothing else fits |
-| `cudnn` | NVIDIA GPUs from compute capability 8.0 on | one length per row, bfloat16 and float16 | yes |
+| `cudnn` | NVIDIA GPUs from compute capability 8.0 on | one length per row, causal masks, bfloat16 and float16 | yes |
 | `tokamax` | compute capability 9.x and 10.x, where it is installed | bfloat16 and float16 | yes |
 | `tpu` | TPUs | what fits into a core's memory, no first key | no: only the compiler has seen it |
 
 Shape letters: B batch, T queries, S keys, N heads, K heads of keys and values, H head size.
 """
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 
@@ -40,6 +41,7 @@ def attention(
     layout: LayoutLike | None = None,
     since: jax.Array | None = None,
     implementation: Name | None = None,
+    causal: bool = False,
 ) -> jax.Array:
     """softmax(query key / sqrt(H)) value, over the first `visible` keys of each query: [B, T, N, H].
 
@@ -52,13 +54,15 @@ def attention(
         since: [B, T or 1] int32, of the visible keys only those from here on are seen (a sliding window, or several
             documents in a row); None for all.
         implementation: as of `use_kernels`, which decides by default.
+        causal: without `since` and with T = S: `visible` is the smaller of a query's number + 1 and its row's length.
 
     Raises:
         DllmError: if `implementation` names one that cannot run this.
     """
     operands = (query, key, value, visible) + (() if since is None else (since,))
     axes = (QUERY, KEYS, KEYS, ROWS, ROWS)[: len(operands)]
-    return _on_platforms(ATTENTION, operands, axes, layout, implementation)
+    operation = CAUSAL if causal and since is None else ATTENTION
+    return _on_platforms(operation, operands, axes, layout, implementation)
 
 
 def attention_in_blocks(
@@ -120,13 +124,18 @@ def _why_not_on_parts(layout: LayoutLike | None) -> str | None:
 def _examples() -> Mapping[str, Sequence[np.ndarray]]:
     """Two rows of 320 positions, one of them short."""
     query, key, value = _arrays()
-    lengths = np.array([[320], [37]], np.int32)
+    lengths = _LENGTHS
     ends = np.minimum(lengths, 32 * (np.arange(320, dtype=np.int32) // 32 + 1))
     return {
         "a length per row": (query, key, value, lengths),
         "a length per query": (query, key, value, ends),
         "a sliding window": (query, key, value, ends, np.maximum(ends - 50, 0)),
     }
+
+
+def _examples_causal() -> Mapping[str, Sequence[np.ndarray]]:
+    """The same under a causal mask."""
+    return {"causal": (*_arrays(), np.minimum(_LENGTHS, np.arange(1, 321, dtype=np.int32)))}
 
 
 def _examples_in_blocks() -> Mapping[str, Sequence[np.ndarray]]:
@@ -136,6 +145,9 @@ def _examples_in_blocks() -> Mapping[str, Sequence[np.ndarray]]:
     operands = (query, key, value, key[:, ::-1], value[:, ::-1], ends)
     since = 64 * (np.maximum(ends - 1, 0) // 64)  # documents of two blocks
     return {"blocks of 32": operands, "documents in blocks of 32": (*operands, since)}
+
+
+_LENGTHS = np.array([[320], [37]], np.int32)
 
 
 def _arrays() -> list[np.ndarray]:
@@ -156,6 +168,15 @@ ATTENTION = Operation(
     COST,
     ("query", "key", "value", "visible", "since"),
     _examples,
+)
+CAUSAL = dataclasses.replace(
+    ATTENTION,
+    name="causal attention",
+    kernels=(
+        Kernel("cudnn", "cuda", cudnn.causal_refusal, functools.partial(cudnn.attend, causal=True)),
+        *ATTENTION.kernels[1:],
+    ),
+    examples=_examples_causal,
 )
 IN_BLOCKS = Operation(
     "attention in blocks",
